@@ -1,0 +1,1 @@
+"""Prefix-aware decode attention (PAT) for SGLang."""

@@ -1,0 +1,73 @@
+"""What PAT cannot serve yet, refused at start-up in one sentence with the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+MAX_HEAD_DIM = 256
+KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_OTHER = "serve it with another one, for example --attention-backend"
+
+
+class Unsupported(ValueError):
+    """A flag or a property of the model that `--attention-backend pat` does not serve."""
+
+
+def check_flags(server_args: Any) -> None:
+    """Raise Unsupported where a flag of `ServerArgs` asks for what PAT does not do."""
+    if server_args.speculative_algorithm is not None:
+        raise Unsupported(
+            "--attention-backend pat does not support speculative decoding yet: "
+            f"leave out --speculative-algorithm {server_args.speculative_algorithm}, or use another --attention-backend"
+        )
+    if server_args.enable_two_batch_overlap:
+        raise Unsupported("--attention-backend pat does not support --enable-two-batch-overlap yet: leave it out")
+
+
+def check_model(runner: Any, fallback: str) -> None:
+    """Raise Unsupported where the loaded model needs attention that PAT does not compute.
+
+    Args:
+        runner: SGLang's `ModelRunner`, its model loaded.
+        fallback: A stock attention backend to suggest.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    config = runner.model_config
+    instead = f"{_OTHER} {fallback} or --decode-attention-backend {fallback}"
+    name = ", ".join(config.hf_config.architectures or [type(runner.model).__name__])
+    if runner.use_mla_backend:
+        raise Unsupported(f"--attention-backend pat does not support MLA, which {name} uses: {instead}")
+    if config.is_encoder_decoder:
+        raise Unsupported(f"--attention-backend pat does not support encoder-decoder models like {name}: {instead}")
+    if runner.kv_cache_dtype not in KV_DTYPES:
+        raise Unsupported(
+            f"--attention-backend pat does not support a KV cache of {runner.kv_cache_dtype} yet: "
+            "leave out --kv-cache-dtype, or use another --attention-backend"
+        )
+    if any(parameter.endswith("sinks") for parameter, _ in runner.model.named_parameters()):
+        raise Unsupported(f"--attention-backend pat does not support attention sinks, which {name} uses: {instead}")
+    for layer in runner.model.modules():
+        if isinstance(layer, RadixAttention):
+            problem = _layer_problem(layer)
+            if problem:
+                raise Unsupported(f"--attention-backend pat does not support {problem}, which {name} uses: {instead}")
+
+
+def _layer_problem(layer: Any) -> str | None:
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
+        return f"sliding-window attention (window {layer.sliding_window_size})"
+    if layer.is_cross_attention:
+        return "cross-attention"
+    if layer.attn_type == AttentionType.ENCODER_ONLY:
+        return "encoder-only attention"
+    if (getattr(layer, "xai_temperature_len", None) or 0) > 0:
+        return "temperature that grows with the context"
+    for dim in (layer.qk_head_dim, layer.v_head_dim):
+        if dim % 8 or dim > MAX_HEAD_DIM:
+            return f"a head dimension of {dim} (multiples of 8 up to {MAX_HEAD_DIM} are)"
+    return None

@@ -1,0 +1,86 @@
+"""Everything that differs between the supported SGLang releases, 0.5.17 and 0.5.23."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+
+def disable_graphs(server_args: Any) -> None:
+    """Turn device graphs off: there is nothing to capture on a CPU.
+
+    0.5.17 decides about graphs before it asks the platform for defaults, so its decision is revised here.
+    """
+    config = getattr(server_args, "cuda_graph_config", None)
+    if config is not None:
+        from sglang.srt.model_executor.cuda_graph_config import Backend
+
+        config.decode.backend = config.prefill.backend = Backend.DISABLED
+
+
+def caching_method() -> str:
+    """The cache's method that hands a running request over to the tree."""
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+    return "cache_unfinished_req" if hasattr(BasePrefixCache, "cache_unfinished_req") else "checkpoint"
+
+
+def radix_cache_serves() -> bool:
+    """Whether a server may run on `RadixCache`; 0.5.23 keeps the class but serves with `UnifiedRadixCache` only."""
+    return caching_method() == "cache_unfinished_req"
+
+
+def row(req: Any) -> int:
+    """The request's row of `req_to_token`."""
+    return req.req_pool_idx if hasattr(req, "req_pool_idx") else req.kv.req_pool_idx
+
+
+def protected_len(req: Any) -> int:
+    """Tokens of the request whose slots belong to the tree."""
+    return req.cache_protected_len if hasattr(req, "cache_protected_len") else req.kv.cache_protected_len
+
+
+def tokens(req: Any, start: int, stop: int) -> tuple[int, ...]:
+    """Token ids [start, stop) of prompt and output together."""
+    prompt = req.origin_input_ids
+    if stop <= len(prompt):
+        return tuple(prompt[start:stop])
+    output = req.output_ids
+    return (*prompt[start:stop], *output[max(0, start - len(prompt)) : stop - len(prompt)])
+
+
+def namespace(req: Any) -> Hashable:
+    """What keeps equal tokens apart in the cache: LoRA adapter, salt."""
+    return (req.extra_key, getattr(req, "cache_salt", None))
+
+
+def path(cache: Any, req: Any) -> list[tuple[int, int]]:
+    """(node id, length in tokens) from the first level down to the request's last node."""
+    core = getattr(cache, "tree_core", None)
+    if core is None:
+        node, root = req.last_node, cache.root_node
+    elif hasattr(core, "collect_path_info"):
+        (nodes,) = core.collect_path_info([req.last_node])
+        return [(node.node_id, node.path_end - node.path_start) for node in nodes]
+    else:
+        node, root = core.node_by_id(req.last_node), core.root_node
+    result = []
+    while node is not root:
+        result.append((node.id, len(node.key)))
+        node = node.parent
+    return result[::-1]
+
+
+def save_kv(pool: Any, layer: Any, slots: Any, k: Any, v: Any) -> None:
+    """Write the new tokens' K and V to the pool."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
+
+
+def attention_shape(runner: Any) -> tuple[int, int, int, int]:
+    """(heads, kv_heads, head_dim, v_head_dim) of this rank's attention layers."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    layer = next(module for module in runner.model.modules() if isinstance(module, RadixAttention))
+    return layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim

@@ -1,0 +1,56 @@
+"""Every knob: the `SGLANG_PAT_*` environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import msgspec
+
+from sglang_pat.platform import AWAKE
+
+Policy = Literal["pat", "query"]
+
+
+class ConfigError(ValueError):
+    """A `SGLANG_PAT_*` variable that does not exist or has a value that it cannot have."""
+
+
+class PatConfig(msgspec.Struct, frozen=True):
+    """What a user may change; the defaults are right for serving.
+
+    Attributes:
+        policy: `SGLANG_PAT_POLICY`: how queries are packed. `pat` packs by shared prefixes, `query` gives every
+            request its own work items (to see what packing brings).
+        reuse: `SGLANG_PAT_REUSE`: 1 keeps a plan until the batch or one of its paths changes, 0 plans every step.
+        verify: `SGLANG_PAT_VERIFY`: 1 compares the KV slots of all queries of every work item before each step
+            and falls back to one query per work item where they differ. Slow; for tests.
+    """
+
+    policy: Policy = "pat"
+    reuse: bool = True
+    verify: bool = False
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> PatConfig:
+        """Read the variables.
+
+        Raises:
+            ConfigError: One is unknown or has an unknown value; the message names it and what it may be.
+        """
+        prefix = "SGLANG_PAT_"
+        choices = {"policy": {name: name for name in get_args(Policy)}}
+        values = {}
+        for variable, value in environment.items():
+            if not variable.startswith(prefix) or variable == AWAKE:
+                continue
+            field = variable.removeprefix(prefix).lower()
+            if field not in cls.__struct_fields__:
+                known = ", ".join(prefix + name.upper() for name in cls.__struct_fields__)
+                raise ConfigError(f"{variable} is not a setting of sglang-pat: unset it, or use one of {known}")
+            allowed = choices.get(field, {"0": False, "1": True})
+            if value not in allowed:
+                raise ConfigError(f"{variable}={value!r} must be one of {', '.join(allowed)}")
+            values[field] = allowed[value]
+        return cls(**values)

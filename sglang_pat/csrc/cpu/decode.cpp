@@ -1,0 +1,141 @@
+// The CPU executor: runs a plan's work items, then merges. sglang_pat/kernels/cpu.py is its one caller.
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+
+#include <exception>
+#include <vector>
+
+#include "forward.h"
+#include "merge.h"
+
+namespace {
+
+using tvm::ffi::TensorView;
+
+// Columns of the work item table (sglang_pat/kernels/layout.py writes it).
+enum Column { kStart, kEnd, kFirstQuery, kNumQueries, kTileM, kTileN, kColumns };
+
+struct Arguments {
+  TensorView q, k, v, out, req_to_token, rows, seq_lens, items, queries, slots, part_offsets, partial, lse;
+  pat::Shape shape;
+  float scale;
+};
+
+void check(const TensorView& tensor, const char* name, int ndim, DLDataType type) {
+  TVM_FFI_CHECK(tensor.device().device_type == kDLCPU, ValueError) << name << " must be on the CPU";
+  TVM_FFI_CHECK(tensor.ndim() == ndim, ValueError) << name << " must have " << ndim << " dimensions, not "
+                                                   << tensor.ndim();
+  const DLDataType got = tensor.dtype();
+  TVM_FFI_CHECK(got.code == type.code && got.bits == type.bits, ValueError) << name << " has the wrong dtype";
+  TVM_FFI_CHECK(tensor.stride(ndim - 1) == 1, ValueError) << name << " must be contiguous in its last dimension";
+}
+
+template <typename E>
+const E* data(const TensorView& tensor) {
+  return static_cast<const E*>(tensor.data_ptr());
+}
+
+template <typename T>
+void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_rows, std::vector<float>& results,
+              pat::Scratch& scratch) {
+  const int32_t* work = data<int32_t>(a.items) + int64_t(item) * kColumns;
+  const int32_t* queries = data<int32_t>(a.queries) + work[kFirstQuery];
+  const int32_t* slots = data<int32_t>(a.slots) + work[kFirstQuery];
+  const int heads = a.q.size(1), kv_heads = a.k.size(1), group = heads / kv_heads;
+  const int d = a.shape.head_dim, dv = a.shape.v_head_dim, rows = work[kNumQueries] * group;
+
+  const int32_t member = queries[0];
+  const int32_t end = work[kEnd] >= 0 ? work[kEnd] : int32_t(data<int64_t>(a.seq_lens)[member]);
+  const int32_t* kv_slots =
+      data<int32_t>(a.req_to_token) + data<int64_t>(a.rows)[member] * a.req_to_token.stride(0) + work[kStart];
+
+  q_rows.resize(std::max(q_rows.size(), size_t(rows) * d));
+  results.resize(std::max(results.size(), size_t(rows) * (dv + 1)));
+  for (int i = 0; i < rows; ++i) {
+    const float* q = data<float>(a.q) + queries[i / group] * a.q.stride(0) + (kv_head * group + i % group) * a.q.stride(1);
+    for (int c = 0; c < d; ++c) q_rows[size_t(i) * d + c] = q[c] * a.scale;
+  }
+  const pat::KvHead<T> kv{data<T>(a.k) + kv_head * a.k.stride(1), data<T>(a.v) + kv_head * a.v.stride(1),
+                          a.k.stride(0), a.v.stride(0)};
+  float* lse = results.data() + size_t(rows) * dv;
+  pat::forward(kv, a.shape, kv_slots, std::max(0, end - work[kStart]), q_rows.data(), rows, work[kTileN], scratch,
+               pat::Result{results.data(), dv, lse});
+
+  for (int i = 0; i < rows; ++i) {
+    const int query = queries[i / group], slot = slots[i / group], head = kv_head * group + i % group;
+    float* to = static_cast<float*>(slot < 0 ? a.out.data_ptr() : a.partial.data_ptr());
+    std::copy_n(results.data() + size_t(i) * dv, dv, to + (int64_t(slot < 0 ? query : slot) * heads + head) * dv);
+    if (slot >= 0) static_cast<float*>(a.lse.data_ptr())[int64_t(slot) * heads + head] = lse[i];
+  }
+}
+
+template <typename T>
+void run(const Arguments& a) {
+  const int kv_heads = a.k.size(1), heads = a.q.size(1), dv = a.shape.v_head_dim;
+  const int64_t tasks = a.items.size(0) * kv_heads;
+  // A thread that runs out of memory must not leave a parallel region by an exception.
+  std::exception_ptr failure;
+#pragma omp parallel
+  {
+    static thread_local std::vector<float> q_rows, results;
+    static thread_local pat::Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < tasks; ++task) {
+      try {
+        run_item<T>(a, int(task / kv_heads), int(task % kv_heads), q_rows, results, scratch);
+      } catch (...) {
+#pragma omp critical
+        failure = std::current_exception();
+      }
+    }
+    const int32_t* offsets = data<int32_t>(a.part_offsets);
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < a.q.size(0) * heads; ++task) {
+      const int64_t query = task / heads, head = task % heads, first = offsets[query];
+      const int parts = offsets[query + 1] - first;
+      if (parts > 0)
+        pat::merge(data<float>(a.partial) + (first * heads + head) * dv, int64_t(heads) * dv,
+                   data<float>(a.lse) + first * heads + head, heads, parts, dv,
+                   static_cast<float*>(a.out.data_ptr()) + task * dv);
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
+            TensorView seq_lens, TensorView items, TensorView queries, TensorView slots, TensorView part_offsets,
+            TensorView partial, TensorView lse, double scale, double logit_cap) {
+  const DLDataType f32{kDLFloat, 32, 1}, i32{kDLInt, 32, 1}, i64{kDLInt, 64, 1};
+  check(q, "q", 3, f32);
+  check(out, "out", 3, f32);
+  check(k, "k", 3, k.dtype());
+  check(v, "v", 3, k.dtype());
+  check(req_to_token, "req_to_token", 2, i32);
+  check(rows, "rows", 1, i64);
+  check(seq_lens, "seq_lens", 1, i64);
+  check(items, "items", 2, i32);
+  check(queries, "queries", 1, i32);
+  check(slots, "slots", 1, i32);
+  check(part_offsets, "part_offsets", 1, i32);
+  check(partial, "partial", 3, f32);
+  check(lse, "lse", 2, f32);
+  TVM_FFI_CHECK(q.size(1) % k.size(1) == 0, ValueError)
+      << q.size(1) << " query heads are not a multiple of " << k.size(1) << " KV heads";
+  TVM_FFI_CHECK(out.is_contiguous() && partial.is_contiguous() && lse.is_contiguous() && items.is_contiguous(),
+                ValueError)
+      << "out, partial, lse and items must be contiguous";
+  const Arguments arguments{q,       k,     v,     out,          req_to_token, rows, seq_lens,
+                            items,   queries, slots, part_offsets, partial,      lse,
+                            pat::Shape{int(q.size(2)), int(v.size(2)), float(logit_cap)}, float(scale)};
+  const DLDataType kv = k.dtype();
+  if (kv.code == kDLFloat && kv.bits == 32) return run<float>(arguments);
+  if (kv.code == kDLFloat && kv.bits == 16) return run<pat::Fp16>(arguments);
+  if (kv.code == kDLBfloat && kv.bits == 16) return run<pat::Bf16>(arguments);
+  TVM_FFI_THROW(ValueError) << "KV must be float32, float16 or bfloat16";
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, decode);

@@ -1,0 +1,26 @@
+// Combines the parts of a query by their log-sum-exp (PAT section 7).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+namespace pat {
+
+// `parts` parts of one query and head: partial[p * stride + dim] and lse[p * lse_stride].
+inline void merge(const float* partial, int64_t stride, const float* lse, int64_t lse_stride, int parts, int dim,
+                  float* out) {
+  float top = -INFINITY;
+  for (int p = 0; p < parts; ++p) top = std::max(top, lse[p * lse_stride]);
+  std::fill_n(out, dim, 0.0f);
+  if (top == -INFINITY) return;
+  float total = 0;
+  for (int p = 0; p < parts; ++p) total += std::exp(lse[p * lse_stride] - top);
+  for (int p = 0; p < parts; ++p) {
+    const float weight = std::exp(lse[p * lse_stride] - top) / total;
+    if (weight == 0.0f) continue;
+    for (int i = 0; i < dim; ++i) out[i] += weight * partial[p * stride + i];
+  }
+}
+
+}  // namespace pat

@@ -1,0 +1,95 @@
+// Vectors of floats as wide as the machine's, element conversions, and exp.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace pat {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(kWidth * sizeof(float))));
+typedef int32_t VecInt __attribute__((vector_size(kWidth * sizeof(float))));
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
+
+inline Vec splat(float x) { return Vec{} + x; }
+
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+inline float sum(Vec v) {
+  float total = 0;
+  for (int i = 0; i < kWidth; ++i) total += v[i];
+  return total;
+}
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+struct Fp16 {
+  uint16_t bits;
+};
+
+inline float bits_to_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(Bf16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
+
+// Without branches, so that loops over it vectorise: the multiplication moves the exponent's bias from 15 to 127
+// and makes subnormal numbers normal.
+inline float to_float(Fp16 x) {
+  const uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
+  const uint32_t special = (x.bits & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;
+  const float scaled = bits_to_float(magnitude) * bits_to_float((127u + 127u - 15u) << 23);
+  uint32_t bits;
+  std::memcpy(&bits, &scaled, sizeof(bits));
+  return bits_to_float(bits | special | uint32_t(x.bits & 0x8000) << 16);
+}
+
+template <typename T>
+inline void convert(const T* __restrict from, float* __restrict to, int count) {
+  for (int i = 0; i < count; ++i) to[i] = to_float(from[i]);
+}
+
+// e^x for x <= 0 with a relative error under 2e-7; 0 below -87. The degree-6 Taylor polynomial in the reduced argument
+// |r| <= ln(2)/2 has a remainder of 1.2e-7 (r^7/7!); the reduction is Cody and Waite's in two steps.
+inline Vec exp_nonpositive(Vec x) {
+  const Vec floor_limit = splat(-87.0f);
+  const VecInt is_zero = x < floor_limit;
+  x = max(x, floor_limit);
+  const Vec scaled = x * 1.44269504f - 0.5f;
+  const VecInt exponent = __builtin_convertvector(scaled, VecInt);  // truncation of a non-positive number: rounds to nearest
+  const Vec k = __builtin_convertvector(exponent, Vec);
+  const Vec r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
+  Vec p = splat(1.0f / 720);
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const VecInt power = (exponent + 127) << 23;
+  Vec two_to_k;
+  std::memcpy(&two_to_k, &power, sizeof(power));
+  return is_zero ? Vec{} : p * two_to_k;
+}
+
+}  // namespace pat

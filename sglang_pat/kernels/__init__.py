@@ -1,0 +1,1 @@
+"""Executors of a plan: one Python wrapper per native module, and a plain PyTorch reference."""

@@ -1,0 +1,51 @@
+"""The CPU executor (csrc/cpu)."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_pat.kernels import jit
+from sglang_pat.kernels.layout import PlanTensors
+
+
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    plan: PlanTensors,
+    *,
+    scale: float,
+    logit_cap: float = 0.0,
+) -> torch.Tensor:
+    """Decode attention of one layer.
+
+    Args:
+        q: [batch, heads, head_dim], float32, float16 or bfloat16.
+        k: [slots, kv_heads, head_dim], the layer's pool, float32, float16 or bfloat16; `kv_heads` divides `heads`.
+        v: [slots, kv_heads, v_head_dim], of the same dtype.
+        req_to_token: [requests, context], int32: the slot of each position of each request.
+        rows: [batch], int64: each query's row of `req_to_token`.
+        seq_lens: [batch], int64: tokens of each query's request, its own included.
+        plan: A plan for this batch; tails end where `seq_lens` says.
+        scale: Factor on q k^T.
+        logit_cap: Scores become cap * tanh(score / cap); 0 for none.
+
+    Returns:
+        [batch, heads, v_head_dim] in q's dtype, accumulated in float32.
+
+    Raises:
+        jit.BuildError: There is no working C++ compiler.
+        ValueError: A tensor's device, dtype or shape is none of the above.
+    """
+    batch, heads = q.shape[:2]
+    out = torch.empty(batch, heads, v.shape[2])
+    partial = torch.empty(plan.num_slots, heads, v.shape[2])
+    lse = torch.empty(plan.num_slots, heads)
+    jit.load("cpu").decode(
+        q.float(), k, v, out, req_to_token, rows, seq_lens, plan.items, plan.queries, plan.slots, plan.part_offsets,
+        partial, lse, scale, logit_cap,
+    )  # fmt: skip
+    return out.to(q.dtype)

@@ -1,0 +1,30 @@
+"""What attention is, in float64 and one query at a time."""
+
+from __future__ import annotations
+
+import torch
+
+
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    logit_cap: float = 0.0,
+) -> torch.Tensor:
+    """Decode attention without a plan; arguments as for `kernels.cpu.decode`, result in float64."""
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64)
+    for i in range(q.shape[0]):
+        slots = req_to_token[rows[i], : seq_lens[i]].long()
+        keys = k[slots].double().repeat_interleave(group, dim=1)
+        values = v[slots].double().repeat_interleave(group, dim=1)
+        scores = torch.einsum("hd,nhd->hn", q[i].double(), keys) * scale
+        if logit_cap:
+            scores = logit_cap * torch.tanh(scores / logit_cap)
+        out[i] = torch.einsum("hn,nhd->hd", scores.softmax(-1), values)
+    return out

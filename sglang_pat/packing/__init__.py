@@ -1,0 +1,22 @@
+"""From a batch's prefix tree to a plan of work items; plain Python that knows neither torch nor SGLang."""
+
+from sglang_pat.packing.cost import CostModel
+from sglang_pat.packing.plan import OPEN, Plan, WorkItem
+from sglang_pat.packing.scheduler import POLICIES, PackConfig, make_plan
+from sglang_pat.packing.tiles import CPU_TILES, Tile, TileTable
+from sglang_pat.packing.tree import Batch, Node
+
+__all__ = [
+    "CPU_TILES",
+    "OPEN",
+    "POLICIES",
+    "Batch",
+    "CostModel",
+    "Node",
+    "PackConfig",
+    "Plan",
+    "Tile",
+    "TileTable",
+    "WorkItem",
+    "make_plan",
+]

@@ -1,0 +1,41 @@
+"""Which (m, n) tile runs a pack (PAT §5.2)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import msgspec
+
+
+class Tile(msgspec.Struct, frozen=True, order=True):
+    """A forward configuration: m rows of queries (query heads that share a KV head) by n KV positions."""
+
+    m: int
+    n: int
+
+
+class TileTable(msgspec.Struct, frozen=True):
+    """The tiles that a device has, and the rule that picks one.
+
+    Attributes:
+        query_tiles: Every m, ascending.
+        kv_tiles: Every n, ascending.
+        kv_bounds: Piecewise rule for n: the i-th n serves KV lengths up to `kv_bounds[i]`, the last n the rest.
+    """
+
+    query_tiles: tuple[int, ...]
+    kv_tiles: tuple[int, ...]
+    kv_bounds: tuple[int, ...]
+
+    def max_queries(self, group: int) -> int:
+        """Queries that the largest m holds when `group` query heads share a KV head; at least one."""
+        return max(1, self.query_tiles[-1] // group)
+
+    def select(self, rows: int, kv_len: int) -> Tile:
+        """The smallest m that holds `rows` (the largest where none does) and the n for `kv_len`."""
+        m = self.query_tiles[min(bisect_left(self.query_tiles, rows), len(self.query_tiles) - 1)]
+        return Tile(m, self.kv_tiles[bisect_left(self.kv_bounds, kv_len)])
+
+
+CPU_TILES = TileTable(query_tiles=(16, 64, 128), kv_tiles=(32, 64, 128), kv_bounds=(32, 64))
+"""Tiles of the CPU executor; measured by `python benchmarks/cpu_decode.py --tiles` (benchmarks/NOTES.md)."""

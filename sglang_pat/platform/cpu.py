@@ -1,0 +1,63 @@
+"""`SRTPlatform` for machines without an accelerator (SGLang: srt/platforms/interface.py)."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+from sglang_pat import compat
+from sglang_pat.platform import announce
+
+
+class CpuPlatform(SRTPlatform):
+    """SGLang's stock memory pools and PyTorch-native operators on the CPU."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_device(self, device_id: int = 0) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        return int(psutil.virtual_memory().total)
+
+    def get_current_memory_usage(self, device: torch.device | None = None) -> float:
+        memory = psutil.virtual_memory()
+        return float(memory.total - memory.available)
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        return "cpu"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> type:
+        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+        return PagedTokenToKVPoolAllocator
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+
+class DormantPlatform(SRTPlatform):
+    """SGLang's base platform until the server arguments choose PAT, `CpuPlatform` from then on."""
+
+    def apply_server_args_defaults(self, server_args) -> None:
+        chosen = (
+            server_args.attention_backend,
+            server_args.prefill_attention_backend,
+            server_args.decode_attention_backend,
+        )
+        if "pat" in chosen:
+            announce()
+            compat.disable_graphs(server_args)
+            self.__class__ = CpuPlatform  # type: ignore[assignment]

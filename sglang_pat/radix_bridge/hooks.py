@@ -1,0 +1,103 @@
+"""Every place where SGLang is hooked, through its own HookRegistry.
+
+Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs another attention backend.
+
+| target | releases | why no extension point will do |
+|---|---|---|
+| `RadixCache.cache_unfinished_req` | 0.5.17 | the moment a request's row takes over the tree's slots |
+| `UnifiedRadixCache.cache_unfinished_req` | 0.5.17 | the same |
+| `UnifiedRadixCache.checkpoint` | 0.5.23 | the same, renamed there |
+| `release_kv_cache` | both | the one way by which a request gives its row back |
+| `RadixCache._delete_leaf` | 0.5.17 | eviction |
+| `UnifiedRadixCache._evict_device_leaf` | both | eviction |
+| `RadixCache.reset`, `UnifiedRadixCache.reset` | both | `flush_cache` |
+| `Scheduler.get_internal_state` | both | puts the counters into `/get_server_info` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_pat import compat
+from sglang_pat.radix_bridge.observer import Observer
+
+_RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
+_UNIFIED = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
+_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
+
+_observer: Observer | None = None
+_counters: Callable[[], dict[str, Any]] = dict
+
+
+def install(observer: Observer, counters: Callable[[], dict[str, Any]] | None = None) -> None:
+    """Let `observer` follow every prefix cache of this process, in place of any observer before it.
+
+    Args:
+        observer: Receives what happens.
+        counters: What `/get_server_info` shows as `internal_states[i]["pat"]`.
+
+    Raises:
+        RuntimeError: Another plugin has hooked one of the targets; SGLang applies each target's hooks once.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    global _observer, _counters
+    first = _observer is None
+    _observer, _counters = observer, counters or dict
+    if not first:
+        return
+    hooks = {
+        _RELEASE: _on_release,
+        _STATE: _on_state,
+        f"{_UNIFIED}._evict_device_leaf": _on_evict_id,
+        f"{_RADIX}.reset": _on_reset,
+        f"{_UNIFIED}.reset": _on_reset,
+        **{f"{cache}.{name}": _on_cached for cache, name in _caching_methods()},
+    }
+    if compat.radix_cache_serves():
+        hooks[f"{_RADIX}._delete_leaf"] = _on_evict_node
+    taken = [target for target in hooks if target in HookRegistry._patched]
+    if taken:
+        raise RuntimeError(f"another SGLang plugin has already hooked {taken[0]}: uninstall it or sglang-pat")
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AFTER)
+    HookRegistry.apply_hooks()
+    missed = [target for target in hooks if target not in HookRegistry._patched]
+    if missed:
+        raise RuntimeError(f"this SGLang has no {missed[0]}: sglang-pat supports 0.5.17 to 0.5.23")
+
+
+def _caching_methods() -> list[tuple[str, str]]:
+    name = compat.caching_method()
+    return [(_RADIX, name), (_UNIFIED, name)] if compat.radix_cache_serves() else [(_UNIFIED, name)]
+
+
+def _on_cached(result: Any, cache: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    if _observer is not None:
+        _observer.on_cached(cache, req)
+
+
+def _on_release(result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    if _observer is not None:
+        _observer.on_released(req)
+
+
+def _on_evict_node(result: Any, cache: Any, node: Any) -> None:
+    if _observer is not None:
+        _observer.on_evicted(node.id)
+
+
+def _on_evict_id(result: Any, cache: Any, node_id: int, *args: Any, **kwargs: Any) -> None:
+    if _observer is not None:
+        _observer.on_evicted(node_id)
+
+
+def _on_reset(result: Any, cache: Any) -> None:
+    if _observer is not None:
+        _observer.on_reset()
+
+
+def _on_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    result.internal_state["pat"] = _counters()

@@ -1,0 +1,122 @@
+"""Turns what SGLang's cache does to requests into events.
+
+Nothing is read from inside the tree but the path of a request that was just cached, which every implementation can
+tell (Python or Rust, `RadixCache` or `UnifiedRadixCache`). Two facts about radix trees turn paths into structure:
+siblings differ in their first page, so a path that meets an unknown node where the mirror has another one with the
+same first page has met the upper half of a split; and a split leaves the old id with the lower half.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from sglang_pat import compat
+from sglang_pat.radix_bridge.events import (
+    ROOT,
+    Event,
+    NodeEvicted,
+    NodeInserted,
+    NodeSplit,
+    RequestAdvanced,
+    RequestBound,
+    RequestReleased,
+    TreeReset,
+)
+from sglang_pat.radix_bridge.mirror import Inconsistent, Mirror
+
+logger = logging.getLogger(__name__)
+
+
+class Observer:
+    """Feeds a mirror; the methods named `on_*` are what `hooks` calls.
+
+    Attributes:
+        mirror: The mirror.
+        subscribers: Called with every event after the mirror has taken it.
+        nodes: Nodes announced so far.
+        faults: Times that the cache and the mirror disagreed; the request concerned is then served unpacked.
+    """
+
+    def __init__(self) -> None:
+        self.mirror = Mirror()
+        self.subscribers: list[Callable[[Event], None]] = []
+        self.nodes = 0
+        self.faults = 0
+        self._requests: dict[str, Any] = {}
+
+    def on_cached(self, cache: Any, req: Any) -> None:
+        """`req` was just cached: its row holds the tree's slots for the whole of its path."""
+        if cache.disable or req.finished():
+            return
+        try:
+            self._bind(cache, req)
+        except Inconsistent as fault:
+            self.faults += 1
+            logger.warning("request %s is decoded unpacked: %s", req.rid, fault)
+            self.on_released(req)
+
+    def on_released(self, req: Any) -> None:
+        """`req` gave its row back."""
+        self._requests.pop(req.rid, None)
+        self._emit(RequestReleased(req.rid))
+
+    def on_evicted(self, node: int) -> None:
+        """The cache dropped node `node`."""
+        try:
+            self._emit(NodeEvicted(node))
+        except Inconsistent as fault:
+            self.faults += 1
+            logger.warning("%s", fault)
+
+    def on_reset(self) -> None:
+        """The cache dropped everything."""
+        self._requests.clear()
+        self._emit(TreeReset())
+
+    def _emit(self, event: Event) -> None:
+        self.mirror.apply(event)
+        self.nodes += isinstance(event, NodeInserted | NodeSplit)
+        for subscriber in self.subscribers:
+            subscriber(event)
+
+    def _bind(self, cache: Any, req: Any) -> None:
+        path = compat.path(cache, req)
+        length = sum(length for _, length in path)
+        if length != compat.protected_len(req):
+            raise Inconsistent(f"its path has {length} tokens, of which {compat.protected_len(req)} are its own")
+        parent, start = ROOT, 0
+        try:
+            for node, length in path:
+                self._announce(req, cache.page_size, node, length, parent, start)
+                parent, start = node, start + length
+        except Inconsistent:
+            self.mirror.prune(self.mirror.nodes[parent])
+            raise
+        self._requests[req.rid] = req
+        binding = self.mirror.bindings.get(req.rid)
+        row = compat.row(req)
+        if binding is None or binding[1] != row:
+            self._emit(RequestBound(req.rid, row, parent))
+        elif binding[0].id != parent:
+            self._emit(RequestAdvanced(req.rid, parent))
+
+    def _announce(self, req: Any, page: int, node: int, length: int, parent: int, start: int) -> None:
+        """Make the mirror know the next node of a path, `length` tokens from `start` on, below `parent`."""
+        known = self.mirror.nodes.get(node)
+        if known is None:
+            head = _head(req, start, page)
+            other = self.mirror.child(parent, head)
+            if other is None:
+                self._emit(NodeInserted(node, parent, length, head))
+            else:
+                witness = self._requests[self.mirror.any_request(other)]
+                self._emit(NodeSplit(other.id, node, length, _head(witness, start + length, page)))
+        elif known.parent is None or known.parent.id != parent or known.length != length:
+            raise Inconsistent(f"node {node} is not where it was")
+
+
+def _head(req: Any, start: int, page: int) -> Hashable:
+    tokens = compat.tokens(req, start, start + page)
+    return (compat.namespace(req), tokens) if start == 0 else tokens
