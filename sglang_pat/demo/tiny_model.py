@@ -1,7 +1,8 @@
 """A tiny Qwen3-shaped model with random weights and a byte-level tokenizer, for demonstrations and tests.
 
 `--load-format dummy` draws weights so small that attention hardly moves the logits, so a wrong attention
-would go unnoticed. Here the weights are scaled so that every token of the context matters.
+would go unnoticed. Here the weights are scaled so that every token of the context matters, and only printable
+characters can be generated, so that texts are equal exactly where tokens are.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from pathlib import Path
 
 VOCAB = 512
+PRINTABLE = {chr(code) for code in range(33, 127)}
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -19,7 +21,7 @@ SHAPE = {
     "head_dim": 32,
 }
 # Attention scores of normalised q and k have unit variance; a gain of 2 each makes them peaked enough that
-# changing one token of a long prefix changes the greedy continuation (tests/test_server.py relies on it).
+# changing a long prefix changes the greedy continuation (tests/test_server.py checks it).
 QK_NORM_GAIN = 2.0
 
 
@@ -75,6 +77,9 @@ def write(folder: Path, seed: int = 0) -> Path:
         "model.norm.weight": torch.ones(hidden),
         "lm_head.weight": matrix(VOCAB, hidden),
     }
+    # A zero row's logit is 0, below the best of the others.
+    printable = [token in PRINTABLE for token in vocabulary]
+    weights["lm_head.weight"][~torch.tensor(printable)] = 0
     for layer in range(SHAPE["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         weights |= {

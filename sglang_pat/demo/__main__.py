@@ -1,0 +1,118 @@
+"""Serve a tiny model with PAT, ask it a few hundred questions, check every answer, show what packing did.
+
+    make demo
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from sglang_pat.demo import tiny_model, workload
+from sglang_pat.demo.server import Server
+
+CACHE = Path.home() / ".cache" / "sglang-pat"
+FLAGS = ["--max-running-requests", "64", "--max-total-tokens", "65536", "--dtype", "float32"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m sglang_pat.demo", description=__doc__)
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder for the model and the logs (default: %(default)s)")
+    parser.add_argument("--questions", type=int, default=16, help="questions per tool description (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens to generate per request (default: %(default)s)")
+    arguments = parser.parse_args()
+
+    model = tiny_model.write(arguments.cache / "tiny-qwen3")
+    prompts = workload.nested_prompts(3, 4, arguments.questions, unrelated=24)
+    topics = [workload.prose(f"topic {i}", 60) for i in range(6)]
+    print(f"model: {model}\nlogs:  {arguments.cache}/demo-*.log")
+    with ExitStack() as stack:
+        servers = {
+            backend: stack.enter_context(Server(model, backend, arguments.cache / f"demo-{backend}.log", FLAGS))
+            for backend in ("pat", "torch_native")
+        }
+        answers = {backend: ask(server, backend, prompts, topics, arguments.tokens) for backend, server in servers.items()}
+        counters = servers["pat"].counters()
+    print(report(len(prompts), len(answers["pat"]) - len(prompts), counters))
+    return compare(answers["pat"], answers["torch_native"])
+
+
+def ask(server: Server, backend: str, prompts: Sequence[str], topics: Sequence[str], tokens: int) -> list[str]:
+    """Wait for the server and send it everything."""
+    began = time.monotonic()
+    server.wait(lambda seconds: show(f"starting sglang with --attention-backend {backend}: {seconds:.0f} s"))
+    show(f"started sglang with --attention-backend {backend} in {time.monotonic() - began:.0f} s", end="\n")
+    began = time.monotonic()
+    answers = workload.in_parallel(
+        lambda prompt: workload.stream_completion(server.url, prompt, tokens),
+        prompts,
+        32,
+        lambda done: show(f"{backend}: {done} of {len(prompts)} streamed completions"),
+    )
+    answers += workload.fork_program(server.url, topics, 8, tokens)
+    show(f"{backend}: {len(answers)} requests answered in {time.monotonic() - began:.1f} s", end="\n")
+    return answers
+
+
+def report(completions: int, forks: int, counters: dict[str, Any]) -> str:
+    """The table of what packing did."""
+    sizes = {int(size): count for size, count in counters["query_sizes"].items()}
+    read, unpacked = counters["kv_bytes"], counters["kv_bytes_unpacked"]
+    rows = [
+        ("requests", f"{completions} streamed completions, {forks} branches of forking programs"),
+        ("tree nodes followed", f"{counters['nodes']:,}"),
+        ("packs (work items run)", f"{counters['work_items']:,}"),
+        ("queries in a pack", f"{histogram(sizes)}"),
+        ("KV bytes read by decode", f"{read / 1e6:,.0f} MB"),
+        ("one query per CTA reads", f"{unpacked / 1e6:,.0f} MB, {unpacked / read:.1f} times as much"),
+        ("plans made", f"{counters['plans']:,} for {counters['steps']:,} decode steps"),
+        ("steps that fell back", f"{counters['fallbacks']:,}"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["", "What packing did", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
+
+
+def histogram(sizes: dict[int, int]) -> str:
+    """Shares of packs by query size, in powers of two."""
+    total = sum(sizes.values())
+    bounds = [1, 2, 4, 8, 16, 32, 64, 128]
+    parts = []
+    for low, high in zip(bounds, [*bounds[1:], 1 << 30], strict=True):
+        count = sum(n for size, n in sizes.items() if low <= size < high)
+        if count:
+            name = f"{low}" if high == low + 1 else f"{low}-{high - 1}" if high <= bounds[-1] else f"{low}+"
+            parts.append(f"{name}: {count / total:.0%}")
+    return ", ".join(parts)
+
+
+def compare(answers: Sequence[str], expected: Sequence[str]) -> int:
+    """0 where every answer is as expected."""
+    wrong = [i for i, (answer, right) in enumerate(zip(answers, expected, strict=True)) if answer != right]
+    if wrong:
+        i = wrong[0]
+        print(f"WRONG: {len(wrong)} of {len(answers)} answers differ from torch_native's, the first is request {i}:")
+        print(f"  pat:          {answers[i]!r}\n  torch_native: {expected[i]!r}")
+        return 1
+    print(f"All {len(answers)} greedy answers equal those of torch_native on the same weights.")
+    return 0
+
+
+def _show(text: str, end: str = "") -> None:
+    if sys.stdout.isatty():
+        print(f"\r\x1b[2K{text}", end=end, flush=True)
+    elif end or time.monotonic() - _show_state[0] > 5:
+        _show_state[0] = time.monotonic()
+        print(text, flush=True)
+
+
+_show_state = [0.0]
+show: Callable[..., None] = _show
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Starts a real SGLang server as a user would, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+STARTUP_SECONDS = 600
+"""SGLang's imports take most of a start: 50 s on two cores once Python's byte code is cached, minutes before."""
+
+
+class Server:
+    """`python -m sglang.launch_server` with a model folder and a backend.
+
+    Attributes:
+        url: Where it listens.
+        log: Its output.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        backend: str,
+        log: Path,
+        arguments: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        command: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
+    ) -> None:
+        """Start it; `wait` waits until it serves."""
+        import torch
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        self._backend = backend
+        # torch_native alone does not wake the CPU platform (platform/__init__.py), so it is named.
+        selection = {} if backend == "pat" or torch.cuda.is_available() else {"SGLANG_PLATFORM": "pat_cpu"}
+        device = [] if torch.cuda.is_available() else ["--device", "cpu"]
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [
+                    *command, "--model-path", str(model), "--attention-backend", backend, *device,
+                    "--host", "127.0.0.1", "--port", str(port), "--grammar-backend", "none", "--sleep-on-idle",
+                    *arguments,
+                ],  # fmt: skip
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", **selection, **(environment or {})},
+                start_new_session=True,
+            )
+
+    def wait(self, progress: Callable[[float], None] = lambda seconds: None) -> Server:
+        """Block until it answers.
+
+        Raises:
+            RuntimeError: It ended or did not come up; the message has the end of its log.
+        """
+        began = time.monotonic()
+        while time.monotonic() - began < STARTUP_SECONDS:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the {self._backend} server ended while starting:\n{self.tail()}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=30):
+                    return self
+            except (OSError, urllib.error.URLError):
+                progress(time.monotonic() - began)
+                time.sleep(1)
+        self.stop()
+        raise RuntimeError(f"the {self._backend} server did not come up in {STARTUP_SECONDS} s:\n{self.tail()}")
+
+    def wait_failed(self) -> str:
+        """Block until it ends by itself; returns its log."""
+        self._process.wait(STARTUP_SECONDS)
+        return self.log.read_text()
+
+    def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 600) -> Any:
+        """The JSON (else the text) that a POST gives."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            text = response.read().decode()
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def counters(self) -> dict[str, Any]:
+        """PAT's counters."""
+        with urllib.request.urlopen(f"{self.url}/server_info", timeout=60) as response:
+            return json.load(response)["internal_states"][0]["pat"]
+
+    def tail(self, lines: int = 30) -> str:
+        """The end of its log."""
+        return "\n".join(line[:300] for line in self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End it and all of its processes."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
