@@ -1,0 +1,188 @@
+"""Drives SGLang's real scheduler in this process and checks the mirror after every batch.
+
+    python tests/scheduler_soak.py MODEL --batches 300 --seed 1 [launch_server arguments]
+
+The scheduler, its policy, cache, allocators and model are SGLang's; only requests are put in by hand, between its
+batches. Prints one JSON object; a broken invariant is an AssertionError.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"SGLANG_PAT_CPU_PLATFORM": "1", "TRITON_INTERPRET": "1", "SGLANG_PAT_VERIFY": "1", "HF_HUB_OFFLINE": "1"}
+
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang.srt.managers import scheduler as scheduler_module
+from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, prepare_server_args
+
+from sglang_pat import compat
+from sglang_pat.radix_bridge import hooks
+from sglang_pat.radix_bridge.events import ROOT
+
+
+class Pipe:
+    """Where the scheduler reports that it is ready."""
+
+    def send(self, message: Any) -> None:
+        pass
+
+
+class Soak:
+    def __init__(self, scheduler: Any, batches: int, seed: int, namespaces: bool, priorities: bool) -> None:
+        self.scheduler = scheduler
+        self.observer = hooks._observer
+        self.remaining = batches
+        self.random = random.Random(seed)
+        self.namespaces = namespaces
+        self.priorities = priorities
+        self.sent: list[str] = []
+        self.flushes = self.aborts = self.checked = self.shared = self.retracted = 0
+        self.retracted_rids: set[str] = set()
+        self._next, self._process = scheduler.get_next_batch_to_run, scheduler.process_batch_result
+        scheduler.get_next_batch_to_run, scheduler.process_batch_result = self.next, self.process
+
+    def next(self, *args: Any, **kwargs: Any) -> Any:
+        """Put requests in, then let the scheduler choose."""
+        busy = len(self.scheduler.waiting_queue) + len(self.scheduler.running_batch.reqs)
+        if self.remaining <= 0:
+            if busy == 0 and self.scheduler.last_batch is None:
+                self.scheduler.gracefully_exit = True
+        elif busy == 0 and self.random.random() < 0.3 and self.scheduler.last_batch is None:
+            self.scheduler.process_input_requests([FlushCacheReqInput()])
+            self.flushes += 1
+        elif busy < 12 and self.random.random() < 0.5:
+            self.scheduler.process_input_requests([self.request() for _ in range(self.random.randint(1, 5))])
+        elif self.sent and self.random.random() < 0.1:
+            self.scheduler.process_input_requests([AbortReq(rid=self.random.choice(self.sent[-16:]))])
+            self.aborts += 1
+        return self._next(*args, **kwargs)
+
+    def request(self) -> TokenizedGenerateReqInput:
+        """A prompt that follows a random walk in a fixed tree of prefixes, so that every kind of split happens."""
+        tokens: list[int] = []
+        state = self.random.randrange(3)
+        for _ in range(self.random.randint(1, 4)):
+            branch = random.Random(f"{state}")
+            tokens += [branch.randrange(1, 250) for _ in range(branch.randint(5, 60))]
+            state = state * 3 + self.random.randrange(3)
+        if self.random.random() < 0.3:
+            tokens = tokens[: self.random.randint(1, len(tokens))]
+        if self.random.random() < 0.5:
+            tokens += [self.random.randrange(1, 250) for _ in range(self.random.randint(1, 20))]
+        rid = f"r{len(self.sent)}"
+        self.sent.append(rid)
+        parameters = SamplingParams(max_new_tokens=self.random.randint(1, 40), temperature=0.0, ignore_eos=True)
+        parameters.normalize(None)
+        parameters.verify(512)
+        optional = {"mm_inputs": None}
+        return TokenizedGenerateReqInput(
+            rid=rid,
+            input_text=None,
+            input_ids=array("q", tokens),
+            input_embeds=None,
+            token_type_ids=None,
+            sampling_params=parameters,
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+            extra_key=self.random.choice([None, "a", "b"]) if self.namespaces else None,
+            priority=self.random.randint(0, 3) if self.priorities else None,
+            **optional,
+        )
+
+    def process(self, *args: Any, **kwargs: Any) -> Any:
+        """Let the scheduler take a batch's result, then look."""
+        result = self._process(*args, **kwargs)
+        self.remaining -= 1
+        self.check()
+        self.retracted_rids |= {req.rid for req in self.scheduler.waiting_queue if req.retracted_stain}
+        return result
+
+    def check(self) -> None:
+        mirror, table = self.observer.mirror, self.scheduler.req_to_token_pool.req_to_token
+        running = {req.rid: req for req in self.scheduler.running_batch.reqs if not req.finished()}
+        bound = [rid for rid in running if rid in mirror.bindings]
+        for rid in bound:
+            node, row = mirror.bindings[rid]
+            assert row == compat.row(running[rid]), rid
+            assert node.end == compat.protected_len(running[rid]), rid
+        # Two requests share exactly what their rows share.
+        for i, first in enumerate(bound):
+            for second in bound[:i]:
+                (a, row_a), (b, row_b) = mirror.bindings[first], mirror.bindings[second]
+                length = min(a.end, b.end)
+                equal = (table[row_a, :length] == table[row_b, :length]).int()
+                common = int(equal.cumprod(0).sum())
+                assert common == shared_end(a, b), (first, second, common, shared_end(a, b))
+                self.shared += common > 0
+                self.checked += 1
+
+    def report(self) -> dict[str, Any]:
+        mirror = self.observer.mirror
+        assert not mirror.bindings, "requests are left"
+        assert list(mirror.nodes) == [ROOT] and not mirror.root.children, "nodes are left"
+        assert not self.observer._requests, "requests are left in the observer"
+        return {
+            "cache": type(self.scheduler.tree_cache).__name__,
+            "core": type(getattr(self.scheduler.tree_cache, "tree_core", None)).__name__,
+            "requests": len(self.sent), "checked": self.checked, "shared": self.shared, "flushes": self.flushes,
+            "aborts": self.aborts, "retracted": len(self.retracted_rids), **hooks._counters(),
+        }  # fmt: skip
+
+
+def shared_end(a: Any, b: Any) -> int:
+    """Where the paths of two mirror nodes part."""
+    ancestors = set()
+    while a is not None:
+        ancestors.add(a.id)
+        a = a.parent
+    while b.id not in ancestors:
+        b = b.parent
+    return b.end
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--batches", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--namespaces", action="store_true")
+    arguments, flags = parser.parse_known_args()
+    server_args = prepare_server_args(
+        ["--model-path", str(arguments.model), "--device", "cpu", "--attention-backend", "pat", "--dtype", "float32",
+         "--grammar-backend", "none", *flags]
+    )  # fmt: skip
+    soaks: list[Soak] = []
+    run = scheduler_module.Scheduler.run_event_loop
+
+    def run_event_loop(scheduler: Any) -> None:
+        soaks.append(Soak(scheduler, arguments.batches, arguments.seed, arguments.namespaces, "--enable-priority-scheduling" in flags))
+        run(scheduler)
+
+    scheduler_module.Scheduler.run_event_loop = run_event_loop
+    scheduler_module.kill_itself_when_parent_died = lambda: None
+    names = scheduler_module.run_scheduler_process.__code__.co_varnames
+    keywords = {name: 0 for name in names[2 : names.index("pipe_writer")]} | {"dp_rank": None}
+    scheduler_module.run_scheduler_process(server_args, PortArgs.init_new(server_args), pipe_writer=Pipe(), **keywords)
+    if not soaks:
+        sys.exit("the scheduler did not start")
+    print(json.dumps(soaks[0].report()))
+
+
+if __name__ == "__main__":
+    main()
