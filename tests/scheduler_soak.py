@@ -33,6 +33,10 @@ from sglang_pat.radix_bridge import hooks
 from sglang_pat.radix_bridge.events import ROOT
 
 
+FLUSH_EVERY = 100
+"""Batches after which the server is left to drain, and its cache flushed."""
+
+
 class Pipe:
     """Where the scheduler reports that it is ready."""
 
@@ -45,11 +49,12 @@ class Soak:
         self.scheduler = scheduler
         self.observer = hooks._observer
         self.remaining = batches
+        self.next_flush = batches - FLUSH_EVERY
         self.random = random.Random(seed)
         self.namespaces = namespaces
         self.priorities = priorities
         self.sent: list[str] = []
-        self.flushes = self.aborts = self.checked = self.shared = self.retracted = 0
+        self.flushes = self.aborts = self.checked = self.shared = self.running = self.bound = 0
         self.retracted_rids: set[str] = set()
         self._next, self._process = scheduler.get_next_batch_to_run, scheduler.process_batch_result
         scheduler.get_next_batch_to_run, scheduler.process_batch_result = self.next, self.process
@@ -60,9 +65,11 @@ class Soak:
         if self.remaining <= 0:
             if busy == 0 and self.scheduler.last_batch is None:
                 self.scheduler.gracefully_exit = True
-        elif busy == 0 and self.random.random() < 0.3 and self.scheduler.last_batch is None:
-            self.scheduler.process_input_requests([FlushCacheReqInput()])
-            self.flushes += 1
+        elif self.remaining < self.next_flush:
+            if busy == 0 and self.scheduler.last_batch is None:
+                self.scheduler.process_input_requests([FlushCacheReqInput()])
+                self.flushes += 1
+                self.next_flush -= FLUSH_EVERY
         elif busy < 12 and self.random.random() < 0.5:
             self.scheduler.process_input_requests([self.request() for _ in range(self.random.randint(1, 5))])
         elif self.sent and self.random.random() < 0.1:
@@ -117,6 +124,8 @@ class Soak:
         mirror, table = self.observer.mirror, self.scheduler.req_to_token_pool.req_to_token
         running = {req.rid: req for req in self.scheduler.running_batch.reqs if not req.finished()}
         bound = [rid for rid in running if rid in mirror.bindings]
+        self.running += len(running)
+        self.bound += len(bound)
         for rid in bound:
             node, row = mirror.bindings[rid]
             assert row == compat.row(running[rid]), rid
@@ -141,7 +150,8 @@ class Soak:
             "cache": type(self.scheduler.tree_cache).__name__,
             "core": type(getattr(self.scheduler.tree_cache, "tree_core", None)).__name__,
             "requests": len(self.sent), "checked": self.checked, "shared": self.shared, "flushes": self.flushes,
-            "aborts": self.aborts, "retracted": len(self.retracted_rids), **hooks._counters(),
+            "aborts": self.aborts, "retracted": len(self.retracted_rids),
+            "bound_share": self.bound / max(1, self.running), **hooks._counters(),
         }  # fmt: skip
 
 

@@ -95,7 +95,8 @@ def _on_evict_id(result: Any, cache: Any, node_id: int, *args: Any, **kwargs: An
 
 
 def _on_reset(result: Any, cache: Any) -> None:
-    if _observer is not None:
+    # `--schedule-policy lpm` resets a simulated cache without pools for every batch.
+    if _observer is not None and cache.req_to_token_pool is not None:
         _observer.on_reset()
 
 

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from sglang_pat.config import ConfigError, PatConfig
+
+
+def test_defaults() -> None:
+    assert PatConfig.from_environment({"PATH": "/bin", "SGLANG_PAT_CPU_PLATFORM": "1"}) == PatConfig()
+
+
+def test_values() -> None:
+    config = PatConfig.from_environment({"SGLANG_PAT_POLICY": "query", "SGLANG_PAT_REUSE": "0", "SGLANG_PAT_VERIFY": "1"})
+    assert config == PatConfig(policy="query", reuse=False, verify=True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("SGLANG_PAT_POLICY", "fast", "SGLANG_PAT_POLICY='fast' must be one of pat, query"),
+        ("SGLANG_PAT_REUSE", "yes", "SGLANG_PAT_REUSE='yes' must be one of 0, 1"),
+        ("SGLANG_PAT_POLCY", "pat", "SGLANG_PAT_POLCY is not a setting of sglang-pat"),
+    ],
+)
+def test_unknown_settings_are_refused_by_name(variable: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PatConfig.from_environment({variable: value})

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trees import TILES, batches, random_batch
+
+from sglang_pat.kernels import cpu, reference
+from sglang_pat.kernels.layout import flatten
+from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, TileTable, make_plan, tree
+
+# Norm of the error over that of the result: the output is rounded to the dtype, everything before is float32.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+class Case:
+    """Random pools, and a `req_to_token` in which requests share the slots of their common nodes."""
+
+    def __init__(self, batch: Batch, heads: int, kv_heads: int, dim: int, v_dim: int, dtype: torch.dtype, spare: int = 0) -> None:
+        self.batch = batch
+        context = max(batch.seq_lens) + spare
+        size = len(batch.seq_lens)
+        slots = torch.randperm(size * context).int().reshape(size, context)
+        for node in tree.walk(batch.roots):
+            slots[node.queries, node.start : node.end] = slots[node.queries[0], node.start : node.end].clone()
+        # Rows that belong to nobody are poisoned, and so are the slots that nobody's row names.
+        self.rows = torch.randperm(size + 3)[:size]
+        self.table = torch.full((size + 3, context), 2**30, dtype=torch.int32)
+        self.table[self.rows] = slots
+        self.k = torch.full((size * context, kv_heads, dim), math.nan)
+        self.v = torch.full((size * context, kv_heads, v_dim), math.nan)
+        used = slots.flatten().unique().long()
+        self.k[used] = torch.randn(len(used), kv_heads, dim)
+        self.v[used] = torch.randn(len(used), kv_heads, v_dim)
+        for i, length in enumerate(batch.seq_lens):
+            if spare == 0:
+                own = slots[i, length:].long()
+                self.k[own] = self.v[own] = math.nan
+        self.k, self.v = self.k.to(dtype), self.v.to(dtype)
+        self.q = torch.randn(size, heads, dim).to(dtype)
+        self.seq_lens = torch.tensor(batch.seq_lens)
+        self.cost = CostModel(heads, kv_heads, dim, v_dim, dtype.itemsize)
+        self.scale = dim**-0.5
+
+    def error(self, plan, logit_cap: float = 0.0) -> float:
+        out = cpu.decode(self.q, self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale, logit_cap=logit_cap)
+        right = reference.decode(self.q, self.k, self.v, self.table, self.rows, self.seq_lens, scale=self.scale, logit_cap=logit_cap)
+        assert out.dtype == self.q.dtype and out.shape == right.shape
+        assert torch.isfinite(out).all()
+        return ((out.double() - right).norm() / right.norm()).item()
+
+    def plan(self, tiles: TileTable = CPU_TILES, workers: int = 132, policy: str = "pat"):
+        return flatten(make_plan(self.batch, PackConfig(self.cost, tiles, workers, policy)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "v_dim"),
+    [(32, 8, 128, 128), (8, 8, 64, 64), (16, 1, 256, 256), (6, 2, 40, 24), (5, 5, 8, 8), (7, 1, 96, 256), (8, 4, 192, 128)],
+)
+def test_any_shape_and_dtype(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, v_dim: int) -> None:
+    batch = random_batch(random.Random(heads * dim), depth=3, fanout=2, length=70)
+    case = Case(batch, heads, kv_heads, dim, v_dim, dtype)
+    assert case.error(case.plan()) < TOLERANCE[dtype]
+
+
+@given(batches(max_queries=12, max_length=40), st.sampled_from(["pat", "query"]), st.sampled_from([2, 132, 4096]))
+@settings(max_examples=60, deadline=None)
+def test_any_tree_and_split(batch: Batch, policy: str, workers: int) -> None:
+    case = Case(batch, 6, 2, 16, 16, torch.float32)
+    assert case.error(case.plan(TILES, workers, policy)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("m", [1, 4, 16, 64, 128])
+@pytest.mark.parametrize("n", [1, 7, 32, 128])
+def test_every_tile(m: int, n: int) -> None:
+    case = Case(Batch([130] * 40 + [61], [Node(0, 100, list(range(40)))]), 8, 2, 64, 64, torch.bfloat16)
+    assert case.error(case.plan(TileTable((m,), (n,), ()))) < TOLERANCE[torch.bfloat16]
+
+
+def test_logit_cap() -> None:
+    case = Case(Batch([90] * 5, [Node(0, 64, [0, 1, 2])]), 8, 2, 64, 64, torch.float32)
+    case.q *= 8
+    assert case.error(case.plan(), logit_cap=5.0) < TOLERANCE[torch.float32]
+    uncapped = reference.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, scale=case.scale)
+    capped = reference.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, scale=case.scale, logit_cap=5.0)
+    assert (uncapped - capped).norm() > 0.1 * capped.norm(), "the cap must matter in this test"
+
+
+def test_one_plan_serves_while_tails_grow() -> None:
+    case = Case(Batch([70, 80, 33], [Node(0, 64, [0, 1])]), 8, 2, 64, 64, torch.float32, spare=200)
+    case.k, case.v = torch.randn_like(case.k), torch.randn_like(case.v)
+    plan = case.plan()
+    for _ in range(4):
+        assert case.error(plan) < TOLERANCE[torch.float32]
+        case.seq_lens += 50
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = Case(Batch([200] * 3, [Node(0, 150, [0, 1, 2])]), 4, 4, 64, 64, torch.float32)
+    case.q *= 100
+    # Scores of a thousand have float32 steps of 6e-5, which exp passes on.
+    assert case.error(case.plan()) < 1e-4
+
+
+def test_many_queries_on_one_long_prefix() -> None:
+    case = Case(Batch([1030] * 300, [Node(0, 1024, list(range(300)))]), 4, 1, 64, 64, torch.bfloat16)
+    assert case.error(case.plan()) < TOLERANCE[torch.bfloat16]
+
+
+def test_strided_pools() -> None:
+    case = Case(Batch([50] * 3, [Node(0, 40, [0, 1, 2])]), 4, 2, 64, 64, torch.float32)
+    both = torch.stack([case.k, case.v], dim=1)
+    case.k, case.v = both[:, 0], both[:, 1]
+    assert not case.k.is_contiguous()
+    assert case.error(case.plan()) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda case: (setattr(case, "k", case.k.double()), setattr(case, "v", case.v.double())), "KV must be"),
+        (lambda case: setattr(case, "v", case.v.half()), "v has the wrong dtype"),
+        (lambda case: setattr(case, "table", case.table.long()), "req_to_token has the wrong dtype"),
+        (lambda case: setattr(case, "q", case.q[:, :3]), "3 query heads are not a multiple of 2"),
+    ],
+)
+def test_wrong_tensors_are_named(change, message: str) -> None:
+    case = Case(Batch([50] * 3, [Node(0, 40, [0, 1, 2])]), 4, 2, 64, 64, torch.float32)
+    plan = case.plan()
+    change(case)
+    with pytest.raises(Exception, match=message):
+        cpu.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, plan, scale=case.scale)
+
+
+def test_a_missing_compiler_is_one_sentence() -> None:
+    code = "from sglang_pat.kernels import jit\ntry: jit.load('cpu')\nexcept jit.BuildError as error: print(error)"
+    result = subprocess.run([sys.executable, "-c", code], env={"CXX": "no-such-compiler", "PATH": ""}, capture_output=True, text=True, check=True)
+    assert result.stdout == (
+        "sglang-pat needs a C++ compiler and 'no-such-compiler' is not there: install g++, or set CXX to yours\n"
+    )

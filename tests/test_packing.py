@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from trees import TILES, batches, configs
+
+from sglang_pat.packing import OPEN, Batch, CostModel, Node, PackConfig, Plan, Tile, make_plan, tree
+from sglang_pat.packing.heuristic import pack_tree
+
+MHA = CostModel(heads=32, kv_heads=32, head_dim=128, v_head_dim=128, kv_bytes=2)
+
+
+def covered(plan: Plan, batch: Batch) -> list[list[int]]:
+    """How often each (query, position) is covered."""
+    counts = [[0] * length for length in batch.seq_lens]
+    for item in plan.items:
+        for query in item.queries:
+            end = batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end
+            for position in range(item.start, end):
+                counts[query][position] += 1
+    return counts
+
+
+def path_node(batch: Batch, query: int, position: int) -> int | None:
+    """Identity of the node that holds a position of a query, None in its tail."""
+    for node in tree.walk(batch.roots):
+        if query in node.queries and node.start <= position < node.end:
+            return id(node)
+    return None
+
+
+@given(batches(), configs())
+@settings(max_examples=300, deadline=None)
+def test_every_query_and_position_is_covered_exactly_once(batch: Batch, config: PackConfig) -> None:
+    tree.check(batch)
+    plan = make_plan(batch, config)
+    assert all(count == 1 for counts in covered(plan, batch) for count in counts)
+
+
+@given(batches(), configs())
+@settings(max_examples=200, deadline=None)
+def test_queries_of_a_work_item_share_all_of_its_kv(batch: Batch, config: PackConfig) -> None:
+    for item in make_plan(batch, config).items:
+        if len(item.queries) > 1:
+            assert item.end != OPEN
+            for position in range(item.start, item.end):
+                nodes = {path_node(batch, query, position) for query in item.queries}
+                assert len(nodes) == 1 and None not in nodes
+
+
+@given(batches(), configs())
+@settings(max_examples=200, deadline=None)
+def test_part_numbers_are_dense_and_items_name_them(batch: Batch, config: PackConfig) -> None:
+    plan = make_plan(batch, config)
+    parts: list[list[int]] = [[] for _ in batch.seq_lens]
+    for item in plan.items:
+        assert len(item.parts) == len(item.queries)
+        for query, part in zip(item.queries, item.parts, strict=True):
+            parts[query].append(part)
+    assert [sorted(numbers) for numbers in parts] == [list(range(count)) for count in plan.num_parts]
+
+
+@given(batches(), configs())
+@settings(max_examples=300, deadline=None)
+def test_bytes_never_exceed_one_query_per_cta(batch: Batch, config: PackConfig) -> None:
+    baseline = make_plan(batch, msgspec.structs.replace(config, policy="query"))
+    assert make_plan(batch, config).bytes(config.cost) <= baseline.bytes(config.cost)
+
+
+@given(batches(), configs())
+@settings(max_examples=200, deadline=None)
+def test_counts_of_the_plan_are_those_of_its_items(batch: Batch, config: PackConfig) -> None:
+    plan = make_plan(batch, config)
+    ends = [batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end for item in plan.items]
+    assert plan.kv_tokens == sum(end - item.start for item, end in zip(plan.items, ends, strict=True))
+    assert plan.open_items == sum(item.end == OPEN for item in plan.items)
+    assert plan.open_items == len(batch.seq_lens), "every request has one tail that grows"
+
+
+@given(batches(), configs())
+@settings(max_examples=200, deadline=None)
+def test_work_items_respect_the_largest_tile(batch: Batch, config: PackConfig) -> None:
+    group = config.cost.heads // config.cost.kv_heads
+    for item in make_plan(batch, config).items:
+        assert len(item.queries) <= max(1, TILES.query_tiles[-1] // group)
+        rows = len(item.queries) * group
+        assert item.tile.m >= min(rows, TILES.query_tiles[-1])
+        assert item.tile.m == TILES.query_tiles[0] or item.tile.m < 4 * rows, "the smallest tile that holds the rows"
+
+
+@given(batches(), configs())
+@settings(max_examples=100, deadline=None)
+def test_a_plan_stays_good_for_at_least_a_kv_tile_of_steps(batch: Batch, config: PackConfig) -> None:
+    assert make_plan(batch, config).steps >= TILES.kv_tiles[-1]
+
+
+def test_the_model_reproduces_the_papers_rule_for_one_head_per_kv_head() -> None:
+    # §5.1 merges a child of s queries into a parent of l tokens if 4 s >= l; our model adds the LSE, 1 in 128.
+    for queries in (1, 2, 16):
+        assert MHA.merge_tokens(queries) == pytest.approx(4 * queries, rel=0.01)
+
+
+def test_a_long_prefix_is_packed_once_and_a_short_one_merged_into_the_tails() -> None:
+    def spans(length: int) -> list[tuple[int, int | None, int]]:
+        batch = Batch([length + 100] * 3, [Node(0, length, [0, 1, 2])])
+        return sorted((p.start, p.end, len(p.queries)) for p in pack_tree(batch, MHA) if p.end) or [
+            (p.start, p.end, len(p.queries)) for p in pack_tree(batch, MHA)
+        ]
+
+    assert spans(5) == [(0, 5, 3)]
+    assert spans(4) == [(0, None, 1)] * 3
+
+
+def test_a_large_child_takes_a_short_parents_kv_along() -> None:
+    batch = Batch([1000] * 9, [Node(0, 30, list(range(9)), [Node(30, 600, list(range(8)))])])
+    packs = {(p.start, p.end): p.queries for p in pack_tree(batch, MHA)}
+    assert packs[0, 600] == list(range(8))
+    assert packs[0, None] == [8], "the one query left reads the parent with its own tail"
+
+
+def test_a_chain_of_nodes_without_branches_is_one_prefix() -> None:
+    chain = Node(0, 10, [0, 1], [Node(10, 40, [0, 1], [Node(40, 90, [0, 1])])])
+    (node,) = tree.compact([chain])
+    assert (node.start, node.end, node.children) == (0, 90, [])
+
+
+def test_paths_of_ten_thousand_nodes_are_planned() -> None:
+    root = node = Node(0, 1, [0, 1, 2])
+    for depth in range(1, 10_000):
+        node.children = [Node(depth, depth + 1, [0, 1] if depth > 5_000 else [0, 1, 2])]
+        node = node.children[0]
+    batch = Batch([10_050, 10_050, 6_000], [root])
+    plan = make_plan(batch, PackConfig(MHA, TILES, workers=132))
+    assert all(count == 1 for counts in covered(plan, batch) for count in counts)
+
+
+def test_long_kv_is_split_to_the_workers_share() -> None:
+    batch = Batch([64_000, 100, 100, 100])
+    plan = make_plan(batch, PackConfig(CostModel(8, 8, 128, 128, 2), TILES, workers=132))
+    fair = -(-sum(batch.seq_lens) * 8 // 132)
+    mean = sum(batch.seq_lens) // 4
+    longest = max((64_000 if item.end == OPEN and item.queries == [0] else item.end) - item.start for item in plan.items if item.queries == [0])
+    assert longest <= max(mean, fair) < 64_000
+    assert plan.num_parts[1:] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_len", "tile"),
+    [(1, 1, Tile(4, 8)), (4, 24, Tile(4, 8)), (5, 25, Tile(16, 16)), (64, 9999, Tile(64, 16)), (65, 3, Tile(64, 8))],
+)
+def test_tiles_round_up_in_queries_and_are_piecewise_in_kv(rows: int, kv_len: int, tile: Tile) -> None:
+    assert TILES.select(rows, kv_len) == tile
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (Batch([9, 9], [Node(1, 4, [0, 1])]), "start at position 0"),
+        (Batch([9, 9], [Node(0, 0, [0, 1])]), "is empty"),
+        (Batch([9, 3], [Node(0, 4, [0, 1])]), "longer than request 1"),
+        (Batch([9, 9], [Node(0, 4, [0, 1], [Node(5, 6, [0, 1])])]), "starts at 5"),
+        (Batch([9, 9], [Node(0, 4, [0]), Node(0, 3, [0])]), "repeated"),
+        (Batch([9, 9], [Node(0, 4, [0], [Node(4, 5, [1])])]), "foreign"),
+    ],
+)
+def test_what_is_no_prefix_tree_is_named(batch: Batch, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tree.check(batch)

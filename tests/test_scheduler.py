@@ -1,0 +1,81 @@
+"""SGLang's real scheduler, driven at random; tests/scheduler_soak.py checks the mirror after every batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sglang_pat import compat
+
+SOAK = Path(__file__).parent / "scheduler_soak.py"
+POOL = "--max-total-tokens"
+
+# Flags, environment, and what must have happened for the run to mean anything.
+CASES: dict[str, tuple[list[str], dict[str, str], dict[str, int]]] = {
+    "plain": ([POOL, "1500"], {}, {"shared": 1000, "flushes": 1, "aborts": 10}),
+    "pages, small chunks, no overlap, namespaces": (
+        [POOL, "2048", "--page-size", "16", "--chunked-prefill-size", "48", "--disable-overlap-schedule", "--namespaces"],
+        {},
+        {"shared": 1000},
+    ),
+    "small pool with retractions": (
+        [POOL, "1000", "--schedule-policy", "lpm"],
+        {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"},
+        {"shared": 100, "retracted": 10},
+    ),
+    "priorities": ([POOL, "700", "--enable-priority-scheduling", "--chunked-prefill-size", "32"], {}, {"shared": 200}),
+    "pages of 64": ([POOL, "4096", "--page-size", "64"], {}, {"shared": 200}),
+    "no radix cache": ([POOL, "1500", "--disable-radix-cache"], {}, {}),
+}
+if compat.radix_cache_serves():
+    CASES["unified cache"] = (
+        [POOL, "600", "--page-size", "4", "--namespaces"], {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}, {"shared": 200},
+    )  # fmt: skip
+else:
+    CASES["Python tree core"] = (
+        [POOL, "600", "--page-size", "4", "--namespaces"], {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}, {"shared": 200},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(model: Path) -> Iterator[dict[str, Future]]:
+    """All cases, two at a time: most of each is imports."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(run, model, flags, environment) for name, (flags, environment, _) in CASES.items()}
+
+
+def run(model: Path, flags: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SOAK), str(model), "--batches", "400", "--seed", "7", *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_mirror_is_what_req_to_token_says(name: str, runs: dict[str, Future]) -> None:
+    result = runs[name].result()
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads(result.stdout.splitlines()[-1])
+    print(name, report)
+    assert report["faults"] == 0
+    assert report["fallbacks"] == 0
+    assert report["requests"] > 50
+    assert report["steps"] > 50
+    for what, least in CASES[name][2].items():
+        assert report[what] >= least, report
+    if name == "no radix cache":
+        assert set(report["query_sizes"]) == {"1"}
+        assert report["nodes"] == 0
+    else:
+        assert report["bound_share"] > 0.9
+        assert report["kv_tokens"] < report["kv_tokens_unpacked"]

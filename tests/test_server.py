@@ -1,0 +1,237 @@
+"""Real servers, started as users start them. Greedy answers must be those of `torch_native` on the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.demo import workload
+from sglang_pat.demo.server import Server
+
+pytestmark = pytest.mark.server
+
+TOKENS = 24
+COMMON = ["--dtype", "float32", "--max-running-requests", "48"]
+POOL = "--max-total-tokens"
+CHECKED = {"SGLANG_PAT_VERIFY": "1"}
+
+SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
+    "reference": ("torch_native", [POOL, "40000"], {}),
+    "plain": ("pat", [POOL, "40000"], CHECKED),
+    "flags": (
+        "pat",
+        [POOL, "40000", "--chunked-prefill-size", "64", "--page-size", "16", "--schedule-policy", "lpm", "--disable-overlap-schedule"],
+        {**CHECKED, "SGLANG_PAT_REUSE": "0"},
+    ),
+    "small pool": (
+        "pat",
+        [POOL, "3000", "--schedule-conservativeness", "0.1"],
+        {**CHECKED, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """All servers of the session, started side by side; an idle one sleeps."""
+    logs = tmp_path_factory.mktemp("logs")
+    with ExitStack() as stack:
+        started = {
+            name: stack.enter_context(
+                Server(model, backend, logs / f"{name}.log", [*COMMON, *flags], environment)
+            )
+            for name, (backend, flags, environment) in SERVERS.items()
+        }
+        for server in started.values():
+            server.wait()
+        yield started
+
+
+def generate(server: Server, prompt: str, tokens: int = TOKENS, **parameters) -> list[int]:
+    """Greedy output ids."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return server.post("/generate", {"text": prompt, "sampling_params": sampling, **parameters})["output_ids"]
+
+
+def generate_all(server: Server, prompts: list[str], concurrency: int = 24) -> list[list[int]]:
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda prompt: generate(server, prompt), prompts))
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[str]:
+    """Nested prefixes, mixed lengths, some that share nothing; one character is one token."""
+    return workload.nested_prompts(2, 3, 12, unrelated=12)
+
+
+@pytest.fixture(scope="session")
+def expected(servers: dict[str, Server], prompts: list[str]) -> list[list[int]]:
+    return generate_all(servers["reference"], prompts)
+
+
+def assert_sound(server: Server) -> dict:
+    """No failure of planning, no disagreement with the cache, nothing left behind; returns the counters."""
+    deadline = time.monotonic() + 30
+    while (counters := server.counters())["bound"] and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert counters["fallbacks"] == 0, server.tail()
+    assert counters["faults"] == 0, server.tail()
+    assert counters["bound"] == 0
+    return counters
+
+
+def test_answers_depend_on_the_whole_prefix(servers: dict[str, Server]) -> None:
+    """Or else the comparisons below would prove nothing."""
+    tail = workload.prose("tail", 100)
+    answers = {tuple(generate(servers["reference"], workload.prose(f"head {i}", 300) + tail)) for i in range(8)}
+    assert len(answers) == 8
+
+
+def test_nested_prefixes_of_mixed_lengths(servers: dict[str, Server], prompts: list[str], expected: list[list[int]]) -> None:
+    assert generate_all(servers["plain"], prompts) == expected
+    counters = assert_sound(servers["plain"])
+    assert counters["kv_bytes"] < 0.7 * counters["kv_bytes_unpacked"]
+    assert max(map(int, counters["query_sizes"])) >= 6
+
+
+def test_far_fewer_plans_than_steps(servers: dict[str, Server]) -> None:
+    server = servers["plain"]
+    before = server.counters()
+    prefix = workload.prose("reuse", 300)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: generate(server, prefix + workload.prose(f"reuse {i}", 30), 150), range(8)))
+    after = server.counters()
+    steps, plans = after["steps"] - before["steps"], after["plans"] - before["plans"]
+    assert steps >= 149
+    assert plans <= steps / 6
+
+
+def test_small_chunks_pages_lpm_no_overlap_no_reuse(servers: dict[str, Server], prompts: list[str], expected: list[list[int]]) -> None:
+    assert generate_all(servers["flags"], prompts) == expected
+    counters = assert_sound(servers["flags"])
+    assert counters["plans"] == counters["steps"], "reuse is off"
+    assert counters["kv_bytes"] < counters["kv_bytes_unpacked"]
+
+
+def test_joins_aborts_and_finishes(servers: dict[str, Server], prompts: list[str], expected: list[list[int]]) -> None:
+    server = servers["plain"]
+
+    def disturb(i: int) -> None:
+        rid = f"disturbance-{i}"
+        generator = random.Random(i)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(generate, server, prompts[i % len(prompts)] + "!", 400, rid=rid)
+            time.sleep(generator.uniform(0.05, 1.0))
+            server.post("/abort_request", {"rid": rid})
+            answer.result()
+
+    with ThreadPoolExecutor(8) as pool:
+        disturbances = [pool.submit(disturb, i) for i in range(24)]
+        answers = generate_all(server, prompts, concurrency=16)
+        for disturbance in disturbances:
+            disturbance.result()
+    assert answers == expected
+    assert_sound(server)
+
+
+def test_after_flush_cache(servers: dict[str, Server], prompts: list[str], expected: list[list[int]]) -> None:
+    server = servers["plain"]
+    assert_sound(server)
+    nodes = server.counters()["nodes"]
+    assert "flushed" in str(server.post("/flush_cache")).lower()
+    assert generate_all(server, prompts[:30]) == expected[:30]
+    assert assert_sound(server)["nodes"] > nodes
+
+
+def test_two_hundred_requests_through_a_small_pool(servers: dict[str, Server], prompts: list[str], expected: list[list[int]]) -> None:
+    order = list(range(len(prompts))) * 3
+    random.Random(0).shuffle(order)
+    order = order[:200]
+    server = servers["small pool"]
+    assert generate_all(server, [prompts[i] for i in order], 32) == [expected[i] for i in order]
+    assert_sound(server)
+    assert "retract" in server.log.read_text().lower()
+
+
+def test_openai_api_and_frontend_programs(servers: dict[str, Server]) -> None:
+    topics = [workload.prose(f"topic {i}", 40) for i in range(3)]
+    answers = {
+        name: (
+            workload.fork_program(servers[name].url, topics, 4, TOKENS),
+            workload.stream_completion(servers[name].url, workload.prose("stream", 200), TOKENS),
+        )
+        for name in ("reference", "plain")
+    }
+    assert answers["plain"] == answers["reference"]
+    assert len(set(answers["plain"][0])) == 12
+
+
+@pytest.mark.parametrize(
+    "workload_flags",
+    [
+        ["--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2", "--gsp-prompts-per-group", "6",
+         "--gsp-system-prompt-len", "64", "--gsp-question-len", "16", "--gsp-output-len", "12"],
+        ["--dataset-name", "random-ids", "--random-input-len", "64", "--random-output-len", "12", "--num-prompts", "12"],
+    ],
+    ids=["generated-shared-prefix", "random-ids"],
+)  # fmt: skip
+def test_bench_serving(servers: dict[str, Server], model: Path, workload_flags: list[str], tmp_path: Path) -> None:
+    server = servers["plain"]
+    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url,
+               "--model", str(model), "--tokenizer", str(model), "--output-file", str(tmp_path / "out.jsonl")]  # fmt: skip
+    result = subprocess.run([*command, *workload_flags], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    record = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[-1])
+    assert record["completed"] == 12
+    assert_sound(server)
+
+
+def test_sglang_serve_and_engine(model: Path, servers: dict[str, Server], prompts: list[str], expected: list[list[int]], tmp_path: Path) -> None:
+    """The two other ways in, at once; the engine without a radix cache."""
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    pool = ["--max-total-tokens", "20000"]
+    with subprocess.Popen(
+        [sys.executable, str(script), str(model), json.dumps(prompts[:20]), str(TOKENS)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
+    ) as engine, Server(
+        model, "pat", tmp_path / "serve.log", [*COMMON, *pool], CHECKED, command=(str(Path(sys.executable).parent / "sglang"), "serve")
+    ) as server:  # fmt: skip
+        output, _ = engine.communicate(timeout=600)
+        assert engine.returncode == 0, output[-3000:]
+        assert json.loads(output.splitlines()[-1]) == expected[:20]
+        server.wait()
+        assert generate_all(server, prompts[:20]) == expected[:20]
+        assert_sound(server)
+
+
+ENGINE = """
+import json, sys
+import sglang
+
+if __name__ == "__main__":
+    model, prompts, tokens = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+    engine = sglang.Engine(model_path=model, attention_backend="pat", device="cpu", dtype="float32", grammar_backend="none",
+                           max_total_tokens=20000, disable_radix_cache=True)
+    outputs = engine.generate(prompts, {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True})
+    engine.shutdown()
+    print(json.dumps([output["output_ids"] for output in outputs]))
+"""
+
+
+def test_a_server_with_another_backend_is_not_touched(servers: dict[str, Server]) -> None:
+    log = servers["reference"].log.read_text()
+    assert "hook(s)" not in log
+    assert "sglang-pat:" not in log
+    with pytest.raises(KeyError):
+        servers["reference"].counters()

@@ -1,0 +1,65 @@
+"""Hypothesis strategies and builders for batches with prefix trees."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import strategies as st
+
+from sglang_pat.packing import Batch, CostModel, Node, PackConfig, TileTable
+
+TILES = TileTable(query_tiles=(4, 16, 64), kv_tiles=(8, 16), kv_bounds=(24,))
+
+
+@st.composite
+def batches(draw: st.DrawFn, max_queries: int = 24, max_length: int = 80) -> Batch:
+    """Any prefix tree over up to `max_queries` requests: nodes with one query, chains and short tails included."""
+    count = draw(st.integers(1, max_queries))
+    queries = list(range(count))
+    draw(st.randoms(use_true_random=False)).shuffle(queries)
+    ends = [0] * count
+
+    def grow(members: list[int], start: int, depth: int) -> list[Node]:
+        nodes = []
+        while members:
+            size = draw(st.integers(0, len(members)))
+            if size == 0:
+                break
+            group, members = members[:size], members[size:]
+            node = Node(start, start + draw(st.integers(1, max_length)), sorted(group))
+            for query in group:
+                ends[query] = node.end
+            node.children = grow(group, node.end, depth + 1) if depth < 6 else []
+            nodes.append(node)
+        return nodes
+
+    roots = grow(queries, 0, 0)
+    return Batch([end + draw(st.integers(1, max_length)) for end in ends], roots)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> PackConfig:
+    kv_heads = draw(st.sampled_from([1, 2, 8]))
+    group = draw(st.sampled_from([1, 3, 4, 16]))
+    dim = draw(st.sampled_from([8, 64, 128]))
+    cost = CostModel(kv_heads * group, kv_heads, dim, draw(st.sampled_from([8, 64, 128])), draw(st.sampled_from([2, 4])))
+    return PackConfig(cost, TILES, workers=draw(st.sampled_from([1, 2, 132, 4096])), policy=draw(st.sampled_from(["pat", "query"])))
+
+
+def random_batch(generator: random.Random, depth: int, fanout: int, length: int) -> Batch:
+    """A regular tree: `fanout` children below every node, `depth` levels, lengths up to `length`."""
+    seq_lens: list[int] = []
+
+    def grow(start: int, level: int) -> Node:
+        node = Node(start, start + generator.randint(1, length), [])
+        if level == depth:
+            for _ in range(fanout):
+                node.queries.append(len(seq_lens))
+                seq_lens.append(node.end + generator.randint(1, length))
+        else:
+            node.children = [grow(node.end, level + 1) for _ in range(fanout)]
+            node.queries = [query for child in node.children for query in child.queries]
+        return node
+
+    roots = [grow(0, 1)]
+    return Batch(seq_lens, roots)
