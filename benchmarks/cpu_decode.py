@@ -1,7 +1,7 @@
 """Decode attention on the CPU beside SGLang's `torch_native`, in one run.
 
-    python benchmarks/cpu_decode.py            # with and without sharing: the README's table
-    python benchmarks/cpu_decode.py --tiles    # every tile forced in turn
+python benchmarks/cpu_decode.py            # with and without sharing: the README's table
+python benchmarks/cpu_decode.py --tiles    # every tile forced in turn
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def median_ms(run, repeats: int) -> float:
 
 def compare(arguments: argparse.Namespace) -> list[dict]:
     dtype = getattr(torch, arguments.dtype)
-    print(f"{torch.get_num_threads()} threads, {arguments.dtype}, {arguments.heads}/{arguments.kv_heads} heads, dim {arguments.dim}")
+    print(
+        f"{torch.get_num_threads()} threads, {arguments.dtype}, {arguments.heads}/{arguments.kv_heads} heads, dim {arguments.dim}"
+    )
     print(f"{'batch':>6}{'shared':>8}{'private':>8}{'torch_native ms':>17}{'pat ms':>9}{'ratio':>8}{'max diff':>10}")
     records = []
     for batch, shared, private in ((64, 2048, 128), (64, 0, 2176), (1, 0, 2176), (16, 512, 64), (64, 0, 128)):
@@ -79,14 +81,23 @@ def compare(arguments: argparse.Namespace) -> list[dict]:
         pat, native = run_pat(x), run_torch_native(x)
         difference = (pat().float() - native().float()).abs().max().item()
         native_ms, pat_ms = median_ms(native, arguments.repeats), median_ms(pat, arguments.repeats)
-        print(f"{batch:6}{shared:8}{private:8}{native_ms:17.1f}{pat_ms:9.2f}{native_ms / pat_ms:7.1f}x{difference:10.4f}")
+        print(
+            f"{batch:6}{shared:8}{private:8}{native_ms:17.1f}{pat_ms:9.2f}{native_ms / pat_ms:7.1f}x{difference:10.4f}"
+        )
         records.append(
             {
-                "batch": batch, "shared": shared, "private": private, "dtype": arguments.dtype,
-                "heads": f"{arguments.heads}/{arguments.kv_heads}", "threads": torch.get_num_threads(),
-                "torch_native_ms": native_ms, "pat_ms": pat_ms, "machine": platform.processor() or platform.machine(),
-                "torch": torch.__version__, "date": date.today().isoformat(),
-            }  # fmt: skip
+                "batch": batch,
+                "shared": shared,
+                "private": private,
+                "dtype": arguments.dtype,
+                "heads": f"{arguments.heads}/{arguments.kv_heads}",
+                "threads": torch.get_num_threads(),
+                "torch_native_ms": native_ms,
+                "pat_ms": pat_ms,
+                "machine": platform.processor() or platform.machine(),
+                "torch": torch.__version__,
+                "date": date.today().isoformat(),
+            }
         )
     return records
 
@@ -99,8 +110,10 @@ def tiles(arguments: argparse.Namespace) -> None:
         for m in (4, 16, 64, 128, 256):
             for n in (16, 32, 64, 128):
                 table = TileTable((m,), (n,), ())
-                print(f"batch {batch} shared {shared} private {private} tile ({m}, {n}): "
-                      f"{median_ms(run_pat(x, table), arguments.repeats):.2f} ms")  # fmt: skip
+                print(
+                    f"batch {batch} shared {shared} private {private} tile ({m}, {n}): "
+                    f"{median_ms(run_pat(x, table), arguments.repeats):.2f} ms"
+                )
 
 
 def main() -> None:

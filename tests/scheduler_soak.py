@@ -32,7 +32,6 @@ from sglang_pat import compat
 from sglang_pat.radix_bridge import hooks
 from sglang_pat.radix_bridge.events import ROOT
 
-
 FLUSH_EVERY = 100
 """Batches after which the server is left to drain, and its cache flushed."""
 
@@ -181,13 +180,21 @@ def main() -> None:
     run = scheduler_module.Scheduler.run_event_loop
 
     def run_event_loop(scheduler: Any) -> None:
-        soaks.append(Soak(scheduler, arguments.batches, arguments.seed, arguments.namespaces, "--enable-priority-scheduling" in flags))
+        soaks.append(
+            Soak(
+                scheduler,
+                arguments.batches,
+                arguments.seed,
+                arguments.namespaces,
+                "--enable-priority-scheduling" in flags,
+            )
+        )
         run(scheduler)
 
     scheduler_module.Scheduler.run_event_loop = run_event_loop
     scheduler_module.kill_itself_when_parent_died = lambda: None
     names = scheduler_module.run_scheduler_process.__code__.co_varnames
-    keywords = {name: 0 for name in names[2 : names.index("pipe_writer")]} | {"dp_rank": None}
+    keywords = dict.fromkeys(names[2 : names.index("pipe_writer")], 0) | {"dp_rank": None}
     scheduler_module.run_scheduler_process(server_args, PortArgs.init_new(server_args), pipe_writer=Pipe(), **keywords)
     if not soaks:
         sys.exit("the scheduler did not start")

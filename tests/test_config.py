@@ -10,7 +10,9 @@ def test_defaults() -> None:
 
 
 def test_values() -> None:
-    config = PatConfig.from_environment({"SGLANG_PAT_POLICY": "query", "SGLANG_PAT_REUSE": "0", "SGLANG_PAT_VERIFY": "1"})
+    config = PatConfig.from_environment(
+        {"SGLANG_PAT_POLICY": "query", "SGLANG_PAT_REUSE": "0", "SGLANG_PAT_VERIFY": "1"}
+    )
     assert config == PatConfig(policy="query", reuse=False, verify=True)
 
 

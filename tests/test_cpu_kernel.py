@@ -22,7 +22,9 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 class Case:
     """Random pools, and a `req_to_token` in which requests share the slots of their common nodes."""
 
-    def __init__(self, batch: Batch, heads: int, kv_heads: int, dim: int, v_dim: int, dtype: torch.dtype, spare: int = 0) -> None:
+    def __init__(
+        self, batch: Batch, heads: int, kv_heads: int, dim: int, v_dim: int, dtype: torch.dtype, spare: int = 0
+    ) -> None:
         self.batch = batch
         context = max(batch.seq_lens) + spare
         size = len(batch.seq_lens)
@@ -49,8 +51,12 @@ class Case:
         self.scale = dim**-0.5
 
     def error(self, plan, logit_cap: float = 0.0) -> float:
-        out = cpu.decode(self.q, self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale, logit_cap=logit_cap)
-        right = reference.decode(self.q, self.k, self.v, self.table, self.rows, self.seq_lens, scale=self.scale, logit_cap=logit_cap)
+        out = cpu.decode(
+            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale, logit_cap=logit_cap
+        )
+        right = reference.decode(
+            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, scale=self.scale, logit_cap=logit_cap
+        )
         assert out.dtype == self.q.dtype and out.shape == right.shape
         assert torch.isfinite(out).all()
         return ((out.double() - right).norm() / right.norm()).item()
@@ -62,7 +68,15 @@ class Case:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "v_dim"),
-    [(32, 8, 128, 128), (8, 8, 64, 64), (16, 1, 256, 256), (6, 2, 40, 24), (5, 5, 8, 8), (7, 1, 96, 256), (8, 4, 192, 128)],
+    [
+        (32, 8, 128, 128),
+        (8, 8, 64, 64),
+        (16, 1, 256, 256),
+        (6, 2, 40, 24),
+        (5, 5, 8, 8),
+        (7, 1, 96, 256),
+        (8, 4, 192, 128),
+    ],
 )
 def test_any_shape_and_dtype(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, v_dim: int) -> None:
     batch = random_batch(random.Random(heads * dim), depth=3, fanout=2, length=70)
@@ -89,7 +103,9 @@ def test_logit_cap() -> None:
     case.q *= 8
     assert case.error(case.plan(), logit_cap=5.0) < TOLERANCE[torch.float32]
     uncapped = reference.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, scale=case.scale)
-    capped = reference.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, scale=case.scale, logit_cap=5.0)
+    capped = reference.decode(
+        case.q, case.k, case.v, case.table, case.rows, case.seq_lens, scale=case.scale, logit_cap=5.0
+    )
     assert (uncapped - capped).norm() > 0.1 * capped.norm(), "the cap must matter in this test"
 
 
@@ -141,7 +157,13 @@ def test_wrong_tensors_are_named(change, message: str) -> None:
 
 def test_a_missing_compiler_is_one_sentence() -> None:
     code = "from sglang_pat.kernels import jit\ntry: jit.load('cpu')\nexcept jit.BuildError as error: print(error)"
-    result = subprocess.run([sys.executable, "-c", code], env={"CXX": "no-such-compiler", "PATH": ""}, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"CXX": "no-such-compiler", "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert result.stdout == (
         "sglang-pat needs a C++ compiler and 'no-such-compiler' is not there: install g++, or set CXX to yours\n"
     )

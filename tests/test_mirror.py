@@ -13,7 +13,7 @@ from sglang_pat.radix_bridge.events import (
     RequestReleased,
     TreeReset,
 )
-from sglang_pat.radix_bridge.mirror import Inconsistent
+from sglang_pat.radix_bridge.mirror import InconsistentError
 
 
 @pytest.fixture
@@ -73,7 +73,12 @@ def test_advancing_moves_a_request_down(mirror: Mirror) -> None:
 
 def test_every_change_of_a_binding_changes_the_epoch(mirror: Mirror) -> None:
     epochs = [mirror.epoch]
-    for event in (RequestAdvanced("b", 1), RequestReleased("a"), RequestReleased("never bound"), RequestBound("a", 1, 1)):
+    for event in (
+        RequestAdvanced("b", 1),
+        RequestReleased("a"),
+        RequestReleased("never bound"),
+        RequestBound("a", 1, 1),
+    ):
         mirror.apply(event)
         epochs.append(mirror.epoch)
     assert len(set(epochs)) == len(epochs)
@@ -90,7 +95,7 @@ def test_an_eviction_elsewhere_changes_nothing(mirror: Mirror) -> None:
 
 
 def test_an_evicted_node_takes_its_requests_out_of_packing(mirror: Mirror) -> None:
-    with pytest.raises(Inconsistent, match="evicted while requests"):
+    with pytest.raises(InconsistentError, match="evicted while requests"):
         mirror.apply(NodeEvicted(1))
     assert set(mirror.bindings) == {"c"} and set(mirror.nodes) == {ROOT, 3}
 
@@ -109,6 +114,6 @@ def test_an_evicted_node_takes_its_requests_out_of_packing(mirror: Mirror) -> No
     ],
 )
 def test_events_that_cannot_be_are_refused(mirror: Mirror, event) -> None:
-    with pytest.raises(Inconsistent):
+    with pytest.raises(InconsistentError):
         mirror.apply(event)
     assert spans(mirror, ["a", "b", "c"]) == [(0, 7, [2]), (0, 100, [0, 1]), (100, 120, [1])]

@@ -140,7 +140,11 @@ def test_long_kv_is_split_to_the_workers_share() -> None:
     plan = make_plan(batch, PackConfig(CostModel(8, 8, 128, 128, 2), TILES, workers=132))
     fair = -(-sum(batch.seq_lens) * 8 // 132)
     mean = sum(batch.seq_lens) // 4
-    longest = max((64_000 if item.end == OPEN and item.queries == [0] else item.end) - item.start for item in plan.items if item.queries == [0])
+    longest = max(
+        (64_000 if item.end == OPEN and item.queries == [0] else item.end) - item.start
+        for item in plan.items
+        if item.queries == [0]
+    )
     assert longest <= max(mean, fair) < 64_000
     assert plan.num_parts[1:] == [1, 1, 1]
 

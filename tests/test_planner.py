@@ -120,7 +120,9 @@ def test_counters_are_those_of_the_steps(decode: Decode) -> None:
     assert sum(counters.query_sizes.values()) == counters.work_items
 
 
-def test_a_failure_of_planning_serves_the_step_unpacked_and_is_reported_once(decode: Decode, monkeypatch, caplog) -> None:
+def test_a_failure_of_planning_serves_the_step_unpacked_and_is_reported_once(
+    decode: Decode, monkeypatch, caplog
+) -> None:
     def fail(batch, cost):
         raise RuntimeError("boom")
 

@@ -21,7 +21,16 @@ POOL = "--max-total-tokens"
 CASES: dict[str, tuple[list[str], dict[str, str], dict[str, int]]] = {
     "plain": ([POOL, "1500"], {}, {"shared": 1000, "flushes": 1, "aborts": 10}),
     "pages, small chunks, no overlap, namespaces": (
-        [POOL, "2048", "--page-size", "16", "--chunked-prefill-size", "48", "--disable-overlap-schedule", "--namespaces"],
+        [
+            POOL,
+            "2048",
+            "--page-size",
+            "16",
+            "--chunked-prefill-size",
+            "48",
+            "--disable-overlap-schedule",
+            "--namespaces",
+        ],
         {},
         {"shared": 1000},
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -47,9 +46,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
     logs = tmp_path_factory.mktemp("logs")
     with ExitStack() as stack:
         started = {
-            name: stack.enter_context(
-                Server(model, backend, logs / f"{name}.log", [*COMMON, *flags], environment)
-            )
+            name: stack.enter_context(Server(model, backend, logs / f"{name}.log", [*COMMON, *flags], environment))
             for name, (backend, flags, environment) in SERVERS.items()
         }
         for server in started.values():
@@ -97,7 +94,9 @@ def test_answers_depend_on_the_whole_prefix(servers: dict[str, Server]) -> None:
     assert len(answers) == 8
 
 
-def test_nested_prefixes_of_mixed_lengths(servers: dict[str, Server], prompts: list[str], expected: list[list[int]]) -> None:
+def test_nested_prefixes_of_mixed_lengths(
+    servers: dict[str, Server], prompts: list[str], expected: list[list[int]]
+) -> None:
     assert generate_all(servers["plain"], prompts) == expected
     counters = assert_sound(servers["plain"])
     assert counters["kv_bytes"] < 0.7 * counters["kv_bytes_unpacked"]
@@ -116,7 +115,9 @@ def test_far_fewer_plans_than_steps(servers: dict[str, Server]) -> None:
     assert plans <= steps / 6
 
 
-def test_small_chunks_pages_lpm_no_overlap_no_reuse(servers: dict[str, Server], prompts: list[str], expected: list[list[int]]) -> None:
+def test_small_chunks_pages_lpm_no_overlap_no_reuse(
+    servers: dict[str, Server], prompts: list[str], expected: list[list[int]]
+) -> None:
     assert generate_all(servers["flags"], prompts) == expected
     counters = assert_sound(servers["flags"])
     assert counters["plans"] == counters["steps"], "reuse is off"
@@ -153,7 +154,9 @@ def test_after_flush_cache(servers: dict[str, Server], prompts: list[str], expec
     assert assert_sound(server)["nodes"] > nodes
 
 
-def test_two_hundred_requests_through_a_small_pool(servers: dict[str, Server], prompts: list[str], expected: list[list[int]]) -> None:
+def test_two_hundred_requests_through_a_small_pool(
+    servers: dict[str, Server], prompts: list[str], expected: list[list[int]]
+) -> None:
     order = list(range(len(prompts))) * 3
     random.Random(0).shuffle(order)
     order = order[:200]
@@ -196,7 +199,9 @@ def test_bench_serving(servers: dict[str, Server], model: Path, workload_flags: 
     assert_sound(server)
 
 
-def test_sglang_serve_and_engine(model: Path, servers: dict[str, Server], prompts: list[str], expected: list[list[int]], tmp_path: Path) -> None:
+def test_sglang_serve_and_engine(
+    model: Path, servers: dict[str, Server], prompts: list[str], expected: list[list[int]], tmp_path: Path
+) -> None:
     """The two other ways in, at once; the engine without a radix cache."""
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)

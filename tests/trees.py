@@ -42,8 +42,12 @@ def configs(draw: st.DrawFn) -> PackConfig:
     kv_heads = draw(st.sampled_from([1, 2, 8]))
     group = draw(st.sampled_from([1, 3, 4, 16]))
     dim = draw(st.sampled_from([8, 64, 128]))
-    cost = CostModel(kv_heads * group, kv_heads, dim, draw(st.sampled_from([8, 64, 128])), draw(st.sampled_from([2, 4])))
-    return PackConfig(cost, TILES, workers=draw(st.sampled_from([1, 2, 132, 4096])), policy=draw(st.sampled_from(["pat", "query"])))
+    cost = CostModel(
+        kv_heads * group, kv_heads, dim, draw(st.sampled_from([8, 64, 128])), draw(st.sampled_from([2, 4]))
+    )
+    return PackConfig(
+        cost, TILES, workers=draw(st.sampled_from([1, 2, 132, 4096])), policy=draw(st.sampled_from(["pat", "query"]))
+    )
 
 
 def random_batch(generator: random.Random, depth: int, fanout: int, length: int) -> Batch:

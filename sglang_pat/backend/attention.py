@@ -31,14 +31,14 @@ def create(runner: ModelRunner) -> PatAttnBackend:
     """What SGLang calls for `--attention-backend pat`.
 
     Raises:
-        Unsupported: A flag or the model needs what PAT does not do.
+        UnsupportedError: A flag or the model needs what PAT does not do.
         ConfigError: A `SGLANG_PAT_*` variable is wrong.
         BuildError: The executor cannot be compiled here.
     """
     try:
         support.check_flags(runner.server_args)
         if runner.device != "cpu":
-            raise support.Unsupported(
+            raise support.UnsupportedError(
                 f"sglang-pat has no {runner.device} kernels yet: use another --attention-backend, or --device cpu"
             )
         support.check_model(runner, fallback="torch_native")
@@ -92,9 +92,7 @@ class PatAttnBackend(AttentionBackend):
         rids = forward_batch.rids or [""] * len(lengths)
         self.rows = forward_batch.req_pool_indices[: len(rids)].long()
         self.seq_lens = forward_batch.seq_lens[: len(rids)].long()
-        self.plan = self.planner.plan(
-            rids, lambda: lengths[: len(rids)].tolist(), self._verify if self.config.verify else None
-        )
+        self.plan = self.planner.plan(rids, lengths[: len(rids)].tolist, self._verify if self.config.verify else None)
 
     def forward_decode(
         self,
@@ -108,7 +106,7 @@ class PatAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         unknown = [name for name, value in kwargs.items() if value is not None]
         if unknown:
-            raise support.Unsupported(
+            raise support.UnsupportedError(
                 f"--attention-backend pat does not support '{unknown[0]}' in attention layers: "
                 "use another --decode-attention-backend"
             )

@@ -11,23 +11,23 @@ KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _OTHER = "serve it with another one, for example --attention-backend"
 
 
-class Unsupported(ValueError):
+class UnsupportedError(ValueError):
     """A flag or a property of the model that `--attention-backend pat` does not serve."""
 
 
 def check_flags(server_args: Any) -> None:
-    """Raise Unsupported where a flag of `ServerArgs` asks for what PAT does not do."""
+    """Raise UnsupportedError where a flag of `ServerArgs` asks for what PAT does not do."""
     if server_args.speculative_algorithm is not None:
-        raise Unsupported(
+        raise UnsupportedError(
             "--attention-backend pat does not support speculative decoding yet: "
             f"leave out --speculative-algorithm {server_args.speculative_algorithm}, or use another --attention-backend"
         )
     if server_args.enable_two_batch_overlap:
-        raise Unsupported("--attention-backend pat does not support --enable-two-batch-overlap yet: leave it out")
+        raise UnsupportedError("--attention-backend pat does not support --enable-two-batch-overlap yet: leave it out")
 
 
 def check_model(runner: Any, fallback: str) -> None:
-    """Raise Unsupported where the loaded model needs attention that PAT does not compute.
+    """Raise UnsupportedError where the loaded model needs attention that PAT does not compute.
 
     Args:
         runner: SGLang's `ModelRunner`, its model loaded.
@@ -39,21 +39,27 @@ def check_model(runner: Any, fallback: str) -> None:
     instead = f"{_OTHER} {fallback} or --decode-attention-backend {fallback}"
     name = ", ".join(config.hf_config.architectures or [type(runner.model).__name__])
     if runner.use_mla_backend:
-        raise Unsupported(f"--attention-backend pat does not support MLA, which {name} uses: {instead}")
+        raise UnsupportedError(f"--attention-backend pat does not support MLA, which {name} uses: {instead}")
     if config.is_encoder_decoder:
-        raise Unsupported(f"--attention-backend pat does not support encoder-decoder models like {name}: {instead}")
+        raise UnsupportedError(
+            f"--attention-backend pat does not support encoder-decoder models like {name}: {instead}"
+        )
     if runner.kv_cache_dtype not in KV_DTYPES:
-        raise Unsupported(
+        raise UnsupportedError(
             f"--attention-backend pat does not support a KV cache of {runner.kv_cache_dtype} yet: "
             "leave out --kv-cache-dtype, or use another --attention-backend"
         )
     if any(parameter.endswith("sinks") for parameter, _ in runner.model.named_parameters()):
-        raise Unsupported(f"--attention-backend pat does not support attention sinks, which {name} uses: {instead}")
+        raise UnsupportedError(
+            f"--attention-backend pat does not support attention sinks, which {name} uses: {instead}"
+        )
     for layer in runner.model.modules():
         if isinstance(layer, RadixAttention):
             problem = _layer_problem(layer)
             if problem:
-                raise Unsupported(f"--attention-backend pat does not support {problem}, which {name} uses: {instead}")
+                raise UnsupportedError(
+                    f"--attention-backend pat does not support {problem}, which {name} uses: {instead}"
+                )
 
 
 def _layer_problem(layer: Any) -> str | None:

@@ -1,6 +1,6 @@
 """Serve a tiny model with PAT, ask it a few hundred questions, check every answer, show what packing did.
 
-    make demo
+make demo
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,12 @@ FLAGS = ["--max-running-requests", "64", "--max-total-tokens", "65536", "--dtype
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.demo", description=__doc__)
-    parser.add_argument("--cache", type=Path, default=CACHE, help="folder for the model and the logs (default: %(default)s)")
-    parser.add_argument("--questions", type=int, default=16, help="questions per tool description (default: %(default)s)")
+    parser.add_argument(
+        "--cache", type=Path, default=CACHE, help="folder for the model and the logs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--questions", type=int, default=16, help="questions per tool description (default: %(default)s)"
+    )
     parser.add_argument("--tokens", type=int, default=24, help="tokens to generate per request (default: %(default)s)")
     arguments = parser.parse_args()
 
@@ -36,7 +40,9 @@ def main() -> int:
             backend: stack.enter_context(Server(model, backend, arguments.cache / f"demo-{backend}.log", FLAGS))
             for backend in ("pat", "torch_native")
         }
-        answers = {backend: ask(server, backend, prompts, topics, arguments.tokens) for backend, server in servers.items()}
+        answers = {
+            backend: ask(server, backend, prompts, topics, arguments.tokens) for backend, server in servers.items()
+        }
         counters = servers["pat"].counters()
     print(report(len(prompts), len(answers["pat"]) - len(prompts), counters))
     return compare(answers["pat"], answers["torch_native"])
@@ -102,16 +108,13 @@ def compare(answers: Sequence[str], expected: Sequence[str]) -> int:
     return 0
 
 
-def _show(text: str, end: str = "") -> None:
+def show(text: str, end: str = "", last: list[float] = [0.0]) -> None:  # noqa: B006
+    """One line of progress: overwritten on a terminal, every five seconds elsewhere."""
     if sys.stdout.isatty():
         print(f"\r\x1b[2K{text}", end=end, flush=True)
-    elif end or time.monotonic() - _show_state[0] > 5:
-        _show_state[0] = time.monotonic()
+    elif end or time.monotonic() - last[0] > 5:
+        last[0] = time.monotonic()
         print(text, flush=True)
-
-
-_show_state = [0.0]
-show: Callable[..., None] = _show
 
 
 if __name__ == "__main__":

@@ -51,10 +51,21 @@ class Server:
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [
-                    *command, "--model-path", str(model), "--attention-backend", backend, *device,
-                    "--host", "127.0.0.1", "--port", str(port), "--grammar-backend", "none", "--sleep-on-idle",
+                    *command,
+                    "--model-path",
+                    str(model),
+                    "--attention-backend",
+                    backend,
+                    *device,
+                    "--host",
+                    "127.0.0.1",
+                    "--port",
+                    str(port),
+                    "--grammar-backend",
+                    "none",
+                    "--sleep-on-idle",
                     *arguments,
-                ],  # fmt: skip
+                ],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "HF_HUB_OFFLINE": "1", **selection, **(environment or {})},

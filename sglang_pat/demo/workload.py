@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 WORDS = (
     "agent answer budget cache check city code customer data day delay error file flight form graph hotel index "
@@ -29,7 +30,9 @@ def nested_prompts(systems: int, tools: int, questions: int, unrelated: int, see
     Questions differ in length, and the order is shuffled.
     """
     prompts = [
-        prose(f"system {s}", 400 + 100 * s) + prose(f"tools {s} {t}", 150 + 50 * t) + prose(f"question {q} {s} {t}", 10 + 7 * q)
+        prose(f"system {s}", 400 + 100 * s)
+        + prose(f"tools {s} {t}", 150 + 50 * t)
+        + prose(f"question {q} {s} {t}", 10 + 7 * q)
         for s in range(systems)
         for t in range(tools)
         for q in range(questions)
@@ -39,7 +42,9 @@ def nested_prompts(systems: int, tools: int, questions: int, unrelated: int, see
     return prompts
 
 
-def in_parallel(send: Callable[[str], str], prompts: Sequence[str], concurrency: int, done: Callable[[int], None] = lambda n: None) -> list[str]:
+def in_parallel(
+    send: Callable[[str], str], prompts: Sequence[str], concurrency: int, done: Callable[[int], None] = lambda n: None
+) -> list[str]:
     """The answer to each prompt, `concurrency` at a time."""
     answers = []
     with ThreadPoolExecutor(concurrency) as pool:
@@ -54,7 +59,9 @@ def stream_completion(url: str, prompt: str, tokens: int) -> str:
     import openai
 
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600, max_retries=0) as client:
-        chunks = client.completions.create(model="default", prompt=prompt, max_tokens=tokens, temperature=0, stream=True)
+        chunks = client.completions.create(
+            model="default", prompt=prompt, max_tokens=tokens, temperature=0, stream=True
+        )
         return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
 
 
@@ -63,12 +70,13 @@ def fork_program(url: str, topics: Sequence[str], branches: int, tokens: int) ->
     import sglang as sgl
 
     @sgl.function
-    def advise(s, topic):
+    def advise(s: Any, topic: str) -> None:
         s += prose("advisor", 500) + topic
         forks = s.fork(branches)
-        for i, fork in enumerate(forks):
-            fork += f" option {i}: "
-            fork += sgl.gen("answer", max_tokens=tokens, temperature=0)
+        for i in range(branches):
+            branch = forks[i]
+            branch += f" option {i}: "
+            branch += sgl.gen("answer", max_tokens=tokens, temperature=0)
         s["answers"] = [fork["answer"] for fork in forks]
 
     backend = sgl.RuntimeEndpoint(url)

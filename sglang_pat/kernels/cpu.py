@@ -45,7 +45,20 @@ def decode(
     partial = torch.empty(plan.num_slots, heads, v.shape[2])
     lse = torch.empty(plan.num_slots, heads)
     jit.load("cpu").decode(
-        q.float(), k, v, out, req_to_token, rows, seq_lens, plan.items, plan.queries, plan.slots, plan.part_offsets,
-        partial, lse, scale, logit_cap,
-    )  # fmt: skip
+        q.float(),
+        k,
+        v,
+        out,
+        req_to_token,
+        rows,
+        seq_lens,
+        plan.items,
+        plan.queries,
+        plan.slots,
+        plan.part_offsets,
+        partial,
+        lse,
+        scale,
+        logit_cap,
+    )
     return out.to(q.dtype)

@@ -39,7 +39,15 @@ def load(name: str) -> Any:
     # ninja comes as a Python package, beside an interpreter that need not be on the PATH.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     folder = CSRC / name
-    flags = ["-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-Wall", "-Wno-psabi", f"-DPAT_BUILD={_digest(folder)}"]
+    flags = [
+        "-O3",
+        "-march=native",
+        "-ffp-contract=fast",
+        "-fopenmp",
+        "-Wall",
+        "-Wno-psabi",
+        f"-DPAT_BUILD={_digest(folder)}",
+    ]
     began = time.monotonic()
     try:
         module = cpp.load(

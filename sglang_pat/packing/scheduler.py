@@ -76,7 +76,9 @@ def _finish(packs: list[Pack], batch: Batch, config: PackConfig) -> Plan:
             parts.append(num_parts[query])
             num_parts[query] += 1
         end = OPEN if pack.end is None else pack.end
-        items.append(WorkItem(pack.start, end, pack.queries, parts, tiles.select(len(pack.queries) * group, lengths[i])))
+        items.append(
+            WorkItem(pack.start, end, pack.queries, parts, tiles.select(len(pack.queries) * group, lengths[i]))
+        )
     tails = [length for pack, length in zip(packs, lengths, strict=True) if pack.end is None]
     steps = TAIL_GROWTH * limit - max(tails, default=0)
     return Plan(items, num_parts, steps, kv_tokens=sum(lengths), open_items=len(tails))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import psutil
 import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
@@ -51,7 +53,7 @@ class CpuPlatform(SRTPlatform):
 class DormantPlatform(SRTPlatform):
     """SGLang's base platform until the server arguments choose PAT, `CpuPlatform` from then on."""
 
-    def apply_server_args_defaults(self, server_args) -> None:
+    def apply_server_args_defaults(self, server_args: Any) -> None:
         chosen = (
             server_args.attention_backend,
             server_args.prefill_attention_backend,

@@ -18,7 +18,7 @@ from sglang_pat.radix_bridge.events import (
 )
 
 
-class Inconsistent(Exception):
+class InconsistentError(Exception):
     """An event does not fit what the mirror knows; the request concerned is served unpacked."""
 
 
@@ -61,7 +61,7 @@ class Mirror:
         """Apply one event.
 
         Raises:
-            Inconsistent: The event names a node or request that is not there, or is there already.
+            InconsistentError: The event names a node or request that is not there, or is there already.
         """
         match event:
             case NodeInserted():
@@ -77,7 +77,7 @@ class Mirror:
                 self._bind(event.rid, event.row, event.node)
             case RequestAdvanced():
                 if event.rid not in self.bindings:
-                    raise Inconsistent(f"request {event.rid} advanced without being bound")
+                    raise InconsistentError(f"request {event.rid} advanced without being bound")
                 self._bind(event.rid, self.bindings[event.rid][1], event.node)
             case RequestReleased():
                 self._release(event.rid)
@@ -127,14 +127,14 @@ class Mirror:
     def _insert(self, event: NodeInserted) -> None:
         parent = self._node(event.parent)
         if event.node in self.nodes or event.head in parent.children or event.length <= 0:
-            raise Inconsistent(f"node {event.node} inserted below {event.parent} twice or empty")
+            raise InconsistentError(f"node {event.node} inserted below {event.parent} twice or empty")
         node = MirrorNode(event.node, parent, parent.end, event.length, event.head)
         parent.children[event.head] = self.nodes[event.node] = node
 
     def _split(self, event: NodeSplit) -> None:
         node = self._node(event.node)
         if event.upper in self.nodes or not 0 < event.length < node.length or node.parent is None:
-            raise Inconsistent(f"node {event.node} of {node.length} tokens split at {event.length}")
+            raise InconsistentError(f"node {event.node} of {node.length} tokens split at {event.length}")
         upper = MirrorNode(event.upper, node.parent, node.start, event.length, node.head)
         node.parent.children[node.head] = self.nodes[event.upper] = upper
         upper.children[event.head] = node
@@ -153,7 +153,7 @@ class Mirror:
             stack.extend(below.children.values())
             for rid in list(below.requests):
                 self._release(rid)
-        raise Inconsistent(f"node {id} was evicted while requests were running on it")
+        raise InconsistentError(f"node {id} was evicted while requests were running on it")
 
     def _bind(self, rid: str, row: int, id: int) -> None:
         node = self._node(id)
@@ -176,5 +176,5 @@ class Mirror:
     def _node(self, id: int) -> MirrorNode:
         node = self.nodes.get(id)
         if node is None:
-            raise Inconsistent(f"node {id} is not known")
+            raise InconsistentError(f"node {id} is not known")
         return node

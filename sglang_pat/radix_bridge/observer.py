@@ -24,7 +24,7 @@ from sglang_pat.radix_bridge.events import (
     RequestReleased,
     TreeReset,
 )
-from sglang_pat.radix_bridge.mirror import Inconsistent, Mirror
+from sglang_pat.radix_bridge.mirror import InconsistentError, Mirror
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Observer:
             return
         try:
             self._bind(cache, req)
-        except Inconsistent as fault:
+        except InconsistentError as fault:
             self.faults += 1
             logger.warning("request %s is decoded unpacked: %s", req.rid, fault)
             self.on_released(req)
@@ -66,7 +66,7 @@ class Observer:
         """The cache dropped node `node`."""
         try:
             self._emit(NodeEvicted(node))
-        except Inconsistent as fault:
+        except InconsistentError as fault:
             self.faults += 1
             logger.warning("%s", fault)
 
@@ -85,13 +85,13 @@ class Observer:
         path = compat.path(cache, req)
         length = sum(length for _, length in path)
         if length != compat.protected_len(req):
-            raise Inconsistent(f"its path has {length} tokens, of which {compat.protected_len(req)} are its own")
+            raise InconsistentError(f"its path has {length} tokens, of which {compat.protected_len(req)} are its own")
         parent, start = ROOT, 0
         try:
             for node, length in path:
                 self._announce(req, cache.page_size, node, length, parent, start)
                 parent, start = node, start + length
-        except Inconsistent:
+        except InconsistentError:
             self.mirror.prune(self.mirror.nodes[parent])
             raise
         self._requests[req.rid] = req
@@ -114,7 +114,7 @@ class Observer:
                 witness = self._requests[self.mirror.any_request(other)]
                 self._emit(NodeSplit(other.id, node, length, _head(witness, start + length, page)))
         elif known.parent is None or known.parent.id != parent or known.length != length:
-            raise Inconsistent(f"node {node} is not where it was")
+            raise InconsistentError(f"node {node} is not where it was")
 
 
 def _head(req: Any, start: int, page: int) -> Hashable:

@@ -1,0 +1,72 @@
+"""What PAT does not serve yet is refused by a real server at start-up, in one sentence with the way out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_pat.demo.server import Server
+
+pytestmark = pytest.mark.server
+
+BASE: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "bos_token_id": 0, "eos_token_id": 0, "torch_dtype": "float32",
+}  # fmt: skip
+
+MODELS: dict[str, dict[str, Any]] = {
+    "MLA": {
+        "architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "hidden_act": "silu", "q_lora_rank": 32,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "scale_emb": 1,
+        "dim_model_base": 64, "scale_depth": 1.0, "num_key_value_heads": 4, "attention_bias": False, "rope_scaling": None,
+    },
+    "sliding window": {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 64, "query_pre_attn_scalar": 16, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+    },
+    "head dimension": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "head_dim": 12, "hidden_size": 48,
+    },
+}  # fmt: skip
+
+CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
+    "MLA": ("MLA", [], {}, "--attention-backend pat does not support MLA, which MiniCPM3ForCausalLM uses: serve it with another one, for example --attention-backend torch_native"),
+    "sliding window": ("sliding window", [], {}, "--attention-backend pat does not support sliding-window attention (window 63), which Gemma2ForCausalLM uses: serve it"),
+    "head dimension": ("head dimension", [], {}, "--attention-backend pat does not support a head dimension of 12 (multiples of 8 up to 256 are), which LlamaForCausalLM uses: serve it"),
+    "FP8 KV": (None, ["--kv-cache-dtype", "fp8_e4m3"], {}, "--attention-backend pat does not support a KV cache of torch.float8_e4m3fn yet: leave out --kv-cache-dtype"),
+    "speculative decoding": (None, ["--speculative-algorithm", "NGRAM"], {}, "--attention-backend pat does not support speculative decoding yet: leave out --speculative-algorithm NGRAM"),
+    "setting": (None, [], {"SGLANG_PAT_POLICY": "fast"}, "SGLANG_PAT_POLICY='fast' must be one of pat, query"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def logs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
+    """The logs of all servers, which end by themselves; two run at a time."""
+    folder = tmp_path_factory.mktemp("refusals")
+
+    def start(name: str, kind: str | None, flags: list[str], environment: dict[str, str]) -> str:
+        path = model
+        if kind is not None:
+            path = folder / name.replace(" ", "-")
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(BASE | MODELS[kind]))
+            for file in model.glob("token*"):
+                (path / file.name).write_text(file.read_text())
+            flags = [*flags, "--load-format", "dummy"]
+        with Server(path, "pat", folder / f"{name}.log", ["--max-total-tokens", "512", *flags], environment) as server:
+            return server.wait_failed()
+
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(start, name, *case[:3]) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_in_one_sentence(name: str, logs: dict[str, Future]) -> None:
+    log = logs[name].result()
+    assert any(CASES[name][3] in line for line in log.splitlines()), log[-3000:]
