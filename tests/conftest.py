@@ -22,3 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Qwen3-shaped model."""
     return tiny_model.write(tmp_path_factory.mktemp("models") / "tiny-qwen3")
+
+
+def selected(request: pytest.FixtureRequest, parameter: str) -> list[str]:
+    """Values of a parameter among the tests of the module that will run."""
+    items = [item for item in request.session.items if item.path == request.node.path]
+    return [item.callspec.params[parameter] for item in items if not item.get_closest_marker("skip")]

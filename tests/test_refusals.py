@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import selected
 
 from sglang_pat.demo.server import Server
 
@@ -22,12 +23,38 @@ BASE: dict[str, Any] = {
 
 MODELS: dict[str, dict[str, Any]] = {
     "MLA": {
-        "architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "hidden_act": "silu", "q_lora_rank": 32,
-        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "scale_emb": 1,
-        "dim_model_base": 64, "scale_depth": 1.0, "num_key_value_heads": 4, "attention_bias": False, "rope_scaling": None,
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_act": "silu",
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 2,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
     },
     "sliding window": {
         "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": 64, "query_pre_attn_scalar": 16, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
     },
     "head dimension": {
@@ -36,7 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
-    "MLA": ("MLA", [], {}, "--attention-backend pat does not support MLA, which MiniCPM3ForCausalLM uses: serve it with another one, for example --attention-backend torch_native"),
+    "MLA": ("MLA", [], {}, "--attention-backend pat does not support MLA, which DeepseekV2ForCausalLM uses: serve it with another one, for example --attention-backend torch_native"),
     "sliding window": ("sliding window", [], {}, "--attention-backend pat does not support sliding-window attention (window 63), which Gemma2ForCausalLM uses: serve it"),
     "head dimension": ("head dimension", [], {}, "--attention-backend pat does not support a head dimension of 12 (multiples of 8 up to 256 are), which LlamaForCausalLM uses: serve it"),
     "FP8 KV": (None, ["--kv-cache-dtype", "fp8_e4m3"], {}, "--attention-backend pat does not support a KV cache of torch.float8_e4m3fn yet: leave out --kv-cache-dtype"),
@@ -46,7 +73,9 @@ CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
 
 
 @pytest.fixture(scope="module")
-def logs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
+def logs(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future]]:
     """The logs of all servers, which end by themselves; two run at a time."""
     folder = tmp_path_factory.mktemp("refusals")
 
@@ -63,7 +92,7 @@ def logs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
             return server.wait_failed()
 
     with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(start, name, *case[:3]) for name, case in CASES.items()}
+        yield {name: pool.submit(start, name, *CASES[name][:3]) for name in selected(request, "name")}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from conftest import selected
 
 from sglang_pat import compat
 
@@ -54,10 +55,10 @@ else:
 
 
 @pytest.fixture(scope="module")
-def runs(model: Path) -> Iterator[dict[str, Future]]:
+def runs(request: pytest.FixtureRequest, model: Path) -> Iterator[dict[str, Future]]:
     """All cases, two at a time: most of each is imports."""
     with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(run, model, flags, environment) for name, (flags, environment, _) in CASES.items()}
+        yield {name: pool.submit(run, model, *CASES[name][:2]) for name in selected(request, "name")}
 
 
 def run(model: Path, flags: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

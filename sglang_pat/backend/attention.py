@@ -39,7 +39,7 @@ def create(runner: ModelRunner) -> PatAttnBackend:
         support.check_flags(runner.server_args)
         if runner.device != "cpu":
             raise support.UnsupportedError(
-                f"sglang-pat has no {runner.device} kernels yet: use another --attention-backend, or --device cpu"
+                f"sglang-pat has no kernels for {runner.device} yet: use another --attention-backend, or --device cpu"
             )
         support.check_model(runner, fallback="torch_native")
         config = PatConfig.from_environment()

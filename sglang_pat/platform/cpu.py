@@ -10,6 +10,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_pat import compat
+from sglang_pat.backend import support
 from sglang_pat.platform import announce
 
 
@@ -60,6 +61,7 @@ class DormantPlatform(SRTPlatform):
             server_args.decode_attention_backend,
         )
         if "pat" in chosen:
+            support.check_flags(server_args)
             announce()
             compat.disable_graphs(server_args)
             self.__class__ = CpuPlatform  # type: ignore[assignment]
