@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
+        "moe_layer_freq": 1,
         "first_k_dense_replace": 2,
         "topk_method": "greedy",
         "n_group": 1,
@@ -63,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
-    "MLA": ("MLA", [], {}, "--attention-backend pat does not support MLA, which DeepseekV2ForCausalLM uses: serve it with another one, for example --attention-backend torch_native"),
+    "MLA": ("MLA", [], {}, "sglang-pat does not support MLA models yet: serve this one on a GPU with another --attention-backend"),
     "sliding window": ("sliding window", [], {}, "--attention-backend pat does not support sliding-window attention (window 63), which Gemma2ForCausalLM uses: serve it"),
     "head dimension": ("head dimension", [], {}, "--attention-backend pat does not support a head dimension of 12 (multiples of 8 up to 256 are), which LlamaForCausalLM uses: serve it"),
     "FP8 KV": (None, ["--kv-cache-dtype", "fp8_e4m3"], {}, "--attention-backend pat does not support a KV cache of torch.float8_e4m3fn yet: leave out --kv-cache-dtype"),

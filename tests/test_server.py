@@ -226,7 +226,7 @@ import sglang
 
 if __name__ == "__main__":
     model, prompts, tokens = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-    engine = sglang.Engine(model_path=model, attention_backend="pat", device="cpu", dtype="float32", grammar_backend="none",
+    engine = sglang.Engine(model_path=model, attention_backend="pat", dtype="float32", grammar_backend="none",
                            max_total_tokens=20000, disable_radix_cache=True)
     outputs = engine.generate(prompts, {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True})
     engine.shutdown()

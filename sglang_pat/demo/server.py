@@ -47,7 +47,6 @@ class Server:
         self._backend = backend
         # torch_native alone does not wake the CPU platform (platform/__init__.py), so it is named.
         selection = {} if backend == "pat" or torch.cuda.is_available() else {"SGLANG_PLATFORM": "pat_cpu"}
-        device = [] if torch.cuda.is_available() else ["--device", "cpu"]
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [
@@ -56,7 +55,6 @@ class Server:
                     str(model),
                     "--attention-backend",
                     backend,
-                    *device,
                     "--host",
                     "127.0.0.1",
                     "--port",

@@ -24,8 +24,8 @@ class CpuPlatform(SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
-    def get_device(self, device_id: int = 0) -> torch.device:
-        return torch.device("cpu")
+    def get_device(self, device_id: int = 0) -> str:
+        return "cpu"
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         return int(psutil.virtual_memory().total)
@@ -42,6 +42,12 @@ class CpuPlatform(SRTPlatform):
 
         return MHATokenToKVPool
 
+    def get_mla_kv_pool_cls(self) -> type:
+        # SGLang builds the pool before the attention backend, which would refuse the model too.
+        raise support.UnsupportedError(
+            "sglang-pat does not support MLA models yet: serve this one on a GPU with another --attention-backend"
+        )
+
     def get_paged_allocator_cls(self) -> type:
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
@@ -54,6 +60,13 @@ class CpuPlatform(SRTPlatform):
 class DormantPlatform(SRTPlatform):
     """SGLang's base platform until the server arguments choose PAT, `CpuPlatform` from then on."""
 
+    _guessed = False
+
+    def get_device(self, device_id: int = 0) -> str:
+        """SGLang asks for a device, where no `--device` is given, before the backend is known."""
+        self._guessed = True
+        return "cpu"
+
     def apply_server_args_defaults(self, server_args: Any) -> None:
         chosen = (
             server_args.attention_backend,
@@ -65,3 +78,5 @@ class DormantPlatform(SRTPlatform):
             announce()
             compat.disable_graphs(server_args)
             self.__class__ = CpuPlatform  # type: ignore[assignment]
+        elif self._guessed:
+            raise RuntimeError("No accelerator is available, and --attention-backend is not pat: give --device.")
