@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_pat import platform
+
 STARTUP_SECONDS = 600
 """SGLang's imports take most of a start: 50 s on two cores once Python's byte code is cached, minutes before."""
 
@@ -46,7 +48,7 @@ class Server:
         self.log = log
         self._backend = backend
         # torch_native alone does not wake the CPU platform (platform/__init__.py), so it is named.
-        selection = {} if backend == "pat" or torch.cuda.is_available() else {"SGLANG_PLATFORM": "pat_cpu"}
+        selection = {} if backend == "pat" or torch.cuda.is_available() else {"SGLANG_PLATFORM": platform.NAME}
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [

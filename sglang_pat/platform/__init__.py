@@ -8,26 +8,39 @@ when the server arguments turn out to choose PAT. Subprocesses inherit that deci
 from __future__ import annotations
 
 import os
+from importlib.metadata import entry_points
+
+NAME = "pat_cpu"
+"""Of the entry point; `SGLANG_PLATFORM=pat_cpu` selects it for servers with another attention backend too."""
 
 AWAKE = "SGLANG_PAT_CPU_PLATFORM"
+"""Set in the environment of subprocesses, once a server has chosen PAT."""
 
 
 def activate() -> str | None:
     """Entry point of the group `sglang.srt.platforms`.
 
     Returns:
-        The class to use, or None on a machine with an accelerator and where the user asked for SGLang's
-        own CPU engine: SGLang then behaves as if this package were not installed.
+        The class to use, or None on a machine with an accelerator, beside another platform plugin, and where the
+        user asked for SGLang's own CPU engine: SGLang then behaves as if this package were not installed.
     """
-    import torch
-
-    accelerator = torch.cuda.is_available() or torch.xpu.is_available()
-    if accelerator or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+    chosen = os.environ.get("SGLANG_PLATFORM")
+    if _has_accelerator() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
-    if os.environ.get(AWAKE) == "1" or os.environ.get("SGLANG_PLATFORM") == "pat_cpu":
+    if os.environ.get(AWAKE) == "1" or chosen == NAME:
         announce()
         return "sglang_pat.platform.cpu.CpuPlatform"
+    # SGLang takes two active platforms for an error.
+    if any(entry.name != NAME for entry in entry_points(group="sglang.srt.platforms")):
+        return None
     return "sglang_pat.platform.cpu.DormantPlatform"
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    devices = [getattr(torch, name, None) for name in ("cuda", "xpu", "npu", "musa", "hpu")]
+    return any(device is not None and device.is_available() for device in [*devices, torch.backends.mps])
 
 
 def announce() -> None:

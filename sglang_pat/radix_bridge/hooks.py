@@ -74,30 +74,36 @@ def _caching_methods() -> list[tuple[str, str]]:
     return [(_RADIX, name), (_UNIFIED, name)] if compat.radix_cache_serves() else [(_UNIFIED, name)]
 
 
+def _tell(report: Callable[[Observer], None]) -> None:
+    """Tell the observer; whatever goes wrong there, SGLang must not notice."""
+    if _observer is None:
+        return
+    try:
+        report(_observer)
+    except Exception:
+        _observer.on_fault()
+
+
 def _on_cached(result: Any, cache: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    if _observer is not None:
-        _observer.on_cached(cache, req)
+    _tell(lambda observer: observer.on_cached(cache, req))
 
 
 def _on_release(result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    if _observer is not None:
-        _observer.on_released(req)
+    _tell(lambda observer: observer.on_released(req))
 
 
 def _on_evict_node(result: Any, cache: Any, node: Any) -> None:
-    if _observer is not None:
-        _observer.on_evicted(node.id)
+    _tell(lambda observer: observer.on_evicted(node.id))
 
 
 def _on_evict_id(result: Any, cache: Any, node_id: int, *args: Any, **kwargs: Any) -> None:
-    if _observer is not None:
-        _observer.on_evicted(node_id)
+    _tell(lambda observer: observer.on_evicted(node_id))
 
 
 def _on_reset(result: Any, cache: Any) -> None:
     # `--schedule-policy lpm` resets a simulated cache without pools for every batch.
-    if _observer is not None and cache.req_to_token_pool is not None:
-        _observer.on_reset()
+    if cache.req_to_token_pool is not None:
+        _tell(lambda observer: observer.on_reset())
 
 
 def _on_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

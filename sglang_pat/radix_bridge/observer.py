@@ -53,8 +53,7 @@ class Observer:
         try:
             self._bind(cache, req)
         except InconsistentError as fault:
-            self.faults += 1
-            logger.warning("request %s is decoded unpacked: %s", req.rid, fault)
+            self._count_fault("request %s is decoded unpacked: %s", req.rid, fault)
             self.on_released(req)
 
     def on_released(self, req: Any) -> None:
@@ -67,13 +66,22 @@ class Observer:
         try:
             self._emit(NodeEvicted(node))
         except InconsistentError as fault:
-            self.faults += 1
-            logger.warning("%s", fault)
+            self._count_fault("%s", fault)
 
     def on_reset(self) -> None:
         """The cache dropped everything."""
         self._requests.clear()
         self._emit(TreeReset())
+
+    def on_fault(self) -> None:
+        """Something unforeseen was raised: forget every path, so that what runs now is decoded unpacked."""
+        self._count_fault("the prefix cache could not be followed", exc_info=True)
+        self.on_reset()
+
+    def _count_fault(self, message: str, *details: Any, exc_info: bool = False) -> None:
+        if self.faults == 0:
+            logger.warning(message + " (reported once, then counted)", *details, exc_info=exc_info)
+        self.faults += 1
 
     def _emit(self, event: Event) -> None:
         self.mirror.apply(event)

@@ -1,0 +1,47 @@
+"""What the observer does when SGLang does something that it does not know."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_pat.radix_bridge import Observer, hooks
+from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
+
+
+@pytest.fixture
+def observer(monkeypatch: pytest.MonkeyPatch) -> Observer:
+    observer = Observer()
+    monkeypatch.setattr(hooks, "_observer", observer)
+    observer.mirror.apply(NodeInserted(1, ROOT, 10, "head"))
+    observer.mirror.apply(RequestBound("running", 3, 1))
+    return observer
+
+
+def test_a_cache_that_cannot_be_read_leaves_serving_alone(observer: Observer, caplog: pytest.LogCaptureFixture) -> None:
+    """For example a request of a streaming session, whose last node is none of the tree's."""
+    req = SimpleNamespace(rid="odd", last_node=object(), finished=lambda: False)
+    cache: Any = SimpleNamespace(disable=False, root_node=None)
+    with caplog.at_level(logging.WARNING):
+        hooks._on_cached(None, cache, req)
+        hooks._on_cached(None, cache, req)
+    assert observer.faults == 2
+    assert len(caplog.records) == 1
+    assert not observer.mirror.bindings, "what runs now is decoded unpacked"
+
+
+def test_an_eviction_under_a_running_request_unbinds_it(observer: Observer) -> None:
+    hooks._on_evict_id(None, None, 1)
+    assert observer.faults == 1
+    assert not observer.mirror.bindings
+
+
+def test_subscribers_hear_what_the_mirror_hears(observer: Observer) -> None:
+    heard: list[Any] = []
+    observer.subscribers.append(heard.append)
+    observer.on_released(SimpleNamespace(rid="running"))
+    observer.on_reset()
+    assert [type(event).__name__ for event in heard] == ["RequestReleased", "TreeReset"]

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang  # noqa: F401 - as in life: SGLang imports the platform, not the other way round
+import torch
+
+from sglang_pat import platform
+from sglang_pat.backend.support import UnsupportedError
+
+DORMANT = "sglang_pat.platform.cpu.DormantPlatform"
+AWAKE = "sglang_pat.platform.cpu.CpuPlatform"
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without an accelerator")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for variable in (platform.AWAKE, "SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE", "TRITON_INTERPRET"):
+        # Set first, so that what a test adds to the environment is taken back.
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    return monkeypatch
+
+
+def arguments(**chosen: Any) -> SimpleNamespace:
+    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend", "speculative_algorithm")
+    return SimpleNamespace(**(dict.fromkeys(fields) | {"enable_two_batch_overlap": False} | chosen))
+
+
+def test_dormant_until_something_chooses_it(environment: pytest.MonkeyPatch) -> None:
+    assert platform.activate() == DORMANT
+    environment.setenv("SGLANG_PLATFORM", platform.NAME)
+    assert platform.activate() == AWAKE
+
+
+def test_subprocesses_of_a_server_with_pat_are_awake(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv(platform.AWAKE, "1")
+    assert platform.activate() == AWAKE
+
+
+def test_sglangs_own_cpu_engine_is_left_alone(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    assert platform.activate() is None
+
+
+def test_another_platform_plugin_is_left_alone(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "vendor-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vendor\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[sglang.srt.platforms]\nvendor = vendor:activate\n")
+    environment.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert platform.activate() is None
+
+
+@pytest.mark.parametrize("field", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
+def test_choosing_pat_wakes_it(field: str) -> None:
+    from sglang_pat.platform.cpu import DormantPlatform
+
+    dormant = DormantPlatform()
+    dormant.apply_server_args_defaults(arguments(attention_backend="torch_native"))
+    assert not dormant.is_out_of_tree()
+    dormant.apply_server_args_defaults(arguments(**{field: "pat"}))
+    assert dormant.is_out_of_tree()
+    assert dormant.get_device() == "cpu"
+
+
+def test_flags_are_refused_before_anything_starts() -> None:
+    from sglang_pat.platform.cpu import DormantPlatform
+
+    with pytest.raises(UnsupportedError, match="leave out --speculative-algorithm NGRAM"):
+        DormantPlatform().apply_server_args_defaults(arguments(attention_backend="pat", speculative_algorithm="NGRAM"))
+
+
+def test_a_missing_device_is_still_an_error_with_another_backend() -> None:
+    from sglang_pat.platform.cpu import DormantPlatform
+
+    dormant = DormantPlatform()
+    assert dormant.get_device() == "cpu"
+    with pytest.raises(RuntimeError, match="give --device"):
+        dormant.apply_server_args_defaults(arguments(attention_backend="torch_native"))
