@@ -10,7 +10,7 @@ import msgspec
 
 from sglang_pat.platform import AWAKE
 
-Policy = Literal["pat", "query"]
+Policy = Literal["pat", "optimal", "naive", "query"]
 
 
 class ConfigError(ValueError):
@@ -21,8 +21,9 @@ class PatConfig(msgspec.Struct, frozen=True):
     """What a user may change; the defaults are right for serving.
 
     Attributes:
-        policy: `SGLANG_PAT_POLICY`: how queries are packed. `pat` packs by shared prefixes, `query` gives every
-            request its own work items (to see what packing brings).
+        policy: `SGLANG_PAT_POLICY`: how queries are packed. `pat` is the paper's heuristic, `optimal` moves the
+            fewest bytes by its model, `naive` packs every node of the tree, and `query` gives every request its own
+            work items (to see what packing brings).
         reuse: `SGLANG_PAT_REUSE`: 1 keeps a plan until the batch or one of its paths changes, 0 plans every step.
         verify: `SGLANG_PAT_VERIFY`: 1 compares the KV slots of all queries of every work item before each step
             and falls back to one query per work item where they differ. Slow; for tests.

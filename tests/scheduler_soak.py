@@ -93,12 +93,12 @@ class Soak:
         parameters = SamplingParams(max_new_tokens=self.random.randint(1, 40), temperature=0.0, ignore_eos=True)
         parameters.normalize(None)
         parameters.verify(512)
-        optional = {"mm_inputs": None}
         return TokenizedGenerateReqInput(
             rid=rid,
             input_text=None,
             input_ids=array("q", tokens),
             input_embeds=None,
+            mm_inputs=None,
             token_type_ids=None,
             sampling_params=parameters,
             return_logprob=False,
@@ -108,7 +108,6 @@ class Soak:
             stream=False,
             extra_key=self.random.choice([None, "a", "b"]) if self.namespaces else None,
             priority=self.random.randint(0, 3) if self.priorities else None,
-            **optional,
         )
 
     def process(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ def test_values() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("SGLANG_PAT_POLICY", "fast", "SGLANG_PAT_POLICY='fast' must be one of pat, query"),
+        ("SGLANG_PAT_POLICY", "fast", "SGLANG_PAT_POLICY='fast' must be one of pat, optimal, naive, query"),
         ("SGLANG_PAT_REUSE", "yes", "SGLANG_PAT_REUSE='yes' must be one of 0, 1"),
         ("SGLANG_PAT_POLCY", "pat", "SGLANG_PAT_POLCY is not a setting of sglang-pat"),
     ],

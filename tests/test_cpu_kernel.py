@@ -13,7 +13,7 @@ from trees import TILES, batches, random_batch
 
 from sglang_pat.kernels import cpu, reference
 from sglang_pat.kernels.layout import flatten
-from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, TileTable, make_plan, tree
+from sglang_pat.packing import CPU_TILES, POLICIES, Batch, CostModel, Node, PackConfig, TileTable, make_plan, tree
 
 # Norm of the error over that of the result: the output is rounded to the dtype, everything before is float32.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -84,7 +84,7 @@ def test_any_shape_and_dtype(dtype: torch.dtype, heads: int, kv_heads: int, dim:
     assert case.error(case.plan()) < TOLERANCE[dtype]
 
 
-@given(batches(max_queries=12, max_length=40), st.sampled_from(["pat", "query"]), st.sampled_from([2, 132, 4096]))
+@given(batches(max_queries=12, max_length=40), st.sampled_from(list(POLICIES)), st.sampled_from([2, 132, 4096]))
 @settings(max_examples=60, deadline=None)
 def test_any_tree_and_split(batch: Batch, policy: str, workers: int) -> None:
     case = Case(batch, 6, 2, 16, 16, torch.float32)

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+
 import msgspec
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from trees import TILES, batches, configs
 
-from sglang_pat.packing import OPEN, Batch, CostModel, Node, PackConfig, Plan, Tile, make_plan, tree
-from sglang_pat.packing.heuristic import pack_tree
+from sglang_pat.packing import OPEN, POLICIES, Batch, CostModel, Node, PackConfig, Plan, Tile, make_plan, tree
+from sglang_pat.packing.heuristic import Pack, pack_tree
+from sglang_pat.packing.optimal import pack_optimal
+from sglang_pat.packing.split import kv_length
 
 MHA = CostModel(heads=32, kv_heads=32, head_dim=128, v_head_dim=128, kv_bytes=2)
 
@@ -117,6 +124,60 @@ def test_a_large_child_takes_a_short_parents_kv_along() -> None:
     packs = {(p.start, p.end): p.queries for p in pack_tree(batch, MHA)}
     assert packs[0, 600] == list(range(8))
     assert packs[0, None] == [8], "the one query left reads the parent with its own tail"
+
+
+def model_bytes(packs: list[Pack], batch: Batch, cost: CostModel) -> int:
+    tokens = sum(kv_length(pack, batch.seq_lens) for pack in packs)
+    parts = Counter(query for pack in packs for query in pack.queries)
+    return cost.bytes(tokens, sum(count for count in parts.values() if count > 1))
+
+
+def every_packing(batch: Batch) -> Iterator[list[Pack]]:
+    """All ways to let each child of each node join its parent's segment or not."""
+
+    def of_child(node: Node, start: int) -> Iterator[list[Pack]]:
+        if len(node.queries) == 1:
+            yield [Pack(start, None, node.queries)]
+            return
+        below = {query for child in node.children for query in child.queries}
+        leaves = [Node(node.end, node.end, [query]) for query in node.queries if query not in below]
+        children = node.children + leaves
+        for joins in product([True, False], repeat=len(children)):
+            stay = [query for child, join in zip(children, joins, strict=True) if not join for query in child.queries]
+            own = [Pack(start, node.end, stay)] if stay else []
+            options = [list(of_child(c, start if join else node.end)) for c, join in zip(children, joins, strict=True)]
+            for choice in product(*options):
+                yield own + [pack for packs in choice for pack in packs]
+
+    roots = tree.compact(batch.roots)
+    shared = {query for root in roots for query in root.queries}
+    rest = [Pack(0, None, [query]) for query in range(len(batch.seq_lens)) if query not in shared]
+    for choice in product(*(list(of_child(root, 0)) for root in roots)):
+        yield rest + [pack for packs in choice for pack in packs]
+
+
+COSTS = [MHA, CostModel(32, 8, 128, 128, 2), CostModel(16, 1, 64, 64, 4)]
+
+
+@given(batches(max_queries=5, max_length=60), st.sampled_from(COSTS))
+@settings(max_examples=100, deadline=None)
+def test_the_optimal_policy_finds_the_minimum(batch: Batch, cost: CostModel) -> None:
+    least = min(model_bytes(packs, batch, cost) for packs in every_packing(batch))
+    assert model_bytes(pack_optimal(batch, cost), batch, cost) == least
+
+
+@given(batches(), st.sampled_from(COSTS))
+@settings(max_examples=100, deadline=None)
+def test_no_policy_beats_the_optimal_one(batch: Batch, cost: CostModel) -> None:
+    least = model_bytes(pack_optimal(batch, cost), batch, cost)
+    for policy in POLICIES.values():
+        assert model_bytes(policy(batch, cost), batch, cost) >= least
+
+
+def test_the_naive_policy_packs_every_node() -> None:
+    batch = Batch([40, 40, 9], [Node(0, 3, [0, 1], [Node(3, 5, [0])])])
+    packs = {(pack.start, pack.end, *pack.queries) for pack in POLICIES["naive"](batch, MHA)}
+    assert packs == {(0, 3, 0, 1), (3, None, 0), (3, None, 1), (0, None, 2)}
 
 
 def test_a_chain_of_nodes_without_branches_is_one_prefix() -> None:

@@ -6,7 +6,7 @@ import random
 
 from hypothesis import strategies as st
 
-from sglang_pat.packing import Batch, CostModel, Node, PackConfig, TileTable
+from sglang_pat.packing import POLICIES, Batch, CostModel, Node, PackConfig, TileTable
 
 TILES = TileTable(query_tiles=(4, 16, 64), kv_tiles=(8, 16), kv_bounds=(24,))
 
@@ -46,7 +46,7 @@ def configs(draw: st.DrawFn) -> PackConfig:
         kv_heads * group, kv_heads, dim, draw(st.sampled_from([8, 64, 128])), draw(st.sampled_from([2, 4]))
     )
     return PackConfig(
-        cost, TILES, workers=draw(st.sampled_from([1, 2, 132, 4096])), policy=draw(st.sampled_from(["pat", "query"]))
+        cost, TILES, workers=draw(st.sampled_from([1, 2, 132, 4096])), policy=draw(st.sampled_from(list(POLICIES)))
     )
 
 

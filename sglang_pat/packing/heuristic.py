@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sglang_pat.packing.cost import CostModel
-from sglang_pat.packing.tree import Batch, Node, compact
+from sglang_pat.packing.tree import Batch, Node, compact, walk
 
 
 class Pack(msgspec.Struct):
@@ -19,6 +19,17 @@ class Pack(msgspec.Struct):
 def pack_queries(batch: Batch) -> list[Pack]:
     """One pack per query over all of its KV: one-query-per-CTA."""
     return [Pack(0, None, [query]) for query in range(len(batch.seq_lens))]
+
+
+def pack_nodes(batch: Batch) -> list[Pack]:
+    """Every node of the tree a pack, every tail another: the paper's PAT-naive (§8.5)."""
+    packs = []
+    tails = [0] * len(batch.seq_lens)
+    for node in walk(compact(batch.roots)):
+        packs.append(Pack(node.start, node.end, node.queries))
+        for query in node.queries:
+            tails[query] = node.end
+    return packs + [Pack(tail, None, [query]) for query, tail in enumerate(tails)]
 
 
 def pack_tree(batch: Batch, cost: CostModel) -> list[Pack]:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import msgspec
 
 from sglang_pat.packing.cost import CostModel
-from sglang_pat.packing.heuristic import Pack, pack_queries, pack_tree
+from sglang_pat.packing.heuristic import Pack, pack_nodes, pack_queries, pack_tree
+from sglang_pat.packing.optimal import pack_optimal
 from sglang_pat.packing.plan import OPEN, Plan, WorkItem
 from sglang_pat.packing.split import kv_length, split_kv, split_length, split_queries
 from sglang_pat.packing.tiles import TileTable
@@ -19,9 +20,12 @@ logarithmic in the tokens generated."""
 
 POLICIES: dict[str, Callable[[Batch, CostModel], list[Pack]]] = {
     "pat": pack_tree,
+    "optimal": pack_optimal,
+    "naive": lambda batch, cost: pack_nodes(batch),
     "query": lambda batch, cost: pack_queries(batch),
 }
-"""`pat` is the paper's heuristic, `query` the one-query-per-CTA baseline."""
+"""`pat` is the paper's heuristic, `optimal` moves the fewest bytes by the same model, `naive` packs every node and
+`query` none (one query per CTA)."""
 
 
 class PackConfig(msgspec.Struct, frozen=True):
@@ -44,7 +48,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
     """Plan one batch.
 
     Packing pays by the model or is not done: where it would move more bytes than one query per CTA (many short
-    prefixes), the latter is returned.
+    prefixes, or splits that the policy did not foresee), the latter is returned.
 
     Args:
         batch: Sequence lengths (at least one token each) and prefix tree; see `tree.check`.
