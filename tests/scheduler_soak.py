@@ -12,10 +12,16 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 from array import array
 from pathlib import Path
 from typing import Any
+
+# A scheduler that fails sends SIGQUIT to its parent; here that is only this script's other half.
+if __name__ == "__main__" and (child := os.fork()):
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0)
 
 os.environ |= {"SGLANG_PAT_CPU_PLATFORM": "1", "TRITON_INTERPRET": "1", "SGLANG_PAT_VERIFY": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -195,8 +201,8 @@ def main() -> None:
     names = scheduler_module.run_scheduler_process.__code__.co_varnames
     keywords = dict.fromkeys(names[2 : names.index("pipe_writer")], 0) | {"dp_rank": None}
     scheduler_module.run_scheduler_process(server_args, PortArgs.init_new(server_args), pipe_writer=Pipe(), **keywords)
-    if not soaks:
-        sys.exit("the scheduler did not start")
+    if not soaks or not soaks[0].scheduler.gracefully_exit:
+        sys.exit("the scheduler failed")
     print(json.dumps(soaks[0].report()))
 
 

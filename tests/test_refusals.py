@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
-    "MLA": ("MLA", [], {}, "sglang-pat does not support MLA models yet: serve this one on a GPU with another --attention-backend"),
+    "MLA": ("MLA", [], {}, "pat does not support MLA"),
     "sliding window": ("sliding window", [], {}, "--attention-backend pat does not support sliding-window attention (window 63), which Gemma2ForCausalLM uses: serve it"),
     "head dimension": ("head dimension", [], {}, "--attention-backend pat does not support a head dimension of 12 (multiples of 8 up to 256 are), which LlamaForCausalLM uses: serve it"),
     "FP8 KV": (None, ["--kv-cache-dtype", "fp8_e4m3"], {}, "--attention-backend pat does not support a KV cache of torch.float8_e4m3fn yet: leave out --kv-cache-dtype"),

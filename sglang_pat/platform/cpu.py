@@ -37,13 +37,17 @@ class CpuPlatform(SRTPlatform):
     def get_device_name(self, device_id: int = 0) -> str:
         return "cpu"
 
+    def get_kv_pool_cls(self, kind: str) -> type | None:
+        """0.5.23 asks for every kind, whatever the model needs."""
+        return self.get_mha_kv_pool_cls() if kind == "mha" else None
+
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         return MHATokenToKVPool
 
     def get_mla_kv_pool_cls(self) -> type:
-        # SGLang builds the pool before the attention backend, which would refuse the model too.
+        # 0.5.17 builds the pool before the attention backend, which would refuse the model too.
         raise support.UnsupportedError(
             "sglang-pat does not support MLA models yet: serve this one on a GPU with another --attention-backend"
         )
