@@ -36,7 +36,7 @@ from sglang.srt.server_args import PortArgs, prepare_server_args
 
 from sglang_pat import compat
 from sglang_pat.radix_bridge import hooks
-from sglang_pat.radix_bridge.events import ROOT
+from sglang_pat.radix_bridge.events import ROOT, NodeEvicted
 
 FLUSH_EVERY = 100
 """Batches after which the server is left to drain, and its cache flushed."""
@@ -53,6 +53,8 @@ class Soak:
     def __init__(self, scheduler: Any, batches: int, seed: int, namespaces: bool, priorities: bool) -> None:
         self.scheduler = scheduler
         self.observer = hooks._observer
+        self.evicted = 0
+        self.observer.subscribers.append(self.count)
         self.remaining = batches
         self.next_flush = batches - FLUSH_EVERY
         self.random = random.Random(seed)
@@ -63,6 +65,9 @@ class Soak:
         self.retracted_rids: set[str] = set()
         self._next, self._process = scheduler.get_next_batch_to_run, scheduler.process_batch_result
         scheduler.get_next_batch_to_run, scheduler.process_batch_result = self.next, self.process
+
+    def count(self, event: Any) -> None:
+        self.evicted += isinstance(event, NodeEvicted)
 
     def next(self, *args: Any, **kwargs: Any) -> Any:
         """Put requests in, then let the scheduler choose."""
@@ -154,7 +159,7 @@ class Soak:
             "cache": type(self.scheduler.tree_cache).__name__,
             "core": type(getattr(self.scheduler.tree_cache, "tree_core", None)).__name__,
             "requests": len(self.sent), "checked": self.checked, "shared": self.shared, "flushes": self.flushes,
-            "aborts": self.aborts, "retracted": len(self.retracted_rids),
+            "aborts": self.aborts, "evicted": self.evicted, "retracted": len(self.retracted_rids),
             "bound_share": self.bound / max(1, self.running), **hooks._counters(),
         }  # fmt: skip
 

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], dict[str, int]]] = {
     "small pool with retractions": (
         [POOL, "1000", "--schedule-policy", "lpm"],
         {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"},
-        {"shared": 100, "retracted": 10},
+        {"shared": 100, "retracted": 10, "evicted": 50},
     ),
     "priorities": ([POOL, "700", "--enable-priority-scheduling", "--chunked-prefill-size", "32"], {}, {"shared": 200}),
     "pages of 64": ([POOL, "4096", "--page-size", "64"], {}, {"shared": 200}),

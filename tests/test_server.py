@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -108,10 +109,10 @@ def test_far_fewer_plans_than_steps(servers: dict[str, Server]) -> None:
     before = server.counters()
     prefix = workload.prose("reuse", 300)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: generate(server, prefix + workload.prose(f"reuse {i}", 30), 150), range(8)))
+        list(pool.map(lambda i: generate(server, prefix + workload.prose(f"reuse {i}", 30), 300), range(8)))
     after = server.counters()
     steps, plans = after["steps"] - before["steps"], after["plans"] - before["plans"]
-    assert steps >= 149
+    assert steps >= 299
     assert plans <= steps / 6
 
 
@@ -163,7 +164,7 @@ def test_two_hundred_requests_through_a_small_pool(
     server = servers["small pool"]
     assert generate_all(server, [prompts[i] for i in order], 32) == [expected[i] for i in order]
     assert_sound(server)
-    assert "retract" in server.log.read_text().lower()
+    assert re.search(r"#retracted_reqs: [1-9]", server.log.read_text())
 
 
 def test_openai_api_and_frontend_programs(servers: dict[str, Server]) -> None:

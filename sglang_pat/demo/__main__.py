@@ -92,7 +92,7 @@ def histogram(sizes: dict[int, int]) -> str:
         count = sum(n for size, n in sizes.items() if low <= size < high)
         if count:
             name = f"{low}" if high == low + 1 else f"{low}-{high - 1}" if high <= bounds[-1] else f"{low}+"
-            parts.append(f"{name}: {count / total:.0%}")
+            parts.append(f"{name}: {count / total:.0%}" if count * 100 >= total else f"{name}: <1%")
     return ", ".join(parts)
 
 
