@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sglang_pat.packing.cost import CostModel
-from sglang_pat.packing.tree import Batch, Node, compact, walk
+from sglang_pat.packing.tree import Batch, Node, compact, leaf_queries, walk
 
 
 class Pack(msgspec.Struct):
@@ -18,7 +18,13 @@ class Pack(msgspec.Struct):
 
 def pack_queries(batch: Batch) -> list[Pack]:
     """One pack per query over all of its KV: one-query-per-CTA."""
-    return [Pack(0, None, [query]) for query in range(len(batch.seq_lens))]
+    return pack_unshared(batch, [])
+
+
+def pack_unshared(batch: Batch, roots: list[Node]) -> list[Pack]:
+    """One pack per query that is in none of `roots`, over all of its KV."""
+    shared = {query for root in roots for query in root.queries}
+    return [Pack(0, None, [query]) for query in range(len(batch.seq_lens)) if query not in shared]
 
 
 def pack_nodes(batch: Batch) -> list[Pack]:
@@ -40,11 +46,8 @@ def pack_tree(batch: Batch, cost: CostModel) -> list[Pack]:
     would make of the child's queries; else the child stands alone (scheme 1) and its queries stay in the
     node's own pack. Time is linear in nodes and queries.
     """
-    shared: set[int] = set()
-    packs: list[Pack] = []
     roots = compact(batch.roots)
-    for root in roots:
-        shared.update(root.queries)
+    packs = pack_unshared(batch, roots)
     stack = [(root, root.start) for root in reversed(roots)]
     while stack:
         node, start = stack.pop()
@@ -65,14 +68,11 @@ def pack_tree(batch: Batch, cost: CostModel) -> list[Pack]:
             _descend(child, node.end, stack, packs)
         if remaining:
             packs.append(Pack(start, node.end, remaining))
-    packs += [Pack(0, None, [query]) for query in range(len(batch.seq_lens)) if query not in shared]
     return packs
 
 
 def _children_and_leaves(node: Node) -> list[Node]:
-    below = {query for child in node.children for query in child.queries}
-    leaves = [Node(node.end, node.end, [query]) for query in node.queries if query not in below]
-    return node.children + leaves
+    return node.children + [Node(node.end, node.end, [query]) for query in leaf_queries(node)]
 
 
 def _descend(child: Node, start: int, stack: list[tuple[Node, int]], packs: list[Pack]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from sglang_pat.packing.cost import CostModel
-from sglang_pat.packing.heuristic import Pack
-from sglang_pat.packing.tree import Batch, Node, compact
+from sglang_pat.packing.heuristic import Pack, pack_unshared
+from sglang_pat.packing.tree import Batch, Node, compact, leaf_queries
 
 Choice = tuple[float, bool, list[bool], bool]
 """(bytes, whether the node has a pack, for each child whether it joins the node's segment, the same for leaves)."""
@@ -36,17 +36,13 @@ def pack_optimal(batch: Batch, cost: CostModel) -> list[Pack]:
     roots: list[_Entry] = []
     while stack:
         node, parent = stack.pop()
-        below = {query for child in node.children for query in child.queries}
-        leaves = [query for query in node.queries if query not in below]
-        entry = _Entry(node, [*(parent.starts if parent else []), node.start], [], leaves)
+        entry = _Entry(node, [*(parent.starts if parent else []), node.start], [], leaf_queries(node))
         (parent.children if parent else roots).append(entry)
         entries.append(entry)
         stack.extend((child, entry) for child in node.children)
     for entry in reversed(entries):
         entry.best = [(_choose(entry, i, False, cost), _choose(entry, i, True, cost)) for i in range(len(entry.starts))]
-    shared = {query for root in roots for query in root.node.queries}
-    packs = _collect(roots)
-    return packs + [Pack(0, None, [query]) for query in range(len(batch.seq_lens)) if query not in shared]
+    return _collect(roots) + pack_unshared(batch, [root.node for root in roots])
 
 
 def _choose(entry: _Entry, i: int, above: bool, cost: CostModel) -> Choice:

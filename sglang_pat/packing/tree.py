@@ -46,6 +46,12 @@ def walk(roots: list[Node]) -> Iterator[Node]:
         stack.extend(reversed(node.children))
 
 
+def leaf_queries(node: Node) -> list[int]:
+    """The queries that end at `node`: those in none of its children."""
+    below = {query for child in node.children for query in child.queries}
+    return [query for query in node.queries if query not in below]
+
+
 def check(batch: Batch) -> None:
     """Raise ValueError, naming the node, where `batch` is not a prefix tree."""
     for node in batch.roots:

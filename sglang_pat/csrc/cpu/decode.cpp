@@ -61,7 +61,7 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
                           a.k.stride(0), a.v.stride(0)};
   float* lse = results.data() + size_t(rows) * dv;
   pat::forward(kv, a.shape, kv_slots, std::max(0, end - work[kStart]), q_rows.data(), rows, work[kTileN], scratch,
-               pat::Result{results.data(), dv, lse});
+               pat::Result{results.data(), lse});
 
   for (int i = 0; i < rows; ++i) {
     const int query = queries[i / group], slot = slots[i / group], head = kv_head * group + i % group;

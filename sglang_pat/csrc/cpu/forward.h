@@ -37,10 +37,9 @@ struct Scratch {
   }
 };
 
-// Results of `rows` rows: out[row, dim] is normalised, lse is -inf where there was no KV.
+// Results of `rows` rows: out[row, v_head_dim] is normalised, lse is -inf where there was no KV.
 struct Result {
   float* out;
-  int ldo;
   float* lse;
 };
 
@@ -106,7 +105,7 @@ void forward(const KvHead<T>& kv, const Shape& shape, const int32_t* slots, int 
   }
   for (int r = 0; r < rows; ++r) {
     const float norm = sum_exp[r] > 0 ? 1.0f / sum_exp[r] : 0.0f;
-    for (int i = 0; i < dv; ++i) result.out[size_t(r) * result.ldo + i] = out[size_t(r) * ldv + i] * norm;
+    for (int i = 0; i < dv; ++i) result.out[size_t(r) * dv + i] = out[size_t(r) * ldv + i] * norm;
     result.lse[r] = sum_exp[r] > 0 ? max_score[r] + std::log(sum_exp[r]) : -INFINITY;
   }
 }
