@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 
@@ -10,9 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import TILES, batches, configs
 
-from sglang_pat.packing import OPEN, POLICIES, Batch, CostModel, Node, PackConfig, Plan, Tile, make_plan, tree
-from sglang_pat.packing.heuristic import Pack, pack_tree
-from sglang_pat.packing.optimal import pack_optimal
+from sglang_pat.packing import (
+    OPEN,
+    POLICIES,
+    Batch,
+    CostModel,
+    Node,
+    PackConfig,
+    Plan,
+    Tile,
+    TileTable,
+    make_plan,
+    tree,
+)
+from sglang_pat.packing.balance import GRAIN
+from sglang_pat.packing.config import MAX_WAVES
+from sglang_pat.packing.heuristic import Pack
+from sglang_pat.packing.scheduler import make_packs, makespan, packs_bytes
 from sglang_pat.packing.split import kv_length
 
 MHA = CostModel(heads=32, kv_heads=32, head_dim=128, v_head_dim=128, kv_bytes=2)
@@ -70,9 +83,10 @@ def test_part_numbers_are_dense_and_items_name_them(batch: Batch, config: PackCo
 
 @given(batches(), configs())
 @settings(max_examples=300, deadline=None)
-def test_bytes_never_exceed_one_query_per_cta(batch: Batch, config: PackConfig) -> None:
-    baseline = make_plan(batch, msgspec.structs.replace(config, policy="query"))
-    assert make_plan(batch, config).bytes(config.cost) <= baseline.bytes(config.cost)
+def test_packing_never_costs_more_than_one_query_per_cta(batch: Batch, config: PackConfig) -> None:
+    unpacked = msgspec.structs.replace(config, policy="query")
+    costs = [packs_bytes(make_packs(batch, c), batch, config) for c in (config, unpacked)]
+    assert costs[0] <= costs[1]
 
 
 @given(batches(), configs())
@@ -108,28 +122,29 @@ def test_the_model_reproduces_the_papers_rule_for_one_head_per_kv_head() -> None
         assert MHA.merge_tokens(queries) == pytest.approx(4 * queries, rel=0.01)
 
 
+def pack(policy: str, batch: Batch, cost: CostModel = MHA) -> list[Pack]:
+    """The packs of a policy when a work item holds any number of queries and nothing is cut."""
+    return POLICIES[policy](tree.compact(batch), batch, roomy(cost))
+
+
+def roomy(cost: CostModel) -> PackConfig:
+    return PackConfig(cost, TileTable((4096,), (16,), ()), workers=1)
+
+
 def test_a_long_prefix_is_packed_once_and_a_short_one_merged_into_the_tails() -> None:
     def spans(length: int) -> list[tuple[int, int | None, int]]:
-        batch = Batch([length + 100] * 3, [Node(0, length, [0, 1, 2])])
-        return sorted((p.start, p.end, len(p.queries)) for p in pack_tree(batch, MHA) if p.end) or [
-            (p.start, p.end, len(p.queries)) for p in pack_tree(batch, MHA)
-        ]
+        packs = pack("pat", Batch([length + 100] * 3, [Node(0, length, [0, 1, 2])]))
+        return [(p.start, p.end, len(p.queries)) for p in packs]
 
-    assert spans(5) == [(0, 5, 3)]
+    assert spans(5) == [(0, 5, 3), *[(5, None, 1)] * 3]
     assert spans(4) == [(0, None, 1)] * 3
 
 
 def test_a_large_child_takes_a_short_parents_kv_along() -> None:
     batch = Batch([1000] * 9, [Node(0, 30, list(range(9)), [Node(30, 600, list(range(8)))])])
-    packs = {(p.start, p.end): p.queries for p in pack_tree(batch, MHA)}
+    packs = {(p.start, p.end): p.queries for p in pack("pat", batch)}
     assert packs[0, 600] == list(range(8))
     assert packs[0, None] == [8], "the one query left reads the parent with its own tail"
-
-
-def model_bytes(packs: list[Pack], batch: Batch, cost: CostModel) -> int:
-    tokens = sum(kv_length(pack, batch.seq_lens) for pack in packs)
-    parts = Counter(query for pack in packs for query in pack.queries)
-    return cost.bytes(tokens, sum(count for count in parts.values() if count > 1))
 
 
 def every_packing(batch: Batch) -> Iterator[list[Pack]]:
@@ -149,40 +164,76 @@ def every_packing(batch: Batch) -> Iterator[list[Pack]]:
             for choice in product(*options):
                 yield own + [pack for packs in choice for pack in packs]
 
-    roots = tree.compact(batch.roots)
-    shared = {query for root in roots for query in root.queries}
+    shared = {query for root in batch.roots for query in root.queries}
     rest = [Pack(0, None, [query]) for query in range(len(batch.seq_lens)) if query not in shared]
-    for choice in product(*(list(of_child(root, 0)) for root in roots)):
+    for choice in product(*(list(of_child(root, 0)) for root in batch.roots)):
         yield rest + [pack for packs in choice for pack in packs]
 
 
-COSTS = [MHA, CostModel(32, 8, 128, 128, 2), CostModel(16, 1, 64, 64, 4)]
+def small(batch: Batch) -> Batch:
+    """The same tree without what packing ignores, so that it can be searched exhaustively."""
+    prefixes = tree.compact(batch)
+    nodes = [Node(prefix.start, prefix.end, prefix.queries, []) for prefix in prefixes]
+    for node, prefix in zip(nodes, prefixes, strict=True):
+        node.children = [nodes[child] for child in prefix.children]
+    return Batch(batch.seq_lens, nodes[0].children)
+
+
+COSTS = [
+    MHA,
+    CostModel(32, 8, 128, 128, 2),
+    CostModel(16, 1, 64, 64, 4),
+    CostModel(32, 8, 128, 128, 2, flop_per_byte=20, item_bytes=30_000, part_overhead=5_000),
+]
 
 
 @given(batches(max_queries=5, max_length=60), st.sampled_from(COSTS))
 @settings(max_examples=100, deadline=None)
 def test_the_optimal_policy_finds_the_minimum(batch: Batch, cost: CostModel) -> None:
-    least = min(model_bytes(packs, batch, cost) for packs in every_packing(batch))
-    assert model_bytes(pack_optimal(batch, cost), batch, cost) == least
+    config = roomy(cost)
+    least = min(packs_bytes(packs, batch, config) for packs in every_packing(small(batch)))
+    assert packs_bytes(pack("optimal", batch, cost), batch, config) == least
+
+
+@given(batches(max_queries=6, max_length=60), st.sampled_from(COSTS))
+@settings(max_examples=100, deadline=None)
+def test_with_work_items_of_few_queries_the_optimal_policy_stays_close_to_the_minimum(batch, cost: CostModel) -> None:
+    config = PackConfig(cost, TileTable((4 * cost.group // 2,), (16,), ()), workers=1)
+    least = min(packs_bytes(packs, batch, config) for packs in every_packing(small(batch)))
+    assert packs_bytes(make_packs(batch, config), batch, config) <= 1.25 * least
 
 
 @given(batches(), st.sampled_from(COSTS))
 @settings(max_examples=100, deadline=None)
 def test_no_policy_beats_the_optimal_one(batch: Batch, cost: CostModel) -> None:
-    least = model_bytes(pack_optimal(batch, cost), batch, cost)
-    for policy in POLICIES.values():
-        assert model_bytes(policy(batch, cost), batch, cost) >= least
+    least = packs_bytes(pack("optimal", batch, cost), batch, roomy(cost))
+    for policy in POLICIES:
+        assert packs_bytes(pack(policy, batch, cost), batch, roomy(cost)) >= least
 
 
 def test_the_naive_policy_packs_every_node() -> None:
     batch = Batch([40, 40, 9], [Node(0, 3, [0, 1], [Node(3, 5, [0])])])
-    packs = {(pack.start, pack.end, *pack.queries) for pack in POLICIES["naive"](batch, MHA)}
+    packs = {(p.start, p.end, *p.queries) for p in pack("naive", batch)}
     assert packs == {(0, 3, 0, 1), (3, None, 0), (3, None, 1), (0, None, 2)}
+
+
+def test_the_compute_policy_avoids_padding() -> None:
+    # 17 queries fall into a tile of 64 rows, 16 fill a tile of 16: FastTree lets one child go its own way.
+    cost = CostModel(1, 1, 128, 128, 2)
+    batch = Batch([500] * 17, [Node(0, 200, list(range(17)), [Node(200, 300, list(range(16)))])])
+    packs = {(p.start, p.end, len(p.queries)) for p in pack("compute", batch, cost)}
+    assert (0, 300, 16) in packs and (0, None, 1) in packs
+
+
+def test_a_prefix_of_many_queries_is_read_once_per_full_work_item() -> None:
+    batch = Batch([2100] * 100, [Node(0, 2000, list(range(100)))])
+    packs = make_packs(batch, PackConfig(CostModel(32, 8, 128, 128, 2), TileTable((16, 128), (64,), ()), workers=1))
+    assert [len(p.queries) for p in packs if p.end] == [25, 25, 25, 25], "128 rows hold 32 queries of four heads"
 
 
 def test_a_chain_of_nodes_without_branches_is_one_prefix() -> None:
     chain = Node(0, 10, [0, 1], [Node(10, 40, [0, 1], [Node(40, 90, [0, 1])])])
-    (node,) = tree.compact([chain])
+    _, node = tree.compact(Batch([100, 100], [chain]))
     assert (node.start, node.end, node.children) == (0, 90, [])
 
 
@@ -196,18 +247,33 @@ def test_paths_of_ten_thousand_nodes_are_planned() -> None:
     assert all(count == 1 for counts in covered(plan, batch) for count in counts)
 
 
-def test_long_kv_is_split_to_the_workers_share() -> None:
+def test_long_kv_is_cut_until_every_worker_has_its_share() -> None:
     batch = Batch([64_000, 100, 100, 100])
-    plan = make_plan(batch, PackConfig(CostModel(8, 8, 128, 128, 2), TILES, workers=132))
-    fair = -(-sum(batch.seq_lens) * 8 // 132)
-    mean = sum(batch.seq_lens) // 4
-    longest = max(
-        (64_000 if item.end == OPEN and item.queries == [0] else item.end) - item.start
-        for item in plan.items
-        if item.queries == [0]
-    )
-    assert longest <= max(mean, fair) < 64_000
+    config = PackConfig(CostModel(8, 8, 128, 128, 2), TILES, workers=132)
+    plan = make_plan(batch, config)
+    assert plan.num_parts[0] >= 16, "132 workers for 8 heads"
     assert plan.num_parts[1:] == [1, 1, 1]
+    average = sum(batch.seq_lens) * config.cost.token_bytes / 132
+    assert makespan(plan, batch.seq_lens, config) <= 1.05 * average
+
+
+@given(batches(max_length=20_000), configs())
+@settings(max_examples=200, deadline=None)
+def test_where_there_is_work_for_all_workers_finish_together(batch: Batch, config: PackConfig) -> None:
+    plan = make_plan(batch, config)
+    heads, workers = config.cost.kv_heads, config.workers
+    share = work(plan, batch, config) / workers
+    # Below this the grain of a cut or the start of a work item outweighs what there is to balance.
+    quantum = GRAIN * config.rate(config.max_queries) + config.cost.item_bytes
+    idle = min(waves * workers / (waves * workers // heads * heads or 1) for waves in range(1, MAX_WAVES + 1))
+    if share * heads >= 40 * quantum and idle <= 1.02:
+        assert makespan(plan, batch.seq_lens, config) <= 1.05 * idle * share
+
+
+def work(plan: Plan, batch: Batch, config: PackConfig) -> int:
+    """The cost of all work items, for all KV heads."""
+    packs = [Pack(item.start, None if item.end == OPEN else item.end, item.queries) for item in plan.items]
+    return sum(config.pack_bytes(len(p.queries), kv_length(p, batch.seq_lens)) for p in packs)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,14 @@ def configs(draw: st.DrawFn) -> PackConfig:
     group = draw(st.sampled_from([1, 3, 4, 16]))
     dim = draw(st.sampled_from([8, 64, 128]))
     cost = CostModel(
-        kv_heads * group, kv_heads, dim, draw(st.sampled_from([8, 64, 128])), draw(st.sampled_from([2, 4]))
+        kv_heads * group,
+        kv_heads,
+        dim,
+        draw(st.sampled_from([8, 64, 128])),
+        draw(st.sampled_from([2, 4])),
+        flop_per_byte=draw(st.sampled_from([0, 1, 180])),
+        item_bytes=draw(st.sampled_from([0, 10_000])),
+        part_overhead=draw(st.sampled_from([0, 500])),
     )
     return PackConfig(
         cost, TILES, workers=draw(st.sampled_from([1, 2, 132, 4096])), policy=draw(st.sampled_from(list(POLICIES)))

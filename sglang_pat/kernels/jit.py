@@ -17,6 +17,16 @@ logger = logging.getLogger(__name__)
 
 CSRC = Path(__file__).parent.parent / "csrc"
 
+EXTRA_FLAGS = {
+    "cpu": ["-fopenmp", "-ffp-contract=fast"],
+    # Costs must round as they do in Python, or ties between packings fall differently.
+    "packing": ["-pthread", "-ffp-contract=off"],
+}
+"""Flags of each module beside the common ones."""
+
+SANITIZE = "SGLANG_PAT_SANITIZE"
+"""For tests: sanitizers to build with, as in `-fsanitize`."""
+
 
 class BuildError(RuntimeError):
     """A native module cannot be built here; the message says what to do."""
@@ -39,22 +49,16 @@ def load(name: str) -> Any:
     # ninja comes as a Python package, beside an interpreter that need not be on the PATH.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     folder = CSRC / name
-    flags = [
-        "-O3",
-        "-march=native",
-        "-ffp-contract=fast",
-        "-fopenmp",
-        "-Wall",
-        "-Wno-psabi",
-        f"-DPAT_BUILD={_digest(folder)}",
-    ]
+    sanitizers = os.environ.get(SANITIZE, "")
+    extra = EXTRA_FLAGS[name] + ([f"-fsanitize={sanitizers}", "-g"] if sanitizers else [])
+    flags = ["-O3", "-march=native", "-Wall", "-Wno-psabi", *extra, f"-DPAT_BUILD={_digest(folder)}"]
     began = time.monotonic()
     try:
         module = cpp.load(
             f"sglang_pat_{name}",
             sources=[str(path) for path in sorted(folder.glob("*.cpp"))],
             extra_cflags=flags,
-            extra_ldflags=["-fopenmp"],
+            extra_ldflags=extra,
         )
     except RuntimeError as error:
         raise BuildError(f"{compiler} could not build sglang-pat's '{name}' module: {error}") from error

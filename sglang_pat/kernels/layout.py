@@ -1,54 +1,100 @@
-"""A plan as the flat int32 tensors that kernels read."""
+"""A plan as the one int32 array that kernels read; csrc/packing/plan.h writes the same.
+
+The array is the header, `HEADER`, and then the sections without gaps, so that one copy moves a plan:
+
+- items [num_items, len(COLUMNS)], bin after bin. `end` is -1 for a tail.
+- queries [num_queries]: batch positions of all items' queries, one after the other; `first_query` indexes them.
+- slots [num_queries]: for each of them where its part goes: a slot of the workspace, or -1 for a query with one part,
+  which is written straight to the output.
+- part_offsets [batch + 1]: query q's parts are slots part_offsets[q] up to part_offsets[q + 1].
+- bins [num_bins + 1]: items bins[i] up to bins[i + 1] are for one worker.
+"""
 
 from __future__ import annotations
 
-import msgspec
-import torch
+from itertools import pairwise
 
-from sglang_pat.packing import Plan
+import msgspec
+import numpy as np
+
+from sglang_pat.packing import Plan, Tile, WorkItem
+
+HEADER = (
+    "num_items",
+    "num_queries",
+    "num_slots",
+    "num_bins",
+    "batch",
+    "items",
+    "queries",
+    "slots",
+    "part_offsets",
+    "bins",
+    "size",
+    "steps",
+)
+"""Counts, then where the sections begin, then the ints in use and the steps for which the plan stays good."""
 
 COLUMNS = ("start", "end", "first_query", "num_queries", "tile_m", "tile_n")
-"""Columns of `PlanTensors.items`; csrc/cpu/decode.cpp reads them in this order."""
 
 
-class PlanTensors(msgspec.Struct):
-    """A plan in memory; all tensors are int32.
+class Sections(msgspec.Struct):
+    """A plan's header and views of its sections."""
 
-    Attributes:
-        items: [items, len(COLUMNS)], longest work item first. `end` is -1 for a tail.
-        queries: Batch positions of all items' queries, one after the other; `first_query` indexes them.
-        slots: For each of them where its part goes: a slot of the workspace, or -1 for a query with one part,
-            which is written straight to the output.
-        part_offsets: [batch + 1]; query q's parts are slots part_offsets[q] up to part_offsets[q + 1].
-        num_slots: Workspace slots needed.
+    header: dict[str, int]
+    items: np.ndarray
+    queries: np.ndarray
+    slots: np.ndarray
+    part_offsets: np.ndarray
+    bins: np.ndarray
+
+
+def capacity(max_batch: int) -> int:
+    """Ints that hold any sensible plan of `max_batch` requests.
+
+    A compact tree has fewer prefixes than requests, so packs are at most two per request, and cuts add a few for each
+    worker; 16 parts per query are more than ten levels of prefixes ever made. What does not fit is decoded unpacked.
     """
-
-    items: torch.Tensor
-    queries: torch.Tensor
-    slots: torch.Tensor
-    part_offsets: torch.Tensor
-    num_slots: int
+    return len(HEADER) + (3 * max_batch + 4096) * len(COLUMNS) + 2 * 16 * max_batch + max_batch + 1 + 4096
 
 
-def flatten(plan: Plan) -> PlanTensors:
+def flatten(plan: Plan) -> np.ndarray:
     """Lay out `plan`."""
     offsets = [0]
     for parts in plan.num_parts:
         offsets.append(offsets[-1] + (parts if parts > 1 else 0))
-    items: list[list[int]] = []
+    items: list[int] = []
     queries: list[int] = []
     slots: list[int] = []
     for item in plan.items:
-        items.append([item.start, item.end, len(queries), len(item.queries), item.tile.m, item.tile.n])
+        items += [item.start, item.end, len(queries), len(item.queries), item.tile.m, item.tile.n]
         queries += item.queries
         slots += [
             offsets[query] + part if plan.num_parts[query] > 1 else -1
             for query, part in zip(item.queries, item.parts, strict=True)
         ]
+    body = [value for section in sections for value in section]
+    counts = [len(plan.items), len(queries), offsets[-1], len(plan.bins) - 1, len(plan.num_parts)]
+    sections = [items, queries, slots, offsets, plan.bins]
+    begins = np.cumsum([len(HEADER), *map(len, sections)]).tolist()
+    return np.array([*counts, *begins, plan.steps, *body], dtype=np.int32)
 
-    def tensor(values: list) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32)
 
-    return PlanTensors(
-        tensor(items).reshape(-1, len(COLUMNS)), tensor(queries), tensor(slots), tensor(offsets), offsets[-1]
-    )
+def sections(data: np.ndarray) -> Sections:
+    """Views of a laid out plan."""
+    header = dict(zip(HEADER, data[: len(HEADER)].tolist(), strict=True))
+    names = [*HEADER[5:10], "size"]
+    views = [data[header[first] : header[second]] for first, second in pairwise(names)]
+    return Sections(header, views[0].reshape(-1, len(COLUMNS)), *views[1:])
+
+
+def work_items(data: np.ndarray) -> list[WorkItem]:
+    """The work items of a laid out plan."""
+    plan = sections(data)
+    items = []
+    for start, end, first, count, m, n in plan.items.tolist():
+        queries = plan.queries[first : first + count].tolist()
+        slots = plan.slots[first : first + count].tolist()
+        parts = [slot - int(plan.part_offsets[q]) if slot >= 0 else 0 for q, slot in zip(queries, slots, strict=True)]
+        items.append(WorkItem(start, end, queries, parts, Tile(m, n)))
+    return items

@@ -1,4 +1,4 @@
-"""The profit model: bytes of KV memory that a plan moves (PAT §5.1)."""
+"""The profit model: what a plan costs, in bytes of KV memory traffic (PAT §5.1)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PARTIAL_BYTES = 4
 
 
 class CostModel(msgspec.Struct, frozen=True):
-    """Bytes per layer; the unit that matters is the ratio between the two.
+    """Bytes per layer. What is not traffic counts as the bytes that could have moved in the same time.
 
     For the paper's case, one query head per KV head and 16-bit KV, `merge_tokens(s)` is its rule
     "merge if 4 s >= l" (§5.1, scheme comparison) to the last byte but the LSE's.
@@ -18,6 +18,9 @@ class CostModel(msgspec.Struct, frozen=True):
         heads, kv_heads: Query and KV heads on this rank.
         head_dim, v_head_dim: Dimensions of K and of V.
         kv_bytes: Bytes of one KV element.
+        flop_per_byte: What the device computes while it moves a byte; 0 leaves arithmetic out, as the paper does.
+        item_bytes: Fixed cost of a work item (all KV heads): its start-up before KV flows.
+        part_overhead: Fixed cost of a part beyond its own bytes.
     """
 
     heads: int
@@ -25,6 +28,14 @@ class CostModel(msgspec.Struct, frozen=True):
     head_dim: int
     v_head_dim: int
     kv_bytes: int
+    flop_per_byte: int = 0
+    item_bytes: int = 0
+    part_overhead: int = 0
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head: rows of a tile that one query takes."""
+        return -(-self.heads // self.kv_heads)
 
     @property
     def token_bytes(self) -> int:
@@ -34,7 +45,7 @@ class CostModel(msgspec.Struct, frozen=True):
     @property
     def part_bytes(self) -> int:
         """One part of one query: its output and LSE, written by forward and read by merge."""
-        return 2 * self.heads * (self.v_head_dim + 1) * PARTIAL_BYTES
+        return 2 * self.heads * (self.v_head_dim + 1) * PARTIAL_BYTES + self.part_overhead
 
     def merge_tokens(self, queries: int) -> float:
         """The length up to which a prefix is better read again than merged from parts, for `queries` queries.
@@ -42,6 +53,13 @@ class CostModel(msgspec.Struct, frozen=True):
         Splitting a query for the first time makes two parts of it, hence the factor (§5.1, equation 2).
         """
         return 2 * self.part_bytes * queries / self.token_bytes
+
+    def row_bytes(self, rows: int) -> int:
+        """What one KV token costs a work item that computes `rows` tile rows: its bytes, or its arithmetic if longer."""
+        if not self.flop_per_byte:
+            return self.token_bytes
+        flop = 2 * rows * self.kv_heads * (self.head_dim + self.v_head_dim)
+        return max(self.token_bytes, flop // self.flop_per_byte)
 
     def bytes(self, kv_tokens: int, parts: int) -> int:
         """Bytes of a plan that reads `kv_tokens` tokens and passes `parts` parts through memory."""

@@ -1,11 +1,13 @@
-"""TreeHeuristic, the paper's Algorithm 1: which queries are packed over which KV positions."""
+"""Packing: which queries read which KV positions together. The paper's TreeHeuristic and its two extremes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
-from sglang_pat.packing.cost import CostModel
-from sglang_pat.packing.tree import Batch, Node, compact, leaf_queries, walk
+from sglang_pat.packing.config import PackConfig
+from sglang_pat.packing.tree import Batch, Prefix
 
 
 class Pack(msgspec.Struct):
@@ -16,67 +18,79 @@ class Pack(msgspec.Struct):
     queries: list[int]
 
 
-def pack_queries(batch: Batch) -> list[Pack]:
-    """One pack per query over all of its KV: one-query-per-CTA."""
-    return pack_unshared(batch, [])
+class Choice(msgspec.Struct):
+    """What becomes of a prefix's segment, the KV that it inherited and its own.
 
-
-def pack_unshared(batch: Batch, roots: list[Node]) -> list[Pack]:
-    """One pack per query that is in none of `roots`, over all of its KV."""
-    shared = {query for root in roots for query in root.queries}
-    return [Pack(0, None, [query]) for query in range(len(batch.seq_lens)) if query not in shared]
-
-
-def pack_nodes(batch: Batch) -> list[Pack]:
-    """Every node of the tree a pack, every tail another: the paper's PAT-naive (§8.5)."""
-    packs = []
-    tails = [0] * len(batch.seq_lens)
-    for node in walk(compact(batch.roots)):
-        packs.append(Pack(node.start, node.end, node.queries))
-        for query in node.queries:
-            tails[query] = node.end
-    return packs + [Pack(tail, None, [query]) for query, tail in enumerate(tails)]
-
-
-def pack_tree(batch: Batch, cost: CostModel) -> list[Pack]:
-    """Pack by shared prefixes.
-
-    Each node is visited with the position where the KV that it inherited from merged ancestors starts. A child
-    joins that segment with its own (scheme 2) where re-reading it costs less than the parts that splitting
-    would make of the child's queries; else the child stands alone (scheme 1) and its queries stay in the
-    node's own pack. Time is linear in nodes and queries.
+    Attributes:
+        joins: For each child whether it takes the segment along (the paper's scheme 2); else its queries stay in the
+            segment's own pack (scheme 1).
+        leaf_joins: The same for each leaf.
     """
-    roots = compact(batch.roots)
-    packs = pack_unshared(batch, roots)
-    stack = [(root, root.start) for root in reversed(roots)]
-    while stack:
-        node, start = stack.pop()
-        length = node.end - start
-        split: list[Node] = []
-        remaining: list[int] = []
-        for child in _children_and_leaves(node):
-            if length > cost.merge_tokens(len(child.queries)):
-                split.append(child)
-                remaining += child.queries
-            else:
-                _descend(child, start, stack, packs)
-        if len(split) == 1:
-            # Nobody else reads the segment: a pack of its own would only add parts.
-            _descend(split[0], start, stack, packs)
-            continue
-        for child in split:
-            _descend(child, node.end, stack, packs)
-        if remaining:
-            packs.append(Pack(start, node.end, remaining))
+
+    joins: list[bool]
+    leaf_joins: list[bool]
+
+
+Choose = Callable[[int, int, bool], Choice]
+"""(prefix, start of its segment, whether its queries have a part above the segment) to choice."""
+
+
+def collect(prefixes: list[Prefix], choose: Choose) -> list[Pack]:
+    """The packs that follow from choices: for each prefix in order the segment's own, then its leaves' tails."""
+    packs: list[Pack] = []
+    starts, above = [0] * len(prefixes), [False] * len(prefixes)
+    for index, prefix in enumerate(prefixes):
+        start = starts[index]
+        choice = choose(index, start, above[index]) if index else join_all(prefix)
+        stay = [query for query, joins in zip(prefix.leaves, choice.leaf_joins, strict=True) if not joins]
+        for child, joins in zip(prefix.children, choice.joins, strict=True):
+            starts[child], above[child] = (start, above[index]) if joins else (prefix.end, True)
+            if not joins:
+                stay += prefixes[child].queries
+        if stay:
+            packs.append(Pack(start, prefix.end, stay))
+        for query, joins in zip(prefix.leaves, choice.leaf_joins, strict=True):
+            packs.append(Pack(start if joins else prefix.end, None, [query]))
     return packs
 
 
-def _children_and_leaves(node: Node) -> list[Node]:
-    return node.children + [Node(node.end, node.end, [query]) for query in leaf_queries(node)]
+def join_all(prefix: Prefix) -> Choice:
+    """No pack for the segment."""
+    return Choice([True] * len(prefix.children), [True] * len(prefix.leaves))
 
 
-def _descend(child: Node, start: int, stack: list[tuple[Node, int]], packs: list[Pack]) -> None:
-    if len(child.queries) == 1:
-        packs.append(Pack(start, None, child.queries))
-    else:
-        stack.append((child, start))
+def pack_queries(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[Pack]:
+    """One pack per query over all of its KV: one-query-per-CTA."""
+    return collect(prefixes, lambda index, start, above: join_all(prefixes[index]))
+
+
+def pack_nodes(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[Pack]:
+    """Every node a pack, every tail another: the paper's PAT-naive (§8.5)."""
+
+    def choose(index: int, start: int, above: bool) -> Choice:
+        prefix = prefixes[index]
+        return Choice([False] * len(prefix.children), [False] * len(prefix.leaves))
+
+    return collect(prefixes, choose)
+
+
+def pack_tree(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[Pack]:
+    """TreeHeuristic, the paper's Algorithm 1.
+
+    A child joins the segment with its own (scheme 2) where re-reading it costs less than the parts that splitting
+    would make of the child's queries; else the child stands alone (scheme 1) and its queries stay in the segment's
+    own pack. Time is linear in nodes and queries.
+    """
+    cost = config.cost
+
+    def choose(index: int, start: int, above: bool) -> Choice:
+        prefix = prefixes[index]
+        length = prefix.end - start
+        joins = [length <= cost.merge_tokens(len(prefixes[child].queries)) for child in prefix.children]
+        leaf_joins = [length <= cost.merge_tokens(1)] * len(prefix.leaves)
+        if joins.count(False) + leaf_joins.count(False) == 1:
+            # Nobody else reads the segment: a pack of its own would only add parts.
+            return join_all(prefix)
+        return Choice(joins, leaf_joins)
+
+    return collect(prefixes, choose)

@@ -1,83 +1,100 @@
-"""Packing that moves the fewest bytes by the model, where the paper's heuristic decides for each child alone."""
+"""Packing that costs least by the model, where the paper's heuristic decides for each child alone."""
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
-from sglang_pat.packing.cost import CostModel
-from sglang_pat.packing.heuristic import Pack, pack_unshared
-from sglang_pat.packing.tree import Batch, Node, compact, leaf_queries
+from sglang_pat.packing.config import PackConfig
+from sglang_pat.packing.heuristic import Choice, Pack, collect, join_all, pack_tree
+from sglang_pat.packing.tree import Batch, Prefix, kv_minimum
 
-Choice = tuple[float, bool, list[bool], bool]
-"""(bytes, whether the node has a pack, for each child whether it joins the node's segment, the same for leaves)."""
+MAX_SEGMENT = 32
+"""Prefixes that one segment may span. The native scheduler keeps a bit for each in a word; agents' prompts have
+under ten levels, and a segment that long costs more to read again than to merge."""
 
 
-class _Entry(msgspec.Struct):
-    """A node, the starts that its inherited segment may have, and the best choice for each of them.
+MAX_DEPTH = 1024
+"""Levels of prefixes beyond which a batch is packed by the paper's heuristic: the native scheduler keeps three
+kilobytes for each level."""
 
-    `best[i][above]`: the segment starts at `starts[i]`, and the queries have a part above it or not.
+
+class Best(msgspec.Struct):
+    """The cheapest way to serve a prefix's queries from a given start on."""
+
+    cost: float
+    choice: Choice
+
+
+def pack_optimal(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[Pack]:
+    """Pack by a dynamic program over (prefix, start of its segment, parts above or none).
+
+    A query of k > 1 parts costs k parts, one of a single part none: hence the third coordinate. The least cost
+    decomposes over children as long as the segment's pack is one work item. Where the largest tile forces several,
+    three candidates compete at their true cost: everything joins; every child decides as if the pack were already
+    paid for; every child decides as if it paid its share of a full work item. Time is
+    O(prefixes x depth).
     """
-
-    node: Node
-    starts: list[int]
-    children: list[_Entry]
-    leaves: list[int]
-    best: list[tuple[Choice, Choice]] = []
-
-
-def pack_optimal(batch: Batch, cost: CostModel) -> list[Pack]:
-    """Pack by a dynamic program over (node, start of its inherited segment, parts above or none).
-
-    A query of k > 1 parts costs k parts, one of a single part none: hence the third coordinate. Time and memory are
-    O(nodes x depth).
-    """
-    entries: list[_Entry] = []
-    stack: list[tuple[Node, _Entry | None]] = [(root, None) for root in compact(batch.roots)]
-    roots: list[_Entry] = []
-    while stack:
-        node, parent = stack.pop()
-        entry = _Entry(node, [*(parent.starts if parent else []), node.start], [], leaf_queries(node))
-        (parent.children if parent else roots).append(entry)
-        entries.append(entry)
-        stack.extend((child, entry) for child in node.children)
-    for entry in reversed(entries):
-        entry.best = [(_choose(entry, i, False, cost), _choose(entry, i, True, cost)) for i in range(len(entry.starts))]
-    return _collect(roots) + pack_unshared(batch, [root.node for root in roots])
+    depths = [-1] * len(prefixes)
+    for index, prefix in enumerate(prefixes[1:], 1):
+        depths[index] = depths[prefix.parent] + 1
+    if max(depths) >= MAX_DEPTH:
+        return pack_tree(prefixes, batch, config)
+    solver = _Solver(prefixes, batch, config)
+    for index in range(len(prefixes) - 1, 0, -1):
+        solver.solve(index)
+    return collect(prefixes, lambda index, start, above: solver.best[index][start, above].choice)
 
 
-def _choose(entry: _Entry, i: int, above: bool, cost: CostModel) -> Choice:
-    segment = (entry.node.end - entry.starts[i]) * cost.token_bytes
-    part = cost.part_bytes
-    joined = [child.best[i][above][0] for child in entry.children]
-    split = [child.best[-1][True][0] + part * len(child.node.queries) for child in entry.children]
-    leaf_joined, leaf_split = segment + part * above, 2 * part
-    without_pack = sum(joined) + leaf_joined * len(entry.leaves)
-    joins = [a <= b for a, b in zip(joined, split, strict=True)]
-    leaves_join = leaf_joined <= leaf_split
-    with_pack = segment + sum(map(min, joined, split)) + min(leaf_joined, leaf_split) * len(entry.leaves)
-    if without_pack <= with_pack:
-        return without_pack, False, [True] * len(joined), True
-    return with_pack, True, joins, leaves_join
+class _Solver:
+    def __init__(self, prefixes: list[Prefix], batch: Batch, config: PackConfig) -> None:
+        self.prefixes = prefixes
+        self.config = config
+        self.best: list[dict[tuple[int, bool], Best]] = [{} for _ in prefixes]
+        self.part = float(config.cost.part_bytes)
+        # What a full work item costs each of its queries, per token and once.
+        self.full_rate = config.rate(config.max_queries) / config.max_queries
+        self.full_item = config.cost.item_bytes / config.max_queries
+        self.cut_rate = 0.0
+        bins = config.bins(2**30)
+        if bins > 1:
+            # Bins end where they are full, wherever that is: a pack is cut once per fair share of its length, and
+            # every cut makes one more part of each of its queries.
+            share = max(config.tiles.kv_tiles[-1], kv_minimum(prefixes, batch.seq_lens) / bins)
+            self.cut_rate = self.part / share
 
+    def solve(self, index: int) -> None:
+        prefix, ancestor, starts = self.prefixes[index], index, []
+        while ancestor > 0 and len(starts) < MAX_SEGMENT:
+            starts.append(self.prefixes[ancestor].start)
+            ancestor = self.prefixes[ancestor].parent
+        for start in starts:
+            for above in (False, True):
+                self.best[index][start, above] = self._choose(prefix, start, above)
 
-def _collect(roots: list[_Entry]) -> list[Pack]:
-    packs = []
-    stack = [(root, 0, False) for root in roots]
-    while stack:
-        entry, i, above = stack.pop()
-        _, has_pack, joins, leaves_join = entry.best[i][above]
-        start, end = entry.starts[i], entry.node.end
-        stay: list[int] = []
-        for child, join in zip(entry.children, joins, strict=True):
-            if join:
-                stack.append((child, i, above))
-            else:
-                stay += child.node.queries
-                stack.append((child, len(child.starts) - 1, True))
-        for query in entry.leaves:
-            packs.append(Pack(start if leaves_join else end, None, [query]))
-            if not leaves_join:
-                stay.append(query)
-        if has_pack:
-            packs.append(Pack(start, end, stay))
-    return packs
+    def _choose(self, prefix: Prefix, start: int, above: bool) -> Best:
+        tokens = prefix.end - start
+        stay = self.part + tokens * self.cut_rate
+        share = tokens * self.full_rate + self.full_item
+        leaf = tokens * (self.config.rate(1) + self.cut_rate) + self.part * above
+        best = Best(math.inf, join_all(prefix))
+        for candidate in range(3):
+            extra = share if candidate == 2 else 0.0
+            total, staying, joins = 0.0, 0, []
+            # Backwards, as the native scheduler sums: the last bit may decide a tie.
+            for child in reversed(prefix.children):
+                queries = len(self.prefixes[child].queries)
+                joined = self.best[child].get((start, above))
+                joined_cost = joined.cost if joined else math.inf
+                split_cost = self.best[child][prefix.end, True].cost + queries * stay
+                joins.append(candidate == 0 or joined_cost <= split_cost + queries * extra)
+                total += joined_cost if joins[-1] else split_cost
+                staying += 0 if joins[-1] else queries
+            leaf_joins = candidate == 0 or leaf <= stay + self.part + extra
+            total += len(prefix.leaves) * (leaf if leaf_joins else stay + self.part)
+            staying += 0 if leaf_joins else len(prefix.leaves)
+            total += self.config.pack_bytes(staying, tokens)
+            if total < best.cost:
+                best = Best(total, Choice(joins[::-1], [leaf_joins] * len(prefix.leaves)))
+        return best

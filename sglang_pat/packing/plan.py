@@ -33,7 +33,8 @@ class Plan(msgspec.Struct):
     """Work items that cover every (query, KV position) of a batch exactly once.
 
     Attributes:
-        items: Longest first.
+        items: Bin after bin.
+        bins: [bins + 1]; items bins[i] up to bins[i + 1] are for one worker, one after the other.
         num_parts: Parts of each query; one part needs no merge.
         steps: Decode steps for which the plan stays good; after that a tail has outgrown its split.
         kv_tokens: KV tokens read by the first step.
@@ -41,6 +42,7 @@ class Plan(msgspec.Struct):
     """
 
     items: list[WorkItem]
+    bins: list[int]
     num_parts: list[int]
     steps: int
     kv_tokens: int

@@ -1,88 +1,89 @@
-"""The pack scheduler: batch in, plan out."""
+"""The pack scheduler: batch in, plan out. The native scheduler (csrc/packing) makes the same plans; this one is its oracle."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
-import msgspec
-
-from sglang_pat.packing.cost import CostModel
+from sglang_pat.packing.balance import balance
+from sglang_pat.packing.compute import pack_compute
+from sglang_pat.packing.config import PackConfig
 from sglang_pat.packing.heuristic import Pack, pack_nodes, pack_queries, pack_tree
 from sglang_pat.packing.optimal import pack_optimal
 from sglang_pat.packing.plan import OPEN, Plan, WorkItem
-from sglang_pat.packing.split import kv_length, split_kv, split_length, split_queries
-from sglang_pat.packing.tiles import TileTable
-from sglang_pat.packing.tree import Batch
+from sglang_pat.packing.split import kv_length, split_queries
+from sglang_pat.packing.tree import Batch, Prefix, compact
 
 TAIL_GROWTH = 2
-"""A tail may grow to this multiple of the split length: replanning at every doubling makes the number of plans
+"""A tail may grow to this multiple of the longest work item: replanning at every doubling makes the number of plans
 logarithmic in the tokens generated."""
 
-POLICIES: dict[str, Callable[[Batch, CostModel], list[Pack]]] = {
+POLICIES: dict[str, Callable[[list[Prefix], Batch, PackConfig], list[Pack]]] = {
+    "query": pack_queries,
+    "naive": pack_nodes,
     "pat": pack_tree,
+    "compute": pack_compute,
     "optimal": pack_optimal,
-    "naive": lambda batch, cost: pack_nodes(batch),
-    "query": lambda batch, cost: pack_queries(batch),
 }
-"""`pat` is the paper's heuristic, `optimal` moves the fewest bytes by the same model, `naive` packs every node and
-`query` none (one query per CTA)."""
+"""`optimal` costs least by the model; `pat` is the paper's heuristic, `compute` FastTree's, `naive` packs every node and
+`query` none (one query per CTA). The native scheduler numbers them in this order."""
 
 
-class PackConfig(msgspec.Struct, frozen=True):
-    """What a plan depends on besides the batch.
+def make_packs(batch: Batch, config: PackConfig) -> list[Pack]:
+    """Pack one batch, in packs that the largest tile holds.
 
-    Attributes:
-        cost: The model's shape and bytes.
-        tiles: Tiles of the device.
-        workers: Work items that run at the same time (SMs, CPU threads).
-        policy: A key of `POLICIES`.
+    Packing pays by the model or is not done: where it would cost more than one query per CTA (many short prefixes
+    under a policy that does not mind), the latter is returned.
     """
+    prefixes = compact(batch)
+    packs = split_queries(POLICIES[config.policy](prefixes, batch, config), config.max_queries)
+    baseline = pack_queries(prefixes, batch, config)
+    return min(packs, baseline, key=lambda candidate: packs_bytes(candidate, batch, config))
 
-    cost: CostModel
-    tiles: TileTable
-    workers: int
-    policy: str = "pat"
+
+def packs_bytes(packs: list[Pack], batch: Batch, config: PackConfig) -> int:
+    """What packs cost by the model before they are cut."""
+    parts = Counter(query for pack in packs for query in pack.queries)
+    merged = sum(count for count in parts.values() if count > 1)
+    reads = sum(config.pack_bytes(len(pack.queries), kv_length(pack, batch.seq_lens)) for pack in packs)
+    return reads + merged * config.cost.part_bytes
 
 
 def make_plan(batch: Batch, config: PackConfig) -> Plan:
     """Plan one batch.
 
-    Packing pays by the model or is not done: where it would move more bytes than one query per CTA (many short
-    prefixes, or splits that the policy did not foresee), the latter is returned.
-
     Args:
         batch: Sequence lengths (at least one token each) and prefix tree; see `tree.check`.
         config: Device and model.
     """
-    plan = _finish(POLICIES[config.policy](batch, config.cost), batch, config)
-    if config.policy == "query" or not batch.roots:
-        return plan
-    baseline = _finish(pack_queries(batch), batch, config)
-    return min(plan, baseline, key=lambda candidate: candidate.bytes(config.cost))
-
-
-def _finish(packs: list[Pack], batch: Batch, config: PackConfig) -> Plan:
-    """Split what is too large, choose tiles, number the parts."""
-    cost, tiles, seq_lens = config.cost, config.tiles, batch.seq_lens
-    group = -(-cost.heads // cost.kv_heads)
-    packs = split_queries(packs, tiles.max_queries(group))
-    limit = split_length(packs, seq_lens, cost.kv_heads, config.workers, tiles.kv_tiles[-1])
-    packs = split_kv(packs, seq_lens, limit)
-    lengths = [kv_length(pack, seq_lens) for pack in packs]
-    order = sorted(range(len(packs)), key=lambda i: lengths[i] * len(packs[i].queries), reverse=True)
-
+    seq_lens, tiles = batch.seq_lens, config.tiles
     num_parts = [0] * len(seq_lens)
-    items = []
-    for i in order:
-        pack = packs[i]
-        parts = []
-        for query in pack.queries:
-            parts.append(num_parts[query])
-            num_parts[query] += 1
-        end = OPEN if pack.end is None else pack.end
-        items.append(
-            WorkItem(pack.start, end, pack.queries, parts, tiles.select(len(pack.queries) * group, lengths[i]))
-        )
-    tails = [length for pack, length in zip(packs, lengths, strict=True) if pack.end is None]
-    steps = TAIL_GROWTH * limit - max(tails, default=0)
-    return Plan(items, num_parts, steps, kv_tokens=sum(lengths), open_items=len(tails))
+    items: list[WorkItem] = []
+    bins = [0]
+    kv_tokens, longest, longest_tail = 0, tiles.kv_tiles[-1], 0
+    for members in balance(make_packs(batch, config), seq_lens, config):
+        for pack in members:
+            length = kv_length(pack, seq_lens)
+            parts = [num_parts[query] for query in pack.queries]
+            for query in pack.queries:
+                num_parts[query] += 1
+            tile = tiles.select(len(pack.queries) * config.cost.group, length)
+            items.append(WorkItem(pack.start, OPEN if pack.end is None else pack.end, pack.queries, parts, tile))
+            kv_tokens += length
+            longest = max(longest, length)
+            longest_tail = max(longest_tail, length if pack.end is None else 0)
+        bins.append(len(items))
+    return Plan(items, bins, num_parts, TAIL_GROWTH * longest - longest_tail, kv_tokens, len(seq_lens))
+
+
+def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:
+    """When the last worker finishes, in bytes: bins go round the workers, all KV heads of a bin side by side."""
+    loads = [0] * config.workers
+    for index in range(len(plan.bins) - 1):
+        cost = 0
+        for item in plan.items[plan.bins[index] : plan.bins[index + 1]]:
+            end = seq_lens[item.queries[0]] if item.end == OPEN else item.end
+            cost += (end - item.start) * config.rate(len(item.queries)) + config.cost.item_bytes
+        for head in range(config.cost.kv_heads):
+            loads[(index * config.cost.kv_heads + head) % config.workers] += cost
+    return -(-max(loads) // config.cost.kv_heads)

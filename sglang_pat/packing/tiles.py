@@ -31,10 +31,13 @@ class TileTable(msgspec.Struct, frozen=True):
         """Queries that the largest m holds when `group` query heads share a KV head; at least one."""
         return max(1, self.query_tiles[-1] // group)
 
+    def query_tile(self, rows: int) -> int:
+        """The smallest m that holds `rows`, the largest where none does."""
+        return self.query_tiles[min(bisect_left(self.query_tiles, rows), len(self.query_tiles) - 1)]
+
     def select(self, rows: int, kv_len: int) -> Tile:
-        """The smallest m that holds `rows` (the largest where none does) and the n for `kv_len`."""
-        m = self.query_tiles[min(bisect_left(self.query_tiles, rows), len(self.query_tiles) - 1)]
-        return Tile(m, self.kv_tiles[bisect_left(self.kv_bounds, kv_len)])
+        """The m for `rows` and the n for `kv_len`."""
+        return Tile(self.query_tile(rows), self.kv_tiles[bisect_left(self.kv_bounds, kv_len)])
 
 
 CPU_TILES = TileTable(query_tiles=(16, 64, 128), kv_tiles=(32, 64, 128), kv_bounds=(32, 64))

@@ -37,6 +37,25 @@ class Batch(msgspec.Struct):
     roots: list[Node] = []
 
 
+class Prefix(msgspec.Struct):
+    """A node of the compact tree: at least two queries share [start, end), and part ways at `end`.
+
+    Attributes:
+        start, end: KV positions.
+        parent: Index of the parent in `compact`'s list; -1 for the root.
+        leaves: Queries that are in no child, ascending.
+        children: Indices of the children, in the order of their second queries: the native scheduler meets them so.
+        queries: All queries: the leaves, then those of each child.
+    """
+
+    start: int
+    end: int
+    parent: int
+    leaves: list[int]
+    children: list[int] = []
+    queries: list[int] = []
+
+
 def walk(roots: list[Node]) -> Iterator[Node]:
     """Every node, parents before children, without recursion (a path may be thousands of nodes long)."""
     stack = list(reversed(roots))
@@ -44,12 +63,6 @@ def walk(roots: list[Node]) -> Iterator[Node]:
         node = stack.pop()
         yield node
         stack.extend(reversed(node.children))
-
-
-def leaf_queries(node: Node) -> list[int]:
-    """The queries that end at `node`: those in none of its children."""
-    below = {query for child in node.children for query in child.queries}
-    return [query for query in node.queries if query not in below]
 
 
 def check(batch: Batch) -> None:
@@ -78,22 +91,34 @@ def _check_disjoint(nodes: list[Node], allowed: set[int], name: str) -> None:
         allowed = allowed.difference(node.queries)
 
 
-def compact(roots: list[Node]) -> list[Node]:
-    """The same tree with only the nodes that matter for packing.
+def compact(batch: Batch) -> list[Prefix]:
+    """The nodes that matter for packing, parents before children; first the root, which is empty.
 
-    A node with one query is part of that query's tail, and a node whose queries all continue into the same
-    child is one prefix with it.
+    A node with one query is part of that query's tail, and a node whose queries all continue into the same child is
+    one prefix with it. Queries that share nothing are leaves of the root.
     """
-    kept: list[Node] = []
-    stack = [(node, node.start, kept) for node in reversed(roots)]
+    prefixes: list[Prefix] = []
+    stack = [(Node(0, 0, list(range(len(batch.seq_lens))), batch.roots), 0, -1)]
     while stack:
-        node, start, siblings = stack.pop()
-        while len(node.children) == 1 and len(node.children[0].queries) == len(node.queries):
+        node, start, parent = stack.pop()
+        while parent >= 0 and len(node.children) == 1 and len(node.children[0].queries) == len(node.queries):
             node = node.children[0]
-        if len(node.queries) < 2:
-            continue
-        merged = Node(start, node.end, node.queries)
-        merged.children = []
-        siblings.append(merged)
-        stack.extend((child, child.start, merged.children) for child in reversed(node.children))
-    return kept
+        shared = [child for child in node.children if len(child.queries) > 1]
+        below = {query for child in shared for query in child.queries}
+        if parent >= 0:
+            prefixes[parent].children.append(len(prefixes))
+        stack.extend((child, child.start, len(prefixes)) for child in sorted(shared, key=_second_query, reverse=True))
+        prefixes.append(Prefix(start, node.end, parent, sorted(set(node.queries).difference(below))))
+    for prefix in reversed(prefixes):
+        prefix.queries = prefix.leaves + [query for child in prefix.children for query in prefixes[child].queries]
+    return prefixes
+
+
+def _second_query(node: Node) -> int:
+    return sorted(node.queries)[1]
+
+
+def kv_minimum(prefixes: list[Prefix], seq_lens: list[int]) -> int:
+    """KV tokens of a step that reads each of them once: what no packing can undercut."""
+    shared = sum(prefix.end - prefix.start for prefix in prefixes)
+    return shared + sum(seq_lens[query] - prefix.end for prefix in prefixes for query in prefix.leaves)

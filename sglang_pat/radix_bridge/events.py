@@ -6,8 +6,6 @@ when a request is bound on the other side of it: until then neither matters to p
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import msgspec
 
 ROOT = -1
@@ -20,7 +18,7 @@ class NodeInserted(msgspec.Struct, frozen=True, tag=True):
     node: int
     parent: int
     length: int
-    head: Hashable
+    head: bytes
 
 
 class NodeSplit(msgspec.Struct, frozen=True, tag=True):
@@ -32,7 +30,7 @@ class NodeSplit(msgspec.Struct, frozen=True, tag=True):
     node: int
     upper: int
     length: int
-    head: Hashable
+    head: bytes
 
 
 class NodeEvicted(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,54 @@
+// What a plan depends on besides the batch; sglang_pat/packing/config.py is where the numbers come from.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace pat {
+
+// In the order of POLICIES in sglang_pat/packing/scheduler.py.
+enum class Policy { kQuery, kNaive, kPat, kCompute, kOptimal };
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Config {
+  int64_t token_bytes, part_bytes, item_bytes;
+  int group, kv_heads, workers, max_queries;
+  Policy policy;
+  std::vector<int64_t> rates;  // [max_queries + 1]: what a token costs a work item with so many queries
+  std::vector<int> query_tiles, kv_tiles, kv_bounds;
+  bool flat_rate = false;  // all rates are equal: no work item is bound by arithmetic
+
+  int query_tile(int64_t rows) const {
+    const auto tile = std::lower_bound(query_tiles.begin(), query_tiles.end(), rows);
+    return tile == query_tiles.end() ? query_tiles.back() : *tile;
+  }
+
+  int kv_tile(int64_t tokens) const {
+    return kv_tiles[std::lower_bound(kv_bounds.begin(), kv_bounds.end(), tokens) - kv_bounds.begin()];
+  }
+
+  int64_t pack_bytes(int64_t queries, int64_t tokens) const {
+    if (queries == 0) return 0;
+    const int64_t items = ceil_div(queries, max_queries);
+    return items * (tokens * rates[ceil_div(queries, items)] + item_bytes);
+  }
+
+  // PackConfig.bins: the number that keeps every worker busy although all KV heads run the same bins.
+  int64_t bins(int64_t limit) const {
+    constexpr int kMaxWaves = 4;
+    const int64_t heads = kv_heads;
+    int64_t best = std::max<int64_t>(1, std::min<int64_t>(limit, workers / heads));
+    int64_t best_used = best * heads, best_waves = ceil_div(best * heads, workers);
+    for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
+      const int64_t count = waves * workers / heads, used = count * heads;
+      if (count <= 0 || count > limit) continue;
+      if (used * best_waves > best_used * waves) best = count, best_used = used, best_waves = waves;
+      if (used * 50 >= waves * workers * 49) break;
+    }
+    return best;
+  }
+};
+
+}  // namespace pat

@@ -1,0 +1,260 @@
+// The paths of the running requests, rebuilt from radix-tree events. sglang_pat/radix_bridge/mirror.py is its oracle.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "index.h"
+
+namespace pat {
+
+constexpr int32_t kNone = -1, kRoot = 0;
+constexpr int64_t kRootId = -1;
+
+// What tells siblings apart: a digest of namespace and first page.
+struct Head {
+  int64_t high, low;
+  bool operator==(const Head& other) const { return high == other.high && low == other.low; }
+};
+
+struct Node {
+  int64_t id;
+  Head head;
+  int32_t parent, start, length;
+  int32_t first_child = kNone, next_sibling = kNone, previous_sibling = kNone;
+  int32_t first_request = kNone;
+  // Of the batch being planned; prefixes.h.
+  uint32_t stamp = 0;
+  int32_t shared_child = kNone, last_shared_child = kNone, next_shared = kNone;
+  int32_t first_leaf = kNone, last_leaf = kNone;
+
+  int32_t end() const { return start + length; }
+};
+
+struct Request {
+  int32_t node = kNone;
+  int32_t row = 0;
+  int32_t next = kNone, previous = kNone;
+  int32_t position = kNone;  // in the batch expected next
+};
+
+// An event does not fit what the mirror knows.
+struct Inconsistent : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+class Mirror {
+ public:
+  Mirror() : by_id_(HashOfId{this}), by_head_(HashOfHead{this}) { clear(); }
+  Mirror(const Mirror&) = delete;
+
+  // Room for requests and nodes, so that a steady state allocates nothing.
+  void reserve(size_t count) {
+    nodes_.reserve(2 * count);
+    requests_.reserve(count);
+  }
+
+  void insert(int64_t id, int64_t parent_id, int64_t length, Head head) {
+    const int32_t parent = known(parent_id);
+    if (find(id) != kNone || child(parent, head) != kNone || length <= 0)
+      throw Inconsistent("node " + std::to_string(id) + " inserted below " + std::to_string(parent_id) +
+                         " twice or empty");
+    link(add_node(id, head, nodes_[parent].end(), int32_t(length)), parent);
+  }
+
+  void split(int64_t id, int64_t upper_id, int64_t length, Head head) {
+    const int32_t node = known(id);
+    if (find(upper_id) != kNone || length <= 0 || length >= nodes_[node].length || node == kRoot)
+      throw Inconsistent("node " + std::to_string(id) + " split at " + std::to_string(length));
+    const int32_t parent = nodes_[node].parent;
+    const Head old_head = nodes_[node].head;
+    const int32_t start = nodes_[node].start;
+    unlink(node);
+    const int32_t upper = add_node(upper_id, old_head, start, int32_t(length));
+    link(upper, parent);
+    Node& lower = nodes_[node];
+    lower.head = head;
+    lower.start = start + int32_t(length);
+    lower.length -= int32_t(length);
+    link(node, upper);
+  }
+
+  // Calls released(request) for every request below a node that the cache dropped, which it never should.
+  template <typename Released>
+  void evict(int64_t id, Released released) {
+    const int32_t node = find(id);
+    if (node == kNone || node == kRoot) return;
+    std::vector<int32_t> below{node}, requests;
+    while (!below.empty()) {
+      const Node& n = nodes_[below.back()];
+      below.pop_back();
+      for (int32_t c = n.first_child; c != kNone; c = nodes_[c].next_sibling) below.push_back(c);
+      for (int32_t r = n.first_request; r != kNone; r = requests_[r].next) requests.push_back(r);
+    }
+    for (const int32_t request : requests) released(request);
+    throw Inconsistent("node " + std::to_string(id) + " was evicted while requests were running on it");
+  }
+
+  void clear() {
+    nodes_.assign(1, Node{kRootId, Head{0, 0}, kNone, 0, 0});
+    free_nodes_.clear();
+    by_id_.clear();
+    by_head_.clear();
+    by_id_.insert(kRoot);
+    for (size_t i = 0; i < requests_.size(); ++i)
+      if (requests_[i].node != kNone) {
+        requests_[i] = Request{};
+        free_requests_.push_back(int32_t(i));
+      }
+  }
+
+  int32_t bind(int64_t id, int32_t row) {
+    const int32_t node = known(id);
+    int32_t request;
+    if (free_requests_.empty()) {
+      request = int32_t(requests_.size());
+      requests_.emplace_back();
+    } else {
+      request = free_requests_.back();
+      free_requests_.pop_back();
+    }
+    requests_[request] = Request{};
+    requests_[request].row = row;
+    hang(request, node);
+    return request;
+  }
+
+  void move(int32_t request, int64_t id, int32_t row) {
+    const int32_t node = known(id), previous = requests_[request].node;
+    requests_[request].row = row;
+    if (node == previous) return;
+    unhang(request);
+    hang(request, node);
+    prune(previous);
+  }
+
+  void release(int32_t request) {
+    const int32_t node = requests_[request].node;
+    unhang(request);
+    requests_[request] = Request{};
+    free_requests_.push_back(request);
+    prune(node);
+  }
+
+  // Forget `node` and its ancestors as far as no request uses them.
+  void prune(int32_t node) {
+    while (node > kRoot && nodes_[node].first_request == kNone && nodes_[node].first_child == kNone) {
+      const int32_t parent = nodes_[node].parent;
+      unlink(node);
+      by_id_.erase(node);
+      nodes_[node].id = kRootId;
+      free_nodes_.push_back(node);
+      node = parent;
+    }
+  }
+
+  int32_t find(int64_t id) const {
+    return by_id_.find(mix(uint64_t(id)), [&](int32_t node) { return nodes_[node].id == id; });
+  }
+
+  int32_t child(int32_t parent, Head head) const {
+    return by_head_.find(hash(parent, head),
+                         [&](int32_t node) { return nodes_[node].parent == parent && nodes_[node].head == head; });
+  }
+
+  // A request whose path leads through `node`, kNone if there is none yet.
+  int32_t any_request(int32_t node) const {
+    while (nodes_[node].first_request == kNone && nodes_[node].first_child != kNone) node = nodes_[node].first_child;
+    return nodes_[node].first_request;
+  }
+
+  bool is_bound(int32_t request) const {
+    return request >= 0 && size_t(request) < requests_.size() && requests_[request].node != kNone;
+  }
+
+  int32_t known(int64_t id) const {
+    const int32_t node = find(id);
+    if (node == kNone) throw Inconsistent("node " + std::to_string(id) + " is not known");
+    return node;
+  }
+
+  Node& node(int32_t index) { return nodes_[index]; }
+  Request& request(int32_t index) { return requests_[index]; }
+  size_t active_nodes() const { return nodes_.size() - free_nodes_.size() - 1; }
+  size_t bytes() const {
+    return nodes_.size() * sizeof(Node) + free_nodes_.capacity() * sizeof(int32_t) + by_id_.bytes() + by_head_.bytes();
+  }
+
+ private:
+  struct HashOfId {
+    const Mirror* mirror;
+    uint64_t operator()(int32_t node) const { return mix(uint64_t(mirror->nodes_[node].id)); }
+  };
+  struct HashOfHead {
+    const Mirror* mirror;
+    uint64_t operator()(int32_t node) const {
+      return hash(mirror->nodes_[node].parent, mirror->nodes_[node].head);
+    }
+  };
+
+  static uint64_t hash(int32_t parent, Head head) {
+    return mix(uint64_t(head.high) ^ mix(uint64_t(head.low) + uint64_t(parent)));
+  }
+
+  int32_t add_node(int64_t id, Head head, int32_t start, int32_t length) {
+    int32_t node;
+    if (free_nodes_.empty()) {
+      node = int32_t(nodes_.size());
+      nodes_.emplace_back();
+    } else {
+      node = free_nodes_.back();
+      free_nodes_.pop_back();
+    }
+    nodes_[node] = Node{id, head, kNone, start, length};
+    by_id_.insert(node);
+    return node;
+  }
+
+  void link(int32_t node, int32_t parent) {
+    Node& n = nodes_[node];
+    n.parent = parent;
+    n.previous_sibling = kNone;
+    n.next_sibling = nodes_[parent].first_child;
+    if (n.next_sibling != kNone) nodes_[n.next_sibling].previous_sibling = node;
+    nodes_[parent].first_child = node;
+    by_head_.insert(node);
+  }
+
+  void unlink(int32_t node) {
+    by_head_.erase(node);
+    const Node& n = nodes_[node];
+    if (n.next_sibling != kNone) nodes_[n.next_sibling].previous_sibling = n.previous_sibling;
+    (n.previous_sibling == kNone ? nodes_[n.parent].first_child : nodes_[n.previous_sibling].next_sibling) =
+        n.next_sibling;
+  }
+
+  void hang(int32_t request, int32_t node) {
+    Request& r = requests_[request];
+    r.node = node;
+    r.previous = kNone;
+    r.next = nodes_[node].first_request;
+    if (r.next != kNone) requests_[r.next].previous = request;
+    nodes_[node].first_request = request;
+  }
+
+  void unhang(int32_t request) {
+    const Request& r = requests_[request];
+    if (r.next != kNone) requests_[r.next].previous = r.previous;
+    (r.previous == kNone ? nodes_[r.node].first_request : requests_[r.previous].next) = r.next;
+  }
+
+  std::vector<Node> nodes_;
+  std::vector<Request> requests_;
+  std::vector<int32_t> free_nodes_, free_requests_;
+  Index<HashOfId> by_id_;
+  Index<HashOfHead> by_head_;
+};
+
+}  // namespace pat

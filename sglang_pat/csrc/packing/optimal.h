@@ -1,0 +1,202 @@
+// The packing that costs least by the model: sglang_pat/packing/optimal.py, operation by operation, so that both round
+// alike. Eight segment starts are weighed at a time.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "config.h"
+#include "pack.h"
+#include "prefixes.h"
+
+#ifdef __AVX512DQ__
+#include <immintrin.h>
+#endif
+
+namespace pat {
+
+class Optimal {
+ public:
+  static constexpr int kMaxDepth = 1024;  // MAX_DEPTH in sglang_pat/packing/optimal.py
+
+  void reserve(size_t batch) {
+    results_.reserve(batch + 1);
+    frames_.reserve(kLanes);
+  }
+
+  // Decide for all prefixes; `choose` then gives the choices one by one, in preorder.
+  void solve(const Prefixes& prefixes, const Config& config) {
+    config_ = &config;
+    part_ = double(config.part_bytes);
+    item_ = double(config.item_bytes);
+    full_rate_ = double(config.rates[config.max_queries]) / config.max_queries;
+    full_item_ = item_ / config.max_queries;
+    cut_rate_ = 0;
+    const int64_t bins = config.bins(int64_t(1) << 30);
+    if (bins > 1) cut_rate_ = part_ / std::max(double(config.kv_tiles.back()), double(prefixes.kv_minimum) / double(bins));
+    results_.resize(prefixes.nodes.size());
+    if (frames_.size() < size_t(prefixes.max_depth + 1)) frames_.resize(prefixes.max_depth + 1);
+    for (int32_t index = int32_t(prefixes.nodes.size()) - 1; index > 0; --index) solve_one(prefixes, index);
+  }
+
+  void choose(const Prefixes& prefixes, Choices& choices, int32_t index) {
+    const Prefix& prefix = prefixes.nodes[index];
+    Result& result = results_[index];
+    // Where the segment begins, as a lane, and whether its queries have a part above it.
+    const Result* parent = &results_[prefix.parent];
+    if (prefix.parent == 0 || !choices.joins[index]) {
+      result.lane = uint8_t(prefix.depth % kMaxSegment);
+      result.above = prefix.parent != 0;
+    } else {
+      result.lane = parent->lane;
+      result.above = parent->above;
+    }
+    const uint32_t lane = uint32_t(1) << result.lane;
+    const Masks& masks = result.masks[result.above];
+    const int candidate = masks.chosen[0] & lane ? 1 : masks.chosen[1] & lane ? 2 : 0;
+    choices.leaves(prefix, candidate == 0 || masks.leaf_joins[candidate - 1] & lane);
+    for (int32_t child = index + 1; child < prefix.last; child = prefixes.nodes[child].last)
+      choices.joins[child] =
+          candidate == 0 || results_[child].masks[result.above].joins[candidate - 1] & lane;
+  }
+
+  size_t bytes() const { return results_.capacity() * sizeof(Result) + frames_.capacity() * sizeof(Frame); }
+
+ private:
+  static constexpr int kMaxSegment = 32;  // MAX_SEGMENT in sglang_pat/packing/optimal.py; one bit of a mask each
+  static constexpr int kWidth = 8, kLanes = kMaxSegment / kWidth;
+  typedef double Vector __attribute__((vector_size(kWidth * sizeof(double))));
+  typedef int64_t Lanes __attribute__((vector_size(kWidth * sizeof(int64_t))));
+
+  // One bit for each lane; candidates 1 and 2, candidate 0 being that everything joins.
+  struct Masks {
+    uint32_t chosen[2], joins[2], leaf_joins[2];
+  };
+
+  struct Result {
+    Masks masks[2];  // without and with a part above
+    uint8_t lane, above;
+  };
+
+  // A prefix while its children are added up. Lane i stands for the segment that begins at the ancestor of depth i
+  // modulo kMaxSegment.
+  struct Frame {
+    Vector tokens[kLanes], stay[kLanes], share[kLanes];
+    Vector total[2][3][kLanes], staying[2][2][kLanes];
+    Vector best[2][kLanes];
+  };
+
+  static uint32_t mask(Lanes comparison) {
+#ifdef __AVX512DQ__
+    return _mm512_movepi64_mask(__m512i(comparison));
+#else
+    uint32_t bits = 0;
+    for (int i = 0; i < kWidth; ++i) bits |= uint32_t(comparison[i] & 1) << i;
+    return bits;
+#endif
+  }
+
+  static Vector select(Lanes condition, Vector yes, Vector no) { return condition ? yes : no; }
+
+  static int vectors(int32_t depth) { return (std::min(depth + 1, kMaxSegment) + kWidth - 1) / kWidth; }
+
+  void open(const Prefixes& prefixes, int32_t index) {
+    const Prefix& prefix = prefixes.nodes[index];
+    Frame& frame = frames_[prefix.depth];
+    const int count = vectors(prefix.depth);
+    for (int v = 0; v < count; ++v) frame.tokens[v] = Vector{};
+    int32_t ancestor = index;
+    for (int i = 0; i < kMaxSegment && ancestor != 0; ++i, ancestor = prefixes.nodes[ancestor].parent) {
+      const Prefix& a = prefixes.nodes[ancestor];
+      const int lane = a.depth % kMaxSegment;
+      frame.tokens[lane / kWidth][lane % kWidth] = double(prefix.end - a.start);
+    }
+    for (int v = 0; v < count; ++v) {
+      frame.stay[v] = part_ + frame.tokens[v] * cut_rate_;
+      frame.share[v] = frame.tokens[v] * full_rate_ + full_item_;
+      for (int above = 0; above < 2; ++above) {
+        for (auto& total : frame.total[above]) total[v] = Vector{};
+        for (auto& staying : frame.staying[above]) staying[v] = Vector{};
+      }
+    }
+  }
+
+  void solve_one(const Prefixes& prefixes, int32_t index) {
+    const Prefix& prefix = prefixes.nodes[index];
+    if (prefix.last == index + 1) open(prefixes, index);
+    Frame& frame = frames_[prefix.depth];
+    const int count = vectors(prefix.depth);
+    const double leaves = prefix.leaves();
+    const double leaf_rate = double(config_->rates[1]) + cut_rate_;
+    for (int above = 0; above < 2; ++above) {
+      Masks masks{};
+      for (int v = 0; v < count; ++v) {
+        const Vector tokens = frame.tokens[v];
+        const Vector leaf = tokens * leaf_rate + part_ * above;
+        const Vector leaf_stays = frame.stay[v] + part_;
+        Vector best = frame.total[above][0][v] + leaves * leaf;
+        for (int candidate = 1; candidate < 3; ++candidate) {
+          const Lanes joins = leaf <= (candidate == 1 ? leaf_stays : leaf_stays + frame.share[v]);
+          const Vector staying = frame.staying[above][candidate - 1][v] + select(joins, Vector{}, Vector{} + leaves);
+          const Vector total = frame.total[above][candidate][v] + leaves * select(joins, leaf, leaf_stays) +
+                               pack_bytes(staying, tokens);
+          const Lanes better = total < best;
+          best = select(better, total, best);
+          masks.leaf_joins[candidate - 1] |= mask(joins) << (v * kWidth);
+          masks.chosen[candidate - 1] |= mask(better) << (v * kWidth);
+        }
+        frame.best[above][v] = best;
+      }
+      masks.chosen[0] &= ~masks.chosen[1];
+      results_[index].masks[above] = masks;
+    }
+    if (prefix.parent != 0) add_to_parent(prefixes, index);
+  }
+
+  void add_to_parent(const Prefixes& prefixes, int32_t index) {
+    const Prefix& prefix = prefixes.nodes[index];
+    if (prefixes.nodes[prefix.parent].last == prefix.last) open(prefixes, prefix.parent);
+    const Frame& child = frames_[prefix.depth];
+    Frame& frame = frames_[prefix.depth - 1];
+    const int own = prefix.depth % kMaxSegment;
+    const double queries = prefix.queries();
+    const double alone = child.best[1][own / kWidth][own % kWidth];
+    const int count = vectors(prefix.depth - 1);
+    for (int above = 0; above < 2; ++above) {
+      Masks& masks = results_[index].masks[above];
+      masks.joins[0] = masks.joins[1] = 0;
+      for (int v = 0; v < count; ++v) {
+        Vector joined = child.best[above][v];
+        // The child's own start has taken the lane of the one that is too far up for it.
+        if (prefix.depth >= kMaxSegment && own / kWidth == v)
+          joined[own % kWidth] = std::numeric_limits<double>::infinity();
+        const Vector split = alone + queries * frame.stay[v];
+        frame.total[above][0][v] += joined;
+        for (int candidate = 1; candidate < 3; ++candidate) {
+          const Lanes joins = joined <= (candidate == 1 ? split : split + queries * frame.share[v]);
+          frame.total[above][candidate][v] += select(joins, joined, split);
+          frame.staying[above][candidate - 1][v] += select(joins, Vector{}, Vector{} + queries);
+          masks.joins[candidate - 1] |= mask(joins) << (v * kWidth);
+        }
+      }
+    }
+  }
+
+  Vector pack_bytes(Vector queries, Vector tokens) const {
+    const double limit = config_->max_queries;
+    if (config_->flat_rate && mask(queries > limit) == 0)
+      return select(queries > 0.0, tokens * double(config_->rates[1]) + item_, Vector{});
+    Vector bytes;
+    for (int i = 0; i < kWidth; ++i) bytes[i] = double(config_->pack_bytes(int64_t(queries[i]), int64_t(tokens[i])));
+    return bytes;
+  }
+
+  const Config* config_ = nullptr;
+  double part_ = 0, item_ = 0, full_rate_ = 0, full_item_ = 0, cut_rate_ = 0;
+  std::vector<Frame> frames_;
+  std::vector<Result> results_;
+};
+
+}  // namespace pat

@@ -1,0 +1,165 @@
+// Which queries read which KV positions together: choices for every prefix, and the packs that follow from them.
+// sglang_pat/packing/{heuristic,compute,split}.py.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "config.h"
+#include "prefixes.h"
+
+namespace pat {
+
+constexpr int32_t kOpen = -1;
+
+// KV positions [start, end) of `count` queries, `queries[first]` and following; `end` is kOpen for a tail.
+struct Pack {
+  int32_t start, end;
+  int32_t first, count;
+};
+
+// What becomes of each prefix's segment, the KV that it inherited and its own.
+struct Choices {
+  std::vector<uint8_t> joins;        // per prefix: whether it takes its parent's segment along
+  std::vector<uint8_t> leaf_joins;   // per position of `order`: the same for leaves
+
+  void reset(const Prefixes& prefixes) {
+    joins.assign(prefixes.nodes.size(), true);
+    leaf_joins.assign(prefixes.order.size(), true);
+  }
+
+  void leaves(const Prefix& prefix, bool join) { std::memset(&leaf_joins[prefix.first], join, prefix.leaves()); }
+};
+
+struct Packs {
+  std::vector<Pack> wide, narrow;  // packs of several queries, and of one
+  std::vector<int32_t> queries;
+  int64_t cost = 0;      // by the model, before anything is cut
+  int64_t kv_tokens = 0;
+
+  void reserve(size_t batch) {
+    wide.reserve(batch);
+    narrow.reserve(2 * batch);
+    queries.reserve(8 * batch);
+    starts_.reserve(batch + 1);
+    num_parts_.reserve(batch);
+  }
+
+  void begin(const Prefixes& prefixes, size_t batch) {
+    wide.clear();
+    narrow.clear();
+    queries.clear();
+    cost = kv_tokens = parts_ = 0;
+    starts_.assign(prefixes.nodes.size(), 0);
+    num_parts_.assign(batch, 0);
+  }
+
+  int32_t start(int32_t prefix) const { return starts_[prefix]; }
+
+  // The packs of prefix `index`, whose choices stand; to be called in preorder.
+  void add(const Prefixes& prefixes, const Choices& choices, int32_t index, const std::vector<int32_t>& seq_lens,
+           const Config& config) {
+    const Prefix& prefix = prefixes.nodes[index];
+    const int32_t start = starts_[index], first = int32_t(queries.size());
+    const int32_t* order = prefixes.order.data();
+    for (int32_t i = prefix.first; i < prefix.leaves_end; ++i)
+      if (!choices.leaf_joins[i]) queries.push_back(order[i]);
+    for (int32_t child = index + 1; child < prefix.last; child = prefixes.nodes[child].last) {
+      const Prefix& c = prefixes.nodes[child];
+      starts_[child] = choices.joins[child] ? start : prefix.end;
+      if (!choices.joins[child]) queries.insert(queries.end(), order + c.first, order + c.queries_end);
+    }
+    split_queries(start, prefix.end, first, int32_t(queries.size()) - first, config);
+    for (int32_t i = prefix.first; i < prefix.leaves_end; ++i) {
+      const int32_t query = order[i], from = choices.leaf_joins[i] ? start : prefix.end;
+      const int32_t tokens = seq_lens[query] - from;
+      narrow.push_back(Pack{from, kOpen, int32_t(queries.size()), 1});
+      queries.push_back(query);
+      count_part(query);
+      kv_tokens += tokens;
+      cost += tokens * config.rates[1] + config.item_bytes;
+    }
+  }
+
+  void finish(const Config& config) { cost += parts_ * config.part_bytes; }
+
+ private:
+  // As few packs as the largest tile allows, as even as can be.
+  void split_queries(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
+    if (count == 0) return;
+    const int64_t tokens = end - start, pieces = ceil_div(count, config.max_queries);
+    for (int64_t i = 0; i < pieces; ++i) {
+      const int32_t from = int32_t(count * i / pieces), to = int32_t(count * (i + 1) / pieces);
+      (to - from > 1 ? wide : narrow).push_back(Pack{start, end, first + from, to - from});
+    }
+    for (int32_t i = first; i < first + count; ++i) count_part(queries[i]);
+    kv_tokens += pieces * tokens;
+    cost += config.pack_bytes(count, tokens);
+  }
+
+  // A query of one part needs no merge; the second one makes two of them.
+  void count_part(int32_t query) {
+    const int32_t before = num_parts_[query]++;
+    parts_ += before == 0 ? 0 : before == 1 ? 2 : 1;
+  }
+
+  int64_t parts_ = 0;
+  std::vector<int32_t> starts_, num_parts_;
+};
+
+// The paper's PAT-naive: every prefix a pack.
+inline void choose_naive(const Prefixes& prefixes, Choices& choices) {
+  for (size_t i = 1; i < prefixes.nodes.size(); ++i) {
+    choices.joins[i] = prefixes.nodes[i].parent == 0;
+    choices.leaves(prefixes.nodes[i], false);
+  }
+}
+
+// TreeHeuristic, the paper's Algorithm 1, for one prefix whose segment begins at `start`.
+inline void choose_pat(const Prefixes& prefixes, Choices& choices, int32_t index, int32_t start, const Config& config) {
+  const Prefix& prefix = prefixes.nodes[index];
+  const auto joins = [&](int64_t queries) {
+    return (prefix.end - start) * config.token_bytes <= 2 * config.part_bytes * queries;
+  };
+  const bool leaf_joins = joins(1);
+  int64_t staying = leaf_joins ? 0 : prefix.leaves();
+  for (int32_t child = index + 1; child < prefix.last; child = prefixes.nodes[child].last) {
+    choices.joins[child] = joins(prefixes.nodes[child].queries());
+    staying += !choices.joins[child];
+  }
+  choices.leaves(prefix, leaf_joins);
+  if (staying != 1) return;
+  // Nobody else reads the segment: a pack of its own would only add parts.
+  choices.leaves(prefix, true);
+  for (int32_t child = index + 1; child < prefix.last; child = prefixes.nodes[child].last) choices.joins[child] = true;
+}
+
+// FastTree's greedy rule, child after child; weights and tiles are explained in sglang_pat/packing/compute.py.
+inline void choose_compute(const Prefixes& prefixes, Choices& choices, int32_t index, int32_t start,
+                           const std::vector<int32_t>& seq_lens, const Config& config) {
+  constexpr double kAlpha = 0.66, kBeta = 0.33, kGamma = 0.1;
+  const auto padding = [&](int64_t queries, int64_t tokens) {
+    const int64_t m = queries <= 16 ? 16 : 64, n = queries <= 16 ? 128 : 32;
+    const int64_t rows = (m - queries % m) % m;
+    return kAlpha * double(rows) * config.group * double(tokens) +
+           kBeta * double(std::max<int64_t>(0, n - tokens)) * double(queries) * config.group;
+  };
+  const Prefix& prefix = prefixes.nodes[index];
+  const int64_t length = prefix.end - start;
+  int64_t remaining = prefix.queries();
+  const auto joins = [&](int64_t queries, int64_t tokens) {
+    const double along_kv = padding(remaining, length) + padding(queries, tokens) + kGamma * double(queries);
+    const double along_queries = padding(remaining - queries, length) + padding(queries, length + tokens);
+    if (along_kv <= along_queries) return false;
+    remaining -= queries;
+    return true;
+  };
+  for (int32_t child = index + 1; child < prefix.last; child = prefixes.nodes[child].last)
+    choices.joins[child] = joins(prefixes.nodes[child].queries(), prefixes.nodes[child].end - prefixes.nodes[child].start);
+  for (int32_t i = prefix.first; i < prefix.leaves_end; ++i)
+    choices.leaf_joins[i] = joins(1, seq_lens[prefixes.order[i]] - prefix.end);
+}
+
+}  // namespace pat

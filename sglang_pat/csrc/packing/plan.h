@@ -1,0 +1,227 @@
+// A plan in the memory that kernels read, and the balance that lays it out: sglang_pat/packing/balance.py.
+//
+// One int32 array: the header, then the sections one after the other without gaps, so that one copy moves a plan.
+// sglang_pat/kernels/layout.py reads and writes the same.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "config.h"
+#include "pack.h"
+
+namespace pat {
+
+enum Header {
+  kNumItems,
+  kNumQueries,  // of all work items together
+  kNumSlots,    // of the workspace
+  kNumBins,
+  kBatch,
+  kItems,  // offsets of the sections
+  kQueries,
+  kSlots,
+  kPartOffsets,
+  kBins,
+  kSize,   // ints in use
+  kSteps,  // decode steps for which the plan stays good
+  kHeaderSize
+};
+
+enum Item { kStart, kEnd, kFirstQuery, kItemQueries, kTileM, kTileN, kItemSize };
+
+// Does not fit the buffers; the caller falls back to a plan that does.
+struct TooLarge : std::length_error {
+  using std::length_error::length_error;
+};
+
+// What is counted per step that a plan runs.
+struct Statistics {
+  int64_t items = 0, parts = 0, kv_tokens = 0, open_items = 0, seq_tokens = 0, longest_bin = 0;
+  std::vector<int64_t> query_sizes;  // work items with so many queries
+};
+
+class PlanWriter {
+ public:
+  static constexpr int64_t kGrain = 16, kSlack = 32;     // GRAIN, SLACK in balance.py
+  static constexpr int64_t kTailGrowth = 2;              // TAIL_GROWTH in scheduler.py
+
+  void reserve(size_t batch) {
+    items_.reserve(3 * batch);
+    bins_.reserve(1024);
+    offsets_.reserve(batch + 1);
+    num_parts_.reserve(batch);
+  }
+
+  // Writes to `out` of `capacity` ints; at most `max_slots` slots of the workspace are used.
+  void write(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out,
+             int64_t capacity, int64_t max_slots, Statistics& statistics) {
+    balance(packs, seq_lens, config, statistics);
+    emit(packs, seq_lens, config, out, capacity, max_slots, statistics);
+  }
+
+ private:
+  // Packs that wait for a bin; of the first one, the KV before `begin` is already laid out.
+  struct Queue {
+    const std::vector<Pack>& packs;
+    size_t index;
+    int32_t begin;
+
+    bool empty() const { return index == packs.size(); }
+    int32_t start() const { return std::max(begin, packs[index].start); }
+  };
+
+  void balance(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config,
+               Statistics& statistics) {
+    items_.clear();
+    bins_.assign(1, 0);
+    statistics.longest_bin = 0;
+    int64_t remaining = work(packs.wide, packs, seq_lens, config) + work(packs.narrow, packs, seq_lens, config);
+    const int64_t least = config.kv_tiles.back() * config.token_bytes + config.item_bytes;
+    Queue wide{packs.wide, 0, 0}, narrow{packs.narrow, 0, 0};
+    const auto tokens_of = [&](const Queue& queue) {
+      const Pack& pack = queue.packs[queue.index];
+      return int64_t(pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end) - queue.start();
+    };
+    const auto rate_of = [&](const Queue& queue) { return config.rates[queue.packs[queue.index].count]; };
+    for (int64_t left = config.bins(std::max<int64_t>(1, remaining / least)); left > 0; --left) {
+      const int64_t target = ceil_div(remaining, left);
+      const int64_t slack = left > 1 ? target / kSlack : int64_t(1) << 62;
+      int64_t load = 0;
+      while (!wide.empty() || !narrow.empty()) {
+        const int64_t gap = target - load;
+        if (left > 1 && (gap + slack <= 0 || (load > 0 && gap <= slack))) break;
+        Queue* queue = wide.empty() ? &narrow : &wide;
+        int64_t tokens = tokens_of(*queue), rate = rate_of(*queue);
+        int64_t cost = tokens * rate + config.item_bytes;
+        if (cost > gap + slack && queue == &wide && !narrow.empty() && load > 0) {
+          queue = &narrow;
+          tokens = tokens_of(narrow), rate = rate_of(narrow);
+          cost = tokens * rate + config.item_bytes;
+        }
+        const Pack& pack = queue->packs[queue->index];
+        const int32_t start = queue->start();
+        if (cost <= gap + slack) {
+          items_.push_back(Pack{start, pack.end, pack.first, pack.count});
+          queue->index += 1;
+          queue->begin = 0;
+          load += cost;
+          continue;
+        }
+        // To the nearest grain; not where that is nothing or everything.
+        const int64_t grains =
+            (std::max<int64_t>(0, gap - config.item_bytes) + rate * kGrain / 2) / (rate * kGrain);
+        const int64_t cut = grains * kGrain;
+        if (cut > 0 && cut < tokens) {
+          queue->begin = start + int32_t(cut);
+          items_.push_back(Pack{start, queue->begin, pack.first, pack.count});
+          remaining += config.item_bytes;
+          load += cut * rate + config.item_bytes;
+        } else if (load == 0) {
+          items_.push_back(Pack{start, pack.end, pack.first, pack.count});
+          queue->index += 1;
+          queue->begin = 0;
+          load += cost;
+        }
+        break;
+      }
+      remaining -= load;
+      statistics.longest_bin = std::max(statistics.longest_bin, load);
+      bins_.push_back(int32_t(items_.size()));
+    }
+  }
+
+  static int64_t work(const std::vector<Pack>& list, const Packs& packs, const std::vector<int32_t>& seq_lens,
+                      const Config& config) {
+    int64_t sum = int64_t(list.size()) * config.item_bytes;
+    for (const Pack& pack : list) {
+      const int32_t end = pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end;
+      sum += (end - pack.start) * config.rates[pack.count];
+    }
+    return sum;
+  }
+
+  void emit(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out,
+            int64_t capacity, int64_t max_slots, Statistics& statistics) {
+    const int64_t batch = int64_t(seq_lens.size());
+    int64_t num_queries = 0;
+    for (const Pack& item : items_) num_queries += item.count;
+    out[kNumItems] = int32_t(items_.size());
+    out[kNumQueries] = int32_t(num_queries);
+    out[kNumBins] = int32_t(bins_.size()) - 1;
+    out[kBatch] = int32_t(batch);
+    out[kItems] = kHeaderSize;
+    out[kQueries] = out[kItems] + int32_t(items_.size()) * kItemSize;
+    out[kSlots] = out[kQueries] + int32_t(num_queries);
+    out[kPartOffsets] = out[kSlots] + int32_t(num_queries);
+    out[kBins] = out[kPartOffsets] + int32_t(batch) + 1;
+    out[kSize] = out[kBins] + int32_t(bins_.size());
+    if (out[kSize] > capacity)
+      throw TooLarge("a plan of " + std::to_string(out[kSize]) + " ints does not fit its buffer of " +
+                     std::to_string(capacity));
+
+    num_parts_.assign(batch, 0);
+    statistics.query_sizes.assign(config.max_queries + 1, 0);
+    int32_t* row = out + out[kItems];
+    int32_t* queries = out + out[kQueries];
+    int64_t kv_tokens = 0, longest = config.kv_tiles.back(), longest_tail = 0;
+    int32_t first = 0;
+    for (const Pack& item : items_) {
+      const int32_t* members = &packs.queries[item.first];
+      const int64_t tokens = int64_t(item.end == kOpen ? seq_lens[members[0]] : item.end) - item.start;
+      row[kStart] = item.start;
+      row[kEnd] = item.end;
+      row[kFirstQuery] = first;
+      row[kItemQueries] = item.count;
+      row[kTileM] = config.query_tile(int64_t(item.count) * config.group);
+      row[kTileN] = config.kv_tile(tokens);
+      row += kItemSize;
+      for (int32_t i = 0; i < item.count; ++i) {
+        queries[first + i] = members[i];
+        num_parts_[members[i]] += 1;
+      }
+      first += item.count;
+      kv_tokens += tokens;
+      longest = std::max(longest, tokens);
+      if (item.end == kOpen) longest_tail = std::max(longest_tail, tokens);
+      statistics.query_sizes[item.count] += 1;
+    }
+    int32_t* offsets = out + out[kPartOffsets];
+    offsets_.resize(batch);
+    int32_t slots = 0;
+    for (int64_t query = 0; query < batch; ++query) {
+      offsets[query] = slots;
+      // A query of one part is written straight to the output.
+      offsets_[query] = num_parts_[query] > 1 ? slots : kDirect;
+      slots += num_parts_[query] > 1 ? num_parts_[query] : 0;
+    }
+    offsets[batch] = slots;
+    if (slots > max_slots)
+      throw TooLarge("a plan of " + std::to_string(slots) + " parts does not fit a workspace of " +
+                     std::to_string(max_slots));
+    int32_t* to = out + out[kSlots];
+    for (int64_t i = 0; i < num_queries; ++i) {
+      int32_t& offset = offsets_[queries[i]];
+      to[i] = offset;
+      offset += offset != kDirect;
+    }
+    std::copy(bins_.begin(), bins_.end(), out + out[kBins]);
+    out[kNumSlots] = slots;
+    out[kSteps] = int32_t(std::min<int64_t>(kTailGrowth * longest - longest_tail, INT32_MAX));
+    statistics.items = int64_t(items_.size());
+    statistics.parts = slots;
+    statistics.kv_tokens = kv_tokens;
+    statistics.open_items = batch;
+    statistics.seq_tokens = 0;
+    for (const int32_t tokens : seq_lens) statistics.seq_tokens += tokens;
+  }
+
+  static constexpr int32_t kDirect = -1;
+
+  std::vector<Pack> items_;
+  std::vector<int32_t> bins_, offsets_, num_parts_;
+};
+
+}  // namespace pat

@@ -1,0 +1,448 @@
+// The pack scheduler: takes the tree's events, knows the batch expected next, makes its plan here or on its own thread.
+//
+// One thread, the engine's, calls everything. The planning thread shares the mirror and the batch under `mutex_`, which
+// it holds while it copies out the batch's prefixes; what follows works on that copy. A plan carries the version of the
+// batch that it was made for, every change of batch or paths makes another version, and `take` hands out nothing else.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "config.h"
+#include "mirror.h"
+#include "optimal.h"
+#include "pack.h"
+#include "plan.h"
+#include "prefixes.h"
+
+namespace pat {
+
+class Scheduler {
+ public:
+  struct Buffer {
+    int32_t* data;
+    int64_t capacity;
+  };
+
+  // Delays, in microseconds, that tests put between the planning thread's steps.
+  struct Delays {
+    int64_t before_copy = 0, before_publish = 0;
+  };
+
+  struct Taken {
+    int buffer;
+    bool ahead;  // made by the planning thread
+    int64_t steps;
+  };
+
+  struct Totals {
+    Statistics statistics;  // summed over steps
+    int64_t steps = 0;
+  };
+
+  // At least two buffers: one is in use while the next plan is written. They are used in turn.
+  Scheduler(Config config, std::vector<Buffer> buffers, int64_t max_batch, int64_t max_slots)
+      : config_(std::move(config)), buffers_(std::move(buffers)), max_slots_(max_slots), plans_(buffers_.size()) {
+    mirror_.reserve(max_batch);
+    batch_.reserve(max_batch);
+    seq_lens_.reserve(max_batch);
+    worker_.reserve(max_batch);
+    totals_.statistics.query_sizes.assign(config_.max_queries + 1, 0);
+  }
+
+  ~Scheduler() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    if (thread_.joinable()) thread_.join();
+  }
+
+  // Events; mirror.h says what they do and when they throw.
+
+  void insert(int64_t id, int64_t parent, int64_t length, Head head) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    mirror_.insert(id, parent, length, head);
+  }
+
+  void split(int64_t id, int64_t upper, int64_t length, Head head) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    mirror_.split(id, upper, length, head);
+  }
+
+  void evict(int64_t id, std::vector<int32_t>& released) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    mirror_.evict(id, [&](int32_t request) {
+      released.push_back(request);
+      leave(request, /*stays=*/true);
+      mirror_.release(request);
+    });
+  }
+
+  // Forgets every path; the batch stays, with nothing known about it.
+  void reset() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const int32_t request : batch_)
+      if (request != kNone) mirror_.request(request).position = kNone;
+    std::fill(batch_.begin(), batch_.end(), kNone);
+    mirror_.clear();
+    ++version_;
+  }
+
+  int32_t bind(int64_t node, int32_t row) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return mirror_.bind(node, row);
+  }
+
+  void move(int32_t request, int64_t node, int32_t row) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check(request);
+    mirror_.move(request, node, row);
+    if (mirror_.request(request).position != kNone) ++version_;
+  }
+
+  // Returns where in the batch the request was, -1 if it was not.
+  int32_t release(int32_t request) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check(request);
+    const int32_t position = mirror_.request(request).position;
+    leave(request, /*stays=*/false);
+    mirror_.release(request);
+    return position;
+  }
+
+  int32_t find(int64_t id, int64_t& parent, int64_t& length) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const int32_t node = mirror_.find(id);
+    if (node > kRoot) parent = mirror_.node(mirror_.node(node).parent).id, length = mirror_.node(node).length;
+    return node;
+  }
+
+  // The node below `parent` that starts with `head`; kRootId if there is none.
+  int64_t child(int64_t parent, Head head) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const int32_t node = mirror_.child(mirror_.known(parent), head);
+    return node == kNone ? kRootId : mirror_.node(node).id;
+  }
+
+  int32_t any_request(int64_t node) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return mirror_.any_request(mirror_.known(node));
+  }
+
+  void prune(int64_t node) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    mirror_.prune(mirror_.find(node));
+  }
+
+  // (node, row, where its path ends) of a bound request.
+  void binding(int32_t request, int64_t& node, int64_t& row, int64_t& end) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check(request);
+    const Request& r = mirror_.request(request);
+    node = mirror_.node(r.node).id, row = r.row, end = mirror_.node(r.node).end();
+  }
+
+  // The batch expected next.
+
+  void set_batch(const int32_t* requests, int64_t size) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const int32_t request : batch_)
+      if (request != kNone) mirror_.request(request).position = kNone;
+    batch_.clear();
+    seq_lens_.clear();
+    ++version_;
+    for (int64_t i = 0; i < size; ++i) append(requests[i], 1);
+  }
+
+  // A request joins at the end; `length` is its tokens, as far as they are known.
+  // Returns false where the request is in the batch already.
+  bool join(int32_t request, int64_t length) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check(request);
+    if (mirror_.request(request).position != kNone) return false;
+    append(request, length);
+    ++version_;
+    return true;
+  }
+
+  // Let the planning thread make the next plan; the batch has run `steps` steps since its lengths were last told.
+  void prepare(int64_t steps) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+      steps_ahead_ = steps;
+      wanted_ = true;
+    }
+    wake_.notify_one();
+  }
+
+  // The plan for the batch, whose requests now have `seq_lens` tokens: the one made ahead if it is for this very batch,
+  // else made now. The plan before it ran `steps` steps. Throws TooLarge.
+  Taken take(const int64_t* seq_lens, int64_t size, int64_t steps) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    wanted_ = false;
+    idle_.wait(lock, [this] { return !planning_; });
+    if (size != int64_t(batch_.size())) throw std::invalid_argument("as many lengths as requests are needed");
+    retire(steps);
+    const bool ahead = ready_ && ready_version_ == version_ && fits(seq_lens);
+    std::copy(seq_lens, seq_lens + size, seq_lens_.begin());
+    ready_ = false;
+    if (!ahead) {
+      delta_ = 0;
+      worker_.copy(mirror_, batch_, seq_lens_, 0);
+      plans_[back()] = worker_.plan(config_, config_.policy, buffers_[back()], max_slots_);
+    }
+    hand_out();
+    return Taken{front_, ahead, buffers_[front_].data[kSteps] - delta_};
+  }
+
+  // One query per work item, for when there is no plan to be had.
+  Taken fall_back(const int64_t* seq_lens, int64_t size, int64_t steps) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    wanted_ = false;
+    idle_.wait(lock, [this] { return !planning_; });
+    retire(steps);
+    ready_ = false;
+    fallback_lens_.assign(seq_lens, seq_lens + size);
+    fallback_batch_.assign(size, kNone);
+    worker_.copy(mirror_, fallback_batch_, fallback_lens_, 0);
+    Config whole = config_;
+    whole.workers = 1;  // nothing is cut, so that no workspace is needed
+    plans_[back()] = worker_.plan(whole, Policy::kQuery, buffers_[back()], max_slots_);
+    hand_out();
+    buffers_[front_].data[kSteps] = 0;
+    return Taken{front_, false, 0};
+  }
+
+  // Counts up to now, the current plan having run `steps` steps.
+  Totals totals(int64_t steps) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Totals totals = totals_;
+    add(totals, steps);
+    return totals;
+  }
+
+  const Statistics& current() const { return plans_[front_]; }
+  void set_delays(Delays delays) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    delays_ = delays;
+  }
+  int64_t version() const { return version_; }
+  size_t active_nodes() const { return mirror_.active_nodes(); }
+  size_t bytes() const { return mirror_.bytes() + worker_.bytes(); }
+
+ private:
+  // Everything between a batch and its plan, with its scratch memory.
+  class Worker {
+   public:
+    void reserve(size_t batch) {
+      prefixes_.reserve(batch);
+      packs_.reserve(batch);
+      unpacked_.reserve(batch);
+      optimal_.reserve(batch);
+      writer_.reserve(batch);
+      seq_lens_.reserve(batch);
+    }
+
+    void copy(Mirror& mirror, const std::vector<int32_t>& batch, const std::vector<int32_t>& seq_lens, int64_t steps) {
+      seq_lens_ = seq_lens;
+      if (steps > 0)
+        for (int32_t& length : seq_lens_) length += int32_t(steps);
+      prefixes_.take(mirror, batch, seq_lens_);
+    }
+
+    Statistics plan(const Config& config, Policy policy, Buffer buffer, int64_t max_slots) {
+      choices_.reset(prefixes_);
+      if (policy == Policy::kNaive) choose_naive(prefixes_, choices_);
+      if (policy == Policy::kOptimal && prefixes_.max_depth >= Optimal::kMaxDepth) policy = Policy::kPat;
+      if (policy == Policy::kOptimal) optimal_.solve(prefixes_, config);
+      packs_.begin(prefixes_, seq_lens_.size());
+      for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index) {
+        if (index > 0) {
+          if (policy == Policy::kPat) choose_pat(prefixes_, choices_, index, packs_.start(index), config);
+          if (policy == Policy::kOptimal) optimal_.choose(prefixes_, choices_, index);
+          if (policy == Policy::kCompute)
+            choose_compute(prefixes_, choices_, index, packs_.start(index), seq_lens_, config);
+        }
+        packs_.add(prefixes_, choices_, index, seq_lens_, config);
+      }
+      packs_.finish(config);
+      // Packing pays by the model or is not done.
+      const Packs* best = &packs_;
+      if (prefixes_.nodes.size() > 1 && packs_.cost > unpacked_cost(config)) {
+        choices_.reset(prefixes_);
+        unpacked_.begin(prefixes_, seq_lens_.size());
+        for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index)
+          unpacked_.add(prefixes_, choices_, index, seq_lens_, config);
+        best = &unpacked_;
+      }
+      Statistics statistics;
+      statistics.query_sizes.swap(spare_);
+      writer_.write(*best, seq_lens_, config, buffer.data, buffer.capacity, max_slots, statistics);
+      return statistics;
+    }
+
+    void recycle(Statistics& statistics) { spare_.swap(statistics.query_sizes); }
+    const std::vector<int32_t>& seq_lens() const { return seq_lens_; }
+
+    size_t bytes() const {
+      return prefixes_.nodes.capacity() * sizeof(Prefix) + prefixes_.order.capacity() * sizeof(int32_t) +
+             optimal_.bytes();
+    }
+
+   private:
+    int64_t unpacked_cost(const Config& config) const {
+      int64_t tokens = 0;
+      for (const int32_t length : seq_lens_) tokens += length;
+      return tokens * config.rates[1] + int64_t(seq_lens_.size()) * config.item_bytes;
+    }
+
+    std::vector<int32_t> seq_lens_;
+    std::vector<int64_t> spare_;
+    Prefixes prefixes_;
+    Choices choices_;
+    Optimal optimal_;
+    Packs packs_, unpacked_;
+    PlanWriter writer_;
+  };
+
+  void check(int32_t request) const {
+    if (!mirror_.is_bound(request)) throw Inconsistent("request " + std::to_string(request) + " is not bound");
+  }
+
+  void append(int32_t request, int64_t length) {
+    if (request != kNone) {
+      check(request);
+      mirror_.request(request).position = int32_t(batch_.size());
+    }
+    batch_.push_back(request);
+    seq_lens_.push_back(int32_t(length));
+  }
+
+  // A request loses its path, or leaves the batch altogether.
+  void leave(int32_t request, bool stays) {
+    const int32_t position = mirror_.request(request).position;
+    if (position == kNone) return;
+    ++version_;
+    if (stays) {
+      batch_[position] = kNone;
+      return;
+    }
+    batch_.erase(batch_.begin() + position);
+    seq_lens_.erase(seq_lens_.begin() + position);
+    for (size_t i = position; i < batch_.size(); ++i)
+      if (batch_[i] != kNone) mirror_.request(batch_[i]).position = int32_t(i);
+  }
+
+  int back() const { return (front_ + 1) % int(buffers_.size()); }
+
+  void hand_out() {
+    front_ = back();
+    in_use_ = true;
+  }
+
+  // The plan in use has run `steps` steps and will run no more.
+  void retire(int64_t steps) {
+    add(totals_, steps);
+    if (in_use_) worker_.recycle(plans_[front_]);
+    in_use_ = false;
+  }
+
+  // A plan made from shorter lengths is right as long as nothing has become shorter; how much longer, it stays good
+  // for that many steps less.
+  bool fits(const int64_t* seq_lens) {
+    const std::vector<int32_t>& made_for = worker_.seq_lens();
+    delta_ = 0;
+    for (size_t i = 0; i < made_for.size(); ++i) {
+      if (seq_lens[i] < made_for[i]) return false;
+      delta_ = std::max(delta_, seq_lens[i] - made_for[i]);
+    }
+    return delta_ == 0 || delta_ < buffers_[back()].data[kSteps] / 2;
+  }
+
+  void add(Totals& totals, int64_t steps) const {
+    if (!in_use_) return;
+    const Statistics& plan = plans_[front_];
+    // Every step each request, and with it every open work item, has one token more.
+    const int64_t grown = steps * (steps - 1) / 2;
+    Statistics& sum = totals.statistics;
+    totals.steps += steps;
+    sum.items += steps * plan.items;
+    sum.parts += steps * plan.parts;
+    sum.kv_tokens += steps * plan.kv_tokens + grown * plan.open_items;
+    sum.seq_tokens += steps * plan.seq_tokens + grown * plan.open_items;
+    for (size_t i = 0; i < plan.query_sizes.size(); ++i) sum.query_sizes[i] += steps * plan.query_sizes[i];
+  }
+
+  void run() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      wake_.wait(lock, [this] { return stop_ || wanted_; });
+      if (stop_) return;
+      pause(lock, delays_.before_copy);
+      if (!wanted_) continue;  // taken meanwhile
+      wanted_ = false;
+      if (batch_.empty()) continue;
+      planning_ = true;
+      ready_ = false;
+      const int64_t version = version_;
+      const int next = back();
+      worker_.copy(mirror_, batch_, seq_lens_, steps_ahead_);
+      const int64_t delay = delays_.before_publish;
+      lock.unlock();
+      bool made = true;
+      Statistics statistics;
+      try {
+        statistics = worker_.plan(config_, config_.policy, buffers_[next], max_slots_);
+      } catch (const std::exception&) {
+        made = false;  // `take` plans again and reports
+      }
+      if (delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
+      lock.lock();
+      if (made) plans_[next] = std::move(statistics);
+      ready_ = made;
+      ready_version_ = version;
+      planning_ = false;
+      idle_.notify_all();
+    }
+  }
+
+  static void pause(std::unique_lock<std::mutex>& lock, int64_t microseconds) {
+    if (microseconds == 0) return;
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
+    lock.lock();
+  }
+
+  const Config config_;
+  const std::vector<Buffer> buffers_;
+  const int64_t max_slots_;
+
+  std::mutex mutex_;
+  std::condition_variable wake_, idle_;
+  std::thread thread_;
+  Mirror mirror_;
+  std::vector<int32_t> batch_, seq_lens_;
+  int64_t version_ = 0;
+
+  Worker worker_;  // used under the mutex, or by the planning thread while `planning_`
+  bool wanted_ = false, planning_ = false, ready_ = false, stop_ = false;
+  int64_t ready_version_ = 0, steps_ahead_ = 0, delta_ = 0;
+  Delays delays_;
+
+  std::vector<Statistics> plans_;  // of each buffer
+  int front_ = 0;
+  bool in_use_ = false;
+  Totals totals_;
+  std::vector<int32_t> fallback_batch_, fallback_lens_;
+};
+
+}  // namespace pat

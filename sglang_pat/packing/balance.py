@@ -1,0 +1,107 @@
+"""Even work: packs cut and laid out in bins of equal cost (PAT §6 "long KV split", PackInfer §3.1's groups).
+
+The paper cuts what is longer than the mean into equal parts. That neither makes the device's last SM finish with the
+first nor spares short batches needless parts. Here bins are filled one after the other up to the average of what is
+left, and a pack is cut only where a bin would overflow (McNaughton's wrap-around rule); packs of one query go last
+into each bin, so that the cut falls on them while there are any: a cut of theirs makes one part, not one per query.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_pat.packing.config import PackConfig
+from sglang_pat.packing.heuristic import Pack
+from sglang_pat.packing.split import kv_length
+
+GRAIN = 16
+"""KV positions between possible cuts: the smallest n of an MMA (PAT §5.2, constraint 3)."""
+
+SLACK = 32
+"""A bin may exceed the average by its 1/SLACK-th before a pack is cut for it."""
+
+
+class _Queue(msgspec.Struct):
+    """Packs that wait for a bin; of the first one, the KV before `begin` is already laid out."""
+
+    packs: list[Pack]
+    index: int = 0
+    begin: int = 0
+
+    def __bool__(self) -> bool:
+        return self.index < len(self.packs)
+
+    def start(self) -> int:
+        return max(self.begin, self.packs[self.index].start)
+
+    def take(self) -> Pack:
+        pack = self.packs[self.index]
+        piece = Pack(self.start(), pack.end, pack.queries)
+        self.index, self.begin = self.index + 1, 0
+        return piece
+
+    def cut(self, tokens: int) -> Pack:
+        start = self.start()
+        self.begin = start + tokens
+        return Pack(start, self.begin, self.packs[self.index].queries)
+
+
+def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[list[Pack]]:
+    """Bins of packs; every KV head runs all of them, each on one worker from first to last.
+
+    Args:
+        packs: Packs of at most `config.max_queries` queries.
+        seq_lens: Tokens of each request.
+        config: Device and model.
+    """
+    costs = [kv_length(p, seq_lens) * config.rate(len(p.queries)) + config.cost.item_bytes for p in packs]
+    remaining = sum(costs)
+    least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.cost.item_bytes
+    count = config.bins(max(1, remaining // least))
+    wide, narrow = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])
+    bins = []
+    for left in range(count, 0, -1):
+        target = -(-remaining // left)
+        slack = target // SLACK if left > 1 else 2**62
+        load, members = 0, []
+        while (wide or narrow) and (gap := target - load) + slack > 0 and (load == 0 or gap > slack or left == 1):
+            queue = wide if wide else narrow
+            cost = _cost(queue, seq_lens, config)
+            if cost > gap + slack and queue is wide and narrow and load > 0:
+                queue = narrow
+                cost = _cost(queue, seq_lens, config)
+            if cost <= gap + slack:
+                members.append(queue.take())
+                load += cost
+                continue
+            tokens = _cut_tokens(queue, gap, seq_lens, config)
+            if tokens > 0:
+                piece = queue.cut(tokens)
+                remaining += config.cost.item_bytes
+                load += tokens * config.rate(len(piece.queries)) + config.cost.item_bytes
+                members.append(piece)
+            elif load == 0:
+                members.append(queue.take())
+                load += cost
+            break
+        remaining -= load
+        bins.append(members)
+    return bins
+
+
+def _tokens(queue: _Queue, seq_lens: list[int]) -> int:
+    pack = queue.packs[queue.index]
+    return kv_length(pack, seq_lens) - (queue.start() - pack.start)
+
+
+def _cost(queue: _Queue, seq_lens: list[int], config: PackConfig) -> int:
+    queries = len(queue.packs[queue.index].queries)
+    return _tokens(queue, seq_lens) * config.rate(queries) + config.cost.item_bytes
+
+
+def _cut_tokens(queue: _Queue, gap: int, seq_lens: list[int], config: PackConfig) -> int:
+    """How much of the queue's first pack fills `gap`, to the nearest grain; 0 where that is nothing or everything."""
+    rate = config.rate(len(queue.packs[queue.index].queries))
+    grains = (max(0, gap - config.cost.item_bytes) + rate * GRAIN // 2) // (rate * GRAIN)
+    tokens = int(grains) * GRAIN
+    return tokens if tokens < _tokens(queue, seq_lens) else 0
