@@ -49,6 +49,11 @@ def tokens(req: Any, start: int, stop: int) -> tuple[int, ...]:
     return (*prompt[start:stop], *output[max(0, start - len(prompt)) : stop - len(prompt)])
 
 
+def decode_len(req: Any) -> int:
+    """Tokens with which the request decodes next; 0 while more of its prompt is to come."""
+    return len(req.origin_input_ids) + len(req.output_ids) if req.output_ids else 0
+
+
 def namespace(req: Any) -> Hashable:
     """What keeps equal tokens apart in the cache: LoRA adapter, salt."""
     return (req.extra_key, getattr(req, "cache_salt", None))

@@ -8,9 +8,10 @@ from typing import Literal, get_args
 
 import msgspec
 
+from sglang_pat.kernels.jit import SANITIZE
 from sglang_pat.platform import AWAKE
 
-Policy = Literal["pat", "optimal", "naive", "query"]
+Policy = Literal["optimal", "pat", "compute", "naive", "query"]
 
 
 class ConfigError(ValueError):
@@ -21,16 +22,18 @@ class PatConfig(msgspec.Struct, frozen=True):
     """What a user may change; the defaults are right for serving.
 
     Attributes:
-        policy: `SGLANG_PAT_POLICY`: how queries are packed. `pat` is the paper's heuristic, `optimal` moves the
-            fewest bytes by its model, `naive` packs every node of the tree, and `query` gives every request its own
-            work items (to see what packing brings).
+        policy: `SGLANG_PAT_POLICY`: how queries are packed. `optimal` costs least by the model of bytes and time, `pat` is
+            the paper's heuristic, `compute` FastTree's, `naive` packs every node of the tree, and `query` gives every
+            request its own work items (to see what packing brings).
         reuse: `SGLANG_PAT_REUSE`: 1 keeps a plan until the batch or one of its paths changes, 0 plans every step.
+        ahead: `SGLANG_PAT_AHEAD`: 1 plans the next batch on a thread of its own while a step runs, 0 when its step comes.
         verify: `SGLANG_PAT_VERIFY`: 1 compares the KV slots of all queries of every work item before each step
             and falls back to one query per work item where they differ. Slow; for tests.
     """
 
-    policy: Policy = "pat"
+    policy: Policy = "optimal"
     reuse: bool = True
+    ahead: bool = True
     verify: bool = False
 
     @classmethod
@@ -44,7 +47,7 @@ class PatConfig(msgspec.Struct, frozen=True):
         choices = {"policy": {name: name for name in get_args(Policy)}}
         values = {}
         for variable, value in environment.items():
-            if not variable.startswith(prefix) or variable == AWAKE:
+            if not variable.startswith(prefix) or variable in (AWAKE, SANITIZE):
                 continue
             field = variable.removeprefix(prefix).lower()
             if field not in cls.__struct_fields__:

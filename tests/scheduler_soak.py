@@ -130,30 +130,29 @@ class Soak:
         return result
 
     def check(self) -> None:
-        mirror, table = self.observer.mirror, self.scheduler.req_to_token_pool.req_to_token
+        mirror, table = self.observer.scheduler, self.scheduler.req_to_token_pool.req_to_token
         running = {req.rid: req for req in self.scheduler.running_batch.reqs if not req.finished()}
-        bound = [rid for rid in running if rid in mirror.bindings]
+        bound = {rid: mirror.binding(rid) for rid in running if rid in mirror}
         self.running += len(running)
         self.bound += len(bound)
-        for rid in bound:
-            node, row = mirror.bindings[rid]
+        for rid, (_, row, end) in bound.items():
             assert row == compat.row(running[rid]), rid
-            assert node.end == compat.protected_len(running[rid]), rid
+            assert end == compat.protected_len(running[rid]), rid
         # Two requests share exactly what their rows share.
-        for i, first in enumerate(bound):
-            for second in bound[:i]:
-                (a, row_a), (b, row_b) = mirror.bindings[first], mirror.bindings[second]
-                length = min(a.end, b.end)
+        rids = list(bound)
+        for i, first in enumerate(rids):
+            for second in rids[:i]:
+                (a, row_a, end_a), (b, row_b, end_b) = bound[first], bound[second]
+                length = min(end_a, end_b)
                 equal = (table[row_a, :length] == table[row_b, :length]).int()
                 common = int(equal.cumprod(0).sum())
-                assert common == shared_end(a, b), (first, second, common, shared_end(a, b))
+                assert common == shared_end(mirror, a, b), (first, second, common, shared_end(mirror, a, b))
                 self.shared += common > 0
                 self.checked += 1
 
     def report(self) -> dict[str, Any]:
-        mirror = self.observer.mirror
-        assert not mirror.bindings, "requests are left"
-        assert list(mirror.nodes) == [ROOT] and not mirror.root.children, "nodes are left"
+        assert len(self.observer.scheduler) == 0, "requests are left"
+        assert self.observer.scheduler.num_nodes == 0, "nodes are left"
         assert not self.observer._requests, "requests are left in the observer"
         return {
             "cache": type(self.scheduler.tree_cache).__name__,
@@ -164,15 +163,24 @@ class Soak:
         }  # fmt: skip
 
 
-def shared_end(a: Any, b: Any) -> int:
-    """Where the paths of two mirror nodes part."""
-    ancestors = set()
-    while a is not None:
-        ancestors.add(a.id)
-        a = a.parent
-    while b.id not in ancestors:
-        b = b.parent
-    return b.end
+def shared_end(mirror: Any, a: int, b: int) -> int:
+    """Where the paths of two nodes part."""
+    shared = 0
+    for (node, length), (other, _) in zip(path(mirror, a), path(mirror, b), strict=False):
+        if node != other:
+            break
+        shared += length
+    return shared
+
+
+def path(mirror: Any, node: int) -> list[tuple[int, int]]:
+    """(node, length) from the first level down to `node`."""
+    result = []
+    while node != ROOT:
+        parent, length = mirror.find(node)
+        result.append((node, length))
+        node = parent
+    return result[::-1]
 
 
 def main() -> None:

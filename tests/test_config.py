@@ -11,15 +11,15 @@ def test_defaults() -> None:
 
 def test_values() -> None:
     config = PatConfig.from_environment(
-        {"SGLANG_PAT_POLICY": "query", "SGLANG_PAT_REUSE": "0", "SGLANG_PAT_VERIFY": "1"}
+        {"SGLANG_PAT_POLICY": "query", "SGLANG_PAT_REUSE": "0", "SGLANG_PAT_AHEAD": "0", "SGLANG_PAT_VERIFY": "1"}
     )
-    assert config == PatConfig(policy="query", reuse=False, verify=True)
+    assert config == PatConfig(policy="query", reuse=False, ahead=False, verify=True)
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("SGLANG_PAT_POLICY", "fast", "SGLANG_PAT_POLICY='fast' must be one of pat, optimal, naive, query"),
+        ("SGLANG_PAT_POLICY", "fast", "SGLANG_PAT_POLICY='fast' must be one of optimal, pat, compute, naive, query"),
         ("SGLANG_PAT_REUSE", "yes", "SGLANG_PAT_REUSE='yes' must be one of 0, 1"),
         ("SGLANG_PAT_POLCY", "pat", "SGLANG_PAT_POLCY is not a setting of sglang-pat"),
     ],

@@ -61,8 +61,8 @@ class Case:
         assert torch.isfinite(out).all()
         return ((out.double() - right).norm() / right.norm()).item()
 
-    def plan(self, tiles: TileTable = CPU_TILES, workers: int = 132, policy: str = "pat"):
-        return flatten(make_plan(self.batch, PackConfig(self.cost, tiles, workers, policy)))
+    def plan(self, tiles: TileTable = CPU_TILES, workers: int = 132, policy: str = "optimal") -> torch.Tensor:
+        return torch.from_numpy(flatten(make_plan(self.batch, PackConfig(self.cost, tiles, workers, policy))))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -13,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import TILES, batches, configs
 
-from sglang_pat.kernels import layout
-from sglang_pat.kernels.scheduler import InconsistentError, NativeScheduler, PlanTooLargeError
+from sglang_pat.kernels import jit, layout
+from sglang_pat.kernels.scheduler import NativeScheduler, PlanTooLargeError
 from sglang_pat.packing import OPEN, POLICIES, Batch, CostModel, Node, PackConfig, TileTable, WorkItem, make_plan, tree
+from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
     ROOT,
     NodeInserted,
@@ -24,6 +26,8 @@ from sglang_pat.radix_bridge.events import (
     RequestReleased,
 )
 from sglang_pat.radix_bridge.mirror import Mirror
+
+EXAMPLES = 40 if os.environ.get(jit.SANITIZE) else 400
 
 CONFIG = PackConfig(CostModel(8, 2, 64, 64, 2), TILES, workers=132)
 
@@ -57,7 +61,7 @@ def used(data: np.ndarray) -> list[int]:
 
 
 @given(batches(), configs())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_plans_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None:
     scheduler, seq_lens = load(batch, config)
     index, steps, _ = scheduler.take(seq_lens, 0)
@@ -67,7 +71,7 @@ def test_plans_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None
 
 
 @given(batches(max_queries=60, max_length=3000), configs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES // 6, deadline=None)
 def test_plans_of_larger_batches_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None:
     scheduler, seq_lens = load(batch, config)
     index, _, _ = scheduler.take(seq_lens, 0)
@@ -142,7 +146,7 @@ class Pair:
         rid = self.random.choice(self.batch) if self.batch and self.random.random() < 0.2 else f"r{self.rids}"
         self.rids += 1
         node = self.random.choice(list(self.mirror.nodes))
-        self.mirror.apply(RequestBound(rid, 7, node))
+        self.mirror.apply(RequestBound(rid, 7, node, 0))
         self.native.bind(rid, 7, node)
         if rid not in self.batch and self.random.random() < 0.8:
             self.batch.append(rid)
@@ -190,7 +194,7 @@ class Pair:
 
 
 @given(st.integers(0, 2**32), configs(), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES // 6, deadline=None)
 def test_event_sequences_lead_to_the_oracles_mirror_and_plans(seed: int, config: PackConfig, prepare: bool) -> None:
     pair = Pair(seed, config)
     for step in range(80):
@@ -223,10 +227,22 @@ def test_an_eviction_under_running_requests_unbinds_them_and_they_stay_in_the_ba
     assert {tuple(item.queries) for item in layout.work_items(scheduler.buffers[index])} == {(0,), (1,), (2,), (3,)}
 
 
+def test_a_batch_whose_request_got_a_path_after_all_must_be_set_again() -> None:
+    scheduler, seq_lens = load(Batch([500] * 3, [Node(0, 300, [0, 1])]), CONFIG)
+    scheduler.release("2")
+    scheduler.set_batch(["0", "1", "late"])
+    assert not scheduler.stale
+    scheduler.bind("late", 2, 1)
+    assert scheduler.stale
+    scheduler.set_batch(["0", "1", "late"])
+    data = scheduler.buffers[scheduler.take(seq_lens, 0)[0]]
+    assert not scheduler.stale and max(len(item.queries) for item in layout.work_items(data)) == 3
+
+
 def test_after_a_reset_the_batch_shares_nothing() -> None:
     scheduler, seq_lens = load(Batch([500] * 3, [Node(0, 300, [0, 1, 2])]), CONFIG)
     scheduler.reset()
-    assert scheduler.num_nodes == 0 and "0" not in scheduler and scheduler.has_unbound
+    assert scheduler.num_nodes == 0 and "0" not in scheduler
     index, _, _ = scheduler.take(seq_lens, 0)
     assert layout.sections(scheduler.buffers[index]).header["num_queries"] >= 3
     assert all(len(item.queries) == 1 for item in layout.work_items(scheduler.buffers[index]))

@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 
+from sglang_pat.kernels.scheduler import NativeScheduler
+from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
 from sglang_pat.radix_bridge import Observer, hooks
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
+from sglang_pat.radix_bridge.observer import apply
 
 
 @pytest.fixture
 def observer(monkeypatch: pytest.MonkeyPatch) -> Observer:
-    observer = Observer()
+    observer = Observer(NativeScheduler(PackConfig(CostModel(8, 2, 64, 64, 2), CPU_TILES, 2), max_batch=8))
     monkeypatch.setattr(hooks, "_observer", observer)
-    observer.mirror.apply(NodeInserted(1, ROOT, 10, "head"))
-    observer.mirror.apply(RequestBound("running", 3, 1))
+    apply(observer.scheduler, NodeInserted(1, ROOT, 10, bytes(16)))
+    apply(observer.scheduler, RequestBound("running", 3, 1, 12))
     return observer
 
 
@@ -30,13 +33,13 @@ def test_a_cache_that_cannot_be_read_leaves_serving_alone(observer: Observer, ca
         hooks._on_cached(None, cache, req)
     assert observer.faults == 2
     assert len(caplog.records) == 1
-    assert not observer.mirror.bindings, "what runs now is decoded unpacked"
+    assert len(observer.scheduler) == 0, "what runs now is decoded unpacked"
 
 
 def test_an_eviction_under_a_running_request_unbinds_it(observer: Observer) -> None:
     hooks._on_evict_id(None, None, 1)
     assert observer.faults == 1
-    assert not observer.mirror.bindings
+    assert len(observer.scheduler) == 0
 
 
 def test_subscribers_hear_what_the_mirror_hears(observer: Observer) -> None:

@@ -1,38 +1,47 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
+import torch
 
 from sglang_pat.backend.planner import Planner
+from sglang_pat.kernels import layout
+from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
-from sglang_pat.packing.scheduler import POLICIES
-from sglang_pat.radix_bridge import Mirror
-from sglang_pat.radix_bridge.events import ROOT, NodeInserted, NodeSplit, RequestBound, RequestReleased
+from sglang_pat.radix_bridge.events import ROOT, Event, NodeInserted, NodeSplit, RequestBound, RequestReleased
+from sglang_pat.radix_bridge.observer import apply
 
-COST = CostModel(8, 2, 64, 64, 2)
+CONFIG = PackConfig(CostModel(8, 2, 64, 64, 2), CPU_TILES, 1)
 
 
 class Decode:
     """A batch that decodes: `step` runs one step, and every request has one token more."""
 
-    def __init__(self, reuse: bool = True, policy: str = "pat") -> None:
-        self.mirror = Mirror()
-        self.mirror.apply(NodeInserted(1, ROOT, 500, "prefix"))
-        self.planner = Planner(self.mirror, PackConfig(COST, CPU_TILES, 132, policy), reuse)
+    def __init__(self, reuse: bool = True, ahead: bool = False) -> None:
+        buffers = [torch.zeros(layout.capacity(CONFIG, 64), dtype=torch.int32) for _ in range(2)]
+        self.scheduler = NativeScheduler(CONFIG, max_batch=64, buffers=buffers)
+        self.planner = Planner(self.scheduler, reuse, ahead)
         self.seq_lens: dict[str, int] = {}
+        self.apply(NodeInserted(1, ROOT, 500, bytes(16)))
+
+    def apply(self, event: Event) -> None:
+        apply(self.scheduler, event)
+        self.planner.on_event(event)
 
     def join(self, rid: str, length: int = 520, bind: bool = True) -> None:
         self.seq_lens[rid] = length
         if bind:
-            self.mirror.apply(RequestBound(rid, len(self.seq_lens), 1))
+            self.apply(RequestBound(rid, len(self.seq_lens), 1, length))
 
     def leave(self, rid: str) -> None:
         del self.seq_lens[rid]
-        self.mirror.apply(RequestReleased(rid))
+        self.apply(RequestReleased(rid))
 
-    def step(self, **arguments):
-        plan = self.planner.plan(list(self.seq_lens), lambda: list(self.seq_lens.values()), **arguments)
+    def step(self, **arguments) -> torch.Tensor:
+        lengths = torch.tensor(list(self.seq_lens.values()))
+        plan = self.planner.plan(list(self.seq_lens), lambda: lengths, **arguments)
         for rid in self.seq_lens:
             self.seq_lens[rid] += 1
         return plan
@@ -67,27 +76,27 @@ def test_joining_and_leaving_make_a_new_plan(decode: Decode) -> None:
 
 def test_a_request_outside_the_batch_makes_no_new_plan(decode: Decode) -> None:
     first = decode.step()
-    decode.mirror.apply(RequestBound("still prefilling", 9, 1))
+    decode.apply(RequestBound("still prefilling", 9, 1, 0))
     assert decode.step() is first
 
 
 def test_a_split_of_an_active_path_alone_makes_no_new_plan(decode: Decode) -> None:
     first = decode.step()
-    decode.mirror.apply(NodeSplit(1, 2, 100, "rest"))
+    decode.apply(NodeSplit(1, 2, 100, b"rest".ljust(16)))
     assert decode.step() is first
 
 
 def test_binding_a_request_of_the_batch_makes_a_new_plan(decode: Decode) -> None:
     decode.join("d", bind=False)
     decode.step()
-    decode.mirror.apply(RequestBound("d", 9, 1))
+    decode.apply(RequestBound("d", 9, 1, 521))
     decode.step()
     assert decode.plans == 2
 
 
 def test_the_same_ids_after_a_retraction_are_planned_again(decode: Decode) -> None:
     decode.step()
-    decode.mirror.apply(RequestReleased("b"))
+    decode.apply(RequestReleased("b"))
     decode.step()
     assert decode.plans == 2
 
@@ -123,25 +132,63 @@ def test_counters_are_those_of_the_steps(decode: Decode) -> None:
 def test_a_failure_of_planning_serves_the_step_unpacked_and_is_reported_once(
     decode: Decode, monkeypatch, caplog
 ) -> None:
-    def fail(batch, cost):
+    def fail(seq_lens, steps):
         raise RuntimeError("boom")
 
-    monkeypatch.setitem(POLICIES, "pat", fail)
+    monkeypatch.setattr(decode.scheduler, "take", fail)
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
-            plan = decode.step()
-            assert plan.items.shape[0] == 3 and plan.num_slots == 0
+            plan = decode.step().numpy()
+            assert layout.num_slots(plan) == 0 and len(layout.work_items(plan)) == 3
     assert [record.exc_info[1].args for record in caplog.records] == [("boom",)]
     monkeypatch.undo()
-    packed = decode.step()
-    assert packed.num_slots > 0, "packing goes on as soon as it works again"
+    assert layout.num_slots(decode.step().numpy()) > 0, "packing goes on as soon as it works again"
     counters = decode.planner.counters()
     assert (counters.fallbacks, counters.steps, counters.plans) == (3, 4, 4)
 
 
 def test_a_plan_that_contradicts_the_slots_is_not_used(decode: Decode) -> None:
-    def refuse(plan):
+    def refuse(items):
         raise AssertionError("not shared")
 
-    plan = decode.step(verify=refuse)
-    assert plan.num_slots == 0 and decode.planner.counters().fallbacks == 1
+    plan = decode.step(verify=refuse).numpy()
+    assert layout.num_slots(plan) == 0 and decode.planner.counters().fallbacks == 1
+
+
+def test_another_order_makes_a_new_plan(decode: Decode) -> None:
+    decode.step()
+    decode.seq_lens = dict(reversed(decode.seq_lens.items()))
+    plan = decode.step().numpy()
+    assert decode.plans == 2
+    tails = [item for item in layout.work_items(plan) if len(item.queries) == 1]
+    assert len(tails) == 3
+
+
+def test_with_time_to_spare_every_plan_but_the_first_is_made_ahead() -> None:
+    decode = Decode(ahead=True)
+    for rid in "abc":
+        decode.join(rid)
+    decode.step()
+    for change in (lambda: decode.join("d"), lambda: decode.leave("a"), lambda: decode.leave("d"), lambda: None):
+        change()
+        time.sleep(0.05)
+        decode.step()
+    while decode.plans < 5:
+        if decode.planner._used == decode.planner._good:
+            time.sleep(0.05)
+        decode.step()
+    counters = decode.planner.counters()
+    assert (counters.plans, counters.plans_ahead) == (5, 4)
+
+
+def test_a_request_that_does_not_come_though_it_was_expected_costs_a_plan_and_nothing_else() -> None:
+    decode = Decode(ahead=True)
+    decode.join("a")
+    decode.join("b")
+    decode.step()
+    decode.apply(RequestBound("still waiting", 9, 1, 600))
+    time.sleep(0.05)
+    for _ in range(3):
+        assert layout.sections(decode.step().numpy()).header["batch"] == 2
+    assert decode.planner.counters().fallbacks == 0
+    assert decode.plans == 2

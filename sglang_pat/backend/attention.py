@@ -13,16 +13,15 @@ from sglang_pat import compat
 from sglang_pat.backend import support
 from sglang_pat.backend.planner import Planner
 from sglang_pat.config import PatConfig
-from sglang_pat.kernels import cpu, jit
-from sglang_pat.packing import CPU_TILES, CostModel, PackConfig, Plan
+from sglang_pat.kernels import cpu, jit, layout
+from sglang_pat.kernels.scheduler import NativeScheduler
+from sglang_pat.packing import CPU_TILES, CostModel, PackConfig, WorkItem
 from sglang_pat.radix_bridge import Observer, hooks
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from sglang_pat.kernels.layout import PlanTensors
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +43,7 @@ def create(runner: ModelRunner) -> PatAttnBackend:
         support.check_model(runner, fallback="torch_native")
         config = PatConfig.from_environment()
         jit.load("cpu")
+        jit.load("packing")
     except (ValueError, jit.BuildError) as error:
         # SGLang prints a traceback; the reason shall also stand on a line of its own.
         logger.error("%s", error)
@@ -60,17 +60,18 @@ class PatAttnBackend(AttentionBackend):
         self.config = config
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self.plan: PlanTensors | None = None
+        self.plan: torch.Tensor | None = None
         self.rows: torch.Tensor | None = None
         self.seq_lens: torch.Tensor | None = None
 
         cost = CostModel(*compat.attention_shape(runner), runner.kv_cache_dtype.itemsize)
-        observer = Observer()
-        self.planner = Planner(
-            observer.mirror,
-            PackConfig(cost, CPU_TILES, workers=torch.get_num_threads(), policy=config.policy),
-            reuse=config.reuse,
-        )
+        pack_config = PackConfig(cost, CPU_TILES, workers=torch.get_num_threads(), policy=config.policy)
+        max_batch = runner.req_to_token_pool.size
+        buffers = [torch.zeros(layout.capacity(pack_config, max_batch), dtype=torch.int32) for _ in range(2)]
+        scheduler = NativeScheduler(pack_config, max_batch, buffers=buffers)
+        observer = Observer(scheduler)
+        self.planner = Planner(scheduler, reuse=config.reuse, ahead=config.ahead)
+        observer.subscribers.append(self.planner.on_event)
         layer_bytes = cost.token_bytes * runner.model_config.num_hidden_layers
         hooks.install(
             observer,
@@ -78,7 +79,7 @@ class PatAttnBackend(AttentionBackend):
                 **self.planner.counters().report(layer_bytes),
                 "nodes": observer.nodes,
                 "faults": observer.faults,
-                "bound": len(observer.mirror.bindings),
+                "bound": len(scheduler),
             },
         )
         logger.info("sglang-pat: %s, %d threads", config, torch.get_num_threads())
@@ -92,7 +93,9 @@ class PatAttnBackend(AttentionBackend):
         rids = forward_batch.rids or [""] * len(lengths)
         self.rows = forward_batch.req_pool_indices[: len(rids)].long()
         self.seq_lens = forward_batch.seq_lens[: len(rids)].long()
-        self.plan = self.planner.plan(rids, lengths[: len(rids)].tolist, self._verify if self.config.verify else None)
+        self.plan = self.planner.plan(
+            rids, lengths[: len(rids)].to("cpu", torch.int64).contiguous, self._verify if self.config.verify else None
+        )
 
     def forward_decode(
         self,
@@ -151,10 +154,10 @@ class PatAttnBackend(AttentionBackend):
     def support_triton(self) -> bool:
         return self.inner.support_triton()
 
-    def _verify(self, plan: Plan) -> None:
+    def _verify(self, items: list[WorkItem]) -> None:
         assert self.rows is not None
         table = self.req_to_token_pool.req_to_token
-        for item in plan.items:
+        for item in items:
             if len(item.queries) > 1:
                 slots = table[self.rows[item.queries], item.start : item.end]
                 if not (slots == slots[0]).all():

@@ -1,121 +1,121 @@
-"""Lazy update (PAT §5.1): when a plan may be used again, and what happens when none can be made."""
+"""Lazy update (PAT §5.1): when a plan may be used again, when the next one is begun, and what happens without any."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from sglang_pat.backend.counters import Counters
-from sglang_pat.kernels.layout import PlanTensors, flatten
-from sglang_pat.packing import Batch, PackConfig, Plan, make_plan
-from sglang_pat.radix_bridge import Mirror
+from sglang_pat.kernels import layout
+from sglang_pat.kernels.scheduler import NativeScheduler
+from sglang_pat.packing import WorkItem
+from sglang_pat.radix_bridge.events import Event
 
 logger = logging.getLogger(__name__)
 
 
-class Current(msgspec.Struct):
-    """The plan in use, and what it was made from."""
-
-    rids: list[str]
-    paths: list[tuple[int, int]]
-    seq_lens: list[int]
-    plan: Plan
-    tensors: PlanTensors
-    used: int = 0
-
-
 class Planner:
-    """Makes and reuses plans for the batches of one scheduler process.
+    """Hands out plans for the batches of one scheduler process.
 
     A plan does not depend on how long tails are, and names KV by batch position, not by row: it stays right as long
     as the same requests are in the same order and hang at the same places in the tree.
     """
 
-    def __init__(self, mirror: Mirror, config: PackConfig, reuse: bool = True) -> None:
-        self._mirror = mirror
-        self._config = config
+    def __init__(self, scheduler: NativeScheduler, reuse: bool = True, ahead: bool = True) -> None:
+        """
+        Args:
+            scheduler: Hears of every radix-tree event before `on_event` does.
+            reuse: Keep a plan while it is good; otherwise plan every step.
+            ahead: Let the scheduler's own thread plan the next batch as soon as it is expected.
+        """
+        self._scheduler = scheduler
         self._reuse = reuse
-        self._current: Current | None = None
-        self._epoch = -1
-        self._retired = Counters()
+        self._ahead = ahead
+        self._data: Any = None
+        self._rids: list[str] = []
+        self._used = self._good = 0
+        self._epoch = self._version = self._prepared = -1
+        self._counts = Counters()
         self._failed = False
 
     def plan(
         self,
-        rids: Sequence[str],
-        seq_lens: Callable[[], list[int]],
-        verify: Callable[[Plan], None] | None = None,
-    ) -> PlanTensors:
-        """The plan for the next decode step; it counts as a step run.
+        rids: list[str],
+        seq_lens: Callable[[], Any],
+        verify: Callable[[list[WorkItem]], None] | None = None,
+    ) -> Any:
+        """The plan for the next decode step, one of the scheduler's buffers; it counts as a step run.
 
         Args:
             rids: Request ids in batch order.
-            seq_lens: Gives their lengths; asked for only when a plan has to be made.
+            seq_lens: Gives their lengths, an int64 host array; asked for only when a plan has to be made.
             verify: Raises where a plan contradicts the KV slots.
         """
-        rids = list(rids)
-        current = self._current
-        if current is None or not self._may_reuse(current, rids):
-            current = self._make(rids, seq_lens())
-        if verify is not None and not self._accepted(verify, current):
-            current = self._fall_back(rids, seq_lens())
-        self._current = current
-        current.used += 1
-        return current.tensors
+        if not (self._used < self._good and self._reuse and self._stands_still() and rids == self._rids):
+            self._make(rids, seq_lens())
+        if verify is not None and not self._accepted(verify):
+            self._fall_back(seq_lens())
+        self._used += 1
+        if self._ahead and self._used == self._good:
+            self._scheduler.prepare(self._used)
+        return self._data
+
+    def on_event(self, event: Event) -> None:
+        """The scheduler took an event: if the next batch will be another one, begin to plan it."""
+        if not self._ahead or self._data is None:
+            return
+        version = self._scheduler.version
+        if version not in (self._version, self._prepared):
+            self._prepared = version
+            self._scheduler.prepare(self._used)
 
     def counters(self) -> Counters:
         """Counts up to now."""
-        counters = msgspec.structs.replace(self._retired, query_sizes=self._retired.query_sizes.copy())
-        if self._current is not None:
-            counters.add_run(self._current.plan, self._current.seq_lens, self._current.used)
-        return counters
+        totals = msgspec.structs.asdict(self._scheduler.totals(self._used))
+        return msgspec.structs.replace(self._counts, **totals, requests=self._scheduler.joined)
 
-    def _may_reuse(self, current: Current, rids: list[str]) -> bool:
-        if not self._reuse or current.used >= current.plan.steps or current.rids != rids:
+    def _stands_still(self) -> bool:
+        scheduler = self._scheduler
+        if scheduler.epoch == self._epoch:
+            return True
+        if scheduler.stale or scheduler.version != self._version:
             return False
-        if self._epoch != self._mirror.epoch:
-            self._epoch = self._mirror.epoch
-            return current.paths == self._mirror.paths(rids)
+        self._epoch = scheduler.epoch
         return True
 
-    def _make(self, rids: list[str], seq_lens: list[int]) -> Current:
-        self._epoch = self._mirror.epoch
+    def _make(self, rids: list[str], seq_lens: Any) -> None:
+        scheduler = self._scheduler
+        if scheduler.stale or rids != scheduler.batch:
+            scheduler.set_batch(rids)
+        self._rids = rids
+        self._epoch, self._version = scheduler.epoch, scheduler.version
         try:
-            paths = self._mirror.paths(rids)
-            plan = make_plan(Batch(seq_lens, self._mirror.batch_tree(rids)), self._config)
+            index, self._good, ahead = scheduler.take(seq_lens, self._used)
         except Exception:
             self._report_failure()
-            return self._fall_back(rids, seq_lens)
-        self._start(rids)
-        return Current(rids, paths, seq_lens, plan, flatten(plan))
+            self._fall_back(seq_lens)
+            return
+        self._data, self._used = scheduler.buffers[index], 0
+        self._counts.plans += 1
+        self._counts.plans_ahead += ahead
 
-    def _accepted(self, verify: Callable[[Plan], None], current: Current) -> bool:
+    def _accepted(self, verify: Callable[[list[WorkItem]], None]) -> bool:
         try:
-            verify(current.plan)
+            verify(layout.work_items(self._data.numpy()))
         except Exception:
             self._report_failure()
             return False
         return True
 
-    def _fall_back(self, rids: list[str], seq_lens: list[int]) -> Current:
+    def _fall_back(self, seq_lens: Any) -> None:
         """One query per work item, for this step only."""
-        self._start(rids)
-        self._retired.fallbacks += 1
-        plan = make_plan(Batch(seq_lens), msgspec.structs.replace(self._config, policy="query"))
-        plan.steps = 0
-        return Current(rids, [], seq_lens, plan, flatten(plan))
-
-    def _start(self, rids: list[str]) -> None:
-        """Close the account of the plan so far."""
-        previous: Sequence[str] = ()
-        if self._current is not None:
-            previous = self._current.rids
-            self._retired.add_run(self._current.plan, self._current.seq_lens, self._current.used)
-            self._current = None
-        self._retired.plans += 1
-        self._retired.requests += len(set(rids).difference(previous))
+        self._data = self._scheduler.buffers[self._scheduler.fall_back(seq_lens, self._used)]
+        self._used = self._good = 0
+        self._counts.plans += 1
+        self._counts.fallbacks += 1
 
     def _report_failure(self) -> None:
         if not self._failed:

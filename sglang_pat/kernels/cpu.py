@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_pat.kernels import jit
-from sglang_pat.kernels.layout import PlanTensors
+from sglang_pat.kernels import jit, layout
 
 
 def decode(
@@ -15,7 +14,7 @@ def decode(
     req_to_token: torch.Tensor,
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
-    plan: PlanTensors,
+    plan: torch.Tensor,
     *,
     scale: float,
     logit_cap: float = 0.0,
@@ -29,7 +28,7 @@ def decode(
         req_to_token: [requests, context], int32: the slot of each position of each request.
         rows: [batch], int64: each query's row of `req_to_token`.
         seq_lens: [batch], int64: tokens of each query's request, its own included.
-        plan: A plan for this batch; tails end where `seq_lens` says.
+        plan: A plan for this batch (layout.py), int32; tails end where `seq_lens` says.
         scale: Factor on q k^T.
         logit_cap: Scores become cap * tanh(score / cap); 0 for none.
 
@@ -42,8 +41,9 @@ def decode(
     """
     batch, heads = q.shape[:2]
     out = torch.empty(batch, heads, v.shape[2])
-    partial = torch.empty(plan.num_slots, heads, v.shape[2])
-    lse = torch.empty(plan.num_slots, heads)
+    num_slots = layout.num_slots(plan.numpy())
+    partial = torch.empty(num_slots, heads, v.shape[2])
+    lse = torch.empty(num_slots, heads)
     jit.load("cpu").decode(
         q.float(),
         k,
@@ -52,10 +52,7 @@ def decode(
         req_to_token,
         rows,
         seq_lens,
-        plan.items,
-        plan.queries,
-        plan.slots,
-        plan.part_offsets,
+        plan,
         partial,
         lse,
         scale,

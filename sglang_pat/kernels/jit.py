@@ -51,8 +51,10 @@ def load(name: str) -> Any:
     folder = CSRC / name
     sanitizers = os.environ.get(SANITIZE, "")
     extra = EXTRA_FLAGS[name] + ([f"-fsanitize={sanitizers}", "-g"] if sanitizers else [])
-    flags = ["-O3", "-march=native", "-Wall", "-Wno-psabi", *extra, f"-DPAT_BUILD={_digest(folder)}"]
+    flags = ["-O3", "-march=native", "-Wall", "-Wno-psabi", *extra, f"-DPAT_BUILD={_digest()}"]
     began = time.monotonic()
+    # A library preloaded into this process, such as a sanitizer's, is not meant for the compiler.
+    preloaded = os.environ.pop("LD_PRELOAD", None)
     try:
         module = cpp.load(
             f"sglang_pat_{name}",
@@ -62,14 +64,17 @@ def load(name: str) -> Any:
         )
     except RuntimeError as error:
         raise BuildError(f"{compiler} could not build sglang-pat's '{name}' module: {error}") from error
+    finally:
+        if preloaded is not None:
+            os.environ["LD_PRELOAD"] = preloaded
     logger.info("sglang-pat's '%s' module is ready after %.1f s", name, time.monotonic() - began)
     return module
 
 
-def _digest(folder: Path) -> str:
+def _digest() -> str:
     """Names a build by its headers and machine too: tvm-ffi's own key covers source paths and flags only."""
     digest = hashlib.sha256(f"{platform.machine()} {_cpu_flags()}".encode())
-    for path in sorted(folder.iterdir()):
+    for path in sorted(CSRC.rglob("*.*")):
         digest.update(path.read_bytes())
     return f"0x{digest.hexdigest()[:15]}"
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from sglang_pat.packing import Plan, Tile, WorkItem
+from sglang_pat.packing import PackConfig, Plan, Tile, WorkItem
 
 HEADER = (
     "num_items",
@@ -49,20 +49,23 @@ class Sections(msgspec.Struct):
     bins: np.ndarray
 
 
-def capacity(max_batch: int) -> int:
+def capacity(config: PackConfig, max_batch: int) -> int:
     """Ints that hold any sensible plan of `max_batch` requests.
 
-    A compact tree has fewer prefixes than requests, so packs are at most two per request, and cuts add a few for each
-    worker; 16 parts per query are more than ten levels of prefixes ever made. What does not fit is decoded unpacked.
+    A compact tree has fewer prefixes than requests, so packs are at most two per request; splits by the query limit and
+    cuts at the ends of bins add to them; 16 parts per query are more than ten levels of prefixes ever made. What does
+    not fit is decoded unpacked.
     """
-    return len(HEADER) + (3 * max_batch + 4096) * len(COLUMNS) + 2 * 16 * max_batch + max_batch + 1 + 4096
+    bins = config.bins(2**30)
+    items, queries = 3 * max_batch + 2 * bins, 16 * max_batch + bins * config.max_queries
+    return len(HEADER) + items * len(COLUMNS) + 2 * queries + max_batch + bins + 2
 
 
 def flatten(plan: Plan) -> np.ndarray:
     """Lay out `plan`."""
     offsets = [0]
-    for parts in plan.num_parts:
-        offsets.append(offsets[-1] + (parts if parts > 1 else 0))
+    for count in plan.num_parts:
+        offsets.append(offsets[-1] + (count if count > 1 else 0))
     items: list[int] = []
     queries: list[int] = []
     slots: list[int] = []
@@ -73,11 +76,16 @@ def flatten(plan: Plan) -> np.ndarray:
             offsets[query] + part if plan.num_parts[query] > 1 else -1
             for query, part in zip(item.queries, item.parts, strict=True)
         ]
-    body = [value for section in sections for value in section]
     counts = [len(plan.items), len(queries), offsets[-1], len(plan.bins) - 1, len(plan.num_parts)]
-    sections = [items, queries, slots, offsets, plan.bins]
-    begins = np.cumsum([len(HEADER), *map(len, sections)]).tolist()
+    lists = [items, queries, slots, offsets, plan.bins]
+    begins = np.cumsum([len(HEADER), *map(len, lists)]).tolist()
+    body = [value for values in lists for value in values]
     return np.array([*counts, *begins, plan.steps, *body], dtype=np.int32)
+
+
+def num_slots(data: np.ndarray) -> int:
+    """Slots of the workspace that a laid out plan needs."""
+    return int(data[HEADER.index("num_slots")])
 
 
 def sections(data: np.ndarray) -> Sections:

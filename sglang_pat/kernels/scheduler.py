@@ -13,10 +13,7 @@ import tvm_ffi
 
 from sglang_pat.kernels import jit, layout
 from sglang_pat.packing import POLICIES, PackConfig
-
-
-class InconsistentError(Exception):
-    """An event does not fit what the scheduler knows; the request concerned is served unpacked."""
+from sglang_pat.packing.tree import InconsistentError
 
 
 class PlanTooLargeError(Exception):
@@ -53,6 +50,7 @@ class NativeScheduler:
         batch: Ids of the batch expected next, in order. It follows `join` and `release`.
         joined: Requests that joined the batch so far.
         epoch: Changes with every event.
+        stale: A request of the batch that had no path got one or left: the batch must be set again.
     """
 
     def __init__(
@@ -63,18 +61,19 @@ class NativeScheduler:
             config: Device and model.
             max_batch: Requests of the largest batch.
             max_slots: Parts that the kernels' workspace holds.
-            buffers: Two int32 host arrays of `layout.capacity(max_batch)` for the plans, NumPy's if None.
+            buffers: Two int32 host arrays of `layout.capacity(config, max_batch)` for the plans, NumPy's if None.
 
         Raises:
             jit.BuildError: There is no working C++ compiler.
         """
         self._module = jit.load("packing")
         if buffers is None:
-            buffers = [np.zeros(layout.capacity(max_batch), dtype=np.int32) for _ in range(2)]
+            buffers = [np.zeros(layout.capacity(config, max_batch), dtype=np.int32) for _ in range(2)]
         self.buffers = buffers
         self.batch: list[str] = []
         self.joined = 0
         self.epoch = 0
+        self.stale = False
         self._requests: dict[str, int] = {}
         self._rids: dict[int, str] = {}
         self._unbound: set[str] = set()
@@ -108,6 +107,7 @@ class NativeScheduler:
         if count < 0:
             return
         for request in released[:count].tolist():
+            self._unbound.add(self._rids[request])
             self._forget(request)
         raise InconsistentError(f"node {node} was evicted while requests were running on it")
 
@@ -117,6 +117,7 @@ class NativeScheduler:
         self._requests.clear()
         self._rids.clear()
         self._unbound = set(self.batch)
+        self.stale = False
         self._module.reset(self._handle)
 
     def bind(self, rid: str, row: int, node: int) -> None:
@@ -128,15 +129,14 @@ class NativeScheduler:
         request = self._event(self._module.bind, node, row)
         self._requests[rid] = request
         self._rids[request] = rid
-        if self._unbound:
-            self._unbound.discard(rid)
+        self._check_stale(rid)
 
     def release(self, rid: str) -> None:
         """Request `rid` gave its row back."""
         self.epoch += 1
         request = self._requests.get(rid)
         if request is None:
-            self._unbound.discard(rid)
+            self._check_stale(rid)
             return
         position = self._module.release(self._handle, request)
         self._forget(request)
@@ -197,16 +197,12 @@ class NativeScheduler:
         """Changes when the batch or the path of one of its requests does."""
         return self._module.version(self._handle)
 
-    @property
-    def has_unbound(self) -> bool:
-        """Whether a request of the batch has no path; it may have got one since."""
-        return bool(self._unbound)
-
     def set_batch(self, rids: Sequence[str]) -> None:
         """The next batch is `rids`, whatever was expected."""
         self.joined += len(set(rids).difference(self.batch))
         self.batch = list(rids)
         requests = [self._requests.get(rid, -1) for rid in rids]
+        self.stale = False
         self._unbound = {rid for rid, request in zip(rids, requests, strict=True) if request < 0}
         self._module.set_batch(self._handle, tvm_ffi.from_dlpack(np.array(requests, dtype=np.int32)))
 
@@ -266,6 +262,11 @@ class NativeScheduler:
             return action(self._handle, *arguments)
         except RuntimeError as error:
             raise InconsistentError(_reason(error)) from None
+
+    def _check_stale(self, rid: str) -> None:
+        if self._unbound and rid in self._unbound:
+            self._unbound.discard(rid)
+            self.stale = True
 
     def _forget(self, request: int) -> None:
         del self._requests[self._rids.pop(request)]

@@ -65,7 +65,8 @@ class _Solver:
             self.cut_rate = self.part / share
 
     def solve(self, index: int) -> None:
-        prefix, ancestor, starts = self.prefixes[index], index, []
+        prefix, ancestor = self.prefixes[index], index
+        starts: list[int] = []
         while ancestor > 0 and len(starts) < MAX_SEGMENT:
             starts.append(self.prefixes[ancestor].start)
             ancestor = self.prefixes[ancestor].parent

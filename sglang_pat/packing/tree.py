@@ -7,6 +7,10 @@ from collections.abc import Iterator
 import msgspec
 
 
+class InconsistentError(Exception):
+    """An event does not fit what is known of the tree; the request concerned is served unpacked."""
+
+
 class Node(msgspec.Struct):
     """KV positions [start, end) that all of `queries` share.
 

@@ -1,6 +1,5 @@
 """Follows SGLang's prefix cache: events from its own tree, and a mirror of the paths that running requests use."""
 
-from sglang_pat.radix_bridge.mirror import Mirror
 from sglang_pat.radix_bridge.observer import Observer
 
-__all__ = ["Mirror", "Observer"]
+__all__ = ["Observer"]

@@ -13,7 +13,7 @@ ROOT = -1
 
 
 class NodeInserted(msgspec.Struct, frozen=True, tag=True):
-    """A node of `length` tokens below `parent`; `head` tells it from its siblings (namespace and first page)."""
+    """A node of `length` tokens below `parent`; `head`, 16 bytes, tells it from its siblings."""
 
     node: int
     parent: int
@@ -44,18 +44,24 @@ class TreeReset(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestBound(msgspec.Struct, frozen=True, tag=True):
-    """The row `row` of `req_to_token` holds the tree's own slots from the root down to the end of `node`."""
+    """The row `row` of `req_to_token` holds the tree's own slots from the root down to the end of `node`.
+
+    `length` is how many tokens the request has when it starts to decode, 0 while more of its prompt is to come.
+    """
 
     rid: str
     row: int
     node: int
+    length: int
 
 
 class RequestAdvanced(msgspec.Struct, frozen=True, tag=True):
-    """A bound request now ends at another node (its next chunk was prefilled, or more of it was cached)."""
+    """A bound request now ends at another node: its next chunk was prefilled, or more of it was cached."""
 
     rid: str
+    row: int
     node: int
+    length: int
 
 
 class RequestReleased(msgspec.Struct, frozen=True, tag=True):

@@ -1,10 +1,11 @@
-"""The mirror: the paths of the running requests, rebuilt from events alone."""
+"""The mirror in plain Python: what the native scheduler keeps (csrc/packing/mirror.h), as its oracle and for replays."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from sglang_pat.packing import tree
+from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
     ROOT,
     Event,
@@ -18,22 +19,18 @@ from sglang_pat.radix_bridge.events import (
 )
 
 
-class InconsistentError(Exception):
-    """An event does not fit what the mirror knows; the request concerned is served unpacked."""
-
-
 class MirrorNode:
     """A shared stretch of KV: `length` tokens from position `start`, and the requests that end here."""
 
     __slots__ = ("children", "head", "id", "length", "parent", "requests", "start")
 
-    def __init__(self, id: int, parent: MirrorNode | None, start: int, length: int, head: Hashable) -> None:
+    def __init__(self, id: int, parent: MirrorNode | None, start: int, length: int, head: bytes) -> None:
         self.id = id
         self.parent = parent
         self.start = start
         self.length = length
         self.head = head
-        self.children: dict[Hashable, MirrorNode] = {}
+        self.children: dict[bytes, MirrorNode] = {}
         self.requests: dict[str, None] = {}
 
     @property
@@ -42,18 +39,13 @@ class MirrorNode:
 
 
 class Mirror:
-    """Nodes and bindings of running requests.
-
-    Attributes:
-        epoch: Changes whenever a binding does, so that an unchanged epoch means unchanged paths.
-    """
+    """Nodes and bindings of running requests."""
 
     def __init__(self) -> None:
-        self.epoch = 0
         self._clear()
 
     def _clear(self) -> None:
-        self.root = MirrorNode(ROOT, None, 0, 0, None)
+        self.root = MirrorNode(ROOT, None, 0, 0, b"")
         self.nodes: dict[int, MirrorNode] = {ROOT: self.root}
         self.bindings: dict[str, tuple[MirrorNode, int]] = {}
 
@@ -72,37 +64,14 @@ class Mirror:
                 self._evict(event.node)
             case TreeReset():
                 self._clear()
-                self.epoch += 1
             case RequestBound():
                 self._bind(event.rid, event.row, event.node)
             case RequestAdvanced():
                 if event.rid not in self.bindings:
                     raise InconsistentError(f"request {event.rid} advanced without being bound")
-                self._bind(event.rid, self.bindings[event.rid][1], event.node)
+                self._bind(event.rid, event.row, event.node)
             case RequestReleased():
                 self._release(event.rid)
-
-    def child(self, parent: int, head: Hashable) -> MirrorNode | None:
-        """The node below `parent` that starts with `head`."""
-        return self.nodes[parent].children.get(head)
-
-    def any_request(self, node: MirrorNode) -> str:
-        """A request whose path leads through `node`."""
-        while not node.requests:
-            node = next(iter(node.children.values()))
-        return next(iter(node.requests))
-
-    def prune(self, node: MirrorNode | None) -> None:
-        """Forget `node` and its ancestors as far as no request uses them."""
-        while node is not None and node.parent is not None and not node.requests and not node.children:
-            del node.parent.children[node.head]
-            del self.nodes[node.id]
-            node = node.parent
-
-    def paths(self, rids: Sequence[str]) -> list[tuple[int, int]]:
-        """(node id, end) of each request's binding, (ROOT, 0) for one that is not bound: a batch's signature."""
-        unbound = (self.root, -1)
-        return [((node := self.bindings.get(rid, unbound)[0]).id, node.end) for rid in rids]
 
     def batch_tree(self, rids: Sequence[str]) -> list[tree.Node]:
         """The prefix tree of a batch: its first-level nodes, whose queries are positions in `rids`."""
@@ -160,18 +129,22 @@ class Mirror:
         previous = self.bindings.get(rid)
         node.requests[rid] = None
         self.bindings[rid] = (node, row)
-        self.epoch += 1
         if previous is not None and previous[0] is not node:
             del previous[0].requests[rid]
-            self.prune(previous[0])
+            self._prune(previous[0])
 
     def _release(self, rid: str) -> None:
-        # Counted for unbound requests too: the batch is no longer what it was.
-        self.epoch += 1
         binding = self.bindings.pop(rid, None)
         if binding is not None:
             del binding[0].requests[rid]
-            self.prune(binding[0])
+            self._prune(binding[0])
+
+    def _prune(self, node: MirrorNode | None) -> None:
+        """Forget `node` and its ancestors as far as no request uses them."""
+        while node is not None and node.parent is not None and not node.requests and not node.children:
+            del node.parent.children[node.head]
+            del self.nodes[node.id]
+            node = node.parent
 
     def _node(self, id: int) -> MirrorNode:
         node = self.nodes.get(id)

@@ -9,10 +9,15 @@ same first page has met the upper half of a split; and a split leaves the old id
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+import secrets
+from array import array
+from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any
 
 from sglang_pat import compat
+from sglang_pat.kernels.scheduler import NativeScheduler
+from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
     ROOT,
     Event,
@@ -24,23 +29,25 @@ from sglang_pat.radix_bridge.events import (
     RequestReleased,
     TreeReset,
 )
-from sglang_pat.radix_bridge.mirror import InconsistentError, Mirror
 
 logger = logging.getLogger(__name__)
 
+_SECRET = secrets.token_bytes(16)
+"""Keys the digests of first pages: no prompt can be made to look like the beginning of another."""
+
 
 class Observer:
-    """Feeds a mirror; the methods named `on_*` are what `hooks` calls.
+    """Feeds the scheduler; the methods named `on_*` are what `hooks` calls.
 
     Attributes:
-        mirror: The mirror.
-        subscribers: Called with every event after the mirror has taken it.
+        scheduler: Mirrors the paths and expects the batch.
+        subscribers: Called with every event after the scheduler has taken it.
         nodes: Nodes announced so far.
         faults: Times that the cache and the mirror disagreed; the request concerned is then served unpacked.
     """
 
-    def __init__(self) -> None:
-        self.mirror = Mirror()
+    def __init__(self, scheduler: NativeScheduler) -> None:
+        self.scheduler = scheduler
         self.subscribers: list[Callable[[Event], None]] = []
         self.nodes = 0
         self.faults = 0
@@ -84,7 +91,7 @@ class Observer:
         self.faults += 1
 
     def _emit(self, event: Event) -> None:
-        self.mirror.apply(event)
+        apply(self.scheduler, event)
         self.nodes += isinstance(event, NodeInserted | NodeSplit)
         for subscriber in self.subscribers:
             subscriber(event)
@@ -100,31 +107,53 @@ class Observer:
                 self._announce(req, cache.page_size, node, length, parent, start)
                 parent, start = node, start + length
         except InconsistentError:
-            self.mirror.prune(self.mirror.nodes[parent])
+            self.scheduler.prune(parent)
             raise
         self._requests[req.rid] = req
-        binding = self.mirror.bindings.get(req.rid)
-        row = compat.row(req)
-        if binding is None or binding[1] != row:
-            self._emit(RequestBound(req.rid, row, parent))
-        elif binding[0].id != parent:
-            self._emit(RequestAdvanced(req.rid, parent))
+        event = RequestAdvanced if req.rid in self.scheduler else RequestBound
+        self._emit(event(req.rid, compat.row(req), parent, compat.decode_len(req)))
 
     def _announce(self, req: Any, page: int, node: int, length: int, parent: int, start: int) -> None:
         """Make the mirror know the next node of a path, `length` tokens from `start` on, below `parent`."""
-        known = self.mirror.nodes.get(node)
+        known = self.scheduler.find(node)
         if known is None:
             head = _head(req, start, page)
-            other = self.mirror.child(parent, head)
+            other = self.scheduler.child(parent, head)
             if other is None:
                 self._emit(NodeInserted(node, parent, length, head))
             else:
-                witness = self._requests[self.mirror.any_request(other)]
-                self._emit(NodeSplit(other.id, node, length, _head(witness, start + length, page)))
-        elif known.parent is None or known.parent.id != parent or known.length != length:
+                witness = self._requests[self.scheduler.any_request(other)]
+                self._emit(NodeSplit(other, node, length, _head(witness, start + length, page)))
+        elif known != (parent, length):
             raise InconsistentError(f"node {node} is not where it was")
 
 
-def _head(req: Any, start: int, page: int) -> Hashable:
-    tokens = compat.tokens(req, start, start + page)
-    return (compat.namespace(req), tokens) if start == 0 else tokens
+def apply(scheduler: NativeScheduler, event: Event) -> None:
+    """Tell `scheduler` one event; a request whose prompt is complete is expected in the next batch.
+
+    Raises:
+        InconsistentError: The event names a node or request that is not there, or is there already.
+    """
+    match event:
+        case NodeInserted(node, parent, length, head):
+            scheduler.insert(node, parent, length, head)
+        case NodeSplit(node, upper, length, head):
+            scheduler.split(node, upper, length, head)
+        case NodeEvicted(node):
+            scheduler.evict(node)
+        case TreeReset():
+            scheduler.reset()
+        case RequestBound(rid, row, node, length) | RequestAdvanced(rid, row, node, length):
+            scheduler.bind(rid, row, node)
+            if length > 0:
+                scheduler.join(rid, length)
+        case RequestReleased(rid):
+            scheduler.release(rid)
+
+
+def _head(req: Any, start: int, page: int) -> bytes:
+    """What tells a node from its siblings: its first page, and at the first level its namespace."""
+    digest = blake2b(array("q", compat.tokens(req, start, start + page)).tobytes(), digest_size=16, key=_SECRET)
+    if start == 0:
+        digest.update(repr(compat.namespace(req)).encode())
+    return digest.digest()

@@ -7,6 +7,7 @@
 #include <exception>
 #include <vector>
 
+#include "../packing/layout.h"
 #include "forward.h"
 #include "merge.h"
 
@@ -14,13 +15,15 @@ namespace {
 
 using tvm::ffi::TensorView;
 
-// Columns of the work item table (sglang_pat/kernels/layout.py writes it).
-enum Column { kStart, kEnd, kFirstQuery, kNumQueries, kTileM, kTileN, kColumns };
-
 struct Arguments {
-  TensorView q, k, v, out, req_to_token, rows, seq_lens, items, queries, slots, part_offsets, partial, lse;
+  TensorView q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse;
   pat::Shape shape;
   float scale;
+
+  const int32_t* section(pat::Header which) const {
+    const int32_t* header = static_cast<const int32_t*>(plan.data_ptr());
+    return header + header[which];
+  }
 };
 
 void check(const TensorView& tensor, const char* name, int ndim, DLDataType type) {
@@ -40,16 +43,16 @@ const E* data(const TensorView& tensor) {
 template <typename T>
 void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_rows, std::vector<float>& results,
               pat::Scratch& scratch) {
-  const int32_t* work = data<int32_t>(a.items) + int64_t(item) * kColumns;
-  const int32_t* queries = data<int32_t>(a.queries) + work[kFirstQuery];
-  const int32_t* slots = data<int32_t>(a.slots) + work[kFirstQuery];
+  const int32_t* work = a.section(pat::kItems) + int64_t(item) * pat::kItemSize;
+  const int32_t* queries = a.section(pat::kQueries) + work[pat::kFirstQuery];
+  const int32_t* slots = a.section(pat::kSlots) + work[pat::kFirstQuery];
   const int heads = a.q.size(1), kv_heads = a.k.size(1), group = heads / kv_heads;
-  const int d = a.shape.head_dim, dv = a.shape.v_head_dim, rows = work[kNumQueries] * group;
+  const int d = a.shape.head_dim, dv = a.shape.v_head_dim, rows = work[pat::kItemQueries] * group;
 
   const int32_t member = queries[0];
-  const int32_t end = work[kEnd] >= 0 ? work[kEnd] : int32_t(data<int64_t>(a.seq_lens)[member]);
+  const int32_t end = work[pat::kEnd] >= 0 ? work[pat::kEnd] : int32_t(data<int64_t>(a.seq_lens)[member]);
   const int32_t* kv_slots =
-      data<int32_t>(a.req_to_token) + data<int64_t>(a.rows)[member] * a.req_to_token.stride(0) + work[kStart];
+      data<int32_t>(a.req_to_token) + data<int64_t>(a.rows)[member] * a.req_to_token.stride(0) + work[pat::kStart];
 
   q_rows.resize(std::max(q_rows.size(), size_t(rows) * d));
   results.resize(std::max(results.size(), size_t(rows) * (dv + 1)));
@@ -60,7 +63,7 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
   const pat::KvHead<T> kv{data<T>(a.k) + kv_head * a.k.stride(1), data<T>(a.v) + kv_head * a.v.stride(1),
                           a.k.stride(0), a.v.stride(0)};
   float* lse = results.data() + size_t(rows) * dv;
-  pat::forward(kv, a.shape, kv_slots, std::max(0, end - work[kStart]), q_rows.data(), rows, work[kTileN], scratch,
+  pat::forward(kv, a.shape, kv_slots, std::max(0, end - work[pat::kStart]), q_rows.data(), rows, work[pat::kTileN], scratch,
                pat::Result{results.data(), lse});
 
   for (int i = 0; i < rows; ++i) {
@@ -74,7 +77,7 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
 template <typename T>
 void run(const Arguments& a) {
   const int kv_heads = a.k.size(1), heads = a.q.size(1), dv = a.shape.v_head_dim;
-  const int64_t tasks = a.items.size(0) * kv_heads;
+  const int64_t tasks = data<int32_t>(a.plan)[pat::kNumItems] * int64_t(kv_heads);
   // A thread that runs out of memory must not leave a parallel region by an exception.
   std::exception_ptr failure;
 #pragma omp parallel
@@ -90,7 +93,7 @@ void run(const Arguments& a) {
         failure = std::current_exception();
       }
     }
-    const int32_t* offsets = data<int32_t>(a.part_offsets);
+    const int32_t* offsets = a.section(pat::kPartOffsets);
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < a.q.size(0) * heads; ++task) {
       const int64_t query = task / heads, head = task % heads, first = offsets[query];
@@ -105,8 +108,8 @@ void run(const Arguments& a) {
 }
 
 void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
-            TensorView seq_lens, TensorView items, TensorView queries, TensorView slots, TensorView part_offsets,
-            TensorView partial, TensorView lse, double scale, double logit_cap) {
+            TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, double scale,
+            double logit_cap) {
   const DLDataType f32{kDLFloat, 32, 1}, i32{kDLInt, 32, 1}, i64{kDLInt, 64, 1};
   check(q, "q", 3, f32);
   check(out, "out", 3, f32);
@@ -115,20 +118,21 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
   check(req_to_token, "req_to_token", 2, i32);
   check(rows, "rows", 1, i64);
   check(seq_lens, "seq_lens", 1, i64);
-  check(items, "items", 2, i32);
-  check(queries, "queries", 1, i32);
-  check(slots, "slots", 1, i32);
-  check(part_offsets, "part_offsets", 1, i32);
+  check(plan, "plan", 1, i32);
   check(partial, "partial", 3, f32);
   check(lse, "lse", 2, f32);
   TVM_FFI_CHECK(q.size(1) % k.size(1) == 0, ValueError)
       << q.size(1) << " query heads are not a multiple of " << k.size(1) << " KV heads";
-  TVM_FFI_CHECK(out.is_contiguous() && partial.is_contiguous() && lse.is_contiguous() && items.is_contiguous(),
+  TVM_FFI_CHECK(out.is_contiguous() && partial.is_contiguous() && lse.is_contiguous(), ValueError)
+      << "out, partial and lse must be contiguous";
+  const int32_t* header = data<int32_t>(plan);
+  TVM_FFI_CHECK(plan.size(0) >= pat::kHeaderSize && header[pat::kSize] <= plan.size(0) &&
+                    header[pat::kBatch] == q.size(0) && header[pat::kNumSlots] <= partial.size(0),
                 ValueError)
-      << "out, partial, lse and items must be contiguous";
-  const Arguments arguments{q,       k,     v,     out,          req_to_token, rows, seq_lens,
-                            items,   queries, slots, part_offsets, partial,      lse,
-                            pat::Shape{int(q.size(2)), int(v.size(2)), float(logit_cap)}, float(scale)};
+      << "the plan is not for this batch";
+  const Arguments arguments{q,    k,       v,   out, req_to_token, rows, seq_lens,
+                            plan, partial, lse, pat::Shape{int(q.size(2)), int(v.size(2)), float(logit_cap)},
+                            float(scale)};
   const DLDataType kv = k.dtype();
   if (kv.code == kDLFloat && kv.bits == 32) return run<float>(arguments);
   if (kv.code == kDLFloat && kv.bits == 16) return run<pat::Fp16>(arguments);

@@ -8,11 +8,10 @@
 #include <vector>
 
 #include "config.h"
+#include "layout.h"
 #include "prefixes.h"
 
 namespace pat {
-
-constexpr int32_t kOpen = -1;
 
 // KV positions [start, end) of `count` queries, `queries[first]` and following; `end` is kOpen for a tail.
 struct Pack {

@@ -1,36 +1,17 @@
-// A plan in the memory that kernels read, and the balance that lays it out: sglang_pat/packing/balance.py.
-//
-// One int32 array: the header, then the sections one after the other without gaps, so that one copy moves a plan.
-// sglang_pat/kernels/layout.py reads and writes the same.
+// Balances packs over bins (sglang_pat/packing/balance.py) and writes the plan that layout.h describes.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "config.h"
+#include "layout.h"
 #include "pack.h"
 
 namespace pat {
-
-enum Header {
-  kNumItems,
-  kNumQueries,  // of all work items together
-  kNumSlots,    // of the workspace
-  kNumBins,
-  kBatch,
-  kItems,  // offsets of the sections
-  kQueries,
-  kSlots,
-  kPartOffsets,
-  kBins,
-  kSize,   // ints in use
-  kSteps,  // decode steps for which the plan stays good
-  kHeaderSize
-};
-
-enum Item { kStart, kEnd, kFirstQuery, kItemQueries, kTileM, kTileN, kItemSize };
 
 // Does not fit the buffers; the caller falls back to a plan that does.
 struct TooLarge : std::length_error {
@@ -217,8 +198,6 @@ class PlanWriter {
     statistics.seq_tokens = 0;
     for (const int32_t tokens : seq_lens) statistics.seq_tokens += tokens;
   }
-
-  static constexpr int32_t kDirect = -1;
 
   std::vector<Pack> items_;
   std::vector<int32_t> bins_, offsets_, num_parts_;

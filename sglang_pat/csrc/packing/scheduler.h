@@ -158,6 +158,7 @@ class Scheduler {
       if (request != kNone) mirror_.request(request).position = kNone;
     batch_.clear();
     seq_lens_.clear();
+    told_ = 0;
     ++version_;
     for (int64_t i = 0; i < size; ++i) append(requests[i], 1);
   }
@@ -194,10 +195,11 @@ class Scheduler {
     retire(steps);
     const bool ahead = ready_ && ready_version_ == version_ && fits(seq_lens);
     std::copy(seq_lens, seq_lens + size, seq_lens_.begin());
+    told_ = batch_.size();
     ready_ = false;
     if (!ahead) {
       delta_ = 0;
-      worker_.copy(mirror_, batch_, seq_lens_, 0);
+      worker_.copy(mirror_, batch_, seq_lens_, 0, 0);
       plans_[back()] = worker_.plan(config_, config_.policy, buffers_[back()], max_slots_);
     }
     hand_out();
@@ -213,7 +215,7 @@ class Scheduler {
     ready_ = false;
     fallback_lens_.assign(seq_lens, seq_lens + size);
     fallback_batch_.assign(size, kNone);
-    worker_.copy(mirror_, fallback_batch_, fallback_lens_, 0);
+    worker_.copy(mirror_, fallback_batch_, fallback_lens_, 0, 0);
     Config whole = config_;
     whole.workers = 1;  // nothing is cut, so that no workspace is needed
     plans_[back()] = worker_.plan(whole, Policy::kQuery, buffers_[back()], max_slots_);
@@ -252,10 +254,11 @@ class Scheduler {
       seq_lens_.reserve(batch);
     }
 
-    void copy(Mirror& mirror, const std::vector<int32_t>& batch, const std::vector<int32_t>& seq_lens, int64_t steps) {
+    // The first `told` requests have become `steps` tokens longer.
+    void copy(Mirror& mirror, const std::vector<int32_t>& batch, const std::vector<int32_t>& seq_lens, size_t told,
+              int64_t steps) {
       seq_lens_ = seq_lens;
-      if (steps > 0)
-        for (int32_t& length : seq_lens_) length += int32_t(steps);
+      for (size_t i = 0; i < told; ++i) seq_lens_[i] += int32_t(steps);
       prefixes_.take(mirror, batch, seq_lens_);
     }
 
@@ -338,6 +341,7 @@ class Scheduler {
     }
     batch_.erase(batch_.begin() + position);
     seq_lens_.erase(seq_lens_.begin() + position);
+    told_ -= size_t(position) < told_;
     for (size_t i = position; i < batch_.size(); ++i)
       if (batch_[i] != kNone) mirror_.request(batch_[i]).position = int32_t(i);
   }
@@ -395,7 +399,7 @@ class Scheduler {
       ready_ = false;
       const int64_t version = version_;
       const int next = back();
-      worker_.copy(mirror_, batch_, seq_lens_, steps_ahead_);
+      worker_.copy(mirror_, batch_, seq_lens_, told_, steps_ahead_);
       const int64_t delay = delays_.before_publish;
       lock.unlock();
       bool made = true;
@@ -431,6 +435,7 @@ class Scheduler {
   std::thread thread_;
   Mirror mirror_;
   std::vector<int32_t> batch_, seq_lens_;
+  size_t told_ = 0;  // requests whose lengths `take` was told; those that joined since have their first ones
   int64_t version_ = 0;
 
   Worker worker_;  // used under the mutex, or by the planning thread while `planning_`
