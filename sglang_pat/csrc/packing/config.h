@@ -20,13 +20,17 @@ struct Config {
   std::vector<int> query_tiles, kv_tiles, kv_bounds;
   bool flat_rate = false;  // all rates are equal: no work item is bound by arithmetic
 
-  int query_tile(int64_t rows) const {
-    const auto tile = std::lower_bound(query_tiles.begin(), query_tiles.end(), rows);
+  // m for a work item of so many queries.
+  int query_tile(int64_t queries) const {
+    const auto tile = std::lower_bound(query_tiles.begin(), query_tiles.end(), queries * group);
     return tile == query_tiles.end() ? query_tiles.back() : *tile;
   }
 
+  // n for so many tokens.
   int kv_tile(int64_t tokens) const {
-    return kv_tiles[std::lower_bound(kv_bounds.begin(), kv_bounds.end(), tokens) - kv_bounds.begin()];
+    size_t n = 0;
+    for (const int bound : kv_bounds) n += tokens > bound;
+    return kv_tiles[n];
   }
 
   int64_t pack_bytes(int64_t queries, int64_t tokens) const {

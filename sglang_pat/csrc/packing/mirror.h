@@ -19,16 +19,17 @@ struct Head {
   bool operator==(const Head& other) const { return high == other.high && low == other.low; }
 };
 
-struct Node {
-  int64_t id;
-  Head head;
+// Planning touches the first cache line only.
+struct alignas(64) Node {
   int32_t parent, start, length;
-  int32_t first_child = kNone, next_sibling = kNone, previous_sibling = kNone;
-  int32_t first_request = kNone;
   // Of the batch being planned; prefixes.h.
   uint32_t stamp = 0;
   int32_t shared_child = kNone, last_shared_child = kNone, next_shared = kNone;
   int32_t first_leaf = kNone, last_leaf = kNone;
+  int32_t first_child = kNone, next_sibling = kNone, previous_sibling = kNone;
+  int32_t first_request = kNone;
+  int64_t id;
+  Head head;
 
   int32_t end() const { return start + length; }
 };
@@ -98,7 +99,7 @@ class Mirror {
   }
 
   void clear() {
-    nodes_.assign(1, Node{kRootId, Head{0, 0}, kNone, 0, 0});
+    nodes_.assign(1, make_node(kRootId, Head{0, 0}, 0, 0));
     free_nodes_.clear();
     by_id_.clear();
     by_head_.clear();
@@ -203,6 +204,13 @@ class Mirror {
     return mix(uint64_t(head.high) ^ mix(uint64_t(head.low) + uint64_t(parent)));
   }
 
+  static Node make_node(int64_t id, Head head, int32_t start, int32_t length) {
+    Node node{kNone, start, length};
+    node.id = id;
+    node.head = head;
+    return node;
+  }
+
   int32_t add_node(int64_t id, Head head, int32_t start, int32_t length) {
     int32_t node;
     if (free_nodes_.empty()) {
@@ -212,7 +220,7 @@ class Mirror {
       node = free_nodes_.back();
       free_nodes_.pop_back();
     }
-    nodes_[node] = Node{id, head, kNone, start, length};
+    nodes_[node] = make_node(id, head, start, length);
     by_id_.insert(node);
     return node;
   }

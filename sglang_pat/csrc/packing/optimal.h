@@ -186,11 +186,19 @@ class Optimal {
 
   Vector pack_bytes(Vector queries, Vector tokens) const {
     const double limit = config_->max_queries;
-    if (config_->flat_rate && mask(queries > limit) == 0)
-      return select(queries > 0.0, tokens * double(config_->rates[1]) + item_, Vector{});
+    const bool one_item = mask(queries > limit) == 0;
+    if (config_->flat_rate) {
+      const Vector item = tokens * double(config_->rates[1]) + item_;
+      return one_item ? select(queries > 0.0, item, Vector{}) : round_up(queries / limit) * item;
+    }
     Vector bytes;
     for (int i = 0; i < kWidth; ++i) bytes[i] = double(config_->pack_bytes(int64_t(queries[i]), int64_t(tokens[i])));
     return bytes;
+  }
+
+  static Vector round_up(Vector x) {
+    const Vector down = __builtin_convertvector(__builtin_convertvector(x, Lanes), Vector);
+    return select(down < x, down + 1.0, down);
   }
 
   const Config* config_ = nullptr;

@@ -35,24 +35,24 @@ struct Choices {
 struct Packs {
   std::vector<Pack> wide, narrow;  // packs of several queries, and of one
   std::vector<int32_t> queries;
-  int64_t cost = 0;      // by the model, before anything is cut
-  int64_t kv_tokens = 0;
+  std::vector<int32_t> num_parts;  // of each query
+  int64_t reads = 0;               // cost of all packs by the model, before anything is cut
 
   void reserve(size_t batch) {
     wide.reserve(batch);
     narrow.reserve(2 * batch);
     queries.reserve(8 * batch);
     starts_.reserve(batch + 1);
-    num_parts_.reserve(batch);
+    num_parts.reserve(batch);
   }
 
   void begin(const Prefixes& prefixes, size_t batch) {
     wide.clear();
     narrow.clear();
     queries.clear();
-    cost = kv_tokens = parts_ = 0;
+    reads = 0;
     starts_.assign(prefixes.nodes.size(), 0);
-    num_parts_.assign(batch, 0);
+    num_parts.assign(batch, 1);  // its tail
   }
 
   int32_t start(int32_t prefix) const { return starts_[prefix]; }
@@ -70,42 +70,43 @@ struct Packs {
       starts_[child] = choices.joins[child] ? start : prefix.end;
       if (!choices.joins[child]) queries.insert(queries.end(), order + c.first, order + c.queries_end);
     }
-    split_queries(start, prefix.end, first, int32_t(queries.size()) - first, config);
-    for (int32_t i = prefix.first; i < prefix.leaves_end; ++i) {
-      const int32_t query = order[i], from = choices.leaf_joins[i] ? start : prefix.end;
-      const int32_t tokens = seq_lens[query] - from;
-      narrow.push_back(Pack{from, kOpen, int32_t(queries.size()), 1});
-      queries.push_back(query);
-      count_part(query);
-      kv_tokens += tokens;
-      cost += tokens * config.rates[1] + config.item_bytes;
+    if (const int32_t count = int32_t(queries.size()) - first) split_queries(start, prefix.end, first, count, config);
+    const size_t leaves = prefix.leaves();
+    if (leaves == 0) return;
+    const size_t old_tails = narrow.size(), old_queries = queries.size();
+    narrow.resize(old_tails + leaves);
+    queries.resize(old_queries + leaves);
+    int64_t tokens = 0;
+    for (size_t i = 0; i < leaves; ++i) {
+      const int32_t query = order[prefix.first + i];
+      const int32_t from = choices.leaf_joins[prefix.first + i] ? start : prefix.end;
+      narrow[old_tails + i] = Pack{from, kOpen, int32_t(old_queries + i), 1};
+      queries[old_queries + i] = query;
+      tokens += seq_lens[query] - from;
     }
+    reads += tokens * config.rates[1] + int64_t(leaves) * config.item_bytes;
   }
 
-  void finish(const Config& config) { cost += parts_ * config.part_bytes; }
+  // By the model, with the parts that queries of more than one pass through memory.
+  int64_t cost(const Config& config) const {
+    int64_t parts = 0;
+    for (const int32_t count : num_parts) parts += count > 1 ? count : 0;
+    return reads + parts * config.part_bytes;
+  }
 
  private:
   // As few packs as the largest tile allows, as even as can be.
   void split_queries(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
-    if (count == 0) return;
-    const int64_t tokens = end - start, pieces = ceil_div(count, config.max_queries);
+    const int64_t pieces = ceil_div(count, config.max_queries);
     for (int64_t i = 0; i < pieces; ++i) {
       const int32_t from = int32_t(count * i / pieces), to = int32_t(count * (i + 1) / pieces);
       (to - from > 1 ? wide : narrow).push_back(Pack{start, end, first + from, to - from});
     }
-    for (int32_t i = first; i < first + count; ++i) count_part(queries[i]);
-    kv_tokens += pieces * tokens;
-    cost += config.pack_bytes(count, tokens);
+    for (int32_t i = first; i < first + count; ++i) num_parts[queries[i]] += 1;
+    reads += config.pack_bytes(count, end - start);
   }
 
-  // A query of one part needs no merge; the second one makes two of them.
-  void count_part(int32_t query) {
-    const int32_t before = num_parts_[query]++;
-    parts_ += before == 0 ? 0 : before == 1 ? 2 : 1;
-  }
-
-  int64_t parts_ = 0;
-  std::vector<int32_t> starts_, num_parts_;
+  std::vector<int32_t> starts_;
 };
 
 // The paper's PAT-naive: every prefix a pack.

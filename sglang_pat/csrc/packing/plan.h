@@ -32,7 +32,7 @@ class PlanWriter {
   void reserve(size_t batch) {
     items_.reserve(3 * batch);
     bins_.reserve(1024);
-    offsets_.reserve(batch + 1);
+    next_slots_.reserve(batch);
     num_parts_.reserve(batch);
   }
 
@@ -59,7 +59,8 @@ class PlanWriter {
     items_.clear();
     bins_.assign(1, 0);
     statistics.longest_bin = 0;
-    int64_t remaining = work(packs.wide, packs, seq_lens, config) + work(packs.narrow, packs, seq_lens, config);
+    num_parts_ = packs.num_parts;
+    int64_t remaining = packs.reads;
     const int64_t least = config.kv_tiles.back() * config.token_bytes + config.item_bytes;
     Queue wide{packs.wide, 0, 0}, narrow{packs.narrow, 0, 0};
     const auto tokens_of = [&](const Queue& queue) {
@@ -98,6 +99,7 @@ class PlanWriter {
         if (cut > 0 && cut < tokens) {
           queue->begin = start + int32_t(cut);
           items_.push_back(Pack{start, queue->begin, pack.first, pack.count});
+          for (int32_t i = 0; i < pack.count; ++i) num_parts_[packs.queries[pack.first + i]] += 1;
           remaining += config.item_bytes;
           load += cut * rate + config.item_bytes;
         } else if (load == 0) {
@@ -112,16 +114,6 @@ class PlanWriter {
       statistics.longest_bin = std::max(statistics.longest_bin, load);
       bins_.push_back(int32_t(items_.size()));
     }
-  }
-
-  static int64_t work(const std::vector<Pack>& list, const Packs& packs, const std::vector<int32_t>& seq_lens,
-                      const Config& config) {
-    int64_t sum = int64_t(list.size()) * config.item_bytes;
-    for (const Pack& pack : list) {
-      const int32_t end = pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end;
-      sum += (end - pack.start) * config.rates[pack.count];
-    }
-    return sum;
   }
 
   void emit(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out,
@@ -143,11 +135,11 @@ class PlanWriter {
       throw TooLarge("a plan of " + std::to_string(out[kSize]) + " ints does not fit its buffer of " +
                      std::to_string(capacity));
 
-    num_parts_.assign(batch, 0);
     statistics.query_sizes.assign(config.max_queries + 1, 0);
     int32_t* row = out + out[kItems];
     int32_t* queries = out + out[kQueries];
-    int64_t kv_tokens = 0, longest = config.kv_tiles.back(), longest_tail = 0;
+    int64_t kv_tokens = 0, longest = config.kv_tiles.back(), longest_tail = 0, narrow = 0;
+    const int32_t narrow_tile = config.query_tile(1);
     int32_t first = 0;
     for (const Pack& item : items_) {
       const int32_t* members = &packs.queries[item.first];
@@ -156,27 +148,31 @@ class PlanWriter {
       row[kEnd] = item.end;
       row[kFirstQuery] = first;
       row[kItemQueries] = item.count;
-      row[kTileM] = config.query_tile(int64_t(item.count) * config.group);
       row[kTileN] = config.kv_tile(tokens);
-      row += kItemSize;
-      for (int32_t i = 0; i < item.count; ++i) {
-        queries[first + i] = members[i];
-        num_parts_[members[i]] += 1;
+      if (item.count == 1) {
+        row[kTileM] = narrow_tile;
+        queries[first] = members[0];
+        ++narrow;
+      } else {
+        row[kTileM] = config.query_tile(item.count);
+        std::copy_n(members, item.count, queries + first);
+        statistics.query_sizes[item.count] += 1;
       }
+      row += kItemSize;
       first += item.count;
       kv_tokens += tokens;
       longest = std::max(longest, tokens);
-      if (item.end == kOpen) longest_tail = std::max(longest_tail, tokens);
-      statistics.query_sizes[item.count] += 1;
+      longest_tail = std::max(longest_tail, item.end == kOpen ? tokens : 0);
     }
+    statistics.query_sizes[1] = narrow;
     int32_t* offsets = out + out[kPartOffsets];
-    offsets_.resize(batch);
+    next_slots_.resize(batch);
     int32_t slots = 0;
     for (int64_t query = 0; query < batch; ++query) {
+      const bool merged = num_parts_[query] > 1;
       offsets[query] = slots;
-      // A query of one part is written straight to the output.
-      offsets_[query] = num_parts_[query] > 1 ? slots : kDirect;
-      slots += num_parts_[query] > 1 ? num_parts_[query] : 0;
+      next_slots_[query] = merged ? slots : kDirect;
+      slots += merged ? num_parts_[query] : 0;
     }
     offsets[batch] = slots;
     if (slots > max_slots)
@@ -184,9 +180,9 @@ class PlanWriter {
                      std::to_string(max_slots));
     int32_t* to = out + out[kSlots];
     for (int64_t i = 0; i < num_queries; ++i) {
-      int32_t& offset = offsets_[queries[i]];
-      to[i] = offset;
-      offset += offset != kDirect;
+      int32_t& next = next_slots_[queries[i]];
+      to[i] = next;
+      next += next != kDirect;
     }
     std::copy(bins_.begin(), bins_.end(), out + out[kBins]);
     out[kNumSlots] = slots;
@@ -200,7 +196,7 @@ class PlanWriter {
   }
 
   std::vector<Pack> items_;
-  std::vector<int32_t> bins_, offsets_, num_parts_;
+  std::vector<int32_t> bins_, next_slots_, num_parts_;
 };
 
 }  // namespace pat

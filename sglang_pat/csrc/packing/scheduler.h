@@ -277,10 +277,9 @@ class Scheduler {
         }
         packs_.add(prefixes_, choices_, index, seq_lens_, config);
       }
-      packs_.finish(config);
       // Packing pays by the model or is not done.
       const Packs* best = &packs_;
-      if (prefixes_.nodes.size() > 1 && packs_.cost > unpacked_cost(config)) {
+      if (prefixes_.nodes.size() > 1 && packs_.cost(config) > unpacked_cost(config)) {
         choices_.reset(prefixes_);
         unpacked_.begin(prefixes_, seq_lens_.size());
         for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index)
