@@ -33,8 +33,8 @@ class BuildError(RuntimeError):
 
 
 @functools.cache
-def load(name: str) -> Any:
-    """The module built from `csrc/<name>`.
+def load(name: str, csrc: Path = CSRC) -> Any:
+    """The module built from `<csrc>/<name>`.
 
     Raises:
         BuildError: There is no C++ compiler, or it failed.
@@ -48,10 +48,10 @@ def load(name: str) -> Any:
 
     # ninja comes as a Python package, beside an interpreter that need not be on the PATH.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    folder = CSRC / name
+    folder = csrc / name
     sanitizers = os.environ.get(SANITIZE, "")
-    extra = EXTRA_FLAGS[name] + ([f"-fsanitize={sanitizers}", "-g"] if sanitizers else [])
-    flags = ["-O3", "-march=native", "-Wall", "-Wno-psabi", *extra, f"-DPAT_BUILD={_digest()}"]
+    extra = EXTRA_FLAGS.get(name, EXTRA_FLAGS["packing"]) + ([f"-fsanitize={sanitizers}", "-g"] if sanitizers else [])
+    flags = ["-O3", "-march=native", "-Wall", "-Wno-psabi", *extra, f"-DPAT_BUILD={_digest(folder)}"]
     began = time.monotonic()
     # A library preloaded into this process, such as a sanitizer's, is not meant for the compiler.
     preloaded = os.environ.pop("LD_PRELOAD", None)
@@ -71,10 +71,10 @@ def load(name: str) -> Any:
     return module
 
 
-def _digest() -> str:
+def _digest(folder: Path) -> str:
     """Names a build by its headers and machine too: tvm-ffi's own key covers source paths and flags only."""
     digest = hashlib.sha256(f"{platform.machine()} {_cpu_flags()}".encode())
-    for path in sorted(CSRC.rglob("*.*")):
+    for path in sorted({*CSRC.rglob("*.*"), *folder.iterdir()}):
         digest.update(path.read_bytes())
     return f"0x{digest.hexdigest()[:15]}"
 

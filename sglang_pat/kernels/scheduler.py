@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -199,12 +200,15 @@ class NativeScheduler:
 
     def set_batch(self, rids: Sequence[str]) -> None:
         """The next batch is `rids`, whatever was expected."""
-        self.joined += len(set(rids).difference(self.batch))
-        self.batch = list(rids)
-        requests = [self._requests.get(rid, -1) for rid in rids]
+        requests = np.fromiter(map(self._requests.get, rids, repeat(-1)), dtype=np.int32, count=len(rids))
+        unbound: set[str] = set()
+        if len(requests) and requests.min() < 0:
+            unbound = {rid for rid, request in zip(rids, requests.tolist(), strict=True) if request < 0}
+        self.joined += len(unbound - self._unbound)
+        self.joined += self._module.set_batch(self._handle, tvm_ffi.from_dlpack(requests))
+        self._unbound = unbound
         self.stale = False
-        self._unbound = {rid for rid, request in zip(rids, requests, strict=True) if request < 0}
-        self._module.set_batch(self._handle, tvm_ffi.from_dlpack(np.array(requests, dtype=np.int32)))
+        self.batch = list(rids)
 
     def join(self, rid: str, length: int) -> None:
         """Bound request `rid`, of `length` tokens, will be the last of the next batch, if it is not in it already."""

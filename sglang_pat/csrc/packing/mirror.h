@@ -19,8 +19,7 @@ struct Head {
   bool operator==(const Head& other) const { return high == other.high && low == other.low; }
 };
 
-// Planning touches the first cache line only.
-struct alignas(64) Node {
+struct Node {
   int32_t parent, start, length;
   // Of the batch being planned; prefixes.h.
   uint32_t stamp = 0;
@@ -51,9 +50,9 @@ class Mirror {
   Mirror() : by_id_(HashOfId{this}), by_head_(HashOfHead{this}) { clear(); }
   Mirror(const Mirror&) = delete;
 
-  // Room for requests and nodes, so that a steady state allocates nothing.
+  // Room for requests and the nodes at their ends; what is above these grows once.
   void reserve(size_t count) {
-    nodes_.reserve(2 * count);
+    nodes_.reserve(count);
     requests_.reserve(count);
   }
 

@@ -118,8 +118,8 @@ void binding(int64_t handle, int64_t request, TensorView node_row_end) {
   guarded([&] { at(handle).binding(int32_t(request), to[0], to[1], to[2]); });
 }
 
-void set_batch(int64_t handle, TensorView requests) {
-  guarded([&] { at(handle).set_batch(data<int32_t>(requests, "requests"), requests.size(0)); });
+int64_t set_batch(int64_t handle, TensorView requests) {
+  return guarded([&] { return at(handle).set_batch(data<int32_t>(requests, "requests"), requests.size(0)); });
 }
 
 bool join(int64_t handle, int64_t request, int64_t length) {

@@ -21,11 +21,6 @@ class Optimal {
  public:
   static constexpr int kMaxDepth = 1024;  // MAX_DEPTH in sglang_pat/packing/optimal.py
 
-  void reserve(size_t batch) {
-    results_.reserve(batch + 1);
-    frames_.reserve(kLanes);
-  }
-
   // Decide for all prefixes; `choose` then gives the choices one by one, in preorder.
   void solve(const Prefixes& prefixes, const Config& config) {
     config_ = &config;
@@ -37,8 +32,10 @@ class Optimal {
     const int64_t bins = config.bins(int64_t(1) << 30);
     if (bins > 1) cut_rate_ = part_ / std::max(double(config.kv_tiles.back()), double(prefixes.kv_minimum) / double(bins));
     results_.resize(prefixes.nodes.size());
-    if (frames_.size() < size_t(prefixes.max_depth + 1)) frames_.resize(prefixes.max_depth + 1);
-    for (int32_t index = int32_t(prefixes.nodes.size()) - 1; index > 0; --index) solve_one(prefixes, index);
+    if (prefixes.max_depth < kWidth)
+      solve_all<1>(prefixes, shallow_);
+    else
+      solve_all<kMaxSegment / kWidth>(prefixes, deep_);
   }
 
   void choose(const Prefixes& prefixes, Choices& choices, int32_t index) {
@@ -62,11 +59,12 @@ class Optimal {
           candidate == 0 || results_[child].masks[result.above].joins[candidate - 1] & lane;
   }
 
-  size_t bytes() const { return results_.capacity() * sizeof(Result) + frames_.capacity() * sizeof(Frame); }
+  size_t bytes() const { return results_.capacity() * sizeof(Result) + shallow_.capacity() * sizeof(Frame<1>) +
+           deep_.capacity() * sizeof(Frame<kMaxSegment / kWidth>); }
 
  private:
   static constexpr int kMaxSegment = 32;  // MAX_SEGMENT in sglang_pat/packing/optimal.py; one bit of a mask each
-  static constexpr int kWidth = 8, kLanes = kMaxSegment / kWidth;
+  static constexpr int kWidth = 8;
   typedef double Vector __attribute__((vector_size(kWidth * sizeof(double))));
   typedef int64_t Lanes __attribute__((vector_size(kWidth * sizeof(int64_t))));
 
@@ -82,10 +80,11 @@ class Optimal {
 
   // A prefix while its children are added up. Lane i stands for the segment that begins at the ancestor of depth i
   // modulo kMaxSegment.
+  template <int kVectors>
   struct Frame {
-    Vector tokens[kLanes], stay[kLanes], share[kLanes];
-    Vector total[2][3][kLanes], staying[2][2][kLanes];
-    Vector best[2][kLanes];
+    Vector tokens[kVectors], stay[kVectors], share[kVectors];
+    Vector total[2][3][kVectors], staying[2][2][kVectors];
+    Vector best[2][kVectors];
   };
 
   static uint32_t mask(Lanes comparison) {
@@ -100,12 +99,22 @@ class Optimal {
 
   static Vector select(Lanes condition, Vector yes, Vector no) { return condition ? yes : no; }
 
-  static int vectors(int32_t depth) { return (std::min(depth + 1, kMaxSegment) + kWidth - 1) / kWidth; }
+  template <int kVectors>
+  void solve_all(const Prefixes& prefixes, std::vector<Frame<kVectors>>& frames) {
+    if (frames.size() < size_t(prefixes.max_depth + 1)) frames.resize(prefixes.max_depth + 1);
+    for (int32_t index = int32_t(prefixes.nodes.size()) - 1; index > 0; --index) solve_one(prefixes, index, frames);
+  }
 
-  void open(const Prefixes& prefixes, int32_t index) {
+  // How many vectors hold the lanes of a prefix.
+  template <int kVectors>
+  static int used(int32_t depth) {
+    return kVectors == 1 ? 1 : (std::min(depth + 1, kMaxSegment) + kWidth - 1) / kWidth;
+  }
+
+  template <int kVectors>
+  void open(const Prefixes& prefixes, int32_t index, Frame<kVectors>& frame) {
     const Prefix& prefix = prefixes.nodes[index];
-    Frame& frame = frames_[prefix.depth];
-    const int count = vectors(prefix.depth);
+    const int count = used<kVectors>(prefix.depth);
     for (int v = 0; v < count; ++v) frame.tokens[v] = Vector{};
     int32_t ancestor = index;
     for (int i = 0; i < kMaxSegment && ancestor != 0; ++i, ancestor = prefixes.nodes[ancestor].parent) {
@@ -123,11 +132,12 @@ class Optimal {
     }
   }
 
-  void solve_one(const Prefixes& prefixes, int32_t index) {
+  template <int kVectors>
+  void solve_one(const Prefixes& prefixes, int32_t index, std::vector<Frame<kVectors>>& frames) {
     const Prefix& prefix = prefixes.nodes[index];
-    if (prefix.last == index + 1) open(prefixes, index);
-    Frame& frame = frames_[prefix.depth];
-    const int count = vectors(prefix.depth);
+    Frame<kVectors>& frame = frames[prefix.depth];
+    if (prefix.last == index + 1) open(prefixes, index, frame);
+    const int count = used<kVectors>(prefix.depth);
     const double leaves = prefix.leaves();
     const double leaf_rate = double(config_->rates[1]) + cut_rate_;
     for (int above = 0; above < 2; ++above) {
@@ -152,18 +162,17 @@ class Optimal {
       masks.chosen[0] &= ~masks.chosen[1];
       results_[index].masks[above] = masks;
     }
-    if (prefix.parent != 0) add_to_parent(prefixes, index);
+    if (prefix.parent != 0) add_to_parent(prefixes, index, frame, frames[prefix.depth - 1]);
   }
 
-  void add_to_parent(const Prefixes& prefixes, int32_t index) {
+  template <int kVectors>
+  void add_to_parent(const Prefixes& prefixes, int32_t index, const Frame<kVectors>& child, Frame<kVectors>& frame) {
     const Prefix& prefix = prefixes.nodes[index];
-    if (prefixes.nodes[prefix.parent].last == prefix.last) open(prefixes, prefix.parent);
-    const Frame& child = frames_[prefix.depth];
-    Frame& frame = frames_[prefix.depth - 1];
+    if (prefixes.nodes[prefix.parent].last == prefix.last) open(prefixes, prefix.parent, frame);
     const int own = prefix.depth % kMaxSegment;
     const double queries = prefix.queries();
     const double alone = child.best[1][own / kWidth][own % kWidth];
-    const int count = vectors(prefix.depth - 1);
+    const int count = used<kVectors>(prefix.depth - 1);
     for (int above = 0; above < 2; ++above) {
       Masks& masks = results_[index].masks[above];
       masks.joins[0] = masks.joins[1] = 0;
@@ -203,7 +212,9 @@ class Optimal {
 
   const Config* config_ = nullptr;
   double part_ = 0, item_ = 0, full_rate_ = 0, full_item_ = 0, cut_rate_ = 0;
-  std::vector<Frame> frames_;
+  // One frame for each level; few prompts have more than eight.
+  std::vector<Frame<1>> shallow_;
+  std::vector<Frame<kMaxSegment / kWidth>> deep_;
   std::vector<Result> results_;
 };
 

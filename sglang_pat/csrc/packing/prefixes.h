@@ -27,10 +27,8 @@ struct Prefixes {
   int32_t max_depth = -1;
 
   void reserve(size_t batch) {
-    nodes.reserve(batch + 1);
     order.reserve(batch);
     next_leaf_.reserve(batch);
-    stack_.reserve(batch + 1);
   }
 
   // `requests[i]` is the request at batch position i, kNone for one that the mirror does not know.

@@ -152,8 +152,15 @@ class Scheduler {
 
   // The batch expected next.
 
-  void set_batch(const int32_t* requests, int64_t size) {
+  // Returns how many of the requests were not in the batch before; kNone is never counted.
+  int64_t set_batch(const int32_t* requests, int64_t size) {
     std::lock_guard<std::mutex> lock(mutex_);
+    int64_t joined = 0;
+    for (int64_t i = 0; i < size; ++i)
+      if (requests[i] != kNone) {
+        check(requests[i]);
+        joined += mirror_.request(requests[i]).position == kNone;
+      }
     for (const int32_t request : batch_)
       if (request != kNone) mirror_.request(request).position = kNone;
     batch_.clear();
@@ -161,6 +168,7 @@ class Scheduler {
     told_ = 0;
     ++version_;
     for (int64_t i = 0; i < size; ++i) append(requests[i], 1);
+    return joined;
   }
 
   // A request joins at the end; `length` is its tokens, as far as they are known.
@@ -249,7 +257,6 @@ class Scheduler {
       prefixes_.reserve(batch);
       packs_.reserve(batch);
       unpacked_.reserve(batch);
-      optimal_.reserve(batch);
       writer_.reserve(batch);
       seq_lens_.reserve(batch);
     }

@@ -1,0 +1,249 @@
+"""What planning costs: python benchmarks/packing.py [--quick]
+
+The native scheduler behind the same calls that the backend makes, beside the Python oracle and a rebuild of the tree
+from block tables (pages of 32 tokens, as in the paper), all in this run and, but for `ahead`, on one core. Cases:
+
+scratch     a plan for a batch and a tree that the scheduler knows
+reset       the same, after another batch in another order was expected: every request is looked up by its id
+join        a request is bound and joins; event and plan
+leave       a request is released and leaves; event and plan
+outgrown    a tail has outgrown its split: the same batch, new lengths
+ahead       a request is bound and joins, and its plan was made by the scheduler's thread meanwhile; event and hand-over
+unchanged   a step of a batch that stands still
+event       one event: a node is inserted, a request bound to it, released again (a third of the three)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import trees
+import tvm_ffi
+
+from sglang_pat.backend.planner import Planner
+from sglang_pat.kernels import jit
+from sglang_pat.kernels.scheduler import NativeScheduler
+from sglang_pat.packing import POLICIES, Batch, PackConfig, make_plan
+from sglang_pat.radix_bridge.events import NodeInserted, RequestBound
+from sglang_pat.radix_bridge.mirror import Mirror
+
+RESULTS = Path(__file__).parent / "results" / "packing.json"
+PAGE = 32
+ORACLE_LIMIT = 20_000
+"""Requests times depth beyond which the oracle, which needs seconds there, is left out."""
+
+
+class Served:
+    """A batch that is being decoded: a scheduler, a planner, and what the engine would tell them."""
+
+    def __init__(self, batch: Batch, config: PackConfig, ahead: bool = False) -> None:
+        size = len(batch.seq_lens)
+        self.scheduler = NativeScheduler(config, max_batch=size + 1)
+        self.planner = Planner(self.scheduler, ahead=ahead)
+        self.rids = trees.load(self.scheduler, batch)
+        self.seq_lens = np.array(batch.seq_lens, dtype=np.int64)
+        self.longer = np.array([*batch.seq_lens, batch.seq_lens[0]], dtype=np.int64)
+        self.node = self.scheduler.binding(self.rids[0])[0]
+        self.next = 0
+
+    def step(self) -> None:
+        self.planner.plan(list(self.rids), lambda: self.longer if len(self.rids) == len(self.longer) else self.seq_lens)
+
+    def join(self) -> None:
+        rid = f"new{self.next}"
+        self.next += 1
+        self.scheduler.bind(rid, len(self.rids), self.node)
+        self.scheduler.join(rid, int(self.longer[-1]))
+        self.planner.on_event(None)
+        self.rids.append(rid)
+
+    def leave(self) -> None:
+        self.scheduler.release(self.rids.pop())
+        self.planner.on_event(None)
+
+
+def median_us(action: Callable[[], None], repeats: int, before: Callable[[], None] = lambda: None) -> float:
+    times = []
+    for _ in range(repeats):
+        before()
+        began = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e6
+
+
+def measure(batch: Batch, config: PackConfig, repeats: int) -> dict[str, float]:
+    """Microseconds of each case."""
+    served = Served(batch, config)
+    served.step()
+    results = {}
+
+    def fresh() -> None:
+        served.planner._version = -1
+        served.planner._epoch = -1
+
+    results["scratch"] = results["outgrown"] = median_us(served.step, repeats, fresh)
+    reverse = served.rids[::-1]
+    results["reset"] = median_us(served.step, repeats, lambda: (fresh(), served.scheduler.set_batch(reverse)))
+
+    def join() -> None:
+        served.join()
+        served.step()
+
+    def leave() -> None:
+        served.leave()
+        served.step()
+
+    joins, leaves = [], []
+    for _ in range(repeats):
+        joins.append(median_us(join, 1))
+        leaves.append(median_us(leave, 1))
+    results["join"], results["leave"] = statistics.median(joins), statistics.median(leaves)
+
+    served.step()
+    calls = 20
+    rids = list(served.rids)
+
+    def stand_still() -> None:
+        for _ in range(calls):
+            served.planner.plan(rids, lambda: served.seq_lens)
+
+    def untouched() -> None:
+        served.planner._used = 0
+
+    results["unchanged"] = median_us(stand_still, repeats, untouched) / calls
+
+    def events() -> None:
+        served.scheduler.insert(10**9, served.node, 7, bytes(16))
+        served.scheduler.bind("event", 0, 10**9)
+        served.scheduler.release("event")
+
+    results["event"] = median_us(events, repeats) / 3
+
+    # The scheduler's thread gets a core of its own.
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    ahead = Served(batch, config, ahead=True)
+    ahead.step()
+    times = []
+    for _ in range(min(repeats, 20)):
+        began = time.perf_counter()
+        ahead.join()
+        joined = time.perf_counter()
+        time.sleep(0.002 + 1e-6 * results["scratch"])
+        handed = time.perf_counter()
+        ahead.step()
+        times.append(time.perf_counter() - handed + joined - began)
+        ahead.leave()
+        ahead.step()
+    os.sched_setaffinity(0, cores)
+    results["ahead"] = statistics.median(times) * 1e6
+    return results
+
+
+def oracle_us(batch: Batch, config: PackConfig) -> float:
+    """The same plan from the Python mirror and scheduler."""
+    mirror = Mirror()
+    last = {}
+    stack = [(node, -1) for node in batch.roots]
+    number = 0
+    while stack:
+        node, parent = stack.pop()
+        number += 1
+        mirror.apply(NodeInserted(number, parent, node.end - node.start, number.to_bytes(16, "little")))
+        last.update(dict.fromkeys(node.queries, number))
+        stack.extend((child, number) for child in node.children)
+    rids = [str(query) for query in range(len(batch.seq_lens))]
+    for query, rid in enumerate(rids):
+        mirror.apply(RequestBound(rid, query, last.get(query, -1), 0))
+    return median_us(lambda: make_plan(Batch(batch.seq_lens, mirror.batch_tree(rids)), config), 1)
+
+
+def rebuild_us(batch: Batch, config: PackConfig, repeats: int) -> float:
+    """The same plan from block tables."""
+    module = jit.load("rebuild", Path(__file__).parent / "csrc")
+    size, width = len(batch.seq_lens), -(-max(batch.seq_lens) // PAGE)
+    rows = np.arange(size * width, dtype=np.int32).reshape(size, width)
+    stack = list(batch.roots)
+    while stack:
+        node = stack.pop()
+        rows[node.queries, node.start // PAGE : node.end // PAGE] = rows[
+            node.queries[0], node.start // PAGE : node.end // PAGE
+        ]
+        stack.extend(node.children)
+    scheduler = NativeScheduler(config, max_batch=size)
+    seq_lens = tvm_ffi.from_dlpack(np.array(batch.seq_lens, dtype=np.int64))
+    table = tvm_ffi.from_dlpack(rows)
+    return median_us(lambda: module.rebuild(scheduler._handle, table, PAGE, seq_lens), min(repeats, 20))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the paper's deepest tree only; writes nothing")
+    arguments = parser.parse_args()
+    os.sched_setaffinity(0, {0})
+    shapes = [("paper's deepest", trees.parse(trees.PAPER[14]))]
+    if not arguments.quick:
+        for batch in (1, 4, 16, 64, 256, 1024, 4096, 16384):
+            for depth in (1, 4, 8, 16, 32):
+                shapes.append((f"regular, depth {depth}", trees.regular(batch, depth)))
+    print(
+        f"{'tree':18}{'batch':>6} {'policy':8}{'case':>10}{'us':>9}{'us/node':>9}{'oracle':>9}{'rebuild':>9}{'B/node':>8}"
+    )
+    records = []
+    for name, (nodes, tokens) in shapes:
+        batch = trees.build(nodes, tokens)
+        size, depth, count = len(batch.seq_lens), len(nodes) - 1, sum(nodes)
+        for policy in POLICIES:
+            if size * depth > ORACLE_LIMIT and policy not in ("optimal", "pat"):
+                continue
+            config = msgspec.structs.replace(trees.H200, policy=policy)
+            repeats = max(5, min(200, 100_000 // size))
+            results = measure(batch, config, repeats)
+            rebuild = rebuild_us(batch, config, repeats)
+            oracle = oracle_us(batch, config) if size * depth <= ORACLE_LIMIT else None
+            scheduler = Served(batch, config)
+            scheduler.step()
+            memory = scheduler.scheduler.bytes / max(1, scheduler.scheduler.num_nodes)
+            for case, us in results.items():
+                plan = case not in ("unchanged", "event")
+                ratios = [f"{value / us:8.1f}x" if value and plan else " " * 9 for value in (oracle, rebuild)]
+                print(f"{name:18}{size:6} {policy:8}{case:>10}{us:9.2f}{us / count:9.4f}{''.join(ratios)}{memory:8.0f}")
+                records.append(
+                    {
+                        "tree": name,
+                        "case": case,
+                        "policy": policy,
+                        "batch": size,
+                        "depth": depth,
+                        "nodes": count,
+                        "us": us,
+                        "oracle_us": oracle if plan else None,
+                        "rebuild_us": rebuild if plan else None,
+                        "bytes_per_node": memory,
+                        "machine": machine(),
+                        "date": date.today().isoformat(),
+                    }  # fmt: skip
+                )
+    if not arguments.quick:
+        RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+
+
+def machine() -> str:
+    """The processor's name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()

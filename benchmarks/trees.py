@@ -1,0 +1,101 @@
+"""Prefix trees to measure with: the paper's, regular ones, random ones."""
+
+from __future__ import annotations
+
+import random
+
+from sglang_pat.kernels.scheduler import NativeScheduler
+from sglang_pat.packing import Batch, CostModel, Node, PackConfig, TileTable
+
+ROOT = -1
+
+PAPER = (
+    "1,10_4096,416", "1,256_256,32", "1,1024_2048,32", "1,2,64_1024,256,256", "1,4,256_32,256,32", "1,8,512_32,512,256",
+    "1,8,512_32,2048,256", "1,8,512_512,512,256", "1,4,8,256_32,256,256,32", "1,4,16,512_1024,256,128,32",
+    "1,4,16,64,256,1024_256,32,256,64,32,256", "1,16,32,64,128,1024_256,128,64,32,32,32",
+    "1,16,32,64,256,1024_256,128,64,32,32,32", "1,8,16,32,64,128,1024_256,128,64,32,32,32,32",
+    "1,8,16,32,64,256,1024_256,128,64,32,32,32,32", "2,8,16,256_256,256,32,32", "4,16,256,512_512,32,128,32",
+    "8,16,32,256_512,512,256,32", "256_1024", "256_4096",
+)  # fmt: skip
+"""PAT §8.1, figure 10: nodes per level _ tokens per node; the last level are the requests' own tails."""
+
+H200 = PackConfig(
+    # 790 TFLOP/s at 4.4 TB/s, measured on an H200 with torch 2.11.0 on 2026-11-20. What a work item and a part cost
+    # beyond their bytes is for the kernels' benchmark to tell.
+    CostModel(heads=32, kv_heads=8, head_dim=128, v_head_dim=128, kv_bytes=2, flop_per_byte=180),
+    # The paper's candidates (§5.2); where n changes is for the kernels' benchmark to tell.
+    TileTable(query_tiles=(16, 32, 64, 128), kv_tiles=(32, 64, 128), kv_bounds=(64, 128)),
+    workers=132,
+)
+"""Llama-3-8B's attention on an H200."""
+
+
+def parse(notation: str) -> tuple[list[int], list[int]]:
+    """(nodes, tokens) of each level of a tree like `1,4,256_32,256,32`."""
+    nodes, tokens = ([int(number) for number in part.split(",")] for part in notation.split("_"))
+    return nodes, tokens
+
+
+def regular(batch: int, depth: int) -> tuple[list[int], list[int]]:
+    """`depth` levels of shared prefixes of 64 tokens that fan out evenly, and tails of 256 tokens."""
+    nodes = [max(1, round(batch ** (level / (depth + 1)))) for level in range(depth)]
+    return [*nodes, batch], [64] * depth + [256]
+
+
+def build(nodes: list[int], tokens: list[int]) -> Batch:
+    """A tree as the Python scheduler takes it."""
+    size = nodes[-1]
+    seq_lens = [sum(tokens)] * size
+    above: list[Node] = []
+    roots: list[Node] = []
+    start = 0
+    for count, length in zip(nodes[:-1], tokens[:-1], strict=True):
+        level = [
+            Node(start, start + length, list(range(-(-i * size // count), -(-(i + 1) * size // count))), [])
+            for i in range(count)
+        ]
+        for i, node in enumerate(level):
+            (above[i * len(above) // count].children if above else roots).append(node)
+        above, start = level, start + length
+    return Batch(seq_lens, roots)
+
+
+def randomly(generator: random.Random, batch: int, max_tokens: int) -> Batch:
+    """A tree with uneven fan-out, depth and lengths; some requests share nothing."""
+    ends = [0] * batch
+
+    def grow(queries: list[int], start: int, depth: int) -> list[Node]:
+        nodes = []
+        while len(queries) > 1 and depth < 8:
+            size = min(len(queries), max(1, int(len(queries) * generator.random())))
+            group, queries = queries[:size], queries[size:]
+            node = Node(start, start + int(max_tokens ** generator.random()), group, [])
+            for query in group:
+                ends[query] = node.end
+            node.children = grow(group[: int(size * generator.random() * 1.3)], node.end, depth + 1)
+            nodes.append(node)
+            if generator.random() < 0.2:
+                break
+        return nodes
+
+    roots = grow(list(range(batch)), 0, 0)
+    return Batch([end + int(max_tokens ** generator.random()) for end in ends], roots)
+
+
+def load(scheduler: NativeScheduler, batch: Batch) -> list[str]:
+    """Tell `scheduler` the batch's tree event by event; the request ids."""
+    last = [ROOT] * len(batch.seq_lens)
+    number = 0
+    stack = [(node, ROOT) for node in reversed(batch.roots)]
+    while stack:
+        node, parent = stack.pop()
+        number += 1
+        scheduler.insert(number, parent, node.end - node.start, number.to_bytes(16, "little"))
+        for query in node.queries:
+            last[query] = number
+        stack.extend((child, number) for child in reversed(node.children))
+    rids = [f"{query:032x}" for query in range(len(last))]
+    for query, node in enumerate(last):
+        scheduler.bind(rids[query], query, node)
+    scheduler.set_batch(rids)
+    return rids
