@@ -59,6 +59,11 @@ class Served:
     def step(self) -> None:
         self.planner.plan(list(self.rids), lambda: self.longer if len(self.rids) == len(self.longer) else self.seq_lens)
 
+    def grow(self) -> None:
+        """A step is over: every request has one token more."""
+        self.seq_lens += 1
+        self.longer += 1
+
     def join(self) -> None:
         rid = f"new{self.next}"
         self.next += 1
@@ -130,25 +135,32 @@ def measure(batch: Batch, config: PackConfig, repeats: int) -> dict[str, float]:
 
     results["event"] = median_us(events, repeats) / 3
 
-    # The scheduler's thread gets a core of its own.
+    results["ahead"] = ahead_us(batch, config, min(repeats, 30), 2 * results["scratch"] + 200)
+    return results
+
+
+def ahead_us(batch: Batch, config: PackConfig, repeats: int, busy_us: float) -> float:
+    """What a join costs the engine's thread where the scheduler's has a core of its own and `busy_us` to work."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    ahead = Served(batch, config, ahead=True)
-    ahead.step()
+    served = Served(batch, config, ahead=True)
+    served.step()
     times = []
-    for _ in range(min(repeats, 20)):
+    for _ in range(repeats):
+        served.grow()
         began = time.perf_counter()
-        ahead.join()
+        served.join()
         joined = time.perf_counter()
-        time.sleep(0.002 + 1e-6 * results["scratch"])
-        handed = time.perf_counter()
-        ahead.step()
+        while (handed := time.perf_counter()) < joined + busy_us * 1e-6:
+            pass
+        served.step()
         times.append(time.perf_counter() - handed + joined - began)
-        ahead.leave()
-        ahead.step()
+        served.grow()
+        served.leave()
+        served.step()
     os.sched_setaffinity(0, cores)
-    results["ahead"] = statistics.median(times) * 1e6
-    return results
+    assert served.planner.counters().plans_ahead >= repeats, "plans were not ready"
+    return statistics.median(times) * 1e6
 
 
 def oracle_us(batch: Batch, config: PackConfig) -> float:
@@ -219,22 +231,10 @@ def main() -> None:
                 plan = case not in ("unchanged", "event")
                 ratios = [f"{value / us:8.1f}x" if value and plan else " " * 9 for value in (oracle, rebuild)]
                 print(f"{name:18}{size:6} {policy:8}{case:>10}{us:9.2f}{us / count:9.4f}{''.join(ratios)}{memory:8.0f}")
-                records.append(
-                    {
-                        "tree": name,
-                        "case": case,
-                        "policy": policy,
-                        "batch": size,
-                        "depth": depth,
-                        "nodes": count,
-                        "us": us,
-                        "oracle_us": oracle if plan else None,
-                        "rebuild_us": rebuild if plan else None,
-                        "bytes_per_node": memory,
-                        "machine": machine(),
-                        "date": date.today().isoformat(),
-                    }  # fmt: skip
-                )
+                shape = {"tree": name, "policy": policy, "batch": size, "depth": depth, "nodes": count}
+                beside = {"oracle_us": oracle if plan else None, "rebuild_us": rebuild if plan else None}
+                about = {"bytes_per_node": memory, "machine": machine(), "date": date.today().isoformat()}
+                records.append({"case": case, **shape, "us": us, **beside, **about})
     if not arguments.quick:
         RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
 
