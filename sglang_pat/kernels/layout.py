@@ -56,7 +56,7 @@ def capacity(config: PackConfig, max_batch: int) -> int:
     cuts at the ends of bins add to them; 16 parts per query are more than ten levels of prefixes ever made. What does
     not fit is decoded unpacked.
     """
-    bins = config.bins(2**30)
+    bins = config.max_bins
     items, queries = 3 * max_batch + 2 * bins, 16 * max_batch + bins * config.max_queries
     return len(HEADER) + items * len(COLUMNS) + 2 * queries + max_batch + bins + 2
 

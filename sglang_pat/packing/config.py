@@ -7,10 +7,9 @@ import msgspec
 from sglang_pat.packing.cost import CostModel
 from sglang_pat.packing.tiles import TileTable
 
-MAX_WAVES = 4
-"""Bins that one worker may run one after the other. With 8 KV heads on 132 SMs, two waves fill every SM where one
-leaves four of them idle; more than four never came out as the best for 1 to 64 KV heads on 78 to 148 SMs
-(`python benchmarks/policies.py --waves`)."""
+MAX_WAVES = 8
+"""Bins that one worker may run one after the other. With 8 KV heads on 132 SMs two waves fill every SM, where one leaves
+four of them idle; eight leave at most 4 % idle for any GPU and model (`python benchmarks/policies.py --waves`)."""
 
 
 class PackConfig(msgspec.Struct, frozen=True):
@@ -46,22 +45,29 @@ class PackConfig(msgspec.Struct, frozen=True):
         items = -(-queries // self.max_queries)
         return items * (tokens * self.rate(-(-queries // items)) + self.cost.item_bytes)
 
-    def bins(self, limit: int) -> int:
+    @property
+    def max_bins(self) -> int:
+        """More bins than this are never made."""
+        return max(1, MAX_WAVES * self.workers // self.cost.kv_heads)
+
+    def bins(self, limit: int, work: float, cut: float) -> int:
         """In how many bins, at most `limit`, the work of each KV head is laid out.
 
-        All KV heads run the same bins, so the number that keeps every worker busy is a multiple of workers / heads:
-        the smallest that wastes under 1/50 of the device, else the one that wastes least.
+        All KV heads run the same bins, so only some numbers keep every worker busy. The more bins, the less is idle,
+        and the more packs are cut.
+
+        Args:
+            limit: Bins that still have enough to do.
+            work: What all packs cost.
+            cut: What it costs to end a bin within a pack.
         """
         heads = self.cost.kv_heads
         best = max(1, min(limit, self.workers // heads))
-        best_used, best_waves = best * heads, -(-best * heads // self.workers)
+        least = work * -(-best * heads // self.workers) * self.workers / (best * heads) + best * cut
         for waves in range(1, MAX_WAVES + 1):
             bins = waves * self.workers // heads
-            if not 0 < bins <= limit:
-                continue
-            used = bins * heads
-            if used * best_waves > best_used * waves:
-                best, best_used, best_waves = bins, used, waves
-            if used * 50 >= waves * self.workers * 49:
-                break
+            if 0 < bins <= limit:
+                cost = work * waves * self.workers / (bins * heads) + bins * cut
+                if cost < least:
+                    best, least = bins, cost
         return best

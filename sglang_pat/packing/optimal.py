@@ -57,11 +57,11 @@ class _Solver:
         self.full_rate = config.rate(config.max_queries) / config.max_queries
         self.full_item = config.cost.item_bytes / config.max_queries
         self.cut_rate = 0.0
-        bins = config.bins(2**30)
-        if bins > 1:
+        heads, workers = config.cost.kv_heads, config.workers
+        if workers > heads:
             # Bins end where they are full, wherever that is: a pack is cut once per fair share of its length, and
             # every cut makes one more part of each of its queries.
-            share = max(config.tiles.kv_tiles[-1], kv_minimum(prefixes, batch.seq_lens) / bins)
+            share = max(float(config.tiles.kv_tiles[-1]), kv_minimum(prefixes, batch.seq_lens) * heads / workers)
             self.cut_rate = self.part / share
 
     def solve(self, index: int) -> None:

@@ -39,17 +39,20 @@ struct Config {
     return items * (tokens * rates[ceil_div(queries, items)] + item_bytes);
   }
 
-  // PackConfig.bins: the number that keeps every worker busy although all KV heads run the same bins.
-  int64_t bins(int64_t limit) const {
-    constexpr int kMaxWaves = 4;
+  // PackConfig.bins: weighs idle workers against cut packs.
+  int64_t bins(int64_t limit, double work, double cut) const {
+    constexpr int64_t kMaxWaves = 8;  // MAX_WAVES in sglang_pat/packing/config.py
     const int64_t heads = kv_heads;
     int64_t best = std::max<int64_t>(1, std::min<int64_t>(limit, workers / heads));
-    int64_t best_used = best * heads, best_waves = ceil_div(best * heads, workers);
+    const auto cost = [&](int64_t bins, int64_t waves) {
+      return work * double(waves) * double(workers) / double(bins * heads) + double(bins) * cut;
+    };
+    double least = cost(best, ceil_div(best * heads, workers));
     for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
-      const int64_t count = waves * workers / heads, used = count * heads;
-      if (count <= 0 || count > limit) continue;
-      if (used * best_waves > best_used * waves) best = count, best_used = used, best_waves = waves;
-      if (used * 50 >= waves * workers * 49) break;
+      const int64_t count = waves * workers / heads;
+      if (count <= 0 || count > limit || !(cost(count, waves) < least)) continue;
+      best = count;
+      least = cost(count, waves);
     }
     return best;
   }

@@ -29,8 +29,10 @@ class Optimal {
     full_rate_ = double(config.rates[config.max_queries]) / config.max_queries;
     full_item_ = item_ / config.max_queries;
     cut_rate_ = 0;
-    const int64_t bins = config.bins(int64_t(1) << 30);
-    if (bins > 1) cut_rate_ = part_ / std::max(double(config.kv_tiles.back()), double(prefixes.kv_minimum) / double(bins));
+    if (config.workers > config.kv_heads) {
+      const double share = double(prefixes.kv_minimum * config.kv_heads) / config.workers;
+      cut_rate_ = part_ / std::max(double(config.kv_tiles.back()), share);
+    }
     results_.resize(prefixes.nodes.size());
     if (prefixes.max_depth < kWidth)
       solve_all<1>(prefixes, shallow_);

@@ -36,7 +36,9 @@ struct Packs {
   std::vector<Pack> wide, narrow;  // packs of several queries, and of one
   std::vector<int32_t> queries;
   std::vector<int32_t> num_parts;  // of each query
-  int64_t reads = 0;               // cost of all packs by the model, before anything is cut
+  // Costs by the model, before anything is cut: of the policy's packs, as split by the query limit, and the latter
+  // weighted by queries.
+  int64_t reads = 0, work = 0, weighted_work = 0;
 
   void reserve(size_t batch) {
     wide.reserve(batch);
@@ -50,7 +52,7 @@ struct Packs {
     wide.clear();
     narrow.clear();
     queries.clear();
-    reads = 0;
+    reads = work = weighted_work = 0;
     starts_.assign(prefixes.nodes.size(), 0);
     num_parts.assign(batch, 1);  // its tail
   }
@@ -84,7 +86,10 @@ struct Packs {
       queries[old_queries + i] = query;
       tokens += seq_lens[query] - from;
     }
-    reads += tokens * config.rates[1] + int64_t(leaves) * config.item_bytes;
+    const int64_t cost = tokens * config.rates[1] + int64_t(leaves) * config.item_bytes;
+    reads += cost;
+    work += cost;
+    weighted_work += cost;
   }
 
   // By the model, with the parts that queries of more than one pass through memory.
@@ -101,6 +106,9 @@ struct Packs {
     for (int64_t i = 0; i < pieces; ++i) {
       const int32_t from = int32_t(count * i / pieces), to = int32_t(count * (i + 1) / pieces);
       (to - from > 1 ? wide : narrow).push_back(Pack{start, end, first + from, to - from});
+      const int64_t cost = int64_t(end - start) * config.rates[to - from] + config.item_bytes;
+      work += cost;
+      weighted_work += cost * (to - from);
     }
     for (int32_t i = first; i < first + count; ++i) num_parts[queries[i]] += 1;
     reads += config.pack_bytes(count, end - start);

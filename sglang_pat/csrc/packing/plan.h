@@ -26,7 +26,7 @@ struct Statistics {
 
 class PlanWriter {
  public:
-  static constexpr int64_t kGrain = 16, kSlack = 32;     // GRAIN, SLACK in balance.py
+  static constexpr int64_t kGrain = 8, kSlack = 64;     // GRAIN, SLACK in balance.py
   static constexpr int64_t kTailGrowth = 2;              // TAIL_GROWTH in scheduler.py
 
   void reserve(size_t batch) {
@@ -60,7 +60,8 @@ class PlanWriter {
     bins_.assign(1, 0);
     statistics.longest_bin = 0;
     num_parts_ = packs.num_parts;
-    int64_t remaining = packs.reads;
+    int64_t remaining = packs.work;
+    const double queries = double(packs.weighted_work) / double(std::max<int64_t>(1, packs.work));
     const int64_t least = config.kv_tiles.back() * config.token_bytes + config.item_bytes;
     Queue wide{packs.wide, 0, 0}, narrow{packs.narrow, 0, 0};
     const auto tokens_of = [&](const Queue& queue) {
@@ -68,24 +69,28 @@ class PlanWriter {
       return int64_t(pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end) - queue.start();
     };
     const auto rate_of = [&](const Queue& queue) { return config.rates[queue.packs[queue.index].count]; };
-    for (int64_t left = config.bins(std::max<int64_t>(1, remaining / least)); left > 0; --left) {
-      const int64_t target = ceil_div(remaining, left);
-      const int64_t slack = left > 1 ? target / kSlack : int64_t(1) << 62;
+    int64_t left = config.bins(std::max<int64_t>(1, remaining / least), double(remaining),
+                               queries * double(config.part_bytes));
+    for (; left > 0; --left) {
+      const int64_t target = ceil_div(remaining, left), slack = target / kSlack;
       int64_t load = 0;
-      while (!wide.empty() || !narrow.empty()) {
+      while ((!wide.empty() || !narrow.empty()) && (load < target || left == 1)) {
         const int64_t gap = target - load;
-        if (left > 1 && (gap + slack <= 0 || (load > 0 && gap <= slack))) break;
+        // The last bin takes all, a nearly full one what helps.
+        const auto fits = [&](int64_t cost) {
+          return left == 1 || (cost <= gap + slack && (gap > slack || cost <= 2 * gap));
+        };
         Queue* queue = wide.empty() ? &narrow : &wide;
         int64_t tokens = tokens_of(*queue), rate = rate_of(*queue);
         int64_t cost = tokens * rate + config.item_bytes;
-        if (cost > gap + slack && queue == &wide && !narrow.empty() && load > 0) {
+        if (queue == &wide && !narrow.empty() && load > 0 && !fits(cost)) {
           queue = &narrow;
           tokens = tokens_of(narrow), rate = rate_of(narrow);
           cost = tokens * rate + config.item_bytes;
         }
         const Pack& pack = queue->packs[queue->index];
         const int32_t start = queue->start();
-        if (cost <= gap + slack) {
+        if (fits(cost)) {
           items_.push_back(Pack{start, pack.end, pack.first, pack.count});
           queue->index += 1;
           queue->begin = 0;
@@ -95,7 +100,7 @@ class PlanWriter {
         // To the nearest grain; not where that is nothing or everything.
         const int64_t grains =
             (std::max<int64_t>(0, gap - config.item_bytes) + rate * kGrain / 2) / (rate * kGrain);
-        const int64_t cut = grains * kGrain;
+        const int64_t cut = gap > slack ? grains * kGrain : 0;
         if (cut > 0 && cut < tokens) {
           queue->begin = start + int32_t(cut);
           items_.push_back(Pack{start, queue->begin, pack.first, pack.count});
