@@ -83,6 +83,13 @@ def save_kv(pool: Any, layer: Any, slots: Any, k: Any, v: Any) -> None:
     pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
 
 
+def tp_rank() -> int:
+    """This process's rank among those that share the model's heads."""
+    from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank()
+
+
 def attention_shape(runner: Any) -> tuple[int, int, int, int]:
     """(heads, kv_heads, head_dim, v_head_dim) of this rank's attention layers."""
     from sglang.srt.layers.radix_attention import RadixAttention

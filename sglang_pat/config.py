@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -29,12 +29,16 @@ class PatConfig(msgspec.Struct, frozen=True):
         ahead: `SGLANG_PAT_AHEAD`: 1 plans the next batch on a thread of its own while a step runs, 0 when its step comes.
         verify: `SGLANG_PAT_VERIFY`: 1 compares the KV slots of all queries of every work item before each step
             and falls back to one query per work item where they differ. Slow; for tests.
+        trace: `SGLANG_PAT_TRACE`: a file to record events and plans in, for `sglang-pat replay`; none if empty.
+        trace_mb: `SGLANG_PAT_TRACE_MB`: recording ends when the file has this many megabytes.
     """
 
     policy: Policy = "optimal"
     reuse: bool = True
     ahead: bool = True
     verify: bool = False
+    trace: str = ""
+    trace_mb: int = 256
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> PatConfig:
@@ -44,8 +48,7 @@ class PatConfig(msgspec.Struct, frozen=True):
             ConfigError: One is unknown or has an unknown value; the message names it and what it may be.
         """
         prefix = "SGLANG_PAT_"
-        choices = {"policy": {name: name for name in get_args(Policy)}}
-        values = {}
+        values: dict[str, Any] = {}
         for variable, value in environment.items():
             if not variable.startswith(prefix) or variable in (AWAKE, SANITIZE):
                 continue
@@ -53,8 +56,19 @@ class PatConfig(msgspec.Struct, frozen=True):
             if field not in cls.__struct_fields__:
                 known = ", ".join(prefix + name.upper() for name in cls.__struct_fields__)
                 raise ConfigError(f"{variable} is not a setting of sglang-pat: unset it, or use one of {known}")
-            allowed = choices.get(field, {"0": False, "1": True})
-            if value not in allowed:
-                raise ConfigError(f"{variable}={value!r} must be one of {', '.join(allowed)}")
-            values[field] = allowed[value]
+            values[field] = _parse(variable, value, field)
         return cls(**values)
+
+
+def _parse(variable: str, value: str, field: str) -> Any:
+    if field == "trace":
+        return value
+    if field == "trace_mb":
+        if not value.isdecimal() or int(value) == 0:
+            raise ConfigError(f"{variable}={value!r} must be a number of megabytes, 1 or more")
+        return int(value)
+    switch = {"0": False, "1": True}
+    allowed = {name: name for name in get_args(Policy)} if field == "policy" else switch
+    if value not in allowed:
+        raise ConfigError(f"{variable}={value!r} must be one of {', '.join(allowed)}")
+    return allowed[value]

@@ -192,3 +192,18 @@ def test_a_request_that_does_not_come_though_it_was_expected_costs_a_plan_and_no
         assert layout.sections(decode.step().numpy()).header["batch"] == 2
     assert decode.planner.counters().fallbacks == 0
     assert decode.plans == 2
+
+
+@pytest.mark.gpu
+def test_a_plan_in_pinned_memory_reaches_the_device_by_one_copy() -> None:
+    buffers = [torch.zeros(layout.capacity(CONFIG, 64), dtype=torch.int32, pin_memory=True) for _ in range(2)]
+    scheduler = NativeScheduler(CONFIG, max_batch=64, buffers=buffers)
+    scheduler.insert(1, ROOT, 500, bytes(16))
+    for row, rid in enumerate("abc"):
+        scheduler.bind(rid, row, 1)
+    scheduler.set_batch(list("abc"))
+    index, _, _ = scheduler.take(torch.tensor([520, 530, 540]), 0)
+    device = torch.empty_like(buffers[index], device="cuda")
+    device.copy_(buffers[index], non_blocking=True)
+    torch.cuda.synchronize()
+    assert [item.queries for item in layout.work_items(device.cpu().numpy())] == [[0, 1, 2], [0], [1], [2]]

@@ -17,6 +17,7 @@ import pytest
 
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
+from sglang_pat.replay import replay
 
 pytestmark = pytest.mark.server
 
@@ -45,9 +46,18 @@ SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     """All servers of the session, started side by side; an idle one sleeps."""
     logs = tmp_path_factory.mktemp("logs")
+    traced = {"SGLANG_PAT_TRACE": str(logs / "small pool.trace")}
     with ExitStack() as stack:
         started = {
-            name: stack.enter_context(Server(model, backend, logs / f"{name}.log", [*COMMON, *flags], environment))
+            name: stack.enter_context(
+                Server(
+                    model,
+                    backend,
+                    logs / f"{name}.log",
+                    [*COMMON, *flags],
+                    environment | traced if name == "small pool" else environment,
+                )
+            )
             for name, (backend, flags, environment) in SERVERS.items()
         }
         for server in started.values():
@@ -165,6 +175,16 @@ def test_two_hundred_requests_through_a_small_pool(
     assert generate_all(server, [prompts[i] for i in order], 32) == [expected[i] for i in order]
     assert_sound(server)
     assert re.search(r"#retracted_reqs: [1-9]", server.log.read_text())
+
+
+def test_what_that_server_recorded_can_be_replayed(servers: dict[str, Server]) -> None:
+    server = servers["small pool"]
+    counters = assert_sound(server)
+    recorded = replay(server.log.with_suffix(".trace"), oracle=True)
+    assert (recorded.plans, recorded.fallbacks, recorded.differing) == (counters["plans"], 0, 0)
+    assert 0.98 * counters["steps"] <= recorded.totals.steps <= counters["steps"]
+    assert recorded.totals.kv_tokens < recorded.totals.kv_tokens_unpacked
+    assert counters["plans_ahead"] > 0
 
 
 def test_openai_api_and_frontend_programs(servers: dict[str, Server]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from sglang_pat.kernels import cpu, jit, layout
 from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import CPU_TILES, CostModel, PackConfig, WorkItem
 from sglang_pat.radix_bridge import Observer, hooks
+from sglang_pat.radix_bridge.trace import FORMAT, Header, TraceWriter
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -33,6 +35,7 @@ def create(runner: ModelRunner) -> PatAttnBackend:
         UnsupportedError: A flag or the model needs what PAT does not do.
         ConfigError: A `SGLANG_PAT_*` variable is wrong.
         BuildError: The executor cannot be compiled here.
+        TraceError: The file of `SGLANG_PAT_TRACE` cannot be written.
     """
     try:
         support.check_flags(runner.server_args)
@@ -44,11 +47,23 @@ def create(runner: ModelRunner) -> PatAttnBackend:
         config = PatConfig.from_environment()
         jit.load("cpu")
         jit.load("packing")
+        return PatAttnBackend(runner, config)
     except (ValueError, jit.BuildError) as error:
         # SGLang prints a traceback; the reason shall also stand on a line of its own.
         logger.error("%s", error)
         raise
-    return PatAttnBackend(runner, config)
+
+
+def trace_writer(runner: ModelRunner, config: PatConfig, pack_config: PackConfig) -> TraceWriter | None:
+    """Records what `SGLANG_PAT_TRACE` asks for; on the first rank alone, since all ranks plan alike.
+
+    Raises:
+        TraceError: The file cannot be written.
+    """
+    if not config.trace or compat.tp_rank() != 0:
+        return None
+    header = Header(FORMAT, pack_config, runner.req_to_token_pool.size, runner.model_config.num_hidden_layers)
+    return TraceWriter(Path(config.trace), header, config.trace_mb * 1_000_000)
 
 
 class PatAttnBackend(AttentionBackend):
@@ -70,8 +85,9 @@ class PatAttnBackend(AttentionBackend):
         buffers = [torch.zeros(layout.capacity(pack_config, max_batch), dtype=torch.int32) for _ in range(2)]
         scheduler = NativeScheduler(pack_config, max_batch, buffers=buffers)
         observer = Observer(scheduler)
-        self.planner = Planner(scheduler, reuse=config.reuse, ahead=config.ahead)
-        observer.subscribers.append(self.planner.on_event)
+        writer = trace_writer(runner, config, pack_config)
+        self.planner = Planner(scheduler, config.reuse, config.ahead, on_plan=writer.on_plan if writer else None)
+        observer.subscribers += [self.planner.on_event, *([writer.on_event] if writer else [])]
         layer_bytes = cost.token_bytes * runner.model_config.num_hidden_layers
         hooks.install(
             observer,

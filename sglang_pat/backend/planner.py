@@ -24,16 +24,24 @@ class Planner:
     as the same requests are in the same order and hang at the same places in the tree.
     """
 
-    def __init__(self, scheduler: NativeScheduler, reuse: bool = True, ahead: bool = True) -> None:
+    def __init__(
+        self,
+        scheduler: NativeScheduler,
+        reuse: bool = True,
+        ahead: bool = True,
+        on_plan: Callable[..., None] | None = None,
+    ) -> None:
         """
         Args:
             scheduler: Hears of every radix-tree event before `on_event` does.
             reuse: Keep a plan while it is good; otherwise plan every step.
             ahead: Let the scheduler's own thread plan the next batch as soon as it is expected.
+            on_plan: Told of every plan made (`TraceWriter.on_plan`).
         """
         self._scheduler = scheduler
         self._reuse = reuse
         self._ahead = ahead
+        self._on_plan = on_plan
         self._data: Any = None
         self._rids: list[str] = []
         self._used = self._good = 0
@@ -93,14 +101,13 @@ class Planner:
         self._rids = rids
         self._epoch, self._version = scheduler.epoch, scheduler.version
         try:
-            index, self._good, ahead = scheduler.take(seq_lens, self._used)
+            index, good, ahead = scheduler.take(seq_lens, self._used)
         except Exception:
             self._report_failure()
             self._fall_back(seq_lens)
             return
-        self._data, self._used = scheduler.buffers[index], 0
-        self._counts.plans += 1
         self._counts.plans_ahead += ahead
+        self._hand_out(index, good, seq_lens, ahead=ahead)
 
     def _accepted(self, verify: Callable[[list[WorkItem]], None]) -> bool:
         try:
@@ -112,10 +119,24 @@ class Planner:
 
     def _fall_back(self, seq_lens: Any) -> None:
         """One query per work item, for this step only."""
-        self._data = self._scheduler.buffers[self._scheduler.fall_back(seq_lens, self._used)]
-        self._used = self._good = 0
-        self._counts.plans += 1
+        index = self._scheduler.fall_back(seq_lens, self._used)
         self._counts.fallbacks += 1
+        self._hand_out(index, 0, seq_lens, fallback=True)
+
+    def _hand_out(self, index: int, good: int, seq_lens: Any, ahead: bool = False, fallback: bool = False) -> None:
+        self._counts.plans += 1
+        if self._on_plan is not None:
+            kv_tokens, parts, _ = self._scheduler.current()
+            self._on_plan(
+                self._rids,
+                steps=self._used,
+                seq_lens=seq_lens.tolist(),
+                kv_tokens=kv_tokens,
+                parts=parts,
+                ahead=ahead,
+                fallback=fallback,
+            )
+        self._data, self._used, self._good = self._scheduler.buffers[index], 0, good
 
     def _report_failure(self) -> None:
         if not self._failed:

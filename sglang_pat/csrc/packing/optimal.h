@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -113,47 +114,63 @@ class Optimal {
     return kVectors == 1 ? 1 : (std::min(depth + 1, kMaxSegment) + kWidth - 1) / kWidth;
   }
 
+  // Everything about a prefix that its children do not add to.
   template <int kVectors>
   void open(const Prefixes& prefixes, int32_t index, Frame<kVectors>& frame) {
     const Prefix& prefix = prefixes.nodes[index];
-    const int count = used<kVectors>(prefix.depth);
-    for (int v = 0; v < count; ++v) frame.tokens[v] = Vector{};
+    alignas(Vector) double tokens[kVectors * kWidth] = {};
     int32_t ancestor = index;
     for (int i = 0; i < kMaxSegment && ancestor != 0; ++i, ancestor = prefixes.nodes[ancestor].parent) {
       const Prefix& a = prefixes.nodes[ancestor];
-      const int lane = a.depth % kMaxSegment;
-      frame.tokens[lane / kWidth][lane % kWidth] = double(prefix.end - a.start);
+      tokens[a.depth % kMaxSegment] = double(prefix.end - a.start);
     }
-    for (int v = 0; v < count; ++v) {
+    for (int v = 0; v < used<kVectors>(prefix.depth); ++v) {
+      std::memcpy(&frame.tokens[v], tokens + v * kWidth, sizeof(Vector));
       frame.stay[v] = part_ + frame.tokens[v] * cut_rate_;
       frame.share[v] = frame.tokens[v] * full_rate_ + full_item_;
-      for (int above = 0; above < 2; ++above) {
+    }
+  }
+
+  template <int kVectors>
+  static void clear(Frame<kVectors>& frame, int count) {
+    for (int above = 0; above < 2; ++above)
+      for (int v = 0; v < count; ++v) {
         for (auto& total : frame.total[above]) total[v] = Vector{};
         for (auto& staying : frame.staying[above]) staying[v] = Vector{};
       }
-    }
   }
 
   template <int kVectors>
   void solve_one(const Prefixes& prefixes, int32_t index, std::vector<Frame<kVectors>>& frames) {
     const Prefix& prefix = prefixes.nodes[index];
     Frame<kVectors>& frame = frames[prefix.depth];
-    if (prefix.last == index + 1) open(prefixes, index, frame);
-    const int count = used<kVectors>(prefix.depth);
-    const double leaves = prefix.leaves();
-    const double leaf_rate = double(config_->rates[1]) + cut_rate_;
+    if (prefix.last == index + 1) {
+      open(prefixes, index, frame);
+      weigh<kVectors, false>(prefix, frame, results_[index]);
+    } else {
+      weigh<kVectors, true>(prefix, frame, results_[index]);
+    }
+    if (prefix.parent != 0) add_to_parent(prefixes, index, frame, frames[prefix.depth - 1]);
+  }
+
+  // The best of the three candidates for every start, the children having been added up.
+  template <int kVectors, bool kChildren>
+  void weigh(const Prefix& prefix, Frame<kVectors>& frame, Result& result) {
+    const double leaves = prefix.leaves(), leaf_rate = double(config_->rates[1]) + cut_rate_;
     for (int above = 0; above < 2; ++above) {
       Masks masks{};
-      for (int v = 0; v < count; ++v) {
+      for (int v = 0; v < used<kVectors>(prefix.depth); ++v) {
         const Vector tokens = frame.tokens[v];
         const Vector leaf = tokens * leaf_rate + part_ * above;
         const Vector leaf_stays = frame.stay[v] + part_;
-        Vector best = frame.total[above][0][v] + leaves * leaf;
+        const auto children = [&](int candidate) { return kChildren ? frame.total[above][candidate][v] : Vector{}; };
+        Vector best = children(0) + leaves * leaf;
         for (int candidate = 1; candidate < 3; ++candidate) {
           const Lanes joins = leaf <= (candidate == 1 ? leaf_stays : leaf_stays + frame.share[v]);
-          const Vector staying = frame.staying[above][candidate - 1][v] + select(joins, Vector{}, Vector{} + leaves);
-          const Vector total = frame.total[above][candidate][v] + leaves * select(joins, leaf, leaf_stays) +
-                               pack_bytes(staying, tokens);
+          Vector staying = select(joins, Vector{}, Vector{} + leaves);
+          if (kChildren) staying += frame.staying[above][candidate - 1][v];
+          const Vector total =
+              children(candidate) + leaves * select(joins, leaf, leaf_stays) + pack_bytes(staying, tokens);
           const Lanes better = total < best;
           best = select(better, total, best);
           masks.leaf_joins[candidate - 1] |= mask(joins) << (v * kWidth);
@@ -162,15 +179,17 @@ class Optimal {
         frame.best[above][v] = best;
       }
       masks.chosen[0] &= ~masks.chosen[1];
-      results_[index].masks[above] = masks;
+      result.masks[above] = masks;
     }
-    if (prefix.parent != 0) add_to_parent(prefixes, index, frame, frames[prefix.depth - 1]);
   }
 
   template <int kVectors>
   void add_to_parent(const Prefixes& prefixes, int32_t index, const Frame<kVectors>& child, Frame<kVectors>& frame) {
     const Prefix& prefix = prefixes.nodes[index];
-    if (prefixes.nodes[prefix.parent].last == prefix.last) open(prefixes, prefix.parent, frame);
+    if (prefixes.nodes[prefix.parent].last == prefix.last) {
+      open(prefixes, prefix.parent, frame);
+      clear(frame, used<kVectors>(prefix.depth - 1));
+    }
     const int own = prefix.depth % kMaxSegment;
     const double queries = prefix.queries();
     const double alone = child.best[1][own / kWidth][own % kWidth];

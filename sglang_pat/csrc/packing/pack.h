@@ -21,15 +21,17 @@ struct Pack {
 
 // What becomes of each prefix's segment, the KV that it inherited and its own.
 struct Choices {
-  std::vector<uint8_t> joins;        // per prefix: whether it takes its parent's segment along
-  std::vector<uint8_t> leaf_joins;   // per position of `order`: the same for leaves
+  std::vector<uint8_t> joins;       // per prefix: whether it takes its parent's segment along
+  std::vector<uint8_t> leaf_joins;  // per position of `order`: the same for leaves
 
   void reset(const Prefixes& prefixes) {
     joins.assign(prefixes.nodes.size(), true);
     leaf_joins.assign(prefixes.order.size(), true);
   }
 
-  void leaves(const Prefix& prefix, bool join) { std::memset(&leaf_joins[prefix.first], join, prefix.leaves()); }
+  void leaves(const Prefix& prefix, bool join) {
+    if (!join) std::memset(&leaf_joins[prefix.first], false, prefix.leaves());
+  }
 };
 
 struct Packs {
@@ -65,8 +67,16 @@ struct Packs {
     const Prefix& prefix = prefixes.nodes[index];
     const int32_t start = starts_[index], first = int32_t(queries.size());
     const int32_t* order = prefixes.order.data();
-    for (int32_t i = prefix.first; i < prefix.leaves_end; ++i)
-      if (!choices.leaf_joins[i]) queries.push_back(order[i]);
+    if (prefix.leaves() > 0) {
+      // Written for all, kept for those that stay: no branch to guess wrong.
+      queries.resize(first + prefix.leaves());
+      int32_t* end = queries.data() + first;
+      for (int32_t i = prefix.first; i < prefix.leaves_end; ++i) {
+        *end = order[i];
+        end += !choices.leaf_joins[i];
+      }
+      queries.resize(end - queries.data());
+    }
     for (int32_t child = index + 1; child < prefix.last; child = prefixes.nodes[child].last) {
       const Prefix& c = prefixes.nodes[child];
       starts_[child] = choices.joins[child] ? start : prefix.end;
@@ -137,10 +147,8 @@ inline void choose_pat(const Prefixes& prefixes, Choices& choices, int32_t index
     choices.joins[child] = joins(prefixes.nodes[child].queries());
     staying += !choices.joins[child];
   }
-  choices.leaves(prefix, leaf_joins);
-  if (staying != 1) return;
+  if (staying != 1) return choices.leaves(prefix, leaf_joins);
   // Nobody else reads the segment: a pack of its own would only add parts.
-  choices.leaves(prefix, true);
   for (int32_t child = index + 1; child < prefix.last; child = prefixes.nodes[child].last) choices.joins[child] = true;
 }
 

@@ -1,0 +1,44 @@
+"""The `sglang-pat` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from sglang_pat.packing import POLICIES
+from sglang_pat.radix_bridge.trace import TraceError
+from sglang_pat.replay import replay
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a subcommand; the exit status."""
+    parser = argparse.ArgumentParser(prog="sglang-pat", description="Tools for sglang-pat; none of them needs a GPU.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    command = commands.add_parser(
+        "replay", help="run a trace recorded with SGLANG_PAT_TRACE through the scheduler and print what packing does"
+    )
+    command.add_argument("trace", type=Path)
+    command.add_argument("--policy", choices=list(POLICIES), action="append", help="instead of the recorded one")
+    command.add_argument("--oracle", action="store_true", help="compare every plan with the Python scheduler's; slow")
+    command.add_argument("--truncated", action="store_true", help="take what there is of a file that was cut off")
+    command.set_defaults(run=_replay)
+    parsed = parser.parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except TraceError as error:
+        print(f"sglang-pat: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    for number, policy in enumerate(arguments.policy or [None]):
+        if number:
+            print()
+        for line in replay(arguments.trace, policy, arguments.oracle, arguments.truncated).lines():
+            print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Replays a recorded trace through the scheduler, without SGLang."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from sglang_pat.kernels import layout
+from sglang_pat.kernels.scheduler import NativeScheduler, Totals
+from sglang_pat.packing import Batch, PackConfig, make_plan
+from sglang_pat.packing.tree import InconsistentError
+from sglang_pat.radix_bridge import trace
+from sglang_pat.radix_bridge.mirror import Mirror
+from sglang_pat.radix_bridge.observer import apply
+
+
+class Replayed(msgspec.Struct):
+    """What came out.
+
+    Attributes:
+        config: With the policy that was replayed.
+        layers: Attention layers of the model.
+        events, plans: In the trace.
+        fallbacks: Plans that the server had to do without.
+        totals: Counts over all recorded steps.
+        planning_us: Time of each plan.
+        differing: Plans that read or merge something else than the recorded ones, where those were made of the same
+            lengths and by the same policy.
+    """
+
+    config: PackConfig
+    layers: int
+    events: int
+    plans: int
+    fallbacks: int
+    totals: Totals
+    planning_us: list[float]
+    differing: int
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        layer = self.config.cost.token_bytes * self.layers
+        read, unpacked = self.totals.kv_tokens * layer, self.totals.kv_tokens_unpacked * layer
+        times = sorted(self.planning_us) or [0.0]
+        yield f"policy                   {self.config.policy}"
+        yield f"events                   {self.events:,}"
+        yield f"plans                    {self.plans:,} for {self.totals.steps:,} decode steps, {self.fallbacks} fall-backs"
+        yield f"work items               {self.totals.work_items:,}"
+        yield f"parts merged             {self.totals.parts:,}"
+        yield f"KV bytes read            {read / 1e9:,.3f} GB"
+        yield f"one query per CTA reads  {unpacked / 1e9:,.3f} GB, {unpacked / max(1, read):.2f} times as much"
+        yield f"planning                 {statistics.median(times):.1f} us, 99th percentile {times[len(times) * 99 // 100]:.1f} us"
+        if self.differing:
+            yield f"not as recorded          {self.differing:,} plans: another version of sglang-pat wrote the trace"
+
+
+def replay(path: Path, policy: str | None = None, oracle: bool = False, truncated: bool = False) -> Replayed:
+    """Replay a trace.
+
+    Args:
+        path: The file.
+        policy: Plan by this one instead of the recorded one.
+        oracle: Compare every plan with the Python scheduler's.
+        truncated: Take what there is of a file that was cut off.
+
+    Raises:
+        TraceError: The file is no trace, or not a whole one.
+        AssertionError: The two schedulers disagree.
+    """
+    records = trace.read(path, truncated)
+    header = next(records)
+    if not isinstance(header, trace.Header):
+        raise trace.TraceError(f"{path} is damaged: it does not begin with a header")
+    config = header.config if policy is None else msgspec.structs.replace(header.config, policy=policy)
+    scheduler, mirror = NativeScheduler(config, header.max_batch), Mirror()
+    result = Replayed(config, header.layers, 0, 0, 0, Totals(), [], 0)
+    batch: list[str] = []
+    for record in records:
+        if isinstance(record, trace.Header):
+            raise trace.TraceError(f"{path} is damaged: it has a second header")
+        if not isinstance(record, trace.PlanMade):
+            result.events += 1
+            try:
+                apply(scheduler, record)
+                mirror.apply(record)
+            except InconsistentError as fault:
+                raise trace.TraceError(f"{path} is damaged: {fault}") from None
+            continue
+        batch = trace.apply_difference(batch, record)
+        lengths = np.array(record.seq_lens, dtype=np.int64)
+        result.plans += 1
+        result.fallbacks += record.fallback
+        if scheduler.stale or batch != scheduler.batch:
+            scheduler.set_batch(batch)
+        began = time.perf_counter()
+        index, _, _ = scheduler.take(lengths, record.steps)
+        result.planning_us.append((time.perf_counter() - began) * 1e6)
+        if oracle:
+            expected = layout.flatten(make_plan(Batch(record.seq_lens, mirror.batch_tree(batch)), config))
+            if scheduler.buffers[index][: len(expected)].tolist() != expected.tolist():
+                raise AssertionError(f"the schedulers disagree on plan {result.plans}")
+        if not (record.ahead or record.fallback) and config == header.config:
+            result.differing += scheduler.current()[:2] != (record.kv_tokens, record.parts)
+    # How many steps the last plan ran is not recorded; one.
+    result.totals = scheduler.totals(1)
+    return result
