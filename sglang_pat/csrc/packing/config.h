@@ -35,6 +35,7 @@ struct Config {
 
   int64_t pack_bytes(int64_t queries, int64_t tokens) const {
     if (queries == 0) return 0;
+    if (queries <= max_queries) return tokens * rates[queries] + item_bytes;
     const int64_t items = ceil_div(queries, max_queries);
     return items * (tokens * rates[ceil_div(queries, items)] + item_bytes);
   }

@@ -37,7 +37,7 @@ struct Choices {
 struct Packs {
   std::vector<Pack> wide, narrow;  // packs of several queries, and of one
   std::vector<int32_t> queries;
-  std::vector<int32_t> num_parts;  // of each query
+  std::vector<int32_t> num_parts;  // of each query, once counted
   // Costs by the model, before anything is cut: of the policy's packs, as split by the query limit, and the latter
   // weighted by queries.
   int64_t reads = 0, work = 0, weighted_work = 0;
@@ -56,7 +56,7 @@ struct Packs {
     queries.clear();
     reads = work = weighted_work = 0;
     starts_.assign(prefixes.nodes.size(), 0);
-    num_parts.assign(batch, 1);  // its tail
+    staying_.assign(batch + 1, 0);
   }
 
   int32_t start(int32_t prefix) const { return starts_[prefix]; }
@@ -72,15 +72,21 @@ struct Packs {
       queries.resize(first + prefix.leaves());
       int32_t* end = queries.data() + first;
       for (int32_t i = prefix.first; i < prefix.leaves_end; ++i) {
+        const bool stays = !choices.leaf_joins[i];
         *end = order[i];
-        end += !choices.leaf_joins[i];
+        end += stays;
+        staying_[i] += stays;
+        staying_[i + 1] -= stays;
       }
       queries.resize(end - queries.data());
     }
     for (int32_t child = index + 1; child < prefix.last; child = prefixes.nodes[child].last) {
       const Prefix& c = prefixes.nodes[child];
       starts_[child] = choices.joins[child] ? start : prefix.end;
-      if (!choices.joins[child]) queries.insert(queries.end(), order + c.first, order + c.queries_end);
+      if (choices.joins[child]) continue;
+      queries.insert(queries.end(), order + c.first, order + c.queries_end);
+      staying_[c.first] += 1;
+      staying_[c.queries_end] -= 1;
     }
     if (const int32_t count = int32_t(queries.size()) - first) split_queries(start, prefix.end, first, count, config);
     const size_t leaves = prefix.leaves();
@@ -102,6 +108,16 @@ struct Packs {
     weighted_work += cost;
   }
 
+  // Every query has a part in each pack that it stayed in, and its tail.
+  void count_parts(const Prefixes& prefixes) {
+    num_parts.resize(prefixes.order.size());
+    int32_t parts = 1;
+    for (size_t i = 0; i < prefixes.order.size(); ++i) {
+      parts += staying_[i];
+      num_parts[prefixes.order[i]] = parts;
+    }
+  }
+
   // By the model, with the parts that queries of more than one pass through memory.
   int64_t cost(const Config& config) const {
     int64_t parts = 0;
@@ -112,19 +128,20 @@ struct Packs {
  private:
   // As few packs as the largest tile allows, as even as can be.
   void split_queries(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
-    const int64_t pieces = ceil_div(count, config.max_queries);
-    for (int64_t i = 0; i < pieces; ++i) {
-      const int32_t from = int32_t(count * i / pieces), to = int32_t(count * (i + 1) / pieces);
+    const int32_t pieces = count <= config.max_queries ? 1 : int32_t(ceil_div(count, config.max_queries));
+    for (int32_t i = 0, from = 0; i < pieces; ++i) {
+      const int32_t to = pieces == 1 ? count : int32_t(int64_t(count) * (i + 1) / pieces);
       (to - from > 1 ? wide : narrow).push_back(Pack{start, end, first + from, to - from});
       const int64_t cost = int64_t(end - start) * config.rates[to - from] + config.item_bytes;
       work += cost;
       weighted_work += cost * (to - from);
+      from = to;
     }
-    for (int32_t i = first; i < first + count; ++i) num_parts[queries[i]] += 1;
     reads += config.pack_bytes(count, end - start);
   }
 
   std::vector<int32_t> starts_;
+  std::vector<int32_t> staying_;  // per position of `order`: packs that begin to hold it there, less those that end
 };
 
 // The paper's PAT-naive: every prefix a pack.

@@ -284,6 +284,7 @@ class Scheduler {
         }
         packs_.add(prefixes_, choices_, index, seq_lens_, config);
       }
+      packs_.count_parts(prefixes_);
       // Packing pays by the model or is not done.
       const Packs* best = &packs_;
       if (prefixes_.nodes.size() > 1 && packs_.cost(config) > unpacked_cost(config)) {
@@ -291,6 +292,7 @@ class Scheduler {
         unpacked_.begin(prefixes_, seq_lens_.size());
         for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index)
           unpacked_.add(prefixes_, choices_, index, seq_lens_, config);
+        unpacked_.count_parts(prefixes_);
         best = &unpacked_;
       }
       Statistics statistics;
