@@ -76,7 +76,10 @@ def report(completions: int, forks: int, counters: dict[str, Any]) -> str:
         ("queries in a pack", f"{histogram(sizes)}"),
         ("KV bytes read by decode", f"{read / 1e6:,.0f} MB"),
         ("one query per CTA reads", f"{unpacked / 1e6:,.0f} MB, {unpacked / read:.1f} times as much"),
-        ("plans made", f"{counters['plans']:,} for {counters['steps']:,} decode steps"),
+        (
+            "plans made",
+            f"{counters['plans']:,} for {counters['steps']:,} decode steps, {counters['plans_ahead']:,} of them ahead",
+        ),
         ("steps that fell back", f"{counters['fallbacks']:,}"),
     ]
     width = max(len(name) for name, _ in rows)
