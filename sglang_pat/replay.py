@@ -95,7 +95,7 @@ def replay(path: Path, policy: str | None = None, oracle: bool = False, truncate
         lengths = np.array(record.seq_lens, dtype=np.int64)
         result.plans += 1
         result.fallbacks += record.fallback
-        if scheduler.stale or batch != scheduler.batch:
+        if batch != scheduler.batch:
             scheduler.set_batch(batch)
         began = time.perf_counter()
         index, _, _ = scheduler.take(lengths, record.steps)

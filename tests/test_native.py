@@ -166,8 +166,9 @@ class Pair:
         if self.random.random() < 0.5:
             self.batch.append("stranger")
         self.native.set_batch(self.batch)
-        self.batch = [rid for rid in self.batch if rid != "stranger"]
-        self.native.set_batch(self.batch)
+        if "stranger" in self.batch:
+            self.native.release("stranger")
+            self.batch.remove("stranger")
 
     def check(self, prepare: bool = False) -> None:
         mirror, native = self.mirror, self.native
@@ -227,16 +228,37 @@ def test_an_eviction_under_running_requests_unbinds_them_and_they_stay_in_the_ba
     assert {tuple(item.queries) for item in layout.work_items(scheduler.buffers[index])} == {(0,), (1,), (2,), (3,)}
 
 
-def test_a_batch_whose_request_got_a_path_after_all_must_be_set_again() -> None:
-    scheduler, seq_lens = load(Batch([500] * 3, [Node(0, 300, [0, 1])]), CONFIG)
-    scheduler.release("2")
-    scheduler.set_batch(["0", "1", "late"])
-    assert not scheduler.stale
+@pytest.mark.parametrize("how", ["expect", "set_batch"])
+def test_a_request_may_join_before_it_has_a_path(how: str) -> None:
+    """With overlap scheduling the first step comes before the cache."""
+    scheduler, seq_lens = load(Batch([500] * 2, [Node(0, 300, [0, 1])]), CONFIG)
+    scheduler.take(seq_lens, 0)
+    if how == "expect":
+        scheduler.expect("late", 500)
+        scheduler.expect("late", 500)
+    else:
+        scheduler.set_batch(["0", "1", "late"])
+    assert scheduler.batch == ["0", "1", "late"]
+    lengths = np.full(3, 500)
+    alone = layout.work_items(scheduler.buffers[scheduler.take(lengths, 1)[0]])
+    assert max(len(item.queries) for item in alone) == 2
+    version = scheduler.version
     scheduler.bind("late", 2, 1)
-    assert scheduler.stale
-    scheduler.set_batch(["0", "1", "late"])
-    data = scheduler.buffers[scheduler.take(seq_lens, 0)[0]]
-    assert not scheduler.stale and max(len(item.queries) for item in layout.work_items(data)) == 3
+    assert scheduler.version != version and scheduler.batch == ["0", "1", "late"]
+    shared = layout.work_items(scheduler.buffers[scheduler.take(lengths, 1)[0]])
+    assert max(len(item.queries) for item in shared) == 3
+    assert scheduler.totals(0).requests == 3
+    scheduler.release("late")
+    assert scheduler.batch == ["0", "1"]
+
+
+def test_a_request_without_a_path_leaves_the_batch_when_it_is_released() -> None:
+    scheduler, seq_lens = load(Batch([500] * 3), CONFIG)
+    scheduler.reset()
+    scheduler.release("1")
+    assert scheduler.batch == ["0", "2"]
+    index, _, _ = scheduler.take(seq_lens[:2], 0)
+    assert layout.sections(scheduler.buffers[index]).header["batch"] == 2
 
 
 def test_after_a_reset_the_batch_shares_nothing() -> None:

@@ -181,6 +181,22 @@ def test_with_time_to_spare_every_plan_but_the_first_is_made_ahead() -> None:
     assert (counters.plans, counters.plans_ahead) == (5, 4)
 
 
+def test_a_request_that_decodes_before_it_is_cached_has_its_plans_ahead_too() -> None:
+    decode = Decode(ahead=True)
+    decode.join("a")
+    decode.join("b")
+    decode.step()
+    decode.planner.expect(["c"], [519])
+    time.sleep(0.05)
+    decode.join("c", 520, bind=False)
+    decode.step()
+    decode.apply(RequestBound("c", 3, 1, 520))
+    time.sleep(0.05)
+    assert max(len(item.queries) for item in layout.work_items(decode.step().numpy())) == 3
+    counters = decode.planner.counters()
+    assert (counters.plans, counters.plans_ahead, counters.requests) == (3, 2, 3)
+
+
 def test_a_request_that_does_not_come_though_it_was_expected_costs_a_plan_and_nothing_else() -> None:
     decode = Decode(ahead=True)
     decode.join("a")

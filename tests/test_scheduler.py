@@ -89,3 +89,4 @@ def test_the_mirror_is_what_req_to_token_says(name: str, runs: dict[str, Future]
     else:
         assert report["bound_share"] > 0.9
         assert report["kv_tokens"] < report["kv_tokens_unpacked"]
+        assert report["plans_ahead"] > 0.5 * report["plans"], "the next batch is foreseen"

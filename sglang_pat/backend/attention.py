@@ -101,10 +101,12 @@ class PatAttnBackend(AttentionBackend):
         logger.info("sglang-pat: %s, %d threads", config, torch.get_num_threads())
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        lengths = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
         if not forward_batch.forward_mode.is_decode():
             self.inner.init_forward_metadata(forward_batch)
+            if forward_batch.forward_mode.is_extend() and forward_batch.rids:
+                self.planner.expect(forward_batch.rids, lengths[: len(forward_batch.rids)].tolist())
             return
-        lengths = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
         # Without ids (SGLang's own dry runs) nothing is known about sharing.
         rids = forward_batch.rids or [""] * len(lengths)
         self.rows = forward_batch.req_pool_indices[: len(rids)].long()

@@ -71,8 +71,20 @@ class Planner:
             self._scheduler.prepare(self._used)
         return self._data
 
+    def expect(self, rids: list[str], seq_lens: list[int]) -> None:
+        """Requests are being prefilled: they will join the batch, with one token more than `seq_lens`.
+
+        With overlap scheduling they decode their first step before SGLang hands them to its cache.
+        """
+        for rid, length in zip(rids, seq_lens, strict=True):
+            self._scheduler.expect(rid, length + 1)
+        self._prepare()
+
     def on_event(self, event: Event) -> None:
         """The scheduler took an event: if the next batch will be another one, begin to plan it."""
+        self._prepare()
+
+    def _prepare(self) -> None:
         if not self._ahead or self._data is None:
             return
         version = self._scheduler.version
@@ -83,20 +95,20 @@ class Planner:
     def counters(self) -> Counters:
         """Counts up to now."""
         totals = msgspec.structs.asdict(self._scheduler.totals(self._used))
-        return msgspec.structs.replace(self._counts, **totals, requests=self._scheduler.joined)
+        return msgspec.structs.replace(self._counts, **totals)
 
     def _stands_still(self) -> bool:
         scheduler = self._scheduler
         if scheduler.epoch == self._epoch:
             return True
-        if scheduler.stale or scheduler.version != self._version:
+        if scheduler.version != self._version:
             return False
         self._epoch = scheduler.epoch
         return True
 
     def _make(self, rids: list[str], seq_lens: Any) -> None:
         scheduler = self._scheduler
-        if scheduler.stale or rids != scheduler.batch:
+        if rids != scheduler.batch:
             scheduler.set_batch(rids)
         self._rids = rids
         self._epoch, self._version = scheduler.epoch, scheduler.version

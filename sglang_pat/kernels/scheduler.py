@@ -26,6 +26,7 @@ class Totals(msgspec.Struct):
 
     Attributes:
         steps: Decode steps.
+        requests: Requests decoded.
         work_items: Work items run.
         query_sizes: How many of them had 1, 2, 3 ... queries.
         parts: Parts that passed through memory.
@@ -34,6 +35,7 @@ class Totals(msgspec.Struct):
     """
 
     steps: int = 0
+    requests: int = 0
     work_items: int = 0
     query_sizes: Counter[int] = msgspec.field(default_factory=Counter)
     parts: int = 0
@@ -48,10 +50,8 @@ class NativeScheduler:
     thread work ahead.
 
     Attributes:
-        batch: Ids of the batch expected next, in order. It follows `join` and `release`.
-        joined: Requests that joined the batch so far.
+        batch: Ids of the batch expected next, in order. It follows `join`, `expect` and `release`.
         epoch: Changes with every event.
-        stale: A request of the batch that had no path got one or left: the batch must be set again.
     """
 
     def __init__(
@@ -72,13 +72,11 @@ class NativeScheduler:
             buffers = [np.zeros(layout.capacity(config, max_batch), dtype=np.int32) for _ in range(2)]
         self.buffers = buffers
         self.batch: list[str] = []
-        self.joined = 0
         self.epoch = 0
-        self.stale = False
         self._requests: dict[str, int] = {}
         self._rids: dict[int, str] = {}
         self._unbound: set[str] = set()
-        self._scratch = np.zeros(max(8, 5 + config.max_queries), dtype=np.int64)
+        self._scratch = np.zeros(max(8, 6 + config.max_queries), dtype=np.int64)
         self._out = tvm_ffi.from_dlpack(self._scratch)
         cost, tiles = config.cost, config.tiles
         numbers = [
@@ -118,7 +116,6 @@ class NativeScheduler:
         self._requests.clear()
         self._rids.clear()
         self._unbound = set(self.batch)
-        self.stale = False
         self._module.reset(self._handle)
 
     def bind(self, rid: str, row: int, node: int) -> None:
@@ -130,14 +127,20 @@ class NativeScheduler:
         request = self._event(self._module.bind, node, row)
         self._requests[rid] = request
         self._rids[request] = rid
-        self._check_stale(rid)
+        if self._unbound and rid in self._unbound:
+            self._unbound.remove(rid)
+            self._module.adopt(self._handle, self.batch.index(rid), request)
 
     def release(self, rid: str) -> None:
         """Request `rid` gave its row back."""
         self.epoch += 1
         request = self._requests.get(rid)
         if request is None:
-            self._check_stale(rid)
+            if self._unbound and rid in self._unbound:
+                self._unbound.remove(rid)
+                position = self.batch.index(rid)
+                self._module.drop(self._handle, position)
+                del self.batch[position]
             return
         position = self._module.release(self._handle, request)
         self._forget(request)
@@ -201,20 +204,26 @@ class NativeScheduler:
     def set_batch(self, rids: Sequence[str]) -> None:
         """The next batch is `rids`, whatever was expected."""
         requests = np.fromiter(map(self._requests.get, rids, repeat(-1)), dtype=np.int32, count=len(rids))
-        unbound: set[str] = set()
+        self._unbound = set()
         if len(requests) and requests.min() < 0:
-            unbound = {rid for rid, request in zip(rids, requests.tolist(), strict=True) if request < 0}
-        self.joined += len(unbound - self._unbound)
-        self.joined += self._module.set_batch(self._handle, tvm_ffi.from_dlpack(requests))
-        self._unbound = unbound
-        self.stale = False
+            self._unbound = {rid for rid, request in zip(rids, requests.tolist(), strict=True) if request < 0}
+        self._module.set_batch(self._handle, tvm_ffi.from_dlpack(requests))
         self.batch = list(rids)
 
     def join(self, rid: str, length: int) -> None:
         """Bound request `rid`, of `length` tokens, will be the last of the next batch, if it is not in it already."""
         if self._module.join(self._handle, self._requests[rid], length):
             self.batch.append(rid)
-            self.joined += 1
+
+    def expect(self, rid: str, length: int) -> None:
+        """Request `rid` will be the last of the next batch, if it is not in it already; it need not be bound yet."""
+        self.epoch += 1
+        if rid in self._requests:
+            self.join(rid, length)
+        elif rid not in self._unbound:
+            self._unbound.add(rid)
+            self.batch.append(rid)
+            self._module.expect(self._handle, length)
 
     def prepare(self, steps: int) -> None:
         """Start to plan the batch on the scheduler's own thread; its requests have `steps` tokens more than told last."""
@@ -246,9 +255,9 @@ class NativeScheduler:
     def totals(self, steps: int) -> Totals:
         """Counts up to now, of which `steps` steps with the current plan."""
         self._module.totals(self._handle, steps, self._out)
-        ran, items, parts, kv_tokens, unpacked, *sizes = self._scratch.tolist()
+        steps, requests, items, parts, kv_tokens, unpacked, *sizes = self._scratch.tolist()
         counts = Counter({size: count for size, count in enumerate(sizes, 1) if count})
-        return Totals(ran, items, counts, parts, kv_tokens, unpacked)
+        return Totals(steps, requests, items, counts, parts, kv_tokens, unpacked)
 
     def current(self) -> tuple[int, int, int]:
         """(KV tokens of its first step, parts, cost of its longest bin) of the plan in use."""
@@ -266,11 +275,6 @@ class NativeScheduler:
             return action(self._handle, *arguments)
         except RuntimeError as error:
             raise InconsistentError(_reason(error)) from None
-
-    def _check_stale(self, rid: str) -> None:
-        if self._unbound and rid in self._unbound:
-            self._unbound.discard(rid)
-            self.stale = True
 
     def _forget(self, request: int) -> None:
         del self._requests[self._rids.pop(request)]

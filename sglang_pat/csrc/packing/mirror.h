@@ -38,6 +38,7 @@ struct Request {
   int32_t row = 0;
   int32_t next = kNone, previous = kNone;
   int32_t position = kNone;  // in the batch expected next
+  bool counted = false;      // among the requests decoded
 };
 
 // An event does not fit what the mirror knows.

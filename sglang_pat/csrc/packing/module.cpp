@@ -118,12 +118,22 @@ void binding(int64_t handle, int64_t request, TensorView node_row_end) {
   guarded([&] { at(handle).binding(int32_t(request), to[0], to[1], to[2]); });
 }
 
-int64_t set_batch(int64_t handle, TensorView requests) {
-  return guarded([&] { return at(handle).set_batch(data<int32_t>(requests, "requests"), requests.size(0)); });
+void set_batch(int64_t handle, TensorView requests) {
+  guarded([&] { at(handle).set_batch(data<int32_t>(requests, "requests"), requests.size(0)); });
 }
 
 bool join(int64_t handle, int64_t request, int64_t length) {
   return guarded([&] { return at(handle).join(int32_t(request), length); });
+}
+
+void expect(int64_t handle, int64_t length) { at(handle).expect(length); }
+
+void adopt(int64_t handle, int64_t position, int64_t request) {
+  guarded([&] { at(handle).adopt(position, int32_t(request)); });
+}
+
+void drop(int64_t handle, int64_t position) {
+  guarded([&] { at(handle).drop(position); });
 }
 
 void prepare(int64_t handle, int64_t steps) { at(handle).prepare(steps); }
@@ -143,12 +153,12 @@ int64_t fall_back(int64_t handle, TensorView seq_lens, int64_t steps) {
   });
 }
 
-// Steps, work items, parts, KV tokens, tokens of all requests; then work items with 1, 2, 3 ... queries.
+// Steps, requests, work items, parts, KV tokens, tokens of all requests; then work items with 1, 2, 3 ... queries.
 void totals(int64_t handle, int64_t steps, TensorView to) {
   const Scheduler::Totals totals = at(handle).totals(steps);
   const pat::Statistics& sum = totals.statistics;
   int64_t* out = data<int64_t>(to, "to");
-  const int64_t head[] = {totals.steps, sum.items, sum.parts, sum.kv_tokens, sum.seq_tokens};
+  const int64_t head[] = {totals.steps, totals.requests, sum.items, sum.parts, sum.kv_tokens, sum.seq_tokens};
   out = std::copy(std::begin(head), std::end(head), out);
   std::copy(sum.query_sizes.begin() + 1, sum.query_sizes.end(), out);
 }
@@ -185,6 +195,9 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(prune, prune);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(binding, binding);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_batch, set_batch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(join, join);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(expect, expect);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(adopt, adopt);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(drop, drop);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepare, prepare);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take, take);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fall_back, fall_back);

@@ -43,7 +43,7 @@ class Scheduler {
 
   struct Totals {
     Statistics statistics;  // summed over steps
-    int64_t steps = 0;
+    int64_t steps = 0, requests = 0;
   };
 
   // At least two buffers: one is in use while the next plan is written. They are used in turn.
@@ -152,15 +152,10 @@ class Scheduler {
 
   // The batch expected next.
 
-  // Returns how many of the requests were not in the batch before; kNone is never counted.
-  int64_t set_batch(const int32_t* requests, int64_t size) {
+  void set_batch(const int32_t* requests, int64_t size) {
     std::lock_guard<std::mutex> lock(mutex_);
-    int64_t joined = 0;
     for (int64_t i = 0; i < size; ++i)
-      if (requests[i] != kNone) {
-        check(requests[i]);
-        joined += mirror_.request(requests[i]).position == kNone;
-      }
+      if (requests[i] != kNone) check(requests[i]);
     for (const int32_t request : batch_)
       if (request != kNone) mirror_.request(request).position = kNone;
     batch_.clear();
@@ -168,7 +163,6 @@ class Scheduler {
     told_ = 0;
     ++version_;
     for (int64_t i = 0; i < size; ++i) append(requests[i], 1);
-    return joined;
   }
 
   // A request joins at the end; `length` is its tokens, as far as they are known.
@@ -180,6 +174,32 @@ class Scheduler {
     append(request, length);
     ++version_;
     return true;
+  }
+
+  // A request that has no path yet joins at the end.
+  void expect(int64_t length) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    append(kNone, length);
+    ++version_;
+  }
+
+  // The request at `position`, which had no path, has got one.
+  void adopt(int64_t position, int32_t request) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check(request);
+    if (batch_.at(position) != kNone) throw Inconsistent("two requests at one place of the batch");
+    batch_[position] = request;
+    mirror_.request(request).position = int32_t(position);
+    mirror_.request(request).counted = size_t(position) < told_;
+    ++version_;
+  }
+
+  // The request at `position`, which has no path, leaves.
+  void drop(int64_t position) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (batch_.at(position) != kNone) throw Inconsistent("a request with a path leaves when it is released");
+    erase(int32_t(position));
+    ++version_;
   }
 
   // Let the planning thread make the next plan; the batch has run `steps` steps since its lengths were last told.
@@ -203,6 +223,7 @@ class Scheduler {
     retire(steps);
     const bool ahead = ready_ && ready_version_ == version_ && fits(seq_lens);
     std::copy(seq_lens, seq_lens + size, seq_lens_.begin());
+    count_new();
     told_ = batch_.size();
     ready_ = false;
     if (!ahead) {
@@ -347,11 +368,25 @@ class Scheduler {
       batch_[position] = kNone;
       return;
     }
+    erase(position);
+  }
+
+  void erase(int32_t position) {
     batch_.erase(batch_.begin() + position);
     seq_lens_.erase(seq_lens_.begin() + position);
     told_ -= size_t(position) < told_;
     for (size_t i = position; i < batch_.size(); ++i)
       if (batch_[i] != kNone) mirror_.request(batch_[i]).position = int32_t(i);
+  }
+
+  // Count the requests that decode for the first time.
+  void count_new() {
+    for (size_t i = told_; i < batch_.size(); ++i) {
+      const bool known = batch_[i] != kNone;
+      if (known && mirror_.request(batch_[i]).counted) continue;
+      if (known) mirror_.request(batch_[i]).counted = true;
+      ++totals_.requests;
+    }
   }
 
   int back() const { return (front_ + 1) % int(buffers_.size()); }
