@@ -36,7 +36,9 @@ from sglang_pat.packing.split import kv_length, split_queries
 from sglang_pat.packing.tree import compact, kv_minimum
 
 RESULTS = Path(__file__).parent / "results" / "policies.json"
-BYTES = msgspec.structs.replace(trees.H200, cost=msgspec.structs.replace(trees.H200.cost, flop_per_byte=0))
+BYTES = msgspec.structs.replace(
+    trees.H200, cost=msgspec.structs.replace(trees.H200.cost, flop_per_byte=0, item_bytes=0)
+)
 """The paper's model: bytes alone."""
 
 

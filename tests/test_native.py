@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -372,6 +374,16 @@ def test_under_load_every_plan_is_for_its_batch() -> None:
                 pair.check()
         ahead += pair.ahead
     assert ahead > 0
+
+
+@pytest.mark.skipif(bool(os.environ.get(jit.SANITIZE)), reason="counts allocations itself")
+def test_a_steady_state_allocates_nothing(tmp_path: Path) -> None:
+    source, program = Path(__file__).parent / "csrc" / "steady_state.cpp", tmp_path / "steady_state"
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run([compiler, "-std=c++17", "-O1", "-Wno-psabi", "-pthread", source, "-o", program], check=True)
+    plans, everything, steady = map(int, subprocess.run([program], capture_output=True, check=True).stdout.split())
+    assert plans > 4000 and everything > 100
+    assert steady == 0
 
 
 def test_schedulers_are_closed_while_their_threads_work() -> None:

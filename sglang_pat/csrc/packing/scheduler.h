@@ -229,7 +229,7 @@ class Scheduler {
     if (!ahead) {
       delta_ = 0;
       worker_.copy(mirror_, batch_, seq_lens_, 0, 0);
-      plans_[back()] = worker_.plan(config_, config_.policy, buffers_[back()], max_slots_);
+      worker_.plan(config_, config_.policy, buffers_[back()], max_slots_, plans_[back()]);
     }
     hand_out();
     return Taken{front_, ahead, buffers_[front_].data[kSteps] - delta_};
@@ -247,7 +247,7 @@ class Scheduler {
     worker_.copy(mirror_, fallback_batch_, fallback_lens_, 0, 0);
     Config whole = config_;
     whole.workers = 1;  // nothing is cut, so that no workspace is needed
-    plans_[back()] = worker_.plan(whole, Policy::kQuery, buffers_[back()], max_slots_);
+    worker_.plan(whole, Policy::kQuery, buffers_[back()], max_slots_, plans_[back()]);
     hand_out();
     buffers_[front_].data[kSteps] = 0;
     return Taken{front_, false, 0};
@@ -290,7 +290,7 @@ class Scheduler {
       prefixes_.take(mirror, batch, seq_lens_);
     }
 
-    Statistics plan(const Config& config, Policy policy, Buffer buffer, int64_t max_slots) {
+    void plan(const Config& config, Policy policy, Buffer buffer, int64_t max_slots, Statistics& statistics) {
       choices_.reset(prefixes_);
       if (policy == Policy::kNaive) choose_naive(prefixes_, choices_);
       if (policy == Policy::kOptimal && prefixes_.max_depth >= Optimal::kMaxDepth) policy = Policy::kPat;
@@ -316,13 +316,9 @@ class Scheduler {
         unpacked_.count_parts(prefixes_);
         best = &unpacked_;
       }
-      Statistics statistics;
-      statistics.query_sizes.swap(spare_);
       writer_.write(*best, seq_lens_, config, buffer.data, buffer.capacity, max_slots, statistics);
-      return statistics;
     }
 
-    void recycle(Statistics& statistics) { spare_.swap(statistics.query_sizes); }
     const std::vector<int32_t>& seq_lens() const { return seq_lens_; }
 
     size_t bytes() const {
@@ -338,7 +334,6 @@ class Scheduler {
     }
 
     std::vector<int32_t> seq_lens_;
-    std::vector<int64_t> spare_;
     Prefixes prefixes_;
     Choices choices_;
     Optimal optimal_;
@@ -399,7 +394,6 @@ class Scheduler {
   // The plan in use has run `steps` steps and will run no more.
   void retire(int64_t steps) {
     add(totals_, steps);
-    if (in_use_) worker_.recycle(plans_[front_]);
     in_use_ = false;
   }
 
@@ -446,15 +440,13 @@ class Scheduler {
       const int64_t delay = delays_.before_publish;
       lock.unlock();
       bool made = true;
-      Statistics statistics;
       try {
-        statistics = worker_.plan(config_, config_.policy, buffers_[next], max_slots_);
+        worker_.plan(config_, config_.policy, buffers_[next], max_slots_, plans_[next]);
       } catch (const std::exception&) {
         made = false;  // `take` plans again and reports
       }
       if (delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
       lock.lock();
-      if (made) plans_[next] = std::move(statistics);
       ready_ = made;
       ready_version_ = version;
       planning_ = false;
@@ -486,7 +478,7 @@ class Scheduler {
   int64_t ready_version_ = 0, steps_ahead_ = 0, delta_ = 0;
   Delays delays_;
 
-  std::vector<Statistics> plans_;  // of each buffer
+  std::vector<Statistics> plans_;  // of each buffer, written with it
   int front_ = 0;
   bool in_use_ = false;
   Totals totals_;
