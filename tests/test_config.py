@@ -16,11 +16,18 @@ def test_values() -> None:
     assert config == PatConfig(policy="query", reuse=False, ahead=False, verify=True)
 
 
+def test_a_trace_may_be_any_file() -> None:
+    config = PatConfig.from_environment({"SGLANG_PAT_TRACE": "/tmp/a b", "SGLANG_PAT_TRACE_MB": "7"})
+    assert (config.trace, config.trace_mb) == ("/tmp/a b", 7)
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
         ("SGLANG_PAT_POLICY", "fast", "SGLANG_PAT_POLICY='fast' must be one of optimal, pat, compute, naive, query"),
         ("SGLANG_PAT_REUSE", "yes", "SGLANG_PAT_REUSE='yes' must be one of 0, 1"),
+        ("SGLANG_PAT_TRACE_MB", "0", "SGLANG_PAT_TRACE_MB='0' must be a number of megabytes, 1 or more"),
+        ("SGLANG_PAT_TRACE_MB", "1.5", "SGLANG_PAT_TRACE_MB='1.5' must be a number"),
         ("SGLANG_PAT_POLCY", "pat", "SGLANG_PAT_POLCY is not a setting of sglang-pat"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -67,7 +68,7 @@ class NativeScheduler:
         Raises:
             jit.BuildError: There is no working C++ compiler.
         """
-        self._module = jit.load("packing")
+        self._module = _load()
         if buffers is None:
             buffers = [np.zeros(layout.capacity(config, max_batch), dtype=np.int32) for _ in range(2)]
         self.buffers = buffers
@@ -86,7 +87,8 @@ class NativeScheduler:
         rates = [0, *(config.rate(queries) for queries in range(1, config.max_queries + 1))]
         arrays = [numbers, rates, tiles.query_tiles, tiles.kv_tiles, tiles.kv_bounds]
         self._handle = self._module.create(*map(_int64, arrays), *map(tvm_ffi.from_dlpack, buffers))
-        weakref.finalize(self, self._module.destroy, self._handle)
+        # The buffers must outlive the thread that writes them.
+        weakref.finalize(self, lambda module, handle, *_: module.destroy(handle), self._module, self._handle, *buffers)
 
     # Radix-tree events.
 
@@ -278,6 +280,17 @@ class NativeScheduler:
 
     def _forget(self, request: int) -> None:
         del self._requests[self._rids.pop(request)]
+
+
+@functools.cache
+def _load() -> Any:
+    module = jit.load("packing")
+    # Events take under a microsecond: another thread that took the interpreter meanwhile would keep it for milliseconds.
+    for name in ("insert", "split", "bind", "move", "release", "find", "child", "join", "expect", "adopt", "drop"):
+        getattr(module, name).release_gil = False
+    module.version.release_gil = False
+    module.prepare.release_gil = False
+    return module
 
 
 def _halves(head: bytes) -> tuple[int, int]:

@@ -55,9 +55,9 @@ int64_t create(TensorView numbers, TensorView rates, TensorView query_tiles, Ten
   config.kv_tiles = copied<int>(kv_tiles, "kv_tiles");
   config.kv_bounds = copied<int>(kv_bounds, "kv_bounds");
   config.flat_rate = std::count(config.rates.begin() + 1, config.rates.end(), config.rates[1]) == config.max_queries;
-  std::vector<Scheduler::Buffer> buffers;
+  std::vector<pat::Buffer> buffers;
   for (const TensorView& buffer : {first_buffer, second_buffer})
-    buffers.push_back(Scheduler::Buffer{data<int32_t>(buffer, "buffers"), buffer.size(0)});
+    buffers.push_back(pat::Buffer{data<int32_t>(buffer, "buffers"), buffer.size(0)});
   return reinterpret_cast<int64_t>(new Scheduler(std::move(config), std::move(buffers), n[8], n[9]));
 }
 

@@ -26,8 +26,8 @@ struct Statistics {
 
 class PlanWriter {
  public:
-  static constexpr int64_t kGrain = 8, kSlack = 64;     // GRAIN, SLACK in balance.py
-  static constexpr int64_t kTailGrowth = 2;              // TAIL_GROWTH in scheduler.py
+  static constexpr int64_t kGrain = 8, kSlack = 64;  // GRAIN, SLACK in balance.py
+  static constexpr int64_t kTailGrowth = 2;          // TAIL_GROWTH in scheduler.py
 
   void reserve(size_t batch) {
     items_.reserve(3 * batch);

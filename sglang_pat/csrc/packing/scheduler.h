@@ -9,27 +9,18 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 #include "config.h"
 #include "mirror.h"
-#include "optimal.h"
-#include "pack.h"
-#include "plan.h"
-#include "prefixes.h"
+#include "plan_maker.h"
 
 namespace pat {
 
 class Scheduler {
  public:
-  struct Buffer {
-    int32_t* data;
-    int64_t capacity;
-  };
-
   // Delays, in microseconds, that tests put between the planning thread's steps.
   struct Delays {
     int64_t before_copy = 0, before_publish = 0;
@@ -52,7 +43,7 @@ class Scheduler {
     mirror_.reserve(max_batch);
     batch_.reserve(max_batch);
     seq_lens_.reserve(max_batch);
-    worker_.reserve(max_batch);
+    maker_.reserve(max_batch);
     totals_.statistics.query_sizes.assign(config_.max_queries + 1, 0);
   }
 
@@ -228,8 +219,8 @@ class Scheduler {
     ready_ = false;
     if (!ahead) {
       delta_ = 0;
-      worker_.copy(mirror_, batch_, seq_lens_, 0, 0);
-      worker_.plan(config_, config_.policy, buffers_[back()], max_slots_, plans_[back()]);
+      maker_.copy(mirror_, batch_, seq_lens_, 0, 0);
+      maker_.plan(config_, config_.policy, buffers_[back()], max_slots_, plans_[back()]);
     }
     hand_out();
     return Taken{front_, ahead, buffers_[front_].data[kSteps] - delta_};
@@ -244,10 +235,10 @@ class Scheduler {
     ready_ = false;
     fallback_lens_.assign(seq_lens, seq_lens + size);
     fallback_batch_.assign(size, kNone);
-    worker_.copy(mirror_, fallback_batch_, fallback_lens_, 0, 0);
+    maker_.copy(mirror_, fallback_batch_, fallback_lens_, 0, 0);
     Config whole = config_;
     whole.workers = 1;  // nothing is cut, so that no workspace is needed
-    worker_.plan(whole, Policy::kQuery, buffers_[back()], max_slots_, plans_[back()]);
+    maker_.plan(whole, Policy::kQuery, buffers_[back()], max_slots_, plans_[back()]);
     hand_out();
     buffers_[front_].data[kSteps] = 0;
     return Taken{front_, false, 0};
@@ -268,79 +259,14 @@ class Scheduler {
   }
   int64_t version() const { return version_; }
   size_t active_nodes() const { return mirror_.active_nodes(); }
-  size_t bytes() const { return mirror_.bytes() + worker_.bytes(); }
+
+  size_t bytes() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    idle_.wait(lock, [this] { return !planning_; });
+    return mirror_.bytes() + maker_.bytes();
+  }
 
  private:
-  // Everything between a batch and its plan, with its scratch memory.
-  class Worker {
-   public:
-    void reserve(size_t batch) {
-      prefixes_.reserve(batch);
-      packs_.reserve(batch);
-      unpacked_.reserve(batch);
-      writer_.reserve(batch);
-      seq_lens_.reserve(batch);
-    }
-
-    // The first `told` requests have become `steps` tokens longer.
-    void copy(Mirror& mirror, const std::vector<int32_t>& batch, const std::vector<int32_t>& seq_lens, size_t told,
-              int64_t steps) {
-      seq_lens_ = seq_lens;
-      for (size_t i = 0; i < told; ++i) seq_lens_[i] += int32_t(steps);
-      prefixes_.take(mirror, batch, seq_lens_);
-    }
-
-    void plan(const Config& config, Policy policy, Buffer buffer, int64_t max_slots, Statistics& statistics) {
-      choices_.reset(prefixes_);
-      if (policy == Policy::kNaive) choose_naive(prefixes_, choices_);
-      if (policy == Policy::kOptimal && prefixes_.max_depth >= Optimal::kMaxDepth) policy = Policy::kPat;
-      if (policy == Policy::kOptimal) optimal_.solve(prefixes_, config);
-      packs_.begin(prefixes_, seq_lens_.size());
-      for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index) {
-        if (index > 0) {
-          if (policy == Policy::kPat) choose_pat(prefixes_, choices_, index, packs_.start(index), config);
-          if (policy == Policy::kOptimal) optimal_.choose(prefixes_, choices_, index);
-          if (policy == Policy::kCompute)
-            choose_compute(prefixes_, choices_, index, packs_.start(index), seq_lens_, config);
-        }
-        packs_.add(prefixes_, choices_, index, seq_lens_, config);
-      }
-      packs_.count_parts(prefixes_);
-      // Packing pays by the model or is not done.
-      const Packs* best = &packs_;
-      if (prefixes_.nodes.size() > 1 && packs_.cost(config) > unpacked_cost(config)) {
-        choices_.reset(prefixes_);
-        unpacked_.begin(prefixes_, seq_lens_.size());
-        for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index)
-          unpacked_.add(prefixes_, choices_, index, seq_lens_, config);
-        unpacked_.count_parts(prefixes_);
-        best = &unpacked_;
-      }
-      writer_.write(*best, seq_lens_, config, buffer.data, buffer.capacity, max_slots, statistics);
-    }
-
-    const std::vector<int32_t>& seq_lens() const { return seq_lens_; }
-
-    size_t bytes() const {
-      return prefixes_.nodes.capacity() * sizeof(Prefix) + prefixes_.order.capacity() * sizeof(int32_t) +
-             optimal_.bytes();
-    }
-
-   private:
-    int64_t unpacked_cost(const Config& config) const {
-      int64_t tokens = 0;
-      for (const int32_t length : seq_lens_) tokens += length;
-      return tokens * config.rates[1] + int64_t(seq_lens_.size()) * config.item_bytes;
-    }
-
-    std::vector<int32_t> seq_lens_;
-    Prefixes prefixes_;
-    Choices choices_;
-    Optimal optimal_;
-    Packs packs_, unpacked_;
-    PlanWriter writer_;
-  };
-
   void check(int32_t request) const {
     if (!mirror_.is_bound(request)) throw Inconsistent("request " + std::to_string(request) + " is not bound");
   }
@@ -400,7 +326,7 @@ class Scheduler {
   // A plan made from shorter lengths is right as long as nothing has become shorter; how much longer, it stays good
   // for that many steps less.
   bool fits(const int64_t* seq_lens) {
-    const std::vector<int32_t>& made_for = worker_.seq_lens();
+    const std::vector<int32_t>& made_for = maker_.seq_lens();
     delta_ = 0;
     for (size_t i = 0; i < made_for.size(); ++i) {
       if (seq_lens[i] < made_for[i]) return false;
@@ -436,12 +362,12 @@ class Scheduler {
       ready_ = false;
       const int64_t version = version_;
       const int next = back();
-      worker_.copy(mirror_, batch_, seq_lens_, told_, steps_ahead_);
+      maker_.copy(mirror_, batch_, seq_lens_, told_, steps_ahead_);
       const int64_t delay = delays_.before_publish;
       lock.unlock();
       bool made = true;
       try {
-        worker_.plan(config_, config_.policy, buffers_[next], max_slots_, plans_[next]);
+        maker_.plan(config_, config_.policy, buffers_[next], max_slots_, plans_[next]);
       } catch (const std::exception&) {
         made = false;  // `take` plans again and reports
       }
@@ -473,7 +399,7 @@ class Scheduler {
   size_t told_ = 0;  // requests whose lengths `take` was told; those that joined since have their first ones
   int64_t version_ = 0;
 
-  Worker worker_;  // used under the mutex, or by the planning thread while `planning_`
+  PlanMaker maker_;  // used under the mutex, or by the planning thread while `planning_`
   bool wanted_ = false, planning_ = false, ready_ = false, stop_ = false;
   int64_t ready_version_ = 0, steps_ahead_ = 0, delta_ = 0;
   Delays delays_;

@@ -1,0 +1,91 @@
+// From a batch to its plan: sglang_pat/packing/scheduler.py, `make_plan`.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "config.h"
+#include "mirror.h"
+#include "optimal.h"
+#include "pack.h"
+#include "plan.h"
+#include "prefixes.h"
+
+namespace pat {
+
+struct Buffer {
+  int32_t* data;
+  int64_t capacity;  // in ints
+};
+
+// Keeps its scratch memory from plan to plan. `copy` alone needs the mirror.
+class PlanMaker {
+ public:
+  void reserve(size_t batch) {
+    prefixes_.reserve(batch);
+    packs_.reserve(batch);
+    unpacked_.reserve(batch);
+    writer_.reserve(batch);
+    seq_lens_.reserve(batch);
+  }
+
+  // The first `told` requests have become `steps` tokens longer.
+  void copy(Mirror& mirror, const std::vector<int32_t>& batch, const std::vector<int32_t>& seq_lens, size_t told,
+            int64_t steps) {
+    seq_lens_ = seq_lens;
+    for (size_t i = 0; i < told; ++i) seq_lens_[i] += int32_t(steps);
+    prefixes_.take(mirror, batch, seq_lens_);
+  }
+
+  void plan(const Config& config, Policy policy, Buffer buffer, int64_t max_slots, Statistics& statistics) {
+    choices_.reset(prefixes_);
+    if (policy == Policy::kNaive) choose_naive(prefixes_, choices_);
+    if (policy == Policy::kOptimal && prefixes_.max_depth >= Optimal::kMaxDepth) policy = Policy::kPat;
+    if (policy == Policy::kOptimal) optimal_.solve(prefixes_, config);
+    packs_.begin(prefixes_, seq_lens_.size());
+    for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index) {
+      if (index > 0) {
+        if (policy == Policy::kPat) choose_pat(prefixes_, choices_, index, packs_.start(index), config);
+        if (policy == Policy::kOptimal) optimal_.choose(prefixes_, choices_, index);
+        if (policy == Policy::kCompute)
+          choose_compute(prefixes_, choices_, index, packs_.start(index), seq_lens_, config);
+      }
+      packs_.add(prefixes_, choices_, index, seq_lens_, config);
+    }
+    packs_.count_parts(prefixes_);
+    // Packing pays by the model or is not done.
+    const Packs* best = &packs_;
+    if (prefixes_.nodes.size() > 1 && packs_.cost(config) > unpacked_cost(config)) {
+      choices_.reset(prefixes_);
+      unpacked_.begin(prefixes_, seq_lens_.size());
+      for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index)
+        unpacked_.add(prefixes_, choices_, index, seq_lens_, config);
+      unpacked_.count_parts(prefixes_);
+      best = &unpacked_;
+    }
+    writer_.write(*best, seq_lens_, config, buffer.data, buffer.capacity, max_slots, statistics);
+  }
+
+  const std::vector<int32_t>& seq_lens() const { return seq_lens_; }
+
+  size_t bytes() const {
+    return prefixes_.nodes.capacity() * sizeof(Prefix) + prefixes_.order.capacity() * sizeof(int32_t) +
+           optimal_.bytes();
+  }
+
+ private:
+  int64_t unpacked_cost(const Config& config) const {
+    int64_t tokens = 0;
+    for (const int32_t length : seq_lens_) tokens += length;
+    return tokens * config.rates[1] + int64_t(seq_lens_.size()) * config.item_bytes;
+  }
+
+  std::vector<int32_t> seq_lens_;
+  Prefixes prefixes_;
+  Choices choices_;
+  Optimal optimal_;
+  Packs packs_, unpacked_;
+  PlanWriter writer_;
+};
+
+}  // namespace pat
