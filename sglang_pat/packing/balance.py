@@ -62,9 +62,13 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.cost.item_bytes
     count = config.bins(max(1, remaining // least), float(remaining), queries * config.cost.part_bytes)
     wide, narrow = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])
-    bins = []
+    bins: list[list[Pack]] = []
+    # With eight packs for a bin, nearly every bin can be filled without a cut.
+    cuts = int(len(packs) < 8 * count)
     for left in range(count, 0, -1):
-        target = -(-remaining // left)
+        # The cuts to come will make work items of their own; as many for each bin as there were so far.
+        ahead = config.cost.item_bytes * (left - 1) * cuts // (len(bins) + 1)
+        target = -(-(remaining + ahead) // left)
         slack = target // SLACK
         load, members = 0, []
         while (wide or narrow) and (load < target or left == 1):
@@ -78,9 +82,11 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
                 members.append(queue.take())
                 load += cost
                 continue
-            tokens = _cut_tokens(queue, gap, seq_lens, config) if gap > slack else 0
+            # A gap that is smaller than the start of one more work item is better left.
+            tokens = _cut_tokens(queue, gap, seq_lens, config) if gap > max(slack, config.cost.item_bytes) else 0
             if tokens > 0:
                 piece = queue.cut(tokens)
+                cuts += 1
                 remaining += config.cost.item_bytes
                 load += tokens * config.rate(len(piece.queries)) + config.cost.item_bytes
                 members.append(piece)

@@ -71,8 +71,12 @@ class PlanWriter {
     const auto rate_of = [&](const Queue& queue) { return config.rates[queue.packs[queue.index].count]; };
     int64_t left = config.bins(std::max<int64_t>(1, remaining / least), double(remaining),
                                queries * double(config.part_bytes));
+    // With eight packs for a bin, nearly every bin can be filled without a cut.
+    int64_t cuts = int64_t(packs.wide.size() + packs.narrow.size()) < 8 * left;
     for (; left > 0; --left) {
-      const int64_t target = ceil_div(remaining, left), slack = target / kSlack;
+      // The cuts to come will make work items of their own; as many for each bin as there were so far.
+      const int64_t ahead = config.item_bytes * (left - 1) * cuts / int64_t(bins_.size());
+      const int64_t target = ceil_div(remaining + ahead, left), slack = target / kSlack;
       int64_t load = 0;
       while ((!wide.empty() || !narrow.empty()) && (load < target || left == 1)) {
         const int64_t gap = target - load;
@@ -97,11 +101,13 @@ class PlanWriter {
           load += cost;
           continue;
         }
-        // To the nearest grain; not where that is nothing or everything.
+        // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
+        // of one more work item.
         const int64_t grains =
             (std::max<int64_t>(0, gap - config.item_bytes) + rate * kGrain / 2) / (rate * kGrain);
-        const int64_t cut = gap > slack ? grains * kGrain : 0;
+        const int64_t cut = gap > std::max(slack, config.item_bytes) ? grains * kGrain : 0;
         if (cut > 0 && cut < tokens) {
+          cuts += 1;
           queue->begin = start + int32_t(cut);
           items_.push_back(Pack{start, queue->begin, pack.first, pack.count});
           for (int32_t i = 0; i < pack.count; ++i) num_parts_[packs.queries[pack.first + i]] += 1;
