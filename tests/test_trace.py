@@ -112,7 +112,7 @@ def test_without_sglang_and_torch_the_command_prints_the_statistics(
         (tmp_path / name / "__init__.py").write_text("raise ImportError('not here')")
     result = subprocess.run(
         [sys.executable, "-m", "sglang_pat.cli", "replay", str(path), "--policy", "optimal", "--policy", "query"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         check=False,
