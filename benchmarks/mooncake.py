@@ -18,7 +18,6 @@ import torch
 from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import Batch, PackConfig
 from sglang_pat.radix_bridge import Observer
-from sglang_pat.radix_bridge.events import Event
 from sglang_pat.radix_bridge.mirror import Mirror
 
 BLOCK = 512
@@ -72,7 +71,6 @@ class Replay:
         self.observer = Observer(self.scheduler)
         self.mirror = Mirror()
         self.observer.subscribers.append(self.mirror.apply)
-        self.events: list[Event] = []
         self.running: list[Request] = []
         self.served = 0
 

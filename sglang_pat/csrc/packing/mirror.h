@@ -113,14 +113,7 @@ class Mirror {
 
   int32_t bind(int64_t id, int32_t row) {
     const int32_t node = known(id);
-    int32_t request;
-    if (free_requests_.empty()) {
-      request = int32_t(requests_.size());
-      requests_.emplace_back();
-    } else {
-      request = free_requests_.back();
-      free_requests_.pop_back();
-    }
+    const int32_t request = place(requests_, free_requests_);
     requests_[request] = Request{};
     requests_[request].row = row;
     hang(request, node);
@@ -204,6 +197,18 @@ class Mirror {
     return mix(uint64_t(head.high) ^ mix(uint64_t(head.low) + uint64_t(parent)));
   }
 
+  // Index of an element that is free, or new.
+  template <typename Element>
+  static int32_t place(std::vector<Element>& elements, std::vector<int32_t>& free) {
+    if (free.empty()) {
+      elements.emplace_back();
+      return int32_t(elements.size()) - 1;
+    }
+    const int32_t index = free.back();
+    free.pop_back();
+    return index;
+  }
+
   static Node make_node(int64_t id, Head head, int32_t start, int32_t length) {
     Node node{kNone, start, length};
     node.id = id;
@@ -212,14 +217,7 @@ class Mirror {
   }
 
   int32_t add_node(int64_t id, Head head, int32_t start, int32_t length) {
-    int32_t node;
-    if (free_nodes_.empty()) {
-      node = int32_t(nodes_.size());
-      nodes_.emplace_back();
-    } else {
-      node = free_nodes_.back();
-      free_nodes_.pop_back();
-    }
+    const int32_t node = place(nodes_, free_nodes_);
     nodes_[node] = make_node(id, head, start, length);
     by_id_.insert(node);
     return node;
