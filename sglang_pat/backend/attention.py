@@ -112,7 +112,9 @@ class PatAttnBackend(AttentionBackend):
         self.rows = forward_batch.req_pool_indices[: len(rids)].long()
         self.seq_lens = forward_batch.seq_lens[: len(rids)].long()
         self.plan = self.planner.plan(
-            rids, lengths[: len(rids)].to("cpu", torch.int64).contiguous, self._verify if self.config.verify else None
+            rids,
+            lambda: lengths[: len(rids)].to("cpu", torch.int64).contiguous(),
+            self._verify if self.config.verify else None,
         )
 
     def forward_decode(
