@@ -1,68 +1,30 @@
 from __future__ import annotations
 
-import math
 import random
 import subprocess
 import sys
 
+import kernel_cases
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import TOLERANCE
 from trees import TILES, batches, random_batch
 
-from sglang_pat.kernels import cpu, reference
-from sglang_pat.kernels.layout import flatten
-from sglang_pat.packing import CPU_TILES, POLICIES, Batch, CostModel, Node, PackConfig, TileTable, make_plan, tree
-
-# Norm of the error over that of the result: the output is rounded to the dtype, everything before is float32.
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+from sglang_pat.kernels import cpu
+from sglang_pat.packing import CPU_TILES, POLICIES, Batch, Node, TileTable
 
 
-class Case:
-    """Random pools, and a `req_to_token` in which requests share the slots of their common nodes."""
-
-    def __init__(
-        self, batch: Batch, heads: int, kv_heads: int, dim: int, v_dim: int, dtype: torch.dtype, spare: int = 0
-    ) -> None:
-        self.batch = batch
-        context = max(batch.seq_lens) + spare
-        size = len(batch.seq_lens)
-        slots = torch.randperm(size * context).int().reshape(size, context)
-        for node in tree.walk(batch.roots):
-            slots[node.queries, node.start : node.end] = slots[node.queries[0], node.start : node.end].clone()
-        # Rows that belong to nobody are poisoned, and so are the slots that nobody's row names.
-        self.rows = torch.randperm(size + 3)[:size]
-        self.table = torch.full((size + 3, context), 2**30, dtype=torch.int32)
-        self.table[self.rows] = slots
-        self.k = torch.full((size * context, kv_heads, dim), math.nan)
-        self.v = torch.full((size * context, kv_heads, v_dim), math.nan)
-        used = slots.flatten().unique().long()
-        self.k[used] = torch.randn(len(used), kv_heads, dim)
-        self.v[used] = torch.randn(len(used), kv_heads, v_dim)
-        for i, length in enumerate(batch.seq_lens):
-            if spare == 0:
-                own = slots[i, length:].long()
-                self.k[own] = self.v[own] = math.nan
-        self.k, self.v = self.k.to(dtype), self.v.to(dtype)
-        self.q = torch.randn(size, heads, dim).to(dtype)
-        self.seq_lens = torch.tensor(batch.seq_lens)
-        self.cost = CostModel(heads, kv_heads, dim, v_dim, dtype.itemsize)
-        self.scale = dim**-0.5
-
-    def error(self, plan, logit_cap: float = 0.0) -> float:
+class Case(kernel_cases.Case):
+    def error(self, plan: torch.Tensor, logit_cap: float = 0.0) -> float:
         out = cpu.decode(
             self.q, self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale, logit_cap=logit_cap
         )
-        right = reference.decode(
-            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, scale=self.scale, logit_cap=logit_cap
-        )
-        assert out.dtype == self.q.dtype and out.shape == right.shape
-        assert torch.isfinite(out).all()
-        return ((out.double() - right).norm() / right.norm()).item()
+        return self.difference(out, logit_cap)
 
     def plan(self, tiles: TileTable = CPU_TILES, workers: int = 132, policy: str = "optimal") -> torch.Tensor:
-        return torch.from_numpy(flatten(make_plan(self.batch, PackConfig(self.cost, tiles, workers, policy))))
+        return super().plan(tiles, workers, policy)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -102,10 +64,7 @@ def test_logit_cap() -> None:
     case = Case(Batch([90] * 5, [Node(0, 64, [0, 1, 2])]), 8, 2, 64, 64, torch.float32)
     case.q *= 8
     assert case.error(case.plan(), logit_cap=5.0) < TOLERANCE[torch.float32]
-    uncapped = reference.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, scale=case.scale)
-    capped = reference.decode(
-        case.q, case.k, case.v, case.table, case.rows, case.seq_lens, scale=case.scale, logit_cap=5.0
-    )
+    uncapped, capped = case.reference(), case.reference(logit_cap=5.0)
     assert (uncapped - capped).norm() > 0.1 * capped.norm(), "the cap must matter in this test"
 
 

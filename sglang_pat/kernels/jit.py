@@ -24,6 +24,8 @@ EXTRA_FLAGS = {
 }
 """Flags of each module beside the common ones."""
 
+NVCC_FLAGS = ["-O3", "--expt-relaxed-constexpr"]
+
 SANITIZE = "SGLANG_PAT_SANITIZE"
 """For tests: sanitizers to build with, as in `-fsanitize`."""
 
@@ -44,24 +46,64 @@ def load(name: str, csrc: Path = CSRC) -> Any:
         raise BuildError(
             f"sglang-pat needs a C++ compiler and '{compiler}' is not there: install g++, or set CXX to yours"
         )
-    from tvm_ffi import cpp
-
-    # ninja comes as a Python package, beside an interpreter that need not be on the PATH.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     folder = csrc / name
     sanitizers = os.environ.get(SANITIZE, "")
     extra = EXTRA_FLAGS.get(name, EXTRA_FLAGS["packing"]) + ([f"-fsanitize={sanitizers}", "-g"] if sanitizers else [])
-    flags = ["-O3", "-march=native", "-Wall", "-Wno-psabi", *extra, f"-DPAT_BUILD={_digest(folder)}"]
+    return _build(
+        compiler,
+        f"sglang_pat_{name}",
+        sources=sorted(folder.glob("*.cpp")),
+        extra_cflags=["-O3", "-march=native", "-Wall", "-Wno-psabi", *extra, f"-DPAT_BUILD={_digest(folder)}"],
+        extra_ldflags=extra,
+    )
+
+
+@functools.cache
+def load_cuda(name: str, arch: str, flags: tuple[str, ...]) -> Any:
+    """The module built from `csrc/cuda` for a GPU architecture such as `9.0a`, with the flags of NVCC_FLAGS and `flags`.
+
+    Raises:
+        BuildError: There is no CUDA compiler, or it failed.
+    """
+    find_nvcc()
+    # All modules of a process are for one architecture: tvm-ffi takes it from the environment only.
+    os.environ["TVM_FFI_CUDA_ARCH_LIST"] = arch
+    return _build(
+        "nvcc",
+        name,
+        sources=sorted((CSRC / "cuda").glob("*.cu")),
+        extra_cuda_cflags=[*NVCC_FLAGS, *flags, f"-DPAT_BUILD={_digest(CSRC / 'cuda')}"],
+    )
+
+
+def find_nvcc() -> str:
+    """Where the CUDA compiler is.
+
+    Raises:
+        BuildError: Nowhere.
+    """
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    nvcc = shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc")
+    if nvcc is None:
+        raise BuildError(
+            "sglang-pat compiles its CUDA kernels on first use and found no nvcc: install the CUDA toolkit, and set "
+            f"CUDA_HOME where it is not {home}"
+        )
+    return nvcc
+
+
+def _build(compiler: str, name: str, sources: list[Path], **flags: Any) -> Any:
+    from tvm_ffi import cpp
+
+    # ninja comes as a Python package, beside an interpreter that need not be on the PATH.
+    folder = str(Path(sys.executable).parent)
+    if folder not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
     began = time.monotonic()
     # A library preloaded into this process, such as a sanitizer's, is not meant for the compiler.
     preloaded = os.environ.pop("LD_PRELOAD", None)
     try:
-        module = cpp.load(
-            f"sglang_pat_{name}",
-            sources=[str(path) for path in sorted(folder.glob("*.cpp"))],
-            extra_cflags=flags,
-            extra_ldflags=extra,
-        )
+        module = cpp.load(name, sources=[str(path) for path in sources], **flags)
     except RuntimeError as error:
         raise BuildError(f"{compiler} could not build sglang-pat's '{name}' module: {error}") from error
     finally:

@@ -18,7 +18,7 @@ def decode(
 ) -> torch.Tensor:
     """Decode attention without a plan; arguments as for `kernels.cpu.decode`, result in float64."""
     group = q.shape[1] // k.shape[1]
-    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64)
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64, device=q.device)
     for i in range(q.shape[0]):
         slots = req_to_token[rows[i], : seq_lens[i]].long()
         keys = k[slots].double().repeat_interleave(group, dim=1)

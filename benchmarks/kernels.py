@@ -1,0 +1,247 @@
+"""Decode attention on a GPU, beside every other kernel there is, in the same run:
+
+    python benchmarks/kernels.py                                        # the paper's trees (PAT §8.1, figure 10)
+    python benchmarks/kernels.py --trees 1,64_4096,128 --heads 32/8     # any tree: nodes per level _ tokens per node
+    python benchmarks/kernels.py --ablations                            # what each part of the design brings (§8.5)
+
+Times are medians of CUDA graph replays, measured by events inside the graph. Cold: the L2 cache is overwritten before
+each; this is what a model sees, whose layers have KV of their own. Warm: the same replays one after the other.
+Planning is not part of them. The floor is the larger of two times: each KV token, query and output once at 4.4 TB/s, and
+the arithmetic at 790 TFLOP/s (measured on an H200, 2026-11-20).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+
+import msgspec
+import rivals
+import torch
+import trees
+
+from sglang_pat.kernels import cuda, layout, reference
+from sglang_pat.kernels.scheduler import NativeScheduler
+from sglang_pat.packing import CostModel, PackConfig, TileTable
+
+RESULTS = Path(__file__).parent / "results"
+HEADS = ("32/32", "16/8", "32/8", "64/8")
+READ_RATE, FLOP_RATE = 4.4e12, 790e12
+FLUSH_BYTES = 256 << 20
+"""Five times the L2 cache of an H200."""
+DIM = 128
+TILES = TileTable(query_tiles=(16, 32, 64, 128), kv_tiles=(64,), kv_bounds=())
+
+
+class Problem:
+    """A tree's tensors: KV pools in which the pages of a node lie anywhere."""
+
+    def __init__(self, tree: str, heads: int, kv_heads: int, page_size: int, dtype: torch.dtype) -> None:
+        self.nodes, self.tokens = trees.parse(tree)
+        self.tree, self.heads, self.kv_heads, self.page_size, self.dim = tree, heads, kv_heads, page_size, DIM
+        if any(length % page_size for length in self.tokens):
+            raise SystemExit(f"--page-sizes: the nodes of {tree} are not whole pages of {page_size}")
+        self.batch = trees.build(self.nodes, self.tokens)
+        self.size, self.seq_len = self.nodes[-1], sum(self.tokens)
+        self.kv_tokens = sum(count * length for count, length in zip(self.nodes, self.tokens, strict=True))
+        num_pages = self.kv_tokens // page_size
+        pages = torch.randperm(num_pages, device="cuda")
+        all_slots = (pages[:, None] * page_size + torch.arange(page_size, device="cuda")).flatten()
+        self.slots = torch.empty(self.size, self.seq_len, dtype=torch.int32, device="cuda")
+        self.levels: list[tuple[int, torch.Tensor]] = []
+        requests = torch.arange(self.size, device="cuda")
+        begin = start = 0
+        for count, length in zip(self.nodes, self.tokens, strict=True):
+            level = all_slots[begin : begin + count * length].reshape(count, length)
+            self.levels.append((count, level))
+            self.slots[:, start : start + length] = level[requests * count // self.size]
+            begin, start = begin + count * length, start + length
+        shape = (self.kv_tokens, kv_heads, DIM)
+        self.k = torch.empty(shape, dtype=dtype, device="cuda").normal_()
+        self.v = torch.empty(shape, dtype=dtype, device="cuda").normal_()
+        self.paged = tuple(pool.view(num_pages, page_size, kv_heads, DIM) for pool in (self.k, self.v))
+        self.q = torch.empty(self.size, heads, DIM, dtype=dtype, device="cuda").normal_()
+        self.rows = torch.arange(self.size, device="cuda")
+        self.seq_lens = torch.full((self.size,), self.seq_len, dtype=torch.int64, device="cuda")
+        self.scale = DIM**-0.5
+
+    @property
+    def floor_us(self) -> float:
+        io = 2 * self.q.numel() * self.q.itemsize
+        read = (self.kv_tokens * self.kv_heads * DIM * 2 * self.k.itemsize + io) / READ_RATE
+        flop = 4 * DIM * self.heads * self.size * self.seq_len / FLOP_RATE
+        return max(read, flop) * 1e6
+
+    def error(self, out: torch.Tensor) -> float:
+        """Against float64, on some of the queries."""
+        some = torch.linspace(0, self.size - 1, min(self.size, 8), device="cuda").long()
+        right = reference.decode(
+            self.q[some], self.k, self.v, self.slots, self.rows[some], self.seq_lens[some], scale=self.scale
+        )
+        return ((out[some].double() - right).norm() / right.norm()).item()
+
+
+class Pat:
+    """Our own."""
+
+    name = "pat"
+
+    def __init__(
+        self, problem: Problem, policy: str = "optimal", tiles: TileTable = TILES, mode: cuda.Mode = "fused",
+        overlap: bool = True, split: bool = True,
+    ) -> None:  # fmt: skip
+        self._problem, self._overlap = problem, overlap
+        self.decoder = cuda.Decoder(problem.q.dtype, DIM, tiles, problem.q.device, mode)
+        cost = CostModel(
+            problem.heads, problem.kv_heads, DIM, DIM, problem.k.itemsize, flop_per_byte=180, item_bytes=80_000
+        )
+        self.config = PackConfig(cost, tiles, workers=self.decoder.workers if split else 1, policy=policy)
+        scheduler = NativeScheduler(self.config, problem.size)
+        trees.load(scheduler, problem.batch)
+        index, _, _ = scheduler.take(problem.seq_lens.cpu(), 0)
+        data = scheduler.buffers[index]
+        self.kv_tokens, self.parts, _ = scheduler.current()
+        self.plan = torch.from_numpy(data[: layout.sections(data).header["size"]].copy()).to("cuda")
+        slots = max(1, layout.num_slots(data))
+        self._partial = torch.empty(slots, problem.heads, DIM, device="cuda")
+        self._lse = torch.empty(slots, problem.heads, device="cuda")
+        self.out = torch.empty_like(problem.q)
+
+    def run(self) -> None:
+        p = self._problem
+        self.decoder.decode(
+            p.q, p.k, p.v, self.out, p.slots, p.rows, p.seq_lens, self.plan, self._partial, self._lse, scale=p.scale,
+            overlap=self._overlap,
+        )  # fmt: skip
+
+
+def median_us(run: Callable[[], None], cold: bool, repeats: int = 15) -> float:
+    """The median time of `run` in a CUDA graph."""
+    run()
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if cold else None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        if flush is not None:
+            flush.zero_()
+        begin.record()
+        run()
+        end.record()
+    times = []
+    for i in range(repeats + 3):
+        graph.replay()
+        torch.cuda.synchronize()
+        if i >= 3:
+            times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+class Record(msgspec.Struct):
+    """One case; times in microseconds."""
+
+    tree: str
+    heads: str
+    page_size: int
+    dtype: str
+    pat_us: float
+    pat_warm_us: float
+    rivals: dict[str, float]
+    rivals_warm: dict[str, float]
+    floor_us: float
+    pat_error: float
+    rival_errors: dict[str, float]
+    plan_bytes: int
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, int, int, int]]:
+    for heads in arguments.heads:
+        query_heads, kv_heads = map(int, heads.split("/"))
+        for page_size in arguments.page_sizes:
+            for tree in arguments.trees:
+                yield tree, query_heads, kv_heads, page_size
+
+
+def measure(problem: Problem, names: list[str], warm: bool) -> Record:
+    pat = Pat(problem)
+    cold_us = median_us(pat.run, cold=True)
+    warm_us = median_us(pat.run, cold=False) if warm else float("nan")
+    times, warm_times, errors = {}, {}, {}
+    for rival in rivals.ALL:
+        if rival.name not in names:
+            continue
+        try:
+            other = rival(problem)
+            times[rival.name] = round(median_us(other.run, cold=True), 2)
+            if warm:
+                warm_times[rival.name] = round(median_us(other.run, cold=False), 2)
+            errors[rival.name] = problem.error(other.out)
+        except rivals.UnsupportedError:
+            continue
+        except Exception as error:  # a rival that fails must not cost the others' numbers
+            print(f"  {rival.name} failed: {str(error).splitlines()[0][:150]}", flush=True)
+            torch.cuda.synchronize()
+    return Record(
+        problem.tree, f"{problem.heads}/{problem.kv_heads}", problem.page_size,
+        str(problem.q.dtype).removeprefix("torch."), round(cold_us, 2), round(warm_us, 2), times, warm_times,
+        round(problem.floor_us, 2), problem.error(pat.out), errors,
+        pat.config.cost.bytes(pat.kv_tokens, pat.parts),
+    )  # fmt: skip
+
+
+def bandwidth() -> dict[str, float]:
+    """What this device moves, in TB/s: a copy (bytes read and written) and a plain read."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
+    to = torch.empty_like(source)
+    numbers = source.view(torch.float32).zero_()
+    copy = 2 * source.numel() / median_us(lambda: to.copy_(source), cold=False) * 1e-6
+    read = source.numel() / median_us(lambda: torch.sum(numbers), cold=False) * 1e-6
+    return {"copy_tbps": round(copy, 3), "read_tbps": round(read, 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trees", nargs="+", default=list(trees.PAPER), help="nodes per level _ tokens per node")
+    parser.add_argument("--heads", nargs="+", default=list(HEADS), help="query heads / KV heads")
+    parser.add_argument("--page-sizes", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--rivals", nargs="*", default=[rival.name for rival in rivals.ALL])
+    parser.add_argument("--no-warm", action="store_true", help="cold L2 only")
+    parser.add_argument("--output", type=Path, help="where the JSON goes; default: results/kernels-<gpu>.json")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/kernels.py needs a CUDA device")
+    name = torch.cuda.get_device_name()
+    device = {"name": name, **bandwidth(), "date": date.today().isoformat(), "torch": torch.__version__}
+    print(device)
+    print(
+        f"{'heads':>6}{'page':>5} {'tree':42}{'floor':>8}{'pat':>8}{'/floor':>7}{'best rival':>20}{'ratio':>7}  warm, others"
+    )
+    records = []
+    began = time.monotonic()
+    for tree, heads, kv_heads, page_size in cases(arguments):
+        problem = Problem(tree, heads, kv_heads, page_size, getattr(torch, arguments.dtype))
+        record = measure(problem, arguments.rivals, not arguments.no_warm)
+        records.append(record)
+        best = min(record.rivals, key=record.rivals.__getitem__, default="")
+        rival = f"{best} {record.rivals[best]:.1f}" if best else ""
+        ratio = f"{record.rivals[best] / record.pat_us:.2f}" if best else ""
+        print(
+            f"{record.heads:>6}{page_size:>5} {tree:42}{record.floor_us:8.1f}{record.pat_us:8.1f}"
+            f"{record.pat_us / record.floor_us:7.2f}{rival:>20}{ratio:>7}  {record.pat_warm_us:.1f} "
+            f"{' '.join(f'{k} {v:.1f}' for k, v in record.rivals.items())} error {record.pat_error:.1e}",
+            flush=True,
+        )
+        del problem
+    path = arguments.output or RESULTS / f"kernels-{name.split()[-1].lower()}.json"
+    result = {"device": device, "seconds": round(time.monotonic() - began), "records": msgspec.to_builtins(records)}
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Decode attention of others on the same tensors, each as SGLang or its own documentation calls it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class UnsupportedError(Exception):
+    """This kernel cannot run this problem; the message says why."""
+
+
+class FlashInfer:
+    """FlashInfer's batch decode with tensor cores, which SGLang uses for GQA."""
+
+    name = "flashinfer"
+    workspace: Any = None
+
+    def __init__(self, problem: Any) -> None:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        if FlashInfer.workspace is None:
+            FlashInfer.workspace = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
+        size, page = problem.size, problem.page_size
+        pages = problem.seq_len // page
+        indptr = torch.arange(size + 1, dtype=torch.int32, device="cuda") * pages
+        indices = (problem.slots[:, ::page] // page).flatten().int()
+        last = torch.full((size,), page, dtype=torch.int32, device="cuda")
+        self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            FlashInfer.workspace, "NHD", use_cuda_graph=True, use_tensor_cores=True, paged_kv_indptr_buffer=indptr,
+            paged_kv_indices_buffer=indices, paged_kv_last_page_len_buffer=last,
+        )  # fmt: skip
+        self._wrapper.plan(
+            indptr, indices, last, problem.heads, problem.kv_heads, problem.dim, page, q_data_type=problem.q.dtype,
+            kv_data_type=problem.q.dtype, sm_scale=problem.scale,
+        )  # fmt: skip
+        self._problem, self.out = problem, torch.empty_like(problem.q)
+
+    def run(self) -> None:
+        self._wrapper.run(self._problem.q, self._problem.paged, out=self.out)
+
+
+class Cascade:
+    """FlashInfer's multi-level cascade: one level of it for each level of the tree."""
+
+    name = "cascade"
+
+    def __init__(self, problem: Any) -> None:
+        from flashinfer import MultiLevelCascadeAttentionWrapper
+
+        if FlashInfer.workspace is None:
+            FlashInfer.workspace = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
+        if len(problem.levels) == 1:
+            raise UnsupportedError("one level is plain decode")
+        page, size = problem.page_size, problem.size
+        queries, indptr, indices, last = [], [], [], []
+        for count, slots in problem.levels:
+            ends = [-(-(i * size) // count) for i in range(count + 1)]
+            queries.append(torch.tensor(ends, dtype=torch.int32, device="cuda"))
+            pages = slots[:, ::page] // page
+            indptr.append(torch.arange(count + 1, dtype=torch.int32, device="cuda") * pages.shape[1])
+            indices.append(pages.flatten().int())
+            last.append(torch.full((count,), page, dtype=torch.int32, device="cuda"))
+        self._wrapper = MultiLevelCascadeAttentionWrapper(
+            len(queries), FlashInfer.workspace, "NHD", use_cuda_graph=True, qo_indptr_buf_arr=queries,
+            paged_kv_indptr_buf_arr=indptr, paged_kv_indices_buf_arr=indices, paged_kv_last_page_len_buf_arr=last,
+        )  # fmt: skip
+        self._wrapper.plan(
+            queries, indptr, indices, last, problem.heads, problem.kv_heads, problem.dim, page,
+            q_data_type=problem.q.dtype, kv_data_type=problem.q.dtype, sm_scale=problem.scale,
+        )  # fmt: skip
+        self._problem = problem
+        self.out: Any = None
+
+    def run(self) -> None:
+        self.out = self._wrapper.run(self._problem.q, self._problem.paged)
+
+
+class Triton:
+    """SGLang's Triton decode kernel, with the splits that its backend chooses."""
+
+    name = "triton"
+    max_splits = 8  # --triton-attention-num-kv-splits
+
+    def __init__(self, problem: Any) -> None:
+        import triton
+        from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+        from sglang.srt.layers.attention.triton_backend import get_num_kv_splits_triton
+
+        size, heads = problem.size, problem.heads
+        self._forward, self._problem, self.out = decode_attention_fwd, problem, torch.empty_like(problem.q)
+        self._indptr = torch.arange(size + 1, dtype=torch.int32, device="cuda") * problem.seq_len
+        self._indices = problem.slots.flatten().long()
+        self._logits = torch.empty(size, heads, self.max_splits, problem.dim, device="cuda")
+        self._lse = torch.empty(size, heads, self.max_splits, device="cuda")
+        self._splits = torch.empty(size, dtype=torch.int32, device="cuda")
+        get_num_kv_splits_triton[(1,)](
+            self._splits, problem.seq_lens, size, 1, heads, problem.kv_heads, self.max_splits,
+            torch.cuda.get_device_properties(0).multi_processor_count,
+            MAX_NUM_SEQ=256 if size < 256 else triton.next_power_of_2(size),
+        )  # fmt: skip
+
+    def run(self) -> None:
+        p = self._problem
+        self._forward(
+            p.q, p.k, p.v, self.out, self._indptr, self._indices, self._logits, self._lse, self._splits,
+            self.max_splits, p.scale, 1.0, 1.0,
+        )  # fmt: skip
+
+
+class Fa3:
+    """FlashAttention 3 with a page table, as SGLang's fa3 backend calls it."""
+
+    name = "fa3"
+
+    def __init__(self, problem: Any) -> None:
+        try:
+            import sgl_kernel.flash_ops  # noqa: F401
+            from sgl_kernel.flash_attn import flash_attn_with_kvcache
+        except (ImportError, OSError) as error:
+            raise UnsupportedError(f"not installed: {error}") from None
+        page, size = problem.page_size, problem.size
+        self._problem, self._forward = problem, flash_attn_with_kvcache
+        self._table = (problem.slots[:, ::page] // page).int().contiguous()
+        self._lens = problem.seq_lens.int()
+        self._cu_q = torch.arange(size + 1, dtype=torch.int32, device="cuda")
+        self.out: Any = None
+
+    def run(self) -> None:
+        p = self._problem
+        self.out = self._forward(
+            q=p.q, k_cache=p.paged[0], v_cache=p.paged[1], page_table=self._table, cache_seqlens=self._lens,
+            cu_seqlens_q=self._cu_q, max_seqlen_q=1, softmax_scale=p.scale, causal=True,
+        )  # fmt: skip
+
+
+ALL = (FlashInfer, Cascade, Triton, Fa3)

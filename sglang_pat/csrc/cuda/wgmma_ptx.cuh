@@ -1,0 +1,62 @@
+// Hopper's warpgroup matrix product, m64n64k16 with float32 accumulators (PTX ISA, "Asynchronous Warpgroup Level Matrix
+// Instructions"). 64 columns at a time are enough to keep the tensor cores busy, and one panel of 128-byte swizzled rows
+// is 64 columns wide: no other shape is needed.
+#pragma once
+
+#include "ptx.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define PAT_WGMMA 1
+#endif
+
+namespace pat {
+
+// Describes a panel: rows of 128 bytes, swizzled, in groups of eight that are 1,024 bytes apart.
+__device__ __forceinline__ uint64_t panel_descriptor(uint32_t address) {
+  constexpr uint64_t kSwizzle128 = uint64_t(1) << 62, kStride = uint64_t(1024 >> 4) << 32, kLeading = uint64_t(1) << 16;
+  return kSwizzle128 | kStride | kLeading | uint64_t((address & 0x3FFFF) >> 4);
+}
+
+constexpr uint64_t descriptor_offset(int bytes) { return uint64_t(bytes >> 4); }
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+#define PAT_D32                                                                                                    \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "     \
+  "%23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define PAT_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define PAT_OUT PAT_D4(0), PAT_D4(4), PAT_D4(8), PAT_D4(12), PAT_D4(16), PAT_D4(20), PAT_D4(24), PAT_D4(28)
+
+// d = a b^T (+ d where `accumulate`): a is [64, 16], b is [64, 16], both in shared memory with the product's k contiguous.
+// d += a b: a is [64, 16] in registers, b is [16, 64] in shared memory with the columns contiguous.
+#define PAT_WGMMA_FOR(TYPE, NAME)                                                                                   \
+  __device__ __forceinline__ void wgmma_nt(float (&d)[32], uint64_t a, uint64_t b, int accumulate, TYPE) {          \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                       \
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " " PAT_D32                            \
+                 ", %32, %33, p, 1, 1, 0, 0;\n}\n"                                                                  \
+                 : PAT_OUT                                                                                          \
+                 : "l"(a), "l"(b), "r"(accumulate));                                                                \
+  }                                                                                                                 \
+  __device__ __forceinline__ void wgmma_nn(float (&d)[32], const uint32_t (&a)[4], uint64_t b, TYPE) {              \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " " PAT_D32                            \
+                 ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"                                                       \
+                 : PAT_OUT                                                                                          \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
+  }
+
+#if PAT_WGMMA
+PAT_WGMMA_FOR(__half, "f16")
+PAT_WGMMA_FOR(__nv_bfloat16, "bf16")
+#endif
+
+#undef PAT_WGMMA_FOR
+#undef PAT_OUT
+#undef PAT_D4
+#undef PAT_D32
+
+}  // namespace pat

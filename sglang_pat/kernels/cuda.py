@@ -1,0 +1,208 @@
+"""The CUDA kernels (csrc/cuda): multi-tile forward and merge."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+import tvm_ffi
+
+from sglang_pat.kernels import jit
+from sglang_pat.packing import Tile, TileTable
+
+logger = logging.getLogger(__name__)
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+
+TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+"""Dtypes of Q, K and V, as CUDA names them."""
+
+Mode = Literal["fused", "streams", "serial"]
+
+
+class Variant(msgspec.Struct, frozen=True, order=True):
+    """One native module: a forward kernel that knows some tiles, and the merge.
+
+    Attributes:
+        dtype: A key of TYPES.
+        head_dim: One of HEAD_DIMS.
+        arch: Compute capability, such as `8.0` or `9.0a`.
+        query_tiles: Every m that its forward kernel runs.
+        kv_tile: Its n.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    arch: str
+    query_tiles: tuple[int, ...]
+    kv_tile: int
+
+    @property
+    def name(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        tiles = "_".join(map(str, self.query_tiles))
+        return f"sglang_pat_{dtype}_{self.head_dim}_sm{self.arch.replace('.', '')}_m{tiles}_n{self.kv_tile}"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """For the compiler."""
+        return (
+            f"-DPAT_TYPE={TYPES[self.dtype]}",
+            f"-DPAT_DIM={self.head_dim}",
+            f"-DPAT_TOKENS={self.kv_tile}",
+            f"-DPAT_QUERY_TILES={sum(self.query_tiles)}",
+        )
+
+
+class Properties(msgspec.Struct, frozen=True):
+    """Of a forward kernel on a device.
+
+    Attributes:
+        sms: Of the device.
+        workers: CTAs that run at the same time: its fixed grid.
+        registers: Of a thread.
+        local_bytes: Of a thread; more than none where registers spill.
+        shared_bytes: Of a CTA.
+    """
+
+    sms: int
+    workers: int
+    registers: int
+    local_bytes: int
+    shared_bytes: int
+
+
+def arch_of(device: torch.device) -> str:
+    """The architecture to compile for; Hopper's own instructions need its `a`."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{major}.{minor}a" if major == 9 else f"{major}.{minor}"
+
+
+def build(variants: Sequence[Variant]) -> None:
+    """Compile what is not in tvm-ffi's cache yet, all at the same time.
+
+    Raises:
+        jit.BuildError: There is no CUDA compiler, or it failed.
+    """
+    began = time.monotonic()
+    with ThreadPoolExecutor(max_workers=max(1, len(variants))) as pool:
+        tasks = [pool.submit(_load, variant) for variant in variants]
+        for done, task in enumerate(as_completed(tasks), 1):
+            task.result()
+            logger.info("sglang-pat kernels: %d of %d ready after %.0f s", done, len(tasks), time.monotonic() - began)
+
+
+def _load(variant: Variant) -> Any:
+    return jit.load_cuda(variant.name, variant.arch, variant.flags)
+
+
+class Decoder:
+    """Decode attention for one dtype, head dimension and table of tiles.
+
+    Attributes:
+        workers: For `PackConfig`: CTAs that take bins.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, head_dim: int, tiles: TileTable, device: torch.device, mode: Mode = "fused"
+    ) -> None:
+        """
+        Args:
+            dtype: Of Q, K and V.
+            head_dim: Of K and V alike.
+            tiles: What plans are made with.
+            device: A CUDA device.
+            mode: `fused` is one kernel for each n that switches its m from work item to work item; `streams` one kernel
+                for each tile, each on a stream of its own (PAT §6); `serial` the same one after the other (§8.5).
+
+        Raises:
+            jit.BuildError: There is no CUDA compiler, or it failed.
+            ValueError: The dtype or head dimension is not supported.
+        """
+        if dtype not in TYPES or head_dim not in HEAD_DIMS:
+            raise ValueError(
+                f"the CUDA kernels take float16 or bfloat16 and head dimensions {', '.join(map(str, HEAD_DIMS))}, not "
+                f"{dtype} and {head_dim}"
+            )
+        arch = arch_of(device)
+        if mode == "fused":
+            variants = [Variant(dtype, head_dim, arch, tiles.query_tiles, n) for n in tiles.kv_tiles]
+        else:
+            pairs = [Tile(m, n) for m in tiles.query_tiles for n in tiles.kv_tiles]
+            variants = [Variant(dtype, head_dim, arch, (tile.m,), tile.n) for tile in pairs]
+        build(variants)
+        self._modules = [_load(variant) for variant in variants]
+        self._streams = [torch.cuda.Stream(device) for _ in variants[1:]] if mode != "serial" else []
+        self.variants = variants
+        self.properties = [_describe(module, device) for module in self._modules]
+        self.workers = max(properties.workers for properties in self.properties)
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        req_to_token: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        plan: torch.Tensor,
+        partial: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        scale: float,
+        logit_cap: float = 0.0,
+        overlap: bool = True,
+    ) -> None:
+        """Decode attention of one layer, on the current stream; it can be captured in a CUDA graph.
+
+        Everything that may change between replays of a graph is read on the device. All tensors are on the GPU.
+
+        Args:
+            q: [rows, heads, head_dim]; the first of them are the plan's batch.
+            k, v: [slots, kv_heads, head_dim], the layer's pools; `kv_heads` divides `heads`.
+            out: [rows, heads, head_dim], contiguous. Rows behind the plan's batch become zero.
+            req_to_token: [requests, context], int32: the slot of each position of each request.
+            rows: [batch or more], int64: each query's row of `req_to_token`.
+            seq_lens: [batch or more], int64: tokens of each query's request, its own included.
+            plan: A plan for this batch (layout.py), int32, made with this decoder's tiles.
+            partial: [num_slots or more, heads, head_dim], float32: the parts of queries that have several.
+            lse: [num_slots or more, heads], float32: their LSE, to base 2.
+            scale: Factor on q k^T.
+            logit_cap: Scores become cap * tanh(score / cap); 0 for none.
+            overlap: Launch merge before forward ends (programmatic dependent launch), where the GPU can.
+
+        Raises:
+            ValueError: A tensor's device, dtype, shape or stride is none of the above.
+        """
+        arguments = (q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap)
+        first, *others = self._modules
+        if not others:
+            first.decode(*arguments, True, True, overlap)
+            return
+        if not self._streams:
+            for module in self._modules:
+                module.decode(*arguments, True, False, False)
+            first.decode(*arguments, False, True, False)
+            return
+        current = torch.cuda.current_stream(q.device)
+        for module, stream in zip(others, self._streams, strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                module.decode(*arguments, True, False, False)
+        first.decode(*arguments, True, False, False)
+        for stream in self._streams:
+            current.wait_stream(stream)
+        first.decode(*arguments, False, True, False)
+
+
+def _describe(module: Any, device: torch.device) -> Properties:
+    numbers = np.zeros(5, dtype=np.int64)
+    module.describe(device.index or 0, tvm_ffi.from_dlpack(numbers))
+    return Properties(*numbers.tolist())

@@ -1,0 +1,75 @@
+"""Random pools for a batch, and what attention on them is."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sglang_pat.kernels import reference
+from sglang_pat.kernels.layout import flatten
+from sglang_pat.packing import Batch, CostModel, PackConfig, TileTable, make_plan, tree
+
+# Norm of the error over that of the result: the output is rounded to the dtype, and on a GPU the weights of V too.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+class Case:
+    """Random pools, and a `req_to_token` in which requests share the slots of their common nodes.
+
+    Pools have pages of `page_size` slots; as in SGLang, positions of one page are next to each other.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        v_dim: int,
+        dtype: torch.dtype,
+        spare: int = 0,
+        page_size: int = 1,
+        device: str = "cpu",
+    ) -> None:
+        self.batch = batch
+        context = -(-(max(batch.seq_lens) + spare) // page_size) * page_size
+        size = len(batch.seq_lens)
+        pages = torch.randperm(size * context // page_size, device=device).int()
+        slots = (pages[:, None] * page_size + torch.arange(page_size, device=device, dtype=torch.int32)).reshape(
+            size, context
+        )
+        for node in tree.walk(batch.roots):
+            slots[node.queries, node.start : node.end] = slots[node.queries[0], node.start : node.end].clone()
+        # Rows that belong to nobody are poisoned, and so are the slots that nobody's row names.
+        self.rows = torch.randperm(size + 3, device=device)[:size]
+        self.table = torch.full((size + 3, context), 2**30, dtype=torch.int32, device=device)
+        self.table[self.rows] = slots
+        self.k = torch.full((size * context, kv_heads, dim), math.nan, dtype=dtype, device=device)
+        self.v = torch.full((size * context, kv_heads, v_dim), math.nan, dtype=dtype, device=device)
+        used = slots.flatten().unique().long()
+        self.k[used] = torch.randn(len(used), kv_heads, dim, device=device).to(dtype)
+        self.v[used] = torch.randn(len(used), kv_heads, v_dim, device=device).to(dtype)
+        for i, length in enumerate(batch.seq_lens):
+            if spare == 0:
+                own = slots[i, length:].long()
+                self.k[own] = self.v[own] = math.nan
+        self.q = torch.randn(size, heads, dim, device=device).to(dtype)
+        self.seq_lens = torch.tensor(batch.seq_lens, device=device)
+        self.cost = CostModel(heads, kv_heads, dim, v_dim, dtype.itemsize)
+        self.scale = dim**-0.5
+
+    def reference(self, logit_cap: float = 0.0) -> torch.Tensor:
+        return reference.decode(
+            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, scale=self.scale, logit_cap=logit_cap
+        )
+
+    def difference(self, out: torch.Tensor, logit_cap: float = 0.0) -> float:
+        right = self.reference(logit_cap)
+        assert out.dtype == self.q.dtype and out.shape == right.shape
+        assert torch.isfinite(out).all()
+        return ((out.double() - right).norm() / right.norm()).item()
+
+    def plan(self, tiles: TileTable, workers: int = 132, policy: str = "optimal") -> torch.Tensor:
+        plan = flatten(make_plan(self.batch, PackConfig(self.cost, tiles, workers, policy)))
+        return torch.from_numpy(plan).to(self.q.device)
