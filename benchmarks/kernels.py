@@ -35,7 +35,7 @@ READ_RATE, FLOP_RATE = 4.4e12, 790e12
 FLUSH_BYTES = 256 << 20
 """Five times the L2 cache of an H200."""
 DIM = 128
-TILES = TileTable(query_tiles=(16, 32, 64, 128), kv_tiles=(64,), kv_bounds=())
+TILES = TileTable(query_tiles=(16, 64, 128), kv_tiles=(64,), kv_bounds=())
 
 
 class Problem:

@@ -15,8 +15,8 @@ from sglang_pat.packing import POLICIES, Batch, Node, TileTable
 
 pytestmark = pytest.mark.gpu
 
-FUSED = TileTable(query_tiles=(16, 32, 64, 128), kv_tiles=(64,), kv_bounds=())
-DEEP = TileTable(query_tiles=(16, 32, 64), kv_tiles=(64,), kv_bounds=())
+FUSED = TileTable(query_tiles=(16, 64, 128), kv_tiles=(64,), kv_bounds=())
+DEEP = TileTable(query_tiles=(16, 64), kv_tiles=(64,), kv_bounds=())
 """For head dimensions above 128, whose accumulators leave no room for 128 rows."""
 
 HALF = (torch.bfloat16, torch.float16)
@@ -80,18 +80,16 @@ def test_random_trees(dtype: torch.dtype, dim: int, group: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fused", "streams", "serial"])
-@pytest.mark.parametrize("tiles", [FUSED, TileTable((16, 64), (32, 64), (100,)), TileTable((128,), (32,), ())])
-def test_modes(mode: cuda.Mode, tiles: TileTable) -> None:
+def test_modes(mode: cuda.Mode) -> None:
     batch = random_batch(random.Random(7), 2, 6, 300)
     case = gpu_case(batch, 16, 4, 128, torch.bfloat16)
-    assert Run(case, tiles, mode).error() < TOLERANCE[torch.bfloat16]
+    assert Run(case, FUSED, mode).error() < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("n", [32, 64])
-@pytest.mark.parametrize("m", [16, 32, 64, 128])
+@pytest.mark.parametrize("m", FUSED.query_tiles)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_every_tile(dim: int, m: int, n: int) -> None:
-    tiles = TileTable((m,), (n,), ())
+def test_every_tile(dim: int, m: int) -> None:
+    tiles = TileTable((m,), (64,), ())
     for queries, prefix in ((1, 1), (40, 1), (40, 31), (33, 200), (70, 64), (3, 1000)):
         case = gpu_case(shared(queries, prefix, 1), 8, 2, dim, torch.bfloat16)
         for policy in ("naive", "query"):

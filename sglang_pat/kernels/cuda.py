@@ -14,7 +14,7 @@ import torch
 import tvm_ffi
 
 from sglang_pat.kernels import jit
-from sglang_pat.packing import Tile, TileTable
+from sglang_pat.packing import TileTable
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +34,18 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         head_dim: One of HEAD_DIMS.
         arch: Compute capability, such as `8.0` or `9.0a`.
         query_tiles: Every m that its forward kernel runs.
-        kv_tile: Its n.
     """
 
     dtype: torch.dtype
     head_dim: int
     arch: str
     query_tiles: tuple[int, ...]
-    kv_tile: int
 
     @property
     def name(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         tiles = "_".join(map(str, self.query_tiles))
-        return f"sglang_pat_{dtype}_{self.head_dim}_sm{self.arch.replace('.', '')}_m{tiles}_n{self.kv_tile}"
+        return f"sglang_pat_{dtype}_{self.head_dim}_sm{self.arch.replace('.', '')}_m{tiles}"
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -55,7 +53,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         return (
             f"-DPAT_TYPE={TYPES[self.dtype]}",
             f"-DPAT_DIM={self.head_dim}",
-            f"-DPAT_TOKENS={self.kv_tile}",
+            f"-DPAT_ARCH={''.join(filter(str.isdigit, self.arch))}0",
             f"-DPAT_QUERY_TILES={sum(self.query_tiles)}",
         )
 
@@ -132,10 +130,9 @@ class Decoder:
             )
         arch = arch_of(device)
         if mode == "fused":
-            variants = [Variant(dtype, head_dim, arch, tiles.query_tiles, n) for n in tiles.kv_tiles]
+            variants = [Variant(dtype, head_dim, arch, tiles.query_tiles)]
         else:
-            pairs = [Tile(m, n) for m in tiles.query_tiles for n in tiles.kv_tiles]
-            variants = [Variant(dtype, head_dim, arch, (tile.m,), tile.n) for tile in pairs]
+            variants = [Variant(dtype, head_dim, arch, (m,)) for m in tiles.query_tiles]
         build(variants)
         self._modules = [_load(variant) for variant in variants]
         self._streams = [torch.cuda.Stream(device) for _ in variants[1:]] if mode != "serial" else []

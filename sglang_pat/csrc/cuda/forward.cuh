@@ -1,126 +1,117 @@
-// Forward: persistent workers, each with the bins that the plan gives it, one KV head at a time (PAT §6). One kernel has
-// one or several Q tiles and switches between them from work item to work item (BatchLLM §4.4 fuses likewise).
+// Forward: persistent workers, one an SM, each with the bins that the plan gives it, one KV head at a time (PAT §6). One
+// kernel has one or several Q tiles and switches between them from work item to work item (BatchLLM §4.4 fuses likewise).
 #pragma once
 
-#include "feed.cuh"
-#include "mma_tile.cuh"
-#include "wgmma_tile.cuh"
+#include "narrow.cuh"
+#include "wide.cuh"
 
 namespace pat {
 
-// The Q tiles of a kernel: powers of two, all in one number.
-template <int kMs>
-struct TileSet {
-  static constexpr int kMaxM = kMs >= 128 ? 128 : kMs >= 64 ? 64 : kMs >= 32 ? 32 : 16;
-  __device__ static constexpr bool has(int m) { return kMs & m; }
-};
-
-template <typename T, int kDim, int kTokens, int kM>
-struct TileOf {
-  using Type = MmaTile<T, kDim, kTokens, kM>;
-};
-
-#if PAT_WGMMA
-template <typename T, int kDim>
-struct TileOf<T, kDim, 64, 64> {
-  using Type = WgmmaTile<T, kDim, 64, 64>;
-};
-template <typename T, int kDim>
-struct TileOf<T, kDim, 64, 128> {
-  using Type = WgmmaTile<T, kDim, 64, 128>;
-};
+// The most shared memory that a CTA may have, by architecture (CUDA C++ Programming Guide, "Compute Capabilities").
+#if PAT_ARCH == 900 || PAT_ARCH == 1000
+constexpr int kSharedLimit = 227 << 10;
+#elif PAT_ARCH == 800
+constexpr int kSharedLimit = 163 << 10;
+#else
+constexpr int kSharedLimit = 99 << 10;
 #endif
 
-// Shared memory of a worker. Panels are 1,024-byte aligned, as swizzled tiles must be.
-template <int kDim, int kTokens, typename Tiles>
+// Of a kernel whose Q tiles are the bits of `kMs`.
+template <int kDim, int kMs>
+struct ForwardSizes {
+  static constexpr bool kHasWide = (kMs & ~kNarrowM) != 0;
+  static constexpr int kMaxM = kMs & 128 ? 128 : 64;
+  static constexpr int kRest = (4 << 10) + threads(kDim) * int(sizeof(Item));  // windows, statistics, barriers, alignment
+  static constexpr int kQ = kMaxM * panels(kDim) * kPanelRow;
+  static constexpr int kScratch = groups(kDim) == 2 ? 64 * kDim * 4 : 0;
+  // More than eight units bring nothing: K and V of four tiles.
+  static constexpr int kUnits = std::min(8, (kSharedLimit - kRest - kQ - kScratch) / kUnitBytes<kDim> / 2 * 2);
+  static constexpr int kNarrowWarps = std::min(groups(kDim) * kGroupWarps, (kSharedLimit - kRest) /
+                                                                              NarrowSizes<kDim>::kWarp / kGroupWarps *
+                                                                              kGroupWarps);
+  static_assert(kUnits >= 2 && kNarrowWarps > 0);
+};
+
+// Panels are 1,024-byte aligned, as swizzled tiles must be.
+template <int kDim, int kMs>
 struct ForwardMemory {
-  using S = Sizes<kDim, kTokens, Tiles::kMaxM>;
-  alignas(1024) uint8_t ring[S::kUnits * S::kUnit];
-  alignas(1024) uint8_t scratch[S::kScratch];  // Q of a wide item while it runs, then the warps' shares of its results
-  alignas(1024) uint8_t narrow_q[2 * S::kNarrowQ];
-  FeedMemory<kTokens> feed;
-  struct {
-    float top[kWarps][16], sum[kWarps][16];
-  } statistics;
+  using S = ForwardSizes<kDim, kMs>;
+  struct Wide {
+    alignas(1024) uint8_t ring[S::kUnits * kUnitBytes<kDim>];
+    alignas(1024) uint8_t q[S::kQ];
+    float scratch[S::kScratch / 4 + 1];
+    WideStatistics<kDim> statistics;
+  };
+  struct Narrow {
+    alignas(1024) uint8_t chunks[S::kNarrowWarps * NarrowSizes<kDim>::kWarp];
+    NarrowStatistics<S::kNarrowWarps> statistics;
+  };
+  union {
+    Wide wide;
+    Narrow narrow;
+  };
+  RingBarriers<S::kUnits> barriers;
+  ItemWindow windows[threads(kDim) / kWarpSize];
 };
 
-template <typename T, int kDim, int kTokens, typename Tiles>
-class Worker {
-  using Memory = ForwardMemory<kDim, kTokens, Tiles>;
+// Registers of a thread after the warps that load gave theirs away: (2 * 216 + 72) * 128 of an SM's 65,536.
+constexpr int kComputeRegisters = 216, kLoadRegisters = 72;
 
- public:
-  __device__ Worker(const Params& p, Memory& memory)
-      : p_(p), memory_(memory), feed_(p, memory.feed, shared_address(memory.ring), shared_address(memory.narrow_q)) {}
+#if PAT_WGMMA
+#define PAT_PHASE __forceinline__  // wgmma does not go with calls
+#else
+#define PAT_PHASE __noinline__  // and without it registers are allotted better to one phase at a time
+#endif
 
-  __device__ void run() {
-    feed_.begin();
-    for (int ordinal = 0; feed_.tokens(tile_) >= 0; ++ordinal) {
-      const int m = feed_.item(ordinal).m;
-      if constexpr (Tiles::has(16)) {
-        if (m == 16) run_item<16>(ordinal);
-      }
-      if constexpr (Tiles::has(32)) {
-        if (m == 32) run_item<32>(ordinal);
-      }
-      if constexpr (Tiles::has(64)) {
-        if (m == 64) run_item<64>(ordinal);
-      }
-      if constexpr (Tiles::has(128)) {
-        if (m == 128) run_item<128>(ordinal);
-      }
-    }
-    wait_copies<0>();
-  }
+template <typename T, int kDim, int kMs>
+__device__ PAT_PHASE void run_wide(const Params& p, Items& items, ForwardMemory<kDim, kMs>& memory) {
+  WideGroup<T, kDim, ForwardSizes<kDim, kMs>::kUnits>(p, items, {memory.wide.ring, memory.barriers}, memory.wide.q,
+                                                      memory.wide.scratch, memory.wide.statistics)
+      .run(kMs & ~kNarrowM);
+}
 
- private:
-  template <int kM>
-  __device__ __forceinline__ void run_item(int ordinal) {
-    using Tile = typename TileOf<T, kDim, kTokens, kM>::Type;
-    feed_.begin_item(fresh_thread());
-    uint32_t q = feed_.narrow_q(ordinal);
-    if constexpr (kM > kNarrowM) {
-      q = shared_address(memory_.scratch);
-      __syncthreads();  // the item before may still be summed up there
-      feed_.copy_wide_q(ordinal, memory_.scratch);
-    }
-    Tile tile(fresh_thread(), q, reinterpret_cast<float*>(memory_.scratch),
-              reinterpret_cast<typename Tile::Shared&>(memory_.statistics), p_);
-    const int end = tile_ + max(1, (feed_.item(ordinal).tokens + kTokens - 1) / kTokens);
-    feed_.wait();
-    tile.begin();
-    while (true) {
-      const int tokens = feed_.tokens(tile_);
-      tile.scores(feed_.unit(tile_, false), tokens);
-      feed_.begin_item(fresh_thread());
-      feed_.load_v(tile_ + 1);
-      tile.weights(tokens);
-      feed_.wait();
-      tile.values(feed_.unit(tile_, true), tokens);
-      feed_.begin_item(fresh_thread());
-      feed_.load_k(tile_ + 2);
-      tile.values_end(tokens);
-      if (++tile_ == end) break;
-      feed_.wait();
-    }
-    const Entry& entry = feed_.item(ordinal);
-    tile.finish(Results<T, kDim>(p_, feed_.queries(ordinal), feed_.targets(ordinal), entry.count, entry.head));
-  }
+template <typename T, int kDim, int kMs>
+__device__ PAT_PHASE void run_narrow(const Params& p, Items& items, ForwardMemory<kDim, kMs>& memory) {
+  constexpr int kWarps = ForwardSizes<kDim, kMs>::kNarrowWarps;
+  if (threadIdx.x / kWarpSize < kWarps)
+    NarrowWarp<T, kDim, kWarps>(p, items, memory.narrow.chunks, memory.narrow.statistics).run();
+}
 
-  const Params& p_;
-  Memory& memory_;
-  Feed<T, kDim, kTokens, Tiles> feed_;
-  int tile_ = 0;
-};
-
-// Workers of one SM: what shared memory and registers of Hopper hold.
-template <int kDim>
-constexpr int kWorkersPerSm = kDim <= 64 ? 3 : kDim <= 128 ? 2 : 1;
-
-template <typename T, int kDim, int kTokens, typename Tiles>
-__global__ void __launch_bounds__(kThreads, kWorkersPerSm<kDim>) forward(const __grid_constant__ Params p) {
-  extern __shared__ __align__(1024) uint8_t memory[];
+template <typename T, int kDim, int kMs>
+__global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) uint8_t bytes[];
+  auto& memory = *reinterpret_cast<ForwardMemory<kDim, kMs>*>(bytes);
+  using S = ForwardSizes<kDim, kMs>;
+  constexpr int kComputing = groups(kDim) * kGroupThreads, kPhaseBarrier = 9;
+  constexpr bool kTradeRegisters = groups(kDim) == 2;
   launch_dependents();
-  Worker<T, kDim, kTokens, Tiles>(p, *reinterpret_cast<ForwardMemory<kDim, kTokens, Tiles>*>(memory)).run();
+  if (S::kHasWide && threadIdx.x < S::kUnits) {
+    init_barrier(shared_address(&memory.barriers.full[threadIdx.x]), loaders(kDim));
+    init_barrier(shared_address(&memory.barriers.free[threadIdx.x]), groups(kDim) * kGroupWarps);
+  }
+  Items items(p, memory.windows);
+  __syncthreads();
+  // Wide items compute, narrow ones read: half of the SMs begin with the one, half with the other.
+  const bool narrow_first = blockIdx.x % 2;
+  if (threadIdx.x >= kComputing) {
+    if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters>();
+    if constexpr (S::kHasWide) {
+      if (narrow_first) sync_threads(kPhaseBarrier, threads(kDim));
+      Loader<kDim, S::kUnits>(p, items, {memory.wide.ring, memory.barriers}).run(kMs & ~kNarrowM);
+    }
+  } else {
+    if constexpr (kTradeRegisters) grow_registers<kComputeRegisters>();
+#pragma unroll 1
+    for (int phase = 0; phase < 2; ++phase) {
+      if ((phase == 0) == narrow_first) {
+        if constexpr ((kMs & kNarrowM) != 0) run_narrow<T, kDim, kMs>(p, items, memory);
+      } else {
+        if constexpr (S::kHasWide) run_wide<T, kDim, kMs>(p, items, memory);
+      }
+      // The two use the same shared memory.
+      if (S::kHasWide && phase == 0) sync_threads(kPhaseBarrier, narrow_first ? threads(kDim) : kComputing);
+    }
+  }
 }
 
 }  // namespace pat

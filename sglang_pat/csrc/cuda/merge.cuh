@@ -9,8 +9,8 @@ namespace pat {
 
 // `kShare` warps of a CTA work on one (query, head).
 template <typename T, int kDim, int kShare>
-__global__ void __launch_bounds__(kThreads) merge(const __grid_constant__ Params p) {
-  constexpr int kVector = kDim % 128 == 0 ? 4 : kDim % 64 == 0 ? 2 : 1, kVectors = kDim / 32 / kVector;
+__global__ void __launch_bounds__(128) merge(const __grid_constant__ Params p) {
+  constexpr int kWarps = 4, kVector = kDim % 128 == 0 ? 4 : kDim % 64 == 0 ? 2 : 1, kVectors = kDim / 32 / kVector;
   constexpr int kAtOnce = 4;  // parts in flight
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, share = warp % kShare;
   const int64_t row = int64_t(blockIdx.x) * (kWarps / kShare) + warp / kShare;

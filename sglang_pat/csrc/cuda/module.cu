@@ -1,4 +1,4 @@
-// One native module for each dtype, head dimension, architecture and set of tiles: PAT_TYPE, PAT_DIM, PAT_TOKENS and
+// One native module for each dtype, head dimension, architecture and set of tiles: PAT_TYPE, PAT_DIM, PAT_ARCH and
 // PAT_QUERY_TILES come from the build (sglang_pat/kernels/cuda.py).
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -13,10 +13,11 @@ namespace {
 
 using tvm::ffi::TensorView;
 using Element = PAT_TYPE;
-using Tiles = pat::TileSet<PAT_QUERY_TILES>;
-using Memory = pat::ForwardMemory<PAT_DIM, PAT_TOKENS, Tiles>;
+using Memory = pat::ForwardMemory<PAT_DIM, PAT_QUERY_TILES>;
 
-constexpr auto kForward = pat::forward<Element, PAT_DIM, PAT_TOKENS, Tiles>;
+constexpr auto kForward = pat::forward<Element, PAT_DIM, PAT_QUERY_TILES>;
+constexpr int kForwardThreads = pat::threads(PAT_DIM);
+constexpr int kMergeThreads = 4 * pat::kWarpSize;
 // With fewer outputs than this, several warps work on each: one for each of an H200's 528 warp schedulers.
 constexpr int64_t kFewOutputs = 1024;
 
@@ -50,7 +51,7 @@ const Device& device(int id) {
     check(cudaDeviceGetAttribute(&d.sms, cudaDevAttrMultiProcessorCount, id));
     check(cudaFuncSetAttribute(kForward, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory)));
     int ctas;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kForward, pat::kThreads, sizeof(Memory)));
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kForward, kForwardThreads, sizeof(Memory)));
     TVM_FFI_CHECK(ctas > 0, RuntimeError)
         << "this GPU has less shared memory than the " << sizeof(Memory) << " bytes that these tiles need";
     d.workers = ctas * d.sms;
@@ -59,10 +60,10 @@ const Device& device(int id) {
 }
 
 template <typename Kernel>
-void launch(Kernel kernel, int grid, size_t shared, cudaStream_t stream, bool dependent, const pat::Params& params) {
+void launch(Kernel kernel, int grid, int block, size_t shared, cudaStream_t stream, bool dependent, const pat::Params& params) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid);
-  config.blockDim = dim3(pat::kThreads);
+  config.blockDim = dim3(block);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   cudaLaunchAttribute attribute;
@@ -103,10 +104,11 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   p.seq_lens = static_cast<const int64_t*>(seq_lens.data_ptr());
   p.plan = static_cast<const int32_t*>(plan.data_ptr());
   p.q_row = q.stride(0), p.q_head = q.stride(1);
-  p.k_slot = k.stride(0), p.k_head = k.stride(1), p.v_slot = v.stride(0), p.v_head = v.stride(1);
+  p.k_slot = uint32_t(k.stride(0) * 2), p.k_head = uint32_t(k.stride(1) * 2);
+  p.v_slot = uint32_t(v.stride(0) * 2), p.v_head = uint32_t(v.stride(1) * 2);
   p.table_row = req_to_token.stride(0);
   p.out_rows = int(out.size(0)), p.heads = int(q.size(1)), p.kv_heads = int(k.size(1)), p.group = p.heads / p.kv_heads;
-  p.sms = device(q.device().device_id).sms;
+  p.group_inverse = uint32_t((65536 + p.group - 1) / p.group);
   constexpr double kLog2E = 1.4426950408889634;
   p.scale_log2 = float(scale * kLog2E);
   // The kernel caps scores before it scales them.
@@ -124,13 +126,13 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
       make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   if (with_forward)
-    launch(kForward, device(q.device().device_id).workers, sizeof(Memory), stream, false, p);
+    launch(kForward, device(q.device().device_id).workers, kForwardThreads, sizeof(Memory), stream, false, p);
   const int64_t outputs = int64_t(p.out_rows) * p.heads;
   if (!with_merge || outputs == 0) return;
   if (outputs < kFewOutputs)
-    launch(pat::merge<Element, PAT_DIM, pat::kWarps>, int(outputs), 0, stream, overlap, p);
+    launch(pat::merge<Element, PAT_DIM, 4>, int(outputs), kMergeThreads, 0, stream, overlap, p);
   else
-    launch(pat::merge<Element, PAT_DIM, 1>, int((outputs + pat::kWarps - 1) / pat::kWarps), 0, stream, overlap, p);
+    launch(pat::merge<Element, PAT_DIM, 1>, int((outputs + 3) / 4), kMergeThreads, 0, stream, overlap, p);
 }
 
 // Writes SMs, workers, and of the forward kernel registers, bytes of local and of shared memory to an int64 host array.

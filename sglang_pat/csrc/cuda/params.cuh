@@ -1,4 +1,4 @@
-// What the kernels are called with, and the sizes that follow from dtype, head dimension and tiles.
+// What the kernels are called with, and the sizes that follow from head dimension and architecture.
 #pragma once
 
 #include <algorithm>
@@ -8,10 +8,10 @@
 
 namespace pat {
 
-constexpr int kThreads = 128;  // one warpgroup: what a 64-row wgmma needs
-constexpr int kWarps = kThreads / 32;
+constexpr int kWarpSize = 32, kGroupThreads = 128;  // a warpgroup
+constexpr int kGroupWarps = kGroupThreads / kWarpSize;
 
-// Strides are in elements.
+// Strides of Q and req_to_token are in elements, of K and V in bytes.
 struct Params {
   const void *q, *k, *v;        // [batch, heads, dim], [slots, kv_heads, dim] twice
   void* out;                    // [rows, heads, dim]
@@ -19,29 +19,43 @@ struct Params {
   const int32_t* req_to_token;  // [requests, context]
   const int64_t *rows, *seq_lens;
   const int32_t* plan;
-  int64_t q_row, q_head, k_slot, k_head, v_slot, v_head, table_row;
-  int out_rows, heads, kv_heads, group, sms;
+  int64_t q_row, q_head, table_row;
+  uint32_t k_slot, k_head, v_slot, v_head;
+  int out_rows, heads, kv_heads, group;
+  uint32_t group_inverse;
   float scale_log2;         // weights are 2 to the power of scores times this
   float cap, cap_exponent;  // before, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent))
+
+  // A tile's row as query of the item and as head of the group. Exact for the rows and groups that there are.
+  __device__ int query_of(int row) const { return int(row * group_inverse >> 16); }
+  __device__ int head_of(int row) const { return row - query_of(row) * group; }
 };
 
-// K and V tiles lie in shared memory in panels of 64 columns: rows of 128 bytes whose 16-byte chunks are permuted by the
-// row's lowest three bits. Both ldmatrix and wgmma read that without bank conflicts.
+// K and V lie in shared memory in panels of 64 columns: rows of 128 bytes whose 16-byte chunks are permuted by the row's
+// lowest three bits. Both ldmatrix and wgmma read that without bank conflicts.
 constexpr int kPanelColumns = 64, kPanelRow = 128;
 
 __device__ __forceinline__ uint32_t panel_offset(int row, int chunk, int panel_bytes) {
   return (chunk >> 3) * panel_bytes + row * kPanelRow + (((chunk ^ row) & 7) << 4);
 }
 
-template <int kDim, int kTokens, int kMaxM>
-struct Sizes {
-  static constexpr int kPanels = (kDim + kPanelColumns - 1) / kPanelColumns;
-  static constexpr int kPanel = kTokens * kPanelRow;  // bytes of a panel of a K or V tile
-  static constexpr int kUnit = kPanels * kPanel;      // one K or one V tile
-  static constexpr int kUnits = 4;                    // K and V of the tile in use and of the next
-  static constexpr int kNarrowQ = 16 * kPanels * kPanelRow;
-  static constexpr int kWideQ = kMaxM > 16 ? kMaxM * kPanels * kPanelRow : 0;
-  static constexpr int kScratch = std::max(kWideQ, kWarps * 16 * kDim * 4);
-};
+// Where the chunk 2 `step` columns further is, `step` steps of a matrix product of 16 columns on.
+__device__ __forceinline__ uint32_t next_step(uint32_t offset, int step, int panel_bytes) {
+  return (offset ^ (step % 4 << 5)) + step / 4 * panel_bytes;
+}
+
+constexpr int panels(int dim) { return (dim + kPanelColumns - 1) / kPanelColumns; }
+
+constexpr int kTokens = 64;       // of a wide tile
+constexpr int kChunkTokens = 16;  // that a warp takes at a time of a narrow item: one step of a matrix product
+
+// Warpgroups that compute; above 128 columns the accumulators of one take all registers. More warps load for wide tiles:
+// a warpgroup, which can give its registers away, beside two; two warps beside one, all with as many as there can be.
+constexpr int groups(int dim) { return dim <= 128 ? 2 : 1; }
+constexpr int loaders(int dim) { return (groups(dim) == 2 ? 4 : 2) * kWarpSize; }
+constexpr int threads(int dim) { return groups(dim) * kGroupThreads + loaders(dim); }
+
+// 16-byte copies: a thread copies one chunk of each of several rows. Dimensions that are no power of two leave some idle.
+constexpr int row_threads(int dim) { return dim <= 64 ? 8 : dim <= 128 ? 16 : 32; }
 
 }  // namespace pat

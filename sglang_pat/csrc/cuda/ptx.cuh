@@ -49,12 +49,59 @@ __device__ __forceinline__ void wait_for_primary() {
 #endif
 }
 
-// The thread's number, which the compiler takes for a new one each time. It keeps it from computing every address that
-// any tile needs before the first work item, and from holding them all in registers until the last.
-__device__ __forceinline__ int fresh_thread() {
-  int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread));
-  return thread;
+// The same value, which the compiler takes for a new one: what is computed from it is not computed far ahead of its use
+// and then held in registers.
+__device__ __forceinline__ int fresh(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// Waits until the threads that take part, `threads` of them, have come to barrier `id`.
+__device__ __forceinline__ void sync_threads(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Gives this warpgroup's registers beyond `kRegisters` a thread away, or waits for as many.
+template <int kRegisters>
+__device__ __forceinline__ void shrink_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void grow_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+
+// Barriers in shared memory, whose phases alternate between 0 and 1.
+__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+
+// Arrives as soon as this thread's copies so far are complete.
+__device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, int phase) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred done;\nagain_%=:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again_%=;\n}\n" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+#else
+  asm volatile(
+      "{\n.reg .pred done;\nagain_%=:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again_%=;\n}\n" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+#endif
 }
 
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t from) {

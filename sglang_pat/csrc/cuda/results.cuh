@@ -1,8 +1,7 @@
 // Where a work item's results go: the output for a query that has no other part, the workspace else.
 #pragma once
 
-#include "params.cuh"
-#include "ptx.cuh"
+#include "softmax.cuh"
 
 namespace pat {
 
@@ -13,6 +12,8 @@ class Results {
   __device__ Results(const Params& p, const int* queries, const int* targets, int count, int kv_head)
       : p_(p), queries_(queries), targets_(targets), rows_(count * p.group), kv_head_(kv_head) {}
 
+  __device__ int rows() const { return rows_; }
+
   // Row `row` of the tile: where it is in the output or the workspace, if it is any query's.
   struct Row {
     bool used, direct;
@@ -20,9 +21,9 @@ class Results {
   };
   __device__ Row row(int row) const {
     if (row >= rows_) return Row{false, false, 0};
-    const int query = row / p_.group, target = targets_[query];
+    const int query = p_.query_of(row), target = targets_[query];
     const bool direct = target == kDirect;
-    return Row{true, direct, int64_t(direct ? queries_[query] : target) * p_.heads + kv_head_ * p_.group + row % p_.group};
+    return Row{true, direct, int64_t(direct ? queries_[query] : target) * p_.heads + kv_head_ * p_.group + p_.head_of(row)};
   }
 
   __device__ void store(const Row& row, int column, float x, float y) const {
@@ -51,5 +52,21 @@ class Results {
   const int *queries_, *targets_;
   const int rows_, kv_head_;
 };
+
+// Writes the accumulators of one warp: rows `row` and `row` + 8 of the tile are this thread's.
+template <typename T, int kDim, typename Softmax>
+__device__ __forceinline__ void write_fragments(const Results<T, kDim>& results, int row, const Softmax& softmax,
+                                                const float* o, const Params& p) {
+  const int pair = fresh(threadIdx.x) % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const auto to = results.row(row + half * 8);
+    if (!to.used) continue;
+    const float sum = softmax.sum[half], norm = sum > 0 ? 1 / sum : 0;
+    if (pair == 0) results.store_lse(to, lse(softmax.top[half], sum, p));
+#pragma unroll
+    for (int i = 0; i < kDim / 8; ++i) results.store(to, i * 8 + pair, o[4 * i + 2 * half] * norm, o[4 * i + 2 * half + 1] * norm);
+  }
+}
 
 }  // namespace pat

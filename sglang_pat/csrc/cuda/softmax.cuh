@@ -14,15 +14,15 @@ struct Softmax {
   float sum[2] = {0, 0};                  // of this thread's own columns
 
   // Turns scores into weights, and says by what the weights before are to be multiplied. Columns from `valid` on do not
-  // count; `column` is that of the first score.
+  // count.
   template <int kBlocks>
-  __device__ __forceinline__ void update(float* s, int column, int valid, const Params& p, float (&factor)[2]) {
+  __device__ __forceinline__ void update(float* s, int valid, const Params& p, float (&factor)[2]) {
     if (p.cap > 0) {
 #pragma unroll
-      for (int i = 0; i < 4 * kBlocks; ++i) s[i] = p.cap - 2 * p.cap / (1 + exp2_fast(s[i] * p.cap_exponent));
+      for (int i = 0; i < 4 * kBlocks; ++i) s[i] = p.cap - __fdividef(2 * p.cap, 1 + exp2_fast(s[i] * p.cap_exponent));
     }
-    if (valid < column + 8 * kBlocks) {
-      const int first = column + fresh_thread() % 4 * 2;
+    if (valid < 8 * kBlocks) {
+      const int first = fresh(threadIdx.x) % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 4 * kBlocks; ++i)
         if (first + i / 4 * 8 + i % 2 >= valid) s[i] = -INFINITY;

@@ -25,6 +25,6 @@ enum Header {
   kHeaderSize
 };
 
-enum Item { kStart, kEnd, kFirstQuery, kItemQueries, kTileM, kTileN, kItemSize };
+enum Column { kStart, kEnd, kFirstQuery, kItemQueries, kTileM, kTileN, kItemSize };
 
 }  // namespace pat

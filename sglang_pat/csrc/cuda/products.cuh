@@ -1,0 +1,87 @@
+// The two matrix products of a warpgroup on 64 rows and 64 tokens: by wgmma where there is one, else by mma.sync. Either
+// way a warp has 16 of the rows, and its accumulators are where softmax.cuh expects them.
+#pragma once
+
+#include "softmax.cuh"
+#include "wgmma_ptx.cuh"
+
+namespace pat {
+
+template <typename T, int kDim>
+class Products {
+  static constexpr int kSteps = kDim / 16, kTokenSteps = kTokens / 16;
+  static constexpr int kPanel = kTokens * kPanelRow;
+
+ public:
+  // Accumulators of the output come in panels of 64 columns.
+  static constexpr int kOutputs = panels(kDim) * 32;
+
+  // s = q k^T; `q` is where the 64 rows are in shared memory, in panels of `q_panel` bytes.
+  static __device__ __forceinline__ void scores(float (&s)[32], uint32_t q, int q_panel, uint32_t k) {
+#if PAT_WGMMA
+    const uint64_t a = panel_descriptor(q), b = panel_descriptor(k);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int panel = step / 4, column = step % 4 * 32;
+      wgmma_nt(s, a + descriptor_offset(panel * q_panel + column), b + descriptor_offset(panel * kPanel + column), step > 0, T());
+    }
+    wgmma_commit();
+#else
+    const int lane = fresh(threadIdx.x) % kWarpSize, warp = threadIdx.x / kWarpSize % kGroupWarps;
+    const int row = lane % 8 + lane / 16 * 8, chunk = lane / 8 % 2;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) s[i] = 0;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t a[4];
+      load_matrices(a, q + panel_offset(warp * 16 + lane % 16, 2 * step + lane / 16, q_panel));
+#pragma unroll
+      for (int pair = 0; pair < kTokenSteps; ++pair) {
+        uint32_t b[4];
+        load_matrices(b, k + panel_offset(pair * 16 + row, 2 * step + chunk, kPanel));
+        Half<T>::mma(reinterpret_cast<float(&)[4]>(s[8 * pair]), a, b[0], b[1]);
+        Half<T>::mma(reinterpret_cast<float(&)[4]>(s[8 * pair + 4]), a, b[2], b[3]);
+      }
+    }
+#endif
+  }
+
+  // o += weights v.
+  static __device__ __forceinline__ void values(float (&o)[kOutputs], const uint32_t (&weights)[kTokenSteps][4], uint32_t v) {
+#if PAT_WGMMA
+    const uint64_t b = panel_descriptor(v);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTokenSteps; ++step) {
+#pragma unroll
+      for (int panel = 0; panel < panels(kDim); ++panel)
+        wgmma_nn(reinterpret_cast<float(&)[32]>(o[32 * panel]), weights[step],
+                 b + descriptor_offset(panel * kPanel + step * 16 * kPanelRow), T());
+    }
+    wgmma_commit();
+#else
+    const int lane = fresh(threadIdx.x) % kWarpSize;
+#pragma unroll
+    for (int step = 0; step < kTokenSteps; ++step) {
+#pragma unroll
+      for (int pair = 0; pair < kSteps; ++pair) {
+        uint32_t b[4];
+        load_matrices_transposed(b, v + panel_offset(step * 16 + lane % 16, 2 * pair + lane / 16, kPanel));
+        Half<T>::mma(reinterpret_cast<float(&)[4]>(o[8 * pair]), weights[step], b[0], b[1]);
+        Half<T>::mma(reinterpret_cast<float(&)[4]>(o[8 * pair + 4]), weights[step], b[2], b[3]);
+      }
+    }
+#endif
+  }
+
+  // Until all but the last `kPending` products are complete.
+  template <int kPending>
+  static __device__ __forceinline__ void wait() {
+#if PAT_WGMMA
+    wgmma_wait<kPending>();
+#endif
+  }
+};
+
+}  // namespace pat

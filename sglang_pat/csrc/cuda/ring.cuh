@@ -1,0 +1,103 @@
+// The ring in shared memory through which K and V of wide items go: units of 64 tokens, K and V by turns. Some warps fill
+// it, the others compute; barriers tell them what is full and what is free.
+#pragma once
+
+#include "items.cuh"
+#include "ptx.cuh"
+
+namespace pat {
+
+template <int kUnits>
+struct RingBarriers {
+  alignas(8) uint64_t full[kUnits], free[kUnits];
+};
+
+template <int kDim>
+constexpr int kUnitBytes = panels(kDim) * kTokens * kPanelRow;
+
+// A position in the ring.
+template <int kDim, int kUnits>
+class RingCursor {
+ public:
+  __device__ RingCursor(uint8_t* ring, RingBarriers<kUnits>& barriers) : ring_(ring), barriers_(barriers) {}
+
+  __device__ uint32_t memory() const { return shared_address(ring_) + unit_ * kUnitBytes<kDim>; }
+  __device__ void wait_full() const { wait_barrier(shared_address(&barriers_.full[unit_]), phase_); }
+  // At first everything is free: the phase before the first has passed.
+  __device__ void wait_free() const { wait_barrier(shared_address(&barriers_.free[unit_]), phase_ ^ 1); }
+  __device__ void fill_after_copies() const { arrive_after_copies(shared_address(&barriers_.full[unit_])); }
+  __device__ void set_free() const { arrive(shared_address(&barriers_.free[unit_])); }
+  __device__ void advance() {
+    if (++unit_ == kUnits) unit_ = 0, phase_ ^= 1;
+  }
+
+ private:
+  uint8_t* const ring_;
+  RingBarriers<kUnits>& barriers_;
+  int unit_ = 0, phase_ = 0;
+};
+
+// The warps that fill the ring. Slots of the next tile are read while this one's rows are copied: their latency
+// would otherwise stand before every copy (benchmarks/NOTES.md).
+template <int kDim, int kUnits>
+class Loader {
+  static constexpr int kRowThreads = row_threads(kDim);
+  static constexpr int kRows = kTokens * kRowThreads / loaders(kDim);  // that a thread copies: one after the other
+
+ public:
+  __device__ Loader(const Params& p, Items& items, const RingCursor<kDim, kUnits>& cursor)
+      : p_(p), items_(items), cursor_(cursor) {}
+
+  __device__ void run(int tiles) {
+    items_.restart();
+    do {
+      for (uint32_t pending = items_.with_tiles(tiles); pending != 0; pending &= pending - 1)
+        run_item(items_[__ffs(pending) - 1]);
+    } while (items_.next());
+    wait_copies<0>();
+  }
+
+ private:
+  __device__ void run_item(const Item& item) {
+    const int thread = fresh(threadIdx.x) % loaders(kDim), column = thread % kRowThreads;
+    const int first = thread / kRowThreads * kRows;
+    const char* k = static_cast<const char*>(p_.k) + item.head * p_.k_head + column * 16;
+    const char* v = static_cast<const char*>(p_.v) + item.head * p_.v_head + column * 16;
+    const int32_t* slots = p_.req_to_token + item.slots + first;
+    const uint32_t offset = panel_offset(first, column, kTokens * kPanelRow);
+    const bool used = column < kDim / 8;
+    int slot[kRows];
+    const auto read_slots = [&](int begin) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) slot[i] = begin + first + i < item.tokens ? slots[begin + i] : -1;
+    };
+    read_slots(0);
+#pragma unroll 1
+    for (int begin = 0; begin < item.tokens; begin += kTokens) {
+      cursor_.wait_free();
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        if (used && slot[i] >= 0) copy16(place(offset, i), k + uint64_t(slot[i]) * p_.k_slot, true);
+      cursor_.fill_after_copies();
+      cursor_.advance();
+      cursor_.wait_free();
+      // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        if (used) copy16(place(offset, i), v + (slot[i] >= 0 ? uint64_t(slot[i]) * p_.v_slot : 0), slot[i] >= 0);
+      read_slots(begin + kTokens);
+      cursor_.fill_after_copies();
+      cursor_.advance();
+    }
+  }
+
+  __device__ uint32_t place(uint32_t offset, int i) const {
+    return cursor_.memory() + (offset ^ (i % 8 << 4)) + i * kPanelRow;
+  }
+
+  const Params& p_;
+  Items& items_;
+  RingCursor<kDim, kUnits> cursor_;
+};
+
+}  // namespace pat
