@@ -7,21 +7,12 @@
 
 namespace pat {
 
-// The most shared memory that a CTA may have, by architecture (CUDA C++ Programming Guide, "Compute Capabilities").
-#if PAT_ARCH == 900 || PAT_ARCH == 1000
-constexpr int kSharedLimit = 227 << 10;
-#elif PAT_ARCH == 800
-constexpr int kSharedLimit = 163 << 10;
-#else
-constexpr int kSharedLimit = 99 << 10;
-#endif
-
 // Of a kernel whose Q tiles are the bits of `kMs`.
 template <int kDim, int kMs>
 struct ForwardSizes {
   static constexpr bool kHasWide = (kMs & ~kNarrowM) != 0;
   static constexpr int kMaxM = kMs & 128 ? 128 : 64;
-  static constexpr int kRest = (4 << 10) + threads(kDim) * int(sizeof(Item));  // windows, statistics, barriers, alignment
+  static constexpr int kRest = (4 << 10) + threads(kDim) / kWarpSize * int(sizeof(ItemWindow));  // windows, statistics, barriers, alignment
   static constexpr int kQ = kMaxM * panels(kDim) * kPanelRow;
   static constexpr int kScratch = groups(kDim) == 2 ? 64 * kDim * 4 : 0;
   // More than eight units bring nothing: K and V of four tiles.
@@ -29,7 +20,9 @@ struct ForwardSizes {
   static constexpr int kNarrowWarps = std::min(groups(kDim) * kGroupWarps, (kSharedLimit - kRest) /
                                                                               NarrowSizes<kDim>::kWarp / kGroupWarps *
                                                                               kGroupWarps);
-  static_assert(kUnits >= 2 && kNarrowWarps > 0);
+  // The groups need K and V of two tiles to take turns.
+  static_assert(kUnits >= 4 && kNarrowWarps > 0);
+  static_assert(groups(kDim) == 2 || (kMs & 128) == 0);
 };
 
 // Panels are 1,024-byte aligned, as swizzled tiles must be.
@@ -54,8 +47,8 @@ struct ForwardMemory {
   ItemWindow windows[threads(kDim) / kWarpSize];
 };
 
-// Registers of a thread after the warps that load gave theirs away: (2 * 216 + 72) * 128 of an SM's 65,536.
-constexpr int kComputeRegisters = 216, kLoadRegisters = 72;
+// Registers of a thread after the warps that load gave theirs away: (2 * 224 + 56) * 128 of an SM's 65,536.
+constexpr int kComputeRegisters = 224, kLoadRegisters = 56;
 
 #if PAT_WGMMA
 #define PAT_PHASE __forceinline__  // wgmma does not go with calls
@@ -101,15 +94,20 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
     }
   } else {
     if constexpr (kTradeRegisters) grow_registers<kComputeRegisters>();
-#pragma unroll 1
-    for (int phase = 0; phase < 2; ++phase) {
-      if ((phase == 0) == narrow_first) {
+    // The two use the same shared memory.
+    bool narrow = narrow_first;
+    while (true) {
+      if (narrow) {
         if constexpr ((kMs & kNarrowM) != 0) run_narrow<T, kDim, kMs>(p, items, memory);
+        if (!S::kHasWide || !narrow_first) break;
+        sync_threads(kPhaseBarrier, threads(kDim));
+        narrow = false;
       } else {
         if constexpr (S::kHasWide) run_wide<T, kDim, kMs>(p, items, memory);
+        if (narrow_first) break;
+        sync_threads(kPhaseBarrier, kComputing);
+        narrow = true;
       }
-      // The two use the same shared memory.
-      if (S::kHasWide && phase == 0) sync_threads(kPhaseBarrier, narrow_first ? threads(kDim) : kComputing);
     }
   }
 }

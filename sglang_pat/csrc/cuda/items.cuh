@@ -13,44 +13,50 @@ struct Item {
   int tokens;
   int first;  // of the plan's queries and slots
   int count;  // queries
-  int query;  // batch position of the first
-  int m;      // tile
-  int head;   // KV head
+  int query;   // batch position of the first
+  int target;  // where its part goes
+  int16_t m;   // tile
+  int16_t head;
 };
 
-using ItemWindow = Item[kWarpSize];
+// The items that a warp has looked up.
+struct ItemWindow {
+  Item items[kWarpSize];
+  int first, total;  // of the worker's items: the first one here, and how many there are
+};
 
 class Items {
  public:
   // `windows` has one for each warp.
   __device__ Items(const Params& p, ItemWindow* windows) : p_(p), window_(windows[threadIdx.x / kWarpSize]) {
-    for (int task = blockIdx.x; task < num_tasks(); task += gridDim.x) total_ += items_of(task);
-    look_up();
+    int total = 0;
+    for (int task = blockIdx.x; task < num_tasks(); task += gridDim.x) total += items_of(task);
+    look_up(0, total);
   }
 
   // To the first item again.
   __device__ void restart() {
-    if (base_ != 0) {
-      base_ = 0;
-      look_up();
-    }
+    if (window_.first != 0) look_up(0, window_.total);
   }
 
   // To the next 32; false where there are none.
   __device__ bool next() {
-    base_ += kWarpSize;
-    if (base_ >= total_) return false;
-    look_up();
+    const int first = window_.first + kWarpSize, total = window_.total;
+    if (first >= total) return false;
+    look_up(first, total);
     return true;
   }
 
   // Of the current 32, those with a tile in `ms`, as bits.
   __device__ uint32_t with_tiles(int ms) const {
-    return __ballot_sync(~0u, (window_[fresh(threadIdx.x) % kWarpSize].m & ms) != 0);
+    return __ballot_sync(~0u, (window_.items[fresh(threadIdx.x) % kWarpSize].m & ms) != 0);
   }
 
+  // Of all tiles.
+  __device__ int total() const { return window_.total; }
+
   // One of the current 32.
-  __device__ const Item& operator[](int i) const { return window_[i]; }
+  __device__ const Item& operator[](int i) const { return window_.items[i]; }
 
  private:
   __device__ const int32_t* section(Header name) const { return p_.plan + p_.plan[name]; }
@@ -60,11 +66,11 @@ class Items {
     return bin[1] - bin[0];
   }
 
-  __device__ void look_up() {
+  __device__ void look_up(int first, int total) {
     __syncwarp();
-    const int lane = fresh(threadIdx.x) % kWarpSize, index = base_ + lane;
+    const int lane = fresh(threadIdx.x) % kWarpSize, index = first + lane;
     Item item = {};
-    if (index < total_) {
+    if (index < total) {
       int task = blockIdx.x, rest = index;
       for (; rest >= items_of(task); task += gridDim.x) rest -= items_of(task);
       const int32_t* row = section(kItems) + (section(kBins)[task / p_.kv_heads] + rest) * kItemSize;
@@ -74,16 +80,17 @@ class Items {
       item.tokens = max(0, end - row[kStart]);
       item.first = row[kFirstQuery];
       item.count = row[kItemQueries];
-      item.m = row[kTileN] == kTokens ? row[kTileM] : 0;
-      item.head = task % p_.kv_heads;
+      item.m = int16_t(row[kTileN] == kTokens ? row[kTileM] : 0);
+      item.target = section(kSlots)[row[kFirstQuery]];
+      item.head = int16_t(task % p_.kv_heads);
     }
-    window_[lane] = item;
+    window_.items[lane] = item;
+    window_.first = first, window_.total = total;
     __syncwarp();
   }
 
   const Params& p_;
-  Item* const window_;
-  int base_ = 0, total_ = 0;
+  ItemWindow& window_;
 };
 
 }  // namespace pat

@@ -1,6 +1,6 @@
-// Items of up to 16 rows: memory-bound, and many. Each warp reads and computes for itself, without a barrier: 16 tokens
-// while the next 16 are on their way, across the ends of items. An item with few tokens is one warp's, a longer one is
-// shared by the four warps of a group, which take turns at its chunks and sum up at its end.
+// Items of up to 16 rows: memory-bound, and many. Each warp reads and computes for itself, without a barrier: two chunks
+// of 16 tokens at a time where there are two, while others are on their way, across the ends of items. An item with few tokens is one warp's. A longer one is
+// everybody's: the warps take turns at its chunks and sum up at its end, while the copies for the next one run on.
 #pragma once
 
 #include "items.cuh"
@@ -10,48 +10,44 @@
 namespace pat {
 
 constexpr int kNarrowM = 16;
-// More tokens than this are shared by a group: with fewer, its warps would have less than a chunk each.
-constexpr int kSharedTokens = kGroupWarps * kChunkTokens;
+// More tokens than this are shared; where a worker has fewer items than warps, more than a chunk.
+constexpr int kAloneTokens = 128, kAloneTokensOfFew = kChunkTokens;
+// Chunks in shared memory for each warp; fewer where there is less of it.
+constexpr int kNarrowStages = PAT_ARCH == 900 || PAT_ARCH == 1000 ? 3 : 2;
 
 template <int kDim>
 struct NarrowSizes {
   static constexpr int kPanel = kChunkTokens * kPanelRow;
   static constexpr int kTile = panels(kDim) * kPanel;  // a chunk's K, or its V
   static constexpr int kStage = 2 * kTile;
-  static constexpr int kWarp = 2 * kStage;  // the chunk in use and the next
+  static constexpr int kWarp = kNarrowStages * kStage;
 };
 
-// Statistics of the warps that share an item.
+// Of the warps that share an item.
 template <int kWarps>
 struct NarrowStatistics {
   float top[kWarps][kNarrowM], sum[kWarps][kNarrowM];
-  int stage[kWarps];  // where each warp left its results
+  int stage[kWarps];  // where each left its results
 };
 
 template <typename T, int kDim, int kWarps>
 class NarrowWarp {
   using S = NarrowSizes<kDim>;
   static constexpr int kSteps = kDim / 16;
-  static constexpr int kGroups = kWarps / kGroupWarps;
+  // Reading Q ahead of an item and computing two chunks at a time: above 128 columns the registers do not suffice.
+  static constexpr bool kReadAhead = kDim <= 128, kPairs = kDim <= 128;
   static constexpr int kRowThreads = row_threads(kDim);
   static constexpr int kRows = kChunkTokens * kRowThreads / kWarpSize;  // that a lane copies: one after the other
 
-  // What a warp does of an item: all of its chunks, or every fourth.
-  struct Part {
-    int at;  // the item, among those of the look-up
-    int tokens;
-    bool shared;
+  // What a warp does, chunk after chunk: of its own items all, of shared ones every kWarps-th.
+  struct Cursor {
+    uint32_t pending;   // items of the look-up behind this one
+    int alone;          // items so far that were one warp's
+    int at;             // the item; -1 behind the last
+    int begin, tokens;  // of its tokens, where the chunk begins; how many it has
+    int step;           // tokens to the next chunk
 
-    __device__ int chunks() const {
-      // An item without tokens has a chunk without any.
-      const int all = (max(1, tokens) + kChunkTokens - 1) / kChunkTokens;
-      return shared ? (all - turn() + kGroupWarps - 1) / kGroupWarps : all;
-    }
-    // The first token of a chunk.
-    __device__ int begin(int chunk) const {
-      return (shared ? turn() + chunk * kGroupWarps : chunk) * kChunkTokens;
-    }
-    __device__ static int turn() { return fresh(threadIdx.x) / kWarpSize % kGroupWarps; }
+    __device__ bool last() const { return begin + step >= tokens; }
   };
 
  public:
@@ -60,137 +56,180 @@ class NarrowWarp {
 
   __device__ void run() {
     items_.restart();
-    do {
-      pending_ = items_.with_tiles(kNarrowM);
-      run_window();
-    } while (items_.next());
+    do run_window();
+    while (items_.next());
   }
 
  private:
   __device__ static int lane() { return fresh(threadIdx.x) % kWarpSize; }
   __device__ static int warp() { return fresh(threadIdx.x) / kWarpSize; }
-  // The memory of a chunk: the even or the odd ones of a warp.
-  __device__ uint8_t* stage(int warp, int chunk) const { return memory_ + warp * S::kWarp + chunk % 2 * S::kStage; }
+  // Where a stage of a warp is.
+  __device__ uint8_t* stage(int warp, int number) const { return memory_ + warp * S::kWarp + number * S::kStage; }
+  __device__ static int next_stage(int number) { return number == kNarrowStages - 1 ? 0 : number + 1; }
 
   // The items of one look-up.
   __device__ void run_window() {
-    Part part, following;
-    bool more = take(following);
-    if (!more) return;
-    read_slots(following, 0);
-    copy_chunk(items_[following.at].head, following.tokens - following.begin(0));
+    Cursor reader{items_.with_tiles(kNarrowM), alone_, -1, 0, 0, 0};
+    next_item(reader);
+    Cursor user = reader;
+    read_slot(reader);
+    int copied = 0, used = 0;
 #pragma unroll 1
-    while (more) {
-      part = following;
-      more = take(following);
-      const int chunks = part.chunks();
-      load_q(items_[part.at]);
+    for (int i = 0; i < kNarrowStages; ++i) copy_next(reader, copied);
+    if (kReadAhead && user.at >= 0) load_q(items_[user.at], 0, next_q_);
+#pragma unroll 1
+    while (user.at >= 0) {
+      const Item& item = items_[user.at];
+      take_q(item);
+      Cursor following = user;
+      next_item(following);
+      if (kReadAhead && following.at >= 0) load_q(items_[following.at], 0, next_q_);
       softmax_ = Softmax();
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) (&o_[0][0])[i] = 0;
-      if (chunks > 1)
-        read_slots(part, 1);
-      else if (more)
-        read_slots(following, 0);
+      const bool shared = user.step > kChunkTokens;
+      bool pair;
+      while (true) {
+        pair = kPairs && !user.last();
+        const uint32_t first = shared_address(stage(warp(), used));
+        if (kPairs && pair) {
+          wait_copies<kNarrowStages - 2>();
+          __syncwarp();
+          used = next_stage(used);
+          if constexpr (kPairs) compute<2>(first, shared_address(stage(warp(), used)), user.tokens - user.begin, user.step);
+          user.begin += user.step;
+        } else {
+          wait_copies<kNarrowStages - 1>();
+          __syncwarp();
+          compute<1>(first, first, user.tokens - user.begin, 0);
+        }
+        if (user.last()) break;
+        __syncwarp();
 #pragma unroll 1
-      for (int chunk = 0; chunk < chunks; ++chunk) {
-        const bool inside = chunk + 1 < chunks;
-        if (inside || more)
-          copy_chunk(items_[inside ? part.at : following.at].head,
-                     inside ? part.tokens - part.begin(chunk + 1) : following.tokens - following.begin(0));
-        else
-          commit_copies();
-        if (chunk + 2 < chunks)
-          read_slots(part, chunk + 2);
-        else if (inside && more)
-          read_slots(following, 0);
-        wait_copies<1>();
-        __syncwarp();
-        const uint32_t k = shared_address(stage(warp(), used_));
-        compute(k, k + S::kTile, part.tokens - part.begin(chunk));
-        __syncwarp();
-        ++used_;
+        for (int i = 0; i <= int(pair); ++i) copy_next(reader, copied);
+        user.begin += user.step;
+        used = next_stage(used);
       }
-      finish(part);
+      finish(item, shared, used);
+      __syncwarp();
+#pragma unroll 1
+      for (int i = 0; i <= int(pair); ++i) copy_next(reader, copied);
+      used = next_stage(used);
+      user = following;
     }
+    alone_ = reader.alone;
     wait_copies<0>();
   }
 
-  // The next item that is this warp's, or its group's.
-  __device__ bool take(Part& part) {
-    while (pending_ != 0) {
-      const int at = __ffs(pending_) - 1;
-      pending_ &= pending_ - 1;
-      const int tokens = items_[at].tokens;
-      const bool shared = tokens > kSharedTokens;
-      const bool own = shared ? num_shared_++ % kGroups == warp() / kGroupWarps : num_alone_++ % kWarps == warp();
-      if (own) {
-        part = Part{at, tokens, shared};
-        return true;
+  // Moves on to the next item that is this warp's or everybody's.
+  __device__ void next_item(Cursor& cursor) const {
+    const int most = items_.total() < kWarps ? kAloneTokensOfFew : kAloneTokens;
+    cursor.at = -1;
+    while (cursor.pending != 0) {
+      const int at = __ffs(cursor.pending) - 1, tokens = items_[at].tokens, warp = NarrowWarp::warp();
+      cursor.pending &= cursor.pending - 1;
+      const bool shared = tokens > most;
+      if (shared || cursor.alone++ % kWarps == warp) {
+        cursor.at = at;
+        cursor.tokens = tokens;
+        cursor.begin = shared ? warp * kChunkTokens : 0;
+        cursor.step = shared ? kWarps * kChunkTokens : kChunkTokens;
+        return;
       }
     }
-    return false;
   }
 
-  // Lane i reads the slot of a chunk's i-th token.
-  __device__ void read_slots(const Part& part, int chunk) {
-    const int lane = NarrowWarp::lane(), token = part.begin(chunk) + lane;
-    if (lane < kChunkTokens && token < part.tokens) slot_ = p_.req_to_token[items_[part.at].slots + token];
+  // Lane i reads the slot of the i-th token of the reader's chunk.
+  __device__ void read_slot(const Cursor& reader) {
+    const int token = reader.begin + lane();
+    if (reader.at >= 0 && lane() < kChunkTokens && token < reader.tokens)
+      slot_ = p_.req_to_token[items_[reader.at].slots + token];
   }
 
-  // Copies K and V of `tokens` tokens, at most a chunk, whose slots were read.
-  __device__ void copy_chunk(int head, int tokens) {
-    const int lane = NarrowWarp::lane(), column = lane % kRowThreads, first = lane / kRowThreads * kRows;
-    const bool used = column < kDim / 8;
-    const char* k = static_cast<const char*>(p_.k) + head * p_.k_head + column * 16;
-    const char* v = static_cast<const char*>(p_.v) + head * p_.v_head + column * 16;
-    const uint32_t to = shared_address(stage(warp(), copied_++)) + panel_offset(first, column, S::kPanel);
+  // Copies K and V of the reader's chunk, whose slots were read, and moves on to the next.
+  __device__ void copy_next(Cursor& reader, int& number) {
+    if (reader.at >= 0) {
+      const int lane = NarrowWarp::lane(), column = lane % kRowThreads, first = lane / kRowThreads * kRows;
+      const bool in_row = column < kDim / 8;
+      const int head = items_[reader.at].head, rest = reader.tokens - reader.begin - first;
+      const char* k = static_cast<const char*>(p_.k) + head * p_.k_head + column * 16;
+      const char* v = static_cast<const char*>(p_.v) + head * p_.v_head + column * 16;
+      const uint32_t to = shared_address(stage(warp(), number)) + panel_offset(first, column, S::kPanel);
+      if (kDim / 8 == kRowThreads && reader.tokens - reader.begin >= kChunkTokens) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const uint32_t slot = __shfl_sync(~0u, slot_, first + i);
-      const bool valid = first + i < tokens;
-      const uint32_t place = (to ^ (i % 8 << 4)) + i * kPanelRow;
-      // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
-      if (used && valid) copy16(place, k + uint64_t(slot) * p_.k_slot, true);
-      if (used) copy16(place + S::kTile, v + (valid ? uint64_t(slot) * p_.v_slot : 0), valid);
+        for (int i = 0; i < kRows; ++i) {
+          const uint32_t slot = __shfl_sync(~0u, slot_, first + i), place = (to ^ (i % 8 << 4)) + i * kPanelRow;
+          copy16(place, k + uint64_t(slot) * p_.k_slot);
+          copy16(place + S::kTile, v + uint64_t(slot) * p_.v_slot);
+        }
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < kRows; ++i) {
+          const uint32_t slot = __shfl_sync(~0u, slot_, first + i), place = (to ^ (i % 8 << 4)) + i * kPanelRow;
+          const bool valid = i < rest;
+          // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
+          if (in_row && valid) copy16(place, k + uint64_t(slot) * p_.k_slot);
+          if (in_row) copy16_or_zero(place + S::kTile, v + (valid ? uint64_t(slot) * p_.v_slot : 0), valid);
+        }
+      }
+      if (reader.last())
+        next_item(reader);
+      else
+        reader.begin += reader.step;
+      read_slot(reader);
+      number = next_stage(number);
     }
     commit_copies();
   }
 
-  // Q as the left operand; rows that are no query's are zero.
-  __device__ void load_q(const Item& item) {
-    const int rows = item.count * p_.group, lane = NarrowWarp::lane();
+  // This thread's half of a row of Q, pairs of columns for each step; zeros where the row is no query's.
+  __device__ void load_q(const Item& item, int half, uint32_t (&to)[kSteps][2]) const {
+    const int row = lane() / 4 + half * 8;
+    const bool valid = row < item.count * p_.group;
+    const uint32_t* q = nullptr;
+    if (valid) {
+      const int member = p_.query_of(row);
+      const int query = member == 0 ? item.query : p_.plan[p_.plan[kQueries] + item.first + member];
+      const int64_t head = item.head * p_.group + p_.head_of(row);
+      q = reinterpret_cast<const uint32_t*>(static_cast<const T*>(p_.q) + query * p_.q_row + head * p_.q_head) + lane() % 4;
+    }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane / 4 + half * 8;
-      const bool valid = row < rows;
-      const uint32_t* q = nullptr;
-      if (valid) {
-        const int query = p_.query_of(row) == 0 ? item.query : p_.plan[p_.plan[kQueries] + item.first + p_.query_of(row)];
-        q = reinterpret_cast<const uint32_t*>(static_cast<const T*>(p_.q) + query * p_.q_row +
-                                              (item.head * p_.group + p_.head_of(row)) * p_.q_head) + lane % 4;
-      }
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        q_[step][half] = valid ? q[step * 8] : 0;
-        q_[step][half + 2] = valid ? q[step * 8 + 4] : 0;
-      }
+    for (int step = 0; step < kSteps; ++step) {
+      to[step][0] = valid ? q[step * 8] : 0;
+      to[step][1] = valid ? q[step * 8 + 4] : 0;
     }
   }
 
-  __device__ void compute(uint32_t k, uint32_t v, int tokens) {
-    float s[2][4] = {};
-    const int lane = NarrowWarp::lane();
-    const uint32_t k_first = k + panel_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2, S::kPanel);
+  // The rows that were read ahead, and the others, if there are any.
+  __device__ void take_q(const Item& item) {
+    if constexpr (!kReadAhead) load_q(item, 0, next_q_);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      uint32_t b[4];
-      load_matrices(b, next_step(k_first, step, S::kPanel));
-      Half<T>::mma(s[0], q_[step], b[0], b[1]);
-      Half<T>::mma(s[1], q_[step], b[2], b[3]);
+    for (int step = 0; step < kSteps; ++step) q_[step][0] = next_q_[step][0], q_[step][2] = next_q_[step][1];
+    uint32_t others[kSteps][2] = {};
+    if (item.count * p_.group > 8) load_q(item, 1, others);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) q_[step][1] = others[step][0], q_[step][3] = others[step][1];
+  }
+
+  // One chunk or two, whose K and V begin at `first` and `second`. `tokens` are left from the first one on, and `step`
+  // further begins the second.
+  template <int kChunks>
+  __device__ __forceinline__ void compute(uint32_t first, uint32_t second, int tokens, int step) {
+    float s[2 * kChunks][4] = {};
+    const int lane = NarrowWarp::lane();
+    const uint32_t k = panel_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2, S::kPanel);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        uint32_t b[4];
+        load_matrices(b, next_step((chunk == 0 ? first : second) + k, i, S::kPanel));
+        Half<T>::mma(s[2 * chunk], q_[i], b[0], b[1]);
+        Half<T>::mma(s[2 * chunk + 1], q_[i], b[2], b[3]);
+      }
     }
     float factor[2];
-    softmax_.template update<2>(&s[0][0], tokens, p_, factor);
+    softmax_.template update<2 * kChunks>(&s[0][0], kChunks == 2 ? kChunkTokens + tokens - step : tokens, p_, factor);
     if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) {
 #pragma unroll
       for (int i = 0; i < kDim / 8; ++i) {
@@ -198,80 +237,82 @@ class NarrowWarp {
         for (int j = 0; j < 4; ++j) o_[i][j] *= factor[j / 2];
       }
     }
-    uint32_t a[4];
-    pack_weights<T>(a, &s[0][0]);
-    const uint32_t v_first = v + panel_offset(lane % 16, lane / 16, S::kPanel);
+    const uint32_t v = S::kTile + panel_offset(lane % 16, lane / 16, S::kPanel);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      uint32_t b[4];
-      load_matrices_transposed(b, next_step(v_first, step, S::kPanel));
-      Half<T>::mma(o_[2 * step], a, b[0], b[1]);
-      Half<T>::mma(o_[2 * step + 1], a, b[2], b[3]);
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      uint32_t a[4];
+      pack_weights<T>(a, &s[2 * chunk][0]);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        uint32_t b[4];
+        load_matrices_transposed(b, next_step((chunk == 0 ? first : second) + v, i, S::kPanel));
+        Half<T>::mma(o_[2 * i], a, b[0], b[1]);
+        Half<T>::mma(o_[2 * i + 1], a, b[2], b[3]);
+      }
     }
   }
 
-  __device__ void finish(const Part& part) {
+  // `last` is the stage that was used last.
+  __device__ void finish(const Item& item, bool shared, int last) {
     softmax_.finish();
-    const int32_t* plan = p_.plan;
-    const Item& item = items_[part.at];
-    const Results<T, kDim> results(p_, plan + plan[kQueries] + item.first, plan + plan[kSlots] + item.first, item.count,
-                                   item.head);
-    if (part.shared)
-      combine(results);
+    const Results<T, kDim> results(p_, item);
+    if (shared)
+      combine(results, last);
     else
-      write_fragments(results, NarrowWarp::lane() / 4, softmax_, &o_[0][0], p_);
+      write_fragments(results, lane() / 4, softmax_, &o_[0][0], p_);
   }
 
-  // Sums up what the warps of the group have, in the memory of the chunk that each used last.
-  __device__ void combine(const Results<T, kDim>& results) {
+  // Sums up what the warps have, in the memory of the chunk that each used last.
+  __device__ void combine(const Results<T, kDim>& results, int last) {
     static_assert(kNarrowM * kDim * 4 <= S::kStage);
-    const int lane = NarrowWarp::lane(), warp = NarrowWarp::warp(), group = warp / kGroupWarps, begin = group * kGroupWarps;
-    float* own = reinterpret_cast<float*>(stage(warp, used_ + 1));
+    const int lane = NarrowWarp::lane(), warp = NarrowWarp::warp();
+    float* own = reinterpret_cast<float*>(stage(warp, last));
+    __syncwarp();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane / 4 + half * 8;
+      if (row >= results.rows()) continue;
       if (lane % 4 == 0) {
         statistics_.top[warp][row] = softmax_.top[half];
         statistics_.sum[warp][row] = softmax_.sum[half];
       }
-      if (row >= results.rows()) continue;
 #pragma unroll
       for (int i = 0; i < kDim / 8; ++i)
         *reinterpret_cast<float2*>(own + place(row, i * 8 + lane % 4 * 2)) = make_float2(o_[i][2 * half], o_[i][2 * half + 1]);
     }
-    if (lane == 0) statistics_.stage[warp] = (used_ + 1) % 2;
-    sync_threads(kNarrowBarrier + group, kGroupThreads);
-    constexpr int kThreadsPerRow = 8, kColumns = 4 * kThreadsPerRow;
-    const int thread = fresh(threadIdx.x) % kGroupThreads, row = thread / kThreadsPerRow;
-    const auto to = results.row(row);
-    if (to.used) {
-      float top = -INFINITY, sum = 0, factor[kGroupWarps];
-      const float* from[kGroupWarps];
+    if (lane == 0) statistics_.stage[warp] = last;
+    sync_threads(kNarrowBarrier, kWarps * kWarpSize);
+    // As many threads for each row as keep all busy with one query of four heads.
+    constexpr int kThreadsPerRow = 32, kColumns = 4 * kThreadsPerRow;
+#pragma unroll 1
+    for (int row = warp; row < results.rows(); row += kWarps) {
+      const auto to = results.row(row);
+      float top = -INFINITY, sum = 0, factor[kWarps];
 #pragma unroll
-      for (int i = 0; i < kGroupWarps; ++i) top = fmaxf(top, statistics_.top[begin + i][row]);
+      for (int i = 0; i < kWarps; ++i) top = fmaxf(top, statistics_.top[i][row]);
 #pragma unroll
-      for (int i = 0; i < kGroupWarps; ++i) {
-        const float other = statistics_.top[begin + i][row];
+      for (int i = 0; i < kWarps; ++i) {
+        const float other = statistics_.top[i][row];
         factor[i] = other == -INFINITY ? 0 : exp2_fast((other - top) * p_.scale_log2);
-        sum += factor[i] * statistics_.sum[begin + i][row];
-        from[i] = reinterpret_cast<const float*>(stage(begin + i, statistics_.stage[begin + i]));
+        sum += factor[i] * statistics_.sum[i][row];
       }
-      const int column = thread % kThreadsPerRow * 4;
       const float norm = sum > 0 ? 1 / sum : 0;
-      if (column == 0) results.store_lse(to, lse(top, sum, p_));
+      if (lane == 0) results.store_lse(to, lse(top, sum, p_));
 #pragma unroll
-      for (int i = 0; i < kDim / kColumns; ++i) {
+      for (int i = 0; i < (kDim + kColumns - 1) / kColumns; ++i) {
+        const int column = i * kColumns + lane * 4;
+        if (column >= kDim) break;
         float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll
-        for (int j = 0; j < kGroupWarps; ++j) {
-          const float4 x = *reinterpret_cast<const float4*>(from[j] + place(row, i * kColumns + column));
+        for (int j = 0; j < kWarps; ++j) {
+          const float4 x = *reinterpret_cast<const float4*>(reinterpret_cast<const float*>(stage(j, statistics_.stage[j])) + place(row, column));
           const float weight = factor[j] * norm;
           total.x += x.x * weight, total.y += x.y * weight, total.z += x.z * weight, total.w += x.w * weight;
         }
-        results.store(to, i * kColumns + column, total);
+        results.store(to, column, total);
       }
     }
-    sync_threads(kNarrowBarrier + group, kGroupThreads);
+    sync_threads(kNarrowBarrier, kWarps * kWarpSize);
   }
 
   // Chunks of eight columns are permuted by the row: no bank conflicts.
@@ -283,11 +324,11 @@ class NarrowWarp {
   Items& items_;
   uint8_t* const memory_;
   NarrowStatistics<kWarps>& statistics_;
-  uint32_t pending_ = 0;                  // items of the look-up that nobody was asked about yet
-  int num_shared_ = 0, num_alone_ = 0;    // items so far
-  int copied_ = 0, used_ = 0, slot_ = 0;  // chunks copied and used; this lane's token's slot in the next to copy
+  int alone_ = 0;  // items of the look-ups before that were one warp's
+  int slot_ = 0;   // of this lane's token of the next chunk to copy
   Softmax softmax_;
-  uint32_t q_[kSteps][4];
+  uint32_t q_[kSteps][4];       // the left operand
+  uint32_t next_q_[kSteps][2];  // of the next item, its first eight rows
   float o_[kDim / 8][4];
 };
 

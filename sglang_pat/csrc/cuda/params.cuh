@@ -49,9 +49,13 @@ constexpr int panels(int dim) { return (dim + kPanelColumns - 1) / kPanelColumns
 constexpr int kTokens = 64;       // of a wide tile
 constexpr int kChunkTokens = 16;  // that a warp takes at a time of a narrow item: one step of a matrix product
 
-// Warpgroups that compute; above 128 columns the accumulators of one take all registers. More warps load for wide tiles:
+// The most shared memory that a CTA may have (CUDA C++ Programming Guide, "Compute Capabilities").
+constexpr int kSharedLimit = (PAT_ARCH == 900 || PAT_ARCH == 1000 ? 227 : PAT_ARCH == 800 ? 163 : 99) << 10;
+
+// Warpgroups that compute; above 128 columns the accumulators of one take all registers, and
+// less shared memory does not hold what two need. More warps load for wide tiles:
 // a warpgroup, which can give its registers away, beside two; two warps beside one, all with as many as there can be.
-constexpr int groups(int dim) { return dim <= 128 ? 2 : 1; }
+constexpr int groups(int dim) { return dim <= 128 && kSharedLimit > 128 << 10 ? 2 : 1; }
 constexpr int loaders(int dim) { return (groups(dim) == 2 ? 4 : 2) * kWarpSize; }
 constexpr int threads(int dim) { return groups(dim) * kGroupThreads + loaders(dim); }
 

@@ -13,13 +13,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // Copies run until a `wait_copies`, whose clobber keeps the compiler from reading too early.
-// 16 bytes from global to shared memory; zeros where `valid` is false, and then nothing is read.
-__device__ __forceinline__ void copy16(uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
+__device__ __forceinline__ void copy16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 
-__device__ __forceinline__ void copy4(uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
+// Zeros where `valid` is false, and then nothing is read.
+__device__ __forceinline__ void copy16_or_zero(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

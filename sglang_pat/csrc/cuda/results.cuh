@@ -1,6 +1,7 @@
 // Where a work item's results go: the output for a query that has no other part, the workspace else.
 #pragma once
 
+#include "items.cuh"
 #include "softmax.cuh"
 
 namespace pat {
@@ -8,11 +9,9 @@ namespace pat {
 template <typename T, int kDim>
 class Results {
  public:
-  // `queries` and `targets` are the item's batch positions and workspace slots.
-  __device__ Results(const Params& p, const int* queries, const int* targets, int count, int kv_head)
-      : p_(p), queries_(queries), targets_(targets), rows_(count * p.group), kv_head_(kv_head) {}
+  __device__ Results(const Params& p, const Item& item) : p_(p), item_(item) {}
 
-  __device__ int rows() const { return rows_; }
+  __device__ int rows() const { return item_.count * p_.group; }
 
   // Row `row` of the tile: where it is in the output or the workspace, if it is any query's.
   struct Row {
@@ -20,18 +19,31 @@ class Results {
     int64_t at;
   };
   __device__ Row row(int row) const {
-    if (row >= rows_) return Row{false, false, 0};
-    const int query = p_.query_of(row), target = targets_[query];
+    if (row >= rows()) return Row{false, false, 0};
+    int member = p_.query_of(row), query = item_.query, target = item_.target;
+    if (member != 0) {  // the first one was looked up with the item
+      query = p_.plan[p_.plan[kQueries] + item_.first + member];
+      target = p_.plan[p_.plan[kSlots] + item_.first + member];
+    }
     const bool direct = target == kDirect;
-    return Row{true, direct, int64_t(direct ? queries_[query] : target) * p_.heads + kv_head_ * p_.group + p_.head_of(row)};
+    return Row{true, direct, int64_t(direct ? query : target) * p_.heads + item_.head * p_.group + p_.head_of(row)};
   }
 
-  __device__ void store(const Row& row, int column, float x, float y) const {
-    if (!row.used) return;
-    if (row.direct)
-      *reinterpret_cast<uint32_t*>(static_cast<T*>(p_.out) + row.at * kDim + column) = Half<T>::pack(x, y);
-    else
-      *reinterpret_cast<float2*>(p_.partial + row.at * kDim + column) = make_float2(x, y);
+  // Pairs of columns 8 apart from `column` on: `pair(i)` is the i-th.
+  template <typename Pair>
+  __device__ __forceinline__ void store_row(const Row& row, int column, Pair pair) const {
+    if (row.direct) {
+      uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<T*>(p_.out) + row.at * kDim + column);
+#pragma unroll
+      for (int i = 0; i < kDim / 8; ++i) {
+        const float2 x = pair(i);
+        to[i * 4] = Half<T>::pack(x.x, x.y);
+      }
+    } else {
+      float2* to = reinterpret_cast<float2*>(p_.partial + row.at * kDim + column);
+#pragma unroll
+      for (int i = 0; i < kDim / 8; ++i) to[i * 4] = pair(i);
+    }
   }
 
   __device__ void store(const Row& row, int column, float4 x) const {
@@ -49,8 +61,7 @@ class Results {
 
  private:
   const Params& p_;
-  const int *queries_, *targets_;
-  const int rows_, kv_head_;
+  const Item& item_;
 };
 
 // Writes the accumulators of one warp: rows `row` and `row` + 8 of the tile are this thread's.
@@ -64,8 +75,7 @@ __device__ __forceinline__ void write_fragments(const Results<T, kDim>& results,
     if (!to.used) continue;
     const float sum = softmax.sum[half], norm = sum > 0 ? 1 / sum : 0;
     if (pair == 0) results.store_lse(to, lse(softmax.top[half], sum, p));
-#pragma unroll
-    for (int i = 0; i < kDim / 8; ++i) results.store(to, i * 8 + pair, o[4 * i + 2 * half] * norm, o[4 * i + 2 * half + 1] * norm);
+    results.store_row(to, pair, [&](int i) { return make_float2(o[4 * i + 2 * half] * norm, o[4 * i + 2 * half + 1] * norm); });
   }
 }
 

@@ -15,7 +15,7 @@ struct RingBarriers {
 template <int kDim>
 constexpr int kUnitBytes = panels(kDim) * kTokens * kPanelRow;
 
-// A position in the ring.
+// A position in the ring: of K at even units, of V at odd ones.
 template <int kDim, int kUnits>
 class RingCursor {
  public:
@@ -26,9 +26,11 @@ class RingCursor {
   // At first everything is free: the phase before the first has passed.
   __device__ void wait_free() const { wait_barrier(shared_address(&barriers_.free[unit_]), phase_ ^ 1); }
   __device__ void fill_after_copies() const { arrive_after_copies(shared_address(&barriers_.full[unit_])); }
-  __device__ void set_free() const { arrive(shared_address(&barriers_.free[unit_])); }
-  __device__ void advance() {
-    if (++unit_ == kUnits) unit_ = 0, phase_ ^= 1;
+  // To be arrived at by every computing warp.
+  __device__ uint32_t free_barrier() const { return shared_address(&barriers_.free[unit_]); }
+  __device__ void advance(int units = 1) {
+    unit_ += units;
+    if (unit_ >= kUnits) unit_ -= kUnits, phase_ ^= 1;
   }
 
  private:
@@ -65,29 +67,42 @@ class Loader {
     const char* v = static_cast<const char*>(p_.v) + item.head * p_.v_head + column * 16;
     const int32_t* slots = p_.req_to_token + item.slots + first;
     const uint32_t offset = panel_offset(first, column, kTokens * kPanelRow);
-    const bool used = column < kDim / 8;
-    int slot[kRows];
-    const auto read_slots = [&](int begin) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) slot[i] = begin + first + i < item.tokens ? slots[begin + i] : -1;
-    };
-    read_slots(0);
+    int slot[kRows], next[kRows];
+    read_slots(next, slots, item.tokens - first);
 #pragma unroll 1
     for (int begin = 0; begin < item.tokens; begin += kTokens) {
-      cursor_.wait_free();
 #pragma unroll
-      for (int i = 0; i < kRows; ++i)
-        if (used && slot[i] >= 0) copy16(place(offset, i), k + uint64_t(slot[i]) * p_.k_slot, true);
+      for (int i = 0; i < kRows; ++i) slot[i] = next[i];
+      read_slots(next, slots + begin + kTokens, item.tokens - begin - kTokens - first);
+      const bool full = kDim / 8 == kRowThreads && item.tokens - begin >= kTokens;
+      cursor_.wait_free();
+      copy_rows<false>(full, column, offset, k, p_.k_slot, slot);
       cursor_.fill_after_copies();
       cursor_.advance();
       cursor_.wait_free();
-      // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
-        if (used) copy16(place(offset, i), v + (slot[i] >= 0 ? uint64_t(slot[i]) * p_.v_slot : 0), slot[i] >= 0);
-      read_slots(begin + kTokens);
+      copy_rows<true>(full, column, offset, v, p_.v_slot, slot);
       cursor_.fill_after_copies();
       cursor_.advance();
+    }
+  }
+
+  // Of the `tokens` that are left from this thread's first row on; -1 behind them.
+  __device__ static void read_slots(int (&to)[kRows], const int32_t* from, int tokens) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) to[i] = i < tokens ? from[i] : -1;
+  }
+
+  template <bool kIsV>
+  __device__ void copy_rows(bool full, int column, uint32_t offset, const char* pool, uint32_t stride, const int (&slot)[kRows]) const {
+    if (full) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) copy16(place(offset, i), pool + uint64_t(uint32_t(slot[i])) * stride);
+    } else if (column < kDim / 8) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
+        if (kIsV || slot[i] >= 0) copy16_or_zero(place(offset, i), pool + uint64_t(max(slot[i], 0)) * stride, slot[i] >= 0);
+      }
     }
   }
 

@@ -23,8 +23,10 @@ class WideGroup {
  public:
   __device__ WideGroup(const Params& p, Items& items, const RingCursor<kDim, kUnits>& cursor, uint8_t* q, float* scratch,
                        WideStatistics<kDim>& statistics)
-      : p_(p), items_(items), cursor_(cursor), q_(q), scratch_(scratch), statistics_(statistics),
-        group_(__shfl_sync(~0u, int(threadIdx.x / kGroupThreads), 0)) {}
+      : p_(p), items_(items), k_(cursor), v_(cursor), q_(q), scratch_(scratch), statistics_(statistics),
+        group_(__shfl_sync(~0u, int(threadIdx.x / kGroupThreads), 0)) {
+    v_.advance();
+  }
 
   __device__ void run(int tiles) {
     items_.restart();
@@ -55,58 +57,91 @@ class WideGroup {
     }
   }
 
+  // The second product of a tile runs beside the softmax of the next one.
   __device__ __forceinline__ void run_item(const Item& item, bool in_turns) {
     Softmax softmax;
-    float o[P::kOutputs];
+    float o[P::kOutputs], s[32], factor[2];
+    uint32_t weights[kTokens / 16][4];
 #pragma unroll
     for (int i = 0; i < P::kOutputs; ++i) o[i] = 0;
     const int q_panel = item.m * kPanelRow;
     const uint32_t q = shared_address(q_) + (in_turns ? 0 : group_ * 64 * kPanelRow);
-    bool own = !in_turns || group_ == 0;
-#pragma unroll 1
-    for (int begin = 0; begin < item.tokens; begin += kTokens, own ^= in_turns) {
-      float s[32];
-      cursor_.wait_full();
-      if (own) {
-        fence_async_proxy();
-        P::scores(s, q, q_panel, __shfl_sync(~0u, cursor_.memory(), 0));
+    int tokens = item.tokens;  // not yet begun, others' too
+    const auto skip_others = [&](RingCursor<kDim, kUnits>& cursor, bool any) {
+      if (in_turns && any) skip(cursor);
+    };
+    const auto start_scores = [&] {
+      k_.wait_full();
+      fence_async_proxy();
+      P::scores(s, q, q_panel, __shfl_sync(~0u, k_.memory(), 0));
+    };
+    const auto start_values = [&] {
+      v_.wait_full();
+      fence_async_proxy();
+      P::values(o, weights, __shfl_sync(~0u, v_.memory(), 0));
+    };
+    const auto pack = [&] {
+#pragma unroll
+      for (int step = 0; step < kTokens / 16; ++step) pack_weights<T>(weights[step], &s[8 * step]);
+    };
+    if (group_ == 1 && tokens > 0) {
+      skip_others(k_, true);
+      skip_others(v_, true);
+      tokens -= in_turns ? kTokens : 0;
+    }
+    if (tokens > 0) {
+      start_scores();
+      P::template wait<0>();
+      release(k_);
+      softmax.template update<8>(s, tokens, p_, factor);
+      pack();
+      while (true) {
+        // Behind this tile, another group's is passed over.
+        const bool others = tokens > kTokens;
+        skip_others(k_, others);
+        const int next = tokens - (in_turns ? 2 : 1) * kTokens;
+        if (next <= 0) {
+          start_values();
+          P::template wait<0>();
+          release(v_);
+          skip_others(v_, others);
+          break;
+        }
+        start_scores();
+        start_values();
+        P::template wait<1>();
+        release(k_);
+        softmax.template update<8>(s, next, p_, factor);
         P::template wait<0>();
-      }
-      release();
-      uint32_t weights[kTokens / 16][4];
-      if (own) {
-        float factor[2];
-        softmax.template update<8>(s, item.tokens - begin, p_, factor);
+        release(v_);
+        skip_others(v_, others);
         if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) {
 #pragma unroll
           for (int i = 0; i < P::kOutputs; ++i) o[i] *= factor[i / 2 % 2];
         }
-#pragma unroll
-        for (int step = 0; step < kTokens / 16; ++step) pack_weights<T>(weights[step], &s[8 * step]);
+        pack();
+        tokens = next;
       }
-      cursor_.wait_full();
-      if (own) {
-        fence_async_proxy();
-        P::values(o, weights, __shfl_sync(~0u, cursor_.memory(), 0));
-        P::template wait<0>();
-      }
-      release();
     }
     softmax.finish();
     if (in_turns) {
       add_up(softmax, o);
       if (group_ != 0) return;
     }
-    const int32_t* plan = p_.plan;
-    const Results<T, kDim> results(p_, plan + plan[kQueries] + item.first, plan + plan[kSlots] + item.first, item.count,
-                                   item.head);
+    const Results<T, kDim> results(p_, item);
     write_fragments(results, (in_turns ? 0 : group_ * 64) + row(), softmax, o, p_);
   }
 
-  // The unit is free once every warp has said so.
-  __device__ void release() {
-    if (fresh(threadIdx.x) % kWarpSize == 0) cursor_.set_free();
-    cursor_.advance();
+  // Passes over a unit that is the other group's. It must be full before it is given back, or it would count twice.
+  __device__ static void skip(RingCursor<kDim, kUnits>& cursor) {
+    cursor.wait_full();
+    release(cursor);
+  }
+
+  // The unit is free once every warp has said so; on to the next of its kind.
+  __device__ static void release(RingCursor<kDim, kUnits>& cursor) {
+    if (fresh(threadIdx.x) % kWarpSize == 0) arrive(cursor.free_barrier());
+    cursor.advance(2);
   }
 
   // The first of this thread's two rows of its group's 64.
@@ -147,7 +182,7 @@ class WideGroup {
 
   const Params& p_;
   Items& items_;
-  RingCursor<kDim, kUnits> cursor_;
+  RingCursor<kDim, kUnits> k_, v_;
   uint8_t* const q_;
   float* const scratch_;
   WideStatistics<kDim>& statistics_;
