@@ -36,6 +36,7 @@ class NarrowWarp {
   static constexpr int kSteps = kDim / 16;
   // Reading Q ahead of an item and computing two chunks at a time: above 128 columns the registers do not suffice.
   static constexpr bool kReadAhead = kDim <= 128, kPairs = kDim <= 128;
+  static constexpr int kSlotsAhead = kPairs ? 2 : 1;  // chunks whose slots are on their way
   static constexpr int kRowThreads = row_threads(kDim);
   static constexpr int kRows = kChunkTokens * kRowThreads / kWarpSize;  // that a lane copies: one after the other
 
@@ -48,6 +49,11 @@ class NarrowWarp {
     int step;           // tokens to the next chunk
 
     __device__ bool last() const { return begin + step >= tokens; }
+  };
+
+  // A chunk that will be copied: the slot of this lane's token, the KV head, and tokens; none at all if they are negative.
+  struct Chunk {
+    int slot, head, tokens;
   };
 
  public:
@@ -72,8 +78,9 @@ class NarrowWarp {
     Cursor reader{items_.with_tiles(kNarrowM), alone_, -1, 0, 0, 0};
     next_item(reader);
     Cursor user = reader;
-    read_slot(reader);
     int copied = 0, used = 0;
+#pragma unroll 1
+    for (int i = 0; i < kSlotsAhead; ++i) read_slots(reader);
 #pragma unroll 1
     for (int i = 0; i < kNarrowStages; ++i) copy_next(reader, copied);
     if (kReadAhead && user.at >= 0) load_q(items_[user.at], 0, next_q_);
@@ -110,10 +117,12 @@ class NarrowWarp {
         user.begin += user.step;
         used = next_stage(used);
       }
-      finish(item, shared, used);
+      // The memory of the last chunk is needed to sum up, that of the one before is not.
       __syncwarp();
 #pragma unroll 1
-      for (int i = 0; i <= int(pair); ++i) copy_next(reader, copied);
+      for (int i = 0; i < int(pair) + int(!shared); ++i) copy_next(reader, copied);
+      finish(item, shared, used);
+      if (shared) copy_next(reader, copied);
       used = next_stage(used);
       user = following;
     }
@@ -139,47 +148,53 @@ class NarrowWarp {
     }
   }
 
-  // Lane i reads the slot of the i-th token of the reader's chunk.
-  __device__ void read_slot(const Cursor& reader) {
-    const int token = reader.begin + lane();
-    if (reader.at >= 0 && lane() < kChunkTokens && token < reader.tokens)
-      slot_ = p_.req_to_token[items_[reader.at].slots + token];
+  // Reads the slots of the reader's chunk, to be copied after those read before, and moves on to the next.
+  __device__ void read_slots(Cursor& reader) {
+#pragma unroll
+    for (int i = 0; i + 1 < kSlotsAhead; ++i) ahead_[i] = ahead_[i + 1];
+    Chunk& chunk = ahead_[kSlotsAhead - 1];
+    chunk.tokens = -1;
+    if (reader.at < 0) return;
+    const Item& item = items_[reader.at];
+    chunk.head = item.head;
+    chunk.tokens = max(0, min(kChunkTokens, reader.tokens - reader.begin));
+    if (lane() < chunk.tokens) chunk.slot = p_.req_to_token[item.slots + reader.begin + lane()];
+    if (reader.last())
+      next_item(reader);
+    else
+      reader.begin += reader.step;
   }
 
-  // Copies K and V of the reader's chunk, whose slots were read, and moves on to the next.
+  // Copies K and V of the chunk whose slots were read first.
   __device__ void copy_next(Cursor& reader, int& number) {
-    if (reader.at >= 0) {
+    const Chunk chunk = ahead_[0];
+    if (chunk.tokens >= 0) {
       const int lane = NarrowWarp::lane(), column = lane % kRowThreads, first = lane / kRowThreads * kRows;
-      const bool in_row = column < kDim / 8;
-      const int head = items_[reader.at].head, rest = reader.tokens - reader.begin - first;
-      const char* k = static_cast<const char*>(p_.k) + head * p_.k_head + column * 16;
-      const char* v = static_cast<const char*>(p_.v) + head * p_.v_head + column * 16;
+      const char* k = static_cast<const char*>(p_.k) + chunk.head * p_.k_head + column * 16;
+      const char* v = static_cast<const char*>(p_.v) + chunk.head * p_.v_head + column * 16;
       const uint32_t to = shared_address(stage(warp(), number)) + panel_offset(first, column, S::kPanel);
-      if (kDim / 8 == kRowThreads && reader.tokens - reader.begin >= kChunkTokens) {
+      if (kDim / 8 == kRowThreads && chunk.tokens == kChunkTokens) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          const uint32_t slot = __shfl_sync(~0u, slot_, first + i), place = (to ^ (i % 8 << 4)) + i * kPanelRow;
+          const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = (to ^ (i % 8 << 4)) + i * kPanelRow;
           copy16(place, k + uint64_t(slot) * p_.k_slot);
           copy16(place + S::kTile, v + uint64_t(slot) * p_.v_slot);
         }
       } else {
+        const bool in_row = column < kDim / 8;
 #pragma unroll 1
         for (int i = 0; i < kRows; ++i) {
-          const uint32_t slot = __shfl_sync(~0u, slot_, first + i), place = (to ^ (i % 8 << 4)) + i * kPanelRow;
-          const bool valid = i < rest;
+          const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = (to ^ (i % 8 << 4)) + i * kPanelRow;
+          const bool valid = first + i < chunk.tokens;
           // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
           if (in_row && valid) copy16(place, k + uint64_t(slot) * p_.k_slot);
           if (in_row) copy16_or_zero(place + S::kTile, v + (valid ? uint64_t(slot) * p_.v_slot : 0), valid);
         }
       }
-      if (reader.last())
-        next_item(reader);
-      else
-        reader.begin += reader.step;
-      read_slot(reader);
       number = next_stage(number);
     }
     commit_copies();
+    read_slots(reader);
   }
 
   // This thread's half of a row of Q, pairs of columns for each step; zeros where the row is no query's.
@@ -325,7 +340,7 @@ class NarrowWarp {
   uint8_t* const memory_;
   NarrowStatistics<kWarps>& statistics_;
   int alone_ = 0;  // items of the look-ups before that were one warp's
-  int slot_ = 0;   // of this lane's token of the next chunk to copy
+  Chunk ahead_[kSlotsAhead];
   Softmax softmax_;
   uint32_t q_[kSteps][4];       // the left operand
   uint32_t next_q_[kSteps][2];  // of the next item, its first eight rows
