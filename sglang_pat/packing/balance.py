@@ -8,6 +8,8 @@ into each bin, so that the cut falls on them while there are any: a cut of their
 
 from __future__ import annotations
 
+import operator
+
 import msgspec
 
 from sglang_pat.packing.config import PackConfig
@@ -57,8 +59,11 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     """
     costs = [kv_length(p, seq_lens) * config.rate(len(p.queries)) + config.cost.item_bytes for p in packs]
     remaining = sum(costs)
-    # The end of a bin falls into a pack with as many queries as are usual, weighted by work.
-    queries = sum(len(pack.queries) * cost for pack, cost in zip(packs, costs, strict=True)) / max(1, remaining)
+    # The end of a bin falls into a pack with as many queries as are usual, weighted by work. Of packs that are shorter
+    # than a bin it finds one with few: they are laid out whole, with narrow ones around them.
+    share = remaining * config.cost.kv_heads // (2 * config.workers)
+    weights = [len(pack.queries) if cost > share else 1 for pack, cost in zip(packs, costs, strict=True)]
+    queries = sum(map(operator.mul, weights, costs)) / max(1, remaining)
     least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.cost.item_bytes
     count = config.bins(max(1, remaining // least), float(remaining), queries * config.cost.part_bytes)
     wide, narrow = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])

@@ -47,8 +47,8 @@ struct ForwardMemory {
   ItemWindow windows[threads(kDim) / kWarpSize];
 };
 
-// Registers of a thread after the warps that load gave theirs away: (2 * 224 + 56) * 128 of an SM's 65,536.
-constexpr int kComputeRegisters = 224, kLoadRegisters = 56;
+// Registers of a thread after the warps that load gave theirs away: (2 * 216 + 72) * 128 of an SM's 65,536.
+constexpr int kComputeRegisters = 216, kLoadRegisters = 72;
 
 #if PAT_WGMMA
 #define PAT_PHASE __forceinline__  // wgmma does not go with calls

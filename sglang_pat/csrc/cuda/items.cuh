@@ -1,4 +1,4 @@
-// The work items of a worker, one after the other. Each warp looks up 32 at a time, one by each lane, and keeps them in
+// The work items of a worker, one after the other. Each warp looks up 64 at a time, two by each lane, and keeps them in
 // shared memory: so many loads that depend on each other are then waited for only once.
 #pragma once
 
@@ -19,9 +19,11 @@ struct Item {
   int16_t head;
 };
 
+constexpr int kWindow = 2 * kWarpSize;
+
 // The items that a warp has looked up.
 struct ItemWindow {
-  Item items[kWarpSize];
+  Item items[kWindow];
   int first, total;  // of the worker's items: the first one here, and how many there are
 };
 
@@ -39,23 +41,26 @@ class Items {
     if (window_.first != 0) look_up(0, window_.total);
   }
 
-  // To the next 32; false where there are none.
+  // To the next 64; false where there are none.
   __device__ bool next() {
-    const int first = window_.first + kWarpSize, total = window_.total;
+    const int first = window_.first + kWindow, total = window_.total;
     if (first >= total) return false;
     look_up(first, total);
     return true;
   }
 
-  // Of the current 32, those with a tile in `ms`, as bits.
-  __device__ uint32_t with_tiles(int ms) const {
-    return __ballot_sync(~0u, (window_.items[fresh(threadIdx.x) % kWarpSize].m & ms) != 0);
+  // Of the current 64, those with a tile in `ms`, as bits.
+  __device__ uint64_t with_tiles(int ms) const {
+    const int lane = fresh(threadIdx.x) % kWarpSize;
+    const uint32_t low = __ballot_sync(~0u, (window_.items[lane].m & ms) != 0);
+    const uint32_t high = __ballot_sync(~0u, (window_.items[lane + kWarpSize].m & ms) != 0);
+    return uint64_t(high) << kWarpSize | low;
   }
 
   // Of all tiles.
   __device__ int total() const { return window_.total; }
 
-  // One of the current 32.
+  // One of the current 64.
   __device__ const Item& operator[](int i) const { return window_.items[i]; }
 
  private:
@@ -68,25 +73,30 @@ class Items {
 
   __device__ void look_up(int first, int total) {
     __syncwarp();
-    const int lane = fresh(threadIdx.x) % kWarpSize, index = first + lane;
-    Item item = {};
-    if (index < total) {
-      int task = blockIdx.x, rest = index;
-      for (; rest >= items_of(task); task += gridDim.x) rest -= items_of(task);
-      const int32_t* row = section(kItems) + (section(kBins)[task / p_.kv_heads] + rest) * kItemSize;
-      item.query = section(kQueries)[row[kFirstQuery]];
-      const int end = row[kEnd] == kOpen ? int(p_.seq_lens[item.query]) : row[kEnd];
-      item.slots = p_.rows[item.query] * p_.table_row + row[kStart];
-      item.tokens = max(0, end - row[kStart]);
-      item.first = row[kFirstQuery];
-      item.count = row[kItemQueries];
-      item.m = int16_t(row[kTileN] == kTokens ? row[kTileM] : 0);
-      item.target = section(kSlots)[row[kFirstQuery]];
-      item.head = int16_t(task % p_.kv_heads);
-    }
-    window_.items[lane] = item;
+    const int lane = fresh(threadIdx.x) % kWarpSize;
+#pragma unroll
+    for (int i = 0; i < kWindow; i += kWarpSize) window_.items[i + lane] = read(first + i + lane, total);
     window_.first = first, window_.total = total;
     __syncwarp();
+  }
+
+  // The worker's item `index`; one that is for no tile behind the last.
+  __device__ __forceinline__ Item read(int index, int total) const {
+    Item item = {};
+    if (index >= total) return item;
+    int task = blockIdx.x, rest = index;
+    for (; rest >= items_of(task); task += gridDim.x) rest -= items_of(task);
+    const int32_t* row = section(kItems) + (section(kBins)[task / p_.kv_heads] + rest) * kItemSize;
+    item.query = section(kQueries)[row[kFirstQuery]];
+    item.target = section(kSlots)[row[kFirstQuery]];
+    const int end = row[kEnd] == kOpen ? int(p_.seq_lens[item.query]) : row[kEnd];
+    item.slots = p_.rows[item.query] * p_.table_row + row[kStart];
+    item.tokens = max(0, end - row[kStart]);
+    item.first = row[kFirstQuery];
+    item.count = row[kItemQueries];
+    item.m = int16_t(row[kTileN] == kTokens ? row[kTileM] : 0);
+    item.head = int16_t(task % p_.kv_heads);
+    return item;
   }
 
   const Params& p_;

@@ -42,7 +42,7 @@ class NarrowWarp {
 
   // What a warp does, chunk after chunk: of its own items all, of shared ones every kWarps-th.
   struct Cursor {
-    uint32_t pending;   // items of the look-up behind this one
+    uint64_t pending;   // items of the look-up behind this one
     int alone;          // items so far that were one warp's
     int at;             // the item; -1 behind the last
     int begin, tokens;  // of its tokens, where the chunk begins; how many it has
@@ -135,7 +135,7 @@ class NarrowWarp {
     const int most = items_.total() < kWarps ? kAloneTokensOfFew : kAloneTokens;
     cursor.at = -1;
     while (cursor.pending != 0) {
-      const int at = __ffs(cursor.pending) - 1, tokens = items_[at].tokens, warp = NarrowWarp::warp();
+      const int at = __ffsll(cursor.pending) - 1, tokens = items_[at].tokens, warp = NarrowWarp::warp();
       cursor.pending &= cursor.pending - 1;
       const bool shared = tokens > most;
       if (shared || cursor.alone++ % kWarps == warp) {

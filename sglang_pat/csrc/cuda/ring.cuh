@@ -53,8 +53,8 @@ class Loader {
   __device__ void run(int tiles) {
     items_.restart();
     do {
-      for (uint32_t pending = items_.with_tiles(tiles); pending != 0; pending &= pending - 1)
-        run_item(items_[__ffs(pending) - 1]);
+      for (uint64_t pending = items_.with_tiles(tiles); pending != 0; pending &= pending - 1)
+        run_item(items_[__ffsll(pending) - 1]);
     } while (items_.next());
     wait_copies<0>();
   }

@@ -31,8 +31,8 @@ class WideGroup {
   __device__ void run(int tiles) {
     items_.restart();
     do {
-      for (uint32_t pending = items_.with_tiles(tiles); pending != 0; pending &= pending - 1) {
-        const Item& item = items_[__ffs(pending) - 1];
+      for (uint64_t pending = items_.with_tiles(tiles); pending != 0; pending &= pending - 1) {
+        const Item& item = items_[__ffsll(pending) - 1];
         sync_threads(kBarrier, kComputing);  // Q of the item before may still be in use
         copy_q(item);
         fence_async_proxy();

@@ -40,7 +40,7 @@ struct Packs {
   std::vector<int32_t> num_parts;  // of each query, once counted
   // Costs by the model, before anything is cut: of the policy's packs, as split by the query limit, and the latter
   // weighted by queries.
-  int64_t reads = 0, work = 0, weighted_work = 0;
+  int64_t reads = 0, work = 0;
 
   void reserve(size_t batch) {
     wide.reserve(batch);
@@ -54,7 +54,7 @@ struct Packs {
     wide.clear();
     narrow.clear();
     queries.clear();
-    reads = work = weighted_work = 0;
+    reads = work = 0;
     starts_.assign(prefixes.nodes.size(), 0);
     staying_.assign(batch + 1, 0);
   }
@@ -105,7 +105,6 @@ struct Packs {
     const int64_t cost = tokens * config.rates[1] + int64_t(leaves) * config.item_bytes;
     reads += cost;
     work += cost;
-    weighted_work += cost;
   }
 
   // Every query has a part in each pack that it stayed in, and its tail.
@@ -132,9 +131,7 @@ struct Packs {
     for (int32_t i = 0, from = 0; i < pieces; ++i) {
       const int32_t to = pieces == 1 ? count : int32_t(int64_t(count) * (i + 1) / pieces);
       (to - from > 1 ? wide : narrow).push_back(Pack{start, end, first + from, to - from});
-      const int64_t cost = int64_t(end - start) * config.rates[to - from] + config.item_bytes;
-      work += cost;
-      weighted_work += cost * (to - from);
+      work += int64_t(end - start) * config.rates[to - from] + config.item_bytes;
       from = to;
     }
     reads += config.pack_bytes(count, end - start);

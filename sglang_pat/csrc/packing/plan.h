@@ -61,7 +61,13 @@ class PlanWriter {
     statistics.longest_bin = 0;
     num_parts_ = packs.num_parts;
     int64_t remaining = packs.work;
-    const double queries = double(packs.weighted_work) / double(std::max<int64_t>(1, packs.work));
+    const int64_t share = remaining * config.kv_heads / (2 * config.workers);
+    int64_t weighted_work = packs.work;
+    for (const Pack& pack : packs.wide) {
+      const int64_t cost = int64_t(pack.end - pack.start) * config.rates[pack.count] + config.item_bytes;
+      if (cost > share) weighted_work += cost * (pack.count - 1);
+    }
+    const double queries = double(weighted_work) / double(std::max<int64_t>(1, packs.work));
     const int64_t least = config.kv_tiles.back() * config.token_bytes + config.item_bytes;
     Queue wide{packs.wide, 0, 0}, narrow{packs.narrow, 0, 0};
     const auto tokens_of = [&](const Queue& queue) {
