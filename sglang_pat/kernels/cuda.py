@@ -82,6 +82,11 @@ def arch_of(device: torch.device) -> str:
     return f"{major}.{minor}a" if major == 9 else f"{major}.{minor}"
 
 
+def query_tiles(arch: str, head_dim: int) -> tuple[int, ...]:
+    """Every m that a GPU's kernel has: 128 rows take the registers of two warpgroups (csrc/cuda/params.cuh, `groups`)."""
+    return (16, 64, 128) if head_dim <= 128 and arch.startswith("9.") else (16, 64)
+
+
 def build(variants: Sequence[Variant]) -> None:
     """Compile what is not in tvm-ffi's cache yet, all at the same time.
 

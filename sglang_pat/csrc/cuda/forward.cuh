@@ -47,8 +47,8 @@ struct ForwardMemory {
   ItemWindow windows[threads(kDim) / kWarpSize];
 };
 
-// Registers of a thread after the warps that load gave theirs away: (2 * 216 + 72) * 128 of an SM's 65,536.
-constexpr int kComputeRegisters = 216, kLoadRegisters = 72;
+// Registers of a thread after the warps that load gave theirs away: (2 * 208 + 88) * 128 of an SM's 65,536.
+constexpr int kComputeRegisters = 208, kLoadRegisters = 88;
 
 #if PAT_WGMMA
 #define PAT_PHASE __forceinline__  // wgmma does not go with calls

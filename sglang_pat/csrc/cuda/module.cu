@@ -9,6 +9,9 @@
 #include "forward.cuh"
 #include "merge.cuh"
 
+// For sglang_pat/kernels/resources.py, which reads it from the PTX.
+extern "C" __device__ const int pat_shared_bytes = sizeof(pat::ForwardMemory<PAT_DIM, PAT_QUERY_TILES>);
+
 namespace {
 
 using tvm::ffi::TensorView;

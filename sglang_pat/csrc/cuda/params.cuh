@@ -52,10 +52,9 @@ constexpr int kChunkTokens = 16;  // that a warp takes at a time of a narrow ite
 // The most shared memory that a CTA may have (CUDA C++ Programming Guide, "Compute Capabilities").
 constexpr int kSharedLimit = (PAT_ARCH == 900 || PAT_ARCH == 1000 ? 227 : PAT_ARCH == 800 ? 163 : 99) << 10;
 
-// Warpgroups that compute; above 128 columns the accumulators of one take all registers, and
-// less shared memory does not hold what two need. More warps load for wide tiles:
-// a warpgroup, which can give its registers away, beside two; two warps beside one, all with as many as there can be.
-constexpr int groups(int dim) { return dim <= 128 && kSharedLimit > 128 << 10 ? 2 : 1; }
+// Warpgroups that compute. Two where they can take over the registers of a third, which loads: so on Hopper, and up to 128
+// columns, above which the accumulators of one take all there are. Elsewhere one, and two warps that load.
+constexpr int groups(int dim) { return dim <= 128 && PAT_ARCH == 900 ? 2 : 1; }
 constexpr int loaders(int dim) { return (groups(dim) == 2 ? 4 : 2) * kWarpSize; }
 constexpr int threads(int dim) { return groups(dim) * kGroupThreads + loaders(dim); }
 

@@ -1,0 +1,44 @@
+"""Compiles the CUDA kernels ahead of time: `python -m sglang_pat.build --head-dim 128 --dtype bfloat16`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from sglang_pat.kernels import cuda, resources
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m sglang_pat.build", description=__doc__)
+    parser.add_argument("--head-dim", type=int, nargs="+", choices=cuda.HEAD_DIMS, default=[128])
+    parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float16"], default=["bfloat16"])
+    parser.add_argument("--arch", help="compute capability such as 8.0 or 9.0a; default: this machine's GPU")
+    parser.add_argument(
+        "--report", action="store_true", help="only print registers, spills and shared memory; needs no GPU"
+    )
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if options.arch is None and not torch.cuda.is_available():
+        parser.error("there is no GPU here to compile for: name its compute capability with --arch")
+    arch = options.arch or cuda.arch_of(torch.device("cuda"))
+    variants = [
+        cuda.Variant(getattr(torch, dtype), dim, arch, cuda.query_tiles(arch, dim))
+        for dtype in options.dtype
+        for dim in options.head_dim
+    ]
+    if not options.report:
+        cuda.build(variants)
+        return
+    with ThreadPoolExecutor() as pool:
+        for variant, found in zip(variants, pool.map(resources.measure, variants), strict=True):
+            print(
+                f"{variant.name}: {found.registers} registers, {found.spill_bytes} bytes of spills, "
+                f"{found.shared_bytes} bytes of shared memory"
+            )
+
+
+if __name__ == "__main__":
+    main()
