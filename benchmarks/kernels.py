@@ -3,6 +3,7 @@
     python benchmarks/kernels.py                                        # the paper's trees (PAT §8.1, figure 10)
     python benchmarks/kernels.py --trees 1,64_4096,128 --heads 32/8     # any tree: nodes per level _ tokens per node
     python benchmarks/kernels.py --ablations                            # what each part of the design brings (§8.5)
+    python benchmarks/kernels.py --page-sizes 32 --append               # more cases, into the same file
 
 Times are medians of CUDA graph replays, measured by events inside the graph. Cold: the L2 cache is overwritten before
 each; this is what a model sees, whose layers have KV of their own. Warm: the same replays one after the other.
@@ -15,10 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import rivals
@@ -93,14 +94,14 @@ class Pat:
 
     def __init__(
         self, problem: Problem, policy: str = "optimal", tiles: TileTable = TILES, mode: cuda.Mode = "fused",
-        overlap: bool = True, split: bool = True,
+        overlap: bool = True,
     ) -> None:  # fmt: skip
         self._problem, self._overlap = problem, overlap
         self.decoder = cuda.Decoder(problem.q.dtype, DIM, tiles, problem.q.device, mode)
         cost = CostModel(
             problem.heads, problem.kv_heads, DIM, DIM, problem.k.itemsize, flop_per_byte=180, item_bytes=80_000
         )
-        self.config = PackConfig(cost, tiles, workers=self.decoder.workers if split else 1, policy=policy)
+        self.config = PackConfig(cost, tiles, workers=self.decoder.workers, policy=policy)
         scheduler = NativeScheduler(self.config, problem.size)
         trees.load(scheduler, problem.batch)
         index, _, _ = scheduler.take(problem.seq_lens.cpu(), 0)
@@ -120,7 +121,7 @@ class Pat:
         )  # fmt: skip
 
 
-def median_us(run: Callable[[], None], cold: bool, repeats: int = 15) -> float:
+def median_us(run: Callable[[], None], cold: bool, repeats: int = 11) -> float:
     """The median time of `run` in a CUDA graph."""
     run()
     torch.cuda.synchronize()
@@ -134,10 +135,10 @@ def median_us(run: Callable[[], None], cold: bool, repeats: int = 15) -> float:
         run()
         end.record()
     times = []
-    for i in range(repeats + 3):
+    for i in range(repeats + 2):
         graph.replay()
         torch.cuda.synchronize()
-        if i >= 3:
+        if i >= 2:
             times.append(begin.elapsed_time(end) * 1e3)
     return statistics.median(times)
 
@@ -167,6 +168,34 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, int, int, int]]:
                 yield tree, query_heads, kv_heads, page_size
 
 
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "tile 16 only": {"tiles": TileTable((16,), (64,), ())},
+    "tile 64 only": {"tiles": TileTable((64,), (64,), ())},
+    "a stream for each tile": {"mode": "streams"},
+    "serial": {"mode": "serial"},
+    "merge not overlapped": {"overlap": False},
+    "policy pat": {"policy": "pat"},
+    "policy compute": {"policy": "compute"},
+    "policy naive": {"policy": "naive"},
+    "policy query": {"policy": "query"},
+}
+"""Arguments of `Pat`."""
+
+
+def ablate(trees_: list[str]) -> list[dict[str, Any]]:
+    """Each ablation's time with cold L2 on each tree, 32/8 heads, page size 1."""
+    rows = []
+    for tree in trees_:
+        problem = Problem(tree, 32, 8, 1, torch.bfloat16)
+        times = {
+            name: round(median_us(Pat(problem, **options).run, cold=True), 2) for name, options in ABLATIONS.items()
+        }
+        rows.append({"tree": tree, "us": times})
+        print(f"{tree:42} " + ", ".join(f"{name} {us:.1f} ({us / times['full']:.2f})" for name, us in times.items()))
+    return rows
+
+
 def measure(problem: Problem, names: list[str], warm: bool) -> Record:
     pat = Pat(problem)
     cold_us = median_us(pat.run, cold=True)
@@ -180,6 +209,7 @@ def measure(problem: Problem, names: list[str], warm: bool) -> Record:
             times[rival.name] = round(median_us(other.run, cold=True), 2)
             if warm:
                 warm_times[rival.name] = round(median_us(other.run, cold=False), 2)
+            other.run()
             errors[rival.name] = problem.error(other.out)
         except rivals.UnsupportedError:
             continue
@@ -212,6 +242,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--rivals", nargs="*", default=[rival.name for rival in rivals.ALL])
     parser.add_argument("--no-warm", action="store_true", help="cold L2 only")
+    parser.add_argument("--ablations", action="store_true", help="only our own kernels, without one part of the design")
+    parser.add_argument("--append", action="store_true", help="keep the cases that the output has")
     parser.add_argument("--output", type=Path, help="where the JSON goes; default: results/kernels-<gpu>.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -222,12 +254,16 @@ def main() -> None:
     print(
         f"{'heads':>6}{'page':>5} {'tree':42}{'floor':>8}{'pat':>8}{'/floor':>7}{'best rival':>20}{'ratio':>7}  warm, others"
     )
-    records = []
-    began = time.monotonic()
+    if arguments.ablations:
+        path = arguments.output or RESULTS / f"kernel-ablations-{name.split()[-1].lower()}.json"
+        path.write_text(json.dumps({"device": device, "records": ablate(arguments.trees)}, indent=1) + "\n")
+        return
+    path = arguments.output or RESULTS / f"kernels-{name.split()[-1].lower()}.json"
+    records = json.loads(path.read_text())["records"] if arguments.append and path.exists() else []
     for tree, heads, kv_heads, page_size in cases(arguments):
         problem = Problem(tree, heads, kv_heads, page_size, getattr(torch, arguments.dtype))
         record = measure(problem, arguments.rivals, not arguments.no_warm)
-        records.append(record)
+        records.append(msgspec.to_builtins(record))
         best = min(record.rivals, key=record.rivals.__getitem__, default="")
         rival = f"{best} {record.rivals[best]:.1f}" if best else ""
         ratio = f"{record.rivals[best] / record.pat_us:.2f}" if best else ""
@@ -238,9 +274,8 @@ def main() -> None:
             flush=True,
         )
         del problem
-    path = arguments.output or RESULTS / f"kernels-{name.split()[-1].lower()}.json"
-    result = {"device": device, "seconds": round(time.monotonic() - began), "records": msgspec.to_builtins(records)}
-    path.write_text(json.dumps(result, indent=1) + "\n")
+        # After each case: a run that is cut short keeps what it has.
+        path.write_text(json.dumps({"device": device, "records": records}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

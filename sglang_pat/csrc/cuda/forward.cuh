@@ -47,8 +47,12 @@ struct ForwardMemory {
   ItemWindow windows[threads(kDim) / kWarpSize];
 };
 
-// Registers of a thread after the warps that load gave theirs away: (2 * 208 + 88) * 128 of an SM's 65,536.
-constexpr int kComputeRegisters = 208, kLoadRegisters = 88;
+// Registers of a thread after the warps that load gave theirs away; all together 65,536 at most. Which ones spill nowhere is
+// for the compiler to tell (tests/test_cuda_build.py).
+template <int kDim>
+constexpr int kLoadRegisters = kDim <= 64 ? 88 : 72;
+template <int kDim>
+constexpr int kComputeRegisters = (65536 / kGroupThreads - kLoadRegisters<kDim>) / groups(kDim) / 8 * 8;
 
 #if PAT_WGMMA
 #define PAT_PHASE __forceinline__  // wgmma does not go with calls
@@ -87,13 +91,13 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   // Wide items compute, narrow ones read: half of the SMs begin with the one, half with the other.
   const bool narrow_first = blockIdx.x % 2;
   if (threadIdx.x >= kComputing) {
-    if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters>();
+    if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters<kDim>>();
     if constexpr (S::kHasWide) {
       if (narrow_first) sync_threads(kPhaseBarrier, threads(kDim));
       Loader<kDim, S::kUnits>(p, items, {memory.wide.ring, memory.barriers}).run(kMs & ~kNarrowM);
     }
   } else {
-    if constexpr (kTradeRegisters) grow_registers<kComputeRegisters>();
+    if constexpr (kTradeRegisters) grow_registers<kComputeRegisters<kDim>>();
     // The two use the same shared memory.
     bool narrow = narrow_first;
     while (true) {
