@@ -12,14 +12,14 @@ template <int kDim, int kMs>
 struct ForwardSizes {
   static constexpr bool kHasWide = (kMs & ~kNarrowM) != 0;
   static constexpr int kMaxM = kMs & 128 ? 128 : 64;
-  static constexpr int kRest = (4 << 10) + threads(kDim) / kWarpSize * int(sizeof(ItemWindow));  // windows, statistics, barriers, alignment
+  static constexpr int kRest =
+      (4 << 10) + threads(kDim) / kWarpSize * int(sizeof(ItemWindow));  // windows, statistics, barriers, alignment
   static constexpr int kQ = kMaxM * panels(kDim) * kPanelRow;
   static constexpr int kScratch = groups(kDim) == 2 ? 64 * kDim * 4 : 0;
   // More than eight units bring nothing: K and V of four tiles.
   static constexpr int kUnits = std::min(8, (kSharedLimit - kRest - kQ - kScratch) / kUnitBytes<kDim> / 2 * 2);
-  static constexpr int kNarrowWarps = std::min(groups(kDim) * kGroupWarps, (kSharedLimit - kRest) /
-                                                                              NarrowSizes<kDim>::kWarp / kGroupWarps *
-                                                                              kGroupWarps);
+  static constexpr int kNarrowWarps = std::min(
+      groups(kDim) * kGroupWarps, (kSharedLimit - kRest) / NarrowSizes<kDim>::kWarp / kGroupWarps * kGroupWarps);
   // The groups need K and V of two tiles to take turns.
   static_assert(kUnits >= 4 && kNarrowWarps > 0);
   static_assert(groups(kDim) == 2 || (kMs & 128) == 0);

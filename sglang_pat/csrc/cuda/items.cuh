@@ -11,8 +11,8 @@ namespace pat {
 struct Item {
   int64_t slots;  // where its first KV slot is in req_to_token
   int tokens;
-  int first;  // of the plan's queries and slots
-  int count;  // queries
+  int first;   // of the plan's queries and slots
+  int count;   // queries
   int query;   // batch position of the first
   int target;  // where its part goes
   int16_t m;   // tile

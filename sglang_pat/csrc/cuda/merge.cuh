@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(128) merge(const __grid_constant__ Params p) {
     } else {
 #pragma unroll
       for (int i = 0; i < kVector; i += 2)
-        reinterpret_cast<uint32_t*>(to)[i / 2] = Half<T>::pack(sum[j * kVector + i] * norm, sum[j * kVector + i + 1] * norm);
+        reinterpret_cast<uint32_t*>(to)[i / 2] =
+            Half<T>::pack(sum[j * kVector + i] * norm, sum[j * kVector + i + 1] * norm);
     }
   }
 }

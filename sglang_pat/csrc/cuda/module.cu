@@ -63,7 +63,8 @@ const Device& device(int id) {
 }
 
 template <typename Kernel>
-void launch(Kernel kernel, int grid, int block, size_t shared, cudaStream_t stream, bool dependent, const pat::Params& params) {
+void launch(Kernel kernel, int grid, int block, size_t shared, cudaStream_t stream, bool dependent,
+            const pat::Params& params) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid);
   config.blockDim = dim3(block);
@@ -125,8 +126,7 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
             TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, double scale, double logit_cap,
             bool with_forward, bool with_merge, bool overlap) {
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
-  const pat::Params p =
-      make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap);
+  const pat::Params p = make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   if (with_forward)
     launch(kForward, device(q.device().device_id).workers, kForwardThreads, sizeof(Memory), stream, false, p);

@@ -1,6 +1,7 @@
-// Items of up to 16 rows: memory-bound, and many. Each warp reads and computes for itself, without a barrier: two chunks
-// of 16 tokens at a time where there are two, while others are on their way, across the ends of items. An item with few tokens is one warp's. A longer one is
-// everybody's: the warps take turns at its chunks and sum up at its end, while the copies for the next one run on.
+// Items of up to 16 rows: memory-bound, and many. Each warp reads and computes for itself, without a barrier: two chunks of
+// 16 tokens at a time where there are two, while others are on their way, across the ends of items. An item with few
+// tokens is one warp's. A longer one is everybody's: the warps take turns at its chunks and sum up at its end, while the
+// copies for the next one run on.
 #pragma once
 
 #include "items.cuh"
@@ -103,7 +104,8 @@ class NarrowWarp {
           wait_copies<kNarrowStages - 2>();
           __syncwarp();
           used = next_stage(used);
-          if constexpr (kPairs) compute<2>(first, shared_address(stage(warp(), used)), user.tokens - user.begin, user.step);
+          const uint32_t second = shared_address(stage(warp(), used));
+          if constexpr (kPairs) compute<2>(first, second, user.tokens - user.begin, user.step);
           user.begin += user.step;
         } else {
           wait_copies<kNarrowStages - 1>();
@@ -206,7 +208,8 @@ class NarrowWarp {
       const int member = p_.query_of(row);
       const int query = member == 0 ? item.query : p_.plan[p_.plan[kQueries] + item.first + member];
       const int64_t head = item.head * p_.group + p_.head_of(row);
-      q = reinterpret_cast<const uint32_t*>(static_cast<const T*>(p_.q) + query * p_.q_row + head * p_.q_head) + lane() % 4;
+      q = reinterpret_cast<const uint32_t*>(static_cast<const T*>(p_.q) + query * p_.q_row + head * p_.q_head) +
+          lane() % 4;
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -279,7 +282,7 @@ class NarrowWarp {
 
   // Sums up what the warps have, in the memory of the chunk that each used last.
   __device__ void combine(const Results<T, kDim>& results, int last) {
-    static_assert(kNarrowM * kDim * 4 <= S::kStage);
+    static_assert(kNarrowM * panels(kDim) * kPanelColumns * 4 <= S::kStage);
     const int lane = NarrowWarp::lane(), warp = NarrowWarp::warp();
     float* own = reinterpret_cast<float*>(stage(warp, last));
     __syncwarp();
@@ -293,7 +296,8 @@ class NarrowWarp {
       }
 #pragma unroll
       for (int i = 0; i < kDim / 8; ++i)
-        *reinterpret_cast<float2*>(own + place(row, i * 8 + lane % 4 * 2)) = make_float2(o_[i][2 * half], o_[i][2 * half + 1]);
+        *reinterpret_cast<float2*>(own + place(row, i * 8 + lane % 4 * 2)) =
+            make_float2(o_[i][2 * half], o_[i][2 * half + 1]);
     }
     if (lane == 0) statistics_.stage[warp] = last;
     sync_threads(kNarrowBarrier, kWarps * kWarpSize);
@@ -320,7 +324,8 @@ class NarrowWarp {
         float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll
         for (int j = 0; j < kWarps; ++j) {
-          const float4 x = *reinterpret_cast<const float4*>(reinterpret_cast<const float*>(stage(j, statistics_.stage[j])) + place(row, column));
+          const float4 x = *reinterpret_cast<const float4*>(
+              reinterpret_cast<const float*>(stage(j, statistics_.stage[j])) + place(row, column));
           const float weight = factor[j] * norm;
           total.x += x.x * weight, total.y += x.y * weight, total.z += x.z * weight, total.w += x.w * weight;
         }
@@ -331,7 +336,9 @@ class NarrowWarp {
   }
 
   // Chunks of eight columns are permuted by the row: no bank conflicts.
-  __device__ static int place(int row, int column) { return row * kDim + (column ^ (row % 8 * 8)); }
+  __device__ static int place(int row, int column) {
+    return row * panels(kDim) * kPanelColumns + (column ^ (row % 8 * 8));
+  }
 
   static constexpr int kNarrowBarrier = 1;
 

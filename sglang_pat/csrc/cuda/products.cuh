@@ -24,7 +24,8 @@ class Products {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int panel = step / 4, column = step % 4 * 32;
-      wgmma_nt(s, a + descriptor_offset(panel * q_panel + column), b + descriptor_offset(panel * kPanel + column), step > 0, T());
+      wgmma_nt(s, a + descriptor_offset(panel * q_panel + column), b + descriptor_offset(panel * kPanel + column),
+               step > 0, T());
     }
     wgmma_commit();
 #else
@@ -40,15 +41,16 @@ class Products {
       for (int pair = 0; pair < kTokenSteps; ++pair) {
         uint32_t b[4];
         load_matrices(b, k + panel_offset(pair * 16 + row, 2 * step + chunk, kPanel));
-        Half<T>::mma(reinterpret_cast<float(&)[4]>(s[8 * pair]), a, b[0], b[1]);
-        Half<T>::mma(reinterpret_cast<float(&)[4]>(s[8 * pair + 4]), a, b[2], b[3]);
+        Half<T>::mma(reinterpret_cast<float (&)[4]>(s[8 * pair]), a, b[0], b[1]);
+        Half<T>::mma(reinterpret_cast<float (&)[4]>(s[8 * pair + 4]), a, b[2], b[3]);
       }
     }
 #endif
   }
 
   // o += weights v.
-  static __device__ __forceinline__ void values(float (&o)[kOutputs], const uint32_t (&weights)[kTokenSteps][4], uint32_t v) {
+  static __device__ __forceinline__ void values(float (&o)[kOutputs], const uint32_t (&weights)[kTokenSteps][4],
+                                                uint32_t v) {
 #if PAT_WGMMA
     const uint64_t b = panel_descriptor(v);
     wgmma_fence();
@@ -56,7 +58,7 @@ class Products {
     for (int step = 0; step < kTokenSteps; ++step) {
 #pragma unroll
       for (int panel = 0; panel < panels(kDim); ++panel)
-        wgmma_nn(reinterpret_cast<float(&)[32]>(o[32 * panel]), weights[step],
+        wgmma_nn(reinterpret_cast<float (&)[32]>(o[32 * panel]), weights[step],
                  b + descriptor_offset(panel * kPanel + step * 16 * kPanelRow), T());
     }
     wgmma_commit();
@@ -68,8 +70,8 @@ class Products {
       for (int pair = 0; pair < kSteps; ++pair) {
         uint32_t b[4];
         load_matrices_transposed(b, v + panel_offset(step * 16 + lane % 16, 2 * pair + lane / 16, kPanel));
-        Half<T>::mma(reinterpret_cast<float(&)[4]>(o[8 * pair]), weights[step], b[0], b[1]);
-        Half<T>::mma(reinterpret_cast<float(&)[4]>(o[8 * pair + 4]), weights[step], b[2], b[3]);
+        Half<T>::mma(reinterpret_cast<float (&)[4]>(o[8 * pair]), weights[step], b[0], b[1]);
+        Half<T>::mma(reinterpret_cast<float (&)[4]>(o[8 * pair + 4]), weights[step], b[2], b[3]);
       }
     }
 #endif

@@ -93,12 +93,14 @@ __device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
 __device__ __forceinline__ void wait_barrier(uint32_t barrier, int phase) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "{\n.reg .pred done;\nagain_%=:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again_%=;\n}\n" ::"r"(barrier),
+      "{\n.reg .pred done;\nagain_%=:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra "
+      "again_%=;\n}\n" ::"r"(barrier),
       "r"(phase)
       : "memory");
 #else
   asm volatile(
-      "{\n.reg .pred done;\nagain_%=:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again_%=;\n}\n" ::"r"(barrier),
+      "{\n.reg .pred done;\nagain_%=:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done bra "
+      "again_%=;\n}\n" ::"r"(barrier),
       "r"(phase)
       : "memory");
 #endif

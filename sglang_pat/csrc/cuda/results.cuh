@@ -75,7 +75,8 @@ __device__ __forceinline__ void write_fragments(const Results<T, kDim>& results,
     if (!to.used) continue;
     const float sum = softmax.sum[half], norm = sum > 0 ? 1 / sum : 0;
     if (pair == 0) results.store_lse(to, lse(softmax.top[half], sum, p));
-    results.store_row(to, pair, [&](int i) { return make_float2(o[4 * i + 2 * half] * norm, o[4 * i + 2 * half + 1] * norm); });
+    results.store_row(to, pair,
+                      [&](int i) { return make_float2(o[4 * i + 2 * half] * norm, o[4 * i + 2 * half + 1] * norm); });
   }
 }
 

@@ -93,7 +93,8 @@ class Loader {
   }
 
   template <bool kIsV>
-  __device__ void copy_rows(bool full, int column, uint32_t offset, const char* pool, uint32_t stride, const int (&slot)[kRows]) const {
+  __device__ void copy_rows(bool full, int column, uint32_t offset, const char* pool, uint32_t stride,
+                            const int (&slot)[kRows]) const {
     if (full) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) copy16(place(offset, i), pool + uint64_t(uint32_t(slot[i])) * stride);
@@ -101,7 +102,8 @@ class Loader {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
-        if (kIsV || slot[i] >= 0) copy16_or_zero(place(offset, i), pool + uint64_t(max(slot[i], 0)) * stride, slot[i] >= 0);
+        if (kIsV || slot[i] >= 0)
+          copy16_or_zero(place(offset, i), pool + uint64_t(max(slot[i], 0)) * stride, slot[i] >= 0);
       }
     }
   }

@@ -26,27 +26,27 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-#define PAT_D32                                                                                                    \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "     \
+#define PAT_D32                                                                                                \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
   "%23, %24, %25, %26, %27, %28, %29, %30, %31}"
 #define PAT_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define PAT_OUT PAT_D4(0), PAT_D4(4), PAT_D4(8), PAT_D4(12), PAT_D4(16), PAT_D4(20), PAT_D4(24), PAT_D4(28)
 
 // d = a b^T (+ d where `accumulate`): a is [64, 16], b is [64, 16], both in shared memory with the product's k contiguous.
 // d += a b: a is [64, 16] in registers, b is [16, 64] in shared memory with the columns contiguous.
-#define PAT_WGMMA_FOR(TYPE, NAME)                                                                                   \
-  __device__ __forceinline__ void wgmma_nt(float (&d)[32], uint64_t a, uint64_t b, int accumulate, TYPE) {          \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                       \
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " " PAT_D32                            \
-                 ", %32, %33, p, 1, 1, 0, 0;\n}\n"                                                                  \
-                 : PAT_OUT                                                                                          \
-                 : "l"(a), "l"(b), "r"(accumulate));                                                                \
-  }                                                                                                                 \
-  __device__ __forceinline__ void wgmma_nn(float (&d)[32], const uint32_t (&a)[4], uint64_t b, TYPE) {              \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " " PAT_D32                            \
-                 ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"                                                       \
-                 : PAT_OUT                                                                                          \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
+#define PAT_WGMMA_FOR(TYPE, NAME)                                                                                 \
+  __device__ __forceinline__ void wgmma_nt(float (&d)[32], uint64_t a, uint64_t b, int accumulate, TYPE) {        \
+    asm volatile(                                                                                                 \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                              \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " " PAT_D32 ", %32, %33, p, 1, 1, 0, 0;\n}\n" \
+        : PAT_OUT                                                                                                 \
+        : "l"(a), "l"(b), "r"(accumulate));                                                                       \
+  }                                                                                                               \
+  __device__ __forceinline__ void wgmma_nn(float (&d)[32], const uint32_t (&a)[4], uint64_t b, TYPE) {            \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " " PAT_D32                          \
+                 ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"                                                     \
+                 : PAT_OUT                                                                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                           \
   }
 
 #if PAT_WGMMA

@@ -21,9 +21,15 @@ class WideGroup {
   static constexpr int kBarrier = 8;  // of all that compute
 
  public:
-  __device__ WideGroup(const Params& p, Items& items, const RingCursor<kDim, kUnits>& cursor, uint8_t* q, float* scratch,
-                       WideStatistics<kDim>& statistics)
-      : p_(p), items_(items), k_(cursor), v_(cursor), q_(q), scratch_(scratch), statistics_(statistics),
+  __device__ WideGroup(const Params& p, Items& items, const RingCursor<kDim, kUnits>& cursor, uint8_t* q,
+                       float* scratch, WideStatistics<kDim>& statistics)
+      : p_(p),
+        items_(items),
+        k_(cursor),
+        v_(cursor),
+        q_(q),
+        scratch_(scratch),
+        statistics_(statistics),
         group_(__shfl_sync(~0u, int(threadIdx.x / kGroupThreads), 0)) {
     v_.advance();
   }
