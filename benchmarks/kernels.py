@@ -36,7 +36,6 @@ READ_RATE, FLOP_RATE = 4.4e12, 790e12
 FLUSH_BYTES = 256 << 20
 """Five times the L2 cache of an H200."""
 DIM = 128
-TILES = TileTable(query_tiles=(16, 64, 128), kv_tiles=(64,), kv_bounds=())
 
 
 class Problem:
@@ -71,6 +70,10 @@ class Problem:
         self.seq_lens = torch.full((self.size,), self.seq_len, dtype=torch.int64, device="cuda")
         self.scale = DIM**-0.5
 
+    def pages(self, slots: torch.Tensor) -> torch.Tensor:
+        """The pages of rows of slots, int32."""
+        return (slots[:, :: self.page_size] // self.page_size).int()
+
     @property
     def floor_us(self) -> float:
         io = 2 * self.q.numel() * self.q.itemsize
@@ -93,10 +96,13 @@ class Pat:
     name = "pat"
 
     def __init__(
-        self, problem: Problem, policy: str = "optimal", tiles: TileTable = TILES, mode: cuda.Mode = "fused",
+        self, problem: Problem, policy: str = "optimal", query_tiles: tuple[int, ...] = (), mode: cuda.Mode = "fused",
         overlap: bool = True,
     ) -> None:  # fmt: skip
         self._problem, self._overlap = problem, overlap
+        tiles = cuda.tile_table(cuda.arch_of(problem.q.device), DIM)
+        if query_tiles:
+            tiles = TileTable(query_tiles, tiles.kv_tiles, tiles.kv_bounds)
         self.decoder = cuda.Decoder(problem.q.dtype, DIM, tiles, problem.q.device, mode)
         cost = CostModel(
             problem.heads, problem.kv_heads, DIM, DIM, problem.k.itemsize, flop_per_byte=180, item_bytes=80_000
@@ -170,8 +176,8 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, int, int, int]]:
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "full": {},
-    "tile 16 only": {"tiles": TileTable((16,), (64,), ())},
-    "tile 64 only": {"tiles": TileTable((64,), (64,), ())},
+    "tile 16 only": {"query_tiles": (16,)},
+    "tile 64 only": {"query_tiles": (64,)},
     "a stream for each tile": {"mode": "streams"},
     "serial": {"mode": "serial"},
     "merge not overlapped": {"overlap": False},
@@ -253,14 +259,14 @@ def main() -> None:
     name = torch.cuda.get_device_name()
     device = {"name": name, **bandwidth(), "date": date.today().isoformat(), "torch": torch.__version__}
     print(device)
+    kind = "kernel-ablations" if arguments.ablations else "kernels"
+    path = arguments.output or RESULTS / f"{kind}-{name.split()[-1].lower()}.json"
+    if arguments.ablations:
+        path.write_text(json.dumps({"device": device, "records": ablate(arguments.trees)}, indent=1) + "\n")
+        return
     print(
         f"{'heads':>6}{'page':>5} {'tree':42}{'floor':>8}{'pat':>8}{'/floor':>7}{'best rival':>20}{'ratio':>7}  warm, others"
     )
-    if arguments.ablations:
-        path = arguments.output or RESULTS / f"kernel-ablations-{name.split()[-1].lower()}.json"
-        path.write_text(json.dumps({"device": device, "records": ablate(arguments.trees)}, indent=1) + "\n")
-        return
-    path = arguments.output or RESULTS / f"kernels-{name.split()[-1].lower()}.json"
     records = json.loads(path.read_text())["records"] if arguments.append and path.exists() else []
     for tree, heads, kv_heads, page_size in cases(arguments):
         problem = Problem(tree, heads, kv_heads, page_size, getattr(torch, arguments.dtype))

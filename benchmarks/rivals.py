@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,24 +12,27 @@ class UnsupportedError(Exception):
     """This kernel cannot run this problem; the message says why."""
 
 
+@functools.cache
+def workspace() -> torch.Tensor:
+    """FlashInfer's; it must be zero at first."""
+    return torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
+
+
 class FlashInfer:
     """FlashInfer's batch decode with tensor cores, which SGLang uses for GQA."""
 
     name = "flashinfer"
-    workspace: Any = None
 
     def __init__(self, problem: Any) -> None:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-        if FlashInfer.workspace is None:
-            FlashInfer.workspace = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
         size, page = problem.size, problem.page_size
-        pages = problem.seq_len // page
-        indptr = torch.arange(size + 1, dtype=torch.int32, device="cuda") * pages
-        indices = (problem.slots[:, ::page] // page).flatten().int()
+        pages = problem.pages(problem.slots)
+        indptr = torch.arange(size + 1, dtype=torch.int32, device="cuda") * pages.shape[1]
+        indices = pages.flatten()
         last = torch.full((size,), page, dtype=torch.int32, device="cuda")
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            FlashInfer.workspace, "NHD", use_cuda_graph=True, use_tensor_cores=True, paged_kv_indptr_buffer=indptr,
+            workspace(), "NHD", use_cuda_graph=True, use_tensor_cores=True, paged_kv_indptr_buffer=indptr,
             paged_kv_indices_buffer=indices, paged_kv_last_page_len_buffer=last,
         )  # fmt: skip
         self._wrapper.plan(
@@ -49,8 +53,6 @@ class Cascade:
     def __init__(self, problem: Any) -> None:
         from flashinfer import MultiLevelCascadeAttentionWrapper
 
-        if FlashInfer.workspace is None:
-            FlashInfer.workspace = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
         if len(problem.levels) == 1:
             raise UnsupportedError("one level is plain decode")
         page, size = problem.page_size, problem.size
@@ -58,12 +60,12 @@ class Cascade:
         for count, slots in problem.levels:
             ends = [-(-(i * size) // count) for i in range(count + 1)]
             queries.append(torch.tensor(ends, dtype=torch.int32, device="cuda"))
-            pages = slots[:, ::page] // page
+            pages = problem.pages(slots)
             indptr.append(torch.arange(count + 1, dtype=torch.int32, device="cuda") * pages.shape[1])
-            indices.append(pages.flatten().int())
+            indices.append(pages.flatten())
             last.append(torch.full((count,), page, dtype=torch.int32, device="cuda"))
         self._wrapper = MultiLevelCascadeAttentionWrapper(
-            len(queries), FlashInfer.workspace, "NHD", use_cuda_graph=True, qo_indptr_buf_arr=queries,
+            len(queries), workspace(), "NHD", use_cuda_graph=True, qo_indptr_buf_arr=queries,
             paged_kv_indptr_buf_arr=indptr, paged_kv_indices_buf_arr=indices, paged_kv_last_page_len_buf_arr=last,
         )  # fmt: skip
         self._wrapper.plan(
@@ -120,9 +122,9 @@ class Fa3:
             from sgl_kernel.flash_attn import flash_attn_with_kvcache
         except (ImportError, OSError) as error:
             raise UnsupportedError(f"not installed: {error}") from None
-        page, size = problem.page_size, problem.size
+        size = problem.size
         self._problem, self._forward = problem, flash_attn_with_kvcache
-        self._table = (problem.slots[:, ::page] // page).int().contiguous()
+        self._table = problem.pages(problem.slots).contiguous()
         self._lens = problem.seq_lens.int()
         self._cu_q = torch.arange(size + 1, dtype=torch.int32, device="cuda")
         self.out: Any = None

@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("there is no GPU here to compile for: name its compute capability with --arch")
     arch = options.arch or cuda.arch_of(torch.device("cuda"))
     variants = [
-        cuda.Variant(getattr(torch, dtype), dim, arch, cuda.query_tiles(arch, dim))
+        cuda.Variant(getattr(torch, dtype), dim, arch, cuda.tile_table(arch, dim).query_tiles)
         for dtype in options.dtype
         for dim in options.head_dim
     ]

@@ -28,7 +28,7 @@ def test_forward_compiles_without_spills(arch: str, dim: int, dtype: torch.dtype
         jit.find_nvcc()
     except jit.BuildError:
         pytest.skip("needs nvcc")
-    variant = cuda.Variant(dtype, dim, arch, cuda.query_tiles(arch, dim))
+    variant = cuda.Variant(dtype, dim, arch, cuda.tile_table(arch, dim).query_tiles)
     found = resources.measure(variant)
     print(variant.name, found)
     assert found.spill_bytes == 0

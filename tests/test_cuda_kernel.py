@@ -15,15 +15,9 @@ from sglang_pat.packing import POLICIES, Batch, Node, TileTable
 
 pytestmark = pytest.mark.gpu
 
-FUSED = TileTable(query_tiles=(16, 64, 128), kv_tiles=(64,), kv_bounds=())
-DEEP = TileTable(query_tiles=(16, 64), kv_tiles=(64,), kv_bounds=())
-"""For head dimensions above 128, whose accumulators leave no room for 128 rows."""
-
+ARCH = cuda.arch_of(torch.device("cuda")) if torch.cuda.is_available() else "9.0a"
+FUSED = cuda.tile_table(ARCH, 128)
 HALF = (torch.bfloat16, torch.float16)
-
-
-def table(dim: int) -> TileTable:
-    return FUSED if dim <= 128 else DEEP
 
 
 class Run:
@@ -50,9 +44,9 @@ class Run:
             scale=case.scale, logit_cap=logit_cap, overlap=overlap,
         )  # fmt: skip
 
-    def error(self, logit_cap: float = 0.0, overlap: bool = True) -> float:
+    def error(self, logit_cap: float = 0.0) -> float:
         self.poison()
-        self.decode(logit_cap, overlap)
+        self.decode(logit_cap)
         return self.case.difference(self.out, logit_cap)
 
 
@@ -76,7 +70,7 @@ def test_random_trees(dtype: torch.dtype, dim: int, group: int) -> None:
         kv_heads = generator.choice([1, 2, 5])
         case = gpu_case(batch, kv_heads * group, kv_heads, dim, dtype, page_size=generator.choice([1, 16, 64]))
         for policy in POLICIES:
-            assert Run(case, table(dim), policy=policy).error() < TOLERANCE[dtype], policy
+            assert Run(case, cuda.tile_table(ARCH, dim), policy=policy).error() < TOLERANCE[dtype], policy
 
 
 @pytest.mark.parametrize("mode", ["fused", "streams", "serial"])
@@ -89,7 +83,7 @@ def test_modes(mode: cuda.Mode) -> None:
 @pytest.mark.parametrize("m", FUSED.query_tiles)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_every_tile(dim: int, m: int) -> None:
-    tiles = TileTable((m,), (64,), ())
+    tiles = TileTable((m,), FUSED.kv_tiles, ())
     for queries, prefix in ((1, 1), (40, 1), (40, 31), (33, 200), (70, 64), (3, 1000)):
         case = gpu_case(shared(queries, prefix, 1), 8, 2, dim, torch.bfloat16)
         for policy in ("naive", "query"):

@@ -9,9 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import torch
-import tvm_ffi
 
 from sglang_pat.kernels import jit
 from sglang_pat.packing import TileTable
@@ -22,6 +20,9 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 
 TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 """Dtypes of Q, K and V, as CUDA names them."""
+
+KV_TILE = 64
+"""The n of every tile (`kTokens` in csrc/cuda/params.cuh)."""
 
 Mode = Literal["fused", "streams", "serial"]
 
@@ -58,33 +59,16 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         )
 
 
-class Properties(msgspec.Struct, frozen=True):
-    """Of a forward kernel on a device.
-
-    Attributes:
-        sms: Of the device.
-        workers: CTAs that run at the same time: its fixed grid.
-        registers: Of a thread.
-        local_bytes: Of a thread; more than none where registers spill.
-        shared_bytes: Of a CTA.
-    """
-
-    sms: int
-    workers: int
-    registers: int
-    local_bytes: int
-    shared_bytes: int
-
-
 def arch_of(device: torch.device) -> str:
     """The architecture to compile for; Hopper's own instructions need its `a`."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"{major}.{minor}a" if major == 9 else f"{major}.{minor}"
 
 
-def query_tiles(arch: str, head_dim: int) -> tuple[int, ...]:
-    """Every m that a GPU's kernel has: 128 rows take the registers of two warpgroups (csrc/cuda/params.cuh, `groups`)."""
-    return (16, 64, 128) if head_dim <= 128 and arch.startswith("9.") else (16, 64)
+def tile_table(arch: str, head_dim: int) -> TileTable:
+    """The tiles of a GPU: 128 rows take the registers of two warpgroups (csrc/cuda/params.cuh, `groups`)."""
+    query_tiles = (16, 64, 128) if head_dim <= 128 and arch.startswith("9.") else (16, 64)
+    return TileTable(query_tiles, kv_tiles=(KV_TILE,), kv_bounds=())
 
 
 def build(variants: Sequence[Variant]) -> None:
@@ -141,9 +125,7 @@ class Decoder:
         build(variants)
         self._modules = [_load(variant) for variant in variants]
         self._streams = [torch.cuda.Stream(device) for _ in variants[1:]] if mode != "serial" else []
-        self.variants = variants
-        self.properties = [_describe(module, device) for module in self._modules]
-        self.workers = max(properties.workers for properties in self.properties)
+        self.workers: int = max(module.workers(device.index or 0) for module in self._modules)
 
     def decode(
         self,
@@ -202,9 +184,3 @@ class Decoder:
         for stream in self._streams:
             current.wait_stream(stream)
         first.decode(*arguments, False, True, False)
-
-
-def _describe(module: Any, device: torch.device) -> Properties:
-    numbers = np.zeros(5, dtype=np.int64)
-    module.describe(device.index or 0, tvm_ffi.from_dlpack(numbers))
-    return Properties(*numbers.tolist())

@@ -1,12 +1,11 @@
 // The CPU executor: runs a plan's work items, then merges. sglang_pat/kernels/cpu.py is its one caller.
 
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 
 #include <exception>
 #include <vector>
 
+#include "../arguments.h"
 #include "../packing/layout.h"
 #include "forward.h"
 #include "merge.h"
@@ -25,15 +24,6 @@ struct Arguments {
     return header + header[which];
   }
 };
-
-void check(const TensorView& tensor, const char* name, int ndim, DLDataType type) {
-  TVM_FFI_CHECK(tensor.device().device_type == kDLCPU, ValueError) << name << " must be on the CPU";
-  TVM_FFI_CHECK(tensor.ndim() == ndim, ValueError) << name << " must have " << ndim << " dimensions, not "
-                                                   << tensor.ndim();
-  const DLDataType got = tensor.dtype();
-  TVM_FFI_CHECK(got.code == type.code && got.bits == type.bits, ValueError) << name << " has the wrong dtype";
-  TVM_FFI_CHECK(tensor.stride(ndim - 1) == 1, ValueError) << name << " must be contiguous in its last dimension";
-}
 
 template <typename E>
 const E* data(const TensorView& tensor) {
@@ -110,21 +100,11 @@ void run(const Arguments& a) {
 void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
             TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, double scale,
             double logit_cap) {
-  const DLDataType f32{kDLFloat, 32, 1}, i32{kDLInt, 32, 1}, i64{kDLInt, 64, 1};
-  check(q, "q", 3, f32);
-  check(out, "out", 3, f32);
-  check(k, "k", 3, k.dtype());
-  check(v, "v", 3, k.dtype());
-  check(req_to_token, "req_to_token", 2, i32);
-  check(rows, "rows", 1, i64);
-  check(seq_lens, "seq_lens", 1, i64);
-  check(plan, "plan", 1, i32);
-  check(partial, "partial", 3, f32);
-  check(lse, "lse", 2, f32);
-  TVM_FFI_CHECK(q.size(1) % k.size(1) == 0, ValueError)
-      << q.size(1) << " query heads are not a multiple of " << k.size(1) << " KV heads";
-  TVM_FFI_CHECK(out.is_contiguous() && partial.is_contiguous() && lse.is_contiguous(), ValueError)
-      << "out, partial and lse must be contiguous";
+  pat::check(q, "q", 3, pat::kFloat32, kDLCPU);
+  pat::check(out, "out", 3, pat::kFloat32, kDLCPU);
+  pat::check(k, "k", 3, k.dtype(), kDLCPU);
+  pat::check(v, "v", 3, k.dtype(), kDLCPU);
+  pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, kDLCPU);
   const int32_t* header = data<int32_t>(plan);
   TVM_FFI_CHECK(plan.size(0) >= pat::kHeaderSize && header[pat::kSize] <= plan.size(0) &&
                     header[pat::kBatch] == q.size(0) && header[pat::kNumSlots] <= partial.size(0),

@@ -32,8 +32,8 @@ struct ForwardMemory {
   struct Wide {
     alignas(1024) uint8_t ring[S::kUnits * kUnitBytes<kDim>];
     alignas(1024) uint8_t q[S::kQ];
-    float scratch[S::kScratch / 4 + 1];
-    WideStatistics<kDim> statistics;
+    float scratch[S::kScratch / 4 + 1];  // there is no array of nothing
+    WideStatistics statistics;
   };
   struct Narrow {
     alignas(1024) uint8_t chunks[S::kNarrowWarps * NarrowSizes<kDim>::kWarp];
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   extern __shared__ __align__(1024) uint8_t bytes[];
   auto& memory = *reinterpret_cast<ForwardMemory<kDim, kMs>*>(bytes);
   using S = ForwardSizes<kDim, kMs>;
-  constexpr int kComputing = groups(kDim) * kGroupThreads, kPhaseBarrier = 9;
+  constexpr int kComputing = groups(kDim) * kGroupThreads;
   constexpr bool kTradeRegisters = groups(kDim) == 2;
   launch_dependents();
   if (S::kHasWide && threadIdx.x < S::kUnits) {

@@ -19,6 +19,18 @@ struct Item {
   int16_t head;
 };
 
+// Batch position of an item's `member`-th query; the first one was looked up with the item.
+__device__ __forceinline__ int query_of(const Params& p, const Item& item, int member) {
+  return member == 0 ? item.query : p.section(kQueries)[item.first + member];
+}
+
+// Q of the tile's row `row`, which is of the query `query`.
+template <typename T>
+__device__ __forceinline__ const T* q_row(const Params& p, const Item& item, int query, int row) {
+  const int64_t head = item.head * p.group + p.head_of(row);
+  return static_cast<const T*>(p.q) + query * p.q_row + head * p.q_head;
+}
+
 constexpr int kWindow = 2 * kWarpSize;
 
 // The items that a warp has looked up.
@@ -64,10 +76,9 @@ class Items {
   __device__ const Item& operator[](int i) const { return window_.items[i]; }
 
  private:
-  __device__ const int32_t* section(Header name) const { return p_.plan + p_.plan[name]; }
   __device__ int num_tasks() const { return p_.plan[kNumBins] * p_.kv_heads; }
   __device__ int items_of(int task) const {
-    const int32_t* bin = section(kBins) + task / p_.kv_heads;
+    const int32_t* bin = p_.section(kBins) + task / p_.kv_heads;
     return bin[1] - bin[0];
   }
 
@@ -86,9 +97,9 @@ class Items {
     if (index >= total) return item;
     int task = blockIdx.x, rest = index;
     for (; rest >= items_of(task); task += gridDim.x) rest -= items_of(task);
-    const int32_t* row = section(kItems) + (section(kBins)[task / p_.kv_heads] + rest) * kItemSize;
-    item.query = section(kQueries)[row[kFirstQuery]];
-    item.target = section(kSlots)[row[kFirstQuery]];
+    const int32_t* row = p_.section(kItems) + (p_.section(kBins)[task / p_.kv_heads] + rest) * kItemSize;
+    item.query = p_.section(kQueries)[row[kFirstQuery]];
+    item.target = p_.section(kSlots)[row[kFirstQuery]];
     const int end = row[kEnd] == kOpen ? int(p_.seq_lens[item.query]) : row[kEnd];
     item.slots = p_.rows[item.query] * p_.table_row + row[kStart];
     item.tokens = max(0, end - row[kStart]);

@@ -7,13 +7,15 @@
 
 namespace pat {
 
+constexpr int kMergeWarps = 4, kMergeThreads = kMergeWarps * kWarpSize;
+
 // `kShare` warps of a CTA work on one (query, head).
 template <typename T, int kDim, int kShare>
-__global__ void __launch_bounds__(128) merge(const __grid_constant__ Params p) {
-  constexpr int kWarps = 4, kVector = kDim % 128 == 0 ? 4 : kDim % 64 == 0 ? 2 : 1, kVectors = kDim / 32 / kVector;
+__global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ Params p) {
+  constexpr int kVector = kDim % 128 == 0 ? 4 : kDim % 64 == 0 ? 2 : 1, kVectors = kDim / 32 / kVector;
   constexpr int kAtOnce = 4;  // parts in flight
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, share = warp % kShare;
-  const int64_t row = int64_t(blockIdx.x) * (kWarps / kShare) + warp / kShare;
+  const int64_t row = int64_t(blockIdx.x) * (kMergeWarps / kShare) + warp / kShare;
   const int query = int(row / p.heads), head = int(row % p.heads);
   if (query >= p.out_rows) return;
   T* out = static_cast<T*>(p.out) + row * kDim;
@@ -67,7 +69,7 @@ __global__ void __launch_bounds__(128) merge(const __grid_constant__ Params p) {
   }
 
   if constexpr (kShare > 1) {
-    __shared__ float sums[kWarps][kDim], weights[kWarps], tops[kWarps];
+    __shared__ float sums[kMergeWarps][kDim], weights[kMergeWarps], tops[kMergeWarps];
 #pragma unroll
     for (int j = 0; j < kDim / 32; ++j) sums[warp][j * 32 + lane] = sum[j];
     if (lane == 0) weights[warp] = weight, tops[warp] = top;

@@ -1,11 +1,10 @@
 // One native module for each dtype, head dimension, architecture and set of tiles: PAT_TYPE, PAT_DIM, PAT_ARCH and
 // PAT_QUERY_TILES come from the build (sglang_pat/kernels/cuda.py).
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
+#include "../arguments.h"
 #include "forward.cuh"
 #include "merge.cuh"
 
@@ -20,46 +19,36 @@ using Memory = pat::ForwardMemory<PAT_DIM, PAT_QUERY_TILES>;
 
 constexpr auto kForward = pat::forward<Element, PAT_DIM, PAT_QUERY_TILES>;
 constexpr int kForwardThreads = pat::threads(PAT_DIM);
-constexpr int kMergeThreads = 4 * pat::kWarpSize;
 // With fewer outputs than this, several warps work on each: one for each of an H200's 528 warp schedulers.
 constexpr int64_t kFewOutputs = 1024;
 
 void check(cudaError_t error) { TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << cudaGetErrorString(error); }
 
-void check(const TensorView& tensor, const char* name, int ndim, DLDataType dtype) {
-  TVM_FFI_CHECK(tensor.ndim() == ndim, ValueError) << name << " must have " << ndim << " dimensions";
-  const DLDataType own = tensor.dtype();
-  TVM_FFI_CHECK(own.code == dtype.code && own.bits == dtype.bits, ValueError) << name << " has the wrong dtype";
-  TVM_FFI_CHECK(tensor.device().device_type == kDLCUDA, ValueError) << name << " must be on the GPU";
-}
-
 // Rows of the head dimension that 16-byte copies can read.
 void check_rows(const TensorView& tensor, const char* name, DLDataType dtype) {
-  check(tensor, name, 3, dtype);
+  pat::check(tensor, name, 3, dtype, kDLCUDA);
   TVM_FFI_CHECK(tensor.size(2) == PAT_DIM, ValueError) << name << " must have heads of " << PAT_DIM;
-  TVM_FFI_CHECK(tensor.stride(2) == 1 && tensor.stride(0) % 8 == 0 && tensor.stride(1) % 8 == 0 &&
+  TVM_FFI_CHECK(tensor.stride(0) % 8 == 0 && tensor.stride(1) % 8 == 0 &&
                     reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0,
                 ValueError)
-      << name << "'s heads must be contiguous and begin at multiples of 16 bytes";
+      << name << "'s heads must begin at multiples of 16 bytes";
 }
 
-struct Device {
-  int sms, workers;  // workers: CTAs that run at the same time
-};
-
-const Device& device(int id) {
-  static Device devices[64] = {};
-  Device& d = devices[id];
-  if (d.workers == 0) {
-    check(cudaDeviceGetAttribute(&d.sms, cudaDevAttrMultiProcessorCount, id));
+// CTAs of the forward kernel that run at the same time on a device: its fixed grid.
+int64_t workers(int64_t id) {
+  static int known[64] = {};
+  int& count = known[id];
+  if (count == 0) {
+    tvm::ffi::CUDADeviceGuard guard{int(id)};
+    int sms, ctas;
+    check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, int(id)));
     check(cudaFuncSetAttribute(kForward, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory)));
-    int ctas;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kForward, kForwardThreads, sizeof(Memory)));
     TVM_FFI_CHECK(ctas > 0, RuntimeError)
         << "this GPU has less shared memory than the " << sizeof(Memory) << " bytes that these tiles need";
-    d.workers = ctas * d.sms;
+    count = ctas * sms;
   }
-  return d;
+  return count;
 }
 
 template <typename Kernel>
@@ -82,24 +71,12 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
                         const TensorView& req_to_token, const TensorView& rows, const TensorView& seq_lens,
                         const TensorView& plan, const TensorView& partial, const TensorView& lse, double scale,
                         double logit_cap) {
-  const DLDataType f32{kDLFloat, 32, 1}, i32{kDLInt, 32, 1}, i64{kDLInt, 64, 1}, own = k.dtype();
   const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
   check_rows(q, "q", half);
   check_rows(k, "k", half);
   check_rows(v, "v", half);
   check_rows(out, "out", half);
-  check(req_to_token, "req_to_token", 2, i32);
-  check(rows, "rows", 1, i64);
-  check(seq_lens, "seq_lens", 1, i64);
-  check(plan, "plan", 1, i32);
-  check(partial, "partial", 3, f32);
-  check(lse, "lse", 2, f32);
-  TVM_FFI_CHECK(q.size(1) % k.size(1) == 0, ValueError)
-      << q.size(1) << " query heads are not a multiple of " << k.size(1) << " KV heads";
-  TVM_FFI_CHECK(out.is_contiguous() && partial.is_contiguous() && lse.is_contiguous() && plan.is_contiguous() &&
-                    rows.is_contiguous() && seq_lens.is_contiguous() && req_to_token.stride(1) == 1,
-                ValueError)
-      << "out, partial, lse, plan, rows, seq_lens and the rows of req_to_token must be contiguous";
+  pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, kDLCUDA);
   pat::Params p;
   p.q = q.data_ptr(), p.k = k.data_ptr(), p.v = v.data_ptr(), p.out = out.data_ptr();
   p.partial = static_cast<float*>(partial.data_ptr()), p.lse = static_cast<float*>(lse.data_ptr());
@@ -129,27 +106,17 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
   const pat::Params p = make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   if (with_forward)
-    launch(kForward, device(q.device().device_id).workers, kForwardThreads, sizeof(Memory), stream, false, p);
+    launch(kForward, int(workers(q.device().device_id)), kForwardThreads, sizeof(Memory), stream, false, p);
   const int64_t outputs = int64_t(p.out_rows) * p.heads;
   if (!with_merge || outputs == 0) return;
   if (outputs < kFewOutputs)
-    launch(pat::merge<Element, PAT_DIM, 4>, int(outputs), kMergeThreads, 0, stream, overlap, p);
+    launch(pat::merge<Element, PAT_DIM, pat::kMergeWarps>, int(outputs), pat::kMergeThreads, 0, stream, overlap, p);
   else
-    launch(pat::merge<Element, PAT_DIM, 1>, int((outputs + 3) / 4), kMergeThreads, 0, stream, overlap, p);
-}
-
-// Writes SMs, workers, and of the forward kernel registers, bytes of local and of shared memory to an int64 host array.
-void describe(int64_t id, TensorView out) {
-  tvm::ffi::CUDADeviceGuard guard{int(id)};
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, kForward));
-  const Device& d = device(int(id));
-  auto* to = static_cast<int64_t*>(out.data_ptr());
-  to[0] = d.sms, to[1] = d.workers, to[2] = attributes.numRegs, to[3] = int64_t(attributes.localSizeBytes);
-  to[4] = int64_t(sizeof(Memory));
+    launch(pat::merge<Element, PAT_DIM, 1>, int((outputs + pat::kMergeWarps - 1) / pat::kMergeWarps),
+           pat::kMergeThreads, 0, stream, overlap, p);
 }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, decode);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(describe, describe);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workers, workers);

@@ -178,7 +178,7 @@ class NarrowWarp {
       if (kDim / 8 == kRowThreads && chunk.tokens == kChunkTokens) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = (to ^ (i % 8 << 4)) + i * kPanelRow;
+          const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = next_row(to, i);
           copy16(place, k + uint64_t(slot) * p_.k_slot);
           copy16(place + S::kTile, v + uint64_t(slot) * p_.v_slot);
         }
@@ -186,7 +186,7 @@ class NarrowWarp {
         const bool in_row = column < kDim / 8;
 #pragma unroll 1
         for (int i = 0; i < kRows; ++i) {
-          const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = (to ^ (i % 8 << 4)) + i * kPanelRow;
+          const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = next_row(to, i);
           const bool valid = first + i < chunk.tokens;
           // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
           if (in_row && valid) copy16(place, k + uint64_t(slot) * p_.k_slot);
@@ -205,11 +205,8 @@ class NarrowWarp {
     const bool valid = row < item.count * p_.group;
     const uint32_t* q = nullptr;
     if (valid) {
-      const int member = p_.query_of(row);
-      const int query = member == 0 ? item.query : p_.plan[p_.plan[kQueries] + item.first + member];
-      const int64_t head = item.head * p_.group + p_.head_of(row);
-      q = reinterpret_cast<const uint32_t*>(static_cast<const T*>(p_.q) + query * p_.q_row + head * p_.q_head) +
-          lane() % 4;
+      const int query = query_of(p_, item, p_.query_of(row));
+      q = reinterpret_cast<const uint32_t*>(q_row<T>(p_, item, query, row)) + lane() % 4;
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -248,13 +245,7 @@ class NarrowWarp {
     }
     float factor[2];
     softmax_.template update<2 * kChunks>(&s[0][0], kChunks == 2 ? kChunkTokens + tokens - step : tokens, p_, factor);
-    if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) {
-#pragma unroll
-      for (int i = 0; i < kDim / 8; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) o_[i][j] *= factor[j / 2];
-      }
-    }
+    rescale<kDim / 2>(&o_[0][0], factor);
     const uint32_t v = S::kTile + panel_offset(lane % 16, lane / 16, S::kPanel);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -301,8 +292,7 @@ class NarrowWarp {
     }
     if (lane == 0) statistics_.stage[warp] = last;
     sync_threads(kNarrowBarrier, kWarps * kWarpSize);
-    // As many threads for each row as keep all busy with one query of four heads.
-    constexpr int kThreadsPerRow = 32, kColumns = 4 * kThreadsPerRow;
+    constexpr int kColumns = 4 * kWarpSize;  // a warp for each row
 #pragma unroll 1
     for (int row = warp; row < results.rows(); row += kWarps) {
       const auto to = results.row(row);
@@ -311,8 +301,7 @@ class NarrowWarp {
       for (int i = 0; i < kWarps; ++i) top = fmaxf(top, statistics_.top[i][row]);
 #pragma unroll
       for (int i = 0; i < kWarps; ++i) {
-        const float other = statistics_.top[i][row];
-        factor[i] = other == -INFINITY ? 0 : exp2_fast((other - top) * p_.scale_log2);
+        factor[i] = weight(statistics_.top[i][row], top, p_);
         sum += factor[i] * statistics_.sum[i][row];
       }
       const float norm = sum > 0 ? 1 / sum : 0;
@@ -326,8 +315,8 @@ class NarrowWarp {
         for (int j = 0; j < kWarps; ++j) {
           const float4 x = *reinterpret_cast<const float4*>(
               reinterpret_cast<const float*>(stage(j, statistics_.stage[j])) + place(row, column));
-          const float weight = factor[j] * norm;
-          total.x += x.x * weight, total.y += x.y * weight, total.z += x.z * weight, total.w += x.w * weight;
+          const float share = factor[j] * norm;
+          total.x += x.x * share, total.y += x.y * share, total.z += x.z * share, total.w += x.w * share;
         }
         results.store(to, column, total);
       }
@@ -339,8 +328,6 @@ class NarrowWarp {
   __device__ static int place(int row, int column) {
     return row * panels(kDim) * kPanelColumns + (column ^ (row % 8 * 8));
   }
-
-  static constexpr int kNarrowBarrier = 1;
 
   const Params& p_;
   Items& items_;

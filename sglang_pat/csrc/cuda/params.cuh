@@ -26,6 +26,8 @@ struct Params {
   float scale_log2;         // weights are 2 to the power of scores times this
   float cap, cap_exponent;  // before, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent))
 
+  __device__ const int32_t* section(Header name) const { return plan + plan[name]; }
+
   // A tile's row as query of the item and as head of the group. Exact for the rows and groups that there are.
   __device__ int query_of(int row) const { return int(row * group_inverse >> 16); }
   __device__ int head_of(int row) const { return row - query_of(row) * group; }
@@ -44,7 +46,16 @@ __device__ __forceinline__ uint32_t next_step(uint32_t offset, int step, int pan
   return (offset ^ (step % 4 << 5)) + step / 4 * panel_bytes;
 }
 
+// Where the same chunk is `row` rows further on. The offset's own row must be a multiple of eight, or of the power of two
+// that `row` stays below.
+__device__ __forceinline__ uint32_t next_row(uint32_t offset, int row) {
+  return (offset ^ (row % 8 << 4)) + row * kPanelRow;
+}
+
 constexpr int panels(int dim) { return (dim + kPanelColumns - 1) / kPanelColumns; }
+
+// Named barriers; 0 is __syncthreads.
+constexpr int kNarrowBarrier = 1, kWideBarrier = 2, kPhaseBarrier = 3;
 
 constexpr int kTokens = 64;       // of a wide tile
 constexpr int kChunkTokens = 16;  // that a warp takes at a time of a narrow item: one step of a matrix product

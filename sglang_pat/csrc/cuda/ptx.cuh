@@ -90,21 +90,18 @@ __device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void wait_barrier(uint32_t barrier, int phase) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n.reg .pred done;\nagain_%=:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra "
-      "again_%=;\n}\n" ::"r"(barrier),
-      "r"(phase)
-      : "memory");
+#define PAT_TRY_WAIT "mbarrier.try_wait.parity"  // sleeps a while
 #else
-  asm volatile(
-      "{\n.reg .pred done;\nagain_%=:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done bra "
-      "again_%=;\n}\n" ::"r"(barrier),
-      "r"(phase)
-      : "memory");
+#define PAT_TRY_WAIT "mbarrier.test_wait.parity"
 #endif
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, int phase) {
+  asm volatile("{\n.reg .pred done;\nagain_%=:\n" PAT_TRY_WAIT
+               ".shared.b64 done, [%0], %1;\n@!done bra again_%=;\n}\n" ::"r"(barrier),
+               "r"(phase)
+               : "memory");
 }
+#undef PAT_TRY_WAIT
 
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -129,34 +126,22 @@ __device__ __forceinline__ float exp2_fast(float x) {
 template <typename T>
 struct Half;
 
-template <>
-struct Half<__half> {
-  static __device__ __forceinline__ uint32_t pack(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-  static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-        "%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-};
-
-template <>
-struct Half<__nv_bfloat16> {
-  static __device__ __forceinline__ uint32_t pack(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-  static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
-        "%2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-};
+#define PAT_HALF(TYPE, PAIR, CONVERT, NAME)                                                                       \
+  template <>                                                                                                     \
+  struct Half<TYPE> {                                                                                             \
+    static __device__ __forceinline__ uint32_t pack(float low, float high) {                                      \
+      const PAIR pair = CONVERT(low, high);                                                                       \
+      return reinterpret_cast<const uint32_t&>(pair);                                                             \
+    }                                                                                                             \
+    static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { \
+      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME                                         \
+                   ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                         \
+                   : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                               \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                               \
+    }                                                                                                             \
+  };
+PAT_HALF(__half, __half2, __floats2half2_rn, "f16")
+PAT_HALF(__nv_bfloat16, __nv_bfloat162, __floats2bfloat162_rn, "bf16")
+#undef PAT_HALF
 
 }  // namespace pat

@@ -13,7 +13,7 @@ class Results {
 
   __device__ int rows() const { return item_.count * p_.group; }
 
-  // Row `row` of the tile: where it is in the output or the workspace, if it is any query's.
+  // Row `row` of the tile: where it is in the output or the workspace. Only rows that are a query's, `used`, are stored.
   struct Row {
     bool used, direct;
     int64_t at;
@@ -22,8 +22,8 @@ class Results {
     if (row >= rows()) return Row{false, false, 0};
     int member = p_.query_of(row), query = item_.query, target = item_.target;
     if (member != 0) {  // the first one was looked up with the item
-      query = p_.plan[p_.plan[kQueries] + item_.first + member];
-      target = p_.plan[p_.plan[kSlots] + item_.first + member];
+      query = p_.section(kQueries)[item_.first + member];
+      target = p_.section(kSlots)[item_.first + member];
     }
     const bool direct = target == kDirect;
     return Row{true, direct, int64_t(direct ? query : target) * p_.heads + item_.head * p_.group + p_.head_of(row)};
@@ -47,7 +47,6 @@ class Results {
   }
 
   __device__ void store(const Row& row, int column, float4 x) const {
-    if (!row.used) return;
     if (row.direct)
       *reinterpret_cast<uint2*>(static_cast<T*>(p_.out) + row.at * kDim + column) =
           make_uint2(Half<T>::pack(x.x, x.y), Half<T>::pack(x.z, x.w));
@@ -56,7 +55,7 @@ class Results {
   }
 
   __device__ void store_lse(const Row& row, float lse) const {
-    if (row.used && !row.direct) p_.lse[row.at] = lse;
+    if (!row.direct) p_.lse[row.at] = lse;
   }
 
  private:
@@ -65,7 +64,7 @@ class Results {
 };
 
 // Writes the accumulators of one warp: rows `row` and `row` + 8 of the tile are this thread's.
-template <typename T, int kDim, typename Softmax>
+template <typename T, int kDim>
 __device__ __forceinline__ void write_fragments(const Results<T, kDim>& results, int row, const Softmax& softmax,
                                                 const float* o, const Params& p) {
   const int pair = fresh(threadIdx.x) % 4 * 2;

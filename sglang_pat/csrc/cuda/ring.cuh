@@ -108,9 +108,7 @@ class Loader {
     }
   }
 
-  __device__ uint32_t place(uint32_t offset, int i) const {
-    return cursor_.memory() + (offset ^ (i % 8 << 4)) + i * kPanelRow;
-  }
+  __device__ uint32_t place(uint32_t offset, int i) const { return cursor_.memory() + next_row(offset, i); }
 
   const Params& p_;
   Items& items_;

@@ -62,6 +62,19 @@ struct Softmax {
   }
 };
 
+// What weights that were taken against `top` count against a higher one; nothing where there was no score at all.
+__device__ __forceinline__ float weight(float top, float higher, const Params& p) {
+  return top == -INFINITY ? 0 : exp2_fast((top - higher) * p.scale_log2);
+}
+
+// Multiplies the output's accumulators by the factors of `Softmax::update`, if any is not one.
+template <int kSize>
+__device__ __forceinline__ void rescale(float* o, const float (&factor)[2]) {
+  if (!__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) return;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) o[i] *= factor[i / 2 % 2];
+}
+
 // To base 2.
 __device__ __forceinline__ float lse(float top, float sum, const Params& p) {
   return sum > 0 ? top * p.scale_log2 + __log2f(sum) : -INFINITY;

@@ -8,7 +8,6 @@
 
 namespace pat {
 
-template <int kDim>
 struct WideStatistics {
   float top[64], sum[64];  // of the second group, where both have the same rows
 };
@@ -18,11 +17,10 @@ class WideGroup {
   using P = Products<T, kDim>;
   static constexpr int kGroups = groups(kDim), kComputing = kGroups * kGroupThreads;
   static constexpr int kRowThreads = row_threads(kDim);
-  static constexpr int kBarrier = 8;  // of all that compute
 
  public:
   __device__ WideGroup(const Params& p, Items& items, const RingCursor<kDim, kUnits>& cursor, uint8_t* q,
-                       float* scratch, WideStatistics<kDim>& statistics)
+                       float* scratch, WideStatistics& statistics)
       : p_(p),
         items_(items),
         k_(cursor),
@@ -39,10 +37,10 @@ class WideGroup {
     do {
       for (uint64_t pending = items_.with_tiles(tiles); pending != 0; pending &= pending - 1) {
         const Item& item = items_[__ffsll(pending) - 1];
-        sync_threads(kBarrier, kComputing);  // Q of the item before may still be in use
+        sync_threads(kWideBarrier, kComputing);  // Q of the item before may still be in use
         copy_q(item);
         fence_async_proxy();
-        sync_threads(kBarrier, kComputing);
+        sync_threads(kWideBarrier, kComputing);
         run_item(item, kGroups == 2 && item.m == 64);
       }
     } while (items_.next());
@@ -50,15 +48,14 @@ class WideGroup {
 
  private:
   __device__ void copy_q(const Item& item) {
-    const int32_t* queries = p_.plan + p_.plan[kQueries] + item.first;
+    const int32_t* queries = p_.section(kQueries) + item.first;
     const int rows = item.count * p_.group, thread = fresh(threadIdx.x), column = thread % kRowThreads;
     if (column >= kDim / 8) return;
 #pragma unroll 4
     for (int row = thread / kRowThreads; row < item.m; row += kComputing / kRowThreads) {
       uint4 value = make_uint4(0, 0, 0, 0);
       if (row < rows)
-        value = *reinterpret_cast<const uint4*>(static_cast<const T*>(p_.q) + queries[p_.query_of(row)] * p_.q_row +
-                                                (item.head * p_.group + p_.head_of(row)) * p_.q_head + column * 8);
+        value = *reinterpret_cast<const uint4*>(q_row<T>(p_, item, queries[p_.query_of(row)], row) + column * 8);
       *reinterpret_cast<uint4*>(q_ + panel_offset(row, column, item.m * kPanelRow)) = value;
     }
   }
@@ -121,10 +118,7 @@ class WideGroup {
         P::template wait<0>();
         release(v_);
         skip_others(v_, others);
-        if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) {
-#pragma unroll
-          for (int i = 0; i < P::kOutputs; ++i) o[i] *= factor[i / 2 % 2];
-        }
+        rescale<P::kOutputs>(o, factor);
         pack();
         tokens = next;
       }
@@ -170,14 +164,14 @@ class WideGroup {
         }
       }
     }
-    sync_threads(kBarrier, kComputing);
+    sync_threads(kWideBarrier, kComputing);
     if (group_ == 1) return;
     float own[2], other[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float top = statistics_.top[row() + half * 8], higher = fmaxf(top, softmax.top[half]);
-      own[half] = softmax.top[half] == -INFINITY ? 0 : exp2_fast((softmax.top[half] - higher) * p_.scale_log2);
-      other[half] = top == -INFINITY ? 0 : exp2_fast((top - higher) * p_.scale_log2);
+      own[half] = weight(softmax.top[half], higher, p_);
+      other[half] = weight(top, higher, p_);
       softmax.sum[half] = softmax.sum[half] * own[half] + statistics_.sum[row() + half * 8] * other[half];
       softmax.top[half] = higher;
     }
@@ -191,7 +185,7 @@ class WideGroup {
   RingCursor<kDim, kUnits> k_, v_;
   uint8_t* const q_;
   float* const scratch_;
-  WideStatistics<kDim>& statistics_;
+  WideStatistics& statistics_;
   const int group_;
 };
 

@@ -20,7 +20,8 @@ T* data(const TensorView& tensor, const char* name) {
   const DLDataType got = tensor.dtype();
   TVM_FFI_CHECK(tensor.device().device_type == kDLCPU || tensor.device().device_type == kDLCUDAHost, ValueError)
       << name << " must be in host memory";
-  TVM_FFI_CHECK(tensor.ndim() == 1 && (tensor.size(0) == 0 || tensor.is_contiguous()), ValueError) << name << " must be one contiguous row";
+  TVM_FFI_CHECK(tensor.ndim() == 1 && (tensor.size(0) == 0 || tensor.is_contiguous()), ValueError)
+      << name << " must be one contiguous row";
   TVM_FFI_CHECK(got.code == kDLInt && got.bits == sizeof(T) * 8, ValueError)
       << name << " must be of int" << sizeof(T) * 8;
   return static_cast<T*>(tensor.data_ptr());

@@ -1,0 +1,41 @@
+// What every executor asks of a decode step's tensors.
+#pragma once
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+
+namespace pat {
+
+constexpr DLDataType kFloat32{kDLFloat, 32, 1}, kInt32{kDLInt, 32, 1}, kInt64{kDLInt, 64, 1};
+
+inline void check(const tvm::ffi::TensorView& tensor, const char* name, int ndim, DLDataType type,
+                  DLDeviceType device) {
+  TVM_FFI_CHECK(tensor.device().device_type == device, ValueError)
+      << name << " must be on the " << (device == kDLCPU ? "CPU" : "GPU");
+  TVM_FFI_CHECK(tensor.ndim() == ndim, ValueError)
+      << name << " must have " << ndim << " dimensions, not " << tensor.ndim();
+  const DLDataType got = tensor.dtype();
+  TVM_FFI_CHECK(got.code == type.code && got.bits == type.bits, ValueError) << name << " has the wrong dtype";
+  TVM_FFI_CHECK(tensor.stride(ndim - 1) == 1, ValueError) << name << " must be contiguous in its last dimension";
+}
+
+// Of all tensors but Q, K, V and the output.
+struct Tables {
+  tvm::ffi::TensorView req_to_token, rows, seq_lens, plan, partial, lse;
+};
+
+inline void check(const Tables& tables, const tvm::ffi::TensorView& q, const tvm::ffi::TensorView& k,
+                  const tvm::ffi::TensorView& out, DLDeviceType device) {
+  check(tables.req_to_token, "req_to_token", 2, kInt32, device);
+  check(tables.rows, "rows", 1, kInt64, device);
+  check(tables.seq_lens, "seq_lens", 1, kInt64, device);
+  check(tables.plan, "plan", 1, kInt32, device);
+  check(tables.partial, "partial", 3, kFloat32, device);
+  check(tables.lse, "lse", 2, kFloat32, device);
+  TVM_FFI_CHECK(q.size(1) % k.size(1) == 0, ValueError)
+      << q.size(1) << " query heads are not a multiple of " << k.size(1) << " KV heads";
+  TVM_FFI_CHECK(out.is_contiguous() && tables.partial.is_contiguous() && tables.lse.is_contiguous(), ValueError)
+      << "out, partial and lse must be contiguous";
+}
+
+}  // namespace pat
