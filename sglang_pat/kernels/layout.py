@@ -2,12 +2,13 @@
 
 The array is the header, `HEADER`, and then the sections without gaps, so that one copy moves a plan:
 
-- items [num_items, len(COLUMNS)], bin after bin. `end` is -1 for a tail.
+- bins [num_bins + 1]: items bins[i] up to bins[i + 1] are for one worker.
+- items [num_items, len(COLUMNS)], bin after bin. `end` is -1 for a tail; `query` and `slot` are those of its first query,
+  which most items have only: a kernel then finds them without another look.
 - queries [num_queries]: batch positions of all items' queries, one after the other; `first_query` indexes them.
 - slots [num_queries]: for each of them where its part goes: a slot of the workspace, or -1 for a query with one part,
   which is written straight to the output.
 - part_offsets [batch + 1]: query q's parts are slots part_offsets[q] up to part_offsets[q + 1].
-- bins [num_bins + 1]: items bins[i] up to bins[i + 1] are for one worker.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ HEADER = (
     "num_slots",
     "num_bins",
     "batch",
+    "bins",
     "items",
     "queries",
     "slots",
     "part_offsets",
-    "bins",
     "size",
     "steps",
 )
 """Counts, then where the sections begin, then the ints in use and the steps for which the plan stays good."""
 
-COLUMNS = ("start", "end", "first_query", "num_queries", "tile_m", "tile_n")
+COLUMNS = ("start", "end", "first_query", "num_queries", "tile_m", "tile_n", "query", "slot")
 
 
 class Sections(msgspec.Struct):
     """A plan's header and views of its sections."""
 
     header: dict[str, int]
+    bins: np.ndarray
     items: np.ndarray
     queries: np.ndarray
     slots: np.ndarray
     part_offsets: np.ndarray
-    bins: np.ndarray
 
 
 def capacity(config: PackConfig, max_batch: int) -> int:
@@ -70,14 +71,17 @@ def flatten(plan: Plan) -> np.ndarray:
     queries: list[int] = []
     slots: list[int] = []
     for item in plan.items:
-        items += [item.start, item.end, len(queries), len(item.queries), item.tile.m, item.tile.n]
-        queries += item.queries
-        slots += [
+        targets = [
             offsets[query] + part if plan.num_parts[query] > 1 else -1
             for query, part in zip(item.queries, item.parts, strict=True)
         ]
+        items += [
+            item.start, item.end, len(queries), len(item.queries), item.tile.m, item.tile.n, item.queries[0], targets[0]
+        ]  # fmt: skip
+        queries += item.queries
+        slots += targets
     counts = [len(plan.items), len(queries), offsets[-1], len(plan.bins) - 1, len(plan.num_parts)]
-    lists = [items, queries, slots, offsets, plan.bins]
+    lists = [plan.bins, items, queries, slots, offsets]
     begins = np.cumsum([len(HEADER), *map(len, lists)]).tolist()
     body = [value for values in lists for value in values]
     return np.array([*counts, *begins, plan.steps, *body], dtype=np.int32)
@@ -93,14 +97,14 @@ def sections(data: np.ndarray) -> Sections:
     header = dict(zip(HEADER, data[: len(HEADER)].tolist(), strict=True))
     names = [*HEADER[5:10], "size"]
     views = [data[header[first] : header[second]] for first, second in pairwise(names)]
-    return Sections(header, views[0].reshape(-1, len(COLUMNS)), *views[1:])
+    return Sections(header, views[0], views[1].reshape(-1, len(COLUMNS)), *views[2:])
 
 
 def work_items(data: np.ndarray) -> list[WorkItem]:
     """The work items of a laid out plan."""
     plan = sections(data)
     items = []
-    for start, end, first, count, m, n in plan.items.tolist():
+    for start, end, first, count, m, n, _, _ in plan.items.tolist():
         queries = plan.queries[first : first + count].tolist()
         slots = plan.slots[first : first + count].tolist()
         parts = [slot - int(plan.part_offsets[q]) if slot >= 0 else 0 for q, slot in zip(queries, slots, strict=True)]

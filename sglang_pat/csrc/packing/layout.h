@@ -15,16 +15,16 @@ enum Header {
   kNumSlots,    // of the workspace
   kNumBins,
   kBatch,
-  kItems,  // offsets of the sections
+  kBins,  // offsets of the sections; the first one's is always kHeaderSize
+  kItems,
   kQueries,
   kSlots,
   kPartOffsets,
-  kBins,
   kSize,   // ints in use
   kSteps,  // decode steps for which the plan stays good
   kHeaderSize
 };
 
-enum Column { kStart, kEnd, kFirstQuery, kItemQueries, kTileM, kTileN, kItemSize };
+enum Column { kStart, kEnd, kFirstQuery, kItemQueries, kTileM, kTileN, kQuery, kSlot, kItemSize };
 
 }  // namespace pat

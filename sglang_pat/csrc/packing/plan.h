@@ -142,12 +142,12 @@ class PlanWriter {
     out[kNumQueries] = int32_t(num_queries);
     out[kNumBins] = int32_t(bins_.size()) - 1;
     out[kBatch] = int32_t(batch);
-    out[kItems] = kHeaderSize;
+    out[kBins] = kHeaderSize;
+    out[kItems] = out[kBins] + int32_t(bins_.size());
     out[kQueries] = out[kItems] + int32_t(items_.size()) * kItemSize;
     out[kSlots] = out[kQueries] + int32_t(num_queries);
     out[kPartOffsets] = out[kSlots] + int32_t(num_queries);
-    out[kBins] = out[kPartOffsets] + int32_t(batch) + 1;
-    out[kSize] = out[kBins] + int32_t(bins_.size());
+    out[kSize] = out[kPartOffsets] + int32_t(batch) + 1;
     if (out[kSize] > capacity)
       throw TooLarge("a plan of " + std::to_string(out[kSize]) + " ints does not fit its buffer of " +
                      std::to_string(capacity));
@@ -175,6 +175,7 @@ class PlanWriter {
         std::copy_n(members, item.count, queries + first);
         statistics.query_sizes[item.count] += 1;
       }
+      row[kQuery] = queries[first];
       row += kItemSize;
       first += item.count;
       kv_tokens += tokens;
@@ -201,6 +202,8 @@ class PlanWriter {
       to[i] = next;
       next += next != kDirect;
     }
+    row = out + out[kItems];
+    for (size_t i = 0; i < items_.size(); ++i, row += kItemSize) row[kSlot] = to[row[kFirstQuery]];
     std::copy(bins_.begin(), bins_.end(), out + out[kBins]);
     out[kNumSlots] = slots;
     out[kSteps] = int32_t(std::min<int64_t>(kTailGrowth * longest - longest_tail, INT32_MAX));
