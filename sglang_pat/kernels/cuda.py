@@ -55,7 +55,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             f"-DPAT_TYPE={TYPES[self.dtype]}",
             f"-DPAT_DIM={self.head_dim}",
             f"-DPAT_ARCH={''.join(filter(str.isdigit, self.arch))}0",
-            f"-DPAT_QUERY_TILES={sum(self.query_tiles)}",
+            f"-DPAT_QUERY_TILES={sum(1 << m // 8 for m in self.query_tiles)}",
         )
 
 
@@ -66,8 +66,8 @@ def arch_of(device: torch.device) -> str:
 
 
 def tile_table(arch: str, head_dim: int) -> TileTable:
-    """The tiles of a GPU: 128 rows take the registers of two warpgroups (csrc/cuda/params.cuh, `groups`)."""
-    query_tiles = (16, 64, 128) if head_dim <= 128 and arch.startswith("9.") else (16, 64)
+    """The tiles of a GPU: 128 and 192 rows take several warpgroups (csrc/cuda/params.cuh, `groups`)."""
+    query_tiles = (8, 16, 64, 128, 192) if head_dim <= 128 and arch.startswith("9.") else (8, 16, 64)
     return TileTable(query_tiles, kv_tiles=(KV_TILE,), kv_bounds=())
 
 

@@ -7,52 +7,44 @@
 
 namespace pat {
 
-// Of a kernel whose Q tiles are the bits of `kMs`.
+// Of a kernel whose Q tiles are `kMs`.
 template <int kDim, int kMs>
 struct ForwardSizes {
-  static constexpr bool kHasWide = (kMs & ~kNarrowM) != 0;
-  static constexpr int kMaxM = kMs & 128 ? 128 : 64;
-  static constexpr int kRest =
-      (4 << 10) + threads(kDim) / kWarpSize * int(sizeof(ItemWindow));  // windows, statistics, barriers, alignment
-  static constexpr int kQ = kMaxM * panels(kDim) * kPanelRow;
-  static constexpr int kScratch = groups(kDim) == 2 ? 64 * kDim * 4 : 0;
+  static constexpr bool kHasWide = (kMs & kWideTiles) != 0;
+  static constexpr int kComputing = groups(kDim) * kGroupThreads;
+  // Items, statistics, barriers, alignment.
+  static constexpr int kRest = int(sizeof(ItemWindow<threads(kDim)>)) + (4 << 10);
+  static constexpr int kQueries = kQueryBuffers * int(sizeof(WideQueries<kDim>));
   // More than eight units bring nothing: K and V of four tiles.
-  static constexpr int kUnits = std::min(8, (kSharedLimit - kRest - kQ - kScratch) / kUnitBytes<kDim> / 2 * 2);
+  static constexpr int kUnits = std::min(8, (kSharedLimit - kRest - kQueries) / kUnitBytes<kDim> / 2 * 2);
   static constexpr int kNarrowWarps = std::min(
       groups(kDim) * kGroupWarps, (kSharedLimit - kRest) / NarrowSizes<kDim>::kWarp / kGroupWarps * kGroupWarps);
   // The groups need K and V of two tiles to take turns.
-  static_assert(kUnits >= 4 && kNarrowWarps > 0);
-  static_assert(groups(kDim) == 2 || (kMs & 128) == 0);
+  static_assert(kUnits >= (groups(kDim) > 1 ? 4 : 2) && kNarrowWarps > 0);
 };
 
 // Panels are 1,024-byte aligned, as swizzled tiles must be.
 template <int kDim, int kMs>
 struct ForwardMemory {
   using S = ForwardSizes<kDim, kMs>;
-  struct Wide {
-    alignas(1024) uint8_t ring[S::kUnits * kUnitBytes<kDim>];
-    alignas(1024) uint8_t q[S::kQ];
-    float scratch[S::kScratch / 4 + 1];  // there is no array of nothing
-    WideStatistics statistics;
-  };
   struct Narrow {
     alignas(1024) uint8_t chunks[S::kNarrowWarps * NarrowSizes<kDim>::kWarp];
     NarrowStatistics<S::kNarrowWarps> statistics;
   };
   union {
-    Wide wide;
+    WideMemory<kDim, S::kUnits> wide;
     Narrow narrow;
   };
-  RingBarriers<S::kUnits> barriers;
-  ItemWindow windows[threads(kDim) / kWarpSize];
+  WideStatistics statistics;
+  WideBarriers<S::kUnits> barriers;
+  ItemWindow<threads(kDim)> window;
 };
 
 // Registers of a thread after the warps that load gave theirs away; all together 65,536 at most. Which ones spill nowhere is
 // for the compiler to tell (tests/test_cuda_build.py).
+constexpr int kLoadRegisters = 56;
 template <int kDim>
-constexpr int kLoadRegisters = kDim <= 64 ? 88 : 72;
-template <int kDim>
-constexpr int kComputeRegisters = (65536 / kGroupThreads - kLoadRegisters<kDim>) / groups(kDim) / 8 * 8;
+constexpr int kComputeRegisters = (65536 / kGroupThreads - kLoadRegisters) / groups(kDim) / 8 * 8;
 
 #if PAT_WGMMA
 #define PAT_PHASE __forceinline__  // wgmma does not go with calls
@@ -61,17 +53,18 @@ constexpr int kComputeRegisters = (65536 / kGroupThreads - kLoadRegisters<kDim>)
 #endif
 
 template <typename T, int kDim, int kMs>
-__device__ PAT_PHASE void run_wide(const Params& p, Items& items, ForwardMemory<kDim, kMs>& memory) {
-  WideGroup<T, kDim, ForwardSizes<kDim, kMs>::kUnits>(p, items, {memory.wide.ring, memory.barriers}, memory.wide.q,
-                                                      memory.wide.scratch, memory.wide.statistics)
-      .run(kMs & ~kNarrowM);
+__device__ PAT_PHASE void run_wide(const Params& p, const Items<threads(kDim)>& items,
+                                   ForwardMemory<kDim, kMs>& memory,
+                                   WideCursors<ForwardSizes<kDim, kMs>::kUnits>& cursors) {
+  WideGroup<T, kDim, ForwardSizes<kDim, kMs>::kUnits>(p, items, memory.wide, memory.statistics, cursors).run();
 }
 
-template <typename T, int kDim, int kMs>
-__device__ PAT_PHASE void run_narrow(const Params& p, Items& items, ForwardMemory<kDim, kMs>& memory) {
+template <typename T, int kDim, int kMs, int kM>
+__device__ PAT_PHASE void run_narrow(const Params& p, const Items<threads(kDim)>& items,
+                                     ForwardMemory<kDim, kMs>& memory) {
   constexpr int kWarps = ForwardSizes<kDim, kMs>::kNarrowWarps;
   if (threadIdx.x / kWarpSize < kWarps)
-    NarrowWarp<T, kDim, kWarps>(p, items, memory.narrow.chunks, memory.narrow.statistics).run();
+    NarrowWarp<T, kDim, kM, kWarps>(p, items, memory.narrow.chunks, memory.narrow.statistics).run();
 }
 
 template <typename T, int kDim, int kMs>
@@ -79,39 +72,51 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   extern __shared__ __align__(1024) uint8_t bytes[];
   auto& memory = *reinterpret_cast<ForwardMemory<kDim, kMs>*>(bytes);
   using S = ForwardSizes<kDim, kMs>;
-  constexpr int kComputing = groups(kDim) * kGroupThreads;
-  constexpr bool kTradeRegisters = groups(kDim) == 2;
+  constexpr int kThreads = threads(kDim);
+  constexpr bool kTradeRegisters = groups(kDim) > 1;
   launch_dependents();
   if (S::kHasWide && threadIdx.x < S::kUnits) {
-    init_barrier(shared_address(&memory.barriers.full[threadIdx.x]), loaders(kDim));
-    init_barrier(shared_address(&memory.barriers.free[threadIdx.x]), groups(kDim) * kGroupWarps);
+    init_barrier(shared_address(&memory.barriers.ring.full[threadIdx.x]), loaders(kDim));
+    init_barrier(shared_address(&memory.barriers.ring.free[threadIdx.x]), groups(kDim) * kGroupWarps);
+    if (threadIdx.x < kQueryBuffers) {
+      init_barrier(shared_address(&memory.barriers.queries.full[threadIdx.x]), 2 * loaders(kDim));
+      init_barrier(shared_address(&memory.barriers.queries.free[threadIdx.x]), groups(kDim) * kGroupWarps);
+    }
   }
-  Items items(p, memory.windows);
-  __syncthreads();
+  Items<kThreads> items(p, memory.window);
   // Wide items compute, narrow ones read: half of the SMs begin with the one, half with the other.
   const bool narrow_first = blockIdx.x % 2;
-  if (threadIdx.x >= kComputing) {
-    if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters<kDim>>();
-    if constexpr (S::kHasWide) {
-      if (narrow_first) sync_threads(kPhaseBarrier, threads(kDim));
-      Loader<kDim, S::kUnits>(p, items, {memory.wide.ring, memory.barriers}).run(kMs & ~kNarrowM);
+  if (threadIdx.x >= S::kComputing) {
+    if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters>();
+    Loader<T, kDim, S::kUnits> loader(p, items, memory.wide, memory.barriers);
+    for (int first = 0; items.look_up(first, kMs); first += kThreads) {
+      if constexpr (S::kHasWide) {
+        if (narrow_first) sync_threads(kPhaseBarrier, kThreads);
+        loader.run();
+      }
+      __syncthreads();
     }
+    wait_copies<0>();
   } else {
     if constexpr (kTradeRegisters) grow_registers<kComputeRegisters<kDim>>();
-    // The two use the same shared memory.
-    bool narrow = narrow_first;
-    while (true) {
-      if (narrow) {
-        if constexpr ((kMs & kNarrowM) != 0) run_narrow<T, kDim, kMs>(p, items, memory);
-        if (!S::kHasWide || !narrow_first) break;
-        sync_threads(kPhaseBarrier, threads(kDim));
-        narrow = false;
-      } else {
-        if constexpr (S::kHasWide) run_wide<T, kDim, kMs>(p, items, memory);
+    WideCursors<S::kUnits> cursors(memory.barriers);
+    for (int first = 0; items.look_up(first, kMs); first += kThreads) {
+      // They use the same shared memory.
+      for (int turn = narrow_first ? 0 : 1;; turn = 0) {
+        if (turn == 0) {
+          if constexpr ((kMs & tile_bit(kSingleM)) != 0) run_narrow<T, kDim, kMs, kSingleM>(p, items, memory);
+          if constexpr ((kMs & tile_bit(kNarrowM)) != 0) {
+            sync_threads(kTurnBarrier, S::kComputing);
+            run_narrow<T, kDim, kMs, kNarrowM>(p, items, memory);
+          }
+          if (!S::kHasWide || !narrow_first) break;
+          sync_threads(kPhaseBarrier, kThreads);
+        }
+        if constexpr (S::kHasWide) run_wide<T, kDim, kMs>(p, items, memory, cursors);
         if (narrow_first) break;
-        sync_threads(kPhaseBarrier, kComputing);
-        narrow = true;
+        sync_threads(kTurnBarrier, S::kComputing);
       }
+      __syncthreads();
     }
   }
 }

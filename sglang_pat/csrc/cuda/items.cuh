@@ -1,5 +1,5 @@
-// The work items of a worker, one after the other. Each warp looks up 64 at a time, two by each lane, and keeps them in
-// shared memory: so many loads that depend on each other are then waited for only once.
+// The work items of a worker: its threads look up as many of them as they are, one each, and keep them in shared memory.
+// So the loads that depend on each other, from the plan to the KV slots, are waited for only once.
 #pragma once
 
 #include "params.cuh"
@@ -12,16 +12,134 @@ struct Item {
   int64_t slots;  // where its first KV slot is in req_to_token
   int tokens;
   int first;   // of the plan's queries and slots
-  int count;   // queries
   int query;   // batch position of the first
   int target;  // where its part goes
-  int16_t m;   // tile
+  int16_t count;  // queries
+  int16_t m;      // tile
   int16_t head;
+};
+
+// The phases of the forward kernel, each with the items of its tiles.
+enum Phase { kSingle, kNarrow, kWide, kPhases };
+
+__device__ constexpr Phase phase_of(int m) { return m == kSingleM ? kSingle : m == kNarrowM ? kNarrow : kWide; }
+
+// Tokens above which an item of up to 16 rows is for all warps together, where there are `count` such items. Few items
+// would leave warps idle, but shared ones come one after the other: 32 tokens take one warp 2 us, and summing up takes all
+// of them 1.5 us (benchmarks/NOTES.md).
+constexpr int kAloneTokens = 128;
+__device__ constexpr int alone_tokens(int count) {
+  const int few = 2 * kChunkTokens * (count - 1);
+  return few < kChunkTokens ? kChunkTokens : few < kAloneTokens ? few : kAloneTokens;
+}
+
+// What the threads of a CTA have looked up.
+template <int kThreads>
+struct ItemWindow {
+  static constexpr int kWords = kThreads / kWarpSize;
+  Item items[kThreads];
+  uint16_t order[kPhases][kThreads];  // the items of each phase: first those for all warps
+  int counts[kPhases], shared[kPhases];
+  uint32_t phase_bits[kPhases][kWords], shared_bits[kWords];
+};
+
+template <int kThreads>
+class Items {
+  using Window = ItemWindow<kThreads>;
+
+ public:
+  __device__ Items(const Params& p, Window& window) : p_(p), window_(window) {}
+
+  // Looks up the worker's items from `first` on, those whose tile is one of `ms`. Every thread has to call it; false
+  // where there are none. What was looked up before must not be in use any more.
+  __device__ bool look_up(int first, int ms) {
+    const int thread = thread_of_cta(), lane = lane_id(), warp = warp_id();
+    bool any = false;
+    const Item item = read(first + thread, any);
+    const bool ours = item.m != 0 && (ms >> item.m / 8 & 1) != 0;
+    const Phase phase = phase_of(item.m);
+    window_.items[thread] = item;
+#pragma unroll
+    for (int i = 0; i < kPhases; ++i) {
+      const uint32_t bits = __ballot_sync(~0u, ours && phase == i);
+      if (lane == 0) window_.phase_bits[i][warp] = bits;
+    }
+    any = __syncthreads_or(any);
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < Window::kWords; ++i) count += __popc(window_.phase_bits[phase][i]);
+    const bool shared = ours && phase != kWide && item.tokens > alone_tokens(count);
+    const uint32_t shared_bits = __ballot_sync(~0u, shared);
+    if (lane == 0) window_.shared_bits[warp] = shared_bits;
+    if (thread < kPhases) window_.counts[thread] = window_.shared[thread] = 0;
+    __syncthreads();
+    int place = 0, all_shared = 0;  // where it is among its kind, and how many shared ones there are
+#pragma unroll
+    for (int i = 0; i < Window::kWords; ++i) {
+      const uint32_t both = window_.phase_bits[phase][i] & window_.shared_bits[i];
+      const uint32_t kind = shared ? both : window_.phase_bits[phase][i] & ~both;
+      const uint32_t before = i < warp ? ~0u : i == warp ? (1u << lane) - 1 : 0;
+      place += __popc(kind & before);
+      all_shared += __popc(both);
+    }
+    if (ours) {
+      window_.order[phase][shared ? place : all_shared + place] = uint16_t(thread);
+      window_.counts[phase] = count;
+      window_.shared[phase] = all_shared;
+    }
+    __syncthreads();
+    return any;
+  }
+
+  // How many there are for a phase, and how many of them, the first ones, for all warps together.
+  __device__ int count(Phase phase) const { return window_.counts[phase]; }
+  __device__ int shared(Phase phase) const { return window_.shared[phase]; }
+
+  __device__ const Item& get(Phase phase, int i) const { return window_.items[window_.order[phase][i]]; }
+
+ private:
+  // The worker's item `index`; one without a tile behind the last.
+  __device__ __forceinline__ Item read(int index, bool& any) const {
+    Item item = {};
+    const int32_t* bins = p_.plan + kHeaderSize;
+    const int num_tasks = p_.plan[kNumBins] * p_.kv_heads, items = p_.plan[kItems];
+    int task = blockIdx.x, at = -1;
+    for (int rest = index; task < num_tasks; task += gridDim.x) {
+      const int32_t* bin = bins + task / p_.kv_heads;
+      const int begin = bin[0], count = bin[1] - begin;
+      if (rest < count) {
+        at = begin + rest;
+        break;
+      }
+      rest -= count;
+    }
+    if (at < 0) return item;
+    any = true;
+    const int32_t* row = p_.plan + items + at * kItemSize;
+    item.query = row[kQuery];
+    item.target = row[kSlot];
+    const int end = row[kEnd] == kOpen ? int(p_.seq_lens[item.query]) : row[kEnd];
+    item.slots = p_.rows[item.query] * p_.table_row + row[kStart];
+    item.tokens = max(0, end - row[kStart]);
+    item.first = row[kFirstQuery];
+    item.count = int16_t(row[kItemQueries]);
+    item.m = int16_t(row[kTileN] == kTokens ? row[kTileM] : 0);
+    item.head = int16_t(task % p_.kv_heads);
+    return item;
+  }
+
+  const Params& p_;
+  Window& window_;
 };
 
 // Batch position of an item's `member`-th query; the first one was looked up with the item.
 __device__ __forceinline__ int query_of(const Params& p, const Item& item, int member) {
   return member == 0 ? item.query : p.section(kQueries)[item.first + member];
+}
+
+// Where its part goes.
+__device__ __forceinline__ int target_of(const Params& p, const Item& item, int member) {
+  return member == 0 ? item.target : p.section(kSlots)[item.first + member];
 }
 
 // Q of the tile's row `row`, which is of the query `query`.
@@ -30,88 +148,5 @@ __device__ __forceinline__ const T* q_row(const Params& p, const Item& item, int
   const int64_t head = item.head * p.group + p.head_of(row);
   return static_cast<const T*>(p.q) + query * p.q_row + head * p.q_head;
 }
-
-constexpr int kWindow = 2 * kWarpSize;
-
-// The items that a warp has looked up.
-struct ItemWindow {
-  Item items[kWindow];
-  int first, total;  // of the worker's items: the first one here, and how many there are
-};
-
-class Items {
- public:
-  // `windows` has one for each warp.
-  __device__ Items(const Params& p, ItemWindow* windows) : p_(p), window_(windows[threadIdx.x / kWarpSize]) {
-    int total = 0;
-    for (int task = blockIdx.x; task < num_tasks(); task += gridDim.x) total += items_of(task);
-    look_up(0, total);
-  }
-
-  // To the first item again.
-  __device__ void restart() {
-    if (window_.first != 0) look_up(0, window_.total);
-  }
-
-  // To the next 64; false where there are none.
-  __device__ bool next() {
-    const int first = window_.first + kWindow, total = window_.total;
-    if (first >= total) return false;
-    look_up(first, total);
-    return true;
-  }
-
-  // Of the current 64, those with a tile in `ms`, as bits.
-  __device__ uint64_t with_tiles(int ms) const {
-    const int lane = fresh(threadIdx.x) % kWarpSize;
-    const uint32_t low = __ballot_sync(~0u, (window_.items[lane].m & ms) != 0);
-    const uint32_t high = __ballot_sync(~0u, (window_.items[lane + kWarpSize].m & ms) != 0);
-    return uint64_t(high) << kWarpSize | low;
-  }
-
-  // Of all tiles.
-  __device__ int total() const { return window_.total; }
-
-  // One of the current 64.
-  __device__ const Item& operator[](int i) const { return window_.items[i]; }
-
- private:
-  __device__ int num_tasks() const { return p_.plan[kNumBins] * p_.kv_heads; }
-  __device__ int items_of(int task) const {
-    const int32_t* bin = p_.section(kBins) + task / p_.kv_heads;
-    return bin[1] - bin[0];
-  }
-
-  __device__ void look_up(int first, int total) {
-    __syncwarp();
-    const int lane = fresh(threadIdx.x) % kWarpSize;
-#pragma unroll
-    for (int i = 0; i < kWindow; i += kWarpSize) window_.items[i + lane] = read(first + i + lane, total);
-    window_.first = first, window_.total = total;
-    __syncwarp();
-  }
-
-  // The worker's item `index`; one that is for no tile behind the last.
-  __device__ __forceinline__ Item read(int index, int total) const {
-    Item item = {};
-    if (index >= total) return item;
-    int task = blockIdx.x, rest = index;
-    for (; rest >= items_of(task); task += gridDim.x) rest -= items_of(task);
-    const int32_t* row = p_.section(kItems) + (p_.section(kBins)[task / p_.kv_heads] + rest) * kItemSize;
-    item.query = p_.section(kQueries)[row[kFirstQuery]];
-    item.target = p_.section(kSlots)[row[kFirstQuery]];
-    const int end = row[kEnd] == kOpen ? int(p_.seq_lens[item.query]) : row[kEnd];
-    item.slots = p_.rows[item.query] * p_.table_row + row[kStart];
-    item.tokens = max(0, end - row[kStart]);
-    item.first = row[kFirstQuery];
-    item.count = row[kItemQueries];
-    item.m = int16_t(row[kTileN] == kTokens ? row[kTileM] : 0);
-    item.head = int16_t(task % p_.kv_heads);
-    return item;
-  }
-
-  const Params& p_;
-  ItemWindow& window_;
-};
 
 }  // namespace pat

@@ -9,100 +9,129 @@ namespace pat {
 
 constexpr int kMergeWarps = 4, kMergeThreads = kMergeWarps * kWarpSize;
 
-// `kShare` warps of a CTA work on one (query, head).
-template <typename T, int kDim, int kShare>
+// A thread's columns of a row: vectors of up to 16 bytes, so that a warp reads it in one piece.
+template <int kDim>
+struct MergeColumns {
+  static constexpr int kVector = kDim % 128 == 0 ? 4 : kDim % 64 == 0 ? 2 : 1, kVectors = kDim / kWarpSize / kVector;
+  static constexpr int kCount = kDim / kWarpSize;
+
+  static __device__ __forceinline__ void load(float (&x)[kCount], const float* row) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const float* from = row + (i * kWarpSize + lane_id()) * kVector;
+      if constexpr (kVector == 4) {
+        reinterpret_cast<float4&>(x[i * 4]) = *reinterpret_cast<const float4*>(from);
+      } else if constexpr (kVector == 2) {
+        reinterpret_cast<float2&>(x[i * 2]) = *reinterpret_cast<const float2*>(from);
+      } else {
+        x[i] = *from;
+      }
+    }
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ void store(T* row, const float (&x)[kCount], float factor) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      T* to = row + (i * kWarpSize + lane_id()) * kVector;
+      if constexpr (kVector == 1) {
+        *to = T(x[i] * factor);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVector; j += 2)
+          reinterpret_cast<uint32_t*>(to)[j / 2] =
+              Half<T>::pack(x[i * kVector + j] * factor, x[i * kVector + j + 1] * factor);
+      }
+    }
+  }
+};
+
+// What a warp has of a row so far.
+template <int kDim>
+struct MergeSum {
+  float x[kDim / kWarpSize] = {}, weight = 0, top = -INFINITY;
+
+  // Makes place for weights of up to `higher`.
+  __device__ __forceinline__ void raise(float higher) {
+    const float factor = top == -INFINITY ? 0 : exp2_fast(top - higher);
+    weight *= factor;
+#pragma unroll
+    for (int i = 0; i < kDim / kWarpSize; ++i) x[i] *= factor;
+    top = higher;
+  }
+
+  __device__ __forceinline__ void add(const float (&other)[kDim / kWarpSize], float lse, float other_weight) {
+    const float factor = lse == -INFINITY ? 0 : exp2_fast(lse - top);
+    weight += factor * other_weight;
+#pragma unroll
+    for (int i = 0; i < kDim / kWarpSize; ++i) x[i] += factor * other[i];
+  }
+};
+
+// Few outputs: a CTA for each, whose warps take turns at its parts. Many: a warp for each `kRows` heads of a query.
+template <typename T, int kDim, bool kFew, int kRows>
 __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ Params p) {
-  constexpr int kVector = kDim % 128 == 0 ? 4 : kDim % 64 == 0 ? 2 : 1, kVectors = kDim / 32 / kVector;
-  constexpr int kAtOnce = 4;  // parts in flight
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, share = warp % kShare;
-  const int64_t row = int64_t(blockIdx.x) * (kMergeWarps / kShare) + warp / kShare;
+  using Columns = MergeColumns<kDim>;
+  constexpr int kShare = kFew ? kMergeWarps : 1, kAtOnce = kRows == 1 ? 4 : 2;  // parts in flight
+  const int warp = warp_id(), share = kFew ? warp : 0;
+  const int64_t row = int64_t(kFew ? blockIdx.x : blockIdx.x * kMergeWarps + warp) * kRows;
   const int query = int(row / p.heads), head = int(row % p.heads);
   if (query >= p.out_rows) return;
   T* out = static_cast<T*>(p.out) + row * kDim;
   if (query >= p.plan[kBatch]) {
     wait_for_primary();
     if (share == 0)
-      for (int i = lane; i < kDim / 2; i += 32) reinterpret_cast<uint32_t*>(out)[i] = 0;
+      for (int i = lane_id(); i < kRows * kDim / 2; i += kWarpSize) reinterpret_cast<uint32_t*>(out)[i] = 0;
     return;
   }
-  const int32_t* offsets = p.plan + p.plan[kPartOffsets];
+  const int32_t* offsets = p.section(kPartOffsets);
   const int first = offsets[query], end = offsets[query + 1];
   wait_for_primary();
   if (first == end) return;
 
-  float sum[kDim / 32] = {}, weight = 0, top = -INFINITY;
+  MergeSum<kDim> sums[kRows];
   for (int part = first + share; part < end; part += kShare * kAtOnce) {
-    float x[kAtOnce][kDim / 32], l[kAtOnce];
+    float x[kAtOnce][kRows][Columns::kCount], lse[kAtOnce][kRows];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int at = part + i * kShare;
-      l[i] = at < end ? p.lse[int64_t(at) * p.heads + head] : -INFINITY;
-      const float* from = p.partial + (int64_t(min(at, end - 1)) * p.heads + head) * kDim;
+      const int64_t from = int64_t(min(at, end - 1)) * p.heads + head;
 #pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        const float* vector = from + (j * 32 + lane) * kVector;
-        if constexpr (kVector == 4) {
-          reinterpret_cast<float4&>(x[i][j * 4]) = *reinterpret_cast<const float4*>(vector);
-        } else if constexpr (kVector == 2) {
-          reinterpret_cast<float2&>(x[i][j * 2]) = *reinterpret_cast<const float2*>(vector);
-        } else {
-          x[i][j] = *vector;
-        }
+      for (int j = 0; j < kRows; ++j) {
+        lse[i][j] = at < end ? p.lse[from + j] : -INFINITY;
+        Columns::load(x[i][j], p.partial + (from + j) * kDim);
       }
     }
-    float higher = top;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) higher = fmaxf(higher, l[i]);
-    if (higher == -INFINITY) continue;
-    const float scale = exp2_fast(top - higher);
-    weight *= scale;
+    for (int j = 0; j < kRows; ++j) {
+      float higher = sums[j].top;
 #pragma unroll
-    for (int j = 0; j < kDim / 32; ++j) sum[j] *= scale;
+      for (int i = 0; i < kAtOnce; ++i) higher = fmaxf(higher, lse[i][j]);
+      sums[j].raise(higher);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const float factor = exp2_fast(l[i] - higher);
-      weight += factor;
-#pragma unroll
-      for (int j = 0; j < kDim / 32; ++j) sum[j] += factor * x[i][j];
+      for (int i = 0; i < kAtOnce; ++i) sums[j].add(x[i][j], lse[i][j], 1);
     }
-    top = higher;
   }
 
-  if constexpr (kShare > 1) {
-    __shared__ float sums[kMergeWarps][kDim], weights[kMergeWarps], tops[kMergeWarps];
-#pragma unroll
-    for (int j = 0; j < kDim / 32; ++j) sums[warp][j * 32 + lane] = sum[j];
-    if (lane == 0) weights[warp] = weight, tops[warp] = top;
+  if constexpr (kFew) {
+    static_assert(kRows == 1);
+    __shared__ MergeSum<kDim> all[kMergeWarps][kWarpSize];
+    all[warp][lane_id()] = sums[0];
     __syncthreads();
     if (share != 0) return;
-    float higher = top;
+    float higher = sums[0].top;
 #pragma unroll
-    for (int i = 1; i < kShare; ++i) higher = fmaxf(higher, tops[warp + i]);
-    const float scale = top == -INFINITY ? 0 : exp2_fast(top - higher);
-    weight *= scale;
+    for (int i = 1; i < kMergeWarps; ++i) higher = fmaxf(higher, all[i][lane_id()].top);
+    sums[0].raise(higher);
 #pragma unroll
-    for (int j = 0; j < kDim / 32; ++j) sum[j] *= scale;
-#pragma unroll
-    for (int i = 1; i < kShare; ++i) {
-      const float factor = tops[warp + i] == -INFINITY ? 0 : exp2_fast(tops[warp + i] - higher);
-      weight += factor * weights[warp + i];
-#pragma unroll
-      for (int j = 0; j < kDim / 32; ++j) sum[j] += factor * sums[warp + i][j * 32 + lane];
+    for (int i = 1; i < kMergeWarps; ++i) {
+      const MergeSum<kDim> other = all[i][lane_id()];
+      sums[0].add(other.x, other.top, other.weight);
     }
   }
-  const float norm = weight > 0 ? 1 / weight : 0;
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    T* to = out + (j * 32 + lane) * kVector;
-    if constexpr (kVector == 1) {
-      *to = T(sum[j] * norm);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVector; i += 2)
-        reinterpret_cast<uint32_t*>(to)[i / 2] =
-            Half<T>::pack(sum[j * kVector + i] * norm, sum[j * kVector + i + 1] * norm);
-    }
-  }
+  for (int j = 0; j < kRows; ++j)
+    Columns::store(out + j * kDim, sums[j].x, sums[j].weight > 0 ? 1 / sums[j].weight : 0);
 }
 
 }  // namespace pat

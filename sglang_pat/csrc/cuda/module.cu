@@ -21,6 +21,8 @@ constexpr auto kForward = pat::forward<Element, PAT_DIM, PAT_QUERY_TILES>;
 constexpr int kForwardThreads = pat::threads(PAT_DIM);
 // With fewer outputs than this, several warps work on each: one for each of an H200's 528 warp schedulers.
 constexpr int64_t kFewOutputs = 1024;
+// Heads of a query that a warp merges at a time, else.
+constexpr int kMergeRows = 4;
 
 void check(cudaError_t error) { TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << cudaGetErrorString(error); }
 
@@ -109,11 +111,14 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
     launch(kForward, int(workers(q.device().device_id)), kForwardThreads, sizeof(Memory), stream, false, p);
   const int64_t outputs = int64_t(p.out_rows) * p.heads;
   if (!with_merge || outputs == 0) return;
-  if (outputs < kFewOutputs)
-    launch(pat::merge<Element, PAT_DIM, pat::kMergeWarps>, int(outputs), pat::kMergeThreads, 0, stream, overlap, p);
-  else
-    launch(pat::merge<Element, PAT_DIM, 1>, int((outputs + pat::kMergeWarps - 1) / pat::kMergeWarps),
-           pat::kMergeThreads, 0, stream, overlap, p);
+  if (outputs < kFewOutputs) {
+    launch(pat::merge<Element, PAT_DIM, true, 1>, int(outputs), pat::kMergeThreads, 0, stream, overlap, p);
+    return;
+  }
+  const bool several = p.heads % kMergeRows == 0;
+  const int64_t warps = outputs / (several ? kMergeRows : 1);
+  launch(several ? pat::merge<Element, PAT_DIM, false, kMergeRows> : pat::merge<Element, PAT_DIM, false, 1>,
+         int((warps + pat::kMergeWarps - 1) / pat::kMergeWarps), pat::kMergeThreads, 0, stream, overlap, p);
 }
 
 }  // namespace

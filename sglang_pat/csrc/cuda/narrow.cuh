@@ -1,7 +1,10 @@
-// Items of up to 16 rows: memory-bound, and many. Each warp reads and computes for itself, without a barrier: two chunks of
-// 16 tokens at a time where there are two, while others are on their way, across the ends of items. An item with few
-// tokens is one warp's. A longer one is everybody's: the warps take turns at its chunks and sum up at its end, while the
-// copies for the next one run on.
+// Items of up to 8 or 16 rows: memory-bound, and many. Each warp reads and computes for itself, without a barrier: two
+// chunks of 16 tokens at a time where there are two, while others are on their way, across the ends of items. An item with
+// few tokens is one warp's. A longer one is everybody's: the warps take turns at its chunks and sum up at its end, while
+// the copies for the next one run on.
+//
+// The matrix products are transposed, S^T = K Q^T and O^T = V^T P^T: the tensor cores' 16 rows are tokens and columns of
+// the head, of which there are always enough, and their 8 columns are the rows of Q, of which there are few.
 #pragma once
 
 #include "items.cuh"
@@ -9,12 +12,6 @@
 #include "softmax.cuh"
 
 namespace pat {
-
-constexpr int kNarrowM = 16;
-// More tokens than this are shared; where a worker has fewer items than warps, more than a chunk.
-constexpr int kAloneTokens = 128, kAloneTokensOfFew = kChunkTokens;
-// Chunks in shared memory for each warp; fewer where there is less of it.
-constexpr int kNarrowStages = PAT_ARCH == 900 || PAT_ARCH == 1000 ? 3 : 2;
 
 template <int kDim>
 struct NarrowSizes {
@@ -31,52 +28,47 @@ struct NarrowStatistics {
   int stage[kWarps];  // where each left its results
 };
 
-template <typename T, int kDim, int kWarps>
+// Products of 16 tokens, or 16 columns of the head, with `kM` rows of Q.
+template <typename T, int kDim, int kM, int kWarps>
 class NarrowWarp {
   using S = NarrowSizes<kDim>;
-  static constexpr int kSteps = kDim / 16;
-  // Reading Q ahead of an item and computing two chunks at a time: above 128 columns the registers do not suffice.
-  static constexpr bool kReadAhead = kDim <= 128, kPairs = kDim <= 128;
+  using Window = Items<threads(kDim)>;
+  static constexpr Phase kPhase = phase_of(kM);
+  static constexpr int kBlocks = kM / 8, kSteps = kDim / 16;
+  // Two chunks at a time, and Q an item ahead, where registers suffice.
+  static constexpr bool kPairs = kDim * kBlocks <= 128, kReadAhead = kDim * kBlocks <= 128;
   static constexpr int kSlotsAhead = kPairs ? 2 : 1;  // chunks whose slots are on their way
   static constexpr int kRowThreads = row_threads(kDim);
   static constexpr int kRows = kChunkTokens * kRowThreads / kWarpSize;  // that a lane copies: one after the other
 
   // What a warp does, chunk after chunk: of its own items all, of shared ones every kWarps-th.
   struct Cursor {
-    uint64_t pending;   // items of the look-up behind this one
-    int alone;          // items so far that were one warp's
-    int at;             // the item; -1 behind the last
-    int begin, tokens;  // of its tokens, where the chunk begins; how many it has
-    int step;           // tokens to the next chunk
+    int at = -1;                // the item
+    int begin = 0, tokens = 0;  // of its tokens, where the chunk begins; how many it has
+    int step = 0;               // tokens to the next chunk
 
     __device__ bool last() const { return begin + step >= tokens; }
   };
 
   // A chunk that will be copied: the slot of this lane's token, the KV head, and tokens; none at all if they are negative.
   struct Chunk {
-    int slot, head, tokens;
+    int slot = 0, head = 0, tokens = -1;
   };
 
+  using Queries = uint32_t[kSteps][kBlocks][2];
+
  public:
-  __device__ NarrowWarp(const Params& p, Items& items, uint8_t* memory, NarrowStatistics<kWarps>& statistics)
-      : p_(p), items_(items), memory_(memory), statistics_(statistics) {}
+  __device__ NarrowWarp(const Params& p, const Window& items, uint8_t* memory, NarrowStatistics<kWarps>& statistics)
+      : p_(p),
+        items_(items),
+        memory_(memory),
+        statistics_(statistics),
+        count_(items.count(kPhase)),
+        shared_(items.shared(kPhase)),
+        capped_(p.cap > 0) {}
 
   __device__ void run() {
-    items_.restart();
-    do run_window();
-    while (items_.next());
-  }
-
- private:
-  __device__ static int lane() { return fresh(threadIdx.x) % kWarpSize; }
-  __device__ static int warp() { return fresh(threadIdx.x) / kWarpSize; }
-  // Where a stage of a warp is.
-  __device__ uint8_t* stage(int warp, int number) const { return memory_ + warp * S::kWarp + number * S::kStage; }
-  __device__ static int next_stage(int number) { return number == kNarrowStages - 1 ? 0 : number + 1; }
-
-  // The items of one look-up.
-  __device__ void run_window() {
-    Cursor reader{items_.with_tiles(kNarrowM), alone_, -1, 0, 0, 0};
+    Cursor reader;
     next_item(reader);
     Cursor user = reader;
     int copied = 0, used = 0;
@@ -84,27 +76,32 @@ class NarrowWarp {
     for (int i = 0; i < kSlotsAhead; ++i) read_slots(reader);
 #pragma unroll 1
     for (int i = 0; i < kNarrowStages; ++i) copy_next(reader, copied);
-    if (kReadAhead && user.at >= 0) load_q(items_[user.at], 0, next_q_);
+    if (kReadAhead && !ended(user)) load_q(item(user), next_q_);
 #pragma unroll 1
-    while (user.at >= 0) {
-      const Item& item = items_[user.at];
-      take_q(item);
+    while (!ended(user)) {
+      const Item& item = this->item(user);
       Cursor following = user;
-      next_item(following);
-      if (kReadAhead && following.at >= 0) load_q(items_[following.at], 0, next_q_);
-      softmax_ = Softmax();
+      if constexpr (kReadAhead) {
+        next_item(following);
 #pragma unroll
-      for (int i = 0; i < kDim / 2; ++i) (&o_[0][0])[i] = 0;
+        for (int i = 0; i < kSteps * kBlocks * 2; ++i) (&q_[0][0][0])[i] = (&next_q_[0][0][0])[i];
+        if (!ended(following)) load_q(this->item(following), next_q_);
+      } else {
+        load_q(item, q_);
+      }
+      softmax_ = ColumnSoftmax<kBlocks>();
+#pragma unroll
+      for (int i = 0; i < kSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] = 0;
       const bool shared = user.step > kChunkTokens;
       bool pair;
       while (true) {
         pair = kPairs && !user.last();
-        const uint32_t first = shared_address(stage(warp(), used));
+        const uint32_t first = shared_address(stage(warp_id(), used));
         if (kPairs && pair) {
           wait_copies<kNarrowStages - 2>();
           __syncwarp();
           used = next_stage(used);
-          const uint32_t second = shared_address(stage(warp(), used));
+          const uint32_t second = shared_address(stage(warp_id(), used));
           if constexpr (kPairs) compute<2>(first, second, user.tokens - user.begin, user.step);
           user.begin += user.step;
         } else {
@@ -123,31 +120,38 @@ class NarrowWarp {
       __syncwarp();
 #pragma unroll 1
       for (int i = 0; i < int(pair) + int(!shared); ++i) copy_next(reader, copied);
-      finish(item, shared, used);
-      if (shared) copy_next(reader, copied);
+      softmax_.finish();
+      if (shared) {
+        combine(item, used);
+        copy_next(reader, copied);
+      } else {
+        write(item);
+      }
       used = next_stage(used);
-      user = following;
+      if constexpr (kReadAhead)
+        user = following;
+      else
+        next_item(user);
     }
-    alone_ = reader.alone;
     wait_copies<0>();
   }
 
+ private:
+  // Where a stage of a warp is.
+  __device__ uint8_t* stage(int warp, int number) const { return memory_ + warp * S::kWarp + number * S::kStage; }
+  __device__ static int next_stage(int number) { return number == kNarrowStages - 1 ? 0 : number + 1; }
+
+  __device__ bool ended(const Cursor& cursor) const { return cursor.at >= count_; }
+  __device__ const Item& item(const Cursor& cursor) const { return items_.get(kPhase, cursor.at); }
+
   // Moves on to the next item that is this warp's or everybody's.
   __device__ void next_item(Cursor& cursor) const {
-    const int most = items_.total() < kWarps ? kAloneTokensOfFew : kAloneTokens;
-    cursor.at = -1;
-    while (cursor.pending != 0) {
-      const int at = __ffsll(cursor.pending) - 1, tokens = items_[at].tokens, warp = NarrowWarp::warp();
-      cursor.pending &= cursor.pending - 1;
-      const bool shared = tokens > most;
-      if (shared || cursor.alone++ % kWarps == warp) {
-        cursor.at = at;
-        cursor.tokens = tokens;
-        cursor.begin = shared ? warp * kChunkTokens : 0;
-        cursor.step = shared ? kWarps * kChunkTokens : kChunkTokens;
-        return;
-      }
-    }
+    const bool more_shared = cursor.at + 1 < shared_;
+    cursor.at = more_shared ? cursor.at + 1 : cursor.at < shared_ ? shared_ + warp_id() : cursor.at + kWarps;
+    if (ended(cursor)) return;
+    cursor.tokens = item(cursor).tokens;
+    cursor.begin = more_shared ? warp_id() * kChunkTokens : 0;
+    cursor.step = more_shared ? kWarps * kChunkTokens : kChunkTokens;
   }
 
   // Reads the slots of the reader's chunk, to be copied after those read before, and moves on to the next.
@@ -155,12 +159,12 @@ class NarrowWarp {
 #pragma unroll
     for (int i = 0; i + 1 < kSlotsAhead; ++i) ahead_[i] = ahead_[i + 1];
     Chunk& chunk = ahead_[kSlotsAhead - 1];
-    chunk.tokens = -1;
-    if (reader.at < 0) return;
-    const Item& item = items_[reader.at];
+    chunk = Chunk();
+    if (ended(reader)) return;
+    const Item& item = this->item(reader);
     chunk.head = item.head;
     chunk.tokens = max(0, min(kChunkTokens, reader.tokens - reader.begin));
-    if (lane() < chunk.tokens) chunk.slot = p_.req_to_token[item.slots + reader.begin + lane()];
+    if (lane_id() < chunk.tokens) chunk.slot = p_.req_to_token[item.slots + reader.begin + lane_id()];
     if (reader.last())
       next_item(reader);
     else
@@ -171,10 +175,10 @@ class NarrowWarp {
   __device__ void copy_next(Cursor& reader, int& number) {
     const Chunk chunk = ahead_[0];
     if (chunk.tokens >= 0) {
-      const int lane = NarrowWarp::lane(), column = lane % kRowThreads, first = lane / kRowThreads * kRows;
+      const unsigned lane = lane_id(), column = lane % kRowThreads, first = lane / kRowThreads * kRows;
       const char* k = static_cast<const char*>(p_.k) + chunk.head * p_.k_head + column * 16;
       const char* v = static_cast<const char*>(p_.v) + chunk.head * p_.v_head + column * 16;
-      const uint32_t to = shared_address(stage(warp(), number)) + panel_offset(first, column, S::kPanel);
+      const uint32_t to = shared_address(stage(warp_id(), number)) + panel_offset(first, column, S::kPanel);
       if (kDim / 8 == kRowThreads && chunk.tokens == kChunkTokens) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
@@ -199,103 +203,117 @@ class NarrowWarp {
     read_slots(reader);
   }
 
-  // This thread's half of a row of Q, pairs of columns for each step; zeros where the row is no query's.
-  __device__ void load_q(const Item& item, int half, uint32_t (&to)[kSteps][2]) const {
-    const int row = lane() / 4 + half * 8;
-    const bool valid = row < item.count * p_.group;
-    const uint32_t* q = nullptr;
-    if (valid) {
-      const int query = query_of(p_, item, p_.query_of(row));
-      q = reinterpret_cast<const uint32_t*>(q_row<T>(p_, item, query, row)) + lane() % 4;
+  // Q as right operand: this thread's row of each block, pairs of columns for each step; zeros where it is no query's.
+  __device__ void load_q(const Item& item, Queries& to) const {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const int row = block * 8 + int(unsigned(lane_id()) / 4);
+      const bool valid = row < item.count * p_.group;
+      const uint32_t* q = nullptr;
+      if (valid) {
+        const int query = query_of(p_, item, p_.query_of(row));
+        q = reinterpret_cast<const uint32_t*>(q_row<T>(p_, item, query, row)) + thread_of<4>();
+      }
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        to[step][block][0] = valid ? q[step * 8] : 0;
+        to[step][block][1] = valid ? q[step * 8 + 4] : 0;
+      }
     }
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      to[step][0] = valid ? q[step * 8] : 0;
-      to[step][1] = valid ? q[step * 8 + 4] : 0;
-    }
-  }
-
-  // The rows that were read ahead, and the others, if there are any.
-  __device__ void take_q(const Item& item) {
-    if constexpr (!kReadAhead) load_q(item, 0, next_q_);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) q_[step][0] = next_q_[step][0], q_[step][2] = next_q_[step][1];
-    uint32_t others[kSteps][2] = {};
-    if (item.count * p_.group > 8) load_q(item, 1, others);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) q_[step][1] = others[step][0], q_[step][3] = others[step][1];
   }
 
   // One chunk or two, whose K and V begin at `first` and `second`. `tokens` are left from the first one on, and `step`
   // further begins the second.
   template <int kChunks>
   __device__ __forceinline__ void compute(uint32_t first, uint32_t second, int tokens, int step) {
-    float s[2 * kChunks][4] = {};
-    const int lane = NarrowWarp::lane();
-    const uint32_t k = panel_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2, S::kPanel);
+    float s[kChunks][kBlocks][4] = {};
+    const unsigned lane = lane_id();
+    const uint32_t k = panel_offset(lane % 16, lane / 16, S::kPanel);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        uint32_t b[4];
-        load_matrices(b, next_step((chunk == 0 ? first : second) + k, i, S::kPanel));
-        Half<T>::mma(s[2 * chunk], q_[i], b[0], b[1]);
-        Half<T>::mma(s[2 * chunk + 1], q_[i], b[2], b[3]);
+        uint32_t a[4];
+        load_matrices(a, next_step((chunk == 0 ? first : second) + k, i, S::kPanel));
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) Half<T>::mma(s[chunk][block], a, q_[i][block][0], q_[i][block][1]);
       }
     }
-    float factor[2];
-    softmax_.template update<2 * kChunks>(&s[0][0], kChunks == 2 ? kChunkTokens + tokens - step : tokens, p_, factor);
-    rescale<kDim / 2>(&o_[0][0], factor);
-    const uint32_t v = S::kTile + panel_offset(lane % 16, lane / 16, S::kPanel);
+    float factor[kBlocks][2];
+    softmax_.template update<kChunks>(s, tokens, tokens - step, capped_, p_, factor);
+    bool same = true;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) same = same && factor[block][0] == 1 && factor[block][1] == 1;
+    if (__any_sync(~0u, !same)) {
+#pragma unroll
+      for (int i = 0; i < kSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] *= factor[i / 4 % kBlocks][i % 2];
+    }
+    const uint32_t v = S::kTile + panel_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2, S::kPanel);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      uint32_t a[4];
-      pack_weights<T>(a, &s[2 * chunk][0]);
+      uint32_t b[kBlocks][2];
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        b[block][0] = transpose(Half<T>::pack(s[chunk][block][0], s[chunk][block][1]));
+        b[block][1] = transpose(Half<T>::pack(s[chunk][block][2], s[chunk][block][3]));
+      }
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        uint32_t b[4];
-        load_matrices_transposed(b, next_step((chunk == 0 ? first : second) + v, i, S::kPanel));
-        Half<T>::mma(o_[2 * i], a, b[0], b[1]);
-        Half<T>::mma(o_[2 * i + 1], a, b[2], b[3]);
+        uint32_t a[4];
+        load_matrices_transposed(a, next_step((chunk == 0 ? first : second) + v, i, S::kPanel));
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) Half<T>::mma(o_[i][block], a, b[block][0], b[block][1]);
       }
     }
   }
 
-  // `last` is the stage that was used last.
-  __device__ void finish(const Item& item, bool shared, int last) {
-    softmax_.finish();
-    const Results<T, kDim> results(p_, item);
-    if (shared)
-      combine(results, last);
-    else
-      write_fragments(results, lane() / 4, softmax_, &o_[0][0], p_);
+  // The rows of Q whose results this thread has: `which` of `block`.
+  __device__ static int row_of(int block, int which) { return block * 8 + thread_of<4>() * 2 + which; }
+
+  // Writes what this warp has, of an item that is its own.
+  __device__ void write(const Item& item) const {
+    const Results<T, kDim> results(p_);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        const RowTarget to(p_, item, row_of(block, which));
+        if (!to.used()) continue;
+        const float sum = softmax_.sum[block][which], norm = sum > 0 ? 1 / sum : 0;
+        if (lane_id() / 4 == 0) results.store_lse(to, lse(softmax_.top[block][which], sum, p_));
+        results.store_columns(to, lane_id() / 4, [&](int i) { return o_[i / 2][block][i % 2 * 2 + which] * norm; });
+      }
+    }
   }
 
   // Sums up what the warps have, in the memory of the chunk that each used last.
-  __device__ void combine(const Results<T, kDim>& results, int last) {
-    static_assert(kNarrowM * panels(kDim) * kPanelColumns * 4 <= S::kStage);
-    const int lane = NarrowWarp::lane(), warp = NarrowWarp::warp();
+  __device__ void combine(const Item& item, int last) {
+    static_assert(kM * panels(kDim) * kPanelColumns * 4 <= S::kStage);
+    const Results<T, kDim> results(p_);
+    const int rows = item.count * p_.group;
+    const int lane = lane_id(), warp = warp_id();
     float* own = reinterpret_cast<float*>(stage(warp, last));
     __syncwarp();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane / 4 + half * 8;
-      if (row >= results.rows()) continue;
-      if (lane % 4 == 0) {
-        statistics_.top[warp][row] = softmax_.top[half];
-        statistics_.sum[warp][row] = softmax_.sum[half];
-      }
+    for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
-      for (int i = 0; i < kDim / 8; ++i)
-        *reinterpret_cast<float2*>(own + place(row, i * 8 + lane % 4 * 2)) =
-            make_float2(o_[i][2 * half], o_[i][2 * half + 1]);
+      for (int which = 0; which < 2; ++which) {
+        const int row = row_of(block, which);
+        if (row >= rows) continue;
+        if (lane / 4 == 0) {
+          statistics_.top[warp][row] = softmax_.top[block][which];
+          statistics_.sum[warp][row] = softmax_.sum[block][which];
+        }
+#pragma unroll
+        for (int i = 0; i < kDim / 8; ++i) own[place(row, i * 8 + lane / 4)] = o_[i / 2][block][i % 2 * 2 + which];
+      }
     }
     if (lane == 0) statistics_.stage[warp] = last;
     sync_threads(kNarrowBarrier, kWarps * kWarpSize);
     constexpr int kColumns = 4 * kWarpSize;  // a warp for each row
 #pragma unroll 1
-    for (int row = warp; row < results.rows(); row += kWarps) {
-      const auto to = results.row(row);
+    for (int row = warp; row < rows; row += kWarps) {
+      const RowTarget to(p_, item, row);
       float top = -INFINITY, sum = 0, factor[kWarps];
 #pragma unroll
       for (int i = 0; i < kWarps; ++i) top = fmaxf(top, statistics_.top[i][row]);
@@ -324,21 +342,21 @@ class NarrowWarp {
     sync_threads(kNarrowBarrier, kWarps * kWarpSize);
   }
 
-  // Chunks of eight columns are permuted by the row: no bank conflicts.
+  // Chunks of eight columns are permuted by the row: no bank conflicts between a warp's four pairs of rows.
   __device__ static int place(int row, int column) {
-    return row * panels(kDim) * kPanelColumns + (column ^ (row % 8 * 8));
+    return row * panels(kDim) * kPanelColumns + (column ^ (row / 2 % 4 * 8));
   }
 
   const Params& p_;
-  Items& items_;
+  const Window& items_;
   uint8_t* const memory_;
   NarrowStatistics<kWarps>& statistics_;
-  int alone_ = 0;  // items of the look-ups before that were one warp's
+  const int count_, shared_;  // items, and the first of them that are everybody's
+  const bool capped_;
   Chunk ahead_[kSlotsAhead];
-  Softmax softmax_;
-  uint32_t q_[kSteps][4];       // the left operand
-  uint32_t next_q_[kSteps][2];  // of the next item, its first eight rows
-  float o_[kDim / 8][4];
+  ColumnSoftmax<kBlocks> softmax_;
+  Queries q_ = {}, next_q_ = {};
+  float o_[kSteps][kBlocks][4] = {};
 };
 
 }  // namespace pat

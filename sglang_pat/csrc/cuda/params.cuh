@@ -55,19 +55,27 @@ __device__ __forceinline__ uint32_t next_row(uint32_t offset, int row) {
 constexpr int panels(int dim) { return (dim + kPanelColumns - 1) / kPanelColumns; }
 
 // Named barriers; 0 is __syncthreads.
-constexpr int kNarrowBarrier = 1, kWideBarrier = 2, kPhaseBarrier = 3;
+constexpr int kNarrowBarrier = 1, kWideBarrier = 2, kPhaseBarrier = 3, kTurnBarrier = 4, kLoadBarrier = 5;
 
-constexpr int kTokens = 64;       // of a wide tile
+constexpr int kSingleM = 8, kNarrowM = 16;  // tiles that a warp has for itself; the others are wide
+constexpr int kTokens = 64;                 // of a wide tile
 constexpr int kChunkTokens = 16;  // that a warp takes at a time of a narrow item: one step of a matrix product
+
+// Q tiles come as a set of bits, m / 8 of each.
+constexpr int tile_bit(int m) { return 1 << m / 8; }
+constexpr int kWideTiles = ~(tile_bit(kSingleM) | tile_bit(kNarrowM));
 
 // The most shared memory that a CTA may have (CUDA C++ Programming Guide, "Compute Capabilities").
 constexpr int kSharedLimit = (PAT_ARCH == 900 || PAT_ARCH == 1000 ? 227 : PAT_ARCH == 800 ? 163 : 99) << 10;
 
-// Warpgroups that compute. Two where they can take over the registers of a third, which loads: so on Hopper, and up to 128
+// Warpgroups that compute. Three where they can take over registers of a fourth, which loads: so on Hopper, and up to 128
 // columns, above which the accumulators of one take all there are. Elsewhere one, and two warps that load.
-constexpr int groups(int dim) { return dim <= 128 && PAT_ARCH == 900 ? 2 : 1; }
-constexpr int loaders(int dim) { return (groups(dim) == 2 ? 4 : 2) * kWarpSize; }
+constexpr int groups(int dim) { return dim <= 128 && PAT_ARCH == 900 ? 3 : 1; }
+constexpr int loaders(int dim) { return (groups(dim) == 3 ? 4 : 2) * kWarpSize; }
 constexpr int threads(int dim) { return groups(dim) * kGroupThreads + loaders(dim); }
+
+// Chunks of a narrow item in shared memory for each warp.
+constexpr int kNarrowStages = 2;
 
 // 16-byte copies: a thread copies one chunk of each of several rows. Dimensions that are no power of two leave some idle.
 constexpr int row_threads(int dim) { return dim <= 64 ? 8 : dim <= 128 ? 16 : 32; }

@@ -29,7 +29,7 @@ class Products {
     }
     wgmma_commit();
 #else
-    const int lane = fresh(threadIdx.x) % kWarpSize, warp = threadIdx.x / kWarpSize % kGroupWarps;
+    const unsigned lane = lane_id(), warp = thread_of<kGroupThreads>() / kWarpSize;
     const int row = lane % 8 + lane / 16 * 8, chunk = lane / 8 % 2;
 #pragma unroll
     for (int i = 0; i < 32; ++i) s[i] = 0;
@@ -63,7 +63,7 @@ class Products {
     }
     wgmma_commit();
 #else
-    const int lane = fresh(threadIdx.x) % kWarpSize;
+    const unsigned lane = lane_id();
 #pragma unroll
     for (int step = 0; step < kTokenSteps; ++step) {
 #pragma unroll

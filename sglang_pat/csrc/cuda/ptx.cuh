@@ -51,10 +51,19 @@ __device__ __forceinline__ void wait_for_primary() {
 
 // The same value, which the compiler takes for a new one: what is computed from it is not computed far ahead of its use
 // and then held in registers.
-__device__ __forceinline__ int fresh(int value) {
+__device__ __forceinline__ unsigned fresh(unsigned value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+
+// Thread of the CTA, of its warp, of its group of `kCount`; the warp of the CTA.
+__device__ __forceinline__ int thread_of_cta() { return int(fresh(threadIdx.x)); }
+template <unsigned kCount>
+__device__ __forceinline__ int thread_of() {
+  return int(fresh(threadIdx.x) % kCount);
+}
+__device__ __forceinline__ int lane_id() { return thread_of<32>(); }
+__device__ __forceinline__ int warp_id() { return int(fresh(threadIdx.x) / 32); }
 
 // Waits until the threads that take part, `threads` of them, have come to barrier `id`.
 __device__ __forceinline__ void sync_threads(int id, int threads) {
@@ -115,6 +124,13 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(from)
                : "memory");
+}
+
+// A warp's 8 x 8 matrix of 16-bit numbers, a thread a pair of neighbours in a row, transposed.
+__device__ __forceinline__ uint32_t transpose(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {

@@ -1,31 +1,47 @@
-// The ring in shared memory through which K and V of wide items go: units of 64 tokens, K and V by turns. Some warps fill
-// it, the others compute; barriers tell them what is full and what is free.
+// The ring in shared memory through which K and V of wide items go: units of 64 tokens, K and V by turns; and Q beside it,
+// where there is memory for it an item ahead. Some warps fill it, the others compute; barriers tell them what is full and
+// what is free.
 #pragma once
 
 #include "items.cuh"
 #include "ptx.cuh"
+#include "results.cuh"
 
 namespace pat {
+
+template <int kDim>
+constexpr int kUnitBytes = panels(kDim) * kTokens * kPanelRow;
+
+// The most rows of a wide tile; each group of warps has 64.
+template <int kDim>
+constexpr int kMaxRows = groups(kDim) * 64;
+
+// Q of an item, and where the rows of its results go.
+template <int kDim>
+struct WideQueries {
+  alignas(1024) uint8_t q[kMaxRows<kDim> * panels(kDim) * kPanelRow];
+  int targets[kMaxRows<kDim>];
+  int members[kMaxRows<kDim>];  // batch positions
+};
+
+constexpr int kQueryBuffers = kSharedLimit > (200 << 10) ? 2 : 1;
 
 template <int kUnits>
 struct RingBarriers {
   alignas(8) uint64_t full[kUnits], free[kUnits];
 };
 
-template <int kDim>
-constexpr int kUnitBytes = panels(kDim) * kTokens * kPanelRow;
-
-// A position in the ring: of K at even units, of V at odd ones.
-template <int kDim, int kUnits>
+// A position in a ring of `kUnits` units.
+template <int kUnits>
 class RingCursor {
  public:
-  __device__ RingCursor(uint8_t* ring, RingBarriers<kUnits>& barriers) : ring_(ring), barriers_(barriers) {}
+  __device__ explicit RingCursor(RingBarriers<kUnits>& barriers) : barriers_(barriers) {}
 
-  __device__ uint32_t memory() const { return shared_address(ring_) + unit_ * kUnitBytes<kDim>; }
+  __device__ int unit() const { return unit_; }
   __device__ void wait_full() const { wait_barrier(shared_address(&barriers_.full[unit_]), phase_); }
   // At first everything is free: the phase before the first has passed.
   __device__ void wait_free() const { wait_barrier(shared_address(&barriers_.free[unit_]), phase_ ^ 1); }
-  __device__ void fill_after_copies() const { arrive_after_copies(shared_address(&barriers_.full[unit_])); }
+  __device__ uint32_t full_barrier() const { return shared_address(&barriers_.full[unit_]); }
   // To be arrived at by every computing warp.
   __device__ uint32_t free_barrier() const { return shared_address(&barriers_.free[unit_]); }
   __device__ void advance(int units = 1) {
@@ -34,85 +50,148 @@ class RingCursor {
   }
 
  private:
-  uint8_t* const ring_;
   RingBarriers<kUnits>& barriers_;
   int unit_ = 0, phase_ = 0;
 };
 
-// The warps that fill the ring. Slots of the next tile are read while this one's rows are copied: their latency
-// would otherwise stand before every copy (benchmarks/NOTES.md).
 template <int kDim, int kUnits>
+struct WideMemory {
+  alignas(1024) uint8_t ring[kUnits * kUnitBytes<kDim>];
+  WideQueries<kDim> queries[kQueryBuffers];
+};
+
+template <int kUnits>
+struct WideBarriers {
+  RingBarriers<kUnits> ring;
+  RingBarriers<kQueryBuffers> queries;
+};
+
+// The warps that fill the ring. Slots of the next tile and queries of the next item are read while this one's rows are
+// copied: their latency would otherwise stand before every copy (benchmarks/NOTES.md).
+template <typename T, int kDim, int kUnits>
 class Loader {
   static constexpr int kRowThreads = row_threads(kDim);
   static constexpr int kRows = kTokens * kRowThreads / loaders(kDim);  // that a thread copies: one after the other
+  static_assert(kRows <= kRowThreads);  // for each lane has the slot of one row
+  static constexpr int kMembers = (kMaxRows<kDim> + loaders(kDim) - 1) / loaders(kDim);
 
  public:
-  __device__ Loader(const Params& p, Items& items, const RingCursor<kDim, kUnits>& cursor)
-      : p_(p), items_(items), cursor_(cursor) {}
+  __device__ Loader(const Params& p, const Items<threads(kDim)>& items, WideMemory<kDim, kUnits>& memory,
+                    WideBarriers<kUnits>& barriers)
+      : p_(p), items_(items), memory_(memory), cursor_(barriers.ring), queries_(barriers.queries) {}
 
-  __device__ void run(int tiles) {
-    items_.restart();
-    do {
-      for (uint64_t pending = items_.with_tiles(tiles); pending != 0; pending &= pending - 1)
-        run_item(items_[__ffsll(pending) - 1]);
-    } while (items_.next());
-    wait_copies<0>();
-  }
-
- private:
-  __device__ void run_item(const Item& item) {
-    const int thread = fresh(threadIdx.x) % loaders(kDim), column = thread % kRowThreads;
-    const int first = thread / kRowThreads * kRows;
-    const char* k = static_cast<const char*>(p_.k) + item.head * p_.k_head + column * 16;
-    const char* v = static_cast<const char*>(p_.v) + item.head * p_.v_head + column * 16;
-    const int32_t* slots = p_.req_to_token + item.slots + first;
-    const uint32_t offset = panel_offset(first, column, kTokens * kPanelRow);
-    int slot[kRows], next[kRows];
-    read_slots(next, slots, item.tokens - first);
-#pragma unroll 1
-    for (int begin = 0; begin < item.tokens; begin += kTokens) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) slot[i] = next[i];
-      read_slots(next, slots + begin + kTokens, item.tokens - begin - kTokens - first);
-      const bool full = kDim / 8 == kRowThreads && item.tokens - begin >= kTokens;
-      cursor_.wait_free();
-      copy_rows<false>(full, column, offset, k, p_.k_slot, slot);
-      cursor_.fill_after_copies();
-      cursor_.advance();
-      cursor_.wait_free();
-      copy_rows<true>(full, column, offset, v, p_.v_slot, slot);
-      cursor_.fill_after_copies();
-      cursor_.advance();
+  // The items of one look-up.
+  __device__ void run() {
+    read_members(0);
+    for (int i = 0; i < items_.count(kWide); ++i) {
+      const Item& item = items_.get(kWide, i);
+      copy_queries(item);
+      read_members(i + 1);
+      copy_kv(item);
     }
   }
 
-  // Of the `tokens` that are left from this thread's first row on; -1 behind them.
-  __device__ static void read_slots(int (&to)[kRows], const int32_t* from, int tokens) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) to[i] = i < tokens ? from[i] : -1;
-  }
+ private:
+  __device__ static unsigned thread() { return thread_of<loaders(kDim)>(); }
 
-  template <bool kIsV>
-  __device__ void copy_rows(bool full, int column, uint32_t offset, const char* pool, uint32_t stride,
-                            const int (&slot)[kRows]) const {
-    if (full) {
+  // Of the item `i`: each thread those of some queries.
+  __device__ void read_members(int i) {
+    if (i >= items_.count(kWide)) return;
+    const Item& item = items_.get(kWide, i);
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) copy16(place(offset, i), pool + uint64_t(uint32_t(slot[i])) * stride);
-    } else if (column < kDim / 8) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
-        if (kIsV || slot[i] >= 0)
-          copy16_or_zero(place(offset, i), pool + uint64_t(max(slot[i], 0)) * stride, slot[i] >= 0);
+    for (int j = 0; j < kMembers; ++j) {
+      const int member = int(thread()) + j * loaders(kDim);
+      if (member < item.count) {
+        queries_ahead_[j] = p_.section(kQueries)[item.first + member];
+        targets_ahead_[j] = p_.section(kSlots)[item.first + member];
       }
     }
   }
 
-  __device__ uint32_t place(uint32_t offset, int i) const { return cursor_.memory() + next_row(offset, i); }
+  __device__ void copy_queries(const Item& item) {
+    const unsigned column = thread() % kRowThreads;
+    const int rows = item.count * p_.group;
+    queries_.wait_free();
+    auto& to = memory_.queries[queries_.unit()];
+#pragma unroll
+    for (int i = 0; i < kMembers; ++i) {
+      const int member = int(thread()) + i * loaders(kDim);
+      if (member >= item.count) continue;
+      to.members[member] = queries_ahead_[i];
+#pragma unroll 1
+      for (int head = 0; head < p_.group; ++head) {
+        const int row = member * p_.group + head;
+        to.targets[row] = RowTarget(p_, item, row, queries_ahead_[i], targets_ahead_[i]).code();
+      }
+    }
+#pragma unroll 1
+    for (int row = rows + int(thread()); row < item.m; row += loaders(kDim)) to.targets[row] = RowTarget::kNone;
+    sync_threads(kLoadBarrier, loaders(kDim));
+    if (column < kDim / 8) {
+#pragma unroll 4
+      for (int row = int(thread() / kRowThreads); row < item.m; row += loaders(kDim) / kRowThreads) {
+        const bool used = row < rows;
+        const T* q = q_row<T>(p_, item, used ? to.members[p_.query_of(row)] : item.query, used ? row : 0) + column * 8;
+        copy16_or_zero(shared_address(to.q) + panel_offset(row, column, item.m * kPanelRow), q, used);
+      }
+    }
+    arrive_after_copies(queries_.full_barrier());
+    arrive(queries_.full_barrier());
+    queries_.advance();
+  }
+
+  __device__ void copy_kv(const Item& item) {
+    const unsigned lane = thread() % kWarpSize, column = thread() % kRowThreads, first = thread() / kRowThreads * kRows;
+    const char* k = static_cast<const char*>(p_.k) + item.head * p_.k_head + column * 16;
+    const char* v = static_cast<const char*>(p_.v) + item.head * p_.v_head + column * 16;
+    const uint32_t offset = panel_offset(first, column, kTokens * kPanelRow);
+    const int own = int(first + lane % kRows);  // the row whose slot this lane reads
+    const int32_t* slots = p_.req_to_token + item.slots + own;
+    int next = own < item.tokens ? *slots : 0;
+#pragma unroll 1
+    for (int begin = 0; begin < item.tokens; begin += kTokens) {
+      const int slot = next;
+      slots += kTokens;
+      next = begin + kTokens + own < item.tokens ? *slots : 0;
+      const int tokens = item.tokens - begin - int(first);  // that are left from this thread's first row on
+      const bool full = kDim / 8 == kRowThreads && item.tokens - begin >= kTokens;
+      cursor_.wait_free();
+      copy_rows<false>(full, column, offset, k, p_.k_slot, slot, tokens);
+      cursor_.wait_free();
+      copy_rows<true>(full, column, offset, v, p_.v_slot, slot, tokens);
+    }
+  }
+
+  // One unit. Every lane of the warp has to call it.
+  template <bool kIsV>
+  __device__ void copy_rows(bool full, int column, uint32_t offset, const char* pool, uint32_t stride, int slot,
+                            int tokens) {
+    const uint32_t to = shared_address(memory_.ring) + cursor_.unit() * kUnitBytes<kDim>;
+    const int lane = int(thread() % kWarpSize / kRowThreads * kRowThreads);
+    if (full) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        copy16(to + next_row(offset, i), pool + uint64_t(uint32_t(__shfl_sync(~0u, slot, lane + i))) * stride);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kRows; ++i) {
+        const bool valid = i < tokens;
+        const uint32_t row = __shfl_sync(~0u, slot, lane + i);  // 0 behind the end
+        // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
+        if (column < kDim / 8 && (kIsV || valid))
+          copy16_or_zero(to + next_row(offset, i), pool + uint64_t(row) * stride, valid);
+      }
+    }
+    arrive_after_copies(cursor_.full_barrier());
+    cursor_.advance();
+  }
 
   const Params& p_;
-  Items& items_;
-  RingCursor<kDim, kUnits> cursor_;
+  const Items<threads(kDim)>& items_;
+  WideMemory<kDim, kUnits>& memory_;
+  RingCursor<kUnits> cursor_;
+  RingCursor<kQueryBuffers> queries_;
+  int queries_ahead_[kMembers] = {}, targets_ahead_[kMembers] = {};
 };
 
 }  // namespace pat

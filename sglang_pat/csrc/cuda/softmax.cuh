@@ -9,20 +9,33 @@
 
 namespace pat {
 
+// The base that weights are taken against follows the greatest score only when it falls behind by more than this, to base
+// 2: then the weights before need not be multiplied every time. 2^8 is far from what 16 bits or sums in float32 hold
+// (FlashAttention-4 does the same).
+constexpr float kSlack = 8;
+
+__device__ __forceinline__ float raise(float top, float higher, const Params& p) {
+  return (higher - top) * p.scale_log2 > kSlack ? higher : top;
+}
+
+__device__ __forceinline__ void cap_score(float& s, const Params& p) {
+  s = p.cap - __fdividef(2 * p.cap, 1 + exp2_fast(s * p.cap_exponent));
+}
+
 struct Softmax {
-  float top[2] = {-INFINITY, -INFINITY};  // the greatest score of each row so far, without the scale
+  float top[2] = {-INFINITY, -INFINITY};  // the score of each row that weights are taken against, without the scale
   float sum[2] = {0, 0};                  // of this thread's own columns
 
   // Turns scores into weights, and says by what the weights before are to be multiplied. Columns from `valid` on do not
   // count.
   template <int kBlocks>
-  __device__ __forceinline__ void update(float* s, int valid, const Params& p, float (&factor)[2]) {
-    if (p.cap > 0) {
+  __device__ __forceinline__ void update(float* s, int valid, bool capped, const Params& p, float (&factor)[2]) {
+    if (capped) {
 #pragma unroll
-      for (int i = 0; i < 4 * kBlocks; ++i) s[i] = p.cap - __fdividef(2 * p.cap, 1 + exp2_fast(s[i] * p.cap_exponent));
+      for (int i = 0; i < 4 * kBlocks; ++i) cap_score(s[i], p);
     }
     if (valid < 8 * kBlocks) {
-      const int first = fresh(threadIdx.x) % 4 * 2;
+      const int first = thread_of<4>() * 2;
 #pragma unroll
       for (int i = 0; i < 4 * kBlocks; ++i)
         if (first + i / 4 * 8 + i % 2 >= valid) s[i] = -INFINITY;
@@ -35,6 +48,7 @@ struct Softmax {
         higher = fmaxf(higher, fmaxf(s[4 * block + 2 * half], s[4 * block + 2 * half + 1]));
       higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 1));
       higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 2));
+      higher = raise(top[half], higher, p);
       // A row without a score so far stays at weights of zero.
       const float base = higher == -INFINITY ? 0 : higher * p.scale_log2;
       factor[half] = exp2_fast(top[half] * p.scale_log2 - base);
@@ -58,6 +72,72 @@ struct Softmax {
     for (int half = 0; half < 2; ++half) {
       sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
       sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
+    }
+  }
+};
+
+// The same for transposed scores: a thread has columns 2 (lane % 4) and the next of each block of eight, and of 16 rows
+// lane / 4 and lane / 4 + 8. Here columns are the rows of Q, and rows are tokens.
+template <int kBlocks>
+struct ColumnSoftmax {
+  float top[kBlocks][2], sum[kBlocks][2];
+
+  __device__ ColumnSoftmax() {
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) top[i / 2][i % 2] = -INFINITY, sum[i / 2][i % 2] = 0;
+  }
+
+  // `first` tokens of the first chunk count, and `second` of the second.
+  template <int kChunks>
+  __device__ __forceinline__ void update(float (&s)[kChunks][kBlocks][4], int first, int second, bool capped, const Params& p,
+                                         float (&factor)[kBlocks][2]) {
+    if (capped) {
+#pragma unroll
+      for (int i = 0; i < kChunks * kBlocks * 4; ++i) cap_score((&s[0][0][0])[i], p);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int valid = chunk == 0 ? first : second;
+      if (valid >= kChunkTokens) continue;
+      const int row = unsigned(lane_id()) / 4;
+#pragma unroll
+      for (int i = 0; i < kBlocks * 4; ++i)
+        if (row + i % 4 / 2 * 8 >= valid) s[chunk][i / 4][i % 4] = -INFINITY;
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      const int block = i / 2, which = i % 2;
+      float higher = top[block][which];
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+        higher = fmaxf(higher, fmaxf(s[chunk][block][which], s[chunk][block][which + 2]));
+#pragma unroll
+      for (int mask = 4; mask < kWarpSize; mask *= 2) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
+      higher = raise(top[block][which], higher, p);
+      // A query without a score so far stays at weights of zero.
+      const float base = higher == -INFINITY ? 0 : higher * p.scale_log2;
+      factor[block][which] = exp2_fast(top[block][which] * p.scale_log2 - base);
+      top[block][which] = higher;
+      float total = 0;
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+        for (int half = 0; half < 4; half += 2) {
+          float& x = s[chunk][block][which + half];
+          x = exp2_fast(x * p.scale_log2 - base);
+          total += x;
+        }
+      }
+      sum[block][which] = sum[block][which] * factor[block][which] + total;
+    }
+  }
+
+  // Sums over all tokens.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+#pragma unroll
+      for (int mask = 4; mask < kWarpSize; mask *= 2) sum[i / 2][i % 2] += __shfl_xor_sync(~0u, sum[i / 2][i % 2], mask);
     }
   }
 };

@@ -1,5 +1,5 @@
-// Items of more rows. With 128 rows each of two warpgroups has half of them; with 64 they take turns at the tiles and
-// sum up at the end. K and V come through the ring.
+// Items of more rows. Each group of warps has 64 of them; of an item of 64, two groups take turns at the tiles and sum up
+// at the end. K, V and Q come through the ring.
 #pragma once
 
 #include "products.cuh"
@@ -8,154 +8,158 @@
 
 namespace pat {
 
+constexpr int kTurns = 2;  // groups that share an item of 64 rows: as fast as memory already
+
 struct WideStatistics {
   float top[64], sum[64];  // of the second group, where both have the same rows
+};
+
+// How far the computing warps are in the rings; kept from one look-up of items to the next.
+template <int kUnits>
+struct WideCursors {
+  __device__ explicit WideCursors(WideBarriers<kUnits>& barriers)
+      : k(barriers.ring), v(barriers.ring), queries(barriers.queries) {
+    v.advance();
+  }
+  RingCursor<kUnits> k, v;
+  RingCursor<kQueryBuffers> queries;
 };
 
 template <typename T, int kDim, int kUnits>
 class WideGroup {
   using P = Products<T, kDim>;
-  static constexpr int kGroups = groups(kDim), kComputing = kGroups * kGroupThreads;
-  static constexpr int kRowThreads = row_threads(kDim);
+  using Ring = RingCursor<kUnits>;
+  static constexpr int kGroups = groups(kDim);
 
  public:
-  __device__ WideGroup(const Params& p, Items& items, const RingCursor<kDim, kUnits>& cursor, uint8_t* q,
-                       float* scratch, WideStatistics& statistics)
+  __device__ WideGroup(const Params& p, const Items<threads(kDim)>& items, WideMemory<kDim, kUnits>& memory,
+                       WideStatistics& statistics, WideCursors<kUnits>& cursors)
       : p_(p),
         items_(items),
-        k_(cursor),
-        v_(cursor),
-        q_(q),
-        scratch_(scratch),
+        memory_(memory),
         statistics_(statistics),
-        group_(__shfl_sync(~0u, int(threadIdx.x / kGroupThreads), 0)) {
-    v_.advance();
-  }
+        k_(cursors.k),
+        v_(cursors.v),
+        queries_(cursors.queries),
+        group_(__shfl_sync(~0u, int(threadIdx.x / kGroupThreads), 0)),
+        capped_(p.cap > 0) {}
 
-  __device__ void run(int tiles) {
-    items_.restart();
-    do {
-      for (uint64_t pending = items_.with_tiles(tiles); pending != 0; pending &= pending - 1) {
-        const Item& item = items_[__ffsll(pending) - 1];
-        sync_threads(kWideBarrier, kComputing);  // Q of the item before may still be in use
-        copy_q(item);
-        fence_async_proxy();
-        sync_threads(kWideBarrier, kComputing);
-        run_item(item, kGroups == 2 && item.m == 64);
-      }
-    } while (items_.next());
+  // The items of one look-up.
+  __device__ void run() {
+    for (int i = 0; i < items_.count(kWide); ++i) run_item(items_.get(kWide, i));
   }
 
  private:
-  __device__ void copy_q(const Item& item) {
-    const int32_t* queries = p_.section(kQueries) + item.first;
-    const int rows = item.count * p_.group, thread = fresh(threadIdx.x), column = thread % kRowThreads;
-    if (column >= kDim / 8) return;
-#pragma unroll 4
-    for (int row = thread / kRowThreads; row < item.m; row += kComputing / kRowThreads) {
-      uint4 value = make_uint4(0, 0, 0, 0);
-      if (row < rows)
-        value = *reinterpret_cast<const uint4*>(q_row<T>(p_, item, queries[p_.query_of(row)], row) + column * 8);
-      *reinterpret_cast<uint4*>(q_ + panel_offset(row, column, item.m * kPanelRow)) = value;
-    }
-  }
-
   // The second product of a tile runs beside the softmax of the next one.
-  __device__ __forceinline__ void run_item(const Item& item, bool in_turns) {
+  __device__ __forceinline__ void run_item(const Item& item) {
+    const bool in_turns = kGroups > 1 && item.m == 64;
+    const int tiles = int(unsigned(item.tokens + kTokens - 1) / kTokens), stride = in_turns ? kTurns : 1;
+    const bool idle = in_turns ? group_ >= kTurns : group_ * 64 >= item.m;
+    int tile = in_turns ? group_ : 0;  // this group's next one
+    const int tokens = item.tokens;
+    queries_.wait_full();
+    fence_async_proxy();
+    auto& queries = memory_.queries[queries_.unit()];
+    if (idle) {
+#pragma unroll 1
+      for (tile = 0; tile < tiles; ++tile) skip(k_), skip(v_);
+      release(queries_, 1);
+      return;
+    }
     Softmax softmax;
     float o[P::kOutputs], s[32], factor[2];
     uint32_t weights[kTokens / 16][4];
 #pragma unroll
     for (int i = 0; i < P::kOutputs; ++i) o[i] = 0;
     const int q_panel = item.m * kPanelRow;
-    const uint32_t q = shared_address(q_) + (in_turns ? 0 : group_ * 64 * kPanelRow);
-    int tokens = item.tokens;  // not yet begun, others' too
-    const auto skip_others = [&](RingCursor<kDim, kUnits>& cursor, bool any) {
-      if (in_turns && any) skip(cursor);
-    };
+    const uint32_t q = shared_address(queries.q) + (in_turns ? 0 : group_ * 64 * kPanelRow);
     const auto start_scores = [&] {
       k_.wait_full();
       fence_async_proxy();
-      P::scores(s, q, q_panel, __shfl_sync(~0u, k_.memory(), 0));
+      P::scores(s, q, q_panel, __shfl_sync(~0u, unit(k_), 0));
     };
     const auto start_values = [&] {
       v_.wait_full();
       fence_async_proxy();
-      P::values(o, weights, __shfl_sync(~0u, v_.memory(), 0));
+      P::values(o, weights, __shfl_sync(~0u, unit(v_), 0));
     };
     const auto pack = [&] {
 #pragma unroll
       for (int step = 0; step < kTokens / 16; ++step) pack_weights<T>(weights[step], &s[8 * step]);
     };
-    if (group_ == 1 && tokens > 0) {
-      skip_others(k_, true);
-      skip_others(v_, true);
-      tokens -= in_turns ? kTokens : 0;
-    }
-    if (tokens > 0) {
+    const auto skip_until = [&](Ring& cursor, int from, int until) {
+#pragma unroll 1
+      for (; from < until; ++from) skip(cursor);
+    };
+    skip_until(k_, 0, min(tile, tiles));
+    skip_until(v_, 0, min(tile, tiles));
+    if (tile < tiles) {
       start_scores();
       P::template wait<0>();
-      release(k_);
-      softmax.template update<8>(s, tokens, p_, factor);
+      release(k_, 2);
+      softmax.template update<8>(s, tokens - tile * kTokens, capped_, p_, factor);
       pack();
       while (true) {
-        // Behind this tile, another group's is passed over.
-        const bool others = tokens > kTokens;
-        skip_others(k_, others);
-        const int next = tokens - (in_turns ? 2 : 1) * kTokens;
-        if (next <= 0) {
+        const int next = tile + stride;
+        skip_until(k_, tile + 1, min(next, tiles));
+        if (next >= tiles) {
           start_values();
           P::template wait<0>();
-          release(v_);
-          skip_others(v_, others);
+          release(v_, 2);
+          skip_until(v_, tile + 1, tiles);
           break;
         }
         start_scores();
         start_values();
         P::template wait<1>();
-        release(k_);
-        softmax.template update<8>(s, next, p_, factor);
+        release(k_, 2);
+        softmax.template update<8>(s, tokens - next * kTokens, capped_, p_, factor);
         P::template wait<0>();
-        release(v_);
-        skip_others(v_, others);
+        release(v_, 2);
+        skip_until(v_, tile + 1, next);
         rescale<P::kOutputs>(o, factor);
         pack();
-        tokens = next;
+        tile = next;
       }
     }
     softmax.finish();
-    if (in_turns) {
-      add_up(softmax, o);
-      if (group_ != 0) return;
-    }
-    const Results<T, kDim> results(p_, item);
-    write_fragments(results, (in_turns ? 0 : group_ * 64) + row(), softmax, o, p_);
+    const int rows = (in_turns ? 0 : group_ * 64) + row();
+    const RowTarget targets[2] = {RowTarget(queries.targets[rows]), RowTarget(queries.targets[rows + 8])};
+    if (in_turns) add_up(softmax, o, reinterpret_cast<float*>(queries.q + 64 * panels(kDim) * kPanelRow));
+    __syncwarp();
+    release(queries_, 1);
+    if (!in_turns || group_ == 0) write(targets, softmax, o);
+  }
+
+  __device__ uint32_t unit(const Ring& cursor) const {
+    return shared_address(memory_.ring) + cursor.unit() * kUnitBytes<kDim>;
   }
 
   // Passes over a unit that is the other group's. It must be full before it is given back, or it would count twice.
-  __device__ static void skip(RingCursor<kDim, kUnits>& cursor) {
+  __device__ static void skip(Ring& cursor) {
     cursor.wait_full();
-    release(cursor);
+    release(cursor, 2);
   }
 
   // The unit is free once every warp has said so; on to the next of its kind.
-  __device__ static void release(RingCursor<kDim, kUnits>& cursor) {
-    if (fresh(threadIdx.x) % kWarpSize == 0) arrive(cursor.free_barrier());
-    cursor.advance(2);
+  template <typename Cursor>
+  __device__ static void release(Cursor& cursor, int units) {
+    if (lane_id() == 0) arrive(cursor.free_barrier());
+    cursor.advance(units);
   }
 
   // The first of this thread's two rows of its group's 64.
   __device__ static int row() {
-    const int thread = fresh(threadIdx.x);
-    return thread % kGroupThreads / kWarpSize * 16 + thread % kWarpSize / 4;
+    const unsigned thread = thread_of<kGroupThreads>();
+    return thread / kWarpSize * 16 + thread % kWarpSize / 4;
   }
 
   // Adds the second group's results to the first's: thread by thread, for both have the same rows and columns.
-  __device__ void add_up(Softmax& softmax, float (&o)[P::kOutputs]) {
-    const int thread = fresh(threadIdx.x) % kGroupThreads;
+  __device__ void add_up(Softmax& softmax, float (&o)[P::kOutputs], float* scratch) {
+    const int thread = thread_of<kGroupThreads>();
     if (group_ == 1) {
 #pragma unroll
-      for (int i = 0; i < kDim / 2; ++i) scratch_[i * kGroupThreads + thread] = o[i];
+      for (int i = 0; i < kDim / 2; ++i) scratch[i * kGroupThreads + thread] = o[i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (thread % 4 == 0) {
@@ -164,29 +168,47 @@ class WideGroup {
         }
       }
     }
-    sync_threads(kWideBarrier, kComputing);
-    if (group_ == 1) return;
-    float own[2], other[2];
+    sync_threads(kWideBarrier, kTurns * kGroupThreads);
+    if (group_ == 0) {
+      float own[2], other[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float top = statistics_.top[row() + half * 8], higher = fmaxf(top, softmax.top[half]);
+        own[half] = weight(softmax.top[half], higher, p_);
+        other[half] = weight(top, higher, p_);
+        softmax.sum[half] = softmax.sum[half] * own[half] + statistics_.sum[row() + half * 8] * other[half];
+        softmax.top[half] = higher;
+      }
+#pragma unroll
+      for (int i = 0; i < kDim / 2; ++i)
+        o[i] = o[i] * own[i / 2 % 2] + scratch[i * kGroupThreads + thread] * other[i / 2 % 2];
+    }
+    // The second group's next results, or Q of another item, must not overwrite these.
+    sync_threads(kWideBarrier, kTurns * kGroupThreads);
+  }
+
+  // Rows `row()` and eight further of this group's are this thread's.
+  __device__ void write(const RowTarget (&targets)[2], const Softmax& softmax, const float (&o)[P::kOutputs]) const {
+    const Results<T, kDim> results(p_);
+    const int pair = thread_of<4>() * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float top = statistics_.top[row() + half * 8], higher = fmaxf(top, softmax.top[half]);
-      own[half] = weight(softmax.top[half], higher, p_);
-      other[half] = weight(top, higher, p_);
-      softmax.sum[half] = softmax.sum[half] * own[half] + statistics_.sum[row() + half * 8] * other[half];
-      softmax.top[half] = higher;
+      if (!targets[half].used()) continue;
+      const float sum = softmax.sum[half], norm = sum > 0 ? 1 / sum : 0;
+      if (pair == 0) results.store_lse(targets[half], lse(softmax.top[half], sum, p_));
+      results.store_pairs(targets[half], pair,
+                          [&](int i) { return make_float2(o[4 * i + 2 * half] * norm, o[4 * i + 2 * half + 1] * norm); });
     }
-#pragma unroll
-    for (int i = 0; i < kDim / 2; ++i)
-      o[i] = o[i] * own[i / 2 % 2] + scratch_[i * kGroupThreads + thread] * other[i / 2 % 2];
   }
 
   const Params& p_;
-  Items& items_;
-  RingCursor<kDim, kUnits> k_, v_;
-  uint8_t* const q_;
-  float* const scratch_;
+  const Items<threads(kDim)>& items_;
+  WideMemory<kDim, kUnits>& memory_;
   WideStatistics& statistics_;
+  Ring &k_, &v_;
+  RingCursor<kQueryBuffers>& queries_;
   const int group_;
+  const bool capped_;
 };
 
 }  // namespace pat
