@@ -28,7 +28,7 @@ import trees
 
 from sglang_pat.kernels import cuda, layout, reference
 from sglang_pat.kernels.scheduler import NativeScheduler
-from sglang_pat.packing import CostModel, PackConfig, TileTable
+from sglang_pat.packing import PackConfig, TileTable
 
 RESULTS = Path(__file__).parent / "results"
 HEADS = ("32/32", "16/8", "32/8", "64/8")
@@ -104,9 +104,7 @@ class Pat:
         if query_tiles:
             tiles = TileTable(query_tiles, tiles.kv_tiles, tiles.kv_bounds)
         self.decoder = cuda.Decoder(problem.q.dtype, DIM, tiles, problem.q.device, mode)
-        cost = CostModel(
-            problem.heads, problem.kv_heads, DIM, DIM, problem.k.itemsize, flop_per_byte=180, item_bytes=80_000
-        )
+        cost = cuda.cost_model(problem.heads, problem.kv_heads, DIM, problem.k.dtype)
         self.config = PackConfig(cost, tiles, workers=self.decoder.workers, policy=policy)
         scheduler = NativeScheduler(self.config, problem.size)
         trees.load(scheduler, problem.batch)
@@ -178,6 +176,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "tile 16 only": {"query_tiles": (16,)},
     "tile 64 only": {"query_tiles": (64,)},
+    "tile 128 only": {"query_tiles": (128,)},
     "a stream for each tile": {"mode": "streams"},
     "serial": {"mode": "serial"},
     "merge not overlapped": {"overlap": False},

@@ -20,6 +20,20 @@ FUSED = cuda.tile_table(ARCH, 128)
 HALF = (torch.bfloat16, torch.float16)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def modules() -> None:
+    """Every module that the tests need, compiled at the same time."""
+    if not torch.cuda.is_available():
+        return
+    variants = [
+        cuda.Variant(dtype, dim, ARCH, cuda.tile_table(ARCH, dim).query_tiles)
+        for dtype in HALF
+        for dim in cuda.HEAD_DIMS
+    ]
+    variants += [cuda.Variant(torch.bfloat16, dim, ARCH, (m,)) for dim in (64, 128) for m in FUSED.query_tiles]
+    cuda.build(variants)
+
+
 class Run:
     """A case with its output and workspace on the GPU."""
 

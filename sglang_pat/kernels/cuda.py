@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from sglang_pat.kernels import jit
-from sglang_pat.packing import TileTable
+from sglang_pat.packing import CostModel, TileTable
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,13 @@ TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
 KV_TILE = 64
 """The n of every tile (`kTokens` in csrc/cuda/params.cuh)."""
+
+ITEM_BYTES = 50_000
+"""`CostModel.item_bytes`: what the plans of benchmarks/kernels.py ran best with on an H200 (benchmarks/NOTES.md)."""
+
+HOPPER_TOKEN_BYTES = {8: 512, 16: 512, 64: 512, 128: 780, 192: 830}
+"""`TileTable.token_bytes` for 128 columns. A worker's share of an H200's bandwidth is 33 KB/us; 64 tokens took tiles of 128
+and 192 rows 1.5 and 1.6 us, and memory's time the others (benchmarks/NOTES.md, 2026-11-21)."""
 
 Mode = Literal["fused", "streams", "serial"]
 
@@ -67,8 +74,15 @@ def arch_of(device: torch.device) -> str:
 
 def tile_table(arch: str, head_dim: int) -> TileTable:
     """The tiles of a GPU: 128 and 192 rows take several warpgroups (csrc/cuda/params.cuh, `groups`)."""
-    query_tiles = (8, 16, 64, 128, 192) if head_dim <= 128 and arch.startswith("9.") else (8, 16, 64)
-    return TileTable(query_tiles, kv_tiles=(KV_TILE,), kv_bounds=())
+    if head_dim > 128 or not arch.startswith("9."):
+        return TileTable((8, 16, 64), kv_tiles=(KV_TILE,), kv_bounds=())
+    token_bytes = tuple(price * head_dim // 128 for price in HOPPER_TOKEN_BYTES.values())
+    return TileTable(tuple(HOPPER_TOKEN_BYTES), (KV_TILE,), (), token_bytes)
+
+
+def cost_model(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> CostModel:
+    """What plans for these kernels cost."""
+    return CostModel(heads, kv_heads, head_dim, head_dim, dtype.itemsize, item_bytes=ITEM_BYTES)
 
 
 def build(variants: Sequence[Variant]) -> None:

@@ -36,7 +36,12 @@ class PackConfig(msgspec.Struct, frozen=True):
         """What a token costs a work item with `queries` queries."""
         rows = queries * self.cost.group
         m = self.tiles.query_tile(rows)
-        return self.cost.row_bytes(-(-rows // m) * m)
+        tiles = -(-rows // m)
+        rate = self.cost.row_bytes(tiles * m)
+        if self.tiles.token_bytes:
+            computing = self.tiles.token_bytes[self.tiles.query_tiles.index(m)]
+            rate = max(rate, tiles * self.cost.kv_heads * computing)
+        return rate
 
     def pack_bytes(self, queries: int, tokens: int) -> int:
         """Reading `tokens` tokens for `queries` queries, in as many work items as the largest tile asks for."""

@@ -21,11 +21,15 @@ class TileTable(msgspec.Struct, frozen=True):
         query_tiles: Every m, ascending.
         kv_tiles: Every n, ascending.
         kv_bounds: Piecewise rule for n: the i-th n serves KV lengths up to `kv_bounds[i]`, the last n the rest.
+        token_bytes: For each m what a tile of it takes for one token of one KV head, in bytes that its worker's share of
+            the memory bandwidth moves in that time. It counts where it is more than the token's own bytes; empty where
+            nothing was measured.
     """
 
     query_tiles: tuple[int, ...]
     kv_tiles: tuple[int, ...]
     kv_bounds: tuple[int, ...]
+    token_bytes: tuple[int, ...] = ()
 
     def max_queries(self, group: int) -> int:
         """Queries that the largest m holds when `group` query heads share a KV head; at least one."""

@@ -89,18 +89,22 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   if (threadIdx.x >= S::kComputing) {
     if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters>();
     Loader<T, kDim, S::kUnits> loader(p, items, memory.wide, memory.barriers);
-    for (int first = 0; items.look_up(first, kMs); first += kThreads) {
+    bool more = true;
+    for (int first = 0; more; first += kThreads) {
+      more = items.look_up(first, kMs);
       if constexpr (S::kHasWide) {
         if (narrow_first) sync_threads(kPhaseBarrier, kThreads);
         loader.run();
       }
-      __syncthreads();
+      if (more) __syncthreads();
     }
     wait_copies<0>();
   } else {
     if constexpr (kTradeRegisters) grow_registers<kComputeRegisters<kDim>>();
     WideCursors<S::kUnits> cursors(memory.barriers);
-    for (int first = 0; items.look_up(first, kMs); first += kThreads) {
+    bool more = true;
+    for (int first = 0; more; first += kThreads) {
+      more = items.look_up(first, kMs);
       // They use the same shared memory.
       for (int turn = narrow_first ? 0 : 1;; turn = 0) {
         if (turn == 0) {
@@ -116,7 +120,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
         if (narrow_first) break;
         sync_threads(kTurnBarrier, S::kComputing);
       }
-      __syncthreads();
+      if (more) __syncthreads();
     }
   }
 }

@@ -50,12 +50,11 @@ class Items {
  public:
   __device__ Items(const Params& p, Window& window) : p_(p), window_(window) {}
 
-  // Looks up the worker's items from `first` on, those whose tile is one of `ms`. Every thread has to call it; false
-  // where there are none. What was looked up before must not be in use any more.
+  // Looks up the worker's items from `first` on, those whose tile is one of `ms`. Every thread has to call it; what was
+  // looked up before must not be in use any more. Whether there may be more.
   __device__ bool look_up(int first, int ms) {
     const int thread = thread_of_cta(), lane = lane_id(), warp = warp_id();
-    bool any = false;
-    const Item item = read(first + thread, any);
+    const Item item = read(first + thread);
     const bool ours = item.m != 0 && (ms >> item.m / 8 & 1) != 0;
     const Phase phase = phase_of(item.m);
     window_.items[thread] = item;
@@ -64,7 +63,7 @@ class Items {
       const uint32_t bits = __ballot_sync(~0u, ours && phase == i);
       if (lane == 0) window_.phase_bits[i][warp] = bits;
     }
-    any = __syncthreads_or(any);
+    const bool full = __syncthreads_and(item.head >= 0);
     int count = 0;
 #pragma unroll
     for (int i = 0; i < Window::kWords; ++i) count += __popc(window_.phase_bits[phase][i]);
@@ -88,7 +87,7 @@ class Items {
       window_.shared[phase] = all_shared;
     }
     __syncthreads();
-    return any;
+    return full;
   }
 
   // How many there are for a phase, and how many of them, the first ones, for all warps together.
@@ -98,9 +97,10 @@ class Items {
   __device__ const Item& get(Phase phase, int i) const { return window_.items[window_.order[phase][i]]; }
 
  private:
-  // The worker's item `index`; one without a tile behind the last.
-  __device__ __forceinline__ Item read(int index, bool& any) const {
+  // The worker's item `index`; one without a tile, for no head, behind the last.
+  __device__ __forceinline__ Item read(int index) const {
     Item item = {};
+    item.head = -1;
     const int32_t* bins = p_.plan + kHeaderSize;
     const int num_tasks = p_.plan[kNumBins] * p_.kv_heads, items = p_.plan[kItems];
     int task = blockIdx.x, at = -1;
@@ -114,7 +114,6 @@ class Items {
       rest -= count;
     }
     if (at < 0) return item;
-    any = true;
     const int32_t* row = p_.plan + items + at * kItemSize;
     item.query = row[kQuery];
     item.target = row[kSlot];

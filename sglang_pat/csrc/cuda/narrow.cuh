@@ -65,7 +65,7 @@ class NarrowWarp {
         statistics_(statistics),
         count_(items.count(kPhase)),
         shared_(items.shared(kPhase)),
-        capped_(p.cap > 0) {}
+        capped_(fresh(p.cap > 0)) {}
 
   __device__ void run() {
     Cursor reader;
@@ -176,8 +176,8 @@ class NarrowWarp {
     const Chunk chunk = ahead_[0];
     if (chunk.tokens >= 0) {
       const unsigned lane = lane_id(), column = lane % kRowThreads, first = lane / kRowThreads * kRows;
-      const char* k = static_cast<const char*>(p_.k) + chunk.head * p_.k_head + column * 16;
-      const char* v = static_cast<const char*>(p_.v) + chunk.head * p_.v_head + column * 16;
+      const char* k = fresh(static_cast<const char*>(p_.k) + chunk.head * p_.k_head + column * 16);
+      const char* v = fresh(static_cast<const char*>(p_.v) + chunk.head * p_.v_head + column * 16);
       const uint32_t to = shared_address(stage(warp_id(), number)) + panel_offset(first, column, S::kPanel);
       if (kDim / 8 == kRowThreads && chunk.tokens == kChunkTokens) {
 #pragma unroll

@@ -19,12 +19,12 @@ class Products {
   // s = q k^T; `q` is where the 64 rows are in shared memory, in panels of `q_panel` bytes.
   static __device__ __forceinline__ void scores(float (&s)[32], uint32_t q, int q_panel, uint32_t k) {
 #if PAT_WGMMA
-    const uint64_t a = panel_descriptor(q), b = panel_descriptor(k);
+    const uint32_t a = panel_descriptor(q), b = panel_descriptor(k);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int panel = step / 4, column = step % 4 * 32;
-      wgmma_nt(s, a + descriptor_offset(panel * q_panel + column), b + descriptor_offset(panel * kPanel + column),
+      wgmma_nt(s, a + panel * (q_panel >> 4) + descriptor_offset(column), b + descriptor_offset(panel * kPanel + column),
                step > 0, T());
     }
     wgmma_commit();
@@ -52,7 +52,7 @@ class Products {
   static __device__ __forceinline__ void values(float (&o)[kOutputs], const uint32_t (&weights)[kTokenSteps][4],
                                                 uint32_t v) {
 #if PAT_WGMMA
-    const uint64_t b = panel_descriptor(v);
+    const uint32_t b = panel_descriptor(v);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTokenSteps; ++step) {

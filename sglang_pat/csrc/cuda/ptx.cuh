@@ -56,6 +56,12 @@ __device__ __forceinline__ unsigned fresh(unsigned value) {
   return value;
 }
 
+template <typename T>
+__device__ __forceinline__ T* fresh(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
 // Thread of the CTA, of its warp, of its group of `kCount`; the warp of the CTA.
 __device__ __forceinline__ int thread_of_cta() { return int(fresh(threadIdx.x)); }
 template <unsigned kCount>

@@ -71,7 +71,8 @@ struct WideBarriers {
 template <typename T, int kDim, int kUnits>
 class Loader {
   static constexpr int kRowThreads = row_threads(kDim);
-  static constexpr int kRows = kTokens * kRowThreads / loaders(kDim);  // that a thread copies: one after the other
+  // A thread copies rows that are kStride apart: where that is 8, they are swizzled alike.
+  static constexpr int kStride = loaders(kDim) / kRowThreads, kRows = kTokens / kStride;
   static_assert(kRows <= kRowThreads);  // for each lane has the slot of one row
   static constexpr int kMembers = (kMaxRows<kDim> + loaders(kDim) - 1) / loaders(kDim);
 
@@ -86,15 +87,16 @@ class Loader {
     for (int i = 0; i < items_.count(kWide); ++i) {
       const Item& item = items_.get(kWide, i);
       copy_queries(item);
+      const int slot_ahead = slot_ahead_;
       read_members(i + 1);
-      copy_kv(item);
+      copy_kv(item, slot_ahead);
     }
   }
 
  private:
   __device__ static unsigned thread() { return thread_of<loaders(kDim)>(); }
 
-  // Of the item `i`: each thread those of some queries.
+  // Of the item `i`: each thread some queries, and the slot of a row of the first tile.
   __device__ void read_members(int i) {
     if (i >= items_.count(kWide)) return;
     const Item& item = items_.get(kWide, i);
@@ -106,6 +108,7 @@ class Loader {
         targets_ahead_[j] = p_.section(kSlots)[item.first + member];
       }
     }
+    if (own_row() < item.tokens) slot_ahead_ = p_.req_to_token[item.slots + own_row()];
   }
 
   __device__ void copy_queries(const Item& item) {
@@ -140,14 +143,18 @@ class Loader {
     queries_.advance();
   }
 
-  __device__ void copy_kv(const Item& item) {
-    const unsigned lane = thread() % kWarpSize, column = thread() % kRowThreads, first = thread() / kRowThreads * kRows;
-    const char* k = static_cast<const char*>(p_.k) + item.head * p_.k_head + column * 16;
-    const char* v = static_cast<const char*>(p_.v) + item.head * p_.v_head + column * 16;
+  // The row of a tile whose slot this lane reads.
+  __device__ static int own_row() { return int(thread() / kRowThreads + thread() % kRows * kStride); }
+
+  // `slot_ahead` is the slot of this lane's row of the first tile.
+  __device__ void copy_kv(const Item& item, int slot_ahead) {
+    const unsigned column = thread() % kRowThreads, first = thread() / kRowThreads;
+    const char* k = fresh(static_cast<const char*>(p_.k) + item.head * p_.k_head + column * 16);
+    const char* v = fresh(static_cast<const char*>(p_.v) + item.head * p_.v_head + column * 16);
     const uint32_t offset = panel_offset(first, column, kTokens * kPanelRow);
-    const int own = int(first + lane % kRows);  // the row whose slot this lane reads
+    const int own = own_row();
     const int32_t* slots = p_.req_to_token + item.slots + own;
-    int next = own < item.tokens ? *slots : 0;
+    int next = own < item.tokens ? slot_ahead : 0;
 #pragma unroll 1
     for (int begin = 0; begin < item.tokens; begin += kTokens) {
       const int slot = next;
@@ -171,15 +178,15 @@ class Loader {
     if (full) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
-        copy16(to + next_row(offset, i), pool + uint64_t(uint32_t(__shfl_sync(~0u, slot, lane + i))) * stride);
+        copy16(to + next_row(offset, i * kStride), pool + uint64_t(uint32_t(__shfl_sync(~0u, slot, lane + i))) * stride);
     } else {
 #pragma unroll 1
       for (int i = 0; i < kRows; ++i) {
-        const bool valid = i < tokens;
+        const bool valid = i * kStride < tokens;
         const uint32_t row = __shfl_sync(~0u, slot, lane + i);  // 0 behind the end
         // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
         if (column < kDim / 8 && (kIsV || valid))
-          copy16_or_zero(to + next_row(offset, i), pool + uint64_t(row) * stride, valid);
+          copy16_or_zero(to + next_row(offset, i * kStride), pool + uint64_t(row) * stride, valid);
       }
     }
     arrive_after_copies(cursor_.full_barrier());
@@ -191,7 +198,7 @@ class Loader {
   WideMemory<kDim, kUnits>& memory_;
   RingCursor<kUnits> cursor_;
   RingCursor<kQueryBuffers> queries_;
-  int queries_ahead_[kMembers] = {}, targets_ahead_[kMembers] = {};
+  int queries_ahead_[kMembers] = {}, targets_ahead_[kMembers] = {}, slot_ahead_ = 0;
 };
 
 }  // namespace pat

@@ -11,13 +11,15 @@
 
 namespace pat {
 
-// Describes a panel: rows of 128 bytes, swizzled, in groups of eight that are 1,024 bytes apart.
-__device__ __forceinline__ uint64_t panel_descriptor(uint32_t address) {
-  constexpr uint64_t kSwizzle128 = uint64_t(1) << 62, kStride = uint64_t(1024 >> 4) << 32, kLeading = uint64_t(1) << 16;
-  return kSwizzle128 | kStride | kLeading | uint64_t((address & 0x3FFFF) >> 4);
+// Describes a panel: rows of 128 bytes, swizzled, in groups of eight that are 1,024 bytes apart. This is the lower half of
+// the descriptor, with the address; the upper half is always the same.
+__device__ __forceinline__ uint32_t panel_descriptor(uint32_t address) {
+  constexpr uint32_t kLeading = 1 << 16;
+  return kLeading | (address & 0x3FFFF) >> 4;
 }
+#define PAT_DESCRIPTOR_HIGH "0x40000040"  // 128-byte swizzle, and 1,024 bytes over 16
 
-constexpr uint64_t descriptor_offset(int bytes) { return uint64_t(bytes >> 4); }
+constexpr uint32_t descriptor_offset(int bytes) { return uint32_t(bytes >> 4); }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -35,18 +37,20 @@ __device__ __forceinline__ void wgmma_wait() {
 // d = a b^T (+ d where `accumulate`): a is [64, 16], b is [64, 16], both in shared memory with the product's k contiguous.
 // d += a b: a is [64, 16] in registers, b is [16, 64] in shared memory with the columns contiguous.
 #define PAT_WGMMA_FOR(TYPE, NAME)                                                                                 \
-  __device__ __forceinline__ void wgmma_nt(float (&d)[32], uint64_t a, uint64_t b, int accumulate, TYPE) {        \
+  __device__ __forceinline__ void wgmma_nt(float (&d)[32], uint32_t a, uint32_t b, int accumulate, TYPE) {        \
     asm volatile(                                                                                                 \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                              \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " " PAT_D32 ", %32, %33, p, 1, 1, 0, 0;\n}\n" \
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %34, 0;\nmov.b64 a, {%32, " PAT_DESCRIPTOR_HIGH "};\n"  \
+        "mov.b64 b, {%33, " PAT_DESCRIPTOR_HIGH "};\nwgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME     \
+        " " PAT_D32 ", a, b, p, 1, 1, 0, 0;\n}\n"                                                                  \
         : PAT_OUT                                                                                                 \
-        : "l"(a), "l"(b), "r"(accumulate));                                                                       \
+        : "r"(a), "r"(b), "r"(accumulate));                                                                       \
   }                                                                                                               \
-  __device__ __forceinline__ void wgmma_nn(float (&d)[32], const uint32_t (&a)[4], uint64_t b, TYPE) {            \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " " PAT_D32                          \
-                 ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"                                                     \
+  __device__ __forceinline__ void wgmma_nn(float (&d)[32], const uint32_t (&a)[4], uint32_t b, TYPE) {            \
+    asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%36, " PAT_DESCRIPTOR_HIGH "};\n"                                  \
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " " PAT_D32                          \
+                 ", {%32, %33, %34, %35}, b, 1, 1, 1, 1;\n}\n"                                                   \
                  : PAT_OUT                                                                                        \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                           \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                                           \
   }
 
 #if PAT_WGMMA

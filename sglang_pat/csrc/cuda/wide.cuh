@@ -42,7 +42,7 @@ class WideGroup {
         v_(cursors.v),
         queries_(cursors.queries),
         group_(__shfl_sync(~0u, int(threadIdx.x / kGroupThreads), 0)),
-        capped_(p.cap > 0) {}
+        capped_(fresh(p.cap > 0)) {}
 
   // The items of one look-up.
   __device__ void run() {
@@ -53,7 +53,8 @@ class WideGroup {
   // The second product of a tile runs beside the softmax of the next one.
   __device__ __forceinline__ void run_item(const Item& item) {
     const bool in_turns = kGroups > 1 && item.m == 64;
-    const int tiles = int(unsigned(item.tokens + kTokens - 1) / kTokens), stride = in_turns ? kTurns : 1;
+    const int tiles = int(unsigned(item.tokens + kTokens - 1) / kTokens);
+    const int stride = kGroups == 1 ? 1 : int(fresh(in_turns ? kTurns : 1));
     const bool idle = in_turns ? group_ >= kTurns : group_ * 64 >= item.m;
     int tile = in_turns ? group_ : 0;  // this group's next one
     const int tokens = item.tokens;
@@ -71,7 +72,7 @@ class WideGroup {
     uint32_t weights[kTokens / 16][4];
 #pragma unroll
     for (int i = 0; i < P::kOutputs; ++i) o[i] = 0;
-    const int q_panel = item.m * kPanelRow;
+    const int q_panel = int(fresh(item.m * kPanelRow));
     const uint32_t q = shared_address(queries.q) + (in_turns ? 0 : group_ * 64 * kPanelRow);
     const auto start_scores = [&] {
       k_.wait_full();
@@ -87,7 +88,9 @@ class WideGroup {
 #pragma unroll
       for (int step = 0; step < kTokens / 16; ++step) pack_weights<T>(weights[step], &s[8 * step]);
     };
+    // The other group's tiles.
     const auto skip_until = [&](Ring& cursor, int from, int until) {
+      if (stride == 1) return;
 #pragma unroll 1
       for (; from < until; ++from) skip(cursor);
     };
@@ -114,6 +117,8 @@ class WideGroup {
         P::template wait<1>();
         release(k_, 2);
         softmax.template update<8>(s, tokens - next * kTokens, capped_, p_, factor);
+        // Never; but without a branch ptxas moves the softmax behind the wait, and nothing runs beside the product.
+        if (softmax.sum[0] + softmax.sum[1] < 0) asm volatile("nanosleep.u32 0;");
         P::template wait<0>();
         release(v_, 2);
         skip_until(v_, tile + 1, next);
