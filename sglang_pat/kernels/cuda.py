@@ -27,9 +27,9 @@ KV_TILE = 64
 ITEM_BYTES = 50_000
 """`CostModel.item_bytes`: what the plans of benchmarks/kernels.py ran best with on an H200 (benchmarks/NOTES.md)."""
 
-HOPPER_TOKEN_BYTES = {8: 512, 16: 512, 64: 512, 128: 780, 192: 830}
-"""`TileTable.token_bytes` for 128 columns. A worker's share of an H200's bandwidth is 33 KB/us; 64 tokens took tiles of 128
-and 192 rows 1.5 and 1.6 us, and memory's time the others (benchmarks/NOTES.md, 2026-11-21)."""
+HOPPER_TOKEN_BYTES = {8: 512, 16: 512, 64: 512, 128: 700, 192: 1000}
+"""`TileTable.token_bytes` for 128 columns. A worker's share of an H200's bandwidth is 33 KB/us. 64 tokens take tiles of 128
+and 192 rows 1.3 to 1.6 us; of the prices around that, plans ran best with these (benchmarks/NOTES.md, 2026-11-21)."""
 
 Mode = Literal["fused", "streams", "serial"]
 

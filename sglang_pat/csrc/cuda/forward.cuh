@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
     init_barrier(shared_address(&memory.barriers.ring.free[threadIdx.x]), groups(kDim) * kGroupWarps);
     if (threadIdx.x < kQueryBuffers) {
       init_barrier(shared_address(&memory.barriers.queries.full[threadIdx.x]), 2 * loaders(kDim));
-      init_barrier(shared_address(&memory.barriers.queries.free[threadIdx.x]), groups(kDim) * kGroupWarps);
+      init_barrier(shared_address(&memory.barriers.queries.free[threadIdx.x]), S::kComputing);
     }
   }
   Items<kThreads> items(p, memory.window);

@@ -64,7 +64,7 @@ class WideGroup {
     if (idle) {
 #pragma unroll 1
       for (tile = 0; tile < tiles; ++tile) skip(k_), skip(v_);
-      release(queries_, 1);
+      release_queries();
       return;
     }
     Softmax softmax;
@@ -99,7 +99,7 @@ class WideGroup {
     if (tile < tiles) {
       start_scores();
       P::template wait<0>();
-      release(k_, 2);
+      release(k_);
       softmax.template update<8>(s, tokens - tile * kTokens, capped_, p_, factor);
       pack();
       while (true) {
@@ -108,19 +108,19 @@ class WideGroup {
         if (next >= tiles) {
           start_values();
           P::template wait<0>();
-          release(v_, 2);
+          release(v_);
           skip_until(v_, tile + 1, tiles);
           break;
         }
         start_scores();
         start_values();
         P::template wait<1>();
-        release(k_, 2);
+        release(k_);
         softmax.template update<8>(s, tokens - next * kTokens, capped_, p_, factor);
         // Never; but without a branch ptxas moves the softmax behind the wait, and nothing runs beside the product.
         if (softmax.sum[0] + softmax.sum[1] < 0) asm volatile("nanosleep.u32 0;");
         P::template wait<0>();
-        release(v_, 2);
+        release(v_);
         skip_until(v_, tile + 1, next);
         rescale<P::kOutputs>(o, factor);
         pack();
@@ -131,8 +131,7 @@ class WideGroup {
     const int rows = (in_turns ? 0 : group_ * 64) + row();
     const RowTarget targets[2] = {RowTarget(queries.targets[rows]), RowTarget(queries.targets[rows + 8])};
     if (in_turns) add_up(softmax, o, reinterpret_cast<float*>(queries.q + 64 * panels(kDim) * kPanelRow));
-    __syncwarp();
-    release(queries_, 1);
+    release_queries();
     if (!in_turns || group_ == 0) write(targets, softmax, o);
   }
 
@@ -143,14 +142,19 @@ class WideGroup {
   // Passes over a unit that is the other group's. It must be full before it is given back, or it would count twice.
   __device__ static void skip(Ring& cursor) {
     cursor.wait_full();
-    release(cursor, 2);
+    release(cursor);
   }
 
   // The unit is free once every warp has said so; on to the next of its kind.
-  template <typename Cursor>
-  __device__ static void release(Cursor& cursor, int units) {
+  __device__ static void release(Ring& cursor) {
     if (lane_id() == 0) arrive(cursor.free_barrier());
-    cursor.advance(units);
+    cursor.advance(2);
+  }
+
+  // These are free once every thread has said so: unlike what wgmma reads, each thread reads them for itself.
+  __device__ void release_queries() {
+    arrive(queries_.free_barrier());
+    queries_.advance();
   }
 
   // The first of this thread's two rows of its group's 64.
