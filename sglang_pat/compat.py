@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import torch
+
 
 def disable_graphs(server_args: Any) -> None:
     """Turn device graphs off: there is nothing to capture on a CPU.
@@ -74,6 +76,46 @@ def path(cache: Any, req: Any) -> list[tuple[int, int]]:
         result.append((node.id, len(node.key)))
         node = node.parent
     return result[::-1]
+
+
+PREFILL_GRAPH_FLAGS = (
+    "use_captured_forward_metadata_for_breakable_cuda_graph",
+    "supports_full_cuda_graph_chunked_prefix",
+)
+"""Attributes by which a backend says which prefill graphs it can be captured in."""
+
+
+def prefill_backend() -> str:
+    """The stock attention backend for prefill on this GPU: what SGLang would choose, as far as it is installed."""
+    import importlib.util
+
+    from sglang.srt.utils import is_flashinfer_available
+
+    if torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("sgl_kernel.flash_ops"):
+        return "fa3"
+    return "flashinfer" if is_flashinfer_available() else "triton"
+
+
+def padding(forward_batch: Any) -> int:
+    """Rows with which a graph padded the batch."""
+    return getattr(forward_batch, "num_padding", 0) or 0
+
+
+def is_graph_view(forward_batch: Any) -> bool:
+    """Whether this is a view of the buffers that a CUDA graph reads."""
+    return hasattr(forward_batch, "actual_forward_mode")
+
+
+def fence_table_reads() -> None:
+    """Let the scheduler write `req_to_token` only after a step's kernels have read it.
+
+    0.5.17 takes a graph's reads to be over before its replay; 0.5.23 asks the backend (`shared_read_ends`).
+    """
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.attention import base_attn_backend
+
+    if not hasattr(base_attn_backend, "SharedReadEnds"):
+        envs.SGLANG_FORCE_COARSE_WAR_BARRIER.set(True)
 
 
 def save_kv(pool: Any, layer: Any, slots: Any, k: Any, v: Any) -> None:

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_pat import compat
-from sglang_pat.backend import support
+from sglang_pat.backend import executors, support
 from sglang_pat.backend.planner import Planner
 from sglang_pat.config import PatConfig
-from sglang_pat.kernels import cpu, jit, layout
+from sglang_pat.kernels import jit
 from sglang_pat.kernels.scheduler import NativeScheduler
-from sglang_pat.packing import CPU_TILES, CostModel, PackConfig, WorkItem
+from sglang_pat.packing import PackConfig, WorkItem
 from sglang_pat.radix_bridge import Observer, hooks
 from sglang_pat.radix_bridge.trace import FORMAT, Header, TraceWriter
 
@@ -34,24 +33,37 @@ def create(runner: ModelRunner) -> PatAttnBackend:
     Raises:
         UnsupportedError: A flag or the model needs what PAT does not do.
         ConfigError: A `SGLANG_PAT_*` variable is wrong.
-        BuildError: The executor cannot be compiled here.
+        BuildError: The kernels cannot be compiled here.
         TraceError: The file of `SGLANG_PAT_TRACE` cannot be written.
     """
     try:
         support.check_flags(runner.server_args)
-        if runner.device != "cpu":
-            raise support.UnsupportedError(
-                f"sglang-pat has no kernels for {runner.device} yet: use another --attention-backend, or --device cpu"
-            )
-        support.check_model(runner, fallback="torch_native")
+        support.check_device(runner)
+        support.check_model(runner, fallback="torch_native" if runner.device == "cpu" else "triton")
         config = PatConfig.from_environment()
-        jit.load("cpu")
         jit.load("packing")
+        if runner.device == "cpu":
+            jit.load("cpu")
         return PatAttnBackend(runner, config)
     except (ValueError, jit.BuildError) as error:
         # SGLang prints a traceback; the reason shall also stand on a line of its own.
         logger.error("%s", error)
         raise
+
+
+def inner_backend(runner: ModelRunner) -> AttentionBackend | None:
+    """Runs prefill and all that is not plain decode; None where the user chose a backend for that."""
+    if runner.server_args.get_attention_backends()[0] != "pat":
+        return None
+    if runner.device == "cpu":
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+        return TorchNativeAttnBackend(runner)
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    name = compat.prefill_backend()
+    logger.info("sglang-pat: prefill runs on %s", name)
+    return ATTENTION_BACKENDS[name](runner)
 
 
 def trace_writer(runner: ModelRunner, config: PatConfig, pack_config: PackConfig) -> TraceWriter | None:
@@ -67,28 +79,31 @@ def trace_writer(runner: ModelRunner, config: PatConfig, pack_config: PackConfig
 
 
 class PatAttnBackend(AttentionBackend):
-    """Decodes by plan; prefill and everything else goes to SGLang's `torch_native`."""
+    """Decodes by plan; prefill and everything else goes to a stock backend of SGLang's."""
 
     def __init__(self, runner: ModelRunner, config: PatConfig) -> None:
         super().__init__()
-        self.inner = TorchNativeAttnBackend(runner)
+        self.inner = inner_backend(runner)
         self.config = config
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self.plan: torch.Tensor | None = None
         self.rows: torch.Tensor | None = None
         self.seq_lens: torch.Tensor | None = None
+        self._loaded = -1  # the number of the plan that the executor has
+        if self.inner is not None:
+            for name in compat.PREFILL_GRAPH_FLAGS:
+                setattr(self, name, getattr(self.inner, name))
 
-        cost = CostModel(*compat.attention_shape(runner), runner.kv_cache_dtype.itemsize)
-        pack_config = PackConfig(cost, CPU_TILES, workers=torch.get_num_threads(), policy=config.policy)
-        max_batch = runner.req_to_token_pool.size
-        buffers = [torch.zeros(layout.capacity(pack_config, max_batch), dtype=torch.int32) for _ in range(2)]
-        scheduler = NativeScheduler(pack_config, max_batch, buffers=buffers)
+        self.executor = executors.create(runner, config.policy)
+        pack_config = self.executor.pack_config
+        scheduler = NativeScheduler(
+            pack_config, runner.req_to_token_pool.size, self.executor.max_slots, self.executor.buffers
+        )
         observer = Observer(scheduler)
         writer = trace_writer(runner, config, pack_config)
         self.planner = Planner(scheduler, config.reuse, config.ahead, on_plan=writer.on_plan if writer else None)
         observer.subscribers += [self.planner.on_event, *([writer.on_event] if writer else [])]
-        layer_bytes = cost.token_bytes * runner.model_config.num_hidden_layers
+        layer_bytes = pack_config.cost.token_bytes * runner.model_config.num_hidden_layers
         hooks.install(
             observer,
             lambda: {
@@ -97,25 +112,54 @@ class PatAttnBackend(AttentionBackend):
                 "faults": observer.faults,
                 "bound": len(scheduler),
             },
+            graphs=runner.device != "cpu",
         )
-        logger.info("sglang-pat: %s, %d threads", config, torch.get_num_threads())
+        if runner.device != "cpu":
+            compat.fence_table_reads()
+        logger.info("sglang-pat: %s, %s", config, self.executor.description)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        if forward_batch.forward_mode.is_decode():
+            self.init_forward_metadata_out_graph(forward_batch)
+        elif not forward_batch.forward_mode.is_idle() and self.inner is not None:
+            self.inner.init_forward_metadata(forward_batch)
+            self._expect(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        lengths = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
-        if not forward_batch.forward_mode.is_decode():
-            self.inner.init_forward_metadata(forward_batch)
-            if forward_batch.forward_mode.is_extend() and forward_batch.rids:
-                self.planner.expect(forward_batch.rids, lengths[: len(forward_batch.rids)].tolist())
+        mode = forward_batch.forward_mode
+        if not mode.is_decode_or_idle():
+            if self.inner is not None:
+                self.inner.init_forward_metadata_out_graph(forward_batch, in_capture)
+                self._expect(forward_batch)
             return
+        # A captured graph reads these where they are now, in every replay.
+        self.rows, self.seq_lens = forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long()
+        actual = getattr(forward_batch, "actual_forward_mode", mode)
+        if in_capture or mode.is_idle() or actual.is_idle():
+            self._load(None)
+            return
+        lengths = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
         # Without ids (SGLang's own dry runs) nothing is known about sharing.
-        rids = forward_batch.rids or [""] * len(lengths)
-        self.rows = forward_batch.req_pool_indices[: len(rids)].long()
-        self.seq_lens = forward_batch.seq_lens[: len(rids)].long()
-        self.plan = self.planner.plan(
+        rids = getattr(forward_batch, "rids", None) or [""] * (len(lengths) - compat.padding(forward_batch))
+        if not compat.is_graph_view(forward_batch):
+            self.rows, self.seq_lens = self.rows[: len(rids)], self.seq_lens[: len(rids)]
+        self.executor.before_plan()
+        plan = self.planner.plan(
             rids,
             lambda: lengths[: len(rids)].to("cpu", torch.int64).contiguous(),
             self._verify if self.config.verify else None,
         )
+        self._load(plan)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        if self.inner is not None and not forward_batch.forward_mode.is_decode_or_idle():
+            self.inner.init_forward_metadata_in_graph(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Everything that graphs read was allocated with the executor."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
 
     def forward_decode(
         self,
@@ -136,21 +180,17 @@ class PatAttnBackend(AttentionBackend):
         if save_kv_cache and k is not None:
             compat.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        assert self.plan is not None and self.rows is not None and self.seq_lens is not None
-        real = self.rows.shape[0]
-        out = cpu.decode(
-            q[:real],
+        assert self.rows is not None and self.seq_lens is not None
+        out = self.executor.decode(
+            q,
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
             self.req_to_token_pool.req_to_token,
             self.rows,
             self.seq_lens,
-            self.plan,
             scale=layer.scaling,
             logit_cap=layer.logit_cap,
         )
-        if real < q.shape[0]:
-            out = torch.cat([out, out.new_zeros(q.shape[0] - real, *out.shape[1:])])
         return out.reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
 
     def forward_extend(
@@ -163,7 +203,25 @@ class PatAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
+        assert self.inner is not None
         return self.inner.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    # Prefill in graphs is the inner backend's business.
+
+    def prepare_full_cuda_graph_chunked_prefix(self, forward_batch: ForwardBatch, *, in_capture: bool) -> None:
+        assert self.inner is not None
+        self.inner.prepare_full_cuda_graph_chunked_prefix(forward_batch, in_capture=in_capture)
+
+    def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: ForwardBatch) -> Any:
+        assert self.inner is not None
+        return self.inner.init_forward_metadata_for_breakable_cuda_graph_capture(forward_batch)
+
+    def prepare_forward_metadata_for_breakable_cuda_graph_replay(
+        self, capture_metadata: Any, forward_batch: ForwardBatch, **kwargs: Any
+    ) -> None:
+        assert self.inner is not None
+        self.inner.prepare_forward_metadata_for_breakable_cuda_graph_replay(capture_metadata, forward_batch, **kwargs)
+        self._expect(forward_batch)
 
     def shared_read_ends(self, mode: Any) -> Any:
         """0.5.23 asks when the scheduler may write `req_to_token` again: only after the kernels have read it."""
@@ -172,7 +230,19 @@ class PatAttnBackend(AttentionBackend):
         return SharedReadEnds.POST_REPLAY
 
     def support_triton(self) -> bool:
-        return self.inner.support_triton()
+        return self.inner is None or self.inner.support_triton()
+
+    def _load(self, plan: torch.Tensor | None) -> None:
+        made = self.planner.made
+        if plan is None or self._loaded != made:
+            self.executor.load(plan)
+        self._loaded = -1 if plan is None else made
+
+    def _expect(self, forward_batch: ForwardBatch) -> None:
+        """The requests that are being prefilled decode next."""
+        rids, lengths = getattr(forward_batch, "rids", None), forward_batch.seq_lens_cpu
+        if rids and lengths is not None:
+            self.planner.expect(rids, lengths[: len(rids)].tolist())
 
     def _verify(self, items: list[WorkItem]) -> None:
         assert self.rows is not None

@@ -92,6 +92,11 @@ class Planner:
             self._prepared = version
             self._scheduler.prepare(self._used)
 
+    @property
+    def made(self) -> int:
+        """Plans handed out so far: a new number is a new plan."""
+        return self._counts.plans
+
     def counters(self) -> Counters:
         """Counts up to now."""
         totals = msgspec.structs.asdict(self._scheduler.totals(self._used))

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from sglang_pat.kernels import cuda
+
 MAX_HEAD_DIM = 256
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _OTHER = "serve it with another one, for example --attention-backend"
@@ -22,8 +24,23 @@ def check_flags(server_args: Any) -> None:
             "--attention-backend pat does not support speculative decoding yet: "
             f"leave out --speculative-algorithm {server_args.speculative_algorithm}, or use another --attention-backend"
         )
+    if getattr(server_args, "enable_torch_compile", False):
+        raise UnsupportedError("--attention-backend pat does not support --enable-torch-compile yet: leave it out")
     if server_args.enable_two_batch_overlap:
         raise UnsupportedError("--attention-backend pat does not support --enable-two-batch-overlap yet: leave it out")
+
+
+def check_device(runner: Any) -> None:
+    """Raise UnsupportedError where there are no kernels for the runner's device."""
+    if runner.device not in ("cpu", "cuda"):
+        raise UnsupportedError(f"sglang-pat has no kernels for {runner.device}: use another --attention-backend")
+    if runner.device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        if major < 8:
+            raise UnsupportedError(
+                f"sglang-pat needs a GPU of compute capability 8.0 or more, this one has {major}.{minor}: "
+                "use another --attention-backend"
+            )
 
 
 def check_model(runner: Any, fallback: str) -> None:
@@ -53,16 +70,22 @@ def check_model(runner: Any, fallback: str) -> None:
         raise UnsupportedError(
             f"--attention-backend pat does not support attention sinks, which {name} uses: {instead}"
         )
+    on_gpu = runner.device == "cuda"
+    if on_gpu and (runner.kv_cache_dtype not in cuda.TYPES or runner.dtype != runner.kv_cache_dtype):
+        raise UnsupportedError(
+            f"--attention-backend pat does not support {runner.dtype} with a KV cache of {runner.kv_cache_dtype} on a "
+            f"GPU: serve {name} with --dtype bfloat16 or float16, and leave out --kv-cache-dtype"
+        )
     for layer in runner.model.modules():
         if isinstance(layer, RadixAttention):
-            problem = _layer_problem(layer)
+            problem = _layer_problem(layer, on_gpu)
             if problem:
                 raise UnsupportedError(
                     f"--attention-backend pat does not support {problem}, which {name} uses: {instead}"
                 )
 
 
-def _layer_problem(layer: Any) -> str | None:
+def _layer_problem(layer: Any, on_gpu: bool) -> str | None:
     from sglang.srt.layers.radix_attention import AttentionType
 
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
@@ -73,6 +96,17 @@ def _layer_problem(layer: Any) -> str | None:
         return "encoder-only attention"
     if (getattr(layer, "xai_temperature_len", None) or 0) > 0:
         return "temperature that grows with the context"
+    return _dimension_problem(layer, on_gpu)
+
+
+def _dimension_problem(layer: Any, on_gpu: bool) -> str | None:
+    if on_gpu:
+        if layer.qk_head_dim != layer.v_head_dim or layer.qk_head_dim not in cuda.HEAD_DIMS:
+            dims = ", ".join(map(str, cuda.HEAD_DIMS))
+            return (
+                f"head dimensions of {layer.qk_head_dim} (K) and {layer.v_head_dim} (V) on a GPU ({dims} for both are)"
+            )
+        return None
     for dim in (layer.qk_head_dim, layer.v_head_dim):
         if dim % 8 or dim > MAX_HEAD_DIM:
             return f"a head dimension of {dim} (multiples of 8 up to {MAX_HEAD_DIM} are)"

@@ -92,6 +92,11 @@ def num_slots(data: np.ndarray) -> int:
     return int(data[HEADER.index("num_slots")])
 
 
+def size(data: np.ndarray) -> int:
+    """Ints of a laid out plan that are in use."""
+    return int(data[HEADER.index("size")])
+
+
 def sections(data: np.ndarray) -> Sections:
     """Views of a laid out plan."""
     header = dict(zip(HEADER, data[: len(HEADER)].tolist(), strict=True))

@@ -12,6 +12,7 @@ Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs anot
 | `UnifiedRadixCache._evict_device_leaf` | both | eviction |
 | `RadixCache.reset`, `UnifiedRadixCache.reset` | both | `flush_cache` |
 | `Scheduler.get_internal_state` | both | puts the counters into `/get_server_info` |
+| `build_replay_fb_view` | both | the batch that a CUDA graph is replayed for comes without its request ids |
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ _UNIFIED = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
 _STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 
+_GRAPH_VIEW = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view"
+
 _observer: Observer | None = None
 _counters: Callable[[], dict[str, Any]] = dict
 
 
-def install(observer: Observer, counters: Callable[[], dict[str, Any]] | None = None) -> None:
+def install(observer: Observer, counters: Callable[[], dict[str, Any]] | None = None, graphs: bool = False) -> None:
     """Let `observer` follow every prefix cache of this process, in place of any observer before it.
 
     Args:
         observer: Receives what happens.
         counters: What `/get_server_info` shows as `internal_states[i]["pat"]`.
+        graphs: Whether steps are decoded in CUDA graphs.
 
     Raises:
         RuntimeError: Another plugin has hooked one of the targets; SGLang applies each target's hooks once.
@@ -58,6 +62,8 @@ def install(observer: Observer, counters: Callable[[], dict[str, Any]] | None = 
     }
     if compat.radix_cache_serves():
         hooks[f"{_RADIX}._delete_leaf"] = _on_evict_node
+    if graphs:
+        hooks[_GRAPH_VIEW] = _on_graph_view
     taken = [target for target in hooks if target in HookRegistry._patched]
     if taken:
         raise RuntimeError(f"another SGLang plugin has already hooked {taken[0]}: uninstall it or sglang-pat")
@@ -104,6 +110,10 @@ def _on_reset(result: Any, cache: Any) -> None:
     # `--schedule-policy lpm` resets a simulated cache without pools for every batch.
     if cache.req_to_token_pool is not None:
         _tell(lambda observer: observer.on_reset())
+
+
+def _on_graph_view(result: Any, *args: Any, **kwargs: Any) -> None:
+    result.rids = (kwargs.get("forward_batch") or args[0]).rids
 
 
 def _on_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

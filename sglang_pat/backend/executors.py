@@ -1,0 +1,139 @@
+"""What runs a plan: the kernels of a device, with the memory that they need."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from sglang_pat import compat
+from sglang_pat.kernels import cpu, cuda, layout
+from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+WORKSPACE_BYTES = 192 << 20
+"""At most this much GPU memory holds the parts of queries that have several; a plan with more of them is not packed."""
+
+PARTS_OF_A_REQUEST = 8
+"""Parts that the workspace holds for each request, where the limit above allows: more levels of a tree than systems have
+that nest tools, documents and turns in a prompt."""
+
+
+class Executor(Protocol):
+    """Runs plans.
+
+    Attributes:
+        pack_config: What plans for it are made with.
+        max_slots: Parts that its workspace holds.
+        buffers: Two host arrays for plans, int32.
+        description: For the log.
+    """
+
+    pack_config: PackConfig
+    max_slots: int
+    buffers: list[torch.Tensor]
+    description: str
+
+    def before_plan(self) -> None:
+        """Called before a plan is asked for: from then on the buffer of the plan before may be written."""
+
+    def load(self, plan: torch.Tensor | None) -> None:
+        """The plan to run from now on, one of `buffers`; None for one that decodes nothing."""
+
+    def decode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
+        seq_lens: torch.Tensor, *, scale: float, logit_cap: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention of [batch or more, heads, head_dim]; rows behind the plan's batch are zero."""
+
+
+def _capacity(pack_config: PackConfig, runner: ModelRunner) -> int:
+    return layout.capacity(pack_config, runner.req_to_token_pool.size)
+
+
+class CpuExecutor:
+    """On this process's threads."""
+
+    max_slots = 2**31 - 1
+
+    def __init__(self, runner: ModelRunner, policy: str) -> None:
+        cost = CostModel(*compat.attention_shape(runner), runner.kv_cache_dtype.itemsize)
+        self.pack_config = PackConfig(cost, CPU_TILES, workers=torch.get_num_threads(), policy=policy)
+        size = _capacity(self.pack_config, runner)
+        self.buffers = [torch.zeros(size, dtype=torch.int32) for _ in range(2)]
+        self.description = f"{torch.get_num_threads()} threads"
+        self._plan: torch.Tensor | None = None
+
+    def before_plan(self) -> None:
+        pass
+
+    def load(self, plan: torch.Tensor | None) -> None:
+        self._plan = plan
+
+    def decode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
+        seq_lens: torch.Tensor, *, scale: float, logit_cap: float,
+    ) -> torch.Tensor:  # fmt: skip
+        assert self._plan is not None
+        real = rows.shape[0]
+        out = cpu.decode(
+            q[:real], k, v, req_to_token, rows, seq_lens, self._plan, scale=scale, logit_cap=logit_cap
+        )  # fmt: skip
+        if real < q.shape[0]:
+            out = torch.cat([out, out.new_zeros(q.shape[0] - real, *out.shape[1:])])
+        return out
+
+
+class CudaExecutor:
+    """On a GPU. Everything that a captured graph reads stays where it is; a new plan is one copy in front of a step."""
+
+    def __init__(self, runner: ModelRunner, policy: str) -> None:
+        heads, kv_heads, dim, _ = compat.attention_shape(runner)
+        device = torch.device("cuda", torch.cuda.current_device())
+        tiles = cuda.tile_table(cuda.arch_of(device), dim)
+        self._decoder = cuda.Decoder(runner.kv_cache_dtype, dim, tiles, device)
+        cost = cuda.cost_model(heads, kv_heads, dim, runner.kv_cache_dtype)
+        self.pack_config = PackConfig(cost, tiles, workers=self._decoder.workers, policy=policy)
+        size = _capacity(self.pack_config, runner)
+        self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        slot_bytes = heads * (dim + 1) * 4
+        self.max_slots = min(WORKSPACE_BYTES // slot_bytes, PARTS_OF_A_REQUEST * runner.req_to_token_pool.size)
+        self._plan = torch.zeros(size, dtype=torch.int32, device=device)
+        self._partial = torch.empty(self.max_slots, heads, dim, device=device)
+        self._lse = torch.empty(self.max_slots, heads, device=device)
+        self._copied: torch.cuda.Event | None = None
+        held = sum(tensor.nbytes for tensor in (self._plan, self._partial, self._lse)) / 2**20
+        self.description = f"{self._decoder.workers} workers, {held:.0f} MiB of GPU memory"
+
+    def before_plan(self) -> None:
+        # Only while a new plan's copy waits behind the step before.
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+    def load(self, plan: torch.Tensor | None) -> None:
+        if plan is None:
+            self._plan.zero_()
+            return
+        size = layout.size(plan.numpy())
+        self._plan[:size].copy_(plan[:size], non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def decode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
+        seq_lens: torch.Tensor, *, scale: float, logit_cap: float,
+    ) -> torch.Tensor:  # fmt: skip
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._decoder.decode(
+            q, k, v, out, req_to_token, rows, seq_lens, self._plan, self._partial, self._lse, scale=scale,
+            logit_cap=logit_cap,
+        )  # fmt: skip
+        return out
+
+
+def create(runner: ModelRunner, policy: str) -> Any:
+    """The executor of the runner's device."""
+    return CudaExecutor(runner, policy) if runner.device == "cuda" else CpuExecutor(runner, policy)
