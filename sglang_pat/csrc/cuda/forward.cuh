@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
     Loader<T, kDim, S::kUnits> loader(p, items, memory.wide, memory.barriers);
     bool more = true;
     for (int first = 0; more; first += kThreads) {
-      more = items.look_up(first, kMs);
+      more = items.look_up(first, kMs, S::kNarrowWarps);
       if constexpr (S::kHasWide) {
         if (narrow_first) sync_threads(kPhaseBarrier, kThreads);
         loader.run();
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
     WideCursors<S::kUnits> cursors(memory.barriers);
     bool more = true;
     for (int first = 0; more; first += kThreads) {
-      more = items.look_up(first, kMs);
+      more = items.look_up(first, kMs, S::kNarrowWarps);
       // They use the same shared memory.
       for (int turn = narrow_first ? 0 : 1;; turn = 0) {
         if (turn == 0) {

@@ -24,13 +24,15 @@ enum Phase { kSingle, kNarrow, kWide, kPhases };
 
 __device__ constexpr Phase phase_of(int m) { return m == kSingleM ? kSingle : m == kNarrowM ? kNarrow : kWide; }
 
-// Tokens above which an item of up to 16 rows is for all warps together, where there are `count` such items. Few items
-// would leave warps idle, but shared ones come one after the other: 32 tokens take one warp 2 us, and summing up takes all
-// of them 1.5 us (benchmarks/NOTES.md).
-constexpr int kAloneTokens = 128;
-__device__ constexpr int alone_tokens(int count) {
-  const int few = 2 * kChunkTokens * (count - 1);
-  return few < kChunkTokens ? kChunkTokens : few < kAloneTokens ? few : kAloneTokens;
+// Tokens above which an item of up to 16 rows is for all warps together, where there are `count` such items with `total`
+// tokens. If each is one warp's, the last warp ends after as many rounds as they make; if all warps share each, all end at
+// the same time, but summing up takes as long as 24 tokens of one warp (1.5 us; 32 tokens take one 2 us,
+// benchmarks/NOTES.md).
+constexpr int kSumTokens = 24;
+// What is left for single warps when the long ones are for all may be few, and then too long again.
+constexpr int kRounds = 2;
+__device__ __forceinline__ int alone_tokens(int count, int total, int warps) {
+  return (total / warps + kSumTokens * count) / max(1, (count + warps - 1) / warps);
 }
 
 // What the threads of a CTA have looked up.
@@ -40,7 +42,11 @@ struct ItemWindow {
   Item items[kThreads];
   uint16_t order[kPhases][kThreads];  // the items of each phase: first those for all warps
   int counts[kPhases], shared[kPhases];
-  uint32_t phase_bits[kPhases][kWords], shared_bits[kWords];
+  // Of a warp's items, which are one warp's and which for all of them, as bits; and the tokens of the former.
+  struct Words {
+    uint32_t alone, shared;
+    int tokens;
+  } words[kPhases][kWords];
 };
 
 template <int kThreads>
@@ -51,39 +57,47 @@ class Items {
   __device__ Items(const Params& p, Window& window) : p_(p), window_(window) {}
 
   // Looks up the worker's items from `first` on, those whose tile is one of `ms`. Every thread has to call it; what was
-  // looked up before must not be in use any more. Whether there may be more.
-  __device__ bool look_up(int first, int ms) {
+  // looked up before must not be in use any more. `warps` are there for items of up to 16 rows. Whether there may be more.
+  __device__ bool look_up(int first, int ms, int warps) {
     const int thread = thread_of_cta(), lane = lane_id(), warp = warp_id();
     const Item item = read(first + thread);
     const bool ours = item.m != 0 && (ms >> item.m / 8 & 1) != 0;
     const Phase phase = phase_of(item.m);
     window_.items[thread] = item;
-#pragma unroll
-    for (int i = 0; i < kPhases; ++i) {
-      const uint32_t bits = __ballot_sync(~0u, ours && phase == i);
-      if (lane == 0) window_.phase_bits[i][warp] = bits;
-    }
-    const bool full = __syncthreads_and(item.head >= 0);
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < Window::kWords; ++i) count += __popc(window_.phase_bits[phase][i]);
-    const bool shared = ours && phase != kWide && item.tokens > alone_tokens(count);
-    const uint32_t shared_bits = __ballot_sync(~0u, shared);
-    if (lane == 0) window_.shared_bits[warp] = shared_bits;
     if (thread < kPhases) window_.counts[thread] = window_.shared[thread] = 0;
-    __syncthreads();
-    int place = 0, all_shared = 0;  // where it is among its kind, and how many shared ones there are
+    bool shared = false, full;
+    for (int round = 0;; ++round) {
+      const bool alone = ours && !shared;
+#pragma unroll
+      for (int i = 0; i < kPhases; ++i) {
+        const uint32_t alone_bits = __ballot_sync(~0u, alone && phase == i);
+        const uint32_t shared_bits = __ballot_sync(~0u, shared && phase == i);
+        const int tokens = __reduce_add_sync(~0u, alone && phase == i ? item.tokens : 0);
+        if (lane == 0) window_.words[i][warp] = {alone_bits, shared_bits, tokens};
+      }
+      full = __syncthreads_and(item.head >= 0);
+      if (round == kRounds) break;
+      int count = 0, total = 0;
+#pragma unroll
+      for (int i = 0; i < Window::kWords; ++i) {
+        count += __popc(window_.words[phase][i].alone);
+        total += window_.words[phase][i].tokens;
+      }
+      shared = shared || (ours && phase != kWide && item.tokens > alone_tokens(count, total, warps));
+      __syncthreads();
+    }
+    int place = 0, all_alone = 0, all_shared = 0;  // where it is among its kind, and how many there are of each
 #pragma unroll
     for (int i = 0; i < Window::kWords; ++i) {
-      const uint32_t both = window_.phase_bits[phase][i] & window_.shared_bits[i];
-      const uint32_t kind = shared ? both : window_.phase_bits[phase][i] & ~both;
+      const auto words = window_.words[phase][i];
       const uint32_t before = i < warp ? ~0u : i == warp ? (1u << lane) - 1 : 0;
-      place += __popc(kind & before);
-      all_shared += __popc(both);
+      place += __popc((shared ? words.shared : words.alone) & before);
+      all_alone += __popc(words.alone);
+      all_shared += __popc(words.shared);
     }
     if (ours) {
       window_.order[phase][shared ? place : all_shared + place] = uint16_t(thread);
-      window_.counts[phase] = count;
+      window_.counts[phase] = all_alone + all_shared;
       window_.shared[phase] = all_shared;
     }
     __syncthreads();

@@ -1,0 +1,224 @@
+"""Serves with each attention backend in turn and measures what a user sees (PAT §8.4, figure 11):
+
+    python benchmarks/serving.py --model MODEL --dummy --backends pat flashinfer triton
+    python benchmarks/serving.py --model MODEL --workloads gsp-8x32x2048 random-128 --server=--sampling-backend=pytorch
+    python benchmarks/serving.py --model MODEL --workloads trace --trace conversation_trace.jsonl --rates 0.5 1
+
+`gsp-GxPxL` is `bench_serving`'s generated-shared-prefix: G groups of P prompts with a system prompt of L tokens, 128 more
+of their own and 256 to generate, all at once. `random-N` is N prompts of 1,024 random tokens. `trace` replays a
+Mooncake trace, sped up or slowed down to a rate of requests a second; equal hash ids become equal tokens, and each
+prompt follows a system prompt of three levels, of 46, 348 and 2,123 tokens, of which 1, 4 and 16 exist (§8.1).
+`agreement` decodes the same prompts greedily and writes the tokens; the table at the end says how many agree.
+
+Every workload runs twice, the second run counts: the first compiles and fills caches, which are emptied in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from sglang_pat.demo.server import Server
+
+RESULTS = Path(__file__).parent / "results"
+WORKLOADS = ("gsp-8x32x2048", "random-128", "agreement")
+BLOCK = 512
+"""Tokens of a hash id (the trace's README)."""
+SYSTEM = ((46, 1), (348, 4), (2123, 16))
+VOCABULARY = 1000
+"""Token ids below this are in every vocabulary."""
+
+
+class Record(msgspec.Struct):
+    """One workload on one backend; times in milliseconds, rate in requests a second (infinite where it is null)."""
+
+    workload: str
+    rate: float | None
+    backend: str
+    median_itl_ms: float
+    mean_tpot_ms: float
+    p99_tpot_ms: float
+    mean_ttft_ms: float
+    output_tps: float
+
+
+def bench_serving(url: str, backend: str, workload: str, arguments: list[str]) -> Record:
+    output = Path(f"/tmp/serving-{backend}-{workload}.jsonl")
+    output.unlink(missing_ok=True)
+    command = [
+        sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url, "--flush-cache",
+        "--disable-tqdm", "--output-file", str(output), *arguments,
+    ]  # fmt: skip
+    for _ in range(2):
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    result = json.loads(output.read_text().splitlines()[-1])
+    names = ("median_itl_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_ttft_ms")
+    times = [round(result[name], 2) for name in names]
+    return Record(workload, None, backend, *times, round(result["output_throughput"], 1))
+
+
+def tokens(key: object, count: int) -> list[int]:
+    """Always the same for a key."""
+    return random.Random(str(key)).choices(range(VOCABULARY), k=count)
+
+
+def trace_prompts(path: Path, count: int) -> list[tuple[float, list[int], int]]:
+    """(seconds after the first, prompt, tokens to generate) of the trace's first requests."""
+    prompts = []
+    for number, line in enumerate(path.read_text().splitlines()[:count]):
+        row = json.loads(line)
+        prompt: list[int] = []
+        for level, (length, variants) in enumerate(SYSTEM):
+            prompt += tokens((level, random.Random(number).randrange(variants)), length)
+        own = [token for block in row["hash_ids"] for token in tokens(block, BLOCK)][: row["input_length"]]
+        prompts.append((row["timestamp"] / 1000, prompt + own, row["output_length"]))
+    return prompts
+
+
+async def generate(session: aiohttp.ClientSession, url: str, prompt: list[int], count: int) -> list[float]:
+    """When the request was sent and when each token came."""
+    body = {
+        "input_ids": prompt, "stream": True,
+        "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
+    }  # fmt: skip
+    times = [time.perf_counter()]
+    done = 0
+    async with session.post(f"{url}/generate", json=body) as response:
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                new = json.loads(line[6:])["meta_info"]["completion_tokens"] - done
+                times += [time.perf_counter()] * new
+                done += new
+    return times
+
+
+async def replay(url: str, prompts: list[tuple[float, list[int], int]], rate: float) -> tuple[list[list[float]], float]:
+    pace = (len(prompts) - 1) / rate / max(1e-9, prompts[-1][0] - prompts[0][0])
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 24) as session:
+        began = time.perf_counter()
+
+        async def one(at: float, prompt: list[int], count: int) -> list[float]:
+            await asyncio.sleep(max(0, began + at * pace - time.perf_counter()))
+            return await generate(session, url, prompt, count)
+
+        results = await asyncio.gather(*(one(*prompt) for prompt in prompts))
+        return results, time.perf_counter() - began
+
+
+def run_trace(server: Server, backend: str, path: Path, count: int, rate: float) -> Record:
+    server.post("/flush_cache")
+    results, seconds = asyncio.run(replay(server.url, trace_prompts(path, count), rate))
+    tpot = sorted((times[-1] - times[1]) / (len(times) - 2) * 1e3 for times in results if len(times) > 2)
+    gaps = [(after - before) * 1e3 for times in results for before, after in pairwise(times[1:])]
+    return Record(
+        "trace", rate, backend, round(statistics.median(gaps), 2), round(statistics.mean(tpot), 2),
+        round(tpot[int(len(tpot) * 0.99)], 2),
+        round(statistics.mean((times[1] - times[0]) * 1e3 for times in results), 2),
+        round(sum(len(times) - 1 for times in results) / seconds, 1),
+    )  # fmt: skip
+
+
+def agreement(server: Server, requests: int = 64, count: int = 64) -> list[list[int]]:
+    """Greedy continuations of prompts that share prefixes, decoded side by side."""
+    prompts = [tokens(("group", i % 4), 1500) + tokens(("own", i), 20 + 7 * i) for i in range(requests)]
+    body = {"input_ids": prompts, "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}}
+    for _ in range(2):  # The second time prefixes come from the cache, as they do in service.
+        results = server.post("/generate", body)
+    return [result["output_ids"] for result in results]
+
+
+def compare(streams: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
+    """For each two backends: tokens up to the first that differs, over all tokens."""
+    rows = []
+    for one, other in combinations(streams, 2):
+        same = total = whole = 0
+        for a, b in zip(streams[one], streams[other], strict=True):
+            first = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+            same, total, whole = same + first, total + len(a), whole + (first == len(a))
+        rows.append({"backends": [one, other], "tokens": same / total, "streams": whole / len(streams[one])})
+        print(f"{one} and {other}: {same / total:.1%} of tokens before the first difference, {whole} whole streams")
+    return rows
+
+
+def run(server: Server, backend: str, workload: str, arguments: argparse.Namespace) -> list[Record]:
+    if workload == "trace":
+        return [run_trace(server, backend, arguments.trace, arguments.requests, rate) for rate in arguments.rates]
+    if shape := re.fullmatch(r"gsp-(\d+)x(\d+)x(\d+)", workload):
+        groups, prompts, length = shape.groups()
+        options = [
+            "--dataset-name", "generated-shared-prefix", "--gsp-num-groups", groups, "--gsp-prompts-per-group", prompts,
+            "--gsp-system-prompt-len", length, "--gsp-question-len", "128", "--gsp-output-len", "256",
+            "--num-prompts", str(int(groups) * int(prompts)),
+        ]  # fmt: skip
+    elif shape := re.fullmatch(r"random-(\d+)", workload):
+        options = [
+            "--dataset-name", "random-ids", "--random-input-len", "1024", "--random-output-len", "256",
+            "--random-range-ratio", "1", "--num-prompts", shape[1],
+        ]  # fmt: skip
+    else:
+        raise SystemExit(f"--workloads: {workload} is none of gsp-GxPxL, random-N, trace, agreement")
+    return [bench_serving(server.url, backend, workload, options)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="a model's folder")
+    parser.add_argument(
+        "--dummy", action="store_true", help="random weights: the folder needs config and tokenizer only"
+    )
+    parser.add_argument("--backends", nargs="+", default=["pat", "fa3", "flashinfer", "triton"])
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
+    parser.add_argument("--server", action="append", default=[], help="another argument for the server")
+    parser.add_argument("--trace", type=Path, help="a Mooncake trace, for the workload `trace`")
+    parser.add_argument("--requests", type=int, default=60, help="of the trace")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="requests a second of the trace")
+    parser.add_argument("--output", type=Path, default=RESULTS / "serving-h200.json")
+    arguments = parser.parse_args()
+    if "trace" in arguments.workloads and arguments.trace is None:
+        raise SystemExit("the workload trace needs --trace")
+    import torch
+
+    device = {"name": torch.cuda.get_device_name(), "date": date.today().isoformat(), "torch": torch.__version__}
+    result: dict[str, Any] = {"device": device, "model": arguments.model.name, "records": [], "packing": {}}
+    streams: dict[str, list[list[int]]] = {}
+    for backend in arguments.backends:
+        log = arguments.output.with_name(f"server-{backend}.log")
+        server = Server(
+            arguments.model, backend, log, [*(["--load-format", "dummy"] if arguments.dummy else []), *arguments.server]
+        )
+        try:
+            server.wait()
+            for workload in arguments.workloads:
+                if workload == "agreement":
+                    streams[backend] = agreement(server)
+                    continue
+                for record in run(server, backend, workload, arguments):
+                    result["records"].append(msgspec.to_builtins(record))
+                    print(record, flush=True)
+            if backend == "pat":
+                result["packing"] = server.counters()
+        except Exception as error:  # the others' numbers count all the same
+            print(f"{backend} failed: {str(error)[:300]}; see {log}", flush=True)
+        finally:
+            server.stop()
+        result["agreement"] = compare(streams)
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
