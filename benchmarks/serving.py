@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from datetime import date
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,13 @@ def tokens(key: object, count: int) -> list[int]:
     return random.Random(str(key)).choices(range(VOCABULARY), k=count)
 
 
-def trace_prompts(path: Path, count: int) -> list[tuple[float, list[int], int]]:
-    """(seconds after the first, prompt, tokens to generate) of the trace's first requests."""
+def trace_prompts(path: Path, count: int, context: int) -> list[tuple[float, list[int], int]]:
+    """(seconds after the first, prompt, tokens to generate) of the trace's first requests that fit `context` tokens."""
     prompts = []
-    for number, line in enumerate(path.read_text().splitlines()[:count]):
-        row = json.loads(line)
+    rows = map(json.loads, path.read_text().splitlines())
+    system = sum(length for length, _ in SYSTEM)
+    fitting = (row for row in rows if system + row["input_length"] + row["output_length"] < context)
+    for number, row in enumerate(islice(fitting, count)):
         prompt: list[int] = []
         for level, (length, variants) in enumerate(SYSTEM):
             prompt += tokens((level, random.Random(number).randrange(variants)), length)
@@ -120,9 +122,9 @@ async def replay(url: str, prompts: list[tuple[float, list[int], int]], rate: fl
         return results, time.perf_counter() - began
 
 
-def run_trace(server: Server, backend: str, path: Path, count: int, rate: float) -> Record:
+def run_trace(server: Server, backend: str, prompts: list[tuple[float, list[int], int]], rate: float) -> Record:
     server.post("/flush_cache")
-    results, seconds = asyncio.run(replay(server.url, trace_prompts(path, count), rate))
+    results, seconds = asyncio.run(replay(server.url, prompts, rate))
     tpot = sorted((times[-1] - times[1]) / (len(times) - 2) * 1e3 for times in results if len(times) > 2)
     gaps = [(after - before) * 1e3 for times in results for before, after in pairwise(times[1:])]
     return Record(
@@ -157,7 +159,9 @@ def compare(streams: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
 
 def run(server: Server, backend: str, workload: str, arguments: argparse.Namespace) -> list[Record]:
     if workload == "trace":
-        return [run_trace(server, backend, arguments.trace, arguments.requests, rate) for rate in arguments.rates]
+        context = json.loads((arguments.model / "config.json").read_text())["max_position_embeddings"]
+        prompts = trace_prompts(arguments.trace, arguments.requests, context)
+        return [run_trace(server, backend, prompts, rate) for rate in arguments.rates]
     if shape := re.fullmatch(r"gsp-(\d+)x(\d+)x(\d+)", workload):
         groups, prompts, length = shape.groups()
         options = [
@@ -210,6 +214,8 @@ def main() -> None:
                 for record in run(server, backend, workload, arguments):
                     result["records"].append(msgspec.to_builtins(record))
                     print(record, flush=True)
+                    # After each one: a run that is cut short keeps what it has.
+                    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
             if backend == "pat":
                 result["packing"] = server.counters()
         except Exception as error:  # the others' numbers count all the same

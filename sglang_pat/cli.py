@@ -9,6 +9,7 @@ from pathlib import Path
 from sglang_pat.packing import POLICIES
 from sglang_pat.radix_bridge.trace import TraceError
 from sglang_pat.replay import replay
+from sglang_pat.top import TopError, top
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,13 +24,24 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--oracle", action="store_true", help="compare every plan with the Python scheduler's; slow")
     command.add_argument("--truncated", action="store_true", help="take what there is of a file that was cut off")
     command.set_defaults(run=_replay)
+    command = commands.add_parser("top", help="show live what packing does in a running server")
+    command.add_argument("--url", default="http://127.0.0.1:30000", help="the server's address (%(default)s)")
+    command.add_argument("--interval", type=float, default=2, help="seconds between two pictures (%(default)s)")
+    command.add_argument("--once", action="store_true", help="one picture, of everything since the server started")
+    command.set_defaults(run=_top)
     parsed = parser.parse_args(arguments)
     try:
         parsed.run(parsed)
-    except TraceError as error:
+    except KeyboardInterrupt:
+        return 0
+    except (TraceError, TopError) as error:
         print(f"sglang-pat: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _top(arguments: argparse.Namespace) -> None:
+    top(arguments.url, arguments.interval, arguments.once)
 
 
 def _replay(arguments: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_pat import cli
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
 from sglang_pat.replay import replay
@@ -28,7 +30,7 @@ CHECKED = {"SGLANG_PAT_VERIFY": "1"}
 
 SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
     "reference": ("torch_native", [POOL, "40000"], {}),
-    "plain": ("pat", [POOL, "40000"], CHECKED),
+    "plain": ("pat", [POOL, "40000", "--enable-metrics", "--decode-log-interval", "8"], CHECKED),
     "flags": (
         "pat",
         [POOL, "40000", "--chunked-prefill-size", "64", "--page-size", "16", "--schedule-policy", "lpm", "--disable-overlap-schedule"],
@@ -112,6 +114,29 @@ def test_nested_prefixes_of_mixed_lengths(
     counters = assert_sound(servers["plain"])
     assert counters["kv_bytes"] < 0.7 * counters["kv_bytes_unpacked"]
     assert max(map(int, counters["query_sizes"])) >= 6
+
+
+def test_packing_can_be_watched(servers: dict[str, Server], capsys: pytest.CaptureFixture[str]) -> None:
+    """In SGLang's own metrics, in its log, and in a terminal."""
+    server = servers["plain"]
+    prefix = workload.prose("watched", 200)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: generate(server, prefix + workload.prose(f"watched {i}", 30), 64), range(4)))
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+        text = response.read().decode()
+    values = {
+        name: sum(float(value) for value in re.findall(rf"^sglang_pat:{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+        for name in ("steps_total", "kv_bytes_total", "kv_bytes_unpacked_total", "packs_total", "fallbacks_total")
+    }
+    counters = server.counters()
+    # What happened since the last line of the log is not published yet.
+    assert 0 < values["steps_total"] <= counters["steps"] < values["steps_total"] + 64
+    assert 0 < values["kv_bytes_total"] < values["kv_bytes_unpacked_total"]
+    assert values["packs_total"] > 0 and values["fallbacks_total"] == 0
+    assert re.search(r"PAT: \d+ steps, .* packs a step, KV read", server.log.read_text())
+    assert cli.main(["top", "--once", "--url", server.url]) == 0
+    shown = capsys.readouterr().out
+    assert "since the server started" in shown and "queries in a pack" in shown
 
 
 def test_far_fewer_plans_than_steps(servers: dict[str, Server]) -> None:

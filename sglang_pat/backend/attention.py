@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat
 from sglang_pat.backend import executors, support
+from sglang_pat.backend.metrics import Metrics
 from sglang_pat.backend.planner import Planner
 from sglang_pat.config import PatConfig
 from sglang_pat.kernels import jit
@@ -112,6 +113,7 @@ class PatAttnBackend(AttentionBackend):
                 "faults": observer.faults,
                 "bound": len(scheduler),
             },
+            Metrics().publish,
             graphs=runner.device != "cpu",
         )
         if runner.device != "cpu":

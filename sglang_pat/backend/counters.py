@@ -16,11 +16,13 @@ class Counters(Totals):
         plans: Plans made; the other steps reused one.
         plans_ahead: How many of them were ready before their step.
         fallbacks: Steps that ran one query per work item because planning failed.
+        planning_us: Microseconds that the engine's thread spent on getting plans.
     """
 
     plans: int = 0
     plans_ahead: int = 0
     fallbacks: int = 0
+    planning_us: int = 0
 
     def report(self, layer_token_bytes: int) -> dict[str, Any]:
         """For `/server_info`: the counts, and bytes where one KV token takes `layer_token_bytes`."""

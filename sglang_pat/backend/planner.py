@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,7 @@ class Planner:
         self._used = self._good = 0
         self._epoch = self._version = self._prepared = -1
         self._counts = Counters()
+        self._planning_ns = 0
         self._failed = False
 
     def plan(
@@ -63,7 +65,9 @@ class Planner:
             verify: Raises where a plan contradicts the KV slots.
         """
         if not (self._used < self._good and self._reuse and self._stands_still() and rids == self._rids):
+            began = time.perf_counter_ns()
             self._make(rids, seq_lens())
+            self._planning_ns += time.perf_counter_ns() - began
         if verify is not None and not self._accepted(verify):
             self._fall_back(seq_lens())
         self._used += 1
@@ -100,7 +104,7 @@ class Planner:
     def counters(self) -> Counters:
         """Counts up to now."""
         totals = msgspec.structs.asdict(self._scheduler.totals(self._used))
-        return msgspec.structs.replace(self._counts, **totals)
+        return msgspec.structs.replace(self._counts, **totals, planning_us=self._planning_ns // 1000)
 
     def _stands_still(self) -> bool:
         scheduler = self._scheduler

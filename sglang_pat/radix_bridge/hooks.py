@@ -12,6 +12,7 @@ Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs anot
 | `UnifiedRadixCache._evict_device_leaf` | both | eviction |
 | `RadixCache.reset`, `UnifiedRadixCache.reset` | both | `flush_cache` |
 | `Scheduler.get_internal_state` | both | puts the counters into `/get_server_info` |
+| `SchedulerMetricsReporter.report_decode_stats` | both | when SGLang logs and exports its own counts |
 | `build_replay_fb_view` | both | the batch that a CUDA graph is replayed for comes without its request ids |
 """
 
@@ -30,16 +31,25 @@ _STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 
 _GRAPH_VIEW = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view"
 
+_REPORT = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats"
+
 _observer: Observer | None = None
 _counters: Callable[[], dict[str, Any]] = dict
+_publish: Callable[[dict[str, Any], dict[str, str] | None], None] | None = None
 
 
-def install(observer: Observer, counters: Callable[[], dict[str, Any]] | None = None, graphs: bool = False) -> None:
+def install(
+    observer: Observer,
+    counters: Callable[[], dict[str, Any]] | None = None,
+    publish: Callable[[dict[str, Any], dict[str, str] | None], None] | None = None,
+    graphs: bool = False,
+) -> None:
     """Let `observer` follow every prefix cache of this process, in place of any observer before it.
 
     Args:
         observer: Receives what happens.
         counters: What `/get_server_info` shows as `internal_states[i]["pat"]`.
+        publish: Called with them whenever SGLang logs decode batches, and with the labels of its metrics if these are on.
         graphs: Whether steps are decoded in CUDA graphs.
 
     Raises:
@@ -47,14 +57,15 @@ def install(observer: Observer, counters: Callable[[], dict[str, Any]] | None = 
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    global _observer, _counters
+    global _observer, _counters, _publish
     first = _observer is None
-    _observer, _counters = observer, counters or dict
+    _observer, _counters, _publish = observer, counters or dict, publish
     if not first:
         return
     hooks = {
         _RELEASE: _on_release,
         _STATE: _on_state,
+        _REPORT: _on_report,
         f"{_UNIFIED}._evict_device_leaf": _on_evict_id,
         f"{_RADIX}.reset": _on_reset,
         f"{_UNIFIED}.reset": _on_reset,
@@ -110,6 +121,15 @@ def _on_reset(result: Any, cache: Any) -> None:
     # `--schedule-policy lpm` resets a simulated cache without pools for every batch.
     if cache.req_to_token_pool is not None:
         _tell(lambda observer: observer.on_reset())
+
+
+def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
+    publish = _publish
+    if publish is None or reporter.forward_ct_decode % reporter.decode_log_interval:
+        return
+    if reporter.is_stats_logging_rank or reporter.current_scheduler_metrics_enabled:
+        labels = reporter.metrics_collector.labels if reporter.current_scheduler_metrics_enabled else None
+        _tell(lambda _: publish(_counters(), labels))
 
 
 def _on_graph_view(result: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,122 @@
+"""Writes the measured tables into the README, from the JSON that the benchmarks left: `python benchmarks/report.py`.
+
+`--check` changes nothing and fails where the README has other numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TIMES = "\N{MULTIPLICATION SIGN}"
+SHOWN = "32/8"
+"""Query and KV heads in the table of trees."""
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def mean(values: list[float]) -> float:
+    """Geometric."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def kernels() -> str:
+    result = load("kernels-h200.json")
+    records = result["records"]
+    rows = []
+    for record in records:
+        if record["heads"] == SHOWN and record["page_size"] == 1:
+            best = min(record["rivals"].values())
+            others = [
+                f"{record['rivals'][name]:,.0f}" if name in record["rivals"] else "" for name in ("flashinfer", "cascade", "triton")
+            ]  # fmt: skip
+            rows.append(
+                [
+                    f"`{record['tree']}`", f"{record['floor_us']:,.1f}", f"**{record['pat_us']:,.1f}**", *others,
+                    f"{best / record['pat_us']:.2f}{TIMES}",
+                ]
+            )  # fmt: skip
+    ratios = [min(record["rivals"].values()) / record["pat_us"] for record in records]
+    shared = [
+        min(record["rivals"].values()) / record["pat_us"] for record in records if not record["tree"].startswith("256_")
+    ]
+    device = result["device"]
+    note = (
+        f"{device['name']} ({device['read_tbps']} TB/s read), torch {device['torch']}, {device['date']}. All "
+        f"{len(records)} cases (20 trees {TIMES} 32/32, 16/8, 32/8, 64/8 heads {TIMES} page sizes 1 and 32): faster than the best of the "
+        f"others in {sum(ratio > 1 for ratio in ratios)}, by {min(ratios):.2f} to {max(ratios):.2f} times, "
+        f"{mean(shared):.2f} times on average where anything is shared."
+    )
+    head = ["tree", "floor, us", "PAT", "FlashInfer", "its cascade", "SGLang's Triton", "best / PAT"]
+    return f"{table(head, rows)}\n\n{note}"
+
+
+def ablations() -> str:
+    result = load("kernel-ablations-h200.json")
+    names = list(result["records"][0]["us"])
+    rows = [[f"`{row['tree']}`", *(f"{row['us'][name]:,.0f}" for name in names)] for row in result["records"]]
+    return table(["tree, us", *names], rows)
+
+
+def serving() -> str:
+    result = load("serving-h200.json")
+    records = result["records"]
+    backends = list(dict.fromkeys(record["backend"] for record in records))
+    rows = []
+    for workload in dict.fromkeys((record["workload"], record["rate"]) for record in records):
+        for backend in backends:
+            for record in records:
+                if (record["workload"], record["rate"], record["backend"]) == (*workload, backend):
+                    steps = record.get("step_ms")
+                    rows.append(
+                        [
+                            f"`{record['workload']}`", backend, f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "",
+                            f"{record['median_itl_ms']:.1f}", f"{record['mean_tpot_ms']:.1f}",
+                            f"{record['mean_ttft_ms']:.0f}", f"{record['output_tps']:,.0f}",
+                        ]
+                    )  # fmt: skip
+    head = [
+        "workload",
+        "backend",
+        "decode step, ms",
+        "median ITL, ms",
+        "mean TPOT, ms",
+        "mean TTFT, ms",
+        "output tokens/s",
+    ]
+    device = result["device"]
+    return f"{table(head, rows)}\n\n{device['name']}, {result['model']} shape, random weights, {device['date']}."
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"kernels": kernels, "ablations": ablations, "serving": serving}
+
+
+def main() -> None:
+    text = old = (ROOT / "README.md").read_text()
+    for name, make in SECTIONS.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise SystemExit(f"README.md has no section {name}")
+        text = before + begin + make() + "\n" + end + after
+    if "--check" in sys.argv[1:]:
+        raise SystemExit(0 if text == old else "README.md: run python benchmarks/report.py")
+    (ROOT / "README.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
