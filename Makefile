@@ -4,7 +4,7 @@ SGLANG ?= 0.5.17
 VENV ?= .venv-$(SGLANG)
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint bench
+.PHONY: demo test lint bench docs
 
 demo: $(VENV)/installed
 	$(BIN)/python -m sglang_pat.demo
@@ -19,6 +19,9 @@ lint: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/cpu_decode.py
+
+docs: $(VENV)/installed
+	$(BIN)/mkdocs build --strict
 
 # uv resolves and unpacks SGLang's 8.5 GB in about a minute.
 $(VENV)/installed: pyproject.toml

@@ -1,0 +1,54 @@
+"""The documentation builds, and its commands run, but for those that need a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+GPU = "# needs a GPU"
+"""The first line of blocks whose commands do not run here."""
+BLOCKS = [
+    (page.name, block)
+    for page in PAGES
+    for block in re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+]
+COMMANDS = [(page, line) for page, block in BLOCKS if not block.startswith(GPU) for line in block.splitlines()]
+
+
+def run(command: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        command, shell=True, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+    )
+
+
+def test_pages_build_without_a_warning(tmp_path: Path) -> None:
+    result = run(f"mkdocs build --strict --site-dir {tmp_path}")
+    assert result.returncode == 0, result.stderr
+    settings = (tmp_path / "settings" / "index.html").read_text()
+    assert "```" not in (tmp_path / "index.html").read_text()
+    assert "SGLANG_PAT_POLICY" in settings and "sglang_pat:steps_total" in settings and "generated:" not in settings
+
+
+def test_there_are_commands_of_both_kinds() -> None:
+    assert COMMANDS and any(block.startswith(GPU) for _, block in BLOCKS)
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_commands_run(page: str, command: str) -> None:
+    result = run(command)
+    if "found no nvcc" in result.stderr:
+        pytest.skip("needs nvcc")
+    assert result.returncode == 0, f"{page}: {command}\n{result.stdout}{result.stderr}"
+
+
+def test_the_readme_has_the_benchmarks_numbers() -> None:
+    result = run("python benchmarks/report.py --check")
+    assert result.returncode == 0, result.stderr
