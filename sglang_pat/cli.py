@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from sglang_pat.estimate import EstimateError, estimate, read, read_model
 from sglang_pat.packing import POLICIES
 from sglang_pat.radix_bridge.trace import TraceError
 from sglang_pat.replay import replay
@@ -24,6 +25,15 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--oracle", action="store_true", help="compare every plan with the Python scheduler's; slow")
     command.add_argument("--truncated", action="store_true", help="take what there is of a file that was cut off")
     command.set_defaults(run=_replay)
+    command = commands.add_parser("estimate", help="say what packing would bring a workload")
+    command.add_argument(
+        "requests", type=Path, help="an OpenAI batch, a request log of SGLang, a Mooncake trace, or a prompt a line"
+    )
+    command.add_argument("--model", type=Path, required=True, help="the model's folder or config.json")
+    command.add_argument("--gpu", default="h200", help="%(default)s")
+    command.add_argument("--batch", type=int, nargs="+", default=[8, 32, 128, 256], help="batch sizes")
+    command.add_argument("--output", type=int, default=256, help="tokens of an answer, where unknown (%(default)s)")
+    command.set_defaults(run=_estimate)
     command = commands.add_parser("top", help="show live what packing does in a running server")
     command.add_argument("--url", default="http://127.0.0.1:30000", help="the server's address (%(default)s)")
     command.add_argument("--interval", type=float, default=2, help="seconds between two pictures (%(default)s)")
@@ -34,10 +44,16 @@ def main(arguments: list[str] | None = None) -> int:
         parsed.run(parsed)
     except KeyboardInterrupt:
         return 0
-    except (TraceError, TopError) as error:
+    except (TraceError, TopError, EstimateError) as error:
         print(f"sglang-pat: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _estimate(arguments: argparse.Namespace) -> None:
+    prompts = read(arguments.requests, arguments.output)
+    for line in estimate(prompts, read_model(arguments.model), arguments.gpu, arguments.batch):
+        print(line)
 
 
 def _top(arguments: argparse.Namespace) -> None:

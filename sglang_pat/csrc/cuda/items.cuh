@@ -29,8 +29,6 @@ __device__ constexpr Phase phase_of(int m) { return m == kSingleM ? kSingle : m 
 // the same time, but summing up takes as long as 24 tokens of one warp (1.5 us; 32 tokens take one 2 us,
 // benchmarks/NOTES.md).
 constexpr int kSumTokens = 24;
-// What is left for single warps when the long ones are for all may be few, and then too long again.
-constexpr int kRounds = 2;
 __device__ __forceinline__ int alone_tokens(int count, int total, int warps) {
   return (total / warps + kSumTokens * count) / max(1, (count + warps - 1) / warps);
 }
@@ -66,7 +64,7 @@ class Items {
     window_.items[thread] = item;
     if (thread < kPhases) window_.counts[thread] = window_.shared[thread] = 0;
     bool shared = false, full;
-    for (int round = 0;; ++round) {
+    while (true) {
       const bool alone = ours && !shared;
 #pragma unroll
       for (int i = 0; i < kPhases; ++i) {
@@ -76,15 +74,16 @@ class Items {
         if (lane == 0) window_.words[i][warp] = {alone_bits, shared_bits, tokens};
       }
       full = __syncthreads_and(item.head >= 0);
-      if (round == kRounds) break;
       int count = 0, total = 0;
 #pragma unroll
       for (int i = 0; i < Window::kWords; ++i) {
         count += __popc(window_.words[phase][i].alone);
         total += window_.words[phase][i].tokens;
       }
-      shared = shared || (ours && phase != kWide && item.tokens > alone_tokens(count, total, warps));
-      __syncthreads();
+      // What is left for single warps when the long ones are for all may be few, and then too long again.
+      const bool too_long = alone && phase != kWide && item.tokens > alone_tokens(count, total, warps);
+      if (!__syncthreads_or(too_long)) break;
+      shared = shared || too_long;
     }
     int place = 0, all_alone = 0, all_shared = 0;  // where it is among its kind, and how many there are of each
 #pragma unroll

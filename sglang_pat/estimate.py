@@ -1,0 +1,267 @@
+"""`sglang-pat estimate`: what packing would bring a workload, from its prompts and a model's config.json."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+
+from sglang_pat.kernels import cuda
+from sglang_pat.packing import OPEN, Batch, Node, PackConfig, Plan, make_plan
+
+CHARS_PER_TOKEN = 4
+"""Of English text with the usual vocabularies; prompts that come as tokens or lengths need no guess."""
+BLOCK = 16
+"""Prefixes are compared in blocks of so many tokens."""
+TRACE_BLOCK = 512
+"""Tokens of a hash id in Mooncake's traces."""
+WINDOWS = 8
+"""Batches looked at for each size: consecutive requests, spread evenly over the file."""
+
+
+class EstimateError(Exception):
+    """The file, the model or the GPU cannot be estimated; the message says why."""
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """What `python benchmarks/calibrate.py` finds for a GPU; times in microseconds.
+
+    A layer's attention takes `base + longest * (what the plan gives the SM with most, at its share of the bandwidth) +
+    merge * (the parts' bytes)`; FlashInfer's takes `other_base + unique * (the KV once) + repeated * (what is read again)`:
+    the latter comes from the L2 cache in part.
+
+    Attributes:
+        tbps: What it reads from memory.
+        sms: CTAs at a time.
+        rest_ms: Of a decode step of a dense model beside attention and reading the weights.
+    """
+
+    tbps: float
+    sms: int
+    arch: str
+    base: float
+    longest: float
+    merge: float
+    other_base: float
+    unique: float
+    repeated: float
+    rest_ms: float
+
+
+GPUS = {"h200": Gpu(4.4, 132, "9.0a", 20.4, 1.087, 0.884, 20.9, 1.022, 0.641, 5.04)}
+
+
+class Prompt(msgspec.Struct):
+    """A request.
+
+    Attributes:
+        blocks: Keys of its full blocks: two prompts share a prefix as far as these are equal.
+        block: Tokens of each.
+        tokens: Of the whole prompt.
+        output: Tokens that it generates.
+    """
+
+    blocks: list[int]
+    block: int
+    tokens: int
+    output: int
+
+
+def read(path: Path, output: int) -> list[Prompt]:
+    """Requests of an OpenAI batch file, SGLang's request log (--log-requests-format json --log-requests-level 3), a
+    Mooncake trace, or a text file with a prompt on each line.
+
+    Args:
+        path: The file.
+        output: Tokens generated where the file does not say.
+
+    Raises:
+        EstimateError: There is no request in it.
+    """
+    try:
+        lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError as error:
+        raise EstimateError(f"{path} cannot be read: {error.strerror}") from error
+    prompts = [prompt for line in lines if (prompt := _parse(line, output)) is not None]
+    if not prompts:
+        raise EstimateError(f"{path} has no request: give an OpenAI batch, a request log, a trace, or prompts")
+    return prompts
+
+
+def _parse(line: str, output: int) -> Prompt | None:
+    if not line.lstrip().startswith("{"):
+        return _of_text(line, output)
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return _of_text(line, output)
+    if "hash_ids" in row:
+        full = row["input_length"] // TRACE_BLOCK
+        return Prompt(row["hash_ids"][:full], TRACE_BLOCK, row["input_length"], row.get("output_length", output))
+    if "event" in row:  # of a log
+        if row["event"] != "request.received":
+            return None
+        row = row["obj"]
+        output = (row.get("sampling_params") or {}).get("max_new_tokens") or output
+    body = row.get("body", row)
+    output = body.get("max_completion_tokens") or body.get("max_tokens") or output
+    prompt = body.get("input_ids") or body.get("prompt") or body.get("text")
+    if prompt is None and "messages" in body:
+        parts = [json.dumps(body.get("tools", ""))]
+        for message in body["messages"]:
+            content = message.get("content") or ""
+            if not isinstance(content, str):
+                content = "".join(part.get("text", "") for part in content)
+            parts.append(f"{message['role']}: {content}")
+        prompt = "\n".join(parts)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        keys = [hash(tuple(prompt[i : i + BLOCK])) for i in range(0, len(prompt) - BLOCK + 1, BLOCK)]
+        return Prompt(keys, BLOCK, len(prompt), output)
+    return _of_text(prompt, output) if isinstance(prompt, str) else None
+
+
+def _of_text(text: str, output: int) -> Prompt:
+    size = BLOCK * CHARS_PER_TOKEN
+    keys = [zlib.crc32(text[i : i + size].encode()) for i in range(0, len(text) - size + 1, size)]
+    return Prompt(keys, BLOCK, max(1, len(text) // CHARS_PER_TOKEN), output)
+
+
+def batch_of(prompts: list[Prompt]) -> Batch:
+    """The requests side by side, each half way through its answer."""
+
+    def grow(queries: list[int], index: int) -> Iterator[Node]:
+        groups = defaultdict(list)
+        for query in queries:
+            if index < len(prompts[query].blocks):
+                groups[prompts[query].blocks[index]].append(query)
+        for group in groups.values():
+            if len(group) < 2:
+                continue
+            first, end = prompts[group[0]].blocks, index + 1
+            while all(prompts[query].blocks[end : end + 1] == first[end : end + 1] != [] for query in group):
+                end += 1
+            block = prompts[group[0]].block
+            yield Node(index * block, end * block, group, list(grow(group, end)))
+
+    return Batch([p.tokens + max(1, p.output // 2) for p in prompts], list(grow(list(range(len(prompts))), 0)))
+
+
+def attention_us(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> float:
+    """One layer's decode attention, by the model."""
+    longest, merge = features(plan, batch, config, gpu)
+    return gpu.base + gpu.longest * longest + gpu.merge * merge
+
+
+def features(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> tuple[float, float]:
+    """Microseconds of the SM with most to do, at its share of the bandwidth; and of moving the parts."""
+    cost, per_us = config.cost, gpu.tbps * 1e6
+    loads = [0.0] * gpu.sms
+    for number, (begin, end) in enumerate(zip(plan.bins, plan.bins[1:], strict=False)):
+        load = 0.0
+        for item in plan.items[begin:end]:
+            tokens = (batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end) - item.start
+            load += tokens * config.rate(len(item.queries)) + cost.item_bytes
+        for task in range(number * cost.kv_heads, (number + 1) * cost.kv_heads):
+            loads[task % gpu.sms] += load / cost.kv_heads
+    return max(loads) * gpu.sms / per_us, plan.merged_parts * cost.part_bytes / per_us
+
+
+class Model(msgspec.Struct):
+    """What a model's config.json says."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    weight_bytes: int | None
+    """Read in a decode step; None where they depend on the experts chosen."""
+
+
+def read_model(path: Path) -> Model:
+    """A model's shape, from its folder or config.json.
+
+    Raises:
+        EstimateError: It is no model that PAT serves, or not a config.json.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text())
+        config = config.get("text_config", config)
+        if "kv_lora_rank" in config:
+            raise EstimateError(f"{path}: MLA models are not supported by --attention-backend pat")
+        heads, layers, hidden = (config[name] for name in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
+        kv_heads = config.get("num_key_value_heads") or heads
+        dim = config.get("head_dim") or hidden // heads
+        experts = any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        attention = 2 * hidden * (heads + kv_heads) * dim
+        dense = layers * (attention + 3 * hidden * config["intermediate_size"]) + config["vocab_size"] * hidden
+    except (OSError, ValueError, KeyError) as error:
+        raise EstimateError(f"{path} is not a model's config.json ({error!r}): give the model's folder") from error
+    return Model(heads, kv_heads, dim, layers, None if experts else 2 * dense)
+
+
+def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int]) -> list[str]:
+    """The lines that the command prints.
+
+    Raises:
+        EstimateError: There are no measurements for the GPU, or no kernel for the model.
+    """
+    if gpu_name not in GPUS:
+        raise EstimateError(f"--gpu {gpu_name}: there are measurements for {', '.join(GPUS)} only")
+    if model.head_dim not in cuda.HEAD_DIMS:
+        raise EstimateError(f"head dimension {model.head_dim}: there are kernels for {cuda.HEAD_DIMS} only")
+    gpu = GPUS[gpu_name]
+    cost = cuda.cost_model(model.heads, model.kv_heads, model.head_dim, torch.bfloat16)
+    config = PackConfig(cost, cuda.tile_table(gpu.arch, model.head_dim), workers=gpu.sms)
+    lines = [
+        f"{len(prompts):,} requests, {sum(p.tokens for p in prompts) / len(prompts):,.0f} tokens of prompt and "
+        f"{sum(p.output for p in prompts) / len(prompts):,.0f} of answer on average",
+        "",
+        f"{'batch':>6}{'shared':>8}{'KV a step, GB':>16}{'packed':>8}{'attention, us':>15}{'packed':>8}{'TPOT, ms':>10}{'packed':>8}",
+    ]
+    for size in sorted({min(size, len(prompts)) for size in sizes}):
+        starts = {round(i * (len(prompts) - size) / max(1, WINDOWS - 1)) for i in range(WINDOWS)}
+        whole = unique = packed = 0
+        times, others = [], []
+        for start in sorted(starts):
+            batch = batch_of(prompts[start : start + size])
+            plan = make_plan(batch, config)
+            whole += sum(batch.seq_lens)
+            unique += sum(batch.seq_lens) - repeated(batch.roots)
+            packed += plan.kv_tokens
+            times.append(attention_us(plan, batch, config, gpu))
+            others.append(unpacked_us(batch, cost.token_bytes, gpu))
+        step = cost.token_bytes * model.layers / len(starts) / 1e9
+        time, other = sum(times) / len(times), sum(others) / len(others)
+        line = (
+            f"{size:>6}{1 - unique / whole:>8.0%}{whole * step:>16.2f}{packed * step:>8.2f}{other:>15.0f}{time:>8.0f}"
+        )
+        if model.weight_bytes is not None:
+            rest = gpu.rest_ms + model.weight_bytes / gpu.tbps * 1e-9
+            line += f"{rest + model.layers * other / 1e3:>10.1f}{rest + model.layers * time / 1e3:>8.1f}"
+        lines.append(line)
+    return [
+        *lines,
+        "",
+        "shared: tokens that another request of the batch has too. Attention is one layer's; unpacked is FlashInfer.",
+        f"Assumed: consecutive requests run side by side, half way through their answers; {CHARS_PER_TOKEN} characters a "
+        f"token in text; bfloat16; one {gpu_name.upper()}; a step without attention takes {gpu.rest_ms} ms beside reading the weights"
+        + (" (unknown for experts)." if model.weight_bytes is None else "."),
+    ]
+
+
+def unpacked_us(batch: Batch, token_bytes: int, gpu: Gpu) -> float:
+    """One layer's decode attention without packing, as FlashInfer does it."""
+    again = repeated(batch.roots)
+    tokens = gpu.unique * (sum(batch.seq_lens) - again) + gpu.repeated * again
+    return gpu.other_base + tokens * token_bytes / (gpu.tbps * 1e6)
+
+
+def repeated(nodes: list[Node]) -> int:
+    """Tokens that are read more than once where every request reads its own, without the first time."""
+    return sum((len(n.queries) - 1) * (n.end - n.start) + repeated(n.children) for n in nodes)
