@@ -37,11 +37,13 @@ class Gpu(msgspec.Struct, frozen=True):
 
     Attributes:
         tbps: What it reads from memory.
+        memory_gb: By its data sheet.
         sms: CTAs at a time.
         rest_ms: Of a decode step of a dense model beside attention and reading the weights.
     """
 
     tbps: float
+    memory_gb: int
     sms: int
     arch: str
     base: float
@@ -53,7 +55,7 @@ class Gpu(msgspec.Struct, frozen=True):
     rest_ms: float
 
 
-GPUS = {"h200": Gpu(4.4, 132, "9.0a", 20.4, 1.087, 0.884, 20.9, 1.022, 0.641, 5.04)}
+GPUS = {"h200": Gpu(4.4, 141, 132, "9.0a", 20.4, 1.087, 0.884, 20.9, 1.022, 0.641, 5.04)}
 
 
 class Prompt(msgspec.Struct):
@@ -244,6 +246,8 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         if model.weight_bytes is not None:
             rest = gpu.rest_ms + model.weight_bytes / gpu.tbps * 1e-9
             line += f"{rest + model.layers * other / 1e3:>10.1f}{rest + model.layers * time / 1e3:>8.1f}"
+        if unique * step + (model.weight_bytes or 0) / 1e9 > gpu.memory_gb:
+            line += f"  more than {gpu.memory_gb} GB"
         lines.append(line)
     return [
         *lines,

@@ -49,6 +49,16 @@ class Executor(Protocol):
         """Attention of [batch or more, heads, head_dim]; rows behind the plan's batch are zero."""
 
 
+def workspace_slots(pack_config: PackConfig, max_batch: int) -> int:
+    """Parts that a GPU's workspace holds: those of deep trees, and those that the ends of bins add.
+
+    One query per work item always fits, whatever the batch: only the ends of bins cut, and each cuts one query.
+    """
+    slot_bytes = pack_config.cost.part_bytes // 2  # which counts writing and reading it
+    wanted = PARTS_OF_A_REQUEST * max_batch + 2 * pack_config.max_bins * pack_config.max_queries
+    return min(WORKSPACE_BYTES // slot_bytes, wanted)
+
+
 def _capacity(pack_config: PackConfig, runner: ModelRunner) -> int:
     return layout.capacity(pack_config, runner.req_to_token_pool.size)
 
@@ -98,8 +108,7 @@ class CudaExecutor:
         self.pack_config = PackConfig(cost, tiles, workers=self._decoder.workers, policy=policy)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
-        slot_bytes = heads * (dim + 1) * 4
-        self.max_slots = min(WORKSPACE_BYTES // slot_bytes, PARTS_OF_A_REQUEST * runner.req_to_token_pool.size)
+        self.max_slots = workspace_slots(self.pack_config, runner.req_to_token_pool.size)
         self._plan = torch.zeros(size, dtype=torch.int32, device=device)
         self._partial = torch.empty(self.max_slots, heads, dim, device=device)
         self._lse = torch.empty(self.max_slots, heads, device=device)

@@ -1,0 +1,33 @@
+"""The workspace of the GPU kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_pat.backend.executors import WORKSPACE_BYTES, workspace_slots
+from sglang_pat.kernels import cuda
+from sglang_pat.packing import Batch, PackConfig, make_plan
+
+HEADS = ((32, 8), (64, 8), (16, 8), (32, 32), (8, 1), (5, 5))
+
+
+def config(heads: int, kv_heads: int, policy: str) -> PackConfig:
+    cost = cuda.cost_model(heads, kv_heads, 128, torch.bfloat16)
+    return PackConfig(cost, cuda.tile_table("9.0a", 128), workers=132, policy=policy)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("lengths", [[1], [131_072], [200_000, 3], [9000] * 40, [500] * 300])
+def test_unpacked_plans_always_fit(heads: int, kv_heads: int, lengths: list[int]) -> None:
+    """Also where a server runs no more requests than these."""
+    pack_config = config(heads, kv_heads, "query")
+    assert make_plan(Batch(lengths), pack_config).merged_parts <= workspace_slots(pack_config, len(lengths))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_memory_is_limited(heads: int, kv_heads: int) -> None:
+    pack_config = config(heads, kv_heads, "optimal")
+    slots = workspace_slots(pack_config, 4096)
+    assert slots * heads * (128 + 1) * 4 <= WORKSPACE_BYTES < 256 << 20
+    assert slots >= 2 * 4096 or heads > 32, "a prefix and a tail for every request"
