@@ -202,9 +202,8 @@ def main() -> None:
     streams: dict[str, list[list[int]]] = {}
     for backend in arguments.backends:
         log = arguments.output.with_name(f"server-{backend}.log")
-        server = Server(
-            arguments.model, backend, log, [*(["--load-format", "dummy"] if arguments.dummy else []), *arguments.server]
-        )
+        flags = [*(["--load-format", "dummy"] if arguments.dummy else []), *arguments.server]
+        server = Server(arguments.model, backend, log, flags, on_cpu=False)
         try:
             server.wait()
             for workload in arguments.workloads:

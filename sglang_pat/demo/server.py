@@ -37,18 +37,19 @@ class Server:
         arguments: Sequence[str] = (),
         environment: dict[str, str] | None = None,
         command: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
+        on_cpu: bool = True,
     ) -> None:
-        """Start it; `wait` waits until it serves."""
-        import torch
-
+        """Start it; `wait` waits until it serves. With `on_cpu` it does not see the machine's GPUs."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self._backend = backend
-        # torch_native alone does not wake the CPU platform (platform/__init__.py), so it is named.
-        selection = {} if backend == "pat" or torch.cuda.is_available() else {"SGLANG_PLATFORM": platform.NAME}
+        selection = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+        if on_cpu and backend != "pat":
+            # torch_native alone does not wake the CPU platform (platform/__init__.py), so it is named.
+            selection["SGLANG_PLATFORM"] = platform.NAME
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [
