@@ -14,11 +14,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 import trees
 
 from sglang_pat import estimate
-from sglang_pat.kernels import cuda
+from sglang_pat.kernels import gpu_tiles
 from sglang_pat.packing import PackConfig, make_plan
 
 RESULTS = Path(__file__).parent / "results"
@@ -29,8 +28,8 @@ LAYERS, WEIGHT_BYTES = 36, 2 * (36 * (2 * 4096 * 40 * 128 + 3 * 4096 * 12288) + 
 def predict(tree: str, heads: str, gpu: estimate.Gpu) -> tuple[float, float, float, float]:
     """(longest SM, merge, KV once, KV read again) of a tree, in microseconds."""
     query_heads, kv_heads = map(int, heads.split("/"))
-    cost = cuda.cost_model(query_heads, kv_heads, 128, torch.bfloat16)
-    config = PackConfig(cost, cuda.tile_table(gpu.arch, 128), workers=gpu.sms)
+    cost = gpu_tiles.cost_model(query_heads, kv_heads, 128)
+    config = PackConfig(cost, gpu_tiles.tile_table(gpu.arch, 128), workers=gpu.sms)
     batch = trees.build(*trees.parse(tree))
     longest, merge = estimate.features(make_plan(batch, config), batch, config, gpu)
     per_us, again = gpu.tbps * 1e6 / cost.token_bytes, estimate.repeated(batch.roots)

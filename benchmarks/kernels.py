@@ -26,7 +26,7 @@ import rivals
 import torch
 import trees
 
-from sglang_pat.kernels import cuda, layout, reference
+from sglang_pat.kernels import cuda, gpu_tiles, layout, reference
 from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import PackConfig, TileTable
 
@@ -100,11 +100,11 @@ class Pat:
         overlap: bool = True,
     ) -> None:  # fmt: skip
         self._problem, self._overlap = problem, overlap
-        tiles = cuda.tile_table(cuda.arch_of(problem.q.device), DIM)
+        tiles = gpu_tiles.tile_table(cuda.arch_of(problem.q.device), DIM)
         if query_tiles:
             tiles = TileTable(query_tiles, tiles.kv_tiles, tiles.kv_bounds)
         self.decoder = cuda.Decoder(problem.q.dtype, DIM, tiles, problem.q.device, mode)
-        cost = cuda.cost_model(problem.heads, problem.kv_heads, DIM, problem.k.dtype)
+        cost = gpu_tiles.cost_model(problem.heads, problem.kv_heads, DIM)
         self.config = PackConfig(cost, tiles, workers=self.decoder.workers, policy=policy)
         scheduler = NativeScheduler(self.config, problem.size)
         trees.load(scheduler, problem.batch)

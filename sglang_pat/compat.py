@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-import torch
-
 
 def disable_graphs(server_args: Any) -> None:
     """Turn device graphs off: there is nothing to capture on a CPU.
@@ -89,6 +87,7 @@ def prefill_backend() -> str:
     """The stock attention backend for prefill on this GPU: what SGLang would choose, as far as it is installed."""
     import importlib.util
 
+    import torch
     from sglang.srt.utils import is_flashinfer_available
 
     if torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("sgl_kernel.flash_ops"):

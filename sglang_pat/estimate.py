@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import torch
 
-from sglang_pat.kernels import cuda
+from sglang_pat.kernels import gpu_tiles
 from sglang_pat.packing import OPEN, Batch, Node, PackConfig, Plan, make_plan
 
 CHARS_PER_TOKEN = 4
@@ -215,11 +214,11 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
     """
     if gpu_name not in GPUS:
         raise EstimateError(f"--gpu {gpu_name}: there are measurements for {', '.join(GPUS)} only")
-    if model.head_dim not in cuda.HEAD_DIMS:
-        raise EstimateError(f"head dimension {model.head_dim}: there are kernels for {cuda.HEAD_DIMS} only")
+    if model.head_dim not in gpu_tiles.HEAD_DIMS:
+        raise EstimateError(f"head dimension {model.head_dim}: there are kernels for {gpu_tiles.HEAD_DIMS} only")
     gpu = GPUS[gpu_name]
-    cost = cuda.cost_model(model.heads, model.kv_heads, model.head_dim, torch.bfloat16)
-    config = PackConfig(cost, cuda.tile_table(gpu.arch, model.head_dim), workers=gpu.sms)
+    cost = gpu_tiles.cost_model(model.heads, model.kv_heads, model.head_dim)
+    config = PackConfig(cost, gpu_tiles.tile_table(gpu.arch, model.head_dim), workers=gpu.sms)
     lines = [
         f"{len(prompts):,} requests, {sum(p.tokens for p in prompts) / len(prompts):,.0f} tokens of prompt and "
         f"{sum(p.output for p in prompts) / len(prompts):,.0f} of answer on average",

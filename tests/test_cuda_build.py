@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from sglang_pat.kernels import cuda, jit, resources
+from sglang_pat.kernels import cuda, gpu_tiles, jit, resources
 
 VARIANTS = [
     ("9.0a", 128, torch.bfloat16),
@@ -28,7 +28,7 @@ def test_forward_compiles_without_spills(arch: str, dim: int, dtype: torch.dtype
         jit.find_nvcc()
     except jit.BuildError:
         pytest.skip("needs nvcc")
-    variant = cuda.Variant(dtype, dim, arch, cuda.tile_table(arch, dim).query_tiles)
+    variant = cuda.Variant(dtype, dim, arch, gpu_tiles.tile_table(arch, dim).query_tiles)
     found = resources.measure(variant)
     print(variant.name, found)
     assert found.spill_bytes == 0

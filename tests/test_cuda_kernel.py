@@ -10,13 +10,13 @@ import torch
 from kernel_cases import TOLERANCE, Case
 from trees import random_batch
 
-from sglang_pat.kernels import cuda
+from sglang_pat.kernels import cuda, gpu_tiles
 from sglang_pat.packing import POLICIES, Batch, Node, TileTable
 
 pytestmark = pytest.mark.gpu
 
 ARCH = cuda.arch_of(torch.device("cuda")) if torch.cuda.is_available() else "9.0a"
-FUSED = cuda.tile_table(ARCH, 128)
+FUSED = gpu_tiles.tile_table(ARCH, 128)
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -26,9 +26,9 @@ def modules() -> None:
     if not torch.cuda.is_available():
         return
     variants = [
-        cuda.Variant(dtype, dim, ARCH, cuda.tile_table(ARCH, dim).query_tiles)
+        cuda.Variant(dtype, dim, ARCH, gpu_tiles.tile_table(ARCH, dim).query_tiles)
         for dtype in HALF
-        for dim in cuda.HEAD_DIMS
+        for dim in gpu_tiles.HEAD_DIMS
     ]
     variants += [cuda.Variant(torch.bfloat16, dim, ARCH, (m,)) for dim in (64, 128) for m in FUSED.query_tiles]
     cuda.build(variants)
@@ -73,7 +73,7 @@ def shared(queries: int, prefix: int, tail: int) -> Batch:
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("dim", cuda.HEAD_DIMS)
+@pytest.mark.parametrize("dim", gpu_tiles.HEAD_DIMS)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
 def test_random_trees(dtype: torch.dtype, dim: int, group: int) -> None:
     generator = random.Random(dim * 100 + group)
@@ -84,7 +84,7 @@ def test_random_trees(dtype: torch.dtype, dim: int, group: int) -> None:
         kv_heads = generator.choice([1, 2, 5])
         case = gpu_case(batch, kv_heads * group, kv_heads, dim, dtype, page_size=generator.choice([1, 16, 64]))
         for policy in POLICIES:
-            assert Run(case, cuda.tile_table(ARCH, dim), policy=policy).error() < TOLERANCE[dtype], policy
+            assert Run(case, gpu_tiles.tile_table(ARCH, dim), policy=policy).error() < TOLERANCE[dtype], policy
 
 
 @pytest.mark.parametrize("mode", ["fused", "streams", "serial"])

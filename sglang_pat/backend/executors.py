@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from sglang_pat import compat
-from sglang_pat.kernels import cpu, cuda, layout
+from sglang_pat.kernels import cpu, cuda, gpu_tiles, layout
 from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
 
 if TYPE_CHECKING:
@@ -102,9 +102,9 @@ class CudaExecutor:
     def __init__(self, runner: ModelRunner, policy: str) -> None:
         heads, kv_heads, dim, _ = compat.attention_shape(runner)
         device = torch.device("cuda", torch.cuda.current_device())
-        tiles = cuda.tile_table(cuda.arch_of(device), dim)
+        tiles = gpu_tiles.tile_table(cuda.arch_of(device), dim)
         self._decoder = cuda.Decoder(runner.kv_cache_dtype, dim, tiles, device)
-        cost = cuda.cost_model(heads, kv_heads, dim, runner.kv_cache_dtype)
+        cost = gpu_tiles.cost_model(heads, kv_heads, dim)
         self.pack_config = PackConfig(cost, tiles, workers=self._decoder.workers, policy=policy)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang_pat.kernels import cuda
+from sglang_pat.kernels import cuda, gpu_tiles
 
 MAX_HEAD_DIM = 256
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -101,8 +101,8 @@ def _layer_problem(layer: Any, on_gpu: bool) -> str | None:
 
 def _dimension_problem(layer: Any, on_gpu: bool) -> str | None:
     if on_gpu:
-        if layer.qk_head_dim != layer.v_head_dim or layer.qk_head_dim not in cuda.HEAD_DIMS:
-            dims = ", ".join(map(str, cuda.HEAD_DIMS))
+        if layer.qk_head_dim != layer.v_head_dim or layer.qk_head_dim not in gpu_tiles.HEAD_DIMS:
+            dims = ", ".join(map(str, gpu_tiles.HEAD_DIMS))
             return (
                 f"head dimensions of {layer.qk_head_dim} (K) and {layer.v_head_dim} (V) on a GPU ({dims} for both are)"
             )

@@ -12,24 +12,13 @@ import msgspec
 import torch
 
 from sglang_pat.kernels import jit
-from sglang_pat.packing import CostModel, TileTable
+from sglang_pat.kernels.gpu_tiles import HEAD_DIMS
+from sglang_pat.packing import TileTable
 
 logger = logging.getLogger(__name__)
 
-HEAD_DIMS = (64, 96, 128, 192, 256)
-
 TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 """Dtypes of Q, K and V, as CUDA names them."""
-
-KV_TILE = 64
-"""The n of every tile (`kTokens` in csrc/cuda/params.cuh)."""
-
-ITEM_BYTES = 50_000
-"""`CostModel.item_bytes`: what the plans of benchmarks/kernels.py ran best with on an H200 (benchmarks/NOTES.md)."""
-
-HOPPER_TOKEN_BYTES = {8: 512, 16: 512, 64: 512, 128: 700, 192: 1000}
-"""`TileTable.token_bytes` for 128 columns. A worker's share of an H200's bandwidth is 33 KB/us. 64 tokens take tiles of 128
-and 192 rows 1.3 to 1.6 us; of the prices around that, plans ran best with these (benchmarks/NOTES.md, 2026-11-21)."""
 
 Mode = Literal["fused", "streams", "serial"]
 
@@ -39,7 +28,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
 
     Attributes:
         dtype: A key of TYPES.
-        head_dim: One of HEAD_DIMS.
+        head_dim: One of `gpu_tiles.HEAD_DIMS`.
         arch: Compute capability, such as `8.0` or `9.0a`.
         query_tiles: Every m that its forward kernel runs.
     """
@@ -70,19 +59,6 @@ def arch_of(device: torch.device) -> str:
     """The architecture to compile for; Hopper's own instructions need its `a`."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"{major}.{minor}a" if major == 9 else f"{major}.{minor}"
-
-
-def tile_table(arch: str, head_dim: int) -> TileTable:
-    """The tiles of a GPU: 128 and 192 rows take several warpgroups (csrc/cuda/params.cuh, `groups`)."""
-    if head_dim > 128 or not arch.startswith("9."):
-        return TileTable((8, 16, 64), kv_tiles=(KV_TILE,), kv_bounds=())
-    token_bytes = tuple(price * head_dim // 128 for price in HOPPER_TOKEN_BYTES.values())
-    return TileTable(tuple(HOPPER_TOKEN_BYTES), (KV_TILE,), (), token_bytes)
-
-
-def cost_model(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> CostModel:
-    """What plans for these kernels cost."""
-    return CostModel(heads, kv_heads, head_dim, head_dim, dtype.itemsize, item_bytes=ITEM_BYTES)
 
 
 def build(variants: Sequence[Variant]) -> None:
