@@ -54,7 +54,8 @@ def create(runner: ModelRunner) -> PatAttnBackend:
 
 def inner_backend(runner: ModelRunner) -> AttentionBackend | None:
     """Runs prefill and all that is not plain decode; None where the user chose a backend for that."""
-    if runner.server_args.get_attention_backends()[0] != "pat":
+    arguments = runner.server_args
+    if (arguments.prefill_attention_backend or arguments.attention_backend) != "pat":
         return None
     if runner.device == "cpu":
         from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
