@@ -111,7 +111,7 @@ class Pat:
         index, _, _ = scheduler.take(problem.seq_lens.cpu(), 0)
         data = scheduler.buffers[index]
         self.kv_tokens, self.parts, _ = scheduler.current()
-        self.plan = torch.from_numpy(data[: layout.sections(data).header["size"]].copy()).to("cuda")
+        self.plan = torch.from_numpy(data[: layout.size(data)].copy()).to("cuda")
         slots = max(1, layout.num_slots(data))
         self._partial = torch.empty(slots, problem.heads, DIM, device="cuda")
         self._lse = torch.empty(slots, problem.heads, device="cuda")

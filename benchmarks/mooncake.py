@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 
+from sglang_pat.estimate import TRACE_BLOCK
 from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import Batch, PackConfig
 from sglang_pat.radix_bridge import Observer
 from sglang_pat.radix_bridge.mirror import Mirror
-
-BLOCK = 512
-"""Tokens of a hash id (the trace's README)."""
 
 STEP_MS = 30
 CONTEXT = 131_072
@@ -97,7 +95,9 @@ class Replay:
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         length = min(line["input_length"], CONTEXT - line["output_length"] - 1)
-        prompt = array("q", (block * BLOCK + i for block in line["hash_ids"] for i in range(BLOCK)))[:length]
+        prompt = array("q", (block * TRACE_BLOCK + i for block in line["hash_ids"] for i in range(TRACE_BLOCK)))[
+            :length
+        ]
         request = Request(f"r{self.served}", prompt, max(1, line["output_length"]))
         match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(prompt[:-1], None)))
         prefix = len(match.device_indices)

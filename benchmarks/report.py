@@ -33,26 +33,28 @@ def mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
+def advantage(record: dict[str, Any]) -> float:
+    """Of PAT over the best of the others."""
+    return min(record["rivals"].values()) / record["pat_us"]
+
+
 def kernels() -> str:
     result = load("kernels-h200.json")
     records = result["records"]
     rows = []
     for record in records:
         if record["heads"] == SHOWN and record["page_size"] == 1:
-            best = min(record["rivals"].values())
             others = [
                 f"{record['rivals'][name]:,.0f}" if name in record["rivals"] else "" for name in ("flashinfer", "cascade", "triton")
             ]  # fmt: skip
             rows.append(
                 [
                     f"`{record['tree']}`", f"{record['floor_us']:,.1f}", f"**{record['pat_us']:,.1f}**", *others,
-                    f"{best / record['pat_us']:.2f}{TIMES}",
+                    f"{advantage(record):.2f}{TIMES}",
                 ]
             )  # fmt: skip
-    ratios = [min(record["rivals"].values()) / record["pat_us"] for record in records]
-    shared = [
-        min(record["rivals"].values()) / record["pat_us"] for record in records if not record["tree"].startswith("256_")
-    ]
+    ratios = [advantage(record) for record in records]
+    shared = [advantage(record) for record in records if not record["tree"].startswith("256_")]
     device = result["device"]
     note = (
         f"{device['name']} ({device['read_tbps']} TB/s read), torch {device['torch']}, {device['date']}. All "

@@ -33,11 +33,10 @@ import aiohttp
 import msgspec
 
 from sglang_pat.demo.server import Server
+from sglang_pat.estimate import TRACE_BLOCK
 
 RESULTS = Path(__file__).parent / "results"
 WORKLOADS = ("gsp-8x32x2048", "random-128", "agreement")
-BLOCK = 512
-"""Tokens of a hash id (the trace's README)."""
 SYSTEM = ((46, 1), (348, 4), (2123, 16))
 VOCABULARY = 1000
 """Token ids below this are in every vocabulary."""
@@ -86,7 +85,7 @@ def trace_prompts(path: Path, count: int, context: int) -> list[tuple[float, lis
         prompt: list[int] = []
         for level, (length, variants) in enumerate(SYSTEM):
             prompt += tokens((level, random.Random(number).randrange(variants)), length)
-        own = [token for block in row["hash_ids"] for token in tokens(block, BLOCK)][: row["input_length"]]
+        own = [token for block in row["hash_ids"] for token in tokens(block, TRACE_BLOCK)][: row["input_length"]]
         prompts.append((row["timestamp"] / 1000, prompt + own, row["output_length"]))
     return prompts
 

@@ -6,6 +6,7 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -54,7 +55,12 @@ class Gpu(msgspec.Struct, frozen=True):
     rest_ms: float
 
 
-GPUS = {"h200": Gpu(4.4, 141, 132, "9.0a", 20.4, 1.087, 0.884, 20.9, 1.022, 0.641, 5.04)}
+GPUS = {
+    "h200": Gpu(
+        tbps=4.4, memory_gb=141, sms=132, arch="9.0a", base=20.4, longest=1.087, merge=0.884, other_base=20.9,
+        unique=1.022, repeated=0.641, rest_ms=5.04,
+    ),
+}  # fmt: skip
 
 
 class Prompt(msgspec.Struct):
@@ -162,7 +168,7 @@ def features(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> tuple[fl
     """Microseconds of the SM with most to do, at its share of the bandwidth; and of moving the parts."""
     cost, per_us = config.cost, gpu.tbps * 1e6
     loads = [0.0] * gpu.sms
-    for number, (begin, end) in enumerate(zip(plan.bins, plan.bins[1:], strict=False)):
+    for number, (begin, end) in enumerate(pairwise(plan.bins)):
         load = 0.0
         for item in plan.items[begin:end]:
             tokens = (batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end) - item.start

@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_pat.backend.metrics import size_class
+from sglang_pat.backend.metrics import packs_since
 
 CLEAR = "\x1b[H\x1b[2J"
 WIDTH = 40
@@ -70,15 +70,11 @@ def render(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: float
             f"  saved           {1 - read / unpacked if unpacked else 0:>8.0%}",
         ]
     lines.append(f"fallbacks {new['fallbacks']:,}, faults {new['faults']:,} since the start; both should be 0")
-    sizes: dict[int, int] = {}
-    for size, count in new["query_sizes"].items():
-        more = count - before["query_sizes"].get(size, 0)
-        if more:
-            sizes[size_class(int(size))] = sizes.get(size_class(int(size)), 0) + more
-    if sizes:
+    packs = packs_since(new["query_sizes"], before["query_sizes"])
+    if packs:
         lines += ["", "queries in a pack"]
-        most = max(sizes.values())
-        for size, count in sorted(sizes.items()):
+        most = max(packs.values())
+        for size, count in packs.items():
             name = str(size) if size == 1 else f"{size}-{2 * size - 1}"
             lines.append(f"{name:>9} {count:>12,} {bar(count, most)}")
     return lines
@@ -88,11 +84,7 @@ def bar(value: float, most: float) -> str:
     return "█" * round(WIDTH * value / most) if most else ""
 
 
-def top(
-    url: str,
-    interval: float,
-    once: bool,
-) -> None:
+def top(url: str, interval: float, once: bool) -> None:
     """Show it until interrupted; one picture since the server started if `once`.
 
     Raises:

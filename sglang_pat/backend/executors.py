@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -143,6 +143,6 @@ class CudaExecutor:
         return out
 
 
-def create(runner: ModelRunner, policy: str) -> Any:
+def create(runner: ModelRunner, policy: str) -> Executor:
     """The executor of the runner's device."""
     return CudaExecutor(runner, policy) if runner.device == "cuda" else CpuExecutor(runner, policy)

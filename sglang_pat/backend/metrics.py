@@ -34,6 +34,16 @@ def size_class(queries: int) -> int:
     return 1 << queries.bit_length() - 1
 
 
+def packs_since(new: Mapping[str, int], old: Mapping[str, int]) -> dict[int, int]:
+    """Packs of each size class by which `query_sizes` grew; ascending, without those that did not."""
+    classes: dict[int, int] = {}
+    for size, count in new.items():
+        more = count - old.get(size, 0)
+        if more:
+            classes[size_class(int(size))] = classes.get(size_class(int(size)), 0) + more
+    return dict(sorted(classes.items()))
+
+
 class Metrics:
     """Publishes counts of one scheduler process, always those since the last call."""
 
@@ -72,10 +82,8 @@ class Metrics:
             self._exported[name].labels(**labels).inc(new[name])
         for name in GAUGES:
             self._exported[name].labels(**labels).set(counts[name])
-        for size, count in counts["query_sizes"].items():
-            more = count - self._last_sizes.get(size, 0)
-            if more:
-                self._exported["packs"].labels(**labels, queries=str(size_class(int(size)))).inc(more)
+        for size, more in packs_since(counts["query_sizes"], self._last_sizes).items():
+            self._exported["packs"].labels(**labels, queries=str(size)).inc(more)
         self._last_sizes = dict(counts["query_sizes"])
 
 

@@ -28,9 +28,7 @@ _RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
 _UNIFIED = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
 _STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
-
 _GRAPH_VIEW = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view"
-
 _REPORT = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats"
 
 _observer: Observer | None = None
