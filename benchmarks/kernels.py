@@ -100,7 +100,7 @@ class Pat:
         overlap: bool = True,
     ) -> None:  # fmt: skip
         self._problem, self._overlap = problem, overlap
-        tiles = gpu_tiles.tile_table(cuda.arch_of(problem.q.device), DIM)
+        tiles = gpu_tiles.tile_table(cuda.arch_of(problem.q.device), DIM, torch.cuda.get_device_name())
         if query_tiles:
             tiles = TileTable(query_tiles, tiles.kv_tiles, tiles.kv_bounds)
         self.decoder = cuda.Decoder(problem.q.dtype, DIM, tiles, problem.q.device, mode)

@@ -49,7 +49,7 @@ def evaluate(batch: Batch, policy: str) -> dict[str, float]:
     cost = config.cost
     prefixes = compact(batch)
     least = kv_minimum(prefixes, batch.seq_lens) * cost.token_bytes
-    packs = split_queries(POLICIES[policy](prefixes, batch, config), config.max_queries)
+    packs = split_queries(POLICIES[policy](prefixes, batch, config), batch.seq_lens, config)
     scheduler = NativeScheduler(config, len(batch.seq_lens))
     trees.load(scheduler, batch)
     seq_lens = np.array(batch.seq_lens, dtype=np.int64)
@@ -72,7 +72,7 @@ def spans(batch: Batch) -> dict[str, float] | None:
     packs = make_packs(batch, config)
     plan = make_plan(batch, config)
     share = sum(_cost(pack, batch.seq_lens, config) for pack in packs) / config.workers
-    tile = (config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.cost.item_bytes) / config.cost.kv_heads
+    tile = (config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.item(1)) / config.cost.kv_heads
     if share < 2 * tile:
         return None
     pieces = [Pack(item.start, None if item.end == OPEN else item.end, item.queries) for item in plan.items]
@@ -89,7 +89,7 @@ def paper_makespan(packs: list[Pack], seq_lens: list[int], config: PackConfig) -
     costs = []
     for pack, length in zip(packs, lengths, strict=True):
         pieces = max(1, -int(-length // mean))
-        whole = length * config.rate(len(pack.queries)) / pieces + config.cost.item_bytes
+        whole = length * config.rate(len(pack.queries)) / pieces + config.item(len(pack.queries))
         costs += [whole / heads] * (pieces * heads)
     free = [0.0] * config.workers
     for cost in sorted(costs, reverse=True):

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from kernels import RESULTS, Pat, Problem
 
-METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum", "l2_read": "lts__t_bytes_op_read.sum"}
+METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum", "l2_read": "lts__t_sectors_op_read.sum"}
 TREES = ("1,1024_2048,32", "1,8,16,32,64,256,1024_256,128,64,32,32,32,32", "256_1024")
 
 
@@ -46,11 +46,11 @@ def count(tree: str) -> dict[str, int | str]:
         raise SystemExit(f"ncu failed: {result.stdout[-500:]}{result.stderr[-500:]}")
     record: dict[str, int | str] = {"tree": tree, **json.loads(plan.removeprefix("plan "))}
     start = next(i for i, line in enumerate(lines) if line.startswith('"ID"'))
-    units = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+    units = {"sector": 32, "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
     for row in csv.DictReader(lines[start:]):
         kernel = "forward" if "forward" in row["Kernel Name"] else "merge"
         for name, metric in METRICS.items():
-            if row["Metric Name"] == metric:
+            if row["Metric Name"] == metric and row["Metric Value"] != "n/a":
                 record[f"{kernel}_{name}"] = round(
                     float(row["Metric Value"].replace(",", "")) * units[row["Metric Unit"]]
                 )

@@ -29,6 +29,8 @@ class PatConfig(msgspec.Struct, frozen=True):
         ahead: `SGLANG_PAT_AHEAD`: 1 plans the next batch on a thread of its own while a step runs, 0 when its step comes.
         verify: `SGLANG_PAT_VERIFY`: 1 compares the KV slots of all queries of every work item before each step
             and falls back to one query per work item where they differ. Slow; for tests.
+        tiles: `SGLANG_PAT_TILES`: a file that `python -m sglang_pat.tune` wrote for this GPU, in place of the table that
+            comes with sglang-pat; none if empty.
         trace: `SGLANG_PAT_TRACE`: a file to record events and plans in, for `sglang-pat replay`; none if empty.
         trace_mb: `SGLANG_PAT_TRACE_MB`: recording ends when the file has this many megabytes.
     """
@@ -37,6 +39,7 @@ class PatConfig(msgspec.Struct, frozen=True):
     reuse: bool = True
     ahead: bool = True
     verify: bool = False
+    tiles: str = ""
     trace: str = ""
     trace_mb: int = 256
 
@@ -61,7 +64,7 @@ class PatConfig(msgspec.Struct, frozen=True):
 
 
 def _parse(variable: str, value: str, field: str) -> Any:
-    if field == "trace":
+    if field in ("tiles", "trace"):
         return value
     if field == "trace_mb":
         if not value.isdecimal() or int(value) == 0:

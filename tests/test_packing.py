@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trees import TILES, batches, configs
+from trees import PRICED, TILES, batches, configs
 
 from sglang_pat.packing import (
     OPEN,
@@ -211,6 +211,23 @@ def test_no_policy_beats_the_optimal_one(batch: Batch, cost: CostModel) -> None:
         assert packs_bytes(pack(policy, batch, cost), batch, roomy(cost)) >= least
 
 
+@given(st.integers(1, 200), st.integers(1, 3_000), st.sampled_from([1, 3, 4, 16]))
+def test_a_short_pack_is_run_by_small_tiles_where_that_costs_less(queries: int, tokens: int, group: int) -> None:
+    config = PackConfig(CostModel(2 * group, 2, 8, 8, 2), PRICED, workers=132)
+
+    def cost(pieces: int) -> int:
+        size = -(-queries // pieces)
+        return pieces * (tokens * config.rate(size) + config.item(size))
+
+    fewest, most = -(-queries // config.max_queries), -(-queries // config.few_queries)
+    pieces = config.pieces(queries, tokens)
+    assert config.pack_bytes(queries, tokens) == cost(pieces)
+    if fewest == 1:
+        assert pieces == min((fewest, most), key=cost)
+    else:
+        assert pieces in (fewest, most) and cost(pieces) <= 1.5 * min(map(cost, (fewest, most)))
+
+
 def test_the_naive_policy_packs_every_node() -> None:
     batch = Batch([40, 40, 9], [Node(0, 3, [0, 1], [Node(3, 5, [0])])])
     packs = {(p.start, p.end, *p.queries) for p in pack("naive", batch)}
@@ -264,7 +281,7 @@ def test_where_there_is_work_for_all_workers_finish_together(batch: Batch, confi
     heads, workers = config.cost.kv_heads, config.workers
     share = work(plan, batch, config) / workers
     # Below this the grain of a cut or the start of a work item outweighs what there is to balance.
-    quantum = GRAIN * config.rate(config.max_queries) + config.cost.item_bytes
+    quantum = GRAIN * config.rate(config.max_queries) + config.item(config.max_queries)
     idle = min(waves * workers / (waves * workers // heads * heads or 1) for waves in range(1, MAX_WAVES + 1))
     if share * heads >= 40 * quantum and idle <= 1.02:
         assert makespan(plan, batch.seq_lens, config) <= 1.05 * idle * share
@@ -273,7 +290,9 @@ def test_where_there_is_work_for_all_workers_finish_together(batch: Batch, confi
 def work(plan: Plan, batch: Batch, config: PackConfig) -> int:
     """The cost of all work items, for all KV heads."""
     packs = [Pack(item.start, None if item.end == OPEN else item.end, item.queries) for item in plan.items]
-    return sum(config.pack_bytes(len(p.queries), kv_length(p, batch.seq_lens)) for p in packs)
+    return sum(
+        kv_length(p, batch.seq_lens) * config.rate(len(p.queries)) + config.item(len(p.queries)) for p in packs
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 from hypothesis import strategies as st
 
 from sglang_pat.packing import POLICIES, Batch, CostModel, Node, PackConfig, TileTable
 
 TILES = TileTable(query_tiles=(4, 16, 64), kv_tiles=(8, 16), kv_bounds=(24,))
+PRICED = msgspec.structs.replace(TILES, token_bytes=(64, 80, 100), item_bytes=(500, 1_000, 9_000))
+"""Tiles of more rows cost more a token, and much more to start."""
 
 
 @st.composite
@@ -53,7 +56,10 @@ def configs(draw: st.DrawFn) -> PackConfig:
         part_overhead=draw(st.sampled_from([0, 500])),
     )
     return PackConfig(
-        cost, TILES, workers=draw(st.sampled_from([1, 2, 132, 4096])), policy=draw(st.sampled_from(list(POLICIES)))
+        cost,
+        draw(st.sampled_from([TILES, PRICED])),
+        workers=draw(st.sampled_from([1, 2, 132, 4096])),
+        policy=draw(st.sampled_from(list(POLICIES))),
     )
 
 

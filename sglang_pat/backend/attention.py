@@ -96,7 +96,7 @@ class PatAttnBackend(AttentionBackend):
             for name in compat.PREFILL_GRAPH_FLAGS:
                 setattr(self, name, getattr(self.inner, name))
 
-        self.executor = executors.create(runner, config.policy)
+        self.executor = executors.create(runner, config)
         pack_config = self.executor.pack_config
         scheduler = NativeScheduler(
             pack_config, runner.req_to_token_pool.size, self.executor.max_slots, self.executor.buffers

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from sglang_pat import compat
+from sglang_pat.config import PatConfig
 from sglang_pat.kernels import cpu, cuda, gpu_tiles, layout
 from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
 
@@ -68,9 +70,9 @@ class CpuExecutor:
 
     max_slots = 2**31 - 1
 
-    def __init__(self, runner: ModelRunner, policy: str) -> None:
+    def __init__(self, runner: ModelRunner, config: PatConfig) -> None:
         cost = CostModel(*compat.attention_shape(runner), runner.kv_cache_dtype.itemsize)
-        self.pack_config = PackConfig(cost, CPU_TILES, workers=torch.get_num_threads(), policy=policy)
+        self.pack_config = PackConfig(cost, CPU_TILES, workers=torch.get_num_threads(), policy=config.policy)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32) for _ in range(2)]
         self.description = f"{torch.get_num_threads()} threads"
@@ -99,13 +101,14 @@ class CpuExecutor:
 class CudaExecutor:
     """On a GPU. Everything that a captured graph reads stays where it is; a new plan is one copy in front of a step."""
 
-    def __init__(self, runner: ModelRunner, policy: str) -> None:
+    def __init__(self, runner: ModelRunner, config: PatConfig) -> None:
         heads, kv_heads, dim, _ = compat.attention_shape(runner)
         device = torch.device("cuda", torch.cuda.current_device())
-        tiles = gpu_tiles.tile_table(cuda.arch_of(device), dim)
+        table = gpu_tiles.load(Path(config.tiles)) if config.tiles else None
+        tiles = gpu_tiles.tile_table(cuda.arch_of(device), dim, torch.cuda.get_device_name(device), table)
         self._decoder = cuda.Decoder(runner.kv_cache_dtype, dim, tiles, device)
         cost = gpu_tiles.cost_model(heads, kv_heads, dim)
-        self.pack_config = PackConfig(cost, tiles, workers=self._decoder.workers, policy=policy)
+        self.pack_config = PackConfig(cost, tiles, workers=self._decoder.workers, policy=config.policy)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self.max_slots = workspace_slots(self.pack_config, runner.req_to_token_pool.size)
@@ -143,6 +146,6 @@ class CudaExecutor:
         return out
 
 
-def create(runner: ModelRunner, policy: str) -> Executor:
+def create(runner: ModelRunner, config: PatConfig) -> Executor:
     """The executor of the runner's device."""
-    return CudaExecutor(runner, policy) if runner.device == "cuda" else CpuExecutor(runner, policy)
+    return CudaExecutor(runner, config) if runner.device == "cuda" else CpuExecutor(runner, config)

@@ -133,6 +133,7 @@ class Decoder:
         scale: float,
         logit_cap: float = 0.0,
         overlap: bool = True,
+        merge: bool = True,
     ) -> None:
         """Decode attention of one layer, on the current stream; it can be captured in a CUDA graph.
 
@@ -151,6 +152,7 @@ class Decoder:
             scale: Factor on q k^T.
             logit_cap: Scores become cap * tanh(score / cap); 0 for none.
             overlap: Launch merge before forward ends (programmatic dependent launch), where the GPU can.
+            merge: Whether to merge; else parts stay in the workspace.
 
         Raises:
             ValueError: A tensor's device, dtype, shape or stride is none of the above.
@@ -158,12 +160,12 @@ class Decoder:
         arguments = (q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap)
         first, *others = self._modules
         if not others:
-            first.decode(*arguments, True, True, overlap)
+            first.decode(*arguments, True, merge, overlap)
             return
         if not self._streams:
             for module in self._modules:
                 module.decode(*arguments, True, False, False)
-            first.decode(*arguments, False, True, False)
+            first.decode(*arguments, False, merge, False)
             return
         current = torch.cuda.current_stream(q.device)
         for module, stream in zip(others, self._streams, strict=True):
@@ -173,4 +175,4 @@ class Decoder:
         first.decode(*arguments, True, False, False)
         for stream in self._streams:
             current.wait_stream(stream)
-        first.decode(*arguments, False, True, False)
+        first.decode(*arguments, False, merge, False)

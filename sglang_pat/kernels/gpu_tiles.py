@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
+
 from sglang_pat.packing import CostModel, TileTable
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -9,27 +13,112 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 KV_TILE = 64
 """The n of every tile (`kTokens` in csrc/cuda/params.cuh)."""
 
-ITEM_BYTES = 50_000
-"""`CostModel.item_bytes`: what the plans of benchmarks/kernels.py ran best with on an H200 (benchmarks/NOTES.md)."""
+TABLES = Path(__file__).parent / "tables"
+"""One table for each GPU that is known; `python -m sglang_pat.tune` makes them."""
 
-HOPPER_TOKEN_BYTES = {8: 512, 16: 512, 64: 512, 128: 700, 192: 1000}
-"""`TileTable.token_bytes` for 128 columns. A worker's share of an H200's bandwidth is 33 KB/us. 64 tokens take tiles of 128
-and 192 rows 1.3 to 1.6 us; of the prices around that, plans ran best with these (benchmarks/NOTES.md, 2026-11-21)."""
+BY_ARCH = {"9": "h200", "8.0": "a100"}
+"""The table of a GPU whose own is not there, by its compute capability or the major part of it."""
 
 
-def tile_table(arch: str, head_dim: int) -> TileTable:
-    """The tiles of a GPU: 128 and 192 rows take several warpgroups (csrc/cuda/params.cuh, `groups`).
+IN_PLANS = {8: (1.0, 0.95), 16: (1.0, 0.95), 64: (3.0, 0.8), 128: (3.0, 1.07), 192: (3.0, 1.4)}
+"""What the prices of an item and of a token count in a plan, for each m. They are measured while all SMs run the same tile;
+in a plan some wait or compute on wide tiles, and the others have their bandwidth. Of eight sets plans ran best with this one,
+1 to 10 % faster than with the plain prices (benchmarks/NOTES.md, 2026-11-21)."""
+
+NARROW_M = 16
+"""Rows that a warp has for itself (`kNarrowM` in csrc/cuda/params.cuh)."""
+
+
+class TablesError(ValueError):
+    """A file is no table of tiles; the message says which and why."""
+
+
+class Price(msgspec.Struct, frozen=True):
+    """What work items of one m take of a worker, for one KV head: to start and end, and for each token."""
+
+    m: int
+    item_ns: float
+    token_ns: float
+
+
+class GpuTable(msgspec.Struct, frozen=True):
+    """A GPU as packing sees it.
+
+    Attributes:
+        gpu: Its name.
+        sms: Streaming multiprocessors.
+        read_tbps: What it reads from memory, in TB/s.
+        latency_ns: Of one load from memory.
+        head_dim: Of which `prices` are; other dimensions take a proportional time for each token.
+        prices: By ascending m.
+        source: When and how it was measured, or from what derived.
+    """
+
+    gpu: str
+    sms: int
+    read_tbps: float
+    latency_ns: float
+    head_dim: int
+    prices: tuple[Price, ...]
+    source: str
+
+    @property
+    def share(self) -> float:
+        """Bytes that one SM's part of the bandwidth moves in a nanosecond."""
+        return self.read_tbps * 1e3 / self.sms
+
+
+def load(path: Path) -> GpuTable:
+    """Read a table.
+
+    Raises:
+        TablesError: The file is none.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=GpuTable)
+    except (OSError, msgspec.DecodeError) as error:
+        raise TablesError(f"{path} is no table of tiles, make one with `python -m sglang_pat.tune`: {error}") from None
+
+
+def query_tiles(arch: str, head_dim: int) -> tuple[int, ...]:
+    """Every m of an architecture's kernels: 128 and 192 rows take several warpgroups (csrc/cuda/params.cuh, `groups`).
 
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.
         head_dim: One of HEAD_DIMS.
     """
-    if head_dim > 128 or not arch.startswith("9."):
-        return TileTable((8, 16, 64), kv_tiles=(KV_TILE,), kv_bounds=())
-    token_bytes = tuple(price * head_dim // 128 for price in HOPPER_TOKEN_BYTES.values())
-    return TileTable(tuple(HOPPER_TOKEN_BYTES), (KV_TILE,), (), token_bytes)
+    return (8, 16, 64, 128, 192) if head_dim <= 128 and arch.startswith("9.") else (8, 16, 64)
+
+
+def find(arch: str, gpu: str = "") -> GpuTable | None:
+    """The table of a GPU by its name, else of its architecture; None where nothing is known."""
+    for path in TABLES.glob("*.json"):
+        if path.stem in gpu.lower():
+            return load(path)
+    name = next((name for key, name in BY_ARCH.items() if arch.startswith(key)), None)
+    return load(TABLES / f"{name}.json") if name else None
+
+
+def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None) -> TileTable:
+    """The tiles of a GPU, with their prices where they are known.
+
+    Args:
+        arch: Compute capability, such as `8.0` or `9.0a`.
+        head_dim: One of HEAD_DIMS.
+        gpu: The name by which the GPU goes.
+        table: Prices, if not those of the GPU's own table.
+    """
+    tiles = query_tiles(arch, head_dim)
+    table = table or find(arch, gpu)
+    prices = {price.m: price for price in table.prices} if table else {}
+    if table is None or head_dim > table.head_dim or not all(m in prices for m in tiles):
+        return TileTable(tiles, (KV_TILE,), ())
+    scale = head_dim / table.head_dim
+    token_bytes = tuple(round(prices[m].token_ns * IN_PLANS[m][1] * table.share * scale) for m in tiles)
+    item_bytes = tuple(round(prices[m].item_ns * IN_PLANS[m][0] * table.share) for m in tiles)
+    return TileTable(tiles, (KV_TILE,), (), token_bytes, item_bytes)
 
 
 def cost_model(heads: int, kv_heads: int, head_dim: int, kv_bytes: int = 2) -> CostModel:
     """What plans for these kernels cost; `kv_bytes` of one element."""
-    return CostModel(heads, kv_heads, head_dim, head_dim, kv_bytes, item_bytes=ITEM_BYTES)
+    return CostModel(heads, kv_heads, head_dim, head_dim, kv_bytes)

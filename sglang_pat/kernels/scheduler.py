@@ -81,11 +81,14 @@ class NativeScheduler:
         self._out = tvm_ffi.from_dlpack(self._scratch)
         cost, tiles = config.cost, config.tiles
         numbers = [
-            cost.token_bytes, cost.part_bytes, cost.item_bytes, cost.group, cost.kv_heads, config.workers,
-            config.max_queries, list(POLICIES).index(config.policy), max_batch, max_slots,
+            cost.token_bytes, cost.part_bytes, cost.group, cost.kv_heads, config.workers, config.max_queries,
+            config.few_queries, list(POLICIES).index(config.policy), max_batch, max_slots,
         ]  # fmt: skip
-        rates = [0, *(config.rate(queries) for queries in range(1, config.max_queries + 1))]
-        arrays = [numbers, rates, tiles.query_tiles, tiles.kv_tiles, tiles.kv_bounds]
+        prices = [
+            [0, *(price(queries) for queries in range(1, config.max_queries + 1))]
+            for price in (config.rate, config.item, config.short_tokens)
+        ]
+        arrays = [numbers, *prices, tiles.query_tiles, tiles.kv_tiles, tiles.kv_bounds]
         self._handle = self._module.create(*map(_int64, arrays), *map(tvm_ffi.from_dlpack, buffers))
         # The buffers must outlive the thread that writes them.
         weakref.finalize(self, lambda module, handle, *_: module.destroy(handle), self._module, self._handle, *buffers)

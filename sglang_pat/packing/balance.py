@@ -57,14 +57,14 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         seq_lens: Tokens of each request.
         config: Device and model.
     """
-    costs = [kv_length(p, seq_lens) * config.rate(len(p.queries)) + config.cost.item_bytes for p in packs]
+    costs = [kv_length(p, seq_lens) * config.rate(len(p.queries)) + config.item(len(p.queries)) for p in packs]
     remaining = sum(costs)
     # The end of a bin falls into a pack with as many queries as are usual, weighted by work. Of packs that are shorter
     # than a bin it finds one with few: they are laid out whole, with narrow ones around them.
     share = remaining * config.cost.kv_heads // (2 * config.workers)
     weights = [len(pack.queries) if cost > share else 1 for pack, cost in zip(packs, costs, strict=True)]
     queries = sum(map(operator.mul, weights, costs)) / max(1, remaining)
-    least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.cost.item_bytes
+    least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.item(1)
     count = config.bins(max(1, remaining // least), float(remaining), queries * config.cost.part_bytes)
     wide, narrow = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])
     bins: list[list[Pack]] = []
@@ -72,7 +72,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     cuts = int(len(packs) < 8 * count)
     for left in range(count, 0, -1):
         # The cuts to come will make work items of their own; as many for each bin as there were so far.
-        ahead = config.cost.item_bytes * (left - 1) * cuts // (len(bins) + 1)
+        ahead = config.item(1) * (left - 1) * cuts // (len(bins) + 1)
         target = -(-(remaining + ahead) // left)
         slack = target // SLACK
         load, members = 0, []
@@ -88,12 +88,13 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
                 load += cost
                 continue
             # A gap that is smaller than the start of one more work item is better left.
-            tokens = _cut_tokens(queue, gap, seq_lens, config) if gap > max(slack, config.cost.item_bytes) else 0
+            start = config.item(len(queue.packs[queue.index].queries))
+            tokens = _cut_tokens(queue, gap, seq_lens, config) if gap > max(slack, start) else 0
             if tokens > 0:
                 piece = queue.cut(tokens)
                 cuts += 1
-                remaining += config.cost.item_bytes
-                load += tokens * config.rate(len(piece.queries)) + config.cost.item_bytes
+                remaining += start
+                load += tokens * config.rate(len(piece.queries)) + start
                 members.append(piece)
             elif load == 0:
                 members.append(queue.take())
@@ -116,12 +117,13 @@ def _tokens(queue: _Queue, seq_lens: list[int]) -> int:
 
 def _cost(queue: _Queue, seq_lens: list[int], config: PackConfig) -> int:
     queries = len(queue.packs[queue.index].queries)
-    return _tokens(queue, seq_lens) * config.rate(queries) + config.cost.item_bytes
+    return _tokens(queue, seq_lens) * config.rate(queries) + config.item(queries)
 
 
 def _cut_tokens(queue: _Queue, gap: int, seq_lens: list[int], config: PackConfig) -> int:
     """How much of the queue's first pack fills `gap`, to the nearest grain; 0 where that is nothing or everything."""
-    rate = config.rate(len(queue.packs[queue.index].queries))
-    grains = (max(0, gap - config.cost.item_bytes) + rate * GRAIN // 2) // (rate * GRAIN)
+    queries = len(queue.packs[queue.index].queries)
+    rate = config.rate(queries)
+    grains = (max(0, gap - config.item(queries)) + rate * GRAIN // 2) // (rate * GRAIN)
     tokens = int(grains) * GRAIN
     return tokens if tokens < _tokens(queue, seq_lens) else 0

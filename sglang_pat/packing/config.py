@@ -11,6 +11,9 @@ MAX_WAVES = 8
 """Bins that one worker may run one after the other. With 8 KV heads on 132 SMs two waves fill every SM, where one leaves
 four of them idle; eight leave at most 4 % idle for any GPU and model (`python benchmarks/policies.py --waves`)."""
 
+ALWAYS = 2**31 - 1
+"""More tokens than any pack has."""
+
 
 class PackConfig(msgspec.Struct, frozen=True):
     """The device and the model.
@@ -32,6 +35,14 @@ class PackConfig(msgspec.Struct, frozen=True):
         """Queries that one work item may have."""
         return self.tiles.max_queries(self.cost.group)
 
+    @property
+    def few_queries(self) -> int:
+        """Queries of the tile whose start costs least for each of its rows; at least one."""
+        m = self.tiles.query_tiles[-1]
+        if self.tiles.item_bytes:
+            _, m = min((price / m, m) for price, m in zip(self.tiles.item_bytes, self.tiles.query_tiles, strict=True))
+        return max(1, m // self.cost.group)
+
     def rate(self, queries: int) -> int:
         """What a token costs a work item with `queries` queries."""
         rows = queries * self.cost.group
@@ -43,12 +54,37 @@ class PackConfig(msgspec.Struct, frozen=True):
             rate = max(rate, tiles * self.cost.kv_heads * computing)
         return rate
 
+    def item(self, queries: int) -> int:
+        """What a work item with `queries` queries costs besides its tokens."""
+        if not self.tiles.item_bytes:
+            return self.cost.item_bytes
+        m = self.tiles.query_tile(queries * self.cost.group)
+        return self.cost.kv_heads * self.tiles.item_bytes[self.tiles.query_tiles.index(m)]
+
+    def short_tokens(self, queries: int) -> int:
+        """Up to how many tokens a pack of `queries` queries is read faster again and again, by work items of
+        `few_queries`, than once by a tile for all of them."""
+        items = -(-queries // self.few_queries)
+        size = -(-queries // items)
+        saved = self.item(queries) - items * self.item(size)
+        more = items * self.rate(size) - self.rate(queries)
+        if saved <= 0:
+            return 0
+        return (saved - 1) // more if more > 0 else ALWAYS
+
+    def pieces(self, queries: int, tokens: int) -> int:
+        """In how many work items a pack is run: as few as the largest tile allows, more where it is short."""
+        pieces = -(-queries // self.max_queries)
+        size = -(-queries // pieces)
+        return -(-queries // self.few_queries) if tokens <= self.short_tokens(size) else pieces
+
     def pack_bytes(self, queries: int, tokens: int) -> int:
-        """Reading `tokens` tokens for `queries` queries, in as many work items as the largest tile asks for."""
+        """Reading `tokens` tokens for `queries` queries."""
         if queries == 0:
             return 0
-        items = -(-queries // self.max_queries)
-        return items * (tokens * self.rate(-(-queries // items)) + self.cost.item_bytes)
+        items = self.pieces(queries, tokens)
+        size = -(-queries // items)
+        return items * (tokens * self.rate(size) + self.item(size))
 
     @property
     def max_bins(self) -> int:

@@ -55,7 +55,7 @@ class _Solver:
         self.part = float(config.cost.part_bytes)
         # What a full work item costs each of its queries, per token and once.
         self.full_rate = config.rate(config.max_queries) / config.max_queries
-        self.full_item = config.cost.item_bytes / config.max_queries
+        self.full_item = config.item(config.max_queries) / config.max_queries
         self.cut_rate = 0.0
         heads, workers = config.cost.kv_heads, config.workers
         if workers > heads:

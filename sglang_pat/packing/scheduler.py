@@ -36,7 +36,7 @@ def make_packs(batch: Batch, config: PackConfig) -> list[Pack]:
     under a policy that does not mind), the latter is returned.
     """
     prefixes = compact(batch)
-    packs = split_queries(POLICIES[config.policy](prefixes, batch, config), config.max_queries)
+    packs = split_queries(POLICIES[config.policy](prefixes, batch, config), batch.seq_lens, config)
     baseline = pack_queries(prefixes, batch, config)
     return min(packs, baseline, key=lambda candidate: packs_bytes(candidate, batch, config))
 
@@ -83,7 +83,7 @@ def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:
         cost = 0
         for item in plan.items[plan.bins[index] : plan.bins[index + 1]]:
             end = seq_lens[item.queries[0]] if item.end == OPEN else item.end
-            cost += (end - item.start) * config.rate(len(item.queries)) + config.cost.item_bytes
+            cost += (end - item.start) * config.rate(len(item.queries)) + config.item(len(item.queries))
         for head in range(config.cost.kv_heads):
             loads[(index * config.cost.kv_heads + head) % config.workers] += cost
     return -(-max(loads) // config.cost.kv_heads)

@@ -24,12 +24,15 @@ class TileTable(msgspec.Struct, frozen=True):
         token_bytes: For each m what a tile of it takes for one token of one KV head, in bytes that its worker's share of
             the memory bandwidth moves in that time. It counts where it is more than the token's own bytes; empty where
             nothing was measured.
+        item_bytes: For each m what starting and ending a work item of it takes, likewise; `CostModel.item_bytes` for all
+            where it is empty.
     """
 
     query_tiles: tuple[int, ...]
     kv_tiles: tuple[int, ...]
     kv_bounds: tuple[int, ...]
     token_bytes: tuple[int, ...] = ()
+    item_bytes: tuple[int, ...] = ()
 
     def max_queries(self, group: int) -> int:
         """Queries that the largest m holds when `group` query heads share a KV head; at least one."""

@@ -40,6 +40,7 @@ struct ItemWindow {
   Item items[kThreads];
   uint16_t order[kPhases][kThreads];  // the items of each phase: first those for all warps
   int counts[kPhases], shared[kPhases];
+  bool parts_stay;
   // Of a warp's items, which are one warp's and which for all of them, as bits; and the tokens of the former.
   struct Words {
     uint32_t alone, shared;
@@ -63,6 +64,7 @@ class Items {
     const Phase phase = phase_of(item.m);
     window_.items[thread] = item;
     if (thread < kPhases) window_.counts[thread] = window_.shared[thread] = 0;
+    if (thread == 0) window_.parts_stay = p_.plan[kNumSlots] >= p_.plan[kBatch];
     bool shared = false, full;
     while (true) {
       const bool alone = ours && !shared;
@@ -106,6 +108,11 @@ class Items {
   // How many there are for a phase, and how many of them, the first ones, for all warps together.
   __device__ int count(Phase phase) const { return window_.counts[phase]; }
   __device__ int shared(Phase phase) const { return window_.shared[phase]; }
+
+  // Whether there are so many parts that KV, which most narrow items read for the only time, should make place for them in
+  // the L2 cache until they are merged. Deep trees gain 2 to 8 %; where there are few parts 5 % would be lost
+  // (benchmarks/NOTES.md).
+  __device__ bool parts_stay() const { return window_.parts_stay; }
 
   __device__ const Item& get(Phase phase, int i) const { return window_.items[window_.order[phase][i]]; }
 

@@ -1,5 +1,6 @@
-// Items of more rows. Each group of warps has 64 of them; of an item of 64, two groups take turns at the tiles and sum up
-// at the end. K, V and Q come through the ring.
+// Items of more rows. Each group of warps has 64 of them. Of a long item of 64 rows, two groups take turns at the tiles and
+// sum up at the end; a short one is one group's, and the next one the next group's: each hides what the others wait for.
+// K, V and Q come through the ring.
 #pragma once
 
 #include "products.cuh"
@@ -8,7 +9,9 @@
 
 namespace pat {
 
-constexpr int kTurns = 2;  // groups that share an item of 64 rows: as fast as memory already
+constexpr int kTurns = 2;  // groups that share a long item of 64 rows: as fast as memory already
+// Up to so many tokens it is one group's: an item of 32 tokens took 3.9 us, 16 rows of it 0.5 (python -m sglang_pat.tune).
+constexpr int kOwnTokens = 4 * kTokens;
 
 struct WideStatistics {
   float top[64], sum[64];  // of the second group, where both have the same rows
@@ -46,16 +49,18 @@ class WideGroup {
 
   // The items of one look-up.
   __device__ void run() {
-    for (int i = 0; i < items_.count(kWide); ++i) run_item(items_.get(kWide, i));
+    for (int i = 0; i < items_.count(kWide); ++i) run_item(items_.get(kWide, i), i % kGroups);
   }
 
  private:
   // The second product of a tile runs beside the softmax of the next one.
-  __device__ __forceinline__ void run_item(const Item& item) {
-    const bool in_turns = kGroups > 1 && item.m == 64;
+  __device__ __forceinline__ void run_item(const Item& item, int owner) {
+    const bool in_turns = kGroups > 1 && item.m == 64 && item.tokens > kOwnTokens;
+    const bool alone = kGroups > 1 && item.m == 64 && !in_turns;  // it is the owner's
+    const int first_row = kGroups == 1 || item.m == 64 ? 0 : group_ * 64;
     const int tiles = int(unsigned(item.tokens + kTokens - 1) / kTokens);
     const int stride = kGroups == 1 ? 1 : int(fresh(in_turns ? kTurns : 1));
-    const bool idle = in_turns ? group_ >= kTurns : group_ * 64 >= item.m;
+    const bool idle = in_turns ? group_ >= kTurns : alone ? group_ != owner : first_row >= item.m;
     int tile = in_turns ? group_ : 0;  // this group's next one
     const int tokens = item.tokens;
     queries_.wait_full();
@@ -73,7 +78,7 @@ class WideGroup {
 #pragma unroll
     for (int i = 0; i < P::kOutputs; ++i) o[i] = 0;
     const int q_panel = int(fresh(item.m * kPanelRow));
-    const uint32_t q = shared_address(queries.q) + (in_turns ? 0 : group_ * 64 * kPanelRow);
+    const uint32_t q = shared_address(queries.q) + first_row * kPanelRow;
     const auto start_scores = [&] {
       k_.wait_full();
       fence_async_proxy();
@@ -128,7 +133,7 @@ class WideGroup {
       }
     }
     softmax.finish();
-    const int rows = (in_turns ? 0 : group_ * 64) + row();
+    const int rows = first_row + row();
     const RowTarget targets[2] = {RowTarget(queries.targets[rows]), RowTarget(queries.targets[rows + 8])};
     if (in_turns) add_up(softmax, o, reinterpret_cast<float*>(queries.q + 64 * panels(kDim) * kPanelRow));
     release_queries();

@@ -13,12 +13,14 @@ enum class Policy { kQuery, kNaive, kPat, kCompute, kOptimal };
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Config {
-  int64_t token_bytes, part_bytes, item_bytes;
-  int group, kv_heads, workers, max_queries;
+  int64_t token_bytes, part_bytes;
+  int group, kv_heads, workers, max_queries, few_queries;
   Policy policy;
-  std::vector<int64_t> rates;  // [max_queries + 1]: what a token costs a work item with so many queries
+  // [max_queries + 1]: what a token costs a work item with so many queries, what starting it costs, and up to how many
+  // tokens it is better run by work items of `few_queries`.
+  std::vector<int64_t> rates, items, short_tokens;
   std::vector<int> query_tiles, kv_tiles, kv_bounds;
-  bool flat_rate = false;  // all rates are equal: no work item is bound by arithmetic
+  bool flat = false;  // all rates are equal, all starts too: no work item is bound by arithmetic
 
   // m for a work item of so many queries.
   int query_tile(int64_t queries) const {
@@ -33,11 +35,19 @@ struct Config {
     return kv_tiles[n];
   }
 
+  int64_t item_bytes(int64_t queries, int64_t tokens) const { return tokens * rates[queries] + items[queries]; }
+
+  // In how many work items a pack is run.
+  int64_t pieces(int64_t queries, int64_t tokens) const {
+    const int64_t pieces = queries <= max_queries ? 1 : ceil_div(queries, max_queries);
+    const int64_t size = pieces == 1 ? queries : ceil_div(queries, pieces);
+    return tokens <= short_tokens[size] ? ceil_div(queries, few_queries) : pieces;
+  }
+
   int64_t pack_bytes(int64_t queries, int64_t tokens) const {
     if (queries == 0) return 0;
-    if (queries <= max_queries) return tokens * rates[queries] + item_bytes;
-    const int64_t items = ceil_div(queries, max_queries);
-    return items * (tokens * rates[ceil_div(queries, items)] + item_bytes);
+    const int64_t count = pieces(queries, tokens);
+    return count == 1 ? item_bytes(queries, tokens) : count * item_bytes(ceil_div(queries, count), tokens);
   }
 
   // PackConfig.bins: weighs idle workers against cut packs.

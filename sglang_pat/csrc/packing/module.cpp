@@ -46,16 +46,21 @@ auto guarded(Action action) {
   }
 }
 
-// `numbers`: token_bytes, part_bytes, item_bytes, group, kv_heads, workers, max_queries, policy, max_batch, max_slots.
-int64_t create(TensorView numbers, TensorView rates, TensorView query_tiles, TensorView kv_tiles, TensorView kv_bounds,
-               TensorView first_buffer, TensorView second_buffer) {
+// `numbers`: token_bytes, part_bytes, group, kv_heads, workers, max_queries, few_queries, policy, max_batch, max_slots.
+int64_t create(TensorView numbers, TensorView rates, TensorView items, TensorView short_tokens, TensorView query_tiles,
+               TensorView kv_tiles, TensorView kv_bounds, TensorView first_buffer, TensorView second_buffer) {
   const std::vector<int64_t> n = copied<int64_t>(numbers, "numbers");
-  pat::Config config{n[0], n[1], n[2], int(n[3]), int(n[4]), int(n[5]), int(n[6]), pat::Policy(n[7])};
+  pat::Config config{n[0], n[1], int(n[2]), int(n[3]), int(n[4]), int(n[5]), int(n[6]), pat::Policy(n[7])};
   config.rates = copied<int64_t>(rates, "rates");
+  config.items = copied<int64_t>(items, "items");
+  config.short_tokens = copied<int64_t>(short_tokens, "short_tokens");
   config.query_tiles = copied<int>(query_tiles, "query_tiles");
   config.kv_tiles = copied<int>(kv_tiles, "kv_tiles");
   config.kv_bounds = copied<int>(kv_bounds, "kv_bounds");
-  config.flat_rate = std::count(config.rates.begin() + 1, config.rates.end(), config.rates[1]) == config.max_queries;
+  const auto equal = [&](const std::vector<int64_t>& prices) {
+    return std::count(prices.begin() + 1, prices.end(), prices[1]) == config.max_queries;
+  };
+  config.flat = equal(config.rates) && equal(config.items);
   std::vector<pat::Buffer> buffers;
   for (const TensorView& buffer : {first_buffer, second_buffer})
     buffers.push_back(pat::Buffer{data<int32_t>(buffer, "buffers"), buffer.size(0)});

@@ -26,9 +26,9 @@ class Optimal {
   void solve(const Prefixes& prefixes, const Config& config) {
     config_ = &config;
     part_ = double(config.part_bytes);
-    item_ = double(config.item_bytes);
+    item_ = double(config.items[1]);
     full_rate_ = double(config.rates[config.max_queries]) / config.max_queries;
-    full_item_ = item_ / config.max_queries;
+    full_item_ = double(config.items[config.max_queries]) / config.max_queries;
     cut_rate_ = 0;
     if (config.workers > config.kv_heads) {
       const double share = double(prefixes.kv_minimum * config.kv_heads) / config.workers;
@@ -217,7 +217,7 @@ class Optimal {
   Vector pack_bytes(Vector queries, Vector tokens) const {
     const double limit = config_->max_queries;
     const bool one_item = mask(queries > limit) == 0;
-    if (config_->flat_rate) {
+    if (config_->flat) {
       const Vector item = tokens * double(config_->rates[1]) + item_;
       return one_item ? select(queries > 0.0, item, Vector{}) : round_up(queries / limit) * item;
     }

@@ -102,7 +102,7 @@ struct Packs {
       queries[old_queries + i] = query;
       tokens += seq_lens[query] - from;
     }
-    const int64_t cost = tokens * config.rates[1] + int64_t(leaves) * config.item_bytes;
+    const int64_t cost = tokens * config.rates[1] + int64_t(leaves) * config.items[1];
     reads += cost;
     work += cost;
   }
@@ -125,16 +125,16 @@ struct Packs {
   }
 
  private:
-  // As few packs as the largest tile allows, as even as can be.
+  // Packs that are a work item each until they are cut, as even as can be.
   void split_queries(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
-    const int32_t pieces = count <= config.max_queries ? 1 : int32_t(ceil_div(count, config.max_queries));
+    const int32_t pieces = int32_t(config.pieces(count, end - start));
     for (int32_t i = 0, from = 0; i < pieces; ++i) {
       const int32_t to = pieces == 1 ? count : int32_t(int64_t(count) * (i + 1) / pieces);
       (to - from > 1 ? wide : narrow).push_back(Pack{start, end, first + from, to - from});
-      work += int64_t(end - start) * config.rates[to - from] + config.item_bytes;
+      work += config.item_bytes(to - from, end - start);
+      reads += config.pack_bytes(to - from, end - start);
       from = to;
     }
-    reads += config.pack_bytes(count, end - start);
   }
 
   std::vector<int32_t> starts_;

@@ -64,24 +64,24 @@ class PlanWriter {
     const int64_t share = remaining * config.kv_heads / (2 * config.workers);
     int64_t weighted_work = packs.work;
     for (const Pack& pack : packs.wide) {
-      const int64_t cost = int64_t(pack.end - pack.start) * config.rates[pack.count] + config.item_bytes;
+      const int64_t cost = config.item_bytes(pack.count, pack.end - pack.start);
       if (cost > share) weighted_work += cost * (pack.count - 1);
     }
     const double queries = double(weighted_work) / double(std::max<int64_t>(1, packs.work));
-    const int64_t least = config.kv_tiles.back() * config.token_bytes + config.item_bytes;
+    const int64_t least = config.kv_tiles.back() * config.token_bytes + config.items[1];
     Queue wide{packs.wide, 0, 0}, narrow{packs.narrow, 0, 0};
     const auto tokens_of = [&](const Queue& queue) {
       const Pack& pack = queue.packs[queue.index];
       return int64_t(pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end) - queue.start();
     };
-    const auto rate_of = [&](const Queue& queue) { return config.rates[queue.packs[queue.index].count]; };
+    const auto count_of = [&](const Queue& queue) { return queue.packs[queue.index].count; };
     int64_t left = config.bins(std::max<int64_t>(1, remaining / least), double(remaining),
                                queries * double(config.part_bytes));
     // With eight packs for a bin, nearly every bin can be filled without a cut.
     int64_t cuts = int64_t(packs.wide.size() + packs.narrow.size()) < 8 * left;
     for (; left > 0; --left) {
       // The cuts to come will make work items of their own; as many for each bin as there were so far.
-      const int64_t ahead = config.item_bytes * (left - 1) * cuts / int64_t(bins_.size());
+      const int64_t ahead = config.items[1] * (left - 1) * cuts / int64_t(bins_.size());
       const int64_t target = ceil_div(remaining + ahead, left), slack = target / kSlack;
       int64_t load = 0;
       while ((!wide.empty() || !narrow.empty()) && (load < target || left == 1)) {
@@ -91,12 +91,10 @@ class PlanWriter {
           return left == 1 || (cost <= gap + slack && (gap > slack || cost <= 2 * gap));
         };
         Queue* queue = wide.empty() ? &narrow : &wide;
-        int64_t tokens = tokens_of(*queue), rate = rate_of(*queue);
-        int64_t cost = tokens * rate + config.item_bytes;
+        int64_t tokens = tokens_of(*queue), cost = config.item_bytes(count_of(*queue), tokens);
         if (queue == &wide && !narrow.empty() && load > 0 && !fits(cost)) {
           queue = &narrow;
-          tokens = tokens_of(narrow), rate = rate_of(narrow);
-          cost = tokens * rate + config.item_bytes;
+          tokens = tokens_of(narrow), cost = config.item_bytes(count_of(narrow), tokens);
         }
         const Pack& pack = queue->packs[queue->index];
         const int32_t start = queue->start();
@@ -109,16 +107,16 @@ class PlanWriter {
         }
         // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
         // of one more work item.
-        const int64_t grains =
-            (std::max<int64_t>(0, gap - config.item_bytes) + rate * kGrain / 2) / (rate * kGrain);
-        const int64_t cut = gap > std::max(slack, config.item_bytes) ? grains * kGrain : 0;
+        const int64_t rate = config.rates[pack.count], begin = config.items[pack.count];
+        const int64_t grains = (std::max<int64_t>(0, gap - begin) + rate * kGrain / 2) / (rate * kGrain);
+        const int64_t cut = gap > std::max(slack, begin) ? grains * kGrain : 0;
         if (cut > 0 && cut < tokens) {
           cuts += 1;
           queue->begin = start + int32_t(cut);
           items_.push_back(Pack{start, queue->begin, pack.first, pack.count});
           for (int32_t i = 0; i < pack.count; ++i) num_parts_[packs.queries[pack.first + i]] += 1;
-          remaining += config.item_bytes;
-          load += cut * rate + config.item_bytes;
+          remaining += begin;
+          load += cut * rate + begin;
         } else if (load == 0) {
           items_.push_back(Pack{start, pack.end, pack.first, pack.count});
           queue->index += 1;

@@ -77,7 +77,7 @@ class PlanMaker {
   int64_t unpacked_cost(const Config& config) const {
     int64_t tokens = 0;
     for (const int32_t length : seq_lens_) tokens += length;
-    return tokens * config.rates[1] + int64_t(seq_lens_.size()) * config.item_bytes;
+    return tokens * config.rates[1] + int64_t(seq_lens_.size()) * config.items[1];
   }
 
   std::vector<int32_t> seq_lens_;

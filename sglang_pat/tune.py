@@ -1,0 +1,253 @@
+"""Measures a GPU for packing, and says which tiles it can run (PAT §5.2):
+
+    python -m sglang_pat.tune --output tiles.json       # then serve with SGLANG_PAT_TILES=tiles.json
+    python -m sglang_pat.tune --derive h100             # from the H200's table and data sheets; needs no GPU
+
+A tile (m, n) is feasible where Q, K and V fit into shared memory and the accumulators into registers, where enough of K
+and V is in flight to hide the latency of memory, and where the tensor cores can run it. Of those the kernels are built for
+a few; what a work item of each takes is measured: a fit of `items * (item_ns + tokens * token_ns)` to forward kernels whose
+workers all have equally many items of equally many tokens, less what writing their parts takes (`CostModel.part_bytes`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang_pat.kernels import gpu_tiles, layout
+from sglang_pat.kernels.gpu_tiles import GpuTable, Price
+from sglang_pat.packing import Plan, Tile, WorkItem
+from sglang_pat.packing.cost import PARTIAL_BYTES
+
+GROUP = 4
+"""Query heads of the one KV head that is measured: that of Llama 3 and Qwen 3 with 8 billion parameters."""
+
+ITEMS = {True: (12, 24, 48), False: (2, 4, 8)}
+"""Work items of a worker that are timed: narrow ones for each of its 12 warps, wide ones after another."""
+
+TOKENS = (32, 64, 128, 256, 512)
+
+WARPGROUP_ROWS, WARPGROUP_THREADS = 64, 128
+"""What a warpgroup computes of a tile (PTX, `wgmma.m64nNk16`)."""
+
+THREAD_REGISTERS = 255
+"""That an instruction can name; 40 more than a tile's accumulators are taken for everything else."""
+
+CANDIDATES = (16, 32, 64, 128, 192, 256)
+
+
+class Sheet(msgspec.Struct, frozen=True):
+    """Of a GPU's data sheet (NVIDIA H100 and A100 Tensor Core GPU data sheets; CUDA C++ Programming Guide, "Compute
+    Capabilities"): read_tbps is 0.92 of the nominal bandwidth, as the H200 reads of its 4.8 TB/s."""
+
+    gpu: str
+    sms: int
+    read_tbps: float
+    clock_ghz: float
+    shared_bytes: int
+
+
+SHEETS = {
+    "h200": Sheet("NVIDIA H200", 132, 4.4, 1.98, 227 << 10),
+    "h100": Sheet("NVIDIA H100 SXM", 132, 3.08, 1.98, 227 << 10),
+    "a100": Sheet("NVIDIA A100 SXM 80GB", 108, 1.88, 1.41, 163 << 10),
+}
+
+
+def refusals(m: int, n: int, head_dim: int, sheet: Sheet, latency_ns: float) -> list[str]:
+    """Which of the paper's constraints forbid a tile, for one CTA a SM and 16-bit KV; none if it is feasible."""
+    row = 2 * head_dim
+    broken = []
+    # Q, K and V; V of one tile is used while K of the next arrives.
+    if m * row + 4 * n * row > sheet.shared_bytes:
+        broken.append("shared memory")
+    threads = WARPGROUP_THREADS * -(-m // WARPGROUP_ROWS)
+    if m * (head_dim + n) / threads + 40 > THREAD_REGISTERS or threads * 2 > 1024:
+        broken.append("registers")
+    # All that shared memory holds beside Q may be on its way.
+    stages = (sheet.shared_bytes - m * row) // (2 * n * row)
+    in_flight = max(0, stages - 1) * 2 * n * row * sheet.sms
+    if in_flight < latency_ns * sheet.read_tbps * 1e3:
+        broken.append("bytes in flight")
+    return broken
+
+
+def derive(known: GpuTable, name: str) -> GpuTable:
+    """A table for a GPU that was not at hand, from one that was: the start of an item takes as many cycles there, and a
+    token too, or as long as its bytes take if that is longer."""
+    sheet, clock = SHEETS[name], SHEETS["h200"].clock_ghz
+    share = sheet.read_tbps * 1e3 / sheet.sms
+    slower = clock / sheet.clock_ghz
+    prices = tuple(
+        Price(
+            price.m,
+            round(price.item_ns * slower, 1),
+            round(max(price.token_ns * slower, 4 * known.head_dim / share), 2),
+        )
+        for price in known.prices
+    )
+    source = f"derived from the table of {known.gpu} by `python -m sglang_pat.tune --derive {name}`; not measured"
+    latency = round(known.latency_ns * slower, 1)
+    return GpuTable(sheet.gpu, sheet.sms, sheet.read_tbps, latency, known.head_dim, prices, source)
+
+
+def synthetic(m: int, items: int, tokens: int, workers: int) -> Plan:
+    """Every worker has `items` work items of m rows and `tokens` tokens of their own. Each query is in two of them."""
+    total, queries = workers * items, m // GROUP
+    half = total // 2
+    rows = [list(range(i % half * queries, (i % half + 1) * queries)) for i in range(total)]
+    work = [
+        WorkItem(i * tokens, (i + 1) * tokens, rows[i], [i // half] * queries, Tile(m, gpu_tiles.KV_TILE))
+        for i in range(total)
+    ]
+    bins = [worker * items for worker in range(workers + 1)]
+    return Plan(work, bins, [2] * (half * queries), 1, total * tokens, 0)
+
+
+class Bench:
+    """Runs synthetic plans on this machine's GPU."""
+
+    def __init__(self, head_dim: int, dtype: str) -> None:
+        import torch
+
+        from sglang_pat.kernels import cuda
+
+        self.torch, self.dtype, self.head_dim = torch, getattr(torch, dtype), head_dim
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.arch = cuda.arch_of(self.device)
+        tiles = gpu_tiles.tile_table(self.arch, head_dim)
+        self.decoder = cuda.Decoder(self.dtype, head_dim, tiles, self.device)
+        self.flush = torch.empty(256 << 20, dtype=torch.uint8, device=self.device)
+
+    def time_us(self, run: Callable[[], Any], repeats: int = 7) -> float:
+        """The median, with nothing in the L2 cache."""
+        cuda = self.torch.cuda
+        times = []
+        for _ in range(repeats + 1):
+            begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            self.flush.zero_()
+            begin.record()
+            run()
+            end.record()
+            cuda.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        return statistics.median(times[1:])
+
+    def read_tbps(self) -> float:
+        numbers = self.torch.zeros(1 << 30, device=self.device)
+        return numbers.nbytes / self.time_us(numbers.sum) * 1e-6
+
+    def latency_ns(self) -> float:
+        """Of loads each of which has the address of the next."""
+        import triton
+        import triton.language as tl
+
+        @triton.jit
+        def chase(table, out, count):
+            at = tl.load(table)
+            for _ in range(count):
+                at = tl.load(table + at)
+            tl.store(out, at)
+
+        size, count = 1 << 26, 2000
+        order = self.torch.randperm(size, device=self.device)
+        table = self.torch.empty_like(order)
+        table[order] = order.roll(-1)
+        out = self.torch.empty(1, dtype=self.torch.int64, device=self.device)
+        times = [self.time_us(lambda count=count: chase[(1,)](table, out, count, num_warps=1)) for count in (0, count)]
+        return (times[1] - times[0]) / count * 1e3
+
+    def forward_us(self, m: int, items: int, tokens: int) -> float:
+        torch, workers, dim = self.torch, self.decoder.workers, self.head_dim
+        plan = synthetic(m, items, tokens, workers)
+        batch, kv_tokens = len(plan.num_parts), workers * items * tokens
+        data = torch.from_numpy(layout.flatten(plan)).to(self.device)
+        q = torch.randn(batch, GROUP, dim, device=self.device).to(self.dtype)
+        k, v = (torch.randn(kv_tokens, 1, dim, device=self.device).to(self.dtype) for _ in range(2))
+        table = torch.randperm(kv_tokens, device=self.device, dtype=torch.int32)[None]
+        rows = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        seq_lens = torch.full_like(rows, kv_tokens)
+        partial = torch.empty(2 * batch, GROUP, dim, device=self.device)
+        lse = torch.empty(2 * batch, GROUP, device=self.device)
+        out = torch.empty_like(q)
+        return self.time_us(
+            lambda: self.decoder.decode(
+                q, k, v, out, table, rows, seq_lens, data, partial, lse, scale=dim**-0.5, merge=False
+            )
+        )
+
+    def price(self, m: int, share: float) -> tuple[Price, float]:
+        """The price of an m where an SM moves `share` bytes a nanosecond, and the greatest relative error of the fit."""
+        cases = [(items, tokens) for items in ITEMS[m <= gpu_tiles.NARROW_M] for tokens in TOKENS]
+        times = np.array([self.forward_us(m, items, tokens) for items, tokens in cases])
+        features = np.array([[1, items, items * tokens] for items, tokens in cases], dtype=float)
+        fit = np.linalg.lstsq(features / times[:, None], np.ones(len(times)), rcond=None)[0]
+        error = float(np.abs(features @ fit / times - 1).max())
+        for case, time in zip(cases, times, strict=True):
+            print(f"  m {m:3}: {case[0]:3} items of {case[1]:3} tokens a worker take {time:7.1f} us", flush=True)
+        writing = m * (self.head_dim + 1) * PARTIAL_BYTES / share
+        return Price(m, round(max(0.0, float(fit[1]) * 1e3 - writing), 1), round(float(fit[2]) * 1e3, 2)), error
+
+    def table(self) -> GpuTable:
+        properties = self.torch.cuda.get_device_properties(self.device)
+        tbps, latency = self.read_tbps(), self.latency_ns()
+        print(f"{properties.name}: reads {tbps:.2f} TB/s, a load takes {latency:.0f} ns")
+        prices = []
+        for m in gpu_tiles.query_tiles(self.arch, self.head_dim):
+            price, error = self.price(m, tbps * 1e3 / properties.multi_processor_count)
+            prices.append(price)
+            print(f"m {m}: {price.item_ns:.0f} ns an item, {price.token_ns:.1f} ns a token, fitted within {error:.0%}")
+        source = f"measured on {date.today().isoformat()} by `python -m sglang_pat.tune`, torch {self.torch.__version__}"
+        return GpuTable(
+            properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), self.head_dim,
+            tuple(prices), source,
+        )  # fmt: skip
+
+
+def print_feasible(table: GpuTable, sheet: Sheet) -> None:
+    """The paper's figure 7b: m downwards, n to the right."""
+    print(f"Feasible tiles of {table.gpu} at head dimension {table.head_dim}, one CTA a SM (built: n 64, and 16 a warp):")
+    for m in CANDIDATES:
+        cells = [
+            ", ".join(refusals(m, n, table.head_dim, sheet, table.latency_ns)) or "yes" for n in (16, 32, 64, 128, 256)
+        ]
+        print(f"  m {m:3}  " + "  ".join(f"n {n}: {cell}" for n, cell in zip((16, 32, 64, 128, 256), cells, strict=True)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_pat.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--head-dim", type=int, choices=[d for d in gpu_tiles.HEAD_DIMS if d <= 128], default=128)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--derive", choices=[name for name in SHEETS if name != "h200"], help="a GPU that is not here")
+    parser.add_argument("--output", type=Path, help="where the table goes; printed if not given")
+    options = parser.parse_args(arguments)
+    if options.derive:
+        table = derive(gpu_tiles.load(gpu_tiles.TABLES / "h200.json"), options.derive)
+    else:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("there is no GPU here to measure; --derive computes a table without one")
+        table = Bench(options.head_dim, options.dtype).table()
+    sheet = next((sheet for name, sheet in SHEETS.items() if name in table.gpu.lower()), None)
+    if sheet is not None:
+        print_feasible(table, sheet)
+    text = msgspec.json.format(msgspec.json.encode(table), indent=1).decode() + "\n"
+    if options.output:
+        options.output.write_text(text)
+        print(f"written to {options.output}")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
