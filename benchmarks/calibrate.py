@@ -24,6 +24,9 @@ RESULTS = Path(__file__).parent / "results"
 LAYERS, WEIGHT_BYTES = 36, 2 * (36 * (2 * 4096 * 40 * 128 + 3 * 4096 * 12288) + 151936 * 4096)
 """Of the Qwen3-8B shape that benchmarks/serving.py served."""
 
+TREES = {"gsp-8x32x2048": "8,256_2048,256", "random-128": "128_1152"}
+"""Of its workloads, half way through the answers of 256 tokens."""
+
 
 def predict(tree: str, heads: str, gpu: estimate.Gpu) -> tuple[float, float, float, float]:
     """(longest SM, merge, KV once, KV read again) of a tree, in microseconds."""
@@ -61,8 +64,9 @@ def main() -> None:
     )  # fmt: skip
     rests = []
     for record in json.loads((RESULTS / "serving-h200.json").read_text())["records"]:
-        # Half way through the answers of 256 tokens.
-        tree = {"gsp-8x32x2048": "8,256_2048,256", "random-128": "128_1152"}[record["workload"]]
+        if record["workload"] not in TREES or not record["step_ms"]:
+            continue
+        tree = TREES[record["workload"]]
         longest, merge, unique, again = predict(tree, "32/8", gpu)
         pat = gpu.base + gpu.longest * longest + gpu.merge * merge
         other_us = gpu.other_base + gpu.unique * unique + gpu.repeated * again

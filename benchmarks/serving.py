@@ -43,7 +43,11 @@ VOCABULARY = 1000
 
 
 class Record(msgspec.Struct):
-    """One workload on one backend; times in milliseconds, rate in requests a second (infinite where it is null)."""
+    """One workload on one backend; times in milliseconds, rate in requests a second (infinite where it is null).
+
+    `step_ms` is what decode steps took at the end of the run, by the server's own log, while nothing was prefilled and as
+    many requests ran as ever.
+    """
 
     workload: str
     rate: float | None
@@ -53,6 +57,7 @@ class Record(msgspec.Struct):
     p99_tpot_ms: float
     mean_ttft_ms: float
     output_tps: float
+    step_ms: list[float] = []
 
 
 def bench_serving(url: str, backend: str, workload: str, arguments: list[str]) -> Record:
@@ -68,6 +73,14 @@ def bench_serving(url: str, backend: str, workload: str, arguments: list[str]) -
     names = ("median_itl_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_ttft_ms")
     times = [round(result[name], 2) for name in names]
     return Record(workload, None, backend, *times, round(result["output_throughput"], 1))
+
+
+def logged_steps(log: str) -> list[float]:
+    """Milliseconds of a step, one for each line that SGLang logs, after the last prefill."""
+    rows = re.findall(r"Decode batch, #running-req: (\d+),.*?gen throughput \(token/s\): ([\d.]+)", log.rpartition("Prefill batch")[2])
+    most = max((int(running) for running, _ in rows), default=0)
+    # The first line counts the time of the prefill too.
+    return [round(most / float(rate) * 1e3, 2) for running, rate in rows[1:] if int(running) == most and float(rate) > 0]
 
 
 def tokens(key: object, count: int) -> list[int]:
@@ -175,7 +188,9 @@ def run(server: Server, backend: str, workload: str, arguments: argparse.Namespa
         ]  # fmt: skip
     else:
         raise SystemExit(f"--workloads: {workload} is none of gsp-GxPxL, random-N, trace, agreement")
-    return [bench_serving(server.url, backend, workload, options)]
+    record = bench_serving(server.url, backend, workload, options)
+    record.step_ms = logged_steps(server.log.read_text(errors="replace"))
+    return [record]
 
 
 def main() -> None:
