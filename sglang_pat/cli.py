@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from sglang_pat import explain
 from sglang_pat.estimate import EstimateError, estimate, read, read_model
 from sglang_pat.packing import POLICIES
 from sglang_pat.radix_bridge.trace import TraceError
@@ -39,12 +40,19 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--interval", type=float, default=2, help="seconds between two pictures (%(default)s)")
     command.add_argument("--once", action="store_true", help="one picture, of everything since the server started")
     command.set_defaults(run=_top)
+    command = commands.add_parser("explain", help="write a page that shows how recorded batches were packed, and why")
+    command.add_argument("trace", type=Path, nargs="?", help="a file recorded with SGLANG_PAT_TRACE")
+    command.add_argument("--url", help="in place of a file: a running server on this machine that records one")
+    command.add_argument("--output", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
+    command.add_argument("--steps", type=int, default=20, help="plans shown, evenly spread (%(default)s)")
+    command.add_argument("--truncated", action="store_true", help="take what there is of a file that was cut off")
+    command.set_defaults(run=_explain)
     parsed = parser.parse_args(arguments)
     try:
         parsed.run(parsed)
     except KeyboardInterrupt:
         return 0
-    except (TraceError, TopError, EstimateError) as error:
+    except (TraceError, TopError, EstimateError, explain.ExplainError) as error:
         print(f"sglang-pat: {error}", file=sys.stderr)
         return 2
     return 0
@@ -54,6 +62,15 @@ def _estimate(arguments: argparse.Namespace) -> None:
     prompts = read(arguments.requests, arguments.output)
     for line in estimate(prompts, read_model(arguments.model), arguments.gpu, arguments.batch):
         print(line)
+
+
+def _explain(arguments: argparse.Namespace) -> None:
+    if (arguments.trace is None) == (arguments.url is None):
+        raise explain.ExplainError("give either a trace or --url")
+    # A server that runs is writing: its file ends anywhere.
+    path = arguments.trace or explain.trace_of(arguments.url)
+    steps = explain.explain(path, arguments.output, arguments.steps, arguments.truncated or bool(arguments.url))
+    print(f"{arguments.output}: {steps} plans of {path}")
 
 
 def _top(arguments: argparse.Namespace) -> None:

@@ -113,6 +113,7 @@ class PatAttnBackend(AttentionBackend):
                 "nodes": observer.nodes,
                 "faults": observer.faults,
                 "bound": len(scheduler),
+                "trace": config.trace and str(Path(config.trace).resolve()),
             },
             Metrics().publish,
             graphs=runner.device != "cpu",

@@ -1,0 +1,184 @@
+"""`sglang-pat explain`: one HTML page that shows what packing did with a recorded batch, and why."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, Plan, make_plan
+from sglang_pat.packing.scheduler import makespan
+from sglang_pat.packing.tree import Prefix, compact, kv_minimum
+from sglang_pat.radix_bridge import trace
+from sglang_pat.radix_bridge.mirror import Mirror
+
+TEMPLATE = Path(__file__).with_name("explain.html")
+
+
+class ExplainError(Exception):
+    """There is nothing to explain; the message says why and what to do."""
+
+
+def recorded(path: Path, truncated: bool = False) -> Iterator[tuple[trace.Header, int, list[str], Batch]]:
+    """Every plan of a trace: the header, decode steps run before it, its request ids and its batch.
+
+    Raises:
+        TraceError: The file is no trace, or not a whole one.
+    """
+    records = trace.read(path, truncated)
+    header = next(records)
+    assert isinstance(header, trace.Header)
+    mirror, rids, step = Mirror(), [], 0
+    for record in records:
+        if isinstance(record, trace.PlanMade):
+            step += record.steps
+            rids = trace.apply_difference(rids, record)
+            yield header, step, rids, Batch(record.seq_lens, mirror.batch_tree(rids))
+        elif not isinstance(record, trace.Header):
+            mirror.apply(record)
+
+
+def trace_of(url: str) -> Path:
+    """Where a running server on this machine records.
+
+    Raises:
+        ExplainError: It does not answer, or does not record.
+    """
+    try:
+        with urllib.request.urlopen(f"{url}/server_info", timeout=30) as response:
+            states = json.load(response)["internal_states"]
+        path = states[0]["pat"]["trace"]
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise ExplainError(f"{url} is no server with --attention-backend pat that answers: {error!r}") from None
+    if not path:
+        raise ExplainError(f"the server at {url} does not record: start it with SGLANG_PAT_TRACE=<file>")
+    return Path(path)
+
+
+def describe(step: int, rids: list[str], batch: Batch, config: PackConfig) -> dict[str, Any]:
+    """One step for the page, with every policy. Requests are numbered in the order of the tree, so that those of a node
+    are next to each other."""
+    prefixes = compact(batch)
+    order = _tree_order(prefixes)
+    place = {query: number for number, query in enumerate(order)}
+    plans = {
+        policy: make_plan(batch, msgspec.structs.replace(config, policy=policy)) for policy in POLICIES
+    }
+    return {
+        "step": step,
+        "requests": [rids[query] for query in order],
+        "lengths": [batch.seq_lens[query] for query in order],
+        "minimum": config.cost.bytes(kv_minimum(prefixes, batch.seq_lens), 0),
+        "nodes": [
+            [prefix.start, prefix.end, place[prefix.queries[0]], len(prefix.queries)] for prefix in prefixes[1:]
+        ],
+        "policies": {
+            policy: _describe_plan(plan, batch, prefixes, place, config) for policy, plan in plans.items()
+        },
+    }  # fmt: skip
+
+
+def _tree_order(prefixes: list[Prefix]) -> list[int]:
+    """Queries depth first: a node's leaves, then those of each child."""
+    order: list[int] = []
+    stack = [0]
+    while stack:
+        prefix = prefixes[stack.pop()]
+        order += prefix.leaves
+        stack.extend(reversed(prefix.children))
+    # Prefix.queries begins with the leaves too, so that a node's queries are a run of this order.
+    return order
+
+
+def _describe_plan(
+    plan: Plan, batch: Batch, prefixes: list[Prefix], place: dict[int, int], config: PackConfig
+) -> dict[str, Any]:
+    cost = config.cost
+    packs: dict[tuple[int, ...], int] = {}
+    items = []
+    for item in plan.items:
+        end = batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end
+        pack = packs.setdefault(tuple(item.queries), len(packs))
+        price = ((end - item.start) * config.rate(len(item.queries)) + config.item(len(item.queries))) // cost.kv_heads
+        items.append([item.start, end, pack, item.tile.m, item.tile.n, price, _runs(sorted(place[q] for q in item.queries))])
+    work = sum(item[5] for item in items) * cost.kv_heads / config.workers
+    return {
+        "items": items,
+        "bins": plan.bins,
+        "parts": plan.merged_parts,
+        "kv_bytes": cost.bytes(plan.kv_tokens, 0),
+        "part_bytes": cost.bytes(0, plan.merged_parts),
+        "tiles": {str(m): count for m, count in sorted(Counter(item[3] for item in items).items())},
+        "even": round(makespan(plan, batch.seq_lens, config) / work, 3) if work else 1,
+        "decisions": _decisions(plan, prefixes, config),
+    }
+
+
+def _runs(places: list[int]) -> list[list[int]]:
+    """[first, count] of each run of neighbours."""
+    runs: list[list[int]] = []
+    for number in places:
+        if runs and runs[-1][0] + runs[-1][1] == number:
+            runs[-1][1] += 1
+        else:
+            runs.append([number, 1])
+    return runs
+
+
+def _decisions(plan: Plan, prefixes: list[Prefix], config: PackConfig) -> list[list[int]]:
+    """For each node: whether its queries read what is above it in a work item of their own, together with the node; the
+    bytes that reading it again takes; and the bytes of the parts that are made where they do not (PAT §5.1)."""
+    by_query: dict[int, list[tuple[int, int, int]]] = {}
+    for item in plan.items:
+        for query in item.queries:
+            by_query.setdefault(query, []).append((item.start, item.end, len(item.queries)))
+    decisions = []
+    for prefix in prefixes[1:]:
+        above = prefix.start - 1
+        if above < 0:
+            decisions.append([0, 0, 0])
+            continue
+        mine = sorted(by_query[prefix.queries[0]])
+        start, _, queries = next(item for item in mine if item[0] <= above and (item[1] == OPEN or above < item[1]))
+        again = (prefix.start - start) * config.rate(len(prefix.queries))
+        first = all(item[0] >= start for item in mine)
+        parts = len(prefix.queries) * config.cost.part_bytes * (2 if first else 1)
+        decisions.append([int(queries <= len(prefix.queries)), again, parts])
+    return decisions
+
+
+def explain(path: Path, output: Path, steps: int = 20, truncated: bool = False) -> int:
+    """Write the page; how many steps it shows, evenly spread over the trace.
+
+    Raises:
+        TraceError: The file is no trace, or not a whole one.
+        ExplainError: It has no plan, or plotly is missing.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ExplainError("the page needs plotly: pip install 'sglang-pat[explain]'") from None
+    total = sum(1 for _ in recorded(path, truncated))
+    if total == 0:
+        raise ExplainError(f"{path} has no decode step: send the server requests first")
+    count = min(max(1, steps), total)
+    chosen = {round(i * (total - 1) / max(1, count - 1)) for i in range(count)}
+    shown = []
+    for number, (header, step, rids, batch) in enumerate(recorded(path, truncated)):
+        if number in chosen:
+            shown.append(describe(step, rids, batch, header.config))
+    config = header.config
+    data = {
+        "policy": config.policy, "layers": header.layers, "workers": config.workers, "heads": config.cost.kv_heads,
+        "plans": total, "steps": shown,
+    }  # fmt: skip
+    # A request id comes from a client: nothing in it may end the script.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    page = TEMPLATE.read_text().replace("/*plotly*/", get_plotlyjs()).replace("/*data*/null", text)
+    output.write_text(page)
+    return len(shown)

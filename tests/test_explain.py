@@ -1,0 +1,149 @@
+"""`sglang-pat explain`: what the page is made of, and the page itself in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from trees import batches, configs
+
+from sglang_pat import cli
+from sglang_pat.explain import describe, explain, recorded
+from sglang_pat.kernels import gpu_tiles
+from sglang_pat.packing import POLICIES, Batch, PackConfig, tree
+from sglang_pat.radix_bridge import trace
+from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
+
+CONFIG = PackConfig(gpu_tiles.cost_model(32, 8, 128), gpu_tiles.tile_table("9.0a", 128), workers=132)
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+MARKUP = "<b></script>"
+"""Part of request ids, which come from clients."""
+
+
+def record(path: Path, requests: int, levels: int, plans: int) -> None:
+    """A trace of a tree that halves its requests on every level until two are left, and then goes on level by level."""
+    writer = trace.TraceWriter(path, trace.Header(trace.FORMAT, CONFIG, requests, 36), 10**9)
+    last, node, groups = [ROOT] * requests, 0, [list(range(requests))]
+    for level in range(levels):
+        if level and len(groups[0]) > 2:
+            groups = [half for group in groups for half in (group[::2], group[1::2])]
+        for group in groups:
+            node += 1
+            writer.on_event(NodeInserted(node, last[group[0]], 40, node.to_bytes(16, "little")))
+            for query in group:
+                last[query] = node
+    rids = [f"request {query}{MARKUP}" for query in range(requests)]
+    for query, rid in enumerate(rids):
+        writer.on_event(RequestBound(rid, query, last[query], 0))
+    for plan in range(plans):
+        lengths = [40 * levels + 10 + query % 7 + 50 * plan for query in range(requests)]
+        writer.on_plan(rids, steps=50, seq_lens=lengths, kv_tokens=0, parts=0, ahead=False, fallback=False)
+
+
+@given(batches(), configs())
+@settings(max_examples=100, deadline=None)
+def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch, config: PackConfig) -> None:
+    rids = [f"request {query}" for query in range(len(batch.seq_lens))]
+    step = describe(7, rids, batch, config)
+    assert sorted(step["requests"]) == sorted(rids)
+    lengths = {rid: length for rid, length in zip(rids, batch.seq_lens, strict=True)}
+    assert step["lengths"] == [lengths[rid] for rid in step["requests"]]
+    for policy in POLICIES:
+        plan = step["policies"][policy]
+        covered = np.zeros((len(rids), max(batch.seq_lens)), dtype=int)
+        for start, end, _, _, _, _, runs in plan["items"]:
+            for first, count in runs:
+                covered[first : first + count, start:end] += 1
+        assert covered.tolist() == [[int(i < n) for i in range(covered.shape[1])] for n in step["lengths"]]
+        assert plan["bins"][0] == 0 and plan["bins"][-1] == len(plan["items"])
+        assert len(plan["decisions"]) == len(step["nodes"])
+    for start, end, first, count in step["nodes"]:
+        members = [rids.index(rid) for rid in step["requests"][first : first + count]]
+        known = [(p.start, p.end, sorted(p.queries)) for p in tree.compact(batch)]
+        assert (start, end, sorted(members)) in known
+
+
+def test_a_trace_gives_every_plan_with_its_batch(tmp_path: Path) -> None:
+    record(tmp_path / "trace", 16, 3, 5)
+    found = list(recorded(tmp_path / "trace"))
+    assert [step for _, step, _, _ in found] == [50, 100, 150, 200, 250]
+    assert all(len(batch.roots) == 1 and len(batch.roots[0].queries) == 16 for *_, batch in found)
+
+
+@pytest.mark.parametrize(("plans", "steps", "shown"), [(1, 20, 1), (5, 20, 5), (9, 3, 3), (9, 1, 1)])
+def test_the_page_shows_as_many_plans_as_asked_for(tmp_path: Path, plans: int, steps: int, shown: int) -> None:
+    record(tmp_path / "trace", 4, 2, plans)
+    assert explain(tmp_path / "trace", tmp_path / "page.html", steps) == shown
+    page = (tmp_path / "page.html").read_text()
+    data = json.loads(re.search(r"^const data = (.*);$", page, re.MULTILINE)[1])
+    assert len(data["steps"]) == shown and data["plans"] == plans
+    assert data["steps"][0]["requests"][0].endswith(MARKUP) and MARKUP not in page
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page), "the page works offline"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_stays_usable_with_1024_requests_and_32_levels(tmp_path: Path, scheme: str) -> None:
+    from playwright.sync_api import sync_playwright
+
+    record(tmp_path / "trace", 1024, 32, 3)
+    explain(tmp_path / "trace", tmp_path / "page.html")
+    flags = [
+        "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync",
+    ]  # fmt: skip
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        page = browser.new_page(viewport={"width": 1400, "height": 1300}, color_scheme=scheme)
+        messages: list[str] = []
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.goto(f"file://{tmp_path}/page.html")
+
+        def drawn(step: int, policy: str) -> int:
+            page.wait_for_function("drawn => document.body.dataset.drawn === drawn", arg=f"{step} {policy}")
+            return int(page.evaluate("document.body.dataset.milliseconds"))
+
+        times = [drawn(0, "optimal")]
+        assert page.evaluate("document.querySelectorAll('#tree .point').length") > 1024
+        items = page.locator("#table tr.chosen td").nth(5).inner_text()
+        page.select_option("#policy", "naive")
+        times.append(drawn(0, "naive"))
+        assert page.locator("#table tr.chosen td").first.inner_text() == "naive"
+        assert page.locator("#table tr.chosen td").nth(5).inner_text() != items
+        page.locator("#step").fill("2")
+        times.append(drawn(2, "naive"))
+        assert "after 150 decode steps, 1024 requests" in page.locator("#label").inner_text()
+        box = page.locator("#tree .plotly .nsewdrag").first.bounding_box()
+        page.mouse.move(box["x"] + 20, box["y"] + box["height"] / 2)
+        page.wait_for_selector("#tree .hovertext")
+        hover = page.locator("#tree .hovertext").first.text_content()
+        assert "tokens 0 to" in hover and "request " in hover
+        browser.close()
+    print(f"drawn in {times} ms")
+    assert messages == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either a trace or --url"),
+        (["there.is.none"], "there.is.none cannot be read"),
+        (["--url", "http://127.0.0.1:9"], "is no server with --attention-backend pat that answers"),
+    ],
+)
+def test_what_cannot_be_explained_is_one_sentence(capsys: pytest.CaptureFixture[str], arguments, message: str) -> None:
+    assert cli.main(["explain", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_trace_without_steps_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path / "trace", 4, 2, 0)
+    assert cli.main(["explain", str(tmp_path / "trace"), "--output", str(tmp_path / "page.html")]) == 2
+    assert "has no decode step: send the server requests first" in capsys.readouterr().err
