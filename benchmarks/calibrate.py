@@ -40,9 +40,17 @@ def predict(tree: str, heads: str, gpu: estimate.Gpu) -> tuple[float, float, flo
 
 
 def fit(columns: list[list[float]], times: list[float]) -> tuple[list[float], dict[str, float]]:
-    """Least squares of the relative error; coefficients, and its median and greatest value."""
+    """Least squares of the relative error; coefficients, none of them negative, and its median and greatest value."""
     x, y = np.array(columns), np.array(times)
-    coefficients = np.linalg.lstsq(x / y[:, None], np.ones(len(y)), rcond=None)[0]
+    coefficients = np.zeros(x.shape[1])
+    used = list(range(x.shape[1]))
+    while True:
+        coefficients[used] = np.linalg.lstsq(x[:, used] / y[:, None], np.ones(len(y)), rcond=None)[0]
+        if (coefficients >= 0).all():
+            break
+        # What the data do not show to cost anything is left out.
+        used = [i for i in used if coefficients[i] >= 0]
+        coefficients[:] = 0
     errors = np.abs(x @ coefficients / y - 1)
     return coefficients.tolist(), {"median": float(np.median(errors)), "most": float(errors.max())}
 

@@ -1,4 +1,4 @@
-"""Draws the paper's figure 10 from the kernels' results: `python benchmarks/figure.py [results/kernels-h200.json]`.
+"""Draws the paper's figures 10 and 11 from the results of kernels.py and serving.py: `python benchmarks/figure.py`.
 
 Needs matplotlib.
 """
@@ -6,7 +6,6 @@ Needs matplotlib.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -14,8 +13,7 @@ import matplotlib.pyplot as plt
 COLOURS = {"pat": "#2563eb", "flashinfer": "#f59e0b", "cascade": "#a3a3a3", "triton": "#84cc16", "fa3": "#ef4444"}
 
 
-def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "results" / "kernels-h200.json"
+def draw_kernels(path: Path) -> None:
     result = json.loads(path.read_text())
     records = [record for record in result["records"] if record["page_size"] == 1]
     configurations = list(dict.fromkeys(record["heads"] for record in records))
@@ -37,6 +35,39 @@ def main() -> None:
     )
     figure.tight_layout()
     figure.savefig(path.with_suffix(".png"), dpi=110)
+
+
+def draw_serving(path: Path) -> None:
+    result = json.loads(path.read_text())
+    records = result["records"]
+    workloads = list(dict.fromkeys((record["workload"], record["rate"]) for record in records))
+    backends = list(dict.fromkeys(record["backend"] for record in records))
+    measures = {
+        "median_itl_ms": "median ITL, ms", "mean_tpot_ms": "mean TPOT, ms", "p99_tpot_ms": "P99 TPOT, ms",
+        "mean_ttft_ms": "mean TTFT, ms", "output_tps": "output tokens/s",
+    }  # fmt: skip
+    figure, panels = plt.subplots(1, len(measures), figsize=(3.2 * len(measures), 3.4))
+    for panel, (field, title) in zip(panels, measures.items(), strict=True):
+        for i, backend in enumerate(backends):
+            rows = [(r["workload"], r["rate"]) for r in records if r["backend"] == backend]
+            heights = [r[field] for r in records if r["backend"] == backend]
+            offset = (i - (len(backends) - 1) / 2) * 0.8 / len(backends)
+            places = [workloads.index(row) + offset for row in rows]
+            panel.bar(places, heights, 0.8 / len(backends), label=backend, color=COLOURS[backend])
+        names = [f"{workload}\n{rate:g}/s" if rate else workload for workload, rate in workloads]
+        panel.set_xticks(range(len(workloads)), names, rotation=40, fontsize=7)
+        panel.set_yscale("log")
+        panel.set_title(title, fontsize=9)
+    panels[0].legend(fontsize=8)
+    figure.suptitle(f"{result['model']} shape, {result['device']['name']}, {result['device']['date']}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"), dpi=110)
+
+
+def main() -> None:
+    results = Path(__file__).parent / "results"
+    draw_kernels(results / "kernels-h200.json")
+    draw_serving(results / "serving-h200.json")
 
 
 if __name__ == "__main__":

@@ -83,9 +83,10 @@ def serving() -> str:
             for record in records:
                 if (record["workload"], record["rate"], record["backend"]) == (*workload, backend):
                     steps = record.get("step_ms")
+                    rate = f", {record['rate']:g} requests/s" if record["rate"] else ""
                     rows.append(
                         [
-                            f"`{record['workload']}`", backend, f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "",
+                            f"`{record['workload']}`{rate}", backend, f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "",
                             f"{record['median_itl_ms']:.1f}", f"{record['mean_tpot_ms']:.1f}",
                             f"{record['mean_ttft_ms']:.0f}", f"{record['output_tps']:,.0f}",
                         ]
@@ -103,6 +104,30 @@ def serving() -> str:
     return f"{table(head, rows)}\n\n{device['name']}, {result['model']} shape, random weights, {device['date']}."
 
 
+def steps() -> str:
+    result = load("steps-h200.json")
+    records = {(record["cell"], record["backend"]): record for record in result["records"]}
+    backends = list(dict.fromkeys(backend for _, backend in records))
+    others = [backend for backend in backends if backend != "pat"]
+    rows = []
+    for cell in dict.fromkeys(cell for cell, _ in records):
+        ours = records[cell, "pat"]
+        best = min(records[cell, backend]["step_ms"] for backend in others)
+        rows.append(
+            [
+                f"`{cell}`", f"**{ours['step_ms']:.2f}**", *(f"{records[cell, backend]['step_ms']:.2f}" for backend in others),
+                f"{best / ours['step_ms']:.3f}{TIMES}", f"{ours['metadata_us']:.0f}", f"{ours['metadata_changed_us']:.0f}",
+                *(f"{records[cell, backend]['metadata_us']:.0f}" for backend in others),
+            ]
+        )  # fmt: skip
+    head = [
+        "batch x context", "PAT, ms", *(f"{backend}, ms" for backend in others), "best / PAT", "metadata, us", "new plan, us",
+        *(f"{backend}'s, us" for backend in others),
+    ]  # fmt: skip
+    device = result["device"]
+    return f"{table(head, rows)}\n\n{device['name']}, {result['model']} shape, random weights, torch {device['torch']}, {device['date']}."
+
+
 def estimates() -> str:
     result = load("estimate-h200.json")
     rows = [
@@ -118,9 +143,9 @@ def estimates() -> str:
     )
 
 
-README_SECTIONS = ("kernels", "ablations", "serving")
+README_SECTIONS = ("kernels", "ablations", "serving", "steps")
 SECTIONS: dict[str, Callable[[], str]] = {
-    "kernels": kernels, "ablations": ablations, "serving": serving, "estimates": estimates,
+    "kernels": kernels, "ablations": ablations, "serving": serving, "steps": steps, "estimates": estimates,
 }  # fmt: skip
 
 

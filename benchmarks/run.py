@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ class Benchmark(msgspec.Struct):
     Attributes:
         command: Script and arguments.
         what: One line about it.
+        minutes: What it took where it was measured last: on the GPU host, or on two CPU cores; for serving and steps, a backend.
         gpu: Whether it needs one.
         inputs: Arguments without defaults, which have to be given after `--`.
         results: What it writes, in `results`.
@@ -28,28 +30,52 @@ class Benchmark(msgspec.Struct):
 
     command: list[str]
     what: str
+    minutes: float
     gpu: bool = False
     inputs: str = ""
     results: str = ""
 
 
 BENCHMARKS = {
-    "cpu": Benchmark(["cpu_decode.py"], "CPU executor beside torch_native", results="cpu_decode.json"),
-    "packing": Benchmark(["packing.py"], "what planning takes, 1 to 16,384 requests", results="packing.json"),
-    "policies": Benchmark(["policies.py"], "bytes and balance of every policy", results="policies.json"),
+    "cpu": Benchmark(["cpu_decode.py"], "CPU executor beside torch_native", 1.2, results="cpu_decode.json"),
+    "packing": Benchmark(["packing.py"], "what planning takes, 1 to 16,384 requests", 0.7, results="packing.json"),
+    "policies": Benchmark(["policies.py"], "bytes and balance of every policy", 0.2, results="policies.json"),
     "kernels": Benchmark(
-        ["kernels.py"], "decode attention beside FlashInfer, its cascade and Triton", True, results="kernels-h200.json"
+        ["kernels.py"],
+        "decode attention beside FlashInfer, its cascade and Triton",
+        2,
+        True,
+        results="kernels-h200.json",
     ),
     "ablations": Benchmark(
-        ["kernels.py", "--ablations"], "without one part of the design", True, results="kernel-ablations-h200.json"
+        ["kernels.py", "--ablations"], "without one part of the design", 0.3, True, results="kernel-ablations-h200.json"
     ),
-    "traffic": Benchmark(["traffic.py"], "bytes as ncu counts them", True, results="kernel-traffic-h200.json"),
+    "traffic": Benchmark(["traffic.py"], "bytes as ncu counts them", 0.3, True, results="kernel-traffic-h200.json"),
     "serving": Benchmark(
-        ["serving.py"], "whole servers, backend after backend", True, "--model FOLDER", "serving-h200.json"
+        ["serving.py"], "whole servers, backend after backend", 3.5, True, "--model FOLDER", "serving-h200.json"
     ),
-    "figure": Benchmark(["figure.py"], "the paper's figure 10; needs matplotlib", results="kernels-h200.png"),
-    "calibrate": Benchmark(["calibrate.py"], "fits `sglang-pat estimate` to the results", results="estimate-h200.json"),
+    "steps": Benchmark(
+        ["steps.py"],
+        "single decode steps and their metadata, agreement",
+        1.2,
+        True,
+        "--model FOLDER",
+        "steps-h200.json",
+    ),
+    "tune": Benchmark(["-m", "sglang_pat.tune"], "prices of this GPU's tiles", 0.3, True),
+    "figure": Benchmark(
+        ["figure.py"], "the paper's figures 10 and 11; needs matplotlib", 0.1, results="kernels-h200.png"
+    ),
+    "calibrate": Benchmark(
+        ["calibrate.py"], "fits `sglang-pat estimate` to the results", 0.1, results="estimate-h200.json"
+    ),
 }
+
+
+def bar(done: float, total: float, width: int = 30) -> str:
+    """How far the chosen benchmarks are, by the minutes that they are known to take."""
+    full = round(width * done / total)
+    return f"[{'#' * full}{'.' * (width - full)}]"
 
 
 def has_gpu() -> bool:
@@ -63,7 +89,8 @@ def show() -> None:
     for name, benchmark in BENCHMARKS.items():
         needs = ", ".join(filter(None, ["a GPU" if benchmark.gpu else "", benchmark.inputs]))
         state = "no GPU here" if benchmark.gpu and not available else "ready"
-        print(f"{name:<10} {benchmark.what:<60} {needs or 'nothing':<24} {state:<12} {benchmark.results}")
+        took = f"{benchmark.minutes:g} min"
+        print(f"{name:<10} {benchmark.what:<60} {took:<8} {needs or 'nothing':<24} {state:<12} {benchmark.results}")
 
 
 def main() -> None:
@@ -73,13 +100,19 @@ def main() -> None:
     if not names.names:
         show()
         return
+    total = sum(BENCHMARKS[name].minutes for name in names.names)
+    done = 0.0
     for number, name in enumerate(names.names, 1):
         benchmark = BENCHMARKS[name]
         if benchmark.gpu and not has_gpu():
             raise SystemExit(f"{name} needs a GPU")
-        print(f"[{number} of {len(names.names)}] {name}: {benchmark.what}", flush=True)
+        print(f"{bar(done, total)} {number} of {len(names.names)}: {name}, about {benchmark.minutes:g} min", flush=True)
         script, *arguments = benchmark.command
-        subprocess.run([sys.executable, str(FOLDER / script), *arguments, *[x for x in rest if x != "--"]], check=True)
+        command = [script, *arguments] if script == "-m" else [str(FOLDER / script), *arguments]
+        began = time.monotonic()
+        subprocess.run([sys.executable, *command, *[x for x in rest if x != "--"]], check=True)
+        done += benchmark.minutes
+        print(f"{bar(done, total)} {name} took {(time.monotonic() - began) / 60:.1f} min", flush=True)
     subprocess.run([sys.executable, str(FOLDER / "report.py")], check=True)
 
 

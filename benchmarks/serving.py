@@ -77,10 +77,14 @@ def bench_serving(url: str, backend: str, workload: str, arguments: list[str]) -
 
 def logged_steps(log: str) -> list[float]:
     """Milliseconds of a step, one for each line that SGLang logs, after the last prefill."""
-    rows = re.findall(r"Decode batch, #running-req: (\d+),.*?gen throughput \(token/s\): ([\d.]+)", log.rpartition("Prefill batch")[2])
+    rows = re.findall(
+        r"Decode batch, #running-req: (\d+),.*?gen throughput \(token/s\): ([\d.]+)", log.rpartition("Prefill batch")[2]
+    )
     most = max((int(running) for running, _ in rows), default=0)
     # The first line counts the time of the prefill too.
-    return [round(most / float(rate) * 1e3, 2) for running, rate in rows[1:] if int(running) == most and float(rate) > 0]
+    return [
+        round(most / float(rate) * 1e3, 2) for running, rate in rows[1:] if int(running) == most and float(rate) > 0
+    ]
 
 
 def tokens(key: object, count: int) -> list[int]:

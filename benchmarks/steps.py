@@ -237,7 +237,9 @@ def child(options: argparse.Namespace) -> None:
     for cell in options.cells:
         record = runner.measure(cell)
         if record is not None:
-            print(f"  {cell}: " + ", ".join(f"{k} {v:.3f}" for k, v in record.items() if isinstance(v, float)), flush=True)
+            print(
+                f"  {cell}: " + ", ".join(f"{k} {v:.3f}" for k, v in record.items() if isinstance(v, float)), flush=True
+            )
             records.append({"backend": backend, **record})
         options.child.with_suffix(".json").write_text(json.dumps(records))
     torch.save(runner.generate(), options.child)
@@ -262,7 +264,9 @@ def compare(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a model's folder")
-    parser.add_argument("--dummy", action="store_true", help="random weights: the folder needs config and tokenizer only")
+    parser.add_argument(
+        "--dummy", action="store_true", help="random weights: the folder needs config and tokenizer only"
+    )
     parser.add_argument("--backends", nargs="+", default=["pat", "fa3", "flashinfer", "triton"])
     parser.add_argument("--cells", nargs="*", default=list(CELLS))
     parser.add_argument("--server", action="append", default=[], help="another argument for the model runner")

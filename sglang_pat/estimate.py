@@ -57,8 +57,8 @@ class Gpu(msgspec.Struct, frozen=True):
 
 GPUS = {
     "h200": Gpu(
-        tbps=4.4, memory_gb=141, sms=132, arch="9.0a", base=20.4, longest=1.087, merge=0.884, other_base=20.9,
-        unique=1.022, repeated=0.641, rest_ms=5.04,
+        tbps=4.4, memory_gb=141, sms=132, arch="9.0a", base=16.65, longest=0.955, merge=0.0, other_base=21.7,
+        unique=1.003, repeated=0.646, rest_ms=5.35,
     ),
 }  # fmt: skip
 

@@ -33,7 +33,8 @@ def recorded(path: Path, truncated: bool = False) -> Iterator[tuple[trace.Header
     records = trace.read(path, truncated)
     header = next(records)
     assert isinstance(header, trace.Header)
-    mirror, rids, step = Mirror(), [], 0
+    mirror, step = Mirror(), 0
+    rids: list[str] = []
     for record in records:
         if isinstance(record, trace.PlanMade):
             step += record.steps
@@ -66,9 +67,7 @@ def describe(step: int, rids: list[str], batch: Batch, config: PackConfig) -> di
     prefixes = compact(batch)
     order = _tree_order(prefixes)
     place = {query: number for number, query in enumerate(order)}
-    plans = {
-        policy: make_plan(batch, msgspec.structs.replace(config, policy=policy)) for policy in POLICIES
-    }
+    plans = {policy: make_plan(batch, msgspec.structs.replace(config, policy=policy)) for policy in POLICIES}
     return {
         "step": step,
         "requests": [rids[query] for query in order],
@@ -100,12 +99,14 @@ def _describe_plan(
 ) -> dict[str, Any]:
     cost = config.cost
     packs: dict[tuple[int, ...], int] = {}
-    items = []
+    items: list[list[Any]] = []
     for item in plan.items:
         end = batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end
         pack = packs.setdefault(tuple(item.queries), len(packs))
         price = ((end - item.start) * config.rate(len(item.queries)) + config.item(len(item.queries))) // cost.kv_heads
-        items.append([item.start, end, pack, item.tile.m, item.tile.n, price, _runs(sorted(place[q] for q in item.queries))])
+        items.append(
+            [item.start, end, pack, item.tile.m, item.tile.n, price, _runs(sorted(place[q] for q in item.queries))]
+        )
     work = sum(item[5] for item in items) * cost.kv_heads / config.workers
     return {
         "items": items,
@@ -144,11 +145,11 @@ def _decisions(plan: Plan, prefixes: list[Prefix], config: PackConfig) -> list[l
             decisions.append([0, 0, 0])
             continue
         mine = sorted(by_query[prefix.queries[0]])
-        start, _, queries = next(item for item in mine if item[0] <= above and (item[1] == OPEN or above < item[1]))
+        start, _, count = next(item for item in mine if item[0] <= above and (item[1] == OPEN or above < item[1]))
         again = (prefix.start - start) * config.rate(len(prefix.queries))
         first = all(item[0] >= start for item in mine)
         parts = len(prefix.queries) * config.cost.part_bytes * (2 if first else 1)
-        decisions.append([int(queries <= len(prefix.queries)), again, parts])
+        decisions.append([int(count <= len(prefix.queries)), again, parts])
     return decisions
 
 

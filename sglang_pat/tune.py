@@ -15,6 +15,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ class Bench:
         import triton.language as tl
 
         @triton.jit
-        def chase(table, out, count):
+        def chase(table, out, count):  # type: ignore[no-untyped-def]
             at = tl.load(table)
             for _ in range(count):
                 at = tl.load(table + at)
@@ -161,8 +162,8 @@ class Bench:
         table = self.torch.empty_like(order)
         table[order] = order.roll(-1)
         out = self.torch.empty(1, dtype=self.torch.int64, device=self.device)
-        times = [self.time_us(lambda count=count: chase[(1,)](table, out, count, num_warps=1)) for count in (0, count)]
-        return (times[1] - times[0]) / count * 1e3
+        none, all_ = (self.time_us(partial(chase[(1,)], table, out, loads, num_warps=1)) for loads in (0, count))
+        return (all_ - none) / count * 1e3
 
     def forward_us(self, m: int, items: int, tokens: int) -> float:
         torch, workers, dim = self.torch, self.decoder.workers, self.head_dim
@@ -204,7 +205,9 @@ class Bench:
             price, error = self.price(m, tbps * 1e3 / properties.multi_processor_count)
             prices.append(price)
             print(f"m {m}: {price.item_ns:.0f} ns an item, {price.token_ns:.1f} ns a token, fitted within {error:.0%}")
-        source = f"measured on {date.today().isoformat()} by `python -m sglang_pat.tune`, torch {self.torch.__version__}"
+        source = (
+            f"measured on {date.today().isoformat()} by `python -m sglang_pat.tune`, torch {self.torch.__version__}"
+        )
         return GpuTable(
             properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), self.head_dim,
             tuple(prices), source,
@@ -213,12 +216,16 @@ class Bench:
 
 def print_feasible(table: GpuTable, sheet: Sheet) -> None:
     """The paper's figure 7b: m downwards, n to the right."""
-    print(f"Feasible tiles of {table.gpu} at head dimension {table.head_dim}, one CTA a SM (built: n 64, and 16 a warp):")
+    print(
+        f"Feasible tiles of {table.gpu} at head dimension {table.head_dim}, one CTA a SM (built: n 64, and 16 a warp):"
+    )
     for m in CANDIDATES:
         cells = [
             ", ".join(refusals(m, n, table.head_dim, sheet, table.latency_ns)) or "yes" for n in (16, 32, 64, 128, 256)
         ]
-        print(f"  m {m:3}  " + "  ".join(f"n {n}: {cell}" for n, cell in zip((16, 32, 64, 128, 256), cells, strict=True)))
+        print(
+            f"  m {m:3}  " + "  ".join(f"n {n}: {cell}" for n, cell in zip((16, 32, 64, 128, 256), cells, strict=True))
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -51,7 +51,7 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
     rids = [f"request {query}" for query in range(len(batch.seq_lens))]
     step = describe(7, rids, batch, config)
     assert sorted(step["requests"]) == sorted(rids)
-    lengths = {rid: length for rid, length in zip(rids, batch.seq_lens, strict=True)}
+    lengths = dict(zip(rids, batch.seq_lens, strict=True))
     assert step["lengths"] == [lengths[rid] for rid in step["requests"]]
     for policy in POLICIES:
         plan = step["policies"][policy]

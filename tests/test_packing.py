@@ -290,9 +290,7 @@ def test_where_there_is_work_for_all_workers_finish_together(batch: Batch, confi
 def work(plan: Plan, batch: Batch, config: PackConfig) -> int:
     """The cost of all work items, for all KV heads."""
     packs = [Pack(item.start, None if item.end == OPEN else item.end, item.queries) for item in plan.items]
-    return sum(
-        kv_length(p, batch.seq_lens) * config.rate(len(p.queries)) + config.item(len(p.queries)) for p in packs
-    )
+    return sum(kv_length(p, batch.seq_lens) * config.rate(len(p.queries)) + config.item(len(p.queries)) for p in packs)
 
 
 @pytest.mark.parametrize(

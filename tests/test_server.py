@@ -212,6 +212,13 @@ def test_what_that_server_recorded_can_be_replayed(servers: dict[str, Server]) -
     assert counters["plans_ahead"] > 0
 
 
+def test_that_server_explains_itself(servers: dict[str, Server], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert cli.main(["explain", "--url", servers["small pool"].url, "--output", str(page), "--steps", "4"]) == 0
+    assert "after 0 decode steps" not in page.read_text() and '"policy":"optimal"' in page.read_text()
+    assert cli.main(["explain", "--url", servers["plain"].url, "--output", str(page)]) == 2
+
+
 def test_openai_api_and_frontend_programs(servers: dict[str, Server]) -> None:
     topics = [workload.prose(f"topic {i}", 40) for i in range(3)]
     answers = {

@@ -26,6 +26,16 @@ def check_flags(server_args: Any) -> None:
         )
     if getattr(server_args, "enable_torch_compile", False):
         raise UnsupportedError("--attention-backend pat does not support --enable-torch-compile yet: leave it out")
+    if server_args.pp_size > 1:
+        raise UnsupportedError(
+            f"--attention-backend pat does not support pipeline parallelism yet: leave out --pp-size {server_args.pp_size}, "
+            "or use another --attention-backend"
+        )
+    if server_args.enable_dp_attention:
+        raise UnsupportedError(
+            "--attention-backend pat does not support --enable-dp-attention yet: leave it out (--tp-size works), or use "
+            "another --attention-backend"
+        )
     if server_args.enable_two_batch_overlap:
         raise UnsupportedError("--attention-backend pat does not support --enable-two-batch-overlap yet: leave it out")
 

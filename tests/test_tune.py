@@ -1,0 +1,105 @@
+"""What `python -m sglang_pat.tune` derives and refuses, and the tables that come with sglang-pat; no GPU needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_pat import tune
+from sglang_pat.kernels import gpu_tiles
+from sglang_pat.packing import CostModel, PackConfig
+from sglang_pat.packing.scheduler import makespan
+
+H200 = gpu_tiles.load(gpu_tiles.TABLES / "h200.json")
+
+
+@pytest.mark.parametrize("name", ["h100", "a100"])
+def test_the_derived_tables_are_what_the_command_derives(name: str, tmp_path: Path) -> None:
+    tune.main(["--derive", name, "--output", str(tmp_path / "table.json")])
+    assert gpu_tiles.load(tmp_path / "table.json") == gpu_tiles.load(gpu_tiles.TABLES / f"{name}.json")
+
+
+def test_only_the_h200_was_measured() -> None:
+    assert H200.source.startswith("measured on 2026-")
+    for name in ("h100", "a100"):
+        assert "not measured" in gpu_tiles.load(gpu_tiles.TABLES / f"{name}.json").source
+
+
+@pytest.mark.parametrize(
+    ("arch", "gpu", "known"),
+    [
+        ("9.0a", "NVIDIA H200", "NVIDIA H200"),
+        ("9.0a", "NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM"),
+        ("8.0", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 SXM 80GB"),
+        ("9.0a", "another Hopper", "NVIDIA H200"),
+        ("8.9", "NVIDIA L40S", None),
+        ("10.0", "NVIDIA B200", None),
+    ],
+)
+def test_a_gpu_finds_its_table(arch: str, gpu: str, known: str | None) -> None:
+    table = gpu_tiles.find(arch, gpu)
+    assert (table and table.gpu) == known
+    for dim in gpu_tiles.HEAD_DIMS:
+        tiles = gpu_tiles.tile_table(arch, dim, gpu)
+        assert tiles.query_tiles == gpu_tiles.query_tiles(arch, dim)
+        assert len(tiles.item_bytes) == (len(tiles.query_tiles) if known and dim <= 128 else 0)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_only_short_packs_are_split_and_into_tiles_of_a_warp(group: int) -> None:
+    config = PackConfig(gpu_tiles.cost_model(8 * group, 8, 128), gpu_tiles.tile_table("9.0a", 128), workers=132)
+    assert config.few_queries == gpu_tiles.NARROW_M // group
+    queries = 2 * config.few_queries
+    assert config.pieces(queries, 32) == 2 and config.pieces(queries, 1000) == 1
+    assert config.pieces(config.few_queries, 32) == 1
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "reasons"),
+    [
+        (16, 64, []),
+        (192, 64, []),
+        (16, 256, ["shared memory"]),
+        (512, 64, ["registers"]),
+    ],
+)
+def test_the_papers_constraints(m: int, n: int, reasons: list[str]) -> None:
+    found = tune.refusals(m, n, 128, tune.SHEETS["h200"], H200.latency_ns)
+    assert set(reasons) <= set(found) and bool(reasons) == bool(found)
+
+
+def test_a_slow_memory_needs_more_bytes_in_flight() -> None:
+    assert tune.refusals(192, 64, 128, tune.SHEETS["h200"], 10_000) == ["bytes in flight"]
+
+
+@pytest.mark.parametrize("m", [8, 16, 64, 192])
+def test_all_workers_of_a_synthetic_plan_have_the_same_to_do(m: int) -> None:
+    plan = tune.synthetic(m, items=4, tokens=64, workers=6)
+    config = PackConfig(CostModel(tune.GROUP, 1, 128, 128, 2), gpu_tiles.tile_table("9.0a", 128), workers=6)
+    price = 64 * config.rate(m // tune.GROUP) + config.item(m // tune.GROUP)
+    assert makespan(plan, [10**6] * len(plan.num_parts), config) == 4 * price
+    covered = sorted((item.start, item.end) for item in plan.items)
+    assert covered == [(i * 64, (i + 1) * 64) for i in range(24)], "every item has KV of its own"
+    parts = sorted((query, part) for item in plan.items for query, part in zip(item.queries, item.parts, strict=True))
+    assert parts == [(query, part) for query in range(len(plan.num_parts)) for part in range(2)]
+
+
+def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "table.json").write_text("{}")
+    with pytest.raises(gpu_tiles.TablesError, match=r"is no table of tiles, make one with `python -m sglang_pat.tune`"):
+        gpu_tiles.load(tmp_path / "table.json")
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            tune.main([])
+        assert "there is no GPU here to measure; --derive computes a table without one" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_table_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "TOKENS", (64, 256))
+    tune.main(["--output", str(tmp_path / "table.json")])
+    table = gpu_tiles.load(tmp_path / "table.json")
+    assert table.gpu == torch.cuda.get_device_name() and table.source.startswith("measured on")
+    assert all(price.token_ns > 0 for price in table.prices)
