@@ -63,6 +63,7 @@ def main() -> None:
     both = [(record, numbers) for record, numbers in known if "flashinfer" in record["rivals"]]
     other, other_errors = fit([[1, *numbers[2:]] for _, numbers in both], [r["rivals"]["flashinfer"] for r, _ in both])
     result: dict[str, Any] = {
+        "device": json.loads((RESULTS / "kernels-h200.json").read_text())["device"],
         "pat": {"base": ours[0], "longest": ours[1], "merge": ours[2], "error": errors},
         "flashinfer": {"base": other[0], "unique": other[1], "repeated": other[2], "error": other_errors},
         "steps": [],

@@ -9,16 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
-from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("SGLANG_PLATFORM", "pat_cpu")
 
 import torch
+from about import about
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_pat.kernels import cpu, layout
@@ -94,9 +93,7 @@ def compare(arguments: argparse.Namespace) -> list[dict]:
                 "threads": torch.get_num_threads(),
                 "torch_native_ms": native_ms,
                 "pat_ms": pat_ms,
-                "machine": platform.processor() or platform.machine(),
-                "torch": torch.__version__,
-                "date": date.today().isoformat(),
+                **about(),
             }
         )
     return records

@@ -17,7 +17,6 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import msgspec
 import rivals
 import torch
 import trees
+from about import gpu
 
 from sglang_pat.kernels import cuda, gpu_tiles, layout, reference
 from sglang_pat.kernels.scheduler import NativeScheduler
@@ -256,7 +256,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/kernels.py needs a CUDA device")
     name = torch.cuda.get_device_name()
-    device = {"name": name, **bandwidth(), "date": date.today().isoformat(), "torch": torch.__version__}
+    device = {**gpu(), **bandwidth()}
     print(device)
     kind = "kernel-ablations" if arguments.ablations else "kernels"
     path = arguments.output or RESULTS / f"{kind}-{name.split()[-1].lower()}.json"

@@ -19,18 +19,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import trees
 import tvm_ffi
+from about import about
 
 from sglang_pat.backend.planner import Planner
 from sglang_pat.kernels import jit
@@ -264,16 +263,9 @@ def main() -> None:
                 print(f"{name:18}{size:6} {policy:8}{case:>12}{us:9.2f}{us / count:9.4f}{''.join(ratios)}{memory:8.0f}")
                 shape = {"tree": name, "policy": policy, "batch": size, "depth": depth, "nodes": count}
                 beside = {"oracle_us": oracle if plan else None, "rebuild_us": rebuild if plan else None}
-                about = {"bytes_per_node": memory, "machine": machine(), "date": date.today().isoformat()}
-                records.append({"case": case, **shape, "us": us, **beside, **about})
+                records.append({"case": case, **shape, "us": us, **beside, "bytes_per_node": memory, **about()})
     if not arguments.quick:
         RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
-
-
-def machine() -> str:
-    """The processor's name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

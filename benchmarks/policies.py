@@ -21,13 +21,12 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import trees
-from packing import machine
+from about import about
 
 from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, make_plan
@@ -176,8 +175,7 @@ def main() -> None:
             f"{record['bins_mean']:12.3f}{record['bins_worst']:8.3f}{record['own_mean']:12.3f}{record['own_worst']:8.3f}"
             f"{record['within_5_percent']:12.1%}"
         )
-    about = {"machine": machine(), "date": date.today().isoformat()}
-    RESULTS.write_text("[\n" + ",\n".join(json.dumps(record | about) for record in records) + "\n]\n")
+    RESULTS.write_text("[\n" + ",\n".join(json.dumps(record | about()) for record in records) + "\n]\n")
 
 
 if __name__ == "__main__":

@@ -124,8 +124,87 @@ def steps() -> str:
         "batch x context", "PAT, ms", *(f"{backend}, ms" for backend in others), "best / PAT", "metadata, us", "new plan, us",
         *(f"{backend}'s, us" for backend in others),
     ]  # fmt: skip
+    cell = next(cell for cell, backend in reversed(records) if "kernels" in records[cell, backend])
+    launches = {backend: sum(records[cell, backend]["kernels"].values()) for backend in backends}
     device = result["device"]
-    return f"{table(head, rows)}\n\n{device['name']}, {result['model']} shape, random weights, torch {device['torch']}, {device['date']}."
+    return (
+        f"{table(head, rows)}\n\n{device['name']}, {result['model']} shape, random weights, torch {device['torch']}, {device['date']}. "
+        f"Kernels and copies of a step in a steady state, `{cell}`: "
+        + ", ".join(f"{backend} {count}" for backend, count in launches.items())
+        + "; of PAT's own there are forward and merge once a layer, nothing else."
+    )
+
+
+def where(record: dict[str, Any]) -> str:
+    """What a CPU's numbers were measured on."""
+    versions = ", ".join(f"{name} {record[name]}" for name in ("python", "torch", "sglang") if name in record)
+    return f"{record['machine']}, {versions}, {record['date']}."
+
+
+def cpu() -> str:
+    records = load("cpu_decode.json")
+    rows = [
+        [
+            f"{r['batch']}", f"{r['shared']:,}", f"{r['private']:,}", f"{r['torch_native_ms']:,.1f} ms",
+            f"{r['pat_ms']:,.1f} ms", f"{r['torch_native_ms'] / r['pat_ms']:.1f}{TIMES}",
+        ]
+        for r in records
+    ]  # fmt: skip
+    head = ["batch", "shared tokens", "private tokens", "`torch_native`", "PAT", "ratio"]
+    return f"{table(head, rows)}\n\n{where(records[0])}"
+
+
+CASES = {
+    "scratch": "a plan from scratch",
+    "join": "one request joins, plan made at once",
+    "ahead": "one request joins, plan made ahead by the planning thread",
+    "leave": "one request leaves",
+    "outgrown": "a tail has outgrown its split",
+    "unchanged": "nothing has changed",
+    "event": "one radix-tree event",
+    "trace plan": "recording a plan (`SGLANG_PAT_TRACE`)",
+    "trace event": "recording an event",
+}
+
+
+def planning() -> str:
+    records = {
+        r["case"]: r for r in load("packing.json") if r["tree"] == "paper's deepest" and r["policy"] == "optimal"
+    }
+    rows = []
+    for case, what in CASES.items():
+        record = records[case]
+        rebuild = record["rebuild_us"]
+        beside = f"{rebuild:,.0f} us, {rebuild / record['us']:.1f}{TIMES}" if rebuild else ""
+        rows.append([what, f"{record['us']:,.1f}", beside])
+    some = records["scratch"]
+    note = f"{some['batch']:,} requests, {some['nodes']:,} nodes on {some['depth'] + 1} levels. {where(some)}"
+    return f"{table(['', 'us', 'rebuild from block tables'], rows)}\n\n{note}"
+
+
+POLICIES = ("query", "naive", "pat", "compute", "optimal")
+SHOWN_TREES = (
+    "1,10_4096,416", "1,1024_2048,32", "1,4,8,256_32,256,256,32", "1,4,16,512_1024,256,128,32",
+    "1,8,16,32,64,256,1024_256,128,64,32,32,32,32",
+)  # fmt: skip
+
+
+def packing() -> str:
+    records = load("policies.json")
+    plans = {(r["workload"], r["policy"]): r for r in records if "policy" in r}
+    spans = {r["workload"]: r for r in records if "policy" not in r}
+    rows = []
+    for workload in dict.fromkeys(workload for workload, _ in plans):
+        tree = workload.removeprefix("paper ")
+        if tree != workload and tree not in SHOWN_TREES:
+            continue
+        numbers = [f"{plans[workload, policy]['plan']:.2f}" for policy in POLICIES]
+        span = spans.get(workload)
+        last = f"{span['bins_mean']:.3f} ({span['paper_mean']:.3f})" if span else ""
+        batches = plans[workload, "query"]["batches"]
+        rows.append([f"`{tree}`" if tree != workload else f"{workload}, {batches} batches", *numbers, last])
+    head = ["batch", "one query per CTA", *(f"`{policy}`" for policy in POLICIES[1:]), "last SM (paper's split)"]
+    return f"{table(head, rows)}\n\n{where(records[0])}"
 
 
 def estimates() -> str:
@@ -143,9 +222,10 @@ def estimates() -> str:
     )
 
 
-README_SECTIONS = ("kernels", "ablations", "serving", "steps")
+README_SECTIONS = ("kernels", "ablations", "serving", "steps", "cpu", "planning", "packing")
 SECTIONS: dict[str, Callable[[], str]] = {
-    "kernels": kernels, "ablations": ablations, "serving": serving, "steps": steps, "estimates": estimates,
+    "kernels": kernels, "ablations": ablations, "serving": serving, "steps": steps, "cpu": cpu, "planning": planning,
+    "packing": packing, "estimates": estimates,
 }  # fmt: skip
 
 

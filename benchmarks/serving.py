@@ -24,13 +24,13 @@ import statistics
 import subprocess
 import sys
 import time
-from datetime import date
 from itertools import combinations, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+from about import gpu
 
 from sglang_pat.demo.server import Server
 from sglang_pat.estimate import TRACE_BLOCK
@@ -213,10 +213,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if "trace" in arguments.workloads and arguments.trace is None:
         raise SystemExit("the workload trace needs --trace")
-    import torch
-
-    device = {"name": torch.cuda.get_device_name(), "date": date.today().isoformat(), "torch": torch.__version__}
-    result: dict[str, Any] = {"device": device, "model": arguments.model.name, "records": [], "packing": {}}
+    result: dict[str, Any] = {"device": gpu(), "model": arguments.model.name, "records": [], "packing": {}}
     streams: dict[str, list[list[int]]] = {}
     for backend in arguments.backends:
         log = arguments.output.with_name(f"server-{backend}.log")

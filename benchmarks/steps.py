@@ -25,11 +25,11 @@ import tempfile
 import time
 from array import array
 from collections import Counter
-from datetime import date
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import about
 import torch
 import trees
 
@@ -276,9 +276,8 @@ def main() -> None:
     if options.child:
         child(options)
         return
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     result: dict[str, Any] = {
-        "device": {"name": name, "date": date.today().isoformat(), "torch": torch.__version__},
+        "device": about.gpu(),
         "model": options.model.name, "records": [], "agreement": [],
     }  # fmt: skip
     outcomes = {}

@@ -14,10 +14,10 @@ import csv
 import json
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 
 import torch
+from about import gpu
 from kernels import RESULTS, Pat, Problem
 
 METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum", "l2_read": "lts__t_sectors_op_read.sum"}
@@ -71,8 +71,7 @@ def main() -> None:
         record = count(tree)
         records.append(record)
         print(record, flush=True)
-    device = {"name": torch.cuda.get_device_name(), "date": date.today().isoformat()}
-    arguments.output.write_text(json.dumps({"device": device, "records": records}, indent=1) + "\n")
+    arguments.output.write_text(json.dumps({"device": gpu(), "records": records}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

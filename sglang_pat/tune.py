@@ -4,7 +4,7 @@
     python -m sglang_pat.tune --derive h100             # from the H200's table and data sheets; needs no GPU
 
 A tile (m, n) is feasible where Q, K and V fit into shared memory and the accumulators into registers, where enough of K
-and V is in flight to hide the latency of memory, and where the tensor cores can run it. Of those the kernels are built for
+and V is in flight to hide the latency of memory. Of those the kernels are built for
 a few; what a work item of each takes is measured: a fit of `items * (item_ns + tokens * token_ns)` to forward kernels whose
 workers all have equally many items of equally many tokens, less what writing their parts takes (`CostModel.part_bytes`).
 """
@@ -35,11 +35,14 @@ ITEMS = {True: (12, 24, 48), False: (2, 4, 8)}
 
 TOKENS = (32, 64, 128, 256, 512)
 
-WARPGROUP_ROWS, WARPGROUP_THREADS = 64, 128
-"""What a warpgroup computes of a tile (PTX, `wgmma.m64nNk16`)."""
+SM_REGISTERS, THREAD_REGISTERS = 65_536, 255
+"""Of an SM, and those that an instruction can name (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
-THREAD_REGISTERS = 255
-"""That an instruction can name; 40 more than a tile's accumulators are taken for everything else."""
+OTHER_REGISTERS, LOADER_REGISTERS = 40, 56
+"""Of a thread beside its tiles, and of a thread that only loads: what the compiled kernels take (`sglang_pat.build --report`)."""
+
+WARP_ROWS, WARPS = 32, 12
+"""Tiles up to so many rows are one warp's; so many warps share an SM (csrc/cuda/narrow.cuh)."""
 
 CANDIDATES = (16, 32, 64, 128, 192, 256)
 
@@ -69,8 +72,14 @@ def refusals(m: int, n: int, head_dim: int, sheet: Sheet, latency_ns: float) -> 
     # Q, K and V; V of one tile is used while K of the next arrives.
     if m * row + 4 * n * row > sheet.shared_bytes:
         broken.append("shared memory")
-    threads = WARPGROUP_THREADS * -(-m // WARPGROUP_ROWS)
-    if m * (head_dim + n) / threads + 40 > THREAD_REGISTERS or threads * 2 > 1024:
+    if m <= WARP_ROWS:
+        # Outputs and scores in float32, Q in 16 bits, over the 32 threads of a warp.
+        needed, groups = m * (head_dim + n + head_dim / 2) / 32, WARPS // 4
+    else:
+        # A warpgroup has 64 rows; weights are packed for the second product while the next scores come in.
+        needed, groups = 64 * (head_dim + n + n / 2) / 128, -(-m // 64)
+    there = min(THREAD_REGISTERS, (SM_REGISTERS // 128 - LOADER_REGISTERS) // groups // 8 * 8)
+    if needed + OTHER_REGISTERS > there:
         broken.append("registers")
     # All that shared memory holds beside Q may be on its way.
     stages = (sheet.shared_bytes - m * row) // (2 * n * row)
@@ -217,7 +226,7 @@ class Bench:
 def print_feasible(table: GpuTable, sheet: Sheet) -> None:
     """The paper's figure 7b: m downwards, n to the right."""
     print(
-        f"Feasible tiles of {table.gpu} at head dimension {table.head_dim}, one CTA a SM (built: n 64, and 16 a warp):"
+        f"Feasible tiles of {table.gpu} at head dimension {table.head_dim}, one CTA a SM (built: 16 x 32 by a warp, 64 to 192 x 64):"
     )
     for m in CANDIDATES:
         cells = [

@@ -123,7 +123,7 @@ def test_the_page_stays_usable_with_1024_requests_and_32_levels(tmp_path: Path, 
         page.mouse.move(box["x"] + 20, box["y"] + box["height"] / 2)
         page.wait_for_selector("#tree .hovertext")
         hover = page.locator("#tree .hovertext").first.text_content()
-        assert "tokens 0 to" in hover and "request " in hover
+        assert "tokens 0 to" in hover and "request " in hover and " tokens)" in hover
         browser.close()
     print(f"drawn in {times} ms")
     assert messages == []

@@ -59,10 +59,15 @@ def test_only_short_packs_are_split_and_into_tiles_of_a_warp(group: int) -> None
 @pytest.mark.parametrize(
     ("m", "n", "reasons"),
     [
-        (16, 64, []),
+        (16, 16, []),
+        (16, 32, []),
+        (16, 64, ["registers"]),
+        (32, 16, ["registers"]),
+        (64, 64, []),
         (192, 64, []),
-        (16, 256, ["shared memory"]),
-        (512, 64, ["registers"]),
+        (192, 128, ["registers"]),
+        (256, 64, ["registers"]),
+        (64, 256, ["shared memory"]),
     ],
 )
 def test_the_papers_constraints(m: int, n: int, reasons: list[str]) -> None:

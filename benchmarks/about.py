@@ -1,0 +1,39 @@
+"""What a result was measured on: every benchmark writes it beside its numbers."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("torch", "sglang", "flashinfer-python")
+
+
+def about() -> dict[str, str]:
+    """The machine, the versions of what runs there, and the date."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "machine": f"{processor()}, {os.cpu_count()} cores", "python": platform.python_version(), **versions,
+        "date": date.today().isoformat(),
+    }  # fmt: skip
+
+
+def gpu() -> dict[str, str]:
+    """The same, with the GPU's name."""
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return {"name": name, **about(), "torch": torch.__version__}
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
