@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, Plan, make_plan
-from sglang_pat.packing.scheduler import makespan
+from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, make_plan
+from sglang_pat.packing.heuristic import Pack
+from sglang_pat.packing.scheduler import choose_packs, makespan
 from sglang_pat.packing.tree import Prefix, compact, kv_minimum
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.mirror import Mirror
@@ -67,7 +68,6 @@ def describe(step: int, rids: list[str], batch: Batch, config: PackConfig) -> di
     prefixes = compact(batch)
     order = _tree_order(prefixes)
     place = {query: number for number, query in enumerate(order)}
-    plans = {policy: make_plan(batch, msgspec.structs.replace(config, policy=policy)) for policy in POLICIES}
     return {
         "step": step,
         "requests": [rids[query] for query in order],
@@ -77,7 +77,8 @@ def describe(step: int, rids: list[str], batch: Batch, config: PackConfig) -> di
             [prefix.start, prefix.end, place[prefix.queries[0]], len(prefix.queries)] for prefix in prefixes[1:]
         ],
         "policies": {
-            policy: _describe_plan(plan, batch, prefixes, place, config) for policy, plan in plans.items()
+            policy: _describe_plan(batch, prefixes, place, msgspec.structs.replace(config, policy=policy))
+            for policy in POLICIES
         },
     }  # fmt: skip
 
@@ -94,9 +95,8 @@ def _tree_order(prefixes: list[Prefix]) -> list[int]:
     return order
 
 
-def _describe_plan(
-    plan: Plan, batch: Batch, prefixes: list[Prefix], place: dict[int, int], config: PackConfig
-) -> dict[str, Any]:
+def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], config: PackConfig) -> dict[str, Any]:
+    plan = make_plan(batch, config)
     cost = config.cost
     packs: dict[tuple[int, ...], int] = {}
     items: list[list[Any]] = []
@@ -116,7 +116,7 @@ def _describe_plan(
         "part_bytes": cost.bytes(0, plan.merged_parts),
         "tiles": {str(m): count for m, count in sorted(Counter(item[3] for item in items).items())},
         "even": round(makespan(plan, batch.seq_lens, config) / work, 3) if work else 1,
-        "decisions": _decisions(plan, prefixes, config),
+        "decisions": _decisions(choose_packs(batch, config), prefixes, config),
     }
 
 
@@ -131,25 +131,25 @@ def _runs(places: list[int]) -> list[list[int]]:
     return runs
 
 
-def _decisions(plan: Plan, prefixes: list[Prefix], config: PackConfig) -> list[list[int]]:
-    """For each node: whether its queries read what is above it in a work item of their own, together with the node; the
-    bytes that reading it again takes; and the bytes of the parts that are made where they do not (PAT §5.1)."""
-    by_query: dict[int, list[tuple[int, int, int]]] = {}
-    for item in plan.items:
-        for query in item.queries:
-            by_query.setdefault(query, []).append((item.start, item.end, len(item.queries)))
+def _decisions(packs: list[Pack], prefixes: list[Prefix], config: PackConfig) -> list[list[int]]:
+    """For each node: whether its queries read what is above it in a pack of their own, together with the node; the bytes
+    that reading it again takes; and the bytes of the parts that are made where they do not (PAT §5.1)."""
+    by_query: dict[int, list[Pack]] = {}
+    for pack in packs:
+        for query in pack.queries:
+            by_query.setdefault(query, []).append(pack)
     decisions = []
     for prefix in prefixes[1:]:
         above = prefix.start - 1
         if above < 0:
             decisions.append([0, 0, 0])
             continue
-        mine = sorted(by_query[prefix.queries[0]])
-        start, _, count = next(item for item in mine if item[0] <= above and (item[1] == OPEN or above < item[1]))
-        again = (prefix.start - start) * config.rate(len(prefix.queries))
-        first = all(item[0] >= start for item in mine)
+        mine = by_query[prefix.queries[0]]
+        pack = next(pack for pack in mine if pack.start <= above and (pack.end is None or above < pack.end))
+        again = (prefix.start - pack.start) * config.rate(len(prefix.queries))
+        first = all(other.start >= pack.start for other in mine)
         parts = len(prefix.queries) * config.cost.part_bytes * (2 if first else 1)
-        decisions.append([int(count <= len(prefix.queries)), again, parts])
+        decisions.append([int(set(pack.queries) <= set(prefix.queries)), again, parts])
     return decisions
 
 

@@ -68,6 +68,18 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
         assert (start, end, sorted(members)) in known
 
 
+def test_a_node_says_what_reading_again_and_splitting_cost() -> None:
+    children = [tree.Node(100, 160, [0, 1]), tree.Node(100, 130, [2, 3, 4])]
+    batch = Batch([170] * 5, [tree.Node(0, 100, [0, 1, 2, 3, 4], children)])
+    step = describe(0, list("abcde"), batch, CONFIG)
+    assert step["nodes"] == [[0, 100, 0, 5], [100, 160, 0, 2], [100, 130, 2, 3]]
+    part = CONFIG.cost.part_bytes
+    # The first split of a query makes two parts of it.
+    costs = [[0, 0], [100 * CONFIG.rate(2), 2 * 2 * part], [100 * CONFIG.rate(3), 3 * 2 * part]]
+    assert step["policies"]["naive"]["decisions"] == [[0, *cost] for cost in costs]
+    assert step["policies"]["query"]["decisions"] == [[0, *costs[0]], [1, *costs[1]], [1, *costs[2]]]
+
+
 def test_a_trace_gives_every_plan_with_its_batch(tmp_path: Path) -> None:
     record(tmp_path / "trace", 16, 3, 5)
     found = list(recorded(tmp_path / "trace"))

@@ -29,16 +29,20 @@ POLICIES: dict[str, Callable[[list[Prefix], Batch, PackConfig], list[Pack]]] = {
 `query` none (one query per CTA). The native scheduler numbers them in this order."""
 
 
-def make_packs(batch: Batch, config: PackConfig) -> list[Pack]:
-    """Pack one batch, in packs that the largest tile holds.
+def choose_packs(batch: Batch, config: PackConfig) -> list[Pack]:
+    """Pack one batch, whatever number of queries a pack then has.
 
     Packing pays by the model or is not done: where it would cost more than one query per CTA (many short prefixes
     under a policy that does not mind), the latter is returned.
     """
     prefixes = compact(batch)
-    packs = split_queries(POLICIES[config.policy](prefixes, batch, config), batch.seq_lens, config)
-    baseline = pack_queries(prefixes, batch, config)
-    return min(packs, baseline, key=lambda candidate: packs_bytes(candidate, batch, config))
+    candidates = (POLICIES[config.policy](prefixes, batch, config), pack_queries(prefixes, batch, config))
+    return min(candidates, key=lambda packs: packs_bytes(split_queries(packs, batch.seq_lens, config), batch, config))
+
+
+def make_packs(batch: Batch, config: PackConfig) -> list[Pack]:
+    """The same in packs that are a work item each until they are cut."""
+    return split_queries(choose_packs(batch, config), batch.seq_lens, config)
 
 
 def packs_bytes(packs: list[Pack], batch: Batch, config: PackConfig) -> int:
