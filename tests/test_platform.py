@@ -29,7 +29,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def arguments(**chosen: Any) -> SimpleNamespace:
     fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend", "speculative_algorithm")
-    return SimpleNamespace(**(dict.fromkeys(fields) | {"enable_two_batch_overlap": False} | chosen))
+    others = {"enable_two_batch_overlap": False, "enable_dp_attention": False, "pp_size": 1}
+    return SimpleNamespace(**(dict.fromkeys(fields) | others | chosen))
 
 
 def test_dormant_until_something_chooses_it(environment: pytest.MonkeyPatch) -> None:
@@ -69,11 +70,19 @@ def test_choosing_pat_wakes_it(field: str) -> None:
     assert dormant.get_device() == "cpu"
 
 
-def test_flags_are_refused_before_anything_starts() -> None:
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ({"speculative_algorithm": "NGRAM"}, "leave out --speculative-algorithm NGRAM"),
+        ({"pp_size": 4}, "leave out --pp-size 4"),
+        ({"enable_dp_attention": True}, "does not support --enable-dp-attention yet: leave it out"),
+    ],
+)
+def test_flags_are_refused_before_anything_starts(flag: dict[str, Any], message: str) -> None:
     from sglang_pat.platform.cpu import DormantPlatform
 
-    with pytest.raises(UnsupportedError, match="leave out --speculative-algorithm NGRAM"):
-        DormantPlatform().apply_server_args_defaults(arguments(attention_backend="pat", speculative_algorithm="NGRAM"))
+    with pytest.raises(UnsupportedError, match=message):
+        DormantPlatform().apply_server_args_defaults(arguments(attention_backend="pat", **flag))
 
 
 def test_a_missing_device_is_still_an_error_with_another_backend() -> None:
