@@ -46,7 +46,7 @@ def record(path: Path, requests: int, levels: int, plans: int) -> None:
 
 
 @given(batches(), configs())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch, config: PackConfig) -> None:
     rids = [f"request {query}" for query in range(len(batch.seq_lens))]
     step = describe(7, rids, batch, config)

@@ -69,8 +69,6 @@ CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
     "head dimension": ("head dimension", [], {}, "--attention-backend pat does not support a head dimension of 12 (multiples of 8 up to 256 are), which LlamaForCausalLM uses: serve it"),
     "FP8 KV": (None, ["--kv-cache-dtype", "fp8_e4m3"], {}, "--attention-backend pat does not support a KV cache of torch.float8_e4m3fn yet: leave out --kv-cache-dtype"),
     "speculative decoding": (None, ["--speculative-algorithm", "NGRAM"], {}, "--attention-backend pat does not support speculative decoding yet: leave out --speculative-algorithm NGRAM"),
-    "pipeline": (None, ["--pp-size", "2"], {}, "--attention-backend pat does not support pipeline parallelism yet: leave out --pp-size 2"),
-    "DP attention": (None, ["--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"], {}, "--attention-backend pat does not support --enable-dp-attention yet: leave it out"),
     "setting": (None, [], {"SGLANG_PAT_POLICY": "fast"}, "SGLANG_PAT_POLICY='fast' must be one of optimal, pat, compute, naive, query"),
 }  # fmt: skip
 
