@@ -207,7 +207,8 @@ def test_what_that_server_recorded_can_be_replayed(servers: dict[str, Server]) -
     counters = assert_sound(server)
     recorded = replay(server.log.with_suffix(".trace"), oracle=True)
     assert (recorded.plans, recorded.fallbacks, recorded.differing) == (counters["plans"], 0, 0)
-    assert 0.98 * counters["steps"] <= recorded.totals.steps <= counters["steps"]
+    # How long the last plan ran is not recorded; its requests have 32 tokens to generate.
+    assert counters["steps"] - 32 <= recorded.totals.steps <= counters["steps"]
     assert recorded.totals.kv_tokens < recorded.totals.kv_tokens_unpacked
     assert counters["plans_ahead"] > 0
 
