@@ -1,4 +1,7 @@
-"""What PAT does not serve yet is refused by a real server at start-up, in one sentence with the way out."""
+"""What PAT does not serve yet is refused by a real server at start-up, in one sentence with the way out.
+
+Flags are refused before anything starts, and settings when they are read: tests/test_platform.py, tests/test_config.py.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +71,6 @@ CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
     "sliding window": ("sliding window", [], {}, "--attention-backend pat does not support sliding-window attention (window 63), which Gemma2ForCausalLM uses: serve it"),
     "head dimension": ("head dimension", [], {}, "--attention-backend pat does not support a head dimension of 12 (multiples of 8 up to 256 are), which LlamaForCausalLM uses: serve it"),
     "FP8 KV": (None, ["--kv-cache-dtype", "fp8_e4m3"], {}, "--attention-backend pat does not support a KV cache of torch.float8_e4m3fn yet: leave out --kv-cache-dtype"),
-    "speculative decoding": (None, ["--speculative-algorithm", "NGRAM"], {}, "--attention-backend pat does not support speculative decoding yet: leave out --speculative-algorithm NGRAM"),
-    "setting": (None, [], {"SGLANG_PAT_POLICY": "fast"}, "SGLANG_PAT_POLICY='fast' must be one of optimal, pat, compute, naive, query"),
 }  # fmt: skip
 
 
