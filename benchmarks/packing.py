@@ -240,7 +240,7 @@ def main() -> None:
     print(
         f"{'tree':18}{'batch':>6} {'policy':8}{'case':>12}{'us':>9}{'us/node':>9}{'oracle':>9}{'rebuild':>9}{'B/node':>8}"
     )
-    records = []
+    records, where = [], about()
     for name, (nodes, tokens) in shapes:
         batch = trees.build(nodes, tokens)
         size, depth, count = len(batch.seq_lens), len(nodes) - 1, sum(nodes)
@@ -263,7 +263,7 @@ def main() -> None:
                 print(f"{name:18}{size:6} {policy:8}{case:>12}{us:9.2f}{us / count:9.4f}{''.join(ratios)}{memory:8.0f}")
                 shape = {"tree": name, "policy": policy, "batch": size, "depth": depth, "nodes": count}
                 beside = {"oracle_us": oracle if plan else None, "rebuild_us": rebuild if plan else None}
-                records.append({"case": case, **shape, "us": us, **beside, "bytes_per_node": memory, **about()})
+                records.append({"case": case, **shape, "us": us, **beside, "bytes_per_node": memory, **where})
     if not arguments.quick:
         RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
 

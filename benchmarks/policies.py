@@ -175,7 +175,8 @@ def main() -> None:
             f"{record['bins_mean']:12.3f}{record['bins_worst']:8.3f}{record['own_mean']:12.3f}{record['own_worst']:8.3f}"
             f"{record['within_5_percent']:12.1%}"
         )
-    RESULTS.write_text("[\n" + ",\n".join(json.dumps(record | about()) for record in records) + "\n]\n")
+    where = about()
+    RESULTS.write_text("[\n" + ",\n".join(json.dumps(record | where) for record in records) + "\n]\n")
 
 
 if __name__ == "__main__":

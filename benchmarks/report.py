@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from sglang_pat.packing import POLICIES
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -182,7 +184,6 @@ def planning() -> str:
     return f"{table(['', 'us', 'rebuild from block tables'], rows)}\n\n{note}"
 
 
-POLICIES = ("query", "naive", "pat", "compute", "optimal")
 SHOWN_TREES = (
     "1,10_4096,416", "1,1024_2048,32", "1,4,8,256_32,256,256,32", "1,4,16,512_1024,256,128,32",
     "1,8,16,32,64,256,1024_256,128,64,32,32,32,32",
@@ -203,7 +204,12 @@ def packing() -> str:
         last = f"{span['bins_mean']:.3f} ({span['paper_mean']:.3f})" if span else ""
         batches = plans[workload, "query"]["batches"]
         rows.append([f"`{tree}`" if tree != workload else f"{workload}, {batches} batches", *numbers, last])
-    head = ["batch", "one query per CTA", *(f"`{policy}`" for policy in POLICIES[1:]), "last SM (paper's split)"]
+    head = [
+        "batch",
+        "one query per CTA",
+        *(f"`{policy}`" for policy in POLICIES if policy != "query"),
+        "last SM (paper's split)",
+    ]
     return f"{table(head, rows)}\n\n{where(records[0])}"
 
 

@@ -197,19 +197,25 @@ def run(server: Server, backend: str, workload: str, arguments: argparse.Namespa
     return [record]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None, output: Path) -> argparse.ArgumentParser:
+    """What a benchmark is told that runs SGLang with each backend in turn (steps.py does likewise)."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a model's folder")
     parser.add_argument(
         "--dummy", action="store_true", help="random weights: the folder needs config and tokenizer only"
     )
     parser.add_argument("--backends", nargs="+", default=["pat", "fa3", "flashinfer", "triton"])
+    parser.add_argument("--server", action="append", default=[], help="another argument for SGLang")
+    parser.add_argument("--output", type=Path, default=output)
+    return parser
+
+
+def main() -> None:
+    parser = make_parser(__doc__, RESULTS / "serving-h200.json")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
-    parser.add_argument("--server", action="append", default=[], help="another argument for the server")
     parser.add_argument("--trace", type=Path, help="a Mooncake trace, for the workload `trace`")
     parser.add_argument("--requests", type=int, default=60, help="of the trace")
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="requests a second of the trace")
-    parser.add_argument("--output", type=Path, default=RESULTS / "serving-h200.json")
     arguments = parser.parse_args()
     if "trace" in arguments.workloads and arguments.trace is None:
         raise SystemExit("the workload trace needs --trace")

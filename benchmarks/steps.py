@@ -25,11 +25,11 @@ import tempfile
 import time
 from array import array
 from collections import Counter
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import about
+import serving
 import torch
 import trees
 
@@ -246,31 +246,17 @@ def child(options: argparse.Namespace) -> None:
 
 
 def compare(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    rows = []
-    for one, other in combinations(results, 2):
-        a, b = results[one], results[other]
-        same = (a["tokens"] == b["tokens"]).int().cumprod(1)
-        row = {
-            "backends": [one, other], "tokens": same.float().mean().item(),
-            "streams": same[:, -1].float().mean().item(),
-            "max_logit_difference": (a["logits"] - b["logits"]).abs().max().item(),
-            "logit_std": a["logits"].std().item(),
-        }  # fmt: skip
-        rows.append(row)
+    rows = serving.compare({backend: result["tokens"].tolist() for backend, result in results.items()})
+    for row in rows:
+        a, b = (results[backend]["logits"] for backend in row["backends"])
+        row |= {"max_logit_difference": (a - b).abs().max().item(), "logit_std": a.std().item()}
         print(row, flush=True)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a model's folder")
-    parser.add_argument(
-        "--dummy", action="store_true", help="random weights: the folder needs config and tokenizer only"
-    )
-    parser.add_argument("--backends", nargs="+", default=["pat", "fa3", "flashinfer", "triton"])
+    parser = serving.make_parser(__doc__, RESULTS / "steps-h200.json")
     parser.add_argument("--cells", nargs="*", default=list(CELLS))
-    parser.add_argument("--server", action="append", default=[], help="another argument for the model runner")
-    parser.add_argument("--output", type=Path, default=RESULTS / "steps-h200.json")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

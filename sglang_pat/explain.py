@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from sglang_pat.packing.scheduler import choose_packs, makespan
 from sglang_pat.packing.tree import Prefix, compact, kv_minimum
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.mirror import Mirror
+from sglang_pat.top import TopError, fetch
 
 TEMPLATE = Path(__file__).with_name("explain.html")
 
@@ -52,11 +52,9 @@ def trace_of(url: str) -> Path:
         ExplainError: It does not answer, or does not record.
     """
     try:
-        with urllib.request.urlopen(f"{url}/server_info", timeout=30) as response:
-            states = json.load(response)["internal_states"]
-        path = states[0]["pat"]["trace"]
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise ExplainError(f"{url} is no server with --attention-backend pat that answers: {error!r}") from None
+        path = fetch(url)[0]["trace"]
+    except (TopError, KeyError) as error:
+        raise ExplainError(f"{url} is no server with --attention-backend pat that answers: {error}") from None
     if not path:
         raise ExplainError(f"the server at {url} does not record: start it with SGLANG_PAT_TRACE=<file>")
     return Path(path)
@@ -164,7 +162,7 @@ def explain(path: Path, output: Path, steps: int = 20, truncated: bool = False) 
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ExplainError("the page needs plotly: pip install 'sglang-pat[explain]'") from None
-    total = sum(1 for _ in recorded(path, truncated))
+    total = sum(isinstance(record, trace.PlanMade) for record in trace.read(path, truncated))
     if total == 0:
         raise ExplainError(f"{path} has no decode step: send the server requests first")
     count = min(max(1, steps), total)

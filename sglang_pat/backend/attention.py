@@ -105,6 +105,7 @@ class PatAttnBackend(AttentionBackend):
         writer = trace_writer(runner, config, pack_config)
         self.planner = Planner(scheduler, config.reuse, config.ahead, on_plan=writer.on_plan if writer else None)
         observer.subscribers += [self.planner.on_event, *([writer.on_event] if writer else [])]
+        recording = config.trace and str(Path(config.trace).resolve())
         layer_bytes = pack_config.cost.token_bytes * runner.model_config.num_hidden_layers
         hooks.install(
             observer,
@@ -113,7 +114,7 @@ class PatAttnBackend(AttentionBackend):
                 "nodes": observer.nodes,
                 "faults": observer.faults,
                 "bound": len(scheduler),
-                "trace": config.trace and str(Path(config.trace).resolve()),
+                "trace": recording,
             },
             Metrics().publish,
             graphs=runner.device != "cpu",

@@ -180,23 +180,19 @@ class NarrowWarp {
       const char* v = fresh(static_cast<const char*>(p_.v) + chunk.head * p_.v_head + column * 16);
       const uint32_t to = shared_address(stage(warp_id(), number)) + panel_offset(first, column, S::kPanel);
       if (kDim / 8 == kRowThreads && chunk.tokens == kChunkTokens) {
-        // Two loops, for a policy takes time even if it is the usual one.
-        if (items_.parts_stay()) {
-          const uint64_t policy = leaves_first();
+        const auto copy_rows = [&](auto... policy) {
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
             const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = next_row(to, i);
-            copy16(place, k + uint64_t(slot) * p_.k_slot, policy);
-            copy16(place + S::kTile, v + uint64_t(slot) * p_.v_slot, policy);
+            copy16(place, k + uint64_t(slot) * p_.k_slot, policy...);
+            copy16(place + S::kTile, v + uint64_t(slot) * p_.v_slot, policy...);
           }
-        } else {
-#pragma unroll
-          for (int i = 0; i < kRows; ++i) {
-            const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = next_row(to, i);
-            copy16(place, k + uint64_t(slot) * p_.k_slot);
-            copy16(place + S::kTile, v + uint64_t(slot) * p_.v_slot);
-          }
-        }
+        };
+        // Without any policy where none is needed: even the usual one takes time.
+        if (items_.parts_stay())
+          copy_rows(leaves_first());
+        else
+          copy_rows();
       } else {
         const bool in_row = column < kDim / 8;
 #pragma unroll 1
