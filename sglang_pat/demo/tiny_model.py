@@ -25,8 +25,11 @@ SHAPE = {
 QK_NORM_GAIN = 2.0
 
 
-def write(folder: Path, seed: int = 0) -> Path:
-    """Write config, weights (float32) and tokenizer to `folder` unless they are there; returns `folder`."""
+def write(folder: Path, seed: int = 0, head_dim: int = SHAPE["head_dim"]) -> Path:
+    """Write config, weights (float32) and tokenizer to `folder` unless they are there; returns `folder`.
+
+    The CUDA kernels begin at a `head_dim` of 64, twice what is enough on a CPU.
+    """
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -48,6 +51,7 @@ def write(folder: Path, seed: int = 0) -> Path:
         "eos_token_id": 0,
         "tie_word_embeddings": False,
         **SHAPE,
+        "head_dim": head_dim,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
@@ -65,7 +69,7 @@ def write(folder: Path, seed: int = 0) -> Path:
 
     generator = torch.Generator().manual_seed(seed)
     hidden, inner, heads = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_attention_heads"]
-    kv_heads, head_dim = SHAPE["num_key_value_heads"], SHAPE["head_dim"]
+    kv_heads = SHAPE["num_key_value_heads"]
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) * gain * columns**-0.5

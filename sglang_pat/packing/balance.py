@@ -24,6 +24,15 @@ SLACK = 64
 """A bin may miss the average by its 1/SLACK-th before a pack is cut for it; with 32 the same run missed 5 % at times."""
 
 
+UNEVEN = 32
+"""Tails grow, and one bin has more of them than another: when that alone has made one longer than the average by the
+1/UNEVEN-th of it, and by a KV tile, another plan is due. Plans that outlived this took 1.3 to 5 times as long by the model, and
+MEASURED (benchmarks/NOTES.md, 2026-11-22)."""
+
+LEAST_STEPS = 8
+"""A plan stays good for so many steps at least: one is handed out in tens of microseconds, a step takes milliseconds."""
+
+
 class _Queue(msgspec.Struct):
     """Packs that wait for a bin; of the first one, the KV before `begin` is already laid out."""
 
@@ -103,6 +112,27 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         remaining -= load
         bins.append(members)
     return bins
+
+
+def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig) -> int | None:
+    """Decode steps for which bins stay even while every open tail grows by a token a step; None if they always will.
+
+    Args:
+        bins: As `balance` made them.
+        seq_lens: Tokens of each request at that time.
+        config: Device and model.
+    """
+    growths = [sum(config.rate(len(pack.queries)) for pack in members if pack.end is None) for members in bins]
+    excess = max(growths) * len(bins) - sum(growths)
+    if excess == 0:
+        return None
+    work = sum(
+        kv_length(pack, seq_lens) * config.rate(len(pack.queries)) + config.item(len(pack.queries))
+        for members in bins
+        for pack in members
+    )
+    allowed = max(work // UNEVEN, len(bins) * config.tiles.kv_tiles[-1] * config.rate(1))
+    return max(LEAST_STEPS, allowed // excess)
 
 
 def _fits(cost: int, gap: int, slack: int, left: int) -> bool:

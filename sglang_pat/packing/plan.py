@@ -36,7 +36,7 @@ class Plan(msgspec.Struct):
         items: Bin after bin.
         bins: [bins + 1]; items bins[i] up to bins[i + 1] are for one worker, one after the other.
         num_parts: Parts of each query; one part needs no merge.
-        steps: Decode steps for which the plan stays good; after that a tail has outgrown its split.
+        steps: Decode steps for which the plan stays good; after that tails have made its bins uneven, or outgrown its split.
         kv_tokens: KV tokens read by the first step.
         open_items: Work items whose KV grows by one token a step.
     """

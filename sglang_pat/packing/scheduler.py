@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from sglang_pat.packing.balance import balance
+from sglang_pat.packing.balance import balance, even_steps
 from sglang_pat.packing.compute import pack_compute
 from sglang_pat.packing.config import PackConfig
 from sglang_pat.packing.heuristic import Pack, pack_nodes, pack_queries, pack_tree
@@ -15,8 +15,8 @@ from sglang_pat.packing.split import kv_length, split_queries
 from sglang_pat.packing.tree import Batch, Prefix, compact
 
 TAIL_GROWTH = 2
-"""A tail may grow to this multiple of the longest work item: replanning at every doubling makes the number of plans
-logarithmic in the tokens generated."""
+"""A tail may grow to this multiple of the longest work item, however even the bins stay: a batch that begins with few
+tokens is spread over few workers."""
 
 POLICIES: dict[str, Callable[[list[Prefix], Batch, PackConfig], list[Pack]]] = {
     "query": pack_queries,
@@ -65,7 +65,8 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
     items: list[WorkItem] = []
     bins = [0]
     kv_tokens, longest, longest_tail = 0, tiles.kv_tiles[-1], 0
-    for members in balance(make_packs(batch, config), seq_lens, config):
+    filled = balance(make_packs(batch, config), seq_lens, config)
+    for members in filled:
         for pack in members:
             length = kv_length(pack, seq_lens)
             parts = [num_parts[query] for query in pack.queries]
@@ -77,7 +78,9 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
             longest = max(longest, length)
             longest_tail = max(longest_tail, length if pack.end is None else 0)
         bins.append(len(items))
-    return Plan(items, bins, num_parts, TAIL_GROWTH * longest - longest_tail, kv_tokens, len(seq_lens))
+    steps = TAIL_GROWTH * longest - longest_tail
+    even = even_steps(filled, seq_lens, config)
+    return Plan(items, bins, num_parts, steps if even is None else min(steps, even), kv_tokens, len(seq_lens))
 
 
 def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:

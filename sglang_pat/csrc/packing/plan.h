@@ -28,6 +28,8 @@ class PlanWriter {
  public:
   static constexpr int64_t kGrain = 8, kSlack = 64;  // GRAIN, SLACK in balance.py
   static constexpr int64_t kTailGrowth = 2;          // TAIL_GROWTH in scheduler.py
+  static constexpr int64_t kUneven = 32;             // UNEVEN, LEAST_STEPS in balance.py
+  static constexpr int64_t kLeastSteps = 8;
 
   void reserve(size_t batch) {
     items_.reserve(3 * batch);
@@ -79,11 +81,20 @@ class PlanWriter {
                                queries * double(config.part_bytes));
     // With eight packs for a bin, nearly every bin can be filled without a cut.
     int64_t cuts = int64_t(packs.wide.size() + packs.narrow.size()) < 8 * left;
+    int64_t work = 0, growth = 0, most_growth = 0;
     for (; left > 0; --left) {
       // The cuts to come will make work items of their own; as many for each bin as there were so far.
       const int64_t ahead = config.items[1] * (left - 1) * cuts / int64_t(bins_.size());
       const int64_t target = ceil_div(remaining + ahead, left), slack = target / kSlack;
-      int64_t load = 0;
+      int64_t load = 0, bin_growth = 0;
+      const auto take_whole = [&](Queue& queue, int64_t cost) {
+        const Pack& pack = queue.packs[queue.index];
+        items_.push_back(Pack{queue.start(), pack.end, pack.first, pack.count});
+        if (pack.end == kOpen) bin_growth += config.rates[pack.count];
+        queue.index += 1;
+        queue.begin = 0;
+        load += cost;
+      };
       while ((!wide.empty() || !narrow.empty()) && (load < target || left == 1)) {
         const int64_t gap = target - load;
         // The last bin takes all, a nearly full one what helps.
@@ -99,10 +110,7 @@ class PlanWriter {
         const Pack& pack = queue->packs[queue->index];
         const int32_t start = queue->start();
         if (fits(cost)) {
-          items_.push_back(Pack{start, pack.end, pack.first, pack.count});
-          queue->index += 1;
-          queue->begin = 0;
-          load += cost;
+          take_whole(*queue, cost);
           continue;
         }
         // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
@@ -118,17 +126,20 @@ class PlanWriter {
           remaining += begin;
           load += cut * rate + begin;
         } else if (load == 0) {
-          items_.push_back(Pack{start, pack.end, pack.first, pack.count});
-          queue->index += 1;
-          queue->begin = 0;
-          load += cost;
+          take_whole(*queue, cost);
         }
         break;
       }
       remaining -= load;
       statistics.longest_bin = std::max(statistics.longest_bin, load);
       bins_.push_back(int32_t(items_.size()));
+      work += load;
+      growth += bin_growth;
+      most_growth = std::max(most_growth, bin_growth);
     }
+    const int64_t bins = int64_t(bins_.size()) - 1, excess = most_growth * bins - growth;
+    const int64_t allowed = std::max(work / kUneven, bins * config.kv_tiles.back() * config.rates[1]);
+    even_steps_ = excess > 0 ? std::max(kLeastSteps, allowed / excess) : INT32_MAX;
   }
 
   void emit(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out,
@@ -204,7 +215,7 @@ class PlanWriter {
     for (size_t i = 0; i < items_.size(); ++i, row += kItemSize) row[kSlot] = to[row[kFirstQuery]];
     std::copy(bins_.begin(), bins_.end(), out + out[kBins]);
     out[kNumSlots] = slots;
-    out[kSteps] = int32_t(std::min<int64_t>(kTailGrowth * longest - longest_tail, INT32_MAX));
+    out[kSteps] = int32_t(std::min<int64_t>(kTailGrowth * longest - longest_tail, even_steps_));
     statistics.items = int64_t(items_.size());
     statistics.parts = slots;
     statistics.kv_tokens = kv_tokens;
@@ -215,6 +226,7 @@ class PlanWriter {
 
   std::vector<Pack> items_;
   std::vector<int32_t> bins_, next_slots_, num_parts_;
+  int64_t even_steps_ = 0;  // for which the bins stay even
 };
 
 }  // namespace pat

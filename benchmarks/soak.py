@@ -1,0 +1,176 @@
+"""A server at full load for as many requests as a trace has in half an hour:
+
+    python benchmarks/soak.py --model MODEL --dummy --trace conversation_trace.jsonl
+
+Prompts and answers keep their order and what they share, and are shorter by a divisor each, so that all of them take minutes.
+As many requests are in flight as the server runs at once and half as many more; the pool is too small for them, so that nodes are
+evicted and requests retracted; one in twenty is aborted; ten times the server is drained and its cache flushed. Fails unless
+every other request gets all of its tokens, nothing fell back, nothing is left behind, no logit was NaN, and some prompts get the
+answers afterwards that they got before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import serving
+from about import gpu
+
+from sglang_pat.demo.server import Server
+from sglang_pat.estimate import TRACE_BLOCK
+
+ROUNDS = 10
+ABORTED = 0.05
+PROBES, PROBE_TOKENS = 16, 64
+CHECKED = {"SGLANG_ENABLE_ASYNC_ASSERT": "1"}
+"""SGLang ends where a logit is NaN or a slot is none of the pool's."""
+
+
+def requests_of(trace: Path, minutes: float, divide_prompt: int, divide_answer: int) -> list[tuple[list[int], int]]:
+    """(prompt, tokens to generate) of every request of the trace's first minutes."""
+    requests = []
+    block = TRACE_BLOCK // divide_prompt
+    for row in map(json.loads, trace.read_text().splitlines()):
+        if row["timestamp"] >= minutes * 60_000:
+            break
+        own = [token for key in row["hash_ids"] for token in serving.tokens(key, block)]
+        length = max(1, row["input_length"] // divide_prompt)
+        requests.append((own[:length], max(1, row["output_length"] // divide_answer)))
+    return requests
+
+
+class Client:
+    """Sends requests and counts what came of them."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, concurrency: int) -> None:
+        self._session, self._url = session, url
+        self._slots = asyncio.Semaphore(concurrency)
+        self.finished = self.aborted = self.tokens = self.prompt_tokens = self.cached_tokens = 0
+        self.wrong: list[str] = []
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        async with self._session.post(f"{self._url}{path}", json=body) as response:
+            return await response.json(content_type=None) if path == "/generate" else await response.text()
+
+    async def send(self, number: int, prompt: list[int], count: int) -> None:
+        rid = f"soak-{number}"
+        chance = random.Random(number)
+        async with self._slots:
+            sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+            answer = asyncio.create_task(
+                self.post("/generate", {"rid": rid, "input_ids": prompt, "sampling_params": sampling})
+            )
+            if chance.random() < ABORTED:
+                await asyncio.sleep(chance.uniform(0, 2))
+                await self.post("/abort_request", {"rid": rid})
+            result = await answer
+        meta = result.get("meta_info", {})
+        done, reason = (
+            meta.get("completion_tokens", 0),
+            (meta.get("finish_reason") or {}).get("type", str(result)[:200]),
+        )
+        if reason == "abort":
+            self.aborted += 1
+        elif done == count:
+            self.finished += 1
+        else:
+            self.wrong.append(f"{rid}: {done} of {count} tokens, {reason}")
+        self.tokens += done
+        self.prompt_tokens += meta.get("prompt_tokens", 0)
+        self.cached_tokens += meta.get("cached_tokens", 0)
+
+    async def probe(self) -> list[list[int]]:
+        """Greedy answers, one request after the other, from an empty cache."""
+        await self.post("/flush_cache", {})
+        answers = []
+        for i in range(PROBES):
+            prompt = serving.tokens(("probe", i % 4), 700) + serving.tokens(("own probe", i), 20 + 7 * i)
+            sampling = {"max_new_tokens": PROBE_TOKENS, "temperature": 0, "ignore_eos": True}
+            answers.append(
+                (await self.post("/generate", {"input_ids": prompt, "sampling_params": sampling}))["output_ids"]
+            )
+        return answers
+
+
+def gpu_mib() -> int:
+    """Memory in use on the first GPU."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+async def soak(server: Server, requests: list[tuple[list[int], int]], concurrency: int) -> dict[str, Any]:
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        client = Client(session, server.url, concurrency)
+        before = await client.probe()
+        memory = gpu_mib()
+        flushed = 0
+        began = time.monotonic()
+        for i in range(ROUNDS):
+            begin, end = (len(requests) * j // ROUNDS for j in (i, i + 1))
+            await asyncio.gather(*(client.send(n, *requests[n]) for n in range(begin, end)))
+            flushed += "flushed" in (await client.post("/flush_cache", {})).lower()
+            print(
+                f"  {end} of {len(requests)} requests, {client.tokens:,} tokens, {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+        seconds = time.monotonic() - began
+        after = await client.probe()
+    return {
+        "requests": len(requests), "finished": client.finished, "aborted": client.aborted, "wrong": client.wrong[:10],
+        "seconds": round(seconds, 1), "prompt_tokens": client.prompt_tokens, "cached_tokens": client.cached_tokens,
+        "output_tokens": client.tokens, "flushed": flushed, "same_probes": sum(a == b for a, b in zip(before, after, strict=True)),
+        "probes": PROBES, "gpu_mib_before": memory, "gpu_mib_after": gpu_mib(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = serving.make_parser(__doc__, serving.RESULTS / "soak-h200.json")
+    parser.set_defaults(backends=["pat"])
+    parser.add_argument("--trace", type=Path, required=True, help="a Mooncake trace")
+    parser.add_argument("--minutes", type=float, default=30, help="of the trace")
+    parser.add_argument("--divide-prompt", type=int, default=16)
+    parser.add_argument("--divide-answer", type=int, default=2)
+    parser.add_argument("--running", type=int, default=256, help="requests that the server runs at once")
+    parser.add_argument("--pool", type=int, default=150_000, help="tokens that its KV pool holds")
+    options = parser.parse_args()
+    requests = requests_of(options.trace, options.minutes, options.divide_prompt, options.divide_answer)
+    flags = [
+        *(["--load-format", "dummy"] if options.dummy else []), "--schedule-conservativeness", "0.1",
+        "--max-total-tokens", str(options.pool), "--max-running-requests", str(options.running), *options.server,
+    ]  # fmt: skip
+    results = []
+    for backend in options.backends:
+        log = options.output.with_name(f"soak-{backend}.log")
+        with Server(options.model, backend, log, flags, CHECKED, on_cpu=False) as server:
+            server.wait()
+            result = asyncio.run(soak(server, requests, options.running * 3 // 2))
+            counters = server.counters() if backend == "pat" else {}
+        text = log.read_text(errors="replace")
+        retracted = sum(map(int, re.findall(r"#retracted_reqs: (\d+)", text)))
+        result |= {"backend": backend, "retracted": retracted, "counters": counters}
+        result["sound"] = (
+            result["finished"] + result["aborted"] == len(requests)
+            and result["same_probes"] == PROBES
+            and not any(counters.get(name) for name in ("fallbacks", "faults", "bound"))
+        )
+        results.append(result)
+        print(result, flush=True)
+        options.output.write_text(
+            json.dumps({"device": gpu(), "model": options.model.name, "records": results}, indent=1) + "\n"
+        )
+    if not all(result["sound"] for result in results):
+        raise SystemExit("the soak is not sound")
+
+
+if __name__ == "__main__":
+    main()

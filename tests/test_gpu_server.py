@@ -1,0 +1,185 @@
+"""Real servers on a GPU beside SGLang's Triton backend on the same weights, in float16.
+
+Two right attentions round differently, so greedy answers may part where two tokens are all but equally likely. Up to there
+they must be the same, with the same probabilities.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_pat.demo import tiny_model, workload
+from sglang_pat.demo.server import Server
+
+pytestmark = [pytest.mark.gpu, pytest.mark.server]
+
+TOKENS = 32
+CLOSE = 0.1
+"""Log-probabilities that differ by less than this may change places: some ten times what rounding to float16 does here."""
+COMMON = ["--dtype", "float16", "--mem-fraction-static", "0.15", "--max-running-requests", "64", "--disable-prefill-cuda-graph"]  # fmt: skip
+POOL = "--max-total-tokens"
+CHECKED = {"SGLANG_PAT_VERIFY": "1"}
+
+SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
+    "reference": ("triton", [POOL, "60000"], {}),
+    "graphs": ("pat", [POOL, "60000"], {}),
+    "no graphs": (
+        "triton",
+        ["--decode-attention-backend", "pat", POOL, "60000", "--disable-cuda-graph", "--disable-overlap-schedule",
+         "--enable-mixed-chunk", "--chunked-prefill-size", "64", "--page-size", "16"],
+        CHECKED,
+    ),
+    "small pool": (
+        "pat",
+        [POOL, "3000", "--schedule-conservativeness", "0.1", "--prefill-attention-backend", "triton"],
+        {**CHECKED, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
+    ),
+}  # fmt: skip
+"""Backend, flags and environment of each."""
+
+
+@pytest.fixture(scope="module")
+def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.write(tmp_path_factory.mktemp("models") / "tiny-qwen3-64", head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def servers(gpu_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    logs = tmp_path_factory.mktemp("logs")
+    with ExitStack() as stack:
+        started = {}
+        for name, (backend, flags, environment) in SERVERS.items():
+            log = logs / f"{name}.log"
+            server = Server(gpu_model, backend, log, [*COMMON, *flags], environment, on_cpu=False)
+            started[name] = stack.enter_context(server)
+        for server in started.values():
+            server.wait()
+        yield started
+
+
+def generate(
+    server: Server, prompt: str, rid: str | None = None, tokens: int = TOKENS
+) -> list[list[tuple[float, int]]]:
+    """The greedy answer: (log-probability, id) of the two likeliest tokens at each step, the chosen one first."""
+    body: dict[str, Any] = {
+        "text": prompt, "return_logprob": True, "top_logprobs_num": 2,
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+    }  # fmt: skip
+    meta = server.post("/generate", body | ({"rid": rid} if rid else {}))["meta_info"]
+    return [[(logprob, token) for logprob, token, _ in step] for step in meta["output_top_logprobs"]]
+
+
+def generate_all(server: Server, prompts: list[str], concurrency: int = 48) -> list[list[list[tuple[float, int]]]]:
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda prompt: generate(server, prompt), prompts))
+
+
+def assert_agree(answers: list[Any], expected: list[Any]) -> None:
+    """Each answer is the expected one, up to a step where two tokens are close."""
+    compared = total = 0
+    for answer, right in zip(answers, expected, strict=True):
+        total += len(right)
+        for (ours, _), (theirs, second) in zip(answer, right, strict=True):
+            compared += 1
+            if theirs[0] - second[0] < CLOSE:
+                break
+            assert ours[1] == theirs[1]
+            assert ours[0] == pytest.approx(theirs[0], abs=CLOSE)
+    assert compared > 0.3 * total, "too few tokens to prove anything"
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    return workload.nested_prompts(2, 3, 12, unrelated=12)
+
+
+@pytest.fixture(scope="module")
+def expected(servers: dict[str, Server], prompts: list[str]) -> list[Any]:
+    return generate_all(servers["reference"], prompts)
+
+
+def assert_sound(server: Server) -> dict[str, Any]:
+    deadline = time.monotonic() + 30
+    while (counters := server.counters())["bound"] and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert (counters["fallbacks"], counters["faults"], counters["bound"]) == (0, 0, 0), server.tail()
+    return counters
+
+
+@pytest.mark.parametrize("name", ["graphs", "no graphs"])
+def test_answers_are_those_of_triton(
+    servers: dict[str, Server], prompts: list[str], expected: list[Any], name: str
+) -> None:
+    assert_agree(generate_all(servers[name], prompts), expected)
+    counters = assert_sound(servers[name])
+    assert counters["kv_bytes"] < 0.7 * counters["kv_bytes_unpacked"]
+
+
+def test_every_batch_size_has_its_graph(servers: dict[str, Server], prompts: list[str], expected: list[Any]) -> None:
+    """Sizes between two captured ones are padded."""
+    for size in (1, 2, 3, 5, 11, 23, 41):
+        assert_agree(generate_all(servers["graphs"], prompts[:size], size), expected[:size])
+    assert_sound(servers["graphs"])
+
+
+def test_joins_aborts_and_flushes(servers: dict[str, Server], prompts: list[str], expected: list[Any]) -> None:
+    server = servers["graphs"]
+
+    def disturb(i: int) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(generate, server, prompts[i % len(prompts)] + "!", f"disturbance-{i}", 400)
+            time.sleep(random.Random(i).uniform(0.05, 1.0))
+            server.post("/abort_request", {"rid": f"disturbance-{i}"})
+            answer.result()
+
+    with ThreadPoolExecutor(8) as pool:
+        disturbances = [pool.submit(disturb, i) for i in range(24)]
+        answers = generate_all(server, prompts, concurrency=16)
+        for disturbance in disturbances:
+            disturbance.result()
+    assert_agree(answers, expected)
+    assert_sound(server)
+    assert "flushed" in str(server.post("/flush_cache")).lower()
+    assert_agree(generate_all(server, prompts), expected)
+
+
+def test_evictions_and_retractions(servers: dict[str, Server], prompts: list[str], expected: list[Any]) -> None:
+    order = list(range(len(prompts))) * 3
+    random.Random(0).shuffle(order)
+    server = servers["small pool"]
+    assert_agree(generate_all(server, [prompts[i] for i in order], 32), [expected[i] for i in order])
+    assert_sound(server)
+    assert re.search(r"#retracted_reqs: [1-9]", server.log.read_text())
+
+
+def test_memory_is_reported_at_start(servers: dict[str, Server]) -> None:
+    held = re.search(r"sglang-pat: .*?(\d+) MiB", servers["graphs"].log.read_text())
+    assert held is not None and 0 < int(held[1]) <= 256
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+def test_no_access_out_of_bounds(gpu_model: Path, prompts: list[str], tmp_path: Path) -> None:
+    """Our kernels in a server under memcheck."""
+    command = (
+        "compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--kernel-name", "kns=pat",
+        sys.executable, "-m", "sglang.launch_server",
+    )  # fmt: skip
+    flags = [*COMMON, POOL, "60000", "--disable-cuda-graph", "--prefill-attention-backend", "triton"]
+    with Server(gpu_model, "pat", tmp_path / "memcheck.log", flags, command=command, on_cpu=False) as server:
+        server.wait()
+        generate_all(server, prompts[:40], 20)
+        assert_sound(server)
+        log = server.log.read_text()
+    assert "COMPUTE-SANITIZER" in log
+    assert "Invalid __" not in log and "out of bounds" not in log
