@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
 import subprocess
@@ -101,14 +102,16 @@ class Client:
 
 
 def gpu_mib() -> int:
-    """Memory in use on the first GPU."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    """Memory in use on the server's GPU."""
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={device}"]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 async def soak(server: Server, requests: list[tuple[list[int], int]], concurrency: int) -> dict[str, Any]:
     timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=0)
+    # The server closes connections that were idle, sometimes just as the next request is sent.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         client = Client(session, server.url, concurrency)
         before = await client.probe()

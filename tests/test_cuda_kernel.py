@@ -104,6 +104,20 @@ def test_every_tile(dim: int, m: int) -> None:
             assert Run(case, tiles, policy=policy).error() < TOLERANCE[torch.bfloat16], (queries, prefix)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 25])
+def test_every_number_of_warps_for_an_item(count: int, dim: int) -> None:
+    """A CTA's warps share its items in teams, as large as there are few of them."""
+    generator = random.Random(count)
+    for most in (40, 700):
+        batch = Batch([generator.randint(1, most) for _ in range(count)], [])
+        for heads in (2, 32):
+            case = gpu_case(batch, heads, 2, dim, torch.bfloat16)
+            run = Run(case, gpu_tiles.tile_table(ARCH, dim))
+            run.plan = case.plan(gpu_tiles.tile_table(ARCH, dim), workers=2)
+            assert run.error() < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("queries", [1, 2, 33, 500, 2048])
 def test_many_queries_on_a_node(queries: int) -> None:
     case = gpu_case(shared(queries, 300, 2), 8, 2, 128, torch.bfloat16)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -25,7 +25,7 @@ from sglang_pat.demo.server import Server
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
 
 TOKENS = 32
-CLOSE = 0.1
+CLOSE = 0.03
 """Log-probabilities that differ by less than this may change places: some ten times what rounding to float16 does here."""
 COMMON = ["--dtype", "float16", "--mem-fraction-static", "0.15", "--max-running-requests", "64", "--disable-prefill-cuda-graph"]  # fmt: skip
 POOL = "--max-total-tokens"
@@ -68,35 +68,43 @@ def servers(gpu_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield started
 
 
-def generate(
-    server: Server, prompt: str, rid: str | None = None, tokens: int = TOKENS
-) -> list[list[tuple[float, int]]]:
-    """The greedy answer: (log-probability, id) of the two likeliest tokens at each step, the chosen one first."""
+class Answer(NamedTuple):
+    """Greedy tokens, and (log-probability, id) of the two likeliest at each step, the chosen one first."""
+
+    ids: list[int]
+    likeliest: list[list[tuple[float, int]]]
+
+
+def generate(server: Server, prompt: str, rid: str | None = None, tokens: int = TOKENS) -> Answer:
     body: dict[str, Any] = {
         "text": prompt, "return_logprob": True, "top_logprobs_num": 2,
         "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
     }  # fmt: skip
-    meta = server.post("/generate", body | ({"rid": rid} if rid else {}))["meta_info"]
-    return [[(logprob, token) for logprob, token, _ in step] for step in meta["output_top_logprobs"]]
+    result = server.post("/generate", body | ({"rid": rid} if rid else {}))
+    steps = result["meta_info"]["output_top_logprobs"]
+    return Answer(result["output_ids"], [[(logprob, token) for logprob, token, _ in step] for step in steps])
 
 
-def generate_all(server: Server, prompts: list[str], concurrency: int = 48) -> list[list[list[tuple[float, int]]]]:
+def generate_all(server: Server, prompts: list[str], concurrency: int = 48) -> list[Answer]:
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(lambda prompt: generate(server, prompt), prompts))
 
 
-def assert_agree(answers: list[Any], expected: list[Any]) -> None:
+def assert_agree(answers: list[Answer], expected: list[Answer]) -> None:
     """Each answer is the expected one, up to a step where two tokens are close."""
     compared = total = 0
     for answer, right in zip(answers, expected, strict=True):
-        total += len(right)
-        for (ours, _), (theirs, second) in zip(answer, right, strict=True):
+        # SGLang 0.5.17 loses a step's log-probabilities of some requests that it retracted.
+        known = len(answer.likeliest) == len(answer.ids)
+        total += len(right.ids)
+        for step, (first, second) in enumerate(right.likeliest):
             compared += 1
-            if theirs[0] - second[0] < CLOSE:
+            if first[0] - second[0] < CLOSE:
                 break
-            assert ours[1] == theirs[1]
-            assert ours[0] == pytest.approx(theirs[0], abs=CLOSE)
-    assert compared > 0.3 * total, "too few tokens to prove anything"
+            assert answer.ids[step] == right.ids[step], (step, first, second)
+            if known:
+                assert answer.likeliest[step][0][0] == pytest.approx(first[0], abs=CLOSE)
+    assert compared > 0.25 * total, "too few tokens to prove anything"
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +113,7 @@ def prompts() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def expected(servers: dict[str, Server], prompts: list[str]) -> list[Any]:
+def expected(servers: dict[str, Server], prompts: list[str]) -> list[Answer]:
     return generate_all(servers["reference"], prompts)
 
 
@@ -119,21 +127,21 @@ def assert_sound(server: Server) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["graphs", "no graphs"])
 def test_answers_are_those_of_triton(
-    servers: dict[str, Server], prompts: list[str], expected: list[Any], name: str
+    servers: dict[str, Server], prompts: list[str], expected: list[Answer], name: str
 ) -> None:
     assert_agree(generate_all(servers[name], prompts), expected)
     counters = assert_sound(servers[name])
     assert counters["kv_bytes"] < 0.7 * counters["kv_bytes_unpacked"]
 
 
-def test_every_batch_size_has_its_graph(servers: dict[str, Server], prompts: list[str], expected: list[Any]) -> None:
+def test_every_batch_size_has_its_graph(servers: dict[str, Server], prompts: list[str], expected: list[Answer]) -> None:
     """Sizes between two captured ones are padded."""
     for size in (1, 2, 3, 5, 11, 23, 41):
         assert_agree(generate_all(servers["graphs"], prompts[:size], size), expected[:size])
     assert_sound(servers["graphs"])
 
 
-def test_joins_aborts_and_flushes(servers: dict[str, Server], prompts: list[str], expected: list[Any]) -> None:
+def test_joins_aborts_and_flushes(servers: dict[str, Server], prompts: list[str], expected: list[Answer]) -> None:
     server = servers["graphs"]
 
     def disturb(i: int) -> None:
@@ -154,7 +162,7 @@ def test_joins_aborts_and_flushes(servers: dict[str, Server], prompts: list[str]
     assert_agree(generate_all(server, prompts), expected)
 
 
-def test_evictions_and_retractions(servers: dict[str, Server], prompts: list[str], expected: list[Any]) -> None:
+def test_evictions_and_retractions(servers: dict[str, Server], prompts: list[str], expected: list[Answer]) -> None:
     order = list(range(len(prompts))) * 3
     random.Random(0).shuffle(order)
     server = servers["small pool"]

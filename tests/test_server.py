@@ -33,7 +33,7 @@ SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
     "plain": ("pat", [POOL, "40000", "--enable-metrics", "--decode-log-interval", "8"], CHECKED),
     "flags": (
         "pat",
-        [POOL, "40000", "--chunked-prefill-size", "64", "--page-size", "16", "--schedule-policy", "lpm", "--disable-overlap-schedule"],
+        [POOL, "40000", "--chunked-prefill-size", "64", "--page-size", "16", "--schedule-policy", "lpm", "--disable-overlap-schedule", "--enable-mixed-chunk"],
         {**CHECKED, "SGLANG_PAT_REUSE": "0"},
     ),
     "small pool": (
@@ -151,7 +151,7 @@ def test_far_fewer_plans_than_steps(servers: dict[str, Server]) -> None:
     assert plans <= steps / 6
 
 
-def test_small_chunks_pages_lpm_no_overlap_no_reuse(
+def test_small_mixed_chunks_pages_lpm_no_overlap_no_reuse(
     servers: dict[str, Server], prompts: list[str], expected: list[list[int]]
 ) -> None:
     assert generate_all(servers["flags"], prompts) == expected

@@ -89,22 +89,21 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   if (threadIdx.x >= S::kComputing) {
     if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters>();
     Loader<T, kDim, S::kUnits> loader(p, items, memory.wide, memory.barriers);
-    bool more = true;
-    for (int first = 0; more; first += kThreads) {
-      more = items.look_up(first, kMs, S::kNarrowWarps);
+    for (int first = 0;; first += kThreads) {
+      items.template look_up<S::kNarrowWarps>(first, kMs);
       if constexpr (S::kHasWide) {
         if (narrow_first) sync_threads(kPhaseBarrier, kThreads);
         loader.run();
       }
-      if (more) __syncthreads();
+      if (!items.more()) break;
+      __syncthreads();
     }
     wait_copies<0>();
   } else {
     if constexpr (kTradeRegisters) grow_registers<kComputeRegisters<kDim>>();
     WideCursors<S::kUnits> cursors(memory.barriers);
-    bool more = true;
-    for (int first = 0; more; first += kThreads) {
-      more = items.look_up(first, kMs, S::kNarrowWarps);
+    for (int first = 0;; first += kThreads) {
+      items.template look_up<S::kNarrowWarps>(first, kMs);
       // They use the same shared memory.
       for (int turn = narrow_first ? 0 : 1;; turn = 0) {
         if (turn == 0) {
@@ -120,7 +119,8 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
         if (narrow_first) break;
         sync_threads(kTurnBarrier, S::kComputing);
       }
-      if (more) __syncthreads();
+      if (!items.more()) break;
+      __syncthreads();
     }
   }
 }

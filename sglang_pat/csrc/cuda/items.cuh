@@ -24,13 +24,44 @@ enum Phase { kSingle, kNarrow, kWide, kPhases };
 
 __device__ constexpr Phase phase_of(int m) { return m == kSingleM ? kSingle : m == kNarrowM ? kNarrow : kWide; }
 
-// Tokens above which an item of up to 16 rows is for all warps together, where there are `count` such items with `total`
-// tokens. If each is one warp's, the last warp ends after as many rounds as they make; if all warps share each, all end at
-// the same time, but summing up takes as long as 24 tokens of one warp (1.5 us; 32 tokens take one 2 us,
-// benchmarks/NOTES.md).
+// How long the warps take for `count` items of up to 16 rows, of which the longest has `longest` tokens and all together
+// have `total`, where teams of `team` warps share an item each, in tokens that one warp reads meanwhile. Summing up takes as
+// long as 24 of them (1.5 us; 32 tokens take a warp 2 us, benchmarks/NOTES.md).
 constexpr int kSumTokens = 24;
-__device__ __forceinline__ int alone_tokens(int count, int total, int warps) {
-  return (total / warps + kSumTokens * count) / max(1, (count + warps - 1) / warps);
+template <int kWarps>
+__device__ __forceinline__ int team_time(int team, int count, int longest, int total) {
+  if (team == kWarps) return total / kWarps + kSumTokens * count;
+  const int teams = kWarps / team;
+  return (count + teams - 1) / teams * (longest / team + kSumTokens);
+}
+
+// Of how many warps and teams a warp is which.
+struct TeamPlace {
+  uint8_t warps, warp, teams, team;
+};
+
+// The team for which that is least, and how long it takes.
+struct Team {
+  int warps, time;
+};
+template <int kWarps>
+__device__ __forceinline__ Team best_team(int count, int longest, int total) {
+  Team best{kWarps, team_time<kWarps>(kWarps, count, longest, total)};
+#pragma unroll
+  for (int team = kWarps / 2; team > 1; --team) {
+    if (kWarps % team != 0) continue;
+    const int time = team_time<kWarps>(team, count, longest, total);
+    if (time < best.time) best = {team, time};
+  }
+  return best;
+}
+
+// Tokens above which such an item is better shared. Where there is one for every warp they are busy either way, and what
+// is shared has to be summed up: then only the longest are, by all warps, so that none has to finish alone.
+template <int kWarps>
+__device__ __forceinline__ int alone_tokens(int count, int longest, int total) {
+  if (count < kWarps) return best_team<kWarps>(count, longest, total).time;
+  return team_time<kWarps>(kWarps, count, longest, total) / ((count + kWarps - 1) / kWarps);
 }
 
 // What the threads of a CTA have looked up.
@@ -38,14 +69,18 @@ template <int kThreads>
 struct ItemWindow {
   static constexpr int kWords = kThreads / kWarpSize;
   Item items[kThreads];
-  uint16_t order[kPhases][kThreads];  // the items of each phase: first those for all warps
-  int counts[kPhases], shared[kPhases];
-  bool parts_stay;
-  // Of a warp's items, which are one warp's and which for all of them, as bits; and the tokens of the former.
-  struct Words {
-    uint32_t alone, shared;
-    int tokens;
-  } words[kPhases][kWords];
+  uint16_t order[kPhases][kThreads];  // the items of each phase: first those that warps share
+  TeamPlace places[kWide][kWords];    // of each warp
+  bool parts_stay, more;
+  // Of each phase's items that are one warp's: which of its own each warp looked up, and how many the warps before it did.
+  struct Found {
+    uint32_t bits;
+    int tokens, longest;
+  } found[kPhases][kWords];
+  int before[kPhases][kWords];
+  struct Sum {
+    int count, tokens, longest;
+  } all[kPhases], alone[kPhases];  // of all items, and of those that are one warp's
 };
 
 template <int kThreads>
@@ -56,58 +91,64 @@ class Items {
   __device__ Items(const Params& p, Window& window) : p_(p), window_(window) {}
 
   // Looks up the worker's items from `first` on, those whose tile is one of `ms`. Every thread has to call it; what was
-  // looked up before must not be in use any more. `warps` are there for items of up to 16 rows. Whether there may be more.
-  __device__ bool look_up(int first, int ms, int warps) {
+  // looked up before must not be in use any more. `kWarps` are there for items of up to 16 rows.
+  template <int kWarps>
+  __device__ void look_up(int first, int ms) {
     const int thread = thread_of_cta(), lane = lane_id(), warp = warp_id();
     const Item item = read(first + thread);
-    const bool ours = item.m != 0 && (ms >> item.m / 8 & 1) != 0;
-    const Phase phase = phase_of(item.m);
     window_.items[thread] = item;
-    if (thread < kPhases) window_.counts[thread] = window_.shared[thread] = 0;
     if (thread == 0) window_.parts_stay = p_.plan[kNumSlots] >= p_.plan[kBatch];
-    bool shared = false, full;
-    while (true) {
-      const bool alone = ours && !shared;
+    static_assert(Window::kWords >= kPhases && Window::kWords >= kWarps);
+    const bool ours = item.m != 0 && (ms >> item.m / 8 & 1) != 0;
+    // Not one of `ms`, or no item at all: in no phase.
+    const int phase = int(fresh(unsigned(ours ? phase_of(item.m) : item.head >= 0 ? kPhases : kPhases + 1)));
+    const int tokens = item.tokens;
+    bool alone = true;
+    int place = 0, place_of_all = 0;  // how many of its phase are before it
+    for (bool begun = false;; begun = true) {
+      uint32_t own_bits = 0;
 #pragma unroll
       for (int i = 0; i < kPhases; ++i) {
-        const uint32_t alone_bits = __ballot_sync(~0u, alone && phase == i);
-        const uint32_t shared_bits = __ballot_sync(~0u, shared && phase == i);
-        const int tokens = __reduce_add_sync(~0u, alone && phase == i ? item.tokens : 0);
-        if (lane == 0) window_.words[i][warp] = {alone_bits, shared_bits, tokens};
+        const bool counts = alone && phase == i;
+        const uint32_t bits = __ballot_sync(~0u, counts);
+        const int sum = i == kWide ? 0 : __reduce_add_sync(~0u, counts ? tokens : 0);
+        const int longest = i == kWide ? 0 : __reduce_max_sync(~0u, counts ? tokens : 0);
+        if (phase == i) own_bits = bits;
+        if (lane == 0) window_.found[i][warp] = {bits, sum, longest};
       }
-      full = __syncthreads_and(item.head >= 0);
-      int count = 0, total = 0;
-#pragma unroll
-      for (int i = 0; i < Window::kWords; ++i) {
-        count += __popc(window_.words[phase][i].alone);
-        total += window_.words[phase][i].tokens;
+      const bool full = __syncthreads_and(phase <= kPhases);
+      if (thread == 0) window_.more = full;
+      if (warp < kPhases) sum_up(warp, !begun);
+      __syncthreads();
+      bool too_long = false;
+      if (phase < kPhases) {
+        place = window_.before[phase][warp] + __popc(own_bits & (1u << lane) - 1);
+        if (!begun) place_of_all = place;
+        const typename Window::Sum sum = window_.alone[phase];
+        too_long = alone && phase != kWide && tokens > alone_tokens<kWarps>(sum.count, sum.longest, sum.tokens);
       }
-      // What is left for single warps when the long ones are for all may be few, and then too long again.
-      const bool too_long = alone && phase != kWide && item.tokens > alone_tokens(count, total, warps);
+      // What is left for single warps when the long ones are shared may be few, and then too long again.
       if (!__syncthreads_or(too_long)) break;
-      shared = shared || too_long;
+      alone = alone && !too_long;
     }
-    int place = 0, all_alone = 0, all_shared = 0;  // where it is among its kind, and how many there are of each
-#pragma unroll
-    for (int i = 0; i < Window::kWords; ++i) {
-      const auto words = window_.words[phase][i];
-      const uint32_t before = i < warp ? ~0u : i == warp ? (1u << lane) - 1 : 0;
-      place += __popc((shared ? words.shared : words.alone) & before);
-      all_alone += __popc(words.alone);
-      all_shared += __popc(words.shared);
-    }
-    if (ours) {
-      window_.order[phase][shared ? place : all_shared + place] = uint16_t(thread);
-      window_.counts[phase] = all_alone + all_shared;
-      window_.shared[phase] = all_shared;
+    if (phase < kPhases)
+      window_.order[phase][alone ? shared(Phase(phase)) + place : place_of_all - place] = uint16_t(thread);
+    if (lane < kWide && warp < kWarps) {
+      // The longest are shared.
+      const typename Window::Sum all = window_.all[lane];
+      const int team = best_team<kWarps>(shared(Phase(lane)), all.longest, all.tokens - window_.alone[lane].tokens).warps;
+      window_.places[lane][warp] = {uint8_t(team), uint8_t(warp % team), uint8_t(kWarps / team), uint8_t(warp / team)};
     }
     __syncthreads();
-    return full;
   }
 
-  // How many there are for a phase, and how many of them, the first ones, for all warps together.
-  __device__ int count(Phase phase) const { return window_.counts[phase]; }
-  __device__ int shared(Phase phase) const { return window_.shared[phase]; }
+  // Whether there may be items that have not been looked up.
+  __device__ bool more() const { return window_.more; }
+
+  // How many there are for a phase; how many of them, the first ones, teams share, and of which team this warp is.
+  __device__ int count(Phase phase) const { return window_.all[phase].count; }
+  __device__ int shared(Phase phase) const { return window_.all[phase].count - window_.alone[phase].count; }
+  __device__ TeamPlace place(Phase phase) const { return window_.places[phase][warp_id()]; }
 
   // Whether there are so many parts that KV, which most narrow items read for the only time, should make place for them in
   // the L2 cache until they are merged. Deep trees gain 2 to 8 %; where there are few parts 5 % would be lost
@@ -117,6 +158,25 @@ class Items {
   __device__ const Item& get(Phase phase, int i) const { return window_.items[window_.order[phase][i]]; }
 
  private:
+  // Of a phase's items that are one warp's, what the warps found; at first that is all.
+  __device__ __forceinline__ void sum_up(int phase, bool all) {
+    const int lane = lane_id();
+    const bool valid = lane < Window::kWords;
+    const typename Window::Found found = valid ? window_.found[phase][lane] : typename Window::Found{};
+    int count = __popc(found.bits);
+#pragma unroll
+    for (int step = 1; step < Window::kWords; step *= 2) {
+      const int other = __shfl_up_sync(~0u, count, step);
+      count += lane >= step ? other : 0;
+    }
+    if (valid) window_.before[phase][lane] = count - __popc(found.bits);
+    const int tokens = __reduce_add_sync(~0u, found.tokens), longest = __reduce_max_sync(~0u, found.longest);
+    if (lane == Window::kWords - 1) {
+      window_.alone[phase] = {count, tokens, longest};
+      if (all) window_.all[phase] = {count, tokens, longest};
+    }
+  }
+
   // The worker's item `index`; one without a tile, for no head, behind the last.
   __device__ __forceinline__ Item read(int index) const {
     Item item = {};

@@ -1,7 +1,7 @@
 // Items of up to 8 or 16 rows: memory-bound, and many. Each warp reads and computes for itself, without a barrier: two
 // chunks of 16 tokens at a time where there are two, while others are on their way, across the ends of items. An item with
-// few tokens is one warp's. A longer one is everybody's: the warps take turns at its chunks and sum up at its end, while
-// the copies for the next one run on.
+// few tokens is one warp's. A longer one is a team's: its warps take turns at its chunks and sum up at its end, while the
+// copies for the next one run on.
 //
 // The matrix products are transposed, S^T = K Q^T and O^T = V^T P^T: the tensor cores' 16 rows are tokens and columns of
 // the head, of which there are always enough, and their 8 columns are the rows of Q, of which there are few.
@@ -21,7 +21,7 @@ struct NarrowSizes {
   static constexpr int kWarp = kNarrowStages * kStage;
 };
 
-// Of the warps that share an item.
+// Of warps that share an item.
 template <int kWarps>
 struct NarrowStatistics {
   float top[kWarps][kNarrowM], sum[kWarps][kNarrowM];
@@ -41,7 +41,7 @@ class NarrowWarp {
   static constexpr int kRowThreads = row_threads(kDim);
   static constexpr int kRows = kChunkTokens * kRowThreads / kWarpSize;  // that a lane copies: one after the other
 
-  // What a warp does, chunk after chunk: of its own items all, of shared ones every kWarps-th.
+  // What a warp does, chunk after chunk: of its own items all, of its team's as many as each of them.
   struct Cursor {
     int at = -1;                // the item
     int begin = 0, tokens = 0;  // of its tokens, where the chunk begins; how many it has
@@ -144,14 +144,16 @@ class NarrowWarp {
   __device__ bool ended(const Cursor& cursor) const { return cursor.at >= count_; }
   __device__ const Item& item(const Cursor& cursor) const { return items_.get(kPhase, cursor.at); }
 
-  // Moves on to the next item that is this warp's or everybody's.
+  // Moves on to the next item that is this warp's or its team's.
   __device__ void next_item(Cursor& cursor) const {
-    const bool more_shared = cursor.at + 1 < shared_;
-    cursor.at = more_shared ? cursor.at + 1 : cursor.at < shared_ ? shared_ + warp_id() : cursor.at + kWarps;
+    const TeamPlace place = items_.place(kPhase);
+    const int next = cursor.at < 0 ? place.team : cursor.at + place.teams;
+    const bool shared = cursor.at < shared_ && next < shared_;
+    cursor.at = shared ? next : cursor.at < shared_ ? shared_ + warp_id() : cursor.at + kWarps;
     if (ended(cursor)) return;
     cursor.tokens = item(cursor).tokens;
-    cursor.begin = more_shared ? warp_id() * kChunkTokens : 0;
-    cursor.step = more_shared ? kWarps * kChunkTokens : kChunkTokens;
+    cursor.begin = shared ? place.warp * kChunkTokens : 0;
+    cursor.step = shared ? place.warps * kChunkTokens : kChunkTokens;
   }
 
   // Reads the slots of the reader's chunk, to be copied after those read before, and moves on to the next.
@@ -293,12 +295,14 @@ class NarrowWarp {
     }
   }
 
-  // Sums up what the warps have, in the memory of the chunk that each used last.
+  // Sums up what the team's warps have, in the memory of the chunk that each used last.
   __device__ void combine(const Item& item, int last) {
     static_assert(kM * panels(kDim) * kPanelColumns * 4 <= S::kStage);
     const Results<T, kDim> results(p_);
     const int rows = item.count * p_.group;
-    const int lane = lane_id(), warp = warp_id();
+    const TeamPlace team = items_.place(kPhase);
+    const int lane = lane_id(), warp = warp_id(), leader = warp - team.warp;
+    const auto all_arrived = [&] { sync_threads(kTeamBarrier + team.team, team.warps * kWarpSize); };
     float* own = reinterpret_cast<float*>(stage(warp, last));
     __syncwarp();
 #pragma unroll
@@ -316,37 +320,33 @@ class NarrowWarp {
       }
     }
     if (lane == 0) statistics_.stage[warp] = last;
-    sync_threads(kNarrowBarrier, kWarps * kWarpSize);
+    all_arrived();
     constexpr int kColumns = 4 * kWarpSize;  // a warp for each row
 #pragma unroll 1
-    for (int row = warp; row < rows; row += kWarps) {
+    for (int row = team.warp; row < rows; row += team.warps) {
       const RowTarget to(p_, item, row);
-      float top = -INFINITY, sum = 0, factor[kWarps];
-#pragma unroll
-      for (int i = 0; i < kWarps; ++i) top = fmaxf(top, statistics_.top[i][row]);
-#pragma unroll
-      for (int i = 0; i < kWarps; ++i) {
-        factor[i] = weight(statistics_.top[i][row], top, p_);
-        sum += factor[i] * statistics_.sum[i][row];
-      }
-      const float norm = sum > 0 ? 1 / sum : 0;
-      if (lane == 0) results.store_lse(to, lse(top, sum, p_));
-#pragma unroll
-      for (int i = 0; i < (kDim + kColumns - 1) / kColumns; ++i) {
-        const int column = i * kColumns + lane * 4;
-        if (column >= kDim) break;
+      float top = -INFINITY;
+#pragma unroll 1
+      for (int i = 0; i < team.warps; ++i) top = fmaxf(top, statistics_.top[leader + i][row]);
+#pragma unroll 1
+      for (int column = lane * 4; column < kDim; column += kColumns) {
         float4 total = make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int j = 0; j < kWarps; ++j) {
+        float sum = 0;
+#pragma unroll 2
+        for (int i = 0; i < team.warps; ++i) {
+          const int from = leader + i;
+          const float share = weight(statistics_.top[from][row], top, p_);
           const float4 x = *reinterpret_cast<const float4*>(
-              reinterpret_cast<const float*>(stage(j, statistics_.stage[j])) + place(row, column));
-          const float share = factor[j] * norm;
+              reinterpret_cast<const float*>(stage(from, statistics_.stage[from])) + place(row, column));
+          sum += share * statistics_.sum[from][row];
           total.x += x.x * share, total.y += x.y * share, total.z += x.z * share, total.w += x.w * share;
         }
-        results.store(to, column, total);
+        const float norm = sum > 0 ? 1 / sum : 0;
+        if (column == 0) results.store_lse(to, lse(top, sum, p_));
+        results.store(to, column, make_float4(total.x * norm, total.y * norm, total.z * norm, total.w * norm));
       }
     }
-    sync_threads(kNarrowBarrier, kWarps * kWarpSize);
+    all_arrived();
   }
 
   // Chunks of eight columns are permuted by the row: no bank conflicts between a warp's four pairs of rows.
@@ -358,7 +358,7 @@ class NarrowWarp {
   const Window& items_;
   uint8_t* const memory_;
   NarrowStatistics<kWarps>& statistics_;
-  const int count_, shared_;  // items, and the first of them that are everybody's
+  const int count_, shared_;  // items, and the first of them that teams share
   const bool capped_;
   Chunk ahead_[kSlotsAhead];
   ColumnSoftmax<kBlocks> softmax_;
