@@ -4,6 +4,7 @@
 
 #include "params.cuh"
 #include "ptx.cuh"
+#include "teams.h"
 
 namespace pat {
 
@@ -23,46 +24,6 @@ struct Item {
 enum Phase { kSingle, kNarrow, kWide, kPhases };
 
 __device__ constexpr Phase phase_of(int m) { return m == kSingleM ? kSingle : m == kNarrowM ? kNarrow : kWide; }
-
-// How long the warps take for `count` items of up to 16 rows, of which the longest has `longest` tokens and all together
-// have `total`, where teams of `team` warps share an item each, in tokens that one warp reads meanwhile. Summing up takes as
-// long as 24 of them (1.5 us; 32 tokens take a warp 2 us, benchmarks/NOTES.md).
-constexpr int kSumTokens = 24;
-template <int kWarps>
-__device__ __forceinline__ int team_time(int team, int count, int longest, int total) {
-  if (team == kWarps) return total / kWarps + kSumTokens * count;
-  const int teams = kWarps / team;
-  return (count + teams - 1) / teams * (longest / team + kSumTokens);
-}
-
-// Of how many warps and teams a warp is which.
-struct TeamPlace {
-  uint8_t warps, warp, teams, team;
-};
-
-// The team for which that is least, and how long it takes.
-struct Team {
-  int warps, time;
-};
-template <int kWarps>
-__device__ __forceinline__ Team best_team(int count, int longest, int total) {
-  Team best{kWarps, team_time<kWarps>(kWarps, count, longest, total)};
-#pragma unroll
-  for (int team = kWarps / 2; team > 1; --team) {
-    if (kWarps % team != 0) continue;
-    const int time = team_time<kWarps>(team, count, longest, total);
-    if (time < best.time) best = {team, time};
-  }
-  return best;
-}
-
-// Tokens above which such an item is better shared. Where there is one for every warp they are busy either way, and what
-// is shared has to be summed up: then only the longest are, by all warps, so that none has to finish alone.
-template <int kWarps>
-__device__ __forceinline__ int alone_tokens(int count, int longest, int total) {
-  if (count < kWarps) return best_team<kWarps>(count, longest, total).time;
-  return team_time<kWarps>(kWarps, count, longest, total) / ((count + kWarps - 1) / kWarps);
-}
 
 // What the threads of a CTA have looked up.
 template <int kThreads>
@@ -120,24 +81,24 @@ class Items {
       if (thread == 0) window_.more = full;
       if (warp < kPhases) sum_up(warp, !begun);
       __syncthreads();
-      bool too_long = false;
+      bool shares = false;
       if (phase < kPhases) {
         place = window_.before[phase][warp] + __popc(own_bits & (1u << lane) - 1);
         if (!begun) place_of_all = place;
         const typename Window::Sum sum = window_.alone[phase];
-        too_long = alone && phase != kWide && tokens > alone_tokens<kWarps>(sum.count, sum.longest, sum.tokens);
+        shares = alone && phase != kWide && too_long<kWarps>(tokens, sum.count, sum.longest, sum.tokens);
       }
       // What is left for single warps when the long ones are shared may be few, and then too long again.
-      if (!__syncthreads_or(too_long)) break;
-      alone = alone && !too_long;
+      if (!__syncthreads_or(shares)) break;
+      alone = alone && !shares;
     }
     if (phase < kPhases)
       window_.order[phase][alone ? shared(Phase(phase)) + place : place_of_all - place] = uint16_t(thread);
     if (lane < kWide && warp < kWarps) {
       // The longest are shared.
       const typename Window::Sum all = window_.all[lane];
-      const int team = best_team<kWarps>(shared(Phase(lane)), all.longest, all.tokens - window_.alone[lane].tokens).warps;
-      window_.places[lane][warp] = {uint8_t(team), uint8_t(warp % team), uint8_t(kWarps / team), uint8_t(warp / team)};
+      const int tokens_shared = all.tokens - window_.alone[lane].tokens;
+      window_.places[lane][warp] = best_team<kWarps>(warp, shared(Phase(lane)), all.longest, tokens_shared).place;
     }
     __syncthreads();
   }

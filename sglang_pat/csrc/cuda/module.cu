@@ -19,10 +19,12 @@ using Memory = pat::ForwardMemory<PAT_DIM, PAT_QUERY_TILES>;
 
 constexpr auto kForward = pat::forward<Element, PAT_DIM, PAT_QUERY_TILES>;
 constexpr int kForwardThreads = pat::threads(PAT_DIM);
-// With fewer outputs than this, several warps work on each: one for each of an H200's 528 warp schedulers.
-constexpr int64_t kFewOutputs = 1024;
-// Heads of a query that a warp merges at a time, else.
+// Merge has a CTA for each output while all of these run at the same time, then a warp for each, then for several heads of a
+// query, which read more parts at a time.
 constexpr int kMergeRows = 4;
+constexpr auto kMergeByCta = pat::merge<Element, PAT_DIM, true, 1>;
+constexpr auto kMergeByWarp = pat::merge<Element, PAT_DIM, false, 1>;
+constexpr auto kMergeSeveral = pat::merge<Element, PAT_DIM, false, kMergeRows>;
 
 void check(cudaError_t error) { TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << cudaGetErrorString(error); }
 
@@ -36,22 +38,37 @@ void check_rows(const TensorView& tensor, const char* name, DLDataType dtype) {
       << name << "'s heads must begin at multiples of 16 bytes";
 }
 
-// CTAs of the forward kernel that run at the same time on a device: its fixed grid.
-int64_t workers(int64_t id) {
-  static int known[64] = {};
-  int& count = known[id];
-  if (count == 0) {
+// CTAs that run at the same time on a device.
+struct Resident {
+  int forward, merge_by_cta, merge_by_warp;
+};
+
+template <typename Kernel>
+int resident_ctas(Kernel kernel, int threads, size_t shared, int sms) {
+  int ctas;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel, threads, shared));
+  return ctas * sms;
+}
+
+const Resident& resident(int64_t id) {
+  static Resident known[64] = {};
+  Resident& all = known[id];
+  if (all.forward == 0) {
     tvm::ffi::CUDADeviceGuard guard{int(id)};
-    int sms, ctas;
+    int sms;
     check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, int(id)));
     check(cudaFuncSetAttribute(kForward, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory)));
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kForward, kForwardThreads, sizeof(Memory)));
-    TVM_FFI_CHECK(ctas > 0, RuntimeError)
+    all.merge_by_cta = resident_ctas(kMergeByCta, pat::kMergeThreads, 0, sms);
+    all.merge_by_warp = resident_ctas(kMergeByWarp, pat::kMergeThreads, 0, sms);
+    all.forward = resident_ctas(kForward, kForwardThreads, sizeof(Memory), sms);
+    TVM_FFI_CHECK(all.forward > 0, RuntimeError)
         << "this GPU has less shared memory than the " << sizeof(Memory) << " bytes that these tiles need";
-    count = ctas * sms;
   }
-  return count;
+  return all;
 }
+
+// The forward kernel's fixed grid.
+int64_t workers(int64_t id) { return resident(id).forward; }
 
 template <typename Kernel>
 void launch(Kernel kernel, int grid, int block, size_t shared, cudaStream_t stream, bool dependent,
@@ -107,18 +124,17 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
   const pat::Params p = make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
-  if (with_forward)
-    launch(kForward, int(workers(q.device().device_id)), kForwardThreads, sizeof(Memory), stream, false, p);
+  const Resident& ctas = resident(q.device().device_id);
+  if (with_forward) launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, false, p);
   const int64_t outputs = int64_t(p.out_rows) * p.heads;
   if (!with_merge || outputs == 0) return;
-  if (outputs < kFewOutputs) {
-    launch(pat::merge<Element, PAT_DIM, true, 1>, int(outputs), pat::kMergeThreads, 0, stream, overlap, p);
-    return;
-  }
-  const bool several = p.heads % kMergeRows == 0;
-  const int64_t warps = outputs / (several ? kMergeRows : 1);
-  launch(several ? pat::merge<Element, PAT_DIM, false, kMergeRows> : pat::merge<Element, PAT_DIM, false, 1>,
-         int((warps + pat::kMergeWarps - 1) / pat::kMergeWarps), pat::kMergeThreads, 0, stream, overlap, p);
+  const auto ctas_for = [](int64_t warps) { return int((warps + pat::kMergeWarps - 1) / pat::kMergeWarps); };
+  if (outputs <= ctas.merge_by_cta)
+    launch(kMergeByCta, int(outputs), pat::kMergeThreads, 0, stream, overlap, p);
+  else if (ctas_for(outputs) <= ctas.merge_by_warp || p.heads % kMergeRows != 0)
+    launch(kMergeByWarp, ctas_for(outputs), pat::kMergeThreads, 0, stream, overlap, p);
+  else
+    launch(kMergeSeveral, ctas_for(outputs / kMergeRows), pat::kMergeThreads, 0, stream, overlap, p);
 }
 
 }  // namespace

@@ -326,13 +326,13 @@ class NarrowWarp {
     for (int row = team.warp; row < rows; row += team.warps) {
       const RowTarget to(p_, item, row);
       float top = -INFINITY;
-#pragma unroll 1
+#pragma unroll 4
       for (int i = 0; i < team.warps; ++i) top = fmaxf(top, statistics_.top[leader + i][row]);
 #pragma unroll 1
       for (int column = lane * 4; column < kDim; column += kColumns) {
         float4 total = make_float4(0, 0, 0, 0);
         float sum = 0;
-#pragma unroll 2
+#pragma unroll 4
         for (int i = 0; i < team.warps; ++i) {
           const int from = leader + i;
           const float share = weight(statistics_.top[from][row], top, p_);

@@ -1,0 +1,69 @@
+"""How warps share items (csrc/cuda/teams.h), compiled for the host: all that there is, against the model it stands for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.kernels import jit
+
+PROGRAM = """
+#include "cuda/teams.h"
+#include <cstdio>
+#include <initializer_list>
+
+using namespace pat;
+
+#define CHECK(condition) \\
+  if (!(condition)) return std::printf("%s: %d warps, %d items, longest %d, total %d\\n", #condition, W, count, longest, total), 1
+
+template <int W>
+int check() {
+  for (int count = 0; count < 60; ++count)
+    for (int longest : {1, 15, 16, 40, 100, 257, 1000, 4096, 131072})
+      for (int total : {longest, longest + (count - 1) * (longest / 2), longest * count}) {
+        if (count == 0) total = longest = 0;
+        int least = 1 << 30, best = 0;
+        for (int team = 2; team <= W; ++team) {
+          if (W % team) continue;
+          // All warps share one item after the other, or each team the same number of the longest.
+          const int teams = W / team, rounds = (count + teams - 1) / teams;
+          const int time = team == W ? total / W + count * kSumTokens : rounds * (longest / team + kSumTokens);
+          if (time < least || (time == least && team == W)) least = time, best = team;
+        }
+        for (int warp = 0; warp < W; ++warp) {
+          const Team found = best_team<W>(warp, count, longest, total);
+          CHECK(found.time == least);
+          CHECK(found.place.warps == best || team_time<W>(found.place.warps, count, longest, total) == least);
+          CHECK(found.place.warps * found.place.teams == W);
+          CHECK(found.place.team * found.place.warps + found.place.warp == warp);
+          CHECK(found.place.warp < found.place.warps);
+        }
+        if (count == 0) continue;
+        for (int tokens : {1, longest / 2, longest}) {
+          const bool shared = too_long<W>(tokens, count, longest, total);
+          if (count < W) CHECK(shared == (tokens > least));
+          if (count >= W) CHECK(shared == (tokens > (total / W + count * kSumTokens) / ((count + W - 1) / W)));
+        }
+      }
+  return 0;
+}
+
+int main() { return check<12>() || check<8>() || check<4>(); }
+"""
+
+
+def test_teams_are_the_fastest_by_the_model(tmp_path: Path) -> None:
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        pytest.skip("needs a C++ compiler")
+    (tmp_path / "teams.cpp").write_text(PROGRAM)
+    program = tmp_path / "teams"
+    build = [compiler, "-std=c++17", "-Wall", f"-I{jit.CSRC}", str(tmp_path / "teams.cpp"), "-o", str(program)]
+    subprocess.run(build, check=True)
+    result = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
