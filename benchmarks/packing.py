@@ -7,7 +7,7 @@ scratch     a plan for a batch and a tree that the scheduler knows
 reset       the same, after another batch in another order was expected: every request is looked up by its id
 join        a request is bound and joins; event and plan
 leave       a request is released and leaves; event and plan
-outgrown    a tail has outgrown its split: the same batch, new lengths
+outgrown    tails have grown: the same batch, new lengths
 ahead       a request is bound and joins, and its plan was made by the scheduler's thread meanwhile; event and hand-over
 unchanged   a step of a batch that stands still
 event       one event: a node is inserted, a request bound to it, released again (a third of the three)

@@ -17,6 +17,7 @@ from sglang_pat.packing import POLICIES
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TIMES = "\N{MULTIPLICATION SIGN}"
+RIVALS = {"flashinfer": "FlashInfer", "cascade": "its cascade", "triton": "SGLang's Triton", "fa3": "FA3"}
 SHOWN = "32/8"
 """Query and KV heads in the table of trees."""
 
@@ -47,7 +48,7 @@ def kernels() -> str:
     for record in records:
         if record["heads"] == SHOWN and record["page_size"] == 1:
             others = [
-                f"{record['rivals'][name]:,.0f}" if name in record["rivals"] else "" for name in ("flashinfer", "cascade", "triton")
+                f"{record['rivals'][name]:,.0f}" if name in record["rivals"] else "" for name in RIVALS
             ]  # fmt: skip
             rows.append(
                 [
@@ -64,7 +65,7 @@ def kernels() -> str:
         f"others in {sum(ratio > 1 for ratio in ratios)}, by {min(ratios):.2f} to {max(ratios):.2f} times, "
         f"{mean(shared):.2f} times on average where anything is shared."
     )
-    head = ["tree", "floor, us", "PAT", "FlashInfer", "its cascade", "SGLang's Triton", "best / PAT"]
+    head = ["tree", "floor, us", "PAT", *RIVALS.values(), "best / PAT"]
     return f"{table(head, rows)}\n\n{note}"
 
 
@@ -76,34 +77,43 @@ def ablations() -> str:
 
 
 def serving() -> str:
-    result = load("serving-h200.json")
-    records = result["records"]
-    backends = list(dict.fromkeys(record["backend"] for record in records))
+    result, pairs = load("serving-h200.json"), load("serving-2xh200.json")
+    records = [(record, record["backend"]) for record in result["records"]]
+    records += [(record, f"{record['backend']}, 2 GPUs") for record in pairs["records"]]
     rows = []
-    for workload in dict.fromkeys((record["workload"], record["rate"]) for record in records):
-        for backend in backends:
-            for record in records:
-                if (record["workload"], record["rate"], record["backend"]) == (*workload, backend):
-                    steps = record.get("step_ms")
-                    rate = f", {record['rate']:g} requests/s" if record["rate"] else ""
-                    rows.append(
-                        [
-                            f"`{record['workload']}`{rate}", backend, f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "",
-                            f"{record['median_itl_ms']:.1f}", f"{record['mean_tpot_ms']:.1f}",
-                            f"{record['mean_ttft_ms']:.0f}", f"{record['output_tps']:,.0f}",
-                        ]
-                    )  # fmt: skip
+    for workload in dict.fromkeys((record["workload"], record["rate"]) for record, _ in records):
+        for record, name in records:
+            if (record["workload"], record["rate"]) != workload:
+                continue
+            steps = record["step_ms"]
+            rate = f", {record['rate']:g} requests/s" if record["rate"] else ""
+            rows.append(
+                [
+                    f"`{record['workload']}`{rate}", name, f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "",
+                    f"{record['median_itl_ms']:.1f}", f"{record['mean_tpot_ms']:.1f}", f"{record['p99_tpot_ms']:,.0f}",
+                    f"{record['mean_ttft_ms']:.0f}", f"{record['output_tps']:,.0f}", record["date"],
+                ]
+            )  # fmt: skip
     head = [
-        "workload",
-        "backend",
-        "decode step, ms",
-        "median ITL, ms",
-        "mean TPOT, ms",
-        "mean TTFT, ms",
-        "output tokens/s",
-    ]
-    device = result["device"]
-    return f"{table(head, rows)}\n\n{device['name']}, {result['model']} shape, random weights, {device['date']}."
+        "workload", "backend", "decode step, ms", "median ITL, ms", "mean TPOT, ms", "P99 TPOT, ms", "mean TTFT, ms",
+        "output tokens/s", "date",
+    ]  # fmt: skip
+    return f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights."
+
+
+def soak() -> str:
+    result = load("soak-h200.json")
+    record = result["records"][0]
+    counters = record["counters"]
+    return (
+        f"{record['requests']:,} requests, as many as a conversation trace has in {record['minutes']} minutes (prompts of a "
+        f"{record['divide_prompt']}th of their length, answers of a {record['divide_answer']}th), at full load on one "
+        f"{result['device']['name']} with a pool of {record['pool']:,} tokens: {record['finished']:,} got all of their tokens, "
+        f"{record['aborted']} were aborted, {record['retracted']} retracted, the cache was flushed {record['flushed']} times; "
+        f"{counters['plans']:,} plans for {counters['steps']:,} steps, {counters['fallbacks']} fall-backs, "
+        f"{counters['faults']} faults, no NaN; {record['same_probes']} of {record['probes']} prompts got the same answers before "
+        f"and after. {result['device']['date']}, `python benchmarks/soak.py --dummy`."
+    )
 
 
 def steps() -> str:
@@ -133,7 +143,20 @@ def steps() -> str:
         f"{table(head, rows)}\n\n{device['name']}, {result['model']} shape, random weights, torch {device['torch']}, {device['date']}. "
         f"Kernels and copies of a step in a steady state, `{cell}`: "
         + ", ".join(f"{backend} {count}" for backend, count in launches.items())
-        + "; of PAT's own there are forward and merge once a layer, nothing else."
+        + "; of PAT's own there are forward and merge once a layer, nothing else.\n\n"
+        + agreement(result)
+    )
+
+
+def agreement(result: dict[str, Any]) -> str:
+    pairs = [
+        f"{' and '.join(row['backends'])} {row['tokens']:.1%} of the tokens, logits at most {row['max_logit_difference']:.2f} apart"
+        for row in result["agreement"]
+    ]
+    return (
+        f"Greedy answers to the same prompts agree up to the first token that differs ({result['agreement_date']}; random weights "
+        f"tell rounding apart far more than trained ones): {'; '.join(pairs)}. Logits have a standard deviation of "
+        f"{result['agreement'][0]['logit_std']:.1f}."
     )
 
 
@@ -161,7 +184,7 @@ CASES = {
     "join": "one request joins, plan made at once",
     "ahead": "one request joins, plan made ahead by the planning thread",
     "leave": "one request leaves",
-    "outgrown": "a tail has outgrown its split",
+    "outgrown": "tails have grown: the same batch again",
     "unchanged": "nothing has changed",
     "event": "one radix-tree event",
     "trace plan": "recording a plan (`SGLANG_PAT_TRACE`)",
@@ -228,9 +251,9 @@ def estimates() -> str:
     )
 
 
-README_SECTIONS = ("kernels", "ablations", "serving", "steps", "cpu", "planning", "packing")
+README_SECTIONS = ("kernels", "ablations", "serving", "steps", "soak", "cpu", "planning", "packing")
 SECTIONS: dict[str, Callable[[], str]] = {
-    "kernels": kernels, "ablations": ablations, "serving": serving, "steps": steps, "cpu": cpu, "planning": planning,
+    "kernels": kernels, "ablations": ablations, "serving": serving, "steps": steps, "soak": soak, "cpu": cpu, "planning": planning,
     "packing": packing, "estimates": estimates,
 }  # fmt: skip
 

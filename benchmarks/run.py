@@ -42,8 +42,8 @@ BENCHMARKS = {
     "policies": Benchmark(["policies.py"], "bytes and balance of every policy", 0.2, results="policies.json"),
     "kernels": Benchmark(
         ["kernels.py"],
-        "decode attention beside FlashInfer, its cascade and Triton",
-        2,
+        "decode attention beside FlashInfer, its cascade, Triton and FA3",
+        2.5,
         True,
         results="kernels-h200.json",
     ),
@@ -61,6 +61,9 @@ BENCHMARKS = {
         True,
         "--model FOLDER",
         "steps-h200.json",
+    ),
+    "soak": Benchmark(
+        ["soak.py"], "half an hour's requests at full load", 3.5, True, "--model FOLDER --trace FILE", "soak-h200.json"
     ),
     "tune": Benchmark(["-m", "sglang_pat.tune"], "prices of this GPU's tiles", 0.3, True),
     "figure": Benchmark(
@@ -90,7 +93,7 @@ def show() -> None:
         needs = ", ".join(filter(None, ["a GPU" if benchmark.gpu else "", benchmark.inputs]))
         state = "no GPU here" if benchmark.gpu and not available else "ready"
         took = f"{benchmark.minutes:g} min"
-        print(f"{name:<10} {benchmark.what:<60} {took:<8} {needs or 'nothing':<24} {state:<12} {benchmark.results}")
+        print(f"{name:<10} {benchmark.what:<64} {took:<8} {needs or 'nothing':<24} {state:<12} {benchmark.results}")
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
 import json
 import random
 import re
@@ -46,7 +47,7 @@ class Record(msgspec.Struct):
     """One workload on one backend; times in milliseconds, rate in requests a second (infinite where it is null).
 
     `step_ms` is what decode steps took at the end of the run, by the server's own log, while nothing was prefilled and as
-    many requests ran as ever.
+    many requests ran as ever. `date`: a file may have runs of several days.
     """
 
     workload: str
@@ -58,6 +59,7 @@ class Record(msgspec.Struct):
     mean_ttft_ms: float
     output_tps: float
     step_ms: list[float] = []
+    date: str = msgspec.field(default_factory=lambda: str(datetime.date.today()))
 
 
 def bench_serving(url: str, backend: str, workload: str, arguments: list[str]) -> Record:

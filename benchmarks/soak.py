@@ -35,7 +35,7 @@ CHECKED = {"SGLANG_ENABLE_ASYNC_ASSERT": "1"}
 """SGLang ends where a logit is NaN or a slot is none of the pool's."""
 
 
-def requests_of(trace: Path, minutes: float, divide_prompt: int, divide_answer: int) -> list[tuple[list[int], int]]:
+def requests_of(trace: Path, minutes: int, divide_prompt: int, divide_answer: int) -> list[tuple[list[int], int]]:
     """(prompt, tokens to generate) of every request of the trace's first minutes."""
     requests = []
     block = TRACE_BLOCK // divide_prompt
@@ -140,7 +140,7 @@ def main() -> None:
     parser = serving.make_parser(__doc__, serving.RESULTS / "soak-h200.json")
     parser.set_defaults(backends=["pat"])
     parser.add_argument("--trace", type=Path, required=True, help="a Mooncake trace")
-    parser.add_argument("--minutes", type=float, default=30, help="of the trace")
+    parser.add_argument("--minutes", type=int, default=30, help="of the trace")
     parser.add_argument("--divide-prompt", type=int, default=16)
     parser.add_argument("--divide-answer", type=int, default=2)
     parser.add_argument("--running", type=int, default=256, help="requests that the server runs at once")
@@ -160,7 +160,10 @@ def main() -> None:
             counters = server.counters() if backend == "pat" else {}
         text = log.read_text(errors="replace")
         retracted = sum(map(int, re.findall(r"#retracted_reqs: (\d+)", text)))
-        result |= {"backend": backend, "retracted": retracted, "counters": counters}
+        said = {
+            name: getattr(options, name) for name in ("minutes", "divide_prompt", "divide_answer", "running", "pool")
+        }
+        result |= said | {"backend": backend, "retracted": retracted, "counters": counters}
         result["sound"] = (
             result["finished"] + result["aborted"] == len(requests)
             and result["same_probes"] == PROBES

@@ -264,7 +264,7 @@ def main() -> None:
         return
     result: dict[str, Any] = {
         "device": about.gpu(),
-        "model": options.model.name, "records": [], "agreement": [],
+        "model": options.model.name, "records": [], "agreement": [], "agreement_date": about.gpu()["date"],
     }  # fmt: skip
     outcomes = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -57,8 +57,8 @@ class Gpu(msgspec.Struct, frozen=True):
 
 GPUS = {
     "h200": Gpu(
-        tbps=4.4, memory_gb=141, sms=132, arch="9.0a", base=16.65, longest=0.955, merge=0.0, other_base=21.7,
-        unique=1.003, repeated=0.646, rest_ms=5.35,
+        tbps=4.4, memory_gb=141, sms=132, arch="9.0a", base=17.41, longest=0.971, merge=0.0, other_base=23.03,
+        unique=1.024, repeated=0.643, rest_ms=5.454,
     ),
 }  # fmt: skip
 

@@ -26,8 +26,8 @@ SLACK = 64
 
 UNEVEN = 32
 """Tails grow, and one bin has more of them than another: when that alone has made one longer than the average by the
-1/UNEVEN-th of it, and by a KV tile, another plan is due. Plans that outlived this took 1.3 to 5 times as long by the model, and
-MEASURED (benchmarks/NOTES.md, 2026-11-22)."""
+1/UNEVEN-th of it, and by a KV tile, another plan is due. Beside plans of the same lengths, those that had outlived this
+took 1.1 to 1.4 times as long on an H200 (benchmarks/NOTES.md, 2026-11-22)."""
 
 LEAST_STEPS = 8
 """A plan stays good for so many steps at least: one is handed out in tens of microseconds, a step takes milliseconds."""
