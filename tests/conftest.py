@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import os
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sglang_pat.demo import tiny_model
+from sglang_pat.demo.server import Server
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -28,3 +34,22 @@ def selected(request: pytest.FixtureRequest, parameter: str) -> list[str]:
     """Values of a parameter among the tests of the module that will run."""
     items = [item for item in request.session.items if item.path == request.node.path]
     return [item.callspec.params[parameter] for item in items if not item.get_closest_marker("skip")]
+
+
+def assert_sound(server: Server) -> dict[str, Any]:
+    """No failure of planning, no disagreement with the cache, nothing left behind; returns the counters."""
+    deadline = time.monotonic() + 30
+    while (counters := server.counters())["bound"] and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert (counters["fallbacks"], counters["faults"], counters["bound"]) == (0, 0, 0), server.tail()
+    return counters
+
+
+def send_and_abort(server: Server, send: Callable[[str], Any], number: int) -> None:
+    """Abort the request that `send` sends under the id it is given, up to a second later."""
+    rid = f"disturbance-{number}"
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(send, rid)
+        time.sleep(random.Random(number).uniform(0.05, 1.0))
+        server.post("/abort_request", {"rid": rid})
+        answer.result()

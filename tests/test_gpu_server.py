@@ -10,7 +10,6 @@ import random
 import re
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from conftest import assert_sound, send_and_abort
 
 from sglang_pat.demo import tiny_model, workload
 from sglang_pat.demo.server import Server
@@ -117,14 +117,6 @@ def expected(servers: dict[str, Server], prompts: list[str]) -> list[Answer]:
     return generate_all(servers["reference"], prompts)
 
 
-def assert_sound(server: Server) -> dict[str, Any]:
-    deadline = time.monotonic() + 30
-    while (counters := server.counters())["bound"] and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert (counters["fallbacks"], counters["faults"], counters["bound"]) == (0, 0, 0), server.tail()
-    return counters
-
-
 @pytest.mark.parametrize("name", ["graphs", "no graphs"])
 def test_answers_are_those_of_triton(
     servers: dict[str, Server], prompts: list[str], expected: list[Answer], name: str
@@ -145,11 +137,7 @@ def test_joins_aborts_and_flushes(servers: dict[str, Server], prompts: list[str]
     server = servers["graphs"]
 
     def disturb(i: int) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(generate, server, prompts[i % len(prompts)] + "!", f"disturbance-{i}", 400)
-            time.sleep(random.Random(i).uniform(0.05, 1.0))
-            server.post("/abort_request", {"rid": f"disturbance-{i}"})
-            answer.result()
+        send_and_abort(server, lambda rid: generate(server, prompts[i % len(prompts)] + "!", rid, 400), i)
 
     with ThreadPoolExecutor(8) as pool:
         disturbances = [pool.submit(disturb, i) for i in range(24)]

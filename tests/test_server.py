@@ -7,7 +7,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from conftest import assert_sound, send_and_abort
 
 from sglang_pat import cli
 from sglang_pat.demo import workload
@@ -89,17 +89,6 @@ def expected(servers: dict[str, Server], prompts: list[str]) -> list[list[int]]:
     return generate_all(servers["reference"], prompts)
 
 
-def assert_sound(server: Server) -> dict:
-    """No failure of planning, no disagreement with the cache, nothing left behind; returns the counters."""
-    deadline = time.monotonic() + 30
-    while (counters := server.counters())["bound"] and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert counters["fallbacks"] == 0, server.tail()
-    assert counters["faults"] == 0, server.tail()
-    assert counters["bound"] == 0
-    return counters
-
-
 def test_answers_depend_on_the_whole_prefix(servers: dict[str, Server]) -> None:
     """Or else the comparisons below would prove nothing."""
     tail = workload.prose("tail", 100)
@@ -164,13 +153,7 @@ def test_joins_aborts_and_finishes(servers: dict[str, Server], prompts: list[str
     server = servers["plain"]
 
     def disturb(i: int) -> None:
-        rid = f"disturbance-{i}"
-        generator = random.Random(i)
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(generate, server, prompts[i % len(prompts)] + "!", 400, rid=rid)
-            time.sleep(generator.uniform(0.05, 1.0))
-            server.post("/abort_request", {"rid": rid})
-            answer.result()
+        send_and_abort(server, lambda rid: generate(server, prompts[i % len(prompts)] + "!", 400, rid=rid), i)
 
     with ThreadPoolExecutor(8) as pool:
         disturbances = [pool.submit(disturb, i) for i in range(24)]
