@@ -9,7 +9,7 @@ join        a request is bound and joins; event and plan
 leave       a request is released and leaves; event and plan
 outgrown    tails have grown: the same batch, new lengths
 ahead       a request is bound and joins, and its plan was made by the scheduler's thread meanwhile; event and hand-over
-unchanged   a step of a batch that stands still
+unchanged   a step of a batch that stands still, with a plan that stays good
 event       one event: a node is inserted, a request bound to it, released again (a third of the three)
 trace event, trace plan   what recording one of them adds (SGLANG_PAT_TRACE)
 """
@@ -35,6 +35,7 @@ from sglang_pat.backend.planner import Planner
 from sglang_pat.kernels import jit
 from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import POLICIES, Batch, PackConfig, make_plan
+from sglang_pat.packing.balance import LEAST_STEPS
 from sglang_pat.radix_bridge.events import NodeInserted, RequestBound
 from sglang_pat.radix_bridge.mirror import Mirror
 from sglang_pat.radix_bridge.trace import FORMAT, Header, TraceWriter
@@ -118,7 +119,7 @@ def measure(batch: Batch, config: PackConfig, repeats: int) -> dict[str, float]:
     results["join"], results["leave"] = statistics.median(joins), statistics.median(leaves)
 
     served.step()
-    calls = 20
+    calls = LEAST_STEPS - 1  # for which every plan stays good
     rids = list(served.rids)
 
     def stand_still() -> None:
