@@ -73,7 +73,7 @@ def main() -> None:
     )  # fmt: skip
     rests = []
     for record in json.loads((RESULTS / "serving-h200.json").read_text())["records"]:
-        if record["workload"] not in TREES or record["backend"] not in ("pat", "flashinfer"):
+        if record["workload"] not in TREES or not record["step_ms"] or record["backend"] not in ("pat", "flashinfer"):
             continue
         tree = TREES[record["workload"]]
         longest, merge, unique, again = predict(tree, "32/8", gpu)

@@ -200,7 +200,7 @@ def run(server: Server, backend: str, workload: str, arguments: argparse.Namespa
 
 
 def make_parser(description: str | None, output: Path) -> argparse.ArgumentParser:
-    """What a benchmark is told that runs SGLang with each backend in turn (steps.py does likewise)."""
+    """What a benchmark is told that runs SGLang with each backend in turn, as steps.py and soak.py do too."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a model's folder")
     parser.add_argument(
@@ -210,6 +210,11 @@ def make_parser(description: str | None, output: Path) -> argparse.ArgumentParse
     parser.add_argument("--server", action="append", default=[], help="another argument for SGLang")
     parser.add_argument("--output", type=Path, default=output)
     return parser
+
+
+def sglang_flags(options: argparse.Namespace) -> list[str]:
+    """What such options say to SGLang."""
+    return [*(["--load-format", "dummy"] if options.dummy else []), *options.server]
 
 
 def main() -> None:
@@ -225,8 +230,7 @@ def main() -> None:
     streams: dict[str, list[list[int]]] = {}
     for backend in arguments.backends:
         log = arguments.output.with_name(f"server-{backend}.log")
-        flags = [*(["--load-format", "dummy"] if arguments.dummy else []), *arguments.server]
-        server = Server(arguments.model, backend, log, flags, on_cpu=False)
+        server = Server(arguments.model, backend, log, sglang_flags(arguments), on_cpu=False)
         try:
             server.wait()
             for workload in arguments.workloads:

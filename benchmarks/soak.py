@@ -57,27 +57,26 @@ class Client:
         self.finished = self.aborted = self.tokens = self.prompt_tokens = self.cached_tokens = 0
         self.wrong: list[str] = []
 
-    async def post(self, path: str, body: dict[str, Any]) -> Any:
+    async def post(self, path: str, body: dict[str, Any]) -> str:
         async with self._session.post(f"{self._url}{path}", json=body) as response:
-            return await response.json(content_type=None) if path == "/generate" else await response.text()
+            return await response.text()
+
+    async def generate(self, prompt: list[int], count: int, **options: str) -> dict[str, Any]:
+        sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+        return json.loads(await self.post("/generate", {"input_ids": prompt, "sampling_params": sampling, **options}))
 
     async def send(self, number: int, prompt: list[int], count: int) -> None:
         rid = f"soak-{number}"
         chance = random.Random(number)
         async with self._slots:
-            sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
-            answer = asyncio.create_task(
-                self.post("/generate", {"rid": rid, "input_ids": prompt, "sampling_params": sampling})
-            )
+            answer = asyncio.create_task(self.generate(prompt, count, rid=rid))
             if chance.random() < ABORTED:
                 await asyncio.sleep(chance.uniform(0, 2))
                 await self.post("/abort_request", {"rid": rid})
             result = await answer
         meta = result.get("meta_info", {})
-        done, reason = (
-            meta.get("completion_tokens", 0),
-            (meta.get("finish_reason") or {}).get("type", str(result)[:200]),
-        )
+        done = meta.get("completion_tokens", 0)
+        reason = (meta.get("finish_reason") or {}).get("type", str(result)[:200])
         if reason == "abort":
             self.aborted += 1
         elif done == count:
@@ -94,10 +93,7 @@ class Client:
         answers = []
         for i in range(PROBES):
             prompt = serving.tokens(("probe", i % 4), 700) + serving.tokens(("own probe", i), 20 + 7 * i)
-            sampling = {"max_new_tokens": PROBE_TOKENS, "temperature": 0, "ignore_eos": True}
-            answers.append(
-                (await self.post("/generate", {"input_ids": prompt, "sampling_params": sampling}))["output_ids"]
-            )
+            answers.append((await self.generate(prompt, PROBE_TOKENS))["output_ids"])
         return answers
 
 
@@ -148,8 +144,8 @@ def main() -> None:
     options = parser.parse_args()
     requests = requests_of(options.trace, options.minutes, options.divide_prompt, options.divide_answer)
     flags = [
-        *(["--load-format", "dummy"] if options.dummy else []), "--schedule-conservativeness", "0.1",
-        "--max-total-tokens", str(options.pool), "--max-running-requests", str(options.running), *options.server,
+        "--schedule-conservativeness", "0.1", "--max-total-tokens", str(options.pool),
+        "--max-running-requests", str(options.running), *serving.sglang_flags(options),
     ]  # fmt: skip
     results = []
     for backend in options.backends:

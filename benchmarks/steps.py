@@ -65,8 +65,7 @@ class Runner:
         load_plugins()
         parser = argparse.ArgumentParser()
         ServerArgs.add_cli_args(parser)
-        arguments = ["--model-path", str(options.model), "--attention-backend", backend, *options.server]
-        arguments += ["--load-format", "dummy"] if options.dummy else []
+        arguments = ["--model-path", str(options.model), "--attention-backend", backend, *serving.sglang_flags(options)]
         server_args = ServerArgs.from_cli_args(parser.parse_args(arguments))
         _set_envs_and_config(server_args)
         initialize_moe_config(server_args)
@@ -262,9 +261,9 @@ def main() -> None:
     if options.child:
         child(options)
         return
+    device = about.gpu()
     result: dict[str, Any] = {
-        "device": about.gpu(),
-        "model": options.model.name, "records": [], "agreement": [], "agreement_date": about.gpu()["date"],
+        "device": device, "model": options.model.name, "records": [], "agreement": [], "agreement_date": device["date"],
     }  # fmt: skip
     outcomes = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -172,7 +172,7 @@ def features(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> tuple[fl
         load = 0.0
         for item in plan.items[begin:end]:
             tokens = (batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end) - item.start
-            load += tokens * config.rate(len(item.queries)) + config.item(len(item.queries))
+            load += config.work_item_bytes(len(item.queries), tokens)
         for task in range(number * cost.kv_heads, (number + 1) * cost.kv_heads):
             loads[task % gpu.sms] += load / cost.kv_heads
     return max(loads) * gpu.sms / per_us, plan.merged_parts * cost.part_bytes / per_us

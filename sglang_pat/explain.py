@@ -101,7 +101,7 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
     for item in plan.items:
         end = batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end
         pack = packs.setdefault(tuple(item.queries), len(packs))
-        price = ((end - item.start) * config.rate(len(item.queries)) + config.item(len(item.queries))) // cost.kv_heads
+        price = config.work_item_bytes(len(item.queries), end - item.start) // cost.kv_heads
         items.append(
             [item.start, end, pack, item.tile.m, item.tile.n, price, _runs(sorted(place[q] for q in item.queries))]
         )

@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
 from sglang_pat.demo import tiny_model
 from sglang_pat.demo.server import Server
+
+T = TypeVar("T")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -45,11 +47,20 @@ def assert_sound(server: Server) -> dict[str, Any]:
     return counters
 
 
-def send_and_abort(server: Server, send: Callable[[str], Any], number: int) -> None:
-    """Abort the request that `send` sends under the id it is given, up to a second later."""
-    rid = f"disturbance-{number}"
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(send, rid)
-        time.sleep(random.Random(number).uniform(0.05, 1.0))
-        server.post("/abort_request", {"rid": rid})
-        answer.result()
+def amid_aborts(server: Server, send: Callable[[int, str], Any], answer: Callable[[], T]) -> T:
+    """What `answer` gives while 24 requests, sent by `send` with a number and a request id, are aborted beside it."""
+
+    def disturb(number: int) -> None:
+        rid = f"disturbance-{number}"
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(send, number, rid)
+            time.sleep(random.Random(number).uniform(0.05, 1.0))
+            server.post("/abort_request", {"rid": rid})
+            sent.result()
+
+    with ThreadPoolExecutor(8) as pool:
+        disturbances = [pool.submit(disturb, number) for number in range(24)]
+        result = answer()
+        for disturbance in disturbances:
+            disturbance.result()
+    return result

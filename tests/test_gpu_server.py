@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import assert_sound, send_and_abort
+from conftest import amid_aborts, assert_sound
 
 from sglang_pat.demo import tiny_model, workload
 from sglang_pat.demo.server import Server
@@ -136,14 +136,11 @@ def test_every_batch_size_has_its_graph(servers: dict[str, Server], prompts: lis
 def test_joins_aborts_and_flushes(servers: dict[str, Server], prompts: list[str], expected: list[Answer]) -> None:
     server = servers["graphs"]
 
-    def disturb(i: int) -> None:
-        send_and_abort(server, lambda rid: generate(server, prompts[i % len(prompts)] + "!", rid, 400), i)
-
-    with ThreadPoolExecutor(8) as pool:
-        disturbances = [pool.submit(disturb, i) for i in range(24)]
-        answers = generate_all(server, prompts, concurrency=16)
-        for disturbance in disturbances:
-            disturbance.result()
+    answers = amid_aborts(
+        server,
+        lambda i, rid: generate(server, prompts[i % len(prompts)] + "!", rid, 400),
+        lambda: generate_all(server, prompts, concurrency=16),
+    )
     assert_agree(answers, expected)
     assert_sound(server)
     assert "flushed" in str(server.post("/flush_cache")).lower()

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import assert_sound, send_and_abort
+from conftest import amid_aborts, assert_sound
 
 from sglang_pat import cli
 from sglang_pat.demo import workload
@@ -152,14 +152,11 @@ def test_small_mixed_chunks_pages_lpm_no_overlap_no_reuse(
 def test_joins_aborts_and_finishes(servers: dict[str, Server], prompts: list[str], expected: list[list[int]]) -> None:
     server = servers["plain"]
 
-    def disturb(i: int) -> None:
-        send_and_abort(server, lambda rid: generate(server, prompts[i % len(prompts)] + "!", 400, rid=rid), i)
-
-    with ThreadPoolExecutor(8) as pool:
-        disturbances = [pool.submit(disturb, i) for i in range(24)]
-        answers = generate_all(server, prompts, concurrency=16)
-        for disturbance in disturbances:
-            disturbance.result()
+    answers = amid_aborts(
+        server,
+        lambda i, rid: generate(server, prompts[i % len(prompts)] + "!", 400, rid=rid),
+        lambda: generate_all(server, prompts, concurrency=16),
+    )
     assert answers == expected
     assert_sound(server)
 

@@ -12,7 +12,7 @@ import operator
 
 import msgspec
 
-from sglang_pat.packing.config import PackConfig
+from sglang_pat.packing.config import ALWAYS, PackConfig
 from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.split import kv_length
 
@@ -22,7 +22,6 @@ a worker has two KV tiles to do (`python benchmarks/policies.py --random 200`)."
 
 SLACK = 64
 """A bin may miss the average by its 1/SLACK-th before a pack is cut for it; with 32 the same run missed 5 % at times."""
-
 
 UNEVEN = 32
 """Tails grow, and one bin has more of them than another: when that alone has made one longer than the average by the
@@ -66,7 +65,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         seq_lens: Tokens of each request.
         config: Device and model.
     """
-    costs = [kv_length(p, seq_lens) * config.rate(len(p.queries)) + config.item(len(p.queries)) for p in packs]
+    costs = [config.work_item_bytes(len(pack.queries), kv_length(pack, seq_lens)) for pack in packs]
     remaining = sum(costs)
     # The end of a bin falls into a pack with as many queries as are usual, weighted by work. Of packs that are shorter
     # than a bin it finds one with few: they are laid out whole, with narrow ones around them.
@@ -114,8 +113,8 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     return bins
 
 
-def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig) -> int | None:
-    """Decode steps for which bins stay even while every open tail grows by a token a step; None if they always will.
+def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig) -> int:
+    """Decode steps for which bins stay even while every open tail grows by a token a step.
 
     Args:
         bins: As `balance` made them.
@@ -125,11 +124,9 @@ def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig) 
     growths = [sum(config.rate(len(pack.queries)) for pack in members if pack.end is None) for members in bins]
     excess = max(growths) * len(bins) - sum(growths)
     if excess == 0:
-        return None
+        return ALWAYS
     work = sum(
-        kv_length(pack, seq_lens) * config.rate(len(pack.queries)) + config.item(len(pack.queries))
-        for members in bins
-        for pack in members
+        config.work_item_bytes(len(pack.queries), kv_length(pack, seq_lens)) for members in bins for pack in members
     )
     allowed = max(work // UNEVEN, len(bins) * config.tiles.kv_tiles[-1] * config.rate(1))
     return max(LEAST_STEPS, allowed // excess)
@@ -146,8 +143,7 @@ def _tokens(queue: _Queue, seq_lens: list[int]) -> int:
 
 
 def _cost(queue: _Queue, seq_lens: list[int], config: PackConfig) -> int:
-    queries = len(queue.packs[queue.index].queries)
-    return _tokens(queue, seq_lens) * config.rate(queries) + config.item(queries)
+    return config.work_item_bytes(len(queue.packs[queue.index].queries), _tokens(queue, seq_lens))
 
 
 def _cut_tokens(queue: _Queue, gap: int, seq_lens: list[int], config: PackConfig) -> int:

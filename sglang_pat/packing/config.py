@@ -12,7 +12,7 @@ MAX_WAVES = 8
 four of them idle; eight leave at most 4 % idle for any GPU and model (`python benchmarks/policies.py --waves`)."""
 
 ALWAYS = 2**31 - 1
-"""More tokens than any pack has."""
+"""More tokens than any pack has, and more steps than any plan is used for."""
 
 
 class PackConfig(msgspec.Struct, frozen=True):
@@ -61,6 +61,10 @@ class PackConfig(msgspec.Struct, frozen=True):
         m = self.tiles.query_tile(queries * self.cost.group)
         return self.cost.kv_heads * self.tiles.item_bytes[self.tiles.query_tiles.index(m)]
 
+    def work_item_bytes(self, queries: int, tokens: int) -> int:
+        """What a work item costs that reads `tokens` tokens for `queries` queries of one tile."""
+        return tokens * self.rate(queries) + self.item(queries)
+
     def short_tokens(self, queries: int) -> int:
         """Up to how many tokens a pack of `queries` queries is read faster again and again, by work items of
         `few_queries`, than once by a tile for all of them."""
@@ -84,7 +88,7 @@ class PackConfig(msgspec.Struct, frozen=True):
             return 0
         items = self.pieces(queries, tokens)
         size = -(-queries // items)
-        return items * (tokens * self.rate(size) + self.item(size))
+        return items * self.work_item_bytes(size, tokens)
 
     @property
     def max_bins(self) -> int:

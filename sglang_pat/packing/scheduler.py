@@ -78,9 +78,8 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
             longest = max(longest, length)
             longest_tail = max(longest_tail, length if pack.end is None else 0)
         bins.append(len(items))
-    steps = TAIL_GROWTH * longest - longest_tail
-    even = even_steps(filled, seq_lens, config)
-    return Plan(items, bins, num_parts, steps if even is None else min(steps, even), kv_tokens, len(seq_lens))
+    steps = min(TAIL_GROWTH * longest - longest_tail, even_steps(filled, seq_lens, config))
+    return Plan(items, bins, num_parts, steps, kv_tokens, len(seq_lens))
 
 
 def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:
@@ -90,7 +89,7 @@ def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:
         cost = 0
         for item in plan.items[plan.bins[index] : plan.bins[index + 1]]:
             end = seq_lens[item.queries[0]] if item.end == OPEN else item.end
-            cost += (end - item.start) * config.rate(len(item.queries)) + config.item(len(item.queries))
+            cost += config.work_item_bytes(len(item.queries), end - item.start)
         for head in range(config.cost.kv_heads):
             loads[(index * config.cost.kv_heads + head) % config.workers] += cost
     return -(-max(loads) // config.cost.kv_heads)
