@@ -35,6 +35,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
 from sglang_pat import compat
+from sglang_pat.demo.server import free_port
 from sglang_pat.radix_bridge import hooks
 from sglang_pat.radix_bridge.events import ROOT, NodeEvicted
 
@@ -192,7 +193,7 @@ def main() -> None:
     arguments, flags = parser.parse_known_args()
     server_args = prepare_server_args(
         ["--model-path", str(arguments.model), "--device", "cpu", "--attention-backend", "pat", "--dtype", "float32",
-         "--grammar-backend", "none", *flags]
+         "--grammar-backend", "none", "--nccl-port", str(free_port()), *flags]
     )  # fmt: skip
     soaks: list[Soak] = []
     run = scheduler_module.Scheduler.run_event_loop

@@ -257,11 +257,12 @@ def test_sglang_serve_and_engine(
 ENGINE = """
 import json, sys
 import sglang
+from sglang_pat.demo.server import free_port
 
 if __name__ == "__main__":
     model, prompts, tokens = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
     engine = sglang.Engine(model_path=model, attention_backend="pat", dtype="float32", grammar_backend="none",
-                           max_total_tokens=20000, disable_radix_cache=True)
+                           max_total_tokens=20000, disable_radix_cache=True, nccl_port=free_port())
     outputs = engine.generate(prompts, {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True})
     engine.shutdown()
     print(json.dumps([output["output_ids"] for output in outputs]))

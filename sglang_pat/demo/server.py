@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,27 @@ from sglang_pat import platform
 
 STARTUP_SECONDS = 600
 """SGLang's imports take most of a start: 50 s on two cores once Python's byte code is cached, minutes before."""
+
+PORTS = range(20_000, 30_000)
+"""Below every port that Linux hands out by itself (32768 and up: `net.ipv4.ip_local_port_range`): SGLang listens a minute
+after its ports were chosen, and until then any connection of the machine could take one of those. SGLang 0.5.23 chooses
+the port of torch.distributed so (`get_free_port_below_ephemeral`), 0.5.17 does not."""
+
+
+def free_port() -> int:
+    """A port that nothing listens on, chosen at random so that servers started at once get different ones.
+
+    Raises:
+        OSError: None was found.
+    """
+    for port in random.sample(PORTS, 64):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"64 ports from {PORTS.start} to {PORTS.stop - 1} are all in use: stop what listens there")
 
 
 class Server:
@@ -40,9 +62,7 @@ class Server:
         on_cpu: bool = True,
     ) -> None:
         """Start it; `wait` waits until it serves. With `on_cpu` it does not see the machine's GPUs."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self._backend = backend
@@ -62,6 +82,8 @@ class Server:
                     "127.0.0.1",
                     "--port",
                     str(port),
+                    "--nccl-port",
+                    str(free_port()),
                     "--grammar-backend",
                     "none",
                     "--sleep-on-idle",
