@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def selected(request: pytest.FixtureRequest, parameter: str) -> list[str]:
     """Values of a parameter among the tests of the module that will run."""
-    items = [item for item in request.session.items if item.path == request.node.path]
+    items = [item for item in request.session.items if item.path == request.node.path and hasattr(item, "callspec")]
     return [item.callspec.params[parameter] for item in items if not item.get_closest_marker("skip")]
 
 

@@ -1,8 +1,9 @@
-"""Random pools for a batch, and what attention on them is."""
+"""Random pools for a batch, what attention on them is, and what a decoder makes of them."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -73,3 +74,35 @@ class Case:
     def plan(self, tiles: TileTable, workers: int = 132, policy: str = "optimal") -> torch.Tensor:
         plan = flatten(make_plan(self.batch, PackConfig(self.cost, tiles, workers, policy)))
         return torch.from_numpy(plan).to(self.q.device)
+
+
+class Run:
+    """A case with its plan, output and workspace, for a decoder on the case's device."""
+
+    def __init__(self, case: Case, decoder: Any, tiles: TileTable, policy: str = "optimal") -> None:
+        self.case = case
+        self.decoder = decoder
+        self.plan = case.plan(tiles, decoder.workers, policy)
+        self.out = torch.empty(case.q.shape, dtype=case.q.dtype, device=case.q.device)
+        self.make_workspace(int(self.plan[2]))
+
+    def make_workspace(self, slots: int) -> None:
+        heads, dim = self.case.q.shape[1:]
+        self.partial = torch.empty(max(1, slots), heads, dim, device=self.case.q.device)
+        self.lse = torch.empty(max(1, slots), heads, device=self.case.q.device)
+
+    def poison(self) -> None:
+        for tensor in (self.out, self.partial, self.lse):
+            tensor.fill_(math.nan)
+
+    def decode(self, logit_cap: float = 0.0, overlap: bool = True) -> None:
+        case = self.case
+        self.decoder.decode(
+            case.q, case.k, case.v, self.out, case.table, case.rows, case.seq_lens, self.plan, self.partial, self.lse,
+            scale=case.scale, logit_cap=logit_cap, overlap=overlap,
+        )  # fmt: skip
+
+    def error(self, logit_cap: float = 0.0) -> float:
+        self.poison()
+        self.decode(logit_cap)
+        return self.case.difference(self.out, logit_cap)

@@ -86,6 +86,8 @@ __device__ __forceinline__ void sync_threads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+__device__ __forceinline__ void nap() { asm volatile("nanosleep.u32 0;"); }
+
 // Gives this warpgroup's registers beyond `kRegisters` a thread away, or waits for as many.
 template <int kRegisters>
 __device__ __forceinline__ void shrink_registers() {

@@ -123,7 +123,7 @@ class WideGroup {
         release(k_);
         softmax.template update<8>(s, tokens - next * kTokens, capped_, p_, factor);
         // Never; but without a branch ptxas moves the softmax behind the wait, and nothing runs beside the product.
-        if (softmax.sum[0] + softmax.sum[1] < 0) asm volatile("nanosleep.u32 0;");
+        if (softmax.sum[0] + softmax.sum[1] < 0) nap();
         P::template wait<0>();
         release(v_);
         skip_until(v_, tile + 1, next);
@@ -144,9 +144,11 @@ class WideGroup {
     return shared_address(memory_.ring) + cursor.unit() * kUnitBytes<kDim>;
   }
 
-  // Passes over a unit that is the other group's. It must be full before it is given back, or it would count twice.
+  // Passes over a unit that is the other group's. It must be full before it is given back, or it would count twice; and
+  // every lane must have seen that, or it could be full for the next time before one looks, which would then wait for ever.
   __device__ static void skip(Ring& cursor) {
     cursor.wait_full();
+    __syncwarp();
     release(cursor);
   }
 

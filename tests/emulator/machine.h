@@ -1,0 +1,346 @@
+// One CTA at a time of a CUDA kernel that a host compiler has compiled. Each of its threads has a stack of its own, and where
+// it waits for others another one goes on, chosen at random; some warps are mostly overtaken. What the hardware may do late,
+// this does as late as it may, or at once, by chance: copies, arrivals and products. Until then their destination is NaN.
+#pragma once
+
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace emulator {
+
+constexpr int kWarpSize = 32, kNamedBarriers = 16;
+constexpr int kTries = 30;  // to find a thread that is not lazy
+constexpr size_t kStackBytes = 256 << 10, kSharedBytes = 227 << 10;
+
+// What a thread has asked for and need not have happened yet, in order: a copy of 16 bytes to shared memory (of zeros, if
+// from nowhere), the end of a group of copies, or an arrival at a barrier when all before is done.
+struct Pending {
+  enum Kind { kCopy, kCommit, kArrive } kind;
+  uint32_t to = 0;
+  const void* from = nullptr;
+};
+
+// A warp's part of a warpgroup's product, by lane; not done before it is waited for.
+struct Product {
+  float* sums[kWarpSize];
+  float before[kWarpSize][32];  // sums, which are NaN meanwhile; of the first product in flight for them
+  uint32_t left[kWarpSize][4];  // registers, or a descriptor
+  uint32_t right;
+  bool registers, accumulate, first;
+  float (*number)(uint16_t);
+};
+
+struct Thread {
+  unsigned index;
+  int lane, warp;
+  bool started = false;
+  ucontext_t start;
+  jmp_buf at;
+  std::deque<Pending> pending;
+};
+
+struct Warp {
+  int arrived = 0;
+  const void* instruction = nullptr;
+  alignas(16) uint8_t in[kWarpSize][64], out[kWarpSize][32];
+  std::vector<Thread*> waiting;
+  std::deque<std::vector<Product>> products;  // groups; the last one is not committed yet
+};
+
+struct NamedBarrier {
+  int arrived = 0, expected = 0, any = 0, all = 1, result_any = 0, result_all = 0;
+  std::vector<Thread*> waiting;
+};
+
+// A barrier in shared memory.
+struct MemoryBarrier {
+  uint32_t expected : 31, phase : 1;
+  uint32_t missing;
+};
+static_assert(sizeof(MemoryBarrier) == 8);
+
+class Machine {
+ public:
+  // Runs the CTA `block` of `grid`, whose shared memory is `shared`.
+  void run(const std::function<void()>& kernel, unsigned block, unsigned grid, unsigned threads, uint8_t* shared,
+           uint64_t seed) {
+    shared_ = shared;
+    std::memset(shared, 0xff, kSharedBytes);
+    random_.seed(seed);
+    kernel_ = &kernel;
+    block_ = block, grid_ = grid, size_ = threads;
+    alive_ = int(threads);
+    error_.clear();
+    ready_.clear();
+    waiting_.clear();
+    while (stacks_.size() < threads) stacks_.push_back(std::make_unique<Stack>());
+    threads_ = std::vector<Thread>(threads);
+    warps_ = std::vector<Warp>(threads / kWarpSize);
+    for (Warp& warp : warps_) warp.products.emplace_back();
+    named_ = std::vector<NamedBarrier>(kNamedBarriers);
+    lazy_.assign(warps_.size(), false);
+    for (size_t group = 0; group < warps_.size(); group += 4) {
+      const bool all = chance(4);
+      for (size_t i = group; i < std::min(group + 4, warps_.size()); ++i) lazy_[i] = all || chance(8);
+    }
+    for (unsigned i = 0; i < threads; ++i) {
+      Thread& thread = threads_[i];
+      thread.index = i, thread.lane = int(i % kWarpSize), thread.warp = int(i / kWarpSize);
+      ready_.push_back(&thread);
+    }
+    while (alive_ > 0 && error_.empty()) {
+      if (ready_.empty() ? !advance() : chance(8) && (advance(), false)) {
+        error_ = "every thread waits for another one: " + whereabouts();
+        break;
+      }
+      if (ready_.empty()) continue;
+      size_t next = random_() % ready_.size();
+      for (int i = 0; i < kTries && lazy_[ready_[next]->warp]; ++i) next = random_() % ready_.size();
+      std::swap(ready_[next], ready_.back());
+      Thread* thread = ready_.back();
+      ready_.pop_back();
+      enter(*thread);
+    }
+    for (Warp& warp : warps_)
+      if (error_.empty() && (warp.products.size() > 1 || !warp.products.back().empty()))
+        error_ = "a warp ended with products in flight";
+    if (!error_.empty()) throw std::runtime_error("CTA " + std::to_string(block) + ": " + error_);
+  }
+
+  Thread& current() { return *current_; }
+  unsigned block() const { return block_; }
+  unsigned grid() const { return grid_; }
+  unsigned size() const { return size_; }
+  uint8_t* shared(uint32_t address, uint32_t bytes) {
+    if (address % bytes != 0) fail("a misaligned address in shared memory");
+    if (address + bytes > kSharedBytes) fail("an address beyond shared memory");
+    return shared_ + address;
+  }
+  uint32_t address(const void* pointer) {
+    const ptrdiff_t offset = static_cast<const uint8_t*>(pointer) - shared_;
+    if (offset < 0 || offset >= ptrdiff_t(kSharedBytes)) fail("a pointer that is not to shared memory");
+    return uint32_t(offset);
+  }
+
+  // Ends the CTA.
+  [[noreturn]] void fail(const std::string& message) {
+    error_ = message + " (thread " + std::to_string(current_->index) + ")";
+    _longjmp(scheduler_, 1);
+  }
+
+  // An instruction that a warp executes together: `all` makes every lane's result of what all lanes gave.
+  template <typename Out, typename In, typename All>
+  Out together(const In& in, All all) {
+    static const char instruction = 0;  // one for each place in the source
+    static_assert(sizeof(In) <= sizeof(Warp::in[0]) && sizeof(Out) <= sizeof(Warp::out[0]));
+    Thread& thread = current();
+    Warp& warp = warps_[thread.warp];
+    if (warp.arrived > 0 && warp.instruction != &instruction) fail("lanes of a warp execute different instructions");
+    warp.instruction = &instruction;
+    std::memcpy(warp.in[thread.lane], &in, sizeof(In));
+    if (++warp.arrived < kWarpSize) {
+      warp.waiting.push_back(&thread);
+      wait();
+    } else {
+      In ins[kWarpSize];
+      Out outs[kWarpSize];
+      for (int i = 0; i < kWarpSize; ++i) std::memcpy(&ins[i], warp.in[i], sizeof(In));
+      all(ins, outs);
+      for (int i = 0; i < kWarpSize; ++i) std::memcpy(warp.out[i], &outs[i], sizeof(Out));
+      warp.arrived = 0;
+      wake(warp.waiting);
+    }
+    Out out;
+    std::memcpy(&out, warp.out[thread.lane], sizeof(Out));
+    return out;
+  }
+
+  // Waits for `expected` threads at a named barrier; (whether `value` is true for any, for all).
+  std::pair<bool, bool> sync(int id, int expected, bool value = false) {
+    if (id < 0 || id >= kNamedBarriers) fail("there are 16 named barriers");
+    NamedBarrier& barrier = named_[id];
+    if (barrier.arrived > 0 && barrier.expected != expected) fail("a barrier with two numbers of threads");
+    barrier.expected = expected;
+    barrier.any |= value, barrier.all &= value;
+    if (++barrier.arrived < expected) {
+      barrier.waiting.push_back(current_);
+      wait();
+    } else {
+      barrier.result_any = barrier.any, barrier.result_all = barrier.all;
+      barrier.arrived = 0, barrier.any = 0, barrier.all = 1;
+      wake(barrier.waiting);
+    }
+    return {barrier.result_any, barrier.result_all};
+  }
+
+  void init_barrier(uint32_t at, int arrivals) {
+    const MemoryBarrier barrier{uint32_t(arrivals), 0, uint32_t(arrivals)};
+    std::memcpy(shared(at, 8), &barrier, 8);
+  }
+
+  void arrive(uint32_t at) {
+    MemoryBarrier barrier = read_barrier(at);
+    if (--barrier.missing == 0) {
+      barrier.phase ^= 1, barrier.missing = barrier.expected;
+      wake(waiting_[at]);
+    }
+    std::memcpy(shared(at, 8), &barrier, 8);
+  }
+
+  void wait_barrier(uint32_t at, int phase) {
+    while (int(read_barrier(at).phase) == phase) {
+      waiting_[at].push_back(current_);
+      wait();
+    }
+  }
+
+  void copy(uint32_t to, const void* from) {
+    shared(to, 16);
+    if (reinterpret_cast<uintptr_t>(from) % 16 != 0) fail("a copy from a misaligned address");
+    if (chance(2)) return finish({Pending::kCopy, to, from});
+    std::memset(shared(to, 16), 0xff, 16);
+    current_->pending.push_back({Pending::kCopy, to, from});
+  }
+  void commit_copies() { current_->pending.push_back({Pending::kCommit}); }
+  void arrive_after_copies(uint32_t at) { current_->pending.push_back({Pending::kArrive, at}); }
+  void wait_copies(int groups) {
+    auto& pending = current_->pending;
+    int committed = 0;
+    for (const Pending& one : pending) committed += one.kind == Pending::kCommit;
+    while (committed > groups) {
+      const Pending one = pending.front();
+      pending.pop_front();
+      committed -= one.kind == Pending::kCommit;
+      finish(one);
+    }
+  }
+
+  // This warp's products in flight, in groups.
+  auto& products() { return warps_[current_->warp].products; }
+
+  // Whether something happens that has one chance in `n`.
+  bool chance(unsigned n) { return random_() % n == 0; }
+
+ private:
+  struct Stack {
+    Stack() : memory(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
+      if (memory == MAP_FAILED) throw std::bad_alloc();
+    }
+    ~Stack() { munmap(memory, kStackBytes); }
+    void* memory;
+  };
+
+  // On with a thread, until it waits or ends.
+  void enter(Thread& thread) {
+    current_ = &thread;
+    if (_setjmp(scheduler_) != 0) return;
+    if (thread.started) _longjmp(thread.at, 1);
+    thread.started = true;
+    getcontext(&thread.start);
+    thread.start.uc_stack.ss_sp = stacks_[thread.index]->memory;
+    thread.start.uc_stack.ss_size = kStackBytes;
+    const uintptr_t self = reinterpret_cast<uintptr_t>(this);
+    makecontext(&thread.start, reinterpret_cast<void (*)()>(&begin), 2, unsigned(self >> 32), unsigned(self));
+    setcontext(&thread.start);
+  }
+
+  static void begin(unsigned high, unsigned low) {
+    Machine& machine = *reinterpret_cast<Machine*>(uintptr_t(high) << 32 | low);
+    (*machine.kernel_)();
+    machine.end();
+  }
+
+  [[noreturn]] void end() {
+    while (!current_->pending.empty()) finish_first(*current_);
+    --alive_;
+    _longjmp(scheduler_, 1);
+  }
+
+  void wait() {
+    if (_setjmp(current_->at) == 0) _longjmp(scheduler_, 1);
+  }
+
+  void wake(std::vector<Thread*>& threads) {
+    ready_.insert(ready_.end(), threads.begin(), threads.end());
+    threads.clear();
+  }
+
+  MemoryBarrier read_barrier(uint32_t at) {
+    MemoryBarrier barrier;
+    std::memcpy(&barrier, shared(at, 8), 8);
+    return barrier;
+  }
+
+  void finish(const Pending& one) {
+    if (one.kind == Pending::kArrive) arrive(one.to);
+    if (one.kind != Pending::kCopy) return;
+    if (one.from == nullptr)
+      std::memset(shared(one.to, 16), 0, 16);
+    else
+      std::memcpy(shared(one.to, 16), one.from, 16);
+  }
+
+  void finish_first(Thread& thread) {
+    const Pending one = thread.pending.front();
+    thread.pending.pop_front();
+    finish(one);
+  }
+
+  // Goes on with some thread's copies; false if there are none.
+  bool advance() {
+    const size_t first = random_() % threads_.size();
+    for (size_t i = 0; i < threads_.size(); ++i) {
+      Thread& thread = threads_[(first + i) % threads_.size()];
+      if (thread.pending.empty()) continue;
+      finish_first(thread);
+      return true;
+    }
+    return false;
+  }
+
+  std::string whereabouts() const {
+    std::string text;
+    for (int id = 0; id < kNamedBarriers; ++id)
+      if (named_[id].arrived > 0)
+        text += std::to_string(named_[id].arrived) + " of " + std::to_string(named_[id].expected) + " at barrier " +
+                std::to_string(id) + ", ";
+    for (const auto& [at, threads] : waiting_)
+      if (!threads.empty())
+        text += std::to_string(threads.size()) + " at the barrier in shared memory at " + std::to_string(at) + ", ";
+    int lanes = 0;
+    for (const Warp& warp : warps_) lanes += warp.arrived;
+    return text + std::to_string(lanes) + " for others of their warp";
+  }
+
+  uint8_t* shared_ = nullptr;
+  std::mt19937_64 random_;
+  const std::function<void()>* kernel_ = nullptr;
+  unsigned block_ = 0, grid_ = 0, size_ = 0;
+  int alive_ = 0;
+  std::string error_;
+  jmp_buf scheduler_;
+  Thread* current_ = nullptr;
+  std::vector<std::unique_ptr<Stack>> stacks_;
+  std::vector<Thread> threads_;
+  std::vector<Thread*> ready_;
+  std::vector<Warp> warps_;
+  std::vector<bool> lazy_;  // warps that others mostly overtake
+  std::vector<NamedBarrier> named_;
+  std::unordered_map<uint32_t, std::vector<Thread*>> waiting_;
+};
+
+inline thread_local Machine* machine = nullptr;
+
+}  // namespace emulator

@@ -1,0 +1,241 @@
+// In place of csrc/cuda/ptx.cuh: the same instructions, carried out by the machine. PTX ISA 8.x says what they do; the
+// chapters on `mma`, `ldmatrix`, `movmatrix` and `mbarrier` say where operands are.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+
+#include "machine.h"
+
+#undef __noinline__
+#define __noinline__ __attribute__((noinline))
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __shared__
+#define __shared__ thread_local  // each thread of the host has one CTA
+
+inline const struct {
+  struct {
+    operator unsigned() const { return emulator::machine->current().index; }
+  } x;
+} threadIdx;
+inline const struct {
+  struct {
+    operator unsigned() const { return emulator::machine->block(); }
+  } x;
+} blockIdx;
+inline const struct {
+  struct {
+    operator unsigned() const { return emulator::machine->grid(); }
+  } x;
+} gridDim;
+
+// CUDA's own functions.
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+  struct In {
+    T value;
+    int lane;
+  };
+  return emulator::machine->together<T>(In{value, lane}, [](const In(&in)[32], T(&out)[32]) {
+    for (int i = 0; i < 32; ++i) out[i] = in[in[i].lane & 31].value;
+  });
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return __shfl_sync(~0u, value, emulator::machine->current().lane ^ mask);
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int by) {
+  const int lane = emulator::machine->current().lane;
+  return __shfl_sync(~0u, value, lane < by ? lane : lane - by);
+}
+inline unsigned __ballot_sync(unsigned, bool value) {
+  return emulator::machine->together<unsigned>(value, [](const bool(&in)[32], unsigned(&out)[32]) {
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= unsigned(in[i]) << i;
+    std::fill_n(out, 32, bits);
+  });
+}
+inline bool __any_sync(unsigned, bool value) { return __ballot_sync(~0u, value) != 0; }
+inline int __reduce_add_sync(unsigned, int value) {
+  return emulator::machine->together<int>(value, [](const int(&in)[32], int(&out)[32]) {
+    int sum = 0;
+    for (int x : in) sum += x;
+    std::fill_n(out, 32, sum);
+  });
+}
+inline int __reduce_max_sync(unsigned, int value) {
+  return emulator::machine->together<int>(value, [](const int(&in)[32], int(&out)[32]) {
+    std::fill_n(out, 32, *std::max_element(in, in + 32));
+  });
+}
+inline void __syncwarp() {
+  emulator::machine->together<char>('\0', [](const char(&)[32], char(&)[32]) {});
+}
+inline void __syncthreads() { emulator::machine->sync(0, int(emulator::machine->size())); }
+inline bool __syncthreads_or(bool value) { return emulator::machine->sync(0, int(emulator::machine->size()), value).first; }
+inline bool __syncthreads_and(bool value) { return emulator::machine->sync(0, int(emulator::machine->size()), value).second; }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+template <typename T>
+cudaError_t cudaFuncSetAttribute(T* kernel, cudaFuncAttribute attribute, int value) {
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
+}
+inline float __fdividef(float x, float y) { return x / y; }
+#undef __log2f
+inline float __log2f(float x) { return std::log2(x); }
+
+namespace pat {
+
+using emulator::machine;
+using std::max;
+using std::min;
+
+inline uint32_t shared_address(const void* pointer) { return machine->address(pointer); }
+
+inline void copy16(uint32_t to, const void* from) { machine->copy(to, from); }
+inline void copy16_or_zero(uint32_t to, const void* from, bool valid) { machine->copy(to, valid ? from : nullptr); }
+inline uint64_t leaves_first() { return 0; }
+inline void copy16(uint32_t to, const void* from, uint64_t) { machine->copy(to, from); }
+inline void commit_copies() { machine->commit_copies(); }
+template <int kPending>
+void wait_copies() {
+  machine->wait_copies(kPending);
+}
+
+inline void fence_async_proxy() {}
+inline void launch_dependents() {}
+inline void wait_for_primary() {}
+
+template <typename T>
+T fresh(T value) {
+  return value;
+}
+inline int thread_of_cta() { return int(threadIdx.x); }
+template <unsigned kCount>
+int thread_of() {
+  return int(threadIdx.x % kCount);
+}
+inline int lane_id() { return thread_of<32>(); }
+inline int warp_id() { return int(threadIdx.x / 32); }
+
+inline void sync_threads(int id, int threads) { machine->sync(id, threads); }
+template <int>
+void shrink_registers() {}
+template <int>
+void grow_registers() {}
+inline void nap() {}
+
+inline void init_barrier(uint32_t barrier, int arrivals) { machine->init_barrier(barrier, arrivals); }
+inline void arrive(uint32_t barrier) { machine->arrive(barrier); }
+inline void arrive_after_copies(uint32_t barrier) { machine->arrive_after_copies(barrier); }
+inline void wait_barrier(uint32_t barrier, int phase) { machine->wait_barrier(barrier, phase); }
+
+using Registers = std::array<uint32_t, 4>;
+
+// Lanes 8 i to 8 i + 7 say where the rows of matrix i are; a lane gets a pair of each.
+template <bool kTransposed>
+void load_matrices_as(uint32_t (&r)[4], uint32_t from) {
+  machine->shared(from, 16);
+  const Registers loaded = machine->together<Registers>(from, [](const uint32_t(&rows)[32], Registers(&out)[32]) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i) {
+        uint16_t pair[2];
+        for (int j = 0; j < 2; ++j) {
+          const int row = kTransposed ? lane % 4 * 2 + j : lane / 4, column = kTransposed ? lane / 4 : lane % 4 * 2 + j;
+          std::memcpy(&pair[j], machine->shared(rows[8 * i + row], 16) + 2 * column, 2);
+        }
+        std::memcpy(&out[lane][i], pair, 4);
+      }
+  });
+  std::copy(loaded.begin(), loaded.end(), r);
+}
+inline void load_matrices(uint32_t (&r)[4], uint32_t from) { load_matrices_as<false>(r, from); }
+inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t from) { load_matrices_as<true>(r, from); }
+
+inline uint32_t transpose(uint32_t x) {
+  return machine->together<uint32_t>(x, [](const uint32_t(&in)[32], uint32_t(&out)[32]) {
+    for (int lane = 0; lane < 32; ++lane) {
+      uint16_t pair[2];
+      for (int j = 0; j < 2; ++j) pair[j] = uint16_t(in[(lane % 4 * 2 + j) * 4 + lane / 8] >> lane / 4 % 2 * 16);
+      std::memcpy(&out[lane], pair, 4);
+    }
+  });
+}
+
+inline float exp2_fast(float x) { return std::exp2(x); }
+
+template <typename T>
+struct Half;
+
+#define PAT_HALF(TYPE, PAIR, CONVERT)                                                        \
+  template <>                                                                                \
+  struct Half<TYPE> {                                                                        \
+    static uint32_t pack(float low, float high) {                                            \
+      const PAIR pair = CONVERT(low, high);                                                  \
+      return reinterpret_cast<const uint32_t&>(pair);                                        \
+    }                                                                                        \
+    static float number(uint16_t bits) {                                                     \
+      static const std::vector<float> all = [] {                                             \
+        std::vector<float> numbers(1 << 16);                                                 \
+        for (size_t i = 0; i < numbers.size(); ++i) {                                        \
+          const uint16_t one = uint16_t(i);                                                  \
+          numbers[i] = float(reinterpret_cast<const TYPE&>(one));                            \
+        }                                                                                    \
+        return numbers;                                                                      \
+      }();                                                                                   \
+      return all[bits];                                                                      \
+    }                                                                                        \
+    static void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);        \
+  };
+PAT_HALF(__half, __half2, __floats2half2_rn)
+PAT_HALF(__nv_bfloat16, __nv_bfloat162, __floats2bfloat162_rn)
+#undef PAT_HALF
+
+// The numbers of a left operand of 16 x 16, which lanes hold in pairs.
+template <typename Number>
+void left_operand(float (&to)[16][16], const uint32_t (&registers)[4], int lane, Number number) {
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 2; ++j)
+      to[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8 + j] = number(uint16_t(registers[i] >> 16 * j));
+}
+
+struct MmaIn {
+  float d[4];
+  uint32_t a[4], b[2];
+};
+template <typename T>
+std::array<float, 4> mma_of(const MmaIn& in) {
+  using Out = std::array<float, 4>;
+  return machine->together<Out>(in, [](const MmaIn(&in)[32], Out(&out)[32]) {
+    float a[16][16], b[8][16];
+    for (int lane = 0; lane < 32; ++lane) {
+      left_operand(a, in[lane].a, lane, Half<T>::number);
+      for (int i = 0; i < 4; ++i)
+        b[lane / 4][lane % 4 * 2 + i / 2 * 8 + i % 2] = Half<T>::number(uint16_t(in[lane].b[i / 2] >> i % 2 * 16));
+    }
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i) {
+        float sum = in[lane].d[i];
+        for (int k = 0; k < 16; ++k) sum += a[lane / 4 + i / 2 * 8][k] * b[lane % 4 * 2 + i % 2][k];
+        out[lane][i] = sum;
+      }
+  });
+}
+#define PAT_MMA(TYPE)                                                                                        \
+  inline void Half<TYPE>::mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {             \
+    const auto sums = mma_of<TYPE>(MmaIn{{d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1}});     \
+    std::copy(sums.begin(), sums.end(), d);                                                                  \
+  }
+PAT_MMA(__half)
+PAT_MMA(__nv_bfloat16)
+#undef PAT_MMA
+
+}  // namespace pat

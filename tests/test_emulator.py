@@ -1,0 +1,117 @@
+"""What the emulator is for: a barrier or a wait that the kernels lack is found without a GPU (emulated.py)."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import emulated
+import pytest
+import torch
+from conftest import selected
+from kernel_cases import TOLERANCE, Case, Run
+from trees import random_batch
+
+from sglang_pat.kernels import gpu_tiles
+from sglang_pat.packing import Batch, Node, TileTable
+
+ARCH, DIM = "9.0a", 128
+KNOWN = gpu_tiles.tile_table(ARCH, DIM)
+TILES = TileTable(KNOWN.query_tiles, KNOWN.kv_tiles, ())
+"""Without prices, by which short packs would avoid wide tiles."""
+
+CHANGES: dict[str, emulated.Change] = {
+    "narrow: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
+    "narrow: only the first chunk of a pair is waited for": (
+        "narrow.cuh", "wait_copies<kNarrowStages - 2>();", "wait_copies<kNarrowStages - 1>();",
+    ),
+    "narrow: a team sums up before all have written": (
+        "narrow.cuh", "statistics_.stage[warp] = last;\n    all_arrived();", "statistics_.stage[warp] = last;",
+    ),
+    "narrow: a team's memory is free before all have read": ("narrow.cuh", "    all_arrived();\n  }\n", "  }\n"),
+    "wide: V is not waited for": ("wide.cuh", "v_.wait_full();", ""),
+    "wide: scores are not waited for": ("wide.cuh", "P::template wait<1>();", ""),
+    "wide: V is free while it is multiplied": (
+        "wide.cuh", "P::template wait<0>();\n        release(v_);", "release(v_);\n        P::template wait<0>();",
+    ),
+    "wide: K is never freed": ("wide.cuh", "release(k_);\n        softmax", "softmax"),
+    "wide: groups add up before both have written": (
+        "wide.cuh", "    sync_threads(kWideBarrier, kTurns * kGroupThreads);\n    if (group_ == 0)", "    if (group_ == 0)",
+    ),
+    "ring: V does not wait for a free unit": ("ring.cuh", "cursor_.wait_free();\n      copy_rows<true>", "copy_rows<true>"),
+    "ring: Q does not wait for a free buffer": ("ring.cuh", "queries_.wait_free();", ""),
+    "forward: narrow items do not wait for wide ones": (
+        "forward.cuh", "if (narrow_first) break;\n        sync_threads(kTurnBarrier, S::kComputing);", "if (narrow_first) break;",
+    ),
+    "forward: wide items' loads do not wait for narrow ones": (
+        "forward.cuh", "if (narrow_first) sync_threads(kPhaseBarrier, kThreads);\n", "",
+    ),
+    "merge: warps add up before all have written": (
+        "merge.cuh", "all[warp][lane_id()] = sums[0];\n    __syncthreads();", "all[warp][lane_id()] = sums[0];",
+    ),
+}  # fmt: skip
+"""Each takes out what keeps one part of the kernels from another's memory."""
+
+
+def cases() -> list[Case]:
+    """Items of every phase, shared by teams, by groups or by nobody, and each way to merge."""
+    generator = random.Random(3)
+    torch.manual_seed(0)
+    shared = [Batch([600] * count, [Node(0, 500, list(range(count)))]) for count in (1, 8, 40)]
+    short = [Node(0, 70, list(range(first, first + 12))) for first in range(0, 96, 12)]
+    ragged = Batch([generator.randint(1, 700) for _ in range(7)], [])
+    trees = [random_batch(generator, 2, 4, 90) for _ in range(3)]
+    return [
+        Case(batch, 8, 2, DIM, DIM, torch.bfloat16) for batch in [*shared, ragged, Batch([71] * 96, short), *trees]
+    ] + [Case(Batch([4000], []), 2, 1, DIM, DIM, torch.bfloat16)]
+
+
+def fault(change: emulated.Change | None) -> str:
+    """The first one that is found, if any."""
+    decoder = emulated.Decoder(torch.bfloat16, DIM, TILES, ARCH, change)
+    for number, case in enumerate(cases()):
+        for policy in ("optimal", "naive"):
+            run = Run(case, decoder, TILES, policy)
+            first = None
+            for seed in range(3):
+                decoder.seed(1000 * seed)
+                try:
+                    assert run.error() < TOLERANCE[torch.bfloat16]
+                    assert first is None or torch.equal(run.out, first), "not the same in every order"
+                except (AssertionError, RuntimeError) as error:
+                    return f"case {number}, {policy}, seed {seed}: {error or 'wrong results'}"
+                first = run.out.clone()
+    return ""
+
+
+def test_the_kernels_have_what_they_need() -> None:
+    assert not fault(None)
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> Iterator[dict[str, Future]]:
+    """In processes of their own: what is missing may end one."""
+
+    def start(name: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, __file__, name], capture_output=True, text=True, check=False, timeout=300
+        )
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {name: pool.submit(start, name) for name in selected(request, "name")}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_missing_is_found(name: str, results: dict[str, Future]) -> None:
+    result = results[name].result()
+    print(result.stdout)
+    # A fault can be a crash.
+    assert result.returncode < 0 or (result.returncode == 0 and "nothing" not in result.stdout), result.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    print("found:", fault(CHANGES[sys.argv[1]]) or "nothing")
