@@ -30,6 +30,13 @@ def radix_cache_serves() -> bool:
     return caching_method() == "cache_unfinished_req"
 
 
+def skips_finishing() -> bool:
+    """Whether a request leaves the batch while its last token is being computed; 0.5.17 decodes it once more."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    return hasattr(Scheduler, "_reqs_finishing_inflight")
+
+
 def row(req: Any) -> int:
     """The request's row of `req_to_token`."""
     return req.req_pool_idx if hasattr(req, "req_pool_idx") else req.kv.req_pool_idx

@@ -75,9 +75,10 @@ def _compile(variant: cuda.Variant, sources: Path) -> Any:
 
 
 def _cuda_headers() -> Path:
-    """Of the wheel that torch brings."""
+    """Of the wheels that torch brings, or of the CUDA toolkit."""
     packages = Path(torch.__file__).parent.parent
-    return next(path.parent for path in sorted(packages.glob("nvidia/*/include/cuda_fp16.h")))
+    found = sorted(packages.glob("nvidia/*/include/cuda_fp16.h"))
+    return found[0].parent if found else Path(jit.find_nvcc()).resolve().parent.parent / "include"
 
 
 class Decoder(cuda.Decoder):

@@ -45,6 +45,8 @@ def test_an_eviction_under_a_running_request_unbinds_it(observer: Observer) -> N
 def test_subscribers_hear_what_the_mirror_hears(observer: Observer) -> None:
     heard: list[Any] = []
     observer.subscribers.append(heard.append)
+    hooks._on_finishing([SimpleNamespace(rid="running")], None, None)
+    assert observer.scheduler.batch == []
     observer.on_released(SimpleNamespace(rid="running"))
     observer.on_reset()
-    assert [type(event).__name__ for event in heard] == ["RequestReleased", "TreeReset"]
+    assert [type(event).__name__ for event in heard] == ["RequestWithdrawn", "RequestReleased", "TreeReset"]

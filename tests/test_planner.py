@@ -10,7 +10,15 @@ from sglang_pat.backend.planner import Planner
 from sglang_pat.kernels import layout
 from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
-from sglang_pat.radix_bridge.events import ROOT, Event, NodeInserted, NodeSplit, RequestBound, RequestReleased
+from sglang_pat.radix_bridge.events import (
+    ROOT,
+    Event,
+    NodeInserted,
+    NodeSplit,
+    RequestBound,
+    RequestReleased,
+    RequestWithdrawn,
+)
 from sglang_pat.radix_bridge.observer import apply
 
 CONFIG = PackConfig(CostModel(8, 2, 64, 64, 2), CPU_TILES, 1)
@@ -105,6 +113,22 @@ def test_a_tail_that_outgrows_its_split_makes_a_new_plan(decode: Decode) -> None
     for _ in range(4000):
         decode.step()
     assert 2 <= decode.plans <= 8
+
+
+def test_what_is_left_after_a_request_is_withdrawn_is_planned_ahead() -> None:
+    decode = Decode(ahead=True)
+    for rid in "abc":
+        decode.join(rid)
+    decode.step()
+    before = decode.planner.counters()
+    decode.apply(RequestWithdrawn("b"))
+    del decode.seq_lens["b"]
+    time.sleep(0.05)
+    plan = decode.step()
+    counters = decode.planner.counters()
+    assert (counters.plans - before.plans, counters.plans_ahead - before.plans_ahead) == (1, 1)
+    decode.apply(RequestReleased("b"))
+    assert decode.step() is plan
 
 
 def test_without_reuse_every_step_is_planned() -> None:

@@ -89,6 +89,4 @@ def test_the_mirror_is_what_req_to_token_says(name: str, runs: dict[str, Future]
     else:
         assert report["bound_share"] > 0.9
         assert report["kv_tokens"] < report["kv_tokens_unpacked"]
-        # 0.5.23 drops a request from the batch a step before its length limit, and tells nobody until it is over.
-        share = 0.5 if compat.radix_cache_serves() else 0.1
-        assert report["plans_ahead"] > share * report["plans"], "the next batch is foreseen"
+        assert report["plans_ahead"] > 0.8 * report["plans"], "the next batch is foreseen"

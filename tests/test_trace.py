@@ -136,7 +136,7 @@ def cut_off(data: bytes) -> bytes:
         (lambda data: b"", "is not a trace of sglang-pat"),
         (lambda data: data.replace(b"Header", b"Reader"), "is damaged in record 1"),
         (lambda data: data + b"\x02\x00\x00\x00\xc1\xc1", r"is damaged in record \d+"),
-        (lambda data: data.replace(b"format\x01", b"format\x09"), "has trace format 9"),
+        (lambda data: data.replace(b"format\x02", b"format\x09"), "has trace format 9"),
         (lambda data: trace.MAGIC + b"\x01\x00\x00\x00\x05", "does not begin with a header"),
     ],
 )

@@ -51,7 +51,7 @@ class NativeScheduler:
     thread work ahead.
 
     Attributes:
-        batch: Ids of the batch expected next, in order. It follows `join`, `expect` and `release`.
+        batch: Ids of the batch expected next, in order. It follows `join`, `expect`, `withdraw` and `release`.
         epoch: Changes with every event.
     """
 
@@ -138,19 +138,13 @@ class NativeScheduler:
 
     def release(self, rid: str) -> None:
         """Request `rid` gave its row back."""
-        self.epoch += 1
-        request = self._requests.get(rid)
-        if request is None:
-            if self._unbound and rid in self._unbound:
-                self._unbound.remove(rid)
-                position = self.batch.index(rid)
-                self._module.drop(self._handle, position)
-                del self.batch[position]
-            return
-        position = self._module.release(self._handle, request)
-        self._forget(request)
-        if position >= 0:
-            del self.batch[position]
+        request = self._leave(rid, self._module.release)
+        if request is not None:
+            self._forget(request)
+
+    def withdraw(self, rid: str) -> None:
+        """Request `rid` is not in the next batch; what it is bound to stays as it is until it is released."""
+        self._leave(rid, self._module.withdraw)
 
     # What the mirror knows.
 
@@ -281,6 +275,21 @@ class NativeScheduler:
         except RuntimeError as error:
             raise InconsistentError(_reason(error)) from None
 
+    def _leave(self, rid: str, action: Any) -> int | None:
+        """Take a request out of the batch, by `action` if it is bound; returns the request then."""
+        self.epoch += 1
+        request = self._requests.get(rid)
+        if request is not None:
+            position = action(self._handle, request)
+            if position >= 0:
+                del self.batch[position]
+        elif self._unbound and rid in self._unbound:
+            self._unbound.remove(rid)
+            position = self.batch.index(rid)
+            self._module.drop(self._handle, position)
+            del self.batch[position]
+        return request
+
     def _forget(self, request: int) -> None:
         del self._requests[self._rids.pop(request)]
 
@@ -289,7 +298,20 @@ class NativeScheduler:
 def _load() -> Any:
     module = jit.load("packing")
     # Events take under a microsecond: another thread that took the interpreter meanwhile would keep it for milliseconds.
-    for name in ("insert", "split", "bind", "move", "release", "find", "child", "join", "expect", "adopt", "drop"):
+    for name in (
+        "insert",
+        "split",
+        "bind",
+        "move",
+        "release",
+        "withdraw",
+        "find",
+        "child",
+        "join",
+        "expect",
+        "adopt",
+        "drop",
+    ):
         getattr(module, name).release_gil = False
     module.version.release_gil = False
     module.prepare.release_gil = False

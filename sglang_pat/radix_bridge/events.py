@@ -64,10 +64,25 @@ class RequestAdvanced(msgspec.Struct, frozen=True, tag=True):
     length: int
 
 
+class RequestWithdrawn(msgspec.Struct, frozen=True, tag=True):
+    """A request's last token is being computed: it is in no batch any more, and gives its row back later."""
+
+    rid: str
+
+
 class RequestReleased(msgspec.Struct, frozen=True, tag=True):
     """A request gave its row back: finished, aborted or retracted."""
 
     rid: str
 
 
-Event = NodeInserted | NodeSplit | NodeEvicted | TreeReset | RequestBound | RequestAdvanced | RequestReleased
+Event = (
+    NodeInserted
+    | NodeSplit
+    | NodeEvicted
+    | TreeReset
+    | RequestBound
+    | RequestAdvanced
+    | RequestWithdrawn
+    | RequestReleased
+)

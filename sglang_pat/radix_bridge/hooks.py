@@ -8,6 +8,7 @@ Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs anot
 | `UnifiedRadixCache.cache_unfinished_req` | 0.5.17 | the same |
 | `UnifiedRadixCache.checkpoint` | 0.5.23 | the same, renamed there |
 | `release_kv_cache` | both | the one way by which a request gives its row back |
+| `Scheduler._reqs_finishing_inflight` | 0.5.23 | requests that leave the batch a step before they give their rows back |
 | `RadixCache._delete_leaf` | 0.5.17 | eviction |
 | `UnifiedRadixCache._evict_device_leaf` | both | eviction |
 | `RadixCache.reset`, `UnifiedRadixCache.reset` | both | `flush_cache` |
@@ -28,6 +29,7 @@ _RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
 _UNIFIED = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
 _STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
+_FINISHING = "sglang.srt.managers.scheduler.Scheduler._reqs_finishing_inflight"
 _GRAPH_VIEW = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view"
 _REPORT = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats"
 
@@ -71,6 +73,8 @@ def install(
     }
     if compat.radix_cache_serves():
         hooks[f"{_RADIX}._delete_leaf"] = _on_evict_node
+    if compat.skips_finishing():
+        hooks[_FINISHING] = _on_finishing
     if graphs:
         hooks[_GRAPH_VIEW] = _on_graph_view
     taken = [target for target in hooks if target in HookRegistry._patched]
@@ -105,6 +109,11 @@ def _on_cached(result: Any, cache: Any, req: Any, *args: Any, **kwargs: Any) -> 
 
 def _on_release(result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     _tell(lambda observer: observer.on_released(req))
+
+
+def _on_finishing(result: Any, *args: Any, **kwargs: Any) -> None:
+    for req in result:
+        _tell(lambda observer, req=req: observer.on_finishing(req))  # type: ignore[misc]
 
 
 def _on_evict_node(result: Any, cache: Any, node: Any) -> None:

@@ -15,6 +15,7 @@ from sglang_pat.radix_bridge.events import (
     RequestAdvanced,
     RequestBound,
     RequestReleased,
+    RequestWithdrawn,
     TreeReset,
 )
 
@@ -70,6 +71,8 @@ class Mirror:
                 if event.rid not in self.bindings:
                     raise InconsistentError(f"request {event.rid} advanced without being bound")
                 self._bind(event.rid, event.row, event.node)
+            case RequestWithdrawn():
+                pass  # its path stays
             case RequestReleased():
                 self._release(event.rid)
 

@@ -27,6 +27,7 @@ from sglang_pat.radix_bridge.events import (
     RequestAdvanced,
     RequestBound,
     RequestReleased,
+    RequestWithdrawn,
     TreeReset,
 )
 
@@ -62,6 +63,10 @@ class Observer:
         except InconsistentError as fault:
             self._count_fault("request %s is decoded unpacked: %s", req.rid, fault)
             self.on_released(req)
+
+    def on_finishing(self, req: Any) -> None:
+        """The batch that comes next is without `req`, whose last token is being computed."""
+        self._emit(RequestWithdrawn(req.rid))
 
     def on_released(self, req: Any) -> None:
         """`req` gave its row back."""
@@ -147,6 +152,8 @@ def apply(scheduler: NativeScheduler, event: Event) -> None:
             scheduler.bind(rid, row, node)
             if length > 0:
                 scheduler.join(rid, length)
+        case RequestWithdrawn(rid):
+            scheduler.withdraw(rid)
         case RequestReleased(rid):
             scheduler.release(rid)
 

@@ -20,7 +20,7 @@ from sglang_pat.radix_bridge.events import Event
 logger = logging.getLogger(__name__)
 
 MAGIC = b"sglang-pat trace\n"
-FORMAT = 1
+FORMAT = 2
 
 
 class TraceError(ValueError):

@@ -1,4 +1,4 @@
-// csrc/cuda/module.cu for the host: a GPU of as many SMs as `SMS` says, each of which runs a CTA of each kernel at a time.
+// csrc/cuda/module.cu for the host: a GPU of as many SMs as `set` says, each of which runs a CTA of forward and four of merge.
 #include <dlpack/dlpack.h>
 
 #define kDLCUDA kDLCPU  // tensors are in the host's memory

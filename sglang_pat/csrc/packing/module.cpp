@@ -104,6 +104,10 @@ int64_t release(int64_t handle, int64_t request) {
   return guarded([&] { return int64_t(at(handle).release(int32_t(request))); });
 }
 
+int64_t withdraw(int64_t handle, int64_t request) {
+  return guarded([&] { return int64_t(at(handle).withdraw(int32_t(request))); });
+}
+
 bool find(int64_t handle, int64_t node, TensorView parent_and_length) {
   int64_t* to = data<int64_t>(parent_and_length, "parent_and_length");
   return at(handle).find(node, to[0], to[1]) > pat::kRoot;
@@ -194,6 +198,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(reset, reset);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind, bind);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(move, move);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(release, release);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(withdraw, withdraw);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(find, find);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(child, child);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(any_request, any_request);

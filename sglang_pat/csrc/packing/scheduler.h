@@ -109,6 +109,16 @@ class Scheduler {
     return position;
   }
 
+  // The request keeps its path and leaves the batch. Returns where it was, -1 if it was not there.
+  int32_t withdraw(int32_t request) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check(request);
+    const int32_t position = mirror_.request(request).position;
+    leave(request, /*stays=*/false);
+    mirror_.request(request).position = kNone;
+    return position;
+  }
+
   int32_t find(int64_t id, int64_t& parent, int64_t& length) {
     std::lock_guard<std::mutex> lock(mutex_);
     const int32_t node = mirror_.find(id);
