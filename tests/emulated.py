@@ -91,13 +91,12 @@ class Decoder(cuda.Decoder):
         tiles: TileTable,
         arch: str,
         change: Change | None = None,
-        workers: int = WORKERS,
     ) -> None:
         variant = cuda.Variant(dtype, head_dim, arch, tiles.query_tiles)
         build([variant], change)
         self._modules = [_modules[variant, change]]
         self._streams = []
-        self.workers = workers
+        self.workers = WORKERS
         self.seed(0)
 
     def seed(self, seed: int) -> None:

@@ -279,14 +279,14 @@ class NativeScheduler:
         """Take a request out of the batch, by `action` if it is bound; returns the request then."""
         self.epoch += 1
         request = self._requests.get(rid)
+        position = -1
         if request is not None:
             position = action(self._handle, request)
-            if position >= 0:
-                del self.batch[position]
-        elif self._unbound and rid in self._unbound:
+        elif rid in self._unbound:
             self._unbound.remove(rid)
             position = self.batch.index(rid)
             self._module.drop(self._handle, position)
+        if position >= 0:
             del self.batch[position]
         return request
 
@@ -298,23 +298,8 @@ class NativeScheduler:
 def _load() -> Any:
     module = jit.load("packing")
     # Events take under a microsecond: another thread that took the interpreter meanwhile would keep it for milliseconds.
-    for name in (
-        "insert",
-        "split",
-        "bind",
-        "move",
-        "release",
-        "withdraw",
-        "find",
-        "child",
-        "join",
-        "expect",
-        "adopt",
-        "drop",
-    ):
+    for name in "insert split bind move release withdraw find child join expect adopt drop version prepare".split():
         getattr(module, name).release_gil = False
-    module.version.release_gil = False
-    module.prepare.release_gil = False
     return module
 
 

@@ -112,8 +112,7 @@ def _on_release(result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _on_finishing(result: Any, *args: Any, **kwargs: Any) -> None:
-    for req in result:
-        _tell(lambda observer, req=req: observer.on_finishing(req))  # type: ignore[misc]
+    _tell(lambda observer: observer.on_finishing(result))
 
 
 def _on_evict_node(result: Any, cache: Any, node: Any) -> None:

@@ -64,9 +64,10 @@ class Observer:
             self._count_fault("request %s is decoded unpacked: %s", req.rid, fault)
             self.on_released(req)
 
-    def on_finishing(self, req: Any) -> None:
-        """The batch that comes next is without `req`, whose last token is being computed."""
-        self._emit(RequestWithdrawn(req.rid))
+    def on_finishing(self, reqs: list[Any]) -> None:
+        """The batch that comes next is without `reqs`, whose last tokens are being computed."""
+        for req in reqs:
+            self._emit(RequestWithdrawn(req.rid))
 
     def on_released(self, req: Any) -> None:
         """`req` gave its row back."""

@@ -44,11 +44,13 @@ struct Product {
 
 struct Thread {
   unsigned index;
-  int lane, warp;
   bool started = false;
   ucontext_t start;
   jmp_buf at;
   std::deque<Pending> pending;
+
+  int lane() const { return int(index % kWarpSize); }
+  int warp() const { return int(index / kWarpSize); }
 };
 
 struct Warp {
@@ -96,18 +98,17 @@ class Machine {
       for (size_t i = group; i < std::min(group + 4, warps_.size()); ++i) lazy_[i] = all || chance(8);
     }
     for (unsigned i = 0; i < threads; ++i) {
-      Thread& thread = threads_[i];
-      thread.index = i, thread.lane = int(i % kWarpSize), thread.warp = int(i / kWarpSize);
-      ready_.push_back(&thread);
+      threads_[i].index = i;
+      ready_.push_back(&threads_[i]);
     }
     while (alive_ > 0 && error_.empty()) {
-      if (ready_.empty() ? !advance() : chance(8) && (advance(), false)) {
-        error_ = "every thread waits for another one: " + whereabouts();
-        break;
+      if (ready_.empty()) {
+        if (!advance()) error_ = "every thread waits for another one: " + whereabouts();
+        continue;
       }
-      if (ready_.empty()) continue;
+      if (chance(8)) advance();
       size_t next = random_() % ready_.size();
-      for (int i = 0; i < kTries && lazy_[ready_[next]->warp]; ++i) next = random_() % ready_.size();
+      for (int i = 0; i < kTries && lazy_[ready_[next]->warp()]; ++i) next = random_() % ready_.size();
       std::swap(ready_[next], ready_.back());
       Thread* thread = ready_.back();
       ready_.pop_back();
@@ -122,7 +123,6 @@ class Machine {
   Thread& current() { return *current_; }
   unsigned block() const { return block_; }
   unsigned grid() const { return grid_; }
-  unsigned size() const { return size_; }
   uint8_t* shared(uint32_t address, uint32_t bytes) {
     if (address % bytes != 0) fail("a misaligned address in shared memory");
     if (address + bytes > kSharedBytes) fail("an address beyond shared memory");
@@ -146,10 +146,10 @@ class Machine {
     static const char instruction = 0;  // one for each place in the source
     static_assert(sizeof(In) <= sizeof(Warp::in[0]) && sizeof(Out) <= sizeof(Warp::out[0]));
     Thread& thread = current();
-    Warp& warp = warps_[thread.warp];
+    Warp& warp = warps_[thread.warp()];
     if (warp.arrived > 0 && warp.instruction != &instruction) fail("lanes of a warp execute different instructions");
     warp.instruction = &instruction;
-    std::memcpy(warp.in[thread.lane], &in, sizeof(In));
+    std::memcpy(warp.in[thread.lane()], &in, sizeof(In));
     if (++warp.arrived < kWarpSize) {
       warp.waiting.push_back(&thread);
       wait();
@@ -163,7 +163,7 @@ class Machine {
       wake(warp.waiting);
     }
     Out out;
-    std::memcpy(&out, warp.out[thread.lane], sizeof(Out));
+    std::memcpy(&out, warp.out[thread.lane()], sizeof(Out));
     return out;
   }
 
@@ -184,6 +184,9 @@ class Machine {
     }
     return {barrier.result_any, barrier.result_all};
   }
+
+  // The same for the whole CTA.
+  std::pair<bool, bool> sync_all(bool value = false) { return sync(0, int(size_), value); }
 
   void init_barrier(uint32_t at, int arrivals) {
     const MemoryBarrier barrier{uint32_t(arrivals), 0, uint32_t(arrivals)};
@@ -228,7 +231,7 @@ class Machine {
   }
 
   // This warp's products in flight, in groups.
-  auto& products() { return warps_[current_->warp].products; }
+  auto& products() { return warps_[current_->warp()].products; }
 
   // Whether something happens that has one chance in `n`.
   bool chance(unsigned n) { return random_() % n == 0; }

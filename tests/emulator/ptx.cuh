@@ -50,11 +50,11 @@ T __shfl_sync(unsigned, T value, int lane) {
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
-  return __shfl_sync(~0u, value, emulator::machine->current().lane ^ mask);
+  return __shfl_sync(~0u, value, emulator::machine->current().lane() ^ mask);
 }
 template <typename T>
 T __shfl_up_sync(unsigned, T value, int by) {
-  const int lane = emulator::machine->current().lane;
+  const int lane = emulator::machine->current().lane();
   return __shfl_sync(~0u, value, lane < by ? lane : lane - by);
 }
 inline unsigned __ballot_sync(unsigned, bool value) {
@@ -80,9 +80,9 @@ inline int __reduce_max_sync(unsigned, int value) {
 inline void __syncwarp() {
   emulator::machine->together<char>('\0', [](const char(&)[32], char(&)[32]) {});
 }
-inline void __syncthreads() { emulator::machine->sync(0, int(emulator::machine->size())); }
-inline bool __syncthreads_or(bool value) { return emulator::machine->sync(0, int(emulator::machine->size()), value).first; }
-inline bool __syncthreads_and(bool value) { return emulator::machine->sync(0, int(emulator::machine->size()), value).second; }
+inline void __syncthreads() { emulator::machine->sync_all(); }
+inline bool __syncthreads_or(bool value) { return emulator::machine->sync_all(value).first; }
+inline bool __syncthreads_and(bool value) { return emulator::machine->sync_all(value).second; }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 template <typename T>
 cudaError_t cudaFuncSetAttribute(T* kernel, cudaFuncAttribute attribute, int value) {
@@ -172,32 +172,19 @@ inline uint32_t transpose(uint32_t x) {
 
 inline float exp2_fast(float x) { return std::exp2(x); }
 
+// What 16 bits of type T mean.
 template <typename T>
-struct Half;
-
-#define PAT_HALF(TYPE, PAIR, CONVERT)                                                        \
-  template <>                                                                                \
-  struct Half<TYPE> {                                                                        \
-    static uint32_t pack(float low, float high) {                                            \
-      const PAIR pair = CONVERT(low, high);                                                  \
-      return reinterpret_cast<const uint32_t&>(pair);                                        \
-    }                                                                                        \
-    static float number(uint16_t bits) {                                                     \
-      static const std::vector<float> all = [] {                                             \
-        std::vector<float> numbers(1 << 16);                                                 \
-        for (size_t i = 0; i < numbers.size(); ++i) {                                        \
-          const uint16_t one = uint16_t(i);                                                  \
-          numbers[i] = float(reinterpret_cast<const TYPE&>(one));                            \
-        }                                                                                    \
-        return numbers;                                                                      \
-      }();                                                                                   \
-      return all[bits];                                                                      \
-    }                                                                                        \
-    static void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);        \
-  };
-PAT_HALF(__half, __half2, __floats2half2_rn)
-PAT_HALF(__nv_bfloat16, __nv_bfloat162, __floats2bfloat162_rn)
-#undef PAT_HALF
+float number(uint16_t bits) {
+  static const std::vector<float> all = [] {
+    std::vector<float> numbers(1 << 16);
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      const uint16_t one = uint16_t(i);
+      numbers[i] = float(reinterpret_cast<const T&>(one));
+    }
+    return numbers;
+  }();
+  return all[bits];
+}
 
 // The numbers of a left operand of 16 x 16, which lanes hold in pairs.
 template <typename Number>
@@ -207,35 +194,37 @@ void left_operand(float (&to)[16][16], const uint32_t (&registers)[4], int lane,
       to[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8 + j] = number(uint16_t(registers[i] >> 16 * j));
 }
 
-struct MmaIn {
-  float d[4];
-  uint32_t a[4], b[2];
-};
 template <typename T>
-std::array<float, 4> mma_of(const MmaIn& in) {
-  using Out = std::array<float, 4>;
-  return machine->together<Out>(in, [](const MmaIn(&in)[32], Out(&out)[32]) {
-    float a[16][16], b[8][16];
-    for (int lane = 0; lane < 32; ++lane) {
-      left_operand(a, in[lane].a, lane, Half<T>::number);
-      for (int i = 0; i < 4; ++i)
-        b[lane / 4][lane % 4 * 2 + i / 2 * 8 + i % 2] = Half<T>::number(uint16_t(in[lane].b[i / 2] >> i % 2 * 16));
-    }
-    for (int lane = 0; lane < 32; ++lane)
-      for (int i = 0; i < 4; ++i) {
-        float sum = in[lane].d[i];
-        for (int k = 0; k < 16; ++k) sum += a[lane / 4 + i / 2 * 8][k] * b[lane % 4 * 2 + i % 2][k];
-        out[lane][i] = sum;
-      }
-  });
-}
-#define PAT_MMA(TYPE)                                                                                        \
-  inline void Half<TYPE>::mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {             \
-    const auto sums = mma_of<TYPE>(MmaIn{{d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1}});     \
-    std::copy(sums.begin(), sums.end(), d);                                                                  \
+struct Half {
+  static uint32_t pack(float low, float high) {
+    const T pair[2] = {T(low), T(high)};
+    uint32_t bits;
+    std::memcpy(&bits, pair, 4);
+    return bits;
   }
-PAT_MMA(__half)
-PAT_MMA(__nv_bfloat16)
-#undef PAT_MMA
+  static void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    struct In {
+      float d[4];
+      uint32_t a[4], b[2];
+    };
+    using Sums = std::array<float, 4>;
+    const In own{{d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1}};
+    const Sums sums = machine->together<Sums>(own, [](const In(&in)[32], Sums(&out)[32]) {
+      float a[16][16], b[8][16];
+      for (int lane = 0; lane < 32; ++lane) {
+        left_operand(a, in[lane].a, lane, number<T>);
+        for (int i = 0; i < 4; ++i)
+          b[lane / 4][lane % 4 * 2 + i / 2 * 8 + i % 2] = number<T>(uint16_t(in[lane].b[i / 2] >> i % 2 * 16));
+      }
+      for (int lane = 0; lane < 32; ++lane)
+        for (int i = 0; i < 4; ++i) {
+          float sum = in[lane].d[i];
+          for (int k = 0; k < 16; ++k) sum += a[lane / 4 + i / 2 * 8][k] * b[lane % 4 * 2 + i % 2][k];
+          out[lane][i] = sum;
+        }
+    });
+    std::copy(sums.begin(), sums.end(), d);
+  }
+};
 
 }  // namespace pat

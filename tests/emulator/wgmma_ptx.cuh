@@ -52,7 +52,7 @@ inline void finish(const emulator::Product& product, int warp_of_group) {
 inline void finish_groups(int pending) {
   auto& groups = machine->products();
   for (; int(groups.size()) > pending + 1; groups.pop_front())
-    for (const emulator::Product& product : groups.front()) finish(product, machine->current().warp % 4);
+    for (const emulator::Product& product : groups.front()) finish(product, machine->current().warp() % 4);
 }
 
 inline void wgmma_commit() {
@@ -79,7 +79,7 @@ void start_wgmma(const WgmmaIn& in) {
     auto& groups = machine->products();
     emulator::Product product = {};
     product.registers = kRegisters, product.accumulate = in[0].accumulate, product.first = true;
-    product.right = in[0].b, product.number = Half<T>::number;
+    product.right = in[0].b, product.number = number<T>;
     for (const auto& group : groups)
       for (const emulator::Product& other : group) product.first = product.first && other.sums[0] != in[0].d;
     for (int lane = 0; lane < 32; ++lane) {

@@ -11,6 +11,7 @@
 #include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "config.h"
@@ -103,8 +104,7 @@ class Scheduler {
   int32_t release(int32_t request) {
     std::lock_guard<std::mutex> lock(mutex_);
     check(request);
-    const int32_t position = mirror_.request(request).position;
-    leave(request, /*stays=*/false);
+    const int32_t position = leave(request, /*stays=*/false);
     mirror_.release(request);
     return position;
   }
@@ -113,10 +113,7 @@ class Scheduler {
   int32_t withdraw(int32_t request) {
     std::lock_guard<std::mutex> lock(mutex_);
     check(request);
-    const int32_t position = mirror_.request(request).position;
-    leave(request, /*stays=*/false);
-    mirror_.request(request).position = kNone;
-    return position;
+    return leave(request, /*stays=*/false);
   }
 
   int32_t find(int64_t id, int64_t& parent, int64_t& length) {
@@ -290,16 +287,16 @@ class Scheduler {
     seq_lens_.push_back(int32_t(length));
   }
 
-  // A request loses its path, or leaves the batch altogether.
-  void leave(int32_t request, bool stays) {
-    const int32_t position = mirror_.request(request).position;
-    if (position == kNone) return;
+  // A request loses its path, or leaves the batch altogether. Returns where it was, kNone if it was not there.
+  int32_t leave(int32_t request, bool stays) {
+    const int32_t position = std::exchange(mirror_.request(request).position, kNone);
+    if (position == kNone) return kNone;
     ++version_;
-    if (stays) {
+    if (stays)
       batch_[position] = kNone;
-      return;
-    }
-    erase(position);
+    else
+      erase(position);
+    return position;
   }
 
   void erase(int32_t position) {
