@@ -95,11 +95,11 @@ class Run:
         for tensor in (self.out, self.partial, self.lse):
             tensor.fill_(math.nan)
 
-    def decode(self, logit_cap: float = 0.0, overlap: bool = True) -> None:
+    def decode(self, logit_cap: float = 0.0, overlap: bool = True, early: bool = False) -> None:
         case = self.case
         self.decoder.decode(
             case.q, case.k, case.v, self.out, case.table, case.rows, case.seq_lens, self.plan, self.partial, self.lse,
-            scale=case.scale, logit_cap=logit_cap, overlap=overlap,
+            scale=case.scale, logit_cap=logit_cap, overlap=overlap, early=early,
         )  # fmt: skip
 
     def error(self, logit_cap: float = 0.0) -> float:

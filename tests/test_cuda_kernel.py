@@ -5,6 +5,7 @@ Where there is no GPU, the same kernels run on the host (emulated.py).
 
 from __future__ import annotations
 
+import math
 import random
 
 import emulated
@@ -213,6 +214,32 @@ def test_a_graph_replays_other_plans_and_longer_tails(mode: cuda.Mode, overlap: 
             assert case.difference(graphed.out[:real]) < TOLERANCE[torch.bfloat16]
             assert not graphed.out[real:].any()
             case.seq_lens += generator.randint(1, 12)  # 180 at most, of 200 spare ones
+
+
+@pytest.mark.gpu
+def test_what_the_kernel_in_front_writes_is_waited_for() -> None:
+    """Also where forward begins before that kernel has ended."""
+    case = make_case(shared(20, 3000, 500), 32, 8, 128, torch.bfloat16)
+    started = run(case, ARCHS[0])
+    pools = case.q, case.k, case.v
+    right = [pool.clone() for pool in pools]
+
+    def step() -> None:
+        for pool, values in zip(pools, right, strict=True):
+            torch.mul(values, 1, out=pool)
+        started.decode(early=True)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for begin in [graph.replay, step] * 5:
+        for pool in pools:
+            pool.fill_(math.nan)
+        started.poison()
+        begin()
+        assert case.difference(started.out) < TOLERANCE[torch.bfloat16]
 
 
 @each_arch

@@ -48,7 +48,10 @@ CHANGES: dict[str, emulated.Change] = {
         "forward.cuh", "if (narrow_first) break;\n        sync_threads(kTurnBarrier, S::kComputing);", "if (narrow_first) break;",
     ),
     "forward: wide items' loads do not wait for narrow ones": (
-        "forward.cuh", "if (narrow_first) sync_threads(kPhaseBarrier, kThreads);\n", "",
+        "forward.cuh", "if (narrow_first && items.count(kWide) > 0) sync_threads(kPhaseBarrier, kThreads);\n", "",
+    ),
+    "items: they are used before they are in order": (
+        "items.cuh", "(Phase(warp), number);\n    __syncthreads();", "(Phase(warp), number);",
     ),
     "merge: warps add up before all have written": (
         "merge.cuh", "all[warp][lane_id()] = sums[0];\n    __syncthreads();", "all[warp][lane_id()] = sums[0];",

@@ -13,6 +13,7 @@ from sglang_pat.kernels import jit
 
 PROGRAM = """
 #include "cuda/teams.h"
+#include <algorithm>
 #include <cstdio>
 #include <initializer_list>
 
@@ -35,20 +36,21 @@ int check() {
           const int time = team == W ? total / W + count * kSumTokens : rounds * (longest / team + kSumTokens);
           if (time < least || (time == least && team == W)) least = time, best = team;
         }
+        const ItemSum items{count, longest, 0, total};
+        uint32_t rank = ~0u;
+        for (int lane = 0; lane < 32; ++lane) rank = std::min(rank, team_rank<W>(lane, items));
+        CHECK(rank_time(rank) == least);
         for (int warp = 0; warp < W; ++warp) {
-          const Team found = best_team<W>(warp, count, longest, total);
-          CHECK(found.time == least);
-          CHECK(found.place.warps == best || team_time<W>(found.place.warps, count, longest, total) == least);
-          CHECK(found.place.warps * found.place.teams == W);
-          CHECK(found.place.team * found.place.warps + found.place.warp == warp);
-          CHECK(found.place.warp < found.place.warps);
+          const TeamPlace place = team_place<W>(rank, warp);
+          CHECK(place.warps == best || team_time<W>(place.warps, items) == least);
+          CHECK(place.warps * place.teams == W);
+          CHECK(place.team * place.warps + place.warp == warp);
+          CHECK(place.warp < place.warps);
         }
         if (count == 0) continue;
-        for (int tokens : {1, longest / 2, longest}) {
-          const bool shared = too_long<W>(tokens, count, longest, total);
-          if (count < W) CHECK(shared == (tokens > least));
-          if (count >= W) CHECK(shared == (tokens > (total / W + count * kSumTokens) / ((count + W - 1) / W)));
-        }
+        const int own = own_tokens<W>(rank, items);
+        if (count < W) CHECK(own == least);
+        if (count >= W) CHECK(own == (total / W + count * kSumTokens) / ((count + W - 1) / W));
       }
   return 0;
 }

@@ -141,7 +141,7 @@ class CudaExecutor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._decoder.decode(
             q, k, v, out, req_to_token, rows, seq_lens, self._plan, self._partial, self._lse, scale=scale,
-            logit_cap=logit_cap,
+            logit_cap=logit_cap, early=True,
         )  # fmt: skip
         return out
 

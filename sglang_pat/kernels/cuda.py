@@ -134,6 +134,7 @@ class Decoder:
         logit_cap: float = 0.0,
         overlap: bool = True,
         merge: bool = True,
+        early: bool = False,
     ) -> None:
         """Decode attention of one layer, on the current stream; it can be captured in a CUDA graph.
 
@@ -153,6 +154,8 @@ class Decoder:
             logit_cap: Scores become cap * tanh(score / cap); 0 for none.
             overlap: Launch merge before forward ends (programmatic dependent launch), where the GPU can.
             merge: Whether to merge; else parts stay in the workspace.
+            early: Launch forward before the kernel in front of it on the stream has ended, likewise, to look up its work
+                items meanwhile. That kernel must not write the plan, rows, seq_lens or req_to_token. Only in mode `fused`.
 
         Raises:
             ValueError: A tensor's device, dtype, shape or stride is none of the above.
@@ -160,19 +163,19 @@ class Decoder:
         arguments = (q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap)
         first, *others = self._modules
         if not others:
-            first.decode(*arguments, True, merge, overlap)
+            first.decode(*arguments, True, merge, overlap, early)
             return
         if not self._streams:
             for module in self._modules:
-                module.decode(*arguments, True, False, False)
-            first.decode(*arguments, False, merge, False)
+                module.decode(*arguments, True, False, False, False)
+            first.decode(*arguments, False, merge, False, False)
             return
         current = torch.cuda.current_stream(q.device)
         for module, stream in zip(others, self._streams, strict=True):
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                module.decode(*arguments, True, False, False)
-        first.decode(*arguments, True, False, False)
+                module.decode(*arguments, True, False, False, False)
+        first.decode(*arguments, True, False, False, False)
         for stream in self._streams:
             current.wait_stream(stream)
-        first.decode(*arguments, False, merge, False)
+        first.decode(*arguments, False, merge, False, False)

@@ -62,7 +62,7 @@ struct Warp {
 };
 
 struct NamedBarrier {
-  int arrived = 0, expected = 0, any = 0, all = 1, result_any = 0, result_all = 0;
+  int arrived = 0, expected = 0, count = 0, result = 0;
   std::vector<Thread*> waiting;
 };
 
@@ -167,26 +167,26 @@ class Machine {
     return out;
   }
 
-  // Waits for `expected` threads at a named barrier; (whether `value` is true for any, for all).
-  std::pair<bool, bool> sync(int id, int expected, bool value = false) {
+  // Waits for `expected` threads at a named barrier; for how many of them `value` is true.
+  int sync(int id, int expected, bool value = false) {
     if (id < 0 || id >= kNamedBarriers) fail("there are 16 named barriers");
     NamedBarrier& barrier = named_[id];
     if (barrier.arrived > 0 && barrier.expected != expected) fail("a barrier with two numbers of threads");
     barrier.expected = expected;
-    barrier.any |= value, barrier.all &= value;
+    barrier.count += value;
     if (++barrier.arrived < expected) {
       barrier.waiting.push_back(current_);
       wait();
     } else {
-      barrier.result_any = barrier.any, barrier.result_all = barrier.all;
-      barrier.arrived = 0, barrier.any = 0, barrier.all = 1;
+      barrier.result = barrier.count;
+      barrier.arrived = barrier.count = 0;
       wake(barrier.waiting);
     }
-    return {barrier.result_any, barrier.result_all};
+    return barrier.result;
   }
 
   // The same for the whole CTA.
-  std::pair<bool, bool> sync_all(bool value = false) { return sync(0, int(size_), value); }
+  int sync_all(bool value = false) { return sync(0, int(size_), value); }
 
   void init_barrier(uint32_t at, int arrivals) {
     const MemoryBarrier barrier{uint32_t(arrivals), 0, uint32_t(arrivals)};

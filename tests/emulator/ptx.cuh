@@ -52,11 +52,6 @@ template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return __shfl_sync(~0u, value, emulator::machine->current().lane() ^ mask);
 }
-template <typename T>
-T __shfl_up_sync(unsigned, T value, int by) {
-  const int lane = emulator::machine->current().lane();
-  return __shfl_sync(~0u, value, lane < by ? lane : lane - by);
-}
 inline unsigned __ballot_sync(unsigned, bool value) {
   return emulator::machine->together<unsigned>(value, [](const bool(&in)[32], unsigned(&out)[32]) {
     unsigned bits = 0;
@@ -77,12 +72,17 @@ inline int __reduce_max_sync(unsigned, int value) {
     std::fill_n(out, 32, *std::max_element(in, in + 32));
   });
 }
+template <typename T>
+T __reduce_min_sync(unsigned, T value) {
+  return emulator::machine->together<T>(value, [](const T(&in)[32], T(&out)[32]) {
+    std::fill_n(out, 32, *std::min_element(in, in + 32));
+  });
+}
 inline void __syncwarp() {
   emulator::machine->together<char>('\0', [](const char(&)[32], char(&)[32]) {});
 }
 inline void __syncthreads() { emulator::machine->sync_all(); }
-inline bool __syncthreads_or(bool value) { return emulator::machine->sync_all(value).first; }
-inline bool __syncthreads_and(bool value) { return emulator::machine->sync_all(value).second; }
+inline int __syncthreads_count(bool value) { return emulator::machine->sync_all(value); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 template <typename T>
 cudaError_t cudaFuncSetAttribute(T* kernel, cudaFuncAttribute attribute, int value) {
@@ -104,6 +104,7 @@ inline void copy16(uint32_t to, const void* from) { machine->copy(to, from); }
 inline void copy16_or_zero(uint32_t to, const void* from, bool valid) { machine->copy(to, valid ? from : nullptr); }
 inline uint64_t leaves_first() { return 0; }
 inline void copy16(uint32_t to, const void* from, uint64_t) { machine->copy(to, from); }
+inline void prefetch(const void*) {}
 inline void commit_copies() { machine->commit_copies(); }
 template <int kPending>
 void wait_copies() {

@@ -91,8 +91,9 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
     Loader<T, kDim, S::kUnits> loader(p, items, memory.wide, memory.barriers);
     for (int first = 0;; first += kThreads) {
       items.template look_up<S::kNarrowWarps>(first, kMs);
+      wait_for_primary();
       if constexpr (S::kHasWide) {
-        if (narrow_first) sync_threads(kPhaseBarrier, kThreads);
+        if (narrow_first && items.count(kWide) > 0) sync_threads(kPhaseBarrier, kThreads);
         loader.run();
       }
       if (!items.more()) break;
@@ -104,18 +105,26 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
     WideCursors<S::kUnits> cursors(memory.barriers);
     for (int first = 0;; first += kThreads) {
       items.template look_up<S::kNarrowWarps>(first, kMs);
-      // They use the same shared memory.
+      wait_for_primary();
+      // They use the same shared memory. A phase without items is passed over: its code is long.
+      const bool wide = S::kHasWide && items.count(kWide) > 0;
       for (int turn = narrow_first ? 0 : 1;; turn = 0) {
         if (turn == 0) {
-          if constexpr ((kMs & tile_bit(kSingleM)) != 0) run_narrow<T, kDim, kMs, kSingleM>(p, items, memory);
-          if constexpr ((kMs & tile_bit(kNarrowM)) != 0) {
-            sync_threads(kTurnBarrier, S::kComputing);
-            run_narrow<T, kDim, kMs, kNarrowM>(p, items, memory);
+          if constexpr ((kMs & tile_bit(kSingleM)) != 0) {
+            if (items.count(kSingle) > 0) run_narrow<T, kDim, kMs, kSingleM>(p, items, memory);
           }
-          if (!S::kHasWide || !narrow_first) break;
+          if constexpr ((kMs & tile_bit(kNarrowM)) != 0) {
+            if (items.count(kNarrow) > 0) {
+              sync_threads(kTurnBarrier, S::kComputing);
+              run_narrow<T, kDim, kMs, kNarrowM>(p, items, memory);
+            }
+          }
+          if (!wide || !narrow_first) break;
           sync_threads(kPhaseBarrier, kThreads);
         }
-        if constexpr (S::kHasWide) run_wide<T, kDim, kMs>(p, items, memory, cursors);
+        if constexpr (S::kHasWide) {
+          if (wide) run_wide<T, kDim, kMs>(p, items, memory, cursors);
+        }
         if (narrow_first) break;
         sync_threads(kTurnBarrier, S::kComputing);
       }

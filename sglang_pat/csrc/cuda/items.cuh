@@ -2,11 +2,18 @@
 // So the loads that depend on each other, from the plan to the KV slots, are waited for only once.
 #pragma once
 
+#include <climits>
+
 #include "params.cuh"
 #include "ptx.cuh"
 #include "teams.h"
 
 namespace pat {
+
+// The phases of the forward kernel, each with the items of its tiles.
+enum Phase { kSingle, kNarrow, kWide, kPhases, kNoItem };
+
+__device__ constexpr Phase phase_of(int m) { return m == kSingleM ? kSingle : m == kNarrowM ? kNarrow : kWide; }
 
 // A work item of one KV head.
 struct Item {
@@ -18,12 +25,8 @@ struct Item {
   int16_t count;  // queries
   int16_t m;      // tile
   int16_t head;
+  int16_t phase;  // kPhases where it is for another kernel
 };
-
-// The phases of the forward kernel, each with the items of its tiles.
-enum Phase { kSingle, kNarrow, kWide, kPhases };
-
-__device__ constexpr Phase phase_of(int m) { return m == kSingleM ? kSingle : m == kNarrowM ? kNarrow : kWide; }
 
 // What the threads of a CTA have looked up.
 template <int kThreads>
@@ -31,17 +34,9 @@ struct ItemWindow {
   static constexpr int kWords = kThreads / kWarpSize;
   Item items[kThreads];
   uint16_t order[kPhases][kThreads];  // the items of each phase: first those that warps share
-  TeamPlace places[kWide][kWords];    // of each warp
+  int count[kPhases], shared[kPhases];
+  TeamPlace places[kWide][kWords];  // of each warp
   bool parts_stay, more;
-  // Of each phase's items that are one warp's: which of its own each warp looked up, and how many the warps before it did.
-  struct Found {
-    uint32_t bits;
-    int tokens, longest;
-  } found[kPhases][kWords];
-  int before[kPhases][kWords];
-  struct Sum {
-    int count, tokens, longest;
-  } all[kPhases], alone[kPhases];  // of all items, and of those that are one warp's
 };
 
 template <int kThreads>
@@ -55,51 +50,18 @@ class Items {
   // looked up before must not be in use any more. `kWarps` are there for items of up to 16 rows.
   template <int kWarps>
   __device__ void look_up(int first, int ms) {
-    const int thread = thread_of_cta(), lane = lane_id(), warp = warp_id();
-    const Item item = read(first + thread);
-    window_.items[thread] = item;
-    if (thread == 0) window_.parts_stay = p_.plan[kNumSlots] >= p_.plan[kBatch];
     static_assert(Window::kWords >= kPhases && Window::kWords >= kWarps);
-    const bool ours = item.m != 0 && (ms >> item.m / 8 & 1) != 0;
-    // Not one of `ms`, or no item at all: in no phase.
-    const int phase = int(fresh(unsigned(ours ? phase_of(item.m) : item.head >= 0 ? kPhases : kPhases + 1)));
-    const int tokens = item.tokens;
-    bool alone = true;
-    int place = 0, place_of_all = 0;  // how many of its phase are before it
-    for (bool begun = false;; begun = true) {
-      uint32_t own_bits = 0;
-#pragma unroll
-      for (int i = 0; i < kPhases; ++i) {
-        const bool counts = alone && phase == i;
-        const uint32_t bits = __ballot_sync(~0u, counts);
-        const int sum = i == kWide ? 0 : __reduce_add_sync(~0u, counts ? tokens : 0);
-        const int longest = i == kWide ? 0 : __reduce_max_sync(~0u, counts ? tokens : 0);
-        if (phase == i) own_bits = bits;
-        if (lane == 0) window_.found[i][warp] = {bits, sum, longest};
-      }
-      const bool full = __syncthreads_and(phase <= kPhases);
-      if (thread == 0) window_.more = full;
-      if (warp < kPhases) sum_up(warp, !begun);
-      __syncthreads();
-      bool shares = false;
-      if (phase < kPhases) {
-        place = window_.before[phase][warp] + __popc(own_bits & (1u << lane) - 1);
-        if (!begun) place_of_all = place;
-        const typename Window::Sum sum = window_.alone[phase];
-        shares = alone && phase != kWide && too_long<kWarps>(tokens, sum.count, sum.longest, sum.tokens);
-      }
-      // What is left for single warps when the long ones are shared may be few, and then too long again.
-      if (!__syncthreads_or(shares)) break;
-      alone = alone && !shares;
+    const int thread = thread_of_cta(), warp = warp_id();
+    const Item item = read(first + thread, ms);
+    window_.items[thread] = item;
+    const int number = __syncthreads_count(item.phase != kNoItem);
+    if (thread == 0) {
+      window_.parts_stay = p_.plan[kNumSlots] >= p_.plan[kBatch];
+      window_.more = number == kThreads;
     }
-    if (phase < kPhases)
-      window_.order[phase][alone ? shared(Phase(phase)) + place : place_of_all - place] = uint16_t(thread);
-    if (lane < kWide && warp < kWarps) {
-      // The longest are shared.
-      const typename Window::Sum all = window_.all[lane];
-      const int tokens_shared = all.tokens - window_.alone[lane].tokens;
-      window_.places[lane][warp] = best_team<kWarps>(warp, shared(Phase(lane)), all.longest, tokens_shared).place;
-    }
+    // Small batches have one; what may be left out counts for them (benchmarks/NOTES.md).
+    if (number == 1 && warp == 0) sort_one<kWarps>();
+    if (number != 1 && warp < kPhases) sort<kWarps>(Phase(warp), number);
     __syncthreads();
   }
 
@@ -107,8 +69,8 @@ class Items {
   __device__ bool more() const { return window_.more; }
 
   // How many there are for a phase; how many of them, the first ones, teams share, and of which team this warp is.
-  __device__ int count(Phase phase) const { return window_.all[phase].count; }
-  __device__ int shared(Phase phase) const { return window_.all[phase].count - window_.alone[phase].count; }
+  __device__ int count(Phase phase) const { return window_.count[phase]; }
+  __device__ int shared(Phase phase) const { return window_.shared[phase]; }
   __device__ TeamPlace place(Phase phase) const { return window_.places[phase][warp_id()]; }
 
   // Whether there are so many parts that KV, which most narrow items read for the only time, should make place for them in
@@ -119,35 +81,92 @@ class Items {
   __device__ const Item& get(Phase phase, int i) const { return window_.items[window_.order[phase][i]]; }
 
  private:
-  // Of a phase's items that are one warp's, what the warps found; at first that is all.
-  __device__ __forceinline__ void sum_up(int phase, bool all) {
-    const int lane = lane_id();
-    const bool valid = lane < Window::kWords;
-    const typename Window::Found found = valid ? window_.found[phase][lane] : typename Window::Found{};
-    int count = __popc(found.bits);
-#pragma unroll
-    for (int step = 1; step < Window::kWords; step *= 2) {
-      const int other = __shfl_up_sync(~0u, count, step);
-      count += lane >= step ? other : 0;
+  // Of the first `number` items those of a phase of up to `longest` tokens. By one warp.
+  __device__ ItemSum sum_up(Phase phase, int number, int longest) const {
+    ItemSum sum = {0, 0, INT_MAX, 0};
+#pragma unroll 1
+    for (int i = lane_id(); i < number; i += kWarpSize) {
+      const Item& item = window_.items[i];
+      if (item.phase != phase || item.tokens > longest) continue;
+      ++sum.count;
+      sum.longest = max(sum.longest, item.tokens);
+      sum.shortest = min(sum.shortest, item.tokens);
+      sum.tokens += item.tokens;
     }
-    if (valid) window_.before[phase][lane] = count - __popc(found.bits);
-    const int tokens = __reduce_add_sync(~0u, found.tokens), longest = __reduce_max_sync(~0u, found.longest);
-    if (lane == Window::kWords - 1) {
-      window_.alone[phase] = {count, tokens, longest};
-      if (all) window_.all[phase] = {count, tokens, longest};
-    }
+    return {__reduce_add_sync(~0u, sum.count), __reduce_max_sync(~0u, sum.longest), __reduce_min_sync(~0u, sum.shortest),
+            __reduce_add_sync(~0u, sum.tokens)};
   }
 
-  // The worker's item `index`; one without a tile, for no head, behind the last.
-  __device__ __forceinline__ Item read(int index) const {
+  // The fastest teams for these. By one warp, each of whose lanes looks at teams of another size.
+  template <int kWarps>
+  __device__ uint32_t best_teams(const ItemSum& items) const {
+    return __reduce_min_sync(~0u, team_rank<kWarps>(lane_id(), items));
+  }
+
+  // Puts the items of a phase in order. By one warp.
+  template <int kWarps>
+  __device__ void sort(Phase phase, int number) {
+    const int lane = lane_id();
+    const ItemSum all = sum_up(phase, number, INT_MAX);
+    const uint32_t best_of_all = phase == kWide ? 0 : best_teams<kWarps>(all);
+    ItemSum alone = all;
+    int limit = INT_MAX;
+    // What is left for single warps when the long ones are shared may be few, and then too long again.
+#pragma unroll 1
+    for (uint32_t best = best_of_all; phase != kWide && alone.longest > 0; best = best_teams<kWarps>(alone)) {
+      const int own = own_tokens<kWarps>(best, alone);
+      if (alone.longest <= own) break;
+      limit = own;
+      alone = alone.shortest > own ? ItemSum{} : sum_up(phase, number, limit);
+    }
+    const int shared = all.count - alone.count;
+    int places[2] = {0, shared};  // of the next item that is shared, and of the next that is not
+#pragma unroll 1
+    for (int first = 0; first < number; first += kWarpSize) {
+      const int i = first + lane;
+      const bool ours = i < number && window_.items[i].phase == phase;
+      const bool own = ours && window_.items[i].tokens <= limit;
+#pragma unroll
+      for (int kind = 0; kind < 2; ++kind) {
+        const bool counts = ours && own == (kind == 1);
+        const uint32_t bits = __ballot_sync(~0u, counts);
+        if (counts) window_.order[phase][places[kind] + __popc(bits & (1u << lane) - 1)] = uint16_t(i);
+        places[kind] += __popc(bits);
+      }
+    }
+    if (lane == 0) window_.count[phase] = all.count, window_.shared[phase] = shared;
+    if (shared == 0) return;
+    const uint32_t best =
+        alone.count == 0 ? best_of_all : best_teams<kWarps>({shared, all.longest, 0, all.tokens - alone.tokens});
+    if (lane < kWarps) window_.places[phase][lane] = team_place<kWarps>(best, lane);
+  }
+
+  // The same where there is one item, of which all warps are one team if it is long. By one warp.
+  template <int kWarps>
+  __device__ void sort_one() {
+    const int lane = lane_id();
+    const Item& item = window_.items[0];
+    const int time = team_time<kWarps>(kWarps, {1, item.tokens, item.tokens, item.tokens});
+    const bool shared = item.phase < kWide && item.tokens > time;
+    if (lane < kPhases) {
+      const bool ours = item.phase == lane;
+      window_.count[lane] = ours;
+      window_.shared[lane] = ours && shared;
+      window_.order[lane][0] = 0;
+    }
+    if (shared && lane < kWarps) window_.places[item.phase][lane] = {uint8_t(kWarps), uint8_t(lane), 1, 0};
+  }
+
+  // The worker's item `index`.
+  __device__ __forceinline__ Item read(int index, int ms) const {
     Item item = {};
-    item.head = -1;
+    item.phase = kNoItem;
     const int32_t* bins = p_.plan + kHeaderSize;
     const int num_tasks = p_.plan[kNumBins] * p_.kv_heads, items = p_.plan[kItems];
-    int task = blockIdx.x, at = -1;
+    int task = blockIdx.x, bin = 0, at = -1;
     for (int rest = index; task < num_tasks; task += gridDim.x) {
-      const int32_t* bin = bins + task / p_.kv_heads;
-      const int begin = bin[0], count = bin[1] - begin;
+      bin = quotient(task, p_.kv_heads);
+      const int begin = bins[bin], count = bins[bin + 1] - begin;
       if (rest < count) {
         at = begin + rest;
         break;
@@ -163,10 +182,17 @@ class Items {
     item.tokens = max(0, end - row[kStart]);
     item.first = row[kFirstQuery];
     item.count = int16_t(row[kItemQueries]);
-    item.m = int16_t(row[kTileN] == kTokens ? row[kTileM] : 0);
-    item.head = int16_t(task % p_.kv_heads);
+    item.m = int16_t(row[kTileM]);
+    item.head = int16_t(task - bin * p_.kv_heads);
+    const bool ours = row[kTileN] == kTokens && (ms >> item.m / 8 & 1) != 0;
+    item.phase = int16_t(ours ? phase_of(item.m) : kPhases);
+    // They are read next, by a warp that does not know yet which item it gets.
+#pragma unroll 1
+    for (int i = 0; i < min(item.tokens, kAhead); i += kAheadStep) prefetch(p_.req_to_token + item.slots + i);
     return item;
   }
+
+  static constexpr int kAhead = 128, kAheadStep = 32;  // slots, and those of a line of the cache
 
   const Params& p_;
   Window& window_;

@@ -120,12 +120,12 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
 // Forward, merge or one after the other, on the current stream.
 void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
             TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, double scale, double logit_cap,
-            bool with_forward, bool with_merge, bool overlap) {
+            bool with_forward, bool with_merge, bool overlap, bool early) {
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
   const pat::Params p = make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   const Resident& ctas = resident(q.device().device_id);
-  if (with_forward) launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, false, p);
+  if (with_forward) launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, early, p);
   const int64_t outputs = int64_t(p.out_rows) * p.heads;
   if (!with_merge || outputs == 0) return;
   const auto ctas_for = [](int64_t warps) { return int((warps + pat::kMergeWarps - 1) / pat::kMergeWarps); };

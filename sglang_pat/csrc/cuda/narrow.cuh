@@ -288,7 +288,7 @@ class NarrowWarp {
       for (int which = 0; which < 2; ++which) {
         const RowTarget to(p_, item, row_of(block, which));
         if (!to.used()) continue;
-        const float sum = softmax_.sum[block][which], norm = sum > 0 ? 1 / sum : 0;
+        const float sum = softmax_.sum[block][which], norm = sum > 0 ? __fdividef(1, sum) : 0;
         if (lane_id() / 4 == 0) results.store_lse(to, lse(softmax_.top[block][which], sum, p_));
         results.store_columns(to, lane_id() / 4, [&](int i) { return o_[i / 2][block][i % 2 * 2 + which] * norm; });
       }
@@ -321,29 +321,35 @@ class NarrowWarp {
     }
     if (lane == 0) statistics_.stage[warp] = last;
     all_arrived();
-    constexpr int kColumns = 4 * kWarpSize;  // a warp for each row
+    // A warp for each row; a lane knows of one of the team's warps how much its part counts.
+    static_assert(kWarps <= kWarpSize / 2);
+    const int part = lane % (kWarpSize / 2), from = leader + min(part, team.warps - 1);
+    const int place_of_part = int(stage(from, statistics_.stage[from]) - memory_);
 #pragma unroll 1
     for (int row = team.warp; row < rows; row += team.warps) {
       const RowTarget to(p_, item, row);
-      float top = -INFINITY;
-#pragma unroll 4
-      for (int i = 0; i < team.warps; ++i) top = fmaxf(top, statistics_.top[leader + i][row]);
+      const float own_top = statistics_.top[from][row];
+      float top = own_top;
+#pragma unroll
+      for (int mask = kWarpSize / 4; mask > 0; mask /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
+      const float share = part < team.warps ? weight(own_top, top, p_) : 0;
+      float sum = share * statistics_.sum[from][row];
+#pragma unroll
+      for (int mask = kWarpSize / 4; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+      const float norm = sum > 0 ? __fdividef(1, sum) : 0;
+      if (lane == 0) results.store_lse(to, lse(top, sum, p_));
 #pragma unroll 1
-      for (int column = lane * 4; column < kDim; column += kColumns) {
+      for (int first = 0; first < kDim; first += 4 * kWarpSize) {
+        const int column = min(first + lane * 4, kDim - 4);
         float4 total = make_float4(0, 0, 0, 0);
-        float sum = 0;
 #pragma unroll 4
         for (int i = 0; i < team.warps; ++i) {
-          const int from = leader + i;
-          const float share = weight(statistics_.top[from][row], top, p_);
-          const float4 x = *reinterpret_cast<const float4*>(
-              reinterpret_cast<const float*>(stage(from, statistics_.stage[from])) + place(row, column));
-          sum += share * statistics_.sum[from][row];
-          total.x += x.x * share, total.y += x.y * share, total.z += x.z * share, total.w += x.w * share;
+          const float factor = __shfl_sync(~0u, share, i) * norm;
+          const float* const rows_of_part = reinterpret_cast<const float*>(memory_ + __shfl_sync(~0u, place_of_part, i));
+          const float4 x = *reinterpret_cast<const float4*>(rows_of_part + place(row, column));
+          total.x += x.x * factor, total.y += x.y * factor, total.z += x.z * factor, total.w += x.w * factor;
         }
-        const float norm = sum > 0 ? 1 / sum : 0;
-        if (column == 0) results.store_lse(to, lse(top, sum, p_));
-        results.store(to, column, make_float4(total.x * norm, total.y * norm, total.z * norm, total.w * norm));
+        if (first + lane * 4 < kDim) results.store(to, column, total);
       }
     }
     all_arrived();

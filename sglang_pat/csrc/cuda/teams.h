@@ -17,46 +17,58 @@ struct TeamPlace {
   uint8_t warps, warp, teams, team;
 };
 
+// Items: how many, the longest and the shortest, and all together; in tokens.
+struct ItemSum {
+  int count, longest, shortest, tokens;
+};
+
+// x / by. On a GPU without the call that a division by what only the kernel knows becomes: calls lead to code that is in no
+// instruction cache. Exact below 2^21; beyond, who shares what may depend on the rounding.
+PAT_ANYWHERE constexpr int quotient(int x, int by) {
+#ifdef __CUDA_ARCH__
+  return int(__fdividef(float(x) + 0.5f, float(by)));
+#else
+  return x / by;
+#endif
+}
+
 // Summing up an item takes a team as long as 24 tokens take one warp (1.5 us; 32 tokens take it 2 us, benchmarks/NOTES.md).
 constexpr int kSumTokens = 24;
 
-// How long `kWarps` warps take for `count` items, of which the longest has `longest` tokens and all together have `total`,
-// where teams of `team` warps share an item each; in tokens that one warp reads meanwhile.
+// How long `kWarps` warps take for these items, where teams of `team` warps share an item each; in tokens that one warp reads
+// meanwhile.
 template <int kWarps>
-PAT_ANYWHERE constexpr int team_time(int team, int count, int longest, int total) {
-  if (team == kWarps) return total / kWarps + kSumTokens * count;
-  const int teams = kWarps / team;
-  return (count + teams - 1) / teams * (longest / team + kSumTokens);
+PAT_ANYWHERE constexpr int team_time(int team, const ItemSum& items) {
+  if (team == kWarps) return items.tokens / kWarps + kSumTokens * items.count;
+  const int teams = quotient(kWarps, team);
+  return quotient(items.count + teams - 1, teams) * (quotient(items.longest, team) + kSumTokens);
 }
 
-// The least time, and what place `warp` then has. Every division is by a constant: others are calls to code that is not in
-// the instruction cache.
-struct Team {
-  TeamPlace place;
-  int time;
-};
+// Ranks the teams of `team` warps, whatever number that is: the fastest are the least, of equally fast ones the largest.
+constexpr int kRankBits = 4;
 template <int kWarps>
-PAT_ANYWHERE constexpr Team best_team(int warp, int count, int longest, int total) {
-  Team best{{uint8_t(kWarps), uint8_t(warp), 1, 0}, team_time<kWarps>(kWarps, count, longest, total)};
-#ifdef __CUDACC__
-#pragma unroll
-#endif
-  for (int team = kWarps / 2; team > 1; --team) {
-    if (kWarps % team != 0) continue;
-    const int time = team_time<kWarps>(team, count, longest, total);
-    if (time < best.time)
-      best = {{uint8_t(team), uint8_t(warp % team), uint8_t(kWarps / team), uint8_t(warp / team)}, time};
-  }
-  return best;
+PAT_ANYWHERE constexpr uint32_t team_rank(int team, const ItemSum& items) {
+  static_assert(kWarps < 1 << kRankBits);
+  if (team < 2 || team > kWarps || quotient(kWarps, team) * team != kWarps) return ~0u;
+  return uint32_t(team_time<kWarps>(team, items)) << kRankBits | uint32_t(kWarps - team);
 }
 
-// Whether an item of `tokens` tokens is better shared. Where there is one for every warp they are busy either way, and what is
-// shared has to be summed up: then only the longest are, by all warps, so that none has to finish alone.
+// What `warp` does in teams of that rank, and the time that they take.
 template <int kWarps>
-PAT_ANYWHERE constexpr bool too_long(int tokens, int count, int longest, int total) {
-  if (count < kWarps) return tokens > best_team<kWarps>(0, count, longest, total).time;
-  const int rounds = (count + kWarps - 1) / kWarps;
-  return tokens * rounds > team_time<kWarps>(kWarps, count, longest, total);
+PAT_ANYWHERE constexpr TeamPlace team_place(uint32_t rank, int warp) {
+  const int team = kWarps - int(rank % (1 << kRankBits));
+  const int teams = quotient(kWarps, team), which = quotient(warp, team);
+  return {uint8_t(team), uint8_t(warp - which * team), uint8_t(teams), uint8_t(which)};
+}
+PAT_ANYWHERE constexpr int rank_time(uint32_t rank) { return int(rank >> kRankBits); }
+
+// The most tokens of an item that is better one warp's alone; `best` is the rank of the teams that would share. Where there is
+// an item for every warp they are busy either way, and what is shared has to be summed up: then only the longest are, by all
+// warps, so that none has to finish alone.
+template <int kWarps>
+PAT_ANYWHERE constexpr int own_tokens(uint32_t best, const ItemSum& items) {
+  if (items.count < kWarps) return rank_time(best);
+  return quotient(team_time<kWarps>(kWarps, items), (items.count + kWarps - 1) / kWarps);
 }
 
 }  // namespace pat
