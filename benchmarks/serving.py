@@ -24,6 +24,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import combinations, islice, pairwise
 from pathlib import Path
@@ -63,15 +64,19 @@ class Record(msgspec.Struct):
 
 
 def bench_serving(url: str, backend: str, workload: str, arguments: list[str]) -> Record:
-    output = Path(f"/tmp/serving-{backend}-{workload}.jsonl")
-    output.unlink(missing_ok=True)
-    command = [
-        sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url, "--flush-cache",
-        "--disable-tqdm", "--output-file", str(output), *arguments,
-    ]  # fmt: skip
-    for _ in range(2):
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    result = json.loads(output.read_text().splitlines()[-1])
+    # Another benchmark may run beside this one, on another GPU.
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.jsonl"
+        command = [
+            sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url, "--flush-cache",
+            "--disable-tqdm", "--output-file", str(output), *arguments,
+        ]  # fmt: skip
+        for _ in range(2):
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        result = json.loads(output.read_text().splitlines()[-1])
+    asked = int(arguments[arguments.index("--num-prompts") + 1])
+    if result["completed"] != asked:
+        raise RuntimeError(f"{workload}: {result['completed']} of {asked} requests were answered")
     names = ("median_itl_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_ttft_ms")
     times = [round(result[name], 2) for name in names]
     return Record(workload, None, backend, *times, round(result["output_throughput"], 1))
@@ -229,7 +234,7 @@ def main() -> None:
     result: dict[str, Any] = {"device": gpu(), "model": arguments.model.name, "records": [], "packing": {}}
     streams: dict[str, list[list[int]]] = {}
     for backend in arguments.backends:
-        log = arguments.output.with_name(f"server-{backend}.log")
+        log = arguments.output.with_name(f"{arguments.output.stem}-{backend}.log")
         server = Server(arguments.model, backend, log, sglang_flags(arguments), on_cpu=False)
         try:
             server.wait()

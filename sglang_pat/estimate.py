@@ -57,8 +57,8 @@ class Gpu(msgspec.Struct, frozen=True):
 
 GPUS = {
     "h200": Gpu(
-        tbps=4.4, memory_gb=141, sms=132, arch="9.0a", base=17.41, longest=0.971, merge=0.0, other_base=23.03,
-        unique=1.024, repeated=0.643, rest_ms=5.454,
+        tbps=4.4, memory_gb=141, sms=132, arch="9.0a", base=16.11, longest=0.967, merge=0.0, other_base=22.65,
+        unique=1.022, repeated=0.643, rest_ms=5.491,
     ),
 }  # fmt: skip
 

@@ -139,6 +139,7 @@ class CudaExecutor:
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float,
     ) -> torch.Tensor:  # fmt: skip
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        # Early: in front of every layer's attention are the kernels that make its Q; the plan and the lengths were there before.
         self._decoder.decode(
             q, k, v, out, req_to_token, rows, seq_lens, self._plan, self._partial, self._lse, scale=scale,
             logit_cap=logit_cap, early=True,
