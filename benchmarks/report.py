@@ -78,19 +78,25 @@ def ablations() -> str:
 
 def serving() -> str:
     result, pairs = load("serving-h200.json"), load("serving-2xh200.json")
-    records = [(record, record["backend"]) for record in result["records"]]
-    records += [(record, f"{record['backend']}, 2 GPUs") for record in pairs["records"]]
+    records = [(record, "") for record in result["records"]]
+    records += [(record, ", 2 GPUs") for record in pairs["records"]]
+    ours = {
+        (record["workload"], record["rate"], gpus): record["mean_tpot_ms"]
+        for record, gpus in records
+        if record["backend"] == "pat"
+    }
     rows = []
     for workload in dict.fromkeys((record["workload"], record["rate"]) for record, _ in records):
-        here = [(record, name) for record, name in records if (record["workload"], record["rate"]) == workload]
-        ours = next((record["mean_tpot_ms"] for record, name in here if name == "pat"), None)
-        for record, name in here:
-            ratio = f"{record['mean_tpot_ms'] / ours:.2f}{TIMES}" if ours and name == record["backend"] != "pat" else ""
+        for record, gpus in records:
+            if (record["workload"], record["rate"]) != workload:
+                continue
+            pat = ours.get((*workload, gpus))
+            ratio = f"{record['mean_tpot_ms'] / pat:.2f}{TIMES}" if pat and record["backend"] != "pat" else ""
             steps = record["step_ms"]
             rate = f", {record['rate']:g} requests/s" if record["rate"] else ""
             rows.append(
                 [
-                    f"`{record['workload']}`{rate}", name, f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "",
+                    f"`{record['workload']}`{rate}", record["backend"] + gpus, f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "",
                     f"{record['median_itl_ms']:.1f}", f"{record['mean_tpot_ms']:.1f}", ratio, f"{record['p99_tpot_ms']:,.0f}",
                     f"{record['mean_ttft_ms']:,.0f}", f"{record['output_tps']:,.0f}", record["date"],
                 ]

@@ -63,20 +63,19 @@ class Record(msgspec.Struct):
     date: str = msgspec.field(default_factory=lambda: str(datetime.date.today()))
 
 
-def bench_serving(url: str, backend: str, workload: str, arguments: list[str]) -> Record:
+def bench_serving(url: str, backend: str, workload: str, requests: int, arguments: list[str]) -> Record:
     # Another benchmark may run beside this one, on another GPU.
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.jsonl"
         command = [
             sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url, "--flush-cache",
-            "--disable-tqdm", "--output-file", str(output), *arguments,
+            "--disable-tqdm", "--output-file", str(output), "--num-prompts", str(requests), *arguments,
         ]  # fmt: skip
         for _ in range(2):
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         result = json.loads(output.read_text().splitlines()[-1])
-    asked = int(arguments[arguments.index("--num-prompts") + 1])
-    if result["completed"] != asked:
-        raise RuntimeError(f"{workload}: {result['completed']} of {asked} requests were answered")
+    if result["completed"] != requests:
+        raise RuntimeError(f"{workload}: {result['completed']} of {requests} requests were answered")
     names = ("median_itl_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_ttft_ms")
     times = [round(result[name], 2) for name in names]
     return Record(workload, None, backend, *times, round(result["output_throughput"], 1))
@@ -187,19 +186,20 @@ def run(server: Server, backend: str, workload: str, arguments: argparse.Namespa
         return [run_trace(server, backend, prompts, rate) for rate in arguments.rates]
     if shape := re.fullmatch(r"gsp-(\d+)x(\d+)x(\d+)", workload):
         groups, prompts, length = shape.groups()
+        requests = int(groups) * int(prompts)
         options = [
             "--dataset-name", "generated-shared-prefix", "--gsp-num-groups", groups, "--gsp-prompts-per-group", prompts,
             "--gsp-system-prompt-len", length, "--gsp-question-len", "128", "--gsp-output-len", "256",
-            "--num-prompts", str(int(groups) * int(prompts)),
         ]  # fmt: skip
     elif shape := re.fullmatch(r"random-(\d+)", workload):
+        requests = int(shape[1])
         options = [
             "--dataset-name", "random-ids", "--random-input-len", "1024", "--random-output-len", "256",
-            "--random-range-ratio", "1", "--num-prompts", shape[1],
+            "--random-range-ratio", "1",
         ]  # fmt: skip
     else:
         raise SystemExit(f"--workloads: {workload} is none of gsp-GxPxL, random-N, trace, agreement")
-    record = bench_serving(server.url, backend, workload, options)
+    record = bench_serving(server.url, backend, workload, requests, options)
     record.step_ms = logged_steps(server.log.read_text(errors="replace"))
     return [record]
 
@@ -215,6 +215,12 @@ def make_parser(description: str | None, output: Path) -> argparse.ArgumentParse
     parser.add_argument("--server", action="append", default=[], help="another argument for SGLang")
     parser.add_argument("--output", type=Path, default=output)
     return parser
+
+
+def log_of(options: argparse.Namespace, backend: str) -> Path:
+    """Where a backend's log goes: beside the output, by its name, as another benchmark may run on another GPU."""
+    output: Path = options.output
+    return output.with_name(f"{output.stem}-{backend}.log")
 
 
 def sglang_flags(options: argparse.Namespace) -> list[str]:
@@ -234,7 +240,7 @@ def main() -> None:
     result: dict[str, Any] = {"device": gpu(), "model": arguments.model.name, "records": [], "packing": {}}
     streams: dict[str, list[list[int]]] = {}
     for backend in arguments.backends:
-        log = arguments.output.with_name(f"{arguments.output.stem}-{backend}.log")
+        log = log_of(arguments, backend)
         server = Server(arguments.model, backend, log, sglang_flags(arguments), on_cpu=False)
         try:
             server.wait()

@@ -149,7 +149,7 @@ def main() -> None:
     ]  # fmt: skip
     results = []
     for backend in options.backends:
-        log = options.output.with_name(f"soak-{backend}.log")
+        log = serving.log_of(options, backend)
         with Server(options.model, backend, log, flags, CHECKED, on_cpu=False) as server:
             server.wait()
             result = asyncio.run(soak(server, requests, options.running * 3 // 2))

@@ -271,7 +271,7 @@ def main() -> None:
             to = Path(folder) / f"{backend}.pt"
             arguments = [x for x in sys.argv[1:] if x not in options.backends and x != "--backends"]
             command = [sys.executable, __file__, *arguments, "--backends", backend, "--child", str(to)]
-            log = options.output.with_name(f"{options.output.stem}-{backend}.log")
+            log = serving.log_of(options, backend)
             with log.open("w") as errors:
                 code = subprocess.run(command, stderr=errors, env=os.environ, check=False).returncode
             if to.with_suffix(".json").exists():

@@ -165,17 +165,21 @@ class Decoder:
         if not others:
             first.decode(*arguments, True, merge, overlap, early)
             return
+
+        def run(module: Any, forward: bool) -> None:
+            module.decode(*arguments, forward, merge and not forward, False, False)
+
         if not self._streams:
             for module in self._modules:
-                module.decode(*arguments, True, False, False, False)
-            first.decode(*arguments, False, merge, False, False)
+                run(module, forward=True)
+            run(first, forward=False)
             return
         current = torch.cuda.current_stream(q.device)
         for module, stream in zip(others, self._streams, strict=True):
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                module.decode(*arguments, True, False, False, False)
-        first.decode(*arguments, True, False, False, False)
+                run(module, forward=True)
+        run(first, forward=True)
         for stream in self._streams:
             current.wait_stream(stream)
-        first.decode(*arguments, False, merge, False, False)
+        run(first, forward=False)

@@ -288,7 +288,7 @@ class NarrowWarp {
       for (int which = 0; which < 2; ++which) {
         const RowTarget to(p_, item, row_of(block, which));
         if (!to.used()) continue;
-        const float sum = softmax_.sum[block][which], norm = sum > 0 ? __fdividef(1, sum) : 0;
+        const float sum = softmax_.sum[block][which], norm = norm_of(sum);
         if (lane_id() / 4 == 0) results.store_lse(to, lse(softmax_.top[block][which], sum, p_));
         results.store_columns(to, lane_id() / 4, [&](int i) { return o_[i / 2][block][i % 2 * 2 + which] * norm; });
       }
@@ -336,7 +336,7 @@ class NarrowWarp {
       float sum = share * statistics_.sum[from][row];
 #pragma unroll
       for (int mask = kWarpSize / 4; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-      const float norm = sum > 0 ? __fdividef(1, sum) : 0;
+      const float norm = norm_of(sum);
       if (lane == 0) results.store_lse(to, lse(top, sum, p_));
 #pragma unroll 1
       for (int first = 0; first < kDim; first += 4 * kWarpSize) {

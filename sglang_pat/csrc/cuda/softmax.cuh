@@ -155,6 +155,9 @@ __device__ __forceinline__ void rescale(float* o, const float (&factor)[2]) {
   for (int i = 0; i < kSize; ++i) o[i] *= factor[i / 2 % 2];
 }
 
+// What a row's output is multiplied by in the end; nothing where it has no weight at all.
+__device__ __forceinline__ float norm_of(float sum) { return sum > 0 ? __fdividef(1, sum) : 0; }
+
 // To base 2.
 __device__ __forceinline__ float lse(float top, float sum, const Params& p) {
   return sum > 0 ? top * p.scale_log2 + __log2f(sum) : -INFINITY;

@@ -210,7 +210,7 @@ class WideGroup {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (!targets[half].used()) continue;
-      const float sum = softmax.sum[half], norm = sum > 0 ? __fdividef(1, sum) : 0;
+      const float sum = softmax.sum[half], norm = norm_of(sum);
       if (pair == 0) results.store_lse(targets[half], lse(softmax.top[half], sum, p_));
       results.store_pairs(targets[half], pair,
                           [&](int i) { return make_float2(o[4 * i + 2 * half] * norm, o[4 * i + 2 * half + 1] * norm); });
