@@ -273,6 +273,34 @@ def test_repeated_runs_agree_bit_for_bit(arch: str) -> None:
         assert torch.equal(repeated.out, first)
 
 
+@pytest.mark.parametrize("side_stream", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_loading_copies_what_is_in_use(side_stream: bool) -> None:
+    """On the stream that is current, where the event is too."""
+    case = make_case(random_batch(random.Random(2), 2, 4, 100), 16, 4, 128, torch.bfloat16)
+    loaded = run(case, ARCHS[0])
+    plan = torch.full((len(loaded.plan) + 50,), -5, dtype=torch.int32, pin_memory=ON_GPU)
+    plan[: len(loaded.plan)] = loaded.plan
+    loaded.plan = torch.full_like(plan, -7, device=DEVICE)
+    copied = 0
+    if ON_GPU:
+        event = torch.cuda.Event()
+        event.record()
+        copied = event.cuda_event
+    with torch.cuda.stream(torch.cuda.Stream() if side_stream else None):
+        if side_stream:
+            torch.cuda._sleep(100_000_000)
+        loaded.decoder.load(loaded.plan, plan, copied)
+        if side_stream:
+            assert not event.query()
+            event.synchronize()
+    assert torch.equal(loaded.plan[:-50].cpu(), plan[:-50])
+    assert (loaded.plan[-50:] == -7).all()
+    assert loaded.error() < TOLERANCE[torch.bfloat16]
+
+    with pytest.raises(ValueError, match="shorter than the plan"):
+        loaded.decoder.load(loaded.plan[:40], plan, copied)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

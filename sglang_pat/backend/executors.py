@@ -115,24 +115,24 @@ class CudaExecutor:
         self._plan = torch.zeros(size, dtype=torch.int32, device=device)
         self._partial = torch.empty(self.max_slots, heads, dim, device=device)
         self._lse = torch.empty(self.max_slots, heads, device=device)
-        self._copied: torch.cuda.Event | None = None
+        self._copied = torch.cuda.Event()
+        self._copied.record()  # which makes its handle
+        self._copying = False
         held = sum(tensor.nbytes for tensor in (self._plan, self._partial, self._lse)) / 2**20
         self.description = f"{self._decoder.workers} workers, {held:.0f} MiB of GPU memory"
 
     def before_plan(self) -> None:
         # Only while a new plan's copy waits behind the step before.
-        if self._copied is not None:
+        if self._copying:
             self._copied.synchronize()
-            self._copied = None
+            self._copying = False
 
     def load(self, plan: torch.Tensor | None) -> None:
         if plan is None:
             self._plan.zero_()
             return
-        size = layout.size(plan.numpy())
-        self._plan[:size].copy_(plan[:size], non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
+        self._decoder.load(self._plan, plan, self._copied.cuda_event)
+        self._copying = True
 
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,

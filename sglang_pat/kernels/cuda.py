@@ -117,6 +117,19 @@ class Decoder:
         self._streams = [torch.cuda.Stream(device) for _ in variants[1:]] if mode != "serial" else []
         self.workers: int = max(module.workers(device.index or 0) for module in self._modules)
 
+    def load(self, to: torch.Tensor, plan: torch.Tensor, copied: int) -> None:
+        """Copy a plan to the GPU, on the current stream.
+
+        Args:
+            to: int32, on the GPU.
+            plan: A plan (layout.py), int32, in host memory; pinned for the copy to run beside the host.
+            copied: The handle of a CUDA event (`torch.cuda.Event.cuda_event`), recorded behind the copy.
+
+        Raises:
+            ValueError: A tensor's device or dtype is none of the above, or it is shorter than the plan.
+        """
+        self._modules[0].load(to, plan, copied)
+
     def decode(
         self,
         q: torch.Tensor,

@@ -137,7 +137,24 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
     launch(kMergeSeveral, ctas_for(outputs / kMergeRows), pat::kMergeThreads, 0, stream, overlap, p);
 }
 
+// The ints of a plan that are in use, from the host to the GPU on the current stream; the cudaEvent_t `copied` is recorded
+// behind them. One call for all of it, as the engine's thread waits meanwhile.
+void load(TensorView to, TensorView plan, int64_t copied) {
+  pat::check(to, "to", 1, pat::kInt32, kDLCUDA);
+  TVM_FFI_CHECK(plan.device().device_type == kDLCPU || plan.device().device_type == kDLCUDAHost, ValueError)
+      << "plan must be in host memory";
+  pat::check(plan, "plan", 1, pat::kInt32, plan.device().device_type);
+  const int32_t* from = static_cast<const int32_t*>(plan.data_ptr());
+  TVM_FFI_CHECK(plan.size(0) >= pat::kHeaderSize && from[pat::kSize] <= std::min(plan.size(0), to.size(0)), ValueError)
+      << "plan or to is shorter than the plan";
+  tvm::ffi::CUDADeviceGuard guard(to.device().device_id);
+  const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, to.device().device_id));
+  check(cudaMemcpyAsync(to.data_ptr(), from, from[pat::kSize] * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
+  check(cudaEventRecord(reinterpret_cast<cudaEvent_t>(copied), stream));
+}
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, decode);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(load, load);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workers, workers);
