@@ -112,21 +112,7 @@ def is_graph_view(forward_batch: Any) -> bool:
     return hasattr(forward_batch, "actual_forward_mode")
 
 
-def row_method() -> str:
-    """`ReqToTokenPool`'s method that gives out rows of `req_to_token`, which are written next."""
-    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-
-    return "alloc_rows" if hasattr(ReqToTokenPool, "alloc_rows") else "alloc"
-
-
-def gives_rows_itself(pool: Any) -> bool:
-    """Whether all rows are given out by `row_method`; pools of disaggregated decoding have ways of their own."""
-    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-
-    return type(pool) is ReqToTokenPool
-
-
-def fence_every_step() -> None:
+def fence_table_reads() -> None:
     """Let the scheduler write `req_to_token` only after a step's kernels have read it.
 
     0.5.17 takes a graph's reads to be over before its replay; 0.5.23 asks the backend (`shared_read_ends`).

@@ -11,7 +11,6 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat
 from sglang_pat.backend import executors, support
-from sglang_pat.backend.fence import TableFence
 from sglang_pat.backend.metrics import Metrics
 from sglang_pat.backend.planner import Planner
 from sglang_pat.config import PatConfig
@@ -93,12 +92,6 @@ class PatAttnBackend(AttentionBackend):
         self.rows: torch.Tensor | None = None
         self.seq_lens: torch.Tensor | None = None
         self._loaded = -1  # the number of the plan that the executor has
-        self._fence: TableFence | None = None
-        if runner.device != "cpu":
-            if compat.gives_rows_itself(runner.req_to_token_pool):
-                self._fence = TableFence()
-            else:
-                compat.fence_every_step()
         if self.inner is not None:
             for name in compat.PREFILL_GRAPH_FLAGS:
                 setattr(self, name, getattr(self.inner, name))
@@ -125,8 +118,9 @@ class PatAttnBackend(AttentionBackend):
             },
             Metrics().publish,
             graphs=runner.device != "cpu",
-            fence=self._fence.on_rows if self._fence else None,
         )
+        if runner.device != "cpu":
+            compat.fence_table_reads()
         logger.info("sglang-pat: %s, %s", config, self.executor.description)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -154,8 +148,6 @@ class PatAttnBackend(AttentionBackend):
         rids = getattr(forward_batch, "rids", None) or [""] * (len(lengths) - compat.padding(forward_batch))
         if not compat.is_graph_view(forward_batch):
             self.rows, self.seq_lens = self.rows[: len(rids)], self.seq_lens[: len(rids)]
-        if self._fence is not None:
-            self._fence.on_step()
         self.executor.before_plan()
         plan = self.planner.plan(
             rids,
@@ -237,11 +229,10 @@ class PatAttnBackend(AttentionBackend):
         self._expect(forward_batch)
 
     def shared_read_ends(self, mode: Any) -> Any:
-        """0.5.23 asks when the scheduler may write `req_to_token` again; what must wait longer, the fence stops."""
+        """0.5.23 asks when the scheduler may write `req_to_token` again: only after the kernels have read it."""
         from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
-        fenced = self._fence is not None and mode.is_decode()
-        return SharedReadEnds.PRE_REPLAY if fenced else SharedReadEnds.POST_REPLAY
+        return SharedReadEnds.POST_REPLAY
 
     def support_triton(self) -> bool:
         return self.inner is None or self.inner.support_triton()

@@ -14,7 +14,6 @@ Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs anot
 | `RadixCache.reset`, `UnifiedRadixCache.reset` | both | `flush_cache` |
 | `Scheduler.get_internal_state` | both | puts the counters into `/get_server_info` |
 | `SchedulerMetricsReporter.report_decode_stats` | both | when SGLang logs and exports its own counts |
-| `ReqToTokenPool.alloc`, `alloc_rows` | 0.5.17, 0.5.23 | rows that a running step reads are about to be written (backend/fence.py) |
 | `build_replay_fb_view` | both | the batch that a CUDA graph is replayed for comes without its request ids |
 """
 
@@ -34,10 +33,7 @@ _FINISHING = "sglang.srt.managers.scheduler.Scheduler._reqs_finishing_inflight"
 _GRAPH_VIEW = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view"
 _REPORT = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats"
 
-_POOL = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
-
 _observer: Observer | None = None
-_fence: Callable[[], None] | None = None
 _counters: Callable[[], dict[str, Any]] = dict
 _publish: Callable[[dict[str, Any], dict[str, str] | None], None] | None = None
 
@@ -47,7 +43,6 @@ def install(
     counters: Callable[[], dict[str, Any]] | None = None,
     publish: Callable[[dict[str, Any], dict[str, str] | None], None] | None = None,
     graphs: bool = False,
-    fence: Callable[[], None] | None = None,
 ) -> None:
     """Let `observer` follow every prefix cache of this process, in place of any observer before it.
 
@@ -56,16 +51,15 @@ def install(
         counters: What `/get_server_info` shows as `internal_states[i]["pat"]`.
         publish: Called with them whenever SGLang logs decode batches, and with the labels of its metrics if these are on.
         graphs: Whether steps are decoded in CUDA graphs.
-        fence: Called when requests have got rows of `req_to_token`, before these are written.
 
     Raises:
         RuntimeError: Another plugin has hooked one of the targets; SGLang applies each target's hooks once.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    global _observer, _counters, _publish, _fence
+    global _observer, _counters, _publish
     first = _observer is None
-    _observer, _counters, _publish, _fence = observer, counters or dict, publish, fence
+    _observer, _counters, _publish = observer, counters or dict, publish
     if not first:
         return
     hooks = {
@@ -73,7 +67,6 @@ def install(
         _STATE: _on_state,
         _REPORT: _on_report,
         f"{_UNIFIED}._evict_device_leaf": _on_evict_id,
-        f"{_POOL}.{compat.row_method()}": _on_rows,
         f"{_RADIX}.reset": _on_reset,
         f"{_UNIFIED}.reset": _on_reset,
         **{f"{cache}.{name}": _on_cached for cache, name in _caching_methods()},
@@ -134,11 +127,6 @@ def _on_reset(result: Any, cache: Any) -> None:
     # `--schedule-policy lpm` resets a simulated cache without pools for every batch.
     if cache.req_to_token_pool is not None:
         _tell(lambda observer: observer.on_reset())
-
-
-def _on_rows(result: Any, *args: Any, **kwargs: Any) -> None:
-    if _fence is not None:
-        _fence()
 
 
 def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
