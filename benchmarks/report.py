@@ -76,36 +76,38 @@ def ablations() -> str:
     return table(["tree, us", *names], rows)
 
 
+SERVING = {
+    "serving-h200.json": "",
+    "serving-2xh200.json": ", 2 GPUs",
+    "serving-llama3-8b-h200.json": ", Llama 3 8B",
+}
+"""Results of serving.py, and what sets them apart."""
+
+
 def serving() -> str:
-    result, pairs = load("serving-h200.json"), load("serving-2xh200.json")
-    records = [(record, "") for record in result["records"]]
-    records += [(record, ", 2 GPUs") for record in pairs["records"]]
-    ours = {
-        (record["workload"], record["rate"], gpus): record["mean_tpot_ms"]
-        for record, gpus in records
-        if record["backend"] == "pat"
-    }
     rows = []
-    for workload in dict.fromkeys((record["workload"], record["rate"]) for record, _ in records):
-        for record, gpus in records:
-            if (record["workload"], record["rate"]) != workload:
-                continue
-            pat = ours.get((*workload, gpus))
-            ratio = f"{record['mean_tpot_ms'] / pat:.2f}{TIMES}" if pat and record["backend"] != "pat" else ""
-            steps = record["step_ms"]
-            rate = f", {record['rate']:g} requests/s" if record["rate"] else ""
-            rows.append(
-                [
-                    f"`{record['workload']}`{rate}", record["backend"] + gpus, f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "",
-                    f"{record['median_itl_ms']:.1f}", f"{record['mean_tpot_ms']:.1f}", ratio, f"{record['p99_tpot_ms']:,.0f}",
-                    f"{record['mean_ttft_ms']:,.0f}", f"{record['output_tps']:,.0f}", record["date"],
-                ]
-            )  # fmt: skip
+    for name, what in SERVING.items():
+        records = load(name)["records"]
+        for workload, rate in dict.fromkeys((record["workload"], record["rate"]) for record in records):
+            group = [record for record in records if (record["workload"], record["rate"]) == (workload, rate)]
+            pat = next(record["mean_tpot_ms"] for record in group if record["backend"] == "pat")
+            for record in group:
+                steps = record["step_ms"]
+                rows.append(
+                    [
+                        f"`{workload}`{f', {rate:g} requests/s' if rate else ''}{what}", record["backend"],
+                        f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "", f"{record['median_itl_ms']:.1f}",
+                        f"{record['mean_tpot_ms']:.1f}",
+                        "" if record["backend"] == "pat" else f"{record['mean_tpot_ms'] / pat:.2f}{TIMES}",
+                        f"{record['p99_tpot_ms']:,.0f}", f"{record['mean_ttft_ms']:,.0f}", f"{record['output_tps']:,.0f}",
+                    ]
+                )  # fmt: skip
     head = [
         "workload", "backend", "decode step, ms", "median ITL, ms", "mean TPOT, ms", "to PAT's", "P99 TPOT, ms",
-        "mean TTFT, ms", "output tokens/s", "date",
+        "mean TTFT, ms", "output tokens/s",
     ]  # fmt: skip
-    return f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights."
+    result = load("serving-h200.json")
+    return f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape where none is named, random weights, {result['device']['date']}."
 
 
 def soak() -> str:
@@ -123,8 +125,7 @@ def soak() -> str:
     )
 
 
-def steps() -> str:
-    result = load("steps-h200.json")
+def steps_table(result: dict[str, Any]) -> str:
     records = {(record["cell"], record["backend"]): record for record in result["records"]}
     backends = list(dict.fromkeys(backend for _, backend in records))
     others = [backend for backend in backends if backend != "pat"]
@@ -143,15 +144,23 @@ def steps() -> str:
         "batch x context", "PAT, ms", *(f"{backend}, ms" for backend in others), "best / PAT", "metadata, us", "new plan, us",
         *(f"{backend}'s, us" for backend in others),
     ]  # fmt: skip
-    cell = next(cell for cell, backend in reversed(records) if "kernels" in records[cell, backend])
-    launches = {backend: sum(records[cell, backend]["kernels"].values()) for backend in backends}
-    device = result["device"]
+    return table(head, rows)
+
+
+def steps() -> str:
+    result = load("steps-h200.json")
+    device, profiled = result["device"], [record for record in result["records"] if "kernels" in record]
+    cell = profiled[-1]["cell"]
+    launches = {
+        record["backend"]: sum(record["kernels"].values()) for record in profiled if record["cell"] == cell
+    }
     return (
-        f"{table(head, rows)}\n\n{device['name']}, {result['model']} shape, random weights, torch {device['torch']}, {device['date']}. "
+        f"{steps_table(result)}\n\n{device['name']}, {result['model']} shape, random weights, torch {device['torch']}, {device['date']}. "
         f"Kernels and copies of a step in a steady state, `{cell}`: "
         + ", ".join(f"{backend} {count}" for backend, count in launches.items())
         + "; of PAT's own there are forward and merge once a layer, nothing else.\n\n"
-        + agreement(result)
+        "Batches that do not fit one H200's pool, with two of the model's 36 layers:\n\n"
+        f"{steps_table(load('steps-2-layers-h200.json'))}\n\n{agreement(result)}"
     )
 
 

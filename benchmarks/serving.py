@@ -133,7 +133,9 @@ async def generate(session: aiohttp.ClientSession, url: str, prompt: list[int], 
 async def replay(url: str, prompts: list[tuple[float, list[int], int]], rate: float) -> tuple[list[list[float]], float]:
     pace = (len(prompts) - 1) / rate / max(1e-9, prompts[-1][0] - prompts[0][0])
     timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 24) as session:
+    # The server closes connections that were idle, sometimes just as the next request is sent.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 24) as session:
         began = time.perf_counter()
 
         async def one(at: float, prompt: list[int], count: int) -> list[float]:
