@@ -2,7 +2,7 @@
 
     python benchmarks/calibrate.py
 
-Reads results/kernels-h200.json and serving-h200.json; writes results/estimate-h200.json. The coefficients belong in
+Reads results/kernels-h200.json, steps-h200.json and serving-h200.json; writes results/estimate-h200.json. The coefficients belong in
 `sglang_pat/estimate.py` (tests/test_estimate.py compares).
 """
 
@@ -24,19 +24,24 @@ RESULTS = Path(__file__).parent / "results"
 LAYERS, WEIGHT_BYTES = 36, 2 * (36 * (2 * 4096 * 40 * 128 + 3 * 4096 * 12288) + 151936 * 4096)
 """Of the Qwen3-8B shape that benchmarks/serving.py served."""
 
-TREES = {"gsp-8x32x2048": "8,256_2048,256", "random-128": "128_1152"}
-"""Of its workloads, half way through the answers of 256 tokens."""
+TREES = {
+    "gsp-8x32x2048": "8,256_3544,351", "gsp-32x8x1024": "32,256_1784,351", "gsp-4x64x8192": "4,256_14246,351",
+    "gsp-1x128x16384": "1,128_28719,351", "random-128": "128_2040",
+}  # fmt: skip
+"""Of its workloads, half way through the answers of 256 tokens, and with as many tokens in the prompts as the model folder's own
+tokenizer makes of them (benchmarks/NOTES.md, "What the workloads really are")."""
 
 
-def predict(tree: str, heads: str, gpu: estimate.Gpu) -> tuple[float, float, float, float]:
-    """(longest SM, merge, KV once, KV read again) of a tree, in microseconds."""
+def predict(tree: str, heads: str, gpu: estimate.Gpu) -> dict[str, list[float]]:
+    """What each backend's time for a tree is a sum of, with the coefficients to be found; in microseconds."""
     query_heads, kv_heads = map(int, heads.split("/"))
     cost = gpu_tiles.cost_model(query_heads, kv_heads, 128)
     config = PackConfig(cost, gpu_tiles.tile_table(gpu.arch, 128), workers=gpu.sms)
     batch = trees.build(*trees.parse(tree))
-    longest, merge = estimate.features(make_plan(batch, config), batch, config, gpu)
-    per_us, again = gpu.tbps * 1e6 / cost.token_bytes, estimate.repeated(batch.roots)
-    return longest, merge, (sum(batch.seq_lens) - again) / per_us, again / per_us
+    return {
+        "pat": [1, *estimate.features(make_plan(batch, config), batch, config, gpu)],
+        "flashinfer": [1, *estimate.unpacked_features(batch, config, gpu)],
+    }
 
 
 def fit(columns: list[list[float]], times: list[float]) -> tuple[list[float], dict[str, float]]:
@@ -55,37 +60,72 @@ def fit(columns: list[list[float]], times: list[float]) -> tuple[list[float], di
     return coefficients.tolist(), {"median": float(np.median(errors)), "most": float(errors.max())}
 
 
+COEFFICIENTS = {
+    "pat": ("base", "longest", "merge"),
+    "flashinfer": ("other_base", "unique", "repeated", "other_item"),
+}
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def tree_of(cell: str) -> str:
+    """A cell of steps.py as a tree."""
+    return cell.replace("x", "_")
+
+
 def main() -> None:
     gpu = estimate.GPUS["h200"]
-    records = [r for r in json.loads((RESULTS / "kernels-h200.json").read_text())["records"] if r["page_size"] == 1]
-    known = [(record, predict(record["tree"], record["heads"], gpu)) for record in records]
-    ours, errors = fit([[1, *numbers[:2]] for _, numbers in known], [r["pat_us"] for r in records])
-    both = [(record, numbers) for record, numbers in known if "flashinfer" in record["rivals"]]
-    other, other_errors = fit([[1, *numbers[2:]] for _, numbers in both], [r["rivals"]["flashinfer"] for r, _ in both])
-    result: dict[str, Any] = {
-        "device": json.loads((RESULTS / "kernels-h200.json").read_text())["device"],
-        "pat": {"base": ours[0], "longest": ours[1], "merge": ours[2], "error": errors},
-        "flashinfer": {"base": other[0], "unique": other[1], "repeated": other[2], "error": other_errors},
-        "steps": [],
-    }
-    gpu = msgspec.structs.replace(
-        gpu, base=ours[0], longest=ours[1], merge=ours[2], other_base=other[0], unique=other[1], repeated=other[2]
-    )  # fmt: skip
+    kernels = load("kernels-h200.json")
+    known = [
+        (record, predict(record["tree"], record["heads"], gpu))
+        for record in kernels["records"]
+        if record["page_size"] == 1
+    ]
+    result: dict[str, Any] = {"device": kernels["device"]}
+    for backend, names in COEFFICIENTS.items():
+        times = [record["pat_us"] if backend == "pat" else record["rivals"].get(backend) for record, _ in known]
+        measured = [(numbers[backend], us) for (_, numbers), us in zip(known, times, strict=True) if us]
+        coefficients, error = fit(*map(list, zip(*measured, strict=True)))
+        result[backend] = {**dict(zip(names, coefficients, strict=True)), "error": error}
+        gpu = msgspec.structs.replace(gpu, **dict(zip(names, coefficients, strict=True)))
+
+    def attention_ms(tree: str, backend: str) -> float:
+        parts = zip(COEFFICIENTS[backend], predict(tree, "32/8", gpu)[backend], strict=True)
+        return LAYERS * sum(getattr(gpu, name) * part for name, part in parts) / 1e3
+
+    steps = [
+        (tree_of(record["cell"]), record["backend"], record["step_ms"])
+        for record in load("steps-h200.json")["records"]
+        if record["backend"] in COEFFICIENTS
+    ]
+    served = [
+        (
+            record["workload"],
+            TREES[record["workload"]],
+            record["backend"],
+            record["step_ms"][len(record["step_ms"]) // 2],
+        )
+        for record in load("serving-h200.json")["records"]
+        if record["workload"] in TREES and record["backend"] in COEFFICIENTS
+    ]
+    # What is neither attention nor a product with the weights, by the number of requests.
+    bare = msgspec.structs.replace(gpu, rest_ms=0, request_us=0)
     rests = []
-    for record in json.loads((RESULTS / "serving-h200.json").read_text())["records"]:
-        if record["workload"] not in TREES or not record["step_ms"] or record["backend"] not in ("pat", "flashinfer"):
-            continue
-        tree = TREES[record["workload"]]
-        longest, merge, unique, again = predict(tree, "32/8", gpu)
-        pat = gpu.base + gpu.longest * longest + gpu.merge * merge
-        other_us = gpu.other_base + gpu.unique * unique + gpu.repeated * again
-        attention = pat if record["backend"] == "pat" else other_us
-        step = record["step_ms"][len(record["step_ms"]) // 2]
-        rests.append(step - LAYERS * attention / 1e3 - WEIGHT_BYTES / gpu.tbps * 1e-9)
-        result["steps"].append({"workload": record["workload"], "backend": record["backend"], "measured_ms": step})
-    result["rest_ms"] = float(np.median(rests))
-    for row, rest in zip(result["steps"], rests, strict=True):
-        row["predicted_ms"] = round(row["measured_ms"] - rest + result["rest_ms"], 2)
+    for tree, backend, ms in [*steps, *(row[1:] for row in served)]:
+        batch = len(trees.build(*trees.parse(tree)).seq_lens)
+        rests.append((batch, ms - attention_ms(tree, backend) - estimate.rest_ms(batch, WEIGHT_BYTES, bare)))
+    columns = np.array([[1, batch / 1e3] for batch, _ in rests])
+    fixed, by_request = np.linalg.lstsq(columns, np.array([ms for _, ms in rests]), rcond=None)[0].tolist()
+    result |= {"rest_ms": fixed, "request_us": by_request, "steps": []}
+    gpu = msgspec.structs.replace(gpu, rest_ms=fixed, request_us=by_request)
+    for workload, tree, backend, ms in served:
+        batch = len(trees.build(*trees.parse(tree)).seq_lens)
+        predicted = attention_ms(tree, backend) + estimate.rest_ms(batch, WEIGHT_BYTES, gpu)
+        result["steps"].append(
+            {"workload": workload, "backend": backend, "measured_ms": ms, "predicted_ms": round(predicted, 2)}
+        )
     print(json.dumps(result, indent=1))
     (RESULTS / "estimate-h200.json").write_text(json.dumps(result, indent=1) + "\n")
 

@@ -37,28 +37,41 @@ def draw_kernels(path: Path) -> None:
     figure.savefig(path.with_suffix(".png"), dpi=110)
 
 
+MEASURES = {
+    "median_itl_ms": "median ITL, ms", "mean_tpot_ms": "mean TPOT, ms", "p99_tpot_ms": "P99 TPOT, ms",
+    "mean_ttft_ms": "mean TTFT, ms", "output_tps": "output tokens/s",
+}  # fmt: skip
+
+
 def draw_serving(path: Path) -> None:
+    """Workloads of a number of requests as bars above, the trace over its rates below."""
     result = json.loads(path.read_text())
-    records = result["records"]
-    workloads = list(dict.fromkeys((record["workload"], record["rate"]) for record in records))
-    backends = list(dict.fromkeys(record["backend"] for record in records))
-    measures = {
-        "median_itl_ms": "median ITL, ms", "mean_tpot_ms": "mean TPOT, ms", "p99_tpot_ms": "P99 TPOT, ms",
-        "mean_ttft_ms": "mean TTFT, ms", "output_tps": "output tokens/s",
-    }  # fmt: skip
-    figure, panels = plt.subplots(1, len(measures), figsize=(3.2 * len(measures), 3.4))
-    for panel, (field, title) in zip(panels, measures.items(), strict=True):
+    batches = [record for record in result["records"] if record["rate"] is None]
+    replays = [record for record in result["records"] if record["rate"] is not None]
+    workloads = list(dict.fromkeys(record["workload"] for record in batches))
+    backends = list(dict.fromkeys(record["backend"] for record in result["records"]))
+    figure, rows = plt.subplots(2, len(MEASURES), figsize=(3.4 * len(MEASURES), 6.2))
+    for (field, title), bars, lines in zip(MEASURES.items(), *rows, strict=True):
         for i, backend in enumerate(backends):
-            rows = [(r["workload"], r["rate"]) for r in records if r["backend"] == backend]
-            heights = [r[field] for r in records if r["backend"] == backend]
+            own = [record for record in batches if record["backend"] == backend]
             offset = (i - (len(backends) - 1) / 2) * 0.8 / len(backends)
-            places = [workloads.index(row) + offset for row in rows]
-            panel.bar(places, heights, 0.8 / len(backends), label=backend, color=COLOURS[backend])
-        names = [f"{workload}\n{rate:g}/s" if rate else workload for workload, rate in workloads]
-        panel.set_xticks(range(len(workloads)), names, rotation=40, fontsize=7)
-        panel.set_yscale("log")
-        panel.set_title(title, fontsize=9)
-    panels[0].legend(fontsize=8)
+            places = [workloads.index(record["workload"]) + offset for record in own]
+            bars.bar(
+                places, [record[field] for record in own], 0.8 / len(backends), label=backend, color=COLOURS[backend]
+            )
+            own = sorted(
+                (record for record in replays if record["backend"] == backend), key=lambda record: record["rate"]
+            )
+            rates = [record["rate"] for record in own]
+            lines.plot(rates, [record[field] for record in own], "o-", label=backend, color=COLOURS[backend])
+        bars.set_xticks(range(len(workloads)), workloads, rotation=30, ha="right", fontsize=7)
+        bars.set_title(title, fontsize=9)
+        bars.set_ylim(0)
+        lines.set_xlabel("trace, requests/s", fontsize=8)
+        lines.set_xscale("log", base=2)
+        lines.set_xticks(rates := sorted({record["rate"] for record in replays}), [f"{rate:g}" for rate in rates])
+        lines.set_ylim(0)
+    rows[0][0].legend(fontsize=8)
     figure.suptitle(f"{result['model']} shape, {result['device']['name']}, {result['device']['date']}", fontsize=9)
     figure.tight_layout()
     figure.savefig(path.with_suffix(".png"), dpi=110)

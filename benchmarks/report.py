@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,30 +84,63 @@ SERVING = {
 """Results of serving.py, and what sets them apart."""
 
 
-def serving() -> str:
-    rows = []
+def served() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Each workload with the records of all backends."""
     for name, what in SERVING.items():
         records = load(name)["records"]
         for workload, rate in dict.fromkeys((record["workload"], record["rate"]) for record in records):
-            group = [record for record in records if (record["workload"], record["rate"]) == (workload, rate)]
-            pat = next(record["mean_tpot_ms"] for record in group if record["backend"] == "pat")
-            for record in group:
-                steps = record["step_ms"]
-                rows.append(
-                    [
-                        f"`{workload}`{f', {rate:g} requests/s' if rate else ''}{what}", record["backend"],
-                        f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "", f"{record['median_itl_ms']:.1f}",
-                        f"{record['mean_tpot_ms']:.1f}",
-                        "" if record["backend"] == "pat" else f"{record['mean_tpot_ms'] / pat:.2f}{TIMES}",
-                        f"{record['p99_tpot_ms']:,.0f}", f"{record['mean_ttft_ms']:,.0f}", f"{record['output_tps']:,.0f}",
-                    ]
-                )  # fmt: skip
+            title = f"`{workload}`{f', {rate:g}/s' if rate else ''}{what}"
+            yield title, [record for record in records if (record["workload"], record["rate"]) == (workload, rate)]
+
+
+def with_device(serving_table: str) -> str:
+    result = load("serving-h200.json")
+    device = result["device"]
+    return f"{serving_table}\n\n{device['name']}, {result['model']} shape where none is named, random weights, {device['date']}."
+
+
+def serving() -> str:
+    """A line for each workload."""
+    backends = {"pat": "PAT", **{name: RIVALS[name] for name in ("flashinfer", "fa3", "triton")}}
+    rows = []
+    for title, group in served():
+        by_backend = {record["backend"]: record for record in group}
+        ours = by_backend.pop("pat")
+        best = {name: min(record[name] for record in by_backend.values()) for name in ("median_itl_ms", "mean_tpot_ms")}
+        times = {
+            name: f"{record['median_itl_ms']:.1f} / {record['mean_tpot_ms']:.0f}"
+            for name, record in {"pat": ours, **by_backend}.items()
+        }
+        rows.append(
+            [
+                title, *(times.get(name, "") for name in backends),
+                f"**{best['median_itl_ms'] / ours['median_itl_ms']:.2f}** / {best['mean_tpot_ms'] / ours['mean_tpot_ms']:.2f}{TIMES}",
+                f"{ours['output_tps']:,.0f}", f"{max(record['output_tps'] for record in by_backend.values()):,.0f}",
+            ]
+        )  # fmt: skip
+    return with_device(table(["workload", *backends.values(), "best / PAT", "tokens/s", "best of the others"], rows))
+
+
+def serving_records() -> str:
+    """A line for each record."""
+    rows = []
+    for title, group in served():
+        pat = next(record["mean_tpot_ms"] for record in group if record["backend"] == "pat")
+        for record in group:
+            steps = record["step_ms"]
+            rows.append(
+                [
+                    title, record["backend"], f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "",
+                    f"{record['median_itl_ms']:.1f}", f"{record['mean_tpot_ms']:.1f}",
+                    "" if record["backend"] == "pat" else f"{record['mean_tpot_ms'] / pat:.2f}{TIMES}",
+                    f"{record['p99_tpot_ms']:,.0f}", f"{record['mean_ttft_ms']:,.0f}", f"{record['output_tps']:,.0f}",
+                ]
+            )  # fmt: skip
     head = [
         "workload", "backend", "decode step, ms", "median ITL, ms", "mean TPOT, ms", "to PAT's", "P99 TPOT, ms",
         "mean TTFT, ms", "output tokens/s",
     ]  # fmt: skip
-    result = load("serving-h200.json")
-    return f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape where none is named, random weights, {result['device']['date']}."
+    return with_device(table(head, rows))
 
 
 def soak() -> str:
@@ -151,9 +184,7 @@ def steps() -> str:
     result = load("steps-h200.json")
     device, profiled = result["device"], [record for record in result["records"] if "kernels" in record]
     cell = profiled[-1]["cell"]
-    launches = {
-        record["backend"]: sum(record["kernels"].values()) for record in profiled if record["cell"] == cell
-    }
+    launches = {record["backend"]: sum(record["kernels"].values()) for record in profiled if record["cell"] == cell}
     return (
         f"{steps_table(result)}\n\n{device['name']}, {result['model']} shape, random weights, torch {device['torch']}, {device['date']}. "
         f"Kernels and copies of a step in a steady state, `{cell}`: "
@@ -269,7 +300,7 @@ def estimates() -> str:
 
 README_SECTIONS = ("kernels", "ablations", "serving", "steps", "soak", "cpu", "planning", "packing")
 SECTIONS: dict[str, Callable[[], str]] = {
-    "kernels": kernels, "ablations": ablations, "serving": serving, "steps": steps, "soak": soak, "cpu": cpu, "planning": planning,
+    "kernels": kernels, "ablations": ablations, "serving": serving, "serving_records": serving_records, "steps": steps, "soak": soak, "cpu": cpu, "planning": planning,
     "packing": packing, "estimates": estimates,
 }  # fmt: skip
 

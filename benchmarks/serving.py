@@ -5,7 +5,8 @@
     python benchmarks/serving.py --model MODEL --workloads trace --trace conversation_trace.jsonl --rates 0.5 1
 
 `gsp-GxPxL` is `bench_serving`'s generated-shared-prefix: G groups of P prompts with a system prompt of L tokens, 128 more
-of their own and 256 to generate, all at once. `random-N` is N prompts of 1,024 random tokens. `trace` replays a
+of their own and 256 to generate, all at once. `random-N` is N prompts of 1,024 random tokens. Both are sent as text, of which the
+model's tokenizer may make other numbers of tokens. `trace` replays a
 Mooncake trace, sped up or slowed down to a rate of requests a second; equal hash ids become equal tokens, and each
 prompt follows a system prompt of three levels, of 46, 348 and 2,123 tokens, of which 1, 4 and 16 exist (§8.1).
 `agreement` decodes the same prompts greedily and writes the tokens; the table at the end says how many agree.

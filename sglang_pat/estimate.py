@@ -32,17 +32,20 @@ class Gpu(msgspec.Struct, frozen=True):
     """What `python benchmarks/calibrate.py` finds for a GPU; times in microseconds.
 
     A layer's attention takes `base + longest * (what the plan gives the SM with most, at its share of the bandwidth) +
-    merge * (the parts' bytes)`; FlashInfer's takes `other_base + unique * (the KV once) + repeated * (what is read again)`:
-    the latter comes from the L2 cache in part.
+    merge * (the parts' bytes)`; FlashInfer's takes `other_base + unique * (the KV once) + repeated * (what is read again) +
+    other_item * (queries times KV heads, for each SM)`: what is read again comes from the L2 cache in part. The rest of a dense
+    model's decode step takes `rest_ms + request_us * batch`, and the matrix products with the weights: reading these or the
+    arithmetic, whichever is longer.
 
     Attributes:
         tbps: What it reads from memory.
+        tflops: What its matrix products reach (benchmarks/kernels.py).
         memory_gb: By its data sheet.
         sms: CTAs at a time.
-        rest_ms: Of a decode step of a dense model beside attention and reading the weights.
     """
 
     tbps: float
+    tflops: float
     memory_gb: int
     sms: int
     arch: str
@@ -52,13 +55,15 @@ class Gpu(msgspec.Struct, frozen=True):
     other_base: float
     unique: float
     repeated: float
+    other_item: float
     rest_ms: float
+    request_us: float
 
 
 GPUS = {
     "h200": Gpu(
-        tbps=4.4, memory_gb=141, sms=132, arch="9.0a", base=16.11, longest=0.967, merge=0.0, other_base=22.65,
-        unique=1.022, repeated=0.643, rest_ms=5.491,
+        tbps=4.4, tflops=790, memory_gb=141, sms=132, arch="9.0a", base=16.11, longest=0.967, merge=0.0, other_base=18.62,
+        unique=0.933, repeated=0.462, other_item=2.501, rest_ms=0.867, request_us=7.719,
     ),
 }  # fmt: skip
 
@@ -242,14 +247,14 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
             unique += sum(batch.seq_lens) - repeated(batch.roots)
             packed += plan.kv_tokens
             times.append(attention_us(plan, batch, config, gpu))
-            others.append(unpacked_us(batch, cost.token_bytes, gpu))
+            others.append(unpacked_us(batch, config, gpu))
         step = cost.token_bytes * model.layers / len(starts) / 1e9
         time, other = sum(times) / len(times), sum(others) / len(others)
         line = (
             f"{size:>6}{1 - unique / whole:>8.0%}{whole * step:>16.2f}{packed * step:>8.2f}{other:>15.0f}{time:>8.0f}"
         )
         if model.weight_bytes is not None:
-            rest = gpu.rest_ms + model.weight_bytes / gpu.tbps * 1e-9
+            rest = rest_ms(size, model.weight_bytes, gpu)
             line += f"{rest + model.layers * other / 1e3:>10.1f}{rest + model.layers * time / 1e3:>8.1f}"
         if unique * step + (model.weight_bytes or 0) / 1e9 > gpu.memory_gb:
             line += f"  more than {gpu.memory_gb} GB"
@@ -259,16 +264,29 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         "",
         "shared: tokens that another request of the batch has too. Attention is one layer's; unpacked is FlashInfer.",
         f"Assumed: consecutive requests run side by side, half way through their answers; {CHARS_PER_TOKEN} characters a "
-        f"token in text; bfloat16; one {gpu_name.upper()}; a step without attention takes {gpu.rest_ms} ms beside reading the weights"
+        f"token in text; bfloat16; one {gpu_name.upper()}; a step of a dense model takes {gpu.rest_ms} ms "
+        f"and {gpu.request_us} us a request beside attention and the products with its weights"
         + (" (unknown for experts)." if model.weight_bytes is None else "."),
     ]
 
 
-def unpacked_us(batch: Batch, token_bytes: int, gpu: Gpu) -> float:
+def rest_ms(batch: int, weight_bytes: int, gpu: Gpu) -> float:
+    """A decode step of a dense model without attention; weights of two bytes, each for one multiplication and addition."""
+    products = max(1 / gpu.tbps, batch / gpu.tflops) * weight_bytes * 1e-9
+    return gpu.rest_ms + gpu.request_us * batch / 1e3 + products
+
+
+def unpacked_us(batch: Batch, config: PackConfig, gpu: Gpu) -> float:
     """One layer's decode attention without packing, as FlashInfer does it."""
-    again = repeated(batch.roots)
-    tokens = gpu.unique * (sum(batch.seq_lens) - again) + gpu.repeated * again
-    return gpu.other_base + tokens * token_bytes / (gpu.tbps * 1e6)
+    unique, again, items = unpacked_features(batch, config, gpu)
+    return gpu.other_base + gpu.unique * unique + gpu.repeated * again + gpu.other_item * items
+
+
+def unpacked_features(batch: Batch, config: PackConfig, gpu: Gpu) -> tuple[float, float, float]:
+    """Microseconds of reading the KV once, and of what is read again; queries times KV heads, for each SM."""
+    again, per_us = repeated(batch.roots), gpu.tbps * 1e6 / config.cost.token_bytes
+    items = len(batch.seq_lens) * config.cost.kv_heads / gpu.sms
+    return (sum(batch.seq_lens) - again) / per_us, again / per_us, items
 
 
 def repeated(nodes: list[Node]) -> int:
