@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ HEADS = ("32/32", "16/8", "32/8", "64/8")
 READ_RATE, FLOP_RATE = 4.4e12, 790e12
 FLUSH_BYTES = 256 << 20
 """Five times the L2 cache of an H200."""
+WARM_UP_SECONDS = 0.01
+"""Before anything is timed: the first case of a run, in front of which modules are loaded, looked 6 to 8 us slower than the model that
+fits the others (benchmarks/NOTES.md, 2026-11-22)."""
 DIM = 128
 
 
@@ -138,12 +142,15 @@ def median_us(run: Callable[[], None], cold: bool, repeats: int = 11) -> float:
         begin.record()
         run()
         end.record()
-    times = []
-    for i in range(repeats + 2):
+    deadline = time.perf_counter() + WARM_UP_SECONDS
+    while time.perf_counter() < deadline:
         graph.replay()
         torch.cuda.synchronize()
-        if i >= 2:
-            times.append(begin.elapsed_time(end) * 1e3)
+    times = []
+    for _ in range(repeats):
+        graph.replay()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
     return statistics.median(times)
 
 
