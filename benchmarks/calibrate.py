@@ -9,18 +9,17 @@ Reads results/kernels-h200.json, steps-h200.json and serving-h200.json; writes r
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import report
 import trees
 
 from sglang_pat import estimate
 from sglang_pat.kernels import gpu_tiles
-from sglang_pat.packing import PackConfig, make_plan
+from sglang_pat.packing import Batch, PackConfig, make_plan
 
-RESULTS = Path(__file__).parent / "results"
 LAYERS, WEIGHT_BYTES = 36, 2 * (36 * (2 * 4096 * 40 * 128 + 3 * 4096 * 12288) + 151936 * 4096)
 """Of the Qwen3-8B shape that benchmarks/serving.py served."""
 
@@ -32,16 +31,27 @@ TREES = {
 tokenizer makes of them (benchmarks/NOTES.md, "What the workloads really are")."""
 
 
-def predict(tree: str, heads: str, gpu: estimate.Gpu) -> dict[str, list[float]]:
-    """What each backend's time for a tree is a sum of, with the coefficients to be found; in microseconds."""
+def pack_config(heads: str, gpu: estimate.Gpu) -> PackConfig:
     query_heads, kv_heads = map(int, heads.split("/"))
     cost = gpu_tiles.cost_model(query_heads, kv_heads, 128)
-    config = PackConfig(cost, gpu_tiles.tile_table(gpu.arch, 128), workers=gpu.sms)
-    batch = trees.build(*trees.parse(tree))
+    return PackConfig(cost, gpu_tiles.tile_table(gpu.arch, 128), workers=gpu.sms)
+
+
+def features(tree: str, heads: str, gpu: estimate.Gpu) -> dict[str, list[float]]:
+    """What each backend's time for a tree is a sum of, with the coefficients to be found; in microseconds."""
+    batch, config = trees.of_cell(tree), pack_config(heads, gpu)
     return {
         "pat": [1, *estimate.features(make_plan(batch, config), batch, config, gpu)],
         "flashinfer": [1, *estimate.unpacked_features(batch, config, gpu)],
     }
+
+
+def attention_ms(batch: Batch, backend: str, gpu: estimate.Gpu) -> float:
+    """All layers' attention in a step of the served model."""
+    config = pack_config("32/8", gpu)
+    if backend == "pat":
+        return LAYERS * estimate.attention_us(make_plan(batch, config), batch, config, gpu) / 1e3
+    return LAYERS * estimate.unpacked_us(batch, config, gpu) / 1e3
 
 
 def fit(columns: list[list[float]], times: list[float]) -> tuple[list[float], dict[str, float]]:
@@ -64,22 +74,14 @@ COEFFICIENTS = {
     "pat": ("base", "longest", "merge"),
     "flashinfer": ("other_base", "unique", "repeated", "other_item"),
 }
-
-
-def load(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / name).read_text())
-
-
-def tree_of(cell: str) -> str:
-    """A cell of steps.py as a tree."""
-    return cell.replace("x", "_")
+"""Of `estimate.Gpu`, in the order of `features`."""
 
 
 def main() -> None:
     gpu = estimate.GPUS["h200"]
-    kernels = load("kernels-h200.json")
+    kernels = report.load("kernels-h200.json")
     known = [
-        (record, predict(record["tree"], record["heads"], gpu))
+        (record, features(record["tree"], record["heads"], gpu))
         for record in kernels["records"]
         if record["page_size"] == 1
     ]
@@ -88,46 +90,43 @@ def main() -> None:
         times = [record["pat_us"] if backend == "pat" else record["rivals"].get(backend) for record, _ in known]
         measured = [(numbers[backend], us) for (_, numbers), us in zip(known, times, strict=True) if us]
         coefficients, error = fit(*map(list, zip(*measured, strict=True)))
-        result[backend] = {**dict(zip(names, coefficients, strict=True)), "error": error}
-        gpu = msgspec.structs.replace(gpu, **dict(zip(names, coefficients, strict=True)))
+        found = dict(zip(names, coefficients, strict=True))
+        result[backend] = {**found, "error": error}
+        gpu = msgspec.structs.replace(gpu, **found)
 
-    def attention_ms(tree: str, backend: str) -> float:
-        parts = zip(COEFFICIENTS[backend], predict(tree, "32/8", gpu)[backend], strict=True)
-        return LAYERS * sum(getattr(gpu, name) * part for name, part in parts) / 1e3
-
-    steps = [
-        (tree_of(record["cell"]), record["backend"], record["step_ms"])
-        for record in load("steps-h200.json")["records"]
-        if record["backend"] in COEFFICIENTS
+    # (workload if it was served, tree, milliseconds, backend)
+    steps = [("", r["cell"], r["step_ms"], r["backend"]) for r in report.load("steps-h200.json")["records"]]
+    steps += [
+        (r["workload"], TREES[r["workload"]], r["step_ms"][len(r["step_ms"]) // 2], r["backend"])
+        for r in report.load("serving-h200.json")["records"]
+        if r["workload"] in TREES
     ]
-    served = [
-        (
-            record["workload"],
-            TREES[record["workload"]],
-            record["backend"],
-            record["step_ms"][len(record["step_ms"]) // 2],
-        )
-        for record in load("serving-h200.json")["records"]
-        if record["workload"] in TREES and record["backend"] in COEFFICIENTS
-    ]
+    points = []
+    for workload, tree, ms, backend in steps:
+        if backend in COEFFICIENTS:
+            batch = trees.of_cell(tree)
+            points.append((workload, backend, len(batch.seq_lens), ms, attention_ms(batch, backend, gpu)))
     # What is neither attention nor a product with the weights, by the number of requests.
     bare = msgspec.structs.replace(gpu, rest_ms=0, request_us=0)
-    rests = []
-    for tree, backend, ms in [*steps, *(row[1:] for row in served)]:
-        batch = len(trees.build(*trees.parse(tree)).seq_lens)
-        rests.append((batch, ms - attention_ms(tree, backend) - estimate.rest_ms(batch, WEIGHT_BYTES, bare)))
-    columns = np.array([[1, batch / 1e3] for batch, _ in rests])
-    fixed, by_request = np.linalg.lstsq(columns, np.array([ms for _, ms in rests]), rcond=None)[0].tolist()
-    result |= {"rest_ms": fixed, "request_us": by_request, "steps": []}
+    columns = np.array([[1, size / 1e3] for _, _, size, _, _ in points])
+    rests = np.array(
+        [ms - attention - estimate.rest_ms(size, WEIGHT_BYTES, bare) for _, _, size, ms, attention in points]
+    )
+    fixed, by_request = np.linalg.lstsq(columns, rests, rcond=None)[0].tolist()
     gpu = msgspec.structs.replace(gpu, rest_ms=fixed, request_us=by_request)
-    for workload, tree, backend, ms in served:
-        batch = len(trees.build(*trees.parse(tree)).seq_lens)
-        predicted = attention_ms(tree, backend) + estimate.rest_ms(batch, WEIGHT_BYTES, gpu)
-        result["steps"].append(
-            {"workload": workload, "backend": backend, "measured_ms": ms, "predicted_ms": round(predicted, 2)}
-        )
+    result |= {"rest_ms": fixed, "request_us": by_request}
+    result["steps"] = [
+        {
+            "workload": workload,
+            "backend": backend,
+            "measured_ms": ms,
+            "predicted_ms": round(attention + estimate.rest_ms(size, WEIGHT_BYTES, gpu), 2),
+        }
+        for workload, backend, size, ms, attention in points
+        if workload
+    ]
     print(json.dumps(result, indent=1))
-    (RESULTS / "estimate-h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    (report.RESULTS / "estimate-h200.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ def draw_serving(path: Path) -> None:
     result = json.loads(path.read_text())
     batches = [record for record in result["records"] if record["rate"] is None]
     replays = [record for record in result["records"] if record["rate"] is not None]
+    replays.sort(key=lambda record: record["rate"])
+    rates = list(dict.fromkeys(record["rate"] for record in replays))
     workloads = list(dict.fromkeys(record["workload"] for record in batches))
     backends = list(dict.fromkeys(record["backend"] for record in result["records"]))
     figure, rows = plt.subplots(2, len(MEASURES), figsize=(3.4 * len(MEASURES), 6.2))
@@ -59,17 +61,15 @@ def draw_serving(path: Path) -> None:
             bars.bar(
                 places, [record[field] for record in own], 0.8 / len(backends), label=backend, color=COLOURS[backend]
             )
-            own = sorted(
-                (record for record in replays if record["backend"] == backend), key=lambda record: record["rate"]
-            )
-            rates = [record["rate"] for record in own]
-            lines.plot(rates, [record[field] for record in own], "o-", label=backend, color=COLOURS[backend])
+            own = [record for record in replays if record["backend"] == backend]
+            places = [record["rate"] for record in own]
+            lines.plot(places, [record[field] for record in own], "o-", label=backend, color=COLOURS[backend])
         bars.set_xticks(range(len(workloads)), workloads, rotation=30, ha="right", fontsize=7)
         bars.set_title(title, fontsize=9)
         bars.set_ylim(0)
         lines.set_xlabel("trace, requests/s", fontsize=8)
         lines.set_xscale("log", base=2)
-        lines.set_xticks(rates := sorted({record["rate"] for record in replays}), [f"{rate:g}" for rate in rates])
+        lines.set_xticks(rates, [f"{rate:g}" for rate in rates])
         lines.set_ylim(0)
     rows[0][0].legend(fontsize=8)
     figure.suptitle(f"{result['model']} shape, {result['device']['name']}, {result['device']['date']}", fontsize=9)

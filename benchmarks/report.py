@@ -300,8 +300,8 @@ def estimates() -> str:
 
 README_SECTIONS = ("kernels", "ablations", "serving", "steps", "soak", "cpu", "planning", "packing")
 SECTIONS: dict[str, Callable[[], str]] = {
-    "kernels": kernels, "ablations": ablations, "serving": serving, "serving_records": serving_records, "steps": steps, "soak": soak, "cpu": cpu, "planning": planning,
-    "packing": packing, "estimates": estimates,
+    "kernels": kernels, "ablations": ablations, "serving": serving, "serving_records": serving_records, "steps": steps,
+    "soak": soak, "cpu": cpu, "planning": planning, "packing": packing, "estimates": estimates,
 }  # fmt: skip
 
 

@@ -5,10 +5,10 @@
     python benchmarks/serving.py --model MODEL --workloads trace --trace conversation_trace.jsonl --rates 0.5 1
 
 `gsp-GxPxL` is `bench_serving`'s generated-shared-prefix: G groups of P prompts with a system prompt of L tokens, 128 more
-of their own and 256 to generate, all at once. `random-N` is N prompts of 1,024 random tokens. Both are sent as text, of which the
-model's tokenizer may make other numbers of tokens. `trace` replays a
-Mooncake trace, sped up or slowed down to a rate of requests a second; equal hash ids become equal tokens, and each
-prompt follows a system prompt of three levels, of 46, 348 and 2,123 tokens, of which 1, 4 and 16 exist (§8.1).
+of their own and 256 to generate, all at once. `random-N` is N prompts of 1,024 random tokens. Both are sent as text, of
+which the model's tokenizer may make other numbers of tokens. `trace` replays a Mooncake trace, sped up or slowed down to
+a rate of requests a second; equal hash ids become equal tokens, and each prompt follows a system prompt of three levels,
+of 46, 348 and 2,123 tokens, of which 1, 4 and 16 exist (§8.1).
 `agreement` decodes the same prompts greedily and writes the tokens; the table at the end says how many agree.
 
 Every workload runs twice, the second run counts: the first compiles and fills caches, which are emptied in between.
@@ -131,12 +131,16 @@ async def generate(session: aiohttp.ClientSession, url: str, prompt: list[int], 
     return times
 
 
-async def replay(url: str, prompts: list[tuple[float, list[int], int]], rate: float) -> tuple[list[list[float]], float]:
-    pace = (len(prompts) - 1) / rate / max(1e-9, prompts[-1][0] - prompts[0][0])
-    timeout = aiohttp.ClientTimeout(total=None)
+def client_session(**options: Any) -> aiohttp.ClientSession:
+    """For any number of requests of any length."""
     # The server closes connections that were idle, sometimes just as the next request is sent.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 24) as session:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=connector, **options)
+
+
+async def replay(url: str, prompts: list[tuple[float, list[int], int]], rate: float) -> tuple[list[list[float]], float]:
+    pace = (len(prompts) - 1) / rate / max(1e-9, prompts[-1][0] - prompts[0][0])
+    async with client_session(read_bufsize=1 << 24) as session:
         began = time.perf_counter()
 
         async def one(at: float, prompt: list[int], count: int) -> list[float]:

@@ -105,10 +105,7 @@ def gpu_mib() -> int:
 
 
 async def soak(server: Server, requests: list[tuple[list[int], int]], concurrency: int) -> dict[str, Any]:
-    timeout = aiohttp.ClientTimeout(total=None)
-    # The server closes connections that were idle, sometimes just as the next request is sent.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with serving.client_session() as session:
         client = Client(session, server.url, concurrency)
         before = await client.probe()
         memory = gpu_mib()

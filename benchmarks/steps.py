@@ -45,13 +45,6 @@ SLEEP_CYCLES = 4_000_000
 """Two milliseconds in which the GPU waits, so that the host is ahead of it as it is in a server."""
 
 
-def batch_of(cell: str) -> Any:
-    """The prefix tree of a cell."""
-    if shape := re.fullmatch(r"(\d+)x(\d+)", cell):
-        return trees.build([int(shape[1])], [int(shape[2])])
-    return trees.build(*trees.parse(cell))
-
-
 class Runner:
     """SGLang's model runner, as its own `sglang.benchmark.one_batch` makes it."""
 
@@ -152,7 +145,7 @@ class Runner:
         return self.bench.decode(tokens, schedule)
 
     def measure(self, cell: str) -> dict[str, Any] | None:
-        batch = batch_of(cell)
+        batch = trees.of_cell(cell)
         if sum(batch.seq_lens) + 64 * len(batch.seq_lens) > self.capacity():
             print(f"  {cell}: more tokens than the pool's {self.capacity():,}", flush=True)
             return None
@@ -213,7 +206,7 @@ class Runner:
 
     def generate(self) -> dict[str, Any]:
         """Greedy tokens of the agreement's prompts, and the logits of their first step."""
-        schedule, tokens = self.start(batch_of(AGREEMENT_TREE), prefill=True)
+        schedule, tokens = self.start(trees.of_cell(AGREEMENT_TREE), prefill=True)
         streams, first = [tokens.cpu()], None
         for _ in range(AGREEMENT_STEPS):
             tokens, logits = self.step(tokens, schedule)

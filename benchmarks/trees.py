@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import Batch, CostModel, Node, PackConfig, TileTable
@@ -58,6 +59,13 @@ def build(nodes: list[int], tokens: list[int]) -> Batch:
             (above[i * len(above) // count].children if above else roots).append(node)
         above, start = level, start + length
     return Batch(seq_lens, roots)
+
+
+def of_cell(cell: str) -> Batch:
+    """A tree's notation, or BATCHxCONTEXT where nothing is shared."""
+    if shape := re.fullmatch(r"(\d+)x(\d+)", cell):
+        return build([int(shape[1])], [int(shape[2])])
+    return build(*parse(cell))
 
 
 def randomly(generator: random.Random, batch: int, max_tokens: int) -> Batch:
