@@ -43,18 +43,21 @@ DIM = 128
 
 
 class Problem:
-    """A tree's tensors: KV pools in which the pages of a node lie anywhere."""
+    """A tree's tensors: KV pools in which the pages of a node lie anywhere, or one after the other."""
 
-    def __init__(self, tree: str, heads: int, kv_heads: int, page_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tree: str, heads: int, kv_heads: int, page_size: int, dtype: torch.dtype, contiguous: bool = False
+    ) -> None:
         self.nodes, self.tokens = trees.parse(tree)
         self.tree, self.heads, self.kv_heads, self.page_size, self.dim = tree, heads, kv_heads, page_size, DIM
+        self.contiguous = contiguous
         if any(length % page_size for length in self.tokens):
             raise SystemExit(f"--page-sizes: the nodes of {tree} are not whole pages of {page_size}")
         self.batch = trees.build(self.nodes, self.tokens)
         self.size, self.seq_len = self.nodes[-1], sum(self.tokens)
         self.kv_tokens = sum(count * length for count, length in zip(self.nodes, self.tokens, strict=True))
         num_pages = self.kv_tokens // page_size
-        pages = torch.randperm(num_pages, device="cuda")
+        pages = torch.arange(num_pages, device="cuda") if contiguous else torch.randperm(num_pages, device="cuda")
         all_slots = (pages[:, None] * page_size + torch.arange(page_size, device="cuda")).flatten()
         self.slots = torch.empty(self.size, self.seq_len, dtype=torch.int32, device="cuda")
         self.levels: list[tuple[int, torch.Tensor]] = []
@@ -169,6 +172,7 @@ class Record(msgspec.Struct):
     pat_error: float
     rival_errors: dict[str, float]
     plan_bytes: int
+    contiguous: bool = False
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, int, int, int]]:
@@ -232,7 +236,7 @@ def measure(problem: Problem, names: list[str], warm: bool) -> Record:
         problem.tree, f"{problem.heads}/{problem.kv_heads}", problem.page_size,
         str(problem.q.dtype).removeprefix("torch."), round(cold_us, 2), warm_us, times, warm_times,
         round(problem.floor_us, 2), problem.error(pat.out), errors,
-        pat.config.cost.bytes(pat.kv_tokens, pat.parts),
+        pat.config.cost.bytes(pat.kv_tokens, pat.parts), problem.contiguous,
     )  # fmt: skip
 
 
@@ -253,6 +257,9 @@ def main() -> None:
     parser.add_argument("--trees", nargs="+", default=list(trees.PAPER), help="nodes per level _ tokens per node")
     parser.add_argument("--heads", nargs="+", default=list(HEADS), help="query heads / KV heads")
     parser.add_argument("--page-sizes", nargs="+", type=int, default=[1, 32])
+    parser.add_argument(
+        "--contiguous", action="store_true", help="a node's pages one after the other, as in a fresh pool; else anywhere"
+    )
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--rivals", nargs="*", default=[rival.name for rival in rivals.ALL])
     parser.add_argument("--no-warm", action="store_true", help="cold L2 only")
@@ -275,7 +282,7 @@ def main() -> None:
     )
     records = json.loads(path.read_text())["records"] if arguments.append and path.exists() else []
     for tree, heads, kv_heads, page_size in cases(arguments):
-        problem = Problem(tree, heads, kv_heads, page_size, getattr(torch, arguments.dtype))
+        problem = Problem(tree, heads, kv_heads, page_size, getattr(torch, arguments.dtype), arguments.contiguous)
         record = measure(problem, arguments.rivals, not arguments.no_warm)
         records.append(msgspec.to_builtins(record))
         best = min(record.rivals, key=record.rivals.__getitem__, default="")

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import logging
 import time
+from itertools import pairwise
 
+import msgspec
 import pytest
 import torch
 
@@ -27,9 +29,9 @@ CONFIG = PackConfig(CostModel(8, 2, 64, 64, 2), CPU_TILES, 1)
 class Decode:
     """A batch that decodes: `step` runs one step, and every request has one token more."""
 
-    def __init__(self, reuse: bool = True, ahead: bool = False) -> None:
-        buffers = [torch.zeros(layout.capacity(CONFIG, 64), dtype=torch.int32) for _ in range(2)]
-        self.scheduler = NativeScheduler(CONFIG, max_batch=64, buffers=buffers)
+    def __init__(self, reuse: bool = True, ahead: bool = False, config: PackConfig = CONFIG) -> None:
+        buffers = [torch.zeros(layout.capacity(config, 64), dtype=torch.int32) for _ in range(2)]
+        self.scheduler = NativeScheduler(config, max_batch=64, buffers=buffers)
         self.planner = Planner(self.scheduler, reuse, ahead)
         self.seq_lens: dict[str, int] = {}
         self.apply(NodeInserted(1, ROOT, 500, bytes(16)))
@@ -219,6 +221,35 @@ def test_a_request_that_decodes_before_it_is_cached_has_its_plans_ahead_too() ->
     assert max(len(item.queries) for item in layout.work_items(decode.step().numpy())) == 3
     counters = decode.planner.counters()
     assert (counters.plans, counters.plans_ahead, counters.requests) == (3, 2, 3)
+
+
+def longest_bin(plan: torch.Tensor, seq_lens: dict[str, int]) -> float:
+    """Tokens of the longest bin over those of the average one."""
+    sections, lengths = layout.sections(plan.numpy()), list(seq_lens.values())
+    ends = [lengths[query] if end < 0 else end for end, query in sections.items[:, [1, 6]].tolist()]
+    tokens = [end - start for end, start in zip(ends, sections.items[:, 0].tolist(), strict=True)]
+    bins = [sum(tokens[begin:end]) for begin, end in pairwise(sections.bins.tolist())]
+    return max(bins) / (sum(bins) / len(bins))
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("told", [True, False])
+def test_a_prompt_that_comes_in_chunks_is_planned_with_the_length_that_it_gets(bound: bool, told: bool) -> None:
+    """A plan for the first chunk alone would have as many steps to go as the prompt has tokens."""
+    decode = Decode(ahead=True, config=msgspec.structs.replace(CONFIG, workers=16))
+    for rid in "abcdefg":
+        decode.join(rid, 4000)
+    decode.step()
+    for length in (1000, 2500, 4000) if told else (2500,):
+        decode.planner.expect(["h"], [length - 1])
+        time.sleep(0.05)
+        if bound and length == 1000:
+            decode.apply(RequestBound("h", 9, 1, 0))
+    decode.join("h", 4000, bind=False)
+    plan = decode.step()
+    counters = decode.planner.counters()
+    assert (counters.plans, counters.plans_ahead) == (2, int(told))
+    assert longest_bin(plan, decode.seq_lens) < 1.06
 
 
 def test_a_request_that_does_not_come_though_it_was_expected_costs_a_plan_and_nothing_else() -> None:

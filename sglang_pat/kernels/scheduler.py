@@ -210,16 +210,21 @@ class NativeScheduler:
         self.batch = list(rids)
 
     def join(self, rid: str, length: int) -> None:
-        """Bound request `rid`, of `length` tokens, will be the last of the next batch, if it is not in it already."""
+        """Bound request `rid`, of `length` tokens, will be the last of the next batch, if it is not in it already.
+
+        Until it decodes, the length told last counts: prompts come in chunks.
+        """
         if self._module.join(self._handle, self._requests[rid], length):
             self.batch.append(rid)
 
     def expect(self, rid: str, length: int) -> None:
-        """Request `rid` will be the last of the next batch, if it is not in it already; it need not be bound yet."""
+        """The same for request `rid`, which need not be bound yet."""
         self.epoch += 1
         if rid in self._requests:
             self.join(rid, length)
-        elif rid not in self._unbound:
+        elif rid in self._unbound:
+            self._module.expect_more(self._handle, self.batch.index(rid), length)
+        else:
             self._unbound.add(rid)
             self.batch.append(rid)
             self._module.expect(self._handle, length)
@@ -298,7 +303,7 @@ class NativeScheduler:
 def _load() -> Any:
     module = jit.load("packing")
     # Events take under a microsecond: another thread that took the interpreter meanwhile would keep it for milliseconds.
-    for name in "insert split bind move release withdraw find child join expect adopt drop version prepare".split():
+    for name in "insert split bind move release withdraw find child join expect expect_more adopt drop version prepare".split():
         getattr(module, name).release_gil = False
     return module
 

@@ -138,6 +138,10 @@ bool join(int64_t handle, int64_t request, int64_t length) {
 
 void expect(int64_t handle, int64_t length) { at(handle).expect(length); }
 
+void expect_more(int64_t handle, int64_t position, int64_t length) {
+  guarded([&] { at(handle).expect_more(position, length); });
+}
+
 void adopt(int64_t handle, int64_t position, int64_t request) {
   guarded([&] { at(handle).adopt(position, int32_t(request)); });
 }
@@ -207,6 +211,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(binding, binding);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_batch, set_batch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(join, join);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expect, expect);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(expect_more, expect_more);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(adopt, adopt);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(drop, drop);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepare, prepare);

@@ -5,6 +5,7 @@
 // batch that it was made for, every change of batch or paths makes another version, and `take` hands out nothing else.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -164,11 +165,15 @@ class Scheduler {
   }
 
   // A request joins at the end; `length` is its tokens, as far as they are known.
-  // Returns false where the request is in the batch already.
+  // Returns false where the request is in the batch already, which takes over its length.
   bool join(int32_t request, int64_t length) {
     std::lock_guard<std::mutex> lock(mutex_);
     check(request);
-    if (mirror_.request(request).position != kNone) return false;
+    const int32_t position = mirror_.request(request).position;
+    if (position != kNone) {
+      grow(position, length);
+      return false;
+    }
     append(request, length);
     ++version_;
     return true;
@@ -179,6 +184,13 @@ class Scheduler {
     std::lock_guard<std::mutex> lock(mutex_);
     append(kNone, length);
     ++version_;
+  }
+
+  // What is expected at `position` has `length` tokens by now: prompts come in chunks.
+  void expect_more(int64_t position, int64_t length) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (size_t(position) >= batch_.size()) throw Inconsistent("nothing is expected there");
+    grow(position, length);
   }
 
   // The request at `position`, which had no path, has got one.
@@ -287,6 +299,13 @@ class Scheduler {
     seq_lens_.push_back(int32_t(length));
   }
 
+  // Of those that decode already `take` knows better.
+  void grow(int64_t position, int64_t length) {
+    if (size_t(position) < told_ || seq_lens_[position] == length) return;
+    seq_lens_[position] = int32_t(length);
+    ++version_;
+  }
+
   // A request loses its path, or leaves the batch altogether. Returns where it was, kNone if it was not there.
   int32_t leave(int32_t request, bool stays) {
     const int32_t position = std::exchange(mirror_.request(request).position, kNone);
@@ -330,15 +349,18 @@ class Scheduler {
     in_use_ = false;
   }
 
-  // A plan made from shorter lengths is right as long as nothing has become shorter; how much longer, it stays good
-  // for that many steps less.
+  // A plan made from shorter lengths is right as long as nothing has become shorter, and even as long as everything has
+  // become longer alike; how much longer, it stays good for that many steps less.
   bool fits(const int64_t* seq_lens) {
     const std::vector<int32_t>& made_for = maker_.seq_lens();
+    int64_t least = INT64_MAX;
     delta_ = 0;
     for (size_t i = 0; i < made_for.size(); ++i) {
-      if (seq_lens[i] < made_for[i]) return false;
-      delta_ = std::max(delta_, seq_lens[i] - made_for[i]);
+      const int64_t longer = seq_lens[i] - made_for[i];
+      least = std::min(least, longer);
+      delta_ = std::max(delta_, longer);
     }
+    if (least < 0 || delta_ - least > PlanWriter::kLeastSteps) return false;
     return delta_ == 0 || delta_ < buffers_[back()].data[kSteps] / 2;
   }
 
