@@ -25,7 +25,7 @@ LAYERS, WEIGHT_BYTES = 36, 2 * (36 * (2 * 4096 * 40 * 128 + 3 * 4096 * 12288) + 
 
 TREES = {
     "gsp-8x32x2048": "8,256_3544,351", "gsp-32x8x1024": "32,256_1784,351", "gsp-4x64x8192": "4,256_14246,351",
-    "gsp-1x128x16384": "1,128_28719,351", "random-128": "128_2040",
+    "gsp-1x128x16384": "1,128_28719,351", "random-128": str(trees.RECORDED / "random-128"),
 }  # fmt: skip
 """Of its workloads, half way through the answers of 256 tokens, and with as many tokens in the prompts as the model folder's own
 tokenizer makes of them (benchmarks/NOTES.md, "What the workloads really are")."""

@@ -2,6 +2,8 @@
 
     python benchmarks/kernels.py                                        # the paper's trees (PAT §8.1, figure 10)
     python benchmarks/kernels.py --trees 1,64_4096,128 --heads 32/8     # any tree: nodes per level _ tokens per node
+    SGLANG_PAT_TRACE=file python -m sglang.launch_server ...            # or what a server decoded:
+    python benchmarks/kernels.py --trees file --page-sizes 1 --contiguous
     python benchmarks/kernels.py --ablations                            # what each part of the design brings (§8.5)
     python benchmarks/kernels.py --page-sizes 32 --append               # more cases, into the same file
 
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import rivals
 import torch
 import trees
@@ -43,49 +46,60 @@ DIM = 128
 
 
 class Problem:
-    """A tree's tensors: KV pools in which the pages of a node lie anywhere, or one after the other."""
+    """A tree's tensors: KV pools in which the pages of a node lie anywhere, or one after the other.
+
+    Attributes:
+        slots: [requests, longest], int32: the slot of each token of each request.
+        seq_lens: [requests], int64.
+        levels: (nodes, tokens of each) of every level; none where the tree is not regular.
+    """
 
     def __init__(
         self, tree: str, heads: int, kv_heads: int, page_size: int, dtype: torch.dtype, contiguous: bool = False
     ) -> None:
-        self.nodes, self.tokens = trees.parse(tree)
-        self.tree, self.heads, self.kv_heads, self.page_size, self.dim = tree, heads, kv_heads, page_size, DIM
-        self.contiguous = contiguous
-        if any(length % page_size for length in self.tokens):
+        self.batch = trees.of_cell(tree)
+        self.levels = list(zip(*trees.parse(tree), strict=True)) if "_" in tree and not Path(tree).exists() else []
+        self.tree, self.contiguous = Path(tree).stem, contiguous
+        self.heads, self.kv_heads, self.page_size, self.dim = heads, kv_heads, page_size, DIM
+        pieces = list(trees.pieces(self.batch))
+        if page_size > 1 and any(length % page_size for _, length, _ in pieces):
             raise SystemExit(f"--page-sizes: the nodes of {tree} are not whole pages of {page_size}")
-        self.batch = trees.build(self.nodes, self.tokens)
-        self.size, self.seq_len = self.nodes[-1], sum(self.tokens)
-        self.kv_tokens = sum(count * length for count, length in zip(self.nodes, self.tokens, strict=True))
+        self.size, self.kv_tokens = len(self.batch.seq_lens), sum(length for _, length, _ in pieces)
         num_pages = self.kv_tokens // page_size
-        pages = torch.arange(num_pages, device="cuda") if contiguous else torch.randperm(num_pages, device="cuda")
-        all_slots = (pages[:, None] * page_size + torch.arange(page_size, device="cuda")).flatten()
-        self.slots = torch.empty(self.size, self.seq_len, dtype=torch.int32, device="cuda")
-        self.levels: list[tuple[int, torch.Tensor]] = []
-        requests = torch.arange(self.size, device="cuda")
-        begin = start = 0
-        for count, length in zip(self.nodes, self.tokens, strict=True):
-            level = all_slots[begin : begin + count * length].reshape(count, length)
-            self.levels.append((count, level))
-            self.slots[:, start : start + length] = level[requests * count // self.size]
-            begin, start = begin + count * length, start + length
+        pages = np.arange(num_pages) if contiguous else np.random.default_rng(0).permutation(num_pages)
+        all_slots = (pages[:, None] * page_size + np.arange(page_size)).ravel()
+        slots = np.zeros((self.size, max(self.batch.seq_lens)), dtype=np.int32)
+        begin = 0
+        for start, length, queries in pieces:
+            slots[queries, start : start + length] = all_slots[begin : begin + length]
+            begin += length
+        self.slots = torch.from_numpy(slots).cuda()
         shape = (self.kv_tokens, kv_heads, DIM)
         self.k = torch.empty(shape, dtype=dtype, device="cuda").normal_()
         self.v = torch.empty(shape, dtype=dtype, device="cuda").normal_()
         self.paged = tuple(pool.view(num_pages, page_size, kv_heads, DIM) for pool in (self.k, self.v))
         self.q = torch.empty(self.size, heads, DIM, dtype=dtype, device="cuda").normal_()
         self.rows = torch.arange(self.size, device="cuda")
-        self.seq_lens = torch.full((self.size,), self.seq_len, dtype=torch.int64, device="cuda")
+        self.seq_lens = torch.tensor(self.batch.seq_lens, device="cuda")
         self.scale = DIM**-0.5
 
     def pages(self, slots: torch.Tensor) -> torch.Tensor:
         """The pages of rows of slots, int32."""
         return (slots[:, :: self.page_size] // self.page_size).int()
 
+    def page_list(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each request's pages begin, with the end of the last, and the pages of all of them; int32."""
+        counts = self.seq_lens // self.page_size
+        table = self.pages(self.slots)
+        indptr = torch.zeros(self.size + 1, dtype=torch.int32, device="cuda")
+        indptr[1:] = counts.cumsum(0)
+        return indptr, table[torch.arange(table.shape[1], device="cuda") < counts[:, None]]
+
     @property
     def floor_us(self) -> float:
         io = 2 * self.q.numel() * self.q.itemsize
         read = (self.kv_tokens * self.kv_heads * DIM * 2 * self.k.itemsize + io) / READ_RATE
-        flop = 4 * DIM * self.heads * self.size * self.seq_len / FLOP_RATE
+        flop = 4 * DIM * self.heads * sum(self.batch.seq_lens) / FLOP_RATE
         return max(read, flop) * 1e6
 
     def error(self, out: torch.Tensor) -> float:
@@ -254,11 +268,15 @@ def bandwidth() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trees", nargs="+", default=list(trees.PAPER), help="nodes per level _ tokens per node")
+    parser.add_argument(
+        "--trees", nargs="+", default=list(trees.PAPER), help="nodes per level _ tokens per node, or traces"
+    )
     parser.add_argument("--heads", nargs="+", default=list(HEADS), help="query heads / KV heads")
     parser.add_argument("--page-sizes", nargs="+", type=int, default=[1, 32])
     parser.add_argument(
-        "--contiguous", action="store_true", help="a node's pages one after the other, as in a fresh pool; else anywhere"
+        "--contiguous",
+        action="store_true",
+        help="a node's pages one after the other, as in a fresh pool; else anywhere",
     )
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--rivals", nargs="*", default=[rival.name for rival in rivals.ALL])

@@ -27,9 +27,7 @@ class FlashInfer:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         size, page = problem.size, problem.page_size
-        pages = problem.pages(problem.slots)
-        indptr = torch.arange(size + 1, dtype=torch.int32, device="cuda") * pages.shape[1]
-        indices = pages.flatten()
+        indptr, indices = problem.page_list()
         last = torch.full((size,), page, dtype=torch.int32, device="cuda")
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
             workspace(), "NHD", use_cuda_graph=True, use_tensor_cores=True, paged_kv_indptr_buffer=indptr,
@@ -53,12 +51,15 @@ class Cascade:
     def __init__(self, problem: Any) -> None:
         from flashinfer import MultiLevelCascadeAttentionWrapper
 
-        if len(problem.levels) == 1:
-            raise UnsupportedError("one level is plain decode")
+        if len(problem.levels) < 2:
+            raise UnsupportedError("one level is plain decode, and others than regular trees are not laid out here")
         page, size = problem.page_size, problem.size
         queries, indptr, indices, last = [], [], [], []
-        for count, slots in problem.levels:
+        start = 0
+        for count, length in problem.levels:
             ends = [-(-(i * size) // count) for i in range(count + 1)]
+            slots = problem.slots[ends[:-1], start : start + length]
+            start += length
             queries.append(torch.tensor(ends, dtype=torch.int32, device="cuda"))
             pages = problem.pages(slots)
             indptr.append(torch.arange(count + 1, dtype=torch.int32, device="cuda") * pages.shape[1])
@@ -92,8 +93,10 @@ class Triton:
 
         size, heads = problem.size, problem.heads
         self._forward, self._problem, self.out = decode_attention_fwd, problem, torch.empty_like(problem.q)
-        self._indptr = torch.arange(size + 1, dtype=torch.int32, device="cuda") * problem.seq_len
-        self._indices = problem.slots.flatten().long()
+        self._indptr = torch.zeros(size + 1, dtype=torch.int32, device="cuda")
+        self._indptr[1:] = problem.seq_lens.cumsum(0)
+        of_request = torch.arange(problem.slots.shape[1], device="cuda") < problem.seq_lens[:, None]
+        self._indices = problem.slots[of_request].long()
         self._logits = torch.empty(size, heads, self.max_splits, problem.dim, device="cuda")
         self._lse = torch.empty(size, heads, self.max_splits, device="cuda")
         self._splits = torch.empty(size, dtype=torch.int32, device="cuda")

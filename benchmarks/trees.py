@@ -1,14 +1,21 @@
-"""Prefix trees to measure with: the paper's, regular ones, random ones."""
+"""Prefix trees to measure with: the paper's, regular ones, random ones, recorded ones."""
 
 from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
+from sglang_pat.explain import recorded
 from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import Batch, CostModel, Node, PackConfig, TileTable
 
 ROOT = -1
+
+RECORDED = Path(__file__).parent / "recorded"
+"""Traces of servers (`SGLANG_PAT_TRACE`). `random-128`: that workload of serving.py on two GPUs, Qwen3-8B's
+shape, 2026-11-22; bench_serving's random prompts share more than a fifth of their KV."""
 
 PAPER = (
     "1,10_4096,416", "1,256_256,32", "1,1024_2048,32", "1,2,64_1024,256,256", "1,4,256_32,256,32", "1,8,512_32,512,256",
@@ -62,10 +69,27 @@ def build(nodes: list[int], tokens: list[int]) -> Batch:
 
 
 def of_cell(cell: str) -> Batch:
-    """A tree's notation, or BATCHxCONTEXT where nothing is shared."""
+    """A tree's notation, BATCHxCONTEXT where nothing is shared, or a trace: of its largest batches the last."""
+    if Path(cell).is_file():
+        batches = (batch for _, _, _, batch in recorded(Path(cell), truncated=True))
+        return max(reversed(list(batches)), key=lambda batch: len(batch.seq_lens))
     if shape := re.fullmatch(r"(\d+)x(\d+)", cell):
         return build([int(shape[1])], [int(shape[2])])
     return build(*parse(cell))
+
+
+def pieces(batch: Batch) -> Iterator[tuple[int, int, list[int]]]:
+    """KV that is stored once: (where it begins in its requests, tokens, requests), level by level, tails last."""
+    ends = [0] * len(batch.seq_lens)
+    level = batch.roots
+    while level:
+        for node in level:
+            yield node.start, node.end - node.start, node.queries
+            for query in node.queries:
+                ends[query] = node.end
+        level = [child for node in level for child in node.children]
+    for query, (end, length) in enumerate(zip(ends, batch.seq_lens, strict=True)):
+        yield end, length - end, [query]
 
 
 def randomly(generator: random.Random, batch: int, max_tokens: int) -> Batch:

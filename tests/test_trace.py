@@ -179,3 +179,11 @@ def test_a_reset_can_be_replayed(tmp_path: Path) -> None:
     server.event(TreeReset())
     server.step()
     assert replay(tmp_path / "trace", oracle=True).plans == server.planner.counters().plans
+
+
+def test_a_gpu_servers_batches_are_planned_as_the_oracle_does() -> None:
+    """The recording that benchmarks use: 128 prompts by bench_serving, of which some begin alike."""
+    result = replay(Path(__file__).parents[1] / "benchmarks" / "recorded" / "random-128", oracle=True, truncated=True)
+    totals = result.totals
+    assert totals.query_sizes[2] and totals.query_sizes[3] and totals.query_sizes[29]
+    assert totals.kv_tokens < totals.kv_tokens_unpacked

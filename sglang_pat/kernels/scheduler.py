@@ -303,7 +303,8 @@ class NativeScheduler:
 def _load() -> Any:
     module = jit.load("packing")
     # Events take under a microsecond: another thread that took the interpreter meanwhile would keep it for milliseconds.
-    for name in "insert split bind move release withdraw find child join expect expect_more adopt drop version prepare".split():
+    events = "insert split bind move release withdraw join expect expect_more adopt drop prepare"
+    for name in (*events.split(), "find", "child", "version"):
         getattr(module, name).release_gil = False
     return module
 
