@@ -58,7 +58,8 @@ class Problem:
         self, tree: str, heads: int, kv_heads: int, page_size: int, dtype: torch.dtype, contiguous: bool = False
     ) -> None:
         self.batch = trees.of_cell(tree)
-        self.levels = list(zip(*trees.parse(tree), strict=True)) if "_" in tree and not Path(tree).exists() else []
+        shape = trees.shape_of_cell(tree)
+        self.levels = list(zip(*shape, strict=True)) if shape else []
         self.tree, self.contiguous = Path(tree).stem, contiguous
         self.heads, self.kv_heads, self.page_size, self.dim = heads, kv_heads, page_size, DIM
         pieces = list(trees.pieces(self.batch))
@@ -87,10 +88,10 @@ class Problem:
         """The pages of rows of slots, int32."""
         return (slots[:, :: self.page_size] // self.page_size).int()
 
-    def page_list(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each request's pages begin, with the end of the last, and the pages of all of them; int32."""
-        counts = self.seq_lens // self.page_size
-        table = self.pages(self.slots)
+    def page_list(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each request's pages of that size begin, with the end of the last, and all of them; int32."""
+        counts = self.seq_lens // page_size
+        table = self.slots[:, ::page_size] // page_size
         indptr = torch.zeros(self.size + 1, dtype=torch.int32, device="cuda")
         indptr[1:] = counts.cumsum(0)
         return indptr, table[torch.arange(table.shape[1], device="cuda") < counts[:, None]]

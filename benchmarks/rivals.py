@@ -27,7 +27,7 @@ class FlashInfer:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         size, page = problem.size, problem.page_size
-        indptr, indices = problem.page_list()
+        indptr, indices = problem.page_list(page)
         last = torch.full((size,), page, dtype=torch.int32, device="cuda")
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
             workspace(), "NHD", use_cuda_graph=True, use_tensor_cores=True, paged_kv_indptr_buffer=indptr,
@@ -93,10 +93,8 @@ class Triton:
 
         size, heads = problem.size, problem.heads
         self._forward, self._problem, self.out = decode_attention_fwd, problem, torch.empty_like(problem.q)
-        self._indptr = torch.zeros(size + 1, dtype=torch.int32, device="cuda")
-        self._indptr[1:] = problem.seq_lens.cumsum(0)
-        of_request = torch.arange(problem.slots.shape[1], device="cuda") < problem.seq_lens[:, None]
-        self._indices = problem.slots[of_request].long()
+        self._indptr, slots = problem.page_list(1)
+        self._indices = slots.long()
         self._logits = torch.empty(size, heads, self.max_splits, problem.dim, device="cuda")
         self._lse = torch.empty(size, heads, self.max_splits, device="cuda")
         self._splits = torch.empty(size, dtype=torch.int32, device="cuda")

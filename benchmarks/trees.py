@@ -10,6 +10,7 @@ from pathlib import Path
 from sglang_pat.explain import recorded
 from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import Batch, CostModel, Node, PackConfig, TileTable
+from sglang_pat.packing.tree import walk
 
 ROOT = -1
 
@@ -68,26 +69,30 @@ def build(nodes: list[int], tokens: list[int]) -> Batch:
     return Batch(seq_lens, roots)
 
 
-def of_cell(cell: str) -> Batch:
-    """A tree's notation, BATCHxCONTEXT where nothing is shared, or a trace: of its largest batches the last."""
+def shape_of_cell(cell: str) -> tuple[list[int], list[int]] | None:
+    """As `parse`, of a tree's notation or BATCHxCONTEXT where nothing is shared; None for a trace, a file."""
     if Path(cell).is_file():
-        batches = (batch for _, _, _, batch in recorded(Path(cell), truncated=True))
-        return max(reversed(list(batches)), key=lambda batch: len(batch.seq_lens))
+        return None
     if shape := re.fullmatch(r"(\d+)x(\d+)", cell):
-        return build([int(shape[1])], [int(shape[2])])
-    return build(*parse(cell))
+        return [int(shape[1])], [int(shape[2])]
+    return parse(cell)
+
+
+def of_cell(cell: str) -> Batch:
+    """The batch of what `shape_of_cell` takes; of a trace's largest batches the last."""
+    if shape := shape_of_cell(cell):
+        return build(*shape)
+    batches = [batch for _, _, _, batch in recorded(Path(cell), truncated=True)]
+    return max(reversed(batches), key=lambda batch: len(batch.seq_lens))
 
 
 def pieces(batch: Batch) -> Iterator[tuple[int, int, list[int]]]:
-    """KV that is stored once: (where it begins in its requests, tokens, requests), level by level, tails last."""
+    """KV that is stored once: (where it begins in its requests, tokens, requests), tails last."""
     ends = [0] * len(batch.seq_lens)
-    level = batch.roots
-    while level:
-        for node in level:
-            yield node.start, node.end - node.start, node.queries
-            for query in node.queries:
-                ends[query] = node.end
-        level = [child for node in level for child in node.children]
+    for node in walk(batch.roots):
+        yield node.start, node.end - node.start, node.queries
+        for query in node.queries:
+            ends[query] = node.end
     for query, (end, length) in enumerate(zip(ends, batch.seq_lens, strict=True)):
         yield end, length - end, [query]
 

@@ -11,7 +11,7 @@ import torch
 from sglang_pat.backend.planner import Planner
 from sglang_pat.kernels import layout
 from sglang_pat.kernels.scheduler import NativeScheduler
-from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
+from sglang_pat.packing import CPU_TILES, OPEN, CostModel, PackConfig
 from sglang_pat.radix_bridge.events import (
     ROOT,
     Event,
@@ -225,10 +225,12 @@ def test_a_request_that_decodes_before_it_is_cached_has_its_plans_ahead_too() ->
 
 def longest_bin(plan: torch.Tensor, seq_lens: dict[str, int]) -> float:
     """Tokens of the longest bin over those of the average one."""
-    sections, lengths = layout.sections(plan.numpy()), list(seq_lens.values())
-    ends = [lengths[query] if end < 0 else end for end, query in sections.items[:, [1, 6]].tolist()]
-    tokens = [end - start for end, start in zip(ends, sections.items[:, 0].tolist(), strict=True)]
-    bins = [sum(tokens[begin:end]) for begin, end in pairwise(sections.bins.tolist())]
+    lengths = list(seq_lens.values())
+    tokens = [
+        (lengths[item.queries[0]] if item.end == OPEN else item.end) - item.start
+        for item in layout.work_items(plan.numpy())
+    ]
+    bins = [sum(tokens[begin:end]) for begin, end in pairwise(layout.sections(plan.numpy()).bins.tolist())]
     return max(bins) / (sum(bins) / len(bins))
 
 

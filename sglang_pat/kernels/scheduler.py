@@ -218,16 +218,18 @@ class NativeScheduler:
             self.batch.append(rid)
 
     def expect(self, rid: str, length: int) -> None:
-        """The same for request `rid`, which need not be bound yet."""
+        """As `join`, for a request that need not be bound yet."""
         self.epoch += 1
         if rid in self._requests:
             self.join(rid, length)
-        elif rid in self._unbound:
-            self._module.expect_more(self._handle, self.batch.index(rid), length)
-        else:
+            return
+        if rid not in self._unbound:
             self._unbound.add(rid)
             self.batch.append(rid)
-            self._module.expect(self._handle, length)
+            position = len(self.batch) - 1
+        else:
+            position = self.batch.index(rid)
+        self._module.expect(self._handle, position, length)
 
     def prepare(self, steps: int) -> None:
         """Start to plan the batch on the scheduler's own thread; its requests have `steps` tokens more than told last."""
@@ -303,8 +305,7 @@ class NativeScheduler:
 def _load() -> Any:
     module = jit.load("packing")
     # Events take under a microsecond: another thread that took the interpreter meanwhile would keep it for milliseconds.
-    events = "insert split bind move release withdraw join expect expect_more adopt drop prepare"
-    for name in (*events.split(), "find", "child", "version"):
+    for name in "insert split bind move release withdraw find child join expect adopt drop version prepare".split():
         getattr(module, name).release_gil = False
     return module
 

@@ -136,10 +136,8 @@ bool join(int64_t handle, int64_t request, int64_t length) {
   return guarded([&] { return at(handle).join(int32_t(request), length); });
 }
 
-void expect(int64_t handle, int64_t length) { at(handle).expect(length); }
-
-void expect_more(int64_t handle, int64_t position, int64_t length) {
-  guarded([&] { at(handle).expect_more(position, length); });
+void expect(int64_t handle, int64_t position, int64_t length) {
+  guarded([&] { at(handle).expect(position, length); });
 }
 
 void adopt(int64_t handle, int64_t position, int64_t request) {
@@ -211,7 +209,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(binding, binding);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_batch, set_batch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(join, join);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expect, expect);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(expect_more, expect_more);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(adopt, adopt);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(drop, drop);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepare, prepare);

@@ -179,18 +179,12 @@ class Scheduler {
     return true;
   }
 
-  // A request that has no path yet joins at the end.
-  void expect(int64_t length) {
+  // A request that has no path yet is expected at `position` with `length` tokens; behind all others if it joins.
+  void expect(int64_t position, int64_t length) {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (position != int64_t(batch_.size())) return grow(position, length);
     append(kNone, length);
     ++version_;
-  }
-
-  // What is expected at `position` has `length` tokens by now: prompts come in chunks.
-  void expect_more(int64_t position, int64_t length) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (size_t(position) >= batch_.size()) throw Inconsistent("nothing is expected there");
-    grow(position, length);
   }
 
   // The request at `position`, which had no path, has got one.
@@ -299,10 +293,11 @@ class Scheduler {
     seq_lens_.push_back(int32_t(length));
   }
 
-  // Of those that decode already `take` knows better.
+  // Another chunk of a prompt. Of requests that decode already `take` knows better.
   void grow(int64_t position, int64_t length) {
-    if (size_t(position) < told_ || seq_lens_[position] == length) return;
-    seq_lens_[position] = int32_t(length);
+    int32_t& known = seq_lens_.at(position);
+    if (size_t(position) < told_ || known == length) return;
+    known = int32_t(length);
     ++version_;
   }
 
