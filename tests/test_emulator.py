@@ -45,11 +45,9 @@ CHANGES: dict[str, emulated.Change] = {
     "ring: V does not wait for a free unit": ("ring.cuh", "cursor_.wait_free();\n      copy_rows<true>", "copy_rows<true>"),
     "ring: Q does not wait for a free buffer": ("ring.cuh", "queries_.wait_free();", ""),
     "forward: narrow items do not wait for wide ones": (
-        "forward.cuh", "if (narrow_first) break;\n        sync_threads(kTurnBarrier, S::kComputing);", "if (narrow_first) break;",
+        "forward.cuh", "          sync_threads(kTurnBarrier, S::kComputing);\n", "",
     ),
-    "forward: wide items' loads do not wait for narrow ones": (
-        "forward.cuh", "if (narrow_first && items.count(kWide) > 0) sync_threads(kPhaseBarrier, kThreads);\n", "",
-    ),
+    "forward: teams of two phases have one barrier": ("narrow.cuh", "kPhase * kMostTeams", "0"),
     "items: they are used before they are in order": (
         "items.cuh", "(Phase(warp), number);\n    __syncthreads();", "(Phase(warp), number);",
     ),
@@ -66,10 +64,12 @@ def cases() -> list[Case]:
     torch.manual_seed(0)
     shared = [Batch([600] * count, [Node(0, 500, list(range(count)))]) for count in (1, 8, 40)]
     short = [Node(0, 70, list(range(first, first + 12))) for first in range(0, 96, 12)]
+    both = Batch([700] * 8, [Node(0, 400, list(range(first, first + 4))) for first in (0, 4)])
     ragged = Batch([generator.randint(1, 700) for _ in range(7)], [])
     trees = [random_batch(generator, 2, 4, 90) for _ in range(3)]
     return [
-        Case(batch, 8, 2, DIM, DIM, torch.bfloat16) for batch in [*shared, ragged, Batch([71] * 96, short), *trees]
+        Case(batch, 8, 2, DIM, DIM, torch.bfloat16)
+        for batch in [*shared, both, ragged, Batch([71] * 96, short), *trees]
     ] + [Case(Batch([4000], []), 2, 1, DIM, DIM, torch.bfloat16)]
 
 

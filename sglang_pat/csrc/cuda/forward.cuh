@@ -84,53 +84,44 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
     }
   }
   Items<kThreads> items(p, memory.window);
-  // Wide items compute, narrow ones read: half of the SMs begin with the one, half with the other.
-  const bool narrow_first = blockIdx.x % 2;
+  const auto look_up = [&](int first) { items.template look_up<S::kNarrowWarps>(first, kMs); };
+  // Whether there may be items beyond those from `first` on; then they are looked up. Hardly ever: the code is in nobody's way.
+  const auto more = [&](int& first) {
+    if (!items.more()) return false;
+    __syncthreads();
+    look_up(first += kThreads);
+    return true;
+  };
+  look_up(0);
+  wait_for_primary();
+  int first = 0;
   if (threadIdx.x >= S::kComputing) {
     if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters>();
     Loader<T, kDim, S::kUnits> loader(p, items, memory.wide, memory.barriers);
-    for (int first = 0;; first += kThreads) {
-      items.template look_up<S::kNarrowWarps>(first, kMs);
-      wait_for_primary();
-      if constexpr (S::kHasWide) {
-        if (narrow_first && items.count(kWide) > 0) sync_threads(kPhaseBarrier, kThreads);
-        loader.run();
-      }
-      if (!items.more()) break;
-      __syncthreads();
-    }
+    do {
+      if constexpr (S::kHasWide) loader.run();
+    } while (more(first));
     wait_copies<0>();
   } else {
     if constexpr (kTradeRegisters) grow_registers<kComputeRegisters<kDim>>();
     WideCursors<S::kUnits> cursors(memory.barriers);
-    for (int first = 0;; first += kThreads) {
-      items.template look_up<S::kNarrowWarps>(first, kMs);
-      wait_for_primary();
-      // They use the same shared memory. A phase without items is passed over: its code is long.
-      const bool wide = S::kHasWide && items.count(kWide) > 0;
-      for (int turn = narrow_first ? 0 : 1;; turn = 0) {
-        if (turn == 0) {
-          if constexpr ((kMs & tile_bit(kSingleM)) != 0) {
-            if (items.count(kSingle) > 0) run_narrow<T, kDim, kMs, kSingleM>(p, items, memory);
-          }
-          if constexpr ((kMs & tile_bit(kNarrowM)) != 0) {
-            if (items.count(kNarrow) > 0) {
-              sync_threads(kTurnBarrier, S::kComputing);
-              run_narrow<T, kDim, kMs, kNarrowM>(p, items, memory);
-            }
-          }
-          if (!wide || !narrow_first) break;
-          sync_threads(kPhaseBarrier, kThreads);
+    do {
+      // Wide items first: nothing would hide how long they take to begin at the end. A phase without items is passed over.
+      if constexpr (S::kHasWide) {
+        if (items.count(kWide) > 0) {
+          run_wide<T, kDim, kMs>(p, items, memory, cursors);
+          // The others use the same shared memory.
+          sync_threads(kTurnBarrier, S::kComputing);
         }
-        if constexpr (S::kHasWide) {
-          if (wide) run_wide<T, kDim, kMs>(p, items, memory, cursors);
-        }
-        if (narrow_first) break;
-        sync_threads(kTurnBarrier, S::kComputing);
       }
-      if (!items.more()) break;
-      __syncthreads();
-    }
+      if constexpr ((kMs & tile_bit(kSingleM)) != 0) {
+        if (items.count(kSingle) > 0) run_narrow<T, kDim, kMs, kSingleM>(p, items, memory);
+      }
+      // Without waiting: every warp has its memory, every phase its teams' barriers.
+      if constexpr ((kMs & tile_bit(kNarrowM)) != 0) {
+        if (items.count(kNarrow) > 0) run_narrow<T, kDim, kMs, kNarrowM>(p, items, memory);
+      }
+    } while (more(first));
   }
 }
 

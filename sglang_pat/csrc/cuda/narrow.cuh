@@ -67,71 +67,70 @@ class NarrowWarp {
         shared_(items.shared(kPhase)),
         capped_(fresh(p.cap > 0)) {}
 
+  // What is long is there once only: code is in no cache when a kernel starts, and is waited for.
   __device__ void run() {
-    Cursor reader;
+    Cursor reader, user, following;
     next_item(reader);
-    Cursor user = reader;
-    int copied = 0, used = 0;
+    int copied = 0, wanted = kNarrowStages, used = 0;  // copies to ask for; the stage that is used next
+    bool computed = true;                              // all of the item
 #pragma unroll 1
     for (int i = 0; i < kSlotsAhead; ++i) read_slots(reader);
 #pragma unroll 1
-    for (int i = 0; i < kNarrowStages; ++i) copy_next(reader, copied);
-    if (kReadAhead && !ended(user)) load_q(item(user), next_q_);
+    while (true) {
 #pragma unroll 1
-    while (!ended(user)) {
-      const Item& item = this->item(user);
-      Cursor following = user;
-      if constexpr (kReadAhead) {
-        next_item(following);
-#pragma unroll
-        for (int i = 0; i < kSteps * kBlocks * 2; ++i) (&q_[0][0][0])[i] = (&next_q_[0][0][0])[i];
-        if (!ended(following)) load_q(this->item(following), next_q_);
-      } else {
-        load_q(item, q_);
-      }
-      softmax_ = ColumnSoftmax<kBlocks>();
-#pragma unroll
-      for (int i = 0; i < kSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] = 0;
-      const bool shared = user.step > kChunkTokens;
-      bool pair;
-      while (true) {
-        pair = kPairs && !user.last();
-        const uint32_t first = shared_address(stage(warp_id(), used));
-        if (kPairs && pair) {
-          wait_copies<kNarrowStages - 2>();
-          __syncwarp();
+      for (; wanted > 0; --wanted) copy_next(reader, copied);
+      if (computed) {
+        if (user.at >= 0) {
+          softmax_.finish();
+          if (shared(user))
+            combine(item(user), used), wanted = 1;
+          else
+            write(item(user));
           used = next_stage(used);
-          const uint32_t second = shared_address(stage(warp_id(), used));
-          if constexpr (kPairs) compute<2>(first, second, user.tokens - user.begin, user.step);
-          user.begin += user.step;
-        } else {
-          wait_copies<kNarrowStages - 1>();
-          __syncwarp();
-          compute<1>(first, first, user.tokens - user.begin, 0);
         }
-        if (user.last()) break;
+        if constexpr (kReadAhead) {
+          // The first time, of two items.
+#pragma unroll 1
+          do {
+            user = following;
+            next_item(following);
+#pragma unroll
+            for (int i = 0; i < kSteps * kBlocks * 2; ++i) (&q_[0][0][0])[i] = (&next_q_[0][0][0])[i];
+            if (!ended(following)) load_q(item(following), next_q_);
+          } while (user.at < 0);
+          if (ended(user)) break;
+        } else {
+          next_item(user);
+          if (ended(user)) break;
+          load_q(item(user), q_);
+        }
+        softmax_ = ColumnSoftmax<kBlocks>();
+#pragma unroll
+        for (int i = 0; i < kSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] = 0;
+        computed = false;
+        if (wanted > 0) continue;
+      }
+      const bool pair = kPairs && !user.last();
+      const uint32_t first = shared_address(stage(warp_id(), used));
+      if (kPairs && pair) {
+        wait_copies<kNarrowStages - 2>();
         __syncwarp();
-#pragma unroll 1
-        for (int i = 0; i <= int(pair); ++i) copy_next(reader, copied);
-        user.begin += user.step;
         used = next_stage(used);
-      }
-      // The memory of the last chunk is needed to sum up, that of the one before is not.
-      __syncwarp();
-#pragma unroll 1
-      for (int i = 0; i < int(pair) + int(!shared); ++i) copy_next(reader, copied);
-      softmax_.finish();
-      if (shared) {
-        combine(item, used);
-        copy_next(reader, copied);
+        const uint32_t second = shared_address(stage(warp_id(), used));
+        if constexpr (kPairs) compute<2>(first, second, user.tokens - user.begin, user.step);
+        user.begin += user.step;
       } else {
-        write(item);
+        wait_copies<kNarrowStages - 1>();
+        __syncwarp();
+        compute<1>(first, first, user.tokens - user.begin, 0);
       }
+      __syncwarp();
+      computed = user.last();
+      // The memory of an item's last chunk is needed to sum up, that of the one before is not.
+      wanted = int(pair) + int(!computed || !shared(user));
+      if (computed) continue;
+      user.begin += user.step;
       used = next_stage(used);
-      if constexpr (kReadAhead)
-        user = following;
-      else
-        next_item(user);
     }
     wait_copies<0>();
   }
@@ -143,6 +142,7 @@ class NarrowWarp {
 
   __device__ bool ended(const Cursor& cursor) const { return cursor.at >= count_; }
   __device__ const Item& item(const Cursor& cursor) const { return items_.get(kPhase, cursor.at); }
+  __device__ static bool shared(const Cursor& cursor) { return cursor.step > kChunkTokens; }
 
   // Moves on to the next item that is this warp's or its team's.
   __device__ void next_item(Cursor& cursor) const {
@@ -276,22 +276,35 @@ class NarrowWarp {
     }
   }
 
-  // The rows of Q whose results this thread has: `which` of `block`.
-  __device__ static int row_of(int block, int which) { return block * 8 + thread_of<4>() * 2 + which; }
+  // The rows of Q whose results this thread has: one for every number below kOwnRows.
+  static constexpr int kOwnRows = 2 * kBlocks;
+  __device__ static int row_of(int number) { return number / 2 * 8 + thread_of<4>() * 2 + number % 2; }
+
+  // Of such a row; numbers are those of a loop that is not unrolled.
+  __device__ static float of_row(int number, const float (&values)[kBlocks][2]) {
+    float value = values[0][0];
+#pragma unroll
+    for (int i = 1; i < kOwnRows; ++i) value = number == i ? values[i / 2][i % 2] : value;
+    return value;
+  }
+  // Its output in column `lane_id() / 4 + 8 * i`.
+  __device__ float output_of_row(int number, int i) const {
+    float value = o_[i / 2][0][i % 2 * 2];
+#pragma unroll
+    for (int j = 1; j < kOwnRows; ++j) value = number == j ? o_[i / 2][j / 2][i % 2 * 2 + j % 2] : value;
+    return value;
+  }
 
   // Writes what this warp has, of an item that is its own.
   __device__ void write(const Item& item) const {
     const Results<T, kDim> results(p_);
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        const RowTarget to(p_, item, row_of(block, which));
-        if (!to.used()) continue;
-        const float sum = softmax_.sum[block][which], norm = norm_of(sum);
-        if (lane_id() / 4 == 0) results.store_lse(to, lse(softmax_.top[block][which], sum, p_));
-        results.store_columns(to, lane_id() / 4, [&](int i) { return o_[i / 2][block][i % 2 * 2 + which] * norm; });
-      }
+#pragma unroll 1
+    for (int number = 0; number < kOwnRows; ++number) {
+      const RowTarget to(p_, item, row_of(number));
+      if (!to.used()) continue;
+      const float sum = of_row(number, softmax_.sum), norm = norm_of(sum);
+      if (lane_id() / 4 == 0) results.store_lse(to, lse(of_row(number, softmax_.top), sum, p_));
+      results.store_columns(to, lane_id() / 4, [&](int i) { return output_of_row(number, i) * norm; });
     }
   }
 
@@ -302,22 +315,19 @@ class NarrowWarp {
     const int rows = item.count * p_.group;
     const TeamPlace team = items_.place(kPhase);
     const int lane = lane_id(), warp = warp_id(), leader = warp - team.warp;
-    const auto all_arrived = [&] { sync_threads(kTeamBarrier + team.team, team.warps * kWarpSize); };
+    const auto all_arrived = [&] { sync_threads(kTeamBarrier + kPhase * kMostTeams + team.team, team.warps * kWarpSize); };
     float* own = reinterpret_cast<float*>(stage(warp, last));
     __syncwarp();
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        const int row = row_of(block, which);
-        if (row >= rows) continue;
-        if (lane / 4 == 0) {
-          statistics_.top[warp][row] = softmax_.top[block][which];
-          statistics_.sum[warp][row] = softmax_.sum[block][which];
-        }
-#pragma unroll
-        for (int i = 0; i < kDim / 8; ++i) own[place(row, i * 8 + lane / 4)] = o_[i / 2][block][i % 2 * 2 + which];
+#pragma unroll 1
+    for (int number = 0; number < kOwnRows; ++number) {
+      const int row = row_of(number);
+      if (row >= rows) continue;
+      if (lane / 4 == 0) {
+        statistics_.top[warp][row] = of_row(number, softmax_.top);
+        statistics_.sum[warp][row] = of_row(number, softmax_.sum);
       }
+#pragma unroll
+      for (int i = 0; i < kDim / 8; ++i) own[place(row, i * 8 + lane / 4)] = output_of_row(number, i);
     }
     if (lane == 0) statistics_.stage[warp] = last;
     all_arrived();

@@ -55,8 +55,8 @@ __device__ __forceinline__ uint32_t next_row(uint32_t offset, int row) {
 constexpr int panels(int dim) { return (dim + kPanelColumns - 1) / kPanelColumns; }
 
 // Named barriers; 0 is __syncthreads.
-constexpr int kWideBarrier = 1, kPhaseBarrier = 2, kTurnBarrier = 3, kLoadBarrier = 4;
-constexpr int kTeamBarrier = 5;  // of the first team; there are six at most
+constexpr int kWideBarrier = 1, kTurnBarrier = 2, kLoadBarrier = 3;
+constexpr int kTeamBarrier = 4, kMostTeams = 6;  // of the first team, for each of two phases
 
 constexpr int kSingleM = 8, kNarrowM = 16;  // tiles that a warp has for itself; the others are wide
 constexpr int kTokens = 64;                 // of a wide tile
