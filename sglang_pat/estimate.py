@@ -174,7 +174,7 @@ def features(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> tuple[fl
     cost, per_us = config.cost, gpu.tbps * 1e6
     loads = [0.0] * gpu.sms
     for number, (begin, end) in enumerate(pairwise(plan.bins)):
-        load = 0.0
+        load = float(config.turn * config.turns(len(item.queries) for item in plan.items[begin:end]))
         for item in plan.items[begin:end]:
             tokens = (batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end) - item.start
             load += config.work_item_bytes(len(item.queries), tokens)

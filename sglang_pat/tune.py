@@ -6,7 +6,8 @@
 A tile (m, n) is feasible where Q, K and V fit into shared memory and the accumulators into registers, where enough of K
 and V is in flight to hide the latency of memory. Of those the kernels are built for
 a few; what a work item of each takes is measured: a fit of `items * (item_ns + tokens * token_ns)` to forward kernels whose
-workers all have equally many items of equally many tokens, less what writing their parts takes (`CostModel.part_bytes`).
+workers all have equally many items of equally many tokens, less what writing their parts takes (`CostModel.part_bytes`). What
+it takes to go from one kind of items to the other is what both take beyond each alone.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ ITEMS = {True: (12, 24, 48), False: (2, 4, 8)}
 """Work items of a worker that are timed: narrow ones for each of its 12 warps, wide ones after another."""
 
 TOKENS = (32, 64, 128, 256, 512)
+
+TURN = {64: 2, 8: 12}
+"""Work items of each m for the time that a worker takes to go over from those of all its warps to those of single warps."""
 
 SM_REGISTERS, THREAD_REGISTERS = 65_536, 255
 """Of an SM, and those that an instruction can name (CUDA C++ Programming Guide, "Compute Capabilities")."""
@@ -105,20 +109,24 @@ def derive(known: GpuTable, name: str) -> GpuTable:
     )
     source = f"derived from the table of {known.gpu} by `python -m sglang_pat.tune --derive {name}`; not measured"
     latency = round(known.latency_ns * slower, 1)
-    return GpuTable(sheet.gpu, sheet.sms, sheet.read_tbps, latency, known.head_dim, prices, source)
+    turn = round(known.turn_ns * slower, 1)
+    return GpuTable(sheet.gpu, sheet.sms, sheet.read_tbps, latency, known.head_dim, prices, source, turn)
 
 
-def synthetic(m: int, items: int, tokens: int, workers: int) -> Plan:
-    """Every worker has `items` work items of m rows and `tokens` tokens of their own. Each query is in two of them."""
-    total, queries = workers * items, m // GROUP
-    half = total // 2
-    rows = [list(range(i % half * queries, (i % half + 1) * queries)) for i in range(total)]
-    work = [
-        WorkItem(i * tokens, (i + 1) * tokens, rows[i], [i // half] * queries, Tile(m, gpu_tiles.KV_TILE))
-        for i in range(total)
-    ]
-    bins = [worker * items for worker in range(workers + 1)]
-    return Plan(work, bins, [2] * (half * queries), 1, total * tokens, 0)
+def synthetic(items: dict[int, int], tokens: int, workers: int) -> Plan:
+    """Every worker has so many work items of each m, an even number, of `tokens` tokens of their own. Each query is in two."""
+    work: list[WorkItem] = []
+    batch = 0
+    for _ in range(workers):
+        for m, count in items.items():
+            queries = m // GROUP
+            for i in range(count):
+                start, first = len(work) * tokens, batch + i // 2 * queries
+                rows = list(range(first, first + queries))
+                work.append(WorkItem(start, start + tokens, rows, [i % 2] * queries, Tile(m, gpu_tiles.KV_TILE)))
+            batch += count // 2 * queries
+    bins = [worker * sum(items.values()) for worker in range(workers + 1)]
+    return Plan(work, bins, [2] * batch, 1, len(work) * tokens, 0)
 
 
 class Bench:
@@ -174,10 +182,10 @@ class Bench:
         none, all_ = (self.time_us(partial(chase[(1,)], table, out, loads, num_warps=1)) for loads in (0, count))
         return (all_ - none) / count * 1e3
 
-    def forward_us(self, m: int, items: int, tokens: int) -> float:
+    def forward_us(self, items: dict[int, int], tokens: int) -> float:
         torch, workers, dim = self.torch, self.decoder.workers, self.head_dim
-        plan = synthetic(m, items, tokens, workers)
-        batch, kv_tokens = len(plan.num_parts), workers * items * tokens
+        plan = synthetic(items, tokens, workers)
+        batch, kv_tokens = len(plan.num_parts), plan.kv_tokens
         data = torch.from_numpy(layout.flatten(plan)).to(self.device)
         q = torch.randn(batch, GROUP, dim, device=self.device).to(self.dtype)
         k, v = (torch.randn(kv_tokens, 1, dim, device=self.device).to(self.dtype) for _ in range(2))
@@ -193,33 +201,45 @@ class Bench:
             )
         )
 
-    def price(self, m: int, share: float) -> tuple[Price, float]:
-        """The price of an m where an SM moves `share` bytes a nanosecond, and the greatest relative error of the fit."""
+    def price(self, m: int, share: float) -> tuple[Price, float, float]:
+        """The price of an m where an SM moves `share` bytes a nanosecond; what a kernel takes besides, in microseconds; and the
+        greatest relative error of the fit."""
         cases = [(items, tokens) for items in ITEMS[m <= gpu_tiles.NARROW_M] for tokens in TOKENS]
-        times = np.array([self.forward_us(m, items, tokens) for items, tokens in cases])
+        times = np.array([self.forward_us({m: items}, tokens) for items, tokens in cases])
         features = np.array([[1, items, items * tokens] for items, tokens in cases], dtype=float)
         fit = np.linalg.lstsq(features / times[:, None], np.ones(len(times)), rcond=None)[0]
         error = float(np.abs(features @ fit / times - 1).max())
         for case, time in zip(cases, times, strict=True):
             print(f"  m {m:3}: {case[0]:3} items of {case[1]:3} tokens a worker take {time:7.1f} us", flush=True)
         writing = m * (self.head_dim + 1) * PARTIAL_BYTES / share
-        return Price(m, round(max(0.0, float(fit[1]) * 1e3 - writing), 1), round(float(fit[2]) * 1e3, 2)), error
+        price = Price(m, round(max(0.0, float(fit[1]) * 1e3 - writing), 1), round(float(fit[2]) * 1e3, 2))
+        return price, float(fit[0]), error
+
+    def turn_ns(self, base_us: float) -> float:
+        """What going over from one kind of work items to the other takes where a kernel takes `base_us` besides its items."""
+        tokens = TOKENS[-2]
+        both = self.forward_us(TURN, tokens)
+        alone = sum(self.forward_us({m: count}, tokens) for m, count in TURN.items())
+        return max(0.0, both - alone + base_us) * 1e3
 
     def table(self) -> GpuTable:
         properties = self.torch.cuda.get_device_properties(self.device)
         tbps, latency = self.read_tbps(), self.latency_ns()
         print(f"{properties.name}: reads {tbps:.2f} TB/s, a load takes {latency:.0f} ns")
-        prices = []
+        prices, bases = [], []
         for m in gpu_tiles.query_tiles(self.arch, self.head_dim):
-            price, error = self.price(m, tbps * 1e3 / properties.multi_processor_count)
+            price, base_us, error = self.price(m, tbps * 1e3 / properties.multi_processor_count)
             prices.append(price)
+            bases.append(base_us)
             print(f"m {m}: {price.item_ns:.0f} ns an item, {price.token_ns:.1f} ns a token, fitted within {error:.0%}")
+        turn = self.turn_ns(bases[0])
+        print(f"{turn:.0f} ns from work items of all warps to those of one")
         source = (
             f"measured on {date.today().isoformat()} by `python -m sglang_pat.tune`, torch {self.torch.__version__}"
         )
         return GpuTable(
             properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), self.head_dim,
-            tuple(prices), source,
+            tuple(prices), source, round(turn, 1),
         )  # fmt: skip
 
 

@@ -304,6 +304,21 @@ def test_where_there_is_work_for_all_workers_finish_together(batch: Batch, confi
         assert makespan(plan, batch.seq_lens, config) <= 1.05 * idle * share
 
 
+def test_a_bin_that_turns_from_one_kind_of_work_items_to_the_other_gets_fewer_of_them() -> None:
+    batch = Batch([2_000] * 64, [Node(0, 300, list(range(64)))])
+
+    def config(turn: int) -> PackConfig:
+        tiles = msgspec.structs.replace(PRICED, turn_bytes=turn)
+        return PackConfig(CostModel(8, 2, 8, 8, 2), tiles, workers=16)
+
+    # One bin of eight has the pack of 64 queries; all others would wait for it.
+    blind, turning = (
+        makespan(make_plan(batch, config(turn)), batch.seq_lens, config(120_000)) for turn in (0, 120_000)
+    )
+    free = makespan(make_plan(batch, config(0)), batch.seq_lens, config(0))
+    assert blind >= free + 100_000 and turning <= free + 20_000
+
+
 def work(plan: Plan, batch: Batch, config: PackConfig) -> int:
     """The cost of all work items, for all KV heads."""
     packs = [Pack(item.start, None if item.end == OPEN else item.end, item.queries) for item in plan.items]

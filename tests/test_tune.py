@@ -79,12 +79,12 @@ def test_a_slow_memory_needs_more_bytes_in_flight() -> None:
     assert tune.refusals(192, 64, 128, tune.SHEETS["h200"], 10_000) == ["bytes in flight"]
 
 
-@pytest.mark.parametrize("m", [8, 16, 64, 192])
-def test_all_workers_of_a_synthetic_plan_have_the_same_to_do(m: int) -> None:
-    plan = tune.synthetic(m, items=4, tokens=64, workers=6)
+@pytest.mark.parametrize("items", [{8: 4}, {16: 4}, {64: 4}, {192: 4}, {64: 2, 8: 2}])
+def test_all_workers_of_a_synthetic_plan_have_the_same_to_do(items: dict[int, int]) -> None:
+    plan = tune.synthetic(items, tokens=64, workers=6)
     config = PackConfig(CostModel(tune.GROUP, 1, 128, 128, 2), gpu_tiles.tile_table("9.0a", 128), workers=6)
-    price = 64 * config.rate(m // tune.GROUP) + config.item(m // tune.GROUP)
-    assert makespan(plan, [10**6] * len(plan.num_parts), config) == 4 * price
+    price = sum(count * config.work_item_bytes(m // tune.GROUP, 64) for m, count in items.items())
+    assert makespan(plan, [10**6] * len(plan.num_parts), config) == price + (len(items) - 1) * config.turn
     covered = sorted((item.start, item.end) for item in plan.items)
     assert covered == [(i * 64, (i + 1) * 64) for i in range(24)], "every item has KV of its own"
     parts = sorted((query, part) for item in plan.items for query, part in zip(item.queries, item.parts, strict=True))
@@ -107,4 +107,4 @@ def test_a_table_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     tune.main(["--output", str(tmp_path / "table.json")])
     table = gpu_tiles.load(tmp_path / "table.json")
     assert table.gpu == torch.cuda.get_device_name() and table.source.startswith("measured on")
-    assert all(price.token_ns > 0 for price in table.prices)
+    assert all(price.token_ns > 0 for price in table.prices) and table.turn_ns >= 0

@@ -25,6 +25,10 @@ IN_PLANS = {8: (1.0, 0.95), 16: (1.0, 0.95), 64: (3.0, 0.8), 128: (3.0, 1.07), 1
 in a plan some wait or compute on wide tiles, and the others have their bandwidth. Of eight sets plans ran best with this one,
 1 to 10 % faster than with the plain prices (benchmarks/NOTES.md, 2026-11-21)."""
 
+TURN_IN_PLANS = 1.825
+"""Likewise what going over from one kind of work items to the other counts: 3.0 us on an H200, where 1.64 are measured. Of 0, 3, 5,
+6 and 9 us plans ran best with 3 (benchmarks/NOTES.md, 2026-11-22)."""
+
 NARROW_M = 16
 """Rows that a warp has for itself (`kNarrowM` in csrc/cuda/params.cuh)."""
 
@@ -52,6 +56,7 @@ class GpuTable(msgspec.Struct, frozen=True):
         head_dim: Of which `prices` are; other dimensions take a proportional time for each token.
         prices: By ascending m.
         source: When and how it was measured, or from what derived.
+        turn_ns: What a worker takes to go over from work items of all its warps to those of single warps.
     """
 
     gpu: str
@@ -61,6 +66,7 @@ class GpuTable(msgspec.Struct, frozen=True):
     head_dim: int
     prices: tuple[Price, ...]
     source: str
+    turn_ns: float = 0
 
     @property
     def share(self) -> float:
@@ -116,7 +122,9 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     scale = head_dim / table.head_dim
     token_bytes = tuple(round(prices[m].token_ns * IN_PLANS[m][1] * table.share * scale) for m in tiles)
     item_bytes = tuple(round(prices[m].item_ns * IN_PLANS[m][0] * table.share) for m in tiles)
-    return TileTable(tiles, (KV_TILE,), (), token_bytes, item_bytes)
+    return TileTable(
+        tiles, (KV_TILE,), (), token_bytes, item_bytes, NARROW_M, round(table.turn_ns * TURN_IN_PLANS * table.share)
+    )
 
 
 def cost_model(heads: int, kv_heads: int, head_dim: int, kv_bytes: int = 2) -> CostModel:

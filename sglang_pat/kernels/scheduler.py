@@ -81,8 +81,8 @@ class NativeScheduler:
         self._out = tvm_ffi.from_dlpack(self._scratch)
         cost, tiles = config.cost, config.tiles
         numbers = [
-            cost.token_bytes, cost.part_bytes, cost.group, cost.kv_heads, config.workers, config.max_queries,
-            config.few_queries, list(POLICIES).index(config.policy), max_batch, max_slots,
+            cost.token_bytes, cost.part_bytes, config.turn, cost.group, cost.kv_heads, config.workers, config.max_queries,
+            config.few_queries, config.warp_queries, list(POLICIES).index(config.policy), max_batch, max_slots,
         ]  # fmt: skip
         prices = [
             [0, *(price(queries) for queries in range(1, config.max_queries + 1))]

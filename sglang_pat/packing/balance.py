@@ -78,26 +78,32 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     bins: list[list[Pack]] = []
     # With eight packs for a bin, nearly every bin can be filled without a cut.
     cuts = int(len(packs) < 8 * count)
+    turns = 0
     for left in range(count, 0, -1):
-        # The cuts to come will make work items of their own; as many for each bin as there were so far.
+        # The cuts to come will make work items of their own; as many for each bin as there were so far. So will bins with
+        # two kinds of them cost what it takes to go from one to the other.
         ahead = config.item(1) * (left - 1) * cuts // (len(bins) + 1)
+        if wide:
+            ahead += config.turn * (left - 1) * turns // (len(bins) + 1)
         target = -(-(remaining + ahead) // left)
         slack = target // SLACK
-        load, members = 0, []
+        load = 0
+        members: list[Pack] = []
         while (wide or narrow) and (load < target or left == 1):
             gap = target - load
             queue = wide if wide else narrow
-            cost = _cost(queue, seq_lens, config)
-            if queue is wide and narrow and load > 0 and not _fits(cost, gap, slack, left):
+            turn, cost = _turn(queue, members, config), _cost(queue, seq_lens, config)
+            if queue is wide and narrow and load > 0 and not _fits(turn + cost, gap, slack, left):
                 queue = narrow
-                cost = _cost(queue, seq_lens, config)
-            if _fits(cost, gap, slack, left):
+                turn, cost = _turn(queue, members, config), _cost(queue, seq_lens, config)
+            if _fits(turn + cost, gap, slack, left):
                 members.append(queue.take())
-                load += cost
+                load += turn + cost
+                remaining += turn
                 continue
             # A gap that is smaller than the start of one more work item is better left.
-            start = config.item(len(queue.packs[queue.index].queries))
-            tokens = _cut_tokens(queue, gap, seq_lens, config) if gap > max(slack, start) else 0
+            start = config.item(len(queue.packs[queue.index].queries)) + turn
+            tokens = _cut_tokens(queue, gap - start, seq_lens, config) if gap > max(slack, start) else 0
             if tokens > 0:
                 piece = queue.cut(tokens)
                 cuts += 1
@@ -108,6 +114,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
                 members.append(queue.take())
                 load += cost
             break
+        turns += config.turns(map(_size, members))
         remaining -= load
         bins.append(members)
     return bins
@@ -146,10 +153,19 @@ def _cost(queue: _Queue, seq_lens: list[int], config: PackConfig) -> int:
     return config.work_item_bytes(len(queue.packs[queue.index].queries), _tokens(queue, seq_lens))
 
 
+def _turn(queue: _Queue, members: list[Pack], config: PackConfig) -> int:
+    """What a bin with these packs costs besides when the queue's first pack comes into it."""
+    before, after = members, [*members, queue.packs[queue.index]]
+    return config.turn * (config.turns(map(_size, after)) - config.turns(map(_size, before)))
+
+
+def _size(pack: Pack) -> int:
+    return len(pack.queries)
+
+
 def _cut_tokens(queue: _Queue, gap: int, seq_lens: list[int], config: PackConfig) -> int:
     """How much of the queue's first pack fills `gap`, to the nearest grain; 0 where that is nothing or everything."""
-    queries = len(queue.packs[queue.index].queries)
-    rate = config.rate(queries)
-    grains = (max(0, gap - config.item(queries)) + rate * GRAIN // 2) // (rate * GRAIN)
+    rate = config.rate(len(queue.packs[queue.index].queries))
+    grains = (max(0, gap) + rate * GRAIN // 2) // (rate * GRAIN)
     tokens = int(grains) * GRAIN
     return tokens if tokens < _tokens(queue, seq_lens) else 0

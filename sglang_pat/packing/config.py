@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from sglang_pat.packing.cost import CostModel
@@ -42,6 +44,20 @@ class PackConfig(msgspec.Struct, frozen=True):
         if self.tiles.item_bytes:
             _, m = min((price / m, m) for price, m in zip(self.tiles.item_bytes, self.tiles.query_tiles, strict=True))
         return max(1, m // self.cost.group)
+
+    @property
+    def warp_queries(self) -> int:
+        """Queries of the largest tile that a single warp runs."""
+        return self.tiles.warp_m // self.cost.group
+
+    @property
+    def turn(self) -> int:
+        """What it costs a bin to go over from work items of all warps to those of single ones."""
+        return self.cost.kv_heads * self.tiles.turn_bytes
+
+    def turns(self, sizes: Iterable[int]) -> int:
+        """How often a bin whose work items have so many queries does that: once, or never."""
+        return int(len({size <= self.warp_queries for size in sizes}) == 2)
 
     def rate(self, queries: int) -> int:
         """What a token costs a work item with `queries` queries."""

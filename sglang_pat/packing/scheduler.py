@@ -86,8 +86,9 @@ def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:
     """When the last worker finishes, in bytes: bins go round the workers, all KV heads of a bin side by side."""
     loads = [0] * config.workers
     for index in range(len(plan.bins) - 1):
-        cost = 0
-        for item in plan.items[plan.bins[index] : plan.bins[index + 1]]:
+        members = plan.items[plan.bins[index] : plan.bins[index + 1]]
+        cost = config.turn * config.turns(len(item.queries) for item in members)
+        for item in members:
             end = seq_lens[item.queries[0]] if item.end == OPEN else item.end
             cost += config.work_item_bytes(len(item.queries), end - item.start)
         for head in range(config.cost.kv_heads):

@@ -26,6 +26,8 @@ class TileTable(msgspec.Struct, frozen=True):
             nothing was measured.
         item_bytes: For each m what starting and ending a work item of it takes, likewise; `CostModel.item_bytes` for all
             where it is empty.
+        warp_m: Tiles of up to so many rows are run by single warps, when a worker has done all others.
+        turn_bytes: What a worker that has both takes to go over to these, likewise.
     """
 
     query_tiles: tuple[int, ...]
@@ -33,6 +35,8 @@ class TileTable(msgspec.Struct, frozen=True):
     kv_bounds: tuple[int, ...]
     token_bytes: tuple[int, ...] = ()
     item_bytes: tuple[int, ...] = ()
+    warp_m: int = 0
+    turn_bytes: int = 0
 
     def max_queries(self, group: int) -> int:
         """Queries that the largest m holds when `group` query heads share a KV head; at least one."""

@@ -13,8 +13,8 @@ enum class Policy { kQuery, kNaive, kPat, kCompute, kOptimal };
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Config {
-  int64_t token_bytes, part_bytes;
-  int group, kv_heads, workers, max_queries, few_queries;
+  int64_t token_bytes, part_bytes, turn;
+  int group, kv_heads, workers, max_queries, few_queries, warp_queries;
   Policy policy;
   // [max_queries + 1]: what a token costs a work item with so many queries, what starting it costs, and up to how many
   // tokens it is better run by work items of `few_queries`.

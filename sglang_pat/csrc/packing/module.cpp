@@ -46,11 +46,13 @@ auto guarded(Action action) {
   }
 }
 
-// `numbers`: token_bytes, part_bytes, group, kv_heads, workers, max_queries, few_queries, policy, max_batch, max_slots.
+// `numbers`: token_bytes, part_bytes, turn, group, kv_heads, workers, max_queries, few_queries, warp_queries, policy, max_batch,
+// max_slots.
 int64_t create(TensorView numbers, TensorView rates, TensorView items, TensorView short_tokens, TensorView query_tiles,
                TensorView kv_tiles, TensorView kv_bounds, TensorView first_buffer, TensorView second_buffer) {
   const std::vector<int64_t> n = copied<int64_t>(numbers, "numbers");
-  pat::Config config{n[0], n[1], int(n[2]), int(n[3]), int(n[4]), int(n[5]), int(n[6]), pat::Policy(n[7])};
+  pat::Config config{n[0],      n[1],      n[2],      int(n[3]), int(n[4]),
+                     int(n[5]), int(n[6]), int(n[7]), int(n[8]), pat::Policy(n[9])};
   config.rates = copied<int64_t>(rates, "rates");
   config.items = copied<int64_t>(items, "items");
   config.short_tokens = copied<int64_t>(short_tokens, "short_tokens");
@@ -64,7 +66,7 @@ int64_t create(TensorView numbers, TensorView rates, TensorView items, TensorVie
   std::vector<pat::Buffer> buffers;
   for (const TensorView& buffer : {first_buffer, second_buffer})
     buffers.push_back(pat::Buffer{data<int32_t>(buffer, "buffers"), buffer.size(0)});
-  return reinterpret_cast<int64_t>(new Scheduler(std::move(config), std::move(buffers), n[8], n[9]));
+  return reinterpret_cast<int64_t>(new Scheduler(std::move(config), std::move(buffers), n[10], n[11]));
 }
 
 void destroy(int64_t handle) { delete &at(handle); }

@@ -81,12 +81,17 @@ class PlanWriter {
                                queries * double(config.part_bytes));
     // With eight packs for a bin, nearly every bin can be filled without a cut.
     int64_t cuts = int64_t(packs.wide.size() + packs.narrow.size()) < 8 * left;
-    int64_t work = 0, growth = 0, most_growth = 0;
+    int64_t work = 0, growth = 0, most_growth = 0, turns = 0;
     for (; left > 0; --left) {
-      // The cuts to come will make work items of their own; as many for each bin as there were so far.
-      const int64_t ahead = config.items[1] * (left - 1) * cuts / int64_t(bins_.size());
+      // The cuts to come will make work items of their own; as many for each bin as there were so far. So will bins with two
+      // kinds of them cost what it takes to go from one to the other.
+      int64_t ahead = config.items[1] * (left - 1) * cuts / int64_t(bins_.size());
+      if (!wide.empty()) ahead += config.turn * (left - 1) * turns / int64_t(bins_.size());
       const int64_t target = ceil_div(remaining + ahead, left), slack = target / kSlack;
       int64_t load = 0, bin_growth = 0;
+      int kinds = 0;
+      const auto kind_of = [&](int64_t count) { return count <= config.warp_queries ? 1 : 2; };
+      const auto turn_to = [&](int64_t count) { return kinds == (3 ^ kind_of(count)) ? config.turn : 0; };
       const auto take_whole = [&](Queue& queue, int64_t cost) {
         const Pack& pack = queue.packs[queue.index];
         items_.push_back(Pack{queue.start(), pack.end, pack.first, pack.count});
@@ -102,20 +107,25 @@ class PlanWriter {
           return left == 1 || (cost <= gap + slack && (gap > slack || cost <= 2 * gap));
         };
         Queue* queue = wide.empty() ? &narrow : &wide;
-        int64_t tokens = tokens_of(*queue), cost = config.item_bytes(count_of(*queue), tokens);
-        if (queue == &wide && !narrow.empty() && load > 0 && !fits(cost)) {
-          queue = &narrow;
-          tokens = tokens_of(narrow), cost = config.item_bytes(count_of(narrow), tokens);
-        }
+        int64_t tokens = 0, turn = 0, cost = 0;
+        const auto look_at = [&](Queue& at) {
+          queue = &at;
+          tokens = tokens_of(at), turn = turn_to(count_of(at));
+          cost = config.item_bytes(count_of(at), tokens) + turn;
+        };
+        look_at(*queue);
+        if (queue == &wide && !narrow.empty() && load > 0 && !fits(cost)) look_at(narrow);
         const Pack& pack = queue->packs[queue->index];
         const int32_t start = queue->start();
         if (fits(cost)) {
+          kinds |= kind_of(pack.count);
+          remaining += turn;
           take_whole(*queue, cost);
           continue;
         }
         // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
         // of one more work item.
-        const int64_t rate = config.rates[pack.count], begin = config.items[pack.count];
+        const int64_t rate = config.rates[pack.count], begin = config.items[pack.count] + turn;
         const int64_t grains = (std::max<int64_t>(0, gap - begin) + rate * kGrain / 2) / (rate * kGrain);
         const int64_t cut = gap > std::max(slack, begin) ? grains * kGrain : 0;
         if (cut > 0 && cut < tokens) {
@@ -125,11 +135,13 @@ class PlanWriter {
           for (int32_t i = 0; i < pack.count; ++i) num_parts_[packs.queries[pack.first + i]] += 1;
           remaining += begin;
           load += cut * rate + begin;
+          kinds |= kind_of(pack.count);
         } else if (load == 0) {
           take_whole(*queue, cost);
         }
         break;
       }
+      turns += kinds == 3;
       remaining -= load;
       statistics.longest_bin = std::max(statistics.longest_bin, load);
       bins_.push_back(int32_t(items_.size()));
