@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from trees import TILES, batches, configs
+from trees import PRICED, TILES, batches, configs
 
 from sglang_pat.kernels import jit, layout
 from sglang_pat.kernels.scheduler import NativeScheduler, PlanTooLargeError
@@ -72,6 +72,11 @@ def test_plans_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None
     assert (steps, scheduler.current()[:2]) == (plan.steps, (plan.kv_tokens, plan.merged_parts))
 
 
+# A bin with two kinds of work items, and tails of which one bin has more: both count for how long the plan is good.
+@example(
+    Batch([118] * 22 + [1244, *[1] * 6, 488, 1, 1, 11], [Node(0, 117, list(range(23)))]),
+    PackConfig(CostModel(1, 1, 8, 8, 2), PRICED, workers=2, policy="naive"),
+)
 @given(batches(max_queries=60, max_length=3000), configs())
 @settings(max_examples=EXAMPLES // 6, deadline=None)
 def test_plans_of_larger_batches_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None:

@@ -133,7 +133,9 @@ def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig) 
     if excess == 0:
         return ALWAYS
     work = sum(
-        config.work_item_bytes(len(pack.queries), kv_length(pack, seq_lens)) for members in bins for pack in members
+        config.turn * config.turns(map(_size, members))
+        + sum(config.work_item_bytes(_size(pack), kv_length(pack, seq_lens)) for pack in members)
+        for members in bins
     )
     allowed = max(work // UNEVEN, len(bins) * config.tiles.kv_tiles[-1] * config.rate(1))
     return max(LEAST_STEPS, allowed // excess)
