@@ -6,13 +6,13 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
 from sglang_pat.kernels import gpu_tiles
-from sglang_pat.packing import OPEN, Batch, Node, PackConfig, Plan, make_plan
+from sglang_pat.packing import Batch, Node, PackConfig, Plan, make_plan
+from sglang_pat.packing.scheduler import makespan
 
 CHARS_PER_TOKEN = 4
 """Of English text with the usual vocabularies; prompts that come as tokens or lengths need no guess."""
@@ -171,16 +171,9 @@ def attention_us(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> floa
 
 def features(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> tuple[float, float]:
     """Microseconds of the SM with most to do, at its share of the bandwidth; and of moving the parts."""
-    cost, per_us = config.cost, gpu.tbps * 1e6
-    loads = [0.0] * gpu.sms
-    for number, (begin, end) in enumerate(pairwise(plan.bins)):
-        load = float(config.turn * config.turns(len(item.queries) for item in plan.items[begin:end]))
-        for item in plan.items[begin:end]:
-            tokens = (batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end) - item.start
-            load += config.work_item_bytes(len(item.queries), tokens)
-        for task in range(number * cost.kv_heads, (number + 1) * cost.kv_heads):
-            loads[task % gpu.sms] += load / cost.kv_heads
-    return max(loads) * gpu.sms / per_us, plan.merged_parts * cost.part_bytes / per_us
+    per_us = gpu.tbps * 1e6
+    longest = makespan(plan, batch.seq_lens, config) * gpu.sms / per_us
+    return longest, plan.merged_parts * config.cost.part_bytes / per_us
 
 
 class Model(msgspec.Struct):

@@ -107,4 +107,4 @@ def test_a_table_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     tune.main(["--output", str(tmp_path / "table.json")])
     table = gpu_tiles.load(tmp_path / "table.json")
     assert table.gpu == torch.cuda.get_device_name() and table.source.startswith("measured on")
-    assert all(price.token_ns > 0 for price in table.prices) and table.turn_ns >= 0
+    assert all(price.token_ns > 0 for price in table.prices)

@@ -45,6 +45,9 @@ class _Queue(msgspec.Struct):
     def start(self) -> int:
         return max(self.begin, self.packs[self.index].start)
 
+    def size(self) -> int:
+        return len(self.packs[self.index].queries)
+
     def take(self) -> Pack:
         pack = self.packs[self.index]
         piece = Pack(self.start(), pack.end, pack.queries)
@@ -89,32 +92,34 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         slack = target // SLACK
         load = 0
         members: list[Pack] = []
+        kinds: set[bool] = set()  # of its work items: whether a single warp runs them
         while (wide or narrow) and (load < target or left == 1):
             gap = target - load
             queue = wide if wide else narrow
-            turn, cost = _turn(queue, members, config), _cost(queue, seq_lens, config)
+            turn, cost = _turn(queue, kinds, config), _cost(queue, seq_lens, config)
             if queue is wide and narrow and load > 0 and not _fits(turn + cost, gap, slack, left):
                 queue = narrow
-                turn, cost = _turn(queue, members, config), _cost(queue, seq_lens, config)
-            if _fits(turn + cost, gap, slack, left):
-                members.append(queue.take())
-                load += turn + cost
-                remaining += turn
-                continue
+                turn, cost = _turn(queue, kinds, config), _cost(queue, seq_lens, config)
+            whole = _fits(turn + cost, gap, slack, left)
             # A gap that is smaller than the start of one more work item is better left.
-            start = config.item(len(queue.packs[queue.index].queries)) + turn
-            tokens = _cut_tokens(queue, gap - start, seq_lens, config) if gap > max(slack, start) else 0
-            if tokens > 0:
+            start = config.item(queue.size()) + turn
+            cut = not whole and gap > max(slack, start)
+            if cut and (tokens := _cut_tokens(queue, gap - start, seq_lens, config)):
                 piece = queue.cut(tokens)
                 cuts += 1
                 remaining += start
                 load += tokens * config.rate(len(piece.queries)) + start
-                members.append(piece)
-            elif load == 0:
-                members.append(queue.take())
-                load += cost
-            break
-        turns += config.turns(map(_size, members))
+            elif whole or load == 0:
+                piece = queue.take()
+                remaining += turn
+                load += turn + cost
+            else:
+                break
+            members.append(piece)
+            kinds.add(len(piece.queries) <= config.warp_queries)
+            if not whole:
+                break
+        turns += len(kinds) == 2
         remaining -= load
         bins.append(members)
     return bins
@@ -132,11 +137,7 @@ def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig) 
     excess = max(growths) * len(bins) - sum(growths)
     if excess == 0:
         return ALWAYS
-    work = sum(
-        config.turn * config.turns(map(_size, members))
-        + sum(config.work_item_bytes(_size(pack), kv_length(pack, seq_lens)) for pack in members)
-        for members in bins
-    )
+    work = sum(config.bin_bytes((len(pack.queries), kv_length(pack, seq_lens)) for pack in members) for members in bins)
     allowed = max(work // UNEVEN, len(bins) * config.tiles.kv_tiles[-1] * config.rate(1))
     return max(LEAST_STEPS, allowed // excess)
 
@@ -152,22 +153,17 @@ def _tokens(queue: _Queue, seq_lens: list[int]) -> int:
 
 
 def _cost(queue: _Queue, seq_lens: list[int], config: PackConfig) -> int:
-    return config.work_item_bytes(len(queue.packs[queue.index].queries), _tokens(queue, seq_lens))
+    return config.work_item_bytes(queue.size(), _tokens(queue, seq_lens))
 
 
-def _turn(queue: _Queue, members: list[Pack], config: PackConfig) -> int:
-    """What a bin with these packs costs besides when the queue's first pack comes into it."""
-    before, after = members, [*members, queue.packs[queue.index]]
-    return config.turn * (config.turns(map(_size, after)) - config.turns(map(_size, before)))
-
-
-def _size(pack: Pack) -> int:
-    return len(pack.queries)
+def _turn(queue: _Queue, kinds: set[bool], config: PackConfig) -> int:
+    """What a bin with work items of these kinds costs besides when the queue's first pack comes into it."""
+    return config.turn if kinds == {queue.size() > config.warp_queries} else 0
 
 
 def _cut_tokens(queue: _Queue, gap: int, seq_lens: list[int], config: PackConfig) -> int:
     """How much of the queue's first pack fills `gap`, to the nearest grain; 0 where that is nothing or everything."""
-    rate = config.rate(len(queue.packs[queue.index].queries))
+    rate = config.rate(queue.size())
     grains = (max(0, gap) + rate * GRAIN // 2) // (rate * GRAIN)
     tokens = int(grains) * GRAIN
     return tokens if tokens < _tokens(queue, seq_lens) else 0

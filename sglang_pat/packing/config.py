@@ -55,10 +55,6 @@ class PackConfig(msgspec.Struct, frozen=True):
         """What it costs a bin to go over from work items of all warps to those of single ones."""
         return self.cost.kv_heads * self.tiles.turn_bytes
 
-    def turns(self, sizes: Iterable[int]) -> int:
-        """How often a bin whose work items have so many queries does that: once, or never."""
-        return int(len({size <= self.warp_queries for size in sizes}) == 2)
-
     def rate(self, queries: int) -> int:
         """What a token costs a work item with `queries` queries."""
         rows = queries * self.cost.group
@@ -80,6 +76,14 @@ class PackConfig(msgspec.Struct, frozen=True):
     def work_item_bytes(self, queries: int, tokens: int) -> int:
         """What a work item costs that reads `tokens` tokens for `queries` queries of one tile."""
         return tokens * self.rate(queries) + self.item(queries)
+
+    def bin_bytes(self, members: Iterable[tuple[int, int]]) -> int:
+        """What a bin costs whose work items have so many (queries, tokens)."""
+        cost, kinds = 0, set()
+        for queries, tokens in members:
+            cost += self.work_item_bytes(queries, tokens)
+            kinds.add(queries <= self.warp_queries)
+        return cost + (self.turn if len(kinds) == 2 else 0)
 
     def short_tokens(self, queries: int) -> int:
         """Up to how many tokens a pack of `queries` queries is read faster again and again, by work items of

@@ -86,11 +86,10 @@ def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:
     """When the last worker finishes, in bytes: bins go round the workers, all KV heads of a bin side by side."""
     loads = [0] * config.workers
     for index in range(len(plan.bins) - 1):
-        members = plan.items[plan.bins[index] : plan.bins[index + 1]]
-        cost = config.turn * config.turns(len(item.queries) for item in members)
-        for item in members:
-            end = seq_lens[item.queries[0]] if item.end == OPEN else item.end
-            cost += config.work_item_bytes(len(item.queries), end - item.start)
+        cost = config.bin_bytes(
+            (len(item.queries), (seq_lens[item.queries[0]] if item.end == OPEN else item.end) - item.start)
+            for item in plan.items[plan.bins[index] : plan.bins[index + 1]]
+        )
         for head in range(config.cost.kv_heads):
             loads[(index * config.cost.kv_heads + head) % config.workers] += cost
     return -(-max(loads) // config.cost.kv_heads)
