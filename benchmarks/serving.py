@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from itertools import combinations, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,9 @@ VOCABULARY = 1000
 class Record(msgspec.Struct):
     """One workload on one backend; times in milliseconds, rate in requests a second (infinite where it is null).
 
-    `step_ms` is what decode steps took at the end of the run, by the server's own log, while nothing was prefilled and as
-    many requests ran as ever. `date`: a file may have runs of several days.
+    `mean_tpot_ms` has each request once, those of three tokens too, `mean_itl_ms` each token. `step_ms` is what decode steps
+    took at the end of the run, by the server's own log, while nothing was prefilled and as many requests ran as ever.
+    `date`: a file may have runs of several days.
     """
 
     workload: str
@@ -60,6 +62,7 @@ class Record(msgspec.Struct):
     p99_tpot_ms: float
     mean_ttft_ms: float
     output_tps: float
+    mean_itl_ms: float | None = None
     step_ms: list[float] = []
     date: str = msgspec.field(default_factory=lambda: str(datetime.date.today()))
 
@@ -79,7 +82,8 @@ def bench_serving(url: str, backend: str, workload: str, requests: int, argument
         raise RuntimeError(f"{workload}: {result['completed']} of {requests} requests were answered")
     names = ("median_itl_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_ttft_ms")
     times = [round(result[name], 2) for name in names]
-    return Record(workload, None, backend, *times, round(result["output_throughput"], 1))
+    throughput = round(result["output_throughput"], 1)
+    return Record(workload, None, backend, *times, throughput, round(result["mean_itl_ms"], 2))
 
 
 def logged_steps(log: str) -> list[float]:
@@ -160,7 +164,7 @@ def run_trace(server: Server, backend: str, prompts: list[tuple[float, list[int]
         "trace", rate, backend, round(statistics.median(gaps), 2), round(statistics.mean(tpot), 2),
         round(tpot[int(len(tpot) * 0.99)], 2),
         round(statistics.mean((times[1] - times[0]) * 1e3 for times in results), 2),
-        round(sum(len(times) - 1 for times in results) / seconds, 1),
+        round(sum(len(times) - 1 for times in results) / seconds, 1), round(statistics.mean(gaps), 2),
     )  # fmt: skip
 
 
@@ -186,11 +190,13 @@ def compare(streams: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
     return rows
 
 
-def run(server: Server, backend: str, workload: str, arguments: argparse.Namespace) -> list[Record]:
+def run(server: Server, backend: str, workload: str, arguments: argparse.Namespace) -> Iterator[Record]:
     if workload == "trace":
         context = json.loads((arguments.model / "config.json").read_text())["max_position_embeddings"]
         prompts = trace_prompts(arguments.trace, arguments.requests, context)
-        return [run_trace(server, backend, prompts, rate) for rate in arguments.rates]
+        for rate in arguments.rates:
+            yield run_trace(server, backend, prompts, rate)
+        return
     if shape := re.fullmatch(r"gsp-(\d+)x(\d+)x(\d+)", workload):
         groups, prompts, length = shape.groups()
         requests = int(groups) * int(prompts)
@@ -208,7 +214,7 @@ def run(server: Server, backend: str, workload: str, arguments: argparse.Namespa
         raise SystemExit(f"--workloads: {workload} is none of gsp-GxPxL, random-N, trace, agreement")
     record = bench_serving(server.url, backend, workload, requests, options)
     record.step_ms = logged_steps(server.log.read_text(errors="replace"))
-    return [record]
+    yield record
 
 
 def make_parser(description: str | None, output: Path) -> argparse.ArgumentParser:
