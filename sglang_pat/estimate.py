@@ -63,7 +63,7 @@ class Gpu(msgspec.Struct, frozen=True):
 GPUS = {
     "h200": Gpu(
         tbps=4.4, tflops=790, memory_gb=141, sms=132, arch="9.0a", base=13.01, longest=0.958, merge=0.0, other_base=15.73,
-        unique=0.898, repeated=0.459, other_item=2.606, rest_ms=1.088, request_us=8.165,
+        unique=0.898, repeated=0.459, other_item=2.606, rest_ms=1.207, request_us=9.617,
     ),
 }  # fmt: skip
 
