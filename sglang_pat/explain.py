@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +99,19 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
     cost = config.cost
     packs: dict[tuple[int, ...], int] = {}
     items: list[list[Any]] = []
-    for item in plan.items:
-        end = batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end
-        pack = packs.setdefault(tuple(item.queries), len(packs))
-        price = config.work_item_bytes(len(item.queries), end - item.start) // cost.kv_heads
-        items.append(
-            [item.start, end, pack, item.tile.m, item.tile.n, price, _runs(sorted(place[q] for q in item.queries))]
-        )
+    for begin, behind in pairwise(plan.bins):
+        # The GPU runs what a single warp runs after the others.
+        members = sorted(plan.items[begin:behind], key=lambda item: len(item.queries) <= config.warp_queries)
+        kinds: set[bool] = set()
+        for item in members:
+            size = len(item.queries)
+            end = batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end
+            pack = packs.setdefault(tuple(item.queries), len(packs))
+            price = config.work_item_bytes(size, end - item.start) // cost.kv_heads
+            turn = config.turn // cost.kv_heads if kinds == {size > config.warp_queries} else 0
+            kinds.add(size <= config.warp_queries)
+            runs = _runs(sorted(place[query] for query in item.queries))
+            items.append([item.start, end, pack, item.tile.m, item.tile.n, price, runs, turn])
     work = sum(item[5] for item in items) * cost.kv_heads / config.workers
     return {
         "items": items,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -56,11 +57,15 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
     for policy in POLICIES:
         plan = step["policies"][policy]
         covered = np.zeros((len(rids), max(batch.seq_lens)), dtype=int)
-        for start, end, _, _, _, _, runs in plan["items"]:
+        for start, end, _, _, _, _, runs, _ in plan["items"]:
             for first, count in runs:
                 covered[first : first + count, start:end] += 1
         assert covered.tolist() == [[int(i < n) for i in range(covered.shape[1])] for n in step["lengths"]]
         assert plan["bins"][0] == 0 and plan["bins"][-1] == len(plan["items"])
+        for begin, behind in pairwise(plan["bins"]):
+            members = [(sum(n for _, n in item[6]), item[1] - item[0]) for item in plan["items"][begin:behind]]
+            drawn = sum(item[5] + item[7] for item in plan["items"][begin:behind])
+            assert drawn * config.cost.kv_heads == config.bin_bytes(members), "a bin takes as long as its bars"
         assert len(plan["decisions"]) == len(step["nodes"])
     for start, end, first, count in step["nodes"]:
         members = [rids.index(rid) for rid in step["requests"][first : first + count]]
