@@ -102,14 +102,12 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
     for begin, behind in pairwise(plan.bins):
         # The GPU runs what a single warp runs after the others.
         members = sorted(plan.items[begin:behind], key=lambda item: len(item.queries) <= config.warp_queries)
-        kinds: set[bool] = set()
-        for item in members:
-            size = len(item.queries)
+        others = sum(len(item.queries) > config.warp_queries for item in members)
+        for number, item in enumerate(members):
             end = batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end
             pack = packs.setdefault(tuple(item.queries), len(packs))
-            price = config.work_item_bytes(size, end - item.start) // cost.kv_heads
-            turn = config.turn // cost.kv_heads if kinds == {size > config.warp_queries} else 0
-            kinds.add(size <= config.warp_queries)
+            price = config.work_item_bytes(len(item.queries), end - item.start) // cost.kv_heads
+            turn = config.turn // cost.kv_heads if 0 < number == others else 0
             runs = _runs(sorted(place[query] for query in item.queries))
             items.append([item.start, end, pack, item.tile.m, item.tile.n, price, runs, turn])
     work = sum(item[5] for item in items) * cost.kv_heads / config.workers
