@@ -1,14 +1,15 @@
-"""Compiles the CUDA kernels ahead of time: `python -m sglang_pat.build --head-dim 128 --dtype bfloat16`."""
+"""Compiles what serving on a GPU needs ahead of time: `python -m sglang_pat.build --head-dim 128 --dtype bfloat16`."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from sglang_pat.kernels import cuda, gpu_tiles, resources
+from sglang_pat.kernels import cuda, gpu_tiles, jit, resources
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -30,7 +31,11 @@ def main(arguments: list[str] | None = None) -> None:
         for dim in options.head_dim
     ]
     if not options.report:
-        cuda.build(variants)
+        try:
+            jit.load("packing")
+            cuda.build(variants)
+        except jit.BuildError as error:
+            sys.exit(str(error))
         return
     with ThreadPoolExecutor() as pool:
         for variant, found in zip(variants, pool.map(resources.measure, variants), strict=True):

@@ -1,7 +1,15 @@
-"""Builds a native module on first use; apache-tvm-ffi caches it by its sources and flags."""
+"""Builds native modules on first use and keeps them in a cache folder, by what they are made of.
+
+The folder is tvm-ffi's (`TVM_FFI_CACHE_DIR`, else `~/.cache/tvm-ffi`). A library appears in it complete, under a name that no other
+sources, flags or version of tvm-ffi have, and is never written again: it may be in use. So a folder that was filled ahead may be
+read-only, and several environments, users or ranks may share it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import functools
 import hashlib
 import logging
@@ -9,7 +17,10 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +40,11 @@ NVCC_FLAGS = ["-O3", "--expt-relaxed-constexpr"]
 SANITIZE = "SGLANG_PAT_SANITIZE"
 """For tests: sanitizers to build with, as in `-fsanitize`."""
 
+CACHE = "TVM_FFI_CACHE_DIR"
+
+NOTICE_SECONDS = 10
+"""Whoever waits longer than this for another process's build says so in the log."""
+
 
 class BuildError(RuntimeError):
     """A native module cannot be built here; the message says what to do."""
@@ -39,21 +55,17 @@ def load(name: str, csrc: Path = CSRC) -> Any:
     """The module built from `<csrc>/<name>`.
 
     Raises:
-        BuildError: There is no C++ compiler, or it failed.
+        BuildError: It is not in the cache, and there is no C++ compiler, it failed, or the cache cannot be written.
     """
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
-        raise BuildError(
-            f"sglang-pat needs a C++ compiler and '{compiler}' is not there: install g++, or set CXX to yours"
-        )
     folder = csrc / name
     sanitizers = os.environ.get(SANITIZE, "")
     extra = EXTRA_FLAGS.get(name, EXTRA_FLAGS["packing"]) + ([f"-fsanitize={sanitizers}", "-g"] if sanitizers else [])
-    return _build(
-        compiler,
+    return _load(
         f"sglang_pat_{name}",
+        folder,
+        compiler=_find_cxx,
         sources=sorted(folder.glob("*.cpp")),
-        extra_cflags=["-O3", "-march=native", "-Wall", "-Wno-psabi", *extra, f"-DPAT_BUILD={_digest(folder)}"],
+        extra_cflags=["-O3", "-march=native", "-Wall", "-Wno-psabi", *extra],
         extra_ldflags=extra,
     )
 
@@ -63,16 +75,18 @@ def load_cuda(name: str, arch: str, flags: tuple[str, ...]) -> Any:
     """The module built from `csrc/cuda` for a GPU architecture such as `9.0a`, with the flags of NVCC_FLAGS and `flags`.
 
     Raises:
-        BuildError: There is no CUDA compiler, or it failed.
+        BuildError: It is not in the cache, and there is no CUDA compiler, it failed, or the cache cannot be written.
     """
-    find_nvcc()
     # All modules of a process are for one architecture: tvm-ffi takes it from the environment only.
     os.environ["TVM_FFI_CUDA_ARCH_LIST"] = arch
-    return _build(
-        "nvcc",
+    folder = CSRC / "cuda"
+    return _load(
         name,
-        sources=sorted((CSRC / "cuda").glob("*.cu")),
-        extra_cuda_cflags=[*NVCC_FLAGS, *flags, f"-DPAT_BUILD={_digest(CSRC / 'cuda')}"],
+        folder,
+        compiler=find_nvcc,
+        sources=sorted(folder.glob("*.cu")),
+        extra_cuda_cflags=[*NVCC_FLAGS, *flags],
+        made_for=[arch, version("torch")],
     )
 
 
@@ -92,33 +106,115 @@ def find_nvcc() -> str:
     return nvcc
 
 
-def _build(compiler: str, name: str, sources: list[Path], **flags: Any) -> Any:
+def cache_folder() -> Path:
+    """Where built modules are kept."""
+    return Path(os.environ.get(CACHE) or "~/.cache/tvm-ffi").expanduser()
+
+
+def _find_cxx() -> str:
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise BuildError(
+            f"sglang-pat needs a C++ compiler and '{compiler}' is not there: install g++, or set CXX to yours"
+        )
+    return compiler
+
+
+def _load(
+    name: str,
+    folder: Path,
+    compiler: Callable[[], str],
+    sources: list[Path],
+    made_for: Sequence[str] = (),
+    **flags: list[str],
+) -> Any:
+    from tvm_ffi import load_module
+
+    key = _key(folder, [*made_for, *(flag for group in flags.values() for flag in group)])
+    library = cache_folder() / f"{name}_{key}.so"
+    if not library.exists():
+        found = compiler()
+        with _only_builder(library):
+            if not library.exists():
+                _build(found, name, library, [str(path) for path in sources], flags)
+    return load_module(str(library))
+
+
+def _build(compiler: str, name: str, library: Path, sources: list[str], flags: dict[str, list[str]]) -> None:
     from tvm_ffi import cpp
 
     # ninja comes as a Python package, beside an interpreter that need not be on the PATH.
-    folder = str(Path(sys.executable).parent)
-    if folder not in os.environ.get("PATH", "").split(os.pathsep):
-        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
+    beside = str(Path(sys.executable).parent)
+    if beside not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"
     began = time.monotonic()
     # A library preloaded into this process, such as a sanitizer's, is not meant for the compiler.
     preloaded = os.environ.pop("LD_PRELOAD", None)
     try:
-        module = cpp.load(name, sources=[str(path) for path in sources], **flags)
+        with tempfile.TemporaryDirectory(dir=library.parent, prefix=f".{name}-") as scratch:
+            built = cpp.build(name, sources=sources, build_directory=scratch, **flags)
+            os.rename(built, library)
+    except OSError as error:
+        raise _unwritable(library.parent, error) from error
     except RuntimeError as error:
         raise BuildError(f"{compiler} could not build sglang-pat's '{name}' module: {error}") from error
     finally:
         if preloaded is not None:
             os.environ["LD_PRELOAD"] = preloaded
-    logger.info("sglang-pat's '%s' module is ready after %.1f s", name, time.monotonic() - began)
-    return module
+    logger.info("sglang-pat's '%s' module was built in %.1f s", name, time.monotonic() - began)
 
 
-def _digest(folder: Path) -> str:
-    """Names a build by its headers and machine too: tvm-ffi's own key covers source paths and flags only."""
-    digest = hashlib.sha256(f"{platform.machine()} {_cpu_flags()}".encode())
+@contextlib.contextmanager
+def _only_builder(library: Path) -> Iterator[None]:
+    """Of several processes that want the same library one builds it, and the others wait.
+
+    Raises:
+        BuildError: The cache cannot be written.
+    """
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(library.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise _unwritable(library.parent, error) from error
+    try:
+        began, told = time.monotonic(), False
+        while not _locked(lock):
+            if not told and time.monotonic() - began > NOTICE_SECONDS:
+                logger.info("sglang-pat waits for another process that builds %s", library.name)
+                told = True
+            time.sleep(0.1)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    """Whether this process has got the lock; the end of a process gives it back. A filesystem without locks counts as got."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EINTR)
+    return True
+
+
+def _unwritable(folder: Path, error: OSError) -> BuildError:
+    return BuildError(
+        f"sglang-pat cannot keep what it builds in {folder} ({error.strerror}): let a user who may write there run "
+        f"`python -m sglang_pat.build`, or set {CACHE} to another folder"
+    )
+
+
+def _key(folder: Path, flags: list[str]) -> str:
+    """Names a build by everything that it is made of: sources, headers, flags, tvm-ffi's headers, and the machine.
+
+    The torch that a CUDA module is made for says which CUDA it is linked with.
+    """
+    digest = hashlib.sha256(
+        repr((flags, version("apache-tvm-ffi"), platform.machine(), sys.platform, _cpu_flags())).encode()
+    )
     for path in sorted({*CSRC.rglob("*.*"), *folder.iterdir()}):
         digest.update(path.read_bytes())
-    return f"0x{digest.hexdigest()[:15]}"
+    return digest.hexdigest()[:16]
 
 
 def _cpu_flags() -> str:

@@ -1,0 +1,93 @@
+"""The cache of built modules: read-only, shared, and never in the way of a start."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.kernels import jit
+
+SOURCE = """
+#include <tvm/ffi/function.h>
+int64_t answer() { return 42; }
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(answer, answer);
+"""
+RUN = "import sys; from pathlib import Path; from sglang_pat.kernels import jit; print(jit.load('tiny', Path(sys.argv[1])).answer())"
+
+
+@pytest.fixture
+def csrc(tmp_path: Path) -> Path:
+    (tmp_path / "csrc" / "tiny").mkdir(parents=True)
+    (tmp_path / "csrc" / "tiny" / "module.cpp").write_text(SOURCE)
+    return tmp_path / "csrc"
+
+
+def run(csrc: Path, cache: Path, *wrapper: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*wrapper, sys.executable, "-c", RUN, str(csrc)],
+        env={**os.environ, jit.CACHE: str(cache), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def as_a_user() -> list[str]:
+    """Root may write everywhere: without that capability it is a user like others."""
+    return ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.getuid() == 0 else []
+
+
+def libraries(cache: Path) -> list[Path]:
+    return sorted(cache.glob("*.so"))
+
+
+def test_a_cache_that_was_filled_ahead_may_be_read_only_and_needs_no_compiler(csrc: Path, tmp_path: Path) -> None:
+    """An image built as root and run as another user."""
+    cache = tmp_path / "cache"
+    assert run(csrc, cache).stdout == "42\n"
+    cache.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    result = run(csrc, cache, *as_a_user(), CXX="/nowhere")
+    assert result.stdout == "42\n", result.stderr
+    (csrc / "tiny" / "module.cpp").write_text(SOURCE.replace("42", "43"))
+    result = run(csrc, cache, *as_a_user())
+    assert f"cannot keep what it builds in {cache} (Permission denied)" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("obstacle", ["a file", "a missing folder that cannot be made"])
+def test_a_cache_that_cannot_be_is_one_sentence(csrc: Path, tmp_path: Path, obstacle: str) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    result = run(csrc, file if obstacle == "a file" else file / "below")
+    last = result.stderr.splitlines()[-1]
+    assert "BuildError: sglang-pat cannot keep what it builds in" in last and "set TVM_FFI_CACHE_DIR" in last
+
+
+def load(csrc: str, cache: str) -> int:
+    os.environ[jit.CACHE] = cache
+    return jit.load("tiny", Path(csrc)).answer()
+
+
+def test_processes_that_start_at_once_build_once(csrc: Path, tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        assert pool.starmap(load, [(str(csrc), str(tmp_path / "cache"))] * 4) == [42] * 4
+    assert len(libraries(tmp_path / "cache")) == 1
+
+
+def test_another_version_of_tvm_ffi_gets_a_build_of_its_own(
+    csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two environments over one checkout: a library that one of them has loaded is not built anew by the other."""
+    monkeypatch.setenv(jit.CACHE, str(tmp_path / "cache"))
+    jit.load.__wrapped__("tiny", csrc)
+    (first,) = libraries(tmp_path / "cache")
+    before = first.read_bytes()
+    monkeypatch.setattr(jit, "version", lambda name: "0.0")
+    jit.load.__wrapped__("tiny", csrc)
+    assert len(libraries(tmp_path / "cache")) == 2 and first.read_bytes() == before
