@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -12,6 +13,12 @@ from sglang_pat.kernels.jit import SANITIZE
 from sglang_pat.platform import AWAKE
 
 Policy = Literal["optimal", "pat", "compute", "naive", "query"]
+
+_OF_A_SERVICE = re.compile(
+    r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)", re.ASCII
+)
+"""What Kubernetes puts behind `SGLANG_PAT_` in every pod of a namespace that has a Service named `sglang-pat` or `sglang-pat-...`
+(kubernetes.io, "Accessing the Service", environment variables)."""
 
 
 class ConfigError(ValueError):
@@ -55,9 +62,12 @@ class PatConfig(msgspec.Struct, frozen=True):
         for variable, value in environment.items():
             if not variable.startswith(prefix) or variable in (AWAKE, SANITIZE):
                 continue
-            field = variable.removeprefix(prefix).lower()
+            name = variable.removeprefix(prefix)
+            if _OF_A_SERVICE.fullmatch(name):
+                continue
+            field = name.lower()
             if field not in cls.__struct_fields__:
-                known = ", ".join(prefix + name.upper() for name in cls.__struct_fields__)
+                known = ", ".join(prefix + known.upper() for known in cls.__struct_fields__)
                 raise ConfigError(f"{variable} is not a setting of sglang-pat: unset it, or use one of {known}")
             values[field] = _parse(variable, value, field)
         return cls(**values)
@@ -67,7 +77,7 @@ def _parse(variable: str, value: str, field: str) -> Any:
     if field in ("tiles", "trace"):
         return value
     if field == "trace_mb":
-        if not value.isdecimal() or int(value) == 0:
+        if re.fullmatch("[0-9]{1,9}", value) is None or int(value) == 0:
             raise ConfigError(f"{variable}={value!r} must be a number of megabytes, 1 or more")
         return int(value)
     switch = {"0": False, "1": True}

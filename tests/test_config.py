@@ -21,6 +21,23 @@ def test_a_trace_may_be_any_file() -> None:
     assert (config.trace, config.trace_mb) == ("/tmp/a b", 7)
 
 
+@pytest.mark.parametrize("service", ["", "_ROUTER", "_TRACE"])
+def test_what_kubernetes_puts_into_a_pod_is_no_setting(service: str) -> None:
+    """A Service named `sglang-pat`, or `sglang-pat-router`, in the pod's namespace."""
+    name = f"SGLANG_PAT{service}"
+    environment = {
+        f"{name}_SERVICE_HOST": "10.0.0.11",
+        f"{name}_SERVICE_PORT": "30000",
+        f"{name}_SERVICE_PORT_HTTP_METRICS": "30000",
+        f"{name}_PORT": "tcp://10.0.0.11:30000",
+        f"{name}_PORT_30000_TCP": "tcp://10.0.0.11:30000",
+        f"{name}_PORT_30000_TCP_PROTO": "tcp",
+        f"{name}_PORT_30000_TCP_PORT": "30000",
+        f"{name}_PORT_30000_TCP_ADDR": "10.0.0.11",
+    }
+    assert PatConfig.from_environment(environment) == PatConfig()
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
@@ -28,6 +45,7 @@ def test_a_trace_may_be_any_file() -> None:
         ("SGLANG_PAT_REUSE", "yes", "SGLANG_PAT_REUSE='yes' must be one of 0, 1"),
         ("SGLANG_PAT_TRACE_MB", "0", "SGLANG_PAT_TRACE_MB='0' must be a number of megabytes, 1 or more"),
         ("SGLANG_PAT_TRACE_MB", "1.5", "SGLANG_PAT_TRACE_MB='1.5' must be a number"),
+        ("SGLANG_PAT_PORTS", "80", "SGLANG_PAT_PORTS is not a setting of sglang-pat"),
         ("SGLANG_PAT_POLCY", "pat", "SGLANG_PAT_POLCY is not a setting of sglang-pat"),
     ],
 )
