@@ -30,10 +30,10 @@ $(VENV)/installed: pyproject.toml
 	$(BIN)/uv pip install --quiet --python $(BIN)/python "sglang==$(SGLANG)" -e ".[dev]"
 	touch $@
 
-# The native scheduler's tests, once with each sanitizer; they need neither torch nor SGLang.
+# The native scheduler's tests, once with each sanitizer; they need neither torch nor SGLang. Traces are what strangers send.
 sanitize: $(VENV)/installed
 	SGLANG_PAT_SANITIZE=address,undefined LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-		$(BIN)/python -m pytest --noconftest --capture=no tests/test_native.py
+		$(BIN)/python -m pytest --noconftest --capture=no tests/test_native.py tests/test_trace.py -k 'not without_sglang'
 	SGLANG_PAT_SANITIZE=thread LD_PRELOAD="$$(g++ -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 \
 		$(BIN)/python -m pytest --noconftest --capture=no tests/test_native.py

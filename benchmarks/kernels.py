@@ -129,8 +129,7 @@ class Pat:
         cost = gpu_tiles.cost_model(problem.heads, problem.kv_heads, DIM)
         self.config = PackConfig(cost, tiles, workers=self.decoder.workers, policy=policy)
         scheduler = NativeScheduler(self.config, problem.size)
-        trees.load(scheduler, problem.batch)
-        index, _, _ = scheduler.take(problem.seq_lens.cpu(), 0)
+        index, _, _ = scheduler.take(trees.load(scheduler, problem.batch), problem.seq_lens.cpu(), 0)
         data = scheduler.buffers[index]
         self.kv_tokens, self.parts, _ = scheduler.current()
         self.plan = torch.from_numpy(data[: layout.size(data)].copy()).to("cuda")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sglang_pat import compat
 from sglang_pat.estimate import TRACE_BLOCK
 from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import Batch, PackConfig
@@ -87,8 +88,8 @@ class Replay:
                 yield step, self.batch()
 
     def batch(self) -> Batch:
-        rids = [request.rid for request in self.running]
-        return Batch([len(r.origin_input_ids) + r.done for r in self.running], self.mirror.batch_tree(rids))
+        requests = [compat.request_of(self.rows, request) for request in self.running]
+        return self.mirror.batch(requests, [len(r.origin_input_ids) + r.done for r in self.running])
 
     def _admit(self, line: dict[str, Any]) -> bool:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
@@ -110,6 +111,7 @@ class Replay:
             self.cache.dec_lock_ref(match.last_device_node)
             return False
         request.req_pool_idx = self.rows.free_slots.pop()
+        self.rows.req_generation[request.req_pool_idx] += 1
         request.last_node, request.prefix_indices = match.last_device_node, match.device_indices
         request.cache_protected_len = prefix
         self.rows.write((request.req_pool_idx, slice(0, prefix)), match.device_indices.int())
@@ -128,6 +130,6 @@ class Replay:
             request.output_ids = array("q", [-1 - int(request.rid[1:])] * request.output)
             self.cache.cache_finished_req(request, kv_len_to_handle=len(request.origin_input_ids) + request.output)
             self.rows.free_slots.append(request.req_pool_idx)
-            self.observer.on_released(request)
+            self.observer.on_released(compat.request_of(self.rows, request))
             self.running.remove(request)
         return bool(over)

@@ -17,6 +17,7 @@ trace event, trace plan   what recording one of them adds (SGLANG_PAT_TRACE)
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -53,14 +55,16 @@ class Served:
         size = len(batch.seq_lens)
         self.scheduler = NativeScheduler(config, max_batch=size + 1)
         self.planner = Planner(self.scheduler, ahead=ahead)
-        self.rids = trees.load(self.scheduler, batch)
+        self.alone = trees.load(self.scheduler, batch)
+        self.joined = self.requests = self.alone
         self.seq_lens = np.array(batch.seq_lens, dtype=np.int64)
         self.longer = np.array([*batch.seq_lens, batch.seq_lens[0]], dtype=np.int64)
-        self.node = self.scheduler.binding(self.rids[0])[0]
-        self.next = 0
+        self.node = self.scheduler.binding(0)[0]
 
     def step(self) -> None:
-        self.planner.plan(list(self.rids), lambda: self.longer if len(self.rids) == len(self.longer) else self.seq_lens)
+        self.planner.plan(
+            self.requests, lambda: self.longer if len(self.requests) == len(self.longer) else self.seq_lens
+        )
 
     def grow(self) -> None:
         """A step is over: every request has one token more."""
@@ -68,16 +72,17 @@ class Served:
         self.longer += 1
 
     def join(self) -> None:
-        rid = f"new{self.next}"
-        self.next += 1
-        self.scheduler.bind(rid, len(self.rids), self.node)
-        self.scheduler.join(rid, int(self.longer[-1]))
+        """Another request gets the row behind all others."""
+        request = int(self.joined[-1]) + (1 << 32) if len(self.joined) > len(self.alone) else len(self.alone)
+        self.scheduler.bind(request, self.node)
+        self.scheduler.expect(request, int(self.longer[-1]))
         self.planner.on_event(None)
-        self.rids.append(rid)
+        self.joined = self.requests = np.append(self.alone, request)
 
     def leave(self) -> None:
-        self.scheduler.release(self.rids.pop())
+        self.scheduler.release(int(self.requests[-1]))
         self.planner.on_event(None)
+        self.requests = self.alone
 
 
 def median_us(action: Callable[[], None], repeats: int, before: Callable[[], None] = lambda: None) -> float:
@@ -97,12 +102,12 @@ def measure(batch: Batch, config: PackConfig, repeats: int) -> dict[str, float]:
     results = {}
 
     def fresh() -> None:
-        served.planner._version = -1
-        served.planner._epoch = -1
+        served.planner._good = 0
 
     results["scratch"] = results["outgrown"] = median_us(served.step, repeats, fresh)
-    reverse = served.rids[::-1]
-    results["reset"] = median_us(served.step, repeats, lambda: (fresh(), served.scheduler.set_batch(reverse)))
+    reverse = served.requests[::-1].copy()
+    other = itertools.cycle([reverse, served.requests])
+    results["reset"] = median_us(lambda: served.planner.plan(next(other), lambda: served.seq_lens), repeats)
 
     def join() -> None:
         served.join()
@@ -120,11 +125,10 @@ def measure(batch: Batch, config: PackConfig, repeats: int) -> dict[str, float]:
 
     served.step()
     calls = LEAST_STEPS - 1  # for which every plan stays good
-    rids = list(served.rids)
 
     def stand_still() -> None:
         for _ in range(calls):
-            served.planner.plan(rids, lambda: served.seq_lens)
+            served.planner.plan(served.requests, lambda: served.seq_lens)
 
     def untouched() -> None:
         served.planner._used = 0
@@ -133,8 +137,8 @@ def measure(batch: Batch, config: PackConfig, repeats: int) -> dict[str, float]:
 
     def events() -> None:
         served.scheduler.insert(10**9, served.node, 7, bytes(16))
-        served.scheduler.bind("event", 0, 10**9)
-        served.scheduler.release("event")
+        served.scheduler.bind(1 << 20, 10**9)
+        served.scheduler.release(1 << 20)
 
     results["event"] = median_us(events, repeats) / 3
 
@@ -175,16 +179,16 @@ def trace_us(batch: Batch, config: PackConfig, repeats: int) -> dict[str, float]
     """What recording an event and a plan takes; every time one request left and one joined."""
     with tempfile.TemporaryDirectory() as folder:
         writer = TraceWriter(Path(folder) / "trace", Header(FORMAT, config, len(batch.seq_lens), 36), 10**9)
-        event = RequestBound("0" * 32, 1, 2, 3)
-        rids = [f"{query:032x}" for query in range(len(batch.seq_lens))]
+        event = RequestBound(1 << 40, 2, 3)
+        requests = list(range(len(batch.seq_lens)))
 
         def plan() -> None:
             lens = np.array(batch.seq_lens).tolist()
-            writer.on_plan(rids, steps=1, seq_lens=lens, kv_tokens=1, parts=1, ahead=False, fallback=False)
+            writer.on_plan(requests, steps=1, seq_lens=lens, kv_tokens=1, parts=1, ahead=False, fallback=False)
 
         def change() -> None:
-            nonlocal rids
-            rids = [*rids[1:], rids[0]]
+            nonlocal requests
+            requests = [*requests[1:], requests[0]]
 
         return {
             "trace event": median_us(lambda: writer.on_event(event), 20 * repeats),
@@ -204,15 +208,22 @@ def oracle_us(batch: Batch, config: PackConfig) -> float:
         mirror.apply(NodeInserted(number, parent, node.end - node.start, number.to_bytes(16, "little")))
         last.update(dict.fromkeys(node.queries, number))
         stack.extend((child, number) for child in node.children)
-    rids = [str(query) for query in range(len(batch.seq_lens))]
-    for query, rid in enumerate(rids):
-        mirror.apply(RequestBound(rid, query, last.get(query, -1), 0))
-    return median_us(lambda: make_plan(Batch(batch.seq_lens, mirror.batch_tree(rids)), config), 1)
+    requests = range(len(batch.seq_lens))
+    for request in requests:
+        mirror.apply(RequestBound(request, last.get(request, -1), 0))
+    return median_us(lambda: make_plan(mirror.batch(requests, batch.seq_lens), config), 1)
+
+
+class Rebuilding(NativeScheduler):
+    """With the module that can make its tree from block tables."""
+
+    @staticmethod
+    def load_module() -> Any:
+        return jit.load("rebuild", Path(__file__).parent / "csrc")
 
 
 def rebuild_us(batch: Batch, config: PackConfig, repeats: int) -> float:
     """The same plan from block tables."""
-    module = jit.load("rebuild", Path(__file__).parent / "csrc")
     size, width = len(batch.seq_lens), -(-max(batch.seq_lens) // PAGE)
     rows = np.arange(size * width, dtype=np.int32).reshape(size, width)
     stack = list(batch.roots)
@@ -222,7 +233,8 @@ def rebuild_us(batch: Batch, config: PackConfig, repeats: int) -> float:
             node.queries[0], node.start // PAGE : node.end // PAGE
         ]
         stack.extend(node.children)
-    scheduler = NativeScheduler(config, max_batch=size)
+    scheduler = Rebuilding(config, max_batch=size)
+    module = scheduler.load_module()
     seq_lens = tvm_ffi.from_dlpack(np.array(batch.seq_lens, dtype=np.int64))
     table = tvm_ffi.from_dlpack(rows)
     return median_us(lambda: module.rebuild(scheduler._handle, table, PAGE, seq_lens), min(repeats, 20))

@@ -50,12 +50,12 @@ def evaluate(batch: Batch, policy: str) -> dict[str, float]:
     least = kv_minimum(prefixes, batch.seq_lens) * cost.token_bytes
     packs = split_queries(POLICIES[policy](prefixes, batch, config), batch.seq_lens, config)
     scheduler = NativeScheduler(config, len(batch.seq_lens))
-    trees.load(scheduler, batch)
+    requests = trees.load(scheduler, batch)
     seq_lens = np.array(batch.seq_lens, dtype=np.int64)
     times = []
     for _ in range(9):
         began = time.perf_counter()
-        scheduler.take(seq_lens, 1)
+        scheduler.take(requests, seq_lens, 1)
         times.append(time.perf_counter() - began)
     kv_tokens, parts, _ = scheduler.current()
     return {

@@ -33,6 +33,8 @@ import serving
 import torch
 import trees
 
+from sglang_pat import compat
+
 RESULTS = Path(__file__).parent / "results"
 CELLS = (
     "1x512", "1x4096", "1x32768", "8x512", "8x4096", "8x32768", "32x512", "32x4096", "128x512", "128x4096", "256x512",
@@ -99,11 +101,6 @@ class Runner:
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         self.bench.clear()
-        if hasattr(self.backend, "planner"):
-            self.backend.planner._scheduler.reset()
-            rids = trees.load(self.backend.planner._scheduler, batch)
-        else:
-            rids = [str(query) for query in range(len(batch.seq_lens))]
         generator = torch.Generator().manual_seed(1)
         vocabulary = min(1000, self.runner.model_config.vocab_size)
         prompts = [torch.randint(vocabulary, (n,), generator=generator) for n in batch.seq_lens]
@@ -113,8 +110,10 @@ class Runner:
                 prompts[query][node.start : node.end] = prompts[node.queries[0]][node.start : node.end]
             nodes.extend(node.children)
         reqs = []
-        for rid, prompt in zip(rids, prompts, strict=True):
-            req = Req(rid, "", array("q", prompt.tolist()), SamplingParams(temperature=0, max_new_tokens=1 << 20))
+        for query, prompt in enumerate(prompts):
+            req = Req(
+                str(query), "", array("q", prompt.tolist()), SamplingParams(temperature=0, max_new_tokens=1 << 20)
+            )
             req.full_untruncated_fill_ids = req.origin_input_ids
             req.logprob_start_len = -1
             req.set_extend_range(0, len(prompt))
@@ -138,6 +137,10 @@ class Runner:
         for node in nodes:
             members = rows[node.queries]
             table[members, node.start : node.end] = table[members[0], node.start : node.end].clone()
+        if hasattr(self.backend, "planner"):
+            scheduler = self.backend.planner._scheduler
+            scheduler.reset()
+            trees.load(scheduler, batch, compat.requests(self.runner.req_to_token_pool, rows.cpu()).tolist())
         return schedule, first
 
     def step(self, tokens: torch.Tensor, schedule: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from sglang_pat.explain import recorded
 from sglang_pat.kernels.scheduler import NativeScheduler
@@ -119,8 +121,9 @@ def randomly(generator: random.Random, batch: int, max_tokens: int) -> Batch:
     return Batch([end + int(max_tokens ** generator.random()) for end in ends], roots)
 
 
-def load(scheduler: NativeScheduler, batch: Batch) -> list[str]:
-    """Tell `scheduler` the batch's tree event by event; the request ids."""
+def load(scheduler: NativeScheduler, batch: Batch, requests: Sequence[int] = ()) -> np.ndarray:
+    """Tell `scheduler` the batch's tree event by event; its requests, [batch] int64."""
+    requests = list(requests) or list(range(len(batch.seq_lens)))
     last = [ROOT] * len(batch.seq_lens)
     number = 0
     stack = [(node, ROOT) for node in reversed(batch.roots)]
@@ -131,8 +134,6 @@ def load(scheduler: NativeScheduler, batch: Batch) -> list[str]:
         for query in node.queries:
             last[query] = number
         stack.extend((child, number) for child in reversed(node.children))
-    rids = [f"{query:032x}" for query in range(len(last))]
-    for query, node in enumerate(last):
-        scheduler.bind(rids[query], query, node)
-    scheduler.set_batch(rids)
-    return rids
+    for request, node in zip(requests, last, strict=True):
+        scheduler.bind(request, node)
+    return np.array(requests, dtype=np.int64)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 def disable_graphs(server_args: Any) -> None:
@@ -37,8 +40,24 @@ def skips_finishing() -> bool:
     return hasattr(Scheduler, "_reqs_finishing_inflight")
 
 
-def row(req: Any) -> int:
-    """The request's row of `req_to_token`."""
+def requests(pool: Any, rows: torch.Tensor) -> torch.Tensor:
+    """What sglang-pat calls the requests in these rows (radix_bridge/events.py), [rows] int64 on the host.
+
+    Args:
+        pool: SGLang's `ReqToTokenPool`.
+        rows: int64, on the host.
+    """
+    return pool.req_generation[rows] << 32 | rows
+
+
+def request_of(pool: Any, req: Any) -> int | None:
+    """The same of one request, None for one that has no row."""
+    index = row(req)
+    return None if index is None else int(pool.req_generation[index]) << 32 | index
+
+
+def row(req: Any) -> int | None:
+    """The request's row of `req_to_token`, None if it has none."""
     return req.req_pool_idx if hasattr(req, "req_pool_idx") else req.kv.req_pool_idx
 
 
@@ -66,21 +85,40 @@ def namespace(req: Any) -> Hashable:
     return (req.extra_key, getattr(req, "cache_salt", None))
 
 
-def path(cache: Any, req: Any) -> list[tuple[int, int]]:
-    """(node id, length in tokens) from the first level down to the request's last node."""
+def path(cache: Any, req: Any) -> list[tuple[int, int]] | None:
+    """(node id, length in tokens) from the first level down to the request's last node; None if nothing is known of it."""
+    last = _last_node(cache, req)
+    if last is None:
+        return None
     core = getattr(cache, "tree_core", None)
     if core is None:
-        node, root = req.last_node, cache.root_node
+        node, root = last, cache.root_node
     elif hasattr(core, "collect_path_info"):
-        (nodes,) = core.collect_path_info([req.last_node])
+        (nodes,) = core.collect_path_info([last])
         return [(node.node_id, node.path_end - node.path_start) for node in nodes]
     else:
-        node, root = core.node_by_id(req.last_node), core.root_node
+        node, root = core.node_by_id(last), core.root_node
     result = []
     while node is not root:
         result.append((node.id, len(node.key)))
         node = node.parent
     return result[::-1]
+
+
+def _last_node(cache: Any, req: Any) -> Any:
+    """Where the request hangs in the tree. A turn of a streaming session has a stand-in for a node, and hangs where its session does."""
+    sessions = getattr(cache, "session", None)
+    if sessions is None or req.session is None:
+        return req.last_node
+    if hasattr(sessions, "borrowed_slot"):
+        slot = sessions.borrowed_slot(req)
+        if slot is None:
+            return req.last_node
+        return slot.lock.node if slot.lock is not None else None
+    slot = sessions.slots.get(req.session.session_id)
+    if slot is None or req.last_node is not slot.virtual_node:
+        return req.last_node
+    return slot.last_node
 
 
 PREFILL_GRAPH_FLAGS = (

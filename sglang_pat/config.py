@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import msgspec
 
 from sglang_pat.kernels.jit import SANITIZE
+from sglang_pat.packing.config import Policy
 from sglang_pat.platform import AWAKE
-
-Policy = Literal["optimal", "pat", "compute", "naive", "query"]
 
 _OF_A_SERVICE = re.compile(
     r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)", re.ASCII

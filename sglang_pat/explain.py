@@ -14,8 +14,9 @@ import msgspec
 from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, make_plan
 from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.scheduler import choose_packs, makespan
-from sglang_pat.packing.tree import Prefix, compact, kv_minimum
+from sglang_pat.packing.tree import InconsistentError, Prefix, compact, kv_minimum
 from sglang_pat.radix_bridge import trace
+from sglang_pat.radix_bridge.events import RequestsExpected
 from sglang_pat.radix_bridge.mirror import Mirror
 from sglang_pat.top import TopError, fetch
 
@@ -27,7 +28,7 @@ class ExplainError(Exception):
 
 
 def recorded(path: Path, truncated: bool = False) -> Iterator[tuple[trace.Header, int, list[str], Batch]]:
-    """Every plan of a trace: the header, decode steps run before it, its request ids and its batch.
+    """Every plan of a trace: the header, decode steps run before it, the ids of its requests and its batch.
 
     Raises:
         TraceError: The file is no trace, or not a whole one.
@@ -36,14 +37,20 @@ def recorded(path: Path, truncated: bool = False) -> Iterator[tuple[trace.Header
     header = next(records)
     assert isinstance(header, trace.Header)
     mirror, step = Mirror(), 0
-    rids: list[str] = []
+    names: dict[int, str] = {}
+    batch: list[int] = []
     for record in records:
-        if isinstance(record, trace.PlanMade):
-            step += record.steps
-            rids = trace.apply_difference(rids, record)
-            yield header, step, rids, Batch(record.seq_lens, mirror.batch_tree(rids))
-        elif not isinstance(record, trace.Header):
-            mirror.apply(record)
+        try:
+            if isinstance(record, trace.PlanMade):
+                step += record.steps
+                batch = trace.apply_difference(batch, record)
+                yield header, step, [names.get(request, "?") for request in batch], mirror.batch(batch, record.seq_lens)
+            elif not isinstance(record, trace.Header):
+                mirror.apply(record)
+                if isinstance(record, RequestsExpected):
+                    names.update(zip(record.requests, record.rids, strict=False))
+        except InconsistentError as fault:
+            raise trace.TraceError(f"{path} is damaged: {fault}") from None
 
 
 def trace_of(url: str) -> Path:
@@ -61,7 +68,7 @@ def trace_of(url: str) -> Path:
     return Path(path)
 
 
-def describe(step: int, rids: list[str], batch: Batch, config: PackConfig) -> dict[str, Any]:
+def describe(step: int, names: list[str], batch: Batch, config: PackConfig) -> dict[str, Any]:
     """One step for the page, with every policy. Requests are numbered in the order of the tree, so that those of a node
     are next to each other."""
     prefixes = compact(batch)
@@ -69,7 +76,7 @@ def describe(step: int, rids: list[str], batch: Batch, config: PackConfig) -> di
     place = {query: number for number, query in enumerate(order)}
     return {
         "step": step,
-        "requests": [rids[query] for query in order],
+        "requests": [names[query] for query in order],
         "lengths": [batch.seq_lens[query] for query in order],
         "minimum": config.cost.bytes(kv_minimum(prefixes, batch.seq_lens), 0),
         "nodes": [
@@ -173,9 +180,9 @@ def explain(path: Path, output: Path, steps: int = 20, truncated: bool = False) 
     count = min(max(1, steps), total)
     chosen = {round(i * (total - 1) / max(1, count - 1)) for i in range(count)}
     shown = []
-    for number, (header, step, rids, batch) in enumerate(recorded(path, truncated)):
+    for number, (header, step, names, batch) in enumerate(recorded(path, truncated)):
         if number in chosen:
-            shown.append(describe(step, rids, batch, header.config))
+            shown.append(describe(step, names, batch, header.config))
     config = header.config
     data = {
         "policy": config.policy, "layers": header.layers, "workers": config.workers, "heads": config.cost.kv_heads,

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from sglang_pat.kernels import layout
-from sglang_pat.kernels.scheduler import NativeScheduler, Totals
-from sglang_pat.packing import Batch, PackConfig, make_plan
+from sglang_pat.kernels.scheduler import NativeScheduler, PlanTooLargeError, Totals
+from sglang_pat.packing import PackConfig, make_plan
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.mirror import Mirror
@@ -72,36 +72,39 @@ def replay(path: Path, policy: str | None = None, oracle: bool = False, truncate
         TraceError: The file is no trace, or not a whole one.
         AssertionError: The two schedulers disagree.
     """
-    records = trace.read(path, truncated)
+    try:
+        return _replay(trace.read(path, truncated), policy, oracle)
+    except (InconsistentError, PlanTooLargeError, ValueError) as fault:
+        if isinstance(fault, trace.TraceError):
+            raise
+        raise trace.TraceError(f"{path} is damaged: {fault}") from None
+
+
+def _replay(records: Iterator[trace.Record], policy: str | None, oracle: bool) -> Replayed:
     header = next(records)
-    if not isinstance(header, trace.Header):
-        raise trace.TraceError(f"{path} is damaged: it does not begin with a header")
+    assert isinstance(header, trace.Header)
     config = header.config if policy is None else msgspec.structs.replace(header.config, policy=policy)
     scheduler, mirror = NativeScheduler(config, header.max_batch), Mirror()
     result = Replayed(config, header.layers, 0, 0, 0, Totals(), [], 0)
-    batch: list[str] = []
+    batch: list[int] = []
     for record in records:
         if isinstance(record, trace.Header):
-            raise trace.TraceError(f"{path} is damaged: it has a second header")
+            continue
         if not isinstance(record, trace.PlanMade):
             result.events += 1
-            try:
-                apply(scheduler, record)
-                mirror.apply(record)
-            except InconsistentError as fault:
-                raise trace.TraceError(f"{path} is damaged: {fault}") from None
+            apply(scheduler, record)
+            mirror.apply(record)
             continue
         batch = trace.apply_difference(batch, record)
         lengths = np.array(record.seq_lens, dtype=np.int64)
         result.plans += 1
         result.fallbacks += record.fallback
-        if batch != scheduler.batch:
-            scheduler.set_batch(batch)
+        requests = np.array(batch, dtype=np.int64)
         began = time.perf_counter()
-        index, _, _ = scheduler.take(lengths, record.steps)
+        index, _, _ = scheduler.take(requests, lengths, record.steps)
         result.planning_us.append((time.perf_counter() - began) * 1e6)
         if oracle:
-            expected = layout.flatten(make_plan(Batch(record.seq_lens, mirror.batch_tree(batch)), config))
+            expected = layout.flatten(make_plan(mirror.batch(batch, record.seq_lens), config))
             if scheduler.buffers[index][: len(expected)].tolist() != expected.tolist():
                 raise AssertionError(f"the schedulers disagree on plan {result.plans}")
         if not (record.ahead or record.fallback) and config == header.config:

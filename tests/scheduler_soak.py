@@ -38,6 +38,7 @@ from sglang_pat import compat
 from sglang_pat.demo.server import free_port
 from sglang_pat.radix_bridge import hooks
 from sglang_pat.radix_bridge.events import ROOT, NodeEvicted
+from sglang_pat.radix_bridge.observer import ROW
 
 FLUSH_EVERY = 100
 """Batches after which the server is left to drain, and its cache flushed."""
@@ -132,20 +133,22 @@ class Soak:
 
     def check(self) -> None:
         mirror, table = self.observer.scheduler, self.scheduler.req_to_token_pool.req_to_token
-        running = {req.rid: req for req in self.scheduler.running_batch.reqs if not req.finished()}
-        bound = {rid: mirror.binding(rid) for rid in running if rid in mirror}
+        pool = self.scheduler.req_to_token_pool
+        running = {compat.request_of(pool, req): req for req in self.scheduler.running_batch.reqs if not req.finished()}
+        bound = {number: binding for number in running if (binding := mirror.binding(number))}
         self.running += len(running)
-        self.bound += len(bound)
-        for rid, (_, row, end) in bound.items():
-            assert row == compat.row(running[rid]), rid
-            assert end == compat.protected_len(running[rid]), rid
+        for number, (_, end) in bound.items():
+            # Before a request was cached, nothing is known of its path.
+            assert end in (0, compat.protected_len(running[number])), running[number].rid
+            self.bound += end == compat.protected_len(running[number])
+        bound = {number: binding for number, binding in bound.items() if binding[0] != ROOT}
         # Two requests share exactly what their rows share.
-        rids = list(bound)
-        for i, first in enumerate(rids):
-            for second in rids[:i]:
-                (a, row_a, end_a), (b, row_b, end_b) = bound[first], bound[second]
+        numbers = list(bound)
+        for i, first in enumerate(numbers):
+            for second in numbers[:i]:
+                (a, end_a), (b, end_b) = bound[first], bound[second]
                 length = min(end_a, end_b)
-                equal = (table[row_a, :length] == table[row_b, :length]).int()
+                equal = (table[first & ROW, :length] == table[second & ROW, :length]).int()
                 common = int(equal.cumprod(0).sum())
                 assert common == shared_end(mirror, a, b), (first, second, common, shared_end(mirror, a, b))
                 self.shared += common > 0
@@ -154,7 +157,7 @@ class Soak:
     def report(self) -> dict[str, Any]:
         assert len(self.observer.scheduler) == 0, "requests are left"
         assert self.observer.scheduler.num_nodes == 0, "nodes are left"
-        assert not self.observer._requests, "requests are left in the observer"
+        assert not self.observer._reqs, "requests are left in the observer"
         return {
             "cache": type(self.scheduler.tree_cache).__name__,
             "core": type(getattr(self.scheduler.tree_cache, "tree_core", None)).__name__,

@@ -18,7 +18,7 @@ from sglang_pat.explain import describe, explain, recorded
 from sglang_pat.kernels import gpu_tiles
 from sglang_pat.packing import POLICIES, Batch, PackConfig, tree
 from sglang_pat.radix_bridge import trace
-from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
+from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound, RequestsExpected
 
 CONFIG = PackConfig(gpu_tiles.cost_model(32, 8, 128), gpu_tiles.tile_table("9.0a", 128), workers=132)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -38,25 +38,28 @@ def record(path: Path, requests: int, levels: int, plans: int) -> None:
             writer.on_event(NodeInserted(node, last[group[0]], 40, node.to_bytes(16, "little")))
             for query in group:
                 last[query] = node
-    rids = [f"request {query}{MARKUP}" for query in range(requests)]
-    for query, rid in enumerate(rids):
-        writer.on_event(RequestBound(rid, query, last[query], 0))
+    names = [f"request {query}{MARKUP}" for query in range(requests)]
+    writer.on_event(RequestsExpected(list(range(requests)), [0] * requests, names))
+    for query in range(requests):
+        writer.on_event(RequestBound(query, last[query], 0))
     for plan in range(plans):
         lengths = [40 * levels + 10 + query % 7 + 50 * plan for query in range(requests)]
-        writer.on_plan(rids, steps=50, seq_lens=lengths, kv_tokens=0, parts=0, ahead=False, fallback=False)
+        writer.on_plan(
+            list(range(requests)), steps=50, seq_lens=lengths, kv_tokens=0, parts=0, ahead=False, fallback=False
+        )
 
 
 @given(batches(), configs())
 @settings(max_examples=40, deadline=None)
 def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch, config: PackConfig) -> None:
-    rids = [f"request {query}" for query in range(len(batch.seq_lens))]
-    step = describe(7, rids, batch, config)
-    assert sorted(step["requests"]) == sorted(rids)
-    lengths = dict(zip(rids, batch.seq_lens, strict=True))
-    assert step["lengths"] == [lengths[rid] for rid in step["requests"]]
+    names = [f"request {query}" for query in range(len(batch.seq_lens))]
+    step = describe(7, names, batch, config)
+    assert sorted(step["requests"]) == sorted(names)
+    lengths = dict(zip(names, batch.seq_lens, strict=True))
+    assert step["lengths"] == [lengths[name] for name in step["requests"]]
     for policy in POLICIES:
         plan = step["policies"][policy]
-        covered = np.zeros((len(rids), max(batch.seq_lens)), dtype=int)
+        covered = np.zeros((len(names), max(batch.seq_lens)), dtype=int)
         for start, end, _, _, _, _, runs, _ in plan["items"]:
             for first, count in runs:
                 covered[first : first + count, start:end] += 1
@@ -68,7 +71,7 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
             assert drawn * config.cost.kv_heads == config.bin_bytes(members), "a bin takes as long as its bars"
         assert len(plan["decisions"]) == len(step["nodes"])
     for start, end, first, count in step["nodes"]:
-        members = [rids.index(rid) for rid in step["requests"][first : first + count]]
+        members = [names.index(name) for name in step["requests"][first : first + count]]
         known = [(p.start, p.end, sorted(p.queries)) for p in tree.compact(batch)]
         assert (start, end, sorted(members)) in known
 

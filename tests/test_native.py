@@ -7,31 +7,37 @@ import random
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import tvm_ffi
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trees import PRICED, TILES, batches, configs
 
 from sglang_pat.kernels import jit, layout
-from sglang_pat.kernels.scheduler import NativeScheduler, PlanTooLargeError
+from sglang_pat.kernels.scheduler import NativeScheduler, PlanTooLargeError, _halves
 from sglang_pat.packing import OPEN, POLICIES, Batch, CostModel, Node, PackConfig, TileTable, WorkItem, make_plan, tree
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
     ROOT,
+    NodeEvicted,
     NodeInserted,
     NodeSplit,
     RequestBound,
     RequestReleased,
+    RequestsExpected,
 )
 from sglang_pat.radix_bridge.mirror import Mirror
 
 EXAMPLES = 40 if os.environ.get(jit.SANITIZE) else 400
 
 CONFIG = PackConfig(CostModel(8, 2, 64, 64, 2), TILES, workers=132)
+STRANGER = 5 << 32 | 99
 
 
 def head(number: int) -> bytes:
@@ -51,11 +57,18 @@ def load(batch: Batch, config: PackConfig, **limits: int) -> tuple[NativeSchedul
         for query in node.queries:
             last[query] = number
         stack.extend((child, number) for child in node.children)
-    rids = [str(query) for query in range(len(last))]
     for query, node in enumerate(last):
-        scheduler.bind(rids[query], query, node)
-    scheduler.set_batch(rids)
+        scheduler.bind(query, node)
+        scheduler.expect(query, batch.seq_lens[query])
     return scheduler, np.array(batch.seq_lens, dtype=np.int64)
+
+
+def take(
+    scheduler: NativeScheduler, seq_lens: Sequence[int], steps: int = 0, requests: Sequence[int] = ()
+) -> tuple[int, int, bool]:
+    """The plan for these requests, by default those of `load`."""
+    requests = requests or range(len(seq_lens))
+    return scheduler.take(np.array(requests, dtype=np.int64), np.array(seq_lens, dtype=np.int64), steps)
 
 
 def used(data: np.ndarray) -> list[int]:
@@ -66,7 +79,7 @@ def used(data: np.ndarray) -> list[int]:
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_plans_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None:
     scheduler, seq_lens = load(batch, config)
-    index, steps, _ = scheduler.take(seq_lens, 0)
+    index, steps, _ = take(scheduler, seq_lens)
     plan = make_plan(batch, config)
     assert used(scheduler.buffers[index]) == layout.flatten(plan).tolist()
     assert (steps, scheduler.current()[:2]) == (plan.steps, (plan.kv_tokens, plan.merged_parts))
@@ -81,7 +94,7 @@ def test_plans_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None
 @settings(max_examples=EXAMPLES // 6, deadline=None)
 def test_plans_of_larger_batches_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None:
     scheduler, seq_lens = load(batch, config)
-    index, _, _ = scheduler.take(seq_lens, 0)
+    index, _, _ = take(scheduler, seq_lens)
     assert used(scheduler.buffers[index]) == layout.flatten(make_plan(batch, config)).tolist()
 
 
@@ -98,7 +111,7 @@ def test_segments_of_many_levels_are_packed_like_the_oracle_packs_them(depth: in
     batch = Batch([node.end + generator.randint(1, 99) for _ in queries], [root])
     config = msgspec.structs.replace(CONFIG, policy=policy)
     scheduler, seq_lens = load(batch, config)
-    index, _, _ = scheduler.take(seq_lens, 0)
+    index, _, _ = take(scheduler, seq_lens)
     assert used(scheduler.buffers[index]) == layout.flatten(make_plan(batch, config)).tolist()
 
 
@@ -129,9 +142,9 @@ class Pair:
         self.mirror = Mirror()
         self.config = config
         self.nodes = 0
-        self.rids = 0
-        self.batch: list[str] = []
-        self.lengths: dict[str, int] = {}
+        self.requests = 0
+        self.batch: list[int] = []
+        self.lengths: dict[int, int] = {}
         self.ahead = 0
 
     def insert(self) -> None:
@@ -150,39 +163,63 @@ class Pair:
         self.mirror.apply(event)
         self.native.split(event.node, event.upper, event.length, event.head)
 
+    def new_request(self) -> int:
+        """In a row of its own, or now and then in one that somebody else has and never gave back."""
+        self.requests += 1
+        if self.random.random() < 0.05 and self.mirror.bindings:
+            owner = self.random.choice(list(self.mirror.bindings))
+            if owner in self.batch:
+                self.batch.remove(owner)
+            return owner + (1 << 32)
+        return self.requests
+
     def bind(self) -> None:
-        rid = self.random.choice(self.batch) if self.batch and self.random.random() < 0.2 else f"r{self.rids}"
-        self.rids += 1
+        known = [request for request in self.batch if request in self.mirror.bindings]
+        request = self.random.choice(known) if known and self.random.random() < 0.2 else self.new_request()
         node = self.random.choice(list(self.mirror.nodes))
-        self.mirror.apply(RequestBound(rid, 7, node, 0))
-        self.native.bind(rid, 7, node)
-        if rid not in self.batch and self.random.random() < 0.8:
-            self.batch.append(rid)
-            self.native.join(rid, 5)
+        self.mirror.apply(RequestBound(request, node, 0))
+        self.native.bind(request, node)
+        if request not in self.batch and self.random.random() < 0.8:
+            self.batch.append(request)
+            self.native.expect(request, 5)
+
+    def expect(self) -> None:
+        """With overlap scheduling the first step comes before the cache."""
+        request = self.new_request()
+        self.mirror.apply(RequestsExpected([request], [9], [""]))
+        self.native.expect(request, 9)
+        self.batch.append(request)
 
     def release(self) -> None:
         if self.mirror.bindings:
-            rid = self.random.choice(list(self.mirror.bindings))
-            self.mirror.apply(RequestReleased(rid))
-            self.native.release(rid)
-            if rid in self.batch:
-                self.batch.remove(rid)
+            request = self.random.choice(list(self.mirror.bindings))
+            self.mirror.apply(RequestReleased(request))
+            self.native.release(request)
+            if request in self.batch:
+                self.batch.remove(request)
 
     def withdraw(self) -> None:
         if self.batch:
-            rid = self.random.choice(self.batch)
-            self.native.withdraw(rid)
-            self.batch.remove(rid)
+            request = self.random.choice(self.batch)
+            self.native.withdraw(request)
+            self.batch.remove(request)
+
+    def evict(self) -> None:
+        node = self.random.choice(list(self.mirror.nodes))
+        for target in (lambda: self.mirror.apply(NodeEvicted(node)), lambda: self.native.evict(node)):
+            if node == ROOT:
+                target()
+            else:
+                with pytest.raises(InconsistentError, match="evicted while requests"):
+                    target()
 
     def shuffle(self) -> None:
-        """Another order, and requests that nobody bound."""
+        """Another order, and rows of which nothing is known."""
         self.batch = self.random.sample(list(self.mirror.bindings), len(self.mirror.bindings))
-        if self.random.random() < 0.5:
-            self.batch.append("stranger")
-        self.native.set_batch(self.batch)
-        if "stranger" in self.batch:
-            self.native.release("stranger")
-            self.batch.remove("stranger")
+        for _ in range(self.random.choice([0, 0, 1, 2])):
+            self.requests += 1
+            self.batch.insert(self.random.randint(0, len(self.batch)), self.requests)
+        self.check_plan()
 
     def check(self, prepare: bool = False) -> None:
         mirror, native = self.mirror, self.native
@@ -192,23 +229,29 @@ class Pair:
             if node.parent is not None:
                 assert native.find(node.id) == (node.parent.id, node.length)
                 assert native.child(node.parent.id, node.head) == node.id
-        for rid, (node, row) in mirror.bindings.items():
-            assert native.binding(rid) == (node.id, row, node.end)
-        if self.batch:
-            # A plan that was made ahead is not taken where a request has become shorter.
-            for rid in self.batch:
-                end = mirror.bindings[rid][0].end
-                self.lengths[rid] = max(end, self.lengths.get(rid, end + self.random.randint(0, 300)) + 1)
-            seq_lens = [self.lengths[rid] for rid in self.batch]
-            batch = Batch(seq_lens, mirror.batch_tree(self.batch))
-            if prepare:
-                native.prepare(0)
-            index, _, ahead = native.take(np.array(seq_lens, dtype=np.int64), 1)
-            self.ahead += ahead
-            if ahead:
-                assert_right(layout.work_items(native.buffers[index]), batch)
-            else:
-                assert used(native.buffers[index]) == layout.flatten(make_plan(batch, self.config)).tolist()
+        for request, node in mirror.bindings.items():
+            assert native.binding(request) == (node.id, node.end)
+        if prepare:
+            native.prepare(0)
+        self.check_plan()
+
+    def check_plan(self) -> None:
+        if not self.batch:
+            return
+        native, bindings = self.native, self.mirror.bindings
+        # A plan that was made ahead is not taken where a request has become shorter; it may be shorter than its path.
+        for request in self.batch:
+            end = bindings[request].end if request in bindings else 0
+            least = end if self.random.random() < 0.95 else 0
+            self.lengths[request] = max(least, self.lengths.get(request, end + self.random.randint(0, 300)) + 1)
+        seq_lens = [self.lengths[request] for request in self.batch]
+        batch = self.mirror.batch(self.batch, seq_lens)
+        index, _, ahead = take(native, seq_lens, 1, self.batch)
+        self.ahead += ahead
+        if ahead:
+            assert_right(layout.work_items(native.buffers[index]), batch)
+        else:
+            assert used(native.buffers[index]) == layout.flatten(make_plan(batch, self.config)).tolist()
 
 
 @given(st.integers(0, 2**32), configs(), st.booleans())
@@ -216,91 +259,138 @@ class Pair:
 def test_event_sequences_lead_to_the_oracles_mirror_and_plans(seed: int, config: PackConfig, prepare: bool) -> None:
     pair = Pair(seed, config)
     for step in range(80):
-        actions = [pair.insert, pair.insert, pair.split, pair.bind, pair.bind, pair.bind, pair.release, pair.withdraw]
-        pair.random.choice(actions)()
+        actions = [pair.insert] * 2 + [pair.split] + [pair.bind] * 3 + [pair.expect, pair.release, pair.withdraw]
+        pair.random.choice(actions if step % 16 else [pair.evict])()
         if step % 20 == 19:
             pair.shuffle()
         if step % 5 == 0:
             pair.check(prepare and step % 2 == 0)
-    for rid in list(pair.mirror.bindings):
-        pair.mirror.apply(RequestReleased(rid))
-        pair.native.release(rid)
+    for request in list(pair.mirror.bindings):
+        pair.mirror.apply(RequestReleased(request))
+        pair.native.release(request)
+    assert len(pair.native) == 0
 
 
 def test_a_withdrawn_request_stays_bound() -> None:
     scheduler, _ = load(Batch([50] * 3, [Node(0, 9, [0, 1, 2])]), CONFIG)
     version = scheduler.version
-    scheduler.withdraw("1")
-    assert (scheduler.batch, scheduler.version > version) == (["0", "2"], True)
+    scheduler.withdraw(1)
+    assert (scheduler.batch, scheduler.version > version) == ([0, 2], True)
     version = scheduler.version
-    scheduler.withdraw("1")
-    scheduler.withdraw("stranger")
-    assert scheduler.binding("1") == (1, 1, 9)
-    scheduler.release("1")
-    assert (scheduler.binding("1"), scheduler.version) == (None, version), "the batch was told before"
-    scheduler.expect("late", 5)
-    scheduler.withdraw("late")
-    assert scheduler.batch == ["0", "2"]
+    scheduler.withdraw(1)
+    scheduler.withdraw(STRANGER)
+    assert scheduler.binding(1) == (1, 9)
+    scheduler.release(1)
+    assert (scheduler.binding(1), scheduler.version) == (None, version), "the batch was told before"
+    scheduler.expect(3, 5)
+    scheduler.withdraw(3)
+    assert scheduler.batch == [0, 2]
 
 
 def test_releasing_everything_forgets_everything() -> None:
     scheduler, _ = load(Batch([50] * 4, [Node(0, 9, [0, 1, 2], [Node(9, 20, [1, 2])])]), CONFIG)
     for query in range(4):
-        scheduler.release(str(query))
+        scheduler.release(query)
     assert (scheduler.num_nodes, len(scheduler), scheduler.batch) == (0, 0, [])
 
 
-def test_an_eviction_under_running_requests_unbinds_them_and_they_stay_in_the_batch() -> None:
+def test_requests_on_an_evicted_node_stay_in_the_batch_and_share_nothing() -> None:
     batch = Batch([50] * 4, [Node(0, 30, [0, 1, 2], [Node(30, 40, [1, 2])])])
     scheduler, seq_lens = load(batch, CONFIG)
     with pytest.raises(InconsistentError, match="evicted while requests"):
         scheduler.evict(2)
     scheduler.evict(77)
-    assert "1" not in scheduler and "0" in scheduler and scheduler.batch == ["0", "1", "2", "3"]
-    index, _, _ = scheduler.take(seq_lens, 0)
-    assert {tuple(item.queries) for item in layout.work_items(scheduler.buffers[index])} == {(0,), (1,), (2,), (3,)}
+    assert scheduler.binding(1) == (ROOT, 0) and scheduler.binding(0) == (1, 30)
+    assert scheduler.batch == [0, 1, 2, 3]
+    assert groups(scheduler, seq_lens) == {(0,), (1,), (2,), (3,)}
+    scheduler.expect(1, 51)
+    scheduler.release(1)
+    assert scheduler.batch == [0, 2, 3]
 
 
-@pytest.mark.parametrize("how", ["expect", "set_batch"])
-def test_a_request_may_join_before_it_has_a_path(how: str) -> None:
+def groups(scheduler: NativeScheduler, seq_lens: Sequence[int], requests: Sequence[int] = ()) -> set[tuple[int, ...]]:
+    """Who reads together, in the plan for these requests."""
+    index, _, _ = take(scheduler, seq_lens, 0, requests)
+    return {tuple(item.queries) for item in layout.work_items(scheduler.buffers[index])}
+
+
+def test_a_request_may_join_before_it_has_a_path() -> None:
     """With overlap scheduling the first step comes before the cache."""
     scheduler, seq_lens = load(Batch([500] * 2, [Node(0, 300, [0, 1])]), CONFIG)
-    scheduler.take(seq_lens, 0)
-    if how == "expect":
-        scheduler.expect("late", 500)
-        scheduler.expect("late", 500)
-    else:
-        scheduler.set_batch(["0", "1", "late"])
-    assert scheduler.batch == ["0", "1", "late"]
-    lengths = np.full(3, 500)
-    alone = layout.work_items(scheduler.buffers[scheduler.take(lengths, 1)[0]])
-    assert max(len(item.queries) for item in alone) == 2
+    take(scheduler, seq_lens)
+    scheduler.expect(2, 500)
+    scheduler.expect(2, 500)
+    assert scheduler.batch == [0, 1, 2]
+    assert groups(scheduler, [500] * 3) == {(0, 1), (0,), (1,), (2,)}
     version = scheduler.version
-    scheduler.bind("late", 2, 1)
-    assert scheduler.version != version and scheduler.batch == ["0", "1", "late"]
-    shared = layout.work_items(scheduler.buffers[scheduler.take(lengths, 1)[0]])
-    assert max(len(item.queries) for item in shared) == 3
+    scheduler.bind(2, 1)
+    assert scheduler.version != version and scheduler.batch == [0, 1, 2]
+    assert (0, 1, 2) in groups(scheduler, [500] * 3)
     assert scheduler.totals(0).requests == 3
-    scheduler.release("late")
-    assert scheduler.batch == ["0", "1"]
+    scheduler.release(2)
+    assert scheduler.batch == [0, 1]
 
 
-def test_a_request_without_a_path_leaves_the_batch_when_it_is_released() -> None:
-    scheduler, seq_lens = load(Batch([500] * 3), CONFIG)
-    scheduler.reset()
-    scheduler.release("1")
-    assert scheduler.batch == ["0", "2"]
-    index, _, _ = scheduler.take(seq_lens[:2], 0)
-    assert layout.sections(scheduler.buffers[index]).header["batch"] == 2
+def test_a_batch_may_have_a_request_that_was_never_heard_of() -> None:
+    """Rows that beam search adds, for example."""
+    scheduler, _ = load(Batch([500] * 2, [Node(0, 300, [0, 1])]), CONFIG)
+    batch = [0, STRANGER, 1, -1, 7]
+    assert groups(scheduler, [500] * 5, batch) == {(0, 2), (0,), (1,), (2,), (3,), (4,)}
+    assert scheduler.batch == batch and len(scheduler) == 2
+    scheduler.bind(7, 1)
+    assert (0, 2, 4) in groups(scheduler, [500] * 5, batch)
+    scheduler.release(0)
+    scheduler.release(STRANGER)
+    assert scheduler.batch == [1, -1, 7]
+
+
+def test_a_row_has_one_request_and_whoever_had_it_before_shares_nothing() -> None:
+    """Whatever way the row was given back."""
+    scheduler, seq_lens = load(Batch([500] * 3, [Node(0, 300, [0, 1, 2])]), CONFIG)
+    heir = 1 << 32 | 1
+    assert groups(scheduler, seq_lens, [0, heir, 2]) == {(0, 2), (0,), (1,), (2,)}
+    scheduler.expect(heir, 500)
+    assert scheduler.binding(1) is None and scheduler.binding(heir) == (ROOT, 0)
+    assert groups(scheduler, seq_lens, [0, 1, 2]) == {(0, 2), (0,), (1,), (2,)}
+    scheduler.bind(heir, 1)
+    assert (0, 1, 2) in groups(scheduler, seq_lens, [0, heir, 2])
+    scheduler.bind(2 << 32 | 1, 1)
+    assert scheduler.binding(heir) is None and scheduler.batch == [0, 2]
+
+
+def test_a_request_that_is_in_a_batch_twice_is_known_once() -> None:
+    scheduler, _ = load(Batch([500] * 2, [Node(0, 300, [0, 1])]), CONFIG)
+    assert groups(scheduler, [500] * 3, [0, 1, 1]) == {(0, 1), (0,), (1,), (2,)}
+    for request in (1, 0, 1):
+        scheduler.release(request)
+    assert (scheduler.num_nodes, len(scheduler), scheduler.batch) == (0, 0, [])
+
+
+def test_a_request_that_is_shorter_than_its_path_shares_nothing() -> None:
+    scheduler, _ = load(Batch([500] * 3, [Node(0, 300, [0, 1, 2])]), CONFIG)
+    assert groups(scheduler, [500, 299, 500]) == {(0, 2), (0,), (1,), (2,)}
+    assert (0, 1, 2) in groups(scheduler, [500, 300, 500])
 
 
 def test_after_a_reset_the_batch_shares_nothing() -> None:
     scheduler, seq_lens = load(Batch([500] * 3, [Node(0, 300, [0, 1, 2])]), CONFIG)
     scheduler.reset()
-    assert scheduler.num_nodes == 0 and "0" not in scheduler
-    index, _, _ = scheduler.take(seq_lens, 0)
-    assert layout.sections(scheduler.buffers[index]).header["num_queries"] >= 3
-    assert all(len(item.queries) == 1 for item in layout.work_items(scheduler.buffers[index]))
+    assert scheduler.num_nodes == 0 and scheduler.binding(0) == (ROOT, 0)
+    assert groups(scheduler, seq_lens) == {(0,), (1,), (2,)}
+
+
+def test_a_plan_stands_while_its_batch_and_paths_do() -> None:
+    scheduler, seq_lens = load(Batch([500] * 3, [Node(0, 300, [0, 1, 2])]), CONFIG)
+    batch = np.arange(3)
+    assert not scheduler.stands(batch)
+    take(scheduler, seq_lens)
+    scheduler.insert(9, ROOT, 5, head(9))
+    scheduler.bind(7, 9)
+    assert scheduler.stands(batch) and not scheduler.stands(batch[:2]) and not scheduler.stands(batch[::-1].copy())
+    scheduler.bind(1, 9)
+    assert not scheduler.stands(batch)
+    scheduler.fall_back(seq_lens, 0)
+    assert not scheduler.stands(batch)
 
 
 @pytest.mark.parametrize(
@@ -312,22 +402,24 @@ def test_after_a_reset_the_batch_shares_nothing() -> None:
         lambda s: s.insert(8, ROOT, 0, head(9)),
         lambda s: s.split(1, 8, 30, head(9)),
         lambda s: s.split(99, 8, 1, head(9)),
-        lambda s: s.bind("d", 1, 99),
+        lambda s: s.bind(1, 99),
+        lambda s: s.bind(-1, 1),
+        lambda s: s.expect(1 << 31, 5),
     ],
 )
 def test_events_that_cannot_be_are_refused(event) -> None:
     scheduler, seq_lens = load(Batch([500] * 3, [Node(0, 30, [0, 1, 2])]), CONFIG)
-    before = used(scheduler.buffers[scheduler.take(seq_lens, 0)[0]])
+    before = used(scheduler.buffers[take(scheduler, seq_lens)[0]])
     with pytest.raises(InconsistentError):
         event(scheduler)
-    assert used(scheduler.buffers[scheduler.take(seq_lens, 0)[0]]) == before
+    assert used(scheduler.buffers[take(scheduler, seq_lens)[0]]) == before
 
 
 def test_a_plan_with_more_parts_than_the_workspace_is_refused_and_the_fall_back_needs_none() -> None:
     batch = Batch([5000] * 6, [Node(0, 3000, list(range(6)))])
     scheduler, seq_lens = load(batch, CONFIG, max_slots=5)
     with pytest.raises(PlanTooLargeError, match="workspace of 5"):
-        scheduler.take(seq_lens, 0)
+        take(scheduler, seq_lens)
     data = scheduler.buffers[scheduler.fall_back(seq_lens, 0)]
     assert layout.sections(data).header["num_slots"] == 0
     items = layout.work_items(data)
@@ -340,60 +432,61 @@ def test_a_plan_larger_than_its_buffer_is_refused() -> None:
     buffers = [np.zeros(64, dtype=np.int32) for _ in range(2)]
     scheduler, seq_lens = load(batch, CONFIG, buffers=buffers)
     with pytest.raises(PlanTooLargeError, match="buffer of 64"):
-        scheduler.take(seq_lens, 0)
+        take(scheduler, seq_lens)
 
 
-def test_lengths_of_another_batch_are_refused() -> None:
-    scheduler, seq_lens = load(Batch([50] * 4), CONFIG)
-    with pytest.raises(PlanTooLargeError, match="as many lengths"):
-        scheduler.take(seq_lens[:3], 0)
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [([50] * 3, "seq_lens must have 4"), ([50, 50, -1, 50], "a request's tokens"), ([2**31] * 4, "a request's tokens")],
+)
+def test_lengths_that_cannot_be_are_refused(lengths: list[int], message: str) -> None:
+    scheduler, _ = load(Batch([50] * 4), CONFIG)
+    with pytest.raises(ValueError, match=message):
+        take(scheduler, lengths, 0, range(4))
+    with pytest.raises(ValueError, match="steps must be"):
+        take(scheduler, [50] * 4, -1)
 
 
 def test_a_prepared_plan_is_taken_for_the_batch_that_it_was_made_for() -> None:
     scheduler, seq_lens = load(Batch([5000] * 4, [Node(0, 3000, [0, 1, 2, 3])]), CONFIG)
-    first, good, ahead = scheduler.take(seq_lens, 0)
+    first, good, ahead = take(scheduler, seq_lens)
     assert not ahead
     scheduler.prepare(10)
     time.sleep(0.05)
-    second, good_later, ahead = scheduler.take(seq_lens + 12, 10)
+    second, good_later, ahead = take(scheduler, seq_lens + 12, 10)
     assert ahead and second != first
     assert good_later <= good + 10 - 2, "two tokens more than the plan was made for"
 
 
-@pytest.mark.parametrize("change", ["join", "release", "withdraw", "move", "reset", "set_batch", "shorter"])
+@pytest.mark.parametrize("change", ["join", "release", "withdraw", "move", "reset", "order", "shorter"])
 def test_a_prepared_plan_is_never_taken_for_another_batch(change: str) -> None:
     batch = Batch([5000] * 4, [Node(0, 3000, [0, 1, 2, 3], [Node(3000, 3500, [0, 1])])])
     for before_copy, before_publish in ((0, 0), (3000, 0), (0, 3000)):
         scheduler, seq_lens = load(batch, CONFIG)
-        scheduler.bind("new", 4, 1)
-        scheduler.take(seq_lens, 0)
+        scheduler.bind(4, 1)
+        take(scheduler, seq_lens)
         scheduler.set_delays(before_copy, before_publish)
         scheduler.prepare(0)
         if before_copy + before_publish == 0:
             time.sleep(0.02)
-        fresh, lens = load(batch, CONFIG)
+        fresh, _ = load(batch, CONFIG)
         for target in (scheduler, fresh):
             if change == "join":
-                target.bind("new", 4, 1)
-                target.join("new", 4000)
+                target.bind(4, 1)
+                target.expect(4, 4000)
             elif change == "release":
-                target.release("2")
+                target.release(2)
             elif change == "withdraw":
-                target.withdraw("2")
+                target.withdraw(2)
             elif change == "move":
-                target.bind("1", 1, 1)
+                target.bind(1, 1)
             elif change == "reset":
                 target.reset()
-            elif change == "set_batch":
-                target.set_batch(["3", "2", "1", "0"])
-        lens = (
-            lens[:3]
-            if change in ("release", "withdraw")
-            else np.full(len(fresh.batch), 4000 if change == "shorter" else 5000)
-        )
-        index, _, ahead = scheduler.take(lens, 1)
+        requests = [3, 2, 1, 0] if change == "order" else fresh.batch
+        lengths = [4000 if change == "shorter" else 5000] * len(requests)
+        index, _, ahead = take(scheduler, lengths, 1, requests)
         assert not ahead or change != "shorter"
-        assert used(scheduler.buffers[index]) == used(fresh.buffers[fresh.take(lens, 0)[0]])
+        assert used(scheduler.buffers[index]) == used(fresh.buffers[take(fresh, lengths, 0, requests)[0]])
 
 
 def test_under_load_every_plan_is_for_its_batch() -> None:
@@ -411,6 +504,124 @@ def test_under_load_every_plan_is_for_its_batch() -> None:
                 pair.check()
         ahead += pair.ahead
     assert ahead > 20
+
+
+ODD = [-(2**63), -(2**31), -2, -1, 0, 1, 2, 3, 7, 2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1]
+REFUSED = (InconsistentError, PlanTooLargeError, ValueError)
+
+
+@pytest.mark.parametrize("seed", range(4 if os.environ.get(jit.SANITIZE) else 20))
+def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int) -> None:
+    """Unknown and repeated requests, rows that change hands, numbers that cannot be: no trust in the caller."""
+    generator = random.Random(seed)
+    native, mirror = NativeScheduler(CONFIG, max_batch=64), Mirror()
+    module, handle = native.load_module(), native._handle
+
+    def number() -> int:
+        return generator.choice([*ODD, *range(30)]) if generator.random() < 0.3 else generator.randrange(12)
+
+    def request() -> int:
+        return (
+            generator.choice(ODD)
+            if generator.random() < 0.05
+            else generator.randrange(3) << 32 | generator.randrange(12)
+        )
+
+    def both(event: Any, name: str, *arguments: Any) -> None:
+        getattr(module, name)(handle, *arguments)
+        mirror.apply(event)  # what the native mirror took, this one takes
+
+    def evict(node: int) -> None:
+        for action in (lambda: module.evict(handle, node), lambda: mirror.apply(NodeEvicted(node))):
+            try:
+                action()
+            except InconsistentError:
+                pass
+
+    def plan() -> None:
+        batch = [request() for _ in range(generator.randrange(20))]
+        lengths = [number() if generator.random() < 0.05 else generator.randrange(2000) for _ in batch]
+        if generator.random() < 0.5:
+            module.prepare(handle, number())
+        index, _, _ = take(
+            native, lengths[: generator.choice([None, -1])] if generator.random() < 0.05 else lengths, 1, batch
+        )
+        if batch:
+            assert_right(layout.work_items(native.buffers[index]), mirror.batch(batch, lengths))
+
+    def insert() -> None:
+        node, parent, length, first = number(), number(), number(), generator.randrange(2**64)
+        event = NodeInserted(node, parent, length, head(first))
+        both(event, "insert", node, parent, length, *_halves(head(first)))
+
+    def split() -> None:
+        node, upper, length, first = number(), number(), number(), generator.randrange(2**64)
+        both(NodeSplit(node, upper, length, head(first)), "split", node, upper, length, *_halves(head(first)))
+
+    def bind() -> None:
+        one, node = request(), generator.choice([number(), *mirror.nodes])
+        both(RequestBound(one, node, 0), "bind", one, node)
+
+    def expect() -> None:
+        one, length = request(), number()
+        both(RequestsExpected([one], [length], [""]), "expect", one, length)
+
+    def release() -> None:
+        one = request()
+        both(RequestReleased(one), "release", one)
+
+    actions = [
+        *[insert, split, bind, bind, bind, expect, release, plan, plan],
+        lambda: evict(number()),
+        lambda: module.withdraw(handle, request()),
+        lambda: native.fall_back(np.array([number() for _ in range(5)]), number()),
+        lambda: (native.find(number()), native.child(number(), bytes(16)), native.any_request(number())),
+        lambda: (native.binding(request()), native.totals(number()), native.current(), native.batch),
+        lambda: module.take(handle, *(tvm_ffi.from_dlpack(np.zeros(2, dtype=np.int32)),) * 2, 0, native._out),
+        lambda: module.totals(handle, 0, tvm_ffi.from_dlpack(np.zeros(3, dtype=np.int64))),
+        lambda: module.release(number() & ~1 | 1 << 40, request()),
+        lambda: module.destroy(number() | 1 << 40),
+    ]
+    refused = 0
+    for _ in range(800):
+        try:
+            generator.choice(actions)()
+        except REFUSED:
+            refused += 1
+    assert 50 < refused < 750
+    assert native.num_nodes == len(mirror.nodes) - 1 and len(native) == len(mirror.bindings)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"numbers": [0] * 12},
+        {"numbers": [1] * 11},
+        {"query_tiles": []},
+        {"kv_tiles": []},
+        {"kv_bounds": [1, 2, 3, 4]},
+        {"rates": [1]},
+        {"items": [-1] * 9},
+        {"query_tiles": [2**40]},
+    ],
+)
+def test_a_scheduler_with_numbers_that_cannot_be_is_not_made(changes: dict[str, list[int]]) -> None:
+    names = ["numbers", "rates", "items", "short_tokens", "query_tiles", "kv_tiles", "kv_bounds"]
+    right = [[64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99], [1] * 9, [1] * 9, [0] * 9, [16, 32], [64], []]
+    arrays = dict(zip(names, right, strict=True))
+    buffers = [np.zeros(1 << 12, dtype=np.int32) for _ in range(2)]
+    module = NativeScheduler.load_module()
+
+    def create(arrays: dict[str, list[int]]) -> int:
+        tensors = [np.array(numbers, dtype=np.int64) for numbers in arrays.values()]
+        return module.create(*map(tvm_ffi.from_dlpack, [*tensors, *buffers]))
+
+    module.destroy(create(arrays))
+    with pytest.raises(ValueError):  # noqa: PT011
+        create(arrays | changes)
+    buffers[1] = buffers[1][:3]
+    with pytest.raises(ValueError, match="buffers must have"):
+        create(arrays)
 
 
 @pytest.mark.skipif(bool(os.environ.get(jit.SANITIZE)), reason="counts allocations itself")
@@ -441,8 +652,8 @@ def test_schedulers_are_closed_while_their_threads_work() -> None:
 def test_totals_are_those_of_the_steps() -> None:
     batch = Batch([600, 700], [Node(0, 500, [0, 1])])
     scheduler, seq_lens = load(batch, msgspec.structs.replace(CONFIG, workers=1))
-    scheduler.take(seq_lens, 0)
-    scheduler.take(seq_lens + 3, 3)
+    take(scheduler, seq_lens)
+    take(scheduler, seq_lens + 3, 3)
     totals = scheduler.totals(2)
     unpacked = sum(1300 + 2 * step for step in range(5))
     assert (totals.steps, totals.kv_tokens_unpacked, totals.kv_tokens) == (5, unpacked, unpacked - 500 * 5)
@@ -459,7 +670,7 @@ def test_the_policies_are_numbered_as_the_native_scheduler_numbers_them() -> Non
     for policy in POLICIES:
         config = PackConfig(CostModel(32, 8, 128, 128, 2), tiles, 132, policy)
         scheduler, seq_lens = load(batch, config)
-        plans[policy] = used(scheduler.buffers[scheduler.take(seq_lens, 0)[0]])
+        plans[policy] = used(scheduler.buffers[take(scheduler, seq_lens)[0]])
         assert plans[policy] == layout.flatten(make_plan(batch, config)).tolist()
     assert plans["query"] != plans["pat"] != plans["naive"]
     tree.check(batch)

@@ -1,52 +1,93 @@
-"""What the observer does when SGLang does something that it does not know."""
+"""What the observer does when SGLang does something that it does not know. The requests are SGLang's own."""
 
 from __future__ import annotations
 
 import logging
+from array import array
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_pat import compat
 from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
 from sglang_pat.radix_bridge import Observer, hooks
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
 from sglang_pat.radix_bridge.observer import apply
 
+POOL = ReqToTokenPool(8, 64, "cpu", False)
+
+
+def request(rid: str) -> Req:
+    req = Req(rid, "", array("q", range(12)), SamplingParams())
+    POOL.alloc([req])
+    return req
+
 
 @pytest.fixture
-def observer(monkeypatch: pytest.MonkeyPatch) -> Observer:
+def running() -> Iterator[list[Req]]:
+    """Two that share a node; their clients chose the same id."""
+    reqs = [request("same"), request("same")]
+    yield reqs
+    POOL.clear()
+
+
+@pytest.fixture
+def observer(running: list[Req], monkeypatch: pytest.MonkeyPatch) -> Observer:
     observer = Observer(NativeScheduler(PackConfig(CostModel(8, 2, 64, 64, 2), CPU_TILES, 2), max_batch=8))
     monkeypatch.setattr(hooks, "_observer", observer)
     apply(observer.scheduler, NodeInserted(1, ROOT, 10, bytes(16)))
-    apply(observer.scheduler, RequestBound("running", 3, 1, 12))
+    for req in running:
+        apply(observer.scheduler, RequestBound(compat.request_of(POOL, req), 1, 12))
     return observer
 
 
-def test_a_cache_that_cannot_be_read_leaves_serving_alone(observer: Observer, caplog: pytest.LogCaptureFixture) -> None:
-    """For example a request of a streaming session, whose last node is none of the tree's."""
-    req = SimpleNamespace(rid="odd", last_node=object(), finished=lambda: False)
-    cache: Any = SimpleNamespace(disable=False, root_node=None)
+def numbers(running: list[Req]) -> list[int]:
+    return [compat.request_of(POOL, req) for req in running]
+
+
+def test_a_request_whose_path_cannot_be_read_is_decoded_unpacked_and_no_other(
+    observer: Observer, running: list[Req], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache: Any = SimpleNamespace(disable=False, req_to_token_pool=POOL)
+    first, second = numbers(running)
     with caplog.at_level(logging.WARNING):
-        hooks._on_cached(None, cache, req)
-        hooks._on_cached(None, cache, req)
+        hooks._on_cached(None, cache, running[0])
+        hooks._on_cached(None, cache, request("never bound"))
     assert observer.faults == 2
     assert len(caplog.records) == 1
-    assert len(observer.scheduler) == 0, "what runs now is decoded unpacked"
+    assert (observer.scheduler.binding(first), observer.scheduler.binding(second)) == ((ROOT, 0), (1, 10))
+    assert observer.scheduler.batch == [first, second]
 
 
-def test_an_eviction_under_a_running_request_unbinds_it(observer: Observer) -> None:
+def test_requests_with_the_same_id_are_told_apart(observer: Observer, running: list[Req]) -> None:
+    first, second = numbers(running)
+    cache: Any = SimpleNamespace(req_to_token_pool=POOL)
+    hooks._on_release(lambda req, cache: POOL.free(req), running[0], cache)
+    assert observer.scheduler.batch == [second] and len(observer.scheduler) == 1
+    heir = request("same")
+    (number,) = numbers([heir])
+    assert number not in (first, second) and observer.scheduler.binding(number) is None
+
+
+def test_an_eviction_under_running_requests_unbinds_them(observer: Observer, running: list[Req]) -> None:
     hooks._on_evict_id(None, None, 1)
     assert observer.faults == 1
-    assert len(observer.scheduler) == 0
+    assert [observer.scheduler.binding(number) for number in numbers(running)] == [(ROOT, 0)] * 2
+    observer.on_prefill(numbers(running), [12, 12], ["same", "same"])
+    assert observer.scheduler.batch == numbers(running)
 
 
-def test_subscribers_hear_what_the_mirror_hears(observer: Observer) -> None:
+def test_subscribers_hear_what_the_mirror_hears(observer: Observer, running: list[Req]) -> None:
     heard: list[Any] = []
     observer.subscribers.append(heard.append)
-    hooks._on_finishing([SimpleNamespace(rid="running")], None, None)
+    hooks._on_finishing(running, SimpleNamespace(req_to_token_pool=POOL))
     assert observer.scheduler.batch == []
-    observer.on_released(SimpleNamespace(rid="running"))
+    observer.on_released(numbers(running)[0])
     observer.on_reset()
-    assert [type(event).__name__ for event in heard] == ["RequestWithdrawn", "RequestReleased", "TreeReset"]
+    assert [type(event).__name__ for event in heard] == [*["RequestWithdrawn"] * 2, "RequestReleased", "TreeReset"]

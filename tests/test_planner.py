@@ -19,11 +19,13 @@ from sglang_pat.radix_bridge.events import (
     NodeSplit,
     RequestBound,
     RequestReleased,
+    RequestsExpected,
     RequestWithdrawn,
 )
 from sglang_pat.radix_bridge.observer import apply
 
 CONFIG = PackConfig(CostModel(8, 2, 64, 64, 2), CPU_TILES, 1)
+A, B, C, D = range(4)
 
 
 class Decode:
@@ -33,27 +35,27 @@ class Decode:
         buffers = [torch.zeros(layout.capacity(config, 64), dtype=torch.int32) for _ in range(2)]
         self.scheduler = NativeScheduler(config, max_batch=64, buffers=buffers)
         self.planner = Planner(self.scheduler, reuse, ahead)
-        self.seq_lens: dict[str, int] = {}
+        self.seq_lens: dict[int, int] = {}
         self.apply(NodeInserted(1, ROOT, 500, bytes(16)))
 
     def apply(self, event: Event) -> None:
         apply(self.scheduler, event)
         self.planner.on_event(event)
 
-    def join(self, rid: str, length: int = 520, bind: bool = True) -> None:
-        self.seq_lens[rid] = length
+    def join(self, request: int, length: int = 520, bind: bool = True) -> None:
+        self.seq_lens[request] = length
         if bind:
-            self.apply(RequestBound(rid, len(self.seq_lens), 1, length))
+            self.apply(RequestBound(request, 1, length))
 
-    def leave(self, rid: str) -> None:
-        del self.seq_lens[rid]
-        self.apply(RequestReleased(rid))
+    def leave(self, request: int) -> None:
+        del self.seq_lens[request]
+        self.apply(RequestReleased(request))
 
     def step(self, **arguments) -> torch.Tensor:
         lengths = torch.tensor(list(self.seq_lens.values()))
-        plan = self.planner.plan(list(self.seq_lens), lambda: lengths, **arguments)
-        for rid in self.seq_lens:
-            self.seq_lens[rid] += 1
+        plan = self.planner.plan(torch.tensor(list(self.seq_lens)), lambda: lengths, **arguments)
+        for request in self.seq_lens:
+            self.seq_lens[request] += 1
         return plan
 
     @property
@@ -64,8 +66,8 @@ class Decode:
 @pytest.fixture
 def decode() -> Decode:
     decode = Decode()
-    for rid in "abc":
-        decode.join(rid)
+    for request in (A, B, C):
+        decode.join(request)
     return decode
 
 
@@ -77,16 +79,16 @@ def test_a_batch_that_stands_still_is_planned_once(decode: Decode) -> None:
 
 def test_joining_and_leaving_make_a_new_plan(decode: Decode) -> None:
     decode.step()
-    decode.join("d")
+    decode.join(D)
     decode.step()
-    decode.leave("a")
+    decode.leave(A)
     decode.step()
     assert decode.plans == 3
 
 
 def test_a_request_outside_the_batch_makes_no_new_plan(decode: Decode) -> None:
     first = decode.step()
-    decode.apply(RequestBound("still prefilling", 9, 1, 0))
+    decode.apply(RequestBound(9, 1, 0))
     assert decode.step() is first
 
 
@@ -97,16 +99,16 @@ def test_a_split_of_an_active_path_alone_makes_no_new_plan(decode: Decode) -> No
 
 
 def test_binding_a_request_of_the_batch_makes_a_new_plan(decode: Decode) -> None:
-    decode.join("d", bind=False)
+    decode.join(D, bind=False)
     decode.step()
-    decode.apply(RequestBound("d", 9, 1, 521))
+    decode.apply(RequestBound(D, 1, 521))
     decode.step()
     assert decode.plans == 2
 
 
 def test_the_same_ids_after_a_retraction_are_planned_again(decode: Decode) -> None:
     decode.step()
-    decode.apply(RequestReleased("b"))
+    decode.apply(RequestReleased(B))
     decode.step()
     assert decode.plans == 2
 
@@ -119,23 +121,23 @@ def test_a_tail_that_outgrows_its_split_makes_a_new_plan(decode: Decode) -> None
 
 def test_what_is_left_after_a_request_is_withdrawn_is_planned_ahead() -> None:
     decode = Decode(ahead=True)
-    for rid in "abc":
-        decode.join(rid)
+    for request in (A, B, C):
+        decode.join(request)
     decode.step()
     before = decode.planner.counters()
-    decode.apply(RequestWithdrawn("b"))
-    del decode.seq_lens["b"]
+    decode.apply(RequestWithdrawn(B))
+    del decode.seq_lens[B]
     time.sleep(0.05)
     plan = decode.step()
     counters = decode.planner.counters()
     assert (counters.plans - before.plans, counters.plans_ahead - before.plans_ahead) == (1, 1)
-    decode.apply(RequestReleased("b"))
+    decode.apply(RequestReleased(B))
     assert decode.step() is plan
 
 
 def test_without_reuse_every_step_is_planned() -> None:
     decode = Decode(reuse=False)
-    decode.join("a")
+    decode.join(A)
     for _ in range(10):
         decode.step()
     assert decode.plans == 10
@@ -145,7 +147,7 @@ def test_counters_are_those_of_the_steps(decode: Decode) -> None:
     expected = 0
     for step in range(30):
         if step == 10:
-            decode.join("d", 700)
+            decode.join(D, 700)
         expected += sum(decode.seq_lens.values())
         decode.step()
     counters = decode.planner.counters()
@@ -158,7 +160,7 @@ def test_counters_are_those_of_the_steps(decode: Decode) -> None:
 def test_a_failure_of_planning_serves_the_step_unpacked_and_is_reported_once(
     decode: Decode, monkeypatch, caplog
 ) -> None:
-    def fail(seq_lens, steps):
+    def fail(*_):
         raise RuntimeError("boom")
 
     monkeypatch.setattr(decode.scheduler, "take", fail)
@@ -192,10 +194,10 @@ def test_another_order_makes_a_new_plan(decode: Decode) -> None:
 
 def test_with_time_to_spare_every_plan_but_the_first_is_made_ahead() -> None:
     decode = Decode(ahead=True)
-    for rid in "abc":
-        decode.join(rid)
+    for request in (A, B, C):
+        decode.join(request)
     decode.step()
-    for change in (lambda: decode.join("d"), lambda: decode.leave("a"), lambda: decode.leave("d"), lambda: None):
+    for change in (lambda: decode.join(D), lambda: decode.leave(A), lambda: decode.leave(D), lambda: None):
         change()
         time.sleep(0.05)
         decode.step()
@@ -209,14 +211,14 @@ def test_with_time_to_spare_every_plan_but_the_first_is_made_ahead() -> None:
 
 def test_a_request_that_decodes_before_it_is_cached_has_its_plans_ahead_too() -> None:
     decode = Decode(ahead=True)
-    decode.join("a")
-    decode.join("b")
+    decode.join(A)
+    decode.join(B)
     decode.step()
-    decode.planner.expect(["c"], [519])
+    decode.apply(RequestsExpected([C], [520], [""]))
     time.sleep(0.05)
-    decode.join("c", 520, bind=False)
+    decode.join(C, 520, bind=False)
     decode.step()
-    decode.apply(RequestBound("c", 3, 1, 520))
+    decode.apply(RequestBound(C, 1, 520))
     time.sleep(0.05)
     assert max(len(item.queries) for item in layout.work_items(decode.step().numpy())) == 3
     counters = decode.planner.counters()
@@ -239,15 +241,15 @@ def longest_bin(plan: torch.Tensor, seq_lens: dict[str, int]) -> float:
 def test_a_prompt_that_comes_in_chunks_is_planned_with_the_length_that_it_gets(bound: bool, told: bool) -> None:
     """A plan for the first chunk alone would have as many steps to go as the prompt has tokens."""
     decode = Decode(ahead=True, config=msgspec.structs.replace(CONFIG, workers=16))
-    for rid in "abcdefg":
-        decode.join(rid, 4000)
+    for request in range(10, 17):
+        decode.join(request, 4000)
     decode.step()
     for length in (1000, 2500, 4000) if told else (2500,):
-        decode.planner.expect(["h"], [length - 1])
+        decode.apply(RequestsExpected([D], [length], [""]))
         time.sleep(0.05)
         if bound and length == 1000:
-            decode.apply(RequestBound("h", 9, 1, 0))
-    decode.join("h", 4000, bind=False)
+            decode.apply(RequestBound(D, 1, 0))
+    decode.join(D, 4000, bind=False)
     plan = decode.step()
     counters = decode.planner.counters()
     assert (counters.plans, counters.plans_ahead) == (2, int(told))
@@ -256,10 +258,10 @@ def test_a_prompt_that_comes_in_chunks_is_planned_with_the_length_that_it_gets(b
 
 def test_a_request_that_does_not_come_though_it_was_expected_costs_a_plan_and_nothing_else() -> None:
     decode = Decode(ahead=True)
-    decode.join("a")
-    decode.join("b")
+    decode.join(A)
+    decode.join(B)
     decode.step()
-    decode.apply(RequestBound("still waiting", 9, 1, 600))
+    decode.apply(RequestBound(9, 1, 600))
     time.sleep(0.05)
     for _ in range(3):
         assert layout.sections(decode.step().numpy()).header["batch"] == 2
@@ -272,10 +274,9 @@ def test_a_plan_in_pinned_memory_reaches_the_device_by_one_copy() -> None:
     buffers = [torch.zeros(layout.capacity(CONFIG, 64), dtype=torch.int32, pin_memory=True) for _ in range(2)]
     scheduler = NativeScheduler(CONFIG, max_batch=64, buffers=buffers)
     scheduler.insert(1, ROOT, 500, bytes(16))
-    for row, rid in enumerate("abc"):
-        scheduler.bind(rid, row, 1)
-    scheduler.set_batch(list("abc"))
-    index, _, _ = scheduler.take(torch.tensor([520, 530, 540]), 0)
+    for request in (A, B, C):
+        scheduler.bind(request, 1)
+    index, _, _ = scheduler.take(torch.tensor([A, B, C]), torch.tensor([520, 530, 540]), 0)
     device = torch.empty_like(buffers[index], device="cuda")
     device.copy_(buffers[index], non_blocking=True)
     torch.cuda.synchronize()

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,8 @@ import pytest
 
 from sglang_pat import cli
 from sglang_pat.backend.planner import Planner
+from sglang_pat.explain import describe
+from sglang_pat.explain import recorded as recorded_steps
 from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
 from sglang_pat.radix_bridge import trace
@@ -20,9 +23,9 @@ from sglang_pat.radix_bridge.events import (
     Event,
     NodeInserted,
     NodeSplit,
-    RequestAdvanced,
     RequestBound,
     RequestReleased,
+    RequestsExpected,
     TreeReset,
 )
 from sglang_pat.radix_bridge.observer import apply
@@ -39,7 +42,7 @@ class Server:
         self.writer = trace.TraceWriter(path, HEADER, limit)
         self.scheduler = NativeScheduler(CONFIG, max_batch=64)
         self.planner = Planner(self.scheduler, ahead=False, on_plan=self.writer.on_plan)
-        self.lengths: dict[str, int] = {}
+        self.lengths: dict[int, int] = {}
 
     def event(self, event: Event) -> None:
         apply(self.scheduler, event)
@@ -47,9 +50,9 @@ class Server:
 
     def step(self) -> None:
         lengths = np.array(list(self.lengths.values()), dtype=np.int64)
-        self.planner.plan(list(self.lengths), lambda: lengths)
-        for rid in self.lengths:
-            self.lengths[rid] += 1
+        self.planner.plan(np.array(list(self.lengths), dtype=np.int64), lambda: lengths)
+        for request in self.lengths:
+            self.lengths[request] += 1
 
     def run(self, steps: int) -> None:
         generator = random.Random(1)
@@ -57,14 +60,14 @@ class Server:
         self.event(NodeSplit(1, 2, 300, b"lower".ljust(16)))
         for step in range(steps):
             if step % 4 == 0:
-                rid = f"request {step}"
-                self.event(RequestBound(rid, step, generator.choice([1, 2]), 0))
-                self.event(RequestAdvanced(rid, step, 1, 950))
-                self.lengths[rid] = 950
+                self.event(RequestsExpected([step], [940], [f"request {step}"]))
+                self.event(RequestBound(step, generator.choice([1, 2]), 0))
+                self.event(RequestBound(step, 1, 950))
+                self.lengths[step] = 950
             if step % 9 == 8:
-                rid = generator.choice(list(self.lengths))
-                del self.lengths[rid]
-                self.event(RequestReleased(rid))
+                request = generator.choice(list(self.lengths))
+                del self.lengths[request]
+                self.event(RequestReleased(request))
             if step == 30:
                 self.lengths = dict(reversed(self.lengths.items()))
             self.step()
@@ -136,7 +139,7 @@ def cut_off(data: bytes) -> bytes:
         (lambda data: b"", "is not a trace of sglang-pat"),
         (lambda data: data.replace(b"Header", b"Reader"), "is damaged in record 1"),
         (lambda data: data + b"\x02\x00\x00\x00\xc1\xc1", r"is damaged in record \d+"),
-        (lambda data: data.replace(b"format\x02", b"format\x09"), "has trace format 9"),
+        (lambda data: data.replace(b"format\x03", b"format\x09"), "has trace format 9"),
         (lambda data: trace.MAGIC + b"\x01\x00\x00\x00\x05", "does not begin with a header"),
     ],
 )
@@ -161,9 +164,140 @@ def test_what_there_is_of_a_truncated_trace_can_be_replayed(recorded: tuple[Path
 def test_events_that_cannot_follow_one_another_are_named(recorded: tuple[Path, Server]) -> None:
     path, server = recorded
     server.writer.on_event(NodeSplit(77, 78, 1, bytes(16)))
-    server.writer.on_plan(["x"], steps=1, seq_lens=[5], kv_tokens=5, parts=0, ahead=False, fallback=False)
+    server.writer.on_plan([77], steps=1, seq_lens=[5], kv_tokens=5, parts=0, ahead=False, fallback=False)
     with pytest.raises(trace.TraceError, match="is damaged: node 77 is not known"):
         replay(path)
+
+
+def mutated(data: bytes, generator: random.Random) -> bytes:
+    """A few bytes of `data` changed, left out, repeated or put in."""
+    changed = bytearray(data)
+    for _ in range(generator.choice([1, 1, 2, 5])):
+        at = generator.randrange(len(changed))
+        match generator.randrange(5):
+            case 0:
+                changed[at] = generator.randrange(256)
+            case 1:
+                changed[at] ^= 1 << generator.randrange(8)
+            case 2:
+                del changed[at : at + generator.choice([1, 1, 4, 100])]
+            case 3:
+                changed[at:at] = generator.randbytes(generator.choice([1, 4, 9]))
+            case _:
+                changed[at:at] = changed[at : at + generator.randrange(200)]
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_trace_that_somebody_changed_is_refused_or_replayed_and_nothing_else(
+    recorded: tuple[Path, Server], seed: int
+) -> None:
+    """Users are asked to send such files. `make sanitize` runs this with the native scheduler's memory watched."""
+    path, _ = recorded
+    data = path.read_bytes()
+    # Most of a file is events; its header is what everything else hangs on.
+    head = data.index(b"NodeInserted") + 40
+    generator = random.Random(seed)
+    refused = 0
+    for _ in range(150):
+        short = generator.random() < 0.5
+        path.write_bytes(mutated(data[:head], generator) + data[head:] if short else mutated(data, generator))
+        for look in (
+            replay,
+            lambda path: [describe(*step[1:], step[0].config) for step in islice(recorded_steps(path), 2)],
+        ):
+            try:
+                look(path)
+            except trace.TraceError:
+                refused += 1
+    assert 100 < refused < 300, "neither all files are refused nor none"
+
+
+@pytest.mark.parametrize(
+    ("part", "changes"),
+    [
+        ("config", {"workers": 0}),
+        ("config", {"workers": 10**9}),
+        ("config", {"policy": "fast"}),
+        ("tiles", {"query_tiles": []}),
+        ("tiles", {"query_tiles": [64, 16, 128]}),
+        ("tiles", {"kv_tiles": []}),
+        ("tiles", {"kv_tiles": [-32, 64, 128]}),
+        ("tiles", {"kv_bounds": list(range(100))}),
+        ("tiles", {"token_bytes": [1]}),
+        ("tiles", {"item_bytes": [1, -1, 1]}),
+        ("cost", {"kv_heads": 0}),
+        ("cost", {"heads": 2**40}),
+        ("cost", {"head_dim": 4096, "kv_heads": 4096, "heads": 4096}),
+        ("header", {"max_batch": 0}),
+        ("header", {"max_batch": 2**40}),
+        ("header", {"layers": -1}),
+    ],
+)
+def test_a_device_or_model_that_cannot_be_is_refused(recorded: tuple[Path, Server], part: str, changes: dict) -> None:
+    path, _ = recorded
+    header = msgspec.to_builtins(HEADER)
+    parts = {"header": header, "config": header["config"], **header["config"]}
+    parts[part] |= changes
+    _rewrite(path, 0, header)
+    with pytest.raises(trace.TraceError, match="is damaged"):
+        replay(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seq_lens": [5]},
+        {"seq_lens": [-1]},
+        {"seq_lens": [2**40]},
+        {"left": [99], "seq_lens": [950]},
+        {"left": [-1], "seq_lens": [950]},
+        {"joined": [-7]},
+        {"steps": 2**40},
+        {"steps": -1},
+    ],
+)
+def test_a_plan_for_no_batch_is_refused(recorded: tuple[Path, Server], changes: dict) -> None:
+    path, _ = recorded
+    records = list(trace.read(path))
+    number = [i for i, record in enumerate(records) if isinstance(record, trace.PlanMade)][3]
+    _rewrite(path, number, msgspec.to_builtins(records[number]) | changes)
+    for look in (replay, lambda path: list(recorded_steps(path))):
+        with pytest.raises(trace.TraceError, match="is damaged"):
+            look(path)
+
+
+def _rewrite(path: Path, number: int, record: dict) -> None:
+    """Put `record` in place of record `number`."""
+    data, at = path.read_bytes(), len(trace.MAGIC)
+    for _ in range(number):
+        at += 4 + int.from_bytes(data[at : at + 4], "little")
+    end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+    new = msgspec.msgpack.encode(record)
+    path.write_bytes(data[:at] + len(new).to_bytes(4, "little") + new + data[end:])
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(tmp_path / "trace")
+    server.run(4)
+    server.writer._file.close()
+    server.writer._file = open("/dev/full", "wb")  # noqa: SIM115
+    server.run(60)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == [
+        f"SGLANG_PAT_TRACE: {tmp_path / 'trace'} cannot be written any more and ends here: No space left on device"
+    ]
+    assert server.planner.counters().fallbacks == 0 and not server.writer.is_open
+    with pytest.raises(trace.TraceError, match=r"/dev/full cannot be written: No space left on device"):
+        trace.TraceWriter(Path("/dev/full"), HEADER, 10**6)
+
+
+def test_a_clients_id_may_be_long_and_no_text(tmp_path: Path) -> None:
+    server = Server(tmp_path / "trace")
+    server.event(RequestsExpected([1, 2], [5, 5], ["\udcff" + "x" * 10**6, "\x00"]))
+    server.writer._file.flush()
+    names = [record.rids for record in trace.read(tmp_path / "trace") if isinstance(record, RequestsExpected)]
+    assert names == [["?" + "x" * (trace.LABEL - 1), "\x00"]]
 
 
 def test_a_missing_and_an_unwritable_file_are_named(tmp_path: Path) -> None:

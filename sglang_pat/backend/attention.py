@@ -92,6 +92,8 @@ class PatAttnBackend(AttentionBackend):
         self.rows: torch.Tensor | None = None
         self.seq_lens: torch.Tensor | None = None
         self._loaded = -1  # the number of the plan that the executor has
+        self._rows_of_batch: torch.Tensor | None = None
+        self._requests = torch.empty(0, dtype=torch.int64)  # in these rows
         if self.inner is not None:
             for name in compat.PREFILL_GRAPH_FLAGS:
                 setattr(self, name, getattr(self.inner, name))
@@ -144,14 +146,13 @@ class PatAttnBackend(AttentionBackend):
             self._load(None)
             return
         lengths = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
-        # Without ids (SGLang's own dry runs) nothing is known about sharing.
-        rids = getattr(forward_batch, "rids", None) or [""] * (len(lengths) - compat.padding(forward_batch))
+        requests = self._requests_of(forward_batch, len(lengths))
         if not compat.is_graph_view(forward_batch):
-            self.rows, self.seq_lens = self.rows[: len(rids)], self.seq_lens[: len(rids)]
+            self.rows, self.seq_lens = self.rows[: len(requests)], self.seq_lens[: len(requests)]
         self.executor.before_plan()
         plan = self.planner.plan(
-            rids,
-            lambda: lengths[: len(rids)].to("cpu", torch.int64).contiguous(),
+            requests,
+            lambda: lengths[: len(requests)].to("cpu", torch.int64).contiguous(),
             self._verify if self.config.verify else None,
         )
         self._load(plan)
@@ -243,11 +244,26 @@ class PatAttnBackend(AttentionBackend):
             self.executor.load(plan)
         self._loaded = -1 if plan is None else made
 
+    def _requests_of(self, forward_batch: ForwardBatch, size: int) -> torch.Tensor:
+        """The requests of a batch of `size` rows, without what it was padded with; the same object while it is the same batch."""
+        rows = hooks.rows_of(forward_batch)
+        if rows is None:
+            # Of SGLang's own dry runs nothing is known.
+            return torch.full((size - compat.padding(forward_batch),), -1)
+        if rows is not self._rows_of_batch:
+            self._rows_of_batch, self._requests = rows, compat.requests(self.req_to_token_pool, rows)
+        return self._requests
+
     def _expect(self, forward_batch: ForwardBatch) -> None:
         """The requests that are being prefilled decode next."""
-        rids, lengths = getattr(forward_batch, "rids", None), forward_batch.seq_lens_cpu
-        if rids and lengths is not None:
-            self.planner.expect(rids, lengths[: len(rids)].tolist())
+        rows, lengths = hooks.rows_of(forward_batch), forward_batch.seq_lens_cpu
+        if rows is not None and lengths is not None:
+            requests = compat.requests(self.req_to_token_pool, rows).tolist()
+            hooks.tell(
+                lambda observer: observer.on_prefill(
+                    requests, lengths[: len(requests)].tolist(), list(forward_batch.rids)
+                )
+            )
 
     def _verify(self, items: list[WorkItem]) -> None:
         assert self.rows is not None

@@ -44,7 +44,7 @@ class Planner:
         self._ahead = ahead
         self._on_plan = on_plan
         self._data: Any = None
-        self._rids: list[str] = []
+        self._requests: Any = None
         self._used = self._good = 0
         self._epoch = self._version = self._prepared = -1
         self._counts = Counters()
@@ -53,20 +53,20 @@ class Planner:
 
     def plan(
         self,
-        rids: list[str],
+        requests: Any,
         seq_lens: Callable[[], Any],
         verify: Callable[[list[WorkItem]], None] | None = None,
     ) -> Any:
         """The plan for the next decode step, one of the scheduler's buffers; it counts as a step run.
 
         Args:
-            rids: Request ids in batch order.
-            seq_lens: Gives their lengths, an int64 host array; asked for only when a plan has to be made.
+            requests: In batch order, an int64 host array. Nobody writes to it: while it is the same object, it is the same batch.
+            seq_lens: Gives their lengths, likewise; asked for only when a plan has to be made.
             verify: Raises where a plan contradicts the KV slots.
         """
-        if not (self._used < self._good and self._reuse and self._stands_still() and rids == self._rids):
+        if not (self._used < self._good and self._reuse and self._stands(requests)):
             began = time.perf_counter_ns()
-            self._make(rids, seq_lens())
+            self._make(requests, seq_lens())
             self._planning_ns += time.perf_counter_ns() - began
         if verify is not None and not self._accepted(verify):
             self._fall_back(seq_lens())
@@ -74,15 +74,6 @@ class Planner:
         if self._ahead and self._used == self._good:
             self._scheduler.prepare(self._used)
         return self._data
-
-    def expect(self, rids: list[str], seq_lens: list[int]) -> None:
-        """Requests are being prefilled: they will join the batch, with one token more than `seq_lens`.
-
-        With overlap scheduling they decode their first step before SGLang hands them to its cache.
-        """
-        for rid, length in zip(rids, seq_lens, strict=True):
-            self._scheduler.expect(rid, length + 1)
-        self._prepare()
 
     def on_event(self, event: Event) -> None:
         """The scheduler took an event: if the next batch will be another one, begin to plan it."""
@@ -106,23 +97,21 @@ class Planner:
         totals = msgspec.structs.asdict(self._scheduler.totals(self._used))
         return msgspec.structs.replace(self._counts, **totals, planning_us=self._planning_ns // 1000)
 
-    def _stands_still(self) -> bool:
+    def _stands(self, requests: Any) -> bool:
         scheduler = self._scheduler
-        if scheduler.epoch == self._epoch:
+        if requests is self._requests and scheduler.epoch == self._epoch:
             return True
-        if scheduler.version != self._version:
+        if not scheduler.stands(requests):
             return False
-        self._epoch = scheduler.epoch
+        self._requests, self._epoch = requests, scheduler.epoch
         return True
 
-    def _make(self, rids: list[str], seq_lens: Any) -> None:
+    def _make(self, requests: Any, seq_lens: Any) -> None:
         scheduler = self._scheduler
-        if rids != scheduler.batch:
-            scheduler.set_batch(rids)
-        self._rids = rids
-        self._epoch, self._version = scheduler.epoch, scheduler.version
+        self._requests = requests
         try:
-            index, good, ahead = scheduler.take(seq_lens, self._used)
+            index, good, ahead = scheduler.take(requests, seq_lens, self._used)
+            self._epoch, self._version = scheduler.epoch, scheduler.version
         except Exception:
             self._report_failure()
             self._fall_back(seq_lens)
@@ -149,7 +138,7 @@ class Planner:
         if self._on_plan is not None:
             kv_tokens, parts, _ = self._scheduler.current()
             self._on_plan(
-                self._rids,
+                self._requests.tolist(),
                 steps=self._used,
                 seq_lens=seq_lens.tolist(),
                 kv_tokens=kv_tokens,

@@ -140,7 +140,7 @@ def _load(
     return load_module(str(library))
 
 
-def _build(compiler: str, name: str, library: Path, sources: list[str], flags: dict[str, list[str]]) -> None:
+def _build(compiler: str, name: str, library: Path, sources: list[str], flags: dict[str, Any]) -> None:
     from tvm_ffi import cpp
 
     # ninja comes as a Python package, beside an interpreter that need not be on the PATH.

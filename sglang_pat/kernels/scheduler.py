@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -18,8 +17,13 @@ from sglang_pat.packing import POLICIES, PackConfig
 from sglang_pat.packing.tree import InconsistentError
 
 
+@tvm_ffi.register_error
 class PlanTooLargeError(Exception):
     """A plan does not fit its buffer or the workspace of parts."""
+
+
+# The native scheduler raises both by name.
+tvm_ffi.register_error(InconsistentError)
 
 
 class Totals(msgspec.Struct):
@@ -47,11 +51,11 @@ class Totals(msgspec.Struct):
 class NativeScheduler:
     """The mirror of the running requests' paths, the batch expected next, and its plans.
 
-    Requests are named by their ids. All methods are for one thread, the engine's; `prepare` makes the scheduler's own
-    thread work ahead.
+    A request is an int64: its row of `req_to_token` in the lower 32 bits, above them how often that row was handed out. So it names what
+    KV is read from, and nothing that a client chose. A row has one request at a time: binding or expecting another one forgets who had
+    it before. All methods are for one thread, the engine's; `prepare` makes the scheduler's own thread work ahead.
 
     Attributes:
-        batch: Ids of the batch expected next, in order. It follows `join`, `expect`, `withdraw` and `release`.
         epoch: Changes with every event.
     """
 
@@ -66,17 +70,14 @@ class NativeScheduler:
             buffers: Two int32 host arrays of `layout.capacity(config, max_batch)` for the plans, NumPy's if None.
 
         Raises:
+            ValueError: A number of the config cannot be.
             jit.BuildError: There is no working C++ compiler.
         """
-        self._module = _load()
+        self._module = self.load_module()
         if buffers is None:
             buffers = [np.zeros(layout.capacity(config, max_batch), dtype=np.int32) for _ in range(2)]
         self.buffers = buffers
-        self.batch: list[str] = []
         self.epoch = 0
-        self._requests: dict[str, int] = {}
-        self._rids: dict[int, str] = {}
-        self._unbound: set[str] = set()
         self._scratch = np.zeros(max(8, 6 + config.max_queries), dtype=np.int64)
         self._out = tvm_ffi.from_dlpack(self._scratch)
         cost, tiles = config.cost, config.tiles
@@ -93,6 +94,20 @@ class NativeScheduler:
         # The buffers must outlive the thread that writes them.
         weakref.finalize(self, lambda module, handle, *_: module.destroy(handle), self._module, self._handle, *buffers)
 
+    @staticmethod
+    @functools.cache
+    def load_module() -> Any:
+        """The native module.
+
+        Raises:
+            jit.BuildError: There is no working C++ compiler.
+        """
+        module = jit.load("packing")
+        # Events take under a microsecond: another thread that took the interpreter meanwhile would keep it for milliseconds.
+        for name in "insert split bind release withdraw find child expect stands version prepare".split():
+            getattr(module, name).release_gil = False
+        return module
+
     # Radix-tree events.
 
     def insert(self, node: int, parent: int, length: int, head: bytes) -> None:
@@ -104,64 +119,44 @@ class NativeScheduler:
         self._event(self._module.split, node, upper, length, *_halves(head))
 
     def evict(self, node: int) -> None:
-        """The cache dropped a node; raises InconsistentError where requests were running on it."""
-        self.epoch += 1
-        released = np.empty(max(1, len(self._requests)), dtype=np.int64)
-        count = self._module.evict(self._handle, node, tvm_ffi.from_dlpack(released))
-        if count < 0:
-            return
-        for request in released[:count].tolist():
-            self._unbound.add(self._rids[request])
-            self._forget(request)
-        raise InconsistentError(f"node {node} was evicted while requests were running on it")
+        """The cache dropped a node; raises InconsistentError where requests were running on it, which then share nothing."""
+        self._event(self._module.evict, node)
 
     def reset(self) -> None:
-        """The cache dropped everything."""
-        self.epoch += 1
-        self._requests.clear()
-        self._rids.clear()
-        self._unbound = set(self.batch)
-        self._module.reset(self._handle)
+        """The cache dropped everything; requests share nothing from then on."""
+        self._event(self._module.reset)
 
-    def bind(self, rid: str, row: int, node: int) -> None:
-        """Request `rid` runs through `node`; it may be bound already."""
-        request = self._requests.get(rid)
-        if request is not None:
-            self._event(self._module.move, request, node, row)
-            return
-        request = self._event(self._module.bind, node, row)
-        self._requests[rid] = request
-        self._rids[request] = rid
-        if self._unbound and rid in self._unbound:
-            self._unbound.remove(rid)
-            self._module.adopt(self._handle, self.batch.index(rid), request)
+    def bind(self, request: int, node: int) -> None:
+        """`request` shares what is above `node`, nothing if that is ROOT; it may be bound already."""
+        self._event(self._module.bind, request, node)
 
-    def release(self, rid: str) -> None:
-        """Request `rid` gave its row back."""
-        request = self._leave(rid, self._module.release)
-        if request is not None:
-            self._forget(request)
+    def release(self, request: int) -> None:
+        """`request` gave its row back."""
+        self._event(self._module.release, request)
 
-    def withdraw(self, rid: str) -> None:
-        """Request `rid` is not in the next batch; what it is bound to stays as it is until it is released."""
-        self._leave(rid, self._module.withdraw)
+    def withdraw(self, request: int) -> None:
+        """`request` is not in the next batch; what it is bound to stays as it is until it is released."""
+        self._event(self._module.withdraw, request)
+
+    def expect(self, request: int, length: int) -> None:
+        """`request`, of `length` tokens, will be the last of the next batch, if it is not in it already.
+
+        Until it decodes, the length told last counts: prompts come in chunks. Until it is bound it shares nothing.
+        """
+        self._event(self._module.expect, request, length)
 
     # What the mirror knows.
 
-    def __contains__(self, rid: str) -> bool:
-        return rid in self._requests
-
     def __len__(self) -> int:
-        return len(self._requests)
+        """Requests that were bound or expected, and not released."""
+        return self._module.active_requests(self._handle)
 
-    def binding(self, rid: str) -> tuple[int, int, int] | None:
-        """(node, row, end of the path) of a bound request."""
-        request = self._requests.get(rid)
-        if request is None:
+    def binding(self, request: int) -> tuple[int, int] | None:
+        """(node, end of the path) of a request, None if it is not known."""
+        if not self._module.binding(self._handle, request, self._out):
             return None
-        self._module.binding(self._handle, request, self._out)
-        node, row, end = self._scratch[:3].tolist()
-        return node, row, end
+        node, end = self._scratch[:2].tolist()
+        return node, end
 
     def find(self, node: int) -> tuple[int, int] | None:
         """(parent, length) of a node."""
@@ -175,13 +170,9 @@ class NativeScheduler:
         node = self._module.child(self._handle, parent, *_halves(head))
         return None if node < 0 else node
 
-    def any_request(self, node: int) -> str:
-        """A request whose path leads through `node`."""
-        return self._rids[self._module.any_request(self._handle, node)]
-
-    def prune(self, node: int) -> None:
-        """Forget `node` and its ancestors as far as no request uses them."""
-        self._module.prune(self._handle, node)
+    def any_request(self, node: int) -> int:
+        """A request whose path leads through `node`; raises InconsistentError if there is none."""
+        return self._module.any_request(self._handle, node)
 
     @property
     def num_nodes(self) -> int:
@@ -200,46 +191,27 @@ class NativeScheduler:
         """Changes when the batch or the path of one of its requests does."""
         return self._module.version(self._handle)
 
-    def set_batch(self, rids: Sequence[str]) -> None:
-        """The next batch is `rids`, whatever was expected."""
-        requests = np.fromiter(map(self._requests.get, rids, repeat(-1)), dtype=np.int32, count=len(rids))
-        self._unbound = set()
-        if len(requests) and requests.min() < 0:
-            self._unbound = {rid for rid, request in zip(rids, requests.tolist(), strict=True) if request < 0}
-        self._module.set_batch(self._handle, tvm_ffi.from_dlpack(requests))
-        self.batch = list(rids)
+    @property
+    def batch(self) -> list[int]:
+        """The batch expected next, in order. It follows `expect`, `withdraw`, `release` and `take`."""
+        found = np.empty(self._module.batch(self._handle, _NOTHING), dtype=np.int64)
+        self._module.batch(self._handle, _tensor(found))
+        return found.tolist()
 
-    def join(self, rid: str, length: int) -> None:
-        """Bound request `rid`, of `length` tokens, will be the last of the next batch, if it is not in it already.
-
-        Until it decodes, the length told last counts: prompts come in chunks.
-        """
-        if self._module.join(self._handle, self._requests[rid], length):
-            self.batch.append(rid)
-
-    def expect(self, rid: str, length: int) -> None:
-        """As `join`, for a request that need not be bound yet."""
-        self.epoch += 1
-        if rid in self._requests:
-            self.join(rid, length)
-            return
-        if rid not in self._unbound:
-            self._unbound.add(rid)
-            self.batch.append(rid)
-            position = len(self.batch) - 1
-        else:
-            position = self.batch.index(rid)
-        self._module.expect(self._handle, position, length)
+    def stands(self, requests: Any) -> bool:
+        """Whether the batch `requests`, an int64 host array, is that of the plan in use, and nothing about it has changed."""
+        return self._module.stands(self._handle, _tensor(requests))
 
     def prepare(self, steps: int) -> None:
         """Start to plan the batch on the scheduler's own thread; its requests have `steps` tokens more than told last."""
         self._module.prepare(self._handle, steps)
 
-    def take(self, seq_lens: Any, steps: int) -> tuple[int, int, bool]:
-        """The batch's plan: the one prepared if it was made for this very batch, else one made now.
+    def take(self, requests: Any, seq_lens: Any, steps: int) -> tuple[int, int, bool]:
+        """A batch's plan: the one prepared if it was made for this very batch, else one made now.
 
         Args:
-            seq_lens: Tokens of each request, an int64 host array.
+            requests: The batch, an int64 host array. Those that are not known share nothing.
+            seq_lens: Tokens of each request, likewise.
             steps: Steps run with the plan before.
 
         Returns:
@@ -247,11 +219,9 @@ class NativeScheduler:
 
         Raises:
             PlanTooLargeError: The plan does not fit.
+            ValueError: There are not as many lengths as requests, or a number cannot be.
         """
-        try:
-            taken = self._module.take(self._handle, _tensor(seq_lens), steps, self._out)
-        except ValueError as error:
-            raise PlanTooLargeError(_reason(error)) from None
+        taken = self._module.take(self._handle, _tensor(requests), _tensor(seq_lens), steps, self._out)
         return taken // 2, int(self._scratch[0]), bool(taken % 2)
 
     def fall_back(self, seq_lens: Any, steps: int) -> int:
@@ -275,39 +245,9 @@ class NativeScheduler:
         """For tests: microseconds that the scheduler's thread waits before it reads the batch and before it is done."""
         self._module.set_delays(self._handle, before_copy, before_publish)
 
-    def _event(self, action: Any, *arguments: int) -> Any:
+    def _event(self, action: Any, *arguments: Any) -> None:
         self.epoch += 1
-        try:
-            return action(self._handle, *arguments)
-        except RuntimeError as error:
-            raise InconsistentError(_reason(error)) from None
-
-    def _leave(self, rid: str, action: Any) -> int | None:
-        """Take a request out of the batch, by `action` if it is bound; returns the request then."""
-        self.epoch += 1
-        request = self._requests.get(rid)
-        position = -1
-        if request is not None:
-            position = action(self._handle, request)
-        elif rid in self._unbound:
-            self._unbound.remove(rid)
-            position = self.batch.index(rid)
-            self._module.drop(self._handle, position)
-        if position >= 0:
-            del self.batch[position]
-        return request
-
-    def _forget(self, request: int) -> None:
-        del self._requests[self._rids.pop(request)]
-
-
-@functools.cache
-def _load() -> Any:
-    module = jit.load("packing")
-    # Events take under a microsecond: another thread that took the interpreter meanwhile would keep it for milliseconds.
-    for name in "insert split bind move release withdraw find child join expect adopt drop version prepare".split():
-        getattr(module, name).release_gil = False
-    return module
+        action(self._handle, *arguments)
 
 
 def _halves(head: bytes) -> tuple[int, int]:
@@ -322,5 +262,4 @@ def _tensor(array: Any) -> Any:
     return tvm_ffi.from_dlpack(array) if isinstance(array, np.ndarray) else array
 
 
-def _reason(error: Exception) -> str:
-    return str(error).splitlines()[0]
+_NOTHING = _int64([])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
-from sglang_pat.packing.cost import CostModel
+from sglang_pat.packing.cost import CostModel, Count
 from sglang_pat.packing.tiles import TileTable
 
 MAX_WAVES = 8
@@ -15,6 +16,10 @@ four of them idle; eight leave at most 4 % idle for any GPU and model (`python b
 
 ALWAYS = 2**31 - 1
 """More tokens than any pack has, and more steps than any plan is used for."""
+
+
+Policy = Literal["query", "naive", "pat", "compute", "optimal"]
+"""How queries are packed (scheduler.py)."""
 
 
 class PackConfig(msgspec.Struct, frozen=True):
@@ -29,8 +34,8 @@ class PackConfig(msgspec.Struct, frozen=True):
 
     cost: CostModel
     tiles: TileTable
-    workers: int
-    policy: str = "optimal"
+    workers: Count
+    policy: Policy = "optimal"
 
     @property
     def max_queries(self) -> int:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 PARTIAL_BYTES = 4
 """Partial outputs and their LSE are float32 (PAT §5.1, footnote 2)."""
+
+
+Count = Annotated[int, Meta(ge=1, le=4096)]
+"""Of heads, dimensions, rows or workers: more than any model or device has. Checked where a config comes from a file."""
+
+Price = Annotated[int, Meta(ge=0, le=1 << 32)]
+"""In bytes."""
 
 
 class CostModel(msgspec.Struct, frozen=True):
@@ -23,14 +33,14 @@ class CostModel(msgspec.Struct, frozen=True):
         part_overhead: Fixed cost of a part beyond its own bytes.
     """
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    kv_bytes: int
-    flop_per_byte: int = 0
-    item_bytes: int = 0
-    part_overhead: int = 0
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    v_head_dim: Count
+    kv_bytes: Count
+    flop_per_byte: Price = 0
+    item_bytes: Price = 0
+    part_overhead: Price = 0
 
     @property
     def group(self) -> int:

@@ -6,6 +6,8 @@ from bisect import bisect_left
 
 import msgspec
 
+from sglang_pat.packing.cost import Count, Price
+
 
 class Tile(msgspec.Struct, frozen=True, order=True):
     """A forward configuration: m rows of queries (query heads that share a KV head) by n KV positions."""
@@ -30,13 +32,23 @@ class TileTable(msgspec.Struct, frozen=True):
         turn_bytes: What a worker that has both takes to go over to these, likewise.
     """
 
-    query_tiles: tuple[int, ...]
-    kv_tiles: tuple[int, ...]
-    kv_bounds: tuple[int, ...]
-    token_bytes: tuple[int, ...] = ()
-    item_bytes: tuple[int, ...] = ()
-    warp_m: int = 0
-    turn_bytes: int = 0
+    query_tiles: tuple[Count, ...]
+    kv_tiles: tuple[Count, ...]
+    kv_bounds: tuple[Price, ...]
+    token_bytes: tuple[Price, ...] = ()
+    item_bytes: tuple[Price, ...] = ()
+    warp_m: Price = 0
+    turn_bytes: Price = 0
+
+    def __post_init__(self) -> None:
+        for name in ("query_tiles", "kv_tiles", "kv_bounds"):
+            values = getattr(self, name)
+            if list(values) != sorted(set(values)):
+                raise ValueError(f"{name} must ascend")
+        if not self.query_tiles or len(self.kv_tiles) != len(self.kv_bounds) + 1:
+            raise ValueError("there must be a tile for queries, and for KV one more than bounds")
+        if {len(self.token_bytes), len(self.item_bytes)} - {0, len(self.query_tiles)}:
+            raise ValueError("there must be a price for each m, or none")
 
     def max_queries(self, group: int) -> int:
         """Queries that the largest m holds when `group` query heads share a KV head; at least one."""

@@ -2,23 +2,35 @@
 
 Node ids are SGLang's own. A node is announced when a request is bound below it for the first time, and a split
 when a request is bound on the other side of it: until then neither matters to packing.
+
+A request is a number: its row of `req_to_token` in the lower 32 bits, above them how often SGLang had handed out that row. The id that
+its client chose says nothing: two requests that live at the same time may have the same.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 ROOT = -1
 """Parent of first-level nodes, whatever the cache calls its root."""
+
+NodeId = Annotated[int, Meta(ge=ROOT, le=2**62)]
+Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Request = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Head = Annotated[bytes, Meta(min_length=16, max_length=16)]
+"""What a trace may hold; in a server msgspec checks nothing."""
 
 
 class NodeInserted(msgspec.Struct, frozen=True, tag=True):
     """A node of `length` tokens below `parent`; `head`, 16 bytes, tells it from its siblings."""
 
-    node: int
-    parent: int
-    length: int
-    head: bytes
+    node: NodeId
+    parent: NodeId
+    length: Tokens
+    head: Head
 
 
 class NodeSplit(msgspec.Struct, frozen=True, tag=True):
@@ -27,16 +39,16 @@ class NodeSplit(msgspec.Struct, frozen=True, tag=True):
     `head` is the new head of `node`; `upper` takes over the old one.
     """
 
-    node: int
-    upper: int
-    length: int
-    head: bytes
+    node: NodeId
+    upper: NodeId
+    length: Tokens
+    head: Head
 
 
 class NodeEvicted(msgspec.Struct, frozen=True, tag=True):
     """The cache dropped a node."""
 
-    node: int
+    node: NodeId
 
 
 class TreeReset(msgspec.Struct, frozen=True, tag=True):
@@ -44,36 +56,36 @@ class TreeReset(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestBound(msgspec.Struct, frozen=True, tag=True):
-    """The row `row` of `req_to_token` holds the tree's own slots from the root down to the end of `node`.
+    """The request's row holds the tree's own slots from the root down to the end of `node`; with ROOT nothing is known of what it shares.
 
-    `length` is how many tokens the request has when it starts to decode, 0 while more of its prompt is to come.
+    `length` is how many tokens the request has when it starts to decode, 0 while more of its prompt is to come. It may be bound already:
+    its next chunk was prefilled, or more of it was cached.
     """
 
-    rid: str
-    row: int
-    node: int
-    length: int
+    request: Request
+    node: NodeId
+    length: Tokens
 
 
-class RequestAdvanced(msgspec.Struct, frozen=True, tag=True):
-    """A bound request now ends at another node: its next chunk was prefilled, or more of it was cached."""
+class RequestsExpected(msgspec.Struct, frozen=True, tag=True):
+    """Requests are being prefilled; they decode next, if more of their prompts is not to come, with so many tokens. With overlap
+    scheduling they decode their first step before SGLang hands them to its cache. `rids` are what their clients call them, for people."""
 
-    rid: str
-    row: int
-    node: int
-    length: int
+    requests: list[Request]
+    lengths: list[Tokens]
+    rids: list[str]
 
 
 class RequestWithdrawn(msgspec.Struct, frozen=True, tag=True):
     """A request's last token is being computed: it is in no batch any more, and gives its row back later."""
 
-    rid: str
+    request: Request
 
 
 class RequestReleased(msgspec.Struct, frozen=True, tag=True):
     """A request gave its row back: finished, aborted or retracted."""
 
-    rid: str
+    request: Request
 
 
 Event = (
@@ -82,7 +94,7 @@ Event = (
     | NodeEvicted
     | TreeReset
     | RequestBound
-    | RequestAdvanced
+    | RequestsExpected
     | RequestWithdrawn
     | RequestReleased
 )

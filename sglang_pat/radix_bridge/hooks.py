@@ -14,16 +14,20 @@ Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs anot
 | `RadixCache.reset`, `UnifiedRadixCache.reset` | both | `flush_cache` |
 | `Scheduler.get_internal_state` | both | puts the counters into `/get_server_info` |
 | `SchedulerMetricsReporter.report_decode_stats` | both | when SGLang logs and exports its own counts |
-| `build_replay_fb_view` | both | the batch that a CUDA graph is replayed for comes without its request ids |
+| `ForwardBatch.init_new` | both | a batch has its rows on the GPU only, and ids that clients chose |
+| `build_replay_fb_view` | both | the batch that a CUDA graph is replayed for comes without either |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from sglang_pat import compat
 from sglang_pat.radix_bridge.observer import Observer
+
+if TYPE_CHECKING:
+    import torch
 
 _RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
 _UNIFIED = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
@@ -31,6 +35,7 @@ _RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
 _STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 _FINISHING = "sglang.srt.managers.scheduler.Scheduler._reqs_finishing_inflight"
 _GRAPH_VIEW = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view"
+_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 _REPORT = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats"
 
 _observer: Observer | None = None
@@ -66,6 +71,7 @@ def install(
         _RELEASE: _on_release,
         _STATE: _on_state,
         _REPORT: _on_report,
+        _BATCH: _on_batch,
         f"{_UNIFIED}._evict_device_leaf": _on_evict_id,
         f"{_RADIX}.reset": _on_reset,
         f"{_UNIFIED}.reset": _on_reset,
@@ -81,7 +87,7 @@ def install(
     if taken:
         raise RuntimeError(f"another SGLang plugin has already hooked {taken[0]}: uninstall it or sglang-pat")
     for target, hook in hooks.items():
-        HookRegistry.register(target, hook, HookType.AFTER)
+        HookRegistry.register(target, hook, HookType.AROUND if target == _RELEASE else HookType.AFTER)
     HookRegistry.apply_hooks()
     missed = [target for target in hooks if target not in HookRegistry._patched]
     if missed:
@@ -93,7 +99,24 @@ def _caching_methods() -> list[tuple[str, str]]:
     return [(_RADIX, name), (_UNIFIED, name)] if compat.radix_cache_serves() else [(_UNIFIED, name)]
 
 
-def _tell(report: Callable[[Observer], None]) -> None:
+class Rids(list):  # type: ignore[type-arg]
+    """A batch's `rids`, which SGLang hands on where it copies a batch, with its rows of `req_to_token`: [requests], int64 on the host.
+
+    There may be more rows than ids: beam search adds some.
+    """
+
+    def __init__(self, rids: Iterable[str], rows: torch.Tensor) -> None:
+        super().__init__(rids)
+        self.rows = rows
+
+
+def rows_of(forward_batch: Any) -> torch.Tensor | None:
+    """The rows of a batch's requests, without what it was padded with; None where SGLang made it up, as in dry runs."""
+    rids = getattr(forward_batch, "rids", None)
+    return rids.rows if isinstance(rids, Rids) else None
+
+
+def tell(report: Callable[[Observer], None]) -> None:
     """Tell the observer; whatever goes wrong there, SGLang must not notice."""
     if _observer is None:
         return
@@ -104,29 +127,35 @@ def _tell(report: Callable[[Observer], None]) -> None:
 
 
 def _on_cached(result: Any, cache: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    _tell(lambda observer: observer.on_cached(cache, req))
+    tell(lambda observer: observer.on_cached(cache, req))
 
 
-def _on_release(result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    _tell(lambda observer: observer.on_released(req))
+def _on_release(release: Callable[..., Any], req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> Any:
+    # Before, as it has no row afterwards.
+    request = compat.request_of(tree_cache.req_to_token_pool, req)
+    result = release(req, tree_cache, *args, **kwargs)
+    if request is not None:
+        tell(lambda observer: observer.on_released(request))
+    return result
 
 
-def _on_finishing(result: Any, *args: Any, **kwargs: Any) -> None:
-    _tell(lambda observer: observer.on_finishing(result))
+def _on_finishing(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    requests = [compat.request_of(scheduler.req_to_token_pool, req) for req in result]
+    tell(lambda observer: observer.on_finishing([request for request in requests if request is not None]))
 
 
 def _on_evict_node(result: Any, cache: Any, node: Any) -> None:
-    _tell(lambda observer: observer.on_evicted(node.id))
+    tell(lambda observer: observer.on_evicted(node.id))
 
 
 def _on_evict_id(result: Any, cache: Any, node_id: int, *args: Any, **kwargs: Any) -> None:
-    _tell(lambda observer: observer.on_evicted(node_id))
+    tell(lambda observer: observer.on_evicted(node_id))
 
 
 def _on_reset(result: Any, cache: Any) -> None:
     # `--schedule-policy lpm` resets a simulated cache without pools for every batch.
     if cache.req_to_token_pool is not None:
-        _tell(lambda observer: observer.on_reset())
+        tell(lambda observer: observer.on_reset())
 
 
 def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
@@ -135,11 +164,16 @@ def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
         return
     if reporter.is_stats_logging_rank or reporter.current_scheduler_metrics_enabled:
         labels = reporter.metrics_collector.labels if reporter.current_scheduler_metrics_enabled else None
-        _tell(lambda _: publish(_counters(), labels))
+        tell(lambda _: publish(_counters(), labels))
+
+
+def _on_batch(result: Any, forward_batch_class: type, batch: Any, *args: Any, **kwargs: Any) -> None:
+    if batch.req_pool_indices_cpu is not None:
+        result.rids = Rids(result.rids, batch.req_pool_indices_cpu)
 
 
 def _on_graph_view(result: Any, *args: Any, **kwargs: Any) -> None:
-    result.rids = (kwargs.get("forward_batch") or args[0]).rids
+    result.rids = (kwargs["forward_batch"] if "forward_batch" in kwargs else args[0]).rids
 
 
 def _on_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

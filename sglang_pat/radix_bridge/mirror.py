@@ -12,9 +12,9 @@ from sglang_pat.radix_bridge.events import (
     NodeEvicted,
     NodeInserted,
     NodeSplit,
-    RequestAdvanced,
     RequestBound,
     RequestReleased,
+    RequestsExpected,
     RequestWithdrawn,
     TreeReset,
 )
@@ -32,7 +32,7 @@ class MirrorNode:
         self.length = length
         self.head = head
         self.children: dict[bytes, MirrorNode] = {}
-        self.requests: dict[str, None] = {}
+        self.requests: dict[int, None] = {}
 
     @property
     def end(self) -> int:
@@ -40,21 +40,23 @@ class MirrorNode:
 
 
 class Mirror:
-    """Nodes and bindings of running requests."""
+    """Nodes, and where the paths of requests end."""
 
     def __init__(self) -> None:
+        self.bindings: dict[int, MirrorNode] = {}
         self._clear()
 
     def _clear(self) -> None:
         self.root = MirrorNode(ROOT, None, 0, 0, b"")
         self.nodes: dict[int, MirrorNode] = {ROOT: self.root}
-        self.bindings: dict[str, tuple[MirrorNode, int]] = {}
+        self.bindings = dict.fromkeys(self.bindings, self.root)
+        self.root.requests = dict.fromkeys(self.bindings)
 
     def apply(self, event: Event) -> None:
         """Apply one event.
 
         Raises:
-            InconsistentError: The event names a node or request that is not there, or is there already.
+            InconsistentError: The event names a node that is not there, or is there already.
         """
         match event:
             case NodeInserted():
@@ -66,22 +68,29 @@ class Mirror:
             case TreeReset():
                 self._clear()
             case RequestBound():
-                self._bind(event.rid, event.row, event.node)
-            case RequestAdvanced():
-                if event.rid not in self.bindings:
-                    raise InconsistentError(f"request {event.rid} advanced without being bound")
-                self._bind(event.rid, event.row, event.node)
+                self._bind(event.request, self._node(event.node))
+            case RequestsExpected():
+                for request in event.requests:
+                    self._bind(request, self.bindings.get(request, self.root))
             case RequestWithdrawn():
                 pass  # its path stays
             case RequestReleased():
-                self._release(event.rid)
+                self._release(event.request)
 
-    def batch_tree(self, rids: Sequence[str]) -> list[tree.Node]:
-        """The prefix tree of a batch: its first-level nodes, whose queries are positions in `rids`."""
+    def batch(self, requests: Sequence[int], seq_lens: list[int]) -> tree.Batch:
+        """A batch with its prefix tree.
+
+        A request that is shorter than its path shares nothing; nor does one that is there twice, the second time.
+        """
         made: dict[int, tree.Node] = {}
         roots: list[tree.Node] = []
-        for query, rid in enumerate(rids):
-            node, below = self.bindings.get(rid, (self.root, -1))[0], None
+        seen: set[int] = set()
+        for query, request in enumerate(requests):
+            node, below = self.bindings.get(request, self.root), None
+            again = request in seen
+            seen.add(request)
+            if again or node.end > seq_lens[query]:
+                continue
             while node.parent is not None:
                 copy = made.get(node.id)
                 is_new = copy is None
@@ -94,7 +103,7 @@ class Mirror:
                     copy.children.append(below)
                 below = copy if is_new else None
                 node = node.parent
-        return roots
+        return tree.Batch(seq_lens, roots)
 
     def _insert(self, event: NodeInserted) -> None:
         parent = self._node(event.parent)
@@ -118,29 +127,33 @@ class Mirror:
         if node is None or node is self.root:
             return
         # SGLang locks the nodes of running requests, so this is a fault there or here: whoever runs through the
-        # node is unbound, that is served right but unpacked.
+        # node is taken to share nothing, which is served right but unpacked.
         stack = [node]
         while stack:
             below = stack.pop()
             stack.extend(below.children.values())
-            for rid in list(below.requests):
-                self._release(rid)
+            for request in list(below.requests):
+                self._move(request, self.root)
         raise InconsistentError(f"node {id} was evicted while requests were running on it")
 
-    def _bind(self, rid: str, row: int, id: int) -> None:
-        node = self._node(id)
-        previous = self.bindings.get(rid)
-        node.requests[rid] = None
-        self.bindings[rid] = (node, row)
-        if previous is not None and previous[0] is not node:
-            del previous[0].requests[rid]
-            self._prune(previous[0])
+    def _bind(self, request: int, node: MirrorNode) -> None:
+        self._move(request, node)
+        # A row has one request. Only now: the nodes above may have been the other one's alone.
+        for other in [other for other in self.bindings if (other ^ request) % (1 << 32) == 0 and other != request]:
+            self._release(other)
 
-    def _release(self, rid: str) -> None:
-        binding = self.bindings.pop(rid, None)
-        if binding is not None:
-            del binding[0].requests[rid]
-            self._prune(binding[0])
+    def _move(self, request: int, node: MirrorNode) -> None:
+        before = self.bindings.get(request, node)
+        before.requests.pop(request, None)
+        node.requests[request] = None
+        self.bindings[request] = node
+        if before is not node:
+            self._prune(before)
+
+    def _release(self, request: int) -> None:
+        if request in self.bindings:
+            self._move(request, self.root)
+            del self.bindings[request], self.root.requests[request]
 
     def _prune(self, node: MirrorNode | None) -> None:
         """Forget `node` and its ancestors as far as no request uses them."""

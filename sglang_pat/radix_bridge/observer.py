@@ -24,14 +24,17 @@ from sglang_pat.radix_bridge.events import (
     NodeEvicted,
     NodeInserted,
     NodeSplit,
-    RequestAdvanced,
     RequestBound,
     RequestReleased,
+    RequestsExpected,
     RequestWithdrawn,
     TreeReset,
 )
 
 logger = logging.getLogger(__name__)
+
+ROW = (1 << 32) - 1
+"""The bits of a request that are its row."""
 
 _SECRET = secrets.token_bytes(16)
 """Keys the digests of first pages: no prompt can be made to look like the beginning of another."""
@@ -40,11 +43,13 @@ _SECRET = secrets.token_bytes(16)
 class Observer:
     """Feeds the scheduler; the methods named `on_*` are what `hooks` calls.
 
+    What goes wrong with one request makes that one be decoded unpacked, and no other.
+
     Attributes:
         scheduler: Mirrors the paths and expects the batch.
         subscribers: Called with every event after the scheduler has taken it.
         nodes: Nodes announced so far.
-        faults: Times that the cache and the mirror disagreed; the request concerned is then served unpacked.
+        faults: Times that the cache and the mirror disagreed.
     """
 
     def __init__(self, scheduler: NativeScheduler) -> None:
@@ -52,27 +57,36 @@ class Observer:
         self.subscribers: list[Callable[[Event], None]] = []
         self.nodes = 0
         self.faults = 0
-        self._requests: dict[str, Any] = {}
+        self._reqs: dict[int, Any] = {}  # SGLang's, by row: who was bound last
+
+    def on_prefill(self, requests: list[int], lengths: list[int], rids: list[str]) -> None:
+        """`requests` are being prefilled up to so many tokens: they decode next, with one token more."""
+        self._emit(RequestsExpected(requests, [length + 1 for length in lengths], rids))
 
     def on_cached(self, cache: Any, req: Any) -> None:
         """`req` was just cached: its row holds the tree's slots for the whole of its path."""
         if cache.disable or req.finished():
             return
+        request = compat.request_of(cache.req_to_token_pool, req)
+        if request is None:
+            return
+        self._reqs[request & ROW] = req
         try:
-            self._bind(cache, req)
-        except InconsistentError as fault:
-            self._count_fault("request %s is decoded unpacked: %s", req.rid, fault)
-            self.on_released(req)
+            self._bind(request, compat.path(cache, req), compat.protected_len(req), cache.page_size)
+        except Exception as fault:
+            unforeseen = not isinstance(fault, InconsistentError)
+            self._count_fault("a request is decoded unpacked: %s", fault, exc_info=unforeseen)
+            self._emit(RequestBound(request, ROOT, 0))
 
-    def on_finishing(self, reqs: list[Any]) -> None:
-        """The batch that comes next is without `reqs`, whose last tokens are being computed."""
-        for req in reqs:
-            self._emit(RequestWithdrawn(req.rid))
+    def on_finishing(self, requests: list[int]) -> None:
+        """The batch that comes next is without `requests`, whose last tokens are being computed."""
+        for request in requests:
+            self._emit(RequestWithdrawn(request))
 
-    def on_released(self, req: Any) -> None:
-        """`req` gave its row back."""
-        self._requests.pop(req.rid, None)
-        self._emit(RequestReleased(req.rid))
+    def on_released(self, request: int) -> None:
+        """`request` gave its row back."""
+        self._reqs.pop(request & ROW, None)
+        self._emit(RequestReleased(request))
 
     def on_evicted(self, node: int) -> None:
         """The cache dropped node `node`."""
@@ -83,7 +97,6 @@ class Observer:
 
     def on_reset(self) -> None:
         """The cache dropped everything."""
-        self._requests.clear()
         self._emit(TreeReset())
 
     def on_fault(self) -> None:
@@ -102,22 +115,23 @@ class Observer:
         for subscriber in self.subscribers:
             subscriber(event)
 
-    def _bind(self, cache: Any, req: Any) -> None:
-        path = compat.path(cache, req)
-        length = sum(length for _, length in path)
-        if length != compat.protected_len(req):
-            raise InconsistentError(f"its path has {length} tokens, of which {compat.protected_len(req)} are its own")
+    def _bind(self, request: int, path: list[tuple[int, int]] | None, tokens: int, page: int) -> None:
+        """Bind a request whose first `tokens` tokens are the tree's, by `path`."""
+        if path is None:
+            self._emit(RequestBound(request, ROOT, 0))
+            return
+        total = sum(length for _, length in path)
+        if total != tokens:
+            raise InconsistentError(f"its path has {total} tokens, of which {tokens} are its own")
+        req = self._reqs[request & ROW]
         parent, start = ROOT, 0
         try:
             for node, length in path:
-                self._announce(req, cache.page_size, node, length, parent, start)
+                self._announce(req, page, node, length, parent, start)
                 parent, start = node, start + length
-        except InconsistentError:
-            self.scheduler.prune(parent)
-            raise
-        self._requests[req.rid] = req
-        event = RequestAdvanced if req.rid in self.scheduler else RequestBound
-        self._emit(event(req.rid, compat.row(req), parent, compat.decode_len(req)))
+        finally:
+            # In any case: nodes that were announced and have no request would stay for ever.
+            self._emit(RequestBound(request, parent, compat.decode_len(req) if start == tokens else 0))
 
     def _announce(self, req: Any, page: int, node: int, length: int, parent: int, start: int) -> None:
         """Make the mirror know the next node of a path, `length` tokens from `start` on, below `parent`."""
@@ -128,7 +142,7 @@ class Observer:
             if other is None:
                 self._emit(NodeInserted(node, parent, length, head))
             else:
-                witness = self._requests[self.scheduler.any_request(other)]
+                witness = self._reqs[self.scheduler.any_request(other) & ROW]
                 self._emit(NodeSplit(other, node, length, _head(witness, start + length, page)))
         elif known != (parent, length):
             raise InconsistentError(f"node {node} is not where it was")
@@ -138,7 +152,7 @@ def apply(scheduler: NativeScheduler, event: Event) -> None:
     """Tell `scheduler` one event; a request whose prompt is complete is expected in the next batch.
 
     Raises:
-        InconsistentError: The event names a node or request that is not there, or is there already.
+        InconsistentError: The event names a node that is not there, or is there already.
     """
     match event:
         case NodeInserted(node, parent, length, head):
@@ -149,14 +163,17 @@ def apply(scheduler: NativeScheduler, event: Event) -> None:
             scheduler.evict(node)
         case TreeReset():
             scheduler.reset()
-        case RequestBound(rid, row, node, length) | RequestAdvanced(rid, row, node, length):
-            scheduler.bind(rid, row, node)
+        case RequestBound(request, node, length):
+            scheduler.bind(request, node)
             if length > 0:
-                scheduler.join(rid, length)
-        case RequestWithdrawn(rid):
-            scheduler.withdraw(rid)
-        case RequestReleased(rid):
-            scheduler.release(rid)
+                scheduler.expect(request, length)
+        case RequestsExpected(requests, lengths):
+            for request, length in zip(requests, lengths, strict=True):
+                scheduler.expect(request, length)
+        case RequestWithdrawn(request):
+            scheduler.withdraw(request)
+        case RequestReleased(request):
+            scheduler.release(request)
 
 
 def _head(req: Any, start: int, page: int) -> bytes:

@@ -44,17 +44,18 @@ int main() {
     std::vector<int64_t> seq_lens(kBatch, kSeqLen);
     scheduler.insert(1, pat::kRootId, 500, pat::Head{1, 1});
     int64_t node = 1;
-    std::vector<int32_t> running;
+    std::vector<int64_t> running;
     running.reserve(kBatch);
     const auto join = [&] {
       ++node;
       scheduler.insert(node, 1, 300, pat::Head{node, 0});
-      running.push_back(scheduler.bind(node, 0));
-      scheduler.join(running.back(), kSeqLen);
+      running.push_back(int64_t(running.size()));
+      scheduler.bind(running.back(), node);
+      scheduler.expect(running.back(), kSeqLen);
     };
     const auto step = [&](bool ahead) {
       if (ahead) scheduler.prepare(0);
-      scheduler.take(seq_lens.data(), int64_t(running.size()), 1);
+      scheduler.take(running.data(), seq_lens.data(), int64_t(running.size()), 1);
       ++plans;
     };
     const auto round = [&] {

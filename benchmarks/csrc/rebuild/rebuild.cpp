@@ -1,22 +1,16 @@
 // What the native scheduler is compared with: a tree rebuilt from block tables for every plan, as the original PAT does.
 // Rows are grouped by hashing block after block; the packing that follows is the native scheduler's own.
 
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/function.h>
-
+#include <numeric>
 #include <unordered_map>
-#include <vector>
 
-#include "../../../sglang_pat/csrc/packing/scheduler.h"
+#include "../../../sglang_pat/csrc/packing/module.cpp"
 
 namespace {
 
-using tvm::ffi::TensorView;
-
-// `rows` [batch, blocks] names each request's blocks of `page` tokens. Plans into the scheduler behind `handle`, which
-// must have been created with the native scheduler's own module.
+// `rows` [batch, blocks] names each request's blocks of `page` tokens.
 int64_t rebuild(int64_t handle, TensorView rows, int64_t page, TensorView seq_lens) {
-  pat::Scheduler& scheduler = *reinterpret_cast<pat::Scheduler*>(handle);
+  Scheduler& scheduler = at(handle);
   const int32_t* blocks = static_cast<const int32_t*>(rows.data_ptr());
   const int64_t batch = rows.size(0), width = rows.size(1);
   scheduler.reset();
@@ -53,10 +47,10 @@ int64_t rebuild(int64_t handle, TensorView rows, int64_t page, TensorView seq_le
       stack.push_back(Group{std::move(queries), node, end});
     }
   }
-  std::vector<int32_t> requests(batch);
-  for (int32_t query = 0; query < batch; ++query) requests[query] = scheduler.bind(last[query], query);
-  scheduler.set_batch(requests.data(), batch);
-  return scheduler.take(static_cast<const int64_t*>(seq_lens.data_ptr()), batch, 0).buffer;
+  std::vector<int64_t> requests(batch);
+  std::iota(requests.begin(), requests.end(), 0);
+  for (const int64_t request : requests) scheduler.bind(request, last[request]);
+  return scheduler.take(requests.data(), static_cast<const int64_t*>(seq_lens.data_ptr()), batch, 0).buffer;
 }
 
 }  // namespace

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace pat {
@@ -10,17 +12,55 @@ namespace pat {
 // In the order of POLICIES in sglang_pat/packing/scheduler.py.
 enum class Policy { kQuery, kNaive, kPat, kCompute, kOptimal };
 
+// What a plan may be made of at most. A GPU has a few hundred workers, a tile a few hundred rows; prices are bytes, of which a
+// worker moves some 33 in a nanosecond. With Scheduler::kMaxTokens no sum of prices leaves 64 bits.
+constexpr int64_t kMaxWorkers = 4096, kMaxTile = 4096, kMaxBatch = 1 << 20;
+constexpr int64_t kMaxTokenPrice = int64_t(1) << 22, kMaxItemPrice = int64_t(1) << 32;
+
+inline int64_t in_range(const char* name, int64_t value, int64_t least, int64_t most) {
+  if (value < least || value > most)
+    throw std::invalid_argument(std::string(name) + " must be " + std::to_string(least) + " to " + std::to_string(most) +
+                                ", not " + std::to_string(value));
+  return value;
+}
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Config {
-  int64_t token_bytes, part_bytes, turn;
-  int group, kv_heads, workers, max_queries, few_queries, warp_queries;
-  Policy policy;
+  int64_t token_bytes = 0, part_bytes = 0, turn = 0;
+  int group = 1, kv_heads = 1, workers = 1, max_queries = 1, few_queries = 1, warp_queries = 0;
+  Policy policy = Policy::kOptimal;
   // [max_queries + 1]: what a token costs a work item with so many queries, what starting it costs, and up to how many
   // tokens it is better run by work items of `few_queries`.
   std::vector<int64_t> rates, items, short_tokens;
   std::vector<int> query_tiles, kv_tiles, kv_bounds;
   bool flat = false;  // all rates are equal, all starts too: no work item is bound by arithmetic
+
+  // Throws std::invalid_argument where a number cannot be, or lists do not belong together; says whether the config is flat.
+  void check() {
+    in_range("token_bytes", token_bytes, 1, kMaxTokenPrice);
+    in_range("part_bytes", part_bytes, 0, kMaxItemPrice);
+    in_range("turn", turn, 0, kMaxItemPrice);
+    for (const auto* prices : {&rates, &items, &short_tokens})
+      in_range("the number of prices", int64_t(prices->size()), max_queries + 1, max_queries + 1);
+    for (int queries = 1; queries <= max_queries; ++queries) {
+      in_range("a token's price", rates[queries], 1, kMaxTokenPrice);
+      in_range("an item's price", items[queries], 0, kMaxItemPrice);
+      in_range("short_tokens", short_tokens[queries], 0, INT32_MAX);
+    }
+    in_range("few_queries", few_queries, 1, max_queries);
+    in_range("the number of query tiles", int64_t(query_tiles.size()), 1, kMaxTile);
+    in_range("the number of KV tiles", int64_t(kv_tiles.size()), int64_t(kv_bounds.size()) + 1, int64_t(kv_bounds.size()) + 1);
+    for (const auto* tiles : {&query_tiles, &kv_tiles}) {
+      for (const int tile : *tiles) in_range("a tile", tile, 1, kMaxTile);
+      if (!std::is_sorted(tiles->begin(), tiles->end())) throw std::invalid_argument("tiles must ascend");
+    }
+    if (!std::is_sorted(kv_bounds.begin(), kv_bounds.end())) throw std::invalid_argument("kv_bounds must ascend");
+    const auto equal = [&](const std::vector<int64_t>& prices) {
+      return std::count(prices.begin() + 1, prices.end(), prices[1]) == max_queries;
+    };
+    flat = equal(rates) && equal(items);
+  }
 
   // m for a work item of so many queries.
   int query_tile(int64_t queries) const {

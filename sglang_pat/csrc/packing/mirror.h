@@ -12,6 +12,11 @@ namespace pat {
 
 constexpr int32_t kNone = -1, kRoot = 0;
 constexpr int64_t kRootId = -1;
+constexpr int64_t kMaxPosition = INT32_MAX;  // of a token in its request
+
+// A request is a row of req_to_token, and which of its owners: the row in the lower 32 bits, above them how often it was handed out.
+constexpr int64_t kNoRequest = -1;
+inline int64_t row_of(int64_t key) { return key & 0xffffffff; }
 
 // What tells siblings apart: a digest of namespace and first page.
 struct Head {
@@ -22,7 +27,7 @@ struct Head {
 struct Node {
   int32_t parent, start, length;
   // Of the batch being planned; prefixes.h.
-  uint32_t stamp = 0;
+  uint64_t stamp = 0;
   int32_t shared_child = kNone, last_shared_child = kNone, next_shared = kNone;
   int32_t first_leaf = kNone, last_leaf = kNone;
   int32_t first_child = kNone, next_sibling = kNone, previous_sibling = kNone;
@@ -34,8 +39,8 @@ struct Node {
 };
 
 struct Request {
-  int32_t node = kNone;
-  int32_t row = 0;
+  int32_t node = kNone;  // where its path ends; the root, if it is known to share nothing, or nothing is known
+  int64_t key = kNoRequest;
   int32_t next = kNone, previous = kNone;
   int32_t position = kNone;  // in the batch expected next
   bool counted = false;      // among the requests decoded
@@ -48,7 +53,7 @@ struct Inconsistent : std::runtime_error {
 
 class Mirror {
  public:
-  Mirror() : by_id_(HashOfId{this}), by_head_(HashOfHead{this}) { clear(); }
+  Mirror() : by_id_(HashOfId{this}), by_head_(HashOfHead{this}), by_row_(HashOfRow{this}) { clear(); }
   Mirror(const Mirror&) = delete;
 
   // Room for requests and the nodes at their ends; what is above these grows once.
@@ -59,9 +64,9 @@ class Mirror {
 
   void insert(int64_t id, int64_t parent_id, int64_t length, Head head) {
     const int32_t parent = known(parent_id);
-    if (find(id) != kNone || child(parent, head) != kNone || length <= 0)
+    if (find(id) != kNone || child(parent, head) != kNone || length <= 0 || length > kMaxPosition - nodes_[parent].end())
       throw Inconsistent("node " + std::to_string(id) + " inserted below " + std::to_string(parent_id) +
-                         " twice or empty");
+                         " twice, or empty or too long");
     link(add_node(id, head, nodes_[parent].end(), int32_t(length)), parent);
   }
 
@@ -82,9 +87,10 @@ class Mirror {
     link(node, upper);
   }
 
-  // Calls released(request) for every request below a node that the cache dropped, which it never should.
-  template <typename Released>
-  void evict(int64_t id, Released released) {
+  // Calls lost(request) for every request below a node that the cache dropped, which it never should; these share nothing
+  // from then on.
+  template <typename Lost>
+  void evict(int64_t id, Lost lost) {
     const int32_t node = find(id);
     if (node == kNone || node == kRoot) return;
     std::vector<int32_t> below{node}, requests;
@@ -94,47 +100,53 @@ class Mirror {
       for (int32_t c = n.first_child; c != kNone; c = nodes_[c].next_sibling) below.push_back(c);
       for (int32_t r = n.first_request; r != kNone; r = requests_[r].next) requests.push_back(r);
     }
-    for (const int32_t request : requests) released(request);
+    for (const int32_t request : requests) {
+      lost(request);
+      move(request, kRootId);
+    }
     throw Inconsistent("node " + std::to_string(id) + " was evicted while requests were running on it");
   }
 
+  // Forgets every node; requests share nothing from then on.
   void clear() {
     nodes_.assign(1, make_node(kRootId, Head{0, 0}, 0, 0));
     free_nodes_.clear();
     by_id_.clear();
     by_head_.clear();
     by_id_.insert(kRoot);
-    for (size_t i = 0; i < requests_.size(); ++i)
-      if (requests_[i].node != kNone) {
-        requests_[i] = Request{};
-        free_requests_.push_back(int32_t(i));
-      }
+    for (int32_t i = 0; i < int32_t(requests_.size()); ++i)
+      if (requests_[i].node != kNone) hang(i, kRoot);
   }
 
-  int32_t bind(int64_t id, int32_t row) {
-    const int32_t node = known(id);
+  // A request that hangs at the root, in a row that nobody has.
+  int32_t enter(int64_t key) {
     const int32_t request = place(requests_, free_requests_);
     requests_[request] = Request{};
-    requests_[request].row = row;
-    hang(request, node);
+    requests_[request].key = key;
+    by_row_.insert(request);
+    hang(request, kRoot);
     return request;
   }
 
-  void move(int32_t request, int64_t id, int32_t row) {
+  // It shares what is above the node `id`.
+  void move(int32_t request, int64_t id) {
     const int32_t node = known(id), previous = requests_[request].node;
-    requests_[request].row = row;
     if (node == previous) return;
     unhang(request);
     hang(request, node);
     prune(previous);
   }
 
-  void release(int32_t request) {
+  void release(int32_t request) { prune(remove(request)); }
+
+  // The same, but the nodes above stay: returns where it hung.
+  int32_t remove(int32_t request) {
     const int32_t node = requests_[request].node;
+    by_row_.erase(request);
     unhang(request);
     requests_[request] = Request{};
     free_requests_.push_back(request);
-    prune(node);
+    return node;
   }
 
   // Forget `node` and its ancestors as far as no request uses them.
@@ -164,8 +176,16 @@ class Mirror {
     return nodes_[node].first_request;
   }
 
-  bool is_bound(int32_t request) const {
-    return request >= 0 && size_t(request) < requests_.size() && requests_[request].node != kNone;
+  // Who has the row of `key`, kNone if nobody has it.
+  int32_t at_row(int64_t key) const {
+    return by_row_.find(mix(uint64_t(row_of(key))),
+                        [&](int32_t request) { return row_of(requests_[request].key) == row_of(key); });
+  }
+
+  // The request `key`, kNone if it is not known.
+  int32_t find_request(int64_t key) const {
+    const int32_t request = at_row(key);
+    return request != kNone && requests_[request].key == key ? request : kNone;
   }
 
   int32_t known(int64_t id) const {
@@ -177,8 +197,10 @@ class Mirror {
   Node& node(int32_t index) { return nodes_[index]; }
   Request& request(int32_t index) { return requests_[index]; }
   size_t active_nodes() const { return nodes_.size() - free_nodes_.size() - 1; }
+  size_t active_requests() const { return requests_.size() - free_requests_.size(); }
   size_t bytes() const {
-    return nodes_.size() * sizeof(Node) + free_nodes_.capacity() * sizeof(int32_t) + by_id_.bytes() + by_head_.bytes();
+    return nodes_.size() * sizeof(Node) + free_nodes_.capacity() * sizeof(int32_t) + by_id_.bytes() + by_head_.bytes() +
+           by_row_.bytes();
   }
 
  private:
@@ -191,6 +213,11 @@ class Mirror {
     uint64_t operator()(int32_t node) const {
       return hash(mirror->nodes_[node].parent, mirror->nodes_[node].head);
     }
+  };
+
+  struct HashOfRow {
+    const Mirror* mirror;
+    uint64_t operator()(int32_t request) const { return mix(uint64_t(row_of(mirror->requests_[request].key))); }
   };
 
   static uint64_t hash(int32_t parent, Head head) {
@@ -261,6 +288,7 @@ class Mirror {
   std::vector<int32_t> free_nodes_, free_requests_;
   Index<HashOfId> by_id_;
   Index<HashOfHead> by_head_;
+  Index<HashOfRow> by_row_;
 };
 
 }  // namespace pat

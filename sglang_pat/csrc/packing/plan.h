@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -63,13 +65,13 @@ class PlanWriter {
     statistics.longest_bin = 0;
     num_parts_ = packs.num_parts;
     int64_t remaining = packs.work;
-    const int64_t share = remaining * config.kv_heads / (2 * config.workers);
-    int64_t weighted_work = packs.work;
+    const auto share = int64_t(__int128(remaining) * config.kv_heads / (2 * config.workers));
+    double weighted_work = double(packs.work);
     for (const Pack& pack : packs.wide) {
       const int64_t cost = config.item_bytes(pack.count, pack.end - pack.start);
-      if (cost > share) weighted_work += cost * (pack.count - 1);
+      if (cost > share) weighted_work += double(cost) * (pack.count - 1);
     }
-    const double queries = double(weighted_work) / double(std::max<int64_t>(1, packs.work));
+    const double queries = weighted_work / double(std::max<int64_t>(1, packs.work));
     const int64_t least = config.kv_tiles.back() * config.token_bytes + config.items[1];
     Queue wide{packs.wide, 0, 0}, narrow{packs.narrow, 0, 0};
     const auto tokens_of = [&](const Queue& queue) {
@@ -159,19 +161,17 @@ class PlanWriter {
     const int64_t batch = int64_t(seq_lens.size());
     int64_t num_queries = 0;
     for (const Pack& item : items_) num_queries += item.count;
+    const int64_t sizes[] = {int64_t(bins_.size()), int64_t(items_.size()) * kItemSize, num_queries, num_queries, batch + 1};
+    const int64_t size = std::accumulate(std::begin(sizes), std::end(sizes), int64_t(kHeaderSize));
+    if (size > capacity)
+      throw TooLarge("a plan of " + std::to_string(size) + " ints does not fit its buffer of " +
+                     std::to_string(capacity));
     out[kNumItems] = int32_t(items_.size());
     out[kNumQueries] = int32_t(num_queries);
     out[kNumBins] = int32_t(bins_.size()) - 1;
     out[kBatch] = int32_t(batch);
     out[kBins] = kHeaderSize;
-    out[kItems] = out[kBins] + int32_t(bins_.size());
-    out[kQueries] = out[kItems] + int32_t(items_.size()) * kItemSize;
-    out[kSlots] = out[kQueries] + int32_t(num_queries);
-    out[kPartOffsets] = out[kSlots] + int32_t(num_queries);
-    out[kSize] = out[kPartOffsets] + int32_t(batch) + 1;
-    if (out[kSize] > capacity)
-      throw TooLarge("a plan of " + std::to_string(out[kSize]) + " ints does not fit its buffer of " +
-                     std::to_string(capacity));
+    for (int section = 0; section < 5; ++section) out[kBins + section + 1] = out[kBins + section] + int32_t(sizes[section]);
 
     statistics.query_sizes.assign(config.max_queries + 1, 0);
     int32_t* row = out + out[kItems];
@@ -227,7 +227,7 @@ class PlanWriter {
     for (size_t i = 0; i < items_.size(); ++i, row += kItemSize) row[kSlot] = to[row[kFirstQuery]];
     std::copy(bins_.begin(), bins_.end(), out + out[kBins]);
     out[kNumSlots] = slots;
-    out[kSteps] = int32_t(std::min<int64_t>(kTailGrowth * longest - longest_tail, even_steps_));
+    out[kSteps] = int32_t(std::min<int64_t>({kTailGrowth * longest - longest_tail, even_steps_, INT32_MAX}));
     statistics.items = int64_t(items_.size());
     statistics.parts = slots;
     statistics.kv_tokens = kv_tokens;

@@ -1,6 +1,7 @@
 // From a batch to its plan: sglang_pat/packing/scheduler.py, `make_plan`.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -33,7 +34,7 @@ class PlanMaker {
   void copy(Mirror& mirror, const std::vector<int32_t>& batch, const std::vector<int32_t>& seq_lens, size_t told,
             int64_t steps) {
     seq_lens_ = seq_lens;
-    for (size_t i = 0; i < told; ++i) seq_lens_[i] += int32_t(steps);
+    for (size_t i = 0; i < told; ++i) seq_lens_[i] = int32_t(std::min(kMaxPosition, seq_lens_[i] + steps));
     prefixes_.take(mirror, batch, seq_lens_);
   }
 
@@ -51,6 +52,7 @@ class PlanMaker {
           choose_compute(prefixes_, choices_, index, packs_.start(index), seq_lens_, config);
       }
       packs_.add(prefixes_, choices_, index, seq_lens_, config);
+      if (int64_t(packs_.queries.size()) > buffer.capacity) throw TooLarge("a plan does not fit its buffer");
     }
     packs_.count_parts(prefixes_);
     // Packing pays by the model or is not done.

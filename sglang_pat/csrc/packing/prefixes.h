@@ -33,8 +33,8 @@ struct Prefixes {
 
   // `requests[i]` is the request at batch position i, kNone for one that the mirror does not know.
   void take(Mirror& mirror, const std::vector<int32_t>& requests, const std::vector<int32_t>& seq_lens) {
-    mark(mirror, requests);
-    hang_leaves(mirror, requests);
+    mark(mirror, requests, seq_lens);
+    hang_leaves(mirror, requests, seq_lens);
     nodes.clear();
     order.clear();
     kv_minimum = 0;
@@ -58,11 +58,11 @@ struct Prefixes {
   };
 
   // The first query that passes a node visits it, the second one makes it shared: an even stamp, then an odd one.
-  void mark(Mirror& mirror, const std::vector<int32_t>& requests) {
+  void mark(Mirror& mirror, const std::vector<int32_t>& requests, const std::vector<int32_t>& seq_lens) {
     stamp_ += 2;
     reset(mirror.node(kRoot));
-    for (const int32_t request : requests) {
-      int32_t index = node_of(mirror, request);
+    for (size_t query = 0; query < requests.size(); ++query) {
+      int32_t index = node_of(mirror, requests[query], seq_lens[query]);
       while (index != kRoot) {
         Node& node = mirror.node(index);
         if (node.stamp < stamp_) {
@@ -80,10 +80,10 @@ struct Prefixes {
     }
   }
 
-  void hang_leaves(Mirror& mirror, const std::vector<int32_t>& requests) {
+  void hang_leaves(Mirror& mirror, const std::vector<int32_t>& requests, const std::vector<int32_t>& seq_lens) {
     next_leaf_.resize(requests.size());
     for (size_t query = 0; query < requests.size(); ++query) {
-      int32_t index = node_of(mirror, requests[query]);
+      int32_t index = node_of(mirror, requests[query], seq_lens[query]);
       while (index != kRoot && mirror.node(index).stamp == stamp_) index = mirror.node(index).parent;
       Node& node = mirror.node(index);
       next_leaf_[query] = kNone;
@@ -125,11 +125,14 @@ struct Prefixes {
     last = element;
   }
 
-  static int32_t node_of(Mirror& mirror, int32_t request) {
-    return request == kNone ? kRoot : mirror.request(request).node;
+  // Where the request's path ends. One that is longer than the request cannot be right, so that it shares nothing.
+  static int32_t node_of(Mirror& mirror, int32_t request, int32_t tokens) {
+    if (request == kNone) return kRoot;
+    const int32_t node = mirror.request(request).node;
+    return mirror.node(node).end() <= tokens ? node : kRoot;
   }
 
-  uint32_t stamp_ = 0;
+  uint64_t stamp_ = 0;
   std::vector<int32_t> next_leaf_;
   std::vector<Visit> stack_;
 };

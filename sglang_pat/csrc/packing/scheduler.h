@@ -34,6 +34,9 @@ class Scheduler {
     int64_t steps;
   };
 
+  // Beyond these, sums of tokens and prices could overflow: 2^37 tokens are more than any pool holds.
+  static constexpr int64_t kMaxSteps = 1 << 30, kMaxTokens = int64_t(1) << 37;
+
   struct Totals {
     Statistics statistics;  // summed over steps
     int64_t steps = 0, requests = 0;
@@ -43,6 +46,7 @@ class Scheduler {
   Scheduler(Config config, std::vector<Buffer> buffers, int64_t max_batch, int64_t max_slots)
       : config_(std::move(config)), buffers_(std::move(buffers)), max_slots_(max_slots), plans_(buffers_.size()) {
     mirror_.reserve(max_batch);
+    keys_.reserve(max_batch);
     batch_.reserve(max_batch);
     seq_lens_.reserve(max_batch);
     maker_.reserve(max_batch);
@@ -70,51 +74,44 @@ class Scheduler {
     mirror_.split(id, upper, length, head);
   }
 
-  void evict(int64_t id, std::vector<int32_t>& released) {
+  // Requests below the node stay in the batch, and share nothing any more.
+  void evict(int64_t id) {
     std::lock_guard<std::mutex> lock(mutex_);
-    mirror_.evict(id, [&](int32_t request) {
-      released.push_back(request);
-      leave(request, /*stays=*/true);
-      mirror_.release(request);
-    });
+    mirror_.evict(id, [&](int32_t request) { version_ += mirror_.request(request).position != kNone; });
   }
 
-  // Forgets every path; the batch stays, with nothing known about it.
+  // Forgets every path; the requests stay, and share nothing.
   void reset() {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const int32_t request : batch_)
-      if (request != kNone) mirror_.request(request).position = kNone;
-    std::fill(batch_.begin(), batch_.end(), kNone);
     mirror_.clear();
     ++version_;
   }
 
-  int32_t bind(int64_t node, int32_t row) {
+  // Requests are named by keys (mirror.h), and need not be known: whoever had such a request's row before is forgotten.
+
+  // The request shares what is above the node.
+  void bind(int64_t key, int64_t node) {
     std::lock_guard<std::mutex> lock(mutex_);
-    return mirror_.bind(node, row);
+    check_key(key);
+    mirror_.known(node);
+    const Known known = enter(key);
+    mirror_.move(known.request, node);
+    mirror_.prune(known.orphan);
+    if (mirror_.request(known.request).position != kNone) ++version_;
   }
 
-  void move(int32_t request, int64_t node, int32_t row) {
+  // The request gave its row back; it leaves the batch.
+  void release(int64_t key) {
     std::lock_guard<std::mutex> lock(mutex_);
-    check(request);
-    mirror_.move(request, node, row);
-    if (mirror_.request(request).position != kNone) ++version_;
+    leave(key);
+    const int32_t request = mirror_.find_request(key);
+    if (request != kNone) mirror_.release(request);
   }
 
-  // Returns where in the batch the request was, -1 if it was not.
-  int32_t release(int32_t request) {
+  // The request keeps its path and leaves the batch.
+  void withdraw(int64_t key) {
     std::lock_guard<std::mutex> lock(mutex_);
-    check(request);
-    const int32_t position = leave(request, /*stays=*/false);
-    mirror_.release(request);
-    return position;
-  }
-
-  // The request keeps its path and leaves the batch. Returns where it was, -1 if it was not there.
-  int32_t withdraw(int32_t request) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    check(request);
-    return leave(request, /*stays=*/false);
+    leave(key);
   }
 
   int32_t find(int64_t id, int64_t& parent, int64_t& length) {
@@ -131,85 +128,51 @@ class Scheduler {
     return node == kNone ? kRootId : mirror_.node(node).id;
   }
 
-  int32_t any_request(int64_t node) {
+  int64_t any_request(int64_t node) {
     std::lock_guard<std::mutex> lock(mutex_);
-    return mirror_.any_request(mirror_.known(node));
+    const int32_t request = mirror_.any_request(mirror_.known(node));
+    if (request == kNone) throw Inconsistent("node " + std::to_string(node) + " has no request");
+    return mirror_.request(request).key;
   }
 
-  void prune(int64_t node) {
+  // (node, where its path ends) of a request; false if it is not known.
+  bool binding(int64_t key, int64_t& node, int64_t& end) {
     std::lock_guard<std::mutex> lock(mutex_);
-    mirror_.prune(mirror_.find(node));
-  }
-
-  // (node, row, where its path ends) of a bound request.
-  void binding(int32_t request, int64_t& node, int64_t& row, int64_t& end) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    check(request);
-    const Request& r = mirror_.request(request);
-    node = mirror_.node(r.node).id, row = r.row, end = mirror_.node(r.node).end();
+    const int32_t request = mirror_.find_request(key);
+    if (request == kNone) return false;
+    const Node& n = mirror_.node(mirror_.request(request).node);
+    node = n.id, end = n.end();
+    return true;
   }
 
   // The batch expected next.
 
-  void set_batch(const int32_t* requests, int64_t size) {
+  // The request decodes next, behind all others if it is not in the batch yet; `length` is its tokens, as far as they are known.
+  // Until it is bound it shares nothing.
+  void expect(int64_t key, int64_t length) {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (int64_t i = 0; i < size; ++i)
-      if (requests[i] != kNone) check(requests[i]);
-    for (const int32_t request : batch_)
-      if (request != kNone) mirror_.request(request).position = kNone;
-    batch_.clear();
-    seq_lens_.clear();
-    told_ = 0;
-    ++version_;
-    for (int64_t i = 0; i < size; ++i) append(requests[i], 1);
-  }
-
-  // A request joins at the end; `length` is its tokens, as far as they are known.
-  // Returns false where the request is in the batch already, which takes over its length.
-  bool join(int32_t request, int64_t length) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    check(request);
-    const int32_t position = mirror_.request(request).position;
-    if (position != kNone) {
-      grow(position, length);
-      return false;
-    }
-    append(request, length);
-    ++version_;
-    return true;
-  }
-
-  // A request that has no path yet is expected at `position` with `length` tokens; behind all others if it joins.
-  void expect(int64_t position, int64_t length) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (position != int64_t(batch_.size())) return grow(position, length);
-    append(kNone, length);
+    check_key(key);
+    in_range("a request's tokens", length, 0, kMaxPosition);
+    in_range("the batch", int64_t(batch_.size()) + 1, 0, kMaxBatch);
+    const Known known = enter(key);
+    mirror_.prune(known.orphan);
+    const int32_t position = mirror_.request(known.request).position;
+    if (position != kNone) return grow(position, length);
+    append(key, known.request, length);
     ++version_;
   }
 
-  // The request at `position`, which had no path, has got one.
-  void adopt(int64_t position, int32_t request) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    check(request);
-    if (batch_.at(position) != kNone) throw Inconsistent("two requests at one place of the batch");
-    batch_[position] = request;
-    mirror_.request(request).position = int32_t(position);
-    mirror_.request(request).counted = size_t(position) < told_;
-    ++version_;
-  }
-
-  // The request at `position`, which has no path, leaves.
-  void drop(int64_t position) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (batch_.at(position) != kNone) throw Inconsistent("a request with a path leaves when it is released");
-    erase(int32_t(position));
-    ++version_;
+  // Whether `keys` is the batch that the plan in use was made for, and nothing about it has changed since. Nobody else writes what
+  // this reads, so that it need not wait for the planning thread.
+  bool stands(const int64_t* keys, int64_t size) const {
+    return planned_version_ == version_ && is_batch(keys, size);
   }
 
   // Let the planning thread make the next plan; the batch has run `steps` steps since its lengths were last told.
   void prepare(int64_t steps) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      check_steps(steps);
       if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
       steps_ahead_ = steps;
       wanted_ = true;
@@ -217,14 +180,18 @@ class Scheduler {
     wake_.notify_one();
   }
 
-  // The plan for the batch, whose requests now have `seq_lens` tokens: the one made ahead if it is for this very batch,
-  // else made now. The plan before it ran `steps` steps. Throws TooLarge.
-  Taken take(const int64_t* seq_lens, int64_t size, int64_t steps) {
+  // The plan for the batch `keys`, whose requests now have `seq_lens` tokens: the one made ahead if it is for this very batch, else
+  // made now. The plan before it ran `steps` steps. Throws TooLarge.
+  Taken take(const int64_t* keys, const int64_t* seq_lens, int64_t size, int64_t steps) {
     std::unique_lock<std::mutex> lock(mutex_);
+    in_range("the batch", size, 0, kMaxBatch);
+    check_lengths(seq_lens, size);
+    check_steps(steps);
     wanted_ = false;
     idle_.wait(lock, [this] { return !planning_; });
-    if (size != int64_t(batch_.size())) throw std::invalid_argument("as many lengths as requests are needed");
+    if (!is_batch(keys, size)) set_batch(keys, size);
     retire(steps);
+    planned_version_ = kNone;
     const bool ahead = ready_ && ready_version_ == version_ && fits(seq_lens);
     std::copy(seq_lens, seq_lens + size, seq_lens_.begin());
     count_new();
@@ -236,15 +203,20 @@ class Scheduler {
       maker_.plan(config_, config_.policy, buffers_[back()], max_slots_, plans_[back()]);
     }
     hand_out();
+    planned_version_ = version_;
     return Taken{front_, ahead, buffers_[front_].data[kSteps] - delta_};
   }
 
   // One query per work item, for when there is no plan to be had.
   Taken fall_back(const int64_t* seq_lens, int64_t size, int64_t steps) {
     std::unique_lock<std::mutex> lock(mutex_);
+    in_range("the batch", size, 0, kMaxBatch);
+    check_lengths(seq_lens, size);
+    check_steps(steps);
     wanted_ = false;
     idle_.wait(lock, [this] { return !planning_; });
     retire(steps);
+    planned_version_ = kNone;
     ready_ = false;
     fallback_lens_.assign(seq_lens, seq_lens + size);
     fallback_batch_.assign(size, kNone);
@@ -260,8 +232,9 @@ class Scheduler {
   // Counts up to now, the current plan having run `steps` steps.
   Totals totals(int64_t steps) {
     std::lock_guard<std::mutex> lock(mutex_);
+    check_steps(steps);
     Totals totals = totals_;
-    add(totals, steps);
+    count(totals, steps);
     return totals;
   }
 
@@ -272,6 +245,8 @@ class Scheduler {
   }
   int64_t version() const { return version_; }
   size_t active_nodes() const { return mirror_.active_nodes(); }
+  size_t active_requests() const { return mirror_.active_requests(); }
+  const std::vector<int64_t>& batch() const { return keys_; }
 
   size_t bytes() {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -280,40 +255,91 @@ class Scheduler {
   }
 
  private:
-  void check(int32_t request) const {
-    if (!mirror_.is_bound(request)) throw Inconsistent("request " + std::to_string(request) + " is not bound");
+  static void check_key(int64_t key) {
+    if (key < 0 || row_of(key) > kMaxPosition) throw Inconsistent("there is no request " + std::to_string(key));
   }
 
-  void append(int32_t request, int64_t length) {
-    if (request != kNone) {
-      check(request);
-      mirror_.request(request).position = int32_t(batch_.size());
+  static void check_steps(int64_t steps) { in_range("steps", steps, 0, kMaxSteps); }
+
+  static void check_lengths(const int64_t* seq_lens, int64_t size) {
+    int64_t tokens = 0;
+    for (int64_t i = 0; i < size; ++i) tokens += in_range("a request's tokens", seq_lens[i], 0, kMaxPosition);
+    in_range("the batch's tokens", tokens, 0, kMaxTokens);
+  }
+
+  // A request, and the node where the one hung that had its row before: it is still there, to be pruned.
+  struct Known {
+    int32_t request, orphan;
+  };
+
+  // The request `key`, which need not be known. A row has one request: whoever had it before is forgotten.
+  Known enter(int64_t key) {
+    const int32_t before = mirror_.at_row(key);
+    if (before != kNone && mirror_.request(before).key == key) return {before, kRoot};
+    int32_t orphan = kRoot;
+    if (before != kNone) {
+      leave(mirror_.request(before).key);
+      orphan = mirror_.remove(before);
     }
-    batch_.push_back(request);
+    const int32_t request = mirror_.enter(key);
+    // It may be in the batch already, though nothing was known of it.
+    const auto at = std::find(keys_.begin(), keys_.end(), key);
+    if (at != keys_.end()) take_place(request, int32_t(at - keys_.begin()));
+    return {request, orphan};
+  }
+
+  bool is_batch(const int64_t* keys, int64_t size) const {
+    return size == int64_t(keys_.size()) && std::equal(keys_.begin(), keys_.end(), keys);
+  }
+
+  // Of a request that is there twice nothing is known the second time.
+  void set_batch(const int64_t* keys, int64_t size) {
+    for (const int32_t request : batch_)
+      if (request != kNone) mirror_.request(request).position = kNone;
+    keys_.clear();
+    batch_.clear();
+    seq_lens_.clear();
+    told_ = 0;
+    ++version_;
+    for (int64_t i = 0; i < size; ++i) append(keys[i], mirror_.find_request(keys[i]), 1);
+  }
+
+  void append(int64_t key, int32_t request, int64_t length) {
+    keys_.push_back(key);
+    batch_.push_back(kNone);
     seq_lens_.push_back(int32_t(length));
+    if (request != kNone && mirror_.request(request).position == kNone) take_place(request, int32_t(batch_.size()) - 1);
+  }
+
+  void take_place(int32_t request, int32_t position) {
+    batch_[position] = request;
+    mirror_.request(request).position = position;
   }
 
   // Another chunk of a prompt. Of requests that decode already `take` knows better.
-  void grow(int64_t position, int64_t length) {
+  void grow(int32_t position, int64_t length) {
     int32_t& known = seq_lens_.at(position);
     if (size_t(position) < told_ || known == length) return;
     known = int32_t(length);
     ++version_;
   }
 
-  // A request loses its path, or leaves the batch altogether. Returns where it was, kNone if it was not there.
-  int32_t leave(int32_t request, bool stays) {
-    const int32_t position = std::exchange(mirror_.request(request).position, kNone);
-    if (position == kNone) return kNone;
+  void leave(int64_t key) {
+    const int32_t request = mirror_.find_request(key);
+    int32_t position = kNone;
+    if (request != kNone) {
+      position = std::exchange(mirror_.request(request).position, kNone);
+    } else {
+      const auto at = std::find(keys_.begin(), keys_.end(), key);
+      if (at != keys_.end()) position = int32_t(at - keys_.begin());
+    }
+    if (position == kNone) return;
     ++version_;
-    if (stays)
-      batch_[position] = kNone;
-    else
-      erase(position);
-    return position;
+    erase(position);
   }
 
   void erase(int32_t position) {
+    keys_.erase(keys_.begin() + position);
     batch_.erase(batch_.begin() + position);
     seq_lens_.erase(seq_lens_.begin() + position);
     told_ -= size_t(position) < told_;
@@ -323,12 +349,8 @@ class Scheduler {
 
   // Count the requests that decode for the first time.
   void count_new() {
-    for (size_t i = told_; i < batch_.size(); ++i) {
-      const bool known = batch_[i] != kNone;
-      if (known && mirror_.request(batch_[i]).counted) continue;
-      if (known) mirror_.request(batch_[i]).counted = true;
-      ++totals_.requests;
-    }
+    for (size_t i = told_; i < batch_.size(); ++i)
+      if (batch_[i] != kNone && !std::exchange(mirror_.request(batch_[i]).counted, true)) ++totals_.requests;
   }
 
   int back() const { return (front_ + 1) % int(buffers_.size()); }
@@ -340,7 +362,7 @@ class Scheduler {
 
   // The plan in use has run `steps` steps and will run no more.
   void retire(int64_t steps) {
-    add(totals_, steps);
+    count(totals_, steps);
     in_use_ = false;
   }
 
@@ -359,18 +381,25 @@ class Scheduler {
     return delta_ == 0 || delta_ < buffers_[back()].data[kSteps] / 2;
   }
 
-  void add(Totals& totals, int64_t steps) const {
+  void count(Totals& totals, int64_t steps) const {
     if (!in_use_) return;
     const Statistics& plan = plans_[front_];
     // Every step each request, and with it every open work item, has one token more.
     const int64_t grown = steps * (steps - 1) / 2;
     Statistics& sum = totals.statistics;
     totals.steps += steps;
-    sum.items += steps * plan.items;
-    sum.parts += steps * plan.parts;
-    sum.kv_tokens += steps * plan.kv_tokens + grown * plan.open_items;
-    sum.seq_tokens += steps * plan.seq_tokens + grown * plan.open_items;
-    for (size_t i = 0; i < plan.query_sizes.size(); ++i) sum.query_sizes[i] += steps * plan.query_sizes[i];
+    add_up(sum.items, steps, plan.items);
+    add_up(sum.parts, steps, plan.parts);
+    add_up(sum.kv_tokens, steps, plan.kv_tokens);
+    add_up(sum.kv_tokens, grown, plan.open_items);
+    add_up(sum.seq_tokens, steps, plan.seq_tokens);
+    add_up(sum.seq_tokens, grown, plan.open_items);
+    for (size_t i = 0; i < plan.query_sizes.size(); ++i) add_up(sum.query_sizes[i], steps, plan.query_sizes[i]);
+  }
+
+  // Counts wrap around, as no server lives so long; a trace may say that one did.
+  static void add_up(int64_t& sum, int64_t times, int64_t count) {
+    sum = int64_t(uint64_t(sum) + uint64_t(times) * uint64_t(count));
   }
 
   void run() {
@@ -419,9 +448,10 @@ class Scheduler {
   std::condition_variable wake_, idle_;
   std::thread thread_;
   Mirror mirror_;
-  std::vector<int32_t> batch_, seq_lens_;
+  std::vector<int64_t> keys_;              // of the batch expected next
+  std::vector<int32_t> batch_, seq_lens_;  // its requests, kNone where nothing is known
   size_t told_ = 0;  // requests whose lengths `take` was told; those that joined since have their first ones
-  int64_t version_ = 0;
+  int64_t version_ = 0, planned_version_ = kNone;  // of the batch; that for which the plan in use was made
 
   PlanMaker maker_;  // used under the mutex, or by the planning thread while `planning_`
   bool wanted_ = false, planning_ = false, ready_ = false, stop_ = false;
