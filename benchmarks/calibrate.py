@@ -33,8 +33,8 @@ tokenizer makes of them (benchmarks/NOTES.md, "What the workloads really are")."
 
 def pack_config(heads: str, gpu: estimate.Gpu) -> PackConfig:
     query_heads, kv_heads = map(int, heads.split("/"))
-    cost = gpu_tiles.cost_model(query_heads, kv_heads, 128)
-    return PackConfig(cost, gpu_tiles.tile_table(gpu.arch, 128), workers=gpu.sms)
+    tiles = gpu_tiles.tile_table(gpu.arch, 128)
+    return PackConfig(gpu_tiles.cost_model(query_heads, kv_heads, 128, tiles), tiles, workers=gpu.sms)
 
 
 def features(tree: str, heads: str, gpu: estimate.Gpu) -> dict[str, list[float]]:

@@ -126,7 +126,7 @@ class Pat:
         if query_tiles:
             tiles = TileTable(query_tiles, tiles.kv_tiles, tiles.kv_bounds)
         self.decoder = cuda.Decoder(problem.q.dtype, DIM, tiles, problem.q.device, mode)
-        cost = gpu_tiles.cost_model(problem.heads, problem.kv_heads, DIM)
+        cost = gpu_tiles.cost_model(problem.heads, problem.kv_heads, DIM, tiles)
         self.config = PackConfig(cost, tiles, workers=self.decoder.workers, policy=policy)
         scheduler = NativeScheduler(self.config, problem.size)
         index, _, _ = scheduler.take(trees.load(scheduler, problem.batch), problem.seq_lens.cpu(), 0)

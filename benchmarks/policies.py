@@ -71,7 +71,7 @@ def spans(batch: Batch) -> dict[str, float] | None:
     packs = make_packs(batch, config)
     plan = make_plan(batch, config)
     share = sum(_cost(pack, batch.seq_lens, config) for pack in packs) / config.workers
-    tile = (config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.item(1)) / config.cost.kv_heads
+    tile = (config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.item(1)) / config.cost.runs
     if share < 2 * tile:
         return None
     pieces = [Pack(item.start, None if item.end == OPEN else item.end, item.queries) for item in plan.items]
@@ -84,7 +84,7 @@ def paper_makespan(packs: list[Pack], seq_lens: list[int], config: PackConfig) -
     """PAT §6: packs above the mean KV length are cut into equal parts; the longest goes first to whoever is free."""
     lengths = [kv_length(pack, seq_lens) for pack in packs]
     mean = sum(lengths) / len(lengths)
-    heads = config.cost.kv_heads
+    heads = config.cost.runs
     costs = []
     for pack, length in zip(packs, lengths, strict=True):
         pieces = max(1, -int(-length // mean))

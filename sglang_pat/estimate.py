@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from sglang_pat.kernels import gpu_tiles
 from sglang_pat.packing import Batch, Node, PackConfig, Plan, make_plan
+from sglang_pat.packing.cost import Count
 from sglang_pat.packing.scheduler import makespan
+from sglang_pat.packing.tree import walk
+from sglang_pat.radix_bridge.events import Tokens
 
 CHARS_PER_TOKEN = 4
 """Of English text with the usual vocabularies; prompts that come as tokens or lengths need no guess."""
@@ -22,6 +29,17 @@ TRACE_BLOCK = 512
 """Tokens of a hash id in Mooncake's traces."""
 WINDOWS = 8
 """Batches looked at for each size: consecutive requests, spread evenly over the file."""
+LONGEST = 1 << 27
+"""Bytes of a line, and of a config.json."""
+LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] (?=\{)")
+"""What SGLang puts in front of each line of its request log, and of nothing else."""
+LOGGED_AS_TEXT = re.compile(r"\[[-\d]+ [:\d]+\] Receive: obj=")
+"""Likewise with --log-requests-format text, which is the default."""
+LOGGED_PART = 2048
+"""Characters of a prompt that --log-requests-level 2 keeps, half of them from its end, with `...` in between; of tokens likewise."""
+WHOLE = "SGLang logs whole prompts with --log-requests-level 3"
+JSON = re.compile(r'\s*(\{\s*(["}]|$)|\[\s*(\{|$))')
+"""How a file begins that is JSON, or meant to be: prompts may begin with a bracket too."""
 
 
 class EstimateError(Exception):
@@ -84,83 +102,206 @@ class Prompt(msgspec.Struct):
     output: int
 
 
+class HashedRequest(msgspec.Struct):
+    """A line of a Mooncake trace."""
+
+    input_length: Tokens
+    hash_ids: list[int]
+    output_length: Tokens | None = None
+
+
+class Part(msgspec.Struct):
+    """A piece of a message; pictures have no text."""
+
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    """A message of a chat."""
+
+    role: str
+    content: str | list[Part] | None = None
+
+
+class Sampling(msgspec.Struct):
+    """SGLang's own parameters."""
+
+    max_new_tokens: Tokens | None = None
+
+
+Token = Annotated[int, Meta(ge=0)]
+Prompts = str | list[Token | str | list[Token]]
+"""A text, its tokens, or several of either."""
+
+
+class Request(msgspec.Struct):
+    """What an OpenAI client or one of SGLang's sends, as far as it matters here."""
+
+    input_ids: Prompts | None = None
+    prompt: Prompts | None = None
+    text: Prompts | None = None
+    messages: list[Message] | None = None
+    tools: Any = ""
+    max_completion_tokens: Tokens | None = None
+    max_tokens: Tokens | None = None
+    sampling_params: Sampling | list[Sampling] | None = None
+
+
 def read(path: Path, output: int) -> list[Prompt]:
     """Requests of an OpenAI batch file, SGLang's request log (--log-requests-format json --log-requests-level 3), a
-    Mooncake trace, or a text file with a prompt on each line.
+    Mooncake trace, or a text file with a prompt on each line. The first line says which; lines of a log may be anywhere.
 
     Args:
         path: The file.
         output: Tokens generated where the file does not say.
 
     Raises:
-        EstimateError: There is no request in it.
+        EstimateError: It cannot be read, a line is no request, which is named, or there is none.
     """
-    try:
-        lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    except OSError as error:
-        raise EstimateError(f"{path} cannot be read: {error.strerror}") from error
-    prompts = [prompt for line in lines if (prompt := _parse(line, output)) is not None]
+    lines = list(_lines(path))
+    logged = [(number, line[found.end() :]) for number, line in lines if (found := LOGGED.match(line))]
+    if not logged and any(LOGGED_AS_TEXT.match(line) for _, line in lines):
+        raise EstimateError(f"{path} is a log in text: SGLang writes JSON with --log-requests-format json")
+    prompts: list[Prompt] = []
+    for number, line in logged or lines:
+        try:
+            prompts += _of_row(line, output) if logged or JSON.match(lines[0][1]) else [_of_text(line, output)]
+        except (EstimateError, msgspec.ValidationError, RecursionError) as error:
+            raise EstimateError(f"{path}, line {number}: {error}") from None
     if not prompts:
         raise EstimateError(f"{path} has no request: give an OpenAI batch, a request log, a trace, or prompts")
     return prompts
 
 
-def _parse(line: str, output: int) -> Prompt | None:
-    if not line.lstrip().startswith("{"):
-        return _of_text(line, output)
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines that are not empty, with their numbers.
+
+    Raises:
+        EstimateError: The file cannot be read, or is no text.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
+                if len(line) > LONGEST:
+                    raise EstimateError(f"{path}, line {number}: more than {LONGEST >> 20} MiB")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                if "\0" in text:
+                    raise EstimateError(f"{path}, line {number}: no text, but zero bytes")
+                if text.strip():
+                    yield number, text
+    except OSError as error:
+        raise EstimateError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise EstimateError(f"{path}, line {number}: no UTF-8") from None
+
+
+def _of_row(line: str, output: int) -> list[Prompt]:
+    """The requests of a line of JSON: one, several in one, or none where a log tells something else.
+
+    Raises:
+        EstimateError: It has no prompt, or not all of it.
+        ValidationError: It has something that no server would take.
+        RecursionError: It is nested too deeply.
+    """
     try:
         row = json.loads(line)
     except ValueError:
-        return _of_text(line, output)
+        row = None
+    if not isinstance(row, dict):
+        raise EstimateError("no whole JSON object")
     if "hash_ids" in row:
-        full = row["input_length"] // TRACE_BLOCK
-        return Prompt(row["hash_ids"][:full], TRACE_BLOCK, row["input_length"], row.get("output_length", output))
-    if "event" in row:  # of a log
-        if row["event"] != "request.received":
-            return None
-        row = row["obj"]
-        output = (row.get("sampling_params") or {}).get("max_new_tokens") or output
-    body = row.get("body", row)
-    output = body.get("max_completion_tokens") or body.get("max_tokens") or output
-    prompt = body.get("input_ids") or body.get("prompt") or body.get("text")
-    if prompt is None and "messages" in body:
-        parts = [json.dumps(body.get("tools", ""))]
-        for message in body["messages"]:
-            content = message.get("content") or ""
-            if not isinstance(content, str):
-                content = "".join(part.get("text", "") for part in content)
-            parts.append(f"{message['role']}: {content}")
-        prompt = "\n".join(parts)
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        keys = [hash(tuple(prompt[i : i + BLOCK])) for i in range(0, len(prompt) - BLOCK + 1, BLOCK)]
-        return Prompt(keys, BLOCK, len(prompt), output)
-    return _of_text(prompt, output) if isinstance(prompt, str) else None
+        hashed = msgspec.convert(row, HashedRequest)
+        blocks = hashed.hash_ids[: hashed.input_length // TRACE_BLOCK]
+        return [Prompt(blocks, TRACE_BLOCK, hashed.input_length, _first(hashed.output_length, output))]
+    logged = "event" in row
+    if logged and row["event"] != "request.received":
+        return []
+    request = msgspec.convert(row.get("obj") if logged else row.get("body", row), Request)
+    prompts = _prompts(request)
+    if logged and any(_is_cut(prompt) for prompt in prompts):
+        raise EstimateError(f"a part of a prompt; {WHOLE}")
+    sampling = request.sampling_params
+    samplings = sampling if isinstance(sampling, list) else [sampling or Sampling()] * len(prompts)
+    if len(samplings) != len(prompts):
+        raise EstimateError(f"{len(prompts)} prompts and {len(samplings)} sampling_params")
+    limit = _first(request.max_completion_tokens, request.max_tokens, output)
+    limits = [_first(its.max_new_tokens, limit) for its in samplings]
+    return [
+        _of_text(prompt, most) if isinstance(prompt, str) else _of_tokens(prompt, most)
+        for prompt, most in zip(prompts, limits, strict=True)
+    ]
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is given."""
+    return next((value for value in values if value is not None), None)
+
+
+def _prompts(request: Request) -> list[str | list[int]]:
+    """
+    Raises:
+        EstimateError: There is none, or something else among tokens.
+    """
+    given = _first(request.input_ids, request.prompt, request.text)
+    if given is None and request.messages:
+        given = _chat(request.messages, request.tools)
+    if given is None:
+        raise EstimateError(f"no prompt, messages, text or input_ids; {WHOLE}")
+    if isinstance(given, str):
+        return [given]
+    tokens = [piece for piece in given if isinstance(piece, int)]
+    others = [piece for piece in given if not isinstance(piece, int)]
+    if bool(tokens) == bool(others):
+        raise EstimateError(f"a prompt must be a text, or tokens and nothing else; {WHOLE}")
+    return [tokens] if tokens else others
+
+
+def _chat(messages: list[Message], tools: Any) -> str:
+    parts = [json.dumps(tools)]
+    for message in messages:
+        content = message.content or ""
+        if not isinstance(content, str):
+            content = "".join(part.text or "" for part in content)
+        parts.append(f"{message.role}: {content}")
+    return "\n".join(parts)
+
+
+def _is_cut(prompt: str | list[int]) -> bool:
+    return len(prompt) == LOGGED_PART + 3 and prompt[LOGGED_PART // 2 :][:3] == "..."
+
+
+def _of_tokens(tokens: list[int], output: int) -> Prompt:
+    keys = [hash(tuple(tokens[i : i + BLOCK])) for i in range(0, len(tokens) - BLOCK + 1, BLOCK)]
+    return Prompt(keys, BLOCK, len(tokens), output)
 
 
 def _of_text(text: str, output: int) -> Prompt:
     size = BLOCK * CHARS_PER_TOKEN
-    keys = [zlib.crc32(text[i : i + size].encode()) for i in range(0, len(text) - size + 1, size)]
-    return Prompt(keys, BLOCK, max(1, len(text) // CHARS_PER_TOKEN), output)
+    # JSON may have halves of a character.
+    pieces = (text[i : i + size].encode(errors="surrogatepass") for i in range(0, len(text) - size + 1, size))
+    return Prompt([zlib.crc32(piece) for piece in pieces], BLOCK, max(1, len(text) // CHARS_PER_TOKEN), output)
 
 
 def batch_of(prompts: list[Prompt]) -> Batch:
     """The requests side by side, each half way through its answer."""
-
-    def grow(queries: list[int], index: int) -> Iterator[Node]:
+    roots: list[Node] = []
+    stack = [(list(range(len(prompts))), 0, roots)]
+    while stack:
+        queries, index, siblings = stack.pop()
         groups = defaultdict(list)
         for query in queries:
             if index < len(prompts[query].blocks):
-                groups[prompts[query].blocks[index]].append(query)
-        for group in groups.values():
+                groups[prompts[query].block, prompts[query].blocks[index]].append(query)
+        for (block, _), group in groups.items():
             if len(group) < 2:
                 continue
             first, end = prompts[group[0]].blocks, index + 1
             while all(prompts[query].blocks[end : end + 1] == first[end : end + 1] != [] for query in group):
                 end += 1
-            block = prompts[group[0]].block
-            yield Node(index * block, end * block, group, list(grow(group, end)))
-
-    return Batch([p.tokens + max(1, p.output // 2) for p in prompts], list(grow(list(range(len(prompts))), 0)))
+            node = Node(index * block, end * block, group)
+            siblings.append(node)
+            stack.append((group, end, node.children))
+    return Batch([p.tokens + max(1, p.output // 2) for p in prompts], roots)
 
 
 def attention_us(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> float:
@@ -187,27 +328,68 @@ class Model(msgspec.Struct):
     """Read in a decode step; None where they depend on the experts chosen."""
 
 
+Size = Annotated[int, Meta(ge=1, le=1 << 31)]
+
+
+class Shape(msgspec.Struct):
+    """What is read of a config.json. Its numbers may be missing where they follow from others."""
+
+    num_attention_heads: Count
+    num_hidden_layers: Count
+    hidden_size: Size
+    intermediate_size: Size
+    vocab_size: Size
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    num_experts: Any = None
+    num_local_experts: Any = None
+    n_routed_experts: Any = None
+
+
 def read_model(path: Path) -> Model:
     """A model's shape, from its folder or config.json.
 
     Raises:
         EstimateError: It is no model that PAT serves, or not a config.json.
     """
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if os.path.isdir(path) else path
     try:
-        config = json.loads(path.read_text())
-        config = config.get("text_config", config)
-        if "kv_lora_rank" in config:
-            raise EstimateError(f"{path}: MLA models are not supported by --attention-backend pat")
-        heads, layers, hidden = (config[name] for name in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
-        kv_heads = config.get("num_key_value_heads") or heads
-        dim = config.get("head_dim") or hidden // heads
-        experts = any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-        attention = 2 * hidden * (heads + kv_heads) * dim
-        dense = layers * (attention + 3 * hidden * config["intermediate_size"]) + config["vocab_size"] * hidden
-    except (OSError, ValueError, KeyError) as error:
-        raise EstimateError(f"{path} is not a model's config.json ({error!r}): give the model's folder") from error
-    return Model(heads, kv_heads, dim, layers, None if experts else 2 * dense)
+        shape = _shape(path)
+    except OSError as error:
+        fault = error.strerror
+    except msgspec.ValidationError as error:
+        fault = str(error)
+    except (ValueError, RecursionError):
+        fault = "no JSON"
+    else:
+        return _model(path, shape)
+    raise EstimateError(f"{path} is not a model's config.json ({fault}): give the model's folder")
+
+
+def _shape(path: Path) -> Shape:
+    with path.open("rb") as file:
+        config = json.loads(file.read(LONGEST))
+    if isinstance(config, dict):
+        config = config.get("text_config") or config
+    if isinstance(config, dict) and config.get("kv_lora_rank") is not None:
+        raise EstimateError(f"{path}: MLA models are not supported by --attention-backend pat")
+    return msgspec.convert(config, Shape)
+
+
+def _model(path: Path, shape: Shape) -> Model:
+    heads, hidden = shape.num_attention_heads, shape.hidden_size
+    kv_heads = shape.num_key_value_heads or heads
+    if heads % kv_heads:
+        raise EstimateError(f"{path}: {heads} attention heads cannot share {kv_heads} KV heads evenly")
+    if shape.head_dim is None and hidden % heads:
+        raise EstimateError(
+            f"{path}: a hidden size of {hidden} is no multiple of {heads} heads, and there is no head_dim"
+        )
+    dim = shape.head_dim or hidden // heads
+    attention = 2 * hidden * (heads + kv_heads) * dim
+    dense = shape.num_hidden_layers * (attention + 3 * hidden * shape.intermediate_size) + shape.vocab_size * hidden
+    experts = shape.num_experts or shape.num_local_experts or shape.n_routed_experts
+    return Model(heads, kv_heads, dim, shape.num_hidden_layers, None if experts else 2 * dense)
 
 
 def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int]) -> list[str]:
@@ -221,8 +403,9 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
     if model.head_dim not in gpu_tiles.HEAD_DIMS:
         raise EstimateError(f"head dimension {model.head_dim}: there are kernels for {gpu_tiles.HEAD_DIMS} only")
     gpu = GPUS[gpu_name]
-    cost = gpu_tiles.cost_model(model.heads, model.kv_heads, model.head_dim)
-    config = PackConfig(cost, gpu_tiles.tile_table(gpu.arch, model.head_dim), workers=gpu.sms)
+    tiles = gpu_tiles.tile_table(gpu.arch, model.head_dim)
+    cost = gpu_tiles.cost_model(model.heads, model.kv_heads, model.head_dim, tiles)
+    config = PackConfig(cost, tiles, workers=gpu.sms)
     lines = [
         f"{len(prompts):,} requests, {sum(p.tokens for p in prompts) / len(prompts):,.0f} tokens of prompt and "
         f"{sum(p.output for p in prompts) / len(prompts):,.0f} of answer on average",
@@ -284,4 +467,4 @@ def unpacked_features(batch: Batch, config: PackConfig, gpu: Gpu) -> tuple[float
 
 def repeated(nodes: list[Node]) -> int:
     """Tokens that are read more than once where every request reads its own, without the first time."""
-    return sum((len(n.queries) - 1) * (n.end - n.start) + repeated(n.children) for n in nodes)
+    return sum((len(node.queries) - 1) * (node.end - node.start) for node in walk(nodes))

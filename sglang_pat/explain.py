@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -53,18 +54,24 @@ def recorded(path: Path, truncated: bool = False) -> Iterator[tuple[trace.Header
             raise trace.TraceError(f"{path} is damaged: {fault}") from None
 
 
-def trace_of(url: str) -> Path:
+def trace_of(url: str, key: str = "") -> Path:
     """Where a running server on this machine records.
 
+    Args:
+        url: Its address.
+        key: The API key that it was started with; none if empty.
+
     Raises:
-        ExplainError: It does not answer, or does not record.
+        ExplainError: It does not answer, or does not record, or does it on another machine.
     """
     try:
-        path = fetch(url)[0]["trace"]
-    except (TopError, KeyError) as error:
-        raise ExplainError(f"{url} is no server with --attention-backend pat that answers: {error}") from None
+        path = fetch(url, key)[0]["trace"]
+    except TopError as error:
+        raise ExplainError(f"--url is no server with --attention-backend pat that answers: {error}") from None
     if not path:
         raise ExplainError(f"the server at {url} does not record: start it with SGLANG_PAT_TRACE=<file>")
+    if not os.path.isfile(path):
+        raise ExplainError(f"the server at {url} records {path}, which is no file on this machine")
     return Path(path)
 
 
@@ -113,11 +120,11 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
         for number, item in enumerate(members):
             end = batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end
             pack = packs.setdefault(tuple(item.queries), len(packs))
-            price = config.work_item_bytes(len(item.queries), end - item.start) // cost.kv_heads
-            turn = config.turn // cost.kv_heads if 0 < number == others else 0
+            price = config.work_item_bytes(len(item.queries), end - item.start) // cost.runs
+            turn = config.turn // cost.runs if 0 < number == others else 0
             runs = _runs(sorted(place[query] for query in item.queries))
             items.append([item.start, end, pack, item.tile.m, item.tile.n, price, runs, turn])
-    work = sum(item[5] for item in items) * cost.kv_heads / config.workers
+    work = sum(item[5] for item in items) * cost.runs / config.workers
     return {
         "items": items,
         "bins": plan.bins,
@@ -185,7 +192,7 @@ def explain(path: Path, output: Path, steps: int = 20, truncated: bool = False) 
             shown.append(describe(step, names, batch, header.config))
     config = header.config
     data = {
-        "policy": config.policy, "layers": header.layers, "workers": config.workers, "heads": config.cost.kv_heads,
+        "policy": config.policy, "layers": header.layers, "workers": config.workers, "heads": config.cost.runs,
         "plans": total, "steps": shown,
     }  # fmt: skip
     # A request id comes from a client: nothing in it may end the script.

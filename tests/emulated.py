@@ -94,6 +94,7 @@ class Decoder(cuda.Decoder):
     ) -> None:
         variant = cuda.Variant(dtype, head_dim, arch, tiles.query_tiles)
         build([variant], change)
+        self._tile_rows = tiles.query_tiles[-1]
         self._modules = [_modules[variant, change]]
         self._streams = []
         self.workers = WORKERS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import torch
 
 from sglang_pat.kernels import reference
@@ -20,6 +21,9 @@ class Case:
 
     Pools have pages of `page_size` slots; as in SGLang, positions of one page are next to each other.
     """
+
+    splits_heads = True
+    """Whether the decoder computes query heads of a KV head in parts where they are more than a tile has rows."""
 
     def __init__(
         self,
@@ -72,7 +76,9 @@ class Case:
         return ((out.double() - right).norm() / right.norm()).item()
 
     def plan(self, tiles: TileTable, workers: int = 132, policy: str = "optimal") -> torch.Tensor:
-        plan = flatten(make_plan(self.batch, PackConfig(self.cost, tiles, workers, policy)))
+        splits = tiles.head_splits(self.q.shape[1], self.k.shape[1]) if self.splits_heads else 1
+        cost = msgspec.structs.replace(self.cost, head_splits=splits)
+        plan = flatten(make_plan(self.batch, PackConfig(cost, tiles, workers, policy)))
         return torch.from_numpy(plan).to(self.q.device)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import kernel_cases
 import pytest
@@ -12,11 +13,13 @@ from hypothesis import strategies as st
 from kernel_cases import TOLERANCE
 from trees import TILES, batches, random_batch
 
-from sglang_pat.kernels import cpu
+from sglang_pat.kernels import cpu, jit
 from sglang_pat.packing import CPU_TILES, POLICIES, Batch, Node, TileTable
 
 
 class Case(kernel_cases.Case):
+    splits_heads = False
+
     def error(self, plan: torch.Tensor, logit_cap: float = 0.0) -> float:
         out = cpu.decode(
             self.q, self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale, logit_cap=logit_cap
@@ -37,6 +40,7 @@ class Case(kernel_cases.Case):
         (6, 2, 40, 24),
         (5, 5, 8, 8),
         (7, 1, 96, 256),
+        (200, 1, 32, 32),
         (8, 4, 192, 128),
     ],
 )
@@ -114,11 +118,11 @@ def test_wrong_tensors_are_named(change, message: str) -> None:
         cpu.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, plan, scale=case.scale)
 
 
-def test_a_missing_compiler_is_one_sentence() -> None:
+def test_a_missing_compiler_is_one_sentence(tmp_path: Path) -> None:
     code = "from sglang_pat.kernels import jit\ntry: jit.load('cpu')\nexcept jit.BuildError as error: print(error)"
     result = subprocess.run(
         [sys.executable, "-c", code],
-        env={"CXX": "no-such-compiler", "PATH": ""},
+        env={"CXX": "no-such-compiler", jit.CACHE: str(tmp_path), "PATH": ""},
         capture_output=True,
         text=True,
         check=True,

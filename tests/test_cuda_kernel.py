@@ -87,6 +87,17 @@ def test_random_trees(dtype: torch.dtype, dim: int, group: int, arch: str) -> No
 
 
 @each_arch
+@pytest.mark.parametrize("dim", [dim for _, dim in KINDS[: len(gpu_tiles.HEAD_DIMS)]])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(71, 1), (130, 2), (200, 1), (640, 1)])
+def test_more_query_heads_than_a_tile_has_rows(heads: int, kv_heads: int, dim: int, arch: str) -> None:
+    """They are computed in parts, the last of which has some heads of the one before again."""
+    case = make_case(random_batch(random.Random(heads), 2, 3, 90), heads, kv_heads, dim, torch.bfloat16)
+    assert run(case, arch).error() < TOLERANCE[torch.bfloat16]
+    tiles = TileTable(gpu_tiles.query_tiles(arch, dim), (gpu_tiles.KV_TILE,), ())
+    assert run(case, arch, tiles, policy="naive").error() < TOLERANCE[torch.bfloat16]
+
+
+@each_arch
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies(policy: str, arch: str) -> None:
     case = make_case(random_batch(random.Random(5), 3, 4, 200), 16, 4, 128, torch.bfloat16)

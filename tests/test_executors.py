@@ -12,7 +12,7 @@ HEADS = ((32, 8), (64, 8), (16, 8), (32, 32), (8, 1), (5, 5))
 
 
 def config(heads: int, kv_heads: int, policy: str) -> PackConfig:
-    cost = gpu_tiles.cost_model(heads, kv_heads, 128)
+    cost = gpu_tiles.cost_model(heads, kv_heads, 128, gpu_tiles.tile_table("9.0a", 128))
     return PackConfig(cost, gpu_tiles.tile_table("9.0a", 128), workers=132, policy=policy)
 
 

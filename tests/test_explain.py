@@ -20,7 +20,8 @@ from sglang_pat.packing import POLICIES, Batch, PackConfig, tree
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound, RequestsExpected
 
-CONFIG = PackConfig(gpu_tiles.cost_model(32, 8, 128), gpu_tiles.tile_table("9.0a", 128), workers=132)
+TILES = gpu_tiles.tile_table("9.0a", 128)
+CONFIG = PackConfig(gpu_tiles.cost_model(32, 8, 128, TILES), TILES, workers=132)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 MARKUP = "<b></script>"
 """Part of request ids, which come from clients."""
@@ -68,7 +69,7 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
         for begin, behind in pairwise(plan["bins"]):
             members = [(sum(n for _, n in item[6]), item[1] - item[0]) for item in plan["items"][begin:behind]]
             drawn = sum(item[5] + item[7] for item in plan["items"][begin:behind])
-            assert drawn * config.cost.kv_heads == config.bin_bytes(members), "a bin takes as long as its bars"
+            assert drawn * config.cost.runs == config.bin_bytes(members), "a bin takes as long as its bars"
         assert len(plan["decisions"]) == len(step["nodes"])
     for start, end, first, count in step["nodes"]:
         members = [names.index(name) for name in step["requests"][first : first + count]]

@@ -102,11 +102,9 @@ def test_counts_of_the_plan_are_those_of_its_items(batch: Batch, config: PackCon
 @given(batches(), configs())
 @settings(max_examples=200, deadline=None)
 def test_work_items_respect_the_largest_tile(batch: Batch, config: PackConfig) -> None:
-    group = config.cost.heads // config.cost.kv_heads
     for item in make_plan(batch, config).items:
-        assert len(item.queries) <= max(1, TILES.query_tiles[-1] // group)
-        rows = len(item.queries) * group
-        assert item.tile.m >= min(rows, TILES.query_tiles[-1])
+        rows = len(item.queries) * config.cost.group
+        assert rows <= item.tile.m, "with any number of heads"
         assert item.tile.m == TILES.query_tiles[0] or item.tile.m < 4 * rows, "the smallest tile that holds the rows"
 
 
@@ -295,7 +293,7 @@ def test_long_kv_is_cut_until_every_worker_has_its_share() -> None:
 @settings(max_examples=200, deadline=None)
 def test_where_there_is_work_for_all_workers_finish_together(batch: Batch, config: PackConfig) -> None:
     plan = make_plan(batch, config)
-    heads, workers = config.cost.kv_heads, config.workers
+    heads, workers = config.cost.runs, config.workers
     share = work(plan, batch, config) / workers
     # Below this the grain of a cut or the start of a work item outweighs what there is to balance.
     quantum = GRAIN * config.rate(config.max_queries) + config.item(config.max_queries)

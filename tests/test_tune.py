@@ -12,6 +12,7 @@ from sglang_pat.kernels import gpu_tiles
 from sglang_pat.packing import CostModel, PackConfig
 from sglang_pat.packing.scheduler import makespan
 
+TILES = gpu_tiles.tile_table("9.0a", 128)
 H200 = gpu_tiles.load(gpu_tiles.TABLES / "h200.json")
 
 
@@ -49,7 +50,7 @@ def test_a_gpu_finds_its_table(arch: str, gpu: str, known: str | None) -> None:
 
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_only_short_packs_are_split_and_into_tiles_of_a_warp(group: int) -> None:
-    config = PackConfig(gpu_tiles.cost_model(8 * group, 8, 128), gpu_tiles.tile_table("9.0a", 128), workers=132)
+    config = PackConfig(gpu_tiles.cost_model(8 * group, 8, 128, TILES), TILES, workers=132)
     assert config.few_queries == gpu_tiles.NARROW_M // group
     queries = 2 * config.few_queries
     assert config.pieces(queries, 32) == 2 and config.pieces(queries, 1000) == 1

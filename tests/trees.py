@@ -45,7 +45,8 @@ def batches(draw: st.DrawFn, max_queries: int = 24, max_length: int = 80) -> Bat
 @st.composite
 def configs(draw: st.DrawFn) -> PackConfig:
     kv_heads = draw(st.sampled_from([1, 2, 8]))
-    group = draw(st.sampled_from([1, 3, 4, 16]))
+    group = draw(st.sampled_from([1, 3, 4, 16, 65, 200]))
+    tiles = draw(st.sampled_from([TILES, PRICED]))
     dim = draw(st.sampled_from([8, 64, 128]))
     cost = CostModel(
         kv_heads * group,
@@ -56,10 +57,11 @@ def configs(draw: st.DrawFn) -> PackConfig:
         flop_per_byte=draw(st.sampled_from([0, 1, 180])),
         item_bytes=draw(st.sampled_from([0, 10_000])),
         part_overhead=draw(st.sampled_from([0, 500])),
+        head_splits=tiles.head_splits(group, 1),
     )
     return PackConfig(
         cost,
-        draw(st.sampled_from([TILES, PRICED])),
+        tiles,
         workers=draw(st.sampled_from([1, 2, 132, 4096])),
         policy=draw(st.sampled_from(list(POLICIES))),
     )

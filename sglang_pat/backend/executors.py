@@ -107,7 +107,7 @@ class CudaExecutor:
         table = gpu_tiles.load(Path(config.tiles)) if config.tiles else None
         tiles = gpu_tiles.tile_table(cuda.arch_of(device), dim, torch.cuda.get_device_name(device), table)
         self._decoder = cuda.Decoder(runner.kv_cache_dtype, dim, tiles, device)
-        cost = gpu_tiles.cost_model(heads, kv_heads, dim)
+        cost = gpu_tiles.cost_model(heads, kv_heads, dim, tiles)
         self.pack_config = PackConfig(cost, tiles, workers=self._decoder.workers, policy=config.policy)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]

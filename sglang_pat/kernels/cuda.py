@@ -113,6 +113,7 @@ class Decoder:
         else:
             variants = [Variant(dtype, head_dim, arch, (m,)) for m in tiles.query_tiles]
         build(variants)
+        self._tile_rows = tiles.query_tiles[-1]
         self._modules = [_load(variant) for variant in variants]
         self._streams = [torch.cuda.Stream(device) for _ in variants[1:]] if mode != "serial" else []
         self.workers: int = max(module.workers(device.index or 0) for module in self._modules)
@@ -173,7 +174,7 @@ class Decoder:
         Raises:
             ValueError: A tensor's device, dtype, shape or stride is none of the above.
         """
-        arguments = (q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap)
+        arguments = (q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap, self._tile_rows)
         first, *others = self._modules
         if not others:
             first.decode(*arguments, True, merge, overlap, early)

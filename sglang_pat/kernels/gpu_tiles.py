@@ -127,6 +127,7 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     )
 
 
-def cost_model(heads: int, kv_heads: int, head_dim: int, kv_bytes: int = 2) -> CostModel:
-    """What plans for these kernels cost; `kv_bytes` of one element."""
-    return CostModel(heads, kv_heads, head_dim, head_dim, kv_bytes)
+def cost_model(heads: int, kv_heads: int, head_dim: int, tiles: TileTable, kv_bytes: int = 2) -> CostModel:
+    """What plans for these kernels with these tiles cost; `kv_bytes` of one element."""
+    splits = tiles.head_splits(heads, kv_heads)
+    return CostModel(heads, kv_heads, head_dim, head_dim, kv_bytes, head_splits=splits)

@@ -82,7 +82,7 @@ class NativeScheduler:
         self._out = tvm_ffi.from_dlpack(self._scratch)
         cost, tiles = config.cost, config.tiles
         numbers = [
-            cost.token_bytes, cost.part_bytes, config.turn, cost.group, cost.kv_heads, config.workers, config.max_queries,
+            cost.token_bytes, cost.part_bytes, config.turn, cost.group, cost.runs, config.workers, config.max_queries,
             config.few_queries, config.warp_queries, list(POLICIES).index(config.policy), max_batch, max_slots,
         ]  # fmt: skip
         prices = [

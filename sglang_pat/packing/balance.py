@@ -72,7 +72,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     remaining = sum(costs)
     # The end of a bin falls into a pack with as many queries as are usual, weighted by work. Of packs that are shorter
     # than a bin it finds one with few: they are laid out whole, with narrow ones around them.
-    share = remaining * config.cost.kv_heads // (2 * config.workers)
+    share = remaining * config.cost.runs // (2 * config.workers)
     weights = [len(pack.queries) if cost > share else 1 for pack, cost in zip(packs, costs, strict=True)]
     queries = sum(map(operator.mul, weights, costs)) / max(1, remaining)
     least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.item(1)

@@ -58,7 +58,7 @@ class PackConfig(msgspec.Struct, frozen=True):
     @property
     def turn(self) -> int:
         """What it costs a bin to go over from work items of all warps to those of single ones."""
-        return self.cost.kv_heads * self.tiles.turn_bytes
+        return self.cost.runs * self.tiles.turn_bytes
 
     def rate(self, queries: int) -> int:
         """What a token costs a work item with `queries` queries."""
@@ -68,7 +68,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         rate = self.cost.row_bytes(tiles * m)
         if self.tiles.token_bytes:
             computing = self.tiles.token_bytes[self.tiles.query_tiles.index(m)]
-            rate = max(rate, tiles * self.cost.kv_heads * computing)
+            rate = max(rate, tiles * self.cost.runs * computing)
         return rate
 
     def item(self, queries: int) -> int:
@@ -76,7 +76,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         if not self.tiles.item_bytes:
             return self.cost.item_bytes
         m = self.tiles.query_tile(queries * self.cost.group)
-        return self.cost.kv_heads * self.tiles.item_bytes[self.tiles.query_tiles.index(m)]
+        return self.cost.runs * self.tiles.item_bytes[self.tiles.query_tiles.index(m)]
 
     def work_item_bytes(self, queries: int, tokens: int) -> int:
         """What a work item costs that reads `tokens` tokens for `queries` queries of one tile."""
@@ -118,7 +118,7 @@ class PackConfig(msgspec.Struct, frozen=True):
     @property
     def max_bins(self) -> int:
         """More bins than this are never made."""
-        return max(1, MAX_WAVES * self.workers // self.cost.kv_heads)
+        return max(1, MAX_WAVES * self.workers // self.cost.runs)
 
     def bins(self, limit: int, work: float, cut: float) -> int:
         """In how many bins, at most `limit`, the work of each KV head is laid out.
@@ -131,7 +131,7 @@ class PackConfig(msgspec.Struct, frozen=True):
             work: What all packs cost.
             cut: What it costs to end a bin within a pack.
         """
-        heads = self.cost.kv_heads
+        heads = self.cost.runs
         best = max(1, min(limit, self.workers // heads))
         least = work * -(-best * heads // self.workers) * self.workers / (best * heads) + best * cut
         for waves in range(1, MAX_WAVES + 1):

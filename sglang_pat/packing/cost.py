@@ -31,6 +31,8 @@ class CostModel(msgspec.Struct, frozen=True):
         flop_per_byte: What the device computes while it moves a byte; 0 leaves arithmetic out, as the paper does.
         item_bytes: Fixed cost of a work item (all KV heads): its start-up before KV flows.
         part_overhead: Fixed cost of a part beyond its own bytes.
+        head_splits: In how many parts the query heads of a KV head are computed, where they are more than a tile has rows; each
+            part reads the KV.
     """
 
     heads: Count
@@ -41,16 +43,22 @@ class CostModel(msgspec.Struct, frozen=True):
     flop_per_byte: Price = 0
     item_bytes: Price = 0
     part_overhead: Price = 0
+    head_splits: Count = 1
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head: rows of a tile that one query takes."""
-        return -(-self.heads // self.kv_heads)
+        """Query heads that a work item computes for each of its queries: so many rows of a tile."""
+        return -(-self.heads // self.runs)
+
+    @property
+    def runs(self) -> int:
+        """How often a work item of a plan is run: for each KV head and part of its query heads."""
+        return self.kv_heads * self.head_splits
 
     @property
     def token_bytes(self) -> int:
-        """K and V of one token."""
-        return self.kv_heads * (self.head_dim + self.v_head_dim) * self.kv_bytes
+        """K and V of one token, as often as they are read."""
+        return self.runs * (self.head_dim + self.v_head_dim) * self.kv_bytes
 
     @property
     def part_bytes(self) -> int:
@@ -68,7 +76,7 @@ class CostModel(msgspec.Struct, frozen=True):
         """What one KV token costs a work item that computes `rows` tile rows: its bytes, or its arithmetic if longer."""
         if not self.flop_per_byte:
             return self.token_bytes
-        flop = 2 * rows * self.kv_heads * (self.head_dim + self.v_head_dim)
+        flop = 2 * rows * self.runs * (self.head_dim + self.v_head_dim)
         return max(self.token_bytes, flop // self.flop_per_byte)
 
     def bytes(self, kv_tokens: int, parts: int) -> int:

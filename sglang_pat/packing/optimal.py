@@ -57,7 +57,7 @@ class _Solver:
         self.full_rate = config.rate(config.max_queries) / config.max_queries
         self.full_item = config.item(config.max_queries) / config.max_queries
         self.cut_rate = 0.0
-        heads, workers = config.cost.kv_heads, config.workers
+        heads, workers = config.cost.runs, config.workers
         if workers > heads:
             # Bins end where they are full, wherever that is: a pack is cut once per fair share of its length, and
             # every cut makes one more part of each of its queries.

@@ -90,6 +90,6 @@ def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:
             (len(item.queries), (seq_lens[item.queries[0]] if item.end == OPEN else item.end) - item.start)
             for item in plan.items[plan.bins[index] : plan.bins[index + 1]]
         )
-        for head in range(config.cost.kv_heads):
-            loads[(index * config.cost.kv_heads + head) % config.workers] += cost
-    return -(-max(loads) // config.cost.kv_heads)
+        for head in range(config.cost.runs):
+            loads[(index * config.cost.runs + head) % config.workers] += cost
+    return -(-max(loads) // config.cost.runs)

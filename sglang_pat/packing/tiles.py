@@ -54,6 +54,10 @@ class TileTable(msgspec.Struct, frozen=True):
         """Queries that the largest m holds when `group` query heads share a KV head; at least one."""
         return max(1, self.query_tiles[-1] // group)
 
+    def head_splits(self, heads: int, kv_heads: int) -> int:
+        """In how many parts the query heads of a KV head are computed: one, unless the largest m has fewer rows."""
+        return -(-(heads // kv_heads) // self.query_tiles[-1])
+
     def query_tile(self, rows: int) -> int:
         """The smallest m that holds `rows`, the largest where none does."""
         return self.query_tiles[min(bisect_left(self.query_tiles, rows), len(self.query_tiles) - 1)]

@@ -22,10 +22,11 @@ struct Item {
   int first;   // of the plan's queries and slots
   int query;   // batch position of the first
   int target;  // where its part goes
-  int16_t count;  // queries
-  int16_t m;      // tile
-  int16_t head;
-  int16_t phase;  // kPhases where it is for another kernel
+  int16_t count;        // queries
+  int16_t head;         // KV head
+  uint16_t first_head;  // of its query heads
+  uint8_t m;            // tile
+  uint8_t phase;        // kPhases where it is for another kernel
 };
 
 // What the threads of a CTA have looked up.
@@ -162,10 +163,10 @@ class Items {
     Item item = {};
     item.phase = kNoItem;
     const int32_t* bins = p_.plan + kHeaderSize;
-    const int num_tasks = p_.plan[kNumBins] * p_.kv_heads, items = p_.plan[kItems];
+    const int num_tasks = p_.plan[kNumBins] * p_.runs, items = p_.plan[kItems];
     int task = blockIdx.x, bin = 0, at = -1;
     for (int rest = index; task < num_tasks; task += gridDim.x) {
-      bin = quotient(task, p_.kv_heads);
+      bin = quotient(task, p_.runs);
       const int begin = bins[bin], count = bins[bin + 1] - begin;
       if (rest < count) {
         at = begin + rest;
@@ -182,10 +183,12 @@ class Items {
     item.tokens = max(0, end - row[kStart]);
     item.first = row[kFirstQuery];
     item.count = int16_t(row[kItemQueries]);
-    item.m = int16_t(row[kTileM]);
-    item.head = int16_t(task - bin * p_.kv_heads);
+    item.m = uint8_t(row[kTileM]);
+    const int run = task - bin * p_.runs, head = quotient(run, p_.splits), part = run - head * p_.splits;
+    item.head = int16_t(head);
+    item.first_head = uint16_t(head * p_.kv_group + min(part * p_.group, p_.kv_group - p_.group));
     const bool ours = row[kTileN] == kTokens && (ms >> item.m / 8 & 1) != 0;
-    item.phase = int16_t(ours ? phase_of(item.m) : kPhases);
+    item.phase = uint8_t(ours ? phase_of(item.m) : kPhases);
     // They are read next, by a warp that does not know yet which item it gets.
 #pragma unroll 1
     for (int i = 0; i < min(item.tokens, kAhead); i += kAheadStep) prefetch(p_.req_to_token + item.slots + i);
@@ -211,7 +214,7 @@ __device__ __forceinline__ int target_of(const Params& p, const Item& item, int 
 // Q of the tile's row `row`, which is of the query `query`.
 template <typename T>
 __device__ __forceinline__ const T* q_row(const Params& p, const Item& item, int query, int row) {
-  const int64_t head = item.head * p.group + p.head_of(row);
+  const int64_t head = item.first_head + p.head_of(row);
   return static_cast<const T*>(p.q) + query * p.q_row + head * p.q_head;
 }
 

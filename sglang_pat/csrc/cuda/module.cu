@@ -89,7 +89,7 @@ void launch(Kernel kernel, int grid, int block, size_t shared, cudaStream_t stre
 pat::Params make_params(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
                         const TensorView& req_to_token, const TensorView& rows, const TensorView& seq_lens,
                         const TensorView& plan, const TensorView& partial, const TensorView& lse, double scale,
-                        double logit_cap) {
+                        double logit_cap, int64_t tile_rows) {
   const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
   check_rows(q, "q", half);
   check_rows(k, "k", half);
@@ -107,7 +107,11 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   p.k_slot = uint32_t(k.stride(0) * 2), p.k_head = uint32_t(k.stride(1) * 2);
   p.v_slot = uint32_t(v.stride(0) * 2), p.v_head = uint32_t(v.stride(1) * 2);
   p.table_row = req_to_token.stride(0);
-  p.out_rows = int(out.size(0)), p.heads = int(q.size(1)), p.kv_heads = int(k.size(1)), p.group = p.heads / p.kv_heads;
+  TVM_FFI_CHECK(tile_rows > 0 && tile_rows <= 192, ValueError) << "there is no tile of " << tile_rows << " rows";
+  const int kv_heads = int(k.size(1));
+  const auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
+  p.out_rows = int(out.size(0)), p.heads = int(q.size(1)), p.kv_group = p.heads / kv_heads;
+  p.splits = ceil_div(p.kv_group, int(tile_rows)), p.group = ceil_div(p.kv_group, p.splits), p.runs = kv_heads * p.splits;
   p.group_inverse = uint32_t((65536 + p.group - 1) / p.group);
   constexpr double kLog2E = 1.4426950408889634;
   p.scale_log2 = float(scale * kLog2E);
@@ -117,12 +121,12 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   return p;
 }
 
-// Forward, merge or one after the other, on the current stream.
+// Forward, merge or one after the other, on the current stream. `tile_rows` are those of the largest tile that plans are made with.
 void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
             TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, double scale, double logit_cap,
-            bool with_forward, bool with_merge, bool overlap, bool early) {
+            int64_t tile_rows, bool with_forward, bool with_merge, bool overlap, bool early) {
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
-  const pat::Params p = make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap);
+  const pat::Params p = make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap, tile_rows);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   const Resident& ctas = resident(q.device().device_id);
   if (with_forward) launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, early, p);

@@ -21,7 +21,10 @@ struct Params {
   const int32_t* plan;
   int64_t q_row, q_head, table_row;
   uint32_t k_slot, k_head, v_slot, v_head;
-  int out_rows, heads, kv_heads, group;
+  int out_rows, heads;
+  // Work items run once for each of `runs` groups of query heads: those of a KV head, in `splits` parts where they are more than a
+  // tile has rows. A part has `group` heads; the last one has some of the one before again, which computes the same.
+  int runs, splits, group, kv_group;
   uint32_t group_inverse;
   float scale_log2;         // weights are 2 to the power of scores times this
   float cap, cap_exponent;  // before, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent))

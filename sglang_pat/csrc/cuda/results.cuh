@@ -21,7 +21,7 @@ class RowTarget {
   }
   // The same, of a row that is a query's, whose batch position and part's place are known.
   __device__ RowTarget(const Params& p, const Item& item, int row, int query, int target) {
-    const int head = item.head * p.group + p.head_of(row);
+    const int head = item.first_head + p.head_of(row);
     code_ = target == kDirect ? ~(query * p.heads + head) : target * p.heads + head;
   }
   __device__ explicit RowTarget(int code) : code_(code) {}
