@@ -3,64 +3,143 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
+import re
+import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from sglang_pat import explain
 from sglang_pat.estimate import EstimateError, estimate, read, read_model
+from sglang_pat.kernels.jit import BuildError
 from sglang_pat.packing import POLICIES
 from sglang_pat.radix_bridge.trace import TraceError
 from sglang_pat.replay import replay
 from sglang_pat.top import TopError, top
 
+KEY = "OPENAI_API_KEY"
+"""The environment variable from which SGLang's own clients take a server's key."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one sentence what is wrong with an argument."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _count(text: str) -> int:
+    """An argument that counts something.
+
+    Raises:
+        ArgumentTypeError: It is no number, or nothing is left to count.
+    """
+    if re.fullmatch("[0-9]{1,9}", text) is None or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999,999,999")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    """An argument that is a time to wait.
+
+    Raises:
+        ArgumentTypeError: It is no number, or nobody would wait so long or so short.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 86,400")
+    return value
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a subcommand; the exit status."""
-    parser = argparse.ArgumentParser(prog="sglang-pat", description="Tools for sglang-pat; none of them needs a GPU.")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal may know neither the bars of `top` nor the name of a file.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        try:
+            parsed = _parser().parse_args(arguments)
+            parsed.run(parsed)
+        finally:
+            print(end="", flush=True)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except (TraceError, TopError, EstimateError, explain.ExplainError, BuildError) as error:
+        print(f"sglang-pat: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        # What could not be written must not be tried again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"sglang-pat: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> _Parser:
+    """What the command takes."""
+    result = _Parser(prog="sglang-pat", description="Tools for sglang-pat; none of them needs a GPU.")
+    commands = result.add_subparsers(required=True, metavar="command")
     command = commands.add_parser(
         "replay", help="run a trace recorded with SGLANG_PAT_TRACE through the scheduler and print what packing does"
     )
-    command.add_argument("trace", type=Path)
+    command.add_argument("trace", type=Path, help="a file recorded with SGLANG_PAT_TRACE")
     command.add_argument("--policy", choices=list(POLICIES), action="append", help="instead of the recorded one")
     command.add_argument("--oracle", action="store_true", help="compare every plan with the Python scheduler's; slow")
     command.add_argument("--truncated", action="store_true", help="take what there is of a file that was cut off")
     command.set_defaults(run=_replay)
     command = commands.add_parser("estimate", help="say what packing would bring a workload")
     command.add_argument(
-        "requests", type=Path, help="an OpenAI batch, a request log of SGLang, a Mooncake trace, or a prompt a line"
+        "requests",
+        type=Path,
+        help="an OpenAI batch, a request log of SGLang, a Mooncake trace, or a prompt a line; the first line says which, "
+        "and a line that does not fit it, or asks for a negative number of tokens, is refused",
     )
     command.add_argument("--model", type=Path, required=True, help="the model's folder or config.json")
-    command.add_argument("--gpu", default="h200", help="%(default)s")
-    command.add_argument("--batch", type=int, nargs="+", default=[8, 32, 128, 256], help="batch sizes")
-    command.add_argument("--output", type=int, default=256, help="tokens of an answer, where unknown (%(default)s)")
+    command.add_argument("--gpu", type=str.lower, default="h200", help="%(default)s")
+    command.add_argument(
+        "--batch", type=_count, nargs="+", default=[8, 32, 128, 256], help="batch sizes; at most all requests"
+    )
+    command.add_argument("--output", type=_count, default=256, help="tokens of an answer, where unknown (%(default)s)")
     command.set_defaults(run=_estimate)
     command = commands.add_parser("top", help="show live what packing does in a running server")
     command.add_argument("--url", default="http://127.0.0.1:30000", help="the server's address (%(default)s)")
-    command.add_argument("--interval", type=float, default=2, help="seconds between two pictures (%(default)s)")
+    _add_key(command)
+    command.add_argument("--interval", type=_seconds, default=2, help="seconds between two pictures (%(default)s)")
     command.add_argument("--once", action="store_true", help="one picture, of everything since the server started")
     command.set_defaults(run=_top)
     command = commands.add_parser("explain", help="write a page that shows how recorded batches were packed, and why")
     command.add_argument("trace", type=Path, nargs="?", help="a file recorded with SGLANG_PAT_TRACE")
     command.add_argument("--url", help="in place of a file: a running server on this machine that records one")
+    _add_key(command)
     command.add_argument("--output", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
-    command.add_argument("--steps", type=int, default=20, help="plans shown, evenly spread (%(default)s)")
+    command.add_argument("--steps", type=_count, default=20, help="plans shown, evenly spread (%(default)s)")
     command.add_argument("--truncated", action="store_true", help="take what there is of a file that was cut off")
     command.set_defaults(run=_explain)
-    parsed = parser.parse_args(arguments)
-    try:
-        parsed.run(parsed)
-    except KeyboardInterrupt:
-        return 0
-    except (TraceError, TopError, EstimateError, explain.ExplainError) as error:
-        print(f"sglang-pat: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return result
+
+
+def _add_key(command: argparse.ArgumentParser) -> None:
+    # The default is looked up later: it would be shown by --help.
+    command.add_argument(
+        "--api-key", metavar="KEY", help=f"what the server was started with; {KEY} of the environment, if not given"
+    )
+
+
+def _key(arguments: argparse.Namespace) -> str:
+    return os.environ.get(KEY, "") if arguments.api_key is None else arguments.api_key
 
 
 def _estimate(arguments: argparse.Namespace) -> None:
+    model = read_model(arguments.model)
     prompts = read(arguments.requests, arguments.output)
-    for line in estimate(prompts, read_model(arguments.model), arguments.gpu, arguments.batch):
+    for line in estimate(prompts, model, arguments.gpu, arguments.batch):
         print(line)
 
 
@@ -68,21 +147,30 @@ def _explain(arguments: argparse.Namespace) -> None:
     if (arguments.trace is None) == (arguments.url is None):
         raise explain.ExplainError("give either a trace or --url")
     # A server that runs is writing: its file ends anywhere.
-    path = arguments.trace or explain.trace_of(arguments.url)
-    steps = explain.explain(path, arguments.output, arguments.steps, arguments.truncated or bool(arguments.url))
-    print(f"{arguments.output}: {steps} plans of {path}")
+    live, output = arguments.url is not None, arguments.output
+    path = explain.trace_of(arguments.url, _key(arguments)) if live else arguments.trace
+    if os.path.realpath(output) == os.path.realpath(path):
+        raise explain.ExplainError(f"--output {output} is the trace: name another file")
+    try:
+        steps = explain.explain(path, output, arguments.steps, arguments.truncated or live)
+    except OSError as error:
+        raise explain.ExplainError(f"--output {output} cannot be written: {error.strerror}") from None
+    print(f"{output}: {steps} plans of {path}")
 
 
 def _top(arguments: argparse.Namespace) -> None:
-    top(arguments.url, arguments.interval, arguments.once)
+    top(arguments.url, arguments.interval, arguments.once, _key(arguments))
 
 
 def _replay(arguments: argparse.Namespace) -> None:
     for number, policy in enumerate(arguments.policy or [None]):
         if number:
             print()
-        for line in replay(arguments.trace, policy, arguments.oracle, arguments.truncated).lines():
-            print(line)
+        try:
+            lines = list(replay(arguments.trace, policy, arguments.oracle, arguments.truncated).lines())
+        except AssertionError as error:
+            raise TraceError(f"{arguments.trace}: {error}") from None
+        print("\n".join(lines))
 
 
 if __name__ == "__main__":

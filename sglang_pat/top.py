@@ -2,42 +2,177 @@
 
 from __future__ import annotations
 
-import json
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from http.client import HTTPException, responses
+from typing import Annotated, Any, TypedDict
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
 
 from sglang_pat.backend.metrics import packs_since
 
 CLEAR = "\x1b[H\x1b[2J"
 WIDTH = 40
 """Characters of the longest bar."""
+PATIENCE = 10
+"""Seconds that a server has for its whole answer."""
+LARGEST = 1 << 24
+"""Bytes that an answer may have; SGLang's has some ten thousand for each process."""
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+FileName = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
+"""Without control characters: it is shown in a terminal."""
 
 
 class TopError(Exception):
     """There is no server with PAT there; the message says what was found."""
 
 
-def fetch(url: str) -> list[dict[str, Any]]:
+class Counters(TypedDict):
+    """What `/server_info` tells of a scheduler process with PAT, as far as it is shown here."""
+
+    steps: Count
+    plans: Count
+    plans_ahead: Count
+    planning_us: Count
+    work_items: Count
+    parts: Count
+    kv_bytes: Count
+    kv_bytes_unpacked: Count
+    fallbacks: Count
+    faults: Count
+    bound: Count
+    nodes: Count
+    query_sizes: dict[Annotated[int, Meta(ge=1, le=1 << 20)], Count]
+    trace: FileName
+
+
+class State(msgspec.Struct):
+    """A scheduler process."""
+
+    pat: Counters | None = None
+
+
+class ServerInfo(msgspec.Struct):
+    """An answer of `/server_info`."""
+
+    internal_states: list[State]
+
+
+def fetch(url: str, key: str = "") -> list[Counters]:
     """The counters of every scheduler process of a server.
 
+    Args:
+        url: Its address.
+        key: The API key that it was started with; none if empty.
+
     Raises:
-        TopError: Nothing answers there, or a server with another attention backend.
+        TopError: Nothing answers there, or a server with another attention backend, or it wants another key.
     """
+    _check_address(url)
+    if not (key.isascii() and key.isprintable()):
+        raise TopError(
+            "an API key has printable ASCII characters only: give another one with --api-key or in OPENAI_API_KEY"
+        )
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/server_info", timeout=10) as response:
-            states = json.load(response)["internal_states"]
-    except (OSError, ValueError, KeyError, urllib.error.URLError) as error:
-        raise TopError(f"no SGLang server answers at {url} ({error}): give its address with --url") from error
-    counters = [state["pat"] for state in states if "pat" in state]
+        states = msgspec.json.decode(_get_in_time(url, key), type=ServerInfo).internal_states
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TopError(f"what answers at {url} is no SGLang server that this sglang-pat knows: {error}") from None
+    counters = [state.pat for state in states if state.pat is not None]
     if not counters:
         raise TopError(f"the server at {url} decodes with another backend: start it with --attention-backend pat")
     return counters
 
 
-def total(states: list[dict[str, Any]]) -> dict[str, Any]:
+def _check_address(url: str) -> None:
+    """
+    Raises:
+        TopError: It is none. What was given is not shown, it may have a password in it.
+    """
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:
+        whole = False
+    if not whole or not url.isprintable() or set("@?# ") & set(url):
+        raise TopError("--url must be like http://127.0.0.1:30000, without user, query or fragment")
+
+
+def _get_in_time(url: str, key: str) -> bytes:
+    """The same as `_get`. A socket's own time limit starts again with every byte, and there is none for looking up a host."""
+    answer: futures.Future[bytes] = futures.Future()
+
+    def get() -> None:
+        try:
+            answer.set_result(_get(url, key))
+        except TopError as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=get, daemon=True).start()
+    try:
+        return answer.result(PATIENCE)
+    except futures.TimeoutError:
+        raise _silence(url, f"not within {PATIENCE} s") from None
+
+
+def _get(url: str, key: str) -> bytes:
+    """The answer of `/server_info`. No redirection is followed: it could lead to files, and the key elsewhere.
+
+    Raises:
+        TopError: There is none.
+    """
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler,
+        urllib.request.HTTPHandler,
+        urllib.request.HTTPSHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPErrorProcessor,
+    ):
+        opener.add_handler(handler())
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"{url.rstrip('/')}/server_info", headers=headers)
+    body = bytearray()
+    try:
+        # The time limit is what ends a thread that nobody waits for any more.
+        with opener.open(request, timeout=2 * PATIENCE) as response:
+            while len(body) <= LARGEST and (piece := response.read1(1 << 16)):
+                body += piece
+    except urllib.error.HTTPError as error:
+        raise _refusal(url, error) from None
+    except HTTPException:
+        raise _silence(url, "what is there does not speak HTTP") from None
+    except (OSError, ValueError) as error:
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise _silence(url, getattr(cause, "strerror", None) or str(cause)) from None
+    if len(body) > LARGEST:
+        raise _silence(url, f"what is there sends more than {LARGEST >> 20} MiB")
+    return bytes(body)
+
+
+def _silence(url: str, reason: str) -> TopError:
+    return TopError(f"no SGLang server answers at {url} ({reason}): give its address with --url")
+
+
+def _refusal(url: str, error: urllib.error.HTTPError) -> TopError:
+    """What an answer without success means. Of its own words only the code and the new address are shown."""
+    with error:
+        answer = f"{error.code} {responses.get(error.code, '')}".strip()
+        if error.code in (401, 403):
+            return TopError(f"the server at {url} answers {answer}: give its key with --api-key")
+        if address := error.headers.get("Location"):
+            place = ascii(address.partition("?")[0].removesuffix("/server_info")[:200])
+            return TopError(f"the server at {url} answers {answer} to {place}: give that address with --url")
+        return _silence(url, answer)
+
+
+def total(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The counters of all processes together."""
     result: dict[str, Any] = {"query_sizes": {}}
     for state in states:
@@ -81,23 +216,28 @@ def render(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: float
 
 
 def bar(value: float, most: float) -> str:
-    return "█" * round(WIDTH * value / most) if most else ""
+    return "█" * round(WIDTH * min(1, value / most)) if most > 0 else ""
 
 
-def top(url: str, interval: float, once: bool) -> None:
-    """Show it until interrupted; one picture since the server started if `once`.
+def top(url: str, interval: float, once: bool, key: str = "") -> None:
+    """Show it until Ctrl-C; one picture since the server started if `once`.
 
     Raises:
-        TopError: There is no server with PAT at `url`.
+        TopError: There is no server with PAT at `url`, or it wants another key.
     """
+    if once:
+        print("\n".join(render(total(fetch(url, key)), None, 1)))
+        return
+    head = f"sglang-pat top, {url}, every {interval:g} s; Ctrl-C ends"
     old, began = None, time.monotonic()
-    while True:
-        new, now = total(fetch(url)), time.monotonic()
-        picture = render(new, old, max(now - began, 1e-9))
-        if once:
-            print("\n".join(picture))
-            return
-        head = f"sglang-pat top, {url}, every {interval:g} s; Ctrl-C ends"
-        print(CLEAR + "\n".join([head, "", *picture]), flush=True)
-        old, began = new, now
-        time.sleep(interval)
+    try:
+        while True:
+            new, now = total(fetch(url, key)), time.monotonic()
+            if old and new["steps"] < old["steps"]:
+                old = None  # the server was started again
+            picture = render(new, old, max(now - began, 1e-9))
+            print(CLEAR + "\n".join([head, "", *picture]), flush=True)
+            old, began = new, now
+            time.sleep(interval)
+    except KeyboardInterrupt:
+        return

@@ -3,16 +3,95 @@
 from __future__ import annotations
 
 import io
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from unittest import mock
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang_pat import cli, top
 from sglang_pat.backend import metrics
+from sglang_pat.backend.counters import Counters
 
 
 def counters(**changes: int) -> dict:
     numbers = dict.fromkeys([*metrics.COUNTERS, *metrics.GAUGES, "nodes"], 0)
     return {**numbers, **changes, "query_sizes": {"1": 8, "3": 2, "5": 4}}
+
+
+def info(**changes: object) -> dict:
+    """What `/server_info` answers, as far as it matters."""
+    pat = {**counters(steps=10, kv_bytes=1, kv_bytes_unpacked=2), "trace": ""}
+    return {"version": "0.5.17", "internal_states": [{"memory": {}, "pat": {**pat, **changes}}]}
+
+
+def http(body: object, status: str = "200 OK", headers: str = "") -> bytes:
+    """An answer; JSON of what is no bytes."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(data)}\r\n{headers}\r\n".encode() + data
+
+
+class Port:
+    """Where something answers that need not be a server.
+
+    Attributes:
+        url: Its address.
+        requests: What came in.
+    """
+
+    def __init__(self, answer: Callable[[socket.socket], None]) -> None:
+        self.requests: list[bytes] = []
+        self._answer = answer
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                with connection, suppress(OSError):
+                    self.requests.append(connection.recv(1 << 16))
+                    self._answer(connection)
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+@contextmanager
+def port(answer: bytes | Callable[[socket.socket], None]) -> Iterator[Port]:
+    """A port that gives every client the same answer, or calls it."""
+    opened = Port(answer if callable(answer) else lambda connection: connection.sendall(answer))
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def sentence(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command says that refuses something."""
+    try:
+        status = cli.main(list(arguments))
+    except SystemExit as end:
+        status = end.code
+    output = capsys.readouterr()
+    assert (status, output.out) == (2, "") and output.err.count("\n") == 1 and output.err.startswith("sglang-pat")
+    assert output.err.strip().isprintable()
+    return output.err
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
 def test_a_picture_shows_what_happened_in_between() -> None:
@@ -60,8 +139,278 @@ def test_the_log_line_counts_from_the_last_one(caplog: pytest.LogCaptureFixture)
 
 
 def test_no_server_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["top", "--once", "--url", "http://127.0.0.1:9"]) == 2
-    assert "no SGLang server answers at http://127.0.0.1:9" in capsys.readouterr().err
+    found = sentence(capsys, "top", "--once", "--url", "http://127.0.0.1:9")
+    assert "no SGLang server answers at http://127.0.0.1:9 (Connection refused): give its address with --url" in found
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "http://", "http://:30000", "localhost:30000", "127.0.0.1:30000", "//localhost", "file:///etc/passwd",
+        "ftp://localhost", "data:,x", "http://localhost:99999", "http://localhost:x", "http://localhost:-1", "http://[::1",
+        "http://localhost:0", "http://a..b", f"http://{'a' * 64}", "http://local host", "http://localhost\n", "http://h?x=1",
+        "http://h#x", "http://user:secret@localhost:99999", "http://user:secret@127.0.0.1:9", "\x1b[2J",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["top", "explain"])
+def test_what_is_no_address_is_refused_and_not_shown(
+    capsys: pytest.CaptureFixture[str], command: str, url: str
+) -> None:
+    found = sentence(capsys, command, "--url", url)
+    assert "--url must be like http://127.0.0.1:30000, without user, query or fragment" in found
+    assert "secret" not in found
+
+
+def test_a_port_without_tls_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with port(http(info())) as server:
+        found = sentence(capsys, "top", "--url", server.url.replace("http", "https"))
+    assert "no SGLang server answers at https://127.0.0.1:" in found and "SSL" in found
+
+
+def test_an_address_may_be_written_in_several_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    with port(http(info())) as server:
+        number = server.url.rpartition(":")[2]
+        for url in (server.url, f"{server.url}/", f"HTTP://localhost:{number}", f"{server.url}/replica/1"):
+            assert cli.main(["top", "--once", "--url", url]) == 0
+            assert "decode steps            10" in capsys.readouterr().out
+        paths = [request.split()[1] for request in server.requests]
+    assert paths == [b"/server_info"] * 3 + [b"/replica/1/server_info"]
+
+
+NO_HTTP = "(what is there does not speak HTTP): give its address with --url"
+NO_SGLANG = "is no SGLang server that this sglang-pat knows: "
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"", NO_HTTP),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", NO_HTTP),
+        (b"\xff\x00\x1b[2J" * 99, NO_HTTP),
+        (b"x" * 10**6, NO_HTTP),
+        (b"HTTP/1.1 OK\r\n\r\n", NO_HTTP),
+        (b"HTTP/1.1 200 OK\r\nA: " + b"x" * 10**5, NO_HTTP),
+        (b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 1000, NO_HTTP),
+        (b"HTTP/1.1 200 OK\r\n", NO_SGLANG + "Input data was truncated"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}", NO_SGLANG),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -7\r\n\r\n{}", NO_SGLANG),
+        (CHUNKED + b"zz\r\n{}", NO_HTTP),
+        (CHUNKED + b"-1\r\n{}", ""),
+        (CHUNKED + b"ffffffffffffffffffff\r\n{}", ""),
+        (http(b"", "404 \x1b[2JNot here"), "(404 Not Found): give its address"),
+        (http(b"", "500 x"), "(500 Internal Server Error): give its address"),
+        (http(b"", "299 x"), NO_SGLANG),
+        (http(b"", "777 x"), "(777): give its address"),
+        (http(b"", "401 x"), "answers 401 Unauthorized: give its key with --api-key"),
+        (http(b"", "403 x"), "answers 403 Forbidden: give its key with --api-key"),
+        (http(b"\xff\xfe{"), NO_SGLANG + "JSON is malformed"),
+        (http(b'{"internal_states": "\xff"}'), NO_SGLANG),
+        (http(b"<html>"), NO_SGLANG + "JSON is malformed"),
+        (http(b"[" * 10**6), NO_SGLANG),
+        (http(b'{"a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"), NO_SGLANG + "maximum recursion depth"),
+        (http([]), NO_SGLANG + "Expected `object`, got `array`"),
+        (http(None), NO_SGLANG + "Expected `object`, got `null`"),
+        (http(1e300), NO_SGLANG),
+        (http({}), NO_SGLANG + "Object missing required field `internal_states`"),
+        (http({"internal_states": {"pat": {}}}), NO_SGLANG + "Expected `array`, got `object` - at `$.internal_states`"),
+        (http({"internal_states": [None]}), NO_SGLANG),
+        (http({"internal_states": [{"pat": [1]}]}), NO_SGLANG + "Expected `object | null`, got `array`"),
+        (http({"internal_states": [{"pat": {}}]}), NO_SGLANG + "Object missing required field"),
+        (http(info(steps="7")), NO_SGLANG + "Expected `int`, got `str`"),
+        (http(info(steps=-7)), NO_SGLANG + "Expected `int` >= 0"),
+        (http(info(steps=10**30)), NO_SGLANG + "Expected `int` <= 9223372036854775807"),
+        (http(info(steps=True)), NO_SGLANG),
+        (http(info(steps=1.5)), NO_SGLANG),
+        (http(info(query_sizes=[1])), NO_SGLANG),
+        (http(info(query_sizes={"x": 1})), NO_SGLANG),
+        (http(info(query_sizes={"0": 1})), NO_SGLANG),
+        (http(info(query_sizes={"1": None})), NO_SGLANG),
+        (http(info(trace="a\x1b[2J")), NO_SGLANG),
+        (http({"internal_states": []}), "decodes with another backend: start it with --attention-backend pat"),
+        (http({"internal_states": [{}, {"pat": None}]}), "decodes with another backend"),
+    ],
+)
+def test_whatever_answers_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, answer: bytes, message: str
+) -> None:
+    monkeypatch.setattr(top, "PATIENCE", 5)
+    with port(answer) as server:
+        for command in (["top"], ["top", "--once"], ["explain"]):
+            found = sentence(capsys, *command, "--url", server.url)
+            assert message in found and server.url in found
+
+
+def slowly(data: bytes) -> Callable[[socket.socket], None]:
+    """A byte now and then, over and over."""
+
+    def answer(connection: socket.socket) -> None:
+        for place in range(40):
+            connection.sendall(data[place % len(data) :][:1])
+            time.sleep(0.05)
+
+    return answer
+
+
+def endlessly(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        connection.sendall(b" " * 10**6)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda connection: time.sleep(2),
+        slowly(b"H"),
+        slowly(b"HTTP/1.1 100 Continue\r\n\r\n"),
+        slowly(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n"),
+        slowly(CHUNKED + b"1\r\n \r\n"),
+    ],
+)
+def test_who_is_slow_is_not_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, answer: Callable[[socket.socket], None]
+) -> None:
+    monkeypatch.setattr(top, "PATIENCE", 0.5)
+    began = time.monotonic()
+    with port(answer) as server:
+        found = sentence(capsys, "top", "--url", server.url)
+    assert "(not within 0.5 s): give its address with --url" in found and time.monotonic() - began < 1.8
+
+
+@pytest.mark.parametrize("answer", [endlessly, http(b" " * (17 << 20))])
+def test_more_than_a_server_says_is_not_read(capsys: pytest.CaptureFixture[str], answer) -> None:
+    with port(answer) as server:
+        assert "(what is there sends more than 16 MiB)" in sentence(capsys, "top", "--url", server.url)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize(
+    "place", ["file:///etc/passwd", "ftp://127.0.0.1/x", "http://[", "{url}/server_info?x=sk-secret", "\x1b[2J"]
+)
+def test_no_redirection_is_followed(capsys: pytest.CaptureFixture[str], status: int, place: str) -> None:
+    with port(http(info())) as other:
+        place = place.format(url=other.url)
+        with port(http(b"", f"{status} x", f"Location: {place}\r\n")) as server:
+            found = sentence(capsys, "top", "--url", server.url, "--api-key", "sk-secret")
+        assert other.requests == [] and "sk-secret" not in found
+    assert f"answers {status} " in found and "give that address with --url" in found
+    if place.startswith("http://1"):
+        assert f" to '{other.url}':" in found
+
+
+def test_the_key_is_sent_and_never_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def header(request: bytes) -> list[bytes]:
+        return [line for line in request.split(b"\r\n") if line.lower().startswith(b"authorization")]
+
+    def protected(connection: socket.socket) -> None:
+        request = server.requests[-1]
+        allowed = header(request) == [b"Authorization: Bearer sk-secret"]
+        # Whoever sends the request back must not get it shown either.
+        connection.sendall(http(info(trace=str(tmp_path / "none"))) if allowed else http(request, "401 sk-secret"))
+
+    with port(protected) as server:
+        url = ["--url", server.url]
+        assert cli.main(["top", "--once", *url, "--api-key", "sk-secret"]) == 0
+        assert "sk-secret" not in "".join(capsys.readouterr())
+        for given in ([], ["--api-key", ""], ["--api-key", "sk-secret-too"]):
+            for command in (["top"], ["explain"]):
+                found = sentence(capsys, *command, *url, *given)
+                assert "answers 401 Unauthorized: give its key with --api-key" in found and "sk-" not in found
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+        assert cli.main(["top", "--once", *url]) == 0
+        capsys.readouterr()
+        assert "which is no file on this machine" in sentence(capsys, "explain", *url)
+        found = sentence(capsys, "top", *url, "--api-key", "wrong")
+        assert "give its key" in found and "wrong" not in found, "the option counts"
+
+
+@pytest.mark.parametrize(
+    "key", ["sk\nsecret", "sk\r\nHost: secret", "sk-secret\u20ac", "sk-secret\x00", "sk-secret\x7f"]
+)
+def test_a_key_that_cannot_be_sent_is_not_shown(capsys: pytest.CaptureFixture[str], key: str) -> None:
+    with port(http(info())) as server:
+        found = sentence(capsys, "top", "--once", "--url", server.url, "--api-key", key)
+        assert server.requests == []
+    assert "an API key has printable ASCII characters only: give another one with --api-key" in found
+    assert "secret" not in found
+
+
+def test_the_key_of_the_environment_is_not_in_the_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    for command in ("top", "explain"):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([command, "--help"])
+        shown = capsys.readouterr().out
+        assert "--api-key" in shown and "OPENAI_API_KEY" in shown and "sk-secret" not in shown
+
+
+def test_explain_says_why_there_is_no_recording(capsys: pytest.CaptureFixture[str]) -> None:
+    for trace, message in [
+        ("", "does not record: start it with SGLANG_PAT_TRACE=<file>"),
+        ("/no/such/trace", "records /no/such/trace, which is no file on this machine"),
+        ("/dev/zero", "records /dev/zero, which is no file on this machine"),
+    ]:
+        with port(http(info(trace=trace))) as server:
+            assert message in sentence(capsys, "explain", "--url", server.url)
+
+
+def test_a_real_process_says_what_is_read() -> None:
+    told = {**Counters(query_sizes={1: 2, 70_000: 3}).report(3), "nodes": 0, "faults": 0, "bound": 0, "trace": "/x y"}
+    assert set(top.Counters.__annotations__) <= set(told)
+    body = msgspec.json.encode({"internal_states": [{"pat": told}, {}]})
+    (read,) = msgspec.json.decode(body, type=top.ServerInfo).internal_states[:1]
+    assert read.pat["query_sizes"] == {1: 2, 70_000: 3} and read.pat["trace"] == "/x y"
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+NUMBERS = st.integers(0, 2**63 - 1)
+SIZES = st.dictionaries(st.integers(1, 1 << 20).map(str), NUMBERS, max_size=4)
+NAMES = sorted(set(top.Counters.__annotations__) - {"query_sizes", "trace"})
+PLAUSIBLE = st.fixed_dictionaries(dict.fromkeys(NAMES, NUMBERS) | {"query_sizes": SIZES, "trace": st.just("")})
+DAMAGED = st.builds(lambda whole, change: {**whole, **change}, PLAUSIBLE, st.dictionaries(st.sampled_from(NAMES), JUNK))
+INFOS = st.builds(
+    lambda states: {"internal_states": states},
+    st.lists(PLAUSIBLE.map(lambda pat: {"pat": pat}), min_size=1, max_size=3),
+)
+
+
+@given(st.lists(INFOS | JUNK | DAMAGED.map(lambda pat: {"internal_states": [{"pat": pat}]}), min_size=1, max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_an_answer_is_shown_or_refused_and_nothing_else(answers: list) -> None:
+    old = None
+    for answer in answers:
+        with mock.patch.object(top, "_get_in_time", return_value=json.dumps(answer).encode()):
+            try:
+                new = top.total(top.fetch("http://127.0.0.1:30000"))
+            except top.TopError:
+                continue
+        assert all(len(line) < 300 for line in top.render(new, old, 2.0)), "bars have an end"
+        old = new
+
+
+def test_a_server_that_was_started_again_is_counted_from_its_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([info(steps=100), info(steps=7)])
+    with port(lambda connection: connection.sendall(http(next(answers)))) as server:
+
+        def wait(_: float, turns: Iterator[int] = iter(range(2))) -> None:  # noqa: B008
+            if next(turns):
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(top.time, "sleep", wait)
+        assert cli.main(["top", "--url", server.url]) == 0
+    first, second = capsys.readouterr().out.split(top.CLEAR)[1:]
+    assert "100    since the server started" in first and "7    since the server started" in second
 
 
 def test_nothing_run_yet() -> None:
