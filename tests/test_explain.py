@@ -69,7 +69,9 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
         for begin, behind in pairwise(plan["bins"]):
             members = [(sum(n for _, n in item[6]), item[1] - item[0]) for item in plan["items"][begin:behind]]
             drawn = sum(item[5] + item[7] for item in plan["items"][begin:behind])
-            assert drawn * config.cost.runs == config.bin_bytes(members), "a bin takes as long as its bars"
+            # A bar is the share of one work item of the kernel; its price and its turn are each rounded down to a byte.
+            rounded = config.bin_bytes(members) - drawn * config.cost.runs
+            assert 0 <= rounded <= 2 * (config.cost.runs - 1) * len(members), "a bin takes as long as its bars"
         assert len(plan["decisions"]) == len(step["nodes"])
     for start, end, first, count in step["nodes"]:
         members = [names.index(name) for name in step["requests"][first : first + count]]
