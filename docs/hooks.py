@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import report
 
-from sglang_pat.backend import metrics
+from sglang_pat.backend import features, metrics
 from sglang_pat.config import PatConfig
 
 
@@ -38,7 +38,27 @@ def counters() -> str:
     return report.table(["in `/server_info`", "in `/metrics`", "meaning"], rows)
 
 
-GENERATED = {"settings": settings, "counters": counters, **report.SECTIONS}
+def support() -> str:
+    """The tables of `features.FEATURES`, each under its heading."""
+    parts = []
+    for group, found in features.FEATURES.items():
+        rows = []
+        for feature in found:
+            what = feature.name + (f" ({feature.how})" if feature.how else "")
+            shown = ", ".join(f"`{test}`" for test in feature.shown)
+            rows.append(
+                [
+                    what,
+                    f"**{feature.status}**" if feature.status != "works" else "works",
+                    feature.note,
+                    shown or feature.instead,
+                ]
+            )
+        parts.append(f"### {group}\n\n" + report.table(["", "", "", "shown by `tests/`…, or what to do instead"], rows))
+    return "\n\n".join(parts)
+
+
+GENERATED = {"support": support, "settings": settings, "counters": counters, **report.SECTIONS}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+
+TESTED = ("0.5.17", "0.5.23")
+"""Releases that the tests run with."""
+
+
+def release() -> str:
+    """The SGLang that is installed."""
+    return version("sglang")
 
 
 def disable_graphs(server_args: Any) -> None:
@@ -85,9 +95,13 @@ def namespace(req: Any) -> Hashable:
     return (req.extra_key, getattr(req, "cache_salt", None))
 
 
+FOLLOWED = ("RadixCache", "UnifiedRadixCache", "HiRadixCache")
+"""Prefix caches whose paths tests have compared with `req_to_token`. With any other, requests are decoded unpacked."""
+
+
 def path(cache: Any, req: Any) -> list[tuple[int, int]] | None:
     """(node id, length in tokens) from the first level down to the request's last node; None if nothing is known of it."""
-    last = _last_node(cache, req)
+    last = _last_node(cache, req) if type(cache).__name__ in FOLLOWED else None
     if last is None:
         return None
     core = getattr(cache, "tree_core", None)
@@ -121,11 +135,17 @@ def _last_node(cache: Any, req: Any) -> Any:
     return slot.last_node
 
 
-PREFILL_GRAPH_FLAGS = (
+PREFILL_ATTRIBUTES = (
     "use_captured_forward_metadata_for_breakable_cuda_graph",
     "supports_full_cuda_graph_chunked_prefix",
+    "extend_dummy_seqs_capped_by_req_pool",
+    "extend_attention_block_m",
+    "prefill_cuda_graph_default_max_seq_len",
+    "prefill_cuda_graph_max_batch_size",
+    "skips_prefill_metadata_on_idle_dp_rank",
+    "supports_prefill_cuda_graph_max_context_size",
 )
-"""Attributes by which a backend says which prefill graphs it can be captured in."""
+"""Attributes by which a backend says how it can prefill, in graphs and in dry runs; each release has some of them."""
 
 
 def prefill_backend() -> str:
@@ -160,6 +180,9 @@ def fence_table_reads() -> None:
 
     if not hasattr(base_attn_backend, "SharedReadEnds"):
         envs.SGLANG_FORCE_COARSE_WAR_BARRIER.set(True)
+    if hasattr(envs, "SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
+        # It would replay what planned one step before every other one.
+        envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.set(False)
 
 
 def save_kv(pool: Any, layer: Any, slots: Any, k: Any, v: Any) -> None:
@@ -169,11 +192,41 @@ def save_kv(pool: Any, layer: Any, slots: Any, k: Any, v: Any) -> None:
     pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
 
 
-def tp_rank() -> int:
-    """This process's rank among those that share the model's heads."""
-    from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
+def replica(runner: Any) -> int | None:
+    """Which of the replicas that have requests of their own this process serves; None if another one plans the same batches."""
+    if hasattr(runner, "ps"):
+        ranks = runner.ps
+    else:
+        from sglang.srt.runtime_context import get_parallel
 
-    return get_tensor_model_parallel_rank()
+        ranks = get_parallel()
+    if ranks.attn_tp_rank or ranks.pp_rank:
+        return None
+    return (getattr(ranks, "dp_rank", None) or 0) or ranks.attn_dp_rank
+
+
+def attention_layers(runner: Any) -> int:
+    """Attention layers that this process computes: one stage of a pipeline has some, a hybrid model others besides."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return sum(isinstance(module, RadixAttention) for module in runner.model.modules())
+
+
+def arguments(server_args: Any) -> Any:
+    """`ServerArgs` as SGLang resolved them: 0.5.23 keeps what was given and what it decided apart."""
+    from sglang.srt.server_args import ServerArgs
+
+    try:
+        from sglang.srt.arg_groups.model_override_base import resolving_view
+    except ImportError:
+        return server_args
+    return resolving_view(server_args) if isinstance(server_args, ServerArgs) else server_args
+
+
+def kv_layout(runner: Any) -> str:
+    """How the KV pool is laid out: `nhd` is [slots, heads, dim]."""
+    pool = runner.token_to_kv_pool
+    return getattr(getattr(pool, "full_kv_pool", pool), "kv_cache_layout", "nhd")
 
 
 def attention_shape(runner: Any) -> tuple[int, int, int, int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from conftest import amid_aborts, assert_sound
 
 from sglang_pat.demo import tiny_model, workload
@@ -27,7 +28,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.server]
 TOKENS = 32
 CLOSE = 0.03
 """Log-probabilities that differ by less than this may change places: some ten times what rounding to float16 does here."""
-COMMON = ["--dtype", "float16", "--mem-fraction-static", "0.15", "--max-running-requests", "64", "--disable-prefill-cuda-graph"]  # fmt: skip
+COMMON = ["--dtype", "float16", "--mem-fraction-static", "0.15", "--max-running-requests", "64"]
+WITHOUT_PREFILL_GRAPHS = [*COMMON, "--disable-prefill-cuda-graph"]
 POOL = "--max-total-tokens"
 CHECKED = {"SGLANG_PAT_VERIFY": "1"}
 
@@ -61,7 +63,7 @@ def servers(gpu_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         started = {}
         for name, (backend, flags, environment) in SERVERS.items():
             log = logs / f"{name}.log"
-            server = Server(gpu_model, backend, log, [*COMMON, *flags], environment, on_cpu=False)
+            server = Server(gpu_model, backend, log, [*WITHOUT_PREFILL_GRAPHS, *flags], environment, on_cpu=False)
             started[name] = stack.enter_context(server)
         for server in started.values():
             server.wait()
@@ -156,6 +158,56 @@ def test_evictions_and_retractions(servers: dict[str, Server], prompts: list[str
     assert re.search(r"#retracted_reqs: [1-9]", server.log.read_text())
 
 
+FEATURES: dict[str, list[str]] = {
+    "prefill graphs": [POOL, "60000"],
+    "hierarchical cache": [
+        POOL,
+        "3000",
+        "--disable-prefill-cuda-graph",
+        "--enable-hierarchical-cache",
+        "--hicache-ratio",
+        "4",
+    ],
+    "memory saver": [POOL, "60000", "--disable-prefill-cuda-graph", "--enable-memory-saver"],
+}
+"""What only a GPU has (backend/features.py)."""
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name: str, gpu_model: Path, prompts: list[str], expected: list[Answer], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with Server(gpu_model, "pat", log, [*COMMON, *FEATURES[name]], CHECKED, on_cpu=False) as server:
+        server.wait()
+        for _ in range(2):
+            assert_agree(generate_all(server, prompts, 16), expected)
+            if name == "memory saver":
+                for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+                    server.post(path, {"tags": ["kv_cache"]})
+        counters = assert_sound(server)
+    assert counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
+    text = log.read_text()
+    if name == "prefill graphs":
+        assert re.search(r"Prefill batch.*cuda graph: True", text)
+    if name == "hierarchical cache":
+        assert "HiRadixCache" in text and counters["nodes"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "flags",
+    [["--tp-size", "2"], ["--pp-size", "2"], ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"]],
+    ids=" ".join,
+)
+def test_parallelism(
+    flags: list[str], gpu_model: Path, prompts: list[str], expected: list[Answer], tmp_path: Path
+) -> None:
+    with Server(gpu_model, "pat", tmp_path / "log", [*COMMON, POOL, "60000", *flags], CHECKED, on_cpu=False) as server:
+        server.wait()
+        assert_agree(generate_all(server, prompts), expected)
+        counters = assert_sound(server)
+    assert counters["kv_bytes"] < 0.9 * counters["kv_bytes_unpacked"]
+
+
 def test_memory_is_reported_at_start(servers: dict[str, Server]) -> None:
     held = re.search(r"sglang-pat: .*?(\d+) MiB", servers["graphs"].log.read_text())
     assert held is not None and 0 < int(held[1]) <= 256
@@ -168,7 +220,7 @@ def test_no_access_out_of_bounds(gpu_model: Path, prompts: list[str], tmp_path: 
         "compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--kernel-name", "kns=pat",
         sys.executable, "-m", "sglang.launch_server",
     )  # fmt: skip
-    flags = [*COMMON, POOL, "60000", "--disable-cuda-graph", "--prefill-attention-backend", "triton"]
+    flags = [*WITHOUT_PREFILL_GRAPHS, POOL, "60000", "--disable-cuda-graph", "--prefill-attention-backend", "triton"]
     with Server(gpu_model, "pat", tmp_path / "memcheck.log", flags, command=command, on_cpu=False) as server:
         server.wait()
         generate_all(server, prompts[:40], 20)

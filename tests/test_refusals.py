@@ -61,14 +61,37 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": 64, "query_pre_attn_scalar": 16, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
     },
+    "multimodal": {
+        "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "hidden_act": "silu",
+        "vision_start_token_id": 1, "vision_end_token_id": 2, "vision_token_id": 3, "image_token_id": 4, "video_token_id": 5,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "vision_config": {
+            "depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "in_chans": 3, "in_channels": 3,
+            "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "spatial_patch_size": 14,
+        },
+    },
+    "hybrid": {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_act": "silu",
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "decoder_sparse_step": 1, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "mlp_only_layers": [], "partial_rotary_factor": 0.25,
+    },
     "head dimension": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "head_dim": 12, "hidden_size": 48,
     },
 }  # fmt: skip
 
+PREPROCESSOR = {
+    "processor_class": "Qwen2VLProcessor", "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14,
+    "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 3136, "max_pixels": 12845056,
+}  # fmt: skip
+
 CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
     "MLA": ("MLA", [], {}, "pat does not support MLA"),
     "sliding window": ("sliding window", [], {}, "--attention-backend pat does not support sliding-window attention (window 63), which Gemma2ForCausalLM uses: serve it"),
+    "multimodal": ("multimodal", ["--mm-attention-backend", "sdpa"], {}, "--attention-backend pat has not been tested with multimodal models like Qwen2VLForConditionalGeneration: use another"),
+    "hybrid": ("hybrid", [], {}, "--attention-backend pat does not support hybrid models like Qwen3NextForCausalLM yet: use another"),
     "head dimension": ("head dimension", [], {}, "--attention-backend pat does not support a head dimension of 12 (multiples of 8 up to 256 are), which LlamaForCausalLM uses: serve it"),
     "FP8 KV": (None, ["--kv-cache-dtype", "fp8_e4m3"], {}, "--attention-backend pat does not support a KV cache of torch.float8_e4m3fn yet: leave out --kv-cache-dtype"),
 }  # fmt: skip
@@ -87,6 +110,7 @@ def logs(
             path = folder / name.replace(" ", "-")
             path.mkdir()
             (path / "config.json").write_text(json.dumps(BASE | MODELS[kind]))
+            (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
             for file in model.glob("token*"):
                 (path / file.name).write_text(file.read_text())
             flags = [*flags, "--load-format", "dummy"]

@@ -38,7 +38,8 @@ def create(runner: ModelRunner) -> PatAttnBackend:
         TraceError: The file of `SGLANG_PAT_TRACE` cannot be written.
     """
     try:
-        support.check_flags(runner.server_args)
+        support.check_arguments(runner.server_args)
+        support.check_release(runner)
         support.check_device(runner)
         support.check_model(runner, fallback="torch_native" if runner.device == "cpu" else "triton")
         config = PatConfig.from_environment()
@@ -54,7 +55,7 @@ def create(runner: ModelRunner) -> PatAttnBackend:
 
 def inner_backend(runner: ModelRunner) -> AttentionBackend | None:
     """Runs prefill and all that is not plain decode; None where the user chose a backend for that."""
-    arguments = runner.server_args
+    arguments = compat.arguments(runner.server_args)
     if (arguments.prefill_attention_backend or arguments.attention_backend) != "pat":
         return None
     if runner.device == "cpu":
@@ -69,15 +70,17 @@ def inner_backend(runner: ModelRunner) -> AttentionBackend | None:
 
 
 def trace_writer(runner: ModelRunner, config: PatConfig, pack_config: PackConfig) -> TraceWriter | None:
-    """Records what `SGLANG_PAT_TRACE` asks for; on the first rank alone, since all ranks plan alike.
+    """Records what `SGLANG_PAT_TRACE` asks for: one file for each replica (`--dp-size`), whose ranks all plan alike.
 
     Raises:
         TraceError: The file cannot be written.
     """
-    if not config.trace or compat.tp_rank() != 0:
+    replica = compat.replica(runner)
+    if not config.trace or replica is None:
         return None
-    header = Header(FORMAT, pack_config, runner.req_to_token_pool.size, runner.model_config.num_hidden_layers)
-    return TraceWriter(Path(config.trace), header, config.trace_mb * 1_000_000)
+    path = Path(config.trace if replica == 0 else f"{config.trace}.dp{replica}")
+    header = Header(FORMAT, pack_config, runner.req_to_token_pool.size, compat.attention_layers(runner))
+    return TraceWriter(path, header, config.trace_mb * 1_000_000)
 
 
 class PatAttnBackend(AttentionBackend):
@@ -95,8 +98,10 @@ class PatAttnBackend(AttentionBackend):
         self._rows_of_batch: torch.Tensor | None = None
         self._requests = torch.empty(0, dtype=torch.int64)  # in these rows
         if self.inner is not None:
-            for name in compat.PREFILL_GRAPH_FLAGS:
-                setattr(self, name, getattr(self.inner, name))
+            for name in compat.PREFILL_ATTRIBUTES:
+                if hasattr(self.inner, name):
+                    setattr(self, name, getattr(self.inner, name))
+        self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
 
         self.executor = executors.create(runner, config)
         pack_config = self.executor.pack_config
@@ -107,8 +112,7 @@ class PatAttnBackend(AttentionBackend):
         writer = trace_writer(runner, config, pack_config)
         self.planner = Planner(scheduler, config.reuse, config.ahead, on_plan=writer.on_plan if writer else None)
         observer.subscribers += [self.planner.on_event, *([writer.on_event] if writer else [])]
-        recording = config.trace and str(Path(config.trace).resolve())
-        layer_bytes = pack_config.cost.token_bytes * runner.model_config.num_hidden_layers
+        layer_bytes = pack_config.cost.token_bytes * compat.attention_layers(runner)
         hooks.install(
             observer,
             lambda: {
@@ -116,7 +120,7 @@ class PatAttnBackend(AttentionBackend):
                 "nodes": observer.nodes,
                 "faults": observer.faults,
                 "bound": len(scheduler),
-                "trace": recording,
+                "trace": writer.recording if writer else "",
             },
             Metrics().publish,
             graphs=runner.device != "cpu",

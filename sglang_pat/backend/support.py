@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from sglang_pat import compat
+from sglang_pat.backend import features
 from sglang_pat.kernels import cuda, gpu_tiles
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_DIM = 256
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SINKS = ("sinks", "attention_sink_bias")
+"""How models call the logits that are attention sinks: gpt-oss, MiMo V2."""
 _OTHER = "serve it with another one, for example --attention-backend"
 
 
@@ -17,27 +26,26 @@ class UnsupportedError(ValueError):
     """A flag or a property of the model that `--attention-backend pat` does not serve."""
 
 
-def check_flags(server_args: Any) -> None:
-    """Raise UnsupportedError where a flag of `ServerArgs` asks for what PAT does not do."""
-    if server_args.speculative_algorithm is not None:
+def check_arguments(server_args: Any, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise UnsupportedError where `ServerArgs`, or a variable of the environment, asks for what PAT does not do (features.py)."""
+    arguments = compat.arguments(server_args)
+    for feature in features.REFUSED:
+        if feature.asked is not None and feature.asked(arguments, environment):
+            raise UnsupportedError(
+                f"--attention-backend pat does not support {feature.name} yet ({feature.how}): {feature.instead}"
+            )
+
+
+def check_release(runner: Any) -> None:
+    """Raise UnsupportedError where this SGLang does not count how often it hands out a row; warn where nobody has tested it."""
+    if not hasattr(runner.req_to_token_pool, "req_generation"):
         raise UnsupportedError(
-            "--attention-backend pat does not support speculative decoding yet: "
-            f"leave out --speculative-algorithm {server_args.speculative_algorithm}, or use another --attention-backend"
+            f"sglang-pat cannot tell requests of SGLang {compat.release()} apart: use SGLang {' or '.join(compat.TESTED)}"
         )
-    if getattr(server_args, "enable_torch_compile", False):
-        raise UnsupportedError("--attention-backend pat does not support --enable-torch-compile yet: leave it out")
-    if server_args.pp_size > 1:
-        raise UnsupportedError(
-            f"--attention-backend pat does not support pipeline parallelism yet: leave out --pp-size {server_args.pp_size}, "
-            "or use another --attention-backend"
+    if compat.release() not in compat.TESTED:
+        logger.warning(
+            "sglang-pat is tested with SGLang %s, and this is %s", " and ".join(compat.TESTED), compat.release()
         )
-    if server_args.enable_dp_attention:
-        raise UnsupportedError(
-            "--attention-backend pat does not support --enable-dp-attention yet: leave it out (--tp-size works), or use "
-            "another --attention-backend"
-        )
-    if server_args.enable_two_batch_overlap:
-        raise UnsupportedError("--attention-backend pat does not support --enable-two-batch-overlap yet: leave it out")
 
 
 def check_device(runner: Any) -> None:
@@ -62,11 +70,24 @@ def check_model(runner: Any, fallback: str) -> None:
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
+    if compat.kv_layout(runner) != "nhd":
+        raise UnsupportedError(
+            f"--attention-backend pat does not support the KV layout {compat.kv_layout(runner)} yet: unset "
+            "SGLANG_USE_HND_KVCACHE"
+        )
     config = runner.model_config
     instead = f"{_OTHER} {fallback} or --decode-attention-backend {fallback}"
     name = ", ".join(config.hf_config.architectures or [type(runner.model).__name__])
     if runner.use_mla_backend:
         raise UnsupportedError(f"--attention-backend pat does not support MLA, which {name} uses: {instead}")
+    if hasattr(runner.req_to_token_pool, "mamba_pool"):
+        raise UnsupportedError(
+            f"--attention-backend pat does not support hybrid models like {name} yet: use another --attention-backend"
+        )
+    if config.is_multimodal:
+        raise UnsupportedError(
+            f"--attention-backend pat has not been tested with multimodal models like {name}: use another --attention-backend"
+        )
     if config.is_encoder_decoder:
         raise UnsupportedError(
             f"--attention-backend pat does not support encoder-decoder models like {name}: {instead}"
@@ -76,7 +97,7 @@ def check_model(runner: Any, fallback: str) -> None:
             f"--attention-backend pat does not support a KV cache of {runner.kv_cache_dtype} yet: "
             "leave out --kv-cache-dtype, or use another --attention-backend"
         )
-    if any(parameter.endswith("sinks") for parameter, _ in runner.model.named_parameters()):
+    if any(parameter.endswith(SINKS) for parameter, _ in runner.model.named_parameters()):
         raise UnsupportedError(
             f"--attention-backend pat does not support attention sinks, which {name} uses: {instead}"
         )

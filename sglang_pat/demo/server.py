@@ -63,6 +63,8 @@ class Server:
     ) -> None:
         """Start it; `wait` waits until it serves. With `on_cpu` it does not see the machine's GPUs."""
         port = free_port()
+        # Replicas choose theirs.
+        nccl_port = [] if "--dp-size" in arguments else ["--nccl-port", str(free_port())]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self._backend = backend
@@ -82,8 +84,7 @@ class Server:
                     "127.0.0.1",
                     "--port",
                     str(port),
-                    "--nccl-port",
-                    str(free_port()),
+                    *nccl_port,
                     "--grammar-backend",
                     "none",
                     "--sleep-on-idle",

@@ -50,3 +50,5 @@ def announce() -> None:
     """
     os.environ[AWAKE] = "1"
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # torch brings NCCL along; where SGLang finds none, ranks talk through gloo.
+    os.environ.setdefault("SGLANG_NCCL_SO_PATH", os.devnull)

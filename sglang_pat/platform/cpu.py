@@ -78,7 +78,7 @@ class DormantPlatform(SRTPlatform):
             server_args.decode_attention_backend,
         )
         if "pat" in chosen:
-            support.check_flags(server_args)
+            support.check_arguments(server_args)
             announce()
             compat.disable_graphs(server_args)
             self.__class__ = CpuPlatform  # type: ignore[assignment]

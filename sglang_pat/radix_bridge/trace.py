@@ -104,6 +104,11 @@ class TraceWriter:
         """Whether it still records."""
         return not self._file.closed
 
+    @property
+    def recording(self) -> str:
+        """The file's whole path."""
+        return str(self._path.resolve())
+
     def on_event(self, event: Event) -> None:
         """Record an event."""
         if isinstance(event, RequestsExpected):

@@ -1,0 +1,181 @@
+"""Every feature of SGLang that touches attention or the prefix cache, and what `--attention-backend pat` makes of it.
+
+Start-up checks (support.py) and docs/support.md are made from this table. A feature that works names the test that shows it; one
+that is refused says by which arguments it is asked for, and what to do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+Status = Literal["works", "unpacked", "refused"]
+"""`unpacked`: the answers are right, and nothing is shared."""
+
+Asked = Callable[[Any, Mapping[str, str]], bool]
+"""Whether server arguments, as SGLang resolved them, and environment variables ask for a feature."""
+
+
+class Feature(msgspec.Struct, frozen=True):
+    """A row of the table.
+
+    Attributes:
+        name: What SGLang's documentation calls it.
+        how: The flags, the request field or the environment variable that turn it on; empty where it is always on.
+        status: What becomes of it.
+        shown: The tests that show it, as `file::function` below tests/.
+        asked: Of a refused one, whether it is asked for; None where it depends on the model (support.py).
+        instead: Of a refused one, what to do.
+        note: What a user should know besides.
+    """
+
+    name: str
+    how: str
+    status: Status
+    shown: tuple[str, ...] = ()
+    asked: Asked | None = None
+    instead: str = ""
+    note: str = ""
+
+
+def _set(name: str) -> Asked:
+    """The argument `name` is set; not every release has every argument."""
+    return lambda arguments, environment: bool(getattr(arguments, name, None))
+
+
+def _several(name: str) -> Asked:
+    """The argument `name` is more than 1."""
+    return lambda arguments, environment: (getattr(arguments, name, None) or 1) > 1
+
+
+def _variable(name: str) -> Asked:
+    """The environment variable `name` is set, as SGLang reads it."""
+    return lambda arguments, environment: environment.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on")
+
+
+def _any(*several: Asked) -> Asked:
+    return lambda arguments, environment: any(asked(arguments, environment) for asked in several)
+
+
+def _full_prefill_graph(arguments: Any, environment: Mapping[str, str]) -> bool:
+    prefill = getattr(getattr(arguments, "cuda_graph_config", None), "prefill", None)
+    return (
+        getattr(prefill, "backend", None) == "full" or getattr(arguments, "cuda_graph_backend_prefill", None) == "full"
+    )
+
+
+def _prefills(arguments: Any, environment: Mapping[str, str]) -> bool:
+    return getattr(arguments, "disaggregation_mode", None) == "prefill"
+
+
+def _works(name: str, how: str, *shown: str, note: str = "") -> Feature:
+    return Feature(name, how, "works", shown, note=note)
+
+
+def _unpacked(name: str, how: str, *shown: str, note: str = "") -> Feature:
+    return Feature(name, how, "unpacked", shown, note=note)
+
+
+def _refused(name: str, how: str, asked: Asked | None, instead: str, note: str = "") -> Feature:
+    return Feature(name, how, "refused", asked=asked, instead=instead, note=note)
+
+
+_CHAOS = "test_chaos.py::test_a_minute_of_chaos"
+_MIRROR = "test_scheduler.py::test_the_mirror_is_what_req_to_token_says"
+_NESTED = "test_server.py::test_nested_prefixes_of_mixed_lengths"
+_FLAGS = "test_server.py::test_small_mixed_chunks_pages_lpm_no_overlap_no_reuse"
+_POOL = "test_server.py::test_two_hundred_requests_through_a_small_pool"
+_LEAVE_OUT = "leave it out, or use another --attention-backend"
+
+FEATURES: dict[str, tuple[Feature, ...]] = {
+    "Scheduling": (
+        _works("overlap scheduling, on and off", "`--disable-overlap-schedule`", _NESTED, _FLAGS),
+        _works("chunked prefill", "`--chunked-prefill-size`", _MIRROR, _FLAGS),
+        _works("mixed chunks", "`--enable-mixed-chunk`", _FLAGS, note="the decode requests of a mixed step are not packed"),
+        _works("retraction", "", _POOL),
+        _works("priorities and preemption", "`--enable-priority-scheduling`", _MIRROR, _CHAOS),
+        _works("disconnects, aborts, time limits", "`/abort_request`", _CHAOS, "test_kits.py::TestTimeouts"),
+        _works("pausing and continuing", "`/pause_generation`", _CHAOS, "test_kits.py::TestPauseResumeInPlace"),
+        _refused("PD multiplexing", "`--enable-pdmux`", _set("enable_pdmux"), _LEAVE_OUT),
+        _refused("two-batch overlap", "`--enable-two-batch-overlap`", _set("enable_two_batch_overlap"), "leave it out"),
+    ),
+    "Requests": (
+        _works("several answers to a prompt", "`n`", _CHAOS),
+        _works("input logprobs", "`logprob_start_len`", _CHAOS),
+        _works("LoRA adapters, each a namespace of its own", "`--enable-lora`", _CHAOS),
+        _works("salts", "`cache_salt`, `extra_key`", _CHAOS, _MIRROR),
+        _works("sessions, streaming sessions", "`--enable-streaming-session`", _CHAOS, "test_kits.py::TestStreamingSessions",
+               note="without `UnifiedRadixCache` the second turn of a streaming session and those after it are not packed"),
+        _unpacked("beam search (0.5.23)", "`beam_width`", _CHAOS),
+    ),
+    "Prefix cache": (
+        _works("`RadixCache`", "the default of 0.5.17", _NESTED, _MIRROR),
+        _works("`UnifiedRadixCache`, Python and Rust core", "the default of 0.5.23", _NESTED, _MIRROR),
+        _works("`flush_cache`, eviction", "", "test_server.py::test_after_flush_cache", _MIRROR),
+        _works("hierarchical cache", "`--enable-hierarchical-cache`", "test_gpu_server.py::test_features"),
+        _unpacked("no prefix cache", "`--disable-radix-cache`", _MIRROR),
+        _unpacked("any other: LMCache, FlexKV, C++ radix tree, `--radix-cache-backend`", "",
+                  "test_features.py::test_a_cache_that_nobody_tested_is_not_followed"),
+    ),
+    "Parallelism": (
+        _works("tensor parallelism", "`--tp-size`", "test_server.py::test_parallelism", note="every rank plans for itself, and all alike"),
+        _works("pipeline parallelism", "`--pp-size`", "test_server.py::test_parallelism",
+               note="microbatches take turns, so that every step's plan is made on the spot"),
+        _works("replicas", "`--dp-size`, `sglang-router`", "test_server.py::test_parallelism", "test_server.py::test_replicas_behind_a_router"),
+        _works("DP attention", "`--enable-dp-attention`", "test_gpu_server.py::test_parallelism"),
+        _refused("decode context parallelism", "`--dcp-size`", _several("dcp_size"), _LEAVE_OUT),
+        _refused("prefill context parallelism", "`--attn-cp-size`, `--enable-prefill-cp`",
+                 _any(_several("attn_cp_size"), _set("enable_prefill_cp"), _set("enable_prefill_context_parallel")), _LEAVE_OUT),
+    ),
+    "Disaggregation": (
+        _refused("a prefill server", "`--disaggregation-mode prefill`", _prefills,
+                 "use another --attention-backend, as it decodes nothing"),
+        _unpacked("decode server", "`--disaggregation-mode decode`", "test_server.py::test_a_decode_server",
+                  note="it has no prefix cache unless told otherwise"),
+        _refused("decode server with a prefix cache", "`--disaggregation-decode-enable-radix-cache`",
+                 _set("disaggregation_decode_enable_radix_cache"), "leave it out: nobody has tested it"),
+        _refused("KV offload of a decode server", "`--disaggregation-decode-enable-offload-kvcache`",
+                 _set("disaggregation_decode_enable_offload_kvcache"), "leave it out: nobody has tested it"),
+    ),
+    "CUDA graphs": (
+        _works("decode, every captured size, and none", "`--disable-cuda-graph`", "test_gpu_server.py::test_answers_are_those_of_triton"),
+        _works("prefill, breakable (the default)", "", "test_gpu_server.py::test_features"),
+        _refused("prefill as one graph", "`--cuda-graph-backend-prefill full`", _full_prefill_graph,
+                 "leave it out, or take --cuda-graph-backend-prefill breakable"),
+        _refused("torch.compile", "`--enable-torch-compile`", _set("enable_torch_compile"), "leave it out"),
+        _refused("megakernels (0.5.23)", "`--enable-nvidia-megakernel`, `--enable-amd-monokernel`",
+                 _any(_set("enable_nvidia_megakernel"), _set("enable_amd_monokernel")), _LEAVE_OUT),
+    ),
+    "Weights and memory": (
+        _works("new weights while it serves", "`/update_weights_from_disk`", _CHAOS),
+        _works("memory release and resume", "`--enable-memory-saver`", "test_gpu_server.py::test_features"),
+        _works("any page size", "`--page-size`", _MIRROR, _FLAGS),
+        _refused("FP8 and FP4 KV caches", "`--kv-cache-dtype`", None, "leave it out, or use another --attention-backend"),
+        _refused("the KV layout HND", "`SGLANG_USE_HND_KVCACHE`", _variable("SGLANG_USE_HND_KVCACHE"), "unset it"),
+        _refused("page-major KV layout and unified memory", "`--enable-page-major-kv-layout`, `--enable-unified-memory`",
+                 _any(_set("enable_page_major_kv_layout"), _set("enable_unified_memory")), _LEAVE_OUT),
+    ),
+    "Decoding": (
+        _refused("speculative decoding", "`--speculative-algorithm`", _set("speculative_algorithm"), _LEAVE_OUT),
+        _refused("diffusion models", "`--dllm-algorithm`", _set("dllm_algorithm"), _LEAVE_OUT),
+        _refused("deterministic inference", "`--enable-deterministic-inference`, `--rl-on-policy-target`",
+                 _any(_set("enable_deterministic_inference"), _set("rl_on_policy_target")), _LEAVE_OUT,
+                 note="how parts are cut depends on the batch"),
+    ),
+    "Models": (
+        _works("MHA, GQA and MQA of any ratio, logit soft cap", "", "test_cuda_kernel.py::test_more_query_heads_than_a_tile_has_rows"),
+        _works("embedding models, reward models", "`--is-embedding`", "test_server.py::test_embeddings", note="nothing is decoded"),
+        _refused("hybrid models with linear attention or state space layers", "", None, "use another --attention-backend"),
+        _refused("multimodal models", "", None, "use another --attention-backend"),
+        _refused("MLA", "", None, "use another --attention-backend"),
+        _refused("sliding windows", "", None, "use another --attention-backend"),
+        _refused("attention sinks", "", None, "use another --attention-backend"),
+        _refused("encoder-decoder models, encoders", "", None, "use another --attention-backend"),
+        _refused("K and V of unequal dimensions on a GPU", "", None, "use another --attention-backend"),
+    ),
+}  # fmt: skip
+"""By the headings of docs/support.md."""
+
+REFUSED = tuple(feature for group in FEATURES.values() for feature in group if feature.status == "refused")

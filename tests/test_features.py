@@ -1,0 +1,90 @@
+"""The table of SGLang's features (backend/features.py): it is whole, what it refuses is refused, and what no other file shows is shown
+here."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
+
+from sglang_pat import compat, platform
+from sglang_pat.backend import features
+from sglang_pat.backend.support import UnsupportedError
+
+TESTS = Path(__file__).parent
+ALL = [feature for group in features.FEATURES.values() for feature in group]
+
+ASKED_BY: list[tuple[list[str], dict[str, str]]] = [
+    (["--enable-pdmux"], {}),
+    (["--enable-two-batch-overlap"], {}),
+    (["--dcp-size", "2"], {}),
+    (["--attn-cp-size", "2", "--tp-size", "2"], {}),
+    (["--disaggregation-mode", "prefill"], {}),
+    (["--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache"], {}),
+    (["--disaggregation-mode", "decode", "--disaggregation-decode-enable-offload-kvcache"], {}),
+    (["--cuda-graph-backend-prefill", "full"], {}),
+    (["--enable-torch-compile"], {}),
+    ([], {"SGLANG_USE_HND_KVCACHE": "1"}),
+    (["--enable-page-major-kv-layout"], {}),
+    (["--enable-unified-memory"], {}),
+    (["--speculative-algorithm", "NGRAM"], {}),
+    (["--dllm-algorithm", "LowConfidence"], {}),
+    (["--enable-deterministic-inference"], {}),
+]
+"""Flags and environment that ask for what is refused, those that both releases have."""
+
+
+def test_every_feature_that_works_is_shown_and_every_other_has_a_way_out() -> None:
+    functions = {
+        f"{path.name}::{node.name}"
+        for path in TESTS.glob("test_*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    for feature in ALL:
+        assert bool(feature.shown) == (feature.status != "refused"), feature.name
+        assert bool(feature.instead) == (feature.status == "refused"), feature.name
+        assert functions.issuperset(feature.shown), feature.name
+
+
+def test_everything_that_flags_or_variables_ask_for_is_tried_below() -> None:
+    tried = {word.split("=")[0] for flags, environment in ASKED_BY for word in [*flags, *environment]}
+    for feature in features.REFUSED:
+        if feature.asked is not None and "0.5.23" not in feature.name:
+            assert any(word in feature.how for word in tried), feature.name
+
+
+def resolve(flags: list[str]) -> None:
+    """What the launcher does with its arguments."""
+    server_args = prepare_server_args(flags)
+    if hasattr(server_args, "resolve_once"):  # 0.5.23
+        server_args.resolve_once()
+
+
+@pytest.mark.parametrize(("flags", "environment"), ASKED_BY, ids=" ".join)
+def test_what_is_asked_for_and_not_served_is_refused_before_anything_starts(
+    flags: list[str], environment: dict[str, str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for variable in (platform.AWAKE, "TRITON_INTERPRET"):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    load_plugins()
+    with pytest.raises(UnsupportedError) as refusal:
+        resolve(["--model-path", str(model), "--device", "cpu", "--attention-backend", "pat", *flags])
+    text = str(refusal.value)
+    assert text.startswith("--attention-backend pat does not support ") and "\n" not in text
+    assert any(word in text for word in [*flags, *environment])
+
+
+def test_a_cache_that_nobody_tested_is_not_followed() -> None:
+    class CacheOfAnotherPlugin:
+        root_node: Any = None
+
+    assert compat.path(CacheOfAnotherPlugin(), SimpleNamespace(last_node=object(), session=None)) is None
