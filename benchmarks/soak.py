@@ -7,17 +7,26 @@ As many requests are in flight as the server runs at once and half as many more;
 evicted and requests retracted; one in twenty is aborted; ten times the server is drained and its cache flushed. Fails unless
 every other request gets all of its tokens, nothing fell back, nothing is left behind, no logit was NaN, and some prompts get the
 answers afterwards that they got before.
+
+    python benchmarks/soak.py --model MODEL --dummy --chaos 300
+
+instead does everything at once that the API allows, for so many seconds, to a server with a tiny model and a small pool, and compares
+its answers with those of SGLang's Triton backend beside it (tests/chaos).
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
 import random
 import re
 import subprocess
+import sys
+import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +34,11 @@ import aiohttp
 import serving
 from about import gpu
 
+from sglang_pat.demo import tiny_model
 from sglang_pat.demo.server import Server
 from sglang_pat.estimate import TRACE_BLOCK
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 ROUNDS = 10
 ABORTED = 0.05
@@ -129,16 +141,76 @@ async def soak(server: Server, requests: list[tuple[list[int], int]], concurrenc
     }  # fmt: skip
 
 
+CLOSE = 0.03
+"""Log-probabilities that differ by less may change places: what rounding to float16 does, ten times over (tests/test_gpu_server.py)."""
+
+
+def chaos(backend: str, seconds: float, seed: int, log: Path) -> dict[str, Any]:
+    """What `tests/chaos` did to a server on this GPU, and found."""
+    from chaos import Chaos, adapters, tracebacks
+
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        model = tiny_model.write(folder / "model", head_dim=64)
+        loras = [f"{lora}={adapters.write(folder / lora, number, head_dim=64)}" for number, lora in enumerate("ab")]
+        flags = [
+            "--dtype", "float16", "--mem-fraction-static", "0.2", "--context-length", "1024", "--chunked-prefill-size", "128",
+            "--max-running-requests", "96", "--enable-streaming-session", "--enable-priority-scheduling", "--enable-memory-saver",
+            "--enable-lora", "--max-lora-rank", str(adapters.RANK), "--lora-target-modules", *adapters.TARGETS,
+            "--max-loras-per-batch", "2", "--lora-paths", *loras,
+            # FlashInfer compiles what it needs when it first needs it, half a minute each, while everybody waits.
+            "--sampling-backend", "pytorch", "--prefill-attention-backend", "triton", "--max-total-tokens",
+        ]  # fmt: skip
+        reference = stack.enter_context(
+            Server(model, "triton", log.with_name(f"{log.stem}-reference.log"), [*flags, "20000"], on_cpu=False)
+        )
+        small = [*flags, "3000", "--schedule-conservativeness", "0.1"]
+        tried = stack.enter_context(Server(model, backend, log, small, {"SGLANG_PAT_VERIFY": "1"}, on_cpu=False))
+        tried.wait()
+        reference.wait()
+        report = asyncio.run(Chaos(tried.url, reference.url, seed, seconds, 32, close=CLOSE, patience=60).run())
+    found = {
+        name: getattr(report, name) for name in ("seconds", "actions", "outcomes", "compared", "counters", "problems")
+    }
+    ours = [line for line in tracebacks(log.read_text(errors="replace")) if line.startswith("sglang_pat")]
+    return {
+        "backend": backend,
+        "chaos": seconds,
+        "seed": seed,
+        **found,
+        "tracebacks": ours,
+        "sound": not report.problems and not ours,
+    }
+
+
+def write(options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    """Write the results, and end with an error unless all of them are sound."""
+    document = {"device": gpu(), "model": options.model.name, "records": records}
+    options.output.write_text(json.dumps(document, indent=1) + "\n")
+    if not all(record["sound"] for record in records):
+        raise SystemExit("the soak is not sound")
+
+
 def main() -> None:
     parser = serving.make_parser(__doc__, serving.RESULTS / "soak-h200.json")
     parser.set_defaults(backends=["pat"])
-    parser.add_argument("--trace", type=Path, required=True, help="a Mooncake trace")
+    kinds = parser.add_mutually_exclusive_group(required=True)
+    kinds.add_argument("--trace", type=Path, help="a Mooncake trace")
+    kinds.add_argument("--chaos", type=float, metavar="SECONDS", help="do everything at once for so long")
+    parser.add_argument("--seed", type=int, default=0, help="of the chaos")
     parser.add_argument("--minutes", type=int, default=30, help="of the trace")
     parser.add_argument("--divide-prompt", type=int, default=16)
     parser.add_argument("--divide-answer", type=int, default=2)
     parser.add_argument("--running", type=int, default=256, help="requests that the server runs at once")
     parser.add_argument("--pool", type=int, default=150_000, help="tokens that its KV pool holds")
     options = parser.parse_args()
+    if options.chaos is not None:
+        records = []
+        for backend in options.backends:
+            records.append(chaos(backend, options.chaos, options.seed, serving.log_of(options, f"chaos-{backend}")))
+            print(json.dumps(records[-1]), flush=True)
+        write(options, records)
+        return
     requests = requests_of(options.trace, options.minutes, options.divide_prompt, options.divide_answer)
     flags = [
         "--schedule-conservativeness", "0.1", "--max-total-tokens", str(options.pool),
@@ -164,11 +236,7 @@ def main() -> None:
         )
         results.append(result)
         print(result, flush=True)
-        options.output.write_text(
-            json.dumps({"device": gpu(), "model": options.model.name, "records": results}, indent=1) + "\n"
-        )
-    if not all(result["sound"] for result in results):
-        raise SystemExit("the soak is not sound")
+    write(options, results)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,60 @@
+"""A minute of chaos: a `pat` server with a small pool beside `torch_native`'s answers (`tests/chaos`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from chaos import Chaos, adapters, tracebacks
+from conftest import UNPINNED, assert_sound
+
+from sglang_pat.demo.server import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+SECONDS, SEED = 40, 7
+"""Of chaos; with starting the servers, learning and draining, a minute and a half."""
+
+COMMON = [
+    "--dtype", "float32", "--context-length", "1024", "--chunked-prefill-size", "128", "--max-running-requests", "64",
+    "--enable-streaming-session", "--enable-priority-scheduling", "--enable-lora", "--lora-backend", "torch_native",
+    "--max-lora-rank", str(adapters.RANK), "--lora-target-modules", *adapters.TARGETS, "--max-loras-per-batch", "2",
+]  # fmt: skip
+SMALL_POOL = ["--max-total-tokens", "3000", "--schedule-conservativeness", "0.1"]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", **UNPINNED}
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """One with `pat`, and the reference."""
+    folder = tmp_path_factory.mktemp("chaos")
+    loras = [f"{name}={adapters.write(folder / name, seed)}" for seed, name in enumerate(("a", "b"))]
+    flags = [*COMMON, "--lora-paths", *loras]
+    with ExitStack() as stack:
+        tried = Server(
+            model, "pat", folder / "pat.log", [*flags, *SMALL_POOL], {"SGLANG_PAT_VERIFY": "1", **ENVIRONMENT}
+        )
+        reference = Server(
+            model, "torch_native", folder / "reference.log", [*flags, "--max-total-tokens", "20000"], ENVIRONMENT
+        )
+        for server in (tried, reference):
+            stack.enter_context(server)
+        for server in (tried, reference):
+            server.wait()
+        yield tried, reference
+
+
+def test_a_minute_of_chaos(servers: tuple[Server, Server]) -> None:
+    tried, reference = servers
+    report = asyncio.run(Chaos(tried.url, reference.url, seed=SEED, seconds=SECONDS).run())
+    print(report)
+    assert not report.problems, report
+    ours = [line for line in tracebacks(tried.log.read_text()) if line.startswith("sglang_pat")]
+    assert not ours, ours
+    counters = assert_sound(tried)
+    assert counters["kv_tokens"] < 0.95 * counters["kv_tokens_unpacked"], "hardly anything was packed"
+    for kind in ("greedy", "partial", "stop", "logprobs"):
+        assert report.compared[kind] > 5, report
