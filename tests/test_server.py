@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from conftest import amid_aborts, assert_sound
 
 from sglang_pat import cli
 from sglang_pat.demo import workload
-from sglang_pat.demo.server import Server
+from sglang_pat.demo.server import Server, free_port
 from sglang_pat.replay import replay
 
 pytestmark = pytest.mark.server
@@ -27,6 +28,8 @@ TOKENS = 24
 COMMON = ["--dtype", "float32", "--max-running-requests", "48"]
 POOL = "--max-total-tokens"
 CHECKED = {"SGLANG_PAT_VERIFY": "1"}
+RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+"""Both ranks on the same core: there is one NUMA node for them."""
 
 SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
     "reference": ("torch_native", [POOL, "40000"], {}),
@@ -213,6 +216,7 @@ def test_openai_api_and_frontend_programs(servers: dict[str, Server]) -> None:
     assert len(set(answers["plain"][0])) == 12
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "workload_flags",
     [
@@ -267,6 +271,122 @@ if __name__ == "__main__":
     engine.shutdown()
     print(json.dumps([output["output_ids"] for output in outputs]))
 """
+
+
+@pytest.mark.slow
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "flags",
+    [["--tp-size", "2"], ["--pp-size", "2"], ["--dp-size", "2", "--load-balance-method", "round_robin"]],
+    ids=lambda flags: flags[0],
+)
+def test_parallelism(
+    flags: list[str], model: Path, prompts: list[str], expected: list[list[int]], tmp_path: Path
+) -> None:
+    """Ranks that talk through gloo; each plans for itself."""
+    trace = tmp_path / "trace"
+    log, traced = tmp_path / "log", {**CHECKED, **RANKS, "SGLANG_PAT_TRACE": str(trace)}
+    with Server(model, "pat", log, [*COMMON, POOL, "20000", *flags], traced) as server:
+        server.wait()
+        assert generate_all(server, prompts) == expected
+        counters = assert_sound(server)
+        assert counters["kv_bytes"] < 0.9 * counters["kv_bytes_unpacked"]
+    replicas = 2 if "--dp-size" in flags else 1
+    traces = sorted(tmp_path.glob("trace*"))
+    assert [path.name for path in traces] == ["trace", "trace.dp1"][:replicas]
+    assert all(replay(path, oracle=True, truncated=True).totals.kv_tokens > 0 for path in traces)
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_replicas_behind_a_router(model: Path, tmp_path: Path) -> None:
+    """Cache-aware routing sends requests that share a prefix to one server, so that it can pack them (docs/replicas.md)."""
+    groups = [workload.prose(f"system prompt {group}", 400) for group in range(4)]
+    prompts = [prefix + workload.prose(f"question {i}", 30) for i in range(6) for prefix in groups]
+    url = f"http://127.0.0.1:{free_port()}"
+
+    def generate(prompt: str) -> list[int]:
+        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        body = json.dumps({"text": prompt, "sampling_params": sampling}).encode()
+        request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300) as response:
+            return json.load(response)["output_ids"]
+
+    with ExitStack() as stack:
+        replicas = [
+            stack.enter_context(Server(model, "pat", tmp_path / f"{i}.log", [*COMMON, POOL, "20000"], CHECKED))
+            for i in range(2)
+        ]
+        for replica in replicas:
+            replica.wait()
+        router = subprocess.Popen(
+            [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", url.rpartition(":")[2],
+             "--prometheus-port", str(free_port()), "--policy", "cache_aware", "--worker-urls", *(replica.url for replica in replicas)],
+            stdout=(tmp_path / "router.log").open("w"), stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        stack.callback(router.wait)
+        stack.callback(router.terminate)
+        expected = generate_all(replicas[0], prompts)
+        replicas[0].post("/flush_cache")
+        before = [replica.counters() for replica in replicas]
+        for _ in range(120):
+            try:
+                urllib.request.urlopen(f"{url}/readiness", timeout=10).close()
+                break
+            except OSError:
+                time.sleep(0.5)
+        # What is new goes to the server with the least load, so that the groups have to begin side by side.
+        with ThreadPoolExecutor(len(groups)) as pool:
+            answers = list(pool.map(generate, prompts[: len(groups)]))
+        with ThreadPoolExecutor(24) as pool:
+            answers += pool.map(generate, prompts[len(groups) :])
+        assert answers == expected, (tmp_path / "router.log").read_text()[-3000:]
+        after = [assert_sound(replica) for replica in replicas]
+        requests = [b["requests"] - a["requests"] for a, b in zip(before, after, strict=True)]
+        assert sum(requests) >= len(prompts) and min(requests) >= len(prompts) // 4, requests
+        read, unpacked = (
+            sum(b[name] - a[name] for a, b in zip(before, after, strict=True))
+            for name in ("kv_bytes", "kv_bytes_unpacked")
+        )
+        assert read < 0.7 * unpacked
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_embeddings(model: Path, tmp_path: Path) -> None:
+    """Of a model that only prefills; nothing is decoded, so nothing is planned."""
+    texts = [workload.prose(f"text {i}", 40 * (i + 1)) for i in range(4)]
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                Server(model, backend, tmp_path / backend, [*COMMON, POOL, "20000", "--is-embedding"], CHECKED)
+            )
+            for backend in ("pat", "torch_native")
+        ]
+        found = []
+        for server in started:
+            answers = server.wait().post("/v1/embeddings", {"model": "tiny", "input": texts})["data"]
+            found.append([answer["embedding"] for answer in answers])
+        assert_sound(started[0])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(*found[0][:2], strict=True)) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_a_decode_server(model: Path, prompts: list[str], tmp_path: Path) -> None:
+    """By itself, with SGLang's transfer that transfers nothing: so that answers are arbitrary, and plans are not."""
+    flags = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake"]
+    # What SGLang calls FAKE_BOOTSTRAP_HOST.
+    rooms = [{"bootstrap_host": "2.2.2.2", "bootstrap_room": number} for number in range(24)]
+    with Server(model, "pat", tmp_path / "log", [*COMMON, POOL, "20000", *flags], CHECKED) as server:
+        server.wait()
+        with ThreadPoolExecutor(24) as pool:
+            answers = list(pool.map(lambda n: generate(server, prompts[n], **rooms[n]), range(24)))
+        counters = assert_sound(server)
+    assert [len(answer) for answer in answers] == 24 * [TOKENS]
+    assert counters["steps"] > 0 and counters["kv_bytes"] == counters["kv_bytes_unpacked"]
 
 
 def test_a_server_with_another_backend_is_not_touched(servers: dict[str, Server]) -> None:
