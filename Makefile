@@ -4,13 +4,19 @@ SGLANG ?= 0.5.17
 VENV ?= .venv-$(SGLANG)
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint bench docs
+.PHONY: demo test test-all lint bench docs sanitize
 
 demo: $(VENV)/installed
 	$(BIN)/python -m sglang_pat.demo
 
+# Two processes; the servers of a file are all in one of them.
+PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --durations 15
+
 test: $(VENV)/installed
-	$(BIN)/python -m pytest $(TESTS)
+	$(PYTEST) -m "not slow" $(TESTS)
+
+test-all: $(VENV)/installed
+	$(PYTEST) $(TESTS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

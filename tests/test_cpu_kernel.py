@@ -16,6 +16,8 @@ from trees import TILES, batches, random_batch
 from sglang_pat.kernels import cpu, jit
 from sglang_pat.packing import CPU_TILES, POLICIES, Batch, Node, TileTable
 
+pytestmark = pytest.mark.once
+
 
 class Case(kernel_cases.Case):
     splits_heads = False

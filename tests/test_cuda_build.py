@@ -9,6 +9,8 @@ import torch
 
 from sglang_pat.kernels import cuda, gpu_tiles, jit, resources
 
+pytestmark = pytest.mark.once
+
 VARIANTS = [
     ("9.0a", 128, torch.bfloat16),
     ("8.0", 128, torch.bfloat16),

@@ -17,6 +17,8 @@ from trees import random_batch
 from sglang_pat.kernels import cuda, gpu_tiles
 from sglang_pat.packing import POLICIES, Batch, Node, TileTable
 
+pytestmark = pytest.mark.once
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 ARCHS = [cuda.arch_of(torch.device("cuda"))] if ON_GPU else ["9.0a", "8.0"]

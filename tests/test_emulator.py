@@ -19,6 +19,8 @@ from trees import random_batch
 from sglang_pat.kernels import gpu_tiles
 from sglang_pat.packing import Batch, Node, TileTable
 
+pytestmark = pytest.mark.once
+
 ARCH, DIM = "9.0a", 128
 KNOWN = gpu_tiles.tile_table(ARCH, DIM)
 TILES = TileTable(KNOWN.query_tiles, KNOWN.kv_tiles, ())

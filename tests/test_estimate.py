@@ -15,6 +15,8 @@ from sglang_pat import cli
 from sglang_pat import estimate as module
 from sglang_pat.estimate import BLOCK, CHARS_PER_TOKEN, GPUS, EstimateError, batch_of, estimate, read, read_model
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "docs" / "examples" / "config.json"
 PROMPTS = ROOT / "docs" / "examples" / "prompts.txt"

@@ -8,6 +8,8 @@ from sglang_pat.backend.executors import WORKSPACE_BYTES, workspace_slots
 from sglang_pat.kernels import gpu_tiles
 from sglang_pat.packing import Batch, PackConfig, make_plan
 
+pytestmark = pytest.mark.once
+
 HEADS = ((32, 8), (64, 8), (16, 8), (32, 32), (8, 1), (5, 5))
 
 

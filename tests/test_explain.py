@@ -20,6 +20,8 @@ from sglang_pat.packing import POLICIES, Batch, PackConfig, tree
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound, RequestsExpected
 
+pytestmark = pytest.mark.once
+
 TILES = gpu_tiles.tile_table("9.0a", 128)
 CONFIG = PackConfig(gpu_tiles.cost_model(32, 8, 128, TILES), TILES, workers=132)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

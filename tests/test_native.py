@@ -34,6 +34,8 @@ from sglang_pat.radix_bridge.events import (
 )
 from sglang_pat.radix_bridge.mirror import Mirror
 
+pytestmark = pytest.mark.once
+
 EXAMPLES = 40 if os.environ.get(jit.SANITIZE) else 400
 
 CONFIG = PackConfig(CostModel(8, 2, 64, 64, 2), TILES, workers=132)

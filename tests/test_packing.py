@@ -28,6 +28,8 @@ from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.scheduler import make_packs, makespan, packs_bytes
 from sglang_pat.packing.split import kv_length
 
+pytestmark = pytest.mark.once
+
 MHA = CostModel(heads=32, kv_heads=32, head_dim=128, v_head_dim=128, kv_bytes=2)
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from sglang_pat.kernels import jit
 
+pytestmark = pytest.mark.once
+
 PROGRAM = """
 #include "cuda/teams.h"
 #include <algorithm>

@@ -31,6 +31,8 @@ from sglang_pat.radix_bridge.events import (
 from sglang_pat.radix_bridge.observer import apply
 from sglang_pat.replay import replay
 
+pytestmark = pytest.mark.once
+
 CONFIG = PackConfig(CostModel(8, 2, 64, 64, 2), CPU_TILES, 16)
 HEADER = trace.Header(trace.FORMAT, CONFIG, max_batch=64, layers=3)
 

@@ -12,6 +12,8 @@ from sglang_pat.kernels import gpu_tiles
 from sglang_pat.packing import CostModel, PackConfig
 from sglang_pat.packing.scheduler import makespan
 
+pytestmark = pytest.mark.once
+
 TILES = gpu_tiles.tile_table("9.0a", 128)
 H200 = gpu_tiles.load(gpu_tiles.TABLES / "h200.json")
 
