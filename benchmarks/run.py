@@ -65,6 +65,14 @@ BENCHMARKS = {
     "soak": Benchmark(
         ["soak.py"], "half an hour's requests at full load", 3.5, True, "--model FOLDER --trace FILE", "soak-h200.json"
     ),
+    "chaos": Benchmark(
+        ["soak.py", "--chaos", "120", "--seed", "1"],
+        "everything at once that the API allows",
+        4,
+        True,
+        "--model FOLDER --dummy",
+        "chaos-h200.json",
+    ),
     "tune": Benchmark(["-m", "sglang_pat.tune"], "prices of this GPU's tiles", 0.3, True),
     "figure": Benchmark(
         ["figure.py"], "the paper's figures 10 and 11; needs matplotlib", 0.1, results="kernels-h200.png"

@@ -183,9 +183,9 @@ def chaos(backend: str, seconds: float, seed: int, log: Path) -> dict[str, Any]:
     }
 
 
-def write(options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+def write(options: argparse.Namespace, model: str, records: list[dict[str, Any]]) -> None:
     """Write the results, and end with an error unless all of them are sound."""
-    document = {"device": gpu(), "model": options.model.name, "records": records}
+    document = {"device": gpu(), "model": model, "records": records}
     options.output.write_text(json.dumps(document, indent=1) + "\n")
     if not all(record["sound"] for record in records):
         raise SystemExit("the soak is not sound")
@@ -209,7 +209,7 @@ def main() -> None:
         for backend in options.backends:
             records.append(chaos(backend, options.chaos, options.seed, serving.log_of(options, f"chaos-{backend}")))
             print(json.dumps(records[-1]), flush=True)
-        write(options, records)
+        write(options, "tiny", records)
         return
     requests = requests_of(options.trace, options.minutes, options.divide_prompt, options.divide_answer)
     flags = [
@@ -236,7 +236,7 @@ def main() -> None:
         )
         results.append(result)
         print(result, flush=True)
-    write(options, results)
+    write(options, options.model.name, results)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import emulated
 import pytest
@@ -17,27 +18,41 @@ from trees import random_batch
 from sglang_pat.kernels import cuda, gpu_tiles
 from sglang_pat.packing import POLICIES, Batch, Node, TileTable
 
-pytestmark = pytest.mark.once
+# On the host each module takes seconds to compile, once in every process that runs some of these tests.
+pytestmark = [pytest.mark.once, pytest.mark.xdist_group("emulated")]
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 ARCHS = [cuda.arch_of(torch.device("cuda"))] if ON_GPU else ["9.0a", "8.0"]
 HALF = (torch.bfloat16, torch.float16)
 KINDS = [
-    (dtype, dim)
-    for dtype in HALF
-    for dim in gpu_tiles.HEAD_DIMS
-    if ON_GPU or dtype == torch.bfloat16 or dim == 128  # on the host each takes seconds to compile
+    (dtype, dim) for dtype in HALF for dim in gpu_tiles.HEAD_DIMS if ON_GPU or dtype == torch.bfloat16 or dim == 128
 ]
 TILE_DIMS = [64, 128] if ON_GPU else [128]
 
-each_arch = pytest.mark.parametrize("arch", ARCHS)
+
+def emulated_slowly(*values: Any) -> Any:
+    """Parameters that `make test` leaves out where there is no GPU."""
+    return pytest.param(*values, marks=[] if ON_GPU else pytest.mark.slow)
+
+
+def in_dimension(dim: int, *values: Any) -> Any:
+    return pytest.param(*values) if dim in (64, 128) else emulated_slowly(*values)
+
+
+KIND_PARAMETERS = [in_dimension(dim, dtype, dim) for dtype, dim in KINDS]
+
+each_arch = pytest.mark.parametrize(
+    "arch",
+    ARCHS if ON_GPU else ["9.0a", pytest.param("8.0", marks=[pytest.mark.slow, pytest.mark.xdist_group("8.0")])],
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def modules() -> None:
-    """Every module that the tests need, compiled at the same time."""
-    build = cuda.build if ON_GPU else emulated.build
+    """On a GPU every module that the tests need, compiled at the same time; an emulated one is compiled when it is needed."""
+    if not ON_GPU:
+        return
     wanted = [
         cuda.Variant(dtype, dim, arch, gpu_tiles.tile_table(arch, dim).query_tiles)
         for arch in ARCHS
@@ -49,7 +64,7 @@ def modules() -> None:
         for dim in TILE_DIMS
         for m in gpu_tiles.tile_table(arch, dim).query_tiles
     ]
-    build([*wanted, *single])
+    cuda.build([*wanted, *single])
 
 
 def run(
@@ -71,8 +86,8 @@ def shared(queries: int, prefix: int, tail: int) -> Batch:
 
 
 @each_arch
-@pytest.mark.parametrize(("dtype", "dim"), KINDS)
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize(("dtype", "dim"), KIND_PARAMETERS)
+@pytest.mark.parametrize("group", [1, 3, 8, *(emulated_slowly(group) for group in (2, 4, 5, 7, 16))])
 def test_random_trees(dtype: torch.dtype, dim: int, group: int, arch: str) -> None:
     generator = random.Random(dim * 100 + group)
     for _ in range(3 if ON_GPU else 1):
@@ -89,8 +104,8 @@ def test_random_trees(dtype: torch.dtype, dim: int, group: int, arch: str) -> No
 
 
 @each_arch
-@pytest.mark.parametrize("dim", [dim for _, dim in KINDS[: len(gpu_tiles.HEAD_DIMS)]])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(71, 1), (130, 2), (200, 1), (640, 1)])
+@pytest.mark.parametrize("dim", [in_dimension(dim, dim) for dim in gpu_tiles.HEAD_DIMS])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(71, 1), (130, 2), emulated_slowly(200, 1), emulated_slowly(640, 1)])
 def test_more_query_heads_than_a_tile_has_rows(heads: int, kv_heads: int, dim: int, arch: str) -> None:
     """They are computed in parts, the last of which has some heads of the one before again."""
     case = make_case(random_batch(random.Random(heads), 2, 3, 90), heads, kv_heads, dim, torch.bfloat16)
@@ -115,7 +130,7 @@ def test_modes(mode: cuda.Mode) -> None:
 
 
 @each_arch
-@pytest.mark.parametrize("m", gpu_tiles.tile_table(ARCHS[0], 128).query_tiles)
+@pytest.mark.parametrize("m", [emulated_slowly(m) for m in gpu_tiles.tile_table(ARCHS[0], 128).query_tiles])
 @pytest.mark.parametrize("dim", TILE_DIMS)
 def test_every_tile(dim: int, m: int, arch: str) -> None:
     known = gpu_tiles.tile_table(arch, dim)
@@ -129,7 +144,7 @@ def test_every_tile(dim: int, m: int, arch: str) -> None:
 
 
 @each_arch
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, emulated_slowly(256)])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 25])
 def test_every_number_of_warps_for_an_item(count: int, dim: int, arch: str) -> None:
     """A CTA's warps share its items in teams, as large as there are few of them."""

@@ -19,7 +19,7 @@ from trees import random_batch
 from sglang_pat.kernels import gpu_tiles
 from sglang_pat.packing import Batch, Node, TileTable
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.xdist_group("emulator")]
 
 ARCH, DIM = "9.0a", 128
 KNOWN = gpu_tiles.tile_table(ARCH, DIM)
@@ -110,6 +110,7 @@ def results(request: pytest.FixtureRequest) -> Iterator[dict[str, Future]]:
         yield {name: pool.submit(start, name) for name in selected(request, "name")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_missing_is_found(name: str, results: dict[str, Future]) -> None:
     result = results[name].result()
