@@ -120,6 +120,27 @@ def test_wrong_tensors_are_named(change, message: str) -> None:
         cpu.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, plan, scale=case.scale)
 
 
+@pytest.mark.parametrize("what", ["plan", "rows", "seq_lens", "table"])
+def test_an_index_that_is_wrong_is_an_error_or_harmless(what: str) -> None:
+    """Never an access out of bounds, which would end this process sooner or later."""
+    generator = random.Random(what)
+    case = Case(random_batch(generator, 2, 4, 60), 4, 2, 16, 16, torch.float32)
+    plan = case.plan()
+    values = plan if what == "plan" else getattr(case, what)
+    right, refused = values.clone(), 0
+    flat = values.view(-1)
+    for _ in range(1000):
+        values.copy_(right)
+        for _ in range(generator.choice([1, 1, 2, 5])):
+            wrong = generator.choice([-(2**31), -2, -1, 0, 1, 7, 1000, 2**30, 2**31 - 1, generator.randrange(-99, 99)])
+            flat[generator.randrange(len(flat))] = wrong
+        try:
+            cpu.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, plan, scale=case.scale)
+        except ValueError:
+            refused += 1
+    assert refused > 100
+
+
 def test_a_missing_compiler_is_one_sentence(tmp_path: Path) -> None:
     code = "from sglang_pat.kernels import jit\ntry: jit.load('cpu')\nexcept jit.BuildError as error: print(error)"
     result = subprocess.run(

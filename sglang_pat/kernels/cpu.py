@@ -37,11 +37,12 @@ def decode(
 
     Raises:
         jit.BuildError: There is no working C++ compiler.
-        ValueError: A tensor's device, dtype or shape is none of the above.
+        ValueError: A tensor's device, dtype or shape is none of the above, or an index in one is out of range.
     """
     batch, heads = q.shape[:2]
     out = torch.empty(batch, heads, v.shape[2])
-    num_slots = layout.num_slots(plan.numpy())
+    # No plan needs more slots than it has ints; the native code refuses one that says so.
+    num_slots = max(0, min(layout.num_slots(plan.numpy()), len(plan)))
     partial = torch.empty(num_slots, heads, v.shape[2])
     lse = torch.empty(num_slots, heads)
     jit.load("cpu").decode(

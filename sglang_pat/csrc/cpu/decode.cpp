@@ -2,11 +2,13 @@
 
 #include <tvm/ffi/function.h>
 
+#include <algorithm>
 #include <exception>
 #include <vector>
 
 #include "../arguments.h"
 #include "../packing/layout.h"
+#include "bounds.h"
 #include "forward.h"
 #include "merge.h"
 
@@ -44,6 +46,9 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
   const int32_t* kv_slots =
       data<int32_t>(a.req_to_token) + data<int64_t>(a.rows)[member] * a.req_to_token.stride(0) + work[pat::kStart];
 
+  const int length = std::max(0, end - work[pat::kStart]);
+  pat::check_kv_slots(kv_slots, length, a.k.size(0));
+
   q_rows.resize(std::max(q_rows.size(), size_t(rows) * d));
   results.resize(std::max(results.size(), size_t(rows) * (dv + 1)));
   for (int i = 0; i < rows; ++i) {
@@ -53,7 +58,7 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
   const pat::KvHead<T> kv{data<T>(a.k) + kv_head * a.k.stride(1), data<T>(a.v) + kv_head * a.v.stride(1),
                           a.k.stride(0), a.v.stride(0)};
   float* lse = results.data() + size_t(rows) * dv;
-  pat::forward(kv, a.shape, kv_slots, std::max(0, end - work[pat::kStart]), q_rows.data(), rows, work[pat::kTileN], scratch,
+  pat::forward(kv, a.shape, kv_slots, length, q_rows.data(), rows, work[pat::kTileN], scratch,
                pat::Result{results.data(), lse});
 
   for (int i = 0; i < rows; ++i) {
@@ -105,11 +110,18 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
   pat::check(k, "k", 3, k.dtype(), kDLCPU);
   pat::check(v, "v", 3, k.dtype(), kDLCPU);
   pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, kDLCPU);
-  const int32_t* header = data<int32_t>(plan);
-  TVM_FFI_CHECK(plan.size(0) >= pat::kHeaderSize && header[pat::kSize] <= plan.size(0) &&
-                    header[pat::kBatch] == q.size(0) && header[pat::kNumSlots] <= partial.size(0),
-                ValueError)
-      << "the plan is not for this batch";
+  const int64_t batch = q.size(0), heads = q.size(1);
+  TVM_FFI_CHECK(k.size(0) == v.size(0) && k.size(1) == v.size(1) && q.size(2) == k.size(2), ValueError)
+      << "q, k and v do not fit each other";
+  TVM_FFI_CHECK(out.size(0) == batch && out.size(1) == heads && out.size(2) == v.size(2), ValueError) << "out has the wrong shape";
+  TVM_FFI_CHECK(rows.size(0) == batch && seq_lens.size(0) == batch, ValueError) << "rows and seq_lens must be the batch's";
+  TVM_FFI_CHECK(partial.size(1) == heads && partial.size(2) == v.size(2) && lse.size(1) == heads, ValueError)
+      << "partial and lse must be those of q's heads";
+  const pat::Bounds bounds{plan.size(0), batch, req_to_token.size(0), req_to_token.size(1),
+                           std::min(partial.size(0), lse.size(0))};
+  const char* problem = pat::plan_problem(data<int32_t>(plan), bounds);
+  if (!problem) problem = pat::batch_problem(data<int64_t>(rows), data<int64_t>(seq_lens), bounds);
+  TVM_FFI_CHECK(!problem, ValueError) << problem;
   const Arguments arguments{q,    k,       v,   out, req_to_token, rows, seq_lens,
                             plan, partial, lse, pat::Shape{int(q.size(2)), int(v.size(2)), float(logit_cap)},
                             float(scale)};

@@ -149,7 +149,8 @@ void load(TensorView to, TensorView plan, int64_t copied) {
       << "plan must be in host memory";
   pat::check(plan, "plan", 1, pat::kInt32, plan.device().device_type);
   const int32_t* from = static_cast<const int32_t*>(plan.data_ptr());
-  TVM_FFI_CHECK(plan.size(0) >= pat::kHeaderSize && from[pat::kSize] <= std::min(plan.size(0), to.size(0)), ValueError)
+  TVM_FFI_CHECK(plan.size(0) >= pat::kHeaderSize && from[pat::kSize] >= pat::kHeaderSize &&
+                    from[pat::kSize] <= std::min(plan.size(0), to.size(0)), ValueError)
       << "plan or to is shorter than the plan";
   tvm::ffi::CUDADeviceGuard guard(to.device().device_id);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, to.device().device_id));

@@ -1,0 +1,65 @@
+// Every index that a decode step is given, checked before it is used: a plan that is wrong is an error, never an access out of bounds.
+#pragma once
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+
+#include <cstdint>
+
+#include "../packing/layout.h"
+
+namespace pat {
+
+constexpr int32_t kMostTileTokens = 1 << 14;  // a tile of the CPU executor is a few dozen; more is scratch memory for nothing
+
+// What the indices of a plan point into.
+struct Bounds {
+  int64_t plan_size, batch, table_rows, table_columns, workspace_slots;
+};
+
+inline bool within(int64_t begin, int64_t count, int64_t size) { return begin >= 0 && count >= 0 && begin + count <= size; }
+
+// What is wrong with a plan (layout.py says what it holds); null if nothing is.
+inline const char* plan_problem(const int32_t* plan, const Bounds& bounds) {
+  if (bounds.plan_size < kHeaderSize) return "the plan is shorter than its header";
+  const int64_t items = plan[kNumItems], queries = plan[kNumQueries], slots = plan[kNumSlots], bins = plan[kNumBins];
+  if (plan[kBatch] != bounds.batch) return "the plan is not for this batch";
+  if (slots < 0 || slots > bounds.workspace_slots) return "the plan needs another workspace";
+  if (!within(plan[kBins], bins + 1, bounds.plan_size) || !within(plan[kItems], items * kItemSize, bounds.plan_size) ||
+      !within(plan[kQueries], queries, bounds.plan_size) || !within(plan[kSlots], queries, bounds.plan_size) ||
+      !within(plan[kPartOffsets], bounds.batch + 1, bounds.plan_size))
+    return "the plan's sections do not lie in it";
+  const int32_t *offsets = plan + plan[kPartOffsets], *query = plan + plan[kQueries], *slot = plan + plan[kSlots];
+  for (int64_t i = 0; i <= bounds.batch; ++i)
+    if (offsets[i] < (i ? offsets[i - 1] : 0) || offsets[i] > slots) return "the plan's parts do not lie in its workspace";
+  for (int64_t i = 0; i < queries; ++i)
+    if (query[i] < 0 || query[i] >= bounds.batch || slot[i] < kDirect || slot[i] >= slots)
+      return "the plan has a query or a slot that there is not";
+  for (int64_t i = 0; i < items; ++i) {
+    const int32_t* item = plan + plan[kItems] + i * kItemSize;
+    if (item[kItemQueries] < 1 || !within(item[kFirstQuery], item[kItemQueries], queries))
+      return "the plan has a work item of queries that there are not";
+    if (item[kTileN] < 1 || item[kTileN] > kMostTileTokens) return "the plan has a tile that is none";
+    if (item[kStart] < 0 || item[kStart] > bounds.table_columns || item[kEnd] < kOpen || item[kEnd] > bounds.table_columns)
+      return "the plan has a work item outside the context";
+  }
+  return nullptr;
+}
+
+// What is wrong with the rows and lengths of a batch; null if nothing is.
+inline const char* batch_problem(const int64_t* rows, const int64_t* lengths, const Bounds& bounds) {
+  for (int64_t i = 0; i < bounds.batch; ++i) {
+    if (rows[i] < 0 || rows[i] >= bounds.table_rows) return "a row is none of req_to_token's";
+    if (lengths[i] < 0 || lengths[i] > bounds.table_columns) return "a length is not within the context";
+  }
+  return nullptr;
+}
+
+// KV slots of a work item, each one of the pool's.
+inline void check_kv_slots(const int32_t* slots, int64_t count, int64_t pool) {
+  bool good = true;
+  for (int64_t i = 0; i < count; ++i) good &= slots[i] >= 0 && slots[i] < pool;
+  TVM_FFI_CHECK(good, ValueError) << "req_to_token has a slot that the KV pool has not";
+}
+
+}  // namespace pat
