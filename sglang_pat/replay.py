@@ -98,16 +98,22 @@ def _replay(records: Iterator[trace.Record], policy: str | None, oracle: bool) -
         batch = trace.apply_difference(batch, record)
         lengths = np.array(record.seq_lens, dtype=np.int64)
         result.plans += 1
-        result.fallbacks += record.fallback
         requests = np.array(batch, dtype=np.int64)
         began = time.perf_counter()
-        index, _, _ = scheduler.take(requests, lengths, record.steps)
+        fitted = True
+        try:
+            index, _, _ = scheduler.take(requests, lengths, record.steps)
+        except PlanTooLargeError:
+            # As serving does: one query per work item.
+            fitted = False
+            scheduler.fall_back(lengths, record.steps)
         result.planning_us.append((time.perf_counter() - began) * 1e6)
-        if oracle:
+        result.fallbacks += record.fallback or not fitted
+        if oracle and fitted:
             expected = layout.flatten(make_plan(mirror.batch(batch, record.seq_lens), config))
             if scheduler.buffers[index][: len(expected)].tolist() != expected.tolist():
                 raise AssertionError(f"the schedulers disagree on plan {result.plans}")
-        if not (record.ahead or record.fallback) and config == header.config:
+        if fitted and not (record.ahead or record.fallback) and config == header.config:
             result.differing += scheduler.current()[:2] != (record.kv_tokens, record.parts)
     # How many steps the last plan ran is not recorded; one.
     result.totals = scheduler.totals(1)

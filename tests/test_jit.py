@@ -69,6 +69,14 @@ def test_a_cache_that_cannot_be_is_one_sentence(csrc: Path, tmp_path: Path, obst
     assert "BuildError: sglang-pat cannot keep what it builds in" in last and "set TVM_FFI_CACHE_DIR" in last
 
 
+def test_a_user_without_a_home_gets_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(jit.CACHE, raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 4_000_000)
+    with pytest.raises(jit.BuildError, match="this user has no home: set TVM_FFI_CACHE_DIR"):
+        jit.cache_folder()
+
+
 def load(csrc: str, cache: str) -> int:
     os.environ[jit.CACHE] = cache
     return jit.load("tiny", Path(csrc)).answer()

@@ -175,6 +175,24 @@ def test_a_failure_of_planning_serves_the_step_unpacked_and_is_reported_once(
     assert (counters.fallbacks, counters.steps, counters.plans) == (3, 4, 4)
 
 
+def test_where_no_thread_can_be_started_plans_are_made_when_their_steps_come(monkeypatch, caplog) -> None:
+    decode = Decode(ahead=True)
+    decode.join(A)
+    decode.step()
+
+    def fail(steps: int) -> None:
+        raise RuntimeError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(decode.scheduler, "prepare", fail)
+    decode.join(B)
+    decode.join(C)
+    for _ in range(3):
+        assert layout.num_slots(decode.step().numpy()) > 0
+    counters = decode.planner.counters()
+    assert (counters.fallbacks, counters.plans, counters.plans_ahead) == (0, 2, 0)
+    assert len([record for record in caplog.records if "no longer ahead" in record.message]) == 1
+
+
 def test_a_plan_that_contradicts_the_slots_is_not_used(decode: Decode) -> None:
     def refuse(items):
         raise AssertionError("not shared")

@@ -101,6 +101,21 @@ def test_other_policies_can_be_replayed(recorded: tuple[Path, Server]) -> None:
     assert by_policy["optimal"] < by_policy["query"]
 
 
+def test_plans_that_do_not_fit_are_replayed_as_they_are_served(tmp_path: Path) -> None:
+    """One query per work item: `naive` would merge at each of so many levels."""
+    path = tmp_path / "deep"
+    config = PackConfig(CONFIG.cost, CPU_TILES, workers=1)
+    writer = trace.TraceWriter(path, trace.Header(trace.FORMAT, config, max_batch=64, layers=1), 10**7)
+    for level in range(1, 65):
+        writer.on_event(NodeInserted(level, level - 1 if level > 1 else ROOT, 30, level.to_bytes(16, "big")))
+    for query in range(64):
+        writer.on_event(RequestBound(query, query + 1, 2000))
+    writer.on_plan(list(range(64)), steps=0, seq_lens=[2000] * 64, kv_tokens=0, parts=0, ahead=True, fallback=False)
+    found = replay(path, policy="naive", truncated=True)
+    assert (found.plans, found.fallbacks, found.totals.steps) == (1, 1, 1)
+    assert replay(path, policy="query", truncated=True).fallbacks == 0
+
+
 def test_a_recording_ends_at_its_limit_and_is_whole(tmp_path: Path) -> None:
     server = Server(tmp_path / "trace", limit=3000)
     server.run(60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,17 @@ def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: py
     (tmp_path / "table.json").write_text("{}")
     with pytest.raises(gpu_tiles.TablesError, match=r"is no table of tiles, make one with `python -m sglang_pat.tune`"):
         gpu_tiles.load(tmp_path / "table.json")
+    good = json.loads(next(gpu_tiles.TABLES.glob("*.json")).read_text())
+    for wrong in (
+        {"sms": 0},
+        {"read_tbps": 0},
+        {"read_tbps": 1e308},
+        {"turn_ns": -1},
+        {"prices": [{"m": 8, "item_ns": 1e300, "token_ns": 1}]},
+    ):
+        (tmp_path / "table.json").write_text(json.dumps(good | wrong))
+        with pytest.raises(gpu_tiles.TablesError, match="is no table of tiles"):
+            gpu_tiles.load(tmp_path / "table.json")
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             tune.main([])

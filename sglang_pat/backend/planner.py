@@ -72,7 +72,7 @@ class Planner:
             self._fall_back(seq_lens())
         self._used += 1
         if self._ahead and self._used == self._good:
-            self._scheduler.prepare(self._used)
+            self._begin()
         return self._data
 
     def on_event(self, event: Event) -> None:
@@ -85,7 +85,15 @@ class Planner:
         version = self._scheduler.version
         if version not in (self._version, self._prepared):
             self._prepared = version
+            self._begin()
+
+    def _begin(self) -> None:
+        """Begin to plan ahead; where that cannot be (a container may have no more threads), every plan is made when its step comes."""
+        try:
             self._scheduler.prepare(self._used)
+        except Exception:
+            self._ahead = False
+            logger.warning("sglang-pat plans no longer ahead, but when a step begins", exc_info=True)
 
     @property
     def made(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -37,12 +38,16 @@ class TablesError(ValueError):
     """A file is no table of tiles; the message says which and why."""
 
 
+Nanoseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+"""A millisecond and more is no price of a work item, and would not fit a plan's sums."""
+
+
 class Price(msgspec.Struct, frozen=True):
     """What work items of one m take of a worker, for one KV head: to start and end, and for each token."""
 
-    m: int
-    item_ns: float
-    token_ns: float
+    m: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    item_ns: Nanoseconds
+    token_ns: Nanoseconds
 
 
 class GpuTable(msgspec.Struct, frozen=True):
@@ -60,13 +65,13 @@ class GpuTable(msgspec.Struct, frozen=True):
     """
 
     gpu: str
-    sms: int
-    read_tbps: float
-    latency_ns: float
-    head_dim: int
+    sms: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+    read_tbps: Annotated[float, msgspec.Meta(gt=0, le=1e4)]
+    latency_ns: Nanoseconds
+    head_dim: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     prices: tuple[Price, ...]
     source: str
-    turn_ns: float = 0
+    turn_ns: Nanoseconds = 0
 
     @property
     def share(self) -> float:

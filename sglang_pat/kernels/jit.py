@@ -108,7 +108,12 @@ def find_nvcc() -> str:
 
 def cache_folder() -> Path:
     """Where built modules are kept."""
-    return Path(os.environ.get(CACHE) or "~/.cache/tvm-ffi").expanduser()
+    try:
+        return Path(os.environ.get(CACHE) or "~/.cache/tvm-ffi").expanduser()
+    except RuntimeError:
+        raise BuildError(
+            f"sglang-pat does not know where to keep what it builds, as this user has no home: set {CACHE}"
+        ) from None
 
 
 def _find_cxx() -> str:
@@ -137,7 +142,13 @@ def _load(
         with _only_builder(library):
             if not library.exists():
                 _build(found, name, library, [str(path) for path in sources], flags)
-    return load_module(str(library))
+    try:
+        return load_module(str(library))
+    except (OSError, RuntimeError) as error:
+        raise BuildError(
+            f"sglang-pat cannot load {library}, which it had built: remove it, or set {CACHE} to a folder from which libraries may be "
+            f"loaded: {error}"
+        ) from None
 
 
 def _build(compiler: str, name: str, library: Path, sources: list[str], flags: dict[str, Any]) -> None:
@@ -213,7 +224,8 @@ def _key(folder: Path, flags: list[str]) -> str:
         repr((flags, version("apache-tvm-ffi"), platform.machine(), sys.platform, _cpu_flags())).encode()
     )
     for path in sorted({*CSRC.rglob("*.*"), *folder.iterdir()}):
-        digest.update(path.read_bytes())
+        if path.is_file():
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

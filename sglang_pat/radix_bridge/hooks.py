@@ -12,7 +12,7 @@ Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs anot
 | `RadixCache._delete_leaf` | 0.5.17 | eviction |
 | `UnifiedRadixCache._evict_device_leaf` | both | eviction |
 | `RadixCache.reset`, `UnifiedRadixCache.reset` | both | `flush_cache` |
-| `Scheduler.get_internal_state` | both | puts the counters into `/get_server_info` |
+| `Scheduler.get_internal_state` | both | puts the counters into `/server_info` |
 | `SchedulerMetricsReporter.report_decode_stats` | both | when SGLang logs and exports its own counts |
 | `ForwardBatch.init_new` | both | a batch has its rows on the GPU only, and ids that clients chose |
 | `build_replay_fb_view` | both | the batch that a CUDA graph is replayed for comes without either |
@@ -20,6 +20,7 @@ Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs anot
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ from sglang_pat.radix_bridge.observer import Observer
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
 _UNIFIED = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
@@ -53,7 +56,7 @@ def install(
 
     Args:
         observer: Receives what happens.
-        counters: What `/get_server_info` shows as `internal_states[i]["pat"]`.
+        counters: What `/server_info` shows as `internal_states[i]["pat"]`.
         publish: Called with them whenever SGLang logs decode batches, and with the labels of its metrics if these are on.
         graphs: Whether steps are decoded in CUDA graphs.
 
@@ -91,7 +94,7 @@ def install(
     HookRegistry.apply_hooks()
     missed = [target for target in hooks if target not in HookRegistry._patched]
     if missed:
-        raise RuntimeError(f"this SGLang has no {missed[0]}: sglang-pat supports 0.5.17 to 0.5.23")
+        raise RuntimeError(f"this SGLang has no {missed[0]}: sglang-pat supports {' and '.join(compat.TESTED)}")
 
 
 def _caching_methods() -> list[tuple[str, str]]:
@@ -123,7 +126,10 @@ def tell(report: Callable[[Observer], None]) -> None:
     try:
         report(_observer)
     except Exception:
-        _observer.on_fault()
+        try:
+            _observer.on_fault()
+        except Exception:
+            logger.exception("sglang-pat cannot follow the prefix cache any more")
 
 
 def _on_cached(result: Any, cache: Any, req: Any, *args: Any, **kwargs: Any) -> None:
@@ -159,12 +165,17 @@ def _on_reset(result: Any, cache: Any) -> None:
 
 
 def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
+    global _publish
     publish = _publish
     if publish is None or reporter.forward_ct_decode % reporter.decode_log_interval:
         return
     if reporter.is_stats_logging_rank or reporter.current_scheduler_metrics_enabled:
         labels = reporter.metrics_collector.labels if reporter.current_scheduler_metrics_enabled else None
-        tell(lambda _: publish(_counters(), labels))
+        try:
+            publish(_counters(), labels)
+        except Exception:
+            _publish = None
+            logger.warning("sglang-pat's metrics cannot be published, and are not any more", exc_info=True)
 
 
 def _on_batch(result: Any, forward_batch_class: type, batch: Any, *args: Any, **kwargs: Any) -> None:

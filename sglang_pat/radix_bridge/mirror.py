@@ -44,6 +44,7 @@ class Mirror:
 
     def __init__(self) -> None:
         self.bindings: dict[int, MirrorNode] = {}
+        self._by_row: dict[int, int] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -139,7 +140,9 @@ class Mirror:
     def _bind(self, request: int, node: MirrorNode) -> None:
         self._move(request, node)
         # A row has one request. Only now: the nodes above may have been the other one's alone.
-        for other in [other for other in self.bindings if (other ^ request) % (1 << 32) == 0 and other != request]:
+        other = self._by_row.get(request % (1 << 32), request)
+        self._by_row[request % (1 << 32)] = request
+        if other != request:
             self._release(other)
 
     def _move(self, request: int, node: MirrorNode) -> None:
@@ -154,6 +157,8 @@ class Mirror:
         if request in self.bindings:
             self._move(request, self.root)
             del self.bindings[request], self.root.requests[request]
+            if self._by_row[request % (1 << 32)] == request:
+                del self._by_row[request % (1 << 32)]
 
     def _prune(self, node: MirrorNode | None) -> None:
         """Forget `node` and its ancestors as far as no request uses them."""
