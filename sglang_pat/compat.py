@@ -99,9 +99,15 @@ FOLLOWED = ("RadixCache", "UnifiedRadixCache", "HiRadixCache")
 """Prefix caches whose paths tests have compared with `req_to_token`. With any other, requests are decoded unpacked."""
 
 
+def _followed(cache: Any) -> bool:
+    # A UnifiedRadixCache with a tier on the host has a controller of it; 0.5.17 has HiRadixCache for that.
+    tiered = type(cache).__name__ == "UnifiedRadixCache" and getattr(cache, "cache_controller", None) is not None
+    return type(cache).__name__ in FOLLOWED and not tiered
+
+
 def path(cache: Any, req: Any) -> list[tuple[int, int]] | None:
     """(node id, length in tokens) from the first level down to the request's last node; None if nothing is known of it."""
-    last = _last_node(cache, req) if type(cache).__name__ in FOLLOWED else None
+    last = _last_node(cache, req) if _followed(cache) else None
     if last is None:
         return None
     core = getattr(cache, "tree_core", None)
@@ -206,7 +212,7 @@ def replica(runner: Any) -> int | None:
 
 
 def attention_layers(runner: Any) -> int:
-    """Attention layers that this process computes: one stage of a pipeline has some, a hybrid model others besides."""
+    """Attention layers that this process computes: one stage of a pipeline has only some of the model's."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     return sum(isinstance(module, RadixAttention) for module in runner.model.modules())

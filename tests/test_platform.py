@@ -10,7 +10,6 @@ import sglang  # noqa: F401 - as in life: SGLang imports the platform, not the o
 import torch
 
 from sglang_pat import platform
-from sglang_pat.backend.support import UnsupportedError
 
 DORMANT = "sglang_pat.platform.cpu.DormantPlatform"
 AWAKE = "sglang_pat.platform.cpu.CpuPlatform"
@@ -68,21 +67,6 @@ def test_choosing_pat_wakes_it(field: str) -> None:
     dormant.apply_server_args_defaults(arguments(**{field: "pat"}))
     assert dormant.is_out_of_tree()
     assert dormant.get_device() == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ({"speculative_algorithm": "NGRAM"}, "leave out --speculative-algorithm NGRAM"),
-        ({"pp_size": 4}, "leave out --pp-size 4"),
-        ({"enable_dp_attention": True}, "does not support --enable-dp-attention yet: leave it out"),
-    ],
-)
-def test_flags_are_refused_before_anything_starts(flag: dict[str, Any], message: str) -> None:
-    from sglang_pat.platform.cpu import DormantPlatform
-
-    with pytest.raises(UnsupportedError, match=message):
-        DormantPlatform().apply_server_args_defaults(arguments(attention_backend="pat", **flag))
 
 
 def test_a_missing_device_is_still_an_error_with_another_backend() -> None:

@@ -90,7 +90,7 @@ PREPROCESSOR = {
 CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
     "MLA": ("MLA", [], {}, "pat does not support MLA"),
     "sliding window": ("sliding window", [], {}, "--attention-backend pat does not support sliding-window attention (window 63), which Gemma2ForCausalLM uses: serve it"),
-    "multimodal": ("multimodal", ["--mm-attention-backend", "sdpa"], {}, "--attention-backend pat has not been tested with multimodal models like Qwen2VLForConditionalGeneration: use another"),
+    "multimodal": ("multimodal", ["--mm-attention-backend", "sdpa"], {}, "--attention-backend pat does not support multimodal models like Qwen2VLForConditionalGeneration yet: use another"),
     "hybrid": ("hybrid", [], {}, "--attention-backend pat does not support hybrid models like Qwen3NextForCausalLM yet: use another"),
     "head dimension": ("head dimension", [], {}, "--attention-backend pat does not support a head dimension of 12 (multiples of 8 up to 256 are), which LlamaForCausalLM uses: serve it"),
     "FP8 KV": (None, ["--kv-cache-dtype", "fp8_e4m3"], {}, "--attention-backend pat does not support a KV cache of torch.float8_e4m3fn yet: leave out --kv-cache-dtype"),

@@ -66,6 +66,11 @@ def _full_prefill_graph(arguments: Any, environment: Mapping[str, str]) -> bool:
     )
 
 
+def _given(name: str, *harmless: str | None) -> Asked:
+    """The argument `name` is something else than these."""
+    return lambda arguments, environment: getattr(arguments, name, None) not in (None, *harmless)
+
+
 def _prefills(arguments: Any, environment: Mapping[str, str]) -> bool:
     return getattr(arguments, "disaggregation_mode", None) == "prefill"
 
@@ -96,7 +101,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("mixed chunks", "`--enable-mixed-chunk`", _FLAGS, note="the decode requests of a mixed step are not packed"),
         _works("retraction", "", _POOL),
         _works("priorities and preemption", "`--enable-priority-scheduling`", _MIRROR, _CHAOS),
-        _works("disconnects, aborts, time limits", "`/abort_request`", _CHAOS, "test_kits.py::TestTimeouts"),
+        _works("disconnects, aborts, time limits", "`/abort_request`, `SGLANG_REQ_WAITING_TIMEOUT`, `SGLANG_REQ_RUNNING_TIMEOUT`", _CHAOS, "test_kits.py::TestTimeouts"),
         _works("pausing and continuing", "`/pause_generation`", _CHAOS, "test_kits.py::TestPauseResumeInPlace"),
         _refused("PD multiplexing", "`--enable-pdmux`", _set("enable_pdmux"), _LEAVE_OUT),
         _refused("two-batch overlap", "`--enable-two-batch-overlap`", _set("enable_two_batch_overlap"), "leave it out"),
@@ -114,10 +119,16 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("`RadixCache`", "the default of 0.5.17", _NESTED, _MIRROR),
         _works("`UnifiedRadixCache`, Python and Rust core", "the default of 0.5.23", _NESTED, _MIRROR),
         _works("`flush_cache`, eviction", "", "test_server.py::test_after_flush_cache", _MIRROR),
-        _works("hierarchical cache", "`--enable-hierarchical-cache`", "test_gpu_server.py::test_features"),
+        _works("hierarchical cache", "`--enable-hierarchical-cache`", "test_gpu_server.py::test_features",
+               note="0.5.17; with 0.5.23 nobody has tested it, and it is not followed"),
+        _refused("a prefix cache that knows sessions", "`--enable-session-radix-cache`", _set("enable_session_radix_cache"), _LEAVE_OUT),
+        _refused("linkers of other caches (0.5.23)", "`--enable-unified-cache-external-linker`",
+                 _set("enable_unified_cache_external_linker"), _LEAVE_OUT),
+        _refused("KV canaries", "`--kv-canary`", _given("kv_canary", "none"), "leave it out; `SGLANG_PAT_VERIFY=1` checks plans"),
         _unpacked("no prefix cache", "`--disable-radix-cache`", _MIRROR),
         _unpacked("any other: LMCache, FlexKV, C++ radix tree, `--radix-cache-backend`", "",
-                  "test_features.py::test_a_cache_that_nobody_tested_is_not_followed"),
+                  "test_features.py::test_a_cache_that_nobody_tested_is_not_followed",
+                  note="not run: none of their nodes is followed"),
     ),
     "Parallelism": (
         _works("tensor parallelism", "`--tp-size`", "test_server.py::test_parallelism", note="every rank plans for itself, and all alike"),
@@ -130,20 +141,24 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                  _any(_several("attn_cp_size"), _set("enable_prefill_cp"), _set("enable_prefill_context_parallel")), _LEAVE_OUT),
     ),
     "Disaggregation": (
-        _refused("a prefill server", "`--disaggregation-mode prefill`", _prefills,
+        _refused("prefill server", "`--disaggregation-mode prefill`", _prefills,
                  "use another --attention-backend, as it decodes nothing"),
         _unpacked("decode server", "`--disaggregation-mode decode`", "test_server.py::test_a_decode_server",
                   note="it has no prefix cache unless told otherwise"),
         _refused("decode server with a prefix cache", "`--disaggregation-decode-enable-radix-cache`",
                  _set("disaggregation_decode_enable_radix_cache"), "leave it out: nobody has tested it"),
+        _refused("a server that changes its role (0.5.23)", "`--enable-pd-role-switch`", _set("enable_pd_role_switch"), _LEAVE_OUT),
         _refused("KV offload of a decode server", "`--disaggregation-decode-enable-offload-kvcache`",
                  _set("disaggregation_decode_enable_offload_kvcache"), "leave it out: nobody has tested it"),
     ),
     "CUDA graphs": (
-        _works("decode, every captured size, and none", "`--disable-cuda-graph`", "test_gpu_server.py::test_answers_are_those_of_triton"),
+        _works("decode, every captured size, and none", "`--disable-cuda-graph`", "test_gpu_server.py::test_every_batch_size_has_its_graph",
+               "test_gpu_server.py::test_answers_are_those_of_triton"),
         _works("prefill, breakable (the default)", "", "test_gpu_server.py::test_features"),
         _refused("prefill as one graph", "`--cuda-graph-backend-prefill full`", _full_prefill_graph,
                  "leave it out, or take --cuda-graph-backend-prefill breakable"),
+        _refused("decode in graphs that are not whole", "`--cuda-graph-backend-decode`",
+                 _given("cuda_graph_backend_decode", "full", "disabled"), "leave it out"),
         _refused("torch.compile", "`--enable-torch-compile`", _set("enable_torch_compile"), "leave it out"),
         _refused("megakernels (0.5.23)", "`--enable-nvidia-megakernel`, `--enable-amd-monokernel`",
                  _any(_set("enable_nvidia_megakernel"), _set("enable_amd_monokernel")), _LEAVE_OUT),
@@ -165,8 +180,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                  note="how parts are cut depends on the batch"),
     ),
     "Models": (
-        _works("MHA, GQA and MQA of any ratio, logit soft cap", "", "test_cuda_kernel.py::test_more_query_heads_than_a_tile_has_rows"),
-        _works("embedding models, reward models", "`--is-embedding`", "test_server.py::test_embeddings", note="nothing is decoded"),
+        _works("MHA, GQA and MQA of any ratio, logit soft cap", "", "test_cuda_kernel.py::test_random_trees",
+               "test_cuda_kernel.py::test_logit_cap", "test_cuda_kernel.py::test_more_query_heads_than_a_tile_has_rows"),
+        _works("embedding models", "`--is-embedding`", "test_server.py::test_embeddings", note="nothing is decoded"),
         _refused("hybrid models with linear attention or state space layers", "", None, "use another --attention-backend"),
         _refused("multimodal models", "", None, "use another --attention-backend"),
         _refused("MLA", "", None, "use another --attention-backend"),
@@ -174,6 +190,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _refused("attention sinks", "", None, "use another --attention-backend"),
         _refused("encoder-decoder models, encoders", "", None, "use another --attention-backend"),
         _refused("K and V of unequal dimensions on a GPU", "", None, "use another --attention-backend"),
+        _refused("other head dimensions than those above", "", None, "use another --attention-backend"),
+        _refused("float32 on a GPU", "`--dtype float32`", None, "take --dtype bfloat16 or float16"),
+        _refused("temperature that grows with the context (Grok)", "", None, "use another --attention-backend"),
     ),
 }  # fmt: skip
 """By the headings of docs/support.md."""

@@ -31,8 +31,9 @@ def check_arguments(server_args: Any, environment: Mapping[str, str] = os.enviro
     arguments = compat.arguments(server_args)
     for feature in features.REFUSED:
         if feature.asked is not None and feature.asked(arguments, environment):
+            asked_by = feature.how.replace("`", "")
             raise UnsupportedError(
-                f"--attention-backend pat does not support {feature.name} yet ({feature.how}): {feature.instead}"
+                f"--attention-backend pat does not support {feature.name} yet ({asked_by}): {feature.instead}"
             )
 
 
@@ -69,13 +70,15 @@ def check_model(runner: Any, fallback: str) -> None:
         fallback: A stock attention backend to suggest.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     if compat.kv_layout(runner) != "nhd":
         raise UnsupportedError(
-            f"--attention-backend pat does not support the KV layout {compat.kv_layout(runner)} yet: unset "
-            "SGLANG_USE_HND_KVCACHE"
+            f"--attention-backend pat does not support the KV layout {compat.kv_layout(runner)} yet: use another "
+            "--attention-backend"
         )
     config = runner.model_config
+    pool = runner.token_to_kv_pool
     instead = f"{_OTHER} {fallback} or --decode-attention-backend {fallback}"
     name = ", ".join(config.hf_config.architectures or [type(runner.model).__name__])
     if runner.use_mla_backend:
@@ -86,7 +89,7 @@ def check_model(runner: Any, fallback: str) -> None:
         )
     if config.is_multimodal:
         raise UnsupportedError(
-            f"--attention-backend pat has not been tested with multimodal models like {name}: use another --attention-backend"
+            f"--attention-backend pat does not support multimodal models like {name} yet: use another --attention-backend"
         )
     if config.is_encoder_decoder:
         raise UnsupportedError(
@@ -114,6 +117,10 @@ def check_model(runner: Any, fallback: str) -> None:
                 raise UnsupportedError(
                     f"--attention-backend pat does not support {problem}, which {name} uses: {instead}"
                 )
+    if not isinstance(pool, MHATokenToKVPool):
+        raise UnsupportedError(
+            f"--attention-backend pat does not support a KV pool of the kind {type(pool).__name__}, which {name} uses: {instead}"
+        )
 
 
 def _layer_problem(layer: Any, on_gpu: bool) -> str | None:
@@ -121,6 +128,8 @@ def _layer_problem(layer: Any, on_gpu: bool) -> str | None:
 
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
         return f"sliding-window attention (window {layer.sliding_window_size})"
+    if getattr(layer, "use_irope", False):
+        return "attention in chunks (Llama 4)"
     if layer.is_cross_attention:
         return "cross-attention"
     if layer.attn_type == AttentionType.ENCODER_ONLY:
