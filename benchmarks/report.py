@@ -154,7 +154,8 @@ def soak() -> str:
         f"{record['aborted']} were aborted, {record['retracted']} retracted, the cache was flushed {record['flushed']} times; "
         f"{counters['plans']:,} plans for {counters['steps']:,} steps, {counters['fallbacks']} fall-backs, "
         f"{counters['faults']} faults, no NaN; {record['same_probes']} of {record['probes']} prompts got the same answers before "
-        f"and after. {result['device']['date']}, `python benchmarks/soak.py --dummy`.\n\n" + chaos()
+        f"and after. {result['device']['date']}, `python benchmarks/soak.py --model MODEL --dummy --trace FILE "
+        f"--divide-answer {record['divide_answer']}`.\n\n" + chaos()
     )
 
 
@@ -167,7 +168,7 @@ def chaos() -> str:
         f"{result['device']['name']}, a tiny model: {sum(record['actions'].values()):,} actions of {len(record['actions'])} kinds, "
         f"{sum(record['compared'].values()):,} answers, whole or cut off, compared with those of SGLang's Triton backend, "
         f"{len(record['problems'])} wrong; {counters['fallbacks']} fall-backs, {counters['faults']} faults, {counters['bound']} requests "
-        f"left behind. {result['device']['date']}, `python benchmarks/soak.py --dummy --chaos {record['chaos']:.0f}`."
+        f"left behind. {result['device']['date']}, `python benchmarks/soak.py --model MODEL --chaos {record['chaos']:.0f} --seed {record['seed']}`."
     )
 
 

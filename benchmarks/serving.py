@@ -217,7 +217,7 @@ def run(server: Server, backend: str, workload: str, arguments: argparse.Namespa
     yield record
 
 
-def make_parser(description: str | None, output: Path) -> argparse.ArgumentParser:
+def make_parser(description: str | None, output: Path | None) -> argparse.ArgumentParser:
     """What a benchmark is told that runs SGLang with each backend in turn, as steps.py and soak.py do too."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a model's folder")

@@ -8,7 +8,7 @@ evicted and requests retracted; one in twenty is aborted; ten times the server i
 every other request gets all of its tokens, nothing fell back, nothing is left behind, no logit was NaN, and some prompts get the
 answers afterwards that they got before.
 
-    python benchmarks/soak.py --model MODEL --dummy --chaos 300
+    python benchmarks/soak.py --model MODEL --chaos 300
 
 instead does everything at once that the API allows, for so many seconds, to a server with a tiny model and a small pool, and compares
 its answers with those of SGLang's Triton backend beside it (tests/chaos).
@@ -192,7 +192,7 @@ def write(options: argparse.Namespace, model: str, records: list[dict[str, Any]]
 
 
 def main() -> None:
-    parser = serving.make_parser(__doc__, serving.RESULTS / "soak-h200.json")
+    parser = serving.make_parser(__doc__, None)
     parser.set_defaults(backends=["pat"])
     kinds = parser.add_mutually_exclusive_group(required=True)
     kinds.add_argument("--trace", type=Path, help="a Mooncake trace")
@@ -204,6 +204,8 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=256, help="requests that the server runs at once")
     parser.add_argument("--pool", type=int, default=150_000, help="tokens that its KV pool holds")
     options = parser.parse_args()
+    if options.output is None:
+        options.output = serving.RESULTS / ("soak-h200.json" if options.chaos is None else "chaos-h200.json")
     if options.chaos is not None:
         records = []
         for backend in options.backends:

@@ -54,7 +54,10 @@ def support() -> str:
                     shown or feature.instead,
                 ]
             )
-        parts.append(f"### {group}\n\n" + report.table(["", "", "", "shown by `tests/`…, or what to do instead"], rows))
+        parts.append(
+            f"### {group}\n\n"
+            + report.table(["feature", "", "note", "shown by `tests/`…, or what to do instead"], rows)
+        )
     return "\n\n".join(parts)
 
 

@@ -73,6 +73,8 @@ class Chaos:
         features: What is done, of `FEATURES`; None for all that the server can do.
         prompts: How many different ordinary prompts there are.
         close: Log-probabilities that differ by less may change places.
+        patience: Seconds after which a request hangs.
+        able: What is done in the end.
     """
 
     server_url: str
@@ -87,6 +89,7 @@ class Chaos:
 
     report: Report = field(init=False)
     able: frozenset[str] = field(init=False)
+    _lost: bool = field(init=False, default=False)
 
     async def run(self) -> Report:
         """What was done, and what was found."""
@@ -166,8 +169,6 @@ class Chaos:
             await self.judge.finish()
             if await self._probe() != before:
                 self.report.problem("the probes are answered otherwise than before")
-
-    _lost = False
 
     async def _work(self, deck: list[str], weights: dict[str, int], end: float) -> None:
         """One client: act until the round ends, first what was not done yet."""

@@ -14,7 +14,10 @@ from chaos import FEATURES, Chaos
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Put a server under everything that its API allows at once.")
+    parser = argparse.ArgumentParser(
+        description="Put a server under everything that its API allows at once: it aborts everybody's requests, flushes the cache and loads weights. "
+        "Never do that to a server that somebody uses."
+    )
     parser.add_argument("--url", required=True, help="of the server")
     parser.add_argument("--reference", help="URL of a server on the same weights with another attention backend")
     parser.add_argument("--seconds", type=float, default=60)
@@ -22,7 +25,11 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=48, help="different ordinary prompts")
     parser.add_argument(
-        "--features", nargs="+", choices=sorted(FEATURES), help="all that the server can do, if left out"
+        "--features",
+        nargs="+",
+        choices=sorted(FEATURES),
+        metavar="FEATURE",
+        help="all that the server can do, if left out",
     )
     parser.add_argument(
         "--close", type=float, default=1e-3, help="log-probabilities that differ by less may change places"

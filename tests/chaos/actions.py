@@ -60,6 +60,7 @@ async def _send(
     tokens: int = 0,
     *,
     samples: int = 1,
+    about: str = "",
     rid: str | None = None,
     leave_after: float | None = None,
     allowed: tuple[str, ...] = (),
@@ -77,7 +78,7 @@ async def _send(
     if use is not None:
         chaos.names.end(use, outcome)
     chaos.note(question.kind, outcome, (*ABORTED, *allowed))
-    chaos.judge.submit(Case(question, outcome, tokens, use))
+    chaos.judge.submit(Case(question, outcome, tokens, use, samples, about))
     return outcome
 
 
@@ -191,7 +192,9 @@ async def id_of_one_that_finished(chaos: Chaos, chance: random.Random) -> None:
 async def samples(chaos: Chaos, chance: random.Random) -> None:
     leave_after = _soon(chance) if chance.random() < 0.3 else None
     prompt, count = _prompt(chaos, chance), chance.randint(2, 5)
-    await _send(chaos, chance, greedy(prompt), chance.randint(1, 30), samples=count, leave_after=leave_after)
+    await _send(
+        chaos, chance, greedy(prompt), chance.randint(1, 30), samples=count, about="samples", leave_after=leave_after
+    )
 
 
 @action("sampled", 3)
@@ -207,34 +210,25 @@ async def _question(chaos: Chaos, chance: random.Random, kind: str) -> None:
     await _send(chaos, chance, chance.choice(chaos.catalogue.questions[kind]), leave_after=leave_after)
 
 
-@action("beam", 8, "beams")
-async def beam(chaos: Chaos, chance: random.Random) -> None:
-    await _question(chaos, chance, "beam")
+def _asks(kind: str, weight: int, feature: str) -> None:
+    async def ask(chaos: Chaos, chance: random.Random) -> None:
+        await _question(chaos, chance, kind)
+
+    action(kind, weight, feature)(ask)
 
 
-@action("stop", 5, "stops")
-async def stop(chaos: Chaos, chance: random.Random) -> None:
-    await _question(chaos, chance, "stop")
-
-
-@action("logprobs", 6, "logprobs")
-async def logprobs(chaos: Chaos, chance: random.Random) -> None:
-    await _question(chaos, chance, "logprobs")
-
-
-@action("completion", 3, "openai")
-async def completion(chaos: Chaos, chance: random.Random) -> None:
-    await _question(chaos, chance, "completion")
-
-
-@action("chat", 3, "openai")
-async def chat(chaos: Chaos, chance: random.Random) -> None:
-    await _question(chaos, chance, "chat")
+_asks("beam", 8, "beams")
+_asks("stop", 5, "stops")
+_asks("logprobs", 6, "logprobs")
+_asks("completion", 3, "openai")
+_asks("chat", 3, "openai")
 
 
 @action("lora", 8, "loras")
 async def lora(chaos: Chaos, chance: random.Random) -> None:
-    await _send(chaos, chance, chance.choice(chaos.catalogue.loras), chance.randint(1, 30), allowed=UNLOADED)
+    await _send(
+        chaos, chance, chance.choice(chaos.catalogue.loras), chance.randint(1, 30), about="lora", allowed=UNLOADED
+    )
 
 
 @action("lora loaded again", 1, "lora updates")
@@ -275,7 +269,9 @@ async def _converse(chaos: Chaos, chance: random.Random, streaming: bool) -> Non
             await others
         chaos.note("turn", turn.outcome, allowed)
         if turn.prompt is not None:
-            chaos.judge.submit(Case(greedy(turn.prompt), turn.outcome, length))
+            chaos.judge.submit(
+                Case(greedy(turn.prompt), turn.outcome, length, about="streaming session" if streaming else "session")
+            )
         if not await conversation.settle(turn, chaos.oracle) or i == last:
             break
         if chance.random() < 0.3:

@@ -37,7 +37,8 @@ class Turn:
 
     Attributes:
         prompt: All that the server had before it when it answered; None where it cannot be known.
-        streamed: Whether the answer came token by token.
+        tokens: How many were asked for.
+        rid: Its request's.
     """
 
     outcome: Outcome

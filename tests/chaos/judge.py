@@ -63,13 +63,16 @@ class Case:
     Attributes:
         tokens: How many were asked for; for greedy questions only.
         use: Of an id that others have too.
-        abortable: Whether an error may say that the request was aborted, or its id taken.
+        samples: How many answers were asked for.
+        about: What it is counted as; the question's kind if empty.
     """
 
     question: Question
     outcome: Outcome
     tokens: int = 0
     use: Use | None = None
+    samples: int = 1
+    about: str = ""
 
 
 class Judge:
@@ -105,8 +108,11 @@ class Judge:
             wrong = await self._wrong(case)
         except (OracleError, aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             wrong = f"the reference failed: {error!r}"
+        except Exception as error:
+            # Whoever waits for the end of this queue must not wait for ever.
+            wrong = f"{outcome} cannot be judged: {error!r}"
         if wrong is None:
-            self._report.compared[case.question.kind if outcome.complete else "partial"] += 1
+            self._report.compared[(case.about or case.question.kind) if outcome.complete else "partial"] += 1
         elif wrong:
             self._report.problem(wrong)
 
@@ -122,6 +128,8 @@ class Judge:
             return self._beams(question, outcome, answer)
         if question.kind in ("completion", "chat"):
             return self._texts(question, outcome, answer)
+        if outcome.complete and len(outcome.ids) != case.samples:
+            return describe(question, len(outcome.ids), case.samples)
         for ids in outcome.ids:
             right = answer.ids[: case.tokens] if question.kind == "greedy" else answer.ids
             whole = not outcome.complete or len(ids) == len(right) or answer.sure < len(right)
