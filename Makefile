@@ -10,7 +10,7 @@ demo: $(VENV)/installed
 	$(BIN)/python -m sglang_pat.demo
 
 # Two processes; the servers of a file are all in one of them.
-PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --durations 15
+PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 15
 
 test: $(VENV)/installed
 	$(PYTEST) -m "not slow" $(TESTS)

@@ -22,12 +22,7 @@ UNPINNED = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "unpinned
 """Environment of servers that would pin memory on a CPU (tests/unpinned)."""
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("server"):
-            # One process has all servers of a file, so that each is started once.
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

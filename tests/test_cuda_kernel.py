@@ -19,7 +19,7 @@ from sglang_pat.kernels import cuda, gpu_tiles
 from sglang_pat.packing import POLICIES, Batch, Node, TileTable
 
 # On the host each module takes seconds to compile, once in every process that runs some of these tests.
-pytestmark = [pytest.mark.once, pytest.mark.xdist_group("emulated")]
+pytestmark = pytest.mark.once
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -44,7 +44,7 @@ KIND_PARAMETERS = [in_dimension(dim, dtype, dim) for dtype, dim in KINDS]
 
 each_arch = pytest.mark.parametrize(
     "arch",
-    ARCHS if ON_GPU else ["9.0a", pytest.param("8.0", marks=[pytest.mark.slow, pytest.mark.xdist_group("8.0")])],
+    ARCHS if ON_GPU else ["9.0a", emulated_slowly("8.0")],
 )
 
 

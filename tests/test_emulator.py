@@ -19,7 +19,7 @@ from trees import random_batch
 from sglang_pat.kernels import gpu_tiles
 from sglang_pat.packing import Batch, Node, TileTable
 
-pytestmark = [pytest.mark.once, pytest.mark.xdist_group("emulator")]
+pytestmark = pytest.mark.once
 
 ARCH, DIM = "9.0a", 128
 KNOWN = gpu_tiles.tile_table(ARCH, DIM)

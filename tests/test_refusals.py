@@ -70,13 +70,6 @@ MODELS: dict[str, dict[str, Any]] = {
             "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "spatial_patch_size": 14,
         },
     },
-    "hybrid": {
-        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_act": "silu",
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-        "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "decoder_sparse_step": 1, "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
-        "mlp_only_layers": [], "partial_rotary_factor": 0.25,
-    },
     "head dimension": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "head_dim": 12, "hidden_size": 48,
     },
@@ -91,7 +84,6 @@ CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
     "MLA": ("MLA", [], {}, "pat does not support MLA"),
     "sliding window": ("sliding window", [], {}, "--attention-backend pat does not support sliding-window attention (window 63), which Gemma2ForCausalLM uses: serve it"),
     "multimodal": ("multimodal", ["--mm-attention-backend", "sdpa"], {}, "--attention-backend pat does not support multimodal models like Qwen2VLForConditionalGeneration yet: use another"),
-    "hybrid": ("hybrid", [], {}, "--attention-backend pat does not support hybrid models like Qwen3NextForCausalLM yet: use another"),
     "head dimension": ("head dimension", [], {}, "--attention-backend pat does not support a head dimension of 12 (multiples of 8 up to 256 are), which LlamaForCausalLM uses: serve it"),
     "FP8 KV": (None, ["--kv-cache-dtype", "fp8_e4m3"], {}, "--attention-backend pat does not support a KV cache of torch.float8_e4m3fn yet: leave out --kv-cache-dtype"),
 }  # fmt: skip
