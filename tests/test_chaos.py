@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from chaos import FEATURES, Chaos, adapters, tracebacks
 from conftest import UNPINNED, assert_sound
+from forked import ForkedServer
 
 from sglang_pat import compat
 from sglang_pat.demo.server import Server
@@ -35,10 +36,10 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     loras = [f"{name}={adapters.write(folder / name, seed)}" for seed, name in enumerate(("a", "b"))]
     flags = [*COMMON, "--lora-paths", *loras]
     with ExitStack() as stack:
-        tried = Server(
+        tried = ForkedServer(
             model, "pat", folder / "pat.log", [*flags, *SMALL_POOL], {"SGLANG_PAT_VERIFY": "1", **ENVIRONMENT}
         )
-        reference = Server(
+        reference = ForkedServer(
             model, "torch_native", folder / "reference.log", [*flags, "--max-total-tokens", "20000"], ENVIRONMENT
         )
         for server in (tried, reference):

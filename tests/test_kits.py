@@ -28,6 +28,7 @@ from unittest import mock
 import pytest
 from chaos import tracebacks
 from conftest import assert_sound
+from forked import ForkedServer
 
 from sglang_pat.demo import tiny_model
 from sglang_pat.demo.server import Server
@@ -88,7 +89,7 @@ def kit_servers(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     logs = tmp_path_factory.mktemp("logs")
     with ExitStack() as stack:
         started = {
-            name: stack.enter_context(Server(wide_model, "pat", logs / f"{name}.log", flags, environment))
+            name: stack.enter_context(ForkedServer(wide_model, "pat", logs / f"{name}.log", flags, environment))
             for name, (flags, environment) in SERVERS.items()
         }
         for server in started.values():

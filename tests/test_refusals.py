@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import selected
-
-from sglang_pat.demo.server import Server
+from forked import ForkedServer
 
 pytestmark = pytest.mark.server
 
@@ -106,7 +105,9 @@ def logs(
             for file in model.glob("token*"):
                 (path / file.name).write_text(file.read_text())
             flags = [*flags, "--load-format", "dummy"]
-        with Server(path, "pat", folder / f"{name}.log", ["--max-total-tokens", "512", *flags], environment) as server:
+        with ForkedServer(
+            path, "pat", folder / f"{name}.log", ["--max-total-tokens", "512", *flags], environment
+        ) as server:
             return server.wait_failed()
 
     with ThreadPoolExecutor(2) as pool:

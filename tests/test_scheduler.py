@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import selected
+from forked import ForkedProcess
 
 from sglang_pat import compat
 
@@ -55,27 +55,28 @@ else:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, model: Path) -> Iterator[dict[str, Future]]:
-    """All cases, two at a time: most of each is imports."""
+def runs(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future]]:
+    """Exit status and output of all cases, two at a time."""
+    logs = tmp_path_factory.mktemp("logs")
+
+    def run(name: str) -> tuple[int, str]:
+        flags, environment, _ = CASES[name]
+        command = [sys.executable, str(SOAK), str(model), "--batches", "400", "--seed", "7", *flags]
+        log = logs / name
+        status = ForkedProcess(command, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, log).wait()
+        return status, log.read_text()
+
     with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(run, model, *CASES[name][:2]) for name in selected(request, "name")}
-
-
-def run(model: Path, flags: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SOAK), str(model), "--batches", "400", "--seed", "7", *flags],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        yield {name: pool.submit(run, name) for name in selected(request, "name")}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_mirror_is_what_req_to_token_says(name: str, runs: dict[str, Future]) -> None:
-    result = runs[name].result()
-    assert result.returncode == 0, result.stderr[-3000:]
-    report = json.loads(result.stdout.splitlines()[-1])
+    status, output = runs[name].result()
+    assert status == 0, output[-3000:]
+    report = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
     print(name, report)
     assert report["faults"] == 0
     assert report["fallbacks"] == 0

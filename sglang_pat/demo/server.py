@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from sglang_pat import platform
 
@@ -72,29 +72,17 @@ class Server:
         if on_cpu and backend != "pat":
             # torch_native alone does not wake the CPU platform (platform/__init__.py), so it is named.
             selection["SGLANG_PLATFORM"] = platform.NAME
+        arguments = ["--model-path", str(model), "--attention-backend", backend, "--host", "127.0.0.1", "--port", str(port),
+                     *nccl_port, "--grammar-backend", "none", "--sleep-on-idle", *arguments]  # fmt: skip
+        variables = {**os.environ, "HF_HUB_OFFLINE": "1", **selection, **(environment or {})}
         with log.open("w") as output:
-            self._process = subprocess.Popen(
-                [
-                    *command,
-                    "--model-path",
-                    str(model),
-                    "--attention-backend",
-                    backend,
-                    "--host",
-                    "127.0.0.1",
-                    "--port",
-                    str(port),
-                    *nccl_port,
-                    "--grammar-backend",
-                    "none",
-                    "--sleep-on-idle",
-                    *arguments,
-                ],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", **selection, **(environment or {})},
-                start_new_session=True,
-            )
+            self._process = self._start([*command, *arguments], variables, output)
+
+    def _start(self, command: Sequence[str], environment: dict[str, str], output: IO[str]) -> subprocess.Popen:
+        """Run the command in a session of its own."""
+        return subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
 
     def wait(self, progress: Callable[[float], None] = lambda seconds: None) -> Server:
         """Block until it answers.
