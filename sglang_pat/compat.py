@@ -213,9 +213,7 @@ def replica(runner: Any) -> int | None:
 
 def attention_layers(runner: Any) -> int:
     """Attention layers that this process computes: one stage of a pipeline has only some of the model's."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    return sum(isinstance(module, RadixAttention) for module in runner.model.modules())
+    return runner.token_to_kv_pool.layer_num
 
 
 def arguments(server_args: Any) -> Any:
@@ -237,7 +235,8 @@ def kv_layout(runner: Any) -> str:
 
 def attention_shape(runner: Any) -> tuple[int, int, int, int]:
     """(heads, kv_heads, head_dim, v_head_dim) of this rank's attention layers."""
-    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.runtime_context import get_parallel
 
-    layer = next(module for module in runner.model.modules() if isinstance(module, RadixAttention))
-    return layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
+    pool = runner.token_to_kv_pool
+    heads = runner.model_config.get_num_attention_heads(get_parallel().attn_tp_size)
+    return heads, pool.head_num, pool.head_dim, pool.v_head_dim

@@ -54,7 +54,8 @@ class Pipe:
 class Soak:
     def __init__(self, scheduler: Any, batches: int, seed: int, namespaces: bool, priorities: bool) -> None:
         self.scheduler = scheduler
-        self.observer = hooks._observer
+        (self._backend,) = hooks.followers()
+        self.observer = self._backend.observer
         self.evicted = 0
         self.observer.subscribers.append(self.count)
         self.remaining = batches
@@ -163,7 +164,7 @@ class Soak:
             "core": type(getattr(self.scheduler.tree_cache, "tree_core", None)).__name__,
             "requests": len(self.sent), "checked": self.checked, "shared": self.shared, "flushes": self.flushes,
             "aborts": self.aborts, "evicted": self.evicted, "retracted": len(self.retracted_rids),
-            "bound_share": self.bound / max(1, self.running), **hooks._counters(),
+            "bound_share": self.bound / max(1, self.running), **self._backend.counters(),
         }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,13 @@ from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
 from sglang_pat.radix_bridge.observer import apply
 
 POOL = ReqToTokenPool(8, 64, "cpu", False)
+CACHE: Any = SimpleNamespace(disable=False, req_to_token_pool=POOL)
+
+
+@dataclass(eq=False)
+class Follower:
+    req_to_token_pool: ReqToTokenPool
+    observer: Any
 
 
 def request(rid: str) -> Req:
@@ -40,7 +48,8 @@ def running() -> Iterator[list[Req]]:
 @pytest.fixture
 def observer(running: list[Req], monkeypatch: pytest.MonkeyPatch) -> Observer:
     observer = Observer(NativeScheduler(PackConfig(CostModel(8, 2, 64, 64, 2), CPU_TILES, 2), max_batch=8))
-    monkeypatch.setattr(hooks, "_observer", observer)
+    follower, stranger = Follower(POOL, observer), Follower(ReqToTokenPool(8, 64, "cpu", False), None)
+    monkeypatch.setattr(hooks, "followers", lambda: [stranger, follower])
     apply(observer.scheduler, NodeInserted(1, ROOT, 10, bytes(16)))
     for req in running:
         apply(observer.scheduler, RequestBound(compat.request_of(POOL, req), 1, 12))
@@ -54,11 +63,10 @@ def numbers(running: list[Req]) -> list[int]:
 def test_a_request_whose_path_cannot_be_read_is_decoded_unpacked_and_no_other(
     observer: Observer, running: list[Req], caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache: Any = SimpleNamespace(disable=False, req_to_token_pool=POOL)
     first, second = numbers(running)
     with caplog.at_level(logging.WARNING):
-        hooks._on_cached(None, cache, running[0])
-        hooks._on_cached(None, cache, request("never bound"))
+        hooks._on_cached(None, CACHE, running[0])
+        hooks._on_cached(None, CACHE, request("never bound"))
     assert observer.faults == 2
     assert len(caplog.records) == 1
     assert (observer.scheduler.binding(first), observer.scheduler.binding(second)) == ((ROOT, 0), (1, 10))
@@ -67,8 +75,7 @@ def test_a_request_whose_path_cannot_be_read_is_decoded_unpacked_and_no_other(
 
 def test_requests_with_the_same_id_are_told_apart(observer: Observer, running: list[Req]) -> None:
     first, second = numbers(running)
-    cache: Any = SimpleNamespace(req_to_token_pool=POOL)
-    hooks._on_release(lambda req, cache: POOL.free(req), running[0], cache)
+    hooks._on_release(lambda req, cache: POOL.free(req), running[0], CACHE)
     assert observer.scheduler.batch == [second] and len(observer.scheduler) == 1
     heir = request("same")
     (number,) = numbers([heir])
@@ -76,7 +83,7 @@ def test_requests_with_the_same_id_are_told_apart(observer: Observer, running: l
 
 
 def test_an_eviction_under_running_requests_unbinds_them(observer: Observer, running: list[Req]) -> None:
-    hooks._on_evict_id(None, None, 1)
+    hooks._on_evict_id(None, CACHE, 1)
     assert observer.faults == 1
     assert [observer.scheduler.binding(number) for number in numbers(running)] == [(ROOT, 0)] * 2
     observer.on_prefill(numbers(running), [12, 12], ["same", "same"])

@@ -108,26 +108,30 @@ class PatAttnBackend(AttentionBackend):
         scheduler = NativeScheduler(
             pack_config, runner.req_to_token_pool.size, self.executor.max_slots, self.executor.buffers
         )
-        observer = Observer(scheduler)
-        writer = trace_writer(runner, config, pack_config)
+        self.observer = Observer(scheduler)
+        self._writer = writer = trace_writer(runner, config, pack_config)
         self.planner = Planner(scheduler, config.reuse, config.ahead, on_plan=writer.on_plan if writer else None)
-        observer.subscribers += [self.planner.on_event, *([writer.on_event] if writer else [])]
-        layer_bytes = pack_config.cost.token_bytes * compat.attention_layers(runner)
-        hooks.install(
-            observer,
-            lambda: {
-                **self.planner.counters().report(layer_bytes),
-                "nodes": observer.nodes,
-                "faults": observer.faults,
-                "bound": len(scheduler),
-                "trace": writer.recording if writer else "",
-            },
-            Metrics().publish,
-            graphs=runner.device != "cpu",
-        )
+        self.observer.subscribers += [self.planner.on_event, *([writer.on_event] if writer else [])]
+        self._metrics = Metrics()
+        self._token_bytes = pack_config.cost.token_bytes * compat.attention_layers(runner)
+        hooks.install(self, graphs=runner.device != "cpu")
         if runner.device != "cpu":
             compat.fence_table_reads()
         logger.info("sglang-pat: %s, %s", config, self.executor.description)
+
+    def counters(self) -> dict[str, Any]:
+        """What `/server_info` shows (docs/settings.md)."""
+        return {
+            **self.planner.counters().report(self._token_bytes),
+            "nodes": self.observer.nodes,
+            "faults": self.observer.faults,
+            "bound": len(self.observer.scheduler),
+            "trace": self._writer.recording if self._writer else "",
+        }
+
+    def publish(self, labels: dict[str, str] | None) -> None:
+        """Log and export what was counted since the last time."""
+        self._metrics.publish(self.counters(), labels)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.forward_mode.is_decode():
@@ -264,9 +268,10 @@ class PatAttnBackend(AttentionBackend):
         if rows is not None and lengths is not None:
             requests = compat.requests(self.req_to_token_pool, rows).tolist()
             hooks.tell(
+                self.observer,
                 lambda observer: observer.on_prefill(
                     requests, lengths[: len(requests)].tolist(), list(forward_batch.rids)
-                )
+                ),
             )
 
     def _verify(self, items: list[WorkItem]) -> None:

@@ -88,7 +88,8 @@ class CpuExecutor:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float,
     ) -> torch.Tensor:  # fmt: skip
-        assert self._plan is not None
+        if self._plan is None:
+            return q.new_zeros(*q.shape[:2], v.shape[-1])
         real = rows.shape[0]
         out = cpu.decode(
             q[:real], k, v, req_to_token, rows, seq_lens, self._plan, scale=scale, logit_cap=logit_cap

@@ -21,8 +21,9 @@ Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs anot
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_pat import compat
 from sglang_pat.radix_bridge.observer import Observer
@@ -41,23 +42,37 @@ _GRAPH_VIEW = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_r
 _BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 _REPORT = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats"
 
-_observer: Observer | None = None
-_counters: Callable[[], dict[str, Any]] = dict
-_publish: Callable[[dict[str, Any], dict[str, str] | None], None] | None = None
+
+class Follower(Protocol):
+    """An attention backend that follows a prefix cache.
+
+    A process may have several: a draft model's, those of two overlapped half batches.
+
+    Attributes:
+        req_to_token_pool: Of the requests that it follows.
+        observer: Receives what happens to them.
+    """
+
+    req_to_token_pool: Any
+    observer: Observer
+
+    def counters(self) -> dict[str, Any]:
+        """What `/server_info` shows as `internal_states[i]["pat"]`, of the process's first follower."""
+
+    def publish(self, labels: dict[str, str] | None) -> None:
+        """SGLang has logged decode batches, and exported its metrics with these labels if they are on. The first follower is told."""
 
 
-def install(
-    observer: Observer,
-    counters: Callable[[], dict[str, Any]] | None = None,
-    publish: Callable[[dict[str, Any], dict[str, str] | None], None] | None = None,
-    graphs: bool = False,
-) -> None:
-    """Let `observer` follow every prefix cache of this process, in place of any observer before it.
+_followers: list[weakref.ref[Follower]] = []
+_hooked = False
+_publishing = True
+
+
+def install(follower: Follower, graphs: bool = False) -> None:
+    """Let `follower` follow the prefix cache of its pool for as long as it lives.
 
     Args:
-        observer: Receives what happens.
-        counters: What `/server_info` shows as `internal_states[i]["pat"]`.
-        publish: Called with them whenever SGLang logs decode batches, and with the labels of its metrics if these are on.
+        follower: Held weakly.
         graphs: Whether steps are decoded in CUDA graphs.
 
     Raises:
@@ -65,11 +80,11 @@ def install(
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    global _observer, _counters, _publish
-    first = _observer is None
-    _observer, _counters, _publish = observer, counters or dict, publish
-    if not first:
+    global _hooked
+    _followers.append(weakref.ref(follower, _followers.remove))
+    if _hooked:
         return
+    _hooked = True
     hooks = {
         _RELEASE: _on_release,
         _STATE: _on_state,
@@ -119,21 +134,31 @@ def rows_of(forward_batch: Any) -> torch.Tensor | None:
     return rids.rows if isinstance(rids, Rids) else None
 
 
-def tell(report: Callable[[Observer], None]) -> None:
+def followers() -> list[Follower]:
+    """Those of this process, the oldest first."""
+    return [follower for reference in list(_followers) if (follower := reference()) is not None]
+
+
+def tell(observer: Observer, report: Callable[[Observer], None]) -> None:
     """Tell the observer; whatever goes wrong there, SGLang must not notice."""
-    if _observer is None:
-        return
     try:
-        report(_observer)
+        report(observer)
     except Exception:
         try:
-            _observer.on_fault()
+            observer.on_fault()
         except Exception:
             logger.exception("sglang-pat cannot follow the prefix cache any more")
 
 
+def _tell_all(pool: Any, report: Callable[[Observer], None]) -> None:
+    """Tell everyone who follows requests of this pool; caches without one simulate (`--schedule-policy lpm`)."""
+    for follower in followers():
+        if follower.req_to_token_pool is pool:
+            tell(follower.observer, report)
+
+
 def _on_cached(result: Any, cache: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    tell(lambda observer: observer.on_cached(cache, req))
+    _tell_all(cache.req_to_token_pool, lambda observer: observer.on_cached(cache, req))
 
 
 def _on_release(release: Callable[..., Any], req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,40 +166,39 @@ def _on_release(release: Callable[..., Any], req: Any, tree_cache: Any, *args: A
     request = compat.request_of(tree_cache.req_to_token_pool, req)
     result = release(req, tree_cache, *args, **kwargs)
     if request is not None:
-        tell(lambda observer: observer.on_released(request))
+        _tell_all(tree_cache.req_to_token_pool, lambda observer: observer.on_released(request))
     return result
 
 
 def _on_finishing(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     requests = [compat.request_of(scheduler.req_to_token_pool, req) for req in result]
-    tell(lambda observer: observer.on_finishing([request for request in requests if request is not None]))
+    known = [request for request in requests if request is not None]
+    _tell_all(scheduler.req_to_token_pool, lambda observer: observer.on_finishing(known))
 
 
 def _on_evict_node(result: Any, cache: Any, node: Any) -> None:
-    tell(lambda observer: observer.on_evicted(node.id))
+    _tell_all(cache.req_to_token_pool, lambda observer: observer.on_evicted(node.id))
 
 
 def _on_evict_id(result: Any, cache: Any, node_id: int, *args: Any, **kwargs: Any) -> None:
-    tell(lambda observer: observer.on_evicted(node_id))
+    _tell_all(cache.req_to_token_pool, lambda observer: observer.on_evicted(node_id))
 
 
 def _on_reset(result: Any, cache: Any) -> None:
-    # `--schedule-policy lpm` resets a simulated cache without pools for every batch.
-    if cache.req_to_token_pool is not None:
-        tell(lambda observer: observer.on_reset())
+    _tell_all(cache.req_to_token_pool, lambda observer: observer.on_reset())
 
 
 def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
-    global _publish
-    publish = _publish
-    if publish is None or reporter.forward_ct_decode % reporter.decode_log_interval:
+    global _publishing
+    if not _publishing or reporter.forward_ct_decode % reporter.decode_log_interval:
         return
     if reporter.is_stats_logging_rank or reporter.current_scheduler_metrics_enabled:
         labels = reporter.metrics_collector.labels if reporter.current_scheduler_metrics_enabled else None
         try:
-            publish(_counters(), labels)
+            for follower in followers()[:1]:
+                follower.publish(labels)
         except Exception:
-            _publish = None
+            _publishing = False
             logger.warning("sglang-pat's metrics cannot be published, and are not any more", exc_info=True)
 
 
@@ -188,4 +212,5 @@ def _on_graph_view(result: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _on_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    result.internal_state["pat"] = _counters()
+    for follower in followers()[:1]:
+        result.internal_state["pat"] = follower.counters()

@@ -1,0 +1,135 @@
+"""SGLang's own tests of attention backends (`sglang.test.kits.attention_unittest`), against `pat`.
+
+They build a backend from a model runner without a model, and compare it with attention written out in PyTorch.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import unittest
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from sglang_pat import compat, plugin
+from sglang_pat.radix_bridge import hooks
+from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
+from sglang_pat.radix_bridge.observer import apply
+
+ON_GPU = torch.cuda.is_available()
+UNLOADABLE = "sglang.srt.layers.attention.dual_chunk_flashattention_backend"
+"""The kits import it for a method of attention that is not tested here; it needs CUDA's libraries."""
+
+with mock.patch.dict(os.environ):
+    # `sglang.test.test_utils` reads the first digit of this.
+    if not os.environ.get("CUDA_VISIBLE_DEVICES", "0"):
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    if not ON_GPU:
+        sys.modules[UNLOADABLE] = mock.MagicMock()
+    from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense
+    from sglang.test.kits.attention_unittest.runner_modes import cuda_graph_decode_runner, split_op_runner
+
+    if not ON_GPU:
+        del sys.modules[UNLOADABLE]
+
+plugin.register()
+
+DEVICE: dict[str, Any] = {"device": "cuda" if ON_GPU else "cpu", "head_dim": 64 if ON_GPU else dense.DEFAULT_HEAD_DIM}
+CASES = {case.name: case for case in dense.make_dense_cases("pat")}
+LAYOUTS = ["contiguous", "shuffled_pages", "interleaved_pages", "non_monotonic_extend"]
+
+
+def named(decode: bool) -> list[str]:
+    return [name for name, case in CASES.items() if case.forward_mode.is_decode() == decode]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_eager(name: str, layout: str) -> None:
+    dense.run_dense_attention_case(unittest.TestCase(), CASES[name], loc_layout=layout, **DEVICE)
+
+
+@pytest.mark.parametrize("name", named(decode=True))
+def test_cuda_graph(name: str) -> None:
+    """What a backend does for a graph, with a padded batch; on a CPU too, as the kit records none."""
+    cuda_graph_decode_runner.run_dense_cuda_graph_decode_case(unittest.TestCase(), CASES[name], **DEVICE)
+
+
+@pytest.mark.gpu  # where SGLang has the operator that splits a graph
+@pytest.mark.parametrize("breakable", [False, True])
+@pytest.mark.parametrize("name", named(decode=False))
+def test_split_op(name: str, breakable: bool) -> None:
+    split_op_runner.run_dense_split_op_extend_case(unittest.TestCase(), CASES[name], breakable=breakable, **DEVICE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_beside_a_prefill_backend(name: str) -> None:
+    """`--decode-attention-backend pat`."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+
+    fixture = dense.build_dense_attention_fixture(unittest.TestCase(), CASES[name], **DEVICE)
+    prefill = ATTENTION_BACKENDS["triton" if ON_GPU else "torch_native"](fixture.runner)
+    hybrid = HybridAttnBackend(fixture.runner, decode_backend=fixture.backend, prefill_backend=prefill)
+    dense.replace_backend(fixture, hybrid)
+    assert_right(fixture)
+
+
+SHARED = 300
+"""Tokens of a prefix that requests of a batch share."""
+
+
+def shared_batch(heads: int, kv_heads: int, lengths: tuple[int, ...]) -> Any:
+    """A batch whose first two requests have one prefix in the cache, and ids."""
+    case = replace(CASES["mha_decode_page_boundary"], name="shared", num_heads=heads, num_kv_heads=kv_heads, page_size=1, prefix_lens=lengths)  # fmt: skip
+    fixture = dense.build_dense_attention_fixture(unittest.TestCase(), case, max_context_len=512, **DEVICE)
+    table = fixture.runner.req_to_token_pool.req_to_token
+    fixture.prefix_hidden[1][:SHARED] = fixture.prefix_hidden[0][:SHARED]
+    # Nobody may read what the second one's prefix had for itself.
+    keys, values = fixture.runner.token_to_kv_pool.get_kv_buffer(0)
+    keys[table[1, :SHARED].long()] = values[table[1, :SHARED].long()] = torch.nan
+    table[1, :SHARED] = table[0, :SHARED]
+    rows = torch.arange(len(lengths))
+    # Ids come from clients, who may choose the same.
+    fixture.forward_batch.rids = hooks.Rids(["same"] * len(lengths), rows)
+    requests = compat.requests(fixture.runner.req_to_token_pool, rows).tolist()
+    observer = fixture.backend.observer
+    apply(observer.scheduler, NodeInserted(1, ROOT, SHARED, bytes(16)))
+    for request, length in zip(requests[:2], fixture.case.seq_lens, strict=False):
+        apply(observer.scheduler, RequestBound(request, 1, length))
+    return fixture
+
+
+def assert_right(fixture: Any) -> None:
+    torch.testing.assert_close(
+        dense.run_dense_fixture_eager(fixture), dense.expected_dense_fixture_output(fixture),
+        atol=dense.DENSE_ATOL, rtol=dense.DENSE_RTOL,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (7, 1)])
+def test_shared_rows_are_packed(heads: int, kv_heads: int) -> None:
+    fixture = shared_batch(heads, kv_heads, (310, 347, 33))
+    assert_right(fixture)
+    counters = fixture.backend.counters()
+    assert counters["kv_tokens_unpacked"] - counters["kv_tokens"] == SHARED
+    assert (counters["fallbacks"], counters["faults"], counters["bound"]) == (0, 0, 2)
+
+
+def test_two_backends_of_one_process_plan_for_themselves() -> None:
+    """As those of a draft model and of two overlapped half batches do; what is gone follows no longer."""
+    gc.collect()
+    before = len(hooks.followers())
+    first, second = shared_batch(4, 2, (310, 347, 33)), shared_batch(4, 2, (304, 305))
+    assert hooks.followers()[before:] == [first.backend, second.backend]
+    for fixture in (first, second, first):
+        assert_right(fixture)
+    assert [fixture.backend.counters()["steps"] for fixture in (first, second)] == [2, 1]
+    del first, fixture
+    gc.collect()
+    assert hooks.followers()[before:] == [second.backend]
