@@ -17,7 +17,7 @@ import report
 import trees
 
 from sglang_pat import estimate
-from sglang_pat.kernels import gpu_tiles
+from sglang_pat.kernels import capabilities
 from sglang_pat.packing import Batch, PackConfig, make_plan
 
 LAYERS, WEIGHT_BYTES = 36, 2 * (36 * (2 * 4096 * 40 * 128 + 3 * 4096 * 12288) + 151936 * 4096)
@@ -33,8 +33,8 @@ tokenizer makes of them (benchmarks/NOTES.md, "What the workloads really are")."
 
 def pack_config(heads: str, gpu: estimate.Gpu) -> PackConfig:
     query_heads, kv_heads = map(int, heads.split("/"))
-    tiles = gpu_tiles.tile_table(gpu.arch, 128)
-    return PackConfig(gpu_tiles.cost_model(query_heads, kv_heads, 128, tiles), tiles, workers=gpu.sms)
+    tiles = capabilities.tile_table(gpu.arch, 128)
+    return PackConfig(capabilities.cost_model(query_heads, kv_heads, 128, tiles), tiles, workers=gpu.sms)
 
 
 def features(tree: str, heads: str, gpu: estimate.Gpu) -> dict[str, list[float]]:

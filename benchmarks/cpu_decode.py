@@ -20,8 +20,8 @@ import torch
 from about import about
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from sglang_pat.kernels import cpu, layout
-from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, TileTable, make_plan
+from sglang_pat.kernels import cpu
+from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, TileTable, layout, make_plan
 
 RESULTS = Path(__file__).parent / "results" / "cpu_decode.json"
 

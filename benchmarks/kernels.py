@@ -30,9 +30,9 @@ import torch
 import trees
 from about import gpu
 
-from sglang_pat.kernels import cuda, gpu_tiles, layout, reference
-from sglang_pat.kernels.scheduler import NativeScheduler
-from sglang_pat.packing import PackConfig, TileTable
+from sglang_pat.kernels import capabilities, cuda, reference
+from sglang_pat.packing import PackConfig, TileTable, layout
+from sglang_pat.packing.native import NativeScheduler
 
 RESULTS = Path(__file__).parent / "results"
 HEADS = ("32/32", "16/8", "32/8", "64/8")
@@ -122,11 +122,11 @@ class Pat:
         overlap: bool = True,
     ) -> None:  # fmt: skip
         self._problem, self._overlap = problem, overlap
-        tiles = gpu_tiles.tile_table(cuda.arch_of(problem.q.device), DIM, torch.cuda.get_device_name())
+        tiles = capabilities.tile_table(cuda.arch_of(problem.q.device), DIM, torch.cuda.get_device_name())
         if query_tiles:
             tiles = TileTable(query_tiles, tiles.kv_tiles, tiles.kv_bounds)
         self.decoder = cuda.Decoder(problem.q.dtype, DIM, tiles, problem.q.device, mode)
-        cost = gpu_tiles.cost_model(problem.heads, problem.kv_heads, DIM, tiles)
+        cost = capabilities.cost_model(problem.heads, problem.kv_heads, DIM, tiles)
         self.config = PackConfig(cost, tiles, workers=self.decoder.workers, policy=policy)
         scheduler = NativeScheduler(self.config, problem.size)
         index, _, _ = scheduler.take(trees.load(scheduler, problem.batch), problem.seq_lens.cpu(), 0)

@@ -17,8 +17,8 @@ import torch
 
 from sglang_pat import compat
 from sglang_pat.estimate import TRACE_BLOCK
-from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import Batch, PackConfig
+from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge import Observer
 from sglang_pat.radix_bridge.mirror import Mirror
 

@@ -28,11 +28,10 @@ import numpy as np
 import trees
 from about import about
 
-from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, make_plan
-from sglang_pat.packing.heuristic import Pack
-from sglang_pat.packing.scheduler import make_packs, makespan, packs_bytes
-from sglang_pat.packing.split import kv_length, split_queries
+from sglang_pat.packing.heuristic import Pack, kv_length, split_queries
+from sglang_pat.packing.native import NativeScheduler
+from sglang_pat.packing.oracle import make_packs, makespan, packs_bytes
 from sglang_pat.packing.tree import compact, kv_minimum
 
 RESULTS = Path(__file__).parent / "results" / "policies.json"

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from sglang_pat.explain import recorded
-from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import Batch, CostModel, Node, PackConfig, TileTable
+from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.packing.tree import walk
 
 ROOT = -1

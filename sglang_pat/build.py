@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from sglang_pat.kernels import cuda, gpu_tiles, jit, resources
+from sglang_pat import jit
+from sglang_pat.kernels import capabilities, cuda, resources
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.build", description=__doc__)
-    parser.add_argument("--head-dim", type=int, nargs="+", choices=gpu_tiles.HEAD_DIMS, default=[128])
+    parser.add_argument("--head-dim", type=int, nargs="+", choices=capabilities.HEAD_DIMS, default=[128])
     parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float16"], default=["bfloat16"])
     parser.add_argument("--arch", help="compute capability such as 8.0 or 9.0a; default: this machine's GPU")
     parser.add_argument(
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("there is no GPU here to compile for: name its compute capability with --arch")
     arch = options.arch or cuda.arch_of(torch.device("cuda"))
     variants = [
-        cuda.Variant(getattr(torch, dtype), dim, arch, gpu_tiles.tile_table(arch, dim).query_tiles)
+        cuda.Variant(getattr(torch, dtype), dim, arch, capabilities.tile_table(arch, dim).query_tiles)
         for dtype in options.dtype
         for dim in options.head_dim
     ]

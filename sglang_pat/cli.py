@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from sglang_pat import explain
 from sglang_pat.estimate import EstimateError, estimate, read, read_model
-from sglang_pat.kernels.jit import BuildError
+from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
 from sglang_pat.radix_bridge.trace import TraceError
 from sglang_pat.replay import replay

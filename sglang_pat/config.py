@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from sglang_pat.kernels.jit import SANITIZE
-from sglang_pat.packing.config import Policy
+from sglang_pat.jit import SANITIZE
+from sglang_pat.packing.prices import Policy
 from sglang_pat.platform import AWAKE
 
 _OF_A_SERVICE = re.compile(

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from sglang_pat.kernels import gpu_tiles
+from sglang_pat.kernels import capabilities
 from sglang_pat.packing import Batch, Node, PackConfig, Plan, make_plan
 from sglang_pat.packing.cost import Count
-from sglang_pat.packing.scheduler import makespan
+from sglang_pat.packing.oracle import makespan
 from sglang_pat.packing.tree import walk
 from sglang_pat.radix_bridge.events import Tokens
 
@@ -400,11 +400,11 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
     """
     if gpu_name not in GPUS:
         raise EstimateError(f"--gpu {gpu_name}: there are measurements for {', '.join(GPUS)} only")
-    if model.head_dim not in gpu_tiles.HEAD_DIMS:
-        raise EstimateError(f"head dimension {model.head_dim}: there are kernels for {gpu_tiles.HEAD_DIMS} only")
+    if model.head_dim not in capabilities.HEAD_DIMS:
+        raise EstimateError(f"head dimension {model.head_dim}: there are kernels for {capabilities.HEAD_DIMS} only")
     gpu = GPUS[gpu_name]
-    tiles = gpu_tiles.tile_table(gpu.arch, model.head_dim)
-    cost = gpu_tiles.cost_model(model.heads, model.kv_heads, model.head_dim, tiles)
+    tiles = capabilities.tile_table(gpu.arch, model.head_dim)
+    cost = capabilities.cost_model(model.heads, model.kv_heads, model.head_dim, tiles)
     config = PackConfig(cost, tiles, workers=gpu.sms)
     lines = [
         f"{len(prompts):,} requests, {sum(p.tokens for p in prompts) / len(prompts):,.0f} tokens of prompt and "

@@ -10,9 +10,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from sglang_pat.kernels import layout
-from sglang_pat.kernels.scheduler import NativeScheduler, PlanTooLargeError, Totals
-from sglang_pat.packing import PackConfig, make_plan
+from sglang_pat.packing import PackConfig, layout, make_plan
+from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, Totals
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.mirror import Mirror

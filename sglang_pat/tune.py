@@ -23,10 +23,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang_pat.kernels import gpu_tiles, layout
-from sglang_pat.kernels.gpu_tiles import GpuTable, Price
-from sglang_pat.packing import Plan, Tile, WorkItem
+from sglang_pat.kernels import capabilities
+from sglang_pat.packing import Plan, Tile, WorkItem, devices, layout
 from sglang_pat.packing.cost import PARTIAL_BYTES
+from sglang_pat.packing.devices import GpuTable, Price
 
 GROUP = 4
 """Query heads of the one KV head that is measured: that of Llama 3 and Qwen 3 with 8 billion parameters."""
@@ -47,6 +47,11 @@ OTHER_REGISTERS, LOADER_REGISTERS = 40, 56
 
 WARP_ROWS, WARPS = 32, 12
 """Tiles up to so many rows are one warp's; so many warps share an SM (csrc/cuda/narrow.cuh)."""
+
+H200 = devices.load(devices.TABLES / "h200.json")
+"""The table whose factors, how prices count in plans, were fitted; the others take them over. Of eight sets plans ran best with this
+one, 1 to 10 % faster than with the plain prices (benchmarks/NOTES.md, 2026-11-21). Of turns that count 0, 3, 5, 6 and 9 us plans
+ran best with 3, 1.64 are measured (the same, 2026-11-22)."""
 
 CANDIDATES = (16, 32, 64, 128, 192, 256)
 
@@ -100,17 +105,19 @@ def derive(known: GpuTable, name: str) -> GpuTable:
     share = sheet.read_tbps * 1e3 / sheet.sms
     slower = clock / sheet.clock_ghz
     prices = tuple(
-        Price(
-            price.m,
-            round(price.item_ns * slower, 1),
-            round(max(price.token_ns * slower, 4 * known.head_dim / share), 2),
+        msgspec.structs.replace(
+            price,
+            item_ns=round(price.item_ns * slower, 1),
+            token_ns=round(max(price.token_ns * slower, 4 * known.head_dim / share), 2),
         )
         for price in known.prices
     )
     source = f"derived from the table of {known.gpu} by `python -m sglang_pat.tune --derive {name}`; not measured"
     latency = round(known.latency_ns * slower, 1)
     turn = round(known.turn_ns * slower, 1)
-    return GpuTable(sheet.gpu, sheet.sms, sheet.read_tbps, latency, known.head_dim, prices, source, turn)
+    return GpuTable(
+        sheet.gpu, sheet.sms, sheet.read_tbps, latency, known.head_dim, prices, source, turn, known.turn_in_plans
+    )
 
 
 def synthetic(items: dict[int, int], tokens: int, workers: int) -> Plan:
@@ -123,7 +130,7 @@ def synthetic(items: dict[int, int], tokens: int, workers: int) -> Plan:
             for i in range(count):
                 start, first = len(work) * tokens, batch + i // 2 * queries
                 rows = list(range(first, first + queries))
-                work.append(WorkItem(start, start + tokens, rows, [i % 2] * queries, Tile(m, gpu_tiles.KV_TILE)))
+                work.append(WorkItem(start, start + tokens, rows, [i % 2] * queries, Tile(m, capabilities.KV_TILE)))
             batch += count // 2 * queries
     bins = [worker * sum(items.values()) for worker in range(workers + 1)]
     return Plan(work, bins, [2] * batch, 1, len(work) * tokens, 0)
@@ -140,7 +147,7 @@ class Bench:
         self.torch, self.dtype, self.head_dim = torch, getattr(torch, dtype), head_dim
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.arch = cuda.arch_of(self.device)
-        tiles = gpu_tiles.tile_table(self.arch, head_dim)
+        tiles = capabilities.tile_table(self.arch, head_dim)
         self.decoder = cuda.Decoder(self.dtype, head_dim, tiles, self.device)
         self.flush = torch.empty(256 << 20, dtype=torch.uint8, device=self.device)
 
@@ -204,7 +211,7 @@ class Bench:
     def price(self, m: int, share: float) -> tuple[Price, float, float]:
         """The price of an m where an SM moves `share` bytes a nanosecond; what a kernel takes besides, in microseconds; and the
         greatest relative error of the fit."""
-        cases = [(items, tokens) for items in ITEMS[m <= gpu_tiles.NARROW_M] for tokens in TOKENS]
+        cases = [(items, tokens) for items in ITEMS[m <= capabilities.NARROW_M] for tokens in TOKENS]
         times = np.array([self.forward_us({m: items}, tokens) for items, tokens in cases])
         features = np.array([[1, items, items * tokens] for items, tokens in cases], dtype=float)
         fit = np.linalg.lstsq(features / times[:, None], np.ones(len(times)), rcond=None)[0]
@@ -212,7 +219,9 @@ class Bench:
         for case, time in zip(cases, times, strict=True):
             print(f"  m {m:3}: {case[0]:3} items of {case[1]:3} tokens a worker take {time:7.1f} us", flush=True)
         writing = m * (self.head_dim + 1) * PARTIAL_BYTES / share
-        price = Price(m, round(max(0.0, float(fit[1]) * 1e3 - writing), 1), round(float(fit[2]) * 1e3, 2))
+        item_ns, token_ns = round(max(0.0, float(fit[1]) * 1e3 - writing), 1), round(float(fit[2]) * 1e3, 2)
+        fitted = next((price for price in H200.prices if price.m == m), Price(m, 0, 0))
+        price = msgspec.structs.replace(fitted, item_ns=item_ns, token_ns=token_ns)
         return price, float(fit[0]), error
 
     def turn_ns(self, base_us: float) -> float:
@@ -227,7 +236,7 @@ class Bench:
         tbps, latency = self.read_tbps(), self.latency_ns()
         print(f"{properties.name}: reads {tbps:.2f} TB/s, a load takes {latency:.0f} ns")
         prices, bases = [], []
-        for m in gpu_tiles.query_tiles(self.arch, self.head_dim):
+        for m in capabilities.query_tiles(self.arch, self.head_dim):
             price, base_us, error = self.price(m, tbps * 1e3 / properties.multi_processor_count)
             prices.append(price)
             bases.append(base_us)
@@ -239,7 +248,7 @@ class Bench:
         )
         return GpuTable(
             properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), self.head_dim,
-            tuple(prices), source, round(turn, 1),
+            tuple(prices), source, round(turn, 1), H200.turn_in_plans,
         )  # fmt: skip
 
 
@@ -261,13 +270,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m sglang_pat.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--head-dim", type=int, choices=[d for d in gpu_tiles.HEAD_DIMS if d <= 128], default=128)
+    parser.add_argument("--head-dim", type=int, choices=[d for d in capabilities.HEAD_DIMS if d <= 128], default=128)
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--derive", choices=[name for name in SHEETS if name != "h200"], help="a GPU that is not here")
     parser.add_argument("--output", type=Path, help="where the table goes; printed if not given")
     options = parser.parse_args(arguments)
     if options.derive:
-        table = derive(gpu_tiles.load(gpu_tiles.TABLES / "h200.json"), options.derive)
+        table = derive(H200, options.derive)
     else:
         import torch
 

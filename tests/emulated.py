@@ -18,7 +18,8 @@ import torch
 import tvm_ffi
 from tvm_ffi import libinfo
 
-from sglang_pat.kernels import cuda, jit
+from sglang_pat import jit
+from sglang_pat.kernels import cuda
 from sglang_pat.packing import TileTable
 
 EMULATOR = Path(__file__).parent / "emulator"

@@ -14,7 +14,7 @@ from test_explain import record
 from test_top import http, info, port, sentence
 
 from sglang_pat import cli
-from sglang_pat.kernels.jit import BuildError
+from sglang_pat.jit import BuildError
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 ESTIMATE = ["estimate", str(EXAMPLES / "prompts.txt"), "--model", str(EXAMPLES / "config.json")]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from kernel_cases import TOLERANCE
 from trees import TILES, batches, random_batch
 
-from sglang_pat.kernels import cpu, jit
+from sglang_pat import jit
+from sglang_pat.kernels import cpu
 from sglang_pat.packing import CPU_TILES, POLICIES, Batch, Node, TileTable
 
 pytestmark = pytest.mark.once
@@ -142,7 +143,7 @@ def test_an_index_that_is_wrong_is_an_error_or_harmless(what: str) -> None:
 
 
 def test_a_missing_compiler_is_one_sentence(tmp_path: Path) -> None:
-    code = "from sglang_pat.kernels import jit\ntry: jit.load('cpu')\nexcept jit.BuildError as error: print(error)"
+    code = "from sglang_pat import jit\ntry: jit.load('cpu')\nexcept jit.BuildError as error: print(error)"
     result = subprocess.run(
         [sys.executable, "-c", code],
         env={"CXX": "no-such-compiler", jit.CACHE: str(tmp_path), "PATH": ""},

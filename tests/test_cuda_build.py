@@ -7,7 +7,8 @@ import shutil
 import pytest
 import torch
 
-from sglang_pat.kernels import cuda, gpu_tiles, jit, resources
+from sglang_pat import jit
+from sglang_pat.kernels import capabilities, cuda, resources
 
 pytestmark = pytest.mark.once
 
@@ -30,7 +31,7 @@ def test_forward_compiles_without_spills(arch: str, dim: int, dtype: torch.dtype
         jit.find_nvcc()
     except jit.BuildError:
         pytest.skip("needs nvcc")
-    variant = cuda.Variant(dtype, dim, arch, gpu_tiles.tile_table(arch, dim).query_tiles)
+    variant = cuda.Variant(dtype, dim, arch, capabilities.tile_table(arch, dim).query_tiles)
     found = resources.measure(variant)
     print(variant.name, found)
     assert found.spill_bytes == 0

@@ -15,7 +15,7 @@ import torch
 from kernel_cases import TOLERANCE, Case, Run
 from trees import random_batch
 
-from sglang_pat.kernels import cuda, gpu_tiles
+from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.packing import POLICIES, Batch, Node, TileTable
 
 # On the host each module takes seconds to compile, once in every process that runs some of these tests.
@@ -26,7 +26,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 ARCHS = [cuda.arch_of(torch.device("cuda"))] if ON_GPU else ["9.0a", "8.0"]
 HALF = (torch.bfloat16, torch.float16)
 KINDS = [
-    (dtype, dim) for dtype in HALF for dim in gpu_tiles.HEAD_DIMS if ON_GPU or dtype == torch.bfloat16 or dim == 128
+    (dtype, dim) for dtype in HALF for dim in capabilities.HEAD_DIMS if ON_GPU or dtype == torch.bfloat16 or dim == 128
 ]
 TILE_DIMS = [64, 128] if ON_GPU else [128]
 
@@ -54,7 +54,7 @@ def modules() -> None:
     if not ON_GPU:
         return
     wanted = [
-        cuda.Variant(dtype, dim, arch, gpu_tiles.tile_table(arch, dim).query_tiles)
+        cuda.Variant(dtype, dim, arch, capabilities.tile_table(arch, dim).query_tiles)
         for arch in ARCHS
         for dtype, dim in KINDS
     ]
@@ -62,7 +62,7 @@ def modules() -> None:
         cuda.Variant(torch.bfloat16, dim, arch, (m,))
         for arch in ARCHS
         for dim in TILE_DIMS
-        for m in gpu_tiles.tile_table(arch, dim).query_tiles
+        for m in capabilities.tile_table(arch, dim).query_tiles
     ]
     cuda.build([*wanted, *single])
 
@@ -71,7 +71,7 @@ def run(
     case: Case, arch: str, tiles: TileTable | None = None, mode: cuda.Mode = "fused", policy: str = "optimal"
 ) -> Run:
     dtype, dim = case.q.dtype, case.q.shape[2]
-    tiles = tiles or gpu_tiles.tile_table(arch, dim)
+    tiles = tiles or capabilities.tile_table(arch, dim)
     if ON_GPU:
         return Run(case, cuda.Decoder(dtype, dim, tiles, case.q.device, mode), tiles, policy)
     return Run(case, emulated.Decoder(dtype, dim, tiles, arch), tiles, policy)
@@ -104,13 +104,13 @@ def test_random_trees(dtype: torch.dtype, dim: int, group: int, arch: str) -> No
 
 
 @each_arch
-@pytest.mark.parametrize("dim", [in_dimension(dim, dim) for dim in gpu_tiles.HEAD_DIMS])
+@pytest.mark.parametrize("dim", [in_dimension(dim, dim) for dim in capabilities.HEAD_DIMS])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(71, 1), (130, 2), *([(200, 1), (640, 1)] if ON_GPU else [])])
 def test_more_query_heads_than_a_tile_has_rows(heads: int, kv_heads: int, dim: int, arch: str) -> None:
     """They are computed in parts, the last of which has some heads of the one before again."""
     case = make_case(random_batch(random.Random(heads), 2, 3, 90), heads, kv_heads, dim, torch.bfloat16)
     assert run(case, arch).error() < TOLERANCE[torch.bfloat16]
-    tiles = TileTable(gpu_tiles.query_tiles(arch, dim), (gpu_tiles.KV_TILE,), ())
+    tiles = TileTable(capabilities.query_tiles(arch, dim), (capabilities.KV_TILE,), ())
     assert run(case, arch, tiles, policy="naive").error() < TOLERANCE[torch.bfloat16]
 
 
@@ -130,10 +130,10 @@ def test_modes(mode: cuda.Mode) -> None:
 
 
 @each_arch
-@pytest.mark.parametrize("m", [emulated_slowly(m) for m in gpu_tiles.tile_table(ARCHS[0], 128).query_tiles])
+@pytest.mark.parametrize("m", [emulated_slowly(m) for m in capabilities.tile_table(ARCHS[0], 128).query_tiles])
 @pytest.mark.parametrize("dim", TILE_DIMS)
 def test_every_tile(dim: int, m: int, arch: str) -> None:
-    known = gpu_tiles.tile_table(arch, dim)
+    known = capabilities.tile_table(arch, dim)
     if m not in known.query_tiles:
         pytest.skip("not a tile of this architecture")
     tiles = TileTable((m,), known.kv_tiles, ())
@@ -154,7 +154,7 @@ def test_every_number_of_warps_for_an_item(count: int, dim: int, arch: str) -> N
         for heads in (2, 32):
             case = make_case(batch, heads, 2, dim, torch.bfloat16)
             few = run(case, arch)
-            few.plan = case.plan(gpu_tiles.tile_table(arch, dim), workers=2)
+            few.plan = case.plan(capabilities.tile_table(arch, dim), workers=2)
             assert few.error() < TOLERANCE[torch.bfloat16]
 
 
@@ -213,7 +213,7 @@ def test_strided_tensors(arch: str) -> None:
 @pytest.mark.parametrize("mode", ["fused", "streams"])
 def test_a_graph_replays_other_plans_and_longer_tails(mode: cuda.Mode, overlap: bool) -> None:
     generator = random.Random(3)
-    tiles = gpu_tiles.tile_table(ARCHS[0], 128)
+    tiles = capabilities.tile_table(ARCHS[0], 128)
     case = make_case(random_batch(generator, 2, 6, 200), 16, 4, 128, torch.bfloat16, spare=200)
     # Tails grow into slots that are poisoned at first.
     case.k.nan_to_num_(nan=1.5)
@@ -351,4 +351,4 @@ def test_wrong_tensors_are_named(change, message: str) -> None:
 def test_unsupported_dtypes_and_dimensions_are_named() -> None:
     for dtype, dim in ((torch.float32, 128), (torch.bfloat16, 80)):
         with pytest.raises(ValueError, match=r"float16 or bfloat16 and head dimensions 64, 96, 128, 192, 256, not"):
-            cuda.Decoder(dtype, dim, gpu_tiles.tile_table("9.0a", 128), torch.device("cuda"))
+            cuda.Decoder(dtype, dim, capabilities.tile_table("9.0a", 128), torch.device("cuda"))

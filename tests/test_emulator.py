@@ -16,13 +16,13 @@ from conftest import selected
 from kernel_cases import TOLERANCE, Case, Run
 from trees import random_batch
 
-from sglang_pat.kernels import gpu_tiles
+from sglang_pat.kernels import capabilities
 from sglang_pat.packing import Batch, Node, TileTable
 
 pytestmark = pytest.mark.once
 
 ARCH, DIM = "9.0a", 128
-KNOWN = gpu_tiles.tile_table(ARCH, DIM)
+KNOWN = capabilities.tile_table(ARCH, DIM)
 TILES = TileTable(KNOWN.query_tiles, KNOWN.kv_tiles, ())
 """Without prices, by which short packs would avoid wide tiles."""
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.kernels import jit
+from sglang_pat import jit
 
 SOURCE = """
 #include <tvm/ffi/function.h>
 int64_t answer() { return 42; }
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(answer, answer);
 """
-RUN = "import sys; from pathlib import Path; from sglang_pat.kernels import jit; print(jit.load('tiny', Path(sys.argv[1])).answer())"
+RUN = "import sys; from pathlib import Path; from sglang_pat import jit; print(jit.load('tiny', Path(sys.argv[1])).answer())"
 
 
 @pytest.fixture

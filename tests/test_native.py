@@ -19,9 +19,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trees import PRICED, TILES, batches, configs
 
-from sglang_pat.kernels import jit, layout
-from sglang_pat.kernels.scheduler import NativeScheduler, PlanTooLargeError, _halves
-from sglang_pat.packing import OPEN, POLICIES, Batch, CostModel, Node, PackConfig, TileTable, WorkItem, make_plan, tree
+from sglang_pat import jit
+from sglang_pat.packing import (
+    OPEN,
+    POLICIES,
+    Batch,
+    CostModel,
+    Node,
+    PackConfig,
+    TileTable,
+    WorkItem,
+    layout,
+    make_plan,
+    tree,
+)
+from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, _halves
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
     ROOT,

@@ -15,8 +15,8 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat import compat
-from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
+from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge import Observer, hooks
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
 from sglang_pat.radix_bridge.observer import apply

@@ -23,10 +23,9 @@ from sglang_pat.packing import (
     tree,
 )
 from sglang_pat.packing.balance import GRAIN, LEAST_STEPS, UNEVEN
-from sglang_pat.packing.config import MAX_WAVES
-from sglang_pat.packing.heuristic import Pack
-from sglang_pat.packing.scheduler import make_packs, makespan, packs_bytes
-from sglang_pat.packing.split import kv_length
+from sglang_pat.packing.heuristic import Pack, kv_length
+from sglang_pat.packing.oracle import make_packs, makespan, packs_bytes
+from sglang_pat.packing.prices import MAX_WAVES
 
 pytestmark = pytest.mark.once
 

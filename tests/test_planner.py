@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from sglang_pat.backend.planner import Planner
-from sglang_pat.kernels import layout
-from sglang_pat.kernels.scheduler import NativeScheduler
-from sglang_pat.packing import CPU_TILES, OPEN, CostModel, PackConfig
+from sglang_pat.packing import CPU_TILES, OPEN, CostModel, PackConfig, layout
+from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge.events import (
     ROOT,
     Event,

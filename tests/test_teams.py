@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.kernels import jit
+from sglang_pat import jit
 
 pytestmark = pytest.mark.once
 

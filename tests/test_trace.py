@@ -15,8 +15,8 @@ from sglang_pat import cli
 from sglang_pat.backend.planner import Planner
 from sglang_pat.explain import describe
 from sglang_pat.explain import recorded as recorded_steps
-from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
+from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import (
     ROOT,

@@ -9,26 +9,26 @@ import pytest
 import torch
 
 from sglang_pat import tune
-from sglang_pat.kernels import gpu_tiles
-from sglang_pat.packing import CostModel, PackConfig
-from sglang_pat.packing.scheduler import makespan
+from sglang_pat.kernels import capabilities
+from sglang_pat.packing import CostModel, PackConfig, devices
+from sglang_pat.packing.oracle import makespan
 
 pytestmark = pytest.mark.once
 
-TILES = gpu_tiles.tile_table("9.0a", 128)
-H200 = gpu_tiles.load(gpu_tiles.TABLES / "h200.json")
+TILES = capabilities.tile_table("9.0a", 128)
+H200 = devices.load(devices.TABLES / "h200.json")
 
 
 @pytest.mark.parametrize("name", ["h100", "a100"])
 def test_the_derived_tables_are_what_the_command_derives(name: str, tmp_path: Path) -> None:
     tune.main(["--derive", name, "--output", str(tmp_path / "table.json")])
-    assert gpu_tiles.load(tmp_path / "table.json") == gpu_tiles.load(gpu_tiles.TABLES / f"{name}.json")
+    assert devices.load(tmp_path / "table.json") == devices.load(devices.TABLES / f"{name}.json")
 
 
 def test_only_the_h200_was_measured() -> None:
     assert H200.source.startswith("measured on 2026-")
     for name in ("h100", "a100"):
-        assert "not measured" in gpu_tiles.load(gpu_tiles.TABLES / f"{name}.json").source
+        assert "not measured" in devices.load(devices.TABLES / f"{name}.json").source
 
 
 @pytest.mark.parametrize(
@@ -43,18 +43,18 @@ def test_only_the_h200_was_measured() -> None:
     ],
 )
 def test_a_gpu_finds_its_table(arch: str, gpu: str, known: str | None) -> None:
-    table = gpu_tiles.find(arch, gpu)
+    table = devices.find(arch, gpu)
     assert (table and table.gpu) == known
-    for dim in gpu_tiles.HEAD_DIMS:
-        tiles = gpu_tiles.tile_table(arch, dim, gpu)
-        assert tiles.query_tiles == gpu_tiles.query_tiles(arch, dim)
-        assert len(tiles.item_bytes) == (len(tiles.query_tiles) if known and dim <= 128 else 0)
+    for dim in capabilities.HEAD_DIMS:
+        tiles = capabilities.tile_table(arch, dim, gpu)
+        assert tiles.query_tiles == capabilities.query_tiles(arch, dim)
+        assert len(tiles.item_bytes) == (len(tiles.query_tiles) if known else 0)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_only_short_packs_are_split_and_into_tiles_of_a_warp(group: int) -> None:
-    config = PackConfig(gpu_tiles.cost_model(8 * group, 8, 128, TILES), TILES, workers=132)
-    assert config.few_queries == gpu_tiles.NARROW_M // group
+    config = PackConfig(capabilities.cost_model(8 * group, 8, 128, TILES), TILES, workers=132)
+    assert config.few_queries == capabilities.NARROW_M // group
     queries = 2 * config.few_queries
     assert config.pieces(queries, 32) == 2 and config.pieces(queries, 1000) == 1
     assert config.pieces(config.few_queries, 32) == 1
@@ -86,7 +86,7 @@ def test_a_slow_memory_needs_more_bytes_in_flight() -> None:
 @pytest.mark.parametrize("items", [{8: 4}, {16: 4}, {64: 4}, {192: 4}, {64: 2, 8: 2}])
 def test_all_workers_of_a_synthetic_plan_have_the_same_to_do(items: dict[int, int]) -> None:
     plan = tune.synthetic(items, tokens=64, workers=6)
-    config = PackConfig(CostModel(tune.GROUP, 1, 128, 128, 2), gpu_tiles.tile_table("9.0a", 128), workers=6)
+    config = PackConfig(CostModel(tune.GROUP, 1, 128, 128, 2), capabilities.tile_table("9.0a", 128), workers=6)
     price = sum(count * config.work_item_bytes(m // tune.GROUP, 64) for m, count in items.items())
     assert makespan(plan, [10**6] * len(plan.num_parts), config) == price + (len(items) - 1) * config.turn
     covered = sorted((item.start, item.end) for item in plan.items)
@@ -97,9 +97,9 @@ def test_all_workers_of_a_synthetic_plan_have_the_same_to_do(items: dict[int, in
 
 def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "table.json").write_text("{}")
-    with pytest.raises(gpu_tiles.TablesError, match=r"is no table of tiles, make one with `python -m sglang_pat.tune`"):
-        gpu_tiles.load(tmp_path / "table.json")
-    good = json.loads(next(gpu_tiles.TABLES.glob("*.json")).read_text())
+    with pytest.raises(devices.TablesError, match=r"is no table of tiles, make one with `python -m sglang_pat.tune`"):
+        devices.load(tmp_path / "table.json")
+    good = json.loads(next(devices.TABLES.glob("*.json")).read_text())
     for wrong in (
         {"sms": 0},
         {"read_tbps": 0},
@@ -108,8 +108,8 @@ def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: py
         {"prices": [{"m": 8, "item_ns": 1e300, "token_ns": 1}]},
     ):
         (tmp_path / "table.json").write_text(json.dumps(good | wrong))
-        with pytest.raises(gpu_tiles.TablesError, match="is no table of tiles"):
-            gpu_tiles.load(tmp_path / "table.json")
+        with pytest.raises(devices.TablesError, match="is no table of tiles"):
+            devices.load(tmp_path / "table.json")
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             tune.main([])
@@ -120,6 +120,6 @@ def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: py
 def test_a_table_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "TOKENS", (64, 256))
     tune.main(["--output", str(tmp_path / "table.json")])
-    table = gpu_tiles.load(tmp_path / "table.json")
+    table = devices.load(tmp_path / "table.json")
     assert table.gpu == torch.cuda.get_device_name() and table.source.startswith("measured on")
     assert all(price.token_ns > 0 for price in table.prices)

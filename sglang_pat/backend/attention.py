@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_pat import compat
+from sglang_pat import compat, jit
 from sglang_pat.backend import executors, support
 from sglang_pat.backend.metrics import Metrics
 from sglang_pat.backend.planner import Planner
 from sglang_pat.config import PatConfig
-from sglang_pat.kernels import jit
-from sglang_pat.kernels.scheduler import NativeScheduler
 from sglang_pat.packing import PackConfig, WorkItem
+from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge import Observer, hooks
 from sglang_pat.radix_bridge.trace import FORMAT, Header, TraceWriter
 

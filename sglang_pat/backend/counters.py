@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_pat.kernels.scheduler import Totals
+from sglang_pat.packing.native import Totals
 
 
 class Counters(Totals):

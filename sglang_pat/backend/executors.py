@@ -9,8 +9,8 @@ import torch
 
 from sglang_pat import compat
 from sglang_pat.config import PatConfig
-from sglang_pat.kernels import cpu, cuda, gpu_tiles, layout
-from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
+from sglang_pat.kernels import capabilities, cpu, cuda
+from sglang_pat.packing import CPU_TILES, CostModel, PackConfig, devices, layout
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -105,10 +105,10 @@ class CudaExecutor:
     def __init__(self, runner: ModelRunner, config: PatConfig) -> None:
         heads, kv_heads, dim, _ = compat.attention_shape(runner)
         device = torch.device("cuda", torch.cuda.current_device())
-        table = gpu_tiles.load(Path(config.tiles)) if config.tiles else None
-        tiles = gpu_tiles.tile_table(cuda.arch_of(device), dim, torch.cuda.get_device_name(device), table)
+        table = devices.load(Path(config.tiles)) if config.tiles else None
+        tiles = capabilities.tile_table(cuda.arch_of(device), dim, torch.cuda.get_device_name(device), table)
         self._decoder = cuda.Decoder(runner.kv_cache_dtype, dim, tiles, device)
-        cost = gpu_tiles.cost_model(heads, kv_heads, dim, tiles)
+        cost = capabilities.cost_model(heads, kv_heads, dim, tiles)
         self.pack_config = PackConfig(cost, tiles, workers=self._decoder.workers, policy=config.policy)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]

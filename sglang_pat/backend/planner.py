@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 
 from sglang_pat.backend.counters import Counters
-from sglang_pat.kernels import layout
-from sglang_pat.kernels.scheduler import NativeScheduler
-from sglang_pat.packing import WorkItem
+from sglang_pat.packing import WorkItem, layout
+from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge.events import Event
 
 logger = logging.getLogger(__name__)

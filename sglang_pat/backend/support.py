@@ -11,7 +11,7 @@ import torch
 
 from sglang_pat import compat
 from sglang_pat.backend import features
-from sglang_pat.kernels import cuda, gpu_tiles
+from sglang_pat.kernels import capabilities, cuda
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +141,8 @@ def _layer_problem(layer: Any, on_gpu: bool) -> str | None:
 
 def _dimension_problem(layer: Any, on_gpu: bool) -> str | None:
     if on_gpu:
-        if layer.qk_head_dim != layer.v_head_dim or layer.qk_head_dim not in gpu_tiles.HEAD_DIMS:
-            dims = ", ".join(map(str, gpu_tiles.HEAD_DIMS))
+        if layer.qk_head_dim != layer.v_head_dim or layer.qk_head_dim not in capabilities.HEAD_DIMS:
+            dims = ", ".join(map(str, capabilities.HEAD_DIMS))
             return (
                 f"head dimensions of {layer.qk_head_dim} (K) and {layer.v_head_dim} (V) on a GPU ({dims} for both are)"
             )

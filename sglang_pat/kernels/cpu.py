@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_pat.kernels import jit, layout
+from sglang_pat import jit
+from sglang_pat.packing import layout
 
 
 def decode(

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from sglang_pat.kernels import jit
-from sglang_pat.kernels.gpu_tiles import HEAD_DIMS
+from sglang_pat import jit
+from sglang_pat.kernels.capabilities import HEAD_DIMS
 from sglang_pat.packing import TileTable
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
 
     Attributes:
         dtype: A key of TYPES.
-        head_dim: One of `gpu_tiles.HEAD_DIMS`.
+        head_dim: One of `capabilities.HEAD_DIMS`.
         arch: Compute capability, such as `8.0` or `9.0a`.
         query_tiles: Every m that its forward kernel runs.
     """

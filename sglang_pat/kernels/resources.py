@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_pat.kernels import jit
+from sglang_pat import jit
 from sglang_pat.kernels.cuda import Variant
 
 

@@ -1,9 +1,9 @@
 """From a batch's prefix tree to a plan of work items; plain Python that knows neither torch nor SGLang."""
 
-from sglang_pat.packing.config import PackConfig
 from sglang_pat.packing.cost import CostModel
+from sglang_pat.packing.oracle import POLICIES, make_plan
 from sglang_pat.packing.plan import OPEN, Plan, WorkItem
-from sglang_pat.packing.scheduler import POLICIES, make_plan
+from sglang_pat.packing.prices import PackConfig
 from sglang_pat.packing.tiles import CPU_TILES, Tile, TileTable
 from sglang_pat.packing.tree import Batch, Node
 

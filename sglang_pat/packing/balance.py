@@ -12,9 +12,8 @@ import operator
 
 import msgspec
 
-from sglang_pat.packing.config import ALWAYS, PackConfig
-from sglang_pat.packing.heuristic import Pack
-from sglang_pat.packing.split import kv_length
+from sglang_pat.packing.heuristic import Pack, kv_length
+from sglang_pat.packing.prices import ALWAYS, PackConfig
 
 GRAIN = 8
 """KV positions between possible cuts. 16 missed the even share of small batches by up to 7 %, 8 stays within 5 % wherever

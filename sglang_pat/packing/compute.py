@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_pat.packing.config import PackConfig
 from sglang_pat.packing.heuristic import Choice, Pack, collect
+from sglang_pat.packing.prices import PackConfig
 from sglang_pat.packing.tree import Batch, Prefix
 
 ALPHA, BETA, GAMMA = 0.66, 0.33, 0.1

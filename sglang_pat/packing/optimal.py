@@ -6,8 +6,8 @@ import math
 
 import msgspec
 
-from sglang_pat.packing.config import PackConfig
 from sglang_pat.packing.heuristic import Choice, Pack, collect, join_all, pack_tree
+from sglang_pat.packing.prices import PackConfig
 from sglang_pat.packing.tree import Batch, Prefix, kv_minimum
 
 MAX_SEGMENT = 32

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from typing import Any
 
 from sglang_pat import compat
-from sglang_pat.kernels.scheduler import NativeScheduler
+from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
     ROOT,

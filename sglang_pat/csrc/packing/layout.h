@@ -1,5 +1,5 @@
 // A plan in the memory that kernels read: one int32 array, the header and then the sections one after the other without
-// gaps, so that one copy moves a plan. sglang_pat/kernels/layout.py says what the sections hold.
+// gaps, so that one copy moves a plan. sglang_pat/packing/layout.py says what the sections hold.
 #pragma once
 
 #include <cstdint>

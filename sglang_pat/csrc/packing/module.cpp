@@ -1,4 +1,4 @@
-// The pack scheduler for Python. sglang_pat/kernels/scheduler.py is its one caller; schedulers, requests and nodes are
+// The pack scheduler for Python. sglang_pat/packing/native.py is its one caller; schedulers, requests and nodes are
 // numbers. What an event may not do raises InconsistentError, arguments that cannot be ValueError, a plan that does not fit
 // PlanTooLargeError. Nothing is believed: whatever the arguments, memory stays whole.
 

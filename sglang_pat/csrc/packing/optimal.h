@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "config.h"
+#include "prices.h"
 #include "pack.h"
 #include "prefixes.h"
 

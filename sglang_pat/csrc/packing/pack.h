@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "config.h"
+#include "prices.h"
 #include "layout.h"
 #include "prefixes.h"
 

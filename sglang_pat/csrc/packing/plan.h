@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "config.h"
+#include "prices.h"
 #include "layout.h"
 #include "pack.h"
 
@@ -29,7 +29,7 @@ struct Statistics {
 class PlanWriter {
  public:
   static constexpr int64_t kGrain = 8, kSlack = 64;  // GRAIN, SLACK in balance.py
-  static constexpr int64_t kTailGrowth = 2;          // TAIL_GROWTH in scheduler.py
+  static constexpr int64_t kTailGrowth = 2;          // TAIL_GROWTH in oracle.py
   static constexpr int64_t kUneven = 32;             // UNEVEN, LEAST_STEPS in balance.py
   static constexpr int64_t kLeastSteps = 8;
 

@@ -1,11 +1,11 @@
-// From a batch to its plan: sglang_pat/packing/scheduler.py, `make_plan`.
+// From a batch to its plan: sglang_pat/packing/oracle.py, `make_plan`.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
-#include "config.h"
+#include "prices.h"
 #include "mirror.h"
 #include "optimal.h"
 #include "pack.h"

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "config.h"
+#include "prices.h"
 #include "mirror.h"
 #include "plan_maker.h"
 

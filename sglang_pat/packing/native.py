@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import tvm_ffi
 
-from sglang_pat.kernels import jit, layout
-from sglang_pat.packing import POLICIES, PackConfig
+from sglang_pat import jit
+from sglang_pat.packing import POLICIES, PackConfig, layout
 from sglang_pat.packing.tree import InconsistentError
 
 

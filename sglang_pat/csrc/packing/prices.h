@@ -1,4 +1,4 @@
-// What a plan depends on besides the batch; sglang_pat/packing/config.py is where the numbers come from.
+// What a plan depends on besides the batch; sglang_pat/packing/prices.py is where the numbers come from.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace pat {
 
-// In the order of POLICIES in sglang_pat/packing/scheduler.py.
+// In the order of POLICIES in sglang_pat/packing/oracle.py.
 enum class Policy { kQuery, kNaive, kPat, kCompute, kOptimal };
 
 // What a plan may be made of at most. A GPU has a few hundred workers, a tile a few hundred rows; prices are bytes, of which a
@@ -92,7 +92,7 @@ struct Config {
 
   // PackConfig.bins: weighs idle workers against cut packs.
   int64_t bins(int64_t limit, double work, double cut) const {
-    constexpr int64_t kMaxWaves = 8;  // MAX_WAVES in sglang_pat/packing/config.py
+    constexpr int64_t kMaxWaves = 8;  // MAX_WAVES in sglang_pat/packing/prices.py
     const int64_t heads = kv_heads;
     int64_t best = std::max<int64_t>(1, std::min<int64_t>(limit, workers / heads));
     const auto cost = [&](int64_t bins, int64_t waves) {

@@ -26,7 +26,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-CSRC = Path(__file__).parent.parent / "csrc"
+CSRC = Path(__file__).parent / "csrc"
 
 EXTRA_FLAGS = {
     "cpu": ["-fopenmp", "-ffp-contract=fast"],

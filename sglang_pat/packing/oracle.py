@@ -1,4 +1,5 @@
-"""The pack scheduler: batch in, plan out. The native scheduler (csrc/packing) makes the same plans; this one is its oracle."""
+"""From a batch to its plan, in Python to be read. What serves is the native scheduler (native.py, csrc/packing), which makes the
+same plans."""
 
 from __future__ import annotations
 
@@ -7,11 +8,10 @@ from collections.abc import Callable
 
 from sglang_pat.packing.balance import balance, even_steps
 from sglang_pat.packing.compute import pack_compute
-from sglang_pat.packing.config import PackConfig
-from sglang_pat.packing.heuristic import Pack, pack_nodes, pack_queries, pack_tree
+from sglang_pat.packing.heuristic import Pack, kv_length, pack_nodes, pack_queries, pack_tree, split_queries
 from sglang_pat.packing.optimal import pack_optimal
 from sglang_pat.packing.plan import OPEN, Plan, WorkItem
-from sglang_pat.packing.split import kv_length, split_queries
+from sglang_pat.packing.prices import PackConfig
 from sglang_pat.packing.tree import Batch, Prefix, compact
 
 TAIL_GROWTH = 2

@@ -1,4 +1,4 @@
-"""What a plan depends on besides the batch."""
+"""What a plan depends on besides the batch: the device, the model, and what work costs there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALWAYS = 2**31 - 1
 
 
 Policy = Literal["query", "naive", "pat", "compute", "optimal"]
-"""How queries are packed (scheduler.py)."""
+"""How queries are packed (oracle.py)."""
 
 
 class PackConfig(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         cost: The model's shape and prices.
         tiles: Tiles of the device.
         workers: Work items that run at the same time (SMs, CPU threads).
-        policy: A key of `scheduler.POLICIES`.
+        policy: A key of `oracle.POLICIES`.
     """
 
     cost: CostModel

@@ -1,0 +1,116 @@
+"""GPUs as packing sees them: what each one's tiles take, from tables that were measured. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from sglang_pat.packing.tiles import TileTable
+
+TABLES = Path(__file__).parent / "tables"
+"""One table for each GPU that is known; `python -m sglang_pat.tune` makes them."""
+
+BY_ARCH = {"9": "h200", "8.0": "a100"}
+"""The table of a GPU whose own is not there, by its compute capability or the major part of it."""
+
+
+class TablesError(ValueError):
+    """A file is no table of tiles; the message says which and why."""
+
+
+Nanoseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+"""A millisecond and more is no price of a work item, and would not fit a plan's sums."""
+
+Factor = Annotated[float, msgspec.Meta(ge=0, le=100)]
+
+
+class Price(msgspec.Struct, frozen=True):
+    """What work items of one m take of a worker, for one KV head: to start and end, and for each token.
+
+    Measured while all SMs run the same tile. In a plan some wait or compute on wide tiles, and the others have their
+    bandwidth: the factors say how much of each price counts there.
+    """
+
+    m: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    item_ns: Nanoseconds
+    token_ns: Nanoseconds
+    item_in_plans: Factor = 1
+    token_in_plans: Factor = 1
+
+
+class GpuTable(msgspec.Struct, frozen=True):
+    """A GPU as packing sees it.
+
+    Attributes:
+        gpu: Its name.
+        sms: Streaming multiprocessors.
+        read_tbps: What it reads from memory, in TB/s.
+        latency_ns: Of one load from memory.
+        head_dim: Of which `prices` are; other dimensions take a proportional time for each token.
+        prices: By ascending m.
+        source: When and how it was measured, or from what derived.
+        turn_ns: What a worker takes to go over from work items of all its warps to those of single warps.
+        turn_in_plans: How much of that counts in a plan.
+    """
+
+    gpu: str
+    sms: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+    read_tbps: Annotated[float, msgspec.Meta(gt=0, le=1e4)]
+    latency_ns: Nanoseconds
+    head_dim: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    prices: tuple[Price, ...]
+    source: str
+    turn_ns: Nanoseconds = 0
+    turn_in_plans: Factor = 1
+
+    @property
+    def share(self) -> float:
+        """Bytes that one SM's part of the bandwidth moves in a nanosecond."""
+        return self.read_tbps * 1e3 / self.sms
+
+    def tiles(self, query_tiles: tuple[int, ...], kv_tile: int, head_dim: int, warp_m: int) -> TileTable | None:
+        """Tiles with their prices, in bytes that an SM's share of the bandwidth moves meanwhile; None where an m has none.
+
+        Args:
+            query_tiles: Every m, ascending.
+            kv_tile: The one n.
+            head_dim: Of the model.
+            warp_m: As `TileTable.warp_m`.
+        """
+        prices = {price.m: price for price in self.prices}
+        if not all(m in prices for m in query_tiles):
+            return None
+        found = [prices[m] for m in query_tiles]
+        scale = head_dim / self.head_dim
+        return TileTable(
+            query_tiles,
+            (kv_tile,),
+            (),
+            tuple(round(price.token_ns * price.token_in_plans * self.share * scale) for price in found),
+            tuple(round(price.item_ns * price.item_in_plans * self.share) for price in found),
+            warp_m,
+            round(self.turn_ns * self.turn_in_plans * self.share),
+        )
+
+
+def load(path: Path) -> GpuTable:
+    """Read a table.
+
+    Raises:
+        TablesError: The file is none.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=GpuTable)
+    except (OSError, msgspec.DecodeError) as error:
+        raise TablesError(f"{path} is no table of tiles, make one with `python -m sglang_pat.tune`: {error}") from None
+
+
+def find(arch: str, gpu: str = "") -> GpuTable | None:
+    """The table of a GPU by its name, else of its architecture; None where nothing is known."""
+    for path in TABLES.glob("*.json"):
+        if path.stem in gpu.lower():
+            return load(path)
+    name = next((name for key, name in BY_ARCH.items() if arch.startswith(key)), None)
+    return load(TABLES / f"{name}.json") if name else None
