@@ -1,4 +1,5 @@
-"""Draws the paper's figures 10 and 11 from the results of kernels.py and serving.py: `python benchmarks/figure.py`.
+"""Draws the paper's figures 10 and 11 for the documentation, from the results of kernels.py and serving.py:
+`python benchmarks/figure.py`.
 
 Needs matplotlib.
 """
@@ -9,6 +10,8 @@ import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+
+DOCS = Path(__file__).parent.parent / "docs"
 
 COLOURS = {"pat": "#2563eb", "flashinfer": "#f59e0b", "cascade": "#a3a3a3", "triton": "#84cc16", "fa3": "#ef4444"}
 
@@ -34,7 +37,7 @@ def draw_kernels(path: Path) -> None:
         f"Decode attention, page size 1, bfloat16, {result['device']['name']}, {result['device']['date']}"
     )
     figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=110)
+    figure.savefig(DOCS / f"{path.stem}.png", dpi=110)
 
 
 MEASURES = {
@@ -74,7 +77,7 @@ def draw_serving(path: Path) -> None:
     rows[0][0].legend(fontsize=8)
     figure.suptitle(f"{result['model']} shape, {result['device']['name']}, {result['device']['date']}", fontsize=9)
     figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=110)
+    figure.savefig(DOCS / f"{path.stem}.png", dpi=110)
 
 
 def main() -> None:

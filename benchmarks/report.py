@@ -1,6 +1,8 @@
-"""Writes the measured tables into the README, from the JSON that the benchmarks left: `python benchmarks/report.py`.
+"""Makes tables of the JSON that the benchmarks left, and writes them into the README and docs/measured.md: `python benchmarks/report.py`.
 
-`--check` changes nothing and fails where the README has other numbers.
+A row's best number is bold.
+
+`--check` changes nothing and fails where these have other numbers.
 """
 
 from __future__ import annotations
@@ -20,6 +22,14 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 RIVALS = {"flashinfer": "FlashInfer", "cascade": "its cascade", "triton": "SGLang's Triton", "fa3": "FA3"}
 SHOWN = "32/8"
 """Query and KV heads in the table of trees."""
+
+
+def bold(values: dict[str, float | None], text: Callable[[float], str]) -> list[str]:
+    """A row's cells, its least number bold; empty where there is none."""
+    least = min(value for value in values.values() if value is not None)
+    return [
+        "" if value is None else f"**{text(value)}**" if value == least else text(value) for value in values.values()
+    ]
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> str:
@@ -47,15 +57,11 @@ def kernels() -> str:
     rows = []
     for record in records:
         if record["heads"] == SHOWN and record["page_size"] == 1:
-            others = [
-                f"{record['rivals'][name]:,.0f}" if name in record["rivals"] else "" for name in RIVALS
-            ]  # fmt: skip
+            times = {"pat": record["pat_us"], **{name: record["rivals"].get(name) for name in RIVALS}}
+            cells = bold(times, lambda us: f"{us:,.1f}")
             rows.append(
-                [
-                    f"`{record['tree']}`", f"{record['floor_us']:,.1f}", f"**{record['pat_us']:,.1f}**", *others,
-                    f"{advantage(record):.2f}{TIMES}",
-                ]
-            )  # fmt: skip
+                [f"`{record['tree']}`", f"{record['floor_us']:,.1f}", *cells, f"{advantage(record):.2f}{TIMES}"]
+            )
     ratios = [advantage(record) for record in records]
     shared = [advantage(record) for record in records if not record["tree"].startswith("256_")]
     device = result["device"]
@@ -107,14 +113,15 @@ def serving() -> str:
         by_backend = {record["backend"]: record for record in group}
         ours = by_backend.pop("pat")
         best = {name: min(record[name] for record in by_backend.values()) for name in ("median_itl_ms", "mean_tpot_ms")}
-        times = {
-            name: f"{record['median_itl_ms']:.1f} / {record['mean_tpot_ms']:.0f}"
-            for name, record in {"pat": ours, **by_backend}.items()
-        }
+        records = {"pat": ours, **by_backend}
+        measured = [
+            bold({name: records[name][what] if name in records else None for name in backends}, text)
+            for what, text in (("median_itl_ms", "{:.1f}".format), ("mean_tpot_ms", "{:.0f}".format))
+        ]
         rows.append(
             [
-                title, *(times.get(name, "") for name in backends),
-                f"**{best['median_itl_ms'] / ours['median_itl_ms']:.2f}** / {best['mean_tpot_ms'] / ours['mean_tpot_ms']:.2f}{TIMES}",
+                title, *(f"{itl} / {tpot}" if itl else "" for itl, tpot in zip(*measured, strict=True)),
+                f"{best['median_itl_ms'] / ours['median_itl_ms']:.2f} / {best['mean_tpot_ms'] / ours['mean_tpot_ms']:.2f}{TIMES}",
                 f"{ours['output_tps']:,.0f}", f"{max(record['output_tps'] for record in by_backend.values()):,.0f}",
             ]
         )  # fmt: skip
@@ -164,7 +171,7 @@ def chaos() -> str:
     record = result["records"][0]
     counters = record["counters"]
     return (
-        f"{record['seconds']:.0f} seconds of everything at once that the API allows ([tests/chaos](tests/chaos/__init__.py)) on one "
+        f"{record['seconds']:.0f} seconds of everything at once that the API allows (`tests/chaos`) on one "
         f"{result['device']['name']}, a tiny model: {sum(record['actions'].values()):,} actions of {len(record['actions'])} kinds, "
         f"{sum(record['compared'].values()):,} answers, whole or cut off, compared with those of SGLang's Triton backend, "
         f"{len(record['problems'])} wrong; {counters['fallbacks']} fall-backs, {counters['faults']} faults, {counters['bound']} requests "
@@ -182,7 +189,7 @@ def steps_table(result: dict[str, Any]) -> str:
         best = min(records[cell, backend]["step_ms"] for backend in others)
         rows.append(
             [
-                f"`{cell}`", f"**{ours['step_ms']:.2f}**", *(f"{records[cell, backend]['step_ms']:.2f}" for backend in others),
+                f"`{cell}`", *bold({backend: records[cell, backend]["step_ms"] for backend in ("pat", *others)}, "{:.2f}".format),
                 f"{best / ours['step_ms']:.3f}{TIMES}", f"{ours['metadata_us']:.0f}", f"{ours['metadata_changed_us']:.0f}",
                 *(f"{records[cell, backend]['metadata_us']:.0f}" for backend in others),
             ]
@@ -312,7 +319,11 @@ def estimates() -> str:
     )
 
 
-README_SECTIONS = ("kernels", "ablations", "serving", "steps", "soak", "cpu", "planning", "packing")
+PAGES = {
+    "README.md": ("serving",),
+    "docs/measured.md": ("serving_records", "steps", "soak", "kernels", "ablations", "cpu", "planning", "packing"),
+}
+"""Which tables stand where."""
 SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels, "ablations": ablations, "serving": serving, "serving_records": serving_records, "steps": steps,
     "soak": soak, "cpu": cpu, "planning": planning, "packing": packing, "estimates": estimates,
@@ -320,17 +331,18 @@ SECTIONS: dict[str, Callable[[], str]] = {
 
 
 def main() -> None:
-    text = old = (ROOT / "README.md").read_text()
-    for name in README_SECTIONS:
-        begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
-        before, _, rest = text.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
-            raise SystemExit(f"README.md has no section {name}")
-        text = before + begin + SECTIONS[name]() + "\n" + end + after
-    if "--check" in sys.argv[1:]:
-        raise SystemExit(0 if text == old else "README.md: run python benchmarks/report.py")
-    (ROOT / "README.md").write_text(text)
+    for page, names in PAGES.items():
+        text = old = (ROOT / page).read_text()
+        for name in names:
+            begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
+            before, _, rest = text.partition(begin)
+            _, found, after = rest.partition(end)
+            if not found:
+                raise SystemExit(f"{page} has no section {name}")
+            text = before + begin + SECTIONS[name]() + "\n" + end + after
+        if "--check" in sys.argv[1:] and text != old:
+            raise SystemExit(f"{page}: run python benchmarks/report.py")
+        (ROOT / page).write_text(text)
 
 
 if __name__ == "__main__":

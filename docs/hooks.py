@@ -61,7 +61,26 @@ def support() -> str:
     return "\n\n".join(parts)
 
 
-GENERATED = {"support": support, "settings": settings, "counters": counters, **report.SECTIONS}
+def home() -> str:
+    """Bars of the workloads that are sent all at once: PAT, and the best of the others."""
+    groups = [(title, records) for title, records in report.served() if records[0]["rate"] is None and "," not in title]
+    longest = max(record["median_itl_ms"] for _, records in groups for record in records)
+    lines = []
+    for title, records in groups:
+        times = {record["backend"]: record["median_itl_ms"] for record in records}
+        ours = times.pop("pat")
+        rival = min(times, key=lambda name: times[name])
+        lines.append(f'<div class="workload">{title.replace("`", "")}</div>')
+        for name, time in (("pat", ours), (rival, times[rival])):
+            label = report.RIVALS.get(name, "PAT")
+            lines.append(
+                f'<div class="bar {"ours" if name == "pat" else "other"}" style="width: {80 * time / longest:.1f}%"></div>'
+                f"<span>{label} {time:.1f}</span>"
+            )
+    return '<div class="chart">' + "".join(lines) + "</div>"
+
+
+GENERATED = {"home": home, "support": support, "settings": settings, "counters": counters, **report.SECTIONS}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
