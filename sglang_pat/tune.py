@@ -50,7 +50,7 @@ WARP_ROWS, WARPS = 32, 12
 
 H200 = devices.load(devices.TABLES / "h200.json")
 """The table whose factors, how prices count in plans, were fitted; the others take them over. Of eight sets plans ran best with this
-one, 1 to 10 % faster than with the plain prices (benchmarks/NOTES.md, 2026-11-21). Of turns that count 0, 3, 5, 6 and 9 us plans
+one, 1 to 10 % faster than with the plain prices (benchmarks/NOTES-archive.md, 2026-11-21). Of turns that count 0, 3, 5, 6 and 9 us plans
 ran best with 3, 1.64 are measured (the same, 2026-11-22)."""
 
 CANDIDATES = (16, 32, 64, 128, 192, 256)

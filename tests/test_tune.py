@@ -48,7 +48,7 @@ def test_a_gpu_finds_its_table(arch: str, gpu: str, known: str | None) -> None:
     for dim in capabilities.HEAD_DIMS:
         tiles = capabilities.tile_table(arch, dim, gpu)
         assert tiles.query_tiles == capabilities.query_tiles(arch, dim)
-        assert len(tiles.item_bytes) == (len(tiles.query_tiles) if known else 0)
+        assert len(tiles.item_bytes) == (len(tiles.query_tiles) if known and dim <= 128 else 0)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])

@@ -35,8 +35,12 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     """
     tiles = query_tiles(arch, head_dim)
     table = table or devices.find(arch, gpu)
-    priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M) if table else None
-    return priced or TileTable(tiles, (KV_TILE,), ())
+    # Prices of 128 dimensions, scaled to more, make worse plans than none (benchmarks/NOTES.md, 2026-11-23).
+    if table is not None and head_dim <= table.head_dim:
+        priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M)
+        if priced is not None:
+            return priced
+    return TileTable(tiles, (KV_TILE,), ())
 
 
 def cost_model(heads: int, kv_heads: int, head_dim: int, tiles: TileTable, kv_bytes: int = 2) -> CostModel:

@@ -68,4 +68,4 @@ class TileTable(msgspec.Struct, frozen=True):
 
 
 CPU_TILES = TileTable(query_tiles=(16, 64, 128), kv_tiles=(32, 64, 128), kv_bounds=(32, 64))
-"""Tiles of the CPU executor; measured by `python benchmarks/cpu_decode.py --tiles` (benchmarks/NOTES.md)."""
+"""Tiles of the CPU executor; measured by `python benchmarks/cpu_decode.py --tiles` (benchmarks/NOTES-archive.md)."""

@@ -50,7 +50,7 @@ inline Vec cap(Vec scores, float limit) {
 
 // Rows lie along vectors: S^T = K Q^T needs K as it comes from the pool, and softmax runs down columns. `q` is
 // [rows, head_dim], scaled. For one query's few rows, vectors along the head dimension were half as fast
-// (benchmarks/NOTES.md).
+// (benchmarks/NOTES-archive.md).
 template <typename T>
 void forward(const KvHead<T>& kv, const Shape& shape, const int32_t* slots, int length, const float* q, int rows,
              int tile_n, Scratch& scratch, Result result) {

@@ -67,7 +67,7 @@ struct WideBarriers {
 };
 
 // The warps that fill the ring. Slots of the next tile and queries of the next item are read while this one's rows are
-// copied: their latency would otherwise stand before every copy (benchmarks/NOTES.md).
+// copied: their latency would otherwise stand before every copy (benchmarks/NOTES-archive.md).
 template <typename T, int kDim, int kUnits>
 class Loader {
   static constexpr int kRowThreads = row_threads(kDim);
