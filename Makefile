@@ -21,6 +21,7 @@ test-all: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	find sglang_pat/csrc tests benchmarks/csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/mypy
 
 bench: $(VENV)/installed

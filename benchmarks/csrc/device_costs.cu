@@ -16,13 +16,13 @@
 #include <random>
 #include <vector>
 
-#define CHECK(call)                                                                              \
-  do {                                                                                           \
-    const cudaError_t error = (call);                                                            \
-    if (error != cudaSuccess) {                                                                  \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error));        \
-      std::exit(1);                                                                              \
-    }                                                                                            \
+#define CHECK(call)                                                                       \
+  do {                                                                                    \
+    const cudaError_t error = (call);                                                     \
+    if (error != cudaSuccess) {                                                           \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error)); \
+      std::exit(1);                                                                       \
+    }                                                                                     \
   } while (0)
 
 constexpr int kDim = 128, kHeads = 8, kQueryHeads = 32, kThreads = 128, kRows = 16;
@@ -58,8 +58,8 @@ struct Cursor {
 };
 
 template <int kTile, int kStages, bool kAcross>
-__global__ void __launch_bounds__(kThreads) forward(const Item* items, int num_items, const int* req_to_token,
-                                                    int width, const char* k, const char* v, float* parts) {
+__global__ void __launch_bounds__(kThreads) forward(const Item* items, int num_items, const int* req_to_token, int width,
+                                                    const char* k, const char* v, float* parts) {
   extern __shared__ char smem[];
   constexpr int kChunks = kRowBytes / 16, kTokensAtOnce = kThreads / kChunks;
   const int offset = threadIdx.x % kChunks * 16, first = threadIdx.x / kChunks;
@@ -185,8 +185,7 @@ void time_forward(int sms, const Memory& memory) {
     CHECK(cudaMalloc(&device_items, items.size() * sizeof(Item)));
     CHECK(cudaMemcpy(device_items, items.data(), items.size() * sizeof(Item), cudaMemcpyHostToDevice));
     const double us = median_us([&] {
-      kernel<<<ctas * sms, kThreads, smem>>>(device_items, num_items, memory.table, 0, memory.k, memory.v,
-                                             memory.parts);
+      kernel<<<ctas * sms, kThreads, smem>>>(device_items, num_items, memory.table, 0, memory.k, memory.v, memory.parts);
     });
     best = std::max(best, double(num_items) * tokens * kHeads * kRowBytes * 2 / us * 1e-6);
     lengths.push_back(tokens);
@@ -245,8 +244,7 @@ int main() {
       const int total = queries * kQueryHeads;
       if (int64_t(total) * num_parts * kDim * 4 > (int64_t(1) << 31)) continue;
       const double us = median_us([&] { merge<<<(total + 7) / 8, 256>>>(memory.parts, lse, num_parts, total, out); });
-      std::printf("%8d%8d%10.2f%12.2f\n", queries, num_parts, us,
-                  double(total) * (num_parts + 0.5) * kDim * 4 / us * 1e-6);
+      std::printf("%8d%8d%10.2f%12.2f\n", queries, num_parts, us, double(total) * (num_parts + 0.5) * kDim * 4 / us * 1e-6);
     }
   return 0;
 }

@@ -8,12 +8,10 @@ namespace pat {
 
 constexpr DLDataType kFloat32{kDLFloat, 32, 1}, kInt32{kDLInt, 32, 1}, kInt64{kDLInt, 64, 1};
 
-inline void check(const tvm::ffi::TensorView& tensor, const char* name, int ndim, DLDataType type,
-                  DLDeviceType device) {
+inline void check(const tvm::ffi::TensorView& tensor, const char* name, int ndim, DLDataType type, DLDeviceType device) {
   TVM_FFI_CHECK(tensor.device().device_type == device, ValueError)
       << name << " must be on the " << (device == kDLCPU ? "CPU" : "GPU");
-  TVM_FFI_CHECK(tensor.ndim() == ndim, ValueError)
-      << name << " must have " << ndim << " dimensions, not " << tensor.ndim();
+  TVM_FFI_CHECK(tensor.ndim() == ndim, ValueError) << name << " must have " << ndim << " dimensions, not " << tensor.ndim();
   const DLDataType got = tensor.dtype();
   TVM_FFI_CHECK(got.code == type.code && got.bits == type.bits, ValueError) << name << " has the wrong dtype";
   TVM_FFI_CHECK(tensor.stride(ndim - 1) == 1, ValueError) << name << " must be contiguous in its last dimension";

@@ -1,4 +1,4 @@
-"""Serve a tiny model with PAT, ask it a few hundred questions, check every answer, show what packing did.
+"""Serve a tiny model with PAT, ask it a few hundred questions, check every answer, show what packing did and what it brings.
 
 make demo
 """
@@ -17,6 +17,9 @@ from sglang_pat.demo import tiny_model, workload
 from sglang_pat.demo.server import Server
 
 CACHE = Path.home() / ".cache" / "sglang-pat"
+SHARED, RACERS, RACE_TOKENS = 3800, 32, 128
+"""Of the timed part: tokens of the system prompt, requests, and tokens of each answer; KV that is long enough to matter."""
+
 FLAGS = ["--max-running-requests", "64", "--max-total-tokens", "65536", "--dtype", "float32"]
 
 
@@ -44,7 +47,15 @@ def main() -> int:
             backend: ask(server, backend, prompts, topics, arguments.tokens) for backend, server in servers.items()
         }
         counters = servers["pat"].counters()
-    print(report(len(prompts), len(answers["pat"]) - len(prompts), counters))
+        print(report(len(prompts), len(answers["pat"]) - len(prompts), counters))
+        speeds = {}
+        for backend, server in servers.items():
+            timed, speeds[backend] = race(server, backend)
+            answers[backend] += timed
+    print(f"Tokens a second, {RACERS} requests that share {SHARED:,} tokens, {RACE_TOKENS} tokens each")
+    for backend, speed in speeds.items():
+        print(f"  {backend:<13} {speed:6.1f}" + (f"  {speed / speeds['torch_native']:.1f} times" * (backend == "pat")))
+    print()
     return compare(answers["pat"], answers["torch_native"])
 
 
@@ -53,7 +64,6 @@ def ask(server: Server, backend: str, prompts: Sequence[str], topics: Sequence[s
     began = time.monotonic()
     server.wait(lambda seconds: show(f"starting sglang with --attention-backend {backend}: {seconds:.0f} s"))
     show(f"started sglang with --attention-backend {backend} in {time.monotonic() - began:.0f} s", end="\n")
-    began = time.monotonic()
     answers = workload.in_parallel(
         lambda prompt: workload.stream_completion(server.url, prompt, tokens),
         prompts,
@@ -61,8 +71,24 @@ def ask(server: Server, backend: str, prompts: Sequence[str], topics: Sequence[s
         lambda done: show(f"{backend}: {done} of {len(prompts)} streamed completions"),
     )
     answers += workload.fork_program(server.url, topics, 8, tokens)
-    show(f"{backend}: {len(answers)} requests answered in {time.monotonic() - began:.1f} s", end="\n")
+    show(f"{backend}: {len(answers)} requests answered", end="\n")
     return answers
+
+
+def race(server: Server, backend: str) -> tuple[list[str], float]:
+    """Answers to requests that share a long prefix, and how many tokens of them came a second; the prefix is in the cache before."""
+    prefix = workload.prose("the handbook", SHARED)
+    workload.stream_completion(server.url, prefix, 2)
+    show(f"{backend}: {RACERS} requests that share {SHARED:,} tokens")
+    began = time.monotonic()
+    answers = workload.in_parallel(
+        lambda question: workload.stream_completion(server.url, prefix + question, RACE_TOKENS),
+        [workload.prose(f"question {i}", 40) for i in range(RACERS)],
+        RACERS,
+    )
+    seconds = time.monotonic() - began
+    show(f"{backend}: {RACERS} requests that share {SHARED:,} tokens took {seconds:.1f} s", end="\n")
+    return answers, RACERS * RACE_TOKENS / seconds
 
 
 def report(completions: int, forks: int, counters: dict[str, Any]) -> str:

@@ -32,8 +32,8 @@ int main() {
   constexpr int kBatch = 64, kSeqLen = 2000;
   int plans = 0;
   int64_t steady = 0;
-  for (const pat::Policy policy : {pat::Policy::kQuery, pat::Policy::kNaive, pat::Policy::kPat, pat::Policy::kCompute,
-                                   pat::Policy::kOptimal}) {
+  for (const pat::Policy policy :
+       {pat::Policy::kQuery, pat::Policy::kNaive, pat::Policy::kPat, pat::Policy::kCompute, pat::Policy::kOptimal}) {
     pat::Config config;
     config.token_bytes = 4096, config.part_bytes = 33024, config.turn = 0, config.warp_queries = 0, config.few_queries = 32;
     config.group = 4, config.kv_heads = 8, config.workers = 132, config.max_queries = 32, config.policy = policy;

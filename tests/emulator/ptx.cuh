@@ -53,7 +53,7 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   return __shfl_sync(~0u, value, emulator::machine->current().lane() ^ mask);
 }
 inline unsigned __ballot_sync(unsigned, bool value) {
-  return emulator::machine->together<unsigned>(value, [](const bool(&in)[32], unsigned(&out)[32]) {
+  return emulator::machine->together<unsigned>(value, [](const bool (&in)[32], unsigned (&out)[32]) {
     unsigned bits = 0;
     for (int i = 0; i < 32; ++i) bits |= unsigned(in[i]) << i;
     std::fill_n(out, 32, bits);
@@ -61,25 +61,23 @@ inline unsigned __ballot_sync(unsigned, bool value) {
 }
 inline bool __any_sync(unsigned, bool value) { return __ballot_sync(~0u, value) != 0; }
 inline int __reduce_add_sync(unsigned, int value) {
-  return emulator::machine->together<int>(value, [](const int(&in)[32], int(&out)[32]) {
+  return emulator::machine->together<int>(value, [](const int (&in)[32], int (&out)[32]) {
     int sum = 0;
     for (int x : in) sum += x;
     std::fill_n(out, 32, sum);
   });
 }
 inline int __reduce_max_sync(unsigned, int value) {
-  return emulator::machine->together<int>(value, [](const int(&in)[32], int(&out)[32]) {
-    std::fill_n(out, 32, *std::max_element(in, in + 32));
-  });
+  return emulator::machine->together<int>(
+      value, [](const int (&in)[32], int (&out)[32]) { std::fill_n(out, 32, *std::max_element(in, in + 32)); });
 }
 template <typename T>
 T __reduce_min_sync(unsigned, T value) {
-  return emulator::machine->together<T>(value, [](const T(&in)[32], T(&out)[32]) {
-    std::fill_n(out, 32, *std::min_element(in, in + 32));
-  });
+  return emulator::machine->together<T>(
+      value, [](const T(&in)[32], T(&out)[32]) { std::fill_n(out, 32, *std::min_element(in, in + 32)); });
 }
 inline void __syncwarp() {
-  emulator::machine->together<char>('\0', [](const char(&)[32], char(&)[32]) {});
+  emulator::machine->together<char>('\0', [](const char (&)[32], char (&)[32]) {});
 }
 inline void __syncthreads() { emulator::machine->sync_all(); }
 inline int __syncthreads_count(bool value) { return emulator::machine->sync_all(value); }
@@ -145,7 +143,7 @@ using Registers = std::array<uint32_t, 4>;
 template <bool kTransposed>
 void load_matrices_as(uint32_t (&r)[4], uint32_t from) {
   machine->shared(from, 16);
-  const Registers loaded = machine->together<Registers>(from, [](const uint32_t(&rows)[32], Registers(&out)[32]) {
+  const Registers loaded = machine->together<Registers>(from, [](const uint32_t (&rows)[32], Registers(&out)[32]) {
     for (int lane = 0; lane < 32; ++lane)
       for (int i = 0; i < 4; ++i) {
         uint16_t pair[2];
@@ -162,7 +160,7 @@ inline void load_matrices(uint32_t (&r)[4], uint32_t from) { load_matrices_as<fa
 inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t from) { load_matrices_as<true>(r, from); }
 
 inline uint32_t transpose(uint32_t x) {
-  return machine->together<uint32_t>(x, [](const uint32_t(&in)[32], uint32_t(&out)[32]) {
+  return machine->together<uint32_t>(x, [](const uint32_t (&in)[32], uint32_t (&out)[32]) {
     for (int lane = 0; lane < 32; ++lane) {
       uint16_t pair[2];
       for (int j = 0; j < 2; ++j) pair[j] = uint16_t(in[(lane % 4 * 2 + j) * 4 + lane / 8] >> lane / 4 % 2 * 16);

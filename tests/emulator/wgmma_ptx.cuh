@@ -56,7 +56,7 @@ inline void finish_groups(int pending) {
 }
 
 inline void wgmma_commit() {
-  machine->together<char>('\0', [](const char(&)[32], char(&)[32]) {
+  machine->together<char>('\0', [](const char (&)[32], char (&)[32]) {
     machine->products().emplace_back();
     if (machine->chance(4)) finish_groups(0);
   });
@@ -64,7 +64,7 @@ inline void wgmma_commit() {
 
 template <int kPending>
 void wgmma_wait() {
-  machine->together<char>('\0', [](const char(&)[32], char(&)[32]) { finish_groups(kPending); });
+  machine->together<char>('\0', [](const char (&)[32], char (&)[32]) { finish_groups(kPending); });
 }
 
 struct WgmmaIn {
@@ -75,7 +75,7 @@ struct WgmmaIn {
 
 template <typename T, bool kRegisters>
 void start_wgmma(const WgmmaIn& in) {
-  machine->together<char>(in, [](const WgmmaIn(&in)[32], char(&)[32]) {
+  machine->together<char>(in, [](const WgmmaIn(&in)[32], char (&)[32]) {
     auto& groups = machine->products();
     emulator::Product product = {};
     product.registers = kRegisters, product.accumulate = in[0].accumulate, product.first = true;

@@ -10,7 +10,8 @@
 
 namespace pat {
 
-constexpr int32_t kMostTileTokens = 1 << 14;  // a tile of the CPU executor is a few dozen; more is scratch memory for nothing
+constexpr int32_t kMostTileTokens =
+    1 << 14;  // a tile of the CPU executor is a few dozen; more is scratch memory for nothing
 
 // What the indices of a plan point into.
 struct Bounds {

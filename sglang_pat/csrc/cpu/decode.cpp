@@ -55,8 +55,8 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
     const float* q = data<float>(a.q) + queries[i / group] * a.q.stride(0) + (kv_head * group + i % group) * a.q.stride(1);
     for (int c = 0; c < d; ++c) q_rows[size_t(i) * d + c] = q[c] * a.scale;
   }
-  const pat::KvHead<T> kv{data<T>(a.k) + kv_head * a.k.stride(1), data<T>(a.v) + kv_head * a.v.stride(1),
-                          a.k.stride(0), a.v.stride(0)};
+  const pat::KvHead<T> kv{data<T>(a.k) + kv_head * a.k.stride(1), data<T>(a.v) + kv_head * a.v.stride(1), a.k.stride(0),
+                          a.v.stride(0)};
   float* lse = results.data() + size_t(rows) * dv;
   pat::forward(kv, a.shape, kv_slots, length, q_rows.data(), rows, work[pat::kTileN], scratch,
                pat::Result{results.data(), lse});
@@ -103,8 +103,7 @@ void run(const Arguments& a) {
 }
 
 void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
-            TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, double scale,
-            double logit_cap) {
+            TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, double scale, double logit_cap) {
   pat::check(q, "q", 3, pat::kFloat32, kDLCPU);
   pat::check(out, "out", 3, pat::kFloat32, kDLCPU);
   pat::check(k, "k", 3, k.dtype(), kDLCPU);
@@ -113,7 +112,8 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
   const int64_t batch = q.size(0), heads = q.size(1);
   TVM_FFI_CHECK(k.size(0) == v.size(0) && k.size(1) == v.size(1) && q.size(2) == k.size(2), ValueError)
       << "q, k and v do not fit each other";
-  TVM_FFI_CHECK(out.size(0) == batch && out.size(1) == heads && out.size(2) == v.size(2), ValueError) << "out has the wrong shape";
+  TVM_FFI_CHECK(out.size(0) == batch && out.size(1) == heads && out.size(2) == v.size(2), ValueError)
+      << "out has the wrong shape";
   TVM_FFI_CHECK(rows.size(0) == batch && seq_lens.size(0) == batch, ValueError) << "rows and seq_lens must be the batch's";
   TVM_FFI_CHECK(partial.size(1) == heads && partial.size(2) == v.size(2) && lse.size(1) == heads, ValueError)
       << "partial and lse must be those of q's heads";
@@ -122,8 +122,17 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
   const char* problem = pat::plan_problem(data<int32_t>(plan), bounds);
   if (!problem) problem = pat::batch_problem(data<int64_t>(rows), data<int64_t>(seq_lens), bounds);
   TVM_FFI_CHECK(!problem, ValueError) << problem;
-  const Arguments arguments{q,    k,       v,   out, req_to_token, rows, seq_lens,
-                            plan, partial, lse, pat::Shape{int(q.size(2)), int(v.size(2)), float(logit_cap)},
+  const Arguments arguments{q,
+                            k,
+                            v,
+                            out,
+                            req_to_token,
+                            rows,
+                            seq_lens,
+                            plan,
+                            partial,
+                            lse,
+                            pat::Shape{int(q.size(2)), int(v.size(2)), float(logit_cap)},
                             float(scale)};
   const DLDataType kv = k.dtype();
   if (kv.code == kDLFloat && kv.bits == 32) return run<float>(arguments);

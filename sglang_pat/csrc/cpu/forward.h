@@ -99,7 +99,8 @@ void forward(const KvHead<T>& kv, const Shape& shape, const int32_t* slots, int 
       store(sum_exp + r, total);
       for (int i = r; i < std::min(r + kWidth, rows); ++i)
         if (rescale[i - r] != 1.0f)
-          for (int c = 0; c < ldv; c += kWidth) store(out + size_t(i) * ldv + c, load(out + size_t(i) * ldv + c) * rescale[i - r]);
+          for (int c = 0; c < ldv; c += kWidth)
+            store(out + size_t(i) * ldv + c, load(out + size_t(i) * ldv + c) * rescale[i - r]);
     }
     gemm(scores, 1, ldr, v, ldv, out, ldv, rows, ldv, n);
   }

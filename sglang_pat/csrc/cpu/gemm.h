@@ -44,8 +44,8 @@ inline void gemm_columns(const float* a, int a_row, int a_col, const float* b, i
 }
 
 // C[rows, columns] += A[rows, depth] B[depth, columns]; `columns` is a multiple of kWidth.
-inline void gemm(const float* a, int a_row, int a_col, const float* b, int ldb, float* c, int ldc, int rows,
-                 int columns, int depth) {
+inline void gemm(const float* a, int a_row, int a_col, const float* b, int ldb, float* c, int ldc, int rows, int columns,
+                 int depth) {
   int j = 0;
   for (; j + kPanelVecs * kWidth <= columns; j += kPanelVecs * kWidth)
     gemm_columns<kPanelVecs>(a, a_row, a_col, b + j, ldb, c + j, ldc, rows, depth);

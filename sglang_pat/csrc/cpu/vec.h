@@ -76,7 +76,8 @@ inline Vec exp_nonpositive(Vec x) {
   const VecInt is_zero = x < floor_limit;
   x = max(x, floor_limit);
   const Vec scaled = x * 1.44269504f - 0.5f;
-  const VecInt exponent = __builtin_convertvector(scaled, VecInt);  // truncation of a non-positive number: rounds to nearest
+  const VecInt exponent =
+      __builtin_convertvector(scaled, VecInt);  // truncation of a non-positive number: rounds to nearest
   const Vec k = __builtin_convertvector(exponent, Vec);
   const Vec r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
   Vec p = splat(1.0f / 720);

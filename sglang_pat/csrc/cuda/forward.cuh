@@ -17,8 +17,8 @@ struct ForwardSizes {
   static constexpr int kQueries = kQueryBuffers * int(sizeof(WideQueries<kDim>));
   // More than eight units bring nothing: K and V of four tiles.
   static constexpr int kUnits = std::min(8, (kSharedLimit - kRest - kQueries) / kUnitBytes<kDim> / 2 * 2);
-  static constexpr int kNarrowWarps = std::min(
-      groups(kDim) * kGroupWarps, (kSharedLimit - kRest) / NarrowSizes<kDim>::kWarp / kGroupWarps * kGroupWarps);
+  static constexpr int kNarrowWarps =
+      std::min(groups(kDim) * kGroupWarps, (kSharedLimit - kRest) / NarrowSizes<kDim>::kWarp / kGroupWarps * kGroupWarps);
   // The groups need K and V of two tiles to take turns.
   static_assert(kUnits >= (groups(kDim) > 1 ? 4 : 2) && kNarrowWarps > 0);
 };
@@ -53,15 +53,13 @@ constexpr int kComputeRegisters = (65536 / kGroupThreads - kLoadRegisters) / gro
 #endif
 
 template <typename T, int kDim, int kMs>
-__device__ PAT_PHASE void run_wide(const Params& p, const Items<threads(kDim)>& items,
-                                   ForwardMemory<kDim, kMs>& memory,
+__device__ PAT_PHASE void run_wide(const Params& p, const Items<threads(kDim)>& items, ForwardMemory<kDim, kMs>& memory,
                                    WideCursors<ForwardSizes<kDim, kMs>::kUnits>& cursors) {
   WideGroup<T, kDim, ForwardSizes<kDim, kMs>::kUnits>(p, items, memory.wide, memory.statistics, cursors).run();
 }
 
 template <typename T, int kDim, int kMs, int kM>
-__device__ PAT_PHASE void run_narrow(const Params& p, const Items<threads(kDim)>& items,
-                                     ForwardMemory<kDim, kMs>& memory) {
+__device__ PAT_PHASE void run_narrow(const Params& p, const Items<threads(kDim)>& items, ForwardMemory<kDim, kMs>& memory) {
   constexpr int kWarps = ForwardSizes<kDim, kMs>::kNarrowWarps;
   if (threadIdx.x / kWarpSize < kWarps)
     NarrowWarp<T, kDim, kM, kWarps>(p, items, memory.narrow.chunks, memory.narrow.statistics).run();

@@ -19,9 +19,9 @@ __device__ constexpr Phase phase_of(int m) { return m == kSingleM ? kSingle : m 
 struct Item {
   int64_t slots;  // where its first KV slot is in req_to_token
   int tokens;
-  int first;   // of the plan's queries and slots
-  int query;   // batch position of the first
-  int target;  // where its part goes
+  int first;            // of the plan's queries and slots
+  int query;            // batch position of the first
+  int target;           // where its part goes
   int16_t count;        // queries
   int16_t head;         // KV head
   uint16_t first_head;  // of its query heads

@@ -130,8 +130,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
     }
   }
 #pragma unroll
-  for (int j = 0; j < kRows; ++j)
-    Columns::store(out + j * kDim, sums[j].x, sums[j].weight > 0 ? 1 / sums[j].weight : 0);
+  for (int j = 0; j < kRows; ++j) Columns::store(out + j * kDim, sums[j].x, sums[j].weight > 0 ? 1 / sums[j].weight : 0);
 }
 
 }  // namespace pat

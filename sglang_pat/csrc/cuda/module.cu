@@ -32,9 +32,9 @@ void check(cudaError_t error) { TVM_FFI_CHECK(error == cudaSuccess, RuntimeError
 void check_rows(const TensorView& tensor, const char* name, DLDataType dtype) {
   pat::check(tensor, name, 3, dtype, kDLCUDA);
   TVM_FFI_CHECK(tensor.size(2) == PAT_DIM, ValueError) << name << " must have heads of " << PAT_DIM;
-  TVM_FFI_CHECK(tensor.stride(0) % 8 == 0 && tensor.stride(1) % 8 == 0 &&
-                    reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0,
-                ValueError)
+  TVM_FFI_CHECK(
+      tensor.stride(0) % 8 == 0 && tensor.stride(1) % 8 == 0 && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0,
+      ValueError)
       << name << "'s heads must begin at multiples of 16 bytes";
 }
 
@@ -126,7 +126,8 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
             TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, double scale, double logit_cap,
             int64_t tile_rows, bool with_forward, bool with_merge, bool overlap, bool early) {
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
-  const pat::Params p = make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap, tile_rows);
+  const pat::Params p =
+      make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap, tile_rows);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   const Resident& ctas = resident(q.device().device_id);
   if (with_forward) launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, early, p);
@@ -150,7 +151,8 @@ void load(TensorView to, TensorView plan, int64_t copied) {
   pat::check(plan, "plan", 1, pat::kInt32, plan.device().device_type);
   const int32_t* from = static_cast<const int32_t*>(plan.data_ptr());
   TVM_FFI_CHECK(plan.size(0) >= pat::kHeaderSize && from[pat::kSize] >= pat::kHeaderSize &&
-                    from[pat::kSize] <= std::min(plan.size(0), to.size(0)), ValueError)
+                    from[pat::kSize] <= std::min(plan.size(0), to.size(0)),
+                ValueError)
       << "plan or to is shorter than the plan";
   tvm::ffi::CUDADeviceGuard guard(to.device().device_id);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, to.device().device_id));

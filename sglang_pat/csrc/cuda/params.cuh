@@ -63,7 +63,7 @@ constexpr int kTeamBarrier = 4, kMostTeams = 6;  // of the first team, for each 
 
 constexpr int kSingleM = 8, kNarrowM = 16;  // tiles that a warp has for itself; the others are wide
 constexpr int kTokens = 64;                 // of a wide tile
-constexpr int kChunkTokens = 16;  // that a warp takes at a time of a narrow item: one step of a matrix product
+constexpr int kChunkTokens = 16;            // that a warp takes at a time of a narrow item: one step of a matrix product
 
 // Q tiles come as a set of bits, m / 8 of each.
 constexpr int tile_bit(int m) { return 1 << m / 8; }

@@ -89,8 +89,8 @@ struct ColumnSoftmax {
 
   // `first` tokens of the first chunk count, and `second` of the second.
   template <int kChunks>
-  __device__ __forceinline__ void update(float (&s)[kChunks][kBlocks][4], int first, int second, bool capped, const Params& p,
-                                         float (&factor)[kBlocks][2]) {
+  __device__ __forceinline__ void update(float (&s)[kChunks][kBlocks][4], int first, int second, bool capped,
+                                         const Params& p, float (&factor)[kBlocks][2]) {
     if (capped) {
 #pragma unroll
       for (int i = 0; i < kChunks * kBlocks * 4; ++i) cap_score((&s[0][0][0])[i], p);

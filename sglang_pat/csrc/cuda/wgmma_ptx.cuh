@@ -36,6 +36,7 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // d = a b^T (+ d where `accumulate`): a is [64, 16], b is [64, 16], both in shared memory with the product's k contiguous.
 // d += a b: a is [64, 16] in registers, b is [16, 64] in shared memory with the columns contiguous.
+// clang-format off
 #define PAT_WGMMA_FOR(TYPE, NAME)                                                                                 \
   __device__ __forceinline__ void wgmma_nt(float (&d)[32], uint32_t a, uint32_t b, int accumulate, TYPE) {        \
     asm volatile(                                                                                                 \
@@ -58,6 +59,7 @@ PAT_WGMMA_FOR(__half, "f16")
 PAT_WGMMA_FOR(__nv_bfloat16, "bf16")
 #endif
 
+// clang-format on
 #undef PAT_WGMMA_FOR
 #undef PAT_OUT
 #undef PAT_D4

@@ -210,9 +210,7 @@ class Mirror {
   };
   struct HashOfHead {
     const Mirror* mirror;
-    uint64_t operator()(int32_t node) const {
-      return hash(mirror->nodes_[node].parent, mirror->nodes_[node].head);
-    }
+    uint64_t operator()(int32_t node) const { return hash(mirror->nodes_[node].parent, mirror->nodes_[node].head); }
   };
 
   struct HashOfRow {
@@ -264,8 +262,7 @@ class Mirror {
     by_head_.erase(node);
     const Node& n = nodes_[node];
     if (n.next_sibling != kNone) nodes_[n.next_sibling].previous_sibling = n.previous_sibling;
-    (n.previous_sibling == kNone ? nodes_[n.parent].first_child : nodes_[n.previous_sibling].next_sibling) =
-        n.next_sibling;
+    (n.previous_sibling == kNone ? nodes_[n.parent].first_child : nodes_[n.previous_sibling].next_sibling) = n.next_sibling;
   }
 
   void hang(int32_t request, int32_t node) {

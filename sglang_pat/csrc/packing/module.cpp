@@ -38,8 +38,7 @@ T* data(const TensorView& tensor, const char* name) {
       << name << " must be in host memory";
   TVM_FFI_CHECK(tensor.ndim() == 1 && (tensor.size(0) == 0 || tensor.is_contiguous()), ValueError)
       << name << " must be one contiguous row";
-  TVM_FFI_CHECK(got.code == kDLInt && got.bits == sizeof(T) * 8, ValueError)
-      << name << " must be of int" << sizeof(T) * 8;
+  TVM_FFI_CHECK(got.code == kDLInt && got.bits == sizeof(T) * 8, ValueError) << name << " must be of int" << sizeof(T) * 8;
   return static_cast<T*>(tensor.data_ptr());
 }
 
@@ -182,8 +181,8 @@ int64_t take(int64_t handle, TensorView requests, TensorView seq_lens, int64_t s
   int64_t* to = data<int64_t>(steps_good, "steps_good", 1);
   const int64_t size = requests.size(0);
   return guarded([&] {
-    const Scheduler::Taken taken = at(handle).take(data<int64_t>(requests, "requests"),
-                                                   data<int64_t>(seq_lens, "seq_lens", size), size, steps);
+    const Scheduler::Taken taken =
+        at(handle).take(data<int64_t>(requests, "requests"), data<int64_t>(seq_lens, "seq_lens", size), size, steps);
     to[0] = taken.steps;
     return int64_t(taken.buffer * 2 + taken.ahead);
   });

@@ -58,12 +58,13 @@ class Optimal {
     const int candidate = masks.chosen[0] & lane ? 1 : masks.chosen[1] & lane ? 2 : 0;
     choices.leaves(prefix, candidate == 0 || masks.leaf_joins[candidate - 1] & lane);
     for (int32_t child = index + 1; child < prefix.last; child = prefixes.nodes[child].last)
-      choices.joins[child] =
-          candidate == 0 || results_[child].masks[result.above].joins[candidate - 1] & lane;
+      choices.joins[child] = candidate == 0 || results_[child].masks[result.above].joins[candidate - 1] & lane;
   }
 
-  size_t bytes() const { return results_.capacity() * sizeof(Result) + shallow_.capacity() * sizeof(Frame<1>) +
-           deep_.capacity() * sizeof(Frame<kMaxSegment / kWidth>); }
+  size_t bytes() const {
+    return results_.capacity() * sizeof(Result) + shallow_.capacity() * sizeof(Frame<1>) +
+           deep_.capacity() * sizeof(Frame<kMaxSegment / kWidth>);
+  }
 
  private:
   static constexpr int kMaxSegment = 32;  // MAX_SEGMENT in sglang_pat/packing/optimal.py; one bit of a mask each
@@ -169,8 +170,7 @@ class Optimal {
           const Lanes joins = leaf <= (candidate == 1 ? leaf_stays : leaf_stays + frame.share[v]);
           Vector staying = select(joins, Vector{}, Vector{} + leaves);
           if (kChildren) staying += frame.staying[above][candidate - 1][v];
-          const Vector total =
-              children(candidate) + leaves * select(joins, leaf, leaf_stays) + pack_bytes(staying, tokens);
+          const Vector total = children(candidate) + leaves * select(joins, leaf, leaf_stays) + pack_bytes(staying, tokens);
           const Lanes better = total < best;
           best = select(better, total, best);
           masks.leaf_joins[candidate - 1] |= mask(joins) << (v * kWidth);

@@ -41,8 +41,8 @@ class PlanWriter {
   }
 
   // Writes to `out` of `capacity` ints; at most `max_slots` slots of the workspace are used.
-  void write(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out,
-             int64_t capacity, int64_t max_slots, Statistics& statistics) {
+  void write(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out, int64_t capacity,
+             int64_t max_slots, Statistics& statistics) {
     balance(packs, seq_lens, config, statistics);
     emit(packs, seq_lens, config, out, capacity, max_slots, statistics);
   }
@@ -58,8 +58,7 @@ class PlanWriter {
     int32_t start() const { return std::max(begin, packs[index].start); }
   };
 
-  void balance(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config,
-               Statistics& statistics) {
+  void balance(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics) {
     items_.clear();
     bins_.assign(1, 0);
     statistics.longest_bin = 0;
@@ -79,8 +78,8 @@ class PlanWriter {
       return int64_t(pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end) - queue.start();
     };
     const auto count_of = [&](const Queue& queue) { return queue.packs[queue.index].count; };
-    int64_t left = config.bins(std::max<int64_t>(1, remaining / least), double(remaining),
-                               queries * double(config.part_bytes));
+    int64_t left =
+        config.bins(std::max<int64_t>(1, remaining / least), double(remaining), queries * double(config.part_bytes));
     // With eight packs for a bin, nearly every bin can be filled without a cut.
     int64_t cuts = int64_t(packs.wide.size() + packs.narrow.size()) < 8 * left;
     int64_t work = 0, growth = 0, most_growth = 0, turns = 0;
@@ -156,16 +155,16 @@ class PlanWriter {
     even_steps_ = excess > 0 ? std::max(kLeastSteps, allowed / excess) : INT32_MAX;
   }
 
-  void emit(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out,
-            int64_t capacity, int64_t max_slots, Statistics& statistics) {
+  void emit(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out, int64_t capacity,
+            int64_t max_slots, Statistics& statistics) {
     const int64_t batch = int64_t(seq_lens.size());
     int64_t num_queries = 0;
     for (const Pack& item : items_) num_queries += item.count;
-    const int64_t sizes[] = {int64_t(bins_.size()), int64_t(items_.size()) * kItemSize, num_queries, num_queries, batch + 1};
+    const int64_t sizes[] = {int64_t(bins_.size()), int64_t(items_.size()) * kItemSize, num_queries, num_queries,
+                             batch + 1};
     const int64_t size = std::accumulate(std::begin(sizes), std::end(sizes), int64_t(kHeaderSize));
     if (size > capacity)
-      throw TooLarge("a plan of " + std::to_string(size) + " ints does not fit its buffer of " +
-                     std::to_string(capacity));
+      throw TooLarge("a plan of " + std::to_string(size) + " ints does not fit its buffer of " + std::to_string(capacity));
     out[kNumItems] = int32_t(items_.size());
     out[kNumQueries] = int32_t(num_queries);
     out[kNumBins] = int32_t(bins_.size()) - 1;

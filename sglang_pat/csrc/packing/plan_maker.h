@@ -48,8 +48,7 @@ class PlanMaker {
       if (index > 0) {
         if (policy == Policy::kPat) choose_pat(prefixes_, choices_, index, packs_.start(index), config);
         if (policy == Policy::kOptimal) optimal_.choose(prefixes_, choices_, index);
-        if (policy == Policy::kCompute)
-          choose_compute(prefixes_, choices_, index, packs_.start(index), seq_lens_, config);
+        if (policy == Policy::kCompute) choose_compute(prefixes_, choices_, index, packs_.start(index), seq_lens_, config);
       }
       packs_.add(prefixes_, choices_, index, seq_lens_, config);
       if (int64_t(packs_.queries.size()) > buffer.capacity) throw TooLarge("a plan does not fit its buffer");
@@ -71,8 +70,7 @@ class PlanMaker {
   const std::vector<int32_t>& seq_lens() const { return seq_lens_; }
 
   size_t bytes() const {
-    return prefixes_.nodes.capacity() * sizeof(Prefix) + prefixes_.order.capacity() * sizeof(int32_t) +
-           optimal_.bytes();
+    return prefixes_.nodes.capacity() * sizeof(Prefix) + prefixes_.order.capacity() * sizeof(int32_t) + optimal_.bytes();
   }
 
  private:

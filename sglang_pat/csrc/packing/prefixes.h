@@ -12,8 +12,8 @@ namespace pat {
 // At least two queries share [start, end). Prefixes stand in preorder, so that a subtree is a range of them.
 struct Prefix {
   int32_t start, end;
-  int32_t parent, depth;      // depth of the first level is 0, of the empty root -1
-  int32_t last;               // one past the last prefix of the subtree
+  int32_t parent, depth;                   // depth of the first level is 0, of the empty root -1
+  int32_t last;                            // one past the last prefix of the subtree
   int32_t first, leaves_end, queries_end;  // in `order`: the leaves, then the queries of the children
 
   int32_t leaves() const { return leaves_end - first; }

@@ -50,7 +50,8 @@ struct Config {
     }
     in_range("few_queries", few_queries, 1, max_queries);
     in_range("the number of query tiles", int64_t(query_tiles.size()), 1, kMaxTile);
-    in_range("the number of KV tiles", int64_t(kv_tiles.size()), int64_t(kv_bounds.size()) + 1, int64_t(kv_bounds.size()) + 1);
+    in_range("the number of KV tiles", int64_t(kv_tiles.size()), int64_t(kv_bounds.size()) + 1,
+             int64_t(kv_bounds.size()) + 1);
     for (const auto* tiles : {&query_tiles, &kv_tiles}) {
       for (const int tile : *tiles) in_range("a tile", tile, 1, kMaxTile);
       if (!std::is_sorted(tiles->begin(), tiles->end())) throw std::invalid_argument("tiles must ascend");

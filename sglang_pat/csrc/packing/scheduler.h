@@ -164,9 +164,7 @@ class Scheduler {
 
   // Whether `keys` is the batch that the plan in use was made for, and nothing about it has changed since. Nobody else writes what
   // this reads, so that it need not wait for the planning thread.
-  bool stands(const int64_t* keys, int64_t size) const {
-    return planned_version_ == version_ && is_batch(keys, size);
-  }
+  bool stands(const int64_t* keys, int64_t size) const { return planned_version_ == version_ && is_batch(keys, size); }
 
   // Let the planning thread make the next plan; the batch has run `steps` steps since its lengths were last told.
   void prepare(int64_t steps) {
