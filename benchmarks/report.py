@@ -125,7 +125,9 @@ def serving() -> str:
                 f"{ours['output_tps']:,.0f}", f"{max(record['output_tps'] for record in by_backend.values()):,.0f}",
             ]
         )  # fmt: skip
-    return with_device(table(["workload", *backends.values(), "best / PAT", "tokens/s", "best of the others"], rows))
+    return with_device(
+        table(["workload", *backends.values(), "best other / PAT", "PAT, tokens/s", "best other, tokens/s"], rows)
+    )
 
 
 def serving_records() -> str:

@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 import unittest
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -42,6 +43,13 @@ plugin.register()
 DEVICE: dict[str, Any] = {"device": "cuda" if ON_GPU else "cpu", "head_dim": 64 if ON_GPU else dense.DEFAULT_HEAD_DIM}
 CASES = {case.name: case for case in dense.make_dense_cases("pat")}
 LAYOUTS = ["contiguous", "shuffled_pages", "interleaved_pages", "non_monotonic_extend"]
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    """The pools are written in place."""
+    with torch.no_grad():
+        yield
 
 
 def named(decode: bool) -> list[str]:

@@ -74,8 +74,10 @@ def trace_writer(runner: ModelRunner, config: PatConfig, pack_config: PackConfig
     Raises:
         TraceError: The file cannot be written.
     """
+    if not config.trace:
+        return None
     replica = compat.replica(runner)
-    if not config.trace or replica is None:
+    if replica is None:
         return None
     path = Path(config.trace if replica == 0 else f"{config.trace}.dp{replica}")
     header = Header(FORMAT, pack_config, runner.req_to_token_pool.size, compat.attention_layers(runner))

@@ -54,7 +54,10 @@ def main() -> int:
             answers[backend] += timed
     print(f"Tokens a second, {RACERS} requests that share {SHARED:,} tokens, {RACE_TOKENS} tokens each")
     for backend, speed in speeds.items():
-        print(f"  {backend:<13} {speed:6.1f}" + (f"  {speed / speeds['torch_native']:.1f} times" * (backend == "pat")))
+        print(
+            f"  {backend:<13} {speed:6.1f}"
+            + (f"  {speed / speeds['torch_native']:.1f} times as fast" * (backend == "pat"))
+        )
     print()
     return compare(answers["pat"], answers["torch_native"])
 
