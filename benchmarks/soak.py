@@ -147,7 +147,7 @@ CLOSE = 0.03
 
 def chaos(backend: str, seconds: float, seed: int, log: Path) -> dict[str, Any]:
     """What `tests/chaos` did to a server on this GPU, and found."""
-    from chaos import Chaos, adapters, tracebacks
+    from chaos import Chaos, adapters, our_tracebacks
 
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
@@ -172,7 +172,7 @@ def chaos(backend: str, seconds: float, seed: int, log: Path) -> dict[str, Any]:
     found = {
         name: getattr(report, name) for name in ("seconds", "actions", "outcomes", "compared", "counters", "problems")
     }
-    ours = [line for line in tracebacks(log.read_text(errors="replace")) if line.startswith("sglang_pat")]
+    ours = our_tracebacks(log.read_text(errors="replace"))
     return {
         "backend": backend,
         "chaos": seconds,

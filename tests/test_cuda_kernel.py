@@ -18,13 +18,13 @@ from trees import random_batch
 from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.packing import POLICIES, Batch, Node, TileTable
 
-# On the host each module takes seconds to compile, once in every process that runs some of these tests.
 pytestmark = pytest.mark.once
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 ARCHS = [cuda.arch_of(torch.device("cuda"))] if ON_GPU else ["9.0a", "8.0"]
 HALF = (torch.bfloat16, torch.float16)
+# On the host each module takes seconds to compile, in every process that runs some of these tests.
 KINDS = [
     (dtype, dim) for dtype in HALF for dim in capabilities.HEAD_DIMS if ON_GPU or dtype == torch.bfloat16 or dim == 128
 ]

@@ -38,9 +38,9 @@ from .conversations import SessionError
 from .judge import Judge, Names
 from .oracle import Oracle
 from .questions import Catalogue, greedy
-from .report import Report, tracebacks
+from .report import Report, our_tracebacks
 
-__all__ = ["FEATURES", "Chaos", "Report", "tracebacks"]
+__all__ = ["FEATURES", "Chaos", "Report", "our_tracebacks"]
 
 FEATURES = frozenset(feature for _, _, feature in actions.ACTIONS.values()) | {
     "namespaces",

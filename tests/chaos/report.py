@@ -43,9 +43,9 @@ class Report:
         return json.dumps({field.name: getattr(self, field.name) for field in fields(self)}, indent=1, sort_keys=True)
 
 
-def tracebacks(log: str) -> Counter[str]:
-    """The last lines of the tracebacks in a server's log, those that pass through sglang-pat marked."""
-    found: Counter[str] = Counter()
+def our_tracebacks(log: str) -> list[str]:
+    """The last lines of the tracebacks in a server's log that pass through sglang-pat; numbers in them are #."""
+    found: dict[str, None] = {}
     for block in re.split(r"Traceback \(most recent call last\):\n", log)[1:]:
         ours = False
         for line in block.splitlines():
@@ -53,6 +53,7 @@ def tracebacks(log: str) -> Counter[str]:
             if content.startswith((" ", "\t")) or not content.strip() or set(content.strip()) <= set("|+-^~ "):
                 ours |= "sglang_pat" in content
             else:
-                found[("sglang_pat: " if ours else "") + re.sub(r"[0-9a-f]{16,}|\d+", "#", content)[:160]] += 1
+                if ours:
+                    found[re.sub(r"[0-9a-f]{16,}|\d+", "#", content)[:160]] = None
                 break
-    return found
+    return list(found)
