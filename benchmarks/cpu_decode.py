@@ -1,6 +1,6 @@
 """Decode attention on the CPU beside SGLang's `torch_native`, in one run.
 
-python benchmarks/cpu_decode.py            # with and without sharing: the README's table
+python benchmarks/cpu_decode.py            # with and without sharing: the documentation's table
 python benchmarks/cpu_decode.py --tiles    # every tile forced in turn
 """
 

@@ -25,11 +25,10 @@ SHOWN = "32/8"
 
 
 def bold(values: dict[str, float | None], text: Callable[[float], str]) -> list[str]:
-    """A row's cells, its least number bold; empty where there is none."""
-    least = min(value for value in values.values() if value is not None)
-    return [
-        "" if value is None else f"**{text(value)}**" if value == least else text(value) for value in values.values()
-    ]
+    """A row's cells, bold where they show its least number; empty where there is none."""
+    least = text(min(value for value in values.values() if value is not None))
+    cells = ["" if value is None else text(value) for value in values.values()]
+    return [f"**{cell}**" if cell == least else cell for cell in cells]
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> str:
@@ -342,9 +341,10 @@ def main() -> None:
             if not found:
                 raise SystemExit(f"{page} has no section {name}")
             text = before + begin + SECTIONS[name]() + "\n" + end + after
-        if "--check" in sys.argv[1:] and text != old:
+        if "--check" not in sys.argv[1:]:
+            (ROOT / page).write_text(text)
+        elif text != old:
             raise SystemExit(f"{page}: run python benchmarks/report.py")
-        (ROOT / page).write_text(text)
 
 
 if __name__ == "__main__":

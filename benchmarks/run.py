@@ -1,7 +1,7 @@
 """Lists the benchmarks, or runs some, one after the other:
 
 python benchmarks/run.py                     # what there is, what it needs, and whether it can run here
-python benchmarks/run.py kernels ablations   # run these, then write the README's tables
+python benchmarks/run.py kernels ablations   # run these, then write the documentation's tables
 """
 
 from __future__ import annotations

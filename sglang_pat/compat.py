@@ -213,7 +213,11 @@ def replica(runner: Any) -> int | None:
 
 def attention_layers(runner: Any) -> int:
     """Attention layers that this process computes: one stage of a pipeline has only some of the model's."""
-    return runner.token_to_kv_pool.layer_num
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    # A pool also has a place for layers without attention (DeciLM). Of a draft, or a test, there may be no model.
+    layers = sum(isinstance(module, RadixAttention) for module in runner.model.modules())
+    return layers or runner.token_to_kv_pool.layer_num
 
 
 def arguments(server_args: Any) -> Any:

@@ -220,7 +220,7 @@ class Bench:
             print(f"  m {m:3}: {case[0]:3} items of {case[1]:3} tokens a worker take {time:7.1f} us", flush=True)
         writing = m * (self.head_dim + 1) * PARTIAL_BYTES / share
         item_ns, token_ns = round(max(0.0, float(fit[1]) * 1e3 - writing), 1), round(float(fit[2]) * 1e3, 2)
-        fitted = next((price for price in H200.prices if price.m == m), Price(m, 0, 0))
+        fitted = next((price for price in H200.prices if price.m == m), Price(m, 0, 0, 1, 1))
         price = msgspec.structs.replace(fitted, item_ns=item_ns, token_ns=token_ns)
         return price, float(fit[0]), error
 

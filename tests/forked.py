@@ -71,7 +71,7 @@ def _forks() -> ForkServerContext:
             _context = multiprocessing.get_context("forkserver")
             _context.set_forkserver_preload(["imported"])
             path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-            with mock.patch.dict(os.environ, CHOSEN | {"PYTHONPATH": path}):
+            with mock.patch.dict(os.environ, CHOSEN | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}):
                 forkserver.ensure_running()
         return _context
 
@@ -89,7 +89,7 @@ def _run(command: Sequence[str], environment: dict[str, str], log: Path) -> None
     os.environ.clear()
     os.environ.update(environment | CHOSEN)
     platform.announce()
-    sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     if "OMP_NUM_THREADS" in environment:
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     for name in ("TEST_RETRACT", "TEST_RETRACT_INTERVAL"):  # which the scheduler's module reads when it is imported

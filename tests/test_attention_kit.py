@@ -130,7 +130,7 @@ def test_shared_rows_are_packed(heads: int, kv_heads: int) -> None:
 
 
 def test_two_backends_of_one_process_plan_for_themselves() -> None:
-    """As those of a draft model and of two overlapped half batches do; what is gone follows no longer."""
+    """SGLang makes one for a draft model, and one for each of two half batches. What is gone follows no longer."""
     gc.collect()
     before = len(hooks.followers())
     first, second = shared_batch(4, 2, (310, 347, 33)), shared_batch(4, 2, (304, 305))

@@ -74,7 +74,8 @@ def trace_writer(runner: ModelRunner, config: PatConfig, pack_config: PackConfig
     Raises:
         TraceError: The file cannot be written.
     """
-    if not config.trace:
+    if not config.trace or hooks.followers():
+        # Another backend of this process writes it.
         return None
     replica = compat.replica(runner)
     if replica is None:

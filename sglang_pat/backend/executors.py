@@ -77,17 +77,19 @@ class CpuExecutor:
         self.buffers = [torch.zeros(size, dtype=torch.int32) for _ in range(2)]
         self.description = f"{torch.get_num_threads()} threads"
         self._plan: torch.Tensor | None = None
+        self._loaded = False
 
     def before_plan(self) -> None:
         pass
 
     def load(self, plan: torch.Tensor | None) -> None:
-        self._plan = plan
+        self._plan, self._loaded = plan, True
 
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float,
     ) -> torch.Tensor:  # fmt: skip
+        assert self._loaded
         if self._plan is None:
             return q.new_zeros(*q.shape[:2], v.shape[-1])
         real = rows.shape[0]

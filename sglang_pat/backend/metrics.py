@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -50,7 +51,6 @@ class Metrics:
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
         self._last_sizes: dict[str, int] = {}
-        self._exported: dict[str, Any] = {}
 
     def publish(self, counts: Mapping[str, Any], labels: Mapping[str, str] | None) -> None:
         """Log a line, and add to Prometheus's metrics where `labels` are given.
@@ -67,24 +67,27 @@ class Metrics:
             logger.info("%s", line(new))
 
     def _export(self, new: Mapping[str, int], counts: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-        if not self._exported:
-            # Imported here: SGLang must have set PROMETHEUS_MULTIPROC_DIR before.
-            from prometheus_client import Counter, Gauge
-
-            names = list(labels)
-            self._exported = {name: Counter(f"sglang_pat:{name}", text, names) for name, text in COUNTERS.items()}
-            self._exported |= {
-                name: Gauge(f"sglang_pat:{name}", text, names, multiprocess_mode="mostrecent")
-                for name, text in GAUGES.items()
-            }
-            self._exported["packs"] = Counter("sglang_pat:packs", PACKS, [*names, "queries"])
+        exported = _exported(tuple(labels))
         for name in COUNTERS:
-            self._exported[name].labels(**labels).inc(new[name])
+            exported[name].labels(**labels).inc(new[name])
         for name in GAUGES:
-            self._exported[name].labels(**labels).set(counts[name])
+            exported[name].labels(**labels).set(counts[name])
         for size, more in packs_since(counts["query_sizes"], self._last_sizes).items():
-            self._exported["packs"].labels(**labels, queries=str(size)).inc(more)
+            exported["packs"].labels(**labels, queries=str(size)).inc(more)
         self._last_sizes = dict(counts["query_sizes"])
+
+
+@functools.cache
+def _exported(labels: tuple[str, ...]) -> dict[str, Any]:
+    """This process's metrics, by their names in `counts`."""
+    # Imported here: SGLang must have set PROMETHEUS_MULTIPROC_DIR before.
+    from prometheus_client import Counter, Gauge
+
+    exported: dict[str, Any] = {name: Counter(f"sglang_pat:{name}", text, labels) for name, text in COUNTERS.items()}
+    exported |= {
+        name: Gauge(f"sglang_pat:{name}", text, labels, multiprocess_mode="mostrecent") for name, text in GAUGES.items()
+    }
+    return exported | {"packs": Counter("sglang_pat:packs", PACKS, [*labels, "queries"])}
 
 
 def line(new: Mapping[str, int]) -> str:

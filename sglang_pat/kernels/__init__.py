@@ -1,1 +1,1 @@
-"""Executors of a plan: one Python wrapper per native module, and a plain PyTorch reference."""
+"""What runs a plan: the native modules of CPUs and GPUs, and a plain PyTorch reference."""

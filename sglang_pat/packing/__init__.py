@@ -1,4 +1,4 @@
-"""From a batch's prefix tree to a plan of work items; plain Python that knows neither torch nor SGLang."""
+"""From radix-tree events to a plan of work items: in C++ where it serves (native.py), in Python to be read. Without torch or SGLang."""
 
 from sglang_pat.packing.cost import CostModel
 from sglang_pat.packing.oracle import POLICIES, make_plan

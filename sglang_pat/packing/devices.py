@@ -36,8 +36,8 @@ class Price(msgspec.Struct, frozen=True):
     m: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     item_ns: Nanoseconds
     token_ns: Nanoseconds
-    item_in_plans: Factor = 1
-    token_in_plans: Factor = 1
+    item_in_plans: Factor
+    token_in_plans: Factor
 
 
 class GpuTable(msgspec.Struct, frozen=True):
@@ -62,8 +62,8 @@ class GpuTable(msgspec.Struct, frozen=True):
     head_dim: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     prices: tuple[Price, ...]
     source: str
-    turn_ns: Nanoseconds = 0
-    turn_in_plans: Factor = 1
+    turn_ns: Nanoseconds
+    turn_in_plans: Factor
 
     @property
     def share(self) -> float:

@@ -46,7 +46,7 @@ _REPORT = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMe
 class Follower(Protocol):
     """An attention backend that follows a prefix cache.
 
-    A process may have several: a draft model's, those of two overlapped half batches.
+    A process may have several, as SGLang makes them for draft models and overlapped half batches (both refused yet: features.py).
 
     Attributes:
         req_to_token_pool: Of the requests that it follows.
@@ -84,7 +84,6 @@ def install(follower: Follower, graphs: bool = False) -> None:
     _followers.append(weakref.ref(follower, _followers.remove))
     if _hooked:
         return
-    _hooked = True
     hooks = {
         _RELEASE: _on_release,
         _STATE: _on_state,
@@ -110,6 +109,7 @@ def install(follower: Follower, graphs: bool = False) -> None:
     missed = [target for target in hooks if target not in HookRegistry._patched]
     if missed:
         raise RuntimeError(f"this SGLang has no {missed[0]}: sglang-pat supports {' and '.join(compat.TESTED)}")
+    _hooked = True
 
 
 def _caching_methods() -> list[tuple[str, str]]:
@@ -150,15 +150,16 @@ def tell(observer: Observer, report: Callable[[Observer], None]) -> None:
             logger.exception("sglang-pat cannot follow the prefix cache any more")
 
 
-def _tell_all(pool: Any, report: Callable[[Observer], None]) -> None:
-    """Tell everyone who follows requests of this pool; caches without one simulate (`--schedule-policy lpm`)."""
+def _tell_all(owner: Any, report: Callable[[Observer], None]) -> None:
+    """Tell everyone who follows requests of this cache's or scheduler's pool; caches without one simulate (`--schedule-policy lpm`)."""
+    pool = getattr(owner, "req_to_token_pool", None)
     for follower in followers():
         if follower.req_to_token_pool is pool:
             tell(follower.observer, report)
 
 
 def _on_cached(result: Any, cache: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    _tell_all(cache.req_to_token_pool, lambda observer: observer.on_cached(cache, req))
+    _tell_all(cache, lambda observer: observer.on_cached(cache, req))
 
 
 def _on_release(release: Callable[..., Any], req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,26 +167,26 @@ def _on_release(release: Callable[..., Any], req: Any, tree_cache: Any, *args: A
     request = compat.request_of(tree_cache.req_to_token_pool, req)
     result = release(req, tree_cache, *args, **kwargs)
     if request is not None:
-        _tell_all(tree_cache.req_to_token_pool, lambda observer: observer.on_released(request))
+        _tell_all(tree_cache, lambda observer: observer.on_released(request))
     return result
 
 
 def _on_finishing(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     requests = [compat.request_of(scheduler.req_to_token_pool, req) for req in result]
     known = [request for request in requests if request is not None]
-    _tell_all(scheduler.req_to_token_pool, lambda observer: observer.on_finishing(known))
+    _tell_all(scheduler, lambda observer: observer.on_finishing(known))
 
 
 def _on_evict_node(result: Any, cache: Any, node: Any) -> None:
-    _tell_all(cache.req_to_token_pool, lambda observer: observer.on_evicted(node.id))
+    _tell_all(cache, lambda observer: observer.on_evicted(node.id))
 
 
 def _on_evict_id(result: Any, cache: Any, node_id: int, *args: Any, **kwargs: Any) -> None:
-    _tell_all(cache.req_to_token_pool, lambda observer: observer.on_evicted(node_id))
+    _tell_all(cache, lambda observer: observer.on_evicted(node_id))
 
 
 def _on_reset(result: Any, cache: Any) -> None:
-    _tell_all(cache.req_to_token_pool, lambda observer: observer.on_reset())
+    _tell_all(cache, lambda observer: observer.on_reset())
 
 
 def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:

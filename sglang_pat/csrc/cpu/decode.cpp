@@ -122,18 +122,10 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
   const char* problem = pat::plan_problem(data<int32_t>(plan), bounds);
   if (!problem) problem = pat::batch_problem(data<int64_t>(rows), data<int64_t>(seq_lens), bounds);
   TVM_FFI_CHECK(!problem, ValueError) << problem;
-  const Arguments arguments{q,
-                            k,
-                            v,
-                            out,
-                            req_to_token,
-                            rows,
-                            seq_lens,
-                            plan,
-                            partial,
-                            lse,
-                            pat::Shape{int(q.size(2)), int(v.size(2)), float(logit_cap)},
-                            float(scale)};
+  // clang-format off
+  const Arguments arguments{q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse,
+                            pat::Shape{int(q.size(2)), int(v.size(2)), float(logit_cap)}, float(scale)};
+  // clang-format on
   const DLDataType kv = k.dtype();
   if (kv.code == kDLFloat && kv.bits == 32) return run<float>(arguments);
   if (kv.code == kDLFloat && kv.bits == 16) return run<pat::Fp16>(arguments);
