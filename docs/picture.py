@@ -1,12 +1,27 @@
-"""Draws docs/packing.svg from plans that the scheduler really makes: python docs/picture.py"""
+"""Draws docs/packing.svg, and docs/step.svg that moves, from plans that the scheduler really makes: python docs/picture.py"""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
-from sglang_pat.packing import CPU_TILES, OPEN, Batch, CostModel, Node, PackConfig, Plan, make_plan
+from sglang_pat.packing import CPU_TILES, OPEN, Batch, CostModel, Node, PackConfig, Plan, WorkItem, make_plan
+from sglang_pat.packing.tree import walk
 
-COLOURS = ["#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac"]
+COLOURS = [
+    "#4c78a8",
+    "#f58518",
+    "#54a24b",
+    "#b279a2",
+    "#e45756",
+    "#72b7b2",
+    "#9d755d",
+    "#8a8f98",
+    "#d6618f",
+    "#7f7f1f",
+    "#2a6f6b",
+    "#6b4fa0",
+]
 ROW, SCALE, LEFT = 22, 0.34, 64
 
 # Eight requests: one system prompt, two tool descriptions, eight questions.
@@ -34,24 +49,124 @@ def rows(plan: Plan, top: int) -> list[str]:
     return shapes
 
 
-def main() -> None:
-    cost = CostModel(32, 8, 128, 128, 2)
+COST = CostModel(32, 8, 128, 128, 2)
+STYLE = (
+    "text{font-family:sans-serif;font-size:12px;fill:#57606a}.title{font-weight:bold;font-size:14px}"
+    ".in{fill:#fff;text-anchor:middle}.name{text-anchor:end;font-size:11px}"
+)
+
+
+def draw_packing() -> str:
+    """Who reads what, without packing and with it."""
     body, top = [], 34
     for policy, title in (("query", "One query per CTA"), ("pat", "PAT")):
-        plan = make_plan(BATCH, PackConfig(cost, CPU_TILES, workers=2, policy=policy))
-        megabytes = plan.kv_tokens * cost.token_bytes / 1e6
+        plan = make_plan(BATCH, PackConfig(COST, CPU_TILES, workers=2, policy=policy))
+        megabytes = plan.kv_tokens * COST.token_bytes / 1e6
         body.append(
             f'<text x="{LEFT}" y="{top - 10}" class="title">{title}: {megabytes:.0f} MB of KV per layer and step</text>'
         )
         body += rows(plan, top)
         top += len(BATCH.seq_lens) * ROW + 44
-    style = (
-        "text{font-family:sans-serif;font-size:12px;fill:#57606a}.title{font-weight:bold;font-size:14px}"
-        ".in{fill:#fff;text-anchor:middle}.name{text-anchor:end;font-size:11px}"
+    return svg(LEFT + max(BATCH.seq_lens) * SCALE + 10, top - 30, STYLE, body)
+
+
+PHASES = (
+    "1. The radix tree says who shares what.",
+    "2. Packs: requests that share a prefix read it together. One colour is one read.",
+    "3. Bins of equal work: every CTA reads its packs, one after the other.",
+    "4. Merge: the parts of each request become its output.",
+)
+SECONDS = 16
+"""Of a turn."""
+
+LANE, GAP = 26, 44
+
+
+def draw_step() -> str:
+    """A decode step in four phases, again and again; where motion is not wanted, its end."""
+    plan = make_plan(BATCH, PackConfig(COST, CPU_TILES, workers=4 * COST.runs))
+    bins = [plan.items[first:last] for first, last in pairwise(plan.bins)]
+    size = len(BATCH.seq_lens)
+    top, lanes_top = 34, 34 + size * ROW + GAP
+    right = LEFT + max(BATCH.seq_lens) * SCALE + 40
+    colours: dict[tuple[int, ...], str] = {}
+    tree, packs, reads, merges = [], [], [], []
+    for node in [*walk(BATCH.roots), *(Node(ends(query), BATCH.seq_lens[query], [query]) for query in range(size))]:
+        tree.append(frame(node.start, node.end, node.queries, top, 'class="node"'))
+    most = max(sum(length(item) for item in members) for members in bins)
+    lane_scale = (right - LEFT) / most
+    for lane, members in enumerate(bins):
+        y, x = lanes_top + lane * LANE, float(LEFT)
+        reads.append(f'<text x="{LEFT - 8}" y="{y + 15}" class="name">CTA {lane}</text>')
+        for item in members:
+            colour = colours.setdefault(tuple(item.queries), COLOURS[len(colours) % len(COLOURS)])
+            packs.append(frame(item.start, item.start + length(item), item.queries, top, f'fill="{colour}"'))
+            width = length(item) * lane_scale
+            reads.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width - 2:.1f}" height="{LANE - 6}" rx="3" fill="{colour}" class="read"/>'
+            )
+            for query in item.queries:
+                middle = top + query * ROW + (ROW - 4) / 2
+                merges.append(f'<path d="M{x + width / 2:.1f} {y}L{right:.1f} {middle}" stroke="{colour}"/>')
+            x += width
+    for query in range(size):
+        middle = top + query * ROW + (ROW - 4) / 2
+        merges.append(f'<circle cx="{right:.1f}" cy="{middle}" r="6" fill="#24292f"/>')
+        merges.append(f'<text x="{right + 12:.1f}" y="{middle + 4}">{plan.num_parts[query]} parts</text>')
+        tree.append(f'<text x="{LEFT - 8}" y="{top + query * ROW + 14}" class="name">req {query}</text>')
+    phases = [tree, packs, reads, merges]
+    body = [f'<g class="p{number}">{"".join(shapes)}</g>' for number, shapes in enumerate(phases)]
+    body += [f'<text x="{LEFT}" y="22" class="title c{number}">{text}</text>' for number, text in enumerate(PHASES)]
+    return svg(right + 70, lanes_top + len(bins) * LANE + 8, STYLE + moves(), body)
+
+
+def moves() -> str:
+    """Each phase stays once it has come; its caption goes with it."""
+    rules = [
+        ".node{fill:#eaeef2;stroke:#8c959f}path{fill:none;opacity:.6}.read{transform-box:fill-box;transform-origin:left}"
+    ]
+    for number in range(len(PHASES)):
+        begin, end = (100 * at / len(PHASES) for at in (number, number + 1))
+        shown = "1" if number == len(PHASES) - 1 else "0"
+        rules.append(
+            f"@keyframes p{number}{{0%,{max(0, begin - 0.1):.1f}%{{opacity:0}}{begin + 4:.1f}%,100%{{opacity:1}}}}"
+            f"@keyframes c{number}{{0%,{max(0, begin - 0.1):.1f}%{{opacity:0}}{begin:.1f}%,{end - 0.1:.1f}%{{opacity:1}}{end:.1f}%,100%{{opacity:{shown}}}}}"
+            f".p{number}{{animation:p{number} {SECONDS}s linear infinite}}"
+            f".c{number}{{opacity:{shown};animation:c{number} {SECONDS}s linear infinite}}"
+        )
+    rules.append("@keyframes read{0%,50%{transform:scaleX(0)}70%,100%{transform:scaleX(1)}}")
+    rules.append(f".read{{animation:read {SECONDS}s linear infinite}}")
+    rules.append("@media(prefers-reduced-motion:reduce){*{animation:none!important}}")
+    return "".join(rules)
+
+
+def length(item: WorkItem) -> int:
+    """Its tokens now."""
+    return (BATCH.seq_lens[item.queries[0]] if item.end == OPEN else item.end) - item.start
+
+
+def ends(query: int) -> int:
+    """Where a request's own tokens begin."""
+    return max(node.end for node in walk(BATCH.roots) if query in node.queries)
+
+
+def frame(start: int, end: int, queries: list[int], top: int, look: str) -> str:
+    """Tokens [start, end) of requests that are beside each other."""
+    x, width = LEFT + start * SCALE, (end - start) * SCALE - 2
+    return f'<rect x="{x:.1f}" y="{top + min(queries) * ROW}" width="{width:.1f}" height="{len(queries) * ROW - 4}" rx="3" {look}/>'
+
+
+def svg(width: float, height: float, style: str, body: list[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}"><style>{style}</style>'
+        '<rect width="100%" height="100%" fill="#fff"/>' + "\n".join(body) + "</svg>\n"
     )
-    width = int(LEFT + max(BATCH.seq_lens) * SCALE + 10)
-    svg = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top - 30}" width="{width}"><style>{style}</style><rect width="100%" height="100%" fill="#fff"/>'
-    Path(__file__).with_name("packing.svg").write_text(svg + "\n".join(body) + "</svg>\n")
+
+
+def main() -> None:
+    folder = Path(__file__).parent
+    (folder / "packing.svg").write_text(draw_packing())
+    (folder / "step.svg").write_text(draw_step())
 
 
 if __name__ == "__main__":
