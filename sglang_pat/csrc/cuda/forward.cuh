@@ -15,12 +15,12 @@ struct ForwardSizes {
   // Items, statistics, barriers, alignment.
   static constexpr int kRest = int(sizeof(ItemWindow<threads(kDim)>)) + (4 << 10);
   static constexpr int kQueries = kQueryBuffers * int(sizeof(WideQueries<kDim>));
-  // More than eight units bring nothing: K and V of four tiles.
-  static constexpr int kUnits = std::min(8, (kSharedLimit - kRest - kQueries) / kUnitBytes<kDim> / 2 * 2);
+  // More than eight stages bring nothing: K and V of four tiles.
+  static constexpr int kStages = std::min(8, (kSharedLimit - kRest - kQueries) / kStageBytes<kDim> / 2 * 2);
   static constexpr int kNarrowWarps =
       std::min(groups(kDim) * kGroupWarps, (kSharedLimit - kRest) / NarrowSizes<kDim>::kWarp / kGroupWarps * kGroupWarps);
   // The groups need K and V of two tiles to take turns.
-  static_assert(kUnits >= (groups(kDim) > 1 ? 4 : 2) && kNarrowWarps > 0);
+  static_assert(kStages >= (groups(kDim) > 1 ? 4 : 2) && kNarrowWarps > 0);
 };
 
 // Panels are 1,024-byte aligned, as swizzled tiles must be.
@@ -32,11 +32,11 @@ struct ForwardMemory {
     NarrowStatistics<S::kNarrowWarps> statistics;
   };
   union {
-    WideMemory<kDim, S::kUnits> wide;
+    WideMemory<kDim, S::kStages> wide;
     Narrow narrow;
   };
   WideStatistics statistics;
-  WideBarriers<S::kUnits> barriers;
+  WideBarriers<S::kStages> barriers;
   ItemWindow<threads(kDim)> window;
 };
 
@@ -54,8 +54,8 @@ constexpr int kComputeRegisters = (65536 / kGroupThreads - kLoadRegisters) / gro
 
 template <typename T, int kDim, int kMs>
 __device__ PAT_PHASE void run_wide(const Params& p, const Items<threads(kDim)>& items, ForwardMemory<kDim, kMs>& memory,
-                                   WideCursors<ForwardSizes<kDim, kMs>::kUnits>& cursors) {
-  WideGroup<T, kDim, ForwardSizes<kDim, kMs>::kUnits>(p, items, memory.wide, memory.statistics, cursors).run();
+                                   WideCursors<ForwardSizes<kDim, kMs>::kStages>& cursors) {
+  WideGroup<T, kDim, ForwardSizes<kDim, kMs>::kStages>(p, items, memory.wide, memory.statistics, cursors).run();
 }
 
 template <typename T, int kDim, int kMs, int kM>
@@ -73,12 +73,12 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   constexpr int kThreads = threads(kDim);
   constexpr bool kTradeRegisters = groups(kDim) > 1;
   launch_dependents();
-  if (S::kHasWide && threadIdx.x < S::kUnits) {
-    init_barrier(shared_address(&memory.barriers.ring.full[threadIdx.x]), loaders(kDim));
-    init_barrier(shared_address(&memory.barriers.ring.free[threadIdx.x]), groups(kDim) * kGroupWarps);
+  if (S::kHasWide && threadIdx.x < S::kStages) {
+    init_barrier(shared_address(&memory.barriers.ring.full[threadIdx.x]), producer_threads(kDim));
+    init_barrier(shared_address(&memory.barriers.ring.empty[threadIdx.x]), groups(kDim) * kGroupWarps);
     if (threadIdx.x < kQueryBuffers) {
-      init_barrier(shared_address(&memory.barriers.queries.full[threadIdx.x]), 2 * loaders(kDim));
-      init_barrier(shared_address(&memory.barriers.queries.free[threadIdx.x]), S::kComputing);
+      init_barrier(shared_address(&memory.barriers.queries.full[threadIdx.x]), 2 * producer_threads(kDim));
+      init_barrier(shared_address(&memory.barriers.queries.empty[threadIdx.x]), S::kComputing);
     }
   }
   Items<kThreads> items(p, memory.window);
@@ -95,14 +95,14 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   int first = 0;
   if (threadIdx.x >= S::kComputing) {
     if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters>();
-    Loader<T, kDim, S::kUnits> loader(p, items, memory.wide, memory.barriers);
+    Producer<T, kDim, S::kStages> producer(p, items, memory.wide, memory.barriers);
     do {
-      if constexpr (S::kHasWide) loader.run();
+      if constexpr (S::kHasWide) producer.run();
     } while (more(first));
     wait_copies<0>();
   } else {
     if constexpr (kTradeRegisters) grow_registers<kComputeRegisters<kDim>>();
-    WideCursors<S::kUnits> cursors(memory.barriers);
+    WideCursors<S::kStages> cursors(memory.barriers);
     do {
       // Wide items first: nothing would hide how long they take to begin at the end. A phase without items is passed over.
       if constexpr (S::kHasWide) {

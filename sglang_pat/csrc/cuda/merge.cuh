@@ -30,17 +30,17 @@ struct MergeColumns {
   }
 
   template <typename T>
-  static __device__ __forceinline__ void store(T* row, const float (&x)[kCount], float factor) {
+  static __device__ __forceinline__ void store(T* row, const float (&x)[kCount], float scale) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       T* to = row + (i * kWarpSize + lane_id()) * kVector;
       if constexpr (kVector == 1) {
-        *to = T(x[i] * factor);
+        *to = T(x[i] * scale);
       } else {
 #pragma unroll
         for (int j = 0; j < kVector; j += 2)
           reinterpret_cast<uint32_t*>(to)[j / 2] =
-              Half<T>::pack(x[i * kVector + j] * factor, x[i * kVector + j + 1] * factor);
+              Half<T>::pack(x[i * kVector + j] * scale, x[i * kVector + j + 1] * scale);
       }
     }
   }
@@ -49,22 +49,22 @@ struct MergeColumns {
 // What a warp has of a row so far.
 template <int kDim>
 struct MergeSum {
-  float x[kDim / kWarpSize] = {}, weight = 0, top = -INFINITY;
+  float x[kDim / kWarpSize] = {}, weight = 0, max_lse2 = -INFINITY;
 
   // Makes place for weights of up to `higher`.
-  __device__ __forceinline__ void raise(float higher) {
-    const float factor = top == -INFINITY ? 0 : exp2_fast(top - higher);
-    weight *= factor;
+  __device__ __forceinline__ void rescale_to(float higher) {
+    const float correction = max_lse2 == -INFINITY ? 0 : exp2_fast(max_lse2 - higher);
+    weight *= correction;
 #pragma unroll
-    for (int i = 0; i < kDim / kWarpSize; ++i) x[i] *= factor;
-    top = higher;
+    for (int i = 0; i < kDim / kWarpSize; ++i) x[i] *= correction;
+    max_lse2 = higher;
   }
 
-  __device__ __forceinline__ void add(const float (&other)[kDim / kWarpSize], float lse, float other_weight) {
-    const float factor = lse == -INFINITY ? 0 : exp2_fast(lse - top);
-    weight += factor * other_weight;
+  __device__ __forceinline__ void add(const float (&other)[kDim / kWarpSize], float lse2, float other_weight) {
+    const float correction = lse2 == -INFINITY ? 0 : exp2_fast(lse2 - max_lse2);
+    weight += correction * other_weight;
 #pragma unroll
-    for (int i = 0; i < kDim / kWarpSize; ++i) x[i] += factor * other[i];
+    for (int i = 0; i < kDim / kWarpSize; ++i) x[i] += correction * other[i];
   }
 };
 
@@ -91,25 +91,25 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
 
   MergeSum<kDim> sums[kRows];
   for (int part = first + share; part < end; part += kShare * kAtOnce) {
-    float x[kAtOnce][kRows][Columns::kCount], lse[kAtOnce][kRows];
+    float x[kAtOnce][kRows][Columns::kCount], lse2[kAtOnce][kRows];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int at = part + i * kShare;
       const int64_t from = int64_t(min(at, end - 1)) * p.heads + head;
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
-        lse[i][j] = at < end ? p.lse[from + j] : -INFINITY;
+        lse2[i][j] = at < end ? p.lse2[from + j] : -INFINITY;
         Columns::load(x[i][j], p.partial + (from + j) * kDim);
       }
     }
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
-      float higher = sums[j].top;
+      float higher = sums[j].max_lse2;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) higher = fmaxf(higher, lse[i][j]);
-      sums[j].raise(higher);
+      for (int i = 0; i < kAtOnce; ++i) higher = fmaxf(higher, lse2[i][j]);
+      sums[j].rescale_to(higher);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) sums[j].add(x[i][j], lse[i][j], 1);
+      for (int i = 0; i < kAtOnce; ++i) sums[j].add(x[i][j], lse2[i][j], 1);
     }
   }
 
@@ -119,14 +119,14 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
     all[warp][lane_id()] = sums[0];
     __syncthreads();
     if (share != 0) return;
-    float higher = sums[0].top;
+    float higher = sums[0].max_lse2;
 #pragma unroll
-    for (int i = 1; i < kMergeWarps; ++i) higher = fmaxf(higher, all[i][lane_id()].top);
-    sums[0].raise(higher);
+    for (int i = 1; i < kMergeWarps; ++i) higher = fmaxf(higher, all[i][lane_id()].max_lse2);
+    sums[0].rescale_to(higher);
 #pragma unroll
     for (int i = 1; i < kMergeWarps; ++i) {
       const MergeSum<kDim> other = all[i][lane_id()];
-      sums[0].add(other.x, other.top, other.weight);
+      sums[0].add(other.x, other.max_lse2, other.weight);
     }
   }
 #pragma unroll

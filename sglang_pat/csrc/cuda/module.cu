@@ -98,7 +98,7 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, kDLCUDA);
   pat::Params p;
   p.q = q.data_ptr(), p.k = k.data_ptr(), p.v = v.data_ptr(), p.out = out.data_ptr();
-  p.partial = static_cast<float*>(partial.data_ptr()), p.lse = static_cast<float*>(lse.data_ptr());
+  p.partial = static_cast<float*>(partial.data_ptr()), p.lse2 = static_cast<float*>(lse.data_ptr());
   p.req_to_token = static_cast<const int32_t*>(req_to_token.data_ptr());
   p.rows = static_cast<const int64_t*>(rows.data_ptr());
   p.seq_lens = static_cast<const int64_t*>(seq_lens.data_ptr());

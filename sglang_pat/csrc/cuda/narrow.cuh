@@ -24,7 +24,7 @@ struct NarrowSizes {
 // Of warps that share an item.
 template <int kWarps>
 struct NarrowStatistics {
-  float top[kWarps][kNarrowM], sum[kWarps][kNarrowM];
+  float row_max[kWarps][kNarrowM], sum[kWarps][kNarrowM];
   int stage[kWarps];  // where each left its results
 };
 
@@ -67,12 +67,24 @@ class NarrowWarp {
         shared_(items.shared(kPhase)),
         capped_(fresh(p.cap > 0)) {}
 
-  // What is long is there once only: code is in no cache when a kernel starts, and is waited for.
+  // Each turn of the loop computes a chunk, or a pair. At its top:
+  //
+  //   reader     the chunk whose slots are read next, kSlotsAhead chunks past the last one that was asked for
+  //   ahead_     those chunks, with their slots
+  //   wanted     stages that are empty, and so copies to ask for; the others are full or being filled. Each copy is a commit
+  //              group, also where there is nothing left: the oldest of kNarrowStages groups is the user's chunk
+  //   copied     the stage that the next copy fills
+  //   user       the chunk that is computed next, its item's Q in q_; at = -1 before the first
+  //   used       the stage that it is in
+  //   following  the item after the user's, its Q in next_q_ (with kReadAhead)
+  //   computed   all chunks of the user's item are computed, and its results not yet written
+  //
+  // Keep one copy of each large block: the instruction cache is cold at launch.
   __device__ void run() {
     Cursor reader, user, following;
     next_item(reader);
-    int copied = 0, wanted = kNarrowStages, used = 0;  // copies to ask for; the stage that is used next
-    bool computed = true;                              // all of the item
+    int copied = 0, wanted = kNarrowStages, used = 0;
+    bool computed = true;
 #pragma unroll 1
     for (int i = 0; i < kSlotsAhead; ++i) read_slots(reader);
 #pragma unroll 1
@@ -248,14 +260,14 @@ class NarrowWarp {
         for (int block = 0; block < kBlocks; ++block) Half<T>::mma(s[chunk][block], a, q_[i][block][0], q_[i][block][1]);
       }
     }
-    float factor[kBlocks][2];
-    softmax_.template update<kChunks>(s, tokens, tokens - step, capped_, p_, factor);
+    float correction[kBlocks][2];
+    softmax_.template update<kChunks>(s, tokens, tokens - step, capped_, p_, correction);
     bool same = true;
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) same = same && factor[block][0] == 1 && factor[block][1] == 1;
+    for (int block = 0; block < kBlocks; ++block) same = same && correction[block][0] == 1 && correction[block][1] == 1;
     if (__any_sync(~0u, !same)) {
 #pragma unroll
-      for (int i = 0; i < kSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] *= factor[i / 4 % kBlocks][i % 2];
+      for (int i = 0; i < kSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] *= correction[i / 4 % kBlocks][i % 2];
     }
     const uint32_t v = S::kTile + panel_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2, S::kPanel);
 #pragma unroll
@@ -303,7 +315,7 @@ class NarrowWarp {
       const RowTarget to(p_, item, row_of(number));
       if (!to.used()) continue;
       const float sum = of_row(number, softmax_.sum), norm = norm_of(sum);
-      if (lane_id() / 4 == 0) results.store_lse(to, lse(of_row(number, softmax_.top), sum, p_));
+      if (lane_id() / 4 == 0) results.store_lse2(to, lse2(of_row(number, softmax_.row_max), sum, p_));
       results.store_columns(to, lane_id() / 4, [&](int i) { return output_of_row(number, i) * norm; });
     }
   }
@@ -323,7 +335,7 @@ class NarrowWarp {
       const int row = row_of(number);
       if (row >= rows) continue;
       if (lane / 4 == 0) {
-        statistics_.top[warp][row] = of_row(number, softmax_.top);
+        statistics_.row_max[warp][row] = of_row(number, softmax_.row_max);
         statistics_.sum[warp][row] = of_row(number, softmax_.sum);
       }
 #pragma unroll
@@ -338,26 +350,26 @@ class NarrowWarp {
 #pragma unroll 1
     for (int row = team.warp; row < rows; row += team.warps) {
       const RowTarget to(p_, item, row);
-      const float own_top = statistics_.top[from][row];
-      float top = own_top;
+      const float own_row_max = statistics_.row_max[from][row];
+      float row_max = own_row_max;
 #pragma unroll
-      for (int mask = kWarpSize / 4; mask > 0; mask /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
-      const float share = part < team.warps ? weight(own_top, top, p_) : 0;
+      for (int mask = kWarpSize / 4; mask > 0; mask /= 2) row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, mask));
+      const float share = part < team.warps ? weight(own_row_max, row_max, p_) : 0;
       float sum = share * statistics_.sum[from][row];
 #pragma unroll
       for (int mask = kWarpSize / 4; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
       const float norm = norm_of(sum);
-      if (lane == 0) results.store_lse(to, lse(top, sum, p_));
+      if (lane == 0) results.store_lse2(to, lse2(row_max, sum, p_));
 #pragma unroll 1
       for (int first = 0; first < kDim; first += 4 * kWarpSize) {
         const int column = min(first + lane * 4, kDim - 4);
         float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll 4
         for (int i = 0; i < team.warps; ++i) {
-          const float factor = __shfl_sync(~0u, share, i) * norm;
+          const float scale = __shfl_sync(~0u, share, i) * norm;
           const float* const rows_of_part = reinterpret_cast<const float*>(memory_ + __shfl_sync(~0u, place_of_part, i));
           const float4 x = *reinterpret_cast<const float4*>(rows_of_part + place(row, column));
-          total.x += x.x * factor, total.y += x.y * factor, total.z += x.z * factor, total.w += x.w * factor;
+          total.x += x.x * scale, total.y += x.y * scale, total.z += x.z * scale, total.w += x.w * scale;
         }
         if (first + lane * 4 < kDim) results.store(to, column, total);
       }

@@ -15,7 +15,7 @@ constexpr int kGroupWarps = kGroupThreads / kWarpSize;
 struct Params {
   const void *q, *k, *v;        // [batch, heads, dim], [slots, kv_heads, dim] twice
   void* out;                    // [rows, heads, dim]
-  float *partial, *lse;         // [workspace slots, heads, dim] and [workspace slots, heads], lse to base 2
+  float *partial, *lse2;        // [workspace slots, heads, dim] and [workspace slots, heads], lse2 to base 2
   const int32_t* req_to_token;  // [requests, context]
   const int64_t *rows, *seq_lens;
   const int32_t* plan;
@@ -58,7 +58,7 @@ __device__ __forceinline__ uint32_t next_row(uint32_t offset, int row) {
 constexpr int panels(int dim) { return (dim + kPanelColumns - 1) / kPanelColumns; }
 
 // Named barriers; 0 is __syncthreads.
-constexpr int kWideBarrier = 1, kTurnBarrier = 2, kLoadBarrier = 3;
+constexpr int kWideBarrier = 1, kTurnBarrier = 2, kProducerBarrier = 3;
 constexpr int kTeamBarrier = 4, kMostTeams = 6;  // of the first team, for each of two phases
 
 constexpr int kSingleM = 8, kNarrowM = 16;  // tiles that a warp has for itself; the others are wide
@@ -75,8 +75,8 @@ constexpr int kSharedLimit = (PAT_ARCH == 900 || PAT_ARCH == 1000 ? 227 : PAT_AR
 // Warpgroups that compute. Three where they can take over registers of a fourth, which loads: so on Hopper, and up to 128
 // columns, above which the accumulators of one take all there are. Elsewhere one, and two warps that load.
 constexpr int groups(int dim) { return dim <= 128 && PAT_ARCH == 900 ? 3 : 1; }
-constexpr int loaders(int dim) { return (groups(dim) == 3 ? 4 : 2) * kWarpSize; }
-constexpr int threads(int dim) { return groups(dim) * kGroupThreads + loaders(dim); }
+constexpr int producer_threads(int dim) { return (groups(dim) == 3 ? 4 : 2) * kWarpSize; }
+constexpr int threads(int dim) { return groups(dim) * kGroupThreads + producer_threads(dim); }
 
 // Chunks of a narrow item in shared memory for each warp.
 constexpr int kNarrowStages = 2;

@@ -78,8 +78,8 @@ class Results {
       *reinterpret_cast<float4*>(partial(to) + column) = x;
   }
 
-  __device__ void store_lse(const RowTarget& to, float lse) const {
-    if (!to.direct()) p_.lse[to.row()] = lse;
+  __device__ void store_lse2(const RowTarget& to, float lse2) const {
+    if (!to.direct()) p_.lse2[to.row()] = lse2;
   }
 
  private:

@@ -1,6 +1,6 @@
-// The ring in shared memory through which K and V of wide items go: units of 64 tokens, K and V by turns; and Q beside it,
+// The ring in shared memory through which K and V of wide items go: stages of 64 tokens, K and V by turns; and Q beside it,
 // where there is memory for it an item ahead. Some warps fill it, the others compute; barriers tell them what is full and
-// what is free.
+// what is empty.
 #pragma once
 
 #include "items.cuh"
@@ -10,7 +10,7 @@
 namespace pat {
 
 template <int kDim>
-constexpr int kUnitBytes = panels(kDim) * kTokens * kPanelRow;
+constexpr int kStageBytes = panels(kDim) * kTokens * kPanelRow;
 
 // The most rows of a wide tile; each group of warps has 64.
 template <int kDim>
@@ -26,59 +26,59 @@ struct WideQueries {
 
 constexpr int kQueryBuffers = kSharedLimit > (200 << 10) ? 2 : 1;
 
-template <int kUnits>
+template <int kStages>
 struct RingBarriers {
-  alignas(8) uint64_t full[kUnits], free[kUnits];
+  alignas(8) uint64_t full[kStages], empty[kStages];
 };
 
-// A position in a ring of `kUnits` units.
-template <int kUnits>
+// A position in a ring of `kStages` stages.
+template <int kStages>
 class RingCursor {
  public:
-  __device__ explicit RingCursor(RingBarriers<kUnits>& barriers) : barriers_(barriers) {}
+  __device__ explicit RingCursor(RingBarriers<kStages>& barriers) : barriers_(barriers) {}
 
-  __device__ int unit() const { return unit_; }
-  __device__ void wait_full() const { wait_barrier(shared_address(&barriers_.full[unit_]), phase_); }
+  __device__ int stage() const { return stage_; }
+  __device__ void wait_full() const { wait_barrier(shared_address(&barriers_.full[stage_]), phase_); }
   // At first everything is free: the phase before the first has passed.
-  __device__ void wait_free() const { wait_barrier(shared_address(&barriers_.free[unit_]), phase_ ^ 1); }
-  __device__ uint32_t full_barrier() const { return shared_address(&barriers_.full[unit_]); }
+  __device__ void wait_empty() const { wait_barrier(shared_address(&barriers_.empty[stage_]), phase_ ^ 1); }
+  __device__ uint32_t full_barrier() const { return shared_address(&barriers_.full[stage_]); }
   // To be arrived at by every computing warp.
-  __device__ uint32_t free_barrier() const { return shared_address(&barriers_.free[unit_]); }
-  __device__ void advance(int units = 1) {
-    unit_ += units;
-    if (unit_ >= kUnits) unit_ -= kUnits, phase_ ^= 1;
+  __device__ uint32_t empty_barrier() const { return shared_address(&barriers_.empty[stage_]); }
+  __device__ void advance(int stages = 1) {
+    stage_ += stages;
+    if (stage_ >= kStages) stage_ -= kStages, phase_ ^= 1;
   }
 
  private:
-  RingBarriers<kUnits>& barriers_;
-  int unit_ = 0, phase_ = 0;
+  RingBarriers<kStages>& barriers_;
+  int stage_ = 0, phase_ = 0;
 };
 
-template <int kDim, int kUnits>
+template <int kDim, int kStages>
 struct WideMemory {
-  alignas(1024) uint8_t ring[kUnits * kUnitBytes<kDim>];
+  alignas(1024) uint8_t ring[kStages * kStageBytes<kDim>];
   WideQueries<kDim> queries[kQueryBuffers];
 };
 
-template <int kUnits>
+template <int kStages>
 struct WideBarriers {
-  RingBarriers<kUnits> ring;
+  RingBarriers<kStages> ring;
   RingBarriers<kQueryBuffers> queries;
 };
 
 // The warps that fill the ring. Slots of the next tile and queries of the next item are read while this one's rows are
 // copied: their latency would otherwise stand before every copy (benchmarks/NOTES-archive.md).
-template <typename T, int kDim, int kUnits>
-class Loader {
+template <typename T, int kDim, int kStages>
+class Producer {
   static constexpr int kRowThreads = row_threads(kDim);
   // A thread copies rows that are kStride apart: where that is 8, they are swizzled alike.
-  static constexpr int kStride = loaders(kDim) / kRowThreads, kRows = kTokens / kStride;
+  static constexpr int kStride = producer_threads(kDim) / kRowThreads, kRows = kTokens / kStride;
   static_assert(kRows <= kRowThreads);  // for each lane has the slot of one row
-  static constexpr int kMembers = (kMaxRows<kDim> + loaders(kDim) - 1) / loaders(kDim);
+  static constexpr int kMembers = (kMaxRows<kDim> + producer_threads(kDim) - 1) / producer_threads(kDim);
 
  public:
-  __device__ Loader(const Params& p, const Items<threads(kDim)>& items, WideMemory<kDim, kUnits>& memory,
-                    WideBarriers<kUnits>& barriers)
+  __device__ Producer(const Params& p, const Items<threads(kDim)>& items, WideMemory<kDim, kStages>& memory,
+                      WideBarriers<kStages>& barriers)
       : p_(p), items_(items), memory_(memory), cursor_(barriers.ring), queries_(barriers.queries) {}
 
   // The items of one look-up.
@@ -94,7 +94,7 @@ class Loader {
   }
 
  private:
-  __device__ static unsigned thread() { return thread_of<loaders(kDim)>(); }
+  __device__ static unsigned thread() { return thread_of<producer_threads(kDim)>(); }
 
   // Of the item `i`: each thread some queries, and the slot of a row of the first tile.
   __device__ void read_members(int i) {
@@ -102,7 +102,7 @@ class Loader {
     const Item& item = items_.get(kWide, i);
 #pragma unroll
     for (int j = 0; j < kMembers; ++j) {
-      const int member = int(thread()) + j * loaders(kDim);
+      const int member = int(thread()) + j * producer_threads(kDim);
       if (member < item.count) {
         queries_ahead_[j] = p_.section(kQueries)[item.first + member];
         targets_ahead_[j] = p_.section(kSlots)[item.first + member];
@@ -114,11 +114,11 @@ class Loader {
   __device__ void copy_queries(const Item& item) {
     const unsigned column = thread() % kRowThreads;
     const int rows = item.count * p_.group;
-    queries_.wait_free();
-    auto& to = memory_.queries[queries_.unit()];
+    queries_.wait_empty();
+    auto& to = memory_.queries[queries_.stage()];
 #pragma unroll
     for (int i = 0; i < kMembers; ++i) {
-      const int member = int(thread()) + i * loaders(kDim);
+      const int member = int(thread()) + i * producer_threads(kDim);
       if (member >= item.count) continue;
       to.members[member] = queries_ahead_[i];
 #pragma unroll 1
@@ -128,11 +128,11 @@ class Loader {
       }
     }
 #pragma unroll 1
-    for (int row = rows + int(thread()); row < item.m; row += loaders(kDim)) to.targets[row] = RowTarget::kNone;
-    sync_threads(kLoadBarrier, loaders(kDim));
+    for (int row = rows + int(thread()); row < item.m; row += producer_threads(kDim)) to.targets[row] = RowTarget::kNone;
+    sync_threads(kProducerBarrier, producer_threads(kDim));
     if (column < kDim / 8) {
 #pragma unroll 4
-      for (int row = int(thread() / kRowThreads); row < item.m; row += loaders(kDim) / kRowThreads) {
+      for (int row = int(thread() / kRowThreads); row < item.m; row += producer_threads(kDim) / kRowThreads) {
         const bool used = row < rows;
         const T* q = q_row<T>(p_, item, used ? to.members[p_.query_of(row)] : item.query, used ? row : 0) + column * 8;
         copy16_or_zero(shared_address(to.q) + panel_offset(row, column, item.m * kPanelRow), q, used);
@@ -162,18 +162,18 @@ class Loader {
       next = begin + kTokens + own < item.tokens ? *slots : 0;
       const int tokens = item.tokens - begin - int(first);  // that are left from this thread's first row on
       const bool full = kDim / 8 == kRowThreads && item.tokens - begin >= kTokens;
-      cursor_.wait_free();
+      cursor_.wait_empty();
       copy_rows<false>(full, column, offset, k, p_.k_slot, slot, tokens);
-      cursor_.wait_free();
+      cursor_.wait_empty();
       copy_rows<true>(full, column, offset, v, p_.v_slot, slot, tokens);
     }
   }
 
-  // One unit. Every lane of the warp has to call it.
+  // One stage. Every lane of the warp has to call it.
   template <bool kIsV>
   __device__ void copy_rows(bool full, int column, uint32_t offset, const char* pool, uint32_t stride, int slot,
                             int tokens) {
-    const uint32_t to = shared_address(memory_.ring) + cursor_.unit() * kUnitBytes<kDim>;
+    const uint32_t to = shared_address(memory_.ring) + cursor_.stage() * kStageBytes<kDim>;
     const int lane = int(thread() % kWarpSize / kRowThreads * kRowThreads);
     if (full) {
 #pragma unroll
@@ -195,8 +195,8 @@ class Loader {
 
   const Params& p_;
   const Items<threads(kDim)>& items_;
-  WideMemory<kDim, kUnits>& memory_;
-  RingCursor<kUnits> cursor_;
+  WideMemory<kDim, kStages>& memory_;
+  RingCursor<kStages> cursor_;
   RingCursor<kQueryBuffers> queries_;
   int queries_ahead_[kMembers] = {}, targets_ahead_[kMembers] = {}, slot_ahead_ = 0;
 };

@@ -14,8 +14,8 @@ namespace pat {
 // (FlashAttention-4 does the same).
 constexpr float kSlack = 8;
 
-__device__ __forceinline__ float raise(float top, float higher, const Params& p) {
-  return (higher - top) * p.scale_log2 > kSlack ? higher : top;
+__device__ __forceinline__ float lazy_row_max(float row_max, float higher, const Params& p) {
+  return (higher - row_max) * p.scale_log2 > kSlack ? higher : row_max;
 }
 
 __device__ __forceinline__ void cap_score(float& s, const Params& p) {
@@ -23,13 +23,13 @@ __device__ __forceinline__ void cap_score(float& s, const Params& p) {
 }
 
 struct Softmax {
-  float top[2] = {-INFINITY, -INFINITY};  // the score of each row that weights are taken against, without the scale
-  float sum[2] = {0, 0};                  // of this thread's own columns
+  float row_max[2] = {-INFINITY, -INFINITY};  // the score of each row that weights are taken against, without the scale
+  float sum[2] = {0, 0};                      // of this thread's own columns
 
   // Turns scores into weights, and says by what the weights before are to be multiplied. Columns from `valid` on do not
   // count.
   template <int kBlocks>
-  __device__ __forceinline__ void update(float* s, int valid, bool capped, const Params& p, float (&factor)[2]) {
+  __device__ __forceinline__ void update(float* s, int valid, bool capped, const Params& p, float (&correction)[2]) {
     if (capped) {
 #pragma unroll
       for (int i = 0; i < 4 * kBlocks; ++i) cap_score(s[i], p);
@@ -42,17 +42,17 @@ struct Softmax {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float higher = top[half];
+      float higher = row_max[half];
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block)
         higher = fmaxf(higher, fmaxf(s[4 * block + 2 * half], s[4 * block + 2 * half + 1]));
       higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 1));
       higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 2));
-      higher = raise(top[half], higher, p);
+      higher = lazy_row_max(row_max[half], higher, p);
       // A row without a score so far stays at weights of zero.
       const float base = higher == -INFINITY ? 0 : higher * p.scale_log2;
-      factor[half] = exp2_fast(top[half] * p.scale_log2 - base);
-      top[half] = higher;
+      correction[half] = exp2_fast(row_max[half] * p.scale_log2 - base);
+      row_max[half] = higher;
       float total = 0;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
@@ -62,7 +62,7 @@ struct Softmax {
           total += s[i];
         }
       }
-      sum[half] = sum[half] * factor[half] + total;
+      sum[half] = sum[half] * correction[half] + total;
     }
   }
 
@@ -80,17 +80,17 @@ struct Softmax {
 // lane / 4 and lane / 4 + 8. Here columns are the rows of Q, and rows are tokens.
 template <int kBlocks>
 struct ColumnSoftmax {
-  float top[kBlocks][2], sum[kBlocks][2];
+  float row_max[kBlocks][2], sum[kBlocks][2];
 
   __device__ ColumnSoftmax() {
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocks; ++i) top[i / 2][i % 2] = -INFINITY, sum[i / 2][i % 2] = 0;
+    for (int i = 0; i < 2 * kBlocks; ++i) row_max[i / 2][i % 2] = -INFINITY, sum[i / 2][i % 2] = 0;
   }
 
   // `first` tokens of the first chunk count, and `second` of the second.
   template <int kChunks>
   __device__ __forceinline__ void update(float (&s)[kChunks][kBlocks][4], int first, int second, bool capped,
-                                         const Params& p, float (&factor)[kBlocks][2]) {
+                                         const Params& p, float (&correction)[kBlocks][2]) {
     if (capped) {
 #pragma unroll
       for (int i = 0; i < kChunks * kBlocks * 4; ++i) cap_score((&s[0][0][0])[i], p);
@@ -107,17 +107,17 @@ struct ColumnSoftmax {
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; ++i) {
       const int block = i / 2, which = i % 2;
-      float higher = top[block][which];
+      float higher = row_max[block][which];
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk)
         higher = fmaxf(higher, fmaxf(s[chunk][block][which], s[chunk][block][which + 2]));
 #pragma unroll
       for (int mask = 4; mask < kWarpSize; mask *= 2) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
-      higher = raise(top[block][which], higher, p);
+      higher = lazy_row_max(row_max[block][which], higher, p);
       // A query without a score so far stays at weights of zero.
       const float base = higher == -INFINITY ? 0 : higher * p.scale_log2;
-      factor[block][which] = exp2_fast(top[block][which] * p.scale_log2 - base);
-      top[block][which] = higher;
+      correction[block][which] = exp2_fast(row_max[block][which] * p.scale_log2 - base);
+      row_max[block][which] = higher;
       float total = 0;
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -128,7 +128,7 @@ struct ColumnSoftmax {
           total += x;
         }
       }
-      sum[block][which] = sum[block][which] * factor[block][which] + total;
+      sum[block][which] = sum[block][which] * correction[block][which] + total;
     }
   }
 
@@ -142,25 +142,25 @@ struct ColumnSoftmax {
   }
 };
 
-// What weights that were taken against `top` count against a higher one; nothing where there was no score at all.
-__device__ __forceinline__ float weight(float top, float higher, const Params& p) {
-  return top == -INFINITY ? 0 : exp2_fast((top - higher) * p.scale_log2);
+// What weights that were taken against `row_max` count against a higher one; nothing where there was no score at all.
+__device__ __forceinline__ float weight(float row_max, float higher, const Params& p) {
+  return row_max == -INFINITY ? 0 : exp2_fast((row_max - higher) * p.scale_log2);
 }
 
-// Multiplies the output's accumulators by the factors of `Softmax::update`, if any is not one.
+// Multiplies the output's accumulators by the correction of `Softmax::update`, if any is not one.
 template <int kSize>
-__device__ __forceinline__ void rescale(float* o, const float (&factor)[2]) {
-  if (!__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) return;
+__device__ __forceinline__ void rescale(float* o, const float (&correction)[2]) {
+  if (!__any_sync(~0u, correction[0] != 1 || correction[1] != 1)) return;
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) o[i] *= factor[i / 2 % 2];
+  for (int i = 0; i < kSize; ++i) o[i] *= correction[i / 2 % 2];
 }
 
 // What a row's output is multiplied by in the end; nothing where it has no weight at all.
 __device__ __forceinline__ float norm_of(float sum) { return sum > 0 ? __fdividef(1, sum) : 0; }
 
 // To base 2.
-__device__ __forceinline__ float lse(float top, float sum, const Params& p) {
-  return sum > 0 ? top * p.scale_log2 + __log2f(sum) : -INFINITY;
+__device__ __forceinline__ float lse2(float row_max, float sum, const Params& p) {
+  return sum > 0 ? row_max * p.scale_log2 + __log2f(sum) : -INFINITY;
 }
 
 // Weights as the left operand of a product over 16 tokens.

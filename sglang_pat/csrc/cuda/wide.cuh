@@ -1,5 +1,5 @@
 // Items of more rows. Each group of warps has 64 of them. Of a long item of 64 rows, two groups take turns at the tiles and
-// sum up at the end; a short one is one group's, and the next one the next group's: each hides what the others wait for.
+// sum up at the end; a short item is owned by one warpgroup, the next one by the next: each hides what the others wait for.
 // K, V and Q come through the ring.
 #pragma once
 
@@ -10,33 +10,33 @@
 namespace pat {
 
 constexpr int kTurns = 2;  // groups that share a long item of 64 rows: as fast as memory already
-// Up to so many tokens it is one group's: an item of 32 tokens took 3.9 us, 16 rows of it 0.5 (python -m sglang_pat.tune).
+// Up to so many tokens an item is owned by one warpgroup: one of 32 tokens took 3.9 us, 16 rows of it 0.5 (python -m sglang_pat.tune).
 constexpr int kOwnTokens = 4 * kTokens;
 
 struct WideStatistics {
-  float top[64], sum[64];  // of the second group, where both have the same rows
+  float row_max[64], sum[64];  // of the second group, where both have the same rows
 };
 
 // How far the computing warps are in the rings; kept from one look-up of items to the next.
-template <int kUnits>
+template <int kStages>
 struct WideCursors {
-  __device__ explicit WideCursors(WideBarriers<kUnits>& barriers)
+  __device__ explicit WideCursors(WideBarriers<kStages>& barriers)
       : k(barriers.ring), v(barriers.ring), queries(barriers.queries) {
     v.advance();
   }
-  RingCursor<kUnits> k, v;
+  RingCursor<kStages> k, v;
   RingCursor<kQueryBuffers> queries;
 };
 
-template <typename T, int kDim, int kUnits>
+template <typename T, int kDim, int kStages>
 class WideGroup {
   using P = Products<T, kDim>;
-  using Ring = RingCursor<kUnits>;
+  using Ring = RingCursor<kStages>;
   static constexpr int kGroups = groups(kDim);
 
  public:
-  __device__ WideGroup(const Params& p, const Items<threads(kDim)>& items, WideMemory<kDim, kUnits>& memory,
-                       WideStatistics& statistics, WideCursors<kUnits>& cursors)
+  __device__ WideGroup(const Params& p, const Items<threads(kDim)>& items, WideMemory<kDim, kStages>& memory,
+                       WideStatistics& statistics, WideCursors<kStages>& cursors)
       : p_(p),
         items_(items),
         memory_(memory),
@@ -65,7 +65,7 @@ class WideGroup {
     const int tokens = item.tokens;
     queries_.wait_full();
     fence_async_proxy();
-    auto& queries = memory_.queries[queries_.unit()];
+    auto& queries = memory_.queries[queries_.stage()];
     if (idle) {
 #pragma unroll 1
       for (tile = 0; tile < tiles; ++tile) skip(k_), skip(v_);
@@ -73,7 +73,7 @@ class WideGroup {
       return;
     }
     Softmax softmax;
-    float o[P::kOutputs], s[32], factor[2];
+    float o[P::kOutputs], s[32], correction[2];
     uint32_t weights[kTokens / 16][4];
 #pragma unroll
     for (int i = 0; i < P::kOutputs; ++i) o[i] = 0;
@@ -82,12 +82,12 @@ class WideGroup {
     const auto start_scores = [&] {
       k_.wait_full();
       fence_async_proxy();
-      P::scores(s, q, q_panel, __shfl_sync(~0u, unit(k_), 0));
+      P::scores(s, q, q_panel, __shfl_sync(~0u, stage(k_), 0));
     };
     const auto start_values = [&] {
       v_.wait_full();
       fence_async_proxy();
-      P::values(o, weights, __shfl_sync(~0u, unit(v_), 0));
+      P::values(o, weights, __shfl_sync(~0u, stage(v_), 0));
     };
     const auto pack = [&] {
 #pragma unroll
@@ -105,7 +105,7 @@ class WideGroup {
       start_scores();
       P::template wait<0>();
       release(k_);
-      softmax.template update<8>(s, tokens - tile * kTokens, capped_, p_, factor);
+      softmax.template update<8>(s, tokens - tile * kTokens, capped_, p_, correction);
       pack();
       while (true) {
         const int next = tile + stride;
@@ -121,13 +121,13 @@ class WideGroup {
         start_values();
         P::template wait<1>();
         release(k_);
-        softmax.template update<8>(s, tokens - next * kTokens, capped_, p_, factor);
+        softmax.template update<8>(s, tokens - next * kTokens, capped_, p_, correction);
         // Never; but without a branch ptxas moves the softmax behind the wait, and nothing runs beside the product.
         if (softmax.sum[0] + softmax.sum[1] < 0) nap();
         P::template wait<0>();
         release(v_);
         skip_until(v_, tile + 1, next);
-        rescale<P::kOutputs>(o, factor);
+        rescale<P::kOutputs>(o, correction);
         pack();
         tile = next;
       }
@@ -140,11 +140,11 @@ class WideGroup {
     if (!in_turns || group_ == 0) write(targets, softmax, o);
   }
 
-  __device__ uint32_t unit(const Ring& cursor) const {
-    return shared_address(memory_.ring) + cursor.unit() * kUnitBytes<kDim>;
+  __device__ uint32_t stage(const Ring& cursor) const {
+    return shared_address(memory_.ring) + cursor.stage() * kStageBytes<kDim>;
   }
 
-  // Passes over a unit that is the other group's. It must be full before it is given back, or it would count twice; and
+  // Passes over a stage that is the other group's. It must be full before it is given back, or it would count twice; and
   // every lane must have seen that, or it could be full for the next time before one looks, which would then wait for ever.
   __device__ static void skip(Ring& cursor) {
     cursor.wait_full();
@@ -152,15 +152,15 @@ class WideGroup {
     release(cursor);
   }
 
-  // The unit is free once every warp has said so; on to the next of its kind.
+  // The stage is empty once every warp has said so; on to the next of its kind.
   __device__ static void release(Ring& cursor) {
-    if (lane_id() == 0) arrive(cursor.free_barrier());
+    if (lane_id() == 0) arrive(cursor.empty_barrier());
     cursor.advance(2);
   }
 
-  // These are free once every thread has said so: unlike what wgmma reads, each thread reads them for itself.
+  // These are empty once every thread has said so: unlike what wgmma reads, each thread reads them for itself.
   __device__ void release_queries() {
-    arrive(queries_.free_barrier());
+    arrive(queries_.empty_barrier());
     queries_.advance();
   }
 
@@ -179,7 +179,7 @@ class WideGroup {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (thread % 4 == 0) {
-          statistics_.top[row() + half * 8] = softmax.top[half];
+          statistics_.row_max[row() + half * 8] = softmax.row_max[half];
           statistics_.sum[row() + half * 8] = softmax.sum[half];
         }
       }
@@ -189,11 +189,11 @@ class WideGroup {
       float own[2], other[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float top = statistics_.top[row() + half * 8], higher = fmaxf(top, softmax.top[half]);
-        own[half] = weight(softmax.top[half], higher, p_);
-        other[half] = weight(top, higher, p_);
+        const float row_max = statistics_.row_max[row() + half * 8], higher = fmaxf(row_max, softmax.row_max[half]);
+        own[half] = weight(softmax.row_max[half], higher, p_);
+        other[half] = weight(row_max, higher, p_);
         softmax.sum[half] = softmax.sum[half] * own[half] + statistics_.sum[row() + half * 8] * other[half];
-        softmax.top[half] = higher;
+        softmax.row_max[half] = higher;
       }
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i)
@@ -211,7 +211,7 @@ class WideGroup {
     for (int half = 0; half < 2; ++half) {
       if (!targets[half].used()) continue;
       const float sum = softmax.sum[half], norm = norm_of(sum);
-      if (pair == 0) results.store_lse(targets[half], lse(softmax.top[half], sum, p_));
+      if (pair == 0) results.store_lse2(targets[half], lse2(softmax.row_max[half], sum, p_));
       results.store_pairs(targets[half], pair,
                           [&](int i) { return make_float2(o[4 * i + 2 * half] * norm, o[4 * i + 2 * half + 1] * norm); });
     }
@@ -219,7 +219,7 @@ class WideGroup {
 
   const Params& p_;
   const Items<threads(kDim)>& items_;
-  WideMemory<kDim, kUnits>& memory_;
+  WideMemory<kDim, kStages>& memory_;
   WideStatistics& statistics_;
   Ring &k_, &v_;
   RingCursor<kQueryBuffers>& queries_;
