@@ -70,13 +70,13 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     costs = [config.work_item_bytes(len(pack.queries), kv_length(pack, seq_lens)) for pack in packs]
     remaining = sum(costs)
     # The end of a bin falls into a pack with as many queries as are usual, weighted by work. Of packs that are shorter
-    # than a bin it finds one with few: they are laid out whole, with narrow ones around them.
+    # than a bin it finds one with few: they are laid out whole, with those of one query around them.
     share = remaining * config.cost.runs // (2 * config.workers)
     weights = [len(pack.queries) if cost > share else 1 for pack, cost in zip(packs, costs, strict=True)]
     queries = sum(map(operator.mul, weights, costs)) / max(1, remaining)
     least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.item(1)
     count = config.bins(max(1, remaining // least), float(remaining), queries * config.cost.part_bytes)
-    wide, narrow = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])
+    shared, single = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])
     bins: list[list[Pack]] = []
     # With eight packs for a bin, nearly every bin can be filled without a cut.
     cuts = int(len(packs) < 8 * count)
@@ -85,19 +85,19 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         # The cuts to come will make work items of their own; as many for each bin as there were so far. So will bins with
         # two kinds of them cost what it takes to go from one to the other.
         ahead = config.item(1) * (left - 1) * cuts // (len(bins) + 1)
-        if wide:
+        if shared:
             ahead += config.turn * (left - 1) * turns // (len(bins) + 1)
         target = -(-(remaining + ahead) // left)
         slack = target // SLACK
         load = 0
         members: list[Pack] = []
         kinds: set[bool] = set()  # of its work items: whether a single warp runs them
-        while (wide or narrow) and (load < target or left == 1):
+        while (shared or single) and (load < target or left == 1):
             gap = target - load
-            queue = wide if wide else narrow
+            queue = shared if shared else single
             turn, cost = _turn(queue, kinds, config), _cost(queue, seq_lens, config)
-            if queue is wide and narrow and load > 0 and not _fits(turn + cost, gap, slack, left):
-                queue = narrow
+            if queue is shared and single and load > 0 and not _fits(turn + cost, gap, slack, left):
+                queue = single
                 turn, cost = _turn(queue, kinds, config), _cost(queue, seq_lens, config)
             whole = _fits(turn + cost, gap, slack, left)
             # A gap that is smaller than the start of one more work item is better left.

@@ -9,8 +9,8 @@ from sglang_pat.packing.tree import Batch, Prefix
 ALPHA, BETA, GAMMA = 0.66, 0.33, 0.1
 """Weights of padded queries, of padded KV and of a query's reduction (FastTree-Artifact, kernel_bench/fasttree.py)."""
 
-WIDE, NARROW = (64, 32), (16, 128)
-"""FastTree's two tiles (query rows, KV positions); the narrow one serves up to its 16 queries."""
+LARGE, SMALL = (64, 32), (16, 128)
+"""FastTree's two tiles (query rows, KV positions); the small one serves up to its 16 queries."""
 
 
 def pack_compute(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[Pack]:
@@ -18,7 +18,7 @@ def pack_compute(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> li
     group = config.cost.group
 
     def padding(queries: int, tokens: int) -> float:
-        m, n = NARROW if queries <= NARROW[0] else WIDE
+        m, n = SMALL if queries <= SMALL[0] else LARGE
         return ALPHA * (-queries % m) * group * tokens + BETA * max(0, n - tokens) * queries * group
 
     def choose(index: int, start: int, above: bool) -> Choice:

@@ -35,7 +35,7 @@ struct Choices {
 };
 
 struct Packs {
-  std::vector<Pack> wide, narrow;  // packs of several queries, and of one
+  std::vector<Pack> shared, single;  // packs of several queries, and of one
   std::vector<int32_t> queries;
   std::vector<int32_t> num_parts;  // of each query, once counted
   // Costs by the model, before anything is cut: of the policy's packs, as split by the query limit, and the latter
@@ -43,16 +43,16 @@ struct Packs {
   int64_t reads = 0, work = 0;
 
   void reserve(size_t batch) {
-    wide.reserve(batch);
-    narrow.reserve(2 * batch);
+    shared.reserve(batch);
+    single.reserve(2 * batch);
     queries.reserve(8 * batch);
     starts_.reserve(batch + 1);
     num_parts.reserve(batch);
   }
 
   void begin(const Prefixes& prefixes, size_t batch) {
-    wide.clear();
-    narrow.clear();
+    shared.clear();
+    single.clear();
     queries.clear();
     reads = work = 0;
     starts_.assign(prefixes.nodes.size(), 0);
@@ -91,14 +91,14 @@ struct Packs {
     if (const int32_t count = int32_t(queries.size()) - first) split_queries(start, prefix.end, first, count, config);
     const size_t leaves = prefix.leaves();
     if (leaves == 0) return;
-    const size_t old_tails = narrow.size(), old_queries = queries.size();
-    narrow.resize(old_tails + leaves);
+    const size_t old_tails = single.size(), old_queries = queries.size();
+    single.resize(old_tails + leaves);
     queries.resize(old_queries + leaves);
     int64_t tokens = 0;
     for (size_t i = 0; i < leaves; ++i) {
       const int32_t query = order[prefix.first + i];
       const int32_t from = choices.leaf_joins[prefix.first + i] ? start : prefix.end;
-      narrow[old_tails + i] = Pack{from, kOpen, int32_t(old_queries + i), 1};
+      single[old_tails + i] = Pack{from, kOpen, int32_t(old_queries + i), 1};
       queries[old_queries + i] = query;
       tokens += seq_lens[query] - from;
     }
@@ -130,7 +130,7 @@ struct Packs {
     const int32_t pieces = int32_t(config.pieces(count, end - start));
     for (int32_t i = 0, from = 0; i < pieces; ++i) {
       const int32_t to = pieces == 1 ? count : int32_t(int64_t(count) * (i + 1) / pieces);
-      (to - from > 1 ? wide : narrow).push_back(Pack{start, end, first + from, to - from});
+      (to - from > 1 ? shared : single).push_back(Pack{start, end, first + from, to - from});
       work += config.item_bytes(to - from, end - start);
       reads += config.pack_bytes(to - from, end - start);
       from = to;

@@ -66,13 +66,13 @@ class PlanWriter {
     int64_t remaining = packs.work;
     const auto share = int64_t(__int128(remaining) * config.kv_heads / (2 * config.workers));
     double weighted_work = double(packs.work);
-    for (const Pack& pack : packs.wide) {
+    for (const Pack& pack : packs.shared) {
       const int64_t cost = config.item_bytes(pack.count, pack.end - pack.start);
       if (cost > share) weighted_work += double(cost) * (pack.count - 1);
     }
     const double queries = weighted_work / double(std::max<int64_t>(1, packs.work));
     const int64_t least = config.kv_tiles.back() * config.token_bytes + config.items[1];
-    Queue wide{packs.wide, 0, 0}, narrow{packs.narrow, 0, 0};
+    Queue shared{packs.shared, 0, 0}, single{packs.single, 0, 0};
     const auto tokens_of = [&](const Queue& queue) {
       const Pack& pack = queue.packs[queue.index];
       return int64_t(pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end) - queue.start();
@@ -81,13 +81,13 @@ class PlanWriter {
     int64_t left =
         config.bins(std::max<int64_t>(1, remaining / least), double(remaining), queries * double(config.part_bytes));
     // With eight packs for a bin, nearly every bin can be filled without a cut.
-    int64_t cuts = int64_t(packs.wide.size() + packs.narrow.size()) < 8 * left;
+    int64_t cuts = int64_t(packs.shared.size() + packs.single.size()) < 8 * left;
     int64_t work = 0, growth = 0, most_growth = 0, turns = 0;
     for (; left > 0; --left) {
       // The cuts to come will make work items of their own; as many for each bin as there were so far. So will bins with two
       // kinds of them cost what it takes to go from one to the other.
       int64_t ahead = config.items[1] * (left - 1) * cuts / int64_t(bins_.size());
-      if (!wide.empty()) ahead += config.turn * (left - 1) * turns / int64_t(bins_.size());
+      if (!shared.empty()) ahead += config.turn * (left - 1) * turns / int64_t(bins_.size());
       const int64_t target = ceil_div(remaining + ahead, left), slack = target / kSlack;
       int64_t load = 0, bin_growth = 0;
       int kinds = 0;
@@ -101,13 +101,13 @@ class PlanWriter {
         queue.begin = 0;
         load += cost;
       };
-      while ((!wide.empty() || !narrow.empty()) && (load < target || left == 1)) {
+      while ((!shared.empty() || !single.empty()) && (load < target || left == 1)) {
         const int64_t gap = target - load;
         // The last bin takes all, a nearly full one what helps.
         const auto fits = [&](int64_t cost) {
           return left == 1 || (cost <= gap + slack && (gap > slack || cost <= 2 * gap));
         };
-        Queue* queue = wide.empty() ? &narrow : &wide;
+        Queue* queue = shared.empty() ? &single : &shared;
         int64_t tokens = 0, turn = 0, cost = 0;
         const auto look_at = [&](Queue& at) {
           queue = &at;
@@ -115,7 +115,7 @@ class PlanWriter {
           cost = config.item_bytes(count_of(at), tokens) + turn;
         };
         look_at(*queue);
-        if (queue == &wide && !narrow.empty() && load > 0 && !fits(cost)) look_at(narrow);
+        if (queue == &shared && !single.empty() && load > 0 && !fits(cost)) look_at(single);
         const Pack& pack = queue->packs[queue->index];
         const int32_t start = queue->start();
         if (fits(cost)) {
@@ -175,8 +175,8 @@ class PlanWriter {
     statistics.query_sizes.assign(config.max_queries + 1, 0);
     int32_t* row = out + out[kItems];
     int32_t* queries = out + out[kQueries];
-    int64_t kv_tokens = 0, longest = config.kv_tiles.back(), longest_tail = 0, narrow = 0;
-    const int32_t narrow_tile = config.query_tile(1);
+    int64_t kv_tokens = 0, longest = config.kv_tiles.back(), longest_tail = 0, single = 0;
+    const int32_t single_tile = config.query_tile(1);
     int32_t first = 0;
     for (const Pack& item : items_) {
       const int32_t* members = &packs.queries[item.first];
@@ -187,9 +187,9 @@ class PlanWriter {
       row[kItemQueries] = item.count;
       row[kTileN] = config.kv_tile(tokens);
       if (item.count == 1) {
-        row[kTileM] = narrow_tile;
+        row[kTileM] = single_tile;
         queries[first] = members[0];
-        ++narrow;
+        ++single;
       } else {
         row[kTileM] = config.query_tile(item.count);
         std::copy_n(members, item.count, queries + first);
@@ -202,7 +202,7 @@ class PlanWriter {
       longest = std::max(longest, tokens);
       longest_tail = std::max(longest_tail, item.end == kOpen ? tokens : 0);
     }
-    statistics.query_sizes[1] = narrow;
+    statistics.query_sizes[1] = single;
     int32_t* offsets = out + out[kPartOffsets];
     next_slots_.resize(batch);
     int32_t slots = 0;
