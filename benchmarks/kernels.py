@@ -31,8 +31,7 @@ import trees
 from about import gpu
 
 from sglang_pat.kernels import capabilities, cuda, reference
-from sglang_pat.packing import PackConfig, TileTable, layout
-from sglang_pat.packing.native import NativeScheduler
+from sglang_pat.packing import PackConfig, TileTable, layout, native
 
 RESULTS = Path(__file__).parent / "results"
 HEADS = ("32/32", "16/8", "32/8", "64/8")
@@ -128,8 +127,8 @@ class Pat:
         self.decoder = cuda.Decoder(problem.q.dtype, DIM, tiles, problem.q.device, mode)
         cost = capabilities.cost_model(problem.heads, problem.kv_heads, DIM, tiles)
         self.config = PackConfig(cost, tiles, workers=self.decoder.workers, policy=policy)
-        scheduler = NativeScheduler(self.config, problem.size)
-        index, _, _ = scheduler.take(trees.load(scheduler, problem.batch), problem.seq_lens.cpu(), 0)
+        scheduler = native.NativeScheduler(self.config, problem.size)
+        index, _, _ = scheduler.take(native.load(scheduler, problem.batch), problem.seq_lens.cpu(), 0)
         data = scheduler.buffers[index]
         self.kv_tokens, self.parts, _ = scheduler.current()
         self.plan = torch.from_numpy(data[: layout.size(data)].copy()).to("cuda")

@@ -35,9 +35,8 @@ from about import about
 
 from sglang_pat import jit
 from sglang_pat.backend.planner import Planner
-from sglang_pat.packing import POLICIES, Batch, PackConfig, make_plan
+from sglang_pat.packing import POLICIES, Batch, PackConfig, make_plan, native
 from sglang_pat.packing.balance import LEAST_STEPS
-from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge.events import NodeInserted, RequestBound
 from sglang_pat.radix_bridge.mirror import Mirror
 from sglang_pat.radix_bridge.trace import FORMAT, Header, TraceWriter
@@ -53,9 +52,9 @@ class Served:
 
     def __init__(self, batch: Batch, config: PackConfig, ahead: bool = False) -> None:
         size = len(batch.seq_lens)
-        self.scheduler = NativeScheduler(config, max_batch=size + 1)
+        self.scheduler = native.NativeScheduler(config, max_batch=size + 1)
         self.planner = Planner(self.scheduler, ahead=ahead)
-        self.alone = trees.load(self.scheduler, batch)
+        self.alone = native.load(self.scheduler, batch)
         self.joined = self.requests = self.alone
         self.seq_lens = np.array(batch.seq_lens, dtype=np.int64)
         self.longer = np.array([*batch.seq_lens, batch.seq_lens[0]], dtype=np.int64)
@@ -214,7 +213,7 @@ def oracle_us(batch: Batch, config: PackConfig) -> float:
     return median_us(lambda: make_plan(mirror.batch(requests, batch.seq_lens), config), 1)
 
 
-class Rebuilding(NativeScheduler):
+class Rebuilding(native.NativeScheduler):
     """With the module that can make its tree from block tables."""
 
     @staticmethod

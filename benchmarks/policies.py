@@ -28,9 +28,8 @@ import numpy as np
 import trees
 from about import about
 
-from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, make_plan
+from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, make_plan, native
 from sglang_pat.packing.heuristic import Pack, kv_length, split_queries
-from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.packing.oracle import make_packs, makespan, packs_bytes
 from sglang_pat.packing.tree import compact, kv_minimum
 
@@ -48,8 +47,8 @@ def evaluate(batch: Batch, policy: str) -> dict[str, float]:
     prefixes = compact(batch)
     least = kv_minimum(prefixes, batch.seq_lens) * cost.token_bytes
     packs = split_queries(POLICIES[policy](prefixes, batch, config), batch.seq_lens, config)
-    scheduler = NativeScheduler(config, len(batch.seq_lens))
-    requests = trees.load(scheduler, batch)
+    scheduler = native.NativeScheduler(config, len(batch.seq_lens))
+    requests = native.load(scheduler, batch)
     seq_lens = np.array(batch.seq_lens, dtype=np.int64)
     times = []
     for _ in range(9):

@@ -34,6 +34,7 @@ import torch
 import trees
 
 from sglang_pat import compat
+from sglang_pat.packing import native
 
 RESULTS = Path(__file__).parent / "results"
 CELLS = (
@@ -140,7 +141,7 @@ class Runner:
         if hasattr(self.backend, "planner"):
             scheduler = self.backend.planner._scheduler
             scheduler.reset()
-            trees.load(scheduler, batch, compat.requests(self.runner.req_to_token_pool, rows.cpu()).tolist())
+            native.load(scheduler, batch, compat.requests(self.runner.req_to_token_pool, rows.cpu()).tolist())
         return schedule, first
 
     def step(self, tokens: torch.Tensor, schedule: Any) -> tuple[torch.Tensor, torch.Tensor]:

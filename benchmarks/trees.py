@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-
-import numpy as np
 
 from sglang_pat.explain import recorded
 from sglang_pat.packing import Batch, CostModel, Node, PackConfig, TileTable
-from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.packing.tree import walk
-
-ROOT = -1
 
 RECORDED = Path(__file__).parent / "recorded"
 """Traces of servers (`SGLANG_PAT_TRACE`). `random-128`: that workload of serving.py on two GPUs, Qwen3-8B's
@@ -119,21 +114,3 @@ def randomly(generator: random.Random, batch: int, max_tokens: int) -> Batch:
 
     roots = grow(list(range(batch)), 0, 0)
     return Batch([end + int(max_tokens ** generator.random()) for end in ends], roots)
-
-
-def load(scheduler: NativeScheduler, batch: Batch, requests: Sequence[int] = ()) -> np.ndarray:
-    """Tell `scheduler` the batch's tree event by event; its requests, [batch] int64."""
-    requests = list(requests) or list(range(len(batch.seq_lens)))
-    last = [ROOT] * len(batch.seq_lens)
-    number = 0
-    stack = [(node, ROOT) for node in reversed(batch.roots)]
-    while stack:
-        node, parent = stack.pop()
-        number += 1
-        scheduler.insert(number, parent, node.end - node.start, number.to_bytes(16, "little"))
-        for query in node.queries:
-            last[query] = number
-        stack.extend((child, number) for child in reversed(node.children))
-    for request, node in zip(requests, last, strict=True):
-        scheduler.bind(request, node)
-    return np.array(requests, dtype=np.int64)

@@ -15,8 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import Batch, Node, PackConfig, Plan, make_plan
+from sglang_pat.packing import Batch, Node, PackConfig, Plan
 from sglang_pat.packing.cost import Count
+from sglang_pat.packing.native import make_plan
 from sglang_pat.packing.oracle import makespan
 from sglang_pat.packing.tree import walk
 from sglang_pat.radix_bridge.events import Tokens

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, make_plan
+from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig
 from sglang_pat.packing.heuristic import Pack
+from sglang_pat.packing.native import make_plan
 from sglang_pat.packing.oracle import choose_packs, makespan
 from sglang_pat.packing.tree import InconsistentError, Prefix, compact, kv_minimum
 from sglang_pat.radix_bridge import trace

@@ -105,6 +105,13 @@ def sections(data: np.ndarray) -> Sections:
     return Sections(header, views[0], views[1].reshape(-1, len(COLUMNS)), *views[2:])
 
 
+def read(data: np.ndarray, kv_tokens: int) -> Plan:
+    """A laid out plan, which reads `kv_tokens` tokens in its first step."""
+    plan = sections(data)
+    parts = [max(1, last - first) for first, last in pairwise(plan.part_offsets.tolist())]
+    return Plan(work_items(data), plan.bins.tolist(), parts, plan.header["steps"], kv_tokens, len(parts))
+
+
 def work_items(data: np.ndarray) -> list[WorkItem]:
     """The work items of a laid out plan."""
     plan = sections(data)

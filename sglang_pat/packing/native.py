@@ -14,7 +14,8 @@ import tvm_ffi
 
 from sglang_pat import jit
 from sglang_pat.packing import POLICIES, PackConfig, layout
-from sglang_pat.packing.tree import InconsistentError
+from sglang_pat.packing.plan import Plan
+from sglang_pat.packing.tree import ROOT, Batch, InconsistentError
 
 
 @tvm_ffi.register_error
@@ -248,6 +249,46 @@ class NativeScheduler:
     def _event(self, action: Any, *arguments: Any) -> None:
         self.epoch += 1
         action(self._handle, *arguments)
+
+
+def make_plan(batch: Batch, config: PackConfig) -> Plan:
+    """A batch's plan as serving makes it, for tools that have whole batches and no events.
+
+    Args:
+        batch: See `tree.check`.
+        config: Device and model.
+
+    Raises:
+        jit.BuildError: There is no working C++ compiler.
+    """
+    size = len(batch.seq_lens)
+    room = layout.capacity(config, size)
+    while True:
+        scheduler = NativeScheduler(config, size, buffers=[np.zeros(room, dtype=np.int32) for _ in range(2)])
+        try:
+            index, _, _ = scheduler.take(load(scheduler, batch), np.array(batch.seq_lens, dtype=np.int64), 0)
+        except PlanTooLargeError:
+            room *= 2  # The capacity is for what servers see.
+        else:
+            return layout.read(scheduler.buffers[index], scheduler.current()[0])
+
+
+def load(scheduler: NativeScheduler, batch: Batch, requests: Sequence[int] = ()) -> np.ndarray:
+    """Tell a scheduler the batch's tree, event by event; its requests, [batch] int64, by default 0, 1, 2 …"""
+    requests = list(requests) or list(range(len(batch.seq_lens)))
+    last = [ROOT] * len(batch.seq_lens)
+    number = 0
+    stack = [(node, ROOT) for node in reversed(batch.roots)]
+    while stack:
+        node, parent = stack.pop()
+        number += 1
+        scheduler.insert(number, parent, node.end - node.start, number.to_bytes(16, "little"))
+        for query in node.queries:
+            last[query] = number
+        stack.extend((child, number) for child in reversed(node.children))
+    for request, lowest in zip(requests, last, strict=True):
+        scheduler.bind(request, lowest)
+    return np.array(requests, dtype=np.int64)
 
 
 def _halves(head: bytes) -> tuple[int, int]:

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+ROOT = -1
+"""Parent of first-level nodes, whatever the cache calls its root."""
+
 
 class InconsistentError(Exception):
     """An event does not fit what is known of the tree; the request concerned is served unpacked."""

@@ -14,8 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-ROOT = -1
-"""Parent of first-level nodes, whatever the cache calls its root."""
+from sglang_pat.packing.tree import ROOT
 
 NodeId = Annotated[int, Meta(ge=ROOT, le=2**62)]
 Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
