@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trees import PRICED, TILES, batches, configs
 
-from sglang_pat import jit
+from sglang_pat import headers, jit
 from sglang_pat.packing import (
     OPEN,
     POLICIES,
@@ -110,6 +110,11 @@ def test_plans_of_larger_batches_are_those_of_the_oracle(batch: Batch, config: P
     scheduler, seq_lens = load(batch, config)
     index, _, _ = take(scheduler, seq_lens)
     assert used(scheduler.buffers[index]) == layout.flatten(make_plan(batch, config)).tolist()
+
+
+def test_both_languages_know_the_same_constants() -> None:
+    for path, text in headers.headers().items():
+        assert path.read_text() == text, "run python -m sglang_pat.headers"
 
 
 @pytest.mark.parametrize("depth", [31, 32, 33, 70, 1100])

@@ -1,4 +1,4 @@
-"""A plan as the one int32 array that kernels read; csrc/packing/plan.h writes the same.
+"""A plan as the one int32 array that kernels read; csrc/packing/plan.h writes the same, with the names of csrc/packing/layout.h.
 
 The array is the header, `HEADER`, and then the sections without gaps, so that one copy moves a plan:
 
@@ -36,7 +36,10 @@ HEADER = (
 )
 """Counts, then where the sections begin, then the ints in use and the steps for which the plan stays good."""
 
-COLUMNS = ("start", "end", "first_query", "num_queries", "tile_m", "tile_n", "query", "slot")
+COLUMNS = ("start", "end", "first_query", "item_queries", "tile_m", "tile_n", "query", "slot")
+
+DIRECT = -1
+"""Slot of a query with one part, which is written straight to the output."""
 
 
 class Sections(msgspec.Struct):
@@ -72,7 +75,7 @@ def flatten(plan: Plan) -> np.ndarray:
     slots: list[int] = []
     for item in plan.items:
         targets = [
-            offsets[query] + part if plan.num_parts[query] > 1 else -1
+            offsets[query] + part if plan.num_parts[query] > 1 else DIRECT
             for query, part in zip(item.queries, item.parts, strict=True)
         ]
         items += [

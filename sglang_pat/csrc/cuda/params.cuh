@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "../packing/layout.h"
+#include "tiles.h"
 
 namespace pat {
 
@@ -61,8 +62,8 @@ constexpr int panels(int dim) { return (dim + kPanelColumns - 1) / kPanelColumns
 constexpr int kWideBarrier = 1, kTurnBarrier = 2, kProducerBarrier = 3;
 constexpr int kTeamBarrier = 4, kMostTeams = 6;  // of the first team, for each of two phases
 
-constexpr int kSingleM = 8, kNarrowM = 16;  // tiles that a warp has for itself; the others are wide
-constexpr int kTokens = 64;                 // of a wide tile
+// A warp has tiles of up to kNarrowM rows for itself; the others are wide, with kTokens tokens.
+constexpr int kSingleM = 8;
 constexpr int kChunkTokens = 16;            // that a warp takes at a time of a narrow item: one step of a matrix product
 
 // Q tiles come as a set of bits, m / 8 of each.

@@ -1,30 +1,39 @@
-// A plan in the memory that kernels read: one int32 array, the header and then the sections one after the other without
-// gaps, so that one copy moves a plan. sglang_pat/packing/layout.py says what the sections hold.
+// Written by `python -m sglang_pat.headers`: change it there.
 #pragma once
 
 #include <cstdint>
 
 namespace pat {
 
-constexpr int32_t kOpen = -1;    // `end` of a tail: the request's length at the time
-constexpr int32_t kDirect = -1;  // slot of a query with one part, which is written straight to the output
+constexpr int32_t kOpen = -1;
+constexpr int32_t kDirect = -1;
 
 enum Header {
   kNumItems,
-  kNumQueries,  // of all work items together
-  kNumSlots,    // of the workspace
+  kNumQueries,
+  kNumSlots,
   kNumBins,
   kBatch,
-  kBins,  // offsets of the sections; the first one's is always kHeaderSize
+  kBins,
   kItems,
   kQueries,
   kSlots,
   kPartOffsets,
-  kSize,   // ints in use
-  kSteps,  // decode steps for which the plan stays good
-  kHeaderSize
+  kSize,
+  kSteps,
+  kHeaderSize,
 };
 
-enum Column { kStart, kEnd, kFirstQuery, kItemQueries, kTileM, kTileN, kQuery, kSlot, kItemSize };
+enum Column {
+  kStart,
+  kEnd,
+  kFirstQuery,
+  kItemQueries,
+  kTileM,
+  kTileN,
+  kQuery,
+  kSlot,
+  kItemSize,
+};
 
 }  // namespace pat

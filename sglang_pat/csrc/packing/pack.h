@@ -169,9 +169,8 @@ inline void choose_pat(const Prefixes& prefixes, Choices& choices, int32_t index
 // FastTree's greedy rule, child after child; weights and tiles are explained in sglang_pat/packing/compute.py.
 inline void choose_compute(const Prefixes& prefixes, Choices& choices, int32_t index, int32_t start,
                            const std::vector<int32_t>& seq_lens, const Config& config) {
-  constexpr double kAlpha = 0.66, kBeta = 0.33, kGamma = 0.1;
   const auto padding = [&](int64_t queries, int64_t tokens) {
-    const int64_t m = queries <= 16 ? 16 : 64, n = queries <= 16 ? 128 : 32;
+    const int64_t m = queries <= kSmallM ? kSmallM : kLargeM, n = queries <= kSmallM ? kSmallN : kLargeN;
     const int64_t rows = (m - queries % m) % m;
     return kAlpha * double(rows) * config.group * double(tokens) +
            kBeta * double(std::max<int64_t>(0, n - tokens)) * double(queries) * config.group;

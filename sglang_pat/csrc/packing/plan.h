@@ -28,11 +28,6 @@ struct Statistics {
 
 class PlanWriter {
  public:
-  static constexpr int64_t kGrain = 8, kSlack = 64;  // GRAIN, SLACK in balance.py
-  static constexpr int64_t kTailGrowth = 2;          // TAIL_GROWTH in oracle.py
-  static constexpr int64_t kUneven = 32;             // UNEVEN, LEAST_STEPS in balance.py
-  static constexpr int64_t kLeastSteps = 8;
-
   void reserve(size_t batch) {
     items_.reserve(3 * batch);
     bins_.reserve(1024);

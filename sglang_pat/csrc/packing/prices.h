@@ -7,10 +7,9 @@
 #include <string>
 #include <vector>
 
-namespace pat {
+#include "constants.h"
 
-// In the order of POLICIES in sglang_pat/packing/oracle.py.
-enum class Policy { kQuery, kNaive, kPat, kCompute, kOptimal };
+namespace pat {
 
 // What a plan may be made of at most. A GPU has a few hundred workers, a tile a few hundred rows; prices are bytes, of which a
 // worker moves some 33 in a nanosecond. With Scheduler::kMaxTokens no sum of prices leaves 64 bits.
@@ -93,7 +92,6 @@ struct Config {
 
   // PackConfig.bins: weighs idle workers against cut packs.
   int64_t bins(int64_t limit, double work, double cut) const {
-    constexpr int64_t kMaxWaves = 8;  // MAX_WAVES in sglang_pat/packing/prices.py
     const int64_t heads = kv_heads;
     int64_t best = std::max<int64_t>(1, std::min<int64_t>(limit, workers / heads));
     const auto cost = [&](int64_t bins, int64_t waves) {

@@ -375,7 +375,7 @@ class Scheduler {
       least = std::min(least, longer);
       delta_ = std::max(delta_, longer);
     }
-    if (least < 0 || delta_ - least > PlanWriter::kLeastSteps) return false;
+    if (least < 0 || delta_ - least > kLeastSteps) return false;
     return delta_ == 0 || delta_ < buffers_[back()].data[kSteps] / 2;
   }
 

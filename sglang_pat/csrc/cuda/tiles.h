@@ -1,0 +1,11 @@
+// Written by `python -m sglang_pat.headers`: change it there.
+#pragma once
+
+#include <cstdint>
+
+namespace pat {
+
+constexpr int kTokens = 64;
+constexpr int kNarrowM = 16;
+
+}  // namespace pat

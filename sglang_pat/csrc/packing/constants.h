@@ -1,0 +1,32 @@
+// Written by `python -m sglang_pat.headers`: change it there.
+#pragma once
+
+#include <cstdint>
+
+namespace pat {
+
+enum class Policy {
+  kQuery,
+  kNaive,
+  kPat,
+  kCompute,
+  kOptimal,
+};
+
+constexpr int64_t kMaxWaves = 8;
+constexpr int64_t kGrain = 8;
+constexpr int64_t kSlack = 64;
+constexpr int64_t kUneven = 32;
+constexpr int64_t kLeastSteps = 8;
+constexpr int64_t kTailGrowth = 2;
+
+constexpr int64_t kSmallM = 16;
+constexpr int64_t kSmallN = 128;
+constexpr int64_t kLargeM = 64;
+constexpr int64_t kLargeN = 32;
+
+constexpr double kAlpha = 0.66;
+constexpr double kBeta = 0.33;
+constexpr double kGamma = 0.1;
+
+}  // namespace pat

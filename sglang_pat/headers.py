@@ -1,0 +1,67 @@
+"""Writes the headers of csrc that say what Python says too: `python -m sglang_pat.headers`. A test compares them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sglang_pat.jit import CSRC
+from sglang_pat.kernels import capabilities
+from sglang_pat.packing import OPEN, POLICIES, balance, compute, layout, oracle, prices
+
+NOTICE = "// Written by `python -m sglang_pat.headers`: change it there.\n#pragma once\n\n#include <cstdint>\n\nnamespace pat {\n\n"
+
+
+def headers() -> dict[Path, str]:
+    """The text of each file."""
+    return {
+        CSRC / "packing" / "layout.h": _file(
+            _constants("int32_t", {"kOpen": OPEN, "kDirect": layout.DIRECT}),
+            _enum("Header", layout.HEADER, "kHeaderSize"),
+            _enum("Column", layout.COLUMNS, "kItemSize"),
+        ),
+        CSRC / "packing" / "constants.h": _file(
+            _enum("class Policy", tuple(POLICIES)),
+            _constants(
+                "int64_t",
+                {
+                    "kMaxWaves": prices.MAX_WAVES,
+                    "kGrain": balance.GRAIN,
+                    "kSlack": balance.SLACK,
+                    "kUneven": balance.UNEVEN,
+                    "kLeastSteps": balance.LEAST_STEPS,
+                    "kTailGrowth": oracle.TAIL_GROWTH,
+                },
+            ),
+            _constants(
+                "int64_t",
+                dict(zip(("kSmallM", "kSmallN", "kLargeM", "kLargeN"), compute.SMALL + compute.LARGE, strict=True)),
+            ),
+            _constants("double", {"kAlpha": compute.ALPHA, "kBeta": compute.BETA, "kGamma": compute.GAMMA}),
+        ),
+        CSRC / "cuda" / "tiles.h": _file(
+            _constants("int", {"kTokens": capabilities.KV_TILE, "kNarrowM": capabilities.NARROW_M})
+        ),
+    }
+
+
+def _file(*parts: str) -> str:
+    return NOTICE + "\n".join(parts) + "\n}  // namespace pat\n"
+
+
+def _constants(kind: str, values: Mapping[str, float]) -> str:
+    return "".join(f"constexpr {kind} {name} = {value};\n" for name, value in values.items())
+
+
+def _enum(name: str, members: Sequence[str], size: str = "") -> str:
+    names = ["k" + "".join(word.capitalize() for word in member.split("_")) for member in members]
+    return f"enum {name} {{\n" + "".join(f"  {member},\n" for member in [*names, *([size] if size else [])]) + "};\n"
+
+
+def main() -> None:
+    for path, text in headers().items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
