@@ -64,7 +64,7 @@ constexpr int kTeamBarrier = 4, kMostTeams = 6;  // of the first team, for each 
 
 // A warp has tiles of up to kNarrowM rows for itself; the others are wide, with kTokens tokens.
 constexpr int kSingleM = 8;
-constexpr int kChunkTokens = 16;            // that a warp takes at a time of a narrow item: one step of a matrix product
+constexpr int kChunkTokens = 16;  // that a warp takes at a time of a narrow item: one step of a matrix product
 
 // Q tiles come as a set of bits, m / 8 of each.
 constexpr int tile_bit(int m) { return 1 << m / 8; }
