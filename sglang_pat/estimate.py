@@ -419,7 +419,10 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         times, others = [], []
         for start in sorted(starts):
             batch = batch_of(prompts[start : start + size])
-            plan = make_plan(batch, config)
+            try:
+                plan = make_plan(batch, config)
+            except ValueError as error:
+                raise EstimateError(f"no server takes such a batch: {error}") from None
             whole += sum(batch.seq_lens)
             unique += sum(batch.seq_lens) - repeated(batch.roots)
             packed += plan.kv_tokens

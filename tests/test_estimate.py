@@ -344,6 +344,13 @@ def test_an_estimate_is_made_or_refused_and_nothing_else(
         assert f"{len(prompts):,} requests, " in shown[0]
 
 
+def test_a_request_that_no_server_takes_is_one_sentence(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 2**31 - 1, "output_length": 0, "hash_ids": []}
+    prompts = read(write(tmp_path / "requests", [row]), output=5)
+    with pytest.raises(EstimateError, match="no server takes such a batch: a request's tokens must be 0 to"):
+        estimate(prompts, read_model(CONFIG), "h200", [1])
+
+
 def test_a_trace_keeps_its_lengths(tmp_path: Path) -> None:
     rows = [
         {"timestamp": i, "input_length": 1500, "output_length": 100, "hash_ids": [1, 2 + i % 2, 10 + i]}
