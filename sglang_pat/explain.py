@@ -110,7 +110,10 @@ def _tree_order(prefixes: list[Prefix]) -> list[int]:
 
 
 def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], config: PackConfig) -> dict[str, Any]:
-    plan = make_plan(batch, config)
+    try:
+        plan = make_plan(batch, config)
+    except ValueError as error:
+        raise trace.TraceError(f"a batch of this trace cannot be planned: {error}") from None
     cost = config.cost
     packs: dict[tuple[int, ...], int] = {}
     items: list[list[Any]] = []

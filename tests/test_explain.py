@@ -8,6 +8,7 @@ import shutil
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -50,6 +51,12 @@ def record(path: Path, requests: int, levels: int, plans: int) -> None:
         writer.on_plan(
             list(range(requests)), steps=50, seq_lens=lengths, kv_tokens=0, parts=0, ahead=False, fallback=False
         )
+
+
+def test_a_batch_that_cannot_be_planned_is_one_sentence() -> None:
+    dear = msgspec.structs.replace(CONFIG, tiles=msgspec.structs.replace(TILES, token_bytes=(1 << 31,) * 5))
+    with pytest.raises(trace.TraceError, match=r"a batch of this trace cannot be planned: .* must be "):
+        describe(0, ["a request"], Batch([10]), dear)
 
 
 @given(batches(), configs())
