@@ -31,6 +31,7 @@ from sglang_pat.packing import (
     WorkItem,
     layout,
     make_plan,
+    native,
     tree,
 )
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, _halves
@@ -61,19 +62,9 @@ def head(number: int) -> bytes:
 def load(batch: Batch, config: PackConfig, **limits: int) -> tuple[NativeScheduler, np.ndarray]:
     """A scheduler that heard of the batch's tree event by event, and the sequence lengths."""
     scheduler = NativeScheduler(config, max_batch=len(batch.seq_lens), **limits)
-    last = [ROOT] * len(batch.seq_lens)
-    number = 0
-    stack = [(node, ROOT) for node in batch.roots]
-    while stack:
-        node, parent = stack.pop()
-        number += 1
-        scheduler.insert(number, parent, node.end - node.start, head(number))
-        for query in node.queries:
-            last[query] = number
-        stack.extend((child, number) for child in node.children)
-    for query, node in enumerate(last):
-        scheduler.bind(query, node)
-        scheduler.expect(query, batch.seq_lens[query])
+    native.load(scheduler, batch)
+    for query, length in enumerate(batch.seq_lens):
+        scheduler.expect(query, length)
     return scheduler, np.array(batch.seq_lens, dtype=np.int64)
 
 

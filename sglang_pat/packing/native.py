@@ -259,6 +259,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
         config: Device and model.
 
     Raises:
+        ValueError: A number of the batch or the config cannot be.
         jit.BuildError: There is no working C++ compiler.
     """
     size = len(batch.seq_lens)
