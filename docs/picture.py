@@ -36,17 +36,21 @@ def rows(plan: Plan, top: int) -> list[str]:
     shapes = []
     ordered = sorted(plan.items, key=lambda item: (item.start, min(item.queries)))
     for number, item in enumerate(ordered):
-        end = BATCH.seq_lens[item.queries[0]] if item.end == OPEN else item.end
-        x, width = LEFT + item.start * SCALE, (end - item.start) * SCALE
-        y, height = top + min(item.queries) * ROW, len(item.queries) * ROW - 4
-        colour = COLOURS[number % len(COLOURS)]
-        shapes.append(f'<rect x="{x:.1f}" y="{y}" width="{width - 2:.1f}" height="{height}" rx="3" fill="{colour}"/>')
-        if len(item.queries) > 1:
-            label = f"{end - item.start} tokens, read once for {len(item.queries)} requests"
-            shapes.append(f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.0f}" class="in">{label}</text>')
-    for query in range(len(BATCH.seq_lens)):
-        shapes.append(f'<text x="{LEFT - 8}" y="{top + query * ROW + 14}" class="name">req {query}</text>')
-    return shapes
+        tokens, queries = length(item), len(item.queries)
+        look = f'fill="{COLOURS[number % len(COLOURS)]}"'
+        shapes.append(frame(item.start, item.start + tokens, item.queries, top, look))
+        if queries > 1:
+            x, y = LEFT + (item.start + tokens / 2) * SCALE, top + min(item.queries) * ROW + (queries * ROW - 4) / 2
+            label = f"{tokens} tokens, read once for {queries} requests"
+            shapes.append(f'<text x="{x:.1f}" y="{y + 4:.0f}" class="in">{label}</text>')
+    return shapes + request_names(top)
+
+
+def request_names(top: int) -> list[str]:
+    return [
+        f'<text x="{LEFT - 8}" y="{top + query * ROW + 14}" class="name">req {query}</text>'
+        for query in range(len(BATCH.seq_lens))
+    ]
 
 
 COST = CostModel(32, 8, 128, 128, 2)
@@ -89,6 +93,7 @@ def draw_step() -> str:
     size = len(BATCH.seq_lens)
     top, lanes_top = 34, 34 + size * ROW + GAP
     right = LEFT + max(BATCH.seq_lens) * SCALE + 40
+    middles = [top + query * ROW + (ROW - 4) / 2 for query in range(size)]
     colours: dict[tuple[int, ...], str] = {}
     tree, packs, reads, merges = [], [], [], []
     for node in [*walk(BATCH.roots), *(Node(ends(query), BATCH.seq_lens[query], [query]) for query in range(size))]:
@@ -106,14 +111,12 @@ def draw_step() -> str:
                 f'<rect x="{x:.1f}" y="{y}" width="{width - 2:.1f}" height="{LANE - 6}" rx="3" fill="{colour}" class="read"/>'
             )
             for query in item.queries:
-                middle = top + query * ROW + (ROW - 4) / 2
-                merges.append(f'<path d="M{x + width / 2:.1f} {y}L{right:.1f} {middle}" stroke="{colour}"/>')
+                merges.append(f'<path d="M{x + width / 2:.1f} {y}L{right:.1f} {middles[query]}" stroke="{colour}"/>')
             x += width
-    for query in range(size):
-        middle = top + query * ROW + (ROW - 4) / 2
+    for query, middle in enumerate(middles):
         merges.append(f'<circle cx="{right:.1f}" cy="{middle}" r="6" fill="#24292f"/>')
         merges.append(f'<text x="{right + 12:.1f}" y="{middle + 4}">{plan.num_parts[query]} parts</text>')
-        tree.append(f'<text x="{LEFT - 8}" y="{top + query * ROW + 14}" class="name">req {query}</text>')
+    tree += request_names(top)
     phases = [tree, packs, reads, merges]
     body = [f'<g class="p{number}">{"".join(shapes)}</g>' for number, shapes in enumerate(phases)]
     body += [f'<text x="{LEFT}" y="22" class="title c{number}">{text}</text>' for number, text in enumerate(PHASES)]
