@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 UNPINNED = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "unpinned"), os.environ.get("PYTHONPATH", "")])}
 """Environment of servers that would pin memory on a CPU (tests/unpinned)."""
+
+
+@contextlib.contextmanager
+def importing_kits() -> Iterator[None]:
+    """Lets SGLang's test kits be imported where no GPU shall be seen: `sglang.test.test_utils` reads the first digit of this."""
+    with mock.patch.dict(os.environ):
+        if not os.environ.get("CUDA_VISIBLE_DEVICES", "0"):
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

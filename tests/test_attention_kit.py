@@ -6,7 +6,6 @@ They build a backend from a model runner without a model, and compare it with at
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import unittest
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from conftest import importing_kits
 
 from sglang_pat import compat, plugin
 from sglang_pat.radix_bridge import hooks
@@ -26,10 +26,7 @@ ON_GPU = torch.cuda.is_available()
 UNLOADABLE = "sglang.srt.layers.attention.dual_chunk_flashattention_backend"
 """The kits import it for a method of attention that is not tested here; it needs CUDA's libraries."""
 
-with mock.patch.dict(os.environ):
-    # `sglang.test.test_utils` reads the first digit of this.
-    if not os.environ.get("CUDA_VISIBLE_DEVICES", "0"):
-        del os.environ["CUDA_VISIBLE_DEVICES"]
+with importing_kits():
     if not ON_GPU:
         sys.modules[UNLOADABLE] = mock.MagicMock()
     from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense

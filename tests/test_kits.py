@@ -17,7 +17,6 @@ context here.
 
 from __future__ import annotations
 
-import os
 import unittest
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -27,16 +26,13 @@ from unittest import mock
 
 import pytest
 from chaos import our_tracebacks
-from conftest import assert_sound
+from conftest import assert_sound, importing_kits
 from forked import ForkedServer
 
 from sglang_pat.demo import tiny_model
 from sglang_pat.demo.server import Server
 
-with mock.patch.dict(os.environ):
-    # `sglang.test.test_utils` reads the first digit of this.
-    if not os.environ.get("CUDA_VISIBLE_DEVICES", "0"):
-        del os.environ["CUDA_VISIBLE_DEVICES"]
+with importing_kits():
     from sglang.test.kits import radix_cache_server_kit
     from sglang.test.kits.abort_timeout_kit import AbortAllMixin, RunningTimeoutTwoWaveMixin, WaitingTimeoutMixin
     from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin

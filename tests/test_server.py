@@ -15,11 +15,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import sglang
 from conftest import amid_aborts, assert_sound
 from forked import ForkedServer
 
-from sglang_pat import cli
+from sglang_pat import cli, compat
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server, free_port
 from sglang_pat.replay import replay
@@ -288,7 +287,7 @@ def test_parallelism(
     """Ranks that talk through gloo; each plans for itself."""
     trace = tmp_path / "trace"
     # 0.5.17 counts the ranks of one tensor-parallel group, 0.5.23 all of them.
-    ranks = RANKS if "--tp-size" in flags or sglang.__version__ != "0.5.17" else {}
+    ranks = RANKS if "--tp-size" in flags or compat.release() != "0.5.17" else {}
     log, traced = tmp_path / "log", {**CHECKED, **ranks, "SGLANG_PAT_TRACE": str(trace)}
     with ForkedServer(model, "pat", log, [*COMMON, POOL, "20000", *flags], traced) as server:
         server.wait()
