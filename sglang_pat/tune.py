@@ -116,8 +116,9 @@ def derive(known: GpuTable, name: str) -> GpuTable:
     latency = round(known.latency_ns * slower, 1)
     turn = round(known.turn_ns * slower, 1)
     return GpuTable(
-        sheet.gpu, sheet.sms, sheet.read_tbps, latency, known.head_dim, prices, source, turn, known.turn_in_plans
-    )
+        sheet.gpu, sheet.sms, sheet.read_tbps, latency, known.head_dim, prices, source, turn, known.turn_in_plans,
+        known.bin_ns, known.wave_ns,
+    )  # fmt: skip
 
 
 def synthetic(items: dict[int, int], tokens: int, workers: int) -> Plan:
@@ -248,7 +249,7 @@ class Bench:
         )
         return GpuTable(
             properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), self.head_dim,
-            tuple(prices), source, round(turn, 1), H200.turn_in_plans,
+            tuple(prices), source, round(turn, 1), H200.turn_in_plans, H200.bin_ns, H200.wave_ns,
         )  # fmt: skip
 
 

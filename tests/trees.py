@@ -11,8 +11,9 @@ from sglang_pat.packing import POLICIES, Batch, CostModel, Node, PackConfig, Til
 
 TILES = TileTable(query_tiles=(4, 16, 64), kv_tiles=(8, 16), kv_bounds=(24,))
 PRICED = msgspec.structs.replace(
-    TILES, token_bytes=(64, 80, 100), item_bytes=(500, 1_000, 9_000), warp_m=16, turn_bytes=12_000
-)
+    TILES, token_bytes=(64, 80, 100), item_bytes=(500, 1_000, 9_000), warp_m=16, turn_bytes=12_000, bin_bytes=4_000,
+    wave_bytes=30_000,
+)  # fmt: skip
 """Tiles of more rows cost more a token, and much more to start."""
 
 

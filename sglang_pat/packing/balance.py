@@ -75,7 +75,8 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     weights = [len(pack.queries) if cost > share else 1 for pack, cost in zip(packs, costs, strict=True)]
     queries = sum(map(operator.mul, weights, costs)) / max(1, remaining)
     least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.item(1)
-    count = config.bins(max(1, remaining // least), float(remaining), queries * config.cost.part_bytes)
+    narrow = all(len(pack.queries) <= config.warp_queries for pack in packs)
+    count = config.bins(max(1, remaining // least), float(remaining), queries * config.cost.part_bytes, narrow)
     shared, single = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])
     bins: list[list[Pack]] = []
     # With eight packs for a bin, nearly every bin can be filled without a cut.

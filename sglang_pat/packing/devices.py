@@ -53,6 +53,8 @@ class GpuTable(msgspec.Struct, frozen=True):
         source: When and how it was measured, or from what derived.
         turn_ns: What a worker takes to go over from work items of all its warps to those of single warps.
         turn_in_plans: How much of that counts in a plan.
+        bin_ns: What a step of narrow items takes longer for each bin: the parts that its end makes, and their merge.
+        wave_ns: What such a step takes longer where each worker has one more bin, whose items it has to begin.
     """
 
     gpu: str
@@ -64,6 +66,8 @@ class GpuTable(msgspec.Struct, frozen=True):
     source: str
     turn_ns: Nanoseconds
     turn_in_plans: Factor
+    bin_ns: Nanoseconds
+    wave_ns: Nanoseconds
 
     @property
     def share(self) -> float:
@@ -92,6 +96,8 @@ class GpuTable(msgspec.Struct, frozen=True):
             tuple(round(price.item_ns * price.item_in_plans * self.share) for price in found),
             warp_m,
             round(self.turn_ns * self.turn_in_plans * self.share),
+            round(self.bin_ns * self.read_tbps * 1e3),
+            round(self.wave_ns * self.read_tbps * 1e3),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -120,24 +121,31 @@ class PackConfig(msgspec.Struct, frozen=True):
         """More bins than this are never made."""
         return max(1, MAX_WAVES * self.workers // self.cost.runs)
 
-    def bins(self, limit: int, work: float, cut: float) -> int:
+    def bins(self, limit: int, work: float, cut: float, narrow: bool) -> int:
         """In how many bins, at most `limit`, the work of each KV head is laid out.
 
         All KV heads run the same bins, so only some numbers keep every worker busy. The more bins, the less is idle,
-        and the more packs are cut.
+        and the more packs are cut. Where single warps run everything, memory is the bound, of which half of the workers
+        use more than half (`sqrt`), and what bins cost besides was measured (benchmarks/NOTES.md, 2026-11-23).
 
         Args:
             limit: Bins that still have enough to do.
             work: What all packs cost.
             cut: What it costs to end a bin within a pack.
+            narrow: Whether single warps run all packs.
         """
-        heads = self.cost.runs
-        best = max(1, min(limit, self.workers // heads))
-        least = work * -(-best * heads // self.workers) * self.workers / (best * heads) + best * cut
-        for waves in range(1, MAX_WAVES + 1):
-            bins = waves * self.workers // heads
+        heads, workers = self.cost.runs, self.workers
+        best, least = 0, math.inf
+        quarters = [part * workers // (4 * heads) for part in range(1, 4)] if narrow else []
+        waves = [wave * workers // heads for wave in range(1, MAX_WAVES + 1)]
+        for bins in [max(1, min(limit, workers // heads)), *quarters, *waves]:
             if 0 < bins <= limit:
-                cost = work * waves * self.workers / (bins * heads) + bins * cut
+                wave = -(-bins * heads // workers)
+                idle = wave * workers / (bins * heads)
+                if narrow:
+                    cost = work * math.sqrt(idle) + wave * self.tiles.wave_bytes + bins * (cut + self.tiles.bin_bytes)
+                else:
+                    cost = work * idle + bins * cut
                 if cost < least:
                     best, least = bins, cost
         return best

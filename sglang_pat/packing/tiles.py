@@ -30,6 +30,8 @@ class TileTable(msgspec.Struct, frozen=True):
             where it is empty.
         warp_m: Tiles of up to so many rows are run by single warps, when a worker has done all others.
         turn_bytes: What a worker that has both takes to go over to these, likewise.
+        bin_bytes: Where single warps run everything, what one more bin costs a step, in bytes that the device moves meanwhile.
+        wave_bytes: What a step then takes longer where each worker has one more bin, likewise.
     """
 
     query_tiles: tuple[Count, ...]
@@ -39,6 +41,8 @@ class TileTable(msgspec.Struct, frozen=True):
     item_bytes: tuple[Price, ...] = ()
     warp_m: Price = 0
     turn_bytes: Price = 0
+    bin_bytes: Price = 0
+    wave_bytes: Price = 0
 
     def __post_init__(self) -> None:
         for name in ("query_tiles", "kv_tiles", "kv_bounds"):

@@ -73,8 +73,10 @@ class PlanWriter {
       return int64_t(pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end) - queue.start();
     };
     const auto count_of = [&](const Queue& queue) { return queue.packs[queue.index].count; };
-    int64_t left =
-        config.bins(std::max<int64_t>(1, remaining / least), double(remaining), queries * double(config.part_bytes));
+    bool narrow = config.warp_queries > 0;
+    for (const Pack& pack : packs.shared) narrow = narrow && pack.count <= config.warp_queries;
+    int64_t left = config.bins(std::max<int64_t>(1, remaining / least), double(remaining),
+                               queries * double(config.part_bytes), narrow);
     // With eight packs for a bin, nearly every bin can be filled without a cut.
     int64_t cuts = int64_t(packs.shared.size() + packs.single.size()) < 8 * left;
     int64_t work = 0, growth = 0, most_growth = 0, turns = 0;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -26,7 +27,7 @@ inline int64_t in_range(const char* name, int64_t value, int64_t least, int64_t 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Config {
-  int64_t token_bytes = 0, part_bytes = 0, turn = 0;
+  int64_t token_bytes = 0, part_bytes = 0, turn = 0, bin = 0, wave = 0;
   int group = 1, kv_heads = 1, workers = 1, max_queries = 1, few_queries = 1, warp_queries = 0;
   Policy policy = Policy::kOptimal;
   // [max_queries + 1]: what a token costs a work item with so many queries, what starting it costs, and up to how many
@@ -40,6 +41,8 @@ struct Config {
     in_range("token_bytes", token_bytes, 1, kMaxTokenPrice);
     in_range("part_bytes", part_bytes, 0, kMaxItemPrice);
     in_range("turn", turn, 0, kMaxItemPrice);
+    in_range("a bin's price", bin, 0, kMaxItemPrice);
+    in_range("a wave's price", wave, 0, kMaxItemPrice);
     for (const auto* prices : {&rates, &items, &short_tokens})
       in_range("the number of prices", int64_t(prices->size()), max_queries + 1, max_queries + 1);
     for (int queries = 1; queries <= max_queries; ++queries) {
@@ -91,19 +94,22 @@ struct Config {
   }
 
   // PackConfig.bins: weighs idle workers against cut packs.
-  int64_t bins(int64_t limit, double work, double cut) const {
+  int64_t bins(int64_t limit, double work, double cut, bool narrow) const {
     const int64_t heads = kv_heads;
-    int64_t best = std::max<int64_t>(1, std::min<int64_t>(limit, workers / heads));
-    const auto cost = [&](int64_t bins, int64_t waves) {
-      return work * double(waves) * double(workers) / double(bins * heads) + double(bins) * cut;
+    int64_t best = 0;
+    double least = INFINITY;
+    const auto look_at = [&](int64_t bins) {
+      if (bins <= 0 || bins > limit) return;
+      const int64_t waves = ceil_div(bins * heads, workers);
+      const double idle = double(waves * workers) / double(bins * heads);
+      const double cost = narrow
+                              ? work * std::sqrt(idle) + double(waves) * double(wave) + double(bins) * (cut + double(bin))
+                              : work * idle + double(bins) * cut;
+      if (cost < least) best = bins, least = cost;
     };
-    double least = cost(best, ceil_div(best * heads, workers));
-    for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
-      const int64_t count = waves * workers / heads;
-      if (count <= 0 || count > limit || !(cost(count, waves) < least)) continue;
-      best = count;
-      least = cost(count, waves);
-    }
+    look_at(std::max<int64_t>(1, std::min<int64_t>(limit, workers / heads)));
+    for (int64_t part = 1; narrow && part < 4; ++part) look_at(part * workers / (4 * heads));
+    for (int64_t waves = 1; waves <= kMaxWaves; ++waves) look_at(waves * workers / heads);
     return best;
   }
 };
