@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig
+from sglang_pat.packing import POLICIES, Batch, PackConfig
 from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.native import make_plan
 from sglang_pat.packing.oracle import choose_packs, makespan
@@ -122,12 +122,12 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
         members = sorted(plan.items[begin:behind], key=lambda item: len(item.queries) <= config.warp_queries)
         others = sum(len(item.queries) > config.warp_queries for item in members)
         for number, item in enumerate(members):
-            end = batch.seq_lens[item.queries[0]] if item.end == OPEN else item.end
+            start, end = item.span(batch.seq_lens)
             pack = packs.setdefault(tuple(item.queries), len(packs))
-            price = config.work_item_bytes(len(item.queries), end - item.start) // cost.runs
+            price = config.work_item_bytes(len(item.queries), end - start) // cost.runs
             turn = config.turn // cost.runs if 0 < number == others else 0
             runs = _runs(sorted(place[query] for query in item.queries))
-            items.append([item.start, end, pack, item.tile.m, item.tile.n, price, runs, turn])
+            items.append([start, end, pack, item.tile.m, item.tile.n, price, runs, turn])
     work = sum(item[5] for item in items) * cost.runs / config.workers
     return {
         "items": items,

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from sglang_pat.kernels import reference
-from sglang_pat.packing import Batch, CostModel, PackConfig, TileTable, make_plan, tree
+from sglang_pat.packing import FORMATS, AttentionSpec, Batch, PackConfig, TileTable, make_plan, tree
 from sglang_pat.packing.layout import flatten
 
 # Norm of the error over that of the result: the output is rounded to the dtype, and on a GPU the weights of V too.
@@ -35,6 +35,7 @@ class Case:
         dtype: torch.dtype,
         spare: int = 0,
         page_size: int = 1,
+        window: int = 0,
         device: str = "cpu",
     ) -> None:
         self.batch = batch
@@ -59,15 +60,24 @@ class Case:
             if spare == 0:
                 own = slots[i, length:].long()
                 self.k[own] = self.v[own] = math.nan
+        if window:
+            # What lies in front of every window may be anybody's by now.
+            seen = torch.cat([slots[i, max(0, length - window) :] for i, length in enumerate(batch.seq_lens)]).unique()
+            unseen = torch.ones(len(self.k), dtype=torch.bool, device=device)
+            unseen[seen.long()] = False
+            self.k[unseen] = self.v[unseen] = math.nan
         self.q = torch.randn(size, heads, dim, device=device).to(dtype)
         self.seq_lens = torch.tensor(batch.seq_lens, device=device)
-        self.cost = CostModel(heads, kv_heads, dim, v_dim, dtype.itemsize)
+        self.spec = AttentionSpec(
+            heads, kv_heads, dim, v_dim, FORMATS[str(dtype).removeprefix("torch.")], window=window
+        )
         self.scale = dim**-0.5
 
     def reference(self, logit_cap: float = 0.0) -> torch.Tensor:
         return reference.decode(
-            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, scale=self.scale, logit_cap=logit_cap
-        )
+            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, scale=self.scale, logit_cap=logit_cap,
+            window=self.spec.window,
+        )  # fmt: skip
 
     def difference(self, out: torch.Tensor, logit_cap: float = 0.0) -> float:
         right = self.reference(logit_cap)
@@ -76,9 +86,10 @@ class Case:
         return ((out.double() - right).norm() / right.norm()).item()
 
     def plan(self, tiles: TileTable, workers: int = 132, policy: str = "optimal") -> torch.Tensor:
-        splits = tiles.head_splits(self.q.shape[1], self.k.shape[1]) if self.splits_heads else 1
-        cost = msgspec.structs.replace(self.cost, head_splits=splits)
-        plan = flatten(make_plan(self.batch, PackConfig(cost, tiles, workers, policy)))
+        config = PackConfig.of(self.spec, tiles, workers, policy)
+        if not self.splits_heads:
+            config = msgspec.structs.replace(config, cost=self.spec.cost())
+        plan = flatten(make_plan(self.batch, config))
         return torch.from_numpy(plan).to(self.q.device)
 
 

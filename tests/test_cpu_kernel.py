@@ -84,6 +84,23 @@ def test_one_plan_serves_while_tails_grow() -> None:
         case.seq_lens += 50
 
 
+@given(batches(max_queries=12, max_length=40), st.sampled_from([1, 5, 33, 90]), st.sampled_from([2, 132, 4096]))
+@settings(max_examples=60, deadline=None)
+def test_windows(batch: Batch, window: int, workers: int) -> None:
+    """What lies in front of a window is NaN."""
+    case = Case(batch, 6, 2, 16, 16, torch.float32, window=window)
+    assert case.error(case.plan(TILES, workers)) < TOLERANCE[torch.float32]
+
+
+def test_one_plan_serves_while_windows_move() -> None:
+    case = Case(Batch([70, 80, 33], [Node(0, 64, [0, 1])]), 8, 2, 64, 64, torch.float32, spare=200, window=32)
+    case.k, case.v = torch.randn_like(case.k), torch.randn_like(case.v)
+    plan = case.plan()
+    for _ in range(4):
+        assert case.error(plan) < TOLERANCE[torch.float32]
+        case.seq_lens += 50
+
+
 def test_large_scores_do_not_overflow() -> None:
     case = Case(Batch([200] * 3, [Node(0, 150, [0, 1, 2])]), 4, 4, 64, 64, torch.float32)
     case.q *= 100

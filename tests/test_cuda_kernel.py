@@ -104,6 +104,18 @@ def test_random_trees(dtype: torch.dtype, dim: int, group: int, arch: str) -> No
 
 
 @each_arch
+@pytest.mark.parametrize(("dtype", "dim"), KIND_PARAMETERS)
+@pytest.mark.parametrize("window", [1, 17, 130, *([1024] if ON_GPU else [])])
+def test_windows(dtype: torch.dtype, dim: int, window: int, arch: str) -> None:
+    """What lies in front of a window is NaN; requests that have not filled theirs share."""
+    generator = random.Random(dim * 100 + window)
+    batch = random_batch(generator, 2, 4, max(9, window))
+    lengths = [length + generator.choice([0, 0, window, 3 * window]) for length in batch.seq_lens]
+    case = make_case(Batch(lengths, batch.roots), 8, 2, dim, dtype, window=window)
+    assert run(case, arch).error() < TOLERANCE[dtype]
+
+
+@each_arch
 @pytest.mark.parametrize("dim", [in_dimension(dim, dim) for dim in capabilities.HEAD_DIMS])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(71, 1), (130, 2), *([(200, 1), (640, 1)] if ON_GPU else [])])
 def test_more_query_heads_than_a_tile_has_rows(heads: int, kv_heads: int, dim: int, arch: str) -> None:

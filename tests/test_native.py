@@ -125,8 +125,8 @@ def test_segments_of_many_levels_are_packed_like_the_oracle_packs_them(depth: in
     assert used(scheduler.buffers[index]) == layout.flatten(make_plan(batch, config)).tolist()
 
 
-def assert_right(items: list[WorkItem], batch: Batch) -> None:
-    """Every query reads every position once, and what it reads with others is what it shares with them."""
+def assert_right(items: list[WorkItem], batch: Batch, window: int) -> None:
+    """Every query reads every position that it sees once, and what it reads with others is what it shares with them."""
     paths: list[list[tuple[int, int]]] = [[] for _ in batch.seq_lens]
     for node in tree.walk(batch.roots):
         for query in node.queries:
@@ -134,13 +134,13 @@ def assert_right(items: list[WorkItem], batch: Batch) -> None:
     read: list[list[tuple[int, int]]] = [[] for _ in batch.seq_lens]
     for item in items:
         for query in item.queries:
-            read[query].append((item.start, batch.seq_lens[query] if item.end == OPEN else item.end))
+            read[query].append(item.span(batch.seq_lens))
             if len(item.queries) > 1:
                 ends = [end for end, node in paths[query] if (end, node) in paths[item.queries[0]]]
                 assert item.end != OPEN and item.end <= max(ends)
     for query, length in enumerate(batch.seq_lens):
         starts, ends = zip(*sorted(read[query]), strict=True)
-        assert [*starts, length] == [0, *ends]
+        assert [*starts, length] == [max(0, length - (window or length)), *ends]
 
 
 class Pair:
@@ -259,7 +259,7 @@ class Pair:
         index, _, ahead = take(native, seq_lens, 1, self.batch)
         self.ahead += ahead
         if ahead:
-            assert_right(layout.work_items(native.buffers[index]), batch)
+            assert_right(layout.work_items(native.buffers[index]), batch, self.config.window)
         else:
             assert used(native.buffers[index]) == layout.flatten(make_plan(batch, self.config)).tolist()
 
@@ -557,7 +557,7 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
             native, lengths[: generator.choice([None, -1])] if generator.random() < 0.05 else lengths, 1, batch
         )
         if batch:
-            assert_right(layout.work_items(native.buffers[index]), mirror.batch(batch, lengths))
+            assert_right(layout.work_items(native.buffers[index]), mirror.batch(batch, lengths), CONFIG.window)
 
     def insert() -> None:
         node, parent, length, first = number(), number(), number(), generator.randrange(2**64)
@@ -605,9 +605,10 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"numbers": [0] * 14},
-        {"numbers": [1] * 13},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, -1, 0]},
+        {"numbers": [0] * 15},
+        {"numbers": [1] * 14},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, -1, 0, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 2**30 + 1]},
         {"query_tiles": []},
         {"kv_tiles": []},
         {"kv_bounds": [1, 2, 3, 4]},
@@ -618,7 +619,7 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
 )
 def test_a_scheduler_with_numbers_that_cannot_be_is_not_made(changes: dict[str, list[int]]) -> None:
     names = ["numbers", "rates", "items", "short_tokens", "query_tiles", "kv_tiles", "kv_bounds"]
-    right = [[64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0], [1] * 9, [1] * 9, [0] * 9, [16, 32], [64], []]
+    right = [[64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0], [1] * 9, [1] * 9, [0] * 9, [16, 32], [64], []]
     arrays = dict(zip(names, right, strict=True))
     buffers = [np.zeros(1 << 12, dtype=np.int32) for _ in range(2)]
     module = NativeScheduler.load_module()

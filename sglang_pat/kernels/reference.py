@@ -15,12 +15,16 @@ def decode(
     *,
     scale: float,
     logit_cap: float = 0.0,
+    window: int = 0,
 ) -> torch.Tensor:
-    """Decode attention without a plan; arguments as for `kernels.cpu.decode`, result in float64."""
+    """Decode attention without a plan; arguments as for `kernels.cpu.decode`, result in float64.
+
+    Only the last `window` tokens are seen, 0 for all.
+    """
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64, device=q.device)
     for i in range(q.shape[0]):
-        slots = req_to_token[rows[i], : seq_lens[i]].long()
+        slots = req_to_token[rows[i], max(0, seq_lens[i] - window) if window else 0 : seq_lens[i]].long()
         keys = k[slots].double().repeat_interleave(group, dim=1)
         values = v[slots].double().repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,nhd->hn", q[i].double(), keys) * scale

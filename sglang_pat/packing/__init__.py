@@ -4,13 +4,16 @@ from sglang_pat.packing.cost import CostModel
 from sglang_pat.packing.oracle import POLICIES, make_plan
 from sglang_pat.packing.plan import OPEN, Plan, WorkItem
 from sglang_pat.packing.prices import PackConfig
+from sglang_pat.packing.spec import FORMATS, AttentionSpec
 from sglang_pat.packing.tiles import CPU_TILES, Tile, TileTable
 from sglang_pat.packing.tree import Batch, Node
 
 __all__ = [
     "CPU_TILES",
+    "FORMATS",
     "OPEN",
     "POLICIES",
+    "AttentionSpec",
     "Batch",
     "CostModel",
     "Node",

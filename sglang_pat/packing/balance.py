@@ -125,15 +125,19 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     return bins
 
 
-def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig) -> int:
-    """Decode steps for which bins stay even while every open tail grows by a token a step.
+def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, growing: list[bool]) -> int:
+    """Decode steps for which bins stay even while tails grow by a token a step.
 
     Args:
         bins: As `balance` made them.
-        seq_lens: Tokens of each request at that time.
+        seq_lens: Tokens that each query sees at that time.
         config: Device and model.
+        growing: For each query whether it will see more of them.
     """
-    growths = [sum(config.rate(len(pack.queries)) for pack in members if pack.end is None) for members in bins]
+    growths = [
+        sum(config.rate(len(pack.queries)) for pack in members if pack.end is None and growing[pack.queries[0]])
+        for members in bins
+    ]
     excess = max(growths) * len(bins) - sum(growths)
     if excess == 0:
         return ALWAYS

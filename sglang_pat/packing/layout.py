@@ -3,8 +3,8 @@
 The array is the header, `HEADER`, and then the sections without gaps, so that one copy moves a plan:
 
 - bins [num_bins + 1]: items bins[i] up to bins[i + 1] are for one worker.
-- items [num_items, len(COLUMNS)], bin after bin. `end` is -1 for a tail; `query` and `slot` are those of its first query,
-  which most items have only: a kernel then finds them without another look.
+- items [num_items, len(COLUMNS)], bin after bin. `start` and `end` are bounds as of `plan.position`; `query` and `slot` are those of
+  its first query, which most items have only: a kernel then finds them without another look.
 - queries [num_queries]: batch positions of all items' queries, one after the other; `first_query` indexes them.
 - slots [num_queries]: for each of them where its part goes: a slot of the workspace, or -1 for a query with one part,
   which is written straight to the output.
@@ -18,7 +18,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from sglang_pat.packing import PackConfig, Plan, Tile, WorkItem
+from sglang_pat.packing import OPEN, PackConfig, Plan, Tile, WorkItem
 
 HEADER = (
     "num_items",
@@ -112,7 +112,10 @@ def read(data: np.ndarray, kv_tokens: int) -> Plan:
     """A laid out plan, which reads `kv_tokens` tokens in its first step."""
     plan = sections(data)
     parts = [max(1, last - first) for first, last in pairwise(plan.part_offsets.tolist())]
-    return Plan(work_items(data), plan.bins.tolist(), parts, plan.header["steps"], kv_tokens, len(parts))
+    items = work_items(data)
+    # A tail whose span begins at a position grows; a window moves.
+    open_items = sum(item.start >= 0 and item.end == OPEN for item in items)
+    return Plan(items, plan.bins.tolist(), parts, plan.header["steps"], kv_tokens, open_items)
 
 
 def work_items(data: np.ndarray) -> list[WorkItem]:

@@ -85,7 +85,7 @@ class NativeScheduler:
         numbers = [
             cost.token_bytes, cost.part_bytes, config.turn, cost.group, cost.runs, config.workers, config.max_queries,
             config.few_queries, config.warp_queries, list(POLICIES).index(config.policy), max_batch, max_slots,
-            tiles.bin_bytes, tiles.wave_bytes,
+            tiles.bin_bytes, tiles.wave_bytes, config.window,
         ]  # fmt: skip
         prices = [
             [0, *(price(queries) for queries in range(1, config.max_queries + 1))]

@@ -12,7 +12,7 @@ from sglang_pat.packing.heuristic import Pack, kv_length, pack_nodes, pack_queri
 from sglang_pat.packing.optimal import pack_optimal
 from sglang_pat.packing.plan import OPEN, Plan, WorkItem
 from sglang_pat.packing.prices import PackConfig
-from sglang_pat.packing.tree import Batch, Prefix, compact
+from sglang_pat.packing.tree import Batch, Prefix, compact, in_windows
 
 TAIL_GROWTH = 2
 """A tail may grow to this multiple of the longest work item, however even the bins stay: a batch that begins with few
@@ -60,7 +60,10 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
         batch: Sequence lengths (at least one token each) and prefix tree; see `tree.check`.
         config: Device and model.
     """
-    seq_lens, tiles = batch.seq_lens, config.tiles
+    lengths, tiles, window = batch.seq_lens, config.tiles, config.window
+    batch = in_windows(batch, window)
+    seq_lens = batch.seq_lens
+    growing = [length <= window or window == 0 for length in lengths]
     num_parts = [0] * len(seq_lens)
     items: list[WorkItem] = []
     bins = [0]
@@ -73,13 +76,20 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
             for query in pack.queries:
                 num_parts[query] += 1
             tile = tiles.select(len(pack.queries) * config.cost.group, length)
-            items.append(WorkItem(pack.start, OPEN if pack.end is None else pack.end, pack.queries, parts, tile))
+            grows = growing[pack.queries[0]]
+            # A window that is full moves along with its request's end.
+            back = 0 if grows else window - OPEN
+            end = OPEN if pack.end is None else pack.end - back
+            items.append(WorkItem(pack.start - back, end, pack.queries, parts, tile))
             kv_tokens += length
             longest = max(longest, length)
-            longest_tail = max(longest_tail, length if pack.end is None else 0)
+            longest_tail = max(longest_tail, length if pack.end is None and grows else 0)
         bins.append(len(items))
-    steps = min(TAIL_GROWTH * longest - longest_tail, even_steps(filled, seq_lens, config))
-    return Plan(items, bins, num_parts, steps, kv_tokens, len(seq_lens))
+    steps = min(TAIL_GROWTH * longest - longest_tail, even_steps(filled, seq_lens, config, growing))
+    if window:
+        # Until one that is not full yet is.
+        steps = min([steps, *(window - length + 1 for length in lengths if length <= window)])
+    return Plan(items, bins, num_parts, steps, kv_tokens, sum(growing))
 
 
 def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:
@@ -87,8 +97,9 @@ def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:
     loads = [0] * config.workers
     for index in range(len(plan.bins) - 1):
         cost = config.bin_bytes(
-            (len(item.queries), (seq_lens[item.queries[0]] if item.end == OPEN else item.end) - item.start)
+            (len(item.queries), end - start)
             for item in plan.items[plan.bins[index] : plan.bins[index + 1]]
+            for start, end in [item.span(seq_lens)]
         )
         for head in range(config.cost.runs):
             loads[(index * config.cost.runs + head) % config.workers] += cost

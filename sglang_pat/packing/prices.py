@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from sglang_pat.packing.cost import CostModel, Count
+from sglang_pat.packing.spec import AttentionSpec, Window
 from sglang_pat.packing.tiles import TileTable
 
 MAX_WAVES = 8
@@ -31,12 +32,20 @@ class PackConfig(msgspec.Struct, frozen=True):
         tiles: Tiles of the device.
         workers: Work items that run at the same time (SMs, CPU threads).
         policy: A key of `oracle.POLICIES`.
+        window: As in `AttentionSpec`.
     """
 
     cost: CostModel
     tiles: TileTable
     workers: Count
     policy: Policy = "optimal"
+    window: Window = 0
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, tiles: TileTable, workers: int, policy: Policy = "optimal") -> PackConfig:
+        """For layers of a spec, whose query heads are split where the largest tile has fewer rows."""
+        cost = spec.cost(tiles.head_splits(spec.heads, spec.kv_heads))
+        return cls(cost, tiles, workers, policy, spec.window)
 
     @property
     def max_queries(self) -> int:

@@ -91,6 +91,26 @@ def check(batch: Batch) -> None:
         _check_disjoint(node.children, set(node.queries), name)
 
 
+def in_windows(batch: Batch, window: int) -> Batch:
+    """What is left to plan where a query sees its last `window` tokens only, 0 for all.
+
+    One that has more of them reads these alone, as if they were all it had: its positions count from where its window begins.
+    The others share as far as they are in one prefix.
+    """
+    beyond = {query for query, length in enumerate(batch.seq_lens) if 0 < window < length}
+    if not beyond:
+        return batch
+    roots: list[Node] = []
+    stack = [(node, roots) for node in reversed(batch.roots)]
+    while stack:
+        node, siblings = stack.pop()
+        queries = [query for query in node.queries if query not in beyond]
+        if queries:
+            siblings.append(Node(node.start, node.end, queries, []))
+            stack.extend((child, siblings[-1].children) for child in reversed(node.children))
+    return Batch([min(length, window) for length in batch.seq_lens], roots)
+
+
 def _check_disjoint(nodes: list[Node], allowed: set[int], name: str) -> None:
     for node in nodes:
         if not node.queries or not allowed.issuperset(node.queries) or len(set(node.queries)) != len(node.queries):

@@ -4,6 +4,7 @@
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "../packing/layout.h"
@@ -17,6 +18,11 @@ constexpr int32_t kMostTileTokens =
 struct Bounds {
   int64_t plan_size, batch, table_rows, table_columns, workspace_slots;
 };
+
+// Where a bound lies in a request of so many tokens (packing/plan.py, `position`).
+inline int32_t position(int64_t bound, int64_t tokens) {
+  return int32_t(bound >= 0 ? bound : std::max<int64_t>(0, tokens + bound - kOpen));
+}
 
 inline bool within(int64_t begin, int64_t count, int64_t size) { return begin >= 0 && count >= 0 && begin + count <= size; }
 
@@ -41,8 +47,10 @@ inline const char* plan_problem(const int32_t* plan, const Bounds& bounds) {
     if (item[kItemQueries] < 1 || !within(item[kFirstQuery], item[kItemQueries], queries))
       return "the plan has a work item of queries that there are not";
     if (item[kTileN] < 1 || item[kTileN] > kMostTileTokens) return "the plan has a tile that is none";
-    if (item[kStart] < 0 || item[kStart] > bounds.table_columns || item[kEnd] < kOpen || item[kEnd] > bounds.table_columns)
+    if (item[kStart] > bounds.table_columns || item[kEnd] > bounds.table_columns)
       return "the plan has a work item outside the context";
+    if (item[kItemQueries] > 1 && (item[kStart] < 0 || item[kEnd] < 0))
+      return "the plan has a work item that counts from the ends of several requests";
   }
   return nullptr;
 }

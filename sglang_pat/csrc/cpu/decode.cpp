@@ -42,11 +42,12 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
   const int d = a.shape.head_dim, dv = a.shape.v_head_dim, rows = work[pat::kItemQueries] * group;
 
   const int32_t member = queries[0];
-  const int32_t end = work[pat::kEnd] >= 0 ? work[pat::kEnd] : int32_t(data<int64_t>(a.seq_lens)[member]);
+  const int64_t tokens = data<int64_t>(a.seq_lens)[member];
+  const int32_t start = pat::position(work[pat::kStart], tokens), end = pat::position(work[pat::kEnd], tokens);
   const int32_t* kv_slots =
-      data<int32_t>(a.req_to_token) + data<int64_t>(a.rows)[member] * a.req_to_token.stride(0) + work[pat::kStart];
+      data<int32_t>(a.req_to_token) + data<int64_t>(a.rows)[member] * a.req_to_token.stride(0) + start;
 
-  const int length = std::max(0, end - work[pat::kStart]);
+  const int length = std::max(0, end - start);
   pat::check_kv_slots(kv_slots, length, a.k.size(0));
 
   q_rows.resize(std::max(q_rows.size(), size_t(rows) * d));

@@ -178,9 +178,12 @@ class Items {
     const int32_t* row = p_.plan + items + at * kItemSize;
     item.query = row[kQuery];
     item.target = row[kSlot];
-    const int end = row[kEnd] == kOpen ? int(p_.seq_lens[item.query]) : row[kEnd];
-    item.slots = p_.rows[item.query] * p_.table_row + row[kStart];
-    item.tokens = max(0, end - row[kStart]);
+    // Bounds below 0 count back from the request's end (packing/plan.py, `position`).
+    const int from_end = row[kEnd] < 0 ? int(p_.seq_lens[item.query]) - kOpen : 0;
+    const int start = row[kStart] < 0 ? max(0, from_end + row[kStart]) : row[kStart];
+    const int end = row[kEnd] < 0 ? max(0, from_end + row[kEnd]) : row[kEnd];
+    item.slots = p_.rows[item.query] * p_.table_row + start;
+    item.tokens = max(0, end - start);
     item.first = row[kFirstQuery];
     item.count = int16_t(row[kItemQueries]);
     item.m = uint8_t(row[kTileM]);

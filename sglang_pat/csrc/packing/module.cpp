@@ -73,13 +73,14 @@ auto guarded(Action action) {
 }
 
 // `numbers`: token_bytes, part_bytes, turn, group, kv_heads, workers, max_queries, few_queries, warp_queries, policy, max_batch,
-// max_slots, bin, wave. Each price is [max_queries + 1].
+// max_slots, bin, wave, window. Each price is [max_queries + 1].
 int64_t create(TensorView numbers, TensorView rates, TensorView items, TensorView short_tokens, TensorView query_tiles,
                TensorView kv_tiles, TensorView kv_bounds, TensorView first_buffer, TensorView second_buffer) {
-  const int64_t* n = data<int64_t>(numbers, "numbers", 14);
+  const int64_t* n = data<int64_t>(numbers, "numbers", 15);
   return guarded([&] {
     pat::Config config;
     config.token_bytes = n[0], config.part_bytes = n[1], config.turn = n[2], config.bin = n[12], config.wave = n[13];
+    config.window = pat::in_range("window", n[14], 0, pat::kMaxWindow);
     config.group = pat::in_range("group", n[3], 1, pat::kMaxTile);
     config.kv_heads = pat::in_range("kv_heads", n[4], 1, pat::kMaxWorkers);
     config.workers = pat::in_range("workers", n[5], 1, pat::kMaxWorkers);

@@ -35,11 +35,17 @@ class PlanWriter {
     num_parts_.reserve(batch);
   }
 
-  // Writes to `out` of `capacity` ints; at most `max_slots` slots of the workspace are used.
-  void write(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out, int64_t capacity,
-             int64_t max_slots, Statistics& statistics) {
-    balance(packs, seq_lens, config, statistics);
-    emit(packs, seq_lens, config, out, capacity, max_slots, statistics);
+  // Writes to `out` of `capacity` ints; at most `max_slots` slots of the workspace are used. Packs are of the tokens that requests see,
+  // `seq_lens` of those `lengths` that they have.
+  void write(const Packs& packs, const std::vector<int32_t>& seq_lens, const std::vector<int32_t>& lengths,
+             const Config& config, int32_t* out, int64_t capacity, int64_t max_slots, Statistics& statistics) {
+    const auto grows = [&](int32_t query) { return config.window == 0 || lengths[query] <= config.window; };
+    balance(packs, seq_lens, config, statistics, grows);
+    emit(packs, seq_lens, config, out, capacity, max_slots, statistics, grows);
+    if (config.window == 0) return;
+    // Until a window that is not full yet is.
+    for (const int32_t length : lengths)
+      if (length <= config.window) out[kSteps] = std::min(out[kSteps], config.window - length + 1);
   }
 
  private:
@@ -53,7 +59,9 @@ class PlanWriter {
     int32_t start() const { return std::max(begin, packs[index].start); }
   };
 
-  void balance(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics) {
+  template <typename Grows>
+  void balance(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics,
+               Grows grows) {
     items_.clear();
     bins_.assign(1, 0);
     statistics.longest_bin = 0;
@@ -93,7 +101,7 @@ class PlanWriter {
       const auto take_whole = [&](Queue& queue, int64_t cost) {
         const Pack& pack = queue.packs[queue.index];
         items_.push_back(Pack{queue.start(), pack.end, pack.first, pack.count});
-        if (pack.end == kOpen) bin_growth += config.rates[pack.count];
+        if (pack.end == kOpen && grows(packs.queries[pack.first])) bin_growth += config.rates[pack.count];
         queue.index += 1;
         queue.begin = 0;
         load += cost;
@@ -152,8 +160,9 @@ class PlanWriter {
     even_steps_ = excess > 0 ? std::max(kLeastSteps, allowed / excess) : INT32_MAX;
   }
 
+  template <typename Grows>
   void emit(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out, int64_t capacity,
-            int64_t max_slots, Statistics& statistics) {
+            int64_t max_slots, Statistics& statistics, Grows grows) {
     const int64_t batch = int64_t(seq_lens.size());
     int64_t num_queries = 0;
     for (const Pack& item : items_) num_queries += item.count;
@@ -178,8 +187,11 @@ class PlanWriter {
     for (const Pack& item : items_) {
       const int32_t* members = &packs.queries[item.first];
       const int64_t tokens = int64_t(item.end == kOpen ? seq_lens[members[0]] : item.end) - item.start;
-      row[kStart] = item.start;
-      row[kEnd] = item.end;
+      const bool growing = grows(members[0]);
+      // A window that is full moves along with its request's end.
+      const int32_t back = growing ? 0 : config.window - kOpen;
+      row[kStart] = item.start - back;
+      row[kEnd] = item.end == kOpen ? kOpen : item.end - back;
       row[kFirstQuery] = first;
       row[kItemQueries] = item.count;
       row[kTileN] = config.kv_tile(tokens);
@@ -197,7 +209,7 @@ class PlanWriter {
       first += item.count;
       kv_tokens += tokens;
       longest = std::max(longest, tokens);
-      longest_tail = std::max(longest_tail, item.end == kOpen ? tokens : 0);
+      longest_tail = std::max(longest_tail, item.end == kOpen && growing ? tokens : 0);
     }
     statistics.query_sizes[1] = single;
     int32_t* offsets = out + out[kPartOffsets];
@@ -227,7 +239,8 @@ class PlanWriter {
     statistics.items = int64_t(items_.size());
     statistics.parts = slots;
     statistics.kv_tokens = kv_tokens;
-    statistics.open_items = batch;
+    statistics.open_items = 0;
+    for (int64_t query = 0; query < batch; ++query) statistics.open_items += grows(int32_t(query));
     statistics.seq_tokens = 0;
     for (const int32_t tokens : seq_lens) statistics.seq_tokens += tokens;
   }

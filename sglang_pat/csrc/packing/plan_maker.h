@@ -28,14 +28,22 @@ class PlanMaker {
     unpacked_.reserve(batch);
     writer_.reserve(batch);
     seq_lens_.reserve(batch);
+    seen_.reserve(batch);
+    sharing_.reserve(batch);
   }
 
-  // The first `told` requests have become `steps` tokens longer.
+  // The first `told` requests have become `steps` tokens longer. Whoever has more tokens than the window shares nothing, and is planned as
+  // if the window were all there is (sglang_pat/packing/tree.py, `in_windows`).
   void copy(Mirror& mirror, const std::vector<int32_t>& batch, const std::vector<int32_t>& seq_lens, size_t told,
-            int64_t steps) {
+            int64_t steps, int32_t window) {
     seq_lens_ = seq_lens;
     for (size_t i = 0; i < told; ++i) seq_lens_[i] = int32_t(std::min(kMaxPosition, seq_lens_[i] + steps));
-    prefixes_.take(mirror, batch, seq_lens_);
+    seen_ = seq_lens_;
+    if (window == 0) return prefixes_.take(mirror, batch, seen_);
+    sharing_ = batch;
+    for (size_t i = 0; i < seen_.size(); ++i)
+      if (seen_[i] > window) seen_[i] = window, sharing_[i] = kNone;
+    prefixes_.take(mirror, sharing_, seen_);
   }
 
   void plan(const Config& config, Policy policy, Buffer buffer, int64_t max_slots, Statistics& statistics) {
@@ -48,9 +56,9 @@ class PlanMaker {
       if (index > 0) {
         if (policy == Policy::kPat) choose_pat(prefixes_, choices_, index, packs_.start(index), config);
         if (policy == Policy::kOptimal) optimal_.choose(prefixes_, choices_, index);
-        if (policy == Policy::kCompute) choose_compute(prefixes_, choices_, index, packs_.start(index), seq_lens_, config);
+        if (policy == Policy::kCompute) choose_compute(prefixes_, choices_, index, packs_.start(index), seen_, config);
       }
-      packs_.add(prefixes_, choices_, index, seq_lens_, config);
+      packs_.add(prefixes_, choices_, index, seen_, config);
       if (int64_t(packs_.queries.size()) > buffer.capacity) throw TooLarge("a plan does not fit its buffer");
     }
     packs_.count_parts(prefixes_);
@@ -60,11 +68,11 @@ class PlanMaker {
       choices_.reset(prefixes_);
       unpacked_.begin(prefixes_, seq_lens_.size());
       for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index)
-        unpacked_.add(prefixes_, choices_, index, seq_lens_, config);
+        unpacked_.add(prefixes_, choices_, index, seen_, config);
       unpacked_.count_parts(prefixes_);
       best = &unpacked_;
     }
-    writer_.write(*best, seq_lens_, config, buffer.data, buffer.capacity, max_slots, statistics);
+    writer_.write(*best, seen_, seq_lens_, config, buffer.data, buffer.capacity, max_slots, statistics);
   }
 
   const std::vector<int32_t>& seq_lens() const { return seq_lens_; }
@@ -76,11 +84,11 @@ class PlanMaker {
  private:
   int64_t unpacked_cost(const Config& config) const {
     int64_t tokens = 0;
-    for (const int32_t length : seq_lens_) tokens += length;
-    return tokens * config.rates[1] + int64_t(seq_lens_.size()) * config.items[1];
+    for (const int32_t length : seen_) tokens += length;
+    return tokens * config.rates[1] + int64_t(seen_.size()) * config.items[1];
   }
 
-  std::vector<int32_t> seq_lens_;
+  std::vector<int32_t> seq_lens_, seen_, sharing_;  // tokens of each request, those that it sees, and who may share
   Prefixes prefixes_;
   Choices choices_;
   Optimal optimal_;

@@ -29,6 +29,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct Config {
   int64_t token_bytes = 0, part_bytes = 0, turn = 0, bin = 0, wave = 0;
   int group = 1, kv_heads = 1, workers = 1, max_queries = 1, few_queries = 1, warp_queries = 0;
+  int window = 0;  // tokens that a query sees; 0: all
   Policy policy = Policy::kOptimal;
   // [max_queries + 1]: what a token costs a work item with so many queries, what starting it costs, and up to how many
   // tokens it is better run by work items of `few_queries`.

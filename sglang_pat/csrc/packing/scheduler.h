@@ -197,7 +197,7 @@ class Scheduler {
     ready_ = false;
     if (!ahead) {
       delta_ = 0;
-      maker_.copy(mirror_, batch_, seq_lens_, 0, 0);
+      maker_.copy(mirror_, batch_, seq_lens_, 0, 0, config_.window);
       maker_.plan(config_, config_.policy, buffers_[back()], max_slots_, plans_[back()]);
     }
     hand_out();
@@ -218,7 +218,7 @@ class Scheduler {
     ready_ = false;
     fallback_lens_.assign(seq_lens, seq_lens + size);
     fallback_batch_.assign(size, kNone);
-    maker_.copy(mirror_, fallback_batch_, fallback_lens_, 0, 0);
+    maker_.copy(mirror_, fallback_batch_, fallback_lens_, 0, 0, config_.window);
     Config whole = config_;
     whole.workers = 1;  // nothing is cut, so that no workspace is needed
     maker_.plan(whole, Policy::kQuery, buffers_[back()], max_slots_, plans_[back()]);
@@ -413,7 +413,7 @@ class Scheduler {
       ready_ = false;
       const int64_t version = version_;
       const int next = back();
-      maker_.copy(mirror_, batch_, seq_lens_, told_, steps_ahead_);
+      maker_.copy(mirror_, batch_, seq_lens_, told_, steps_ahead_, config_.window);
       const int64_t delay = delays_.before_publish;
       lock.unlock();
       bool made = true;

@@ -1,0 +1,56 @@
+"""What the attention of a layer is: what support checks, prices, kernels and their tests are derived from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from sglang_pat.packing.cost import CostModel, Count
+
+MAX_WINDOW = 1 << 30
+"""More tokens than any context has."""
+
+Window = Annotated[int, msgspec.Meta(ge=0, le=MAX_WINDOW)]
+
+
+class KVFormat(msgspec.Struct, frozen=True):
+    """How K and V are kept.
+
+    Attributes:
+        name: As torch names the dtype.
+        bytes: Of one element.
+    """
+
+    name: str
+    bytes: Count
+
+
+FORMATS = {form.name: form for form in (KVFormat("float32", 4), KVFormat("float16", 2), KVFormat("bfloat16", 2))}
+"""Those that some executor reads; `capabilities.refusal` says which."""
+
+
+class AttentionSpec(msgspec.Struct, frozen=True):
+    """Layers of equal specs are planned together (backend/layers.py).
+
+    Attributes:
+        heads, kv_heads: Query and KV heads on this rank.
+        head_dim, v_head_dim: Dimensions of Q and K, and of V.
+        kv: How K and V are kept.
+        window: How many tokens a query sees, its own included; 0 for all.
+        sinks: Whether each head has a logit without a value (gpt-oss).
+    """
+
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    v_head_dim: Count
+    kv: KVFormat
+    window: Window = 0
+    sinks: bool = False
+
+    def cost(self, head_splits: int = 1) -> CostModel:
+        """Bytes that a layer moves; `head_splits` as in `CostModel`."""
+        return CostModel(
+            self.heads, self.kv_heads, self.head_dim, self.v_head_dim, self.kv.bytes, head_splits=head_splits
+        )
