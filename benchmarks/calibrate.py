@@ -18,7 +18,8 @@ import trees
 
 from sglang_pat import estimate
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import Batch, PackConfig, make_plan
+from sglang_pat.packing import FORMATS, AttentionSpec, Batch, PackConfig
+from sglang_pat.packing.native import make_plan
 
 LAYERS, WEIGHT_BYTES = 36, 2 * (36 * (2 * 4096 * 40 * 128 + 3 * 4096 * 12288) + 151936 * 4096)
 """Of the Qwen3-8B shape that benchmarks/serving.py served."""
@@ -34,7 +35,7 @@ tokenizer makes of them (benchmarks/NOTES.md, "What the workloads really are")."
 def pack_config(heads: str, gpu: estimate.Gpu) -> PackConfig:
     query_heads, kv_heads = map(int, heads.split("/"))
     tiles = capabilities.tile_table(gpu.arch, 128)
-    return PackConfig(capabilities.cost_model(query_heads, kv_heads, 128, tiles), tiles, workers=gpu.sms)
+    return PackConfig.of(AttentionSpec(query_heads, kv_heads, 128, 128, FORMATS["bfloat16"]), tiles, workers=gpu.sms)
 
 
 def features(tree: str, heads: str, gpu: estimate.Gpu) -> dict[str, list[float]]:

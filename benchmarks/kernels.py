@@ -31,7 +31,7 @@ import trees
 from about import gpu
 
 from sglang_pat.kernels import capabilities, cuda, reference
-from sglang_pat.packing import PackConfig, TileTable, layout, native
+from sglang_pat.packing import FORMATS, AttentionSpec, PackConfig, TileTable, layout, native
 
 RESULTS = Path(__file__).parent / "results"
 HEADS = ("32/32", "16/8", "32/8", "64/8")
@@ -124,9 +124,10 @@ class Pat:
         tiles = capabilities.tile_table(cuda.arch_of(problem.q.device), DIM, torch.cuda.get_device_name())
         if query_tiles:
             tiles = TileTable(query_tiles, tiles.kv_tiles, tiles.kv_bounds)
-        self.decoder = cuda.Decoder(problem.q.dtype, DIM, tiles, problem.q.device, mode)
-        cost = capabilities.cost_model(problem.heads, problem.kv_heads, DIM, tiles)
-        self.config = PackConfig(cost, tiles, workers=self.decoder.workers, policy=policy)
+        form = FORMATS[str(problem.q.dtype).removeprefix("torch.")]
+        spec = AttentionSpec(problem.heads, problem.kv_heads, DIM, DIM, form)
+        self.decoder = cuda.Decoder(spec, tiles, problem.q.device, mode)
+        self.config = PackConfig.of(spec, tiles, self.decoder.workers, policy)
         scheduler = native.NativeScheduler(self.config, problem.size)
         index, _, _ = scheduler.take(native.load(scheduler, problem.batch), problem.seq_lens.cpu(), 0)
         data = scheduler.buffers[index]

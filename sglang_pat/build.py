@@ -11,12 +11,13 @@ import torch
 
 from sglang_pat import jit
 from sglang_pat.kernels import capabilities, cuda, resources
+from sglang_pat.packing import FORMATS, AttentionSpec
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.build", description=__doc__)
     parser.add_argument("--head-dim", type=int, nargs="+", choices=capabilities.HEAD_DIMS, default=[128])
-    parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float16"], default=["bfloat16"])
+    parser.add_argument("--dtype", nargs="+", choices=capabilities.KV_FORMATS["cuda"], default=["bfloat16"])
     parser.add_argument("--arch", help="compute capability such as 8.0 or 9.0a; default: this machine's GPU")
     parser.add_argument(
         "--report", action="store_true", help="only print registers, spills and shared memory; needs no GPU"
@@ -27,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("there is no GPU here to compile for: name its compute capability with --arch")
     arch = options.arch or cuda.arch_of(torch.device("cuda"))
     variants = [
-        cuda.Variant(getattr(torch, dtype), dim, arch, capabilities.tile_table(arch, dim).query_tiles)
+        cuda.Variant.of(AttentionSpec(1, 1, dim, dim, FORMATS[dtype]), arch)
         for dtype in options.dtype
         for dim in options.head_dim
     ]

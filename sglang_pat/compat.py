@@ -211,13 +211,11 @@ def replica(runner: Any) -> int | None:
     return (getattr(ranks, "dp_rank", None) or 0) or ranks.attn_dp_rank
 
 
-def attention_layers(runner: Any) -> int:
+def attention_layers(runner: Any) -> list[Any]:
     """Attention layers that this process computes: one stage of a pipeline has only some of the model's."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    # A pool also has a place for layers without attention (DeciLM). Of a draft, or a test, there may be no model.
-    layers = sum(isinstance(module, RadixAttention) for module in runner.model.modules())
-    return layers or runner.token_to_kv_pool.layer_num
+    return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
 
 
 def arguments(server_args: Any) -> Any:

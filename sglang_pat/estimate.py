@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import Batch, Node, PackConfig, Plan
+from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, PackConfig, Plan
 from sglang_pat.packing.cost import Count
 from sglang_pat.packing.native import make_plan
 from sglang_pat.packing.oracle import makespan
@@ -401,12 +401,13 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
     """
     if gpu_name not in GPUS:
         raise EstimateError(f"--gpu {gpu_name}: there are measurements for {', '.join(GPUS)} only")
-    if model.head_dim not in capabilities.HEAD_DIMS:
-        raise EstimateError(f"head dimension {model.head_dim}: there are kernels for {capabilities.HEAD_DIMS} only")
+    spec = AttentionSpec(model.heads, model.kv_heads, model.head_dim, model.head_dim, FORMATS["bfloat16"])
+    refusal = capabilities.refusal(spec, "cuda")
+    if refusal is not None:
+        raise EstimateError(f"there are no kernels for {refusal}")
     gpu = GPUS[gpu_name]
     tiles = capabilities.tile_table(gpu.arch, model.head_dim)
-    cost = capabilities.cost_model(model.heads, model.kv_heads, model.head_dim, tiles)
-    config = PackConfig(cost, tiles, workers=gpu.sms)
+    config = PackConfig.of(spec, tiles, workers=gpu.sms)
     lines = [
         f"{len(prompts):,} requests, {sum(p.tokens for p in prompts) / len(prompts):,.0f} tokens of prompt and "
         f"{sum(p.output for p in prompts) / len(prompts):,.0f} of answer on average",
@@ -428,7 +429,7 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
             packed += plan.kv_tokens
             times.append(attention_us(plan, batch, config, gpu))
             others.append(unpacked_us(batch, config, gpu))
-        step = cost.token_bytes * model.layers / len(starts) / 1e9
+        step = config.cost.token_bytes * model.layers / len(starts) / 1e9
         time, other = sum(times) / len(times), sum(others) / len(others)
         line = (
             f"{size:>6}{1 - unique / whole:>8.0%}{whole * step:>16.2f}{packed * step:>8.2f}{other:>15.0f}{time:>8.0f}"

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import Plan, Tile, WorkItem, devices, layout
+from sglang_pat.packing import FORMATS, AttentionSpec, Plan, Tile, WorkItem, devices, layout
 from sglang_pat.packing.cost import PARTIAL_BYTES
 from sglang_pat.packing.devices import GpuTable, Price
 
@@ -149,7 +149,8 @@ class Bench:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.arch = cuda.arch_of(self.device)
         tiles = capabilities.tile_table(self.arch, head_dim)
-        self.decoder = cuda.Decoder(self.dtype, head_dim, tiles, self.device)
+        self.spec = AttentionSpec(GROUP, 1, head_dim, head_dim, FORMATS[dtype])
+        self.decoder = cuda.Decoder(self.spec, tiles, self.device)
         self.flush = torch.empty(256 << 20, dtype=torch.uint8, device=self.device)
 
     def time_us(self, run: Callable[[], Any], repeats: int = 7) -> float:

@@ -20,7 +20,7 @@ from tvm_ffi import libinfo
 
 from sglang_pat import jit
 from sglang_pat.kernels import cuda
-from sglang_pat.packing import TileTable
+from sglang_pat.packing import AttentionSpec, TileTable
 
 EMULATOR = Path(__file__).parent / "emulator"
 WORKERS = 3
@@ -87,13 +87,12 @@ class Decoder(cuda.Decoder):
 
     def __init__(
         self,
-        dtype: torch.dtype,
-        head_dim: int,
+        spec: AttentionSpec,
         tiles: TileTable,
         arch: str,
         change: Change | None = None,
     ) -> None:
-        variant = cuda.Variant(dtype, head_dim, arch, tiles.query_tiles)
+        variant = cuda.Variant.of(spec, arch, tiles.query_tiles)
         build([variant], change)
         self._tile_rows = tiles.query_tiles[-1]
         self._modules = [_modules[variant, change]]

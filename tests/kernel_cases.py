@@ -16,6 +16,10 @@ from sglang_pat.packing.layout import flatten
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
+def spec_of(dtype: torch.dtype, dim: int, heads: int = 1, kv_heads: int = 1) -> AttentionSpec:
+    return AttentionSpec(heads, kv_heads, dim, dim, FORMATS[str(dtype).removeprefix("torch.")])
+
+
 class Case:
     """Random pools, and a `req_to_token` in which requests share the slots of their common nodes.
 

@@ -36,9 +36,21 @@ with importing_kits():
         del sys.modules[UNLOADABLE]
 
 plugin.register()
+dense._SWA_DECODE_EXTEND_WINDOW |= {"pat"}
+"""The kits want to be told: `sliding_window_size` is how far back a query sees, as with FA3 and FlashInfer."""
 
 DEVICE: dict[str, Any] = {"device": "cuda" if ON_GPU else "cpu", "head_dim": 64 if ON_GPU else dense.DEFAULT_HEAD_DIM}
 CASES = {case.name: case for case in dense.make_dense_cases("pat")}
+WINDOWED = {
+    case.name: case
+    for make in (dense.make_swa_no_prefix_input_config_cases, dense.make_swa_prefix_input_config_cases)
+    for case in make("pat")
+} | {
+    f"{name}_window_{window}": replace(CASES[name], sliding_window_size=window)
+    for name in ("mha_decode_page_boundary", "gqa_decode_page_boundary")
+    for window in (3, 15, 400)
+}
+"""The kits' own are prefills."""
 LAYOUTS = ["contiguous", "shuffled_pages", "interleaved_pages", "non_monotonic_extend"]
 
 
@@ -47,6 +59,12 @@ def _no_grad() -> Iterator[None]:
     """The pools are written in place."""
     with torch.no_grad():
         yield
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows(name: str, layout: str) -> None:
+    dense.run_dense_attention_case(unittest.TestCase(), WINDOWED[name], loc_layout=layout, **DEVICE)
 
 
 def named(decode: bool) -> list[str]:

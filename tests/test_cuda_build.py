@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 import torch
+from kernel_cases import spec_of
 
 from sglang_pat import jit
-from sglang_pat.kernels import capabilities, cuda, resources
+from sglang_pat.kernels import cuda, resources
 
 pytestmark = pytest.mark.once
 
@@ -31,7 +32,7 @@ def test_forward_compiles_without_spills(arch: str, dim: int, dtype: torch.dtype
         jit.find_nvcc()
     except jit.BuildError:
         pytest.skip("needs nvcc")
-    variant = cuda.Variant(dtype, dim, arch, capabilities.tile_table(arch, dim).query_tiles)
+    variant = cuda.Variant.of(spec_of(dtype, dim), arch)
     found = resources.measure(variant)
     print(variant.name, found)
     assert found.spill_bytes == 0

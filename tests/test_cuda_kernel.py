@@ -10,20 +10,21 @@ import random
 from typing import Any
 
 import emulated
+import msgspec
 import pytest
 import torch
-from kernel_cases import TOLERANCE, Case, Run
+from kernel_cases import TOLERANCE, Case, Run, spec_of
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities, cuda
-from sglang_pat.packing import POLICIES, Batch, Node, TileTable
+from sglang_pat.packing import POLICIES, AttentionSpec, Batch, Node, TileTable
 
 pytestmark = pytest.mark.once
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 ARCHS = [cuda.arch_of(torch.device("cuda"))] if ON_GPU else ["9.0a", "8.0"]
-HALF = (torch.bfloat16, torch.float16)
+HALF = tuple(getattr(torch, name) for name in capabilities.KV_FORMATS["cuda"])
 # On the host each module takes seconds to compile, in every process that runs some of these tests.
 KINDS = [
     (dtype, dim) for dtype in HALF for dim in capabilities.HEAD_DIMS if ON_GPU or dtype == torch.bfloat16 or dim == 128
@@ -53,16 +54,12 @@ def modules() -> None:
     """On a GPU every module that the tests need, compiled at the same time; an emulated one is compiled when it is needed."""
     if not ON_GPU:
         return
-    wanted = [
-        cuda.Variant(dtype, dim, arch, capabilities.tile_table(arch, dim).query_tiles)
-        for arch in ARCHS
-        for dtype, dim in KINDS
-    ]
+    wanted = [cuda.Variant.of(spec_of(dtype, dim), arch) for arch in ARCHS for dtype, dim in KINDS]
     single = [
-        cuda.Variant(torch.bfloat16, dim, arch, (m,))
+        cuda.Variant.of(spec_of(torch.bfloat16, dim), arch, (m,))
         for arch in ARCHS
         for dim in TILE_DIMS
-        for m in capabilities.tile_table(arch, dim).query_tiles
+        for m in capabilities.query_tiles(arch, dim)
     ]
     cuda.build([*wanted, *single])
 
@@ -70,11 +67,10 @@ def modules() -> None:
 def run(
     case: Case, arch: str, tiles: TileTable | None = None, mode: cuda.Mode = "fused", policy: str = "optimal"
 ) -> Run:
-    dtype, dim = case.q.dtype, case.q.shape[2]
-    tiles = tiles or capabilities.tile_table(arch, dim)
+    tiles = tiles or capabilities.tile_table(arch, case.spec.head_dim)
     if ON_GPU:
-        return Run(case, cuda.Decoder(dtype, dim, tiles, case.q.device, mode), tiles, policy)
-    return Run(case, emulated.Decoder(dtype, dim, tiles, arch), tiles, policy)
+        return Run(case, cuda.Decoder(case.spec, tiles, case.q.device, mode), tiles, policy)
+    return Run(case, emulated.Decoder(case.spec, tiles, arch), tiles, policy)
 
 
 def make_case(batch: Batch, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, **options: int) -> Case:
@@ -360,7 +356,17 @@ def test_wrong_tensors_are_named(change, message: str) -> None:
         wrong.decode()
 
 
-def test_unsupported_dtypes_and_dimensions_are_named() -> None:
-    for dtype, dim in ((torch.float32, 128), (torch.bfloat16, 80)):
-        with pytest.raises(ValueError, match=r"float16 or bfloat16 and head dimensions 64, 96, 128, 192, 256, not"):
-            cuda.Decoder(dtype, dim, capabilities.tile_table("9.0a", 128), torch.device("cuda"))
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (spec_of(torch.float32, 128), "do not compute a KV cache of float32"),
+        (
+            spec_of(torch.bfloat16, 80),
+            r"do not compute head dimensions of 80 \(K\) and 80 \(V\) on a GPU \(64, 96, 128, 192, 256",
+        ),
+        (msgspec.structs.replace(spec_of(torch.bfloat16, 128), sinks=True), "do not compute attention sinks"),
+    ],
+)
+def test_what_there_are_no_kernels_for_is_named(spec: AttentionSpec, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cuda.Variant.of(spec, "9.0a")

@@ -13,7 +13,7 @@ import emulated
 import pytest
 import torch
 from conftest import selected
-from kernel_cases import TOLERANCE, Case, Run
+from kernel_cases import TOLERANCE, Case, Run, spec_of
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities
@@ -77,7 +77,7 @@ def cases() -> list[Case]:
 
 def fault(change: emulated.Change | None) -> str:
     """The first one that is found, if any."""
-    decoder = emulated.Decoder(torch.bfloat16, DIM, TILES, ARCH, change)
+    decoder = emulated.Decoder(spec_of(torch.bfloat16, DIM), TILES, ARCH, change)
     for number, case in enumerate(cases()):
         for policy in ("optimal", "naive"):
             run = Run(case, decoder, TILES, policy)

@@ -257,7 +257,10 @@ def changed(**changes: Any) -> dict:
         (changed(num_hidden_layers=True), "at `$.num_hidden_layers`)"),
         (changed(num_key_value_heads=5), ": 32 attention heads cannot share 5 KV heads evenly"),
         (changed(head_dim=None, hidden_size=4097), ": a hidden size of 4097 is no multiple of 32 heads"),
-        (changed(head_dim=80), "head dimension 80: there are kernels for (64, 96, 128, 192, 256) only"),
+        (
+            changed(head_dim=80),
+            "there are no kernels for head dimensions of 80 (K) and 80 (V) on a GPU (64, 96, 128, 192, 256 for both are)",
+        ),
         (changed(kv_lora_rank=512), ": MLA models are not supported by --attention-backend pat"),
         ("{", "(no JSON)"),
         ("", "(no JSON)"),

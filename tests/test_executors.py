@@ -6,7 +6,7 @@ import pytest
 
 from sglang_pat.backend.executors import WORKSPACE_BYTES, workspace_slots
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import Batch, PackConfig, make_plan
+from sglang_pat.packing import FORMATS, AttentionSpec, Batch, PackConfig, make_plan
 
 pytestmark = pytest.mark.once
 
@@ -14,8 +14,8 @@ HEADS = ((32, 8), (64, 8), (16, 8), (32, 32), (8, 1), (5, 5))
 
 
 def config(heads: int, kv_heads: int, policy: str) -> PackConfig:
-    cost = capabilities.cost_model(heads, kv_heads, 128, capabilities.tile_table("9.0a", 128))
-    return PackConfig(cost, capabilities.tile_table("9.0a", 128), workers=132, policy=policy)
+    spec = AttentionSpec(heads, kv_heads, 128, 128, FORMATS["bfloat16"])
+    return PackConfig.of(spec, capabilities.tile_table("9.0a", 128), 132, policy)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)

@@ -17,14 +17,14 @@ from trees import batches, configs
 from sglang_pat import cli
 from sglang_pat.explain import describe, explain, recorded
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import POLICIES, Batch, PackConfig, tree
+from sglang_pat.packing import FORMATS, POLICIES, AttentionSpec, Batch, PackConfig, tree
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound, RequestsExpected
 
 pytestmark = pytest.mark.once
 
 TILES = capabilities.tile_table("9.0a", 128)
-CONFIG = PackConfig(capabilities.cost_model(32, 8, 128, TILES), TILES, workers=132)
+CONFIG = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"]), TILES, workers=132)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 MARKUP = "<b></script>"
 """Part of request ids, which come from clients."""

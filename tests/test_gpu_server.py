@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gemma
 import pytest
 import torch
 from conftest import amid_aborts, assert_sound
@@ -228,3 +229,32 @@ def test_no_access_out_of_bounds(gpu_model: Path, prompts: list[str], tmp_path: 
         log = server.log.read_text()
     assert "COMPUTE-SANITIZER" in log
     assert "Invalid __" not in log and "out of bounds" not in log
+
+
+@pytest.mark.parametrize("window", [40, 400])
+def test_windows(window: int, gpu_model: Path, tmp_path: Path) -> None:
+    """Shorter than most prefixes, and longer than some requests. FlashInfer sees as far back as we do, Triton a token less."""
+    windowed = gemma.write(tmp_path / "model", gpu_model, window, head_dim=64)
+    prompts = workload.nested_prompts(2, 3, 8, unrelated=8) + [
+        workload.prose(f"short {i}", 340 + 3 * i) for i in range(12)
+    ]
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(
+                Server(
+                    windowed,
+                    backend,
+                    tmp_path / f"{backend}.log",
+                    [*WITHOUT_PREFILL_GRAPHS, POOL, "60000"],
+                    environment,
+                    on_cpu=False,
+                )
+            )
+            for backend, environment in (("flashinfer", {}), ("pat", CHECKED))
+        ]
+        for server in servers:
+            server.wait()
+        expected, answers = (generate_all(server, prompts) for server in servers)
+        assert_agree(answers, expected)
+        counters = assert_sound(servers[1])
+        assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]

@@ -11,8 +11,10 @@ from trees import PRICED, TILES, batches, configs
 
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import (
+    FORMATS,
     OPEN,
     POLICIES,
+    AttentionSpec,
     Batch,
     CostModel,
     Node,
@@ -321,7 +323,7 @@ def test_where_single_warps_run_everything_a_second_bin_for_each_worker_must_be_
 ) -> None:
     """Of 132 SMs, 16 bins of 8 KV heads leave four idle. That costs memory next to nothing; two bins each cost some 3 us."""
     tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
-    config = PackConfig(capabilities.cost_model(32, 8, 128, tiles), tiles, workers=132)
+    config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"]), tiles, workers=132)
     assert len(make_plan(Batch(lengths), config).bins) - 1 == bins
     # With work for tensor cores beside it, an idle worker is missed.
     shared = Batch([2_080] * 1024, [Node(0, 2_048, list(range(1024)))])

@@ -55,11 +55,6 @@ MODELS: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         },
     },
-    "sliding window": {
-        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_act": "gelu_pytorch_tanh",
-        "sliding_window": 64, "query_pre_attn_scalar": 16, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
-    },
     "multimodal": {
         "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "hidden_act": "silu",
         "vision_start_token_id": 1, "vision_end_token_id": 2, "vision_token_id": 3, "image_token_id": 4, "video_token_id": 5,
@@ -81,7 +76,6 @@ PREPROCESSOR = {
 
 CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
     "MLA": ("MLA", [], {}, "pat does not support MLA"),
-    "sliding window": ("sliding window", [], {}, "--attention-backend pat does not support sliding-window attention (window 63), which Gemma2ForCausalLM uses: serve it"),
     "multimodal": ("multimodal", ["--mm-attention-backend", "sdpa"], {}, "--attention-backend pat does not support multimodal models like Qwen2VLForConditionalGeneration yet: use another"),
     "head dimension": ("head dimension", [], {}, "--attention-backend pat does not support a head dimension of 12 (multiples of 8 up to 256 are), which LlamaForCausalLM uses: serve it"),
     "FP8 KV": (None, ["--kv-cache-dtype", "fp8_e4m3"], {}, "--attention-backend pat does not support a KV cache of torch.float8_e4m3fn yet: leave out --kv-cache-dtype"),

@@ -10,7 +10,7 @@ import torch
 
 from sglang_pat import tune
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import CostModel, PackConfig, devices
+from sglang_pat.packing import FORMATS, AttentionSpec, CostModel, PackConfig, devices
 from sglang_pat.packing.oracle import makespan
 
 pytestmark = pytest.mark.once
@@ -47,7 +47,7 @@ def test_a_gpu_finds_its_table(arch: str, gpu: str, known: str | None) -> None:
 
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_only_short_packs_are_split_and_into_tiles_of_a_warp(group: int) -> None:
-    config = PackConfig(capabilities.cost_model(8 * group, 8, 128, TILES), TILES, workers=132)
+    config = PackConfig.of(AttentionSpec(8 * group, 8, 128, 128, FORMATS["bfloat16"]), TILES, workers=132)
     assert config.few_queries == capabilities.NARROW_M // group
     queries = 2 * config.few_queries
     assert config.pieces(queries, 32) == 2 and config.pieces(queries, 1000) == 1

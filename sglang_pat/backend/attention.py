@@ -10,12 +10,11 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat, jit
-from sglang_pat.backend import executors, support
+from sglang_pat.backend import executors, layers, support
+from sglang_pat.backend.layers import LayerGroup
 from sglang_pat.backend.metrics import Metrics
-from sglang_pat.backend.planner import Planner
 from sglang_pat.config import PatConfig
 from sglang_pat.packing import PackConfig, WorkItem
-from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge import Observer, hooks
 from sglang_pat.radix_bridge.trace import FORMAT, Header, TraceWriter
 
@@ -68,7 +67,7 @@ def inner_backend(runner: ModelRunner) -> AttentionBackend | None:
     return ATTENTION_BACKENDS[name](runner)
 
 
-def trace_writer(runner: ModelRunner, config: PatConfig, pack_config: PackConfig) -> TraceWriter | None:
+def trace_writer(runner: ModelRunner, config: PatConfig, pack_config: PackConfig, layers: int) -> TraceWriter | None:
     """Records what `SGLANG_PAT_TRACE` asks for: one file for each replica (`--dp-size`), whose ranks all plan alike.
 
     Raises:
@@ -81,7 +80,7 @@ def trace_writer(runner: ModelRunner, config: PatConfig, pack_config: PackConfig
     if replica is None:
         return None
     path = Path(config.trace if replica == 0 else f"{config.trace}.dp{replica}")
-    header = Header(FORMAT, pack_config, runner.req_to_token_pool.size, compat.attention_layers(runner))
+    header = Header(FORMAT, pack_config, runner.req_to_token_pool.size, layers)
     return TraceWriter(path, header, config.trace_mb * 1_000_000)
 
 
@@ -96,7 +95,6 @@ class PatAttnBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.rows: torch.Tensor | None = None
         self.seq_lens: torch.Tensor | None = None
-        self._loaded = -1  # the number of the plan that the executor has
         self._rows_of_batch: torch.Tensor | None = None
         self._requests = torch.empty(0, dtype=torch.int64)  # in these rows
         if self.inner is not None:
@@ -105,26 +103,34 @@ class PatAttnBackend(AttentionBackend):
                     setattr(self, name, getattr(self.inner, name))
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
 
-        self.executor = executors.create(runner, config)
-        pack_config = self.executor.pack_config
-        scheduler = NativeScheduler(
-            pack_config, runner.req_to_token_pool.size, self.executor.max_slots, self.executor.buffers
-        )
-        self.observer = Observer(scheduler)
-        self._writer = writer = trace_writer(runner, config, pack_config)
-        self.planner = Planner(scheduler, config.reuse, config.ahead, on_plan=writer.on_plan if writer else None)
-        self.observer.subscribers += [self.planner.on_event, *([writer.on_event] if writer else [])]
+        self._kv_format = layers.kv_format(runner.kv_cache_dtype)
+        specs = layers.count(runner)
+        made = executors.create(runner, config, specs)
+        self._writer = writer = trace_writer(runner, config, made[0].pack_config, next(iter(specs.values())))
+        # A trace is of the first group's plans.
+        tellers = [writer.on_plan if writer else None, *[None] * (len(made) - 1)]
+        self.groups = [
+            LayerGroup(spec, size, executor, runner.req_to_token_pool.size, config, on_plan)
+            for (spec, size), executor, on_plan in zip(specs.items(), made, tellers, strict=True)
+        ]
+        self._group_of: dict[int, LayerGroup] = {}  # by the id of a layer that was seen
+        self.observer = Observer(*(group.scheduler for group in self.groups))
+        self.observer.subscribers += [group.planner.on_event for group in self.groups]
+        if writer:
+            self.observer.subscribers.append(writer.on_event)
         self._metrics = Metrics()
-        self._token_bytes = pack_config.cost.token_bytes * compat.attention_layers(runner)
         hooks.install(self, graphs=runner.device != "cpu")
         if runner.device != "cpu":
             compat.fence_table_reads()
-        logger.info("sglang-pat: %s, %s", config, self.executor.description)
+        for group in self.groups:
+            logger.info(
+                "sglang-pat: %s, %d layers of %s, %s", config, group.layers, group.spec, group.executor.description
+            )
 
     def counters(self) -> dict[str, Any]:
         """What `/server_info` shows (docs/settings.md)."""
         return {
-            **self.planner.counters().report(self._token_bytes),
+            **layers.total([group.report() for group in self.groups]),
             "nodes": self.observer.nodes,
             "faults": self.observer.faults,
             "bound": len(self.observer.scheduler),
@@ -153,19 +159,16 @@ class PatAttnBackend(AttentionBackend):
         self.rows, self.seq_lens = forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long()
         actual = getattr(forward_batch, "actual_forward_mode", mode)
         if in_capture or mode.is_idle() or actual.is_idle():
-            self._load(None)
+            for group in self.groups:
+                group.unload()
             return
-        lengths = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
-        requests = self._requests_of(forward_batch, len(lengths))
+        seq_lens = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
+        requests = self._requests_of(forward_batch, len(seq_lens))
         if not compat.is_graph_view(forward_batch):
             self.rows, self.seq_lens = self.rows[: len(requests)], self.seq_lens[: len(requests)]
-        self.executor.before_plan()
-        plan = self.planner.plan(
-            requests,
-            lambda: lengths[: len(requests)].to("cpu", torch.int64).contiguous(),
-            self._verify if self.config.verify else None,
-        )
-        self._load(plan)
+        verify = self._verify if self.config.verify else None
+        for group in self.groups:
+            group.plan(requests, lambda: seq_lens[: len(requests)].to("cpu", torch.int64).contiguous(), verify)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         if self.inner is not None and not forward_batch.forward_mode.is_decode_or_idle():
@@ -197,7 +200,7 @@ class PatAttnBackend(AttentionBackend):
             compat.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         assert self.rows is not None and self.seq_lens is not None
-        out = self.executor.decode(
+        out = self._group(layer).executor.decode(
             q,
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
@@ -248,11 +251,15 @@ class PatAttnBackend(AttentionBackend):
     def support_triton(self) -> bool:
         return self.inner is None or self.inner.support_triton()
 
-    def _load(self, plan: torch.Tensor | None) -> None:
-        made = self.planner.made
-        if plan is None or self._loaded != made:
-            self.executor.load(plan)
-        self._loaded = -1 if plan is None else made
+    def _group(self, layer: RadixAttention) -> LayerGroup:
+        found = self._group_of.get(layer.layer_id)
+        if found is None:
+            spec = layers.spec_of(layer, self._kv_format)
+            groups = [group for group in self.groups if group.spec == spec]
+            if not groups:
+                raise support.UnsupportedError(f"layer {layer.layer_id} is none of those that pat was made for: {spec}")
+            self._group_of[layer.layer_id] = found = groups[0]
+        return found
 
     def _requests_of(self, forward_batch: ForwardBatch, size: int) -> torch.Tensor:
         """The requests of a batch of `size` rows, without what it was padded with; the same object while it is the same batch."""

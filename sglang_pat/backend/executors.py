@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from sglang_pat import compat
 from sglang_pat.config import PatConfig
 from sglang_pat.kernels import capabilities, cpu, cuda
-from sglang_pat.packing import CPU_TILES, CostModel, PackConfig, devices, layout
+from sglang_pat.packing import CPU_TILES, AttentionSpec, PackConfig, devices, layout
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -70,9 +70,9 @@ class CpuExecutor:
 
     max_slots = 2**31 - 1
 
-    def __init__(self, runner: ModelRunner, config: PatConfig) -> None:
-        cost = CostModel(*compat.attention_shape(runner), runner.kv_cache_dtype.itemsize)
-        self.pack_config = PackConfig(cost, CPU_TILES, workers=torch.get_num_threads(), policy=config.policy)
+    def __init__(self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec) -> None:
+        workers = torch.get_num_threads()
+        self.pack_config = PackConfig(spec.cost(), CPU_TILES, workers, config.policy, spec.window)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32) for _ in range(2)]
         self.description = f"{torch.get_num_threads()} threads"
@@ -104,20 +104,26 @@ class CpuExecutor:
 class CudaExecutor:
     """On a GPU. Everything that a captured graph reads stays where it is; a new plan is one copy in front of a step."""
 
-    def __init__(self, runner: ModelRunner, config: PatConfig) -> None:
-        heads, kv_heads, dim, _ = compat.attention_shape(runner)
+    def __init__(
+        self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec, other: CudaExecutor | None = None
+    ) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         table = devices.load(Path(config.tiles)) if config.tiles else None
-        tiles = capabilities.tile_table(cuda.arch_of(device), dim, torch.cuda.get_device_name(device), table)
-        self._decoder = cuda.Decoder(runner.kv_cache_dtype, dim, tiles, device)
-        cost = capabilities.cost_model(heads, kv_heads, dim, tiles)
-        self.pack_config = PackConfig(cost, tiles, workers=self._decoder.workers, policy=config.policy)
+        tiles = capabilities.tile_table(cuda.arch_of(device), spec.head_dim, torch.cuda.get_device_name(device), table)
+        self._decoder = cuda.Decoder(spec, tiles, device)
+        self.pack_config = PackConfig.of(spec, tiles, self._decoder.workers, config.policy)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self.max_slots = workspace_slots(self.pack_config, runner.req_to_token_pool.size)
         self._plan = torch.zeros(size, dtype=torch.int32, device=device)
-        self._partial = torch.empty(self.max_slots, heads, dim, device=device)
-        self._lse = torch.empty(self.max_slots, heads, device=device)
+        shape = (self.max_slots, spec.heads, spec.v_head_dim)
+        if other is not None and other._partial.shape == shape:
+            # Layers run one after the other.
+            self._partial: torch.Tensor = other._partial
+            self._lse: torch.Tensor = other._lse
+        else:
+            self._partial = torch.empty(*shape, device=device)
+            self._lse = torch.empty(*shape[:2], device=device)
         self._copied = torch.cuda.Event()
         self._copied.record()  # which makes its handle
         self._copying = False
@@ -150,6 +156,11 @@ class CudaExecutor:
         return out
 
 
-def create(runner: ModelRunner, config: PatConfig) -> Executor:
-    """The executor of the runner's device."""
-    return CudaExecutor(runner, config) if runner.device == "cuda" else CpuExecutor(runner, config)
+def create(runner: ModelRunner, config: PatConfig, specs: Iterable[AttentionSpec]) -> list[Executor]:
+    """The executors of the runner's device for layers of these specs."""
+    if runner.device != "cuda":
+        return [CpuExecutor(runner, config, spec) for spec in specs]
+    made: list[CudaExecutor] = []
+    for spec in specs:
+        made.append(CudaExecutor(runner, config, spec, made[0] if made else None))
+    return [*made]

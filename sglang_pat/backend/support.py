@@ -10,15 +10,11 @@ from typing import Any
 import torch
 
 from sglang_pat import compat
-from sglang_pat.backend import features
+from sglang_pat.backend import features, layers
 from sglang_pat.kernels import capabilities, cuda
 
 logger = logging.getLogger(__name__)
 
-MAX_HEAD_DIM = 256
-KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SINKS = ("sinks", "attention_sink_bias")
-"""How models call the logits that are attention sinks: gpt-oss, MiMo V2."""
 _OTHER = "serve it with another one, for example --attention-backend"
 
 
@@ -69,8 +65,8 @@ def check_model(runner: Any, fallback: str) -> None:
         runner: SGLang's `ModelRunner`, its model loaded.
         fallback: A stock attention backend to suggest.
     """
-    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     if compat.kv_layout(runner) != "nhd":
         raise UnsupportedError(
@@ -95,39 +91,34 @@ def check_model(runner: Any, fallback: str) -> None:
         raise UnsupportedError(
             f"--attention-backend pat does not support encoder-decoder models like {name}: {instead}"
         )
-    if runner.kv_cache_dtype not in KV_DTYPES:
+    if layers.kv_format(runner.kv_cache_dtype).name not in capabilities.KV_FORMATS["cpu"]:
         raise UnsupportedError(
             f"--attention-backend pat does not support a KV cache of {runner.kv_cache_dtype} yet: "
             "leave out --kv-cache-dtype, or use another --attention-backend"
         )
-    if any(parameter.endswith(SINKS) for parameter, _ in runner.model.named_parameters()):
-        raise UnsupportedError(
-            f"--attention-backend pat does not support attention sinks, which {name} uses: {instead}"
-        )
-    on_gpu = runner.device == "cuda"
-    if on_gpu and (runner.kv_cache_dtype not in cuda.TYPES or runner.dtype != runner.kv_cache_dtype):
+    if runner.device == "cuda" and (runner.kv_cache_dtype not in cuda.TYPES or runner.dtype != runner.kv_cache_dtype):
         raise UnsupportedError(
             f"--attention-backend pat does not support {runner.dtype} with a KV cache of {runner.kv_cache_dtype} on a "
             f"GPU: serve {name} with --dtype bfloat16 or float16, and leave out --kv-cache-dtype"
         )
-    for layer in runner.model.modules():
-        if isinstance(layer, RadixAttention):
-            problem = _layer_problem(layer, on_gpu)
-            if problem:
-                raise UnsupportedError(
-                    f"--attention-backend pat does not support {problem}, which {name} uses: {instead}"
-                )
+    problems = [_layer_problem(layer) for layer in compat.attention_layers(runner)]
+    problems += [capabilities.refusal(spec, runner.device) for spec in layers.count(runner)]
+    for problem in filter(None, problems):
+        raise UnsupportedError(f"--attention-backend pat does not support {problem}, which {name} uses: {instead}")
+    if isinstance(pool, SWAKVPool):
+        raise UnsupportedError(
+            f"--attention-backend pat does not support a KV pool for windows beside another one, which {name} has: "
+            f"add --disable-hybrid-swa-memory, or {instead}"
+        )
     if not isinstance(pool, MHATokenToKVPool):
         raise UnsupportedError(
             f"--attention-backend pat does not support a KV pool of the kind {type(pool).__name__}, which {name} uses: {instead}"
         )
 
 
-def _layer_problem(layer: Any, on_gpu: bool) -> str | None:
+def _layer_problem(layer: Any) -> str | None:
     from sglang.srt.layers.radix_attention import AttentionType
 
-    if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
-        return f"sliding-window attention (window {layer.sliding_window_size})"
     if getattr(layer, "use_irope", False):
         return "attention in chunks (Llama 4)"
     if layer.is_cross_attention:
@@ -136,18 +127,4 @@ def _layer_problem(layer: Any, on_gpu: bool) -> str | None:
         return "encoder-only attention"
     if (getattr(layer, "xai_temperature_len", None) or 0) > 0:
         return "temperature that grows with the context"
-    return _dimension_problem(layer, on_gpu)
-
-
-def _dimension_problem(layer: Any, on_gpu: bool) -> str | None:
-    if on_gpu:
-        if layer.qk_head_dim != layer.v_head_dim or layer.qk_head_dim not in capabilities.HEAD_DIMS:
-            dims = ", ".join(map(str, capabilities.HEAD_DIMS))
-            return (
-                f"head dimensions of {layer.qk_head_dim} (K) and {layer.v_head_dim} (V) on a GPU ({dims} for both are)"
-            )
-        return None
-    for dim in (layer.qk_head_dim, layer.v_head_dim):
-        if dim % 8 or dim > MAX_HEAD_DIM:
-            return f"a head dimension of {dim} (multiples of 8 up to {MAX_HEAD_DIM} are)"
     return None

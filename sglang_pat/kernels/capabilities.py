@@ -1,11 +1,22 @@
-"""What the CUDA kernels can: head dimensions, and tiles with what these take on a GPU. Knows nothing of torch."""
+"""What executors can: which attention each computes, and the tiles of the CUDA kernels with what these take. Knows nothing of torch."""
 
 from __future__ import annotations
 
-from sglang_pat.packing import CostModel, TileTable, devices
+from typing import Literal
+
+from sglang_pat.packing import AttentionSpec, TileTable, devices
 from sglang_pat.packing.devices import GpuTable
 
+Device = Literal["cpu", "cuda"]
+
 HEAD_DIMS = (64, 96, 128, 192, 256)
+"""Of the CUDA kernels."""
+
+CPU_HEAD_DIM, CPU_HEAD_DIM_STEP = 256, 8
+"""The largest head dimension of the CPU executor, and what it has to be a multiple of."""
+
+KV_FORMATS: dict[Device, tuple[str, ...]] = {"cpu": ("float32", "float16", "bfloat16"), "cuda": ("float16", "bfloat16")}
+"""Those of `packing.FORMATS` that each executor reads."""
 
 KV_TILE = 64
 """The n of every tile (`kTokens` in csrc/cuda/params.cuh)."""
@@ -43,7 +54,18 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     return TileTable(tiles, (KV_TILE,), ())
 
 
-def cost_model(heads: int, kv_heads: int, head_dim: int, tiles: TileTable, kv_bytes: int = 2) -> CostModel:
-    """What plans for these kernels with these tiles cost; `kv_bytes` of one element."""
-    splits = tiles.head_splits(heads, kv_heads)
-    return CostModel(heads, kv_heads, head_dim, head_dim, kv_bytes, head_splits=splits)
+def refusal(spec: AttentionSpec, device: Device) -> str | None:
+    """What of a spec the executor of a device does not compute; None where it computes all of it."""
+    if spec.sinks:
+        return "attention sinks"
+    if spec.kv.name not in KV_FORMATS[device]:
+        return f"a KV cache of {spec.kv.name}"
+    if device == "cuda":
+        if spec.head_dim != spec.v_head_dim or spec.head_dim not in HEAD_DIMS:
+            dims = ", ".join(map(str, HEAD_DIMS))
+            return f"head dimensions of {spec.head_dim} (K) and {spec.v_head_dim} (V) on a GPU ({dims} for both are)"
+        return None
+    for dim in (spec.head_dim, spec.v_head_dim):
+        if dim % CPU_HEAD_DIM_STEP or dim > CPU_HEAD_DIM:
+            return f"a head dimension of {dim} (multiples of {CPU_HEAD_DIM_STEP} up to {CPU_HEAD_DIM} are)"
+    return None

@@ -12,8 +12,8 @@ import msgspec
 import torch
 
 from sglang_pat import jit
-from sglang_pat.kernels.capabilities import HEAD_DIMS
-from sglang_pat.packing import TileTable
+from sglang_pat.kernels import capabilities
+from sglang_pat.packing import AttentionSpec, TileTable
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,19 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     head_dim: int
     arch: str
     query_tiles: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, arch: str, query_tiles: tuple[int, ...] = ()) -> Variant:
+        """The module for layers of a spec, with all tiles that the architecture has for it if none are named.
+
+        Raises:
+            ValueError: There are no kernels for the spec.
+        """
+        refusal = capabilities.refusal(spec, "cuda")
+        if refusal is not None:
+            raise ValueError(f"the CUDA kernels do not compute {refusal}")
+        tiles = query_tiles or capabilities.query_tiles(arch, spec.head_dim)
+        return cls(getattr(torch, spec.kv.name), spec.head_dim, arch, tiles)
 
     @property
     def name(self) -> str:
@@ -80,19 +93,16 @@ def _load(variant: Variant) -> Any:
 
 
 class Decoder:
-    """Decode attention for one dtype, head dimension and table of tiles.
+    """Decode attention for layers of one spec, with one table of tiles.
 
     Attributes:
         workers: For `PackConfig`: CTAs that take bins.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, head_dim: int, tiles: TileTable, device: torch.device, mode: Mode = "fused"
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, tiles: TileTable, device: torch.device, mode: Mode = "fused") -> None:
         """
         Args:
-            dtype: Of Q, K and V.
-            head_dim: Of K and V alike.
+            spec: Its KV format is Q's dtype too; any number of heads will do.
             tiles: What plans are made with.
             device: A CUDA device.
             mode: `fused` is one kernel for each n that switches its m from work item to work item; `streams` one kernel
@@ -100,18 +110,10 @@ class Decoder:
 
         Raises:
             jit.BuildError: There is no CUDA compiler, or it failed.
-            ValueError: The dtype or head dimension is not supported.
+            ValueError: There are no kernels for the spec.
         """
-        if dtype not in TYPES or head_dim not in HEAD_DIMS:
-            raise ValueError(
-                f"the CUDA kernels take float16 or bfloat16 and head dimensions {', '.join(map(str, HEAD_DIMS))}, not "
-                f"{dtype} and {head_dim}"
-            )
-        arch = arch_of(device)
-        if mode == "fused":
-            variants = [Variant(dtype, head_dim, arch, tiles.query_tiles)]
-        else:
-            variants = [Variant(dtype, head_dim, arch, (m,)) for m in tiles.query_tiles]
+        modules = [tiles.query_tiles] if mode == "fused" else [(m,) for m in tiles.query_tiles]
+        variants = [Variant.of(spec, arch_of(device), query_tiles) for query_tiles in modules]
         build(variants)
         self._tile_rows = tiles.query_tiles[-1]
         self._modules = [_load(variant) for variant in variants]

@@ -47,13 +47,19 @@ class Observer:
 
     Attributes:
         scheduler: Mirrors the paths and expects the batch.
-        subscribers: Called with every event after the scheduler has taken it.
+        subscribers: Called with every event after the schedulers have taken it.
         nodes: Nodes announced so far.
         faults: Times that the cache and the mirror disagreed.
     """
 
-    def __init__(self, scheduler: NativeScheduler) -> None:
+    def __init__(self, scheduler: NativeScheduler, *others: NativeScheduler) -> None:
+        """
+        Args:
+            scheduler: As above.
+            others: Told the same: other layers of the model have plans of their own.
+        """
         self.scheduler = scheduler
+        self._others = others
         self.subscribers: list[Callable[[Event], None]] = []
         self.nodes = 0
         self.faults = 0
@@ -110,7 +116,8 @@ class Observer:
         self.faults += 1
 
     def _emit(self, event: Event) -> None:
-        apply(self.scheduler, event)
+        for scheduler in (self.scheduler, *self._others):
+            apply(scheduler, event)
         self.nodes += isinstance(event, NodeInserted | NodeSplit)
         for subscriber in self.subscribers:
             subscriber(event)

@@ -1,0 +1,116 @@
+"""Layers by what their attention is: those of one spec have an executor and a plan in common."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_pat import compat
+from sglang_pat.backend.executors import Executor
+from sglang_pat.backend.planner import Planner
+from sglang_pat.config import PatConfig
+from sglang_pat.packing import FORMATS, AttentionSpec, WorkItem
+from sglang_pat.packing.native import NativeScheduler
+from sglang_pat.packing.spec import KVFormat
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+SINKS = ("sinks", "attention_sink_bias")
+"""How models call the logits that are attention sinks: gpt-oss, MiMo V2."""
+
+
+def kv_format(dtype: torch.dtype) -> KVFormat:
+    """Of a KV cache of this dtype; an executor may not know it (`capabilities.refusal`)."""
+    name = str(dtype).removeprefix("torch.")
+    return FORMATS.get(name, KVFormat(name, dtype.itemsize))
+
+
+def window(radius: int | None) -> int:
+    """Tokens that are seen, own included, where SGLang's `sliding_window_size` is how far back; 0 for all, which is None or -1."""
+    return 0 if radius is None or radius < 0 else radius + 1
+
+
+def spec_of(layer: RadixAttention, form: KVFormat, sinks: bool = False) -> AttentionSpec:
+    """What the attention of a layer is."""
+    return AttentionSpec(
+        layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, form,
+        window(layer.sliding_window_size), sinks,
+    )  # fmt: skip
+
+
+def count(runner: ModelRunner) -> Counter[AttentionSpec]:
+    """How many layers of each spec this process computes, those that see everything first."""
+    form = kv_format(runner.kv_cache_dtype)
+    layers = compat.attention_layers(runner)
+    sinks = any(name.endswith(SINKS) for name, _ in runner.model.named_parameters()) if layers else False
+    found = Counter(spec_of(layer, form, sinks) for layer in layers)
+    if not found:
+        # Of a draft, or a test, there may be no model: layers of the pool's shape, some of which may have the runner's window.
+        shape = AttentionSpec(*compat.attention_shape(runner), form)
+        windowed = AttentionSpec(*compat.attention_shape(runner), form, window(runner.sliding_window_size))
+        found.update(dict.fromkeys((shape, windowed), runner.token_to_kv_pool.layer_num))
+    return Counter(dict(sorted(found.items(), key=lambda item: item[0].window)))
+
+
+class LayerGroup:
+    """Layers of one spec.
+
+    Attributes:
+        spec: What their attention is.
+        layers: How many there are.
+        executor: Runs their plans.
+        scheduler: Makes them.
+        planner: Says how long each is good.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, layers: int, executor: Executor, max_batch: int, config: PatConfig,
+        on_plan: Callable[..., None] | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            spec, layers, executor: As above.
+            max_batch: Requests of the largest batch.
+            config: How long plans are kept.
+            on_plan: Told of every plan (`Planner`).
+        """
+        self.spec, self.layers, self.executor = spec, layers, executor
+        self.scheduler = NativeScheduler(executor.pack_config, max_batch, executor.max_slots, executor.buffers)
+        self.planner = Planner(self.scheduler, config.reuse, config.ahead, on_plan)
+        self._loaded = -1  # the number of the plan that the executor has
+
+    def plan(
+        self,
+        requests: torch.Tensor,
+        seq_lens: Callable[[], torch.Tensor],
+        verify: Callable[[list[WorkItem]], None] | None = None,
+    ) -> None:
+        """Load the plan for the next decode step; arguments as for `Planner.plan`."""
+        self.executor.before_plan()
+        plan = self.planner.plan(requests, seq_lens, verify)
+        if self._loaded != self.planner.made:
+            self.executor.load(plan)
+        self._loaded = self.planner.made
+
+    def unload(self) -> None:
+        """The next step decodes nothing."""
+        self.executor.load(None)
+        self._loaded = -1
+
+    def report(self) -> dict[str, Any]:
+        """`Counters.report` of these layers."""
+        return self.planner.counters().report(self.executor.pack_config.cost.token_bytes * self.layers)
+
+
+SUMMED = ("plans", "plans_ahead", "fallbacks", "planning_us", "kv_bytes", "kv_bytes_unpacked")
+"""What counts for all groups; of the rest, steps for example, the first group's is everybody's or, work items for example, its own."""
+
+
+def total(reports: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """One report for several groups."""
+    return {**reports[0], **{name: sum(report[name] for report in reports) for name in SUMMED}}

@@ -1,0 +1,71 @@
+"""Models whose layers see a window by turns with everything: greedy answers are those of `torch_native` on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import gemma
+import pytest
+from conftest import assert_sound
+from forked import ForkedServer
+
+from sglang_pat.demo import workload
+from sglang_pat.demo.server import Server
+
+pytestmark = pytest.mark.server
+
+FLAGS = ["--dtype", "float32", "--max-running-requests", "48", "--max-total-tokens"]
+SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
+    "reference": ("torch_native", ["40000"], {}),
+    "plain": ("pat", ["40000"], {"SGLANG_PAT_VERIFY": "1"}),
+    "small pool, pages": (
+        "pat",
+        ["3000", "--page-size", "16", "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1"],
+        {"SGLANG_PAT_VERIFY": "1", "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=[40, 400])
+def servers(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Server]]:
+    """With windows that are shorter than most prefixes, and longer than some requests."""
+    folder = tmp_path_factory.mktemp("windows")
+    windowed = gemma.write(folder / "model", model, request.param)
+    with ExitStack() as stack:
+        started = {
+            name: stack.enter_context(
+                ForkedServer(windowed, backend, folder / f"{name}.log", [*FLAGS, *flags], environment)
+            )
+            for name, (backend, flags, environment) in SERVERS.items()
+        }
+        for server in started.values():
+            server.wait()
+        yield started
+
+
+def generate(server: Server, prompts: list[str]) -> list[list[int]]:
+    def one(prompt: str) -> list[int]:
+        sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+        return server.post("/generate", {"text": prompt, "sampling_params": sampling})["output_ids"]
+
+    with ThreadPoolExecutor(24) as pool:
+        return list(pool.map(one, prompts))
+
+
+def test_answers_are_those_of_a_stock_backend(servers: dict[str, Server]) -> None:
+    # Of 40 to 700 tokens: some fill their window while they decode.
+    prompts = workload.nested_prompts(2, 2, 6, unrelated=4) + [
+        workload.prose(f"short {i}", 350 + 8 * i) for i in range(6)
+    ]
+    expected = generate(servers["reference"], prompts)
+    assert len(set(map(tuple, expected))) > len(prompts) / 2, "answers that depend on prompts"
+    for name in ("plain", "small pool, pages"):
+        assert generate(servers[name], prompts) == expected, name
+        counters = assert_sound(servers[name])
+        assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
+        assert counters["plans"] < 2 * counters["steps"], "two groups of layers, and plans that last"
