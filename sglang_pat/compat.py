@@ -154,8 +154,12 @@ PREFILL_ATTRIBUTES = (
 """Attributes by which a backend says how it can prefill, in graphs and in dry runs; each release has some of them."""
 
 
-def prefill_backend() -> str:
-    """The stock attention backend for prefill on this GPU: what SGLang would choose, as far as it is installed."""
+def prefill_backend(windows: bool) -> str:
+    """The stock attention backend for prefill on this GPU: what SGLang would choose, as far as it is installed.
+
+    Where layers have windows SGLang takes FA3 or Triton (arg_groups/overrides.py, `_olmo2_overrides`; server_args.py accepts no other
+    for Exaone).
+    """
     import importlib.util
 
     import torch
@@ -163,7 +167,7 @@ def prefill_backend() -> str:
 
     if torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("sgl_kernel.flash_ops"):
         return "fa3"
-    return "flashinfer" if is_flashinfer_available() else "triton"
+    return "flashinfer" if is_flashinfer_available() and not windows else "triton"
 
 
 def padding(forward_batch: Any) -> int:

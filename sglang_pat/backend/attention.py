@@ -62,7 +62,7 @@ def inner_backend(runner: ModelRunner) -> AttentionBackend | None:
         return TorchNativeAttnBackend(runner)
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    name = compat.prefill_backend()
+    name = compat.prefill_backend(any(spec.window for spec in layers.count(runner)))
     logger.info("sglang-pat: prefill runs on %s", name)
     return ATTENTION_BACKENDS[name](runner)
 

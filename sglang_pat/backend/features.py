@@ -188,7 +188,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _refused("MLA", "", None, "use another --attention-backend"),
         _works("sliding windows", "", "test_windows.py::test_answers_are_those_of_a_stock_backend", "test_cuda_kernel.py::test_windows",
                "test_attention_kit.py::test_windows", note="requests share while all of a prompt is in their window"),
-        _refused("a KV pool for windows beside another one (gpt-oss, MiMo, Step 3.5, Gemma 4)", "", None,
+        _refused("a KV pool for windows beside another one (MiMo, Step 3.5)", "", None,
                  "add --disable-hybrid-swa-memory, or use another --attention-backend"),
         _refused("attention sinks", "", None, "use another --attention-backend"),
         _refused("encoder-decoder models, encoders", "", None, "use another --attention-backend"),
