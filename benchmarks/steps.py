@@ -34,6 +34,7 @@ import torch
 import trees
 
 from sglang_pat import compat
+from sglang_pat.backend.layers import LayerGroup
 from sglang_pat.packing import native
 
 RESULTS = Path(__file__).parent / "results"
@@ -68,6 +69,7 @@ class Runner:
         wrapper, _ = one_batch.load_model(server_args, PortArgs.init_new(server_args), 0, 0)
         self.one_batch, self.bench, self.runner = one_batch, wrapper, wrapper.torch_runner
         self.backend = self.runner.attn_backend
+        self.groups: list[LayerGroup] = self.backend.groups if backend == "pat" else []
         self.device = self.runner.device
         pool = self.runner.token_to_kv_pool
         if options.dummy:
@@ -138,10 +140,9 @@ class Runner:
         for node in nodes:
             members = rows[node.queries]
             table[members, node.start : node.end] = table[members[0], node.start : node.end].clone()
-        if hasattr(self.backend, "planner"):
-            scheduler = self.backend.planner._scheduler
-            scheduler.reset()
-            native.load(scheduler, batch, compat.requests(self.runner.req_to_token_pool, rows.cpu()).tolist())
+        for group in self.groups:
+            group.scheduler.reset()
+            native.load(group.scheduler, batch, compat.requests(self.runner.req_to_token_pool, rows.cpu()).tolist())
         return schedule, first
 
     def step(self, tokens: torch.Tensor, schedule: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,10 +186,11 @@ class Runner:
             if gpu:
                 record["step_ms"] = statistics.median(a.elapsed_time(b) for a, b in times[WARM_UP:])
             record["metadata_us"] = statistics.median(host_us[WARM_UP:])
-            if hasattr(self.backend, "planner"):
+            if self.groups:
                 host_us.clear()
                 for _ in range(WARM_UP + STEPS // 2):
-                    self.backend.planner._good = 0
+                    for group in self.groups:
+                        group.planner._good = 0
                     tokens, _ = self.step(tokens, schedule)
                     self.synchronize()
                 record["metadata_changed_us"] = statistics.median(host_us[WARM_UP:])

@@ -219,7 +219,12 @@ def attention_layers(runner: Any) -> list[Any]:
     """Attention layers that this process computes: one stage of a pipeline has only some of the model's."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+    found = {id(module): module for module in runner.model.modules() if isinstance(module, RadixAttention)}
+    # Models that run on transformers' code keep theirs in a dict, of which torch knows nothing.
+    for instances in (getattr(module, "attention_instances", None) for module in runner.model.modules()):
+        if isinstance(instances, dict):
+            found |= {id(layer): layer for layer in instances.values() if isinstance(layer, RadixAttention)}
+    return list(found.values())
 
 
 def arguments(server_args: Any) -> Any:

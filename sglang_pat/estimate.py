@@ -345,6 +345,9 @@ class Shape(msgspec.Struct):
     num_experts: Any = None
     num_local_experts: Any = None
     n_routed_experts: Any = None
+    model_type: str = ""
+    layer_types: list[str] | None = None
+    sliding_window_pattern: int | str | None = None
 
 
 def read_model(path: Path) -> Model:
@@ -377,7 +380,14 @@ def _shape(path: Path) -> Shape:
     return msgspec.convert(config, Shape)
 
 
+def _has_windows(shape: Shape) -> bool:
+    patterned = shape.model_type == "gemma2" or shape.sliding_window_pattern is not None
+    return patterned or "sliding_attention" in (shape.layer_types or ())
+
+
 def _model(path: Path, shape: Shape) -> Model:
+    if _has_windows(shape):
+        raise EstimateError(f"{path}: layers with a sliding window cannot be estimated yet")
     heads, hidden = shape.num_attention_heads, shape.hidden_size
     kv_heads = shape.num_key_value_heads or heads
     if heads % kv_heads:

@@ -16,7 +16,7 @@ from sglang_pat.packing import POLICIES, Batch, PackConfig
 from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.native import make_plan
 from sglang_pat.packing.oracle import choose_packs, makespan
-from sglang_pat.packing.tree import InconsistentError, Prefix, compact, kv_minimum
+from sglang_pat.packing.tree import InconsistentError, Prefix, compact, in_windows, kv_minimum
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import RequestsExpected
 from sglang_pat.radix_bridge.mirror import Mirror
@@ -82,11 +82,12 @@ def describe(step: int, names: list[str], batch: Batch, config: PackConfig) -> d
     prefixes = compact(batch)
     order = _tree_order(prefixes)
     place = {query: number for number, query in enumerate(order)}
+    seen = in_windows(batch, config.window)
     return {
         "step": step,
         "requests": [names[query] for query in order],
         "lengths": [batch.seq_lens[query] for query in order],
-        "minimum": config.cost.bytes(kv_minimum(prefixes, batch.seq_lens), 0),
+        "minimum": config.cost.bytes(kv_minimum(compact(seen), seen.seq_lens), 0),
         "nodes": [
             [prefix.start, prefix.end, place[prefix.queries[0]], len(prefix.queries)] for prefix in prefixes[1:]
         ],
@@ -137,7 +138,7 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
         "part_bytes": cost.bytes(0, plan.merged_parts),
         "tiles": {str(m): count for m, count in sorted(Counter(item[3] for item in items).items())},
         "even": round(makespan(plan, batch.seq_lens, config) / work, 3) if work else 1,
-        "decisions": _decisions(choose_packs(batch, config), prefixes, config),
+        "decisions": _decisions(choose_packs(in_windows(batch, config.window), config), prefixes, config),
     }
 
 

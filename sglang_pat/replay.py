@@ -23,7 +23,7 @@ class Replayed(msgspec.Struct):
 
     Attributes:
         config: With the policy that was replayed.
-        layers: Attention layers of the model.
+        layers: As in the trace's header.
         events, plans: In the trace.
         fallbacks: Plans that the server had to do without.
         totals: Counts over all recorded steps.

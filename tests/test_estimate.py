@@ -261,6 +261,11 @@ def changed(**changes: Any) -> dict:
             changed(head_dim=80),
             "there are no kernels for head dimensions of 80 (K) and 80 (V) on a GPU (64, 96, 128, 192, 256 for both are)",
         ),
+        (
+            changed(layer_types=["sliding_attention", "full_attention"]),
+            "layers with a sliding window cannot be estimated yet",
+        ),
+        (changed(model_type="gemma2"), "layers with a sliding window cannot be estimated yet"),
         (changed(kv_lora_rank=512), ": MLA models are not supported by --attention-backend pat"),
         ("{", "(no JSON)"),
         ("", "(no JSON)"),

@@ -79,6 +79,7 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
             for hidden, n in zip(behind, step["lengths"], strict=True)
         ]
         assert covered.tolist() == expected
+        assert step["minimum"] <= plan["kv_bytes"]
         assert plan["bins"][0] == 0 and plan["bins"][-1] == len(plan["items"])
         for begin, behind in pairwise(plan["bins"]):
             members = [(sum(n for _, n in item[6]), item[1] - item[0]) for item in plan["items"][begin:behind]]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -46,14 +47,23 @@ def running() -> Iterator[list[Req]]:
 
 
 @pytest.fixture
-def observer(running: list[Req], monkeypatch: pytest.MonkeyPatch) -> Observer:
-    observer = Observer(NativeScheduler(PackConfig(CostModel(8, 2, 64, 64, 2), CPU_TILES, 2), max_batch=8))
+def observer(running: list[Req], monkeypatch: pytest.MonkeyPatch) -> Iterator[Observer]:
+    """Of two groups of layers, which know the same whatever happened."""
+    config = PackConfig(CostModel(8, 2, 64, 64, 2), CPU_TILES, 2)
+    other = NativeScheduler(msgspec.structs.replace(config, window=16), max_batch=8)
+    observer = Observer(NativeScheduler(config, max_batch=8), other)
     follower, stranger = Follower(POOL, observer), Follower(ReqToTokenPool(8, 64, "cpu", False), None)
     monkeypatch.setattr(hooks, "followers", lambda: [stranger, follower])
-    apply(observer.scheduler, NodeInserted(1, ROOT, 10, bytes(16)))
-    for req in running:
-        apply(observer.scheduler, RequestBound(compat.request_of(POOL, req), 1, 12))
-    return observer
+    for scheduler in (observer.scheduler, other):
+        apply(scheduler, NodeInserted(1, ROOT, 10, bytes(16)))
+        for req in running:
+            apply(scheduler, RequestBound(compat.request_of(POOL, req), 1, 12))
+    yield observer
+    for number in range(1, 9):
+        assert other.find(number) == observer.scheduler.find(number)
+    for number in filter(None, numbers(running)):
+        assert other.binding(number) == observer.scheduler.binding(number)
+    assert other.batch == observer.scheduler.batch
 
 
 def numbers(running: list[Req]) -> list[int]:

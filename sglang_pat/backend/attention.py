@@ -67,7 +67,9 @@ def inner_backend(runner: ModelRunner) -> AttentionBackend | None:
     return ATTENTION_BACKENDS[name](runner)
 
 
-def trace_writer(runner: ModelRunner, config: PatConfig, pack_config: PackConfig, layers: int) -> TraceWriter | None:
+def trace_writer(
+    runner: ModelRunner, config: PatConfig, pack_config: PackConfig, num_layers: int
+) -> TraceWriter | None:
     """Records what `SGLANG_PAT_TRACE` asks for: one file for each replica (`--dp-size`), whose ranks all plan alike.
 
     Raises:
@@ -80,7 +82,7 @@ def trace_writer(runner: ModelRunner, config: PatConfig, pack_config: PackConfig
     if replica is None:
         return None
     path = Path(config.trace if replica == 0 else f"{config.trace}.dp{replica}")
-    header = Header(FORMAT, pack_config, runner.req_to_token_pool.size, layers)
+    header = Header(FORMAT, pack_config, runner.req_to_token_pool.size, num_layers)
     return TraceWriter(path, header, config.trace_mb * 1_000_000)
 
 
@@ -103,7 +105,7 @@ class PatAttnBackend(AttentionBackend):
                     setattr(self, name, getattr(self.inner, name))
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
 
-        self._kv_format = layers.kv_format(runner.kv_cache_dtype)
+        self._kv_format, self._context = layers.kv_format(runner.kv_cache_dtype), runner.model_config.context_len
         specs = layers.count(runner)
         made = executors.create(runner, config, specs)
         self._writer = writer = trace_writer(runner, config, made[0].pack_config, next(iter(specs.values())))
@@ -254,7 +256,7 @@ class PatAttnBackend(AttentionBackend):
     def _group(self, layer: RadixAttention) -> LayerGroup:
         found = self._group_of.get(layer.layer_id)
         if found is None:
-            spec = layers.spec_of(layer, self._kv_format)
+            spec = layers.spec_of(layer, self._kv_format, self._context)
             groups = [group for group in self.groups if group.spec == spec]
             if not groups:
                 raise support.UnsupportedError(f"layer {layer.layer_id} is none of those that pat was made for: {spec}")

@@ -104,9 +104,7 @@ class CpuExecutor:
 class CudaExecutor:
     """On a GPU. Everything that a captured graph reads stays where it is; a new plan is one copy in front of a step."""
 
-    def __init__(
-        self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec, other: CudaExecutor | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         table = devices.load(Path(config.tiles)) if config.tiles else None
         tiles = capabilities.tile_table(cuda.arch_of(device), spec.head_dim, torch.cuda.get_device_name(device), table)
@@ -116,19 +114,25 @@ class CudaExecutor:
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self.max_slots = workspace_slots(self.pack_config, runner.req_to_token_pool.size)
         self._plan = torch.zeros(size, dtype=torch.int32, device=device)
-        shape = (self.max_slots, spec.heads, spec.v_head_dim)
-        if other is not None and other._partial.shape == shape:
-            # Layers run one after the other.
-            self._partial: torch.Tensor = other._partial
-            self._lse: torch.Tensor = other._lse
-        else:
-            self._partial = torch.empty(*shape, device=device)
-            self._lse = torch.empty(*shape[:2], device=device)
+        self._shape = (self.max_slots, spec.heads, spec.v_head_dim)
+        self._partial = self._lse = torch.empty(0, device=device)
         self._copied = torch.cuda.Event()
         self._copied.record()  # which makes its handle
         self._copying = False
-        held = sum(tensor.nbytes for tensor in (self._plan, self._partial, self._lse)) / 2**20
+        held = (self._plan.nbytes + 4 * self.floats) / 2**20
         self.description = f"{self._decoder.workers} workers, {held:.0f} MiB of GPU memory"
+
+    @property
+    def floats(self) -> int:
+        """How many a workspace holds."""
+        slots, heads, dim = self._shape
+        return slots * heads * (dim + 1)
+
+    def attach(self, workspace: torch.Tensor) -> None:
+        """Keep parts in these `floats` or more. Layers run one after the other, so that all may share them."""
+        slots, heads, dim = self._shape
+        self._partial = workspace[: slots * heads * dim].view(self._shape)
+        self._lse = workspace[slots * heads * dim :][: slots * heads].view(slots, heads)
 
     def before_plan(self) -> None:
         # Only while a new plan's copy waits behind the step before.
@@ -160,7 +164,8 @@ def create(runner: ModelRunner, config: PatConfig, specs: Iterable[AttentionSpec
     """The executors of the runner's device for layers of these specs."""
     if runner.device != "cuda":
         return [CpuExecutor(runner, config, spec) for spec in specs]
-    made: list[CudaExecutor] = []
-    for spec in specs:
-        made.append(CudaExecutor(runner, config, spec, made[0] if made else None))
+    made = [CudaExecutor(runner, config, spec) for spec in specs]
+    workspace = torch.empty(max(executor.floats for executor in made), device="cuda")
+    for executor in made:
+        executor.attach(workspace)
     return [*made]

@@ -30,29 +30,34 @@ def kv_format(dtype: torch.dtype) -> KVFormat:
     return FORMATS.get(name, KVFormat(name, dtype.itemsize))
 
 
-def window(radius: int | None) -> int:
-    """Tokens that are seen, own included, where SGLang's `sliding_window_size` is how far back; 0 for all, which is None or -1."""
-    return 0 if radius is None or radius < 0 else radius + 1
+def window(radius: int | None, context: int) -> int:
+    """Tokens that are seen, own included; 0 for all.
+
+    Args:
+        radius: SGLang's `sliding_window_size`: how far back; None or -1 for all.
+        context: The most tokens that a request may have.
+    """
+    return 0 if radius is None or radius < 0 or radius + 1 >= context else radius + 1
 
 
-def spec_of(layer: RadixAttention, form: KVFormat, sinks: bool = False) -> AttentionSpec:
-    """What the attention of a layer is."""
+def spec_of(layer: RadixAttention, form: KVFormat, context: int, sinks: bool = False) -> AttentionSpec:
+    """What the attention of a layer is; `context` as for `window`."""
     return AttentionSpec(
         layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, form,
-        window(layer.sliding_window_size), sinks,
+        window(layer.sliding_window_size, context), sinks,
     )  # fmt: skip
 
 
 def count(runner: ModelRunner) -> Counter[AttentionSpec]:
     """How many layers of each spec this process computes, those that see everything first."""
-    form = kv_format(runner.kv_cache_dtype)
+    form, context = kv_format(runner.kv_cache_dtype), runner.model_config.context_len
     layers = compat.attention_layers(runner)
     sinks = any(name.endswith(SINKS) for name, _ in runner.model.named_parameters()) if layers else False
-    found = Counter(spec_of(layer, form, sinks) for layer in layers)
+    found = Counter(spec_of(layer, form, context, sinks) for layer in layers)
     if not found:
         # Of a draft, or a test, there may be no model: layers of the pool's shape, some of which may have the runner's window.
         shape = AttentionSpec(*compat.attention_shape(runner), form)
-        windowed = AttentionSpec(*compat.attention_shape(runner), form, window(runner.sliding_window_size))
+        windowed = AttentionSpec(*compat.attention_shape(runner), form, window(runner.sliding_window_size, context))
         found.update(dict.fromkeys((shape, windowed), runner.token_to_kv_pool.layer_num))
     return Counter(dict(sorted(found.items(), key=lambda item: item[0].window)))
 
@@ -107,10 +112,10 @@ class LayerGroup:
         return self.planner.counters().report(self.executor.pack_config.cost.token_bytes * self.layers)
 
 
-SUMMED = ("plans", "plans_ahead", "fallbacks", "planning_us", "kv_bytes", "kv_bytes_unpacked")
-"""What counts for all groups; of the rest, steps for example, the first group's is everybody's or, work items for example, its own."""
+SUMMED = ("plans", "plans_ahead", "planning_us", "kv_bytes", "kv_bytes_unpacked")
 
 
 def total(reports: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """One report for several groups."""
-    return {**reports[0], **{name: sum(report[name] for report in reports) for name in SUMMED}}
+    """One report for several groups: plans and bytes are everybody's, a step that fell back for one did, the rest is the first group's."""
+    summed = {name: sum(report[name] for report in reports) for name in SUMMED}
+    return {**reports[0], **summed, "fallbacks": max(report["fallbacks"] for report in reports)}

@@ -21,7 +21,8 @@ class Planner:
     """Hands out plans for the batches of one scheduler process.
 
     A plan does not depend on how long tails are, and names KV by batch position, not by row: it stays right as long
-    as the same requests are in the same order and hang at the same places in the tree.
+    as the same requests are in the same order and hang at the same places in the tree, and none of them leaves a window. The
+    steps for which it is good end before that, so that no plan may be used for longer.
     """
 
     def __init__(

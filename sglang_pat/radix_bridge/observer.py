@@ -116,8 +116,15 @@ class Observer:
         self.faults += 1
 
     def _emit(self, event: Event) -> None:
+        faults = []
         for scheduler in (self.scheduler, *self._others):
-            apply(scheduler, event)
+            try:
+                apply(scheduler, event)
+            except InconsistentError as fault:
+                # An eviction is done all the same, and so it must be everywhere.
+                faults.append(fault)
+        if faults:
+            raise faults[0]
         self.nodes += isinstance(event, NodeInserted | NodeSplit)
         for subscriber in self.subscribers:
             subscriber(event)

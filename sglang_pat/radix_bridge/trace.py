@@ -44,7 +44,7 @@ class Header(msgspec.Struct, frozen=True, tag=True):
         format: `FORMAT` of the writer.
         config: Device, model and policy.
         max_batch: Requests of the largest batch.
-        layers: Attention layers of the model.
+        layers: How many of the model's layers the plans are for: those that see everything, if there are any.
     """
 
     format: int
