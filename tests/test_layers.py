@@ -10,6 +10,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_pat import compat
 from sglang_pat.backend import layers
+from sglang_pat.packing import FORMATS, AttentionSpec
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,11 @@ def test_layers_that_torch_does_not_know_are_found() -> None:
     runner = SimpleNamespace(model=model, kv_cache_dtype=torch.float32, model_config=SimpleNamespace(context_len=512))
     assert len(compat.attention_layers(runner)) == 2
     assert {spec.window: count for spec, count in layers.count(runner).items()} == {0: 1, 100: 1}
+
+
+def test_a_spec_can_be_read() -> None:
+    spec = AttentionSpec(8, 2, 192, 128, FORMATS["bfloat16"], 64, sinks=True)
+    assert str(spec) == "8/2 heads of 192 and 128, bfloat16, a window of 64, sinks"
 
 
 def test_reports_of_groups_are_added_up() -> None:

@@ -49,6 +49,11 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     window: Window = 0
     sinks: bool = False
 
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim} and {self.v_head_dim}"
+        seen = f", a window of {self.window}" if self.window else ""
+        return f"{self.heads}/{self.kv_heads} heads of {dims}, {self.kv.name}{seen}{', sinks' if self.sinks else ''}"
+
     def cost(self, head_splits: int = 1) -> CostModel:
         """Bytes that a layer moves; `head_splits` as in `CostModel`."""
         return CostModel(
