@@ -33,8 +33,8 @@ class PatConfig(msgspec.Struct, frozen=True):
             request its own work items (to see what packing brings).
         reuse: `SGLANG_PAT_REUSE`: 1 keeps a plan until the batch or one of its paths changes, 0 plans every step.
         ahead: `SGLANG_PAT_AHEAD`: 1 plans the next batch on a thread of its own while a step runs, 0 when its step comes.
-        verify: `SGLANG_PAT_VERIFY`: 1 compares the KV slots of all queries of every work item before each step
-            and falls back to one query per work item where they differ. Slow; for tests.
+        verify: `SGLANG_PAT_VERIFY`: 1 compares before each step the KV slots of all queries of every work item, and what each
+            query reads with what it sees, and falls back to one query per work item where they differ. Slow; for tests.
         tiles: `SGLANG_PAT_TILES`: a file that `python -m sglang_pat.tune` wrote for this GPU, in place of the table that
             comes with sglang-pat; none if empty.
         trace: `SGLANG_PAT_TRACE`: a file to record events and plans in, for `sglang-pat replay`; none if empty.

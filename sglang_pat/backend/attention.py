@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,9 +170,10 @@ class PatAttnBackend(AttentionBackend):
         requests = self._requests_of(forward_batch, len(seq_lens))
         if not compat.is_graph_view(forward_batch):
             self.rows, self.seq_lens = self.rows[: len(requests)], self.seq_lens[: len(requests)]
-        verify = self._verify if self.config.verify else None
         for group in self.groups:
-            group.plan(requests, lambda: seq_lens[: len(requests)].to("cpu", torch.int64).contiguous(), verify)
+            lengths = functools.partial(_on_host, seq_lens, len(requests))
+            verify = functools.partial(self._verify, group.spec.window, lengths) if self.config.verify else None
+            group.plan(requests, lengths, verify)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         if self.inner is not None and not forward_batch.forward_mode.is_decode_or_idle():
@@ -285,11 +288,23 @@ class PatAttnBackend(AttentionBackend):
                 ),
             )
 
-    def _verify(self, items: list[WorkItem]) -> None:
+    def _verify(self, window: int, seq_lens: Callable[[], torch.Tensor], items: list[WorkItem]) -> None:
         assert self.rows is not None
-        table = self.req_to_token_pool.req_to_token
+        table, lengths = self.req_to_token_pool.req_to_token, seq_lens().tolist()
+        read = [0] * len(lengths)
         for item in items:
+            start, end = item.span(lengths)
+            for query in item.queries:
+                read[query] += end - start
             if len(item.queries) > 1:
                 slots = table[self.rows[item.queries], item.start : item.end]
                 if not (slots == slots[0]).all():
                     raise AssertionError(f"queries {item.queries} do not share the KV of [{item.start}, {item.end})")
+        for query, (tokens, length) in enumerate(zip(read, lengths, strict=True)):
+            seen = min(length, window or length)
+            if tokens != seen:
+                raise AssertionError(f"query {query} reads {tokens} tokens and sees {seen}")
+
+
+def _on_host(seq_lens: torch.Tensor, size: int) -> torch.Tensor:
+    return seq_lens[:size].to("cpu", torch.int64).contiguous()
