@@ -30,8 +30,9 @@ import torch
 import trees
 from about import gpu
 
+from sglang_pat.backend.layers import kv_format
 from sglang_pat.kernels import capabilities, cuda, reference
-from sglang_pat.packing import FORMATS, AttentionSpec, PackConfig, TileTable, layout, native
+from sglang_pat.packing import AttentionSpec, PackConfig, TileTable, layout, native
 
 RESULTS = Path(__file__).parent / "results"
 HEADS = ("32/32", "16/8", "32/8", "64/8")
@@ -124,8 +125,7 @@ class Pat:
         tiles = capabilities.tile_table(cuda.arch_of(problem.q.device), DIM, torch.cuda.get_device_name())
         if query_tiles:
             tiles = TileTable(query_tiles, tiles.kv_tiles, tiles.kv_bounds)
-        form = FORMATS[str(problem.q.dtype).removeprefix("torch.")]
-        spec = AttentionSpec(problem.heads, problem.kv_heads, DIM, DIM, form)
+        spec = AttentionSpec(problem.heads, problem.kv_heads, DIM, DIM, kv_format(problem.q.dtype))
         self.decoder = cuda.Decoder(spec, tiles, problem.q.device, mode)
         self.config = PackConfig.of(spec, tiles, self.decoder.workers, policy)
         scheduler = native.NativeScheduler(self.config, problem.size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-from sglang_pat.packing import CPU_TILES, OPEN, Batch, CostModel, Node, PackConfig, Plan, WorkItem, make_plan
+from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, Plan, WorkItem, make_plan
 from sglang_pat.packing.tree import walk
 
 COLOURS = [
@@ -145,7 +145,8 @@ def moves() -> str:
 
 def length(item: WorkItem) -> int:
     """Its tokens now."""
-    return (BATCH.seq_lens[item.queries[0]] if item.end == OPEN else item.end) - item.start
+    start, end = item.span(BATCH.seq_lens)
+    return end - start
 
 
 def ends(query: int) -> int:

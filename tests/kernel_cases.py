@@ -8,16 +8,17 @@ from typing import Any
 import msgspec
 import torch
 
+from sglang_pat.backend.layers import kv_format
 from sglang_pat.kernels import reference
-from sglang_pat.packing import FORMATS, AttentionSpec, Batch, PackConfig, TileTable, make_plan, tree
+from sglang_pat.packing import AttentionSpec, Batch, PackConfig, TileTable, make_plan, tree
 from sglang_pat.packing.layout import flatten
 
 # Norm of the error over that of the result: the output is rounded to the dtype, and on a GPU the weights of V too.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
-def spec_of(dtype: torch.dtype, dim: int, heads: int = 1, kv_heads: int = 1) -> AttentionSpec:
-    return AttentionSpec(heads, kv_heads, dim, dim, FORMATS[str(dtype).removeprefix("torch.")])
+def spec_of(dtype: torch.dtype, dim: int) -> AttentionSpec:
+    return AttentionSpec(1, 1, dim, dim, kv_format(dtype))
 
 
 class Case:
@@ -72,9 +73,7 @@ class Case:
             self.k[unseen] = self.v[unseen] = math.nan
         self.q = torch.randn(size, heads, dim, device=device).to(dtype)
         self.seq_lens = torch.tensor(batch.seq_lens, device=device)
-        self.spec = AttentionSpec(
-            heads, kv_heads, dim, v_dim, FORMATS[str(dtype).removeprefix("torch.")], window=window
-        )
+        self.spec = AttentionSpec(heads, kv_heads, dim, v_dim, kv_format(dtype), window)
         self.scale = dim**-0.5
 
     def reference(self, logit_cap: float = 0.0) -> torch.Tensor:

@@ -53,8 +53,13 @@ def create(runner: ModelRunner) -> PatAttnBackend:
         raise
 
 
-def inner_backend(runner: ModelRunner) -> AttentionBackend | None:
-    """Runs prefill and all that is not plain decode; None where the user chose a backend for that."""
+def inner_backend(runner: ModelRunner, windows: bool) -> AttentionBackend | None:
+    """Runs prefill and all that is not plain decode; None where the user chose a backend for that.
+
+    Args:
+        runner: SGLang's.
+        windows: Whether some layers see a window only.
+    """
     arguments = compat.arguments(runner.server_args)
     if (arguments.prefill_attention_backend or arguments.attention_backend) != "pat":
         return None
@@ -64,7 +69,7 @@ def inner_backend(runner: ModelRunner) -> AttentionBackend | None:
         return TorchNativeAttnBackend(runner)
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    name = compat.prefill_backend(any(spec.window for spec in layers.count(runner)))
+    name = compat.prefill_backend(windows)
     logger.info("sglang-pat: prefill runs on %s", name)
     return ATTENTION_BACKENDS[name](runner)
 
@@ -93,7 +98,8 @@ class PatAttnBackend(AttentionBackend):
 
     def __init__(self, runner: ModelRunner, config: PatConfig) -> None:
         super().__init__()
-        self.inner = inner_backend(runner)
+        specs = layers.count(runner)
+        self.inner = inner_backend(runner, windows=any(spec.window for spec in specs))
         self.config = config
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -108,7 +114,6 @@ class PatAttnBackend(AttentionBackend):
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
 
         self._kv_format, self._context = layers.kv_format(runner.kv_cache_dtype), runner.model_config.context_len
-        specs = layers.count(runner)
         made = executors.create(runner, config, specs)
         self._writer = writer = trace_writer(runner, config, made[0].pack_config, next(iter(specs.values())))
         # A trace is of the first group's plans.
@@ -170,8 +175,8 @@ class PatAttnBackend(AttentionBackend):
         requests = self._requests_of(forward_batch, len(seq_lens))
         if not compat.is_graph_view(forward_batch):
             self.rows, self.seq_lens = self.rows[: len(requests)], self.seq_lens[: len(requests)]
+        lengths = functools.partial(_on_host, seq_lens, len(requests))
         for group in self.groups:
-            lengths = functools.partial(_on_host, seq_lens, len(requests))
             verify = functools.partial(self._verify, group.spec.window, lengths) if self.config.verify else None
             group.plan(requests, lengths, verify)
 
