@@ -61,6 +61,21 @@ def assert_sound(server: Server) -> dict[str, Any]:
     return counters
 
 
+TOKENS = 24
+"""Of an answer, where a test does not say."""
+
+
+def generate(server: Server, prompt: str, tokens: int = TOKENS, **parameters: Any) -> list[int]:
+    """Greedy output ids."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return server.post("/generate", {"text": prompt, "sampling_params": sampling, **parameters})["output_ids"]
+
+
+def generate_all(server: Server, prompts: list[str], concurrency: int = 24, tokens: int = TOKENS) -> list[list[int]]:
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda prompt: generate(server, prompt, tokens), prompts))
+
+
 def amid_aborts(server: Server, send: Callable[[int, str], Any], answer: Callable[[], T]) -> T:
     """What `answer` gives while 24 requests, sent by `send` with a number and a request id, are aborted beside it."""
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import amid_aborts, assert_sound
+from conftest import TOKENS, amid_aborts, assert_sound, generate, generate_all
 from forked import ForkedServer
 
 from sglang_pat import cli, compat
@@ -25,7 +25,6 @@ from sglang_pat.replay import replay
 
 pytestmark = pytest.mark.server
 
-TOKENS = 24
 COMMON = ["--dtype", "float32", "--max-running-requests", "48"]
 POOL = "--max-total-tokens"
 CHECKED = {"SGLANG_PAT_VERIFY": "1"}
@@ -69,17 +68,6 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         for server in started.values():
             server.wait()
         yield started
-
-
-def generate(server: Server, prompt: str, tokens: int = TOKENS, **parameters) -> list[int]:
-    """Greedy output ids."""
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    return server.post("/generate", {"text": prompt, "sampling_params": sampling, **parameters})["output_ids"]
-
-
-def generate_all(server: Server, prompts: list[str], concurrency: int = 24) -> list[list[int]]:
-    with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(lambda prompt: generate(server, prompt), prompts))
 
 
 @pytest.fixture(scope="session")

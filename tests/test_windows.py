@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import gemma
 import pytest
-from conftest import assert_sound
+from conftest import assert_sound, generate_all
 from forked import ForkedServer
 
 from sglang_pat.demo import workload
@@ -48,24 +47,15 @@ def servers(
         yield started
 
 
-def generate(server: Server, prompts: list[str]) -> list[list[int]]:
-    def one(prompt: str) -> list[int]:
-        sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
-        return server.post("/generate", {"text": prompt, "sampling_params": sampling})["output_ids"]
-
-    with ThreadPoolExecutor(24) as pool:
-        return list(pool.map(one, prompts))
-
-
 def test_answers_are_those_of_a_stock_backend(servers: dict[str, Server]) -> None:
     # Of 40 to 700 tokens: some fill their window while they decode.
     prompts = workload.nested_prompts(2, 2, 6, unrelated=4) + [
         workload.prose(f"short {i}", 350 + 8 * i) for i in range(6)
     ]
-    expected = generate(servers["reference"], prompts)
+    expected = generate_all(servers["reference"], prompts, tokens=40)
     assert len(set(map(tuple, expected))) > len(prompts) / 2, "answers that depend on prompts"
     for name in ("plain", "small pool, pages"):
-        assert generate(servers[name], prompts) == expected, name
+        assert generate_all(servers[name], prompts, tokens=40) == expected, name
         counters = assert_sound(servers[name])
         assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
         assert counters["plans"] < 2 * counters["steps"], "two groups of layers, and plans that last"
