@@ -6,6 +6,7 @@
     python benchmarks/kernels.py --trees file --page-sizes 1 --contiguous
     python benchmarks/kernels.py --ablations                            # what each part of the design brings (§8.5)
     python benchmarks/kernels.py --page-sizes 32 --append               # more cases, into the same file
+    python benchmarks/kernels.py --kv-cache-dtype fp8_e4m3              # into results/kernels-fp8-<gpu>.json
 
 Times are medians of CUDA graph replays, measured by events inside the graph. Cold: something else is read into the L2 cache
 before each; this is what a model sees, whose layers have weights and KV of their own. Warm: the same replays one after the other.
@@ -55,8 +56,9 @@ class Problem:
     """
 
     def __init__(
-        self, tree: str, heads: int, kv_heads: int, page_size: int, dtype: torch.dtype, contiguous: bool = False
-    ) -> None:
+        self, tree: str, heads: int, kv_heads: int, page_size: int, dtype: torch.dtype, contiguous: bool = False,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         self.batch = trees.of_cell(tree)
         shape = trees.shape_of_cell(tree)
         self.levels = list(zip(*shape, strict=True)) if shape else []
@@ -76,8 +78,8 @@ class Problem:
             begin += length
         self.slots = torch.from_numpy(slots).cuda()
         shape = (self.kv_tokens, kv_heads, DIM)
-        self.k = torch.empty(shape, dtype=dtype, device="cuda").normal_()
-        self.v = torch.empty(shape, dtype=dtype, device="cuda").normal_()
+        self.k = torch.empty(shape, dtype=dtype, device="cuda").normal_().to(kv_dtype or dtype)
+        self.v = torch.empty(shape, dtype=dtype, device="cuda").normal_().to(kv_dtype or dtype)
         self.paged = tuple(pool.view(num_pages, page_size, kv_heads, DIM) for pool in (self.k, self.v))
         self.q = torch.empty(self.size, heads, DIM, dtype=dtype, device="cuda").normal_()
         self.rows = torch.arange(self.size, device="cuda")
@@ -106,9 +108,8 @@ class Problem:
     def error(self, out: torch.Tensor) -> float:
         """Against float64, on some of the queries."""
         some = torch.linspace(0, self.size - 1, min(self.size, 8), device="cuda").long()
-        right = reference.decode(
-            self.q[some], self.k, self.v, self.slots, self.rows[some], self.seq_lens[some], scale=self.scale
-        )
+        k, v = self.k.to(self.q.dtype), self.v.to(self.q.dtype)
+        right = reference.decode(self.q[some], k, v, self.slots, self.rows[some], self.seq_lens[some], scale=self.scale)
         return ((out[some].double() - right).norm() / right.norm()).item()
 
 
@@ -122,11 +123,14 @@ class Pat:
         overlap: bool = True,
     ) -> None:  # fmt: skip
         self._problem, self._overlap = problem, overlap
-        tiles = capabilities.tile_table(cuda.arch_of(problem.q.device), DIM, torch.cuda.get_device_name())
+        form = kv_format(problem.k.dtype)
+        tiles = capabilities.tile_table(
+            cuda.arch_of(problem.q.device), DIM, torch.cuda.get_device_name(), kv_bytes=form.bytes
+        )
         if query_tiles:
             tiles = TileTable(query_tiles, tiles.kv_tiles, tiles.kv_bounds)
-        spec = AttentionSpec(problem.heads, problem.kv_heads, DIM, DIM, kv_format(problem.q.dtype))
-        self.decoder = cuda.Decoder(spec, tiles, problem.q.device, mode)
+        spec = AttentionSpec(problem.heads, problem.kv_heads, DIM, DIM, form)
+        self.decoder = cuda.Decoder(spec, tiles, problem.q.device, mode, problem.q.dtype)
         self.config = PackConfig.of(spec, tiles, self.decoder.workers, policy)
         scheduler = native.NativeScheduler(self.config, problem.size)
         index, _, _ = scheduler.take(native.load(scheduler, problem.batch), problem.seq_lens.cpu(), 0)
@@ -188,6 +192,9 @@ class Record(msgspec.Struct):
     rival_errors: dict[str, float]
     plan_bytes: int
     contiguous: bool = False
+    kv_dtype: str = ""
+    """Of KV where it is not Q's; then `bf16_us` is our own time with KV of Q's dtype."""
+    bf16_us: float | None = None
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, int, int, int]]:
@@ -227,7 +234,7 @@ def ablate(trees_: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(problem: Problem, names: list[str], warm: bool) -> Record:
+def measure(problem: Problem, names: list[str], warm: bool, same_us: float | None = None) -> Record:
     pat = Pat(problem)
     cold_us = median_us(pat.run, cold=True)
     warm_us = round(median_us(pat.run, cold=False), 2) if warm else None
@@ -252,6 +259,7 @@ def measure(problem: Problem, names: list[str], warm: bool) -> Record:
         str(problem.q.dtype).removeprefix("torch."), round(cold_us, 2), warm_us, times, warm_times,
         round(problem.floor_us, 2), problem.error(pat.out), errors,
         pat.config.cost.bytes(pat.kv_tokens, pat.parts), problem.contiguous,
+        "" if same_us is None else str(problem.k.dtype).removeprefix("torch."), same_us,
     )  # fmt: skip
 
 
@@ -280,6 +288,7 @@ def main() -> None:
         help="a node's pages one after the other, as in a fresh pool; else anywhere",
     )
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", *capabilities.FP8], default="auto")
     parser.add_argument("--rivals", nargs="*", default=[rival.name for rival in rivals.ALL])
     parser.add_argument("--no-warm", action="store_true", help="cold L2 only")
     parser.add_argument("--ablations", action="store_true", help="only our own kernels, without one part of the design")
@@ -291,7 +300,8 @@ def main() -> None:
     name = torch.cuda.get_device_name()
     device = {**gpu(), **bandwidth()}
     print(device)
-    kind = "kernel-ablations" if arguments.ablations else "kernels"
+    kv_dtype = getattr(torch, capabilities.FP8.get(arguments.kv_cache_dtype, ""), None)
+    kind = "kernel-ablations" if arguments.ablations else "kernels-fp8" if kv_dtype else "kernels"
     path = arguments.output or RESULTS / f"{kind}-{name.split()[-1].lower()}.json"
     if arguments.ablations:
         path.write_text(json.dumps({"device": device, "records": ablate(arguments.trees)}, indent=1) + "\n")
@@ -301,8 +311,10 @@ def main() -> None:
     )
     records = json.loads(path.read_text())["records"] if arguments.append and path.exists() else []
     for tree, heads, kv_heads, page_size in cases(arguments):
-        problem = Problem(tree, heads, kv_heads, page_size, getattr(torch, arguments.dtype), arguments.contiguous)
-        record = measure(problem, arguments.rivals, not arguments.no_warm)
+        shape = tree, heads, kv_heads, page_size, getattr(torch, arguments.dtype), arguments.contiguous
+        same_us = round(median_us(Pat(Problem(*shape)).run, cold=True), 2) if kv_dtype else None
+        problem = Problem(*shape, kv_dtype)
+        record = measure(problem, arguments.rivals, not arguments.no_warm, same_us)
         records.append(msgspec.to_builtins(record))
         best = min(record.rivals, key=record.rivals.__getitem__, default="")
         rival = f"{best} {record.rivals[best]:.1f}" if best else ""
@@ -310,7 +322,8 @@ def main() -> None:
         print(
             f"{record.heads:>6}{page_size:>5} {tree:42}{record.floor_us:8.1f}{record.pat_us:8.1f}"
             f"{record.pat_us / record.floor_us:7.2f}{rival:>20}{ratio:>7}  {record.pat_warm_us or ''} "
-            f"{' '.join(f'{k} {v:.1f}' for k, v in record.rivals.items())} error {record.pat_error:.1e}",
+            f"{' '.join(f'{k} {v:.1f}' for k, v in record.rivals.items())} error {record.pat_error:.1e}"
+            + (f" 16-bit KV {same_us:.1f} ({same_us / record.pat_us:.2f})" if same_us else ""),
             flush=True,
         )
         del problem

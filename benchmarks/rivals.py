@@ -35,7 +35,7 @@ class FlashInfer:
         )  # fmt: skip
         self._wrapper.plan(
             indptr, indices, last, problem.heads, problem.kv_heads, problem.dim, page, q_data_type=problem.q.dtype,
-            kv_data_type=problem.q.dtype, sm_scale=problem.scale,
+            kv_data_type=problem.k.dtype, sm_scale=problem.scale,
         )  # fmt: skip
         self._problem, self.out = problem, torch.empty_like(problem.q)
 
@@ -71,7 +71,7 @@ class Cascade:
         )  # fmt: skip
         self._wrapper.plan(
             queries, indptr, indices, last, problem.heads, problem.kv_heads, problem.dim, page,
-            q_data_type=problem.q.dtype, kv_data_type=problem.q.dtype, sm_scale=problem.scale,
+            q_data_type=problem.q.dtype, kv_data_type=problem.k.dtype, sm_scale=problem.scale,
         )  # fmt: skip
         self._problem = problem
         self.out: Any = None
@@ -123,6 +123,8 @@ class Fa3:
             from sgl_kernel.flash_attn import flash_attn_with_kvcache
         except (ImportError, OSError) as error:
             raise UnsupportedError(f"not installed: {error}") from None
+        if problem.k.dtype == torch.float8_e5m2:
+            raise UnsupportedError("of the two kinds of 8 bits it knows e4m3")
         size = problem.size
         self._problem, self._forward = problem, flash_attn_with_kvcache
         self._table = problem.pages(problem.slots).contiguous()
@@ -133,7 +135,8 @@ class Fa3:
     def run(self) -> None:
         p = self._problem
         self.out = self._forward(
-            q=p.q, k_cache=p.paged[0], v_cache=p.paged[1], page_table=self._table, cache_seqlens=self._lens,
+            # As SGLang's backend does: with KV of 8 bits, Q has 8 bits too.
+            q=p.q.to(p.k.dtype), k_cache=p.paged[0], v_cache=p.paged[1], page_table=self._table, cache_seqlens=self._lens,
             cu_seqlens_q=self._cu_q, max_seqlen_q=1, softmax_scale=p.scale, causal=True,
         )  # fmt: skip
 

@@ -17,7 +17,8 @@ from sglang_pat.packing import FORMATS, AttentionSpec
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.build", description=__doc__)
     parser.add_argument("--head-dim", type=int, nargs="+", choices=capabilities.HEAD_DIMS, default=[128])
-    parser.add_argument("--dtype", nargs="+", choices=capabilities.KV_FORMATS["cuda"], default=["bfloat16"])
+    parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float16"], default=["bfloat16"])
+    parser.add_argument("--kv-cache-dtype", nargs="+", choices=["auto", *capabilities.FP8], default=["auto"])
     parser.add_argument("--arch", help="compute capability such as 8.0 or 9.0a; default: this machine's GPU")
     parser.add_argument(
         "--report", action="store_true", help="only print registers, spills and shared memory; needs no GPU"
@@ -28,8 +29,11 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("there is no GPU here to compile for: name its compute capability with --arch")
     arch = options.arch or cuda.arch_of(torch.device("cuda"))
     variants = [
-        cuda.Variant.of(AttentionSpec(1, 1, dim, dim, FORMATS[dtype]), arch)
+        cuda.Variant.of(
+            AttentionSpec(1, 1, dim, dim, FORMATS[capabilities.FP8.get(kv, dtype)]), arch, dtype=getattr(torch, dtype)
+        )
         for dtype in options.dtype
+        for kv in options.kv_cache_dtype
         for dim in options.head_dim
     ]
     if not options.report:

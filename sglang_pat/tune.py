@@ -104,20 +104,23 @@ def derive(known: GpuTable, name: str) -> GpuTable:
     sheet, clock = SHEETS[name], SHEETS["h200"].clock_ghz
     share = sheet.read_tbps * 1e3 / sheet.sms
     slower = clock / sheet.clock_ghz
-    prices = tuple(
-        msgspec.structs.replace(
-            price,
-            item_ns=round(price.item_ns * slower, 1),
-            token_ns=round(max(price.token_ns * slower, 4 * known.head_dim / share), 2),
+    prices, prices_8bit = (
+        tuple(
+            msgspec.structs.replace(
+                price,
+                item_ns=round(price.item_ns * slower, 1),
+                token_ns=round(max(price.token_ns * slower, 2 * kv_bytes * known.head_dim / share), 2),
+            )
+            for price in of_format
         )
-        for price in known.prices
+        for kv_bytes, of_format in ((2, known.prices), (1, known.prices_8bit))
     )
     source = f"derived from the table of {known.gpu} by `python -m sglang_pat.tune --derive {name}`; not measured"
     latency = round(known.latency_ns * slower, 1)
     turn = round(known.turn_ns * slower, 1)
     return GpuTable(
         sheet.gpu, sheet.sms, sheet.read_tbps, latency, known.head_dim, prices, source, turn, known.turn_in_plans,
-        known.bin_ns, known.wave_ns,
+        known.bin_ns, known.wave_ns, prices_8bit,
     )  # fmt: skip
 
 
@@ -140,7 +143,13 @@ def synthetic(items: dict[int, int], tokens: int, workers: int) -> Plan:
 class Bench:
     """Runs synthetic plans on this machine's GPU."""
 
-    def __init__(self, head_dim: int, dtype: str) -> None:
+    def __init__(self, head_dim: int, dtype: str, kv: str = "") -> None:
+        """
+        Args:
+            head_dim: Of `capabilities.HEAD_DIMS`.
+            dtype: Q's.
+            kv: A key of `packing.FORMATS`; Q's dtype if it is not said.
+        """
         import torch
 
         from sglang_pat.kernels import cuda
@@ -149,8 +158,8 @@ class Bench:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.arch = cuda.arch_of(self.device)
         tiles = capabilities.tile_table(self.arch, head_dim)
-        self.spec = AttentionSpec(GROUP, 1, head_dim, head_dim, FORMATS[dtype])
-        self.decoder = cuda.Decoder(self.spec, tiles, self.device)
+        self.spec = AttentionSpec(GROUP, 1, head_dim, head_dim, FORMATS[kv or dtype])
+        self.decoder = cuda.Decoder(self.spec, tiles, self.device, dtype=self.dtype)
         self.flush = torch.empty(256 << 20, dtype=torch.uint8, device=self.device)
 
     def time_us(self, run: Callable[[], Any], repeats: int = 7) -> float:
@@ -197,7 +206,8 @@ class Bench:
         batch, kv_tokens = len(plan.num_parts), plan.kv_tokens
         data = torch.from_numpy(layout.flatten(plan)).to(self.device)
         q = torch.randn(batch, GROUP, dim, device=self.device).to(self.dtype)
-        k, v = (torch.randn(kv_tokens, 1, dim, device=self.device).to(self.dtype) for _ in range(2))
+        kept = getattr(torch, self.spec.kv.name)
+        k, v = (torch.randn(kv_tokens, 1, dim, device=self.device).to(kept) for _ in range(2))
         table = torch.randperm(kv_tokens, device=self.device, dtype=torch.int32)[None]
         rows = torch.zeros(batch, dtype=torch.int64, device=self.device)
         seq_lens = torch.full_like(rows, kv_tokens)
@@ -222,7 +232,8 @@ class Bench:
             print(f"  m {m:3}: {case[0]:3} items of {case[1]:3} tokens a worker take {time:7.1f} us", flush=True)
         writing = m * (self.head_dim + 1) * PARTIAL_BYTES / share
         item_ns, token_ns = round(max(0.0, float(fit[1]) * 1e3 - writing), 1), round(float(fit[2]) * 1e3, 2)
-        fitted = next((price for price in H200.prices if price.m == m), Price(m, 0, 0, 1, 1))
+        known = (self.spec.kv.bytes == 1 and H200.prices_8bit) or H200.prices
+        fitted = next((price for price in known if price.m == m), Price(m, 0, 0, 1, 1))
         price = msgspec.structs.replace(fitted, item_ns=item_ns, token_ns=token_ns)
         return price, float(fit[0]), error
 
@@ -233,24 +244,34 @@ class Bench:
         alone = sum(self.forward_us({m: count}, tokens) for m, count in TURN.items())
         return max(0.0, both - alone + base_us) * 1e3
 
-    def table(self) -> GpuTable:
+    def prices(self, share: float) -> tuple[tuple[Price, ...], float]:
+        """Of each m, as `price`; and what a kernel of the smallest takes besides."""
+        prices, bases = [], []
+        for m in capabilities.query_tiles(self.arch, self.head_dim):
+            price, base_us, error = self.price(m, share)
+            prices.append(price)
+            bases.append(base_us)
+            print(
+                f"m {m}, KV of {8 * self.spec.kv.bytes} bits: {price.item_ns:.0f} ns an item, {price.token_ns:.1f} ns a token, "
+                f"fitted within {error:.0%}"
+            )
+        return tuple(prices), bases[0]
+
+    def table(self, prices_8bit: Callable[[float], tuple[Price, ...]]) -> GpuTable:
+        """Of this GPU; `prices_8bit` are told the share of the bandwidth as `prices` are."""
         properties = self.torch.cuda.get_device_properties(self.device)
         tbps, latency = self.read_tbps(), self.latency_ns()
         print(f"{properties.name}: reads {tbps:.2f} TB/s, a load takes {latency:.0f} ns")
-        prices, bases = [], []
-        for m in capabilities.query_tiles(self.arch, self.head_dim):
-            price, base_us, error = self.price(m, tbps * 1e3 / properties.multi_processor_count)
-            prices.append(price)
-            bases.append(base_us)
-            print(f"m {m}: {price.item_ns:.0f} ns an item, {price.token_ns:.1f} ns a token, fitted within {error:.0%}")
-        turn = self.turn_ns(bases[0])
+        share = tbps * 1e3 / properties.multi_processor_count
+        prices, base_us = self.prices(share)
+        turn = self.turn_ns(base_us)
         print(f"{turn:.0f} ns from work items of all warps to those of one")
         source = (
             f"measured on {date.today().isoformat()} by `python -m sglang_pat.tune`, torch {self.torch.__version__}"
         )
         return GpuTable(
             properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), self.head_dim,
-            tuple(prices), source, round(turn, 1), H200.turn_in_plans, H200.bin_ns, H200.wave_ns,
+            prices, source, round(turn, 1), H200.turn_in_plans, H200.bin_ns, H200.wave_ns, prices_8bit(share),
         )  # fmt: skip
 
 
@@ -284,7 +305,8 @@ def main(arguments: list[str] | None = None) -> None:
 
         if not torch.cuda.is_available():
             parser.error("there is no GPU here to measure; --derive computes a table without one")
-        table = Bench(options.head_dim, options.dtype).table()
+        of_8bit = Bench(options.head_dim, options.dtype, capabilities.FP8["fp8_e4m3"])
+        table = Bench(options.head_dim, options.dtype).table(lambda share: of_8bit.prices(share)[0])
     sheet = next((sheet for name, sheet in SHEETS.items() if name in table.gpu.lower()), None)
     if sheet is not None:
         print_feasible(table, sheet)

@@ -49,7 +49,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def selected(request: pytest.FixtureRequest, parameter: str) -> list[str]:
     """Values of a parameter among the tests of the module that will run."""
     items = [item for item in request.session.items if item.path == request.node.path and hasattr(item, "callspec")]
-    return [item.callspec.params[parameter] for item in items if not item.get_closest_marker("skip")]
+    return [
+        item.callspec.params[parameter]
+        for item in items
+        if parameter in item.callspec.params and not item.get_closest_marker("skip")
+    ]
 
 
 def assert_sound(server: Server) -> dict[str, Any]:

@@ -91,8 +91,9 @@ class Decoder(cuda.Decoder):
         tiles: TileTable,
         arch: str,
         change: Change | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        variant = cuda.Variant.of(spec, arch, tiles.query_tiles)
+        variant = cuda.Variant.of(spec, arch, tiles.query_tiles, dtype)
         build([variant], change)
         self._tile_rows = tiles.query_tiles[-1]
         self._modules = [_modules[variant, change]]

@@ -17,6 +17,13 @@ from sglang_pat.packing.layout import flatten
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
+Q_DTYPES = {torch.float8_e4m3fn: torch.bfloat16, torch.float8_e5m2: torch.float16}
+"""Of Q where KV has 8 bits, if a case does not say; with other KV it is the same."""
+
+FP8_SCALES = 0.5, 3.0
+"""Factors on K and on V of 8 bits."""
+
+
 def spec_of(dtype: torch.dtype, dim: int) -> AttentionSpec:
     return AttentionSpec(1, 1, dim, dim, kv_format(dtype))
 
@@ -42,6 +49,7 @@ class Case:
         page_size: int = 1,
         window: int = 0,
         device: str = "cpu",
+        q_dtype: torch.dtype | None = None,
     ) -> None:
         self.batch = batch
         context = -(-(max(batch.seq_lens) + spare) // page_size) * page_size
@@ -56,11 +64,13 @@ class Case:
         self.rows = torch.randperm(size + 3, device=device)[:size]
         self.table = torch.full((size + 3, context), 2**30, dtype=torch.int32, device=device)
         self.table[self.rows] = slots
-        self.k = torch.full((size * context, kv_heads, dim), math.nan, dtype=dtype, device=device)
-        self.v = torch.full((size * context, kv_heads, v_dim), math.nan, dtype=dtype, device=device)
+        # Torch cannot index what has 8 bits.
+        wide = dtype if dtype.itemsize > 1 else torch.float32
+        self.k = torch.full((size * context, kv_heads, dim), math.nan, dtype=wide, device=device)
+        self.v = torch.full((size * context, kv_heads, v_dim), math.nan, dtype=wide, device=device)
         used = slots.flatten().unique().long()
-        self.k[used] = torch.randn(len(used), kv_heads, dim, device=device).to(dtype)
-        self.v[used] = torch.randn(len(used), kv_heads, v_dim, device=device).to(dtype)
+        self.k[used] = torch.randn(len(used), kv_heads, dim, device=device).to(wide)
+        self.v[used] = torch.randn(len(used), kv_heads, v_dim, device=device).to(wide)
         for i, length in enumerate(batch.seq_lens):
             if spare == 0:
                 own = slots[i, length:].long()
@@ -71,14 +81,20 @@ class Case:
             unseen = torch.ones(len(self.k), dtype=torch.bool, device=device)
             unseen[seen.long()] = False
             self.k[unseen] = self.v[unseen] = math.nan
-        self.q = torch.randn(size, heads, dim, device=device).to(dtype)
+        self.k, self.v = self.k.to(dtype), self.v.to(dtype)
+        self.k_scale, self.v_scale = FP8_SCALES if dtype.itemsize == 1 else (1.0, 1.0)
+        self.q = torch.randn(size, heads, dim, device=device).to(q_dtype or Q_DTYPES.get(dtype, dtype))
         self.seq_lens = torch.tensor(batch.seq_lens, device=device)
         self.spec = AttentionSpec(heads, kv_heads, dim, v_dim, kv_format(dtype), window)
         self.scale = dim**-0.5
 
     def reference(self, logit_cap: float = 0.0) -> torch.Tensor:
+        k, v = (
+            pool.float() * scale if pool.dtype.itemsize == 1 else pool
+            for pool, scale in ((self.k, self.k_scale), (self.v, self.v_scale))
+        )
         return reference.decode(
-            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, scale=self.scale, logit_cap=logit_cap,
+            self.q, k, v, self.table, self.rows, self.seq_lens, scale=self.scale, logit_cap=logit_cap,
             window=self.spec.window,
         )  # fmt: skip
 
@@ -119,7 +135,7 @@ class Run:
         case = self.case
         self.decoder.decode(
             case.q, case.k, case.v, self.out, case.table, case.rows, case.seq_lens, self.plan, self.partial, self.lse,
-            scale=case.scale, logit_cap=logit_cap, overlap=overlap, early=early,
+            scale=case.scale * case.k_scale, v_scale=case.v_scale, logit_cap=logit_cap, overlap=overlap, early=early,
         )  # fmt: skip
 
     def error(self, logit_cap: float = 0.0) -> float:

@@ -15,6 +15,10 @@ pytestmark = pytest.mark.once
 
 VARIANTS = [
     ("9.0a", 128, torch.bfloat16),
+    ("9.0a", 128, torch.float8_e4m3fn),
+    ("9.0a", 256, torch.float8_e4m3fn),
+    ("9.0a", 64, torch.float8_e5m2),
+    ("8.0", 128, torch.float8_e5m2),
     ("8.0", 128, torch.bfloat16),
     ("9.0a", 128, torch.float16),
     ("9.0a", 64, torch.bfloat16),

@@ -13,7 +13,7 @@ import emulated
 import msgspec
 import pytest
 import torch
-from kernel_cases import TOLERANCE, Case, Run, spec_of
+from kernel_cases import Q_DTYPES, TOLERANCE, Case, Run, spec_of
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities, cuda
@@ -24,10 +24,13 @@ pytestmark = pytest.mark.once
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 ARCHS = [cuda.arch_of(torch.device("cuda"))] if ON_GPU else ["9.0a", "8.0"]
-HALF = tuple(getattr(torch, name) for name in capabilities.KV_FORMATS["cuda"])
+FORMATS = tuple(getattr(torch, name) for name in capabilities.KV_FORMATS["cuda"])
 # On the host each module takes seconds to compile, in every process that runs some of these tests.
 KINDS = [
-    (dtype, dim) for dtype in HALF for dim in capabilities.HEAD_DIMS if ON_GPU or dtype == torch.bfloat16 or dim == 128
+    (dtype, dim)
+    for dtype in FORMATS
+    for dim in capabilities.HEAD_DIMS
+    if ON_GPU or dtype == torch.bfloat16 or dim == 128
 ]
 TILE_DIMS = [64, 128] if ON_GPU else [128]
 
@@ -38,7 +41,9 @@ def emulated_slowly(*values: Any) -> Any:
 
 
 def in_dimension(dim: int, *values: Any) -> Any:
-    return pytest.param(*values) if dim in (64, 128) else emulated_slowly(*values)
+    name = "-".join(str(value).removeprefix("torch.") for value in values)
+    marks = [] if ON_GPU or dim in (64, 128) else pytest.mark.slow
+    return pytest.param(*values, marks=marks, id=name)
 
 
 KIND_PARAMETERS = [in_dimension(dim, dtype, dim) for dtype, dim in KINDS]
@@ -49,14 +54,22 @@ each_arch = pytest.mark.parametrize(
 )
 
 
+each_format = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, emulated_slowly(torch.float8_e4m3fn)], ids=["16 bits", "8 bits"]
+)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def modules() -> None:
     """On a GPU every module that the tests need, compiled at the same time; an emulated one is compiled when it is needed."""
     if not ON_GPU:
         return
-    wanted = [cuda.Variant.of(spec_of(dtype, dim), arch) for arch in ARCHS for dtype, dim in KINDS]
+    wanted = [
+        cuda.Variant.of(spec_of(dtype, dim), arch, dtype=Q_DTYPES.get(dtype)) for arch in ARCHS for dtype, dim in KINDS
+    ]
     single = [
-        cuda.Variant.of(spec_of(torch.bfloat16, dim), arch, (m,))
+        cuda.Variant.of(spec_of(dtype, dim), arch, (m,))
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn)
         for arch in ARCHS
         for dim in TILE_DIMS
         for m in capabilities.query_tiles(arch, dim)
@@ -67,13 +80,13 @@ def modules() -> None:
 def run(
     case: Case, arch: str, tiles: TileTable | None = None, mode: cuda.Mode = "fused", policy: str = "optimal"
 ) -> Run:
-    tiles = tiles or capabilities.tile_table(arch, case.spec.head_dim)
+    tiles = tiles or capabilities.tile_table(arch, case.spec.head_dim, kv_bytes=case.spec.kv.bytes)
     if ON_GPU:
-        return Run(case, cuda.Decoder(case.spec, tiles, case.q.device, mode), tiles, policy)
-    return Run(case, emulated.Decoder(case.spec, tiles, arch), tiles, policy)
+        return Run(case, cuda.Decoder(case.spec, tiles, case.q.device, mode, case.q.dtype), tiles, policy)
+    return Run(case, emulated.Decoder(case.spec, tiles, arch, dtype=case.q.dtype), tiles, policy)
 
 
-def make_case(batch: Batch, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, **options: int) -> Case:
+def make_case(batch: Batch, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, **options: Any) -> Case:
     return Case(batch, heads, kv_heads, dim, dim, dtype, device=DEVICE, **options)
 
 
@@ -96,7 +109,7 @@ def test_random_trees(dtype: torch.dtype, dim: int, group: int, arch: str) -> No
         kv_heads = generator.choice([1, 2, 5])
         case = make_case(batch, kv_heads * group, kv_heads, dim, dtype, page_size=generator.choice([1, 16, 64]))
         for policy in POLICIES if ON_GPU else ["optimal"]:
-            assert run(case, arch, policy=policy).error() < TOLERANCE[dtype], policy
+            assert run(case, arch, policy=policy).error() < TOLERANCE[case.q.dtype], policy
 
 
 @each_arch
@@ -108,18 +121,21 @@ def test_windows(dtype: torch.dtype, dim: int, window: int, arch: str) -> None:
     batch = random_batch(generator, 2, 4, max(9, window))
     lengths = [length + generator.choice([0, 0, window, 3 * window]) for length in batch.seq_lens]
     case = make_case(Batch(lengths, batch.roots), 8, 2, dim, dtype, window=window)
-    assert run(case, arch).error() < TOLERANCE[dtype]
+    assert run(case, arch).error() < TOLERANCE[case.q.dtype]
 
 
 @each_arch
+@each_format
 @pytest.mark.parametrize("dim", [in_dimension(dim, dim) for dim in capabilities.HEAD_DIMS])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(71, 1), (130, 2), *([(200, 1), (640, 1)] if ON_GPU else [])])
-def test_more_query_heads_than_a_tile_has_rows(heads: int, kv_heads: int, dim: int, arch: str) -> None:
+def test_more_query_heads_than_a_tile_has_rows(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, arch: str
+) -> None:
     """They are computed in parts, the last of which has some heads of the one before again."""
-    case = make_case(random_batch(random.Random(heads), 2, 3, 90), heads, kv_heads, dim, torch.bfloat16)
-    assert run(case, arch).error() < TOLERANCE[torch.bfloat16]
+    case = make_case(random_batch(random.Random(heads), 2, 3, 90), heads, kv_heads, dim, dtype)
+    assert run(case, arch).error() < TOLERANCE[case.q.dtype]
     tiles = TileTable(capabilities.query_tiles(arch, dim), (capabilities.KV_TILE,), ())
-    assert run(case, arch, tiles, policy="naive").error() < TOLERANCE[torch.bfloat16]
+    assert run(case, arch, tiles, policy="naive").error() < TOLERANCE[case.q.dtype]
 
 
 @each_arch
@@ -138,65 +154,71 @@ def test_modes(mode: cuda.Mode) -> None:
 
 
 @each_arch
+@each_format
 @pytest.mark.parametrize("m", [emulated_slowly(m) for m in capabilities.tile_table(ARCHS[0], 128).query_tiles])
 @pytest.mark.parametrize("dim", TILE_DIMS)
-def test_every_tile(dim: int, m: int, arch: str) -> None:
+def test_every_tile(dim: int, m: int, dtype: torch.dtype, arch: str) -> None:
     known = capabilities.tile_table(arch, dim)
     if m not in known.query_tiles:
         pytest.skip("not a tile of this architecture")
     tiles = TileTable((m,), known.kv_tiles, ())
     for queries, prefix in ((1, 1), (40, 1), (40, 31), (33, 200), (70, 64), (3, 1000)):
-        case = make_case(shared(queries, prefix, 1), 8, 2, dim, torch.bfloat16)
+        case = make_case(shared(queries, prefix, 1), 8, 2, dim, dtype)
         for policy in ("naive", "query"):
-            assert run(case, arch, tiles, policy=policy).error() < TOLERANCE[torch.bfloat16], (queries, prefix)
+            assert run(case, arch, tiles, policy=policy).error() < TOLERANCE[case.q.dtype], (queries, prefix)
 
 
 @each_arch
+@each_format
 @pytest.mark.parametrize("dim", [64, 128, emulated_slowly(256)])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 25])
-def test_every_number_of_warps_for_an_item(count: int, dim: int, arch: str) -> None:
+def test_every_number_of_warps_for_an_item(count: int, dim: int, dtype: torch.dtype, arch: str) -> None:
     """A CTA's warps share its items in teams, as large as there are few of them."""
     generator = random.Random(count)
     for most in (40, 700):
         batch = Batch([generator.randint(1, most) for _ in range(count)], [])
         for heads in (2, 32):
-            case = make_case(batch, heads, 2, dim, torch.bfloat16)
+            case = make_case(batch, heads, 2, dim, dtype)
             few = run(case, arch)
-            few.plan = case.plan(capabilities.tile_table(arch, dim), workers=2)
-            assert few.error() < TOLERANCE[torch.bfloat16]
+            few.plan = case.plan(capabilities.tile_table(arch, dim, kv_bytes=dtype.itemsize), workers=2)
+            assert few.error() < TOLERANCE[case.q.dtype]
 
 
 @each_arch
+@each_format
 @pytest.mark.parametrize("queries", [1, 2, 33, 500, 2048])
-def test_many_queries_on_a_node(queries: int, arch: str) -> None:
-    case = make_case(shared(queries, 300, 2), 8, 2, 128, torch.bfloat16)
-    assert run(case, arch).error() < TOLERANCE[torch.bfloat16]
+def test_many_queries_on_a_node(queries: int, dtype: torch.dtype, arch: str) -> None:
+    case = make_case(shared(queries, 300, 2), 8, 2, 128, dtype)
+    assert run(case, arch).error() < TOLERANCE[case.q.dtype]
 
 
 @each_arch
-def test_long_contexts(arch: str) -> None:
+@each_format
+def test_long_contexts(dtype: torch.dtype, arch: str) -> None:
     unit = 1_000 if ON_GPU else 100
     nodes = [Node(0, 100 * unit, [0, 1, 2], [Node(100 * unit, 120 * unit, [0, 1])])]
-    case = make_case(Batch([131 * unit, 131 * unit, 100 * unit + 1], nodes), 8, 2, 128, torch.bfloat16)
+    case = make_case(Batch([131 * unit, 131 * unit, 100 * unit + 1], nodes), 8, 2, 128, dtype)
     for policy in ("optimal", "query"):
-        assert run(case, arch, policy=policy).error() < TOLERANCE[torch.bfloat16]
+        assert run(case, arch, policy=policy).error() < TOLERANCE[case.q.dtype]
 
 
 @each_arch
-def test_a_tail_without_tokens(arch: str) -> None:
+@each_format
+def test_a_tail_without_tokens(dtype: torch.dtype, arch: str) -> None:
     """Its part counts for nothing."""
     batch = Batch([200, 230, 200], [Node(0, 100, [0, 1, 2], [Node(100, 199, [0, 1, 2])])])
-    case = make_case(batch, 8, 2, 128, torch.bfloat16)
+    case = make_case(batch, 8, 2, 128, dtype)
     empty = run(case, arch, policy="naive")
     case.seq_lens -= 1
-    assert empty.error() < TOLERANCE[torch.bfloat16]
+    assert empty.error() < TOLERANCE[case.q.dtype]
 
 
 @each_arch
-def test_logit_cap(arch: str) -> None:
-    case = make_case(shared(5, 90, 30), 8, 2, 128, torch.bfloat16)
+@each_format
+def test_logit_cap(dtype: torch.dtype, arch: str) -> None:
+    case = make_case(shared(5, 90, 30), 8, 2, 128, dtype)
     case.q *= 4
-    assert run(case, arch).error(logit_cap=5.0) < TOLERANCE[torch.bfloat16]
+    assert run(case, arch).error(logit_cap=5.0) < TOLERANCE[case.q.dtype]
     assert (case.reference() - case.reference(5.0)).norm() > 0.1 * case.reference(5.0).norm()
 
 
@@ -208,12 +230,36 @@ def test_large_scores_do_not_overflow(arch: str) -> None:
 
 
 @each_arch
-def test_strided_tensors(arch: str) -> None:
-    case = make_case(shared(5, 90, 30), 8, 2, 128, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_8_bits_say_is_exact(dtype: torch.dtype, arch: str) -> None:
+    """Every number of either kind, by items of every phase; queries that are beyond float16 count as its largest."""
+    for kept in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for queries in (1, 4, 40):
+            case = make_case(shared(queries, 256, 3), 8, 2, 128, kept, q_dtype=dtype)
+            codes = torch.arange(256, device=DEVICE, dtype=torch.uint8).view(kept).float()
+            codes = codes[codes.isfinite() & (codes.abs() < 1000)]
+            case.v = codes[torch.randint(len(codes), case.v.shape, device=DEVICE)].to(kept)
+            case.k = codes[torch.randint(len(codes), case.k.shape, device=DEVICE)].to(kept)
+            case.q *= 1e-4
+            assert run(case, arch).error() < 2 * TOLERANCE[torch.float16 if dtype == torch.float16 else dtype]
+    if dtype == torch.bfloat16:
+        case = make_case(shared(40, 90, 30), 8, 2, 128, torch.float8_e4m3fn)
+        case.q[:, :, 0], case.k_scale = 1e6, 1e-5
+        beyond = run(case, arch)
+        beyond.poison()
+        beyond.decode()
+        case.q[:, :, 0] = 65504
+        assert case.difference(beyond.out) < 4 * TOLERANCE[torch.bfloat16]
+
+
+@each_arch
+@each_format
+def test_strided_tensors(dtype: torch.dtype, arch: str) -> None:
+    case = make_case(shared(5, 90, 30), 8, 2, 128, dtype)
     case.k, case.v = torch.stack([case.k, case.v], dim=1).unbind(1)
     case.q = torch.cat([case.q, case.q], dim=1)[:, :8]
     assert not case.k.is_contiguous() and not case.q.is_contiguous()
-    assert run(case, arch).error() < TOLERANCE[torch.bfloat16]
+    assert run(case, arch).error() < TOLERANCE[case.q.dtype]
 
 
 @pytest.mark.gpu
@@ -279,11 +325,11 @@ def test_what_the_kernel_in_front_writes_is_waited_for() -> None:
 
 
 @each_arch
-def test_a_plan_serves_longer_tails_and_padding(arch: str) -> None:
+@each_format
+def test_a_plan_serves_longer_tails_and_padding(dtype: torch.dtype, arch: str) -> None:
     """As in a CUDA graph, rows behind the plan's batch become zero."""
-    case = make_case(random_batch(random.Random(4), 2, 4, 100), 16, 4, 128, torch.bfloat16, spare=100)
-    case.k.nan_to_num_(nan=1.5)
-    case.v.nan_to_num_(nan=-0.5)
+    case = make_case(random_batch(random.Random(4), 2, 4, 100), 16, 4, 128, dtype, spare=100)
+    case.k, case.v = (pool.float().nan_to_num(nan=nan).to(dtype) for pool, nan in ((case.k, 1.5), (case.v, -0.5)))
     padded = run(case, arch)
     real, q = case.q.shape[0], torch.cat([case.q, torch.randn_like(case.q[:2])])
     padded.out = torch.empty_like(q)
@@ -293,14 +339,15 @@ def test_a_plan_serves_longer_tails_and_padding(arch: str) -> None:
         case.q = q
         padded.decode()
         case.q = q[:real]
-        assert case.difference(padded.out[:real]) < TOLERANCE[torch.bfloat16]
+        assert case.difference(padded.out[:real]) < TOLERANCE[case.q.dtype]
         assert not padded.out[real:].any()
 
 
 @each_arch
-def test_repeated_runs_agree_bit_for_bit(arch: str) -> None:
+@each_format
+def test_repeated_runs_agree_bit_for_bit(dtype: torch.dtype, arch: str) -> None:
     batch = random_batch(random.Random(1), 3, 4, 300 if ON_GPU else 60)
-    repeated = run(make_case(batch, 32, 8, 128, torch.bfloat16), arch)
+    repeated = run(make_case(batch, 32, 8, 128, dtype), arch)
     repeated.decode()
     first = repeated.out.clone()
     for _ in range(20):

@@ -56,11 +56,20 @@ CHANGES: dict[str, emulated.Change] = {
     "merge: warps add up before all have written": (
         "merge.cuh", "all[warp][lane_id()] = sums[0];\n    __syncthreads();", "all[warp][lane_id()] = sums[0];",
     ),
+    "8 bits: bytes are converted before they are there": ("convert.cuh", "wait_copies<kAhead - 1>();", ""),
+    "8 bits: a stage is filled while it is in use": ("convert.cuh", "cursor_.wait_empty();", ""),
+    "8 bits: Q is converted before it is there": ("ring.cuh", "wait_copies<0>();", ""),
+    "8 bits: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
 }  # fmt: skip
 """Each takes out what keeps one part of the kernels from another's memory."""
 
 
-def cases() -> list[Case]:
+def kept(name: str) -> torch.dtype:
+    """The dtype of KV with which a change shows."""
+    return torch.float8_e4m3fn if name.startswith("8 bits") else torch.bfloat16
+
+
+def cases(dtype: torch.dtype) -> list[Case]:
     """Items of every phase, shared by teams, by groups or by nobody, and each way to merge."""
     generator = random.Random(3)
     torch.manual_seed(0)
@@ -70,15 +79,14 @@ def cases() -> list[Case]:
     ragged = Batch([generator.randint(1, 700) for _ in range(7)], [])
     trees = [random_batch(generator, 2, 4, 90) for _ in range(3)]
     return [
-        Case(batch, 8, 2, DIM, DIM, torch.bfloat16)
-        for batch in [*shared, both, ragged, Batch([71] * 96, short), *trees]
-    ] + [Case(Batch([4000], []), 2, 1, DIM, DIM, torch.bfloat16)]
+        Case(batch, 8, 2, DIM, DIM, dtype) for batch in [*shared, both, ragged, Batch([71] * 96, short), *trees]
+    ] + [Case(Batch([4000], []), 2, 1, DIM, DIM, dtype)]
 
 
-def fault(change: emulated.Change | None) -> str:
+def fault(change: emulated.Change | None, dtype: torch.dtype) -> str:
     """The first one that is found, if any."""
-    decoder = emulated.Decoder(spec_of(torch.bfloat16, DIM), TILES, ARCH, change)
-    for number, case in enumerate(cases()):
+    decoder = emulated.Decoder(spec_of(dtype, DIM), TILES, ARCH, change)
+    for number, case in enumerate(cases(dtype)):
         for policy in ("optimal", "naive"):
             run = Run(case, decoder, TILES, policy)
             first = None
@@ -93,8 +101,11 @@ def fault(change: emulated.Change | None) -> str:
     return ""
 
 
-def test_the_kernels_have_what_they_need() -> None:
-    assert not fault(None)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow)], ids=["16 bits", "8 bits"]
+)
+def test_the_kernels_have_what_they_need(dtype: torch.dtype) -> None:
+    assert not fault(None, dtype)
 
 
 @pytest.fixture(scope="module")
@@ -120,4 +131,4 @@ def test_what_is_missing_is_found(name: str, results: dict[str, Future]) -> None
 
 
 if __name__ == "__main__":
-    print("found:", fault(CHANGES[sys.argv[1]]) or "nothing")
+    print("found:", fault(CHANGES[sys.argv[1]], kept(sys.argv[1])) or "nothing")

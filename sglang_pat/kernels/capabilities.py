@@ -15,7 +15,13 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 CPU_HEAD_DIM, CPU_HEAD_DIM_STEP = 256, 8
 """The largest head dimension of the CPU executor, and what it has to be a multiple of."""
 
-KV_FORMATS: dict[Device, tuple[str, ...]] = {"cpu": ("float32", "float16", "bfloat16"), "cuda": ("float16", "bfloat16")}
+FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""Formats of 8 bits by what SGLang's `--kv-cache-dtype` calls them."""
+
+KV_FORMATS: dict[Device, tuple[str, ...]] = {
+    "cpu": ("float32", "float16", "bfloat16", *FP8.values()),
+    "cuda": ("float16", "bfloat16", *FP8.values()),
+}
 """Those of `packing.FORMATS` that each executor reads."""
 
 KV_TILE = 64
@@ -35,7 +41,7 @@ def query_tiles(arch: str, head_dim: int) -> tuple[int, ...]:
     return (8, 16, 64, 128, 192) if head_dim <= 128 and arch.startswith("9.") else (8, 16, 64)
 
 
-def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None) -> TileTable:
+def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bytes: int = 2) -> TileTable:
     """The tiles of a GPU, with their prices where they are known.
 
     Args:
@@ -43,12 +49,13 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
         head_dim: One of HEAD_DIMS.
         gpu: The name by which the GPU goes.
         table: Prices, if not those of the GPU's own table.
+        kv_bytes: Of one element of KV.
     """
     tiles = query_tiles(arch, head_dim)
     table = table or devices.find(arch, gpu)
     # Prices of 128 dimensions, scaled to more, make worse plans than none (benchmarks/NOTES.md, 2026-11-23).
     if table is not None and head_dim <= table.head_dim:
-        priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M)
+        priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M, kv_bytes)
         if priced is not None:
             return priced
     return TileTable(tiles, (KV_TILE,), ())

@@ -18,7 +18,10 @@ from sglang_pat.packing import AttentionSpec, TileTable
 logger = logging.getLogger(__name__)
 
 TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-"""Dtypes of Q, K and V, as CUDA names them."""
+"""Dtypes of Q, and of KV that has 16 bits, as CUDA names them."""
+
+KV_NAMES = {torch.float8_e4m3fn: "kE4m3", torch.float8_e5m2: "kE5m2"}
+"""Dtypes of KV that has 8 bits, as csrc/cuda/kv_format.cuh names them."""
 
 Mode = Literal["fused", "streams", "serial"]
 
@@ -27,33 +30,47 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     """One native module: a forward kernel that knows some tiles, and the merge.
 
     Attributes:
-        dtype: A key of TYPES.
+        dtype: A key of TYPES: Q's.
+        kv: The same, or a key of KV_NAMES.
         head_dim: One of `capabilities.HEAD_DIMS`.
         arch: Compute capability, such as `8.0` or `9.0a`.
         query_tiles: Every m that its forward kernel runs.
     """
 
     dtype: torch.dtype
+    kv: torch.dtype
     head_dim: int
     arch: str
     query_tiles: tuple[int, ...]
 
     @classmethod
-    def of(cls, spec: AttentionSpec, arch: str, query_tiles: tuple[int, ...] = ()) -> Variant:
-        """The module for layers of a spec, with all tiles that the architecture has for it if none are named.
+    def of(
+        cls, spec: AttentionSpec, arch: str, query_tiles: tuple[int, ...] = (), dtype: torch.dtype | None = None
+    ) -> Variant:
+        """The module for layers of a spec.
+
+        Args:
+            spec: What they compute.
+            arch: As above.
+            query_tiles: All that the architecture has for it if none are named.
+            dtype: Q's, where it is not KV's: that has 8 bits.
 
         Raises:
-            ValueError: There are no kernels for the spec.
+            ValueError: There are no kernels for the spec, or for Q of this dtype with it.
         """
         refusal = capabilities.refusal(spec, "cuda")
         if refusal is not None:
             raise ValueError(f"the CUDA kernels do not compute {refusal}")
         tiles = query_tiles or capabilities.query_tiles(arch, spec.head_dim)
-        return cls(getattr(torch, spec.kv.name), spec.head_dim, arch, tiles)
+        kv = getattr(torch, spec.kv.name)
+        dtype = dtype or (kv if kv in TYPES else torch.bfloat16)
+        if dtype not in TYPES or (kv in TYPES and kv != dtype):
+            raise ValueError(f"the CUDA kernels do not compute Q of {dtype} with a KV cache of {kv}")
+        return cls(dtype, kv, spec.head_dim, arch, tiles)
 
     @property
     def name(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = "_".join(str(one).removeprefix("torch.") for one in dict.fromkeys((self.dtype, self.kv)))
         tiles = "_".join(map(str, self.query_tiles))
         return f"sglang_pat_{dtype}_{self.head_dim}_sm{self.arch.replace('.', '')}_m{tiles}"
 
@@ -62,6 +79,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         """For the compiler."""
         return (
             f"-DPAT_TYPE={TYPES[self.dtype]}",
+            f"-DPAT_KV=pat::{KV_NAMES.get(self.kv, 'kSame')}",
             f"-DPAT_DIM={self.head_dim}",
             f"-DPAT_ARCH={''.join(filter(str.isdigit, self.arch))}0",
             f"-DPAT_QUERY_TILES={sum(1 << m // 8 for m in self.query_tiles)}",
@@ -99,21 +117,25 @@ class Decoder:
         workers: For `PackConfig`: CTAs that take bins.
     """
 
-    def __init__(self, spec: AttentionSpec, tiles: TileTable, device: torch.device, mode: Mode = "fused") -> None:
+    def __init__(
+        self, spec: AttentionSpec, tiles: TileTable, device: torch.device, mode: Mode = "fused",
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
-            spec: Its KV format is Q's dtype too; any number of heads will do.
+            spec: What is computed; any number of heads will do.
             tiles: What plans are made with.
             device: A CUDA device.
             mode: `fused` is one kernel for each n that switches its m from work item to work item; `streams` one kernel
                 for each tile, each on a stream of its own (PAT §6); `serial` the same one after the other (§8.5).
+            dtype: Q's, where it is not KV's: bfloat16 if not said.
 
         Raises:
             jit.BuildError: There is no CUDA compiler, or it failed.
             ValueError: There are no kernels for the spec.
         """
         modules = [tiles.query_tiles] if mode == "fused" else [(m,) for m in tiles.query_tiles]
-        variants = [Variant.of(spec, arch_of(device), query_tiles) for query_tiles in modules]
+        variants = [Variant.of(spec, arch_of(device), query_tiles, dtype) for query_tiles in modules]
         build(variants)
         self._tile_rows = tiles.query_tiles[-1]
         self._modules = [_load(variant) for variant in variants]
@@ -147,6 +169,7 @@ class Decoder:
         lse: torch.Tensor,
         *,
         scale: float,
+        v_scale: float = 1.0,
         logit_cap: float = 0.0,
         overlap: bool = True,
         merge: bool = True,
@@ -157,8 +180,9 @@ class Decoder:
         Everything that may change between replays of a graph is read on the device. All tensors are on the GPU.
 
         Args:
-            q: [rows, heads, head_dim]; the first of them are the plan's batch.
-            k, v: [slots, kv_heads, head_dim], the layer's pools; `kv_heads` divides `heads`.
+            q: [rows, heads, head_dim]; the first of them are the plan's batch. With KV of 8 bits it is multiplied in float16:
+                what is beyond its range becomes its largest.
+            k, v: [slots, kv_heads, head_dim], the layer's pools, of the spec's format; `kv_heads` divides `heads`.
             out: [rows, heads, head_dim], contiguous. Rows behind the plan's batch become zero.
             req_to_token: [requests, context], int32: the slot of each position of each request.
             rows: [batch or more], int64: each query's row of `req_to_token`.
@@ -166,7 +190,8 @@ class Decoder:
             plan: A plan for this batch (layout.py), int32, made with this decoder's tiles.
             partial: [num_slots or more, heads, head_dim], float32: the parts of queries that have several.
             lse: [num_slots or more, heads], float32: their LSE, to base 2.
-            scale: Factor on q k^T.
+            scale: Factor on q k^T, that of K's bytes included.
+            v_scale: Factor on V where it has 8 bits.
             logit_cap: Scores become cap * tanh(score / cap); 0 for none.
             overlap: Launch merge before forward ends (programmatic dependent launch), where the GPU can.
             merge: Whether to merge; else parts stay in the workspace.
@@ -176,7 +201,9 @@ class Decoder:
         Raises:
             ValueError: A tensor's device, dtype, shape or stride is none of the above.
         """
-        arguments = (q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap, self._tile_rows)
+        k, v = (pool.view(torch.uint8) if pool.dtype in KV_NAMES else pool for pool in (k, v))
+        tables = (req_to_token, rows, seq_lens, plan, partial, lse)
+        arguments = (q, k, v, out, *tables, scale, v_scale, logit_cap, self._tile_rows)
         first, *others = self._modules
         if not others:
             first.decode(*arguments, True, merge, overlap, early)

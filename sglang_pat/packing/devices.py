@@ -48,13 +48,14 @@ class GpuTable(msgspec.Struct, frozen=True):
         sms: Streaming multiprocessors.
         read_tbps: What it reads from memory, in TB/s.
         latency_ns: Of one load from memory.
-        head_dim: Of which `prices` are; other dimensions take a proportional time for each token.
-        prices: By ascending m.
+        head_dim: Of which the prices are; other dimensions take a proportional time for each token.
+        prices: With KV of 16 bits, by ascending m.
         source: When and how it was measured, or from what derived.
         turn_ns: What a worker takes to go over from work items of all its warps to those of single warps.
         turn_in_plans: How much of that counts in a plan.
         bin_ns: What a step of narrow items takes longer for each bin: the parts that its end makes, and their merge.
         wave_ns: What such a step takes longer where each worker has one more bin, whose items it has to begin.
+        prices_8bit: With KV of 8 bits; none in tables from before there was any.
     """
 
     gpu: str
@@ -68,13 +69,16 @@ class GpuTable(msgspec.Struct, frozen=True):
     turn_in_plans: Factor
     bin_ns: Nanoseconds
     wave_ns: Nanoseconds
+    prices_8bit: tuple[Price, ...] = ()
 
     @property
     def share(self) -> float:
         """Bytes that one SM's part of the bandwidth moves in a nanosecond."""
         return self.read_tbps * 1e3 / self.sms
 
-    def tiles(self, query_tiles: tuple[int, ...], kv_tile: int, head_dim: int, warp_m: int) -> TileTable | None:
+    def tiles(
+        self, query_tiles: tuple[int, ...], kv_tile: int, head_dim: int, warp_m: int, kv_bytes: int = 2
+    ) -> TileTable | None:
         """Tiles with their prices, in bytes that an SM's share of the bandwidth moves meanwhile; None where an m has none.
 
         Args:
@@ -82,8 +86,9 @@ class GpuTable(msgspec.Struct, frozen=True):
             kv_tile: The one n.
             head_dim: Of the model.
             warp_m: As `TileTable.warp_m`.
+            kv_bytes: Of one element of KV.
         """
-        prices = {price.m: price for price in self.prices}
+        prices = {price.m: price for price in (self.prices_8bit if kv_bytes == 1 else self.prices)}
         if not all(m in prices for m in query_tiles):
             return None
         found = [prices[m] for m in query_tiles]

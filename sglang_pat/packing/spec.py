@@ -19,14 +19,23 @@ class KVFormat(msgspec.Struct, frozen=True):
 
     Attributes:
         name: As torch names the dtype.
-        bytes: Of one element.
+        bytes: Of one element. Those of one byte come with a factor for all of K and one for all of V.
     """
 
     name: str
     bytes: Count
 
 
-FORMATS = {form.name: form for form in (KVFormat("float32", 4), KVFormat("float16", 2), KVFormat("bfloat16", 2))}
+FORMATS = {
+    form.name: form
+    for form in (
+        KVFormat("float32", 4),
+        KVFormat("float16", 2),
+        KVFormat("bfloat16", 2),
+        KVFormat("float8_e4m3fn", 1),
+        KVFormat("float8_e5m2", 1),
+    )
+}
 """Those that some executor reads; `capabilities.refusal` says which."""
 
 

@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -85,6 +86,17 @@ inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 template <typename T>
 cudaError_t cudaFuncSetAttribute(T* kernel, cudaFuncAttribute attribute, int value) {
   return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
+}
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const uint64_t bytes = uint64_t(y) << 32 | x;
+  unsigned chosen = 0;
+  for (int i = 0; i < 4; ++i) chosen |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return chosen;
+}
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
 }
 inline float __fdividef(float x, float y) { return x / y; }
 #undef __log2f
@@ -171,6 +183,11 @@ inline uint32_t transpose(uint32_t x) {
 
 inline float exp2_fast(float x) { return std::exp2(x); }
 
+inline uint32_t e4m3_pair(uint32_t bytes) {
+  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(bytes), __NV_E4M3);
+  return pair.x | uint32_t(pair.y) << 16;
+}
+
 // What 16 bits of type T mean.
 template <typename T>
 float number(uint16_t bits) {
@@ -191,6 +208,15 @@ void left_operand(float (&to)[16][16], const uint32_t (&registers)[4], int lane,
   for (int i = 0; i < 4; ++i)
     for (int j = 0; j < 2; ++j)
       to[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8 + j] = number(uint16_t(registers[i] >> 16 * j));
+}
+
+inline uint32_t saturated_half_pair(float low, float high) {
+  constexpr float kMost = 65504;
+  const auto clamp = [&](float x) { return std::isnan(x) ? x : std::clamp(x, -kMost, kMost); };
+  const __half pair[2] = {__half(clamp(low)), __half(clamp(high))};
+  uint32_t bits;
+  std::memcpy(&bits, pair, 4);
+  return bits;
 }
 
 template <typename T>

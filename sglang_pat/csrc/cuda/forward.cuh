@@ -2,37 +2,42 @@
 // kernel has one or several Q tiles and switches between them from work item to work item (BatchLLM §4.4 fuses likewise).
 #pragma once
 
+#include "convert.cuh"
 #include "narrow.cuh"
 #include "wide.cuh"
 
 namespace pat {
 
 // Of a kernel whose Q tiles are `kMs`.
-template <int kDim, int kMs>
+template <typename Kv, int kDim, int kMs>
 struct ForwardSizes {
   static constexpr bool kHasWide = (kMs & kWideTiles) != 0;
   static constexpr int kComputing = groups(kDim) * kGroupThreads;
   // Items, statistics, barriers, alignment.
   static constexpr int kRest = int(sizeof(ItemWindow<threads(kDim)>)) + (4 << 10);
   static constexpr int kQueries = kQueryBuffers * int(sizeof(WideQueries<kDim>));
-  // More than eight stages bring nothing: K and V of four tiles.
-  static constexpr int kStages = std::min(8, (kSharedLimit - kRest - kQueries) / kStageBytes<kDim> / 2 * 2);
-  static constexpr int kNarrowWarps =
-      std::min(groups(kDim) * kGroupWarps, (kSharedLimit - kRest) / NarrowSizes<kDim>::kWarp / kGroupWarps * kGroupWarps);
+  static constexpr int kFree = kSharedLimit - kRest - kQueries;
   // The groups need K and V of two tiles to take turns.
-  static_assert(kStages >= (groups(kDim) > 1 ? 4 : 2) && kNarrowWarps > 0);
+  static constexpr int kFewestStages = groups(kDim) > 1 ? 4 : 2;
+  // More than eight stages bring nothing: K and V of four tiles. KV of 8 bits waits for its conversion beside them.
+  static constexpr int kStages = Kv::kBytes == 1 ? kFewestStages : std::min(8, kFree / kStageBytes<kDim> / 2 * 2);
+  static constexpr int kAhead =
+      Kv::kBytes == 1 ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim>) : 0;
+  static constexpr int kNarrowWarps = std::min(
+      groups(kDim) * kGroupWarps, (kSharedLimit - kRest) / NarrowSizes<Kv, kDim>::kWarp / kGroupWarps * kGroupWarps);
+  static_assert(kStages >= kFewestStages && kNarrowWarps > 0 && (Kv::kBytes != 1 || kAhead > 1));
 };
 
 // Panels are 1,024-byte aligned, as swizzled tiles must be.
-template <int kDim, int kMs>
+template <typename Kv, int kDim, int kMs>
 struct ForwardMemory {
-  using S = ForwardSizes<kDim, kMs>;
+  using S = ForwardSizes<Kv, kDim, kMs>;
   struct Narrow {
-    alignas(1024) uint8_t chunks[S::kNarrowWarps * NarrowSizes<kDim>::kWarp];
+    alignas(1024) uint8_t chunks[S::kNarrowWarps * NarrowSizes<Kv, kDim>::kWarp];
     NarrowStatistics<S::kNarrowWarps> statistics;
   };
   union {
-    WideMemory<kDim, S::kStages> wide;
+    WideMemory<Kv, kDim, S::kStages, S::kAhead> wide;
     Narrow narrow;
   };
   WideStatistics statistics;
@@ -52,24 +57,27 @@ constexpr int kComputeRegisters = (65536 / kGroupThreads - kLoadRegisters) / gro
 #define PAT_PHASE __noinline__  // and without it registers are allotted better to one phase at a time
 #endif
 
-template <typename T, int kDim, int kMs>
-__device__ PAT_PHASE void run_wide(const Params& p, const Items<threads(kDim)>& items, ForwardMemory<kDim, kMs>& memory,
-                                   WideCursors<ForwardSizes<kDim, kMs>::kStages>& cursors) {
-  WideGroup<T, kDim, ForwardSizes<kDim, kMs>::kStages>(p, items, memory.wide, memory.statistics, cursors).run();
+template <typename T, typename Kv, int kDim, int kMs>
+__device__ PAT_PHASE void run_wide(const Params& p, const Items<threads(kDim)>& items, ForwardMemory<Kv, kDim, kMs>& memory,
+                                   WideCursors<ForwardSizes<Kv, kDim, kMs>::kStages>& cursors) {
+  WideGroup<T, Kv, kDim, ForwardSizes<Kv, kDim, kMs>::kStages, ForwardSizes<Kv, kDim, kMs>::kAhead>(
+      p, items, memory.wide, memory.statistics, cursors)
+      .run();
 }
 
-template <typename T, int kDim, int kMs, int kM>
-__device__ PAT_PHASE void run_narrow(const Params& p, const Items<threads(kDim)>& items, ForwardMemory<kDim, kMs>& memory) {
-  constexpr int kWarps = ForwardSizes<kDim, kMs>::kNarrowWarps;
+template <typename T, typename Kv, int kDim, int kMs, int kM>
+__device__ PAT_PHASE void run_narrow(const Params& p, const Items<threads(kDim)>& items,
+                                     ForwardMemory<Kv, kDim, kMs>& memory) {
+  constexpr int kWarps = ForwardSizes<Kv, kDim, kMs>::kNarrowWarps;
   if (threadIdx.x / kWarpSize < kWarps)
-    NarrowWarp<T, kDim, kM, kWarps>(p, items, memory.narrow.chunks, memory.narrow.statistics).run();
+    NarrowWarp<T, Kv, kDim, kM, kWarps>(p, items, memory.narrow.chunks, memory.narrow.statistics).run();
 }
 
-template <typename T, int kDim, int kMs>
+template <typename T, typename Kv, int kDim, int kMs>
 __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
-  auto& memory = *reinterpret_cast<ForwardMemory<kDim, kMs>*>(bytes);
-  using S = ForwardSizes<kDim, kMs>;
+  auto& memory = *reinterpret_cast<ForwardMemory<Kv, kDim, kMs>*>(bytes);
+  using S = ForwardSizes<Kv, kDim, kMs>;
   constexpr int kThreads = threads(kDim);
   constexpr bool kTradeRegisters = groups(kDim) > 1;
   launch_dependents();
@@ -95,7 +103,9 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   int first = 0;
   if (threadIdx.x >= S::kComputing) {
     if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters>();
-    Producer<T, kDim, S::kStages> producer(p, items, memory.wide, memory.barriers);
+    using Loader = std::conditional_t<Kv::kBytes == 1, ConvertingProducer<T, Kv, kDim, S::kStages, S::kAhead>,
+                                      Producer<T, Kv, kDim, S::kStages, S::kAhead>>;
+    Loader producer(p, items, memory.wide, memory.barriers);
     do {
       if constexpr (S::kHasWide) producer.run();
     } while (more(first));
@@ -107,17 +117,17 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
       // Wide items first: nothing would hide how long they take to begin at the end. A phase without items is passed over.
       if constexpr (S::kHasWide) {
         if (items.count(kWide) > 0) {
-          run_wide<T, kDim, kMs>(p, items, memory, cursors);
+          run_wide<T, Kv, kDim, kMs>(p, items, memory, cursors);
           // The others use the same shared memory.
           sync_threads(kTurnBarrier, S::kComputing);
         }
       }
       if constexpr ((kMs & tile_bit(kSingleM)) != 0) {
-        if (items.count(kSingle) > 0) run_narrow<T, kDim, kMs, kSingleM>(p, items, memory);
+        if (items.count(kSingle) > 0) run_narrow<T, Kv, kDim, kMs, kSingleM>(p, items, memory);
       }
       // Without waiting: every warp has its memory, every phase its teams' barriers.
       if constexpr ((kMs & tile_bit(kNarrowM)) != 0) {
-        if (items.count(kNarrow) > 0) run_narrow<T, kDim, kMs, kNarrowM>(p, items, memory);
+        if (items.count(kNarrow) > 0) run_narrow<T, Kv, kDim, kMs, kNarrowM>(p, items, memory);
       }
     } while (more(first));
   }

@@ -1,5 +1,5 @@
-// One native module for each dtype, head dimension, architecture and set of tiles: PAT_TYPE, PAT_DIM, PAT_ARCH and
-// PAT_QUERY_TILES come from the build (sglang_pat/kernels/cuda.py).
+// One native module for each dtype, format of KV, head dimension, architecture and set of tiles: PAT_TYPE, PAT_KV, PAT_DIM,
+// PAT_ARCH and PAT_QUERY_TILES come from the build (sglang_pat/kernels/cuda.py).
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
@@ -9,15 +9,17 @@
 #include "merge.cuh"
 
 // For sglang_pat/kernels/resources.py, which reads it from the PTX.
-extern "C" __device__ const int pat_shared_bytes = sizeof(pat::ForwardMemory<PAT_DIM, PAT_QUERY_TILES>);
+extern "C" __device__ const int pat_shared_bytes =
+    sizeof(pat::ForwardMemory<pat::KvFormat<PAT_TYPE, PAT_KV>, PAT_DIM, PAT_QUERY_TILES>);
 
 namespace {
 
 using tvm::ffi::TensorView;
 using Element = PAT_TYPE;
-using Memory = pat::ForwardMemory<PAT_DIM, PAT_QUERY_TILES>;
+using Kv = pat::KvFormat<Element, PAT_KV>;
+using Memory = pat::ForwardMemory<Kv, PAT_DIM, PAT_QUERY_TILES>;
 
-constexpr auto kForward = pat::forward<Element, PAT_DIM, PAT_QUERY_TILES>;
+constexpr auto kForward = pat::forward<Element, Kv, PAT_DIM, PAT_QUERY_TILES>;
 constexpr int kForwardThreads = pat::threads(PAT_DIM);
 // Merge has a CTA for each output while all of these run at the same time, then a warp for each, then for several heads of a
 // query, which read more parts at a time.
@@ -32,9 +34,10 @@ void check(cudaError_t error) { TVM_FFI_CHECK(error == cudaSuccess, RuntimeError
 void check_rows(const TensorView& tensor, const char* name, DLDataType dtype) {
   pat::check(tensor, name, 3, dtype, kDLCUDA);
   TVM_FFI_CHECK(tensor.size(2) == PAT_DIM, ValueError) << name << " must have heads of " << PAT_DIM;
-  TVM_FFI_CHECK(
-      tensor.stride(0) % 8 == 0 && tensor.stride(1) % 8 == 0 && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0,
-      ValueError)
+  const int elements = pat::kCopyBytes * 8 / dtype.bits;
+  TVM_FFI_CHECK(tensor.stride(0) % elements == 0 && tensor.stride(1) % elements == 0 &&
+                    reinterpret_cast<uintptr_t>(tensor.data_ptr()) % pat::kCopyBytes == 0,
+                ValueError)
       << name << "'s heads must begin at multiples of 16 bytes";
 }
 
@@ -89,11 +92,12 @@ void launch(Kernel kernel, int grid, int block, size_t shared, cudaStream_t stre
 pat::Params make_params(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
                         const TensorView& req_to_token, const TensorView& rows, const TensorView& seq_lens,
                         const TensorView& plan, const TensorView& partial, const TensorView& lse, double scale,
-                        double logit_cap, int64_t tile_rows) {
+                        double v_scale, double logit_cap, int64_t tile_rows) {
   const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
   check_rows(q, "q", half);
-  check_rows(k, "k", half);
-  check_rows(v, "v", half);
+  const DLDataType kv = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : half;
+  check_rows(k, "k", kv);
+  check_rows(v, "v", kv);
   check_rows(out, "out", half);
   pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, kDLCUDA);
   pat::Params p;
@@ -104,8 +108,8 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   p.seq_lens = static_cast<const int64_t*>(seq_lens.data_ptr());
   p.plan = static_cast<const int32_t*>(plan.data_ptr());
   p.q_row = q.stride(0), p.q_head = q.stride(1);
-  p.k_slot = uint32_t(k.stride(0) * 2), p.k_head = uint32_t(k.stride(1) * 2);
-  p.v_slot = uint32_t(v.stride(0) * 2), p.v_head = uint32_t(v.stride(1) * 2);
+  p.k_slot = uint32_t(k.stride(0) * Kv::kBytes), p.k_head = uint32_t(k.stride(1) * Kv::kBytes);
+  p.v_slot = uint32_t(v.stride(0) * Kv::kBytes), p.v_head = uint32_t(v.stride(1) * Kv::kBytes);
   p.table_row = req_to_token.stride(0);
   TVM_FFI_CHECK(tile_rows > 0 && tile_rows <= 192, ValueError) << "there is no tile of " << tile_rows << " rows";
   const int kv_heads = int(k.size(1));
@@ -115,6 +119,7 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   p.group_inverse = uint32_t((65536 + p.group - 1) / p.group);
   constexpr double kLog2E = 1.4426950408889634;
   p.scale_log2 = float(scale * kLog2E);
+  p.v_scale = float(v_scale);
   // The kernel caps scores before it scales them.
   p.cap = float(logit_cap / scale);
   p.cap_exponent = logit_cap > 0 ? float(2 * kLog2E * scale / logit_cap) : 0;
@@ -123,11 +128,11 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
 
 // Forward, merge or one after the other, on the current stream. `tile_rows` are those of the largest tile that plans are made with.
 void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
-            TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, double scale, double logit_cap,
-            int64_t tile_rows, bool with_forward, bool with_merge, bool overlap, bool early) {
+            TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, double scale, double v_scale,
+            double logit_cap, int64_t tile_rows, bool with_forward, bool with_merge, bool overlap, bool early) {
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
   const pat::Params p =
-      make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, logit_cap, tile_rows);
+      make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, v_scale, logit_cap, tile_rows);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   const Resident& ctas = resident(q.device().device_id);
   if (with_forward) launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, early, p);

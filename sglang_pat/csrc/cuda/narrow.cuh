@@ -1,22 +1,34 @@
-// Items of up to 8 or 16 rows: memory-bound, and many. Each warp reads and computes for itself, without a barrier: two
-// chunks of 16 tokens at a time where there are two, while others are on their way, across the ends of items. An item with
+// Items of up to 8 or 16 rows: memory-bound, and many. Each warp reads and computes for itself, without a barrier: 32 tokens
+// at a time where there are as many, while others are on their way, across the ends of items. An item with
 // few tokens is one warp's. A longer one is a team's: its warps take turns at its chunks and sum up at its end, while the
 // copies for the next one run on.
 //
 // The matrix products are transposed, S^T = K Q^T and O^T = V^T P^T: the tensor cores' 16 rows are tokens and columns of
 // the head, of which there are always enough, and their 8 columns are the rows of Q, of which there are few.
+//
+// KV of 8 bits becomes 16 on the way to the products. A register that ldmatrix fills has four bytes there, two steps of a
+// product from one load; so columns of the head come in another order:
+//
+//   product      a thread has        16 bits                      8 bits
+//   K Q^T        of Q, in a step     columns 2 t, 2 t + 1,        columns 4 t to 4 t + 3
+//                                    8 + 2 t, 9 + 2 t
+//   V^T P^T      of O, in a step     columns g, 8 + g             columns 2 g, 2 g + 1
+//
+// with t = lane % 4 and g = lane / 4.
 #pragma once
 
 #include "items.cuh"
+#include "kv_format.cuh"
 #include "results.cuh"
 #include "softmax.cuh"
 
 namespace pat {
 
-template <int kDim>
+template <typename Kv, int kDim>
 struct NarrowSizes {
-  static constexpr int kPanel = kChunkTokens * kPanelRow;
-  static constexpr int kTile = panels(kDim) * kPanel;  // a chunk's K, or its V
+  static constexpr int kTokens = 2 * kStepTokens / Kv::kBytes;  // of a chunk, which a warp copies at a time
+  static constexpr int kPanel = kTokens * kPanelRow;
+  static constexpr int kTile = row_panels(kDim * Kv::kBytes) * kPanel;  // a chunk's K, or its V
   static constexpr int kStage = 2 * kTile;
   static constexpr int kWarp = kNarrowStages * kStage;
 };
@@ -29,16 +41,20 @@ struct NarrowStatistics {
 };
 
 // Products of 16 tokens, or 16 columns of the head, with `kM` rows of Q.
-template <typename T, int kDim, int kM, int kWarps>
+template <typename T, typename Kv, int kDim, int kM, int kWarps>
 class NarrowWarp {
-  using S = NarrowSizes<kDim>;
+  using S = NarrowSizes<Kv, kDim>;
+  using Product = Half<typename Kv::Product>;
   using Window = Items<threads(kDim)>;
   static constexpr Phase kPhase = phase_of(kM);
   static constexpr int kBlocks = kM / 8, kSteps = kDim / 16;
-  // Two chunks at a time, and Q an item ahead, where registers suffice.
-  static constexpr bool kPairs = kDim * kBlocks <= 128, kReadAhead = kDim * kBlocks <= 128;
+  static constexpr bool kIs8Bit = Kv::kBytes == 1;
+  static constexpr int kChunkTokens = S::kTokens;
+  // 32 tokens at a time, which with 16 bits are two chunks, and Q an item ahead, where registers suffice.
+  static constexpr bool kReadAhead = kDim * kBlocks <= 128, kTwoSteps = kReadAhead && !(kIs8Bit && kBlocks > 1);
+  static constexpr bool kPairs = kTwoSteps && kChunkTokens == kStepTokens;
   static constexpr int kSlotsAhead = kPairs ? 2 : 1;  // chunks whose slots are on their way
-  static constexpr int kRowThreads = row_threads(kDim);
+  static constexpr int kRowCopies = kDim * Kv::kBytes / kCopyBytes, kRowThreads = row_threads(kDim * Kv::kBytes);
   static constexpr int kRows = kChunkTokens * kRowThreads / kWarpSize;  // that a lane copies: one after the other
 
   // What a warp does, chunk after chunk: of its own items all, of its team's as many as each of them.
@@ -56,6 +72,7 @@ class NarrowWarp {
   };
 
   using Queries = uint32_t[kSteps][kBlocks][2];
+  static constexpr int kLoadSteps = 2 / Kv::kBytes;  // of a product, whose left operands one ldmatrix loads
 
  public:
   __device__ NarrowWarp(const Params& p, const Window& items, uint8_t* memory, NarrowStatistics<kWarps>& statistics)
@@ -134,7 +151,7 @@ class NarrowWarp {
       } else {
         wait_copies<kNarrowStages - 1>();
         __syncwarp();
-        compute<1>(first, first, user.tokens - user.begin, 0);
+        compute_chunk(first, user.tokens - user.begin);
       }
       __syncwarp();
       computed = user.last();
@@ -193,7 +210,7 @@ class NarrowWarp {
       const char* k = fresh(static_cast<const char*>(p_.k) + chunk.head * p_.k_head + column * 16);
       const char* v = fresh(static_cast<const char*>(p_.v) + chunk.head * p_.v_head + column * 16);
       const uint32_t to = shared_address(stage(warp_id(), number)) + panel_offset(first, column, S::kPanel);
-      if (kDim / 8 == kRowThreads && chunk.tokens == kChunkTokens) {
+      if (kRowCopies == kRowThreads && chunk.tokens == kChunkTokens) {
         const auto copy_rows = [&](auto... policy) {
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
@@ -208,7 +225,7 @@ class NarrowWarp {
         else
           copy_rows();
       } else {
-        const bool in_row = column < kDim / 8;
+        const bool in_row = column < kRowCopies;
 #pragma unroll 1
         for (int i = 0; i < kRows; ++i) {
           const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = next_row(to, i);
@@ -233,31 +250,58 @@ class NarrowWarp {
       const uint32_t* q = nullptr;
       if (valid) {
         const int query = query_of(p_, item, p_.query_of(row));
-        q = reinterpret_cast<const uint32_t*>(q_row<T>(p_, item, query, row)) + thread_of<4>();
+        q = reinterpret_cast<const uint32_t*>(q_row<T>(p_, item, query, row)) + thread_of<4>() * (kIs8Bit ? 2 : 1);
       }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        to[step][block][0] = valid ? q[step * 8] : 0;
-        to[step][block][1] = valid ? q[step * 8 + 4] : 0;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          to[step][block][i] = valid ? convert_pair<T, typename Kv::Product>(q[step * 8 + i * (kIs8Bit ? 1 : 4)]) : 0;
       }
     }
   }
 
-  // One chunk or two, whose K and V begin at `first` and `second`. `tokens` are left from the first one on, and `step`
-  // further begins the second.
+  // Left operands of one step, or of two.
+  using Operands = uint32_t[kLoadSteps][4];
+  static __device__ __forceinline__ void load_k(Operands& a, uint32_t from) {
+    if constexpr (kIs8Bit) {
+      uint32_t bytes[4];
+      load_matrices(bytes, from);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) Kv::in_order(bytes[i], a[i / 2][i % 2], a[i / 2][i % 2 + 2]);
+    } else {
+      load_matrices(a[0], from);
+    }
+  }
+  static __device__ __forceinline__ void load_v(Operands& a, uint32_t from) {
+    if constexpr (kIs8Bit) {
+      uint32_t bytes[4];
+      load_matrices_transposed(bytes, from);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) Kv::by_turns(bytes[i], a[i % 2][i / 2 * 2], a[i % 2][i / 2 * 2 + 1]);
+    } else {
+      load_matrices_transposed(a[0], from);
+    }
+  }
+
+  // 16 tokens or twice as many, whose K and V begin at `first` and `second`. `tokens` are left from the first one on, and
+  // `step` further begins the second.
   template <int kChunks>
   __device__ __forceinline__ void compute(uint32_t first, uint32_t second, int tokens, int step) {
     float s[kChunks][kBlocks][4] = {};
     const unsigned lane = lane_id();
     const uint32_t k = panel_offset(lane % 16, lane / 16, S::kPanel);
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
+    for (int i = 0; i < kSteps; i += kLoadSteps) {
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        uint32_t a[4];
-        load_matrices(a, next_step((chunk == 0 ? first : second) + k, i, S::kPanel));
+        uint32_t a[kLoadSteps][4];
+        load_k(a, next_step((chunk == 0 ? first : second) + k, i / kLoadSteps, S::kPanel));
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) Half<T>::mma(s[chunk][block], a, q_[i][block][0], q_[i][block][1]);
+        for (int j = 0; j < kLoadSteps; ++j)
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block)
+            Product::mma(s[chunk][block], a[j], q_[i + j][block][0], q_[i + j][block][1]);
       }
     }
     float correction[kBlocks][2];
@@ -275,16 +319,37 @@ class NarrowWarp {
       uint32_t b[kBlocks][2];
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        b[block][0] = transpose(Half<T>::pack(s[chunk][block][0], s[chunk][block][1]));
-        b[block][1] = transpose(Half<T>::pack(s[chunk][block][2], s[chunk][block][3]));
+        b[block][0] = transpose(Product::pack(s[chunk][block][0], s[chunk][block][1]));
+        b[block][1] = transpose(Product::pack(s[chunk][block][2], s[chunk][block][3]));
       }
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        uint32_t a[4];
-        load_matrices_transposed(a, next_step((chunk == 0 ? first : second) + v, i, S::kPanel));
+      for (int i = 0; i < kSteps; i += kLoadSteps) {
+        uint32_t a[kLoadSteps][4];
+        load_v(a, next_step((chunk == 0 ? first : second) + v, i / kLoadSteps, S::kPanel));
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) Half<T>::mma(o_[i][block], a, b[block][0], b[block][1]);
+        for (int j = 0; j < kLoadSteps; ++j)
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block) Product::mma(o_[i + j][block], a[j], b[block][0], b[block][1]);
       }
+    }
+  }
+
+  // A chunk that begins at `from`, from whose first token on `tokens` are left.
+  __device__ __forceinline__ void compute_chunk(uint32_t from, int tokens) {
+    if constexpr (kChunkTokens == kStepTokens) {
+      compute<1>(from, from, tokens, 0);
+    } else if constexpr (kTwoSteps) {
+      if (tokens > kStepTokens)
+        compute<2>(from, from + kStepTokens * kPanelRow, tokens, kStepTokens);
+      else
+        compute<1>(from, from, tokens, 0);
+    } else {
+      tokens = min(tokens, kChunkTokens);
+#pragma unroll 1
+      do {
+        compute<1>(from, from, tokens, 0);
+        tokens -= kStepTokens, from += kStepTokens * kPanelRow;
+      } while (tokens > 0);
     }
   }
 
@@ -299,12 +364,16 @@ class NarrowWarp {
     for (int i = 1; i < kOwnRows; ++i) value = number == i ? values[i / 2][i % 2] : value;
     return value;
   }
-  // Its output in column `lane_id() / 4 + 8 * i`.
+  // Its output in column `column_of(i)`.
   __device__ float output_of_row(int number, int i) const {
     float value = o_[i / 2][0][i % 2 * 2];
 #pragma unroll
     for (int j = 1; j < kOwnRows; ++j) value = number == j ? o_[i / 2][j / 2][i % 2 * 2 + j % 2] : value;
     return value;
+  }
+
+  __device__ static int column_of(int i) {
+    return kIs8Bit ? i / 2 * 16 + lane_id() / 4 * 2 + i % 2 : i * 8 + lane_id() / 4;
   }
 
   // Writes what this warp has, of an item that is its own.
@@ -314,9 +383,14 @@ class NarrowWarp {
     for (int number = 0; number < kOwnRows; ++number) {
       const RowTarget to(p_, item, row_of(number));
       if (!to.used()) continue;
-      const float sum = of_row(number, softmax_.sum), norm = norm_of(sum);
+      const float sum = of_row(number, softmax_.sum), norm = norm_of<Kv>(sum, p_);
       if (lane_id() / 4 == 0) results.store_lse2(to, lse2(of_row(number, softmax_.row_max), sum, p_));
-      results.store_columns(to, lane_id() / 4, [&](int i) { return output_of_row(number, i) * norm; });
+      const auto output = [&](int i) { return output_of_row(number, i) * norm; };
+      if constexpr (kIs8Bit)
+        results.template store_pairs<16>(to, column_of(0),
+                                         [&](int i) { return make_float2(output(2 * i), output(2 * i + 1)); });
+      else
+        results.store_columns(to, column_of(0), output);
     }
   }
 
@@ -339,7 +413,7 @@ class NarrowWarp {
         statistics_.sum[warp][row] = of_row(number, softmax_.sum);
       }
 #pragma unroll
-      for (int i = 0; i < kDim / 8; ++i) own[place(row, i * 8 + lane / 4)] = output_of_row(number, i);
+      for (int i = 0; i < kDim / 8; ++i) own[place(row, column_of(i))] = output_of_row(number, i);
     }
     if (lane == 0) statistics_.stage[warp] = last;
     all_arrived();
@@ -358,7 +432,7 @@ class NarrowWarp {
       float sum = share * statistics_.sum[from][row];
 #pragma unroll
       for (int mask = kWarpSize / 4; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-      const float norm = norm_of(sum);
+      const float norm = norm_of<Kv>(sum, p_);
       if (lane == 0) results.store_lse2(to, lse2(row_max, sum, p_));
 #pragma unroll 1
       for (int first = 0; first < kDim; first += 4 * kWarpSize) {

@@ -28,6 +28,7 @@ struct Params {
   int runs, splits, group, kv_group;
   uint32_t group_inverse;
   float scale_log2;         // weights are 2 to the power of scores times this
+  float v_scale;            // V is what its bytes say times this
   float cap, cap_exponent;  // before, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent))
 
   __device__ const int32_t* section(Header name) const { return plan + plan[name]; }
@@ -37,7 +38,7 @@ struct Params {
   __device__ int head_of(int row) const { return row - query_of(row) * group; }
 };
 
-// K and V lie in shared memory in panels of 64 columns: rows of 128 bytes whose 16-byte chunks are permuted by the row's
+// K and V lie in shared memory in panels of 64 columns of 16 bits: rows of 128 bytes whose 16-byte chunks are permuted by the row's
 // lowest three bits. Both ldmatrix and wgmma read that without bank conflicts.
 constexpr int kPanelColumns = 64, kPanelRow = 128;
 
@@ -57,6 +58,7 @@ __device__ __forceinline__ uint32_t next_row(uint32_t offset, int row) {
 }
 
 constexpr int panels(int dim) { return (dim + kPanelColumns - 1) / kPanelColumns; }
+constexpr int row_panels(int row_bytes) { return (row_bytes + kPanelRow - 1) / kPanelRow; }
 
 // Named barriers; 0 is __syncthreads.
 constexpr int kWideBarrier = 1, kTurnBarrier = 2, kProducerBarrier = 3;
@@ -64,7 +66,7 @@ constexpr int kTeamBarrier = 4, kMostTeams = 6;  // of the first team, for each 
 
 // A warp has tiles of up to kNarrowM rows for itself; the others are wide, with kTokens tokens.
 constexpr int kSingleM = 8;
-constexpr int kChunkTokens = 16;  // that a warp takes at a time of a narrow item: one step of a matrix product
+constexpr int kStepTokens = 16;  // of a matrix product's step
 
 // Q tiles come as a set of bits, m / 8 of each.
 constexpr int tile_bit(int m) { return 1 << m / 8; }
@@ -82,7 +84,12 @@ constexpr int threads(int dim) { return groups(dim) * kGroupThreads + producer_t
 // Chunks of a narrow item in shared memory for each warp.
 constexpr int kNarrowStages = 2;
 
-// 16-byte copies: a thread copies one chunk of each of several rows. Dimensions that are no power of two leave some idle.
-constexpr int row_threads(int dim) { return dim <= 64 ? 8 : dim <= 128 ? 16 : 32; }
+// 16-byte copies: a thread copies one chunk of each of several rows. Chunks that are no power of two leave some idle.
+constexpr int kCopyBytes = 16;
+constexpr int row_threads(int row_bytes) {
+  int threads = 4;
+  while (threads * kCopyBytes < row_bytes) threads *= 2;
+  return threads;
+}
 
 }  // namespace pat

@@ -40,20 +40,20 @@ class Results {
  public:
   __device__ explicit Results(const Params& p) : p_(p) {}
 
-  // Pairs of columns 8 apart from `column` on: `pair(i)` is the i-th.
-  template <typename Pair>
+  // Pairs of columns `kApart` apart from `column` on: `pair(i)` is the i-th.
+  template <int kApart, typename Pair>
   __device__ __forceinline__ void store_pairs(const RowTarget& to, int column, Pair pair) const {
     if (to.direct()) {
       uint32_t* out = reinterpret_cast<uint32_t*>(direct(to) + column);
 #pragma unroll
-      for (int i = 0; i < kDim / 8; ++i) {
+      for (int i = 0; i < kDim / kApart; ++i) {
         const float2 x = pair(i);
-        out[i * 4] = Half<T>::pack(x.x, x.y);
+        out[i * kApart / 2] = Half<T>::pack(x.x, x.y);
       }
     } else {
       float2* out = reinterpret_cast<float2*>(partial(to) + column);
 #pragma unroll
-      for (int i = 0; i < kDim / 8; ++i) out[i * 4] = pair(i);
+      for (int i = 0; i < kDim / kApart; ++i) out[i * kApart / 2] = pair(i);
     }
   }
 

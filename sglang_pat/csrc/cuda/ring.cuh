@@ -4,6 +4,7 @@
 #pragma once
 
 #include "items.cuh"
+#include "kv_format.cuh"
 #include "ptx.cuh"
 #include "results.cuh"
 
@@ -11,6 +12,10 @@ namespace pat {
 
 template <int kDim>
 constexpr int kStageBytes = panels(kDim) * kTokens * kPanelRow;
+
+// K or V of a tile in 8 bits, before it is converted.
+template <int kDim>
+constexpr int kAheadBytes = kTokens * row_threads(kDim) * kCopyBytes;
 
 // The most rows of a wide tile; each group of warps has 64.
 template <int kDim>
@@ -54,9 +59,10 @@ class RingCursor {
   int stage_ = 0, phase_ = 0;
 };
 
-template <int kDim, int kStages>
+// `kAhead` tiles of K or V may wait for their conversion behind the stages.
+template <typename Kv, int kDim, int kStages, int kAhead>
 struct WideMemory {
-  alignas(1024) uint8_t ring[kStages * kStageBytes<kDim>];
+  alignas(1024) uint8_t ring[kStages * kStageBytes<kDim> + kAhead * kAheadBytes<kDim>];
   WideQueries<kDim> queries[kQueryBuffers];
 };
 
@@ -66,59 +72,42 @@ struct WideBarriers {
   RingBarriers<kQueryBuffers> queries;
 };
 
-// The warps that fill the ring. Slots of the next tile and queries of the next item are read while this one's rows are
-// copied: their latency would otherwise stand before every copy (benchmarks/NOTES-archive.md).
-template <typename T, int kDim, int kStages>
-class Producer {
-  static constexpr int kRowThreads = row_threads(kDim);
-  // A thread copies rows that are kStride apart: where that is 8, they are swizzled alike.
-  static constexpr int kStride = producer_threads(kDim) / kRowThreads, kRows = kTokens / kStride;
-  static_assert(kRows <= kRowThreads);  // for each lane has the slot of one row
-  static constexpr int kMembers = (kMaxRows<kDim> + producer_threads(kDim) - 1) / producer_threads(kDim);
+// Brings Q of the items to shared memory, by the warps that fill the ring. Queries of the next item are read while this one's rows
+// are copied.
+template <typename T, typename Product, int kDim>
+class QueryProducer {
+  static constexpr int kThreads = producer_threads(kDim);
+  static constexpr int kRowThreads = row_threads(kDim * int(sizeof(T)));
+  static constexpr int kMembers = (kMaxRows<kDim> + kThreads - 1) / kThreads;
 
  public:
-  __device__ Producer(const Params& p, const Items<threads(kDim)>& items, WideMemory<kDim, kStages>& memory,
-                      WideBarriers<kStages>& barriers)
-      : p_(p), items_(items), memory_(memory), cursor_(barriers.ring), queries_(barriers.queries) {}
+  __device__ QueryProducer(const Params& p, const Items<threads(kDim)>& items, WideQueries<kDim> (&memory)[kQueryBuffers],
+                           RingBarriers<kQueryBuffers>& barriers)
+      : p_(p), items_(items), memory_(memory), queries_(barriers) {}
 
-  // The items of one look-up.
-  __device__ void run() {
-    read_members(0);
-    for (int i = 0; i < items_.count(kWide); ++i) {
-      const Item& item = items_.get(kWide, i);
-      copy_queries(item);
-      const int slot_ahead = slot_ahead_;
-      read_members(i + 1);
-      copy_kv(item, slot_ahead);
-    }
-  }
-
- private:
-  __device__ static unsigned thread() { return thread_of<producer_threads(kDim)>(); }
-
-  // Of the item `i`: each thread some queries, and the slot of a row of the first tile.
-  __device__ void read_members(int i) {
+  // Of the item `i`: each thread some queries.
+  __device__ void read(int i) {
     if (i >= items_.count(kWide)) return;
     const Item& item = items_.get(kWide, i);
 #pragma unroll
     for (int j = 0; j < kMembers; ++j) {
-      const int member = int(thread()) + j * producer_threads(kDim);
+      const int member = int(thread()) + j * kThreads;
       if (member < item.count) {
         queries_ahead_[j] = p_.section(kQueries)[item.first + member];
         targets_ahead_[j] = p_.section(kSlots)[item.first + member];
       }
     }
-    if (own_row() < item.tokens) slot_ahead_ = p_.req_to_token[item.slots + own_row()];
   }
 
-  __device__ void copy_queries(const Item& item) {
+  // Of the item that was read.
+  __device__ void copy(const Item& item) {
     const unsigned column = thread() % kRowThreads;
     const int rows = item.count * p_.group;
     queries_.wait_empty();
-    auto& to = memory_.queries[queries_.stage()];
+    auto& to = memory_[queries_.stage()];
 #pragma unroll
     for (int i = 0; i < kMembers; ++i) {
-      const int member = int(thread()) + i * producer_threads(kDim);
+      const int member = int(thread()) + i * kThreads;
       if (member >= item.count) continue;
       to.members[member] = queries_ahead_[i];
 #pragma unroll 1
@@ -128,19 +117,89 @@ class Producer {
       }
     }
 #pragma unroll 1
-    for (int row = rows + int(thread()); row < item.m; row += producer_threads(kDim)) to.targets[row] = RowTarget::kNone;
-    sync_threads(kProducerBarrier, producer_threads(kDim));
+    for (int row = rows + int(thread()); row < item.m; row += kThreads) to.targets[row] = RowTarget::kNone;
+    sync_threads(kProducerBarrier, kThreads);
     if (column < kDim / 8) {
 #pragma unroll 4
-      for (int row = int(thread() / kRowThreads); row < item.m; row += producer_threads(kDim) / kRowThreads) {
+      for (int row = int(thread() / kRowThreads); row < item.m; row += kThreads / kRowThreads) {
         const bool used = row < rows;
         const T* q = q_row<T>(p_, item, used ? to.members[p_.query_of(row)] : item.query, used ? row : 0) + column * 8;
         copy16_or_zero(shared_address(to.q) + panel_offset(row, column, item.m * kPanelRow), q, used);
       }
     }
-    arrive_after_copies(queries_.full_barrier());
+    if constexpr (std::is_same_v<T, Product>) {
+      arrive_after_copies(queries_.full_barrier());
+    } else {
+      commit_copies();
+      wait_copies<0>();
+      if (column < kDim / 8) convert(to, item.m, column);
+      fence_async_proxy();
+      arrive(queries_.full_barrier());
+    }
     arrive(queries_.full_barrier());
     queries_.advance();
+  }
+
+ private:
+  __device__ static unsigned thread() { return thread_of<kThreads>(); }
+
+  // What this thread has copied, in its place.
+  __device__ static void convert(WideQueries<kDim>& to, int rows, unsigned column) {
+#pragma unroll 2
+    for (int row = int(thread() / kRowThreads); row < rows; row += kThreads / kRowThreads) {
+      uint4& x = *reinterpret_cast<uint4*>(to.q + panel_offset(row, column, rows * kPanelRow));
+      const uint4 own = x;
+      x = make_uint4(convert_pair<T, Product>(own.x), convert_pair<T, Product>(own.y), convert_pair<T, Product>(own.z),
+                     convert_pair<T, Product>(own.w));
+    }
+  }
+
+  const Params& p_;
+  const Items<threads(kDim)>& items_;
+  WideQueries<kDim> (&memory_)[kQueryBuffers];
+  RingCursor<kQueryBuffers> queries_;
+  int queries_ahead_[kMembers] = {}, targets_ahead_[kMembers] = {};
+};
+
+// The warps that fill the ring. Slots of the next tile and queries of the next item are read while this one's rows are
+// copied: their latency would otherwise stand before every copy (benchmarks/NOTES-archive.md).
+template <typename T, typename Kv, int kDim, int kStages, int kAhead>
+class Producer {
+  static constexpr int kRowThreads = row_threads(kDim * Kv::kBytes);
+  // A thread copies rows that are kStride apart: where that is 8, they are swizzled alike.
+  static constexpr int kStride = producer_threads(kDim) / kRowThreads, kRows = kTokens / kStride;
+  static_assert(kRows <= kRowThreads);  // for each lane has the slot of one row
+
+ public:
+  __device__ Producer(const Params& p, const Items<threads(kDim)>& items, WideMemory<Kv, kDim, kStages, kAhead>& memory,
+                      WideBarriers<kStages>& barriers)
+      : p_(p),
+        items_(items),
+        memory_(memory),
+        cursor_(barriers.ring),
+        queries_(p, items, memory.queries, barriers.queries) {}
+
+  // The items of one look-up.
+  __device__ void run() {
+    read_ahead(0);
+    for (int i = 0; i < items_.count(kWide); ++i) {
+      const Item& item = items_.get(kWide, i);
+      queries_.copy(item);
+      const int slot_ahead = slot_ahead_;
+      read_ahead(i + 1);
+      copy_kv(item, slot_ahead);
+    }
+  }
+
+ private:
+  __device__ static unsigned thread() { return thread_of<producer_threads(kDim)>(); }
+
+  // Of the item `i`: queries, and the slot of a row of the first tile.
+  __device__ void read_ahead(int i) {
+    queries_.read(i);
+    if (i >= items_.count(kWide)) return;
+    const Item& item = items_.get(kWide, i);
+    if (own_row() < item.tokens) slot_ahead_ = p_.req_to_token[item.slots + own_row()];
   }
 
   // The row of a tile whose slot this lane reads.
@@ -195,10 +254,10 @@ class Producer {
 
   const Params& p_;
   const Items<threads(kDim)>& items_;
-  WideMemory<kDim, kStages>& memory_;
+  WideMemory<Kv, kDim, kStages, kAhead>& memory_;
   RingCursor<kStages> cursor_;
-  RingCursor<kQueryBuffers> queries_;
-  int queries_ahead_[kMembers] = {}, targets_ahead_[kMembers] = {}, slot_ahead_ = 0;
+  QueryProducer<T, T, kDim> queries_;
+  int slot_ahead_ = 0;
 };
 
 }  // namespace pat

@@ -98,7 +98,7 @@ struct ColumnSoftmax {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int valid = chunk == 0 ? first : second;
-      if (valid >= kChunkTokens) continue;
+      if (valid >= kStepTokens) continue;
       const int row = unsigned(lane_id()) / 4;
 #pragma unroll
       for (int i = 0; i < kBlocks * 4; ++i)
@@ -156,7 +156,10 @@ __device__ __forceinline__ void rescale(float* o, const float (&correction)[2]) 
 }
 
 // What a row's output is multiplied by in the end; nothing where it has no weight at all.
-__device__ __forceinline__ float norm_of(float sum) { return sum > 0 ? __fdividef(1, sum) : 0; }
+template <typename Kv>
+__device__ __forceinline__ float norm_of(float sum, const Params& p) {
+  return sum > 0 ? __fdividef(Kv::kBytes == 1 ? p.v_scale : 1, sum) : 0;
+}
 
 // To base 2.
 __device__ __forceinline__ float lse2(float row_max, float sum, const Params& p) {

@@ -28,15 +28,16 @@ struct WideCursors {
   RingCursor<kQueryBuffers> queries;
 };
 
-template <typename T, int kDim, int kStages>
+template <typename T, typename Kv, int kDim, int kStages, int kAhead>
 class WideGroup {
-  using P = Products<T, kDim>;
+  using P = Products<typename Kv::Product, kDim>;
+  using Memory = WideMemory<Kv, kDim, kStages, kAhead>;
   using Ring = RingCursor<kStages>;
   static constexpr int kGroups = groups(kDim);
 
  public:
-  __device__ WideGroup(const Params& p, const Items<threads(kDim)>& items, WideMemory<kDim, kStages>& memory,
-                       WideStatistics& statistics, WideCursors<kStages>& cursors)
+  __device__ WideGroup(const Params& p, const Items<threads(kDim)>& items, Memory& memory, WideStatistics& statistics,
+                       WideCursors<kStages>& cursors)
       : p_(p),
         items_(items),
         memory_(memory),
@@ -91,7 +92,7 @@ class WideGroup {
     };
     const auto pack = [&] {
 #pragma unroll
-      for (int step = 0; step < kTokens / 16; ++step) pack_weights<T>(weights[step], &s[8 * step]);
+      for (int step = 0; step < kTokens / 16; ++step) pack_weights<typename Kv::Product>(weights[step], &s[8 * step]);
     };
     // The other group's tiles.
     const auto skip_until = [&](Ring& cursor, int from, int until) {
@@ -210,16 +211,17 @@ class WideGroup {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (!targets[half].used()) continue;
-      const float sum = softmax.sum[half], norm = norm_of(sum);
+      const float sum = softmax.sum[half], norm = norm_of<Kv>(sum, p_);
       if (pair == 0) results.store_lse2(targets[half], lse2(softmax.row_max[half], sum, p_));
-      results.store_pairs(targets[half], pair,
-                          [&](int i) { return make_float2(o[4 * i + 2 * half] * norm, o[4 * i + 2 * half + 1] * norm); });
+      results.template store_pairs<8>(targets[half], pair, [&](int i) {
+        return make_float2(o[4 * i + 2 * half] * norm, o[4 * i + 2 * half + 1] * norm);
+      });
     }
   }
 
   const Params& p_;
   const Items<threads(kDim)>& items_;
-  WideMemory<kDim, kStages>& memory_;
+  Memory& memory_;
   WideStatistics& statistics_;
   Ring &k_, &v_;
   RingCursor<kQueryBuffers>& queries_;

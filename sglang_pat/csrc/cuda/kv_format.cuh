@@ -1,0 +1,59 @@
+// How K and V are kept in the pools, and what the matrix products take of them.
+#pragma once
+
+#include <type_traits>
+
+#include "ptx.cuh"
+
+namespace pat {
+
+enum KvName { kSame, kE4m3, kE5m2 };
+
+// For Q and outputs of type T. KV of `kSame` is of T too, and multiplied as it is.
+template <typename T, int kName>
+struct KvFormat {
+  using Product = T;  // that matrix products multiply
+  static constexpr int kBytes = 2;
+};
+
+// A byte of either kind is a number of 16 bits exactly, and half as many instructions away from `__half` as from `__nv_bfloat16`.
+// What it is to be multiplied by is the whole pool's: K's is part of the scale of scores, V's is multiplied in the end.
+template <int kName>
+struct KvFormat8 {
+  using Product = __half;
+  static constexpr int kBytes = 1;
+
+  // Four bytes, as pairs of neighbours.
+  static __device__ __forceinline__ void in_order(uint32_t bytes, uint32_t& low, uint32_t& high) {
+    if constexpr (kName == kE4m3) {
+      low = e4m3_pair(bytes), high = e4m3_pair(bytes >> 16);
+    } else {
+      low = __byte_perm(bytes, 0, 0x1404), high = __byte_perm(bytes, 0, 0x3424);
+    }
+  }
+  // Four bytes, as pairs two apart.
+  static __device__ __forceinline__ void by_turns(uint32_t bytes, uint32_t& even, uint32_t& odd) {
+    if constexpr (kName == kE4m3) {
+      in_order(__byte_perm(bytes, 0, 0x3120), even, odd);
+    } else {
+      even = __byte_perm(bytes, 0, 0x2404), odd = __byte_perm(bytes, 0, 0x3414);
+    }
+  }
+};
+template <typename T>
+struct KvFormat<T, kE4m3> : KvFormat8<kE4m3> {};
+template <typename T>
+struct KvFormat<T, kE5m2> : KvFormat8<kE5m2> {};
+
+// A pair of Q, as the products take it: numbers beyond the range of `To` become its largest.
+template <typename From, typename To>
+__device__ __forceinline__ uint32_t convert_pair(uint32_t pair) {
+  if constexpr (std::is_same_v<From, To>) {
+    return pair;
+  } else {
+    static_assert(std::is_same_v<From, __nv_bfloat16> && std::is_same_v<To, __half>);
+    return saturated_half_pair(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
+  }
+}
+
+}  // namespace pat
