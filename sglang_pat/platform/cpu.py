@@ -21,6 +21,10 @@ class CpuPlatform(SRTPlatform):
     device_name = "cpu"
     device_type = "cpu"
 
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        # SGLang would have images processed by CUDA.
+        server_args.disable_fast_image_processor = True
+
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
@@ -82,5 +86,6 @@ class DormantPlatform(SRTPlatform):
             announce()
             compat.disable_graphs(server_args)
             self.__class__ = CpuPlatform  # type: ignore[assignment]
+            self.apply_server_args_defaults(server_args)
         elif self._guessed:
             raise RuntimeError("No accelerator is available, and --attention-backend is not pat: give --device.")
