@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sglang_pat import explain
-from sglang_pat.estimate import EstimateError, estimate, read, read_model
+from sglang_pat.estimate import KV_CACHES, EstimateError, estimate, read, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
 from sglang_pat.radix_bridge.trace import TraceError
@@ -104,6 +104,9 @@ def _parser() -> _Parser:
     command.add_argument("--model", type=Path, required=True, help="the model's folder or config.json")
     command.add_argument("--gpu", type=str.lower, default="h200", help="%(default)s")
     command.add_argument(
+        "--kv-cache-dtype", choices=list(KV_CACHES), default="auto", help="as SGLang's; auto is bfloat16 (%(default)s)"
+    )
+    command.add_argument(
         "--batch", type=_count, nargs="+", default=[8, 32, 128, 256], help="batch sizes; at most all requests"
     )
     command.add_argument("--output", type=_count, default=256, help="tokens of an answer, where unknown (%(default)s)")
@@ -139,7 +142,7 @@ def _key(arguments: argparse.Namespace) -> str:
 def _estimate(arguments: argparse.Namespace) -> None:
     model = read_model(arguments.model)
     prompts = read(arguments.requests, arguments.output)
-    for line in estimate(prompts, model, arguments.gpu, arguments.batch):
+    for line in estimate(prompts, model, arguments.gpu, arguments.batch, arguments.kv_cache_dtype):
         print(line)
 
 

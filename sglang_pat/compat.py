@@ -154,20 +154,28 @@ PREFILL_ATTRIBUTES = (
 """Attributes by which a backend says how it can prefill, in graphs and in dry runs; each release has some of them."""
 
 
-def prefill_backend(windows: bool) -> str:
-    """The stock attention backend for prefill on this GPU: what SGLang would choose, as far as it is installed.
+def prefill_backend(windows: bool, kv_cache: torch.dtype, scaled: bool) -> str:
+    """The stock attention backend for prefill on this GPU: what SGLang would choose, as far as it is installed and right.
 
     Where layers have windows SGLang takes FA3 or Triton (arg_groups/overrides.py, `_olmo2_overrides`; server_args.py accepts no other
-    for Exaone).
+    for Exaone). FA3 reads e4m3 and not e5m2 (overrides.py, `_attention_backend_fa3_fp8_fallback`). FlashInfer's prefill of 0.5.17 reads
+    a cached prefix without its scales (flashinfer_backend.py, `o2`). Triton's is the last choice: where the cache is FP8 it casts Q and
+    the weights of V to FP8 for a cached prefix (extend_attention.py), and FlashInfer's does not.
+
+    Args:
+        windows: Whether some layers see a window only.
+        kv_cache: What K and V are kept in.
+        scaled: Whether they are divided by scales.
     """
     import importlib.util
 
     import torch
     from sglang.srt.utils import is_flashinfer_available
 
-    if torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("sgl_kernel.flash_ops"):
+    on_hopper = torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("sgl_kernel.flash_ops")
+    if on_hopper and kv_cache != torch.float8_e5m2:
         return "fa3"
-    return "flashinfer" if is_flashinfer_available() and not windows else "triton"
+    return "flashinfer" if is_flashinfer_available() and not windows and not scaled else "triton"
 
 
 def padding(forward_batch: Any) -> int:
@@ -195,11 +203,36 @@ def fence_table_reads() -> None:
         envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.set(False)
 
 
+def is_fp8(kv_cache: torch.dtype) -> bool:
+    """Whether K and V are kept in one byte an element, divided by their layer's scales."""
+    return kv_cache.itemsize == 1
+
+
 def save_kv(pool: Any, layer: Any, slots: Any, k: Any, v: Any) -> None:
-    """Write the new tokens' K and V to the pool."""
+    """Write the new tokens' K and V to the pool.
+
+    An FP8 pool divides `k` and `v` by the layer's scales, in place: nobody may read them afterwards. Another one gets no scales, as
+    it divides by them wherever its dtype is not K's, and not elsewhere.
+    """
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
+    scales = (layer.k_scale, layer.v_scale) if is_fp8(pool.dtype) else (None, None)
+    pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v, *scales)
+
+
+def kv_scales(layer: Any) -> tuple[float, float]:
+    """What K and V of a layer are divided by in an FP8 pool; 1 where its checkpoint says nothing."""
+    return _number(layer.k_scale_float, layer.k_scale), _number(layer.v_scale_float, layer.v_scale)
+
+
+def has_scales(runner: Any) -> bool:
+    """Whether the KV cache is FP8, and some of its layers have scales."""
+    return is_fp8(runner.kv_cache_dtype) and any(kv_scales(layer) != (1.0, 1.0) for layer in attention_layers(runner))
+
+
+def _number(number: float | None, scale: Any) -> float:
+    # `--quantization-param-path` sets `scale` to a number, and its twin not at all.
+    return number if number is not None else 1.0 if scale is None else float(scale)
 
 
 def replica(runner: Any) -> int | None:
@@ -236,6 +269,12 @@ def arguments(server_args: Any) -> Any:
     except ImportError:
         return server_args
     return resolving_view(server_args) if isinstance(server_args, ServerArgs) else server_args
+
+
+def prefill_chosen(server_args: Any) -> str | None:
+    """The attention backend that prefills, as far as it was chosen."""
+    chosen = arguments(server_args)
+    return chosen.prefill_attention_backend or chosen.attention_backend
 
 
 def kv_layout(runner: Any) -> str:

@@ -30,6 +30,8 @@ TRACE_BLOCK = 512
 """Tokens of a hash id in Mooncake's traces."""
 WINDOWS = 8
 """Batches looked at for each size: consecutive requests, spread evenly over the file."""
+KV_CACHES = {"auto": "bfloat16", "bf16": "bfloat16", "bfloat16": "bfloat16", **capabilities.FP8}
+"""Formats of a KV cache, as SGLang's `--kv-cache-dtype` names them; `auto` is what a model in bfloat16 has."""
 LONGEST = 1 << 27
 """Bytes of a line, and of a config.json."""
 LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] (?=\{)")
@@ -403,20 +405,27 @@ def _model(path: Path, shape: Shape) -> Model:
     return Model(heads, kv_heads, dim, shape.num_hidden_layers, None if experts else 2 * dense)
 
 
-def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int]) -> list[str]:
+def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int], kv_cache: str = "auto") -> list[str]:
     """The lines that the command prints.
+
+    Args:
+        prompts: All of the workload's.
+        model: What serves them.
+        gpu_name: One of GPUS.
+        sizes: Of batches.
+        kv_cache: One of KV_CACHES.
 
     Raises:
         EstimateError: There are no measurements for the GPU, or no kernel for the model.
     """
     if gpu_name not in GPUS:
         raise EstimateError(f"--gpu {gpu_name}: there are measurements for {', '.join(GPUS)} only")
-    spec = AttentionSpec(model.heads, model.kv_heads, model.head_dim, model.head_dim, FORMATS["bfloat16"])
+    spec = AttentionSpec(model.heads, model.kv_heads, model.head_dim, model.head_dim, FORMATS[KV_CACHES[kv_cache]])
     refusal = capabilities.refusal(spec, "cuda")
     if refusal is not None:
         raise EstimateError(f"there are no kernels for {refusal}")
     gpu = GPUS[gpu_name]
-    tiles = capabilities.tile_table(gpu.arch, model.head_dim)
+    tiles = capabilities.tile_table(gpu.arch, model.head_dim, kv_bytes=spec.kv.bytes)
     config = PackConfig.of(spec, tiles, workers=gpu.sms)
     lines = [
         f"{len(prompts):,} requests, {sum(p.tokens for p in prompts) / len(prompts):,.0f} tokens of prompt and "
@@ -455,10 +464,16 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         "",
         "shared: tokens that another request of the batch has too. Attention is one layer's; unpacked is FlashInfer.",
         f"Assumed: consecutive requests run side by side, half way through their answers; {CHARS_PER_TOKEN} characters a "
-        f"token in text; bfloat16; one {gpu_name.upper()}; a step of a dense model takes {gpu.rest_ms} ms "
+        f"token in text; {_formats(spec)}; one {gpu_name.upper()}; a step of a dense model takes {gpu.rest_ms} ms "
         f"and {gpu.request_us} us a request beside attention and the products with its weights"
         + (" (unknown for experts)." if model.weight_bytes is None else "."),
     ]
+
+
+def _formats(spec: AttentionSpec) -> str:
+    if spec.kv.bytes == 1:
+        return f"bfloat16, and KV in {spec.kv.name}, as fast by the byte as bfloat16, which is what was measured"
+    return spec.kv.name
 
 
 def rest_ms(batch: int, weight_bytes: int, gpu: Gpu) -> float:

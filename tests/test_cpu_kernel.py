@@ -19,15 +19,20 @@ from sglang_pat.packing import CPU_TILES, POLICIES, Batch, Node, TileTable
 
 pytestmark = pytest.mark.once
 
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 class Case(kernel_cases.Case):
     splits_heads = False
 
+    def decode(self, plan: torch.Tensor, logit_cap: float = 0.0, v_scale: float = 1.0) -> torch.Tensor:
+        return cpu.decode(
+            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale, logit_cap=logit_cap,
+            v_scale=v_scale,
+        )  # fmt: skip
+
     def error(self, plan: torch.Tensor, logit_cap: float = 0.0) -> float:
-        out = cpu.decode(
-            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale, logit_cap=logit_cap
-        )
-        return self.difference(out, logit_cap)
+        return self.difference(self.decode(plan, logit_cap), logit_cap)
 
     def plan(self, tiles: TileTable = CPU_TILES, workers: int = 132, policy: str = "optimal") -> torch.Tensor:
         return super().plan(tiles, workers, policy)
@@ -51,6 +56,37 @@ def test_any_shape_and_dtype(dtype: torch.dtype, heads: int, kv_heads: int, dim:
     batch = random_batch(random.Random(heads * dim), depth=3, fanout=2, length=70)
     case = Case(batch, heads, kv_heads, dim, v_dim, dtype)
     assert case.error(case.plan()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("form", FP8, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "v_dim"), [(32, 8, 128, 128), (6, 2, 40, 24), (7, 1, 96, 256)])
+def test_an_fp8_cache_is_read_times_its_scales(
+    form: torch.dtype, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, v_dim: int
+) -> None:
+    batch = random_batch(random.Random(heads * dim), depth=3, fanout=2, length=70)
+    case = Case(batch, heads, kv_heads, dim, v_dim, dtype)
+    # Powers of two, so that what stands in the cache is exact in every dtype of Q.
+    k_scale, v_scale = 0.125, 4.0
+    kept_k, kept_v = (case.k / k_scale).to(form), (case.v / v_scale).to(form)
+    case.k, case.v = kept_k.to(dtype) * k_scale, kept_v.to(dtype) * v_scale
+    right = case.reference(logit_cap=3.0)
+    case.k, case.v, case.scale = kept_k, kept_v, case.scale * k_scale
+    out = case.decode(case.plan(), logit_cap=3.0, v_scale=v_scale)
+    assert out.dtype == dtype and torch.isfinite(out).all()
+    assert (out - right).norm() / right.norm() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("form", FP8, ids=str)
+@pytest.mark.parametrize("v_dim", [8, 24, 256])
+def test_every_code_of_fp8_is_what_torch_says(form: torch.dtype, v_dim: int) -> None:
+    """A query that sees one token gets its V as it stands. NaN and infinity stay what they are."""
+    values = torch.cat([torch.arange(256), torch.arange(-256 % v_dim)]).to(torch.uint8).view(form).view(-1, 1, v_dim)
+    size = len(values)
+    case = Case(Batch([1] * size, []), 1, 1, 8, v_dim, torch.float32)
+    case.k, case.v = torch.zeros(size, 1, 8).to(form), torch.empty_like(values)
+    case.v[case.table[case.rows, 0].long()] = values
+    torch.testing.assert_close(case.decode(case.plan()), values.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @given(batches(max_queries=12, max_length=40), st.sampled_from(list(POLICIES)), st.sampled_from([2, 132, 4096]))

@@ -395,6 +395,20 @@ def test_sharing_pays_and_nothing_shared_does_not(tmp_path: Path) -> None:
     assert shared == 0 and packed == whole
 
 
+def test_an_fp8_cache_is_half_of_one_of_bfloat16(capsys: pytest.CaptureFixture[str]) -> None:
+    def columns(*flags: str) -> list[float]:
+        assert cli.main(["estimate", str(PROMPTS), "--model", str(CONFIG), "--batch", "8", *flags]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert any(("float8" in line) == bool(flags) for line in lines if line.startswith("Assumed"))
+        return [float(word.rstrip("%")) for word in next(line for line in lines if "%" in line).split()[:6]]
+
+    plain, small = columns(), columns("--kv-cache-dtype", "fp8_e4m3")
+    assert columns("--kv-cache-dtype", "fp8_e5m2") == small
+    assert small[:2] == plain[:2]
+    assert small[2:4] == pytest.approx([size / 2 for size in plain[2:4]], abs=0.011), "KV, rounded"
+    assert small[4] < plain[4] and small[5] <= plain[5]
+
+
 def test_predictions_are_those_of_the_calibration() -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "estimate-h200.json").read_text())
     known = {**result["pat"], **result["flashinfer"], **{name: result[name] for name in ("rest_ms", "request_us")}}

@@ -32,6 +32,8 @@ ASKED_BY: list[tuple[list[str], dict[str, str]]] = [
     (["--cuda-graph-backend-prefill", "full"], {}),
     (["--enable-torch-compile"], {}),
     ([], {"SGLANG_USE_HND_KVCACHE": "1"}),
+    (["--kv-cache-dtype", "fp4_mx_block16"], {}),
+    (["--kv-cache-dtype", "mxfp8"], {}),
     (["--enable-page-major-kv-layout"], {}),
     (["--enable-unified-memory"], {}),
     (["--speculative-algorithm", "NGRAM"], {}),

@@ -55,13 +55,16 @@ MODELS: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         },
     },
-    "multimodal": {
-        "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "hidden_act": "silu",
-        "vision_start_token_id": 1, "vision_end_token_id": 2, "vision_token_id": 3, "image_token_id": 4, "video_token_id": 5,
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "images": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "image_token_index": 5,
+        "boi_token_index": 6, "eoi_token_index": 7, "mm_tokens_per_image": 4,
+        "text_config": {
+            **BASE, "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 64,
+            "sliding_window_pattern": 2, "query_pre_attn_scalar": 16, "rope_local_base_freq": 1e4,
+        },
         "vision_config": {
-            "depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "in_chans": 3, "in_channels": 3,
-            "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "spatial_patch_size": 14,
+            "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 56, "patch_size": 14,
         },
     },
     "head dimension": {
@@ -70,15 +73,19 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 PREPROCESSOR = {
-    "processor_class": "Qwen2VLProcessor", "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14,
-    "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 3136, "max_pixels": 12845056,
-}  # fmt: skip
+    "processor_class": "Gemma3Processor",
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": 56, "width": 56},
+}
+
+TOKENS = {
+    "extra_special_tokens": {"image_token": "<|unused300|>", "boi_token": "<|unused301|>", "eoi_token": "<|unused302|>"}
+}
 
 CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
     "MLA": ("MLA", [], {}, "pat does not support MLA"),
-    "multimodal": ("multimodal", ["--mm-attention-backend", "sdpa"], {}, "--attention-backend pat does not support multimodal models like Qwen2VLForConditionalGeneration yet: use another"),
+    "images": ("images", ["--enable-multimodal"], {}, "pat does not support attention in both directions within an image, which Gemma3ForConditionalGeneration uses"),
     "head dimension": ("head dimension", [], {}, "--attention-backend pat does not support a head dimension of 12 (multiples of 8 up to 256 are), which LlamaForCausalLM uses: serve it"),
-    "FP8 KV": (None, ["--kv-cache-dtype", "fp8_e4m3"], {}, "--attention-backend pat does not support a KV cache of torch.float8_e4m3fn yet: leave out --kv-cache-dtype"),
 }  # fmt: skip
 
 
@@ -98,6 +105,8 @@ def logs(
             (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
             for file in model.glob("token*"):
                 (path / file.name).write_text(file.read_text())
+            tokenizer = json.loads((path / "tokenizer_config.json").read_text())
+            (path / "tokenizer_config.json").write_text(json.dumps(tokenizer | TOKENS))
             flags = [*flags, "--load-format", "dummy"]
         with ForkedServer(
             path, "pat", folder / f"{name}.log", ["--max-total-tokens", "512", *flags], environment

@@ -60,16 +60,17 @@ def inner_backend(runner: ModelRunner, windows: bool) -> AttentionBackend | None
         runner: SGLang's.
         windows: Whether some layers see a window only.
     """
-    arguments = compat.arguments(runner.server_args)
-    if (arguments.prefill_attention_backend or arguments.attention_backend) != "pat":
+    if compat.prefill_chosen(runner.server_args) != "pat":
         return None
     if runner.device == "cpu":
         from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-        return TorchNativeAttnBackend(runner)
+        from sglang_pat.backend.scaled_torch_native import ScaledTorchNativeBackend
+
+        return (ScaledTorchNativeBackend if compat.is_fp8(runner.kv_cache_dtype) else TorchNativeAttnBackend)(runner)
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    name = compat.prefill_backend(windows)
+    name = compat.prefill_backend(windows, runner.kv_cache_dtype, compat.has_scales(runner))
     logger.info("sglang-pat: prefill runs on %s", name)
     return ATTENTION_BACKENDS[name](runner)
 
@@ -112,6 +113,7 @@ class PatAttnBackend(AttentionBackend):
                 if hasattr(self.inner, name):
                     setattr(self, name, getattr(self.inner, name))
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
+        self._scaled = compat.is_fp8(runner.kv_cache_dtype)
 
         self._kv_format, self._context = layers.kv_format(runner.kv_cache_dtype), runner.model_config.context_len
         made = executors.create(runner, config, specs)
@@ -210,6 +212,7 @@ class PatAttnBackend(AttentionBackend):
             compat.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         assert self.rows is not None and self.seq_lens is not None
+        k_scale, v_scale = compat.kv_scales(layer) if self._scaled else (1.0, 1.0)
         out = self._group(layer).executor.decode(
             q,
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
@@ -217,8 +220,9 @@ class PatAttnBackend(AttentionBackend):
             self.req_to_token_pool.req_to_token,
             self.rows,
             self.seq_lens,
-            scale=layer.scaling,
+            scale=layer.scaling * k_scale,
             logit_cap=layer.logit_cap,
+            v_scale=v_scale,
         )
         return out.reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
 

@@ -46,9 +46,12 @@ class Executor(Protocol):
 
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, *, scale: float, logit_cap: float,
+        seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention of [batch or more, heads, head_dim]; rows behind the plan's batch are zero."""
+        """Attention of [batch or more, heads, head_dim]; rows behind the plan's batch are zero.
+
+        `scale` is the factor on q k^T, `v_scale` that on the result: what K and V are kept divided by is in them.
+        """
 
 
 def workspace_slots(pack_config: PackConfig, max_batch: int) -> int:
@@ -87,14 +90,14 @@ class CpuExecutor:
 
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, *, scale: float, logit_cap: float,
+        seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
     ) -> torch.Tensor:  # fmt: skip
         assert self._loaded
         if self._plan is None:
             return q.new_zeros(*q.shape[:2], v.shape[-1])
         real = rows.shape[0]
         out = cpu.decode(
-            q[:real], k, v, req_to_token, rows, seq_lens, self._plan, scale=scale, logit_cap=logit_cap
+            q[:real], k, v, req_to_token, rows, seq_lens, self._plan, scale=scale, logit_cap=logit_cap, v_scale=v_scale
         )  # fmt: skip
         if real < q.shape[0]:
             out = torch.cat([out, out.new_zeros(q.shape[0] - real, *out.shape[1:])])
@@ -107,8 +110,10 @@ class CudaExecutor:
     def __init__(self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         table = devices.load(Path(config.tiles)) if config.tiles else None
-        tiles = capabilities.tile_table(cuda.arch_of(device), spec.head_dim, torch.cuda.get_device_name(device), table)
-        self._decoder = cuda.Decoder(spec, tiles, device)
+        tiles = capabilities.tile_table(
+            cuda.arch_of(device), spec.head_dim, torch.cuda.get_device_name(device), table, spec.kv.bytes
+        )
+        self._decoder = cuda.Decoder(spec, tiles, device, dtype=runner.dtype)
         self.pack_config = PackConfig.of(spec, tiles, self._decoder.workers, config.policy)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
@@ -149,13 +154,13 @@ class CudaExecutor:
 
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, *, scale: float, logit_cap: float,
+        seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
     ) -> torch.Tensor:  # fmt: skip
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         # Early: in front of every layer's attention are the kernels that make its Q; the plan and the lengths were there before.
         self._decoder.decode(
             q, k, v, out, req_to_token, rows, seq_lens, self._plan, self._partial, self._lse, scale=scale,
-            logit_cap=logit_cap, early=True,
+            logit_cap=logit_cap, v_scale=v_scale, early=True,
         )  # fmt: skip
         return out
 

@@ -71,6 +71,11 @@ def _given(name: str, *harmless: str | None) -> Asked:
     return lambda arguments, environment: getattr(arguments, name, None) not in (None, *harmless)
 
 
+def _one_of(name: str, *values: str) -> Asked:
+    """The argument `name` is one of these."""
+    return lambda arguments, environment: getattr(arguments, name, None) in values
+
+
 def _prefills(arguments: Any, environment: Mapping[str, str]) -> bool:
     return getattr(arguments, "disaggregation_mode", None) == "prefill"
 
@@ -167,7 +172,11 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("new weights while it serves", "`/update_weights_from_disk`", _CHAOS),
         _works("memory release and resume", "`--enable-memory-saver`", "test_gpu_server.py::test_features"),
         _works("any page size", "`--page-size`", _MIRROR, _FLAGS),
-        _refused("FP8 and FP4 KV caches", "`--kv-cache-dtype`", None, "leave it out, or use another --attention-backend"),
+        _works("FP8 KV caches on a CPU, with or without scales", "`--kv-cache-dtype fp8_e4m3`, `fp8_e5m2`, or what a checkpoint says",
+               "test_fp8_kv.py::test_packed_answers_are_those_of_a_stock_backend", "test_fp8_kv.py::test_scales_of_a_checkpoint"),
+        _refused("FP8 KV caches on a GPU", "`--kv-cache-dtype`", None, "add --kv-cache-dtype bfloat16, or use another --attention-backend"),
+        _refused("FP4 and MXFP8 KV caches", "`--kv-cache-dtype`", _one_of("kv_cache_dtype", "nvfp4", "fp4_mx_block16", "fp4_e2m1", "mxfp8"),
+                 "take fp8_e4m3, or use another --attention-backend"),
         _refused("the KV layout HND", "`SGLANG_USE_HND_KVCACHE`", _variable("SGLANG_USE_HND_KVCACHE"), "unset it"),
         _refused("page-major KV layout and unified memory", "`--enable-page-major-kv-layout`, `--enable-unified-memory`",
                  _any(_set("enable_page_major_kv_layout"), _set("enable_unified_memory")), _LEAVE_OUT),
@@ -184,7 +193,10 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "test_cuda_kernel.py::test_logit_cap", "test_cuda_kernel.py::test_more_query_heads_than_a_tile_has_rows"),
         _works("embedding models", "`--is-embedding`", "test_server.py::test_embeddings", note="nothing is decoded"),
         _refused("hybrid models with linear attention or state space layers", "", None, "use another --attention-backend"),
-        _refused("multimodal models", "", None, "use another --attention-backend"),
+        _works("multimodal models", "Qwen-VL and others", "test_multimodal.py::test_answers_are_those_of_a_stock_backend",
+               note="questions on one image share it"),
+        _refused("attention in both directions within an image", "Gemma 3 with `--enable-multimodal`, Gemma 4", None,
+                 "use --attention-backend triton"),
         _refused("MLA", "", None, "use another --attention-backend"),
         _works("sliding windows", "", "test_windows.py::test_answers_are_those_of_a_stock_backend", "test_cuda_kernel.py::test_windows",
                "test_attention_kit.py::test_windows", note="a request shares as long as it is no longer than the window"),

@@ -11,9 +11,15 @@ import torch
 
 from sglang_pat import compat
 from sglang_pat.backend import features, layers
-from sglang_pat.kernels import capabilities, cuda
+from sglang_pat.kernels import capabilities
 
 logger = logging.getLogger(__name__)
+
+Q_TYPES = (torch.float16, torch.bfloat16)
+"""What models compute in whose attention runs on a GPU; their KV is kept in the same, or in FP8."""
+
+SCALELESS = ("torch_native", "flex_attention")
+"""Stock backends that write and read FP8 caches without the scales of a checkpoint."""
 
 _OTHER = "serve it with another one, for example --attention-backend"
 
@@ -83,9 +89,11 @@ def check_model(runner: Any, fallback: str) -> None:
         raise UnsupportedError(
             f"--attention-backend pat does not support hybrid models like {name} yet: use another --attention-backend"
         )
-    if config.is_multimodal:
+    if config.is_multimodal and hasattr(runner.model, "prepare_attn_masks"):
+        # SGLang hands such masks to its Triton backend only, and else leaves them out.
         raise UnsupportedError(
-            f"--attention-backend pat does not support multimodal models like {name} yet: use another --attention-backend"
+            f"--attention-backend pat does not support attention in both directions within an image, which {name} uses: serve "
+            "it with --attention-backend triton"
         )
     if config.is_encoder_decoder:
         raise UnsupportedError(
@@ -96,10 +104,21 @@ def check_model(runner: Any, fallback: str) -> None:
             f"--attention-backend pat does not support a KV cache of {runner.kv_cache_dtype} yet: "
             "leave out --kv-cache-dtype, or use another --attention-backend"
         )
-    if runner.device == "cuda" and (runner.kv_cache_dtype not in cuda.TYPES or runner.dtype != runner.kv_cache_dtype):
+    kept_alike = runner.kv_cache_dtype == runner.dtype or compat.is_fp8(runner.kv_cache_dtype)
+    if runner.device == "cuda" and not (runner.dtype in Q_TYPES and kept_alike):
         raise UnsupportedError(
             f"--attention-backend pat does not support {runner.dtype} with a KV cache of {runner.kv_cache_dtype} on a "
             f"GPU: serve {name} with --dtype bfloat16 or float16, and leave out --kv-cache-dtype"
+        )
+    if runner.device == "cuda" and compat.is_fp8(runner.kv_cache_dtype):
+        raise UnsupportedError(
+            f"--attention-backend pat does not serve an FP8 KV cache on a GPU yet (its kernels for it have only run in an emulator): "
+            f"serve {name} with --kv-cache-dtype bfloat16, or use another --attention-backend"
+        )
+    problem = prefill_problem(runner)
+    if problem is not None:
+        raise UnsupportedError(
+            f"--attention-backend pat does not support {problem}, for prefill: leave out --prefill-attention-backend"
         )
     problems = [_layer_problem(layer) for layer in compat.attention_layers(runner)]
     problems += [capabilities.refusal(spec, runner.device) for spec in layers.count(runner)]
@@ -114,6 +133,16 @@ def check_model(runner: Any, fallback: str) -> None:
         raise UnsupportedError(
             f"--attention-backend pat does not support a KV pool of the kind {type(pool).__name__}, which {name} uses: {instead}"
         )
+
+
+def prefill_problem(runner: Any) -> str | None:
+    """Why the prefill backend that was chosen does not write or read the FP8 cache that PAT decodes from; None where it does."""
+    prefill = compat.prefill_chosen(runner.server_args)
+    if prefill == "fa3" and runner.kv_cache_dtype == torch.float8_e5m2:
+        return "fa3, which reads no fp8_e5m2"
+    if prefill in SCALELESS and compat.has_scales(runner):
+        return f"{prefill}, which ignores the scales of an FP8 KV cache"
+    return None
 
 
 def _layer_problem(layer: Any) -> str | None:

@@ -19,19 +19,22 @@ def decode(
     *,
     scale: float,
     logit_cap: float = 0.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """Decode attention of one layer.
 
     Args:
         q: [batch, heads, head_dim], float32, float16 or bfloat16.
-        k: [slots, kv_heads, head_dim], the layer's pool, float32, float16 or bfloat16; `kv_heads` divides `heads`.
+        k: [slots, kv_heads, head_dim], the layer's pool, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; `kv_heads`
+            divides `heads`.
         v: [slots, kv_heads, v_head_dim], of the same dtype.
         req_to_token: [requests, context], int32: the slot of each position of each request.
         rows: [batch], int64: each query's row of `req_to_token`.
         seq_lens: [batch], int64: tokens of each query's request, its own included.
         plan: A plan for this batch (layout.py), int32; tails end where `seq_lens` says.
-        scale: Factor on q k^T.
+        scale: Factor on q k^T; where K is kept divided by something, times that.
         logit_cap: Scores become cap * tanh(score / cap); 0 for none.
+        v_scale: Factor on the result: what V is kept divided by.
 
     Returns:
         [batch, heads, v_head_dim] in q's dtype, accumulated in float32.
@@ -60,4 +63,6 @@ def decode(
         scale,
         logit_cap,
     )
+    if v_scale != 1.0:
+        out *= v_scale
     return out.to(q.dtype)

@@ -131,7 +131,9 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
   if (kv.code == kDLFloat && kv.bits == 32) return run<float>(arguments);
   if (kv.code == kDLFloat && kv.bits == 16) return run<pat::Fp16>(arguments);
   if (kv.code == kDLBfloat && kv.bits == 16) return run<pat::Bf16>(arguments);
-  TVM_FFI_THROW(ValueError) << "KV must be float32, float16 or bfloat16";
+  if (kv.code == kDLFloat8_e4m3fn) return run<pat::E4m3>(arguments);
+  if (kv.code == kDLFloat8_e5m2) return run<pat::E5m2>(arguments);
+  TVM_FFI_THROW(ValueError) << "KV must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2";
 }
 
 }  // namespace

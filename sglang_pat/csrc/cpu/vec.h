@@ -43,6 +43,15 @@ struct Fp16 {
   uint16_t bits;
 };
 
+// float8_e4m3fn and float8_e5m2, as torch names them (OCP 8-bit Floating Point Specification 1.0, table 1).
+struct E4m3 {
+  uint8_t bits;
+};
+
+struct E5m2 {
+  uint8_t bits;
+};
+
 inline float bits_to_float(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, sizeof(x));
@@ -63,6 +72,21 @@ inline float to_float(Fp16 x) {
   std::memcpy(&bits, &scaled, sizeof(bits));
   return bits_to_float(bits | special | uint32_t(x.bits & 0x8000) << 16);
 }
+
+// Without branches too, and without subnormal operands, of which a cache has many and which are slow: they get the exponent of
+// the smallest normal number, 2^-6, which is taken off again. The largest magnitude is NaN, and there is no infinity.
+inline float to_float(E4m3 x) {
+  const uint32_t magnitude = x.bits & 0x7f;
+  const uint32_t subnormal = magnitude < 8 ? 1u : 0u;
+  const uint32_t nan = magnitude == 0x7f ? 0x7fc00000u : 0u;
+  const float value = bits_to_float((magnitude << 20) + ((127u - 7u + subnormal) << 23)) - float(subnormal) * 0.015625f;
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits_to_float(bits | nan | uint32_t(x.bits & 0x80) << 24);
+}
+
+// The upper half of a Fp16.
+inline float to_float(E5m2 x) { return to_float(Fp16{uint16_t(x.bits << 8)}); }
 
 template <typename T>
 inline void convert(const T* __restrict from, float* __restrict to, int count) {
