@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from sglang_pat import explain
+from sglang_pat.batch.job import IN_FLIGHT
+from sglang_pat.batch.lines import BatchError
 from sglang_pat.estimate import KV_CACHES, EstimateError, estimate, read, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
@@ -63,13 +65,17 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         try:
-            parsed = _parser().parse_args(arguments)
+            parser = _parser()
+            parsed, others = parser.parse_known_args(arguments)
+            if others and parsed.run is not _batch:
+                parser.parse_args(arguments)  # which says what is wrong with them
+            parsed.others = others
             parsed.run(parsed)
         finally:
             print(end="", flush=True)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except (TraceError, TopError, EstimateError, explain.ExplainError, BuildError) as error:
+    except (TraceError, TopError, EstimateError, explain.ExplainError, BuildError, BatchError) as error:
         print(f"sglang-pat: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -84,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> _Parser:
     """What the command takes."""
-    result = _Parser(prog="sglang-pat", description="Tools for sglang-pat; none of them needs a GPU.")
+    result = _Parser(prog="sglang-pat", description="Tools for sglang-pat; none but batch wants a GPU.")
     commands = result.add_subparsers(required=True, metavar="command")
     command = commands.add_parser(
         "replay", help="run a trace recorded with SGLANG_PAT_TRACE through the scheduler and print what packing does"
@@ -125,6 +131,18 @@ def _parser() -> _Parser:
     command.add_argument("--steps", type=_count, default=20, help="plans shown, evenly spread (%(default)s)")
     command.add_argument("--truncated", action="store_true", help="take what there is of a file that was cut off")
     command.set_defaults(run=_explain)
+    command = commands.add_parser(
+        "batch",
+        help="answer a file of requests, ordered by the prefixes that they share",
+        epilog="All other flags, behind the two files, are those of SGLang's server: --model-path and whatever else it takes.",
+        allow_abbrev=False,
+    )
+    command.add_argument("requests", type=Path, help="an OpenAI batch: a request a line")
+    command.add_argument("answers", type=Path, help="where records go; what is there already is not asked again")
+    command.add_argument(
+        "--in-flight", type=_count, default=IN_FLIGHT, help="requests that SGLang holds at a time (%(default)s)"
+    )
+    command.set_defaults(run=_batch)
     return result
 
 
@@ -144,6 +162,14 @@ def _estimate(arguments: argparse.Namespace) -> None:
     prompts = read(arguments.requests, arguments.output)
     for line in estimate(prompts, model, arguments.gpu, arguments.batch, arguments.kv_cache_dtype):
         print(line)
+
+
+def _batch(arguments: argparse.Namespace) -> None:
+    from sglang_pat.batch.command import batch
+
+    failed = batch(arguments.requests, arguments.answers, arguments.others, arguments.in_flight)
+    if failed:
+        print(f"{arguments.answers}: {failed} of the records are errors")
 
 
 def _explain(arguments: argparse.Namespace) -> None:

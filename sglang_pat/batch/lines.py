@@ -1,0 +1,210 @@
+"""Files in OpenAI's batch format: requests that are read, and records that are written so that nothing is lost or done twice.
+
+A line of the input is `{"custom_id": …, "method": "POST", "url": "/v1/chat/completions", "body": {…}}`. Its record has the line's number
+as its `id`, so that a job that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+"""What is answered."""
+
+LONGEST = 1 << 27
+"""Bytes of a line."""
+
+Json = dict[str, Any]
+
+
+class BatchError(ValueError):
+    """The job cannot be done, or not go on; the message says why."""
+
+
+class Line(msgspec.Struct):
+    """A line of the input.
+
+    Attributes:
+        custom_id: The client's name for the request.
+        url: One of URLS.
+        body: What the client would post there.
+    """
+
+    custom_id: str
+    url: str
+    body: Json
+    method: Literal["POST"] = "POST"
+
+
+class Request(msgspec.Struct):
+    """A line that is to be answered, and where it stands: its number, from 1 on."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: Json
+
+
+class Failure(msgspec.Struct):
+    """A line that is not to be answered, and why."""
+
+    number: int
+    custom_id: str | None
+    code: str
+    message: str
+
+
+def parse(number: int, text: bytes) -> Request | Failure:
+    """What a line of the input asks for."""
+    if len(text) > LONGEST:
+        return Failure(number, None, "invalid_line", f"line {number} is longer than {LONGEST >> 20} MiB")
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return Failure(number, None, "invalid_line", f"line {number} is no JSON: {error}")
+    return check(number, found)
+
+
+def check(number: int, found: object) -> Request | Failure:
+    """The same of a line that has been decoded."""
+    custom_id = found.get("custom_id") if isinstance(found, dict) else None
+    name = custom_id if isinstance(custom_id, str) else None
+    try:
+        line = msgspec.convert(found, Line)
+    except msgspec.ValidationError as error:
+        return Failure(number, name, "invalid_line", f"line {number}: {error}")
+    if line.url not in URLS:
+        return Failure(
+            number, name, "invalid_url", f"line {number}: {line.url} is not served here: {' and '.join(URLS)} are"
+        )
+    if line.body.get("stream"):
+        return Failure(
+            number, name, "invalid_request", f"line {number}: a batch has nobody to stream to: leave out stream"
+        )
+    return Request(number, line.custom_id, line.url, line.body)
+
+
+def read(path: Path) -> Iterator[Request | Failure]:
+    """The lines of a file, empty ones left out.
+
+    Raises:
+        BatchError: The file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while text := file.readline(LONGEST + 2):
+                number += 1
+                if not text.endswith(b"\n"):
+                    # The last line may lack its end; one that is too long goes on.
+                    while (rest := file.readline(LONGEST)) and not rest.endswith(b"\n"):
+                        pass
+                if text.strip():
+                    yield parse(number, text)
+    except OSError as error:
+        raise BatchError(f"{path}: {error.strerror}") from None
+
+
+def answer(request: Request, status: int, body: Json) -> Json:
+    """The record of a request that was answered, perhaps by an error."""
+    response = {"status_code": status, "request_id": str(body.get("id", "")), "body": body}
+    return {"id": f"batch_req_{request.number}", "custom_id": request.custom_id, "response": response, "error": None}
+
+
+def refusal(failure: Failure) -> Json:
+    """The record of a line that was not asked."""
+    error = {"code": failure.code, "message": failure.message}
+    return {"id": f"batch_req_{failure.number}", "custom_id": failure.custom_id, "response": None, "error": error}
+
+
+class Record(msgspec.Struct):
+    """What is read again of a record."""
+
+    id: str
+    custom_id: str | None
+
+
+class Output:
+    """The records of a job, one a line; appended as they come, and kept when the job is started again.
+
+    Attributes:
+        done: The lines that have a record, by number, with their custom_id.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open it; what a process that was killed left of its last record is cut off.
+
+        Raises:
+            BatchError: It cannot be read and written, another process is writing it, or it is no output of a job.
+        """
+        self._path = path
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise BatchError(f"{path}: {error.strerror}") from None
+        try:
+            self._lock()
+            self.done = dict(self._records())
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BatchError(f"{self._path} is being written by another process") from None
+
+    def _records(self) -> Iterator[tuple[int, str | None]]:
+        decoder = msgspec.json.Decoder(Record)
+        self._end = 0
+        with os.fdopen(os.dup(self._file), "rb") as file:
+            for number, text in enumerate(file, 1):
+                if not text.endswith(b"\n"):
+                    break
+                try:
+                    record = decoder.decode(text)
+                    found = int(record.id.removeprefix("batch_req_"))
+                except ValueError:
+                    raise BatchError(
+                        f"line {number} of {self._path} is no record of a job: name another file"
+                    ) from None
+                yield found, record.custom_id
+                self._end += len(text)
+        os.ftruncate(self._file, self._end)
+
+    def write(self, record: Json) -> None:
+        """Append a record: whole, or not at all.
+
+        Raises:
+            BatchError: The disk is full, or does not work.
+        """
+        text = msgspec.json.encode(record) + b"\n"
+        written = 0
+        try:
+            while written < len(text):
+                written += os.pwrite(self._file, text[written:], self._end + written)
+        except OSError as error:
+            os.ftruncate(self._file, self._end)
+            what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+            raise BatchError(
+                f"{self._path}: {what}; all {len(self.done)} answers so far are there, and the same command goes on from them"
+            ) from None
+        self._end += len(text)
+        self.done[int(record["id"].removeprefix("batch_req_"))] = record["custom_id"]
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

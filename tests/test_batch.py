@@ -1,0 +1,309 @@
+"""Offline jobs: records are those of a server, each line gets exactly one, and a job goes on where it was killed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import ForkedProcess, ForkedServer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_pat import cli
+from sglang_pat.batch import lines
+from sglang_pat.batch.job import answer_all
+from sglang_pat.batch.lines import BatchError, Failure, Output, Request
+from sglang_pat.batch.order import Order, beginning, common
+from sglang_pat.demo import workload
+
+FLAGS = ["--dtype", "float32", "--grammar-backend", "none", "--max-total-tokens", "20000"]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def chat(text: str, **options: Any) -> dict[str, Any]:
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_tokens": 12,
+        **options,
+    }
+    return {"custom_id": text[-12:], "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def completion(prompt: Any, **options: Any) -> dict[str, Any]:
+    body = {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": 12, **options}
+    return {"custom_id": f"c {prompt[-9:]}", "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def requests_of(prompts: list[str]) -> list[Request]:
+    return [Request(i, str(i), "/v1/completions", {"prompt": prompt}) for i, prompt in enumerate(prompts, 1)]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"garbage", "line 7 is no JSON"),
+        (b"\xff\xfe", "line 7 is no JSON"),
+        (b"[" * 100_000, "line 7 is no JSON"),
+        (b"[]", "line 7: Expected `object`, got `array`"),
+        (b"{}", "line 7: Object missing required field `custom_id`"),
+        (b'{"custom_id": 3}', "line 7: Expected `str`, got `int` - at `$.custom_id`"),
+        (b'{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', "/v1/embeddings is not served here"),
+        (b'{"custom_id": "a", "url": "/v1/completions", "body": []}', "line 7: Expected `object`, got `array` - at `$.body`"),
+        (b'{"custom_id": "a", "url": "/v1/completions", "method": "GET", "body": {}}', "line 7: Invalid enum value 'GET'"),
+        (b'{"custom_id": "a", "url": "/v1/completions", "body": {"stream": true}}', "nobody to stream to"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_an_error_of_its_own(text: bytes, message: str) -> None:
+    found = lines.parse(7, text)
+    assert isinstance(found, Failure)
+    assert message in found.message
+    record = lines.refusal(found)
+    assert record["id"] == "batch_req_7" and record["response"] is None
+    assert found.custom_id == ("a" if b'"a"' in text else None)
+
+
+@pytest.mark.once
+def test_lines_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "LONGEST", 200)
+    good = json.dumps(completion("x")).encode()
+    (tmp_path / "in").write_bytes(b"\n" + good + b"\n" + b"x" * 5000 + b"\n  \n" + good)
+    found = list(lines.read(tmp_path / "in"))
+    assert [one.number for one in found] == [2, 3, 5]
+    assert [type(one) for one in found] == [Request, Failure, Request]
+    with pytest.raises(BatchError, match="No such file"):
+        list(lines.read(tmp_path / "nothing"))
+
+
+def record(number: int) -> dict[str, Any]:
+    return lines.answer(Request(number, f"name {number}", "/v1/completions", {}), 200, {"text": "ä\n" * 3})
+
+
+@pytest.mark.once
+def test_what_a_kill_left_of_a_record_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with Output(path) as output:
+        for number in (3, 1):
+            output.write(record(number))
+    whole = path.read_bytes()
+    for cut in range(1, len(whole) // 2):
+        path.write_bytes(whole + whole[:cut])
+        with Output(path) as output:
+            assert output.done == {3: "name 3", 1: "name 1"}
+            output.write(record(2))
+        assert path.read_bytes() == whole + lines.msgspec.json.encode(record(2)) + b"\n"
+
+
+@pytest.mark.once
+def test_an_output_that_is_none_or_in_use_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text("a line of something else\n")
+    with pytest.raises(BatchError, match=r"line 1 of .* is no record of a job: name another file"):
+        Output(path)
+    assert path.read_text() == "a line of something else\n"
+    with Output(tmp_path / "other"), pytest.raises(BatchError, match="is being written by another process"):
+        Output(tmp_path / "other")
+    with pytest.raises(BatchError, match="Is a directory"):
+        Output(tmp_path)
+
+
+@pytest.mark.once
+def test_a_full_disk_ends_a_job_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out"
+    real = os.pwrite
+
+    def full(file: int, text: bytes, at: int) -> int:
+        if at >= len(before) + 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, text[:10], at)
+
+    with Output(path) as output:
+        output.write(record(1))
+        before = path.read_bytes()
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(BatchError, match="the disk is full; all 1 answers so far are there, and the same command"):
+            output.write(record(2))
+    assert path.read_bytes() == before
+
+
+texts = st.lists(st.text("ab", max_size=6), min_size=1, max_size=24)
+
+
+@pytest.mark.once
+@given(texts, st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None)
+def test_a_prefix_is_computed_once(prompts: list[str], shared: int, in_flight: int, random: Any) -> None:
+    """Whoever starts finds its longest shared prefix in the cache, or brings it; each request runs once."""
+    order = Order(requests_of(prompts), shared)
+    running: list[int] = []
+    finished: list[int] = []
+    while True:
+        while len(running) < in_flight and (place := order.take()) is not None:
+            cached = max((common(prompts[place], prompts[other]) for other in finished), default=0)
+            for other in running:
+                both = common(prompts[place], prompts[other])
+                assert both < shared or cached >= both, "computed twice at the same time"
+            running.append(place)
+        if not running:
+            break
+        place = running.pop(random.randrange(len(running)))
+        finished.append(place)
+        order.finish(place)
+    assert sorted(finished) == list(range(len(prompts)))
+
+
+@pytest.mark.once
+def test_chats_that_begin_alike_do_so_in_their_order() -> None:
+    def request(**body: Any) -> Request:
+        return Request(1, "", "/v1/chat/completions", body)
+
+    system = {"role": "system", "content": "s" * 100}
+    one, two = (request(messages=[system, {"role": "user", "content": f"q{i}"}], tools=[TOOL]) for i in range(2))
+    assert common(beginning(one), beginning(two)) > 100
+    assert common(beginning(one), beginning(request(messages=[system]))) < 10
+    # What no server would take is no reason to fail here.
+    for body in ({}, {"messages": 3}, {"messages": [3, None, {}]}, {"messages": {"a": 1}, "tools": "x"}):
+        assert isinstance(beginning(request(**body)), str)
+    assert isinstance(beginning(Request(1, "", "/v1/completions", {"prompt": [1, 2, 3]})), str)
+
+
+@pytest.mark.once
+def test_one_that_fails_costs_only_itself() -> None:
+    async def ask(request: Request) -> tuple[int, dict[str, Any]]:
+        if request.number % 3 == 0:
+            raise RuntimeError("boom")
+        return 200, {"id": f"r{request.number}"}
+
+    records: list[dict[str, Any]] = []
+    prompts = [f"{'same ' * 300}{i}" for i in range(10)]
+    asyncio.run(answer_all(requests_of(prompts), ask, records.append, in_flight=4))
+    assert sorted(one["id"] for one in records) == sorted(f"batch_req_{i}" for i in range(1, 11))
+    for one in records:
+        number = int(one["id"].removeprefix("batch_req_"))
+        assert (one["error"] is not None) == (number % 3 == 0)
+        assert number % 3 or one["error"]["message"] == f"line {number}: RuntimeError: boom"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "out"], "nowhere: No such file or directory"),
+        (["in", "in"], "in is the input: name another file"),
+        (["in", "out", "--in-flight", "0"], "'0' is not a whole number"),
+        (["in", "other"], "other has answers to another input than in: name another file"),
+    ],
+)
+def test_careless_commands_end_with_a_sentence(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in").write_text(json.dumps(completion("x")) + "\n")
+    with Output(Path("other")) as output:
+        output.write(record(1))
+    try:
+        status = cli.main(["batch", *arguments])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def job(model: Path, folder: Path, *flags: str) -> ForkedProcess:
+    command = [sys.executable, "-m", "sglang_pat.cli", "batch", str(folder / "in"), str(folder / "out")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return ForkedProcess([*command, "--model-path", str(model), *FLAGS, *flags], environment, folder / "log")
+
+
+def free(path: Path) -> bool:
+    try:
+        Output(path).close()
+    except BatchError:
+        return False
+    return True
+
+
+def until(condition: Callable[[], bool], process: ForkedProcess | None, log: Path) -> None:
+    for _ in range(1200):
+        if condition():
+            return
+        assert process is None or process.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.1)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+@pytest.mark.server
+def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
+    """Also of a job that was killed in the middle of a line."""
+    document = workload.prose("a document", 1500)
+    asked = [chat(f"{document} question {i}") for i in range(16)]
+    asked += [
+        chat("tools", tools=[TOOL], tool_choice="none"),
+        chat("several", n=3),
+        chat("hot", logprobs=True, top_logprobs=2),
+    ]
+    asked += [
+        completion("abc"),
+        completion(list(range(40, 60))),
+        completion("echo", echo=True),
+        completion("stop", stop=["!"]),
+    ]
+    asked += [chat("wrong", max_tokens="many"), chat("too long", max_tokens=10**9), completion("", max_tokens=4)]
+    text = [json.dumps(one) for one in asked]
+    text.insert(5, "garbage")
+    (tmp_path / "in").write_text("\n".join(text) + "\n")
+    out = tmp_path / "out"
+    process = job(model, tmp_path, "--in-flight", "3")
+    until(lambda: out.exists() and out.read_bytes().count(b"\n") >= 6, process, tmp_path / "log")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    # SGLang's processes, forked here, have the file open too until they notice.
+    until(lambda: free(out), None, tmp_path / "log")
+    with out.open("ab") as file:
+        file.write(b'{"id":"batch_req_1","custom_id":"')
+    process = job(model, tmp_path)
+    assert process.wait(600) == 0, (tmp_path / "log").read_text()[-3000:]
+    records = {one["id"]: one for one in map(json.loads, out.read_text().splitlines())}
+    assert out.read_text().count("\n") == len(records) == len(text), "each line once"
+    assert "of prefill saved" in (tmp_path / "log").read_text()
+
+    with (
+        ForkedServer(model, "pat", tmp_path / "server.log", [*FLAGS, "--enable-cache-report"]) as server,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        server.wait()
+        expected = list(pool.map(lambda one: post(server, one["url"], one["body"]), asked))
+    assert len({str(choice(body)) for _, body in expected}) > len(asked) / 2, "answers that depend on questions"
+    numbers = [i for i, line in enumerate(text, 1) if line != "garbage"]
+    for number, one, (status, body) in zip(numbers, asked, expected, strict=True):
+        found = records[f"batch_req_{number}"]
+        assert found["custom_id"] == one["custom_id"] and found["error"] is None
+        assert found["response"]["status_code"] == status, found
+        assert choice(found["response"]["body"]) == choice(body)
+    assert records["batch_req_6"]["error"]["code"] == "invalid_line"
+
+
+def post(server: ForkedServer, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    import urllib.error
+
+    try:
+        return 200, server.post(path, body)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def choice(body: dict[str, Any]) -> Any:
+    """What depends on the request alone."""
+    return [{**one, "logprobs": None, "hidden_states": None} for one in body["choices"]] if "choices" in body else None
