@@ -271,10 +271,11 @@ def arguments(server_args: Any) -> Any:
     return resolving_view(server_args) if isinstance(server_args, ServerArgs) else server_args
 
 
-def prefill_chosen(server_args: Any) -> str | None:
-    """The attention backend that prefills, as far as it was chosen."""
+def backends_chosen(server_args: Any) -> tuple[str | None, str | None]:
+    """The attention backends that prefill and decode, as far as they were chosen."""
     chosen = arguments(server_args)
-    return chosen.prefill_attention_backend or chosen.attention_backend
+    both = chosen.attention_backend
+    return chosen.prefill_attention_backend or both, chosen.decode_attention_backend or both
 
 
 def kv_layout(runner: Any) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -87,6 +88,22 @@ def test_every_code_of_fp8_is_what_torch_says(form: torch.dtype, v_dim: int) -> 
     case.k, case.v = torch.zeros(size, 1, 8).to(form), torch.empty_like(values)
     case.v[case.table[case.rows, 0].long()] = values
     torch.testing.assert_close(case.decode(case.plan()), values.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("of", ["k", "v"])
+def test_whoever_sees_a_broken_token_gets_nan(of: str, bad: float) -> None:
+    """And nobody else does, wherever work items begin and end."""
+    batch = Batch([300, 300, 300, 290], [Node(0, 200, [0, 1, 2])])
+    for position in (0, 199, 200, 299):
+        case = Case(batch, 4, 2, 16, 16, torch.float32)
+        pool = getattr(case, of)
+        pool[case.table[case.rows[0], position].long()] = bad
+        broken = [0, 1, 2] if position < 200 else [0]
+        for policy in ("query", "optimal", "naive"):
+            out = case.decode(case.plan(workers=16, policy=policy))
+            assert not torch.isfinite(out[broken]).any() if of == "k" else not torch.isfinite(out[broken]).all()
+            assert torch.isfinite(out[[i for i in range(4) if i not in broken]]).all()
 
 
 @given(batches(max_queries=12, max_length=40), st.sampled_from(list(POLICIES)), st.sampled_from([2, 132, 4096]))

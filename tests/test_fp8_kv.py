@@ -91,12 +91,13 @@ def test_scales_of_a_checkpoint(servers: dict[str, Server]) -> None:
 
 
 @pytest.mark.server
-def test_another_backends_prefill_that_ignores_scales_is_refused(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_another_backend_that_ignores_scales_is_refused(phase: str, model: Path, tmp_path: Path) -> None:
     with_scales, _ = scaled.write(tmp_path, model)
-    flags = ["--prefill-attention-backend", "torch_native", *COMMON, *BFLOAT16]
+    flags = [f"--{phase}-attention-backend", "torch_native", *COMMON, *BFLOAT16]
     with ForkedServer(with_scales, "pat", tmp_path / "log", flags) as server:
         log = server.wait_failed()
-    assert "pat does not support torch_native, which ignores the scales of an FP8 KV cache, for prefill: leave" in log
+    assert "pat does not support torch_native, which ignores the scales of an FP8 KV cache, beside it: let pat" in log
 
 
 def layer_of(k_scale: Any, v_scale: Any, on_host: bool = True) -> Any:
@@ -161,7 +162,7 @@ def test_prefill_runs_on_a_backend_that_reads_the_cache(
 
 
 @pytest.mark.parametrize(
-    ("prefill", "form", "layer", "refused"),
+    ("other", "form", "layer", "refused"),
     [
         ("torch_native", torch.float8_e4m3fn, "checkpoint", True),
         ("fa3", torch.float8_e5m2, None, True),
@@ -171,15 +172,21 @@ def test_prefill_runs_on_a_backend_that_reads_the_cache(
         (None, torch.float8_e5m2, "checkpoint", False),
     ],
 )
-def test_a_prefill_backend_that_reads_something_else_is_refused(
-    prefill: str | None, form: torch.dtype, layer: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_backend_that_reads_something_else_is_refused(
+    other: str | None, form: torch.dtype, layer: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unscaled = SimpleNamespace(k_scale=None, v_scale=None, k_scale_float=None, v_scale_float=None)
     monkeypatch.setattr(compat, "attention_layers", lambda runner: [unscaled, LAYERS[layer] if layer else unscaled])
-    arguments = SimpleNamespace(attention_backend="pat", prefill_attention_backend=prefill)
-    problem = support.prefill_problem(SimpleNamespace(server_args=arguments, kv_cache_dtype=form))
-    assert (problem is not None) == refused
-    assert problem is None or problem.startswith(prefill)
+    for phase in ("prefill", "decode"):
+        chosen = {
+            "prefill_attention_backend": None,
+            "decode_attention_backend": None,
+            f"{phase}_attention_backend": other,
+        }
+        arguments = SimpleNamespace(attention_backend="pat", **chosen)
+        problem = support.partner_problem(SimpleNamespace(server_args=arguments, kv_cache_dtype=form))
+        assert (problem is not None) == refused
+        assert problem is None or problem.startswith(other)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def inner_backend(runner: ModelRunner, windows: bool) -> AttentionBackend | None
         runner: SGLang's.
         windows: Whether some layers see a window only.
     """
-    if compat.prefill_chosen(runner.server_args) != "pat":
+    if compat.backends_chosen(runner.server_args)[0] != "pat":
         return None
     if runner.device == "cpu":
         from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend

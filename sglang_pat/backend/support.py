@@ -115,10 +115,10 @@ def check_model(runner: Any, fallback: str) -> None:
             f"--attention-backend pat does not serve an FP8 KV cache on a GPU yet (its kernels for it have only run in an emulator): "
             f"serve {name} with --kv-cache-dtype bfloat16, or use another --attention-backend"
         )
-    problem = prefill_problem(runner)
+    problem = partner_problem(runner)
     if problem is not None:
         raise UnsupportedError(
-            f"--attention-backend pat does not support {problem}, for prefill: leave out --prefill-attention-backend"
+            f"--attention-backend pat does not support {problem}, beside it: let pat do both, by --attention-backend pat alone"
         )
     problems = [_layer_problem(layer) for layer in compat.attention_layers(runner)]
     problems += [capabilities.refusal(spec, runner.device) for spec in layers.count(runner)]
@@ -135,13 +135,14 @@ def check_model(runner: Any, fallback: str) -> None:
         )
 
 
-def prefill_problem(runner: Any) -> str | None:
-    """Why the prefill backend that was chosen does not write or read the FP8 cache that PAT decodes from; None where it does."""
-    prefill = compat.prefill_chosen(runner.server_args)
-    if prefill == "fa3" and runner.kv_cache_dtype == torch.float8_e5m2:
+def partner_problem(runner: Any) -> str | None:
+    """Why a backend that was chosen for the other phase does not write or read PAT's FP8 cache; None where each does."""
+    chosen = compat.backends_chosen(runner.server_args)
+    if "fa3" in chosen and runner.kv_cache_dtype == torch.float8_e5m2:
         return "fa3, which reads no fp8_e5m2"
-    if prefill in SCALELESS and compat.has_scales(runner):
-        return f"{prefill}, which ignores the scales of an FP8 KV cache"
+    scaleless = [name for name in chosen if name in SCALELESS]
+    if scaleless and compat.has_scales(runner):
+        return f"{scaleless[0]}, which ignores the scales of an FP8 KV cache"
     return None
 
 

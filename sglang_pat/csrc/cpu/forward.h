@@ -105,9 +105,10 @@ void forward(const KvHead<T>& kv, const Shape& shape, const int32_t* slots, int 
     gemm(scores, 1, ldr, v, ldv, out, ldv, rows, ldv, n);
   }
   for (int r = 0; r < rows; ++r) {
-    const float norm = sum_exp[r] > 0 ? 1.0f / sum_exp[r] : 0.0f;
+    const bool seen = sum_exp[r] != 0;  // also where it is NaN
+    const float norm = seen ? 1.0f / sum_exp[r] : 0.0f;
     for (int i = 0; i < dv; ++i) result.out[size_t(r) * dv + i] = out[size_t(r) * ldv + i] * norm;
-    result.lse[r] = sum_exp[r] > 0 ? max_score[r] + std::log(sum_exp[r]) : -INFINITY;
+    result.lse[r] = seen ? max_score[r] + std::log(sum_exp[r]) : -INFINITY;
   }
 }
 

@@ -11,7 +11,10 @@ namespace pat {
 inline void merge(const float* partial, int64_t stride, const float* lse, int64_t lse_stride, int parts, int dim,
                   float* out) {
   float top = -INFINITY;
-  for (int p = 0; p < parts; ++p) top = std::max(top, lse[p * lse_stride]);
+  for (int p = 0; p < parts; ++p) {
+    const float one = lse[p * lse_stride];
+    if (one > top || std::isnan(one)) top = one;
+  }
   std::fill_n(out, dim, 0.0f);
   if (top == -INFINITY) return;
   float total = 0;

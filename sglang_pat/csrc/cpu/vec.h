@@ -27,7 +27,8 @@ inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
 
 inline Vec splat(float x) { return Vec{} + x; }
 
-inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+// NaN where either is: a query that sees a broken token shall not get an answer that looks like one.
+inline Vec max(Vec a, Vec b) { return (a > b) | (a != a) ? a : b; }
 
 inline float sum(Vec v) {
   float total = 0;
@@ -93,7 +94,7 @@ inline void convert(const T* __restrict from, float* __restrict to, int count) {
   for (int i = 0; i < count; ++i) to[i] = to_float(from[i]);
 }
 
-// e^x for x <= 0 with a relative error under 2e-7; 0 below -87. The degree-6 Taylor polynomial in the reduced argument
+// e^x for x <= 0 with a relative error under 2e-7; 0 below -87, NaN of NaN. The degree-6 Taylor polynomial in the reduced argument
 // |r| <= ln(2)/2 has a remainder of 1.2e-7 (r^7/7!); the reduction is Cody and Waite's in two steps.
 inline Vec exp_nonpositive(Vec x) {
   const Vec floor_limit = splat(-87.0f);
