@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
             if others and parsed.run is not _batch:
                 parser.parse_args(arguments)  # which says what is wrong with them
             parsed.others = others
-            parsed.run(parsed)
+            return parsed.run(parsed) or 0
         finally:
             print(end="", flush=True)
     except KeyboardInterrupt:
@@ -85,12 +85,13 @@ def main(arguments: list[str] | None = None) -> int:
             return 128 + signal.SIGPIPE
         print(f"sglang-pat: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def _parser() -> _Parser:
     """What the command takes."""
-    result = _Parser(prog="sglang-pat", description="Tools for sglang-pat; none but batch wants a GPU.")
+    result = _Parser(
+        prog="sglang-pat", description="Tools for sglang-pat; only batch runs a model, and so wants a GPU."
+    )
     commands = result.add_subparsers(required=True, metavar="command")
     command = commands.add_parser(
         "replay", help="run a trace recorded with SGLANG_PAT_TRACE through the scheduler and print what packing does"
@@ -108,12 +109,16 @@ def _parser() -> _Parser:
         "and a line that does not fit it, or asks for a negative number of tokens, is refused",
     )
     command.add_argument("--model", type=Path, required=True, help="the model's folder or config.json")
-    command.add_argument("--gpu", type=str.lower, default="h200", help="%(default)s")
+    command.add_argument("--gpu", type=str.lower, default="h200", help="there are measurements of the %(default)s only")
     command.add_argument(
         "--kv-cache-dtype", choices=list(KV_CACHES), default="auto", help="as SGLang's; auto is bfloat16 (%(default)s)"
     )
     command.add_argument(
-        "--batch", type=_count, nargs="+", default=[8, 32, 128, 256], help="batch sizes; at most all requests"
+        "--batch",
+        type=_count,
+        nargs="+",
+        default=[8, 32, 128, 256],
+        help="batch sizes (8 32 128 256); none counts more than all requests",
     )
     command.add_argument("--output", type=_count, default=256, help="tokens of an answer, where unknown (%(default)s)")
     command.set_defaults(run=_estimate)
@@ -164,12 +169,13 @@ def _estimate(arguments: argparse.Namespace) -> None:
         print(line)
 
 
-def _batch(arguments: argparse.Namespace) -> None:
+def _batch(arguments: argparse.Namespace) -> int:
     from sglang_pat.batch.command import batch
 
     failed = batch(arguments.requests, arguments.answers, arguments.others, arguments.in_flight)
     if failed:
-        print(f"{arguments.answers}: {failed} of the records are errors")
+        print(f"{arguments.answers}: {failed} of the records are errors", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _explain(arguments: argparse.Namespace) -> None:

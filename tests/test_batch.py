@@ -103,6 +103,7 @@ def test_what_a_kill_left_of_a_record_is_cut_off(tmp_path: Path) -> None:
         with Output(path) as output:
             assert output.done == {3: "name 3", 1: "name 1"}
             output.write(record(2))
+            assert output.failed == 0
         assert path.read_bytes() == whole + lines.msgspec.json.encode(record(2)) + b"\n"
 
 
@@ -113,6 +114,12 @@ def test_an_output_that_is_none_or_in_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match=r"line 1 of .* is no record of a job: name another file"):
         Output(path)
     assert path.read_text() == "a line of something else\n"
+    # Nor is a file without an end of line a record that was cut off.
+    for text in (json.dumps(completion("x")), "x", '{"id": "batch_req_1"'):
+        path.write_text(text)
+        with pytest.raises(BatchError, match="is no record of a job"):
+            Output(path)
+        assert path.read_text() == text
     with Output(tmp_path / "other"), pytest.raises(BatchError, match="is being written by another process"):
         Output(tmp_path / "other")
     with pytest.raises(BatchError, match="Is a directory"):
@@ -174,7 +181,17 @@ def test_chats_that_begin_alike_do_so_in_their_order() -> None:
     assert common(beginning(one), beginning(two)) > 100
     assert common(beginning(one), beginning(request(messages=[system]))) < 10
     # What no server would take is no reason to fail here.
-    for body in ({}, {"messages": 3}, {"messages": [3, None, {}]}, {"messages": {"a": 1}, "tools": "x"}):
+    nested: Any = []
+    for _ in range(5000):
+        nested = [nested]
+    for body in (
+        {},
+        {"messages": nested},
+        {"messages": [{"content": nested}], "tools": {1: {2}}},
+        {"messages": 3},
+        {"messages": [3, None, {}]},
+        {"messages": {"a": 1}, "tools": "x"},
+    ):
         assert isinstance(beginning(request(**body)), str)
     assert isinstance(beginning(Request(1, "", "/v1/completions", {"prompt": [1, 2, 3]})), str)
 
@@ -194,6 +211,25 @@ def test_one_that_fails_costs_only_itself() -> None:
         number = int(one["id"].removeprefix("batch_req_"))
         assert (one["error"] is not None) == (number % 3 == 0)
         assert number % 3 or one["error"]["message"] == f"line {number}: RuntimeError: boom"
+
+
+@pytest.mark.once
+def test_a_job_that_is_told_to_end_finishes_what_runs() -> None:
+    records: list[dict[str, Any]] = []
+
+    async def ask(request: Request) -> tuple[int, dict[str, Any]]:
+        await asyncio.sleep(0)
+        if request.number == 9:
+            raise asyncio.CancelledError
+        return 200, {}
+
+    prompts = [str(i) for i in range(20)]
+    with pytest.raises(BatchError, match=r"told to end, 1[0-4] requests before it was done: the same command goes on"):
+        asyncio.run(answer_all(requests_of(prompts), ask, records.append, 4, lambda: len(records) >= 6))
+    assert 6 <= len(records) <= 10
+    records.clear()
+    asyncio.run(answer_all(requests_of(prompts), ask, records.append, 4))
+    assert len(records) == 20 and [one["id"] for one in records if one["error"]] == ["batch_req_9"]
 
 
 @pytest.mark.once
@@ -219,6 +255,18 @@ def test_careless_commands_end_with_a_sentence(
         status = end.code
     assert status == 2
     assert message in capsys.readouterr().err
+    assert not Path("out").exists(), "a mistake leaves nothing behind"
+
+
+@pytest.mark.once
+def test_errors_show_in_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "in").write_text("one\ntwo\n")
+    for _ in range(2):
+        assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+        assert "out: 2 of the records are errors" in capsys.readouterr().err
+    assert (tmp_path / "out").read_bytes().count(b"\n") == 2
+    (tmp_path / "in").write_text("\n")
+    assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "none")]) == 0
 
 
 def job(model: Path, folder: Path, *flags: str) -> ForkedProcess:
@@ -274,7 +322,7 @@ def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
     with out.open("ab") as file:
         file.write(b'{"id":"batch_req_1","custom_id":"')
     process = job(model, tmp_path)
-    assert process.wait(600) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert process.wait(600) == 1, (tmp_path / "log").read_text()[-3000:]
     records = {one["id"]: one for one in map(json.loads, out.read_text().splitlines())}
     assert out.read_text().count("\n") == len(records) == len(text), "each line once"
     assert "of prefill saved" in (tmp_path / "log").read_text()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_pat.batch.lines import Failure, Json, Request, answer, check, refusal
+from sglang_pat.batch.lines import BatchError, Failure, Json, Request, answer, check, number_of, refusal
 from sglang_pat.batch.order import Order
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ def asker(engine: Engine) -> Ask:
 
 
 async def answer_all(
-    requests: Sequence[Request], ask: Ask, write: Callable[[Json], None], in_flight: int = IN_FLIGHT
-) -> None:
+    requests: Sequence[Request], ask: Ask, write: Callable[[Json], None], in_flight: int = IN_FLIGHT,
+    stopping: Callable[[], bool] = lambda: False,
+) -> None:  # fmt: skip
     """Ask for all requests, ordered by what they share, and write each record as its answer comes.
 
     Args:
@@ -67,29 +68,42 @@ async def answer_all(
         ask: As `asker`; what it raises becomes the record of that request.
         write: Told of each record; what it raises ends the job.
         in_flight: Requests that are asked at a time.
+        stopping: Whether no more shall be asked.
+
+    Raises:
+        BatchError: It was stopped before all were asked.
     """
     order = Order(requests)
-    running: dict[asyncio.Task[tuple[int, Json]], int] = {}
+    running: dict[asyncio.Future[tuple[int, Json]], int] = {}
+    finished: asyncio.Queue[asyncio.Future[tuple[int, Json]]] = asyncio.Queue()
+    left = len(requests)
     try:
-        while True:
-            while len(running) < in_flight and (place := order.take()) is not None:
-                running[asyncio.ensure_future(ask(requests[place]))] = place
+        while left:
+            while len(running) < in_flight and not stopping() and (place := order.take()) is not None:
+                asked: asyncio.Future[tuple[int, Json]] = asyncio.ensure_future(ask(requests[place]))
+                running[asked] = place
+                asked.add_done_callback(finished.put_nowait)
             if not running:
-                return
-            finished, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in finished:
-                place = running.pop(task)
-                order.finish(place)
-                request = requests[place]
-                error = task.exception()
-                if error is None:
-                    write(answer(request, *task.result()))
-                else:
-                    reason = f"line {request.number}: {type(error).__name__}: {error}"
-                    write(refusal(Failure(request.number, request.custom_id, "server_error", reason)))
+                raise BatchError(
+                    f"the job was told to end, {left} requests before it was done: the same command goes on"
+                )
+            task = await finished.get()
+            place = running.pop(task)
+            order.finish(place)
+            left -= 1
+            write(_record(requests[place], task))
     finally:
         for task in running:
             task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def _record(request: Request, task: asyncio.Future[tuple[int, Json]]) -> Json:
+    error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    if error is None:
+        return answer(request, *task.result())
+    reason = f"line {request.number}: {type(error).__name__}: {error}"
+    return refusal(Failure(request.number, request.custom_id, "server_error", reason))
 
 
 def run(lines: Iterable[Json], engine: Engine, in_flight: int = IN_FLIGHT) -> list[Json]:
@@ -108,7 +122,7 @@ def run(lines: Iterable[Json], engine: Engine, in_flight: int = IN_FLIGHT) -> li
     requests = [request for request in found if isinstance(request, Request)]
 
     def keep(record: Json) -> None:
-        records[int(record["id"].removeprefix("batch_req_"))] = record
+        records[number_of(record["id"])] = record
 
     engine.loop.run_until_complete(answer_all(requests, asker(engine), keep, in_flight))
     return [records[number] for number in sorted(records)]

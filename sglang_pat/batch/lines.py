@@ -23,6 +23,9 @@ LONGEST = 1 << 27
 
 Json = dict[str, Any]
 
+ID = "batch_req_"
+"""With a line's number behind it, the `id` of its record."""
+
 
 class BatchError(ValueError):
     """The job cannot be done, or not go on; the message says why."""
@@ -115,20 +118,36 @@ def read(path: Path) -> Iterator[Request | Failure]:
 def answer(request: Request, status: int, body: Json) -> Json:
     """The record of a request that was answered, perhaps by an error."""
     response = {"status_code": status, "request_id": str(body.get("id", "")), "body": body}
-    return {"id": f"batch_req_{request.number}", "custom_id": request.custom_id, "response": response, "error": None}
+    return {"id": f"{ID}{request.number}", "custom_id": request.custom_id, "response": response, "error": None}
 
 
 def refusal(failure: Failure) -> Json:
     """The record of a line that was not asked."""
     error = {"code": failure.code, "message": failure.message}
-    return {"id": f"batch_req_{failure.number}", "custom_id": failure.custom_id, "response": None, "error": error}
+    return {"id": f"{ID}{failure.number}", "custom_id": failure.custom_id, "response": None, "error": error}
 
 
-class Record(msgspec.Struct):
+def number_of(record_id: str) -> int:
+    """The line that a record answers.
+
+    Raises:
+        ValueError: It is no record's `id`.
+    """
+    if not record_id.startswith(ID):
+        raise ValueError(record_id)
+    return int(record_id.removeprefix(ID))
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+
+
+class _Record(msgspec.Struct):
     """What is read again of a record."""
 
     id: str
     custom_id: str | None
+    response: _Response | None
 
 
 class Output:
@@ -136,6 +155,7 @@ class Output:
 
     Attributes:
         done: The lines that have a record, by number, with their custom_id.
+        failed: How many of the records are errors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -145,6 +165,7 @@ class Output:
             BatchError: It cannot be read and written, another process is writing it, or it is no output of a job.
         """
         self._path = path
+        self.failed = 0
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
@@ -163,19 +184,21 @@ class Output:
             raise BatchError(f"{self._path} is being written by another process") from None
 
     def _records(self) -> Iterator[tuple[int, str | None]]:
-        decoder = msgspec.json.Decoder(Record)
+        decoder = msgspec.json.Decoder(_Record)
+        begins = f'{{"id":"{ID}'.encode()
         self._end = 0
         with os.fdopen(os.dup(self._file), "rb") as file:
             for number, text in enumerate(file, 1):
-                if not text.endswith(b"\n"):
+                if not text.endswith(b"\n") and begins.startswith(text[: len(begins)]):
                     break
                 try:
                     record = decoder.decode(text)
-                    found = int(record.id.removeprefix("batch_req_"))
+                    found = number_of(record.id)
                 except ValueError:
                     raise BatchError(
                         f"line {number} of {self._path} is no record of a job: name another file"
                     ) from None
+                self.failed += record.response is None or record.response.status_code != 200
                 yield found, record.custom_id
                 self._end += len(text)
         os.ftruncate(self._file, self._end)
@@ -198,7 +221,9 @@ class Output:
                 f"{self._path}: {what}; all {len(self.done)} answers so far are there, and the same command goes on from them"
             ) from None
         self._end += len(text)
-        self.done[int(record["id"].removeprefix("batch_req_"))] = record["custom_id"]
+        self.done[number_of(record["id"])] = record["custom_id"]
+        response = record["response"]
+        self.failed += response is None or response["status_code"] != 200
 
     def close(self) -> None:
         os.close(self._file)

@@ -27,6 +27,14 @@ def beginning(request: Request) -> str:
 
 
 def _text(part: object) -> str:
+    try:
+        return _text_of(part)
+    except (RecursionError, TypeError, ValueError):
+        # Nested too deep, or no JSON: the engine will say so.
+        return ""
+
+
+def _text_of(part: object) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and isinstance(part.get("content"), str):
