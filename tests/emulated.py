@@ -95,7 +95,7 @@ class Decoder(cuda.Decoder):
     ) -> None:
         variant = cuda.Variant.of(spec, arch, tiles.query_tiles, dtype)
         build([variant], change)
-        self._tile_rows = tiles.query_tiles[-1]
+        self._tile_rows, self._kv = tiles.query_tiles[-1], variant.kv
         self._modules = [_modules[variant, change]]
         self._streams = []
         self.workers = WORKERS

@@ -12,6 +12,10 @@ Device = Literal["cpu", "cuda"]
 HEAD_DIMS = (64, 96, 128, 192, 256)
 """Of the CUDA kernels."""
 
+LARGE_SHARED = ("8.0", "9.0a", "10.0")
+"""Architectures that are known to have more than 99 KB of shared memory for a CTA (`kSharedLimit` in csrc/cuda/params.cuh), as head
+dimensions above 128 need."""
+
 CPU_HEAD_DIM, CPU_HEAD_DIM_STEP = 256, 8
 """The largest head dimension of the CPU executor, and what it has to be a multiple of."""
 

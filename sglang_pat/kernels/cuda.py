@@ -61,6 +61,10 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         refusal = capabilities.refusal(spec, "cuda")
         if refusal is not None:
             raise ValueError(f"the CUDA kernels do not compute {refusal}")
+        if spec.head_dim > 128 and arch not in capabilities.LARGE_SHARED:
+            raise ValueError(
+                f"the CUDA kernels for a head dimension of {spec.head_dim} take more shared memory than compute capability {arch} has"
+            )
         tiles = query_tiles or capabilities.query_tiles(arch, spec.head_dim)
         kv = getattr(torch, spec.kv.name)
         dtype = dtype or (kv if kv in TYPES else torch.bfloat16)
@@ -137,7 +141,7 @@ class Decoder:
         modules = [tiles.query_tiles] if mode == "fused" else [(m,) for m in tiles.query_tiles]
         variants = [Variant.of(spec, arch_of(device), query_tiles, dtype) for query_tiles in modules]
         build(variants)
-        self._tile_rows = tiles.query_tiles[-1]
+        self._tile_rows, self._kv = tiles.query_tiles[-1], variants[0].kv
         self._modules = [_load(variant) for variant in variants]
         self._streams = [torch.cuda.Stream(device) for _ in variants[1:]] if mode != "serial" else []
         self.workers: int = max(module.workers(device.index or 0) for module in self._modules)
@@ -201,7 +205,11 @@ class Decoder:
         Raises:
             ValueError: A tensor's device, dtype, shape or stride is none of the above.
         """
-        k, v = (pool.view(torch.uint8) if pool.dtype in KV_NAMES else pool for pool in (k, v))
+        for name, pool in (("k", k), ("v", v)):
+            if pool.dtype != self._kv:
+                raise ValueError(f"{name} has the wrong dtype: {pool.dtype}, not {self._kv}")
+        if self._kv in KV_NAMES:
+            k, v = k.view(torch.uint8), v.view(torch.uint8)
         tables = (req_to_token, rows, seq_lens, plan, partial, lse)
         arguments = (q, k, v, out, *tables, scale, v_scale, logit_cap, self._tile_rows)
         first, *others = self._modules

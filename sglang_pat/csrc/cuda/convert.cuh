@@ -6,7 +6,8 @@
 
 namespace pat {
 
-// Each thread copies and converts rows of its own: nobody else waits for its bytes, and its copies go on across the ends of items.
+// Each thread copies and converts rows of its own: nobody else waits for its bytes. Its copies go on across the ends of items, but
+// where Q has to be converted too, which waits for all of them.
 template <typename T, typename Kv, int kDim, int kStages, int kAhead>
 class ConvertingProducer {
   static constexpr int kThreads = producer_threads(kDim);
@@ -14,7 +15,6 @@ class ConvertingProducer {
   // A thread has rows that are kStride apart.
   static constexpr int kStride = kThreads / kRowThreads, kRows = kTokens / kStride;
   static_assert(kRows <= kRowThreads);  // for each lane has the slot of one row
-  static_assert(kRows * kThreads * kCopyBytes == kAheadBytes<kDim>);
 
   // A tile of an item.
   struct Cursor {
@@ -34,7 +34,7 @@ class ConvertingProducer {
   __device__ void run() {
     if (items_.count(kWide) == 0) return;
     queries_.read(0);
-    asked_ = read_ = Cursor();
+    asked_ = read_ = tile_from(Cursor());
     read_slot();
 #pragma unroll 1
     for (int i = 0; i < kAhead; ++i) ask();
@@ -54,10 +54,12 @@ class ConvertingProducer {
   __device__ static int column() { return int(thread() % kRowThreads); }
 
   __device__ bool ended(const Cursor& cursor) const { return cursor.item >= items_.count(kWide); }
-  __device__ void next_tile(Cursor& cursor) const {
-    cursor.begin += kTokens;
-    if (cursor.begin >= items_.get(kWide, cursor.item).tokens) cursor = {cursor.item + 1, 0};
+  // The first tile that there is from here on: an item without tokens has none.
+  __device__ Cursor tile_from(Cursor cursor) const {
+    while (!ended(cursor) && cursor.begin >= items_.get(kWide, cursor.item).tokens) cursor = {cursor.item + 1, 0};
+    return cursor;
   }
+  __device__ Cursor after(const Cursor& cursor) const { return tile_from({cursor.item, cursor.begin + kTokens}); }
 
   // Reads the slot of the row that is this lane's, of the tile that will be asked for next.
   __device__ void read_slot() {
@@ -65,12 +67,13 @@ class ConvertingProducer {
     const Item& item = items_.get(kWide, read_.item);
     const int row = read_.begin + first_row() + column() % kRows * kStride;
     slot_ahead_ = row < item.tokens ? p_.req_to_token[item.slots + row] : 0;
-    next_tile(read_);
+    read_ = after(read_);
   }
 
-  __device__ uint8_t* bytes(int row) const {
-    return memory_.ring + kStages * kStageBytes<kDim> + at_ * kAheadBytes<kDim> +
-           (row * kThreads + int(thread())) * kCopyBytes;
+  // Of the oldest tile that was asked for, or of the next: this thread's `number`-th row.
+  __device__ uint8_t* bytes(int number) const {
+    return memory_.ring + kStages * kStageBytes<kDim> + at_ * kAheadBytes<kDim> + (first_row() + number * kStride) * kDim +
+           column() * kCopyBytes;
   }
 
   // Asks for K or V, by turns, of the next tile: a commit group, also where there is nothing left.
@@ -90,7 +93,7 @@ class ConvertingProducer {
         if (column() < kRowCopies)
           copy16_or_zero(shared_address(bytes(i)), from + uint64_t(slot) * stride, i * kStride < tokens);
       }
-      if (is_v_) next_tile(asked_);
+      if (is_v_) asked_ = after(asked_);
       is_v_ = !is_v_;
     }
     commit_copies();
@@ -101,8 +104,10 @@ class ConvertingProducer {
   __device__ void deliver() {
     wait_copies<kAhead - 1>();
     uint4 loaded[kRows];
+    if (column() < kRowCopies) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) loaded[i] = *reinterpret_cast<const uint4*>(bytes(i));
+      for (int i = 0; i < kRows; ++i) loaded[i] = *reinterpret_cast<const uint4*>(bytes(i));
+    }
     cursor_.wait_empty();
     if (column() < kRowCopies) {
       uint8_t* const stage = memory_.ring + cursor_.stage() * kStageBytes<kDim>;

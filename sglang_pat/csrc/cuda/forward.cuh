@@ -25,7 +25,7 @@ struct ForwardSizes {
       Kv::kBytes == 1 ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim>) : 0;
   static constexpr int kNarrowWarps = std::min(
       groups(kDim) * kGroupWarps, (kSharedLimit - kRest) / NarrowSizes<Kv, kDim>::kWarp / kGroupWarps * kGroupWarps);
-  static_assert(kStages >= kFewestStages && kNarrowWarps > 0 && (Kv::kBytes != 1 || kAhead > 1));
+  static_assert(kStages >= kFewestStages && kNarrowWarps > 0 && (Kv::kBytes != 1 || kAhead > 0));
 };
 
 // Panels are 1,024-byte aligned, as swizzled tiles must be.

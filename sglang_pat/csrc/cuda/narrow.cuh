@@ -451,7 +451,7 @@ class NarrowWarp {
     all_arrived();
   }
 
-  // Chunks of eight columns are permuted by the row: no bank conflicts between a warp's four pairs of rows.
+  // Chunks of eight columns are permuted by the row: with KV of 16 bits no bank conflicts between a warp's four pairs of rows.
   __device__ static int place(int row, int column) {
     return row * panels(kDim) * kPanelColumns + (column ^ (row / 2 % 4 * 8));
   }

@@ -15,7 +15,7 @@ constexpr int kStageBytes = panels(kDim) * kTokens * kPanelRow;
 
 // K or V of a tile in 8 bits, before it is converted.
 template <int kDim>
-constexpr int kAheadBytes = kTokens * row_threads(kDim) * kCopyBytes;
+constexpr int kAheadBytes = kTokens * kDim;
 
 // The most rows of a wide tile; each group of warps has 64.
 template <int kDim>
