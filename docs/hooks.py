@@ -1,4 +1,8 @@
-"""Fills in what the code and the benchmarks' JSON know better than a page: `<!-- generated: name -->` becomes text."""
+"""Fills in what the code and the benchmarks' JSON know better than a page: all between `<!-- generated: name -->` and `<!-- end -->`.
+
+python docs/hooks.py            # writes it into the pages, for whoever reads them in the repository
+python docs/hooks.py --check    # only looks whether they are as they would be written
+"""
 
 from __future__ import annotations
 
@@ -83,6 +87,36 @@ def home() -> str:
 GENERATED = {"home": home, "support": support, "settings": settings, "counters": counters, **report.SECTIONS}
 
 
+HTML = ("home",)
+"""What only a site can show."""
+
+
+def filled(markdown: str) -> str:
+    """The page with what is generated in it, but for HTML."""
+
+    def fill(match: re.Match[str]) -> str:
+        text = "" if match[1] in HTML else GENERATED[match[1]]() + "\n\n"
+        return f"<!-- generated: {match[1]} -->\n\n{text}<!-- end -->"
+
+    return re.sub(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", fill, markdown, flags=re.DOTALL)
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """MkDocs calls this for every page."""
-    return re.sub(r"<!-- generated: (\w+) -->", lambda match: GENERATED[match[1]](), markdown)
+    for name in HTML:
+        markdown = markdown.replace(f"<!-- generated: {name} -->", GENERATED[name]())
+    return filled(markdown)
+
+
+def main() -> None:
+    for page in sorted(Path(__file__).parent.glob("*.md")):
+        now = page.read_text()
+        right = filled(now)
+        if "--check" not in sys.argv:
+            page.write_text(right)
+        elif now != right:
+            sys.exit(f"{page} is not what `python docs/hooks.py` writes")
+
+
+if __name__ == "__main__":
+    main()
