@@ -17,7 +17,7 @@ from sglang_pat.packing import FORMATS, AttentionSpec
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.build", description=__doc__)
     parser.add_argument("--head-dim", type=int, nargs="+", choices=capabilities.HEAD_DIMS, default=[128])
-    parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float16"], default=["bfloat16"])
+    parser.add_argument("--dtype", nargs="+", choices=capabilities.CUDA_DTYPES, default=["bfloat16"])
     parser.add_argument("--kv-cache-dtype", nargs="+", choices=["auto", *capabilities.FP8], default=["auto"])
     parser.add_argument("--arch", help="compute capability such as 8.0 or 9.0a; default: this machine's GPU")
     parser.add_argument(

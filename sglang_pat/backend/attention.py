@@ -113,7 +113,6 @@ class PatAttnBackend(AttentionBackend):
                 if hasattr(self.inner, name):
                     setattr(self, name, getattr(self.inner, name))
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
-        self._scaled = compat.is_fp8(runner.kv_cache_dtype)
 
         self._kv_format, self._context = layers.kv_format(runner.kv_cache_dtype), runner.model_config.context_len
         made = executors.create(runner, config, specs)
@@ -212,7 +211,7 @@ class PatAttnBackend(AttentionBackend):
             compat.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         assert self.rows is not None and self.seq_lens is not None
-        k_scale, v_scale = compat.kv_scales(layer) if self._scaled else (1.0, 1.0)
+        k_scale, v_scale = compat.kv_scales(layer) if compat.is_fp8(self.kv_cache_dtype) else (1.0, 1.0)
         out = self._group(layer).executor.decode(
             q,
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),

@@ -11,12 +11,9 @@ import torch
 
 from sglang_pat import compat
 from sglang_pat.backend import features, layers
-from sglang_pat.kernels import capabilities
+from sglang_pat.kernels import capabilities, cuda
 
 logger = logging.getLogger(__name__)
-
-Q_TYPES = (torch.float16, torch.bfloat16)
-"""What models compute in whose attention runs on a GPU; their KV is kept in the same, or in FP8."""
 
 SCALELESS = ("torch_native", "flex_attention")
 """Stock backends that write and read FP8 caches without the scales of a checkpoint."""
@@ -105,7 +102,7 @@ def check_model(runner: Any, fallback: str) -> None:
             "leave out --kv-cache-dtype, or use another --attention-backend"
         )
     kept_alike = runner.kv_cache_dtype == runner.dtype or compat.is_fp8(runner.kv_cache_dtype)
-    if runner.device == "cuda" and not (runner.dtype in Q_TYPES and kept_alike):
+    if runner.device == "cuda" and not (runner.dtype in cuda.TYPES and kept_alike):
         raise UnsupportedError(
             f"--attention-backend pat does not support {runner.dtype} with a KV cache of {runner.kv_cache_dtype} on a "
             f"GPU: serve {name} with --dtype bfloat16 or float16, and leave out --kv-cache-dtype"

@@ -42,14 +42,9 @@ def asker(engine: Engine) -> Ask:
         try:
             body = kind(**request.body)
         except (ValidationError, TypeError) as error:
-            return 400, {
-                "object": "error",
-                "message": str(error),
-                "type": "BadRequestError",
-                "param": None,
-                "code": 400,
-            }
-        response = await handler.handle_request(body, None)
+            response = handler.create_error_response(str(error))
+        else:
+            response = await handler.handle_request(body, None)
         if hasattr(response, "model_dump_json"):
             return 200, msgspec.json.decode(response.model_dump_json())
         return response.status_code, msgspec.json.decode(response.body)

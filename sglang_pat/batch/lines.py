@@ -172,7 +172,8 @@ class Output:
             raise BatchError(f"{path}: {error.strerror}") from None
         try:
             self._lock()
-            self.done = dict(self._records())
+            self.done: dict[int, str | None] = {}
+            self._read()
         except BaseException:
             os.close(self._file)
             raise
@@ -183,7 +184,7 @@ class Output:
         except BlockingIOError:
             raise BatchError(f"{self._path} is being written by another process") from None
 
-    def _records(self) -> Iterator[tuple[int, str | None]]:
+    def _read(self) -> None:
         decoder = msgspec.json.Decoder(_Record)
         begins = f'{{"id":"{ID}'.encode()
         self._end = 0
@@ -192,16 +193,17 @@ class Output:
                 if not text.endswith(b"\n") and begins.startswith(text[: len(begins)]):
                     break
                 try:
-                    record = decoder.decode(text)
-                    found = number_of(record.id)
+                    self._count(decoder.decode(text))
                 except ValueError:
                     raise BatchError(
                         f"line {number} of {self._path} is no record of a job: name another file"
                     ) from None
-                self.failed += record.response is None or record.response.status_code != 200
-                yield found, record.custom_id
                 self._end += len(text)
         os.ftruncate(self._file, self._end)
+
+    def _count(self, record: _Record) -> None:
+        self.done[number_of(record.id)] = record.custom_id
+        self.failed += record.response is None or record.response.status_code != 200
 
     def write(self, record: Json) -> None:
         """Append a record: whole, or not at all.
@@ -221,9 +223,7 @@ class Output:
                 f"{self._path}: {what}; all {len(self.done)} answers so far are there, and the same command goes on from them"
             ) from None
         self._end += len(text)
-        self.done[number_of(record["id"])] = record["custom_id"]
-        response = record["response"]
-        self.failed += response is None or response["status_code"] != 200
+        self._count(msgspec.convert(record, _Record))
 
     def close(self) -> None:
         os.close(self._file)

@@ -66,10 +66,9 @@ class Order:
         """
         texts = [beginning(request) for request in requests]
         places = sorted(range(len(requests)), key=texts.__getitem__)
-        self._followers: dict[int, list[int]] = {}
-        self._rank = {place: rank for rank, place in enumerate(places)}
-        self._ready: list[int] = []
         self._places = places
+        self._followers: dict[int, list[int]] = {}  # ranks, by the leader's place
+        self._ready: list[int] = []  # a heap of ranks, which sorted numbers are
         # Of the nodes above the request before: how long the prefix is, and who leads it.
         above: list[tuple[int, int]] = []
         for rank, place in enumerate(places):
@@ -80,10 +79,9 @@ class Order:
             if length >= shared:
                 if not above or above[-1][0] < length:
                     above.append((length, leader))
-                self._followers.setdefault(above[-1][1], []).append(place)
+                self._followers.setdefault(above[-1][1], []).append(rank)
             else:
                 self._ready.append(rank)
-        heapq.heapify(self._ready)
 
     def take(self) -> int | None:
         """A request that may run now; None while all that are left wait."""
@@ -92,4 +90,4 @@ class Order:
     def finish(self, place: int) -> None:
         """A request has an answer, or never will have: who waited for it may run."""
         for follower in self._followers.pop(place, ()):
-            heapq.heappush(self._ready, self._rank[follower])
+            heapq.heappush(self._ready, follower)

@@ -22,9 +22,12 @@ CPU_HEAD_DIM, CPU_HEAD_DIM_STEP = 256, 8
 FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """Formats of 8 bits by what SGLang's `--kv-cache-dtype` calls them."""
 
+CUDA_DTYPES = ("float16", "bfloat16")
+"""Dtypes of Q on a GPU."""
+
 KV_FORMATS: dict[Device, tuple[str, ...]] = {
     "cpu": ("float32", "float16", "bfloat16", *FP8.values()),
-    "cuda": ("float16", "bfloat16", *FP8.values()),
+    "cuda": (*CUDA_DTYPES, *FP8.values()),
 }
 """Those of `packing.FORMATS` that each executor reads."""
 
