@@ -9,12 +9,10 @@ namespace pat {
 // Each thread copies and converts rows of its own: nobody else waits for its bytes. Its copies go on across the ends of items, but
 // where Q has to be converted too, which waits for all of them.
 template <typename T, typename Kv, int kDim, int kStages, int kAhead>
-class ConvertingProducer {
-  static constexpr int kThreads = producer_threads(kDim);
-  static constexpr int kRowCopies = kDim / kCopyBytes, kRowThreads = row_threads(kDim);
-  // A thread has rows that are kStride apart.
-  static constexpr int kStride = kThreads / kRowThreads, kRows = kTokens / kStride;
-  static_assert(kRows <= kRowThreads);  // for each lane has the slot of one row
+class ConvertingProducer : TileRows<kDim, kDim> {
+  using Rows = TileRows<kDim, kDim>;
+  using Rows::kRowThreads, Rows::kRows, Rows::kStride, Rows::own_row, Rows::thread;
+  static constexpr int kRowCopies = kDim / kCopyBytes;
 
   // A tile of an item.
   struct Cursor {
@@ -23,7 +21,7 @@ class ConvertingProducer {
 
  public:
   __device__ ConvertingProducer(const Params& p, const Items<threads(kDim)>& items,
-                                WideMemory<Kv, kDim, kStages, kAhead>& memory, WideBarriers<kStages>& barriers)
+                                WideMemory<kDim, kStages, kAhead>& memory, WideBarriers<kStages>& barriers)
       : p_(p),
         items_(items),
         memory_(memory),
@@ -49,7 +47,6 @@ class ConvertingProducer {
   }
 
  private:
-  __device__ static unsigned thread() { return thread_of<kThreads>(); }
   __device__ static int first_row() { return int(thread() / kRowThreads); }
   __device__ static int column() { return int(thread() % kRowThreads); }
 
@@ -65,7 +62,7 @@ class ConvertingProducer {
   __device__ void read_slot() {
     if (ended(read_)) return;
     const Item& item = items_.get(kWide, read_.item);
-    const int row = read_.begin + first_row() + column() % kRows * kStride;
+    const int row = read_.begin + own_row();
     slot_ahead_ = row < item.tokens ? p_.req_to_token[item.slots + row] : 0;
     read_ = after(read_);
   }
@@ -84,7 +81,7 @@ class ConvertingProducer {
       const uint32_t stride = is_v_ ? p_.v_slot : p_.k_slot;
       const char* from = static_cast<const char*>(is_v_ ? p_.v : p_.k) + item.head * (is_v_ ? p_.v_head : p_.k_head);
       from += column() * kCopyBytes;
-      const int lane = int(thread() % kWarpSize / kRowThreads * kRowThreads);
+      const int lane = Rows::slot_lane();
       const int tokens = item.tokens - asked_.begin - first_row();  // that are left from this thread's first row on
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -128,7 +125,7 @@ class ConvertingProducer {
 
   const Params& p_;
   const Items<threads(kDim)>& items_;
-  WideMemory<Kv, kDim, kStages, kAhead>& memory_;
+  WideMemory<kDim, kStages, kAhead>& memory_;
   RingCursor<kStages> cursor_;
   QueryProducer<T, typename Kv::Product, kDim> queries_;
   Cursor asked_, read_;

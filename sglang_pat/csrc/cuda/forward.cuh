@@ -37,7 +37,7 @@ struct ForwardMemory {
     NarrowStatistics<S::kNarrowWarps> statistics;
   };
   union {
-    WideMemory<Kv, kDim, S::kStages, S::kAhead> wide;
+    WideMemory<kDim, S::kStages, S::kAhead> wide;
     Narrow narrow;
   };
   WideStatistics statistics;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   if (threadIdx.x >= S::kComputing) {
     if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters>();
     using Loader = std::conditional_t<Kv::kBytes == 1, ConvertingProducer<T, Kv, kDim, S::kStages, S::kAhead>,
-                                      Producer<T, Kv, kDim, S::kStages, S::kAhead>>;
+                                      Producer<T, kDim, S::kStages>>;
     Loader producer(p, items, memory.wide, memory.barriers);
     do {
       if constexpr (S::kHasWide) producer.run();

@@ -60,7 +60,7 @@ class RingCursor {
 };
 
 // `kAhead` tiles of K or V may wait for their conversion behind the stages.
-template <typename Kv, int kDim, int kStages, int kAhead>
+template <int kDim, int kStages, int kAhead>
 struct WideMemory {
   alignas(1024) uint8_t ring[kStages * kStageBytes<kDim> + kAhead * kAheadBytes<kDim>];
   WideQueries<kDim> queries[kQueryBuffers];
@@ -161,17 +161,30 @@ class QueryProducer {
   int queries_ahead_[kMembers] = {}, targets_ahead_[kMembers] = {};
 };
 
-// The warps that fill the ring. Slots of the next tile and queries of the next item are read while this one's rows are
-// copied: their latency would otherwise stand before every copy (benchmarks/NOTES-archive.md).
-template <typename T, typename Kv, int kDim, int kStages, int kAhead>
-class Producer {
-  static constexpr int kRowThreads = row_threads(kDim * Kv::kBytes);
-  // A thread copies rows that are kStride apart: where that is 8, they are swizzled alike.
+// Which rows of a tile, and which 16 bytes of them, a thread copies that fills the ring.
+template <int kDim, int kRowBytes>
+struct TileRows {
+  static constexpr int kRowThreads = row_threads(kRowBytes);
+  // A thread's rows are kStride apart: where that is 8, they are swizzled alike.
   static constexpr int kStride = producer_threads(kDim) / kRowThreads, kRows = kTokens / kStride;
   static_assert(kRows <= kRowThreads);  // for each lane has the slot of one row
 
+  __device__ static unsigned thread() { return thread_of<producer_threads(kDim)>(); }
+  // The row of a tile whose slot this lane reads.
+  __device__ static int own_row() { return int(thread() / kRowThreads + thread() % kRows * kStride); }
+  // The lane of the warp that has the slot of this thread's first row; those behind it have the others'.
+  __device__ static int slot_lane() { return int(thread() % kWarpSize / kRowThreads * kRowThreads); }
+};
+
+// The warps that fill the ring. Slots of the next tile and queries of the next item are read while this one's rows are
+// copied: their latency would otherwise stand before every copy (benchmarks/NOTES-archive.md).
+template <typename T, int kDim, int kStages>
+class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
+  using Rows = TileRows<kDim, kDim* int(sizeof(T))>;
+  using Rows::kRowThreads, Rows::kRows, Rows::kStride, Rows::own_row, Rows::thread;
+
  public:
-  __device__ Producer(const Params& p, const Items<threads(kDim)>& items, WideMemory<Kv, kDim, kStages, kAhead>& memory,
+  __device__ Producer(const Params& p, const Items<threads(kDim)>& items, WideMemory<kDim, kStages, 0>& memory,
                       WideBarriers<kStages>& barriers)
       : p_(p),
         items_(items),
@@ -192,8 +205,6 @@ class Producer {
   }
 
  private:
-  __device__ static unsigned thread() { return thread_of<producer_threads(kDim)>(); }
-
   // Of the item `i`: queries, and the slot of a row of the first tile.
   __device__ void read_ahead(int i) {
     queries_.read(i);
@@ -201,9 +212,6 @@ class Producer {
     const Item& item = items_.get(kWide, i);
     if (own_row() < item.tokens) slot_ahead_ = p_.req_to_token[item.slots + own_row()];
   }
-
-  // The row of a tile whose slot this lane reads.
-  __device__ static int own_row() { return int(thread() / kRowThreads + thread() % kRows * kStride); }
 
   // `slot_ahead` is the slot of this lane's row of the first tile.
   __device__ void copy_kv(const Item& item, int slot_ahead) {
@@ -233,7 +241,7 @@ class Producer {
   __device__ void copy_rows(bool full, int column, uint32_t offset, const char* pool, uint32_t stride, int slot,
                             int tokens) {
     const uint32_t to = shared_address(memory_.ring) + cursor_.stage() * kStageBytes<kDim>;
-    const int lane = int(thread() % kWarpSize / kRowThreads * kRowThreads);
+    const int lane = Rows::slot_lane();
     if (full) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
@@ -254,7 +262,7 @@ class Producer {
 
   const Params& p_;
   const Items<threads(kDim)>& items_;
-  WideMemory<Kv, kDim, kStages, kAhead>& memory_;
+  WideMemory<kDim, kStages, 0>& memory_;
   RingCursor<kStages> cursor_;
   QueryProducer<T, T, kDim> queries_;
   int slot_ahead_ = 0;

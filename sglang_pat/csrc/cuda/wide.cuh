@@ -31,7 +31,7 @@ struct WideCursors {
 template <typename T, typename Kv, int kDim, int kStages, int kAhead>
 class WideGroup {
   using P = Products<typename Kv::Product, kDim>;
-  using Memory = WideMemory<Kv, kDim, kStages, kAhead>;
+  using Memory = WideMemory<kDim, kStages, kAhead>;
   using Ring = RingCursor<kStages>;
   static constexpr int kGroups = groups(kDim);
 
