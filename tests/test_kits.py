@@ -52,7 +52,7 @@ CHECKED = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
-LIMITS = {"SGLANG_REQ_WAITING_TIMEOUT": "1.5", "SGLANG_REQ_RUNNING_TIMEOUT": "15"}
+LIMITS = {"SGLANG_REQ_WAITING_TIMEOUT": "1.5", "SGLANG_REQ_RUNNING_TIMEOUT": "30"}
 COMMON = ["--dtype", "float32", "--enable-streaming-session"]
 LONG = ["--json-model-override-args", '{"max_position_embeddings": 131072}']
 
@@ -154,8 +154,9 @@ class TestTimeouts(WaitingTimeoutMixin, RunningTimeoutTwoWaveMixin, Kit):
     """One more than run at once has to wait for longer than it may; nobody may run for as long as they ask for."""
 
     server_name = "limits"
+    # Whoever waits has to wait for longer than 1.5 s, and nobody else may run for 30: 5 to 100 ms a step.
     waiting_timeout_num_requests = 17
-    waiting_timeout_max_new_tokens = 400
+    waiting_timeout_max_new_tokens = 300
     running_timeout_max_new_tokens = 4000
 
 
