@@ -101,10 +101,12 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
                 queue = single
                 turn, cost = _turn(queue, kinds, config), _cost(queue, seq_lens, config)
             whole = _fits(turn + cost, gap, slack, left)
-            # A gap that is smaller than the start of one more work item is better left.
+            # A gap that is smaller than the start of one more work item is better left. An empty bin reads for as long as it
+            # takes to start.
             start = config.item(queue.size()) + turn
-            cut = not whole and gap > max(slack, start)
-            if cut and (tokens := _cut_tokens(queue, gap - start, seq_lens, config)):
+            room = max(gap - start, start) if load == 0 else gap - start
+            cut = not whole and (load == 0 or gap > max(slack, start))
+            if cut and (tokens := _cut_tokens(queue, room, seq_lens, config)):
                 piece = queue.cut(tokens)
                 cuts += 1
                 remaining += start

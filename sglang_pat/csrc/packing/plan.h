@@ -130,10 +130,11 @@ class PlanWriter {
           continue;
         }
         // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
-        // of one more work item.
+        // of one more work item. An empty bin reads for as long as it takes to start.
         const int64_t rate = config.rates[pack.count], begin = config.items[pack.count] + turn;
-        const int64_t grains = (std::max<int64_t>(0, gap - begin) + rate * kGrain / 2) / (rate * kGrain);
-        const int64_t cut = gap > std::max(slack, begin) ? grains * kGrain : 0;
+        const int64_t room = load == 0 ? std::max(gap - begin, begin) : std::max<int64_t>(0, gap - begin);
+        const int64_t grains = (room + rate * kGrain / 2) / (rate * kGrain);
+        const int64_t cut = load == 0 || gap > std::max(slack, begin) ? grains * kGrain : 0;
         if (cut > 0 && cut < tokens) {
           cuts += 1;
           queue->begin = start + int32_t(cut);
