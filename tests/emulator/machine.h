@@ -24,12 +24,13 @@ constexpr int kWarpSize = 32, kNamedBarriers = 16;
 constexpr int kTries = 30;  // to find a thread that is not lazy
 constexpr size_t kStackBytes = 256 << 10, kSharedBytes = 227 << 10;
 
-// What a thread has asked for and need not have happened yet, in order: a copy of 16 bytes to shared memory (of zeros, if
-// from nowhere), the end of a group of copies, or an arrival at a barrier when all before is done.
+// What a thread has asked for and need not have happened yet, in order: a copy to shared memory (of zeros, if from
+// nowhere), the end of a group of copies, or an arrival at a barrier when all before is done.
 struct Pending {
   enum Kind { kCopy, kCommit, kArrive } kind;
   uint32_t to = 0;
   const void* from = nullptr;
+  int bytes = 0;
 };
 
 // A warp's part of a warpgroup's product, by lane; not done before it is waited for.
@@ -209,12 +210,12 @@ class Machine {
     }
   }
 
-  void copy(uint32_t to, const void* from) {
-    shared(to, 16);
-    if (reinterpret_cast<uintptr_t>(from) % 16 != 0) fail("a copy from a misaligned address");
-    if (chance(2)) return finish({Pending::kCopy, to, from});
-    std::memset(shared(to, 16), 0xff, 16);
-    current_->pending.push_back({Pending::kCopy, to, from});
+  void copy(uint32_t to, const void* from, int bytes = 16) {
+    shared(to, bytes);
+    if (reinterpret_cast<uintptr_t>(from) % bytes != 0) fail("a copy from a misaligned address");
+    if (chance(2)) return finish({Pending::kCopy, to, from, bytes});
+    std::memset(shared(to, bytes), 0xff, bytes);
+    current_->pending.push_back({Pending::kCopy, to, from, bytes});
   }
   void commit_copies() { current_->pending.push_back({Pending::kCommit}); }
   void arrive_after_copies(uint32_t at) { current_->pending.push_back({Pending::kArrive, at}); }
@@ -290,9 +291,9 @@ class Machine {
     if (one.kind == Pending::kArrive) arrive(one.to);
     if (one.kind != Pending::kCopy) return;
     if (one.from == nullptr)
-      std::memset(shared(one.to, 16), 0, 16);
+      std::memset(shared(one.to, one.bytes), 0, one.bytes);
     else
-      std::memcpy(shared(one.to, 16), one.from, 16);
+      std::memcpy(shared(one.to, one.bytes), one.from, one.bytes);
   }
 
   void finish_first(Thread& thread) {

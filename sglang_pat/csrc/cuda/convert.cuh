@@ -12,16 +12,18 @@ template <typename T, typename Kv, int kDim, int kStages, int kAhead>
 class ConvertingProducer : TileRows<kDim, kDim> {
   using Rows = TileRows<kDim, kDim>;
   using Rows::kRowThreads, Rows::kRows, Rows::kStride, Rows::own_row, Rows::thread;
+  using Memory = WideMemory<kDim, kStages, kAhead>;
+  using Barriers = WideBarriers<kStages, Memory::kBuffers>;
   static constexpr int kRowCopies = kDim / kCopyBytes;
 
-  // A tile of an item.
+  // A tile of an item, and of the item what is needed for each tile: looking it up once more takes longer than converting.
   struct Cursor {
-    int item = 0, begin = 0;
+    int item = -1, begin = 0, tokens = 0, head = 0;
+    const int32_t* slots = nullptr;
   };
 
  public:
-  __device__ ConvertingProducer(const Params& p, const Items<threads(kDim)>& items,
-                                WideMemory<kDim, kStages, kAhead>& memory, WideBarriers<kStages>& barriers)
+  __device__ ConvertingProducer(const Params& p, const Items<threads(kDim)>& items, Memory& memory, Barriers& barriers)
       : p_(p),
         items_(items),
         memory_(memory),
@@ -32,8 +34,13 @@ class ConvertingProducer : TileRows<kDim, kDim> {
   __device__ void run() {
     if (items_.count(kWide) == 0) return;
     queries_.read(0);
-    asked_ = read_ = tile_from(Cursor());
-    read_slot();
+    asked_ = read_ = Cursor();
+    asked_slots_ = read_slots_ = 0;
+#pragma unroll 1
+    for (int i = 0; i < slot_lead(kAhead); ++i) ask_slots();
+    commit_copies();
+    wait_copies<0>();
+    asking_ = advance(asked_);
 #pragma unroll 1
     for (int i = 0; i < kAhead; ++i) ask();
 #pragma unroll 1
@@ -50,21 +57,28 @@ class ConvertingProducer : TileRows<kDim, kDim> {
   __device__ static int first_row() { return int(thread() / kRowThreads); }
   __device__ static int column() { return int(thread() % kRowThreads); }
 
-  __device__ bool ended(const Cursor& cursor) const { return cursor.item >= items_.count(kWide); }
-  // The first tile that there is from here on: an item without tokens has none.
-  __device__ Cursor tile_from(Cursor cursor) const {
-    while (!ended(cursor) && cursor.begin >= items_.get(kWide, cursor.item).tokens) cursor = {cursor.item + 1, 0};
-    return cursor;
+  // To the next tile that there is: an item without tokens has none. False behind the last.
+  __device__ bool advance(Cursor& cursor) const {
+    cursor.begin += kTokens;
+    while (cursor.begin >= cursor.tokens) {
+      if (++cursor.item >= items_.count(kWide)) return false;
+      const Item& item = items_.get(kWide, cursor.item);
+      cursor = {cursor.item, 0, item.tokens, item.head, p_.req_to_token + item.slots};
+    }
+    return true;
   }
-  __device__ Cursor after(const Cursor& cursor) const { return tile_from({cursor.item, cursor.begin + kTokens}); }
 
-  // Reads the slot of the row that is this lane's, of the tile that will be asked for next.
-  __device__ void read_slot() {
-    if (ended(read_)) return;
-    const Item& item = items_.get(kWide, read_.item);
-    const int row = read_.begin + own_row();
-    slot_ahead_ = row < item.tokens ? p_.req_to_token[item.slots + row] : 0;
-    read_ = after(read_);
+  // Where the slots of this thread's rows are, or of the rows from `row` on.
+  __device__ int* slots(int tile, int row) const { return memory_.slots[tile] + row * kRows; }
+  __device__ static int next_slots(int tile) { return tile == Memory::kSlotTiles - 1 ? 0 : tile + 1; }
+
+  // Asks for the slots of the next tile whose slots have not been asked for: each warp for those of its own rows.
+  __device__ void ask_slots() {
+    if (advance(read_) && column() < kRows) {
+      const int row = read_.begin + own_row();
+      copy4_or_zero(shared_address(slots(read_slots_, first_row()) + column()), read_.slots + row, row < read_.tokens);
+    }
+    read_slots_ = next_slots(read_slots_);
   }
 
   // Of the oldest tile that was asked for, or of the next: this thread's `number`-th row.
@@ -73,24 +87,29 @@ class ConvertingProducer : TileRows<kDim, kDim> {
            column() * kCopyBytes;
   }
 
-  // Asks for K or V, by turns, of the next tile: a commit group, also where there is nothing left.
+  // Asks for K or V, by turns, of a tile: a commit group, also where there is nothing left. With K go the slots of a tile to come:
+  // in registers, ptxas waited for them as soon as they were asked for.
   __device__ void ask() {
-    if (!ended(asked_)) {
-      const Item& item = items_.get(kWide, asked_.item);
-      if (!is_v_) slot_ = slot_ahead_, read_slot();
+    if (asking_) {
+      if (!is_v_) {
+        __syncwarp();  // what other lanes have asked for has come, and they have read what is overwritten
+        ask_slots();
+      }
       const uint32_t stride = is_v_ ? p_.v_slot : p_.k_slot;
-      const char* from = static_cast<const char*>(is_v_ ? p_.v : p_.k) + item.head * (is_v_ ? p_.v_head : p_.k_head);
+      const char* from = static_cast<const char*>(is_v_ ? p_.v : p_.k) + asked_.head * (is_v_ ? p_.v_head : p_.k_head);
       from += column() * kCopyBytes;
-      const int lane = Rows::slot_lane();
-      const int tokens = item.tokens - asked_.begin - first_row();  // that are left from this thread's first row on
+      const int* const rows = slots(asked_slots_, first_row());
+      const int tokens = asked_.tokens - asked_.begin - first_row();  // that are left from this thread's first row on
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const uint32_t slot = __shfl_sync(~0u, slot_, lane + i);
         // Zeros behind the end: what lies there may be NaN.
         if (column() < kRowCopies)
-          copy16_or_zero(shared_address(bytes(i)), from + uint64_t(slot) * stride, i * kStride < tokens);
+          copy16_or_zero(shared_address(bytes(i)), from + uint64_t(uint32_t(rows[i])) * stride, i * kStride < tokens);
       }
-      if (is_v_) asked_ = after(asked_);
+      if (is_v_) {
+        asking_ = advance(asked_);
+        asked_slots_ = next_slots(asked_slots_);
+      }
       is_v_ = !is_v_;
     }
     commit_copies();
@@ -108,29 +127,33 @@ class ConvertingProducer : TileRows<kDim, kDim> {
     cursor_.wait_empty();
     if (column() < kRowCopies) {
       uint8_t* const stage = memory_.ring + cursor_.stage() * kStageBytes<kDim>;
+      // Of the two places of 16 bytes that its 16 numbers take, a thread begins with the second where the panel is an odd one: eight
+      // threads that store together would otherwise use half of the banks.
+      const bool odd = column() / (kPanelColumns / kCopyBytes) % 2 != 0;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        uint4 low, high;
-        Kv::in_order(loaded[i].x, low.x, low.y), Kv::in_order(loaded[i].y, low.z, low.w);
-        Kv::in_order(loaded[i].z, high.x, high.y), Kv::in_order(loaded[i].w, high.z, high.w);
+        const uint4 bytes = loaded[i];
+        uint4 first, second;
+        Kv::in_order(odd ? bytes.z : bytes.x, first.x, first.y), Kv::in_order(odd ? bytes.w : bytes.y, first.z, first.w);
+        Kv::in_order(odd ? bytes.x : bytes.z, second.x, second.y),
+            Kv::in_order(odd ? bytes.y : bytes.w, second.z, second.w);
         const int row = first_row() + i * kStride;
-        *reinterpret_cast<uint4*>(stage + panel_offset(row, 2 * column(), kTokens * kPanelRow)) = low;
-        *reinterpret_cast<uint4*>(stage + panel_offset(row, 2 * column() + 1, kTokens * kPanelRow)) = high;
+        *reinterpret_cast<uint4*>(stage + panel_offset(row, 2 * column() + odd, kTokens * kPanelRow)) = first;
+        *reinterpret_cast<uint4*>(stage + panel_offset(row, 2 * column() + !odd, kTokens * kPanelRow)) = second;
       }
     }
-    fence_async_proxy();
     arrive(cursor_.full_barrier());
     cursor_.advance();
   }
 
   const Params& p_;
   const Items<threads(kDim)>& items_;
-  WideMemory<kDim, kStages, kAhead>& memory_;
+  Memory& memory_;
   RingCursor<kStages> cursor_;
-  QueryProducer<T, typename Kv::Product, kDim> queries_;
+  QueryProducer<T, typename Kv::Product, kDim, Memory::kBuffers> queries_;
   Cursor asked_, read_;
-  int at_ = 0, slot_ = 0, slot_ahead_ = 0;
-  bool is_v_ = false;
+  int at_ = 0, asked_slots_ = 0, read_slots_ = 0;
+  bool asking_ = false, is_v_ = false;
 };
 
 }  // namespace pat

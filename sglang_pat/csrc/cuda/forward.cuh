@@ -15,17 +15,19 @@ struct ForwardSizes {
   static constexpr int kComputing = groups(kDim) * kGroupThreads;
   // Items, statistics, barriers, alignment.
   static constexpr int kRest = int(sizeof(ItemWindow<threads(kDim)>)) + (4 << 10);
-  static constexpr int kQueries = kQueryBuffers * int(sizeof(WideQueries<kDim>));
+  static constexpr bool kConverts = Kv::kBytes == 1;
+  static constexpr int kBuffers = query_buffers(kConverts);
+  static constexpr int kQueries = kBuffers * int(sizeof(WideQueries<kDim>));
   static constexpr int kFree = kSharedLimit - kRest - kQueries;
-  // The groups need K and V of two tiles to take turns.
-  static constexpr int kFewestStages = groups(kDim) > 1 ? 4 : 2;
+  // Groups that take turns hold K and V of two tiles while those of a third come: with four stages, 64 rows took 34 ns a
+  // token in place of 20 (benchmarks/NOTES.md, 2026-11-23).
+  static constexpr int kFewestStages = groups(kDim) > 1 ? 6 : 2;
   // More than eight stages bring nothing: K and V of four tiles. KV of 8 bits waits for its conversion beside them.
-  static constexpr int kStages = Kv::kBytes == 1 ? kFewestStages : std::min(8, kFree / kStageBytes<kDim> / 2 * 2);
-  static constexpr int kAhead =
-      Kv::kBytes == 1 ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim>) : 0;
+  static constexpr int kStages = kConverts ? kFewestStages : std::min(8, kFree / kStageBytes<kDim> / 2 * 2);
+  static constexpr int kAhead = kConverts ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim>) : 0;
   static constexpr int kNarrowWarps = std::min(
       groups(kDim) * kGroupWarps, (kSharedLimit - kRest) / NarrowSizes<Kv, kDim>::kWarp / kGroupWarps * kGroupWarps);
-  static_assert(kStages >= kFewestStages && kNarrowWarps > 0 && (Kv::kBytes != 1 || kAhead > 0));
+  static_assert(kStages >= kFewestStages && kNarrowWarps > 0 && (!kConverts || kAhead > 0));
 };
 
 // Panels are 1,024-byte aligned, as swizzled tiles must be.
@@ -41,7 +43,7 @@ struct ForwardMemory {
     Narrow narrow;
   };
   WideStatistics statistics;
-  WideBarriers<S::kStages> barriers;
+  WideBarriers<S::kStages, S::kBuffers> barriers;
   ItemWindow<threads(kDim)> window;
 };
 
@@ -58,11 +60,11 @@ constexpr int kComputeRegisters = (65536 / kGroupThreads - kLoadRegisters) / gro
 #endif
 
 template <typename T, typename Kv, int kDim, int kMs>
-__device__ PAT_PHASE void run_wide(const Params& p, const Items<threads(kDim)>& items, ForwardMemory<Kv, kDim, kMs>& memory,
-                                   WideCursors<ForwardSizes<Kv, kDim, kMs>::kStages>& cursors) {
-  WideGroup<T, Kv, kDim, ForwardSizes<Kv, kDim, kMs>::kStages, ForwardSizes<Kv, kDim, kMs>::kAhead>(
-      p, items, memory.wide, memory.statistics, cursors)
-      .run();
+__device__ PAT_PHASE void run_wide(
+    const Params& p, const Items<threads(kDim)>& items, ForwardMemory<Kv, kDim, kMs>& memory,
+    WideCursors<ForwardSizes<Kv, kDim, kMs>::kStages, ForwardSizes<Kv, kDim, kMs>::kBuffers>& cursors) {
+  using S = ForwardSizes<Kv, kDim, kMs>;
+  WideGroup<T, Kv, kDim, S::kStages, S::kAhead>(p, items, memory.wide, memory.statistics, cursors).run();
 }
 
 template <typename T, typename Kv, int kDim, int kMs, int kM>
@@ -77,6 +79,7 @@ template <typename T, typename Kv, int kDim, int kMs>
 __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
   auto& memory = *reinterpret_cast<ForwardMemory<Kv, kDim, kMs>*>(bytes);
+  static_assert(sizeof(memory) <= kSharedLimit);
   using S = ForwardSizes<Kv, kDim, kMs>;
   constexpr int kThreads = threads(kDim);
   constexpr bool kTradeRegisters = groups(kDim) > 1;
@@ -84,7 +87,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   if (S::kHasWide && threadIdx.x < S::kStages) {
     init_barrier(shared_address(&memory.barriers.ring.full[threadIdx.x]), producer_threads(kDim));
     init_barrier(shared_address(&memory.barriers.ring.empty[threadIdx.x]), groups(kDim) * kGroupWarps);
-    if (threadIdx.x < kQueryBuffers) {
+    if (threadIdx.x < S::kBuffers) {
       init_barrier(shared_address(&memory.barriers.queries.full[threadIdx.x]), 2 * producer_threads(kDim));
       init_barrier(shared_address(&memory.barriers.queries.empty[threadIdx.x]), S::kComputing);
     }
@@ -103,7 +106,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   int first = 0;
   if (threadIdx.x >= S::kComputing) {
     if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters>();
-    using Loader = std::conditional_t<Kv::kBytes == 1, ConvertingProducer<T, Kv, kDim, S::kStages, S::kAhead>,
+    using Loader = std::conditional_t<S::kConverts, ConvertingProducer<T, Kv, kDim, S::kStages, S::kAhead>,
                                       Producer<T, kDim, S::kStages>>;
     Loader producer(p, items, memory.wide, memory.barriers);
     do {
@@ -112,7 +115,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
     wait_copies<0>();
   } else {
     if constexpr (kTradeRegisters) grow_registers<kComputeRegisters<kDim>>();
-    WideCursors<S::kStages> cursors(memory.barriers);
+    WideCursors<S::kStages, S::kBuffers> cursors(memory.barriers);
     do {
       // Wide items first: nothing would hide how long they take to begin at the end. A phase without items is passed over.
       if constexpr (S::kHasWide) {

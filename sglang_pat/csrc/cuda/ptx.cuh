@@ -22,6 +22,10 @@ __device__ __forceinline__ void copy16_or_zero(uint32_t to, const void* from, bo
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
 
+__device__ __forceinline__ void copy4_or_zero(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0));
+}
+
 // What is read is the first to leave the L2 cache again.
 __device__ __forceinline__ uint64_t leaves_first() {
   uint64_t policy;

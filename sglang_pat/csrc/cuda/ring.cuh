@@ -29,7 +29,8 @@ struct WideQueries {
   int members[kMaxRows<kDim>];  // batch positions
 };
 
-constexpr int kQueryBuffers = kSharedLimit > (200 << 10) ? 2 : 1;
+// Where KV is converted, its stages need the memory more (benchmarks/NOTES.md, 2026-11-23).
+constexpr int query_buffers(bool converts) { return kSharedLimit > (200 << 10) && !converts ? 2 : 1; }
 
 template <int kStages>
 struct RingBarriers {
@@ -59,30 +60,36 @@ class RingCursor {
   int stage_ = 0, phase_ = 0;
 };
 
-// `kAhead` tiles of K or V may wait for their conversion behind the stages.
+// So many tiles before they are asked for, their slots are: copies that were asked for `ahead` halves of a tile ago have come.
+constexpr int slot_lead(int ahead) { return (ahead + 1) / 2; }
+
+// `kAhead` tiles of K or V may wait for their conversion behind the stages; none where nothing is converted.
 template <int kDim, int kStages, int kAhead>
 struct WideMemory {
+  static constexpr int kBuffers = query_buffers(kAhead > 0);
+  static constexpr int kSlotTiles = kAhead > 0 ? slot_lead(kAhead) + 1 : 0;
   alignas(1024) uint8_t ring[kStages * kStageBytes<kDim> + kAhead * kAheadBytes<kDim>];
-  WideQueries<kDim> queries[kQueryBuffers];
+  WideQueries<kDim> queries[kBuffers];
+  alignas(16) int slots[kSlotTiles > 0 ? kSlotTiles : 1][kTokens];  // of the tiles to come
 };
 
-template <int kStages>
+template <int kStages, int kBuffers>
 struct WideBarriers {
   RingBarriers<kStages> ring;
-  RingBarriers<kQueryBuffers> queries;
+  RingBarriers<kBuffers> queries;
 };
 
 // Brings Q of the items to shared memory, by the warps that fill the ring. Queries of the next item are read while this one's rows
 // are copied.
-template <typename T, typename Product, int kDim>
+template <typename T, typename Product, int kDim, int kBuffers>
 class QueryProducer {
   static constexpr int kThreads = producer_threads(kDim);
   static constexpr int kRowThreads = row_threads(kDim * int(sizeof(T)));
   static constexpr int kMembers = (kMaxRows<kDim> + kThreads - 1) / kThreads;
 
  public:
-  __device__ QueryProducer(const Params& p, const Items<threads(kDim)>& items, WideQueries<kDim> (&memory)[kQueryBuffers],
-                           RingBarriers<kQueryBuffers>& barriers)
+  __device__ QueryProducer(const Params& p, const Items<threads(kDim)>& items, WideQueries<kDim> (&memory)[kBuffers],
+                           RingBarriers<kBuffers>& barriers)
       : p_(p), items_(items), memory_(memory), queries_(barriers) {}
 
   // Of the item `i`: each thread some queries.
@@ -133,7 +140,6 @@ class QueryProducer {
       commit_copies();
       wait_copies<0>();
       if (column < kDim / 8) convert(to, item.m, column);
-      fence_async_proxy();
       arrive(queries_.full_barrier());
     }
     arrive(queries_.full_barrier());
@@ -156,8 +162,8 @@ class QueryProducer {
 
   const Params& p_;
   const Items<threads(kDim)>& items_;
-  WideQueries<kDim> (&memory_)[kQueryBuffers];
-  RingCursor<kQueryBuffers> queries_;
+  WideQueries<kDim> (&memory_)[kBuffers];
+  RingCursor<kBuffers> queries_;
   int queries_ahead_[kMembers] = {}, targets_ahead_[kMembers] = {};
 };
 
@@ -182,10 +188,11 @@ template <typename T, int kDim, int kStages>
 class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
   using Rows = TileRows<kDim, kDim* int(sizeof(T))>;
   using Rows::kRowThreads, Rows::kRows, Rows::kStride, Rows::own_row, Rows::thread;
+  using Memory = WideMemory<kDim, kStages, 0>;
+  using Barriers = WideBarriers<kStages, Memory::kBuffers>;
 
  public:
-  __device__ Producer(const Params& p, const Items<threads(kDim)>& items, WideMemory<kDim, kStages, 0>& memory,
-                      WideBarriers<kStages>& barriers)
+  __device__ Producer(const Params& p, const Items<threads(kDim)>& items, Memory& memory, Barriers& barriers)
       : p_(p),
         items_(items),
         memory_(memory),
@@ -262,9 +269,9 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
 
   const Params& p_;
   const Items<threads(kDim)>& items_;
-  WideMemory<kDim, kStages, 0>& memory_;
+  Memory& memory_;
   RingCursor<kStages> cursor_;
-  QueryProducer<T, T, kDim> queries_;
+  QueryProducer<T, T, kDim, Memory::kBuffers> queries_;
   int slot_ahead_ = 0;
 };
 

@@ -18,14 +18,14 @@ struct WideStatistics {
 };
 
 // How far the computing warps are in the rings; kept from one look-up of items to the next.
-template <int kStages>
+template <int kStages, int kBuffers>
 struct WideCursors {
-  __device__ explicit WideCursors(WideBarriers<kStages>& barriers)
+  __device__ explicit WideCursors(WideBarriers<kStages, kBuffers>& barriers)
       : k(barriers.ring), v(barriers.ring), queries(barriers.queries) {
     v.advance();
   }
   RingCursor<kStages> k, v;
-  RingCursor<kQueryBuffers> queries;
+  RingCursor<kBuffers> queries;
 };
 
 template <typename T, typename Kv, int kDim, int kStages, int kAhead>
@@ -37,7 +37,7 @@ class WideGroup {
 
  public:
   __device__ WideGroup(const Params& p, const Items<threads(kDim)>& items, Memory& memory, WideStatistics& statistics,
-                       WideCursors<kStages>& cursors)
+                       WideCursors<kStages, Memory::kBuffers>& cursors)
       : p_(p),
         items_(items),
         memory_(memory),
@@ -224,7 +224,7 @@ class WideGroup {
   Memory& memory_;
   WideStatistics& statistics_;
   Ring &k_, &v_;
-  RingCursor<kQueryBuffers>& queries_;
+  RingCursor<Memory::kBuffers>& queries_;
   const int group_;
   const bool capped_;
 };
