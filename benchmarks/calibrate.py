@@ -32,15 +32,15 @@ TREES = {
 tokenizer makes of them (benchmarks/NOTES.md, "What the workloads really are")."""
 
 
-def pack_config(heads: str, gpu: estimate.Gpu) -> PackConfig:
+def pack_config(heads: str, gpu: estimate.Gpu, kv: str = "bfloat16") -> PackConfig:
     query_heads, kv_heads = map(int, heads.split("/"))
-    tiles = capabilities.tile_table(gpu.arch, 128)
-    return PackConfig.of(AttentionSpec(query_heads, kv_heads, 128, 128, FORMATS["bfloat16"]), tiles, workers=gpu.sms)
+    spec = AttentionSpec(query_heads, kv_heads, 128, 128, FORMATS[kv])
+    return PackConfig.of(spec, capabilities.tile_table(gpu.arch, 128, kv_bytes=spec.kv.bytes), workers=gpu.sms)
 
 
-def features(tree: str, heads: str, gpu: estimate.Gpu) -> dict[str, list[float]]:
+def features(tree: str, heads: str, gpu: estimate.Gpu, kv: str) -> dict[str, list[float]]:
     """What each backend's time for a tree is a sum of, with the coefficients to be found; in microseconds."""
-    batch, config = trees.of_cell(tree), pack_config(heads, gpu)
+    batch, config = trees.of_cell(tree), pack_config(heads, gpu, kv)
     return {
         "pat": [1, *estimate.features(make_plan(batch, config), batch, config, gpu)],
         "flashinfer": [1, *estimate.unpacked_features(batch, config, gpu)],
@@ -78,22 +78,29 @@ COEFFICIENTS = {
 """Of `estimate.Gpu`, in the order of `features`."""
 
 
-def main() -> None:
-    gpu = estimate.GPUS["h200"]
-    kernels = report.load("kernels-h200.json")
+def kernels(result: str, kv: str, gpu: estimate.Gpu) -> dict[str, Any]:
+    """The coefficients of each backend's kernels with KV of a format, and how far off they are."""
     known = [
-        (record, features(record["tree"], record["heads"], gpu))
-        for record in kernels["records"]
+        (record, features(record["tree"], record["heads"], gpu, kv))
+        for record in report.load(result)["records"]
         if record["page_size"] == 1
     ]
-    result: dict[str, Any] = {"device": kernels["device"]}
+    found = {}
     for backend, names in COEFFICIENTS.items():
         times = [record["pat_us"] if backend == "pat" else record["rivals"].get(backend) for record, _ in known]
         measured = [(numbers[backend], us) for (_, numbers), us in zip(known, times, strict=True) if us]
         coefficients, error = fit(*map(list, zip(*measured, strict=True)))
-        found = dict(zip(names, coefficients, strict=True))
-        result[backend] = {**found, "error": error}
-        gpu = msgspec.structs.replace(gpu, **found)
+        found[backend] = {**dict(zip(names, coefficients, strict=True)), "error": error}
+    return found
+
+
+def main() -> None:
+    gpu = estimate.GPUS["h200"]
+    result: dict[str, Any] = {"device": report.load("kernels-h200.json")["device"]}
+    result |= kernels("kernels-h200.json", "bfloat16", gpu)
+    result["fp8"] = kernels("kernels-fp8-h200.json", "float8_e4m3fn", gpu)
+    for backend, names in COEFFICIENTS.items():
+        gpu = msgspec.structs.replace(gpu, **{name: result[backend][name] for name in names})
 
     # (workload if it was served, tree, milliseconds, backend)
     steps = [("", r["cell"], r["step_ms"], r["backend"]) for r in report.load("steps-h200.json")["records"]]

@@ -15,7 +15,7 @@ class UnsupportedError(Exception):
 @functools.cache
 def workspace() -> torch.Tensor:
     """FlashInfer's; it must be zero at first."""
-    return torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
+    return torch.zeros(2 << 30, dtype=torch.uint8, device="cuda")
 
 
 class FlashInfer:

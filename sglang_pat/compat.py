@@ -278,6 +278,17 @@ def backends_chosen(server_args: Any) -> tuple[str | None, str | None]:
     return chosen.prefill_attention_backend or both, chosen.decode_attention_backend or both
 
 
+def ignores_scales(backend: str | None, prefill: bool) -> str | None:
+    """The stock backend if it writes or reads FP8 caches without the scales of a checkpoint, in prefill or in decode.
+
+    FlashInfer's prefill of 0.5.17 reads a cached prefix without them (flashinfer_backend.py, `o2`).
+    """
+    scaleless = {"torch_native", "flex_attention"}
+    if prefill and release() == "0.5.17":
+        scaleless.add("flashinfer")
+    return backend if backend in scaleless else None
+
+
 def kv_layout(runner: Any) -> str:
     """How the KV pool is laid out: `nhd` is [slots, heads, dim]."""
     pool = runner.token_to_kv_pool

@@ -83,10 +83,17 @@ class Gpu(msgspec.Struct, frozen=True):
 
 GPUS = {
     "h200": Gpu(
-        tbps=4.4, tflops=790, memory_gb=141, sms=132, arch="9.0a", base=13.01, longest=0.958, merge=0.0, other_base=15.73,
-        unique=0.898, repeated=0.459, other_item=2.606, rest_ms=1.207, request_us=9.617,
+        tbps=4.4, tflops=790, memory_gb=141, sms=132, arch="9.0a", base=13.35, longest=0.954, merge=0.0, other_base=15.73,
+        unique=0.898, repeated=0.459, other_item=2.606, rest_ms=1.228, request_us=9.503,
     ),
 }  # fmt: skip
+
+GPUS_8BIT = {
+    "h200": msgspec.structs.replace(
+        GPUS["h200"], base=13.67, longest=0.991, merge=0.446, other_base=16.07, unique=1.620, repeated=1.489, other_item=4.654,
+    ),
+}  # fmt: skip
+"""With KV of 8 bits."""
 
 
 class Prompt(msgspec.Struct):
@@ -424,7 +431,7 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
     refusal = capabilities.refusal(spec, "cuda")
     if refusal is not None:
         raise EstimateError(f"there are no kernels for {refusal}")
-    gpu = GPUS[gpu_name]
+    gpu = (GPUS_8BIT if spec.kv.bytes == 1 else GPUS)[gpu_name]
     tiles = capabilities.tile_table(gpu.arch, model.head_dim, kv_bytes=spec.kv.bytes)
     config = PackConfig.of(spec, tiles, workers=gpu.sms)
     lines = [

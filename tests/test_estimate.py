@@ -405,7 +405,9 @@ def test_an_fp8_cache_is_half_of_one_of_bfloat16(capsys: pytest.CaptureFixture[s
     plain, small = columns(), columns("--kv-cache-dtype", "fp8_e4m3")
     assert columns("--kv-cache-dtype", "fp8_e5m2") == small
     assert small[:2] == plain[:2]
-    assert small[2:4] == pytest.approx([size / 2 for size in plain[2:4]], abs=0.011), "KV, rounded"
+    assert small[2] == pytest.approx(plain[2] / 2, abs=0.011), "KV, rounded"
+    # Plans are others: reading again is cheaper.
+    assert plain[3] / 2 - 0.011 < small[3] < 0.7 * plain[3]
     assert small[4] < plain[4] and small[5] <= plain[5]
 
 

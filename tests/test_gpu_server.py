@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import gemma
 import pytest
+import scaled
 import torch
 from conftest import amid_aborts, assert_sound
 
@@ -255,3 +256,37 @@ def test_windows(gpu_model: Path, tmp_path: Path) -> None:
             assert_agree(answers, expected)
             counters = assert_sound(servers[window, "pat"])
             assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
+
+
+def test_fp8_kv(gpu_model: Path, tmp_path: Path) -> None:
+    """Both formats beside Triton, which prefills on both sides; a checkpoint's scales beside the twin that needs none."""
+    prompts = workload.nested_prompts(2, 3, 8, unrelated=8)
+    models = dict(zip(("scaled", "twin"), scaled.write(tmp_path, gpu_model), strict=True)) | {"plain": gpu_model}
+    triton, bfloat16 = ["--prefill-attention-backend", "triton"], ["--dtype", "bfloat16"]
+    pairs = {
+        "e4m3": [("plain", backend, ["--kv-cache-dtype", "fp8_e4m3", *triton]) for backend in ("triton", "pat")],
+        "e5m2": [("plain", backend, ["--kv-cache-dtype", "fp8_e5m2", *triton]) for backend in ("triton", "pat")],
+        "scales": [("twin", "pat", [*bfloat16, "--kv-cache-dtype", "fp8_e4m3"]), ("scaled", "pat", bfloat16)],
+    }  # fmt: skip
+    common = [*COMMON, "--mem-fraction-static", "0.1", "--disable-prefill-cuda-graph", POOL, "60000"]
+    with ExitStack() as stack:
+        servers = {}
+        for name, pair in pairs.items():
+            for number, (model, backend, flags) in enumerate(pair):
+                environment = CHECKED if backend == "pat" else {}
+                server = Server(
+                    models[model],
+                    backend,
+                    tmp_path / f"{name} {number}.log",
+                    [*common, *flags],
+                    environment,
+                    on_cpu=False,
+                )
+                servers[name, number] = stack.enter_context(server)
+        for server in servers.values():
+            server.wait()
+        for name in pairs:
+            expected, answers = (generate_all(servers[name, number], prompts) for number in range(2))
+            assert_agree(answers, expected)
+            counters = assert_sound(servers[name, 1])
+            assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]

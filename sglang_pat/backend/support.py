@@ -15,9 +15,6 @@ from sglang_pat.kernels import capabilities, cuda
 
 logger = logging.getLogger(__name__)
 
-SCALELESS = ("torch_native", "flex_attention")
-"""Stock backends that write and read FP8 caches without the scales of a checkpoint."""
-
 _OTHER = "serve it with another one, for example --attention-backend"
 
 
@@ -107,11 +104,6 @@ def check_model(runner: Any, fallback: str) -> None:
             f"--attention-backend pat does not support {runner.dtype} with a KV cache of {runner.kv_cache_dtype} on a "
             f"GPU: serve {name} with --dtype bfloat16 or float16, and leave out --kv-cache-dtype"
         )
-    if runner.device == "cuda" and compat.is_fp8(runner.kv_cache_dtype):
-        raise UnsupportedError(
-            f"--attention-backend pat does not serve an FP8 KV cache on a GPU yet (its kernels for it have only run in an emulator): "
-            f"serve {name} with --kv-cache-dtype bfloat16, or use another --attention-backend"
-        )
     problem = partner_problem(runner)
     if problem is not None:
         raise UnsupportedError(
@@ -134,12 +126,12 @@ def check_model(runner: Any, fallback: str) -> None:
 
 def partner_problem(runner: Any) -> str | None:
     """Why a backend that was chosen for the other phase does not write or read PAT's FP8 cache; None where each does."""
-    chosen = compat.backends_chosen(runner.server_args)
+    prefill, decode = chosen = compat.backends_chosen(runner.server_args)
     if "fa3" in chosen and runner.kv_cache_dtype == torch.float8_e5m2:
         return "fa3, which reads no fp8_e5m2"
-    scaleless = [name for name in chosen if name in SCALELESS]
+    scaleless = next(filter(None, (compat.ignores_scales(prefill, True), compat.ignores_scales(decode, False))), None)
     if scaleless and compat.has_scales(runner):
-        return f"{scaleless[0]}, which ignores the scales of an FP8 KV cache"
+        return f"{scaleless}, which ignores the scales of an FP8 KV cache"
     return None
 
 
