@@ -50,6 +50,7 @@ class Case:
         window: int = 0,
         device: str = "cpu",
         q_dtype: torch.dtype | None = None,
+        sinks: bool = False,
     ) -> None:
         self.batch = batch
         context = -(-(max(batch.seq_lens) + spare) // page_size) * page_size
@@ -85,7 +86,9 @@ class Case:
         self.k_scale, self.v_scale = FP8_SCALES if dtype.itemsize == 1 else (1.0, 1.0)
         self.q = torch.randn(size, heads, dim, device=device).to(q_dtype or Q_DTYPES.get(dtype, dtype))
         self.seq_lens = torch.tensor(batch.seq_lens, device=device)
-        self.spec = AttentionSpec(heads, kv_heads, dim, v_dim, kv_format(dtype), window)
+        # Some count nothing, some nearly everything.
+        self.sinks = torch.linspace(-2, 8, heads, device=device).bfloat16() if sinks else None
+        self.spec = AttentionSpec(heads, kv_heads, dim, v_dim, kv_format(dtype), window, sinks)
         self.scale = dim**-0.5
 
     def reference(self, logit_cap: float = 0.0) -> torch.Tensor:
@@ -95,7 +98,7 @@ class Case:
         )
         return reference.decode(
             self.q, k, v, self.table, self.rows, self.seq_lens, scale=self.scale, logit_cap=logit_cap,
-            window=self.spec.window,
+            window=self.spec.window, sinks=self.sinks,
         )  # fmt: skip
 
     def difference(self, out: torch.Tensor, logit_cap: float = 0.0) -> float:
@@ -135,7 +138,7 @@ class Run:
         case = self.case
         self.decoder.decode(
             case.q, case.k, case.v, self.out, case.table, case.rows, case.seq_lens, self.plan, self.partial, self.lse,
-            scale=case.scale * case.k_scale, v_scale=case.v_scale, logit_cap=logit_cap, overlap=overlap, early=early,
+            scale=case.scale * case.k_scale, v_scale=case.v_scale, logit_cap=logit_cap, sinks=case.sinks, overlap=overlap, early=early,
         )  # fmt: skip
 
     def error(self, logit_cap: float = 0.0) -> float:

@@ -28,7 +28,7 @@ class Case(kernel_cases.Case):
 
     def decode(self, plan: torch.Tensor, logit_cap: float = 0.0, v_scale: float = 1.0) -> torch.Tensor:
         return cpu.decode(
-            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale, logit_cap=logit_cap,
+            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale, logit_cap=logit_cap, sinks=self.sinks,
             v_scale=v_scale,
         )  # fmt: skip
 
@@ -128,6 +128,20 @@ def test_logit_cap() -> None:
     assert (uncapped - capped).norm() > 0.1 * capped.norm(), "the cap must matter in this test"
 
 
+@given(batches(max_queries=12, max_length=40), st.sampled_from([2, 132]), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_sinks(batch: Batch, workers: int, capped: bool) -> None:
+    """Each counts once, in the part that is alone or in the merge, scaled and capped by nothing."""
+    case = Case(batch, 6, 2, 16, 24, torch.float32, sinks=True)
+    assert case.error(case.plan(TILES, workers), logit_cap=5.0 if capped else 0.0) < TOLERANCE[torch.float32]
+
+
+def test_a_sink_beyond_everything_leaves_nothing() -> None:
+    case = Case(Batch([90] * 5, [Node(0, 64, [0, 1, 2])]), 8, 2, 64, 64, torch.float32, sinks=True)
+    case.sinks = torch.full((8,), 1e30)
+    assert case.decode(case.plan()).abs().max() == 0
+
+
 def test_one_plan_serves_while_tails_grow() -> None:
     case = Case(Batch([70, 80, 33], [Node(0, 64, [0, 1])]), 8, 2, 64, 64, torch.float32, spare=200)
     case.k, case.v = torch.randn_like(case.k), torch.randn_like(case.v)
@@ -181,6 +195,7 @@ def test_strided_pools() -> None:
         (lambda case: setattr(case, "v", case.v.half()), "v has the wrong dtype"),
         (lambda case: setattr(case, "table", case.table.long()), "req_to_token has the wrong dtype"),
         (lambda case: setattr(case, "q", case.q[:, :3]), "3 query heads are not a multiple of 2"),
+        (lambda case: setattr(case, "sinks", torch.zeros(3)), "3 sinks are not one for each of 4 query heads"),
     ],
 )
 def test_wrong_tensors_are_named(change, message: str) -> None:
@@ -188,7 +203,7 @@ def test_wrong_tensors_are_named(change, message: str) -> None:
     plan = case.plan()
     change(case)
     with pytest.raises(Exception, match=message):
-        cpu.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, plan, scale=case.scale)
+        case.decode(plan)
 
 
 @pytest.mark.parametrize("what", ["plan", "rows", "seq_lens", "table"])

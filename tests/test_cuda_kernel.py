@@ -47,6 +47,8 @@ def in_dimension(dim: int, *values: Any) -> Any:
 
 
 KIND_PARAMETERS = [in_dimension(dim, dtype, dim) for dtype, dim in KINDS]
+SINK_KINDS = KIND_PARAMETERS if ON_GPU else [(torch.bfloat16, 64), emulated_slowly(torch.float8_e4m3fn, 128)]
+"""With sinks, modules are others."""
 
 each_arch = pytest.mark.parametrize(
     "arch",
@@ -65,7 +67,10 @@ def modules() -> None:
     if not ON_GPU:
         return
     wanted = [
-        cuda.Variant.of(spec_of(dtype, dim), arch, dtype=Q_DTYPES.get(dtype)) for arch in ARCHS for dtype, dim in KINDS
+        cuda.Variant.of(msgspec.structs.replace(spec_of(dtype, dim), sinks=sinks), arch, dtype=Q_DTYPES.get(dtype))
+        for arch in ARCHS
+        for dtype, dim in KINDS
+        for sinks in (False, True)
     ]
     single = [
         cuda.Variant.of(spec_of(dtype, dim), arch, (m,))
@@ -122,6 +127,22 @@ def test_windows(dtype: torch.dtype, dim: int, window: int, arch: str) -> None:
     lengths = [length + generator.choice([0, 0, window, 3 * window]) for length in batch.seq_lens]
     case = make_case(Batch(lengths, batch.roots), 8, 2, dim, dtype, window=window)
     assert run(case, arch).error() < TOLERANCE[case.q.dtype]
+
+
+@each_arch
+@pytest.mark.parametrize(("dtype", "dim"), SINK_KINDS)
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [((0, 40), 0), ((130, 20), 0), ((700, 0), 0), ((0, 90), 17)],
+    ids=["alone", "shared", "split", "window"],
+)
+def test_sinks(lengths: tuple[int, int], window: int, dtype: torch.dtype, dim: int, arch: str) -> None:
+    """Each counts once, in the part that is alone or in the merge, scaled and capped by nothing."""
+    case = make_case(shared(9, *lengths), 6, 2, dim, dtype, sinks=True, window=window)
+    assert run(case, arch).error() < TOLERANCE[case.q.dtype]
+    assert run(case, arch).error(logit_cap=5.0) < TOLERANCE[case.q.dtype]
+    right, case.sinks = case.reference(), None
+    assert (right - case.reference()).norm() > 0.1 * right.norm(), "sinks must matter in this test"
 
 
 @each_arch
@@ -395,6 +416,11 @@ def test_loading_copies_what_is_in_use(side_stream: bool) -> None:
         ),
         (lambda case: setattr(case, "q", case.q[:, :3]), "3 query heads are not a multiple of 2"),
         (lambda case: setattr(case, "v", case.v[:, :, 1:]), "v must have heads of 128"),
+        (
+            lambda case: setattr(case, "sinks", case.q[0, 0, :4]),
+            "4 sinks for 4 query heads, and a kernel without sinks",
+        ),
+        (lambda case: setattr(case, "sinks", case.q[0, 0, :4].float()), "sinks has the wrong dtype"),
     ],
 )
 def test_wrong_tensors_are_named(change, message: str) -> None:
@@ -412,7 +438,6 @@ def test_wrong_tensors_are_named(change, message: str) -> None:
             spec_of(torch.bfloat16, 80),
             r"do not compute head dimensions of 80 \(K\) and 80 \(V\) on a GPU \(64, 96, 128, 192, 256",
         ),
-        (msgspec.structs.replace(spec_of(torch.bfloat16, 128), sinks=True), "do not compute attention sinks"),
     ],
 )
 def test_what_there_are_no_kernels_for_is_named(spec: AttentionSpec, message: str) -> None:

@@ -36,4 +36,11 @@ inline void check(const Tables& tables, const tvm::ffi::TensorView& q, const tvm
       << "out, partial and lse must be contiguous";
 }
 
+// Logits without values, one for each query head, or none at all.
+inline void check_sinks(const tvm::ffi::TensorView& sinks, DLDataType type, int64_t heads, DLDeviceType device) {
+  check(sinks, "sinks", 1, type, device);
+  TVM_FFI_CHECK(sinks.size(0) == 0 || sinks.size(0) == heads, ValueError)
+      << sinks.size(0) << " sinks are not one for each of " << heads << " query heads";
+}
+
 }  // namespace pat

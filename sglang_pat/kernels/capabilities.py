@@ -70,8 +70,6 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
 
 def refusal(spec: AttentionSpec, device: Device) -> str | None:
     """What of a spec the executor of a device does not compute; None where it computes all of it."""
-    if spec.sinks:
-        return "attention sinks"
     if spec.kv.name not in KV_FORMATS[device]:
         return f"a KV cache of {spec.kv.name}"
     if device == "cuda":

@@ -20,6 +20,7 @@ def decode(
     scale: float,
     logit_cap: float = 0.0,
     v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode attention of one layer.
 
@@ -35,6 +36,7 @@ def decode(
         scale: Factor on q k^T; where K is kept divided by something, times that.
         logit_cap: Scores become cap * tanh(score / cap); 0 for none.
         v_scale: Factor on the result: what V is kept divided by.
+        sinks: [heads]: a logit without a value for each head, which `scale` and `logit_cap` leave as it is.
 
     Returns:
         [batch, heads, v_head_dim] in q's dtype, accumulated in float32.
@@ -60,6 +62,7 @@ def decode(
         plan,
         partial,
         lse,
+        torch.empty(0) if sinks is None else sinks.float(),
         scale,
         logit_cap,
     )

@@ -35,6 +35,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         head_dim: One of `capabilities.HEAD_DIMS`.
         arch: Compute capability, such as `8.0` or `9.0a`.
         query_tiles: Every m that its forward kernel runs.
+        sinks: Whether heads have a logit without a value.
     """
 
     dtype: torch.dtype
@@ -42,6 +43,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     head_dim: int
     arch: str
     query_tiles: tuple[int, ...]
+    sinks: bool = False
 
     @classmethod
     def of(
@@ -70,13 +72,13 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         dtype = dtype or (kv if kv in TYPES else torch.bfloat16)
         if dtype not in TYPES or (kv in TYPES and kv != dtype):
             raise ValueError(f"the CUDA kernels do not compute Q of {dtype} with a KV cache of {kv}")
-        return cls(dtype, kv, spec.head_dim, arch, tiles)
+        return cls(dtype, kv, spec.head_dim, arch, tiles, spec.sinks)
 
     @property
     def name(self) -> str:
         dtype = "_".join(str(one).removeprefix("torch.") for one in dict.fromkeys((self.dtype, self.kv)))
         tiles = "_".join(map(str, self.query_tiles))
-        return f"sglang_pat_{dtype}_{self.head_dim}_sm{self.arch.replace('.', '')}_m{tiles}"
+        return f"sglang_pat_{dtype}_{self.head_dim}_sm{self.arch.replace('.', '')}_m{tiles}{'_sinks' if self.sinks else ''}"
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -87,6 +89,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             f"-DPAT_DIM={self.head_dim}",
             f"-DPAT_ARCH={''.join(filter(str.isdigit, self.arch))}0",
             f"-DPAT_QUERY_TILES={sum(1 << m // 8 for m in self.query_tiles)}",
+            f"-DPAT_SINKS={int(self.sinks)}",
         )
 
 
@@ -175,6 +178,7 @@ class Decoder:
         scale: float,
         v_scale: float = 1.0,
         logit_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
         overlap: bool = True,
         merge: bool = True,
         early: bool = False,
@@ -197,6 +201,8 @@ class Decoder:
             scale: Factor on q k^T, that of K's bytes included.
             v_scale: Factor on V where it has 8 bits.
             logit_cap: Scores become cap * tanh(score / cap); 0 for none.
+            sinks: [heads], bfloat16, where the spec has them: a logit without a value for each head, which `scale` and
+                `logit_cap` leave as it is.
             overlap: Launch merge before forward ends (programmatic dependent launch), where the GPU can.
             merge: Whether to merge; else parts stay in the workspace.
             early: Launch forward before the kernel in front of it on the stream has ended, likewise, to look up its work
@@ -210,7 +216,8 @@ class Decoder:
                 raise ValueError(f"{name} has the wrong dtype: {pool.dtype}, not {self._kv}")
         if self._kv in KV_NAMES:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
-        tables = (req_to_token, rows, seq_lens, plan, partial, lse)
+        no_sinks = q.new_empty(0, dtype=torch.bfloat16) if sinks is None else sinks
+        tables = (req_to_token, rows, seq_lens, plan, partial, lse, no_sinks)
         arguments = (q, k, v, out, *tables, scale, v_scale, logit_cap, self._tile_rows)
         first, *others = self._modules
         if not others:

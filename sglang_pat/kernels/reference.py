@@ -16,6 +16,7 @@ def decode(
     scale: float,
     logit_cap: float = 0.0,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode attention without a plan; arguments as for `kernels.cpu.decode`, result in float64.
 
@@ -30,5 +31,8 @@ def decode(
         scores = torch.einsum("hd,nhd->hn", q[i].double(), keys) * scale
         if logit_cap:
             scores = logit_cap * torch.tanh(scores / logit_cap)
-        out[i] = torch.einsum("hn,nhd->hd", scores.softmax(-1), values)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+        weights = scores.softmax(-1)[:, : len(slots)]
+        out[i] = torch.einsum("hn,nhd->hd", weights, values)
     return out

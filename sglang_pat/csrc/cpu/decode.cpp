@@ -17,7 +17,7 @@ namespace {
 using tvm::ffi::TensorView;
 
 struct Arguments {
-  TensorView q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse;
+  TensorView q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks;
   pat::Shape shape;
   float scale;
 
@@ -25,6 +25,8 @@ struct Arguments {
     const int32_t* header = static_cast<const int32_t*>(plan.data_ptr());
     return header + header[which];
   }
+  bool has_sinks() const { return sinks.size(0) > 0; }
+  float sink(int64_t head) const { return static_cast<const float*>(sinks.data_ptr())[head]; }
 };
 
 template <typename E>
@@ -65,7 +67,12 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
   for (int i = 0; i < rows; ++i) {
     const int query = queries[i / group], slot = slots[i / group], head = kv_head * group + i % group;
     float* to = static_cast<float*>(slot < 0 ? a.out.data_ptr() : a.partial.data_ptr());
-    std::copy_n(results.data() + size_t(i) * dv, dv, to + (int64_t(slot < 0 ? query : slot) * heads + head) * dv);
+    to += (int64_t(slot < 0 ? query : slot) * heads + head) * dv;
+    std::copy_n(results.data() + size_t(i) * dv, dv, to);
+    if (slot < 0 && a.has_sinks()) {
+      const float share = pat::share_beside(a.sink(head), lse[i]);
+      for (int c = 0; c < dv; ++c) to[c] *= share;
+    }
     if (slot >= 0) static_cast<float*>(a.lse.data_ptr())[int64_t(slot) * heads + head] = lse[i];
   }
 }
@@ -96,7 +103,7 @@ void run(const Arguments& a) {
       const int parts = offsets[query + 1] - first;
       if (parts > 0)
         pat::merge(data<float>(a.partial) + (first * heads + head) * dv, int64_t(heads) * dv,
-                   data<float>(a.lse) + first * heads + head, heads, parts, dv,
+                   data<float>(a.lse) + first * heads + head, heads, parts, dv, a.has_sinks() ? a.sink(head) : -INFINITY,
                    static_cast<float*>(a.out.data_ptr()) + task * dv);
     }
   }
@@ -104,12 +111,14 @@ void run(const Arguments& a) {
 }
 
 void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
-            TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, double scale, double logit_cap) {
+            TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, TensorView sinks, double scale,
+            double logit_cap) {
   pat::check(q, "q", 3, pat::kFloat32, kDLCPU);
   pat::check(out, "out", 3, pat::kFloat32, kDLCPU);
   pat::check(k, "k", 3, k.dtype(), kDLCPU);
   pat::check(v, "v", 3, k.dtype(), kDLCPU);
   pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, kDLCPU);
+  pat::check_sinks(sinks, pat::kFloat32, q.size(1), kDLCPU);
   const int64_t batch = q.size(0), heads = q.size(1);
   TVM_FFI_CHECK(k.size(0) == v.size(0) && k.size(1) == v.size(1) && q.size(2) == k.size(2), ValueError)
       << "q, k and v do not fit each other";
@@ -124,7 +133,7 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
   if (!problem) problem = pat::batch_problem(data<int64_t>(rows), data<int64_t>(seq_lens), bounds);
   TVM_FFI_CHECK(!problem, ValueError) << problem;
   // clang-format off
-  const Arguments arguments{q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse,
+  const Arguments arguments{q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks,
                             pat::Shape{int(q.size(2)), int(v.size(2)), float(logit_cap)}, float(scale)};
   // clang-format on
   const DLDataType kv = k.dtype();

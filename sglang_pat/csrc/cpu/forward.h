@@ -37,6 +37,9 @@ struct Scratch {
   }
 };
 
+// By what a result without a sink is to be multiplied, which has one; 0 where both are nothing.
+inline float share_beside(float sink, float lse) { return lse == -INFINITY ? 0.0f : 1.0f / (1.0f + std::exp(sink - lse)); }
+
 // Results of `rows` rows: out[row, v_head_dim] is normalised, lse is -inf where there was no KV.
 struct Result {
   float* out;

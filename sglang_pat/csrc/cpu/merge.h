@@ -7,9 +7,9 @@
 
 namespace pat {
 
-// `parts` parts of one query and head: partial[p * stride + dim] and lse[p * lse_stride].
+// `parts` parts of one query and head: partial[p * stride + dim] and lse[p * lse_stride]; and its sink, a logit without a value, or -inf.
 inline void merge(const float* partial, int64_t stride, const float* lse, int64_t lse_stride, int parts, int dim,
-                  float* out) {
+                  float sink, float* out) {
   float top = -INFINITY;
   for (int p = 0; p < parts; ++p) {
     const float one = lse[p * lse_stride];
@@ -17,7 +17,7 @@ inline void merge(const float* partial, int64_t stride, const float* lse, int64_
   }
   std::fill_n(out, dim, 0.0f);
   if (top == -INFINITY) return;
-  float total = 0;
+  float total = std::exp(sink - top);
   for (int p = 0; p < parts; ++p) total += std::exp(lse[p * lse_stride] - top);
   for (int p = 0; p < parts; ++p) {
     const float weight = std::exp(lse[p * lse_stride] - top) / total;

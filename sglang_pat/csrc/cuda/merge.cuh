@@ -130,7 +130,13 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
     }
   }
 #pragma unroll
-  for (int j = 0; j < kRows; ++j) Columns::store(out + j * kDim, sums[j].x, sums[j].weight > 0 ? 1 / sums[j].weight : 0);
+  for (int j = 0; j < kRows; ++j) {
+    float weight = sums[j].weight;
+    if constexpr (kSinks) {
+      if (weight > 0) weight += exp2_fast(p.sink(head + j) - sums[j].max_lse2);
+    }
+    Columns::store(out + j * kDim, sums[j].x, weight > 0 ? 1 / weight : 0);
+  }
 }
 
 }  // namespace pat

@@ -1,5 +1,5 @@
 // One native module for each dtype, format of KV, head dimension, architecture and set of tiles: PAT_TYPE, PAT_KV, PAT_DIM,
-// PAT_ARCH and PAT_QUERY_TILES come from the build (sglang_pat/kernels/cuda.py).
+// PAT_ARCH, PAT_QUERY_TILES and PAT_SINKS come from the build (sglang_pat/kernels/cuda.py).
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
@@ -91,8 +91,8 @@ void launch(Kernel kernel, int grid, int block, size_t shared, cudaStream_t stre
 
 pat::Params make_params(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
                         const TensorView& req_to_token, const TensorView& rows, const TensorView& seq_lens,
-                        const TensorView& plan, const TensorView& partial, const TensorView& lse, double scale,
-                        double v_scale, double logit_cap, int64_t tile_rows) {
+                        const TensorView& plan, const TensorView& partial, const TensorView& lse, const TensorView& sinks,
+                        double scale, double v_scale, double logit_cap, int64_t tile_rows) {
   const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
   check_rows(q, "q", half);
   const DLDataType kv = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : half;
@@ -100,6 +100,10 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   check_rows(v, "v", kv);
   check_rows(out, "out", half);
   pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, kDLCUDA);
+  pat::check(sinks, "sinks", 1, DLDataType{kDLBfloat, 16, 1}, kDLCUDA);
+  TVM_FFI_CHECK(sinks.size(0) == (pat::kSinks ? q.size(1) : 0), ValueError)
+      << sinks.size(0) << " sinks for " << q.size(1) << " query heads, and a kernel " << (pat::kSinks ? "with" : "without")
+      << " sinks";
   pat::Params p;
   p.q = q.data_ptr(), p.k = k.data_ptr(), p.v = v.data_ptr(), p.out = out.data_ptr();
   p.partial = static_cast<float*>(partial.data_ptr()), p.lse2 = static_cast<float*>(lse.data_ptr());
@@ -107,6 +111,7 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   p.rows = static_cast<const int64_t*>(rows.data_ptr());
   p.seq_lens = static_cast<const int64_t*>(seq_lens.data_ptr());
   p.plan = static_cast<const int32_t*>(plan.data_ptr());
+  p.sinks = static_cast<const __nv_bfloat16*>(sinks.data_ptr());
   p.q_row = q.stride(0), p.q_head = q.stride(1);
   p.k_slot = uint32_t(k.stride(0) * Kv::kBytes), p.k_head = uint32_t(k.stride(1) * Kv::kBytes);
   p.v_slot = uint32_t(v.stride(0) * Kv::kBytes), p.v_head = uint32_t(v.stride(1) * Kv::kBytes);
@@ -128,11 +133,12 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
 
 // Forward, merge or one after the other, on the current stream. `tile_rows` are those of the largest tile that plans are made with.
 void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
-            TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, double scale, double v_scale,
-            double logit_cap, int64_t tile_rows, bool with_forward, bool with_merge, bool overlap, bool early) {
+            TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, TensorView sinks, double scale,
+            double v_scale, double logit_cap, int64_t tile_rows, bool with_forward, bool with_merge, bool overlap,
+            bool early) {
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
-  const pat::Params p =
-      make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, scale, v_scale, logit_cap, tile_rows);
+  const pat::Params p = make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks, scale, v_scale,
+                                    logit_cap, tile_rows);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   const Resident& ctas = resident(q.device().device_id);
   if (with_forward) launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, early, p);

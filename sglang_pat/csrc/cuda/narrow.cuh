@@ -383,7 +383,8 @@ class NarrowWarp {
     for (int number = 0; number < kOwnRows; ++number) {
       const RowTarget to(p_, item, row_of(number));
       if (!to.used()) continue;
-      const float sum = of_row(number, softmax_.sum), norm = norm_of<Kv>(sum, p_);
+      const float sum = of_row(number, softmax_.sum);
+      const float norm = norm_of<Kv>(kSinks ? sum_with_sink(sum, of_row(number, softmax_.row_max), to, p_) : sum, p_);
       if (lane_id() / 4 == 0) results.store_lse2(to, lse2(of_row(number, softmax_.row_max), sum, p_));
       const auto output = [&](int i) { return output_of_row(number, i) * norm; };
       if constexpr (kIs8Bit)
@@ -432,7 +433,7 @@ class NarrowWarp {
       float sum = share * statistics_.sum[from][row];
 #pragma unroll
       for (int mask = kWarpSize / 4; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-      const float norm = norm_of<Kv>(sum, p_);
+      const float norm = norm_of<Kv>(kSinks ? sum_with_sink(sum, row_max, to, p_) : sum, p_);
       if (lane == 0) results.store_lse2(to, lse2(row_max, sum, p_));
 #pragma unroll 1
       for (int first = 0; first < kDim; first += 4 * kWarpSize) {

@@ -1,6 +1,8 @@
 // What the kernels are called with, and the sizes that follow from head dimension and architecture.
 #pragma once
 
+#include <cuda_bf16.h>
+
 #include <algorithm>
 #include <cstdint>
 
@@ -11,6 +13,9 @@ namespace pat {
 
 constexpr int kWarpSize = 32, kGroupThreads = 128;  // a warpgroup
 constexpr int kGroupWarps = kGroupThreads / kWarpSize;
+
+// Whether heads have sinks. Asked of each row at run time, it cost 2 % (benchmarks/NOTES.md, 2026-11-23).
+constexpr bool kSinks = PAT_SINKS;
 
 // Strides of Q and req_to_token are in elements, of K and V in bytes.
 struct Params {
@@ -27,9 +32,13 @@ struct Params {
   // tile has rows. A part has `group` heads; the last one has some of the one before again, which computes the same.
   int runs, splits, group, kv_group;
   uint32_t group_inverse;
-  float scale_log2;         // weights are 2 to the power of scores times this
-  float v_scale;            // V is what its bytes say times this
-  float cap, cap_exponent;  // before, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent))
+  float scale_log2;            // weights are 2 to the power of scores times this
+  float v_scale;               // V is what its bytes say times this
+  float cap, cap_exponent;     // before, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent))
+  const __nv_bfloat16* sinks;  // [heads], logits without values, where kSinks
+
+  // To base 2.
+  __device__ float sink(int head) const { return __bfloat162float(sinks[head]) * 1.44269504f; }
 
   __device__ const int32_t* section(Header name) const { return plan + plan[name]; }
 

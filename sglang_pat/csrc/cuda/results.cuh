@@ -30,10 +30,18 @@ class RowTarget {
   __device__ bool used() const { return code_ != kNone; }
   __device__ bool direct() const { return code_ < 0; }
   __device__ int64_t row() const { return direct() ? ~code_ : code_; }
+  // Of an output.
+  __device__ int head(const Params& p) const { return int(unsigned(~code_) % unsigned(p.heads)); }
 
  private:
   int code_;
 };
+
+// The sum of a row's weights, with its sink's where the row has no other part; the others have it in the merge. Nothing where it
+// has no weight at all.
+__device__ __forceinline__ float sum_with_sink(float sum, float row_max, const RowTarget& to, const Params& p) {
+  return sum > 0 && to.direct() ? sum + exp2_fast(p.sink(to.head(p)) - row_max * p.scale_log2) : sum;
+}
 
 template <typename T, int kDim>
 class Results {

@@ -211,8 +211,9 @@ class WideGroup {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (!targets[half].used()) continue;
-      const float sum = softmax.sum[half], norm = norm_of<Kv>(sum, p_);
-      if (pair == 0) results.store_lse2(targets[half], lse2(softmax.row_max[half], sum, p_));
+      const float sum = softmax.sum[half], row_max = softmax.row_max[half];
+      const float norm = norm_of<Kv>(kSinks ? sum_with_sink(sum, row_max, targets[half], p_) : sum, p_);
+      if (pair == 0) results.store_lse2(targets[half], lse2(row_max, sum, p_));
       results.template store_pairs<8>(targets[half], pair, [&](int i) {
         return make_float2(o[4 * i + 2 * half] * norm, o[4 * i + 2 * half + 1] * norm);
       });
