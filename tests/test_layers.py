@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_pat import compat
-from sglang_pat.backend import layers
+from sglang_pat.backend import layers, support
 from sglang_pat.packing import FORMATS, AttentionSpec
 
 
@@ -29,6 +29,33 @@ def test_layers_that_torch_does_not_know_are_found() -> None:
     runner = SimpleNamespace(model=model, kv_cache_dtype=torch.float32, model_config=SimpleNamespace(context_len=512))
     assert len(compat.attention_layers(runner)) == 2
     assert {spec.window: count for spec, count in layers.count(runner).items()} == {0: 1, 100: 1}
+
+
+def encoder(window: int = -1) -> SimpleNamespace:
+    """What matters here of a `ModelRunner` whose model has an encoder's layer and one that decodes."""
+    model = torch.nn.Module()
+    model.encoder = RadixAttention(
+        8, 64, 1.0, 8, layer_id=0, sliding_window_size=window, attn_type=AttentionType.ENCODER_ONLY
+    )
+    model.decoder = RadixAttention(8, 64, 1.0, 2, layer_id=1)
+    config = SimpleNamespace(
+        context_len=512, hf_config=SimpleNamespace(architectures=["Both"]), is_multimodal=False,
+        is_encoder_decoder=False,
+    )  # fmt: skip
+    backends = dict.fromkeys(["attention_backend", "prefill_attention_backend", "decode_attention_backend"], "pat")
+    return SimpleNamespace(
+        model=model, model_config=config, device="cpu", dtype=torch.float32, kv_cache_dtype=torch.float32,
+        token_to_kv_pool=None, req_to_token_pool=None, use_mla_backend=False, server_args=SimpleNamespace(**backends),
+    )  # fmt: skip
+
+
+def test_an_encoder_is_not_counted() -> None:
+    assert [(spec.kv_heads, count) for spec, count in layers.count(encoder()).items()] == [(2, 1)]
+
+
+def test_an_encoder_with_a_window_is_refused() -> None:
+    with pytest.raises(support.UnsupportedError, match="encoder-only attention with a window, which Both uses"):
+        support.check_model(encoder(window=63), fallback="triton")
 
 
 def test_a_spec_can_be_read() -> None:

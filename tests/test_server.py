@@ -344,28 +344,6 @@ def test_replicas_behind_a_router(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.once
-def test_embeddings(model: Path, tmp_path: Path) -> None:
-    """Of a model that only prefills; nothing is decoded, so nothing is planned."""
-    texts = [workload.prose(f"text {i}", 40 * (i + 1)) for i in range(4)]
-    with ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                ForkedServer(model, backend, tmp_path / backend, [*COMMON, POOL, "20000", "--is-embedding"], CHECKED)
-            )
-            for backend in ("pat", "torch_native")
-        ]
-        found = []
-        for server in started:
-            answers = server.wait().post("/v1/embeddings", {"model": "tiny", "input": texts})["data"]
-            found.append([answer["embedding"] for answer in answers])
-        assert_sound(started[0])
-    for ours, theirs in zip(*found, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5)
-    assert max(abs(a - b) for a, b in zip(*found[0][:2], strict=True)) > 0.01
-
-
-@pytest.mark.slow
-@pytest.mark.once
 def test_a_decode_server(model: Path, prompts: list[str], tmp_path: Path) -> None:
     """By itself, with SGLang's transfer that transfers nothing: so that answers are arbitrary, and plans are not."""
     flags = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake"]

@@ -49,12 +49,15 @@ def spec_of(layer: RadixAttention, form: KVFormat, context: int, sinks: bool = F
 
 
 def count(runner: ModelRunner) -> Counter[AttentionSpec]:
-    """How many layers of each spec this process computes, those that see everything first."""
+    """How many layers of each spec this process decodes, those that see everything first: encoder-only ones are none of them."""
+    from sglang.srt.layers.radix_attention import AttentionType
+
     form, context = kv_format(runner.kv_cache_dtype), runner.model_config.context_len
     layers = compat.attention_layers(runner)
     sinks = any(name.endswith(SINKS) for name, _ in runner.model.named_parameters()) if layers else False
-    found = Counter(spec_of(layer, form, context, sinks) for layer in layers)
-    if not found:
+    decoding = [layer for layer in layers if layer.attn_type != AttentionType.ENCODER_ONLY]
+    found = Counter(spec_of(layer, form, context, sinks) for layer in decoding)
+    if not layers:
         # Of a draft, or a test, there may be no model: layers of the pool's shape, some of which may have the runner's window.
         shape = AttentionSpec(*compat.attention_shape(runner), form)
         windowed = AttentionSpec(*compat.attention_shape(runner), form, window(runner.sliding_window_size, context))

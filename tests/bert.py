@@ -1,0 +1,55 @@
+"""A tiny BERT with random weights: every token sees all of its text, and the first one's output is the embedding."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCAB, HIDDEN, INNER, LAYERS, HEADS, POSITIONS = 512, 128, 256, 3, 4, 512
+
+
+def write(folder: Path, tokenizer: Path) -> Path:
+    """Write config, weights (float32) and the tokenizer of another model to `folder`; returns it."""
+    folder.mkdir()
+    for file in tokenizer.glob("token*"):
+        shutil.copy(file, folder)
+    config = {
+        "architectures": ["BertModel"], "model_type": "bert", "vocab_size": VOCAB, "hidden_size": HIDDEN,
+        "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "hidden_act": "gelu",
+        "max_position_embeddings": POSITIONS, "type_vocab_size": 2, "layer_norm_eps": 1e-6,
+        "position_embedding_type": "absolute", "pad_token_id": 0, "torch_dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+
+    def layer(name: str, rows: int, columns: int, gain: float = 1.0) -> dict[str, torch.Tensor]:
+        weight = torch.randn(rows, columns, generator=generator) * gain * columns**-0.5
+        return {f"{name}.weight": weight, f"{name}.bias": torch.zeros(rows)}
+
+    def norm(name: str) -> dict[str, torch.Tensor]:
+        return {f"{name}.weight": torch.ones(HIDDEN), f"{name}.bias": torch.zeros(HIDDEN)}
+
+    rows = {"word": VOCAB, "position": POSITIONS, "token_type": 2}
+    weights = {
+        f"embeddings.{name}_embeddings.weight": torch.randn(size, HIDDEN, generator=generator)
+        for name, size in rows.items()
+    }
+    weights |= norm("embeddings.LayerNorm")
+    for number in range(LAYERS):
+        prefix = f"encoder.layer.{number}"
+        # Scores peaked enough, and values large enough, that every token matters.
+        weights |= {
+            **layer(f"{prefix}.attention.self.query", HIDDEN, HIDDEN, 2.0),
+            **layer(f"{prefix}.attention.self.key", HIDDEN, HIDDEN, 2.0),
+            **layer(f"{prefix}.attention.self.value", HIDDEN, HIDDEN, 4.0),
+            **layer(f"{prefix}.attention.output.dense", HIDDEN, HIDDEN),
+            **norm(f"{prefix}.attention.output.LayerNorm"),
+            **layer(f"{prefix}.intermediate.dense", INNER, HIDDEN), **layer(f"{prefix}.output.dense", HIDDEN, INNER),
+            **norm(f"{prefix}.output.LayerNorm"),
+        }  # fmt: skip
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
