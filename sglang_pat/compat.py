@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +157,7 @@ PREFILL_ATTRIBUTES = (
 """Attributes by which a backend says how it can prefill, in graphs and in dry runs; each release has some of them."""
 
 
-def prefill_backend(windows: bool, kv_cache: torch.dtype, scaled: bool) -> str:
+def prefill_backend(windows: bool, kv_cache: torch.dtype, scaled: bool, sinks: bool = False) -> str:
     """The stock attention backend for prefill on this GPU: what SGLang would choose, as far as it is installed and right.
 
     Where layers have windows SGLang takes FA3 or Triton (arg_groups/overrides.py, `_olmo2_overrides`; server_args.py accepts no other
@@ -166,6 +169,7 @@ def prefill_backend(windows: bool, kv_cache: torch.dtype, scaled: bool) -> str:
         windows: Whether some layers see a window only.
         kv_cache: What K and V are kept in.
         scaled: Whether they are divided by scales.
+        sinks: Whether heads have logits without values, which FlashInfer's backend takes no notice of (flashinfer_backend.py).
     """
     import importlib.util
 
@@ -175,7 +179,7 @@ def prefill_backend(windows: bool, kv_cache: torch.dtype, scaled: bool) -> str:
     on_hopper = torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("sgl_kernel.flash_ops")
     if on_hopper and kv_cache != torch.float8_e5m2:
         return "fa3"
-    return "flashinfer" if is_flashinfer_available() and not windows and not scaled else "triton"
+    return "flashinfer" if is_flashinfer_available() and not (windows or scaled or sinks) else "triton"
 
 
 def padding(forward_batch: Any) -> int:
@@ -276,6 +280,60 @@ def backends_chosen(server_args: Any) -> tuple[str | None, str | None]:
     chosen = arguments(server_args)
     both = chosen.attention_backend
     return chosen.prefill_attention_backend or both, chosen.decode_attention_backend or both
+
+
+LISTED = "fa3"
+"""An attention backend that every one of SGLang's lists of backends for a model has."""
+
+LISTING = ("GptOssForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM")
+"""Models for which SGLang accepts the backends of such a list only, that no plugin can extend (server_args.py,
+`_handle_model_specific_adjustments`), though `pat` serves them."""
+
+
+def lists_backends(server_args: Any) -> bool:
+    """Whether the model is one of LISTING."""
+    if server_args.model_path.startswith("instance://"):  # of which SGLang reads no configuration here either
+        return False
+    if hasattr(server_args, "get_model_config"):
+        config = server_args.get_model_config()
+    else:
+        from sglang.srt.arg_groups.model_override_base import model_config_of
+
+        config = model_config_of(server_args)
+    return config.hf_config.architectures[0] in LISTING
+
+
+@contextmanager
+def shown_as(server_args: Any, backend: str, shown: str) -> Iterator[None]:
+    """Show another name where an attention backend was chosen."""
+    write = msgspec.Struct.__setattr__ if isinstance(server_args, msgspec.Struct) else object.__setattr__
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    changed = [name for name in names if getattr(server_args, name) == backend]
+    for name in changed:
+        write(server_args, name, shown)
+    try:
+        yield
+    finally:
+        for name in changed:
+            write(server_args, name, backend)
+
+
+def around_model_adjustments(hook: Callable[[Callable[[Any], None], Any], None]) -> None:
+    """Call `hook(step, server_args)` in place of the step that adjusts arguments to the model; `step` is what it was."""
+    try:
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    except ImportError:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        target = "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments"
+        HookRegistry.register(target, hook, HookType.AROUND)
+    else:
+        register_resolution_hook("handle_model_specific_adjustments")(lambda args, step: hook(step, args))
+
+
+def ignores_sinks(backend: str | None) -> bool:
+    """Whether a stock backend that was chosen computes no attention sinks."""
+    return backend is not None and backend not in ("pat", "fa3", "fa4", "triton", "trtllm_mha", "intel_amx")
 
 
 def ignores_scales(backend: str | None, prefill: bool) -> str | None:

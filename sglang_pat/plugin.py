@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from sglang_pat import compat
 
 
 def register() -> None:
@@ -11,6 +14,7 @@ def register() -> None:
     from sglang.srt.server_args import add_attention_backend_choices
 
     add_attention_backend_choices(["pat"])
+    compat.around_model_adjustments(adjust_for_model)
 
     @register_attention_backend("pat")
     def create(runner: Any) -> Any:
@@ -18,3 +22,12 @@ def register() -> None:
         from sglang_pat.backend import attention
 
         return attention.create(runner)
+
+
+def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
+    """SGLang's step that adjusts arguments to the model, around which this is hooked (radix_bridge/hooks.py lists it)."""
+    if "pat" in compat.backends_chosen(server_args) and compat.lists_backends(server_args):
+        with compat.shown_as(server_args, "pat", compat.LISTED):
+            step(server_args)
+    else:
+        step(server_args)

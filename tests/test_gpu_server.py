@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gemma
+import gpt_oss
 import pytest
 import scaled
 import torch
@@ -94,8 +95,8 @@ def generate_all(server: Server, prompts: list[str], concurrency: int = 48) -> l
         return list(pool.map(lambda prompt: generate(server, prompt), prompts))
 
 
-def assert_agree(answers: list[Answer], expected: list[Answer]) -> None:
-    """Each answer is the expected one, up to a step where two tokens are close."""
+def assert_agree(answers: list[Answer], expected: list[Answer], close: float = CLOSE, least: float = 0.25) -> None:
+    """Each answer is the expected one, up to a step where two tokens are close; so far must be at least so much of all."""
     compared = total = 0
     for answer, right in zip(answers, expected, strict=True):
         # SGLang 0.5.17 loses a step's log-probabilities of some requests that it retracted.
@@ -103,12 +104,12 @@ def assert_agree(answers: list[Answer], expected: list[Answer]) -> None:
         total += len(right.ids)
         for step, (first, second) in enumerate(right.likeliest):
             compared += 1
-            if first[0] - second[0] < CLOSE:
+            if first[0] - second[0] < close:
                 break
             assert answer.ids[step] == right.ids[step], (step, first, second)
             if known:
-                assert answer.likeliest[step][0][0] == pytest.approx(first[0], abs=CLOSE)
-    assert compared > 0.25 * total, "too few tokens to prove anything"
+                assert answer.likeliest[step][0][0] == pytest.approx(first[0], abs=close)
+    assert compared > least * total, "too few tokens to prove anything"
 
 
 @pytest.fixture(scope="module")
@@ -259,14 +260,16 @@ def test_windows(gpu_model: Path, tmp_path: Path) -> None:
 
 
 def test_fp8_kv(gpu_model: Path, tmp_path: Path) -> None:
-    """Both formats beside Triton, which prefills on both sides; a checkpoint's scales beside the twin that needs none."""
+    """Both formats beside FlashInfer, which leaves Q and weights of V in 16 bits as we do (Triton and FA3 round them to 8 bits); a
+    checkpoint's scales beside the twin that needs none, where Triton prefills both."""
     prompts = workload.nested_prompts(2, 3, 8, unrelated=8)
     models = dict(zip(("scaled", "twin"), scaled.write(tmp_path, gpu_model), strict=True)) | {"plain": gpu_model}
+    flashinfer = ["--prefill-attention-backend", "flashinfer"]
     triton, bfloat16 = ["--prefill-attention-backend", "triton"], ["--dtype", "bfloat16"]
     pairs = {
-        "e4m3": [("plain", backend, ["--kv-cache-dtype", "fp8_e4m3", *triton]) for backend in ("triton", "pat")],
-        "e5m2": [("plain", backend, ["--kv-cache-dtype", "fp8_e5m2", *triton]) for backend in ("triton", "pat")],
-        "scales": [("twin", "pat", [*bfloat16, "--kv-cache-dtype", "fp8_e4m3"]), ("scaled", "pat", bfloat16)],
+        "e4m3": [("plain", backend, ["--kv-cache-dtype", "fp8_e4m3", *flashinfer]) for backend in ("flashinfer", "pat")],
+        "e5m2": [("plain", backend, ["--kv-cache-dtype", "fp8_e5m2", *flashinfer]) for backend in ("flashinfer", "pat")],
+        "scales": [("twin", "pat", [*bfloat16, *triton, "--kv-cache-dtype", "fp8_e4m3"]), ("scaled", "pat", [*bfloat16, *triton])],
     }  # fmt: skip
     common = [*COMMON, "--mem-fraction-static", "0.1", "--disable-prefill-cuda-graph", POOL, "60000"]
     with ExitStack() as stack:
@@ -287,6 +290,27 @@ def test_fp8_kv(gpu_model: Path, tmp_path: Path) -> None:
             server.wait()
         for name in pairs:
             expected, answers = (generate_all(servers[name, number], prompts) for number in range(2))
-            assert_agree(answers, expected)
+            assert_agree(answers, expected, close=0.25 if name == "scales" else CLOSE)
             counters = assert_sound(servers[name, 1])
             assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
+
+
+def test_sinks(gpu_model: Path, tmp_path: Path) -> None:
+    """A gpt-oss-shaped model, whose windows nobody fills: Triton's see a token less than they should."""
+    prompts = workload.nested_prompts(2, 3, 8, unrelated=8)
+    model = gpt_oss.write(tmp_path / "model", gpu_model, 4096)
+    flags = [*WITHOUT_PREFILL_GRAPHS, "--dtype", "bfloat16", "--moe-runner-backend", "triton", POOL, "60000"]
+    flags += ["--disable-hybrid-swa-memory"]
+    with ExitStack() as stack:
+        servers = {}
+        for backend, environment in (("triton", {}), ("pat", CHECKED)):
+            extra = ["--prefill-attention-backend", "triton"] if backend == "pat" else []
+            server = Server(model, backend, tmp_path / f"{backend}.log", [*flags, *extra], environment, on_cpu=False)
+            servers[backend] = stack.enter_context(server)
+        for server in servers.values():
+            server.wait()
+        expected, answers = (generate_all(servers[backend], prompts) for backend in ("triton", "pat"))
+        # In bfloat16: its steps are eight times those of float16, and few tokens lie that far apart.
+        assert_agree(answers, expected, close=0.25, least=0.04)
+        counters = assert_sound(servers["pat"])
+        assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]

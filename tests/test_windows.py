@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import exaone
 import gemma
+import gpt_oss
 import pytest
 from conftest import assert_sound, generate_all
 from forked import ForkedServer
@@ -59,3 +61,30 @@ def test_answers_are_those_of_a_stock_backend(servers: dict[str, Server]) -> Non
         counters = assert_sound(servers[name])
         assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
         assert counters["plans"] < 2 * counters["steps"], "two groups of layers, and plans that last"
+
+
+def test_a_model_for_which_sglang_lists_its_backends(model: Path, tmp_path: Path) -> None:
+    """The list has no `torch_native` either, but is about `--attention-backend` alone."""
+    windowed = exaone.write(tmp_path / "model", model, 40)
+    stock = ["--prefill-attention-backend", "torch_native", "--decode-attention-backend", "torch_native"]
+    prompts = workload.nested_prompts(2, 2, 3, unrelated=2)
+    answers = {}
+    for backend, flags in (("fa3", stock), ("pat", [])):
+        with ForkedServer(windowed, backend, tmp_path / f"{backend}.log", [*FLAGS, "40000", *flags]) as server:
+            server.wait()
+            answers[backend] = generate_all(server, prompts)
+            if backend == "pat":
+                counters = assert_sound(server)
+                assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
+    assert len(set(map(tuple, answers["fa3"]))) > len(prompts) / 2, "answers that depend on prompts"
+    assert answers["pat"] == answers["fa3"]
+
+
+def test_sinks_are_refused_on_a_cpu(model: Path, tmp_path: Path) -> None:
+    """By us, not by SGLang's list of backends for gpt-oss."""
+    sinks = gpt_oss.write(tmp_path / "model", model, 40)
+    with ForkedServer(sinks, "pat", tmp_path / "log", ["--dtype", "bfloat16", "--disable-hybrid-swa-memory"]) as server:
+        log = server.wait_failed()
+    assert (
+        "pat does not support attention sinks on a CPU, which GptOssForCausalLM uses: serve it with another one" in log
+    )

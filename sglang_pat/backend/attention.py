@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from sglang_pat.backend import executors, layers, support
 from sglang_pat.backend.layers import LayerGroup
 from sglang_pat.backend.metrics import Metrics
 from sglang_pat.config import PatConfig
-from sglang_pat.packing import PackConfig, WorkItem
+from sglang_pat.packing import AttentionSpec, PackConfig, WorkItem
 from sglang_pat.radix_bridge import Observer, hooks
 from sglang_pat.radix_bridge.trace import FORMAT, Header, TraceWriter
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def create(runner: ModelRunner) -> PatAttnBackend:
-    """What SGLang calls for `--attention-backend pat`.
+def create(runner: ModelRunner) -> AttentionBackend:
+    """What SGLang calls for `--attention-backend pat`. An encoder decodes nothing, and is all a stock backend's.
 
     Raises:
         UnsupportedError: A flag or the model needs what PAT does not do.
@@ -42,6 +42,9 @@ def create(runner: ModelRunner) -> PatAttnBackend:
         support.check_release(runner)
         support.check_device(runner)
         support.check_model(runner, fallback="torch_native" if runner.device == "cpu" else "triton")
+        if not layers.count(runner):
+            logger.info("sglang-pat: %s decodes nothing", type(runner.model).__name__)
+            return stock_backend(runner, [])
         config = PatConfig.from_environment()
         jit.load("packing")
         if runner.device == "cpu":
@@ -53,15 +56,13 @@ def create(runner: ModelRunner) -> PatAttnBackend:
         raise
 
 
-def inner_backend(runner: ModelRunner, windows: bool) -> AttentionBackend | None:
-    """Runs prefill and all that is not plain decode; None where the user chose a backend for that.
+def stock_backend(runner: ModelRunner, specs: Collection[AttentionSpec]) -> AttentionBackend:
+    """Runs prefill and all that is not plain decode.
 
     Args:
         runner: SGLang's.
-        windows: Whether some layers see a window only.
+        specs: Of its layers that decode.
     """
-    if compat.backends_chosen(runner.server_args)[0] != "pat":
-        return None
     if runner.device == "cpu":
         from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -70,7 +71,8 @@ def inner_backend(runner: ModelRunner, windows: bool) -> AttentionBackend | None
         return (ScaledTorchNativeBackend if compat.is_fp8(runner.kv_cache_dtype) else TorchNativeAttnBackend)(runner)
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    name = compat.prefill_backend(windows, runner.kv_cache_dtype, compat.has_scales(runner))
+    windows, sinks = any(spec.window for spec in specs), any(spec.sinks for spec in specs)
+    name = compat.prefill_backend(windows, runner.kv_cache_dtype, compat.has_scales(runner), sinks)
     logger.info("sglang-pat: prefill runs on %s", name)
     return ATTENTION_BACKENDS[name](runner)
 
@@ -100,7 +102,9 @@ class PatAttnBackend(AttentionBackend):
     def __init__(self, runner: ModelRunner, config: PatConfig) -> None:
         super().__init__()
         specs = layers.count(runner)
-        self.inner = inner_backend(runner, windows=any(spec.window for spec in specs))
+        # None where the user chose a backend for prefill.
+        prefills = compat.backends_chosen(runner.server_args)[0] == "pat"
+        self.inner = stock_backend(runner, specs) if prefills else None
         self.config = config
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -199,6 +203,7 @@ class PatAttnBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         unknown = [name for name, value in kwargs.items() if value is not None]
@@ -222,6 +227,7 @@ class PatAttnBackend(AttentionBackend):
             scale=layer.scaling * k_scale,
             logit_cap=layer.logit_cap,
             v_scale=v_scale,
+            sinks=sinks,
         )
         return out.reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
 
@@ -267,7 +273,7 @@ class PatAttnBackend(AttentionBackend):
     def _group(self, layer: RadixAttention) -> LayerGroup:
         found = self._group_of.get(layer.layer_id)
         if found is None:
-            spec = layers.spec_of(layer, self._kv_format, self._context)
+            spec = layers.spec_of(layer, self._kv_format, self._context, self.groups[0].spec.sinks)
             groups = [group for group in self.groups if group.spec == spec]
             if not groups:
                 raise support.UnsupportedError(f"layer {layer.layer_id} is none of those that pat was made for: {spec}")

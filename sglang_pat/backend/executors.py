@@ -46,11 +46,12 @@ class Executor(Protocol):
 
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
+        seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of [batch or more, heads, head_dim]; rows behind the plan's batch are zero.
 
-        `scale` is the factor on q k^T, `v_scale` that on the result: what K and V are kept divided by is in them.
+        `scale` is the factor on q k^T, `v_scale` that on the result: what K and V are kept divided by is in them. `sinks`, [heads],
+        are logits without values.
         """
 
 
@@ -90,14 +91,15 @@ class CpuExecutor:
 
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
+        seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         assert self._loaded
         if self._plan is None:
             return q.new_zeros(*q.shape[:2], v.shape[-1])
         real = rows.shape[0]
         out = cpu.decode(
-            q[:real], k, v, req_to_token, rows, seq_lens, self._plan, scale=scale, logit_cap=logit_cap, v_scale=v_scale
+            q[:real], k, v, req_to_token, rows, seq_lens, self._plan, scale=scale, logit_cap=logit_cap, v_scale=v_scale,
+            sinks=sinks,
         )  # fmt: skip
         if real < q.shape[0]:
             out = torch.cat([out, out.new_zeros(q.shape[0] - real, *out.shape[1:])])
@@ -154,13 +156,13 @@ class CudaExecutor:
 
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
+        seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         # Early: in front of every layer's attention are the kernels that make its Q; the plan and the lengths were there before.
         self._decoder.decode(
             q, k, v, out, req_to_token, rows, seq_lens, self._plan, self._partial, self._lse, scale=scale,
-            logit_cap=logit_cap, v_scale=v_scale, early=True,
+            logit_cap=logit_cap, v_scale=v_scale, sinks=None if sinks is None else sinks.bfloat16(), early=True,
         )  # fmt: skip
         return out
 

@@ -12,6 +12,7 @@ import torch
 from sglang_pat import compat
 from sglang_pat.backend import features, layers
 from sglang_pat.kernels import capabilities, cuda
+from sglang_pat.packing import AttentionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +105,14 @@ def check_model(runner: Any, fallback: str) -> None:
             f"--attention-backend pat does not support {runner.dtype} with a KV cache of {runner.kv_cache_dtype} on a "
             f"GPU: serve {name} with --dtype bfloat16 or float16, and leave out --kv-cache-dtype"
         )
-    problem = partner_problem(runner)
+    specs = layers.count(runner)
+    problem = partner_problem(runner, any(spec.sinks for spec in specs))
     if problem is not None:
         raise UnsupportedError(
             f"--attention-backend pat does not support {problem}, beside it: let pat do both, by --attention-backend pat alone"
         )
     problems = [_layer_problem(layer) for layer in compat.attention_layers(runner)]
-    problems += [capabilities.refusal(spec, runner.device) for spec in layers.count(runner)]
+    problems += [_spec_problem(spec, runner.device) for spec in specs]
     for problem in filter(None, problems):
         raise UnsupportedError(f"--attention-backend pat does not support {problem}, which {name} uses: {instead}")
     if isinstance(pool, SWAKVPool):
@@ -124,15 +126,26 @@ def check_model(runner: Any, fallback: str) -> None:
         )
 
 
-def partner_problem(runner: Any) -> str | None:
-    """Why a backend that was chosen for the other phase does not write or read PAT's FP8 cache; None where each does."""
+def partner_problem(runner: Any, sinks: bool = False) -> str | None:
+    """Why a backend that was chosen for the other phase does not write or read PAT's FP8 cache, or computes no `sinks`; None where each
+    does."""
     prefill, decode = chosen = compat.backends_chosen(runner.server_args)
     if "fa3" in chosen and runner.kv_cache_dtype == torch.float8_e5m2:
         return "fa3, which reads no fp8_e5m2"
+    sinkless = next(filter(compat.ignores_sinks, chosen), None) if sinks else None
+    if sinkless:
+        return f"{sinkless}, which computes no attention sinks"
     scaleless = next(filter(None, (compat.ignores_scales(prefill, True), compat.ignores_scales(decode, False))), None)
     if scaleless and compat.has_scales(runner):
         return f"{scaleless}, which ignores the scales of an FP8 KV cache"
     return None
+
+
+def _spec_problem(spec: AttentionSpec, device: capabilities.Device) -> str | None:
+    if spec.sinks and device == "cpu":
+        # The executor computes them, but no stock backend prefills with them there.
+        return "attention sinks on a CPU"
+    return capabilities.refusal(spec, device)
 
 
 def _layer_problem(layer: Any) -> str | None:
@@ -142,8 +155,12 @@ def _layer_problem(layer: Any) -> str | None:
         return "attention in chunks (Llama 4)"
     if layer.is_cross_attention:
         return "cross-attention"
-    if layer.attn_type == AttentionType.ENCODER_ONLY:
-        return "encoder-only attention"
+    if layer.attn_type == AttentionType.ENCODER_ONLY and layer.sliding_window_size not in (None, -1):
+        # Some stock backends take no notice of it.
+        return "encoder-only attention with a window"
+    if layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL:
+        # Some stock backends take it for causal (EmbeddingGemma).
+        return "attention in both directions by a decoder"
     if (getattr(layer, "xai_temperature_len", None) or 0) > 0:
         return "temperature that grows with the context"
     return None

@@ -1,6 +1,7 @@
 """Every place where SGLang is hooked, through its own HookRegistry.
 
-Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs another attention backend.
+Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs another attention backend, but the last one: which backend
+runs is said in its arguments.
 
 | target | releases | why no extension point will do |
 |---|---|---|
@@ -16,6 +17,8 @@ Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs anot
 | `SchedulerMetricsReporter.report_decode_stats` | both | when SGLang logs and exports its own counts |
 | `ForwardBatch.init_new` | both | a batch has its rows on the GPU only, and ids that clients chose |
 | `build_replay_fb_view` | both | the batch that a CUDA graph is replayed for comes without either |
+| `ServerArgs._handle_model_specific_adjustments` | 0.5.17 | its lists of backends for a model (gpt-oss, Exaone); plugin.py |
+| `handle_model_specific_adjustments` | 0.5.23 | the same, there by SGLang's `register_resolution_hook` |
 """
 
 from __future__ import annotations
