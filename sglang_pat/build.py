@@ -18,6 +18,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.build", description=__doc__)
     parser.add_argument("--head-dim", type=int, nargs="+", choices=capabilities.HEAD_DIMS, default=[128])
     parser.add_argument("--dtype", nargs="+", choices=capabilities.CUDA_DTYPES, default=["bfloat16"])
+    parser.add_argument("--sinks", action="store_true", help="for models with attention sinks (gpt-oss)")
     parser.add_argument("--kv-cache-dtype", nargs="+", choices=["auto", *capabilities.FP8], default=["auto"])
     parser.add_argument("--arch", help="compute capability such as 8.0 or 9.0a; default: this machine's GPU")
     parser.add_argument(
@@ -30,7 +31,9 @@ def main(arguments: list[str] | None = None) -> None:
     arch = options.arch or cuda.arch_of(torch.device("cuda"))
     variants = [
         cuda.Variant.of(
-            AttentionSpec(1, 1, dim, dim, FORMATS[capabilities.FP8.get(kv, dtype)]), arch, dtype=getattr(torch, dtype)
+            AttentionSpec(1, 1, dim, dim, FORMATS[capabilities.FP8.get(kv, dtype)], sinks=options.sinks),
+            arch,
+            dtype=getattr(torch, dtype),
         )
         for dtype in options.dtype
         for kv in options.kv_cache_dtype

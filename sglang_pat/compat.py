@@ -161,8 +161,7 @@ def prefill_backend(windows: bool, kv_cache: torch.dtype, scaled: bool, sinks: b
     """The stock attention backend for prefill on this GPU: what SGLang would choose, as far as it is installed and right.
 
     Where layers have windows SGLang takes FA3 or Triton (arg_groups/overrides.py, `_olmo2_overrides`; server_args.py accepts no other
-    for Exaone). FA3 reads e4m3 and not e5m2 (overrides.py, `_attention_backend_fa3_fp8_fallback`). FlashInfer's prefill of 0.5.17 reads
-    a cached prefix without its scales (flashinfer_backend.py, `o2`). Triton's is the last choice: where the cache is FP8 it casts Q and
+    for Exaone). FA3 reads e4m3 and not e5m2 (overrides.py, `_attention_backend_fa3_fp8_fallback`). Triton's is the last choice: where the cache is FP8 it casts Q and
     the weights of V to FP8 for a cached prefix (extend_attention.py), and FlashInfer's does not.
 
     Args:
@@ -179,7 +178,8 @@ def prefill_backend(windows: bool, kv_cache: torch.dtype, scaled: bool, sinks: b
     on_hopper = torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("sgl_kernel.flash_ops")
     if on_hopper and kv_cache != torch.float8_e5m2:
         return "fa3"
-    return "flashinfer" if is_flashinfer_available() and not (windows or scaled or sinks) else "triton"
+    wrong = windows or sinks or (scaled and ignores_scales("flashinfer", prefill=True))
+    return "flashinfer" if is_flashinfer_available() and not wrong else "triton"
 
 
 def padding(forward_batch: Any) -> int:
@@ -285,9 +285,9 @@ def backends_chosen(server_args: Any) -> tuple[str | None, str | None]:
 LISTED = "fa3"
 """An attention backend that every one of SGLang's lists of backends for a model has."""
 
-LISTING = ("GptOssForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM")
+LISTING = ("GptOssForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM")
 """Models for which SGLang accepts the backends of such a list only, that no plugin can extend (server_args.py,
-`_handle_model_specific_adjustments`), though `pat` serves them."""
+`_handle_model_specific_adjustments`, in 0.5.23 arg_groups/model_hook.py), though `pat` serves them."""
 
 
 def lists_backends(server_args: Any) -> bool:
@@ -336,15 +336,16 @@ def ignores_sinks(backend: str | None) -> bool:
     return backend is not None and backend not in ("pat", "fa3", "fa4", "triton", "trtllm_mha", "intel_amx")
 
 
-def ignores_scales(backend: str | None, prefill: bool) -> str | None:
-    """The stock backend if it writes or reads FP8 caches without the scales of a checkpoint, in prefill or in decode.
+def ignores_scales(backend: str | None, prefill: bool) -> bool:
+    """Whether a stock backend writes or reads FP8 caches without the scales of a checkpoint, in prefill or in decode.
 
-    FlashInfer's prefill of 0.5.17 reads a cached prefix without them (flashinfer_backend.py, `o2`).
+    FA4's prefill does (flashattention_backend.py, `fa_impl_ver`); so does FlashInfer's of 0.5.17 for a cached prefix
+    (flashinfer_backend.py, `o2`).
     """
     scaleless = {"torch_native", "flex_attention"}
-    if prefill and release() == "0.5.17":
-        scaleless.add("flashinfer")
-    return backend if backend in scaleless else None
+    if prefill:
+        scaleless |= {"fa4", "flashinfer"} if release() == "0.5.17" else {"fa4"}
+    return backend in scaleless
 
 
 def kv_layout(runner: Any) -> str:

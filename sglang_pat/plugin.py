@@ -14,7 +14,6 @@ def register() -> None:
     from sglang.srt.server_args import add_attention_backend_choices
 
     add_attention_backend_choices(["pat"])
-    compat.around_model_adjustments(adjust_for_model)
 
     @register_attention_backend("pat")
     def create(runner: Any) -> Any:
@@ -23,11 +22,22 @@ def register() -> None:
 
         return attention.create(runner)
 
+    compat.around_model_adjustments(adjust_for_model)
+
 
 def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
-    """SGLang's step that adjusts arguments to the model, around which this is hooked (radix_bridge/hooks.py lists it)."""
-    if "pat" in compat.backends_chosen(server_args) and compat.lists_backends(server_args):
-        with compat.shown_as(server_args, "pat", compat.LISTED):
-            step(server_args)
+    """SGLang's step that adjusts arguments to the model, around which this is hooked (radix_bridge/hooks.py lists it).
+
+    Raises:
+        AssertionError: SGLang does not serve the model with the backend that was chosen beside `pat`.
+    """
+    chosen = compat.backends_chosen(server_args)
+    if "pat" in chosen and compat.lists_backends(server_args):
+        try:
+            with compat.shown_as(server_args, "pat", compat.LISTED):
+                step(server_args)
+        except AssertionError as error:
+            # Its message has names that nobody chose.
+            raise AssertionError(f"with {chosen[0]} for prefill and {chosen[1]} for decode: {error}") from error
     else:
         step(server_args)

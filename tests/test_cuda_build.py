@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+import msgspec
 import pytest
 import torch
 from kernel_cases import spec_of
@@ -31,13 +32,16 @@ VARIANTS = [
 SHARED_LIMIT = {"8.0": 163 << 10, "8.9": 99 << 10, "9.0a": 227 << 10, "10.0": 227 << 10}
 
 
-@pytest.mark.parametrize(("arch", "dim", "dtype"), VARIANTS)
-def test_forward_compiles_without_spills(arch: str, dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("arch", "dim", "dtype", "sinks"),
+    [*((*one, False) for one in VARIANTS), *((arch, 64, torch.bfloat16, True) for arch in SHARED_LIMIT)],
+)
+def test_forward_compiles_without_spills(arch: str, dim: int, dtype: torch.dtype, sinks: bool) -> None:
     try:
         jit.find_nvcc()
     except jit.BuildError:
         pytest.skip("needs nvcc")
-    variant = cuda.Variant.of(spec_of(dtype, dim), arch)
+    variant = cuda.Variant.of(msgspec.structs.replace(spec_of(dtype, dim), sinks=sinks), arch)
     found = resources.measure(variant)
     print(variant.name, found)
     assert found.spill_bytes == 0

@@ -59,6 +59,8 @@ CHANGES: dict[str, emulated.Change] = {
     "8 bits: bytes are converted before they are there": ("convert.cuh", "wait_copies<kAhead - 1>();", ""),
     "8 bits: a stage is filled while it is in use": ("convert.cuh", "cursor_.wait_empty();", ""),
     "8 bits: slots are read before they are there": ("ring.cuh", "return (ahead + 1) / 2;", "return 1;"),
+    "8 bits: slots are overwritten while they are read": ("ring.cuh", "slot_lead(kAhead) + 1 : 0", "slot_lead(kAhead) : 0"),
+    "8 bits: slots that other lanes asked for are not waited for": ("convert.cuh", "__syncwarp();  // what", "// what"),
     "8 bits: Q is converted before it is there": ("ring.cuh", "wait_copies<0>();", ""),
     "8 bits: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
 }  # fmt: skip

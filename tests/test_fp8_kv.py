@@ -138,18 +138,21 @@ def test_a_layer_without_scales_has_ones() -> None:
     assert compat.kv_scales(nothing) == (1.0, 1.0)
 
 
+AFTER_0_5_17 = "triton" if compat.release() == "0.5.17" else "flashinfer"
+
+
 @pytest.mark.parametrize(
     ("capability", "form", "windows", "with_scales", "expected"),
     [
         (9, torch.bfloat16, True, False, "fa3"),
         (9, torch.float8_e4m3fn, True, True, "fa3"),
         (9, torch.float8_e5m2, False, False, "flashinfer"),
-        (9, torch.float8_e5m2, False, True, "triton"),
+        (9, torch.float8_e5m2, False, True, AFTER_0_5_17),
         (9, torch.float8_e5m2, True, False, "triton"),
         (8, torch.bfloat16, False, False, "flashinfer"),
         (8, torch.bfloat16, True, False, "triton"),
         (8, torch.float8_e4m3fn, False, False, "flashinfer"),
-        (12, torch.float8_e4m3fn, False, True, "triton"),
+        (12, torch.float8_e4m3fn, False, True, AFTER_0_5_17),
     ],
 )
 def test_prefill_runs_on_a_backend_that_reads_the_cache(
@@ -161,10 +164,25 @@ def test_prefill_runs_on_a_backend_that_reads_the_cache(
     assert compat.prefill_backend(windows, form, with_scales) == expected
 
 
+def test_a_backend_that_computes_no_sinks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for other, problem in (("flashinfer", "flashinfer, which computes no attention sinks"), ("triton", None)):
+        arguments = SimpleNamespace(
+            attention_backend="pat", prefill_attention_backend=other, decode_attention_backend=None
+        )
+        runner = SimpleNamespace(server_args=arguments, kv_cache_dtype=torch.bfloat16)
+        assert support.partner_problem(runner, sinks=True) == problem
+        assert support.partner_problem(runner) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: True)
+    for sinks, name in ((False, "flashinfer"), (True, "triton")):
+        assert compat.prefill_backend(False, torch.bfloat16, False, sinks) == name
+
+
 def test_which_release_prefills_without_scales() -> None:
-    assert compat.ignores_scales("flashinfer", prefill=True) == ("flashinfer" if compat.release() == "0.5.17" else None)
-    assert compat.ignores_scales("flashinfer", prefill=False) is None
-    assert compat.ignores_scales(None, prefill=True) is None
+    assert compat.ignores_scales("flashinfer", prefill=True) == (compat.release() == "0.5.17")
+    assert compat.ignores_scales("fa4", prefill=True)
+    for backend in ("flashinfer", "fa4", None):
+        assert not compat.ignores_scales(backend, prefill=False)
 
 
 @pytest.mark.parametrize(

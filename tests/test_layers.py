@@ -31,6 +31,17 @@ def test_layers_that_torch_does_not_know_are_found() -> None:
     assert {spec.window: count for spec, count in layers.count(runner).items()} == {0: 1, 100: 1}
 
 
+def test_only_some_layers_have_sinks() -> None:
+    """As in MiMo V2 and Granite; the others of those have None in their place."""
+    model = torch.nn.ModuleList([torch.nn.Module() for _ in range(3)])
+    for i, (name, sinks) in enumerate([("sinks", True), ("attention_sink_bias", True), ("sinks", False)]):
+        model[i].attn = RadixAttention(8, 64, 1.0, 2, layer_id=i)
+        setattr(model[i], name, torch.nn.Parameter(torch.zeros(8)) if sinks else None)
+    runner = SimpleNamespace(model=model, kv_cache_dtype=torch.float32, model_config=SimpleNamespace(context_len=512))
+    assert layers.with_sinks(runner) == {0, 1}
+    assert {spec.sinks: count for spec, count in layers.count(runner).items()} == {True: 2, False: 1}
+
+
 def encoder(window: int = -1) -> SimpleNamespace:
     """What matters here of a `ModelRunner` whose model has an encoder's layer and one that decodes."""
     model = torch.nn.Module()

@@ -128,6 +128,7 @@ class PatAttnBackend(AttentionBackend):
             for (spec, size), executor, on_plan in zip(specs.items(), made, tellers, strict=True)
         ]
         self._group_of: dict[int, LayerGroup] = {}  # by the id of a layer that was seen
+        self._with_sinks = layers.with_sinks(runner)
         self.observer = Observer(*(group.scheduler for group in self.groups))
         self.observer.subscribers += [group.planner.on_event for group in self.groups]
         if writer:
@@ -217,7 +218,13 @@ class PatAttnBackend(AttentionBackend):
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         assert self.rows is not None and self.seq_lens is not None
         k_scale, v_scale = compat.kv_scales(layer) if compat.is_fp8(self.kv_cache_dtype) else (1.0, 1.0)
-        out = self._group(layer).executor.decode(
+        group = self._group(layer)
+        if (sinks is not None) != group.spec.sinks:
+            raise support.UnsupportedError(
+                f"layer {layer.layer_id} has {'' if group.spec.sinks else 'no '}attention sinks by its model's parameters, and is asked for "
+                "otherwise: use another --decode-attention-backend"
+            )
+        out = group.executor.decode(
             q,
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
@@ -273,7 +280,7 @@ class PatAttnBackend(AttentionBackend):
     def _group(self, layer: RadixAttention) -> LayerGroup:
         found = self._group_of.get(layer.layer_id)
         if found is None:
-            spec = layers.spec_of(layer, self._kv_format, self._context, self.groups[0].spec.sinks)
+            spec = layers.spec_of(layer, self._kv_format, self._context, layer.layer_id in self._with_sinks)
             groups = [group for group in self.groups if group.spec == spec]
             if not groups:
                 raise support.UnsupportedError(f"layer {layer.layer_id} is none of those that pat was made for: {spec}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 SINKS = ("sinks", "attention_sink_bias")
-"""How models call the logits that are attention sinks: gpt-oss, MiMo V2."""
+"""How models call the logits that are attention sinks, where a layer has them: gpt-oss and Granite, MiMo V2."""
 
 
 def kv_format(dtype: torch.dtype) -> KVFormat:
@@ -48,15 +48,26 @@ def spec_of(layer: RadixAttention, form: KVFormat, context: int, sinks: bool = F
     )  # fmt: skip
 
 
+def with_sinks(runner: ModelRunner) -> set[int]:
+    """The ids of the layers beside which a module keeps sinks: in some models only those that have windows."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    found: set[int] = set()
+    for module in runner.model.modules():
+        if any(isinstance(getattr(module, name, None), torch.nn.Parameter) for name in SINKS):
+            found |= {child.layer_id for child in module.children() if isinstance(child, RadixAttention)}
+    return found
+
+
 def count(runner: ModelRunner) -> Counter[AttentionSpec]:
     """How many layers of each spec this process decodes, those that see everything first: encoder-only ones are none of them."""
     from sglang.srt.layers.radix_attention import AttentionType
 
     form, context = kv_format(runner.kv_cache_dtype), runner.model_config.context_len
     layers = compat.attention_layers(runner)
-    sinks = any(name.endswith(SINKS) for name, _ in runner.model.named_parameters()) if layers else False
+    sinks = with_sinks(runner)
     decoding = [layer for layer in layers if layer.attn_type != AttentionType.ENCODER_ONLY]
-    found = Counter(spec_of(layer, form, context, sinks) for layer in decoding)
+    found = Counter(spec_of(layer, form, context, layer.layer_id in sinks) for layer in decoding)
     if not layers:
         # Of a draft, or a test, there may be no model: layers of the pool's shape, some of which may have the runner's window.
         shape = AttentionSpec(*compat.attention_shape(runner), form)

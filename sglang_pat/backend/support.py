@@ -129,21 +129,21 @@ def check_model(runner: Any, fallback: str) -> None:
 def partner_problem(runner: Any, sinks: bool = False) -> str | None:
     """Why a backend that was chosen for the other phase does not write or read PAT's FP8 cache, or computes no `sinks`; None where each
     does."""
-    prefill, decode = chosen = compat.backends_chosen(runner.server_args)
+    prefill, _ = chosen = compat.backends_chosen(runner.server_args)
     if "fa3" in chosen and runner.kv_cache_dtype == torch.float8_e5m2:
         return "fa3, which reads no fp8_e5m2"
     sinkless = next(filter(compat.ignores_sinks, chosen), None) if sinks else None
     if sinkless:
         return f"{sinkless}, which computes no attention sinks"
-    scaleless = next(filter(None, (compat.ignores_scales(prefill, True), compat.ignores_scales(decode, False))), None)
+    scaleless = [name for name in chosen if compat.ignores_scales(name, prefill=name == prefill)]
     if scaleless and compat.has_scales(runner):
-        return f"{scaleless}, which ignores the scales of an FP8 KV cache"
+        return f"{scaleless[0]}, which ignores the scales of an FP8 KV cache"
     return None
 
 
 def _spec_problem(spec: AttentionSpec, device: capabilities.Device) -> str | None:
     if spec.sinks and device == "cpu":
-        # The executor computes them, but no stock backend prefills with them there.
+        # The executor computes them, but torch_native does not, which prefills there.
         return "attention sinks on a CPU"
     return capabilities.refusal(spec, device)
 

@@ -1,7 +1,7 @@
 """Every place where SGLang is hooked, through its own HookRegistry.
 
-Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs another attention backend, but the last one: which backend
-runs is said in its arguments.
+Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs another attention backend but the arguments' step (the last
+two rows): they say which backend runs.
 
 | target | releases | why no extension point will do |
 |---|---|---|

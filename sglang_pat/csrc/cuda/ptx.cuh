@@ -46,7 +46,7 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// What this thread wrote to shared memory becomes visible to wgmma after the next barrier.
+// Between a barrier and wgmma: what was written to shared memory before the barrier, by whomever, becomes visible to wgmma.
 __device__ __forceinline__ void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
