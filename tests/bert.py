@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
+import checkpoint
 import torch
-from safetensors.torch import save_file
 
 VOCAB, HIDDEN, INNER, LAYERS, HEADS, POSITIONS = 512, 128, 256, 3, 4, 512
 
 
 def write(folder: Path, tokenizer: Path) -> Path:
     """Write config, weights (float32) and the tokenizer of another model to `folder`; returns it."""
-    folder.mkdir()
-    for file in tokenizer.glob("token*"):
-        shutil.copy(file, folder)
     config = {
         "architectures": ["BertModel"], "model_type": "bert", "vocab_size": VOCAB, "hidden_size": HIDDEN,
         "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "hidden_act": "gelu",
         "max_position_embeddings": POSITIONS, "type_vocab_size": 2, "layer_norm_eps": 1e-6,
         "position_embedding_type": "absolute", "pad_token_id": 0, "torch_dtype": "float32",
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
 
     def layer(name: str, rows: int, columns: int, gain: float = 1.0) -> dict[str, torch.Tensor]:
@@ -51,5 +45,4 @@ def write(folder: Path, tokenizer: Path) -> Path:
             **layer(f"{prefix}.intermediate.dense", INNER, HIDDEN), **layer(f"{prefix}.output.dense", HIDDEN, INNER),
             **norm(f"{prefix}.output.LayerNorm"),
         }  # fmt: skip
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return checkpoint.save(folder, tokenizer, config, weights)

@@ -97,6 +97,7 @@ class Decoder(cuda.Decoder):
         build([variant], change)
         self._tile_rows, self._kv = tiles.query_tiles[-1], variant.kv
         self._modules = [_modules[variant, change]]
+        self._no_sinks = torch.empty(0, dtype=torch.bfloat16)
         self._streams = []
         self.workers = WORKERS
         self.seed(0)

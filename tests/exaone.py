@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
+import checkpoint
 import torch
-from safetensors.torch import save_file
 
 VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 512, 256, 512, 4, 8, 2, 32
 
 
 def write(folder: Path, tokenizer: Path, window: int) -> Path:
     """Write config, weights (float32) and the tokenizer of another model to `folder`; returns it."""
-    folder.mkdir()
-    for file in tokenizer.glob("token*"):
-        shutil.copy(file, folder)
     config = {
         "architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "hidden_act": "silu", "vocab_size": VOCAB,
         "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
@@ -25,7 +20,6 @@ def write(folder: Path, tokenizer: Path, window: int) -> Path:
         "rms_norm_eps": 1e-6, "rope_theta": 1e4, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -51,5 +45,4 @@ def write(folder: Path, tokenizer: Path, window: int) -> Path:
             f"{prefix}.mlp.up_proj.weight": matrix(INNER, HIDDEN),
             f"{prefix}.mlp.down_proj.weight": matrix(HIDDEN, INNER),
         }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return checkpoint.save(folder, tokenizer, config, weights)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
+import checkpoint
 import torch
-from safetensors.torch import save_file
 
 VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 512, 256, 512, 4, 8, 2
 
 
 def write(folder: Path, tokenizer: Path, window: int, head_dim: int = 32) -> Path:
     """Write config, weights (float32) and the tokenizer of another model to `folder`; returns it."""
-    folder.mkdir()
-    for file in tokenizer.glob("token*"):
-        shutil.copy(file, folder)
     config = {
         "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh",
         "hidden_act": "gelu_pytorch_tanh", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER,
@@ -25,7 +20,6 @@ def write(folder: Path, tokenizer: Path, window: int, head_dim: int = 32) -> Pat
         "attn_logit_softcapping": 0.0, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
         "bos_token_id": 0, "eos_token_id": 0, "torch_dtype": "float32",
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
@@ -50,5 +44,4 @@ def write(folder: Path, tokenizer: Path, window: int, head_dim: int = 32) -> Pat
             f"{prefix}.mlp.up_proj.weight": matrix(INNER, HIDDEN),
             f"{prefix}.mlp.down_proj.weight": matrix(HIDDEN, INNER),
         }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return checkpoint.save(folder, tokenizer, config, weights)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
+import checkpoint
 import torch
-from safetensors.torch import save_file
 
 VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, EXPERTS = 512, 256, 256, 4, 8, 2, 64, 4
 
 
 def write(folder: Path, tokenizer: Path, window: int) -> Path:
     """Write config, weights (bfloat16) and the tokenizer of another model to `folder`; returns it."""
-    folder.mkdir()
-    for file in tokenizer.glob("token*"):
-        shutil.copy(file, folder)
     config = {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu", "vocab_size": VOCAB,
         "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
@@ -26,7 +21,6 @@ def write(folder: Path, tokenizer: Path, window: int) -> Path:
         "rms_norm_eps": 1e-5, "rope_theta": 1e4, "rope_scaling": None, "bos_token_id": 0, "eos_token_id": 0,
         "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, gain: float = 1.0) -> torch.Tensor:
@@ -57,5 +51,4 @@ def write(folder: Path, tokenizer: Path, window: int) -> Path:
             f"{prefix}.mlp.experts.down_proj_bias": random(EXPERTS, HIDDEN, gain=0.1),
         }
     weights = {name: weight.bfloat16() for name, weight in weights.items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return checkpoint.save(folder, tokenizer, config, weights)

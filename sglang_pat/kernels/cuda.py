@@ -146,6 +146,7 @@ class Decoder:
         build(variants)
         self._tile_rows, self._kv = tiles.query_tiles[-1], variants[0].kv
         self._modules = [_load(variant) for variant in variants]
+        self._no_sinks = torch.empty(0, dtype=torch.bfloat16, device=device)
         self._streams = [torch.cuda.Stream(device) for _ in variants[1:]] if mode != "serial" else []
         self.workers: int = max(module.workers(device.index or 0) for module in self._modules)
 
@@ -216,8 +217,7 @@ class Decoder:
                 raise ValueError(f"{name} has the wrong dtype: {pool.dtype}, not {self._kv}")
         if self._kv in KV_NAMES:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
-        no_sinks = q.new_empty(0, dtype=torch.bfloat16) if sinks is None else sinks
-        tables = (req_to_token, rows, seq_lens, plan, partial, lse, no_sinks)
+        tables = (req_to_token, rows, seq_lens, plan, partial, lse, self._no_sinks if sinks is None else sinks)
         arguments = (q, k, v, out, *tables, scale, v_scale, logit_cap, self._tile_rows)
         first, *others = self._modules
         if not others:

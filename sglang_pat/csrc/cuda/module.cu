@@ -100,8 +100,8 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   check_rows(v, "v", kv);
   check_rows(out, "out", half);
   pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, kDLCUDA);
-  pat::check(sinks, "sinks", 1, DLDataType{kDLBfloat, 16, 1}, kDLCUDA);
-  TVM_FFI_CHECK(sinks.size(0) == (pat::kSinks ? q.size(1) : 0), ValueError)
+  pat::check_sinks(sinks, DLDataType{kDLBfloat, 16, 1}, q.size(1), kDLCUDA);
+  TVM_FFI_CHECK((sinks.size(0) > 0) == pat::kSinks, ValueError)
       << sinks.size(0) << " sinks for " << q.size(1) << " query heads, and a kernel " << (pat::kSinks ? "with" : "without")
       << " sinks";
   pat::Params p;

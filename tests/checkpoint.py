@@ -1,0 +1,21 @@
+"""How the tests' models are written: SGLang's files of a model folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+
+def save(folder: Path, tokenizer: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+    """Make `folder` of a config, weights and the tokenizer of another model; returns it."""
+    folder.mkdir()
+    for file in tokenizer.glob("token*"):
+        shutil.copy(file, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
