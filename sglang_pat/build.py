@@ -17,6 +17,9 @@ from sglang_pat.packing import FORMATS, AttentionSpec
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.build", description=__doc__)
     parser.add_argument("--head-dim", type=int, nargs="+", choices=capabilities.HEAD_DIMS, default=[128])
+    parser.add_argument(
+        "--v-head-dim", type=int, help="of V where it is narrower than K: 128 for MiMo V2, whose --head-dim is 192"
+    )
     parser.add_argument("--dtype", nargs="+", choices=capabilities.CUDA_DTYPES, default=["bfloat16"])
     parser.add_argument("--sinks", action="store_true", help="for models with attention sinks (gpt-oss)")
     parser.add_argument("--kv-cache-dtype", nargs="+", choices=["auto", *capabilities.FP8], default=["auto"])
@@ -29,16 +32,21 @@ def main(arguments: list[str] | None = None) -> None:
     if options.arch is None and not torch.cuda.is_available():
         parser.error("there is no GPU here to compile for: name its compute capability with --arch")
     arch = options.arch or cuda.arch_of(torch.device("cuda"))
-    variants = [
-        cuda.Variant.of(
-            AttentionSpec(1, 1, dim, dim, FORMATS[capabilities.FP8.get(kv, dtype)], sinks=options.sinks),
-            arch,
-            dtype=getattr(torch, dtype),
+    specs = [
+        (
+            AttentionSpec(
+                1, 1, dim, options.v_head_dim or dim, FORMATS[capabilities.FP8.get(kv, dtype)], sinks=options.sinks
+            ),
+            getattr(torch, dtype),
         )
         for dtype in options.dtype
         for kv in options.kv_cache_dtype
         for dim in options.head_dim
     ]
+    try:
+        variants = [cuda.Variant.of(spec, arch, dtype=dtype) for spec, dtype in specs]
+    except ValueError as error:
+        parser.error(str(error))
     if not options.report:
         try:
             jit.load("packing")

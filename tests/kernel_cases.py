@@ -24,8 +24,9 @@ FP8_SCALES = 0.5, 3.0
 """Factors on K and on V of 8 bits."""
 
 
-def spec_of(dtype: torch.dtype, dim: int) -> AttentionSpec:
-    return AttentionSpec(1, 1, dim, dim, kv_format(dtype))
+def spec_of(dtype: torch.dtype, dim: int, v_dim: int = 0) -> AttentionSpec:
+    """V is as wide as K if nothing is said."""
+    return AttentionSpec(1, 1, dim, v_dim or dim, kv_format(dtype))
 
 
 class Case:
@@ -122,11 +123,11 @@ class Run:
         self.case = case
         self.decoder = decoder
         self.plan = case.plan(tiles, decoder.workers, policy)
-        self.out = torch.empty(case.q.shape, dtype=case.q.dtype, device=case.q.device)
+        self.out = torch.empty(*case.q.shape[:2], case.spec.v_head_dim, dtype=case.q.dtype, device=case.q.device)
         self.make_workspace(int(self.plan[2]))
 
     def make_workspace(self, slots: int) -> None:
-        heads, dim = self.case.q.shape[1:]
+        heads, dim = self.case.q.shape[1], self.case.spec.v_head_dim
         self.partial = torch.empty(max(1, slots), heads, dim, device=self.case.q.device)
         self.lse = torch.empty(max(1, slots), heads, device=self.case.q.device)
 

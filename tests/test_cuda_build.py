@@ -9,8 +9,8 @@ import pytest
 import torch
 from kernel_cases import spec_of
 
-from sglang_pat import jit
-from sglang_pat.kernels import cuda, resources
+from sglang_pat import build, jit
+from sglang_pat.kernels import capabilities, cuda, resources
 
 pytestmark = pytest.mark.once
 
@@ -29,24 +29,55 @@ VARIANTS = [
     ("8.9", 128, torch.bfloat16),
     ("10.0", 128, torch.bfloat16),
 ]
+UNEQUAL = [
+    (arch, dims, dtype, sinks)
+    for dims in capabilities.UNEQUAL_HEAD_DIMS
+    for arch, dtype, sinks in (
+        ("9.0a", torch.bfloat16, False),
+        ("9.0a", torch.bfloat16, True),
+        ("9.0a", torch.float8_e4m3fn, True),
+        ("8.0", torch.bfloat16, False),
+        ("8.0", torch.float8_e4m3fn, True),
+        ("10.0", torch.bfloat16, True),
+    )
+]
+"""V narrower than K."""
 SHARED_LIMIT = {"8.0": 163 << 10, "8.9": 99 << 10, "9.0a": 227 << 10, "10.0": 227 << 10}
 
 
 @pytest.mark.parametrize(
-    ("arch", "dim", "dtype", "sinks"),
-    [*((*one, False) for one in VARIANTS), *((arch, 64, torch.bfloat16, True) for arch in SHARED_LIMIT)],
+    ("arch", "dims", "dtype", "sinks"),
+    [
+        *((arch, (dim, dim), dtype, False) for arch, dim, dtype in VARIANTS),
+        *((arch, (64, 64), torch.bfloat16, True) for arch in SHARED_LIMIT),
+        *UNEQUAL,
+    ],
 )
-def test_forward_compiles_without_spills(arch: str, dim: int, dtype: torch.dtype, sinks: bool) -> None:
+def test_forward_compiles_without_spills(arch: str, dims: tuple[int, int], dtype: torch.dtype, sinks: bool) -> None:
     try:
         jit.find_nvcc()
     except jit.BuildError:
         pytest.skip("needs nvcc")
-    variant = cuda.Variant.of(msgspec.structs.replace(spec_of(dtype, dim), sinks=sinks), arch)
+    variant = cuda.Variant.of(msgspec.structs.replace(spec_of(dtype, *dims), sinks=sinks), arch)
     found = resources.measure(variant)
     print(variant.name, found)
     assert found.spill_bytes == 0
     assert 0 < found.shared_bytes <= SHARED_LIMIT[arch]
     assert not found.serialized
+
+
+def test_modules_of_equal_dimensions_are_called_and_built_as_ever() -> None:
+    """`PAT_V_DIM` is for the others only."""
+    equal, unequal = (cuda.Variant.of(spec_of(torch.bfloat16, 192, v_dim), "9.0a") for v_dim in (192, 128))
+    assert equal.name == "sglang_pat_bfloat16_192_sm90a_m8_16_64"
+    assert unequal.name == "sglang_pat_bfloat16_192_v128_sm90a_m8_16_64"
+    assert unequal.flags == (*equal.flags, "-DPAT_V_DIM=128")
+
+
+def test_dimensions_that_cannot_be_built_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build.main(["--head-dim", "192", "64", "--v-head-dim", "128", "--arch", "9.0a"])
+    assert "do not compute head dimensions of 64 (K) and 128 (V) on a GPU" in capsys.readouterr().err
 
 
 def test_a_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,13 +26,15 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 ARCHS = [cuda.arch_of(torch.device("cuda"))] if ON_GPU else ["9.0a", "8.0"]
 FORMATS = tuple(getattr(torch, name) for name in capabilities.KV_FORMATS["cuda"])
 # On the host each module takes seconds to compile, in every process that runs some of these tests.
+DIMS = [*((dim, dim) for dim in capabilities.HEAD_DIMS), *capabilities.UNEQUAL_HEAD_DIMS]
+"""Of K and V."""
 KINDS = [
-    (dtype, dim)
+    (dtype, *dims)
     for dtype in FORMATS
-    for dim in capabilities.HEAD_DIMS
-    if ON_GPU or dtype == torch.bfloat16 or dim == 128
+    for dims in DIMS
+    if ON_GPU or dtype == torch.bfloat16 or dims == (128, 128) or (dims[0] != dims[1] and dtype == torch.float8_e4m3fn)
 ]
-TILE_DIMS = [64, 128] if ON_GPU else [128]
+TILE_DIMS = [(64, 64), (128, 128), *capabilities.UNEQUAL_HEAD_DIMS] if ON_GPU else [(128, 128)]
 
 
 def emulated_slowly(*values: Any) -> Any:
@@ -41,13 +43,21 @@ def emulated_slowly(*values: Any) -> Any:
 
 
 def in_dimension(dim: int, *values: Any) -> Any:
-    name = "-".join(str(value).removeprefix("torch.") for value in values)
+    name = "-".join(str(value).removeprefix("torch.") for value in dict.fromkeys(values))
     marks = [] if ON_GPU or dim in (64, 128) else pytest.mark.slow
     return pytest.param(*values, marks=marks, id=name)
 
 
-KIND_PARAMETERS = [in_dimension(dim, dtype, dim) for dtype, dim in KINDS]
-SINK_KINDS = KIND_PARAMETERS if ON_GPU else [(torch.bfloat16, 64), emulated_slowly(torch.float8_e4m3fn, 128)]
+KIND_PARAMETERS = [in_dimension(dim, dtype, dim, v_dim) for dtype, dim, v_dim in KINDS]
+SINK_KINDS = (
+    KIND_PARAMETERS
+    if ON_GPU
+    else [
+        (torch.bfloat16, 64, 64),
+        emulated_slowly(torch.float8_e4m3fn, 128, 128),
+        emulated_slowly(torch.float8_e4m3fn, 192, 128),
+    ]
+)
 """With sinks, modules are others."""
 
 each_arch = pytest.mark.parametrize(
@@ -67,16 +77,18 @@ def modules() -> None:
     if not ON_GPU:
         return
     wanted = [
-        cuda.Variant.of(msgspec.structs.replace(spec_of(dtype, dim), sinks=sinks), arch, dtype=Q_DTYPES.get(dtype))
+        cuda.Variant.of(
+            msgspec.structs.replace(spec_of(dtype, dim, v_dim), sinks=sinks), arch, dtype=Q_DTYPES.get(dtype)
+        )
         for arch in ARCHS
-        for dtype, dim in KINDS
+        for dtype, dim, v_dim in KINDS
         for sinks in (False, True)
     ]
     single = [
-        cuda.Variant.of(spec_of(dtype, dim), arch, (m,))
+        cuda.Variant.of(spec_of(dtype, dim, v_dim), arch, (m,))
         for dtype in (torch.bfloat16, torch.float8_e4m3fn)
         for arch in ARCHS
-        for dim in TILE_DIMS
+        for dim, v_dim in TILE_DIMS
         for m in capabilities.query_tiles(arch, dim)
     ]
     cuda.build([*wanted, *single])
@@ -91,8 +103,11 @@ def run(
     return Run(case, emulated.Decoder(case.spec, tiles, arch, dtype=case.q.dtype), tiles, policy)
 
 
-def make_case(batch: Batch, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, **options: Any) -> Case:
-    return Case(batch, heads, kv_heads, dim, dim, dtype, device=DEVICE, **options)
+def make_case(
+    batch: Batch, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, v_dim: int = 0, **options: Any
+) -> Case:
+    """V is as wide as K if nothing is said."""
+    return Case(batch, heads, kv_heads, dim, v_dim or dim, dtype, device=DEVICE, **options)
 
 
 def shared(queries: int, prefix: int, tail: int) -> Batch:
@@ -100,9 +115,9 @@ def shared(queries: int, prefix: int, tail: int) -> Batch:
 
 
 @each_arch
-@pytest.mark.parametrize(("dtype", "dim"), KIND_PARAMETERS)
+@pytest.mark.parametrize(("dtype", "dim", "v_dim"), KIND_PARAMETERS)
 @pytest.mark.parametrize("group", [1, 3, 8, *((2, 4, 5, 7, 16) if ON_GPU else [emulated_slowly(7)])])
-def test_random_trees(dtype: torch.dtype, dim: int, group: int, arch: str) -> None:
+def test_random_trees(dtype: torch.dtype, dim: int, v_dim: int, group: int, arch: str) -> None:
     generator = random.Random(dim * 100 + group)
     for _ in range(3 if ON_GPU else 1):
         batch = random_batch(
@@ -112,33 +127,34 @@ def test_random_trees(dtype: torch.dtype, dim: int, group: int, arch: str) -> No
             generator.choice([9, 90, 700 if ON_GPU else 300]),
         )
         kv_heads = generator.choice([1, 2, 5])
-        case = make_case(batch, kv_heads * group, kv_heads, dim, dtype, page_size=generator.choice([1, 16, 64]))
+        page_size = generator.choice([1, 16, 64])
+        case = make_case(batch, kv_heads * group, kv_heads, dim, dtype, v_dim, page_size=page_size)
         for policy in POLICIES if ON_GPU else ["optimal"]:
             assert run(case, arch, policy=policy).error() < TOLERANCE[case.q.dtype], policy
 
 
 @each_arch
-@pytest.mark.parametrize(("dtype", "dim"), KIND_PARAMETERS)
+@pytest.mark.parametrize(("dtype", "dim", "v_dim"), KIND_PARAMETERS)
 @pytest.mark.parametrize("window", [1, 17, 130, *([1024] if ON_GPU else [])])
-def test_windows(dtype: torch.dtype, dim: int, window: int, arch: str) -> None:
+def test_windows(dtype: torch.dtype, dim: int, v_dim: int, window: int, arch: str) -> None:
     """What lies in front of a window is NaN; requests that have not filled theirs share."""
     generator = random.Random(dim * 100 + window)
     batch = random_batch(generator, 2, 4, max(9, window))
     lengths = [length + generator.choice([0, 0, window, 3 * window]) for length in batch.seq_lens]
-    case = make_case(Batch(lengths, batch.roots), 8, 2, dim, dtype, window=window)
+    case = make_case(Batch(lengths, batch.roots), 8, 2, dim, dtype, v_dim, window=window)
     assert run(case, arch).error() < TOLERANCE[case.q.dtype]
 
 
 @each_arch
-@pytest.mark.parametrize(("dtype", "dim"), SINK_KINDS)
+@pytest.mark.parametrize(("dtype", "dim", "v_dim"), SINK_KINDS)
 @pytest.mark.parametrize(
     ("lengths", "window"),
     [((0, 40), 0), ((130, 20), 0), ((700, 0), 0), ((0, 90), 17)],
     ids=["alone", "shared", "split", "window"],
 )
-def test_sinks(lengths: tuple[int, int], window: int, dtype: torch.dtype, dim: int, arch: str) -> None:
+def test_sinks(lengths: tuple[int, int], window: int, dtype: torch.dtype, dim: int, v_dim: int, arch: str) -> None:
     """Each counts once, in the part that is alone or in the merge, scaled and capped by nothing."""
-    case = make_case(shared(9, *lengths), 6, 2, dim, dtype, sinks=True, window=window)
+    case = make_case(shared(9, *lengths), 6, 2, dim, dtype, v_dim, sinks=True, window=window)
     assert run(case, arch).error() < TOLERANCE[case.q.dtype]
     assert run(case, arch).error(logit_cap=5.0) < TOLERANCE[case.q.dtype]
     right, case.sinks = case.reference(), None
@@ -147,13 +163,15 @@ def test_sinks(lengths: tuple[int, int], window: int, dtype: torch.dtype, dim: i
 
 @each_arch
 @each_format
-@pytest.mark.parametrize("dim", [in_dimension(dim, dim) for dim in capabilities.HEAD_DIMS])
+@pytest.mark.parametrize(
+    ("dim", "v_dim"), [in_dimension(dim, dim, v_dim) for dim, v_dim in DIMS if ON_GPU or dim == v_dim]
+)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(71, 1), (130, 2), *([(200, 1), (640, 1)] if ON_GPU else [])])
 def test_more_query_heads_than_a_tile_has_rows(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, arch: str
+    heads: int, kv_heads: int, dim: int, v_dim: int, dtype: torch.dtype, arch: str
 ) -> None:
     """They are computed in parts, the last of which has some heads of the one before again."""
-    case = make_case(random_batch(random.Random(heads), 2, 3, 90), heads, kv_heads, dim, dtype)
+    case = make_case(random_batch(random.Random(heads), 2, 3, 90), heads, kv_heads, dim, dtype, v_dim)
     assert run(case, arch).error() < TOLERANCE[case.q.dtype]
     tiles = TileTable(capabilities.query_tiles(arch, dim), (capabilities.KV_TILE,), ())
     assert run(case, arch, tiles, policy="naive").error() < TOLERANCE[case.q.dtype]
@@ -177,29 +195,31 @@ def test_modes(mode: cuda.Mode) -> None:
 @each_arch
 @each_format
 @pytest.mark.parametrize("m", [emulated_slowly(m) for m in capabilities.tile_table(ARCHS[0], 128).query_tiles])
-@pytest.mark.parametrize("dim", TILE_DIMS)
-def test_every_tile(dim: int, m: int, dtype: torch.dtype, arch: str) -> None:
+@pytest.mark.parametrize(("dim", "v_dim"), TILE_DIMS)
+def test_every_tile(dim: int, v_dim: int, m: int, dtype: torch.dtype, arch: str) -> None:
     known = capabilities.tile_table(arch, dim)
     if m not in known.query_tiles:
         pytest.skip("not a tile of this architecture")
     tiles = TileTable((m,), known.kv_tiles, ())
     for queries, prefix in ((1, 1), (40, 1), (40, 31), (33, 200), (70, 64), (3, 1000)):
-        case = make_case(shared(queries, prefix, 1), 8, 2, dim, dtype)
+        case = make_case(shared(queries, prefix, 1), 8, 2, dim, dtype, v_dim)
         for policy in ("naive", "query"):
             assert run(case, arch, tiles, policy=policy).error() < TOLERANCE[case.q.dtype], (queries, prefix)
 
 
 @each_arch
 @each_format
-@pytest.mark.parametrize("dim", [64, 128, emulated_slowly(256)])
+@pytest.mark.parametrize(
+    ("dim", "v_dim"), [(64, 64), (128, 128), emulated_slowly(256, 256), *([(192, 128)] if ON_GPU else [])]
+)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 25])
-def test_every_number_of_warps_for_an_item(count: int, dim: int, dtype: torch.dtype, arch: str) -> None:
+def test_every_number_of_warps_for_an_item(count: int, dim: int, v_dim: int, dtype: torch.dtype, arch: str) -> None:
     """A CTA's warps share its items in teams, as large as there are few of them."""
     generator = random.Random(count)
     for most in (40, 700):
         batch = Batch([generator.randint(1, most) for _ in range(count)], [])
         for heads in (2, 32):
-            case = make_case(batch, heads, 2, dim, dtype)
+            case = make_case(batch, heads, 2, dim, dtype, v_dim)
             few = run(case, arch)
             few.plan = case.plan(capabilities.tile_table(arch, dim, kv_bytes=dtype.itemsize), workers=2)
             assert few.error() < TOLERANCE[case.q.dtype]
@@ -282,6 +302,22 @@ def test_strided_tensors(dtype: torch.dtype, arch: str) -> None:
     case.q = torch.cat([case.q, case.q], dim=1)[:, :8]
     assert not case.k.is_contiguous() and not case.q.is_contiguous()
     assert run(case, arch).error() < TOLERANCE[case.q.dtype]
+
+
+@each_arch
+@each_format
+@pytest.mark.parametrize(("dim", "v_dim"), [emulated_slowly(*dims) for dims in capabilities.UNEQUAL_HEAD_DIMS])
+def test_v_narrower_than_k_in_one_pool(dim: int, v_dim: int, dtype: torch.dtype, arch: str) -> None:
+    """K and V of a head are neighbours, and what lies behind its V is NaN."""
+    for batch in (shared(5, 90, 30), shared(1, 4000, 1), shared(40, 500, 3)):
+        case = make_case(batch, 8, 2, dim, dtype, v_dim)
+        behind = torch.full((*case.v.shape[:2], dim - v_dim), math.nan, device=DEVICE).to(dtype)
+        # Torch cannot join what has 8 bits.
+        plain = torch.uint8 if dtype.itemsize == 1 else dtype
+        pool = torch.cat([part.view(plain) for part in (case.k, case.v, behind)], dim=2).view(dtype)
+        case.k, case.v = pool[:, :, :dim], pool[:, :, dim : dim + v_dim]
+        assert not case.v.is_contiguous()
+        assert run(case, arch).error() < TOLERANCE[case.q.dtype]
 
 
 @pytest.mark.gpu
@@ -430,25 +466,35 @@ def test_wrong_tensors_are_named(change, message: str) -> None:
         wrong.decode()
 
 
+def test_a_workspace_of_another_dimension_is_named() -> None:
+    wrong = run(make_case(shared(3, 40, 10), 4, 2, 128, torch.bfloat16), ARCHS[0])
+    wrong.partial = wrong.partial[:, :, :64].contiguous()
+    with pytest.raises(Exception, match="partial must have heads of 128"):
+        wrong.decode()
+
+
+GPU_DIMS = r" on a GPU \(64, 96, 128, 192, 256 for both K and V are, and 192 for K with 128 for V\)"
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (spec_of(torch.float32, 128), "do not compute a KV cache of float32"),
-        (
-            spec_of(torch.bfloat16, 80),
-            r"do not compute head dimensions of 80 \(K\) and 80 \(V\) on a GPU \(64, 96, 128, 192, 256",
-        ),
+        (spec_of(torch.float32, 128), "a KV cache of float32"),
+        *((spec_of(torch.bfloat16, dim), f"a head dimension of {dim}{GPU_DIMS}") for dim in (80, 112, 512)),
+        (spec_of(torch.bfloat16, 128, 192), rf"head dimensions of 128 \(K\) and 192 \(V\){GPU_DIMS}"),
+        (spec_of(torch.bfloat16, 256, 128), rf"head dimensions of 256 \(K\) and 128 \(V\){GPU_DIMS}"),
     ],
 )
 def test_what_there_are_no_kernels_for_is_named(spec: AttentionSpec, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^the CUDA kernels do not compute {message}$"):
         cuda.Variant.of(spec, "9.0a")
 
 
+@pytest.mark.parametrize("v_dim", [192, 128])
 @pytest.mark.parametrize("arch", ["8.6", "8.9", "12.0"])
-def test_too_little_shared_memory_is_named(arch: str) -> None:
+def test_too_little_shared_memory_is_named(arch: str, v_dim: int) -> None:
     cuda.Variant.of(spec_of(torch.bfloat16, 128), arch)
     with pytest.raises(
         ValueError, match=f"dimension of 192 take more shared memory than compute capability {arch} has"
     ):
-        cuda.Variant.of(spec_of(torch.bfloat16, 192), arch)
+        cuda.Variant.of(spec_of(torch.bfloat16, 192, v_dim), arch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import random
 import subprocess
@@ -21,10 +23,9 @@ from sglang_pat.packing import Batch, Node, TileTable
 
 pytestmark = pytest.mark.once
 
-ARCH, DIM = "9.0a", 128
-KNOWN = capabilities.tile_table(ARCH, DIM)
-TILES = TileTable(KNOWN.query_tiles, KNOWN.kv_tiles, ())
-"""Without prices, by which short packs would avoid wide tiles."""
+ARCH = "9.0a"
+EQUAL, UNEQUAL = (128, 128), capabilities.UNEQUAL_HEAD_DIMS[0]
+"""Dimensions of K and V."""
 
 CHANGES: dict[str, emulated.Change] = {
     "narrow: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
@@ -63,16 +64,37 @@ CHANGES: dict[str, emulated.Change] = {
     "8 bits: slots that other lanes asked for are not waited for": ("convert.cuh", "__syncwarp();  // what", "// what"),
     "8 bits: Q is converted before it is there": ("ring.cuh", "wait_copies<0>();", ""),
     "8 bits: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
+    "unequal, narrow: V is copied as if it were as wide as K": ("narrow.cuh", "column < kVRowCopies", "column < kRowCopies"),
+    "unequal, ring: V is copied as if it were as wide as K": ("ring.cuh", "(kIsV ? kVDim : kDim)", "kDim"),
+    "unequal, 8 bits: V is copied as if it were as wide as K": ("convert.cuh", "(is_v ? kVDim : kDim)", "kDim"),
 }  # fmt: skip
-"""Each takes out what keeps one part of the kernels from another's memory."""
+"""Each takes out what keeps one part of the kernels from another's memory, or from what is nobody's."""
 
 
 def kept(name: str) -> torch.dtype:
     """The dtype of KV with which a change shows."""
-    return torch.float8_e4m3fn if name.startswith("8 bits") else torch.bfloat16
+    return torch.float8_e4m3fn if "8 bits" in name else torch.bfloat16
 
 
-def cases(dtype: torch.dtype) -> list[Case]:
+def with_nothing_behind_v(case: Case) -> Case:
+    """The same numbers, where memory behind the pool of V cannot be read, and the first token of all is the last in the pools."""
+    last, first = len(case.v) - 1, int(case.table[case.rows[0], 0])
+    for pool in (case.k, case.v):
+        plain = pool.view(torch.uint8)
+        plain[[last, first]] = plain[[first, last]]
+    was = case.table.clone()
+    case.table[was == first], case.table[was == last] = last, first
+    pages = -(-case.v.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    behind = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + pages
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
+    v = torch.frombuffer(memory, dtype=torch.uint8, count=case.v.nbytes, offset=pages - case.v.nbytes)
+    v.copy_(case.v.view(torch.uint8).flatten())
+    case.v = v.view(case.v.dtype).view(case.v.shape)
+    return case
+
+
+def cases(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
     """Items of every phase, shared by teams, by groups or by nobody, and each way to merge."""
     generator = random.Random(3)
     torch.manual_seed(0)
@@ -81,17 +103,19 @@ def cases(dtype: torch.dtype) -> list[Case]:
     both = Batch([700] * 8, [Node(0, 400, list(range(first, first + 4))) for first in (0, 4)])
     ragged = Batch([generator.randint(1, 700) for _ in range(7)], [])
     trees = [random_batch(generator, 2, 4, 90) for _ in range(3)]
-    return [
-        Case(batch, 8, 2, DIM, DIM, dtype) for batch in [*shared, both, ragged, Batch([71] * 96, short), *trees]
-    ] + [Case(Batch([4000], []), 2, 1, DIM, DIM, dtype)]
+    found = [Case(batch, 8, 2, *dims, dtype) for batch in [*shared, both, ragged, Batch([71] * 96, short), *trees]]
+    found.append(Case(Batch([4000], []), 2, 1, *dims, dtype))
+    return found if dims == EQUAL else [with_nothing_behind_v(case) for case in found]
 
 
-def fault(change: emulated.Change | None, dtype: torch.dtype) -> str:
+def fault(change: emulated.Change | None, dtype: torch.dtype, dims: tuple[int, int]) -> str:
     """The first one that is found, if any."""
-    decoder = emulated.Decoder(spec_of(dtype, DIM), TILES, ARCH, change)
-    for number, case in enumerate(cases(dtype)):
+    # Without prices, by which short packs would avoid wide tiles.
+    tiles = TileTable(capabilities.query_tiles(ARCH, dims[0]), (capabilities.KV_TILE,), ())
+    decoder = emulated.Decoder(spec_of(dtype, *dims), tiles, ARCH, change)
+    for number, case in enumerate(cases(dtype, dims)):
         for policy in ("optimal", "naive"):
-            run = Run(case, decoder, TILES, policy)
+            run = Run(case, decoder, tiles, policy)
             first = None
             for seed in range(3):
                 decoder.seed(1000 * seed)
@@ -107,8 +131,9 @@ def fault(change: emulated.Change | None, dtype: torch.dtype) -> str:
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow)], ids=["16 bits", "8 bits"]
 )
-def test_the_kernels_have_what_they_need(dtype: torch.dtype) -> None:
-    assert not fault(None, dtype)
+@pytest.mark.parametrize("dims", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
+def test_the_kernels_have_what_they_need(dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    assert not fault(None, dtype, dims)
 
 
 @pytest.fixture(scope="module")
@@ -134,4 +159,5 @@ def test_what_is_missing_is_found(name: str, results: dict[str, Future]) -> None
 
 
 if __name__ == "__main__":
-    print("found:", fault(CHANGES[sys.argv[1]], kept(sys.argv[1])) or "nothing")
+    name = sys.argv[1]
+    print("found:", fault(CHANGES[name], kept(name), UNEQUAL if name.startswith("unequal") else EQUAL) or "nothing")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import emulated
 import pytest
+import torch
+from kernel_cases import TOLERANCE, Case
 
-from sglang_pat.backend.executors import WORKSPACE_BYTES, workspace_slots
+from sglang_pat.backend.executors import WORKSPACE_BYTES, CudaExecutor, workspace_slots
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import FORMATS, AttentionSpec, Batch, PackConfig, make_plan
+from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, PackConfig, make_plan
 
 pytestmark = pytest.mark.once
 
@@ -32,3 +35,17 @@ def test_memory_is_limited(heads: int, kv_heads: int) -> None:
     slots = workspace_slots(pack_config, 4096)
     assert slots * heads * (128 + 1) * 4 <= WORKSPACE_BYTES < 256 << 20
     assert slots >= 2 * 4096 or heads > 32, "a prefix and a tail for every request"
+
+
+def test_v_may_be_narrower_than_k() -> None:
+    """The output has V's dimension, and parts are kept in as little memory. On the host, where `__init__` finds no GPU."""
+    case = Case(Batch([90] * 5, [Node(0, 70, list(range(5)))]), 4, 2, 192, 128, torch.bfloat16)
+    tiles = capabilities.tile_table("9.0a", 192)
+    executor = CudaExecutor.__new__(CudaExecutor)
+    executor._decoder = emulated.Decoder(case.spec, tiles, "9.0a")
+    executor._plan = case.plan(tiles, executor._decoder.workers, "naive")
+    executor._shape = (int(executor._plan[2]), case.spec.heads, case.spec.v_head_dim)
+    assert executor._shape[0] > 0, "some parts are merged"
+    executor.attach(torch.full((executor.floats,), torch.nan))
+    out = executor.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, scale=case.scale, logit_cap=0.0)
+    assert case.difference(out) < TOLERANCE[torch.bfloat16]

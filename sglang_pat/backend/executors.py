@@ -48,7 +48,7 @@ class Executor(Protocol):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention of [batch or more, heads, head_dim]; rows behind the plan's batch are zero.
+        """Attention of Q [batch or more, heads, head_dim]: [batch or more, heads, v_head_dim], zero in rows behind the plan's batch.
 
         `scale` is the factor on q k^T, `v_scale` that on the result: what K and V are kept divided by is in them. `sinks`, [heads],
         are logits without values.
@@ -158,7 +158,7 @@ class CudaExecutor:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
         # Early: in front of every layer's attention are the kernels that make its Q; the plan and the lengths were there before.
         self._decoder.decode(
             q, k, v, out, req_to_token, rows, seq_lens, self._plan, self._partial, self._lse, scale=scale,

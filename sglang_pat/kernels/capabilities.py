@@ -10,11 +10,15 @@ from sglang_pat.packing.devices import GpuTable
 Device = Literal["cpu", "cuda"]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-"""Of the CUDA kernels."""
+"""Of the CUDA kernels, for K and V alike."""
+
+UNEQUAL_HEAD_DIMS = ((192, 128),)
+"""Of K and of a narrower V: the only pair of SGLang's models but MLA ones, that of MiMo V2 (configs/model_config.py,
+`has_asymmetric_kv`). V's has to be a multiple of 32 (csrc/cuda/forward.cuh)."""
 
 LARGE_SHARED = ("8.0", "9.0a", "10.0")
 """Architectures that are known to have more than 99 KB of shared memory for a CTA (`kSharedLimit` in csrc/cuda/params.cuh), as head
-dimensions above 128 need."""
+dimensions of K above 128 need."""
 
 CPU_HEAD_DIM, CPU_HEAD_DIM_STEP = 256, 8
 """The largest head dimension of the CPU executor, and what it has to be a multiple of."""
@@ -43,7 +47,7 @@ def query_tiles(arch: str, head_dim: int) -> tuple[int, ...]:
 
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.
-        head_dim: One of HEAD_DIMS.
+        head_dim: K's, one of HEAD_DIMS.
     """
     return (8, 16, 64, 128, 192) if head_dim <= 128 and arch.startswith("9.") else (8, 16, 64)
 
@@ -53,7 +57,7 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
 
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.
-        head_dim: One of HEAD_DIMS.
+        head_dim: K's, one of HEAD_DIMS.
         gpu: The name by which the GPU goes.
         table: Prices, if not those of the GPU's own table.
         kv_bytes: Of one element of KV.
@@ -73,10 +77,17 @@ def refusal(spec: AttentionSpec, device: Device) -> str | None:
     if spec.kv.name not in KV_FORMATS[device]:
         return f"a KV cache of {spec.kv.name}"
     if device == "cuda":
-        if spec.head_dim != spec.v_head_dim or spec.head_dim not in HEAD_DIMS:
-            dims = ", ".join(map(str, HEAD_DIMS))
-            return f"head dimensions of {spec.head_dim} (K) and {spec.v_head_dim} (V) on a GPU ({dims} for both are)"
-        return None
+        dims = spec.head_dim, spec.v_head_dim
+        if dims in UNEQUAL_HEAD_DIMS or (dims[0] == dims[1] and dims[0] in HEAD_DIMS):
+            return None
+        wanted = (
+            f"a head dimension of {dims[0]}"
+            if dims[0] == dims[1]
+            else "head dimensions of {} (K) and {} (V)".format(*dims)
+        )
+        equal = ", ".join(map(str, HEAD_DIMS))
+        unequal = ", ".join("{} for K with {} for V".format(*pair) for pair in UNEQUAL_HEAD_DIMS)
+        return f"{wanted} on a GPU ({equal} for both K and V are, and {unequal})"
     for dim in (spec.head_dim, spec.v_head_dim):
         if dim % CPU_HEAD_DIM_STEP or dim > CPU_HEAD_DIM:
             return f"a head dimension of {dim} (multiples of {CPU_HEAD_DIM_STEP} up to {CPU_HEAD_DIM} are)"

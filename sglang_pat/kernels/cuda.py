@@ -32,7 +32,8 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     Attributes:
         dtype: A key of TYPES: Q's.
         kv: The same, or a key of KV_NAMES.
-        head_dim: One of `capabilities.HEAD_DIMS`.
+        head_dim: K's: one of `capabilities.HEAD_DIMS`.
+        v_head_dim: V's: the same, or less by `capabilities.UNEQUAL_HEAD_DIMS`.
         arch: Compute capability, such as `8.0` or `9.0a`.
         query_tiles: Every m that its forward kernel runs.
         sinks: Whether heads have a logit without a value.
@@ -41,6 +42,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     dtype: torch.dtype
     kv: torch.dtype
     head_dim: int
+    v_head_dim: int
     arch: str
     query_tiles: tuple[int, ...]
     sinks: bool = False
@@ -72,13 +74,14 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         dtype = dtype or (kv if kv in TYPES else torch.bfloat16)
         if dtype not in TYPES or (kv in TYPES and kv != dtype):
             raise ValueError(f"the CUDA kernels do not compute Q of {dtype} with a KV cache of {kv}")
-        return cls(dtype, kv, spec.head_dim, arch, tiles, spec.sinks)
+        return cls(dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks)
 
     @property
     def name(self) -> str:
         dtype = "_".join(str(one).removeprefix("torch.") for one in dict.fromkeys((self.dtype, self.kv)))
         tiles = "_".join(map(str, self.query_tiles))
-        return f"sglang_pat_{dtype}_{self.head_dim}_sm{self.arch.replace('.', '')}_m{tiles}{'_sinks' if self.sinks else ''}"
+        dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}_v{self.v_head_dim}"
+        return f"sglang_pat_{dtype}_{dims}_sm{self.arch.replace('.', '')}_m{tiles}{'_sinks' if self.sinks else ''}"
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -90,6 +93,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             f"-DPAT_ARCH={''.join(filter(str.isdigit, self.arch))}0",
             f"-DPAT_QUERY_TILES={sum(1 << m // 8 for m in self.query_tiles)}",
             f"-DPAT_SINKS={int(self.sinks)}",
+            *([f"-DPAT_V_DIM={self.v_head_dim}"] if self.v_head_dim != self.head_dim else []),
         )
 
 
@@ -191,13 +195,14 @@ class Decoder:
         Args:
             q: [rows, heads, head_dim]; the first of them are the plan's batch. With KV of 8 bits it is multiplied in float16:
                 what is beyond its range becomes its largest.
-            k, v: [slots, kv_heads, head_dim], the layer's pools, of the spec's format; `kv_heads` divides `heads`.
-            out: [rows, heads, head_dim], contiguous. Rows behind the plan's batch become zero.
+            k: [slots, kv_heads, head_dim], the layer's pool, of the spec's format; `kv_heads` divides `heads`.
+            v: [slots, kv_heads, v_head_dim], likewise.
+            out: [rows, heads, v_head_dim], contiguous. Rows behind the plan's batch become zero.
             req_to_token: [requests, context], int32: the slot of each position of each request.
             rows: [batch or more], int64: each query's row of `req_to_token`.
             seq_lens: [batch or more], int64: tokens of each query's request, its own included.
             plan: A plan for this batch (layout.py), int32, made with this decoder's tiles.
-            partial: [num_slots or more, heads, head_dim], float32: the parts of queries that have several.
+            partial: [num_slots or more, heads, v_head_dim], float32: the parts of queries that have several.
             lse: [num_slots or more, heads], float32: their LSE, to base 2.
             scale: Factor on q k^T, that of K's bytes included.
             v_scale: Factor on V where it has 8 bits.

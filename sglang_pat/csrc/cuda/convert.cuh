@@ -8,13 +8,12 @@ namespace pat {
 
 // Each thread copies and converts rows of its own: nobody else waits for its bytes. Its copies go on across the ends of items, but
 // where Q has to be converted too, which waits for all of them.
-template <typename T, typename Kv, int kDim, int kStages, int kAhead>
+template <typename T, typename Kv, int kDim, int kVDim, int kStages, int kAhead>
 class ConvertingProducer : TileRows<kDim, kDim> {
   using Rows = TileRows<kDim, kDim>;
   using Rows::kRowThreads, Rows::kRows, Rows::kStride, Rows::own_row, Rows::thread;
   using Memory = WideMemory<kDim, kStages, kAhead>;
   using Barriers = WideBarriers<kStages, Memory::kBuffers>;
-  static constexpr int kRowCopies = kDim / kCopyBytes;
 
   // A tile of an item, and of the item what is needed for each tile: looking it up once more takes longer than converting.
   struct Cursor {
@@ -49,13 +48,16 @@ class ConvertingProducer : TileRows<kDim, kDim> {
       queries_.copy(item);
       queries_.read(i + 1);
 #pragma unroll 1
-      for (int halves = int(unsigned(item.tokens + kTokens - 1) / kTokens) * 2; halves > 0; --halves) deliver(), ask();
+      for (int halves = int(unsigned(item.tokens + kTokens - 1) / kTokens) * 2; halves > 0; --halves)
+        deliver(halves % 2 != 0), ask();
     }
   }
 
  private:
   __device__ static int first_row() { return int(thread() / kRowThreads); }
   __device__ static int column() { return int(thread() % kRowThreads); }
+  // Whether this thread's column is one of K, or of V.
+  __device__ static bool in_row(bool is_v) { return column() < (is_v ? kVDim : kDim) / kCopyBytes; }
 
   // To the next tile that there is: an item without tokens has none. False behind the last.
   __device__ bool advance(Cursor& cursor) const {
@@ -103,7 +105,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         // Zeros behind the end: what lies there may be NaN.
-        if (column() < kRowCopies)
+        if (in_row(is_v_))
           copy16_or_zero(shared_address(bytes(i)), from + uint64_t(uint32_t(rows[i])) * stride, i * kStride < tokens);
       }
       if (is_v_) {
@@ -116,16 +118,16 @@ class ConvertingProducer : TileRows<kDim, kDim> {
     at_ = at_ == kAhead - 1 ? 0 : at_ + 1;
   }
 
-  // Converts what was asked for first into the next stage of the ring.
-  __device__ void deliver() {
+  // Converts what was asked for first, K or V, into the next stage of the ring.
+  __device__ void deliver(bool is_v) {
     wait_copies<kAhead - 1>();
     uint4 loaded[kRows];
-    if (column() < kRowCopies) {
+    if (in_row(is_v)) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) loaded[i] = *reinterpret_cast<const uint4*>(bytes(i));
     }
     cursor_.wait_empty();
-    if (column() < kRowCopies) {
+    if (in_row(is_v)) {
       uint8_t* const stage = memory_.ring + cursor_.stage() * kStageBytes<kDim>;
       // Of the two places of 16 bytes that its 16 numbers take, a thread begins with the second where the panel is an odd one: eight
       // threads that store together would otherwise use half of the banks.

@@ -8,8 +8,8 @@
 
 namespace pat {
 
-// Of a kernel whose Q tiles are `kMs`.
-template <typename Kv, int kDim, int kMs>
+// Of a kernel whose Q tiles are `kMs`. V may be narrower than K.
+template <typename Kv, int kDim, int kVDim, int kMs>
 struct ForwardSizes {
   static constexpr bool kHasWide = (kMs & kWideTiles) != 0;
   static constexpr int kComputing = groups(kDim) * kGroupThreads;
@@ -26,16 +26,17 @@ struct ForwardSizes {
   static constexpr int kStages = kConverts ? kFewestStages : std::min(8, kFree / kStageBytes<kDim> / 2 * 2);
   static constexpr int kAhead = kConverts ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim>) : 0;
   static constexpr int kNarrowWarps = std::min(
-      groups(kDim) * kGroupWarps, (kSharedLimit - kRest) / NarrowSizes<Kv, kDim>::kWarp / kGroupWarps * kGroupWarps);
+      groups(kDim) * kGroupWarps, (kSharedLimit - kRest) / NarrowSizes<Kv, kDim, kVDim>::kWarp / kGroupWarps * kGroupWarps);
+  static_assert(kVDim <= kDim && kVDim % 32 == 0);
   static_assert(kStages >= kFewestStages && kNarrowWarps > 0 && (!kConverts || kAhead > 0));
 };
 
 // Panels are 1,024-byte aligned, as swizzled tiles must be.
-template <typename Kv, int kDim, int kMs>
+template <typename Kv, int kDim, int kVDim, int kMs>
 struct ForwardMemory {
-  using S = ForwardSizes<Kv, kDim, kMs>;
+  using S = ForwardSizes<Kv, kDim, kVDim, kMs>;
   struct Narrow {
-    alignas(1024) uint8_t chunks[S::kNarrowWarps * NarrowSizes<Kv, kDim>::kWarp];
+    alignas(1024) uint8_t chunks[S::kNarrowWarps * NarrowSizes<Kv, kDim, kVDim>::kWarp];
     NarrowStatistics<S::kNarrowWarps> statistics;
   };
   union {
@@ -59,28 +60,28 @@ constexpr int kComputeRegisters = (65536 / kGroupThreads - kLoadRegisters) / gro
 #define PAT_PHASE __noinline__  // and without it registers are allotted better to one phase at a time
 #endif
 
-template <typename T, typename Kv, int kDim, int kMs>
+template <typename T, typename Kv, int kDim, int kVDim, int kMs>
 __device__ PAT_PHASE void run_wide(
-    const Params& p, const Items<threads(kDim)>& items, ForwardMemory<Kv, kDim, kMs>& memory,
-    WideCursors<ForwardSizes<Kv, kDim, kMs>::kStages, ForwardSizes<Kv, kDim, kMs>::kBuffers>& cursors) {
-  using S = ForwardSizes<Kv, kDim, kMs>;
-  WideGroup<T, Kv, kDim, S::kStages, S::kAhead>(p, items, memory.wide, memory.statistics, cursors).run();
+    const Params& p, const Items<threads(kDim)>& items, ForwardMemory<Kv, kDim, kVDim, kMs>& memory,
+    WideCursors<ForwardSizes<Kv, kDim, kVDim, kMs>::kStages, ForwardSizes<Kv, kDim, kVDim, kMs>::kBuffers>& cursors) {
+  using S = ForwardSizes<Kv, kDim, kVDim, kMs>;
+  WideGroup<T, Kv, kDim, kVDim, S::kStages, S::kAhead>(p, items, memory.wide, memory.statistics, cursors).run();
 }
 
-template <typename T, typename Kv, int kDim, int kMs, int kM>
+template <typename T, typename Kv, int kDim, int kVDim, int kMs, int kM>
 __device__ PAT_PHASE void run_narrow(const Params& p, const Items<threads(kDim)>& items,
-                                     ForwardMemory<Kv, kDim, kMs>& memory) {
-  constexpr int kWarps = ForwardSizes<Kv, kDim, kMs>::kNarrowWarps;
+                                     ForwardMemory<Kv, kDim, kVDim, kMs>& memory) {
+  constexpr int kWarps = ForwardSizes<Kv, kDim, kVDim, kMs>::kNarrowWarps;
   if (threadIdx.x / kWarpSize < kWarps)
-    NarrowWarp<T, Kv, kDim, kM, kWarps>(p, items, memory.narrow.chunks, memory.narrow.statistics).run();
+    NarrowWarp<T, Kv, kDim, kVDim, kM, kWarps>(p, items, memory.narrow.chunks, memory.narrow.statistics).run();
 }
 
-template <typename T, typename Kv, int kDim, int kMs>
+template <typename T, typename Kv, int kDim, int kVDim, int kMs>
 __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
-  auto& memory = *reinterpret_cast<ForwardMemory<Kv, kDim, kMs>*>(bytes);
+  auto& memory = *reinterpret_cast<ForwardMemory<Kv, kDim, kVDim, kMs>*>(bytes);
   static_assert(sizeof(memory) <= kSharedLimit);
-  using S = ForwardSizes<Kv, kDim, kMs>;
+  using S = ForwardSizes<Kv, kDim, kVDim, kMs>;
   constexpr int kThreads = threads(kDim);
   constexpr bool kTradeRegisters = groups(kDim) > 1;
   launch_dependents();
@@ -106,8 +107,8 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   int first = 0;
   if (threadIdx.x >= S::kComputing) {
     if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters>();
-    using Loader = std::conditional_t<S::kConverts, ConvertingProducer<T, Kv, kDim, S::kStages, S::kAhead>,
-                                      Producer<T, kDim, S::kStages>>;
+    using Loader = std::conditional_t<S::kConverts, ConvertingProducer<T, Kv, kDim, kVDim, S::kStages, S::kAhead>,
+                                      Producer<T, kDim, kVDim, S::kStages>>;
     Loader producer(p, items, memory.wide, memory.barriers);
     do {
       if constexpr (S::kHasWide) producer.run();
@@ -120,17 +121,17 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
       // Wide items first: nothing would hide how long they take to begin at the end. A phase without items is passed over.
       if constexpr (S::kHasWide) {
         if (items.count(kWide) > 0) {
-          run_wide<T, Kv, kDim, kMs>(p, items, memory, cursors);
+          run_wide<T, Kv, kDim, kVDim, kMs>(p, items, memory, cursors);
           // The others use the same shared memory.
           sync_threads(kTurnBarrier, S::kComputing);
         }
       }
       if constexpr ((kMs & tile_bit(kSingleM)) != 0) {
-        if (items.count(kSingle) > 0) run_narrow<T, Kv, kDim, kMs, kSingleM>(p, items, memory);
+        if (items.count(kSingle) > 0) run_narrow<T, Kv, kDim, kVDim, kMs, kSingleM>(p, items, memory);
       }
       // Without waiting: every warp has its memory, every phase its teams' barriers.
       if constexpr ((kMs & tile_bit(kNarrowM)) != 0) {
-        if (items.count(kNarrow) > 0) run_narrow<T, Kv, kDim, kMs, kNarrowM>(p, items, memory);
+        if (items.count(kNarrow) > 0) run_narrow<T, Kv, kDim, kVDim, kMs, kNarrowM>(p, items, memory);
       }
     } while (more(first));
   }

@@ -10,10 +10,10 @@ namespace pat {
 constexpr int kMergeWarps = 4, kMergeThreads = kMergeWarps * kWarpSize;
 
 // A thread's columns of a row: vectors of up to 16 bytes, so that a warp reads it in one piece.
-template <int kDim>
+template <int kVDim>
 struct MergeColumns {
-  static constexpr int kVector = kDim % 128 == 0 ? 4 : kDim % 64 == 0 ? 2 : 1, kVectors = kDim / kWarpSize / kVector;
-  static constexpr int kCount = kDim / kWarpSize;
+  static constexpr int kVector = kVDim % 128 == 0 ? 4 : kVDim % 64 == 0 ? 2 : 1, kVectors = kVDim / kWarpSize / kVector;
+  static constexpr int kCount = kVDim / kWarpSize;
 
   static __device__ __forceinline__ void load(float (&x)[kCount], const float* row) {
 #pragma unroll
@@ -47,41 +47,41 @@ struct MergeColumns {
 };
 
 // What a warp has of a row so far.
-template <int kDim>
+template <int kVDim>
 struct MergeSum {
-  float x[kDim / kWarpSize] = {}, weight = 0, max_lse2 = -INFINITY;
+  float x[kVDim / kWarpSize] = {}, weight = 0, max_lse2 = -INFINITY;
 
   // Makes place for weights of up to `higher`.
   __device__ __forceinline__ void rescale_to(float higher) {
     const float correction = max_lse2 == -INFINITY ? 0 : exp2_fast(max_lse2 - higher);
     weight *= correction;
 #pragma unroll
-    for (int i = 0; i < kDim / kWarpSize; ++i) x[i] *= correction;
+    for (int i = 0; i < kVDim / kWarpSize; ++i) x[i] *= correction;
     max_lse2 = higher;
   }
 
-  __device__ __forceinline__ void add(const float (&other)[kDim / kWarpSize], float lse2, float other_weight) {
+  __device__ __forceinline__ void add(const float (&other)[kVDim / kWarpSize], float lse2, float other_weight) {
     const float correction = lse2 == -INFINITY ? 0 : exp2_fast(lse2 - max_lse2);
     weight += correction * other_weight;
 #pragma unroll
-    for (int i = 0; i < kDim / kWarpSize; ++i) x[i] += correction * other[i];
+    for (int i = 0; i < kVDim / kWarpSize; ++i) x[i] += correction * other[i];
   }
 };
 
 // Few outputs: a CTA for each, whose warps take turns at its parts. Many: a warp for each `kRows` heads of a query.
-template <typename T, int kDim, bool kFew, int kRows>
+template <typename T, int kVDim, bool kFew, int kRows>
 __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ Params p) {
-  using Columns = MergeColumns<kDim>;
+  using Columns = MergeColumns<kVDim>;
   constexpr int kShare = kFew ? kMergeWarps : 1, kAtOnce = kRows == 1 ? 4 : 2;  // parts in flight
   const int warp = warp_id(), share = kFew ? warp : 0;
   const int64_t row = int64_t(kFew ? blockIdx.x : blockIdx.x * kMergeWarps + warp) * kRows;
   const int query = int(row / p.heads), head = int(row % p.heads);
   if (query >= p.out_rows) return;
-  T* out = static_cast<T*>(p.out) + row * kDim;
+  T* out = static_cast<T*>(p.out) + row * kVDim;
   if (query >= p.plan[kBatch]) {
     wait_for_primary();
     if (share == 0)
-      for (int i = lane_id(); i < kRows * kDim / 2; i += kWarpSize) reinterpret_cast<uint32_t*>(out)[i] = 0;
+      for (int i = lane_id(); i < kRows * kVDim / 2; i += kWarpSize) reinterpret_cast<uint32_t*>(out)[i] = 0;
     return;
   }
   const int32_t* offsets = p.section(kPartOffsets);
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
   wait_for_primary();
   if (first == end) return;
 
-  MergeSum<kDim> sums[kRows];
+  MergeSum<kVDim> sums[kRows];
   for (int part = first + share; part < end; part += kShare * kAtOnce) {
     float x[kAtOnce][kRows][Columns::kCount], lse2[kAtOnce][kRows];
 #pragma unroll
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
         lse2[i][j] = at < end ? p.lse2[from + j] : -INFINITY;
-        Columns::load(x[i][j], p.partial + (from + j) * kDim);
+        Columns::load(x[i][j], p.partial + (from + j) * kVDim);
       }
     }
 #pragma unroll
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
 
   if constexpr (kFew) {
     static_assert(kRows == 1);
-    __shared__ MergeSum<kDim> all[kMergeWarps][kWarpSize];
+    __shared__ MergeSum<kVDim> all[kMergeWarps][kWarpSize];
     all[warp][lane_id()] = sums[0];
     __syncthreads();
     if (share != 0) return;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
     sums[0].rescale_to(higher);
 #pragma unroll
     for (int i = 1; i < kMergeWarps; ++i) {
-      const MergeSum<kDim> other = all[i][lane_id()];
+      const MergeSum<kVDim> other = all[i][lane_id()];
       sums[0].add(other.x, other.max_lse2, other.weight);
     }
   }
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
     if constexpr (kSinks) {
       if (weight > 0) weight += exp2_fast(p.sink(head + j) - sums[j].max_lse2);
     }
-    Columns::store(out + j * kDim, sums[j].x, weight > 0 ? 1 / weight : 0);
+    Columns::store(out + j * kVDim, sums[j].x, weight > 0 ? 1 / weight : 0);
   }
 }
 

@@ -1,5 +1,6 @@
 // One native module for each dtype, format of KV, head dimension, architecture and set of tiles: PAT_TYPE, PAT_KV, PAT_DIM,
-// PAT_ARCH, PAT_QUERY_TILES and PAT_SINKS come from the build (sglang_pat/kernels/cuda.py).
+// PAT_ARCH, PAT_QUERY_TILES and PAT_SINKS come from the build (sglang_pat/kernels/cuda.py), and PAT_V_DIM where V is narrower than
+// K.
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
@@ -8,32 +9,36 @@
 #include "forward.cuh"
 #include "merge.cuh"
 
+#ifndef PAT_V_DIM
+#define PAT_V_DIM PAT_DIM
+#endif
+
 // For sglang_pat/kernels/resources.py, which reads it from the PTX.
 extern "C" __device__ const int pat_shared_bytes =
-    sizeof(pat::ForwardMemory<pat::KvFormat<PAT_TYPE, PAT_KV>, PAT_DIM, PAT_QUERY_TILES>);
+    sizeof(pat::ForwardMemory<pat::KvFormat<PAT_TYPE, PAT_KV>, PAT_DIM, PAT_V_DIM, PAT_QUERY_TILES>);
 
 namespace {
 
 using tvm::ffi::TensorView;
 using Element = PAT_TYPE;
 using Kv = pat::KvFormat<Element, PAT_KV>;
-using Memory = pat::ForwardMemory<Kv, PAT_DIM, PAT_QUERY_TILES>;
+using Memory = pat::ForwardMemory<Kv, PAT_DIM, PAT_V_DIM, PAT_QUERY_TILES>;
 
-constexpr auto kForward = pat::forward<Element, Kv, PAT_DIM, PAT_QUERY_TILES>;
+constexpr auto kForward = pat::forward<Element, Kv, PAT_DIM, PAT_V_DIM, PAT_QUERY_TILES>;
 constexpr int kForwardThreads = pat::threads(PAT_DIM);
 // Merge has a CTA for each output while all of these run at the same time, then a warp for each, then for several heads of a
 // query, which read more parts at a time.
 constexpr int kMergeRows = 4;
-constexpr auto kMergeByCta = pat::merge<Element, PAT_DIM, true, 1>;
-constexpr auto kMergeByWarp = pat::merge<Element, PAT_DIM, false, 1>;
-constexpr auto kMergeSeveral = pat::merge<Element, PAT_DIM, false, kMergeRows>;
+constexpr auto kMergeByCta = pat::merge<Element, PAT_V_DIM, true, 1>;
+constexpr auto kMergeByWarp = pat::merge<Element, PAT_V_DIM, false, 1>;
+constexpr auto kMergeSeveral = pat::merge<Element, PAT_V_DIM, false, kMergeRows>;
 
 void check(cudaError_t error) { TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << cudaGetErrorString(error); }
 
-// Rows of the head dimension that 16-byte copies can read.
-void check_rows(const TensorView& tensor, const char* name, DLDataType dtype) {
+// Rows of `dim` elements that 16-byte copies can read.
+void check_rows(const TensorView& tensor, const char* name, int dim, DLDataType dtype) {
   pat::check(tensor, name, 3, dtype, kDLCUDA);
-  TVM_FFI_CHECK(tensor.size(2) == PAT_DIM, ValueError) << name << " must have heads of " << PAT_DIM;
+  TVM_FFI_CHECK(tensor.size(2) == dim, ValueError) << name << " must have heads of " << dim;
   const int elements = pat::kCopyBytes * 8 / dtype.bits;
   TVM_FFI_CHECK(tensor.stride(0) % elements == 0 && tensor.stride(1) % elements == 0 &&
                     reinterpret_cast<uintptr_t>(tensor.data_ptr()) % pat::kCopyBytes == 0,
@@ -94,12 +99,13 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
                         const TensorView& plan, const TensorView& partial, const TensorView& lse, const TensorView& sinks,
                         double scale, double v_scale, double logit_cap, int64_t tile_rows) {
   const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
-  check_rows(q, "q", half);
+  check_rows(q, "q", PAT_DIM, half);
   const DLDataType kv = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : half;
-  check_rows(k, "k", kv);
-  check_rows(v, "v", kv);
-  check_rows(out, "out", half);
+  check_rows(k, "k", PAT_DIM, kv);
+  check_rows(v, "v", PAT_V_DIM, kv);
+  check_rows(out, "out", PAT_V_DIM, half);
   pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, kDLCUDA);
+  TVM_FFI_CHECK(partial.size(2) == PAT_V_DIM, ValueError) << "partial must have heads of " << PAT_V_DIM;
   pat::check_sinks(sinks, DLDataType{kDLBfloat, 16, 1}, q.size(1), kDLCUDA);
   TVM_FFI_CHECK((sinks.size(0) > 0) == pat::kSinks, ValueError)
       << sinks.size(0) << " sinks for " << q.size(1) << " query heads, and a kernel " << (pat::kSinks ? "with" : "without")

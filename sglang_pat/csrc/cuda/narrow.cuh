@@ -24,12 +24,12 @@
 
 namespace pat {
 
-template <typename Kv, int kDim>
+template <typename Kv, int kDim, int kVDim>
 struct NarrowSizes {
   static constexpr int kTokens = 2 * kStepTokens / Kv::kBytes;  // of a chunk, which a warp copies at a time
   static constexpr int kPanel = kTokens * kPanelRow;
-  static constexpr int kTile = row_panels(kDim * Kv::kBytes) * kPanel;  // a chunk's K, or its V
-  static constexpr int kStage = 2 * kTile;
+  static constexpr int kTile = row_panels(kDim * Kv::kBytes) * kPanel;  // a chunk's K; its V is behind it
+  static constexpr int kStage = kTile + row_panels(kVDim * Kv::kBytes) * kPanel;
   static constexpr int kWarp = kNarrowStages * kStage;
 };
 
@@ -41,13 +41,13 @@ struct NarrowStatistics {
 };
 
 // Products of 16 tokens, or 16 columns of the head, with `kM` rows of Q.
-template <typename T, typename Kv, int kDim, int kM, int kWarps>
+template <typename T, typename Kv, int kDim, int kVDim, int kM, int kWarps>
 class NarrowWarp {
-  using S = NarrowSizes<Kv, kDim>;
+  using S = NarrowSizes<Kv, kDim, kVDim>;
   using Product = Half<typename Kv::Product>;
   using Window = Items<threads(kDim)>;
   static constexpr Phase kPhase = phase_of(kM);
-  static constexpr int kBlocks = kM / 8, kSteps = kDim / 16;
+  static constexpr int kBlocks = kM / 8, kSteps = kDim / 16, kVSteps = kVDim / 16;
   static constexpr bool kIs8Bit = Kv::kBytes == 1;
   static constexpr int kChunkTokens = S::kTokens;
   // 32 tokens at a time, which with 16 bits are two chunks, and Q an item ahead, where registers suffice.
@@ -55,6 +55,7 @@ class NarrowWarp {
   static constexpr bool kPairs = kTwoSteps && kChunkTokens == kStepTokens;
   static constexpr int kSlotsAhead = kPairs ? 2 : 1;  // chunks whose slots are on their way
   static constexpr int kRowCopies = kDim * Kv::kBytes / kCopyBytes, kRowThreads = row_threads(kDim * Kv::kBytes);
+  static constexpr int kVRowCopies = kVDim * Kv::kBytes / kCopyBytes;   // by the first of K's threads
   static constexpr int kRows = kChunkTokens * kRowThreads / kWarpSize;  // that a lane copies: one after the other
 
   // What a warp does, chunk after chunk: of its own items all, of its team's as many as each of them.
@@ -135,7 +136,7 @@ class NarrowWarp {
         }
         softmax_ = ColumnSoftmax<kBlocks>();
 #pragma unroll
-        for (int i = 0; i < kSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] = 0;
+        for (int i = 0; i < kVSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] = 0;
         computed = false;
         if (wanted > 0) continue;
       }
@@ -210,7 +211,7 @@ class NarrowWarp {
       const char* k = fresh(static_cast<const char*>(p_.k) + chunk.head * p_.k_head + column * 16);
       const char* v = fresh(static_cast<const char*>(p_.v) + chunk.head * p_.v_head + column * 16);
       const uint32_t to = shared_address(stage(warp_id(), number)) + panel_offset(first, column, S::kPanel);
-      if (kRowCopies == kRowThreads && chunk.tokens == kChunkTokens) {
+      if (kRowCopies == kRowThreads && kVRowCopies == kRowThreads && chunk.tokens == kChunkTokens) {
         const auto copy_rows = [&](auto... policy) {
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
@@ -225,14 +226,14 @@ class NarrowWarp {
         else
           copy_rows();
       } else {
-        const bool in_row = column < kRowCopies;
+        const bool in_k = column < kRowCopies, in_v = column < kVRowCopies;
 #pragma unroll 1
         for (int i = 0; i < kRows; ++i) {
           const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = next_row(to, i);
           const bool valid = first + i < chunk.tokens;
           // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
-          if (in_row && valid) copy16(place, k + uint64_t(slot) * p_.k_slot);
-          if (in_row) copy16_or_zero(place + S::kTile, v + (valid ? uint64_t(slot) * p_.v_slot : 0), valid);
+          if (in_k && valid) copy16(place, k + uint64_t(slot) * p_.k_slot);
+          if (in_v) copy16_or_zero(place + S::kTile, v + (valid ? uint64_t(slot) * p_.v_slot : 0), valid);
         }
       }
       number = next_stage(number);
@@ -311,7 +312,7 @@ class NarrowWarp {
     for (int block = 0; block < kBlocks; ++block) same = same && correction[block][0] == 1 && correction[block][1] == 1;
     if (__any_sync(~0u, !same)) {
 #pragma unroll
-      for (int i = 0; i < kSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] *= correction[i / 4 % kBlocks][i % 2];
+      for (int i = 0; i < kVSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] *= correction[i / 4 % kBlocks][i % 2];
     }
     const uint32_t v = S::kTile + panel_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2, S::kPanel);
 #pragma unroll
@@ -323,7 +324,7 @@ class NarrowWarp {
         b[block][1] = transpose(Product::pack(s[chunk][block][2], s[chunk][block][3]));
       }
 #pragma unroll
-      for (int i = 0; i < kSteps; i += kLoadSteps) {
+      for (int i = 0; i < kVSteps; i += kLoadSteps) {
         uint32_t a[kLoadSteps][4];
         load_v(a, next_step((chunk == 0 ? first : second) + v, i / kLoadSteps, S::kPanel));
 #pragma unroll
@@ -378,7 +379,7 @@ class NarrowWarp {
 
   // Writes what this warp has, of an item that is its own.
   __device__ void write(const Item& item) const {
-    const Results<T, kDim> results(p_);
+    const Results<T, kVDim> results(p_);
 #pragma unroll 1
     for (int number = 0; number < kOwnRows; ++number) {
       const RowTarget to(p_, item, row_of(number));
@@ -397,8 +398,8 @@ class NarrowWarp {
 
   // Sums up what the team's warps have, in the memory of the chunk that each used last.
   __device__ void combine(const Item& item, int last) {
-    static_assert(kM * panels(kDim) * kPanelColumns * 4 <= S::kStage);
-    const Results<T, kDim> results(p_);
+    static_assert(kM * panels(kVDim) * kPanelColumns * 4 <= S::kStage);
+    const Results<T, kVDim> results(p_);
     const int rows = item.count * p_.group;
     const TeamPlace team = items_.place(kPhase);
     const int lane = lane_id(), warp = warp_id(), leader = warp - team.warp;
@@ -414,7 +415,7 @@ class NarrowWarp {
         statistics_.sum[warp][row] = of_row(number, softmax_.sum);
       }
 #pragma unroll
-      for (int i = 0; i < kDim / 8; ++i) own[place(row, column_of(i))] = output_of_row(number, i);
+      for (int i = 0; i < kVDim / 8; ++i) own[place(row, column_of(i))] = output_of_row(number, i);
     }
     if (lane == 0) statistics_.stage[warp] = last;
     all_arrived();
@@ -436,8 +437,8 @@ class NarrowWarp {
       const float norm = norm_of<Kv>(kSinks ? sum_with_sink(sum, row_max, to, p_) : sum, p_);
       if (lane == 0) results.store_lse2(to, lse2(row_max, sum, p_));
 #pragma unroll 1
-      for (int first = 0; first < kDim; first += 4 * kWarpSize) {
-        const int column = min(first + lane * 4, kDim - 4);
+      for (int first = 0; first < kVDim; first += 4 * kWarpSize) {
+        const int column = min(first + lane * 4, kVDim - 4);
         float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll 4
         for (int i = 0; i < team.warps; ++i) {
@@ -446,7 +447,7 @@ class NarrowWarp {
           const float4 x = *reinterpret_cast<const float4*>(rows_of_part + place(row, column));
           total.x += x.x * scale, total.y += x.y * scale, total.z += x.z * scale, total.w += x.w * scale;
         }
-        if (first + lane * 4 < kDim) results.store(to, column, total);
+        if (first + lane * 4 < kVDim) results.store(to, column, total);
       }
     }
     all_arrived();
@@ -454,7 +455,7 @@ class NarrowWarp {
 
   // Chunks of eight columns are permuted by the row: with KV of 16 bits no bank conflicts between a warp's four pairs of rows.
   __device__ static int place(int row, int column) {
-    return row * panels(kDim) * kPanelColumns + (column ^ (row / 2 % 4 * 8));
+    return row * panels(kVDim) * kPanelColumns + (column ^ (row / 2 % 4 * 8));
   }
 
   const Params& p_;
@@ -466,7 +467,7 @@ class NarrowWarp {
   Chunk ahead_[kSlotsAhead];
   ColumnSoftmax<kBlocks> softmax_;
   Queries q_ = {}, next_q_ = {};
-  float o_[kSteps][kBlocks][4] = {};
+  float o_[kVSteps][kBlocks][4] = {};
 };
 
 }  // namespace pat

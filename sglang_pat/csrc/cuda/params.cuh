@@ -19,9 +19,9 @@ constexpr bool kSinks = PAT_SINKS;
 
 // Strides of Q and req_to_token are in elements, of K and V in bytes.
 struct Params {
-  const void *q, *k, *v;        // [batch, heads, dim], [slots, kv_heads, dim] twice
-  void* out;                    // [rows, heads, dim]
-  float *partial, *lse2;        // [workspace slots, heads, dim] and [workspace slots, heads], lse2 to base 2
+  const void *q, *k, *v;        // [batch, heads, dim], [slots, kv_heads, dim], [slots, kv_heads, v_dim]
+  void* out;                    // [rows, heads, v_dim]
+  float *partial, *lse2;        // [workspace slots, heads, v_dim] and [workspace slots, heads], lse2 to base 2
   const int32_t* req_to_token;  // [requests, context]
   const int64_t *rows, *seq_lens;
   const int32_t* plan;

@@ -7,14 +7,14 @@
 
 namespace pat {
 
-template <typename T, int kDim>
+template <typename T, int kDim, int kVDim>
 class Products {
-  static constexpr int kSteps = kDim / 16, kTokenSteps = kTokens / 16;
+  static constexpr int kSteps = kDim / 16, kVSteps = kVDim / 16, kTokenSteps = kTokens / 16;
   static constexpr int kPanel = kTokens * kPanelRow;
 
  public:
   // Accumulators of the output come in panels of 64 columns.
-  static constexpr int kOutputs = panels(kDim) * 32;
+  static constexpr int kOutputs = panels(kVDim) * 32;
 
   // s = q k^T; `q` is where the 64 rows are in shared memory, in panels of `q_panel` bytes.
   static __device__ __forceinline__ void scores(float (&s)[32], uint32_t q, int q_panel, uint32_t k) {
@@ -57,7 +57,7 @@ class Products {
 #pragma unroll
     for (int step = 0; step < kTokenSteps; ++step) {
 #pragma unroll
-      for (int panel = 0; panel < panels(kDim); ++panel)
+      for (int panel = 0; panel < panels(kVDim); ++panel)
         wgmma_nn(reinterpret_cast<float (&)[32]>(o[32 * panel]), weights[step],
                  b + descriptor_offset(panel * kPanel + step * 16 * kPanelRow), T());
     }
@@ -67,7 +67,7 @@ class Products {
 #pragma unroll
     for (int step = 0; step < kTokenSteps; ++step) {
 #pragma unroll
-      for (int pair = 0; pair < kSteps; ++pair) {
+      for (int pair = 0; pair < kVSteps; ++pair) {
         uint32_t b[4];
         load_matrices_transposed(b, v + panel_offset(step * 16 + lane % 16, 2 * pair + lane / 16, kPanel));
         Half<T>::mma(reinterpret_cast<float (&)[4]>(o[8 * pair]), weights[step], b[0], b[1]);

@@ -8,7 +8,7 @@
 
 namespace pat {
 
-// Where one row of a tile goes, in rows of the head dimension: of the workspace, or of the output.
+// Where one row of a tile goes, in rows of V's dimension: of the workspace, or of the output.
 class RowTarget {
  public:
   static constexpr int kNone = INT_MIN;
@@ -43,7 +43,7 @@ __device__ __forceinline__ float sum_with_sink(float sum, float row_max, const R
   return sum > 0 && to.direct() ? sum + exp2_fast(p.sink(to.head(p)) - row_max * p.scale_log2) : sum;
 }
 
-template <typename T, int kDim>
+template <typename T, int kVDim>
 class Results {
  public:
   __device__ explicit Results(const Params& p) : p_(p) {}
@@ -54,14 +54,14 @@ class Results {
     if (to.direct()) {
       uint32_t* out = reinterpret_cast<uint32_t*>(direct(to) + column);
 #pragma unroll
-      for (int i = 0; i < kDim / kApart; ++i) {
+      for (int i = 0; i < kVDim / kApart; ++i) {
         const float2 x = pair(i);
         out[i * kApart / 2] = Half<T>::pack(x.x, x.y);
       }
     } else {
       float2* out = reinterpret_cast<float2*>(partial(to) + column);
 #pragma unroll
-      for (int i = 0; i < kDim / kApart; ++i) out[i * kApart / 2] = pair(i);
+      for (int i = 0; i < kVDim / kApart; ++i) out[i * kApart / 2] = pair(i);
     }
   }
 
@@ -71,11 +71,11 @@ class Results {
     if (to.direct()) {
       T* out = direct(to) + column;
 #pragma unroll
-      for (int i = 0; i < kDim / 8; ++i) out[i * 8] = T(one(i));
+      for (int i = 0; i < kVDim / 8; ++i) out[i * 8] = T(one(i));
     } else {
       float* out = partial(to) + column;
 #pragma unroll
-      for (int i = 0; i < kDim / 8; ++i) out[i * 8] = one(i);
+      for (int i = 0; i < kVDim / 8; ++i) out[i * 8] = one(i);
     }
   }
 
@@ -91,8 +91,8 @@ class Results {
   }
 
  private:
-  __device__ T* direct(const RowTarget& to) const { return static_cast<T*>(p_.out) + to.row() * kDim; }
-  __device__ float* partial(const RowTarget& to) const { return p_.partial + to.row() * kDim; }
+  __device__ T* direct(const RowTarget& to) const { return static_cast<T*>(p_.out) + to.row() * kVDim; }
+  __device__ float* partial(const RowTarget& to) const { return p_.partial + to.row() * kVDim; }
 
   const Params& p_;
 };

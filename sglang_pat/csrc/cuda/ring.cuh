@@ -10,6 +10,7 @@
 
 namespace pat {
 
+// K or V of a tile: V is no wider.
 template <int kDim>
 constexpr int kStageBytes = panels(kDim) * kTokens * kPanelRow;
 
@@ -184,7 +185,7 @@ struct TileRows {
 
 // The warps that fill the ring. Slots of the next tile and queries of the next item are read while this one's rows are
 // copied: their latency would otherwise stand before every copy (benchmarks/NOTES-archive.md).
-template <typename T, int kDim, int kStages>
+template <typename T, int kDim, int kVDim, int kStages>
 class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
   using Rows = TileRows<kDim, kDim* int(sizeof(T))>;
   using Rows::kRowThreads, Rows::kRows, Rows::kStride, Rows::own_row, Rows::thread;
@@ -235,7 +236,7 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
       slots += kTokens;
       next = begin + kTokens + own < item.tokens ? *slots : 0;
       const int tokens = item.tokens - begin - int(first);  // that are left from this thread's first row on
-      const bool full = kDim / 8 == kRowThreads && item.tokens - begin >= kTokens;
+      const bool full = item.tokens - begin >= kTokens;
       cursor_.wait_empty();
       copy_rows<false>(full, column, offset, k, p_.k_slot, slot, tokens);
       cursor_.wait_empty();
@@ -248,8 +249,9 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
   __device__ void copy_rows(bool full, int column, uint32_t offset, const char* pool, uint32_t stride, int slot,
                             int tokens) {
     const uint32_t to = shared_address(memory_.ring) + cursor_.stage() * kStageBytes<kDim>;
+    constexpr int kRowCopies = (kIsV ? kVDim : kDim) * int(sizeof(T)) / kCopyBytes;
     const int lane = Rows::slot_lane();
-    if (full) {
+    if (kRowCopies == kRowThreads && full) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
         copy16(to + next_row(offset, i * kStride), pool + uint64_t(uint32_t(__shfl_sync(~0u, slot, lane + i))) * stride);
@@ -259,7 +261,7 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
         const bool valid = i * kStride < tokens;
         const uint32_t row = __shfl_sync(~0u, slot, lane + i);  // 0 behind the end
         // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
-        if (column < kDim / 8 && (kIsV || valid))
+        if (column < kRowCopies && (kIsV || valid))
           copy16_or_zero(to + next_row(offset, i * kStride), pool + uint64_t(row) * stride, valid);
       }
     }

@@ -28,9 +28,9 @@ struct WideCursors {
   RingCursor<kBuffers> queries;
 };
 
-template <typename T, typename Kv, int kDim, int kStages, int kAhead>
+template <typename T, typename Kv, int kDim, int kVDim, int kStages, int kAhead>
 class WideGroup {
-  using P = Products<typename Kv::Product, kDim>;
+  using P = Products<typename Kv::Product, kDim, kVDim>;
   using Memory = WideMemory<kDim, kStages, kAhead>;
   using Ring = RingCursor<kStages>;
   static constexpr int kGroups = groups(kDim);
@@ -176,7 +176,7 @@ class WideGroup {
     const int thread = thread_of<kGroupThreads>();
     if (group_ == 1) {
 #pragma unroll
-      for (int i = 0; i < kDim / 2; ++i) scratch[i * kGroupThreads + thread] = o[i];
+      for (int i = 0; i < kVDim / 2; ++i) scratch[i * kGroupThreads + thread] = o[i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (thread % 4 == 0) {
@@ -197,7 +197,7 @@ class WideGroup {
         softmax.row_max[half] = higher;
       }
 #pragma unroll
-      for (int i = 0; i < kDim / 2; ++i)
+      for (int i = 0; i < kVDim / 2; ++i)
         o[i] = o[i] * own[i / 2 % 2] + scratch[i * kGroupThreads + thread] * other[i / 2 % 2];
     }
     // The second group's next results, or Q of another item, must not overwrite these.
@@ -206,7 +206,7 @@ class WideGroup {
 
   // Rows `row()` and eight further of this group's are this thread's.
   __device__ void write(const RowTarget (&targets)[2], const Softmax& softmax, const float (&o)[P::kOutputs]) const {
-    const Results<T, kDim> results(p_);
+    const Results<T, kVDim> results(p_);
     const int pair = thread_of<4>() * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
