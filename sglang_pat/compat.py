@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,13 @@ def disable_graphs(server_args: Any) -> None:
         from sglang.srt.model_executor.cuda_graph_config import Backend
 
         config.decode.backend = config.prefill.backend = Backend.DISABLED
+
+
+def use_one_pool(server_args: Any) -> None:
+    """Keep the KV of layers with windows beside that of the others, where a platform of a plugin's has no pool for windows: 0.5.17 makes
+    one on its own platforms only (kv_cache_configurator.py, `_build_oot_mha_kv_pool`)."""
+    if release() == "0.5.17":
+        server_args.disable_hybrid_swa_memory = True
 
 
 def caching_method() -> str:
@@ -157,7 +164,9 @@ PREFILL_ATTRIBUTES = (
 """Attributes by which a backend says how it can prefill, in graphs and in dry runs; each release has some of them."""
 
 
-def prefill_backend(windows: bool, kv_cache: torch.dtype, scaled: bool, sinks: bool = False) -> str:
+def prefill_backend(
+    windows: bool, kv_cache: torch.dtype, scaled: bool, sinks: bool = False, unequal: bool = False
+) -> str:
     """The stock attention backend for prefill on this GPU: what SGLang would choose, as far as it is installed and right.
 
     Where layers have windows SGLang takes FA3 or Triton (arg_groups/overrides.py, `_olmo2_overrides`; server_args.py accepts no other
@@ -169,6 +178,7 @@ def prefill_backend(windows: bool, kv_cache: torch.dtype, scaled: bool, sinks: b
         kv_cache: What K and V are kept in.
         scaled: Whether they are divided by scales.
         sinks: Whether heads have logits without values, which FlashInfer's backend takes no notice of (flashinfer_backend.py).
+        unequal: Whether V is narrower than K, which FlashInfer's backend takes for one dimension (flashinfer_backend.py, `v.view`).
     """
     import importlib.util
 
@@ -178,7 +188,7 @@ def prefill_backend(windows: bool, kv_cache: torch.dtype, scaled: bool, sinks: b
     on_hopper = torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("sgl_kernel.flash_ops")
     if on_hopper and kv_cache != torch.float8_e5m2:
         return "fa3"
-    wrong = windows or sinks or (scaled and ignores_scales("flashinfer", prefill=True))
+    wrong = windows or sinks or unequal or (scaled and ignores_scales("flashinfer", prefill=True))
     return "flashinfer" if is_flashinfer_available() and not wrong else "triton"
 
 
@@ -212,8 +222,39 @@ def is_fp8(kv_cache: torch.dtype) -> bool:
     return kv_cache.itemsize == 1
 
 
-def save_kv(pool: Any, layer: Any, slots: Any, k: Any, v: Any) -> None:
-    """Write the new tokens' K and V to the pool.
+def has_window_pool(pool: Any) -> bool:
+    """Whether layers with windows keep their KV in a pool of their own, in which slots have other numbers."""
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    return isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0
+
+
+def in_window_pool(pool: Any, layer: Any) -> bool:
+    """Whether this layer is one of those."""
+    return has_window_pool(pool) and pool.layers_mapping[layer.layer_id][1]
+
+
+def window_mapping(pool: Any) -> torch.Tensor:
+    """What each slot is called there: [slots], int64."""
+    return pool.full_to_swa_index_mapping
+
+
+def kv_pools(pool: Any) -> list[Any]:
+    """The pools of K and V that a KV pool consists of, or it alone. A hybrid model's is one that knows which layers have any, around that
+    of those layers.
+
+    Classes derived from these may have slots of other kinds (unified memory), or belong to a backend of SGLang's own (qsa_kv_pool.py).
+    """
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    if type(pool) is HybridLinearKVPool:
+        return [pool.full_kv_pool]
+    return [pool.full_kv_pool, pool.swa_kv_pool] if type(pool) is SWAKVPool else [pool]
+
+
+def save_kv(pool: Any, layer: Any, slots: Any, k: Any, v: Any, window_slots: Any = None) -> None:
+    """Write the new tokens' K and V to the pool; `window_slots` is what `slots` are called in a pool for windows.
 
     An FP8 pool divides `k` and `v` by the layer's scales, in place: nobody may read them afterwards. Another one gets no scales, as
     it divides by them wherever its dtype is not K's, and not elsewhere.
@@ -221,7 +262,7 @@ def save_kv(pool: Any, layer: Any, slots: Any, k: Any, v: Any) -> None:
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     scales = (layer.k_scale, layer.v_scale) if is_fp8(pool.dtype) else (None, None)
-    pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v, *scales)
+    pool.set_kv_buffer(layer, KVWriteLoc(slots, window_slots), k, v, *scales)
 
 
 def kv_scales(layer: Any) -> tuple[float, float]:
@@ -253,7 +294,10 @@ def replica(runner: Any) -> int | None:
 
 
 def attention_layers(runner: Any) -> list[Any]:
-    """Attention layers that this process computes: one stage of a pipeline has only some of the model's."""
+    """Attention layers with KV that this process computes: one stage of a pipeline has only some of the model's.
+
+    Linear layers of a hybrid model are mostly something else, and in some models (Bailing) of the same class.
+    """
     from sglang.srt.layers.radix_attention import RadixAttention
 
     found = {id(module): module for module in runner.model.modules() if isinstance(module, RadixAttention)}
@@ -261,7 +305,13 @@ def attention_layers(runner: Any) -> list[Any]:
     for instances in (getattr(module, "attention_instances", None) for module in runner.model.modules()):
         if isinstance(instances, dict):
             found |= {id(layer): layer for layer in instances.values() if isinstance(layer, RadixAttention)}
-    return list(found.values())
+    kept = layers_with_kv(getattr(runner, "token_to_kv_pool", None))
+    return [layer for layer in found.values() if kept is None or layer.layer_id in kept]
+
+
+def layers_with_kv(pool: Any) -> Collection[int] | None:
+    """The ids of a hybrid model's layers that have any; None where all do."""
+    return getattr(pool, "full_attention_layer_id_mapping", None)
 
 
 def arguments(server_args: Any) -> Any:
@@ -336,6 +386,17 @@ def ignores_sinks(backend: str | None) -> bool:
     return backend is not None and backend not in ("pat", "fa3", "fa4", "triton", "trtllm_mha", "intel_amx")
 
 
+def assumes_equal_dims(backend: str | None) -> bool:
+    """Whether a stock backend that was chosen takes V to be as wide as K: FlashInfer's (flashinfer_backend.py, `v.view`) and TRT-LLM's
+    (server_args.py, where SGLang chooses a backend for `has_asymmetric_kv`)."""
+    return backend in ("flashinfer", "trtllm_mha")
+
+
+def ignores_window_pools(backend: str | None) -> bool:
+    """Whether a stock backend that was chosen reads a pool for windows by the other pool's slots."""
+    return backend in ("torch_native", "flex_attention")
+
+
 def ignores_scales(backend: str | None, prefill: bool) -> bool:
     """Whether a stock backend writes or reads FP8 caches without the scales of a checkpoint, in prefill or in decode.
 
@@ -348,6 +409,30 @@ def ignores_scales(backend: str | None, prefill: bool) -> bool:
     return backend in scaleless
 
 
+def is_hybrid(runner: Any) -> bool:
+    """Whether some of the model's layers have states in place of KV."""
+    return hasattr(runner.req_to_token_pool, "mamba_pool")
+
+
+def lists_gdn_backends(runner: Any) -> bool:
+    """Whether SGLang accepts only backends of a list of its own beside gated delta nets on this GPU (attention_registry.py)."""
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+    from sglang.srt.utils import is_blackwell
+
+    return is_blackwell() and hybrid_gdn_config(runner.model_config) is not None
+
+
+def needs_first_layer(backend: str, runner: Any) -> bool:
+    """Whether the stock backend asks the first layer for its V, and that layer has none: 0.5.17's Triton does (triton_backend.py,
+    `get_value_buffer(0)`)."""
+    if backend != "triton" or release() != "0.5.17":
+        return False
+    from sglang.srt.configs.hybrid_arch import mamba2_config
+
+    kept = layers_with_kv(runner.token_to_kv_pool)
+    return mamba2_config(runner.model_config) is not None and kept is not None and 0 not in kept
+
+
 def kv_layout(runner: Any) -> str:
     """How the KV pool is laid out: `nhd` is [slots, heads, dim]."""
     pool = runner.token_to_kv_pool
@@ -358,6 +443,6 @@ def attention_shape(runner: Any) -> tuple[int, int, int, int]:
     """(heads, kv_heads, head_dim, v_head_dim) of this rank's attention layers."""
     from sglang.srt.runtime_context import get_parallel
 
-    pool = runner.token_to_kv_pool
+    pool = kv_pools(runner.token_to_kv_pool)[0]
     heads = runner.model_config.get_num_attention_heads(get_parallel().attn_tp_size)
     return heads, pool.head_num, pool.head_dim, pool.v_head_dim

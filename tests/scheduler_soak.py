@@ -35,6 +35,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
 from sglang_pat import compat
+from sglang_pat.backend import support
 from sglang_pat.demo.server import free_port
 from sglang_pat.radix_bridge import hooks
 from sglang_pat.radix_bridge.events import ROOT, NodeEvicted
@@ -188,13 +189,34 @@ def path(mirror: Any, node: int) -> list[tuple[int, int]]:
     return result[::-1]
 
 
+def allow_mamba() -> None:
+    """Let Nemotron-H run on a CPU, where SGLang's kernels for its Mamba layers do not: they give zeros, which to the cache is all one."""
+    import torch
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_pat.platform.cpu import CpuPlatform
+
+    def forward(self: Any, *, hidden_states: Any, **_: Any) -> Any:
+        return torch.zeros_like(hidden_states)
+
+    Mamba2AttnBackend.forward = forward
+    support.check_hybrid = lambda *_: None
+    # Each release asks one of these whether states can be kept at checkpoints.
+    CpuPlatform.support_mamba_cache_extra_buffer = lambda _: True
+    ServerArgs._validate_mamba_extra_buffer = lambda *_: None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("--batches", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--namespaces", action="store_true")
+    parser.add_argument("--mamba", action="store_true")
     arguments, flags = parser.parse_known_args()
+    if arguments.mamba:
+        allow_mamba()
     server_args = prepare_server_args(
         ["--model-path", str(arguments.model), "--device", "cpu", "--attention-backend", "pat", "--dtype", "float32",
          "--grammar-backend", "none", "--nccl-port", str(free_port()), *flags]

@@ -178,6 +178,20 @@ def test_a_backend_that_computes_no_sinks_is_refused(monkeypatch: pytest.MonkeyP
         assert compat.prefill_backend(False, torch.bfloat16, False, sinks) == name
 
 
+def test_a_backend_that_takes_v_for_as_wide_as_k_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for other, problem in (("flashinfer", "flashinfer, which takes V to be as wide as K"), ("fa3", None)):
+        arguments = SimpleNamespace(
+            attention_backend="pat", prefill_attention_backend=other, decode_attention_backend=None
+        )
+        runner = SimpleNamespace(server_args=arguments, kv_cache_dtype=torch.bfloat16)
+        assert support.partner_problem(runner, unequal=True) == problem
+        assert support.partner_problem(runner) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: True)
+    for unequal, name in ((False, "flashinfer"), (True, "triton")):
+        assert compat.prefill_backend(False, torch.bfloat16, False, unequal=unequal) == name
+
+
 def test_which_release_prefills_without_scales() -> None:
     assert compat.ignores_scales("flashinfer", prefill=True) == (compat.release() == "0.5.17")
     assert compat.ignores_scales("fa4", prefill=True)
@@ -208,7 +222,9 @@ def test_a_backend_that_reads_something_else_is_refused(
             f"{phase}_attention_backend": other,
         }
         arguments = SimpleNamespace(attention_backend="pat", **chosen)
-        problem = support.partner_problem(SimpleNamespace(server_args=arguments, kv_cache_dtype=form))
+        problem = support.partner_problem(
+            SimpleNamespace(server_args=arguments, kv_cache_dtype=form, token_to_kv_pool=None)
+        )
         assert (problem is not None) == refused
         assert problem is None or problem.startswith(other)
 

@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 
 import gemma
 import gpt_oss
+import hybrid
+import mellum
+import mimo
 import pytest
 import scaled
 import torch
@@ -110,6 +113,17 @@ def assert_agree(answers: list[Answer], expected: list[Answer], close: float = C
             if known:
                 assert answer.likeliest[step][0][0] == pytest.approx(first[0], abs=close)
     assert compared > least * total, "too few tokens to prove anything"
+
+
+def parted(answers: list[Answer], expected: list[Answer], close: float) -> int:
+    """How many answers are not the expected ones, as above."""
+    wrong = 0
+    for answer, right in zip(answers, expected, strict=True):
+        try:
+            assert_agree([answer], [right], close, least=0)
+        except AssertionError:
+            wrong += 1
+    return wrong
 
 
 @pytest.fixture(scope="module")
@@ -290,27 +304,127 @@ def test_fp8_kv(gpu_model: Path, tmp_path: Path) -> None:
             server.wait()
         for name in pairs:
             expected, answers = (generate_all(servers[name, number], prompts) for number in range(2))
-            assert_agree(answers, expected, close=0.25 if name == "scales" else CLOSE)
+            # FlashInfer's kernel rounds more than ours (docs/measured.md), and what is far away in FP8 is far for both.
+            assert_agree(answers, expected, close=0.25 if name == "scales" else 0.15, least=0.04)
             counters = assert_sound(servers[name, 1])
             assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
 
 
-def test_sinks(gpu_model: Path, tmp_path: Path) -> None:
-    """A gpt-oss-shaped model, whose windows nobody fills: Triton's see a token less than they should."""
-    prompts = workload.nested_prompts(2, 3, 8, unrelated=8)
-    model = gpt_oss.write(tmp_path / "model", gpu_model, 4096)
-    flags = [*WITHOUT_PREFILL_GRAPHS, "--dtype", "bfloat16", "--moe-runner-backend", "triton", POOL, "60000"]
-    flags += ["--disable-hybrid-swa-memory"]
+def test_a_pool_for_windows(gpu_model: Path, tmp_path: Path) -> None:
+    """FA3 decodes as far back as we do, and knows the pool; prefill is FA3's on both sides."""
+    prompts = workload.nested_prompts(2, 3, 8, unrelated=8) + [
+        workload.prose(f"short {i}", 340 + 3 * i) for i in range(12)
+    ]
+    retracting = ["3000", "--schedule-conservativeness", "0.1", "--page-size", "16"]
+    kinds = {
+        (40, "fa3"): (["60000"], {}),
+        (40, "pat"): (["60000"], CHECKED),
+        (40, "pat, small pool"): (
+            retracting,
+            {**CHECKED, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
+        ),
+        (400, "fa3"): (["60000"], {}),
+        (400, "pat"): (["60000"], CHECKED),
+    }
     with ExitStack() as stack:
         servers = {}
-        for backend, environment in (("triton", {}), ("pat", CHECKED)):
-            extra = ["--prefill-attention-backend", "triton"] if backend == "pat" else []
-            server = Server(model, backend, tmp_path / f"{backend}.log", [*flags, *extra], environment, on_cpu=False)
+        models = {
+            window: mellum.write(tmp_path / f"model {window}", gpu_model, window, head_dim=64) for window in (40, 400)
+        }
+        for (window, name), (pool, environment) in kinds.items():
+            flags = [*WITHOUT_PREFILL_GRAPHS, "--prefill-attention-backend", "fa3", POOL, *pool]
+            server = Server(
+                models[window], name.split(",")[0], tmp_path / f"{name} {window}.log", flags, environment, on_cpu=False
+            )
+            servers[window, name] = stack.enter_context(server)
+        for server in servers.values():
+            server.wait()
+        expected = {window: generate_all(servers[window, "fa3"], prompts) for window in models}
+        for (window, name), server in servers.items():
+            assert "SWAKVPool" in server.log.read_text()
+            if name != "fa3":
+                for _ in range(2):
+                    assert_agree(generate_all(server, prompts), expected[window])
+                counters = assert_sound(server)
+                assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
+
+
+def test_sinks(gpu_model: Path, tmp_path: Path) -> None:
+    """A gpt-oss-shaped model, with windows of gpt-oss's length in a pool of their own."""
+    prompts = workload.nested_prompts(2, 3, 8, unrelated=8)
+    model = gpt_oss.write(tmp_path / "model", gpu_model, 128)
+    flags = [*WITHOUT_PREFILL_GRAPHS, "--dtype", "bfloat16", "--moe-runner-backend", "triton", POOL, "60000"]
+    with ExitStack() as stack:
+        servers = {}
+        for backend, environment in (("fa3", {}), ("pat", CHECKED)):
+            server = Server(model, backend, tmp_path / f"{backend}.log", flags, environment, on_cpu=False)
             servers[backend] = stack.enter_context(server)
         for server in servers.values():
             server.wait()
-        expected, answers = (generate_all(servers[backend], prompts) for backend in ("triton", "pat"))
+        expected, answers = (generate_all(servers[backend], prompts) for backend in ("fa3", "pat"))
         # In bfloat16: its steps are eight times those of float16, and few tokens lie that far apart.
         assert_agree(answers, expected, close=0.25, least=0.04)
         counters = assert_sound(servers["pat"])
         assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
+
+
+def test_unequal_dimensions(gpu_model: Path, tmp_path: Path) -> None:
+    """A MiMo-V2-shaped model: V narrower than K, and for windows sinks, other KV heads and a pool of their own."""
+    prompts = workload.nested_prompts(2, 3, 8, unrelated=8)
+    model = mimo.write(tmp_path / "model", gpu_model, 128)
+    flags = [*WITHOUT_PREFILL_GRAPHS, "--dtype", "bfloat16", "--trust-remote-code", POOL, "60000"]
+    with ExitStack() as stack:
+        servers = {}
+        for backend, environment in (("fa3", {}), ("pat", CHECKED)):
+            server = Server(model, backend, tmp_path / f"{backend}.log", flags, environment, on_cpu=False)
+            servers[backend] = stack.enter_context(server)
+        for server in servers.values():
+            server.wait()
+        expected, answers = (generate_all(servers[backend], prompts) for backend in ("fa3", "pat"))
+        assert len({tuple(answer.ids) for answer in expected}) > len(prompts) / 2, "answers that depend on prompts"
+        assert_agree(answers, expected, close=0.25, least=0.04)
+        counters = assert_sound(servers["pat"])
+        assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
+
+
+@pytest.mark.parametrize("name", hybrid.WRITERS)
+def test_hybrid_models(name: str, gpu_model: Path, tmp_path: Path) -> None:
+    """Beside SGLang's default backend: alone, with graphs for prefill where SGLang has them, and as the half that decodes, in a small pool."""
+    prompts = workload.nested_prompts(2, 3, 8, unrelated=8)
+    model = hybrid.WRITERS[name](tmp_path / "model", gpu_model)
+    flags = ["--dtype", "bfloat16", "--mem-fraction-static", "0.15", "--max-running-requests", "48"]
+    flags += ["--moe-runner-backend", "triton", "--disable-shared-experts-fusion"]
+    default = "fa3" if torch.cuda.get_device_capability()[0] == 9 else "flashinfer"
+    states, eagerly = "--max-mamba-cache-size", "--disable-prefill-cuda-graph"
+    cases: dict[str, tuple[str, list[str], dict[str, str]]] = {
+        "reference": (default, [POOL, "60000", states, "400", eagerly], {}),
+        "pat": ("pat", [POOL, "60000", states, "400"], CHECKED),
+        "small": (
+            default,
+            ["--decode-attention-backend", "pat", POOL, "6000", states, "160", eagerly, "--chunked-prefill-size", "256"],
+            CHECKED,
+        ),
+    }  # fmt: skip
+    with ExitStack() as stack:
+        servers = {
+            case: stack.enter_context(Server(model, backend, tmp_path / f"{case}.log", [*flags, *extra], environment, on_cpu=False))
+            for case, (backend, extra, environment) in cases.items()
+        }  # fmt: skip
+        for server in servers.values():
+            server.wait()
+        expected = generate_all(servers["reference"], prompts)
+        assert len({tuple(answer.ids) for answer in expected}) > len(prompts) / 2, "answers that depend on prompts"
+        for case in ("pat", "small"):
+            # The second time prefixes come from the cache, with states as they were at a checkpoint.
+            for _ in range(2):
+                answers = generate_all(servers[case], prompts)
+                if name == "Nemotron-H":
+                    # FA3 gives a fifth of these answers otherwise when it is asked again: 11 of 56 on one H200, 2026-11-23.
+                    assert parted(answers, expected, close=0.25) < len(prompts) / 3
+                else:
+                    assert_agree(answers, expected, close=0.25, least=0.04)
+            counters = assert_sound(servers[case])
+            assert 0 < counters["kv_bytes"] < (0.9 if case == "pat" else 1) * counters["kv_bytes_unpacked"], case
+        log = servers["pat"].log.read_text()
+        assert f", {hybrid.ATTENTION_LAYERS} layers of " in log, "layers without KV do not count"
+        assert "impl=UnifiedRadixCache" in log

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_pat import compat
 from sglang_pat.backend import layers, support
@@ -26,7 +27,9 @@ def test_layers_that_torch_does_not_know_are_found() -> None:
     model.attention_instances = {
         i: RadixAttention(8, 64, 1.0, 2, layer_id=i, sliding_window_size=i * 99) for i in (0, 1)
     }
-    runner = SimpleNamespace(model=model, kv_cache_dtype=torch.float32, model_config=SimpleNamespace(context_len=512))
+    runner = SimpleNamespace(
+        token_to_kv_pool=None, model=model, kv_cache_dtype=torch.float32, model_config=SimpleNamespace(context_len=512)
+    )
     assert len(compat.attention_layers(runner)) == 2
     assert {spec.window: count for spec, count in layers.count(runner).items()} == {0: 1, 100: 1}
 
@@ -37,7 +40,9 @@ def test_only_some_layers_have_sinks() -> None:
     for i, (name, sinks) in enumerate([("sinks", True), ("attention_sink_bias", True), ("sinks", False)]):
         model[i].attn = RadixAttention(8, 64, 1.0, 2, layer_id=i)
         setattr(model[i], name, torch.nn.Parameter(torch.zeros(8)) if sinks else None)
-    runner = SimpleNamespace(model=model, kv_cache_dtype=torch.float32, model_config=SimpleNamespace(context_len=512))
+    runner = SimpleNamespace(
+        token_to_kv_pool=None, model=model, kv_cache_dtype=torch.float32, model_config=SimpleNamespace(context_len=512)
+    )
     assert layers.with_sinks(runner) == {0, 1}
     assert {spec.sinks: count for spec, count in layers.count(runner).items()} == {True: 2, False: 1}
 
@@ -88,3 +93,159 @@ def test_reports_of_groups_are_added_up() -> None:
     second = first | {"work_items": 8, "plans": 2, "fallbacks": 2}
     total = layers.total([first, second])
     assert total == first | {"plans": 3, "planning_us": 14, "kv_bytes": 200, "kv_bytes_unpacked": 600, "fallbacks": 2}
+
+
+def pool_for_windows(windowed: list[int], full: list[int]) -> SWAKVPool:
+    return SWAKVPool(
+        size=8, size_swa=4, page_size=1, dtype=torch.float32, head_num=2, head_dim=64, device="cpu",
+        swa_attention_layer_ids=windowed, full_attention_layer_ids=full,
+    )  # fmt: skip
+
+
+def test_in_a_pool_of_its_own_every_window_is_one() -> None:
+    """Its slots have other numbers, however much it holds."""
+    model = torch.nn.ModuleList(
+        RadixAttention(8, 64, 1.0, 2, layer_id=i, sliding_window_size=9999 if i else -1) for i in (0, 1)
+    )
+    runner = SimpleNamespace(model=model, kv_cache_dtype=torch.float32, model_config=SimpleNamespace(context_len=512))
+    runner.token_to_kv_pool = pool_for_windows([1], [0])
+    assert {spec.window: count for spec, count in layers.count(runner).items()} == {0: 1, 10000: 1}
+
+
+@pytest.mark.parametrize(
+    ("radius", "message"),
+    [
+        (2**31 - 1, "a layer without a window whose KV is in the pool of those with one"),
+        (-1, "a layer without a window whose KV is in the pool of those with one"),
+        (63, "a layer with a window whose KV is in"),
+    ],
+)
+def test_a_layer_in_the_wrong_pool_is_refused(radius: int, message: str) -> None:
+    layer = RadixAttention(8, 64, 1.0, 2, layer_id=1, sliding_window_size=radius)
+    windowed = radius == 63
+    pool = pool_for_windows([0], [1]) if windowed else pool_for_windows([1], [0])
+    assert message in (support.pool_problem(layer, pool) or "")
+    right = pool_for_windows([1], [0]) if windowed else pool_for_windows([0], [1])
+    assert support.pool_problem(layer, right) is None
+
+
+def hybrid_runner(device: str = "cpu") -> SimpleNamespace:
+    """What matters here of a `ModelRunner` whose layers 1 and 3 of 4 have KV; the others of one class and another do not."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
+
+    full = MHATokenToKVPool(
+        size=16, page_size=1, dtype=torch.float32, head_num=2, head_dim=64, layer_num=2, device="cpu", enable_memory_saver=False
+    )  # fmt: skip
+    pool = HybridLinearKVPool(
+        size=16, dtype=torch.float32, page_size=1, head_num=2, head_dim=64, full_attention_layer_ids=[1, 3], device="cpu",
+        mamba_pool=None, full_kv_pool=full,
+    )  # fmt: skip
+    runner = encoder()
+    runner.model = torch.nn.ModuleList([RadixAttention(8, 64, 1.0, 2, layer_id=i) for i in range(4)])
+    runner.device, runner.token_to_kv_pool = device, pool
+    runner.req_to_token_pool = SimpleNamespace(mamba_pool=None)
+    return runner
+
+
+def test_layers_without_kv_are_none() -> None:
+    runner = hybrid_runner()
+    assert [layer.layer_id for layer in compat.attention_layers(runner)] == [1, 3]
+    assert list(layers.count(runner).values()) == [2]
+
+
+def test_a_hybrid_pool_is_written_and_read_by_the_layers_own_ids() -> None:
+    pool = hybrid_runner().token_to_kv_pool
+    layer = RadixAttention(8, 64, 1.0, 2, layer_id=3)
+    k, v = torch.randn(2, 1, 2, 64).unbind()
+    with torch.no_grad():
+        compat.save_kv(pool, layer, torch.tensor([5]), k, v)
+    assert torch.equal(pool.get_key_buffer(3)[5], k[0])
+    assert torch.equal(pool.get_value_buffer(3)[5], v[0])
+    assert not pool.get_key_buffer(1).any()
+    assert compat.kv_pools(pool)[0].get_key_buffer(1).any(), "of the second layer that has any"
+
+
+def test_hybrid_models_are_refused_where_their_other_layers_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        support.UnsupportedError, match=r"does not support hybrid models like Both on a CPU, .* serve it on a GPU"
+    ):
+        support.check_model(hybrid_runner(), "triton")
+    monkeypatch.setattr(compat, "lists_gdn_backends", lambda _: True)
+    with pytest.raises(
+        support.UnsupportedError, match=r"does not support Both on a Blackwell GPU, .* use --attention-backend triton"
+    ):
+        support.check_model(hybrid_runner("cuda"), "triton")
+
+
+def test_a_pool_in_which_v_has_no_room_is_refused() -> None:
+    """As 0.5.17 makes for MiMo V2 on a CPU."""
+    layer = RadixAttention(8, 64, 1.0, 2, layer_id=1, v_head_dim=32)
+    message = "K and V of 64 and 32 dimensions in a KV pool of 64 and 64"
+    assert support.pool_problem(layer, pool_for_windows([0], [1])) == message
+    assert support.pool_problem(layer, pool_for_windows([0], [1]).full_kv_pool) == message
+
+
+@pytest.mark.parametrize("phase", ["prefill_attention_backend", "decode_attention_backend"])
+def test_beside_a_pool_for_windows_torch_native_is_refused(phase: str) -> None:
+    runner = encoder()
+    setattr(runner.server_args, phase, "torch_native")
+    assert support.partner_problem(runner) is None
+    runner.token_to_kv_pool = pool_for_windows([1], [0])
+    assert "torch_native, which reads a KV pool for windows by wrong slots" in (support.partner_problem(runner) or "")
+
+
+def test_hybrid_models_with_a_pool_for_windows_are_refused() -> None:
+    runner = hybrid_runner("cuda")
+    runner.token_to_kv_pool = pool_for_windows([1], [0])
+    with pytest.raises(support.UnsupportedError, match="hybrid models like Both with a KV pool for windows"):
+        support.check_model(runner, "triton")
+
+
+def test_a_stage_whose_layers_have_no_kv_decodes_nothing() -> None:
+    """Of a hybrid model that is served by several (`--pp-size`)."""
+    runner = hybrid_runner()
+    runner.model = torch.nn.ModuleList([RadixAttention(8, 64, 1.0, 2, layer_id=0)])
+    assert not layers.count(runner)
+
+
+def test_sglang_lists_backends_beside_gated_delta_nets_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.configs import Qwen3NextConfig
+
+    runner = hybrid_runner("cuda")
+    runner.model_config.hf_config, runner.model_config.is_draft_model = Qwen3NextConfig(), False
+    assert not compat.lists_gdn_backends(runner)
+    monkeypatch.setattr("sglang.srt.utils.is_blackwell", lambda: True)
+    assert compat.lists_gdn_backends(runner)
+
+
+def test_hybrid_models_with_mla_are_refused_for_it() -> None:
+    runner = hybrid_runner("cuda")
+    runner.use_mla_backend = True
+    with pytest.raises(support.UnsupportedError, match="does not support MLA, which Both uses"):
+        support.check_model(runner, "triton")
+
+
+def test_hybrid_models_are_served_from_the_pool_of_their_attention_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that adds something to it, as 0.5.23 has one, belongs to a backend of SGLang's own."""
+    runner = hybrid_runner("cuda")
+    runner.dtype = runner.kv_cache_dtype = torch.bfloat16
+    monkeypatch.setattr(compat, "lists_gdn_backends", lambda _: False)
+    support.check_model(runner, "triton")
+    runner.token_to_kv_pool.__class__ = type("OtherPool", (type(runner.token_to_kv_pool),), {})
+    with pytest.raises(
+        support.UnsupportedError, match="does not support a KV pool of the kind OtherPool, which Both uses"
+    ):
+        support.check_model(runner, "triton")
+
+
+@pytest.mark.skipif(compat.release() != "0.5.17", reason="0.5.23's Triton asks a layer that has KV")
+def test_a_backend_that_asks_the_first_layer_for_kv_does_not_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.configs import NemotronHConfig
+
+    runner = hybrid_runner("cuda")
+    runner.model_config.hf_config, runner.model_config.is_draft_model = NemotronHConfig(), False
+    support.check_prefill(runner, "fa3")
+    with pytest.raises(
+        support.UnsupportedError, match=r"would prefill on triton, which SGLang 0.5.17 cannot make for a model"
+    ):
+        support.check_prefill(runner, "triton")

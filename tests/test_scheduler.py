@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import hybrid
 import pytest
-from conftest import selected
+from conftest import UNPINNED, selected
 from forked import ForkedProcess
 
 from sglang_pat import compat
@@ -54,16 +55,28 @@ else:
     )  # fmt: skip
 
 
+CASES |= {
+    "states at checkpoints": ([POOL, "1500", "--mamba"], {}, {"shared": 200, "flushes": 1}),
+    "states after every request, a small pool": (
+        [POOL, "700", "--mamba", "--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule", "--max-mamba-cache-size", "60"],
+        {}, {"shared": 100, "evicted": 20},
+    ),
+}  # fmt: skip
+"""The last two are of a model with Mamba layers."""
+
+
 @pytest.fixture(scope="module")
 def runs(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future]]:
     """Exit status and output of all cases, two at a time."""
     logs = tmp_path_factory.mktemp("logs")
+    with_states = hybrid.nemotron_h(logs / "model", model, chunk=16)
 
     def run(name: str) -> tuple[int, str]:
         flags, environment, _ = CASES[name]
-        command = [sys.executable, str(SOAK), str(model), "--batches", "400", "--seed", "7", *flags]
+        folder, environment = (with_states, UNPINNED | environment) if "--mamba" in flags else (model, environment)
+        command = [sys.executable, str(SOAK), str(folder), "--batches", "400", "--seed", "7", *flags]
         log = logs / name
         status = ForkedProcess(command, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, log).wait()
         return status, log.read_text()

@@ -9,10 +9,12 @@ from pathlib import Path
 import exaone
 import gemma
 import gpt_oss
+import mellum
 import pytest
 from conftest import assert_sound, generate_all
 from forked import ForkedServer
 
+from sglang_pat import compat
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
 
@@ -63,6 +65,39 @@ def test_answers_are_those_of_a_stock_backend(servers: dict[str, Server]) -> Non
         assert counters["plans"] < 2 * counters["steps"], "two groups of layers, and plans that last"
 
 
+@pytest.mark.parametrize(("window", "kv_cache"), [(40, "auto"), (400, "auto"), (40, "fp8_e4m3")])
+def test_a_pool_for_windows(window: int, kv_cache: str, model: Path, tmp_path: Path) -> None:
+    """SGLang keeps the KV of layers with windows apart, and frees what they have left. `torch_native` reads such a pool by wrong slots:
+    it has one pool for all here."""
+    if compat.release() == "0.5.17" and (window, kv_cache) != (40, "auto"):
+        pytest.skip("has one pool on CPUs, as above")
+    windowed = mellum.write(tmp_path / "model", model, window)
+    prompts = [
+        *workload.nested_prompts(2, 2, 3, unrelated=2),
+        *(workload.prose(f"short {i}", 350 + 16 * i) for i in range(3)),
+    ]
+    answers, cache = {}, ["--kv-cache-dtype", kv_cache]
+    for name, (backend, flags, environment) in SERVERS.items():
+        # Of those that are alike in what they show CI runs one.
+        left_out = "plain" if window == 400 else "small pool, pages"
+        if name == left_out and (compat.release() == "0.5.17" or (window, kv_cache) != (40, "auto")):
+            continue
+        one_pool = ["--disable-hybrid-swa-memory"] if name == "reference" else []
+        with ForkedServer(
+            windowed, backend, tmp_path / f"{name}.log", [*FLAGS, *flags, *one_pool, *cache], environment
+        ) as server:
+            server.wait()
+            # Again with what the cache has kept of it.
+            answers[name] = [generate_all(server, prompts, tokens=40) for _ in range(1 if one_pool else 2)]
+            if not one_pool:
+                counters = assert_sound(server)
+                assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
+                assert ("SWAKVPool" in server.log.read_text()) == (compat.release() != "0.5.17")
+    (expected,) = answers.pop("reference")
+    assert len(set(map(tuple, expected))) > len(prompts) / 2, "answers that depend on prompts"
+    assert answers == {name: [expected, expected] for name in answers}
+
+
 def test_a_model_for_which_sglang_lists_its_backends(model: Path, tmp_path: Path) -> None:
     """The list has no `torch_native` either, but is about `--attention-backend` alone."""
     windowed = exaone.write(tmp_path / "model", model, 40)
@@ -83,7 +118,7 @@ def test_a_model_for_which_sglang_lists_its_backends(model: Path, tmp_path: Path
 def test_sinks_are_refused_on_a_cpu(model: Path, tmp_path: Path) -> None:
     """By us, not by SGLang's list of backends for gpt-oss."""
     sinks = gpt_oss.write(tmp_path / "model", model, 40)
-    with ForkedServer(sinks, "pat", tmp_path / "log", ["--dtype", "bfloat16", "--disable-hybrid-swa-memory"]) as server:
+    with ForkedServer(sinks, "pat", tmp_path / "log", ["--dtype", "bfloat16"]) as server:
         log = server.wait_failed()
     assert (
         "pat does not support attention sinks on a CPU, which GptOssForCausalLM uses: serve it with another one" in log

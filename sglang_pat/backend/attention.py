@@ -15,6 +15,7 @@ from sglang_pat import compat, jit
 from sglang_pat.backend import executors, layers, support
 from sglang_pat.backend.layers import LayerGroup
 from sglang_pat.backend.metrics import Metrics
+from sglang_pat.backend.windows import WindowTable
 from sglang_pat.config import PatConfig
 from sglang_pat.packing import AttentionSpec, PackConfig, WorkItem
 from sglang_pat.radix_bridge import Observer, hooks
@@ -64,15 +65,15 @@ def stock_backend(runner: ModelRunner, specs: Collection[AttentionSpec]) -> Atte
         specs: Of its layers that decode.
     """
     if runner.device == "cpu":
-        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+        from sglang_pat.backend.torch_native import PrefillBackend
 
-        from sglang_pat.backend.scaled_torch_native import ScaledTorchNativeBackend
-
-        return (ScaledTorchNativeBackend if compat.is_fp8(runner.kv_cache_dtype) else TorchNativeAttnBackend)(runner)
+        return PrefillBackend(runner)
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     windows, sinks = any(spec.window for spec in specs), any(spec.sinks for spec in specs)
-    name = compat.prefill_backend(windows, runner.kv_cache_dtype, compat.has_scales(runner), sinks)
+    unequal = any(spec.head_dim != spec.v_head_dim for spec in specs)
+    name = compat.prefill_backend(windows, runner.kv_cache_dtype, compat.has_scales(runner), sinks, unequal)
+    support.check_prefill(runner, name)
     logger.info("sglang-pat: prefill runs on %s", name)
     return ATTENTION_BACKENDS[name](runner)
 
@@ -118,7 +119,7 @@ class PatAttnBackend(AttentionBackend):
                     setattr(self, name, getattr(self.inner, name))
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
 
-        self._kv_format, self._context = layers.kv_format(runner.kv_cache_dtype), runner.model_config.context_len
+        self._kv_format, self._context = layers.kv_format(runner.kv_cache_dtype), layers.none_from(runner)
         made = executors.create(runner, config, specs)
         self._writer = writer = trace_writer(runner, config, made[0].pack_config, next(iter(specs.values())))
         # A trace is of the first group's plans.
@@ -128,6 +129,10 @@ class PatAttnBackend(AttentionBackend):
             for (spec, size), executor, on_plan in zip(specs.items(), made, tellers, strict=True)
         ]
         self._group_of: dict[int, LayerGroup] = {}  # by the id of a layer that was seen
+        own_pool = compat.has_window_pool(runner.token_to_kv_pool)
+        windows = {spec.window for spec in specs if own_pool and spec.window}
+        self._tables = {window: WindowTable(runner, window) for window in windows}
+        self._window_slots: torch.Tensor | None = None  # of the new tokens
         self._with_sinks = layers.with_sinks(runner)
         self.observer = Observer(*(group.scheduler for group in self.groups))
         self.observer.subscribers += [group.planner.on_event for group in self.groups]
@@ -141,6 +146,8 @@ class PatAttnBackend(AttentionBackend):
             logger.info(
                 "sglang-pat: %s, %d layers of %s, %s", config, group.layers, group.spec, group.executor.description
             )
+        for window, table in self._tables.items():
+            logger.info("sglang-pat: a table of windows of %d, %.0f MiB", window, table.bytes / 2**20)
 
     def counters(self) -> dict[str, Any]:
         """What `/server_info` shows (docs/settings.md)."""
@@ -159,6 +166,7 @@ class PatAttnBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.forward_mode.is_decode():
             self.init_forward_metadata_out_graph(forward_batch)
+            self.init_forward_metadata_in_graph(forward_batch)
         elif not forward_batch.forward_mode.is_idle() and self.inner is not None:
             self.inner.init_forward_metadata(forward_batch)
             self._expect(forward_batch)
@@ -187,11 +195,20 @@ class PatAttnBackend(AttentionBackend):
             group.plan(requests, lengths, verify)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        if self.inner is not None and not forward_batch.forward_mode.is_decode_or_idle():
-            self.inner.init_forward_metadata_in_graph(forward_batch)
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            if self.inner is not None:
+                self.inner.init_forward_metadata_in_graph(forward_batch)
+        elif self._tables:
+            assert self.rows is not None and self.seq_lens is not None
+            mapping = compat.window_mapping(self.token_to_kv_pool)
+            self._window_slots = mapping[forward_batch.out_cache_loc]
+            for table in self._tables.values():
+                table.fill(self.rows, self.seq_lens, mapping)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Everything that graphs read was allocated with the executor."""
+        """Everything else that graphs read was allocated with the executor."""
+        for table in self._tables.values():
+            table.reserve(max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -214,7 +231,7 @@ class PatAttnBackend(AttentionBackend):
                 "use another --decode-attention-backend"
             )
         if save_kv_cache and k is not None:
-            compat.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
+            compat.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         assert self.rows is not None and self.seq_lens is not None
         k_scale, v_scale = compat.kv_scales(layer) if compat.is_fp8(self.kv_cache_dtype) else (1.0, 1.0)
@@ -224,13 +241,16 @@ class PatAttnBackend(AttentionBackend):
                 f"layer {layer.layer_id} has {'' if group.spec.sinks else 'no '}attention sinks by its model's parameters, and is asked for "
                 "otherwise: use another --decode-attention-backend"
             )
+        table = self._tables.get(group.spec.window)
+        own = (self.req_to_token_pool.req_to_token, self.rows, self.seq_lens)
+        req_to_token, rows, seq_lens = own if table is None else table.of_batch(len(self.rows))
         out = group.executor.decode(
             q,
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-            self.req_to_token_pool.req_to_token,
-            self.rows,
-            self.seq_lens,
+            req_to_token,
+            rows,
+            seq_lens,
             scale=layer.scaling * k_scale,
             logit_cap=layer.logit_cap,
             v_scale=v_scale,

@@ -14,7 +14,7 @@ from sglang_pat.backend.planner import Planner
 from sglang_pat.config import PatConfig
 from sglang_pat.packing import FORMATS, AttentionSpec, WorkItem
 from sglang_pat.packing.native import NativeScheduler
-from sglang_pat.packing.spec import KVFormat
+from sglang_pat.packing.spec import MAX_WINDOW, KVFormat
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -35,9 +35,15 @@ def window(radius: int | None, context: int) -> int:
 
     Args:
         radius: SGLang's `sliding_window_size`: how far back; None or -1 for all.
-        context: The most tokens that a request may have.
+        context: What has so many tokens is no window: the most that a request may have.
     """
     return 0 if radius is None or radius < 0 or radius + 1 >= context else radius + 1
+
+
+def none_from(runner: ModelRunner) -> int:
+    """How long a window has to be to count as none: as long as the longest request. Where windows have a pool of their own none does, as
+    its slots have other numbers whatever it holds."""
+    return MAX_WINDOW if compat.has_window_pool(runner.token_to_kv_pool) else runner.model_config.context_len
 
 
 def spec_of(layer: RadixAttention, form: KVFormat, context: int, sinks: bool = False) -> AttentionSpec:
@@ -63,16 +69,16 @@ def count(runner: ModelRunner) -> Counter[AttentionSpec]:
     """How many layers of each spec this process decodes, those that see everything first: encoder-only ones are none of them."""
     from sglang.srt.layers.radix_attention import AttentionType
 
-    form, context = kv_format(runner.kv_cache_dtype), runner.model_config.context_len
+    form, context = kv_format(runner.kv_cache_dtype), none_from(runner)
     layers = compat.attention_layers(runner)
     sinks = with_sinks(runner)
     decoding = [layer for layer in layers if layer.attn_type != AttentionType.ENCODER_ONLY]
     found = Counter(spec_of(layer, form, context, layer.layer_id in sinks) for layer in decoding)
-    if not layers:
+    if not layers and compat.layers_with_kv(runner.token_to_kv_pool) is None:
         # Of a draft, or a test, there may be no model: layers of the pool's shape, some of which may have the runner's window.
         shape = AttentionSpec(*compat.attention_shape(runner), form)
         windowed = AttentionSpec(*compat.attention_shape(runner), form, window(runner.sliding_window_size, context))
-        found.update(dict.fromkeys((shape, windowed), runner.token_to_kv_pool.layer_num))
+        found.update(dict.fromkeys((shape, windowed), compat.kv_pools(runner.token_to_kv_pool)[0].layer_num))
     return Counter(dict(sorted(found.items(), key=lambda item: item[0].window)))
 
 

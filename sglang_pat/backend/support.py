@@ -13,6 +13,7 @@ from sglang_pat import compat
 from sglang_pat.backend import features, layers
 from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.packing import AttentionSpec
+from sglang_pat.packing.spec import MAX_WINDOW
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,6 @@ def check_model(runner: Any, fallback: str) -> None:
         fallback: A stock attention backend to suggest.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     if compat.kv_layout(runner) != "nhd":
         raise UnsupportedError(
@@ -80,10 +80,8 @@ def check_model(runner: Any, fallback: str) -> None:
     name = ", ".join(config.hf_config.architectures or [type(runner.model).__name__])
     if runner.use_mla_backend:
         raise UnsupportedError(f"--attention-backend pat does not support MLA, which {name} uses: {instead}")
-    if hasattr(runner.req_to_token_pool, "mamba_pool"):
-        raise UnsupportedError(
-            f"--attention-backend pat does not support hybrid models like {name} yet: use another --attention-backend"
-        )
+    if compat.is_hybrid(runner):
+        check_hybrid(runner, name)
     if config.is_multimodal and hasattr(runner.model, "prepare_attn_masks"):
         # SGLang hands such masks to its Triton backend only, and else leaves them out.
         raise UnsupportedError(
@@ -106,39 +104,88 @@ def check_model(runner: Any, fallback: str) -> None:
             f"GPU: serve {name} with --dtype bfloat16 or float16, and leave out --kv-cache-dtype"
         )
     specs = layers.count(runner)
-    problem = partner_problem(runner, any(spec.sinks for spec in specs))
+    problem = partner_problem(
+        runner, any(spec.sinks for spec in specs), any(spec.head_dim != spec.v_head_dim for spec in specs)
+    )
     if problem is not None:
         raise UnsupportedError(
             f"--attention-backend pat does not support {problem}, beside it: let pat do both, by --attention-backend pat alone"
         )
-    problems = [_layer_problem(layer) for layer in compat.attention_layers(runner)]
+    problems = [_layer_problem(layer) or pool_problem(layer, pool) for layer in compat.attention_layers(runner)]
+    if getattr(runner, "prefill_aware_swa", False):
+        problems.append("windows beside which prompts are seen whole")
     problems += [_spec_problem(spec, runner.device) for spec in specs]
     for problem in filter(None, problems):
         raise UnsupportedError(f"--attention-backend pat does not support {problem}, which {name} uses: {instead}")
-    if isinstance(pool, SWAKVPool):
+    for part in compat.kv_pools(pool):
+        if not isinstance(part, MHATokenToKVPool):
+            raise UnsupportedError(
+                f"--attention-backend pat does not support a KV pool of the kind {type(part).__name__}, which {name} uses: {instead}"
+            )
+
+
+def check_hybrid(runner: Any, name: str) -> None:
+    """Raise UnsupportedError where the other layers of a hybrid model cannot be served beside PAT."""
+    if runner.device == "cpu":
         raise UnsupportedError(
-            f"--attention-backend pat does not support a KV pool for windows beside another one, which {name} has: "
-            f"add --disable-hybrid-swa-memory, or {instead}"
+            f"sglang-pat does not support hybrid models like {name} on a CPU, where SGLang's kernels of their other layers do not run: "
+            "serve it on a GPU"
         )
-    if not isinstance(pool, MHATokenToKVPool):
+    if compat.has_window_pool(runner.token_to_kv_pool):
         raise UnsupportedError(
-            f"--attention-backend pat does not support a KV pool of the kind {type(pool).__name__}, which {name} uses: {instead}"
+            f"--attention-backend pat does not support hybrid models like {name} with a KV pool for windows: use another --attention-backend"
+        )
+    if compat.lists_gdn_backends(runner):
+        raise UnsupportedError(
+            f"--attention-backend pat does not support {name} on a Blackwell GPU, where SGLang accepts its own backends only beside "
+            "gated delta nets: use --attention-backend triton"
         )
 
 
-def partner_problem(runner: Any, sinks: bool = False) -> str | None:
-    """Why a backend that was chosen for the other phase does not write or read PAT's FP8 cache, or computes no `sinks`; None where each
-    does."""
+def check_prefill(runner: Any, backend: str) -> None:
+    """Raise UnsupportedError where this stock backend, which would prefill, cannot be made for the model."""
+    if compat.needs_first_layer(backend, runner):
+        raise UnsupportedError(
+            f"--attention-backend pat would prefill on {backend}, which SGLang {compat.release()} cannot make for a model whose first layer "
+            "has no KV: install FlashInfer, leave out --kv-cache-dtype, or use another --attention-backend"
+        )
+
+
+def partner_problem(runner: Any, sinks: bool = False, unequal: bool = False) -> str | None:
+    """Why a backend that was chosen for the other phase is wrong with this model and cache, whose layers may have `sinks`, or V that is
+    narrower than K (`unequal`); None where each is right."""
     prefill, _ = chosen = compat.backends_chosen(runner.server_args)
     if "fa3" in chosen and runner.kv_cache_dtype == torch.float8_e5m2:
         return "fa3, which reads no fp8_e5m2"
     sinkless = next(filter(compat.ignores_sinks, chosen), None) if sinks else None
     if sinkless:
         return f"{sinkless}, which computes no attention sinks"
+    astray = next(filter(compat.ignores_window_pools, chosen), None)
+    if astray and compat.has_window_pool(runner.token_to_kv_pool):
+        return f"{astray}, which reads a KV pool for windows by wrong slots (--disable-hybrid-swa-memory leaves that pool out)"
+    too_wide = next(filter(compat.assumes_equal_dims, chosen), None) if unequal else None
+    if too_wide:
+        return f"{too_wide}, which takes V to be as wide as K"
     scaleless = [name for name in chosen if compat.ignores_scales(name, prefill=name == prefill)]
     if scaleless and compat.has_scales(runner):
         return f"{scaleless[0]}, which ignores the scales of an FP8 KV cache"
     return None
+
+
+def pool_problem(layer: Any, pool: Any) -> str | None:
+    """Why a layer's KV is not where its window says, or has no room there; None where all is well."""
+    windowed, apart = layers.window(layer.sliding_window_size, MAX_WINDOW) > 0, compat.in_window_pool(pool, layer)
+    part = compat.kv_pools(pool)[-1 if apart else 0]
+    kept = tuple(getattr(part, name, None) for name in ("head_dim", "v_head_dim"))
+    if None not in kept and kept != (layer.qk_head_dim, layer.v_head_dim):
+        # 0.5.17 makes such pools on a plugin's platform.
+        return (
+            f"K and V of {layer.qk_head_dim} and {layer.v_head_dim} dimensions in a KV pool of {kept[0]} and {kept[1]}"
+        )
+    if windowed == apart or not compat.has_window_pool(pool):
+        return None
+    where = "without, beside one for windows" if windowed else "with one"
+    return f"a layer {'with' if windowed else 'without'} a window whose KV is in the pool of those {where}"
 
 
 def _spec_problem(spec: AttentionSpec, device: capabilities.Device) -> str | None:

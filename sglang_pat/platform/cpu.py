@@ -24,6 +24,7 @@ class CpuPlatform(SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         # SGLang would have images processed by CUDA.
         server_args.disable_fast_image_processor = True
+        compat.use_one_pool(server_args)
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

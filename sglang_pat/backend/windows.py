@@ -1,0 +1,55 @@
+"""Layers with windows whose KV is in a pool of its own (SGLang's `SWAKVPool`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_pat.kernels.translate import translate
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class WindowTable:
+    """What stands in for `req_to_token`, the batch's rows and its lengths where slots have other numbers.
+
+    It is filled once a step, for all layers with this window, by a kernel of the step's own CUDA graph: between any two steps SGLang frees
+    slots that windows have left, so that an older table may name what is another request's by now.
+    """
+
+    def __init__(self, runner: ModelRunner, window: int) -> None:
+        """
+        Args:
+            runner: SGLang's.
+            window: Tokens that a query sees.
+        """
+        self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
+        self._window = min(window, self._req_to_token.shape[1])
+        self._rows = torch.empty(0)
+        self.reserve(len(self._req_to_token))
+        # Has its kernel compiled before a graph is captured.
+        self.fill(self._rows[:1], self._seen[:1], self._rows)
+
+    def reserve(self, batch: int) -> None:
+        """Make room for such a batch: a graph may pad one to more rows than there are requests. Not once a graph reads the table."""
+        if batch <= len(self._rows):
+            return
+        device = self._req_to_token.device
+        self._slots = torch.zeros(batch, self._window, dtype=torch.int32, device=device)
+        self._seen = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._rows = torch.arange(batch, device=device)
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes."""
+        return self._slots.nbytes + self._seen.nbytes + self._rows.nbytes
+
+    def fill(self, rows: torch.Tensor, seq_lens: torch.Tensor, mapping: torch.Tensor) -> None:
+        """Look up what a batch sees now; arguments as for `translate`."""
+        translate(self._req_to_token, rows, seq_lens, mapping, self._slots, self._seen)
+
+    def of_batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`req_to_token`, rows and lengths for an executor."""
+        return self._slots, self._rows[:size], self._seen[:size]

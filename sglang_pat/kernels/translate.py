@@ -1,0 +1,67 @@
+"""What windows see, by the slots of a KV pool of their own (SGLang's `SWAKVPool`)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 256
+"""Tokens that a program translates: two for each thread of Triton's four warps."""
+
+
+def translate(
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    mapping: torch.Tensor,
+    slots: torch.Tensor,
+    seen: torch.Tensor,
+) -> None:
+    """Fill a table of the last tokens of each request. On a GPU it is one kernel, and can be captured in a CUDA graph.
+
+    Attention that takes `slots` for `req_to_token`, 0, 1, 2 … for `rows` and `seen` for `seq_lens` sees the windows: plans count the
+    bounds of a full one from the request's end, and there its row of the table ends too.
+
+    Args:
+        req_to_token: [requests, context], int32: the slot of each position of each request.
+        rows: [batch], int64: each query's row of it.
+        seq_lens: [batch], int64: tokens of each query's request, its own included.
+        mapping: [slots], int64: what each slot is called in the other pool.
+        slots: [batch or more, window], int32, contiguous: receives the last tokens, `window` at most.
+        seen: [batch or more], int64: receives how many they are.
+    """
+    batch, window = len(rows), slots.shape[1]
+    if not len(seq_lens) >= batch <= min(len(slots), len(seen)):
+        raise ValueError(f"a batch of {batch} has no room in {len(slots)} rows of slots, {len(seen)} of seen")
+    if batch == 0:
+        return
+    if rows.is_cuda:
+        grid = (batch, triton.cdiv(window, BLOCK))
+        _translate[grid](req_to_token, req_to_token.stride(0), rows, seq_lens, mapping, slots, seen, window, BLOCK)
+        return
+    lengths = seq_lens[:batch]
+    seen[:batch] = lengths.clamp(max=window)
+    columns = torch.arange(window)
+    positions = (lengths - seen[:batch])[:, None] + columns
+    found = req_to_token[rows[:, None], positions.clamp(max=req_to_token.shape[1] - 1)]
+    slots[:batch] = mapping[found.where(columns < seen[:batch, None], 0).long()]
+
+
+_ARGUMENTS = ["req_to_token", "row_stride", "rows", "seq_lens", "mapping", "slots", "seen", "window"]
+
+
+# Compiled once, whatever the numbers and addresses: nothing may be compiled while a graph is captured.
+@triton.jit(do_not_specialize=_ARGUMENTS, do_not_specialize_on_alignment=_ARGUMENTS)
+def _translate(req_to_token, row_stride, rows, seq_lens, mapping, slots, seen, window, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    query, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length = tl.load(seq_lens + query)
+    tokens = tl.minimum(length, window)
+    columns = part * block + tl.arange(0, block)
+    valid = columns < tokens
+    first = tl.load(rows + query) * row_stride + length - tokens
+    from_slots = tl.load(req_to_token + first + columns, mask=valid, other=0)
+    to_slots = tl.load(mapping + from_slots, mask=valid, other=0)
+    tl.store(slots + query * window + columns, to_slots.to(tl.int32), mask=valid)
+    if part == 0:
+        tl.store(seen + query, tokens)

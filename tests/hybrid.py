@@ -1,0 +1,148 @@
+"""Tiny hybrid models with random weights: Qwen3-Next (gated delta nets, experts) and Nemotron-H (Mamba 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoint
+import torch
+
+VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 512, 256, 256, 4, 8, 2
+ATTENTION_LAYERS = 2
+"""So many layers of each of these models have KV."""
+
+Weights = dict[str, torch.Tensor]
+
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": 8192,
+    "attention_bias": False, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+class _Random:
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def matrix(self, rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=self.generator) * gain * columns**-0.5
+
+    def convolution(self, channels: int) -> torch.Tensor:
+        return torch.randn(channels, 1, 4, generator=self.generator) * 0.5
+
+
+def _memories(heads: int) -> Weights:
+    """Steps by which states decay: some heads remember ten tokens, some hundreds."""
+    return {"A_log": torch.zeros(heads), "dt_bias": torch.linspace(-6, -2, heads)}
+
+
+def _named(prefix: str, weights: Weights) -> Weights:
+    return {f"{prefix}.{name}": weight for name, weight in weights.items()}
+
+
+def _save(folder: Path, tokenizer: Path, config: dict[str, Any], weights: Weights) -> Path:
+    weights = {name: weight.bfloat16() for name, weight in weights.items()}
+    return checkpoint.save(folder, tokenizer, BASE | config, weights)
+
+
+def qwen3_next(folder: Path, tokenizer: Path) -> Path:
+    """Write config, weights (bfloat16) and the tokenizer of another model to `folder`; returns it. Every second layer has KV."""
+    head_dim, experts, states, keys, values = 256, 4, 128, 2, 4
+    config = {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_act": "silu", "head_dim": head_dim,
+        "full_attention_interval": LAYERS // ATTENTION_LAYERS, "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4, "linear_key_head_dim": states, "linear_value_head_dim": states,
+        "linear_num_key_heads": keys, "linear_num_value_heads": values, "num_experts": experts, "num_experts_per_tok": experts,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": INNER,
+        "shared_expert_intermediate_size": INNER,
+    }  # fmt: skip
+    # A token goes to all experts: a choice would jump where two are close.
+    random = _Random()
+
+    def mlp() -> Weights:
+        return {
+            "gate_proj.weight": random.matrix(INNER, HIDDEN), "up_proj.weight": random.matrix(INNER, HIDDEN),
+            "down_proj.weight": random.matrix(HIDDEN, INNER),
+        }  # fmt: skip
+
+    # Norms scale by 1 and their weight.
+    weights = {
+        "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=random.generator),
+        "lm_head.weight": random.matrix(VOCAB, HIDDEN, gain=2), "model.norm.weight": torch.zeros(HIDDEN),
+    }  # fmt: skip
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        weights |= {
+            f"{prefix}.input_layernorm.weight": torch.zeros(HIDDEN),
+            f"{prefix}.post_attention_layernorm.weight": torch.zeros(HIDDEN),
+            f"{prefix}.mlp.gate.weight": random.matrix(experts, HIDDEN),
+            f"{prefix}.mlp.shared_expert_gate.weight": random.matrix(1, HIDDEN),
+            **_named(f"{prefix}.mlp.shared_expert", mlp()),
+        }
+        for expert in range(experts):
+            weights |= _named(f"{prefix}.mlp.experts.{expert}", mlp())
+        if (layer + 1) % config["full_attention_interval"] == 0:
+            weights |= _named(f"{prefix}.self_attn", {
+                # Scores peaked enough that tokens far away matter. Q comes with its output's gate.
+                "q_norm.weight": torch.ones(head_dim), "k_norm.weight": torch.ones(head_dim),
+                "q_proj.weight": random.matrix(2 * HEADS * head_dim, HIDDEN),
+                "k_proj.weight": random.matrix(KV_HEADS * head_dim, HIDDEN),
+                "v_proj.weight": random.matrix(KV_HEADS * head_dim, HIDDEN, gain=4),
+                "o_proj.weight": random.matrix(HIDDEN, HEADS * head_dim, gain=4),
+            })  # fmt: skip
+        else:
+            weights |= _named(f"{prefix}.linear_attn", {
+                "in_proj_qkvz.weight": random.matrix(2 * (keys + values) * states, HIDDEN),
+                "in_proj_ba.weight": random.matrix(2 * values, HIDDEN),
+                "conv1d.weight": random.convolution((2 * keys + values) * states),
+                "norm.weight": torch.ones(states), "out_proj.weight": random.matrix(HIDDEN, values * states),
+                **_memories(values),
+            })  # fmt: skip
+    return _save(folder, tokenizer, config, weights)
+
+
+def nemotron_h(folder: Path, tokenizer: Path, chunk: int = 128) -> Path:
+    """The same for Nemotron-H. Its first layer has no KV, and a layer is attention, Mamba or an MLP: there are 5.
+
+    States are kept after a multiple of `chunk` tokens.
+    """
+    head_dim, pattern, states, heads, mamba_dim, groups = 128, "M*-M*", 128, 8, 64, 2
+    assert pattern.count("*") == ATTENTION_LAYERS
+    inner = heads * mamba_dim
+    channels = inner + 2 * groups * states
+    config = {
+        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hybrid_override_pattern": pattern,
+        "num_hidden_layers": len(pattern), "head_dim": head_dim, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu",
+        "layer_norm_epsilon": 1e-5, "ssm_state_size": states, "mamba_num_heads": heads, "mamba_head_dim": mamba_dim,
+        "n_groups": groups, "mamba_n_groups": groups, "conv_kernel": 4, "chunk_size": chunk, "expand": 2, "use_conv_bias": True,
+        "mlp_bias": False, "use_bias": False, "mamba_proj_bias": False, "residual_in_fp32": False,
+    }  # fmt: skip
+    random = _Random()
+    mixers: dict[str, Callable[[], Weights]] = {
+        # There are no positions and no norms of Q and K.
+        "*": lambda: {
+            "q_proj.weight": random.matrix(HEADS * head_dim, HIDDEN, gain=2),
+            "k_proj.weight": random.matrix(KV_HEADS * head_dim, HIDDEN, gain=2),
+            "v_proj.weight": random.matrix(KV_HEADS * head_dim, HIDDEN, gain=4),
+            "o_proj.weight": random.matrix(HIDDEN, HEADS * head_dim, gain=4),
+        },
+        "-": lambda: {"up_proj.weight": random.matrix(INNER, HIDDEN), "down_proj.weight": random.matrix(HIDDEN, INNER)},
+        "M": lambda: {
+            "in_proj.weight": random.matrix(inner + channels + heads, HIDDEN),
+            "conv1d.weight": random.convolution(channels), "conv1d.bias": torch.zeros(channels), "D": torch.ones(heads),
+            "norm.weight": torch.ones(inner), "out_proj.weight": random.matrix(HIDDEN, inner), **_memories(heads),
+        },
+    }  # fmt: skip
+    weights = {
+        "backbone.embeddings.weight": torch.randn(VOCAB, HIDDEN, generator=random.generator),
+        "lm_head.weight": random.matrix(VOCAB, HIDDEN, gain=2), "backbone.norm_f.weight": torch.ones(HIDDEN),
+    }  # fmt: skip
+    for layer, kind in enumerate(pattern):
+        weights[f"backbone.layers.{layer}.norm.weight"] = torch.ones(HIDDEN)
+        weights |= _named(f"backbone.layers.{layer}.mixer", mixers[kind]())
+    return _save(folder, tokenizer, config, weights)
+
+
+WRITERS = {"Qwen3-Next": qwen3_next, "Nemotron-H": nemotron_h}

@@ -1,0 +1,73 @@
+"""The table of a pool for windows, against the words that define it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from triton.runtime.interpreter import InterpretedFunction
+
+from sglang_pat.backend.windows import WindowTable
+from sglang_pat.kernels import translate
+
+DEVICES = ["cpu", "interpreter", *(["cuda"] if torch.cuda.is_available() else [])]
+CONTEXT, SLOTS = 900, 5000
+
+
+def fill(device: str, *tensors: torch.Tensor) -> None:
+    if device != "interpreter":
+        translate.translate(*tensors)
+        return
+    req_to_token, rows, seq_lens, mapping, slots, seen = tensors
+    grid = (len(rows), -(-slots.shape[1] // translate.BLOCK))
+    kernel = InterpretedFunction(translate._translate.fn)
+    kernel[grid](
+        req_to_token, req_to_token.stride(0), rows, seq_lens, mapping, slots, seen, slots.shape[1], translate.BLOCK
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [1, 40, 256, 700])
+def test_a_table_has_what_each_window_sees(window: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(window)
+    where = "cuda" if device == "cuda" else "cpu"
+    req_to_token = torch.randint(SLOTS, (8, CONTEXT), generator=generator, dtype=torch.int32)
+    mapping = torch.randperm(SLOTS, generator=generator)
+    lengths = [1, window, window + 1, 41, 512, 513, CONTEXT]
+    rows = torch.randint(8, (len(lengths),), generator=generator)
+    # A batch may have fewer rows than the table, which keeps what was there.
+    slots = torch.full((9, window), -7, dtype=torch.int32)
+    seen = torch.full((9,), -7)
+    tensors = [req_to_token, rows, torch.tensor(lengths), mapping, slots, seen]
+    tensors = [tensor.to(where) for tensor in tensors]
+    fill(device, *tensors)
+    slots, seen = tensors[4].cpu(), tensors[5].cpu()
+    for query, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        tokens = min(length, window)
+        assert seen[query] == tokens
+        assert slots[query, :tokens].tolist() == mapping[req_to_token[row, length - tokens : length].long()].tolist()
+    assert (slots[len(lengths) :] == -7).all()
+    assert (seen[len(lengths) :] == -7).all()
+
+
+def test_a_batch_that_has_no_room_is_named() -> None:
+    table, numbers = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="a batch of 4 has no room in 3 rows of slots, 4 of seen"):
+        translate.translate(table, numbers, numbers, numbers, table[:3], numbers)
+
+
+def test_a_graph_may_have_more_rows_than_there_are_requests() -> None:
+    """SGLang pads batches to what its parallel ranks divide."""
+    pool = ReqToTokenPool(size=4, max_context_len=64, device="cpu", enable_memory_saver=False)
+    pool.req_to_token[:] = torch.arange(64)
+    table = WindowTable(SimpleNamespace(req_to_token_pool=pool), 8)
+    rows, lengths, mapping = torch.zeros(16, dtype=torch.int64), torch.full((16,), 20), torch.arange(100, 200)
+    with pytest.raises(ValueError, match="a batch of 16 has no room"):
+        table.fill(rows, lengths, mapping)
+    table.reserve(16)
+    table.fill(rows, lengths, mapping)
+    slots, own_rows, seen = table.of_batch(16)
+    assert slots[own_rows].tolist() == [list(range(112, 120))] * 16
+    assert seen.tolist() == [8] * 16
