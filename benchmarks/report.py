@@ -111,6 +111,7 @@ SERVING = {
     "serving-h200.json": "",
     "serving-2xh200.json": ", 2 GPUs",
     "serving-llama3-8b-h200.json": ", Llama 3 8B",
+    "serving-gpt-oss-20b-h200.json": ", gpt-oss 20B in bfloat16",
 }
 """Results of serving.py, and what sets them apart."""
 
@@ -127,7 +128,9 @@ def served() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 def with_device(serving_table: str) -> str:
     result = load("serving-h200.json")
     device = result["device"]
-    return f"{serving_table}\n\n{device['name']}, {result['model']} shape where none is named, random weights, {device['date']}."
+    dates = {what: load(name)["device"]["date"] for name, what in SERVING.items()}
+    others = "".join(f"; {what.removeprefix(', ')}: {date}" for what, date in dates.items() if date != device["date"])
+    return f"{serving_table}\n\n{device['name']}, {result['model']} shape where none is named, random weights, {device['date']}{others}."
 
 
 def serving() -> str:

@@ -357,6 +357,10 @@ class Shape(msgspec.Struct):
     model_type: str = ""
     layer_types: list[str] | None = None
     sliding_window_pattern: int | str | None = None
+    v_head_dim: Count | None = None
+    hybrid_layer_pattern: Any = None
+    hybrid_override_pattern: Any = None
+    full_attention_interval: Any = None
 
 
 def read_model(path: Path) -> Model:
@@ -390,13 +394,23 @@ def _shape(path: Path) -> Shape:
 
 
 def _has_windows(shape: Shape) -> bool:
-    patterned = shape.model_type == "gemma2" or shape.sliding_window_pattern is not None
+    patterns = (shape.sliding_window_pattern, shape.hybrid_layer_pattern)  # Gemma 3 and Exaone 4, MiMo V2
+    patterned = shape.model_type == "gemma2" or any(pattern is not None for pattern in patterns)
     return patterned or "sliding_attention" in (shape.layer_types or ())
+
+
+def _is_hybrid(shape: Shape) -> bool:
+    patterns = (shape.full_attention_interval, shape.hybrid_override_pattern)  # Qwen3-Next, Nemotron-H
+    return any(pattern is not None for pattern in patterns) or "linear_attention" in (shape.layer_types or ())
 
 
 def _model(path: Path, shape: Shape) -> Model:
     if _has_windows(shape):
         raise EstimateError(f"{path}: layers with a sliding window cannot be estimated yet")
+    if _is_hybrid(shape):
+        raise EstimateError(f"{path}: hybrid models, of which some layers have no KV, cannot be estimated yet")
+    if shape.v_head_dim not in (None, shape.head_dim):
+        raise EstimateError(f"{path}: K and V of unequal dimensions cannot be estimated yet")
     heads, hidden = shape.num_attention_heads, shape.hidden_size
     kv_heads = shape.num_key_value_heads or heads
     if heads % kv_heads:

@@ -269,13 +269,18 @@ def changed(**changes: Any) -> dict:
         (changed(head_dim=None, hidden_size=4097), ": a hidden size of 4097 is no multiple of 32 heads"),
         (
             changed(head_dim=80),
-            "there are no kernels for head dimensions of 80 (K) and 80 (V) on a GPU (64, 96, 128, 192, 256 for both are)",
+            "there are no kernels for a head dimension of 80 on a GPU (64, 96, 128, 192, 256 for both K and V are, and 192 for K with 128 "
+            "for V)",
         ),
         (
             changed(layer_types=["sliding_attention", "full_attention"]),
             "layers with a sliding window cannot be estimated yet",
         ),
         (changed(model_type="gemma2"), "layers with a sliding window cannot be estimated yet"),
+        (changed(hybrid_layer_pattern=[0, 1, 1]), "layers with a sliding window cannot be estimated yet"),
+        (changed(full_attention_interval=4), "hybrid models, of which some layers have no KV, cannot be estimated yet"),
+        (changed(layer_types=["linear_attention"]), "hybrid models, of which some layers have no KV"),
+        (changed(head_dim=192, v_head_dim=128), "K and V of unequal dimensions cannot be estimated yet"),
         (changed(kv_lora_rank=512), ": MLA models are not supported by --attention-backend pat"),
         ("{", "(no JSON)"),
         ("", "(no JSON)"),
