@@ -41,6 +41,6 @@ $(VENV)/installed: pyproject.toml
 sanitize: $(VENV)/installed
 	SGLANG_PAT_SANITIZE=address,undefined LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-		$(BIN)/python -m pytest --noconftest --capture=no tests/test_native.py tests/test_trace.py -k 'not without_sglang'
+		$(BIN)/python -m pytest --noconftest --capture=no tests/test_native.py tests/test_extend_plans.py tests/test_trace.py -k 'not without_sglang'
 	SGLANG_PAT_SANITIZE=thread LD_PRELOAD="$$(g++ -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 \
-		$(BIN)/python -m pytest --noconftest --capture=no tests/test_native.py
+		$(BIN)/python -m pytest --noconftest --capture=no tests/test_native.py tests/test_extend_plans.py

@@ -48,7 +48,7 @@ def inputs(batch: int, shared: int, private: int, heads: int, kv_heads: int, dim
 
 def run_pat(x, tiles: TileTable = CPU_TILES):
     plan = torch.from_numpy(layout.flatten(make_plan(x.tree, PackConfig(x.cost, tiles, torch.get_num_threads()))))
-    return lambda: cpu.decode(x.q, x.k, x.v, x.table, x.rows, x.seq_lens, plan, scale=x.scale)
+    return lambda: cpu.attention(x.q, x.k, x.v, x.table, x.rows, x.seq_lens, plan, scale=x.scale)
 
 
 def run_torch_native(x):

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import kernel_cases
+import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +18,8 @@ from trees import TILES, batches, random_batch
 
 from sglang_pat import jit
 from sglang_pat.kernels import cpu
-from sglang_pat.packing import CPU_TILES, POLICIES, Batch, Node, TileTable
+from sglang_pat.packing import CPU_TILES, OPEN, POLICIES, Batch, Node, PackConfig, TileTable, layout
+from sglang_pat.packing.native import NativeScheduler, load
 
 pytestmark = pytest.mark.once
 
@@ -27,7 +30,7 @@ class Case(kernel_cases.Case):
     splits_heads = False
 
     def decode(self, plan: torch.Tensor, logit_cap: float = 0.0, v_scale: float = 1.0) -> torch.Tensor:
-        return cpu.decode(
+        return cpu.attention(
             self.q, self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale, logit_cap=logit_cap, sinks=self.sinks,
             v_scale=v_scale,
         )  # fmt: skip
@@ -111,6 +114,63 @@ def test_whoever_sees_a_broken_token_gets_nan(of: str, bad: float) -> None:
 def test_any_tree_and_split(batch: Batch, policy: str, workers: int) -> None:
     case = Case(batch, 6, 2, 16, 16, torch.float32)
     assert case.error(case.plan(TILES, workers, policy)) < TOLERANCE[torch.float32]
+
+
+class Extended(Case):
+    """New tokens behind a batch's requests, which their cache holds already; what none of them sees is poisoned."""
+
+    def __init__(
+        self, batch: Batch, added: list[int], heads: int, kv_heads: int, window: int, dtype: torch.dtype, sinks: bool
+    ) -> None:
+        whole = Batch([cached + count for cached, count in zip(batch.seq_lens, added, strict=True)], batch.roots)
+        super().__init__(whole, heads, kv_heads, 24, 16, dtype, sinks=sinks)
+        self.cached, self.added = batch, added
+        self.config = PackConfig(self.spec.cost(), CPU_TILES, 2, "optimal", window)
+        pairs = list(zip(batch.seq_lens, added, strict=True))
+        self.rows = self.rows.repeat_interleave(torch.tensor(added))
+        self.seq_lens = torch.tensor([cached + j for cached, count in pairs for j in range(1, count + 1)])
+        self.q = torch.randn(len(self.rows), heads, 24).to(dtype)
+        self.spec = msgspec.structs.replace(self.spec, window=window)
+        if window:
+            seen = torch.zeros(len(self.k), dtype=torch.bool)
+            for row, length in zip(self.rows, self.seq_lens.tolist(), strict=True):
+                seen[self.table[row, max(0, length - window) : length].long()] = True
+            self.k[~seen] = self.v[~seen] = math.nan
+
+    def run(self, logit_cap: float) -> tuple[torch.Tensor, int]:
+        scheduler = NativeScheduler(self.config, len(self.added))
+        requests = load(scheduler, self.cached)
+        plan, shared = scheduler.extend(requests, np.array(self.cached.seq_lens), np.array(self.added))
+        out = cpu.attention(
+            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, torch.from_numpy(plan), scale=self.scale, logit_cap=logit_cap,
+            sinks=self.sinks, window=self.spec.window,
+        )  # fmt: skip
+        return out, shared
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [0, 1, 30, 150])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (6, 6), (7, 1), (150, 1)])
+@pytest.mark.parametrize(("cap", "sinks"), [(0.0, False), (2.0, True)])
+def test_extends(dtype: torch.dtype, window: int, heads: int, kv_heads: int, cap: float, sinks: bool) -> None:
+    """Tokens of short turns share their prefixes, those of long ones fill tiles; each sees what is in front of its own end."""
+    generator = random.Random(heads)
+    batch = random_batch(generator, depth=2, fanout=3, length=80)
+    added = [generator.choice([0, 1, 1, 3, 6, 70, 200]) for _ in batch.seq_lens]
+    added[:3] = [1, 3, 2]
+    case = Extended(batch, added, heads, kv_heads, window, dtype, sinks)
+    out, shared = case.run(cap)
+    assert case.difference(out, cap) < TOLERANCE[dtype]
+    assert shared > 0 or window in (1, 30) or heads == 150, "with 150 heads a token fills a tile"
+
+
+@pytest.mark.parametrize("of", ["k", "v"])
+def test_a_broken_token_of_one_request_breaks_no_other(of: str) -> None:
+    case = Extended(Batch([60, 70, 60], [Node(0, 50, [0, 1, 2])]), [4, 3, 1], 4, 2, 0, torch.float32, False)
+    for position in (55, 61):
+        getattr(case, of)[case.table[case.rows[0], position].long()] = math.nan
+    out, shared = case.run(0.0)
+    assert shared == 1 and not torch.isfinite(out[3]).any() and torch.isfinite(out[4:]).all()
 
 
 @pytest.mark.parametrize("m", [1, 4, 16, 64, 128])
@@ -221,10 +281,29 @@ def test_an_index_that_is_wrong_is_an_error_or_harmless(what: str) -> None:
             wrong = generator.choice([-(2**31), -2, -1, 0, 1, 7, 1000, 2**30, 2**31 - 1, generator.randrange(-99, 99)])
             flat[generator.randrange(len(flat))] = wrong
         try:
-            cpu.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, plan, scale=case.scale)
+            cpu.attention(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, plan, scale=case.scale)
         except ValueError:
             refused += 1
     assert refused > 100
+
+
+@pytest.mark.parametrize("wrong", ["another request", "a longer query", "a bound that moves"])
+def test_an_open_work_item_is_one_requests_up_to_its_first_query(wrong: str) -> None:
+    case = Extended(Batch([40, 40], []), [5, 5], 4, 2, 0, torch.float32, False)
+    scheduler = NativeScheduler(case.config, 2)
+    data, _ = scheduler.extend(load(scheduler, case.cached), np.array([40, 40]), np.array([5, 5]))
+    plan = layout.sections(data)
+    item = plan.items[0]
+    assert item[1] == OPEN and item[3] == 5
+    if wrong == "another request":
+        case.rows = case.rows.clone()
+        case.rows[plan.queries[item[2] + 1]] = case.rows[plan.queries[plan.items[1][2]]]
+    elif wrong == "a longer query":
+        case.seq_lens[plan.queries[item[2]]] -= 3
+    else:
+        item[0] = OPEN - 7
+    with pytest.raises(ValueError, match=r"open work item|counts from the ends"):
+        case.decode(torch.from_numpy(data))
 
 
 def test_a_missing_compiler_is_one_sentence(tmp_path: Path) -> None:

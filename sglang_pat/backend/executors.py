@@ -97,7 +97,7 @@ class CpuExecutor:
         if self._plan is None:
             return q.new_zeros(*q.shape[:2], v.shape[-1])
         real = rows.shape[0]
-        out = cpu.decode(
+        out = cpu.attention(
             q[:real], k, v, req_to_token, rows, seq_lens, self._plan, scale=scale, logit_cap=logit_cap, v_scale=v_scale,
             sinks=sinks,
         )  # fmt: skip

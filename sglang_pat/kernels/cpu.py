@@ -8,7 +8,7 @@ from sglang_pat import jit
 from sglang_pat.packing import layout
 
 
-def decode(
+def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -21,22 +21,27 @@ def decode(
     logit_cap: float = 0.0,
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    window: int = 0,
 ) -> torch.Tensor:
-    """Decode attention of one layer.
+    """Attention of one layer: each query sees its request's KV up to its own token.
+
+    In a decode step every request has one query; in an extend, one for each new token, whose K and V are in the cache before.
 
     Args:
-        q: [batch, heads, head_dim], float32, float16 or bfloat16.
+        q: [batch, heads, head_dim], float32, float16 or bfloat16; the batch are queries.
         k: [slots, kv_heads, head_dim], the layer's pool, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; `kv_heads`
             divides `heads`.
         v: [slots, kv_heads, v_head_dim], of the same dtype.
         req_to_token: [requests, context], int32: the slot of each position of each request.
         rows: [batch], int64: each query's row of `req_to_token`.
-        seq_lens: [batch], int64: tokens of each query's request, its own included.
+        seq_lens: [batch], int64: tokens of each query's request up to its own, that included.
         plan: A plan for this batch (layout.py), int32; tails end where `seq_lens` says.
         scale: Factor on q k^T; where K is kept divided by something, times that.
         logit_cap: Scores become cap * tanh(score / cap); 0 for none.
         v_scale: Factor on the result: what V is kept divided by.
         sinks: [heads]: a logit without a value for each head, which `scale` and `logit_cap` leave as it is.
+        window: Of what its work items read, a query sees the last so many tokens of its request; 0 for all. Plans of decode steps read
+            no more than that.
 
     Returns:
         [batch, heads, v_head_dim] in q's dtype, accumulated in float32.
@@ -51,7 +56,7 @@ def decode(
     num_slots = max(0, min(layout.num_slots(plan.numpy()), len(plan)))
     partial = torch.empty(num_slots, heads, v.shape[2])
     lse = torch.empty(num_slots, heads)
-    jit.load("cpu").decode(
+    jit.load("cpu").attention(
         q.float(),
         k,
         v,
@@ -65,6 +70,7 @@ def decode(
         torch.empty(0) if sinks is None else sinks.float(),
         scale,
         logit_cap,
+        window,
     )
     if v_scale != 1.0:
         out *= v_scale

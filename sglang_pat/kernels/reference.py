@@ -18,7 +18,7 @@ def decode(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decode attention without a plan; arguments as for `kernels.cpu.decode`, result in float64.
+    """Decode attention without a plan; arguments as for `kernels.cpu.attention`, result in float64.
 
     Only the last `window` tokens are seen, 0 for all.
     """

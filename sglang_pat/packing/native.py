@@ -230,6 +230,29 @@ class NativeScheduler:
         """One query per work item, for one step: the index of the buffer that holds this plan."""
         return self._module.fall_back(self._handle, _tensor(seq_lens), steps) // 2
 
+    def extend(self, requests: Any, cached: Any, added: Any) -> tuple[np.ndarray, int]:
+        """The plan of an extend, whose queries are new tokens: request after request, each request's in order.
+
+        It changes nothing about the batch that decodes. Tokens of one request are read together, and those of several over what these
+        share. An item of several tokens that is open at the end is of one request, whose last token of these comes first.
+
+        Args:
+            requests: Who is extended, an int64 host array. Those that are not bound share nothing.
+            cached: Tokens of each request that are cached, likewise.
+            added: New tokens of each request behind them, likewise.
+
+        Returns:
+            The plan (layout.py), int32: its batch are the new tokens, and their lengths what each sees, itself included; and the prefixes
+            that several requests read together.
+
+        Raises:
+            PlanTooLargeError: It needs more than 2^31 slots.
+            ValueError: There are not as many numbers as requests, or one cannot be.
+        """
+        plan = np.empty(self._module.extend(self._handle, *map(_tensor, (requests, cached, added))), dtype=np.int32)
+        shared = self._module.extended(self._handle, _tensor(plan))
+        return plan, shared
+
     def totals(self, steps: int) -> Totals:
         """Counts up to now, of which `steps` steps with the current plan."""
         self._module.totals(self._handle, steps, self._out)

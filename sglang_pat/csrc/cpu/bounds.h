@@ -49,8 +49,8 @@ inline const char* plan_problem(const int32_t* plan, const Bounds& bounds) {
     if (item[kTileN] < 1 || item[kTileN] > kMostTileTokens) return "the plan has a tile that is none";
     if (item[kStart] > bounds.table_columns || item[kEnd] > bounds.table_columns)
       return "the plan has a work item outside the context";
-    if (item[kItemQueries] > 1 && (item[kStart] < 0 || item[kEnd] < 0))
-      return "the plan has a work item that counts from the ends of several requests";
+    if (item[kItemQueries] > 1 && (item[kStart] < 0 || item[kEnd] < kOpen))
+      return "the plan has a work item that counts from the ends of several queries";
   }
   return nullptr;
 }
@@ -60,6 +60,19 @@ inline const char* batch_problem(const int64_t* rows, const int64_t* lengths, co
   for (int64_t i = 0; i < bounds.batch; ++i) {
     if (rows[i] < 0 || rows[i] >= bounds.table_rows) return "a row is none of req_to_token's";
     if (lengths[i] < 0 || lengths[i] > bounds.table_columns) return "a length is not within the context";
+  }
+  return nullptr;
+}
+
+// The same of work items of several queries that are open at the end: it is the first one's.
+inline const char* open_problem(const int32_t* plan, const int64_t* rows, const int64_t* lengths) {
+  for (int64_t i = 0; i < plan[kNumItems]; ++i) {
+    const int32_t* item = plan + plan[kItems] + i * kItemSize;
+    if (item[kEnd] != kOpen) continue;
+    const int32_t* query = plan + plan[kQueries] + item[kFirstQuery];
+    for (int32_t j = 1; j < item[kItemQueries]; ++j)
+      if (rows[query[j]] != rows[*query] || lengths[query[j]] > lengths[*query])
+        return "the plan has an open work item whose queries are not those of its first one's request up to that one";
   }
   return nullptr;
 }

@@ -30,8 +30,10 @@ inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple 
 // Grows to the largest request of its thread and stays, so that a steady state allocates nothing.
 struct Scratch {
   std::vector<float> q, k, v, scores, out, max, sum;
+  std::vector<int32_t> begins, ends;
 
-  static float* get(std::vector<float>& buffer, size_t size) {
+  template <typename T>
+  static T* get(std::vector<T>& buffer, size_t size) {
     if (buffer.size() < size) buffer.resize(size);
     return buffer.data();
   }
@@ -46,6 +48,21 @@ struct Result {
   float* lse;
 };
 
+// Which of an item's KV each row sees: [begins[row], ends[row]), counted from the item's first token. Both have room for whole vectors of
+// rows. All rows see [all_begin, all_end).
+struct Visible {
+  const int32_t* begins;
+  const int32_t* ends;
+  int all_begin, all_end;
+
+  bool whole(int begin, int end) const { return all_begin <= begin && end <= all_end; }
+};
+
+inline Vec hide(Vec scores, const Visible& visible, int row, int token) {
+  const VecInt from = load_ints(visible.begins + row), to = load_ints(visible.ends + row);
+  return (from <= token) & (to > token) ? scores : splat(-INFINITY);
+}
+
 inline Vec cap(Vec scores, float limit) {
   for (int i = 0; i < kWidth; ++i) scores[i] = limit * std::tanh(scores[i] / limit);
   return scores;
@@ -55,8 +72,8 @@ inline Vec cap(Vec scores, float limit) {
 // [rows, head_dim], scaled. For one query's few rows, vectors along the head dimension were half as fast
 // (benchmarks/NOTES-archive.md).
 template <typename T>
-void forward(const KvHead<T>& kv, const Shape& shape, const int32_t* slots, int length, const float* q, int rows,
-             int tile_n, Scratch& scratch, Result result) {
+void forward(const KvHead<T>& kv, const Shape& shape, const int32_t* slots, int length, const Visible& visible,
+             const float* q, int rows, int tile_n, Scratch& scratch, Result result) {
   const int d = shape.head_dim, dv = shape.v_head_dim;
   const int ldr = round_up(rows, kWidth), ldv = round_up(dv, kWidth);
   float* qt = Scratch::get(scratch.q, size_t(d) * ldr);
@@ -83,14 +100,20 @@ void forward(const KvHead<T>& kv, const Shape& shape, const int32_t* slots, int 
     }
     std::fill_n(scores, size_t(n) * ldr, 0.0f);
     gemm(k, d, 1, qt, ldr, scores, ldr, n, ldr, d);
+    const bool whole = visible.whole(begin, begin + n);
     for (int r = 0; r < ldr; r += kWidth) {
       const Vec before = load(max_score + r);
       Vec now = before;
       for (int j = 0; j < n; ++j) {
         Vec s = load(scores + size_t(j) * ldr + r);
-        if (shape.logit_cap > 0) store(scores + size_t(j) * ldr + r, s = cap(s, shape.logit_cap));
+        if (shape.logit_cap > 0) s = cap(s, shape.logit_cap);
+        if (!whole) s = hide(s, visible, r, begin + j);
+        if (shape.logit_cap > 0 || !whole) store(scores + size_t(j) * ldr + r, s);
         now = max(now, s);
       }
+      store(max_score + r, now);
+      // A row that has seen nothing yet has no maximum to be compared with.
+      if (!whole) now = now == splat(-INFINITY) ? Vec{} : now;
       const Vec rescale = exp_nonpositive(before - now);
       Vec total = load(sum_exp + r) * rescale;
       for (int j = 0; j < n; ++j) {
@@ -98,7 +121,6 @@ void forward(const KvHead<T>& kv, const Shape& shape, const int32_t* slots, int 
         store(scores + size_t(j) * ldr + r, p);
         total += p;
       }
-      store(max_score + r, now);
       store(sum_exp + r, total);
       for (int i = r; i < std::min(r + kWidth, rows); ++i)
         if (rescale[i - r] != 1.0f)

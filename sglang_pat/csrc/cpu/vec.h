@@ -23,6 +23,12 @@ inline Vec load(const float* p) {
   return v;
 }
 
+inline VecInt load_ints(const int32_t* p) {
+  VecInt v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
 
 inline Vec splat(float x) { return Vec{} + x; }

@@ -196,6 +196,9 @@ class Mirror {
 
   Node& node(int32_t index) { return nodes_[index]; }
   Request& request(int32_t index) { return requests_[index]; }
+  // Marks of nodes: whoever marks some gets an even number that nobody had before, and the odd one behind it.
+  uint64_t next_stamp() { return stamp_ += 2; }
+
   size_t active_nodes() const { return nodes_.size() - free_nodes_.size() - 1; }
   size_t active_requests() const { return requests_.size() - free_requests_.size(); }
   size_t bytes() const {
@@ -286,6 +289,7 @@ class Mirror {
   Index<HashOfId> by_id_;
   Index<HashOfHead> by_head_;
   Index<HashOfRow> by_row_;
+  uint64_t stamp_ = 0;
 };
 
 }  // namespace pat

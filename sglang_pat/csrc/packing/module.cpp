@@ -195,6 +195,22 @@ int64_t fall_back(int64_t handle, TensorView seq_lens, int64_t steps) {
   });
 }
 
+// Makes an extend's plan, which `extended` copies; returns its ints.
+int64_t extend(int64_t handle, TensorView requests, TensorView cached, TensorView added) {
+  const int64_t size = requests.size(0);
+  return guarded([&] {
+    return at(handle).extend(data<int64_t>(requests, "requests"), data<int64_t>(cached, "cached", size),
+                             data<int64_t>(added, "added", size), size);
+  });
+}
+
+// Returns the prefixes that several requests read together by it.
+int64_t extended(int64_t handle, TensorView to) {
+  const pat::ExtendMaker& made = at(handle).extended();
+  std::copy_n(made.data().data(), std::min<int64_t>(made.data().size(), to.size(0)), data<int32_t>(to, "to"));
+  return made.shared();
+}
+
 // Steps, requests, work items, parts, KV tokens, tokens of all requests; then work items with 1, 2, 3 ... queries.
 void totals(int64_t handle, int64_t steps, TensorView to) {
   const Scheduler::Totals totals = guarded([&] { return at(handle).totals(steps); });
@@ -241,6 +257,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(stands, stands);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepare, prepare);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take, take);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fall_back, fall_back);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(extend, extend);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(extended, extended);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(totals, totals);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(current, current);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(version, version);

@@ -59,7 +59,7 @@ struct Prefixes {
 
   // The first query that passes a node visits it, the second one makes it shared: an even stamp, then an odd one.
   void mark(Mirror& mirror, const std::vector<int32_t>& requests, const std::vector<int32_t>& seq_lens) {
-    stamp_ += 2;
+    stamp_ = mirror.next_stamp();
     reset(mirror.node(kRoot));
     for (size_t query = 0; query < requests.size(); ++query) {
       int32_t index = node_of(mirror, requests[query], seq_lens[query]);

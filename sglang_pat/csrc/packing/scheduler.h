@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "extend.h"
 #include "prices.h"
 #include "mirror.h"
 #include "plan_maker.h"
@@ -36,6 +37,8 @@ class Scheduler {
 
   // Beyond these, sums of tokens and prices could overflow: 2^37 tokens are more than any pool holds.
   static constexpr int64_t kMaxSteps = 1 << 30, kMaxTokens = int64_t(1) << 37;
+  // New tokens of one extend; more than SGLang prefills at once, whose plan has several ints for each.
+  static constexpr int64_t kMaxExtend = 1 << 24;
 
   struct Totals {
     Statistics statistics;  // summed over steps
@@ -227,6 +230,26 @@ class Scheduler {
     return Taken{front_, false, 0};
   }
 
+  // The plan of an extend: requests that have `cached` tokens and `added` new ones. It is no plan of the batch that decodes, and changes
+  // nothing about that. Returns its ints.
+  int64_t extend(const int64_t* keys, const int64_t* cached, const int64_t* added, int64_t size) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    in_range("the batch", size, 0, kMaxBatch);
+    int64_t tokens = 0;
+    extending_.clear(), cached_.clear(), added_.clear();
+    for (int64_t i = 0; i < size; ++i) {
+      const int64_t before = in_range("a request's tokens", cached[i], 0, kMaxPosition);
+      tokens += in_range("a request's new tokens", added[i], 0, kMaxPosition - before);
+      in_range("new tokens", tokens, 0, kMaxExtend);
+      extending_.push_back(mirror_.find_request(keys[i]));
+      cached_.push_back(int32_t(before)), added_.push_back(int32_t(added[i]));
+    }
+    return extend_maker_.plan(mirror_, extending_, cached_, added_, config_);
+  }
+
+  // What made the last one.
+  const ExtendMaker& extended() const { return extend_maker_; }
+
   // Counts up to now, the current plan having run `steps` steps.
   Totals totals(int64_t steps) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -249,7 +272,7 @@ class Scheduler {
   size_t bytes() {
     std::unique_lock<std::mutex> lock(mutex_);
     idle_.wait(lock, [this] { return !planning_; });
-    return mirror_.bytes() + maker_.bytes();
+    return mirror_.bytes() + maker_.bytes() + extend_maker_.bytes();
   }
 
  private:
@@ -461,6 +484,8 @@ class Scheduler {
   bool in_use_ = false;
   Totals totals_;
   std::vector<int32_t> fallback_batch_, fallback_lens_;
+  ExtendMaker extend_maker_;
+  std::vector<int32_t> extending_, cached_, added_;  // the requests of an extend, and their tokens
 };
 
 }  // namespace pat

@@ -20,6 +20,7 @@ struct Arguments {
   TensorView q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks;
   pat::Shape shape;
   float scale;
+  int64_t window;  // tokens that a query sees, 0: all
 
   const int32_t* section(pat::Header which) const {
     const int32_t* header = static_cast<const int32_t*>(plan.data_ptr());
@@ -32,6 +33,26 @@ struct Arguments {
 template <typename E>
 const E* data(const TensorView& tensor) {
   return static_cast<const E*>(tensor.data_ptr());
+}
+
+// What the rows of a work item see of the `length` tokens from `start` on: those in front of their own ends, and in their windows.
+pat::Visible visible_of(const Arguments& a, const int32_t* queries, int rows, int group, int32_t start, int length,
+                        pat::Scratch& scratch) {
+  const int all = pat::round_up(rows, pat::kWidth);
+  int32_t *begins = pat::Scratch::get(scratch.begins, all), *ends = pat::Scratch::get(scratch.ends, all);
+  pat::Visible visible{begins, ends, 0, length};
+  // Rows that only fill a vector see everything, and are thrown away.
+  std::fill_n(begins, all, 0);
+  std::fill_n(ends, all, length);
+  for (int i = 0; i < rows; ++i) {
+    const int64_t end = data<int64_t>(a.seq_lens)[queries[i / group]];
+    const int64_t begin = a.window ? std::max<int64_t>(0, end - a.window) : 0;
+    begins[i] = int32_t(std::clamp<int64_t>(begin - start, 0, length));
+    ends[i] = int32_t(std::clamp<int64_t>(end - start, 0, length));
+    visible.all_begin = std::max(visible.all_begin, begins[i]);
+    visible.all_end = std::min(visible.all_end, ends[i]);
+  }
+  return visible;
 }
 
 template <typename T>
@@ -50,6 +71,7 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
       data<int32_t>(a.req_to_token) + data<int64_t>(a.rows)[member] * a.req_to_token.stride(0) + start;
 
   const int length = std::max(0, end - start);
+  const pat::Visible visible = visible_of(a, queries, rows, group, start, length, scratch);
   pat::check_kv_slots(kv_slots, length, a.k.size(0));
 
   q_rows.resize(std::max(q_rows.size(), size_t(rows) * d));
@@ -61,7 +83,7 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
   const pat::KvHead<T> kv{data<T>(a.k) + kv_head * a.k.stride(1), data<T>(a.v) + kv_head * a.v.stride(1), a.k.stride(0),
                           a.v.stride(0)};
   float* lse = results.data() + size_t(rows) * dv;
-  pat::forward(kv, a.shape, kv_slots, length, q_rows.data(), rows, work[pat::kTileN], scratch,
+  pat::forward(kv, a.shape, kv_slots, length, visible, q_rows.data(), rows, work[pat::kTileN], scratch,
                pat::Result{results.data(), lse});
 
   for (int i = 0; i < rows; ++i) {
@@ -110,9 +132,9 @@ void run(const Arguments& a) {
   if (failure) std::rethrow_exception(failure);
 }
 
-void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
-            TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, TensorView sinks, double scale,
-            double logit_cap) {
+void attention(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
+               TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, TensorView sinks, double scale,
+               double logit_cap, int64_t window) {
   pat::check(q, "q", 3, pat::kFloat32, kDLCPU);
   pat::check(out, "out", 3, pat::kFloat32, kDLCPU);
   pat::check(k, "k", 3, k.dtype(), kDLCPU);
@@ -131,10 +153,12 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
                            std::min(partial.size(0), lse.size(0))};
   const char* problem = pat::plan_problem(data<int32_t>(plan), bounds);
   if (!problem) problem = pat::batch_problem(data<int64_t>(rows), data<int64_t>(seq_lens), bounds);
+  if (!problem) problem = pat::open_problem(data<int32_t>(plan), data<int64_t>(rows), data<int64_t>(seq_lens));
+  if (!problem && window < 0) problem = "a window has 0 tokens or more";
   TVM_FFI_CHECK(!problem, ValueError) << problem;
   // clang-format off
   const Arguments arguments{q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks,
-                            pat::Shape{int(q.size(2)), int(v.size(2)), float(logit_cap)}, float(scale)};
+                            pat::Shape{int(q.size(2)), int(v.size(2)), float(logit_cap)}, float(scale), window};
   // clang-format on
   const DLDataType kv = k.dtype();
   if (kv.code == kDLFloat && kv.bits == 32) return run<float>(arguments);
@@ -147,4 +171,4 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
 
 }  // namespace
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, decode);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attention, attention);

@@ -1,0 +1,150 @@
+// Plans of extends: every request has new tokens, each of which sees what is cached and the new ones up to itself.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "mirror.h"
+#include "pack.h"
+#include "plan.h"
+#include "prefixes.h"
+
+namespace pat {
+
+// A plan's queries are tokens here: request after request, each request's in order. Those of a request are read together; so are those of
+// several requests over what these share, as long as one request's alone do not fill a tile: from there on nothing is saved, and only
+// parts are added.
+//
+// A work item that is open at the end has tokens of one request, the last one first: it ends where that one does, and each of the others
+// sees what is in front of its own end. What is in front of a token's window is not seen either.
+class ExtendMaker {
+ public:
+  // Request `batch[i]` (kNone: not known) has `cached[i]` tokens, and `added[i]` new ones behind them. Returns the plan's ints.
+  int64_t plan(Mirror& mirror, const std::vector<int32_t>& batch, const std::vector<int32_t>& cached,
+               const std::vector<int32_t>& added, const Config& config) {
+    window_ = config.window;
+    cached_ = cached, added_ = added;
+    first_token_.resize(batch.size());
+    lengths_.clear();
+    sharing_ = batch;
+    for (size_t i = 0; i < batch.size(); ++i) {
+      first_token_[i] = int32_t(lengths_.size());
+      for (int32_t j = 1; j <= added[i]; ++j) lengths_.push_back(cached[i] + j);
+      if (added[i] == 0 || added[i] >= config.max_queries || config.policy == Policy::kQuery) sharing_[i] = kNone;
+    }
+    prefixes_.take(mirror, sharing_, cached_);
+    packs_.begin(prefixes_, lengths_.size());
+    packs_.num_parts.assign(lengths_.size(), 0);
+    begins_.assign(batch.size(), 0);
+    shared_ = 0;
+    starts_.assign(prefixes_.nodes.size(), 0);
+    for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index) add_prefix(index, config);
+    for (size_t i = 0; i < batch.size(); ++i) add_own(int32_t(i), config);
+    return write(config);
+  }
+
+  const std::vector<int32_t>& data() const { return data_; }
+  int64_t shared() const { return shared_; }  // prefixes that several requests read together
+  size_t bytes() const { return data_.capacity() * sizeof(int32_t); }
+
+ private:
+  // The segment of a prefix is read by those who do not take it along to what they read next (`choose_pat`, with tokens for queries).
+  void add_prefix(int32_t index, const Config& config) {
+    const Prefix& prefix = prefixes_.nodes[index];
+    const int32_t start = starts_[index];
+    const auto joins = [&](int64_t tokens) {
+      return (prefix.end - start) * config.token_bytes <= 2 * config.part_bytes * tokens;
+    };
+    const auto tokens_of = [&](int32_t from, int32_t to) {
+      int64_t tokens = 0;
+      for (int32_t i = from; i < to; ++i) tokens += added_[prefixes_.order[i]];
+      return tokens;
+    };
+    int32_t groups = 0;
+    members_.clear();
+    const auto take = [&](int32_t from, int32_t to) {
+      if (joins(tokens_of(from, to))) return false;
+      groups += 1;
+      members_.insert(members_.end(), &prefixes_.order[from], &prefixes_.order[from] + (to - from));
+      return true;
+    };
+    stays_.clear();
+    for (int32_t i = prefix.first; i < prefix.leaves_end; ++i) stays_.push_back(take(i, i + 1));
+    for (int32_t child = index + 1; child < prefix.last; child = prefixes_.nodes[child].last)
+      stays_.push_back(take(prefixes_.nodes[child].first, prefixes_.nodes[child].queries_end));
+    // Nobody else reads the segment: a pack of its own would only add parts.
+    if (groups < 2) stays_.assign(stays_.size(), false), members_.clear();
+    auto stays = stays_.begin();
+    for (int32_t i = prefix.first; i < prefix.leaves_end; ++i) begins_[prefixes_.order[i]] = *stays++ ? prefix.end : start;
+    for (int32_t child = index + 1; child < prefix.last; child = prefixes_.nodes[child].last)
+      starts_[child] = *stays++ ? prefix.end : start;
+
+    int32_t begin = prefix.end;
+    const size_t first = packs_.queries.size();
+    for (const int32_t member : members_) {
+      begin = std::min(begin, std::max(start, seen_from(cached_[member] + 1)));
+      for (int32_t j = 0; j < added_[member]; ++j)
+        if (seen_from(cached_[member] + 1 + j) < prefix.end) packs_.queries.push_back(first_token_[member] + j);
+    }
+    shared_ += packs_.queries.size() > first;
+    add_packs(begin, prefix.end, int32_t(first), config);
+  }
+
+  // What a request reads alone, by as many of its tokens as fit a tile.
+  void add_own(int32_t request, const Config& config) {
+    const int32_t count = added_[request], pieces = int32_t(ceil_div(count, config.max_queries));
+    for (int32_t i = 0; i < pieces; ++i) {
+      const int32_t from = int32_t(int64_t(count) * i / pieces), to = int32_t(int64_t(count) * (i + 1) / pieces);
+      const size_t first = packs_.queries.size();
+      for (int32_t j = to; j-- > from;) packs_.queries.push_back(first_token_[request] + j);
+      add_pack(std::max(begins_[request], seen_from(cached_[request] + 1 + from)), kOpen, int32_t(first), to - from,
+               config);
+    }
+  }
+
+  void add_packs(int32_t start, int32_t end, int32_t first, const Config& config) {
+    const int32_t count = int32_t(packs_.queries.size()) - first, pieces = int32_t(ceil_div(count, config.max_queries));
+    for (int32_t i = 0, from = 0; i < pieces; ++i) {
+      const int32_t to = int32_t(int64_t(count) * (i + 1) / pieces);
+      add_pack(start, end, first + from, to - from, config);
+      from = to;
+    }
+  }
+
+  void add_pack(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
+    (count > 1 ? packs_.shared : packs_.single).push_back(Pack{start, end, first, count});
+    for (int32_t i = first; i < first + count; ++i) packs_.num_parts[packs_.queries[i]] += 1;
+    packs_.work += config.item_bytes(count, (end == kOpen ? lengths_[packs_.queries[first]] : end) - start);
+  }
+
+  int32_t seen_from(int32_t length) const { return window_ == 0 ? 0 : std::max(0, length - window_); }
+
+  int64_t write(const Config& config) {
+    Config whole = config;
+    whole.window = 0;  // positions, as nothing moves
+    const int64_t bins = std::max<int64_t>(1, kMaxWaves * config.workers / config.kv_heads);
+    const int64_t items = int64_t(packs_.shared.size() + packs_.single.size()) + bins;
+    const int64_t queries = int64_t(packs_.queries.size()) + bins * config.max_queries;
+    data_.resize(kHeaderSize + items * kItemSize + 2 * queries + int64_t(lengths_.size()) + bins + 2);
+    writer_.write(packs_, lengths_, lengths_, whole, data_.data(), int64_t(data_.size()), INT32_MAX, statistics_);
+    data_.resize(data_[kSize]);
+    return int64_t(data_.size());
+  }
+
+  int32_t window_ = 0;
+  int64_t shared_ = 0;
+  std::vector<int32_t> cached_, added_, sharing_;  // of each request
+  std::vector<int32_t> first_token_, begins_;      // likewise: its first query, and from where on it reads alone
+  std::vector<int32_t> lengths_;                   // of each query: what it sees, without windows
+  std::vector<int32_t> starts_;                    // of each prefix: where its segment begins
+  std::vector<int32_t> members_;
+  std::vector<char> stays_;
+  Prefixes prefixes_;
+  Packs packs_;
+  PlanWriter writer_;
+  Statistics statistics_;
+  std::vector<int32_t> data_;
+};
+
+}  // namespace pat

@@ -1,0 +1,176 @@
+"""Plans of extends. Needs neither torch nor SGLang, so that sanitizers can run it."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trees import TILES, batches, configs
+
+from sglang_pat import jit
+from sglang_pat.packing import OPEN, Batch, CostModel, Node, PackConfig, WorkItem, layout, tree
+from sglang_pat.packing.native import NativeScheduler, load
+
+pytestmark = pytest.mark.once
+
+EXAMPLES = 40 if os.environ.get(jit.SANITIZE) else 300
+
+CONFIG = PackConfig(CostModel(8, 2, 64, 64, 2), TILES, workers=2)
+"""Its largest tile has 16 queries."""
+
+
+class Extend(msgspec.Struct):
+    """New tokens behind the requests of a batch.
+
+    Attributes:
+        batch: What is cached; `seq_lens` are cached tokens.
+        added: New tokens of each request.
+    """
+
+    batch: Batch
+    added: list[int]
+
+    @property
+    def requests(self) -> list[int]:
+        """The request of each new token."""
+        return [request for request, count in enumerate(self.added) for _ in range(count)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """What each new token sees, itself included, where there is no window."""
+        pairs = zip(self.batch.seq_lens, self.added, strict=True)
+        return [cached + j for cached, count in pairs for j in range(1, count + 1)]
+
+
+@st.composite
+def extends(draw: st.DrawFn) -> Extend:
+    batch = draw(batches(max_queries=10, max_length=60))
+    counts = st.one_of(st.integers(0, 3), st.integers(0, 70))
+    return Extend(batch, draw(st.lists(counts, min_size=len(batch.seq_lens), max_size=len(batch.seq_lens))))
+
+
+def plan(extend: Extend, config: PackConfig) -> tuple[list[WorkItem], np.ndarray, int]:
+    """The work items, the plan that they are of, and the prefixes that are read together."""
+    scheduler = NativeScheduler(config, len(extend.added))
+    return extended(scheduler, load(scheduler, extend.batch), extend)
+
+
+def extended(
+    scheduler: NativeScheduler, requests: np.ndarray, extend: Extend
+) -> tuple[list[WorkItem], np.ndarray, int]:
+    data, shared = scheduler.extend(requests, np.array(extend.batch.seq_lens), np.array(extend.added))
+    return layout.work_items(data), data, shared
+
+
+@given(extends(), configs())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_every_new_token_reads_what_it_sees_exactly_once(extend: Extend, config: PackConfig) -> None:
+    lengths = extend.lengths
+    counts = [[0] * length for length in lengths]
+    for item in plan(extend, config)[0]:
+        start, end = item.span(lengths)
+        assert 0 <= start < end
+        for query in item.queries:
+            # An executor hides the rest.
+            hidden = max(0, lengths[query] - config.window) if config.window else 0
+            for position in range(max(start, hidden), min(end, lengths[query])):
+                counts[query][position] += 1
+    for length, count in zip(lengths, counts, strict=True):
+        hidden = max(0, length - config.window) if config.window else 0
+        assert count == [0] * hidden + [1] * (length - hidden)
+
+
+@given(extends(), configs())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_work_items_are_what_executors_expect(extend: Extend, config: PackConfig) -> None:
+    requests, lengths = extend.requests, extend.lengths
+    items, data, _ = plan(extend, config)
+    assert layout.size(data) == len(data) and layout.sections(data).header["batch"] == len(lengths)
+    parts: list[list[int]] = [[] for _ in lengths]
+    for item in items:
+        members = {requests[query] for query in item.queries}
+        assert len(item.queries) <= config.max_queries and len(set(item.queries)) == len(item.queries)
+        if item.end == OPEN:
+            assert len(members) == 1 and lengths[item.queries[0]] == max(lengths[query] for query in item.queries)
+        if len(members) > 1:
+            held = [node for node in tree.walk(extend.batch.roots) if members <= set(node.queries)]
+            assert set(range(item.start, item.end)) <= {p for node in held for p in range(node.start, node.end)}
+        seen = [max(0, lengths[query] - config.window) if config.window else 0 for query in item.queries]
+        assert item.start >= min(seen), "what no query sees may be somebody else's by now"
+        for query, part in zip(item.queries, item.parts, strict=True):
+            parts[query].append(part)
+    assert all(sorted(numbers) == list(range(len(numbers))) and numbers for numbers in parts)
+
+
+def test_short_turns_on_one_document_read_it_once_and_long_ones_by_themselves() -> None:
+    def reads(added: int, policy: str = "optimal") -> tuple[int, int]:
+        extend = Extend(Batch([1_100] * 8, [Node(0, 1_000, list(range(8)))]), [added] * 8)
+        items, _, shared = plan(extend, msgspec.structs.replace(CONFIG, policy=policy))
+        spans = [item.span(extend.lengths) for item in items]
+        return shared, sum(max(0, min(end, 1_000) - start) for start, end in spans)
+
+    assert reads(2) == (1, 1_000)
+    assert reads(15) == (1, 8_000), "as many tokens as there are tiles to fill"
+    assert reads(16) == (0, 8_000), "their own fill a tile"
+    assert reads(2, "query") == (0, 8_000)
+
+
+def test_a_request_that_is_not_known_shares_nothing() -> None:
+    extend = Extend(Batch([110] * 3, [Node(0, 100, [0, 1, 2])]), [3] * 3)
+    scheduler = NativeScheduler(CONFIG, 3)
+    requests = load(scheduler, extend.batch)
+    requests[1] = -1
+    items, _, shared = extended(scheduler, requests, extend)
+    assert shared == 1
+    members = [{extend.requests[query] for query in item.queries} for item in items]
+    assert {0, 2} in members and all(who == {1} or 1 not in who for who in members)
+
+
+@given(extends())
+@settings(max_examples=EXAMPLES // 4, deadline=None)
+def test_the_batch_that_decodes_notices_nothing(extend: Extend) -> None:
+    """Both are planned from one mirror, by turns."""
+    lengths = np.array(extend.batch.seq_lens) + 1
+    scheduler = NativeScheduler(CONFIG, len(lengths))
+    requests = load(scheduler, extend.batch)
+    index, steps, _ = scheduler.take(requests, lengths, 0)
+    before = scheduler.buffers[index].copy()
+    first = extended(scheduler, requests, extend)
+    assert scheduler.stands(requests)
+    assert (scheduler.buffers[index] == before).all()
+    scheduler.prepare(1)
+    again = extended(scheduler, requests, extend)
+    assert (first[1] == again[1]).all() and first[2] == again[2]
+    index, _, _ = scheduler.take(requests, lengths, 1)
+    size = layout.size(before)
+    assert (scheduler.buffers[index][:size] == before[:size]).all() and steps > 0
+
+
+@pytest.mark.parametrize(
+    ("cached", "added", "message"),
+    [
+        ([1, -1], [1, 1], "a request's tokens must be 0 to"),
+        ([1, 1], [1, -1], "a request's new tokens must be 0 to"),
+        ([1, 2**31 - 1], [1, 1], "a request's new tokens must be 0 to 0"),
+        ([0, 0], [1, 2**24], "new tokens must be 0 to"),
+        ([1], [1, 1], "cached must have 2 numbers"),
+        ([1, 1], [1], "added must have 2 numbers"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(cached: list[int], added: list[int], message: str) -> None:
+    scheduler = NativeScheduler(CONFIG, 2)
+    with pytest.raises(ValueError, match=message):
+        scheduler.extend(np.array([0, 1]), np.array(cached), np.array(added))
+    assert scheduler.extend(np.array([0, 1]), np.array([1, 1]), np.array([1, 1]))[1] == 0
+
+
+def test_an_extend_of_nothing_is_an_empty_plan() -> None:
+    for requests in ([], [3, 4]):
+        scheduler = NativeScheduler(CONFIG, 2)
+        numbers = np.zeros(len(requests), dtype=np.int64)
+        data, _ = scheduler.extend(np.array(requests, dtype=np.int64), numbers, numbers)
+        assert layout.work_items(data) == []
