@@ -192,6 +192,20 @@ def prefill_backend(
     return "flashinfer" if is_flashinfer_available() and not wrong else "triton"
 
 
+def is_extend(mode: Any) -> bool:
+    """Whether this forward mode computes new tokens behind cached ones, and nothing else."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    return mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
+
+
+def decodes(layer: Any) -> bool:
+    """Whether a layer is a decoder's: encoder-only ones have all tokens of a request see each other."""
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    return layer.attn_type != AttentionType.ENCODER_ONLY
+
+
 def padding(forward_batch: Any) -> int:
     """Rows with which a graph padded the batch."""
     return getattr(forward_batch, "num_padding", 0) or 0

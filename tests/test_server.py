@@ -139,6 +139,26 @@ def test_small_mixed_chunks_pages_lpm_no_overlap_no_reuse(
     counters = assert_sound(servers["flags"])
     assert counters["plans"] == counters["steps"], "reuse is off"
     assert counters["kv_bytes"] < counters["kv_bytes_unpacked"]
+    assert 0 < counters["extends_shared"] < counters["extends"], (
+        "decoding requests of mixed chunks read prefixes together"
+    )
+
+
+def test_short_turns_on_one_document_read_it_together(servers: dict[str, Server]) -> None:
+    document = workload.prose("document", 900)
+    turns = [document + workload.prose(f"turn {i}", 5 + 4 * i) for i in range(8)]
+    answers = {}
+    for name in ("reference", "plain"):
+        server = servers[name]
+        # What comes while it is prefilled waits, and is prefilled in one batch.
+        generate(server, document)
+        with ThreadPoolExecutor(1) as pool:
+            busy = pool.submit(generate, server, workload.prose("something else", 3_000), 1)
+            answers[name] = generate_all(server, turns)
+            busy.result()
+    assert answers["plain"] == answers["reference"]
+    counters = assert_sound(servers["plain"])
+    assert counters["extends_shared"] > 0
 
 
 def test_joins_aborts_and_finishes(servers: dict[str, Server], prompts: list[str], expected: list[list[int]]) -> None:

@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat, jit
 from sglang_pat.backend import executors, layers, support
+from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.layers import LayerGroup
 from sglang_pat.backend.metrics import Metrics
 from sglang_pat.backend.windows import WindowTable
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+_NOBODY = torch.empty(0, dtype=torch.int64)
 
 
 def create(runner: ModelRunner) -> AttentionBackend:
@@ -65,9 +68,9 @@ def stock_backend(runner: ModelRunner, specs: Collection[AttentionSpec]) -> Atte
         specs: Of its layers that decode.
     """
     if runner.device == "cpu":
-        from sglang_pat.backend.torch_native import PrefillBackend
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-        return PrefillBackend(runner)
+        return TorchNativeAttnBackend(runner)
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     windows, sinks = any(spec.window for spec in specs), any(spec.sinks for spec in specs)
@@ -98,7 +101,7 @@ def trace_writer(
 
 
 class PatAttnBackend(AttentionBackend):
-    """Decodes by plan; prefill and everything else goes to a stock backend of SGLang's."""
+    """Decodes by plan, on a CPU extends too; everything else goes to a stock backend of SGLang's."""
 
     def __init__(self, runner: ModelRunner, config: PatConfig) -> None:
         super().__init__()
@@ -128,6 +131,8 @@ class PatAttnBackend(AttentionBackend):
             LayerGroup(spec, size, executor, runner.req_to_token_pool.size, config, on_plan)
             for (spec, size), executor, on_plan in zip(specs.items(), made, tellers, strict=True)
         ]
+        self._extend = PackedExtend(runner, self.groups) if prefills and runner.device == "cpu" else None
+        self.packs_extends = self._extend is not None
         self._group_of: dict[int, LayerGroup] = {}  # by the id of a layer that was seen
         own_pool = compat.has_window_pool(runner.token_to_kv_pool)
         windows = {spec.window for spec in specs if own_pool and spec.window}
@@ -153,6 +158,8 @@ class PatAttnBackend(AttentionBackend):
         """What `/server_info` shows (docs/settings.md)."""
         return {
             **layers.total([group.report() for group in self.groups]),
+            "extends": self._extend.count if self._extend else 0,
+            "extends_shared": self._extend.shared if self._extend else 0,
             "nodes": self.observer.nodes,
             "faults": self.observer.faults,
             "bound": len(self.observer.scheduler),
@@ -170,6 +177,10 @@ class PatAttnBackend(AttentionBackend):
         elif not forward_batch.forward_mode.is_idle() and self.inner is not None:
             self.inner.init_forward_metadata(forward_batch)
             self._expect(forward_batch)
+            if self._extend is not None and compat.is_extend(forward_batch.forward_mode):
+                rows = hooks.rows_of(forward_batch)
+                requests = _NOBODY if rows is None else compat.requests(self.req_to_token_pool, rows)
+                self._extend.begin(forward_batch, requests, self._verify if self.config.verify else None)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         mode = forward_batch.forward_mode
@@ -191,8 +202,8 @@ class PatAttnBackend(AttentionBackend):
             self.rows, self.seq_lens = self.rows[: len(requests)], self.seq_lens[: len(requests)]
         lengths = functools.partial(_on_host, seq_lens, len(requests))
         for group in self.groups:
-            verify = functools.partial(self._verify, group.spec.window, lengths) if self.config.verify else None
-            group.plan(requests, lengths, verify)
+            verify = functools.partial(self._verify, rows=self.rows, seq_lens=lengths, window=group.spec.window)
+            group.plan(requests, lengths, verify if self.config.verify else None)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         if not forward_batch.forward_mode.is_decode_or_idle():
@@ -224,23 +235,12 @@ class PatAttnBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        unknown = [name for name, value in kwargs.items() if value is not None]
-        if unknown:
-            raise support.UnsupportedError(
-                f"--attention-backend pat does not support '{unknown[0]}' in attention layers: "
-                "use another --decode-attention-backend"
-            )
+        group = self._group_for(layer, sinks, **kwargs)
         if save_kv_cache and k is not None:
             compat.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         assert self.rows is not None and self.seq_lens is not None
         k_scale, v_scale = compat.kv_scales(layer) if compat.is_fp8(self.kv_cache_dtype) else (1.0, 1.0)
-        group = self._group(layer)
-        if (sinks is not None) != group.spec.sinks:
-            raise support.UnsupportedError(
-                f"layer {layer.layer_id} has {'' if group.spec.sinks else 'no '}attention sinks by its model's parameters, and is asked for "
-                "otherwise: use another --decode-attention-backend"
-            )
         table = self._tables.get(group.spec.window)
         own = (self.req_to_token_pool.req_to_token, self.rows, self.seq_lens)
         req_to_token, rows, seq_lens = own if table is None else table.of_batch(len(self.rows))
@@ -269,7 +269,10 @@ class PatAttnBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         assert self.inner is not None
-        return self.inner.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if self._extend is None or not compat.is_extend(forward_batch.forward_mode) or not compat.decodes(layer):
+            return self.inner.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        group = self._group_for(layer, **kwargs)
+        return self._extend.forward(q, k, v, layer, group, forward_batch, save_kv_cache, kwargs.get("sinks"))
 
     # Prefill in graphs is the inner backend's business.
 
@@ -296,6 +299,22 @@ class PatAttnBackend(AttentionBackend):
 
     def support_triton(self) -> bool:
         return self.inner is None or self.inner.support_triton()
+
+    def _group_for(self, layer: RadixAttention, sinks: torch.Tensor | None = None, **others: Any) -> LayerGroup:
+        """The layer's group; raises UnsupportedError where its attention is asked for with something else than the group's."""
+        unknown = [name for name, value in others.items() if value is not None]
+        if unknown:
+            raise support.UnsupportedError(
+                f"--attention-backend pat does not support '{unknown[0]}' in attention layers: "
+                "use another --decode-attention-backend"
+            )
+        group = self._group(layer)
+        if (sinks is not None) != group.spec.sinks:
+            raise support.UnsupportedError(
+                f"layer {layer.layer_id} has {'' if group.spec.sinks else 'no '}attention sinks by its model's parameters, and is asked for "
+                "otherwise: use another --decode-attention-backend"
+            )
+        return group
 
     def _group(self, layer: RadixAttention) -> LayerGroup:
         found = self._group_of.get(layer.layer_id)
@@ -329,18 +348,21 @@ class PatAttnBackend(AttentionBackend):
                 ),
             )
 
-    def _verify(self, window: int, seq_lens: Callable[[], torch.Tensor], items: list[WorkItem]) -> None:
-        assert self.rows is not None
+    def _verify(
+        self, items: list[WorkItem], rows: torch.Tensor, seq_lens: Callable[[], torch.Tensor], window: int
+    ) -> None:
+        """Raise AssertionError unless each query reads what it sees once, and those of a work item the same slots."""
         table, lengths = self.req_to_token_pool.req_to_token, seq_lens().tolist()
         read = [0] * len(lengths)
         for item in items:
             start, end = item.span(lengths)
             for query in item.queries:
-                read[query] += end - start
+                hidden = max(0, lengths[query] - window) if window else 0
+                read[query] += max(0, min(end, lengths[query]) - max(start, hidden))
             if len(item.queries) > 1:
-                slots = table[self.rows[item.queries], item.start : item.end]
+                slots = table[rows[item.queries], start:end]
                 if not (slots == slots[0]).all():
-                    raise AssertionError(f"queries {item.queries} do not share the KV of [{item.start}, {item.end})")
+                    raise AssertionError(f"queries {item.queries} do not share the KV of [{start}, {end})")
         for query, (tokens, length) in enumerate(zip(read, lengths, strict=True)):
             seen = min(length, window or length)
             if tokens != seen:

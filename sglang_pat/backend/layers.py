@@ -67,12 +67,10 @@ def with_sinks(runner: ModelRunner) -> set[int]:
 
 def count(runner: ModelRunner) -> Counter[AttentionSpec]:
     """How many layers of each spec this process decodes, those that see everything first: encoder-only ones are none of them."""
-    from sglang.srt.layers.radix_attention import AttentionType
-
     form, context = kv_format(runner.kv_cache_dtype), none_from(runner)
     layers = compat.attention_layers(runner)
     sinks = with_sinks(runner)
-    decoding = [layer for layer in layers if layer.attn_type != AttentionType.ENCODER_ONLY]
+    decoding = filter(compat.decodes, layers)
     found = Counter(spec_of(layer, form, context, layer.layer_id in sinks) for layer in decoding)
     if not layers and compat.layers_with_kv(runner.token_to_kv_pool) is None:
         # Of a draft, or a test, there may be no model: layers of the pool's shape, some of which may have the runner's window.

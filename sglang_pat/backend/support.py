@@ -189,9 +189,6 @@ def pool_problem(layer: Any, pool: Any) -> str | None:
 
 
 def _spec_problem(spec: AttentionSpec, device: capabilities.Device) -> str | None:
-    if spec.sinks and device == "cpu":
-        # The executor computes them, but torch_native does not, which prefills there.
-        return "attention sinks on a CPU"
     return capabilities.refusal(spec, device)
 
 

@@ -53,10 +53,12 @@ class Follower(Protocol):
 
     Attributes:
         req_to_token_pool: Of the requests that it follows.
+        packs_extends: Whether it has to know requests before they are prefilled.
         observer: Receives what happens to them.
     """
 
     req_to_token_pool: Any
+    packs_extends: bool
     observer: Observer
 
     def counters(self) -> dict[str, Any]:
@@ -209,6 +211,10 @@ def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
 def _on_batch(result: Any, forward_batch_class: type, batch: Any, *args: Any, **kwargs: Any) -> None:
     if batch.req_pool_indices_cpu is not None:
         result.rids = Rids(result.rids, batch.req_pool_indices_cpu)
+    if compat.is_extend(batch.forward_mode):
+        for follower in followers():
+            if follower.packs_extends and follower.req_to_token_pool is batch.req_to_token_pool:
+                tell(follower.observer, lambda observer: observer.on_extending(batch.tree_cache, batch.reqs))
 
 
 def _on_graph_view(result: Any, *args: Any, **kwargs: Any) -> None:

@@ -69,6 +69,14 @@ class Observer:
         """`requests` are being prefilled up to so many tokens: they decode next, with one token more."""
         self._emit(RequestsExpected(requests, [length + 1 for length in lengths], rids))
 
+    def on_extending(self, cache: Any, reqs: list[Any]) -> None:
+        """`reqs` are about to be extended: their rows hold the tree's slots for what is cached. Those that were bound before stay so."""
+        for req in reqs:
+            request = compat.request_of(cache.req_to_token_pool, req)
+            if cache.disable or request is None or self.scheduler.binding(request) is not None:
+                continue
+            self._follow(cache, req, request)
+
     def on_cached(self, cache: Any, req: Any) -> None:
         """`req` was just cached: its row holds the tree's slots for the whole of its path."""
         if cache.disable or req.finished():
@@ -76,13 +84,7 @@ class Observer:
         request = compat.request_of(cache.req_to_token_pool, req)
         if request is None:
             return
-        self._reqs[request & ROW] = req
-        try:
-            self._bind(request, compat.path(cache, req), compat.protected_len(req), cache.page_size)
-        except Exception as fault:
-            unforeseen = not isinstance(fault, InconsistentError)
-            self._count_fault("a request is decoded unpacked: %s", fault, exc_info=unforeseen)
-            self._emit(RequestBound(request, ROOT, 0))
+        self._follow(cache, req, request, compat.decode_len(req))
 
     def on_finishing(self, requests: list[int]) -> None:
         """The batch that comes next is without `requests`, whose last tokens are being computed."""
@@ -129,7 +131,19 @@ class Observer:
         for subscriber in self.subscribers:
             subscriber(event)
 
-    def _bind(self, request: int, path: list[tuple[int, int]] | None, tokens: int, page: int) -> None:
+    def _follow(self, cache: Any, req: Any, request: int, decodes_with: int = 0) -> None:
+        """Bind `request`, which is SGLang's `req`; `decodes_with` is as in RequestBound."""
+        self._reqs[request & ROW] = req
+        try:
+            self._bind(request, compat.path(cache, req), compat.protected_len(req), cache.page_size, decodes_with)
+        except Exception as fault:
+            unforeseen = not isinstance(fault, InconsistentError)
+            self._count_fault("a request is decoded unpacked: %s", fault, exc_info=unforeseen)
+            self._emit(RequestBound(request, ROOT, 0))
+
+    def _bind(
+        self, request: int, path: list[tuple[int, int]] | None, tokens: int, page: int, decodes_with: int
+    ) -> None:
         """Bind a request whose first `tokens` tokens are the tree's, by `path`."""
         if path is None:
             self._emit(RequestBound(request, ROOT, 0))
@@ -145,7 +159,7 @@ class Observer:
                 parent, start = node, start + length
         finally:
             # In any case: nodes that were announced and have no request would stay for ever.
-            self._emit(RequestBound(request, parent, compat.decode_len(req) if start == tokens else 0))
+            self._emit(RequestBound(request, parent, decodes_with if start == tokens else 0))
 
     def _announce(self, req: Any, page: int, node: int, length: int, parent: int, start: int) -> None:
         """Make the mirror know the next node of a path, `length` tokens from `start` on, below `parent`."""
