@@ -277,6 +277,19 @@ def cpu() -> str:
     return f"{table(head, rows)}\n\n{where(records[0])}"
 
 
+def cpu_extend() -> str:
+    records = load("cpu_extend.json")
+    rows = [
+        [
+            f"{r['requests']}", f"{r['shared']:,}", f"{r['new']:,}", f"{r['torch_native_ms']:,.1f} ms", f"{r['pat_ms']:,.1f} ms",
+            f"{r['torch_native_ms'] / r['pat_ms']:.1f}{TIMES}",
+        ]
+        for r in records
+    ]  # fmt: skip
+    head = ["requests", "cached, shared by all", "new tokens of each", "`torch_native`", "PAT", "ratio"]
+    return f"{table(head, rows)}\n\n{where(records[0])}"
+
+
 CASES = {
     "scratch": "a plan from scratch",
     "join": "one request joins, plan made at once",
@@ -362,6 +375,7 @@ PAGES = {
         "kernels_fp8",
         "ablations",
         "cpu",
+        "cpu_extend",
         "planning",
         "packing",
     ),
@@ -369,7 +383,7 @@ PAGES = {
 """Which tables stand where."""
 SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels, "kernels_fp8": kernels_fp8, "ablations": ablations, "serving": serving, "serving_records": serving_records, "steps": steps,
-    "soak": soak, "cpu": cpu, "planning": planning, "packing": packing, "estimates": estimates,
+    "soak": soak, "cpu": cpu, "cpu_extend": cpu_extend, "planning": planning, "packing": packing, "estimates": estimates,
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gemma
+import near_ties
 import pytest
 import scaled
 import torch
@@ -59,14 +60,14 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("name", ["e4m3", "windows, e5m2"])
-def test_packed_answers_are_those_of_a_stock_backend(name: str, servers: dict[str, Server]) -> None:
+@pytest.mark.parametrize(("name", "close"), [("e4m3", 0.02), ("windows, e5m2", 0.06)])
+def test_packed_answers_are_those_of_a_stock_backend(name: str, close: float, servers: dict[str, Server]) -> None:
     prompts = workload.nested_prompts(2, 2, 6, unrelated=4)
-    expected = generate_all(servers[f"{name}, torch_native"], prompts)
-    assert len(set(map(tuple, expected))) > len(prompts) / 2, "answers that depend on prompts"
-    # The second time all of a prompt but its end is cached.
+    expected = near_ties.generate_all(servers[f"{name}, torch_native"], prompts)
+    assert len({tuple(answer.ids) for answer in expected}) > len(prompts) / 2, "answers that depend on prompts"
+    # The second time all of a prompt but its end is cached. What differs in the last bit may be another number of 8 bits.
     for _ in range(2):
-        assert generate_all(servers[name], prompts) == expected
+        near_ties.assert_agree(near_ties.generate_all(servers[name], prompts), expected, close, least=0.1)
     counters = assert_sound(servers[name])
     assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
 

@@ -1,7 +1,6 @@
 """Real servers on a GPU beside SGLang's Triton backend on the same weights, in float16.
 
-Two right attentions round differently, so greedy answers may part where two tokens are all but equally likely. Up to there
-they must be the same, with the same probabilities.
+Greedy answers must be the same up to near-ties (near_ties.py).
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import gemma
 import gpt_oss
@@ -25,15 +22,13 @@ import pytest
 import scaled
 import torch
 from conftest import amid_aborts, assert_sound
+from near_ties import Answer, assert_agree, generate, generate_all, parted
 
 from sglang_pat.demo import tiny_model, workload
 from sglang_pat.demo.server import Server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
 
-TOKENS = 32
-CLOSE = 0.03
-"""Log-probabilities that differ by less than this may change places: some ten times what rounding to float16 does here."""
 COMMON = ["--dtype", "float16", "--mem-fraction-static", "0.15", "--max-running-requests", "64"]
 WITHOUT_PREFILL_GRAPHS = [*COMMON, "--disable-prefill-cuda-graph"]
 POOL = "--max-total-tokens"
@@ -74,56 +69,6 @@ def servers(gpu_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for server in started.values():
             server.wait()
         yield started
-
-
-class Answer(NamedTuple):
-    """Greedy tokens, and (log-probability, id) of the two likeliest at each step, the chosen one first."""
-
-    ids: list[int]
-    likeliest: list[list[tuple[float, int]]]
-
-
-def generate(server: Server, prompt: str, rid: str | None = None, tokens: int = TOKENS) -> Answer:
-    body: dict[str, Any] = {
-        "text": prompt, "return_logprob": True, "top_logprobs_num": 2,
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
-    }  # fmt: skip
-    result = server.post("/generate", body | ({"rid": rid} if rid else {}))
-    steps = result["meta_info"]["output_top_logprobs"]
-    return Answer(result["output_ids"], [[(logprob, token) for logprob, token, _ in step] for step in steps])
-
-
-def generate_all(server: Server, prompts: list[str], concurrency: int = 48) -> list[Answer]:
-    with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(lambda prompt: generate(server, prompt), prompts))
-
-
-def assert_agree(answers: list[Answer], expected: list[Answer], close: float = CLOSE, least: float = 0.25) -> None:
-    """Each answer is the expected one, up to a step where two tokens are close; so far must be at least so much of all."""
-    compared = total = 0
-    for answer, right in zip(answers, expected, strict=True):
-        # SGLang 0.5.17 loses a step's log-probabilities of some requests that it retracted.
-        known = len(answer.likeliest) == len(answer.ids)
-        total += len(right.ids)
-        for step, (first, second) in enumerate(right.likeliest):
-            compared += 1
-            if first[0] - second[0] < close:
-                break
-            assert answer.ids[step] == right.ids[step], (step, first, second)
-            if known:
-                assert answer.likeliest[step][0][0] == pytest.approx(first[0], abs=close)
-    assert compared > least * total, "too few tokens to prove anything"
-
-
-def parted(answers: list[Answer], expected: list[Answer], close: float) -> int:
-    """How many answers are not the expected ones, as above."""
-    wrong = 0
-    for answer, right in zip(answers, expected, strict=True):
-        try:
-            assert_agree([answer], [right], close, least=0)
-        except AssertionError:
-            wrong += 1
-    return wrong
 
 
 @pytest.fixture(scope="module")
