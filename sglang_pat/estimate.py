@@ -367,6 +367,7 @@ class Shape(msgspec.Struct):
     sliding_window_size: Annotated[int, Meta(le=MAX_WINDOW)] | None = None
     sliding_window_pattern: Annotated[int, Meta(ge=0, le=4096)] | str | None = None
     hybrid_layer_pattern: list[int] | None = None
+    attention_chunk_size: Any = None
     swa_num_attention_heads: Count | None = None
     swa_num_key_value_heads: Count | None = None
     swa_head_dim: Count | None = None
@@ -435,14 +436,15 @@ def _shape(path: Path) -> Shape:
 def _kinds(shape: Shape) -> list[str]:
     """What each layer is, as `layer_types` says it; fewer than there are layers if config.json says no more."""
     count = shape.num_hidden_layers
-    if shape.layers_block_type is not None:
-        return shape.layers_block_type[:count]
+    kinds = _first(shape.layer_types, shape.layers_block_type)
+    if kinds is not None:
+        return kinds[:count]
     if shape.hybrid_override_pattern is not None:
         return [FULL if kind == "*" else "mamba" for kind in shape.hybrid_override_pattern[:count]]
-    if shape.layer_types is not None:
-        return shape.layer_types[:count]
     if shape.hybrid_layer_pattern is not None:
         return [SLIDING if windowed else FULL for windowed in shape.hybrid_layer_pattern[:count]]
+    if shape.attention_chunk_size is not None:  # Llama 4; MiMo V2 has one too, of which SGLang takes no notice
+        return ["chunked_attention"] * count
     if shape.full_attn_idxs is not None:
         return [FULL if layer in shape.full_attn_idxs else "conv" for layer in range(count)]
     every, other = shape.full_attention_interval, LINEAR

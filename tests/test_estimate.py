@@ -281,6 +281,7 @@ def changed(**changes: Any) -> dict:
         (changed(layer_types=["full_attention"] * 35), ": it says what 35 of its 36 layers are"),
         (changed(hybrid_override_pattern="M*"), ": it says what 2 of its 36 layers are"),
         (changed(hybrid_layer_pattern=[]), ": it says what 0 of its 36 layers are"),
+        (changed(attention_chunk_size=8192), ": layers of the kind 'chunked_attention' cannot be estimated"),
         (changed(layer_types=["jet"] * 36), ": layers of the kind 'jet' cannot be estimated"),
         (changed(layer_types=["linear_attention"] * 36), ": no layer has KV"),
         (changed(full_attention_interval=37), ": no layer has KV"),
@@ -355,7 +356,7 @@ GPT_OSS = family(
 )  # fmt: skip
 MIMO_V2 = family(
     "mimo_v2_flash", 48, 64, 4, 4096, head_dim=192, v_head_dim=128, swa_num_attention_heads=64, swa_num_key_value_heads=8,
-    swa_head_dim=192, swa_v_head_dim=128, sliding_window=128, sliding_window_size=128, n_routed_experts=256,
+    swa_head_dim=192, swa_v_head_dim=128, sliding_window=128, sliding_window_size=128, attention_chunk_size=128, n_routed_experts=256,
     hybrid_layer_pattern=[0, 1, 1, 1, 1, *[0, 1, 1, 1, 1, 1] * 7, 0],
 )  # fmt: skip
 GEMMA3 = family("gemma3_text", 48, 16, 8, 3840, sliding_window=1024)
