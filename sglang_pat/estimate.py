@@ -6,8 +6,8 @@ import json
 import os
 import re
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,8 @@ from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, PackConfig, 
 from sglang_pat.packing.cost import Count
 from sglang_pat.packing.native import make_plan
 from sglang_pat.packing.oracle import makespan
-from sglang_pat.packing.tree import walk
+from sglang_pat.packing.spec import MAX_WINDOW, KVFormat
+from sglang_pat.packing.tree import in_windows, walk
 from sglang_pat.radix_bridge.events import Tokens
 
 CHARS_PER_TOKEN = 4
@@ -328,21 +329,22 @@ def features(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> tuple[fl
 
 
 class Model(msgspec.Struct):
-    """What a model's config.json says."""
+    """What a model's config.json says.
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: int
+    Attributes:
+        layers: How many of its layers have KV, by what their attention is, with KV in bfloat16.
+        weight_bytes: Read in a decode step; None where they depend on the experts chosen, or some layers are no attention.
+    """
+
+    layers: Counter[AttentionSpec]
     weight_bytes: int | None
-    """Read in a decode step; None where they depend on the experts chosen."""
 
 
 Size = Annotated[int, Meta(ge=1, le=1 << 31)]
 
 
 class Shape(msgspec.Struct):
-    """What is read of a config.json. Its numbers may be missing where they follow from others."""
+    """What is read of a config.json. Its numbers may be missing where they follow from others, or are in DEFAULTS."""
 
     num_attention_heads: Count
     num_hidden_layers: Count
@@ -355,12 +357,45 @@ class Shape(msgspec.Struct):
     num_local_experts: Any = None
     n_routed_experts: Any = None
     model_type: str = ""
-    layer_types: list[str] | None = None
-    sliding_window_pattern: int | str | None = None
     v_head_dim: Count | None = None
-    hybrid_layer_pattern: Any = None
-    hybrid_override_pattern: Any = None
-    full_attention_interval: Any = None
+    layer_types: list[str] | None = None
+    layers_block_type: list[str] | None = None
+    hybrid_override_pattern: str | None = None
+    full_attention_interval: Count | None = None
+    full_attn_idxs: list[int] | None = None
+    sliding_window: Annotated[int, Meta(le=MAX_WINDOW)] | None = None
+    sliding_window_size: Annotated[int, Meta(le=MAX_WINDOW)] | None = None
+    sliding_window_pattern: Annotated[int, Meta(ge=0, le=4096)] | str | None = None
+    hybrid_layer_pattern: list[int] | None = None
+    attention_chunk_size: Any = None
+    swa_num_attention_heads: Count | None = None
+    swa_num_key_value_heads: Count | None = None
+    swa_head_dim: Count | None = None
+    swa_v_head_dim: Count | None = None
+
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+WITH_KV = (FULL, SLIDING, "attention")
+WITHOUT_KV = (LINEAR, "mamba", "conv", "mlp", "moe")
+"""Kinds of layers: those of Qwen3-Next and Granite, LFM2, and Nemotron-H, of which each is attention or an MLP and not both."""
+DEFAULTS = {
+    "cohere2": {"sliding_window_pattern": 4},
+    "gemma2": {"head_dim": 256, "sliding_window_pattern": 2},
+    "gemma3_text": {
+        "head_dim": 256, "sliding_window_pattern": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208,
+    },
+    "nemotron_h": {"head_dim": 128},
+    "olmo3": {"sliding_window_pattern": 4},
+    "qwen3_next": {"head_dim": 256, "full_attention_interval": 4},
+}  # fmt: skip
+"""What config.json may leave out, as transformers has it for each `model_type`."""
+SEE_ONE_MORE = ("cohere2", "cohere2_moe", "exaone_moe")
+"""Models of which SGLang counts `sliding_window` without the token that is decoded (commandr.py), as it does MiMo V2's."""
+UNREAD = (
+    "attention_other_setting", "num_attention_heads_per_layer", "global_head_dim", "block_configs", "local_layer_ids",
+    "zaya_layers",
+)  # fmt: skip
+"""Where models say in other ways how their layers differ: Step 3.5, Laguna, Gemma 4, Nemotron NAS, Inkling, Zaya."""
 
 
 def read_model(path: Path) -> Model:
@@ -388,42 +423,86 @@ def _shape(path: Path) -> Shape:
         config = json.loads(file.read(LONGEST))
     if isinstance(config, dict):
         config = config.get("text_config") or config
-    if isinstance(config, dict) and config.get("kv_lora_rank") is not None:
-        raise EstimateError(f"{path}: MLA models are not supported by --attention-backend pat")
+    if isinstance(config, dict):
+        if config.get("kv_lora_rank") is not None:
+            raise EstimateError(f"{path}: MLA models are not supported by --attention-backend pat")
+        for name in UNREAD:
+            if config.get(name) is not None:
+                raise EstimateError(f"{path}: models whose layers differ by {name} cannot be estimated")
+        config = {**DEFAULTS.get(str(config.get("model_type")), {}), **config}
     return msgspec.convert(config, Shape)
 
 
-def _has_windows(shape: Shape) -> bool:
-    patterns = (shape.sliding_window_pattern, shape.hybrid_layer_pattern)  # Gemma 3 and Exaone 4, MiMo V2
-    patterned = shape.model_type == "gemma2" or any(pattern is not None for pattern in patterns)
-    return patterned or "sliding_attention" in (shape.layer_types or ())
+def _kinds(shape: Shape) -> list[str]:
+    """What each layer is, as `layer_types` says it; fewer than there are layers if config.json says no more."""
+    count = shape.num_hidden_layers
+    kinds = _first(shape.layer_types, shape.layers_block_type)
+    if kinds is not None:
+        return kinds[:count]
+    if shape.hybrid_override_pattern is not None:
+        return [FULL if kind == "*" else "mamba" for kind in shape.hybrid_override_pattern[:count]]
+    if shape.hybrid_layer_pattern is not None:
+        return [SLIDING if windowed else FULL for windowed in shape.hybrid_layer_pattern[:count]]
+    if shape.attention_chunk_size is not None:  # Llama 4; MiMo V2 has one too, of which SGLang takes no notice
+        return ["chunked_attention"] * count
+    if shape.full_attn_idxs is not None:
+        return [FULL if layer in shape.full_attn_idxs else "conv" for layer in range(count)]
+    every, other = shape.full_attention_interval, LINEAR
+    if every is None:
+        pattern, other = shape.sliding_window_pattern, SLIDING
+        every = len(pattern) if isinstance(pattern, str) else pattern
+    return [other if every and (layer + 1) % every else FULL for layer in range(count)]
 
 
-def _is_hybrid(shape: Shape) -> bool:
-    patterns = (shape.full_attention_interval, shape.hybrid_override_pattern)  # Qwen3-Next, Nemotron-H
-    return any(pattern is not None for pattern in patterns) or "linear_attention" in (shape.layer_types or ())
+def _spec(path: Path, shape: Shape, windowed: bool) -> AttentionSpec:
+    """What the attention of layers with a window is, or of the others: MiMo V2 has more KV heads there.
 
-
-def _model(path: Path, shape: Shape) -> Model:
-    if _has_windows(shape):
-        raise EstimateError(f"{path}: layers with a sliding window cannot be estimated yet")
-    if _is_hybrid(shape):
-        raise EstimateError(f"{path}: hybrid models, of which some layers have no KV, cannot be estimated yet")
-    if shape.v_head_dim not in (None, shape.head_dim):
-        raise EstimateError(f"{path}: K and V of unequal dimensions cannot be estimated yet")
-    heads, hidden = shape.num_attention_heads, shape.hidden_size
-    kv_heads = shape.num_key_value_heads or heads
+    Raises:
+        EstimateError: No model has such heads, or it does not say how long its windows are.
+    """
+    hidden, window = shape.hidden_size, 0
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    dim, v_dim = shape.head_dim, shape.v_head_dim
+    if windowed:
+        heads, kv_heads = shape.swa_num_attention_heads or heads, shape.swa_num_key_value_heads or kv_heads
+        dim, v_dim = shape.swa_head_dim or dim, shape.swa_v_head_dim or shape.swa_head_dim or v_dim
+        window = _first(shape.sliding_window_size, shape.sliding_window, 0)
+        if window < 1:
+            raise EstimateError(f"{path}: some layers have a sliding window, and sliding_window does not say how long")
+        if shape.model_type in SEE_ONE_MORE or shape.hybrid_layer_pattern is not None:
+            window = min(window + 1, MAX_WINDOW)
+    kv_heads = kv_heads or heads
     if heads % kv_heads:
         raise EstimateError(f"{path}: {heads} attention heads cannot share {kv_heads} KV heads evenly")
-    if shape.head_dim is None and hidden % heads:
+    if dim is None and hidden % heads:
         raise EstimateError(
             f"{path}: a hidden size of {hidden} is no multiple of {heads} heads, and there is no head_dim"
         )
-    dim = shape.head_dim or hidden // heads
-    attention = 2 * hidden * (heads + kv_heads) * dim
-    dense = shape.num_hidden_layers * (attention + 3 * hidden * shape.intermediate_size) + shape.vocab_size * hidden
+    dim = dim or hidden // heads
+    return AttentionSpec(heads, kv_heads, dim, v_dim or dim, FORMATS["bfloat16"], window)
+
+
+def _model(path: Path, shape: Shape) -> Model:
+    kinds = _kinds(shape)
+    if len(kinds) < shape.num_hidden_layers:
+        raise EstimateError(f"{path}: it says what {len(kinds)} of its {shape.num_hidden_layers} layers are")
+    for kind in kinds:
+        if kind not in WITH_KV + WITHOUT_KV:
+            raise EstimateError(f"{path}: layers of the kind {kind!r} cannot be estimated")
+    windowed = Counter(kind == SLIDING for kind in kinds if kind in WITH_KV)
+    layers = Counter({_spec(path, shape, key): windowed[key] for key in sorted(windowed)})
+    if not layers:
+        raise EstimateError(f"{path}: no layer has KV")
+    hidden = shape.hidden_size
+    attention = sum(
+        count * hidden * (spec.heads + spec.kv_heads) * (spec.head_dim + spec.v_head_dim)
+        for spec, count in layers.items()
+    )
+    dense = attention + shape.num_hidden_layers * 3 * hidden * shape.intermediate_size + shape.vocab_size * hidden
     experts = shape.num_experts or shape.num_local_experts or shape.n_routed_experts
-    return Model(heads, kv_heads, dim, shape.num_hidden_layers, None if experts else 2 * dense)
+    # Falcon-H1 has states beside the attention of every layer.
+    hybrid = layers.total() < len(kinds) or shape.model_type == "falcon_h1"
+    return Model(layers, None if experts or hybrid else 2 * dense)
 
 
 def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int], kv_cache: str = "auto") -> list[str]:
@@ -441,13 +520,13 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
     """
     if gpu_name not in GPUS:
         raise EstimateError(f"--gpu {gpu_name}: there are measurements for {', '.join(GPUS)} only")
-    spec = AttentionSpec(model.heads, model.kv_heads, model.head_dim, model.head_dim, FORMATS[KV_CACHES[kv_cache]])
-    refusal = capabilities.refusal(spec, "cuda")
-    if refusal is not None:
-        raise EstimateError(f"there are no kernels for {refusal}")
-    gpu = (GPUS_8BIT if spec.kv.bytes == 1 else GPUS)[gpu_name]
-    tiles = capabilities.tile_table(gpu.arch, model.head_dim, kv_bytes=spec.kv.bytes)
-    config = PackConfig.of(spec, tiles, workers=gpu.sms)
+    kv = FORMATS[KV_CACHES[kv_cache]]
+    layers = {msgspec.structs.replace(spec, kv=kv): count for spec, count in model.layers.items()}
+    for refusal in (capabilities.refusal(spec, "cuda") for spec in layers):
+        if refusal is not None:
+            raise EstimateError(f"there are no kernels for {refusal}")
+    gpu = (GPUS_8BIT if kv.bytes == 1 else GPUS)[gpu_name]
+    configs = [(_config(spec, gpu), count) for spec, count in layers.items()]
     lines = [
         f"{len(prompts):,} requests, {sum(p.tokens for p in prompts) / len(prompts):,.0f} tokens of prompt and "
         f"{sum(p.output for p in prompts) / len(prompts):,.0f} of answer on average",
@@ -456,45 +535,71 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
     ]
     for size in sorted({min(size, len(prompts)) for size in sizes}):
         starts = {round(i * (len(prompts) - size) / max(1, WINDOWS - 1)) for i in range(WINDOWS)}
-        whole = unique = packed = 0
-        times, others = [], []
-        for start in sorted(starts):
-            batch = batch_of(prompts[start : start + size])
-            try:
-                plan = make_plan(batch, config)
-            except ValueError as error:
-                raise EstimateError(f"no server takes such a batch: {error}") from None
-            whole += sum(batch.seq_lens)
-            unique += sum(batch.seq_lens) - repeated(batch.roots)
-            packed += plan.kv_tokens
-            times.append(attention_us(plan, batch, config, gpu))
-            others.append(unpacked_us(batch, config, gpu))
-        step = config.cost.token_bytes * model.layers / len(starts) / 1e9
-        time, other = sum(times) / len(times), sum(others) / len(others)
-        line = (
-            f"{size:>6}{1 - unique / whole:>8.0%}{whole * step:>16.2f}{packed * step:>8.2f}{other:>15.0f}{time:>8.0f}"
-        )
+        batches = [batch_of(prompts[start : start + size]) for start in sorted(starts)]
+        tokens = sum(sum(batch.seq_lens) for batch in batches)
+        shared = sum(repeated(batch.roots) for batch in batches) / tokens
+        try:
+            steps = [step(batch, configs, gpu) for batch in batches]
+        except ValueError as error:
+            raise EstimateError(f"no server takes such a batch: {error}") from None
+        read, packed, kept, other, time = (sum(values) / len(steps) for values in zip(*steps, strict=True))
+        line = f"{size:>6}{shared:>8.0%}{read / 1e9:>16.2f}{packed / 1e9:>8.2f}"
+        line += f"{other / model.layers.total():>15.0f}{time / model.layers.total():>8.0f}"
         if model.weight_bytes is not None:
             rest = rest_ms(size, model.weight_bytes, gpu)
-            line += f"{rest + model.layers * other / 1e3:>10.1f}{rest + model.layers * time / 1e3:>8.1f}"
-        if unique * step + (model.weight_bytes or 0) / 1e9 > gpu.memory_gb:
+            line += f"{rest + other / 1e3:>10.1f}{rest + time / 1e3:>8.1f}"
+        if kept + (model.weight_bytes or 0) > gpu.memory_gb * 1e9:
             line += f"  more than {gpu.memory_gb} GB"
         lines.append(line)
     return [
         *lines,
         "",
-        "shared: tokens that another request of the batch has too. Attention is one layer's; unpacked is FlashInfer.",
+        f"Layers with KV: {', '.join(f'{count} of {spec}' for spec, count in layers.items())}.",
+        "shared: tokens that another request of the batch has too. Attention is one layer's with KV, on average; unpacked is "
+        "FlashInfer.",
         f"Assumed: consecutive requests run side by side, half way through their answers; {CHARS_PER_TOKEN} characters a "
-        f"token in text; {_formats(spec)}; one {gpu_name.upper()}; a step of a dense model takes {gpu.rest_ms} ms "
+        f"token in text; {_measured(kv, layers)}; one {gpu_name.upper()}; a step of a dense model takes {gpu.rest_ms} ms "
         f"and {gpu.request_us} us a request beside attention and the products with its weights"
-        + (" (unknown for experts)." if model.weight_bytes is None else "."),
+        + (" (unknown for experts and hybrid models)." if model.weight_bytes is None else "."),
     ]
 
 
-def _formats(spec: AttentionSpec) -> str:
-    if spec.kv.bytes == 1:
-        return f"bfloat16, and KV in {spec.kv.name}, as fast by the byte as bfloat16, which is what was measured"
-    return spec.kv.name
+def _config(spec: AttentionSpec, gpu: Gpu) -> PackConfig:
+    return PackConfig.of(
+        spec, capabilities.tile_table(gpu.arch, spec.head_dim, kv_bytes=spec.kv.bytes), workers=gpu.sms
+    )
+
+
+def step(batch: Batch, configs: list[tuple[PackConfig, int]], gpu: Gpu) -> tuple[float, float, float, float, float]:
+    """A decode step's attention, all layers together: bytes of KV read without packing, with it, and held in memory at least;
+    microseconds without packing, and with it.
+
+    Args:
+        batch: Its requests.
+        configs: Of each kind of layer, with how many there are.
+        gpu: What it runs on.
+
+    Raises:
+        ValueError: The planner does not take such a batch.
+    """
+    read = packed = kept = other = time = 0.0
+    tokens = sum(batch.seq_lens) - repeated(batch.roots)
+    for config, layers in configs:
+        plan, seen = make_plan(batch, config), in_windows(batch, config.window)
+        token_bytes = layers * config.cost.token_bytes
+        read += token_bytes * sum(seen.seq_lens)
+        packed += token_bytes * plan.kv_tokens
+        # What a window has left need not be kept.
+        kept += token_bytes * min(tokens, sum(seen.seq_lens) - repeated(seen.roots))
+        other += layers * unpacked_us(seen, config, gpu)
+        time += layers * attention_us(plan, batch, config, gpu)
+    return read, packed, kept, other, time
+
+
+def _measured(kv: KVFormat, layers: Iterable[AttentionSpec]) -> str:
+    """The KV cache, and what is taken for granted of layers of which none were measured."""
+    unlike = any((spec.head_dim, spec.v_head_dim, spec.window) != (128, 128, 0) for spec in layers)
+    return f"KV in {kv.name}" + (", by the byte as fast as heads of 128 without windows, as measured" if unlike else "")
 
 
 def rest_ms(batch: int, weight_bytes: int, gpu: Gpu) -> float:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from sglang_pat.estimate import (
     read,
     read_model,
 )
+from sglang_pat.packing import Batch, Node
 
 pytestmark = pytest.mark.once
 
@@ -273,14 +275,27 @@ def changed(**changes: Any) -> dict:
             "for V)",
         ),
         (
-            changed(layer_types=["sliding_attention", "full_attention"]),
-            "layers with a sliding window cannot be estimated yet",
+            changed(v_head_dim=64),
+            "there are no kernels for head dimensions of 128 (K) and 64 (V) on a GPU",
         ),
-        (changed(model_type="gemma2"), "layers with a sliding window cannot be estimated yet"),
-        (changed(hybrid_layer_pattern=[0, 1, 1]), "layers with a sliding window cannot be estimated yet"),
-        (changed(full_attention_interval=4), "hybrid models, of which some layers have no KV, cannot be estimated yet"),
-        (changed(layer_types=["linear_attention"]), "hybrid models, of which some layers have no KV"),
-        (changed(head_dim=192, v_head_dim=128), "K and V of unequal dimensions cannot be estimated yet"),
+        (changed(layer_types=["full_attention"] * 35), ": it says what 35 of its 36 layers are"),
+        (changed(hybrid_override_pattern="M*"), ": it says what 2 of its 36 layers are"),
+        (changed(hybrid_layer_pattern=[]), ": it says what 0 of its 36 layers are"),
+        (changed(attention_chunk_size=8192), ": layers of the kind 'chunked_attention' cannot be estimated"),
+        (changed(layer_types=["jet"] * 36), ": layers of the kind 'jet' cannot be estimated"),
+        (changed(layer_types=["linear_attention"] * 36), ": no layer has KV"),
+        (changed(full_attention_interval=37), ": no layer has KV"),
+        (changed(full_attention_interval=0), "(Expected `int` >= 1 - at `$.full_attention_interval`)"),
+        (changed(hybrid_layer_pattern="0110"), "at `$.hybrid_layer_pattern`)"),
+        (changed(layer_types=["sliding_attention"] * 36), "sliding_window does not say how long"),
+        (changed(model_type="gemma2"), "sliding_window does not say how long"),
+        (changed(model_type="gemma2", sliding_window=-1), "sliding_window does not say how long"),
+        (changed(model_type="gemma2", sliding_window=1 << 40), "at `$.sliding_window`)"),
+        (
+            changed(hybrid_layer_pattern=[1] * 36, sliding_window=128, swa_num_key_value_heads=5),
+            ": 32 attention heads cannot share 5 KV heads evenly",
+        ),
+        *((changed(**{name: [1]}), f": models whose layers differ by {name} cannot") for name in module.UNREAD),
         (changed(kv_lora_rank=512), ": MLA models are not supported by --attention-backend pat"),
         ("{", "(no JSON)"),
         ("", "(no JSON)"),
@@ -310,9 +325,228 @@ def test_a_config_that_no_model_has_is_one_sentence(
     ],
 )
 def test_what_a_config_may_say(tmp_path: Path, config: dict) -> None:
+    assert shapes(tmp_path, config) == [(36, 32, 8, 128, 128, 0)]
+    assert shapes(tmp_path, changed(num_key_value_heads=None)) == [(36, 32, 32, 128, 128, 0)]
+
+
+def shapes(tmp_path: Path, config: dict) -> list[tuple[int, ...]]:
+    """(layers, heads, KV heads, dimensions of K and of V, window) of each kind of a model's layers with KV."""
+    layers = read_model(write(tmp_path / "config.json", [config])).layers
+    return [
+        (count, spec.heads, spec.kv_heads, spec.head_dim, spec.v_head_dim, spec.window)
+        for spec, count in layers.items()
+    ]
+
+
+def family(model_type: str, layers: int, heads: int, kv_heads: int, hidden: int, **more: Any) -> dict:
+    names = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
+    values = dict(zip(names, (model_type, layers, heads, kv_heads, hidden), strict=True))
+    return {"intermediate_size": 4 * hidden, "vocab_size": 100_000, **values, **more}
+
+
+QWEN3_NEXT = family("qwen3_next", 48, 16, 2, 2048, head_dim=256, full_attention_interval=4, num_experts=512)
+NEMOTRON_H = family(
+    "nemotron_h", 52, 32, 8, 4096, hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+)
+FALCON_H1 = family("falcon_h1", 36, 12, 2, 2048, head_dim=128)
+"""Whose layers have states and KV."""
+GPT_OSS = family(
+    "gpt_oss", 24, 64, 8, 2880, head_dim=64, sliding_window=128, num_local_experts=32,
+    layer_types=["sliding_attention", "full_attention"] * 12,
+)  # fmt: skip
+MIMO_V2 = family(
+    "mimo_v2_flash", 48, 64, 4, 4096, head_dim=192, v_head_dim=128, swa_num_attention_heads=64, swa_num_key_value_heads=8,
+    swa_head_dim=192, swa_v_head_dim=128, sliding_window=128, sliding_window_size=128, attention_chunk_size=128, n_routed_experts=256,
+    hybrid_layer_pattern=[0, 1, 1, 1, 1, *[0, 1, 1, 1, 1, 1] * 7, 0],
+)  # fmt: skip
+GEMMA3 = family("gemma3_text", 48, 16, 8, 3840, sliding_window=1024)
+del GEMMA3["vocab_size"]
+GEMMA2 = family("gemma2", 42, 16, 8, 3584, head_dim=256, sliding_window=4096, sliding_window_size=4096)
+EXAONE4 = family("exaone4", 64, 40, 8, 5120, head_dim=128, sliding_window=4096, sliding_window_pattern="LLLG")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (QWEN3_NEXT, [(12, 16, 2, 256, 256, 0)]),
+        (NEMOTRON_H, [(4, 32, 8, 128, 128, 0)]),
+        # Nemotron Nano's heads are wider than its hidden size has room for.
+        ({**NEMOTRON_H, "hidden_size": 4480, "num_attention_heads": 40}, [(4, 40, 8, 128, 128, 0)]),
+        (
+            family("granitemoehybrid", 40, 12, 4, 1536, layer_types=[*["mamba"] * 5, "attention", *["mamba"] * 4] * 4),
+            [(4, 12, 4, 128, 128, 0)],
+        ),
+        (family("lfm2", 16, 32, 8, 2048, full_attn_idxs=[2, 5, 8, 10, 12, 14]), [(6, 32, 8, 64, 64, 0)]),
+        (FALCON_H1, [(36, 12, 2, 128, 128, 0)]),
+        (GPT_OSS, [(12, 64, 8, 64, 64, 0), (12, 64, 8, 64, 64, 128)]),
+        (MIMO_V2, [(9, 64, 4, 192, 128, 0), (39, 64, 8, 192, 128, 129)]),
+        (
+            {**MIMO_V2, "swa_num_attention_heads": 32, "swa_head_dim": 96, "swa_v_head_dim": 64},
+            [(9, 64, 4, 192, 128, 0), (39, 32, 8, 96, 64, 129)],
+        ),
+        ({**MIMO_V2, "swa_v_head_dim": None}, [(9, 64, 4, 192, 128, 0), (39, 64, 8, 192, 192, 129)]),
+        # What is said of layers that predict further tokens counts for nothing.
+        (
+            {**MIMO_V2, "num_hidden_layers": 6, "sliding_window": None},
+            [(2, 64, 4, 192, 128, 0), (4, 64, 8, 192, 128, 129)],
+        ),
+        ({**GPT_OSS, "num_hidden_layers": 3}, [(1, 64, 8, 64, 64, 0), (2, 64, 8, 64, 64, 128)]),
+        ({"text_config": GEMMA3}, [(8, 16, 8, 256, 256, 0), (40, 16, 8, 256, 256, 1024)]),
+        (GEMMA2, [(21, 16, 8, 256, 256, 0), (21, 16, 8, 256, 256, 4096)]),
+        (EXAONE4, [(16, 40, 8, 128, 128, 0), (48, 40, 8, 128, 128, 4096)]),
+        ({**EXAONE4, "sliding_window": None, "sliding_window_pattern": None}, [(64, 40, 8, 128, 128, 0)]),
+        (
+            family("cohere2", 32, 32, 8, 4096, sliding_window=4096),
+            [(8, 32, 8, 128, 128, 0), (24, 32, 8, 128, 128, 4097)],
+        ),
+        # SGLang's models for these see no windows, whatever is said of them.
+        (family("mistral", 32, 32, 8, 4096, sliding_window=4096), [(32, 32, 8, 128, 128, 0)]),
+    ],
+)
+def test_layers_are_counted_by_what_they_are(tmp_path: Path, config: dict, expected: list) -> None:
+    assert shapes(tmp_path, config) == expected
+
+
+def test_layers_are_what_sglang_takes_them_for() -> None:
+    from sglang.srt.configs import NemotronHConfig, Qwen3NextConfig
+    from sglang.srt.configs.model_config import get_hybrid_layer_ids
+    from transformers import AutoConfig, PretrainedConfig
+
+    def kinds(config: dict) -> list[str]:
+        return module._kinds(msgspec.convert(config, module.Shape))
+
+    def full(config: dict) -> list[int]:
+        return [layer for layer, kind in enumerate(kinds(config)) if kind == "full_attention"]
+
+    for config, sglangs in ((QWEN3_NEXT, Qwen3NextConfig(**QWEN3_NEXT)), (NEMOTRON_H, NemotronHConfig(**NEMOTRON_H))):
+        assert full(config) == sglangs.full_attention_layer_ids
+    for config, name in ((GPT_OSS, "GptOssForCausalLM"), (MIMO_V2, "MiMoV2FlashForCausalLM")):
+        windowed, others = get_hybrid_layer_ids([name], PretrainedConfig(**config))
+        assert full(config) == others and len(windowed) + len(others) == config["num_hidden_layers"]
+    for name, defaults in module.DEFAULTS.items():
+        least: dict = (
+            {"layers_block_type": ["mamba", "attention"]} if name == "nemotron_h" else {"num_hidden_layers": 24}
+        )
+        config = {**family(name, 24, 8, 8, 1024), **defaults}
+        known = AutoConfig.for_model(name, **least)
+        for key in defaults.keys() - {"sliding_window_pattern", "full_attention_interval"}:
+            assert getattr(known, key) == defaults[key], (name, key)
+        if name != "nemotron_h":
+            assert kinds(config) == known.layer_types, name
+
+
+def traced(requests: int, tokens: int, shared: int) -> list[module.Prompt]:
+    """Requests of so many tokens each, one of them generated; multiples of TRACE_BLOCK of them are shared."""
+    common = list(range(shared // module.TRACE_BLOCK))
+    return [module.Prompt([*common, -i], module.TRACE_BLOCK, tokens - 1, 0) for i in range(1, requests + 1)]
+
+
+def row(tmp_path: Path, config: dict, prompts: list[module.Prompt], kv_cache: str = "auto") -> list[float]:
+    """The numbers of the one line: of a batch of all requests."""
     model = read_model(write(tmp_path / "config.json", [config]))
-    assert (model.heads, model.kv_heads, model.head_dim, model.layers) == (32, 8, 128, 36)
-    assert read_model(write(tmp_path / "mha.json", [changed(num_key_value_heads=None)])).kv_heads == 32
+    (line,) = [line for line in estimate(prompts, model, "h200", [len(prompts)], kv_cache) if "%" in line]
+    return [float(word.rstrip("%")) for word in line.split("more")[0].split()]
+
+
+def test_layers_without_kv_cost_nothing(tmp_path: Path) -> None:
+    prompts = traced(64, 20_000, 16_384)
+    plain = {**QWEN3_NEXT, "model_type": "qwen3_moe", "full_attention_interval": None}
+    hybrid, whole = row(tmp_path, QWEN3_NEXT, prompts), row(tmp_path, plain, prompts)
+    # 12 layers with 2 KV heads, K and V of 256 dimensions of 2 bytes.
+    assert hybrid[2] == pytest.approx(64 * 20_000 * 12 * 2 * 512 * 2 / 1e9, abs=0.005)
+    assert whole[2:4] == pytest.approx([4 * hybrid[2], 4 * hybrid[3]], abs=0.02)
+    assert hybrid[:2] == whole[:2] and hybrid[4:] == whole[4:], "what is shared, and the time of a layer"
+    assert row(tmp_path, QWEN3_NEXT, prompts, "fp8_e4m3")[2] == pytest.approx(hybrid[2] / 2, abs=0.01)
+
+
+def test_unequal_dimensions_and_heads_by_layer_are_counted(tmp_path: Path) -> None:
+    prompts = traced(64, 20_000, 0)
+    # K of 192 and V of 128 dimensions, 2 bytes: 9 layers with 4 KV heads see everything, 39 with 8 their last 129 tokens.
+    read = 64 * 320 * 2 * (9 * 4 * 20_000 + 39 * 8 * 129)
+    _, shared, unpacked, packed, *_ = row(tmp_path, MIMO_V2, prompts)
+    assert shared == 0 and unpacked == packed == pytest.approx(read / 1e9, abs=0.005)
+    dense = read_model(write(tmp_path / "dense.json", [{**MIMO_V2, "n_routed_experts": None}]))
+    # Q and the projection of what comes out have 64 heads.
+    matrices = 9 * (64 + 4) * (192 + 128) + 39 * (64 + 8) * (192 + 128) + 48 * 3 * 4 * 4096
+    assert dense.weight_bytes == 2 * 4096 * (matrices + 100_000)
+
+
+def test_windows_are_read_alone_by_requests_longer_than_they_are(tmp_path: Path) -> None:
+    prompts = traced(64, 20_000, 16_384)
+    _, _, unpacked, packed, *_ = row(tmp_path, GPT_OSS, prompts)
+    _, _, all_unpacked, all_packed, *_ = row(tmp_path, {**GPT_OSS, "layer_types": None}, prompts)
+    token = 8 * 2 * 64 * 2
+    assert unpacked == pytest.approx(64 * 12 * token * (20_000 + 128) / 1e9, abs=0.005)
+    assert all_unpacked == pytest.approx(64 * 24 * token * 20_000 / 1e9, abs=0.005)
+    assert packed == pytest.approx(all_packed / 2 + 64 * 12 * token * 128 / 1e9, abs=0.01)
+    assert packed < unpacked / 2
+
+
+def test_requests_within_their_windows_share(tmp_path: Path) -> None:
+    """As long as a window and not longer: as if there were none."""
+    plain = {**GEMMA2, "model_type": "llama"}
+    for tokens, alike in ((4096, True), (4097, False)):
+        prompts = traced(32, tokens, 3584)
+        windowed, whole = row(tmp_path, GEMMA2, prompts), row(tmp_path, plain, prompts)
+        assert (windowed == whole) == alike and whole[3] < whole[2] / 3
+
+
+def test_long_and_short_requests_in_a_window(tmp_path: Path) -> None:
+    model = read_model(write(tmp_path / "config.json", [{**EXAONE4, "sliding_window_pattern": "L" * 65}]))
+    ((spec, layers),) = model.layers.items()
+    assert layers == 64 and spec.window == 4096
+    gpu, lengths = GPUS["h200"], [3000] * 16 + [5000]
+    batch = Batch(lengths, [Node(0, 2048, list(range(17)))])
+    read, packed, kept, other, time = module.step(batch, [(module._config(spec, gpu), layers)], gpu)
+    token = 64 * 8 * 2 * 128 * 2
+    assert read == token * (16 * 3000 + 4096)
+    assert packed == token * (2048 + 16 * (3000 - 2048) + 4096)
+    assert kept == token * (2048 + 16 * (3000 - 2048) + 5000 - 2048), "there is room for all of the tokens in less"
+    # A launch takes so long, whatever is read.
+    assert other > 64 * gpu.other_base and time > 64 * gpu.base
+
+
+def test_layers_with_windows_and_without_add_up(tmp_path: Path) -> None:
+    prompts = traced(64, 20_000, 16_384)
+    rows = [
+        row(tmp_path, {**GEMMA2, "layer_types": kinds * 21}, prompts)
+        for kinds in (["full_attention"] * 2, ["sliding_attention"] * 2, ["sliding_attention", "full_attention"])
+    ]
+    full, windowed, mixed = rows
+    assert len(mixed) == 8 and mixed[:2] == full[:2] == windowed[:2]
+    for column, precision in ((2, 0.01), (3, 0.01), (4, 1), (5, 1), (6, 0.1), (7, 0.1)):
+        assert windowed[column] < full[column]
+        assert mixed[column] == pytest.approx((full[column] + windowed[column]) / 2, abs=precision), column
+
+
+def test_what_windows_have_left_need_not_be_kept(tmp_path: Path) -> None:
+    prompts = traced(64, 100_000, 0)
+    for kind, full in (("sliding_attention", False), ("full_attention", True)):
+        model = read_model(write(tmp_path / "config.json", [{**GEMMA2, "layer_types": [kind] * 42}]))
+        (line,) = [line for line in estimate(prompts, model, "h200", [64]) if "%" in line]
+        assert line.endswith("more than 141 GB") == full
+
+
+@pytest.mark.parametrize(
+    ("config", "unlike"),
+    [(QWEN3_NEXT, True), (MIMO_V2, True), (GEMMA2, True), (EXAONE4, True), (NEMOTRON_H, False), (FALCON_H1, False)],
+)
+def test_what_was_not_measured_is_said(tmp_path: Path, config: dict, unlike: bool) -> None:
+    lines = estimate(traced(8, 3000, 1024), read_model(write(tmp_path / "config.json", [config])), "h200", [8])
+    assert ("by the byte as fast as" in lines[-1]) == unlike
+    dense = config in (GEMMA2, EXAONE4)
+    assert ("unknown for experts and hybrid models" in lines[-1]) != dense
+    assert len(next(line for line in lines if "%" in line).split()) == (8 if dense else 6), "TPOT of dense models only"
+
+
+def test_layers_are_listed(tmp_path: Path) -> None:
+    lines = estimate(
+        traced(8, 3000, 1024), read_model(write(tmp_path / "config.json", [MIMO_V2])), "h200", [8], "fp8_e4m3"
+    )
+    assert (
+        "Layers with KV: 9 of 64/4 heads of 192 and 128, float8_e4m3fn, 39 of 64/8 heads of 192 and 128, float8_e4m3fn, a window of 129."
+        in lines
+    )
 
 
 def test_conversations_may_be_long(tmp_path: Path) -> None:
@@ -337,11 +571,17 @@ FIELDS = {
 HASHED = {"hash_ids": st.lists(st.integers()), "input_length": TOKENS, "output_length": TOKENS}
 ROWS = JUNK | st.fixed_dictionaries({}, optional=FIELDS) | st.fixed_dictionaries(HASHED) | st.just(GOOD)
 HEADS = st.integers(-1, 70) | st.sampled_from([128, 4096]) | JUNK
+KINDS = st.lists(st.sampled_from([*module.WITH_KV, *module.WITHOUT_KV]), min_size=30, max_size=64)
 CONFIGS = st.builds(
     lambda changes: changed(**changes),
     st.fixed_dictionaries({}, optional={
         "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": st.sampled_from([64, 128, 256]) | JUNK,
         "hidden_size": HEADS, "num_hidden_layers": HEADS, "text_config": JUNK, "num_experts": JUNK, "vocab_size": HEADS,
+        "model_type": st.sampled_from([*module.DEFAULTS, *module.SEE_ONE_MORE, "falcon_h1"]) | JUNK,
+        "v_head_dim": st.sampled_from([64, 128]) | JUNK, "swa_num_key_value_heads": HEADS, "swa_head_dim": HEADS,
+        "layer_types": KINDS | JUNK, "layers_block_type": KINDS | JUNK, "hybrid_override_pattern": st.text("M*-", max_size=64) | JUNK,
+        "full_attention_interval": HEADS, "full_attn_idxs": st.lists(st.integers()) | JUNK, "sliding_window": TOKENS | JUNK,
+        "sliding_window_pattern": HEADS | st.text("LG"), "hybrid_layer_pattern": st.lists(st.integers(0, 1), max_size=64) | JUNK,
     }),
 )  # fmt: skip
 
