@@ -8,7 +8,6 @@ from pathlib import Path
 
 import exaone
 import gemma
-import gpt_oss
 import mellum
 import pytest
 from conftest import assert_sound, generate_all
@@ -113,13 +112,3 @@ def test_a_model_for_which_sglang_lists_its_backends(model: Path, tmp_path: Path
                 assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
     assert len(set(map(tuple, answers["fa3"]))) > len(prompts) / 2, "answers that depend on prompts"
     assert answers["pat"] == answers["fa3"]
-
-
-def test_sinks_are_refused_on_a_cpu(model: Path, tmp_path: Path) -> None:
-    """By us, not by SGLang's list of backends for gpt-oss."""
-    sinks = gpt_oss.write(tmp_path / "model", model, 40)
-    with ForkedServer(sinks, "pat", tmp_path / "log", ["--dtype", "bfloat16"]) as server:
-        log = server.wait_failed()
-    assert (
-        "pat does not support attention sinks on a CPU, which GptOssForCausalLM uses: serve it with another one" in log
-    )
