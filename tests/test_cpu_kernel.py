@@ -256,6 +256,7 @@ def test_strided_pools() -> None:
         (lambda case: setattr(case, "table", case.table.long()), "req_to_token has the wrong dtype"),
         (lambda case: setattr(case, "q", case.q[:, :3]), "3 query heads are not a multiple of 2"),
         (lambda case: setattr(case, "sinks", torch.zeros(3)), "3 sinks are not one for each of 4 query heads"),
+        (lambda c: (setattr(c, "k", c.k[:, :0]), setattr(c, "v", c.v[:, :0])), "not a multiple of 0 KV heads"),
     ],
 )
 def test_wrong_tensors_are_named(change, message: str) -> None:

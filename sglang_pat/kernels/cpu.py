@@ -22,13 +22,17 @@ def attention(
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
     window: int = 0,
+    masks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one layer: each query sees its request's KV up to its own token.
 
-    In a decode step every request has one query; in an extend, one for each new token, whose K and V are in the cache before.
+    In a decode step every request has one query; in an extend, one for each new token, whose K and V are in the cache before. In a verify
+    step every request has one query again, of several tokens: its draft, the last tokens of `seq_lens`, and `masks` says which of these
+    each of them sees.
 
     Args:
-        q: [batch, heads, head_dim], float32, float16 or bfloat16; the batch are queries.
+        q: [batch, heads, head_dim], float32, float16 or bfloat16; the batch are queries. In a verify step the heads are those of all of
+            a query's tokens: KV head by KV head, and of each, token by token.
         k: [slots, kv_heads, head_dim], the layer's pool, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; `kv_heads`
             divides `heads`.
         v: [slots, kv_heads, v_head_dim], of the same dtype.
@@ -42,6 +46,8 @@ def attention(
         sinks: [heads]: a logit without a value for each head, which `scale` and `logit_cap` leave as it is.
         window: Of what its work items read, a query sees the last so many tokens of its request; 0 for all. Plans of decode steps read
             no more than that.
+        masks: [batch, tokens], int64, of verify steps: bit j of a token's mask says that it sees token j of its draft. How many it sees is
+            its place behind the request's other tokens, from where its window counts. 64 tokens at most.
 
     Returns:
         [batch, heads, v_head_dim] in q's dtype, accumulated in float32.
@@ -52,6 +58,8 @@ def attention(
     """
     batch, heads = q.shape[:2]
     out = torch.empty(batch, heads, v.shape[2])
+    if plan.ndim != 1 or len(plan) < len(layout.HEADER):
+        raise ValueError("the plan is shorter than its header")
     # No plan needs more slots than it has ints; the native code refuses one that says so.
     num_slots = max(0, min(layout.num_slots(plan.numpy()), len(plan)))
     partial = torch.empty(num_slots, heads, v.shape[2])
@@ -68,6 +76,7 @@ def attention(
         partial,
         lse,
         torch.empty(0) if sinks is None else sinks.float(),
+        torch.empty(0, 0, dtype=torch.int64) if masks is None else masks,
         scale,
         logit_cap,
         window,

@@ -32,7 +32,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         tiles: Tiles of the device.
         workers: Work items that run at the same time (SMs, CPU threads).
         policy: A key of `oracle.POLICIES`.
-        window: As in `AttentionSpec`.
+        window: `AttentionSpec.planned_window`.
     """
 
     cost: CostModel
@@ -44,8 +44,8 @@ class PackConfig(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, spec: AttentionSpec, tiles: TileTable, workers: int, policy: Policy = "optimal") -> PackConfig:
         """For layers of a spec, whose query heads are split where the largest tile has fewer rows."""
-        cost = spec.cost(tiles.head_splits(spec.heads, spec.kv_heads))
-        return cls(cost, tiles, workers, policy, spec.window)
+        cost = spec.cost(tiles.head_splits(spec.heads * spec.query_tokens, spec.kv_heads))
+        return cls(cost, tiles, workers, policy, spec.planned_window)
 
     @property
     def max_queries(self) -> int:

@@ -48,6 +48,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         kv: How K and V are kept.
         window: How many tokens a query sees, its own included; 0 for all.
         sinks: Whether each head has a logit without a value (gpt-oss).
+        query_tokens: Tokens of a request that attend in one step: 1 where it decodes, those of its draft where that is verified. They are
+            planned as one query with the heads of all of them.
     """
 
     heads: Count
@@ -57,14 +59,20 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     kv: KVFormat
     window: Window = 0
     sinks: bool = False
+    query_tokens: Count = 1
+
+    @property
+    def planned_window(self) -> int:
+        """How many tokens are seen by some token of a query, 0 for all."""
+        return self.window + self.query_tokens - 1 if self.window else 0
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim} and {self.v_head_dim}"
         seen = f", a window of {self.window}" if self.window else ""
-        return f"{self.heads}/{self.kv_heads} heads of {dims}, {self.kv.name}{seen}{', sinks' if self.sinks else ''}"
+        drafts = f", drafts of {self.query_tokens}" if self.query_tokens > 1 else ""
+        return f"{self.heads}/{self.kv_heads} heads of {dims}, {self.kv.name}{seen}{', sinks' if self.sinks else ''}{drafts}"
 
     def cost(self, head_splits: int = 1) -> CostModel:
         """Bytes that a layer moves; `head_splits` as in `CostModel`."""
-        return CostModel(
-            self.heads, self.kv_heads, self.head_dim, self.v_head_dim, self.kv.bytes, head_splits=head_splits
-        )
+        heads = self.heads * self.query_tokens
+        return CostModel(heads, self.kv_heads, self.head_dim, self.v_head_dim, self.kv.bytes, head_splits=head_splits)

@@ -17,7 +17,7 @@ namespace {
 using tvm::ffi::TensorView;
 
 struct Arguments {
-  TensorView q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks;
+  TensorView q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks, masks;
   pat::Shape shape;
   float scale;
   int64_t window;  // tokens that a query sees, 0: all
@@ -26,6 +26,7 @@ struct Arguments {
     const int32_t* header = static_cast<const int32_t*>(plan.data_ptr());
     return header + header[which];
   }
+  int tokens() const { return int(masks.size(1)); }  // of each query, 0 where there are no masks
   bool has_sinks() const { return sinks.size(0) > 0; }
   float sink(int64_t head) const { return static_cast<const float*>(sinks.data_ptr())[head]; }
 };
@@ -35,18 +36,31 @@ const E* data(const TensorView& tensor) {
   return static_cast<const E*>(tensor.data_ptr());
 }
 
-// What the rows of a work item see of the `length` tokens from `start` on: those in front of their own ends, and in their windows.
+// What the rows of a work item see of the `length` tokens from `start` on: those in front of their own ends, and in their windows. A
+// query of several tokens ends with these, of which each sees those in its mask, the same number of rows one after the other being its own.
 pat::Visible visible_of(const Arguments& a, const int32_t* queries, int rows, int group, int32_t start, int length,
                         pat::Scratch& scratch) {
   const int all = pat::round_up(rows, pat::kWidth);
   int32_t *begins = pat::Scratch::get(scratch.begins, all), *ends = pat::Scratch::get(scratch.ends, all);
-  pat::Visible visible{begins, ends, 0, length};
+  int32_t* firsts = pat::Scratch::get(scratch.firsts, all);
+  uint64_t* masks = a.tokens() ? pat::Scratch::get(scratch.masks, all) : nullptr;
+  pat::Visible visible{begins, ends, firsts, masks, 0, length};
   // Rows that only fill a vector see everything, and are thrown away.
   std::fill_n(begins, all, 0);
   std::fill_n(ends, all, length);
+  std::fill_n(firsts, all, length);
+  if (masks) std::fill_n(masks, all, ~uint64_t{0});
   for (int i = 0; i < rows; ++i) {
-    const int64_t end = data<int64_t>(a.seq_lens)[queries[i / group]];
-    const int64_t begin = a.window ? std::max<int64_t>(0, end - a.window) : 0;
+    const int64_t query = queries[i / group], end = data<int64_t>(a.seq_lens)[query];
+    int64_t own_end = end;  // of a token, by how many it sees
+    if (masks) {
+      const int64_t tokens = a.tokens(), first = end - tokens;
+      masks[i] = data<uint64_t>(a.masks)[query * tokens + i % group / (group / tokens)];
+      firsts[i] = int32_t(std::min<int64_t>(first - start, length));
+      own_end = first + __builtin_popcountll(masks[i]);
+      visible.all_end = std::min(visible.all_end, std::max(0, firsts[i]));
+    }
+    const int64_t begin = a.window ? std::max<int64_t>(0, own_end - a.window) : 0;
     begins[i] = int32_t(std::clamp<int64_t>(begin - start, 0, length));
     ends[i] = int32_t(std::clamp<int64_t>(end - start, 0, length));
     visible.all_begin = std::max(visible.all_begin, begins[i]);
@@ -133,15 +147,16 @@ void run(const Arguments& a) {
 }
 
 void attention(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
-               TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, TensorView sinks, double scale,
-               double logit_cap, int64_t window) {
+               TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, TensorView sinks, TensorView masks,
+               double scale, double logit_cap, int64_t window) {
   pat::check(q, "q", 3, pat::kFloat32, kDLCPU);
   pat::check(out, "out", 3, pat::kFloat32, kDLCPU);
   pat::check(k, "k", 3, k.dtype(), kDLCPU);
   pat::check(v, "v", 3, k.dtype(), kDLCPU);
   pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, kDLCPU);
   pat::check_sinks(sinks, pat::kFloat32, q.size(1), kDLCPU);
-  const int64_t batch = q.size(0), heads = q.size(1);
+  pat::check(masks, "masks", 2, pat::kInt64, kDLCPU);
+  const int64_t batch = q.size(0), heads = q.size(1), tokens = masks.size(1);
   TVM_FFI_CHECK(k.size(0) == v.size(0) && k.size(1) == v.size(1) && q.size(2) == k.size(2), ValueError)
       << "q, k and v do not fit each other";
   TVM_FFI_CHECK(out.size(0) == batch && out.size(1) == heads && out.size(2) == v.size(2), ValueError)
@@ -154,10 +169,11 @@ void attention(TensorView q, TensorView k, TensorView v, TensorView out, TensorV
   const char* problem = pat::plan_problem(data<int32_t>(plan), bounds);
   if (!problem) problem = pat::batch_problem(data<int64_t>(rows), data<int64_t>(seq_lens), bounds);
   if (!problem) problem = pat::open_problem(data<int32_t>(plan), data<int64_t>(rows), data<int64_t>(seq_lens));
+  if (!problem && tokens > 0) problem = pat::masks_problem(data<int64_t>(seq_lens), masks, batch, heads / k.size(1));
   if (!problem && window < 0) problem = "a window has 0 tokens or more";
   TVM_FFI_CHECK(!problem, ValueError) << problem;
   // clang-format off
-  const Arguments arguments{q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks,
+  const Arguments arguments{q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks, masks,
                             pat::Shape{int(q.size(2)), int(v.size(2)), float(logit_cap)}, float(scale), window};
   // clang-format on
   const DLDataType kv = k.dtype();

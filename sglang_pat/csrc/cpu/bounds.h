@@ -11,6 +11,7 @@
 
 namespace pat {
 
+constexpr int64_t kMostTokens = 64;  // bits of a mask
 constexpr int32_t kMostTileTokens =
     1 << 14;  // a tile of the CPU executor is a few dozen; more is scratch memory for nothing
 
@@ -74,6 +75,17 @@ inline const char* open_problem(const int32_t* plan, const int64_t* rows, const 
       if (rows[query[j]] != rows[*query] || lengths[query[j]] > lengths[*query])
         return "the plan has an open work item whose queries are not those of its first one's request up to that one";
   }
+  return nullptr;
+}
+
+// What is wrong with the masks of a batch whose queries are several tokens each; null if nothing is.
+inline const char* masks_problem(const int64_t* lengths, const tvm::ffi::TensorView& masks, int64_t batch, int64_t group) {
+  const int64_t tokens = masks.size(1);
+  if (tokens > kMostTokens) return "a query has 64 tokens at most";
+  if (masks.size(0) != batch || !masks.is_contiguous()) return "masks must be the batch's, and contiguous";
+  if (group % tokens != 0) return "the heads of a KV head are not those of so many tokens";
+  for (int64_t i = 0; i < batch; ++i)
+    if (lengths[i] < tokens) return "a request is shorter than its new tokens";
   return nullptr;
 }
 

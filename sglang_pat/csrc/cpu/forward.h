@@ -30,7 +30,8 @@ inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple 
 // Grows to the largest request of its thread and stays, so that a steady state allocates nothing.
 struct Scratch {
   std::vector<float> q, k, v, scores, out, max, sum;
-  std::vector<int32_t> begins, ends;
+  std::vector<int32_t> begins, ends, firsts;
+  std::vector<uint64_t> masks;
 
   template <typename T>
   static T* get(std::vector<T>& buffer, size_t size) {
@@ -48,11 +49,13 @@ struct Result {
   float* lse;
 };
 
-// Which of an item's KV each row sees: [begins[row], ends[row]), counted from the item's first token. Both have room for whole vectors of
-// rows. All rows see [all_begin, all_end).
+// Which of an item's KV each row sees: [begins[row], ends[row]), counted from the item's first token; where there are masks, of the 64
+// tokens from firsts[row] on those whose bits are set. All have room for whole vectors of rows. All rows see [all_begin, all_end).
 struct Visible {
   const int32_t* begins;
   const int32_t* ends;
+  const int32_t* firsts;
+  const uint64_t* masks;  // null for none
   int all_begin, all_end;
 
   bool whole(int begin, int end) const { return all_begin <= begin && end <= all_end; }
@@ -60,7 +63,13 @@ struct Visible {
 
 inline Vec hide(Vec scores, const Visible& visible, int row, int token) {
   const VecInt from = load_ints(visible.begins + row), to = load_ints(visible.ends + row);
-  return (from <= token) & (to > token) ? scores : splat(-INFINITY);
+  scores = (from <= token) & (to > token) ? scores : splat(-INFINITY);
+  if (!visible.masks) return scores;
+  for (int i = row; i < row + kWidth; ++i) {
+    const int own = token - visible.firsts[i];
+    if (own >= 0 && own < 64 && !(visible.masks[i] >> own & 1)) scores[i - row] = -INFINITY;
+  }
+  return scores;
 }
 
 inline Vec cap(Vec scores, float limit) {
