@@ -39,6 +39,8 @@ class Scheduler {
   static constexpr int64_t kMaxSteps = 1 << 30, kMaxTokens = int64_t(1) << 37;
   // New tokens of one extend; more than SGLang prefills at once, whose plan has several ints for each.
   static constexpr int64_t kMaxExtend = 1 << 24;
+  // Tokens that its work items read, before anything is shared: 100 GB/s would read so many for a day.
+  static constexpr int64_t kMaxReads = int64_t(1) << 42;
 
   struct Totals {
     Statistics statistics;  // summed over steps
@@ -235,12 +237,14 @@ class Scheduler {
   int64_t extend(const int64_t* keys, const int64_t* cached, const int64_t* added, int64_t size) {
     std::lock_guard<std::mutex> lock(mutex_);
     in_range("the batch", size, 0, kMaxBatch);
-    int64_t tokens = 0;
+    int64_t tokens = 0, reads = 0;
     extending_.clear(), cached_.clear(), added_.clear();
     for (int64_t i = 0; i < size; ++i) {
       const int64_t before = in_range("a request's tokens", cached[i], 0, kMaxPosition);
       tokens += in_range("a request's new tokens", added[i], 0, kMaxPosition - before);
       in_range("new tokens", tokens, 0, kMaxExtend);
+      reads += ceil_div(added[i], config_.max_queries) * (before + added[i]);
+      in_range("tokens read", reads, 0, kMaxReads);
       extending_.push_back(mirror_.find_request(keys[i]));
       cached_.push_back(int32_t(before)), added_.push_back(int32_t(added[i]));
     }
