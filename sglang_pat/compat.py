@@ -135,6 +135,12 @@ def path(cache: Any, req: Any) -> list[tuple[int, int]] | None:
     return result[::-1]
 
 
+def head_tokens(cache: Any) -> int:
+    """Tokens by which the tree tells a node from its siblings: a page, and one more where its keys are pairs of tokens (EAGLE, whose draft
+    layer computes a token's KV from the next one too)."""
+    return cache.page_size + bool(getattr(getattr(cache, "tree_core", cache), "is_eagle", False))
+
+
 def _last_node(cache: Any, req: Any) -> Any:
     """Where the request hangs in the tree. A turn of a streaming session has a stand-in for a node, and hangs where its session does."""
     sessions = getattr(cache, "session", None)
@@ -197,6 +203,17 @@ def is_extend(mode: Any) -> bool:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     return mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
+
+
+def draft_tokens(server_args: Any) -> int:
+    """Tokens of each request that a step verifies; 0 without speculation."""
+    given = arguments(server_args)
+    return (given.speculative_num_draft_tokens or 1) if getattr(given, "speculative_algorithm", None) else 0
+
+
+def tokens_of_drafts(forward_batch: Any) -> int:
+    """The same by what a batch to be verified says."""
+    return forward_batch.spec_info.draft_token_num
 
 
 def decodes(layer: Any) -> bool:

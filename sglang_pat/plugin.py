@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_pat import compat
+from sglang_pat import compat, platform
 
 
 def register() -> None:
@@ -23,6 +23,11 @@ def register() -> None:
         return attention.create(runner)
 
     compat.around_model_adjustments(adjust_for_model)
+    if platform.is_chosen():
+        # Imported here, as it imports torch.
+        from sglang_pat.platform import speculation
+
+        speculation.install()
 
 
 def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:

@@ -53,7 +53,9 @@ class Pipe:
 
 
 class Soak:
-    def __init__(self, scheduler: Any, batches: int, seed: int, namespaces: bool, priorities: bool) -> None:
+    def __init__(
+        self, scheduler: Any, batches: int, seed: int, namespaces: bool, priorities: bool, alike: bool
+    ) -> None:
         self.scheduler = scheduler
         (self._backend,) = hooks.followers()
         self.observer = self._backend.observer
@@ -64,6 +66,7 @@ class Soak:
         self.random = random.Random(seed)
         self.namespaces = namespaces
         self.priorities = priorities
+        self.alike = alike
         self.sent: list[str] = []
         self.flushes = self.aborts = self.checked = self.shared = self.running = self.bound = 0
         self.retracted_rids: set[str] = set()
@@ -97,6 +100,9 @@ class Soak:
         state = self.random.randrange(3)
         for _ in range(self.random.randint(1, 4)):
             branch = random.Random(f"{state}")
+            if self.alike:
+                # Keys of pairs of tokens tell those apart that begin with the same one.
+                tokens.append(1)
             tokens += [branch.randrange(1, 250) for _ in range(branch.randint(5, 60))]
             state = state * 3 + self.random.randrange(3)
         if self.random.random() < 0.3:
@@ -214,6 +220,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--namespaces", action="store_true")
     parser.add_argument("--mamba", action="store_true")
+    parser.add_argument("--alike", action="store_true")
     arguments, flags = parser.parse_known_args()
     if arguments.mamba:
         allow_mamba()
@@ -232,6 +239,7 @@ def main() -> None:
                 arguments.seed,
                 arguments.namespaces,
                 "--enable-priority-scheduling" in flags,
+                arguments.alike,
             )
         )
         run(scheduler)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import eagle
 import hybrid
 import pytest
 from conftest import UNPINNED, selected
@@ -64,6 +65,26 @@ CASES |= {
 }  # fmt: skip
 """The last two are of a model with Mamba layers."""
 
+DRAFTS = [
+    "--alike",
+    "--batches",
+    "100",
+    "--speculative-algorithm",
+    "EAGLE",
+    "--speculative-num-steps",
+    "2",
+    "--speculative-eagle-topk",
+]
+CASES |= {
+    "drafts": ([POOL, "1500", *DRAFTS, "2", "--speculative-num-draft-tokens", "4"], {}, {"shared": 100, "aborts": 1}),
+    "drafts, pages": (
+        [POOL, "2048", "--page-size", "4", "--namespaces", *DRAFTS, "1", "--speculative-num-draft-tokens", "3"],
+        {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"},
+        {"shared": 100, "retracted": 2},
+    ),
+}
+"""The prefix cache's keys are pairs of tokens. Steps are slow where Triton interprets the kernels of SGLang's draft workers."""
+
 
 @pytest.fixture(scope="module")
 def runs(
@@ -72,9 +93,12 @@ def runs(
     """Exit status and output of all cases, two at a time."""
     logs = tmp_path_factory.mktemp("logs")
     with_states = hybrid.nemotron_h(logs / "model", model, chunk=16)
+    draft = eagle.write(logs / "draft", model)
 
     def run(name: str) -> tuple[int, str]:
         flags, environment, _ = CASES[name]
+        if "EAGLE" in flags:
+            flags = [*flags, "--speculative-draft-model-path", str(draft)]
         folder, environment = (with_states, UNPINNED | environment) if "--mamba" in flags else (model, environment)
         command = [sys.executable, str(SOAK), str(folder), "--batches", "400", "--seed", "7", *flags]
         log = logs / name

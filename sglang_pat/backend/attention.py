@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat, jit
-from sglang_pat.backend import executors, layers, support
+from sglang_pat.backend import executors, layers, support, verify
 from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.layers import LayerGroup
 from sglang_pat.backend.metrics import Metrics
@@ -33,7 +34,7 @@ _NOBODY = torch.empty(0, dtype=torch.int64)
 
 
 def create(runner: ModelRunner) -> AttentionBackend:
-    """What SGLang calls for `--attention-backend pat`. An encoder decodes nothing, and is all a stock backend's.
+    """What SGLang calls for `--attention-backend pat`. Drafts, and encoders, which decode nothing, are all a stock backend's.
 
     Raises:
         UnsupportedError: A flag or the model needs what PAT does not do.
@@ -46,8 +47,8 @@ def create(runner: ModelRunner) -> AttentionBackend:
         support.check_release(runner)
         support.check_device(runner)
         support.check_model(runner, fallback="torch_native" if runner.device == "cpu" else "triton")
-        if not layers.count(runner):
-            logger.info("sglang-pat: %s decodes nothing", type(runner.model).__name__)
+        if runner.is_draft_worker or not layers.count(runner):
+            logger.info("sglang-pat: %s runs on a stock backend", type(runner.model).__name__)
             return stock_backend(runner, [])
         config = PatConfig.from_environment()
         jit.load("packing")
@@ -123,24 +124,40 @@ class PatAttnBackend(AttentionBackend):
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
 
         self._kv_format, self._context = layers.kv_format(runner.kv_cache_dtype), layers.none_from(runner)
-        made = executors.create(runner, config, specs)
+        self._draft_tokens = compat.draft_tokens(
+            runner.server_args
+        )  # of a request, to be verified; 0 without speculation
+        stepping = {msgspec.structs.replace(spec, query_tokens=self._draft_tokens or 1): specs[spec] for spec in specs}
+        made = executors.create(runner, config, stepping)
         self._writer = writer = trace_writer(runner, config, made[0].pack_config, next(iter(specs.values())))
         # A trace is of the first group's plans.
         tellers = [writer.on_plan if writer else None, *[None] * (len(made) - 1)]
         self.groups = [
             LayerGroup(spec, size, executor, runner.req_to_token_pool.size, config, on_plan)
-            for (spec, size), executor, on_plan in zip(specs.items(), made, tellers, strict=True)
+            for (spec, size), executor, on_plan in zip(stepping.items(), made, tellers, strict=True)
         ]
-        self._extend = PackedExtend(runner, self.groups) if prefills and runner.device == "cpu" else None
+        # What one token of a request attends to, where steps are of several: extends, and dry runs.
+        self._single_groups = self.groups
+        if self._draft_tokens:
+            made = executors.create(runner, config, specs)
+            self._single_groups = [
+                LayerGroup(spec, size, executor, runner.req_to_token_pool.size, config)
+                for (spec, size), executor in zip(specs.items(), made, strict=True)
+            ]
+        everyone = [*self.groups, *(self._single_groups if self._draft_tokens else [])]
+        self._extend = PackedExtend(runner, self._single_groups) if prefills and runner.device == "cpu" else None
         self.packs_extends = self._extend is not None
-        self._group_of: dict[int, LayerGroup] = {}  # by the id of a layer that was seen
+        self._group_of: dict[
+            tuple[int, int], LayerGroup
+        ] = {}  # by the id of a layer that was seen, and tokens of a query
+        self._masks: torch.Tensor | None = None  # of drafts
         own_pool = compat.has_window_pool(runner.token_to_kv_pool)
-        windows = {spec.window for spec in specs if own_pool and spec.window}
+        windows = {group.spec.planned_window for group in everyone if own_pool and group.spec.window}
         self._tables = {window: WindowTable(runner, window) for window in windows}
         self._window_slots: torch.Tensor | None = None  # of the new tokens
         self._with_sinks = layers.with_sinks(runner)
-        self.observer = Observer(*(group.scheduler for group in self.groups))
-        self.observer.subscribers += [group.planner.on_event for group in self.groups]
+        self.observer = Observer(*(group.scheduler for group in everyone))
+        self.observer.subscribers += [group.planner.on_event for group in everyone]
         if writer:
             self.observer.subscribers.append(writer.on_event)
         self._metrics = Metrics()
@@ -174,6 +191,8 @@ class PatAttnBackend(AttentionBackend):
         if forward_batch.forward_mode.is_decode():
             self.init_forward_metadata_out_graph(forward_batch)
             self.init_forward_metadata_in_graph(forward_batch)
+        elif self._verifies(forward_batch):
+            self._begin_verify(forward_batch)
         elif not forward_batch.forward_mode.is_idle() and self.inner is not None:
             self.inner.init_forward_metadata(forward_batch)
             self._expect(forward_batch)
@@ -193,17 +212,40 @@ class PatAttnBackend(AttentionBackend):
         self.rows, self.seq_lens = forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long()
         actual = getattr(forward_batch, "actual_forward_mode", mode)
         if in_capture or mode.is_idle() or actual.is_idle():
-            for group in self.groups:
+            for group in self._single_groups:
                 group.unload()
             return
         seq_lens = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
         requests = self._requests_of(forward_batch, len(seq_lens))
         if not compat.is_graph_view(forward_batch):
             self.rows, self.seq_lens = self.rows[: len(requests)], self.seq_lens[: len(requests)]
-        lengths = functools.partial(_on_host, seq_lens, len(requests))
-        for group in self.groups:
-            verify = functools.partial(self._verify, rows=self.rows, seq_lens=lengths, window=group.spec.window)
-            group.plan(requests, lengths, verify if self.config.verify else None)
+        self._plan(self._single_groups, requests, functools.partial(_on_host, seq_lens, len(requests)))
+
+    def _plan(self, groups: list[LayerGroup], requests: torch.Tensor, lengths: Callable[[], torch.Tensor]) -> None:
+        assert self.rows is not None
+        for group in groups:
+            check = functools.partial(self._verify, rows=self.rows, seq_lens=lengths, window=group.spec.planned_window)
+            group.plan(requests, lengths, check if self.config.verify else None)
+
+    def _verifies(self, forward_batch: ForwardBatch) -> bool:
+        return bool(self._draft_tokens) and forward_batch.forward_mode.is_target_verify()
+
+    def _begin_verify(self, forward_batch: ForwardBatch) -> None:
+        """Plan a step in which drafts are verified; its lengths are without them."""
+        tokens = self._draft_tokens
+        found = compat.tokens_of_drafts(forward_batch)
+        if found != tokens:
+            raise support.UnsupportedError(f"a draft has {found} tokens, and pat was made for {tokens}")
+        seq_lens = forward_batch.seq_lens.long() + tokens
+        requests = self._requests_of(forward_batch, len(seq_lens))
+        self.rows = forward_batch.req_pool_indices.long()[: len(requests)]
+        self.seq_lens = seq_lens[: len(requests)]
+        self._masks = verify.masks(forward_batch, tokens)[: len(requests)]
+        self._plan(self.groups, requests, functools.partial(_on_host, self.seq_lens, len(requests)))
+        if self._tables:
+            self._window_slots = compat.window_mapping(self.token_to_kv_pool)[forward_batch.out_cache_loc]
+            for table in self._tables.values():
+                table.fill(self.rows, self.seq_lens, compat.window_mapping(self.token_to_kv_pool))
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         if not forward_batch.forward_mode.is_decode_or_idle():
@@ -235,16 +277,38 @@ class PatAttnBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        group = self._group_for(layer, sinks, **kwargs)
+        group = self._group_for(layer, self._single_groups, sinks, **kwargs)
         if save_kv_cache and k is not None:
             compat.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        return self._run(group, q, layer, sinks).reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+
+    def _forward_verify(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch,
+        save_kv_cache: bool, sinks: torch.Tensor | None = None, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        group, tokens = self._group_for(layer, self.groups, sinks, **kwargs), self._draft_tokens
+        if save_kv_cache and k is not None:
+            compat.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots)
+        q = verify.gather(q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim), tokens, layer.tp_k_head_num)
+        out = self._run(group, q, layer, verify.spread(sinks, tokens, layer.tp_k_head_num), self._masks)
+        return verify.scatter(out, tokens, layer.tp_k_head_num)
+
+    def _run(
+        self,
+        group: LayerGroup,
+        q: torch.Tensor,
+        layer: RadixAttention,
+        sinks: torch.Tensor | None,
+        masks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A layer's attention of the step that was planned, Q [batch, heads, head_dim]."""
         assert self.rows is not None and self.seq_lens is not None
         k_scale, v_scale = compat.kv_scales(layer) if compat.is_fp8(self.kv_cache_dtype) else (1.0, 1.0)
-        table = self._tables.get(group.spec.window)
+        table = self._tables.get(group.spec.planned_window)
         own = (self.req_to_token_pool.req_to_token, self.rows, self.seq_lens)
         req_to_token, rows, seq_lens = own if table is None else table.of_batch(len(self.rows))
-        out = group.executor.decode(
+        return group.executor.decode(
             q,
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
@@ -255,8 +319,8 @@ class PatAttnBackend(AttentionBackend):
             logit_cap=layer.logit_cap,
             v_scale=v_scale,
             sinks=sinks,
+            masks=masks,
         )
-        return out.reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
 
     def forward_extend(
         self,
@@ -268,10 +332,12 @@ class PatAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
+        if self._verifies(forward_batch):
+            return self._forward_verify(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         assert self.inner is not None
         if self._extend is None or not compat.is_extend(forward_batch.forward_mode) or not compat.decodes(layer):
             return self.inner.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        group = self._group_for(layer, **kwargs)
+        group = self._group_for(layer, self._single_groups, **kwargs)
         return self._extend.forward(q, k, v, layer, group, forward_batch, save_kv_cache, kwargs.get("sinks"))
 
     # Prefill in graphs is the inner backend's business.
@@ -300,15 +366,17 @@ class PatAttnBackend(AttentionBackend):
     def support_triton(self) -> bool:
         return self.inner is None or self.inner.support_triton()
 
-    def _group_for(self, layer: RadixAttention, sinks: torch.Tensor | None = None, **others: Any) -> LayerGroup:
-        """The layer's group; raises UnsupportedError where its attention is asked for with something else than the group's."""
+    def _group_for(
+        self, layer: RadixAttention, groups: list[LayerGroup], sinks: torch.Tensor | None = None, **others: Any
+    ) -> LayerGroup:
+        """The layer's group of these; raises UnsupportedError where its attention is asked for with something else than the group's."""
         unknown = [name for name, value in others.items() if value is not None]
         if unknown:
             raise support.UnsupportedError(
                 f"--attention-backend pat does not support '{unknown[0]}' in attention layers: "
                 "use another --decode-attention-backend"
             )
-        group = self._group(layer)
+        group = self._group(layer, groups)
         if (sinks is not None) != group.spec.sinks:
             raise support.UnsupportedError(
                 f"layer {layer.layer_id} has {'' if group.spec.sinks else 'no '}attention sinks by its model's parameters, and is asked for "
@@ -316,15 +384,15 @@ class PatAttnBackend(AttentionBackend):
             )
         return group
 
-    def _group(self, layer: RadixAttention) -> LayerGroup:
-        found = self._group_of.get(layer.layer_id)
-        if found is None:
-            spec = layers.spec_of(layer, self._kv_format, self._context, layer.layer_id in self._with_sinks)
-            groups = [group for group in self.groups if group.spec == spec]
-            if not groups:
+    def _group(self, layer: RadixAttention, groups: list[LayerGroup]) -> LayerGroup:
+        key = layer.layer_id, groups[0].spec.query_tokens
+        if key not in self._group_of:
+            spec = layers.spec_of(layer, self._kv_format, self._context, layer.layer_id in self._with_sinks, key[1])
+            found = [group for group in groups if group.spec == spec]
+            if not found:
                 raise support.UnsupportedError(f"layer {layer.layer_id} is none of those that pat was made for: {spec}")
-            self._group_of[layer.layer_id] = found = groups[0]
-        return found
+            self._group_of[key] = found[0]
+        return self._group_of[key]
 
     def _requests_of(self, forward_batch: ForwardBatch, size: int) -> torch.Tensor:
         """The requests of a batch of `size` rows, without what it was padded with; the same object while it is the same batch."""
@@ -341,10 +409,12 @@ class PatAttnBackend(AttentionBackend):
         rows, lengths = hooks.rows_of(forward_batch), forward_batch.seq_lens_cpu
         if rows is not None and lengths is not None:
             requests = compat.requests(self.req_to_token_pool, rows).tolist()
+            # Of a request that verifies, the first step has its whole draft.
+            more = max(0, self._draft_tokens - 1)
             hooks.tell(
                 self.observer,
                 lambda observer: observer.on_prefill(
-                    requests, lengths[: len(requests)].tolist(), list(forward_batch.rids)
+                    requests, (lengths[: len(requests)] + more).tolist(), list(forward_batch.rids)
                 ),
             )
 

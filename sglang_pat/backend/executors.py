@@ -47,11 +47,12 @@ class Executor(Protocol):
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
+        masks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of Q [batch or more, heads, head_dim]: [batch or more, heads, v_head_dim], zero in rows behind the plan's batch.
 
         `scale` is the factor on q k^T, `v_scale` that on the result: what K and V are kept divided by is in them. `sinks`, [heads],
-        are logits without values.
+        are logits without values. `masks` as for `kernels.cpu.attention`, where a query is several tokens.
         """
 
 
@@ -76,7 +77,8 @@ class CpuExecutor:
 
     def __init__(self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec) -> None:
         workers = torch.get_num_threads()
-        self.pack_config = PackConfig(spec.cost(), CPU_TILES, workers, config.policy, spec.window)
+        self._spec = spec
+        self.pack_config = PackConfig(spec.cost(), CPU_TILES, workers, config.policy, spec.planned_window)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32) for _ in range(2)]
         self.description = f"{torch.get_num_threads()} threads"
@@ -92,6 +94,7 @@ class CpuExecutor:
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
+        masks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         assert self._loaded
         if self._plan is None:
@@ -99,7 +102,7 @@ class CpuExecutor:
         real = rows.shape[0]
         out = cpu.attention(
             q[:real], k, v, req_to_token, rows, seq_lens, self._plan, scale=scale, logit_cap=logit_cap, v_scale=v_scale,
-            sinks=sinks,
+            sinks=sinks, masks=masks, window=self._spec.window if masks is not None else 0,
         )  # fmt: skip
         if real < q.shape[0]:
             out = torch.cat([out, out.new_zeros(q.shape[0] - real, *out.shape[1:])])
@@ -157,7 +160,9 @@ class CudaExecutor:
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
+        masks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        assert masks is None
         out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
         # Early: in front of every layer's attention are the kernels that make its Q; the plan and the lengths were there before.
         self._decoder.decode(

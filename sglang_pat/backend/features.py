@@ -11,6 +11,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from sglang_pat import compat
+
+ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+"""Of speculative decoding, whose verify steps are all alike."""
+
 Status = Literal["works", "unpacked", "refused"]
 """`unpacked`: the answers are right, and nothing is shared."""
 
@@ -80,6 +85,27 @@ def _prefills(arguments: Any, environment: Mapping[str, str]) -> bool:
     return getattr(arguments, "disaggregation_mode", None) == "prefill"
 
 
+def _more(name: str, most: int) -> Asked:
+    """The argument `name` is more than that."""
+    return lambda arguments, environment: (getattr(arguments, name, None) or 0) > most
+
+
+def _speculates(arguments: Any) -> bool:
+    return bool(getattr(arguments, "speculative_algorithm", None))
+
+
+def _speculates_on_gpu(arguments: Any, environment: Mapping[str, str]) -> bool:
+    return _speculates(arguments) and str(getattr(arguments, "device", None)).startswith("cuda")
+
+
+def _speculates_otherwise(arguments: Any, environment: Mapping[str, str]) -> bool:
+    return _speculates(arguments) and arguments.speculative_algorithm.upper() not in ALGORITHMS
+
+
+def _speculates_beside(arguments: Any, environment: Mapping[str, str]) -> bool:
+    return _speculates(arguments) and set(compat.backends_chosen(arguments)) != {"pat"}
+
+
 def _works(name: str, how: str, *shown: str, note: str = "") -> Feature:
     return Feature(name, how, "works", shown, note=note)
 
@@ -97,6 +123,7 @@ _MIRROR = "test_scheduler.py::test_the_mirror_is_what_req_to_token_says"
 _NESTED = "test_server.py::test_nested_prefixes_of_mixed_lengths"
 _FLAGS = "test_server.py::test_small_mixed_chunks_pages_lpm_no_overlap_no_reuse"
 _POOL = "test_server.py::test_two_hundred_requests_through_a_small_pool"
+_SPECULATION = "test_speculation.py::test_answers_are_those_without_it"
 _LEAVE_OUT = "leave it out, or use another --attention-backend"
 
 FEATURES: dict[str, tuple[Feature, ...]] = {
@@ -184,7 +211,16 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                  _any(_set("enable_page_major_kv_layout"), _set("enable_unified_memory")), _LEAVE_OUT),
     ),
     "Decoding": (
-        _refused("speculative decoding", "`--speculative-algorithm`", _set("speculative_algorithm"), _LEAVE_OUT),
+        _works("speculative decoding on a CPU", "`--speculative-algorithm EAGLE`, `STANDALONE`, `NGRAM`", _SPECULATION,
+               "test_verify.py::test_random_trees_of_drafts", "test_scheduler.py::test_the_mirror_is_what_req_to_token_says",
+               note="drafts are verified packed, and against the likeliest tokens only, as on SGLang's own CPU engine; EAGLE3 and NEXTN start, and were not run"),
+        _refused("speculative decoding on a GPU", "`--speculative-algorithm`", _speculates_on_gpu, _LEAVE_OUT),
+        _refused("other algorithms of speculative decoding", "`--speculative-algorithm DFLASH` and others", _speculates_otherwise, _LEAVE_OUT),
+        _refused("speculation that changes the length of drafts", "`--speculative-adaptive`", _set("speculative_adaptive"), "leave it out"),
+        _refused("drafts of more than 64 tokens", "`--speculative-num-draft-tokens`",
+                 _more("speculative_num_draft_tokens", 64), "take 64 or less"),
+        _refused("speculative decoding with another backend beside", "`--prefill-attention-backend`, `--decode-attention-backend`",
+                 _speculates_beside, "let pat do both, by --attention-backend pat alone"),
         _refused("diffusion models", "`--dllm-algorithm`", _set("dllm_algorithm"), _LEAVE_OUT),
         _refused("deterministic inference", "`--enable-deterministic-inference`, `--rl-on-policy-target`",
                  _any(_set("enable_deterministic_inference"), _set("rl_on_policy_target")), _LEAVE_OUT,

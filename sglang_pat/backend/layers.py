@@ -46,11 +46,13 @@ def none_from(runner: ModelRunner) -> int:
     return MAX_WINDOW if compat.has_window_pool(runner.token_to_kv_pool) else runner.model_config.context_len
 
 
-def spec_of(layer: RadixAttention, form: KVFormat, context: int, sinks: bool = False) -> AttentionSpec:
+def spec_of(
+    layer: RadixAttention, form: KVFormat, context: int, sinks: bool = False, query_tokens: int = 1
+) -> AttentionSpec:
     """What the attention of a layer is; `context` as for `window`."""
     return AttentionSpec(
         layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, form,
-        window(layer.sliding_window_size, context), sinks,
+        window(layer.sliding_window_size, context), sinks, query_tokens,
     )  # fmt: skip
 
 
@@ -104,7 +106,7 @@ class LayerGroup:
         """
         self.spec, self.layers, self.executor = spec, layers, executor
         self.scheduler = NativeScheduler(executor.pack_config, max_batch, executor.max_slots, executor.buffers)
-        self.planner = Planner(self.scheduler, config.reuse, config.ahead, on_plan)
+        self.planner = Planner(self.scheduler, config.reuse, config.ahead, on_plan, spec.query_tokens)
         self._loaded = -1  # the number of the plan that the executor has
 
     def plan(

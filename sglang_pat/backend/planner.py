@@ -31,6 +31,7 @@ class Planner:
         reuse: bool = True,
         ahead: bool = True,
         on_plan: Callable[..., None] | None = None,
+        growth: int = 1,
     ) -> None:
         """
         Args:
@@ -38,11 +39,13 @@ class Planner:
             reuse: Keep a plan while it is good; otherwise plan every step.
             ahead: Let the scheduler's own thread plan the next batch as soon as it is expected.
             on_plan: Told of every plan made (`TraceWriter.on_plan`).
+            growth: By how many tokens a request may grow in a step; the scheduler's steps are of one.
         """
         self._scheduler = scheduler
         self._reuse = reuse
         self._ahead = ahead
         self._on_plan = on_plan
+        self._growth = growth
         self._data: Any = None
         self._requests: Any = None
         self._used = self._good = 0
@@ -154,7 +157,7 @@ class Planner:
                 ahead=ahead,
                 fallback=fallback,
             )
-        self._data, self._used, self._good = self._scheduler.buffers[index], 0, good
+        self._data, self._used, self._good = self._scheduler.buffers[index], 0, -(-good // self._growth)
 
     def _report_failure(self) -> None:
         if not self._failed:

@@ -114,7 +114,8 @@ def check_model(runner: Any, fallback: str) -> None:
     problems = [_layer_problem(layer) or pool_problem(layer, pool) for layer in compat.attention_layers(runner)]
     if getattr(runner, "prefill_aware_swa", False):
         problems.append("windows beside which prompts are seen whole")
-    problems += [_spec_problem(spec, runner.device) for spec in specs]
+    drafted = compat.draft_tokens(runner.server_args)
+    problems += [_spec_problem(spec, runner.device, drafted) for spec in specs]
     for problem in filter(None, problems):
         raise UnsupportedError(f"--attention-backend pat does not support {problem}, which {name} uses: {instead}")
     for part in compat.kv_pools(pool):
@@ -188,7 +189,10 @@ def pool_problem(layer: Any, pool: Any) -> str | None:
     return f"a layer {'with' if windowed else 'without'} a window whose KV is in the pool of those {where}"
 
 
-def _spec_problem(spec: AttentionSpec, device: capabilities.Device) -> str | None:
+def _spec_problem(spec: AttentionSpec, device: capabilities.Device, drafted: int) -> str | None:
+    if 0 < spec.window < drafted:
+        # How far a token of a draft is behind another one would have to be told from its branch.
+        return f"drafts of {drafted} tokens, longer than a window of {spec.window}"
     return capabilities.refusal(spec, device)
 
 

@@ -24,16 +24,20 @@ def activate() -> str | None:
         The class to use, or None on a machine with an accelerator, beside another platform plugin, and where the
         user asked for SGLang's own CPU engine: SGLang then behaves as if this package were not installed.
     """
-    chosen = os.environ.get("SGLANG_PLATFORM")
     if _has_accelerator() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
-    if os.environ.get(AWAKE) == "1" or chosen == NAME:
+    if is_chosen():
         announce()
         return "sglang_pat.platform.cpu.CpuPlatform"
     # SGLang takes two active platforms for an error.
     if any(entry.name != NAME for entry in entry_points(group="sglang.srt.platforms")):
         return None
     return "sglang_pat.platform.cpu.DormantPlatform"
+
+
+def is_chosen() -> bool:
+    """Whether this process, or the one that started it, has chosen PAT on a CPU."""
+    return os.environ.get(AWAKE) == "1" or os.environ.get("SGLANG_PLATFORM") == NAME
 
 
 def _has_accelerator() -> bool:
@@ -50,5 +54,7 @@ def announce() -> None:
     """
     os.environ[AWAKE] = "1"
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # What drafts left behind is moved by torch, not by a kernel.
+    os.environ.setdefault("SGLANG_NATIVE_MOVE_KV_CACHE", "1")
     # torch brings NCCL along; where SGLang finds none, ranks talk through gloo.
     os.environ.setdefault("SGLANG_NCCL_SO_PATH", os.devnull)

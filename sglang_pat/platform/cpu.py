@@ -25,6 +25,11 @@ class CpuPlatform(SRTPlatform):
         # SGLang would have images processed by CUDA.
         server_args.disable_fast_image_processor = True
         compat.use_one_pool(server_args)
+        compat.disable_graphs(server_args)
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """0.5.23 asks; what `pat` does not verify it refuses itself."""
+        return True
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
@@ -85,7 +90,6 @@ class DormantPlatform(SRTPlatform):
         if "pat" in chosen:
             support.check_arguments(server_args)
             announce()
-            compat.disable_graphs(server_args)
             self.__class__ = CpuPlatform  # type: ignore[assignment]
             self.apply_server_args_defaults(server_args)
         elif self._guessed:

@@ -1,7 +1,7 @@
 """Every place where SGLang is hooked, through its own HookRegistry.
 
-Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs another attention backend but the arguments' step (the last
-two rows): they say which backend runs.
+Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs another attention backend but the arguments' step, as the
+arguments say which backend runs, and on the CPU platform what makes draft models' backends.
 
 | target | releases | why no extension point will do |
 |---|---|---|
@@ -19,6 +19,10 @@ two rows): they say which backend runs.
 | `build_replay_fb_view` | both | the batch that a CUDA graph is replayed for comes without either |
 | `ServerArgs._handle_model_specific_adjustments` | 0.5.17 | its lists of backends for a model (gpt-oss, Exaone); plugin.py |
 | `handle_model_specific_adjustments` | 0.5.23 | the same, there by SGLang's `register_resolution_hook` |
+| `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | both | on a CPU: which backends draft models may have is a list inside; platform/speculation.py |
+
+On a CPU `platform/speculation.py` also stands in for `sgl_kernel.speculative`, which cannot be imported there, and makes SGLang's draft workers
+take their kernels in Triton (`_is_xpu` of the modules in its `MODULES`).
 """
 
 from __future__ import annotations

@@ -135,16 +135,18 @@ class Observer:
         """Bind `request`, which is SGLang's `req`; `decodes_with` is as in RequestBound."""
         self._reqs[request & ROW] = req
         try:
-            self._bind(request, compat.path(cache, req), compat.protected_len(req), cache.page_size, decodes_with)
+            self._bind(
+                request, compat.path(cache, req), compat.protected_len(req), compat.head_tokens(cache), decodes_with
+            )
         except Exception as fault:
             unforeseen = not isinstance(fault, InconsistentError)
             self._count_fault("a request is decoded unpacked: %s", fault, exc_info=unforeseen)
             self._emit(RequestBound(request, ROOT, 0))
 
     def _bind(
-        self, request: int, path: list[tuple[int, int]] | None, tokens: int, page: int, decodes_with: int
+        self, request: int, path: list[tuple[int, int]] | None, tokens: int, head: int, decodes_with: int
     ) -> None:
-        """Bind a request whose first `tokens` tokens are the tree's, by `path`."""
+        """Bind a request whose first `tokens` tokens are the tree's, by `path`; the tree tells siblings apart by `head` tokens."""
         if path is None:
             self._emit(RequestBound(request, ROOT, 0))
             return
@@ -155,23 +157,23 @@ class Observer:
         parent, start = ROOT, 0
         try:
             for node, length in path:
-                self._announce(req, page, node, length, parent, start)
+                self._announce(req, head, node, length, parent, start)
                 parent, start = node, start + length
         finally:
             # In any case: nodes that were announced and have no request would stay for ever.
             self._emit(RequestBound(request, parent, decodes_with if start == tokens else 0))
 
-    def _announce(self, req: Any, page: int, node: int, length: int, parent: int, start: int) -> None:
+    def _announce(self, req: Any, tokens: int, node: int, length: int, parent: int, start: int) -> None:
         """Make the mirror know the next node of a path, `length` tokens from `start` on, below `parent`."""
         known = self.scheduler.find(node)
         if known is None:
-            head = _head(req, start, page)
+            head = _head(req, start, tokens)
             other = self.scheduler.child(parent, head)
             if other is None:
                 self._emit(NodeInserted(node, parent, length, head))
             else:
                 witness = self._reqs[self.scheduler.any_request(other) & ROW]
-                self._emit(NodeSplit(other, node, length, _head(witness, start + length, page)))
+                self._emit(NodeSplit(other, node, length, _head(witness, start + length, tokens)))
         elif known != (parent, length):
             raise InconsistentError(f"node {node} is not where it was")
 
@@ -204,9 +206,9 @@ def apply(scheduler: NativeScheduler, event: Event) -> None:
             scheduler.release(request)
 
 
-def _head(req: Any, start: int, page: int) -> bytes:
-    """What tells a node from its siblings: its first page, and at the first level its namespace."""
-    digest = blake2b(array("q", compat.tokens(req, start, start + page)).tobytes(), digest_size=16, key=_SECRET)
+def _head(req: Any, start: int, tokens: int) -> bytes:
+    """What tells a node from its siblings: its first tokens, and at the first level its namespace."""
+    digest = blake2b(array("q", compat.tokens(req, start, start + tokens)).tobytes(), digest_size=16, key=_SECRET)
     if start == 0:
         digest.update(repr(compat.namespace(req)).encode())
     return digest.digest()

@@ -1,0 +1,97 @@
+"""Draft models on a CPU: what stock backends for CPUs do not do, or do request by request over its whole length. Nothing is shared."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+from sglang_pat import compat
+from sglang_pat.backend import executors, layers
+from sglang_pat.backend.extend import PackedExtend
+from sglang_pat.backend.layers import LayerGroup
+from sglang_pat.config import PatConfig
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class DraftExtend(TorchNativeAttnBackend):
+    """Prompts, and what was accepted: the CPU executor runs a draft's extends."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        config = PatConfig.from_environment()
+        self._shape = layers.kv_format(runner.kv_cache_dtype), layers.none_from(runner)
+        specs = layers.count(runner)
+        self._groups = [
+            LayerGroup(spec, size, executor, runner.req_to_token_pool.size, config)
+            for (spec, size), executor in zip(specs.items(), executors.create(runner, config, specs), strict=True)
+        ]
+        self._extend = PackedExtend(runner, self._groups)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata(forward_batch)
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            self._extend.begin(forward_batch, torch.empty(0, dtype=torch.int64), None)
+
+    def forward_extend(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: ForwardBatch, save_kv_cache: bool = True, **kwargs: Any
+    ) -> Any:
+        if not compat.decodes(layer) or kwargs:
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        spec = layers.spec_of(layer, *self._shape)
+        group = next(group for group in self._groups if group.spec == spec)
+        return self._extend.forward(q, k, v, layer, group, forward_batch, save_kv_cache, None)
+
+
+class DraftStep(TorchNativeAttnBackend):
+    """One step: `torch_native`'s decode over a table with a row for each branch."""
+
+    seq_lens: torch.Tensor
+
+    def forward_decode(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
+    ) -> Any:
+        branches = SimpleNamespace(
+            req_pool_indices=torch.arange(len(self.seq_lens)), seq_lens=self.seq_lens, encoder_lens=None,
+            out_cache_loc=forward_batch.out_cache_loc,
+        )  # fmt: skip
+        return super().forward_decode(q, k, v, layer, branches, *args, **kwargs)
+
+
+class DraftSteps:
+    """What SGLang's draft workers take for an attention backend: one for each step.
+
+    Attributes:
+        attn_backends: Of the steps; the last token of a draft is not computed with.
+    """
+
+    def __init__(self, runner: ModelRunner, topk: int, steps: int) -> None:
+        """
+        Args:
+            runner: The draft model's.
+            topk: Branches of a request.
+            steps: Tokens of a branch.
+        """
+        self._topk, self._steps = topk, steps
+        self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
+        self.attn_backends = [DraftStep(runner) for _ in range(steps - 1)]
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Behind a request's tokens its row has the slots of the first branch, then those of the next (SGLang:
+        kernels/ops/speculative/cache_locs.py, `assign_draft_cache_locs_contiguous`)."""
+        lengths = forward_batch.seq_lens.long()
+        table = torch.zeros(len(lengths) * self._topk, int(lengths.max()) + self._steps, dtype=torch.int32)
+        for request, length in enumerate(lengths.tolist()):
+            slots = self._req_to_token[forward_batch.req_pool_indices[request]]
+            for branch in range(self._topk):
+                row, first = table[request * self._topk + branch], length + branch * self._steps
+                row[:length] = slots[:length]
+                row[length : length + self._steps] = slots[first : first + self._steps]
+        for step, backend in enumerate(self.attn_backends):
+            backend.req_to_token_pool = SimpleNamespace(req_to_token=table)
+            backend.seq_lens = lengths.repeat_interleave(self._topk) + step + 1

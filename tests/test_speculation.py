@@ -1,0 +1,84 @@
+"""Speculative decoding on a CPU: greedy answers with drafts are those of `torch_native` without them."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import eagle
+import pytest
+from conftest import TOKENS, assert_sound, generate_all
+from forked import ForkedServer
+
+from sglang_pat.demo import workload
+
+pytestmark = pytest.mark.server
+
+FLAGS = ["--dtype", "float32", "--max-running-requests", "24"]
+ROOMY, SMALL = ["--max-total-tokens", "20000"], ["--max-total-tokens", "3000", "--schedule-conservativeness", "0.1"]
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
+PROMPTS = workload.nested_prompts(2, 2, 3, unrelated=2)
+
+
+def drafts(algorithm: str, steps: int, topk: int, tokens: int) -> list[str]:
+    return [
+        "--speculative-algorithm", algorithm, "--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk),
+        "--speculative-num-draft-tokens", str(tokens),
+    ]  # fmt: skip
+
+
+NGRAMS = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"]
+
+CASES: dict[str, tuple[list[str], dict[str, str]]] = {
+    # Drafts of the model itself, which SGLang does not show the first token: many are accepted.
+    "right": ([*ROOMY, *drafts("STANDALONE", 3, 1, 4)], {}),
+    # Of random weights: hardly any is. Keys of the prefix cache are pairs of tokens.
+    "wrong": ([*ROOMY, "--page-size", "16", *drafts("EAGLE", 2, 1, 3)], {}),
+    "branches": ([*ROOMY, *drafts("EAGLE", 3, 4, 8)], {}),
+    "n-grams": ([*ROOMY, *NGRAMS], {}),
+    "small pool": ([*SMALL, *NGRAMS, "--chunked-prefill-size", "128"], RETRACTING),
+}
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """SGLang compiles its n-grams with this: a header of theirs lacks an include that some compilers want."""
+    script = tmp_path_factory.mktemp("compiler") / "c++"
+    script.write_text('#!/bin/sh\nexec c++ -include cstddef "$@"\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return {"CXX": str(script)}
+
+
+@pytest.fixture(scope="module")
+def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return eagle.write(tmp_path_factory.mktemp("drafts") / "eagle", model)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    folder = tmp_path_factory.mktemp("reference")
+    with ForkedServer(model, "torch_native", folder / "log", [*FLAGS, *ROOMY]) as server:
+        server.wait()
+        return generate_all(server, PROMPTS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_are_those_without_it(
+    case: str, model: Path, draft: Path, expected: list[list[int]], compiler: dict[str, str], tmp_path: Path
+) -> None:
+    flags, environment = CASES[case]
+    path = {"STANDALONE": model, "EAGLE": draft}.get(flags[flags.index("--speculative-algorithm") + 1])
+    flags = [*FLAGS, *flags, *(["--speculative-draft-model-path", str(path)] if path else [])]
+    with ForkedServer(
+        model, "pat", tmp_path / "log", flags, {"SGLANG_PAT_VERIFY": "1", **compiler, **environment}
+    ) as server:
+        server.wait()
+        assert generate_all(server, PROMPTS) == expected
+        counters = assert_sound(server)
+        assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
+        if not environment:
+            assert counters["plans"] < 0.7 * counters["steps"], "plans that last"
+        if case == "right":
+            sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+            answer = server.post("/generate", {"text": PROMPTS[0], "sampling_params": sampling})
+            assert answer["meta_info"]["spec_verify_ct"] < 0.7 * TOKENS, "steps that accept several tokens"
