@@ -6,6 +6,8 @@ import stat
 from pathlib import Path
 
 import eagle
+import gemma
+import mellum
 import pytest
 from conftest import TOKENS, assert_sound, generate_all
 from forked import ForkedServer
@@ -82,3 +84,20 @@ def test_answers_are_those_without_it(
             sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
             answer = server.post("/generate", {"text": PROMPTS[0], "sampling_params": sampling})
             assert answer["meta_info"]["spec_verify_ct"] < 0.7 * TOKENS, "steps that accept several tokens"
+
+
+@pytest.mark.parametrize(("family", "window"), [("gemma", 40), ("gemma", 400), ("mellum", 40)])
+def test_windows(family: str, window: int, model: Path, compiler: dict[str, str], tmp_path: Path) -> None:
+    """By turns with full layers, in one pool and, on 0.5.23, in two."""
+    windowed = {"gemma": gemma, "mellum": mellum}[family].write(tmp_path / "model", model, window)
+    flags = [*FLAGS, "--max-total-tokens", "4000"]
+    answers = {}
+    for backend, more in (("torch_native", ["--disable-hybrid-swa-memory"]), ("pat", NGRAMS)):
+        environment = {"SGLANG_PAT_VERIFY": "1", **compiler}
+        with ForkedServer(windowed, backend, tmp_path / backend, [*flags, *more], environment) as server:
+            server.wait()
+            answers[backend] = generate_all(server, PROMPTS)
+            if backend == "pat":
+                assert assert_sound(server)["plans"] > 0
+    assert answers["pat"] == answers["torch_native"]
+    assert len(set(map(tuple, answers["pat"]))) > len(PROMPTS) / 2, "answers that depend on prompts"
