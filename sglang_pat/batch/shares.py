@@ -46,20 +46,21 @@ def cut(steps: Sequence[int], costs: Sequence[int], aim: float, slack: float) ->
         steps: Characters that each begins with as the one before it does.
         costs: Of each, in tokens.
         aim: Tokens in front of the cut.
-        slack: How far it may be from that, in tokens.
+        slack: How far it may be from that for nothing, in tokens.
 
     Returns:
-        The first request behind the cut: where steps are least among those within the slack, else where it comes nearest to its aim.
+        The first request behind the cut: where least is lost, which is what they share in front of it and behind it, and is computed
+        twice, and how far it is from its aim.
     """
-    best, found = (True, 0, abs(aim)), 0
+    best, found = (max(0.0, aim - slack), aim), 0
     front = 0
     for place in range(1, len(costs) + 1):
         front += costs[place - 1]
         off = abs(front - aim)
-        step = steps[place] if place < len(costs) else 0
-        rank = (False, step, off) if off <= slack else (True, 0, off)
-        if rank < best:
-            best, found = rank, place
+        twice = steps[place] / CHARACTERS if place < len(costs) else 0
+        loss = (twice + max(0.0, off - slack), off)
+        if loss < best:
+            best, found = loss, place
     return found
 
 
