@@ -36,7 +36,7 @@ def engine(flags: Sequence[str]) -> Engine:
 
 
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: int = 0
 
 
 class _Usage(msgspec.Struct):
@@ -69,12 +69,11 @@ class Progress:
         except msgspec.ValidationError:
             usage = _Usage()
         self._answers += usage.completion_tokens
-        # A server says it only with --enable-cache-report.
-        if usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens is not None:
-            self._prompt += usage.prompt_tokens
-            self._cached += usage.prompt_tokens_details.cached_tokens
+        self._prompt += usage.prompt_tokens
+        self._cached += usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
         seconds = max(1e-9, time.monotonic() - self._began)
-        saved = f", {self._cached / self._prompt:.0%} of prefill saved" if self._prompt else ""
+        # Servers say nothing of it without --enable-cache-report.
+        saved = f", {self._cached / self._prompt:.0%} of prefill saved" if self._cached and self._prompt else ""
         self._bar.set_postfix_str(f"{self._answers / seconds:.0f} tokens/s{saved}", refresh=False)
         self._bar.update()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import resource
 from collections.abc import AsyncIterator, Sequence
 from urllib.parse import urlsplit
@@ -217,6 +218,10 @@ def _words(error: Exception) -> str:
     """Of an error, which may have none of its own."""
     if isinstance(error, asyncio.TimeoutError):
         return f"no answer within {PATIENCE} s"
+    # aiohttp's own words for these have an address and `ssl:default` in them; names that are unknown have no number.
+    number = error.errno if isinstance(error, aiohttp.ClientConnectorError) else None
+    if number is not None and number > 0:
+        return os.strerror(number)
     return str(error) or type(error).__name__
 
 
@@ -234,8 +239,10 @@ async def connect(urls: Sequence[str], key: str) -> AsyncIterator[list[Server]]:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     # An answer may take hours.
     times = aiohttp.ClientTimeout(total=None, sock_connect=PATIENCE)
+    # SGLang closes idle connections after 5 s: a request must not be on its way then.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     async with aiohttp.ClientSession(
-        headers=headers, timeout=times, connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+        headers=headers, timeout=times, connector=connector, cookie_jar=aiohttp.DummyCookieJar()
     ) as session:
         servers = [Server(session, url) for url in urls]
         try:
