@@ -394,9 +394,10 @@ def test_a_server_that_is_killed_leaves_its_groups_to_another(model: Path, tmp_p
     """Also when the job is ended and started again, with the dead server's address still there."""
     grouped(tmp_path)
     flags = [*FLAGS, "--enable-cache-report"]
+    one_thread = {"OMP_NUM_THREADS": "1"}  # two servers share the cores
     with (
-        ForkedServer(model, "torch_native", tmp_path / "one.log", flags) as one,
-        ForkedServer(model, "torch_native", tmp_path / "two.log", flags) as two,
+        ForkedServer(model, "pat", tmp_path / "one.log", flags, one_thread) as one,
+        ForkedServer(model, "pat", tmp_path / "two.log", flags, one_thread) as two,
     ):
         one.wait()
         two.wait()
