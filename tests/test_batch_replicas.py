@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import json
 import os
 import signal
 import sys
+import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +256,7 @@ def ask(strange: list[Strange], count: int = 12, names: tuple[str, ...] = ()) ->
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "PAUSES", (0.01,) * 5)
+    monkeypatch.setattr(servers, "FULL", 0.3)
     monkeypatch.setattr(servers, "WATCH", 0.05)
     monkeypatch.setattr(servers, "PATIENCE", 0.3)
     monkeypatch.setattr(servers, "LONGEST", 1 << 20)
@@ -288,6 +291,10 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"post": says(503, "{}")}, "it says 503 to requests"),
         ({"post": says(502, "<html>")}, "it says 502 to requests"),
         ({"post": says(500, "{}"), "health": says(503, "")}, "its /health says 503"),
+        # None is idle sooner than one that refuses everything: it would get the whole job.
+        ({"post": says(500, "{}")}, "it says 500 to requests"),
+        ({"post": says(401, "{}")}, "it says 401 to requests"),
+        ({"post": says(404, "{}")}, "it says 404 to requests"),
         ({"post": waits, "health": waits}, "no answer within"),
         ({"post": waits, "health": says(503, "")}, "its /health says 503"),
     ],
@@ -334,6 +341,122 @@ def test_a_request_that_fails_alone_is_an_error_of_its_own(handler: Handler, sta
     else:
         assert bad["response"]["status_code"] == status and message in bad["response"]["body"]["error"]["message"]
     assert all(one["response"]["status_code"] == 200 for one in by_number.values())
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("handler", [says(404, "{}"), says(500, "{}"), says(502, ""), says(200, "<html>"), drops])
+def test_a_request_that_fails_is_no_reason_to_lose_a_server_that_has_no_other(handler: Handler) -> None:
+    """As when a job is started again that had come to it: else it would never end."""
+    models = says(200, '{"data": [{"id": "its own"}]}')
+    records, warnings = ask([Strange(bad=handler, models=models)], 0, ("bad",))
+    assert len(records) == 1 and not warnings
+    assert records[0]["response"] is None or records[0]["response"]["status_code"] >= 400
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("handler", [says(500, "{}"), says(200, "<html>"), drops])
+def test_what_a_server_fails_at_once_it_has_broken_goes_to_the_others(handler: Handler) -> None:
+    answered = 0
+
+    async def breaks(request: web.Request) -> web.StreamResponse:
+        nonlocal answered
+        await asyncio.sleep(0.02)
+        answered += 1
+        return await handler(request) if answered > 6 else web.json_response({"choices": []})
+
+    async def slowly(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.02)
+        return web.json_response({"choices": []})
+
+    records, warnings = ask([Strange(post=breaks), Strange(post=slowly)], 60)
+    assert len(records) == 60 and len(warnings) == 1
+    assert all(one["response"]["status_code"] == 200 for one in records)
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+def test_a_queue_that_is_full_behind_a_long_answer_is_waited_for() -> None:
+    running = 0
+
+    async def full(request: web.Request) -> web.Response:
+        nonlocal running
+        if running:
+            return web.Response(status=429)
+        running += 1
+        await asyncio.sleep(0.2)  # more than all PAUSES
+        running -= 1
+        return web.json_response({"choices": []})
+
+    records, warnings = ask([Strange(post=full)], 4)
+    assert len(records) == 4 and not warnings
+    assert all(one["response"]["status_code"] == 200 for one in records)
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("garbage", [b"\x1b[2J\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000 + b"\r\n\r\n"])
+def test_what_speaks_no_http_is_named_in_one_line(garbage: bytes) -> None:
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(garbage)
+        await writer.drain()
+        writer.close()
+
+    async def work() -> None:
+        server = await asyncio.start_server(speak, "127.0.0.1", 0)
+        url = "http://{}:{}".format(*server.sockets[0].getsockname())
+        async with server, servers.connect([url], "") as replicas:
+            await answer_all(requests_of(["x"]), replicas, lambda record: None)
+
+    with pytest.raises(BatchError, match="is lost: what it sends is no HTTP; 1 requests have no answer yet"):
+        asyncio.run(asyncio.wait_for(work(), 30))
+
+
+@contextlib.contextmanager
+def beside(strange: Strange) -> Iterator[str]:
+    """Its address; it runs in another thread, for the command wants this one."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(strange.start(), loop).result(10)
+    finally:
+        asyncio.run_coroutine_threadsafe(strange.stop(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+def test_a_job_that_lost_all_servers_goes_on_with_others(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Also one whose requests have all the same name."""
+    asked = [{**completion(f"p{i}"), "custom_id": "same"} for i in range(30)]
+    (tmp_path / "in").write_text("".join(json.dumps(one) + "\n" for one in asked))
+    out = tmp_path / "out"
+    answered = 0
+
+    async def dies(request: web.Request) -> web.StreamResponse:
+        nonlocal answered
+        answered += 1
+        return await drops(request) if answered > 9 else web.json_response({"choices": []})
+
+    arguments = ["batch", str(tmp_path / "in"), str(out), "--in-flight", "4", "--url"]
+    with beside(Strange(post=dies)) as url:
+        assert cli.main([*arguments, url, "--url", "http://127.0.0.1:1"]) == 2
+    told = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "sglang-pat" in line]
+    assert told[0] == "sglang-pat: http://127.0.0.1:1 is lost: Connection refused; its requests go to the others"
+    assert told[1:] == [
+        f"sglang-pat: {url} is lost: Server disconnected; 21 requests have no answer yet: the same command goes on"
+    ]
+    before = out.read_bytes()
+    assert before.count(b"\n") == 9
+    with beside(other := Strange()) as url:
+        assert cli.main([*arguments, url]) == 0
+    assert out.read_bytes().startswith(before)
+    assert len(other.asked) == 21
+    assert {json.loads(line)["id"] for line in out.read_text().splitlines()} == {f"batch_req_{i}" for i in range(1, 31)}
 
 
 @pytest.mark.once

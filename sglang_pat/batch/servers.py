@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import resource
+import time
 from collections.abc import AsyncIterator, Sequence
 from urllib.parse import urlsplit
 
@@ -27,11 +28,23 @@ SICK = 3
 PAUSES = (0.2, 1, 2, 4, 8)
 """Seconds before a request is asked once more."""
 
+FULL = 600
+"""Seconds in which a queue may be full with no request answered: the answers before it may be long."""
+
 BUSY = frozenset((429, 503))
 """Statuses that say nothing about a request: a queue is full, or nobody is there to answer."""
 
 UNSURE = frozenset((502, 504))
 """Statuses of a proxy whose server ended or took too long, perhaps by what it was asked."""
+
+REFUSALS = frozenset((401, 403, 404, 405))
+"""Statuses below 500 that a server may have for every request: a key or a path that it does not know."""
+
+PROBES: dict[str, Json] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
+    "/v1/completions": {"prompt": "Hello"},
+}
+"""Requests that no server would refuse, by URL."""
 
 FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError)
 """What a connection may end with."""
@@ -72,8 +85,16 @@ def check_key(key: str) -> None:
         )
 
 
-class _GarbageError(Exception):
-    """What came is no answer of an OpenAI-compatible server; the message says what it is."""
+class _Model(msgspec.Struct):
+    id: str = ""
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _NoAnswerError(Exception):
+    """Nothing came that is an answer of an OpenAI-compatible server; the message says what did."""
 
 
 class Server:
@@ -87,6 +108,8 @@ class Server:
         """
         self._session, self._url = session, url
         self._answered = 0
+        self._model = ""
+        self._probing = asyncio.Lock()
         self._known = asyncio.Event()
         self._watcher: asyncio.Task[str] | None = None
 
@@ -118,37 +141,80 @@ class Server:
         """
         await self._known.wait()
         body = msgspec.json.encode(request.body)
-        began = seen = self._answered
-        tries = 0
+        failed = full = 0  # times in a row
+        seen, since = self._answered, time.monotonic()
         while True:
-            status = 0
             try:
-                status, text = await self._fetch("POST", request.url, body)
-                reason = f"it says {status} to requests"
-                if status not in BUSY | UNSURE:
-                    found = _decode(status, text)
-                    if status < 500:
-                        self._answered += 1
-                        return status, found
-                    # Of this request alone, or of whatever it will be asked.
-                    if problem := await self._sick():
-                        raise self._lost(problem)
+                status, found = await self._once(request.url, body)
+            except _NoAnswerError as error:
+                if failed == 0:
+                    seen = self._answered
+                if failed == len(PAUSES):
+                    if await self._refusal(request.url, seen):
+                        raise self._lost(str(error)) from None
+                    raise RuntimeError(f"{self._url}: {error}") from None
+                pause = PAUSES[failed]
+                failed, full = failed + 1, 0
+            else:
+                if found is not None:
                     return status, found
-            except _GarbageError as error:
-                reason = str(error)
-            except FAILURES as error:
-                reason = _words(error)
-                # A connection that was kept open may end just when it is used again.
-                if problem := await self._sick():
-                    raise self._lost(problem) from None
-            if status in BUSY and self._answered > seen:
-                seen, tries = self._answered, 0
-            if tries == len(PAUSES):
-                if status in BUSY or self._answered == began:
-                    raise self._lost(reason)
-                raise RuntimeError(f"{self._url}: {reason}")
-            await asyncio.sleep(PAUSES[tries])
-            tries += 1
+                if full == 0 or self._answered > seen:
+                    full, seen, since = 0, self._answered, time.monotonic()
+                elif time.monotonic() - since > FULL:
+                    raise self._lost(_says(status))
+                pause = PAUSES[min(full, len(PAUSES) - 1)]
+                failed, full = 0, full + 1
+            await asyncio.sleep(pause)
+
+    async def _once(self, url: str, body: bytes) -> tuple[int, Json | None]:
+        """The status and body of an answer; no body if the queue is full.
+
+        Raises:
+            LostError: The server answers nobody.
+            _NoAnswerError: It has none for this request, this time.
+        """
+        try:
+            status, text = await self._fetch("POST", url, body)
+        except FAILURES as error:
+            # A connection that was kept open may end just when it is used again.
+            if problem := await self._sick():
+                raise self._lost(problem) from None
+            raise _NoAnswerError(_words(error)) from None
+        if status in BUSY:
+            return status, None
+        if status in UNSURE:
+            raise _NoAnswerError(_says(status))
+        found = _decode(status, text)
+        if _refused(status):
+            # This request alone, or whatever it will be asked.
+            if problem := await self._sick() or await self._refusal(url, self._answered):
+                raise self._lost(problem)
+        else:
+            self._answered += 1
+        return status, found
+
+    async def _refusal(self, url: str, seen: int) -> str:
+        """Why a request that failed is not the reason; empty if it is, since others are answered.
+
+        Args:
+            url: Where it was asked.
+            seen: Requests that had been answered when it failed. If no other was since, one token is asked for.
+        """
+        async with self._probing:
+            if self._answered > seen:
+                return ""
+            body = {"max_tokens": 1, **PROBES[url]} | ({"model": self._model} if self._model else {})
+            try:
+                status, text = await self._fetch("POST", url, msgspec.json.encode(body))
+                if status in BUSY:
+                    return ""
+                if _refused(status):
+                    return _says(status)
+                _decode(status, text)
+            except (*FAILURES, _NoAnswerError) as error:
+                return _words(error)
+            self._answered += 1
+            return ""
 
     async def _watch(self) -> str:
         """Ask again and again whether it is well: a machine that is switched off ends no connection. Gives the reason when it is not."""
@@ -166,7 +232,7 @@ class Server:
         """Why it cannot be asked; empty if it can. One that is being stopped says 503, and would never end while it is asked more."""
         try:
             status, _ = await asyncio.wait_for(self._fetch("GET", "/health"), PATIENCE)
-        except (*FAILURES, _GarbageError) as error:
+        except (*FAILURES, _NoAnswerError) as error:
             return _words(error)
         return f"its /health says {status}" if status >= 500 else ""
 
@@ -174,15 +240,18 @@ class Server:
         """Why it is no server that can be asked; empty if it is one."""
         try:
             status, text = await asyncio.wait_for(self._fetch("GET", "/v1/models"), PATIENCE)
-        except (*FAILURES, _GarbageError) as error:
+        except (*FAILURES, _NoAnswerError) as error:
             return _words(error)
         if status in (401, 403):
             return "it wants another API key: give it with --api-key or in OPENAI_API_KEY"
         try:
-            known = status == 200 and "data" in msgspec.json.decode(text, type=Json)
+            found = msgspec.json.decode(text, type=_Models) if status == 200 else None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            known = False
-        return "" if known else f"its /v1/models, with status {status}, is not that of an OpenAI-compatible server"
+            found = None
+        if found is None:
+            return f"its /v1/models, with status {status}, is not that of an OpenAI-compatible server"
+        self._model = found.data[0].id if found.data else ""
+        return ""
 
     async def _fetch(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         # A redirection could take the key elsewhere.
@@ -191,15 +260,23 @@ class Server:
             async for part in response.content.iter_any():
                 text += part
                 if len(text) > LONGEST:
-                    raise _GarbageError(f"an answer is longer than {LONGEST >> 20} MiB")
+                    raise _NoAnswerError(f"an answer is longer than {LONGEST >> 20} MiB")
             return response.status, bytes(text)
+
+
+def _refused(status: int) -> bool:
+    return status in REFUSALS or status >= 500
+
+
+def _says(status: int) -> str:
+    return f"it says {status} to requests"
 
 
 def _decode(status: int, text: bytes) -> Json:
     """The body of an answer.
 
     Raises:
-        _GarbageError: It is none that such a server gives.
+        _NoAnswerError: It is none that such a server gives.
     """
     try:
         found = msgspec.json.decode(text, type=Json)
@@ -208,9 +285,9 @@ def _decode(status: int, text: bytes) -> Json:
         if 400 <= status < 600:
             # Of a proxy, perhaps, to which a request is too large.
             return {"error": {"message": text[:1000].decode(errors="replace"), "code": status}}
-        raise _GarbageError(f"an answer with status {status} is no JSON object: {error}") from None
+        raise _NoAnswerError(f"an answer with status {status} is no JSON object: {error}") from None
     if not 400 <= status < 600 and not (status == 200 and isinstance(found.get("choices"), list)):
-        raise _GarbageError(f"an answer with status {status} has no choices")
+        raise _NoAnswerError(f"an answer with status {status} has no choices")
     return found
 
 
@@ -218,11 +295,13 @@ def _words(error: Exception) -> str:
     """Of an error, which may have none of its own."""
     if isinstance(error, asyncio.TimeoutError):
         return f"no answer within {PATIENCE} s"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return "what it sends is no HTTP"
     # aiohttp's own words for these have an address and `ssl:default` in them; names that are unknown have no number.
     number = error.errno if isinstance(error, aiohttp.ClientConnectorError) else None
     if number is not None and number > 0:
         return os.strerror(number)
-    return str(error) or type(error).__name__
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextlib.asynccontextmanager
