@@ -87,6 +87,7 @@ def handed_out(shares: Shares) -> dict[int, list[int]]:
 
 @pytest.mark.once
 @given(st.integers(2, 4), st.integers(30, 60), st.integers(1, 8))
+@settings(deadline=None)
 def test_groups_stay_whole_and_shares_are_even(replicas: int, groups: int, members: int) -> None:
     """As long as there are groups enough to choose from."""
     tree = Tree(
