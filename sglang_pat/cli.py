@@ -139,14 +139,21 @@ def _parser() -> _Parser:
     command = commands.add_parser(
         "batch",
         help="answer a file of requests, ordered by the prefixes that they share",
-        epilog="All other flags, behind the two files, are those of SGLang's server: --model-path and whatever else it takes.",
+        epilog="Without --url, all other flags, behind the two files, are those of SGLang's server: --model-path and whatever else it takes.",
         allow_abbrev=False,
     )
     command.add_argument("requests", type=Path, help="an OpenAI batch: a request a line")
     command.add_argument("answers", type=Path, help="where records go; what is there already is not asked again")
     command.add_argument(
-        "--in-flight", type=_count, default=IN_FLIGHT, help="requests that SGLang holds at a time (%(default)s)"
+        "--in-flight",
+        type=_count,
+        default=IN_FLIGHT,
+        help="requests that SGLang, each of its replicas, or each server holds at a time (%(default)s)",
     )
+    command.add_argument(
+        "--url", action="append", default=[], help="a server that runs, in place of a model; more than once for more"
+    )
+    _add_key(command)
     command.set_defaults(run=_batch)
     return result
 
@@ -170,9 +177,10 @@ def _estimate(arguments: argparse.Namespace) -> None:
 
 
 def _batch(arguments: argparse.Namespace) -> int:
-    from sglang_pat.batch.command import batch
+    from sglang_pat.batch.command import Place, batch
 
-    failed = batch(arguments.requests, arguments.answers, arguments.others, arguments.in_flight)
+    place = Place(arguments.others, arguments.url, _key(arguments), arguments.in_flight)
+    failed = batch(arguments.requests, arguments.answers, place)
     if failed:
         print(f"{arguments.answers}: {failed} of the records are errors", file=sys.stderr)
     return 1 if failed else 0

@@ -23,7 +23,7 @@ from sglang_pat import cli
 from sglang_pat.batch import lines
 from sglang_pat.batch.job import answer_all
 from sglang_pat.batch.lines import BatchError, Failure, Output, Request
-from sglang_pat.batch.order import Order, beginning, common
+from sglang_pat.batch.order import Order, Tree, beginning, common
 from sglang_pat.demo import workload
 
 FLAGS = ["--dtype", "float32", "--grammar-backend", "none", "--max-total-tokens", "20000"]
@@ -153,7 +153,9 @@ texts = st.lists(st.text("ab", max_size=6), min_size=1, max_size=24)
 @settings(max_examples=300, deadline=None)
 def test_a_prefix_is_computed_once(prompts: list[str], shared: int, in_flight: int, random: Any) -> None:
     """Whoever starts finds its longest shared prefix in the cache, or brings it; each request runs once."""
-    order = Order(requests_of(prompts), shared)
+    prompts = sorted(prompts)
+    order = Order(Tree(requests_of(prompts)), shared)
+    order.add(range(len(prompts)))
     running: list[int] = []
     finished: list[int] = []
     while True:
@@ -205,7 +207,7 @@ def test_one_that_fails_costs_only_itself() -> None:
 
     records: list[dict[str, Any]] = []
     prompts = [f"{'same ' * 300}{i}" for i in range(10)]
-    asyncio.run(answer_all(requests_of(prompts), ask, records.append, in_flight=4))
+    asyncio.run(answer_all(requests_of(prompts), [ask], records.append, in_flight=4))
     assert sorted(one["id"] for one in records) == sorted(f"batch_req_{i}" for i in range(1, 11))
     for one in records:
         number = int(one["id"].removeprefix("batch_req_"))
@@ -225,10 +227,10 @@ def test_a_job_that_is_told_to_end_finishes_what_runs() -> None:
 
     prompts = [str(i) for i in range(20)]
     with pytest.raises(BatchError, match=r"told to end, 1[0-4] requests before it was done: the same command goes on"):
-        asyncio.run(answer_all(requests_of(prompts), ask, records.append, 4, lambda: len(records) >= 6))
+        asyncio.run(answer_all(requests_of(prompts), [ask], records.append, 4, lambda: len(records) >= 6))
     assert 6 <= len(records) <= 10
     records.clear()
-    asyncio.run(answer_all(requests_of(prompts), ask, records.append, 4))
+    asyncio.run(answer_all(requests_of(prompts), [ask], records.append, 4))
     assert len(records) == 20 and [one["id"] for one in records if one["error"]] == ["batch_req_9"]
 
 

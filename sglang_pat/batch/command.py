@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_pat.batch import job, lines
+import msgspec
+
+from sglang_pat.batch import job, lines, servers
 from sglang_pat.batch.lines import BatchError, Failure, Json, Output, Request
 
 if TYPE_CHECKING:
@@ -30,45 +35,94 @@ def engine(flags: Sequence[str]) -> Engine:
     return sglang.Engine(server_args=prepare_server_args([*added, *flags]))
 
 
-class Progress:
-    """A bar of requests; tokens a second, and what prefixes saved, beside it."""
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
 
-    def __init__(self, total: int, done: int) -> None:
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class Progress:
+    """Writes records, and draws a bar of them; tokens a second, and what prefixes saved, beside it."""
+
+    def __init__(self, output: Output, total: int, done: int) -> None:
         from tqdm import tqdm
 
+        self._output = output
         self._bar: Any = tqdm(total=total, initial=done, unit="req", dynamic_ncols=True, file=sys.stderr)
         self._began = time.monotonic()
         self._prompt = self._cached = self._answers = 0
 
-    def count(self, record: Json) -> None:
-        """A record was written."""
-        usage = (record["response"] or {}).get("body", {}).get("usage") or {}
-        self._prompt += usage.get("prompt_tokens") or 0
-        self._answers += usage.get("completion_tokens") or 0
-        self._cached += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    def keep(self, record: Json) -> None:
+        """Write a record.
+
+        Raises:
+            BatchError: As `Output.write`.
+        """
+        self._output.write(record)
+        body = record["response"]["body"] if record["response"] else {}
+        try:
+            usage = msgspec.convert(body.get("usage") or {}, _Usage)
+        except msgspec.ValidationError:
+            usage = _Usage()
+        self._answers += usage.completion_tokens
+        self._prompt += usage.prompt_tokens
+        self._cached += usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
         seconds = max(1e-9, time.monotonic() - self._began)
-        saved = f", {self._cached / self._prompt:.0%} of prefill saved" if self._prompt else ""
+        # Servers say nothing of it without --enable-cache-report.
+        saved = f", {self._cached / self._prompt:.0%} of prefill saved" if self._cached and self._prompt else ""
         self._bar.set_postfix_str(f"{self._answers / seconds:.0f} tokens/s{saved}", refresh=False)
         self._bar.update()
 
-    def close(self) -> None:
+    def warn(self, message: str) -> None:
+        """Write a line above the bar."""
+        self._bar.write(f"sglang-pat: {message}", file=sys.stderr)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._bar.close()
 
 
-def batch(source: Path, target: Path, flags: Sequence[str], in_flight: int) -> int:
+@dataclass(frozen=True)
+class Place:
+    """Where a job runs.
+
+    Attributes:
+        flags: Of SGLang's server, `--model-path` among them, for an engine of the job's own; or
+        urls: servers that run.
+        key: Theirs.
+        in_flight: Requests that the engine, each replica of it, or each server holds at a time.
+    """
+
+    flags: Sequence[str]
+    urls: Sequence[str]
+    key: str
+    in_flight: int
+
+
+def batch(source: Path, target: Path, place: Place) -> int:
     """Answer what is not answered yet; how many of all records are errors.
 
     Args:
         source: Requests in OpenAI's batch format.
         target: Where their records go.
-        flags: Of SGLang's server, `--model-path` among them.
-        in_flight: Requests that the engine holds at a time.
+        place: Where they are answered.
 
     Raises:
-        BatchError: A file cannot be read or written, or belongs to another job.
+        BatchError: A file cannot be read or written, or belongs to another job; a server cannot be asked, or none is left.
     """
     if target.exists() and source.exists() and target.samefile(source):
         raise BatchError(f"{target} is the input: name another file")
+    if place.urls:
+        if place.flags:
+            raise BatchError(f"{place.flags[0]} is for an engine of the job's own, and --url names servers that run")
+        servers.check_key(place.key)
+        place = replace(place, urls=servers.addresses(place.urls))
     # Before the output is made: a wrong name must not leave one.
     found = list(lines.read(source))
     with Output(target) as output:
@@ -80,24 +134,29 @@ def batch(source: Path, target: Path, flags: Sequence[str], in_flight: int) -> i
             if isinstance(one, Failure):
                 output.write(lines.refusal(one))
         requests = [one for one in left if isinstance(one, Request)]
-        if requests:
-            _answer(requests, len(found), output, flags, in_flight)
+        if requests and place.urls:
+            with Progress(output, len(found), len(found) - len(requests)) as progress:
+                asyncio.run(_on_servers(requests, place, progress))
+        elif requests:
+            _on_engine(requests, len(found), output, place)
         return output.failed
 
 
-def _answer(requests: list[Request], total: int, output: Output, flags: Sequence[str], in_flight: int) -> None:
-    running = engine(["--enable-cache-report", *flags])
-    progress = Progress(total, total - len(requests))
+async def _on_servers(requests: list[Request], place: Place, progress: Progress) -> None:
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    async with servers.connect(place.urls, place.key) as replicas:
+        await job.answer_all(requests, replicas, progress.keep, place.in_flight, told.is_set, progress.warn)
 
-    def keep(record: Json) -> None:
-        output.write(record)
-        progress.count(record)
 
+def _on_engine(requests: list[Request], total: int, output: Output, place: Place) -> None:
+    running = engine(["--enable-cache-report", *place.flags])
     try:
-        told = running.tokenizer_manager
-        running.loop.run_until_complete(
-            job.answer_all(requests, job.asker(running), keep, in_flight, lambda: told.gracefully_exit)
-        )
+        with Progress(output, total, total - len(requests)) as progress:
+            told = running.tokenizer_manager
+            asked = job.answer_all(
+                requests, job.askers(running), progress.keep, place.in_flight, lambda: told.gracefully_exit
+            )
+            running.loop.run_until_complete(asked)
     finally:
-        progress.close()
         running.shutdown()

@@ -2,13 +2,16 @@
 
 Sorted by what they begin with, requests stand as the leaves of their prefix tree. The first one below a node is its leader: the others
 there wait until it has been answered, for then the prefix is in the cache. Requests of other nodes run meanwhile.
+
+A rank is a request's place among all sorted ones. What two ranks begin with together is the least of what neighbours between them do.
 """
 
 from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from sglang_pat.batch.lines import Json, Request
 
@@ -55,39 +58,83 @@ def common(first: str, second: str) -> int:
     return low
 
 
-class Order:
-    """Hands requests out, by number of their place in `requests`."""
+class Tree:
+    """All requests of a job, sorted.
 
-    def __init__(self, requests: Sequence[Request], shared: int = SHARED) -> None:
-        """
-        Args:
-            requests: All of the job's.
-            shared: Characters, as SHARED.
-        """
+    Attributes:
+        requests: By rank.
+        common: Characters that each begins with as the one before it does; 0 for the first.
+        sizes: Characters that each begins with.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
         texts = [beginning(request) for request in requests]
         places = sorted(range(len(requests)), key=texts.__getitem__)
-        self._places = places
-        self._followers: dict[int, list[int]] = {}  # ranks, by the leader's place
-        self._ready: list[int] = []  # a heap of ranks, which sorted numbers are
+        self.requests = [requests[place] for place in places]
+        self.sizes = [len(texts[place]) for place in places]
+        self.common = [0] * len(places)
+        for rank in range(1, len(places)):
+            self.common[rank] = common(texts[places[rank - 1]], texts[places[rank]])
+
+    def steps(self, ranks: Sequence[int]) -> list[int]:
+        """The same as `common` for some ranks, in ascending order, as if there were no others."""
+        return [0, *(min(self.common[before + 1 : rank + 1]) for before, rank in pairwise(ranks))] if ranks else []
+
+
+class Order:
+    """Hands out ranks that run on one cache.
+
+    Attributes:
+        waiting: What has not been handed out.
+    """
+
+    def __init__(self, tree: Tree, shared: int = SHARED) -> None:
+        """
+        Args:
+            tree: All requests.
+            shared: Characters, as SHARED.
+        """
+        self._tree, self._shared = tree, shared
+        self.waiting: set[int] = set()
+        self._followers: dict[int, list[int]] = {}  # by their leader
+        self._ready: list[int] = []  # a heap
+
+    def add(self, ranks: Sequence[int]) -> None:
+        """Let these run here too.
+
+        Args:
+            ranks: In ascending order.
+        """
+        self.waiting.update(ranks)
         # Of the nodes above the request before: how long the prefix is, and who leads it.
         above: list[tuple[int, int]] = []
-        for rank, place in enumerate(places):
-            length = common(texts[places[rank - 1]], texts[place]) if rank else 0
-            leader = places[rank - 1] if rank else place
+        before = -1
+        for rank, length in zip(ranks, self._tree.steps(ranks), strict=True):
+            leader = before
             while above and above[-1][0] > length:
                 leader = above.pop()[1]
-            if length >= shared:
+            if before >= 0 and length >= self._shared:
                 if not above or above[-1][0] < length:
                     above.append((length, leader))
                 self._followers.setdefault(above[-1][1], []).append(rank)
             else:
-                self._ready.append(rank)
+                heapq.heappush(self._ready, rank)
+            before = rank
+
+    def remove(self, ranks: Iterable[int]) -> None:
+        """Hand them out no more."""
+        self.waiting.difference_update(ranks)
 
     def take(self) -> int | None:
-        """A request that may run now; None while all that are left wait."""
-        return self._places[heapq.heappop(self._ready)] if self._ready else None
+        """A rank that may run now; None while all that are left wait."""
+        while self._ready:
+            rank = heapq.heappop(self._ready)
+            if rank in self.waiting:
+                self.waiting.remove(rank)
+                return rank
+        return None
 
-    def finish(self, place: int) -> None:
+    def finish(self, rank: int) -> None:
         """A request has an answer, or never will have: who waited for it may run."""
-        for follower in self._followers.pop(place, ()):
+        for follower in self._followers.pop(rank, ()):
             heapq.heappush(self._ready, follower)

@@ -1,0 +1,331 @@
+"""Asks SGLang's servers, or whatever has their OpenAI API, such as its router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import time
+from collections.abc import AsyncIterator, Sequence
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from sglang_pat.batch.job import LostError
+from sglang_pat.batch.lines import LONGEST, BatchError, Json, Request
+
+PATIENCE = 30
+"""Seconds in which a server has to connect, and to say that it is well."""
+
+WATCH = 10
+"""Seconds between two questions whether it is well."""
+
+SICK = 3
+"""Times in a row that it may not be: SGLang's own check fails while a prefill takes longer than 20 s (`HEALTH_CHECK_TIMEOUT`)."""
+
+PAUSES = (0.2, 1, 2, 4, 8)
+"""Seconds before a request is asked once more."""
+
+FULL = 600
+"""Seconds in which a queue may be full with no request answered: the answers before it may be long."""
+
+BUSY = frozenset((429, 503))
+"""Statuses that say nothing about a request: a queue is full, or nobody is there to answer."""
+
+UNSURE = frozenset((502, 504))
+"""Statuses of a proxy whose server ended or took too long, perhaps by what it was asked."""
+
+REFUSALS = frozenset((401, 403, 404, 405))
+"""Statuses below 500 that a server may have for every request: a key or a path that it does not know."""
+
+PROBES: dict[str, Json] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
+    "/v1/completions": {"prompt": "Hello"},
+}
+"""Requests that no server would refuse, by URL."""
+
+FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError)
+"""What a connection may end with."""
+
+
+def addresses(urls: Sequence[str]) -> list[str]:
+    """Servers' addresses, without what OpenAI's clients have behind them.
+
+    Raises:
+        BatchError: One is no address, or given twice. It is not shown: it may have a password in it.
+    """
+    found = []
+    for number, url in enumerate(urls, 1):
+        try:
+            parts = urlsplit(url)
+            whole = parts.scheme in ("http", "https") and bool((parts.hostname or "").encode("idna"))
+            whole = whole and parts.port != 0 and parts.path.rstrip("/") in ("", "/v1")
+        except ValueError:
+            whole = False
+        if not whole or not url.isprintable() or set("@?# ") & set(url):
+            raise BatchError(
+                f"--url must be like http://127.0.0.1:30000, without user, path or query: number {number} is not"
+            )
+        found.append(f"{parts.scheme}://{parts.netloc.lower()}")
+    if len(set(found)) < len(found):
+        raise BatchError("a server is named twice with --url: name each once")
+    return found
+
+
+def check_key(key: str) -> None:
+    """
+    Raises:
+        BatchError: An API key cannot be sent.
+    """
+    if not (key.isascii() and key.isprintable()):
+        raise BatchError(
+            "an API key has printable ASCII characters only: give another one with --api-key or in OPENAI_API_KEY"
+        )
+
+
+class _Model(msgspec.Struct):
+    id: str = ""
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _NoAnswerError(Exception):
+    """Nothing came that is an answer of an OpenAI-compatible server; the message says what did."""
+
+
+class Server:
+    """A server that is asked; called with a request, it gives the HTTP status and body of its answer, or raises LostError."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        """
+        Args:
+            session: As `connect` makes it.
+            url: Its address, without a path.
+        """
+        self._session, self._url = session, url
+        self._answered = 0
+        self._model = ""
+        self._probing = asyncio.Lock()
+        self._known = asyncio.Event()
+        self._watcher: asyncio.Task[str] | None = None
+
+    async def __call__(self, request: Request) -> tuple[int, Json]:
+        if self._watcher is None:
+            self._watcher = asyncio.ensure_future(self._watch())
+        asked = asyncio.ensure_future(self._ask(request))
+        try:
+            await asyncio.wait((asked, self._watcher), return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                return asked.result()
+            raise self._lost(self._watcher.result())
+        finally:
+            asked.cancel()
+
+    def close(self) -> None:
+        """Ask it no more."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    def _lost(self, reason: str) -> LostError:
+        return LostError(f"{self._url} is lost: {reason}")
+
+    async def _ask(self, request: Request) -> tuple[int, Json]:
+        """
+        Raises:
+            LostError: The server answers nobody.
+            RuntimeError: It answers others, but not this request.
+        """
+        await self._known.wait()
+        body = msgspec.json.encode(request.body)
+        failed = full = 0  # times in a row
+        seen, since = self._answered, time.monotonic()
+        while True:
+            try:
+                status, found = await self._once(request.url, body)
+            except _NoAnswerError as error:
+                if failed == 0:
+                    seen = self._answered
+                if failed == len(PAUSES):
+                    if await self._refusal(request.url, seen):
+                        raise self._lost(str(error)) from None
+                    raise RuntimeError(f"{self._url}: {error}") from None
+                pause = PAUSES[failed]
+                failed, full = failed + 1, 0
+            else:
+                if found is not None:
+                    return status, found
+                if full == 0 or self._answered > seen:
+                    full, seen, since = 0, self._answered, time.monotonic()
+                elif time.monotonic() - since > FULL:
+                    raise self._lost(_says(status))
+                pause = PAUSES[min(full, len(PAUSES) - 1)]
+                failed, full = 0, full + 1
+            await asyncio.sleep(pause)
+
+    async def _once(self, url: str, body: bytes) -> tuple[int, Json | None]:
+        """The status and body of an answer; no body if the queue is full.
+
+        Raises:
+            LostError: The server answers nobody.
+            _NoAnswerError: It has none for this request, this time.
+        """
+        try:
+            status, text = await self._fetch("POST", url, body)
+        except FAILURES as error:
+            # A connection that was kept open may end just when it is used again.
+            if problem := await self._sick():
+                raise self._lost(problem) from None
+            raise _NoAnswerError(_words(error)) from None
+        if status in BUSY:
+            return status, None
+        if status in UNSURE:
+            raise _NoAnswerError(_says(status))
+        found = _decode(status, text)
+        if _refused(status):
+            # This request alone, or whatever it will be asked.
+            if problem := await self._sick() or await self._refusal(url, self._answered):
+                raise self._lost(problem)
+        else:
+            self._answered += 1
+        return status, found
+
+    async def _refusal(self, url: str, seen: int) -> str:
+        """Why a request that failed is not the reason; empty if it is, since others are answered.
+
+        Args:
+            url: Where it was asked.
+            seen: Requests that had been answered when it failed. If no other was since, one token is asked for.
+        """
+        async with self._probing:
+            if self._answered > seen:
+                return ""
+            body = {"max_tokens": 1, **PROBES[url]} | ({"model": self._model} if self._model else {})
+            try:
+                status, text = await self._fetch("POST", url, msgspec.json.encode(body))
+                if status in BUSY:
+                    return ""
+                if _refused(status):
+                    return _says(status)
+                _decode(status, text)
+            except (*FAILURES, _NoAnswerError) as error:
+                return _words(error)
+            self._answered += 1
+            return ""
+
+    async def _watch(self) -> str:
+        """Ask again and again whether it is well: a machine that is switched off ends no connection. Gives the reason when it is not."""
+        if reason := await self._stranger():
+            return reason
+        self._known.set()
+        times = 0
+        while times < SICK:
+            await asyncio.sleep(WATCH)
+            reason = await self._sick()
+            times = times + 1 if reason else 0
+        return reason
+
+    async def _sick(self) -> str:
+        """Why it cannot be asked; empty if it can. One that is being stopped says 503, and would never end while it is asked more."""
+        try:
+            status, _ = await asyncio.wait_for(self._fetch("GET", "/health"), PATIENCE)
+        except (*FAILURES, _NoAnswerError) as error:
+            return _words(error)
+        return f"its /health says {status}" if status >= 500 else ""
+
+    async def _stranger(self) -> str:
+        """Why it is no server that can be asked; empty if it is one."""
+        try:
+            status, text = await asyncio.wait_for(self._fetch("GET", "/v1/models"), PATIENCE)
+        except (*FAILURES, _NoAnswerError) as error:
+            return _words(error)
+        if status in (401, 403):
+            return "it wants another API key: give it with --api-key or in OPENAI_API_KEY"
+        try:
+            found = msgspec.json.decode(text, type=_Models) if status == 200 else None
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            found = None
+        if found is None:
+            return f"its /v1/models, with status {status}, is not that of an OpenAI-compatible server"
+        self._model = found.data[0].id if found.data else ""
+        return ""
+
+    async def _fetch(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        # A redirection could take the key elsewhere.
+        async with self._session.request(method, self._url + path, data=body, allow_redirects=False) as response:
+            text = bytearray()
+            async for part in response.content.iter_any():
+                text += part
+                if len(text) > LONGEST:
+                    raise _NoAnswerError(f"an answer is longer than {LONGEST >> 20} MiB")
+            return response.status, bytes(text)
+
+
+def _refused(status: int) -> bool:
+    return status in REFUSALS or status >= 500
+
+
+def _says(status: int) -> str:
+    return f"it says {status} to requests"
+
+
+def _decode(status: int, text: bytes) -> Json:
+    """The body of an answer.
+
+    Raises:
+        _NoAnswerError: It is none that such a server gives.
+    """
+    try:
+        found = msgspec.json.decode(text, type=Json)
+        msgspec.json.encode([[[found]]])  # as deep as in a record
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        if 400 <= status < 600:
+            # Of a proxy, perhaps, to which a request is too large.
+            return {"error": {"message": text[:1000].decode(errors="replace"), "code": status}}
+        raise _NoAnswerError(f"an answer with status {status} is no JSON object: {error}") from None
+    if not 400 <= status < 600 and not (status == 200 and isinstance(found.get("choices"), list)):
+        raise _NoAnswerError(f"an answer with status {status} has no choices")
+    return found
+
+
+def _words(error: Exception) -> str:
+    """Of an error, which may have none of its own."""
+    if isinstance(error, asyncio.TimeoutError):
+        return f"no answer within {PATIENCE} s"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return "what it sends is no HTTP"
+    # aiohttp's own words for these have an address and `ssl:default` in them; names that are unknown have no number.
+    number = error.errno if isinstance(error, aiohttp.ClientConnectorError) else None
+    if number is not None and number > 0:
+        return os.strerror(number)
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextlib.asynccontextmanager
+async def connect(urls: Sequence[str], key: str) -> AsyncIterator[list[Server]]:
+    """Servers to be asked, until the context is left.
+
+    Args:
+        urls: Their addresses, as of `addresses`.
+        key: The API key that they were started with; none if empty.
+    """
+    # Each request in flight has a connection.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    # An answer may take hours.
+    times = aiohttp.ClientTimeout(total=None, sock_connect=PATIENCE)
+    # SGLang closes idle connections after 5 s: a request must not be on its way then.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    async with aiohttp.ClientSession(
+        headers=headers, timeout=times, connector=connector, cookie_jar=aiohttp.DummyCookieJar()
+    ) as session:
+        servers = [Server(session, url) for url in urls]
+        try:
+            yield servers
+        finally:
+            for server in servers:
+                server.close()

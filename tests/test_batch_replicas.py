@@ -1,0 +1,558 @@
+"""Offline jobs on several replicas: prefixes stay together, work is even, and what a server leaves behind is answered by the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import json
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from forked import ForkedProcess, ForkedServer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_batch import FLAGS, chat, choice, completion, job, requests_of, until
+
+from sglang_pat import cli
+from sglang_pat.batch import servers
+from sglang_pat.batch.job import answer_all
+from sglang_pat.batch.lines import BatchError, Request
+from sglang_pat.batch.order import Tree
+from sglang_pat.batch.shares import Shares, cut, tokens
+from sglang_pat.demo import workload
+
+
+@pytest.mark.once
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=20),
+    st.floats(0, 1),
+    st.floats(0, 0.5),
+)
+def test_a_cut_separates_the_least_within_its_slack(found: list[tuple[int, int]], aim: float, slack: float) -> None:
+    steps, costs = [step for step, _ in found], [cost for _, cost in found]
+    aim, slack = aim * sum(costs), slack * sum(costs)
+    place = cut(steps, costs, aim, slack)
+    off = [abs(sum(costs[:i]) - aim) for i in range(len(costs) + 1)]
+    twice = [0, *steps[1:], 0]
+    near = [i for i in range(len(off)) if off[i] <= slack]
+    if place in near:
+        assert twice[place] == min(twice[i] for i in near)
+    else:
+        assert all(twice[i] for i in near), "it separates nobody within the slack"
+        assert all(twice[i] > twice[place] or off[i] >= off[place] for i in range(len(off)))
+
+
+prompts = st.lists(st.text("ab", max_size=6), min_size=1, max_size=24)
+
+
+@pytest.mark.once
+@given(prompts, st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None)
+def test_each_request_is_answered_once_whoever_is_lost(
+    prompts: list[str], replicas: int, window: int, shared: int, random: Any
+) -> None:
+    shares = Shares(Tree(requests_of(prompts)), replicas, window, shared)
+    running: list[tuple[int, int]] = []
+    answered: list[int] = []
+    while True:
+        while (taken := shares.take()) is not None:
+            running.append(taken)
+        assert all(count <= window for count in Counter(replica for replica, _ in running).values())
+        if not running:
+            break
+        if len(shares.living) > 1 and random.random() < 0.1:
+            lost = random.choice(shares.living)
+            shares.lose(lost)
+            running = [one for one in running if one[0] != lost]
+            continue
+        replica, rank = running.pop(random.randrange(len(running)))
+        shares.finish(replica, rank)
+        answered.append(rank)
+    assert sorted(answered) == list(range(len(prompts)))
+
+
+def handed_out(shares: Shares) -> dict[int, list[int]]:
+    """What each replica gets, before anybody has nothing left."""
+    return {replica: sorted(order.waiting) for replica, order in enumerate(shares._orders)}
+
+
+@pytest.mark.once
+@given(st.integers(2, 4), st.integers(30, 60), st.integers(1, 8))
+@settings(deadline=None)
+def test_groups_stay_whole_and_shares_are_even(replicas: int, groups: int, members: int) -> None:
+    """As long as there are groups enough to choose from."""
+    tree = Tree(
+        requests_of([f"{group:02}{'x' * 2000}{member}" for group in range(groups) for member in range(members)])
+    )
+    shares = Shares(tree, replicas, 1024)
+    given_to = handed_out(shares)
+    assert sorted(rank for ranks in given_to.values() for rank in ranks) == list(range(groups * members))
+    for ranks in given_to.values():
+        assert all(count == members for count in Counter(rank // members for rank in ranks).values())
+    assert max(shares._left) <= 1.3 * sum(shares._left) / replicas
+
+
+@pytest.mark.once
+def test_a_group_that_all_share_is_divided_where_it_forks() -> None:
+    system = "s" * 4000
+    found = [f"{system}{tool * 3000}{question}" for tool in "abcd" for question in range(25)]
+    given_to = handed_out(Shares(Tree(requests_of(found)), 2, 1024))
+    assert sorted(map(len, given_to.values())) == [50, 50]
+
+
+@pytest.mark.once
+def test_a_faster_replica_takes_more() -> None:
+    """Of three that take 1, 1 and 3 units of time for a request, all end at about the same time, whatever was expected."""
+    tree = Tree(requests_of([f"{group:02}{'x' * 2000}{member}" for group in range(30) for member in range(100)]))
+    shares = Shares(tree, 3, 16)
+    events: list[tuple[int, int, int]] = []
+    now, ends = 0, {}
+    while True:
+        while (taken := shares.take()) is not None:
+            heapq.heappush(events, (now + (1, 1, 3)[taken[0]], *taken))
+        if not events:
+            break
+        now, replica, rank = heapq.heappop(events)
+        ends[replica] = now
+        shares.finish(replica, rank)
+    ideal = 3000 / 16 / (1 + 1 + 1 / 3)
+    assert now < 1.1 * ideal
+    assert max(ends.values()) - min(ends.values()) <= 6
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("limit", [-5, 0, 10**30, True, 1.5, "many", None, [], float("nan")])
+def test_any_limit_of_an_answer_has_a_cost(limit: Any) -> None:
+    for url in ("/v1/completions", "/v1/chat/completions"):
+        body = {"max_tokens": limit, "n": limit, "prompt": "x"}
+        assert tokens(Request(1, "", url, body), 100) >= 26
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--url", "nonsense"],
+            "--url must be like http://127.0.0.1:30000, without user, path or query: number 1 is not",
+        ),
+        (["--url", "http://a:1", "--url", "http://a:99999"], "number 2 is not"),
+        (["--url", "http://user:secret@a:1"], "number 1 is not"),
+        (["--url", "http://a:1/v2"], "number 1 is not"),
+        (["--url", "file:///etc/passwd"], "number 1 is not"),
+        (["--url", "http://a:1\n"], "number 1 is not"),
+        (["--url", "http://[::1"], "number 1 is not"),
+        (["--url", ""], "number 1 is not"),
+        (["--url", "http://a:1", "--url", "HTTP://A:1/v1/"], "a server is named twice"),
+        (["--url", "http://a:1", "--api-key", "ä"], "an API key has printable ASCII characters only"),
+        (["--url", "http://a:1", "--model-path", "x"], "--model-path is for an engine of the job's own"),
+    ],
+)
+def test_careless_addresses_end_with_a_sentence(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "in").write_text(json.dumps(completion("x")) + "\n")
+    assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "secret" not in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists(), "a mistake leaves nothing behind"
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+DEEP = "[" * 990 + "]" * 990
+
+
+class Strange:
+    """A server that answers as it is told, and else as it should."""
+
+    def __init__(self, **handlers: Handler) -> None:
+        self._handlers = handlers
+        self.asked: list[str] = []
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        name = request.path.rpartition("/")[2]
+        if request.method == "POST":
+            body = await request.json()
+            self.asked.append(body["prompt"])
+            name = body["prompt"] if body["prompt"] in self._handlers else "post"
+        if name in self._handlers:
+            return await self._handlers[name](request)
+        return web.json_response({"data": [], "id": "x", "choices": [{"text": "fine"}]})
+
+    async def start(self) -> str:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(application)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        await site.start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+
+def says(status: int, text: str, **headers: str) -> Handler:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=status, text=text, headers=headers)
+
+    return handler
+
+
+async def drops(request: web.Request) -> web.Response:
+    assert request.transport
+    request.transport.abort()
+    return web.Response()
+
+
+async def breaks_off(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Length": "1000"})
+    await response.prepare(request)
+    await response.write(b'{"choices":')
+    assert request.transport
+    request.transport.close()
+    return response
+
+
+async def never_ends(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(b" " * 4096)
+
+
+async def waits(request: web.Request) -> web.Response:
+    await asyncio.sleep(60)
+    return web.Response()
+
+
+def ask(strange: list[Strange], count: int = 12, names: tuple[str, ...] = ()) -> tuple[list[dict[str, Any]], list[str]]:
+    """Records and warnings."""
+    records: list[dict[str, Any]] = []
+    warnings: list[str] = []
+
+    async def work() -> None:
+        urls = [await one.start() for one in strange]
+        try:
+            async with servers.connect(urls, "key") as replicas:
+                found = requests_of([f"p{i}" for i in range(count)] + list(names))
+                await answer_all(found, replicas, records.append, 4, warn=warnings.append)
+        finally:
+            for one in strange:
+                await one.stop()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+    return records, warnings
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "PAUSES", (0.01,) * 5)
+    monkeypatch.setattr(servers, "FULL", 0.3)
+    monkeypatch.setattr(servers, "WATCH", 0.05)
+    monkeypatch.setattr(servers, "PATIENCE", 0.3)
+    monkeypatch.setattr(servers, "LONGEST", 1 << 20)
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(
+    ("handlers", "message"),
+    [
+        (
+            {"models": says(404, "<html>")},
+            "its /v1/models, with status 404, is not that of an OpenAI-compatible server",
+        ),
+        ({"models": says(200, "<html>")}, "is not that of an OpenAI-compatible server"),
+        ({"models": says(200, DEEP * 2)}, "is not that of an OpenAI-compatible server"),
+        ({"models": says(302, "", Location="http://127.0.0.1:9/")}, "with status 302, is not that of"),
+        ({"models": says(401, "{}")}, "it wants another API key"),
+        ({"models": drops}, "disconnected"),
+        ({"models": waits}, "no answer within"),
+        ({"models": never_ends}, "an answer is longer than 1 MiB"),
+        ({"post": drops}, "disconnected"),
+        ({"post": drops, "health": says(503, "")}, "its /health says 503"),
+        ({"post": breaks_off}, "is lost: "),
+        ({"post": never_ends}, "an answer is longer than 1 MiB"),
+        ({"post": says(200, "<html>")}, "an answer with status 200 is no JSON object"),
+        ({"post": says(200, "\xff")}, "an answer with status 200 is no JSON object"),
+        ({"post": says(200, "[]")}, "an answer with status 200 is no JSON object"),
+        ({"post": says(200, f'{{"choices":{DEEP}}}')}, "an answer with status 200 is no JSON object"),
+        ({"post": says(200, "{}")}, "an answer with status 200 has no choices"),
+        ({"post": says(302, "{}", Location="http://127.0.0.1:9/")}, "an answer with status 302 has no choices"),
+        ({"post": says(503, "{}")}, "it says 503 to requests"),
+        ({"post": says(502, "<html>")}, "it says 502 to requests"),
+        ({"post": says(500, "{}"), "health": says(503, "")}, "its /health says 503"),
+        # None is idle sooner than one that refuses everything: it would get the whole job.
+        ({"post": says(500, "{}")}, "it says 500 to requests"),
+        ({"post": says(401, "{}")}, "it says 401 to requests"),
+        ({"post": says(404, "{}")}, "it says 404 to requests"),
+        ({"post": waits, "health": waits}, "no answer within"),
+        ({"post": waits, "health": says(503, "")}, "its /health says 503"),
+    ],
+)
+def test_a_server_that_is_none_or_fails_is_left_to_the_others(handlers: dict[str, Handler], message: str) -> None:
+    records, warnings = ask([Strange(**handlers), good := Strange()])
+    assert sorted(one["id"] for one in records) == sorted(f"batch_req_{i}" for i in range(1, 13))
+    assert all(one["response"]["status_code"] == 200 for one in records)
+    assert len(warnings) == 1 and message in warnings[0] and warnings[0].endswith("; its requests go to the others")
+    assert len(good.asked) == 12
+    with pytest.raises(BatchError) as raised:
+        ask([Strange(**handlers)])
+    assert message in str(raised.value)
+    assert str(raised.value).endswith("; 12 requests have no answer yet: the same command goes on")
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(
+    ("handler", "status", "message"),
+    [
+        (says(400, '{"error": {"message": "no"}}'), 400, "no"),
+        (says(413, "<html>too large"), 413, "<html>too large"),
+        (says(400, DEEP), 400, "[[["),
+        (says(500, '{"error": {"message": "no"}}'), 500, "no"),
+        (drops, None, "disconnected"),
+        (says(200, "<html>"), None, "no JSON object"),
+        (says(504, ""), None, "it says 504"),
+    ],
+)
+def test_a_request_that_fails_alone_is_an_error_of_its_own(handler: Handler, status: int | None, message: str) -> None:
+    async def slowly(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.01)
+        return web.json_response({"choices": []})
+
+    records, warnings = ask([Strange(bad=handler, post=slowly), Strange(post=slowly)], 80, ("bad",))
+    assert not warnings
+    by_number = {one["id"]: one for one in records}
+    assert len(records) == len(by_number) == 81
+    bad = by_number.pop("batch_req_81")
+    assert bad["custom_id"] == "81"
+    if status is None:
+        assert bad["error"]["code"] == "server_error" and message in bad["error"]["message"]
+    else:
+        assert bad["response"]["status_code"] == status and message in bad["response"]["body"]["error"]["message"]
+    assert all(one["response"]["status_code"] == 200 for one in by_number.values())
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("handler", [says(404, "{}"), says(500, "{}"), says(502, ""), says(200, "<html>"), drops])
+def test_a_request_that_fails_is_no_reason_to_lose_a_server_that_has_no_other(handler: Handler) -> None:
+    """As when a job is started again that had come to it: else it would never end."""
+    models = says(200, '{"data": [{"id": "its own"}]}')
+    records, warnings = ask([Strange(bad=handler, models=models)], 0, ("bad",))
+    assert len(records) == 1 and not warnings
+    assert records[0]["response"] is None or records[0]["response"]["status_code"] >= 400
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("handler", [says(500, "{}"), says(200, "<html>"), drops])
+def test_what_a_server_fails_at_once_it_has_broken_goes_to_the_others(handler: Handler) -> None:
+    answered = 0
+
+    async def breaks(request: web.Request) -> web.StreamResponse:
+        nonlocal answered
+        await asyncio.sleep(0.02)
+        answered += 1
+        return await handler(request) if answered > 6 else web.json_response({"choices": []})
+
+    async def slowly(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.02)
+        return web.json_response({"choices": []})
+
+    records, warnings = ask([Strange(post=breaks), Strange(post=slowly)], 60)
+    assert len(records) == 60 and len(warnings) == 1
+    assert all(one["response"]["status_code"] == 200 for one in records)
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+def test_a_queue_that_is_full_behind_a_long_answer_is_waited_for() -> None:
+    running = 0
+
+    async def full(request: web.Request) -> web.Response:
+        nonlocal running
+        if running:
+            return web.Response(status=429)
+        running += 1
+        await asyncio.sleep(0.2)  # more than all PAUSES
+        running -= 1
+        return web.json_response({"choices": []})
+
+    records, warnings = ask([Strange(post=full)], 4)
+    assert len(records) == 4 and not warnings
+    assert all(one["response"]["status_code"] == 200 for one in records)
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("garbage", [b"\x1b[2J\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000 + b"\r\n\r\n"])
+def test_what_speaks_no_http_is_named_in_one_line(garbage: bytes) -> None:
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(garbage)
+        await writer.drain()
+        writer.close()
+
+    async def work() -> None:
+        server = await asyncio.start_server(speak, "127.0.0.1", 0)
+        url = "http://{}:{}".format(*server.sockets[0].getsockname())
+        async with server, servers.connect([url], "") as replicas:
+            await answer_all(requests_of(["x"]), replicas, lambda record: None)
+
+    with pytest.raises(BatchError, match="is lost: what it sends is no HTTP; 1 requests have no answer yet"):
+        asyncio.run(asyncio.wait_for(work(), 30))
+
+
+@contextlib.contextmanager
+def beside(strange: Strange) -> Iterator[str]:
+    """Its address; it runs in another thread, for the command wants this one."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(strange.start(), loop).result(10)
+    finally:
+        asyncio.run_coroutine_threadsafe(strange.stop(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+def test_a_job_that_lost_all_servers_goes_on_with_others(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Also one whose requests have all the same name."""
+    asked = [{**completion(f"p{i}"), "custom_id": "same"} for i in range(30)]
+    (tmp_path / "in").write_text("".join(json.dumps(one) + "\n" for one in asked))
+    out = tmp_path / "out"
+    answered = 0
+
+    async def dies(request: web.Request) -> web.StreamResponse:
+        nonlocal answered
+        answered += 1
+        return await drops(request) if answered > 9 else web.json_response({"choices": []})
+
+    arguments = ["batch", str(tmp_path / "in"), str(out), "--in-flight", "4", "--url"]
+    with beside(Strange(post=dies)) as url:
+        assert cli.main([*arguments, url, "--url", "http://127.0.0.1:1"]) == 2
+    told = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "sglang-pat" in line]
+    assert told[0] == "sglang-pat: http://127.0.0.1:1 is lost: Connection refused; its requests go to the others"
+    assert told[1:] == [
+        f"sglang-pat: {url} is lost: Server disconnected; 21 requests have no answer yet: the same command goes on"
+    ]
+    before = out.read_bytes()
+    assert before.count(b"\n") == 9
+    with beside(other := Strange()) as url:
+        assert cli.main([*arguments, url]) == 0
+    assert out.read_bytes().startswith(before)
+    assert len(other.asked) == 21
+    assert {json.loads(line)["id"] for line in out.read_text().splitlines()} == {f"batch_req_{i}" for i in range(1, 31)}
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+def test_a_server_whose_queue_is_full_is_asked_again() -> None:
+    running = 0
+
+    async def full(request: web.Request) -> web.Response:
+        nonlocal running
+        if running:
+            return web.Response(status=503)
+        running += 1
+        await asyncio.sleep(0.03)
+        running -= 1
+        return web.json_response({"choices": []})
+
+    records, warnings = ask([Strange(post=full)], 30)
+    assert len(records) == 30 and not warnings
+    assert all(one["response"]["status_code"] == 200 for one in records)
+
+
+def urls_job(folder: Path, out: str, *flags: str) -> ForkedProcess:
+    command = [sys.executable, "-m", "sglang_pat.cli", "batch", str(folder / "in"), str(folder / out), *flags]
+    return ForkedProcess(command, dict(os.environ), folder / f"{out}.log")
+
+
+GROUPS, MEMBERS = 4, 6
+
+
+def grouped(folder: Path) -> None:
+    """A file of questions about documents, none of which is like another."""
+    documents = [workload.prose(f"document {group}", 1200) for group in range(GROUPS)]
+    asked = [chat(f"{documents[i % GROUPS]} question {i // GROUPS}", max_tokens=6) for i in range(GROUPS * MEMBERS)]
+    (folder / "in").write_text("".join(json.dumps(one) + "\n" for one in asked))
+
+
+def answers(path: Path) -> dict[str, dict[str, Any]]:
+    """Records by id, each once and none an error."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    result = {one["id"]: one["response"]["body"] for one in records}
+    assert len(records) == len(result) == GROUPS * MEMBERS
+    assert all(one["response"]["status_code"] == 200 for one in records)
+    return result
+
+
+def assert_each_document_computed_once(bodies: dict[str, dict[str, Any]]) -> None:
+    """But for what one of its questions has behind it, each was in the cache for all who came later."""
+    cold = 0
+    for body in bodies.values():
+        usage = body["usage"]
+        details = usage["prompt_tokens_details"]
+        cold += (details["cached_tokens"] if details else 0) < usage["prompt_tokens"] / 2
+    assert cold == GROUPS
+
+
+@pytest.mark.server
+def test_a_server_that_is_killed_leaves_its_groups_to_another(model: Path, tmp_path: Path) -> None:
+    """Also when the job is ended and started again, with the dead server's address still there."""
+    grouped(tmp_path)
+    flags = [*FLAGS, "--enable-cache-report"]
+    one_thread = {"OMP_NUM_THREADS": "1"}  # two servers share the cores
+    with (
+        ForkedServer(model, "pat", tmp_path / "one.log", flags, one_thread) as one,
+        ForkedServer(model, "pat", tmp_path / "two.log", flags, one_thread) as two,
+    ):
+        one.wait()
+        two.wait()
+        urls = ["--url", one.url, "--url", f"{two.url}/v1"]
+        assert urls_job(tmp_path, "whole", *urls).wait(300) == 0, (tmp_path / "whole.log").read_text()[-3000:]
+        whole = answers(tmp_path / "whole")
+        assert_each_document_computed_once(whole)
+        for server in (one, two):
+            server.post("/flush_cache")
+        out, log = tmp_path / "out", tmp_path / "out.log"
+        process = urls_job(tmp_path, "out", *urls, "--in-flight", "2")
+        until(lambda: out.exists() and out.read_bytes().count(b"\n") >= 4, process, log)
+        one.stop()
+        until(lambda: "is lost" in log.read_text(), process, log)
+        assert f"sglang-pat: {one.url} is lost: Connection refused; its requests go to the others" in log.read_text()
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(60) == 2, log.read_text()[-3000:]
+        assert "the job was told to end" in log.read_text()
+        assert "Traceback" not in log.read_text()
+        done = out.read_bytes().count(b"\n")
+        assert 4 <= done < GROUPS * MEMBERS
+        assert urls_job(tmp_path, "out", *urls).wait(300) == 0, log.read_text()[-3000:]
+        assert "of prefill saved" in log.read_text()
+        assert {name: choice(body) for name, body in answers(out).items()} == {
+            name: choice(body) for name, body in whole.items()
+        }
+
+
+@pytest.mark.server
+def test_groups_stay_on_one_replica_of_an_engine(model: Path, tmp_path: Path) -> None:
+    grouped(tmp_path)
+    process = job(model, tmp_path, "--dp-size", "2")
+    assert process.wait(600) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert_each_document_computed_once(answers(tmp_path / "out"))
