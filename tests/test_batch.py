@@ -271,9 +271,9 @@ def test_errors_show_in_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "none")]) == 0
 
 
-def job(model: Path, folder: Path, *flags: str) -> ForkedProcess:
+def job(model: Path, folder: Path, *flags: str, **variables: str) -> ForkedProcess:
     command = [sys.executable, "-m", "sglang_pat.cli", "batch", str(folder / "in"), str(folder / "out")]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
     return ForkedProcess([*command, "--model-path", str(model), *FLAGS, *flags], environment, folder / "log")
 
 
