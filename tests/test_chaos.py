@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import eagle
 import pytest
 from chaos import FEATURES, Chaos, adapters, our_tracebacks
 from conftest import UNPINNED, assert_sound
@@ -22,22 +23,33 @@ SECONDS, SEED = 40, 7
 
 COMMON = [
     "--dtype", "float32", "--context-length", "1024", "--chunked-prefill-size", "128", "--max-running-requests", "64",
-    "--enable-streaming-session", "--enable-priority-scheduling", "--enable-lora", "--lora-backend", "torch_native",
+    "--enable-streaming-session", "--enable-priority-scheduling",
+]  # fmt: skip
+LORAS = [
+    "--enable-lora", "--lora-backend", "torch_native",
     "--max-lora-rank", str(adapters.RANK), "--lora-target-modules", *adapters.TARGETS, "--max-loras-per-batch", "2",
+]  # fmt: skip
+DRAFTS = [
+    "--speculative-algorithm", "EAGLE", "--speculative-num-steps", "2", "--speculative-eagle-topk", "2",
+    "--speculative-num-draft-tokens", "4", "--speculative-draft-model-path",
 ]  # fmt: skip
 SMALL_POOL = ["--max-total-tokens", "3000", "--schedule-conservativeness", "0.1"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", **UNPINNED}
 
 
-@pytest.fixture(scope="module")
-def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+@pytest.fixture
+def servers(model: Path, tmp_path: Path) -> Iterator[tuple[Server, Server]]:
     """One with `pat`, and the reference."""
-    folder = tmp_path_factory.mktemp("chaos")
-    loras = [f"{name}={adapters.write(folder / name, seed)}" for seed, name in enumerate(("a", "b"))]
-    flags = [*COMMON, "--lora-paths", *loras]
+    loras = [f"{name}={adapters.write(tmp_path / name, seed)}" for seed, name in enumerate(("a", "b"))]
+    with started(model, tmp_path, [*COMMON, *LORAS, "--lora-paths", *loras], SMALL_POOL) as both:
+        yield both
+
+
+@contextmanager
+def started(model: Path, folder: Path, flags: list[str], of_pat: list[str]) -> Iterator[tuple[Server, Server]]:
     with ExitStack() as stack:
         tried = ForkedServer(
-            model, "pat", folder / "pat.log", [*flags, *SMALL_POOL], {"SGLANG_PAT_VERIFY": "1", **ENVIRONMENT}
+            model, "pat", folder / "pat.log", [*flags, *of_pat], {"SGLANG_PAT_VERIFY": "1", **ENVIRONMENT}
         )
         reference = ForkedServer(
             model, "torch_native", folder / "reference.log", [*flags, "--max-total-tokens", "20000"], ENVIRONMENT
@@ -65,3 +77,18 @@ def test_a_minute_of_chaos(servers: tuple[Server, Server]) -> None:
         assert report.compared[kind] > 3, (kind, report)
     # With ids that two live requests share, and with no other.
     assert report.compared["mixed up by SGLang"] <= (20 if "live ids" in chaos.able else 0)
+
+
+@pytest.mark.once
+def test_chaos_with_drafts(model: Path, tmp_path: Path) -> None:
+    """Drafts of random weights, in trees: hardly one is accepted, and answers are those without any."""
+    draft = eagle.write(tmp_path / "draft", model)
+    with started(model, tmp_path, COMMON, [*SMALL_POOL, *DRAFTS, str(draft)]) as (tried, reference):
+        report = asyncio.run(Chaos(tried.url, reference.url, seed=SEED, seconds=SECONDS / 2).run())
+        print(report)
+        assert not report.problems, report
+        assert not our_tracebacks(tried.log.read_text())
+        counters = assert_sound(tried)
+        assert counters["kv_tokens"] < counters["kv_tokens_unpacked"]
+        assert min(report.compared[kind] for kind in ("greedy", "partial")) > 3, report
+        assert min(report.compared[kind] for kind in ("session", "streaming session")) > 0, report

@@ -123,7 +123,9 @@ class Chaos:
         self.loras = {adapter["lora_name"]: adapter["lora_path"] for adapter in info.get("lora_paths") or []}
         now, tokenizer = release >= (0, 5, 23), not info["skip_tokenizer_init"]
         requirements = {
-            "beams": now and info["page_size"] == 1 and not info["enable_hierarchical_cache"],
+            "beams": now
+            and info["page_size"] == 1
+            and not (info["enable_hierarchical_cache"] or info["speculative_algorithm"]),
             "salts": now,
             "openai": tokenizer,
             # The detokenizer of 0.5.17 ends where one of two live requests with the same id finishes
@@ -136,6 +138,8 @@ class Chaos:
             "streaming sessions": bool(info["enable_streaming_session"]),
             "priorities": bool(info["enable_priority_scheduling"]),
             "memory": bool(info["enable_memory_saver"]),
+            # SGLang asks a draft model to load them too, which n-grams have not.
+            "weights": info["speculative_algorithm"] != "NGRAM",
         }
         able -= {feature for feature, met in requirements.items() if not met}
         self.able = frozenset(able if self.features is None else self.features)
