@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import eagle
 import pytest
 from chaos import FEATURES, Chaos, adapters, our_tracebacks
 from conftest import UNPINNED, assert_sound
@@ -27,6 +28,10 @@ COMMON = [
 LORAS = [
     "--enable-lora", "--lora-backend", "torch_native",
     "--max-lora-rank", str(adapters.RANK), "--lora-target-modules", *adapters.TARGETS, "--max-loras-per-batch", "2",
+]  # fmt: skip
+DRAFTS = [
+    "--speculative-algorithm", "EAGLE", "--speculative-num-steps", "2", "--speculative-eagle-topk", "2",
+    "--speculative-num-draft-tokens", "4", "--speculative-draft-model-path",
 ]  # fmt: skip
 SMALL_POOL = ["--max-total-tokens", "3000", "--schedule-conservativeness", "0.1"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", **UNPINNED}
@@ -72,3 +77,19 @@ def test_a_minute_of_chaos(servers: tuple[Server, Server]) -> None:
         assert report.compared[kind] > 3, (kind, report)
     # With ids that two live requests share, and with no other.
     assert report.compared["mixed up by SGLang"] <= (20 if "live ids" in chaos.able else 0)
+
+
+@pytest.mark.once
+def test_chaos_with_drafts(model: Path, tmp_path: Path) -> None:
+    """Drafts of random weights, in trees: hardly one is accepted, and answers are those without any."""
+    draft = eagle.write(tmp_path / "draft", model)
+    with started(model, tmp_path, COMMON, [*SMALL_POOL, *DRAFTS, str(draft)]) as (tried, reference):
+        report = asyncio.run(Chaos(tried.url, reference.url, seed=SEED, seconds=SECONDS / 2).run())
+        print(report)
+        assert not report.problems, report
+        assert not our_tracebacks(tried.log.read_text())
+        counters = assert_sound(tried)
+        assert counters["kv_tokens"] < counters["kv_tokens_unpacked"]
+        assert min(report.compared[kind] for kind in ("greedy", "partial")) > 3, report
+        # Streaming sessions have one turn each (`Chaos._look`), and a slow machine may end none of them in time.
+        assert report.compared["session"] > 0, report

@@ -146,7 +146,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("LoRA adapters, each a namespace of its own", "`--enable-lora`", _CHAOS),
         _works("salts", "`cache_salt`, `extra_key`", _CHAOS, _MIRROR),
         _works("sessions, streaming sessions", "`--enable-streaming-session`", _CHAOS, "test_kits.py::TestStreamingSessions",
-               note="without `UnifiedRadixCache` the second turn of a streaming session and those after it are not packed"),
+               note="without `UnifiedRadixCache` the second turn of a streaming session and those after it are not packed; with drafts they may be answered wrong, as SGLang takes a turn's last token to have KV, with any backend"),
         _unpacked("beam search (0.5.23)", "`beam_width`", _CHAOS),
     ),
     "Prefix cache": (
@@ -212,8 +212,8 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     ),
     "Decoding": (
         _works("speculative decoding on a CPU", "`--speculative-algorithm EAGLE`, `STANDALONE`, `NGRAM`", _SPECULATION, "test_speculation.py::test_windows",
-               "test_verify.py::test_random_trees_of_drafts", "test_scheduler.py::test_the_mirror_is_what_req_to_token_says",
-               note="drafts are verified packed, and against the likeliest tokens only, as on SGLang's own CPU engine; EAGLE3 and NEXTN start, and were not run. Under `tests/chaos` one answer in five runs with EAGLE's trees was another than without, and that is not understood: not for production"),
+               "test_chaos.py::test_chaos_with_drafts", "test_verify.py::test_random_trees_of_drafts", "test_scheduler.py::test_the_mirror_is_what_req_to_token_says",
+               note="drafts are verified packed, and against the likeliest tokens only, as on SGLang's own CPU engine; EAGLE3 and NEXTN start, and were not run"),
         _refused("speculative decoding on a GPU", "`--speculative-algorithm`", _speculates_on_gpu, _LEAVE_OUT),
         _refused("other algorithms of speculative decoding", "`--speculative-algorithm DFLASH` and others", _speculates_otherwise, _LEAVE_OUT),
         _refused("speculation that changes the length of drafts", "`--speculative-adaptive`", _set("speculative_adaptive"), "leave it out"),
