@@ -36,6 +36,7 @@ ASKED_BY: list[tuple[list[str], dict[str, str]]] = [
     (["--kv-cache-dtype", "mxfp8"], {}),
     (["--enable-page-major-kv-layout"], {}),
     (["--enable-unified-memory"], {}),
+    (["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4", "--enable-streaming-session"], {}),
     (["--speculative-algorithm", "FROZEN_KV_MTP"], {}),
     (["--speculative-algorithm", "NGRAM", "--speculative-adaptive"], {}),
     (["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "65"], {}),

@@ -102,6 +102,10 @@ def _speculates_otherwise(arguments: Any, environment: Mapping[str, str]) -> boo
     return _speculates(arguments) and arguments.speculative_algorithm.upper() not in ALGORITHMS
 
 
+def _speculates_in_streams(arguments: Any, environment: Mapping[str, str]) -> bool:
+    return _speculates(arguments) and bool(getattr(arguments, "enable_streaming_session", None))
+
+
 def _speculates_beside(arguments: Any, environment: Mapping[str, str]) -> bool:
     return _speculates(arguments) and set(compat.backends_chosen(arguments)) != {"pat"}
 
@@ -146,7 +150,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("LoRA adapters, each a namespace of its own", "`--enable-lora`", _CHAOS),
         _works("salts", "`cache_salt`, `extra_key`", _CHAOS, _MIRROR),
         _works("sessions, streaming sessions", "`--enable-streaming-session`", _CHAOS, "test_kits.py::TestStreamingSessions",
-               note="without `UnifiedRadixCache` the second turn of a streaming session and those after it are not packed; with drafts they may be answered wrong, as SGLang takes a turn's last token to have KV, with any backend"),
+               note="without `UnifiedRadixCache` the second turn of a streaming session and those after it are not packed"),
         _unpacked("beam search (0.5.23)", "`beam_width`", _CHAOS),
     ),
     "Prefix cache": (
@@ -215,6 +219,8 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "test_chaos.py::test_chaos_with_drafts", "test_verify.py::test_random_trees_of_drafts", "test_scheduler.py::test_the_mirror_is_what_req_to_token_says",
                note="drafts are verified packed, and against the likeliest tokens only, as on SGLang's own CPU engine; EAGLE3 and NEXTN start, and were not run"),
         _refused("speculative decoding on a GPU", "`--speculative-algorithm`", _speculates_on_gpu, _LEAVE_OUT),
+        _refused("streaming sessions beside speculative decoding", "`--enable-streaming-session` and `--speculative-algorithm`", _speculates_in_streams,
+                 "leave out one of them", note="SGLang takes a turn's last token to have KV, which only the next verify step writes: later turns read what was in its slot, with any backend"),
         _refused("other algorithms of speculative decoding", "`--speculative-algorithm DFLASH` and others", _speculates_otherwise, _LEAVE_OUT),
         _refused("speculation that changes the length of drafts", "`--speculative-adaptive`", _set("speculative_adaptive"), "leave it out"),
         _refused("drafts of more than 64 tokens", "`--speculative-num-draft-tokens`",

@@ -47,7 +47,6 @@ FEATURES = frozenset(feature for _, _, feature in actions.ACTIONS.values()) | {
     "salts",
     "priorities",
     "memory",
-    "streaming turns",
 }
 
 ROUND = 12.0
@@ -137,10 +136,6 @@ class Chaos:
             # release it, and everybody waits for `LoRARegistry.wait_for_unload`.
             "lora updates": now and bool(info.get("enable_lora") and self.loras),
             "streaming sessions": bool(info["enable_streaming_session"]),
-            # SGLang keeps a turn's last token as if it had KV (`StreamingSession.try_cache_finished_req`). With drafts its slot is
-            # there, but only the next verify step writes it. Where none follows (always without overlap, as on a CPU; with it where
-            # a prompt is next), what a draft left in that slot, or nothing, is read by all turns that follow. With any backend.
-            "streaming turns": bool(info["enable_streaming_session"]) and not info["speculative_algorithm"],
             "priorities": bool(info["enable_priority_scheduling"]),
             "memory": bool(info["enable_memory_saver"]),
             # SGLang asks a draft model to load them too, which n-grams have not.

@@ -247,12 +247,11 @@ async def lora_loaded_again(chaos: Chaos, chance: random.Random) -> None:
 async def _converse(chaos: Chaos, chance: random.Random, streaming: bool) -> None:
     """A conversation, some of whose turns are aborted, and whose last one may be left or closed while it runs."""
     script = chance.choice(chaos.catalogue.scripts)
-    turns = len(script.turns) if not streaming or "streaming turns" in chaos.able else 1
     conversation = Conversation(chaos.client, chance, streaming)
     await conversation.open()
     allowed = (*ABORTED, *BUSY, *CLOSED)
     ending = chance.choice(["closed", "closed", "closed in flight", "left"])
-    last = chance.randint(1, turns) - 1
+    last = chance.randint(1, len(script.turns)) - 1
     for i, (own, length) in enumerate(zip(script.turns, script.tokens, strict=False)):
         tokens = script.begin + own if i == 0 else own
         beside: list[Awaitable[None]] = []
