@@ -196,7 +196,7 @@ def test_a_plan_that_contradicts_the_slots_is_not_used(decode: Decode) -> None:
     def refuse(items):
         raise AssertionError("not shared")
 
-    plan = decode.step(verify=refuse).numpy()
+    plan = decode.step(check=refuse).numpy()
     assert layout.num_slots(plan) == 0 and decode.planner.counters().fallbacks == 1
 
 

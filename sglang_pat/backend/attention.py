@@ -14,12 +14,13 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat, jit
 from sglang_pat.backend import executors, layers, support, verify
+from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.layers import LayerGroup
 from sglang_pat.backend.metrics import Metrics
 from sglang_pat.backend.windows import WindowTable
 from sglang_pat.config import PatConfig
-from sglang_pat.packing import AttentionSpec, PackConfig, WorkItem
+from sglang_pat.packing import AttentionSpec, PackConfig
 from sglang_pat.radix_bridge import Observer, hooks
 from sglang_pat.radix_bridge.trace import FORMAT, Header, TraceWriter
 
@@ -199,7 +200,8 @@ class PatAttnBackend(AttentionBackend):
             if self._extend is not None and compat.is_extend(forward_batch.forward_mode):
                 rows = hooks.rows_of(forward_batch)
                 requests = _NOBODY if rows is None else compat.requests(self.req_to_token_pool, rows)
-                self._extend.begin(forward_batch, requests, self._verify if self.config.verify else None)
+                check = functools.partial(check_plan, self.req_to_token_pool.req_to_token)
+                self._extend.begin(forward_batch, requests, check if self.config.verify else None)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         mode = forward_batch.forward_mode
@@ -224,7 +226,13 @@ class PatAttnBackend(AttentionBackend):
     def _plan(self, groups: list[LayerGroup], requests: torch.Tensor, lengths: Callable[[], torch.Tensor]) -> None:
         assert self.rows is not None
         for group in groups:
-            check = functools.partial(self._verify, rows=self.rows, seq_lens=lengths, window=group.spec.planned_window)
+            check = functools.partial(
+                check_plan,
+                self.req_to_token_pool.req_to_token,
+                rows=self.rows,
+                seq_lens=lengths,
+                window=group.spec.planned_window,
+            )
             group.plan(requests, lengths, check if self.config.verify else None)
 
     def _verifies(self, forward_batch: ForwardBatch) -> bool:
@@ -417,26 +425,6 @@ class PatAttnBackend(AttentionBackend):
                     requests, (lengths[: len(requests)] + more).tolist(), list(forward_batch.rids)
                 ),
             )
-
-    def _verify(
-        self, items: list[WorkItem], rows: torch.Tensor, seq_lens: Callable[[], torch.Tensor], window: int
-    ) -> None:
-        """Raise AssertionError unless each query reads what it sees once, and those of a work item the same slots."""
-        table, lengths = self.req_to_token_pool.req_to_token, seq_lens().tolist()
-        read = [0] * len(lengths)
-        for item in items:
-            start, end = item.span(lengths)
-            for query in item.queries:
-                hidden = max(0, lengths[query] - window) if window else 0
-                read[query] += max(0, min(end, lengths[query]) - max(start, hidden))
-            if len(item.queries) > 1:
-                slots = table[rows[item.queries], start:end]
-                if not (slots == slots[0]).all():
-                    raise AssertionError(f"queries {item.queries} do not share the KV of [{start}, {end})")
-        for query, (tokens, length) in enumerate(zip(read, lengths, strict=True)):
-            seen = min(length, window or length)
-            if tokens != seen:
-                raise AssertionError(f"query {query} reads {tokens} tokens and sees {seen}")
 
 
 def _on_host(seq_lens: torch.Tensor, size: int) -> torch.Tensor:

@@ -41,13 +41,13 @@ class PackedExtend:
         self._window_slots: torch.Tensor | None = None
         self._failed = False
 
-    def begin(self, forward_batch: ForwardBatch, requests: torch.Tensor, verify: Callable[..., None] | None) -> None:
+    def begin(self, forward_batch: ForwardBatch, requests: torch.Tensor, check: Callable[..., None] | None) -> None:
         """Plan a batch's extend, before its layers run.
 
         Args:
             forward_batch: SGLang's.
             requests: As many as are known, in batch order; int64 on the host.
-            verify: Called with a plan's items, each query's row, what gives their lengths, and the window; raises where these contradict.
+            check: Called with a plan's items, each query's row, what gives their lengths, and the window; raises where these contradict.
         """
         size = min(len(forward_batch.extend_prefix_lens), len(forward_batch.extend_seq_lens))
         cached, added = forward_batch.extend_prefix_lens[:size].long(), forward_batch.extend_seq_lens[:size].long()
@@ -57,7 +57,7 @@ class PackedExtend:
         self._rows = rows.repeat_interleave(added)
         firsts = (added.cumsum(0) - added).repeat_interleave(added)
         self._seq_lens = cached.repeat_interleave(added) + torch.arange(len(firsts)) - firsts + 1
-        made = {group: self._plan(group, named, cached, added, verify) for group in self._groups}
+        made = {group: self._plan(group, named, cached, added, check) for group in self._groups}
         self._plans = {group: torch.from_numpy(plan) for group, (plan, _) in made.items()}
         self.count += 1
         self.shared += any(shared for _, shared in made.values())
@@ -100,12 +100,12 @@ class PackedExtend:
 
     def _plan(
         self, group: LayerGroup, requests: torch.Tensor, cached: torch.Tensor, added: torch.Tensor,
-        verify: Callable[..., None] | None,
+        check: Callable[..., None] | None,
     ) -> tuple[np.ndarray, int]:  # fmt: skip
         try:
             plan, shared = group.scheduler.extend(requests, cached, added)
-            if verify is not None:
-                verify(layout.work_items(plan), self._rows, lambda: self._seq_lens, group.spec.window)
+            if check is not None:
+                check(layout.work_items(plan), self._rows, lambda: self._seq_lens, group.spec.window)
         except Exception:
             if not self._failed:
                 self._failed = True

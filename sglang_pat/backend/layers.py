@@ -113,11 +113,11 @@ class LayerGroup:
         self,
         requests: torch.Tensor,
         seq_lens: Callable[[], torch.Tensor],
-        verify: Callable[[list[WorkItem]], None] | None = None,
+        check: Callable[[list[WorkItem]], None] | None = None,
     ) -> None:
         """Load the plan for the next decode step; arguments as for `Planner.plan`."""
         self.executor.before_plan()
-        plan = self.planner.plan(requests, seq_lens, verify)
+        plan = self.planner.plan(requests, seq_lens, check)
         if self._loaded != self.planner.made:
             self.executor.load(plan)
         self._loaded = self.planner.made

@@ -58,20 +58,20 @@ class Planner:
         self,
         requests: Any,
         seq_lens: Callable[[], Any],
-        verify: Callable[[list[WorkItem]], None] | None = None,
+        check: Callable[[list[WorkItem]], None] | None = None,
     ) -> Any:
         """The plan for the next decode step, one of the scheduler's buffers; it counts as a step run.
 
         Args:
             requests: In batch order, an int64 host array. Nobody writes to it: while it is the same object, it is the same batch.
             seq_lens: Gives their lengths, likewise; asked for only when a plan has to be made.
-            verify: Raises where a plan contradicts the KV slots.
+            check: Raises where a plan contradicts the KV slots.
         """
         if not (self._used < self._good and self._reuse and self._stands(requests)):
             began = time.perf_counter_ns()
             self._make(requests, seq_lens())
             self._planning_ns += time.perf_counter_ns() - began
-        if verify is not None and not self._accepted(verify):
+        if check is not None and not self._accepted(check):
             self._fall_back(seq_lens())
         self._used += 1
         if self._ahead and self._used == self._good:
@@ -130,9 +130,9 @@ class Planner:
         self._counts.plans_ahead += ahead
         self._hand_out(index, good, seq_lens, ahead=ahead)
 
-    def _accepted(self, verify: Callable[[list[WorkItem]], None]) -> bool:
+    def _accepted(self, check: Callable[[list[WorkItem]], None]) -> bool:
         try:
-            verify(layout.work_items(self._data.numpy()))
+            check(layout.work_items(self._data.numpy()))
         except Exception:
             self._report_failure()
             return False

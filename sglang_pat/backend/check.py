@@ -1,0 +1,42 @@
+"""`SGLANG_PAT_VERIFY`: whether a plan and what the rows of `req_to_token` say agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sglang_pat.packing import WorkItem
+
+
+def check_plan(
+    req_to_token: torch.Tensor,
+    items: list[WorkItem],
+    rows: torch.Tensor,
+    seq_lens: Callable[[], torch.Tensor],
+    window: int,
+) -> None:
+    """Raise AssertionError unless each query reads what it sees once, and those of a work item the same slots.
+
+    Args:
+        req_to_token: [requests, context], int32: the slot of each position of each request.
+        items: The plan's.
+        rows: [batch], int64: each query's row of `req_to_token`.
+        seq_lens: Gives [batch], int64: tokens up to each query's own.
+        window: How many of these a query sees; 0 for all.
+    """
+    lengths = seq_lens().tolist()
+    read = [0] * len(lengths)
+    for item in items:
+        start, end = item.span(lengths)
+        for query in item.queries:
+            hidden = max(0, lengths[query] - window) if window else 0
+            read[query] += max(0, min(end, lengths[query]) - max(start, hidden))
+        if len(item.queries) > 1:
+            slots = req_to_token[rows[item.queries], start:end]
+            if not (slots == slots[0]).all():
+                raise AssertionError(f"queries {item.queries} do not share the KV of [{start}, {end})")
+    for query, (tokens, length) in enumerate(zip(read, lengths, strict=True)):
+        seen = min(length, window or length)
+        if tokens != seen:
+            raise AssertionError(f"query {query} reads {tokens} tokens and sees {seen}")
