@@ -98,6 +98,7 @@ class Decoder(cuda.Decoder):
         self._tile_rows, self._kv = tiles.query_tiles[-1], variant.kv
         self._modules = [_modules[variant, change]]
         self._no_sinks = torch.empty(0, dtype=torch.bfloat16)
+        self._no_masks = torch.empty(0, 0, dtype=torch.int64)
         self._streams = []
         self.workers = WORKERS
         self.seed(0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import msgspec
 import torch
 
+from sglang_pat.backend import verify
 from sglang_pat.backend.layers import kv_format
 from sglang_pat.kernels import reference
 from sglang_pat.packing import AttentionSpec, Batch, PackConfig, TileTable, make_plan, tree
@@ -92,11 +94,21 @@ class Case:
         self.spec = AttentionSpec(heads, kv_heads, dim, v_dim, kv_format(dtype), window, sinks)
         self.scale = dim**-0.5
 
+    masks: torch.Tensor | None = None
+    """Of drafts."""
+
+    @property
+    def head_sinks(self) -> torch.Tensor | None:
+        """One for each head of Q."""
+        return self.sinks
+
+    def read(self) -> tuple[torch.Tensor, ...]:
+        """K and V as they are meant."""
+        scaled = ((self.k, self.k_scale), (self.v, self.v_scale))
+        return tuple(pool.float() * scale if pool.dtype.itemsize == 1 else pool for pool, scale in scaled)
+
     def reference(self, logit_cap: float = 0.0) -> torch.Tensor:
-        k, v = (
-            pool.float() * scale if pool.dtype.itemsize == 1 else pool
-            for pool, scale in ((self.k, self.k_scale), (self.v, self.v_scale))
-        )
+        k, v = self.read()
         return reference.decode(
             self.q, k, v, self.table, self.rows, self.seq_lens, scale=self.scale, logit_cap=logit_cap,
             window=self.spec.window, sinks=self.sinks,
@@ -114,6 +126,77 @@ class Case:
             config = msgspec.structs.replace(config, cost=self.spec.cost())
         plan = flatten(make_plan(self.batch, config))
         return torch.from_numpy(plan).to(self.q.device)
+
+
+def random_tree(generator: random.Random, tokens: int) -> torch.Tensor:
+    """Which tokens each of a draft's sees, [tokens, tokens]: itself, and what it follows."""
+    seen = torch.eye(tokens, dtype=torch.bool)
+    for token in range(1, tokens):
+        seen[token] |= seen[generator.randrange(token)]
+    return seen
+
+
+def random_trees(generator: random.Random, batch: Batch, tokens: int) -> torch.Tensor:
+    """One for each request of a batch."""
+    return torch.stack([random_tree(generator, tokens) for _ in batch.seq_lens])
+
+
+class Drafts(Case):
+    """Behind each of a batch's requests a draft, whose tokens are one query.
+
+    Attributes:
+        trees: [batch, tokens, tokens]: what each token of a draft sees of it.
+        cached: [batch], tokens in front of the drafts.
+    """
+
+    def __init__(
+        self, batch: Batch, trees: torch.Tensor, heads: int, kv_heads: int, dim: int, v_dim: int, dtype: torch.dtype, window: int = 0,
+        sinks: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
+        self.trees, self.tokens = trees, trees.shape[1]
+        self.cached = torch.tensor(batch.seq_lens)
+        whole = Batch([length + self.tokens for length in batch.seq_lens], batch.roots)
+        super().__init__(whole, heads * self.tokens, kv_heads, dim, v_dim, dtype, **options)
+        if sinks:
+            self.sinks = torch.linspace(-2, 8, heads, device=self.q.device).bfloat16()
+        self.spec = AttentionSpec(heads, kv_heads, dim, v_dim, kv_format(dtype), window, sinks, self.tokens)
+        if window:
+            table, lengths = self.token_table()
+            seen = torch.zeros(len(self.k), dtype=torch.bool, device=self.q.device)
+            for slots, length in zip(table, lengths.tolist(), strict=True):
+                seen[slots[max(0, length - window) : length].long()] = True
+            self.k[~seen] = self.v[~seen] = math.nan
+
+    @property
+    def masks(self) -> torch.Tensor:
+        return (self.trees.long() << torch.arange(self.tokens)).sum(-1).to(self.q.device)
+
+    @property
+    def head_sinks(self) -> torch.Tensor | None:
+        return verify.spread(self.sinks, self.tokens, self.spec.kv_heads)
+
+    def token_table(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each token the slots that it sees, and how many; rows are its own."""
+        rows, lengths = [], []
+        for request, cached in enumerate(self.cached.tolist()):
+            slots = self.table[self.rows[request]].cpu()
+            for token in range(self.tokens):
+                own = slots[cached : cached + self.tokens][self.trees[request, token]]
+                seen = torch.cat([slots[:cached], own])
+                rows.append(torch.cat([seen, seen.new_zeros(self.table.shape[1] - len(seen))]))
+                lengths.append(len(seen))
+        return torch.stack(rows).to(self.q.device), torch.tensor(lengths, device=self.q.device)
+
+    def reference(self, logit_cap: float = 0.0) -> torch.Tensor:
+        table, lengths = self.token_table()
+        heads, kv_heads = self.spec.heads, self.spec.kv_heads
+        of_tokens = verify.scatter(self.q, self.tokens, kv_heads).view(-1, heads, self.q.shape[2])
+        k, v = self.read()
+        out = reference.decode(
+            of_tokens, k, v, table, torch.arange(len(table)), lengths, scale=self.scale, logit_cap=logit_cap, window=self.spec.window,
+            sinks=self.sinks,
+        )  # fmt: skip
+        return verify.gather(out, self.tokens, kv_heads)
 
 
 class Run:
@@ -139,7 +222,8 @@ class Run:
         case = self.case
         self.decoder.decode(
             case.q, case.k, case.v, self.out, case.table, case.rows, case.seq_lens, self.plan, self.partial, self.lse,
-            scale=case.scale * case.k_scale, v_scale=case.v_scale, logit_cap=logit_cap, sinks=case.sinks, overlap=overlap, early=early,
+            scale=case.scale * case.k_scale, v_scale=case.v_scale, logit_cap=logit_cap, sinks=case.head_sinks, masks=case.masks,
+            overlap=overlap, early=early,
         )  # fmt: skip
 
     def error(self, logit_cap: float = 0.0) -> float:

@@ -13,7 +13,7 @@ import emulated
 import msgspec
 import pytest
 import torch
-from kernel_cases import Q_DTYPES, TOLERANCE, Case, Run, spec_of
+from kernel_cases import Q_DTYPES, TOLERANCE, Case, Drafts, Run, random_trees, spec_of
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities, cuda
@@ -49,6 +49,10 @@ def in_dimension(dim: int, *values: Any) -> Any:
 
 
 KIND_PARAMETERS = [in_dimension(dim, dtype, dim, v_dim) for dtype, dim, v_dim in KINDS]
+DRAFT_KINDS = (
+    KIND_PARAMETERS if ON_GPU else [(torch.bfloat16, 128, 128), emulated_slowly(torch.float8_e4m3fn, 128, 128)]
+)
+"""With drafts likewise."""
 SINK_KINDS = (
     KIND_PARAMETERS
     if ON_GPU
@@ -143,6 +147,22 @@ def test_windows(dtype: torch.dtype, dim: int, v_dim: int, window: int, arch: st
     lengths = [length + generator.choice([0, 0, window, 3 * window]) for length in batch.seq_lens]
     case = make_case(Batch(lengths, batch.roots), 8, 2, dim, dtype, v_dim, window=window)
     assert run(case, arch).error() < TOLERANCE[case.q.dtype]
+
+
+@each_arch
+@pytest.mark.parametrize(("dtype", "dim", "v_dim"), DRAFT_KINDS)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads"),
+    [(2, 8, 2), (8, 4, 1), (5, 3, 3), *([(64, 8, 2), (3, 40, 1)] if ON_GPU else [(16, 8, 1)])],
+)
+def test_drafts(tokens: int, heads: int, kv_heads: int, dtype: torch.dtype, dim: int, v_dim: int, arch: str) -> None:
+    """Trees of a few tokens behind each request, whose rows each see some of them; tiles of every size."""
+    generator = random.Random(tokens)
+    for capped, lengths in ((0.0, (1, 9)), (3.0, (30, 200))):
+        batch = random_batch(generator, 2, 3, generator.randint(*lengths))
+        trees = random_trees(generator, batch, tokens)
+        case = Drafts(batch, trees, heads, kv_heads, dim, v_dim, dtype, device=DEVICE)
+        assert run(case, arch).error(capped) < TOLERANCE[case.q.dtype]
 
 
 @each_arch

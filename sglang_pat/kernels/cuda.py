@@ -37,6 +37,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         arch: Compute capability, such as `8.0` or `9.0a`.
         query_tiles: Every m that its forward kernel runs.
         sinks: Whether heads have a logit without a value.
+        masks: Whether queries are drafts of several tokens.
     """
 
     dtype: torch.dtype
@@ -46,6 +47,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     arch: str
     query_tiles: tuple[int, ...]
     sinks: bool = False
+    masks: bool = False
 
     @classmethod
     def of(
@@ -74,14 +76,14 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         dtype = dtype or (kv if kv in TYPES else torch.bfloat16)
         if dtype not in TYPES or (kv in TYPES and kv != dtype):
             raise ValueError(f"the CUDA kernels do not compute Q of {dtype} with a KV cache of {kv}")
-        return cls(dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks)
+        return cls(dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, spec.query_tokens > 1)
 
     @property
     def name(self) -> str:
         dtype = "_".join(str(one).removeprefix("torch.") for one in dict.fromkeys((self.dtype, self.kv)))
         tiles = "_".join(map(str, self.query_tiles))
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}_v{self.v_head_dim}"
-        return f"sglang_pat_{dtype}_{dims}_sm{self.arch.replace('.', '')}_m{tiles}{'_sinks' if self.sinks else ''}"
+        return f"sglang_pat_{dtype}_{dims}_sm{self.arch.replace('.', '')}_m{tiles}{'_sinks' if self.sinks else ''}{'_masks' if self.masks else ''}"
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -93,6 +95,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             f"-DPAT_ARCH={''.join(filter(str.isdigit, self.arch))}0",
             f"-DPAT_QUERY_TILES={sum(1 << m // 8 for m in self.query_tiles)}",
             f"-DPAT_SINKS={int(self.sinks)}",
+            f"-DPAT_MASKS={int(self.masks)}",
             *([f"-DPAT_V_DIM={self.v_head_dim}"] if self.v_head_dim != self.head_dim else []),
         )
 
@@ -151,6 +154,7 @@ class Decoder:
         self._tile_rows, self._kv = tiles.query_tiles[-1], variants[0].kv
         self._modules = [_load(variant) for variant in variants]
         self._no_sinks = torch.empty(0, dtype=torch.bfloat16, device=device)
+        self._no_masks = torch.empty(0, 0, dtype=torch.int64, device=device)
         self._streams = [torch.cuda.Stream(device) for _ in variants[1:]] if mode != "serial" else []
         self.workers: int = max(module.workers(device.index or 0) for module in self._modules)
 
@@ -184,6 +188,7 @@ class Decoder:
         v_scale: float = 1.0,
         logit_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        masks: torch.Tensor | None = None,
         overlap: bool = True,
         merge: bool = True,
         early: bool = False,
@@ -209,6 +214,8 @@ class Decoder:
             logit_cap: Scores become cap * tanh(score / cap); 0 for none.
             sinks: [heads], bfloat16, where the spec has them: a logit without a value for each head, which `scale` and
                 `logit_cap` leave as it is.
+            masks: [rows, draft], int64, where a query is a draft of several tokens (`kernels.cpu.attention`); `heads` are then those of
+                all of them.
             overlap: Launch merge before forward ends (programmatic dependent launch), where the GPU can.
             merge: Whether to merge; else parts stay in the workspace.
             early: Launch forward before the kernel in front of it on the stream has ended, likewise, to look up its work
@@ -222,7 +229,8 @@ class Decoder:
                 raise ValueError(f"{name} has the wrong dtype: {pool.dtype}, not {self._kv}")
         if self._kv in KV_NAMES:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
-        tables = (req_to_token, rows, seq_lens, plan, partial, lse, self._no_sinks if sinks is None else sinks)
+        optional = (self._no_sinks if sinks is None else sinks, self._no_masks if masks is None else masks)
+        tables = (req_to_token, rows, seq_lens, plan, partial, lse, *optional)
         arguments = (q, k, v, out, *tables, scale, v_scale, logit_cap, self._tile_rows)
         first, *others = self._modules
         if not others:

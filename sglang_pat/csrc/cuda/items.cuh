@@ -214,6 +214,20 @@ __device__ __forceinline__ int target_of(const Params& p, const Item& item, int 
   return member == 0 ? item.target : p.section(kSlots)[item.first + member];
 }
 
+// How many of an item's last tokens are of its request's draft: more than it has where it begins within, none or less where it ends
+// in front.
+__device__ __forceinline__ int draft_tokens(const Params& p, const Item& item) {
+  const int64_t end = item.slots + item.tokens - p.rows[item.query] * p.table_row;
+  return int(end - (p.seq_lens[item.query] - p.draft));
+}
+
+// Which tokens of the draft the tile's row sees; all where it is no query's.
+__device__ __forceinline__ uint64_t mask_of(const Params& p, const Item& item, int row) {
+  if (row >= item.count * p.group) return ~0ull;
+  const int head = item.first_head - item.head * p.kv_group + p.head_of(row);
+  return p.masks[int64_t(query_of(p, item, p.query_of(row))) * p.draft + quotient(head, p.token_heads)];
+}
+
 // Q of the tile's row `row`, which is of the query `query`.
 template <typename T>
 __device__ __forceinline__ const T* q_row(const Params& p, const Item& item, int query, int row) {

@@ -1,5 +1,5 @@
 // One native module for each dtype, format of KV, head dimension, architecture and set of tiles: PAT_TYPE, PAT_KV, PAT_DIM,
-// PAT_ARCH, PAT_QUERY_TILES and PAT_SINKS come from the build (sglang_pat/kernels/cuda.py), and PAT_V_DIM where V is narrower than
+// PAT_ARCH, PAT_QUERY_TILES, PAT_SINKS and PAT_MASKS come from the build (sglang_pat/kernels/cuda.py), and PAT_V_DIM where V is narrower than
 // K.
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
@@ -97,7 +97,7 @@ void launch(Kernel kernel, int grid, int block, size_t shared, cudaStream_t stre
 pat::Params make_params(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
                         const TensorView& req_to_token, const TensorView& rows, const TensorView& seq_lens,
                         const TensorView& plan, const TensorView& partial, const TensorView& lse, const TensorView& sinks,
-                        double scale, double v_scale, double logit_cap, int64_t tile_rows) {
+                        const TensorView& masks, double scale, double v_scale, double logit_cap, int64_t tile_rows) {
   const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
   check_rows(q, "q", PAT_DIM, half);
   const DLDataType kv = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : half;
@@ -128,6 +128,19 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   p.out_rows = int(out.size(0)), p.heads = int(q.size(1)), p.kv_group = p.heads / kv_heads;
   p.splits = ceil_div(p.kv_group, int(tile_rows)), p.group = ceil_div(p.kv_group, p.splits), p.runs = kv_heads * p.splits;
   p.group_inverse = uint32_t((65536 + p.group - 1) / p.group);
+  pat::check(masks, "masks", 2, pat::kInt64, kDLCUDA);
+  p.masks = static_cast<const uint64_t*>(masks.data_ptr());
+  p.draft = int(masks.size(1));
+  TVM_FFI_CHECK((p.draft > 0) == pat::kMasks, ValueError)
+      << "drafts of " << p.draft << " tokens, and a kernel " << (pat::kMasks ? "with" : "without") << " masks";
+  if (pat::kMasks) {
+    TVM_FFI_CHECK(
+        p.draft <= pat::kMostDraft && masks.size(0) >= p.out_rows && masks.is_contiguous() && p.kv_group % p.draft == 0,
+        ValueError)
+        << "masks must be contiguous, of all rows of out, and of up to 64 tokens that have the heads of a KV head in "
+           "common";
+    p.token_heads = p.kv_group / p.draft;
+  }
   constexpr double kLog2E = 1.4426950408889634;
   p.scale_log2 = float(scale * kLog2E);
   p.v_scale = float(v_scale);
@@ -139,12 +152,12 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
 
 // Forward, merge or one after the other, on the current stream. `tile_rows` are those of the largest tile that plans are made with.
 void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
-            TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, TensorView sinks, double scale,
-            double v_scale, double logit_cap, int64_t tile_rows, bool with_forward, bool with_merge, bool overlap,
-            bool early) {
+            TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, TensorView sinks, TensorView masks,
+            double scale, double v_scale, double logit_cap, int64_t tile_rows, bool with_forward, bool with_merge,
+            bool overlap, bool early) {
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
-  const pat::Params p = make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks, scale, v_scale,
-                                    logit_cap, tile_rows);
+  const pat::Params p = make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks, masks, scale,
+                                    v_scale, logit_cap, tile_rows);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   const Resident& ctas = resident(q.device().device_id);
   if (with_forward) launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, early, p);

@@ -135,6 +135,7 @@ class NarrowWarp {
           load_q(item(user), q_);
         }
         softmax_ = ColumnSoftmax<kBlocks>();
+        if constexpr (kMasks) user_ = user.at;
 #pragma unroll
         for (int i = 0; i < kVSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] = 0;
         computed = false;
@@ -306,7 +307,9 @@ class NarrowWarp {
       }
     }
     float correction[kBlocks][2];
-    softmax_.template update<kChunks>(s, tokens, tokens - step, capped_, p_, correction);
+    const auto draft = [&] { return draft_tokens(p_, items_.get(kPhase, user_)); };
+    const auto mask = [&](int row) { return mask_of(p_, items_.get(kPhase, user_), row); };
+    softmax_.template update<kChunks>(s, tokens, tokens - step, draft, mask, capped_, p_, correction);
     bool same = true;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) same = same && correction[block][0] == 1 && correction[block][1] == 1;
@@ -345,12 +348,14 @@ class NarrowWarp {
       else
         compute<1>(from, from, tokens, 0);
     } else {
-      tokens = min(tokens, kChunkTokens);
+      // Where a draft is, is counted from the item's end.
+      if constexpr (!kMasks) tokens = min(tokens, kChunkTokens);
+      const int behind = kMasks ? max(0, tokens - kChunkTokens) : 0;
 #pragma unroll 1
       do {
         compute<1>(from, from, tokens, 0);
         tokens -= kStepTokens, from += kStepTokens * kPanelRow;
-      } while (tokens > 0);
+      } while (tokens > behind);
     }
   }
 
@@ -464,6 +469,7 @@ class NarrowWarp {
   NarrowStatistics<kWarps>& statistics_;
   const int count_, shared_;  // items, and the first of them that teams share
   const bool capped_;
+  int user_ = 0;  // with kMasks, the user's item
   Chunk ahead_[kSlotsAhead];
   ColumnSoftmax<kBlocks> softmax_;
   Queries q_ = {}, next_q_ = {};

@@ -17,6 +17,10 @@ constexpr int kGroupWarps = kGroupThreads / kWarpSize;
 // Whether heads have sinks. Asked of each row at run time, it cost 2 % (benchmarks/NOTES.md, 2026-11-23).
 constexpr bool kSinks = PAT_SINKS;
 
+// Whether queries are drafts of several tokens, each of which sees some of its draft.
+constexpr bool kMasks = PAT_MASKS;
+constexpr int kMostDraft = 64;  // tokens of a draft: bits of a mask
+
 // Strides of Q and req_to_token are in elements, of K and V in bytes.
 struct Params {
   const void *q, *k, *v;        // [batch, heads, dim], [slots, kv_heads, dim], [slots, kv_heads, v_dim]
@@ -36,6 +40,10 @@ struct Params {
   float v_scale;               // V is what its bytes say times this
   float cap, cap_exponent;     // before, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent))
   const __nv_bfloat16* sinks;  // [heads], logits without values, where kSinks
+  // Where kMasks: a request's last `draft` tokens are its draft, of whose queries each KV head has `token_heads` for each token; bit j of
+  // masks[batch, draft] says that the token sees token j of it.
+  const uint64_t* masks;
+  int draft, token_heads;
 
   // To base 2.
   __device__ float sink(int head) const { return __bfloat162float(sinks[head]) * 1.44269504f; }

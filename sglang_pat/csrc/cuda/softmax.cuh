@@ -22,14 +22,18 @@ __device__ __forceinline__ void cap_score(float& s, const Params& p) {
   s = p.cap - __fdividef(2 * p.cap, 1 + exp2_fast(s * p.cap_exponent));
 }
 
+// Whether a row's mask hides what is `at` tokens behind the first one of its draft.
+__device__ __forceinline__ bool hides(uint64_t mask, int at) { return at >= 0 && at < kMostDraft && !(mask >> at & 1); }
+
 struct Softmax {
   float row_max[2] = {-INFINITY, -INFINITY};  // the score of each row that weights are taken against, without the scale
   float sum[2] = {0, 0};                      // of this thread's own columns
 
   // Turns scores into weights, and says by what the weights before are to be multiplied. Columns from `valid` on do not
-  // count.
-  template <int kBlocks>
-  __device__ __forceinline__ void update(float* s, int valid, bool capped, const Params& p, float (&correction)[2]) {
+  // count, and with kMasks, of the last `draft()` in front of it, none that a row's `mask_of(half)` hides.
+  template <int kBlocks, typename Draft, typename MaskOf>
+  __device__ __forceinline__ void update(float* s, int valid, const Draft& draft, const MaskOf& mask_of, bool capped,
+                                         const Params& p, float (&correction)[2]) {
     if (capped) {
 #pragma unroll
       for (int i = 0; i < 4 * kBlocks; ++i) cap_score(s[i], p);
@@ -39,6 +43,16 @@ struct Softmax {
 #pragma unroll
       for (int i = 0; i < 4 * kBlocks; ++i)
         if (first + i / 4 * 8 + i % 2 >= valid) s[i] = -INFINITY;
+    }
+    if constexpr (kMasks) {
+      const int own = valid < 8 * kBlocks + kMostDraft ? draft() : 0;
+      if (own > 0) {
+        const int first = thread_of<4>() * 2 - (valid - own);
+        const uint64_t masks[2] = {mask_of(0), mask_of(1)};
+#pragma unroll
+        for (int i = 0; i < 4 * kBlocks; ++i)
+          if (hides(masks[i / 2 % 2], first + i / 4 * 8 + i % 2)) s[i] = -INFINITY;
+      }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -87,10 +101,12 @@ struct ColumnSoftmax {
     for (int i = 0; i < 2 * kBlocks; ++i) row_max[i / 2][i % 2] = -INFINITY, sum[i / 2][i % 2] = 0;
   }
 
-  // `first` tokens of the first chunk count, and `second` of the second.
-  template <int kChunks>
-  __device__ __forceinline__ void update(float (&s)[kChunks][kBlocks][4], int first, int second, bool capped,
-                                         const Params& p, float (&correction)[kBlocks][2]) {
+  // `first` tokens of the first chunk count, and `second` of the second; with kMasks, of the last `draft()` of them those that the
+  // `mask_of(column)` of each column does not hide.
+  template <int kChunks, typename Draft, typename MaskOf>
+  __device__ __forceinline__ void update(float (&s)[kChunks][kBlocks][4], int first, int second, const Draft& draft,
+                                         const MaskOf& mask_of, bool capped, const Params& p,
+                                         float (&correction)[kBlocks][2]) {
     if (capped) {
 #pragma unroll
       for (int i = 0; i < kChunks * kBlocks * 4; ++i) cap_score((&s[0][0][0])[i], p);
@@ -103,6 +119,20 @@ struct ColumnSoftmax {
 #pragma unroll
       for (int i = 0; i < kBlocks * 4; ++i)
         if (row + i % 4 / 2 * 8 >= valid) s[chunk][i / 4][i % 4] = -INFINITY;
+    }
+    if constexpr (kMasks) {
+      const int own = (kChunks == 2 ? second : first) < kStepTokens + kMostDraft ? draft() : 0;
+      if (own > 0) {
+#pragma unroll
+        for (int i = 0; i < 2 * kBlocks; ++i) {
+          const uint64_t mask = mask_of(i / 2 * 8 + thread_of<4>() * 2 + i % 2);
+#pragma unroll
+          for (int j = 0; j < 2 * kChunks; ++j) {
+            const int token = int(unsigned(lane_id()) / 4) + j % 2 * 8, valid = j < 2 ? first : second;
+            if (hides(mask, token - (valid - own))) s[j / 2][i / 2][j % 2 * 2 + i % 2] = -INFINITY;
+          }
+        }
+      }
     }
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; ++i) {
