@@ -412,6 +412,14 @@ def around_model_adjustments(hook: Callable[[Callable[[Any], None], Any], None])
         register_resolution_hook("handle_model_specific_adjustments")(lambda args, step: hook(step, args))
 
 
+def around_draft_backends(hook: Callable[..., Any]) -> None:
+    """Have `hook` called around the step that makes an attention backend for drafts."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
+    HookRegistry.register(target, hook, HookType.AROUND)
+
+
 def ignores_sinks(backend: str | None) -> bool:
     """Whether a stock backend that was chosen computes no attention sinks."""
     return backend is not None and backend not in ("pat", "fa3", "fa4", "triton", "trtllm_mha", "intel_amx")

@@ -28,6 +28,8 @@ def register() -> None:
         from sglang_pat.platform import speculation
 
         speculation.install()
+    else:
+        compat.around_draft_backends(draft_backend)
 
 
 def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
@@ -46,3 +48,11 @@ def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
             raise AssertionError(f"with {chosen[0]} for prefill and {chosen[1]} for decode: {error}") from error
     else:
         step(server_args)
+
+
+def draft_backend(create: Callable[..., Any], factory: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's step that makes attention backends of drafts: a stock one stands in for `pat`."""
+    if factory.draft_attn_backend in (None, "pat"):
+        runner = factory.draft_model_runner
+        factory.draft_attn_backend = compat.prefill_backend(False, runner.kv_cache_dtype, compat.has_scales(runner))
+    return create(factory, *args, **kwargs)

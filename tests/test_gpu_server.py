@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import eagle
 import gemma
 import gpt_oss
 import hybrid
@@ -373,3 +374,31 @@ def test_hybrid_models(name: str, gpu_model: Path, tmp_path: Path) -> None:
         log = servers["pat"].log.read_text()
         assert f", {hybrid.ATTENTION_LAYERS} layers of " in log, "layers without KV do not count"
         assert "impl=UnifiedRadixCache" in log
+
+
+DRAFTS: dict[str, list[str]] = {
+    "n-grams": ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"],
+    "chains": ["--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1",
+               "--speculative-num-draft-tokens", "4"],
+    "branches": ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "4",
+                 "--speculative-num-draft-tokens", "8"],
+    "chains of an EAGLE": ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "2", "--speculative-eagle-topk", "1",
+                           "--speculative-num-draft-tokens", "3", "--disable-cuda-graph"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts(name: str, gpu_model: Path, prompts: list[str], expected: list[Answer], tmp_path: Path) -> None:
+    """Greedy answers with drafts are those without, in graphs and in none, by plans that last while drafts are accepted."""
+    flags = [*WITHOUT_PREFILL_GRAPHS, POOL, "30000", *DRAFTS[name]]
+    if "STANDALONE" in flags:
+        flags += ["--speculative-draft-model-path", str(gpu_model)]
+    elif "EAGLE" in flags:
+        flags += ["--speculative-draft-model-path", str(eagle.write(tmp_path / "draft", gpu_model, 64))]
+    log = tmp_path / "log"
+    with Server(gpu_model, "pat", log, flags, CHECKED, on_cpu=False) as server:
+        server.wait()
+        for size in (3, 16, 48):
+            assert_agree(generate_all(server, prompts, size), expected)
+        counters = assert_sound(server)
+    assert counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]

@@ -87,14 +87,28 @@ def test_both_forms_of_a_tree_mask() -> None:
             for seen, tree in zip(known.tolist(), trees, strict=True)
         ]
         spec_info = SimpleNamespace(custom_mask=torch.cat(flags), tree_topk=2)
-        found = verify.masks(SimpleNamespace(spec_info=spec_info, seq_lens=lengths), 7)  # type: ignore[arg-type]
+        found = verify.masks(SimpleNamespace(spec_info=spec_info, seq_lens=lengths), 7, len(lengths))  # type: ignore[arg-type]
         assert torch.equal(found, (trees.long() << torch.arange(7)).sum(-1))
 
 
-def test_a_draft_without_branches_needs_no_mask() -> None:
-    spec_info = SimpleNamespace(custom_mask=None, tree_topk=1)
-    found = verify.masks(SimpleNamespace(spec_info=spec_info, seq_lens=torch.tensor([3, 9])), 64)  # type: ignore[arg-type]
+def test_drafts_without_branches_are_all_alike() -> None:
+    found = verify.without_branches(2, 64, "cpu")
     assert found.tolist() == [[(1 << j) - 1 for j in range(1, 64)] + [-1]] * 2
+
+
+def test_padding_has_no_flags() -> None:
+    """A graph's batch is padded behind its requests, of which alone SGLang says what their tokens see."""
+    generator = random.Random(2)
+    trees = random_trees(generator, Batch([5, 1], []), 7)
+    flags = [
+        torch.cat([torch.ones(7, n, dtype=torch.bool), tree], dim=1).flatten()
+        for n, tree in zip((5, 1), trees, strict=True)
+    ]
+    batch = SimpleNamespace(
+        spec_info=SimpleNamespace(custom_mask=torch.cat(flags), tree_topk=2), seq_lens=torch.tensor([5, 1, 1, 1])
+    )
+    assert verify.branches(batch)  # type: ignore[arg-type]
+    assert torch.equal(verify.masks(batch, 7, 2), (trees.long() << torch.arange(7)).sum(-1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

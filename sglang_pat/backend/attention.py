@@ -116,6 +116,7 @@ class PatAttnBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.rows: torch.Tensor | None = None
         self.seq_lens: torch.Tensor | None = None
+        self._cached: torch.Tensor | None = None  # likewise, without drafts
         self._rows_of_batch: torch.Tensor | None = None
         self._requests = torch.empty(0, dtype=torch.int64)  # in these rows
         if self.inner is not None:
@@ -151,7 +152,9 @@ class PatAttnBackend(AttentionBackend):
         self._group_of: dict[
             tuple[int, int], LayerGroup
         ] = {}  # by the id of a layer that was seen, and tokens of a query
-        self._masks: torch.Tensor | None = None  # of drafts
+        # Of drafts; those without branches are all alike.
+        self._masks = verify.without_branches(runner.req_to_token_pool.size, self._draft_tokens, runner.device)
+        self.max_context_len = runner.model_config.context_len  # by which SGLang sizes the flags of a tree
         own_pool = compat.has_window_pool(runner.token_to_kv_pool)
         windows = {group.spec.planned_window for group in everyone if own_pool and group.spec.window}
         self._tables = {window: WindowTable(runner, window) for window in windows}
@@ -189,11 +192,9 @@ class PatAttnBackend(AttentionBackend):
         self._metrics.publish(self.counters(), labels)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        if forward_batch.forward_mode.is_decode():
+        if forward_batch.forward_mode.is_decode() or self._verifies(forward_batch):
             self.init_forward_metadata_out_graph(forward_batch)
             self.init_forward_metadata_in_graph(forward_batch)
-        elif self._verifies(forward_batch):
-            self._begin_verify(forward_batch)
         elif not forward_batch.forward_mode.is_idle() and self.inner is not None:
             self.inner.init_forward_metadata(forward_batch)
             self._expect(forward_batch)
@@ -205,23 +206,29 @@ class PatAttnBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         mode = forward_batch.forward_mode
-        if not mode.is_decode_or_idle():
+        verifies = self._verifies(forward_batch)
+        if not (mode.is_decode_or_idle() or verifies):
             if self.inner is not None:
                 self.inner.init_forward_metadata_out_graph(forward_batch, in_capture)
                 self._expect(forward_batch)
             return
         # A captured graph reads these where they are now, in every replay.
         self.rows, self.seq_lens = forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long()
+        self._cached = self.seq_lens
+        groups, more = (self.groups, self._draft_tokens) if verifies else (self._single_groups, 0)
         actual = getattr(forward_batch, "actual_forward_mode", mode)
         if in_capture or mode.is_idle() or actual.is_idle():
-            for group in self._single_groups:
+            for group in groups:
                 group.unload()
             return
         seq_lens = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
         requests = self._requests_of(forward_batch, len(seq_lens))
         if not compat.is_graph_view(forward_batch):
             self.rows, self.seq_lens = self.rows[: len(requests)], self.seq_lens[: len(requests)]
-        self._plan(self._single_groups, requests, functools.partial(_on_host, seq_lens, len(requests)))
+            self._cached = self.seq_lens
+        if verifies:
+            self._mask(forward_batch, len(requests))
+        self._plan(groups, requests, functools.partial(_on_host, seq_lens, len(requests), more))
 
     def _plan(self, groups: list[LayerGroup], requests: torch.Tensor, lengths: Callable[[], torch.Tensor]) -> None:
         assert self.rows is not None
@@ -238,29 +245,27 @@ class PatAttnBackend(AttentionBackend):
     def _verifies(self, forward_batch: ForwardBatch) -> bool:
         return bool(self._draft_tokens) and forward_batch.forward_mode.is_target_verify()
 
-    def _begin_verify(self, forward_batch: ForwardBatch) -> None:
-        """Plan a step in which drafts are verified; its lengths are without them."""
+    def _mask(self, forward_batch: ForwardBatch, requests: int) -> None:
+        """What the tokens of so many drafts see, in front of a step that verifies them."""
         tokens = self._draft_tokens
         found = compat.tokens_of_drafts(forward_batch)
         if found != tokens:
             raise support.UnsupportedError(f"a draft has {found} tokens, and pat was made for {tokens}")
-        seq_lens = forward_batch.seq_lens.long() + tokens
-        requests = self._requests_of(forward_batch, len(seq_lens))
-        self.rows = forward_batch.req_pool_indices.long()[: len(requests)]
-        self.seq_lens = seq_lens[: len(requests)]
-        self._masks = verify.masks(forward_batch, tokens)[: len(requests)]
-        self._plan(self.groups, requests, functools.partial(_on_host, self.seq_lens, len(requests)))
-        if self._tables:
-            self._window_slots = compat.window_mapping(self.token_to_kv_pool)[forward_batch.out_cache_loc]
-            for table in self._tables.values():
-                table.fill(self.rows, self.seq_lens, compat.window_mapping(self.token_to_kv_pool))
+        if verify.branches(forward_batch):
+            self._masks[:requests] = verify.masks(forward_batch, tokens, requests)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        if not forward_batch.forward_mode.is_decode_or_idle():
+        verifies = self._verifies(forward_batch)
+        if not (forward_batch.forward_mode.is_decode_or_idle() or verifies):
             if self.inner is not None:
                 self.inner.init_forward_metadata_in_graph(forward_batch)
-        elif self._tables:
-            assert self.rows is not None and self.seq_lens is not None
+            return
+        assert self.rows is not None and self.seq_lens is not None
+        if verifies:
+            # SGLang's are without the drafts. A graph is warmed up before it is captured: this is called several times.
+            assert self._cached is not None
+            self.seq_lens = self._cached + self._draft_tokens
+        if self._tables:
             mapping = compat.window_mapping(self.token_to_kv_pool)
             self._window_slots = mapping[forward_batch.out_cache_loc]
             for table in self._tables.values():
@@ -270,6 +275,8 @@ class PatAttnBackend(AttentionBackend):
         """Everything else that graphs read was allocated with the executor."""
         for table in self._tables.values():
             table.reserve(max_bs)
+        if self._draft_tokens and max_bs > len(self._masks):
+            self._masks = verify.without_branches(max_bs, self._draft_tokens, self._masks.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -299,7 +306,7 @@ class PatAttnBackend(AttentionBackend):
         if save_kv_cache and k is not None:
             compat.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots)
         q = verify.gather(q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim), tokens, layer.tp_k_head_num)
-        out = self._run(group, q, layer, verify.spread(sinks, tokens, layer.tp_k_head_num), self._masks)
+        out = self._run(group, q, layer, verify.spread(sinks, tokens, layer.tp_k_head_num), self._masks[: len(q)])
         return verify.scatter(out, tokens, layer.tp_k_head_num)
 
     def _run(
@@ -427,5 +434,5 @@ class PatAttnBackend(AttentionBackend):
             )
 
 
-def _on_host(seq_lens: torch.Tensor, size: int) -> torch.Tensor:
-    return seq_lens[:size].to("cpu", torch.int64).contiguous()
+def _on_host(seq_lens: torch.Tensor, size: int, more: int) -> torch.Tensor:
+    return seq_lens[:size].to("cpu", torch.int64) + more

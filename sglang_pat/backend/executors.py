@@ -102,7 +102,7 @@ class CpuExecutor:
         real = rows.shape[0]
         out = cpu.attention(
             q[:real], k, v, req_to_token, rows, seq_lens, self._plan, scale=scale, logit_cap=logit_cap, v_scale=v_scale,
-            sinks=sinks, masks=masks, window=self._spec.window if masks is not None else 0,
+            sinks=sinks, masks=None if masks is None else masks[:real], window=self._spec.window if masks is not None else 0,
         )  # fmt: skip
         if real < q.shape[0]:
             out = torch.cat([out, out.new_zeros(q.shape[0] - real, *out.shape[1:])])
@@ -124,7 +124,7 @@ class CudaExecutor:
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self.max_slots = workspace_slots(self.pack_config, runner.req_to_token_pool.size)
         self._plan = torch.zeros(size, dtype=torch.int32, device=device)
-        self._shape = (self.max_slots, spec.heads, spec.v_head_dim)
+        self._shape = (self.max_slots, spec.heads * spec.query_tokens, spec.v_head_dim)
         self._partial = self._lse = torch.empty(0, device=device)
         self._copied = torch.cuda.Event()
         self._copied.record()  # which makes its handle
@@ -162,12 +162,11 @@ class CudaExecutor:
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
         masks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        assert masks is None
         out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
         # Early: in front of every layer's attention are the kernels that make its Q; the plan and the lengths were there before.
         self._decoder.decode(
             q, k, v, out, req_to_token, rows, seq_lens, self._plan, self._partial, self._lse, scale=scale,
-            logit_cap=logit_cap, v_scale=v_scale, sinks=None if sinks is None else sinks.bfloat16(), early=True,
+            logit_cap=logit_cap, v_scale=v_scale, sinks=None if sinks is None else sinks.bfloat16(), masks=masks, early=True,
         )  # fmt: skip
         return out
 

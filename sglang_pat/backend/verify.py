@@ -14,23 +14,35 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-def masks(forward_batch: ForwardBatch, tokens: int) -> torch.Tensor:
+def without_branches(requests: int, tokens: int, device: torch.device | str) -> torch.Tensor:
+    """Masks of drafts whose tokens each see those in front of them, and themselves: [requests, tokens] int64."""
+    return _bits(tokens, device).cumsum(0).expand(requests, tokens).contiguous()
+
+
+def branches(forward_batch: ForwardBatch) -> bool:
+    """Whether drafts are trees."""
+    spec_info: Any = forward_batch.spec_info
+    return spec_info.custom_mask is not None and spec_info.tree_topk != 1
+
+
+def masks(forward_batch: ForwardBatch, tokens: int, requests: int) -> torch.Tensor:
     """Which tokens of its draft each token sees (`kernels.cpu.attention`), [requests, tokens] int64.
 
     SGLang gives a row of flags for each token of each request, one after the other: of the whole KV (`TreeMaskMode.FULL_MASK`), or of
-    the draft alone (`QLEN_ONLY`). A draft without branches needs none: each token sees those in front of it.
+    the draft alone (`QLEN_ONLY`). A batch may be padded behind its requests. Nothing here waits for a GPU.
     """
     spec_info: Any = forward_batch.spec_info
-    flags, requests = spec_info.custom_mask, len(forward_batch.seq_lens)
-    bits = torch.ones((), dtype=torch.int64) << torch.arange(tokens)
-    if flags is None or spec_info.tree_topk == 1:
-        return (bits.cumsum(0)).expand(requests, tokens).contiguous()
-    own = torch.arange(requests * tokens * tokens)
+    flags = spec_info.custom_mask
+    own = torch.arange(requests * tokens * tokens, device=flags.device)
     if len(flags) != len(own):
         # A token's row is as long as its request: its draft is the end of it.
-        seen = forward_batch.seq_lens.long().repeat_interleave(tokens)
+        seen = forward_batch.seq_lens[:requests].long().repeat_interleave(tokens)
         own += seen.cumsum(0).repeat_interleave(tokens)
-    return (flags[own].view(requests, tokens, tokens).long() * bits).sum(-1)
+    return (flags[own].view(requests, tokens, tokens).long() * _bits(tokens, flags.device)).sum(-1)
+
+
+def _bits(tokens: int, device: torch.device | str) -> torch.Tensor:
+    return torch.ones((), dtype=torch.int64, device=device) << torch.arange(tokens, device=device)
 
 
 def gather(q: torch.Tensor, tokens: int, kv_heads: int) -> torch.Tensor:

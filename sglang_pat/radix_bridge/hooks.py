@@ -20,6 +20,7 @@ arguments say which backend runs, and on the CPU platform what makes draft model
 | `ServerArgs._handle_model_specific_adjustments` | 0.5.17 | its lists of backends for a model (gpt-oss, Exaone); plugin.py |
 | `handle_model_specific_adjustments` | 0.5.23 | the same, there by SGLang's `register_resolution_hook` |
 | `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | both | on a CPU: which backends draft models may have is a list inside; platform/speculation.py |
+| `DraftBackendFactory._create_backend` | 0.5.17 | on a GPU, likewise: a stock backend stands in for `pat` (0.5.23 was not run on a GPU); plugin.py |
 
 On a CPU `platform/speculation.py` also stands in for `sgl_kernel.speculative`, which cannot be imported there, and makes SGLang's draft workers
 take their kernels in Triton (`_is_xpu` of the modules in its `MODULES`).
