@@ -97,11 +97,6 @@ class Case:
     masks: torch.Tensor | None = None
     """Of drafts."""
 
-    @property
-    def head_sinks(self) -> torch.Tensor | None:
-        """One for each head of Q."""
-        return self.sinks
-
     def read(self) -> tuple[torch.Tensor, ...]:
         """K and V as they are meant."""
         scaled = ((self.k, self.k_scale), (self.v, self.v_scale))
@@ -157,6 +152,7 @@ class Drafts(Case):
         self.cached = torch.tensor(batch.seq_lens)
         whole = Batch([length + self.tokens for length in batch.seq_lens], batch.roots)
         super().__init__(whole, heads * self.tokens, kv_heads, dim, v_dim, dtype, **options)
+        self.q = self.q.view(-1, heads, dim)
         if sinks:
             self.sinks = torch.linspace(-2, 8, heads, device=self.q.device).bfloat16()
         self.spec = AttentionSpec(heads, kv_heads, dim, v_dim, kv_format(dtype), window, sinks, self.tokens)
@@ -170,10 +166,6 @@ class Drafts(Case):
     @property
     def masks(self) -> torch.Tensor:
         return (self.trees.long() << torch.arange(self.tokens)).sum(-1).to(self.q.device)
-
-    @property
-    def head_sinks(self) -> torch.Tensor | None:
-        return verify.spread(self.sinks, self.tokens, self.spec.kv_heads)
 
     def token_table(self) -> tuple[torch.Tensor, torch.Tensor]:
         """For each token the slots that it sees, and how many; rows are its own."""
@@ -189,14 +181,11 @@ class Drafts(Case):
 
     def reference(self, logit_cap: float = 0.0) -> torch.Tensor:
         table, lengths = self.token_table()
-        heads, kv_heads = self.spec.heads, self.spec.kv_heads
-        of_tokens = verify.scatter(self.q, self.tokens, kv_heads).view(-1, heads, self.q.shape[2])
         k, v = self.read()
-        out = reference.decode(
-            of_tokens, k, v, table, torch.arange(len(table)), lengths, scale=self.scale, logit_cap=logit_cap, window=self.spec.window,
+        return reference.decode(
+            self.q, k, v, table, torch.arange(len(table)), lengths, scale=self.scale, logit_cap=logit_cap, window=self.spec.window,
             sinks=self.sinks,
         )  # fmt: skip
-        return verify.gather(out, self.tokens, kv_heads)
 
 
 class Run:
@@ -210,7 +199,7 @@ class Run:
         self.make_workspace(int(self.plan[2]))
 
     def make_workspace(self, slots: int) -> None:
-        heads, dim = self.case.q.shape[1], self.case.spec.v_head_dim
+        heads, dim = self.case.spec.heads * self.case.spec.query_tokens, self.case.spec.v_head_dim
         self.partial = torch.empty(max(1, slots), heads, dim, device=self.case.q.device)
         self.lse = torch.empty(max(1, slots), heads, device=self.case.q.device)
 
@@ -222,7 +211,7 @@ class Run:
         case = self.case
         self.decoder.decode(
             case.q, case.k, case.v, self.out, case.table, case.rows, case.seq_lens, self.plan, self.partial, self.lse,
-            scale=case.scale * case.k_scale, v_scale=case.v_scale, logit_cap=logit_cap, sinks=case.head_sinks, masks=case.masks,
+            scale=case.scale * case.k_scale, v_scale=case.v_scale, logit_cap=logit_cap, sinks=case.sinks, masks=case.masks,
             overlap=overlap, early=early,
         )  # fmt: skip
 

@@ -25,10 +25,12 @@ class Verified(Drafts):
     splits_heads = False
 
     def run(self, plan: torch.Tensor, logit_cap: float = 0.0) -> torch.Tensor:
-        return cpu.attention(
-            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale, logit_cap=logit_cap,
-            sinks=self.head_sinks, window=self.spec.window, masks=self.masks,
+        tokens, kv_heads = self.tokens, self.spec.kv_heads
+        out = cpu.attention(
+            verify.gather(self.q, tokens, kv_heads), self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale,
+            logit_cap=logit_cap, sinks=verify.spread(self.sinks, tokens, kv_heads), window=self.spec.window, masks=self.masks,
         )  # fmt: skip
+        return verify.scatter(out, tokens, kv_heads)
 
     def error(self, plan: torch.Tensor, logit_cap: float = 0.0) -> float:
         return self.difference(self.run(plan, logit_cap), logit_cap)

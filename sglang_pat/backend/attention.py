@@ -302,12 +302,12 @@ class PatAttnBackend(AttentionBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch,
         save_kv_cache: bool, sinks: torch.Tensor | None = None, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        group, tokens = self._group_for(layer, self.groups, sinks, **kwargs), self._draft_tokens
+        group = self._group_for(layer, self.groups, sinks, **kwargs)
         if save_kv_cache and k is not None:
             compat.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots)
-        q = verify.gather(q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim), tokens, layer.tp_k_head_num)
-        out = self._run(group, q, layer, verify.spread(sinks, tokens, layer.tp_k_head_num), self._masks[: len(q)])
-        return verify.scatter(out, tokens, layer.tp_k_head_num)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = self._run(group, q, layer, sinks, self._masks[: len(q) // self._draft_tokens])
+        return out.reshape(len(q), layer.tp_q_head_num * layer.v_head_dim)
 
     def _run(
         self,
@@ -317,7 +317,7 @@ class PatAttnBackend(AttentionBackend):
         sinks: torch.Tensor | None,
         masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A layer's attention of the step that was planned, Q [batch, heads, head_dim]."""
+        """A layer's attention of the step that was planned, Q [tokens, heads, head_dim]."""
         assert self.rows is not None and self.seq_lens is not None
         k_scale, v_scale = compat.kv_scales(layer) if compat.is_fp8(self.kv_cache_dtype) else (1.0, 1.0)
         table = self._tables.get(group.spec.planned_window)

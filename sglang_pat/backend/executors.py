@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from sglang_pat.backend import verify
 from sglang_pat.config import PatConfig
 from sglang_pat.kernels import capabilities, cpu, cuda
 from sglang_pat.packing import CPU_TILES, AttentionSpec, PackConfig, devices, layout
@@ -49,10 +50,11 @@ class Executor(Protocol):
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
         masks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention of Q [batch or more, heads, head_dim]: [batch or more, heads, v_head_dim], zero in rows behind the plan's batch.
+        """Attention of Q [tokens, heads, head_dim]: [tokens, heads, v_head_dim], zero behind the plan's batch.
 
-        `scale` is the factor on q k^T, `v_scale` that on the result: what K and V are kept divided by is in them. `sinks`, [heads],
-        are logits without values. `masks` as for `kernels.cpu.attention`, where a query is several tokens.
+        A query is a token. With `masks`, [queries, draft] (`kernels.cpu.attention`), it is a draft, and its tokens lie one behind the
+        other. There may be more queries than the plan has. `scale` is the factor on q k^T, `v_scale` that on the result: what K and V are kept divided by is in them. `sinks`, [heads],
+        are logits without values.
         """
 
 
@@ -97,15 +99,19 @@ class CpuExecutor:
         masks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         assert self._loaded
+        out = q.new_zeros(*q.shape[:2], v.shape[-1])
         if self._plan is None:
-            return q.new_zeros(*q.shape[:2], v.shape[-1])
-        real = rows.shape[0]
-        out = cpu.attention(
-            q[:real], k, v, req_to_token, rows, seq_lens, self._plan, scale=scale, logit_cap=logit_cap, v_scale=v_scale,
-            sinks=sinks, masks=None if masks is None else masks[:real], window=self._spec.window if masks is not None else 0,
+            return out
+        queries, tokens, kv_heads = len(rows), 1 if masks is None else masks.shape[1], k.shape[1]
+        q, window = q[: queries * tokens], 0
+        if masks is not None:
+            q, sinks = verify.gather(q, tokens, kv_heads), verify.spread(sinks, tokens, kv_heads)
+            masks, window = masks[:queries], self._spec.window
+        found = cpu.attention(
+            q, k, v, req_to_token, rows, seq_lens, self._plan, scale=scale, logit_cap=logit_cap, v_scale=v_scale, sinks=sinks,
+            masks=masks, window=window,
         )  # fmt: skip
-        if real < q.shape[0]:
-            out = torch.cat([out, out.new_zeros(q.shape[0] - real, *out.shape[1:])])
+        out[: queries * tokens] = found if masks is None else verify.scatter(found, tokens, kv_heads)
         return out
 
 
@@ -145,7 +151,7 @@ class CudaExecutor:
         self._lse = workspace[slots * heads * dim :][: slots * heads].view(slots, heads)
 
     def before_plan(self) -> None:
-        # Only while a new plan's copy waits behind the step before.
+#Only while a new plan's copy waits behind the step before.
         if self._copying:
             self._copied.synchronize()
             self._copying = False
@@ -163,7 +169,7 @@ class CudaExecutor:
         masks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
-        # Early: in front of every layer's attention are the kernels that make its Q; the plan and the lengths were there before.
+#Early : in front of every layer's attention are the kernels that make its Q; the plan and the lengths were there before.
         self._decoder.decode(
             q, k, v, out, req_to_token, rows, seq_lens, self._plan, self._partial, self._lse, scale=scale,
             logit_cap=logit_cap, v_scale=v_scale, sinks=None if sinks is None else sinks.bfloat16(), masks=masks, early=True,

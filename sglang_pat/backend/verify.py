@@ -53,9 +53,9 @@ def gather(q: torch.Tensor, tokens: int, kv_heads: int) -> torch.Tensor:
 
 
 def scatter(out: torch.Tensor, tokens: int, kv_heads: int) -> torch.Tensor:
-    """The other way round: [requests, tokens * heads, dim] to [requests * tokens, heads * dim]."""
+    """The other way round: [requests, tokens * heads, dim] to [requests * tokens, heads, dim]."""
     by_head = out.view(len(out), kv_heads, tokens, -1, out.shape[2])
-    return by_head.transpose(1, 2).reshape(len(out) * tokens, -1)
+    return by_head.transpose(1, 2).reshape(len(out) * tokens, -1, out.shape[2])
 
 
 def spread(sinks: torch.Tensor | None, tokens: int, kv_heads: int) -> torch.Tensor | None:

@@ -224,15 +224,14 @@ __device__ __forceinline__ int draft_tokens(const Params& p, const Item& item) {
 // Which tokens of the draft the tile's row sees; all where it is no query's.
 __device__ __forceinline__ uint64_t mask_of(const Params& p, const Item& item, int row) {
   if (row >= item.count * p.group) return ~0ull;
-  const int head = item.first_head - item.head * p.kv_group + p.head_of(row);
-  return p.masks[int64_t(query_of(p, item, p.query_of(row))) * p.draft + quotient(head, p.token_heads)];
+  return p.masks[p.token_head(query_of(p, item, p.query_of(row)), item.first_head + p.head_of(row)).token];
 }
 
 // Q of the tile's row `row`, which is of the query `query`.
 template <typename T>
 __device__ __forceinline__ const T* q_row(const Params& p, const Item& item, int query, int row) {
-  const int64_t head = item.first_head + p.head_of(row);
-  return static_cast<const T*>(p.q) + query * p.q_row + head * p.q_head;
+  const TokenHead at = p.token_head(query, item.first_head + p.head_of(row));
+  return static_cast<const T*>(p.q) + at.token * p.q_token + at.head * p.q_head;
 }
 
 }  // namespace pat

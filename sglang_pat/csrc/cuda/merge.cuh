@@ -76,12 +76,15 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
   const int warp = warp_id(), share = kFew ? warp : 0;
   const int64_t row = int64_t(kFew ? blockIdx.x : blockIdx.x * kMergeWarps + warp) * kRows;
   const int query = int(row / p.heads), head = int(row % p.heads);
-  if (query >= p.out_rows) return;
-  T* out = static_cast<T*>(p.out) + row * kVDim;
+  if (query >= p.queries) return;
+  const auto out = [&](int j) {
+    return static_cast<T*>(p.out) + (kMasks ? p.output_row(query, head + j) : row + j) * kVDim;
+  };
   if (query >= p.plan[kBatch]) {
     wait_for_primary();
-    if (share == 0)
-      for (int i = lane_id(); i < kRows * kVDim / 2; i += kWarpSize) reinterpret_cast<uint32_t*>(out)[i] = 0;
+    if (share != 0) return;
+    for (int j = 0; j < kRows; ++j)
+      for (int i = lane_id(); i < kVDim / 2; i += kWarpSize) reinterpret_cast<uint32_t*>(out(j))[i] = 0;
     return;
   }
   const int32_t* offsets = p.section(kPartOffsets);
@@ -133,9 +136,9 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
   for (int j = 0; j < kRows; ++j) {
     float weight = sums[j].weight;
     if constexpr (kSinks) {
-      if (weight > 0) weight += exp2_fast(p.sink(head + j) - sums[j].max_lse2);
+      if (weight > 0) weight += exp2_fast(p.sink(p.token_head(query, head + j).head) - sums[j].max_lse2);
     }
-    Columns::store(out + j * kVDim, sums[j].x, weight > 0 ? 1 / weight : 0);
+    Columns::store(out(j), sums[j].x, weight > 0 ? 1 / weight : 0);
   }
 }
 

@@ -118,29 +118,31 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   p.seq_lens = static_cast<const int64_t*>(seq_lens.data_ptr());
   p.plan = static_cast<const int32_t*>(plan.data_ptr());
   p.sinks = static_cast<const __nv_bfloat16*>(sinks.data_ptr());
-  p.q_row = q.stride(0), p.q_head = q.stride(1);
+  p.q_token = q.stride(0), p.q_head = q.stride(1);
   p.k_slot = uint32_t(k.stride(0) * Kv::kBytes), p.k_head = uint32_t(k.stride(1) * Kv::kBytes);
   p.v_slot = uint32_t(v.stride(0) * Kv::kBytes), p.v_head = uint32_t(v.stride(1) * Kv::kBytes);
   p.table_row = req_to_token.stride(0);
   TVM_FFI_CHECK(tile_rows > 0 && tile_rows <= 192, ValueError) << "there is no tile of " << tile_rows << " rows";
   const int kv_heads = int(k.size(1));
   const auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
-  p.out_rows = int(out.size(0)), p.heads = int(q.size(1)), p.kv_group = p.heads / kv_heads;
-  p.splits = ceil_div(p.kv_group, int(tile_rows)), p.group = ceil_div(p.kv_group, p.splits), p.runs = kv_heads * p.splits;
-  p.group_inverse = uint32_t((65536 + p.group - 1) / p.group);
   pat::check(masks, "masks", 2, pat::kInt64, kDLCUDA);
   p.masks = static_cast<const uint64_t*>(masks.data_ptr());
   p.draft = int(masks.size(1));
   TVM_FFI_CHECK((p.draft > 0) == pat::kMasks, ValueError)
       << "drafts of " << p.draft << " tokens, and a kernel " << (pat::kMasks ? "with" : "without") << " masks";
-  if (pat::kMasks) {
-    TVM_FFI_CHECK(
-        p.draft <= pat::kMostDraft && masks.size(0) >= p.out_rows && masks.is_contiguous() && p.kv_group % p.draft == 0,
-        ValueError)
-        << "masks must be contiguous, of all rows of out, and of up to 64 tokens that have the heads of a KV head in "
-           "common";
-    p.token_heads = p.kv_group / p.draft;
-  }
+  TVM_FFI_CHECK(p.draft <= pat::kMostDraft, ValueError) << "a draft may have 64 tokens, not " << p.draft;
+  const int tokens = pat::kMasks ? p.draft : 1;
+  TVM_FFI_CHECK(out.size(0) % tokens == 0, ValueError) << out.size(0) << " tokens are no whole drafts of " << tokens;
+  p.queries = int(out.size(0)) / tokens, p.token_heads = int(q.size(1)), p.heads = tokens * p.token_heads;
+  p.token_group = p.token_heads / kv_heads, p.kv_group = tokens * p.token_group;
+  TVM_FFI_CHECK(out.size(1) == p.token_heads && q.size(0) >= out.size(0), ValueError)
+      << "q must have the heads of out, and a row for each of its";
+  TVM_FFI_CHECK(partial.size(1) == p.heads && lse.size(1) == p.heads, ValueError)
+      << "partial and lse must have the " << p.heads << " heads of a query";
+  TVM_FFI_CHECK(!pat::kMasks || (masks.is_contiguous() && masks.size(0) >= p.queries), ValueError)
+      << "masks must be contiguous, and of all drafts";
+  p.splits = ceil_div(p.kv_group, int(tile_rows)), p.group = ceil_div(p.kv_group, p.splits), p.runs = kv_heads * p.splits;
+  p.group_inverse = uint32_t((65536 + p.group - 1) / p.group);
   constexpr double kLog2E = 1.4426950408889634;
   p.scale_log2 = float(scale * kLog2E);
   p.v_scale = float(v_scale);
@@ -161,7 +163,7 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   const Resident& ctas = resident(q.device().device_id);
   if (with_forward) launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, early, p);
-  const int64_t outputs = int64_t(p.out_rows) * p.heads;
+  const int64_t outputs = int64_t(p.queries) * p.heads;
   if (!with_merge || outputs == 0) return;
   const auto ctas_for = [](int64_t warps) { return int((warps + pat::kMergeWarps - 1) / pat::kMergeWarps); };
   if (outputs <= ctas.merge_by_cta)

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "../packing/layout.h"
+#include "teams.h"
 #include "tiles.h"
 
 namespace pat {
@@ -21,17 +22,23 @@ constexpr bool kSinks = PAT_SINKS;
 constexpr bool kMasks = PAT_MASKS;
 constexpr int kMostDraft = 64;  // tokens of a draft: bits of a mask
 
+struct TokenHead {
+  int token, head;
+};
+
 // Strides of Q and req_to_token are in elements, of K and V in bytes.
 struct Params {
-  const void *q, *k, *v;        // [batch, heads, dim], [slots, kv_heads, dim], [slots, kv_heads, v_dim]
-  void* out;                    // [rows, heads, v_dim]
+  const void *q, *k, *v;        // [tokens, token_heads, dim], [slots, kv_heads, dim], [slots, kv_heads, v_dim]
+  void* out;                    // [tokens, token_heads, v_dim]
   float *partial, *lse2;        // [workspace slots, heads, v_dim] and [workspace slots, heads], lse2 to base 2
   const int32_t* req_to_token;  // [requests, context]
   const int64_t *rows, *seq_lens;
   const int32_t* plan;
-  int64_t q_row, q_head, table_row;
+  int64_t q_token, q_head, table_row;
   uint32_t k_slot, k_head, v_slot, v_head;
-  int out_rows, heads;
+  // A query is one token and its heads; where kMasks, a draft of `draft` tokens, which lie one behind the other in Q and the output, and
+  // its heads are those of each KV head for each token: [kv_heads, draft, token_group].
+  int queries, heads;
   // Work items run once for each of `runs` groups of query heads: those of a KV head, in `splits` parts where they are more than a
   // tile has rows. A part has `group` heads; the last one has some of the one before again, which computes the same.
   int runs, splits, group, kv_group;
@@ -40,12 +47,22 @@ struct Params {
   float v_scale;               // V is what its bytes say times this
   float cap, cap_exponent;     // before, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent))
   const __nv_bfloat16* sinks;  // [heads], logits without values, where kSinks
-  // Where kMasks: a request's last `draft` tokens are its draft, of whose queries each KV head has `token_heads` for each token; bit j of
-  // masks[batch, draft] says that the token sees token j of it.
+  // Where kMasks: bit j of masks[queries, draft] says that the token sees token j of its draft, the request's last `draft` tokens.
   const uint64_t* masks;
-  int draft, token_heads;
+  int draft, token_heads, token_group;
 
-  // To base 2.
+  // A query's head as row of heads in Q and the output.
+  __device__ __forceinline__ TokenHead token_head(int query, int head) const {
+    if constexpr (!kMasks) return {query, head};
+    const int kv_head = quotient(head, kv_group), rest = head - kv_head * kv_group, token = quotient(rest, token_group);
+    return {query * draft + token, kv_head * token_group + rest - token * token_group};
+  }
+  __device__ __forceinline__ int output_row(int query, int head) const {
+    const TokenHead at = token_head(query, head);
+    return at.token * (kMasks ? token_heads : heads) + at.head;
+  }
+
+  // To base 2, of a head of `token_heads`.
   __device__ float sink(int head) const { return __bfloat162float(sinks[head]) * 1.44269504f; }
 
   __device__ const int32_t* section(Header name) const { return plan + plan[name]; }

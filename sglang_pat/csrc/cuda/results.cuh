@@ -22,7 +22,7 @@ class RowTarget {
   // The same, of a row that is a query's, whose batch position and part's place are known.
   __device__ RowTarget(const Params& p, const Item& item, int row, int query, int target) {
     const int head = item.first_head + p.head_of(row);
-    code_ = target == kDirect ? ~(query * p.heads + head) : target * p.heads + head;
+    code_ = target == kDirect ? ~p.output_row(query, head) : target * p.heads + head;
   }
   __device__ explicit RowTarget(int code) : code_(code) {}
 
@@ -31,7 +31,7 @@ class RowTarget {
   __device__ bool direct() const { return code_ < 0; }
   __device__ int64_t row() const { return direct() ? ~code_ : code_; }
   // Of an output.
-  __device__ int head(const Params& p) const { return int(unsigned(~code_) % unsigned(p.heads)); }
+  __device__ int head(const Params& p) const { return int(unsigned(~code_) % unsigned(kMasks ? p.token_heads : p.heads)); }
 
  private:
   int code_;
