@@ -7,6 +7,9 @@
     python benchmarks/kernels.py --ablations                            # what each part of the design brings (§8.5)
     python benchmarks/kernels.py --page-sizes 32 --append               # more cases, into the same file
     python benchmarks/kernels.py --kv-cache-dtype fp8_e4m3              # into results/kernels-fp8-<gpu>.json
+    python benchmarks/kernels.py --tokens 2 4 8                         # verify steps, into results/verify-<gpu>.json
+
+In a verify step the last so many tokens of each request are its draft, each of which sees those in front of it.
 
 Times are medians of CUDA graph replays, measured by events inside the graph. Cold: something else is read into the L2 cache
 before each; this is what a model sees, whose layers have weights and KV of their own. Warm: the same replays one after the other.
@@ -17,6 +20,7 @@ the arithmetic at 790 TFLOP/s (measured on an H200, 2026-11-20).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -31,6 +35,7 @@ import torch
 import trees
 from about import gpu
 
+from sglang_pat.backend import verify
 from sglang_pat.backend.layers import kv_format
 from sglang_pat.kernels import capabilities, cuda, reference
 from sglang_pat.packing import AttentionSpec, PackConfig, TileTable, layout, native
@@ -52,21 +57,24 @@ class Problem:
     Attributes:
         slots: [requests, longest], int32: the slot of each token of each request.
         seq_lens: [requests], int64.
+        tokens: Of each request, the last ones, that are computed: more than one in a verify step.
         levels: (nodes, tokens of each) of every level; none where the tree is not regular.
     """
 
     def __init__(
         self, tree: str, heads: int, kv_heads: int, page_size: int, dtype: torch.dtype, contiguous: bool = False,
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None, tokens: int = 1,
     ) -> None:  # fmt: skip
         self.batch = trees.of_cell(tree)
         shape = trees.shape_of_cell(tree)
         self.levels = list(zip(*shape, strict=True)) if shape else []
         self.tree, self.contiguous = Path(tree).stem, contiguous
-        self.heads, self.kv_heads, self.page_size, self.dim = heads, kv_heads, page_size, DIM
+        self.heads, self.kv_heads, self.page_size, self.dim, self.tokens = heads, kv_heads, page_size, DIM, tokens
         pieces = list(trees.pieces(self.batch))
         if page_size > 1 and any(length % page_size for _, length, _ in pieces):
             raise SystemExit(f"--page-sizes: the nodes of {tree} are not whole pages of {page_size}")
+        if tokens > min(length for _, length, queries in pieces if len(queries) == 1):
+            raise SystemExit(f"--tokens: requests of {tree} have fewer than {tokens} tokens of their own")
         self.size, self.kv_tokens = len(self.batch.seq_lens), sum(length for _, length, _ in pieces)
         num_pages = self.kv_tokens // page_size
         pages = np.arange(num_pages) if contiguous else np.random.default_rng(0).permutation(num_pages)
@@ -81,7 +89,7 @@ class Problem:
         self.k = torch.empty(shape, dtype=dtype, device="cuda").normal_().to(kv_dtype or dtype)
         self.v = torch.empty(shape, dtype=dtype, device="cuda").normal_().to(kv_dtype or dtype)
         self.paged = tuple(pool.view(num_pages, page_size, kv_heads, DIM) for pool in (self.k, self.v))
-        self.q = torch.empty(self.size, heads, DIM, dtype=dtype, device="cuda").normal_()
+        self.q = torch.empty(self.size * tokens, heads, DIM, dtype=dtype, device="cuda").normal_()
         self.rows = torch.arange(self.size, device="cuda")
         self.seq_lens = torch.tensor(self.batch.seq_lens, device="cuda")
         self.scale = DIM**-0.5
@@ -102,14 +110,16 @@ class Problem:
     def floor_us(self) -> float:
         io = 2 * self.q.numel() * self.q.itemsize
         read = (self.kv_tokens * self.kv_heads * DIM * 2 * self.k.itemsize + io) / READ_RATE
-        flop = 4 * DIM * self.heads * sum(self.batch.seq_lens) / FLOP_RATE
+        flop = 4 * DIM * self.heads * self.tokens * sum(self.batch.seq_lens) / FLOP_RATE
         return max(read, flop) * 1e6
 
     def error(self, out: torch.Tensor) -> float:
         """Against float64, on some of the queries."""
-        some = torch.linspace(0, self.size - 1, min(self.size, 8), device="cuda").long()
+        some = torch.linspace(0, len(self.q) - 1, min(self.size, 8), device="cuda").long()
+        requests, behind = some // self.tokens, self.tokens - 1 - some % self.tokens
         k, v = self.k.to(self.q.dtype), self.v.to(self.q.dtype)
-        right = reference.decode(self.q[some], k, v, self.slots, self.rows[some], self.seq_lens[some], scale=self.scale)
+        lengths = self.seq_lens[requests] - behind
+        right = reference.decode(self.q[some], k, v, self.slots, self.rows[requests], lengths, scale=self.scale)
         return ((out[some].double() - right).norm() / right.norm()).item()
 
 
@@ -129,7 +139,8 @@ class Pat:
         )
         if query_tiles:
             tiles = TileTable(query_tiles, tiles.kv_tiles, tiles.kv_bounds)
-        spec = AttentionSpec(problem.heads, problem.kv_heads, DIM, DIM, form)
+        tokens = problem.tokens
+        spec = AttentionSpec(problem.heads, problem.kv_heads, DIM, DIM, form, query_tokens=tokens)
         self.decoder = cuda.Decoder(spec, tiles, problem.q.device, mode, problem.q.dtype)
         self.config = PackConfig.of(spec, tiles, self.decoder.workers, policy)
         scheduler = native.NativeScheduler(self.config, problem.size)
@@ -138,15 +149,16 @@ class Pat:
         self.kv_tokens, self.parts, _ = scheduler.current()
         self.plan = torch.from_numpy(data[: layout.size(data)].copy()).to("cuda")
         slots = max(1, layout.num_slots(data))
-        self._partial = torch.empty(slots, problem.heads, DIM, device="cuda")
-        self._lse = torch.empty(slots, problem.heads, device="cuda")
+        self._partial = torch.empty(slots, problem.heads * tokens, DIM, device="cuda")
+        self._lse = torch.empty(slots, problem.heads * tokens, device="cuda")
+        self._masks = verify.without_branches(problem.size, tokens, "cuda") if tokens > 1 else None
         self.out = torch.empty_like(problem.q)
 
     def run(self) -> None:
         p = self._problem
         self.decoder.decode(
             p.q, p.k, p.v, self.out, p.slots, p.rows, p.seq_lens, self.plan, self._partial, self._lse, scale=p.scale,
-            overlap=self._overlap,
+            masks=self._masks, overlap=self._overlap,
         )  # fmt: skip
 
 
@@ -195,14 +207,16 @@ class Record(msgspec.Struct):
     kv_dtype: str = ""
     """Of KV where it is not Q's; then `bf16_us` is our own time with KV of Q's dtype."""
     bf16_us: float | None = None
+    tokens: int = 1
+    """Of each request: more than one in a verify step."""
 
 
-def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, int, int, int]]:
-    for heads in arguments.heads:
+def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, int, int, int, int]]:
+    """Tree, query heads, KV heads, page size, tokens."""
+    for heads, tokens, page_size in itertools.product(arguments.heads, arguments.tokens, arguments.page_sizes):
         query_heads, kv_heads = map(int, heads.split("/"))
-        for page_size in arguments.page_sizes:
-            for tree in arguments.trees:
-                yield tree, query_heads, kv_heads, page_size
+        for tree in arguments.trees:
+            yield tree, query_heads, kv_heads, page_size, tokens
 
 
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -260,6 +274,7 @@ def measure(problem: Problem, names: list[str], warm: bool, same_us: float | Non
         round(problem.floor_us, 2), problem.error(pat.out), errors,
         pat.config.cost.bytes(pat.kv_tokens, pat.parts), problem.contiguous,
         "" if same_us is None else str(problem.k.dtype).removeprefix("torch."), same_us,
+        problem.tokens,
     )  # fmt: skip
 
 
@@ -289,6 +304,9 @@ def main() -> None:
     )
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--kv-cache-dtype", choices=["auto", *capabilities.FP8], default="auto")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=[1], help="of each request: more than one in a verify step"
+    )
     parser.add_argument("--rivals", nargs="*", default=[rival.name for rival in rivals.ALL])
     parser.add_argument("--no-warm", action="store_true", help="cold L2 only")
     parser.add_argument("--ablations", action="store_true", help="only our own kernels, without one part of the design")
@@ -301,26 +319,28 @@ def main() -> None:
     device = {**gpu(), **bandwidth()}
     print(device)
     kv_dtype = getattr(torch, capabilities.FP8.get(arguments.kv_cache_dtype, ""), None)
-    kind = "kernel-ablations" if arguments.ablations else "kernels-fp8" if kv_dtype else "kernels"
+    kind = "kernels-fp8" if kv_dtype else "verify" if arguments.tokens != [1] else "kernels"
+    if arguments.ablations:
+        kind = "kernel-ablations"
     path = arguments.output or RESULTS / f"{kind}-{name.split()[-1].lower()}.json"
     if arguments.ablations:
         path.write_text(json.dumps({"device": device, "records": ablate(arguments.trees)}, indent=1) + "\n")
         return
     print(
-        f"{'heads':>6}{'page':>5} {'tree':42}{'floor':>8}{'pat':>8}{'/floor':>7}{'best rival':>20}{'ratio':>7}  warm, others"
+        f"{'heads':>6}{'page':>5}{'tokens':>7} {'tree':42}{'floor':>8}{'pat':>8}{'/floor':>7}{'best rival':>20}{'ratio':>7}  warm, others"
     )
     records = json.loads(path.read_text())["records"] if arguments.append and path.exists() else []
-    for tree, heads, kv_heads, page_size in cases(arguments):
+    for tree, heads, kv_heads, page_size, tokens in cases(arguments):
         shape = tree, heads, kv_heads, page_size, getattr(torch, arguments.dtype), arguments.contiguous
-        same_us = round(median_us(Pat(Problem(*shape)).run, cold=True), 2) if kv_dtype else None
-        problem = Problem(*shape, kv_dtype)
+        same_us = round(median_us(Pat(Problem(*shape, tokens=tokens)).run, cold=True), 2) if kv_dtype else None
+        problem = Problem(*shape, kv_dtype, tokens)
         record = measure(problem, arguments.rivals, not arguments.no_warm, same_us)
         records.append(msgspec.to_builtins(record))
         best = min(record.rivals, key=record.rivals.__getitem__, default="")
         rival = f"{best} {record.rivals[best]:.1f}" if best else ""
         ratio = f"{record.rivals[best] / record.pat_us:.2f}" if best else ""
         print(
-            f"{record.heads:>6}{page_size:>5} {tree:42}{record.floor_us:8.1f}{record.pat_us:8.1f}"
+            f"{record.heads:>6}{page_size:>5}{tokens:>7} {tree:42}{record.floor_us:8.1f}{record.pat_us:8.1f}"
             f"{record.pat_us / record.floor_us:7.2f}{rival:>20}{ratio:>7}  {record.pat_warm_us or ''} "
             f"{' '.join(f'{k} {v:.1f}' for k, v in record.rivals.items())} error {record.pat_error:.1e}"
             + (f" 16-bit KV {same_us:.1f} ({same_us / record.pat_us:.2f})" if same_us else ""),

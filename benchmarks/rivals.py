@@ -1,4 +1,4 @@
-"""Decode attention of others on the same tensors, each as SGLang or its own documentation calls it."""
+"""Decode attention and verify steps of others on the same tensors, each as SGLang or its own documentation calls it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,35 @@ def workspace() -> torch.Tensor:
     return torch.zeros(2 << 30, dtype=torch.uint8, device="cuda")
 
 
+def first_tokens(problem: Any) -> torch.Tensor:
+    """Where each request's tokens begin in Q, with the end of the last; int32."""
+    return torch.arange(problem.size + 1, dtype=torch.int32, device="cuda") * problem.tokens
+
+
 class FlashInfer:
     """FlashInfer's batch decode with tensor cores, which SGLang uses for GQA."""
 
     name = "flashinfer"
 
     def __init__(self, problem: Any) -> None:
-        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 
         size, page = problem.size, problem.page_size
         indptr, indices = problem.page_list(page)
         last = torch.full((size,), page, dtype=torch.int32, device="cuda")
+        self._problem, self.out = problem, torch.empty_like(problem.q)
+        if problem.tokens > 1:
+            # SGLang gives it a mask for drafts without branches too; causal, as here, it is faster.
+            starts = first_tokens(problem)
+            self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
+                workspace(), "NHD", use_cuda_graph=True, qo_indptr_buf=starts, paged_kv_indptr_buf=indptr,
+                paged_kv_indices_buf=indices, paged_kv_last_page_len_buf=last, backend="fa2",
+            )  # fmt: skip
+            self._wrapper.plan(
+                starts, indptr, indices, last, problem.heads, problem.kv_heads, problem.dim, page, causal=True,
+                sm_scale=problem.scale, q_data_type=problem.q.dtype, kv_data_type=problem.k.dtype,
+            )  # fmt: skip
+            return
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
             workspace(), "NHD", use_cuda_graph=True, use_tensor_cores=True, paged_kv_indptr_buffer=indptr,
             paged_kv_indices_buffer=indices, paged_kv_last_page_len_buffer=last,
@@ -37,7 +55,6 @@ class FlashInfer:
             indptr, indices, last, problem.heads, problem.kv_heads, problem.dim, page, q_data_type=problem.q.dtype,
             kv_data_type=problem.k.dtype, sm_scale=problem.scale,
         )  # fmt: skip
-        self._problem, self.out = problem, torch.empty_like(problem.q)
 
     def run(self) -> None:
         self._wrapper.run(self._problem.q, self._problem.paged, out=self.out)
@@ -51,6 +68,8 @@ class Cascade:
     def __init__(self, problem: Any) -> None:
         from flashinfer import MultiLevelCascadeAttentionWrapper
 
+        if problem.tokens > 1:
+            raise UnsupportedError("its levels have no causal mask")
         if len(problem.levels) < 2:
             raise UnsupportedError("one level is plain decode, and others than regular trees are not laid out here")
         page, size = problem.page_size, problem.size
@@ -91,6 +110,8 @@ class Triton:
         from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
         from sglang.srt.layers.attention.triton_backend import get_num_kv_splits_triton
 
+        if problem.tokens > 1:
+            raise UnsupportedError("drafts are TritonVerify's")
         size, heads = problem.size, problem.heads
         self._forward, self._problem, self.out = decode_attention_fwd, problem, torch.empty_like(problem.q)
         self._indptr, slots = problem.page_list(1)
@@ -112,6 +133,35 @@ class Triton:
         )  # fmt: skip
 
 
+class TritonVerify:
+    """SGLang's Triton extend kernel, as its backend verifies drafts: K and V of the drafts apart from what is cached."""
+
+    name = "triton"
+
+    def __init__(self, problem: Any) -> None:
+        if problem.tokens == 1:
+            raise UnsupportedError("plain decode is Triton's")
+        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+
+        size, tokens = problem.size, problem.tokens
+        self._forward, self._problem, self.out = extend_attention_fwd, problem, torch.empty_like(problem.q)
+        self._starts = first_tokens(problem)
+        cached = problem.seq_lens - tokens
+        self._indptr = torch.zeros(size + 1, dtype=torch.int32, device="cuda")
+        self._indptr[1:] = cached.cumsum(0)
+        places = torch.arange(problem.slots.shape[1], device="cuda")
+        self._indices = problem.slots[places < cached[:, None]].long()
+        last = problem.slots.gather(1, cached[:, None] + torch.arange(tokens, device="cuda")).flatten().long()
+        self._k, self._v = problem.k[last], problem.v[last]
+
+    def run(self) -> None:
+        p = self._problem
+        self._forward(
+            p.q, self._k, self._v, self.out, p.k, p.v, self._starts, self._indptr, self._indices, None, True, None, p.tokens,
+            1.0, 1.0, p.scale,
+        )  # fmt: skip
+
+
 class Fa3:
     """FlashAttention 3 with a page table, as SGLang's fa3 backend calls it."""
 
@@ -125,11 +175,10 @@ class Fa3:
             raise UnsupportedError(f"not installed: {error}") from None
         if problem.k.dtype == torch.float8_e5m2:
             raise UnsupportedError("of the two kinds of 8 bits it knows e4m3")
-        size = problem.size
         self._problem, self._forward = problem, flash_attn_with_kvcache
         self._table = problem.pages(problem.slots).contiguous()
         self._lens = problem.seq_lens.int()
-        self._cu_q = torch.arange(size + 1, dtype=torch.int32, device="cuda")
+        self._cu_q = first_tokens(problem)
         self.out: Any = None
 
     def run(self) -> None:
@@ -137,8 +186,8 @@ class Fa3:
         self.out = self._forward(
             # As SGLang's backend does: with KV of 8 bits, Q has 8 bits too.
             q=p.q.to(p.k.dtype), k_cache=p.paged[0], v_cache=p.paged[1], page_table=self._table, cache_seqlens=self._lens,
-            cu_seqlens_q=self._cu_q, max_seqlen_q=1, softmax_scale=p.scale, causal=True,
+            cu_seqlens_q=self._cu_q, max_seqlen_q=p.tokens, softmax_scale=p.scale, causal=True,
         )  # fmt: skip
 
 
-ALL = (FlashInfer, Cascade, Triton, Fa3)
+ALL = (FlashInfer, Cascade, Triton, TritonVerify, Fa3)
