@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import torch
 
-from sglang_pat.backend import verify
 from sglang_pat.backend.layers import kv_format
 from sglang_pat.kernels import reference
 from sglang_pat.packing import AttentionSpec, Batch, PackConfig, TileTable, make_plan, tree

@@ -25,7 +25,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 ARCHS = [cuda.arch_of(torch.device("cuda"))] if ON_GPU else ["9.0a", "8.0"]
 FORMATS = tuple(getattr(torch, name) for name in capabilities.KV_FORMATS["cuda"])
-#On the host each module takes seconds to compile, in every process that runs some of these tests.
+# On the host each module takes seconds to compile, in every process that runs some of these tests.
 DIMS = [*((dim, dim) for dim in capabilities.HEAD_DIMS), *capabilities.UNEQUAL_HEAD_DIMS]
 """Of K and V."""
 KINDS = [
@@ -343,7 +343,7 @@ def test_v_narrower_than_k_in_one_pool(dim: int, v_dim: int, dtype: torch.dtype,
     for batch in (shared(5, 90, 30), shared(1, 4000, 1), shared(40, 500, 3)):
         case = make_case(batch, 8, 2, dim, dtype, v_dim)
         behind = torch.full((*case.v.shape[:2], dim - v_dim), math.nan, device=DEVICE).to(dtype)
-#Torch cannot join what has 8 bits.
+        # Torch cannot join what has 8 bits.
         plain = torch.uint8 if dtype.itemsize == 1 else dtype
         pool = torch.cat([part.view(plain) for part in (case.k, case.v, behind)], dim=2).view(dtype)
         case.k, case.v = pool[:, :, :dim], pool[:, :, dim : dim + v_dim]
@@ -358,12 +358,12 @@ def test_a_graph_replays_other_plans_and_longer_tails(mode: cuda.Mode, overlap: 
     generator = random.Random(3)
     tiles = capabilities.tile_table(ARCHS[0], 128)
     case = make_case(random_batch(generator, 2, 6, 200), 16, 4, 128, torch.bfloat16, spare=200)
-#Tails grow into slots that are poisoned at first.
+    # Tails grow into slots that are poisoned at first.
     case.k.nan_to_num_(nan=1.5)
     case.v.nan_to_num_(nan=-0.5)
     graphed = run(case, ARCHS[0], mode=mode)
     plans = [case.plan(tiles, graphed.decoder.workers, policy) for policy in POLICIES]
-#Two more rows than the batch has, as SGLang's graphs pad.
+    # Two more rows than the batch has, as SGLang's graphs pad.
     real, q = case.q.shape[0], torch.cat([case.q, torch.randn_like(case.q[:2])])
     graphed.make_workspace(max(int(plan[2]) for plan in plans))
     graphed.out = torch.empty_like(q)

@@ -151,7 +151,7 @@ class CudaExecutor:
         self._lse = workspace[slots * heads * dim :][: slots * heads].view(slots, heads)
 
     def before_plan(self) -> None:
-#Only while a new plan's copy waits behind the step before.
+        # Only while a new plan's copy waits behind the step before.
         if self._copying:
             self._copied.synchronize()
             self._copying = False
@@ -169,7 +169,7 @@ class CudaExecutor:
         masks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
-#Early : in front of every layer's attention are the kernels that make its Q; the plan and the lengths were there before.
+        # Early : in front of every layer's attention are the kernels that make its Q; the plan and the lengths were there before.
         self._decoder.decode(
             q, k, v, out, req_to_token, rows, seq_lens, self._plan, self._partial, self._lse, scale=scale,
             logit_cap=logit_cap, v_scale=v_scale, sinks=None if sinks is None else sinks.bfloat16(), masks=masks, early=True,
