@@ -211,7 +211,7 @@ class Bench:
         table = torch.randperm(kv_tokens, device=self.device, dtype=torch.int32)[None]
         rows = torch.zeros(batch, dtype=torch.int64, device=self.device)
         seq_lens = torch.full_like(rows, kv_tokens)
-        partial = torch.empty(2 * batch, GROUP, dim, device=self.device)
+        partial = torch.empty(2 * batch, GROUP, dim, dtype=torch.float16, device=self.device)
         lse = torch.empty(2 * batch, GROUP, device=self.device)
         out = torch.empty_like(q)
         return self.time_us(

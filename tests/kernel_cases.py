@@ -199,7 +199,7 @@ class Run:
 
     def make_workspace(self, slots: int) -> None:
         heads, dim = self.case.spec.heads * self.case.spec.query_tokens, self.case.spec.v_head_dim
-        self.partial = torch.empty(max(1, slots), heads, dim, device=self.case.q.device)
+        self.partial = torch.empty(max(1, slots), heads, dim, dtype=torch.float16, device=self.case.q.device)
         self.lse = torch.empty(max(1, slots), heads, device=self.case.q.device)
 
     def poison(self) -> None:

@@ -135,20 +135,21 @@ class CudaExecutor:
         self._copied = torch.cuda.Event()
         self._copied.record()  # which makes its handle
         self._copying = False
-        held = (self._plan.nbytes + 4 * self.floats) / 2**20
+        held = (self._plan.nbytes + self.workspace_bytes) / 2**20
         self.description = f"{self._decoder.workers} workers, {held:.0f} MiB of GPU memory"
 
     @property
-    def floats(self) -> int:
-        """How many a workspace holds."""
+    def workspace_bytes(self) -> int:
+        """Of parts in float16 and their LSE in float32."""
         slots, heads, dim = self._shape
-        return slots * heads * (dim + 1)
+        return slots * heads * (2 * dim + 4)
 
     def attach(self, workspace: torch.Tensor) -> None:
-        """Keep parts in these `floats` or more. Layers run one after the other, so that all may share them."""
+        """Keep parts in these `workspace_bytes` or more, uint8. Layers run one after the other, so that all may share them."""
         slots, heads, dim = self._shape
-        self._partial = workspace[: slots * heads * dim].view(self._shape)
-        self._lse = workspace[slots * heads * dim :][: slots * heads].view(slots, heads)
+        size = slots * heads * dim * 2
+        self._partial = workspace[:size].view(torch.float16).view(self._shape)
+        self._lse = workspace[size : self.workspace_bytes].view(torch.float32).view(slots, heads)
 
     def before_plan(self) -> None:
         # Only while a new plan's copy waits behind the step before.
@@ -182,7 +183,7 @@ def create(runner: ModelRunner, config: PatConfig, specs: Iterable[AttentionSpec
     if runner.device != "cuda":
         return [CpuExecutor(runner, config, spec) for spec in specs]
     made = [CudaExecutor(runner, config, spec) for spec in specs]
-    workspace = torch.empty(max(executor.floats for executor in made), device="cuda")
+    workspace = torch.empty(max(executor.workspace_bytes for executor in made), dtype=torch.uint8, device="cuda")
     for executor in made:
         executor.attach(workspace)
     return [*made]

@@ -23,12 +23,12 @@ struct Tables {
 };
 
 inline void check(const Tables& tables, const tvm::ffi::TensorView& q, const tvm::ffi::TensorView& k,
-                  const tvm::ffi::TensorView& out, DLDeviceType device) {
+                  const tvm::ffi::TensorView& out, DLDataType parts, DLDeviceType device) {
   check(tables.req_to_token, "req_to_token", 2, kInt32, device);
   check(tables.rows, "rows", 1, kInt64, device);
   check(tables.seq_lens, "seq_lens", 1, kInt64, device);
   check(tables.plan, "plan", 1, kInt32, device);
-  check(tables.partial, "partial", 3, kFloat32, device);
+  check(tables.partial, "partial", 3, parts, device);
   check(tables.lse, "lse", 2, kFloat32, device);
   TVM_FFI_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0, ValueError)
       << q.size(1) << " query heads are not a multiple of " << k.size(1) << " KV heads";

@@ -209,7 +209,7 @@ class Decoder:
                     rows: [batch or more], int64: each query's row of `req_to_token`.
                     seq_lens: [batch or more], int64: tokens of each query's request, its own included.
                     plan: A plan for this batch (layout.py), int32, made with this decoder's tiles.
-                    partial: [num_slots or more, heads of a query, v_head_dim], float32: the parts of queries that have several.
+                    partial: [num_slots or more, heads of a query, v_head_dim], float16: the parts of queries that have several.
                     lse: [num_slots or more, heads of a query], float32: their LSE, to base 2.
                     scale: Factor on q k^T, that of K's bytes included.
                     v_scale: Factor on V where it has 8 bits.

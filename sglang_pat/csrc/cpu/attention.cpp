@@ -153,7 +153,7 @@ void attention(TensorView q, TensorView k, TensorView v, TensorView out, TensorV
   pat::check(out, "out", 3, pat::kFloat32, kDLCPU);
   pat::check(k, "k", 3, k.dtype(), kDLCPU);
   pat::check(v, "v", 3, k.dtype(), kDLCPU);
-  pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, kDLCPU);
+  pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, pat::kFloat32, kDLCPU);
   pat::check_sinks(sinks, pat::kFloat32, q.size(1), kDLCPU);
   pat::check(masks, "masks", 2, pat::kInt64, kDLCPU);
   const int64_t batch = q.size(0), heads = q.size(1), tokens = masks.size(1);

@@ -9,22 +9,23 @@ namespace pat {
 
 constexpr int kMergeWarps = 4, kMergeThreads = kMergeWarps * kWarpSize;
 
-// A thread's columns of a row: vectors of up to 16 bytes, so that a warp reads it in one piece.
+// A thread's columns of a row: vectors of up to 8 bytes, so that a warp reads it in one piece.
 template <int kVDim>
 struct MergeColumns {
   static constexpr int kVector = kVDim % 128 == 0 ? 4 : kVDim % 64 == 0 ? 2 : 1, kVectors = kVDim / kWarpSize / kVector;
   static constexpr int kCount = kVDim / kWarpSize;
 
-  static __device__ __forceinline__ void load(float (&x)[kCount], const float* row) {
+  static __device__ __forceinline__ void load(float (&x)[kCount], const __half* row) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const float* from = row + (i * kWarpSize + lane_id()) * kVector;
+      const __half* from = row + (i * kWarpSize + lane_id()) * kVector;
       if constexpr (kVector == 4) {
-        reinterpret_cast<float4&>(x[i * 4]) = *reinterpret_cast<const float4*>(from);
+        const uint2 four = *reinterpret_cast<const uint2*>(from);
+        to_floats(x + i * 4, four.x), to_floats(x + i * 4 + 2, four.y);
       } else if constexpr (kVector == 2) {
-        reinterpret_cast<float2&>(x[i * 2]) = *reinterpret_cast<const float2*>(from);
+        to_floats(x + i * 2, *reinterpret_cast<const uint32_t*>(from));
       } else {
-        x[i] = *from;
+        x[i] = __half2float(*from);
       }
     }
   }
@@ -43,6 +44,12 @@ struct MergeColumns {
               Half<T>::pack(x[i * kVector + j] * scale, x[i * kVector + j + 1] * scale);
       }
     }
+  }
+
+ private:
+  static __device__ __forceinline__ void to_floats(float* x, uint32_t pair) {
+    const float2 both = __half22float2(reinterpret_cast<const __half2&>(pair));
+    x[0] = both.x, x[1] = both.y;
   }
 };
 

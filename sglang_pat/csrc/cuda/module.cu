@@ -104,7 +104,7 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   check_rows(k, "k", PAT_DIM, kv);
   check_rows(v, "v", PAT_V_DIM, kv);
   check_rows(out, "out", PAT_V_DIM, half);
-  pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, kDLCUDA);
+  pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, DLDataType{kDLFloat, 16, 1}, kDLCUDA);
   TVM_FFI_CHECK(partial.size(2) == PAT_V_DIM, ValueError) << "partial must have heads of " << PAT_V_DIM;
   pat::check_sinks(sinks, DLDataType{kDLBfloat, 16, 1}, q.size(1), kDLCUDA);
   TVM_FFI_CHECK((sinks.size(0) > 0) == pat::kSinks, ValueError)
@@ -112,7 +112,7 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
       << " sinks";
   pat::Params p;
   p.q = q.data_ptr(), p.k = k.data_ptr(), p.v = v.data_ptr(), p.out = out.data_ptr();
-  p.partial = static_cast<float*>(partial.data_ptr()), p.lse2 = static_cast<float*>(lse.data_ptr());
+  p.partial = static_cast<__half*>(partial.data_ptr()), p.lse2 = static_cast<float*>(lse.data_ptr());
   p.req_to_token = static_cast<const int32_t*>(req_to_token.data_ptr());
   p.rows = static_cast<const int64_t*>(rows.data_ptr());
   p.seq_lens = static_cast<const int64_t*>(seq_lens.data_ptr());

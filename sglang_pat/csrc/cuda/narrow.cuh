@@ -385,19 +385,24 @@ class NarrowWarp {
   // Writes what this warp has, of an item that is its own.
   __device__ void write(const Item& item) const {
     const Results<T, kVDim> results(p_);
+    // Of KV with 16 bits a thread has single columns of two rows, its neighbour the next ones: by an exchange each gets pairs of one.
+    const int odd = kIs8Bit ? 0 : lane_id() / 4 % 2;
 #pragma unroll 1
-    for (int number = 0; number < kOwnRows; ++number) {
+    for (int number = odd; number < kOwnRows; number += kIs8Bit ? 1 : 2) {
       const RowTarget to(p_, item, row_of(number));
-      if (!to.used()) continue;
-      const float sum = of_row(number, softmax_.sum);
-      const float norm = norm_of<Kv>(kSinks ? sum_with_sink(sum, of_row(number, softmax_.row_max), to, p_) : sum, p_);
-      if (lane_id() / 4 == 0) results.store_lse2(to, lse2(of_row(number, softmax_.row_max), sum, p_));
-      const auto output = [&](int i) { return output_of_row(number, i) * norm; };
-      if constexpr (kIs8Bit)
-        results.template store_pairs<16>(to, column_of(0),
-                                         [&](int i) { return make_float2(output(2 * i), output(2 * i + 1)); });
-      else
-        results.store_columns(to, column_of(0), output);
+      const float sum = of_row(number, softmax_.sum), row_max = of_row(number, softmax_.row_max);
+      const float norm = norm_of<Kv>(kSinks && to.used() ? sum_with_sink(sum, row_max, to, p_) : sum, p_);
+      if (to.used() && lane_id() / 4 == odd) results.store_lse2(to, lse2(row_max, sum, p_));
+      const auto pair_of = [&](int i) {
+        if constexpr (kIs8Bit) {
+          return make_float2(output_of_row(number, 2 * i) * norm, output_of_row(number, 2 * i + 1) * norm);
+        } else {
+          const float own = output_of_row(number, i) * norm;
+          const float other = __shfl_xor_sync(~0u, output_of_row(number ^ 1, i), 4) * norm;
+          return odd ? make_float2(other, own) : make_float2(own, other);
+        }
+      };
+      results.template store_pairs<kIs8Bit ? 16 : 8>(to, column_of(0) - odd, pair_of);
     }
   }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -30,7 +31,8 @@ struct TokenHead {
 struct Params {
   const void *q, *k, *v;        // [tokens, token_heads, dim], [slots, kv_heads, dim], [slots, kv_heads, v_dim]
   void* out;                    // [tokens, token_heads, v_dim]
-  float *partial, *lse2;        // [workspace slots, heads, v_dim] and [workspace slots, heads], lse2 to base 2
+  __half* partial;              // [workspace slots, heads, v_dim]
+  float* lse2;                  // [workspace slots, heads], to base 2
   const int32_t* req_to_token;  // [requests, context]
   const int64_t *rows, *seq_lens;
   const int32_t* plan;
