@@ -95,6 +95,50 @@ def kernels_fp8() -> str:
     return f"{table(['tree, us', 'PAT', 'FlashInfer', 'FA3', 'best / PAT', 'PAT with a bf16 cache / PAT'], rows)}\n\n{note}"
 
 
+def verify() -> str:
+    """Verify steps by the rows that a KV head has of each request: its query heads, once for each token of a draft."""
+    result = load("verify-h200.json")
+    groups: dict[tuple[bool, int], list[dict[str, Any]]] = {}
+    for record in result["records"]:
+        heads, kv_heads = map(int, record["heads"].split("/"))
+        shared = "," in record["tree"]
+        groups.setdefault((not shared, heads // kv_heads * record["tokens"]), []).append(record)
+    rows = []
+    for (unshared, size), records in sorted(groups.items()):
+        ratios = [advantage(record) for record in records]
+        cases = ", ".join(dict.fromkeys(f"{record['tokens']} with {record['heads']}" for record in records))
+        rows.append(
+            ["nothing" if unshared else "prefixes", str(size), cases, f"{sum(ratio >= 1 for ratio in ratios)} of {len(ratios)}",
+             f"{min(ratios):.2f} to {max(ratios):.2f}{TIMES}", f"{mean(ratios):.2f}{TIMES}"]
+        )  # fmt: skip
+    device = result["device"]
+    note = (
+        f"{device['name']}, torch {device['torch']}, {device['date']}, page size 1, cold L2: {len(result['records'])} cases, 20 trees "
+        f"{TIMES} 32/32, 16/8, 32/8, 64/8 heads {TIMES} 2, 4, 8 tokens, and unshared batches. The best other is FA3 in "
+        f"{sum(min(record['rivals'], key=record['rivals'].__getitem__) == 'fa3' for record in result['records'])} of them. Errors against "
+        f"float64: PAT's at most {max(record['pat_error'] for record in result['records']):.1e}, FA3's {worst(result, 'fa3'):.1e}."
+    )
+    head = ["shared", "rows", "tokens of a draft, heads", "PAT ahead in", "best / PAT", "mean"]
+    return f"{table(head, rows)}\n\n{note}"
+
+
+def serving_verify() -> str:
+    result = load("serving-verify-h200.json")
+    rows = []
+    for workload in dict.fromkeys(record["workload"] for record in result["records"]):
+        records = [record for record in result["records"] if record["workload"] == workload]
+        tpot = bold({record["backend"]: record["mean_tpot_ms"] for record in records}, lambda ms: f"{ms:.1f}")
+        ttft = bold({record["backend"]: record["mean_ttft_ms"] for record in records}, lambda ms: f"{ms:,.0f}")
+        tps = bold({record["backend"]: -record["output_tps"] for record in records}, lambda rate: f"{-rate:,.0f}")
+        rate = f", {records[0]['rate']:g}/s" if records[0]["rate"] else ""
+        rows += [
+            [f"`{workload}`{rate}", record["backend"], *cells]
+            for record, cells in zip(records, zip(tpot, ttft, tps, strict=True), strict=True)
+        ]
+    head = ["workload", "backend", "mean TPOT, ms", "mean TTFT, ms", "output tokens/s"]
+    return f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, {result['device']['date']}."
+
+
 def worst(result: dict[str, Any], rival: str) -> float:
     """The greatest error that a rival made."""
     return max(record["rival_errors"][rival] for record in result["records"] if rival in record["rival_errors"])
@@ -373,6 +417,8 @@ PAGES = {
         "soak",
         "kernels",
         "kernels_fp8",
+        "verify",
+        "serving_verify",
         "ablations",
         "cpu",
         "cpu_extend",
@@ -382,7 +428,7 @@ PAGES = {
 }
 """Which tables stand where."""
 SECTIONS: dict[str, Callable[[], str]] = {
-    "kernels": kernels, "kernels_fp8": kernels_fp8, "ablations": ablations, "serving": serving, "serving_records": serving_records, "steps": steps,
+    "kernels": kernels, "kernels_fp8": kernels_fp8, "verify": verify, "serving_verify": serving_verify, "ablations": ablations, "serving": serving, "serving_records": serving_records, "steps": steps,
     "soak": soak, "cpu": cpu, "cpu_extend": cpu_extend, "planning": planning, "packing": packing, "estimates": estimates,
 }  # fmt: skip
 

@@ -106,12 +106,12 @@ class Triton:
     max_splits = 8  # --triton-attention-num-kv-splits
 
     def __init__(self, problem: Any) -> None:
+        if problem.tokens > 1:
+            raise UnsupportedError("drafts are TritonVerify's")
         import triton
         from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
         from sglang.srt.layers.attention.triton_backend import get_num_kv_splits_triton
 
-        if problem.tokens > 1:
-            raise UnsupportedError("drafts are TritonVerify's")
         size, heads = problem.size, problem.heads
         self._forward, self._problem, self.out = decode_attention_fwd, problem, torch.empty_like(problem.q)
         self._indptr, slots = problem.page_list(1)

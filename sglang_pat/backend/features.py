@@ -217,7 +217,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _refused("streaming sessions beside speculative decoding", "`--enable-streaming-session` and `--speculative-algorithm`", _speculates_in_streams,
                  "leave out one of them", note="SGLang takes a turn's last token to have KV, which only the next verify step writes: later turns read what was in its slot, with any backend"),
         _works("speculative decoding on a GPU", "likewise", "test_gpu_server.py::test_drafts",
-               note="drafts run on the stock backend that prefills, or on `--speculative-draft-attention-backend`; run with EAGLE, STANDALONE and NGRAM on 0.5.17, its speed not measured; models with windows are refused"),
+               note="drafts run on the stock backend that prefills, or on `--speculative-draft-attention-backend`; run with EAGLE, STANDALONE and NGRAM on 0.5.17; faster than FA3 where prefixes are shared and query heads / KV heads x tokens of a draft are up to 16, mostly slower beyond (measured.md, Verify steps); models with windows are refused"),
         _refused("other algorithms of speculative decoding", "`--speculative-algorithm DFLASH` and others", _speculates_otherwise, _LEAVE_OUT),
         _refused("speculation that changes the length of drafts", "`--speculative-adaptive`", _set("speculative_adaptive"), "leave it out"),
         _refused("drafts of more than 64 tokens", "`--speculative-num-draft-tokens`",
