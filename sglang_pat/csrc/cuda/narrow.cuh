@@ -397,9 +397,9 @@ class NarrowWarp {
         if constexpr (kIs8Bit) {
           return make_float2(output_of_row(number, 2 * i) * norm, output_of_row(number, 2 * i + 1) * norm);
         } else {
-          const float own = output_of_row(number, i) * norm;
-          const float other = __shfl_xor_sync(~0u, output_of_row(number ^ 1, i), 4) * norm;
-          return odd ? make_float2(other, own) : make_float2(own, other);
+          const float even = output_of_row(number & ~1, i), uneven = output_of_row(number | 1, i);
+          const float other = __shfl_xor_sync(~0u, odd ? even : uneven, 4);
+          return make_float2((odd ? other : even) * norm, (odd ? uneven : other) * norm);
         }
       };
       results.template store_pairs<kIs8Bit ? 16 : 8>(to, column_of(0) - odd, pair_of);
