@@ -30,12 +30,12 @@ from about import about
 
 from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, make_plan, native
 from sglang_pat.packing.heuristic import Pack, kv_length, split_queries
-from sglang_pat.packing.oracle import make_packs, makespan, packs_bytes
+from sglang_pat.packing.oracle import make_packs, makespan, packs_price
 from sglang_pat.packing.tree import compact, kv_minimum
 
 RESULTS = Path(__file__).parent / "results" / "policies.json"
 BYTES = msgspec.structs.replace(
-    trees.H200, cost=msgspec.structs.replace(trees.H200.cost, flop_per_byte=0, item_bytes=0)
+    trees.H200, cost=msgspec.structs.replace(trees.H200.cost, flop_per_byte=0, start_price=0)
 )
 """The paper's model: bytes alone."""
 
@@ -57,7 +57,7 @@ def evaluate(batch: Batch, policy: str) -> dict[str, float]:
         times.append(time.perf_counter() - began)
     kv_tokens, parts, _ = scheduler.current()
     return {
-        "packs": packs_bytes(packs, batch, BYTES) / least,
+        "packs": packs_price(packs, batch, BYTES) / least,
         "plan": cost.bytes(kv_tokens, parts) / least,
         "us": statistics.median(times) * 1e6,
     }
@@ -68,12 +68,12 @@ def spans(batch: Batch) -> dict[str, float] | None:
     config = trees.H200
     packs = make_packs(batch, config)
     plan = make_plan(batch, config)
-    share = sum(_cost(pack, batch.seq_lens, config) for pack in packs) / config.workers
-    tile = (config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.item(1)) / config.cost.runs
+    share = sum(_price(pack, batch.seq_lens, config) for pack in packs) / config.workers
+    tile = (config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.start_price(1)) / config.cost.runs
     if share < 2 * tile:
         return None
     pieces = [Pack(item.start, None if item.end == OPEN else item.end, item.queries) for item in plan.items]
-    own = sum(_cost(piece, batch.seq_lens, config) for piece in pieces) / config.workers
+    own = sum(_price(piece, batch.seq_lens, config) for piece in pieces) / config.workers
     finish = makespan(plan, batch.seq_lens, config)
     return {"paper": paper_makespan(packs, batch.seq_lens, config) / share, "bins": finish / share, "own": finish / own}
 
@@ -83,19 +83,19 @@ def paper_makespan(packs: list[Pack], seq_lens: list[int], config: PackConfig) -
     lengths = [kv_length(pack, seq_lens) for pack in packs]
     mean = sum(lengths) / len(lengths)
     heads = config.cost.runs
-    costs = []
+    prices = []
     for pack, length in zip(packs, lengths, strict=True):
         pieces = max(1, -int(-length // mean))
-        whole = length * config.rate(len(pack.queries)) / pieces + config.item(len(pack.queries))
-        costs += [whole / heads] * (pieces * heads)
+        whole = length * config.token_price(len(pack.queries)) / pieces + config.start_price(len(pack.queries))
+        prices += [whole / heads] * (pieces * heads)
     free = [0.0] * config.workers
-    for cost in sorted(costs, reverse=True):
-        heapq.heapreplace(free, free[0] + cost)
+    for price in sorted(prices, reverse=True):
+        heapq.heapreplace(free, free[0] + price)
     return max(free)
 
 
-def _cost(pack: Pack, seq_lens: list[int], config: PackConfig) -> int:
-    return config.pack_bytes(len(pack.queries), kv_length(pack, seq_lens))
+def _price(pack: Pack, seq_lens: list[int], config: PackConfig) -> int:
+    return config.pack_price(len(pack.queries), kv_length(pack, seq_lens))
 
 
 def workloads(arguments: argparse.Namespace) -> Iterator[tuple[str, Batch]]:

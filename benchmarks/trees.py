@@ -28,7 +28,7 @@ PAPER = (
 H200 = PackConfig(
     # 790 TFLOP/s at 4.4 TB/s, measured on an H200 with torch 2.11.0 on 2026-11-20. An item takes 0.3 us of an SM beyond
     # its bytes, a part nothing: csrc/device_costs.cu on the same on 2026-11-21.
-    CostModel(heads=32, kv_heads=8, head_dim=128, v_head_dim=128, kv_bytes=2, flop_per_byte=180, item_bytes=80_000),
+    CostModel(heads=32, kv_heads=8, head_dim=128, v_head_dim=128, kv_bytes=2, flop_per_byte=180, start_price=80_000),
     # The paper's candidates (§5.2); where n changes is for the kernels' benchmark to tell.
     TileTable(query_tiles=(16, 32, 64, 128), kv_tiles=(32, 64, 128), kv_bounds=(64, 128)),
     workers=132,

@@ -125,8 +125,8 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
         for number, item in enumerate(members):
             start, end = item.span(batch.seq_lens)
             pack = packs.setdefault(tuple(item.queries), len(packs))
-            price = config.work_item_bytes(len(item.queries), end - start) // cost.runs
-            turn = config.turn // cost.runs if 0 < number == others else 0
+            price = config.item_price(len(item.queries), end - start) // cost.runs
+            turn = config.turn_price // cost.runs if 0 < number == others else 0
             runs = _runs(sorted(place[query] for query in item.queries))
             items.append([start, end, pack, item.tile.m, item.tile.n, price, runs, turn])
     work = sum(item[5] for item in items) * cost.runs / config.workers
@@ -154,8 +154,8 @@ def _runs(places: list[int]) -> list[list[int]]:
 
 
 def _decisions(packs: list[Pack], prefixes: list[Prefix], config: PackConfig) -> list[list[int]]:
-    """For each node: whether its queries read what is above it in a pack of their own, together with the node; the bytes
-    that reading it again takes; and the bytes of the parts that are made where they do not (PAT §5.1)."""
+    """For each node: whether its queries read what is above it in a pack of their own, together with the node; the price
+    of reading it again; and that of the parts that are made where they do not (PAT §5.1)."""
     by_query: dict[int, list[Pack]] = {}
     for pack in packs:
         for query in pack.queries:
@@ -168,7 +168,7 @@ def _decisions(packs: list[Pack], prefixes: list[Prefix], config: PackConfig) ->
             continue
         mine = by_query[prefix.queries[0]]
         pack = next(pack for pack in mine if pack.start <= above and (pack.end is None or above < pack.end))
-        again = (prefix.start - pack.start) * config.rate(len(prefix.queries))
+        again = (prefix.start - pack.start) * config.token_price(len(prefix.queries))
         first = all(other.start >= pack.start for other in mine)
         parts = len(prefix.queries) * config.cost.part_bytes * (2 if first else 1)
         decisions.append([int(set(pack.queries) <= set(prefix.queries)), again, parts])

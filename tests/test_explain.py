@@ -54,7 +54,7 @@ def record(path: Path, requests: int, levels: int, plans: int) -> None:
 
 
 def test_a_batch_that_cannot_be_planned_is_one_sentence() -> None:
-    dear = msgspec.structs.replace(CONFIG, tiles=msgspec.structs.replace(TILES, token_bytes=(1 << 31,) * 5))
+    dear = msgspec.structs.replace(CONFIG, tiles=msgspec.structs.replace(TILES, token_ns=(1e8,) * 5))
     with pytest.raises(trace.TraceError, match=r"a batch of this trace cannot be planned: .* must be "):
         describe(0, ["a request"], Batch([10]), dear)
 
@@ -85,7 +85,7 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
             members = [(sum(n for _, n in item[6]), item[1] - item[0]) for item in plan["items"][begin:behind]]
             drawn = sum(item[5] + item[7] for item in plan["items"][begin:behind])
             # A bar is the share of one work item of the kernel; its price and its turn are each rounded down to a byte.
-            rounded = config.bin_bytes(members) - drawn * config.cost.runs
+            rounded = config.bin_price(members) - drawn * config.cost.runs
             assert 0 <= rounded <= 2 * (config.cost.runs - 1) * len(members), "a bin takes as long as its bars"
         assert len(plan["decisions"]) == len(step["nodes"])
     for start, end, first, count in step["nodes"]:
@@ -101,7 +101,7 @@ def test_a_node_says_what_reading_again_and_splitting_cost() -> None:
     assert step["nodes"] == [[0, 100, 0, 5], [100, 160, 0, 2], [100, 130, 2, 3]]
     part = CONFIG.cost.part_bytes
     # The first split of a query makes two parts of it.
-    costs = [[0, 0], [100 * CONFIG.rate(2), 2 * 2 * part], [100 * CONFIG.rate(3), 3 * 2 * part]]
+    costs = [[0, 0], [100 * CONFIG.token_price(2), 2 * 2 * part], [100 * CONFIG.token_price(3), 3 * 2 * part]]
     assert step["policies"]["naive"]["decisions"] == [[0, *cost] for cost in costs]
     assert step["policies"]["query"]["decisions"] == [[0, *costs[0]], [1, *costs[1]], [1, *costs[2]]]
 

@@ -27,7 +27,7 @@ from sglang_pat.packing import (
 from sglang_pat.packing.balance import GRAIN, LEAST_STEPS, UNEVEN
 from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.native import make_plan
-from sglang_pat.packing.oracle import make_packs, makespan, packs_bytes
+from sglang_pat.packing.oracle import make_packs, makespan, packs_price
 from sglang_pat.packing.prices import MAX_WAVES
 
 pytestmark = pytest.mark.once
@@ -128,14 +128,14 @@ def test_a_plan_is_good_as_long_as_growing_tails_leave_its_bins_even(batch: Batc
             total = 0
             for item in plan.items[begin:behind]:
                 start, end = item.span([length + steps for length in batch.seq_lens])
-                total += (end - start) * config.rate(len(item.queries)) + config.item(len(item.queries))
+                total += (end - start) * config.token_price(len(item.queries)) + config.start_price(len(item.queries))
             totals.append(total)
         return totals
 
     # With the last step a window may be full, and then does not grow any more.
     before, after = loads(0), loads(plan.steps)
     average = sum(before) / len(before)
-    tolerated = max(average / UNEVEN, TILES.kv_tiles[-1] * config.rate(1))
+    tolerated = max(average / UNEVEN, TILES.kv_tiles[-1] * config.token_price(1))
     growth = [new - old for old, new in zip(before, after, strict=True)]
     assert plan.steps == LEAST_STEPS or max(growth) - sum(growth) / len(growth) <= tolerated
 
@@ -207,7 +207,7 @@ COSTS = [
     MHA,
     CostModel(32, 8, 128, 128, 2),
     CostModel(16, 1, 64, 64, 4),
-    CostModel(32, 8, 128, 128, 2, flop_per_byte=20, item_bytes=30_000, part_overhead=5_000),
+    CostModel(32, 8, 128, 128, 2, flop_per_byte=20, start_price=30_000, part_overhead=5_000),
 ]
 
 
@@ -215,24 +215,24 @@ COSTS = [
 @settings(max_examples=100, deadline=None)
 def test_the_optimal_policy_finds_the_minimum(batch: Batch, cost: CostModel) -> None:
     config = roomy(cost)
-    least = min(packs_bytes(packs, batch, config) for packs in every_packing(small(batch)))
-    assert packs_bytes(pack("optimal", batch, cost), batch, config) == least
+    least = min(packs_price(packs, batch, config) for packs in every_packing(small(batch)))
+    assert packs_price(pack("optimal", batch, cost), batch, config) == least
 
 
 @given(batches(max_queries=6, max_length=60), st.sampled_from(COSTS))
 @settings(max_examples=100, deadline=None)
 def test_with_work_items_of_few_queries_the_optimal_policy_stays_close_to_the_minimum(batch, cost: CostModel) -> None:
     config = PackConfig(cost, TileTable((4 * cost.group // 2,), (16,), ()), workers=1)
-    least = min(packs_bytes(packs, batch, config) for packs in every_packing(small(batch)))
-    assert packs_bytes(make_packs(batch, config), batch, config) <= 1.25 * least
+    least = min(packs_price(packs, batch, config) for packs in every_packing(small(batch)))
+    assert packs_price(make_packs(batch, config), batch, config) <= 1.25 * least
 
 
 @given(batches(), st.sampled_from(COSTS))
 @settings(max_examples=100, deadline=None)
 def test_no_policy_beats_the_optimal_one(batch: Batch, cost: CostModel) -> None:
-    least = packs_bytes(pack("optimal", batch, cost), batch, roomy(cost))
+    least = packs_price(pack("optimal", batch, cost), batch, roomy(cost))
     for policy in POLICIES:
-        assert packs_bytes(pack(policy, batch, cost), batch, roomy(cost)) >= least
+        assert packs_price(pack(policy, batch, cost), batch, roomy(cost)) >= least
 
 
 @given(st.integers(1, 200), st.integers(1, 3_000), st.sampled_from([1, 3, 4, 16]))
@@ -241,11 +241,11 @@ def test_a_short_pack_is_run_by_small_tiles_where_that_costs_less(queries: int, 
 
     def cost(pieces: int) -> int:
         size = -(-queries // pieces)
-        return pieces * (tokens * config.rate(size) + config.item(size))
+        return pieces * (tokens * config.token_price(size) + config.start_price(size))
 
     fewest, most = -(-queries // config.max_queries), -(-queries // config.few_queries)
     pieces = config.pieces(queries, tokens)
-    assert config.pack_bytes(queries, tokens) == cost(pieces)
+    assert config.pack_price(queries, tokens) == cost(pieces)
     if fewest == 1:
         assert pieces == min((fewest, most), key=cost)
     else:
@@ -305,7 +305,7 @@ def test_where_there_is_work_for_all_workers_finish_together(batch: Batch, confi
     heads, workers = config.cost.runs, config.workers
     share = work(plan, batch, config) / workers
     # Below this the grain of a cut or the start of a work item outweighs what there is to balance.
-    quantum = GRAIN * config.rate(config.max_queries) + config.item(config.max_queries)
+    quantum = GRAIN * config.token_price(config.max_queries) + config.start_price(config.max_queries)
     idle = min(waves * workers / (waves * workers // heads * heads or 1) for waves in range(1, MAX_WAVES + 1))
     if all(len(item.queries) <= config.warp_queries for item in plan.items):
         # Then memory is the bound, and idle workers may be worth it.
@@ -334,7 +334,7 @@ def test_a_bin_that_turns_from_one_kind_of_work_items_to_the_other_gets_fewer_of
     batch = Batch([2_000] * 64, [Node(0, 300, list(range(64)))])
 
     def config(turn: int) -> PackConfig:
-        tiles = msgspec.structs.replace(PRICED, turn_bytes=turn)
+        tiles = msgspec.structs.replace(PRICED, turn_ns=turn / PRICED.share)
         return PackConfig(CostModel(8, 2, 8, 8, 2), tiles, workers=16)
 
     # One bin of eight has the pack of 64 queries; all others would wait for it.
@@ -346,9 +346,9 @@ def test_a_bin_that_turns_from_one_kind_of_work_items_to_the_other_gets_fewer_of
 
 
 def work(plan: Plan, batch: Batch, config: PackConfig) -> int:
-    """The cost of all work items, for all KV heads."""
+    """The price of all work items, for all KV heads."""
     return sum(
-        config.work_item_bytes(len(item.queries), end - start)
+        config.item_price(len(item.queries), end - start)
         for item in plan.items
         for start, end in [item.span(batch.seq_lens)]
     )

@@ -42,7 +42,7 @@ def test_a_gpu_finds_its_table(arch: str, gpu: str, known: str | None) -> None:
     for dim in capabilities.HEAD_DIMS:
         tiles = capabilities.tile_table(arch, dim, gpu)
         assert tiles.query_tiles == capabilities.query_tiles(arch, dim)
-        assert len(tiles.item_bytes) == (len(tiles.query_tiles) if known and dim <= 128 else 0)
+        assert len(tiles.item_ns) == (len(tiles.query_tiles) if known and dim <= 128 else 0)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -81,8 +81,8 @@ def test_a_slow_memory_needs_more_bytes_in_flight() -> None:
 def test_all_workers_of_a_synthetic_plan_have_the_same_to_do(items: dict[int, int]) -> None:
     plan = tune.synthetic(items, tokens=64, workers=6)
     config = PackConfig(CostModel(tune.GROUP, 1, 128, 128, 2), capabilities.tile_table("9.0a", 128), workers=6)
-    price = sum(count * config.work_item_bytes(m // tune.GROUP, 64) for m, count in items.items())
-    assert makespan(plan, [10**6] * len(plan.num_parts), config) == price + (len(items) - 1) * config.turn
+    price = sum(count * config.item_price(m // tune.GROUP, 64) for m, count in items.items())
+    assert makespan(plan, [10**6] * len(plan.num_parts), config) == price + (len(items) - 1) * config.turn_price
     covered = sorted((item.start, item.end) for item in plan.items)
     assert covered == [(i * 64, (i + 1) * 64) for i in range(24)], "every item has KV of its own"
     parts = sorted((query, part) for item in plan.items for query, part in zip(item.queries, item.parts, strict=True))

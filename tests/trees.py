@@ -11,8 +11,8 @@ from sglang_pat.packing import POLICIES, Batch, CostModel, Node, PackConfig, Til
 
 TILES = TileTable(query_tiles=(4, 16, 64), kv_tiles=(8, 16), kv_bounds=(24,))
 PRICED = msgspec.structs.replace(
-    TILES, token_bytes=(64, 80, 100), item_bytes=(500, 1_000, 9_000), warp_m=16, turn_bytes=12_000, bin_bytes=4_000,
-    wave_bytes=30_000,
+    TILES, token_ns=(32, 40, 50), item_ns=(250, 500, 4_500), warp_m=16, turn_ns=6_000, bin_ns=1_000, wave_ns=7_500,
+    bytes_per_ns=4, sms=2,
 )  # fmt: skip
 """Tiles of more rows cost more a token, and much more to start."""
 
@@ -56,7 +56,7 @@ def configs(draw: st.DrawFn) -> PackConfig:
         draw(st.sampled_from([8, 64, 128])),
         draw(st.sampled_from([2, 4])),
         flop_per_byte=draw(st.sampled_from([0, 1, 180])),
-        item_bytes=draw(st.sampled_from([0, 10_000])),
+        start_price=draw(st.sampled_from([0, 10_000])),
         part_overhead=draw(st.sampled_from([0, 500])),
         head_splits=tiles.head_splits(group, 1),
     )

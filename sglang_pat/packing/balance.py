@@ -1,4 +1,4 @@
-"""Even work: packs cut and laid out in bins of equal cost (PAT §6 "long KV split", PackInfer §3.1's groups).
+"""Even work: packs cut and laid out in bins of equal price (PAT §6 "long KV split", PackInfer §3.1's groups).
 
 The paper cuts what is longer than the mean into equal parts. That neither makes the device's last SM finish with the
 first nor spares short batches needless parts. Here bins are filled one after the other up to the average of what is
@@ -67,14 +67,14 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         seq_lens: Tokens of each request.
         config: Device and model.
     """
-    costs = [config.work_item_bytes(len(pack.queries), kv_length(pack, seq_lens)) for pack in packs]
-    remaining = sum(costs)
+    prices = [config.item_price(len(pack.queries), kv_length(pack, seq_lens)) for pack in packs]
+    remaining = sum(prices)
     # The end of a bin falls into a pack with as many queries as are usual, weighted by work. Of packs that are shorter
     # than a bin it finds one with few: they are laid out whole, with those of one query around them.
     share = remaining * config.cost.runs // (2 * config.workers)
-    weights = [len(pack.queries) if cost > share else 1 for pack, cost in zip(packs, costs, strict=True)]
-    queries = sum(map(operator.mul, weights, costs)) / max(1, remaining)
-    least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.item(1)
+    weights = [len(pack.queries) if price > share else 1 for pack, price in zip(packs, prices, strict=True)]
+    queries = sum(map(operator.mul, weights, prices)) / max(1, remaining)
+    least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.start_price(1)
     narrow = all(len(pack.queries) <= config.warp_queries for pack in packs)
     count = config.bins(max(1, remaining // least), float(remaining), queries * config.cost.part_bytes, narrow)
     shared, single = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])
@@ -85,9 +85,9 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     for left in range(count, 0, -1):
         # The cuts to come will make work items of their own; as many for each bin as there were so far. So will bins with
         # two kinds of them cost what it takes to go from one to the other.
-        ahead = config.item(1) * (left - 1) * cuts // (len(bins) + 1)
+        ahead = config.start_price(1) * (left - 1) * cuts // (len(bins) + 1)
         if shared:
-            ahead += config.turn * (left - 1) * turns // (len(bins) + 1)
+            ahead += config.turn_price * (left - 1) * turns // (len(bins) + 1)
         target = -(-(remaining + ahead) // left)
         slack = target // SLACK
         load = 0
@@ -96,25 +96,25 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         while (shared or single) and (load < target or left == 1):
             gap = target - load
             queue = shared if shared else single
-            turn, cost = _turn(queue, kinds, config), _cost(queue, seq_lens, config)
-            if queue is shared and single and load > 0 and not _fits(turn + cost, gap, slack, left):
+            turn, price = _turn(queue, kinds, config), _price(queue, seq_lens, config)
+            if queue is shared and single and load > 0 and not _fits(turn + price, gap, slack, left):
                 queue = single
-                turn, cost = _turn(queue, kinds, config), _cost(queue, seq_lens, config)
-            whole = _fits(turn + cost, gap, slack, left)
+                turn, price = _turn(queue, kinds, config), _price(queue, seq_lens, config)
+            whole = _fits(turn + price, gap, slack, left)
             # A gap that is smaller than the start of one more work item is better left. An empty bin reads for as long as it
             # takes to start.
-            start = config.item(queue.size()) + turn
+            start = config.start_price(queue.size()) + turn
             room = max(gap - start, start) if load == 0 else gap - start
             cut = not whole and (load == 0 or gap > max(slack, start))
             if cut and (tokens := _cut_tokens(queue, room, seq_lens, config)):
                 piece = queue.cut(tokens)
                 cuts += 1
                 remaining += start
-                load += tokens * config.rate(len(piece.queries)) + start
+                load += tokens * config.token_price(len(piece.queries)) + start
             elif whole or load == 0:
                 piece = queue.take()
                 remaining += turn
-                load += turn + cost
+                load += turn + price
             else:
                 break
             members.append(piece)
@@ -137,20 +137,20 @@ def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, 
         growing: For each query whether it will see more of them.
     """
     growths = [
-        sum(config.rate(len(pack.queries)) for pack in members if pack.end is None and growing[pack.queries[0]])
+        sum(config.token_price(len(pack.queries)) for pack in members if pack.end is None and growing[pack.queries[0]])
         for members in bins
     ]
     excess = max(growths) * len(bins) - sum(growths)
     if excess == 0:
         return ALWAYS
-    work = sum(config.bin_bytes((len(pack.queries), kv_length(pack, seq_lens)) for pack in members) for members in bins)
-    allowed = max(work // UNEVEN, len(bins) * config.tiles.kv_tiles[-1] * config.rate(1))
+    work = sum(config.bin_price((len(pack.queries), kv_length(pack, seq_lens)) for pack in members) for members in bins)
+    allowed = max(work // UNEVEN, len(bins) * config.tiles.kv_tiles[-1] * config.token_price(1))
     return max(LEAST_STEPS, allowed // excess)
 
 
-def _fits(cost: int, gap: int, slack: int, left: int) -> bool:
+def _fits(price: int, gap: int, slack: int, left: int) -> bool:
     """Whether a pack goes whole into a bin that lacks `gap`: the last one takes all, a nearly full one what helps."""
-    return left == 1 or (cost <= gap + slack and (gap > slack or cost <= 2 * gap))
+    return left == 1 or (price <= gap + slack and (gap > slack or price <= 2 * gap))
 
 
 def _tokens(queue: _Queue, seq_lens: list[int]) -> int:
@@ -158,18 +158,18 @@ def _tokens(queue: _Queue, seq_lens: list[int]) -> int:
     return kv_length(pack, seq_lens) - (queue.start() - pack.start)
 
 
-def _cost(queue: _Queue, seq_lens: list[int], config: PackConfig) -> int:
-    return config.work_item_bytes(queue.size(), _tokens(queue, seq_lens))
+def _price(queue: _Queue, seq_lens: list[int], config: PackConfig) -> int:
+    return config.item_price(queue.size(), _tokens(queue, seq_lens))
 
 
 def _turn(queue: _Queue, kinds: set[bool], config: PackConfig) -> int:
     """What a bin with work items of these kinds costs besides when the queue's first pack comes into it."""
-    return config.turn if kinds == {queue.size() > config.warp_queries} else 0
+    return config.turn_price if kinds == {queue.size() > config.warp_queries} else 0
 
 
 def _cut_tokens(queue: _Queue, gap: int, seq_lens: list[int], config: PackConfig) -> int:
     """How much of the queue's first pack fills `gap`, to the nearest grain; 0 where that is nothing or everything."""
-    rate = config.rate(queue.size())
-    grains = (max(0, gap) + rate * GRAIN // 2) // (rate * GRAIN)
+    price = config.token_price(queue.size())
+    grains = (max(0, gap) + price * GRAIN // 2) // (price * GRAIN)
     tokens = int(grains) * GRAIN
     return tokens if tokens < _tokens(queue, seq_lens) else 0

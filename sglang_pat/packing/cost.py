@@ -1,4 +1,4 @@
-"""The profit model: what a plan costs, in bytes of KV memory traffic (PAT §5.1)."""
+"""The profit model: what a plan moves through memory, in bytes (PAT §5.1)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ PARTIAL_BYTES = 4
 Count = Annotated[int, Meta(ge=1, le=4096)]
 """Of heads, dimensions, rows or workers: more than any model or device has. Checked where a config comes from a file."""
 
-Price = Annotated[int, Meta(ge=0, le=1 << 32)]
-"""In bytes."""
+MAX_PRICE = 1 << 32
+
+Price = Annotated[int, Meta(ge=0, le=MAX_PRICE)]
+"""In the bytes of `PackConfig`'s prices."""
 
 
 class CostModel(msgspec.Struct, frozen=True):
-    """Bytes per layer. What is not traffic counts as the bytes that could have moved in the same time.
+    """Bytes per layer, and what a device takes whose tiles were not measured (`PackConfig` weighs both).
 
     For the paper's case, one query head per KV head and 16-bit KV, `merge_tokens(s)` is its rule
     "merge if 4 s >= l" (§5.1, scheme comparison) to the last byte but the LSE's.
@@ -29,8 +31,8 @@ class CostModel(msgspec.Struct, frozen=True):
         head_dim, v_head_dim: Dimensions of K and of V.
         kv_bytes: Bytes of one KV element.
         flop_per_byte: What the device computes while it moves a byte; 0 leaves arithmetic out, as the paper does.
-        item_bytes: Fixed cost of a work item (all KV heads): its start-up before KV flows.
-        part_overhead: Fixed cost of a part beyond its own bytes.
+        start_price: Of a work item (all KV heads): its start-up before KV flows.
+        part_overhead: Price of a part beyond its own bytes.
         head_splits: In how many parts the query heads of a KV head are computed, where they are more than a tile has rows; each
             part reads the KV.
     """
@@ -41,7 +43,7 @@ class CostModel(msgspec.Struct, frozen=True):
     v_head_dim: Count
     kv_bytes: Count
     flop_per_byte: Price = 0
-    item_bytes: Price = 0
+    start_price: Price = 0
     part_overhead: Price = 0
     head_splits: Count = 1
 
@@ -71,13 +73,6 @@ class CostModel(msgspec.Struct, frozen=True):
         Splitting a query for the first time makes two parts of it, hence the factor (§5.1, equation 2).
         """
         return 2 * self.part_bytes * queries / self.token_bytes
-
-    def row_bytes(self, rows: int) -> int:
-        """What one KV token costs a work item that computes `rows` tile rows: its bytes, or its arithmetic if longer."""
-        if not self.flop_per_byte:
-            return self.token_bytes
-        flop = 2 * rows * self.runs * (self.head_dim + self.v_head_dim)
-        return max(self.token_bytes, flop // self.flop_per_byte)
 
     def bytes(self, kv_tokens: int, parts: int) -> int:
         """Bytes of a plan that reads `kv_tokens` tokens and passes `parts` parts through memory."""

@@ -71,15 +71,10 @@ class GpuTable(msgspec.Struct, frozen=True):
     wave_ns: Nanoseconds
     prices_8bit: tuple[Price, ...] = ()
 
-    @property
-    def share(self) -> float:
-        """Bytes that one SM's part of the bandwidth moves in a nanosecond."""
-        return self.read_tbps * 1e3 / self.sms
-
     def tiles(
         self, query_tiles: tuple[int, ...], kv_tile: int, head_dim: int, warp_m: int, kv_bytes: int = 2
     ) -> TileTable | None:
-        """Tiles with their prices, in bytes that an SM's share of the bandwidth moves meanwhile; None where an m has none.
+        """Tiles with what they take in plans for a head dimension; None where an m has no price.
 
         Args:
             query_tiles: Every m, ascending.
@@ -97,12 +92,14 @@ class GpuTable(msgspec.Struct, frozen=True):
             query_tiles,
             (kv_tile,),
             (),
-            tuple(round(price.token_ns * price.token_in_plans * self.share * scale) for price in found),
-            tuple(round(price.item_ns * price.item_in_plans * self.share) for price in found),
+            tuple(price.token_ns * price.token_in_plans * scale for price in found),
+            tuple(price.item_ns * price.item_in_plans for price in found),
             warp_m,
-            round(self.turn_ns * self.turn_in_plans * self.share),
-            round(self.bin_ns * self.read_tbps * 1e3),
-            round(self.wave_ns * self.read_tbps * 1e3),
+            self.turn_ns * self.turn_in_plans,
+            self.bin_ns,
+            self.wave_ns,
+            self.read_tbps * 1e3,
+            self.sms,
         )
 
 

@@ -83,13 +83,13 @@ class NativeScheduler:
         self._out = tvm_ffi.from_dlpack(self._scratch)
         cost, tiles = config.cost, config.tiles
         numbers = [
-            cost.token_bytes, cost.part_bytes, config.turn, cost.group, cost.runs, config.workers, config.max_queries,
+            cost.token_bytes, cost.part_bytes, config.turn_price, cost.group, cost.runs, config.workers, config.max_queries,
             config.few_queries, config.warp_queries, list(POLICIES).index(config.policy), max_batch, max_slots,
-            tiles.bin_bytes, tiles.wave_bytes, config.window,
+            config.bin_end_price, config.wave_price, config.window,
         ]  # fmt: skip
         prices = [
             [0, *(price(queries) for queries in range(1, config.max_queries + 1))]
-            for price in (config.rate, config.item, config.short_tokens)
+            for price in (config.token_price, config.start_price, config.short_tokens)
         ]
         arrays = [numbers, *prices, tiles.query_tiles, tiles.kv_tiles, tiles.kv_bounds]
         self._handle = self._module.create(*map(_int64, arrays), *map(tvm_ffi.from_dlpack, buffers))
@@ -261,7 +261,7 @@ class NativeScheduler:
         return Totals(steps, requests, items, counts, parts, kv_tokens, unpacked)
 
     def current(self) -> tuple[int, int, int]:
-        """(KV tokens of its first step, parts, cost of its longest bin) of the plan in use."""
+        """(KV tokens of its first step, parts, price of its longest bin) of the plan in use."""
         self._module.current(self._handle, self._out)
         kv_tokens, parts, longest = self._scratch[:3].tolist()
         return kv_tokens, parts, longest

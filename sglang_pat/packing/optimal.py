@@ -23,16 +23,16 @@ kilobytes for each level."""
 class Best(msgspec.Struct):
     """The cheapest way to serve a prefix's queries from a given start on."""
 
-    cost: float
+    price: float
     choice: Choice
 
 
 def pack_optimal(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[Pack]:
     """Pack by a dynamic program over (prefix, start of its segment, parts above or none).
 
-    A query of k > 1 parts costs k parts, one of a single part none: hence the third coordinate. The least cost
+    A query of k > 1 parts costs k parts, one of a single part none: hence the third coordinate. The least price
     decomposes over children as long as the segment's pack is one work item. Where the largest tile forces several,
-    three candidates compete at their true cost: everything joins; every child decides as if the pack were already
+    three candidates compete at their true price: everything joins; every child decides as if the pack were already
     paid for; every child decides as if it paid its share of a full work item. Time is
     O(prefixes x depth).
     """
@@ -54,15 +54,15 @@ class _Solver:
         self.best: list[dict[tuple[int, bool], Best]] = [{} for _ in prefixes]
         self.part = float(config.cost.part_bytes)
         # What a full work item costs each of its queries, per token and once.
-        self.full_rate = config.rate(config.max_queries) / config.max_queries
-        self.full_item = config.item(config.max_queries) / config.max_queries
-        self.cut_rate = 0.0
+        self.full_token = config.token_price(config.max_queries) / config.max_queries
+        self.full_start = config.start_price(config.max_queries) / config.max_queries
+        self.cut_token = 0.0
         heads, workers = config.cost.runs, config.workers
         if workers > heads:
             # Bins end where they are full, wherever that is: a pack is cut once per fair share of its length, and
             # every cut makes one more part of each of its queries.
             share = max(float(config.tiles.kv_tiles[-1]), kv_minimum(prefixes, batch.seq_lens) * heads / workers)
-            self.cut_rate = self.part / share
+            self.cut_token = self.part / share
 
     def solve(self, index: int) -> None:
         prefix, ancestor = self.prefixes[index], index
@@ -76,9 +76,9 @@ class _Solver:
 
     def _choose(self, prefix: Prefix, start: int, above: bool) -> Best:
         tokens = prefix.end - start
-        stay = self.part + tokens * self.cut_rate
-        share = tokens * self.full_rate + self.full_item
-        leaf = tokens * (self.config.rate(1) + self.cut_rate) + self.part * above
+        stay = self.part + tokens * self.cut_token
+        share = tokens * self.full_token + self.full_start
+        leaf = tokens * (self.config.token_price(1) + self.cut_token) + self.part * above
         best = Best(math.inf, join_all(prefix))
         for candidate in range(3):
             extra = share if candidate == 2 else 0.0
@@ -87,15 +87,15 @@ class _Solver:
             for child in reversed(prefix.children):
                 queries = len(self.prefixes[child].queries)
                 joined = self.best[child].get((start, above))
-                joined_cost = joined.cost if joined else math.inf
-                split_cost = self.best[child][prefix.end, True].cost + queries * stay
-                joins.append(candidate == 0 or joined_cost <= split_cost + queries * extra)
-                total += joined_cost if joins[-1] else split_cost
+                joined_price = joined.price if joined else math.inf
+                split_price = self.best[child][prefix.end, True].price + queries * stay
+                joins.append(candidate == 0 or joined_price <= split_price + queries * extra)
+                total += joined_price if joins[-1] else split_price
                 staying += 0 if joins[-1] else queries
             leaf_joins = candidate == 0 or leaf <= stay + self.part + extra
             total += len(prefix.leaves) * (leaf if leaf_joins else stay + self.part)
             staying += 0 if leaf_joins else len(prefix.leaves)
-            total += self.config.pack_bytes(staying, tokens)
-            if total < best.cost:
+            total += self.config.pack_price(staying, tokens)
+            if total < best.price:
                 best = Best(total, Choice(joins[::-1], [leaf_joins] * len(prefix.leaves)))
         return best

@@ -37,7 +37,7 @@ def choose_packs(batch: Batch, config: PackConfig) -> list[Pack]:
     """
     prefixes = compact(batch)
     candidates = (POLICIES[config.policy](prefixes, batch, config), pack_queries(prefixes, batch, config))
-    return min(candidates, key=lambda packs: packs_bytes(split_queries(packs, batch.seq_lens, config), batch, config))
+    return min(candidates, key=lambda packs: packs_price(split_queries(packs, batch.seq_lens, config), batch, config))
 
 
 def make_packs(batch: Batch, config: PackConfig) -> list[Pack]:
@@ -45,11 +45,11 @@ def make_packs(batch: Batch, config: PackConfig) -> list[Pack]:
     return split_queries(choose_packs(batch, config), batch.seq_lens, config)
 
 
-def packs_bytes(packs: list[Pack], batch: Batch, config: PackConfig) -> int:
+def packs_price(packs: list[Pack], batch: Batch, config: PackConfig) -> int:
     """What packs cost by the model before they are cut."""
     parts = Counter(query for pack in packs for query in pack.queries)
     merged = sum(count for count in parts.values() if count > 1)
-    reads = sum(config.pack_bytes(len(pack.queries), kv_length(pack, batch.seq_lens)) for pack in packs)
+    reads = sum(config.pack_price(len(pack.queries), kv_length(pack, batch.seq_lens)) for pack in packs)
     return reads + merged * config.cost.part_bytes
 
 
@@ -93,14 +93,14 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
 
 
 def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:
-    """When the last worker finishes, in bytes: bins go round the workers, all KV heads of a bin side by side."""
+    """When the last worker finishes, as a price (`PackConfig`): bins go round the workers, all KV heads of a bin side by side."""
     loads = [0] * config.workers
     for index in range(len(plan.bins) - 1):
-        cost = config.bin_bytes(
+        price = config.bin_price(
             (len(item.queries), end - start)
             for item in plan.items[plan.bins[index] : plan.bins[index + 1]]
             for start, end in [item.span(seq_lens)]
         )
         for head in range(config.cost.runs):
-            loads[(index * config.cost.runs + head) % config.workers] += cost
+            loads[(index * config.cost.runs + head) % config.workers] += price
     return -(-max(loads) // config.cost.runs)

@@ -25,7 +25,10 @@ Policy = Literal["query", "naive", "pat", "compute", "optimal"]
 
 
 class PackConfig(msgspec.Struct, frozen=True):
-    """The device and the model.
+    """The device and the model, and what work costs there.
+
+    A plan moves bytes and takes time. Both are weighed here, in one currency: a price is the bytes that a worker's share of the
+    memory bandwidth moves in a time. Traffic has its own bytes for a price; what takes longer has more. Prices are of all KV heads.
 
     Attributes:
         cost: The model's shape and prices.
@@ -56,8 +59,10 @@ class PackConfig(msgspec.Struct, frozen=True):
     def few_queries(self) -> int:
         """Queries of the tile whose start costs least for each of its rows; at least one."""
         m = self.tiles.query_tiles[-1]
-        if self.tiles.item_bytes:
-            _, m = min((price / m, m) for price, m in zip(self.tiles.item_bytes, self.tiles.query_tiles, strict=True))
+        if self.tiles.item_ns:
+            _, m = min(
+                (self._price(ns) / m, m) for ns, m in zip(self.tiles.item_ns, self.tiles.query_tiles, strict=True)
+            )
         return max(1, m // self.cost.group)
 
     @property
@@ -65,48 +70,66 @@ class PackConfig(msgspec.Struct, frozen=True):
         """Queries of the largest tile that a single warp runs."""
         return self.tiles.warp_m // self.cost.group
 
-    @property
-    def turn(self) -> int:
-        """What it costs a bin to go over from work items of all warps to those of single ones."""
-        return self.cost.runs * self.tiles.turn_bytes
+    def _price(self, ns: float) -> int:
+        """Of a time that one worker takes for one KV head."""
+        return round(ns * self.tiles.share)
 
-    def rate(self, queries: int) -> int:
-        """What a token costs a work item with `queries` queries."""
-        rows = queries * self.cost.group
+    @property
+    def turn_price(self) -> int:
+        """What it costs a bin to go over from work items of all warps to those of single ones."""
+        return self.cost.runs * self._price(self.tiles.turn_ns)
+
+    @property
+    def bin_end_price(self) -> int:
+        """What each bin costs a step besides its work where single warps run everything. All workers wait for it: so does `wave_price`."""
+        return round(self.tiles.bin_ns * self.tiles.bytes_per_ns)
+
+    @property
+    def wave_price(self) -> int:
+        """What such a step costs more where each worker has one more bin."""
+        return round(self.tiles.wave_ns * self.tiles.bytes_per_ns)
+
+    def token_price(self, queries: int) -> int:
+        """What a token costs a work item with `queries` queries: its bytes, or computing with it where that takes longer."""
+        cost = self.cost
+        rows = queries * cost.group
         m = self.tiles.query_tile(rows)
         tiles = -(-rows // m)
-        rate = self.cost.row_bytes(tiles * m)
-        if self.tiles.token_bytes:
-            computing = self.tiles.token_bytes[self.tiles.query_tiles.index(m)]
-            rate = max(rate, tiles * self.cost.runs * computing)
-        return rate
+        price = cost.token_bytes
+        if cost.flop_per_byte:
+            flop = 2 * tiles * m * cost.runs * (cost.head_dim + cost.v_head_dim)
+            price = max(price, flop // cost.flop_per_byte)
+        if self.tiles.token_ns:
+            ns = self.tiles.token_ns[self.tiles.query_tiles.index(m)]
+            price = max(price, tiles * cost.runs * self._price(ns))
+        return price
 
-    def item(self, queries: int) -> int:
-        """What a work item with `queries` queries costs besides its tokens."""
-        if not self.tiles.item_bytes:
-            return self.cost.item_bytes
+    def start_price(self, queries: int) -> int:
+        """What a work item with `queries` queries costs besides its tokens: to start and end."""
+        if not self.tiles.item_ns:
+            return self.cost.start_price
         m = self.tiles.query_tile(queries * self.cost.group)
-        return self.cost.runs * self.tiles.item_bytes[self.tiles.query_tiles.index(m)]
+        return self.cost.runs * self._price(self.tiles.item_ns[self.tiles.query_tiles.index(m)])
 
-    def work_item_bytes(self, queries: int, tokens: int) -> int:
+    def item_price(self, queries: int, tokens: int) -> int:
         """What a work item costs that reads `tokens` tokens for `queries` queries of one tile."""
-        return tokens * self.rate(queries) + self.item(queries)
+        return tokens * self.token_price(queries) + self.start_price(queries)
 
-    def bin_bytes(self, members: Iterable[tuple[int, int]]) -> int:
+    def bin_price(self, members: Iterable[tuple[int, int]]) -> int:
         """What a bin costs whose work items have so many (queries, tokens)."""
-        cost, kinds = 0, set()
+        price, kinds = 0, set()
         for queries, tokens in members:
-            cost += self.work_item_bytes(queries, tokens)
+            price += self.item_price(queries, tokens)
             kinds.add(queries <= self.warp_queries)
-        return cost + (self.turn if len(kinds) == 2 else 0)
+        return price + (self.turn_price if len(kinds) == 2 else 0)
 
     def short_tokens(self, queries: int) -> int:
         """Up to how many tokens a pack of `queries` queries is read faster again and again, by work items of
         `few_queries`, than once by a tile for all of them."""
         items = -(-queries // self.few_queries)
         size = -(-queries // items)
-        saved = self.item(queries) - items * self.item(size)
-        more = items * self.rate(size) - self.rate(queries)
+        saved = self.start_price(queries) - items * self.start_price(size)
+        more = items * self.token_price(size) - self.token_price(queries)
         if saved <= 0:
             return 0
         return (saved - 1) // more if more > 0 else ALWAYS
@@ -117,13 +140,13 @@ class PackConfig(msgspec.Struct, frozen=True):
         size = -(-queries // pieces)
         return -(-queries // self.few_queries) if tokens <= self.short_tokens(size) else pieces
 
-    def pack_bytes(self, queries: int, tokens: int) -> int:
-        """Reading `tokens` tokens for `queries` queries."""
+    def pack_price(self, queries: int, tokens: int) -> int:
+        """What it costs to read `tokens` tokens for `queries` queries."""
         if queries == 0:
             return 0
         items = self.pieces(queries, tokens)
         size = -(-queries // items)
-        return items * self.work_item_bytes(size, tokens)
+        return items * self.item_price(size, tokens)
 
     @property
     def max_bins(self) -> int:
@@ -152,9 +175,9 @@ class PackConfig(msgspec.Struct, frozen=True):
                 wave = -(-bins * heads // workers)
                 idle = wave * workers / (bins * heads)
                 if narrow:
-                    cost = work * math.sqrt(idle) + wave * self.tiles.wave_bytes + bins * (cut + self.tiles.bin_bytes)
+                    price = work * math.sqrt(idle) + wave * self.wave_price + bins * (cut + self.bin_end_price)
                 else:
-                    cost = work * idle + bins * cut
-                if cost < least:
-                    best, least = bins, cost
+                    price = work * idle + bins * cut
+                if price < least:
+                    best, least = bins, price
         return best

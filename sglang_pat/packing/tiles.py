@@ -1,12 +1,19 @@
-"""Which (m, n) tile runs a pack (PAT §5.2)."""
+"""Which (m, n) tile runs a pack (PAT §5.2), and what time it takes."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from sglang_pat.packing.cost import Count, Price
+from sglang_pat.packing.cost import MAX_PRICE, Count
+
+Tokens = Annotated[int, Meta(ge=0, le=1 << 32)]
+"""More than any context has."""
+
+Nanoseconds = Annotated[float, Meta(ge=0)]
 
 
 class Tile(msgspec.Struct, frozen=True, order=True):
@@ -23,26 +30,29 @@ class TileTable(msgspec.Struct, frozen=True):
         query_tiles: Every m, ascending.
         kv_tiles: Every n, ascending.
         kv_bounds: Piecewise rule for n: the i-th n serves KV lengths up to `kv_bounds[i]`, the last n the rest.
-        token_bytes: For each m what a tile of it takes for one token of one KV head, in bytes that its worker's share of
-            the memory bandwidth moves in that time. It counts where it is more than the token's own bytes; empty where
-            nothing was measured.
-        item_bytes: For each m what starting and ending a work item of it takes, likewise; `CostModel.item_bytes` for all
-            where it is empty.
+        token_ns: For each m what a tile of it takes for one token of one KV head, in ns, as all times here; empty where
+            nothing was measured. It counts where the token's bytes take less.
+        item_ns: For each m what starting and ending a work item of it takes; `CostModel.start_price` counts where it is empty.
         warp_m: Tiles of up to so many rows are run by single warps, when a worker has done all others.
-        turn_bytes: What a worker that has both takes to go over to these, likewise.
-        bin_bytes: Where single warps run everything, what one more bin costs a step, in bytes that the device moves meanwhile.
-        wave_bytes: What a step then takes longer where each worker has one more bin, likewise.
+        turn_ns: What a worker that has both takes to go over to these.
+        bin_ns: Where single warps run everything, what one more bin costs a step.
+        wave_ns: What a step then takes longer where each worker has one more bin.
+        bytes_per_ns: What the device reads from memory; needed where there are times, which are weighed against bytes by it
+            (`PackConfig`).
+        sms: Streaming multiprocessors that share it.
     """
 
     query_tiles: tuple[Count, ...]
     kv_tiles: tuple[Count, ...]
-    kv_bounds: tuple[Price, ...]
-    token_bytes: tuple[Price, ...] = ()
-    item_bytes: tuple[Price, ...] = ()
-    warp_m: Price = 0
-    turn_bytes: Price = 0
-    bin_bytes: Price = 0
-    wave_bytes: Price = 0
+    kv_bounds: tuple[Tokens, ...]
+    token_ns: tuple[Nanoseconds, ...] = ()
+    item_ns: tuple[Nanoseconds, ...] = ()
+    warp_m: Annotated[int, Meta(ge=0, le=4096)] = 0
+    turn_ns: Nanoseconds = 0
+    bin_ns: Nanoseconds = 0
+    wave_ns: Nanoseconds = 0
+    bytes_per_ns: Annotated[float, Meta(ge=0)] = 0
+    sms: Annotated[int, Meta(ge=1, le=10_000)] = 1
 
     def __post_init__(self) -> None:
         for name in ("query_tiles", "kv_tiles", "kv_bounds"):
@@ -51,8 +61,19 @@ class TileTable(msgspec.Struct, frozen=True):
                 raise ValueError(f"{name} must ascend")
         if not self.query_tiles or len(self.kv_tiles) != len(self.kv_bounds) + 1:
             raise ValueError("there must be a tile for queries, and for KV one more than bounds")
-        if {len(self.token_bytes), len(self.item_bytes)} - {0, len(self.query_tiles)}:
-            raise ValueError("there must be a price for each m, or none")
+        if {len(self.token_ns), len(self.item_ns)} - {0, len(self.query_tiles)}:
+            raise ValueError("there must be a time for each m, or none")
+        of_workers, of_all = (*self.token_ns, *self.item_ns, self.turn_ns), (self.bin_ns, self.wave_ns)
+        if any(of_workers + of_all) and not self.bytes_per_ns:
+            raise ValueError("there must be a bandwidth where there are times")
+        prices = [*(ns * self.share for ns in of_workers), *(ns * self.bytes_per_ns for ns in of_all)]
+        if not all(0 <= price <= MAX_PRICE for price in prices):
+            raise ValueError("a time is too long for a plan's sums")
+
+    @property
+    def share(self) -> float:
+        """Bytes that one SM's part of the bandwidth moves in a nanosecond."""
+        return self.bytes_per_ns / self.sms
 
     def max_queries(self, group: int) -> int:
         """Queries that the largest m holds when `group` query heads share a KV head; at least one."""

@@ -23,7 +23,7 @@ from sglang_pat.radix_bridge.events import Event, RequestsExpected, Tokens
 logger = logging.getLogger(__name__)
 
 MAGIC = b"sglang-pat trace\n"
-FORMAT = 3
+FORMAT = 4
 
 LABEL = 200
 """Characters of a request's id that a trace keeps: clients choose them."""

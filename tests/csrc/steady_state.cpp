@@ -35,9 +35,10 @@ int main() {
   for (const pat::Policy policy :
        {pat::Policy::kQuery, pat::Policy::kNaive, pat::Policy::kPat, pat::Policy::kCompute, pat::Policy::kOptimal}) {
     pat::Config config;
-    config.token_bytes = 4096, config.part_bytes = 33024, config.turn = 0, config.warp_queries = 0, config.few_queries = 32;
+    config.token_bytes = 4096, config.part_bytes = 33024, config.turn_price = 0, config.warp_queries = 0,
+    config.few_queries = 32;
     config.group = 4, config.kv_heads = 8, config.workers = 132, config.max_queries = 32, config.policy = policy;
-    config.rates.assign(33, 4096), config.items.assign(33, 80000), config.short_tokens.assign(33, 0);
+    config.token_prices.assign(33, 4096), config.start_prices.assign(33, 80000), config.short_tokens.assign(33, 0);
     config.query_tiles = {16, 128}, config.kv_tiles = {64}, config.flat = true;
     std::vector<int32_t> first(1 << 16), second(1 << 16);
     pat::Scheduler scheduler(config, {{first.data(), 1 << 16}, {second.data(), 1 << 16}}, kBatch, 1 << 20);

@@ -72,14 +72,16 @@ auto guarded(Action action) {
   }
 }
 
-// `numbers`: token_bytes, part_bytes, turn, group, kv_heads, workers, max_queries, few_queries, warp_queries, policy, max_batch,
-// max_slots, bin, wave, window. Each price is [max_queries + 1].
-int64_t create(TensorView numbers, TensorView rates, TensorView items, TensorView short_tokens, TensorView query_tiles,
-               TensorView kv_tiles, TensorView kv_bounds, TensorView first_buffer, TensorView second_buffer) {
+// `numbers`: token_bytes, part_bytes, turn_price, group, kv_heads, workers, max_queries, few_queries, warp_queries, policy, max_batch,
+// max_slots, bin_end_price, wave_price, window. `token_prices`, `start_prices` and `short_tokens` are [max_queries + 1].
+int64_t create(TensorView numbers, TensorView token_prices, TensorView start_prices, TensorView short_tokens,
+               TensorView query_tiles, TensorView kv_tiles, TensorView kv_bounds, TensorView first_buffer,
+               TensorView second_buffer) {
   const int64_t* n = data<int64_t>(numbers, "numbers", 15);
   return guarded([&] {
     pat::Config config;
-    config.token_bytes = n[0], config.part_bytes = n[1], config.turn = n[2], config.bin = n[12], config.wave = n[13];
+    config.token_bytes = n[0], config.part_bytes = n[1], config.turn_price = n[2], config.bin_end_price = n[12],
+    config.wave_price = n[13];
     config.window = pat::in_range("window", n[14], 0, pat::kMaxWindow);
     config.group = pat::in_range("group", n[3], 1, pat::kMaxTile);
     config.kv_heads = pat::in_range("kv_heads", n[4], 1, pat::kMaxWorkers);
@@ -88,8 +90,8 @@ int64_t create(TensorView numbers, TensorView rates, TensorView items, TensorVie
     config.few_queries = pat::in_range("few_queries", n[7], 1, pat::kMaxTile);
     config.warp_queries = pat::in_range("warp_queries", n[8], 0, pat::kMaxTile);
     config.policy = pat::Policy(pat::in_range("policy", n[9], 0, int(pat::Policy::kOptimal)));
-    config.rates = copied<int64_t>(rates, "rates");
-    config.items = copied<int64_t>(items, "items");
+    config.token_prices = copied<int64_t>(token_prices, "token_prices");
+    config.start_prices = copied<int64_t>(start_prices, "start_prices");
     config.short_tokens = copied<int64_t>(short_tokens, "short_tokens");
     config.query_tiles = copied<int>(query_tiles, "query_tiles");
     config.kv_tiles = copied<int>(kv_tiles, "kv_tiles");
@@ -221,7 +223,7 @@ void totals(int64_t handle, int64_t steps, TensorView to) {
   std::copy(sum.query_sizes.begin() + 1, sum.query_sizes.end(), out);
 }
 
-// KV tokens, parts and the longest bin's cost of the plan in use.
+// KV tokens, parts and the longest bin's price of the plan in use.
 void current(int64_t handle, TensorView to) {
   const pat::Statistics& plan = at(handle).current();
   int64_t* out = data<int64_t>(to, "to", 3);

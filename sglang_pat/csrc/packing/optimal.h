@@ -26,13 +26,13 @@ class Optimal {
   void solve(const Prefixes& prefixes, const Config& config) {
     config_ = &config;
     part_ = double(config.part_bytes);
-    item_ = double(config.items[1]);
-    full_rate_ = double(config.rates[config.max_queries]) / config.max_queries;
-    full_item_ = double(config.items[config.max_queries]) / config.max_queries;
-    cut_rate_ = 0;
+    start_ = double(config.start_prices[1]);
+    full_token_ = double(config.token_prices[config.max_queries]) / config.max_queries;
+    full_start_ = double(config.start_prices[config.max_queries]) / config.max_queries;
+    cut_token_ = 0;
     if (config.workers > config.kv_heads) {
       const double share = double(prefixes.kv_minimum * config.kv_heads) / config.workers;
-      cut_rate_ = part_ / std::max(double(config.kv_tiles.back()), share);
+      cut_token_ = part_ / std::max(double(config.kv_tiles.back()), share);
     }
     results_.resize(prefixes.nodes.size());
     if (prefixes.max_depth < kWidth)
@@ -127,8 +127,8 @@ class Optimal {
     }
     for (int v = 0; v < used<kVectors>(prefix.depth); ++v) {
       std::memcpy(&frame.tokens[v], tokens + v * kWidth, sizeof(Vector));
-      frame.stay[v] = part_ + frame.tokens[v] * cut_rate_;
-      frame.share[v] = frame.tokens[v] * full_rate_ + full_item_;
+      frame.stay[v] = part_ + frame.tokens[v] * cut_token_;
+      frame.share[v] = frame.tokens[v] * full_token_ + full_start_;
     }
   }
 
@@ -157,12 +157,12 @@ class Optimal {
   // The best of the three candidates for every start, the children having been added up.
   template <int kVectors, bool kChildren>
   void weigh(const Prefix& prefix, Frame<kVectors>& frame, Result& result) {
-    const double leaves = prefix.leaves(), leaf_rate = double(config_->rates[1]) + cut_rate_;
+    const double leaves = prefix.leaves(), leaf_token = double(config_->token_prices[1]) + cut_token_;
     for (int above = 0; above < 2; ++above) {
       Masks masks{};
       for (int v = 0; v < used<kVectors>(prefix.depth); ++v) {
         const Vector tokens = frame.tokens[v];
-        const Vector leaf = tokens * leaf_rate + part_ * above;
+        const Vector leaf = tokens * leaf_token + part_ * above;
         const Vector leaf_stays = frame.stay[v] + part_;
         const auto children = [&](int candidate) { return kChildren ? frame.total[above][candidate][v] : Vector{}; };
         Vector best = children(0) + leaves * leaf;
@@ -170,7 +170,7 @@ class Optimal {
           const Lanes joins = leaf <= (candidate == 1 ? leaf_stays : leaf_stays + frame.share[v]);
           Vector staying = select(joins, Vector{}, Vector{} + leaves);
           if (kChildren) staying += frame.staying[above][candidate - 1][v];
-          const Vector total = children(candidate) + leaves * select(joins, leaf, leaf_stays) + pack_bytes(staying, tokens);
+          const Vector total = children(candidate) + leaves * select(joins, leaf, leaf_stays) + pack_price(staying, tokens);
           const Lanes better = total < best;
           best = select(better, total, best);
           masks.leaf_joins[candidate - 1] |= mask(joins) << (v * kWidth);
@@ -214,16 +214,16 @@ class Optimal {
     }
   }
 
-  Vector pack_bytes(Vector queries, Vector tokens) const {
+  Vector pack_price(Vector queries, Vector tokens) const {
     const double limit = config_->max_queries;
     const bool one_item = mask(queries > limit) == 0;
     if (config_->flat) {
-      const Vector item = tokens * double(config_->rates[1]) + item_;
+      const Vector item = tokens * double(config_->token_prices[1]) + start_;
       return one_item ? select(queries > 0.0, item, Vector{}) : round_up(queries / limit) * item;
     }
-    Vector bytes;
-    for (int i = 0; i < kWidth; ++i) bytes[i] = double(config_->pack_bytes(int64_t(queries[i]), int64_t(tokens[i])));
-    return bytes;
+    Vector prices;
+    for (int i = 0; i < kWidth; ++i) prices[i] = double(config_->pack_price(int64_t(queries[i]), int64_t(tokens[i])));
+    return prices;
   }
 
   static Vector round_up(Vector x) {
@@ -232,7 +232,7 @@ class Optimal {
   }
 
   const Config* config_ = nullptr;
-  double part_ = 0, item_ = 0, full_rate_ = 0, full_item_ = 0, cut_rate_ = 0;
+  double part_ = 0, start_ = 0, full_token_ = 0, full_start_ = 0, cut_token_ = 0;
   // One frame for each level; few prompts have more than eight.
   std::vector<Frame<1>> shallow_;
   std::vector<Frame<kMaxSegment / kWidth>> deep_;

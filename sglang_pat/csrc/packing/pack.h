@@ -38,7 +38,7 @@ struct Packs {
   std::vector<Pack> shared, single;  // packs of several queries, and of one
   std::vector<int32_t> queries;
   std::vector<int32_t> num_parts;  // of each query, once counted
-  // Costs by the model, before anything is cut: of the policy's packs, as split by the query limit, and the latter
+  // Prices by the model, before anything is cut: of the policy's packs, as split by the query limit, and the latter
   // weighted by queries.
   int64_t reads = 0, work = 0;
 
@@ -102,9 +102,9 @@ struct Packs {
       queries[old_queries + i] = query;
       tokens += seq_lens[query] - from;
     }
-    const int64_t cost = tokens * config.rates[1] + int64_t(leaves) * config.items[1];
-    reads += cost;
-    work += cost;
+    const int64_t price = tokens * config.token_prices[1] + int64_t(leaves) * config.start_prices[1];
+    reads += price;
+    work += price;
   }
 
   // Every query has a part in each pack that it stayed in, and its tail.
@@ -118,7 +118,7 @@ struct Packs {
   }
 
   // By the model, with the parts that queries of more than one pass through memory.
-  int64_t cost(const Config& config) const {
+  int64_t price(const Config& config) const {
     int64_t parts = 0;
     for (const int32_t count : num_parts) parts += count > 1 ? count : 0;
     return reads + parts * config.part_bytes;
@@ -131,8 +131,8 @@ struct Packs {
     for (int32_t i = 0, from = 0; i < pieces; ++i) {
       const int32_t to = pieces == 1 ? count : int32_t(int64_t(count) * (i + 1) / pieces);
       (to - from > 1 ? shared : single).push_back(Pack{start, end, first + from, to - from});
-      work += config.item_bytes(to - from, end - start);
-      reads += config.pack_bytes(to - from, end - start);
+      work += config.item_price(to - from, end - start);
+      reads += config.pack_price(to - from, end - start);
       from = to;
     }
   }

@@ -70,11 +70,11 @@ class PlanWriter {
     const auto share = int64_t(__int128(remaining) * config.kv_heads / (2 * config.workers));
     double weighted_work = double(packs.work);
     for (const Pack& pack : packs.shared) {
-      const int64_t cost = config.item_bytes(pack.count, pack.end - pack.start);
-      if (cost > share) weighted_work += double(cost) * (pack.count - 1);
+      const int64_t price = config.item_price(pack.count, pack.end - pack.start);
+      if (price > share) weighted_work += double(price) * (pack.count - 1);
     }
     const double queries = weighted_work / double(std::max<int64_t>(1, packs.work));
-    const int64_t least = config.kv_tiles.back() * config.token_bytes + config.items[1];
+    const int64_t least = config.kv_tiles.back() * config.token_bytes + config.start_prices[1];
     Queue shared{packs.shared, 0, 0}, single{packs.single, 0, 0};
     const auto tokens_of = [&](const Queue& queue) {
       const Pack& pack = queue.packs[queue.index];
@@ -91,49 +91,49 @@ class PlanWriter {
     for (; left > 0; --left) {
       // The cuts to come will make work items of their own; as many for each bin as there were so far. So will bins with two
       // kinds of them cost what it takes to go from one to the other.
-      int64_t ahead = config.items[1] * (left - 1) * cuts / int64_t(bins_.size());
-      if (!shared.empty()) ahead += config.turn * (left - 1) * turns / int64_t(bins_.size());
+      int64_t ahead = config.start_prices[1] * (left - 1) * cuts / int64_t(bins_.size());
+      if (!shared.empty()) ahead += config.turn_price * (left - 1) * turns / int64_t(bins_.size());
       const int64_t target = ceil_div(remaining + ahead, left), slack = target / kSlack;
       int64_t load = 0, bin_growth = 0;
       int kinds = 0;
       const auto kind_of = [&](int64_t count) { return count <= config.warp_queries ? 1 : 2; };
-      const auto turn_to = [&](int64_t count) { return kinds == (3 ^ kind_of(count)) ? config.turn : 0; };
-      const auto take_whole = [&](Queue& queue, int64_t cost) {
+      const auto turn_to = [&](int64_t count) { return kinds == (3 ^ kind_of(count)) ? config.turn_price : 0; };
+      const auto take_whole = [&](Queue& queue, int64_t price) {
         const Pack& pack = queue.packs[queue.index];
         items_.push_back(Pack{queue.start(), pack.end, pack.first, pack.count});
-        if (pack.end == kOpen && grows(packs.queries[pack.first])) bin_growth += config.rates[pack.count];
+        if (pack.end == kOpen && grows(packs.queries[pack.first])) bin_growth += config.token_prices[pack.count];
         queue.index += 1;
         queue.begin = 0;
-        load += cost;
+        load += price;
       };
       while ((!shared.empty() || !single.empty()) && (load < target || left == 1)) {
         const int64_t gap = target - load;
         // The last bin takes all, a nearly full one what helps.
-        const auto fits = [&](int64_t cost) {
-          return left == 1 || (cost <= gap + slack && (gap > slack || cost <= 2 * gap));
+        const auto fits = [&](int64_t price) {
+          return left == 1 || (price <= gap + slack && (gap > slack || price <= 2 * gap));
         };
         Queue* queue = shared.empty() ? &single : &shared;
-        int64_t tokens = 0, turn = 0, cost = 0;
+        int64_t tokens = 0, turn = 0, price = 0;
         const auto look_at = [&](Queue& at) {
           queue = &at;
           tokens = tokens_of(at), turn = turn_to(count_of(at));
-          cost = config.item_bytes(count_of(at), tokens) + turn;
+          price = config.item_price(count_of(at), tokens) + turn;
         };
         look_at(*queue);
-        if (queue == &shared && !single.empty() && load > 0 && !fits(cost)) look_at(single);
+        if (queue == &shared && !single.empty() && load > 0 && !fits(price)) look_at(single);
         const Pack& pack = queue->packs[queue->index];
         const int32_t start = queue->start();
-        if (fits(cost)) {
+        if (fits(price)) {
           kinds |= kind_of(pack.count);
           remaining += turn;
-          take_whole(*queue, cost);
+          take_whole(*queue, price);
           continue;
         }
         // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
         // of one more work item. An empty bin reads for as long as it takes to start.
-        const int64_t rate = config.rates[pack.count], begin = config.items[pack.count] + turn;
+        const int64_t token_price = config.token_prices[pack.count], begin = config.start_prices[pack.count] + turn;
         const int64_t room = load == 0 ? std::max(gap - begin, begin) : std::max<int64_t>(0, gap - begin);
-        const int64_t grains = (room + rate * kGrain / 2) / (rate * kGrain);
+        const int64_t grains = (room + token_price * kGrain / 2) / (token_price * kGrain);
         const int64_t cut = load == 0 || gap > std::max(slack, begin) ? grains * kGrain : 0;
         if (cut > 0 && cut < tokens) {
           cuts += 1;
@@ -141,10 +141,10 @@ class PlanWriter {
           items_.push_back(Pack{start, queue->begin, pack.first, pack.count});
           for (int32_t i = 0; i < pack.count; ++i) num_parts_[packs.queries[pack.first + i]] += 1;
           remaining += begin;
-          load += cut * rate + begin;
+          load += cut * token_price + begin;
           kinds |= kind_of(pack.count);
         } else if (load == 0) {
-          take_whole(*queue, cost);
+          take_whole(*queue, price);
         }
         break;
       }
@@ -157,7 +157,7 @@ class PlanWriter {
       most_growth = std::max(most_growth, bin_growth);
     }
     const int64_t bins = int64_t(bins_.size()) - 1, excess = most_growth * bins - growth;
-    const int64_t allowed = std::max(work / kUneven, bins * config.kv_tiles.back() * config.rates[1]);
+    const int64_t allowed = std::max(work / kUneven, bins * config.kv_tiles.back() * config.token_prices[1]);
     even_steps_ = excess > 0 ? std::max(kLeastSteps, allowed / excess) : INT32_MAX;
   }
 

@@ -64,7 +64,7 @@ class PlanMaker {
     packs_.count_parts(prefixes_);
     // Packing pays by the model or is not done.
     const Packs* best = &packs_;
-    if (prefixes_.nodes.size() > 1 && packs_.cost(config) > unpacked_cost(config)) {
+    if (prefixes_.nodes.size() > 1 && packs_.price(config) > unpacked_price(config)) {
       choices_.reset(prefixes_);
       unpacked_.begin(prefixes_, seq_lens_.size());
       for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index)
@@ -82,10 +82,10 @@ class PlanMaker {
   }
 
  private:
-  int64_t unpacked_cost(const Config& config) const {
+  int64_t unpacked_price(const Config& config) const {
     int64_t tokens = 0;
     for (const int32_t length : seen_) tokens += length;
-    return tokens * config.rates[1] + int64_t(seen_.size()) * config.items[1];
+    return tokens * config.token_prices[1] + int64_t(seen_.size()) * config.start_prices[1];
   }
 
   std::vector<int32_t> seq_lens_, seen_, sharing_;  // tokens of each request, those that it sees, and who may share

@@ -12,8 +12,8 @@
 
 namespace pat {
 
-// What a plan may be made of at most. A GPU has a few hundred workers, a tile a few hundred rows; prices are bytes, of which a
-// worker moves some 33 in a nanosecond. With Scheduler::kMaxTokens no sum of prices leaves 64 bits.
+// What a plan may be made of at most. A GPU has a few hundred workers, a tile a few hundred rows; prices are bytes
+// that a worker moves in a time (PackConfig), some 33 in a nanosecond. With Scheduler::kMaxTokens no sum of them leaves 64 bits.
 constexpr int64_t kMaxWorkers = 4096, kMaxTile = 4096, kMaxBatch = 1 << 20;
 constexpr int64_t kMaxTokenPrice = int64_t(1) << 22, kMaxItemPrice = int64_t(1) << 32;
 
@@ -27,28 +27,29 @@ inline int64_t in_range(const char* name, int64_t value, int64_t least, int64_t 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Config {
-  int64_t token_bytes = 0, part_bytes = 0, turn = 0, bin = 0, wave = 0;
+  int64_t token_bytes = 0, part_bytes = 0;  // traffic
+  int64_t turn_price = 0, bin_end_price = 0, wave_price = 0;
   int group = 1, kv_heads = 1, workers = 1, max_queries = 1, few_queries = 1, warp_queries = 0;
   int window = 0;  // tokens that a query sees; 0: all
   Policy policy = Policy::kOptimal;
-  // [max_queries + 1]: what a token costs a work item with so many queries, what starting it costs, and up to how many
-  // tokens it is better run by work items of `few_queries`.
-  std::vector<int64_t> rates, items, short_tokens;
+  // [max_queries + 1]: what a token costs a work item with so many queries, what its start and end cost, and up to how
+  // many tokens it is better run by work items of `few_queries`.
+  std::vector<int64_t> token_prices, start_prices, short_tokens;
   std::vector<int> query_tiles, kv_tiles, kv_bounds;
-  bool flat = false;  // all rates are equal, all starts too: no work item is bound by arithmetic
+  bool flat = false;  // all tokens' prices are equal, all starts' too: no work item is bound by arithmetic
 
   // Throws std::invalid_argument where a number cannot be, or lists do not belong together; says whether the config is flat.
   void check() {
     in_range("token_bytes", token_bytes, 1, kMaxTokenPrice);
     in_range("part_bytes", part_bytes, 0, kMaxItemPrice);
-    in_range("turn", turn, 0, kMaxItemPrice);
-    in_range("a bin's price", bin, 0, kMaxItemPrice);
-    in_range("a wave's price", wave, 0, kMaxItemPrice);
-    for (const auto* prices : {&rates, &items, &short_tokens})
+    in_range("a turn's price", turn_price, 0, kMaxItemPrice);
+    in_range("the price of a bin's end", bin_end_price, 0, kMaxItemPrice);
+    in_range("a wave's price", wave_price, 0, kMaxItemPrice);
+    for (const auto* prices : {&token_prices, &start_prices, &short_tokens})
       in_range("the number of prices", int64_t(prices->size()), max_queries + 1, max_queries + 1);
     for (int queries = 1; queries <= max_queries; ++queries) {
-      in_range("a token's price", rates[queries], 1, kMaxTokenPrice);
-      in_range("an item's price", items[queries], 0, kMaxItemPrice);
+      in_range("a token's price", token_prices[queries], 1, kMaxTokenPrice);
+      in_range("a start's price", start_prices[queries], 0, kMaxItemPrice);
       in_range("short_tokens", short_tokens[queries], 0, INT32_MAX);
     }
     in_range("few_queries", few_queries, 1, max_queries);
@@ -63,7 +64,7 @@ struct Config {
     const auto equal = [&](const std::vector<int64_t>& prices) {
       return std::count(prices.begin() + 1, prices.end(), prices[1]) == max_queries;
     };
-    flat = equal(rates) && equal(items);
+    flat = equal(token_prices) && equal(start_prices);
   }
 
   // m for a work item of so many queries.
@@ -79,7 +80,9 @@ struct Config {
     return kv_tiles[n];
   }
 
-  int64_t item_bytes(int64_t queries, int64_t tokens) const { return tokens * rates[queries] + items[queries]; }
+  int64_t item_price(int64_t queries, int64_t tokens) const {
+    return tokens * token_prices[queries] + start_prices[queries];
+  }
 
   // In how many work items a pack is run.
   int64_t pieces(int64_t queries, int64_t tokens) const {
@@ -88,10 +91,10 @@ struct Config {
     return tokens <= short_tokens[size] ? ceil_div(queries, few_queries) : pieces;
   }
 
-  int64_t pack_bytes(int64_t queries, int64_t tokens) const {
+  int64_t pack_price(int64_t queries, int64_t tokens) const {
     if (queries == 0) return 0;
     const int64_t count = pieces(queries, tokens);
-    return count == 1 ? item_bytes(queries, tokens) : count * item_bytes(ceil_div(queries, count), tokens);
+    return count == 1 ? item_price(queries, tokens) : count * item_price(ceil_div(queries, count), tokens);
   }
 
   // PackConfig.bins: weighs idle workers against cut packs.
@@ -103,10 +106,10 @@ struct Config {
       if (bins <= 0 || bins > limit) return;
       const int64_t waves = ceil_div(bins * heads, workers);
       const double idle = double(waves * workers) / double(bins * heads);
-      const double cost = narrow
-                              ? work * std::sqrt(idle) + double(waves) * double(wave) + double(bins) * (cut + double(bin))
-                              : work * idle + double(bins) * cut;
-      if (cost < least) best = bins, least = cost;
+      const double price = narrow ? work * std::sqrt(idle) + double(waves) * double(wave_price) +
+                                        double(bins) * (cut + double(bin_end_price))
+                                  : work * idle + double(bins) * cut;
+      if (price < least) best = bins, least = price;
     };
     look_at(std::max<int64_t>(1, std::min<int64_t>(limit, workers / heads)));
     for (int64_t part = 1; narrow && part < 4; ++part) look_at(part * workers / (4 * heads));
