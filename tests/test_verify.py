@@ -14,7 +14,7 @@ from trees import random_batch
 
 from sglang_pat.backend import verify
 from sglang_pat.kernels import cpu
-from sglang_pat.packing import CPU_TILES, Batch, Node, layout
+from sglang_pat.packing import CPU_TILES, FORMATS, AttentionSpec, Batch, Node, layout
 
 pytestmark = pytest.mark.once
 
@@ -54,6 +54,15 @@ def test_random_trees_of_drafts(
     case = verified(batch, random_trees(generator, batch, tokens), heads, kv_heads, dtype, sinks=sinks, window=window)
     for policy in ("optimal", "naive"):
         assert case.error(case.plan(CPU_TILES, 8, policy), cap) < TOLERANCE[dtype]
+
+
+def test_drafts_that_fa3_verifies_faster_are_named() -> None:
+    assert verify.advice(AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"], query_tokens=4)) is None
+    advice = verify.advice(AttentionSpec(64, 8, 128, 128, FORMATS["bfloat16"], query_tokens=4))
+    assert advice is not None
+    assert "32 rows" in advice
+    assert "drafts of up to 2 tokens" in advice
+    assert "no drafts" in str(verify.advice(AttentionSpec(16, 1, 128, 128, FORMATS["bfloat16"], query_tokens=2)))
 
 
 def test_what_requests_share_is_read_once() -> None:

@@ -172,6 +172,9 @@ class PatAttnBackend(AttentionBackend):
             logger.info(
                 "sglang-pat: %s, %d layers of %s, %s", config, group.layers, group.spec, group.executor.description
             )
+            found = verify.advice(group.spec) if runner.device != "cpu" else None
+            if found is not None:
+                logger.warning("sglang-pat: %s", found)
         for window, table in self._tables.items():
             logger.info("sglang-pat: a table of windows of %d, %.0f MiB", window, table.bytes / 2**20)
 

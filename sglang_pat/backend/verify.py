@@ -10,8 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_pat.kernels.capabilities import NARROW_M
+from sglang_pat.packing import AttentionSpec
+
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+def advice(spec: AttentionSpec) -> str | None:
+    """What a GPU's user should know of drafts that make more rows of a KV head than narrow tiles have; None where they do not."""
+    heads = spec.heads // spec.kv_heads
+    if heads * spec.query_tokens <= NARROW_M:
+        return None
+    fewer = f"drafts of up to {NARROW_M // heads} tokens" if heads * 2 <= NARROW_M else "no drafts"
+    return (
+        f"drafts of {spec.query_tokens} tokens make {heads * spec.query_tokens} rows of a KV head: with more than {NARROW_M}, FA3 verifies most "
+        f"batches faster (docs/measured.md, Verify steps); take {fewer}, or another --attention-backend"
+    )
 
 
 def without_branches(requests: int, tokens: int, device: torch.device | str) -> torch.Tensor:
