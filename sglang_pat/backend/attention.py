@@ -168,11 +168,15 @@ class PatAttnBackend(AttentionBackend):
         hooks.install(self, graphs=runner.device != "cpu")
         if runner.device != "cpu":
             compat.fence_table_reads()
+        self._introduce(on_gpu=runner.device != "cpu")
+
+    def _introduce(self, on_gpu: bool) -> None:
+        """Into the log, what was made."""
         for group in self.groups:
             logger.info(
-                "sglang-pat: %s, %d layers of %s, %s", config, group.layers, group.spec, group.executor.description
+                "sglang-pat: %s, %d layers of %s, %s", self.config, group.layers, group.spec, group.executor.description
             )
-            found = verify.advice(group.spec) if runner.device != "cpu" else None
+            found = verify.advice(group.spec) if on_gpu else None
             if found is not None:
                 logger.warning("sglang-pat: %s", found)
         for window, table in self._tables.items():
