@@ -1,4 +1,4 @@
-"""A plan as the one int32 array that kernels read; csrc/packing/plan.h writes the same, with the names of csrc/packing/layout.h.
+"""A plan as the one int32 array that kernels read; csrc/packing/write_plan.h writes the same, with the names of csrc/packing/layout.h.
 
 The array is the header, `HEADER`, and then the sections without gaps, so that one copy moves a plan:
 

@@ -9,7 +9,7 @@
 #include "mirror.h"
 #include "optimal.h"
 #include "pack.h"
-#include "plan.h"
+#include "write_plan.h"
 #include "prefixes.h"
 
 namespace pat {

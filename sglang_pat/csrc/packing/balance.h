@@ -1,0 +1,147 @@
+// Lays packs out in bins (sglang_pat/packing/balance.py).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "pack.h"
+#include "prices.h"
+
+namespace pat {
+
+// What is counted per step that a plan runs.
+struct Statistics {
+  int64_t items = 0, parts = 0, kv_tokens = 0, open_items = 0, seq_tokens = 0, longest_bin = 0;
+  std::vector<int64_t> query_sizes;  // work items with so many queries
+};
+
+// A plan's work items, bin after bin.
+class Bins {
+ public:
+  std::vector<Pack> items;
+  std::vector<int32_t> begins;     // of each bin in `items`, with the end of the last
+  std::vector<int32_t> num_parts;  // of each query
+  int64_t even_steps = 0;          // for which the bins stay even
+
+  void reserve(size_t batch) {
+    items.reserve(3 * batch);
+    begins.reserve(1024);
+    num_parts.reserve(batch);
+  }
+
+  template <typename Grows>
+  void fill(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics,
+            Grows grows) {
+    items.clear();
+    begins.assign(1, 0);
+    statistics.longest_bin = 0;
+    num_parts = packs.num_parts;
+    int64_t remaining = packs.work;
+    const auto share = int64_t(__int128(remaining) * config.kv_heads / (2 * config.workers));
+    double weighted_work = double(packs.work);
+    for (const Pack& pack : packs.shared) {
+      const int64_t price = config.item_price(pack.count, pack.end - pack.start);
+      if (price > share) weighted_work += double(price) * (pack.count - 1);
+    }
+    const double queries = weighted_work / double(std::max<int64_t>(1, packs.work));
+    const int64_t least = config.kv_tiles.back() * config.token_bytes + config.start_prices[1];
+    Queue shared{packs.shared, 0, 0}, single{packs.single, 0, 0};
+    const auto tokens_of = [&](const Queue& queue) {
+      const Pack& pack = queue.packs[queue.index];
+      return int64_t(pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end) - queue.start();
+    };
+    const auto count_of = [&](const Queue& queue) { return queue.packs[queue.index].count; };
+    bool narrow = config.warp_queries > 0;
+    for (const Pack& pack : packs.shared) narrow = narrow && pack.count <= config.warp_queries;
+    int64_t left = config.bins(std::max<int64_t>(1, remaining / least), double(remaining),
+                               queries * double(config.part_bytes), narrow);
+    // With eight packs for a bin, nearly every bin can be filled without a cut.
+    int64_t cuts = int64_t(packs.shared.size() + packs.single.size()) < 8 * left;
+    int64_t work = 0, growth = 0, most_growth = 0, turns = 0;
+    for (; left > 0; --left) {
+      // The cuts to come will make work items of their own; as many for each bin as there were so far. So will bins with two
+      // kinds of them cost what it takes to go from one to the other.
+      int64_t ahead = config.start_prices[1] * (left - 1) * cuts / int64_t(begins.size());
+      if (!shared.empty()) ahead += config.turn_price * (left - 1) * turns / int64_t(begins.size());
+      const int64_t target = ceil_div(remaining + ahead, left), slack = target / kSlack;
+      int64_t load = 0, bin_growth = 0;
+      int kinds = 0;
+      const auto kind_of = [&](int64_t count) { return count <= config.warp_queries ? 1 : 2; };
+      const auto turn_to = [&](int64_t count) { return kinds == (3 ^ kind_of(count)) ? config.turn_price : 0; };
+      const auto take_whole = [&](Queue& queue, int64_t price) {
+        const Pack& pack = queue.packs[queue.index];
+        items.push_back(Pack{queue.start(), pack.end, pack.first, pack.count});
+        if (pack.end == kOpen && grows(packs.queries[pack.first])) bin_growth += config.token_prices[pack.count];
+        queue.index += 1;
+        queue.begin = 0;
+        load += price;
+      };
+      while ((!shared.empty() || !single.empty()) && (load < target || left == 1)) {
+        const int64_t gap = target - load;
+        // The last bin takes all, a nearly full one what helps.
+        const auto fits = [&](int64_t price) {
+          return left == 1 || (price <= gap + slack && (gap > slack || price <= 2 * gap));
+        };
+        Queue* queue = shared.empty() ? &single : &shared;
+        int64_t tokens = 0, turn = 0, price = 0;
+        const auto look_at = [&](Queue& at) {
+          queue = &at;
+          tokens = tokens_of(at), turn = turn_to(count_of(at));
+          price = config.item_price(count_of(at), tokens) + turn;
+        };
+        look_at(*queue);
+        if (queue == &shared && !single.empty() && load > 0 && !fits(price)) look_at(single);
+        const Pack& pack = queue->packs[queue->index];
+        const int32_t start = queue->start();
+        if (fits(price)) {
+          kinds |= kind_of(pack.count);
+          remaining += turn;
+          take_whole(*queue, price);
+          continue;
+        }
+        // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
+        // of one more work item. An empty bin reads for as long as it takes to start.
+        const int64_t token_price = config.token_prices[pack.count], begin = config.start_prices[pack.count] + turn;
+        const int64_t room = load == 0 ? std::max(gap - begin, begin) : std::max<int64_t>(0, gap - begin);
+        const int64_t grains = (room + token_price * kGrain / 2) / (token_price * kGrain);
+        const int64_t cut = load == 0 || gap > std::max(slack, begin) ? grains * kGrain : 0;
+        if (cut > 0 && cut < tokens) {
+          cuts += 1;
+          queue->begin = start + int32_t(cut);
+          items.push_back(Pack{start, queue->begin, pack.first, pack.count});
+          for (int32_t i = 0; i < pack.count; ++i) num_parts[packs.queries[pack.first + i]] += 1;
+          remaining += begin;
+          load += cut * token_price + begin;
+          kinds |= kind_of(pack.count);
+        } else if (load == 0) {
+          take_whole(*queue, price);
+        }
+        break;
+      }
+      turns += kinds == 3;
+      remaining -= load;
+      statistics.longest_bin = std::max(statistics.longest_bin, load);
+      begins.push_back(int32_t(items.size()));
+      work += load;
+      growth += bin_growth;
+      most_growth = std::max(most_growth, bin_growth);
+    }
+    const int64_t bins = int64_t(begins.size()) - 1, excess = most_growth * bins - growth;
+    const int64_t allowed = std::max(work / kUneven, bins * config.kv_tiles.back() * config.token_prices[1]);
+    even_steps = excess > 0 ? std::max(kLeastSteps, allowed / excess) : INT32_MAX;
+  }
+
+ private:
+  // Packs that wait for a bin; of the first one, the KV before `begin` is already laid out.
+  struct Queue {
+    const std::vector<Pack>& packs;
+    size_t index;
+    int32_t begin;
+
+    bool empty() const { return index == packs.size(); }
+    int32_t start() const { return std::max(begin, packs[index].start); }
+  };
+};
+
+}  // namespace pat

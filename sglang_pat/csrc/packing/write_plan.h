@@ -1,0 +1,132 @@
+// Writes the plan that layout.h describes.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "balance.h"
+#include "layout.h"
+
+namespace pat {
+
+// Does not fit the buffers; the caller falls back to a plan that does.
+struct TooLarge : std::length_error {
+  using std::length_error::length_error;
+};
+
+class PlanWriter {
+ public:
+  void reserve(size_t batch) {
+    bins_.reserve(batch);
+    next_slots_.reserve(batch);
+  }
+
+  // Writes to `out` of `capacity` ints; at most `max_slots` slots of the workspace are used. Packs are of the tokens that requests see,
+  // `seq_lens` of those `lengths` that they have.
+  void write(const Packs& packs, const std::vector<int32_t>& seq_lens, const std::vector<int32_t>& lengths,
+             const Config& config, int32_t* out, int64_t capacity, int64_t max_slots, Statistics& statistics) {
+    const auto grows = [&](int32_t query) { return config.window == 0 || lengths[query] <= config.window; };
+    bins_.fill(packs, seq_lens, config, statistics, grows);
+    emit(packs, seq_lens, config, out, capacity, max_slots, statistics, grows);
+    if (config.window == 0) return;
+    // Until a window that is not full yet is.
+    for (const int32_t length : lengths)
+      if (length <= config.window) out[kSteps] = std::min(out[kSteps], config.window - length + 1);
+  }
+
+ private:
+  template <typename Grows>
+  void emit(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out, int64_t capacity,
+            int64_t max_slots, Statistics& statistics, Grows grows) {
+    const int64_t batch = int64_t(seq_lens.size());
+    int64_t num_queries = 0;
+    for (const Pack& item : bins_.items) num_queries += item.count;
+    const int64_t sizes[] = {int64_t(bins_.begins.size()), int64_t(bins_.items.size()) * kItemSize, num_queries,
+                             num_queries, batch + 1};
+    const int64_t size = std::accumulate(std::begin(sizes), std::end(sizes), int64_t(kHeaderSize));
+    if (size > capacity)
+      throw TooLarge("a plan of " + std::to_string(size) + " ints does not fit its buffer of " + std::to_string(capacity));
+    out[kNumItems] = int32_t(bins_.items.size());
+    out[kNumQueries] = int32_t(num_queries);
+    out[kNumBins] = int32_t(bins_.begins.size()) - 1;
+    out[kBatch] = int32_t(batch);
+    out[kBins] = kHeaderSize;
+    for (int section = 0; section < 5; ++section) out[kBins + section + 1] = out[kBins + section] + int32_t(sizes[section]);
+
+    statistics.query_sizes.assign(config.max_queries + 1, 0);
+    int32_t* row = out + out[kItems];
+    int32_t* queries = out + out[kQueries];
+    int64_t kv_tokens = 0, longest = config.kv_tiles.back(), longest_tail = 0, single = 0;
+    const int32_t single_tile = config.query_tile(1);
+    int32_t first = 0;
+    for (const Pack& item : bins_.items) {
+      const int32_t* members = &packs.queries[item.first];
+      const int64_t tokens = int64_t(item.end == kOpen ? seq_lens[members[0]] : item.end) - item.start;
+      const bool growing = grows(members[0]);
+      // A window that is full moves along with its request's end.
+      const int32_t back = growing ? 0 : config.window - kOpen;
+      row[kStart] = item.start - back;
+      row[kEnd] = item.end == kOpen ? kOpen : item.end - back;
+      row[kFirstQuery] = first;
+      row[kItemQueries] = item.count;
+      row[kTileN] = config.kv_tile(tokens);
+      if (item.count == 1) {
+        row[kTileM] = single_tile;
+        queries[first] = members[0];
+        ++single;
+      } else {
+        row[kTileM] = config.query_tile(item.count);
+        std::copy_n(members, item.count, queries + first);
+        statistics.query_sizes[item.count] += 1;
+      }
+      row[kQuery] = queries[first];
+      row += kItemSize;
+      first += item.count;
+      kv_tokens += tokens;
+      longest = std::max(longest, tokens);
+      longest_tail = std::max(longest_tail, item.end == kOpen && growing ? tokens : 0);
+    }
+    statistics.query_sizes[1] = single;
+    int32_t* offsets = out + out[kPartOffsets];
+    next_slots_.resize(batch);
+    int32_t slots = 0;
+    for (int64_t query = 0; query < batch; ++query) {
+      const bool merged = bins_.num_parts[query] > 1;
+      offsets[query] = slots;
+      next_slots_[query] = merged ? slots : kDirect;
+      slots += merged ? bins_.num_parts[query] : 0;
+    }
+    offsets[batch] = slots;
+    if (slots > max_slots)
+      throw TooLarge("a plan of " + std::to_string(slots) + " parts does not fit a workspace of " +
+                     std::to_string(max_slots));
+    int32_t* to = out + out[kSlots];
+    for (int64_t i = 0; i < num_queries; ++i) {
+      int32_t& next = next_slots_[queries[i]];
+      to[i] = next;
+      next += next != kDirect;
+    }
+    row = out + out[kItems];
+    for (size_t i = 0; i < bins_.items.size(); ++i, row += kItemSize) row[kSlot] = to[row[kFirstQuery]];
+    std::copy(bins_.begins.begin(), bins_.begins.end(), out + out[kBins]);
+    out[kNumSlots] = slots;
+    out[kSteps] = int32_t(std::min<int64_t>({kTailGrowth * longest - longest_tail, bins_.even_steps, INT32_MAX}));
+    statistics.items = int64_t(bins_.items.size());
+    statistics.parts = slots;
+    statistics.kv_tokens = kv_tokens;
+    statistics.open_items = 0;
+    for (int64_t query = 0; query < batch; ++query) statistics.open_items += grows(int32_t(query));
+    statistics.seq_tokens = 0;
+    for (const int32_t tokens : seq_lens) statistics.seq_tokens += tokens;
+  }
+
+  Bins bins_;
+  std::vector<int32_t> next_slots_;
+};
+
+}  // namespace pat
