@@ -7,12 +7,12 @@ import os
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trees import TILES, batches, configs
 
 from sglang_pat import jit
-from sglang_pat.packing import OPEN, Batch, CostModel, Node, PackConfig, WorkItem, layout, tree
+from sglang_pat.packing import OPEN, Batch, CostModel, Node, PackConfig, TileTable, WorkItem, layout, tree
 from sglang_pat.packing.native import NativeScheduler, load
 
 pytestmark = pytest.mark.once
@@ -84,7 +84,18 @@ def test_every_new_token_reads_what_it_sees_exactly_once(extend: Extend, config:
         assert count == [0] * hidden + [1] * (length - hidden)
 
 
+SPLIT_BEHIND_A_WINDOW = (
+    Extend(
+        Batch([56, 56, 56, 56, 56, 1], [Node(0, 1, [0, 1, 2, 3, 4], [Node(1, 55, [0, 1, 2, 3, 4])])]),
+        [0, 0, 1, 3, 18, 0],
+    ),
+    PackConfig(CostModel(3, 1, 64, 8, 2), TileTable((4, 16, 64), (8, 16), (24,)), workers=1, policy="naive", window=60),
+)
+"""More tokens share a prefix than a tile holds, and those of the second tile see less of it."""
+
+
 @given(extends(), configs())
+@example(*SPLIT_BEHIND_A_WINDOW)
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_work_items_are_what_executors_expect(extend: Extend, config: PackConfig) -> None:
     requests, lengths = extend.requests, extend.lengths

@@ -80,15 +80,12 @@ class ExtendMaker {
     for (int32_t child = index + 1; child < prefix.last; child = prefixes_.nodes[child].last)
       starts_[child] = *stays++ ? prefix.end : start;
 
-    int32_t begin = prefix.end;
     const size_t first = packs_.queries.size();
-    for (const int32_t member : members_) {
-      begin = std::min(begin, std::max(start, seen_from(cached_[member] + 1)));
+    for (const int32_t member : members_)
       for (int32_t j = 0; j < added_[member]; ++j)
         if (seen_from(cached_[member] + 1 + j) < prefix.end) packs_.queries.push_back(first_token_[member] + j);
-    }
     shared_ += packs_.queries.size() > first;
-    add_packs(begin, prefix.end, int32_t(first), config);
+    add_packs(start, prefix.end, int32_t(first), config);
   }
 
   // What a request reads alone, by as many of its tokens as fit a tile.
@@ -107,7 +104,10 @@ class ExtendMaker {
     const int32_t count = int32_t(packs_.queries.size()) - first, pieces = int32_t(ceil_div(count, config.max_queries));
     for (int32_t i = 0, from = 0; i < pieces; ++i) {
       const int32_t to = int32_t(int64_t(count) * (i + 1) / pieces);
-      add_pack(start, end, first + from, to - from, config);
+      // What none of these tokens sees any more may be somebody else's by now.
+      int32_t seen = end;
+      for (int32_t j = first + from; j < first + to; ++j) seen = std::min(seen, seen_from(lengths_[packs_.queries[j]]));
+      add_pack(std::max(start, seen), end, first + from, to - from, config);
       from = to;
     }
   }
