@@ -53,8 +53,8 @@ class Executor(Protocol):
         """Attention of Q [tokens, heads, head_dim]: [tokens, heads, v_head_dim], zero behind the plan's batch.
 
         A query is a token. With `masks`, [queries, draft] (`kernels.cpu.attention`), it is a draft, and its tokens lie one behind the
-        other. There may be more queries than the plan has. `scale` is the factor on q k^T, `v_scale` that on the result: what K and V are kept divided by is in them. `sinks`, [heads],
-        are logits without values.
+        other. There may be more queries than the plan has. `scale` is the factor on q k^T, `v_scale` that on the result: what K
+        and V are kept divided by is in them. `sinks`, [heads], are logits without values.
         """
 
 
@@ -170,7 +170,7 @@ class CudaExecutor:
         masks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
-        # Early : in front of every layer's attention are the kernels that make its Q; the plan and the lengths were there before.
+        # Early: in front of every layer's attention are the kernels that make its Q; the plan and the lengths were there before.
         self._decoder.decode(
             q, k, v, out, req_to_token, rows, seq_lens, self._plan, self._partial, self._lse, scale=scale,
             logit_cap=logit_cap, v_scale=v_scale, sinks=None if sinks is None else sinks.bfloat16(), masks=masks, early=True,

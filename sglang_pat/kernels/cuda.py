@@ -195,36 +195,35 @@ class Decoder:
     ) -> None:
         """Decode attention of one layer, on the current stream; it can be captured in a CUDA graph.
 
-                Everything that may change between replays of a graph is read on the device. All tensors are on the GPU.
+        Everything that may change between replays of a graph is read on the device. All tensors are on the GPU.
 
-                Args:
-                    q: [tokens, heads, head_dim];
-        the first of them are the plan's batch, of which each query is one token or, with `masks`, all of its
-            draft's, one behind the other. With KV of 8 bits it is multiplied in float16: what is beyond its range becomes its
-                largest.k : [ slots, kv_heads, head_dim ],
-            the layer 's pool, of the spec' s format; `kv_heads` divides `heads`.
-                    v: [slots, kv_heads, v_head_dim], likewise.
-                    out: [tokens, heads, v_head_dim], contiguous. What is behind the plan's batch becomes zero.
-                    req_to_token: [requests, context], int32: the slot of each position of each request.
-                    rows: [batch or more], int64: each query's row of `req_to_token`.
-                    seq_lens: [batch or more], int64: tokens of each query's request, its own included.
-                    plan: A plan for this batch (layout.py), int32, made with this decoder's tiles.
-                    partial: [num_slots or more, heads of a query, v_head_dim], float16: the parts of queries that have several.
-                    lse: [num_slots or more, heads of a query], float32: their LSE, to base 2.
-                    scale: Factor on q k^T, that of K's bytes included.
-                    v_scale: Factor on V where it has 8 bits.
-                    logit_cap: Scores become cap * tanh(score / cap); 0 for none.
-                    sinks: [heads], bfloat16, where the spec has them: a logit without a value for each head, which `scale` and
-                        `logit_cap` leave as it is.
-                    masks: [queries or more, draft], int64, where the spec's queries are drafts of several tokens (`kernels.cpu.attention`). A query's
-                        heads are then those of all of them.
-                    overlap: Launch merge before forward ends (programmatic dependent launch), where the GPU can.
-                    merge: Whether to merge; else parts stay in the workspace.
-                    early: Launch forward before the kernel in front of it on the stream has ended, likewise, to look up its work
-                        items meanwhile. That kernel must not write the plan, rows, seq_lens or req_to_token. Only in mode `fused`.
+        Args:
+            q: [tokens, heads, head_dim]; the first of them are the plan's batch, of which each query is one token or, with `masks`,
+                all of its draft's, one behind the other. With KV of 8 bits it is multiplied in float16: what is beyond its
+                range becomes its largest.
+            k: [slots, kv_heads, head_dim], the layer's pool, of the spec's format; `kv_heads` divides `heads`.
+            v: [slots, kv_heads, v_head_dim], likewise.
+            out: [tokens, heads, v_head_dim], contiguous. What is behind the plan's batch becomes zero.
+            req_to_token: [requests, context], int32: the slot of each position of each request.
+            rows: [batch or more], int64: each query's row of `req_to_token`.
+            seq_lens: [batch or more], int64: tokens of each query's request, its own included.
+            plan: A plan for this batch (layout.py), int32, made with this decoder's tiles.
+            partial: [num_slots or more, heads of a query, v_head_dim], float16: the parts of queries that have several.
+            lse: [num_slots or more, heads of a query], float32: their LSE, to base 2.
+            scale: Factor on q k^T, that of K's bytes included.
+            v_scale: Factor on V where it has 8 bits.
+            logit_cap: Scores become cap * tanh(score / cap); 0 for none.
+            sinks: [heads], bfloat16, where the spec has them: a logit without a value for each head, which `scale` and
+                `logit_cap` leave as it is.
+            masks: [queries or more, draft], int64, where the spec's queries are drafts of several tokens (`kernels.cpu.attention`).
+                A query's heads are then those of all of them.
+            overlap: Launch merge before forward ends (programmatic dependent launch), where the GPU can.
+            merge: Whether to merge; else parts stay in the workspace.
+            early: Launch forward before the kernel in front of it on the stream has ended, likewise, to look up its work
+                items meanwhile. That kernel must not write the plan, rows, seq_lens or req_to_token. Only in mode `fused`.
 
-                Raises:
-                    ValueError: A tensor's device, dtype, shape or stride is none of the above.
+        Raises:
+            ValueError: A tensor's device, dtype, shape or stride is none of the above.
         """
         for name, pool in (("k", k), ("v", v)):
             if pool.dtype != self._kv:
