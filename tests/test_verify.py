@@ -62,6 +62,7 @@ def test_drafts_that_fa3_verifies_faster_are_named() -> None:
     assert advice is not None
     assert "32 rows" in advice
     assert "drafts of up to 2 tokens" in advice
+    assert verify.advice(AttentionSpec(32, 1, 128, 128, FORMATS["bfloat16"])) is None, "nothing is speculated"
     assert "no drafts" in str(verify.advice(AttentionSpec(16, 1, 128, 128, FORMATS["bfloat16"], query_tokens=2)))
 
 

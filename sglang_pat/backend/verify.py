@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def advice(spec: AttentionSpec) -> str | None:
     """What a GPU's user should know of drafts that make more rows of a KV head than narrow tiles have; None where they do not."""
     heads = spec.heads // spec.kv_heads
-    if heads * spec.query_tokens <= NARROW_M:
+    if spec.query_tokens == 1 or heads * spec.query_tokens <= NARROW_M:
         return None
     fewer = f"drafts of up to {NARROW_M // heads} tokens" if heads * 2 <= NARROW_M else "no drafts"
     return (
