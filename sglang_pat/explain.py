@@ -120,8 +120,8 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
     items: list[list[Any]] = []
     for begin, behind in pairwise(plan.bins):
         # The GPU runs what a single warp runs after the others.
-        members = sorted(plan.items[begin:behind], key=lambda item: len(item.queries) <= config.warp_queries)
-        others = sum(len(item.queries) > config.warp_queries for item in members)
+        members = sorted(plan.items[begin:behind], key=lambda item: item.tile.m <= config.tiles.warp_m)
+        others = sum(item.tile.m > config.tiles.warp_m for item in members)
         for number, item in enumerate(members):
             start, end = item.span(batch.seq_lens)
             pack = packs.setdefault(tuple(item.queries), len(packs))

@@ -271,7 +271,7 @@ class Bench:
         )
         return GpuTable(
             properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), self.head_dim,
-            prices, source, round(turn, 1), H200.turn_in_plans, H200.bin_ns, H200.wave_ns, prices_8bit(share),
+            prices, source, round(turn, 1), H200.turn_in_plans, H200.bin_ns, H200.wave_ns, prices_8bit(share), H200.part_token_ns,
         )  # fmt: skip
 
 

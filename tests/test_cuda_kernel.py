@@ -17,7 +17,7 @@ from kernel_cases import Q_DTYPES, TOLERANCE, Case, Drafts, Run, random_trees, s
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities, cuda
-from sglang_pat.packing import POLICIES, AttentionSpec, Batch, Node, TileTable
+from sglang_pat.packing import POLICIES, AttentionSpec, Batch, Node, TileTable, layout
 
 pytestmark = pytest.mark.once
 
@@ -163,6 +163,26 @@ def test_drafts(tokens: int, heads: int, kv_heads: int, dtype: torch.dtype, dim:
         trees = random_trees(generator, batch, tokens)
         case = Drafts(batch, trees, heads, kv_heads, dim, v_dim, dtype, device=DEVICE)
         assert run(case, arch).error(capped) < TOLERANCE[case.q.dtype]
+
+
+@pytest.mark.parametrize("heads", [3, 4, 5])
+@pytest.mark.parametrize("tokens", [8, 1])
+def test_rows_of_a_query_in_parts(tokens: int, heads: int) -> None:
+    """Of short items, by single warps; the last part has some rows of the one before again."""
+    arch = ARCHS[0]
+    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
+    if not set(tiles.query_tiles) <= set(capabilities.query_tiles(arch, 128)):
+        pytest.skip("not the tiles of this architecture")
+    batch = Batch([209, 231, 203, 9, 700], [Node(0, 200, [0, 1, 2])])
+    if tokens > 1:
+        trees = random_trees(random.Random(heads), batch, tokens)
+        case: Case = Drafts(batch, trees, 2 * heads, 2, 128, 128, torch.bfloat16, device=DEVICE)
+    else:
+        case = make_case(batch, 16 * heads, 2, 128, torch.bfloat16)
+    decoded = run(case, arch, tiles)
+    rows = sorted({item.tile.m for item in layout.work_items(decoded.plan.cpu().numpy()) if len(item.queries) == 1})
+    assert rows == [16, 64], "short items in parts, the long one whole"
+    assert decoded.error() < TOLERANCE[torch.bfloat16]
 
 
 @each_arch

@@ -605,10 +605,13 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"numbers": [0] * 15},
-        {"numbers": [1] * 14},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, -1, 0, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 2**30 + 1]},
+        {"numbers": [0] * 19},
+        {"numbers": [1] * 18},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, -1, 0, 0, 1, 0, -1, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 2**30 + 1, 1, 0, -1, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 0, 0, -1, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, -1, -1, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 2**31, 0]},
         {"query_tiles": []},
         {"kv_tiles": []},
         {"kv_bounds": [1, 2, 3, 4]},
@@ -619,7 +622,15 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
 )
 def test_a_scheduler_with_numbers_that_cannot_be_is_not_made(changes: dict[str, list[int]]) -> None:
     names = ["numbers", "rates", "items", "short_tokens", "query_tiles", "kv_tiles", "kv_bounds"]
-    right = [[64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0], [1] * 9, [1] * 9, [0] * 9, [16, 32], [64], []]
+    right = [
+        [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0],
+        [1] * 9,
+        [1] * 9,
+        [0] * 9,
+        [16, 32],
+        [64],
+        [],
+    ]
     arrays = dict(zip(names, right, strict=True))
     buffers = [np.zeros(1 << 12, dtype=np.int32) for _ in range(2)]
     module = NativeScheduler.load_module()

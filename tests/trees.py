@@ -15,6 +15,8 @@ PRICED = msgspec.structs.replace(
     bytes_per_ns=4, sms=2,
 )  # fmt: skip
 """Tiles of more rows cost more a token, and much more to start."""
+IN_PARTS = msgspec.structs.replace(PRICED, part_token_ns=30)
+"""Queries of more than 16 rows with few tokens are run in parts."""
 
 
 @st.composite
@@ -46,8 +48,8 @@ def batches(draw: st.DrawFn, max_queries: int = 24, max_length: int = 80) -> Bat
 @st.composite
 def configs(draw: st.DrawFn) -> PackConfig:
     kv_heads = draw(st.sampled_from([1, 2, 8]))
-    group = draw(st.sampled_from([1, 3, 4, 16, 65, 200]))
-    tiles = draw(st.sampled_from([TILES, PRICED]))
+    group = draw(st.sampled_from([1, 3, 4, 16, 32, 65, 200]))
+    tiles = draw(st.sampled_from([TILES, PRICED, IN_PARTS]))
     dim = draw(st.sampled_from([8, 64, 128]))
     cost = CostModel(
         kv_heads * group,

@@ -24,7 +24,7 @@ def advice(spec: AttentionSpec) -> str | None:
         return None
     fewer = f"drafts of up to {NARROW_M // heads} tokens" if heads * 2 <= NARROW_M else "no drafts"
     return (
-        f"drafts of {spec.query_tokens} tokens make {heads * spec.query_tokens} rows of a KV head: with more than {NARROW_M}, FA3 verifies most "
+        f"drafts of {spec.query_tokens} tokens make {heads * spec.query_tokens} rows of a KV head: with more than {NARROW_M}, FA3 verifies many "
         f"batches faster (docs/measured.md, Verify steps); take {fewer}, or another --attention-backend"
     )
 

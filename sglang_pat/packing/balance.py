@@ -96,10 +96,10 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         while (shared or single) and (load < target or left == 1):
             gap = target - load
             queue = shared if shared else single
-            turn, price = _turn(queue, kinds, config), _price(queue, seq_lens, config)
+            turn, price = _turn(queue, kinds, seq_lens, config), _price(queue, seq_lens, config)
             if queue is shared and single and load > 0 and not _fits(turn + price, gap, slack, left):
                 queue = single
-                turn, price = _turn(queue, kinds, config), _price(queue, seq_lens, config)
+                turn, price = _turn(queue, kinds, seq_lens, config), _price(queue, seq_lens, config)
             whole = _fits(turn + price, gap, slack, left)
             # A gap that is smaller than the start of one more work item is better left. An empty bin reads for as long as it
             # takes to start.
@@ -108,9 +108,9 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
             cut = not whole and (load == 0 or gap > max(slack, start))
             if cut and (tokens := _cut_tokens(queue, room, seq_lens, config)):
                 piece = queue.cut(tokens)
-                cuts += 1
-                remaining += start
-                load += tokens * config.token_price(len(piece.queries)) + start
+                cuts, remaining = cuts + 1, remaining + start
+                turn = _turn_to(config.by_warps(len(piece.queries), tokens), kinds, config)
+                load += config.item_price(len(piece.queries), tokens) + turn
             elif whole or load == 0:
                 piece = queue.take()
                 remaining += turn
@@ -118,7 +118,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
             else:
                 break
             members.append(piece)
-            kinds.add(len(piece.queries) <= config.warp_queries)
+            kinds.add(config.by_warps(len(piece.queries), kv_length(piece, seq_lens)))
             if not whole:
                 break
         turns += len(kinds) == 2
@@ -137,7 +137,11 @@ def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, 
         growing: For each query whether it will see more of them.
     """
     growths = [
-        sum(config.token_price(len(pack.queries)) for pack in members if pack.end is None and growing[pack.queries[0]])
+        sum(
+            config.growth_price(len(pack.queries), kv_length(pack, seq_lens))
+            for pack in members
+            if pack.end is None and growing[pack.queries[0]]
+        )
         for members in bins
     ]
     excess = max(growths) * len(bins) - sum(growths)
@@ -162,9 +166,13 @@ def _price(queue: _Queue, seq_lens: list[int], config: PackConfig) -> int:
     return config.item_price(queue.size(), _tokens(queue, seq_lens))
 
 
-def _turn(queue: _Queue, kinds: set[bool], config: PackConfig) -> int:
+def _turn(queue: _Queue, kinds: set[bool], seq_lens: list[int], config: PackConfig) -> int:
     """What a bin with work items of these kinds costs besides when the queue's first pack comes into it."""
-    return config.turn_price if kinds == {queue.size() > config.warp_queries} else 0
+    return _turn_to(config.by_warps(queue.size(), _tokens(queue, seq_lens)), kinds, config)
+
+
+def _turn_to(kind: bool, kinds: set[bool], config: PackConfig) -> int:
+    return config.turn_price if kinds == {not kind} else 0
 
 
 def _cut_tokens(queue: _Queue, gap: int, seq_lens: list[int], config: PackConfig) -> int:

@@ -56,6 +56,7 @@ class GpuTable(msgspec.Struct, frozen=True):
         bin_ns: What a step of narrow items takes longer for each bin: the parts that its end makes, and their merge.
         wave_ns: What such a step takes longer where each worker has one more bin, whose items it has to begin.
         prices_8bit: With KV of 8 bits; none in tables from before there was any.
+        part_token_ns: As `TileTable.part_token_ns`, with KV of 16 bits; 0 where it was not fitted (benchmarks/NOTES.md, 2026-11-24).
     """
 
     gpu: str
@@ -70,6 +71,7 @@ class GpuTable(msgspec.Struct, frozen=True):
     bin_ns: Nanoseconds
     wave_ns: Nanoseconds
     prices_8bit: tuple[Price, ...] = ()
+    part_token_ns: Nanoseconds = 0
 
     def tiles(
         self, query_tiles: tuple[int, ...], kv_tile: int, head_dim: int, warp_m: int, kv_bytes: int = 2
@@ -95,6 +97,7 @@ class GpuTable(msgspec.Struct, frozen=True):
             tuple(price.token_ns * price.token_in_plans * scale for price in found),
             tuple(price.item_ns * price.item_in_plans for price in found),
             warp_m,
+            self.part_token_ns * scale if kv_bytes == 2 else 0,
             self.turn_ns * self.turn_in_plans,
             self.bin_ns,
             self.wave_ns,

@@ -75,7 +75,8 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
             parts = [num_parts[query] for query in pack.queries]
             for query in pack.queries:
                 num_parts[query] += 1
-            tile = tiles.select(len(pack.queries) * config.cost.group, length)
+            in_parts = config.in_parts(len(pack.queries), length)
+            tile = tiles.select(tiles.warp_m if in_parts else len(pack.queries) * config.cost.group, length)
             grows = growing[pack.queries[0]]
             # A window that is full moves along with its request's end.
             back = 0 if grows else window - OPEN

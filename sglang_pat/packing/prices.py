@@ -111,8 +111,49 @@ class PackConfig(msgspec.Struct, frozen=True):
         m = self.tiles.query_tile(queries * self.cost.group)
         return self.cost.runs * self._price(self.tiles.item_ns[self.tiles.query_tiles.index(m)])
 
+    @property
+    def row_parts(self) -> int:
+        """In how many parts of `TileTable.warp_m` rows a query is run that has more; 1 where none is."""
+        return -(-self.cost.group // self.tiles.warp_m) if self.tiles.part_token_ns else 1
+
+    @property
+    def parts_token_price(self) -> int:
+        """What a token costs a work item that is run in such parts."""
+        computing = self.row_parts * self.cost.runs * self._price(self.tiles.part_token_ns)
+        return max(self.cost.token_bytes, computing)
+
+    @property
+    def parts_start_price(self) -> int:
+        """What it costs besides."""
+        if self.row_parts == 1:
+            return 0
+        index = self.tiles.query_tiles.index(self.tiles.warp_m)
+        return self.row_parts * self.cost.runs * self._price(self.tiles.item_ns[index])
+
+    @property
+    def parts_tokens(self) -> int:
+        """Up to how many tokens a work item of one query costs less in such parts than by a tile for all its rows; below 0: it never does."""
+        if self.row_parts == 1:
+            return -1
+        saved = self.start_price(1) - self.parts_start_price
+        return _crossing(saved, self.parts_token_price - self.token_price(1)) or -1
+
+    def in_parts(self, queries: int, tokens: int) -> bool:
+        """Whether a work item is run in such parts."""
+        return queries == 1 and tokens <= self.parts_tokens
+
+    def growth_price(self, queries: int, tokens: int) -> int:
+        """What one more token costs a work item that has `tokens`."""
+        return self.parts_token_price if self.in_parts(queries, tokens) else self.token_price(queries)
+
+    def by_warps(self, queries: int, tokens: int) -> bool:
+        """Whether single warps run a work item."""
+        return queries <= self.warp_queries or self.in_parts(queries, tokens)
+
     def item_price(self, queries: int, tokens: int) -> int:
         """What a work item costs that reads `tokens` tokens for `queries` queries of one tile."""
+        if self.in_parts(queries, tokens):
+            return tokens * self.parts_token_price + self.parts_start_price
         return tokens * self.token_price(queries) + self.start_price(queries)
 
     def bin_price(self, members: Iterable[tuple[int, int]]) -> int:
@@ -120,7 +161,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         price, kinds = 0, set()
         for queries, tokens in members:
             price += self.item_price(queries, tokens)
-            kinds.add(queries <= self.warp_queries)
+            kinds.add(self.by_warps(queries, tokens))
         return price + (self.turn_price if len(kinds) == 2 else 0)
 
     def short_tokens(self, queries: int) -> int:
@@ -128,11 +169,12 @@ class PackConfig(msgspec.Struct, frozen=True):
         `few_queries`, than once by a tile for all of them."""
         items = -(-queries // self.few_queries)
         size = -(-queries // items)
-        saved = self.start_price(queries) - items * self.start_price(size)
-        more = items * self.token_price(size) - self.token_price(queries)
-        if saved <= 0:
-            return 0
-        return (saved - 1) // more if more > 0 else ALWAYS
+        token, start = self.token_price(queries), self.start_price(queries)
+        longest = _crossing(start - items * self.start_price(size), items * self.token_price(size) - token)
+        if size == 1:
+            in_parts = _crossing(start - items * self.parts_start_price, items * self.parts_token_price - token)
+            longest = max(longest, min(self.parts_tokens, in_parts))
+        return longest
 
     def pieces(self, queries: int, tokens: int) -> int:
         """In how many work items a pack is run: as few as the largest tile allows, more where it is short."""
@@ -181,3 +223,10 @@ class PackConfig(msgspec.Struct, frozen=True):
                 if price < least:
                     best, least = bins, price
         return best
+
+
+def _crossing(saved: int, more: int) -> int:
+    """Up to how many tokens something costs less that saves `saved` once and costs `more` for each token."""
+    if saved <= 0:
+        return 0
+    return (saved - 1) // more if more > 0 else ALWAYS

@@ -34,6 +34,8 @@ class TileTable(msgspec.Struct, frozen=True):
             nothing was measured. It counts where the token's bytes take less.
         item_ns: For each m what starting and ending a work item of it takes; `CostModel.start_price` counts where it is empty.
         warp_m: Tiles of up to so many rows are run by single warps, when a worker has done all others.
+        part_token_ns: What a token of one KV head takes each part of a query that has more than `warp_m` rows and is run in parts of so
+            many, by warps of one worker: the first brings KV from memory for all. 0 where no query is.
         turn_ns: What a worker that has both takes to go over to these.
         bin_ns: Where single warps run everything, what one more bin costs a step.
         wave_ns: What a step then takes longer where each worker has one more bin.
@@ -48,6 +50,7 @@ class TileTable(msgspec.Struct, frozen=True):
     token_ns: tuple[Nanoseconds, ...] = ()
     item_ns: tuple[Nanoseconds, ...] = ()
     warp_m: Annotated[int, Meta(ge=0, le=4096)] = 0
+    part_token_ns: Nanoseconds = 0
     turn_ns: Nanoseconds = 0
     bin_ns: Nanoseconds = 0
     wave_ns: Nanoseconds = 0
@@ -63,7 +66,12 @@ class TileTable(msgspec.Struct, frozen=True):
             raise ValueError("there must be a tile for queries, and for KV one more than bounds")
         if {len(self.token_ns), len(self.item_ns)} - {0, len(self.query_tiles)}:
             raise ValueError("there must be a time for each m, or none")
-        of_workers, of_all = (*self.token_ns, *self.item_ns, self.turn_ns), (self.bin_ns, self.wave_ns)
+        if self.part_token_ns and not (self.item_ns and self.warp_m in self.query_tiles):
+            raise ValueError("there must be times of the tile that parts have")
+        of_workers, of_all = (
+            (*self.token_ns, *self.item_ns, self.part_token_ns, self.turn_ns),
+            (self.bin_ns, self.wave_ns),
+        )
         if any(of_workers + of_all) and not self.bytes_per_ns:
             raise ValueError("there must be a bandwidth where there are times")
         prices = [*(ns * self.share for ns in of_workers), *(ns * self.bytes_per_ns for ns in of_all)]

@@ -158,14 +158,15 @@ class Items {
     if (shared && lane < kWarps) window_.places[item.phase][lane] = {uint8_t(kWarps), uint8_t(lane), 1, 0};
   }
 
-  // The worker's item `index`.
+  // The worker's item `index`, of which each item of the plan is `row_parts`; all but the first are none where its tile holds all rows.
   __device__ __forceinline__ Item read(int index, int ms) const {
     Item item = {};
     item.phase = kNoItem;
     const int32_t* bins = p_.plan + kHeaderSize;
     const int num_tasks = p_.plan[kNumBins] * p_.runs, items = p_.plan[kItems];
     int task = blockIdx.x, bin = 0, at = -1;
-    for (int rest = index; task < num_tasks; task += gridDim.x) {
+    const int number = quotient(index, p_.row_parts), row_part = index - number * p_.row_parts;
+    for (int rest = number; task < num_tasks; task += gridDim.x) {
       bin = quotient(task, p_.runs);
       const int begin = bins[bin], count = bins[bin + 1] - begin;
       if (rest < count) {
@@ -192,6 +193,13 @@ class Items {
     item.first_head = uint16_t(head * p_.kv_group + min(part * p_.group, p_.kv_group - p_.group));
     const bool ours = row[kTileN] == kTokens && (ms >> item.m / 8 & 1) != 0;
     item.phase = uint8_t(ours ? phase_of(item.m) : kPhases);
+    if (p_.row_parts > 1) {
+      if (item.m < p_.group)
+        item.first_head += uint16_t(min(row_part * item.m, p_.group - item.m));
+      else if (row_part > 0)
+        item.phase = kPhases;
+      if (item.phase == kPhases) return item;
+    }
     // They are read next, by a warp that does not know yet which item it gets.
 #pragma unroll 1
     for (int i = 0; i < min(item.tokens, kAhead); i += kAheadStep) prefetch(p_.req_to_token + item.slots + i);

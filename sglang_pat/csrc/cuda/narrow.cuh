@@ -410,7 +410,7 @@ class NarrowWarp {
   __device__ void combine(const Item& item, int last) {
     static_assert(kM * panels(kVDim) * kPanelColumns * 4 <= S::kStage);
     const Results<T, kVDim> results(p_);
-    const int rows = item.count * p_.group;
+    const int rows = min(item.count * p_.group, kM);
     const TeamPlace team = items_.place(kPhase);
     const int lane = lane_id(), warp = warp_id(), leader = warp - team.warp;
     const auto all_arrived = [&] { sync_threads(kTeamBarrier + kPhase * kMostTeams + team.team, team.warps * kWarpSize); };

@@ -44,6 +44,9 @@ struct Params {
   // Work items run once for each of `runs` groups of query heads: those of a KV head, in `splits` parts where they are more than a
   // tile has rows. A part has `group` heads; the last one has some of the one before again, which computes the same.
   int runs, splits, group, kv_group;
+  // A query of more heads than a narrow tile has rows may be an item of that tile: then it is looked up as so many of them, each with
+  // some heads, the last one likewise.
+  int row_parts;
   uint32_t group_inverse;
   float scale_log2;            // weights are 2 to the power of scores times this
   float v_scale;               // V is what its bytes say times this

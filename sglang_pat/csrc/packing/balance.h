@@ -67,12 +67,12 @@ class Bins {
       const int64_t target = ceil_div(remaining + ahead, left), slack = target / kSlack;
       int64_t load = 0, bin_growth = 0;
       int kinds = 0;
-      const auto kind_of = [&](int64_t count) { return count <= config.warp_queries ? 1 : 2; };
-      const auto turn_to = [&](int64_t count) { return kinds == (3 ^ kind_of(count)) ? config.turn_price : 0; };
-      const auto take_whole = [&](Queue& queue, int64_t price) {
+      const auto kind_of = [&](int64_t count, int64_t tokens) { return config.by_warps(count, tokens) ? 1 : 2; };
+      const auto turn_to = [&](int kind) { return kinds == (3 ^ kind) ? config.turn_price : 0; };
+      const auto take_whole = [&](Queue& queue, int64_t tokens, int64_t price) {
         const Pack& pack = queue.packs[queue.index];
         items.push_back(Pack{queue.start(), pack.end, pack.first, pack.count});
-        if (pack.end == kOpen && grows(packs.queries[pack.first])) bin_growth += config.token_prices[pack.count];
+        if (pack.end == kOpen && grows(packs.queries[pack.first])) bin_growth += config.growth_price(pack.count, tokens);
         queue.index += 1;
         queue.begin = 0;
         load += price;
@@ -87,7 +87,7 @@ class Bins {
         int64_t tokens = 0, turn = 0, price = 0;
         const auto look_at = [&](Queue& at) {
           queue = &at;
-          tokens = tokens_of(at), turn = turn_to(count_of(at));
+          tokens = tokens_of(at), turn = turn_to(kind_of(count_of(at), tokens));
           price = config.item_price(count_of(at), tokens) + turn;
         };
         look_at(*queue);
@@ -95,9 +95,9 @@ class Bins {
         const Pack& pack = queue->packs[queue->index];
         const int32_t start = queue->start();
         if (fits(price)) {
-          kinds |= kind_of(pack.count);
+          kinds |= kind_of(pack.count, tokens);
           remaining += turn;
-          take_whole(*queue, price);
+          take_whole(*queue, tokens, price);
           continue;
         }
         // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
@@ -112,10 +112,11 @@ class Bins {
           items.push_back(Pack{start, queue->begin, pack.first, pack.count});
           for (int32_t i = 0; i < pack.count; ++i) num_parts[packs.queries[pack.first + i]] += 1;
           remaining += begin;
-          load += cut * token_price + begin;
-          kinds |= kind_of(pack.count);
+          const int kind = kind_of(pack.count, cut);
+          load += config.item_price(pack.count, cut) + turn_to(kind);
+          kinds |= kind;
         } else if (load == 0) {
-          take_whole(*queue, price);
+          take_whole(*queue, tokens, price);
         }
         break;
       }

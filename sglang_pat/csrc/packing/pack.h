@@ -94,15 +94,14 @@ struct Packs {
     const size_t old_tails = single.size(), old_queries = queries.size();
     single.resize(old_tails + leaves);
     queries.resize(old_queries + leaves);
-    int64_t tokens = 0;
+    int64_t price = 0;
     for (size_t i = 0; i < leaves; ++i) {
       const int32_t query = order[prefix.first + i];
       const int32_t from = choices.leaf_joins[prefix.first + i] ? start : prefix.end;
       single[old_tails + i] = Pack{from, kOpen, int32_t(old_queries + i), 1};
       queries[old_queries + i] = query;
-      tokens += seq_lens[query] - from;
+      price += config.item_price(1, seq_lens[query] - from);
     }
-    const int64_t price = tokens * config.token_prices[1] + int64_t(leaves) * config.start_prices[1];
     reads += price;
     work += price;
   }

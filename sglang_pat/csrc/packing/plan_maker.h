@@ -83,9 +83,9 @@ class PlanMaker {
 
  private:
   int64_t unpacked_price(const Config& config) const {
-    int64_t tokens = 0;
-    for (const int32_t length : seen_) tokens += length;
-    return tokens * config.token_prices[1] + int64_t(seen_.size()) * config.start_prices[1];
+    int64_t price = 0;
+    for (const int32_t length : seen_) price += config.item_price(1, length);
+    return price;
   }
 
   std::vector<int32_t> seq_lens_, seen_, sharing_;  // tokens of each request, those that it sees, and who may share

@@ -30,6 +30,9 @@ struct Config {
   int64_t token_bytes = 0, part_bytes = 0;  // traffic
   int64_t turn_price = 0, bin_end_price = 0, wave_price = 0;
   int group = 1, kv_heads = 1, workers = 1, max_queries = 1, few_queries = 1, warp_queries = 0;
+  // A query of more than `part_rows` rows, with up to `parts_tokens` tokens, is run in parts of so many: what it then costs.
+  int64_t parts_token_price = 1, parts_start_price = 0, parts_tokens = -1;
+  int part_rows = 0;
   int window = 0;  // tokens that a query sees; 0: all
   Policy policy = Policy::kOptimal;
   // [max_queries + 1]: what a token costs a work item with so many queries, what its start and end cost, and up to how
@@ -52,6 +55,9 @@ struct Config {
       in_range("a start's price", start_prices[queries], 0, kMaxItemPrice);
       in_range("short_tokens", short_tokens[queries], 0, INT32_MAX);
     }
+    in_range("the price of parts", parts_token_price, 1, kMaxTokenPrice);
+    in_range("the start of parts", parts_start_price, 0, kMaxItemPrice);
+    in_range("the tokens of parts", parts_tokens, -1, INT32_MAX);
     in_range("few_queries", few_queries, 1, max_queries);
     in_range("the number of query tiles", int64_t(query_tiles.size()), 1, kMaxTile);
     in_range("the number of KV tiles", int64_t(kv_tiles.size()), int64_t(kv_bounds.size()) + 1,
@@ -64,7 +70,7 @@ struct Config {
     const auto equal = [&](const std::vector<int64_t>& prices) {
       return std::count(prices.begin() + 1, prices.end(), prices[1]) == max_queries;
     };
-    flat = equal(token_prices) && equal(start_prices);
+    flat = equal(token_prices) && equal(start_prices) && parts_tokens < 0;
   }
 
   // m for a work item of so many queries.
@@ -80,7 +86,18 @@ struct Config {
     return kv_tiles[n];
   }
 
+  bool in_parts(int64_t queries, int64_t tokens) const { return queries == 1 && tokens <= parts_tokens; }
+
+  // What one more token costs a work item that has `tokens`.
+  int64_t growth_price(int64_t queries, int64_t tokens) const {
+    return in_parts(queries, tokens) ? parts_token_price : token_prices[queries];
+  }
+
+  // Whether single warps run a work item.
+  bool by_warps(int64_t queries, int64_t tokens) const { return queries <= warp_queries || in_parts(queries, tokens); }
+
   int64_t item_price(int64_t queries, int64_t tokens) const {
+    if (in_parts(queries, tokens)) return tokens * parts_token_price + parts_start_price;
     return tokens * token_prices[queries] + start_prices[queries];
   }
 

@@ -76,7 +76,7 @@ class PlanWriter {
       row[kItemQueries] = item.count;
       row[kTileN] = config.kv_tile(tokens);
       if (item.count == 1) {
-        row[kTileM] = single_tile;
+        row[kTileM] = config.in_parts(1, tokens) ? config.part_rows : single_tile;
         queries[first] = members[0];
         ++single;
       } else {
