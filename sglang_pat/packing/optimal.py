@@ -51,6 +51,7 @@ class _Solver:
     def __init__(self, prefixes: list[Prefix], batch: Batch, config: PackConfig) -> None:
         self.prefixes = prefixes
         self.config = config
+        self.seq_lens = batch.seq_lens
         self.best: list[dict[tuple[int, bool], Best]] = [{} for _ in prefixes]
         self.part = float(config.cost.part_bytes)
         # What a full work item costs each of its queries, per token and once.
@@ -78,7 +79,7 @@ class _Solver:
         tokens = prefix.end - start
         stay = self.part + tokens * self.cut_token
         share = tokens * self.full_token + self.full_start
-        leaf = tokens * (self.config.token_price(1) + self.cut_token) + self.part * above
+        leaf = self._leaf_price(prefix, tokens) + self.part * above
         best = Best(math.inf, join_all(prefix))
         for candidate in range(3):
             extra = share if candidate == 2 else 0.0
@@ -99,3 +100,11 @@ class _Solver:
             if total < best.price:
                 best = Best(total, Choice(joins[::-1], [leaf_joins] * len(prefix.leaves)))
         return best
+
+    def _leaf_price(self, prefix: Prefix, tokens: int) -> float:
+        """What it costs that a leaf reads `tokens` more, for a tail as long as the mean: one that is run in parts no longer is."""
+        if self.config.parts_tokens < 0 or not prefix.leaves:
+            return tokens * (self.config.token_price(1) + self.cut_token)
+        tail = sum(self.seq_lens[query] - prefix.end for query in prefix.leaves) // len(prefix.leaves)
+        more = self.config.item_price(1, tail + tokens) - self.config.item_price(1, tail)
+        return more + tokens * self.cut_token

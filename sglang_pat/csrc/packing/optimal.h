@@ -23,8 +23,10 @@ class Optimal {
   static constexpr int kMaxDepth = 1024;  // MAX_DEPTH in sglang_pat/packing/optimal.py
 
   // Decide for all prefixes; `choose` then gives the choices one by one, in preorder.
-  void solve(const Prefixes& prefixes, const Config& config) {
+  void solve(const Prefixes& prefixes, const std::vector<int32_t>& seq_lens, const Config& config) {
     config_ = &config;
+    seq_lens_ = seq_lens.data();
+    order_ = prefixes.order.data();
     part_ = double(config.part_bytes);
     start_ = double(config.start_prices[1]);
     full_token_ = double(config.token_prices[config.max_queries]) / config.max_queries;
@@ -158,11 +160,13 @@ class Optimal {
   template <int kVectors, bool kChildren>
   void weigh(const Prefix& prefix, Frame<kVectors>& frame, Result& result) {
     const double leaves = prefix.leaves(), leaf_token = double(config_->token_prices[1]) + cut_token_;
+    const bool in_parts = config_->parts_tokens >= 0 && prefix.leaves() > 0;
+    const int64_t tail = in_parts ? mean_tail(prefix) : 0;
     for (int above = 0; above < 2; ++above) {
       Masks masks{};
       for (int v = 0; v < used<kVectors>(prefix.depth); ++v) {
         const Vector tokens = frame.tokens[v];
-        const Vector leaf = tokens * leaf_token + part_ * above;
+        const Vector leaf = (in_parts ? more_price(tail, tokens) : tokens * leaf_token) + part_ * above;
         const Vector leaf_stays = frame.stay[v] + part_;
         const auto children = [&](int candidate) { return kChildren ? frame.total[above][candidate][v] : Vector{}; };
         Vector best = children(0) + leaves * leaf;
@@ -214,6 +218,20 @@ class Optimal {
     }
   }
 
+  int64_t mean_tail(const Prefix& prefix) const {
+    int64_t tokens = 0;
+    for (int32_t i = prefix.first; i < prefix.leaves_end; ++i) tokens += seq_lens_[order_[i]] - prefix.end;
+    return tokens / prefix.leaves();
+  }
+
+  // What it costs that a leaf with so long a tail reads `tokens` more.
+  Vector more_price(int64_t tail, Vector tokens) const {
+    Vector more;
+    for (int i = 0; i < kWidth; ++i)
+      more[i] = double(config_->item_price(1, tail + int64_t(tokens[i])) - config_->item_price(1, tail));
+    return more + tokens * cut_token_;
+  }
+
   Vector pack_price(Vector queries, Vector tokens) const {
     const double limit = config_->max_queries;
     const bool one_item = mask(queries > limit) == 0;
@@ -232,6 +250,7 @@ class Optimal {
   }
 
   const Config* config_ = nullptr;
+  const int32_t *seq_lens_ = nullptr, *order_ = nullptr;
   double part_ = 0, start_ = 0, full_token_ = 0, full_start_ = 0, cut_token_ = 0;
   // One frame for each level; few prompts have more than eight.
   std::vector<Frame<1>> shallow_;

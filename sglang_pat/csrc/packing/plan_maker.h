@@ -50,7 +50,7 @@ class PlanMaker {
     choices_.reset(prefixes_);
     if (policy == Policy::kNaive) choose_naive(prefixes_, choices_);
     if (policy == Policy::kOptimal && prefixes_.max_depth >= Optimal::kMaxDepth) policy = Policy::kPat;
-    if (policy == Policy::kOptimal) optimal_.solve(prefixes_, config);
+    if (policy == Policy::kOptimal) optimal_.solve(prefixes_, seen_, config);
     packs_.begin(prefixes_, seq_lens_.size());
     for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index) {
       if (index > 0) {
