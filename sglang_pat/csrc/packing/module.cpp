@@ -73,7 +73,8 @@ auto guarded(Action action) {
 }
 
 // `numbers`: token_bytes, part_bytes, turn_price, group, kv_heads, workers, max_queries, few_queries, warp_queries, policy, max_batch,
-// max_slots, bin_end_price, wave_price, window, parts_token_price, parts_start_price, parts_tokens, part_rows. `token_prices`, `start_prices` and `short_tokens` are [max_queries + 1].
+// max_slots, bin_end_price, wave_price, window, parts_token_price, parts_start_price, parts_tokens, part_rows. `token_prices`,
+// `start_prices` and `short_tokens` are [max_queries + 1].
 int64_t create(TensorView numbers, TensorView token_prices, TensorView start_prices, TensorView short_tokens,
                TensorView query_tiles, TensorView kv_tiles, TensorView kv_bounds, TensorView first_buffer,
                TensorView second_buffer) {
