@@ -324,6 +324,12 @@ def replica(runner: Any) -> int | None:
     return (getattr(ranks, "dp_rank", None) or 0) or ranks.attn_dp_rank
 
 
+def modules(runner: Any) -> list[Any]:
+    """All modules of the runner's model; none where there is no model, as in some of SGLang's tests."""
+    model = getattr(runner, "model", None)
+    return [] if model is None else list(model.modules())
+
+
 def attention_layers(runner: Any) -> list[Any]:
     """Attention layers with KV that this process computes: one stage of a pipeline has only some of the model's.
 
@@ -331,9 +337,9 @@ def attention_layers(runner: Any) -> list[Any]:
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    found = {id(module): module for module in runner.model.modules() if isinstance(module, RadixAttention)}
+    found = {id(module): module for module in modules(runner) if isinstance(module, RadixAttention)}
     # Models that run on transformers' code keep theirs in a dict, of which torch knows nothing.
-    for instances in (getattr(module, "attention_instances", None) for module in runner.model.modules()):
+    for instances in (getattr(module, "attention_instances", None) for module in modules(runner)):
         if isinstance(instances, dict):
             found |= {id(layer): layer for layer in instances.values() if isinstance(layer, RadixAttention)}
     kept = layers_with_kv(getattr(runner, "token_to_kv_pool", None))

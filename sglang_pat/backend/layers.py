@@ -61,7 +61,7 @@ def with_sinks(runner: ModelRunner) -> set[int]:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     found: set[int] = set()
-    for module in runner.model.modules():
+    for module in compat.modules(runner):
         if any(isinstance(getattr(module, name, None), torch.nn.Parameter) for name in SINKS):
             found |= {child.layer_id for child in module.children() if isinstance(child, RadixAttention)}
     return found
