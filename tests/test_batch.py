@@ -124,6 +124,10 @@ def test_an_output_that_is_none_or_in_use_is_refused(tmp_path: Path) -> None:
         Output(tmp_path / "other")
     with pytest.raises(BatchError, match="Is a directory"):
         Output(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for endless in (tmp_path / "pipe", Path(os.devnull)):
+        with pytest.raises(BatchError, match="is no regular file"):
+            Output(endless)
 
 
 @pytest.mark.once
@@ -242,6 +246,7 @@ def test_a_job_that_is_told_to_end_finishes_what_runs() -> None:
         (["in", "in"], "in is the input: name another file"),
         (["in", "out", "--in-flight", "0"], "'0' is not a whole number"),
         (["in", "other"], "other has answers to another input than in: name another file"),
+        (["in", "longer"], "longer has answers to another input than in: name another file"),
     ],
 )
 def test_careless_commands_end_with_a_sentence(
@@ -251,6 +256,9 @@ def test_careless_commands_end_with_a_sentence(
     Path("in").write_text(json.dumps(completion("x")) + "\n")
     with Output(Path("other")) as output:
         output.write(record(1))
+    with Output(Path("longer")) as output:
+        output.write(record(1) | {"custom_id": completion("x")["custom_id"]})
+        output.write(record(2))
     try:
         status = cli.main(["batch", *arguments])
     except SystemExit as end:

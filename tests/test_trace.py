@@ -326,6 +326,9 @@ def test_a_missing_and_an_unwritable_file_are_named(tmp_path: Path) -> None:
         replay(tmp_path / "nothing")
     with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .* cannot be written: No such file"):
         trace.TraceWriter(tmp_path / "no" / "folder", HEADER, 100)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .*pipe is a pipe: name a file"):
+        trace.TraceWriter(tmp_path / "pipe", HEADER, 100)
 
 
 def test_a_reset_can_be_replayed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -35,13 +35,17 @@ def engine(flags: Sequence[str]) -> Engine:
     return sglang.Engine(server_args=prepare_server_args([*added, *flags]))
 
 
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""What a server counts of one answer: others are no counts."""
+
+
 class _Details(msgspec.Struct):
-    cached_tokens: int = 0
+    cached_tokens: _Tokens = 0
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: _Tokens = 0
+    completion_tokens: _Tokens = 0
     prompt_tokens_details: _Details | None = None
 
 
@@ -126,9 +130,9 @@ def batch(source: Path, target: Path, place: Place) -> int:
     # Before the output is made: a wrong name must not leave one.
     found = list(lines.read(source))
     with Output(target) as output:
-        for one in found:
-            if output.done.get(one.number, one.custom_id) != one.custom_id:
-                raise BatchError(f"{target} has answers to another input than {source}: name another file")
+        asked = {one.number: one.custom_id for one in found}
+        if any(number not in asked or asked[number] != name for number, name in output.done.items()):
+            raise BatchError(f"{target} has answers to another input than {source}: name another file")
         left = [one for one in found if one.number not in output.done]
         for one in left:
             if isinstance(one, Failure):

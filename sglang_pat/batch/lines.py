@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -171,6 +172,8 @@ class Output:
         except OSError as error:
             raise BatchError(f"{path}: {error.strerror}") from None
         try:
+            if not stat.S_ISREG(os.fstat(self._file).st_mode):
+                raise BatchError(f"{path} is no regular file, from which a job could go on: name another one")
             self._lock()
             self.done: dict[int, str | None] = {}
             self._read()

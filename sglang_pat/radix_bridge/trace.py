@@ -91,6 +91,9 @@ class TraceWriter:
         self._encode = msgspec.msgpack.Encoder().encode
         self._left = limit - len(MAGIC)
         self._batch: list[int] = []
+        if path.is_fifo():
+            # Opening it would wait for whoever reads it.
+            raise TraceError(f"SGLANG_PAT_TRACE: {path} is a pipe: name a file")
         try:
             self._file = path.open("wb")
             self._file.write(MAGIC)
