@@ -13,11 +13,12 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat, jit
-from sglang_pat.backend import executors, layers, support, verify
+from sglang_pat.backend import executors, layers, parts, support, verify
 from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.layers import LayerGroup
 from sglang_pat.backend.metrics import Metrics
+from sglang_pat.backend.parts import Parts
 from sglang_pat.backend.windows import WindowTable
 from sglang_pat.config import PatConfig
 from sglang_pat.packing import AttentionSpec, PackConfig
@@ -117,6 +118,7 @@ class PatAttnBackend(AttentionBackend):
         self.rows: torch.Tensor | None = None
         self.seq_lens: torch.Tensor | None = None
         self._cached: torch.Tensor | None = None  # likewise, without drafts
+        self._parts: Parts | None = None  # of an extend
         self._rows_of_batch: torch.Tensor | None = None
         self._requests = torch.empty(0, dtype=torch.int64)  # in these rows
         if self.inner is not None:
@@ -160,6 +162,7 @@ class PatAttnBackend(AttentionBackend):
         self._tables = {window: WindowTable(runner, window) for window in windows}
         self._window_slots: torch.Tensor | None = None  # of the new tokens
         self._with_sinks = layers.with_sinks(runner)
+        self._only_decoders = all(map(compat.decodes, compat.attention_layers(runner)))
         self.observer = Observer(*(group.scheduler for group in everyone))
         self.observer.subscribers += [group.planner.on_event for group in everyone]
         if writer:
@@ -203,13 +206,24 @@ class PatAttnBackend(AttentionBackend):
             self.init_forward_metadata_out_graph(forward_batch)
             self.init_forward_metadata_in_graph(forward_batch)
         elif not forward_batch.forward_mode.is_idle() and self.inner is not None:
-            self.inner.init_forward_metadata(forward_batch)
+            self._begin_extend(forward_batch)
             self._expect(forward_batch)
-            if self._extend is not None and compat.is_extend(forward_batch.forward_mode):
-                rows = hooks.rows_of(forward_batch)
-                requests = _NOBODY if rows is None else compat.requests(self.req_to_token_pool, rows)
-                check = functools.partial(check_plan, self.req_to_token_pool.req_to_token)
-                self._extend.begin(forward_batch, requests, check if self.config.verify else None)
+
+    def _begin_extend(self, forward_batch: ForwardBatch) -> None:
+        assert self.inner is not None
+        extends = compat.is_extend(forward_batch.forward_mode)
+        self._parts = parts.decoding(forward_batch) if extends and self._only_decoders else None
+        if self._parts is not None:
+            self.init_forward_metadata(self._parts.second)
+            forward_batch = self._parts.first
+        if forward_batch is None:
+            return
+        self.inner.init_forward_metadata(forward_batch)
+        if self._extend is not None and extends:
+            rows = hooks.rows_of(forward_batch)
+            requests = _NOBODY if rows is None else compat.requests(self.req_to_token_pool, rows)
+            check = functools.partial(check_plan, self.req_to_token_pool.req_to_token)
+            self._extend.begin(forward_batch, requests, check if self.config.verify else None)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         mode = forward_batch.forward_mode
@@ -356,6 +370,16 @@ class PatAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         if self._verifies(forward_batch):
             return self._forward_verify(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if self._parts is not None:
+            return self._parts.forward(
+                self._forward_extend, self.forward_decode, q, k, v, layer, forward_batch, save_kv_cache, **kwargs
+            )
+        return self._forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def _forward_extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch,
+        save_kv_cache: bool, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
         assert self.inner is not None
         if self._extend is None or not compat.is_extend(forward_batch.forward_mode) or not compat.decodes(layer):
             return self.inner.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -376,6 +400,7 @@ class PatAttnBackend(AttentionBackend):
         self, capture_metadata: Any, forward_batch: ForwardBatch, **kwargs: Any
     ) -> None:
         assert self.inner is not None
+        self._parts = None
         self.inner.prepare_forward_metadata_for_breakable_cuda_graph_replay(capture_metadata, forward_batch, **kwargs)
         self._expect(forward_batch)
 
@@ -427,18 +452,16 @@ class PatAttnBackend(AttentionBackend):
         return self._requests
 
     def _expect(self, forward_batch: ForwardBatch) -> None:
-        """The requests that are being prefilled decode next."""
+        """The requests whose prompts this batch completes decode next."""
         rows, lengths = hooks.rows_of(forward_batch), forward_batch.seq_lens_cpu
         if rows is not None and lengths is not None:
-            requests = compat.requests(self.req_to_token_pool, rows).tolist()
+            completed = forward_batch.rids.completed()
+            rids = [forward_batch.rids[i] for i in completed if i < len(forward_batch.rids)]
+            requests = compat.requests(self.req_to_token_pool, rows[completed]).tolist()
             # Of a request that verifies, the first step has its whole draft.
             more = max(0, self._draft_tokens - 1)
-            hooks.tell(
-                self.observer,
-                lambda observer: observer.on_prefill(
-                    requests, (lengths[: len(requests)] + more).tolist(), list(forward_batch.rids)
-                ),
-            )
+            told = (lengths[: len(rows)][completed] + more).tolist()
+            hooks.tell(self.observer, lambda observer: observer.on_prefill(requests, told, rids))
 
 
 def _on_host(seq_lens: torch.Tensor, size: int, more: int) -> torch.Tensor:
