@@ -1,4 +1,4 @@
-"""Tiny hybrid models with random weights: Qwen3-Next (gated delta nets, experts) and Nemotron-H (Mamba 2)."""
+"""Tiny hybrid models with random weights: Qwen3-Next and Qwen 3.5 (gated delta nets), and Nemotron-H (Mamba 2)."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ def _save(folder: Path, tokenizer: Path, config: dict[str, Any], weights: Weight
     return checkpoint.save(folder, tokenizer, BASE | config, weights)
 
 
-def qwen3_next(folder: Path, tokenizer: Path) -> Path:
-    """Write config, weights (bfloat16) and the tokenizer of another model to `folder`; returns it. Every second layer has KV."""
-    head_dim, experts, states, keys, values = 256, 4, 128, 2, 4
-    config = {
-        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_act": "silu", "head_dim": head_dim,
-        "full_attention_interval": LAYERS // ATTENTION_LAYERS, "partial_rotary_factor": 0.25, "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4, "linear_key_head_dim": states, "linear_value_head_dim": states,
-        "linear_num_key_heads": keys, "linear_num_value_heads": values, "num_experts": experts, "num_experts_per_tok": experts,
-        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": INNER,
-        "shared_expert_intermediate_size": INNER,
+STATES, STATE_KEYS, STATE_VALUES = 128, 2, 4
+"""Of a gated delta net: dimensions of a state's keys and values, and heads of each."""
+
+GATED_DELTA_NETS: dict[str, Any] = {
+    "hidden_act": "silu", "head_dim": 256, "full_attention_interval": LAYERS // ATTENTION_LAYERS, "partial_rotary_factor": 0.25,
+    "rope_theta": 1e6, "rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4, "linear_key_head_dim": STATES,
+    "linear_value_head_dim": STATES, "linear_num_key_heads": STATE_KEYS, "linear_num_value_heads": STATE_VALUES,
+}  # fmt: skip
+
+
+def _mlp(random: _Random) -> Weights:
+    return {
+        "gate_proj.weight": random.matrix(INNER, HIDDEN), "up_proj.weight": random.matrix(INNER, HIDDEN),
+        "down_proj.weight": random.matrix(HIDDEN, INNER),
     }  # fmt: skip
-    # A token goes to all experts: a choice would jump where two are close.
-    random = _Random()
 
-    def mlp() -> Weights:
-        return {
-            "gate_proj.weight": random.matrix(INNER, HIDDEN), "up_proj.weight": random.matrix(INNER, HIDDEN),
-            "down_proj.weight": random.matrix(HIDDEN, INNER),
-        }  # fmt: skip
 
+def _gated_delta_nets(random: _Random, mlp: Callable[[_Random], Weights], projections: dict[str, int]) -> Weights:
+    """Weights of a model whose every second layer has KV; `projections` of the others by their rows."""
+    head_dim = GATED_DELTA_NETS["head_dim"]
     # Norms scale by 1 and their weight.
     weights = {
         "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=random.generator),
@@ -77,13 +77,9 @@ def qwen3_next(folder: Path, tokenizer: Path) -> Path:
         weights |= {
             f"{prefix}.input_layernorm.weight": torch.zeros(HIDDEN),
             f"{prefix}.post_attention_layernorm.weight": torch.zeros(HIDDEN),
-            f"{prefix}.mlp.gate.weight": random.matrix(experts, HIDDEN),
-            f"{prefix}.mlp.shared_expert_gate.weight": random.matrix(1, HIDDEN),
-            **_named(f"{prefix}.mlp.shared_expert", mlp()),
+            **_named(f"{prefix}.mlp", mlp(random)),
         }
-        for expert in range(experts):
-            weights |= _named(f"{prefix}.mlp.experts.{expert}", mlp())
-        if (layer + 1) % config["full_attention_interval"] == 0:
+        if (layer + 1) % GATED_DELTA_NETS["full_attention_interval"] == 0:
             weights |= _named(f"{prefix}.self_attn", {
                 # Scores peaked enough that tokens far away matter. Q comes with its output's gate.
                 "q_norm.weight": torch.ones(head_dim), "k_norm.weight": torch.ones(head_dim),
@@ -94,13 +90,45 @@ def qwen3_next(folder: Path, tokenizer: Path) -> Path:
             })  # fmt: skip
         else:
             weights |= _named(f"{prefix}.linear_attn", {
-                "in_proj_qkvz.weight": random.matrix(2 * (keys + values) * states, HIDDEN),
-                "in_proj_ba.weight": random.matrix(2 * values, HIDDEN),
-                "conv1d.weight": random.convolution((2 * keys + values) * states),
-                "norm.weight": torch.ones(states), "out_proj.weight": random.matrix(HIDDEN, values * states),
-                **_memories(values),
+                **{f"{name}.weight": random.matrix(rows, HIDDEN) for name, rows in projections.items()},
+                "conv1d.weight": random.convolution((2 * STATE_KEYS + STATE_VALUES) * STATES),
+                "norm.weight": torch.ones(STATES), "out_proj.weight": random.matrix(HIDDEN, STATE_VALUES * STATES),
+                **_memories(STATE_VALUES),
             })  # fmt: skip
-    return _save(folder, tokenizer, config, weights)
+    return weights
+
+
+def qwen3_next(folder: Path, tokenizer: Path) -> Path:
+    """Write config, weights (bfloat16) and the tokenizer of another model to `folder`; returns it. Every second layer has KV."""
+    experts = 4
+    config = GATED_DELTA_NETS | {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": experts,
+        "num_experts_per_tok": experts, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "moe_intermediate_size": INNER, "shared_expert_intermediate_size": INNER,
+    }  # fmt: skip
+
+    # A token goes to all experts: a choice would jump where two are close.
+    def mlp(random: _Random) -> Weights:
+        weights = {"gate.weight": random.matrix(experts, HIDDEN), "shared_expert_gate.weight": random.matrix(1, HIDDEN)}
+        for name in ("shared_expert", *(f"experts.{expert}" for expert in range(experts))):
+            weights |= _named(name, _mlp(random))
+        return weights
+
+    projections = {"in_proj_qkvz": 2 * (STATE_KEYS + STATE_VALUES) * STATES, "in_proj_ba": 2 * STATE_VALUES}
+    return _save(folder, tokenizer, config, _gated_delta_nets(_Random(), mlp, projections))
+
+
+def qwen3_5(folder: Path, tokenizer: Path) -> Path:
+    """The same for the text model of Qwen 3.5, without experts."""
+    config = GATED_DELTA_NETS | {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+        "rope_parameters": {"rope_type": "default", "rope_theta": GATED_DELTA_NETS["rope_theta"]},
+    }  # fmt: skip
+    projections = {
+        "in_proj_qkv": (2 * STATE_KEYS + STATE_VALUES) * STATES, "in_proj_z": STATE_VALUES * STATES,
+        "in_proj_b": STATE_VALUES, "in_proj_a": STATE_VALUES,
+    }  # fmt: skip
+    return _save(folder, tokenizer, config, _gated_delta_nets(_Random(), _mlp, projections))
 
 
 def nemotron_h(folder: Path, tokenizer: Path, chunk: int = 128) -> Path:
@@ -145,4 +173,4 @@ def nemotron_h(folder: Path, tokenizer: Path, chunk: int = 128) -> Path:
     return _save(folder, tokenizer, config, weights)
 
 
-WRITERS = {"Qwen3-Next": qwen3_next, "Nemotron-H": nemotron_h}
+WRITERS = {"Qwen3-Next": qwen3_next, "Qwen 3.5": qwen3_5, "Nemotron-H": nemotron_h}

@@ -1,0 +1,94 @@
+"""Writes folders with the shape of real models, for servers with random weights (`--load-format dummy`):
+
+    python benchmarks/shapes.py qwen3-8b gpt-oss-20b     # ./qwen3-8b and ./gpt-oss-20b
+    python benchmarks/shapes.py                          # what there is
+
+A folder has the model's configuration, as its makers published it, and a tokenizer in which a word is a token: text that a benchmark makes of N
+random tokens is N tokens again. No weights, and no vocabulary of the model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+WORDS = 20_000
+"""Tokens that the tokenizer has; no more than any model's vocabulary."""
+
+COMMON = {
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "tie_word_embeddings": False,
+}
+GQA_8 = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "rms_norm_eps": 1e-6,
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": 14336, "vocab_size": 128_256,
+    "max_position_embeddings": 8192, "rope_theta": 5e5, **GQA_8, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 36, "intermediate_size": 12_288,
+        "vocab_size": 151_936, "max_position_embeddings": 40_960, "rope_theta": 1e6, **GQA_8,
+    },
+    "llama3-8b": {**LLAMA, "num_hidden_layers": 32},
+    "qwen3-8b-eagle": {
+        **LLAMA, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "intermediate_size": 12_288,
+        "vocab_size": 151_936, "max_position_embeddings": 40_960, "rope_theta": 1e6,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960, "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_hidden_layers": 24, "hidden_size": 2880,
+        "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "swiglu_limit": 7.0,
+        "attention_bias": True, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "vocab_size": 201_088, "max_position_embeddings": 131_072,
+        "rope_theta": 150_000, "rms_norm_eps": 1e-5,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                         "original_max_position_embeddings": 4096},
+    },
+}  # fmt: skip
+"""By the configurations on the models' own pages; `qwen3-8b-eagle` is a draft of one layer for `qwen3-8b`."""
+
+
+def write(name: str, folder: Path) -> Path:
+    """Write the shape `name`, one of SHAPES, to `folder`; returns it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    end = "<|endoftext|>"
+    words = {end: 0, **{f"w{number}": number for number in range(1, WORDS)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder.mkdir(parents=True, exist_ok=True)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({**COMMON, **SHAPES[name]}, indent=1))
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE")
+    names = parser.parse_args().shapes
+    for name in names:
+        if name not in SHAPES:
+            parser.error(f"{name} is none of {', '.join(SHAPES)}")
+    print("\n".join([str(write(name, Path(name))) for name in names] or SHAPES))
+
+
+if __name__ == "__main__":
+    main()
