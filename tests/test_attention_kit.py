@@ -160,15 +160,21 @@ LENGTHS, ADDED = (40, 0, 90, 310, 347, 33), (20, 33, 2, 1, 1, 1)
 """Of a mixed step: its last three requests decode, and the first two of these share a prefix."""
 
 
+STOCK = ["fa3", "flashinfer", "triton"] if ON_GPU else ["torch_native"]
+
+
 @pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("own", [False, True], ids=["a stock backend in front", "a plan in front"])
-def test_decoding_requests_of_a_mixed_step_are_packed(own: bool, padding: int) -> None:
-    """On a CPU the others are PAT's too; on a GPU a stock backend's. DP attention pads tokens."""
+@pytest.mark.parametrize("front", [*STOCK, "pat"])
+def test_decoding_requests_of_a_mixed_step_are_packed(front: str, padding: int) -> None:
+    """The others are prefilled by a stock backend, as on GPUs, or by an extend's plan, as on CPUs. DP attention pads tokens."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
     fixture = shared_batch(4, 2, LENGTHS, ADDED, members=(3, 4))
+    own = front == "pat"
+    if own and ON_GPU:
+        pytest.skip("no extend of a GPU's is this long")
     if not own:
-        fixture.backend._extend = None
-    elif fixture.backend._extend is None:
-        pytest.skip("on a GPU the others are a stock backend's")
+        fixture.backend.inner, fixture.backend._extend = ATTENTION_BACKENDS[front](fixture.runner), None
     batch = fixture.forward_batch
     batch.out_cache_loc = torch.cat([batch.out_cache_loc, batch.out_cache_loc.new_zeros(padding)])
     fixture.input_hidden = torch.cat(

@@ -171,6 +171,27 @@ def test_parallelism(
     assert counters["kv_bytes"] < 0.9 * counters["kv_bytes_unpacked"]
 
 
+MIXED: dict[str, list[str]] = {
+    "small chunks": ["--chunked-prefill-size", "64", "--disable-prefill-cuda-graph"],
+    "prefill graphs": ["--chunked-prefill-size", "512"],
+    "no overlap": ["--chunked-prefill-size", "128", "--disable-prefill-cuda-graph", "--disable-overlap-schedule", "--page-size", "16"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_chunks(name: str, gpu_model: Path, prompts: list[str], expected: list[Answer], tmp_path: Path) -> None:
+    """Their decoding requests are packed, and the others prefilled, in graphs and in none."""
+    log = tmp_path / "log"
+    flags = [*COMMON, POOL, "60000", "--enable-mixed-chunk", *MIXED[name]]
+    with Server(gpu_model, "pat", log, flags, CHECKED, on_cpu=False) as server:
+        server.wait()
+        for size in (5, 48):
+            assert_agree(generate_all(server, prompts, size, logprobs=False), expected)
+        counters = assert_sound(server)
+    assert counters["mixed_steps"] > 5
+    assert counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
+
+
 def test_memory_is_reported_at_start(servers: dict[str, Server]) -> None:
     held = re.search(r"sglang-pat: .*?(\d+) MiB", servers["graphs"].log.read_text())
     assert held is not None and 0 < int(held[1]) <= 256

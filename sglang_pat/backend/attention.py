@@ -119,6 +119,7 @@ class PatAttnBackend(AttentionBackend):
         self.seq_lens: torch.Tensor | None = None
         self._cached: torch.Tensor | None = None  # likewise, without drafts
         self._parts: Parts | None = None  # of an extend
+        self._mixed_steps = 0
         self._rows_of_batch: torch.Tensor | None = None
         self._requests = torch.empty(0, dtype=torch.int64)  # in these rows
         if self.inner is not None:
@@ -189,6 +190,7 @@ class PatAttnBackend(AttentionBackend):
         """What `/server_info` shows (docs/settings.md)."""
         return {
             **layers.total([group.report() for group in self.groups]),
+            "mixed_steps": self._mixed_steps,
             "extends": self._extend.count if self._extend else 0,
             "extends_shared": self._extend.shared if self._extend else 0,
             "nodes": self.observer.nodes,
@@ -216,6 +218,7 @@ class PatAttnBackend(AttentionBackend):
         if self._parts is not None:
             self.init_forward_metadata(self._parts.second)
             forward_batch = self._parts.first
+            self._mixed_steps += forward_batch is not None
         if forward_batch is None:
             return
         self.inner.init_forward_metadata(forward_batch)

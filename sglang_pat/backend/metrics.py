@@ -11,6 +11,7 @@ logger = logging.getLogger(__name__)
 
 COUNTERS = {
     "steps": "Decode steps.",
+    "mixed_steps": "Those of them that ran beside an extend (`--enable-mixed-chunk`).",
     "plans": "Plans made; the other steps reused one.",
     "plans_ahead": "Plans that were ready before their step.",
     "fallbacks": "Steps that ran one query per work item because planning failed.",
