@@ -140,12 +140,12 @@ class Extended(Case):
     def run(self, logit_cap: float) -> tuple[torch.Tensor, int]:
         scheduler = NativeScheduler(self.config, len(self.added))
         requests = load(scheduler, self.cached)
-        plan, shared = scheduler.extend(requests, np.array(self.cached.seq_lens), np.array(self.added))
+        made = scheduler.extend(requests, np.array(self.cached.seq_lens), np.array(self.added))
         out = cpu.attention(
-            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, torch.from_numpy(plan), scale=self.scale, logit_cap=logit_cap,
+            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, torch.from_numpy(made.data), scale=self.scale, logit_cap=logit_cap,
             sinks=self.sinks, window=self.spec.window,
         )  # fmt: skip
-        return out, shared
+        return out, made.shared
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -292,7 +292,7 @@ def test_an_index_that_is_wrong_is_an_error_or_harmless(what: str) -> None:
 def test_an_open_work_item_is_one_requests_up_to_its_first_query(wrong: str) -> None:
     case = Extended(Batch([40, 40], []), [5, 5], 4, 2, 0, torch.float32, False)
     scheduler = NativeScheduler(case.config, 2)
-    data, _ = scheduler.extend(load(scheduler, case.cached), np.array([40, 40]), np.array([5, 5]))
+    data = scheduler.extend(load(scheduler, case.cached), np.array([40, 40]), np.array([5, 5])).data
     plan = layout.sections(data)
     item = plan.items[0]
     assert item[1] == OPEN and item[3] == 5
