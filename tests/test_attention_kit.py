@@ -174,7 +174,7 @@ def test_decoding_requests_of_a_mixed_step_are_packed(front: str, padding: int) 
     if own and ON_GPU:
         pytest.skip("no extend of a GPU's is this long")
     if not own:
-        fixture.backend.inner, fixture.backend._extend = ATTENTION_BACKENDS[front](fixture.runner), None
+        fixture.backend.prefill.inner, fixture.backend.prefill.extend = ATTENTION_BACKENDS[front](fixture.runner), None
     batch = fixture.forward_batch
     batch.out_cache_loc = torch.cat([batch.out_cache_loc, batch.out_cache_loc.new_zeros(padding)])
     fixture.input_hidden = torch.cat(
@@ -192,13 +192,40 @@ def test_decoding_requests_of_a_mixed_step_are_packed(front: str, padding: int) 
     assert counters["extends"] == own
 
 
+@pytest.mark.parametrize(
+    ("added", "members", "planned"),
+    [((70, 12, 3, 3, 1), (2, 3), 3), ((2, 12, 9, 4), (2, 3), 4), ((3, 3, 70, 1), (0, 1), 0), ((20, 20, 2), (0, 1), 0)],
+    ids=["behind a long one", "all", "not in front of a long one", "as many as fill a tile"],
+)
+@pytest.mark.parametrize("front", STOCK)
+def test_short_extends_are_planned_where_they_share(
+    front: str, added: tuple[int, ...], members: tuple[int, int], planned: int
+) -> None:
+    """As on a GPU, by this device's executor: those at the end of a batch, where the plan costs less than reading each request's KV."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    lengths = tuple(SHARED + 8 * i + 1 for i in range(len(added)))
+    for shares in (True, False):
+        fixture = shared_batch(4, 2, lengths, added, members)
+        prefill = fixture.backend.prefill
+        prefill.inner = ATTENTION_BACKENDS[front](fixture.runner)
+        prefill.extend._everything = False
+        if not shares:
+            fixture.backend.observer.on_reset()
+        assert_right(fixture)
+        counters = fixture.backend.counters()
+        assert counters["extends"] == counters["extends_shared"] == (planned > 0 and shares)
+        assert prefill._planned is None or len(prefill._planned.second.seq_lens) == planned
+        assert counters["steps"] == (added[-1] == 1)
+
+
 def test_a_plan_lives_on_from_decode_steps_to_mixed_ones() -> None:
     """While the same requests decode, in the same order: a prompt that comes in chunks joins them only with its last."""
     fixture = shared_batch(4, 2, (40, 310, 347, 33), (20, 1, 1, 1), members=(1, 2))
     mixed = fixture.forward_batch
     mixed.rids.unfinished = 0
     fixture.backend.init_forward_metadata(mixed)
-    for batch in (mixed, fixture.backend._parts.second, mixed):
+    for batch in (mixed, fixture.backend.prefill._decoding.second, mixed):
         fixture.backend.init_forward_metadata(batch)
     assert (fixture.backend.counters()["steps"], fixture.backend.counters()["plans"]) == (4, 1)
     mixed.rids.unfinished = None

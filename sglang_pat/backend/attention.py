@@ -13,12 +13,12 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat, jit
-from sglang_pat.backend import executors, layers, parts, support, verify
+from sglang_pat.backend import executors, layers, support, verify
 from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.layers import LayerGroup
 from sglang_pat.backend.metrics import Metrics
-from sglang_pat.backend.parts import Parts
+from sglang_pat.backend.prefill import Prefill
 from sglang_pat.backend.windows import WindowTable
 from sglang_pat.config import PatConfig
 from sglang_pat.packing import AttentionSpec, PackConfig
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-
-_NOBODY = torch.empty(0, dtype=torch.int64)
 
 
 def create(runner: ModelRunner) -> AttentionBackend:
@@ -118,8 +116,6 @@ class PatAttnBackend(AttentionBackend):
         self.rows: torch.Tensor | None = None
         self.seq_lens: torch.Tensor | None = None
         self._cached: torch.Tensor | None = None  # likewise, without drafts
-        self._parts: Parts | None = None  # of an extend
-        self._mixed_steps = 0
         self._rows_of_batch: torch.Tensor | None = None
         self._requests = torch.empty(0, dtype=torch.int64)  # in these rows
         if self.inner is not None:
@@ -150,8 +146,7 @@ class PatAttnBackend(AttentionBackend):
                 for (spec, size), executor in zip(specs.items(), made, strict=True)
             ]
         everyone = [*self.groups, *(self._single_groups if self._draft_tokens else [])]
-        self._extend = PackedExtend(runner, self._single_groups) if prefills and runner.device == "cpu" else None
-        self.packs_extends = self._extend is not None
+        self.prefill = self._make_prefill(runner)
         self._group_of: dict[
             tuple[int, int], LayerGroup
         ] = {}  # by the id of a layer that was seen, and tokens of a query
@@ -163,7 +158,6 @@ class PatAttnBackend(AttentionBackend):
         self._tables = {window: WindowTable(runner, window) for window in windows}
         self._window_slots: torch.Tensor | None = None  # of the new tokens
         self._with_sinks = layers.with_sinks(runner)
-        self._only_decoders = all(map(compat.decodes, compat.attention_layers(runner)))
         self.observer = Observer(*(group.scheduler for group in everyone))
         self.observer.subscribers += [group.planner.on_event for group in everyone]
         if writer:
@@ -173,6 +167,17 @@ class PatAttnBackend(AttentionBackend):
         if runner.device != "cpu":
             compat.fence_table_reads()
         self._introduce(on_gpu=runner.device != "cpu")
+
+    def _make_prefill(self, runner: ModelRunner) -> Prefill | None:
+        if self.inner is None:
+            return None
+        extend = PackedExtend(runner, self._single_groups) if runner.device == "cpu" else None
+        group_of = functools.partial(self._group_for, groups=self._single_groups)
+        return Prefill(runner, self.inner, extend, self.init_forward_metadata, self.forward_decode, group_of)
+
+    @property
+    def packs_extends(self) -> bool:
+        return self.prefill is not None and self.prefill.extend is not None
 
     def _introduce(self, on_gpu: bool) -> None:
         """Into the log, what was made."""
@@ -188,11 +193,12 @@ class PatAttnBackend(AttentionBackend):
 
     def counters(self) -> dict[str, Any]:
         """What `/server_info` shows (docs/settings.md)."""
+        extend = self.prefill.extend if self.prefill else None
         return {
             **layers.total([group.report() for group in self.groups]),
-            "mixed_steps": self._mixed_steps,
-            "extends": self._extend.count if self._extend else 0,
-            "extends_shared": self._extend.shared if self._extend else 0,
+            "mixed_steps": self.prefill.mixed_steps if self.prefill else 0,
+            "extends": extend.count if extend else 0,
+            "extends_shared": extend.shared if extend else 0,
             "nodes": self.observer.nodes,
             "faults": self.observer.faults,
             "bound": len(self.observer.scheduler),
@@ -208,25 +214,10 @@ class PatAttnBackend(AttentionBackend):
             self.init_forward_metadata_out_graph(forward_batch)
             self.init_forward_metadata_in_graph(forward_batch)
         elif not forward_batch.forward_mode.is_idle() and self.inner is not None:
-            self._begin_extend(forward_batch)
-            self._expect(forward_batch)
-
-    def _begin_extend(self, forward_batch: ForwardBatch) -> None:
-        assert self.inner is not None
-        extends = compat.is_extend(forward_batch.forward_mode)
-        self._parts = parts.decoding(forward_batch) if extends and self._only_decoders else None
-        if self._parts is not None:
-            self.init_forward_metadata(self._parts.second)
-            forward_batch = self._parts.first
-            self._mixed_steps += forward_batch is not None
-        if forward_batch is None:
-            return
-        self.inner.init_forward_metadata(forward_batch)
-        if self._extend is not None and extends:
-            rows = hooks.rows_of(forward_batch)
-            requests = _NOBODY if rows is None else compat.requests(self.req_to_token_pool, rows)
+            assert self.prefill is not None
             check = functools.partial(check_plan, self.req_to_token_pool.req_to_token)
-            self._extend.begin(forward_batch, requests, check if self.config.verify else None)
+            self.prefill.begin(forward_batch, check if self.config.verify else None)
+            self._expect(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         mode = forward_batch.forward_mode
@@ -373,21 +364,8 @@ class PatAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         if self._verifies(forward_batch):
             return self._forward_verify(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        if self._parts is not None:
-            return self._parts.forward(
-                self._forward_extend, self.forward_decode, q, k, v, layer, forward_batch, save_kv_cache, **kwargs
-            )
-        return self._forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
-    def _forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch,
-        save_kv_cache: bool, **kwargs: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        assert self.inner is not None
-        if self._extend is None or not compat.is_extend(forward_batch.forward_mode) or not compat.decodes(layer):
-            return self.inner.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        group = self._group_for(layer, self._single_groups, **kwargs)
-        return self._extend.forward(q, k, v, layer, group, forward_batch, save_kv_cache, kwargs.get("sinks"))
+        assert self.prefill is not None
+        return self.prefill.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     # Prefill in graphs is the inner backend's business.
 
@@ -402,8 +380,8 @@ class PatAttnBackend(AttentionBackend):
     def prepare_forward_metadata_for_breakable_cuda_graph_replay(
         self, capture_metadata: Any, forward_batch: ForwardBatch, **kwargs: Any
     ) -> None:
-        assert self.inner is not None
-        self._parts = None
+        assert self.inner is not None and self.prefill is not None
+        self.prefill.forget()
         self.inner.prepare_forward_metadata_for_breakable_cuda_graph_replay(capture_metadata, forward_batch, **kwargs)
         self._expect(forward_batch)
 

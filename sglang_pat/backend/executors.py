@@ -57,6 +57,16 @@ class Executor(Protocol):
         and V are kept divided by is in them. `sinks`, [heads], are logits without values.
         """
 
+    def extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
+        seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The same for new tokens, whose plan is one of `NativeScheduler.extend`, where Q is: [tokens, heads, v_head_dim].
+
+        Each token is a query: `rows` and `seq_lens`, [tokens], are its request's row and what it sees, itself included.
+        """
+
 
 def workspace_slots(pack_config: PackConfig, max_batch: int) -> int:
     """Parts that a GPU's workspace holds: those of deep trees, and those that the ends of bins add.
@@ -113,6 +123,16 @@ class CpuExecutor:
         )  # fmt: skip
         out[: queries * tokens] = found if masks is None else verify.scatter(found, tokens, kv_heads)
         return out
+
+    def extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
+        seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return cpu.attention(
+            q, k, v, req_to_token, rows, seq_lens, plan, scale=scale, logit_cap=logit_cap, v_scale=v_scale, sinks=sinks,
+            window=self._spec.window,
+        )  # fmt: skip
 
 
 class CudaExecutor:
@@ -176,6 +196,13 @@ class CudaExecutor:
             logit_cap=logit_cap, v_scale=v_scale, sinks=None if sinks is None else sinks.bfloat16(), masks=masks, early=True,
         )  # fmt: skip
         return out
+
+    def extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
+        seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        raise NotImplementedError("the CUDA kernels run no extends yet")
 
 
 def create(runner: ModelRunner, config: PatConfig, specs: Iterable[AttentionSpec]) -> list[Executor]:

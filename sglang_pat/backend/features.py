@@ -130,9 +130,12 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     "Scheduling": (
         _works("overlap scheduling, on and off", "`--disable-overlap-schedule`", _NESTED, _FLAGS),
         _works("chunked prefill", "`--chunked-prefill-size`", _MIRROR, _FLAGS),
-        _works("mixed chunks", "`--enable-mixed-chunk`", _FLAGS, note="the decode requests of a mixed step are packed on CPUs only"),
+        _works("mixed chunks", "`--enable-mixed-chunk`", _FLAGS, "test_attention_kit.py::test_decoding_requests_of_a_mixed_step_are_packed",
+               "test_gpu_server.py::test_mixed_chunks",
+               note="the decoding requests of a mixed step are packed, by the plan of the decode step before where they are the same; with "
+               "`--prefill-attention-backend` that backend computes the whole step"),
         _works("short turns on a cached document", "", "test_server.py::test_short_turns_on_one_document_read_it_together",
-               note="on CPUs they read it together; on GPUs extends are the prefill backend's"),
+               note="on CPUs they read it together; on GPUs extends are the prefill backend's, but for those of one token"),
         _works("retraction", "", _POOL),
         _works("priorities and preemption", "`--enable-priority-scheduling`", _MIRROR, _CHAOS),
         _works("disconnects, aborts, time limits", "`/abort_request`, `SGLANG_REQ_WAITING_TIMEOUT`, `SGLANG_REQ_RUNNING_TIMEOUT`", _CHAOS, "test_kits.py::TestTimeouts"),

@@ -10,8 +10,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 COUNTERS = {
-    "steps": "Decode steps.",
-    "mixed_steps": "Those of them that ran beside an extend (`--enable-mixed-chunk`).",
+    "steps": "Decode steps, those beside an extend too.",
+    "mixed_steps": "Extends beside which requests were decoded (`--enable-mixed-chunk`), by a plan of theirs.",
     "plans": "Plans made; the other steps reused one.",
     "plans_ahead": "Plans that were ready before their step.",
     "fallbacks": "Steps that ran one query per work item because planning failed.",

@@ -42,6 +42,8 @@ class Parts(msgspec.Struct, frozen=True):
                 at other addresses is read from this batch, and its output is written where the graph reads it.
             arguments, options: Handed on.
         """
+        if self.first is None and self.end == len(q):
+            return second(q, k, v, layer, forward_batch, *arguments, **options)
         out = getattr(forward_batch, "_attn_output", None)
         if out is None:
             out = q.new_empty(len(q), layer.tp_q_head_num * layer.v_head_dim)
