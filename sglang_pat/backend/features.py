@@ -133,7 +133,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("mixed chunks", "`--enable-mixed-chunk`", _FLAGS, "test_attention_kit.py::test_decoding_requests_of_a_mixed_step_are_packed",
                "test_gpu_server.py::test_mixed_chunks",
                note="the decoding requests of a mixed step are packed, by the plan of the decode step before where they are the same; with "
-               "`--prefill-attention-backend` that backend computes the whole step"),
+               "`--prefill-attention-backend` that backend computes the whole step; on a GPU not run yet"),
         _works("short turns on a cached document", "", "test_server.py::test_short_turns_on_one_document_read_it_together",
                note="on CPUs they read it together; on GPUs extends are the prefill backend's, but for those of one token"),
         _works("retraction", "", _POOL),
