@@ -129,7 +129,7 @@ class PatAttnBackend(AttentionBackend):
             runner.server_args
         )  # of a request, to be verified; 0 without speculation
         stepping = {msgspec.structs.replace(spec, query_tokens=self._draft_tokens or 1): specs[spec] for spec in specs}
-        made = executors.create(runner, config, stepping)
+        made = executors.create(runner, config, stepping, extends=prefills and not self._draft_tokens)
         self._writer = writer = trace_writer(runner, config, made[0].pack_config, next(iter(specs.values())))
         # A trace is of the first group's plans.
         tellers = [writer.on_plan if writer else None, *[None] * (len(made) - 1)]
@@ -140,7 +140,7 @@ class PatAttnBackend(AttentionBackend):
         # What one token of a request attends to, where steps are of several: extends, and dry runs.
         self._single_groups = self.groups
         if self._draft_tokens:
-            made = executors.create(runner, config, specs)
+            made = executors.create(runner, config, specs, extends=prefills)
             self._single_groups = [
                 LayerGroup(spec, size, executor, runner.req_to_token_pool.size, config)
                 for (spec, size), executor in zip(specs.items(), made, strict=True)
@@ -171,13 +171,13 @@ class PatAttnBackend(AttentionBackend):
     def _make_prefill(self, runner: ModelRunner) -> Prefill | None:
         if self.inner is None:
             return None
-        extend = PackedExtend(runner, self._single_groups) if runner.device == "cpu" else None
+        extend = PackedExtend(runner, self._single_groups)
         group_of = functools.partial(self._group_for, groups=self._single_groups)
         return Prefill(runner, self.inner, extend, self.init_forward_metadata, self.forward_decode, group_of)
 
     @property
     def packs_extends(self) -> bool:
-        return self.prefill is not None and self.prefill.extend is not None
+        return self.prefill is not None
 
     def _introduce(self, on_gpu: bool) -> None:
         """Into the log, what was made."""

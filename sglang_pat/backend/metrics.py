@@ -21,7 +21,7 @@ COUNTERS = {
     "parts": "Partial results merged.",
     "kv_bytes": "KV bytes read by decode attention.",
     "kv_bytes_unpacked": "KV bytes that one query per CTA would have read.",
-    "extends": "Extends (prefill) that PAT ran, which it does on CPUs.",
+    "extends": "Extends (prefill) that PAT ran: all on CPUs, on GPUs short ones that share.",
     "extends_shared": "Extends in which several requests read a prefix together.",
     "planning_us": "Microseconds of the engine's thread spent on plans.",
 }
