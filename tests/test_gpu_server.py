@@ -192,6 +192,29 @@ def test_mixed_chunks(name: str, gpu_model: Path, prompts: list[str], expected: 
     assert counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
 
 
+def test_short_turns_on_one_document_are_prefilled_together(servers: dict[str, Server]) -> None:
+    """They come at once, and go into one extend; a second time, other turns."""
+    document = workload.prose("document", 2000)
+    sampling = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
+    for again in range(2):
+        turns = [document + workload.prose(f"turn {again} {i}", 3 + i) for i in range(12)]
+        expected = []
+        for name in ("reference", "graphs"):
+            generate(servers[name], document)
+            if name == "reference":
+                expected = generate_all(servers[name], turns, 1)
+                continue
+            results = servers[name].post("/generate", {
+                "text": turns, "return_logprob": True, "top_logprobs_num": 2, "sampling_params": sampling,
+            })  # fmt: skip
+            answers = [
+                Answer(result["output_ids"], [[(p, token) for p, token, _ in step] for step in result["meta_info"]["output_top_logprobs"]])
+                for result in results
+            ]  # fmt: skip
+            assert_agree(answers, expected)
+    assert assert_sound(servers["graphs"])["extends_shared"] > 0
+
+
 def test_memory_is_reported_at_start(servers: dict[str, Server]) -> None:
     held = re.search(r"sglang-pat: .*?(\d+) MiB", servers["graphs"].log.read_text())
     assert held is not None and 0 < int(held[1]) <= 256
