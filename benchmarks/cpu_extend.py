@@ -37,7 +37,7 @@ def run_pat(x, cached: torch.Tensor, added: torch.Tensor):
     seq_lens = torch.cat([torch.arange(c + 1, c + a + 1) for c, a in zip(cached.tolist(), added.tolist(), strict=True)])
 
     def run() -> torch.Tensor:
-        plan, _ = scheduler.extend(requests, cached, added)
+        plan = scheduler.extend(requests, cached, added).data
         return cpu.attention(x.q, x.k, x.v, x.table, rows, seq_lens, torch.from_numpy(np.asarray(plan)), scale=x.scale)
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -203,6 +204,68 @@ def is_extend(mode: Any) -> bool:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     return mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
+
+
+def added(forward_batch: Any, requests: int) -> list[int] | None:
+    """New tokens of each request of an extend; None where that cannot be divided: where not so many requests are its batch (a dry run, an
+    idle rank's, one that was padded), where lengths are on the GPU only, or where it has more than tokens behind tokens."""
+    lists = (forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu, forward_batch.seq_lens_cpu)
+    more = ("spec_info", "encoder_lens", "multi_item_delimiter_indices", "attn_cp_metadata", "tbo_children")
+    if (
+        requests == 0
+        or forward_batch.batch_size != requests
+        or any(getattr(forward_batch, name, None) is not None for name in more)
+    ):
+        return None
+    if any(each is None or len(each) != requests for each in lists):
+        return None
+    return list(forward_batch.extend_seq_lens_cpu)
+
+
+OF_REQUESTS = ("req_pool_indices", "seq_lens", "seq_lens_cpu", "orig_seq_lens", "extend_seq_lens", "extend_seq_lens_cpu",
+               "extend_prefix_lens", "extend_prefix_lens_cpu", "extend_logprob_start_lens_cpu", "lora_ids")  # fmt: skip
+"""Fields of a `ForwardBatch` that attention backends may read and that have an element for each request."""
+
+OF_TOKENS = ("input_ids", "positions", "out_cache_loc", "out_cache_loc_virtual")
+"""The same for each new token."""
+
+
+def part(forward_batch: Any, requests: slice, tokens: slice) -> Any:
+    """Some requests of an extend, one behind the other, as a batch of their own for an attention backend.
+
+    Args:
+        forward_batch: SGLang's; it stays as it is.
+        requests: From its first to behind its last.
+        tokens: Likewise.
+    """
+    found = copy.copy(forward_batch)
+    for names, where in ((OF_REQUESTS, requests), (OF_TOKENS, tokens)):
+        for name in names:
+            value = getattr(forward_batch, name, None)
+            if value is not None:
+                setattr(found, name, value[where])
+    found.batch_size, found.extend_num_tokens = requests.stop - requests.start, tokens.stop - tokens.start
+    found.seq_lens_sum = int(found.seq_lens_cpu.sum())
+    if found.extend_start_loc is not None:
+        found.extend_start_loc = found.extend_start_loc[requests] - tokens.start
+    if getattr(found, "kv_loc_plan", None) is not None:
+        # 0.5.23: which of the slots that a step writes are this batch's.
+        found.kv_loc_cols = found.kv_loc_plan.cols_slice(found.kv_loc_cols, tokens)
+    return found
+
+
+def as_decode(forward_batch: Any) -> Any:
+    """An extend of one token for each request as the decode step that it is; its argument, changed."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    forward_batch.forward_mode = ForwardMode.DECODE
+    return forward_batch
+
+
+def unfinished(batch: Any) -> int | None:
+    """The row of the request of a `ScheduleBatch` whose prompt goes on in a later one; None where there is none."""
+    chunked = getattr(batch, "chunked_req", None)
+    return None if chunked is None else row(chunked)
 
 
 def draft_tokens(server_args: Any) -> int:

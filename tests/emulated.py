@@ -92,10 +92,12 @@ class Decoder(cuda.Decoder):
         arch: str,
         change: Change | None = None,
         dtype: torch.dtype | None = None,
+        limits: bool = False,
     ) -> None:
-        variant = cuda.Variant.of(spec, arch, tiles.query_tiles, dtype)
+        variant = cuda.Variant.of(spec, arch, tiles.query_tiles, dtype, limits)
         build([variant], change)
         self._tile_rows, self._kv = tiles.query_tiles[-1], variant.kv
+        self._window = spec.window if variant.limits else 0
         self._modules = [_modules[variant, change]]
         self._no_sinks = torch.empty(0, dtype=torch.bfloat16)
         self._no_masks = torch.empty(0, 0, dtype=torch.int64)

@@ -7,12 +7,14 @@ import random
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from sglang_pat.backend.layers import kv_format
 from sglang_pat.kernels import reference
 from sglang_pat.packing import AttentionSpec, Batch, PackConfig, TileTable, make_plan, tree
 from sglang_pat.packing.layout import flatten
+from sglang_pat.packing.native import NativeScheduler, load
 
 # Norm of the error over that of the result: the output is rounded to the dtype, and on a GPU the weights of V too.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -96,6 +98,9 @@ class Case:
     masks: torch.Tensor | None = None
     """Of drafts."""
 
+    limits = False
+    """Whether queries of a work item see different stretches of its KV."""
+
     def read(self) -> tuple[torch.Tensor, ...]:
         """K and V as they are meant."""
         scaled = ((self.k, self.k_scale), (self.v, self.v_scale))
@@ -114,12 +119,23 @@ class Case:
         assert torch.isfinite(out).all()
         return ((out.double() - right).norm() / right.norm()).item()
 
-    def plan(self, tiles: TileTable, workers: int = 132, policy: str = "optimal") -> torch.Tensor:
+    def config(self, tiles: TileTable, workers: int, policy: str) -> PackConfig:
         config = PackConfig.of(self.spec, tiles, workers, policy)
-        if not self.splits_heads:
-            config = msgspec.structs.replace(config, cost=self.spec.cost())
-        plan = flatten(make_plan(self.batch, config))
+        return config if self.splits_heads else msgspec.structs.replace(config, cost=self.spec.cost())
+
+    def plan(self, tiles: TileTable, workers: int = 132, policy: str = "optimal") -> torch.Tensor:
+        plan = flatten(make_plan(self.batch, self.config(tiles, workers, policy)))
         return torch.from_numpy(plan).to(self.q.device)
+
+    def poison_unseen(self, table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Make NaN what is in no window of queries that have so many tokens of these rows: it may be anybody's by now."""
+        seen = torch.zeros(len(self.k), dtype=torch.bool, device=self.k.device)
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+            seen[table[row, max(0, length - self.spec.window) : length].long()] = True
+        for pool in (self.k, self.v):
+            wide = pool.float()
+            wide[~seen] = math.nan
+            pool.copy_(wide.to(pool.dtype))
 
 
 def random_tree(generator: random.Random, tokens: int) -> torch.Tensor:
@@ -157,10 +173,7 @@ class Drafts(Case):
         self.spec = AttentionSpec(heads, kv_heads, dim, v_dim, kv_format(dtype), window, sinks, self.tokens)
         if window:
             table, lengths = self.token_table()
-            seen = torch.zeros(len(self.k), dtype=torch.bool, device=self.q.device)
-            for slots, length in zip(table, lengths.tolist(), strict=True):
-                seen[slots[max(0, length - window) : length].long()] = True
-            self.k[~seen] = self.v[~seen] = math.nan
+            self.poison_unseen(table, torch.arange(len(table)), lengths)
 
     @property
     def masks(self) -> torch.Tensor:
@@ -185,6 +198,41 @@ class Drafts(Case):
             self.q, k, v, table, torch.arange(len(table)), lengths, scale=self.scale, logit_cap=logit_cap, window=self.spec.window,
             sinks=self.sinks,
         )  # fmt: skip
+
+
+class Extended(Case):
+    """New tokens behind a batch's requests, each of which is a query; their KV is cached already.
+
+    Attributes:
+        cached: What is in front of them.
+        added: How many there are of each request.
+        shared: Prefixes that the last plan reads for several requests at once.
+    """
+
+    limits = True
+
+    def __init__(
+        self, batch: Batch, added: list[int], heads: int, kv_heads: int, dim: int, v_dim: int, dtype: torch.dtype, window: int = 0,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self.cached, self.added = batch, added
+        whole = Batch([cached + count for cached, count in zip(batch.seq_lens, added, strict=True)], batch.roots)
+        super().__init__(whole, heads, kv_heads, dim, v_dim, dtype, **options)
+        counts = torch.tensor(added, device=self.q.device)
+        pairs = zip(batch.seq_lens, added, strict=True)
+        self.rows = self.rows.repeat_interleave(counts)
+        self.seq_lens = torch.tensor([cached + j for cached, count in pairs for j in range(1, count + 1)]).to(self.rows)
+        self.q = torch.randn(len(self.rows), heads, dim, device=self.q.device).to(self.q.dtype)
+        self.spec = msgspec.structs.replace(self.spec, window=window)
+        if window:
+            self.poison_unseen(self.table, self.rows, self.seq_lens)
+
+    def plan(self, tiles: TileTable, workers: int = 132, policy: str = "optimal") -> torch.Tensor:
+        scheduler = NativeScheduler(self.config(tiles, workers, policy), len(self.added))
+        requests = load(scheduler, self.cached)
+        made = scheduler.extend(requests, np.array(self.cached.seq_lens), np.array(self.added))
+        self.shared = made.shared
+        return torch.from_numpy(made.data).to(self.q.device)
 
 
 class Run:

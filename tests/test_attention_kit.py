@@ -29,6 +29,7 @@ UNLOADABLE = "sglang.srt.layers.attention.dual_chunk_flashattention_backend"
 with importing_kits():
     if not ON_GPU:
         sys.modules[UNLOADABLE] = mock.MagicMock()
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense
     from sglang.test.kits.attention_unittest.runner_modes import cuda_graph_decode_runner, split_op_runner
 
@@ -107,24 +108,35 @@ SHARED = 300
 """Tokens of a prefix that requests of a batch share."""
 
 
-def shared_batch(heads: int, kv_heads: int, lengths: tuple[int, ...]) -> Any:
-    """A batch whose first two requests have one prefix in the cache, and ids."""
-    case = replace(CASES["mha_decode_page_boundary"], name="shared", num_heads=heads, num_kv_heads=kv_heads, page_size=1, prefix_lens=lengths)  # fmt: skip
+def shared_batch(
+    heads: int,
+    kv_heads: int,
+    lengths: tuple[int, ...],
+    added: tuple[int, ...] = (),
+    members: tuple[int, int] = (0, 1),
+    **more: Any,
+) -> Any:
+    """A batch in which two requests, `members`, have one prefix in the cache, and all have ids. It decodes, or extends by `added` tokens."""
+    case = replace(
+        CASES["mha_decode_page_boundary"], name="shared", num_heads=heads, num_kv_heads=kv_heads, page_size=1, prefix_lens=lengths,
+        extend_lens=added, forward_mode=ForwardMode.MIXED if added else ForwardMode.DECODE, **more,
+    )  # fmt: skip
     fixture = dense.build_dense_attention_fixture(unittest.TestCase(), case, max_context_len=512, **DEVICE)
     table = fixture.runner.req_to_token_pool.req_to_token
-    fixture.prefix_hidden[1][:SHARED] = fixture.prefix_hidden[0][:SHARED]
+    first, second = members
+    fixture.prefix_hidden[second][:SHARED] = fixture.prefix_hidden[first][:SHARED]
     # Nobody may read what the second one's prefix had for itself.
     keys, values = fixture.runner.token_to_kv_pool.get_kv_buffer(0)
-    keys[table[1, :SHARED].long()] = values[table[1, :SHARED].long()] = torch.nan
-    table[1, :SHARED] = table[0, :SHARED]
+    keys[table[second, :SHARED].long()] = values[table[second, :SHARED].long()] = torch.nan
+    table[second, :SHARED] = table[first, :SHARED]
     rows = torch.arange(len(lengths))
     # Ids come from clients, who may choose the same.
     fixture.forward_batch.rids = hooks.Rids(["same"] * len(lengths), rows)
     requests = compat.requests(fixture.runner.req_to_token_pool, rows).tolist()
     observer = fixture.backend.observer
     apply(observer.scheduler, NodeInserted(1, ROOT, SHARED, bytes(16)))
-    for request, length in zip(requests[:2], fixture.case.seq_lens, strict=False):
-        apply(observer.scheduler, RequestBound(request, 1, length))
+    for member in members:
+        apply(observer.scheduler, RequestBound(requests[member], 1, fixture.case.seq_lens[member] if not added else 0))
     return fixture
 
 
@@ -142,6 +154,85 @@ def test_shared_rows_are_packed(heads: int, kv_heads: int) -> None:
     counters = fixture.backend.counters()
     assert counters["kv_tokens_unpacked"] - counters["kv_tokens"] == SHARED
     assert (counters["fallbacks"], counters["faults"], counters["bound"]) == (0, 0, 2)
+
+
+LENGTHS, ADDED = (40, 0, 90, 310, 347, 33), (20, 33, 2, 1, 1, 1)
+"""Of a mixed step: its last three requests decode, and the first two of these share a prefix."""
+
+
+STOCK = ["fa3", "flashinfer", "triton"] if ON_GPU else ["torch_native"]
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("front", [*STOCK, "pat"])
+def test_decoding_requests_of_a_mixed_step_are_packed(front: str, padding: int) -> None:
+    """The others are prefilled by a stock backend, as on GPUs, or by an extend's plan, as on CPUs. DP attention pads tokens."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    fixture = shared_batch(4, 2, LENGTHS, ADDED, members=(3, 4))
+    own = front == "pat"
+    if own and ON_GPU:
+        pytest.skip("no extend of a GPU's is this long")
+    if not own:
+        fixture.backend.prefill.inner, fixture.backend.prefill.extend = ATTENTION_BACKENDS[front](fixture.runner), None
+    batch = fixture.forward_batch
+    batch.out_cache_loc = torch.cat([batch.out_cache_loc, batch.out_cache_loc.new_zeros(padding)])
+    fixture.input_hidden = torch.cat(
+        [fixture.input_hidden, fixture.input_hidden.new_zeros(padding, fixture.input_hidden.shape[1])]
+    )
+    out = dense.run_dense_fixture_eager(fixture)
+    fixture.input_hidden = fixture.input_hidden[: sum(ADDED)]
+    torch.testing.assert_close(
+        out[: sum(ADDED)], dense.expected_dense_fixture_output(fixture), atol=dense.DENSE_ATOL, rtol=dense.DENSE_RTOL
+    )
+    counters = fixture.backend.counters()
+    assert (counters["steps"], counters["plans"], counters["fallbacks"]) == (1, 1, 0)
+    assert counters["kv_tokens_unpacked"] - counters["kv_tokens"] == SHARED
+    assert counters["kv_tokens_unpacked"] == sum(LENGTHS[3:]) + 3
+    assert counters["extends"] == own
+
+
+@pytest.mark.skipif(ON_GPU, reason="what pays is another thing by a GPU's prices")
+@pytest.mark.parametrize(
+    ("added", "members", "planned"),
+    [((70, 12, 3, 3, 1), (2, 3), 3), ((2, 12, 9, 4), (2, 3), 4), ((3, 3, 70, 1), (0, 1), 0), ((20, 20, 2), (0, 1), 0)],
+    ids=["behind a long one", "all", "not in front of a long one", "as many as fill a tile"],
+)
+@pytest.mark.parametrize("front", STOCK)
+def test_short_extends_are_planned_where_they_share(
+    front: str, added: tuple[int, ...], members: tuple[int, int], planned: int
+) -> None:
+    """As on a GPU, by this device's executor: those at the end of a batch, where the plan costs less than reading each request's KV."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    lengths = tuple(SHARED + 8 * i + 1 for i in range(len(added)))
+    for shares in (True, False):
+        fixture = shared_batch(4, 2, lengths, added, members)
+        prefill = fixture.backend.prefill
+        prefill.inner = ATTENTION_BACKENDS[front](fixture.runner)
+        prefill.extend._everything = False
+        if not shares:
+            fixture.backend.observer.on_reset()
+        assert_right(fixture)
+        counters = fixture.backend.counters()
+        assert counters["extends"] == counters["extends_shared"] == (planned > 0 and shares)
+        assert prefill._planned is None or len(prefill._planned.second.seq_lens) == planned
+        assert counters["steps"] == (added[-1] == 1)
+
+
+def test_a_plan_lives_on_from_decode_steps_to_mixed_ones() -> None:
+    """While the same requests decode, in the same order: a prompt that comes in chunks joins them only with its last."""
+    fixture = shared_batch(4, 2, (40, 310, 347, 33), (20, 1, 1, 1), members=(1, 2))
+    mixed = fixture.forward_batch
+    mixed.rids.unfinished = 0
+    fixture.backend.init_forward_metadata(mixed)
+    for batch in (mixed, fixture.backend.prefill._decoding.second, mixed):
+        fixture.backend.init_forward_metadata(batch)
+    assert (fixture.backend.counters()["steps"], fixture.backend.counters()["plans"]) == (4, 1)
+    mixed.rids.unfinished = None
+    for _ in range(2):
+        fixture.backend.init_forward_metadata(mixed)
+    assert fixture.backend.counters()["plans"] == 2
 
 
 def test_two_backends_of_one_process_plan_for_themselves() -> None:

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import kernel_cases
-import msgspec
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,8 +16,7 @@ from trees import TILES, batches, random_batch
 
 from sglang_pat import jit
 from sglang_pat.kernels import cpu
-from sglang_pat.packing import CPU_TILES, OPEN, POLICIES, Batch, Node, PackConfig, TileTable, layout
-from sglang_pat.packing.native import NativeScheduler, load
+from sglang_pat.packing import CPU_TILES, OPEN, POLICIES, Batch, Node, TileTable, layout
 
 pytestmark = pytest.mark.once
 
@@ -116,36 +113,14 @@ def test_any_tree_and_split(batch: Batch, policy: str, workers: int) -> None:
     assert case.error(case.plan(TILES, workers, policy)) < TOLERANCE[torch.float32]
 
 
-class Extended(Case):
-    """New tokens behind a batch's requests, which their cache holds already; what none of them sees is poisoned."""
+class Extended(kernel_cases.Extended):
+    splits_heads = False
 
-    def __init__(
-        self, batch: Batch, added: list[int], heads: int, kv_heads: int, window: int, dtype: torch.dtype, sinks: bool
-    ) -> None:
-        whole = Batch([cached + count for cached, count in zip(batch.seq_lens, added, strict=True)], batch.roots)
-        super().__init__(whole, heads, kv_heads, 24, 16, dtype, sinks=sinks)
-        self.cached, self.added = batch, added
-        self.config = PackConfig(self.spec.cost(), CPU_TILES, 2, "optimal", window)
-        pairs = list(zip(batch.seq_lens, added, strict=True))
-        self.rows = self.rows.repeat_interleave(torch.tensor(added))
-        self.seq_lens = torch.tensor([cached + j for cached, count in pairs for j in range(1, count + 1)])
-        self.q = torch.randn(len(self.rows), heads, 24).to(dtype)
-        self.spec = msgspec.structs.replace(self.spec, window=window)
-        if window:
-            seen = torch.zeros(len(self.k), dtype=torch.bool)
-            for row, length in zip(self.rows, self.seq_lens.tolist(), strict=True):
-                seen[self.table[row, max(0, length - window) : length].long()] = True
-            self.k[~seen] = self.v[~seen] = math.nan
-
-    def run(self, logit_cap: float) -> tuple[torch.Tensor, int]:
-        scheduler = NativeScheduler(self.config, len(self.added))
-        requests = load(scheduler, self.cached)
-        plan, shared = scheduler.extend(requests, np.array(self.cached.seq_lens), np.array(self.added))
-        out = cpu.attention(
-            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, torch.from_numpy(plan), scale=self.scale, logit_cap=logit_cap,
-            sinks=self.sinks, window=self.spec.window,
+    def decode(self, plan: torch.Tensor, logit_cap: float = 0.0) -> torch.Tensor:
+        return cpu.attention(
+            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale, logit_cap=logit_cap, sinks=self.sinks,
+            window=self.spec.window,
         )  # fmt: skip
-        return out, shared
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -158,10 +133,9 @@ def test_extends(dtype: torch.dtype, window: int, heads: int, kv_heads: int, cap
     batch = random_batch(generator, depth=2, fanout=3, length=80)
     added = [generator.choice([0, 1, 1, 3, 6, 70, 200]) for _ in batch.seq_lens]
     added[:3] = [1, 3, 2]
-    case = Extended(batch, added, heads, kv_heads, window, dtype, sinks)
-    out, shared = case.run(cap)
-    assert case.difference(out, cap) < TOLERANCE[dtype]
-    assert shared > 0 or window in (1, 30) or heads == 150, "with 150 heads a token fills a tile"
+    case = Extended(batch, added, heads, kv_heads, 24, 16, dtype, window, sinks=sinks)
+    assert case.difference(case.decode(case.plan(CPU_TILES, 2), cap), cap) < TOLERANCE[dtype]
+    assert case.shared > 0 or window in (1, 30) or heads == 150, "with 150 heads a token fills a tile"
 
 
 @pytest.mark.parametrize("of", ["k", "v"])
@@ -290,10 +264,9 @@ def test_an_index_that_is_wrong_is_an_error_or_harmless(what: str) -> None:
 
 @pytest.mark.parametrize("wrong", ["another request", "a longer query", "a bound that moves"])
 def test_an_open_work_item_is_one_requests_up_to_its_first_query(wrong: str) -> None:
-    case = Extended(Batch([40, 40], []), [5, 5], 4, 2, 0, torch.float32, False)
-    scheduler = NativeScheduler(case.config, 2)
-    data, _ = scheduler.extend(load(scheduler, case.cached), np.array([40, 40]), np.array([5, 5]))
-    plan = layout.sections(data)
+    case = Extended(Batch([40, 40], []), [5, 5], 4, 2, 24, 16, torch.float32)
+    data = case.plan(CPU_TILES, 2)
+    plan = layout.sections(data.numpy())
     item = plan.items[0]
     assert item[1] == OPEN and item[3] == 5
     if wrong == "another request":
@@ -304,7 +277,7 @@ def test_an_open_work_item_is_one_requests_up_to_its_first_query(wrong: str) -> 
     else:
         item[0] = OPEN - 7
     with pytest.raises(ValueError, match=r"open work item|counts from the ends"):
-        case.decode(torch.from_numpy(data))
+        case.decode(data)
 
 
 def test_a_missing_compiler_is_one_sentence(tmp_path: Path) -> None:

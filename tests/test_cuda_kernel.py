@@ -13,7 +13,7 @@ import emulated
 import msgspec
 import pytest
 import torch
-from kernel_cases import Q_DTYPES, TOLERANCE, Case, Drafts, Run, random_trees, spec_of
+from kernel_cases import Q_DTYPES, TOLERANCE, Case, Drafts, Extended, Run, random_trees, spec_of
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities, cuda
@@ -103,8 +103,8 @@ def run(
 ) -> Run:
     tiles = tiles or capabilities.tile_table(arch, case.spec.head_dim, kv_bytes=case.spec.kv.bytes)
     if ON_GPU:
-        return Run(case, cuda.Decoder(case.spec, tiles, case.q.device, mode, case.q.dtype), tiles, policy)
-    return Run(case, emulated.Decoder(case.spec, tiles, arch, dtype=case.q.dtype), tiles, policy)
+        return Run(case, cuda.Decoder(case.spec, tiles, case.q.device, mode, case.q.dtype, case.limits), tiles, policy)
+    return Run(case, emulated.Decoder(case.spec, tiles, arch, dtype=case.q.dtype, limits=case.limits), tiles, policy)
 
 
 def make_case(
@@ -163,6 +163,70 @@ def test_drafts(tokens: int, heads: int, kv_heads: int, dtype: torch.dtype, dim:
         trees = random_trees(generator, batch, tokens)
         case = Drafts(batch, trees, heads, kv_heads, dim, v_dim, dtype, device=DEVICE)
         assert run(case, arch).error(capped) < TOLERANCE[case.q.dtype]
+
+
+def in_any_order(
+    case: Case, arch: str, tiles: TileTable | None = None, cap: float = 0.0, policy: str = "optimal"
+) -> None:
+    """Right, and the same bits, whatever the order of threads."""
+    decoded = run(case, arch, tiles, policy=policy)
+    first = None
+    for seed in range(3):
+        if not ON_GPU:
+            decoded.decoder.seed(1000 * seed)
+        assert decoded.error(cap) < TOLERANCE[case.q.dtype]
+        assert first is None or torch.equal(decoded.out, first)
+        first = decoded.out.clone()
+
+
+@each_arch
+@pytest.mark.parametrize(("dtype", "dim", "v_dim"), DRAFT_KINDS)
+@pytest.mark.parametrize("window", [17, 64, 130])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads"), [(2, 8, 2), (8, 4, 1), (5, 3, 3), *([(3, 40, 1)] if ON_GPU else [(16, 8, 1)])]
+)
+def test_drafts_behind_windows(
+    tokens: int, heads: int, kv_heads: int, window: int, dtype: torch.dtype, dim: int, v_dim: int, arch: str
+) -> None:
+    """Each token's window begins where its own place says; what is in front of all of them is NaN."""
+    generator = random.Random(tokens * window)
+    for cap, length in ((0.0, 9), (3.0, window)):
+        batch = random_batch(generator, 2, 3, length)
+        lengths = [
+            cached + generator.choice([0, 0, 1, window - tokens, window, 3 * window]) for cached in batch.seq_lens
+        ]
+        batch = Batch(lengths, batch.roots)
+        trees = random_trees(generator, batch, tokens)
+        case = Drafts(batch, trees, heads, kv_heads, dim, v_dim, dtype, window, device=DEVICE)
+        in_any_order(case, arch, cap=cap)
+
+
+@each_arch
+@pytest.mark.parametrize(("dtype", "dim", "v_dim"), DRAFT_KINDS)
+@pytest.mark.parametrize("window", [0, 1, 30, 150])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (6, 6), (7, 1), *([(32, 1), (150, 1)] if ON_GPU else [])])
+def test_extends(heads: int, kv_heads: int, window: int, dtype: torch.dtype, dim: int, v_dim: int, arch: str) -> None:
+    """Tokens of short turns share their prefixes, those of long ones fill tiles; each sees what is in front of its own end."""
+    generator = random.Random(heads)
+    for cap, length in ((0.0, 80), (3.0, 300)):
+        batch = random_batch(generator, 2, 3, length)
+        added = [generator.choice([0, 1, 1, 3, 6, 70]) for _ in batch.seq_lens]
+        added[:3] = [1, 3, 2]
+        in_any_order(Extended(batch, added, heads, kv_heads, dim, v_dim, dtype, window, device=DEVICE), arch, cap=cap)
+
+
+@each_arch
+@pytest.mark.slow
+@pytest.mark.parametrize("m", capabilities.tile_table(ARCHS[0], 128).query_tiles)
+def test_extends_by_every_tile(m: int, arch: str) -> None:
+    known = capabilities.tile_table(arch, 128)
+    if m not in known.query_tiles:
+        pytest.skip("not a tile of this architecture")
+    tiles = TileTable((m,), known.kv_tiles, ())
+    for cached, added, window in (([500, 500, 500], [1, 4, 9], 0), ([400, 310, 0], [40, 1, 90], 100), ([63], [66], 0)):
+        nodes = [Node(0, 300, [0, 1])] if len(cached) > 1 else []
+        case = Extended(Batch(cached, nodes), added, 8, 2, 128, 128, torch.bfloat16, window, sinks=True, device=DEVICE)
+        in_any_order(case, arch, tiles)
 
 
 @pytest.mark.parametrize("heads", [3, 4, 5])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import emulated
 import pytest
 import torch
-from kernel_cases import TOLERANCE, Case
+from kernel_cases import TOLERANCE, Case, Extended
 
 from sglang_pat.backend.executors import WORKSPACE_BYTES, CudaExecutor, workspace_slots
 from sglang_pat.kernels import capabilities
@@ -49,3 +49,19 @@ def test_v_may_be_narrower_than_k() -> None:
     executor.attach(torch.full((executor.workspace_bytes,), 255, dtype=torch.uint8))  # NaN
     out = executor.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, scale=case.scale, logit_cap=0.0)
     assert case.difference(out) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_extends_run_by_their_own_module_in_the_same_workspace(window: int) -> None:
+    batch = Batch([90] * 5, [Node(0, 70, list(range(5)))])
+    case = Extended(batch, [3, 1, 2, 5, 1], 4, 2, 128, 128, torch.bfloat16, window)
+    tiles = capabilities.tile_table("9.0a", 128)
+    executor = CudaExecutor.__new__(CudaExecutor)
+    executor._extender = emulated.Decoder(case.spec, tiles, "9.0a", limits=True)
+    plan = case.plan(tiles, executor._extender.workers)
+    executor._shape = (int(plan[2]), case.spec.heads, case.spec.v_head_dim)
+    executor.attach(torch.full((executor.workspace_bytes,), 255, dtype=torch.uint8))  # NaN
+    out = executor.extend(
+        case.q, case.k, case.v, case.table, case.rows, case.seq_lens, plan, scale=case.scale, logit_cap=0.0
+    )
+    assert case.shared > 0 and case.difference(out) < TOLERANCE[torch.bfloat16]

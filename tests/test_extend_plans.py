@@ -62,8 +62,8 @@ def plan(extend: Extend, config: PackConfig) -> tuple[list[WorkItem], np.ndarray
 def extended(
     scheduler: NativeScheduler, requests: np.ndarray, extend: Extend
 ) -> tuple[list[WorkItem], np.ndarray, int]:
-    data, shared = scheduler.extend(requests, np.array(extend.batch.seq_lens), np.array(extend.added))
-    return layout.work_items(data), data, shared
+    made = scheduler.extend(requests, np.array(extend.batch.seq_lens), np.array(extend.added))
+    return layout.work_items(made.data), made.data, made.shared
 
 
 @given(extends(), configs())
@@ -130,6 +130,28 @@ def test_short_turns_on_one_document_read_it_once_and_long_ones_by_themselves() 
     assert reads(2, "query") == (0, 8_000)
 
 
+@given(extends(), configs())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_prices_are_those_of_the_work_items(extend: Extend, config: PackConfig) -> None:
+    """And of the parts that pass through memory; alone, each request's KV is read once."""
+    scheduler = NativeScheduler(config, len(extend.added))
+    made = scheduler.extend(load(scheduler, extend.batch), np.array(extend.batch.seq_lens), np.array(extend.added))
+    lengths, price, parts = extend.lengths, 0, [0] * sum(extend.added)
+    # Cut where a bin ends, an item starts once more, and its queries have a part more.
+    for item in layout.work_items(made.data):
+        start, end = item.span(lengths)
+        price += config.item_price(len(item.queries), end - start)
+        for query in item.queries:
+            parts[query] += 1
+    price += sum(count for count in parts if count > 1) * config.cost.part_bytes
+    assert made.price <= price
+    alone = 0
+    for cached, added in zip(extend.batch.seq_lens, extend.added, strict=True):
+        unseen = max(0, cached + 1 - config.window) if config.window else 0
+        alone += (cached + added - unseen) * config.cost.token_bytes if added else 0
+    assert made.alone == alone
+
+
 def test_a_request_that_is_not_known_shares_nothing() -> None:
     extend = Extend(Batch([110] * 3, [Node(0, 100, [0, 1, 2])]), [3] * 3)
     scheduler = NativeScheduler(CONFIG, 3)
@@ -176,12 +198,12 @@ def test_numbers_that_cannot_be_are_refused(cached: list[int], added: list[int],
     scheduler = NativeScheduler(CONFIG, 2)
     with pytest.raises(ValueError, match=message):
         scheduler.extend(np.array([0, 1]), np.array(cached), np.array(added))
-    assert scheduler.extend(np.array([0, 1]), np.array([1, 1]), np.array([1, 1]))[1] == 0
+    assert scheduler.extend(np.array([0, 1]), np.array([1, 1]), np.array([1, 1])).shared == 0
 
 
 def test_an_extend_of_nothing_is_an_empty_plan() -> None:
     for requests in ([], [3, 4]):
         scheduler = NativeScheduler(CONFIG, 2)
         numbers = np.zeros(len(requests), dtype=np.int64)
-        data, _ = scheduler.extend(np.array(requests, dtype=np.int64), numbers, numbers)
-        assert layout.work_items(data) == []
+        made = scheduler.extend(np.array(requests, dtype=np.int64), numbers, numbers)
+        assert layout.work_items(made.data) == [] and (made.price, made.alone) == (0, 0)

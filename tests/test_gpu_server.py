@@ -171,6 +171,50 @@ def test_parallelism(
     assert counters["kv_bytes"] < 0.9 * counters["kv_bytes_unpacked"]
 
 
+MIXED: dict[str, list[str]] = {
+    "small chunks": ["--chunked-prefill-size", "64", "--disable-prefill-cuda-graph"],
+    "prefill graphs": ["--chunked-prefill-size", "512"],
+    "no overlap": ["--chunked-prefill-size", "128", "--disable-prefill-cuda-graph", "--disable-overlap-schedule", "--page-size", "16"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_chunks(name: str, gpu_model: Path, prompts: list[str], expected: list[Answer], tmp_path: Path) -> None:
+    """Their decoding requests are packed, and the others prefilled, in graphs and in none."""
+    log = tmp_path / "log"
+    flags = [*COMMON, POOL, "60000", "--enable-mixed-chunk", *MIXED[name]]
+    with Server(gpu_model, "pat", log, flags, CHECKED, on_cpu=False) as server:
+        server.wait()
+        for size in (5, 48):
+            assert_agree(generate_all(server, prompts, size, logprobs=False), expected)
+        counters = assert_sound(server)
+    assert counters["mixed_steps"] > 5
+    assert counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
+
+
+def test_short_turns_on_one_document_are_prefilled_together(servers: dict[str, Server]) -> None:
+    """They come at once, and go into one extend; a second time, other turns."""
+    document = workload.prose("document", 2000)
+    sampling = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
+    for again in range(2):
+        turns = [document + workload.prose(f"turn {again} {i}", 3 + i) for i in range(12)]
+        expected = []
+        for name in ("reference", "graphs"):
+            generate(servers[name], document)
+            if name == "reference":
+                expected = generate_all(servers[name], turns, 1)
+                continue
+            results = servers[name].post("/generate", {
+                "text": turns, "return_logprob": True, "top_logprobs_num": 2, "sampling_params": sampling,
+            })  # fmt: skip
+            answers = [
+                Answer(result["output_ids"], [[(p, token) for p, token, _ in step] for step in result["meta_info"]["output_top_logprobs"]])
+                for result in results
+            ]  # fmt: skip
+            assert_agree(answers, expected)
+    assert assert_sound(servers["graphs"])["extends_shared"] > 0
+
+
 def test_memory_is_reported_at_start(servers: dict[str, Server]) -> None:
     held = re.search(r"sglang-pat: .*?(\d+) MiB", servers["graphs"].log.read_text())
     assert held is not None and 0 < int(held[1]) <= 256

@@ -18,6 +18,7 @@ from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.layers import LayerGroup
 from sglang_pat.backend.metrics import Metrics
+from sglang_pat.backend.prefill import Prefill
 from sglang_pat.backend.windows import WindowTable
 from sglang_pat.config import PatConfig
 from sglang_pat.packing import AttentionSpec, PackConfig
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-
-_NOBODY = torch.empty(0, dtype=torch.int64)
 
 
 def create(runner: ModelRunner) -> AttentionBackend:
@@ -130,7 +129,7 @@ class PatAttnBackend(AttentionBackend):
             runner.server_args
         )  # of a request, to be verified; 0 without speculation
         stepping = {msgspec.structs.replace(spec, query_tokens=self._draft_tokens or 1): specs[spec] for spec in specs}
-        made = executors.create(runner, config, stepping)
+        made = executors.create(runner, config, stepping, extends=prefills and not self._draft_tokens)
         self._writer = writer = trace_writer(runner, config, made[0].pack_config, next(iter(specs.values())))
         # A trace is of the first group's plans.
         tellers = [writer.on_plan if writer else None, *[None] * (len(made) - 1)]
@@ -141,14 +140,13 @@ class PatAttnBackend(AttentionBackend):
         # What one token of a request attends to, where steps are of several: extends, and dry runs.
         self._single_groups = self.groups
         if self._draft_tokens:
-            made = executors.create(runner, config, specs)
+            made = executors.create(runner, config, specs, extends=prefills)
             self._single_groups = [
                 LayerGroup(spec, size, executor, runner.req_to_token_pool.size, config)
                 for (spec, size), executor in zip(specs.items(), made, strict=True)
             ]
         everyone = [*self.groups, *(self._single_groups if self._draft_tokens else [])]
-        self._extend = PackedExtend(runner, self._single_groups) if prefills and runner.device == "cpu" else None
-        self.packs_extends = self._extend is not None
+        self.prefill = self._make_prefill(runner)
         self._group_of: dict[
             tuple[int, int], LayerGroup
         ] = {}  # by the id of a layer that was seen, and tokens of a query
@@ -170,6 +168,17 @@ class PatAttnBackend(AttentionBackend):
             compat.fence_table_reads()
         self._introduce(on_gpu=runner.device != "cpu")
 
+    def _make_prefill(self, runner: ModelRunner) -> Prefill | None:
+        if self.inner is None:
+            return None
+        extend = PackedExtend(runner, self._single_groups)
+        group_of = functools.partial(self._group_for, groups=self._single_groups)
+        return Prefill(runner, self.inner, extend, self.init_forward_metadata, self.forward_decode, group_of)
+
+    @property
+    def packs_extends(self) -> bool:
+        return self.prefill is not None
+
     def _introduce(self, on_gpu: bool) -> None:
         """Into the log, what was made."""
         for group in self.groups:
@@ -184,10 +193,12 @@ class PatAttnBackend(AttentionBackend):
 
     def counters(self) -> dict[str, Any]:
         """What `/server_info` shows (docs/settings.md)."""
+        extend = self.prefill.extend if self.prefill else None
         return {
             **layers.total([group.report() for group in self.groups]),
-            "extends": self._extend.count if self._extend else 0,
-            "extends_shared": self._extend.shared if self._extend else 0,
+            "mixed_steps": self.prefill.mixed_steps if self.prefill else 0,
+            "extends": extend.count if extend else 0,
+            "extends_shared": extend.shared if extend else 0,
             "nodes": self.observer.nodes,
             "faults": self.observer.faults,
             "bound": len(self.observer.scheduler),
@@ -203,13 +214,10 @@ class PatAttnBackend(AttentionBackend):
             self.init_forward_metadata_out_graph(forward_batch)
             self.init_forward_metadata_in_graph(forward_batch)
         elif not forward_batch.forward_mode.is_idle() and self.inner is not None:
-            self.inner.init_forward_metadata(forward_batch)
+            assert self.prefill is not None
+            check = functools.partial(check_plan, self.req_to_token_pool.req_to_token)
+            self.prefill.begin(forward_batch, check if self.config.verify else None)
             self._expect(forward_batch)
-            if self._extend is not None and compat.is_extend(forward_batch.forward_mode):
-                rows = hooks.rows_of(forward_batch)
-                requests = _NOBODY if rows is None else compat.requests(self.req_to_token_pool, rows)
-                check = functools.partial(check_plan, self.req_to_token_pool.req_to_token)
-                self._extend.begin(forward_batch, requests, check if self.config.verify else None)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         mode = forward_batch.forward_mode
@@ -356,11 +364,8 @@ class PatAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         if self._verifies(forward_batch):
             return self._forward_verify(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        assert self.inner is not None
-        if self._extend is None or not compat.is_extend(forward_batch.forward_mode) or not compat.decodes(layer):
-            return self.inner.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        group = self._group_for(layer, self._single_groups, **kwargs)
-        return self._extend.forward(q, k, v, layer, group, forward_batch, save_kv_cache, kwargs.get("sinks"))
+        assert self.prefill is not None
+        return self.prefill.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     # Prefill in graphs is the inner backend's business.
 
@@ -375,7 +380,8 @@ class PatAttnBackend(AttentionBackend):
     def prepare_forward_metadata_for_breakable_cuda_graph_replay(
         self, capture_metadata: Any, forward_batch: ForwardBatch, **kwargs: Any
     ) -> None:
-        assert self.inner is not None
+        assert self.inner is not None and self.prefill is not None
+        self.prefill.forget()
         self.inner.prepare_forward_metadata_for_breakable_cuda_graph_replay(capture_metadata, forward_batch, **kwargs)
         self._expect(forward_batch)
 
@@ -427,18 +433,16 @@ class PatAttnBackend(AttentionBackend):
         return self._requests
 
     def _expect(self, forward_batch: ForwardBatch) -> None:
-        """The requests that are being prefilled decode next."""
+        """The requests whose prompts this batch completes decode next."""
         rows, lengths = hooks.rows_of(forward_batch), forward_batch.seq_lens_cpu
         if rows is not None and lengths is not None:
-            requests = compat.requests(self.req_to_token_pool, rows).tolist()
+            completed = forward_batch.rids.completed()
+            rids = [forward_batch.rids[i] for i in completed if i < len(forward_batch.rids)]
+            requests = compat.requests(self.req_to_token_pool, rows[completed]).tolist()
             # Of a request that verifies, the first step has its whole draft.
             more = max(0, self._draft_tokens - 1)
-            hooks.tell(
-                self.observer,
-                lambda observer: observer.on_prefill(
-                    requests, (lengths[: len(requests)] + more).tolist(), list(forward_batch.rids)
-                ),
-            )
+            told = (lengths[: len(rows)][completed] + more).tolist()
+            hooks.tell(self.observer, lambda observer: observer.on_prefill(requests, told, rids))
 
 
 def _on_host(seq_lens: torch.Tensor, size: int, more: int) -> torch.Tensor:

@@ -36,7 +36,7 @@ class DraftExtend(TorchNativeAttnBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
         if not forward_batch.forward_mode.is_decode_or_idle():
-            self._extend.begin(forward_batch, torch.empty(0, dtype=torch.int64), None)
+            self._extend.begin(forward_batch, None)
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: ForwardBatch, save_kv_cache: bool = True, **kwargs: Any

@@ -57,6 +57,16 @@ class Executor(Protocol):
         and V are kept divided by is in them. `sinks`, [heads], are logits without values.
         """
 
+    def extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
+        seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The same for new tokens, whose plan is one of `NativeScheduler.extend`, where Q is: [tokens, heads, v_head_dim].
+
+        Each token is a query: `rows` and `seq_lens`, [tokens], are its request's row and what it sees, itself included.
+        """
+
 
 def workspace_slots(pack_config: PackConfig, max_batch: int) -> int:
     """Parts that a GPU's workspace holds: those of deep trees, and those that the ends of bins add.
@@ -114,17 +124,34 @@ class CpuExecutor:
         out[: queries * tokens] = found if masks is None else verify.scatter(found, tokens, kv_heads)
         return out
 
+    def extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
+        seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return cpu.attention(
+            q, k, v, req_to_token, rows, seq_lens, plan, scale=scale, logit_cap=logit_cap, v_scale=v_scale, sinks=sinks,
+            window=self._spec.window,
+        )  # fmt: skip
+
 
 class CudaExecutor:
     """On a GPU. Everything that a captured graph reads stays where it is; a new plan is one copy in front of a step."""
 
-    def __init__(self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec) -> None:
+    def __init__(self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec, extends: bool = False) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         table = devices.load(Path(config.tiles)) if config.tiles else None
         tiles = capabilities.tile_table(
             cuda.arch_of(device), spec.head_dim, torch.cuda.get_device_name(device), table, spec.kv.bytes
         )
+        if extends:
+            # Both at the same time.
+            arch = cuda.arch_of(device)
+            cuda.build(
+                [cuda.Variant.of(spec, arch, tiles.query_tiles, runner.dtype, limits) for limits in (False, True)]
+            )
         self._decoder = cuda.Decoder(spec, tiles, device, dtype=runner.dtype)
+        self._extender = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, limits=True) if extends else None
         self.pack_config = PackConfig.of(spec, tiles, self._decoder.workers, config.policy)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
@@ -177,12 +204,27 @@ class CudaExecutor:
         )  # fmt: skip
         return out
 
+    def extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
+        seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        assert self._extender is not None
+        out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
+        self._extender.decode(
+            q, k, v, out, req_to_token, rows, seq_lens, plan, self._partial, self._lse, scale=scale, logit_cap=logit_cap,
+            v_scale=v_scale, sinks=None if sinks is None else sinks.bfloat16(), early=True,
+        )  # fmt: skip
+        return out
 
-def create(runner: ModelRunner, config: PatConfig, specs: Iterable[AttentionSpec]) -> list[Executor]:
-    """The executors of the runner's device for layers of these specs."""
+
+def create(
+    runner: ModelRunner, config: PatConfig, specs: Iterable[AttentionSpec], extends: bool = False
+) -> list[Executor]:
+    """The executors of the runner's device for layers of these specs; whether they run extends too."""
     if runner.device != "cuda":
         return [CpuExecutor(runner, config, spec) for spec in specs]
-    made = [CudaExecutor(runner, config, spec) for spec in specs]
+    made = [CudaExecutor(runner, config, spec, extends) for spec in specs]
     workspace = torch.empty(max(executor.workspace_bytes for executor in made), dtype=torch.uint8, device="cuda")
     for executor in made:
         executor.attach(workspace)

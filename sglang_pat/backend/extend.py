@@ -1,18 +1,21 @@
-"""Extends on a CPU: new tokens of several requests, which share what they have in the prefix cache."""
+"""Extends by plan: new tokens of several requests, which share what they have in the prefix cache."""
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from sglang_pat import compat
 from sglang_pat.backend.layers import LayerGroup
-from sglang_pat.kernels import cpu
+from sglang_pat.backend.parts import Parts, divide, trailing
 from sglang_pat.packing import layout
+from sglang_pat.packing.native import ExtendPlan
+from sglang_pat.radix_bridge import hooks
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -23,51 +26,65 @@ logger = logging.getLogger(__name__)
 
 
 class PackedExtend:
-    """Runs the extends of decoder layers by plan, one for each group of layers.
+    """Runs extends of decoder layers by plan, one for each group of layers.
+
+    On a CPU that is every one of them. On a GPU it is those of the requests at the end of a batch whose new tokens are few, where a stock
+    backend that reads each request's KV would at best take longer than the plan, by its prices. So an extend that shares nothing is a
+    stock backend's there.
 
     Attributes:
         count: Extends run.
         shared: How many of them read a prefix once for several requests, in any layer.
     """
 
-    def __init__(self, runner: ModelRunner, groups: Collection[LayerGroup]) -> None:
+    def __init__(self, runner: ModelRunner, groups: Sequence[LayerGroup]) -> None:
         self.count = self.shared = 0
         self._groups = groups
+        self._pools = runner.req_to_token_pool
         self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self._pool = runner.token_to_kv_pool
+        self._everything = runner.device == "cpu"
         self._plans: Mapping[LayerGroup, torch.Tensor] = {}
         # Of each new token: its request's row of the table, and what it sees. The same by the slots of a pool for windows.
         self._rows = self._seq_lens = self._window_rows = self._window_table = torch.empty(0)
         self._window_slots: torch.Tensor | None = None
         self._failed = False
 
-    def begin(self, forward_batch: ForwardBatch, requests: torch.Tensor, check: Callable[..., None] | None) -> None:
+    def begin(self, forward_batch: ForwardBatch, check: Callable[..., None] | None) -> Parts | None:
         """Plan a batch's extend, before its layers run.
 
         Args:
             forward_batch: SGLang's.
-            requests: As many as are known, in batch order; int64 on the host.
             check: Called with a plan's items, each query's row, what gives their lengths, and the window; raises where these contradict.
+
+        Returns:
+            What is planned, as the second part; None where that is nothing.
         """
-        size = min(len(forward_batch.extend_prefix_lens), len(forward_batch.extend_seq_lens))
-        cached, added = forward_batch.extend_prefix_lens[:size].long(), forward_batch.extend_seq_lens[:size].long()
-        named = torch.full((size,), -1)
-        named[: len(requests)] = requests[:size]
-        rows = forward_batch.req_pool_indices[:size].long()
-        self._rows = rows.repeat_interleave(added)
-        firsts = (added.cumsum(0) - added).repeat_interleave(added)
-        self._seq_lens = cached.repeat_interleave(added) + torch.arange(len(firsts)) - firsts + 1
+        parts = self._whole(forward_batch) if self._everything else self._short(forward_batch)
+        if parts is None:
+            return None
+        batch = parts.second
+        cached, added = self._tokens(batch)
+        rows = batch.req_pool_indices[: len(added)].long()
+        counts = torch.tensor(added, dtype=torch.int64)
+        self._rows = rows.repeat_interleave(_to(counts, rows.device), output_size=sum(added))
+        self._seq_lens = _to(_lengths(cached, added), rows.device)
+        named = self._named(batch, len(added))
         made = {group: self._plan(group, named, cached, added, check) for group in self._groups}
-        self._plans = {group: torch.from_numpy(plan) for group, (plan, _) in made.items()}
+        if not self._everything and not self._pays(made):
+            return None
+        self._plans = {group: _to(torch.from_numpy(plan.data), rows.device) for group, plan in made.items()}
         self.count += 1
-        self.shared += any(shared for _, shared in made.values())
+        self.shared += any(plan.shared for plan in made.values())
         if compat.has_window_pool(self._pool):
             # What a window has left behind is called 0 there, and not read.
             mapping = compat.window_mapping(self._pool)
-            self._window_slots = mapping[forward_batch.out_cache_loc]
-            longest = int((cached + added).max()) if size else 0
+            self._window_slots = mapping[batch.out_cache_loc]
+            longest = max(map(sum, zip(cached, added, strict=True)), default=0)
             self._window_table = mapping[self._req_to_token[rows, :longest].long()].int()
-            self._window_rows = torch.arange(size).repeat_interleave(added)
+            places = torch.arange(len(added)).repeat_interleave(counts)
+            self._window_rows = _to(places, rows.device)
+        return parts
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, group: LayerGroup,
@@ -80,7 +97,7 @@ class PackedExtend:
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k_scale, v_scale = compat.kv_scales(layer) if compat.is_fp8(pool.dtype) else (1.0, 1.0)
         real = len(self._rows)
-        out = cpu.attention(
+        out = group.executor.extend(
             q[:real],
             pool.get_key_buffer(layer.layer_id),
             pool.get_value_buffer(layer.layer_id),
@@ -92,23 +109,74 @@ class PackedExtend:
             logit_cap=layer.logit_cap,
             v_scale=v_scale,
             sinks=sinks,
-            window=group.spec.window,
         )
         if real < len(q):
             out = torch.cat([out, out.new_zeros(len(q) - real, *out.shape[1:])])
         return out.reshape(len(q), -1)
 
+    def _whole(self, forward_batch: ForwardBatch) -> Parts:
+        _, added = self._tokens(forward_batch)
+        # The layers' batch stays as it is, whatever `Parts` does with this one.
+        return Parts(0, sum(added), None, copy.copy(forward_batch))
+
+    def _short(self, forward_batch: ForwardBatch) -> Parts | None:
+        rows = hooks.rows_of(forward_batch)
+        added = None if rows is None else compat.added(forward_batch, len(rows))
+        if added is None:
+            return None
+        # More do not share: they fill a tile by themselves (csrc/packing/extend.h).
+        first = trailing(added, max(group.executor.pack_config.max_queries for group in self._groups) - 1)
+        return divide(forward_batch, added, first) if first < len(added) - 1 else None
+
+    def _pays(self, made: Mapping[LayerGroup, ExtendPlan]) -> bool:
+        price = sum(plan.price * group.layers for group, plan in made.items())
+        alone = sum(plan.alone * group.layers for group, plan in made.items())
+        fits = all(layout.num_slots(plan.data) <= group.executor.max_slots for group, plan in made.items())
+        return fits and price < alone and any(plan.shared for plan in made.values())
+
+    def _tokens(self, forward_batch: ForwardBatch) -> tuple[list[int], list[int]]:
+        """Cached and new tokens of each request."""
+        if self._everything:
+            # A draft's extend may know them by tensors only, which are on this device.
+            cached, added = forward_batch.extend_prefix_lens.tolist(), forward_batch.extend_seq_lens.tolist()
+        else:
+            cached, added = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        size = min(len(cached), len(added))
+        return list(cached[:size]), list(added[:size])
+
+    def _named(self, forward_batch: ForwardBatch, size: int) -> torch.Tensor:
+        """The batch's requests, -1 for those of which nothing is known; int64 on the host."""
+        named = torch.full((size,), -1)
+        rows = hooks.rows_of(forward_batch)
+        if rows is not None:
+            found = compat.requests(self._pools, rows)[:size]
+            named[: len(found)] = found
+        return named
+
     def _plan(
-        self, group: LayerGroup, requests: torch.Tensor, cached: torch.Tensor, added: torch.Tensor,
-        check: Callable[..., None] | None,
-    ) -> tuple[np.ndarray, int]:  # fmt: skip
+        self, group: LayerGroup, requests: torch.Tensor, cached: list[int], added: list[int], check: Callable[..., None] | None
+    ) -> ExtendPlan:  # fmt: skip
+        numbers = torch.tensor(cached, dtype=torch.int64), torch.tensor(added, dtype=torch.int64)
         try:
-            plan, shared = group.scheduler.extend(requests, cached, added)
+            plan = group.scheduler.extend(requests, *numbers)
             if check is not None:
-                check(layout.work_items(plan), self._rows, lambda: self._seq_lens, group.spec.window)
+                check(layout.work_items(plan.data), self._rows, lambda: self._seq_lens, group.spec.window)
         except Exception:
             if not self._failed:
                 self._failed = True
                 logger.exception("planning failed: this extend shares nothing (reported once)")
-            return group.scheduler.extend(torch.full_like(requests, -1), cached, added)
-        return plan, shared
+            return group.scheduler.extend(torch.full_like(requests, -1), *numbers)
+        return plan
+
+
+def _lengths(cached: list[int], added: list[int]) -> torch.Tensor:
+    """What each new token sees, itself included: [tokens] int64."""
+    counts = torch.tensor(added, dtype=torch.int64)
+    firsts = torch.tensor([0, *accumulate(added)][:-1], dtype=torch.int64)
+    before = torch.tensor(cached, dtype=torch.int64) - firsts
+    return before.repeat_interleave(counts) + torch.arange(1, sum(added) + 1)
+
+
+def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device, without waiting for it."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

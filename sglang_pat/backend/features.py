@@ -130,9 +130,14 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     "Scheduling": (
         _works("overlap scheduling, on and off", "`--disable-overlap-schedule`", _NESTED, _FLAGS),
         _works("chunked prefill", "`--chunked-prefill-size`", _MIRROR, _FLAGS),
-        _works("mixed chunks", "`--enable-mixed-chunk`", _FLAGS, note="the decode requests of a mixed step are packed on CPUs only"),
+        _works("mixed chunks", "`--enable-mixed-chunk`", _FLAGS, "test_attention_kit.py::test_decoding_requests_of_a_mixed_step_are_packed",
+               "test_gpu_server.py::test_mixed_chunks",
+               note="the decoding requests of a mixed step are packed, by the plan of the decode step before where they are the same; with "
+               "`--prefill-attention-backend` that backend computes the whole step; on a GPU not run yet"),
         _works("short turns on a cached document", "", "test_server.py::test_short_turns_on_one_document_read_it_together",
-               note="on CPUs they read it together; on GPUs extends are the prefill backend's"),
+               "test_attention_kit.py::test_short_extends_are_planned_where_they_share",
+               note="they read it together; on GPUs where they are the last of their batch and by its table of tiles that takes less than the "
+               "traffic of reading it for each, which was not run yet; other extends are the prefill backend's there"),
         _works("retraction", "", _POOL),
         _works("priorities and preemption", "`--enable-priority-scheduling`", _MIRROR, _CHAOS),
         _works("disconnects, aborts, time limits", "`/abort_request`, `SGLANG_REQ_WAITING_TIMEOUT`, `SGLANG_REQ_RUNNING_TIMEOUT`", _CHAOS, "test_kits.py::TestTimeouts"),

@@ -10,7 +10,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 COUNTERS = {
-    "steps": "Decode steps.",
+    "steps": "Decode steps, those beside an extend too.",
+    "mixed_steps": "Extends beside which requests were decoded (`--enable-mixed-chunk`), by a plan of theirs.",
     "plans": "Plans made; the other steps reused one.",
     "plans_ahead": "Plans that were ready before their step.",
     "fallbacks": "Steps that ran one query per work item because planning failed.",
@@ -20,7 +21,7 @@ COUNTERS = {
     "parts": "Partial results merged.",
     "kv_bytes": "KV bytes read by decode attention.",
     "kv_bytes_unpacked": "KV bytes that one query per CTA would have read.",
-    "extends": "Extends (prefill) that PAT ran, which it does on CPUs.",
+    "extends": "Extends (prefill) that PAT ran: all on CPUs, on GPUs short ones that share.",
     "extends_shared": "Extends in which several requests read a prefix together.",
     "planning_us": "Microseconds of the engine's thread spent on plans.",
 }

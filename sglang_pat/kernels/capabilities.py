@@ -77,8 +77,6 @@ def refusal(spec: AttentionSpec, device: Device) -> str | None:
     if spec.kv.name not in KV_FORMATS[device]:
         return f"a KV cache of {spec.kv.name}"
     if device == "cuda":
-        if spec.window and spec.query_tokens > 1:
-            return "drafts behind a window"
         dims = spec.head_dim, spec.v_head_dim
         if dims in UNEQUAL_HEAD_DIMS or (dims[0] == dims[1] and dims[0] in HEAD_DIMS):
             return None

@@ -38,6 +38,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         query_tiles: Every m that its forward kernel runs.
         sinks: Whether heads have a logit without a value.
         masks: Whether queries are drafts of several tokens.
+        limits: Whether tokens of a work item see different stretches of its KV: each what is in front of its own end, and of its window.
     """
 
     dtype: torch.dtype
@@ -48,11 +49,13 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     query_tiles: tuple[int, ...]
     sinks: bool = False
     masks: bool = False
+    limits: bool = False
 
     @classmethod
     def of(
-        cls, spec: AttentionSpec, arch: str, query_tiles: tuple[int, ...] = (), dtype: torch.dtype | None = None
-    ) -> Variant:
+        cls, spec: AttentionSpec, arch: str, query_tiles: tuple[int, ...] = (), dtype: torch.dtype | None = None,
+        limits: bool = False,
+    ) -> Variant:  # fmt: skip
         """The module for layers of a spec.
 
         Args:
@@ -60,6 +63,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             arch: As above.
             query_tiles: All that the architecture has for it if none are named.
             dtype: Q's, where it is not KV's: that has 8 bits.
+            limits: As above; drafts behind a window need them in any case.
 
         Raises:
             ValueError: There are no kernels for the spec, or for Q of this dtype with it.
@@ -76,14 +80,17 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         dtype = dtype or (kv if kv in TYPES else torch.bfloat16)
         if dtype not in TYPES or (kv in TYPES and kv != dtype):
             raise ValueError(f"the CUDA kernels do not compute Q of {dtype} with a KV cache of {kv}")
-        return cls(dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, spec.query_tokens > 1)
+        masks = spec.query_tokens > 1
+        limits = limits or (masks and spec.window > 0)
+        return cls(dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits)
 
     @property
     def name(self) -> str:
         dtype = "_".join(str(one).removeprefix("torch.") for one in dict.fromkeys((self.dtype, self.kv)))
         tiles = "_".join(map(str, self.query_tiles))
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}_v{self.v_head_dim}"
-        return f"sglang_pat_{dtype}_{dims}_sm{self.arch.replace('.', '')}_m{tiles}{'_sinks' if self.sinks else ''}{'_masks' if self.masks else ''}"
+        features = "".join(f"_{name}" for name in ("sinks", "masks", "limits") if getattr(self, name))
+        return f"sglang_pat_{dtype}_{dims}_sm{self.arch.replace('.', '')}_m{tiles}{features}"
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -96,6 +103,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             f"-DPAT_QUERY_TILES={sum(1 << m // 8 for m in self.query_tiles)}",
             f"-DPAT_SINKS={int(self.sinks)}",
             f"-DPAT_MASKS={int(self.masks)}",
+            f"-DPAT_LIMITS={int(self.limits)}",
             *([f"-DPAT_V_DIM={self.v_head_dim}"] if self.v_head_dim != self.head_dim else []),
         )
 
@@ -125,7 +133,7 @@ def _load(variant: Variant) -> Any:
 
 
 class Decoder:
-    """Decode attention for layers of one spec, with one table of tiles.
+    """Attention by plan for layers of one spec, with one table of tiles.
 
     Attributes:
         workers: For `PackConfig`: CTAs that take bins.
@@ -133,7 +141,7 @@ class Decoder:
 
     def __init__(
         self, spec: AttentionSpec, tiles: TileTable, device: torch.device, mode: Mode = "fused",
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, limits: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -143,15 +151,18 @@ class Decoder:
             mode: `fused` is one kernel for each n that switches its m from work item to work item; `streams` one kernel
                 for each tile, each on a stream of its own (PAT §6); `serial` the same one after the other (§8.5).
             dtype: Q's, where it is not KV's: bfloat16 if not said.
+            limits: Whether plans are of extends: of what their work items read, each query sees what is in front of the end that
+                `seq_lens` gives it, and of these the last `spec.window` if that is not 0 (`kernels.cpu.attention`).
 
         Raises:
             jit.BuildError: There is no CUDA compiler, or it failed.
             ValueError: There are no kernels for the spec.
         """
         modules = [tiles.query_tiles] if mode == "fused" else [(m,) for m in tiles.query_tiles]
-        variants = [Variant.of(spec, arch_of(device), query_tiles, dtype) for query_tiles in modules]
+        variants = [Variant.of(spec, arch_of(device), query_tiles, dtype, limits) for query_tiles in modules]
         build(variants)
         self._tile_rows, self._kv = tiles.query_tiles[-1], variants[0].kv
+        self._window = spec.window if variants[0].limits else 0
         self._modules = [_load(variant) for variant in variants]
         self._no_sinks = torch.empty(0, dtype=torch.bfloat16, device=device)
         self._no_masks = torch.empty(0, 0, dtype=torch.int64, device=device)
@@ -206,7 +217,7 @@ class Decoder:
             out: [tokens, heads, v_head_dim], contiguous. What is behind the plan's batch becomes zero.
             req_to_token: [requests, context], int32: the slot of each position of each request.
             rows: [batch or more], int64: each query's row of `req_to_token`.
-            seq_lens: [batch or more], int64: tokens of each query's request, its own included.
+            seq_lens: [batch or more], int64: tokens of each query's request, its own included; in an extend up to that.
             plan: A plan for this batch (layout.py), int32, made with this decoder's tiles.
             partial: [num_slots or more, heads of a query, v_head_dim], float16: the parts of queries that have several.
             lse: [num_slots or more, heads of a query], float32: their LSE, to base 2.
@@ -232,7 +243,7 @@ class Decoder:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         optional = (self._no_sinks if sinks is None else sinks, self._no_masks if masks is None else masks)
         tables = (req_to_token, rows, seq_lens, plan, partial, lse, *optional)
-        arguments = (q, k, v, out, *tables, scale, v_scale, logit_cap, self._tile_rows)
+        arguments = (q, k, v, out, *tables, scale, v_scale, logit_cap, self._window, self._tile_rows)
         first, *others = self._modules
         if not others:
             first.decode(*arguments, True, merge, overlap, early)

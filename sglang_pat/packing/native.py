@@ -49,6 +49,23 @@ class Totals(msgspec.Struct):
     kv_tokens_unpacked: int = 0
 
 
+class ExtendPlan(msgspec.Struct):
+    """What `NativeScheduler.extend` makes.
+
+    Attributes:
+        data: The plan (layout.py), int32: its batch are the new tokens, and their lengths what each sees, itself included.
+        shared: Prefixes that several requests read together.
+        price: What it costs (`PackConfig`).
+        alone: The least that an attention costs which reads each request's KV for that request alone: its traffic. It is more where
+            arithmetic takes longer.
+    """
+
+    data: np.ndarray
+    shared: int
+    price: int
+    alone: int
+
+
 class NativeScheduler:
     """The mirror of the running requests' paths, the batch expected next, and its plans.
 
@@ -231,7 +248,7 @@ class NativeScheduler:
         """One query per work item, for one step: the index of the buffer that holds this plan."""
         return self._module.fall_back(self._handle, _tensor(seq_lens), steps) // 2
 
-    def extend(self, requests: Any, cached: Any, added: Any) -> tuple[np.ndarray, int]:
+    def extend(self, requests: Any, cached: Any, added: Any) -> ExtendPlan:
         """The plan of an extend, whose queries are new tokens: request after request, each request's in order.
 
         It changes nothing about the batch that decodes. Tokens of one request are read together, and those of several over what these
@@ -242,17 +259,13 @@ class NativeScheduler:
             cached: Tokens of each request that are cached, likewise.
             added: New tokens of each request behind them, likewise.
 
-        Returns:
-            The plan (layout.py), int32: its batch are the new tokens, and their lengths what each sees, itself included; and the prefixes
-            that several requests read together.
-
         Raises:
             PlanTooLargeError: It needs more than 2^31 slots.
             ValueError: There are not as many numbers as requests, or one cannot be.
         """
         plan = np.empty(self._module.extend(self._handle, *map(_tensor, (requests, cached, added))), dtype=np.int32)
-        shared = self._module.extended(self._handle, _tensor(plan))
-        return plan, shared
+        self._module.extended(self._handle, _tensor(plan), self._out)
+        return ExtendPlan(plan, *self._scratch[:3].tolist())
 
     def totals(self, steps: int) -> Totals:
         """Counts up to now, of which `steps` steps with the current plan."""

@@ -131,11 +131,23 @@ class Rids(list):  # type: ignore[type-arg]
     """A batch's `rids`, which SGLang hands on where it copies a batch, with its rows of `req_to_token`: [requests], int64 on the host.
 
     There may be more rows than ids: beam search adds some.
+
+    Attributes:
+        rows: As above.
+        unfinished: The row of the request whose prompt goes on in a later batch, None where there is none.
     """
 
-    def __init__(self, rids: Iterable[str], rows: torch.Tensor) -> None:
+    def __init__(self, rids: Iterable[str], rows: torch.Tensor, unfinished: int | None = None) -> None:
         super().__init__(rids)
-        self.rows = rows
+        self.rows, self.unfinished = rows, unfinished
+
+    def part(self, requests: slice) -> Rids:
+        """Those of some requests."""
+        return Rids(self[requests], self.rows[requests], self.unfinished)
+
+    def completed(self) -> list[int]:
+        """Which requests of the batch have all of their prompt in it, or had it before."""
+        return [i for i, row in enumerate(self.rows.tolist()) if row != self.unfinished]
 
 
 def rows_of(forward_batch: Any) -> torch.Tensor | None:
@@ -215,7 +227,7 @@ def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
 
 def _on_batch(result: Any, forward_batch_class: type, batch: Any, *args: Any, **kwargs: Any) -> None:
     if batch.req_pool_indices_cpu is not None:
-        result.rids = Rids(result.rids, batch.req_pool_indices_cpu)
+        result.rids = Rids(result.rids, batch.req_pool_indices_cpu, compat.unfinished(batch))
     if compat.is_extend(batch.forward_mode):
         for follower in followers():
             if follower.packs_extends and follower.req_to_token_pool is batch.req_to_token_pool:

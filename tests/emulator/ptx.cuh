@@ -83,6 +83,7 @@ inline void __syncwarp() {
 inline void __syncthreads() { emulator::machine->sync_all(); }
 inline int __syncthreads_count(bool value) { return emulator::machine->sync_all(value); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
 template <typename T>
 cudaError_t cudaFuncSetAttribute(T* kernel, cudaFuncAttribute attribute, int value) {
   return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);

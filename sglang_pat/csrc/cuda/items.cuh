@@ -222,11 +222,15 @@ __device__ __forceinline__ int target_of(const Params& p, const Item& item, int 
   return member == 0 ? item.target : p.section(kSlots)[item.first + member];
 }
 
+// Where the item ends in its requests.
+__device__ __forceinline__ int64_t end_of(const Params& p, const Item& item) {
+  return item.slots + item.tokens - p.rows[item.query] * p.table_row;
+}
+
 // How many of an item's last tokens are of its request's draft: more than it has where it begins within, none or less where it ends
 // in front.
 __device__ __forceinline__ int draft_tokens(const Params& p, const Item& item) {
-  const int64_t end = item.slots + item.tokens - p.rows[item.query] * p.table_row;
-  return int(end - (p.seq_lens[item.query] - p.draft));
+  return int(end_of(p, item) - (p.seq_lens[item.query] - p.draft));
 }
 
 // Which tokens of the draft the tile's row sees; all where it is no query's.
@@ -234,6 +238,29 @@ __device__ __forceinline__ uint64_t mask_of(const Params& p, const Item& item, i
   if (row >= item.count * p.group) return ~0ull;
   return p.masks[p.token_head(query_of(p, item, p.query_of(row)), item.first_head + p.head_of(row)).token];
 }
+
+// Where kLimits: how many of an item's last tokens are behind the end of the row's own token, whose query is `query`; less than 0 where the
+// item ends in front of it. A draft's token ends behind as many of its draft as it sees: that is its place in the request.
+__device__ __forceinline__ int tokens_behind(const Params& p, const Item& item, int row, int query) {
+  int64_t end = p.seq_lens[query];
+  if constexpr (kMasks) {
+    const int token = p.token_head(query, item.first_head + p.head_of(row)).token;
+    end += __popcll(p.masks[token]) - p.draft;
+  }
+  return int(end_of(p, item) - end);
+}
+
+// The tokens `[first, end)` that a row sees of those from which on `valid` are left in the item; `behind` as above. Of a draft masks
+// say where its tokens end.
+struct Limits {
+  int first, end;
+
+  __device__ __forceinline__ Limits(int valid, int behind, const Params& p)
+      : first(valid - behind - p.window), end(kMasks ? INT_MAX : valid - behind) {}
+  // Of the first `tokens`.
+  __device__ __forceinline__ bool hide_some(int tokens) const { return first > 0 || end < tokens; }
+  __device__ __forceinline__ bool hide(int token) const { return token < first || token >= end; }
+};
 
 // Q of the tile's row `row`, which is of the query `query`.
 template <typename T>

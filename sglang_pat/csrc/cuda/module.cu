@@ -1,6 +1,6 @@
 // One native module for each dtype, format of KV, head dimension, architecture and set of tiles: PAT_TYPE, PAT_KV, PAT_DIM,
-// PAT_ARCH, PAT_QUERY_TILES, PAT_SINKS and PAT_MASKS come from the build (sglang_pat/kernels/cuda.py), and PAT_V_DIM where V is narrower than
-// K.
+// PAT_ARCH, PAT_QUERY_TILES, PAT_SINKS, PAT_MASKS and PAT_LIMITS come from the build (sglang_pat/kernels/cuda.py), and PAT_V_DIM where V
+// is narrower than K.
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
@@ -97,7 +97,8 @@ void launch(Kernel kernel, int grid, int block, size_t shared, cudaStream_t stre
 pat::Params make_params(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
                         const TensorView& req_to_token, const TensorView& rows, const TensorView& seq_lens,
                         const TensorView& plan, const TensorView& partial, const TensorView& lse, const TensorView& sinks,
-                        const TensorView& masks, double scale, double v_scale, double logit_cap, int64_t tile_rows) {
+                        const TensorView& masks, double scale, double v_scale, double logit_cap, int64_t window,
+                        int64_t tile_rows) {
   const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
   check_rows(q, "q", PAT_DIM, half);
   const DLDataType kv = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : half;
@@ -141,6 +142,9 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
       << "partial and lse must have the " << p.heads << " heads of a query";
   TVM_FFI_CHECK(!pat::kMasks || (masks.is_contiguous() && masks.size(0) >= p.queries), ValueError)
       << "masks must be contiguous, and of all drafts";
+  TVM_FFI_CHECK(window >= 0 && window <= (pat::kLimits ? pat::kNoWindow : 0), ValueError)
+      << "a window of " << window << ", and a kernel " << (pat::kLimits ? "with" : "without") << " limits";
+  p.window = window > 0 ? int(window) : pat::kNoWindow;
   p.splits = ceil_div(p.kv_group, int(tile_rows)), p.group = ceil_div(p.kv_group, p.splits), p.runs = kv_heads * p.splits;
   p.row_parts = ceil_div(p.group, pat::kNarrowM);
   p.group_inverse = uint32_t((65536 + p.group - 1) / p.group);
@@ -156,11 +160,11 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
 // Forward, merge or one after the other, on the current stream. `tile_rows` are those of the largest tile that plans are made with.
 void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
             TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, TensorView sinks, TensorView masks,
-            double scale, double v_scale, double logit_cap, int64_t tile_rows, bool with_forward, bool with_merge,
-            bool overlap, bool early) {
+            double scale, double v_scale, double logit_cap, int64_t window, int64_t tile_rows, bool with_forward,
+            bool with_merge, bool overlap, bool early) {
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
   const pat::Params p = make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks, masks, scale,
-                                    v_scale, logit_cap, tile_rows);
+                                    v_scale, logit_cap, window, tile_rows);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   const Resident& ctas = resident(q.device().device_id);
   if (with_forward) launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, early, p);

@@ -136,6 +136,7 @@ class NarrowWarp {
         }
         softmax_ = ColumnSoftmax<kBlocks>();
         if constexpr (kMasks) user_ = user.at;
+        if constexpr (kLimits && !kMasks) behind_ = behind_of(item(user), lane_id() % kM);
 #pragma unroll
         for (int i = 0; i < kVSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] = 0;
         computed = false;
@@ -286,6 +287,19 @@ class NarrowWarp {
     }
   }
 
+  // `tokens_behind` of a row; where it is no query's, of the first.
+  __device__ int behind_of(const Item& item, int row) const {
+    if (row >= item.count * p_.group) row = 0;
+    return tokens_behind(p_, item, row, query_of(p_, item, p_.query_of(row)));
+  }
+
+  // Whether some row does not see all of `tokens` from which on `first` are left, or of the last step of a product among them, from which
+  // on `last` are. Of a draft's tokens the first sees a window that begins fewer tokens than the draft has in front of the last one's.
+  __device__ bool hides_some(int first, int last) const {
+    if constexpr (kMasks) return items_.get(kPhase, user_).tokens - first < p_.draft;
+    return __any_sync(~0u, Limits(first, behind_, p_).hide_some(0) || Limits(last, behind_, p_).hide_some(kStepTokens));
+  }
+
   // 16 tokens or twice as many, whose K and V begin at `first` and `second`. `tokens` are left from the first one on, and
   // `step` further begins the second.
   template <int kChunks>
@@ -309,7 +323,11 @@ class NarrowWarp {
     float correction[kBlocks][2];
     const auto draft = [&] { return draft_tokens(p_, items_.get(kPhase, user_)); };
     const auto mask = [&](int row) { return mask_of(p_, items_.get(kPhase, user_), row); };
-    softmax_.template update<kChunks>(s, tokens, tokens - step, draft, mask, capped_, p_, correction);
+    const auto behind = [&](int row) {
+      return kMasks ? behind_of(items_.get(kPhase, user_), row) : __shfl_sync(~0u, behind_, row);
+    };
+    const bool some = kLimits && hides_some(tokens, kChunks == 2 ? tokens - step : tokens);
+    softmax_.template update<kChunks>(s, tokens, tokens - step, draft, mask, some, behind, capped_, p_, correction);
     bool same = true;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) same = same && correction[block][0] == 1 && correction[block][1] == 1;
@@ -348,9 +366,10 @@ class NarrowWarp {
       else
         compute<1>(from, from, tokens, 0);
     } else {
-      // Where a draft is, is counted from the item's end.
-      if constexpr (!kMasks) tokens = min(tokens, kChunkTokens);
-      const int behind = kMasks ? max(0, tokens - kChunkTokens) : 0;
+      // What rows see is counted from the item's end.
+      constexpr bool kFromEnd = kMasks || kLimits;
+      if constexpr (!kFromEnd) tokens = min(tokens, kChunkTokens);
+      const int behind = kFromEnd ? max(0, tokens - kChunkTokens) : 0;
 #pragma unroll 1
       do {
         compute<1>(from, from, tokens, 0);
@@ -479,6 +498,7 @@ class NarrowWarp {
   ColumnSoftmax<kBlocks> softmax_;
   Queries q_ = {}, next_q_ = {};
   float o_[kVSteps][kBlocks][4] = {};
+  int behind_ = 0;  // with kLimits and without kMasks, of the user's item and row lane % kM
 };
 
 }  // namespace pat

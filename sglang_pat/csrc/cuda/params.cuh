@@ -23,6 +23,10 @@ constexpr bool kSinks = PAT_SINKS;
 constexpr bool kMasks = PAT_MASKS;
 constexpr int kMostDraft = 64;  // tokens of a draft: bits of a mask
 
+// Whether rows of an item see different stretches of its KV: each what is in front of its own token's end, and of that one's window.
+constexpr bool kLimits = PAT_LIMITS;
+constexpr int kNoWindow = 1 << 30;  // tokens: more than any context has
+
 struct TokenHead {
   int token, head;
 };
@@ -55,6 +59,7 @@ struct Params {
   // Where kMasks: bit j of masks[queries, draft] says that the token sees token j of its draft, the request's last `draft` tokens.
   const uint64_t* masks;
   int draft, token_heads, token_group;
+  int window;  // where kLimits: tokens that one of Q sees, itself included
 
   // A query's head as row of heads in Q and the output.
   __device__ __forceinline__ TokenHead token_head(int query, int head) const {

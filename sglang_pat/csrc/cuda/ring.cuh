@@ -22,12 +22,13 @@ constexpr int kAheadBytes = kTokens * kDim;
 template <int kDim>
 constexpr int kMaxRows = groups(kDim) * 64;
 
-// Q of an item, and where the rows of its results go.
+// Q of an item, where the rows of its results go, and with kLimits what is behind the token of each (`tokens_behind`).
 template <int kDim>
 struct WideQueries {
   alignas(1024) uint8_t q[kMaxRows<kDim> * panels(kDim) * kPanelRow];
   int targets[kMaxRows<kDim>];
   int members[kMaxRows<kDim>];  // batch positions
+  int behind[kLimits ? kMaxRows<kDim> : 1];
 };
 
 // Where KV is converted, its stages need the memory more (benchmarks/NOTES.md, 2026-11-23).
@@ -127,6 +128,13 @@ class QueryProducer {
 #pragma unroll 1
     for (int row = rows + int(thread()); row < item.m; row += kThreads) to.targets[row] = RowTarget::kNone;
     sync_threads(kProducerBarrier, kThreads);
+    if constexpr (kLimits) {
+#pragma unroll 1
+      for (int row = int(thread()); row < item.m; row += kThreads) {
+        const int used = row < rows ? row : 0;
+        to.behind[row] = tokens_behind(p_, item, used, to.members[p_.query_of(used)]);
+      }
+    }
     if (column < kDim / 8) {
 #pragma unroll 4
       for (int row = int(thread() / kRowThreads); row < item.m; row += kThreads / kRowThreads) {

@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "params.cuh"
+#include "items.cuh"
 #include "ptx.cuh"
 
 namespace pat {
@@ -30,10 +30,11 @@ struct Softmax {
   float sum[2] = {0, 0};                      // of this thread's own columns
 
   // Turns scores into weights, and says by what the weights before are to be multiplied. Columns from `valid` on do not
-  // count, and with kMasks, of the last `draft()` in front of it, none that a row's `mask_of(half)` hides.
-  template <int kBlocks, typename Draft, typename MaskOf>
-  __device__ __forceinline__ void update(float* s, int valid, const Draft& draft, const MaskOf& mask_of, bool capped,
-                                         const Params& p, float (&correction)[2]) {
+  // count, and with kMasks, of the last `draft()` in front of it, none that a row's `mask_of(half)` hides. With kLimits, `behind_of(half)`
+  // are the tokens behind the end of each row's own (`tokens_behind`).
+  template <int kBlocks, typename Draft, typename MaskOf, typename BehindOf>
+  __device__ __forceinline__ void update(float* s, int valid, const Draft& draft, const MaskOf& mask_of,
+                                         const BehindOf& behind_of, bool capped, const Params& p, float (&correction)[2]) {
     if (capped) {
 #pragma unroll
       for (int i = 0; i < 4 * kBlocks; ++i) cap_score(s[i], p);
@@ -52,6 +53,17 @@ struct Softmax {
 #pragma unroll
         for (int i = 0; i < 4 * kBlocks; ++i)
           if (hides(masks[i / 2 % 2], first + i / 4 * 8 + i % 2)) s[i] = -INFINITY;
+      }
+    }
+    if constexpr (kLimits) {
+      const int first = thread_of<4>() * 2;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Limits limits(valid, behind_of(half), p);
+        if (!limits.hide_some(8 * kBlocks)) continue;
+#pragma unroll
+        for (int i = 0; i < 2 * kBlocks; ++i)
+          if (limits.hide(first + i / 2 * 8 + i % 2)) s[i / 2 * 4 + half * 2 + i % 2] = -INFINITY;
       }
     }
 #pragma unroll
@@ -102,11 +114,12 @@ struct ColumnSoftmax {
   }
 
   // `first` tokens of the first chunk count, and `second` of the second; with kMasks, of the last `draft()` of them those that the
-  // `mask_of(column)` of each column does not hide.
-  template <int kChunks, typename Draft, typename MaskOf>
+  // `mask_of(column)` of each column does not hide. With kLimits, where `limited`, `behind_of(column)` are the tokens behind the end of a
+  // column's own.
+  template <int kChunks, typename Draft, typename MaskOf, typename BehindOf>
   __device__ __forceinline__ void update(float (&s)[kChunks][kBlocks][4], int first, int second, const Draft& draft,
-                                         const MaskOf& mask_of, bool capped, const Params& p,
-                                         float (&correction)[kBlocks][2]) {
+                                         const MaskOf& mask_of, bool limited, const BehindOf& behind_of, bool capped,
+                                         const Params& p, float (&correction)[kBlocks][2]) {
     if (capped) {
 #pragma unroll
       for (int i = 0; i < kChunks * kBlocks * 4; ++i) cap_score((&s[0][0][0])[i], p);
@@ -130,6 +143,19 @@ struct ColumnSoftmax {
           for (int j = 0; j < 2 * kChunks; ++j) {
             const int token = int(unsigned(lane_id()) / 4) + j % 2 * 8, valid = j < 2 ? first : second;
             if (hides(mask, token - (valid - own))) s[j / 2][i / 2][j % 2 * 2 + i % 2] = -INFINITY;
+          }
+        }
+      }
+    }
+    if constexpr (kLimits) {
+      if (limited) {
+#pragma unroll
+        for (int i = 0; i < 2 * kBlocks; ++i) {
+          const int behind = behind_of(i / 2 * 8 + thread_of<4>() * 2 + i % 2);
+#pragma unroll
+          for (int j = 0; j < 2 * kChunks; ++j) {
+            const int token = int(unsigned(lane_id()) / 4) + j % 2 * 8;
+            if (Limits(j < 2 ? first : second, behind, p).hide(token)) s[j / 2][i / 2][j % 2 * 2 + i % 2] = -INFINITY;
           }
         }
       }

@@ -41,11 +41,19 @@ class ExtendMaker {
     starts_.assign(prefixes_.nodes.size(), 0);
     for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index) add_prefix(index, config);
     for (size_t i = 0; i < batch.size(); ++i) add_own(int32_t(i), config);
+    price_ = packs_.work;
+    for (const int32_t parts : packs_.num_parts) price_ += parts > 1 ? parts * config.part_bytes : 0;
+    alone_ = 0;
+    for (size_t i = 0; i < batch.size(); ++i)
+      if (added[i] > 0) alone_ += (cached[i] + added[i] - seen_from(cached[i] + 1)) * config.token_bytes;
     return write(config);
   }
 
   const std::vector<int32_t>& data() const { return data_; }
   int64_t shared() const { return shared_; }  // prefixes that several requests read together
+  // What the plan costs; and the least that an attention costs which reads each request's KV for it alone: its traffic.
+  int64_t price() const { return price_; }
+  int64_t alone() const { return alone_; }
   size_t bytes() const { return data_.capacity() * sizeof(int32_t); }
 
  private:
@@ -133,7 +141,7 @@ class ExtendMaker {
   }
 
   int32_t window_ = 0;
-  int64_t shared_ = 0;
+  int64_t shared_ = 0, price_ = 0, alone_ = 0;
   std::vector<int32_t> cached_, added_, sharing_;  // of each request
   std::vector<int32_t> first_token_, begins_;      // likewise: its first query, and from where on it reads alone
   std::vector<int32_t> lengths_;                   // of each query: what it sees, without windows

@@ -209,11 +209,12 @@ int64_t extend(int64_t handle, TensorView requests, TensorView cached, TensorVie
   });
 }
 
-// Returns the prefixes that several requests read together by it.
-int64_t extended(int64_t handle, TensorView to) {
+// The plan; and the prefixes that several requests read together by it, what it costs, and what reading each request's KV for it alone does.
+void extended(int64_t handle, TensorView to, TensorView numbers) {
   const pat::ExtendMaker& made = at(handle).extended();
   std::copy_n(made.data().data(), std::min<int64_t>(made.data().size(), to.size(0)), data<int32_t>(to, "to"));
-  return made.shared();
+  int64_t* out = data<int64_t>(numbers, "numbers", 3);
+  out[0] = made.shared(), out[1] = made.price(), out[2] = made.alone();
 }
 
 // Steps, requests, work items, parts, KV tokens, tokens of all requests; then work items with 1, 2, 3 ... queries.

@@ -1,0 +1,103 @@
+"""Extends whose requests do not all go one way: behind those that one backend computes are others that another one does better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from sglang_pat import compat
+from sglang_pat.radix_bridge import hooks
+
+Forward = Callable[..., torch.Tensor]
+"""An attention backend's `forward_extend` or `forward_decode`."""
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """An extend's batch in two. SGLang puts the decoding requests of a mixed step last, and a prompt that comes in chunks first.
+
+    Attributes:
+        tokens: New tokens in front of where it is divided.
+        end: All new tokens; a batch may be padded behind them.
+        first: The batch of the requests in front; None where there are none.
+        second: Of the others; there are some.
+    """
+
+    tokens: int
+    end: int
+    first: Any
+    second: Any
+
+    def forward(
+        self, first: Forward, second: Forward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any,
+        forward_batch: Any, *arguments: Any, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """One layer's attention, [tokens, heads * v_head_dim]: each part by its own backend; zero behind both.
+
+        Args:
+            first, second: The backends'.
+            q, k, v, layer, forward_batch: As they take them, of the whole batch. What a graph that runs between attention layers keeps
+                at other addresses is read from this batch, and its output is written where the graph reads it.
+            arguments, options: Handed on.
+        """
+        if self.first is None and self.end == len(q):
+            return second(q, k, v, layer, forward_batch, *arguments, **options)
+        out = getattr(forward_batch, "_attn_output", None)
+        if out is None:
+            out = q.new_empty(len(q), layer.tp_q_head_num * layer.v_head_dim)
+        found = out.view(len(q), -1)
+        sides = ((self.first, first, slice(0, self.tokens)), (self.second, second, slice(self.tokens, self.end)))
+        for batch, forward, tokens in sides:
+            if batch is None:
+                continue
+            batch.out_cache_loc, batch._attn_output = forward_batch.out_cache_loc[tokens], found[tokens]
+            kept = [None if one is None else one[tokens] for one in (k, v)]
+            result = forward(q[tokens], *kept, layer, batch, *arguments, **options)
+            if result.data_ptr() != found[tokens].data_ptr():
+                found[tokens].copy_(result.view(tokens.stop - tokens.start, -1))
+        found[self.end :].zero_()
+        return out
+
+
+def divide(forward_batch: Any, added: Sequence[int], first: int) -> Parts:
+    """Divide an extend's batch, with its `rids` and rows.
+
+    Args:
+        forward_batch: SGLang's.
+        added: New tokens of each request.
+        first: The first request of the second part.
+    """
+    size, tokens, end = len(added), sum(added[:first]), sum(added)
+
+    def part(requests: slice, of: slice) -> Any:
+        found = compat.part(forward_batch, requests, of)
+        found.rids = forward_batch.rids.part(requests)
+        return found
+
+    front = part(slice(0, first), slice(0, tokens)) if first else None
+    return Parts(tokens, end, front, part(slice(first, size), slice(tokens, end)))
+
+
+def trailing(added: Sequence[int], most: int) -> int:
+    """The first of the requests at the end of a batch that have 1 to `most` new tokens each; as many as there are requests if none has."""
+    first = len(added)
+    while first and 1 <= added[first - 1] <= most:
+        first -= 1
+    return first
+
+
+def decoding(forward_batch: Any) -> Parts | None:
+    """Divide an extend's batch in front of those that have one new token: in a mixed step they decode, and else the rest of their prompt is
+    no more than that. None where there are none."""
+    rows = hooks.rows_of(forward_batch)
+    added = None if rows is None else compat.added(forward_batch, len(rows))
+    if added is None:
+        return None
+    first = trailing(added, 1)
+    if first == len(added):
+        return None
+    parts = divide(forward_batch, added, first)
+    compat.as_decode(parts.second)
+    return parts

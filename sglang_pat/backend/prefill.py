@@ -1,0 +1,99 @@
+"""Extends: what of a batch decodes, what is planned, and what is left to a stock backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_pat import compat
+from sglang_pat.backend import parts
+from sglang_pat.backend.extend import PackedExtend
+from sglang_pat.backend.parts import Forward, Parts
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_pat.backend.layers import LayerGroup
+
+
+class Prefill:
+    """Runs extends for a backend that decodes by plan.
+
+    Attributes:
+        inner: SGLang's backend for what is left.
+        extend: Runs some extends by plan, or all of them; None where there is nothing that would.
+        mixed_steps: Extends beside which others decoded.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        inner: AttentionBackend,
+        extend: PackedExtend | None,
+        begin_decode: Callable[[Any], None],
+        decode: Forward,
+        group_of: Callable[..., LayerGroup],
+    ) -> None:
+        """
+        Args:
+            runner: SGLang's.
+            inner, extend: As above.
+            begin_decode, decode: `init_forward_metadata` and `forward_decode` of the backend that decodes.
+            group_of: Gives the layer group of a layer, asked with what its attention is asked for besides.
+        """
+        self.inner, self.extend = inner, extend
+        self.mixed_steps = 0
+        self._begin_decode, self._decode, self._group_of = begin_decode, decode, group_of
+        # A stock backend's metadata are of what is left: a layer that it computes must want no more.
+        self._divides = all(map(compat.decodes, compat.attention_layers(runner)))
+        self._decoding: Parts | None = None  # of a batch; and of the first part of that
+        self._planned: Parts | None = None
+
+    def begin(self, forward_batch: ForwardBatch, check: Callable[..., None] | None) -> None:
+        """Before a batch's layers run; `check` as for `PackedExtend.begin`."""
+        self.forget()
+        left: Any = forward_batch
+        extends = compat.is_extend(forward_batch.forward_mode)
+        if extends and self._divides:
+            self._decoding = parts.decoding(forward_batch)
+        if self._decoding is not None:
+            self._begin_decode(self._decoding.second)
+            left = self._decoding.first
+            self.mixed_steps += left is not None
+        if left is not None and extends and self._divides and self.extend is not None:
+            self._planned = self.extend.begin(left, check)
+            left = left if self._planned is None else self._planned.first
+        if left is not None:
+            self.inner.init_forward_metadata(left)
+
+    def forget(self) -> None:
+        """Leave the next batch whole to the stock backend, which was told of it otherwise."""
+        self._decoding = self._planned = None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch,
+        save_kv_cache: bool, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """One layer's attention, [tokens, heads * v_head_dim]."""
+        arguments = (q, k, v, layer, forward_batch, save_kv_cache)
+        if self._decoding is None:
+            return self._forward_extend(*arguments, **options)
+        return self._decoding.forward(self._forward_extend, self._decode, *arguments, **options)
+
+    def _forward_extend(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        if self._planned is None:
+            return self.inner.forward_extend(*arguments, **options)
+        return self._planned.forward(self.inner.forward_extend, self._forward_planned, *arguments, **options)
+
+    def _forward_planned(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch,
+        save_kv_cache: bool, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        assert self.extend is not None
+        group = self._group_of(layer, **options)
+        return self.extend.forward(q, k, v, layer, group, forward_batch, save_kv_cache, options.get("sinks"))
