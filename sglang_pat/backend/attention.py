@@ -165,7 +165,7 @@ class PatAttnBackend(AttentionBackend):
         if writer:
             self.observer.subscribers.append(writer.on_event)
         self._metrics = Metrics()
-        hooks.install(self, graphs=runner.device != "cpu")
+        hooks.install(self, graphs=runner.device != "cpu", defer=config.defer)
         if runner.device != "cpu":
             compat.fence_table_reads()
         self._introduce(on_gpu=runner.device != "cpu")
@@ -188,6 +188,7 @@ class PatAttnBackend(AttentionBackend):
             **layers.total([group.report() for group in self.groups]),
             "extends": self._extend.count if self._extend else 0,
             "extends_shared": self._extend.shared if self._extend else 0,
+            "deferred": hooks.deferred(),
             "nodes": self.observer.nodes,
             "faults": self.observer.faults,
             "bound": len(self.observer.scheduler),
