@@ -1,5 +1,5 @@
-"""Requests that wait for a prefix which another one is computing, in place of computing it again (BatchLLM, section 4.1, for requests that
-come one by one).
+"""Requests that wait for a prefix which another one is computing, in place of computing it again (BatchLLM, section 4, for requests that come
+one by one).
 
 SGLang forms a batch before the last one's result is in the tree, and matches a request with the tree alone: siblings in one batch, or in
 two that follow each other, all compute the prefix that they share. Here the first of them is the leader; the others stay in SGLang's
@@ -17,7 +17,7 @@ from typing import Any
 from sglang_pat import compat
 
 BLOCK = 256
-"""Tokens to be computed that a request must have in common with a leader: their prefill takes about as long as a decode step."""
+"""Tokens to be computed that a request must have in common with a leader: as many as `batch.order.SHARED` characters are. Not tuned on a GPU."""
 
 TOKEN = 8
 """Bytes of a token, as SGLang keeps them (`array("q")`)."""
