@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import random
 import re
 import time
@@ -167,7 +168,7 @@ def main() -> None:
                     record = run(server.url, shape, order, batch, setting, options.requests, options.answer)
                     result["records"].append(msgspec.structs.asdict(record))
                     print(record, flush=True)
-                    options.output.write_bytes(msgspec.json.format(msgspec.json.encode(result)))
+                    options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
