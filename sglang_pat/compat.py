@@ -106,6 +106,38 @@ def namespace(req: Any) -> Hashable:
     return (req.extra_key, getattr(req, "cache_salt", None))
 
 
+def no_more_requests() -> Any:
+    """What `PrefillAdder.add_one_req` returns where a step can take no more."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return AddReqResult.OTHER
+
+
+def cached_tokens(req: Any) -> int:
+    """Tokens that a request which is about to be computed was found to have in the cache."""
+    return (req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices)) + req.host_hit_length
+
+
+def reusable_tokens(req: Any) -> int:
+    """Tokens that it would take from the cache at most: it computes the last one, and those whose log-probabilities it wants."""
+    return req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
+
+
+def is_named_by_tokens(req: Any) -> bool:
+    """Whether requests with the same tokens find this one's KV in the tree: not where embeddings stand for tokens, nor of a streaming
+    session, which has its KV for itself, nor where SGLang keeps a request out of the tree."""
+    if req.input_embeds is not None or req.positional_embed_overrides is not None:
+        return False
+    return not (req.skip_radix_cache_insert or (req.session is not None and req.session.streaming))
+
+
+def finds_prefixes(cache: Any) -> bool:
+    """Whether a prefix is found in this cache as soon as it is computed: not a hybrid model's, as its states are kept at checkpoints."""
+    # With streaming sessions 0.5.17 has them around the cache.
+    cache = getattr(cache, "inner", cache)
+    return _followed(cache) and not cache.disable and not cache.supports_mamba()
+
+
 FOLLOWED = ("RadixCache", "UnifiedRadixCache", "HiRadixCache")
 """Prefix caches whose paths tests have compared with `req_to_token`. With any other, requests are decoded unpacked."""
 

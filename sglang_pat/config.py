@@ -33,6 +33,8 @@ class PatConfig(msgspec.Struct, frozen=True):
             request its own work items (to see what packing brings).
         reuse: `SGLANG_PAT_REUSE`: 1 keeps a plan until the batch or one of its paths changes, 0 plans every step.
         ahead: `SGLANG_PAT_AHEAD`: 1 plans the next batch on a thread of its own while a step runs, 0 when its step comes.
+        defer: `SGLANG_PAT_DEFER`: 1 lets a request wait for 256 or more tokens that another one is computing right now, 0 has it
+            compute them too.
         verify: `SGLANG_PAT_VERIFY`: 1 compares before each step the KV slots of all queries of every work item, and what each
             query reads with what it sees, and falls back to one query per work item where they differ. Slow; for tests.
         tiles: `SGLANG_PAT_TILES`: a file that `python -m sglang_pat.tune` wrote for this GPU, in place of the table that
@@ -44,6 +46,7 @@ class PatConfig(msgspec.Struct, frozen=True):
     policy: Policy = "optimal"
     reuse: bool = True
     ahead: bool = True
+    defer: bool = True
     verify: bool = False
     tiles: str = ""
     trace: str = ""

@@ -15,8 +15,10 @@ import random
 import signal
 import sys
 from array import array
+from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 # A scheduler that fails sends SIGQUIT to its parent; here that is only this script's other half.
 if __name__ == "__main__" and (child := os.fork()):
@@ -37,9 +39,14 @@ from sglang.srt.server_args import PortArgs, prepare_server_args
 from sglang_pat import compat
 from sglang_pat.backend import support
 from sglang_pat.demo.server import free_port
-from sglang_pat.radix_bridge import hooks
+from sglang_pat.radix_bridge import hooks, siblings
 from sglang_pat.radix_bridge.events import ROOT, NodeEvicted
 from sglang_pat.radix_bridge.observer import ROW
+
+T = TypeVar("T")
+
+# Prompts are short here, and shall be put off too.
+siblings.BLOCK = 16
 
 FLUSH_EVERY = 100
 """Batches after which the server is left to drain, and its cache flushed."""
@@ -70,6 +77,8 @@ class Soak:
         self.sent: list[str] = []
         self.flushes = self.aborts = self.checked = self.shared = self.running = self.bound = 0
         self.retracted_rids: set[str] = set()
+        self.computing: dict[Any, tuple[list[int], int, int]] = {}  # tokens of each request, and which of them
+        self.twice = 0
         self._next, self._process = scheduler.get_next_batch_to_run, scheduler.process_batch_result
         scheduler.get_next_batch_to_run, scheduler.process_batch_result = self.next, self.process
 
@@ -92,7 +101,23 @@ class Soak:
         elif self.sent and self.random.random() < 0.1:
             self.scheduler.process_input_requests([AbortReq(rid=self.random.choice(self.sent[-16:]))])
             self.aborts += 1
-        return self._next(*args, **kwargs)
+        plan = self._next(*args, **kwargs)
+        if plan.batch_to_run is not None and compat.is_extend(plan.batch_to_run.forward_mode):
+            self.count_twice(plan.batch_to_run)
+        return plan
+
+    def count_twice(self, batch: Any) -> None:
+        """Count requests that compute what another one in this batch, or in one whose result is not known yet, computes too."""
+        allowed = siblings.BLOCK + self.scheduler.page_size
+        for req in batch.reqs:
+            start, end = computed(req)
+            tokens = list(req.full_untruncated_fill_ids[:end])
+            for other, (others, first, last) in self.computing.items():
+                pairs = zip(tokens, others[:last], strict=False)
+                common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                again = common - max(start, first) >= allowed
+                self.twice += again and other is not req and compat.namespace(other) == compat.namespace(req)
+            self.computing[req] = (tokens, start, end)
 
     def request(self) -> TokenizedGenerateReqInput:
         """A prompt that follows a random walk in a fixed tree of prefixes, so that every kind of split happens."""
@@ -111,22 +136,10 @@ class Soak:
             tokens += [self.random.randrange(1, 250) for _ in range(self.random.randint(1, 20))]
         rid = f"r{len(self.sent)}"
         self.sent.append(rid)
-        parameters = SamplingParams(max_new_tokens=self.random.randint(1, 40), temperature=0.0, ignore_eos=True)
-        parameters.normalize(None)
-        parameters.verify(512)
-        return TokenizedGenerateReqInput(
-            rid=rid,
-            input_text=None,
-            input_ids=array("q", tokens),
-            input_embeds=None,
-            mm_inputs=None,
-            token_type_ids=None,
-            sampling_params=parameters,
-            return_logprob=False,
-            logprob_start_len=-1,
-            top_logprobs_num=0,
-            token_ids_logprob=None,
-            stream=False,
+        return generate(
+            rid,
+            tokens,
+            self.random.randint(1, 40),
             extra_key=self.random.choice([None, "a", "b"]) if self.namespaces else None,
             priority=self.random.randint(0, 3) if self.priorities else None,
         )
@@ -135,6 +148,8 @@ class Soak:
         """Let the scheduler take a batch's result, then look."""
         result = self._process(*args, **kwargs)
         self.remaining -= 1
+        for req in args[0].reqs:
+            self.computing.pop(req, None)
         self.check()
         self.retracted_rids |= {req.rid for req in self.scheduler.waiting_queue if req.retracted_stain}
         return result
@@ -171,8 +186,36 @@ class Soak:
             "core": type(getattr(self.scheduler.tree_cache, "tree_core", None)).__name__,
             "requests": len(self.sent), "checked": self.checked, "shared": self.shared, "flushes": self.flushes,
             "aborts": self.aborts, "evicted": self.evicted, "retracted": len(self.retracted_rids),
-            "bound_share": self.bound / max(1, self.running), **self._backend.counters(),
+            "twice": self.twice, "bound_share": self.bound / max(1, self.running), **self._backend.counters(),
         }  # fmt: skip
+
+
+def generate(rid: str, tokens: list[int], new_tokens: int, **options: Any) -> TokenizedGenerateReqInput:
+    """What a scheduler gets of a request."""
+    parameters = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    parameters.normalize(None)
+    parameters.verify(512)
+    plain: dict[str, Any] = {
+        "input_text": None,
+        "input_embeds": None,
+        "mm_inputs": None,
+        "token_type_ids": None,
+        "return_logprob": False,
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "token_ids_logprob": None,
+        "stream": False,
+    }
+    return TokenizedGenerateReqInput(
+        rid=rid, input_ids=array("q", tokens), sampling_params=parameters, **(plain | options)
+    )
+
+
+def computed(req: Any) -> tuple[int, int]:
+    """Which of its tokens a request computes in the batch that was just made."""
+    if hasattr(req, "extend_end"):
+        return req.prefix_len, req.extend_end
+    return req.extend_range.start, req.extend_range.end
 
 
 def shared_end(mirror: Any, a: int, b: int) -> int:
@@ -213,6 +256,32 @@ def allow_mamba() -> None:
     ServerArgs._validate_mamba_extra_buffer = lambda *_: None
 
 
+def drive(model: Path, flags: list[str], driver: Callable[[Any], T]) -> T:
+    """Run a scheduler; what `driver`, called with it before its first batch, makes.
+
+    Whoever drives it ends it by its `gracefully_exit`.
+    """
+    server_args = prepare_server_args(
+        ["--model-path", str(model), "--device", "cpu", "--attention-backend", "pat", "--dtype", "float32",
+         "--grammar-backend", "none", "--nccl-port", str(free_port()), *flags]
+    )  # fmt: skip
+    made: list[tuple[Any, T]] = []
+    run = scheduler_module.Scheduler.run_event_loop
+
+    def run_event_loop(scheduler: Any) -> None:
+        made.append((scheduler, driver(scheduler)))
+        run(scheduler)
+
+    scheduler_module.Scheduler.run_event_loop = run_event_loop
+    scheduler_module.kill_itself_when_parent_died = lambda: None
+    names = scheduler_module.run_scheduler_process.__code__.co_varnames
+    keywords = dict.fromkeys(names[2 : names.index("pipe_writer")], 0) | {"dp_rank": None}
+    scheduler_module.run_scheduler_process(server_args, PortArgs.init_new(server_args), pipe_writer=Pipe(), **keywords)
+    if not made or not made[0][0].gracefully_exit:
+        sys.exit("the scheduler failed")
+    return made[0][1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
@@ -224,34 +293,19 @@ def main() -> None:
     arguments, flags = parser.parse_known_args()
     if arguments.mamba:
         allow_mamba()
-    server_args = prepare_server_args(
-        ["--model-path", str(arguments.model), "--device", "cpu", "--attention-backend", "pat", "--dtype", "float32",
-         "--grammar-backend", "none", "--nccl-port", str(free_port()), *flags]
-    )  # fmt: skip
-    soaks: list[Soak] = []
-    run = scheduler_module.Scheduler.run_event_loop
-
-    def run_event_loop(scheduler: Any) -> None:
-        soaks.append(
-            Soak(
-                scheduler,
-                arguments.batches,
-                arguments.seed,
-                arguments.namespaces,
-                "--enable-priority-scheduling" in flags,
-                arguments.alike,
-            )
-        )
-        run(scheduler)
-
-    scheduler_module.Scheduler.run_event_loop = run_event_loop
-    scheduler_module.kill_itself_when_parent_died = lambda: None
-    names = scheduler_module.run_scheduler_process.__code__.co_varnames
-    keywords = dict.fromkeys(names[2 : names.index("pipe_writer")], 0) | {"dp_rank": None}
-    scheduler_module.run_scheduler_process(server_args, PortArgs.init_new(server_args), pipe_writer=Pipe(), **keywords)
-    if not soaks or not soaks[0].scheduler.gracefully_exit:
-        sys.exit("the scheduler failed")
-    print(json.dumps(soaks[0].report()))
+    soak = drive(
+        arguments.model,
+        flags,
+        lambda scheduler: Soak(
+            scheduler,
+            arguments.batches,
+            arguments.seed,
+            arguments.namespaces,
+            "--enable-priority-scheduling" in flags,
+            arguments.alike,
+        ),
+    )
+    print(json.dumps(soak.report()))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,15 @@ def test_defaults() -> None:
 
 def test_values() -> None:
     config = PatConfig.from_environment(
-        {"SGLANG_PAT_POLICY": "query", "SGLANG_PAT_REUSE": "0", "SGLANG_PAT_AHEAD": "0", "SGLANG_PAT_VERIFY": "1"}
+        {
+            "SGLANG_PAT_POLICY": "query",
+            "SGLANG_PAT_REUSE": "0",
+            "SGLANG_PAT_AHEAD": "0",
+            "SGLANG_PAT_DEFER": "0",
+            "SGLANG_PAT_VERIFY": "1",
+        }
     )
-    assert config == PatConfig(policy="query", reuse=False, ahead=False, verify=True)
+    assert config == PatConfig(policy="query", reuse=False, ahead=False, defer=False, verify=True)
 
 
 def test_a_trace_may_be_any_file() -> None:

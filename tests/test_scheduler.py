@@ -22,7 +22,7 @@ POOL = "--max-total-tokens"
 
 # Flags, environment, and what must have happened for the run to mean anything.
 CASES: dict[str, tuple[list[str], dict[str, str], dict[str, int]]] = {
-    "plain": ([POOL, "1500"], {}, {"shared": 1000, "flushes": 1, "aborts": 10}),
+    "plain": ([POOL, "1500"], {}, {"shared": 1000, "flushes": 1, "aborts": 10, "deferred": 10}),
     "pages, small chunks, no overlap, namespaces": (
         [
             POOL,
@@ -40,19 +40,23 @@ CASES: dict[str, tuple[list[str], dict[str, str], dict[str, int]]] = {
     "small pool with retractions": (
         [POOL, "1000", "--schedule-policy", "lpm"],
         {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"},
-        {"shared": 100, "retracted": 10, "evicted": 50},
+        {"shared": 100, "retracted": 10, "evicted": 50, "deferred": 5},
     ),
     "priorities": ([POOL, "700", "--enable-priority-scheduling", "--chunked-prefill-size", "32"], {}, {"shared": 200}),
-    "pages of 64": ([POOL, "4096", "--page-size", "64"], {}, {"shared": 200}),
+    "pages of 64, nobody waits": (
+        [POOL, "4096", "--page-size", "64"],
+        {"SGLANG_PAT_DEFER": "0"},
+        {"shared": 200, "twice": 1},
+    ),
     "no radix cache": ([POOL, "1500", "--disable-radix-cache"], {}, {}),
 }
 if compat.radix_cache_serves():
     CASES["unified cache"] = (
-        [POOL, "600", "--page-size", "4", "--namespaces"], {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}, {"shared": 200},
+        [POOL, "600", "--page-size", "4", "--namespaces"], {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}, {"shared": 200, "deferred": 5},
     )  # fmt: skip
 else:
     CASES["Python tree core"] = (
-        [POOL, "600", "--page-size", "4", "--namespaces"], {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}, {"shared": 200},
+        [POOL, "600", "--page-size", "4", "--namespaces"], {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}, {"shared": 200, "deferred": 5},
     )  # fmt: skip
 
 
@@ -76,7 +80,11 @@ DRAFTS = [
     "--speculative-eagle-topk",
 ]
 CASES |= {
-    "drafts": ([POOL, "1500", *DRAFTS, "2", "--speculative-num-draft-tokens", "4"], {}, {"shared": 100, "aborts": 1}),
+    "drafts": (
+        [POOL, "1500", *DRAFTS, "2", "--speculative-num-draft-tokens", "4"],
+        {},
+        {"shared": 100, "aborts": 1, "deferred": 1},
+    ),
     "drafts, pages": (
         [POOL, "2048", "--page-size", "4", "--namespaces", *DRAFTS, "1", "--speculative-num-draft-tokens", "3"],
         {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"},
@@ -121,6 +129,11 @@ def test_the_mirror_is_what_req_to_token_says(name: str, runs: dict[str, Future]
     assert report["steps"] > 50
     for what, least in CASES[name][2].items():
         assert report[what] >= least, report
+    flags, environment, _ = CASES[name]
+    if "--mamba" in flags or "--disable-radix-cache" in flags:
+        assert report["deferred"] == 0
+    elif environment.get("SGLANG_PAT_DEFER") != "0":
+        assert report["twice"] == 0, "a prefix is computed by one request alone"
     if name == "no radix cache":
         assert set(report["query_sizes"]) == {"1"}
         assert report["nodes"] == 0

@@ -163,7 +163,7 @@ class PatAttnBackend(AttentionBackend):
         if writer:
             self.observer.subscribers.append(writer.on_event)
         self._metrics = Metrics()
-        hooks.install(self, graphs=runner.device != "cpu")
+        hooks.install(self, graphs=runner.device != "cpu", defer=config.defer)
         if runner.device != "cpu":
             compat.fence_table_reads()
         self._introduce(on_gpu=runner.device != "cpu")
@@ -199,6 +199,7 @@ class PatAttnBackend(AttentionBackend):
             "mixed_steps": self.prefill.mixed_steps if self.prefill else 0,
             "extends": extend.count if extend else 0,
             "extends_shared": extend.shared if extend else 0,
+            "deferred": hooks.deferred(),
             "nodes": self.observer.nodes,
             "faults": self.observer.faults,
             "bound": len(self.observer.scheduler),

@@ -138,6 +138,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "test_attention_kit.py::test_short_extends_are_planned_where_they_share",
                note="they read it together; on GPUs where they are the last of their batch and by its table of tiles that takes less than the "
                "traffic of reading it for each, which was not run yet; other extends are the prefill backend's there"),
+        _works("requests that wait for a prefix which another one computes", "`SGLANG_PAT_DEFER`, on",
+               "test_siblings.py::test_a_prefix_is_computed_once", "test_siblings.py::test_aborts_of_leaders_keep_nobody_waiting", _MIRROR,
+               note="of sglang-pat; where it computes 256 or more of their tokens, for 16 steps at most; not in hybrid models and caches that are not followed"),
         _works("retraction", "", _POOL),
         _works("priorities and preemption", "`--enable-priority-scheduling`", _MIRROR, _CHAOS),
         _works("disconnects, aborts, time limits", "`/abort_request`, `SGLANG_REQ_WAITING_TIMEOUT`, `SGLANG_REQ_RUNNING_TIMEOUT`", _CHAOS, "test_kits.py::TestTimeouts"),

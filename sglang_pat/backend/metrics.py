@@ -23,6 +23,7 @@ COUNTERS = {
     "kv_bytes_unpacked": "KV bytes that one query per CTA would have read.",
     "extends": "Extends (prefill) that PAT ran: all on CPUs, on GPUs short ones that share.",
     "extends_shared": "Extends in which several requests read a prefix together.",
+    "deferred": "Times that a request waited a step for a prefix that another one was computing.",
     "planning_us": "Microseconds of the engine's thread spent on plans.",
 }
 """Counts of `/server_info`'s `pat` that `/metrics` shows as `sglang_pat:<name>_total`."""

@@ -13,6 +13,8 @@ arguments say which backend runs, and on the CPU platform what makes draft model
 | `RadixCache._delete_leaf` | 0.5.17 | eviction |
 | `UnifiedRadixCache._evict_device_leaf` | both | eviction |
 | `RadixCache.reset`, `UnifiedRadixCache.reset` | both | `flush_cache` |
+| `PrefillAdder.add_one_req` | both | a request that waits for what another one computes stays in the queue (siblings.py) |
+| `PrefillAdder.add_chunked_req` | both | the next chunk of one that others may wait for |
 | `Scheduler.get_internal_state` | both | puts the counters into `/server_info` |
 | `SchedulerMetricsReporter.report_decode_stats` | both | when SGLang logs and exports its own counts |
 | `ForwardBatch.init_new` | both | a batch has its rows on the GPU only, and ids that clients chose |
@@ -35,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_pat import compat
 from sglang_pat.radix_bridge.observer import Observer
+from sglang_pat.radix_bridge.siblings import Siblings
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +51,8 @@ _STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 _FINISHING = "sglang.srt.managers.scheduler.Scheduler._reqs_finishing_inflight"
 _GRAPH_VIEW = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view"
 _BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
+_ADD = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
+_ADD_CHUNK = "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req"
 _REPORT = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats"
 
 
@@ -76,21 +81,23 @@ class Follower(Protocol):
 _followers: list[weakref.ref[Follower]] = []
 _hooked = False
 _publishing = True
+_siblings: Siblings | None = None
 
 
-def install(follower: Follower, graphs: bool = False) -> None:
+def install(follower: Follower, graphs: bool = False, defer: bool = False) -> None:
     """Let `follower` follow the prefix cache of its pool for as long as it lives.
 
     Args:
         follower: Held weakly.
         graphs: Whether steps are decoded in CUDA graphs.
+        defer: Whether requests wait for what others compute; the process's first follower says so.
 
     Raises:
         RuntimeError: Another plugin has hooked one of the targets; SGLang applies each target's hooks once.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    global _hooked
+    global _hooked, _siblings
     _followers.append(weakref.ref(follower, _followers.remove))
     if _hooked:
         return
@@ -108,18 +115,26 @@ def install(follower: Follower, graphs: bool = False) -> None:
         hooks[f"{_RADIX}._delete_leaf"] = _on_evict_node
     if compat.skips_finishing():
         hooks[_FINISHING] = _on_finishing
+    if defer:
+        hooks |= {_ADD: _on_add, _ADD_CHUNK: _on_add_chunk}
     if graphs:
         hooks[_GRAPH_VIEW] = _on_graph_view
     taken = [target for target in hooks if target in HookRegistry._patched]
     if taken:
         raise RuntimeError(f"another SGLang plugin has already hooked {taken[0]}: uninstall it or sglang-pat")
     for target, hook in hooks.items():
-        HookRegistry.register(target, hook, HookType.AROUND if target == _RELEASE else HookType.AFTER)
+        HookRegistry.register(target, hook, HookType.AROUND if target in (_RELEASE, _ADD) else HookType.AFTER)
     HookRegistry.apply_hooks()
     missed = [target for target in hooks if target not in HookRegistry._patched]
     if missed:
         raise RuntimeError(f"this SGLang has no {missed[0]}: sglang-pat supports {' and '.join(compat.TESTED)}")
     _hooked = True
+    _siblings = Siblings() if defer else None
+
+
+def deferred() -> int:
+    """How often a request of this process was put off by a step, as another one was computing its prefix."""
+    return _siblings.deferred if _siblings else 0
 
 
 def _caching_methods() -> list[tuple[str, str]]:
@@ -180,7 +195,36 @@ def _tell_all(owner: Any, report: Callable[[Observer], None]) -> None:
             tell(follower.observer, report)
 
 
+def _tell_siblings(report: Callable[[Siblings], Any]) -> Any:
+    """What it answers; whatever goes wrong there, SGLang must not notice, and nobody waits any more."""
+    global _siblings
+    if _siblings is None:
+        return None
+    try:
+        return report(_siblings)
+    except Exception:
+        _siblings = None
+        logger.warning("sglang-pat: requests wait for each other's prefixes no more", exc_info=True)
+        return None
+
+
+def _on_add(add: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    deferred = _tell_siblings(lambda siblings: siblings.defer(adder, req))
+    if deferred is not None:
+        return deferred
+    result = add(adder, req, *args, **kwargs)
+    if adder.can_run_list and adder.can_run_list[-1] is req:
+        _tell_siblings(lambda siblings: siblings.computes(adder, req))
+    return result
+
+
+def _on_add_chunk(result: Any, adder: Any, req: Any) -> None:
+    if adder.can_run_list and adder.can_run_list[-1] is req:
+        _tell_siblings(lambda siblings: siblings.computes(adder, req))
+
+
 def _on_cached(result: Any, cache: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    _tell_siblings(lambda siblings: siblings.ended(req))
     _tell_all(cache, lambda observer: observer.on_cached(cache, req))
 
 
@@ -188,6 +232,7 @@ def _on_release(release: Callable[..., Any], req: Any, tree_cache: Any, *args: A
     # Before, as it has no row afterwards.
     request = compat.request_of(tree_cache.req_to_token_pool, req)
     result = release(req, tree_cache, *args, **kwargs)
+    _tell_siblings(lambda siblings: siblings.ended(req))
     if request is not None:
         _tell_all(tree_cache, lambda observer: observer.on_released(request))
     return result

@@ -1,0 +1,121 @@
+"""What it brings and costs that requests wait for a prefix which another one computes (radix_bridge/siblings.py):
+
+    python benchmarks/siblings.py MODEL
+
+On a CPU, with two servers side by side that differ in SGLANG_PAT_DEFER: 16 requests sent at once, with a prefix of 700 tokens and 50 of
+their own, and 16 that share nothing. Prints tokens that were prefilled and the mean and longest time to the first token of the best
+of three rounds, then what it takes to ask whether one of many waiting requests has to wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from array import array
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from serving import client_session, generate
+
+from sglang_pat.demo.server import Server
+
+SIBLINGS, PREFIX, OWN = 16, 700, 50
+FLAGS = ["--dtype", "float32", "--max-total-tokens", "40000", "--enable-cache-report", "--chunked-prefill-size", "8192"]
+
+
+def prompts(seed: int, shared: int) -> list[list[int]]:
+    numbers = random.Random(seed)
+    prefix = numbers.choices(range(40, 120), k=shared)
+    return [prefix + numbers.choices(range(40, 120), k=PREFIX + OWN - shared) for _ in range(SIBLINGS)]
+
+
+async def first_tokens(url: str, asked: list[list[int]]) -> list[float]:
+    """Milliseconds until each has its first one."""
+    async with client_session() as session:
+        times = await asyncio.gather(*(generate(session, url, prompt, 4) for prompt in asked))
+    return [(first - sent) * 1e3 for sent, first, *_ in times]
+
+
+def prefilled(server: Server, asked: list[list[int]]) -> int:
+    body = {"input_ids": asked, "sampling_params": {"max_new_tokens": 1}}
+    found = [one["meta_info"] for one in server.post("/generate", body)]
+    return sum(one["prompt_tokens"] - one["cached_tokens"] for one in found)
+
+
+class _Adder:
+    """As much of SGLang's `PrefillAdder` as is looked at."""
+
+    def __init__(self, cache: Any) -> None:
+        self.preempt_list: list[Any] = []
+        self.page_size, self.tree_cache = 1, cache
+
+
+def question(leaders: int, waiting: int, shared: int, length: int) -> float:
+    """Microseconds to ask for one request whether it has to wait; all begin with the same tokens, and differ before they would have to."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from sglang_pat.radix_bridge.siblings import BLOCK, Siblings
+
+    numbers = random.Random(0)
+    prefix = numbers.choices(range(1000), k=shared)
+
+    def request(rid: str) -> Any:
+        tokens = array("q", prefix + numbers.choices(range(1000), k=length - shared))
+        # The worst that can be: the last token that is looked at first is the same.
+        tokens[shared + BLOCK - 1] = 7
+        req = Req(rid, "", tokens, SamplingParams())
+        req.full_untruncated_fill_ids = tokens
+        req.prefix_indices, req.prefix_len = tokens[:shared], shared
+        return req
+
+    cache = RadixCache.create_simulated()
+    adder = _Adder(cache)
+    siblings = Siblings()
+    # The step begins with the first question.
+    siblings.defer(adder, request("first"))
+    for number in range(leaders):
+        siblings.computes(adder, request(f"leader {number}"))
+    reqs = [request(str(number)) for number in range(waiting)]
+    began = time.perf_counter()
+    for req in reqs:
+        siblings.defer(adder, req)
+    return (time.perf_counter() - began) / waiting * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    model = parser.parse_args().model
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        servers = {
+            defer: stack.enter_context(
+                Server(model, "pat", Path(folder) / defer, FLAGS, {"SGLANG_PAT_DEFER": defer, "OMP_NUM_THREADS": "1"})
+            )
+            for defer in "01"
+        }
+        for server in servers.values():
+            server.wait()
+        for shared in (PREFIX, 0):
+            for defer, server in servers.items():
+                asyncio.run(first_tokens(server.url, prompts(100, shared)))
+                rounds = [asyncio.run(first_tokens(server.url, prompts(seed, shared))) for seed in range(3)]
+                best = min(rounds, key=statistics.mean)
+                print(
+                    f"{shared} tokens shared, SGLANG_PAT_DEFER={defer}: {prefilled(server, prompts(9, shared))} tokens prefilled, "
+                    f"first token after {statistics.mean(best):.0f} ms in the mean, {max(best):.0f} ms at most"
+                )
+    for leaders in (1, 64):
+        for length in (2_000, 20_000):
+            took = question(leaders, 1_000, length // 2, length)
+            print(f"{leaders} leaders, prompts of {length} tokens, half of them cached: {took:.1f} us a question")
+
+
+if __name__ == "__main__":
+    main()
