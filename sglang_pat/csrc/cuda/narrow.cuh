@@ -307,7 +307,7 @@ class NarrowWarp {
       }
     }
     float correction[kBlocks][2];
-    const auto draft = [&] { return draft_tokens(p_, items_.get(kPhase, user_)); };
+    const int draft = kMasks ? items_.get(kPhase, user_).draft : 0;
     const auto mask = [&](int row) { return mask_of(p_, items_.get(kPhase, user_), row); };
     softmax_.template update<kChunks>(s, tokens, tokens - step, draft, mask, capped_, p_, correction);
     bool same = true;

@@ -27,8 +27,10 @@ template <int kDim>
 struct WideQueries {
   alignas(1024) uint8_t q[kMaxRows<kDim> * panels(kDim) * kPanelRow];
   int targets[kMaxRows<kDim>];
-  int members[kMaxRows<kDim>];  // batch positions
+  uint32_t sources[kMaxRows<kDim>];  // where Q's rows are in memory, in 16 bytes; kNoSource
+  uint64_t masks[kMasks ? kMaxRows<kDim> : 1];
 };
+constexpr uint32_t kNoSource = ~0u;
 
 // Where KV is converted, its stages need the memory more (benchmarks/NOTES.md, 2026-11-23).
 constexpr int query_buffers(bool converts) { return kSharedLimit > (200 << 10) && !converts ? 2 : 1; }
@@ -86,23 +88,24 @@ template <typename T, typename Product, int kDim, int kBuffers>
 class QueryProducer {
   static constexpr int kThreads = producer_threads(kDim);
   static constexpr int kRowThreads = row_threads(kDim * int(sizeof(T)));
-  static constexpr int kMembers = (kMaxRows<kDim> + kThreads - 1) / kThreads;
+  static constexpr int kRows = (kMaxRows<kDim> + kThreads - 1) / kThreads;  // that a thread looks up
+  static constexpr int kSourceElements = 16 / int(sizeof(T));
 
  public:
   __device__ QueryProducer(const Params& p, const Items<threads(kDim)>& items, WideQueries<kDim> (&memory)[kBuffers],
                            RingBarriers<kBuffers>& barriers)
       : p_(p), items_(items), memory_(memory), queries_(barriers) {}
 
-  // Of the item `i`: each thread some queries.
+  // Of the item `i`: each thread the queries of some rows.
   __device__ void read(int i) {
     if (i >= items_.count(kWide)) return;
     const Item& item = items_.get(kWide, i);
 #pragma unroll
-    for (int j = 0; j < kMembers; ++j) {
-      const int member = int(thread()) + j * kThreads;
-      if (member < item.count) {
-        queries_ahead_[j] = p_.section(kQueries)[item.first + member];
-        targets_ahead_[j] = p_.section(kSlots)[item.first + member];
+    for (int j = 0; j < kRows; ++j) {
+      const int row = int(thread()) + j * kThreads;
+      if (row < item.count * p_.group) {
+        queries_ahead_[j] = p_.section(kQueries)[item.first + p_.query_of(row)];
+        targets_ahead_[j] = p_.section(kSlots)[item.first + p_.query_of(row)];
       }
     }
   }
@@ -110,28 +113,27 @@ class QueryProducer {
   // Of the item that was read.
   __device__ void copy(const Item& item) {
     const unsigned column = thread() % kRowThreads;
-    const int rows = item.count * p_.group;
     queries_.wait_empty();
     auto& to = memory_[queries_.stage()];
+    // Each row is looked up once: where drafts have 64 rows, one thread for a query's rows took 8 us for an item.
 #pragma unroll
-    for (int i = 0; i < kMembers; ++i) {
-      const int member = int(thread()) + i * kThreads;
-      if (member >= item.count) continue;
-      to.members[member] = queries_ahead_[i];
-#pragma unroll 1
-      for (int head = 0; head < p_.group; ++head) {
-        const int row = member * p_.group + head;
-        to.targets[row] = RowTarget(p_, item, row, queries_ahead_[i], targets_ahead_[i]).code();
-      }
+    for (int i = 0; i < kRows; ++i) {
+      const int row = int(thread()) + i * kThreads;
+      if (row >= item.m) continue;
+      to.targets[row] = RowTarget::kNone, to.sources[row] = kNoSource;
+      if (row >= item.count * p_.group) continue;
+      const TokenHead at = p_.token_head(queries_ahead_[i], item.first_head + p_.head_of(row));
+      to.targets[row] = RowTarget(p_, item, row, queries_ahead_[i], targets_ahead_[i]).code();
+      to.sources[row] = uint32_t((at.token * p_.q_token + at.head * p_.q_head) / kSourceElements);
+      if constexpr (kMasks) copy8(shared_address(&to.masks[row]), p_.masks + at.token);
     }
-#pragma unroll 1
-    for (int row = rows + int(thread()); row < item.m; row += kThreads) to.targets[row] = RowTarget::kNone;
     sync_threads(kProducerBarrier, kThreads);
     if (column < kDim / 8) {
 #pragma unroll 4
       for (int row = int(thread() / kRowThreads); row < item.m; row += kThreads / kRowThreads) {
-        const bool used = row < rows;
-        const T* q = q_row<T>(p_, item, used ? to.members[p_.query_of(row)] : item.query, used ? row : 0) + column * 8;
+        const uint32_t source = to.sources[row];
+        const bool used = source != kNoSource;
+        const T* q = static_cast<const T*>(p_.q) + (used ? int64_t(source) * kSourceElements : 0) + column * 8;
         copy16_or_zero(shared_address(to.q) + panel_offset(row, column, item.m * kPanelRow), q, used);
       }
     }
@@ -165,7 +167,7 @@ class QueryProducer {
   const Items<threads(kDim)>& items_;
   WideQueries<kDim> (&memory_)[kBuffers];
   RingCursor<kBuffers> queries_;
-  int queries_ahead_[kMembers] = {}, targets_ahead_[kMembers] = {};
+  int queries_ahead_[kRows] = {}, targets_ahead_[kRows] = {};
 };
 
 // Which rows of a tile, and which 16 bytes of them, a thread copies that fills the ring.

@@ -100,15 +100,14 @@ class WideGroup {
 #pragma unroll 1
       for (; from < until; ++from) skip(cursor);
     };
-    const auto draft = [&] { return draft_tokens(p_, item); };
-    const auto mask = [&](int half) { return mask_of(p_, item, first_row + row() + half * 8); };
+    const auto mask = [&](int half) { return queries.masks[first_row + row() + half * 8]; };
     skip_until(k_, 0, min(tile, tiles));
     skip_until(v_, 0, min(tile, tiles));
     if (tile < tiles) {
       start_scores();
       P::template wait<0>();
       release(k_);
-      softmax.template update<8>(s, tokens - tile * kTokens, draft, mask, capped_, p_, correction);
+      softmax.template update<8>(s, tokens - tile * kTokens, item.draft, mask, capped_, p_, correction);
       pack();
       while (true) {
         const int next = tile + stride;
@@ -124,7 +123,7 @@ class WideGroup {
         start_values();
         P::template wait<1>();
         release(k_);
-        softmax.template update<8>(s, tokens - next * kTokens, draft, mask, capped_, p_, correction);
+        softmax.template update<8>(s, tokens - next * kTokens, item.draft, mask, capped_, p_, correction);
         // Never; but without a branch ptxas moves the softmax behind the wait, and nothing runs beside the product.
         if (softmax.sum[0] + softmax.sum[1] < 0) nap();
         P::template wait<0>();
