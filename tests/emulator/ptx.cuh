@@ -114,6 +114,7 @@ inline uint32_t shared_address(const void* pointer) { return machine->address(po
 inline void copy16(uint32_t to, const void* from) { machine->copy(to, from); }
 inline void copy16_or_zero(uint32_t to, const void* from, bool valid) { machine->copy(to, valid ? from : nullptr); }
 inline void copy4_or_zero(uint32_t to, const void* from, bool valid) { machine->copy(to, valid ? from : nullptr, 4); }
+inline void copy8(uint32_t to, const void* from) { machine->copy(to, from, 8); }
 inline uint64_t leaves_first() { return 0; }
 inline void copy16(uint32_t to, const void* from, uint64_t) { machine->copy(to, from); }
 inline void prefetch(const void*) {}

@@ -22,7 +22,8 @@ struct Item {
   int first;            // of the plan's queries and slots
   int query;            // batch position of the first
   int target;           // where its part goes
-  int16_t count;        // queries
+  uint8_t count;        // queries
+  uint8_t draft;        // with kMasks, see `draft_tokens`
   int16_t head;         // KV head
   uint16_t first_head;  // of its query heads
   uint8_t m;            // tile
@@ -186,7 +187,8 @@ class Items {
     item.slots = p_.rows[item.query] * p_.table_row + start;
     item.tokens = max(0, end - start);
     item.first = row[kFirstQuery];
-    item.count = int16_t(row[kItemQueries]);
+    if constexpr (kMasks) item.draft = draft_tokens(item.query, end);
+    item.count = uint8_t(row[kItemQueries]);
     item.m = uint8_t(row[kTileM]);
     const int run = task - bin * p_.runs, head = quotient(run, p_.splits), part = run - head * p_.splits;
     item.head = int16_t(head);
@@ -200,10 +202,16 @@ class Items {
         item.phase = kPhases;
       if (item.phase == kPhases) return item;
     }
+    if (kMasks && item.draft > 0) prefetch(p_.masks + int64_t(item.query) * p_.draft);
     // They are read next, by a warp that does not know yet which item it gets.
 #pragma unroll 1
     for (int i = 0; i < min(item.tokens, kAhead); i += kAheadStep) prefetch(p_.req_to_token + item.slots + i);
     return item;
+  }
+
+  // How many of the last tokens in front of `end` are of the query's draft: more than an item has where it begins within.
+  __device__ uint8_t draft_tokens(int query, int end) const {
+    return uint8_t(min(kMostDraft, max(0, end - int(p_.seq_lens[query] - p_.draft))));
   }
 
   static constexpr int kAhead = 128, kAheadStep = 32;  // slots, and those of a line of the cache
@@ -225,12 +233,6 @@ __device__ __forceinline__ int target_of(const Params& p, const Item& item, int 
 // Where the item ends in its requests.
 __device__ __forceinline__ int64_t end_of(const Params& p, const Item& item) {
   return item.slots + item.tokens - p.rows[item.query] * p.table_row;
-}
-
-// How many of an item's last tokens are of its request's draft: more than it has where it begins within, none or less where it ends
-// in front.
-__device__ __forceinline__ int draft_tokens(const Params& p, const Item& item) {
-  return int(end_of(p, item) - (p.seq_lens[item.query] - p.draft));
 }
 
 // Which tokens of the draft the tile's row sees; all where it is no query's.

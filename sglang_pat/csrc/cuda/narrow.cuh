@@ -321,7 +321,7 @@ class NarrowWarp {
       }
     }
     float correction[kBlocks][2];
-    const auto draft = [&] { return draft_tokens(p_, items_.get(kPhase, user_)); };
+    const int draft = kMasks ? items_.get(kPhase, user_).draft : 0;
     const auto mask = [&](int row) { return mask_of(p_, items_.get(kPhase, user_), row); };
     const auto behind = [&](int row) {
       return kMasks ? behind_of(items_.get(kPhase, user_), row) : __shfl_sync(~0u, behind_, row);

@@ -26,6 +26,10 @@ __device__ __forceinline__ void copy4_or_zero(uint32_t to, const void* from, boo
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0));
 }
 
+__device__ __forceinline__ void copy8(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from));
+}
+
 // What is read is the first to leave the L2 cache again.
 __device__ __forceinline__ uint64_t leaves_first() {
   uint64_t policy;

@@ -10,6 +10,9 @@
 
 namespace pat {
 
+// Up to so many tokens an item is owned by one warpgroup: one of 32 tokens took 3.9 us, 16 rows of it 0.5 (python -m sglang_pat.tune).
+constexpr int kOwnTokens = 4 * kTokens;
+
 // K or V of a tile: V is no wider.
 template <int kDim>
 constexpr int kStageBytes = panels(kDim) * kTokens * kPanelRow;
@@ -27,9 +30,11 @@ template <int kDim>
 struct WideQueries {
   alignas(1024) uint8_t q[kMaxRows<kDim> * panels(kDim) * kPanelRow];
   int targets[kMaxRows<kDim>];
-  int members[kMaxRows<kDim>];  // batch positions
+  uint32_t sources[kMaxRows<kDim>];  // where Q's rows are in memory, in 16 bytes; kNoSource
+  uint64_t masks[kMasks ? kMaxRows<kDim> : 1];
   int behind[kLimits ? kMaxRows<kDim> : 1];
 };
+constexpr uint32_t kNoSource = ~0u;
 
 // Where KV is converted, its stages need the memory more (benchmarks/NOTES.md, 2026-11-23).
 constexpr int query_buffers(bool converts) { return kSharedLimit > (200 << 10) && !converts ? 2 : 1; }
@@ -87,23 +92,24 @@ template <typename T, typename Product, int kDim, int kBuffers>
 class QueryProducer {
   static constexpr int kThreads = producer_threads(kDim);
   static constexpr int kRowThreads = row_threads(kDim * int(sizeof(T)));
-  static constexpr int kMembers = (kMaxRows<kDim> + kThreads - 1) / kThreads;
+  static constexpr int kRows = (kMaxRows<kDim> + kThreads - 1) / kThreads;  // that a thread looks up
+  static constexpr int kSourceElements = 16 / int(sizeof(T));
 
  public:
   __device__ QueryProducer(const Params& p, const Items<threads(kDim)>& items, WideQueries<kDim> (&memory)[kBuffers],
                            RingBarriers<kBuffers>& barriers)
       : p_(p), items_(items), memory_(memory), queries_(barriers) {}
 
-  // Of the item `i`: each thread some queries.
+  // Of the item `i`: each thread the queries of some rows.
   __device__ void read(int i) {
     if (i >= items_.count(kWide)) return;
     const Item& item = items_.get(kWide, i);
 #pragma unroll
-    for (int j = 0; j < kMembers; ++j) {
-      const int member = int(thread()) + j * kThreads;
-      if (member < item.count) {
-        queries_ahead_[j] = p_.section(kQueries)[item.first + member];
-        targets_ahead_[j] = p_.section(kSlots)[item.first + member];
+    for (int j = 0; j < kRows; ++j) {
+      const int row = int(thread()) + j * kThreads;
+      if (row < item.count * p_.group) {
+        queries_ahead_[j] = p_.section(kQueries)[item.first + p_.query_of(row)];
+        targets_ahead_[j] = p_.section(kSlots)[item.first + p_.query_of(row)];
       }
     }
   }
@@ -111,35 +117,29 @@ class QueryProducer {
   // Of the item that was read.
   __device__ void copy(const Item& item) {
     const unsigned column = thread() % kRowThreads;
-    const int rows = item.count * p_.group;
     queries_.wait_empty();
     auto& to = memory_[queries_.stage()];
+    // Each row is looked up once: where drafts have 64 rows, one thread for a query's rows took 8 us for an item.
 #pragma unroll
-    for (int i = 0; i < kMembers; ++i) {
-      const int member = int(thread()) + i * kThreads;
-      if (member >= item.count) continue;
-      to.members[member] = queries_ahead_[i];
-#pragma unroll 1
-      for (int head = 0; head < p_.group; ++head) {
-        const int row = member * p_.group + head;
-        to.targets[row] = RowTarget(p_, item, row, queries_ahead_[i], targets_ahead_[i]).code();
-      }
+    for (int i = 0; i < kRows; ++i) {
+      const int row = int(thread()) + i * kThreads;
+      if (row >= item.m) continue;
+      to.targets[row] = RowTarget::kNone, to.sources[row] = kNoSource;
+      if constexpr (kLimits) to.behind[row] = 0;
+      if (row >= item.count * p_.group) continue;
+      const TokenHead at = p_.token_head(queries_ahead_[i], item.first_head + p_.head_of(row));
+      to.targets[row] = RowTarget(p_, item, row, queries_ahead_[i], targets_ahead_[i]).code();
+      to.sources[row] = uint32_t((at.token * p_.q_token + at.head * p_.q_head) / kSourceElements);
+      if constexpr (kMasks) copy8(shared_address(&to.masks[row]), p_.masks + at.token);
+      if constexpr (kLimits) to.behind[row] = tokens_behind(p_, item, row, queries_ahead_[i]);
     }
-#pragma unroll 1
-    for (int row = rows + int(thread()); row < item.m; row += kThreads) to.targets[row] = RowTarget::kNone;
     sync_threads(kProducerBarrier, kThreads);
-    if constexpr (kLimits) {
-#pragma unroll 1
-      for (int row = int(thread()); row < item.m; row += kThreads) {
-        const int used = row < rows ? row : 0;
-        to.behind[row] = tokens_behind(p_, item, used, to.members[p_.query_of(used)]);
-      }
-    }
     if (column < kDim / 8) {
 #pragma unroll 4
       for (int row = int(thread() / kRowThreads); row < item.m; row += kThreads / kRowThreads) {
-        const bool used = row < rows;
-        const T* q = q_row<T>(p_, item, used ? to.members[p_.query_of(row)] : item.query, used ? row : 0) + column * 8;
+        const uint32_t source = to.sources[row];
+        const bool used = source != kNoSource;
+        const T* q = static_cast<const T*>(p_.q) + (used ? int64_t(source) * kSourceElements : 0) + column * 8;
         copy16_or_zero(shared_address(to.q) + panel_offset(row, column, item.m * kPanelRow), q, used);
       }
     }
@@ -173,7 +173,7 @@ class QueryProducer {
   const Items<threads(kDim)>& items_;
   WideQueries<kDim> (&memory_)[kBuffers];
   RingCursor<kBuffers> queries_;
-  int queries_ahead_[kMembers] = {}, targets_ahead_[kMembers] = {};
+  int queries_ahead_[kRows] = {}, targets_ahead_[kRows] = {};
 };
 
 // Which rows of a tile, and which 16 bytes of them, a thread copies that fills the ring.
@@ -205,8 +205,11 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
       : p_(p),
         items_(items),
         memory_(memory),
-        cursor_(barriers.ring),
-        queries_(p, items, memory.queries, barriers.queries) {}
+        k_(barriers.ring),
+        v_(barriers.ring),
+        queries_(p, items, memory.queries, barriers.queries) {
+    v_.advance();
+  }
 
   // The items of one look-up.
   __device__ void run() {
@@ -237,26 +240,29 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
     const uint32_t offset = panel_offset(first, column, kTokens * kPanelRow);
     const int own = own_row();
     const int32_t* slots = p_.req_to_token + item.slots + own;
-    int next = own < item.tokens ? slot_ahead : 0;
+    // A group multiplies K of its next tile before V of this one: so they are asked for in this order. Groups in turns have every second tile.
+    const int behind = groups(kDim) > 1 && item.m == 64 && item.tokens > kOwnTokens ? 2 * kTokens : kTokens;
+    int next = own < item.tokens ? slot_ahead : 0, last = 0, before = 0;  // the slots of K's next tile and of its last two
 #pragma unroll 1
-    for (int begin = 0; begin < item.tokens; begin += kTokens) {
+    for (int begin = 0; begin - behind < item.tokens; begin += kTokens) {
       const int slot = next;
       slots += kTokens;
       next = begin + kTokens + own < item.tokens ? *slots : 0;
-      const int tokens = item.tokens - begin - int(first);  // that are left from this thread's first row on
-      const bool full = item.tokens - begin >= kTokens;
-      cursor_.wait_empty();
-      copy_rows<false>(full, column, offset, k, p_.k_slot, slot, tokens);
-      cursor_.wait_empty();
-      copy_rows<true>(full, column, offset, v, p_.v_slot, slot, tokens);
+      if (begin < item.tokens) copy_rows<false>(item.tokens - begin, column, offset, k, p_.k_slot, slot);
+      if (begin >= behind)
+        copy_rows<true>(item.tokens - begin + behind, column, offset, v, p_.v_slot, behind > kTokens ? before : last);
+      before = last, last = slot;
     }
   }
 
-  // One stage. Every lane of the warp has to call it.
+  // One stage; `left` tokens are left from the tile's first one on. Every lane of the warp has to call it.
   template <bool kIsV>
-  __device__ void copy_rows(bool full, int column, uint32_t offset, const char* pool, uint32_t stride, int slot,
-                            int tokens) {
-    const uint32_t to = shared_address(memory_.ring) + cursor_.stage() * kStageBytes<kDim>;
+  __device__ void copy_rows(int left, int column, uint32_t offset, const char* pool, uint32_t stride, int slot) {
+    auto& cursor = kIsV ? v_ : k_;
+    cursor.wait_empty();
+    const int tokens = left - int(thread() / kRowThreads);  // from this thread's first row on
+    const bool full = left >= kTokens;
+    const uint32_t to = shared_address(memory_.ring) + cursor.stage() * kStageBytes<kDim>;
     constexpr int kRowCopies = (kIsV ? kVDim : kDim) * int(sizeof(T)) / kCopyBytes;
     const int lane = Rows::slot_lane();
     if (kRowCopies == kRowThreads && full) {
@@ -273,14 +279,14 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
           copy16_or_zero(to + next_row(offset, i * kStride), pool + uint64_t(row) * stride, valid);
       }
     }
-    arrive_after_copies(cursor_.full_barrier());
-    cursor_.advance();
+    arrive_after_copies(cursor.full_barrier());
+    cursor.advance(2);
   }
 
   const Params& p_;
   const Items<threads(kDim)>& items_;
   Memory& memory_;
-  RingCursor<kStages> cursor_;
+  RingCursor<kStages> k_, v_;
   QueryProducer<T, T, kDim, Memory::kBuffers> queries_;
   int slot_ahead_ = 0;
 };

@@ -22,19 +22,22 @@ __device__ __forceinline__ void cap_score(float& s, const Params& p) {
   s = p.cap - __fdividef(2 * p.cap, 1 + exp2_fast(s * p.cap_exponent));
 }
 
-// Whether a row's mask hides what is `at` tokens behind the first one of its draft.
-__device__ __forceinline__ bool hides(uint64_t mask, int at) { return at >= 0 && at < kMostDraft && !(mask >> at & 1); }
+// Bit i says whether a row's mask hides what is `at` + i tokens behind the first one of its draft.
+__device__ __forceinline__ uint64_t hidden_from(uint64_t mask, int at) {
+  if (at >= kMostDraft || at <= -kMostDraft) return 0;
+  return at >= 0 ? ~mask >> at : ~mask << -at;
+}
 
 struct Softmax {
   float row_max[2] = {-INFINITY, -INFINITY};  // the score of each row that weights are taken against, without the scale
   float sum[2] = {0, 0};                      // of this thread's own columns
 
   // Turns scores into weights, and says by what the weights before are to be multiplied. Columns from `valid` on do not
-  // count, and with kMasks, of the last `draft()` in front of it, none that a row's `mask_of(half)` hides. With kLimits, `behind_of(half)`
+  // count, and with kMasks, of the last `draft` in front of it, none that a row's `mask_of(half)` hides. With kLimits, `behind_of(half)`
   // are the tokens behind the end of each row's own (`tokens_behind`).
-  template <int kBlocks, typename Draft, typename MaskOf, typename BehindOf>
-  __device__ __forceinline__ void update(float* s, int valid, const Draft& draft, const MaskOf& mask_of,
-                                         const BehindOf& behind_of, bool capped, const Params& p, float (&correction)[2]) {
+  template <int kBlocks, typename MaskOf, typename BehindOf>
+  __device__ __forceinline__ void update(float* s, int valid, int draft, const MaskOf& mask_of, const BehindOf& behind_of,
+                                         bool capped, const Params& p, float (&correction)[2]) {
     if (capped) {
 #pragma unroll
       for (int i = 0; i < 4 * kBlocks; ++i) cap_score(s[i], p);
@@ -46,13 +49,12 @@ struct Softmax {
         if (first + i / 4 * 8 + i % 2 >= valid) s[i] = -INFINITY;
     }
     if constexpr (kMasks) {
-      const int own = valid < 8 * kBlocks + kMostDraft ? draft() : 0;
-      if (own > 0) {
-        const int first = thread_of<4>() * 2 - (valid - own);
-        const uint64_t masks[2] = {mask_of(0), mask_of(1)};
+      if (draft > 0 && valid - draft < 8 * kBlocks) {
+        const int first = thread_of<4>() * 2 - (valid - draft);
+        const uint64_t hidden[2] = {hidden_from(mask_of(0), first), hidden_from(mask_of(1), first)};
 #pragma unroll
         for (int i = 0; i < 4 * kBlocks; ++i)
-          if (hides(masks[i / 2 % 2], first + i / 4 * 8 + i % 2)) s[i] = -INFINITY;
+          if (hidden[i / 2 % 2] >> (i / 4 * 8 + i % 2) & 1) s[i] = -INFINITY;
       }
     }
     if constexpr (kLimits) {
@@ -113,11 +115,11 @@ struct ColumnSoftmax {
     for (int i = 0; i < 2 * kBlocks; ++i) row_max[i / 2][i % 2] = -INFINITY, sum[i / 2][i % 2] = 0;
   }
 
-  // `first` tokens of the first chunk count, and `second` of the second; with kMasks, of the last `draft()` of them those that the
+  // `first` tokens of the first chunk count, and `second` of the second; with kMasks, of the last `draft` of them those that the
   // `mask_of(column)` of each column does not hide. With kLimits, where `limited`, `behind_of(column)` are the tokens behind the end of a
   // column's own.
-  template <int kChunks, typename Draft, typename MaskOf, typename BehindOf>
-  __device__ __forceinline__ void update(float (&s)[kChunks][kBlocks][4], int first, int second, const Draft& draft,
+  template <int kChunks, typename MaskOf, typename BehindOf>
+  __device__ __forceinline__ void update(float (&s)[kChunks][kBlocks][4], int first, int second, int draft,
                                          const MaskOf& mask_of, bool limited, const BehindOf& behind_of, bool capped,
                                          const Params& p, float (&correction)[kBlocks][2]) {
     if (capped) {
@@ -134,15 +136,16 @@ struct ColumnSoftmax {
         if (row + i % 4 / 2 * 8 >= valid) s[chunk][i / 4][i % 4] = -INFINITY;
     }
     if constexpr (kMasks) {
-      const int own = (kChunks == 2 ? second : first) < kStepTokens + kMostDraft ? draft() : 0;
-      if (own > 0) {
+      if (draft > 0 && (kChunks == 2 ? second : first) - draft < kStepTokens) {
 #pragma unroll
         for (int i = 0; i < 2 * kBlocks; ++i) {
           const uint64_t mask = mask_of(i / 2 * 8 + thread_of<4>() * 2 + i % 2);
 #pragma unroll
-          for (int j = 0; j < 2 * kChunks; ++j) {
-            const int token = int(unsigned(lane_id()) / 4) + j % 2 * 8, valid = j < 2 ? first : second;
-            if (hides(mask, token - (valid - own))) s[j / 2][i / 2][j % 2 * 2 + i % 2] = -INFINITY;
+          for (int chunk = 0; chunk < kChunks; ++chunk) {
+            const int valid = chunk == 0 ? first : second;
+            const uint64_t hidden = hidden_from(mask, int(unsigned(lane_id()) / 4) - (valid - draft));
+            if (hidden & 1) s[chunk][i / 2][i % 2] = -INFINITY;
+            if (hidden >> 8 & 1) s[chunk][i / 2][i % 2 + 2] = -INFINITY;
           }
         }
       }

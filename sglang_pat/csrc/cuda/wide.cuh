@@ -10,8 +10,6 @@
 namespace pat {
 
 constexpr int kTurns = 2;  // groups that share a long item of 64 rows: as fast as memory already
-// Up to so many tokens an item is owned by one warpgroup: one of 32 tokens took 3.9 us, 16 rows of it 0.5 (python -m sglang_pat.tune).
-constexpr int kOwnTokens = 4 * kTokens;
 
 struct WideStatistics {
   float row_max[64], sum[64];  // of the second group, where both have the same rows
@@ -100,8 +98,7 @@ class WideGroup {
 #pragma unroll 1
       for (; from < until; ++from) skip(cursor);
     };
-    const auto draft = [&] { return draft_tokens(p_, item); };
-    const auto mask = [&](int half) { return mask_of(p_, item, first_row + row() + half * 8); };
+    const auto mask = [&](int half) { return queries.masks[first_row + row() + half * 8]; };
     const auto behind = [&](int half) { return queries.behind[first_row + row() + half * 8]; };
     skip_until(k_, 0, min(tile, tiles));
     skip_until(v_, 0, min(tile, tiles));
@@ -109,7 +106,7 @@ class WideGroup {
       start_scores();
       P::template wait<0>();
       release(k_);
-      softmax.template update<8>(s, tokens - tile * kTokens, draft, mask, behind, capped_, p_, correction);
+      softmax.template update<8>(s, tokens - tile * kTokens, item.draft, mask, behind, capped_, p_, correction);
       pack();
       while (true) {
         const int next = tile + stride;
@@ -125,7 +122,7 @@ class WideGroup {
         start_values();
         P::template wait<1>();
         release(k_);
-        softmax.template update<8>(s, tokens - next * kTokens, draft, mask, behind, capped_, p_, correction);
+        softmax.template update<8>(s, tokens - next * kTokens, item.draft, mask, behind, capped_, p_, correction);
         // Never; but without a branch ptxas moves the softmax behind the wait, and nothing runs beside the product.
         if (softmax.sum[0] + softmax.sum[1] < 0) nap();
         P::template wait<0>();
