@@ -6,6 +6,8 @@
 
 #include "params.cuh"
 #include "ptx.cuh"
+#include "threads.cuh"
+#include "visibility.cuh"
 
 namespace pat {
 
@@ -21,9 +23,6 @@ __device__ __forceinline__ float lazy_row_max(float row_max, float higher, const
 __device__ __forceinline__ void cap_score(float& s, const Params& p) {
   s = p.cap - __fdividef(2 * p.cap, 1 + exp2_fast(s * p.cap_exponent));
 }
-
-// Whether a row's mask hides what is `at` tokens behind the first one of its draft.
-__device__ __forceinline__ bool hides(uint64_t mask, int at) { return at >= 0 && at < kMostDraft && !(mask >> at & 1); }
 
 struct Softmax {
   float row_max[2] = {-INFINITY, -INFINITY};  // the score of each row that weights are taken against, without the scale
