@@ -52,7 +52,7 @@ CHANGES: dict[str, emulated.Change] = {
     ),
     "forward: teams of two phases have one barrier": ("narrow.cuh", "kPhase * kMostTeams", "0"),
     "items: they are used before they are in order": (
-        "items.cuh", "(Phase(warp), number);\n    __syncthreads();", "(Phase(warp), number);",
+        "assign.cuh", "(Phase(warp), number);\n    __syncthreads();", "(Phase(warp), number);",
     ),
     "merge: warps add up before all have written": (
         "merge.cuh", "all[warp][lane_id()] = sums[0];\n    __syncthreads();", "all[warp][lane_id()] = sums[0];",
@@ -64,7 +64,7 @@ CHANGES: dict[str, emulated.Change] = {
     "8 bits: slots that other lanes asked for are not waited for": ("convert.cuh", "__syncwarp();  // what", "// what"),
     "8 bits: Q is converted before it is there": ("ring.cuh", "wait_copies<0>();", ""),
     "8 bits: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
-    "unequal, narrow: V is copied as if it were as wide as K": ("narrow.cuh", "column < kVRowCopies", "column < kRowCopies"),
+    "unequal, narrow: V is copied as if it were as wide as K": ("narrow_load.cuh", "column < kVRowCopies", "column < kRowCopies"),
     "unequal, ring: V is copied as if it were as wide as K": ("ring.cuh", "(kIsV ? kVDim : kDim)", "kDim"),
     "unequal, 8 bits: V is copied as if it were as wide as K": ("convert.cuh", "(is_v ? kVDim : kDim)", "kDim"),
 }  # fmt: skip

@@ -17,7 +17,7 @@ UNEQUAL_HEAD_DIMS = ((192, 128),)
 `has_asymmetric_kv`). V's has to be a multiple of 32 (csrc/cuda/forward.cuh)."""
 
 LARGE_SHARED = ("8.0", "9.0a", "10.0")
-"""Architectures that are known to have more than 99 KB of shared memory for a CTA (`kSharedLimit` in csrc/cuda/params.cuh), as head
+"""Architectures that are known to have more than 99 KB of shared memory for a CTA (`kSharedLimit` in csrc/cuda/smem.cuh), as head
 dimensions of K above 128 need."""
 
 CPU_HEAD_DIM, CPU_HEAD_DIM_STEP = 256, 8
@@ -36,14 +36,14 @@ KV_FORMATS: dict[Device, tuple[str, ...]] = {
 """Those of `packing.FORMATS` that each executor reads."""
 
 KV_TILE = 64
-"""The n of every tile (`kTokens` in csrc/cuda/params.cuh)."""
+"""The n of every tile (`kTokens` in csrc/cuda/tiles.h)."""
 
 NARROW_M = 16
-"""Rows that a warp has for itself (`kNarrowM` in csrc/cuda/params.cuh)."""
+"""Rows that a warp has for itself (`kNarrowM` in csrc/cuda/tiles.h)."""
 
 
 def query_tiles(arch: str, head_dim: int) -> tuple[int, ...]:
-    """Every m of an architecture's kernels: 128 and 192 rows take several warpgroups (csrc/cuda/params.cuh, `groups`).
+    """Every m of an architecture's kernels: 128 and 192 rows take several warpgroups (csrc/cuda/threads.cuh, `groups`).
 
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.

@@ -14,7 +14,7 @@ struct ForwardSizes {
   static constexpr bool kHasWide = (kMs & kWideTiles) != 0;
   static constexpr int kComputing = groups(kDim) * kGroupThreads;
   // Items, statistics, barriers, alignment.
-  static constexpr int kRest = int(sizeof(ItemWindow<threads(kDim)>)) + (4 << 10);
+  static constexpr int kRest = int(sizeof(AssignedItems<threads(kDim)>)) + (4 << 10);
   static constexpr bool kConverts = Kv::kBytes == 1;
   static constexpr int kBuffers = query_buffers(kConverts);
   static constexpr int kQueries = kBuffers * int(sizeof(WideQueries<kDim>));
@@ -45,7 +45,7 @@ struct ForwardMemory {
   };
   WideStatistics statistics;
   WideBarriers<S::kStages, S::kBuffers> barriers;
-  ItemWindow<threads(kDim)> window;
+  AssignedItems<threads(kDim)> assigned;
 };
 
 // Registers of a thread after the warps that load gave theirs away; all together 65,536 at most. Which ones spill nowhere is
@@ -93,9 +93,9 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
       init_barrier(shared_address(&memory.barriers.queries.empty[threadIdx.x]), S::kComputing);
     }
   }
-  Items<kThreads> items(p, memory.window);
+  Items<kThreads> items(p, memory.assigned);
   const auto look_up = [&](int first) { items.template look_up<S::kNarrowWarps>(first, kMs); };
-  // Whether there may be items beyond those from `first` on; then they are looked up. Hardly ever: the code is in nobody's way.
+  // Whether there may be items beyond those from `first` on; then they are looked up. That is rare.
   const auto more = [&](int& first) {
     if (!items.more()) return false;
     __syncthreads();

@@ -4,6 +4,7 @@
 
 #include "params.cuh"
 #include "ptx.cuh"
+#include "threads.cuh"
 
 namespace pat {
 

@@ -17,73 +17,31 @@
 // with t = lane % 4 and g = lane / 4.
 #pragma once
 
-#include "items.cuh"
-#include "kv_format.cuh"
+#include "narrow_load.cuh"
 #include "results.cuh"
 #include "softmax.cuh"
 
 namespace pat {
 
-template <typename Kv, int kDim, int kVDim>
-struct NarrowSizes {
-  static constexpr int kTokens = 2 * kStepTokens / Kv::kBytes;  // of a chunk, which a warp copies at a time
-  static constexpr int kPanel = kTokens * kPanelRow;
-  static constexpr int kTile = row_panels(kDim * Kv::kBytes) * kPanel;  // a chunk's K; its V is behind it
-  static constexpr int kStage = kTile + row_panels(kVDim * Kv::kBytes) * kPanel;
-  static constexpr int kWarp = kNarrowStages * kStage;
-};
-
-// Of warps that share an item.
-template <int kWarps>
-struct NarrowStatistics {
-  float row_max[kWarps][kNarrowM], sum[kWarps][kNarrowM];
-  int stage[kWarps];  // where each left its results
-};
-
 // Products of 16 tokens, or 16 columns of the head, with `kM` rows of Q.
 template <typename T, typename Kv, int kDim, int kVDim, int kM, int kWarps>
-class NarrowWarp {
-  using S = NarrowSizes<Kv, kDim, kVDim>;
+class NarrowWarp : NarrowLoader<Kv, kDim, kVDim, kM, kWarps> {
+  using Loader = NarrowLoader<Kv, kDim, kVDim, kM, kWarps>;
+  using Loader::copy_next, Loader::ended, Loader::item, Loader::next_item, Loader::next_stage, Loader::read_slots;
+  using Loader::kChunkTokens, Loader::kPairs, Loader::kPhase, Loader::kReadAhead, Loader::kSlotsAhead, Loader::kTwoSteps;
+  using Loader::shared, Loader::stage;
+  using Loader::statistics_, Loader::user_, Loader::items_, Loader::memory_, Loader::p_;
+  using typename Loader::Cursor, typename Loader::S, typename Loader::WorkItems;
   using Product = Half<typename Kv::Product>;
-  using Window = Items<threads(kDim)>;
-  static constexpr Phase kPhase = phase_of(kM);
   static constexpr int kBlocks = kM / 8, kSteps = kDim / 16, kVSteps = kVDim / 16;
   static constexpr bool kIs8Bit = Kv::kBytes == 1;
-  static constexpr int kChunkTokens = S::kTokens;
-  // 32 tokens at a time, which with 16 bits are two chunks, and Q an item ahead, where registers suffice.
-  static constexpr bool kReadAhead = kDim * kBlocks <= 128, kTwoSteps = kReadAhead && !(kIs8Bit && kBlocks > 1);
-  static constexpr bool kPairs = kTwoSteps && kChunkTokens == kStepTokens;
-  static constexpr int kSlotsAhead = kPairs ? 2 : 1;  // chunks whose slots are on their way
-  static constexpr int kRowCopies = kDim * Kv::kBytes / kCopyBytes, kRowThreads = row_threads(kDim * Kv::kBytes);
-  static constexpr int kVRowCopies = kVDim * Kv::kBytes / kCopyBytes;   // by the first of K's threads
-  static constexpr int kRows = kChunkTokens * kRowThreads / kWarpSize;  // that a lane copies: one after the other
-
-  // What a warp does, chunk after chunk: of its own items all, of its team's as many as each of them.
-  struct Cursor {
-    int at = -1;                // the item
-    int begin = 0, tokens = 0;  // of its tokens, where the chunk begins; how many it has
-    int step = 0;               // tokens to the next chunk
-
-    __device__ bool last() const { return begin + step >= tokens; }
-  };
-
-  // A chunk that will be copied: the slot of this lane's token, the KV head, and tokens; none at all if they are negative.
-  struct Chunk {
-    int slot = 0, head = 0, tokens = -1;
-  };
 
   using Queries = uint32_t[kSteps][kBlocks][2];
   static constexpr int kLoadSteps = 2 / Kv::kBytes;  // of a product, whose left operands one ldmatrix loads
 
  public:
-  __device__ NarrowWarp(const Params& p, const Window& items, uint8_t* memory, NarrowStatistics<kWarps>& statistics)
-      : p_(p),
-        items_(items),
-        memory_(memory),
-        statistics_(statistics),
-        count_(items.count(kPhase)),
-        shared_(items.shared(kPhase)),
-        capped_(fresh(p.cap > 0)) {}
+  __device__ NarrowWarp(const Params& p, const WorkItems& items, uint8_t* memory, NarrowStatistics<kWarps>& statistics)
+      : Loader(p, items, memory, statistics), capped_(fresh(p.cap > 0)) {}
 
   // Each turn of the loop computes a chunk, or a pair. At its top:
   //
@@ -168,82 +126,6 @@ class NarrowWarp {
   }
 
  private:
-  // Where a stage of a warp is.
-  __device__ uint8_t* stage(int warp, int number) const { return memory_ + warp * S::kWarp + number * S::kStage; }
-  __device__ static int next_stage(int number) { return number == kNarrowStages - 1 ? 0 : number + 1; }
-
-  __device__ bool ended(const Cursor& cursor) const { return cursor.at >= count_; }
-  __device__ const Item& item(const Cursor& cursor) const { return items_.get(kPhase, cursor.at); }
-  __device__ static bool shared(const Cursor& cursor) { return cursor.step > kChunkTokens; }
-
-  // Moves on to the next item that is this warp's or its team's.
-  __device__ void next_item(Cursor& cursor) const {
-    const TeamPlace place = items_.place(kPhase);
-    const int next = cursor.at < 0 ? place.team : cursor.at + place.teams;
-    const bool shared = cursor.at < shared_ && next < shared_;
-    cursor.at = shared ? next : cursor.at < shared_ ? shared_ + warp_id() : cursor.at + kWarps;
-    if (ended(cursor)) return;
-    cursor.tokens = item(cursor).tokens;
-    cursor.begin = shared ? place.warp * kChunkTokens : 0;
-    cursor.step = shared ? place.warps * kChunkTokens : kChunkTokens;
-  }
-
-  // Reads the slots of the reader's chunk, to be copied after those read before, and moves on to the next.
-  __device__ void read_slots(Cursor& reader) {
-#pragma unroll
-    for (int i = 0; i + 1 < kSlotsAhead; ++i) ahead_[i] = ahead_[i + 1];
-    Chunk& chunk = ahead_[kSlotsAhead - 1];
-    chunk = Chunk();
-    if (ended(reader)) return;
-    const Item& item = this->item(reader);
-    chunk.head = item.head;
-    chunk.tokens = max(0, min(kChunkTokens, reader.tokens - reader.begin));
-    if (lane_id() < chunk.tokens) chunk.slot = p_.req_to_token[item.slots + reader.begin + lane_id()];
-    if (reader.last())
-      next_item(reader);
-    else
-      reader.begin += reader.step;
-  }
-
-  // Copies K and V of the chunk whose slots were read first.
-  __device__ void copy_next(Cursor& reader, int& number) {
-    const Chunk chunk = ahead_[0];
-    if (chunk.tokens >= 0) {
-      const unsigned lane = lane_id(), column = lane % kRowThreads, first = lane / kRowThreads * kRows;
-      const char* k = fresh(static_cast<const char*>(p_.k) + chunk.head * p_.k_head + column * 16);
-      const char* v = fresh(static_cast<const char*>(p_.v) + chunk.head * p_.v_head + column * 16);
-      const uint32_t to = shared_address(stage(warp_id(), number)) + panel_offset(first, column, S::kPanel);
-      if (kRowCopies == kRowThreads && kVRowCopies == kRowThreads && chunk.tokens == kChunkTokens) {
-        const auto copy_rows = [&](auto... policy) {
-#pragma unroll
-          for (int i = 0; i < kRows; ++i) {
-            const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = next_row(to, i);
-            copy16(place, k + uint64_t(slot) * p_.k_slot, policy...);
-            copy16(place + S::kTile, v + uint64_t(slot) * p_.v_slot, policy...);
-          }
-        };
-        // Without any policy where none is needed: even the usual one takes time.
-        if (items_.parts_stay())
-          copy_rows(leaves_first());
-        else
-          copy_rows();
-      } else {
-        const bool in_k = column < kRowCopies, in_v = column < kVRowCopies;
-#pragma unroll 1
-        for (int i = 0; i < kRows; ++i) {
-          const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = next_row(to, i);
-          const bool valid = first + i < chunk.tokens;
-          // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
-          if (in_k && valid) copy16(place, k + uint64_t(slot) * p_.k_slot);
-          if (in_v) copy16_or_zero(place + S::kTile, v + (valid ? uint64_t(slot) * p_.v_slot : 0), valid);
-        }
-      }
-      number = next_stage(number);
-    }
-    commit_copies();
-    read_slots(reader);
-  }
-
   // Q as right operand: this thread's row of each block, pairs of columns for each step; zeros where it is no query's.
   __device__ void load_q(const Item& item, Queries& to) const {
 #pragma unroll
@@ -487,14 +369,7 @@ class NarrowWarp {
     return row * panels(kVDim) * kPanelColumns + (column ^ (row / 2 % 4 * 8));
   }
 
-  const Params& p_;
-  const Window& items_;
-  uint8_t* const memory_;
-  NarrowStatistics<kWarps>& statistics_;
-  const int count_, shared_;  // items, and the first of them that teams share
   const bool capped_;
-  int user_ = 0;  // with kMasks, the user's item
-  Chunk ahead_[kSlotsAhead];
   ColumnSoftmax<kBlocks> softmax_;
   Queries q_ = {}, next_q_ = {};
   float o_[kVSteps][kBlocks][4] = {};

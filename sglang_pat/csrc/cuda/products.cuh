@@ -2,6 +2,7 @@
 // way a warp has 16 of the rows, and its accumulators are where softmax.cuh expects them.
 #pragma once
 
+#include "smem.cuh"
 #include "softmax.cuh"
 #include "wgmma_ptx.cuh"
 

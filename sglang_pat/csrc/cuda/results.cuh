@@ -4,7 +4,7 @@
 #include <climits>
 #include <type_traits>
 
-#include "items.cuh"
+#include "item.cuh"
 #include "softmax.cuh"
 
 namespace pat {

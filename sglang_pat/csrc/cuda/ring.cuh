@@ -3,10 +3,11 @@
 // what is empty.
 #pragma once
 
-#include "items.cuh"
+#include "assign.cuh"
 #include "kv_format.cuh"
 #include "ptx.cuh"
 #include "results.cuh"
+#include "smem.cuh"
 
 namespace pat {
 

@@ -4,8 +4,9 @@
 
 #include <cmath>
 
-#include "items.cuh"
 #include "ptx.cuh"
+#include "threads.cuh"
+#include "visibility.cuh"
 
 namespace pat {
 
@@ -20,12 +21,6 @@ __device__ __forceinline__ float lazy_row_max(float row_max, float higher, const
 
 __device__ __forceinline__ void cap_score(float& s, const Params& p) {
   s = p.cap - __fdividef(2 * p.cap, 1 + exp2_fast(s * p.cap_exponent));
-}
-
-// Bit i says whether a row's mask hides what is `at` + i tokens behind the first one of its draft.
-__device__ __forceinline__ uint64_t hidden_from(uint64_t mask, int at) {
-  if (at >= kMostDraft || at <= -kMostDraft) return 0;
-  return at >= 0 ? ~mask >> at : ~mask << -at;
 }
 
 struct Softmax {

@@ -4,35 +4,15 @@
 
 #include <climits>
 
-#include "params.cuh"
+#include "item.cuh"
 #include "ptx.cuh"
 #include "teams.h"
 
 namespace pat {
 
-// The phases of the forward kernel, each with the items of its tiles.
-enum Phase { kSingle, kNarrow, kWide, kPhases, kNoItem };
-
-__device__ constexpr Phase phase_of(int m) { return m == kSingleM ? kSingle : m == kNarrowM ? kNarrow : kWide; }
-
-// A work item of one KV head.
-struct Item {
-  int64_t slots;  // where its first KV slot is in req_to_token
-  int tokens;
-  int first;            // of the plan's queries and slots
-  int query;            // batch position of the first
-  int target;           // where its part goes
-  uint8_t count;        // queries
-  uint8_t draft;        // with kMasks, see `draft_tokens`
-  int16_t head;         // KV head
-  uint16_t first_head;  // of its query heads
-  uint8_t m;            // tile
-  uint8_t phase;        // kPhases where it is for another kernel
-};
-
-// What the threads of a CTA have looked up.
+// What the threads of a CTA have looked up, in shared memory.
 template <int kThreads>
-struct ItemWindow {
+struct AssignedItems {
   static constexpr int kWords = kThreads / kWarpSize;
   Item items[kThreads];
   uint16_t order[kPhases][kThreads];  // the items of each phase: first those that warps share
@@ -43,23 +23,23 @@ struct ItemWindow {
 
 template <int kThreads>
 class Items {
-  using Window = ItemWindow<kThreads>;
+  using Assigned = AssignedItems<kThreads>;
 
  public:
-  __device__ Items(const Params& p, Window& window) : p_(p), window_(window) {}
+  __device__ Items(const Params& p, Assigned& assigned) : p_(p), assigned_(assigned) {}
 
   // Looks up the worker's items from `first` on, those whose tile is one of `ms`. Every thread has to call it; what was
   // looked up before must not be in use any more. `kWarps` are there for items of up to 16 rows.
   template <int kWarps>
   __device__ void look_up(int first, int ms) {
-    static_assert(Window::kWords >= kPhases && Window::kWords >= kWarps);
+    static_assert(Assigned::kWords >= kPhases && Assigned::kWords >= kWarps);
     const int thread = thread_of_cta(), warp = warp_id();
     const Item item = read(first + thread, ms);
-    window_.items[thread] = item;
+    assigned_.items[thread] = item;
     const int number = __syncthreads_count(item.phase != kNoItem);
     if (thread == 0) {
-      window_.parts_stay = p_.plan[kNumSlots] >= p_.plan[kBatch];
-      window_.more = number == kThreads;
+      assigned_.parts_stay = p_.plan[kNumSlots] >= p_.plan[kBatch];
+      assigned_.more = number == kThreads;
     }
     // Small batches have one; what may be left out counts for them (benchmarks/NOTES.md).
     if (number == 1 && warp == 0) sort_one<kWarps>();
@@ -68,19 +48,19 @@ class Items {
   }
 
   // Whether there may be items that have not been looked up.
-  __device__ bool more() const { return window_.more; }
+  __device__ bool more() const { return assigned_.more; }
 
   // How many there are for a phase; how many of them, the first ones, teams share, and of which team this warp is.
-  __device__ int count(Phase phase) const { return window_.count[phase]; }
-  __device__ int shared(Phase phase) const { return window_.shared[phase]; }
-  __device__ TeamPlace place(Phase phase) const { return window_.places[phase][warp_id()]; }
+  __device__ int count(Phase phase) const { return assigned_.count[phase]; }
+  __device__ int shared(Phase phase) const { return assigned_.shared[phase]; }
+  __device__ TeamPlace place(Phase phase) const { return assigned_.places[phase][warp_id()]; }
 
   // Whether there are so many parts that KV, which most narrow items read for the only time, should make place for them in
   // the L2 cache until they are merged. Deep trees gain 2 to 8 %; where there are few parts 5 % would be lost
   // (benchmarks/NOTES.md).
-  __device__ bool parts_stay() const { return window_.parts_stay; }
+  __device__ bool parts_stay() const { return assigned_.parts_stay; }
 
-  __device__ const Item& get(Phase phase, int i) const { return window_.items[window_.order[phase][i]]; }
+  __device__ const Item& get(Phase phase, int i) const { return assigned_.items[assigned_.order[phase][i]]; }
 
  private:
   // Of the first `number` items those of a phase of up to `longest` tokens. By one warp.
@@ -88,7 +68,7 @@ class Items {
     ItemSum sum = {0, 0, INT_MAX, 0};
 #pragma unroll 1
     for (int i = lane_id(); i < number; i += kWarpSize) {
-      const Item& item = window_.items[i];
+      const Item& item = assigned_.items[i];
       if (item.phase != phase || item.tokens > longest) continue;
       ++sum.count;
       sum.longest = max(sum.longest, item.tokens);
@@ -126,37 +106,37 @@ class Items {
 #pragma unroll 1
     for (int first = 0; first < number; first += kWarpSize) {
       const int i = first + lane;
-      const bool ours = i < number && window_.items[i].phase == phase;
-      const bool own = ours && window_.items[i].tokens <= limit;
+      const bool ours = i < number && assigned_.items[i].phase == phase;
+      const bool own = ours && assigned_.items[i].tokens <= limit;
 #pragma unroll
       for (int kind = 0; kind < 2; ++kind) {
         const bool counts = ours && own == (kind == 1);
         const uint32_t bits = __ballot_sync(~0u, counts);
-        if (counts) window_.order[phase][places[kind] + __popc(bits & (1u << lane) - 1)] = uint16_t(i);
+        if (counts) assigned_.order[phase][places[kind] + __popc(bits & (1u << lane) - 1)] = uint16_t(i);
         places[kind] += __popc(bits);
       }
     }
-    if (lane == 0) window_.count[phase] = all.count, window_.shared[phase] = shared;
+    if (lane == 0) assigned_.count[phase] = all.count, assigned_.shared[phase] = shared;
     if (shared == 0) return;
     const uint32_t best =
         alone.count == 0 ? best_of_all : best_teams<kWarps>({shared, all.longest, 0, all.tokens - alone.tokens});
-    if (lane < kWarps) window_.places[phase][lane] = team_place<kWarps>(best, lane);
+    if (lane < kWarps) assigned_.places[phase][lane] = team_place<kWarps>(best, lane);
   }
 
   // The same where there is one item, of which all warps are one team if it is long. By one warp.
   template <int kWarps>
   __device__ void sort_one() {
     const int lane = lane_id();
-    const Item& item = window_.items[0];
+    const Item& item = assigned_.items[0];
     const int time = team_time<kWarps>(kWarps, {1, item.tokens, item.tokens, item.tokens});
     const bool shared = item.phase < kWide && item.tokens > time;
     if (lane < kPhases) {
       const bool ours = item.phase == lane;
-      window_.count[lane] = ours;
-      window_.shared[lane] = ours && shared;
-      window_.order[lane][0] = 0;
+      assigned_.count[lane] = ours;
+      assigned_.shared[lane] = ours && shared;
+      assigned_.order[lane][0] = 0;
     }
-    if (shared && lane < kWarps) window_.places[item.phase][lane] = {uint8_t(kWarps), uint8_t(lane), 1, 0};
+    if (shared && lane < kWarps) assigned_.places[item.phase][lane] = {uint8_t(kWarps), uint8_t(lane), 1, 0};
   }
 
   // The worker's item `index`, of which each item of the plan is `row_parts`; all but the first are none where its tile holds all rows.
@@ -217,58 +197,7 @@ class Items {
   static constexpr int kAhead = 128, kAheadStep = 32;  // slots, and those of a line of the cache
 
   const Params& p_;
-  Window& window_;
+  Assigned& assigned_;
 };
-
-// Batch position of an item's `member`-th query; the first one was looked up with the item.
-__device__ __forceinline__ int query_of(const Params& p, const Item& item, int member) {
-  return member == 0 ? item.query : p.section(kQueries)[item.first + member];
-}
-
-// Where its part goes.
-__device__ __forceinline__ int target_of(const Params& p, const Item& item, int member) {
-  return member == 0 ? item.target : p.section(kSlots)[item.first + member];
-}
-
-// Where the item ends in its requests.
-__device__ __forceinline__ int64_t end_of(const Params& p, const Item& item) {
-  return item.slots + item.tokens - p.rows[item.query] * p.table_row;
-}
-
-// Which tokens of the draft the tile's row sees; all where it is no query's.
-__device__ __forceinline__ uint64_t mask_of(const Params& p, const Item& item, int row) {
-  if (row >= item.count * p.group) return ~0ull;
-  return p.masks[p.token_head(query_of(p, item, p.query_of(row)), item.first_head + p.head_of(row)).token];
-}
-
-// Where kLimits: how many of an item's last tokens are behind the end of the row's own token, whose query is `query`; less than 0 where the
-// item ends in front of it. A draft's token ends behind as many of its draft as it sees: that is its place in the request.
-__device__ __forceinline__ int tokens_behind(const Params& p, const Item& item, int row, int query) {
-  int64_t end = p.seq_lens[query];
-  if constexpr (kMasks) {
-    const int token = p.token_head(query, item.first_head + p.head_of(row)).token;
-    end += __popcll(p.masks[token]) - p.draft;
-  }
-  return int(end_of(p, item) - end);
-}
-
-// The tokens `[first, end)` that a row sees of those from which on `valid` are left in the item; `behind` as above. Of a draft masks
-// say where its tokens end.
-struct Limits {
-  int first, end;
-
-  __device__ __forceinline__ Limits(int valid, int behind, const Params& p)
-      : first(valid - behind - p.window), end(kMasks ? INT_MAX : valid - behind) {}
-  // Of the first `tokens`.
-  __device__ __forceinline__ bool hide_some(int tokens) const { return first > 0 || end < tokens; }
-  __device__ __forceinline__ bool hide(int token) const { return token < first || token >= end; }
-};
-
-// Q of the tile's row `row`, which is of the query `query`.
-template <typename T>
-__device__ __forceinline__ const T* q_row(const Params& p, const Item& item, int query, int row) {
-  const TokenHead at = p.token_head(query, item.first_head + p.head_of(row));
-  return static_cast<const T*>(p.q) + at.token * p.q_token + at.head * p.q_head;
-}
 
 }  // namespace pat

@@ -1,0 +1,46 @@
+// A work item of one KV head, and which queries its tile's rows are.
+#pragma once
+
+#include "params.cuh"
+#include "threads.cuh"
+
+namespace pat {
+
+// The phases of the forward kernel, each with the items of its tiles.
+enum Phase { kSingle, kNarrow, kWide, kPhases, kNoItem };
+
+__device__ constexpr Phase phase_of(int m) { return m == kSingleM ? kSingle : m == kNarrowM ? kNarrow : kWide; }
+
+// A work item of one KV head.
+struct Item {
+  int64_t slots;  // where its first KV slot is in req_to_token
+  int tokens;
+  int first;            // of the plan's queries and slots
+  int query;            // batch position of the first
+  int target;           // where its part goes
+  uint8_t count;        // queries
+  uint8_t draft;        // with kMasks, how many of the last tokens are of its query's draft
+  int16_t head;         // KV head
+  uint16_t first_head;  // of its query heads
+  uint8_t m;            // tile
+  uint8_t phase;        // kPhases where it is for another kernel
+};
+
+// Batch position of an item's `member`-th query; the first one was looked up with the item.
+__device__ __forceinline__ int query_of(const Params& p, const Item& item, int member) {
+  return member == 0 ? item.query : p.section(kQueries)[item.first + member];
+}
+
+// Where its part goes.
+__device__ __forceinline__ int target_of(const Params& p, const Item& item, int member) {
+  return member == 0 ? item.target : p.section(kSlots)[item.first + member];
+}
+
+// Q of the tile's row `row`, which is of the query `query`.
+template <typename T>
+__device__ __forceinline__ const T* q_row(const Params& p, const Item& item, int query, int row) {
+  const TokenHead at = p.token_head(query, item.first_head + p.head_of(row));
+  return static_cast<const T*>(p.q) + at.token * p.q_token + at.head * p.q_head;
+}
+
+}  // namespace pat

@@ -1,0 +1,25 @@
+// The threads of a CTA, and the tiles that they compute.
+#pragma once
+
+#include "tiles.h"
+
+namespace pat {
+
+constexpr int kWarpSize = 32, kGroupThreads = 128;  // a warpgroup
+constexpr int kGroupWarps = kGroupThreads / kWarpSize;
+
+// A warp has tiles of up to kNarrowM rows for itself; the others are wide, with kTokens tokens.
+constexpr int kSingleM = 8;
+constexpr int kStepTokens = 16;  // of a matrix product's step
+
+// Q tiles come as a set of bits, m / 8 of each.
+constexpr int tile_bit(int m) { return 1 << m / 8; }
+constexpr int kWideTiles = ~(tile_bit(kSingleM) | tile_bit(kNarrowM));
+
+// Warpgroups that compute. Three where they can take over registers of a fourth, which loads: so on Hopper, and up to 128
+// columns, above which the accumulators of one take all there are. Elsewhere one, and two warps that load.
+constexpr int groups(int dim) { return dim <= 128 && PAT_ARCH == 900 ? 3 : 1; }
+constexpr int producer_threads(int dim) { return (groups(dim) == 3 ? 4 : 2) * kWarpSize; }
+constexpr int threads(int dim) { return groups(dim) * kGroupThreads + producer_threads(dim); }
+
+}  // namespace pat

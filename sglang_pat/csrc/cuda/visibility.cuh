@@ -1,0 +1,51 @@
+// What a row sees of an item: all of it, but of its own draft what the draft's mask says, and with kLimits what is in front of its own end
+// and within its window.
+#pragma once
+
+#include <climits>
+
+#include "item.cuh"
+
+namespace pat {
+
+// Which tokens of the draft the tile's row sees; all where it is no query's.
+__device__ __forceinline__ uint64_t mask_of(const Params& p, const Item& item, int row) {
+  if (row >= item.count * p.group) return ~0ull;
+  return p.masks[p.token_head(query_of(p, item, p.query_of(row)), item.first_head + p.head_of(row)).token];
+}
+
+// Bit i says whether a row's mask hides what is `at` + i tokens behind the first one of its draft.
+__device__ __forceinline__ uint64_t hidden_from(uint64_t mask, int at) {
+  if (at >= kMostDraft || at <= -kMostDraft) return 0;
+  return at >= 0 ? ~mask >> at : ~mask << -at;
+}
+
+// Where the item ends in its requests.
+__device__ __forceinline__ int64_t end_of(const Params& p, const Item& item) {
+  return item.slots + item.tokens - p.rows[item.query] * p.table_row;
+}
+
+// Where kLimits: how many of an item's last tokens are behind the end of the row's own token, whose query is `query`; less than 0 where the
+// item ends in front of it. A draft's token ends behind as many of its draft as it sees: that is its place in the request.
+__device__ __forceinline__ int tokens_behind(const Params& p, const Item& item, int row, int query) {
+  int64_t end = p.seq_lens[query];
+  if constexpr (kMasks) {
+    const int token = p.token_head(query, item.first_head + p.head_of(row)).token;
+    end += __popcll(p.masks[token]) - p.draft;
+  }
+  return int(end_of(p, item) - end);
+}
+
+// The tokens `[first, end)` that a row sees of those from which on `valid` are left in the item; `behind` as above. Of a draft masks
+// say where its tokens end.
+struct Limits {
+  int first, end;
+
+  __device__ __forceinline__ Limits(int valid, int behind, const Params& p)
+      : first(valid - behind - p.window), end(kMasks ? INT_MAX : valid - behind) {}
+  // Of the first `tokens`.
+  __device__ __forceinline__ bool hide_some(int tokens) const { return first > 0 || end < tokens; }
+  __device__ __forceinline__ bool hide(int token) const { return token < first || token >= end; }
+};
+
+}  // namespace pat
