@@ -42,6 +42,26 @@ def counters() -> str:
     return report.table(["in `/server_info`", "in `/metrics`", "meaning"], rows)
 
 
+COLUMNS = {
+    "Page size > 1": ("any page size",),
+    "FP8 KV cache": ("FP8 KV caches, with or without scales",),
+    "FP4 KV cache": ("FP4 and MXFP8 KV caches",),
+    "Spec topk = 1": ("speculative decoding on a CPU", "speculative decoding on a GPU"),
+    "Spec topk > 1": ("speculative decoding on a CPU", "speculative decoding on a GPU"),
+    "Sliding window": ("sliding windows", "a KV pool of its own for windows (gpt-oss, Mellum, MiMo V2)"),
+    "MultiModal": ("multimodal models",),
+}
+"""Of SGLang's page on attention backends, with the rows of `features.FEATURES` that say what to put there."""
+
+
+def columns() -> str:
+    """A row of SGLang's own page on attention backends: `yes` where all of a column's features work."""
+    statuses = {feature.name: feature.status for group in features.FEATURES.values() for feature in group}
+    served = ["yes" if {statuses[name] for name in names} == {"works"} else "no" for names in COLUMNS.values()]
+    rows = [["`pat` (MHA, GQA, MQA)", *served], ["`pat` (MLA)", *["no"] * len(COLUMNS)]]
+    return report.table(["Backend", *COLUMNS], rows)
+
+
 def support() -> str:
     """The tables of `features.FEATURES`, each under its heading."""
     parts = []
@@ -84,7 +104,14 @@ def home() -> str:
     return '<div class="chart">' + "".join(lines) + "</div>"
 
 
-GENERATED = {"home": home, "support": support, "settings": settings, "counters": counters, **report.SECTIONS}
+GENERATED = {
+    "home": home,
+    "columns": columns,
+    "support": support,
+    "settings": settings,
+    "counters": counters,
+    **report.SECTIONS,
+}
 
 
 HTML = ("home",)

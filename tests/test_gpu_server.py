@@ -211,7 +211,7 @@ def test_short_turns_on_one_document_are_prefilled_together(servers: dict[str, S
                 Answer(result["output_ids"], [[(p, token) for p, token, _ in step] for step in result["meta_info"]["output_top_logprobs"]])
                 for result in results
             ]  # fmt: skip
-            assert_agree(answers, expected)
+            assert_agree(answers, expected, least=0.04)
     assert assert_sound(servers["graphs"])["extends_shared"] > 0
 
 

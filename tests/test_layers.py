@@ -74,6 +74,13 @@ def test_an_encoder_with_a_window_is_refused() -> None:
         support.check_model(encoder(window=63), fallback="triton")
 
 
+def test_drafts_behind_windows_are_refused_on_gpus() -> None:
+    spec = AttentionSpec(8, 2, 64, 64, FORMATS["bfloat16"], 100)
+    assert support._spec_problem(spec, "cuda", 4) == "drafts behind a window"
+    assert support._spec_problem(spec, "cuda", 0) is support._spec_problem(spec, "cpu", 4) is None
+    assert "longer than a window" in str(support._spec_problem(spec, "cpu", 101))
+
+
 def test_a_spec_can_be_read() -> None:
     spec = AttentionSpec(8, 2, 192, 128, FORMATS["bfloat16"], 64, sinks=True)
     assert str(spec) == "8/2 heads of 192 and 128, bfloat16, a window of 64, sinks"

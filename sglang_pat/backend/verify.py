@@ -10,21 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_pat.kernels.capabilities import NARROW_M
 from sglang_pat.packing import AttentionSpec
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
+FAST_ROWS = 32
+"""Rows of a KV head up to which drafts over shared prefixes are verified faster than by FA3, in 33 of 36 cases with so many; with 64 in one of
+18 (docs/measured.md, Verify steps, one H200, 2026-11-24)."""
+
+
 def advice(spec: AttentionSpec) -> str | None:
-    """What a GPU's user should know of drafts that make more rows of a KV head than narrow tiles have; None where they do not."""
+    """What a GPU's user should know of drafts that make more rows of a KV head than are fast; None where they do not."""
     heads = spec.heads // spec.kv_heads
-    if spec.query_tokens == 1 or heads * spec.query_tokens <= NARROW_M:
+    if spec.query_tokens == 1 or heads * spec.query_tokens <= FAST_ROWS:
         return None
-    fewer = f"drafts of up to {NARROW_M // heads} tokens" if heads * 2 <= NARROW_M else "no drafts"
+    fewer = f"drafts of up to {FAST_ROWS // heads} tokens" if heads * 2 <= FAST_ROWS else "no drafts"
     return (
-        f"drafts of {spec.query_tokens} tokens make {heads * spec.query_tokens} rows of a KV head: with more than {NARROW_M}, FA3 verifies many "
+        f"drafts of {spec.query_tokens} tokens make {heads * spec.query_tokens} rows of a KV head: with more than {FAST_ROWS}, FA3 verifies most "
         f"batches faster (docs/measured.md, Verify steps); take {fewer}, or another --attention-backend"
     )
 
