@@ -66,6 +66,17 @@ def test_forward_compiles_without_spills(arch: str, dims: tuple[int, int], dtype
     assert not found.serialized
 
 
+@pytest.mark.parametrize(("tokens", "limits"), [(4, False), (1, True)], ids=["drafts", "extends"])
+def test_rows_that_see_some_of_an_item_compile_without_spills(tokens: int, limits: bool) -> None:
+    try:
+        jit.find_nvcc()
+    except jit.BuildError:
+        pytest.skip("needs nvcc")
+    spec = msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), query_tokens=tokens)
+    found = resources.measure(cuda.Variant.of(spec, "9.0a", limits=limits))
+    assert found.spill_bytes == 0 and not found.serialized
+
+
 def test_modules_of_equal_dimensions_are_called_and_built_as_ever() -> None:
     """`PAT_V_DIM` is for the others only."""
     equal, unequal = (cuda.Variant.of(spec_of(torch.bfloat16, 192, v_dim), "9.0a") for v_dim in (192, 128))
