@@ -45,7 +45,7 @@ CHANGES: dict[str, emulated.Change] = {
     "wide: groups add up before both have written": (
         "wide.cuh", "    sync_threads(kWideBarrier, kTurns * kGroupThreads);\n    if (group_ == 0)", "    if (group_ == 0)",
     ),
-    "ring: V does not wait for an empty stage": ("ring.cuh", "cursor_.wait_empty();\n      copy_rows<true>", "copy_rows<true>"),
+    "ring: V does not wait for an empty stage": ("ring.cuh", "    cursor.wait_empty();", "    if (!kIsV) cursor.wait_empty();"),
     "ring: Q does not wait for an empty buffer": ("ring.cuh", "queries_.wait_empty();", ""),
     "forward: narrow items do not wait for wide ones": (
         "forward.cuh", "          sync_threads(kTurnBarrier, S::kComputing);\n", "",
