@@ -171,7 +171,7 @@ def in_any_order(
     """Right, and the same bits, whatever the order of threads."""
     decoded = run(case, arch, tiles, policy=policy)
     first = None
-    for seed in range(3):
+    for seed in range(3 if ON_GPU else 2):
         if not ON_GPU:
             decoded.decoder.seed(1000 * seed)
         assert decoded.error(cap) < TOLERANCE[case.q.dtype]
@@ -181,7 +181,7 @@ def in_any_order(
 
 @each_arch
 @pytest.mark.parametrize(("dtype", "dim", "v_dim"), DRAFT_KINDS)
-@pytest.mark.parametrize("window", [17, 64, 130])
+@pytest.mark.parametrize("window", [17, 64, 130] if ON_GPU else [17])
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads"), [(2, 8, 2), (8, 4, 1), (5, 3, 3), *([(3, 40, 1)] if ON_GPU else [(16, 8, 1)])]
 )
@@ -203,7 +203,7 @@ def test_drafts_behind_windows(
 
 @each_arch
 @pytest.mark.parametrize(("dtype", "dim", "v_dim"), DRAFT_KINDS)
-@pytest.mark.parametrize("window", [0, 1, 30, 150])
+@pytest.mark.parametrize("window", [0, 1, 30, 150] if ON_GPU else [0, 30])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (6, 6), (7, 1), *([(32, 1), (150, 1)] if ON_GPU else [])])
 def test_extends(heads: int, kv_heads: int, window: int, dtype: torch.dtype, dim: int, v_dim: int, arch: str) -> None:
     """Tokens of short turns share their prefixes, those of long ones fill tiles; each sees what is in front of its own end."""
