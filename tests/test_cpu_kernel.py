@@ -140,11 +140,11 @@ def test_extends(dtype: torch.dtype, window: int, heads: int, kv_heads: int, cap
 
 @pytest.mark.parametrize("of", ["k", "v"])
 def test_a_broken_token_of_one_request_breaks_no_other(of: str) -> None:
-    case = Extended(Batch([60, 70, 60], [Node(0, 50, [0, 1, 2])]), [4, 3, 1], 4, 2, 0, torch.float32, False)
+    case = Extended(Batch([60, 70, 60], [Node(0, 50, [0, 1, 2])]), [4, 3, 1], 4, 2, 24, 16, torch.float32)
     for position in (55, 61):
         getattr(case, of)[case.table[case.rows[0], position].long()] = math.nan
-    out, shared = case.run(0.0)
-    assert shared == 1 and not torch.isfinite(out[3]).any() and torch.isfinite(out[4:]).all()
+    out = case.decode(case.plan(CPU_TILES, 2), 0.0)
+    assert case.shared == 1 and not torch.isfinite(out[3]).any() and torch.isfinite(out[4:]).all()
 
 
 @pytest.mark.parametrize("m", [1, 4, 16, 64, 128])
