@@ -584,5 +584,6 @@ def attention_shape(runner: Any) -> tuple[int, int, int, int]:
     from sglang.srt.runtime_context import get_parallel
 
     pool = kv_pools(runner.token_to_kv_pool)[0]
-    heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
+    # As `ModelConfig.get_num_attention_heads` has it, which SGLang's tests lack: models without attention have None.
+    heads = max(1, (runner.model_config.num_attention_heads or 0) // get_parallel().attn_tp_size)
     return heads, pool.head_num, pool.head_dim, pool.v_head_dim
