@@ -39,9 +39,11 @@ def generate(
     return Answer(result["output_ids"], [[(logprob, token) for logprob, token, _ in step] for step in steps])
 
 
-def generate_all(server: Server, prompts: list[str], concurrency: int = 48, logprobs: bool = True) -> list[Answer]:
+def generate_all(
+    server: Server, prompts: list[str], concurrency: int = 48, tokens: int = TOKENS, logprobs: bool = True
+) -> list[Answer]:
     with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(lambda prompt: generate(server, prompt, logprobs=logprobs), prompts))
+        return list(pool.map(lambda prompt: generate(server, prompt, tokens=tokens, logprobs=logprobs), prompts))
 
 
 def assert_agree(answers: list[Answer], expected: list[Answer], close: float = CLOSE, least: float = 0.25) -> None:

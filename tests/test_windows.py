@@ -9,6 +9,7 @@ from pathlib import Path
 import exaone
 import gemma
 import mellum
+import near_ties
 import pytest
 from conftest import assert_sound, generate_all
 from forked import ForkedServer
@@ -75,7 +76,8 @@ def test_a_pool_for_windows(window: int, kv_cache: str, model: Path, tmp_path: P
         *workload.nested_prompts(2, 2, 3, unrelated=2),
         *(workload.prose(f"short {i}", 350 + 16 * i) for i in range(3)),
     ]
-    answers, cache = {}, ["--kv-cache-dtype", kv_cache]
+    answers: dict[str, list[list[near_ties.Answer]]] = {}
+    cache = ["--kv-cache-dtype", kv_cache]
     for name, (backend, flags, environment) in SERVERS.items():
         # Of those that are alike in what they show CI runs one.
         left_out = "plain" if window == 400 else "small pool, pages"
@@ -87,14 +89,18 @@ def test_a_pool_for_windows(window: int, kv_cache: str, model: Path, tmp_path: P
         ) as server:
             server.wait()
             # Again with what the cache has kept of it.
-            answers[name] = [generate_all(server, prompts, tokens=40) for _ in range(1 if one_pool else 2)]
+            answers[name] = [near_ties.generate_all(server, prompts, tokens=40) for _ in range(1 if one_pool else 2)]
             if not one_pool:
                 counters = assert_sound(server)
                 assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
                 assert ("SWAKVPool" in server.log.read_text()) == (compat.release() != "0.5.17")
     (expected,) = answers.pop("reference")
-    assert len(set(map(tuple, expected))) > len(prompts) / 2, "answers that depend on prompts"
-    assert answers == {name: [expected, expected] for name in answers}
+    assert len({tuple(answer.ids) for answer in expected}) > len(prompts) / 2, "answers that depend on prompts"
+    for found in (again for name in answers for again in answers[name]):
+        if kv_cache == "auto":
+            assert [answer.ids for answer in found] == [answer.ids for answer in expected]
+        else:  # What differs in the last bit may be another number of 8 bits.
+            near_ties.assert_agree(found, expected, close=0.02)
 
 
 def test_a_model_for_which_sglang_lists_its_backends(model: Path, tmp_path: Path) -> None:
