@@ -142,7 +142,9 @@ class Runner:
             table[members, node.start : node.end] = table[members[0], node.start : node.end].clone()
         for group in self.groups:
             group.scheduler.reset()
-            native.load(group.scheduler, batch, compat.requests(self.runner.req_to_token_pool, rows.cpu()).tolist())
+            native.load(
+                group.scheduler, batch, compat.requests.numbers(self.runner.req_to_token_pool, rows.cpu()).tolist()
+            )
         return schedule, first
 
     def step(self, tokens: torch.Tensor, schedule: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -76,7 +76,7 @@ def stock_backend(runner: ModelRunner, specs: Collection[AttentionSpec]) -> Atte
 
     windows, sinks = any(spec.window for spec in specs), any(spec.sinks for spec in specs)
     unequal = any(spec.head_dim != spec.v_head_dim for spec in specs)
-    name = compat.prefill_backend(windows, runner.kv_cache_dtype, compat.has_scales(runner), sinks, unequal)
+    name = compat.stock.prefill_backend(windows, runner.kv_cache_dtype, compat.model.has_scales(runner), sinks, unequal)
     support.check_prefill(runner, name)
     logger.info("sglang-pat: prefill runs on %s", name)
     return ATTENTION_BACKENDS[name](runner)
@@ -93,7 +93,7 @@ def trace_writer(
     if not config.trace or hooks.followers():
         # Another backend of this process writes it.
         return None
-    replica = compat.replica(runner)
+    replica = compat.model.replica(runner)
     if replica is None:
         return None
     path = Path(config.trace if replica == 0 else f"{config.trace}.dp{replica}")
@@ -108,7 +108,7 @@ class PatAttnBackend(AttentionBackend):
         super().__init__()
         specs = layers.count(runner)
         # None where the user chose a backend for prefill.
-        prefills = compat.backends_chosen(runner.server_args)[0] == "pat"
+        prefills = compat.arguments.backends_chosen(runner.server_args)[0] == "pat"
         self.inner = stock_backend(runner, specs) if prefills else None
         self.config = config
         self.req_to_token_pool = runner.req_to_token_pool
@@ -119,13 +119,13 @@ class PatAttnBackend(AttentionBackend):
         self._rows_of_batch: torch.Tensor | None = None
         self._requests = torch.empty(0, dtype=torch.int64)  # in these rows
         if self.inner is not None:
-            for name in compat.PREFILL_ATTRIBUTES:
+            for name in compat.stock.PREFILL_ATTRIBUTES:
                 if hasattr(self.inner, name):
                     setattr(self, name, getattr(self.inner, name))
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
 
         self._kv_format, self._context = layers.kv_format(runner.kv_cache_dtype), layers.none_from(runner)
-        self._draft_tokens = compat.draft_tokens(
+        self._draft_tokens = compat.arguments.draft_tokens(
             runner.server_args
         )  # of a request, to be verified; 0 without speculation
         stepping = {msgspec.structs.replace(spec, query_tokens=self._draft_tokens or 1): specs[spec] for spec in specs}
@@ -153,7 +153,7 @@ class PatAttnBackend(AttentionBackend):
         # Of drafts; those without branches are all alike.
         self._masks = verify.without_branches(runner.req_to_token_pool.size, self._draft_tokens, runner.device)
         self.max_context_len = runner.model_config.context_len  # by which SGLang sizes the flags of a tree
-        own_pool = compat.has_window_pool(runner.token_to_kv_pool)
+        own_pool = compat.pool.has_window_pool(runner.token_to_kv_pool)
         windows = {group.spec.planned_window for group in everyone if own_pool and group.spec.window}
         self._tables = {window: WindowTable(runner, window) for window in windows}
         self._window_slots: torch.Tensor | None = None  # of the new tokens
@@ -165,7 +165,7 @@ class PatAttnBackend(AttentionBackend):
         self._metrics = Metrics()
         hooks.install(self, graphs=runner.device != "cpu", defer=config.defer)
         if runner.device != "cpu":
-            compat.fence_table_reads()
+            compat.batch.fence_table_reads()
         self._introduce(on_gpu=runner.device != "cpu")
 
     def _make_prefill(self, runner: ModelRunner) -> Prefill | None:
@@ -239,7 +239,7 @@ class PatAttnBackend(AttentionBackend):
             return
         seq_lens = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
         requests = self._requests_of(forward_batch, len(seq_lens))
-        if not compat.is_graph_view(forward_batch):
+        if not compat.batch.is_graph_view(forward_batch):
             self.rows, self.seq_lens = self.rows[: len(requests)], self.seq_lens[: len(requests)]
             self._cached = self.seq_lens
         if verifies:
@@ -264,7 +264,7 @@ class PatAttnBackend(AttentionBackend):
     def _mask(self, forward_batch: ForwardBatch, requests: int) -> None:
         """What the tokens of so many drafts see, in front of a step that verifies them."""
         tokens = self._draft_tokens
-        found = compat.tokens_of_drafts(forward_batch)
+        found = compat.batch.tokens_of_drafts(forward_batch)
         if found != tokens:
             raise support.UnsupportedError(f"a draft has {found} tokens, and pat was made for {tokens}")
         if verify.branches(forward_batch):
@@ -282,7 +282,7 @@ class PatAttnBackend(AttentionBackend):
             assert self._cached is not None
             self.seq_lens = self._cached + self._draft_tokens
         if self._tables:
-            mapping = compat.window_mapping(self.token_to_kv_pool)
+            mapping = compat.pool.window_mapping(self.token_to_kv_pool)
             self._window_slots = mapping[forward_batch.out_cache_loc]
             for table in self._tables.values():
                 table.fill(self.rows, self.seq_lens, mapping)
@@ -310,7 +310,7 @@ class PatAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         group = self._group_for(layer, self._single_groups, sinks, **kwargs)
         if save_kv_cache and k is not None:
-            compat.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots)
+            compat.pool.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         return self._run(group, q, layer, sinks).reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
 
@@ -320,7 +320,7 @@ class PatAttnBackend(AttentionBackend):
     ) -> torch.Tensor:  # fmt: skip
         group = self._group_for(layer, self.groups, sinks, **kwargs)
         if save_kv_cache and k is not None:
-            compat.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots)
+            compat.pool.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = self._run(group, q, layer, sinks, self._masks[: len(q) // self._draft_tokens])
         return out.reshape(len(q), layer.tp_q_head_num * layer.v_head_dim)
@@ -335,7 +335,7 @@ class PatAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         """A layer's attention of the step that was planned, Q [tokens, heads, head_dim]."""
         assert self.rows is not None and self.seq_lens is not None
-        k_scale, v_scale = compat.kv_scales(layer) if compat.is_fp8(self.kv_cache_dtype) else (1.0, 1.0)
+        k_scale, v_scale = compat.pool.kv_scales(layer) if compat.pool.is_fp8(self.kv_cache_dtype) else (1.0, 1.0)
         table = self._tables.get(group.spec.planned_window)
         own = (self.req_to_token_pool.req_to_token, self.rows, self.seq_lens)
         req_to_token, rows, seq_lens = own if table is None else table.of_batch(len(self.rows))
@@ -428,9 +428,9 @@ class PatAttnBackend(AttentionBackend):
         rows = hooks.rows_of(forward_batch)
         if rows is None:
             # Of SGLang's own dry runs nothing is known.
-            return torch.full((size - compat.padding(forward_batch),), -1)
+            return torch.full((size - compat.batch.padding(forward_batch),), -1)
         if rows is not self._rows_of_batch:
-            self._rows_of_batch, self._requests = rows, compat.requests(self.req_to_token_pool, rows)
+            self._rows_of_batch, self._requests = rows, compat.requests.numbers(self.req_to_token_pool, rows)
         return self._requests
 
     def _expect(self, forward_batch: ForwardBatch) -> None:
@@ -439,7 +439,7 @@ class PatAttnBackend(AttentionBackend):
         if rows is not None and lengths is not None:
             completed = forward_batch.rids.completed()
             rids = [forward_batch.rids[i] for i in completed if i < len(forward_batch.rids)]
-            requests = compat.requests(self.req_to_token_pool, rows[completed]).tolist()
+            requests = compat.requests.numbers(self.req_to_token_pool, rows[completed]).tolist()
             # Of a request that verifies, the first step has its whole draft.
             more = max(0, self._draft_tokens - 1)
             told = (lengths[: len(rows)][completed] + more).tolist()

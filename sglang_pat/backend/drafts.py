@@ -41,7 +41,7 @@ class DraftExtend(TorchNativeAttnBackend):
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: ForwardBatch, save_kv_cache: bool = True, **kwargs: Any
     ) -> Any:
-        if not compat.decodes(layer) or kwargs:
+        if not compat.model.decodes(layer) or kwargs:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         spec = layers.spec_of(layer, *self._shape)
         group = next(group for group in self._groups if group.spec == spec)

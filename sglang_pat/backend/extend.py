@@ -76,9 +76,9 @@ class PackedExtend:
         self._plans = {group: _to(torch.from_numpy(plan.data), rows.device) for group, plan in made.items()}
         self.count += 1
         self.shared += any(plan.shared for plan in made.values())
-        if compat.has_window_pool(self._pool):
+        if compat.pool.has_window_pool(self._pool):
             # What a window has left behind is called 0 there, and not read.
-            mapping = compat.window_mapping(self._pool)
+            mapping = compat.pool.window_mapping(self._pool)
             self._window_slots = mapping[batch.out_cache_loc]
             longest = max(map(sum, zip(cached, added, strict=True)), default=0)
             self._window_table = mapping[self._req_to_token[rows, :longest].long()].int()
@@ -91,11 +91,11 @@ class PackedExtend:
         forward_batch: ForwardBatch, save_kv_cache: bool, sinks: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         """One layer's attention, [tokens, heads * v_head_dim]; rows with which the batch was padded are zero."""
-        pool, apart = self._pool, compat.in_window_pool(self._pool, layer)
+        pool, apart = self._pool, compat.pool.in_window_pool(self._pool, layer)
         if save_kv_cache and k is not None:
-            compat.save_kv(pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots if apart else None)
+            compat.pool.save_kv(pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots if apart else None)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        k_scale, v_scale = compat.kv_scales(layer) if compat.is_fp8(pool.dtype) else (1.0, 1.0)
+        k_scale, v_scale = compat.pool.kv_scales(layer) if compat.pool.is_fp8(pool.dtype) else (1.0, 1.0)
         real = len(self._rows)
         out = group.executor.extend(
             q[:real],
@@ -121,7 +121,7 @@ class PackedExtend:
 
     def _short(self, forward_batch: ForwardBatch) -> Parts | None:
         rows = hooks.rows_of(forward_batch)
-        added = None if rows is None else compat.added(forward_batch, len(rows))
+        added = None if rows is None else compat.batch.new_tokens(forward_batch, len(rows))
         if added is None:
             return None
         # More do not share: they fill a tile by themselves (csrc/packing/extend.h).
@@ -149,7 +149,7 @@ class PackedExtend:
         named = torch.full((size,), -1)
         rows = hooks.rows_of(forward_batch)
         if rows is not None:
-            found = compat.requests(self._pools, rows)[:size]
+            found = compat.requests.numbers(self._pools, rows)[:size]
             named[: len(found)] = found
         return named
 

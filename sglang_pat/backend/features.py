@@ -103,7 +103,7 @@ def _speculates_in_streams(arguments: Any, environment: Mapping[str, str]) -> bo
 
 
 def _speculates_beside(arguments: Any, environment: Mapping[str, str]) -> bool:
-    return _speculates(arguments) and set(compat.backends_chosen(arguments)) != {"pat"}
+    return _speculates(arguments) and set(compat.arguments.backends_chosen(arguments)) != {"pat"}
 
 
 def _works(name: str, how: str, *shown: str, note: str = "") -> Feature:

@@ -43,7 +43,7 @@ def window(radius: int | None, context: int) -> int:
 def none_from(runner: ModelRunner) -> int:
     """How long a window has to be to count as none: as long as the longest request. Where windows have a pool of their own none does, as
     its slots have other numbers whatever it holds."""
-    return MAX_WINDOW if compat.has_window_pool(runner.token_to_kv_pool) else runner.model_config.context_len
+    return MAX_WINDOW if compat.pool.has_window_pool(runner.token_to_kv_pool) else runner.model_config.context_len
 
 
 def spec_of(
@@ -61,7 +61,7 @@ def with_sinks(runner: ModelRunner) -> set[int]:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     found: set[int] = set()
-    for module in compat.modules(runner):
+    for module in compat.model.modules(runner):
         if any(isinstance(getattr(module, name, None), torch.nn.Parameter) for name in SINKS):
             found |= {child.layer_id for child in module.children() if isinstance(child, RadixAttention)}
     return found
@@ -70,15 +70,17 @@ def with_sinks(runner: ModelRunner) -> set[int]:
 def count(runner: ModelRunner) -> Counter[AttentionSpec]:
     """How many layers of each spec this process decodes, those that see everything first: encoder-only ones are none of them."""
     form, context = kv_format(runner.kv_cache_dtype), none_from(runner)
-    layers = compat.attention_layers(runner)
+    layers = compat.model.attention_layers(runner)
     sinks = with_sinks(runner)
-    decoding = filter(compat.decodes, layers)
+    decoding = filter(compat.model.decodes, layers)
     found = Counter(spec_of(layer, form, context, layer.layer_id in sinks) for layer in decoding)
-    if not layers and compat.layers_with_kv(runner.token_to_kv_pool) is None:
+    if not layers and compat.pool.layers_with_kv(runner.token_to_kv_pool) is None:
         # Of a draft, or a test, there may be no model: layers of the pool's shape, some of which may have the runner's window.
-        shape = AttentionSpec(*compat.attention_shape(runner), form)
-        windowed = AttentionSpec(*compat.attention_shape(runner), form, window(runner.sliding_window_size, context))
-        found.update(dict.fromkeys((shape, windowed), compat.kv_pools(runner.token_to_kv_pool)[0].layer_num))
+        shape = AttentionSpec(*compat.model.attention_shape(runner), form)
+        windowed = AttentionSpec(
+            *compat.model.attention_shape(runner), form, window(runner.sliding_window_size, context)
+        )
+        found.update(dict.fromkeys((shape, windowed), compat.pool.kv_pools(runner.token_to_kv_pool)[0].layer_num))
     return Counter(dict(sorted(found.items(), key=lambda item: item[0].window)))
 
 

@@ -24,8 +24,8 @@ class CpuPlatform(SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         # SGLang would have images processed by CUDA.
         server_args.disable_fast_image_processor = True
-        compat.use_one_pool(server_args)
-        compat.disable_graphs(server_args)
+        compat.arguments.use_one_pool(server_args)
+        compat.arguments.disable_graphs(server_args)
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         """0.5.23 asks; what `pat` does not verify it refuses itself."""
