@@ -34,7 +34,7 @@ import torch
 import trees
 
 from sglang_pat import compat
-from sglang_pat.backend.layers import LayerGroup
+from sglang_pat.backend.groups import LayerGroup
 from sglang_pat.packing import native
 
 RESULTS = Path(__file__).parent / "results"
@@ -69,7 +69,7 @@ class Runner:
         wrapper, _ = one_batch.load_model(server_args, PortArgs.init_new(server_args), 0, 0)
         self.one_batch, self.bench, self.runner = one_batch, wrapper, wrapper.torch_runner
         self.backend = self.runner.attn_backend
-        self.groups: list[LayerGroup] = self.backend.groups if backend == "pat" else []
+        self.groups: list[LayerGroup] = self.backend.groups.steps if backend == "pat" else []
         self.device = self.runner.device
         pool = self.runner.token_to_kv_pool
         if options.dummy:

@@ -18,9 +18,9 @@ def register() -> None:
     @register_attention_backend("pat")
     def create(runner: Any) -> Any:
         # Imported here, not above: every process of every server loads this plugin, few use it.
-        from sglang_pat.backend import attention
+        from sglang_pat.backend.create import create as create_backend
 
-        return attention.create(runner)
+        return create_backend(runner)
 
     compat.arguments.around_model_adjustments(adjust_for_model)
     if platform.is_chosen():

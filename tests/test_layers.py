@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_pat import compat
-from sglang_pat.backend import layers, support
+from sglang_pat.backend import groups, layers, support
 from sglang_pat.packing import FORMATS, AttentionSpec
 
 
@@ -98,7 +98,7 @@ def test_reports_of_groups_are_added_up() -> None:
         "fallbacks": 1,
     }
     second = first | {"work_items": 8, "plans": 2, "fallbacks": 2}
-    total = layers.total([first, second])
+    total = groups.total([first, second])
     assert total == first | {"plans": 3, "planning_us": 14, "kv_bytes": 200, "kv_bytes_unpacked": 600, "fallbacks": 2}
 
 

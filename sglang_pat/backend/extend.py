@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_pat import compat
-from sglang_pat.backend.layers import LayerGroup
+from sglang_pat.backend.groups import LayerGroup
 from sglang_pat.backend.parts import Parts, divide, trailing
 from sglang_pat.packing import layout
 from sglang_pat.packing.native import ExtendPlan

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_pat.backend.layers import LayerGroup
+    from sglang_pat.backend.groups import LayerGroup
 
 
 class Prefill:

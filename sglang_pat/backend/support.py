@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,12 +61,15 @@ def check_device(runner: Any) -> None:
             )
 
 
-def check_model(runner: Any, fallback: str) -> None:
+def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
     """Raise UnsupportedError where the loaded model needs attention that PAT does not compute.
 
     Args:
         runner: SGLang's `ModelRunner`, its model loaded.
         fallback: A stock attention backend to suggest.
+
+    Returns:
+        `layers.count` of the model.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
@@ -122,6 +126,7 @@ def check_model(runner: Any, fallback: str) -> None:
             raise UnsupportedError(
                 f"--attention-backend pat does not support a KV pool of the kind {type(part).__name__}, which {name} uses: {instead}"
             )
+    return specs
 
 
 def check_hybrid(runner: Any, name: str) -> None:
