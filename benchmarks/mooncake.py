@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sglang_pat import compat
-from sglang_pat.estimate import TRACE_BLOCK
+from sglang_pat.estimate.prompts import TRACE_BLOCK
 from sglang_pat.packing import Batch, PackConfig
 from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge import Observer
