@@ -47,7 +47,7 @@ class PackConfig(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, spec: AttentionSpec, tiles: TileTable, workers: int, policy: Policy = "optimal") -> PackConfig:
         """For layers of a spec, whose query heads are split where the largest tile has fewer rows."""
-        cost = spec.cost(tiles.head_splits(spec.heads * spec.query_tokens, spec.kv_heads))
+        cost = spec.cost(tiles.head_splits(spec.query_heads, spec.kv_heads))
         return cls(cost, tiles, workers, policy, spec.planned_window)
 
     @property

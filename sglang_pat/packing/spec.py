@@ -62,6 +62,11 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     query_tokens: Count = 1
 
     @property
+    def query_heads(self) -> int:
+        """Heads of a query: the query heads of all of its tokens."""
+        return self.heads * self.query_tokens
+
+    @property
     def planned_window(self) -> int:
         """How many tokens are seen by some token of a query, 0 for all."""
         return self.window + self.query_tokens - 1 if self.window else 0
@@ -74,5 +79,6 @@ class AttentionSpec(msgspec.Struct, frozen=True):
 
     def cost(self, head_splits: int = 1) -> CostModel:
         """Bytes that a layer moves; `head_splits` as in `CostModel`."""
-        heads = self.heads * self.query_tokens
-        return CostModel(heads, self.kv_heads, self.head_dim, self.v_head_dim, self.kv.bytes, head_splits=head_splits)
+        return CostModel(
+            self.query_heads, self.kv_heads, self.head_dim, self.v_head_dim, self.kv.bytes, head_splits=head_splits
+        )
