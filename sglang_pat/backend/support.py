@@ -95,7 +95,7 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
         raise UnsupportedError(
             f"--attention-backend pat does not support encoder-decoder models like {name}: {instead}"
         )
-    if layers.kv_format(runner.kv_cache_dtype).name not in capabilities.KV_FORMATS["cpu"]:
+    if not any(layers.kv_format(runner.kv_cache_dtype).name in known for known in capabilities.KV_FORMATS.values()):
         raise UnsupportedError(
             f"--attention-backend pat does not support a KV cache of {runner.kv_cache_dtype} yet: "
             "leave out --kv-cache-dtype, or use another --attention-backend"
