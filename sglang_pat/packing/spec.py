@@ -1,4 +1,4 @@
-"""What the attention of a layer is: what support checks, prices, kernels and their tests are derived from."""
+"""What a layer's attention computes. Support checks, prices, kernels and their tests are derived from it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Window = Annotated[int, msgspec.Meta(ge=0, le=MAX_WINDOW)]
 
 
 class KVFormat(msgspec.Struct, frozen=True):
-    """How K and V are kept.
+    """How K and V are stored.
 
     Attributes:
-        name: As torch names the dtype.
-        bytes: Of one element. Those of one byte come with a factor for all of K and one for all of V.
+        name: Torch's name of the dtype.
+        bytes: Bytes of an element. Formats of one byte have one scale for all of K and one for all of V.
     """
 
     name: str
@@ -36,20 +36,20 @@ FORMATS = {
         KVFormat("float8_e5m2", 1),
     )
 }
-"""Those that some executor reads; `capabilities.refusal` says which."""
+"""Formats that at least one executor reads; `capabilities.refusal` says which."""
 
 
 class AttentionSpec(msgspec.Struct, frozen=True):
-    """Layers of equal specs are planned together (backend/layers.py).
+    """A layer's attention. Layers with equal specs share a plan (backend/groups.py).
 
     Attributes:
         heads, kv_heads: Query and KV heads on this rank.
         head_dim, v_head_dim: Dimensions of Q and K, and of V.
-        kv: How K and V are kept.
+        kv: How K and V are stored.
         window: How many tokens a query sees, its own included; 0 for all.
-        sinks: Whether each head has a logit without a value (gpt-oss).
-        query_tokens: Tokens of a request that attend in one step: 1 where it decodes, those of its draft where that is verified. They are
-            planned as one query with the heads of all of them.
+        sinks: Whether each head has an attention sink: a logit without a value (gpt-oss).
+        query_tokens: Tokens of a request that attend in one step: 1 in a decode step, the draft's tokens in a verify step. They are planned
+            as one query that has the heads of all of them.
     """
 
     heads: Count
@@ -68,7 +68,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
 
     @property
     def planned_window(self) -> int:
-        """How many tokens are seen by some token of a query, 0 for all."""
+        """How many tokens the tokens of a query see together; 0 for all."""
         return self.window + self.query_tokens - 1 if self.window else 0
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         return f"{self.heads}/{self.kv_heads} heads of {dims}, {self.kv.name}{seen}{', sinks' if self.sinks else ''}{drafts}"
 
     def cost(self, head_splits: int = 1) -> CostModel:
-        """Bytes that a layer moves; `head_splits` as in `CostModel`."""
+        """The cost model of a layer; `head_splits` as in `CostModel`."""
         return CostModel(
             self.query_heads, self.kv_heads, self.head_dim, self.v_head_dim, self.kv.bytes, head_splits=head_splits
         )
