@@ -199,7 +199,7 @@ def explain(path: Path, output: Path, steps: int = 20, truncated: bool = False) 
         "policy": config.policy, "layers": header.layers, "workers": config.workers, "heads": config.cost.runs,
         "plans": total, "steps": shown,
     }  # fmt: skip
-    # A request id comes from a client: nothing in it may end the script.
+    # Request ids come from clients: they must not end the script.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = TEMPLATE.read_text().replace("/*plotly*/", get_plotlyjs()).replace("/*data*/null", text)
     output.write_text(page)

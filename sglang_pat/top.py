@@ -234,7 +234,7 @@ def top(url: str, interval: float, once: bool, key: str = "") -> None:
         while True:
             new, now = total(fetch(url, key)), time.monotonic()
             if old and new["steps"] < old["steps"]:
-                old = None  # the server was started again
+                old = None  # the server was restarted
             picture = render(new, old, max(now - began, 1e-9))
             print(CLEAR + "\n".join([head, "", *picture]), flush=True)
             old, began = new, now

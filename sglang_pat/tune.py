@@ -124,7 +124,8 @@ def derive(known: GpuTable, name: str) -> GpuTable:
 
 
 def synthetic(items: dict[int, int], tokens: int, workers: int) -> Plan:
-    """Every worker has so many work items of each m, an even number, of `tokens` tokens of their own. Each query is in two."""
+    """A plan in which every worker has the given (even) number of work items of each m. Each item reads `tokens` tokens of its own; each query is in
+    two items."""
     work: list[WorkItem] = []
     batch = 0
     for _ in range(workers):
@@ -145,9 +146,9 @@ class Bench:
     def __init__(self, head_dim: int, dtype: str, kv: str = "") -> None:
         """
         Args:
-            head_dim: Of `capabilities.HEAD_DIMS`.
-            dtype: Q's.
-            kv: A key of `packing.FORMATS`; Q's dtype if it is not said.
+            head_dim: One of `capabilities.HEAD_DIMS`.
+            dtype: Dtype of Q.
+            kv: A key of `packing.FORMATS`; empty for Q's dtype.
         """
         import torch
 
@@ -162,7 +163,7 @@ class Bench:
         self.flush = torch.empty(256 << 20, dtype=torch.uint8, device=self.device)
 
     def time_us(self, run: Callable[[], Any], repeats: int = 7) -> float:
-        """The median, with nothing in the L2 cache."""
+        """The median time of `run`, with a cold L2 cache."""
         cuda = self.torch.cuda
         times = []
         for _ in range(repeats + 1):
@@ -180,7 +181,7 @@ class Bench:
         return numbers.nbytes / self.time_us(numbers.sum) * 1e-6
 
     def latency_ns(self) -> float:
-        """Of loads each of which has the address of the next."""
+        """Latency of loads that each return the address of the next."""
         import triton
         import triton.language as tl
 
@@ -220,8 +221,8 @@ class Bench:
         )
 
     def price(self, m: int, share: float) -> tuple[Price, float, float]:
-        """The price of an m where an SM moves `share` bytes a nanosecond; what a kernel takes besides, in microseconds; and the
-        greatest relative error of the fit."""
+        """The price of an m, if an SM moves `share` bytes per nanosecond; the kernel's time besides its items, in microseconds; and the greatest
+        relative error of the fit."""
         cases = [(items, tokens) for items in ITEMS[m <= capabilities.NARROW_M] for tokens in TOKENS]
         times = np.array([self.forward_us({m: items}, tokens) for items, tokens in cases])
         features = np.array([[1, items, items * tokens] for items, tokens in cases], dtype=float)
@@ -237,14 +238,14 @@ class Bench:
         return price, float(fit[0]), error
 
     def turn_ns(self, base_us: float) -> float:
-        """What going over from one kind of work items to the other takes where a kernel takes `base_us` besides its items."""
+        """Time to switch between the two kinds of work items; `base_us` is a kernel's time besides its items."""
         tokens = TOKENS[-2]
         both = self.forward_us(TURN, tokens)
         alone = sum(self.forward_us({m: count}, tokens) for m, count in TURN.items())
         return max(0.0, both - alone + base_us) * 1e3
 
     def prices(self, share: float) -> tuple[tuple[Price, ...], float]:
-        """Of each m, as `price`; and what a kernel of the smallest takes besides."""
+        """The price of each m, and the time of a kernel with the smallest m besides its items, in microseconds."""
         prices, bases = [], []
         for m in capabilities.query_tiles(self.arch, self.head_dim):
             price, base_us, error = self.price(m, share)
@@ -257,7 +258,7 @@ class Bench:
         return tuple(prices), bases[0]
 
     def table(self, prices_8bit: Callable[[float], tuple[Price, ...]]) -> GpuTable:
-        """Of this GPU; `prices_8bit` are told the share of the bandwidth as `prices` are."""
+        """The table of this GPU; `prices_8bit` is called with an SM's share of the bandwidth, like `prices`."""
         properties = self.torch.cuda.get_device_properties(self.device)
         tbps, latency = self.read_tbps(), self.latency_ns()
         print(f"{properties.name}: reads {tbps:.2f} TB/s, a load takes {latency:.0f} ns")
@@ -275,7 +276,7 @@ class Bench:
 
 
 def print_feasible(table: GpuTable, sheet: Sheet) -> None:
-    """The paper's figure 7b: m downwards, n to the right."""
+    """Print the paper's figure 7b: rows are m, columns are n."""
     print(
         f"Feasible tiles of {table.gpu} at head dimension {table.head_dim}, one CTA a SM (built: 16 x 32 by a warp, 64 to 192 x 64):"
     )

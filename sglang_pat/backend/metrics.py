@@ -29,7 +29,7 @@ COUNTERS = {
 """Counters in `/server_info`'s `pat` that `/metrics` shows as `sglang_pat:<name>_total`."""
 
 GAUGES = {"bound": "Requests whose path in the prefix tree is followed."}
-"""The same, as `sglang_pat:<name>`."""
+"""Gauges that `/metrics` shows as `sglang_pat:<name>`."""
 
 PACKS = "Work items by their number of queries, rounded down to a power of two."
 

@@ -55,7 +55,7 @@ class Prefill:
         self._planned: Parts | None = None  # the first part of that, divided before the requests that are planned
 
     def begin(self, forward_batch: ForwardBatch, check: Callable[..., None] | None) -> None:
-        """Before a batch's layers run; `check` as for `PackedExtend.begin`."""
+        """Divide and plan a batch, before its layers run; `check` as for `PackedExtend.begin`."""
         self.forget()
         left: Any = forward_batch
         extends = compat.batch.is_extend(forward_batch.forward_mode)

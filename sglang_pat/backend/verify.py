@@ -78,5 +78,5 @@ def scatter(out: torch.Tensor, tokens: int, kv_heads: int) -> torch.Tensor:
 
 
 def spread(sinks: torch.Tensor | None, tokens: int, kv_heads: int) -> torch.Tensor | None:
-    """Sinks of heads, [heads], for the heads of queries: [tokens * heads]."""
+    """Repeat the sinks of heads, [heads], for the heads of a query: [tokens * heads]."""
     return None if sinks is None else sinks.view(kv_heads, 1, -1).expand(-1, tokens, -1).reshape(-1)

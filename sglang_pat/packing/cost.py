@@ -75,5 +75,5 @@ class CostModel(msgspec.Struct, frozen=True):
         return 2 * self.part_bytes * queries / self.token_bytes
 
     def bytes(self, kv_tokens: int, parts: int) -> int:
-        """Bytes of a plan that reads `kv_tokens` tokens and passes `parts` parts through memory."""
+        """Bytes of a plan that reads `kv_tokens` tokens, and writes and merges `parts` parts."""
         return kv_tokens * self.token_bytes + parts * self.part_bytes

@@ -72,7 +72,7 @@ def walk(roots: list[Node]) -> Iterator[Node]:
 
 
 def check(batch: Batch) -> None:
-    """Raise ValueError, naming the node, where `batch` is not a prefix tree."""
+    """Raise ValueError if `batch` is not a prefix tree; the message names the node."""
     for node in batch.roots:
         if node.start != 0:
             raise ValueError(f"a first-level prefix must start at position 0, not {node.start}")

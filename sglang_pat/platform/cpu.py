@@ -57,7 +57,7 @@ class CpuPlatform(SRTPlatform):
         return MHATokenToKVPool
 
     def get_mla_kv_pool_cls(self) -> type:
-        # 0.5.17 builds the pool before the attention backend, which would refuse the model too.
+        # 0.5.17 makes the pool before the attention backend could refuse the model.
         raise support.UnsupportedError(
             "sglang-pat does not support MLA models yet: serve this one on a GPU with another --attention-backend"
         )

@@ -24,7 +24,7 @@ MODULES = (
 
 
 def install() -> None:
-    """Make SGLang's workers find what they need, in a process on the CPU platform."""
+    """Set up SGLang's draft workers, in a process on the CPU platform."""
     trees = types.ModuleType("sgl_kernel.speculative")
     trees.reconstruct_indices_from_tree_mask = reconstruct  # type: ignore[attr-defined]
     sys.modules.setdefault(trees.__name__, trees)
