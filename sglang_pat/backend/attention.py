@@ -250,30 +250,20 @@ class PatAttnBackend(AttentionBackend):
         self, group: LayerGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention,
         forward_batch: ForwardBatch, save_kv_cache: bool, sinks: torch.Tensor | None, masks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """One layer's attention in the step that was planned, [tokens, heads * v_head_dim]."""
-        if save_kv_cache and k is not None:
-            compat.pool.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots)
-        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        return self._run(group, q, layer, sinks, masks).reshape(len(q), layer.tp_q_head_num * layer.v_head_dim)
-
-    def _run(
-        self,
-        group: LayerGroup,
-        q: torch.Tensor,
-        layer: RadixAttention,
-        sinks: torch.Tensor | None,
-        masks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Run the step's plan in a layer: Q [tokens, heads, head_dim] to [tokens, heads, v_head_dim]."""
+        """Run the step's plan in a layer: [tokens, heads * v_head_dim]."""
         assert self.rows is not None and self.seq_lens is not None
+        pool = self.token_to_kv_pool
+        if save_kv_cache and k is not None:
+            compat.pool.save_kv(pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots)
         k_scale, v_scale = compat.pool.kv_scales(layer) if compat.pool.is_fp8(self.kv_cache_dtype) else (1.0, 1.0)
         table = self._tables.get(group.spec.planned_window)
         own = (self.req_to_token_pool.req_to_token, self.rows, self.seq_lens)
         req_to_token, rows, seq_lens = own if table is None else table.of_batch(len(self.rows))
-        return group.executor.decode(
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = group.executor.decode(
             q,
-            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+            pool.get_key_buffer(layer.layer_id),
+            pool.get_value_buffer(layer.layer_id),
             req_to_token,
             rows,
             seq_lens,
@@ -283,6 +273,7 @@ class PatAttnBackend(AttentionBackend):
             sinks=sinks,
             masks=masks,
         )
+        return out.reshape(len(q), layer.tp_q_head_num * layer.v_head_dim)
 
     def forward_extend(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -71,8 +71,6 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
     Returns:
         `layers.count` of the model.
     """
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
     config, pool = runner.model_config, runner.token_to_kv_pool
     if compat.pool.kv_layout(pool) != "nhd":
         raise UnsupportedError(
@@ -107,6 +105,15 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
             f"GPU: serve {name} with --dtype bfloat16 or float16, and leave out --kv-cache-dtype"
         )
     specs = layers.count(runner)
+    _check_layers(runner, specs, f"which {name} uses: {instead}")
+    return specs
+
+
+def _check_layers(runner: Any, specs: Iterable[AttentionSpec], ending: str) -> None:
+    """Raise UnsupportedError if a layer, its KV pool, or a second backend beside PAT does not fit; `ending` ends the sentence."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = runner.token_to_kv_pool
     problem = partner_problem(
         runner, any(spec.sinks for spec in specs), any(spec.head_dim != spec.v_head_dim for spec in specs)
     )
@@ -116,17 +123,16 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
         )
     problems = [_layer_problem(layer) or pool_problem(layer, pool) for layer in compat.model.attention_layers(runner)]
     if getattr(runner, "prefill_aware_swa", False):
-        problems.append("windows beside which prompts are seen whole")
+        problems.append("windows that do not apply to prompts")
     drafted = compat.arguments.draft_tokens(runner.server_args)
     problems += [_spec_problem(spec, runner.device, drafted) for spec in specs]
+    problems += [
+        f"a KV pool of the kind {type(part).__name__}"
+        for part in compat.pool.kv_pools(pool)
+        if not isinstance(part, MHATokenToKVPool)
+    ]
     for problem in filter(None, problems):
-        raise UnsupportedError(f"--attention-backend pat does not support {problem}, which {name} uses: {instead}")
-    for part in compat.pool.kv_pools(pool):
-        if not isinstance(part, MHATokenToKVPool):
-            raise UnsupportedError(
-                f"--attention-backend pat does not support a KV pool of the kind {type(part).__name__}, which {name} uses: {instead}"
-            )
-    return specs
+        raise UnsupportedError(f"--attention-backend pat does not support {problem}, {ending}")
 
 
 def check_hybrid(runner: Any, name: str) -> None:
