@@ -68,11 +68,11 @@ def trace_of(url: str, key: str = "") -> Path:
     try:
         path = fetch(url, key)[0]["trace"]
     except TopError as error:
-        raise ExplainError(f"--url is no server with --attention-backend pat that answers: {error}") from None
+        raise ExplainError(f"--url is not a running server with --attention-backend pat: {error}") from None
     if not path:
         raise ExplainError(f"the server at {url} does not record: start it with SGLANG_PAT_TRACE=<file>")
     if not os.path.isfile(path):
-        raise ExplainError(f"the server at {url} records {path}, which is no file on this machine")
+        raise ExplainError(f"the server at {url} records {path}, which is not a file on this machine")
     return Path(path)
 
 

@@ -83,7 +83,7 @@ def fetch(url: str, key: str = "") -> list[Counters]:
     try:
         states = msgspec.json.decode(_get_in_time(url, key), type=ServerInfo).internal_states
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise TopError(f"what answers at {url} is no SGLang server that this sglang-pat knows: {error}") from None
+        raise TopError(f"what answers at {url} is not an SGLang server that this sglang-pat knows: {error}") from None
     counters = [state.pat for state in states if state.pat is not None]
     if not counters:
         raise TopError(f"the server at {url} decodes with another backend: start it with --attention-backend pat")

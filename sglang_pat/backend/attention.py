@@ -193,7 +193,7 @@ class PatAttnBackend(AttentionBackend):
         tokens = self._draft_tokens
         found = compat.batch.tokens_of_drafts(forward_batch)
         if found != tokens:
-            raise support.UnsupportedError(f"a draft has {found} tokens, and pat was made for {tokens}")
+            raise support.UnsupportedError(f"a draft has {found} tokens, but at start it was {tokens}")
         if verify.branches(forward_batch):
             self._masks[:requests] = verify.masks(forward_batch, tokens, requests)
 

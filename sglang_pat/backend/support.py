@@ -44,7 +44,7 @@ def check_release(runner: Any) -> None:
         )
     if compat.release() not in compat.TESTED:
         logger.warning(
-            "sglang-pat is tested with SGLang %s, and this is %s", " and ".join(compat.TESTED), compat.release()
+            "sglang-pat is tested with SGLang %s, but this is %s", " and ".join(compat.TESTED), compat.release()
         )
 
 
@@ -119,7 +119,7 @@ def _check_layers(runner: Any, specs: Iterable[AttentionSpec], ending: str) -> N
     )
     if problem is not None:
         raise UnsupportedError(
-            f"--attention-backend pat does not support {problem}, beside it: let pat do both, by --attention-backend pat alone"
+            f"--attention-backend pat does not support {problem}, as a second backend: let pat do both, by --attention-backend pat alone"
         )
     problems = [_layer_problem(layer) or pool_problem(layer, pool) for layer in compat.model.attention_layers(runner)]
     if getattr(runner, "prefill_aware_swa", False):
@@ -139,7 +139,7 @@ def check_hybrid(runner: Any, name: str) -> None:
     """Raise UnsupportedError if the other layers of a hybrid model cannot be served beside PAT."""
     if runner.device == "cpu":
         raise UnsupportedError(
-            f"sglang-pat does not support hybrid models like {name} on a CPU, where SGLang's kernels of their other layers do not run: "
+            f"sglang-pat does not support hybrid models like {name} on a CPU, where SGLang cannot run their other layers: "
             "serve it on a GPU"
         )
     if compat.pool.has_window_pool(runner.token_to_kv_pool):

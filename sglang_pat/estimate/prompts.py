@@ -136,13 +136,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                     raise EstimateError(f"{path}, line {number}: more than {LONGEST >> 20} MiB")
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 if "\0" in text:
-                    raise EstimateError(f"{path}, line {number}: no text, but zero bytes")
+                    raise EstimateError(f"{path}, line {number}: not text, but zero bytes")
                 if text.strip():
                     yield number, text
     except OSError as error:
         raise EstimateError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise EstimateError(f"{path}, line {number}: no UTF-8") from None
+        raise EstimateError(f"{path}, line {number}: not UTF-8") from None
 
 
 def _of_row(line: str, output: int) -> list[Prompt]:
@@ -158,7 +158,7 @@ def _of_row(line: str, output: int) -> list[Prompt]:
     except ValueError:
         row = None
     if not isinstance(row, dict):
-        raise EstimateError("no whole JSON object")
+        raise EstimateError("not a whole JSON object")
     if "hash_ids" in row:
         hashed = msgspec.convert(row, HashedRequest)
         blocks = hashed.hash_ids[: hashed.input_length // TRACE_BLOCK]

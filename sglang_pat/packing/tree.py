@@ -113,7 +113,7 @@ def in_windows(batch: Batch, window: int) -> Batch:
 def _check_disjoint(nodes: list[Node], allowed: set[int], name: str) -> None:
     for node in nodes:
         if not node.queries or not allowed.issuperset(node.queries) or len(set(node.queries)) != len(node.queries):
-            raise ValueError(f"below {name}: queries {node.queries} are repeated, foreign or none")
+            raise ValueError(f"below {name}: queries {node.queries} are repeated, unknown or missing")
         allowed = allowed.difference(node.queries)
 
 

@@ -236,10 +236,10 @@ def apply_difference(batch: list[int], plan: PlanMade) -> list[int]:
         batch, before = list(batch), len(batch)
         for position in plan.left:
             if not 0 <= position < before:
-                raise InconsistentError(f"position {position} left a batch that has it not")
+                raise InconsistentError(f"position {position} left a batch that does not have it")
             del batch[position]
             before = position
         batch += plan.joined
     if len(plan.seq_lens) != len(batch):
-        raise InconsistentError(f"{len(plan.seq_lens)} lengths are told of {len(batch)} requests")
+        raise InconsistentError(f"{len(plan.seq_lens)} lengths for {len(batch)} requests")
     return batch
