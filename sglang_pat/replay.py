@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from sglang_pat.packing import PackConfig, layout, make_plan
+from sglang_pat.packing import PackConfig, layout
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, Totals
+from sglang_pat.packing.oracle import make_plan
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.mirror import Mirror
