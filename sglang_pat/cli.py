@@ -33,10 +33,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _count(text: str) -> int:
-    """An argument that counts something.
+    """Parse a count.
 
     Raises:
-        ArgumentTypeError: It is no number, or nothing is left to count.
+        ArgumentTypeError: It is not a number, or is 0.
     """
     if re.fullmatch("[0-9]{1,9}", text) is None or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999,999,999")
@@ -44,10 +44,10 @@ def _count(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    """An argument that is a time to wait.
+    """Parse a time to wait.
 
     Raises:
-        ArgumentTypeError: It is no number, or nobody would wait so long or so short.
+        ArgumentTypeError: It is not a number, or out of range.
     """
     try:
         value = float(text)
@@ -59,9 +59,9 @@ def _seconds(text: str) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a subcommand; the exit status."""
+    """Run a subcommand; returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal may know neither the bars of `top` nor the name of a file.
+        # A terminal may be unable to show the bars of `top`, or a file's name.
         sys.stdout.reconfigure(errors="replace")
     try:
         try:
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"sglang-pat: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        # What could not be written must not be tried again when Python ends.
+        # Python must not try to write the rest again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> _Parser:
-    """What the command takes."""
+    """The command's arguments."""
     result = _Parser(
         prog="sglang-pat", description="Tools for sglang-pat; only batch runs a model, and so wants a GPU."
     )
@@ -99,14 +99,14 @@ def _parser() -> _Parser:
     command.add_argument("trace", type=Path, help="a file recorded with SGLANG_PAT_TRACE")
     command.add_argument("--policy", choices=list(POLICIES), action="append", help="instead of the recorded one")
     command.add_argument("--oracle", action="store_true", help="compare every plan with the Python scheduler's; slow")
-    command.add_argument("--truncated", action="store_true", help="take what there is of a file that was cut off")
+    command.add_argument("--truncated", action="store_true", help="accept a file that was cut off")
     command.set_defaults(run=_replay)
     command = commands.add_parser("estimate", help="say what packing would bring a workload")
     command.add_argument(
         "requests",
         type=Path,
-        help="an OpenAI batch, a request log of SGLang, a Mooncake trace, or a prompt a line; the first line says which, "
-        "and a line that does not fit it, or asks for a negative number of tokens, is refused",
+        help="an OpenAI batch, a request log of SGLang, a Mooncake trace, or one prompt per line; the first line decides which, "
+        "and later lines that do not fit are refused",
     )
     command.add_argument("--model", type=Path, required=True, help="the model's folder or config.json")
     command.add_argument("--gpu", type=str.lower, default="h200", help="there are measurements of the %(default)s only")
@@ -118,9 +118,9 @@ def _parser() -> _Parser:
         type=_count,
         nargs="+",
         default=[8, 32, 128, 256],
-        help="batch sizes (8 32 128 256); none counts more than all requests",
+        help="batch sizes (8 32 128 256); a larger one than the file counts as the whole file",
     )
-    command.add_argument("--output", type=_count, default=256, help="tokens of an answer, where unknown (%(default)s)")
+    command.add_argument("--output", type=_count, default=256, help="tokens of an answer, if unknown (%(default)s)")
     command.set_defaults(run=_estimate)
     command = commands.add_parser("top", help="show live what packing does in a running server")
     command.add_argument("--url", default="http://127.0.0.1:30000", help="the server's address (%(default)s)")
@@ -134,7 +134,7 @@ def _parser() -> _Parser:
     _add_key(command)
     command.add_argument("--output", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
     command.add_argument("--steps", type=_count, default=20, help="plans shown, evenly spread (%(default)s)")
-    command.add_argument("--truncated", action="store_true", help="take what there is of a file that was cut off")
+    command.add_argument("--truncated", action="store_true", help="accept a file that was cut off")
     command.set_defaults(run=_explain)
     command = commands.add_parser(
         "batch",
@@ -159,7 +159,7 @@ def _parser() -> _Parser:
 
 
 def _add_key(command: argparse.ArgumentParser) -> None:
-    # The default is looked up later: it would be shown by --help.
+    # The default is looked up later, because --help would show it.
     command.add_argument(
         "--api-key", metavar="KEY", help=f"what the server was started with; {KEY} of the environment, if not given"
     )
@@ -189,7 +189,7 @@ def _batch(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> None:
     if (arguments.trace is None) == (arguments.url is None):
         raise explain.ExplainError("give either a trace or --url")
-    # A server that runs is writing: its file ends anywhere.
+    # A running server is still writing: its file may end within a record.
     live, output = arguments.url is not None, arguments.output
     path = explain.trace_of(arguments.url, _key(arguments)) if live else arguments.trace
     if os.path.realpath(output) == os.path.realpath(path):

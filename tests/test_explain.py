@@ -172,7 +172,7 @@ def test_the_page_stays_usable_with_1024_requests_and_32_levels(tmp_path: Path, 
     [
         ([], "give either a trace or --url"),
         (["there.is.none"], "there.is.none cannot be read"),
-        (["--url", "http://127.0.0.1:9"], "is no server with --attention-backend pat that answers"),
+        (["--url", "http://127.0.0.1:9"], "is not a running server with --attention-backend pat"),
     ],
 )
 def test_what_cannot_be_explained_is_one_sentence(capsys: pytest.CaptureFixture[str], arguments, message: str) -> None:

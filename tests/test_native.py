@@ -30,11 +30,11 @@ from sglang_pat.packing import (
     TileTable,
     WorkItem,
     layout,
-    make_plan,
     native,
     tree,
 )
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, _halves
+from sglang_pat.packing.oracle import make_plan
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
     ROOT,

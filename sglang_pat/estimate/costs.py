@@ -1,4 +1,4 @@
-"""What a decode step takes, with packing and without: coefficients that were fitted to measurements on a GPU."""
+"""Times of a decode step with and without packing, from coefficients fitted to measurements."""
 
 from __future__ import annotations
 
