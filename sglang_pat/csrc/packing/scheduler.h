@@ -163,7 +163,10 @@ class Scheduler {
     mirror_.prune(known.orphan);
     const int32_t position = mirror_.request(known.request).position;
     if (position != kNone) return grow(position, length);
-    append(key, known.request, length);
+    keys_.push_back(key);
+    batch_.push_back(kNone);
+    seq_lens_.push_back(int32_t(length));
+    take_place(known.request, int32_t(batch_.size()) - 1);
     ++version_;
   }
 
@@ -321,19 +324,15 @@ class Scheduler {
   void set_batch(const int64_t* keys, int64_t size) {
     for (const int32_t request : batch_)
       if (request != kNone) mirror_.request(request).position = kNone;
-    keys_.clear();
-    batch_.clear();
-    seq_lens_.clear();
+    keys_.assign(keys, keys + size);
+    batch_.assign(size, kNone);
+    seq_lens_.assign(size, 1);
     told_ = 0;
     ++version_;
-    for (int64_t i = 0; i < size; ++i) append(keys[i], mirror_.find_request(keys[i]), 1);
-  }
-
-  void append(int64_t key, int32_t request, int64_t length) {
-    keys_.push_back(key);
-    batch_.push_back(kNone);
-    seq_lens_.push_back(int32_t(length));
-    if (request != kNone && mirror_.request(request).position == kNone) take_place(request, int32_t(batch_.size()) - 1);
+    for (int32_t i = 0; i < int32_t(size); ++i) {
+      const int32_t request = mirror_.find_request(keys[i]);
+      if (request != kNone && mirror_.request(request).position == kNone) take_place(request, i);
+    }
   }
 
   void take_place(int32_t request, int32_t position) {
