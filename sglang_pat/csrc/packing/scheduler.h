@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <numeric>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -39,8 +40,8 @@ class Scheduler {
   static constexpr int64_t kMaxSteps = 1 << 30, kMaxTokens = int64_t(1) << 37;
   // New tokens of one extend; more than SGLang prefills at once, whose plan has several ints for each.
   static constexpr int64_t kMaxExtend = 1 << 24;
-  // Tokens that its work items read, before anything is shared: 100 GB/s would read so many for a day.
-  static constexpr int64_t kMaxReads = int64_t(1) << 42;
+  // Tokens that its work items read, before anything is shared; at kMaxTokenPrice each, their price has 62 bits.
+  static constexpr int64_t kMaxReads = int64_t(1) << 40;
 
   struct Totals {
     Statistics statistics;  // summed over steps
@@ -437,19 +438,21 @@ class Scheduler {
       if (batch_.empty()) continue;
       planning_ = true;
       ready_ = false;
-      const int64_t version = version_;
+      const int64_t version = version_, delay = delays_.before_publish;
       const int next = back();
-      maker_.copy(mirror_, batch_, seq_lens_, told_, steps_ahead_, config_.window);
-      const int64_t delay = delays_.before_publish;
-      lock.unlock();
-      bool made = true;
+      bool made = false;
       try {
-        maker_.plan(config_, config_.policy, buffers_[next], max_slots_, plans_[next]);
+        maker_.copy(mirror_, batch_, seq_lens_, told_, steps_ahead_, config_.window);
+        lock.unlock();
+        // `expect` is told lengths one at a time.
+        const auto& lengths = maker_.seq_lens();
+        made = std::accumulate(lengths.begin(), lengths.end(), int64_t{0}) <= kMaxTokens;
+        if (made) maker_.plan(config_, config_.policy, buffers_[next], max_slots_, plans_[next]);
       } catch (const std::exception&) {
         made = false;  // `take` plans again and reports
       }
-      if (delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
-      lock.lock();
+      if (!lock.owns_lock()) lock.lock();
+      pause(lock, delay);
       ready_ = made;
       ready_version_ = version;
       planning_ = false;
