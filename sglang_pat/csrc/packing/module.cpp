@@ -219,7 +219,7 @@ void extended(int64_t handle, TensorView to, TensorView numbers) {
 
 // Steps, requests, work items, parts, KV tokens, tokens of all requests; then work items with 1, 2, 3 ... queries.
 void totals(int64_t handle, int64_t steps, TensorView to) {
-  const Scheduler::Totals totals = guarded([&] { return at(handle).totals(steps); });
+  const pat::Totals totals = guarded([&] { return at(handle).totals(steps); });
   const pat::Statistics& sum = totals.statistics;
   int64_t* out = data<int64_t>(to, "to", 5 + int64_t(sum.query_sizes.size()));
   const int64_t head[] = {totals.steps, totals.requests, sum.items, sum.parts, sum.kv_tokens, sum.seq_tokens};
