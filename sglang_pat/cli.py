@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sglang_pat import explain
-from sglang_pat.batch.job import IN_FLIGHT
+from sglang_pat.batch.job import IN_FLIGHT, TIMEOUT
 from sglang_pat.batch.lines import BatchError
 from sglang_pat.estimate import KV_CACHES, EstimateError, estimate, read, read_model
 from sglang_pat.jit import BuildError
@@ -148,7 +148,14 @@ def _parser() -> _Parser:
         "--in-flight",
         type=_count,
         default=IN_FLIGHT,
-        help="requests that SGLang, each of its replicas, or each server holds at a time (%(default)s)",
+        help="requests that SGLang, each of its replicas, or each server holds at a time, at most (%(default)s)",
+    )
+    command.add_argument(
+        "--answer-timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=TIMEOUT,
+        help="that an answer may take, its time in the server's queue included (%(default)s)",
     )
     command.add_argument(
         "--url", action="append", default=[], help="a server that runs, in place of a model; more than once for more"
@@ -179,7 +186,7 @@ def _estimate(arguments: argparse.Namespace) -> None:
 def _batch(arguments: argparse.Namespace) -> int:
     from sglang_pat.batch.command import Place, batch
 
-    place = Place(arguments.others, arguments.url, _key(arguments), arguments.in_flight)
+    place = Place(arguments.others, arguments.url, _key(arguments), arguments.in_flight, arguments.answer_timeout)
     failed = batch(arguments.requests, arguments.answers, place)
     if failed:
         print(f"{arguments.answers}: {failed} of the records are errors", file=sys.stderr)

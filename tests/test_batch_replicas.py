@@ -25,9 +25,11 @@ from test_batch import FLAGS, chat, choice, completion, job, requests_of, until
 from sglang_pat import cli, compat
 from sglang_pat.batch import servers
 from sglang_pat.batch.job import answer_all
+from sglang_pat.batch.lengths import Usage
 from sglang_pat.batch.lines import BatchError, Request
-from sglang_pat.batch.order import Tree
-from sglang_pat.batch.shares import Shares, cut, tokens
+from sglang_pat.batch.order import Room
+from sglang_pat.batch.shares import Shares, cut
+from sglang_pat.batch.tree import Tree, limit_of
 from sglang_pat.demo import workload
 
 
@@ -55,12 +57,19 @@ prompts = st.lists(st.text("ab", max_size=6), min_size=1, max_size=24)
 
 
 @pytest.mark.once
-@given(prompts, st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))
+@given(
+    prompts,
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 50),
+    st.randoms(use_true_random=False),
+)
 @settings(max_examples=300, deadline=None)
 def test_each_request_is_answered_once_whoever_is_lost(
-    prompts: list[str], replicas: int, window: int, shared: int, random: Any
+    prompts: list[str], replicas: int, window: int, shared: int, pool: int, random: Any
 ) -> None:
-    shares = Shares(Tree(requests_of(prompts)), replicas, window, shared)
+    shares = Shares(Tree(requests_of(prompts), shared), [Room(pool)] * replicas, window)
     running: list[tuple[int, int]] = []
     answered: list[int] = []
     while True:
@@ -75,7 +84,7 @@ def test_each_request_is_answered_once_whoever_is_lost(
             running = [one for one in running if one[0] != lost]
             continue
         replica, rank = running.pop(random.randrange(len(running)))
-        shares.finish(replica, rank)
+        shares.finish(replica, rank, Usage(3, 5))
         answered.append(rank)
     assert sorted(answered) == list(range(len(prompts)))
 
@@ -93,7 +102,7 @@ def test_groups_stay_whole_and_shares_are_even(replicas: int, groups: int, membe
     tree = Tree(
         requests_of([f"{group:02}{'x' * 2000}{member}" for group in range(groups) for member in range(members)])
     )
-    shares = Shares(tree, replicas, 1024)
+    shares = Shares(tree, [Room()] * replicas, 1024)
     given_to = handed_out(shares)
     assert sorted(rank for ranks in given_to.values() for rank in ranks) == list(range(groups * members))
     for ranks in given_to.values():
@@ -105,7 +114,7 @@ def test_groups_stay_whole_and_shares_are_even(replicas: int, groups: int, membe
 def test_a_group_that_all_share_is_divided_where_it_forks() -> None:
     system = "s" * 4000
     found = [f"{system}{tool * 3000}{question}" for tool in "abcd" for question in range(25)]
-    given_to = handed_out(Shares(Tree(requests_of(found)), 2, 1024))
+    given_to = handed_out(Shares(Tree(requests_of(found)), [Room()] * 2, 1024))
     assert sorted(map(len, given_to.values())) == [50, 50]
 
 
@@ -113,7 +122,7 @@ def test_a_group_that_all_share_is_divided_where_it_forks() -> None:
 def test_a_faster_replica_takes_more() -> None:
     """Of three that take 1, 1 and 3 units of time for a request, all end at about the same time, whatever was expected."""
     tree = Tree(requests_of([f"{group:02}{'x' * 2000}{member}" for group in range(30) for member in range(100)]))
-    shares = Shares(tree, 3, 16)
+    shares = Shares(tree, [Room()] * 3, 16)
     events: list[tuple[int, int, int]] = []
     now, ends = 0, {}
     while True:
@@ -123,7 +132,7 @@ def test_a_faster_replica_takes_more() -> None:
             break
         now, replica, rank = heapq.heappop(events)
         ends[replica] = now
-        shares.finish(replica, rank)
+        shares.finish(replica, rank, Usage(3, 5))
     ideal = 3000 / 16 / (1 + 1 + 1 / 3)
     assert now < 1.1 * ideal
     assert max(ends.values()) - min(ends.values()) <= 6
@@ -134,7 +143,7 @@ def test_a_faster_replica_takes_more() -> None:
 def test_any_limit_of_an_answer_has_a_cost(limit: Any) -> None:
     for url in ("/v1/completions", "/v1/chat/completions"):
         body = {"max_tokens": limit, "n": limit, "prompt": "x"}
-        assert tokens(Request(1, "", url, body), 100) >= 26
+        assert 1 <= limit_of(Request(1, "", url, body)) <= 2**24
 
 
 @pytest.mark.once
