@@ -31,6 +31,8 @@ TRACE_BLOCK = 512
 """Tokens of a hash id in Mooncake's traces."""
 WINDOWS = 8
 """Batches looked at for each size: consecutive requests, spread evenly over the file."""
+AT_A_TIME = 256
+"""Requests of a job that are shown side by side."""
 KV_CACHES = {"auto": "bfloat16", "bf16": "bfloat16", "bfloat16": "bfloat16", **capabilities.FP8}
 """Formats of a KV cache, as SGLang's `--kv-cache-dtype` names them; `auto` is what a model in bfloat16 has."""
 LONGEST = 1 << 27
@@ -518,17 +520,13 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
     Raises:
         EstimateError: There are no measurements for the GPU, or no kernel for the model.
     """
-    if gpu_name not in GPUS:
-        raise EstimateError(f"--gpu {gpu_name}: there are measurements for {', '.join(GPUS)} only")
     kv = FORMATS[KV_CACHES[kv_cache]]
-    layers = {msgspec.structs.replace(spec, kv=kv): count for spec, count in model.layers.items()}
-    for refusal in (capabilities.refusal(spec, "cuda") for spec in layers):
-        if refusal is not None:
-            raise EstimateError(f"there are no kernels for {refusal}")
+    layers = _layers(model, gpu_name, kv)
     gpu = (GPUS_8BIT if kv.bytes == 1 else GPUS)[gpu_name]
     configs = [(_config(spec, gpu), count) for spec, count in layers.items()]
+    total = sum(p.tokens for p in prompts)
     lines = [
-        f"{len(prompts):,} requests, {sum(p.tokens for p in prompts) / len(prompts):,.0f} tokens of prompt and "
+        f"{len(prompts):,} requests, {total / len(prompts):,.0f} tokens of prompt and "
         f"{sum(p.output for p in prompts) / len(prompts):,.0f} of answer on average",
         "",
         f"{'batch':>6}{'shared':>8}{'KV a step, GB':>16}{'packed':>8}{'attention, us':>15}{'packed':>8}{'TPOT, ms':>10}{'packed':>8}",
@@ -557,11 +555,65 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         f"Layers with KV: {', '.join(f'{count} of {spec}' for spec, count in layers.items())}.",
         "shared: tokens that another request of the batch has too. Attention is one layer's with KV, on average; unpacked is "
         "FlashInfer.",
+        f"Computed once each, as `sglang-pat batch` does, prompts are {total - computed_before(prompts):,} tokens of {total:,}.",
         f"Assumed: consecutive requests run side by side, half way through their answers; {CHARS_PER_TOKEN} characters a "
         f"token in text; {_measured(kv, layers)}; one {gpu_name.upper()}; a step of a dense model takes {gpu.rest_ms} ms "
         f"and {gpu.request_us} us a request beside attention and the products with its weights"
         + (" (unknown for experts and hybrid models)." if model.weight_bytes is None else "."),
     ]
+
+
+def _layers(model: Model, gpu_name: str, kv: KVFormat) -> dict[AttentionSpec, int]:
+    """
+    Raises:
+        EstimateError: There are no measurements for the GPU, or no kernel for the model.
+    """
+    if gpu_name not in GPUS:
+        raise EstimateError(f"--gpu {gpu_name}: there are measurements for {', '.join(GPUS)} only")
+    layers = {msgspec.structs.replace(spec, kv=kv): count for spec, count in model.layers.items()}
+    for refusal in (capabilities.refusal(spec, "cuda") for spec in layers):
+        if refusal is not None:
+            raise EstimateError(f"there are no kernels for {refusal}")
+    return layers
+
+
+def computed_before(prompts: list[Prompt]) -> int:
+    """Tokens of all prompts that an endless cache would have had."""
+    nodes: dict[tuple[int, int, int], int] = {}  # by the node above, and a block below it
+    found = 0
+    for prompt in prompts:
+        node = -1
+        for key in prompt.blocks:
+            known = len(nodes)
+            node = nodes.setdefault((node, prompt.block, key), known)
+            found += prompt.block if node < known else 0
+    return found
+
+
+def job(prompts: list[Prompt], model: Model, gpu_name: str) -> tuple[PackConfig, int, list[tuple[list[int], Batch]]]:
+    """What a job's tree looks like to the planner.
+
+    Args:
+        prompts: All of the job's.
+        model: What serves them; of several kinds of layers the most frequent is taken.
+        gpu_name: One of GPUS.
+
+    Returns:
+        How it is packed; the number of layers; and in the order of the tree, AT_A_TIME requests each, their places in `prompts` and a
+        batch of them.
+
+    Raises:
+        EstimateError: There are no measurements for the GPU, or no kernel for the model.
+    """
+    layers = _layers(model, gpu_name, FORMATS["bfloat16"])
+    spec = max(layers, key=layers.__getitem__)
+    order = sorted(range(len(prompts)), key=lambda place: (prompts[place].block, prompts[place].blocks))
+    places = [order[start : start + AT_A_TIME] for start in range(0, len(order), AT_A_TIME)]
+    return (
+        _config(spec, GPUS[gpu_name]),
+        layers[spec],
+        [(some, batch_of([prompts[i] for i in some])) for some in places],
+    )
 
 
 def _config(spec: AttentionSpec, gpu: Gpu) -> PackConfig:

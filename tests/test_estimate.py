@@ -629,6 +629,13 @@ def test_a_trace_keeps_its_lengths(tmp_path: Path) -> None:
     ]
 
 
+def test_what_a_job_saves_is_what_was_computed_before(tmp_path: Path) -> None:
+    shared = list(range(100, 100 + 2 * BLOCK))
+    prompts = [shared + [i] * BLOCK for i in range(3)] + [[7] * BLOCK + shared]
+    path = write(tmp_path / "in", [{"body": {"prompt": prompt}} for prompt in prompts])
+    assert module.computed_before(read(path, 1)) == 4 * BLOCK
+
+
 def test_text_counts_four_characters_a_token(tmp_path: Path) -> None:
     (prompt,) = read(write(tmp_path / "prompts", ["x" * 1000]), output=5)
     assert prompt.tokens == 1000 // CHARS_PER_TOKEN and len(prompt.blocks) == prompt.tokens // BLOCK
