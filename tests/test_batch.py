@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import errno
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -82,11 +84,18 @@ def test_a_bad_line_is_an_error_of_its_own(text: bytes, message: str) -> None:
 def test_lines_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "LONGEST", 200)
     good = json.dumps(completion("x")).encode()
+    (tmp_path / "in").write_bytes(codecs.BOM_UTF8 + good)
+    assert isinstance(next(Source(tmp_path / "in").lines()), Request), "as some editors write it"
     (tmp_path / "in").write_bytes(b"\n" + good + b"\n" + b"x" * 5000 + b"\n  \n" + good)
     source = Source(tmp_path / "in")
     found = list(source.lines())
     assert [one.number for one in found] == [2, 3, 5]
     assert [type(one) for one in found] == [Request, Failure, Request]
+    source.keep()
+    assert source[0] == found[-1]
+    (tmp_path / "in").write_bytes((tmp_path / "in").read_bytes().replace(b"max_tokens", b"min_tokens"))
+    with pytest.raises(BatchError, match=r"line 5 of .* has changed since the job began"):
+        source[0]
     with pytest.raises(BatchError, match="No such file"):
         Source(tmp_path / "nothing")
     with pytest.raises(BatchError, match="is no file of requests"):
@@ -134,6 +143,30 @@ def test_an_output_that_is_none_or_in_use_is_refused(tmp_path: Path) -> None:
     for endless in (tmp_path / "pipe", Path(os.devnull)):
         with pytest.raises(BatchError, match="is no regular file"):
             Output(endless)
+
+
+@pytest.mark.once
+def test_an_output_that_is_removed_ends_a_job(tmp_path: Path) -> None:
+    with Output(tmp_path / "out") as output:
+        output.write(record(1))
+        (tmp_path / "out").rename(tmp_path / "other")
+        output.write(record(2))
+        (tmp_path / "other").unlink()
+        with pytest.raises(BatchError, match="was removed while the job ran"):
+            output.write(record(3))
+
+
+@pytest.mark.once
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "in")
+    text = "".join(json.dumps(completion(f"p{i}")) + "\n" for i in range(3))
+    writer = threading.Thread(target=(tmp_path / "in").write_text, args=(text,))
+    writer.start()
+    with Source(tmp_path / "in") as source:
+        for _ in source.lines():
+            source.keep()
+        assert [one.body["prompt"] for one in source] == ["p0", "p1", "p2"]
+    writer.join()
 
 
 @pytest.mark.once

@@ -6,6 +6,7 @@ as its `id`, so that a job that was interrupted goes on where it was.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import fcntl
 import os
@@ -74,7 +75,8 @@ def parse(number: int, text: bytes) -> Request | Failure:
     if len(text) > LONGEST:
         return Failure(number, None, "invalid_line", f"line {number} is longer than {LONGEST >> 20} MiB")
     try:
-        found = msgspec.json.decode(text)
+        # Some editors begin a file with a mark.
+        found = msgspec.json.decode(text.removeprefix(codecs.BOM_UTF8) if number == 1 else text)
     except (msgspec.DecodeError, RecursionError) as error:
         return Failure(number, None, "invalid_line", f"line {number} is no JSON: {error}")
     return check(number, found)
@@ -283,8 +285,10 @@ class Output:
         """Append a record: whole, or not at all.
 
         Raises:
-            BatchError: The disk is full, or does not work.
+            BatchError: The disk is full, or does not work; or the file is gone, and what is written to it with it.
         """
+        if not os.fstat(self._file).st_nlink:
+            raise BatchError(f"{self._path} was removed while the job ran: the same command begins anew")
         text = msgspec.json.encode(record) + b"\n"
         written = 0
         try:
