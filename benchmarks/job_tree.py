@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import resource
 import tempfile
 import time
@@ -24,7 +25,7 @@ from sglang_pat.batch.lengths import Usage
 from sglang_pat.batch.lines import Request, Source
 from sglang_pat.batch.order import Room
 from sglang_pat.batch.shares import Shares
-from sglang_pat.batch.tree import Tree
+from sglang_pat.batch.tree import BYTES, Tree
 
 VOCABULARY = 150_000
 """Token ids, as in Qwen's."""
@@ -35,12 +36,15 @@ REPLICAS, POOL, WINDOW, ANSWER = 2, 600_000, 1024, 100
 def write(path: Path, options: argparse.Namespace) -> None:
     random = np.random.default_rng(0)
     places = random.permutation(options.requests)
+    text = random.bytes(1 << 23).hex()
+    words = list(map(str, random.integers(VOCABULARY, size=1 << 22).tolist()))
 
-    def part(seed: int, tokens: int) -> str:
-        numbers = np.random.Generator(np.random.SFC64(seed))
+    def part(number: int, tokens: int) -> str:
+        """Begins with what no other part has, and goes on anywhere."""
+        place = number * 7919 % (len(words) - tokens)
         if options.tokens:
-            return ", ".join(map(str, numbers.integers(VOCABULARY, size=tokens).tolist()))
-        return numbers.bytes(2 * tokens).hex()
+            return ", ".join((str(number), *words[place : place + tokens - 1]))
+        return f"{number:08x}" + text[place : place + BYTES * tokens - 8]
 
     with path.open("w") as file:
         for place in places.tolist():
@@ -71,7 +75,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "in"
         with measured("writing the file"):
-            write(path, options)
+            # Elsewhere, for what it takes is not the job's.
+            writer = multiprocessing.Process(target=write, args=(path, options))
+            writer.start()
+            writer.join()
         print(f"{path.stat().st_size / 2**30:.2f} GiB")
         source = Source(path)
         with measured("reading"):
