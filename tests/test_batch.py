@@ -279,8 +279,8 @@ def test_those_that_decode_most_for_their_prefill_are_first() -> None:
 def test_leaders_are_spaced_and_followers_come_before_other_prefixes() -> None:
     """A follower does not wait for its leader's answer once two steps of prefill are behind it."""
     prompts = [f"{group:02}{'x' * 4094}{member}" for group in range(12) for member in range(3)]
-    _, order = ordered(prompts, 1024, Room(chunk=3000))
-    # Each prefix is 4,096 tokens, as long as a byte counts as one; a leader is 6,000 in front of its followers.
+    _, order = ordered(prompts, 1024, Room(chunk=1500))
+    # Each prefix is 2,048 tokens, as long as two bytes count as one; a leader is 3,000 in front of its followers.
     taken: list[int] = []
     while (rank := order.take()) is not None:
         taken.append(rank)
@@ -293,7 +293,7 @@ def test_leaders_are_spaced_and_followers_come_before_other_prefixes() -> None:
 @pytest.mark.once
 def test_no_more_prefixes_are_begun_than_the_pool_holds() -> None:
     prompts = [f"{group:02}{'x' * 4094}{member}" for group in range(12) for member in range(20)]
-    _, order = ordered(prompts, 1024, Room(10_000))
+    _, order = ordered(prompts, 1024, Room(5_000))
     running: list[int] = []
     begun: list[int] = []
     while True:
