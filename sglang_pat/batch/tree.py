@@ -235,17 +235,12 @@ class Tree:
         for level in (np.array([-1]), *self._levels):
             first, last = np.searchsorted(owners, level), np.searchsorted(owners, level, "right")
             items = order[_ranges(first, last)]
-            sizes = leaves[items]
-            # From the start of the node that they are in.
-            sums = np.cumsum(sizes) - sizes
             lengths = last - first
-            heads = np.cumsum(lengths) - lengths
-            starts = (
-                np.where(level >= 0, begins[level], 0) - sums[np.minimum(heads, max(0, len(sums) - 1))]
-                if len(sums)
-                else level
-            )
-            begins[items] = sums + np.repeat(starts, lengths)
+            # Leaves of the items in front, less those of other nodes.
+            front = np.cumsum(leaves[items]) - leaves[items]
+            heads = np.repeat(np.cumsum(lengths) - lengths, lengths)
+            starts = np.where(level >= 0, begins[level], 0)
+            begins[items] = front - front[heads] + np.repeat(starts, lengths)
         return begins[nodes:]
 
 
