@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from sglang_pat import cli
 from sglang_pat.batch import lines
-from sglang_pat.batch.job import answer_all
+from sglang_pat.batch.job import answer_all, room_of
 from sglang_pat.batch.lengths import Lengths, Usage
 from sglang_pat.batch.lines import BatchError, Failure, Output, Request, Source
 from sglang_pat.batch.order import QUEUED, Order, Room
@@ -288,6 +288,42 @@ def test_leaders_are_spaced_and_followers_come_before_other_prefixes() -> None:
     assert order.waiting == {31, 32, 34, 35}, "behind the last leaders there is nothing else"
     order.finish(33)
     assert [order.take(), order.take(), order.take()] == [34, 35, None]
+
+
+@pytest.mark.once
+def test_followers_wait_in_a_server_that_lets_them_and_has_nothing_else_to_do() -> None:
+    prompts = [f"{group}{'x' * 4095}{member}" for group in range(2) for member in range(3)]
+    for defers, taken in ((False, [0, 3]), (True, [0, 3, 1, 2, 4, 5])):
+        _, order = ordered(prompts, 1024, Room(defers=defers))
+        assert [rank for rank in (order.take() for _ in prompts) if rank is not None] == taken
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("info", "room"),
+    [
+        ({}, Room()),
+        ([], Room()),
+        ("x", Room()),
+        ({"max_total_num_tokens": -1}, Room()),
+        ({"max_total_num_tokens": 5, "chunked_prefill_size": -1}, Room(5)),
+        (
+            {
+                "chunked_prefill_size": 64,
+                "internal_states": [
+                    {
+                        "memory_usage": {"token_capacity": 7},
+                        "effective_max_running_requests_per_dp": 3,
+                        "pat": {"defers": True},
+                    }
+                ],
+            },
+            Room(7, 3, 64, True),
+        ),
+    ],
+)
+def test_what_a_server_says_of_its_room(info: Any, room: Room) -> None:
+    assert room_of(info) == room
 
 
 @pytest.mark.once
