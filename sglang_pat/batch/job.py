@@ -165,10 +165,12 @@ def room_of(info: object) -> Room:
         return Room()
     state = found.internal_states[0] if found.internal_states else _State()
     tokens = found.max_total_num_tokens or (state.memory_usage.token_capacity if state.memory_usage else None)
+    # -1 is prefill in one step, of whatever length.
+    chunk = found.chunked_prefill_size or 0
     return Room(
         tokens or Room.tokens,
         state.effective_max_running_requests_per_dp or Room.requests,
-        found.chunked_prefill_size if (found.chunked_prefill_size or 0) > 0 else Room.chunk,
+        chunk if chunk > 0 else Room.chunk,
         state.pat is not None and state.pat.defers,
     )
 
