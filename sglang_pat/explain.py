@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_pat.estimate import Model, Prompt, job
 from sglang_pat.packing import POLICIES, Batch, PackConfig
 from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.native import make_plan
@@ -181,26 +182,53 @@ def explain(path: Path, output: Path, steps: int = 20, truncated: bool = False) 
         TraceError: The file is no trace, or not a whole one.
         ExplainError: It has no plan, or plotly is missing.
     """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise ExplainError("the page needs plotly: pip install 'sglang-pat[explain]'") from None
     total = sum(isinstance(record, trace.PlanMade) for record in trace.read(path, truncated))
     if total == 0:
         raise ExplainError(f"{path} has no decode step: send the server requests first")
     count = min(max(1, steps), total)
-    chosen = {round(i * (total - 1) / max(1, count - 1)) for i in range(count)}
+    chosen = _spread(total, count)
     shown = []
     for number, (header, step, names, batch) in enumerate(recorded(path, truncated)):
         if number in chosen:
             shown.append(describe(step, names, batch, header.config))
-    config = header.config
+    _write(output, header.config, header.layers, total, shown)
+    return len(shown)
+
+
+def explain_job(prompts: list[Prompt], model: Model, gpu: str, output: Path, steps: int = 20) -> int:
+    """Write the same page of a job that has not run: its requests in the order of their tree, some at a time; how many times.
+
+    Raises:
+        EstimateError: There are no measurements for the GPU, or no kernel for the model.
+        ExplainError: plotly is missing.
+    """
+    config, layers, batches = job(prompts, model, gpu)
+    count = min(max(1, steps), len(batches))
+    shown = [
+        describe(number, [f"request {place + 1}" for place in places], batch, config)
+        for number, (places, batch) in enumerate(batches)
+        if number in _spread(len(batches), count)
+    ]
+    _write(output, config, layers, len(batches), shown, job=True)
+    return len(shown)
+
+
+def _spread(total: int, count: int) -> set[int]:
+    return {round(i * (total - 1) / max(1, count - 1)) for i in range(count)}
+
+
+def _write(
+    output: Path, config: PackConfig, layers: int, plans: int, shown: list[dict[str, Any]], job: bool = False
+) -> None:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ExplainError("the page needs plotly: pip install 'sglang-pat[explain]'") from None
     data = {
-        "policy": config.policy, "layers": header.layers, "workers": config.workers, "heads": config.cost.runs,
-        "plans": total, "steps": shown,
+        "policy": config.policy, "layers": layers, "workers": config.workers, "heads": config.cost.runs,
+        "plans": plans, "steps": shown, "job": job,
     }  # fmt: skip
     # Request ids come from clients: they must not end the script.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = TEMPLATE.read_text().replace("/*plotly*/", get_plotlyjs()).replace("/*data*/null", text)
     output.write_text(page)
-    return len(shown)
