@@ -27,7 +27,13 @@ SINKS = ("sinks", "attention_sink_bias")
 def kv_format(dtype: torch.dtype) -> KVFormat:
     """Of a KV cache of this dtype; an executor may not know it (`capabilities.refusal`)."""
     name = str(dtype).removeprefix("torch.")
-    return FORMATS.get(name, KVFormat(name, dtype.itemsize))
+    return FORMATS.get(name, KVFormat(name, 8 * dtype.itemsize))
+
+
+def kept(runner: ModelRunner) -> KVFormat:
+    """How a runner's KV pool keeps K and V."""
+    form = getattr(runner.token_to_kv_pool, "form", None)  # a `LowBitKVPool`'s
+    return form if isinstance(form, KVFormat) else kv_format(runner.kv_cache_dtype)
 
 
 def window(radius: int | None, context: int) -> int:
@@ -69,7 +75,7 @@ def with_sinks(runner: ModelRunner) -> set[int]:
 
 def count(runner: ModelRunner) -> Counter[AttentionSpec]:
     """How many layers of each spec this process decodes, those that see everything first: encoder-only ones are none of them."""
-    form, context = kv_format(runner.kv_cache_dtype), none_from(runner)
+    form, context = kept(runner), none_from(runner)
     layers = compat.attention_layers(runner)
     sinks = with_sinks(runner)
     decoding = filter(compat.decodes, layers)

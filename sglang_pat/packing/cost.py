@@ -20,6 +20,9 @@ Price = Annotated[int, Meta(ge=0, le=MAX_PRICE)]
 """In the bytes of `PackConfig`'s prices."""
 
 
+ElementBytes = Annotated[float, Meta(gt=0, le=4096)]
+
+
 class CostModel(msgspec.Struct, frozen=True):
     """Bytes per layer, and what a device takes whose tiles were not measured (`PackConfig` weighs both).
 
@@ -29,7 +32,7 @@ class CostModel(msgspec.Struct, frozen=True):
     Attributes:
         heads, kv_heads: Query and KV heads on this rank.
         head_dim, v_head_dim: Dimensions of K and of V.
-        kv_bytes: Bytes of one KV element.
+        kv_bytes: Bytes of one KV element, with its share of scales and zeros.
         flop_per_byte: What the device computes while it moves a byte; 0 leaves arithmetic out, as the paper does.
         start_price: Of a work item (all KV heads): its start-up before KV flows.
         part_overhead: Price of a part beyond its own bytes.
@@ -41,7 +44,7 @@ class CostModel(msgspec.Struct, frozen=True):
     kv_heads: Count
     head_dim: Count
     v_head_dim: Count
-    kv_bytes: Count
+    kv_bytes: ElementBytes
     flop_per_byte: Price = 0
     start_price: Price = 0
     part_overhead: Price = 0
@@ -60,7 +63,7 @@ class CostModel(msgspec.Struct, frozen=True):
     @property
     def token_bytes(self) -> int:
         """K and V of one token, as often as they are read."""
-        return self.runs * (self.head_dim + self.v_head_dim) * self.kv_bytes
+        return round(self.runs * (self.head_dim + self.v_head_dim) * self.kv_bytes)
 
     @property
     def part_bytes(self) -> int:

@@ -14,26 +14,48 @@ MAX_WINDOW = 1 << 30
 Window = Annotated[int, msgspec.Meta(ge=0, le=MAX_WINDOW)]
 
 
+LOW_BIT_PAGE = 64
+"""Tokens that a format of less than 8 bits quantises together (csrc/cpu/low_bit.h, `kPageTokens`)."""
+
+
 class KVFormat(msgspec.Struct, frozen=True):
     """How K and V are kept.
 
     Attributes:
-        name: As torch names the dtype.
-        bytes: Of one element. Those of one byte come with a factor for all of K and one for all of V.
+        name: As torch names the dtype; `int4` and `int2` are pages of so many bits.
+        bits: Of one element. Those of 8 come with a factor for all of K and one for all of V; those of less with a scale and a zero of 16
+            bits each for every channel of K in a page and every token of V.
     """
 
     name: str
-    bytes: Count
+    bits: Count
+
+    @property
+    def bytes(self) -> int:
+        """Whole ones of an element: 0 where several share one."""
+        return self.bits // 8
+
+    @property
+    def is_low_bit(self) -> bool:
+        """Whether only full pages are kept in this format, and what is behind them in the model's dtype."""
+        return self.bits < 8
+
+    def bytes_of(self, head_dim: int, v_head_dim: int) -> float:
+        """What an element takes, with its share of scales and zeros."""
+        parameters = 32 * (head_dim / LOW_BIT_PAGE + 1) / (head_dim + v_head_dim) if self.is_low_bit else 0
+        return (self.bits + parameters) / 8
 
 
 FORMATS = {
     form.name: form
     for form in (
-        KVFormat("float32", 4),
-        KVFormat("float16", 2),
-        KVFormat("bfloat16", 2),
-        KVFormat("float8_e4m3fn", 1),
-        KVFormat("float8_e5m2", 1),
+        KVFormat("float32", 32),
+        KVFormat("float16", 16),
+        KVFormat("bfloat16", 16),
+        KVFormat("float8_e4m3fn", 8),
+        KVFormat("float8_e5m2", 8),
+        KVFormat("int4", 4),
+        KVFormat("int2", 2),
     )
 }
 """Those that some executor reads; `capabilities.refusal` says which."""
@@ -75,4 +97,5 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     def cost(self, head_splits: int = 1) -> CostModel:
         """Bytes that a layer moves; `head_splits` as in `CostModel`."""
         heads = self.heads * self.query_tokens
-        return CostModel(heads, self.kv_heads, self.head_dim, self.v_head_dim, self.kv.bytes, head_splits=head_splits)
+        kv_bytes = self.kv.bytes_of(self.head_dim, self.v_head_dim)
+        return CostModel(heads, self.kv_heads, self.head_dim, self.v_head_dim, kv_bytes, head_splits=head_splits)

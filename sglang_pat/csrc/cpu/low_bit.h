@@ -1,0 +1,124 @@
+// Pages of KV in 4 or 2 bits: 64 tokens of one KV head in a record, in the order in which the lanes of a GPU's warp read them. K has a scale
+// and a zero for each channel of the page, V for each token (BitDecoding §4.1: KC and per-token V); a number is zero + scale * code.
+//
+//   K parameters    dim scales, then dim zeros, fp16: of the channel pair e = 2 (c / 16) + c / 8 % 2 of lane column t = c % 8 / 2, in units
+//                   of four pairs: unit e / 4 of column t is at 4 (e / 4) + t. Scales are divided by 2^(bits * place), see below.
+//   K codes         A operands of m16n8k16 for S^T = K Q^T: rows are tokens, columns are channels
+//   V parameters    (scale, zero) of 64 tokens, fp16: token 16 c + 8 h + g is at 8 g + 2 c + h
+//   V codes         A operands for O^T = V^T P^T: rows are channels, columns are tokens
+//
+// A word has the codes of 4 / bits operands, of steps along the channels. Each of its 16-bit halves has one of a pair of neighbours along the
+// columns; the byte in it says which half of the tokens; the place in the byte says which operand, and which half of the channels.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "vec.h"
+
+namespace pat {
+
+constexpr int kPageTokens = 64;
+
+struct LowBit {
+  int bits, dim;
+
+  int parameter_bytes() const { return 4 * dim; }
+  int code_bytes() const { return kPageTokens * dim * bits / 8; }
+  int v_parameters() const { return parameter_bytes() + code_bytes(); }
+  int bytes() const { return v_parameters() + 4 * kPageTokens + code_bytes(); }
+
+  // In steps of 16 channels.
+  int steps_of_word() const { return 4 / bits; }
+  int words_of_lane() const { return dim / 16 / steps_of_word(); }
+
+  int place_of(int channel) const { return channel / 16 % steps_of_word() * 2 + channel / 8 % 2; }
+  float k_divisor(int channel) const { return float(1 << bits * place_of(channel)); }
+  // In units of fp16, where a channel's scale is among K's parameters, and a token's among V's.
+  static int k_parameter(int channel) {
+    const int e = channel / 16 * 2 + channel / 8 % 2, t = channel % 8 / 2;
+    return 2 * (16 * (e / 4) + 4 * t + e % 4) + channel % 2;
+  }
+  static int v_parameter(int token) { return 2 * (token % 8 * 8 + token / 16 * 2 + token / 8 % 2); }
+
+  // The first bit of a code, counted from the first of all K or V codes.
+  int code(int token, int channel, bool is_v) const {
+    const int along = is_v ? token : channel, across = is_v ? channel : token;  // columns and rows of the operand
+    const int lane = across % 8 * 4 + along % 8 / 2, step = channel / 16, word = step / steps_of_word();
+    const int in_word = along % 2 * 16 + token / 8 % 2 * 8 + place_of(channel) * bits;
+    const int words = std::min(4, words_of_lane());  // that lie together: 16 bytes, or what there is
+    const int at = ((token / 16 * (words_of_lane() / words) + word / words) * 32 + lane) * words + word % words;
+    return at * 32 + in_word;
+  }
+};
+
+inline uint16_t half_bits(float x) {
+  const _Float16 half = static_cast<_Float16>(std::clamp(x, -65504.0f, 65504.0f));
+  uint16_t bits;
+  std::memcpy(&bits, &half, sizeof(bits));
+  return bits;
+}
+
+// Of one channel's or token's numbers; codes are those nearest to the parameters as they are kept, the scale divided by `divisor`.
+struct Quantised {
+  uint16_t scale, zero;
+  float step, least;
+  int levels;
+
+  template <typename At>
+  Quantised(int bits, int count, float divisor, const At& at) : levels((1 << bits) - 1) {
+    float low = INFINITY, high = -INFINITY;
+    bool nan = false;
+    for (int i = 0; i < count; ++i) low = std::min(low, at(i)), high = std::max(high, at(i)), nan |= at(i) != at(i);
+    zero = half_bits(low);
+    least = to_float(Fp16{zero});
+    scale = nan ? 0x7e00 : half_bits(std::max(0.0f, high - least) / float(levels) / divisor);
+    step = to_float(Fp16{scale}) * divisor;
+  }
+  uint32_t code(float x) const {
+    return step > 0 ? uint32_t(std::clamp(std::nearbyint((x - least) / step), 0.0f, float(levels))) : 0;
+  }
+};
+
+// `k` and `v` are of the page's first token, tokens `stride` numbers apart.
+inline void pack_page(const LowBit& form, const float* k, const float* v, int64_t stride, uint8_t* record) {
+  uint8_t* const codes[2] = {record + form.parameter_bytes(), record + form.v_parameters() + 4 * kPageTokens};
+  std::memset(record, 0, form.bytes());
+  uint16_t* const parameters = reinterpret_cast<uint16_t*>(record);
+  const auto put = [&](int token, int channel, bool is_v, uint32_t code) {
+    const int bit = form.code(token, channel, is_v);
+    codes[is_v][bit / 8] |= uint8_t(code << bit % 8);
+  };
+  for (int c = 0; c < form.dim; ++c) {
+    const auto at = [&](int token) { return k[token * stride + c]; };
+    const Quantised channel(form.bits, kPageTokens, form.k_divisor(c), at);
+    parameters[LowBit::k_parameter(c)] = channel.scale;
+    parameters[form.dim + LowBit::k_parameter(c)] = channel.zero;
+    for (int token = 0; token < kPageTokens; ++token) put(token, c, false, channel.code(at(token)));
+  }
+  uint16_t* const v_parameters = parameters + form.v_parameters() / 2;
+  for (int t = 0; t < kPageTokens; ++t) {
+    const auto at = [&](int c) { return v[t * stride + c]; };
+    const Quantised token(form.bits, form.dim, 1, at);
+    v_parameters[LowBit::v_parameter(t)] = token.scale;
+    v_parameters[LowBit::v_parameter(t) + 1] = token.zero;
+    for (int c = 0; c < form.dim; ++c) put(t, c, true, token.code(at(c)));
+  }
+}
+
+// One token's K or V, which of a page.
+inline void unpack_row(const LowBit& form, const uint8_t* record, int token, bool is_v, float* to) {
+  const uint8_t* const codes = record + (is_v ? form.v_parameters() + 4 * kPageTokens : form.parameter_bytes());
+  const Fp16* const parameters = reinterpret_cast<const Fp16*>(record + (is_v ? form.v_parameters() : 0));
+  for (int c = 0; c < form.dim; ++c) {
+    const int bit = form.code(token, c, is_v);
+    const float code = float(codes[bit / 8] >> bit % 8 & ((1 << form.bits) - 1));
+    const Fp16* const own = parameters + (is_v ? LowBit::v_parameter(token) : LowBit::k_parameter(c));
+    const float scale = to_float(own[0]) * (is_v ? 1 : form.k_divisor(c));
+    to[c] = to_float(own[is_v ? 1 : form.dim]) + scale * code;
+  }
+}
+
+}  // namespace pat
