@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_pat import jit
+from sglang_pat.kernels.low_bit import Pages
 from sglang_pat.packing import layout
 
 
@@ -23,6 +24,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     window: int = 0,
     masks: torch.Tensor | None = None,
+    pages: Pages | None = None,
 ) -> torch.Tensor:
     """Attention of one layer: each query sees its request's KV up to its own token.
 
@@ -48,6 +50,8 @@ def attention(
             no more than that.
         masks: [batch, tokens], int64, of verify steps: bit j of a token's mask says that it sees token j of its draft. How many it sees is
             its place behind the request's other tokens, from where its window counts. 64 tokens at most.
+        pages: Where KV is kept in few bits: the pools. `k` and `v`, [tokens, kv_heads, head_dim], are what is behind the queries' last full
+            pages, of 16 bits or more; a query sees full pages in few bits, and what is behind them there. Without windows and drafts.
 
     Returns:
         [batch, heads, v_head_dim] in q's dtype, accumulated in float32.
@@ -77,6 +81,9 @@ def attention(
         lse,
         torch.empty(0) if sinks is None else sinks.float(),
         torch.empty(0, 0, dtype=torch.int64) if masks is None else masks,
+        torch.empty(0, 0, 0, dtype=torch.uint8) if pages is None else pages.records,
+        torch.empty(0, dtype=torch.int64) if pages is None else pages.tails,
+        0 if pages is None else pages.bits,
         scale,
         logit_cap,
         window,

@@ -1,7 +1,13 @@
-"""Pages of KV in 4 or 2 bits, on the CPU (csrc/cpu/low_bit.h says how they are kept)."""
+"""Pages of KV in 4 or 2 bits, on the CPU (csrc/cpu/low_bit.h says how they are kept).
+
+64 tokens of a request are a page of the pool, quantised when it is full: K by channel, V by token. Tokens behind a request's last full page
+are its tail, which keeps the model's dtype. What a query sees depends on its place in the request alone: the full pages in front of it in
+few bits, the rest as it was computed. So it does not matter whether a prefix was cached, or in how many chunks it was computed.
+"""
 
 from __future__ import annotations
 
+import msgspec
 import torch
 
 from sglang_pat import jit
@@ -9,20 +15,60 @@ from sglang_pat import jit
 PAGE_TOKENS = 64
 
 
+class Pages(msgspec.Struct, frozen=True):
+    """What `cpu.attention` reads besides `k` and `v`, where these are tails.
+
+    Attributes:
+        records: [pages, kv_heads, record_bytes], uint8: slot s is token s % 64 of page s // 64.
+        bits: 4 or 2.
+        tails: [batch], int64: what is to be added to a position behind a query's last full page to get its place in `k` and `v`.
+    """
+
+    records: torch.Tensor
+    bits: int
+    tails: torch.Tensor
+
+
+def in_pages(tokens: torch.Tensor) -> torch.Tensor:
+    """How many of so many tokens are in full pages."""
+    return tokens // PAGE_TOKENS * PAGE_TOKENS
+
+
 def record_bytes(bits: int, head_dim: int) -> int:
     """Of a page of one KV head: codes of K and V, fp16 scales and zeros of K's channels and of V's tokens."""
     return 2 * PAGE_TOKENS * head_dim * bits // 8 + 4 * head_dim + 4 * PAGE_TOKENS
+
+
+def store(
+    k: torch.Tensor, v: torch.Tensor, records: torch.Tensor, tail_k: torch.Tensor, tail_v: torch.Tensor, rows: torch.Tensor,
+    seq_lens: torch.Tensor, slots: torch.Tensor, bits: int,
+) -> None:  # fmt: skip
+    """Write new tokens to their requests' tails, and a page that one of them fills to its record.
+
+    Args:
+        k, v: [tokens, kv_heads, head_dim], float32, float16 or bfloat16; a request's tokens in their order.
+        records: [pages, kv_heads, record_bytes], uint8.
+        tail_k, tail_v: [rows, 64, kv_heads, head_dim], of k's dtype.
+        rows: [tokens], int64: the row of the token's request.
+        seq_lens: [tokens], int64: tokens of the request up to this one, itself included.
+        slots: [tokens], int64: where each token is in the pool.
+        bits: 4 or 2.
+
+    Raises:
+        ValueError: A dtype or shape is none of the above, or an index is out of range.
+    """
+    jit.load("cpu").store_tokens(k, v, records, tail_k, tail_v, rows, seq_lens, slots, bits)
 
 
 def pack(k: torch.Tensor, v: torch.Tensor, bits: int) -> torch.Tensor:
     """Quantise full pages.
 
     Args:
-        k, v: [pages, 64, kv_heads, head_dim]; head_dim a multiple of 128.
+        k, v: [pages, 64, kv_heads, head_dim]; head_dim a multiple of 32 up to 256.
         bits: 4 or 2.
 
     Returns:
-        [pages, kv_heads, record_bytes], uint8. A channel of K, or a token of V, that has a NaN is all NaN.
+        [pages, kv_heads, record_bytes], uint8. A channel of K, or a token of V, that has a NaN or infinity is all NaN.
 
     Raises:
         ValueError: A shape or `bits` is none of the above.

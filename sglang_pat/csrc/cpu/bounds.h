@@ -14,6 +14,7 @@ namespace pat {
 constexpr int64_t kMostTokens = 64;  // bits of a mask
 constexpr int32_t kMostTileTokens =
     1 << 14;  // a tile of the CPU executor is a few dozen; more is scratch memory for nothing
+constexpr int64_t kMostTailTokens = 1 << 30;  // so that a place of a token among others fits 32 bits
 
 // What the indices of a plan point into.
 struct Bounds {

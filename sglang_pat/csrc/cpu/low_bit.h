@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 
 #include "vec.h"
 
@@ -22,20 +23,31 @@ namespace pat {
 
 constexpr int kPageTokens = 64;
 
-struct LowBit {
-  int bits, dim;
+// Where everything of a record is. Heads have a multiple of 32 dimensions, up to 256.
+class LowBit {
+ public:
+  static constexpr int kMostDim = 256;
+
+  const int bits, dim;
+
+  LowBit(int bits, int dim) : bits(bits), dim(dim) {
+    for (int c = 0; c < dim; ++c)
+      for (bool is_v : {false, true}) channels_[is_v][c] = find(0, c, is_v);
+    for (int t = 0; t < kPageTokens; ++t)
+      for (bool is_v : {false, true}) tokens_[is_v][t] = find(t, 0, is_v);
+  }
+
+  static bool exists(int64_t bits, int64_t dim) {
+    return (bits == 4 || bits == 2) && dim > 0 && dim <= kMostDim && dim % 32 == 0;
+  }
 
   int parameter_bytes() const { return 4 * dim; }
   int code_bytes() const { return kPageTokens * dim * bits / 8; }
+  int codes(bool is_v) const { return is_v ? v_parameters() + 4 * kPageTokens : parameter_bytes(); }
   int v_parameters() const { return parameter_bytes() + code_bytes(); }
   int bytes() const { return v_parameters() + 4 * kPageTokens + code_bytes(); }
 
-  // In steps of 16 channels.
-  int steps_of_word() const { return 4 / bits; }
-  int words_of_lane() const { return dim / 16 / steps_of_word(); }
-
-  int place_of(int channel) const { return channel / 16 % steps_of_word() * 2 + channel / 8 % 2; }
-  float k_divisor(int channel) const { return float(1 << bits * place_of(channel)); }
+  float k_divisor(int channel) const { return float(1 << channel_bit(channel, false) % 8); }
   // In units of fp16, where a channel's scale is among K's parameters, and a token's among V's.
   static int k_parameter(int channel) {
     const int e = channel / 16 * 2 + channel / 8 % 2, t = channel % 8 / 2;
@@ -43,12 +55,24 @@ struct LowBit {
   }
   static int v_parameter(int token) { return 2 * (token % 8 * 8 + token / 16 * 2 + token / 8 % 2); }
 
-  // The first bit of a code, counted from the first of all K or V codes.
-  int code(int token, int channel, bool is_v) const {
+  // The first bit of a code, counted from the first of all K or V codes: a token's share, which is whole bytes, and
+  // a channel's.
+  int token_bit(int token, bool is_v) const { return tokens_[is_v][token]; }
+  int channel_bit(int channel, bool is_v) const { return channels_[is_v][channel]; }
+
+ private:
+  int channels_[2][kMostDim], tokens_[2][kPageTokens];
+
+  // In steps of 16 channels.
+  int steps_of_word() const { return 4 / bits; }
+  int words_of_lane() const { return dim / 16 / steps_of_word(); }
+  int place_of(int channel) const { return channel / 16 % steps_of_word() * 2 + channel / 8 % 2; }
+
+  int find(int token, int channel, bool is_v) const {
     const int along = is_v ? token : channel, across = is_v ? channel : token;  // columns and rows of the operand
     const int lane = across % 8 * 4 + along % 8 / 2, step = channel / 16, word = step / steps_of_word();
     const int in_word = along % 2 * 16 + token / 8 % 2 * 8 + place_of(channel) * bits;
-    const int words = std::min(4, words_of_lane());  // that lie together: 16 bytes, or what there is
+    const int words = std::gcd(4, words_of_lane());  // that lie together: 16 bytes where they divide what there is
     const int at = ((token / 16 * (words_of_lane() / words) + word / words) * 32 + lane) * words + word % words;
     return at * 32 + in_word;
   }
@@ -71,7 +95,7 @@ struct Quantised {
   Quantised(int bits, int count, float divisor, const At& at) : levels((1 << bits) - 1) {
     float low = INFINITY, high = -INFINITY;
     bool nan = false;
-    for (int i = 0; i < count; ++i) low = std::min(low, at(i)), high = std::max(high, at(i)), nan |= at(i) != at(i);
+    for (int i = 0; i < count; ++i) low = std::min(low, at(i)), high = std::max(high, at(i)), nan |= !std::isfinite(at(i));
     zero = half_bits(low);
     least = to_float(Fp16{zero});
     scale = nan ? 0x7e00 : half_bits(std::max(0.0f, high - least) / float(levels) / divisor);
@@ -84,12 +108,11 @@ struct Quantised {
 
 // `k` and `v` are of the page's first token, tokens `stride` numbers apart.
 inline void pack_page(const LowBit& form, const float* k, const float* v, int64_t stride, uint8_t* record) {
-  uint8_t* const codes[2] = {record + form.parameter_bytes(), record + form.v_parameters() + 4 * kPageTokens};
   std::memset(record, 0, form.bytes());
   uint16_t* const parameters = reinterpret_cast<uint16_t*>(record);
   const auto put = [&](int token, int channel, bool is_v, uint32_t code) {
-    const int bit = form.code(token, channel, is_v);
-    codes[is_v][bit / 8] |= uint8_t(code << bit % 8);
+    const int bit = form.token_bit(token, is_v) + form.channel_bit(channel, is_v);
+    record[form.codes(is_v) + bit / 8] |= uint8_t(code << bit % 8);
   };
   for (int c = 0; c < form.dim; ++c) {
     const auto at = [&](int token) { return k[token * stride + c]; };
@@ -110,15 +133,36 @@ inline void pack_page(const LowBit& form, const float* k, const float* v, int64_
 
 // One token's K or V, which of a page.
 inline void unpack_row(const LowBit& form, const uint8_t* record, int token, bool is_v, float* to) {
-  const uint8_t* const codes = record + (is_v ? form.v_parameters() + 4 * kPageTokens : form.parameter_bytes());
+  const uint8_t* const codes = record + form.codes(is_v) + form.token_bit(token, is_v) / 8;
+  const uint32_t mask = (1u << form.bits) - 1;
   const Fp16* const parameters = reinterpret_cast<const Fp16*>(record + (is_v ? form.v_parameters() : 0));
+  if (is_v) {
+    const float scale = to_float(parameters[LowBit::v_parameter(token)]);
+    const float zero = to_float(parameters[LowBit::v_parameter(token) + 1]);
+    for (int c = 0; c < form.dim; ++c) {
+      const int bit = form.channel_bit(c, true);
+      to[c] = zero + scale * float(codes[bit / 8] >> bit % 8 & mask);
+    }
+    return;
+  }
   for (int c = 0; c < form.dim; ++c) {
-    const int bit = form.code(token, c, is_v);
-    const float code = float(codes[bit / 8] >> bit % 8 & ((1 << form.bits) - 1));
-    const Fp16* const own = parameters + (is_v ? LowBit::v_parameter(token) : LowBit::k_parameter(c));
-    const float scale = to_float(own[0]) * (is_v ? 1 : form.k_divisor(c));
-    to[c] = to_float(own[is_v ? 1 : form.dim]) + scale * code;
+    const int bit = form.channel_bit(c, false), at = LowBit::k_parameter(c);
+    const float scale = to_float(parameters[at]) * form.k_divisor(c);
+    to[c] = to_float(parameters[form.dim + at]) + scale * float(codes[bit / 8] >> bit % 8 & mask);
   }
 }
+
+// Pages of one KV head, as a source of `OnlineSoftmax`: slot s is token s % 64 of page s / 64, pages `stride` bytes apart.
+struct PagesOfHead {
+  const LowBit& form;
+  const uint8_t* records;
+  int64_t stride;
+
+  void read(int64_t slot, float* k, float* v) const {
+    const uint8_t* const record = records + slot / kPageTokens * stride;
+    unpack_row(form, record, int(slot % kPageTokens), false, k);
+    unpack_row(form, record, int(slot % kPageTokens), true, v);
+  }
+};
 
 }  // namespace pat
