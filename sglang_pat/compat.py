@@ -345,7 +345,7 @@ def fence_table_reads() -> None:
 
 def is_fp8(kv_cache: torch.dtype) -> bool:
     """Whether K and V are kept in one byte an element, divided by their layer's scales."""
-    return kv_cache.itemsize == 1
+    return kv_cache.itemsize == 1 and kv_cache.is_floating_point
 
 
 def has_window_pool(pool: Any) -> bool:
@@ -519,6 +519,29 @@ def around_draft_backends(hook: Callable[..., Any]) -> None:
 
     target = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
     HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def around_pool_sizes(cell_size: Callable[..., int], pool_sizes: Callable[..., Any]) -> None:
+    """Have these called around the steps that count the bytes of a token, and the tokens for which there is memory."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    configurator = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+    HookRegistry.register(f"{configurator}._compute_cell_size", cell_size, HookType.AROUND)
+    HookRegistry.register(f"{configurator}.calculate_pool_sizes", pool_sizes, HookType.AROUND)
+
+
+def server_args() -> Any:
+    """Those of this process."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return get_server_args()
+
+
+def kv_shape(model_config: Any) -> tuple[int, int]:
+    """(KV heads of this rank, head dimension of K)."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return model_config.get_num_kv_heads(get_parallel().attn_tp_size), model_config.head_dim
 
 
 def ignores_sinks(backend: str | None) -> bool:

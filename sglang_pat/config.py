@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -18,6 +18,10 @@ _OF_A_SERVICE = re.compile(
 )
 """What Kubernetes puts behind `SGLANG_PAT_` in every pod of a namespace that has a Service named `sglang-pat` or `sglang-pat-...`
 (kubernetes.io, "Accessing the Service", environment variables)."""
+
+
+KV = Literal["", "int4", "int2"]
+"""Formats of less than 8 bits (`packing.FORMATS`)."""
 
 
 class ConfigError(ValueError):
@@ -35,6 +39,8 @@ class PatConfig(msgspec.Struct, frozen=True):
         ahead: `SGLANG_PAT_AHEAD`: 1 plans the next batch on a thread of its own while a step runs, 0 when its step comes.
         defer: `SGLANG_PAT_DEFER`: 1 lets a request wait for 256 or more tokens that another one is computing right now, 0 has it
             compute them too.
+        kv: `SGLANG_PAT_KV`: `int4` or `int2` keeps full pages of 64 tokens of K and V in so many bits, on a CPU only yet; empty keeps them
+            as `--kv-cache-dtype` says.
         verify: `SGLANG_PAT_VERIFY`: 1 compares before each step the KV slots of all queries of every work item, and what each
             query reads with what it sees, and falls back to one query per work item where they differ. Slow; for tests.
         tiles: `SGLANG_PAT_TILES`: a file that `python -m sglang_pat.tune` wrote for this GPU, in place of the table that
@@ -47,6 +53,7 @@ class PatConfig(msgspec.Struct, frozen=True):
     reuse: bool = True
     ahead: bool = True
     defer: bool = True
+    kv: KV = ""
     verify: bool = False
     tiles: str = ""
     trace: str = ""
@@ -83,7 +90,8 @@ def _parse(variable: str, value: str, field: str) -> Any:
             raise ConfigError(f"{variable}={value!r} must be a number of megabytes, 1 or more")
         return int(value)
     switch = {"0": False, "1": True}
-    allowed = {name: name for name in get_args(Policy)} if field == "policy" else switch
+    names = {"policy": get_args(Policy), "kv": get_args(KV)}.get(field)
+    allowed = {name: name for name in names} if names else switch
     if value not in allowed:
-        raise ConfigError(f"{variable}={value!r} must be one of {', '.join(allowed)}")
+        raise ConfigError(f"{variable}={value!r} must be one of {', '.join(filter(None, allowed))}")
     return allowed[value]

@@ -17,6 +17,7 @@ from sglang_pat.backend import executors, layers, support, verify
 from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.layers import LayerGroup
+from sglang_pat.backend.low_bit_pool import LowBitKVPool
 from sglang_pat.backend.metrics import Metrics
 from sglang_pat.backend.prefill import Prefill
 from sglang_pat.backend.windows import WindowTable
@@ -124,7 +125,11 @@ class PatAttnBackend(AttentionBackend):
                     setattr(self, name, getattr(self.inner, name))
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
 
-        self._kv_format, self._context = layers.kv_format(runner.kv_cache_dtype), layers.none_from(runner)
+        self._kv_format, self._context = layers.kept(runner), layers.none_from(runner)
+        pool = self.token_to_kv_pool
+        self._low_bit = pool if isinstance(pool, LowBitKVPool) else None
+        if self._low_bit is not None:
+            self._low_bit.make_tails(len(self.req_to_token_pool.req_to_token), runner.dtype)
         self._draft_tokens = compat.draft_tokens(
             runner.server_args
         )  # of a request, to be verified; 0 without speculation
@@ -310,7 +315,12 @@ class PatAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         group = self._group_for(layer, self._single_groups, sinks, **kwargs)
         if save_kv_cache and k is not None:
-            compat.save_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots)
+            slots = forward_batch.out_cache_loc
+            if self._low_bit is not None:
+                assert self.rows is not None and self.seq_lens is not None
+                self._low_bit.store(layer.layer_id, k, v, self.rows, self.seq_lens, slots)
+            else:
+                compat.save_kv(self.token_to_kv_pool, layer, slots, k, v, self._window_slots)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         return self._run(group, q, layer, sinks).reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
 
@@ -339,10 +349,16 @@ class PatAttnBackend(AttentionBackend):
         table = self._tables.get(group.spec.planned_window)
         own = (self.req_to_token_pool.req_to_token, self.rows, self.seq_lens)
         req_to_token, rows, seq_lens = own if table is None else table.of_batch(len(self.rows))
+        pages = None
+        if self._low_bit is not None:
+            k, v, pages = self._low_bit.decoding(layer.layer_id, rows, seq_lens)
+        else:
+            k = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+            v = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         return group.executor.decode(
             q,
-            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+            k,
+            v,
             req_to_token,
             rows,
             seq_lens,
@@ -351,6 +367,7 @@ class PatAttnBackend(AttentionBackend):
             v_scale=v_scale,
             sinks=sinks,
             masks=masks,
+            pages=pages,
         )
 
     def forward_extend(

@@ -76,6 +76,7 @@ def check_model(runner: Any, fallback: str) -> None:
         )
     config = runner.model_config
     pool = runner.token_to_kv_pool
+    check_low_bit(runner)
     instead = f"{_OTHER} {fallback} or --decode-attention-backend {fallback}"
     name = ", ".join(config.hf_config.architectures or [type(runner.model).__name__])
     if runner.use_mla_backend:
@@ -92,7 +93,7 @@ def check_model(runner: Any, fallback: str) -> None:
         raise UnsupportedError(
             f"--attention-backend pat does not support encoder-decoder models like {name}: {instead}"
         )
-    if layers.kv_format(runner.kv_cache_dtype).name not in capabilities.KV_FORMATS["cpu"]:
+    if layers.kept(runner).name not in capabilities.KV_FORMATS["cpu"]:
         raise UnsupportedError(
             f"--attention-backend pat does not support a KV cache of {runner.kv_cache_dtype} yet: "
             "leave out --kv-cache-dtype, or use another --attention-backend"
@@ -123,6 +124,24 @@ def check_model(runner: Any, fallback: str) -> None:
             raise UnsupportedError(
                 f"--attention-backend pat does not support a KV pool of the kind {type(part).__name__}, which {name} uses: {instead}"
             )
+
+
+def check_low_bit(runner: Any, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise UnsupportedError where KV shall have less than 8 bits, and that cannot be."""
+    asked = environment.get("SGLANG_PAT_KV")
+    if not asked:
+        return
+    problem = None
+    if runner.device != "cpu":
+        problem = "on a GPU, where no kernel reads it"
+    elif compat.is_fp8(runner.kv_cache_dtype):
+        problem = "for a checkpoint that wants it in 8 bits"
+    elif not all(map(compat.decodes, compat.attention_layers(runner))):
+        problem = "beside attention layers of an encoder"
+    if problem is not None:
+        raise UnsupportedError(
+            f"--attention-backend pat does not support a KV cache of {asked} (SGLANG_PAT_KV) {problem}: unset it"
+        )
 
 
 def check_hybrid(runner: Any, name: str) -> None:

@@ -101,9 +101,8 @@ def refusal(spec: AttentionSpec, device: Device) -> str | None:
         unequal = ", ".join("{} for K with {} for V".format(*pair) for pair in UNEQUAL_HEAD_DIMS)
         return f"{wanted} on a GPU ({equal} for both K and V are, and {unequal})"
     if spec.kv.is_low_bit:
-        if spec.window:
-            return f"windows with a KV cache of {spec.kv.name}"
-        return low_bit_problem(spec.head_dim, spec.v_head_dim)
+        windows = f"windows with a KV cache of {spec.kv.name}" if spec.window else None
+        return windows or low_bit_problem(spec.head_dim, spec.v_head_dim)
     for dim in (spec.head_dim, spec.v_head_dim):
         if dim % CPU_HEAD_DIM_STEP or dim > CPU_HEAD_DIM:
             return f"a head dimension of {dim} (multiples of {CPU_HEAD_DIM_STEP} up to {CPU_HEAD_DIM} are)"

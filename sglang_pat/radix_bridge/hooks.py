@@ -21,6 +21,7 @@ arguments say which backend runs, and on the CPU platform what makes draft model
 | `build_replay_fb_view` | both | the batch that a CUDA graph is replayed for comes without either |
 | `ServerArgs._handle_model_specific_adjustments` | 0.5.17 | its lists of backends for a model (gpt-oss, Exaone); plugin.py |
 | `handle_model_specific_adjustments` | 0.5.23 | the same, there by SGLang's `register_resolution_hook` |
+| `DefaultPoolConfigurator._compute_cell_size`, `calculate_pool_sizes` | both | with `SGLANG_PAT_KV`: how many tokens of 4 or 2 bits there is memory for; plugin.py |
 | `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | both | on a CPU: which backends draft models may have is a list inside; platform/speculation.py |
 | `DraftBackendFactory._create_backend` | 0.5.17 | on a GPU, likewise: a stock backend stands in for `pat` (0.5.23 was not run on a GPU); plugin.py |
 
