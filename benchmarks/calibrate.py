@@ -3,7 +3,7 @@
     python benchmarks/calibrate.py
 
 Reads results/kernels-h200.json, steps-h200.json and serving-h200.json; writes results/estimate-h200.json. The coefficients belong in
-`sglang_pat/estimate.py` (tests/test_estimate.py compares).
+`sglang_pat/estimate/costs.py` (tests/test_estimate.py compares).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import report
 import trees
 
-from sglang_pat import estimate
+from sglang_pat.estimate import costs
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, PackConfig
 from sglang_pat.packing.native import make_plan
@@ -32,27 +32,27 @@ TREES = {
 tokenizer makes of them (benchmarks/NOTES.md, "What the workloads really are")."""
 
 
-def pack_config(heads: str, gpu: estimate.Gpu, kv: str = "bfloat16") -> PackConfig:
+def pack_config(heads: str, gpu: costs.Gpu, kv: str = "bfloat16") -> PackConfig:
     query_heads, kv_heads = map(int, heads.split("/"))
     spec = AttentionSpec(query_heads, kv_heads, 128, 128, FORMATS[kv])
     return PackConfig.of(spec, capabilities.tile_table(gpu.arch, 128, kv_bytes=spec.kv.bytes), workers=gpu.sms)
 
 
-def features(tree: str, heads: str, gpu: estimate.Gpu, kv: str) -> dict[str, list[float]]:
+def features(tree: str, heads: str, gpu: costs.Gpu, kv: str) -> dict[str, list[float]]:
     """What each backend's time for a tree is a sum of, with the coefficients to be found; in microseconds."""
     batch, config = trees.of_cell(tree), pack_config(heads, gpu, kv)
     return {
-        "pat": [1, *estimate.features(make_plan(batch, config), batch, config, gpu)],
-        "flashinfer": [1, *estimate.unpacked_features(batch, config, gpu)],
+        "pat": [1, *costs.features(make_plan(batch, config), batch, config, gpu)],
+        "flashinfer": [1, *costs.unpacked_features(batch, config, gpu)],
     }
 
 
-def attention_ms(batch: Batch, backend: str, gpu: estimate.Gpu) -> float:
+def attention_ms(batch: Batch, backend: str, gpu: costs.Gpu) -> float:
     """All layers' attention in a step of the served model."""
     config = pack_config("32/8", gpu)
     if backend == "pat":
-        return LAYERS * estimate.attention_us(make_plan(batch, config), batch, config, gpu) / 1e3
-    return LAYERS * estimate.unpacked_us(batch, config, gpu) / 1e3
+        return LAYERS * costs.attention_us(make_plan(batch, config), batch, config, gpu) / 1e3
+    return LAYERS * costs.unpacked_us(batch, config, gpu) / 1e3
 
 
 def fit(columns: list[list[float]], times: list[float]) -> tuple[list[float], dict[str, float]]:
@@ -75,10 +75,10 @@ COEFFICIENTS = {
     "pat": ("base", "longest", "merge"),
     "flashinfer": ("other_base", "unique", "repeated", "other_item"),
 }
-"""Of `estimate.Gpu`, in the order of `features`."""
+"""Of `costs.Gpu`, in the order of `features`."""
 
 
-def kernels(result: str, kv: str, gpu: estimate.Gpu) -> dict[str, Any]:
+def kernels(result: str, kv: str, gpu: costs.Gpu) -> dict[str, Any]:
     """The coefficients of each backend's kernels with KV of a format, and how far off they are."""
     known = [
         (record, features(record["tree"], record["heads"], gpu, kv))
@@ -95,7 +95,7 @@ def kernels(result: str, kv: str, gpu: estimate.Gpu) -> dict[str, Any]:
 
 
 def main() -> None:
-    gpu = estimate.GPUS["h200"]
+    gpu = costs.GPUS["h200"]
     result: dict[str, Any] = {"device": report.load("kernels-h200.json")["device"]}
     result |= kernels("kernels-h200.json", "bfloat16", gpu)
     result["fp8"] = kernels("kernels-fp8-h200.json", "float8_e4m3fn", gpu)
@@ -117,9 +117,7 @@ def main() -> None:
     # What is neither attention nor a product with the weights, by the number of requests.
     bare = msgspec.structs.replace(gpu, rest_ms=0, request_us=0)
     columns = np.array([[1, size / 1e3] for _, _, size, _, _ in points])
-    rests = np.array(
-        [ms - attention - estimate.rest_ms(size, WEIGHT_BYTES, bare) for _, _, size, ms, attention in points]
-    )
+    rests = np.array([ms - attention - costs.rest_ms(size, WEIGHT_BYTES, bare) for _, _, size, ms, attention in points])
     fixed, by_request = np.linalg.lstsq(columns, rests, rcond=None)[0].tolist()
     gpu = msgspec.structs.replace(gpu, rest_ms=fixed, request_us=by_request)
     result |= {"rest_ms": fixed, "request_us": by_request}
@@ -128,7 +126,7 @@ def main() -> None:
             "workload": workload,
             "backend": backend,
             "measured_ms": ms,
-            "predicted_ms": round(attention + estimate.rest_ms(size, WEIGHT_BYTES, gpu), 2),
+            "predicted_ms": round(attention + costs.rest_ms(size, WEIGHT_BYTES, gpu), 2),
         }
         for workload, backend, size, ms, attention in points
         if workload

@@ -149,8 +149,8 @@ class Pat:
         self.kv_tokens, self.parts, _ = scheduler.current()
         self.plan = torch.from_numpy(data[: layout.size(data)].copy()).to("cuda")
         slots = max(1, layout.num_slots(data))
-        self._partial = torch.empty(slots, problem.heads * tokens, DIM, dtype=torch.float16, device="cuda")
-        self._lse = torch.empty(slots, problem.heads * tokens, device="cuda")
+        self._partial = torch.empty(slots, spec.query_heads, DIM, dtype=torch.float16, device="cuda")
+        self._lse = torch.empty(slots, spec.query_heads, device="cuda")
         self._masks = verify.without_branches(problem.size, tokens, "cuda") if tokens > 1 else None
         self.out = torch.empty_like(problem.q)
 

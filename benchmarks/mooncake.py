@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sglang_pat import compat
-from sglang_pat.estimate import TRACE_BLOCK
+from sglang_pat.estimate.prompts import TRACE_BLOCK
 from sglang_pat.packing import Batch, PackConfig
 from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge import Observer
@@ -88,7 +88,7 @@ class Replay:
                 yield step, self.batch()
 
     def batch(self) -> Batch:
-        requests = [compat.request_of(self.rows, request) for request in self.running]
+        requests = [compat.requests.number(self.rows, request) for request in self.running]
         return self.mirror.batch(requests, [len(r.origin_input_ids) + r.done for r in self.running])
 
     def _admit(self, line: dict[str, Any]) -> bool:
@@ -130,6 +130,6 @@ class Replay:
             request.output_ids = array("q", [-1 - int(request.rid[1:])] * request.output)
             self.cache.cache_finished_req(request, kv_len_to_handle=len(request.origin_input_ids) + request.output)
             self.rows.free_slots.append(request.req_pool_idx)
-            self.observer.on_released(compat.request_of(self.rows, request))
+            self.observer.on_released(compat.requests.number(self.rows, request))
             self.running.remove(request)
         return bool(over)

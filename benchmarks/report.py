@@ -50,17 +50,24 @@ def advantage(record: dict[str, Any]) -> float:
     return min(record["rivals"].values()) / record["pat_us"]
 
 
-def kernels() -> str:
-    result = load("kernels-h200.json")
-    records = result["records"]
+def tree_rows(
+    records: list[dict[str, Any]], rivals: Iterable[str], before: Callable[[dict[str, Any]], list[str]], after: Callable[[dict[str, Any]], list[str]]
+) -> list[list[str]]:  # fmt: skip
+    """A row for each tree with SHOWN heads: its name, cells `before`, the times of PAT and its rivals, the best over PAT, cells `after`."""
     rows = []
     for record in records:
         if record["heads"] == SHOWN and record["page_size"] == 1:
-            times = {"pat": record["pat_us"], **{name: record["rivals"].get(name) for name in RIVALS}}
+            times = {"pat": record["pat_us"], **{name: record["rivals"].get(name) for name in rivals}}
             cells = bold(times, lambda us: f"{us:,.1f}")
-            rows.append(
-                [f"`{record['tree']}`", f"{record['floor_us']:,.1f}", *cells, f"{advantage(record):.2f}{TIMES}"]
-            )
+            best = f"{advantage(record):.2f}{TIMES}"
+            rows.append([f"`{record['tree']}`", *before(record), *cells, best, *after(record)])
+    return rows
+
+
+def kernels() -> str:
+    result = load("kernels-h200.json")
+    records = result["records"]
+    rows = tree_rows(records, RIVALS, lambda record: [f"{record['floor_us']:,.1f}"], lambda record: [])
     ratios = [advantage(record) for record in records]
     shared = [advantage(record) for record in records if not record["tree"].startswith("256_")]
     device = result["device"]
@@ -76,20 +83,17 @@ def kernels() -> str:
 
 def kernels_fp8() -> str:
     result = load("kernels-fp8-h200.json")
-    rows = []
-    for record in result["records"]:
-        if record["heads"] == SHOWN:
-            times = {"pat": record["pat_us"], **{name: record["rivals"].get(name) for name in ("flashinfer", "fa3")}}
-            gain = f"{record['bf16_us'] / record['pat_us']:.2f}{TIMES}"
-            cells = bold(times, lambda us: f"{us:,.1f}")
-            rows.append([f"`{record['tree']}`", *cells, f"{advantage(record):.2f}{TIMES}", gain])
-    ratios = [advantage(record) for record in result["records"]]
+    records = result["records"]
+    rows = tree_rows(
+        records, ("flashinfer", "fa3"), lambda record: [], lambda record: [f"{record['bf16_us'] / record['pat_us']:.2f}{TIMES}"]
+    )  # fmt: skip
+    ratios = [advantage(record) for record in records]
     device = result["device"]
     note = (
         f"{device['name']}, torch {device['torch']}, {device['date']}. All {len(ratios)} cases (20 trees {TIMES} 32/32, 16/8, 32/8, 64/8 heads, "
         f"and unshared batches with 32/8 and 64/8): faster than the best of the others in {sum(ratio > 1 for ratio in ratios)}, by "
         f"{min(ratios):.2f} to {max(ratios):.2f} times. Errors against float64 on what the cache holds: PAT's at most "
-        f"{max(record['pat_error'] for record in result['records']):.1e}, FlashInfer's {worst(result, 'flashinfer'):.1e}, FA3's "
+        f"{max(record['pat_error'] for record in records):.1e}, FlashInfer's {worst(result, 'flashinfer'):.1e}, FA3's "
         f"{worst(result, 'fa3'):.1e} (it rounds Q to 8 bits too)."
     )
     return f"{table(['tree, us', 'PAT', 'FlashInfer', 'FA3', 'best / PAT', 'PAT with a bf16 cache / PAT'], rows)}\n\n{note}"

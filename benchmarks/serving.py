@@ -37,7 +37,7 @@ import msgspec
 from about import gpu
 
 from sglang_pat.demo.server import Server
-from sglang_pat.estimate import TRACE_BLOCK
+from sglang_pat.estimate.prompts import TRACE_BLOCK
 
 RESULTS = Path(__file__).parent / "results"
 WORKLOADS = ("gsp-8x32x2048", "random-128", "agreement")

@@ -36,7 +36,7 @@ from about import gpu
 
 from sglang_pat.demo import tiny_model
 from sglang_pat.demo.server import Server
-from sglang_pat.estimate import TRACE_BLOCK
+from sglang_pat.estimate.prompts import TRACE_BLOCK
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 

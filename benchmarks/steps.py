@@ -34,7 +34,7 @@ import torch
 import trees
 
 from sglang_pat import compat
-from sglang_pat.backend.layers import LayerGroup
+from sglang_pat.backend.groups import LayerGroup
 from sglang_pat.packing import native
 
 RESULTS = Path(__file__).parent / "results"
@@ -69,7 +69,7 @@ class Runner:
         wrapper, _ = one_batch.load_model(server_args, PortArgs.init_new(server_args), 0, 0)
         self.one_batch, self.bench, self.runner = one_batch, wrapper, wrapper.torch_runner
         self.backend = self.runner.attn_backend
-        self.groups: list[LayerGroup] = self.backend.groups if backend == "pat" else []
+        self.groups: list[LayerGroup] = self.backend.groups.steps if backend == "pat" else []
         self.device = self.runner.device
         pool = self.runner.token_to_kv_pool
         if options.dummy:
@@ -142,7 +142,9 @@ class Runner:
             table[members, node.start : node.end] = table[members[0], node.start : node.end].clone()
         for group in self.groups:
             group.scheduler.reset()
-            native.load(group.scheduler, batch, compat.requests(self.runner.req_to_token_pool, rows.cpu()).tolist())
+            native.load(
+                group.scheduler, batch, compat.requests.numbers(self.runner.req_to_token_pool, rows.cpu()).tolist()
+            )
         return schedule, first
 
     def step(self, tokens: torch.Tensor, schedule: Any) -> tuple[torch.Tensor, torch.Tensor]:

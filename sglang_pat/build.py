@@ -1,4 +1,4 @@
-"""Compiles what serving on a GPU needs ahead of time: `python -m sglang_pat.build --head-dim 128 --dtype bfloat16`."""
+"""Compiles the modules for a GPU ahead of time: `python -m sglang_pat.build --head-dim 128 --dtype bfloat16`."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from sglang_pat.platform import AWAKE
 _OF_A_SERVICE = re.compile(
     r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)", re.ASCII
 )
-"""What Kubernetes puts behind `SGLANG_PAT_` in every pod of a namespace that has a Service named `sglang-pat` or `sglang-pat-...`
-(kubernetes.io, "Accessing the Service", environment variables)."""
+"""Kubernetes sets variables that start with `SGLANG_PAT_` and end like this, in every pod of a namespace with a Service named `sglang-pat` or
+`sglang-pat-...` (kubernetes.io, "Accessing the Service", environment variables)."""
 
 
 KV = Literal["", "int4", "int2"]
@@ -25,28 +25,28 @@ KV = Literal["", "int4", "int2"]
 
 
 class ConfigError(ValueError):
-    """A `SGLANG_PAT_*` variable that does not exist or has a value that it cannot have."""
+    """A `SGLANG_PAT_*` variable is unknown, or has an invalid value."""
 
 
 class PatConfig(msgspec.Struct, frozen=True):
-    """What a user may change; the defaults are right for serving.
+    """Settings; the defaults are right for serving.
 
     Attributes:
-        policy: `SGLANG_PAT_POLICY`: how queries are packed. `optimal` costs least by the model of bytes and time, `pat` is
+        policy: `SGLANG_PAT_POLICY`: how queries are packed. `optimal` has the lowest cost by the model of bytes and time, `pat` is
             the paper's heuristic, `compute` FastTree's, `naive` packs every node of the tree, and `query` gives every
             request its own work items (to see what packing brings).
-        reuse: `SGLANG_PAT_REUSE`: 1 keeps a plan until the batch or one of its paths changes, 0 plans every step.
-        ahead: `SGLANG_PAT_AHEAD`: 1 plans the next batch on a thread of its own while a step runs, 0 when its step comes.
-        defer: `SGLANG_PAT_DEFER`: 1 lets a request wait for 256 or more tokens that another one is computing right now, 0 has it
-            compute them too.
-        kv: `SGLANG_PAT_KV`: `int4` or `int2` keeps full pages of 64 tokens of K and V in so many bits, on a CPU only yet; empty keeps them
-            as `--kv-cache-dtype` says.
-        verify: `SGLANG_PAT_VERIFY`: 1 compares before each step the KV slots of all queries of every work item, and what each
-            query reads with what it sees, and falls back to one query per work item where they differ. Slow; for tests.
-        tiles: `SGLANG_PAT_TILES`: a file that `python -m sglang_pat.tune` wrote for this GPU, in place of the table that
-            comes with sglang-pat; none if empty.
+        reuse: `SGLANG_PAT_REUSE`: 1 keeps a plan until the batch or one of its paths changes; 0 plans every step.
+        ahead: `SGLANG_PAT_AHEAD`: 1 plans the next batch on another thread while a step runs; 0 plans it when its step begins.
+        defer: `SGLANG_PAT_DEFER`: 1 lets a request wait if another one is computing 256 or more of its tokens; 0 lets both
+            compute them.
+        kv: `SGLANG_PAT_KV`: `int4` or `int2` stores full pages of 64 tokens in so many bits per element of K and V, on a CPU only; if empty,
+            `--kv-cache-dtype` decides.
+        verify: `SGLANG_PAT_VERIFY`: 1 checks before each step that the queries of every work item have the same KV slots, and
+            that each query reads exactly what it sees; if not, the step runs one query per work item. Slow; for tests.
+        tiles: `SGLANG_PAT_TILES`: a file that `python -m sglang_pat.tune` wrote for this GPU, to use instead of the built-in
+            table; none if empty.
         trace: `SGLANG_PAT_TRACE`: a file to record events and plans in, for `sglang-pat replay`; none if empty.
-        trace_mb: `SGLANG_PAT_TRACE_MB`: recording ends when the file has this many megabytes.
+        trace_mb: `SGLANG_PAT_TRACE_MB`: recording stops when the file has this many megabytes.
     """
 
     policy: Policy = "optimal"
@@ -64,7 +64,7 @@ class PatConfig(msgspec.Struct, frozen=True):
         """Read the variables.
 
         Raises:
-            ConfigError: One is unknown or has an unknown value; the message names it and what it may be.
+            ConfigError: A variable is unknown or has an invalid value; the message names it and the valid values.
         """
         prefix = "SGLANG_PAT_"
         values: dict[str, Any] = {}

@@ -1,4 +1,5 @@
-"""Writes the headers of csrc that say what Python says too: `python -m sglang_pat.headers`. A test compares them."""
+"""Writes the headers of csrc with the names and constants that both languages share: `python -m sglang_pat.headers`. A test checks that they are
+up to date."""
 
 from __future__ import annotations
 

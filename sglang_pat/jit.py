@@ -1,8 +1,8 @@
-"""Builds native modules on first use and keeps them in a cache folder, by what they are made of.
+"""Builds native modules on first use, and caches them in a folder under a hash of their inputs.
 
-The folder is tvm-ffi's (`TVM_FFI_CACHE_DIR`, else `~/.cache/tvm-ffi`). A library appears in it complete, under a name that no other
-sources, flags or version of tvm-ffi have, and is never written again: it may be in use. So a folder that was filled ahead may be
-read-only, and several environments, users or ranks may share it.
+The folder is tvm-ffi's (`TVM_FFI_CACHE_DIR`, else `~/.cache/tvm-ffi`). A library appears in it complete, under a name that depends on its
+sources, flags and the version of tvm-ffi, and is never overwritten, because it may be in use. So a folder that was filled ahead may be
+read-only, and environments, users and ranks can share it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ CSRC = Path(__file__).parent / "csrc"
 
 EXTRA_FLAGS = {
     "cpu": ["-fopenmp", "-ffp-contract=fast"],
-    # Costs must round as they do in Python, or ties between packings fall differently.
+    # Prices must round as in Python, or ties between packings break differently.
     "packing": ["-pthread", "-ffp-contract=off"],
 }
-"""Flags of each module beside the common ones."""
+"""Flags of each module besides the common ones."""
 
 NVCC_FLAGS = ["-O3", "--expt-relaxed-constexpr"]
 
 SANITIZE = "SGLANG_PAT_SANITIZE"
-"""For tests: sanitizers to build with, as in `-fsanitize`."""
+"""For tests: the sanitizers to build with, as in `-fsanitize`."""
 
 CACHE = "TVM_FFI_CACHE_DIR"
 
 NOTICE_SECONDS = 10
-"""Whoever waits longer than this for another process's build says so in the log."""
+"""A process that waits longer than this for another one's build says so in the log."""
 
 
 class BuildError(RuntimeError):
@@ -77,7 +77,7 @@ def load_cuda(name: str, arch: str, flags: tuple[str, ...]) -> Any:
     Raises:
         BuildError: It is not in the cache, and there is no CUDA compiler, it failed, or the cache cannot be written.
     """
-    # All modules of a process are for one architecture: tvm-ffi takes it from the environment only.
+    # All modules of a process have the same architecture: tvm-ffi takes it from the environment only.
     os.environ["TVM_FFI_CUDA_ARCH_LIST"] = arch
     folder = CSRC / "cuda"
     return _load(
@@ -91,10 +91,10 @@ def load_cuda(name: str, arch: str, flags: tuple[str, ...]) -> Any:
 
 
 def find_nvcc() -> str:
-    """Where the CUDA compiler is.
+    """The path of the CUDA compiler.
 
     Raises:
-        BuildError: Nowhere.
+        BuildError: There is none.
     """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc")
@@ -107,7 +107,7 @@ def find_nvcc() -> str:
 
 
 def cache_folder() -> Path:
-    """Where built modules are kept."""
+    """The folder of built modules."""
     try:
         return Path(os.environ.get(CACHE) or "~/.cache/tvm-ffi").expanduser()
     except RuntimeError:
@@ -154,12 +154,12 @@ def _load(
 def _build(compiler: str, name: str, library: Path, sources: list[str], flags: dict[str, Any]) -> None:
     from tvm_ffi import cpp
 
-    # ninja comes as a Python package, beside an interpreter that need not be on the PATH.
+    # ninja is installed as a Python package, beside an interpreter that may not be on the PATH.
     beside = str(Path(sys.executable).parent)
     if beside not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"
     began = time.monotonic()
-    # A library preloaded into this process, such as a sanitizer's, is not meant for the compiler.
+    # A library preloaded into this process, such as a sanitizer's, must not be loaded into the compiler.
     preloaded = os.environ.pop("LD_PRELOAD", None)
     try:
         with tempfile.TemporaryDirectory(dir=library.parent, prefix=f".{name}-") as scratch:
@@ -177,7 +177,7 @@ def _build(compiler: str, name: str, library: Path, sources: list[str], flags: d
 
 @contextlib.contextmanager
 def _only_builder(library: Path) -> Iterator[None]:
-    """Of several processes that want the same library one builds it, and the others wait.
+    """If several processes want the same library, one builds it and the others wait.
 
     Raises:
         BuildError: The cache cannot be written.
@@ -200,7 +200,7 @@ def _only_builder(library: Path) -> Iterator[None]:
 
 
 def _locked(lock: int) -> bool:
-    """Whether this process has got the lock; the end of a process gives it back. A filesystem without locks counts as got."""
+    """Try to take the lock; returns whether this process has it. The lock ends with the process. On a filesystem without locks, returns True."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -216,9 +216,9 @@ def _unwritable(folder: Path, error: OSError) -> BuildError:
 
 
 def _key(folder: Path, flags: list[str]) -> str:
-    """Names a build by everything that it is made of: sources, headers, flags, tvm-ffi's headers, and the machine.
+    """A hash of everything that a build depends on: sources, headers, flags, tvm-ffi's headers, and the machine.
 
-    The torch that a CUDA module is made for says which CUDA it is linked with.
+    For CUDA modules the flags include torch's version, which determines the CUDA that they are linked with.
     """
     digest = hashlib.sha256(
         repr((flags, version("apache-tvm-ffi"), platform.machine(), sys.platform, _cpu_flags())).encode()
@@ -230,7 +230,7 @@ def _key(folder: Path, flags: list[str]) -> str:
 
 
 def _cpu_flags() -> str:
-    """The instruction sets of this machine: a cache folder may be shared by several."""
+    """The instruction sets of this machine; machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -19,20 +19,20 @@ def register() -> None:
     @register_attention_backend("pat")
     def create(runner: Any) -> Any:
         # Imported here, not above: every process of every server loads this plugin, few use it.
-        from sglang_pat.backend import attention
+        from sglang_pat.backend.create import create as create_backend
 
-        return attention.create(runner)
+        return create_backend(runner)
 
-    compat.around_model_adjustments(adjust_for_model)
+    compat.arguments.around_model_adjustments(adjust_for_model)
     if os.environ.get("SGLANG_PAT_KV"):
-        compat.around_pool_sizes(cell_size, pool_sizes)
+        compat.pool.around_sizes(cell_size, pool_sizes)
     if platform.is_chosen():
         # Imported here, as it imports torch.
         from sglang_pat.platform import speculation
 
         speculation.install()
     else:
-        compat.around_draft_backends(draft_backend)
+        compat.stock.around_draft_backends(draft_backend)
 
 
 def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
@@ -41,10 +41,10 @@ def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
     Raises:
         AssertionError: SGLang does not serve the model with the backend that was chosen beside `pat`.
     """
-    chosen = compat.backends_chosen(server_args)
-    if "pat" in chosen and compat.lists_backends(server_args):
+    chosen = compat.arguments.backends_chosen(server_args)
+    if "pat" in chosen and compat.arguments.lists_backends(server_args):
         try:
-            with compat.shown_as(server_args, "pat", compat.LISTED):
+            with compat.arguments.shown_as(server_args, "pat", compat.arguments.LISTED):
                 step(server_args)
         except AssertionError as error:
             # Its message has names that nobody chose.
@@ -54,7 +54,7 @@ def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
 
 
 def cell_size(*arguments: Any) -> int:
-    """`low_bit.cell_size`, which imports torch."""
+    """`low_bit.cell_size`, imported when it is called, as it imports torch."""
     from sglang_pat.backend import low_bit
 
     return low_bit.cell_size(*arguments)
@@ -71,5 +71,7 @@ def draft_backend(create: Callable[..., Any], factory: Any, *args: Any, **kwargs
     """SGLang's step that makes attention backends of drafts: a stock one stands in for `pat`."""
     if factory.draft_attn_backend in (None, "pat"):
         runner = factory.draft_model_runner
-        factory.draft_attn_backend = compat.prefill_backend(False, runner.kv_cache_dtype, compat.has_scales(runner))
+        factory.draft_attn_backend = compat.stock.prefill_backend(
+            False, runner.kv_cache_dtype, compat.model.has_scales(runner)
+        )
     return create(factory, *args, **kwargs)

@@ -246,7 +246,7 @@ class Run:
         self.make_workspace(int(self.plan[2]))
 
     def make_workspace(self, slots: int) -> None:
-        heads, dim = self.case.spec.heads * self.case.spec.query_tokens, self.case.spec.v_head_dim
+        heads, dim = self.case.spec.query_heads, self.case.spec.v_head_dim
         self.partial = torch.empty(max(1, slots), heads, dim, dtype=torch.float16, device=self.case.q.device)
         self.lse = torch.empty(max(1, slots), heads, device=self.case.q.device)
 

@@ -137,7 +137,7 @@ class Script:
         plan = self._next(*args, **kwargs)
         batch = plan.batch_to_run
         if self.found:
-            new = batch.reqs if batch is not None and compat.is_extend(batch.forward_mode) else []
+            new = batch.reqs if batch is not None and compat.batch.is_extend(batch.forward_mode) else []
             self.found[list(self.found)[-1]].append({req.rid: computed(req)[1] - computed(req)[0] for req in new})
         return plan
 

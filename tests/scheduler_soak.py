@@ -102,7 +102,7 @@ class Soak:
             self.scheduler.process_input_requests([AbortReq(rid=self.random.choice(self.sent[-16:]))])
             self.aborts += 1
         plan = self._next(*args, **kwargs)
-        if plan.batch_to_run is not None and compat.is_extend(plan.batch_to_run.forward_mode):
+        if plan.batch_to_run is not None and compat.batch.is_extend(plan.batch_to_run.forward_mode):
             self.count_twice(plan.batch_to_run)
         return plan
 
@@ -116,7 +116,9 @@ class Soak:
                 pairs = zip(tokens, others[:last], strict=False)
                 common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
                 again = common - max(start, first) >= allowed
-                self.twice += again and other is not req and compat.namespace(other) == compat.namespace(req)
+                self.twice += (
+                    again and other is not req and compat.requests.namespace(other) == compat.requests.namespace(req)
+                )
             self.computing[req] = (tokens, start, end)
 
     def request(self) -> TokenizedGenerateReqInput:
@@ -157,13 +159,15 @@ class Soak:
     def check(self) -> None:
         mirror, table = self.observer.scheduler, self.scheduler.req_to_token_pool.req_to_token
         pool = self.scheduler.req_to_token_pool
-        running = {compat.request_of(pool, req): req for req in self.scheduler.running_batch.reqs if not req.finished()}
+        running = {
+            compat.requests.number(pool, req): req for req in self.scheduler.running_batch.reqs if not req.finished()
+        }
         bound = {number: binding for number in running if (binding := mirror.binding(number))}
         self.running += len(running)
         for number, (_, end) in bound.items():
             # Before a request was cached, nothing is known of its path.
-            assert end in (0, compat.protected_len(running[number])), running[number].rid
-            self.bound += end == compat.protected_len(running[number])
+            assert end in (0, compat.requests.protected_len(running[number])), running[number].rid
+            self.bound += end == compat.requests.protected_len(running[number])
         bound = {number: binding for number, binding in bound.items() if binding[0] != ROOT}
         # Two requests share exactly what their rows share.
         numbers = list(bound)

@@ -132,7 +132,7 @@ def shared_batch(
     rows = torch.arange(len(lengths))
     # Ids come from clients, who may choose the same.
     fixture.forward_batch.rids = hooks.Rids(["same"] * len(lengths), rows)
-    requests = compat.requests(fixture.runner.req_to_token_pool, rows).tolist()
+    requests = compat.requests.numbers(fixture.runner.req_to_token_pool, rows).tolist()
     observer = fixture.backend.observer
     apply(observer.scheduler, NodeInserted(1, ROOT, SHARED, bytes(16)))
     for member in members:

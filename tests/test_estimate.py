@@ -13,18 +13,9 @@ from hypothesis import strategies as st
 from test_top import JUNK, sentence
 
 from sglang_pat import cli
-from sglang_pat import estimate as module
-from sglang_pat.estimate import (
-    BLOCK,
-    CHARS_PER_TOKEN,
-    GPUS,
-    GPUS_8BIT,
-    EstimateError,
-    batch_of,
-    estimate,
-    read,
-    read_model,
-)
+from sglang_pat.estimate import EstimateError, costs, estimate, models, read, read_model
+from sglang_pat.estimate.costs import GPUS, GPUS_8BIT
+from sglang_pat.estimate.prompts import BLOCK, CHARS_PER_TOKEN, TRACE_BLOCK, Prompt, batch_of
 from sglang_pat.packing import Batch, Node
 
 pytestmark = pytest.mark.once
@@ -232,7 +223,7 @@ def test_a_file_that_has_no_requests_is_one_sentence(
     message: str,
 ) -> None:
     path = tmp_path / "requests"
-    monkeypatch.setattr(module, "LONGEST", 1000)
+    monkeypatch.setattr("sglang_pat.estimate.prompts.LONGEST", 1000)
     if data is None:
         path.mkdir()
     else:
@@ -295,7 +286,7 @@ def changed(**changes: Any) -> dict:
             changed(hybrid_layer_pattern=[1] * 36, sliding_window=128, swa_num_key_value_heads=5),
             ": 32 attention heads cannot share 5 KV heads evenly",
         ),
-        *((changed(**{name: [1]}), f": models whose layers differ by {name} cannot") for name in module.UNREAD),
+        *((changed(**{name: [1]}), f": models whose layers differ by {name} cannot") for name in models.UNREAD),
         (changed(kv_lora_rank=512), ": MLA models are not supported by --attention-backend pat"),
         ("{", "(no JSON)"),
         ("", "(no JSON)"),
@@ -413,7 +404,7 @@ def test_layers_are_what_sglang_takes_them_for() -> None:
     from transformers import AutoConfig, PretrainedConfig
 
     def kinds(config: dict) -> list[str]:
-        return module._kinds(msgspec.convert(config, module.Shape))
+        return models._kinds(msgspec.convert(config, models.Shape))
 
     def full(config: dict) -> list[int]:
         return [layer for layer, kind in enumerate(kinds(config)) if kind == "full_attention"]
@@ -423,7 +414,7 @@ def test_layers_are_what_sglang_takes_them_for() -> None:
     for config, name in ((GPT_OSS, "GptOssForCausalLM"), (MIMO_V2, "MiMoV2FlashForCausalLM")):
         windowed, others = get_hybrid_layer_ids([name], PretrainedConfig(**config))
         assert full(config) == others and len(windowed) + len(others) == config["num_hidden_layers"]
-    for name, defaults in module.DEFAULTS.items():
+    for name, defaults in models.DEFAULTS.items():
         least: dict = (
             {"layers_block_type": ["mamba", "attention"]} if name == "nemotron_h" else {"num_hidden_layers": 24}
         )
@@ -435,13 +426,13 @@ def test_layers_are_what_sglang_takes_them_for() -> None:
             assert kinds(config) == known.layer_types, name
 
 
-def traced(requests: int, tokens: int, shared: int) -> list[module.Prompt]:
+def traced(requests: int, tokens: int, shared: int) -> list[Prompt]:
     """Requests of so many tokens each, one of them generated; multiples of TRACE_BLOCK of them are shared."""
-    common = list(range(shared // module.TRACE_BLOCK))
-    return [module.Prompt([*common, -i], module.TRACE_BLOCK, tokens - 1, 0) for i in range(1, requests + 1)]
+    common = list(range(shared // TRACE_BLOCK))
+    return [Prompt([*common, -i], TRACE_BLOCK, tokens - 1, 0) for i in range(1, requests + 1)]
 
 
-def row(tmp_path: Path, config: dict, prompts: list[module.Prompt], kv_cache: str = "auto") -> list[float]:
+def row(tmp_path: Path, config: dict, prompts: list[Prompt], kv_cache: str = "auto") -> list[float]:
     """The numbers of the one line: of a batch of all requests."""
     model = read_model(write(tmp_path / "config.json", [config]))
     (line,) = [line for line in estimate(prompts, model, "h200", [len(prompts)], kv_cache) if "%" in line]
@@ -497,7 +488,7 @@ def test_long_and_short_requests_in_a_window(tmp_path: Path) -> None:
     assert layers == 64 and spec.window == 4096
     gpu, lengths = GPUS["h200"], [3000] * 16 + [5000]
     batch = Batch(lengths, [Node(0, 2048, list(range(17)))])
-    read, packed, kept, other, time = module.step(batch, [(module._config(spec, gpu), layers)], gpu)
+    read, packed, kept, other, time = costs.step(batch, [(costs.pack_config(spec, gpu), layers)], gpu)
     token = 64 * 8 * 2 * 128 * 2
     assert read == token * (16 * 3000 + 4096)
     assert packed == token * (2048 + 16 * (3000 - 2048) + 4096)
@@ -571,13 +562,13 @@ FIELDS = {
 HASHED = {"hash_ids": st.lists(st.integers()), "input_length": TOKENS, "output_length": TOKENS}
 ROWS = JUNK | st.fixed_dictionaries({}, optional=FIELDS) | st.fixed_dictionaries(HASHED) | st.just(GOOD)
 HEADS = st.integers(-1, 70) | st.sampled_from([128, 4096]) | JUNK
-KINDS = st.lists(st.sampled_from([*module.WITH_KV, *module.WITHOUT_KV]), min_size=30, max_size=64)
+KINDS = st.lists(st.sampled_from([*models.WITH_KV, *models.WITHOUT_KV]), min_size=30, max_size=64)
 CONFIGS = st.builds(
     lambda changes: changed(**changes),
     st.fixed_dictionaries({}, optional={
         "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": st.sampled_from([64, 128, 256]) | JUNK,
         "hidden_size": HEADS, "num_hidden_layers": HEADS, "text_config": JUNK, "num_experts": JUNK, "vocab_size": HEADS,
-        "model_type": st.sampled_from([*module.DEFAULTS, *module.SEE_ONE_MORE, "falcon_h1"]) | JUNK,
+        "model_type": st.sampled_from([*models.DEFAULTS, *models.SEE_ONE_MORE, "falcon_h1"]) | JUNK,
         "v_head_dim": st.sampled_from([64, 128]) | JUNK, "swa_num_key_value_heads": HEADS, "swa_head_dim": HEADS,
         "layer_types": KINDS | JUNK, "layers_block_type": KINDS | JUNK, "hybrid_override_pattern": st.text("M*-", max_size=64) | JUNK,
         "full_attention_interval": HEADS, "full_attn_idxs": st.lists(st.integers()) | JUNK, "sliding_window": TOKENS | JUNK,

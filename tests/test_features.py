@@ -127,4 +127,4 @@ def test_a_cache_that_nobody_tested_is_not_followed() -> None:
     class CacheOfAnotherPlugin:
         root_node: Any = None
 
-    assert compat.path(CacheOfAnotherPlugin(), SimpleNamespace(last_node=object(), session=None)) is None
+    assert compat.cache.path(CacheOfAnotherPlugin(), SimpleNamespace(last_node=object(), session=None)) is None

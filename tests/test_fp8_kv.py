@@ -124,11 +124,11 @@ def test_what_is_read_times_its_scales_is_what_was_written(form: torch.dtype, na
     pool = MHATokenToKVPool(8, 1, form, 2, 16, 1, "cpu", enable_memory_saver=False)
     # Another dtype than any pool's: SGLang's divides by scales that it is given where K has not its own.
     k, v = torch.randn(2, 3, 2, 16).unbind()
-    fp8 = compat.is_fp8(form)
-    k_scale, v_scale = compat.kv_scales(layer)
+    fp8 = compat.pool.is_fp8(form)
+    k_scale, v_scale = compat.pool.kv_scales(layer)
     assert (k_scale, v_scale) == (0.375, 24.0)
     expected = ((k / k_scale).to(form), (v / v_scale).to(form)) if fp8 else (k.to(form), v.to(form))
-    compat.save_kv(pool, layer, slots, k.clone(), v.clone())
+    compat.pool.save_kv(pool, layer, slots, k.clone(), v.clone())
     for got, right in zip((pool.get_key_buffer(0), pool.get_value_buffer(0)), expected, strict=True):
         assert got.dtype == form
         assert torch.equal(got[slots].float(), right.float())
@@ -136,7 +136,7 @@ def test_what_is_read_times_its_scales_is_what_was_written(form: torch.dtype, na
 
 def test_a_layer_without_scales_has_ones() -> None:
     nothing = SimpleNamespace(k_scale=None, v_scale=None, k_scale_float=None, v_scale_float=None)
-    assert compat.kv_scales(nothing) == (1.0, 1.0)
+    assert compat.pool.kv_scales(nothing) == (1.0, 1.0)
 
 
 AFTER_0_5_17 = "triton" if compat.release() == "0.5.17" else "flashinfer"
@@ -162,7 +162,7 @@ def test_prefill_runs_on_a_backend_that_reads_the_cache(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
     monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert compat.prefill_backend(windows, form, with_scales) == expected
+    assert compat.stock.prefill_backend(windows, form, with_scales) == expected
 
 
 def test_a_backend_that_computes_no_sinks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_a_backend_that_computes_no_sinks_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: True)
     for sinks, name in ((False, "flashinfer"), (True, "triton")):
-        assert compat.prefill_backend(False, torch.bfloat16, False, sinks) == name
+        assert compat.stock.prefill_backend(False, torch.bfloat16, False, sinks) == name
 
 
 def test_a_backend_that_takes_v_for_as_wide_as_k_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,14 +190,14 @@ def test_a_backend_that_takes_v_for_as_wide_as_k_is_refused(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: True)
     for unequal, name in ((False, "flashinfer"), (True, "triton")):
-        assert compat.prefill_backend(False, torch.bfloat16, False, unequal=unequal) == name
+        assert compat.stock.prefill_backend(False, torch.bfloat16, False, unequal=unequal) == name
 
 
 def test_which_release_prefills_without_scales() -> None:
-    assert compat.ignores_scales("flashinfer", prefill=True) == (compat.release() == "0.5.17")
-    assert compat.ignores_scales("fa4", prefill=True)
+    assert compat.stock.ignores_scales("flashinfer", prefill=True) == (compat.release() == "0.5.17")
+    assert compat.stock.ignores_scales("fa4", prefill=True)
     for backend in ("flashinfer", "fa4", None):
-        assert not compat.ignores_scales(backend, prefill=False)
+        assert not compat.stock.ignores_scales(backend, prefill=False)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,9 @@ def test_a_backend_that_reads_something_else_is_refused(
     other: str | None, form: torch.dtype, layer: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unscaled = SimpleNamespace(k_scale=None, v_scale=None, k_scale_float=None, v_scale_float=None)
-    monkeypatch.setattr(compat, "attention_layers", lambda runner: [unscaled, LAYERS[layer] if layer else unscaled])
+    monkeypatch.setattr(
+        compat.model, "attention_layers", lambda runner: [unscaled, LAYERS[layer] if layer else unscaled]
+    )
     for phase in ("prefill", "decode"):
         chosen = {
             "prefill_attention_backend": None,

@@ -34,7 +34,7 @@ else:
 @pytest.fixture(autouse=True)
 def _no_grad(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The pools are written in place. FA3 asks the kits' runners for more than they have."""
-    monkeypatch.setattr(compat, "prefill_backend", lambda *_: "triton")
+    monkeypatch.setattr(compat.stock, "prefill_backend", lambda *_: "triton")
     with torch.no_grad():
         yield
 

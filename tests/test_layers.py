@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_pat import compat
-from sglang_pat.backend import layers, support
+from sglang_pat.backend import groups, layers, support
 from sglang_pat.packing import FORMATS, AttentionSpec
 
 
@@ -30,7 +30,7 @@ def test_layers_that_torch_does_not_know_are_found() -> None:
     runner = SimpleNamespace(
         token_to_kv_pool=None, model=model, kv_cache_dtype=torch.float32, model_config=SimpleNamespace(context_len=512)
     )
-    assert len(compat.attention_layers(runner)) == 2
+    assert len(compat.model.attention_layers(runner)) == 2
     assert {spec.window: count for spec, count in layers.count(runner).items()} == {0: 1, 100: 1}
 
 
@@ -98,7 +98,7 @@ def test_reports_of_groups_are_added_up() -> None:
         "fallbacks": 1,
     }
     second = first | {"work_items": 8, "plans": 2, "fallbacks": 2}
-    total = layers.total([first, second])
+    total = groups.total([first, second])
     assert total == first | {"plans": 3, "planning_us": 14, "kv_bytes": 200, "kv_bytes_unpacked": 600, "fallbacks": 2}
 
 
@@ -156,7 +156,7 @@ def hybrid_runner(device: str = "cpu") -> SimpleNamespace:
 
 def test_layers_without_kv_are_none() -> None:
     runner = hybrid_runner()
-    assert [layer.layer_id for layer in compat.attention_layers(runner)] == [1, 3]
+    assert [layer.layer_id for layer in compat.model.attention_layers(runner)] == [1, 3]
     assert list(layers.count(runner).values()) == [2]
 
 
@@ -165,11 +165,11 @@ def test_a_hybrid_pool_is_written_and_read_by_the_layers_own_ids() -> None:
     layer = RadixAttention(8, 64, 1.0, 2, layer_id=3)
     k, v = torch.randn(2, 1, 2, 64).unbind()
     with torch.no_grad():
-        compat.save_kv(pool, layer, torch.tensor([5]), k, v)
+        compat.pool.save_kv(pool, layer, torch.tensor([5]), k, v)
     assert torch.equal(pool.get_key_buffer(3)[5], k[0])
     assert torch.equal(pool.get_value_buffer(3)[5], v[0])
     assert not pool.get_key_buffer(1).any()
-    assert compat.kv_pools(pool)[0].get_key_buffer(1).any(), "of the second layer that has any"
+    assert compat.pool.kv_pools(pool)[0].get_key_buffer(1).any(), "of the second layer that has any"
 
 
 def test_hybrid_models_are_refused_where_their_other_layers_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_hybrid_models_are_refused_where_their_other_layers_do_not_run(monkeypat
         support.UnsupportedError, match=r"does not support hybrid models like Both on a CPU, .* serve it on a GPU"
     ):
         support.check_model(hybrid_runner(), "triton")
-    monkeypatch.setattr(compat, "lists_gdn_backends", lambda _: True)
+    monkeypatch.setattr(compat.stock, "lists_gdn_backends", lambda _: True)
     with pytest.raises(
         support.UnsupportedError, match=r"does not support Both on a Blackwell GPU, .* use --attention-backend triton"
     ):
@@ -220,9 +220,9 @@ def test_sglang_lists_backends_beside_gated_delta_nets_on_blackwell(monkeypatch:
 
     runner = hybrid_runner("cuda")
     runner.model_config.hf_config, runner.model_config.is_draft_model = Qwen3NextConfig(), False
-    assert not compat.lists_gdn_backends(runner)
+    assert not compat.stock.lists_gdn_backends(runner)
     monkeypatch.setattr("sglang.srt.utils.is_blackwell", lambda: True)
-    assert compat.lists_gdn_backends(runner)
+    assert compat.stock.lists_gdn_backends(runner)
 
 
 def test_hybrid_models_with_mla_are_refused_for_it() -> None:
@@ -236,7 +236,7 @@ def test_hybrid_models_are_served_from_the_pool_of_their_attention_only(monkeypa
     """A pool that adds something to it, as 0.5.23 has one, belongs to a backend of SGLang's own."""
     runner = hybrid_runner("cuda")
     runner.dtype = runner.kv_cache_dtype = torch.bfloat16
-    monkeypatch.setattr(compat, "lists_gdn_backends", lambda _: False)
+    monkeypatch.setattr(compat.stock, "lists_gdn_backends", lambda _: False)
     support.check_model(runner, "triton")
     runner.token_to_kv_pool.__class__ = type("OtherPool", (type(runner.token_to_kv_pool),), {})
     with pytest.raises(

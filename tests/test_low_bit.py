@@ -50,7 +50,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 def test_channels_of_k_and_tokens_of_v_are_quantised(bits: int, dim: int) -> None:
     k, v = (torch.cat([x, x], -1)[..., :dim] for x in outlying())
     records = low_bit.pack(k, v, bits)
-    assert records.shape == (PAGES, HEADS, 64 * 2 * dim * FORMATS[f"int{bits}"].bytes_of(dim, dim))
+    assert records.shape == (PAGES, HEADS, 64 * 2 * dim * FORMATS[f"int{bits}"].bytes_with_scales(dim, dim))
     k_read, v_read = low_bit.unpack(records, bits, dim)
     for read, right, x in ((k_read, quantised(k, 1, bits), k), (v_read, quantised(v, 3, bits), v)):
         # A number halfway between two codes may become either.

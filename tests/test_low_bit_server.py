@@ -74,7 +74,7 @@ def test_answers_do_not_depend_on_what_was_cached(
         near_ties.assert_agree(near_ties.generate_all(server, prompts), cold, CLOSE)
     counters = assert_sound(server)
     assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
-    of_a_head = SHAPE["head_dim"] * FORMATS["int4"].bytes_of(SHAPE["head_dim"], SHAPE["head_dim"])
+    of_a_head = SHAPE["head_dim"] * FORMATS["int4"].bytes_with_scales(SHAPE["head_dim"], SHAPE["head_dim"])
     token = 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * of_a_head
     assert counters["kv_bytes"] == token * counters["kv_tokens"]
 
@@ -139,7 +139,7 @@ def test_extends_that_begin_and_end_amid_a_page() -> None:
 
 
 def test_a_token_takes_less_and_tails_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "kv_shape", lambda model_config: (8, 128))
+    monkeypatch.setattr(compat.pool, "kv_shape", lambda model_config: (8, 128))
     arguments = SimpleNamespace(
         attention_backend="pat", prefill_attention_backend=None, decode_attention_backend=None, device="cpu", max_running_requests=15
     )  # fmt: skip

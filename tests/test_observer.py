@@ -57,7 +57,7 @@ def observer(running: list[Req], monkeypatch: pytest.MonkeyPatch) -> Iterator[Ob
     for scheduler in (observer.scheduler, other):
         apply(scheduler, NodeInserted(1, ROOT, 10, bytes(16)))
         for req in running:
-            apply(scheduler, RequestBound(compat.request_of(POOL, req), 1, 12))
+            apply(scheduler, RequestBound(compat.requests.number(POOL, req), 1, 12))
     yield observer
     for number in range(1, 9):
         assert other.find(number) == observer.scheduler.find(number)
@@ -67,7 +67,7 @@ def observer(running: list[Req], monkeypatch: pytest.MonkeyPatch) -> Iterator[Ob
 
 
 def numbers(running: list[Req]) -> list[int]:
-    return [compat.request_of(POOL, req) for req in running]
+    return [compat.requests.number(POOL, req) for req in running]
 
 
 def test_a_request_whose_path_cannot_be_read_is_decoded_unpacked_and_no_other(

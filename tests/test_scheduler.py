@@ -50,7 +50,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], dict[str, int]]] = {
     ),
     "no radix cache": ([POOL, "1500", "--disable-radix-cache"], {}, {}),
 }
-if compat.radix_cache_serves():
+if compat.cache.radix_cache_serves():
     CASES["unified cache"] = (
         [POOL, "600", "--page-size", "4", "--namespaces"], {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}, {"shared": 200, "deferred": 5},
     )  # fmt: skip

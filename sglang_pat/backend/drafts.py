@@ -9,9 +9,10 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_pat import compat
-from sglang_pat.backend import executors, layers
+from sglang_pat.backend import layers
 from sglang_pat.backend.extend import PackedExtend
-from sglang_pat.backend.layers import LayerGroup
+from sglang_pat.backend.groups import make_groups
+from sglang_pat.backend.layers import SpecReader
 from sglang_pat.config import PatConfig
 
 if TYPE_CHECKING:
@@ -25,12 +26,8 @@ class DraftExtend(TorchNativeAttnBackend):
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
         config = PatConfig.from_environment()
-        self._shape = layers.kv_format(runner.kv_cache_dtype), layers.none_from(runner)
-        specs = layers.count(runner)
-        self._groups = [
-            LayerGroup(spec, size, executor, runner.req_to_token_pool.size, config)
-            for (spec, size), executor in zip(specs.items(), executors.create(runner, config, specs), strict=True)
-        ]
+        self._reader = SpecReader(runner)
+        self._groups = make_groups(runner, config, layers.count(runner))
         self._extend = PackedExtend(runner, self._groups)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -41,9 +38,9 @@ class DraftExtend(TorchNativeAttnBackend):
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: ForwardBatch, save_kv_cache: bool = True, **kwargs: Any
     ) -> Any:
-        if not compat.decodes(layer) or kwargs:
+        if not compat.model.decodes(layer) or kwargs:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        spec = layers.spec_of(layer, *self._shape)
+        spec = self._reader.spec(layer)
         group = next(group for group in self._groups if group.spec == spec)
         return self._extend.forward(q, k, v, layer, group, forward_batch, save_kv_cache, None)
 

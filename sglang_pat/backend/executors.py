@@ -158,7 +158,7 @@ class CudaExecutor:
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self.max_slots = workspace_slots(self.pack_config, runner.req_to_token_pool.size)
         self._plan = torch.zeros(size, dtype=torch.int32, device=device)
-        self._shape = (self.max_slots, spec.heads * spec.query_tokens, spec.v_head_dim)
+        self._shape = (self.max_slots, spec.query_heads, spec.v_head_dim)
         self._partial = self._lse = torch.empty(0, device=device)
         self._copied = torch.cuda.Event()
         self._copied.record()  # which makes its handle

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_pat import compat
-from sglang_pat.backend.layers import LayerGroup
+from sglang_pat.backend.groups import LayerGroup
 from sglang_pat.backend.low_bit_pool import Behind, LowBitKVPool
 from sglang_pat.backend.parts import Parts, divide, trailing
 from sglang_pat.backend.support import UnsupportedError
@@ -82,9 +82,9 @@ class PackedExtend:
         self.shared += any(plan.shared for plan in made.values())
         if self._low_bit is not None:
             self._behind = Behind.of(rows.tolist(), cached, added, len(self._req_to_token))
-        if compat.has_window_pool(self._pool):
+        if compat.pool.has_window_pool(self._pool):
             # What a window has left behind is called 0 there, and not read.
-            mapping = compat.window_mapping(self._pool)
+            mapping = compat.pool.window_mapping(self._pool)
             self._window_slots = mapping[batch.out_cache_loc]
             longest = max(map(sum, zip(cached, added, strict=True)), default=0)
             self._window_table = mapping[self._req_to_token[rows, :longest].long()].int()
@@ -97,21 +97,22 @@ class PackedExtend:
         forward_batch: ForwardBatch, save_kv_cache: bool, sinks: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         """One layer's attention, [tokens, heads * v_head_dim]; rows with which the batch was padded are zero."""
-        pool, apart = self._pool, compat.in_window_pool(self._pool, layer)
+        pool, apart = self._pool, compat.pool.in_window_pool(self._pool, layer)
         slots, pages = forward_batch.out_cache_loc, None
         if self._low_bit is not None:
             if not save_kv_cache or k is None:
                 raise UnsupportedError(
-                    f"layer {layer.layer_id} reads what another one wrote, which a KV cache of few bits (SGLANG_PAT_KV) does not support: unset it"
+                    f"layer {layer.layer_id} reads KV that another layer wrote, which a KV cache of 4 or 2 bits does not support: unset "
+                    "SGLANG_PAT_KV"
                 )
             kept_k, kept_v, pages = self._low_bit.extending(layer.layer_id, k, v, self._behind)
             self._low_bit.store(layer.layer_id, k, v, self._rows, self._seq_lens, slots)
         else:
             if save_kv_cache and k is not None:
-                compat.save_kv(pool, layer, slots, k, v, self._window_slots if apart else None)
+                compat.pool.save_kv(pool, layer, slots, k, v, self._window_slots if apart else None)
             kept_k, kept_v = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        k_scale, v_scale = compat.kv_scales(layer) if compat.is_fp8(pool.dtype) else (1.0, 1.0)
+        k_scale, v_scale = compat.pool.kv_scales(layer) if compat.pool.is_fp8(pool.dtype) else (1.0, 1.0)
         real = len(self._rows)
         out = group.executor.extend(
             q[:real],
@@ -138,7 +139,7 @@ class PackedExtend:
 
     def _short(self, forward_batch: ForwardBatch) -> Parts | None:
         rows = hooks.rows_of(forward_batch)
-        added = None if rows is None else compat.added(forward_batch, len(rows))
+        added = None if rows is None else compat.batch.new_tokens(forward_batch, len(rows))
         if added is None:
             return None
         # More do not share: they fill a tile by themselves (csrc/packing/extend.h).
@@ -166,7 +167,7 @@ class PackedExtend:
         named = torch.full((size,), -1)
         rows = hooks.rows_of(forward_batch)
         if rows is not None:
-            found = compat.requests(self._pools, rows)[:size]
+            found = compat.requests.numbers(self._pools, rows)[:size]
             named[: len(found)] = found
         return named
 

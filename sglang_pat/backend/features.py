@@ -1,7 +1,7 @@
-"""Every feature of SGLang that touches attention or the prefix cache, and what `--attention-backend pat` makes of it.
+"""Every feature of SGLang that touches attention or the prefix cache, and how `--attention-backend pat` treats it.
 
-Start-up checks (support.py) and docs/support.md are made from this table. A feature that works names the test that shows it; one
-that is refused says by which arguments it is asked for, and what to do instead.
+The checks at start (support.py) and docs/support.md come from this table. A feature that works names the tests that show it. One that is
+refused names the arguments that ask for it, and what to do instead.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import msgspec
 from sglang_pat import compat
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
-"""Of speculative decoding, whose verify steps are all alike."""
+"""Algorithms of speculative decoding that are supported; their verify steps are all alike."""
 
 Status = Literal["works", "unpacked", "refused"]
-"""`unpacked`: the answers are right, and nothing is shared."""
+"""`unpacked`: the answers are right, but nothing is shared."""
 
 Asked = Callable[[Any, Mapping[str, str]], bool]
 """Whether server arguments, as SGLang resolved them, and environment variables ask for a feature."""
@@ -27,13 +27,13 @@ class Feature(msgspec.Struct, frozen=True):
     """A row of the table.
 
     Attributes:
-        name: What SGLang's documentation calls it.
-        how: The flags, the request field or the environment variable that turn it on; empty where it is always on.
-        status: What becomes of it.
+        name: Its name in SGLang's documentation.
+        how: The flags, request field or environment variable that turn it on; empty if it is always on.
+        status: How it is treated.
         shown: The tests that show it, as `file::function` below tests/.
-        asked: Of a refused one, whether it is asked for; None where it depends on the model (support.py).
-        instead: Of a refused one, what to do.
-        note: What a user should know besides.
+        asked: For a refused one: whether it is asked for; None if that depends on the model (support.py).
+        instead: For a refused one: what to do.
+        note: What else a user should know.
     """
 
     name: str
@@ -46,15 +46,15 @@ class Feature(msgspec.Struct, frozen=True):
 
 
 def _low_bit(*several: Asked) -> Asked:
-    """One of these is asked for, and KV of less than 8 bits."""
+    """KV of less than 8 bits is asked for, and one of these."""
     return lambda arguments, environment: (
         bool(environment.get("SGLANG_PAT_KV")) and _any(*several)(arguments, environment)
     )
 
 
 def _beside(arguments: Any, environment: Mapping[str, str]) -> bool:
-    """Another attention backend runs beside PAT."""
-    return set(compat.backends_chosen(arguments)) != {"pat"}
+    """Another attention backend runs one of the phases."""
+    return set(compat.arguments.backends_chosen(arguments)) != {"pat"}
 
 
 def _set(name: str) -> Asked:
@@ -84,7 +84,7 @@ def _full_prefill_graph(arguments: Any, environment: Mapping[str, str]) -> bool:
 
 
 def _given(name: str, *harmless: str | None) -> Asked:
-    """The argument `name` is something else than these."""
+    """The argument `name` is set, to none of these."""
     return lambda arguments, environment: getattr(arguments, name, None) not in (None, *harmless)
 
 
@@ -145,15 +145,15 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("chunked prefill", "`--chunked-prefill-size`", _MIRROR, _FLAGS),
         _works("mixed chunks", "`--enable-mixed-chunk`", _FLAGS, "test_attention_kit.py::test_decoding_requests_of_a_mixed_step_are_packed",
                "test_gpu_server.py::test_mixed_chunks",
-               note="the decoding requests of a mixed step are packed, by the plan of the decode step before where they are the same; with "
+               note="the decoding requests of a mixed step are packed; if they are those of the previous decode step, its plan is reused; with "
                "`--prefill-attention-backend` that backend computes the whole step"),
         _works("short turns on a cached document", "", "test_server.py::test_short_turns_on_one_document_read_it_together",
                "test_attention_kit.py::test_short_extends_are_planned_where_they_share",
-               note="they read it together; on GPUs where they are the last of their batch and by its table of tiles that takes less than the "
-               "traffic of reading it for each; other extends are the prefill backend's there"),
-        _works("requests that wait for a prefix which another one computes", "`SGLANG_PAT_DEFER`, on",
+               note="they read it together; on a GPU only if they come last in their batch, and if by its table of tiles that takes less than "
+               "reading it for each; other extends run on the prefill backend there"),
+        _works("waiting for a prefix that another request computes", "`SGLANG_PAT_DEFER`, on",
                "test_siblings.py::test_a_prefix_is_computed_once", "test_siblings.py::test_aborts_of_leaders_keep_nobody_waiting", _MIRROR,
-               note="of sglang-pat; where it computes 256 or more of their tokens, for 16 steps at most; not in hybrid models and caches that are not followed"),
+               note="a feature of sglang-pat; for 256 or more common tokens, and 16 steps at most; not in hybrid models, nor in caches that are not followed"),
         _works("retraction", "", _POOL),
         _works("priorities and preemption", "`--enable-priority-scheduling`", _MIRROR, _CHAOS),
         _works("disconnects, aborts, time limits", "`/abort_request`, `SGLANG_REQ_WAITING_TIMEOUT`, `SGLANG_REQ_RUNNING_TIMEOUT`", _CHAOS, "test_kits.py::TestTimeouts"),
@@ -167,7 +167,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("LoRA adapters, each a namespace of its own", "`--enable-lora`", _CHAOS),
         _works("salts", "`cache_salt`, `extra_key`", _CHAOS, _MIRROR),
         _works("sessions, streaming sessions", "`--enable-streaming-session`", _CHAOS, "test_kits.py::TestStreamingSessions",
-               note="without `UnifiedRadixCache` the second turn of a streaming session and those after it are not packed"),
+               note="without `UnifiedRadixCache` a streaming session is packed in its first turn only"),
         _unpacked("beam search (0.5.23)", "`beam_width`", _CHAOS),
     ),
     "Prefix cache": (
@@ -175,7 +175,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("`UnifiedRadixCache`, Python and Rust core", "the default of 0.5.23", _NESTED, _MIRROR),
         _works("`flush_cache`, eviction", "", "test_server.py::test_after_flush_cache", _MIRROR),
         _works("hierarchical cache", "`--enable-hierarchical-cache`", "test_gpu_server.py::test_features",
-               note="0.5.17; with 0.5.23 nobody has tested it, and it is not followed"),
+               note="on 0.5.17; on 0.5.23 it is untested and not followed"),
         _refused("a prefix cache that knows sessions", "`--enable-session-radix-cache`", _set("enable_session_radix_cache"), _LEAVE_OUT),
         _refused("linkers of other caches (0.5.23)", "`--enable-unified-cache-external-linker`",
                  _set("enable_unified_cache_external_linker"), _LEAVE_OUT),
@@ -183,12 +183,12 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _unpacked("no prefix cache", "`--disable-radix-cache`", _MIRROR),
         _unpacked("any other: LMCache, FlexKV, C++ radix tree, `--radix-cache-backend`", "",
                   "test_features.py::test_a_cache_that_nobody_tested_is_not_followed",
-                  note="not run: none of their nodes is followed"),
+                  note="not run; they are not followed"),
     ),
     "Parallelism": (
-        _works("tensor parallelism", "`--tp-size`", "test_server.py::test_parallelism", note="every rank plans for itself, and all alike"),
+        _works("tensor parallelism", "`--tp-size`", "test_server.py::test_parallelism", note="every rank makes the same plans by itself"),
         _works("pipeline parallelism", "`--pp-size`", "test_server.py::test_parallelism",
-               note="microbatches take turns, so that every step's plan is made on the spot"),
+               note="microbatches take turns, so every step's plan is made on the spot"),
         _works("replicas", "`--dp-size`, `sglang-router`", "test_server.py::test_parallelism", "test_server.py::test_replicas_behind_a_router"),
         _works("DP attention", "`--enable-dp-attention`", "test_gpu_server.py::test_parallelism"),
         _refused("decode context parallelism", "`--dcp-size`", _several("dcp_size"), _LEAVE_OUT),
@@ -201,10 +201,10 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _unpacked("decode server", "`--disaggregation-mode decode`", "test_server.py::test_a_decode_server",
                   note="it has no prefix cache unless told otherwise"),
         _refused("decode server with a prefix cache", "`--disaggregation-decode-enable-radix-cache`",
-                 _set("disaggregation_decode_enable_radix_cache"), "leave it out: nobody has tested it"),
+                 _set("disaggregation_decode_enable_radix_cache"), "leave it out: it is untested"),
         _refused("a server that changes its role (0.5.23)", "`--enable-pd-role-switch`", _set("enable_pd_role_switch"), _LEAVE_OUT),
         _refused("KV offload of a decode server", "`--disaggregation-decode-enable-offload-kvcache`",
-                 _set("disaggregation_decode_enable_offload_kvcache"), "leave it out: nobody has tested it"),
+                 _set("disaggregation_decode_enable_offload_kvcache"), "leave it out: it is untested"),
     ),
     "CUDA graphs": (
         _works("decode, every captured size, and none", "`--disable-cuda-graph`", "test_gpu_server.py::test_every_batch_size_has_its_graph",
@@ -212,7 +212,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("prefill, breakable (the default)", "", "test_gpu_server.py::test_features"),
         _refused("prefill as one graph", "`--cuda-graph-backend-prefill full`", _full_prefill_graph,
                  "leave it out, or take --cuda-graph-backend-prefill breakable"),
-        _refused("decode in graphs that are not whole", "`--cuda-graph-backend-decode`",
+        _refused("decode in anything but full graphs", "`--cuda-graph-backend-decode`",
                  _given("cuda_graph_backend_decode", "full", "disabled"), "leave it out"),
         _refused("torch.compile", "`--enable-torch-compile`", _set("enable_torch_compile"), "leave it out"),
         _refused("megakernels (0.5.23)", "`--enable-nvidia-megakernel`, `--enable-amd-monokernel`",
@@ -229,20 +229,21 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                  "take fp8_e4m3, or use another --attention-backend"),
         _works("KV of 4 and 2 bits on a CPU", "`SGLANG_PAT_KV=int4`, `int2`", _LOW_BIT_SERVER, "test_low_bit.py::test_decode",
                "test_low_bit.py::test_extends_see_what_decode_steps_would",
-               note="full pages of 64 tokens, K by channel and V by token; what is behind a request's last full page keeps the model's dtype; heads "
-               "of a multiple of 32 dimensions"),
-        _refused("KV of 4 and 2 bits on a GPU, with windows, or beside an encoder", "`SGLANG_PAT_KV`", None, "unset it"),
-        _refused("KV of 4 and 2 bits in other pages than of 64 tokens", "`SGLANG_PAT_KV` and `--page-size`",
+               note="full pages of 64 tokens are quantised, K by channel and V by token; tokens behind a request's last full page keep the model's dtype; "
+               "head dimensions are multiples of 32"),
+        _refused("KV of 4 and 2 bits on a GPU, with windows, or for encoders", "`SGLANG_PAT_KV`", None, "unset it"),
+        _refused("KV of 4 and 2 bits with a page size other than 64", "`SGLANG_PAT_KV` and `--page-size`",
                  _low_bit(_given("page_size", 64)), "leave out --page-size"),
         _refused("KV of 4 and 2 bits with another format of the KV cache", "`SGLANG_PAT_KV` and `--kv-cache-dtype`",
-                 _low_bit(_given("kv_cache_dtype", "auto")), "unset the one or leave out the other"),
-        _refused("KV of 4 and 2 bits beside what copies KV out of the pool", "`SGLANG_PAT_KV` and `--enable-hierarchical-cache`, `--enable-lmcache`, `--disaggregation-mode`",
-                 _low_bit(_set("enable_hierarchical_cache"), _set("enable_lmcache"), _given("disaggregation_mode", "null")), "unset it"),
-        _refused("KV of 4 and 2 bits beside another backend", "`SGLANG_PAT_KV` and `--prefill-attention-backend`, `--decode-attention-backend`",
+                 _low_bit(_given("kv_cache_dtype", "auto")), "unset SGLANG_PAT_KV or leave out --kv-cache-dtype"),
+        _refused("KV of 4 and 2 bits with features that copy KV out of the pool",
+                 "`SGLANG_PAT_KV` and `--enable-hierarchical-cache`, `--enable-lmcache` or `--disaggregation-mode`",
+                 _low_bit(_set("enable_hierarchical_cache"), _set("enable_lmcache"), _given("disaggregation_mode", "null")), "unset SGLANG_PAT_KV"),
+        _refused("KV of 4 and 2 bits with another backend", "`SGLANG_PAT_KV` and `--prefill-attention-backend` or `--decode-attention-backend`",
                  _low_bit(_beside), "let pat do both, by --attention-backend pat alone"),
         _refused("KV of 4 and 2 bits with speculative decoding, mixed chunks or streaming sessions",
-                 "`SGLANG_PAT_KV` and `--speculative-algorithm`, `--enable-mixed-chunk`, `--enable-streaming-session`",
-                 _low_bit(_set("speculative_algorithm"), _set("enable_mixed_chunk"), _set("enable_streaming_session")), "unset it"),
+                 "`SGLANG_PAT_KV` and `--speculative-algorithm`, `--enable-mixed-chunk` or `--enable-streaming-session`",
+                 _low_bit(_set("speculative_algorithm"), _set("enable_mixed_chunk"), _set("enable_streaming_session")), "unset SGLANG_PAT_KV"),
         _refused("the KV layout HND", "`SGLANG_USE_HND_KVCACHE`", _variable("SGLANG_USE_HND_KVCACHE"), "unset it"),
         _refused("page-major KV layout and unified memory", "`--enable-page-major-kv-layout`, `--enable-unified-memory`",
                  _any(_set("enable_page_major_kv_layout"), _set("enable_unified_memory")), _LEAVE_OUT),
@@ -250,57 +251,56 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     "Decoding": (
         _works("speculative decoding on a CPU", "`--speculative-algorithm EAGLE`, `STANDALONE`, `NGRAM`", _SPECULATION, "test_speculation.py::test_windows",
                "test_chaos.py::test_chaos_with_drafts", "test_verify.py::test_random_trees_of_drafts", "test_scheduler.py::test_the_mirror_is_what_req_to_token_says",
-               note="drafts are verified packed, and against the likeliest tokens only, as on SGLang's own CPU engine; EAGLE3 and NEXTN start, and were not run"),
+               note="verify steps are packed; as on SGLang's own CPU engine, drafts are compared with the likeliest tokens only; EAGLE3 and NEXTN are accepted but were not run"),
         _refused("streaming sessions beside speculative decoding", "`--enable-streaming-session` and `--speculative-algorithm`", _speculates_in_streams,
-                 "leave out one of them", note="SGLang takes a turn's last token to have KV, which only the next verify step writes: later turns read what was in its slot, with any backend"),
+                 "leave out one of them", note="a bug of SGLang with any backend: it assumes that a turn's last token has KV, but only the next verify step writes it, so later turns read stale KV"),
         _works("speculative decoding on a GPU", "likewise", "test_gpu_server.py::test_drafts",
-               note="drafts run on the stock backend that prefills, or on `--speculative-draft-attention-backend`; run with EAGLE, STANDALONE and NGRAM on 0.5.17; faster than FA3 where prefixes are shared and query heads / KV heads x tokens of a draft are up to 32 (33 of 36 cases with 32), mostly slower beyond (measured.md, Verify steps); models with windows are refused: no server has run with both"),
+               note="draft models run on the stock backend that prefills, or on `--speculative-draft-attention-backend`; run with EAGLE, STANDALONE and NGRAM on 0.5.17; where prefixes are shared, faster than FA3 up to 32 rows (query heads / KV heads x tokens of a draft; at 32 in 33 of 36 cases), mostly slower beyond (measured.md, Verify steps); models with windows are refused, as no server has run with both"),
         _refused("other algorithms of speculative decoding", "`--speculative-algorithm DFLASH` and others", _speculates_otherwise, _LEAVE_OUT),
-        _refused("speculation that changes the length of drafts", "`--speculative-adaptive`", _set("speculative_adaptive"), "leave it out"),
+        _refused("speculation with drafts of changing length", "`--speculative-adaptive`", _set("speculative_adaptive"), "leave it out"),
         _refused("drafts of more than 64 tokens", "`--speculative-num-draft-tokens`",
                  _more("speculative_num_draft_tokens", 64), "take 64 or less"),
-        _refused("speculative decoding with another backend beside", "`--prefill-attention-backend`, `--decode-attention-backend`",
+        _refused("speculative decoding with a second backend", "`--prefill-attention-backend`, `--decode-attention-backend`",
                  _speculates_beside, "let pat do both, by --attention-backend pat alone"),
         _refused("diffusion models", "`--dllm-algorithm`", _set("dllm_algorithm"), _LEAVE_OUT),
         _refused("deterministic inference", "`--enable-deterministic-inference`, `--rl-on-policy-target`",
                  _any(_set("enable_deterministic_inference"), _set("rl_on_policy_target")), _LEAVE_OUT,
-                 note="how parts are cut depends on the batch"),
+                 note="where KV is cut into parts depends on the batch"),
     ),
     "Models": (
         _works("MHA, GQA and MQA of any ratio, logit soft cap", "", "test_cuda_kernel.py::test_random_trees",
                "test_cuda_kernel.py::test_logit_cap", "test_cuda_kernel.py::test_more_query_heads_than_a_tile_has_rows"),
         _works("embedding models, decoders and encoders (such as BERT)", "`--is-embedding`",
                "test_embedding.py::test_embeddings_are_those_of_a_stock_backend",
-               note="nothing is decoded; an encoder is all a stock backend's, `/server_info` has no `pat`, and 0.5.17 needs "
+               note="nothing is decoded; encoders run on a stock backend alone: `/server_info` has no `pat`, and 0.5.17 needs "
                "`--disable-radix-cache --chunked-prefill-size -1` with any backend"),
         _works("hybrid models on a GPU: full attention between gated delta nets or Mamba 2", "Qwen3-Next, Nemotron-H",
                _MIRROR, "test_gpu_server.py::test_hybrid_models",
-               note="their full attention is packed; with `--enable-hierarchical-cache` nothing is; others (Qwen 3.5, LFM2, Falcon-H1) start, and were not run"),
+               note="full attention is packed, except with `--enable-hierarchical-cache`; other models (Qwen 3.5, LFM2, Falcon-H1) are accepted but were not run"),
         _refused("hybrid models on a CPU", "", None, "serve them on a GPU"),
         _refused("gated delta nets on a Blackwell GPU", "", None, "use --attention-backend triton",
-                 note="SGLang accepts backends of its own only"),
+                 note="SGLang accepts only its own backends there"),
         _works("multimodal models", "Qwen-VL and others", "test_multimodal.py::test_answers_are_those_of_a_stock_backend",
-               note="questions on one image share it"),
+               note="questions about one image share it"),
         _refused("attention in both directions within an image", "Gemma 3 with `--enable-multimodal`, Gemma 4", None,
                  "use --attention-backend triton"),
         _refused("MLA, in hybrid models too (Kimi-Linear)", "", None, "use another --attention-backend"),
         _works("sliding windows", "", "test_windows.py::test_answers_are_those_of_a_stock_backend", "test_cuda_kernel.py::test_windows",
-               "test_attention_kit.py::test_windows", note="a request shares as long as it is no longer than the window"),
+               "test_attention_kit.py::test_windows", note="a request shares until it is longer than the window"),
         _works("a KV pool of its own for windows (gpt-oss, Mellum, MiMo V2)", "", "test_windows.py::test_a_pool_for_windows",
-               "test_gpu_server.py::test_a_pool_for_windows", note="0.5.17 has none on CPUs, and keeps all KV in one pool there; with `--enable-hierarchical-cache`, or where every layer has a window, nothing is packed"),
-        _refused("windows beside which prompts are seen whole (UnlimitedOCR)", "", None, "use another --attention-backend"),
+               "test_gpu_server.py::test_a_pool_for_windows", note="on CPUs 0.5.17 keeps all KV in one pool; nothing is packed with `--enable-hierarchical-cache`, or if every layer has a window"),
+        _refused("windows that do not apply to prompts (UnlimitedOCR)", "", None, "use another --attention-backend"),
         _works("attention sinks (gpt-oss on a GPU, MiMo V2)", "", "test_cuda_kernel.py::test_sinks",
                "test_gpu_server.py::test_sinks", "test_sinks.py::test_answers_do_not_depend_on_packing",
-               note="on a GPU prefill runs on FA3 or Triton; on a CPU SGLang's own experts do not run gpt-oss"),
-        _works("models for which SGLang lists its backends: Exaone 4, gpt-oss", "",
+               note="on a GPU prefill runs on FA3 or Triton; on a CPU SGLang cannot run the experts of gpt-oss"),
+        _works("models for which SGLang has a list of backends: Exaone 4, gpt-oss", "",
                "test_windows.py::test_a_model_for_which_sglang_lists_its_backends"),
         _refused("encoder-decoder models", "", None, "use another --attention-backend"),
         _refused("attention in both directions by a decoder (EmbeddingGemma, HRM)", "", None, "use --attention-backend triton"),
         _refused("encoders with windows (EmbeddingGemma 2)", "", None, "use --attention-backend triton"),
         _works("K of 192 dimensions and V of 128 on a GPU", "", "test_cuda_kernel.py::test_random_trees",
                "test_cuda_kernel.py::test_v_narrower_than_k_in_one_pool", "test_gpu_server.py::test_unequal_dimensions",
-               note="those of MiMo V2; prefill runs on "
-               "FA3 or Triton"),
+               note="as in MiMo V2; prefill runs on FA3 or Triton"),
         _refused("other pairs of unequal dimensions on a GPU", "", None, "use another --attention-backend"),
         _refused("other head dimensions than those above", "", None, "use another --attention-backend"),
         _refused("float32 on a GPU", "`--dtype float32`", None, "take --dtype bfloat16 or float16"),

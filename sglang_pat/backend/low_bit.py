@@ -22,8 +22,8 @@ def chosen(server_args: Any) -> KVFormat | None:
     Raises:
         ConfigError: A `SGLANG_PAT_*` variable is wrong.
     """
-    arguments = compat.arguments(server_args)
-    if "pat" not in compat.backends_chosen(server_args) or arguments.device != "cpu":
+    arguments = compat.arguments.resolved(server_args)
+    if "pat" not in compat.arguments.backends_chosen(server_args) or arguments.device != "cpu":
         return None
     return FORMATS.get(PatConfig.from_environment().kv)
 
@@ -33,8 +33,8 @@ def cell_size(compute: Callable[..., int], configurator: Any, kvc: Any, num_laye
     form = chosen(kvc.server_args)
     if form is None:
         return compute(configurator, kvc, num_layers)
-    heads, head_dim = compat.kv_shape(kvc.model_config)
-    requests = compat.arguments(kvc.server_args).max_running_requests or MOST_REQUESTS
+    heads, head_dim = compat.pool.kv_shape(kvc.model_config)
+    requests = compat.arguments.resolved(kvc.server_args).max_running_requests or MOST_REQUESTS
     row = 2 * low_bit.PAGE_TOKENS * heads * head_dim * kvc.model_dtype.itemsize
     configurator.pat_tails_bytes = num_layers * row * (requests + 1)
     return num_layers * heads * low_bit.record_bytes(form.bits, head_dim) // low_bit.PAGE_TOKENS

@@ -72,7 +72,7 @@ def divide(forward_batch: Any, added: Sequence[int], first: int) -> Parts:
     size, tokens, end = len(added), sum(added[:first]), sum(added)
 
     def part(requests: slice, of: slice) -> Any:
-        found = compat.part(forward_batch, requests, of)
+        found = compat.batch.part(forward_batch, requests, of)
         found.rids = forward_batch.rids.part(requests)
         return found
 
@@ -92,12 +92,12 @@ def decoding(forward_batch: Any) -> Parts | None:
     """Divide an extend's batch in front of those that have one new token: in a mixed step they decode, and else the rest of their prompt is
     no more than that. None where there are none."""
     rows = hooks.rows_of(forward_batch)
-    added = None if rows is None else compat.added(forward_batch, len(rows))
+    added = None if rows is None else compat.batch.new_tokens(forward_batch, len(rows))
     if added is None:
         return None
     first = trailing(added, 1)
     if first == len(added):
         return None
     parts = divide(forward_batch, added, first)
-    compat.as_decode(parts.second)
+    compat.batch.as_decode(parts.second)
     return parts

@@ -1,4 +1,4 @@
-"""Lazy update (PAT §5.1): when a plan may be used again, when the next one is begun, and what happens without any."""
+"""Lazy update (PAT §5.1): when a plan may be used again, when the next one is started, and what happens if planning fails."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ logger = logging.getLogger(__name__)
 class Planner:
     """Hands out plans for the batches of one scheduler process.
 
-    A plan does not depend on how long tails are, and names KV by batch position, not by row: it stays right as long
-    as the same requests are in the same order and hang at the same places in the tree, and none of them leaves a window. The
-    steps for which it is good end before that, so that no plan may be used for longer.
+    A plan does not depend on how long tails are, and names requests by batch position, not by row. So it stays valid as long as the
+    batch has the same requests in the same order, their paths in the tree stay the same, and none of them outgrows a window. Each plan
+    says for how many steps it is good; that ends before any request outgrows its window.
+
+    Attributes:
+        on_plan: Called with every plan made (`TraceWriter.on_plan`); None for nobody.
     """
 
     def __init__(
@@ -37,14 +40,14 @@ class Planner:
         Args:
             scheduler: Hears of every radix-tree event before `on_event` does.
             reuse: Keep a plan while it is good; otherwise plan every step.
-            ahead: Let the scheduler's own thread plan the next batch as soon as it is expected.
-            on_plan: Told of every plan made (`TraceWriter.on_plan`).
-            growth: By how many tokens a request may grow in a step; the scheduler's steps are of one.
+            ahead: Let the scheduler's own thread plan the next batch as soon as it is known.
+            on_plan: As above.
+            growth: How many tokens a request may gain in a step. The scheduler counts steps of one token.
         """
         self._scheduler = scheduler
         self._reuse = reuse
         self._ahead = ahead
-        self._on_plan = on_plan
+        self.on_plan = on_plan
         self._growth = growth
         self._data: Any = None
         self._requests: Any = None
@@ -63,9 +66,9 @@ class Planner:
         """The plan for the next decode step, one of the scheduler's buffers; it counts as a step run.
 
         Args:
-            requests: In batch order, an int64 host array. Nobody writes to it: while it is the same object, it is the same batch.
-            seq_lens: Gives their lengths, likewise; asked for only when a plan has to be made.
-            check: Raises where a plan contradicts the KV slots.
+            requests: In batch order, an int64 host array. Do not write to it: the same object means the same batch.
+            seq_lens: Returns their lengths, likewise; called only when a plan has to be made.
+            check: Raises if a plan contradicts the KV slots.
         """
         if not (self._used < self._good and self._reuse and self._stands(requests)):
             began = time.perf_counter_ns()
@@ -79,7 +82,7 @@ class Planner:
         return self._data
 
     def on_event(self, event: Event) -> None:
-        """The scheduler took an event: if the next batch will be another one, begin to plan it."""
+        """The scheduler took an event: if that changes the next batch, start to plan it."""
         self._prepare()
 
     def _prepare(self) -> None:
@@ -91,16 +94,16 @@ class Planner:
             self._begin()
 
     def _begin(self) -> None:
-        """Begin to plan ahead; where that cannot be (a container may have no more threads), every plan is made when its step comes."""
+        """Start to plan ahead. If no thread can be started (containers limit them), make every plan when its step comes."""
         try:
             self._scheduler.prepare(self._used)
         except Exception:
             self._ahead = False
-            logger.warning("sglang-pat plans no longer ahead, but when a step begins", exc_info=True)
+            logger.warning("sglang-pat no longer plans ahead: each plan is made when its step begins", exc_info=True)
 
     @property
     def made(self) -> int:
-        """Plans handed out so far: a new number is a new plan."""
+        """Plans handed out so far; a new number means a new plan."""
         return self._counts.plans
 
     def counters(self) -> Counters:
@@ -146,9 +149,9 @@ class Planner:
 
     def _hand_out(self, index: int, good: int, seq_lens: Any, ahead: bool = False, fallback: bool = False) -> None:
         self._counts.plans += 1
-        if self._on_plan is not None:
+        if self.on_plan is not None:
             kv_tokens, parts, _ = self._scheduler.current()
-            self._on_plan(
+            self.on_plan(
                 self._requests.tolist(),
                 steps=self._used,
                 seq_lens=seq_lens.tolist(),

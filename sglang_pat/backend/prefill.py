@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_pat.backend.layers import LayerGroup
+    from sglang_pat.backend.groups import LayerGroup
 
 
 class Prefill:
@@ -50,7 +50,7 @@ class Prefill:
         self.mixed_steps = 0
         self._begin_decode, self._decode, self._group_of = begin_decode, decode, group_of
         # A stock backend's metadata are of what is left: a layer that it computes must want no more.
-        self._divides = all(map(compat.decodes, compat.attention_layers(runner)))
+        self._divides = all(map(compat.model.decodes, compat.model.attention_layers(runner)))
         self._decoding: Parts | None = None  # of a batch; and of the first part of that
         self._planned: Parts | None = None
 
@@ -58,7 +58,7 @@ class Prefill:
         """Before a batch's layers run; `check` as for `PackedExtend.begin`."""
         self.forget()
         left: Any = forward_batch
-        extends = compat.is_extend(forward_batch.forward_mode)
+        extends = compat.batch.is_extend(forward_batch.forward_mode)
         if extends and self._divides:
             self._decoding = parts.decoding(forward_batch)
         if self._decoding is not None:

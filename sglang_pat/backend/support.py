@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ class UnsupportedError(ValueError):
 
 def check_arguments(server_args: Any, environment: Mapping[str, str] = os.environ) -> None:
     """Raise UnsupportedError where `ServerArgs`, or a variable of the environment, asks for what PAT does not do (features.py)."""
-    arguments = compat.arguments(server_args)
+    arguments = compat.arguments.resolved(server_args)
     for feature in features.REFUSED:
         if feature.asked is not None and feature.asked(arguments, environment):
             asked_by = feature.how.replace("`", "")
@@ -60,28 +61,30 @@ def check_device(runner: Any) -> None:
             )
 
 
-def check_model(runner: Any, fallback: str) -> None:
+def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
     """Raise UnsupportedError where the loaded model needs attention that PAT does not compute.
 
     Args:
         runner: SGLang's `ModelRunner`, its model loaded.
         fallback: A stock attention backend to suggest.
+
+    Returns:
+        `layers.count` of the model.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    if compat.kv_layout(runner) != "nhd":
+    config, pool = runner.model_config, runner.token_to_kv_pool
+    if compat.pool.kv_layout(pool) != "nhd":
         raise UnsupportedError(
-            f"--attention-backend pat does not support the KV layout {compat.kv_layout(runner)} yet: use another "
+            f"--attention-backend pat does not support the KV layout {compat.pool.kv_layout(pool)} yet: use another "
             "--attention-backend"
         )
-    config = runner.model_config
-    pool = runner.token_to_kv_pool
     check_low_bit(runner)
     instead = f"{_OTHER} {fallback} or --decode-attention-backend {fallback}"
     name = ", ".join(config.hf_config.architectures or [type(runner.model).__name__])
     if runner.use_mla_backend:
         raise UnsupportedError(f"--attention-backend pat does not support MLA, which {name} uses: {instead}")
-    if compat.is_hybrid(runner):
+    if compat.model.is_hybrid(runner):
         check_hybrid(runner, name)
     if config.is_multimodal and hasattr(runner.model, "prepare_attn_masks"):
         # SGLang hands such masks to its Triton backend only, and else leaves them out.
@@ -93,12 +96,12 @@ def check_model(runner: Any, fallback: str) -> None:
         raise UnsupportedError(
             f"--attention-backend pat does not support encoder-decoder models like {name}: {instead}"
         )
-    if layers.kept(runner).name not in capabilities.KV_FORMATS["cpu"]:
+    if not any(layers.kv_format(runner.kv_cache_dtype).name in known for known in capabilities.KV_FORMATS.values()):
         raise UnsupportedError(
             f"--attention-backend pat does not support a KV cache of {runner.kv_cache_dtype} yet: "
             "leave out --kv-cache-dtype, or use another --attention-backend"
         )
-    kept_alike = runner.kv_cache_dtype == runner.dtype or compat.is_fp8(runner.kv_cache_dtype)
+    kept_alike = runner.kv_cache_dtype == runner.dtype or compat.pool.is_fp8(runner.kv_cache_dtype)
     if runner.device == "cuda" and not (runner.dtype in cuda.TYPES and kept_alike):
         raise UnsupportedError(
             f"--attention-backend pat does not support {runner.dtype} with a KV cache of {runner.kv_cache_dtype} on a "
@@ -112,32 +115,33 @@ def check_model(runner: Any, fallback: str) -> None:
         raise UnsupportedError(
             f"--attention-backend pat does not support {problem}, beside it: let pat do both, by --attention-backend pat alone"
         )
-    problems = [_layer_problem(layer) or pool_problem(layer, pool) for layer in compat.attention_layers(runner)]
+    problems = [_layer_problem(layer) or pool_problem(layer, pool) for layer in compat.model.attention_layers(runner)]
     if getattr(runner, "prefill_aware_swa", False):
         problems.append("windows beside which prompts are seen whole")
-    drafted = compat.draft_tokens(runner.server_args)
+    drafted = compat.arguments.draft_tokens(runner.server_args)
     problems += [_spec_problem(spec, runner.device, drafted) for spec in specs]
     for problem in filter(None, problems):
         raise UnsupportedError(f"--attention-backend pat does not support {problem}, which {name} uses: {instead}")
-    for part in compat.kv_pools(pool):
+    for part in compat.pool.kv_pools(pool):
         if not isinstance(part, MHATokenToKVPool):
             raise UnsupportedError(
                 f"--attention-backend pat does not support a KV pool of the kind {type(part).__name__}, which {name} uses: {instead}"
             )
+    return specs
 
 
 def check_low_bit(runner: Any, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UnsupportedError where KV shall have less than 8 bits, and that cannot be."""
+    """Raise UnsupportedError where the user asks for KV of less than 8 bits, and this device or model cannot have it."""
     asked = environment.get("SGLANG_PAT_KV")
     if not asked:
         return
     problem = None
     if runner.device != "cpu":
-        problem = "on a GPU, where no kernel reads it"
-    elif compat.is_fp8(runner.kv_cache_dtype):
-        problem = "for a checkpoint that wants it in 8 bits"
-    elif not all(map(compat.decodes, compat.attention_layers(runner))):
-        problem = "beside attention layers of an encoder"
+        problem = "on a GPU, where no kernel reads it yet"
+    elif compat.pool.is_fp8(runner.kv_cache_dtype):
+        problem = "for a checkpoint that wants 8 bits"
+    elif not all(map(compat.model.decodes, compat.model.attention_layers(runner))):
+        problem = "for encoders"
     if problem is not None:
         raise UnsupportedError(
             f"--attention-backend pat does not support a KV cache of {asked} (SGLANG_PAT_KV) {problem}: unset it"
@@ -151,11 +155,11 @@ def check_hybrid(runner: Any, name: str) -> None:
             f"sglang-pat does not support hybrid models like {name} on a CPU, where SGLang's kernels of their other layers do not run: "
             "serve it on a GPU"
         )
-    if compat.has_window_pool(runner.token_to_kv_pool):
+    if compat.pool.has_window_pool(runner.token_to_kv_pool):
         raise UnsupportedError(
             f"--attention-backend pat does not support hybrid models like {name} with a KV pool for windows: use another --attention-backend"
         )
-    if compat.lists_gdn_backends(runner):
+    if compat.stock.lists_gdn_backends(runner):
         raise UnsupportedError(
             f"--attention-backend pat does not support {name} on a Blackwell GPU, where SGLang accepts its own backends only beside "
             "gated delta nets: use --attention-backend triton"
@@ -164,7 +168,7 @@ def check_hybrid(runner: Any, name: str) -> None:
 
 def check_prefill(runner: Any, backend: str) -> None:
     """Raise UnsupportedError where this stock backend, which would prefill, cannot be made for the model."""
-    if compat.needs_first_layer(backend, runner):
+    if compat.stock.needs_first_layer(backend, runner):
         raise UnsupportedError(
             f"--attention-backend pat would prefill on {backend}, which SGLang {compat.release()} cannot make for a model whose first layer "
             "has no KV: install FlashInfer, leave out --kv-cache-dtype, or use another --attention-backend"
@@ -174,35 +178,35 @@ def check_prefill(runner: Any, backend: str) -> None:
 def partner_problem(runner: Any, sinks: bool = False, unequal: bool = False) -> str | None:
     """Why a backend that was chosen for the other phase is wrong with this model and cache, whose layers may have `sinks`, or V that is
     narrower than K (`unequal`); None where each is right."""
-    prefill, _ = chosen = compat.backends_chosen(runner.server_args)
+    prefill, _ = chosen = compat.arguments.backends_chosen(runner.server_args)
     if "fa3" in chosen and runner.kv_cache_dtype == torch.float8_e5m2:
         return "fa3, which reads no fp8_e5m2"
-    sinkless = next(filter(compat.ignores_sinks, chosen), None) if sinks else None
+    sinkless = next(filter(compat.stock.ignores_sinks, chosen), None) if sinks else None
     if sinkless:
         return f"{sinkless}, which computes no attention sinks"
-    astray = next(filter(compat.ignores_window_pools, chosen), None)
-    if astray and compat.has_window_pool(runner.token_to_kv_pool):
+    astray = next(filter(compat.stock.ignores_window_pools, chosen), None)
+    if astray and compat.pool.has_window_pool(runner.token_to_kv_pool):
         return f"{astray}, which reads a KV pool for windows by wrong slots (--disable-hybrid-swa-memory leaves that pool out)"
-    too_wide = next(filter(compat.assumes_equal_dims, chosen), None) if unequal else None
+    too_wide = next(filter(compat.stock.assumes_equal_dims, chosen), None) if unequal else None
     if too_wide:
         return f"{too_wide}, which takes V to be as wide as K"
-    scaleless = [name for name in chosen if compat.ignores_scales(name, prefill=name == prefill)]
-    if scaleless and compat.has_scales(runner):
+    scaleless = [name for name in chosen if compat.stock.ignores_scales(name, prefill=name == prefill)]
+    if scaleless and compat.model.has_scales(runner):
         return f"{scaleless[0]}, which ignores the scales of an FP8 KV cache"
     return None
 
 
 def pool_problem(layer: Any, pool: Any) -> str | None:
     """Why a layer's KV is not where its window says, or has no room there; None where all is well."""
-    windowed, apart = layers.window(layer.sliding_window_size, MAX_WINDOW) > 0, compat.in_window_pool(pool, layer)
-    part = compat.kv_pools(pool)[-1 if apart else 0]
+    windowed, apart = layers.window(layer.sliding_window_size, MAX_WINDOW) > 0, compat.pool.in_window_pool(pool, layer)
+    part = compat.pool.kv_pools(pool)[-1 if apart else 0]
     kept = tuple(getattr(part, name, None) for name in ("head_dim", "v_head_dim"))
     if None not in kept and kept != (layer.qk_head_dim, layer.v_head_dim):
         # 0.5.17 makes such pools on a plugin's platform.
         return (
             f"K and V of {layer.qk_head_dim} and {layer.v_head_dim} dimensions in a KV pool of {kept[0]} and {kept[1]}"
         )
-    if windowed == apart or not compat.has_window_pool(pool):
+    if windowed == apart or not compat.pool.has_window_pool(pool):
         return None
     where = "without, beside one for windows" if windowed else "with one"
     return f"a layer {'with' if windowed else 'without'} a window whose KV is in the pool of those {where}"

@@ -23,12 +23,12 @@ FAST_ROWS = 32
 
 def advice(spec: AttentionSpec) -> str | None:
     """What a GPU's user should know of drafts that make more rows of a KV head than are fast; None where they do not."""
-    heads = spec.heads // spec.kv_heads
-    if spec.query_tokens == 1 or heads * spec.query_tokens <= FAST_ROWS:
+    heads, rows = spec.heads // spec.kv_heads, spec.query_heads // spec.kv_heads
+    if spec.query_tokens == 1 or rows <= FAST_ROWS:
         return None
     fewer = f"drafts of up to {FAST_ROWS // heads} tokens" if heads * 2 <= FAST_ROWS else "no drafts"
     return (
-        f"drafts of {spec.query_tokens} tokens make {heads * spec.query_tokens} rows of a KV head: with more than {FAST_ROWS}, FA3 verifies most "
+        f"drafts of {spec.query_tokens} tokens make {rows} rows of a KV head: with more than {FAST_ROWS}, FA3 verifies most "
         f"batches faster (docs/measured.md, Verify steps); take {fewer}, or another --attention-backend"
     )
 

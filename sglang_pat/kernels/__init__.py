@@ -1,1 +1,1 @@
-"""What runs a plan: the native modules of CPUs and GPUs, and a plain PyTorch reference."""
+"""Runs plans: the native modules for CPUs and GPUs, and a plain PyTorch reference."""

@@ -1,4 +1,4 @@
-"""What executors can: which attention each computes, and the tiles of the CUDA kernels with what these take. Knows nothing of torch."""
+"""What each executor can compute, and the tiles of the CUDA kernels with their prices. Knows nothing of torch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from sglang_pat.packing.devices import GpuTable
 Device = Literal["cpu", "cuda"]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-"""Of the CUDA kernels, for K and V alike."""
+"""Head dimensions of the CUDA kernels, for both K and V."""
 
 UNEQUAL_HEAD_DIMS = ((192, 128),)
-"""Of K and of a narrower V: the only pair of SGLang's models but MLA ones, that of MiMo V2 (configs/model_config.py,
-`has_asymmetric_kv`). V's has to be a multiple of 32 (csrc/cuda/forward.cuh)."""
+"""(K, V) with a narrower V: MiMo V2's, the only such pair in SGLang's models besides MLA (configs/model_config.py, `has_asymmetric_kv`). V's must
+be a multiple of 32 (csrc/cuda/forward.cuh)."""
 
 LARGE_SHARED = ("8.0", "9.0a", "10.0")
-"""Architectures that are known to have more than 99 KB of shared memory for a CTA (`kSharedLimit` in csrc/cuda/smem.cuh), as head
-dimensions of K above 128 need."""
+"""Architectures known to have more than 99 KB of shared memory per CTA (`kSharedLimit` in csrc/cuda/smem.cuh). K dimensions above 128 need it."""
 
 CPU_HEAD_DIM, CPU_HEAD_DIM_STEP = 256, 8
-"""The largest head dimension of the CPU executor, and what it has to be a multiple of."""
+"""The largest head dimension of the CPU executor, and the number that it must be a multiple of."""
 
 FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-"""Formats of 8 bits by what SGLang's `--kv-cache-dtype` calls them."""
+"""8-bit formats, by their names in SGLang's `--kv-cache-dtype`."""
 
 CUDA_DTYPES = ("float16", "bfloat16")
 """Dtypes of Q on a GPU."""
@@ -33,7 +32,7 @@ KV_FORMATS: dict[Device, tuple[str, ...]] = {
     "cpu": ("float32", "float16", "bfloat16", *FP8.values(), "int4", "int2"),
     "cuda": (*CUDA_DTYPES, *FP8.values()),
 }
-"""Those of `packing.FORMATS` that each executor reads."""
+"""The names in `packing.FORMATS` that each executor reads."""
 
 LOW_BIT_HEAD_DIM_STEP = 32
 """What head dimensions have to be a multiple of where KV has less than 8 bits (`LowBit` in csrc/cpu/low_bit.h)."""
@@ -42,11 +41,11 @@ KV_TILE = 64
 """The n of every tile (`kTokens` in csrc/cuda/tiles.h)."""
 
 NARROW_M = 16
-"""Rows that a warp has for itself (`kNarrowM` in csrc/cuda/tiles.h)."""
+"""The most rows that a single warp computes (`kNarrowM` in csrc/cuda/tiles.h)."""
 
 
 def query_tiles(arch: str, head_dim: int) -> tuple[int, ...]:
-    """Every m of an architecture's kernels: 128 and 192 rows take several warpgroups (csrc/cuda/threads.cuh, `groups`).
+    """Every m of an architecture's kernels; 128 and 192 rows take several warpgroups (csrc/cuda/threads.cuh, `groups`).
 
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.
@@ -56,18 +55,18 @@ def query_tiles(arch: str, head_dim: int) -> tuple[int, ...]:
 
 
 def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bytes: int = 2) -> TileTable:
-    """The tiles of a GPU, with their prices where they are known.
+    """The tiles of a GPU, with their prices if these are known.
 
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.
         head_dim: K's, one of HEAD_DIMS.
-        gpu: The name by which the GPU goes.
-        table: Prices, if not those of the GPU's own table.
-        kv_bytes: Of one element of KV.
+        gpu: The GPU's name.
+        table: Prices to use instead of the GPU's own table.
+        kv_bytes: Bytes of an element of KV.
     """
     tiles = query_tiles(arch, head_dim)
     table = table or devices.find(arch, gpu)
-    # Prices of 128 dimensions, scaled to more, make worse plans than none (benchmarks/NOTES.md, 2026-11-23).
+    # Prices of 128 dimensions scaled up make worse plans than no prices (benchmarks/NOTES.md, 2026-11-23).
     if table is not None and head_dim <= table.head_dim:
         priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M, kv_bytes)
         if priced is not None:
@@ -85,7 +84,7 @@ def low_bit_problem(head_dim: int, v_head_dim: int) -> str | None:
 
 
 def refusal(spec: AttentionSpec, device: Device) -> str | None:
-    """What of a spec the executor of a device does not compute; None where it computes all of it."""
+    """What in a spec the device's executor cannot compute; None if it computes everything."""
     if spec.kv.name not in KV_FORMATS[device]:
         return f"a KV cache of {spec.kv.name}"
     if device == "cuda":

@@ -28,43 +28,43 @@ def attention(
 ) -> torch.Tensor:
     """Attention of one layer: each query sees its request's KV up to its own token.
 
-    In a decode step every request has one query; in an extend, one for each new token, whose K and V are in the cache before. In a verify
-    step every request has one query again, of several tokens: its draft, the last tokens of `seq_lens`, and `masks` says which of these
-    each of them sees.
+    In a decode step each request has one query. In an extend it has one per new token; their K and V are already in the cache. In a verify step
+    each request has one query of several tokens, its draft: the last tokens of `seq_lens`. `masks` says which of these each token sees.
 
     Args:
-        q: [batch, heads, head_dim], float32, float16 or bfloat16; the batch are queries. In a verify step the heads are those of all of
-            a query's tokens: KV head by KV head, and of each, token by token.
+        q: [batch, heads, head_dim], float32, float16 or bfloat16; `batch` counts queries. In a verify step the heads are those of all tokens of
+            a query: ordered by KV head, then by token.
         k: [slots, kv_heads, head_dim], the layer's pool, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; `kv_heads`
             divides `heads`.
         v: [slots, kv_heads, v_head_dim], of the same dtype.
         req_to_token: [requests, context], int32: the slot of each position of each request.
         rows: [batch], int64: each query's row of `req_to_token`.
-        seq_lens: [batch], int64: tokens of each query's request up to its own, that included.
-        plan: A plan for this batch (layout.py), int32; tails end where `seq_lens` says.
-        scale: Factor on q k^T; where K is kept divided by something, times that.
+        seq_lens: [batch], int64: how many tokens of its request each query may see, its own included.
+        plan: A plan for this batch (layout.py), int32. Open ends are at `seq_lens`.
+        scale: Factor on q k^T, including the scale of K.
         logit_cap: Scores become cap * tanh(score / cap); 0 for none.
-        v_scale: Factor on the result: what V is kept divided by.
-        sinks: [heads]: a logit without a value for each head, which `scale` and `logit_cap` leave as it is.
-        window: Of what its work items read, a query sees the last so many tokens of its request; 0 for all. Plans of decode steps read
-            no more than that.
-        masks: [batch, tokens], int64, of verify steps: bit j of a token's mask says that it sees token j of its draft. How many it sees is
-            its place behind the request's other tokens, from where its window counts. 64 tokens at most.
-        pages: Where KV is kept in few bits: the pools. `k` and `v`, [tokens, kv_heads, head_dim], are what is behind the queries' last full
-            pages, of 16 bits or more; a query sees full pages in few bits, and what is behind them there. Without windows and drafts.
+        v_scale: Factor on the result: the scale of V.
+        sinks: [heads]: for each head a logit without a value; `scale` and `logit_cap` do not apply to it.
+        window: A query sees only the last so many tokens of its request, whatever its work items read; 0 for all. Plans of decode steps read no
+            more than that, so they need no window here.
+        masks: [batch, tokens], int64, in verify steps: bit j of a token's mask says that it sees token j of its draft, at most 64 tokens. The
+            number of bits set is the token's position behind the cached tokens; its window counts back from there.
+        pages: With a cache of 4 or 2 bits: the pool. `k` and `v`, [tokens, kv_heads, head_dim], are then only the tokens behind the queries'
+            last full pages, in 16 bits or more. A query reads its full pages from the pool and the rest from `k` and `v`. Without windows
+            and drafts.
 
     Returns:
         [batch, heads, v_head_dim] in q's dtype, accumulated in float32.
 
     Raises:
         jit.BuildError: There is no working C++ compiler.
-        ValueError: A tensor's device, dtype or shape is none of the above, or an index in one is out of range.
+        ValueError: A tensor's device, dtype or shape is not as above, or an index is out of range.
     """
     batch, heads = q.shape[:2]
     out = torch.empty(batch, heads, v.shape[2])
     if plan.ndim != 1 or len(plan) < len(layout.HEADER):
         raise ValueError("the plan is shorter than its header")
-    # No plan needs more slots than it has ints; the native code refuses one that says so.
+    # No plan needs more slots than it has ints; the native code refuses a plan that claims more.
     num_slots = max(0, min(layout.num_slots(plan.numpy()), len(plan)))
     partial = torch.empty(num_slots, heads, v.shape[2])
     lse = torch.empty(num_slots, heads)

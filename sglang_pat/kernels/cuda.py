@@ -1,4 +1,4 @@
-"""The CUDA kernels (csrc/cuda): multi-tile forward and merge."""
+"""The CUDA executor (csrc/cuda): multi-tile forward, and merge."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from sglang_pat.packing import AttentionSpec, TileTable
 logger = logging.getLogger(__name__)
 
 TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-"""Dtypes of Q, and of KV that has 16 bits, as CUDA names them."""
+"""Dtypes of Q and of 16-bit KV, by their names in CUDA."""
 
 KV_NAMES = {torch.float8_e4m3fn: "kE4m3", torch.float8_e5m2: "kE5m2"}
-"""Dtypes of KV that has 8 bits, as csrc/cuda/kv_format.cuh names them."""
+"""Dtypes of 8-bit KV, by their names in csrc/cuda/kv_format.cuh."""
 
 Mode = Literal["fused", "streams", "serial"]
 
 
 class Variant(msgspec.Struct, frozen=True, order=True):
-    """One native module: a forward kernel that knows some tiles, and the merge.
+    """One native module: a forward kernel for some tiles, and the merge kernel.
 
     Attributes:
-        dtype: A key of TYPES: Q's.
-        kv: The same, or a key of KV_NAMES.
-        head_dim: K's: one of `capabilities.HEAD_DIMS`.
-        v_head_dim: V's: the same, or less by `capabilities.UNEQUAL_HEAD_DIMS`.
+        dtype: Dtype of Q, a key of TYPES.
+        kv: Dtype of KV: the same, or a key of KV_NAMES.
+        head_dim: K's, one of `capabilities.HEAD_DIMS`.
+        v_head_dim: V's: the same, or as in `capabilities.UNEQUAL_HEAD_DIMS`.
         arch: Compute capability, such as `8.0` or `9.0a`.
-        query_tiles: Every m that its forward kernel runs.
-        sinks: Whether heads have a logit without a value.
+        query_tiles: Every m that the forward kernel runs.
+        sinks: Whether heads have attention sinks.
         masks: Whether queries are drafts of several tokens.
-        limits: Whether tokens of a work item see different stretches of its KV: each what is in front of its own end, and of its window.
+        limits: Whether the queries of a work item see different spans of its KV: each up to its own end, and within its window.
     """
 
     dtype: torch.dtype
@@ -59,14 +59,14 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         """The module for layers of a spec.
 
         Args:
-            spec: What they compute.
+            spec: What the layers compute.
             arch: As above.
-            query_tiles: All that the architecture has for it if none are named.
-            dtype: Q's, where it is not KV's: that has 8 bits.
-            limits: As above; drafts behind a window need them in any case.
+            query_tiles: As above; empty for all that the architecture has.
+            dtype: Dtype of Q, if KV has 8 bits.
+            limits: As above; drafts with a window always need them.
 
         Raises:
-            ValueError: There are no kernels for the spec, or for Q of this dtype with it.
+            ValueError: There are no kernels for the spec, or not with this dtype of Q.
         """
         refusal = capabilities.refusal(spec, "cuda")
         if refusal is not None:
@@ -94,7 +94,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """For the compiler."""
+        """Compiler flags."""
         return (
             f"-DPAT_TYPE={TYPES[self.dtype]}",
             f"-DPAT_KV=pat::{KV_NAMES.get(self.kv, 'kSame')}",
@@ -109,13 +109,13 @@ class Variant(msgspec.Struct, frozen=True, order=True):
 
 
 def arch_of(device: torch.device) -> str:
-    """The architecture to compile for; Hopper's own instructions need its `a`."""
+    """The architecture to compile for. On Hopper it ends in `a`, which enables Hopper's own instructions."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"{major}.{minor}a" if major == 9 else f"{major}.{minor}"
 
 
 def build(variants: Sequence[Variant]) -> None:
-    """Compile what is not in tvm-ffi's cache yet, all at the same time.
+    """Compile the modules that are not in tvm-ffi's cache, in parallel.
 
     Raises:
         jit.BuildError: There is no CUDA compiler, or it failed.
@@ -133,10 +133,10 @@ def _load(variant: Variant) -> Any:
 
 
 class Decoder:
-    """Attention by plan for layers of one spec, with one table of tiles.
+    """Runs plans for layers of one spec, with one table of tiles.
 
     Attributes:
-        workers: For `PackConfig`: CTAs that take bins.
+        workers: How many CTAs run bins (`PackConfig.workers`).
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class Decoder:
     ) -> None:  # fmt: skip
         """
         Args:
-            spec: What is computed; any number of heads will do.
-            tiles: What plans are made with.
+            spec: What the layers compute; the module works for any number of heads.
+            tiles: The tiles that plans are made with.
             device: A CUDA device.
-            mode: `fused` is one kernel for each n that switches its m from work item to work item; `streams` one kernel
-                for each tile, each on a stream of its own (PAT §6); `serial` the same one after the other (§8.5).
-            dtype: Q's, where it is not KV's: bfloat16 if not said.
-            limits: Whether plans are of extends: of what their work items read, each query sees what is in front of the end that
-                `seq_lens` gives it, and of these the last `spec.window` if that is not 0 (`kernels.cpu.attention`).
+            mode: `fused`: one kernel that switches its m from work item to work item. `streams`: one kernel per tile, each on its own stream
+                (PAT §6). `serial`: the same, one after the other (§8.5).
+            dtype: Dtype of Q, if KV has 8 bits; bfloat16 if None.
+            limits: Whether plans are of extends. Each query then sees only what lies before its end in `seq_lens`, and of that the last
+                `spec.window` tokens if the window is not 0 (`kernels.cpu.attention`).
 
         Raises:
             jit.BuildError: There is no CUDA compiler, or it failed.
@@ -174,11 +174,11 @@ class Decoder:
 
         Args:
             to: int32, on the GPU.
-            plan: A plan (layout.py), int32, in host memory; pinned for the copy to run beside the host.
-            copied: The handle of a CUDA event (`torch.cuda.Event.cuda_event`), recorded behind the copy.
+            plan: A plan (layout.py), int32, in host memory; in pinned memory the copy is asynchronous.
+            copied: The handle of a CUDA event (`torch.cuda.Event.cuda_event`), recorded after the copy.
 
         Raises:
-            ValueError: A tensor's device or dtype is none of the above, or it is shorter than the plan.
+            ValueError: A tensor's device or dtype is not as above, or it is shorter than the plan.
         """
         self._modules[0].load(to, plan, copied)
 
@@ -204,37 +204,35 @@ class Decoder:
         merge: bool = True,
         early: bool = False,
     ) -> None:
-        """Decode attention of one layer, on the current stream; it can be captured in a CUDA graph.
+        """Decode attention of one layer, on the current stream; can be captured in a CUDA graph.
 
-        Everything that may change between replays of a graph is read on the device. All tensors are on the GPU.
+        Whatever may change between replays of a graph is read on the device. All tensors are on the GPU.
 
         Args:
-            q: [tokens, heads, head_dim]; the first of them are the plan's batch, of which each query is one token or, with `masks`,
-                all of its draft's, one behind the other. With KV of 8 bits it is multiplied in float16: what is beyond its
-                range becomes its largest.
+            q: [tokens, heads, head_dim], the plan's batch first. A query is one token or, with `masks`, the consecutive tokens of a draft. With
+                8-bit KV, Q is multiplied in float16; values beyond its range are clamped.
             k: [slots, kv_heads, head_dim], the layer's pool, of the spec's format; `kv_heads` divides `heads`.
             v: [slots, kv_heads, v_head_dim], likewise.
-            out: [tokens, heads, v_head_dim], contiguous. What is behind the plan's batch becomes zero.
+            out: [tokens, heads, v_head_dim], contiguous. Rows after the plan's batch become zero.
             req_to_token: [requests, context], int32: the slot of each position of each request.
             rows: [batch or more], int64: each query's row of `req_to_token`.
-            seq_lens: [batch or more], int64: tokens of each query's request, its own included; in an extend up to that.
+            seq_lens: [batch or more], int64: tokens of each query's request, its own included; in an extend, up to its own.
             plan: A plan for this batch (layout.py), int32, made with this decoder's tiles.
-            partial: [num_slots or more, heads of a query, v_head_dim], float16: the parts of queries that have several.
-            lse: [num_slots or more, heads of a query], float32: their LSE, to base 2.
-            scale: Factor on q k^T, that of K's bytes included.
-            v_scale: Factor on V where it has 8 bits.
+            partial: [num_slots or more, heads of a query, v_head_dim], float16: workspace for parts.
+            lse: [num_slots or more, heads of a query], float32: workspace for the parts' LSE, to base 2.
+            scale: Factor on q k^T, including the scale of K.
+            v_scale: The scale of V, if it has 8 bits.
             logit_cap: Scores become cap * tanh(score / cap); 0 for none.
-            sinks: [heads], bfloat16, where the spec has them: a logit without a value for each head, which `scale` and
-                `logit_cap` leave as it is.
-            masks: [queries or more, draft], int64, where the spec's queries are drafts of several tokens (`kernels.cpu.attention`).
-                A query's heads are then those of all of them.
-            overlap: Launch merge before forward ends (programmatic dependent launch), where the GPU can.
-            merge: Whether to merge; else parts stay in the workspace.
-            early: Launch forward before the kernel in front of it on the stream has ended, likewise, to look up its work
-                items meanwhile. That kernel must not write the plan, rows, seq_lens or req_to_token. Only in mode `fused`.
+            sinks: [heads], bfloat16, if the spec has sinks: for each head a logit without a value; `scale` and `logit_cap` do not apply to it.
+            masks: [queries or more, draft], int64, if the spec's queries are drafts (`kernels.cpu.attention`). A query then has the heads of all
+                its tokens.
+            overlap: Launch merge before forward ends (programmatic dependent launch), if the GPU can.
+            merge: Whether to merge; otherwise parts stay in the workspace.
+            early: Launch forward before the previous kernel on the stream ends, likewise, so that it looks up its work items meanwhile. That
+                kernel must not write the plan, rows, seq_lens or req_to_token. Only in mode `fused`.
 
         Raises:
-            ValueError: A tensor's device, dtype, shape or stride is none of the above.
+            ValueError: A tensor's device, dtype, shape or stride is not as above.
         """
         for name, pool in (("k", k), ("v", v)):
             if pool.dtype != self._kv:

@@ -1,4 +1,4 @@
-"""What attention is, in float64 and one query at a time."""
+"""Reference attention: float64, one query at a time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ def decode(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decode attention without a plan; arguments as for `kernels.cpu.attention`, result in float64.
-
-    Only the last `window` tokens are seen, 0 for all.
-    """
+    """Decode attention without a plan. Arguments as for `kernels.cpu.attention`; the result is float64."""
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64, device=q.device)
     for i in range(q.shape[0]):

@@ -1,4 +1,4 @@
-"""What a forward kernel takes of a GPU, read from the compiler: no GPU needed."""
+"""Registers, spills and shared memory of a forward kernel, read from the compiler's output; needs no GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sglang_pat.kernels.cuda import Variant
 
 
 class Resources(msgspec.Struct, frozen=True):
-    """Of the forward kernel of a module.
+    """What the forward kernel of a module uses.
 
     Attributes:
-        registers: Of a thread when the kernel starts.
-        spill_bytes: Stores and loads of a thread that are there only because registers did not suffice.
-        shared_bytes: Of a CTA.
-        serialized: Whether the compiler made asynchronous matrix products wait for each other.
+        registers: Registers per thread at launch.
+        spill_bytes: Bytes of spill stores and loads per thread.
+        shared_bytes: Shared memory per CTA.
+        serialized: Whether the compiler serialized asynchronous matrix products.
     """
 
     registers: int

@@ -1,4 +1,4 @@
-"""What windows see, by the slots of a KV pool of their own (SGLang's `SWAKVPool`)."""
+"""Looks up the slots of each request's window in the KV pool for windows (SGLang's `SWAKVPool`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 256
-"""Tokens that a program translates: two for each thread of Triton's four warps."""
+"""Tokens per program: two for each thread of Triton's four warps."""
 
 
 def translate(
@@ -18,18 +18,18 @@ def translate(
     slots: torch.Tensor,
     seen: torch.Tensor,
 ) -> None:
-    """Fill a table of the last tokens of each request. On a GPU it is one kernel, and can be captured in a CUDA graph.
+    """Fill a table with the slots of each request's last tokens. On a GPU this is one kernel, which can be captured in a CUDA graph.
 
-    Attention that takes `slots` for `req_to_token`, 0, 1, 2 … for `rows` and `seen` for `seq_lens` sees the windows: plans count the
-    bounds of a full one from the request's end, and there its row of the table ends too.
+    To run a plan on the pool for windows, pass `slots` as `req_to_token`, 0, 1, 2 … as `rows`, and `seen` as `seq_lens`. That works because
+    plans count the bounds of a full window back from the request's end, and a row of the table ends there too.
 
     Args:
         req_to_token: [requests, context], int32: the slot of each position of each request.
         rows: [batch], int64: each query's row of it.
         seq_lens: [batch], int64: tokens of each query's request, its own included.
-        mapping: [slots], int64: what each slot is called in the other pool.
-        slots: [batch or more, window], int32, contiguous: receives the last tokens, `window` at most.
-        seen: [batch or more], int64: receives how many they are.
+        mapping: [slots], int64: for each slot of the full pool, its slot in the pool for windows.
+        slots: [batch or more, window], int32, contiguous: receives the slots of up to `window` last tokens.
+        seen: [batch or more], int64: receives how many there are.
     """
     batch, window = len(rows), slots.shape[1]
     if not len(seq_lens) >= batch <= min(len(slots), len(seen)):
@@ -51,7 +51,7 @@ def translate(
 _ARGUMENTS = ["req_to_token", "row_stride", "rows", "seq_lens", "mapping", "slots", "seen", "window"]
 
 
-# Compiled once, whatever the numbers and addresses: nothing may be compiled while a graph is captured.
+# Compile once for all values and alignments: nothing may be compiled while a graph is captured.
 @triton.jit(do_not_specialize=_ARGUMENTS, do_not_specialize_on_alignment=_ARGUMENTS)
 def _translate(req_to_token, row_stride, rows, seq_lens, mapping, slots, seen, window, block: tl.constexpr):  # type: ignore[no-untyped-def]
     query, part = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -1,4 +1,7 @@
-"""From radix-tree events to a plan of work items: in C++ where it serves (native.py), in Python to be read. Without torch or SGLang."""
+"""From radix-tree events to a plan of work items. Knows nothing of torch or SGLang.
+
+C++ serves (native.py, csrc/packing). The Python modules are its readable specification; oracle.py is where to start reading.
+"""
 
 from sglang_pat.packing.cost import CostModel
 from sglang_pat.packing.oracle import POLICIES, make_plan

@@ -1,9 +1,9 @@
-"""Even work: packs cut and laid out in bins of equal price (PAT §6 "long KV split", PackInfer §3.1's groups).
+"""Load balance: packs are cut and laid out in bins of equal price (PAT §6 "long KV split", PackInfer §3.1's groups).
 
-The paper cuts what is longer than the mean into equal parts. That neither makes the device's last SM finish with the
-first nor spares short batches needless parts. Here bins are filled one after the other up to the average of what is
-left, and a pack is cut only where a bin would overflow (McNaughton's wrap-around rule); packs of one query go last
-into each bin, so that the cut falls on them while there are any: a cut of theirs makes one part, not one per query.
+The paper cuts packs that are longer than the mean into equal pieces. But then SMs finish at different times, and short batches get needless
+parts. Here bins are filled in order, each up to the average of the remaining work, and a pack is cut only where a bin would overflow
+(McNaughton's wrap-around rule). Packs of one query go last into each bin, so the cut falls on them if there are any: it then makes one part,
+not one per query.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from sglang_pat.packing.heuristic import Pack, kv_length
 from sglang_pat.packing.prices import ALWAYS, PackConfig
 
 GRAIN = 8
-"""KV positions between possible cuts. 16 missed the even share of small batches by up to 7 %, 8 stays within 5 % wherever
-a worker has two KV tiles to do (`python benchmarks/policies.py --random 200`)."""
+"""KV positions between possible cuts. With 16, small batches missed the even share by up to 7 %; with 8 they stay within 5 % if a worker has
+at least two KV tiles (`python benchmarks/policies.py --random 200`)."""
 
 SLACK = 64
-"""A bin may miss the average by its 1/SLACK-th before a pack is cut for it; with 32 the same run missed 5 % at times."""
+"""A bin may miss the average by 1/SLACK of it before a pack is cut; with 32 the same run missed the 5 % at times."""
 
 UNEVEN = 32
-"""Tails grow, and one bin has more of them than another: when that alone has made one longer than the average by the
-1/UNEVEN-th of it, and by a KV tile, another plan is due. Beside plans of the same lengths, those that had outlived this
-took 1.1 to 1.4 times as long on an H200 (benchmarks/NOTES.md, 2026-11-22)."""
+"""Some bins have more growing tails than others. When this has made a bin longer than the average by 1/UNEVEN of it, and by a KV tile, a new
+plan is due. On an H200, plans that were used for longer took 1.1 to 1.4 times as long as new plans (benchmarks/NOTES.md, 2026-11-22)."""
 
 LEAST_STEPS = 8
-"""A plan stays good for so many steps at least: one is handed out in tens of microseconds, a step takes milliseconds."""
+"""A plan is good for at least so many steps: it takes tens of microseconds to make, a step takes milliseconds."""
 
 
 class _Queue(msgspec.Struct):
-    """Packs that wait for a bin; of the first one, the KV before `begin` is already laid out."""
+    """Packs waiting for a bin. The KV of the first one before `begin` is already in a bin."""
 
     packs: list[Pack]
     index: int = 0
@@ -60,7 +59,7 @@ class _Queue(msgspec.Struct):
 
 
 def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[list[Pack]]:
-    """Bins of packs; every KV head runs all of them, each on one worker from first to last.
+    """Lay out packs in bins. Every KV head runs all bins; one worker runs a bin from first to last.
 
     Args:
         packs: Packs of at most `config.max_queries` queries.
@@ -69,8 +68,8 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     """
     prices = [config.item_price(len(pack.queries), kv_length(pack, seq_lens)) for pack in packs]
     remaining = sum(prices)
-    # The end of a bin falls into a pack with as many queries as are usual, weighted by work. Of packs that are shorter
-    # than a bin it finds one with few: they are laid out whole, with those of one query around them.
+    # Estimate how many queries a cut affects: the mean over packs, weighted by work. Packs shorter than a bin count as one query: they go
+    # into a bin whole, and the cut falls on a pack of one query beside them.
     share = remaining * config.cost.runs // (2 * config.workers)
     weights = [len(pack.queries) if price > share else 1 for pack, price in zip(packs, prices, strict=True)]
     queries = sum(map(operator.mul, weights, prices)) / max(1, remaining)
@@ -79,12 +78,12 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     count = config.bins(max(1, remaining // least), float(remaining), queries * config.cost.part_bytes, narrow)
     shared, single = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])
     bins: list[list[Pack]] = []
-    # With eight packs for a bin, nearly every bin can be filled without a cut.
+    # With eight packs per bin, nearly every bin fills without a cut.
     cuts = int(len(packs) < 8 * count)
     turns = 0
     for left in range(count, 0, -1):
-        # The cuts to come will make work items of their own; as many for each bin as there were so far. So will bins with
-        # two kinds of them cost what it takes to go from one to the other.
+        # Cuts to come will add work items, and bins with both kinds of items will have to switch between them: assume as many of both per
+        # bin as there were so far.
         ahead = config.start_price(1) * (left - 1) * cuts // (len(bins) + 1)
         if shared:
             ahead += config.turn_price * (left - 1) * turns // (len(bins) + 1)
@@ -92,7 +91,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         slack = target // SLACK
         load = 0
         members: list[Pack] = []
-        kinds: set[bool] = set()  # of its work items: whether a single warp runs them
+        kinds: set[bool] = set()  # of its work items: whether single warps run them
         while (shared or single) and (load < target or left == 1):
             gap = target - load
             queue = shared if shared else single
@@ -101,8 +100,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
                 queue = single
                 turn, price = _turn(queue, kinds, seq_lens, config), _price(queue, seq_lens, config)
             whole = _fits(turn + price, gap, slack, left)
-            # A gap that is smaller than the start of one more work item is better left. An empty bin reads for as long as it
-            # takes to start.
+            # Leave a gap that is smaller than the start of another work item. In an empty bin, read for at least as long as the start takes.
             start = config.start_price(queue.size()) + turn
             room = max(gap - start, start) if load == 0 else gap - start
             cut = not whole and (load == 0 or gap > max(slack, start))
@@ -128,13 +126,13 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
 
 
 def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, growing: list[bool]) -> int:
-    """Decode steps for which bins stay even while tails grow by a token a step.
+    """For how many decode steps the bins stay even while tails grow by a token per step.
 
     Args:
         bins: As `balance` made them.
-        seq_lens: Tokens that each query sees at that time.
+        seq_lens: Tokens that each query sees now.
         config: Device and model.
-        growing: For each query whether it will see more of them.
+        growing: For each query, whether it will see more.
     """
     growths = [
         sum(
@@ -153,7 +151,8 @@ def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, 
 
 
 def _fits(price: int, gap: int, slack: int, left: int) -> bool:
-    """Whether a pack goes whole into a bin that lacks `gap`: the last one takes all, a nearly full one what helps."""
+    """Whether a pack goes whole into a bin with `gap` to fill. The last bin takes everything; a nearly full one takes a pack that leaves it closer
+    to even."""
     return left == 1 or (price <= gap + slack and (gap > slack or price <= 2 * gap))
 
 
@@ -167,7 +166,7 @@ def _price(queue: _Queue, seq_lens: list[int], config: PackConfig) -> int:
 
 
 def _turn(queue: _Queue, kinds: set[bool], seq_lens: list[int], config: PackConfig) -> int:
-    """What a bin with work items of these kinds costs besides when the queue's first pack comes into it."""
+    """The price of switching that the queue's first pack adds to a bin with work items of these kinds."""
     return _turn_to(config.by_warps(queue.size(), _tokens(queue, seq_lens)), kinds, config)
 
 
@@ -176,7 +175,7 @@ def _turn_to(kind: bool, kinds: set[bool], config: PackConfig) -> int:
 
 
 def _cut_tokens(queue: _Queue, gap: int, seq_lens: list[int], config: PackConfig) -> int:
-    """How much of the queue's first pack fills `gap`, to the nearest grain; 0 where that is nothing or everything."""
+    """How many tokens of the queue's first pack fill `gap`, to the nearest grain; 0 if that is nothing or everything."""
     price = config.token_price(queue.size())
     grains = (max(0, gap) + price * GRAIN // 2) // (price * GRAIN)
     tokens = int(grains) * GRAIN

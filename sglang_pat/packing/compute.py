@@ -1,4 +1,4 @@
-"""Packing by FastTree's cost model, which counts arithmetic on padding (the paper's ablation PAT-compute, §8.5)."""
+"""Packing by FastTree's cost model, which counts computation on padding (the paper's ablation PAT-compute, §8.5)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from sglang_pat.packing.prices import PackConfig
 from sglang_pat.packing.tree import Batch, Prefix
 
 ALPHA, BETA, GAMMA = 0.66, 0.33, 0.1
-"""Weights of padded queries, of padded KV and of a query's reduction (FastTree-Artifact, kernel_bench/fasttree.py)."""
+"""Weights of padded queries, of padded KV, and of the reduction of a query (FastTree-Artifact, kernel_bench/fasttree.py)."""
 
 LARGE, SMALL = (64, 32), (16, 128)
-"""FastTree's two tiles (query rows, KV positions); the small one serves up to its 16 queries."""
+"""FastTree's two tiles (query rows, KV positions); the small one is for up to 16 queries."""
 
 
 def pack_compute(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[Pack]:
-    """FastTree's greedy rule: child after child, split along queries where that is cheaper than along KV."""
+    """FastTree's greedy rule: for each child in turn, split along queries if that is cheaper than along KV."""
     group = config.cost.group
 
     def padding(queries: int, tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""The profit model: what a plan moves through memory, in bytes (PAT §5.1)."""
+"""The cost model: bytes that a plan moves through memory (PAT §5.1)."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ PARTIAL_BYTES = 4
 
 
 Count = Annotated[int, Meta(ge=1, le=4096)]
-"""Of heads, dimensions, rows or workers: more than any model or device has. Checked where a config comes from a file."""
+"""A number of heads, dimensions, rows or workers. The limit, more than any model or device has, is checked when a config is read from a file."""
 
 MAX_PRICE = 1 << 32
 
 Price = Annotated[int, Meta(ge=0, le=MAX_PRICE)]
-"""In the bytes of `PackConfig`'s prices."""
+"""In bytes (`PackConfig`)."""
 
 
 ElementBytes = Annotated[float, Meta(gt=0, le=4096)]
 
 
 class CostModel(msgspec.Struct, frozen=True):
-    """Bytes per layer, and what a device takes whose tiles were not measured (`PackConfig` weighs both).
+    """Bytes that one layer moves, and default prices for devices whose tiles were not measured.
 
-    For the paper's case, one query head per KV head and 16-bit KV, `merge_tokens(s)` is its rule
-    "merge if 4 s >= l" (§5.1, scheme comparison) to the last byte but the LSE's.
+    With one query head per KV head and 16-bit KV, `merge_tokens(s)` is the paper's rule "merge if 4 s >= l" (§5.1, scheme comparison), except
+    that it also counts the bytes of the LSE.
 
     Attributes:
         heads, kv_heads: Query and KV heads on this rank.
         head_dim, v_head_dim: Dimensions of K and of V.
         kv_bytes: Bytes of one KV element, with its share of scales and zeros.
-        flop_per_byte: What the device computes while it moves a byte; 0 leaves arithmetic out, as the paper does.
-        start_price: Of a work item (all KV heads): its start-up before KV flows.
+        flop_per_byte: Operations that the device computes while it moves a byte; 0 ignores arithmetic, as the paper does.
+        start_price: Price to start a work item on all KV heads, before KV flows.
         part_overhead: Price of a part beyond its own bytes.
-        head_splits: In how many parts the query heads of a KV head are computed, where they are more than a tile has rows; each
-            part reads the KV.
+        head_splits: In how many groups the query heads of a KV head are computed, if they exceed the rows of a tile; each group reads the
+            KV.
     """
 
     heads: Count
@@ -52,28 +52,28 @@ class CostModel(msgspec.Struct, frozen=True):
 
     @property
     def group(self) -> int:
-        """Query heads that a work item computes for each of its queries: so many rows of a tile."""
+        """Rows of a tile that each query of a work item takes: the query heads that it computes."""
         return -(-self.heads // self.runs)
 
     @property
     def runs(self) -> int:
-        """How often a work item of a plan is run: for each KV head and part of its query heads."""
+        """How often a work item of a plan is run: once for each KV head and group of its query heads."""
         return self.kv_heads * self.head_splits
 
     @property
     def token_bytes(self) -> int:
-        """K and V of one token, as often as they are read."""
+        """Bytes of K and V of one token, times how often they are read."""
         return round(self.runs * (self.head_dim + self.v_head_dim) * self.kv_bytes)
 
     @property
     def part_bytes(self) -> int:
-        """One part of one query: its output and LSE, written by forward and read by merge."""
+        """Price of one part of one query: its output and LSE, written by forward and read by merge."""
         return 2 * self.heads * (self.v_head_dim + 1) * PARTIAL_BYTES + self.part_overhead
 
     def merge_tokens(self, queries: int) -> float:
-        """The length up to which a prefix is better read again than merged from parts, for `queries` queries.
+        """Up to which length reading a prefix again costs less than merging, for `queries` queries.
 
-        Splitting a query for the first time makes two parts of it, hence the factor (§5.1, equation 2).
+        The first split of a query makes two parts, hence the factor (§5.1, equation 2).
         """
         return 2 * self.part_bytes * queries / self.token_bytes
 

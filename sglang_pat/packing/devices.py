@@ -1,4 +1,4 @@
-"""GPUs as packing sees them: what each one's tiles take, from tables that were measured. Knows nothing of torch."""
+"""Tables of GPUs: the measured prices of their tiles. Knows nothing of torch."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import msgspec
 from sglang_pat.packing.tiles import TileTable
 
 TABLES = Path(__file__).parent / "tables"
-"""One table for each GPU that is known; `python -m sglang_pat.tune` makes them."""
+"""One table for each known GPU; `python -m sglang_pat.tune` makes them."""
 
 BY_ARCH = {"9": "h200", "8.0": "a100"}
-"""The table of a GPU whose own is not there, by its compute capability or the major part of it."""
+"""The table for a GPU without its own, by its compute capability or the major part of that."""
 
 
 class TablesError(ValueError):
-    """A file is no table of tiles; the message says which and why."""
+    """A file is not a table of tiles; the message says which file, and why."""
 
 
 Nanoseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-"""A millisecond and more is no price of a work item, and would not fit a plan's sums."""
+"""No work item costs a millisecond or more, and a plan's sums would overflow."""
 
 Factor = Annotated[float, msgspec.Meta(ge=0, le=100)]
 
 
 class Price(msgspec.Struct, frozen=True):
-    """What work items of one m take of a worker, for one KV head: to start and end, and for each token.
+    """How long a work item of one m occupies a worker, for one KV head: to start and end, and per token.
 
-    Measured while all SMs run the same tile. In a plan some wait or compute on wide tiles, and the others have their
-    bandwidth: the factors say how much of each price counts there.
+    Measured while all SMs run the same tile. In a plan, SMs that wait or compute on wide tiles leave their bandwidth to the others; the
+    factors say how much of each price counts then.
     """
 
     m: Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -41,22 +41,22 @@ class Price(msgspec.Struct, frozen=True):
 
 
 class GpuTable(msgspec.Struct, frozen=True):
-    """A GPU as packing sees it.
+    """What the cost model knows of a GPU.
 
     Attributes:
         gpu: Its name.
         sms: Streaming multiprocessors.
-        read_tbps: What it reads from memory, in TB/s.
-        latency_ns: Of one load from memory.
-        head_dim: Of which the prices are; other dimensions take a proportional time for each token.
-        prices: With KV of 16 bits, by ascending m.
-        source: When and how it was measured, or from what derived.
-        turn_ns: What a worker takes to go over from work items of all its warps to those of single warps.
+        read_tbps: Memory bandwidth that reads reach, in TB/s.
+        latency_ns: Latency of a load from memory.
+        head_dim: The head dimension that was measured; the time per token scales with the dimension.
+        prices: Prices with KV of 16 bits, by ascending m.
+        source: When and how it was measured, or what it was derived from.
+        turn_ns: Time of a worker to switch from work items of all its warps (wide) to those of single warps (narrow).
         turn_in_plans: How much of that counts in a plan.
-        bin_ns: What a step of narrow items takes longer for each bin: the parts that its end makes, and their merge.
-        wave_ns: What such a step takes longer where each worker has one more bin, whose items it has to begin.
-        prices_8bit: With KV of 8 bits; none in tables from before there was any.
-        part_token_ns: As `TileTable.part_token_ns`, with KV of 16 bits; 0 where it was not fitted (benchmarks/NOTES.md, 2026-11-24).
+        bin_ns: In a step with narrow items only: time that each bin adds, for the parts at its end and their merge.
+        wave_ns: Time that such a step takes longer if each worker has one more bin to start.
+        prices_8bit: Prices with KV of 8 bits; tables older than that have none.
+        part_token_ns: `TileTable.part_token_ns` with KV of 16 bits; 0 if it was not fitted (benchmarks/NOTES.md, 2026-11-24).
     """
 
     gpu: str
@@ -76,14 +76,14 @@ class GpuTable(msgspec.Struct, frozen=True):
     def tiles(
         self, query_tiles: tuple[int, ...], kv_tile: int, head_dim: int, warp_m: int, kv_bytes: int = 2
     ) -> TileTable | None:
-        """Tiles with what they take in plans for a head dimension; None where an m has no price.
+        """The tiles with their prices in plans; None if an m has no price.
 
         Args:
             query_tiles: Every m, ascending.
-            kv_tile: The one n.
-            head_dim: Of the model.
+            kv_tile: The only n.
+            head_dim: The model's head dimension.
             warp_m: As `TileTable.warp_m`.
-            kv_bytes: Of one element of KV.
+            kv_bytes: Bytes of an element of KV.
         """
         prices = {price.m: price for price in (self.prices_8bit if kv_bytes == 1 else self.prices)}
         if not all(m in prices for m in query_tiles):
@@ -110,7 +110,7 @@ def load(path: Path) -> GpuTable:
     """Read a table.
 
     Raises:
-        TablesError: The file is none.
+        TablesError: The file is not a table.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=GpuTable)
@@ -119,7 +119,7 @@ def load(path: Path) -> GpuTable:
 
 
 def find(arch: str, gpu: str = "") -> GpuTable | None:
-    """The table of a GPU by its name, else of its architecture; None where nothing is known."""
+    """The table of a GPU by its name, else by its architecture; None if there is none."""
     for path in TABLES.glob("*.json"):
         if path.stem in gpu.lower():
             return load(path)

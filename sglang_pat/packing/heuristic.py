@@ -1,5 +1,5 @@
-"""Packing: which queries read which KV positions together. The paper's TreeHeuristic and its two extremes, and how packs
-that no tile fits are split (PAT §5.2)."""
+"""Packs: which queries read which KV positions together. Has the paper's TreeHeuristic, its two extremes, and the split of packs that are
+too large for any tile (PAT §5.2)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Pack(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """What becomes of a prefix's segment, the KV that it inherited and its own.
+    """How the segment of a prefix is read: the prefix's own KV, and the KV that it took over from above.
 
     Attributes:
-        joins: For each child whether it takes the segment along (the paper's scheme 2); else its queries stay in the
-            segment's own pack (scheme 1).
+        joins: For each child, whether it reads the segment together with its own KV (the paper's scheme 2). Otherwise its queries read
+            the segment in the segment's own pack (scheme 1).
         leaf_joins: The same for each leaf.
     """
 
@@ -33,11 +33,11 @@ class Choice(msgspec.Struct):
 
 
 Choose = Callable[[int, int, bool], Choice]
-"""(prefix, start of its segment, whether its queries have a part above the segment) to choice."""
+"""A function of (prefix, start of its segment, whether its queries have a part above the segment)."""
 
 
 def collect(prefixes: list[Prefix], choose: Choose) -> list[Pack]:
-    """The packs that follow from choices: for each prefix in order the segment's own, then its leaves' tails."""
+    """The packs that follow from the choices: for each prefix in order, its segment's own pack, then the tails of its leaves."""
     packs: list[Pack] = []
     starts, above = [0] * len(prefixes), [False] * len(prefixes)
     for index, prefix in enumerate(prefixes):
@@ -56,17 +56,17 @@ def collect(prefixes: list[Prefix], choose: Choose) -> list[Pack]:
 
 
 def join_all(prefix: Prefix) -> Choice:
-    """No pack for the segment."""
+    """Make no pack for the segment."""
     return Choice([True] * len(prefix.children), [True] * len(prefix.leaves))
 
 
 def pack_queries(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[Pack]:
-    """One pack per query over all of its KV: one-query-per-CTA."""
+    """One pack per query, over all of its KV: one query per CTA."""
     return collect(prefixes, lambda index, start, above: join_all(prefixes[index]))
 
 
 def pack_nodes(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[Pack]:
-    """Every node a pack, every tail another: the paper's PAT-naive (§8.5)."""
+    """A pack for every node and for every tail: the paper's PAT-naive (§8.5)."""
 
     def choose(index: int, start: int, above: bool) -> Choice:
         prefix = prefixes[index]
@@ -78,9 +78,8 @@ def pack_nodes(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list
 def pack_tree(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[Pack]:
     """TreeHeuristic, the paper's Algorithm 1.
 
-    A child joins the segment with its own (scheme 2) where re-reading it costs less than the parts that splitting
-    would make of the child's queries; else the child stands alone (scheme 1) and its queries stay in the segment's
-    own pack. Time is linear in nodes and queries.
+    A child reads the segment together with its own KV (scheme 2) if reading it again costs less than the extra parts of the child's queries.
+    Otherwise its queries read the segment in the segment's own pack (scheme 1). Time is linear in nodes and queries.
     """
     cost = config.cost
 
@@ -90,7 +89,7 @@ def pack_tree(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[
         joins = [length <= cost.merge_tokens(len(prefixes[child].queries)) for child in prefix.children]
         leaf_joins = [length <= cost.merge_tokens(1)] * len(prefix.leaves)
         if joins.count(False) + leaf_joins.count(False) == 1:
-            # Nobody else reads the segment: a pack of its own would only add parts.
+            # Only one reader is left: a pack for it would only add parts.
             return join_all(prefix)
         return Choice(joins, leaf_joins)
 
@@ -98,7 +97,7 @@ def pack_tree(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[
 
 
 def split_queries(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[Pack]:
-    """Packs that are a work item each until they are cut: as few as `config.pieces` says, as even as can be."""
+    """Split each pack into `config.pieces` packs of even size; each is one work item until `balance` cuts it."""
     result = []
     for pack in packs:
         size, pieces = len(pack.queries), config.pieces(len(pack.queries), kv_length(pack, seq_lens))
@@ -109,5 +108,5 @@ def split_queries(packs: list[Pack], seq_lens: list[int], config: PackConfig) ->
 
 
 def kv_length(pack: Pack, seq_lens: list[int]) -> int:
-    """KV positions of a pack now; those of an open tail grow with its request."""
+    """KV positions of a pack at these lengths; an open tail grows with its request."""
     return (seq_lens[pack.queries[0]] if pack.end is None else pack.end) - pack.start

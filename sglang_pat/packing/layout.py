@@ -1,14 +1,14 @@
-"""A plan as the one int32 array that kernels read; csrc/packing/write_plan.h writes the same, with the names of csrc/packing/layout.h.
+"""The layout of a plan: one int32 array that kernels read. csrc/packing/write_plan.h writes it, by the names in csrc/packing/layout.h.
 
-The array is the header, `HEADER`, and then the sections without gaps, so that one copy moves a plan:
+The array is the header (`HEADER`), then the sections without gaps, so that one copy moves a plan:
 
-- bins [num_bins + 1]: items bins[i] up to bins[i + 1] are for one worker.
-- items [num_items, len(COLUMNS)], bin after bin. `start` and `end` are bounds as of `plan.position`; `query` and `slot` are those of
-  its first query, which most items have only: a kernel then finds them without another look.
-- queries [num_queries]: batch positions of all items' queries, one after the other; `first_query` indexes them.
-- slots [num_queries]: for each of them where its part goes: a slot of the workspace, or -1 for a query with one part,
-  which is written straight to the output.
-- part_offsets [batch + 1]: query q's parts are slots part_offsets[q] up to part_offsets[q + 1].
+- bins [num_bins + 1]: items bins[i] up to bins[i + 1] are run by one worker.
+- items [num_items, len(COLUMNS)], bin after bin. `start` and `end` are bounds (`plan.position`). `query` and `slot` repeat the item's first
+  query, because most items have one query only: the kernel then needs no second lookup.
+- queries [num_queries]: the batch positions of all items' queries; `first_query` of an item indexes them.
+- slots [num_queries]: where the part of each of these queries goes: a slot of the workspace, or -1 for a query with a single part, which is
+  written directly to the output.
+- part_offsets [batch + 1]: the parts of query q are the slots part_offsets[q] up to part_offsets[q + 1].
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ HEADER = (
     "size",
     "steps",
 )
-"""Counts, then where the sections begin, then the ints in use and the steps for which the plan stays good."""
+"""Counts; the offset of each section; how many ints are used; how many steps the plan is good for."""
 
 COLUMNS = ("start", "end", "first_query", "item_queries", "tile_m", "tile_n", "query", "slot")
 
 DIRECT = -1
-"""Slot of a query with one part, which is written straight to the output."""
+"""The slot of a query with a single part, which is written directly to the output."""
 
 
 class Sections(msgspec.Struct):
@@ -54,11 +54,11 @@ class Sections(msgspec.Struct):
 
 
 def capacity(config: PackConfig, max_batch: int) -> int:
-    """Ints that hold any sensible plan of `max_batch` requests.
+    """How many ints hold any sensible plan of `max_batch` requests.
 
-    A compact tree has fewer prefixes than requests, so packs are at most two per request; splits by the query limit and
-    cuts at the ends of bins add to them; 16 parts per query are more than ten levels of prefixes ever made. What does
-    not fit is decoded unpacked.
+    A compact tree has fewer prefixes than requests, so there are at most two packs per request, plus those from splits by the query limit and
+    cuts at the ends of bins. 16 parts per query are more than ten levels of prefixes ever made. A batch whose plan does not fit is decoded
+    unpacked.
     """
     bins = config.max_bins
     items, queries = 3 * max_batch + 2 * bins, 16 * max_batch + bins * config.max_queries
@@ -66,7 +66,7 @@ def capacity(config: PackConfig, max_batch: int) -> int:
 
 
 def flatten(plan: Plan) -> np.ndarray:
-    """Lay out `plan`."""
+    """The array of a plan."""
     offsets = [0]
     for count in plan.num_parts:
         offsets.append(offsets[-1] + (count if count > 1 else 0))
@@ -91,17 +91,17 @@ def flatten(plan: Plan) -> np.ndarray:
 
 
 def num_slots(data: np.ndarray) -> int:
-    """Slots of the workspace that a laid out plan needs."""
+    """How many slots of the workspace a plan needs."""
     return int(data[HEADER.index("num_slots")])
 
 
 def size(data: np.ndarray) -> int:
-    """Ints of a laid out plan that are in use."""
+    """How many ints of the array a plan uses."""
     return int(data[HEADER.index("size")])
 
 
 def sections(data: np.ndarray) -> Sections:
-    """Views of a laid out plan."""
+    """Views of a plan's sections."""
     header = dict(zip(HEADER, data[: len(HEADER)].tolist(), strict=True))
     names = [*HEADER[5:10], "size"]
     views = [data[header[first] : header[second]] for first, second in pairwise(names)]
@@ -109,7 +109,7 @@ def sections(data: np.ndarray) -> Sections:
 
 
 def read(data: np.ndarray, kv_tokens: int) -> Plan:
-    """A laid out plan, which reads `kv_tokens` tokens in its first step."""
+    """The `Plan` in an array; `kv_tokens` is what its first step reads."""
     plan = sections(data)
     parts = [max(1, last - first) for first, last in pairwise(plan.part_offsets.tolist())]
     items = work_items(data)
@@ -119,7 +119,7 @@ def read(data: np.ndarray, kv_tokens: int) -> Plan:
 
 
 def work_items(data: np.ndarray) -> list[WorkItem]:
-    """The work items of a laid out plan."""
+    """The work items in an array."""
     plan = sections(data)
     items = []
     for start, end, first, count, m, n, _, _ in plan.items.tolist():

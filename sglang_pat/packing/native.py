@@ -1,4 +1,4 @@
-"""The native pack scheduler (csrc/packing): events in, plans out, in memory that kernels read."""
+"""The native pack scheduler (csrc/packing): takes events, writes plans into memory that kernels read."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sglang_pat.packing.tree import ROOT, Batch, InconsistentError
 
 @tvm_ffi.register_error
 class PlanTooLargeError(Exception):
-    """A plan does not fit its buffer or the workspace of parts."""
+    """A plan does not fit its buffer, or its parts do not fit the workspace."""
 
 
-# The native scheduler raises both by name.
+# The native code raises both by name.
 tvm_ffi.register_error(InconsistentError)
 
 
@@ -34,10 +34,10 @@ class Totals(msgspec.Struct):
         steps: Decode steps.
         requests: Requests decoded.
         work_items: Work items run.
-        query_sizes: How many of them had 1, 2, 3 ... queries.
-        parts: Parts that passed through memory.
+        query_sizes: How many work items had 1, 2, 3 ... queries.
+        parts: Parts written to memory and merged.
         kv_tokens: KV tokens read, per layer.
-        kv_tokens_unpacked: What one query per work item would have read.
+        kv_tokens_unpacked: What one query per work item would have read, per layer.
     """
 
     steps: int = 0
@@ -53,11 +53,11 @@ class ExtendPlan(msgspec.Struct):
     """What `NativeScheduler.extend` makes.
 
     Attributes:
-        data: The plan (layout.py), int32: its batch are the new tokens, and their lengths what each sees, itself included.
+        data: The plan (layout.py), int32. Its queries are the new tokens; the length of each is what it sees, itself included.
         shared: Prefixes that several requests read together.
-        price: What it costs (`PackConfig`).
-        alone: The least that an attention costs which reads each request's KV for that request alone: its traffic. It is more where
-            arithmetic takes longer.
+        price: Its price (`PackConfig`).
+        alone: The price of reading each request's KV for that request alone. It counts traffic only, so it is the least that such an
+            attention costs.
     """
 
     data: np.ndarray
@@ -67,11 +67,11 @@ class ExtendPlan(msgspec.Struct):
 
 
 class NativeScheduler:
-    """The mirror of the running requests' paths, the batch expected next, and its plans.
+    """Mirrors the paths of the running requests, tracks the next batch, and makes its plans.
 
-    A request is an int64: its row of `req_to_token` in the lower 32 bits, above them how often that row was handed out. So it names what
-    KV is read from, and nothing that a client chose. A row has one request at a time: binding or expecting another one forgets who had
-    it before. All methods are for one thread, the engine's; `prepare` makes the scheduler's own thread work ahead.
+    A request is an int64: its row of `req_to_token` in the lower 32 bits, and how often that row has been handed out in the upper ones. So the
+    number says where its KV is, and no client can choose it. A row has one request at a time: binding or expecting a new one forgets the old
+    one. Call all methods from one thread, the engine's; `prepare` makes the scheduler's own thread work ahead.
 
     Attributes:
         epoch: Changes with every event.
@@ -84,11 +84,11 @@ class NativeScheduler:
         Args:
             config: Device and model.
             max_batch: Requests of the largest batch.
-            max_slots: Parts that the kernels' workspace holds.
-            buffers: Two int32 host arrays of `layout.capacity(config, max_batch)` for the plans, NumPy's if None.
+            max_slots: How many parts the kernels' workspace holds.
+            buffers: Two int32 host arrays of `layout.capacity(config, max_batch)` for the plans; NumPy arrays if None.
 
         Raises:
-            ValueError: A number of the config cannot be.
+            ValueError: A number in the config is out of range.
             jit.BuildError: There is no working C++ compiler.
         """
         self._module = self.load_module()
@@ -111,7 +111,7 @@ class NativeScheduler:
         ]
         arrays = [numbers, *prices, tiles.query_tiles, tiles.kv_tiles, tiles.kv_bounds]
         self._handle = self._module.create(*map(_int64, arrays), *map(tvm_ffi.from_dlpack, buffers))
-        # The buffers must outlive the thread that writes them.
+        # The buffers must outlive the thread that writes to them.
         weakref.finalize(self, lambda module, handle, *_: module.destroy(handle), self._module, self._handle, *buffers)
 
     @staticmethod
@@ -123,7 +123,7 @@ class NativeScheduler:
             jit.BuildError: There is no working C++ compiler.
         """
         module = jit.load("packing")
-        # Events take under a microsecond: another thread that took the interpreter meanwhile would keep it for milliseconds.
+        # Events take less than a microsecond; released meanwhile, the GIL could be gone for milliseconds.
         for name in "insert split bind release withdraw find child expect stands version prepare".split():
             getattr(module, name).release_gil = False
         return module
@@ -155,53 +155,53 @@ class NativeScheduler:
         self._event(self._module.release, request)
 
     def withdraw(self, request: int) -> None:
-        """`request` is not in the next batch; what it is bound to stays as it is until it is released."""
+        """`request` is not in the next batch. Its path stays bound until it is released."""
         self._event(self._module.withdraw, request)
 
     def expect(self, request: int, length: int) -> None:
-        """`request`, of `length` tokens, will be the last of the next batch, if it is not in it already.
+        """`request`, with `length` tokens, joins the end of the next batch, if it is not in it already.
 
-        Until it decodes, the length told last counts: prompts come in chunks. Until it is bound it shares nothing.
+        Prompts come in chunks: until the request decodes, its latest length counts. Until it is bound it shares nothing.
         """
         self._event(self._module.expect, request, length)
 
-    # What the mirror knows.
+    # The mirror.
 
     def __len__(self) -> int:
-        """Requests that were bound or expected, and not released."""
+        """How many requests were bound or expected and not yet released."""
         return self._module.active_requests(self._handle)
 
     def binding(self, request: int) -> tuple[int, int] | None:
-        """(node, end of the path) of a request, None if it is not known."""
+        """(node, end of the path) of a request; None if it is not known."""
         if not self._module.binding(self._handle, request, self._out):
             return None
         node, end = self._scratch[:2].tolist()
         return node, end
 
     def find(self, node: int) -> tuple[int, int] | None:
-        """(parent, length) of a node."""
+        """(parent, length) of a node; None if it is not known."""
         if not self._module.find(self._handle, node, self._out):
             return None
         parent, length = self._scratch[:2].tolist()
         return parent, length
 
     def child(self, parent: int, head: bytes) -> int | None:
-        """The node below `parent` that starts with `head`."""
+        """The child of `parent` that starts with `head`; None if there is none."""
         node = self._module.child(self._handle, parent, *_halves(head))
         return None if node < 0 else node
 
     def any_request(self, node: int) -> int:
-        """A request whose path leads through `node`; raises InconsistentError if there is none."""
+        """A request whose path passes through `node`; raises InconsistentError if there is none."""
         return self._module.any_request(self._handle, node)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that requests use."""
+        """How many nodes are on the paths of requests."""
         return self._module.active_nodes(self._handle)
 
     @property
     def bytes(self) -> int:
-        """Host memory of the mirror and of the scratch that grows with it, without the plans."""
+        """Host memory of the mirror and of its scratch, without the plans."""
         return self._module.bytes(self._handle)
 
     # Plans.
@@ -213,75 +213,75 @@ class NativeScheduler:
 
     @property
     def batch(self) -> list[int]:
-        """The batch expected next, in order. It follows `expect`, `withdraw`, `release` and `take`."""
+        """The next batch, in order, as `expect`, `withdraw`, `release` and `take` left it."""
         found = np.empty(self._module.batch(self._handle, _NOTHING), dtype=np.int64)
         self._module.batch(self._handle, _tensor(found))
         return found.tolist()
 
     def stands(self, requests: Any) -> bool:
-        """Whether the batch `requests`, an int64 host array, is that of the plan in use, and nothing about it has changed."""
+        """Whether the plan in use is still valid for the batch `requests`, an int64 host array."""
         return self._module.stands(self._handle, _tensor(requests))
 
     def prepare(self, steps: int) -> None:
-        """Start to plan the batch on the scheduler's own thread; its requests have `steps` tokens more than told last."""
+        """Start to plan the next batch on the scheduler's own thread; its requests are `steps` tokens longer than last told."""
         self._module.prepare(self._handle, steps)
 
     def take(self, requests: Any, seq_lens: Any, steps: int) -> tuple[int, int, bool]:
-        """A batch's plan: the one prepared if it was made for this very batch, else one made now.
+        """A batch's plan: the prepared one if it was made for this very batch, else a new one.
 
         Args:
-            requests: The batch, an int64 host array. Those that are not known share nothing.
+            requests: The batch, an int64 host array. Unknown requests share nothing.
             seq_lens: Tokens of each request, likewise.
-            steps: Steps run with the plan before.
+            steps: How many steps the previous plan was used for.
 
         Returns:
-            (index of the buffer that holds the plan, steps for which it stays good, whether it was prepared).
+            (index of the buffer that holds the plan, how many steps it is good for, whether it was prepared).
 
         Raises:
             PlanTooLargeError: The plan does not fit.
-            ValueError: There are not as many lengths as requests, or a number cannot be.
+            ValueError: The numbers of lengths and requests differ, or a number is out of range.
         """
         taken = self._module.take(self._handle, _tensor(requests), _tensor(seq_lens), steps, self._out)
         return taken // 2, int(self._scratch[0]), bool(taken % 2)
 
     def fall_back(self, seq_lens: Any, steps: int) -> int:
-        """One query per work item, for one step: the index of the buffer that holds this plan."""
+        """Make a plan of one query per work item, for one step; returns the index of its buffer."""
         return self._module.fall_back(self._handle, _tensor(seq_lens), steps) // 2
 
     def extend(self, requests: Any, cached: Any, added: Any) -> ExtendPlan:
-        """The plan of an extend, whose queries are new tokens: request after request, each request's in order.
+        """The plan of an extend. Its queries are the new tokens, request by request.
 
-        It changes nothing about the batch that decodes. Tokens of one request are read together, and those of several over what these
-        share. An item of several tokens that is open at the end is of one request, whose last token of these comes first.
+        The next decode batch does not change. Work items hold several tokens of one request, or of several requests where these share KV. If
+        an item with several tokens has an open end, they belong to one request, and its last token comes first.
 
         Args:
-            requests: Who is extended, an int64 host array. Those that are not bound share nothing.
-            cached: Tokens of each request that are cached, likewise.
-            added: New tokens of each request behind them, likewise.
+            requests: The extended requests, an int64 host array. Requests that are not bound share nothing.
+            cached: Cached tokens of each request, likewise.
+            added: New tokens of each request, likewise.
 
         Raises:
             PlanTooLargeError: It needs more than 2^31 slots.
-            ValueError: There are not as many numbers as requests, or one cannot be.
+            ValueError: The arrays differ in length, or a number is out of range.
         """
         plan = np.empty(self._module.extend(self._handle, *map(_tensor, (requests, cached, added))), dtype=np.int32)
         self._module.extended(self._handle, _tensor(plan), self._out)
         return ExtendPlan(plan, *self._scratch[:3].tolist())
 
     def totals(self, steps: int) -> Totals:
-        """Counts up to now, of which `steps` steps with the current plan."""
+        """Counts up to now; the current plan was used for `steps` steps."""
         self._module.totals(self._handle, steps, self._out)
         steps, requests, items, parts, kv_tokens, unpacked, *sizes = self._scratch.tolist()
         counts = Counter({size: count for size, count in enumerate(sizes, 1) if count})
         return Totals(steps, requests, items, counts, parts, kv_tokens, unpacked)
 
     def current(self) -> tuple[int, int, int]:
-        """(KV tokens of its first step, parts, price of its longest bin) of the plan in use."""
+        """Of the plan in use: (KV tokens that its first step reads, parts, price of its longest bin)."""
         self._module.current(self._handle, self._out)
         kv_tokens, parts, longest = self._scratch[:3].tolist()
         return kv_tokens, parts, longest
 
     def set_delays(self, before_copy: int = 0, before_publish: int = 0) -> None:
-        """For tests: microseconds that the scheduler's thread waits before it reads the batch and before it is done."""
+        """For tests: how many microseconds the scheduler's thread waits before it reads the batch and before it publishes the plan."""
         self._module.set_delays(self._handle, before_copy, before_publish)
 
     def _event(self, action: Any, *arguments: Any) -> None:
@@ -290,14 +290,14 @@ class NativeScheduler:
 
 
 def make_plan(batch: Batch, config: PackConfig) -> Plan:
-    """A batch's plan as serving makes it, for tools that have whole batches and no events.
+    """The plan that serving would make for a batch, for tools that have a whole batch instead of events.
 
     Args:
         batch: See `tree.check`.
         config: Device and model.
 
     Raises:
-        ValueError: A number of the batch or the config cannot be.
+        ValueError: A number in the batch or the config is out of range.
         jit.BuildError: There is no working C++ compiler.
     """
     size = len(batch.seq_lens)
@@ -313,7 +313,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
 
 
 def load(scheduler: NativeScheduler, batch: Batch, requests: Sequence[int] = ()) -> np.ndarray:
-    """Tell a scheduler the batch's tree, event by event; its requests, [batch] int64, by default 0, 1, 2 …"""
+    """Tell a scheduler the batch's tree, event by event. Returns its requests, [batch] int64: 0, 1, 2 … unless given."""
     requests = list(requests) or list(range(len(batch.seq_lens)))
     last = [ROOT] * len(batch.seq_lens)
     number = 0

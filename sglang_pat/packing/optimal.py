@@ -1,4 +1,4 @@
-"""Packing that costs least by the model, where the paper's heuristic decides for each child alone."""
+"""The packing with the lowest price. (The paper's heuristic decides for each child separately.)"""
 
 from __future__ import annotations
 
@@ -11,30 +11,28 @@ from sglang_pat.packing.prices import PackConfig
 from sglang_pat.packing.tree import Batch, Prefix, kv_minimum
 
 MAX_SEGMENT = 32
-"""Prefixes that one segment may span. The native scheduler keeps a bit for each in a word; agents' prompts have
-under ten levels, and a segment that long costs more to read again than to merge."""
+"""How many prefixes one segment may span. The native scheduler keeps a bit for each in a word. Agents' prompts have fewer than ten levels,
+and a segment that long costs more to read again than to merge."""
 
 
 MAX_DEPTH = 1024
-"""Levels of prefixes beyond which a batch is packed by the paper's heuristic: the native scheduler keeps three
-kilobytes for each level."""
+"""Batches with more levels of prefixes are packed by the paper's heuristic: the native scheduler needs three kilobytes per level."""
 
 
 class Best(msgspec.Struct):
-    """The cheapest way to serve a prefix's queries from a given start on."""
+    """The cheapest way to read everything from a given start on, for the queries of a prefix."""
 
     price: float
     choice: Choice
 
 
 def pack_optimal(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[Pack]:
-    """Pack by a dynamic program over (prefix, start of its segment, parts above or none).
+    """Pack by a dynamic program over (prefix, start of its segment, whether there are parts above).
 
-    A query of k > 1 parts costs k parts, one of a single part none: hence the third coordinate. The least price
-    decomposes over children as long as the segment's pack is one work item. Where the largest tile forces several,
-    three candidates compete at their true price: everything joins; every child decides as if the pack were already
-    paid for; every child decides as if it paid its share of a full work item. Time is
-    O(prefixes x depth).
+    The third coordinate is needed because a query with k > 1 parts pays for k parts, but a query with one part pays for none. The lowest price
+    is a sum over children as long as the segment's pack is one work item. If the largest tile forces several work items, three candidates
+    compete at their true price: everything joins; each child decides as if the pack were free; each child decides as if it paid its share of a
+    full work item. Time is O(prefixes x depth).
     """
     depths = [-1] * len(prefixes)
     for index, prefix in enumerate(prefixes[1:], 1):
@@ -54,14 +52,13 @@ class _Solver:
         self.seq_lens = batch.seq_lens
         self.best: list[dict[tuple[int, bool], Best]] = [{} for _ in prefixes]
         self.part = float(config.cost.part_bytes)
-        # What a full work item costs each of its queries, per token and once.
+        # The share of each query in the price of a full work item, per token and once.
         self.full_token = config.token_price(config.max_queries) / config.max_queries
         self.full_start = config.start_price(config.max_queries) / config.max_queries
         self.cut_token = 0.0
         heads, workers = config.cost.runs, config.workers
         if workers > heads:
-            # Bins end where they are full, wherever that is: a pack is cut once per fair share of its length, and
-            # every cut makes one more part of each of its queries.
+            # Bins end wherever they are full: expect one cut per fair share of a pack's length; each cut adds a part to each of its queries.
             share = max(float(config.tiles.kv_tiles[-1]), kv_minimum(prefixes, batch.seq_lens) * heads / workers)
             self.cut_token = self.part / share
 
@@ -84,7 +81,7 @@ class _Solver:
         for candidate in range(3):
             extra = share if candidate == 2 else 0.0
             total, staying, joins = 0.0, 0, []
-            # Backwards, as the native scheduler sums: the last bit may decide a tie.
+            # Backwards, like the native scheduler: the last bit of a sum may decide a tie.
             for child in reversed(prefix.children):
                 queries = len(self.prefixes[child].queries)
                 joined = self.best[child].get((start, above))
@@ -102,7 +99,7 @@ class _Solver:
         return best
 
     def _leaf_price(self, prefix: Prefix, tokens: int) -> float:
-        """What it costs that a leaf reads `tokens` more, for a tail as long as the mean: one that is run in parts no longer is."""
+        """The price of reading `tokens` more in a tail of mean length; a tail that was run in parts may become too long for that."""
         if self.config.parts_tokens < 0 or not prefix.leaves:
             return tokens * (self.config.token_price(1) + self.cut_token)
         tail = sum(self.seq_lens[query] - prefix.end for query in prefix.leaves) // len(prefix.leaves)

@@ -1,5 +1,4 @@
-"""From a batch to its plan, in Python to be read. What serves is the native scheduler (native.py, csrc/packing), which makes the
-same plans."""
+"""From a batch to its plan: the readable specification. The native scheduler (native.py, csrc/packing) serves, and makes the same plans."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from sglang_pat.packing.prices import PackConfig
 from sglang_pat.packing.tree import Batch, Prefix, compact, in_windows
 
 TAIL_GROWTH = 2
-"""A tail may grow to this multiple of the longest work item, however even the bins stay: a batch that begins with few
-tokens is spread over few workers."""
+"""A tail may grow to this multiple of the longest work item, even if the bins stay even: a batch that starts with few tokens is spread over
+few workers."""
 
 POLICIES: dict[str, Callable[[list[Prefix], Batch, PackConfig], list[Pack]]] = {
     "query": pack_queries,
@@ -25,15 +24,14 @@ POLICIES: dict[str, Callable[[list[Prefix], Batch, PackConfig], list[Pack]]] = {
     "compute": pack_compute,
     "optimal": pack_optimal,
 }
-"""`optimal` costs least by the model; `pat` is the paper's heuristic, `compute` FastTree's, `naive` packs every node and
-`query` none (one query per CTA). The native scheduler numbers them in this order."""
+"""`optimal` has the lowest price; `pat` is the paper's heuristic, `compute` FastTree's; `naive` packs every node, `query` none (one query per
+CTA). The native scheduler numbers them in this order."""
 
 
 def choose_packs(batch: Batch, config: PackConfig) -> list[Pack]:
-    """Pack one batch, whatever number of queries a pack then has.
+    """Pack a batch, with any number of queries per pack.
 
-    Packing pays by the model or is not done: where it would cost more than one query per CTA (many short prefixes
-    under a policy that does not mind), the latter is returned.
+    If the policy's packs cost more than one query per CTA (some policies pack many short prefixes), the latter is returned.
     """
     prefixes = compact(batch)
     candidates = (POLICIES[config.policy](prefixes, batch, config), pack_queries(prefixes, batch, config))
@@ -41,12 +39,12 @@ def choose_packs(batch: Batch, config: PackConfig) -> list[Pack]:
 
 
 def make_packs(batch: Batch, config: PackConfig) -> list[Pack]:
-    """The same in packs that are a work item each until they are cut."""
+    """The same, split into packs that are one work item each until `balance` cuts them."""
     return split_queries(choose_packs(batch, config), batch.seq_lens, config)
 
 
 def packs_price(packs: list[Pack], batch: Batch, config: PackConfig) -> int:
-    """What packs cost by the model before they are cut."""
+    """The price of packs before they are cut."""
     parts = Counter(query for pack in packs for query in pack.queries)
     merged = sum(count for count in parts.values() if count > 1)
     reads = sum(config.pack_price(len(pack.queries), kv_length(pack, batch.seq_lens)) for pack in packs)
@@ -57,7 +55,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
     """Plan one batch.
 
     Args:
-        batch: Sequence lengths (at least one token each) and prefix tree; see `tree.check`.
+        batch: Lengths (at least one token each) and prefix tree; see `tree.check`.
         config: Device and model.
     """
     lengths, tiles, window = batch.seq_lens, config.tiles, config.window
@@ -78,7 +76,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
             in_parts = config.in_parts(len(pack.queries), length)
             tile = tiles.select(tiles.warp_m if in_parts else len(pack.queries) * config.cost.group, length)
             grows = growing[pack.queries[0]]
-            # A window that is full moves along with its request's end.
+            # A full window moves with the end of its request.
             back = 0 if grows else window - OPEN
             end = OPEN if pack.end is None else pack.end - back
             items.append(WorkItem(pack.start - back, end, pack.queries, parts, tile))
@@ -88,13 +86,13 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
         bins.append(len(items))
     steps = min(TAIL_GROWTH * longest - longest_tail, even_steps(filled, seq_lens, config, growing))
     if window:
-        # Until one that is not full yet is.
+        # Until the next window fills.
         steps = min([steps, *(window - length + 1 for length in lengths if length <= window)])
     return Plan(items, bins, num_parts, steps, kv_tokens, sum(growing))
 
 
 def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:
-    """When the last worker finishes, as a price (`PackConfig`): bins go round the workers, all KV heads of a bin side by side."""
+    """When the last worker finishes, as a price (`PackConfig`). Bins are dealt to the workers in turn, all KV heads of a bin side by side."""
     loads = [0] * config.workers
     for index in range(len(plan.bins) - 1):
         price = config.bin_price(

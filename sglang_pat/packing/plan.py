@@ -1,4 +1,4 @@
-"""What forward and merge execute."""
+"""The plan that the forward and merge kernels execute."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from sglang_pat.packing.cost import CostModel
 from sglang_pat.packing.tiles import Tile
 
 OPEN = -1
-"""The bound of a span that is the end of the request's tokens, however many these are when the item runs."""
+"""As the bound of a span: the end of the request, at whatever length it has when the item runs."""
 
 
 def position(bound: int, length: int) -> int:
-    """Where a bound lies in a request of `length` tokens.
+    """The position of a bound in a request of `length` tokens.
 
-    From 0 on it is a position. Below, it counts back from the request's end: OPEN is that end, OPEN - n lies n tokens before
-    it, and what would lie before the first token is 0.
+    A bound of 0 or more is a position. A negative one counts back from the request's end: OPEN is the end, OPEN - n is n tokens before it,
+    but never before position 0.
     """
     return bound if bound >= 0 else max(0, length + bound - OPEN)
 
 
 class WorkItem(msgspec.Struct):
-    """One pack's share of one forward configuration.
+    """A pack, or a piece of one, that one worker runs with one tile.
 
     Attributes:
-        start, end: The span of KV that is read, [start, end); see `position`. The `end` of a tail is OPEN, and both bounds
-            count back from the request's end where it sees a window only. Several queries have positions.
-        queries: Batch positions. The KV slots are those of the first one's row of `req_to_token`: all of them
-            have the same slots there.
-        parts: For each query the number of this part among its parts.
-        tile: The configuration that runs it.
+        start, end: The span of KV to read, [start, end), as bounds (`position`). The `end` of a tail is OPEN. If the request has outgrown
+            its window, both bounds count back from its end. With several queries, both are positions.
+        queries: Batch positions. All queries have the same KV slots in the span; they are read from the first query's row of
+            `req_to_token`.
+        parts: For each query, the number of this part among its parts.
+        tile: The tile that runs it.
     """
 
     start: int
@@ -39,22 +39,22 @@ class WorkItem(msgspec.Struct):
     tile: Tile
 
     def span(self, seq_lens: list[int]) -> tuple[int, int]:
-        """The positions that it reads in a batch of these lengths."""
+        """The positions that it reads, in a batch with these lengths."""
         length = seq_lens[self.queries[0]]
         return position(self.start, length), position(self.end, length)
 
 
 class Plan(msgspec.Struct):
-    """Work items that cover every (query, KV position) of a batch exactly once, as far as queries see.
+    """Work items that cover every visible (query, KV position) of a batch exactly once.
 
     Attributes:
-        items: Bin after bin.
-        bins: [bins + 1]; items bins[i] up to bins[i + 1] are for one worker, one after the other.
-        num_parts: Parts of each query; one part needs no merge.
-        steps: Decode steps for which the plan stays good; after that tails have made its bins uneven, outgrown its split, or
-            left a window.
-        kv_tokens: KV tokens read by the first step.
-        open_items: Work items whose KV grows by one token a step.
+        items: Work items, bin after bin.
+        bins: [bins + 1]; items bins[i] up to bins[i + 1] are run by one worker, in this order.
+        num_parts: Parts of each query; a query with one part needs no merge.
+        steps: How many decode steps the plan is good for. After that, growing tails have made its bins uneven or outgrown its split, or a
+            request has filled its window.
+        kv_tokens: KV tokens that the first step reads.
+        open_items: Work items whose KV grows by one token per step.
     """
 
     items: list[WorkItem]
@@ -66,9 +66,9 @@ class Plan(msgspec.Struct):
 
     @property
     def merged_parts(self) -> int:
-        """Parts that pass through memory."""
+        """Parts that are written to memory and merged."""
         return sum(parts for parts in self.num_parts if parts > 1)
 
     def bytes(self, cost: CostModel) -> int:
-        """Bytes that the first step moves, by the model."""
+        """Bytes that the first step moves, by the cost model."""
         return cost.bytes(self.kv_tokens, self.merged_parts)

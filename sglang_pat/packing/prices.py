@@ -1,4 +1,4 @@
-"""What a plan depends on besides the batch: the device, the model, and what work costs there."""
+"""What a plan depends on besides the batch: the device, the model, and the prices of work."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sglang_pat.packing.spec import AttentionSpec, Window
 from sglang_pat.packing.tiles import TileTable
 
 MAX_WAVES = 8
-"""Bins that one worker may run one after the other. With 8 KV heads on 132 SMs two waves fill every SM, where one leaves
-four of them idle; eight leave at most 4 % idle for any GPU and model (`python benchmarks/policies.py --waves`)."""
+"""How many bins a worker may run in turn. With 8 KV heads on 132 SMs, one wave leaves four SMs idle and two waves none; eight leave at most
+4 % idle for any GPU and model (`python benchmarks/policies.py --waves`)."""
 
 ALWAYS = 2**31 - 1
-"""More tokens than any pack has, and more steps than any plan is used for."""
+"""Stands for "no limit": more tokens than any pack has, more steps than any plan is used for."""
 
 
 Policy = Literal["query", "naive", "pat", "compute", "optimal"]
@@ -25,15 +25,15 @@ Policy = Literal["query", "naive", "pat", "compute", "optimal"]
 
 
 class PackConfig(msgspec.Struct, frozen=True):
-    """The device and the model, and what work costs there.
+    """The device and the model, and the prices of work.
 
-    A plan moves bytes and takes time. Both are weighed here, in one currency: a price is the bytes that a worker's share of the
-    memory bandwidth moves in a time. Traffic has its own bytes for a price; what takes longer has more. Prices are of all KV heads.
+    A plan moves bytes and takes time. A price expresses both in bytes: a time costs the bytes that a worker's share of the memory bandwidth
+    moves in it. So traffic costs its own bytes, and work that takes longer than its traffic costs more. Prices are for all KV heads.
 
     Attributes:
-        cost: The model's shape and prices.
+        cost: The model's shape and its bytes.
         tiles: Tiles of the device.
-        workers: Work items that run at the same time (SMs, CPU threads).
+        workers: How many work items run at the same time (SMs, CPU threads).
         policy: A key of `oracle.POLICIES`.
         window: `AttentionSpec.planned_window`.
     """
@@ -46,18 +46,18 @@ class PackConfig(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, spec: AttentionSpec, tiles: TileTable, workers: int, policy: Policy = "optimal") -> PackConfig:
-        """For layers of a spec, whose query heads are split where the largest tile has fewer rows."""
-        cost = spec.cost(tiles.head_splits(spec.heads * spec.query_tokens, spec.kv_heads))
+        """The config for layers of a spec. Their query heads are split if the largest tile has fewer rows."""
+        cost = spec.cost(tiles.head_splits(spec.query_heads, spec.kv_heads))
         return cls(cost, tiles, workers, policy, spec.planned_window)
 
     @property
     def max_queries(self) -> int:
-        """Queries that one work item may have."""
+        """How many queries a work item may have."""
         return self.tiles.max_queries(self.cost.group)
 
     @property
     def few_queries(self) -> int:
-        """Queries of the tile whose start costs least for each of its rows; at least one."""
+        """How many queries the tile with the cheapest start per row holds; at least one."""
         m = self.tiles.query_tiles[-1]
         if self.tiles.item_ns:
             _, m = min(
@@ -67,30 +67,30 @@ class PackConfig(msgspec.Struct, frozen=True):
 
     @property
     def warp_queries(self) -> int:
-        """Queries of the largest tile that a single warp runs."""
+        """How many queries the largest tile of a single warp holds."""
         return self.tiles.warp_m // self.cost.group
 
     def _price(self, ns: float) -> int:
-        """Of a time that one worker takes for one KV head."""
+        """The price of a time of one worker, for one KV head."""
         return round(ns * self.tiles.share)
 
     @property
     def turn_price(self) -> int:
-        """What it costs a bin to go over from work items of all warps to those of single ones."""
+        """Price of switching in a bin from work items of all warps to those of single warps."""
         return self.cost.runs * self._price(self.tiles.turn_ns)
 
     @property
     def bin_end_price(self) -> int:
-        """What each bin costs a step besides its work where single warps run everything. All workers wait for it: so does `wave_price`."""
+        """Price of each bin besides its work, in steps where single warps run everything. All workers wait for it, as for `wave_price`."""
         return round(self.tiles.bin_ns * self.tiles.bytes_per_ns)
 
     @property
     def wave_price(self) -> int:
-        """What such a step costs more where each worker has one more bin."""
+        """Price of one more bin per worker in such a step."""
         return round(self.tiles.wave_ns * self.tiles.bytes_per_ns)
 
     def token_price(self, queries: int) -> int:
-        """What a token costs a work item with `queries` queries: its bytes, or computing with it where that takes longer."""
+        """Price per token of a work item with `queries` queries: the token's bytes, or the computation if that takes longer."""
         cost = self.cost
         rows = queries * cost.group
         m = self.tiles.query_tile(rows)
@@ -105,7 +105,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         return price
 
     def start_price(self, queries: int) -> int:
-        """What a work item with `queries` queries costs besides its tokens: to start and end."""
+        """Price of a work item with `queries` queries besides its tokens: to start and end."""
         if not self.tiles.item_ns:
             return self.cost.start_price
         m = self.tiles.query_tile(queries * self.cost.group)
@@ -113,18 +113,18 @@ class PackConfig(msgspec.Struct, frozen=True):
 
     @property
     def row_parts(self) -> int:
-        """In how many parts of `TileTable.warp_m` rows a query is run that has more; 1 where none is."""
+        """In how many parts of `TileTable.warp_m` rows a query with more rows can be run; 1 if none can."""
         return -(-self.cost.group // self.tiles.warp_m) if self.tiles.part_token_ns else 1
 
     @property
     def parts_token_price(self) -> int:
-        """What a token costs a work item that is run in such parts."""
+        """Price per token of a work item that is run in such parts."""
         computing = self.row_parts * self.cost.runs * self._price(self.tiles.part_token_ns)
         return max(self.cost.token_bytes, computing)
 
     @property
     def parts_start_price(self) -> int:
-        """What it costs besides."""
+        """Price of such a work item besides its tokens."""
         if self.row_parts == 1:
             return 0
         index = self.tiles.query_tiles.index(self.tiles.warp_m)
@@ -132,7 +132,7 @@ class PackConfig(msgspec.Struct, frozen=True):
 
     @property
     def parts_tokens(self) -> int:
-        """Up to how many tokens a work item of one query costs less in such parts than by a tile for all its rows; below 0: it never does."""
+        """Up to how many tokens a work item of one query costs less in such parts than with a tile for all its rows; negative if it never does."""
         if self.row_parts == 1:
             return -1
         saved = self.start_price(1) - self.parts_start_price
@@ -143,7 +143,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         return queries == 1 and tokens <= self.parts_tokens
 
     def growth_price(self, queries: int, tokens: int) -> int:
-        """What one more token costs a work item that has `tokens`."""
+        """Price of one more token for a work item that has `tokens`."""
         return self.parts_token_price if self.in_parts(queries, tokens) else self.token_price(queries)
 
     def by_warps(self, queries: int, tokens: int) -> bool:
@@ -151,13 +151,13 @@ class PackConfig(msgspec.Struct, frozen=True):
         return queries <= self.warp_queries or self.in_parts(queries, tokens)
 
     def item_price(self, queries: int, tokens: int) -> int:
-        """What a work item costs that reads `tokens` tokens for `queries` queries of one tile."""
+        """Price of a work item that reads `tokens` tokens for `queries` queries with one tile."""
         if self.in_parts(queries, tokens):
             return tokens * self.parts_token_price + self.parts_start_price
         return tokens * self.token_price(queries) + self.start_price(queries)
 
     def bin_price(self, members: Iterable[tuple[int, int]]) -> int:
-        """What a bin costs whose work items have so many (queries, tokens)."""
+        """Price of a bin whose work items have these (queries, tokens)."""
         price, kinds = 0, set()
         for queries, tokens in members:
             price += self.item_price(queries, tokens)
@@ -165,8 +165,8 @@ class PackConfig(msgspec.Struct, frozen=True):
         return price + (self.turn_price if len(kinds) == 2 else 0)
 
     def short_tokens(self, queries: int) -> int:
-        """Up to how many tokens a pack of `queries` queries is read faster again and again, by work items of
-        `few_queries`, than once by a tile for all of them."""
+        """Up to how many tokens a pack of `queries` queries costs less as several work items of `few_queries`, each of which reads the KV, than
+        as one work item."""
         items = -(-queries // self.few_queries)
         size = -(-queries // items)
         token, start = self.token_price(queries), self.start_price(queries)
@@ -177,13 +177,13 @@ class PackConfig(msgspec.Struct, frozen=True):
         return longest
 
     def pieces(self, queries: int, tokens: int) -> int:
-        """In how many work items a pack is run: as few as the largest tile allows, more where it is short."""
+        """In how many work items a pack is run: as few as the largest tile allows, or more if the pack is short."""
         pieces = -(-queries // self.max_queries)
         size = -(-queries // pieces)
         return -(-queries // self.few_queries) if tokens <= self.short_tokens(size) else pieces
 
     def pack_price(self, queries: int, tokens: int) -> int:
-        """What it costs to read `tokens` tokens for `queries` queries."""
+        """Price of reading `tokens` tokens for `queries` queries."""
         if queries == 0:
             return 0
         items = self.pieces(queries, tokens)
@@ -192,20 +192,20 @@ class PackConfig(msgspec.Struct, frozen=True):
 
     @property
     def max_bins(self) -> int:
-        """More bins than this are never made."""
+        """The most bins that a plan has."""
         return max(1, MAX_WAVES * self.workers // self.cost.runs)
 
     def bins(self, limit: int, work: float, cut: float, narrow: bool) -> int:
-        """In how many bins, at most `limit`, the work of each KV head is laid out.
+        """How many bins, at most `limit`, the work of each KV head is laid out in.
 
-        All KV heads run the same bins, so only some numbers keep every worker busy. The more bins, the less is idle,
-        and the more packs are cut. Where single warps run everything, memory is the bound, of which half of the workers
-        use more than half (`sqrt`), and what bins cost besides was measured (benchmarks/NOTES.md, 2026-11-23).
+        All KV heads run the same bins, so only some numbers keep every worker busy. More bins leave less idle time but cut more packs. If
+        single warps run everything, memory is the bound: then half of the workers use more than half of the bandwidth (`sqrt`), and the further
+        costs of bins were measured (benchmarks/NOTES.md, 2026-11-23).
 
         Args:
-            limit: Bins that still have enough to do.
-            work: What all packs cost.
-            cut: What it costs to end a bin within a pack.
+            limit: The most bins that still have enough work each.
+            work: Price of all packs.
+            cut: Price of ending a bin within a pack.
             narrow: Whether single warps run all packs.
         """
         heads, workers = self.cost.runs, self.workers
@@ -226,7 +226,7 @@ class PackConfig(msgspec.Struct, frozen=True):
 
 
 def _crossing(saved: int, more: int) -> int:
-    """Up to how many tokens something costs less that saves `saved` once and costs `more` for each token."""
+    """Up to how many tokens it pays to save `saved` once and spend `more` per token."""
     if saved <= 0:
         return 0
     return (saved - 1) // more if more > 0 else ALWAYS

@@ -1,4 +1,4 @@
-"""What the attention of a layer is: what support checks, prices, kernels and their tests are derived from."""
+"""What a layer's attention computes. Support checks, prices, kernels and their tests are derived from it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LOW_BIT_PAGE = 64
 
 
 class KVFormat(msgspec.Struct, frozen=True):
-    """How K and V are kept.
+    """How K and V are stored.
 
     Attributes:
-        name: As torch names the dtype; `int4` and `int2` are pages of so many bits.
-        bits: Of one element. Those of 8 come with a factor for all of K and one for all of V; those of less with a scale and a zero of 16
-            bits each for every channel of K in a page and every token of V.
+        name: Torch's name of the dtype; `int4` and `int2` are pages of so many bits.
+        bits: Bits of an element. Formats of 8 bits have one scale for all of K and one for all of V. Formats of less have a scale and a zero, of
+            16 bits each, for every channel of K in a page and for every token of V.
     """
 
     name: str
@@ -32,16 +32,16 @@ class KVFormat(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> int:
-        """Whole ones of an element: 0 where several share one."""
+        """Whole bytes of an element: 0 where several share one."""
         return self.bits // 8
 
     @property
     def is_low_bit(self) -> bool:
-        """Whether only full pages are kept in this format, and what is behind them in the model's dtype."""
+        """Whether only full pages have this format; the tokens behind them have the model's dtype."""
         return self.bits < 8
 
-    def bytes_of(self, head_dim: int, v_head_dim: int) -> float:
-        """What an element takes, with its share of scales and zeros."""
+    def bytes_with_scales(self, head_dim: int, v_head_dim: int) -> float:
+        """Bytes of an element, with its share of scales and zeros."""
         parameters = 32 * (head_dim / LOW_BIT_PAGE + 1) / (head_dim + v_head_dim) if self.is_low_bit else 0
         return (self.bits + parameters) / 8
 
@@ -58,20 +58,20 @@ FORMATS = {
         KVFormat("int2", 2),
     )
 }
-"""Those that some executor reads; `capabilities.refusal` says which."""
+"""Formats that at least one executor reads; `capabilities.refusal` says which."""
 
 
 class AttentionSpec(msgspec.Struct, frozen=True):
-    """Layers of equal specs are planned together (backend/layers.py).
+    """A layer's attention. Layers with equal specs share a plan (backend/groups.py).
 
     Attributes:
         heads, kv_heads: Query and KV heads on this rank.
         head_dim, v_head_dim: Dimensions of Q and K, and of V.
-        kv: How K and V are kept.
+        kv: How K and V are stored.
         window: How many tokens a query sees, its own included; 0 for all.
-        sinks: Whether each head has a logit without a value (gpt-oss).
-        query_tokens: Tokens of a request that attend in one step: 1 where it decodes, those of its draft where that is verified. They are
-            planned as one query with the heads of all of them.
+        sinks: Whether each head has an attention sink: a logit without a value (gpt-oss).
+        query_tokens: Tokens of a request that attend in one step: 1 in a decode step, the draft's tokens in a verify step. They are planned
+            as one query that has the heads of all of them.
     """
 
     heads: Count
@@ -84,8 +84,13 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     query_tokens: Count = 1
 
     @property
+    def query_heads(self) -> int:
+        """Heads of a query: the query heads of all of its tokens."""
+        return self.heads * self.query_tokens
+
+    @property
     def planned_window(self) -> int:
-        """How many tokens are seen by some token of a query, 0 for all."""
+        """How many tokens the tokens of a query see together; 0 for all."""
         return self.window + self.query_tokens - 1 if self.window else 0
 
     def __str__(self) -> str:
@@ -95,7 +100,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         return f"{self.heads}/{self.kv_heads} heads of {dims}, {self.kv.name}{seen}{', sinks' if self.sinks else ''}{drafts}"
 
     def cost(self, head_splits: int = 1) -> CostModel:
-        """Bytes that a layer moves; `head_splits` as in `CostModel`."""
-        heads = self.heads * self.query_tokens
-        kv_bytes = self.kv.bytes_of(self.head_dim, self.v_head_dim)
-        return CostModel(heads, self.kv_heads, self.head_dim, self.v_head_dim, kv_bytes, head_splits=head_splits)
+        """The cost model of a layer; `head_splits` as in `CostModel`."""
+        kv_bytes = self.kv.bytes_with_scales(self.head_dim, self.v_head_dim)
+        return CostModel(
+            self.query_heads, self.kv_heads, self.head_dim, self.v_head_dim, kv_bytes, head_splits=head_splits
+        )

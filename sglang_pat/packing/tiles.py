@@ -1,4 +1,4 @@
-"""Which (m, n) tile runs a pack (PAT §5.2), and what time it takes."""
+"""Tiles: which (m, n) runs a pack (PAT §5.2), and how long that takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Nanoseconds = Annotated[float, Meta(ge=0)]
 
 
 class Tile(msgspec.Struct, frozen=True, order=True):
-    """A forward configuration: m rows of queries (query heads that share a KV head) by n KV positions."""
+    """A forward configuration: m rows (query heads that share a KV head, for each query) by n KV positions."""
 
     m: int
     n: int
@@ -30,18 +30,17 @@ class TileTable(msgspec.Struct, frozen=True):
         query_tiles: Every m, ascending.
         kv_tiles: Every n, ascending.
         kv_bounds: Piecewise rule for n: the i-th n serves KV lengths up to `kv_bounds[i]`, the last n the rest.
-        token_ns: For each m what a tile of it takes for one token of one KV head, in ns, as all times here; empty where
-            nothing was measured. It counts where the token's bytes take less.
-        item_ns: For each m what starting and ending a work item of it takes; `CostModel.start_price` counts where it is empty.
-        warp_m: Tiles of up to so many rows are run by single warps, when a worker has done all others.
-        part_token_ns: What a token of one KV head takes each part of a query that has more than `warp_m` rows and is run in parts of so
-            many, by warps of one worker: the first brings KV from memory for all. 0 where no query is.
-        turn_ns: What a worker that has both takes to go over to these.
-        bin_ns: Where single warps run everything, what one more bin costs a step.
-        wave_ns: What a step then takes longer where each worker has one more bin.
-        bytes_per_ns: What the device reads from memory; needed where there are times, which are weighed against bytes by it
-            (`PackConfig`).
-        sms: Streaming multiprocessors that share it.
+        token_ns: For each m, the time per token of one KV head; empty if not measured. It counts if the token's bytes take less. All times are
+            in ns.
+        item_ns: For each m, the time to start and end a work item; `CostModel.start_price` counts if it is empty.
+        warp_m: Tiles of up to so many rows are run by single warps, after the worker has done all others.
+        part_token_ns: A query of more than `warp_m` rows can be run in parts of `warp_m` rows, by several warps of one worker; the first warp
+            brings the KV into the cache for all. This is the time per token and part, for one KV head; 0 if no query is run so.
+        turn_ns: Time of a worker to switch from the other tiles to those of single warps.
+        bin_ns: Time that one more bin adds to a step in which single warps run everything.
+        wave_ns: Time that one more bin per worker adds to such a step.
+        bytes_per_ns: Memory bandwidth; needed if there are times, to express them in bytes (`PackConfig`).
+        sms: Streaming multiprocessors that share the bandwidth.
     """
 
     query_tiles: tuple[Count, ...]
@@ -80,23 +79,23 @@ class TileTable(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        """Bytes that one SM's part of the bandwidth moves in a nanosecond."""
+        """Bytes that one SM's share of the bandwidth moves in a nanosecond."""
         return self.bytes_per_ns / self.sms
 
     def max_queries(self, group: int) -> int:
-        """Queries that the largest m holds when `group` query heads share a KV head; at least one."""
+        """How many queries the largest m holds if `group` query heads share a KV head; at least one."""
         return max(1, self.query_tiles[-1] // group)
 
     def head_splits(self, heads: int, kv_heads: int) -> int:
-        """In how many parts the query heads of a KV head are computed: one, unless the largest m has fewer rows."""
+        """In how many groups the query heads of a KV head are computed: one, unless the largest m has fewer rows."""
         return -(-(heads // kv_heads) // self.query_tiles[-1])
 
     def query_tile(self, rows: int) -> int:
-        """The smallest m that holds `rows`, the largest where none does."""
+        """The smallest m that holds `rows`; the largest if none does."""
         return self.query_tiles[min(bisect_left(self.query_tiles, rows), len(self.query_tiles) - 1)]
 
     def select(self, rows: int, kv_len: int) -> Tile:
-        """The m for `rows` and the n for `kv_len`."""
+        """The tile for `rows` and `kv_len`."""
         return Tile(self.query_tile(rows), self.kv_tiles[bisect_left(self.kv_bounds, kv_len)])
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import msgspec
 
 ROOT = -1
-"""Parent of first-level nodes, whatever the cache calls its root."""
+"""The parent of first-level nodes, whatever id the cache gives its root."""
 
 
 class InconsistentError(Exception):
-    """An event does not fit what is known of the tree; the request concerned is served unpacked."""
+    """An event contradicts the mirror; the request that it is about is served unpacked."""
 
 
 class Node(msgspec.Struct):
@@ -20,10 +20,9 @@ class Node(msgspec.Struct):
     Attributes:
         start: First position; a child starts where its parent ends.
         end: One past the last position.
-        queries: Batch positions of the requests whose path leads through this node (the paper's s is their
-            number, its l is `end - start`).
-        children: Nodes below; their queries are disjoint. A query that is in no child ends here: what
-            follows for it is its leaf, the private tail [end, sequence length).
+        queries: Batch positions of the requests whose path passes through this node. (The paper's s is their number, its l is
+            `end - start`.)
+        children: Nodes below, with disjoint queries. A query in no child is a leaf: its private tail is [end, sequence length).
     """
 
     start: int
@@ -33,11 +32,11 @@ class Node(msgspec.Struct):
 
 
 class Batch(msgspec.Struct):
-    """What a plan is made for.
+    """The requests of a step, and their prefix tree.
 
     Attributes:
         seq_lens: Tokens of each request, the one being decoded included.
-        roots: First-level prefixes; a request in none of them shares nothing.
+        roots: First-level nodes; a request in none of them shares nothing.
     """
 
     seq_lens: list[int]
@@ -45,13 +44,13 @@ class Batch(msgspec.Struct):
 
 
 class Prefix(msgspec.Struct):
-    """A node of the compact tree: at least two queries share [start, end), and part ways at `end`.
+    """A node of the compact tree: at least two queries share [start, end) and diverge at `end`.
 
     Attributes:
         start, end: KV positions.
         parent: Index of the parent in `compact`'s list; -1 for the root.
-        leaves: Queries that are in no child, ascending.
-        children: Indices of the children, in the order of their second queries: the native scheduler meets them so.
+        leaves: Queries in no child, ascending.
+        children: Indices of the children, ordered by their second queries: the order in which the native scheduler finds them.
         queries: All queries: the leaves, then those of each child.
     """
 
@@ -92,10 +91,10 @@ def check(batch: Batch) -> None:
 
 
 def in_windows(batch: Batch, window: int) -> Batch:
-    """What is left to plan where a query sees its last `window` tokens only, 0 for all.
+    """The batch to plan if a query sees only its last `window` tokens; 0 for all.
 
-    One that has more of them reads these alone, as if they were all it had: its positions count from where its window begins.
-    The others share as far as they are in one prefix.
+    A longer request is planned as if these tokens were all it had: it shares nothing, and its positions count from the start of its window.
+    Shorter requests share as before.
     """
     beyond = {query for query, length in enumerate(batch.seq_lens) if 0 < window < length}
     if not beyond:
@@ -119,10 +118,10 @@ def _check_disjoint(nodes: list[Node], allowed: set[int], name: str) -> None:
 
 
 def compact(batch: Batch) -> list[Prefix]:
-    """The nodes that matter for packing, parents before children; first the root, which is empty.
+    """The nodes that matter for packing, parents before children; the first one is the root, which is empty.
 
-    A node with one query is part of that query's tail, and a node whose queries all continue into the same child is
-    one prefix with it. Queries that share nothing are leaves of the root.
+    A node with one query becomes a part of that query's tail. A node whose queries all continue into the same child is joined with it.
+    Queries that share nothing are leaves of the root.
     """
     prefixes: list[Prefix] = []
     stack = [(Node(0, 0, list(range(len(batch.seq_lens))), batch.roots), 0, -1)]
@@ -146,6 +145,6 @@ def _second_query(node: Node) -> int:
 
 
 def kv_minimum(prefixes: list[Prefix], seq_lens: list[int]) -> int:
-    """KV tokens of a step that reads each of them once: what no packing can undercut."""
+    """KV tokens of a step that reads each token once: the minimum for any packing."""
     shared = sum(prefix.end - prefix.start for prefix in prefixes)
     return shared + sum(seq_lens[query] - prefix.end for prefix in prefixes for query in prefix.leaves)

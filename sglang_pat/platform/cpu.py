@@ -28,8 +28,8 @@ class CpuPlatform(SRTPlatform):
         if low_bit.chosen(server_args) is not None:
             server_args.page_size = server_args.page_size or PAGE_TOKENS
             server_args.max_running_requests = server_args.max_running_requests or low_bit.MOST_REQUESTS
-        compat.use_one_pool(server_args)
-        compat.disable_graphs(server_args)
+        compat.arguments.use_one_pool(server_args)
+        compat.arguments.disable_graphs(server_args)
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         """0.5.23 asks; what `pat` does not verify it refuses itself."""
@@ -58,7 +58,7 @@ class CpuPlatform(SRTPlatform):
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        form = low_bit.chosen(compat.server_args())
+        form = low_bit.chosen(compat.arguments.of_this_process())
         if form is None:
             return MHATokenToKVPool
         # Imported here, as SGLang's pools are.

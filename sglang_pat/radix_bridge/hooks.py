@@ -112,9 +112,9 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         f"{_UNIFIED}.reset": _on_reset,
         **{f"{cache}.{name}": _on_cached for cache, name in _caching_methods()},
     }
-    if compat.radix_cache_serves():
+    if compat.cache.radix_cache_serves():
         hooks[f"{_RADIX}._delete_leaf"] = _on_evict_node
-    if compat.skips_finishing():
+    if compat.requests.skips_finishing():
         hooks[_FINISHING] = _on_finishing
     if defer:
         hooks |= {_ADD: _on_add, _ADD_CHUNK: _on_add_chunk}
@@ -139,8 +139,8 @@ def deferred() -> int:
 
 
 def _caching_methods() -> list[tuple[str, str]]:
-    name = compat.caching_method()
-    return [(_RADIX, name), (_UNIFIED, name)] if compat.radix_cache_serves() else [(_UNIFIED, name)]
+    name = compat.cache.caching_method()
+    return [(_RADIX, name), (_UNIFIED, name)] if compat.cache.radix_cache_serves() else [(_UNIFIED, name)]
 
 
 class Rids(list):  # type: ignore[type-arg]
@@ -231,7 +231,7 @@ def _on_cached(result: Any, cache: Any, req: Any, *args: Any, **kwargs: Any) -> 
 
 def _on_release(release: Callable[..., Any], req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> Any:
     # Before, as it has no row afterwards.
-    request = compat.request_of(tree_cache.req_to_token_pool, req)
+    request = compat.requests.number(tree_cache.req_to_token_pool, req)
     result = release(req, tree_cache, *args, **kwargs)
     _tell_siblings(lambda siblings: siblings.ended(req))
     if request is not None:
@@ -240,7 +240,7 @@ def _on_release(release: Callable[..., Any], req: Any, tree_cache: Any, *args: A
 
 
 def _on_finishing(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    requests = [compat.request_of(scheduler.req_to_token_pool, req) for req in result]
+    requests = [compat.requests.number(scheduler.req_to_token_pool, req) for req in result]
     known = [request for request in requests if request is not None]
     _tell_all(scheduler, lambda observer: observer.on_finishing(known))
 
@@ -273,8 +273,8 @@ def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
 
 def _on_batch(result: Any, forward_batch_class: type, batch: Any, *args: Any, **kwargs: Any) -> None:
     if batch.req_pool_indices_cpu is not None:
-        result.rids = Rids(result.rids, batch.req_pool_indices_cpu, compat.unfinished(batch))
-    if compat.is_extend(batch.forward_mode):
+        result.rids = Rids(result.rids, batch.req_pool_indices_cpu, compat.requests.unfinished(batch))
+    if compat.batch.is_extend(batch.forward_mode):
         for follower in followers():
             if follower.packs_extends and follower.req_to_token_pool is batch.req_to_token_pool:
                 tell(follower.observer, lambda observer: observer.on_extending(batch.tree_cache, batch.reqs))

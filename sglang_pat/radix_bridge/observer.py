@@ -72,7 +72,7 @@ class Observer:
     def on_extending(self, cache: Any, reqs: list[Any]) -> None:
         """`reqs` are about to be extended: their rows hold the tree's slots for what is cached. Those that were bound before stay so."""
         for req in reqs:
-            request = compat.request_of(cache.req_to_token_pool, req)
+            request = compat.requests.number(cache.req_to_token_pool, req)
             if cache.disable or request is None or self.scheduler.binding(request) is not None:
                 continue
             self._follow(cache, req, request)
@@ -81,10 +81,10 @@ class Observer:
         """`req` was just cached: its row holds the tree's slots for the whole of its path."""
         if cache.disable or req.finished():
             return
-        request = compat.request_of(cache.req_to_token_pool, req)
+        request = compat.requests.number(cache.req_to_token_pool, req)
         if request is None:
             return
-        self._follow(cache, req, request, compat.decode_len(req))
+        self._follow(cache, req, request, compat.requests.decode_len(req))
 
     def on_finishing(self, requests: list[int]) -> None:
         """The batch that comes next is without `requests`, whose last tokens are being computed."""
@@ -136,7 +136,11 @@ class Observer:
         self._reqs[request & ROW] = req
         try:
             self._bind(
-                request, compat.path(cache, req), compat.protected_len(req), compat.head_tokens(cache), decodes_with
+                request,
+                compat.cache.path(cache, req),
+                compat.requests.protected_len(req),
+                compat.cache.head_tokens(cache),
+                decodes_with,
             )
         except Exception as fault:
             unforeseen = not isinstance(fault, InconsistentError)
@@ -208,7 +212,9 @@ def apply(scheduler: NativeScheduler, event: Event) -> None:
 
 def _head(req: Any, start: int, tokens: int) -> bytes:
     """What tells a node from its siblings: its first tokens, and at the first level its namespace."""
-    digest = blake2b(array("q", compat.tokens(req, start, start + tokens)).tobytes(), digest_size=16, key=_SECRET)
+    digest = blake2b(
+        array("q", compat.requests.tokens(req, start, start + tokens)).tobytes(), digest_size=16, key=_SECRET
+    )
     if start == 0:
-        digest.update(repr(compat.namespace(req)).encode())
+        digest.update(repr(compat.requests.namespace(req)).encode())
     return digest.digest()

@@ -71,9 +71,9 @@ class Siblings:
         # Who was to make room has been sent away for this request: it must come now.
         if not self._leaders or adder.preempt_list or not _shares(adder, req):
             return None
-        end = compat.cached_tokens(req) + BLOCK
+        end = compat.requests.cached_tokens(req) + BLOCK
         end += -end % adder.page_size
-        if end > compat.reusable_tokens(req) or self._waited.get(req, 0) >= STEPS:
+        if end > compat.requests.reusable_tokens(req) or self._waited.get(req, 0) >= STEPS:
             return None
         # Bytes: those of one block are compared in a fraction of a microsecond.
         tokens = memoryview(req.full_untruncated_fill_ids).cast("B")
@@ -83,7 +83,7 @@ class Siblings:
                 self._waited[req] = self._waited.get(req, 0) + 1
                 self.deferred += 1
                 self._looks += 1
-                return adder.budget_state() if self._looks < LOOKS else compat.no_more_requests()
+                return adder.budget_state() if self._looks < LOOKS else compat.requests.no_more_requests()
         return None
 
     def computes(self, adder: Any, req: Any) -> None:
@@ -92,7 +92,7 @@ class Siblings:
             return
         # A copy: SGLang extends the array in place, which it cannot while somebody looks into it.
         tokens = req.full_untruncated_fill_ids.tobytes()
-        if len(tokens) // TOKEN - compat.cached_tokens(req) >= BLOCK:
+        if len(tokens) // TOKEN - compat.requests.cached_tokens(req) >= BLOCK:
             leader = _Leader(_bucket(req, tokens), tokens, self._step)
             self._leaders[req] = leader
             self._buckets.setdefault(leader.bucket, {})[req] = leader
@@ -117,9 +117,9 @@ class Siblings:
 
 def _shares(adder: Any, req: Any) -> bool:
     """Whether what this request computes is found by others, and the other way round."""
-    return compat.finds_prefixes(adder.tree_cache) and compat.is_named_by_tokens(req)
+    return compat.cache.finds_prefixes(adder.tree_cache) and compat.requests.is_named_by_tokens(req)
 
 
 def _bucket(req: Any, tokens: bytes | memoryview) -> Hashable:
     """Requests of different buckets have no BLOCK in common."""
-    return compat.namespace(req), bytes(tokens[: TOKEN * BLOCK])
+    return compat.requests.namespace(req), bytes(tokens[: TOKEN * BLOCK])

@@ -51,7 +51,6 @@ class Bins {
       const Pack& pack = queue.packs[queue.index];
       return int64_t(pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end) - queue.start();
     };
-    const auto count_of = [&](const Queue& queue) { return queue.packs[queue.index].count; };
     bool narrow = config.warp_queries > 0;
     for (const Pack& pack : packs.shared) narrow = narrow && pack.count <= config.warp_queries;
     int64_t left = config.bins(std::max<int64_t>(1, remaining / least), double(remaining),
@@ -69,35 +68,37 @@ class Bins {
       int kinds = 0;
       const auto kind_of = [&](int64_t count, int64_t tokens) { return config.by_warps(count, tokens) ? 1 : 2; };
       const auto turn_to = [&](int kind) { return kinds == (3 ^ kind) ? config.turn_price : 0; };
-      const auto take_whole = [&](Queue& queue, int64_t tokens, int64_t price) {
-        const Pack& pack = queue.packs[queue.index];
-        items.push_back(Pack{queue.start(), pack.end, pack.first, pack.count});
-        if (pack.end == kOpen && grows(packs.queries[pack.first])) bin_growth += config.growth_price(pack.count, tokens);
-        queue.index += 1;
-        queue.begin = 0;
-        load += price;
-      };
       while ((!shared.empty() || !single.empty()) && (load < target || left == 1)) {
         const int64_t gap = target - load;
         // The last bin takes all, a nearly full one what helps.
         const auto fits = [&](int64_t price) {
           return left == 1 || (price <= gap + slack && (gap > slack || price <= 2 * gap));
         };
-        Queue* queue = shared.empty() ? &single : &shared;
-        int64_t tokens = 0, turn = 0, price = 0;
+        Queue* queue = nullptr;
+        int64_t tokens = 0, turn = 0, growth_price = 0, price = 0;
+        int kind = 0;
         const auto look_at = [&](Queue& at) {
           queue = &at;
-          tokens = tokens_of(at), turn = turn_to(kind_of(count_of(at), tokens));
-          price = config.item_price(count_of(at), tokens) + turn;
+          const int64_t count = at.packs[at.index].count;
+          tokens = tokens_of(at), kind = kind_of(count, tokens), turn = turn_to(kind);
+          growth_price = config.growth_price(count, tokens);
+          price = tokens * growth_price + config.fixed_price(count, tokens) + turn;
         };
-        look_at(*queue);
+        look_at(shared.empty() ? single : shared);
         if (queue == &shared && !single.empty() && load > 0 && !fits(price)) look_at(single);
         const Pack& pack = queue->packs[queue->index];
         const int32_t start = queue->start();
+        const auto take_whole = [&] {
+          items.push_back(Pack{start, pack.end, pack.first, pack.count});
+          if (pack.end == kOpen && grows(packs.queries[pack.first])) bin_growth += growth_price;
+          queue->index += 1;
+          queue->begin = 0;
+          load += price;
+        };
         if (fits(price)) {
-          kinds |= kind_of(pack.count, tokens);
+          kinds |= kind;
           remaining += turn;
-          take_whole(*queue, tokens, price);
+          take_whole();
           continue;
         }
         // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
@@ -112,11 +113,11 @@ class Bins {
           items.push_back(Pack{start, queue->begin, pack.first, pack.count});
           for (int32_t i = 0; i < pack.count; ++i) num_parts[packs.queries[pack.first + i]] += 1;
           remaining += begin;
-          const int kind = kind_of(pack.count, cut);
-          load += config.item_price(pack.count, cut) + turn_to(kind);
-          kinds |= kind;
+          const int cut_kind = kind_of(pack.count, cut);
+          load += config.item_price(pack.count, cut) + turn_to(cut_kind);
+          kinds |= cut_kind;
         } else if (load == 0) {
-          take_whole(*queue, tokens, price);
+          take_whole();
         }
         break;
       }

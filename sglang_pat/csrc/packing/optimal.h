@@ -162,28 +162,32 @@ class Optimal {
     const double leaves = prefix.leaves(), leaf_token = double(config_->token_prices[1]) + cut_token_;
     const bool in_parts = config_->parts_tokens >= 0 && prefix.leaves() > 0;
     const int64_t tail = in_parts ? mean_tail(prefix) : 0;
-    for (int above = 0; above < 2; ++above) {
-      Masks masks{};
-      for (int v = 0; v < used<kVectors>(prefix.depth); ++v) {
-        const Vector tokens = frame.tokens[v];
-        const Vector leaf = (in_parts ? more_price(tail, tokens) : tokens * leaf_token) + part_ * above;
-        const Vector leaf_stays = frame.stay[v] + part_;
+    Masks masks[2]{};
+    for (int v = 0; v < used<kVectors>(prefix.depth); ++v) {
+      const Vector tokens = frame.tokens[v];
+      const Vector leaf_alone = in_parts ? more_price(tail, tokens) : tokens * leaf_token;
+      const Vector leaf_stays = frame.stay[v] + part_;
+      const Vector limits[2] = {leaf_stays, leaf_stays + frame.share[v]};  // of each candidate: up to here a leaf joins
+      for (int above = 0; above < 2; ++above) {
+        const Vector leaf = leaf_alone + part_ * above;
         const auto children = [&](int candidate) { return kChildren ? frame.total[above][candidate][v] : Vector{}; };
         Vector best = children(0) + leaves * leaf;
         for (int candidate = 1; candidate < 3; ++candidate) {
-          const Lanes joins = leaf <= (candidate == 1 ? leaf_stays : leaf_stays + frame.share[v]);
+          const Lanes joins = leaf <= limits[candidate - 1];
           Vector staying = select(joins, Vector{}, Vector{} + leaves);
           if (kChildren) staying += frame.staying[above][candidate - 1][v];
           const Vector total = children(candidate) + leaves * select(joins, leaf, leaf_stays) + pack_price(staying, tokens);
           const Lanes better = total < best;
           best = select(better, total, best);
-          masks.leaf_joins[candidate - 1] |= mask(joins) << (v * kWidth);
-          masks.chosen[candidate - 1] |= mask(better) << (v * kWidth);
+          masks[above].leaf_joins[candidate - 1] |= mask(joins) << (v * kWidth);
+          masks[above].chosen[candidate - 1] |= mask(better) << (v * kWidth);
         }
         frame.best[above][v] = best;
       }
-      masks.chosen[0] &= ~masks.chosen[1];
-      result.masks[above] = masks;
+    }
+    for (int above = 0; above < 2; ++above) {
+      masks[above].chosen[0] &= ~masks[above].chosen[1];
+      result.masks[above] = masks[above];
     }
   }
 

@@ -17,10 +17,14 @@ namespace pat {
 constexpr int64_t kMaxWorkers = 4096, kMaxTile = 4096, kMaxBatch = 1 << 20;
 constexpr int64_t kMaxTokenPrice = int64_t(1) << 22, kMaxItemPrice = int64_t(1) << 32;
 
+[[noreturn, gnu::cold, gnu::noinline]] inline void refuse(const char* name, int64_t value, int64_t least, int64_t most) {
+  throw std::invalid_argument(std::string(name) + " must be " + std::to_string(least) + " to " + std::to_string(most) +
+                              ", not " + std::to_string(value));
+}
+
+// `value`, which is checked: std::invalid_argument where it cannot be. Lengths of whole batches pass through here.
 inline int64_t in_range(const char* name, int64_t value, int64_t least, int64_t most) {
-  if (value < least || value > most)
-    throw std::invalid_argument(std::string(name) + " must be " + std::to_string(least) + " to " + std::to_string(most) +
-                                ", not " + std::to_string(value));
+  if (value < least || value > most) refuse(name, value, least, most);
   return value;
 }
 
@@ -82,7 +86,7 @@ struct Config {
   // n for so many tokens.
   int kv_tile(int64_t tokens) const {
     size_t n = 0;
-    for (const int bound : kv_bounds) n += tokens > bound;
+    while (n < kv_bounds.size() && tokens > kv_bounds[n]) ++n;
     return kv_tiles[n];
   }
 
@@ -93,13 +97,17 @@ struct Config {
     return in_parts(queries, tokens) ? parts_token_price : token_prices[queries];
   }
 
-  // Whether single warps run a work item.
-  bool by_warps(int64_t queries, int64_t tokens) const { return queries <= warp_queries || in_parts(queries, tokens); }
+  // What a work item costs besides its tokens.
+  int64_t fixed_price(int64_t queries, int64_t tokens) const {
+    return in_parts(queries, tokens) ? parts_start_price : start_prices[queries];
+  }
 
   int64_t item_price(int64_t queries, int64_t tokens) const {
-    if (in_parts(queries, tokens)) return tokens * parts_token_price + parts_start_price;
-    return tokens * token_prices[queries] + start_prices[queries];
+    return tokens * growth_price(queries, tokens) + fixed_price(queries, tokens);
   }
+
+  // Whether single warps run a work item.
+  bool by_warps(int64_t queries, int64_t tokens) const { return queries <= warp_queries || in_parts(queries, tokens); }
 
   // In how many work items a pack is run.
   int64_t pieces(int64_t queries, int64_t tokens) const {

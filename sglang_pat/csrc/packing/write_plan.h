@@ -30,26 +30,51 @@ class PlanWriter {
   // `seq_lens` of those `lengths` that they have.
   void write(const Packs& packs, const std::vector<int32_t>& seq_lens, const std::vector<int32_t>& lengths,
              const Config& config, int32_t* out, int64_t capacity, int64_t max_slots, Statistics& statistics) {
-    const auto grows = [&](int32_t query) { return config.window == 0 || lengths[query] <= config.window; };
-    bins_.fill(packs, seq_lens, config, statistics, grows);
-    emit(packs, seq_lens, config, out, capacity, max_slots, statistics, grows);
-    if (config.window == 0) return;
+    // Asked for each work item: where nothing has a window, the compiler drops the question.
+    const auto write_with = [&](auto grows) {
+      bins_.fill(packs, seq_lens, config, statistics, grows);
+      emit(packs, seq_lens, config, out, capacity, max_slots, statistics, grows);
+    };
+    if (config.window == 0) return write_with([](int32_t) { return true; });
+    write_with([&](int32_t query) { return lengths[query] <= config.window; });
     // Until a window that is not full yet is.
     for (const int32_t length : lengths)
       if (length <= config.window) out[kSteps] = std::min(out[kSteps], config.window - length + 1);
   }
 
  private:
+  // Tokens of all work items, of the longest one, and of the longest one that grows.
+  struct Tokens {
+    int64_t all, longest, longest_tail;
+  };
+
   template <typename Grows>
   void emit(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out, int64_t capacity,
             int64_t max_slots, Statistics& statistics, Grows grows) {
-    const int64_t batch = int64_t(seq_lens.size());
+    const int32_t batch = int32_t(seq_lens.size());
+    const int64_t num_queries = write_header(batch, out, capacity);
+    statistics.query_sizes.assign(config.max_queries + 1, 0);
+    const Tokens read = write_items(packs, seq_lens, config, out, statistics, grows);
+    write_slots(batch, num_queries, max_slots, out);
+    std::copy(bins_.begins.begin(), bins_.begins.end(), out + out[kBins]);
+    out[kSteps] = int32_t(std::min<int64_t>({kTailGrowth * read.longest - read.longest_tail, bins_.even_steps, INT32_MAX}));
+    statistics.items = int64_t(bins_.items.size());
+    statistics.parts = out[kNumSlots];
+    statistics.kv_tokens = read.all;
+    statistics.open_items = 0;
+    for (int32_t query = 0; query < batch; ++query) statistics.open_items += grows(query);
+    statistics.seq_tokens = 0;
+    for (const int32_t tokens : seq_lens) statistics.seq_tokens += tokens;
+  }
+
+  // Counts, and where the sections begin; returns the queries of all work items together.
+  int64_t write_header(int64_t batch, int32_t* out, int64_t capacity) const {
     int64_t num_queries = 0;
     for (const Pack& item : bins_.items) num_queries += item.count;
     const int64_t sizes[] = {int64_t(bins_.begins.size()), int64_t(bins_.items.size()) * kItemSize, num_queries,
                              num_queries, batch + 1};
     const int64_t size = std::accumulate(std::begin(sizes), std::end(sizes), int64_t(kHeaderSize));
-    if (size > capacity)
+    if (size > std::min<int64_t>(capacity, INT32_MAX))
       throw TooLarge("a plan of " + std::to_string(size) + " ints does not fit its buffer of " + std::to_string(capacity));
     out[kNumItems] = int32_t(bins_.items.size());
     out[kNumQueries] = int32_t(num_queries);
@@ -57,19 +82,24 @@ class PlanWriter {
     out[kBatch] = int32_t(batch);
     out[kBins] = kHeaderSize;
     for (int section = 0; section < 5; ++section) out[kBins + section + 1] = out[kBins + section] + int32_t(sizes[section]);
+    return num_queries;
+  }
 
-    statistics.query_sizes.assign(config.max_queries + 1, 0);
+  // The work items but for their slots, and their queries.
+  template <typename Grows>
+  Tokens write_items(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out,
+                     Statistics& statistics, Grows grows) const {
+    Tokens read{0, config.kv_tiles.back(), 0};
     int32_t* row = out + out[kItems];
     int32_t* queries = out + out[kQueries];
-    int64_t kv_tokens = 0, longest = config.kv_tiles.back(), longest_tail = 0, single = 0;
-    const int32_t single_tile = config.query_tile(1);
-    int32_t first = 0;
+    const int32_t single_tile = config.query_tile(1), window = config.window;
+    int32_t first = 0, single = 0;
     for (const Pack& item : bins_.items) {
       const int32_t* members = &packs.queries[item.first];
       const int64_t tokens = int64_t(item.end == kOpen ? seq_lens[members[0]] : item.end) - item.start;
       const bool growing = grows(members[0]);
       // A window that is full moves along with its request's end.
-      const int32_t back = growing ? 0 : config.window - kOpen;
+      const int32_t back = growing ? 0 : window - kOpen;
       row[kStart] = item.start - back;
       row[kEnd] = item.end == kOpen ? kOpen : item.end - back;
       row[kFirstQuery] = first;
@@ -87,15 +117,20 @@ class PlanWriter {
       row[kQuery] = queries[first];
       row += kItemSize;
       first += item.count;
-      kv_tokens += tokens;
-      longest = std::max(longest, tokens);
-      longest_tail = std::max(longest_tail, item.end == kOpen && growing ? tokens : 0);
+      read.all += tokens;
+      read.longest = std::max(read.longest, tokens);
+      read.longest_tail = std::max(read.longest_tail, item.end == kOpen && growing ? tokens : 0);
     }
     statistics.query_sizes[1] = single;
+    return read;
+  }
+
+  // Where each part goes.
+  void write_slots(int32_t batch, int64_t num_queries, int64_t max_slots, int32_t* out) {
     int32_t* offsets = out + out[kPartOffsets];
     next_slots_.resize(batch);
     int32_t slots = 0;
-    for (int64_t query = 0; query < batch; ++query) {
+    for (int32_t query = 0; query < batch; ++query) {
       const bool merged = bins_.num_parts[query] > 1;
       offsets[query] = slots;
       next_slots_[query] = merged ? slots : kDirect;
@@ -105,24 +140,16 @@ class PlanWriter {
     if (slots > max_slots)
       throw TooLarge("a plan of " + std::to_string(slots) + " parts does not fit a workspace of " +
                      std::to_string(max_slots));
+    out[kNumSlots] = slots;
+    const int32_t* queries = out + out[kQueries];
     int32_t* to = out + out[kSlots];
     for (int64_t i = 0; i < num_queries; ++i) {
       int32_t& next = next_slots_[queries[i]];
       to[i] = next;
       next += next != kDirect;
     }
-    row = out + out[kItems];
+    int32_t* row = out + out[kItems];
     for (size_t i = 0; i < bins_.items.size(); ++i, row += kItemSize) row[kSlot] = to[row[kFirstQuery]];
-    std::copy(bins_.begins.begin(), bins_.begins.end(), out + out[kBins]);
-    out[kNumSlots] = slots;
-    out[kSteps] = int32_t(std::min<int64_t>({kTailGrowth * longest - longest_tail, bins_.even_steps, INT32_MAX}));
-    statistics.items = int64_t(bins_.items.size());
-    statistics.parts = slots;
-    statistics.kv_tokens = kv_tokens;
-    statistics.open_items = 0;
-    for (int64_t query = 0; query < batch; ++query) statistics.open_items += grows(int32_t(query));
-    statistics.seq_tokens = 0;
-    for (const int32_t tokens : seq_lens) statistics.seq_tokens += tokens;
   }
 
   Bins bins_;

@@ -1,0 +1,100 @@
+"""What SGLang calls for `--attention-backend pat`: checks what is asked for, and makes the backend with its parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sglang_pat import compat, jit
+from sglang_pat.backend import support
+from sglang_pat.backend.attention import PatAttnBackend
+from sglang_pat.backend.groups import LayerGroup, LayerGroups
+from sglang_pat.config import PatConfig
+from sglang_pat.packing import AttentionSpec
+from sglang_pat.radix_bridge import hooks
+from sglang_pat.radix_bridge.trace import FORMAT, Header, TraceWriter
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+def create(runner: ModelRunner) -> AttentionBackend:
+    """The attention backend of a model runner. Draft models, and encoders, which decode nothing, get a stock backend.
+
+    Raises:
+        UnsupportedError: A flag or the model needs what PAT does not do.
+        ConfigError: A `SGLANG_PAT_*` variable is wrong.
+        BuildError: The kernels cannot be compiled here.
+        TraceError: The file of `SGLANG_PAT_TRACE` cannot be written.
+    """
+    try:
+        support.check_arguments(runner.server_args)
+        support.check_release(runner)
+        support.check_device(runner)
+        specs = support.check_model(runner, fallback="torch_native" if runner.device == "cpu" else "triton")
+        if runner.is_draft_worker or not specs:
+            logger.info("sglang-pat: %s runs on a stock backend", type(runner.model).__name__)
+            return stock_backend(runner, [])
+        config = PatConfig.from_environment()
+        jit.load("packing")
+        if runner.device == "cpu":
+            jit.load("cpu")
+        # None where the user chose another backend for prefill.
+        prefills = compat.arguments.backends_chosen(runner.server_args)[0] == "pat"
+        inner = stock_backend(runner, specs) if prefills else None
+        groups = LayerGroups(runner, config, specs, extends=prefills)
+        return PatAttnBackend(runner, config, groups, inner, trace_writer(runner, config, groups.steps[0]))
+    except (ValueError, jit.BuildError) as error:
+        # SGLang prints a traceback; give the reason a line of its own too.
+        logger.error("%s", error)
+        raise
+
+
+def stock_backend(runner: ModelRunner, specs: Collection[AttentionSpec]) -> AttentionBackend:
+    """SGLang's backend that runs prefill and everything else that is not plain decode.
+
+    Args:
+        runner: SGLang's.
+        specs: Those of its layers that decode.
+    """
+    if runner.device == "cpu":
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+        return TorchNativeAttnBackend(runner)
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    windows, sinks = any(spec.window for spec in specs), any(spec.sinks for spec in specs)
+    unequal = any(spec.head_dim != spec.v_head_dim for spec in specs)
+    scaled = compat.model.has_scales(runner)
+    name = compat.stock.prefill_backend(windows, runner.kv_cache_dtype, scaled, sinks, unequal)
+    support.check_prefill(runner, name)
+    logger.info("sglang-pat: prefill runs on %s", name)
+    return ATTENTION_BACKENDS[name](runner)
+
+
+def trace_writer(runner: ModelRunner, config: PatConfig, group: LayerGroup) -> TraceWriter | None:
+    """Records what `SGLANG_PAT_TRACE` asks for: one file per replica (`--dp-size`), whose ranks all make the same plans.
+
+    Args:
+        runner: SGLang's.
+        config: Settings.
+        group: The layers whose plans are recorded.
+
+    Raises:
+        TraceError: The file cannot be written.
+    """
+    if not config.trace or hooks.followers():
+        # Another backend of this process records.
+        return None
+    replica = compat.model.replica(runner)
+    if replica is None:
+        return None
+    path = Path(config.trace if replica == 0 else f"{config.trace}.dp{replica}")
+    header = Header(FORMAT, group.executor.pack_config, runner.req_to_token_pool.size, group.layers)
+    return TraceWriter(path, header, config.trace_mb * 1_000_000)

@@ -1,0 +1,175 @@
+"""Groups of layers: layers of one spec share an executor and a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from sglang_pat import compat
+from sglang_pat.backend import executors, support
+from sglang_pat.backend.executors import Executor
+from sglang_pat.backend.layers import SpecReader
+from sglang_pat.backend.planner import Planner
+from sglang_pat.config import PatConfig
+from sglang_pat.packing import AttentionSpec, WorkItem
+from sglang_pat.packing.native import NativeScheduler
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class LayerGroup:
+    """Layers of one spec.
+
+    Attributes:
+        spec: What their attention computes.
+        layers: How many there are.
+        executor: Runs their plans.
+        scheduler: Makes their plans.
+        planner: Decides how long each plan is used.
+    """
+
+    def __init__(self, spec: AttentionSpec, layers: int, executor: Executor, max_batch: int, config: PatConfig) -> None:
+        """
+        Args:
+            spec, layers, executor: As above.
+            max_batch: Requests of the largest batch.
+            config: How long plans are kept.
+        """
+        self.spec, self.layers, self.executor = spec, layers, executor
+        self.scheduler = NativeScheduler(executor.pack_config, max_batch, executor.max_slots, executor.buffers)
+        self.planner = Planner(self.scheduler, config.reuse, config.ahead, growth=spec.query_tokens)
+        self._loaded = -1  # the number of the plan that the executor has
+
+    def plan(
+        self,
+        requests: torch.Tensor,
+        seq_lens: Callable[[], torch.Tensor],
+        check: Callable[[list[WorkItem]], None] | None = None,
+    ) -> None:
+        """Load the plan for the next decode step; arguments as for `Planner.plan`."""
+        self.executor.before_plan()
+        plan = self.planner.plan(requests, seq_lens, check)
+        if self._loaded != self.planner.made:
+            self.executor.load(plan)
+        self._loaded = self.planner.made
+
+    def unload(self) -> None:
+        """Make the next step decode nothing."""
+        self.executor.load(None)
+        self._loaded = -1
+
+    def report(self) -> dict[str, Any]:
+        """`Counters.report` of these layers."""
+        return self.planner.counters().report(self.executor.pack_config.cost.token_bytes * self.layers)
+
+
+def make_groups(
+    runner: ModelRunner, config: PatConfig, specs: Mapping[AttentionSpec, int], extends: bool = False
+) -> list[LayerGroup]:
+    """A group for each spec.
+
+    Args:
+        runner: SGLang's.
+        config: Settings.
+        specs: How many layers there are of each.
+        extends: Whether the executors run extends too.
+    """
+    made = executors.create(runner, config, specs, extends)
+    return [
+        LayerGroup(spec, layers, executor, runner.req_to_token_pool.size, config)
+        for (spec, layers), executor in zip(specs.items(), made, strict=True)
+    ]
+
+
+class LayerGroups:
+    """All groups of a model.
+
+    Attributes:
+        draft_tokens: Tokens of each request that a step verifies; 0 without speculation.
+        steps: Groups that run decode steps; with speculation, verify steps.
+        single: Groups whose queries are single tokens: for extends and dry runs. Without speculation, the same as `steps`.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, config: PatConfig, specs: Mapping[AttentionSpec, int], extends: bool
+    ) -> None:
+        """
+        Args:
+            runner: SGLang's.
+            config: Settings.
+            specs: How many layers of each the model has (`layers.count`).
+            extends: Whether `single` runs extends.
+        """
+        self.draft_tokens = tokens = compat.arguments.draft_tokens(runner.server_args)
+        if tokens:
+            drafts = {msgspec.structs.replace(spec, query_tokens=tokens): count for spec, count in specs.items()}
+            self.steps = make_groups(runner, config, drafts)
+            self.single = make_groups(runner, config, specs, extends)
+        else:
+            self.steps = self.single = make_groups(runner, config, specs, extends)
+        self._reader = SpecReader(runner)
+        self._found: dict[tuple[int, int], LayerGroup] = {}  # by layer id and tokens of a query
+
+    @property
+    def everyone(self) -> list[LayerGroup]:
+        """Every group once."""
+        return [*self.steps, *(self.single if self.draft_tokens else [])]
+
+    def of(
+        self, layer: RadixAttention, groups: list[LayerGroup], sinks: torch.Tensor | None = None, **others: Any
+    ) -> LayerGroup:
+        """The layer's group.
+
+        Args:
+            layer: SGLang's.
+            groups: `steps` or `single`.
+            sinks: What the model passes as attention sinks.
+            others: Whatever else it passes; only None is known.
+
+        Raises:
+            UnsupportedError: The model asks for something that the group does not compute.
+        """
+        unknown = [name for name, value in others.items() if value is not None]
+        if unknown:
+            raise support.UnsupportedError(
+                f"--attention-backend pat does not support '{unknown[0]}' in attention layers: "
+                "use another --decode-attention-backend"
+            )
+        group = self._find(layer, groups)
+        if (sinks is not None) != group.spec.sinks:
+            raise support.UnsupportedError(
+                f"layer {layer.layer_id} has {'' if group.spec.sinks else 'no '}attention sinks by its model's parameters, and is asked for "
+                "otherwise: use another --decode-attention-backend"
+            )
+        return group
+
+    def _find(self, layer: RadixAttention, groups: list[LayerGroup]) -> LayerGroup:
+        key = layer.layer_id, groups[0].spec.query_tokens
+        if key not in self._found:
+            spec = self._reader.spec(layer, key[1])
+            found = [group for group in groups if group.spec == spec]
+            if not found:
+                raise support.UnsupportedError(f"layer {layer.layer_id} is none of those that pat was made for: {spec}")
+            self._found[key] = found[0]
+        return self._found[key]
+
+    def report(self) -> dict[str, Any]:
+        """Counts of all steps (docs/settings.md)."""
+        return total([group.report() for group in self.steps])
+
+
+SUMMED = ("plans", "plans_ahead", "planning_us", "kv_bytes", "kv_bytes_unpacked")
+
+
+def total(reports: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """One report for several groups.
+
+    Plans and bytes are added up. A step counts as one fallback, however many groups fell back. Everything else is the first group's.
+    """
+    summed = {name: sum(report[name] for report in reports) for name in SUMMED}
+    return {**reports[0], **summed, "fallbacks": max(report["fallbacks"] for report in reports)}

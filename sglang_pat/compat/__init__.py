@@ -1,0 +1,20 @@
+"""SGLang as sglang-pat sees it: whatever differs between the supported releases, or is easy to get wrong, is answered here, once.
+
+| module | about |
+|---|---|
+| `releases.py` | which SGLang is installed, and which ones are tested |
+| `arguments.py` | `ServerArgs`: what the user asked for, and the steps that resolve it |
+| `requests.py` | `Req`: its row, its tokens, its number in sglang-pat |
+| `cache.py` | prefix caches: which ones sglang-pat follows, and a request's path in the tree |
+| `batch.py` | `ForwardBatch`: extends, parts of them, CUDA graphs |
+| `model.py` | `ModelRunner`: attention layers, their heads, this process's rank |
+| `pool.py` | KV pools: formats, layouts, pools for sliding windows, writing K and V |
+| `stock.py` | SGLang's own attention backends: which one prefills, what each gets wrong |
+
+To support another release, change these files and `radix_bridge/hooks.py`, and no others.
+"""
+
+from sglang_pat.compat import arguments, batch, cache, model, pool, requests, stock
+from sglang_pat.compat.releases import TESTED, release
+
+__all__ = ["TESTED", "arguments", "batch", "cache", "model", "pool", "release", "requests", "stock"]

@@ -1,0 +1,110 @@
+"""`ServerArgs`: what the user asked for, and the steps by which SGLang resolves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from sglang_pat.compat.releases import release
+
+
+def resolved(server_args: Any) -> Any:
+    """`ServerArgs` with SGLang's decisions applied: 0.5.23 stores these apart from what the user gave."""
+    from sglang.srt.server_args import ServerArgs
+
+    try:
+        from sglang.srt.arg_groups.model_override_base import resolving_view
+    except ImportError:
+        return server_args
+    return resolving_view(server_args) if isinstance(server_args, ServerArgs) else server_args
+
+
+def of_this_process() -> Any:
+    """The `ServerArgs` of this process."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return get_server_args()
+
+
+def backends_chosen(server_args: Any) -> tuple[str | None, str | None]:
+    """The attention backends for prefill and for decode; None where nobody chose one."""
+    chosen = resolved(server_args)
+    both = chosen.attention_backend
+    return chosen.prefill_attention_backend or both, chosen.decode_attention_backend or both
+
+
+def draft_tokens(server_args: Any) -> int:
+    """Tokens of each request that a step verifies; 0 without speculation."""
+    given = resolved(server_args)
+    return (given.speculative_num_draft_tokens or 1) if getattr(given, "speculative_algorithm", None) else 0
+
+
+def disable_graphs(server_args: Any) -> None:
+    """Turn device graphs off: a CPU has none.
+
+    0.5.17 decides about graphs before it asks the platform for defaults, so this overrides its decision.
+    """
+    config = getattr(server_args, "cuda_graph_config", None)
+    if config is not None:
+        from sglang.srt.model_executor.cuda_graph_config import Backend
+
+        config.decode.backend = config.prefill.backend = Backend.DISABLED
+
+
+def use_one_pool(server_args: Any) -> None:
+    """Keep the KV of all layers in one pool on 0.5.17, which cannot make a pool for windows on a plugin's platform
+    (kv_cache_configurator.py, `_build_oot_mha_kv_pool`)."""
+    if release() == "0.5.17":
+        server_args.disable_hybrid_swa_memory = True
+
+
+LISTED = "fa3"
+"""An attention backend that is in every one of SGLang's lists of backends for a model."""
+
+LISTING = ("GptOssForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM")
+"""Models that `pat` serves, and for which SGLang accepts only backends from a list that no plugin can extend (server_args.py,
+`_handle_model_specific_adjustments`; in 0.5.23 arg_groups/model_hook.py)."""
+
+
+def lists_backends(server_args: Any) -> bool:
+    """Whether the model is one of LISTING."""
+    if server_args.model_path.startswith("instance://"):  # SGLang reads no configuration of these here either
+        return False
+    if hasattr(server_args, "get_model_config"):
+        config = server_args.get_model_config()
+    else:
+        from sglang.srt.arg_groups.model_override_base import model_config_of
+
+        config = model_config_of(server_args)
+    return config.hf_config.architectures[0] in LISTING
+
+
+@contextmanager
+def shown_as(server_args: Any, backend: str, shown: str) -> Iterator[None]:
+    """Within the block, make `server_args` name `shown` wherever it named `backend`."""
+    write = msgspec.Struct.__setattr__ if isinstance(server_args, msgspec.Struct) else object.__setattr__
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    changed = [name for name in names if getattr(server_args, name) == backend]
+    for name in changed:
+        write(server_args, name, shown)
+    try:
+        yield
+    finally:
+        for name in changed:
+            write(server_args, name, backend)
+
+
+def around_model_adjustments(hook: Callable[[Callable[[Any], None], Any], None]) -> None:
+    """Call `hook(step, server_args)` in place of `step`, SGLang's adjustment of the arguments to the model."""
+    try:
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    except ImportError:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        target = "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments"
+        HookRegistry.register(target, hook, HookType.AROUND)
+    else:
+        register_resolution_hook("handle_model_specific_adjustments")(lambda args, step: hook(step, args))

@@ -1,0 +1,69 @@
+"""`ModelRunner`: attention layers, their heads, and this process's rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_pat.compat.pool import is_fp8, kv_pools, kv_scales, layers_with_kv
+
+
+def modules(runner: Any) -> list[Any]:
+    """All modules of the runner's model; none where there is no model, as in some of SGLang's tests."""
+    model = getattr(runner, "model", None)
+    return [] if model is None else list(model.modules())
+
+
+def attention_layers(runner: Any) -> list[Any]:
+    """This process's attention layers that have KV; a pipeline stage has only some of the model's.
+
+    The linear layers of a hybrid model have no KV, and in some models (Bailing) they are of the same class.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    found = {id(module): module for module in modules(runner) if isinstance(module, RadixAttention)}
+    # Models that run on transformers' code keep their layers in a dict, which `modules` does not visit.
+    for instances in (getattr(module, "attention_instances", None) for module in modules(runner)):
+        if isinstance(instances, dict):
+            found |= {id(layer): layer for layer in instances.values() if isinstance(layer, RadixAttention)}
+    kept = layers_with_kv(getattr(runner, "token_to_kv_pool", None))
+    return [layer for layer in found.values() if kept is None or layer.layer_id in kept]
+
+
+def decodes(layer: Any) -> bool:
+    """Whether this is a decoder's layer. In encoder-only layers all tokens of a request see each other."""
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    return layer.attn_type != AttentionType.ENCODER_ONLY
+
+
+def attention_shape(runner: Any) -> tuple[int, int, int, int]:
+    """(heads, kv_heads, head_dim, v_head_dim) of this rank's attention layers."""
+    from sglang.srt.runtime_context import get_parallel
+
+    pool = kv_pools(runner.token_to_kv_pool)[0]
+    # `ModelConfig.get_num_attention_heads` does the same, but SGLang's tests lack it. Models without attention have None heads.
+    heads = max(1, (runner.model_config.num_attention_heads or 0) // get_parallel().attn_tp_size)
+    return heads, pool.head_num, pool.head_dim, pool.v_head_dim
+
+
+def has_scales(runner: Any) -> bool:
+    """Whether the KV cache is FP8 and some layers have scales."""
+    return is_fp8(runner.kv_cache_dtype) and any(kv_scales(layer) != (1.0, 1.0) for layer in attention_layers(runner))
+
+
+def is_hybrid(runner: Any) -> bool:
+    """Whether some of the model's layers have states instead of KV."""
+    return hasattr(runner.req_to_token_pool, "mamba_pool")
+
+
+def replica(runner: Any) -> int | None:
+    """Which replica (of those that serve different requests) this process belongs to; None if another rank plans the same batches."""
+    if hasattr(runner, "ps"):
+        ranks = runner.ps
+    else:
+        from sglang.srt.runtime_context import get_parallel
+
+        ranks = get_parallel()
+    if ranks.attn_tp_rank or ranks.pp_rank:
+        return None
+    return (getattr(ranks, "dp_rank", None) or 0) or ranks.attn_dp_rank

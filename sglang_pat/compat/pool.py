@@ -1,0 +1,101 @@
+"""KV pools: sizes, formats, layouts, pools for sliding windows, and how K and V are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def around_sizes(cell_size: Callable[..., int], pool_sizes: Callable[..., Any]) -> None:
+    """Call these in place of SGLang's counts of the bytes of a token, and of the tokens that fit in so many bytes."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    configurator = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+    HookRegistry.register(f"{configurator}._compute_cell_size", cell_size, HookType.AROUND)
+    HookRegistry.register(f"{configurator}.calculate_pool_sizes", pool_sizes, HookType.AROUND)
+
+
+def kv_shape(model_config: Any) -> tuple[int, int]:
+    """(KV heads of this rank, head dimension of K), before there is a pool."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return model_config.get_num_kv_heads(get_parallel().attn_tp_size), model_config.head_dim
+
+
+def is_fp8(kv_cache: torch.dtype) -> bool:
+    """Whether K and V have one byte per element; they are then stored divided by their layer's scales."""
+    return kv_cache.itemsize == 1 and kv_cache.is_floating_point
+
+
+def kv_pools(pool: Any) -> list[Any]:
+    """The pools that hold K and V: those inside a composite pool, else the pool itself.
+
+    A hybrid model's pool wraps the pool of the layers that have KV. Only the exact classes are unwrapped: classes derived from them may
+    have another kind of slots (unified memory), or belong to one of SGLang's own backends (qsa_kv_pool.py).
+    """
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    if type(pool) is HybridLinearKVPool:
+        return [pool.full_kv_pool]
+    return [pool.full_kv_pool, pool.swa_kv_pool] if type(pool) is SWAKVPool else [pool]
+
+
+def kv_layout(pool: Any) -> str:
+    """How the pool is laid out: `nhd` is [slots, heads, dim]."""
+    return getattr(getattr(pool, "full_kv_pool", pool), "kv_cache_layout", "nhd")
+
+
+def has_window_pool(pool: Any) -> bool:
+    """Whether layers with windows have a KV pool of their own, with slot numbers of its own."""
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    return isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0
+
+
+def in_window_pool(pool: Any, layer: Any) -> bool:
+    """Whether this layer's KV is in the pool for windows."""
+    return has_window_pool(pool) and pool.layers_mapping[layer.layer_id][1]
+
+
+def window_mapping(pool: Any) -> torch.Tensor:
+    """For each slot of the full pool, its slot in the pool for windows: [slots], int64."""
+    return pool.full_to_swa_index_mapping
+
+
+def layers_with_kv(pool: Any) -> Collection[int] | None:
+    """The ids of a hybrid model's layers that have KV; None where all layers do."""
+    return getattr(pool, "full_attention_layer_id_mapping", None)
+
+
+def kv_scales(layer: Any) -> tuple[float, float]:
+    """The scales that an FP8 pool divides this layer's K and V by; 1 where its checkpoint has none."""
+    return _number(layer.k_scale_float, layer.k_scale), _number(layer.v_scale_float, layer.v_scale)
+
+
+def _number(number: float | None, scale: Any) -> float:
+    # `--quantization-param-path` sets `scale` to a number, and does not set the float beside it.
+    return number if number is not None else 1.0 if scale is None else float(scale)
+
+
+def save_kv(pool: Any, layer: Any, slots: Any, k: Any, v: Any, window_slots: Any = None) -> None:
+    """Write the new tokens' K and V to the pool.
+
+    An FP8 pool divides `k` and `v` by the layer's scales in place: do not read them afterwards. Other pools get no scales: they would
+    divide by them, but only where their dtype differs from K's.
+
+    Args:
+        pool: SGLang's KV pool.
+        layer: Whose K and V.
+        slots: [tokens], of the full pool.
+        k: [tokens, kv_heads, head_dim].
+        v: [tokens, kv_heads, v_head_dim].
+        window_slots: The same slots in the pool for windows, if there is one.
+    """
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    scales = (layer.k_scale, layer.v_scale) if is_fp8(pool.dtype) else (None, None)
+    pool.set_kv_buffer(layer, KVWriteLoc(slots, window_slots), k, v, *scales)

@@ -1,0 +1,5 @@
+"""What `sglang-pat estimate` says when it cannot estimate."""
+
+
+class EstimateError(Exception):
+    """The file, the model or the GPU cannot be estimated; the message says why."""

@@ -1,0 +1,199 @@
+"""The model: what its config.json says about layers, heads and weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from sglang_pat.estimate.errors import EstimateError
+from sglang_pat.estimate.prompts import first_given
+from sglang_pat.packing import FORMATS, AttentionSpec
+from sglang_pat.packing.cost import Count
+from sglang_pat.packing.spec import MAX_WINDOW
+
+LONGEST = 1 << 27
+"""The most bytes of a config.json that are read."""
+
+
+class Model(msgspec.Struct):
+    """What a model's config.json says.
+
+    Attributes:
+        layers: How many layers there are of each spec, with KV in bfloat16; layers without KV do not count.
+        weight_bytes: How many bytes of weights a decode step reads; None for mixtures of experts, where it depends on the batch, and for
+            hybrid models.
+    """
+
+    layers: Counter[AttentionSpec]
+    weight_bytes: int | None
+
+
+Size = Annotated[int, Meta(ge=1, le=1 << 31)]
+
+
+class Shape(msgspec.Struct):
+    """The fields of a config.json that are read. Optional ones follow from others, or are in DEFAULTS."""
+
+    num_attention_heads: Count
+    num_hidden_layers: Count
+    hidden_size: Size
+    intermediate_size: Size
+    vocab_size: Size
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    num_experts: Any = None
+    num_local_experts: Any = None
+    n_routed_experts: Any = None
+    model_type: str = ""
+    v_head_dim: Count | None = None
+    layer_types: list[str] | None = None
+    layers_block_type: list[str] | None = None
+    hybrid_override_pattern: str | None = None
+    full_attention_interval: Count | None = None
+    full_attn_idxs: list[int] | None = None
+    sliding_window: Annotated[int, Meta(le=MAX_WINDOW)] | None = None
+    sliding_window_size: Annotated[int, Meta(le=MAX_WINDOW)] | None = None
+    sliding_window_pattern: Annotated[int, Meta(ge=0, le=4096)] | str | None = None
+    hybrid_layer_pattern: list[int] | None = None
+    attention_chunk_size: Any = None
+    swa_num_attention_heads: Count | None = None
+    swa_num_key_value_heads: Count | None = None
+    swa_head_dim: Count | None = None
+    swa_v_head_dim: Count | None = None
+
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+WITH_KV = (FULL, SLIDING, "attention")
+WITHOUT_KV = (LINEAR, "mamba", "conv", "mlp", "moe")
+"""Kinds of layers without KV: in Qwen3-Next and Granite, in LFM2, and in Nemotron-H, whose layers are either attention or an MLP."""
+DEFAULTS = {
+    "cohere2": {"sliding_window_pattern": 4},
+    "gemma2": {"head_dim": 256, "sliding_window_pattern": 2},
+    "gemma3_text": {
+        "head_dim": 256, "sliding_window_pattern": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208,
+    },
+    "nemotron_h": {"head_dim": 128},
+    "olmo3": {"sliding_window_pattern": 4},
+    "qwen3_next": {"head_dim": 256, "full_attention_interval": 4},
+}  # fmt: skip
+"""What config.json may leave out: the defaults of transformers for each `model_type`."""
+SEE_ONE_MORE = ("cohere2", "cohere2_moe", "exaone_moe")
+"""Models whose `sliding_window` SGLang takes not to include the decoded token (commandr.py); so it does for MiMo V2."""
+UNREAD = (
+    "attention_other_setting", "num_attention_heads_per_layer", "global_head_dim", "block_configs", "local_layer_ids",
+    "zaya_layers",
+)  # fmt: skip
+"""Other fields that say how layers differ, which are not read here: Step 3.5, Laguna, Gemma 4, Nemotron NAS, Inkling, Zaya."""
+
+
+def read_model(path: Path) -> Model:
+    """Read a model's folder or config.json.
+
+    Raises:
+        EstimateError: PAT does not serve this model, or the file is no config.json.
+    """
+    path = path / "config.json" if os.path.isdir(path) else path
+    try:
+        shape = _shape(path)
+    except OSError as error:
+        fault = error.strerror
+    except msgspec.ValidationError as error:
+        fault = str(error)
+    except (ValueError, RecursionError):
+        fault = "no JSON"
+    else:
+        return _model(path, shape)
+    raise EstimateError(f"{path} is not a model's config.json ({fault}): give the model's folder")
+
+
+def _shape(path: Path) -> Shape:
+    with path.open("rb") as file:
+        config = json.loads(file.read(LONGEST))
+    if isinstance(config, dict):
+        config = config.get("text_config") or config
+    if isinstance(config, dict):
+        if config.get("kv_lora_rank") is not None:
+            raise EstimateError(f"{path}: MLA models are not supported by --attention-backend pat")
+        for name in UNREAD:
+            if config.get(name) is not None:
+                raise EstimateError(f"{path}: models whose layers differ by {name} cannot be estimated")
+        config = {**DEFAULTS.get(str(config.get("model_type")), {}), **config}
+    return msgspec.convert(config, Shape)
+
+
+def _kinds(shape: Shape) -> list[str]:
+    """The kind of each layer, in the words of `layer_types`; fewer than there are layers if config.json does not name all."""
+    count = shape.num_hidden_layers
+    kinds = first_given(shape.layer_types, shape.layers_block_type)
+    if kinds is not None:
+        return kinds[:count]
+    if shape.hybrid_override_pattern is not None:
+        return [FULL if kind == "*" else "mamba" for kind in shape.hybrid_override_pattern[:count]]
+    if shape.hybrid_layer_pattern is not None:
+        return [SLIDING if windowed else FULL for windowed in shape.hybrid_layer_pattern[:count]]
+    if shape.attention_chunk_size is not None:  # Llama 4; SGLang ignores that of MiMo V2
+        return ["chunked_attention"] * count
+    if shape.full_attn_idxs is not None:
+        return [FULL if layer in shape.full_attn_idxs else "conv" for layer in range(count)]
+    every, other = shape.full_attention_interval, LINEAR
+    if every is None:
+        pattern, other = shape.sliding_window_pattern, SLIDING
+        every = len(pattern) if isinstance(pattern, str) else pattern
+    return [other if every and (layer + 1) % every else FULL for layer in range(count)]
+
+
+def _spec(path: Path, shape: Shape, windowed: bool) -> AttentionSpec:
+    """The spec of the layers with a window, or of those without: in MiMo V2 they have different heads.
+
+    Raises:
+        EstimateError: The heads do not fit together, or the length of the window is missing.
+    """
+    hidden, window = shape.hidden_size, 0
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    dim, v_dim = shape.head_dim, shape.v_head_dim
+    if windowed:
+        heads, kv_heads = shape.swa_num_attention_heads or heads, shape.swa_num_key_value_heads or kv_heads
+        dim, v_dim = shape.swa_head_dim or dim, shape.swa_v_head_dim or shape.swa_head_dim or v_dim
+        window = first_given(shape.sliding_window_size, shape.sliding_window, 0)
+        if window < 1:
+            raise EstimateError(f"{path}: some layers have a sliding window, and sliding_window does not say how long")
+        if shape.model_type in SEE_ONE_MORE or shape.hybrid_layer_pattern is not None:
+            window = min(window + 1, MAX_WINDOW)
+    kv_heads = kv_heads or heads
+    if heads % kv_heads:
+        raise EstimateError(f"{path}: {heads} attention heads cannot share {kv_heads} KV heads evenly")
+    if dim is None and hidden % heads:
+        raise EstimateError(
+            f"{path}: a hidden size of {hidden} is no multiple of {heads} heads, and there is no head_dim"
+        )
+    dim = dim or hidden // heads
+    return AttentionSpec(heads, kv_heads, dim, v_dim or dim, FORMATS["bfloat16"], window)
+
+
+def _model(path: Path, shape: Shape) -> Model:
+    kinds = _kinds(shape)
+    if len(kinds) < shape.num_hidden_layers:
+        raise EstimateError(f"{path}: it says what {len(kinds)} of its {shape.num_hidden_layers} layers are")
+    for kind in kinds:
+        if kind not in WITH_KV + WITHOUT_KV:
+            raise EstimateError(f"{path}: layers of the kind {kind!r} cannot be estimated")
+    windowed = Counter(kind == SLIDING for kind in kinds if kind in WITH_KV)
+    layers = Counter({_spec(path, shape, key): windowed[key] for key in sorted(windowed)})
+    if not layers:
+        raise EstimateError(f"{path}: no layer has KV")
+    hidden = shape.hidden_size
+    attention = sum(
+        count * hidden * (spec.heads + spec.kv_heads) * (spec.head_dim + spec.v_head_dim)
+        for spec, count in layers.items()
+    )
+    dense = attention + shape.num_hidden_layers * 3 * hidden * shape.intermediate_size + shape.vocab_size * hidden
+    experts = shape.num_experts or shape.num_local_experts or shape.n_routed_experts
+    # Falcon-H1 has states beside the attention of every layer.
+    hybrid = layers.total() < len(kinds) or shape.model_type == "falcon_h1"
+    return Model(layers, None if experts or hybrid else 2 * dense)

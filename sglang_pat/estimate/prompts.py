@@ -1,0 +1,255 @@
+"""The workload: requests from a file, and the prefix tree of a batch of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from sglang_pat.estimate.errors import EstimateError
+from sglang_pat.packing import Batch, Node
+from sglang_pat.radix_bridge.events import Tokens
+
+CHARS_PER_TOKEN = 4
+"""Of English text with the usual vocabularies. Prompts given as tokens or lengths need no guess."""
+BLOCK = 16
+"""Tokens in a block; prefixes are compared block by block."""
+TRACE_BLOCK = 512
+"""Tokens that one hash id of a Mooncake trace stands for."""
+LONGEST = 1 << 27
+"""The most bytes in a line."""
+LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] (?=\{)")
+"""What SGLang puts in front of each line of its request log, and of nothing else."""
+LOGGED_AS_TEXT = re.compile(r"\[[-\d]+ [:\d]+\] Receive: obj=")
+"""Likewise with --log-requests-format text, which is the default."""
+LOGGED_PART = 2048
+"""How many characters (or tokens) of a prompt --log-requests-level 2 keeps: half from its start, then `...`, then half from its end."""
+WHOLE = "SGLang logs whole prompts with --log-requests-level 3"
+JSON = re.compile(r'\s*(\{\s*(["}]|$)|\[\s*(\{|$))')
+"""Matches the start of a file that is JSON or meant to be; plain prompts may begin with a bracket too."""
+
+
+class Prompt(msgspec.Struct):
+    """A request.
+
+    Attributes:
+        blocks: Keys of its full blocks. Two prompts share a prefix as far as their keys are equal.
+        block: Tokens in a block.
+        tokens: Tokens in the whole prompt.
+        output: Tokens that the request generates.
+    """
+
+    blocks: list[int]
+    block: int
+    tokens: int
+    output: int
+
+
+class HashedRequest(msgspec.Struct):
+    """A line of a Mooncake trace."""
+
+    input_length: Tokens
+    hash_ids: list[int]
+    output_length: Tokens | None = None
+
+
+class Part(msgspec.Struct):
+    """A piece of a message; images have no text."""
+
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    """A message of a chat."""
+
+    role: str
+    content: str | list[Part] | None = None
+
+
+class Sampling(msgspec.Struct):
+    """SGLang's own parameters."""
+
+    max_new_tokens: Tokens | None = None
+
+
+Token = Annotated[int, Meta(ge=0)]
+Prompts = str | list[Token | str | list[Token]]
+"""A text, its tokens, or several of either."""
+
+
+class Request(msgspec.Struct):
+    """What a client of OpenAI's API or of SGLang's own sends: the fields that matter here."""
+
+    input_ids: Prompts | None = None
+    prompt: Prompts | None = None
+    text: Prompts | None = None
+    messages: list[Message] | None = None
+    tools: Any = ""
+    max_completion_tokens: Tokens | None = None
+    max_tokens: Tokens | None = None
+    sampling_params: Sampling | list[Sampling] | None = None
+
+
+def read(path: Path, output: int) -> list[Prompt]:
+    """Requests of an OpenAI batch file, SGLang's request log (--log-requests-format json --log-requests-level 3), a
+    Mooncake trace, or a text file with a prompt on each line. The first line decides which; log lines may be mixed with other output.
+
+    Args:
+        path: The file.
+        output: How many tokens a request generates if the file does not say.
+
+    Raises:
+        EstimateError: The file cannot be read, a line (named in the message) is no request, or there are no requests.
+    """
+    lines = list(_lines(path))
+    logged = [(number, line[found.end() :]) for number, line in lines if (found := LOGGED.match(line))]
+    if not logged and any(LOGGED_AS_TEXT.match(line) for _, line in lines):
+        raise EstimateError(f"{path} is a log in text: SGLang writes JSON with --log-requests-format json")
+    prompts: list[Prompt] = []
+    for number, line in logged or lines:
+        try:
+            prompts += _of_row(line, output) if logged or JSON.match(lines[0][1]) else [_of_text(line, output)]
+        except (EstimateError, msgspec.ValidationError, RecursionError) as error:
+            raise EstimateError(f"{path}, line {number}: {error}") from None
+    if not prompts:
+        raise EstimateError(f"{path} has no request: give an OpenAI batch, a request log, a trace, or prompts")
+    return prompts
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines that are not empty, with their line numbers.
+
+    Raises:
+        EstimateError: The file cannot be read, or is no text.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
+                if len(line) > LONGEST:
+                    raise EstimateError(f"{path}, line {number}: more than {LONGEST >> 20} MiB")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                if "\0" in text:
+                    raise EstimateError(f"{path}, line {number}: no text, but zero bytes")
+                if text.strip():
+                    yield number, text
+    except OSError as error:
+        raise EstimateError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise EstimateError(f"{path}, line {number}: no UTF-8") from None
+
+
+def _of_row(line: str, output: int) -> list[Prompt]:
+    """The requests in a line of JSON: one, several, or none if it is another event of a log.
+
+    Raises:
+        EstimateError: It has no prompt, or only a part of one.
+        ValidationError: It has a value that no server would accept.
+        RecursionError: It is nested too deeply.
+    """
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise EstimateError("no whole JSON object")
+    if "hash_ids" in row:
+        hashed = msgspec.convert(row, HashedRequest)
+        blocks = hashed.hash_ids[: hashed.input_length // TRACE_BLOCK]
+        return [Prompt(blocks, TRACE_BLOCK, hashed.input_length, first_given(hashed.output_length, output))]
+    logged = "event" in row
+    if logged and row["event"] != "request.received":
+        return []
+    request = msgspec.convert(row.get("obj") if logged else row.get("body", row), Request)
+    prompts = _prompts(request)
+    if logged and any(_is_cut(prompt) for prompt in prompts):
+        raise EstimateError(f"a part of a prompt; {WHOLE}")
+    sampling = request.sampling_params
+    samplings = sampling if isinstance(sampling, list) else [sampling or Sampling()] * len(prompts)
+    if len(samplings) != len(prompts):
+        raise EstimateError(f"{len(prompts)} prompts and {len(samplings)} sampling_params")
+    limit = first_given(request.max_completion_tokens, request.max_tokens, output)
+    limits = [first_given(its.max_new_tokens, limit) for its in samplings]
+    return [
+        _of_text(prompt, most) if isinstance(prompt, str) else _of_tokens(prompt, most)
+        for prompt, most in zip(prompts, limits, strict=True)
+    ]
+
+
+def first_given(*values: Any) -> Any:
+    """The first value that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def _prompts(request: Request) -> list[str | list[int]]:
+    """The request's prompts: texts, or lists of tokens.
+
+    Raises:
+        EstimateError: There is none, or tokens and texts are mixed.
+    """
+    given = first_given(request.input_ids, request.prompt, request.text)
+    if given is None and request.messages:
+        given = _chat(request.messages, request.tools)
+    if given is None:
+        raise EstimateError(f"no prompt, messages, text or input_ids; {WHOLE}")
+    if isinstance(given, str):
+        return [given]
+    tokens = [piece for piece in given if isinstance(piece, int)]
+    others = [piece for piece in given if not isinstance(piece, int)]
+    if bool(tokens) == bool(others):
+        raise EstimateError(f"a prompt must be a text, or tokens and nothing else; {WHOLE}")
+    return [tokens] if tokens else others
+
+
+def _chat(messages: list[Message], tools: Any) -> str:
+    parts = [json.dumps(tools)]
+    for message in messages:
+        content = message.content or ""
+        if not isinstance(content, str):
+            content = "".join(part.text or "" for part in content)
+        parts.append(f"{message.role}: {content}")
+    return "\n".join(parts)
+
+
+def _is_cut(prompt: str | list[int]) -> bool:
+    return len(prompt) == LOGGED_PART + 3 and prompt[LOGGED_PART // 2 :][:3] == "..."
+
+
+def _of_tokens(tokens: list[int], output: int) -> Prompt:
+    keys = [hash(tuple(tokens[i : i + BLOCK])) for i in range(0, len(tokens) - BLOCK + 1, BLOCK)]
+    return Prompt(keys, BLOCK, len(tokens), output)
+
+
+def _of_text(text: str, output: int) -> Prompt:
+    size = BLOCK * CHARS_PER_TOKEN
+    # JSON may have halves of a character.
+    pieces = (text[i : i + size].encode(errors="surrogatepass") for i in range(0, len(text) - size + 1, size))
+    return Prompt([zlib.crc32(piece) for piece in pieces], BLOCK, max(1, len(text) // CHARS_PER_TOKEN), output)
+
+
+def batch_of(prompts: list[Prompt]) -> Batch:
+    """A batch of these requests, each half way through its answer."""
+    roots: list[Node] = []
+    stack = [(list(range(len(prompts))), 0, roots)]
+    while stack:
+        queries, index, siblings = stack.pop()
+        groups = defaultdict(list)
+        for query in queries:
+            if index < len(prompts[query].blocks):
+                groups[prompts[query].block, prompts[query].blocks[index]].append(query)
+        for (block, _), group in groups.items():
+            if len(group) < 2:
+                continue
+            first, end = prompts[group[0]].blocks, index + 1
+            while all(prompts[query].blocks[end : end + 1] == first[end : end + 1] != [] for query in group):
+                end += 1
+            node = Node(index * block, end * block, group)
+            siblings.append(node)
+            stack.append((group, end, node.children))
+    return Batch([p.tokens + max(1, p.output // 2) for p in prompts], roots)
