@@ -27,11 +27,14 @@ INT4 = {"SGLANG_PAT_KV": "int4"}
 SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
     "16 bits": ([], {}),
     "4 bits": ([], {**INT4, "SGLANG_PAT_VERIFY": "1"}),
-    "small pool": (["--max-total-tokens", "3072", "--chunked-prefill-size", "128"], INT4),
+    "small pool": (
+        ["--max-total-tokens", "3008", "--schedule-conservativeness", "0.1", "--chunked-prefill-size", "128"],
+        {**INT4, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
+    ),
 }
 COMMON = ["--dtype", "float32", "--max-running-requests", "32", "--max-total-tokens", "40000"]
-CLOSE = 0.1
-"""As in near_ties: what differs in the last bit may be another code."""
+CLOSE, LEAST = 0.02, 0.1
+"""As in near_ties. What differs in the last bit may be another code."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 
 @pytest.fixture(scope="module")
 def prompts() -> list[str]:
-    return workload.nested_prompts(2, 2, 4, unrelated=4)
+    return workload.nested_prompts(2, 2, 2, unrelated=2)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def test_answers_do_not_depend_on_what_was_cached(
     server = servers["4 bits"]
     assert len({tuple(answer.ids) for answer in cold}) > len(prompts) / 2, "answers that depend on prompts"
     for _ in range(2):
-        near_ties.assert_agree(near_ties.generate_all(server, prompts), cold, CLOSE)
+        near_ties.assert_agree(near_ties.generate_all(server, prompts), cold, CLOSE, LEAST)
     counters = assert_sound(server)
     assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
     of_a_head = SHAPE["head_dim"] * FORMATS["int4"].bytes_with_scales(SHAPE["head_dim"], SHAPE["head_dim"])
@@ -82,7 +85,7 @@ def test_answers_do_not_depend_on_what_was_cached(
 @pytest.mark.server
 def test_chunks_and_retraction_amid_pages(servers: dict[str, Server], prompts: list[str], cold: list[Answer]) -> None:
     server = servers["small pool"]
-    near_ties.assert_agree(near_ties.generate_all(server, prompts * 3), cold * 3, CLOSE)
+    near_ties.assert_agree(near_ties.generate_all(server, prompts * 4), cold * 4, CLOSE, LEAST)
     assert_sound(server)
     assert re.search(r"#retracted_reqs: [1-9]", server.log.read_text())
 
@@ -93,6 +96,13 @@ def test_answers_are_nearly_those_of_16_bits(
 ) -> None:
     right = near_ties.generate_all(servers["16 bits"], prompts)
     alike = sum(answer.ids[0] == exact.ids[0] for answer, exact in zip(cold, right, strict=True))
+    print(
+        "ALIKE",
+        alike,
+        len(prompts),
+        [next((i for i, (a, b) in enumerate(zip(x.ids, y.ids)) if a != b), 32) for x, y in zip(cold, right)],
+        [round(abs(x.likeliest[0][0][0] - y.likeliest[0][0][0]), 3) for x, y in zip(cold, right)],
+    )
     assert alike > 0.5 * len(prompts)
 
 

@@ -1,4 +1,4 @@
-"""KV of 4 and 2 bits: whether a server keeps it so, and for how many tokens there is memory then."""
+"""KV of 4 and 2 bits: whether this server uses it, and how many tokens then fit in memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sglang_pat.packing import FORMATS
 from sglang_pat.packing.spec import KVFormat
 
 MOST_REQUESTS = 512
-"""Where a user does not say how many may run: each has a tail of 64 tokens in 16 bits, whether it runs or not (9 MB for a model of 8B with
-8 KV heads)."""
+"""How many requests may run, if the user does not say. Each reserves memory for a tail of 64 tokens in the model's dtype (9 MB with 36 layers, 8 KV
+heads of 128 dimensions and 16 bits)."""
 
 
 def chosen(server_args: Any) -> KVFormat | None:
-    """The format of few bits in which this server keeps KV, if it does: `SGLANG_PAT_KV` where PAT runs on a CPU.
+    """The format that `SGLANG_PAT_KV` asks for, if this server runs PAT on a CPU; None otherwise.
 
     Raises:
         ConfigError: A `SGLANG_PAT_*` variable is wrong.
@@ -29,7 +29,7 @@ def chosen(server_args: Any) -> KVFormat | None:
 
 
 def cell_size(compute: Callable[..., int], configurator: Any, kvc: Any, num_layers: int) -> int:
-    """SGLang's count of the bytes of a token in all layers, around which this is hooked (radix_bridge/hooks.py lists it)."""
+    """Bytes of a token in all layers. Hooked around SGLang's own count, `compute` (radix_bridge/hooks.py lists it)."""
     form = chosen(kvc.server_args)
     if form is None:
         return compute(configurator, kvc, num_layers)
@@ -41,6 +41,6 @@ def cell_size(compute: Callable[..., int], configurator: Any, kvc: Any, num_laye
 
 
 def pool_sizes(calculate: Callable[..., Any], configurator: Any, available_bytes: int, page_size: int) -> Any:
-    """SGLang's count of the tokens for which there is memory, likewise: without that of the tails."""
+    """How many tokens fit in memory, after the tails. Hooked likewise."""
     left = available_bytes - getattr(configurator, "pat_tails_bytes", 0)
     return calculate(configurator, max(0, left), page_size)

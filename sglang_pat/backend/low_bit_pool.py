@@ -1,4 +1,4 @@
-"""The KV pool of 4 and 2 bits (kernels/low_bit.py says what is in it)."""
+"""The KV pool of 4 and 2 bits (kernels/low_bit.py describes what it stores)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sglang_pat.packing.spec import KVFormat
 
 
 class LowBitKVPool(MHATokenToKVPool):
-    """SGLang's pool of K and V, with pages of few bits in place of its buffers: who asks for those is refused.
+    """A KV pool that stores pages of 4 or 2 bits. It has no buffers of K and V: whatever asks for one gets an error.
 
     Attributes:
-        form: How full pages are kept.
-        records: Of each layer, [pages, kv_heads, record_bytes], uint8.
+        form: The format of full pages.
+        records: For each layer [pages, kv_heads, record_bytes], uint8.
     """
 
     form: KVFormat
@@ -36,13 +36,13 @@ class LowBitKVPool(MHATokenToKVPool):
             torch.zeros(pages, self.head_num, size, dtype=torch.uint8, device=self.device)
             for _ in range(self.layer_num)
         ]
-        # No dtype of K and V: SGLang writes to a pool of bfloat16 by kernels that fuse it with something else.
+        # Not the dtype of K and V: SGLang has fused kernels that write to a pool of bfloat16 directly.
         self.dtype = self.store_dtype = torch.uint8
         self.k_buffer, self.v_buffer = [], []
         self._tails = torch.empty(0)
 
     def make_tails(self, rows: int, dtype: torch.dtype) -> None:
-        """Room for the unfinished page of each row of `req_to_token`, in the model's dtype."""
+        """Allocate an unfinished page for each row of `req_to_token`, in the model's dtype."""
         shape = (2, self.layer_num, rows, low_bit.PAGE_TOKENS, self.head_num, self.head_dim)
         self._tails = torch.empty(shape, dtype=dtype, device=self.device)
 
@@ -51,21 +51,21 @@ class LowBitKVPool(MHATokenToKVPool):
 
     def _no_buffers(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedError(
-            f"a KV cache of {self.form.name} (SGLANG_PAT_KV) has no buffers of K and V, for which something of SGLang's asks: unset it"
+            f"SGLang asks for the buffers of K and V, which a KV cache of {self.form.name} (SGLANG_PAT_KV) does not have: unset it"
         )
 
     get_key_buffer = get_value_buffer = get_kv_buffer = set_kv_buffer = move_kv_cache = _no_buffers
     get_cpu_copy = load_cpu_copy = get_contiguous_buf_infos = _no_buffers
 
     def tails(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, [rows, 64, kv_heads, head_dim]."""
+        """K and V of a layer's unfinished pages, [rows, 64, kv_heads, head_dim]."""
         k, v = self._tails[:, layer_id - self.start_layer]
         return k, v
 
     def store(
         self, layer_id: int, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor
     ) -> None:  # fmt: skip
-        """Write new tokens; arguments as for `kernels.low_bit.store`, but for rows with which a batch was padded."""
+        """Write new tokens; arguments as for `kernels.low_bit.store`. `k`, `v` and `slots` may have padding behind the tokens."""
         k, v = (self._of_heads(x)[: len(rows)] for x in (k, v))
         records = self.records[layer_id - self.start_layer]
         low_bit.store(k, v, records, *self.tails(layer_id), rows, seq_lens, slots[: len(rows)].long(), self.form.bits)
@@ -73,7 +73,7 @@ class LowBitKVPool(MHATokenToKVPool):
     def decoding(
         self, layer_id: int, rows: torch.Tensor, seq_lens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, low_bit.Pages]:
-        """K, V and pages for `kernels.cpu.attention`, where each request has one new token, which is written."""
+        """K, V and pages for `kernels.cpu.attention` in a decode step whose new tokens are stored."""
         k, v = self.tails(layer_id)
         tails = rows * low_bit.PAGE_TOKENS - low_bit.in_pages(seq_lens)
         return k.flatten(0, 1), v.flatten(0, 1), self._pages(layer_id, tails)
@@ -81,7 +81,7 @@ class LowBitKVPool(MHATokenToKVPool):
     def extending(
         self, layer_id: int, k: torch.Tensor, v: torch.Tensor, behind: Behind
     ) -> tuple[torch.Tensor, torch.Tensor, low_bit.Pages]:
-        """The same for new tokens K and V that are not written yet: [tokens, kv_heads * head_dim] or by heads."""
+        """The same for an extend. Call it before the new tokens, K and V [tokens, ...], are stored."""
         k, v = (self._of_heads(x)[: len(behind.tails)] for x in (k, v))
         if behind.places is not None:
             before = self.tails(layer_id)
@@ -96,17 +96,17 @@ class LowBitKVPool(MHATokenToKVPool):
 
 
 def pool_class(form: KVFormat) -> type[LowBitKVPool]:
-    """The pool of a format, as SGLang makes pools of classes."""
+    """The pool for a format: SGLang asks for a class."""
     return type(f"{form.name.capitalize()}KVPool", (LowBitKVPool,), {"form": form})
 
 
 class Behind(msgspec.Struct, frozen=True):
-    """Where in an extend the tokens are that its queries see as they were computed: new ones, and in front of them those of a page that was
-    unfinished.
+    """Where an extend's queries find the tokens behind their last full page: among the new tokens, and in the tail of their row, if the extend
+    begins inside a page.
 
     Attributes:
         tails: [new tokens], int64, as in `kernels.low_bit.Pages`.
-        places: Of all such tokens, among those of all tails and, behind these, the new ones; None where they are the new ones alone.
+        places: Indices of all these tokens in an array of all tails followed by the new tokens; None if they are just the new tokens.
     """
 
     tails: torch.Tensor
@@ -116,16 +116,15 @@ class Behind(msgspec.Struct, frozen=True):
     def of(cls, rows: Sequence[int], cached: Sequence[int], added: Sequence[int], num_rows: int) -> Behind:
         """
         Args:
-            rows, cached, added: Of each request its row, its tokens in front of the extend, and its new ones.
-            num_rows: That have tails.
+            rows, cached, added: For each request its row, its tokens before the extend, and its new tokens.
+            num_rows: Rows that have a tail.
         """
         page = low_bit.PAGE_TOKENS
-        places, tails, new = [], [], num_rows * page
-        count = 0
+        places, tails = [], [torch.empty(0, dtype=torch.int64)]
+        new, count = num_rows * page, 0
         for row, before, more in zip(rows, cached, added, strict=True):
             unfinished = before % page
             places += [torch.arange(row * page, row * page + unfinished), torch.arange(new, new + more)]
             tails.append(torch.full((more,), count - (before - unfinished)))
             new, count = new + more, count + unfinished + more
-        is_new = count == sum(added)
-        return cls(torch.cat([torch.empty(0, dtype=torch.int64), *tails]), None if is_new else torch.cat(places))
+        return cls(torch.cat(tails), torch.cat(places) if count > sum(added) else None)

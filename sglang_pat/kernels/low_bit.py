@@ -1,8 +1,8 @@
-"""Pages of KV in 4 or 2 bits, on the CPU (csrc/cpu/low_bit.h says how they are kept).
+"""Pages of KV in 4 or 2 bits, on the CPU (csrc/cpu/low_bit.h describes their layout).
 
-64 tokens of a request are a page of the pool, quantised when it is full: K by channel, V by token. Tokens behind a request's last full page
-are its tail, which keeps the model's dtype. What a query sees depends on its place in the request alone: the full pages in front of it in
-few bits, the rest as it was computed. So it does not matter whether a prefix was cached, or in how many chunks it was computed.
+A page of the pool holds 64 tokens of a request. It is quantised when it is full: K by channel, V by token. The tokens behind a request's last
+full page are its tail, in the model's dtype. A query sees the full pages before it in few bits, and its own page as it was computed. So what it sees
+depends only on its position in its request, and not on what was cached or how the prompt was cut into chunks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ PAGE_TOKENS = 64
 
 
 class Pages(msgspec.Struct, frozen=True):
-    """What `cpu.attention` reads besides `k` and `v`, where these are tails.
+    """What `cpu.attention` reads besides `k` and `v`, which are then tails.
 
     Attributes:
         records: [pages, kv_heads, record_bytes], uint8: slot s is token s % 64 of page s // 64.
         bits: 4 or 2.
-        tails: [batch], int64: what is to be added to a position behind a query's last full page to get its place in `k` and `v`.
+        tails: [batch], int64: for each query, what to add to a position behind its last full page to get the token's index in `k` and `v`.
     """
 
     records: torch.Tensor
@@ -30,7 +30,7 @@ class Pages(msgspec.Struct, frozen=True):
 
 
 def in_pages(tokens: torch.Tensor) -> torch.Tensor:
-    """How many of so many tokens are in full pages."""
+    """How many of a request's tokens are in full pages."""
     return tokens // PAGE_TOKENS * PAGE_TOKENS
 
 
@@ -43,15 +43,15 @@ def store(
     k: torch.Tensor, v: torch.Tensor, records: torch.Tensor, tail_k: torch.Tensor, tail_v: torch.Tensor, rows: torch.Tensor,
     seq_lens: torch.Tensor, slots: torch.Tensor, bits: int,
 ) -> None:  # fmt: skip
-    """Write new tokens to their requests' tails, and a page that one of them fills to its record.
+    """Write new tokens to the tails of their rows, and quantise each page that becomes full.
 
     Args:
-        k, v: [tokens, kv_heads, head_dim], float32, float16 or bfloat16; a request's tokens in their order.
+        k, v: [tokens, kv_heads, head_dim], float32, float16 or bfloat16; each request's tokens in order.
         records: [pages, kv_heads, record_bytes], uint8.
         tail_k, tail_v: [rows, 64, kv_heads, head_dim], of k's dtype.
-        rows: [tokens], int64: the row of the token's request.
-        seq_lens: [tokens], int64: tokens of the request up to this one, itself included.
-        slots: [tokens], int64: where each token is in the pool.
+        rows: [tokens], int64: the row of each token's request.
+        seq_lens: [tokens], int64: the request's tokens up to this one, itself included.
+        slots: [tokens], int64: each token's slot of the pool.
         bits: 4 or 2.
 
     Raises:

@@ -45,9 +45,9 @@ enum class Kept { kAll, kPages, kTail };
 // Tokens of a request of so many that are in full pages.
 int64_t in_pages(int64_t tokens) { return tokens / pat::kPageTokens * pat::kPageTokens; }
 
-// What the rows of a work item see of the `length` tokens from `start` on, as far as it is kept there: those in front of their own ends, and
-// in their windows. A query of several tokens ends with these, of which each sees those in its mask, the same number of rows one after the
-// other being its own.
+// What the rows of a work item see of the `length` tokens from `start` on: those in front of their own ends, in their windows, and of those that
+// are kept there. A query of several tokens ends with these, of which each sees those in its mask, the same number of rows one after the other
+// being its own.
 pat::Visible visible_of(const Arguments& a, const int32_t* queries, int rows, int group, int32_t start, int length,
                         Kept kept, pat::Scratch& scratch) {
   const int all = pat::round_up(rows, pat::kWidth);
@@ -80,8 +80,8 @@ pat::Visible visible_of(const Arguments& a, const int32_t* queries, int rows, in
   return visible;
 }
 
-// A work item's KV where it is kept in pages of few bits: what is behind a query's last full page is in k and v, each token at its position
-// plus what `tails` says.
+// Adds a work item's KV from pages of few bits, and from k and v what lies behind its queries' last full pages: there a token's index is its
+// position plus the query's `tails`.
 template <typename T>
 void add_pages(const Arguments& a, const int32_t* queries, int count, int group, int32_t start, int length,
                const int32_t* kv_slots, const pat::KvHead<T>& tails, int kv_head, pat::OnlineSoftmax& softmax,
@@ -99,7 +99,8 @@ void add_pages(const Arguments& a, const int32_t* queries, int count, int group,
   }
   const int pages = int(std::min<int64_t>(paged, length));
   pat::check_kv_slots(kv_slots, pages, a.pages.size(0) * pat::kPageTokens);
-  const pat::PagesOfHead head{*a.form, data<uint8_t>(a.pages) + kv_head * a.pages.stride(1), a.pages.stride(0)};
+  pat::PageReader reader(*a.form);
+  const pat::PagesOfHead head{reader, data<uint8_t>(a.pages) + kv_head * a.pages.stride(1), a.pages.stride(0)};
   softmax.add(head, kv_slots, pages, visible_of(a, queries, count * group, group, start, pages, Kept::kPages, scratch));
 
   const int behind = int(std::max<int64_t>(0, last - first));

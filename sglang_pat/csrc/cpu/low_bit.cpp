@@ -3,8 +3,6 @@
 
 #include <tvm/ffi/function.h>
 
-#include <vector>
-
 #include "../arguments.h"
 
 namespace {
@@ -60,19 +58,21 @@ void pack_pages(TensorView k, TensorView v, TensorView pages, int64_t bits) {
 void unpack_pages(TensorView pages, TensorView k, TensorView v, int64_t bits) {
   const pat::LowBit form = check(k, v, pages, bits);
   each_record(pages, [&](int64_t i, uint8_t* record) {
+    pat::PageReader reader(form);
     for (int token = 0; token < pat::kPageTokens; ++token) {
       const int64_t at = first(k, i) + token * k.size(2) * form.dim;
-      pat::unpack_row(form, record, token, false, static_cast<float*>(k.data_ptr()) + at);
-      pat::unpack_row(form, record, token, true, static_cast<float*>(v.data_ptr()) + at);
+      reader.k(record, token, static_cast<float*>(k.data_ptr()) + at);
+      reader.v(record, token, static_cast<float*>(v.data_ptr()) + at);
     }
   });
 }
 
-// New tokens of one KV head, one after the other: each into the unfinished page of its request, and that into its record where it is full.
+// New tokens of one KV head, one after the other: each into the unfinished page of its request, and that into its record when it is full. `full`
+// has room for K and V of a page.
 template <typename T>
 void store_head(const pat::LowBit& form, const TensorView& k, const TensorView& v, const TensorView& pages,
                 const TensorView& tail_k, const TensorView& tail_v, const int64_t* rows, const int64_t* seq_lens,
-                const int64_t* slots, int64_t head, std::vector<float>& full) {
+                const int64_t* slots, int64_t head, float* full) {
   const int d = form.dim;
   const int64_t page_size = int64_t(pat::kPageTokens) * d;
   const TensorView *from[2] = {&k, &v}, *tails[2] = {&tail_k, &tail_v};
@@ -85,11 +85,11 @@ void store_head(const pat::LowBit& form, const TensorView& k, const TensorView& 
       const T* const token = static_cast<const T*>(one.data_ptr()) + i * one.stride(0) + head * one.stride(1);
       std::copy_n(token, d, page + place * tail.stride(1));
       for (int t = 0; is_full && t < pat::kPageTokens; ++t)
-        pat::convert(page + t * tail.stride(1), full.data() + which * page_size + t * d, d);
+        pat::convert(page + t * tail.stride(1), full + which * page_size + t * d, d);
     }
     if (!is_full) continue;
     uint8_t* const record = static_cast<uint8_t*>(pages.data_ptr()) + slots[i] / pat::kPageTokens * pages.stride(0);
-    pat::pack_page(form, full.data(), full.data() + page_size, d, record + head * pages.stride(1));
+    pat::pack_page(form, full, full + page_size, d, record + head * pages.stride(1));
   }
 }
 
@@ -99,7 +99,7 @@ void store(const pat::LowBit& form, const TensorView& k, const TensorView& v, co
            const int64_t* slots) {
 #pragma omp parallel
   {
-    std::vector<float> full(2 * pat::kPageTokens * pat::LowBit::kMostDim);
+    float full[2 * pat::kPageTokens * pat::LowBit::kMostDim];
 #pragma omp for
     for (int64_t head = 0; head < k.size(1); ++head)
       store_head<T>(form, k, v, pages, tail_k, tail_v, rows, seq_lens, slots, head, full);

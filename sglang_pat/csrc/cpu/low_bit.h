@@ -131,37 +131,56 @@ inline void pack_page(const LowBit& form, const float* k, const float* v, int64_
   }
 }
 
-// One token's K or V, which of a page.
-inline void unpack_row(const LowBit& form, const uint8_t* record, int token, bool is_v, float* to) {
-  const uint8_t* const codes = record + form.codes(is_v) + form.token_bit(token, is_v) / 8;
-  const uint32_t mask = (1u << form.bits) - 1;
-  const Fp16* const parameters = reinterpret_cast<const Fp16*>(record + (is_v ? form.v_parameters() : 0));
-  if (is_v) {
-    const float scale = to_float(parameters[LowBit::v_parameter(token)]);
-    const float zero = to_float(parameters[LowBit::v_parameter(token) + 1]);
-    for (int c = 0; c < form.dim; ++c) {
-      const int bit = form.channel_bit(c, true);
-      to[c] = zero + scale * float(codes[bit / 8] >> bit % 8 & mask);
+// Reads pages, one token at a time. K's scales and zeros are converted once for a page, as tokens of one come one after the other.
+class PageReader {
+ public:
+  explicit PageReader(const LowBit& form) : form_(form) {}
+
+  void k(const uint8_t* record, int token, float* __restrict to) {
+    if (record != record_) convert_parameters(record);
+    codes(record, token, false, to);
+    for (int c = 0; c < form_.dim; ++c) to[c] = zeros_[c] + scales_[c] * to[c];
+  }
+  void v(const uint8_t* record, int token, float* __restrict to) const {
+    const Fp16* const own = reinterpret_cast<const Fp16*>(record + form_.v_parameters()) + LowBit::v_parameter(token);
+    const float scale = to_float(own[0]), zero = to_float(own[1]);
+    codes(record, token, true, to);
+    for (int c = 0; c < form_.dim; ++c) to[c] = zero + scale * to[c];
+  }
+
+ private:
+  const LowBit& form_;
+  const uint8_t* record_ = nullptr;  // whose K's parameters these are
+  float scales_[LowBit::kMostDim], zeros_[LowBit::kMostDim];
+
+  void convert_parameters(const uint8_t* record) {
+    const Fp16* const scales = reinterpret_cast<const Fp16*>(record);
+    for (int c = 0; c < form_.dim; ++c) {
+      const int at = LowBit::k_parameter(c);
+      scales_[c] = to_float(scales[at]) * form_.k_divisor(c), zeros_[c] = to_float(scales[form_.dim + at]);
     }
-    return;
+    record_ = record;
   }
-  for (int c = 0; c < form.dim; ++c) {
-    const int bit = form.channel_bit(c, false), at = LowBit::k_parameter(c);
-    const float scale = to_float(parameters[at]) * form.k_divisor(c);
-    to[c] = to_float(parameters[form.dim + at]) + scale * float(codes[bit / 8] >> bit % 8 & mask);
+  void codes(const uint8_t* record, int token, bool is_v, float* __restrict to) const {
+    const uint8_t* const first = record + form_.codes(is_v) + form_.token_bit(token, is_v) / 8;
+    const uint32_t mask = (1u << form_.bits) - 1;
+    for (int c = 0; c < form_.dim; ++c) {
+      const uint32_t bit = uint32_t(form_.channel_bit(c, is_v));
+      to[c] = float(int(first[bit / 8] >> bit % 8 & mask));
+    }
   }
-}
+};
 
 // Pages of one KV head, as a source of `OnlineSoftmax`: slot s is token s % 64 of page s / 64, pages `stride` bytes apart.
 struct PagesOfHead {
-  const LowBit& form;
+  PageReader& reader;
   const uint8_t* records;
   int64_t stride;
 
   void read(int64_t slot, float* k, float* v) const {
     const uint8_t* const record = records + slot / kPageTokens * stride;
-    unpack_row(form, record, int(slot % kPageTokens), false, k);
-    unpack_row(form, record, int(slot % kPageTokens), true, v);
+    reader.k(record, int(slot % kPageTokens), k);
+    reader.v(record, int(slot % kPageTokens), v);
   }
 };
 
