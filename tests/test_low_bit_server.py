@@ -73,6 +73,7 @@ def test_answers_do_not_depend_on_what_was_cached(
 ) -> None:
     server = servers["4 bits"]
     assert len({tuple(answer.ids) for answer in cold}) > len(prompts) / 2, "answers that depend on prompts"
+    # Of these the last prompt is cached already, and soon the others are; then all of them.
     for _ in range(2):
         near_ties.assert_agree(near_ties.generate_all(server, prompts), cold, CLOSE, LEAST)
     counters = assert_sound(server)
@@ -85,7 +86,7 @@ def test_answers_do_not_depend_on_what_was_cached(
 @pytest.mark.server
 def test_chunks_and_retraction_amid_pages(servers: dict[str, Server], prompts: list[str], cold: list[Answer]) -> None:
     server = servers["small pool"]
-    near_ties.assert_agree(near_ties.generate_all(server, prompts * 4), cold * 4, CLOSE, LEAST)
+    near_ties.assert_agree(near_ties.generate_all(server, prompts * 3), cold * 3, CLOSE, LEAST)
     assert_sound(server)
     assert re.search(r"#retracted_reqs: [1-9]", server.log.read_text())
 
@@ -96,13 +97,6 @@ def test_answers_are_nearly_those_of_16_bits(
 ) -> None:
     right = near_ties.generate_all(servers["16 bits"], prompts)
     alike = sum(answer.ids[0] == exact.ids[0] for answer, exact in zip(cold, right, strict=True))
-    print(
-        "ALIKE",
-        alike,
-        len(prompts),
-        [next((i for i, (a, b) in enumerate(zip(x.ids, y.ids)) if a != b), 32) for x, y in zip(cold, right)],
-        [round(abs(x.likeliest[0][0][0] - y.likeliest[0][0][0]), 3) for x, y in zip(cold, right)],
-    )
     assert alike > 0.5 * len(prompts)
 
 
@@ -148,18 +142,27 @@ def test_extends_that_begin_and_end_amid_a_page() -> None:
             assert torch.equal(kept[row, : length % 64], right[row, : length % 64])
 
 
-def test_a_token_takes_less_and_tails_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_counts_tokens_by_their_bits_and_leaves_room_for_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    # As the plugin does with SGLANG_PAT_KV; without it they change nothing.
+    compat.pool.around_sizes(low_bit.cell_size, low_bit.pool_sizes)
+    HookRegistry.apply_hooks()
     monkeypatch.setattr(compat.pool, "kv_shape", lambda model_config: (8, 128))
     arguments = SimpleNamespace(
         attention_backend="pat", prefill_attention_backend=None, decode_attention_backend=None, device="cpu", max_running_requests=15
     )  # fmt: skip
     kvc = SimpleNamespace(server_args=arguments, model_config=None, model_dtype=torch.bfloat16)
-    for form, token in (("", 512), ("int4", 140), ("int2", 76)):
+    for form, token in (("int4", 140), ("int2", 76)):
         monkeypatch.setenv("SGLANG_PAT_KV", form)
-        configurator = SimpleNamespace()
-        assert low_bit.cell_size(lambda *_: 36 * 8 * 512, configurator, kvc, 36) == 36 * 8 * token
-        left = low_bit.pool_sizes(lambda _, available, page: available, configurator, 10**9, 64)
-        assert left == 10**9 - (16 * 36 * 64 * 8 * 512 if form else 0)
+        configurator = object.__new__(DefaultPoolConfigurator)
+        configurator._fixed_overhead_bytes = 0  # 0.5.23
+        configurator._cell_size = configurator._compute_cell_size(kvc, 36)
+        assert configurator._cell_size == 36 * 8 * token
+        left = 10**9 - 16 * 36 * 64 * 8 * 512
+        found = configurator.calculate_pool_sizes(10**9, 64).max_total_num_tokens
+        assert found == left // (36 * 8 * token) // 64 * 64
     arguments.attention_backend = "triton"
     assert low_bit.chosen(arguments) is None
 

@@ -83,7 +83,7 @@ def _full_prefill_graph(arguments: Any, environment: Mapping[str, str]) -> bool:
     )
 
 
-def _given(name: str, *harmless: str | None) -> Asked:
+def _given(name: str, *harmless: str | int | None) -> Asked:
     """The argument `name` is set, to none of these."""
     return lambda arguments, environment: getattr(arguments, name, None) not in (None, *harmless)
 

@@ -38,7 +38,8 @@ class LowBitKVPool(MHATokenToKVPool):
         ]
         # Not the dtype of K and V: SGLang has fused kernels that write to a pool of bfloat16 directly.
         self.dtype = self.store_dtype = torch.uint8
-        self.k_buffer, self.v_buffer = [], []
+        self.k_buffer: list[torch.Tensor] = []
+        self.v_buffer: list[torch.Tensor] = []
         self._tails = torch.empty(0)
 
     def make_tails(self, rows: int, dtype: torch.dtype) -> None:
