@@ -32,7 +32,7 @@ docs: $(VENV)/installed
 
 # uv resolves and unpacks SGLang's 8.5 GB in about a minute.
 $(VENV)/installed: pyproject.toml
-	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python "sglang==$(SGLANG)" -e ".[dev]"
 	touch $@

@@ -6,6 +6,7 @@ make demo
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +34,19 @@ def main() -> int:
     )
     parser.add_argument("--tokens", type=int, default=24, help="tokens to generate per request (default: %(default)s)")
     arguments = parser.parse_args()
+    # Servers are in sessions of their own: whoever ends the demo must not leave them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        return demo(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except (OSError, RuntimeError) as error:
+        print(f"\n{parser.prog}: {error}", file=sys.stderr)
+        return 2
 
+
+def demo(arguments: argparse.Namespace) -> int:
+    """Serve, ask and compare, as the arguments say; 0 where all answers are right."""
     model = tiny_model.write(arguments.cache / "tiny-qwen3")
     prompts = workload.nested_prompts(3, 4, arguments.questions, unrelated=24)
     topics = [workload.prose(f"topic {i}", 60) for i in range(6)]
