@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -18,6 +18,10 @@ _OF_A_SERVICE = re.compile(
 )
 """Kubernetes sets variables that start with `SGLANG_PAT_` and end like this, in every pod of a namespace with a Service named `sglang-pat` or
 `sglang-pat-...` (kubernetes.io, "Accessing the Service", environment variables)."""
+
+
+KV = Literal["", "int4", "int2"]
+"""Formats of less than 8 bits (`packing.FORMATS`)."""
 
 
 class ConfigError(ValueError):
@@ -35,6 +39,8 @@ class PatConfig(msgspec.Struct, frozen=True):
         ahead: `SGLANG_PAT_AHEAD`: 1 plans the next batch on another thread while a step runs; 0 plans it when its step begins.
         defer: `SGLANG_PAT_DEFER`: 1 lets a request wait if another one is computing 256 or more of its tokens; 0 lets both
             compute them.
+        kv: `SGLANG_PAT_KV`: `int4` or `int2` stores full pages of 64 tokens in so many bits per element of K and V, on a CPU only; if empty,
+            `--kv-cache-dtype` decides.
         verify: `SGLANG_PAT_VERIFY`: 1 checks before each step that the queries of every work item have the same KV slots, and
             that each query reads exactly what it sees; if not, the step runs one query per work item. Slow; for tests.
         tiles: `SGLANG_PAT_TILES`: a file that `python -m sglang_pat.tune` wrote for this GPU, to use instead of the built-in
@@ -47,6 +53,7 @@ class PatConfig(msgspec.Struct, frozen=True):
     reuse: bool = True
     ahead: bool = True
     defer: bool = True
+    kv: KV = ""
     verify: bool = False
     tiles: str = ""
     trace: str = ""
@@ -83,7 +90,8 @@ def _parse(variable: str, value: str, field: str) -> Any:
             raise ConfigError(f"{variable}={value!r} must be a number of megabytes, 1 or more")
         return int(value)
     switch = {"0": False, "1": True}
-    allowed = {name: name for name in get_args(Policy)} if field == "policy" else switch
+    names = {"policy": get_args(Policy), "kv": get_args(KV)}.get(field)
+    allowed = {name: name for name in names} if names else switch
     if value not in allowed:
-        raise ConfigError(f"{variable}={value!r} must be one of {', '.join(allowed)}")
+        raise ConfigError(f"{variable}={value!r} must be one of {', '.join(filter(None, allowed))}")
     return allowed[value]

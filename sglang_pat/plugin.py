@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ def register() -> None:
         return create_backend(runner)
 
     compat.arguments.around_model_adjustments(adjust_for_model)
+    if os.environ.get("SGLANG_PAT_KV"):
+        compat.pool.around_sizes(cell_size, pool_sizes)
     if platform.is_chosen():
         # Imported here because it imports torch.
         from sglang_pat.platform import speculation
@@ -48,6 +51,20 @@ def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
             raise AssertionError(f"with {chosen[0]} for prefill and {chosen[1]} for decode: {error}") from error
     else:
         step(server_args)
+
+
+def cell_size(*arguments: Any) -> int:
+    """`low_bit.cell_size`, imported when it is called, as it imports torch."""
+    from sglang_pat.backend import low_bit
+
+    return low_bit.cell_size(*arguments)
+
+
+def pool_sizes(*arguments: Any) -> Any:
+    """`low_bit.pool_sizes`, likewise."""
+    from sglang_pat.backend import low_bit
+
+    return low_bit.pool_sizes(*arguments)
 
 
 def draft_backend(create: Callable[..., Any], factory: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from sglang_pat.backend import support, verify
 from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.groups import LayerGroup, LayerGroups
+from sglang_pat.backend.low_bit_pool import LowBitKVPool
 from sglang_pat.backend.metrics import Metrics
 from sglang_pat.backend.prefill import Prefill
 from sglang_pat.backend.windows import WindowTable
@@ -81,6 +82,10 @@ class PatAttnBackend(AttentionBackend):
         own_pool = compat.pool.has_window_pool(runner.token_to_kv_pool)
         windows = {group.spec.planned_window for group in groups.everyone if own_pool and group.spec.window}
         self._tables = {window: WindowTable(runner, window) for window in windows}
+        pool = self.token_to_kv_pool
+        self._low_bit = pool if isinstance(pool, LowBitKVPool) else None
+        if self._low_bit is not None:
+            self._low_bit.make_tails(len(self.req_to_token_pool.req_to_token), runner.dtype)
         self.prefill = self._make_prefill(runner)
         self.observer = Observer(*(group.scheduler for group in groups.everyone))
         self.observer.subscribers += [group.planner.on_event for group in groups.everyone]
@@ -255,16 +260,25 @@ class PatAttnBackend(AttentionBackend):
         assert self.rows is not None and self.seq_lens is not None
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
-            compat.pool.save_kv(pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots)
+            slots = forward_batch.out_cache_loc
+            if self._low_bit is not None:
+                self._low_bit.store(layer.layer_id, k, v, self.rows, self.seq_lens, slots)
+            else:
+                compat.pool.save_kv(pool, layer, slots, k, v, self._window_slots)
         k_scale, v_scale = compat.pool.kv_scales(layer) if compat.pool.is_fp8(self.kv_cache_dtype) else (1.0, 1.0)
         table = self._tables.get(group.spec.planned_window)
         own = (self.req_to_token_pool.req_to_token, self.rows, self.seq_lens)
         req_to_token, rows, seq_lens = own if table is None else table.of_batch(len(self.rows))
+        pages = None
+        if self._low_bit is not None:
+            k, v, pages = self._low_bit.decoding(layer.layer_id, rows, seq_lens)
+        else:
+            k, v = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = group.executor.decode(
             q,
-            pool.get_key_buffer(layer.layer_id),
-            pool.get_value_buffer(layer.layer_id),
+            k,
+            v,
             req_to_token,
             rows,
             seq_lens,
@@ -273,6 +287,7 @@ class PatAttnBackend(AttentionBackend):
             v_scale=v_scale,
             sinks=sinks,
             masks=masks,
+            pages=pages,
         )
         return out.reshape(len(q), layer.tp_q_head_num * layer.v_head_dim)
 

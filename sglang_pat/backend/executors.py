@@ -11,6 +11,7 @@ import torch
 from sglang_pat.backend import verify
 from sglang_pat.config import PatConfig
 from sglang_pat.kernels import capabilities, cpu, cuda
+from sglang_pat.kernels.low_bit import Pages
 from sglang_pat.packing import CPU_TILES, AttentionSpec, PackConfig, devices, layout
 
 if TYPE_CHECKING:
@@ -48,19 +49,19 @@ class Executor(Protocol):
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
-        masks: torch.Tensor | None = None,
+        masks: torch.Tensor | None = None, pages: Pages | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of Q [tokens, heads, head_dim]: [tokens, heads, v_head_dim], zero after the plan's batch.
 
         A query is a token or, with `masks` [queries, draft] (`kernels.cpu.attention`), the consecutive tokens of a draft. There may be more
         queries than the plan has. `scale` is the factor on q k^T and `v_scale` the factor on the result, both including the scales of the
-        cache. `sinks`, [heads], are logits without values.
+        cache. `sinks`, [heads], are logits without values. `pages` as for `kernels.cpu.attention`.
         """
 
     def extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
-        sinks: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None, pages: Pages | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The same for the new tokens of an extend, with a plan of `NativeScheduler.extend` on Q's device.
 
@@ -106,7 +107,7 @@ class CpuExecutor:
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
-        masks: torch.Tensor | None = None,
+        masks: torch.Tensor | None = None, pages: Pages | None = None,
     ) -> torch.Tensor:  # fmt: skip
         assert self._loaded
         out = q.new_zeros(*q.shape[:2], v.shape[-1])
@@ -119,7 +120,7 @@ class CpuExecutor:
             masks, window = masks[:queries], self._spec.window
         found = cpu.attention(
             q, k, v, req_to_token, rows, seq_lens, self._plan, scale=scale, logit_cap=logit_cap, v_scale=v_scale, sinks=sinks,
-            masks=masks, window=window,
+            masks=masks, window=window, pages=pages,
         )  # fmt: skip
         out[: queries * tokens] = found if masks is None else verify.scatter(found, tokens, kv_heads)
         return out
@@ -127,11 +128,11 @@ class CpuExecutor:
     def extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
-        sinks: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None, pages: Pages | None = None,
     ) -> torch.Tensor:  # fmt: skip
         return cpu.attention(
             q, k, v, req_to_token, rows, seq_lens, plan, scale=scale, logit_cap=logit_cap, v_scale=v_scale, sinks=sinks,
-            window=self._spec.window,
+            window=self._spec.window, pages=pages,
         )  # fmt: skip
 
 
@@ -194,8 +195,9 @@ class CudaExecutor:
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
-        masks: torch.Tensor | None = None,
+        masks: torch.Tensor | None = None, pages: Pages | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        assert pages is None  # which is refused (features.py)
         out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
         # Early is safe: the kernels before a layer's attention make its Q; plan and lengths were written earlier.
         self._decoder.decode(
@@ -207,9 +209,10 @@ class CudaExecutor:
     def extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
-        sinks: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None, pages: Pages | None = None,
     ) -> torch.Tensor:  # fmt: skip
         assert self._extender is not None
+        assert pages is None  # which is refused (features.py)
         out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
         self._extender.decode(
             q, k, v, out, req_to_token, rows, seq_lens, plan, self._partial, self._lse, scale=scale, logit_cap=logit_cap,

@@ -12,7 +12,9 @@ import torch
 
 from sglang_pat import compat
 from sglang_pat.backend.groups import LayerGroup
+from sglang_pat.backend.low_bit_pool import Behind, LowBitKVPool
 from sglang_pat.backend.parts import Parts, divide, trailing
+from sglang_pat.backend.support import UnsupportedError
 from sglang_pat.packing import layout
 from sglang_pat.packing.native import ExtendPlan
 from sglang_pat.radix_bridge import hooks
@@ -47,6 +49,8 @@ class PackedExtend:
         # For each new token: its request's row, and how many tokens it sees. The window ones are for the pool for windows.
         self._rows = self._seq_lens = self._window_rows = self._window_table = torch.empty(0)
         self._window_slots: torch.Tensor | None = None
+        self._low_bit = self._pool if isinstance(self._pool, LowBitKVPool) else None
+        self._behind = Behind(torch.empty(0, dtype=torch.int64), None)
         self._failed = False
 
     def begin(self, forward_batch: ForwardBatch, check: Callable[..., None] | None) -> Parts | None:
@@ -75,6 +79,8 @@ class PackedExtend:
         self._plans = {group: _to(torch.from_numpy(plan.data), rows.device) for group, plan in made.items()}
         self.count += 1
         self.shared += any(plan.shared for plan in made.values())
+        if self._low_bit is not None:
+            self._behind = Behind.of(rows.tolist(), cached, added, len(self._req_to_token))
         if compat.pool.has_window_pool(self._pool):
             # KV that its window has left behind maps to 0 there, and is not read.
             mapping = compat.pool.window_mapping(self._pool)
@@ -91,15 +97,26 @@ class PackedExtend:
     ) -> torch.Tensor:  # fmt: skip
         """One layer's attention, [tokens, heads * v_head_dim]; padding is zero."""
         pool, apart = self._pool, compat.pool.in_window_pool(self._pool, layer)
-        if save_kv_cache and k is not None:
-            compat.pool.save_kv(pool, layer, forward_batch.out_cache_loc, k, v, self._window_slots if apart else None)
+        slots, pages = forward_batch.out_cache_loc, None
+        if self._low_bit is not None:
+            if not save_kv_cache or k is None:
+                raise UnsupportedError(
+                    f"layer {layer.layer_id} reads KV that another layer wrote, which a KV cache of 4 or 2 bits does not support: unset "
+                    "SGLANG_PAT_KV"
+                )
+            kept_k, kept_v, pages = self._low_bit.extending(layer.layer_id, k, v, self._behind)
+            self._low_bit.store(layer.layer_id, k, v, self._rows, self._seq_lens, slots)
+        else:
+            if save_kv_cache and k is not None:
+                compat.pool.save_kv(pool, layer, slots, k, v, self._window_slots if apart else None)
+            kept_k, kept_v = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k_scale, v_scale = compat.pool.kv_scales(layer) if compat.pool.is_fp8(pool.dtype) else (1.0, 1.0)
         real = len(self._rows)
         out = group.executor.extend(
             q[:real],
-            pool.get_key_buffer(layer.layer_id),
-            pool.get_value_buffer(layer.layer_id),
+            kept_k,
+            kept_v,
             self._window_table if apart else self._req_to_token,
             self._window_rows if apart else self._rows,
             self._seq_lens,
@@ -108,6 +125,7 @@ class PackedExtend:
             logit_cap=layer.logit_cap,
             v_scale=v_scale,
             sinks=sinks,
+            pages=pages,
         )
         if real < len(q):
             out = torch.cat([out, out.new_zeros(len(q) - real, *out.shape[1:])])

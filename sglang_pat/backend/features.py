@@ -45,6 +45,18 @@ class Feature(msgspec.Struct, frozen=True):
     note: str = ""
 
 
+def _low_bit(*several: Asked) -> Asked:
+    """KV of less than 8 bits is asked for, and one of these."""
+    return lambda arguments, environment: (
+        bool(environment.get("SGLANG_PAT_KV")) and _any(*several)(arguments, environment)
+    )
+
+
+def _beside(arguments: Any, environment: Mapping[str, str]) -> bool:
+    """Another attention backend runs one of the phases."""
+    return set(compat.arguments.backends_chosen(arguments)) != {"pat"}
+
+
 def _set(name: str) -> Asked:
     """The argument `name` is set; not every release has every argument."""
     return lambda arguments, environment: bool(getattr(arguments, name, None))
@@ -71,7 +83,7 @@ def _full_prefill_graph(arguments: Any, environment: Mapping[str, str]) -> bool:
     )
 
 
-def _given(name: str, *harmless: str | None) -> Asked:
+def _given(name: str, *harmless: str | int | None) -> Asked:
     """The argument `name` is set, to none of these."""
     return lambda arguments, environment: getattr(arguments, name, None) not in (None, *harmless)
 
@@ -103,7 +115,7 @@ def _speculates_in_streams(arguments: Any, environment: Mapping[str, str]) -> bo
 
 
 def _speculates_beside(arguments: Any, environment: Mapping[str, str]) -> bool:
-    return _speculates(arguments) and set(compat.arguments.backends_chosen(arguments)) != {"pat"}
+    return _speculates(arguments) and _beside(arguments, environment)
 
 
 def _works(name: str, how: str, *shown: str, note: str = "") -> Feature:
@@ -124,6 +136,7 @@ _NESTED = "test_server.py::test_nested_prefixes_of_mixed_lengths"
 _FLAGS = "test_server.py::test_small_mixed_chunks_pages_lpm_no_overlap_no_reuse"
 _POOL = "test_server.py::test_two_hundred_requests_through_a_small_pool"
 _SPECULATION = "test_speculation.py::test_answers_are_those_without_it"
+_LOW_BIT_SERVER = "test_low_bit_server.py::test_answers_do_not_depend_on_what_was_cached"
 _LEAVE_OUT = "leave it out, or use another --attention-backend"
 
 FEATURES: dict[str, tuple[Feature, ...]] = {
@@ -214,6 +227,23 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "test_gpu_server.py::test_fp8_kv"),
         _refused("FP4 and MXFP8 KV caches", "`--kv-cache-dtype`", _one_of("kv_cache_dtype", "nvfp4", "fp4_mx_block16", "fp4_e2m1", "mxfp8"),
                  "take fp8_e4m3, or use another --attention-backend"),
+        _works("KV of 4 and 2 bits on a CPU", "`SGLANG_PAT_KV=int4`, `int2`", _LOW_BIT_SERVER, "test_low_bit.py::test_decode",
+               "test_low_bit.py::test_extends_see_what_decode_steps_would",
+               note="full pages of 64 tokens are quantised, K by channel and V by token; tokens behind a request's last full page keep the model's dtype; "
+               "head dimensions are multiples of 32"),
+        _refused("KV of 4 and 2 bits on a GPU, with windows, or for encoders", "`SGLANG_PAT_KV`", None, "unset it"),
+        _refused("KV of 4 and 2 bits with a page size other than 64", "`SGLANG_PAT_KV` and `--page-size`",
+                 _low_bit(_given("page_size", 64)), "leave out --page-size"),
+        _refused("KV of 4 and 2 bits with another format of the KV cache", "`SGLANG_PAT_KV` and `--kv-cache-dtype`",
+                 _low_bit(_given("kv_cache_dtype", "auto")), "unset SGLANG_PAT_KV or leave out --kv-cache-dtype"),
+        _refused("KV of 4 and 2 bits with features that copy KV out of the pool",
+                 "`SGLANG_PAT_KV` and `--enable-hierarchical-cache`, `--enable-lmcache` or `--disaggregation-mode`",
+                 _low_bit(_set("enable_hierarchical_cache"), _set("enable_lmcache"), _given("disaggregation_mode", "null")), "unset SGLANG_PAT_KV"),
+        _refused("KV of 4 and 2 bits with another backend", "`SGLANG_PAT_KV` and `--prefill-attention-backend` or `--decode-attention-backend`",
+                 _low_bit(_beside), "let pat do both, by --attention-backend pat alone"),
+        _refused("KV of 4 and 2 bits with speculative decoding, mixed chunks or streaming sessions",
+                 "`SGLANG_PAT_KV` and `--speculative-algorithm`, `--enable-mixed-chunk` or `--enable-streaming-session`",
+                 _low_bit(_set("speculative_algorithm"), _set("enable_mixed_chunk"), _set("enable_streaming_session")), "unset SGLANG_PAT_KV"),
         _refused("the KV layout HND", "`SGLANG_USE_HND_KVCACHE`", _variable("SGLANG_USE_HND_KVCACHE"), "unset it"),
         _refused("page-major KV layout and unified memory", "`--enable-page-major-kv-layout`, `--enable-unified-memory`",
                  _any(_set("enable_page_major_kv_layout"), _set("enable_unified_memory")), _LEAVE_OUT),

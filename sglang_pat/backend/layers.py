@@ -22,7 +22,13 @@ SINKS = ("sinks", "attention_sink_bias")
 def kv_format(dtype: torch.dtype) -> KVFormat:
     """The format of a KV cache of this dtype. No executor may support it (`capabilities.refusal`)."""
     name = str(dtype).removeprefix("torch.")
-    return FORMATS.get(name, KVFormat(name, dtype.itemsize))
+    return FORMATS.get(name, KVFormat(name, 8 * dtype.itemsize))
+
+
+def format_of(runner: ModelRunner) -> KVFormat:
+    """The format of a runner's KV cache."""
+    form = getattr(runner.token_to_kv_pool, "form", None)  # that of a `LowBitKVPool`
+    return form if isinstance(form, KVFormat) else kv_format(runner.kv_cache_dtype)
 
 
 def window(radius: int | None, context: int) -> int:
@@ -56,7 +62,7 @@ class SpecReader:
 
     def __init__(self, runner: ModelRunner) -> None:
         pool = runner.token_to_kv_pool
-        self.form = kv_format(runner.kv_cache_dtype)
+        self.form = format_of(runner)
         # A pool for windows has slot numbers of its own: there even a window as long as the context counts.
         self.context = MAX_WINDOW if compat.pool.has_window_pool(pool) else runner.model_config.context_len
         self._with_sinks = with_sinks(runner)

@@ -77,6 +77,7 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
             f"--attention-backend pat does not support the KV layout {compat.pool.kv_layout(pool)} yet: use another "
             "--attention-backend"
         )
+    check_low_bit(runner)
     instead = f"{_OTHER} {fallback} or --decode-attention-backend {fallback}"
     name = ", ".join(config.hf_config.architectures or [type(runner.model).__name__])
     if runner.use_mla_backend:
@@ -133,6 +134,24 @@ def _check_layers(runner: Any, specs: Iterable[AttentionSpec], ending: str) -> N
     ]
     for problem in filter(None, problems):
         raise UnsupportedError(f"--attention-backend pat does not support {problem}, {ending}")
+
+
+def check_low_bit(runner: Any, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise UnsupportedError where the user asks for KV of less than 8 bits, and this device or model cannot have it."""
+    asked = environment.get("SGLANG_PAT_KV")
+    if not asked:
+        return
+    problem = None
+    if runner.device != "cpu":
+        problem = "on a GPU, where no kernel reads it yet"
+    elif compat.pool.is_fp8(runner.kv_cache_dtype):
+        problem = "for a checkpoint that wants 8 bits"
+    elif not all(map(compat.model.decodes, compat.model.attention_layers(runner))):
+        problem = "for encoders"
+    if problem is not None:
+        raise UnsupportedError(
+            f"--attention-backend pat does not support a KV cache of {asked} (SGLANG_PAT_KV) {problem}: unset it"
+        )
 
 
 def check_hybrid(runner: Any, name: str) -> None:

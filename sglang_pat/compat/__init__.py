@@ -8,7 +8,7 @@
 | `cache.py` | prefix caches: which ones sglang-pat follows, and a request's path in the tree |
 | `batch.py` | `ForwardBatch`: extends, parts of them, CUDA graphs |
 | `model.py` | `ModelRunner`: attention layers, their heads, this process's rank |
-| `pool.py` | KV pools: formats, layouts, pools for sliding windows, writing K and V |
+| `pool.py` | KV pools: sizes, formats, layouts, pools for sliding windows, writing K and V |
 | `stock.py` | SGLang's own attention backends: which one prefills, what each gets wrong |
 
 Another release should need changes here and in `radix_bridge/hooks.py` only; on CPUs also in `platform/`.

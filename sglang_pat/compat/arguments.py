@@ -22,6 +22,13 @@ def resolved(server_args: Any) -> Any:
     return resolving_view(server_args) if isinstance(server_args, ServerArgs) else server_args
 
 
+def of_this_process() -> Any:
+    """The `ServerArgs` of this process."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return get_server_args()
+
+
 def backends_chosen(server_args: Any) -> tuple[str | None, str | None]:
     """The attention backends for prefill and for decode; None where nobody chose one."""
     chosen = resolved(server_args)

@@ -1,17 +1,33 @@
-"""KV pools: formats, layouts, pools for sliding windows, and how K and V are written."""
+"""KV pools: sizes, formats, layouts, pools for sliding windows, and how K and V are written."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 
+def around_sizes(cell_size: Callable[..., int], pool_sizes: Callable[..., Any]) -> None:
+    """Call these in place of SGLang's counts of the bytes of a token, and of the tokens that fit in so many bytes."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    configurator = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+    HookRegistry.register(f"{configurator}._compute_cell_size", cell_size, HookType.AROUND)
+    HookRegistry.register(f"{configurator}.calculate_pool_sizes", pool_sizes, HookType.AROUND)
+
+
+def kv_shape(model_config: Any) -> tuple[int, int]:
+    """(KV heads of this rank, head dimension of K), before there is a pool."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return model_config.get_num_kv_heads(get_parallel().attn_tp_size), model_config.head_dim
+
+
 def is_fp8(kv_cache: torch.dtype) -> bool:
     """Whether K and V have one byte per element; they are then stored divided by their layer's scales."""
-    return kv_cache.itemsize == 1
+    return kv_cache.itemsize == 1 and kv_cache.is_floating_point
 
 
 def kv_pools(pool: Any) -> list[Any]:

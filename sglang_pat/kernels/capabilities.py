@@ -29,10 +29,13 @@ CUDA_DTYPES = ("float16", "bfloat16")
 """Dtypes of Q on a GPU."""
 
 KV_FORMATS: dict[Device, tuple[str, ...]] = {
-    "cpu": ("float32", "float16", "bfloat16", *FP8.values()),
+    "cpu": ("float32", "float16", "bfloat16", *FP8.values(), "int4", "int2"),
     "cuda": (*CUDA_DTYPES, *FP8.values()),
 }
 """The names in `packing.FORMATS` that each executor reads."""
+
+LOW_BIT_HEAD_DIM_STEP = 32
+"""What head dimensions have to be a multiple of where KV has less than 8 bits (`LowBit` in csrc/cpu/low_bit.h)."""
 
 KV_TILE = 64
 """The n of every tile (`kTokens` in csrc/cuda/tiles.h)."""
@@ -71,6 +74,15 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     return TileTable(tiles, (KV_TILE,), ())
 
 
+def low_bit_problem(head_dim: int, v_head_dim: int) -> str | None:
+    """What of these dimensions of K and V is not kept in less than 8 bits."""
+    if head_dim != v_head_dim:
+        return f"head dimensions of {head_dim} (K) and {v_head_dim} (V)"
+    if head_dim % LOW_BIT_HEAD_DIM_STEP or head_dim > CPU_HEAD_DIM:
+        return f"a head dimension of {head_dim} (multiples of {LOW_BIT_HEAD_DIM_STEP} up to {CPU_HEAD_DIM} are)"
+    return None
+
+
 def refusal(spec: AttentionSpec, device: Device) -> str | None:
     """What in a spec the device's executor cannot compute; None if it computes everything."""
     if spec.kv.name not in KV_FORMATS[device]:
@@ -87,6 +99,9 @@ def refusal(spec: AttentionSpec, device: Device) -> str | None:
         equal = ", ".join(map(str, HEAD_DIMS))
         unequal = ", ".join("{} for K with {} for V".format(*pair) for pair in UNEQUAL_HEAD_DIMS)
         return f"{wanted} on a GPU ({equal} for both K and V are, and {unequal})"
+    if spec.kv.is_low_bit:
+        windows = f"windows with a KV cache of {spec.kv.name}" if spec.window else None
+        return windows or low_bit_problem(spec.head_dim, spec.v_head_dim)
     for dim in (spec.head_dim, spec.v_head_dim):
         if dim % CPU_HEAD_DIM_STEP or dim > CPU_HEAD_DIM:
             return f"a head dimension of {dim} (multiples of {CPU_HEAD_DIM_STEP} up to {CPU_HEAD_DIM} are)"

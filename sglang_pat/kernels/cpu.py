@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_pat import jit
+from sglang_pat.kernels.low_bit import Pages
 from sglang_pat.packing import layout
 
 
@@ -23,6 +24,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     window: int = 0,
     masks: torch.Tensor | None = None,
+    pages: Pages | None = None,
 ) -> torch.Tensor:
     """Attention of one layer: each query sees its request's KV up to its own token.
 
@@ -47,6 +49,9 @@ def attention(
             more than that, so they need no window here.
         masks: [batch, tokens], int64, in verify steps: bit j of a token's mask says that it sees token j of its draft, at most 64 tokens. The
             number of bits set is the token's position behind the cached tokens; its window counts back from there.
+        pages: With a cache of 4 or 2 bits: the pool. `k` and `v`, [tokens, kv_heads, head_dim], are then only the tokens behind the queries'
+            last full pages, in 16 bits or more. A query reads its full pages from the pool and the rest from `k` and `v`. Without windows
+            and drafts.
 
     Returns:
         [batch, heads, v_head_dim] in q's dtype, accumulated in float32.
@@ -76,6 +81,9 @@ def attention(
         lse,
         torch.empty(0) if sinks is None else sinks.float(),
         torch.empty(0, 0, dtype=torch.int64) if masks is None else masks,
+        torch.empty(0, 0, 0, dtype=torch.uint8) if pages is None else pages.records,
+        torch.empty(0, dtype=torch.int64) if pages is None else pages.tails,
+        0 if pages is None else pages.bits,
         scale,
         logit_cap,
         window,

@@ -21,6 +21,9 @@ Price = Annotated[int, Meta(ge=0, le=MAX_PRICE)]
 """In bytes (`PackConfig`)."""
 
 
+ElementBytes = Annotated[float, Meta(gt=0, le=4096)]
+
+
 class CostModel(msgspec.Struct, frozen=True):
     """Bytes that one layer moves, and default prices for devices whose tiles were not measured.
 
@@ -30,7 +33,7 @@ class CostModel(msgspec.Struct, frozen=True):
     Attributes:
         heads, kv_heads: Query and KV heads on this rank.
         head_dim, v_head_dim: Dimensions of K and of V.
-        kv_bytes: Bytes of one KV element.
+        kv_bytes: Bytes of one KV element, with its share of scales and zeros.
         flop_per_byte: Operations that the device computes while it moves a byte; 0 ignores arithmetic, as the paper does.
         start_price: Price to start a work item on all KV heads, before KV flows.
         part_overhead: Price of a part beyond its own bytes.
@@ -42,7 +45,7 @@ class CostModel(msgspec.Struct, frozen=True):
     kv_heads: Count
     head_dim: Count
     v_head_dim: Count
-    kv_bytes: Count
+    kv_bytes: ElementBytes
     flop_per_byte: Price = 0
     start_price: Price = 0
     part_overhead: Price = 0
@@ -61,7 +64,7 @@ class CostModel(msgspec.Struct, frozen=True):
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token, times how often they are read."""
-        return self.runs * (self.head_dim + self.v_head_dim) * self.kv_bytes
+        return round(self.runs * (self.head_dim + self.v_head_dim) * self.kv_bytes)
 
     @property
     def part_bytes(self) -> int:

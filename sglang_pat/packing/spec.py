@@ -14,26 +14,48 @@ MAX_WINDOW = 1 << 30
 Window = Annotated[int, msgspec.Meta(ge=0, le=MAX_WINDOW)]
 
 
+LOW_BIT_PAGE = 64
+"""Tokens that a format of less than 8 bits quantises together (csrc/cpu/low_bit.h, `kPageTokens`)."""
+
+
 class KVFormat(msgspec.Struct, frozen=True):
     """How K and V are stored.
 
     Attributes:
-        name: Torch's name of the dtype.
-        bytes: Bytes of an element. Formats of one byte have one scale for all of K and one for all of V.
+        name: Torch's name of the dtype; `int4` and `int2` are pages of so many bits.
+        bits: Bits of an element. Formats of 8 bits have one scale for all of K and one for all of V. Formats of less have a scale and a zero, of
+            16 bits each, for every channel of K in a page and for every token of V.
     """
 
     name: str
-    bytes: Count
+    bits: Count
+
+    @property
+    def bytes(self) -> int:
+        """Whole bytes of an element: 0 where several share one."""
+        return self.bits // 8
+
+    @property
+    def is_low_bit(self) -> bool:
+        """Whether only full pages have this format; the tokens behind them have the model's dtype."""
+        return self.bits < 8
+
+    def bytes_with_scales(self, head_dim: int, v_head_dim: int) -> float:
+        """Bytes of an element, with its share of scales and zeros."""
+        parameters = 32 * (head_dim / LOW_BIT_PAGE + 1) / (head_dim + v_head_dim) if self.is_low_bit else 0
+        return (self.bits + parameters) / 8
 
 
 FORMATS = {
     form.name: form
     for form in (
-        KVFormat("float32", 4),
-        KVFormat("float16", 2),
-        KVFormat("bfloat16", 2),
-        KVFormat("float8_e4m3fn", 1),
-        KVFormat("float8_e5m2", 1),
+        KVFormat("float32", 32),
+        KVFormat("float16", 16),
+        KVFormat("bfloat16", 16),
+        KVFormat("float8_e4m3fn", 8),
+        KVFormat("float8_e5m2", 8),
+        KVFormat("int4", 4),
+        KVFormat("int2", 2),
     )
 }
 """Formats that at least one executor reads; `capabilities.refusal` says which."""
@@ -79,6 +101,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
 
     def cost(self, head_splits: int = 1) -> CostModel:
         """The cost model of a layer; `head_splits` as in `CostModel`."""
+        kv_bytes = self.kv.bytes_with_scales(self.head_dim, self.v_head_dim)
         return CostModel(
-            self.query_heads, self.kv_heads, self.head_dim, self.v_head_dim, self.kv.bytes, head_splits=head_splits
+            self.query_heads, self.kv_heads, self.head_dim, self.v_head_dim, kv_bytes, head_splits=head_splits
         )

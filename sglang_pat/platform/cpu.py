@@ -10,7 +10,8 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_pat import compat
-from sglang_pat.backend import support
+from sglang_pat.backend import low_bit, support
+from sglang_pat.kernels.low_bit import PAGE_TOKENS
 from sglang_pat.platform import announce
 
 
@@ -24,6 +25,9 @@ class CpuPlatform(SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         # SGLang would process images with CUDA.
         server_args.disable_fast_image_processor = True
+        if low_bit.chosen(server_args) is not None:
+            server_args.page_size = server_args.page_size or PAGE_TOKENS
+            server_args.max_running_requests = server_args.max_running_requests or low_bit.MOST_REQUESTS
         compat.arguments.use_one_pool(server_args)
         compat.arguments.disable_graphs(server_args)
 
@@ -54,7 +58,13 @@ class CpuPlatform(SRTPlatform):
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        return MHATokenToKVPool
+        form = low_bit.chosen(compat.arguments.of_this_process())
+        if form is None:
+            return MHATokenToKVPool
+        # Imported here, as SGLang's pools are.
+        from sglang_pat.backend.low_bit_pool import pool_class
+
+        return pool_class(form)
 
     def get_mla_kv_pool_cls(self) -> type:
         # 0.5.17 makes the pool before the attention backend could refuse the model.

@@ -21,6 +21,7 @@ decides which backend runs), and what makes the backends of draft models.
 | `build_replay_fb_view` | both | the same for the batch that a CUDA graph is replayed for |
 | `ServerArgs._handle_model_specific_adjustments` | 0.5.17 | its lists of backends for some models (gpt-oss, Exaone); plugin.py |
 | `handle_model_specific_adjustments` | 0.5.23 | the same, through SGLang's `register_resolution_hook` |
+| `DefaultPoolConfigurator._compute_cell_size`, `calculate_pool_sizes` | both | with `SGLANG_PAT_KV`: how many tokens of 4 or 2 bits there is memory for; plugin.py |
 | `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | both | on a CPU: the list of backends for draft models is fixed; platform/speculation.py |
 | `DraftBackendFactory._create_backend` | 0.5.17 | the same on a GPU: a stock backend replaces `pat` (0.5.23 was not run on a GPU); plugin.py |
 

@@ -10,6 +10,7 @@
 #include "../packing/layout.h"
 #include "bounds.h"
 #include "forward.h"
+#include "low_bit.h"
 #include "merge.h"
 
 namespace {
@@ -18,6 +19,8 @@ using tvm::ffi::TensorView;
 
 struct Arguments {
   TensorView q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks, masks;
+  TensorView pages, tails;  // empty where all KV is in k and v
+  const pat::LowBit* form;  // of pages; null where there are none
   pat::Shape shape;
   float scale;
   int64_t window;  // tokens that a query sees, 0: all
@@ -36,10 +39,17 @@ const E* data(const TensorView& tensor) {
   return static_cast<const E*>(tensor.data_ptr());
 }
 
-// What the rows of a work item see of the `length` tokens from `start` on: those in front of their own ends, and in their windows. A
-// query of several tokens ends with these, of which each sees those in its mask, the same number of rows one after the other being its own.
+// Where a query's KV is read from.
+enum class Kept { kAll, kPages, kTail };
+
+// Tokens of a request of so many that are in full pages.
+int64_t in_pages(int64_t tokens) { return tokens / pat::kPageTokens * pat::kPageTokens; }
+
+// What the rows of a work item see of the `length` tokens from `start` on: those in front of their own ends, in their windows, and of those that
+// are kept there. A query of several tokens ends with these, of which each sees those in its mask, the same number of rows one after the other
+// being its own.
 pat::Visible visible_of(const Arguments& a, const int32_t* queries, int rows, int group, int32_t start, int length,
-                        pat::Scratch& scratch) {
+                        Kept kept, pat::Scratch& scratch) {
   const int all = pat::round_up(rows, pat::kWidth);
   int32_t *begins = pat::Scratch::get(scratch.begins, all), *ends = pat::Scratch::get(scratch.ends, all);
   int32_t* firsts = pat::Scratch::get(scratch.firsts, all);
@@ -51,22 +61,53 @@ pat::Visible visible_of(const Arguments& a, const int32_t* queries, int rows, in
   std::fill_n(firsts, all, length);
   if (masks) std::fill_n(masks, all, ~uint64_t{0});
   for (int i = 0; i < rows; ++i) {
-    const int64_t query = queries[i / group], end = data<int64_t>(a.seq_lens)[query];
+    const int64_t query = queries[i / group], tokens = data<int64_t>(a.seq_lens)[query];
+    const int64_t end = kept == Kept::kPages ? in_pages(tokens) : tokens;
     int64_t own_end = end;  // of a token, by how many it sees
     if (masks) {
-      const int64_t tokens = a.tokens(), first = end - tokens;
-      masks[i] = data<uint64_t>(a.masks)[query * tokens + i % group / (group / tokens)];
+      const int64_t drafted = a.tokens(), first = end - drafted;
+      masks[i] = data<uint64_t>(a.masks)[query * drafted + i % group / (group / drafted)];
       firsts[i] = int32_t(std::min<int64_t>(first - start, length));
       own_end = first + __builtin_popcountll(masks[i]);
       visible.all_end = std::min(visible.all_end, std::max(0, firsts[i]));
     }
-    const int64_t begin = a.window ? std::max<int64_t>(0, own_end - a.window) : 0;
+    const int64_t begin = kept == Kept::kTail ? in_pages(tokens) : a.window ? std::max<int64_t>(0, own_end - a.window) : 0;
     begins[i] = int32_t(std::clamp<int64_t>(begin - start, 0, length));
     ends[i] = int32_t(std::clamp<int64_t>(end - start, 0, length));
     visible.all_begin = std::max(visible.all_begin, begins[i]);
     visible.all_end = std::min(visible.all_end, ends[i]);
   }
   return visible;
+}
+
+// Adds a work item's KV from pages of few bits, and from k and v what lies behind its queries' last full pages: there a token's index is its
+// position plus the query's `tails`.
+template <typename T>
+void add_pages(const Arguments& a, const int32_t* queries, int count, int group, int32_t start, int length,
+               const int32_t* kv_slots, const pat::KvHead<T>& tails, int kv_head, pat::OnlineSoftmax& softmax,
+               pat::Scratch& scratch) {
+  const int64_t end = start + length;
+  int64_t paged = 0, first = end, last = 0, offset = 0;
+  for (int i = 0; i < count; ++i) {
+    const int64_t tokens = data<int64_t>(a.seq_lens)[queries[i]], full = in_pages(tokens);
+    paged = std::max(paged, full - start);
+    if (std::max<int64_t>(full, start) >= std::min(tokens, end)) continue;
+    const int64_t own = data<int64_t>(a.tails)[queries[i]];
+    TVM_FFI_CHECK(first == end || own == offset, ValueError)
+        << "the plan has several requests read a page that is not full";
+    offset = own, first = std::min(first, std::max<int64_t>(full, start)), last = std::max(last, std::min(tokens, end));
+  }
+  const int pages = int(std::min<int64_t>(paged, length));
+  pat::check_kv_slots(kv_slots, pages, a.pages.size(0) * pat::kPageTokens);
+  pat::PageReader reader(*a.form);
+  const pat::PagesOfHead head{reader, data<uint8_t>(a.pages) + kv_head * a.pages.stride(1), a.pages.stride(0)};
+  softmax.add(head, kv_slots, pages, visible_of(a, queries, count * group, group, start, pages, Kept::kPages, scratch));
+
+  const int behind = int(std::max<int64_t>(0, last - first));
+  int32_t* where = pat::Scratch::get(scratch.slots, behind);
+  for (int i = 0; i < behind; ++i) where[i] = int32_t(first + i + offset);
+  const pat::Visible visible = visible_of(a, queries, count * group, group, int32_t(first), behind, Kept::kTail, scratch);
+  softmax.add(tails, where, behind, visible);
 }
 
 template <typename T>
@@ -85,9 +126,6 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
       data<int32_t>(a.req_to_token) + data<int64_t>(a.rows)[member] * a.req_to_token.stride(0) + start;
 
   const int length = std::max(0, end - start);
-  const pat::Visible visible = visible_of(a, queries, rows, group, start, length, scratch);
-  pat::check_kv_slots(kv_slots, length, a.k.size(0));
-
   q_rows.resize(std::max(q_rows.size(), size_t(rows) * d));
   results.resize(std::max(results.size(), size_t(rows) * (dv + 1)));
   for (int i = 0; i < rows; ++i) {
@@ -95,10 +133,16 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
     for (int c = 0; c < d; ++c) q_rows[size_t(i) * d + c] = q[c] * a.scale;
   }
   const pat::KvHead<T> kv{data<T>(a.k) + kv_head * a.k.stride(1), data<T>(a.v) + kv_head * a.v.stride(1), a.k.stride(0),
-                          a.v.stride(0)};
+                          a.v.stride(0), a.shape};
   float* lse = results.data() + size_t(rows) * dv;
-  pat::forward(kv, a.shape, kv_slots, length, visible, q_rows.data(), rows, work[pat::kTileN], scratch,
-               pat::Result{results.data(), lse});
+  pat::OnlineSoftmax softmax(a.shape, q_rows.data(), rows, work[pat::kTileN], scratch);
+  if (a.form) {
+    add_pages(a, queries, work[pat::kItemQueries], group, start, length, kv_slots, kv, kv_head, softmax, scratch);
+  } else {
+    pat::check_kv_slots(kv_slots, length, a.k.size(0));
+    softmax.add(kv, kv_slots, length, visible_of(a, queries, rows, group, start, length, Kept::kAll, scratch));
+  }
+  softmax.finish(pat::Result{results.data(), lse});
 
   for (int i = 0; i < rows; ++i) {
     const int query = queries[i / group], slot = slots[i / group], head = kv_head * group + i % group;
@@ -146,9 +190,28 @@ void run(const Arguments& a) {
   if (failure) std::rethrow_exception(failure);
 }
 
+// What is wrong with pages of few bits, and with where what is behind them is; null if nothing is.
+const char* pages_problem(const TensorView& pages, const TensorView& tails, const TensorView& k, const TensorView& v,
+                          const int64_t* seq_lens, int64_t batch, int64_t bits, int64_t window, int64_t drafted) {
+  if (!pat::LowBit::exists(bits, k.size(2)) || v.size(2) != k.size(2))
+    return "pages have 4 or 2 bits, and K and V a multiple of 32 dimensions up to 256 in common";
+  if (pages.size(1) != k.size(1) || pages.size(2) != pat::LowBit(int(bits), int(k.size(2))).bytes())
+    return "pages have other heads, or as many bytes as other bits do";
+  if (window || drafted) return "KV of few bits has neither windows nor drafts";
+  if (tails.size(0) != batch || !tails.is_contiguous()) return "tails must be the batch's";
+  const int64_t *offsets = static_cast<const int64_t*>(tails.data_ptr()), most = pat::kMostTailTokens;
+  for (int64_t i = 0; i < batch; ++i) {
+    const int64_t from = in_pages(seq_lens[i]), to = seq_lens[i];
+    if (from == to) continue;
+    if (offsets[i] < -most || offsets[i] > most || from + offsets[i] < 0 || to + offsets[i] > k.size(0))
+      return "the tokens behind the last full page are not in k and v";
+  }
+  return nullptr;
+}
+
 void attention(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
                TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, TensorView sinks, TensorView masks,
-               double scale, double logit_cap, int64_t window) {
+               TensorView pages, TensorView tails, int64_t bits, double scale, double logit_cap, int64_t window) {
   pat::check(q, "q", 3, pat::kFloat32, kDLCPU);
   pat::check(out, "out", 3, pat::kFloat32, kDLCPU);
   pat::check(k, "k", 3, k.dtype(), kDLCPU);
@@ -177,9 +240,13 @@ void attention(TensorView q, TensorView k, TensorView v, TensorView out, TensorV
   if (!problem) problem = pat::open_problem(data<int32_t>(plan), data<int64_t>(rows), data<int64_t>(seq_lens));
   if (!problem && tokens > 0) problem = pat::masks_problem(data<int64_t>(seq_lens), masks, batch, heads / k.size(1));
   if (!problem && window < 0) problem = "a window has 0 tokens or more";
+  pat::check(pages, "pages", 3, DLDataType{kDLUInt, 8, 1}, kDLCPU);
+  pat::check(tails, "tails", 1, pat::kInt64, kDLCPU);
+  if (!problem && bits) problem = pages_problem(pages, tails, k, v, data<int64_t>(seq_lens), batch, bits, window, tokens);
   TVM_FFI_CHECK(!problem, ValueError) << problem;
+  const pat::LowBit form(bits ? int(bits) : 4, bits ? int(k.size(2)) : 0);
   // clang-format off
-  const Arguments arguments{q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks, masks,
+  const Arguments arguments{q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks, masks, pages, tails, bits ? &form : nullptr,
                             pat::Shape{int(q.size(2)), int(v.size(2)), float(logit_cap)}, float(scale), window};
   // clang-format on
   const DLDataType kv = k.dtype();

@@ -15,6 +15,7 @@ constexpr int64_t kMostTokens = 64;  // bits of a mask
 // A tile of the CPU executor has a few dozen tokens and up to some thousand rows, a head some hundred dimensions. More is scratch memory for
 // nothing, and up to here an offset in such memory has 31 bits.
 constexpr int32_t kMostTileTokens = 1 << 14, kMostTileRows = 1 << 14, kMostDims = 1 << 14;
+constexpr int64_t kMostTailTokens = 1 << 30;  // so that a place of a token among others fits 32 bits
 
 // What the indices of a plan point into; `group` is the query heads of a KV head.
 struct Bounds {

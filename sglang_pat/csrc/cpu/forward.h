@@ -10,6 +10,12 @@
 
 namespace pat {
 
+struct Shape {
+  int head_dim;
+  int v_head_dim;
+  float logit_cap;  // 0: none
+};
+
 // One KV head's view of SGLang's pools: K and V of slot s start at k + s * k_stride and v + s * v_stride.
 template <typename T>
 struct KvHead {
@@ -17,12 +23,12 @@ struct KvHead {
   const T* v;
   int64_t k_stride;
   int64_t v_stride;
-};
+  Shape shape;
 
-struct Shape {
-  int head_dim;
-  int v_head_dim;
-  float logit_cap;  // 0: none
+  void read(int64_t slot, float* to_k, float* to_v) const {
+    convert(k + slot * k_stride, to_k, shape.head_dim);
+    convert(v + slot * v_stride, to_v, shape.v_head_dim);
+  }
 };
 
 inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -30,7 +36,7 @@ inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple 
 // Grows to the largest request of its thread and stays, so that a steady state allocates nothing.
 struct Scratch {
   std::vector<float> q, k, v, scores, out, max, sum;
-  std::vector<int32_t> begins, ends, firsts;
+  std::vector<int32_t> begins, ends, firsts, slots;
   std::vector<uint64_t> masks;
 
   template <typename T>
@@ -77,73 +83,91 @@ inline Vec cap(Vec scores, float limit) {
   return scores;
 }
 
-// Rows lie along vectors: S^T = K Q^T needs K as it comes from the pool, and softmax runs down columns. `q` is
-// [rows, head_dim], scaled. For one query's few rows, vectors along the head dimension were half as fast
+// Softmax of one work item's rows, over KV that comes one stretch after the other. Rows lie along vectors: S^T = K Q^T needs K as it comes
+// from the pool, and softmax runs down columns. For one query's few rows, vectors along the head dimension were half as fast
 // (benchmarks/NOTES-archive.md).
-template <typename T>
-void forward(const KvHead<T>& kv, const Shape& shape, const int32_t* slots, int length, const Visible& visible,
-             const float* q, int rows, int tile_n, Scratch& scratch, Result result) {
-  const int d = shape.head_dim, dv = shape.v_head_dim;
-  const int ldr = round_up(rows, kWidth), ldv = round_up(dv, kWidth);
-  float* qt = Scratch::get(scratch.q, size_t(d) * ldr);
-  float* k = Scratch::get(scratch.k, size_t(tile_n) * d);
-  float* v = Scratch::get(scratch.v, size_t(tile_n) * ldv);
-  float* scores = Scratch::get(scratch.scores, size_t(tile_n) * ldr);
-  float* out = Scratch::get(scratch.out, size_t(rows) * ldv);
-  float* max_score = Scratch::get(scratch.max, ldr);
-  float* sum_exp = Scratch::get(scratch.sum, ldr);
-  std::fill_n(qt, size_t(d) * ldr, 0.0f);
-  for (int r = 0; r < rows; ++r)
-    for (int i = 0; i < d; ++i) qt[size_t(i) * ldr + r] = q[size_t(r) * d + i];
-  std::fill_n(out, size_t(rows) * ldv, 0.0f);
-  std::fill_n(v, size_t(tile_n) * ldv, 0.0f);
-  std::fill_n(max_score, ldr, -INFINITY);
-  std::fill_n(sum_exp, ldr, 0.0f);
+class OnlineSoftmax {
+ public:
+  // `q` is [rows, head_dim], scaled; `tile_n` tokens are read at a time.
+  OnlineSoftmax(const Shape& shape, const float* q, int rows, int tile_n, Scratch& scratch)
+      : shape_(shape),
+        rows_(rows),
+        tile_n_(tile_n),
+        ldr_(round_up(rows, kWidth)),
+        ldv_(round_up(shape.v_head_dim, kWidth)) {
+    const int d = shape.head_dim;
+    qt_ = Scratch::get(scratch.q, size_t(d) * ldr_);
+    k_ = Scratch::get(scratch.k, size_t(tile_n) * d);
+    v_ = Scratch::get(scratch.v, size_t(tile_n) * ldv_);
+    scores_ = Scratch::get(scratch.scores, size_t(tile_n) * ldr_);
+    out_ = Scratch::get(scratch.out, size_t(rows) * ldv_);
+    max_score_ = Scratch::get(scratch.max, ldr_);
+    sum_exp_ = Scratch::get(scratch.sum, ldr_);
+    std::fill_n(qt_, size_t(d) * ldr_, 0.0f);
+    for (int r = 0; r < rows; ++r)
+      for (int i = 0; i < d; ++i) qt_[size_t(i) * ldr_ + r] = q[size_t(r) * d + i];
+    std::fill_n(out_, size_t(rows) * ldv_, 0.0f);
+    std::fill_n(v_, size_t(tile_n) * ldv_, 0.0f);
+    std::fill_n(max_score_, ldr_, -INFINITY);
+    std::fill_n(sum_exp_, ldr_, 0.0f);
+  }
 
-  for (int begin = 0; begin < length; begin += tile_n) {
-    const int n = std::min(tile_n, length - begin);
-    for (int j = 0; j < n; ++j) {
-      const int64_t slot = slots[begin + j];
-      convert(kv.k + slot * kv.k_stride, k + size_t(j) * d, d);
-      convert(kv.v + slot * kv.v_stride, v + size_t(j) * ldv, dv);
-    }
-    std::fill_n(scores, size_t(n) * ldr, 0.0f);
-    gemm(k, d, 1, qt, ldr, scores, ldr, n, ldr, d);
-    const bool whole = visible.whole(begin, begin + n);
-    for (int r = 0; r < ldr; r += kWidth) {
-      const Vec before = load(max_score + r);
-      Vec now = before;
+  // `length` tokens in these slots of `kv`; `visible` counts from the first.
+  template <typename Source>
+  void add(const Source& kv, const int32_t* slots, int length, const Visible& visible) {
+    const int d = shape_.head_dim;
+    for (int begin = 0; begin < length; begin += tile_n_) {
+      const int n = std::min(tile_n_, length - begin);
       for (int j = 0; j < n; ++j) {
-        Vec s = load(scores + size_t(j) * ldr + r);
-        if (shape.logit_cap > 0) s = cap(s, shape.logit_cap);
-        if (!whole) s = hide(s, visible, r, begin + j);
-        if (shape.logit_cap > 0 || !whole) store(scores + size_t(j) * ldr + r, s);
-        now = max(now, s);
+        kv.read(slots[begin + j], k_ + size_t(j) * d, v_ + size_t(j) * ldv_);
       }
-      store(max_score + r, now);
-      // A row that has seen nothing yet has no maximum to be compared with.
-      if (!whole) now = now == splat(-INFINITY) ? Vec{} : now;
-      const Vec rescale = exp_nonpositive(before - now);
-      Vec total = load(sum_exp + r) * rescale;
-      for (int j = 0; j < n; ++j) {
-        const Vec p = exp_nonpositive(load(scores + size_t(j) * ldr + r) - now);
-        store(scores + size_t(j) * ldr + r, p);
-        total += p;
+      std::fill_n(scores_, size_t(n) * ldr_, 0.0f);
+      gemm(k_, d, 1, qt_, ldr_, scores_, ldr_, n, ldr_, d);
+      const bool whole = visible.whole(begin, begin + n);
+      for (int r = 0; r < ldr_; r += kWidth) {
+        const Vec before = load(max_score_ + r);
+        Vec now = before;
+        for (int j = 0; j < n; ++j) {
+          Vec s = load(scores_ + size_t(j) * ldr_ + r);
+          if (shape_.logit_cap > 0) s = cap(s, shape_.logit_cap);
+          if (!whole) s = hide(s, visible, r, begin + j);
+          if (shape_.logit_cap > 0 || !whole) store(scores_ + size_t(j) * ldr_ + r, s);
+          now = max(now, s);
+        }
+        store(max_score_ + r, now);
+        // A row that has seen nothing yet has no maximum to be compared with.
+        if (!whole) now = now == splat(-INFINITY) ? Vec{} : now;
+        const Vec rescale = exp_nonpositive(before - now);
+        Vec total = load(sum_exp_ + r) * rescale;
+        for (int j = 0; j < n; ++j) {
+          const Vec p = exp_nonpositive(load(scores_ + size_t(j) * ldr_ + r) - now);
+          store(scores_ + size_t(j) * ldr_ + r, p);
+          total += p;
+        }
+        store(sum_exp_ + r, total);
+        for (int i = r; i < std::min(r + kWidth, rows_); ++i)
+          if (rescale[i - r] != 1.0f)
+            for (int c = 0; c < ldv_; c += kWidth)
+              store(out_ + size_t(i) * ldv_ + c, load(out_ + size_t(i) * ldv_ + c) * rescale[i - r]);
       }
-      store(sum_exp + r, total);
-      for (int i = r; i < std::min(r + kWidth, rows); ++i)
-        if (rescale[i - r] != 1.0f)
-          for (int c = 0; c < ldv; c += kWidth)
-            store(out + size_t(i) * ldv + c, load(out + size_t(i) * ldv + c) * rescale[i - r]);
+      gemm(scores_, 1, ldr_, v_, ldv_, out_, ldv_, rows_, ldv_, n);
     }
-    gemm(scores, 1, ldr, v, ldv, out, ldv, rows, ldv, n);
   }
-  for (int r = 0; r < rows; ++r) {
-    const bool seen = sum_exp[r] != 0;  // also where it is NaN
-    const float norm = seen ? 1.0f / sum_exp[r] : 0.0f;
-    for (int i = 0; i < dv; ++i) result.out[size_t(r) * dv + i] = out[size_t(r) * ldv + i] * norm;
-    result.lse[r] = seen ? max_score[r] + std::log(sum_exp[r]) : -INFINITY;
+
+  void finish(Result result) const {
+    const int dv = shape_.v_head_dim;
+    for (int r = 0; r < rows_; ++r) {
+      const bool seen = sum_exp_[r] != 0;  // also where it is NaN
+      const float norm = seen ? 1.0f / sum_exp_[r] : 0.0f;
+      for (int i = 0; i < dv; ++i) result.out[size_t(r) * dv + i] = out_[size_t(r) * ldv_ + i] * norm;
+      result.lse[r] = seen ? max_score_[r] + std::log(sum_exp_[r]) : -INFINITY;
+    }
   }
-}
+
+ private:
+  const Shape shape_;
+  const int rows_, tile_n_, ldr_, ldv_;  // and how many floats lie between rows of S^T and Q^T, and of V and the output
+  float *qt_, *k_, *v_, *scores_, *out_, *max_score_, *sum_exp_;
+};
 
 }  // namespace pat

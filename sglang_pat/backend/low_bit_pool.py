@@ -1,0 +1,131 @@
+"""The KV pool of 4 and 2 bits (kernels/low_bit.py describes what it stores)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sglang_pat.backend.support import UnsupportedError
+from sglang_pat.kernels import capabilities, low_bit
+from sglang_pat.packing.spec import KVFormat
+
+
+class LowBitKVPool(MHATokenToKVPool):
+    """A KV pool that stores pages of 4 or 2 bits. It has no buffers of K and V: whatever asks for one gets an error.
+
+    Attributes:
+        form: The format of full pages.
+        records: For each layer [pages, kv_heads, record_bytes], uint8.
+    """
+
+    form: KVFormat
+
+    def _create_buffers(self) -> None:
+        problem = capabilities.low_bit_problem(self.head_dim, self.v_head_dim)
+        if problem is not None:
+            raise UnsupportedError(
+                f"--attention-backend pat does not support {problem} in a KV cache of {self.form.name} (SGLANG_PAT_KV): unset it"
+            )
+        pages = (self.size + self.page_size) // low_bit.PAGE_TOKENS
+        size = low_bit.record_bytes(self.form.bits, self.head_dim)
+        self.records = [
+            torch.zeros(pages, self.head_num, size, dtype=torch.uint8, device=self.device)
+            for _ in range(self.layer_num)
+        ]
+        # Not the dtype of K and V: SGLang has fused kernels that write to a pool of bfloat16 directly.
+        self.dtype = self.store_dtype = torch.uint8
+        self.k_buffer: list[torch.Tensor] = []
+        self.v_buffer: list[torch.Tensor] = []
+        self._tails = torch.empty(0)
+
+    def make_tails(self, rows: int, dtype: torch.dtype) -> None:
+        """Allocate an unfinished page for each row of `req_to_token`, in the model's dtype."""
+        shape = (2, self.layer_num, rows, low_bit.PAGE_TOKENS, self.head_num, self.head_dim)
+        self._tails = torch.empty(shape, dtype=dtype, device=self.device)
+
+    def get_kv_size_bytes(self) -> int:
+        return sum(records.nbytes for records in self.records)
+
+    def _no_buffers(self, *_: Any, **__: Any) -> Any:
+        raise UnsupportedError(
+            f"SGLang asks for the buffers of K and V, which a KV cache of {self.form.name} (SGLANG_PAT_KV) does not have: unset it"
+        )
+
+    get_key_buffer = get_value_buffer = get_kv_buffer = set_kv_buffer = move_kv_cache = _no_buffers
+    get_cpu_copy = load_cpu_copy = get_contiguous_buf_infos = _no_buffers
+
+    def tails(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer's unfinished pages, [rows, 64, kv_heads, head_dim]."""
+        k, v = self._tails[:, layer_id - self.start_layer]
+        return k, v
+
+    def store(
+        self, layer_id: int, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor
+    ) -> None:  # fmt: skip
+        """Write new tokens; arguments as for `kernels.low_bit.store`. `k`, `v` and `slots` may have padding behind the tokens."""
+        k, v = (self._of_heads(x)[: len(rows)] for x in (k, v))
+        records = self.records[layer_id - self.start_layer]
+        low_bit.store(k, v, records, *self.tails(layer_id), rows, seq_lens, slots[: len(rows)].long(), self.form.bits)
+
+    def decoding(
+        self, layer_id: int, rows: torch.Tensor, seq_lens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, low_bit.Pages]:
+        """K, V and pages for `kernels.cpu.attention` in a decode step whose new tokens are stored."""
+        k, v = self.tails(layer_id)
+        tails = rows * low_bit.PAGE_TOKENS - low_bit.in_pages(seq_lens)
+        return k.flatten(0, 1), v.flatten(0, 1), self._pages(layer_id, tails)
+
+    def extending(
+        self, layer_id: int, k: torch.Tensor, v: torch.Tensor, behind: Behind
+    ) -> tuple[torch.Tensor, torch.Tensor, low_bit.Pages]:
+        """The same for an extend. Call it before the new tokens, K and V [tokens, ...], are stored."""
+        k, v = (self._of_heads(x)[: len(behind.tails)] for x in (k, v))
+        if behind.places is not None:
+            before = self.tails(layer_id)
+            k, v = (torch.cat([tail.flatten(0, 1), x])[behind.places] for tail, x in zip(before, (k, v), strict=True))
+        return k, v, self._pages(layer_id, behind.tails)
+
+    def _of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, self.head_num, self.head_dim).to(self._tails.dtype)
+
+    def _pages(self, layer_id: int, tails: torch.Tensor) -> low_bit.Pages:
+        return low_bit.Pages(self.records[layer_id - self.start_layer], self.form.bits, tails)
+
+
+def pool_class(form: KVFormat) -> type[LowBitKVPool]:
+    """The pool for a format: SGLang asks for a class."""
+    return type(f"{form.name.capitalize()}KVPool", (LowBitKVPool,), {"form": form})
+
+
+class Behind(msgspec.Struct, frozen=True):
+    """Where an extend's queries find the tokens behind their last full page: among the new tokens, and in the tail of their row, if the extend
+    begins inside a page.
+
+    Attributes:
+        tails: [new tokens], int64, as in `kernels.low_bit.Pages`.
+        places: Indices of all these tokens in an array of all tails followed by the new tokens; None if they are just the new tokens.
+    """
+
+    tails: torch.Tensor
+    places: torch.Tensor | None
+
+    @classmethod
+    def of(cls, rows: Sequence[int], cached: Sequence[int], added: Sequence[int], num_rows: int) -> Behind:
+        """
+        Args:
+            rows, cached, added: For each request its row, its tokens before the extend, and its new tokens.
+            num_rows: Rows that have a tail.
+        """
+        page = low_bit.PAGE_TOKENS
+        places, tails = [], [torch.empty(0, dtype=torch.int64)]
+        new, count = num_rows * page, 0
+        for row, before, more in zip(rows, cached, added, strict=True):
+            unfinished = before % page
+            places += [torch.arange(row * page, row * page + unfinished), torch.arange(new, new + more)]
+            tails.append(torch.full((more,), count - (before - unfinished)))
+            new, count = new + more, count + unfinished + more
+        return cls(torch.cat(tails), torch.cat(places) if count > sum(added) else None)

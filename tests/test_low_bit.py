@@ -1,0 +1,239 @@
+"""Pages of KV in few bits: what is read is what float64 says, and how far it is from what was written."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+from pathlib import Path
+
+import kernel_cases
+import msgspec
+import pytest
+import torch
+from trees import random_batch
+
+from sglang_pat.kernels import cpu, low_bit, reference
+from sglang_pat.packing import CPU_TILES, FORMATS, POLICIES, Batch, Node
+
+pytestmark = pytest.mark.once
+
+DIM, HEADS, PAGES, PAGE = 128, 2, 5, low_bit.PAGE_TOKENS
+GATE = Path(__file__).parents[1] / "benchmarks/csrc/lowbit/lowbit.py"
+FORMS = ("int4", "int2")
+
+
+def outlying(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """KV whose K has channels that are larger and away from zero, as real models' have (BitDecoding §2, KIVI)."""
+    torch.manual_seed(seed)
+    k, v = torch.randn(2, PAGES, PAGE, HEADS, DIM)
+    channels = torch.randperm(DIM)[:4]
+    k[..., channels] = k[..., channels] * 8 + 10
+    return k, v
+
+
+def quantised(x: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
+    """The same in float64, with scales and zeros in fp16."""
+    x = x.double()
+    zero = x.amin(dim, keepdim=True).half().double()
+    scale = ((x.amax(dim, keepdim=True) - zero) / (2**bits - 1)).half().double()
+    return ((x - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    k, v = (x.double().flatten(0, 1).transpose(0, 1) for x in (k, v))
+    return (q.double() @ k.transpose(-1, -2) * DIM**-0.5).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("dim", [32, 96, 128, 256])
+def test_channels_of_k_and_tokens_of_v_are_quantised(bits: int, dim: int) -> None:
+    k, v = (torch.cat([x, x], -1)[..., :dim] for x in outlying())
+    records = low_bit.pack(k, v, bits)
+    assert records.shape == (PAGES, HEADS, 64 * 2 * dim * FORMATS[f"int{bits}"].bytes_with_scales(dim, dim))
+    k_read, v_read = low_bit.unpack(records, bits, dim)
+    for read, right, x in ((k_read, quantised(k, 1, bits), k), (v_read, quantised(v, 3, bits), v)):
+        # A number halfway between two codes may become either.
+        assert ((read - right).abs() < 1e-5).float().mean() > 0.999
+        torch.testing.assert_close((read - x).norm(), (right - x).norm().float(), rtol=1e-3, atol=0)
+
+
+def test_records_are_in_the_order_in_which_the_cuda_kernel_read_them() -> None:
+    """That of benchmarks/csrc/lowbit, with which 4 bits were measured."""
+    spec = importlib.util.spec_from_file_location("gate", GATE)
+    assert spec is not None and spec.loader is not None
+    gate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gate)
+    records = low_bit.pack(*outlying(), 4)
+    for read, right in zip(low_bit.unpack(records, 4, DIM), gate.from_records(records), strict=True):
+        torch.testing.assert_close(read.double(), right.transpose(1, 2), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_outlying_channels_of_k_need_scales_of_their_own(bits: int) -> None:
+    k, v = outlying()
+    q = torch.randn(HEADS, 8, DIM)
+    right = attention(q, k, v)
+    by_channel = attention(q, low_bit.unpack(low_bit.pack(k, v, bits), bits, DIM)[0], v)
+    by_token = attention(q, quantised(k, 3, bits), v)
+    assert 2 * (by_channel - right).norm() < (by_token - right).norm()
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_constants_are_exact_and_what_is_broken_stays_in_its_channel(bits: int, bad: float) -> None:
+    k, v = outlying()
+    k[..., 17], v[:, 3] = 2.5, -0.75
+    k[1, 5, 1, 40] = bad
+    k_read, v_read = low_bit.unpack(low_bit.pack(k, v, bits), bits, DIM)
+    assert (k_read[..., 17] == 2.5).all() and (v_read[:, 3] == -0.75).all()
+    where = torch.zeros(k.shape, dtype=torch.bool)
+    where[1, :, 1, 40] = True
+    assert (k_read.isnan() == where).all() and not v_read.isnan().any()
+
+
+def test_bad_pages_are_refused() -> None:
+    k, v = outlying()
+    for wrong, bits in (((k[:, :63], v[:, :63]), 4), ((k, v), 3), ((k[..., :48], v[..., :48]), 4), ((k, v[:1]), 2)):
+        with pytest.raises(ValueError, match=r"page has 64|4 or 2 bits|fit each other"):
+            low_bit.pack(*wrong, bits)
+
+
+def in_whole_pages(batch: Batch) -> Batch:
+    """The same tree with a page for each token of its nodes, as SGLang's has; tails end anywhere, some with a page."""
+    generator = random.Random(len(batch.seq_lens))
+
+    def grow(nodes: list[Node]) -> list[Node]:
+        return [Node(PAGE * node.start, PAGE * node.end, node.queries, grow(node.children)) for node in nodes]
+
+    lengths = [PAGE * (length - 1) + generator.choice([1, 17, 63, 64, 64 + 40]) for length in batch.seq_lens]
+    return Batch(lengths, grow(batch.roots))
+
+
+class Written:
+    """A case whose KV is written token by token to a pool of pages that was full of NaN; what nobody wrote still is."""
+
+    def __init__(self, case: kernel_cases.Case, form: str, lengths: list[int], table: torch.Tensor) -> None:
+        self.case, self.bits = case, FORMATS[form].bits
+        case.spec = msgspec.structs.replace(case.spec, kv=FORMATS[form])
+        self.heads, self.dim = case.k.shape[1:]
+        size = low_bit.record_bytes(self.bits, self.dim)
+        self.records = torch.full((len(case.k) // PAGE, self.heads, size), 0xFF, dtype=torch.uint8)
+        self.tails = torch.full((2, len(case.table), PAGE, self.heads, self.dim), math.nan, dtype=case.k.dtype)
+        # Requests take turns, a few tokens each.
+        for begin in range(0, max(lengths), 50):
+            for row, length in zip(table.tolist(), lengths, strict=True):
+                positions = torch.arange(length)[begin : begin + 50]
+                if len(positions):
+                    slots = case.table[row, positions].long()
+                    low_bit.store(
+                        case.k[slots], case.v[slots], self.records, *self.tails, torch.full_like(slots, row), positions + 1, slots, self.bits,
+                    )  # fmt: skip
+
+    def attention(
+        self, plan: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tails: torch.Tensor, cap: float
+    ) -> torch.Tensor:
+        case = self.case
+        return cpu.attention(
+            case.q, k, v, case.table, case.rows, case.seq_lens, plan, scale=case.scale, logit_cap=cap, sinks=case.sinks,
+            pages=low_bit.Pages(self.records, self.bits, tails),
+        )  # fmt: skip
+
+    def decode(self, plan: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
+        """What is behind full pages is in the requests' tails."""
+        tails = self.case.rows * PAGE - low_bit.in_pages(self.case.seq_lens)
+        return self.attention(plan, *self.tails.flatten(1, 2), tails, cap)
+
+    def error(self, out: torch.Tensor, cap: float = 0.0) -> float:
+        """Against float64 on what the pages say, and what is behind them as it was written."""
+        case = self.case
+        read = [x.flatten(0, 1) for x in low_bit.unpack(self.records, self.bits, self.dim)]
+        table = case.table[case.rows].clone()
+        behind = torch.arange(table.shape[1]) >= low_bit.in_pages(case.seq_lens)[:, None]
+        table[behind] += len(case.k)
+        pools = [torch.cat([page, pool.float()]) for page, pool in zip(read, (case.k, case.v), strict=True)]
+        right = reference.decode(
+            case.q,
+            *pools,
+            table,
+            torch.arange(len(table)),
+            case.seq_lens,
+            scale=case.scale,
+            logit_cap=cap,
+            sinks=case.sinks,
+        )
+        assert torch.isfinite(out).all()
+        return ((out.double() - right).norm() / right.norm()).item()
+
+
+SHAPES = [(8, 2, 32), (6, 6, 64), (32, 8, 128), (5, 1, 96), (4, 2, 256)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", kernel_cases.TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+def test_decode(form: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+    batch = in_whole_pages(random_batch(random.Random(dim), depth=2, fanout=2, length=3))
+    case = kernel_cases.Case(batch, heads, kv_heads, dim, dim, dtype, page_size=PAGE, sinks=dim == 64)
+    case.splits_heads = False
+    written = Written(case, form, batch.seq_lens, case.rows)
+    for policy in POLICIES if dim == 32 else ("optimal",):
+        cap = 3.0 if dim == 96 else 0.0
+        out = written.decode(case.plan(CPU_TILES, 3, policy), cap)
+        assert written.error(out, cap) < kernel_cases.TOLERANCE[dtype], policy
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES[:2])
+def test_extends_see_what_decode_steps_would(form: str, heads: int, kv_heads: int, dim: int) -> None:
+    """Each new token sees the pages that are full in front of it in few bits, its own page as it was computed, wherever its extend begins."""
+    # Extends begin with a page or amid one, and end likewise; the first eight share five pages.
+    cached = Batch([320, 320, 384, 321, 340, 383, 384, 330, 0, 64], [Node(0, 320, list(range(8)))])
+    added = [3, 1, 2, 3, 64, 1, 140, 2, 70, 64]
+    case = kernel_cases.Extended(cached, added, heads, kv_heads, dim, dim, torch.float32, page_size=PAGE)
+    case.splits_heads = False
+    lengths = [before + new for before, new in zip(cached.seq_lens, added, strict=True)]
+    rows = case.rows[torch.tensor([sum(added[:i]) for i in range(len(added))])]
+    written = Written(case, form, lengths, rows)
+    kept, tails, begin = [], [], 0
+    for row, before, length, new in zip(rows.tolist(), cached.seq_lens, lengths, added, strict=True):
+        full = before // PAGE * PAGE
+        kept.append(case.table[row, full:length].long())
+        tails += [begin - full] * new
+        begin += length - full
+    slots = torch.cat(kept)
+    out = written.attention(case.plan(CPU_TILES, 2), case.k[slots], case.v[slots], torch.tensor(tails), 0.0)
+    assert written.error(out) < 1e-6
+    assert case.shared > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_indices_that_there_are_not_are_refused(form: str) -> None:
+    batch = Batch([130, 70, 64], [Node(0, 64, [0, 1, 2])])
+    case = kernel_cases.Case(batch, 4, 2, 32, 32, torch.float32, page_size=PAGE)
+    written = Written(case, form, batch.seq_lens, case.rows)
+    plan, tails = case.plan(CPU_TILES, 2), case.rows * PAGE - low_bit.in_pages(case.seq_lens)
+    k, v = written.tails.flatten(1, 2)
+    assert written.error(written.attention(plan, k, v, tails, 0.0)) < 1e-6
+    for wrong in (tails + len(k), tails - len(k), tails + 2**40, tails - 2**62):
+        with pytest.raises(ValueError, match="behind the last full page are not in k and v"):
+            written.attention(plan, k, v, wrong, 0.0)
+    with pytest.raises(ValueError, match="tails must be"):
+        written.attention(plan, k, v, tails[1:], 0.0)
+    # A shared stretch that ends amid a page.
+    shared = kernel_cases.Case(Batch([130, 130], [Node(0, 129, [0, 1])]), 4, 2, 32, 32, torch.float32, page_size=PAGE)
+    amid = Written(shared, form, [130, 130], shared.rows)
+    with pytest.raises(ValueError, match="several requests read a page that is not full"):
+        amid.decode(shared.plan(CPU_TILES, 1, "naive"))
+    case.table[case.rows[0], 0] = len(case.k)
+    with pytest.raises(ValueError, match="a slot that the KV pool has not"):
+        written.decode(plan)
+    one = torch.zeros(1, dtype=torch.int64)
+    token = torch.zeros(1, 2, 32)
+    for row, length, slot in ((-1, 1, 0), (len(case.table), 1, 0), (0, 0, 0), (0, 64, -1), (0, 64, len(case.k))):
+        with pytest.raises(ValueError, match="a row, a length or a slot that there is not"):
+            low_bit.store(
+                token, token, written.records, *written.tails, one + row, one + length, one + slot, written.bits
+            )
+    with pytest.raises(ValueError, match="has the wrong dtype"):
+        low_bit.store(token.half(), token, written.records, *written.tails, one, one + 1, one, written.bits)

@@ -1,0 +1,174 @@
+"""Servers that keep KV in 4 bits: answers do not depend on what was cached, on chunks, or on who was retracted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import near_ties
+import pytest
+import torch
+from conftest import assert_sound
+from forked import ForkedServer
+from near_ties import Answer
+
+from sglang_pat import compat
+from sglang_pat.backend import low_bit, support
+from sglang_pat.backend.low_bit_pool import Behind, LowBitKVPool, pool_class
+from sglang_pat.demo import workload
+from sglang_pat.demo.server import Server
+from sglang_pat.demo.tiny_model import SHAPE
+from sglang_pat.packing import FORMATS
+
+INT4 = {"SGLANG_PAT_KV": "int4"}
+SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "16 bits": ([], {}),
+    "4 bits": ([], {**INT4, "SGLANG_PAT_VERIFY": "1"}),
+    "small pool": (
+        ["--max-total-tokens", "3008", "--schedule-conservativeness", "0.1", "--chunked-prefill-size", "128"],
+        {**INT4, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
+    ),
+}
+COMMON = ["--dtype", "float32", "--max-running-requests", "32", "--max-total-tokens", "40000"]
+CLOSE, LEAST = 0.02, 0.1
+"""As in near_ties. What differs in the last bit may be another code."""
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    folder = tmp_path_factory.mktemp("low_bit")
+    with ExitStack() as stack:
+        started = {
+            name: stack.enter_context(
+                ForkedServer(model, "pat", folder / f"{name}.log", [*COMMON, *flags], environment)
+            )
+            for name, (flags, environment) in SERVERS.items()
+        }
+        for server in started.values():
+            server.wait()
+        yield started
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    return workload.nested_prompts(2, 2, 2, unrelated=2)
+
+
+@pytest.fixture(scope="module")
+def cold(servers: dict[str, Server], prompts: list[str]) -> list[Answer]:
+    """Answers of which none found anything in the cache."""
+    answers = []
+    for prompt in prompts:
+        servers["4 bits"].post("/flush_cache")
+        answers.append(near_ties.generate(servers["4 bits"], prompt))
+    return answers
+
+
+@pytest.mark.server
+def test_answers_do_not_depend_on_what_was_cached(
+    servers: dict[str, Server], prompts: list[str], cold: list[Answer]
+) -> None:
+    server = servers["4 bits"]
+    assert len({tuple(answer.ids) for answer in cold}) > len(prompts) / 2, "answers that depend on prompts"
+    # Of these the last prompt is cached already, and soon the others are; then all of them.
+    for _ in range(2):
+        near_ties.assert_agree(near_ties.generate_all(server, prompts), cold, CLOSE, LEAST)
+    counters = assert_sound(server)
+    assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
+    of_a_head = SHAPE["head_dim"] * FORMATS["int4"].bytes_with_scales(SHAPE["head_dim"], SHAPE["head_dim"])
+    token = 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * of_a_head
+    assert counters["kv_bytes"] == token * counters["kv_tokens"]
+
+
+@pytest.mark.server
+def test_chunks_and_retraction_amid_pages(servers: dict[str, Server], prompts: list[str], cold: list[Answer]) -> None:
+    server = servers["small pool"]
+    near_ties.assert_agree(near_ties.generate_all(server, prompts * 3), cold * 3, CLOSE, LEAST)
+    assert_sound(server)
+    assert re.search(r"#retracted_reqs: [1-9]", server.log.read_text())
+
+
+@pytest.mark.server
+def test_answers_are_nearly_those_of_16_bits(
+    servers: dict[str, Server], prompts: list[str], cold: list[Answer]
+) -> None:
+    right = near_ties.generate_all(servers["16 bits"], prompts)
+    alike = sum(answer.ids[0] == exact.ids[0] for answer, exact in zip(cold, right, strict=True))
+    assert alike > 0.5 * len(prompts)
+
+
+def make_pool(slots: int, rows: int) -> LowBitKVPool:
+    pool = pool_class(FORMATS["int4"])(slots, 64, torch.float32, 2, 32, 1, "cpu", enable_memory_saver=False)
+    pool.make_tails(rows, torch.float32)
+    return pool
+
+
+def test_extends_that_begin_and_end_amid_a_page() -> None:
+    """A query of an extend finds what is in front of it in its own page, wherever that was written; what is kept is the same."""
+    torch.manual_seed(0)
+    lengths, table = {1: 260, 3: 130, 4: 64}, {1: [2, 0, 5, 3, 1], 3: [4, 6, 7], 4: [8]}
+    k, v = ({row: torch.randn(length, 2, 32) for row, length in lengths.items()} for _ in range(2))
+    slots = {row: (torch.tensor(pages)[:, None] * 64 + torch.arange(64)).flatten() for row, pages in table.items()}
+    once, pool = make_pool(64 * 8, 5), make_pool(64 * 8, 5)
+    for row, length in lengths.items():
+        once.store(0, k[row], v[row], torch.full((length,), row), torch.arange(1, length + 1), slots[row][:length])
+    done = dict.fromkeys(lengths, 0)
+    for steps in ({1: 70, 3: 64}, {1: 1, 4: 10}, {1: 60, 3: 5, 4: 54}, {1: 129, 3: 61}):
+        cached = [done[row] for row in steps]
+        behind = Behind.of(list(steps), cached, list(steps.values()), 5)
+        new = [(row, range(before, before + steps[row])) for row, before in zip(steps, cached, strict=True)]
+        new_k, new_v = (torch.cat([x[row][list(tokens)] for row, tokens in new]) for x in (k, v))
+        found_k, found_v, pages = pool.extending(0, new_k.flatten(1), new_v, behind)
+        query = 0
+        for row, tokens in new:
+            for position in tokens:
+                own = torch.arange((position + 1) // 64 * 64, position + 1)
+                for found, x in ((found_k, k), (found_v, v)):
+                    assert torch.equal(found[own + pages.tails[query]], x[row][own])
+                query += 1
+        rows = torch.tensor([row for row, tokens in new for _ in tokens])
+        seq_lens = torch.tensor([position + 1 for _, tokens in new for position in tokens])
+        where = torch.cat([slots[row][list(tokens)] for row, tokens in new])
+        pool.store(0, new_k, new_v, rows, seq_lens, where)
+        for row, tokens in new:
+            done[row] = tokens.stop
+    assert done == lengths
+    assert torch.equal(pool.records[0], once.records[0])
+    for row, length in lengths.items():
+        for kept, right in zip(pool.tails(0), once.tails(0), strict=True):
+            assert torch.equal(kept[row, : length % 64], right[row, : length % 64])
+
+
+def test_sglang_counts_tokens_by_their_bits_and_leaves_room_for_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    # As the plugin does with SGLANG_PAT_KV; without it they change nothing.
+    compat.pool.around_sizes(low_bit.cell_size, low_bit.pool_sizes)
+    HookRegistry.apply_hooks()
+    monkeypatch.setattr(compat.pool, "kv_shape", lambda model_config: (8, 128))
+    arguments = SimpleNamespace(
+        attention_backend="pat", prefill_attention_backend=None, decode_attention_backend=None, device="cpu", max_running_requests=15
+    )  # fmt: skip
+    kvc = SimpleNamespace(server_args=arguments, model_config=None, model_dtype=torch.bfloat16)
+    for form, token in (("int4", 140), ("int2", 76)):
+        monkeypatch.setenv("SGLANG_PAT_KV", form)
+        configurator = object.__new__(DefaultPoolConfigurator)
+        configurator._fixed_overhead_bytes = 0  # 0.5.23
+        configurator._cell_size = configurator._compute_cell_size(kvc, 36)
+        assert configurator._cell_size == 36 * 8 * token
+        left = 10**9 - 16 * 36 * 64 * 8 * 512
+        found = configurator.calculate_pool_sizes(10**9, 64).max_total_num_tokens
+        assert found == left // (36 * 8 * token) // 64 * 64
+    arguments.attention_backend = "triton"
+    assert low_bit.chosen(arguments) is None
+
+
+def test_a_gpu_is_refused() -> None:
+    runner = SimpleNamespace(device="cuda", kv_cache_dtype=torch.bfloat16)
+    with pytest.raises(support.UnsupportedError, match=r"a KV cache of int4 \(SGLANG_PAT_KV\) on a GPU"):
+        support.check_low_bit(runner, INT4)
+    support.check_low_bit(runner, {})
