@@ -1,4 +1,4 @@
-"""A job's prefix tree, before the job runs."""
+"""The prefix tree of an offline job (`sglang-pat batch`), before it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AT_A_TIME = 256
 
 
 def computed_before(prompts: list[Prompt]) -> int:
-    """Tokens of all prompts that an unlimited cache would have had."""
+    """How many prompt tokens an unlimited cache would already have."""
     nodes: dict[tuple[int, int, int], int] = {}  # by the node above, and a block below it
     found = 0
     for prompt in prompts:
@@ -25,7 +25,7 @@ def computed_before(prompts: list[Prompt]) -> int:
 
 
 def job(prompts: list[Prompt], model: Model, gpu_name: str) -> tuple[PackConfig, int, list[tuple[list[int], Batch]]]:
-    """What the planner sees of a job's tree.
+    """A job's tree, as batches for the planner.
 
     Args:
         prompts: All of the job's.
