@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from sglang_pat import cli
 from sglang_pat.batch import lines
-from sglang_pat.batch.job import answer_all, room_of
+from sglang_pat.batch.job import _Client, answer_all, room_of
 from sglang_pat.batch.lengths import Lengths, Usage
 from sglang_pat.batch.lines import BatchError, Failure, Output, Request, Source
 from sglang_pat.batch.order import QUEUED, Order, Room
@@ -386,6 +386,21 @@ def test_one_that_fails_costs_only_itself() -> None:
         number = int(one["id"].removeprefix("batch_req_"))
         assert (one["error"] is not None) == (number % 3 == 0)
         assert number % 3 or one["error"]["message"] == f"line {number}: RuntimeError: boom"
+
+
+@pytest.mark.once
+def test_an_engine_sees_when_nobody_waits_for_an_answer() -> None:
+    """SGLang asks its view of the client, and aborts what is no longer wanted."""
+
+    async def look() -> list[bool]:
+        client = _Client()
+        request = client.request()
+        assert not request.headers
+        before = await request.is_disconnected()
+        client.gone = True
+        return [before, await request.is_disconnected()]
+
+    assert asyncio.run(look()) == [False, True]
 
 
 @pytest.mark.once
