@@ -90,7 +90,7 @@ async def answers(url: str, requests: Sequence[Request], batch: bool) -> list[Js
     records: list[Json] = []
     async with servers.connect([url], "") as (server,):
         if batch:
-            await job.answer_all(requests, [server], records.append)
+            await job.answer_all(requests, [server], records.append, rooms=[await server.room()])
             found = [(one["response"] or {"status_code": one["error"], "body": {}}) for one in records]
             pairs = [(one["status_code"], one["body"]) for one in found]
         else:

@@ -21,7 +21,8 @@ from about import about
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_pat.kernels import cpu
-from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, TileTable, layout, make_plan
+from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, TileTable, layout
+from sglang_pat.packing.oracle import make_plan
 
 RESULTS = Path(__file__).parent / "results" / "cpu_decode.json"
 

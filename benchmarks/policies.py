@@ -28,9 +28,9 @@ import numpy as np
 import trees
 from about import about
 
-from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, make_plan, native
+from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, native
 from sglang_pat.packing.heuristic import Pack, kv_length, split_queries
-from sglang_pat.packing.oracle import make_packs, makespan, packs_price
+from sglang_pat.packing.oracle import make_packs, make_plan, makespan, packs_price
 from sglang_pat.packing.tree import compact, kv_minimum
 
 RESULTS = Path(__file__).parent / "results" / "policies.json"

@@ -3,8 +3,9 @@
     python benchmarks/siblings.py MODEL
 
 On a CPU, with two servers side by side that differ in SGLANG_PAT_DEFER: 16 requests sent at once, with a prefix of 700 tokens and 50 of
-their own, and 16 that share nothing. Prints tokens that were prefilled and the mean and longest time to the first token of the best
-of three rounds, then what it takes to ask whether one of many waiting requests has to wait.
+their own, and 16 that share nothing; each round asks both servers, by turns. Prints tokens that were prefilled, the median over the rounds
+of the mean time to the first token, the median of the rounds' ratios of that and of CPU time, and their quartiles; then what it takes to ask whether one of many
+waiting requests has to wait.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 from serving import client_session, generate
 
 from sglang_pat.demo.server import Server
@@ -45,6 +47,13 @@ def prefilled(server: Server, asked: list[list[int]]) -> int:
     body = {"input_ids": asked, "sampling_params": {"max_new_tokens": 1}}
     found = [one["meta_info"] for one in server.post("/generate", body)]
     return sum(one["prompt_tokens"] - one["cached_tokens"] for one in found)
+
+
+def cpu_seconds(server: Server) -> float:
+    """Of all processes of a server; other work on the machine changes it little."""
+    own = psutil.Process(server._process.pid)
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 class _Adder:
@@ -92,7 +101,10 @@ def question(leaders: int, waiting: int, shared: int, length: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
-    model = parser.parse_args().model
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--shared", type=int, nargs="+", default=[PREFIX, 0], help="tokens")
+    options = parser.parse_args()
+    model, rounds = options.model, options.rounds
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         servers = {
             defer: stack.enter_context(
@@ -102,14 +114,29 @@ def main() -> None:
         }
         for server in servers.values():
             server.wait()
-        for shared in (PREFIX, 0):
+        for shared in options.shared:
+            for server in servers.values():
+                asyncio.run(first_tokens(server.url, prompts(-1, shared)))
+            means: dict[str, list[float]] = {"0": [], "1": []}
+            seconds: dict[str, list[float]] = {"0": [], "1": []}
+            for seed in range(rounds):
+                # By turns, for the machine is not as fast all the time; and none is always the first.
+                for defer in "01" if seed % 2 else "10":
+                    before = cpu_seconds(servers[defer])
+                    times = asyncio.run(first_tokens(servers[defer].url, prompts(seed, shared)))
+                    means[defer].append(statistics.mean(times))
+                    seconds[defer].append(cpu_seconds(servers[defer]) - before)
             for defer, server in servers.items():
-                asyncio.run(first_tokens(server.url, prompts(100, shared)))
-                rounds = [asyncio.run(first_tokens(server.url, prompts(seed, shared))) for seed in range(3)]
-                best = min(rounds, key=statistics.mean)
                 print(
-                    f"{shared} tokens shared, SGLANG_PAT_DEFER={defer}: {prefilled(server, prompts(9, shared))} tokens prefilled, "
-                    f"first token after {statistics.mean(best):.0f} ms in the mean, {max(best):.0f} ms at most"
+                    f"{shared} tokens shared, SGLANG_PAT_DEFER={defer}: {prefilled(server, prompts(rounds, shared))} tokens prefilled, "
+                    f"first token after {statistics.median(means[defer]):.0f} ms"
+                )
+            for name, found in (("first token", means), ("CPU", seconds)):
+                ratios = sorted(after / before for before, after in zip(found["0"], found["1"], strict=True))
+                low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+                middle = statistics.median(ratios)
+                print(
+                    f"{shared} tokens shared, {name}, 1 against 0: {middle:.3f}, half of the rounds {low:.3f} to {high:.3f}"
                 )
     for leaders in (1, 64):
         for length in (2_000, 20_000):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, Plan, WorkItem, make_plan
+from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, Plan, WorkItem
+from sglang_pat.packing.oracle import make_plan
 from sglang_pat.packing.tree import walk
 
 COLOURS = [

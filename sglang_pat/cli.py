@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sglang_pat import explain
-from sglang_pat.batch.job import IN_FLIGHT
+from sglang_pat.batch.job import IN_FLIGHT, TIMEOUT
 from sglang_pat.batch.lines import BatchError
 from sglang_pat.estimate import KV_CACHES, EstimateError, estimate, read, read_model
 from sglang_pat.jit import BuildError
@@ -20,6 +20,9 @@ from sglang_pat.packing import POLICIES
 from sglang_pat.radix_bridge.trace import TraceError
 from sglang_pat.replay import replay
 from sglang_pat.top import TopError, top
+
+DEFAULT_ANSWER = 256
+"""Tokens of an answer, where a file of requests does not say."""
 
 KEY = "OPENAI_API_KEY"
 """The environment variable from which SGLang's own clients take a server's key."""
@@ -33,10 +36,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _count(text: str) -> int:
-    """An argument that counts something.
+    """Parse a count.
 
     Raises:
-        ArgumentTypeError: It is no number, or nothing is left to count.
+        ArgumentTypeError: It is not a number, or is 0.
     """
     if re.fullmatch("[0-9]{1,9}", text) is None or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999,999,999")
@@ -44,10 +47,10 @@ def _count(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    """An argument that is a time to wait.
+    """Parse a time to wait.
 
     Raises:
-        ArgumentTypeError: It is no number, or nobody would wait so long or so short.
+        ArgumentTypeError: It is not a number, or out of range.
     """
     try:
         value = float(text)
@@ -59,9 +62,9 @@ def _seconds(text: str) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a subcommand; the exit status."""
+    """Run a subcommand; returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal may know neither the bars of `top` nor the name of a file.
+        # A terminal may be unable to show the bars of `top`, or a file's name.
         sys.stdout.reconfigure(errors="replace")
     try:
         try:
@@ -79,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"sglang-pat: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        # What could not be written must not be tried again when Python ends.
+        # Python must not try to write the rest again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
@@ -88,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> _Parser:
-    """What the command takes."""
+    """The command's arguments."""
     result = _Parser(
         prog="sglang-pat", description="Tools for sglang-pat; only batch runs a model, and so wants a GPU."
     )
@@ -99,14 +102,14 @@ def _parser() -> _Parser:
     command.add_argument("trace", type=Path, help="a file recorded with SGLANG_PAT_TRACE")
     command.add_argument("--policy", choices=list(POLICIES), action="append", help="instead of the recorded one")
     command.add_argument("--oracle", action="store_true", help="compare every plan with the Python scheduler's; slow")
-    command.add_argument("--truncated", action="store_true", help="take what there is of a file that was cut off")
+    command.add_argument("--truncated", action="store_true", help="accept a file that was cut off")
     command.set_defaults(run=_replay)
     command = commands.add_parser("estimate", help="say what packing would bring a workload")
     command.add_argument(
         "requests",
         type=Path,
-        help="an OpenAI batch, a request log of SGLang, a Mooncake trace, or a prompt a line; the first line says which, "
-        "and a line that does not fit it, or asks for a negative number of tokens, is refused",
+        help="an OpenAI batch, a request log of SGLang, a Mooncake trace, or one prompt per line; the first line decides which, "
+        "and later lines that do not fit are refused",
     )
     command.add_argument("--model", type=Path, required=True, help="the model's folder or config.json")
     command.add_argument("--gpu", type=str.lower, default="h200", help="there are measurements of the %(default)s only")
@@ -118,9 +121,11 @@ def _parser() -> _Parser:
         type=_count,
         nargs="+",
         default=[8, 32, 128, 256],
-        help="batch sizes (8 32 128 256); none counts more than all requests",
+        help="batch sizes (8 32 128 256); a larger one than the file counts as the whole file",
     )
-    command.add_argument("--output", type=_count, default=256, help="tokens of an answer, where unknown (%(default)s)")
+    command.add_argument(
+        "--output", type=_count, default=DEFAULT_ANSWER, help="tokens of an answer, if unknown (%(default)s)"
+    )
     command.set_defaults(run=_estimate)
     command = commands.add_parser("top", help="show live what packing does in a running server")
     command.add_argument("--url", default="http://127.0.0.1:30000", help="the server's address (%(default)s)")
@@ -129,12 +134,18 @@ def _parser() -> _Parser:
     command.add_argument("--once", action="store_true", help="one picture, of everything since the server started")
     command.set_defaults(run=_top)
     command = commands.add_parser("explain", help="write a page that shows how recorded batches were packed, and why")
-    command.add_argument("trace", type=Path, nargs="?", help="a file recorded with SGLANG_PAT_TRACE")
+    command.add_argument(
+        "trace",
+        type=Path,
+        nargs="?",
+        help="a file recorded with SGLANG_PAT_TRACE; with --model, what `estimate` takes: the tree of a job that has not run",
+    )
+    command.add_argument("--model", type=Path, help="the model's folder or config.json, for a file of requests")
     command.add_argument("--url", help="in place of a file: a running server on this machine that records one")
     _add_key(command)
     command.add_argument("--output", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
     command.add_argument("--steps", type=_count, default=20, help="plans shown, evenly spread (%(default)s)")
-    command.add_argument("--truncated", action="store_true", help="take what there is of a file that was cut off")
+    command.add_argument("--truncated", action="store_true", help="accept a file that was cut off")
     command.set_defaults(run=_explain)
     command = commands.add_parser(
         "batch",
@@ -148,7 +159,14 @@ def _parser() -> _Parser:
         "--in-flight",
         type=_count,
         default=IN_FLIGHT,
-        help="requests that SGLang, each of its replicas, or each server holds at a time (%(default)s)",
+        help="requests that SGLang, each of its replicas, or each server holds at a time, at most (%(default)s)",
+    )
+    command.add_argument(
+        "--answer-timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=TIMEOUT,
+        help="that an answer may take, its time in the server's queue included (%(default)s)",
     )
     command.add_argument(
         "--url", action="append", default=[], help="a server that runs, in place of a model; more than once for more"
@@ -159,7 +177,7 @@ def _parser() -> _Parser:
 
 
 def _add_key(command: argparse.ArgumentParser) -> None:
-    # The default is looked up later: it would be shown by --help.
+    # The default is looked up later, because --help would show it.
     command.add_argument(
         "--api-key", metavar="KEY", help=f"what the server was started with; {KEY} of the environment, if not given"
     )
@@ -179,7 +197,7 @@ def _estimate(arguments: argparse.Namespace) -> None:
 def _batch(arguments: argparse.Namespace) -> int:
     from sglang_pat.batch.command import Place, batch
 
-    place = Place(arguments.others, arguments.url, _key(arguments), arguments.in_flight)
+    place = Place(arguments.others, arguments.url, _key(arguments), arguments.in_flight, arguments.answer_timeout)
     failed = batch(arguments.requests, arguments.answers, place)
     if failed:
         print(f"{arguments.answers}: {failed} of the records are errors", file=sys.stderr)
@@ -189,13 +207,20 @@ def _batch(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> None:
     if (arguments.trace is None) == (arguments.url is None):
         raise explain.ExplainError("give either a trace or --url")
-    # A server that runs is writing: its file ends anywhere.
+    if arguments.url is not None and arguments.model is not None:
+        raise explain.ExplainError("--model is for a file of requests, and --url names a server")
+    # A running server is still writing: its file may end within a record.
     live, output = arguments.url is not None, arguments.output
     path = explain.trace_of(arguments.url, _key(arguments)) if live else arguments.trace
     if os.path.realpath(output) == os.path.realpath(path):
-        raise explain.ExplainError(f"--output {output} is the trace: name another file")
+        kind = "trace" if arguments.model is None else "input"
+        raise explain.ExplainError(f"--output {output} is the {kind}: name another file")
     try:
-        steps = explain.explain(path, output, arguments.steps, arguments.truncated or live)
+        if arguments.model is not None:
+            prompts = read(path, DEFAULT_ANSWER)
+            steps = explain.explain_job(prompts, read_model(arguments.model), "h200", output, arguments.steps)
+        else:
+            steps = explain.explain(path, output, arguments.steps, arguments.truncated or live)
     except OSError as error:
         raise explain.ExplainError(f"--output {output} cannot be written: {error.strerror}") from None
     print(f"{output}: {steps} plans of {path}")

@@ -1,4 +1,4 @@
-"""Every knob: the `SGLANG_PAT_*` environment variables."""
+"""Settings: the `SGLANG_PAT_*` environment variables."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_pat.estimate import Model, Prompt, job
 from sglang_pat.packing import POLICIES, Batch, PackConfig
 from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.native import make_plan
@@ -26,11 +27,11 @@ TEMPLATE = Path(__file__).with_name("explain.html")
 
 
 class ExplainError(Exception):
-    """There is nothing to explain; the message says why and what to do."""
+    """There is nothing to explain; the message says why, and what to do."""
 
 
 def recorded(path: Path, truncated: bool = False) -> Iterator[tuple[trace.Header, int, list[str], Batch]]:
-    """Every plan of a trace: the header, decode steps run before it, the ids of its requests and its batch.
+    """Every plan of a trace: (the header, decode steps before it, its requests' ids, its batch).
 
     Raises:
         TraceError: The file is no trace, or not a whole one.
@@ -63,22 +64,21 @@ def trace_of(url: str, key: str = "") -> Path:
         key: The API key that it was started with; none if empty.
 
     Raises:
-        ExplainError: It does not answer, or does not record, or does it on another machine.
+        ExplainError: It does not answer, does not record, or records on another machine.
     """
     try:
         path = fetch(url, key)[0]["trace"]
     except TopError as error:
-        raise ExplainError(f"--url is no server with --attention-backend pat that answers: {error}") from None
+        raise ExplainError(f"--url is not a running server with --attention-backend pat: {error}") from None
     if not path:
         raise ExplainError(f"the server at {url} does not record: start it with SGLANG_PAT_TRACE=<file>")
     if not os.path.isfile(path):
-        raise ExplainError(f"the server at {url} records {path}, which is no file on this machine")
+        raise ExplainError(f"the server at {url} records {path}, which is not a file on this machine")
     return Path(path)
 
 
 def describe(step: int, names: list[str], batch: Batch, config: PackConfig) -> dict[str, Any]:
-    """One step for the page, with every policy. Requests are numbered in the order of the tree, so that those of a node
-    are next to each other."""
+    """The page's data for one step, with every policy. Requests are numbered in tree order, so those of a node are adjacent."""
     prefixes = compact(batch)
     order = _tree_order(prefixes)
     place = {query: number for number, query in enumerate(order)}
@@ -99,14 +99,14 @@ def describe(step: int, names: list[str], batch: Batch, config: PackConfig) -> d
 
 
 def _tree_order(prefixes: list[Prefix]) -> list[int]:
-    """Queries depth first: a node's leaves, then those of each child."""
+    """Queries in depth-first order: a node's leaves, then those of each child."""
     order: list[int] = []
     stack = [0]
     while stack:
         prefix = prefixes[stack.pop()]
         order += prefix.leaves
         stack.extend(reversed(prefix.children))
-    # Prefix.queries begins with the leaves too, so that a node's queries are a run of this order.
+    # Prefix.queries starts with the leaves too, so the queries of a node are consecutive in this order.
     return order
 
 
@@ -119,7 +119,7 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
     packs: dict[tuple[int, ...], int] = {}
     items: list[list[Any]] = []
     for begin, behind in pairwise(plan.bins):
-        # The GPU runs what a single warp runs after the others.
+        # The GPU runs the items of single warps after all others.
         members = sorted(plan.items[begin:behind], key=lambda item: item.tile.m <= config.tiles.warp_m)
         others = sum(item.tile.m > config.tiles.warp_m for item in members)
         for number, item in enumerate(members):
@@ -154,8 +154,8 @@ def _runs(places: list[int]) -> list[list[int]]:
 
 
 def _decisions(packs: list[Pack], prefixes: list[Prefix], config: PackConfig) -> list[list[int]]:
-    """For each node: whether its queries read what is above it in a pack of their own, together with the node; the price
-    of reading it again; and that of the parts that are made where they do not (PAT §5.1)."""
+    """For each node: whether its queries read the KV above it together with the node, in a pack of their own; the price of reading that KV again;
+    and the price of the parts otherwise (PAT §5.1)."""
     by_query: dict[int, list[Pack]] = {}
     for pack in packs:
         for query in pack.queries:
@@ -176,32 +176,59 @@ def _decisions(packs: list[Pack], prefixes: list[Prefix], config: PackConfig) ->
 
 
 def explain(path: Path, output: Path, steps: int = 20, truncated: bool = False) -> int:
-    """Write the page; how many steps it shows, evenly spread over the trace.
+    """Write the page. Returns how many steps it shows, evenly spread over the trace.
 
     Raises:
         TraceError: The file is no trace, or not a whole one.
         ExplainError: It has no plan, or plotly is missing.
     """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise ExplainError("the page needs plotly: pip install 'sglang-pat[explain]'") from None
     total = sum(isinstance(record, trace.PlanMade) for record in trace.read(path, truncated))
     if total == 0:
         raise ExplainError(f"{path} has no decode step: send the server requests first")
     count = min(max(1, steps), total)
-    chosen = {round(i * (total - 1) / max(1, count - 1)) for i in range(count)}
+    chosen = _spread(total, count)
     shown = []
     for number, (header, step, names, batch) in enumerate(recorded(path, truncated)):
         if number in chosen:
             shown.append(describe(step, names, batch, header.config))
-    config = header.config
+    _write(output, header.config, header.layers, total, shown)
+    return len(shown)
+
+
+def explain_job(prompts: list[Prompt], model: Model, gpu: str, output: Path, steps: int = 20) -> int:
+    """Write the same page of a job that has not run: its requests in the order of their tree, some at a time; how many times.
+
+    Raises:
+        EstimateError: There are no measurements for the GPU, or no kernel for the model.
+        ExplainError: plotly is missing.
+    """
+    config, layers, batches = job(prompts, model, gpu)
+    count = min(max(1, steps), len(batches))
+    shown = [
+        describe(number, [f"request {place + 1}" for place in places], batch, config)
+        for number, (places, batch) in enumerate(batches)
+        if number in _spread(len(batches), count)
+    ]
+    _write(output, config, layers, len(batches), shown, job=True)
+    return len(shown)
+
+
+def _spread(total: int, count: int) -> set[int]:
+    return {round(i * (total - 1) / max(1, count - 1)) for i in range(count)}
+
+
+def _write(
+    output: Path, config: PackConfig, layers: int, plans: int, shown: list[dict[str, Any]], job: bool = False
+) -> None:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ExplainError("the page needs plotly: pip install 'sglang-pat[explain]'") from None
     data = {
-        "policy": config.policy, "layers": header.layers, "workers": config.workers, "heads": config.cost.runs,
-        "plans": total, "steps": shown,
+        "policy": config.policy, "layers": layers, "workers": config.workers, "heads": config.cost.runs,
+        "plans": plans, "steps": shown, "job": job,
     }  # fmt: skip
-    # A request id comes from a client: nothing in it may end the script.
+    # Request ids come from clients: they must not end the script.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = TEMPLATE.read_text().replace("/*plotly*/", get_plotlyjs()).replace("/*data*/null", text)
     output.write_text(page)
-    return len(shown)

@@ -112,7 +112,7 @@ def cache_folder() -> Path:
         return Path(os.environ.get(CACHE) or "~/.cache/tvm-ffi").expanduser()
     except RuntimeError:
         raise BuildError(
-            f"sglang-pat does not know where to keep what it builds, as this user has no home: set {CACHE}"
+            f"sglang-pat has no folder for what it builds, because this user has no home: set {CACHE}"
         ) from None
 
 
@@ -146,7 +146,7 @@ def _load(
         return load_module(str(library))
     except (OSError, RuntimeError) as error:
         raise BuildError(
-            f"sglang-pat cannot load {library}, which it had built: remove it, or set {CACHE} to a folder from which libraries may be "
+            f"sglang-pat cannot load {library}, which it built earlier: remove it, or set {CACHE} to a folder from which libraries can be "
             f"loaded: {error}"
         ) from None
 

@@ -18,7 +18,7 @@ def register() -> None:
 
     @register_attention_backend("pat")
     def create(runner: Any) -> Any:
-        # Imported here, not above: every process of every server loads this plugin, few use it.
+        # Imported here because every process of every server loads this plugin, and few use it.
         from sglang_pat.backend.create import create as create_backend
 
         return create_backend(runner)
@@ -27,7 +27,7 @@ def register() -> None:
     if os.environ.get("SGLANG_PAT_KV"):
         compat.pool.around_sizes(cell_size, pool_sizes)
     if platform.is_chosen():
-        # Imported here, as it imports torch.
+        # Imported here because it imports torch.
         from sglang_pat.platform import speculation
 
         speculation.install()
@@ -36,10 +36,10 @@ def register() -> None:
 
 
 def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
-    """SGLang's step that adjusts arguments to the model, around which this is hooked (radix_bridge/hooks.py lists it).
+    """Hook around SGLang's adjustment of the arguments to the model (listed in radix_bridge/hooks.py).
 
     Raises:
-        AssertionError: SGLang does not serve the model with the backend that was chosen beside `pat`.
+        AssertionError: SGLang does not serve the model with the other backend that was chosen beside `pat`.
     """
     chosen = compat.arguments.backends_chosen(server_args)
     if "pat" in chosen and compat.arguments.lists_backends(server_args):
@@ -47,7 +47,7 @@ def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
             with compat.arguments.shown_as(server_args, "pat", compat.arguments.LISTED):
                 step(server_args)
         except AssertionError as error:
-            # Its message has names that nobody chose.
+            # SGLang's message names backends that nobody chose.
             raise AssertionError(f"with {chosen[0]} for prefill and {chosen[1]} for decode: {error}") from error
     else:
         step(server_args)
@@ -68,7 +68,7 @@ def pool_sizes(*arguments: Any) -> Any:
 
 
 def draft_backend(create: Callable[..., Any], factory: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang's step that makes attention backends of drafts: a stock one stands in for `pat`."""
+    """Hook around the step that makes a draft's attention backend: a stock backend replaces `pat`."""
     if factory.draft_attn_backend in (None, "pat"):
         runner = factory.draft_model_runner
         factory.draft_attn_backend = compat.stock.prefill_backend(

@@ -1,4 +1,4 @@
-"""Replays a recorded trace through the scheduler, without SGLang."""
+"""Replays a recorded trace with the scheduler, without SGLang."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from sglang_pat.packing import PackConfig, layout, make_plan
+from sglang_pat.packing import PackConfig, layout
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, Totals
+from sglang_pat.packing.oracle import make_plan
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.mirror import Mirror
@@ -19,17 +20,16 @@ from sglang_pat.radix_bridge.observer import apply
 
 
 class Replayed(msgspec.Struct):
-    """What came out.
+    """The result of a replay.
 
     Attributes:
-        config: With the policy that was replayed.
+        config: The config, with the policy that was replayed.
         layers: As in the trace's header.
-        events, plans: In the trace.
-        fallbacks: Plans that the server had to do without.
+        events, plans: How many the trace has.
+        fallbacks: How many plans failed in the server or here.
         totals: Counts over all recorded steps.
         planning_us: Time of each plan.
-        differing: Plans that read or merge something else than the recorded ones, where those were made of the same
-            lengths and by the same policy.
+        differing: How many plans read or merge something else than recorded, of those with the same policy and lengths.
     """
 
     config: PackConfig
@@ -42,7 +42,7 @@ class Replayed(msgspec.Struct):
     differing: int
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """The report that the command prints."""
         layer = self.config.cost.token_bytes * self.layers
         read, unpacked = self.totals.kv_tokens * layer, self.totals.kv_tokens_unpacked * layer
         times = sorted(self.planning_us) or [0.0]
@@ -63,9 +63,9 @@ def replay(path: Path, policy: str | None = None, oracle: bool = False, truncate
 
     Args:
         path: The file.
-        policy: Plan by this one instead of the recorded one.
+        policy: Use this policy instead of the recorded one.
         oracle: Compare every plan with the Python scheduler's.
-        truncated: Take what there is of a file that was cut off.
+        truncated: Accept a file that was cut off.
 
     Raises:
         TraceError: The file is no trace, or not a whole one.
@@ -103,7 +103,7 @@ def _replay(records: Iterator[trace.Record], policy: str | None, oracle: bool) -
         try:
             index, _, _ = scheduler.take(requests, lengths, record.steps)
         except PlanTooLargeError:
-            # As serving does: one query per work item.
+            # As in serving: one query per work item.
             fitted = False
             scheduler.fall_back(lengths, record.steps)
         result.planning_us.append((time.perf_counter() - began) * 1e6)
@@ -114,6 +114,6 @@ def _replay(records: Iterator[trace.Record], policy: str | None, oracle: bool) -
                 raise AssertionError(f"the schedulers disagree on plan {result.plans}")
         if fitted and not (record.ahead or record.fallback) and config == header.config:
             result.differing += scheduler.current()[:2] != (record.kv_tokens, record.parts)
-    # How many steps the last plan ran is not recorded; one.
+    # The trace does not say how many steps the last plan ran: assume one.
     result.totals = scheduler.totals(1)
     return result

@@ -19,23 +19,23 @@ from sglang_pat.backend.metrics import packs_since
 
 CLEAR = "\x1b[H\x1b[2J"
 WIDTH = 40
-"""Characters of the longest bar."""
+"""Length of the longest bar, in characters."""
 PATIENCE = 10
-"""Seconds that a server has for its whole answer."""
+"""How many seconds a server has for its whole answer."""
 LARGEST = 1 << 24
-"""Bytes that an answer may have; SGLang's has some ten thousand for each process."""
+"""The most bytes of an answer; SGLang's has about ten thousand per process."""
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 FileName = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
-"""Without control characters: it is shown in a terminal."""
+"""Without control characters, because it is shown in a terminal."""
 
 
 class TopError(Exception):
-    """There is no server with PAT there; the message says what was found."""
+    """There is no server with PAT; the message says what was found instead."""
 
 
 class Counters(TypedDict):
-    """What `/server_info` tells of a scheduler process with PAT, as far as it is shown here."""
+    """The counters in `/server_info` that are shown here, for one scheduler process with PAT."""
 
     steps: Count
     plans: Count
@@ -70,10 +70,10 @@ def fetch(url: str, key: str = "") -> list[Counters]:
 
     Args:
         url: Its address.
-        key: The API key that it was started with; none if empty.
+        key: Its API key; empty for none.
 
     Raises:
-        TopError: Nothing answers there, or a server with another attention backend, or it wants another key.
+        TopError: No server answers, or it runs another attention backend, or it needs another key.
     """
     _check_address(url)
     if not (key.isascii() and key.isprintable()):
@@ -83,7 +83,7 @@ def fetch(url: str, key: str = "") -> list[Counters]:
     try:
         states = msgspec.json.decode(_get_in_time(url, key), type=ServerInfo).internal_states
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise TopError(f"what answers at {url} is no SGLang server that this sglang-pat knows: {error}") from None
+        raise TopError(f"what answers at {url} is not an SGLang server that this sglang-pat knows: {error}") from None
     counters = [state.pat for state in states if state.pat is not None]
     if not counters:
         raise TopError(f"the server at {url} decodes with another backend: start it with --attention-backend pat")
@@ -93,7 +93,7 @@ def fetch(url: str, key: str = "") -> list[Counters]:
 def _check_address(url: str) -> None:
     """
     Raises:
-        TopError: It is none. What was given is not shown, it may have a password in it.
+        TopError: The address is invalid. The message does not repeat it, because it may contain a password.
     """
     try:
         parts = urlsplit(url)
@@ -105,7 +105,7 @@ def _check_address(url: str) -> None:
 
 
 def _get_in_time(url: str, key: str) -> bytes:
-    """The same as `_get`. A socket's own time limit starts again with every byte, and there is none for looking up a host."""
+    """`_get` with a time limit. A socket's own limit starts again with every byte, and there is none for DNS lookups."""
     answer: futures.Future[bytes] = futures.Future()
 
     def get() -> None:
@@ -122,7 +122,7 @@ def _get_in_time(url: str, key: str) -> bytes:
 
 
 def _get(url: str, key: str) -> bytes:
-    """The answer of `/server_info`. No redirection is followed: it could lead to files, and the key elsewhere.
+    """The answer of `/server_info`. Redirects are not followed: they could lead to files, or send the key elsewhere.
 
     Raises:
         TopError: There is none.
@@ -140,7 +140,7 @@ def _get(url: str, key: str) -> bytes:
     request = urllib.request.Request(f"{url.rstrip('/')}/server_info", headers=headers)
     body = bytearray()
     try:
-        # The time limit is what ends a thread that nobody waits for any more.
+        # The time limit ends this thread when nobody waits for it any more.
         with opener.open(request, timeout=2 * PATIENCE) as response:
             while len(body) <= LARGEST and (piece := response.read1(1 << 16)):
                 body += piece
@@ -161,7 +161,7 @@ def _silence(url: str, reason: str) -> TopError:
 
 
 def _refusal(url: str, error: urllib.error.HTTPError) -> TopError:
-    """What an answer without success means. Of its own words only the code and the new address are shown."""
+    """The error for an unsuccessful answer. Of the answer itself, only its status and new address are shown."""
     with error:
         answer = f"{error.code} {responses.get(error.code, '')}".strip()
         if error.code in (401, 403):
@@ -173,7 +173,7 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> TopError:
 
 
 def total(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The counters of all processes together."""
+    """The sum of all processes' counters."""
     result: dict[str, Any] = {"query_sizes": {}}
     for state in states:
         for name, value in state.items():
@@ -185,7 +185,7 @@ def total(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def render(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: float) -> list[str]:
-    """The lines of one picture: what happened in the last `seconds`, since the server started where `old` is None."""
+    """The lines of one picture: what happened in the last `seconds`, or since the server started if `old` is None."""
     before = old or {"query_sizes": {}}
     delta = {name: value - before.get(name, 0) for name, value in new.items() if isinstance(value, int)}
     steps = delta["steps"]
@@ -220,10 +220,10 @@ def bar(value: float, most: float) -> str:
 
 
 def top(url: str, interval: float, once: bool, key: str = "") -> None:
-    """Show it until Ctrl-C; one picture since the server started if `once`.
+    """Show the counters until Ctrl-C; with `once`, one picture of everything since the server started.
 
     Raises:
-        TopError: There is no server with PAT at `url`, or it wants another key.
+        TopError: There is no server with PAT at `url`, or it needs another key.
     """
     if once:
         print("\n".join(render(total(fetch(url, key)), None, 1)))
@@ -234,7 +234,7 @@ def top(url: str, interval: float, once: bool, key: str = "") -> None:
         while True:
             new, now = total(fetch(url, key)), time.monotonic()
             if old and new["steps"] < old["steps"]:
-                old = None  # the server was started again
+                old = None  # the server was restarted
             picture = render(new, old, max(now - began, 1e-9))
             print(CLEAR + "\n".join([head, "", *picture]), flush=True)
             old, began = new, now

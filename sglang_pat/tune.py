@@ -1,13 +1,12 @@
-"""Measures a GPU for packing, and says which tiles it can run (PAT §5.2):
+"""Measures a GPU for packing, and prints which tiles it can run (PAT §5.2):
 
     python -m sglang_pat.tune --output tiles.json       # then serve with SGLANG_PAT_TILES=tiles.json
     python -m sglang_pat.tune --derive h100             # from the H200's table and data sheets; needs no GPU
 
-A tile (m, n) is feasible where Q, K and V fit into shared memory and the accumulators into registers, where enough of K
-and V is in flight to hide the latency of memory. Of those the kernels are built for
-a few; what a work item of each takes is measured: a fit of `items * (item_ns + tokens * token_ns)` to forward kernels whose
-workers all have equally many items of equally many tokens, less what writing their parts takes (`CostModel.part_bytes`). What
-it takes to go from one kind of items to the other is what both take beyond each alone.
+A tile (m, n) is feasible if Q, K and V fit into shared memory, the accumulators fit into registers, and enough of K and V is in flight to hide the
+latency of memory. The kernels have some of the feasible tiles. For each of these, `items * (item_ns + tokens * token_ns)` is fitted to forward
+kernels in which all workers have the same number of items with the same number of tokens; the time to write parts (`CostModel.part_bytes`) is
+subtracted. The time to switch between wide and narrow items is what both together take beyond each alone.
 """
 
 from __future__ import annotations
@@ -29,36 +28,36 @@ from sglang_pat.packing.cost import PARTIAL_BYTES
 from sglang_pat.packing.devices import GpuTable, Price
 
 GROUP = 4
-"""Query heads of the one KV head that is measured: that of Llama 3 and Qwen 3 with 8 billion parameters."""
+"""Query heads of the one KV head that is measured, as in Llama 3 8B and Qwen 3 8B."""
 
 ITEMS = {True: (12, 24, 48), False: (2, 4, 8)}
-"""Work items of a worker that are timed: narrow ones for each of its 12 warps, wide ones after another."""
+"""How many work items of a worker are timed: narrow ones (the key is True) on its 12 warps, wide ones one after another."""
 
 TOKENS = (32, 64, 128, 256, 512)
 
 TURN = {64: 2, 8: 12}
-"""Work items of each m for the time that a worker takes to go over from those of all its warps to those of single warps."""
+"""Work items of each m when measuring the time that a worker takes to switch from wide to narrow items."""
 
 SM_REGISTERS, THREAD_REGISTERS = 65_536, 255
-"""Of an SM, and those that an instruction can name (CUDA C++ Programming Guide, "Compute Capabilities")."""
+"""Registers of an SM, and of a thread at most (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
 OTHER_REGISTERS, LOADER_REGISTERS = 40, 56
-"""Of a thread beside its tiles, and of a thread that only loads: what the compiled kernels take (`sglang_pat.build --report`)."""
+"""Registers of a thread besides its tiles, and of a thread that only loads, in the compiled kernels (`sglang_pat.build --report`)."""
 
 WARP_ROWS, WARPS = 32, 12
-"""Tiles up to so many rows are one warp's; so many warps share an SM (csrc/cuda/narrow.cuh)."""
+"""A warp computes tiles of up to so many rows; so many warps share an SM (csrc/cuda/narrow.cuh)."""
 
 H200 = devices.load(devices.TABLES / "h200.json")
-"""The table whose factors, how prices count in plans, were fitted; the others take them over. Of eight sets plans ran best with this
-one, 1 to 10 % faster than with the plain prices (benchmarks/NOTES-archive.md, 2026-11-21). Of turns that count 0, 3, 5, 6 and 9 us plans
-ran best with 3, 1.64 are measured (the same, 2026-11-22)."""
+"""The table whose factors (how much prices count in plans) were fitted; other tables copy them. Of eight sets plans ran best with this one, 1 to 10 %
+faster than with the plain prices (benchmarks/NOTES-archive.md, 2026-11-21). Of turns priced at 0, 3, 5, 6 and 9 us plans ran best with 3; 1.64 are
+measured (the same, 2026-11-22)."""
 
 CANDIDATES = (16, 32, 64, 128, 192, 256)
 
 
 class Sheet(msgspec.Struct, frozen=True):
-    """Of a GPU's data sheet (NVIDIA H100 and A100 Tensor Core GPU data sheets; CUDA C++ Programming Guide, "Compute
-    Capabilities"): read_tbps is 0.92 of the nominal bandwidth, as the H200 reads of its 4.8 TB/s."""
+    """Numbers from a GPU's data sheet (NVIDIA H100 and A100 Tensor Core GPU data sheets; CUDA C++ Programming Guide, "Compute Capabilities").
+    `read_tbps` is 0.92 of the nominal bandwidth, the fraction that the H200 reaches of its 4.8 TB/s."""
 
     gpu: str
     sms: int
@@ -75,22 +74,22 @@ SHEETS = {
 
 
 def refusals(m: int, n: int, head_dim: int, sheet: Sheet, latency_ns: float) -> list[str]:
-    """Which of the paper's constraints forbid a tile, for one CTA a SM and 16-bit KV; none if it is feasible."""
+    """Which of the paper's constraints forbid a tile, with one CTA per SM and 16-bit KV; empty if it is feasible."""
     row = 2 * head_dim
     broken = []
-    # Q, K and V; V of one tile is used while K of the next arrives.
+    # Q, K and V: V of one tile is used while K of the next arrives.
     if m * row + 4 * n * row > sheet.shared_bytes:
         broken.append("shared memory")
     if m <= WARP_ROWS:
         # Outputs and scores in float32, Q in 16 bits, over the 32 threads of a warp.
         needed, groups = m * (head_dim + n + head_dim / 2) / 32, WARPS // 4
     else:
-        # A warpgroup has 64 rows; weights are packed for the second product while the next scores come in.
+        # A warpgroup has 64 rows; weights are packed for the second product while the next scores are computed.
         needed, groups = 64 * (head_dim + n + n / 2) / 128, -(-m // 64)
     there = min(THREAD_REGISTERS, (SM_REGISTERS // 128 - LOADER_REGISTERS) // groups // 8 * 8)
     if needed + OTHER_REGISTERS > there:
         broken.append("registers")
-    # All that shared memory holds beside Q may be on its way.
+    # Everything in shared memory except Q may be in flight.
     stages = (sheet.shared_bytes - m * row) // (2 * n * row)
     in_flight = max(0, stages - 1) * 2 * n * row * sheet.sms
     if in_flight < latency_ns * sheet.read_tbps * 1e3:
@@ -99,8 +98,8 @@ def refusals(m: int, n: int, head_dim: int, sheet: Sheet, latency_ns: float) -> 
 
 
 def derive(known: GpuTable, name: str) -> GpuTable:
-    """A table for a GPU that was not at hand, from one that was: the start of an item takes as many cycles there, and a
-    token too, or as long as its bytes take if that is longer."""
+    """A table for a GPU that was not measured, from the table of one that was: the start of an item takes the same number of cycles, and so does a
+    token, unless reading its bytes takes longer."""
     sheet, clock = SHEETS[name], SHEETS["h200"].clock_ghz
     share = sheet.read_tbps * 1e3 / sheet.sms
     slower = clock / sheet.clock_ghz
@@ -125,7 +124,8 @@ def derive(known: GpuTable, name: str) -> GpuTable:
 
 
 def synthetic(items: dict[int, int], tokens: int, workers: int) -> Plan:
-    """Every worker has so many work items of each m, an even number, of `tokens` tokens of their own. Each query is in two."""
+    """A plan in which every worker has the given (even) number of work items of each m. Each item reads `tokens` tokens of its own; each query is in
+    two items."""
     work: list[WorkItem] = []
     batch = 0
     for _ in range(workers):
@@ -146,9 +146,9 @@ class Bench:
     def __init__(self, head_dim: int, dtype: str, kv: str = "") -> None:
         """
         Args:
-            head_dim: Of `capabilities.HEAD_DIMS`.
-            dtype: Q's.
-            kv: A key of `packing.FORMATS`; Q's dtype if it is not said.
+            head_dim: One of `capabilities.HEAD_DIMS`.
+            dtype: Dtype of Q.
+            kv: A key of `packing.FORMATS`; empty for Q's dtype.
         """
         import torch
 
@@ -163,7 +163,7 @@ class Bench:
         self.flush = torch.empty(256 << 20, dtype=torch.uint8, device=self.device)
 
     def time_us(self, run: Callable[[], Any], repeats: int = 7) -> float:
-        """The median, with nothing in the L2 cache."""
+        """The median time of `run`, with a cold L2 cache."""
         cuda = self.torch.cuda
         times = []
         for _ in range(repeats + 1):
@@ -181,7 +181,7 @@ class Bench:
         return numbers.nbytes / self.time_us(numbers.sum) * 1e-6
 
     def latency_ns(self) -> float:
-        """Of loads each of which has the address of the next."""
+        """Latency of loads that each return the address of the next."""
         import triton
         import triton.language as tl
 
@@ -221,8 +221,8 @@ class Bench:
         )
 
     def price(self, m: int, share: float) -> tuple[Price, float, float]:
-        """The price of an m where an SM moves `share` bytes a nanosecond; what a kernel takes besides, in microseconds; and the
-        greatest relative error of the fit."""
+        """The price of an m, if an SM moves `share` bytes per nanosecond; the kernel's time besides its items, in microseconds; and the greatest
+        relative error of the fit."""
         cases = [(items, tokens) for items in ITEMS[m <= capabilities.NARROW_M] for tokens in TOKENS]
         times = np.array([self.forward_us({m: items}, tokens) for items, tokens in cases])
         features = np.array([[1, items, items * tokens] for items, tokens in cases], dtype=float)
@@ -238,14 +238,14 @@ class Bench:
         return price, float(fit[0]), error
 
     def turn_ns(self, base_us: float) -> float:
-        """What going over from one kind of work items to the other takes where a kernel takes `base_us` besides its items."""
+        """Time to switch between the two kinds of work items; `base_us` is a kernel's time besides its items."""
         tokens = TOKENS[-2]
         both = self.forward_us(TURN, tokens)
         alone = sum(self.forward_us({m: count}, tokens) for m, count in TURN.items())
         return max(0.0, both - alone + base_us) * 1e3
 
     def prices(self, share: float) -> tuple[tuple[Price, ...], float]:
-        """Of each m, as `price`; and what a kernel of the smallest takes besides."""
+        """The price of each m, and the time of a kernel with the smallest m besides its items, in microseconds."""
         prices, bases = [], []
         for m in capabilities.query_tiles(self.arch, self.head_dim):
             price, base_us, error = self.price(m, share)
@@ -258,7 +258,7 @@ class Bench:
         return tuple(prices), bases[0]
 
     def table(self, prices_8bit: Callable[[float], tuple[Price, ...]]) -> GpuTable:
-        """Of this GPU; `prices_8bit` are told the share of the bandwidth as `prices` are."""
+        """The table of this GPU; `prices_8bit` is called with an SM's share of the bandwidth, like `prices`."""
         properties = self.torch.cuda.get_device_properties(self.device)
         tbps, latency = self.read_tbps(), self.latency_ns()
         print(f"{properties.name}: reads {tbps:.2f} TB/s, a load takes {latency:.0f} ns")
@@ -276,7 +276,7 @@ class Bench:
 
 
 def print_feasible(table: GpuTable, sheet: Sheet) -> None:
-    """The paper's figure 7b: m downwards, n to the right."""
+    """Print the paper's figure 7b: rows are m, columns are n."""
     print(
         f"Feasible tiles of {table.gpu} at head dimension {table.head_dim}, one CTA a SM (built: 16 x 32 by a warp, 64 to 192 x 64):"
     )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import errno
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from forked import ForkedProcess, ForkedServer
 from hypothesis import given, settings
@@ -21,9 +24,11 @@ from hypothesis import strategies as st
 
 from sglang_pat import cli
 from sglang_pat.batch import lines
-from sglang_pat.batch.job import answer_all
-from sglang_pat.batch.lines import BatchError, Failure, Output, Request
-from sglang_pat.batch.order import Order, Tree, beginning, common
+from sglang_pat.batch.job import answer_all, room_of
+from sglang_pat.batch.lengths import Lengths, Usage
+from sglang_pat.batch.lines import BatchError, Failure, Output, Request, Source
+from sglang_pat.batch.order import QUEUED, Order, Room
+from sglang_pat.batch.tree import Tree, beginning
 from sglang_pat.demo import workload
 
 FLAGS = ["--dtype", "float32", "--grammar-backend", "none", "--max-total-tokens", "20000"]
@@ -79,12 +84,22 @@ def test_a_bad_line_is_an_error_of_its_own(text: bytes, message: str) -> None:
 def test_lines_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "LONGEST", 200)
     good = json.dumps(completion("x")).encode()
+    (tmp_path / "in").write_bytes(codecs.BOM_UTF8 + good)
+    assert isinstance(next(Source(tmp_path / "in").lines()), Request), "as some editors write it"
     (tmp_path / "in").write_bytes(b"\n" + good + b"\n" + b"x" * 5000 + b"\n  \n" + good)
-    found = list(lines.read(tmp_path / "in"))
+    source = Source(tmp_path / "in")
+    found = list(source.lines())
     assert [one.number for one in found] == [2, 3, 5]
     assert [type(one) for one in found] == [Request, Failure, Request]
+    source.keep()
+    assert source[0] == found[-1]
+    (tmp_path / "in").write_bytes((tmp_path / "in").read_bytes().replace(b"max_tokens", b"min_tokens"))
+    with pytest.raises(BatchError, match=r"line 5 of .* has changed since the job began"):
+        source[0]
     with pytest.raises(BatchError, match="No such file"):
-        list(lines.read(tmp_path / "nothing"))
+        Source(tmp_path / "nothing")
+    with pytest.raises(BatchError, match="is no file of requests"):
+        Source(Path("/dev/zero"))
 
 
 def record(number: int) -> dict[str, Any]:
@@ -131,6 +146,30 @@ def test_an_output_that_is_none_or_in_use_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.once
+def test_an_output_that_is_removed_ends_a_job(tmp_path: Path) -> None:
+    with Output(tmp_path / "out") as output:
+        output.write(record(1))
+        (tmp_path / "out").rename(tmp_path / "other")
+        output.write(record(2))
+        (tmp_path / "other").unlink()
+        with pytest.raises(BatchError, match="was removed while the job ran"):
+            output.write(record(3))
+
+
+@pytest.mark.once
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "in")
+    text = "".join(json.dumps(completion(f"p{i}")) + "\n" for i in range(3))
+    writer = threading.Thread(target=(tmp_path / "in").write_text, args=(text,))
+    writer.start()
+    with Source(tmp_path / "in") as source:
+        for _ in source.lines():
+            source.keep()
+        assert [one.body["prompt"] for one in source] == ["p0", "p1", "p2"]
+    writer.join()
+
+
+@pytest.mark.once
 def test_a_full_disk_ends_a_job_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out"
     real = os.pwrite
@@ -149,17 +188,32 @@ def test_a_full_disk_ends_a_job_and_loses_nothing(tmp_path: Path, monkeypatch: p
     assert path.read_bytes() == before
 
 
+def common(first: str, second: str) -> int:
+    return next(
+        (i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
+        min(len(first), len(second)),
+    )
+
+
 texts = st.lists(st.text("ab", max_size=6), min_size=1, max_size=24)
 
 
-@pytest.mark.once
-@given(texts, st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
-@settings(max_examples=300, deadline=None)
-def test_a_prefix_is_computed_once(prompts: list[str], shared: int, in_flight: int, random: Any) -> None:
-    """Whoever starts finds its longest shared prefix in the cache, or brings it; each request runs once."""
-    prompts = sorted(prompts)
-    order = Order(Tree(requests_of(prompts)), shared)
+def ordered(prompts: list[str], shared: int, room: Room) -> tuple[Tree, Order]:
+    tree = Tree(requests_of(prompts), shared)
+    lengths = Lengths(tree)
+    order = Order(tree, lengths, tree.arrange(lengths.answers(), lengths.scales()), room)
     order.add(range(len(prompts)))
+    return tree, order
+
+
+@pytest.mark.once
+@given(texts, st.integers(1, 4), st.integers(1, 5), st.integers(10, 60), st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None)
+def test_a_prefix_is_computed_once(prompts: list[str], shared: int, in_flight: int, pool: int, random: Any) -> None:
+    """Whoever starts finds its longest shared prefix in the cache, or brings it; each request runs once. Nodes of those that have begun, and
+    what runs, fit in the pool, but for one that is alone and some of them that bring nothing new."""
+    tree, order = ordered(prompts, shared, Room(pool, chunk=10**9))
+    prompts = [prompts[place] for place in tree.origin]
     running: list[int] = []
     finished: list[int] = []
     while True:
@@ -169,12 +223,126 @@ def test_a_prefix_is_computed_once(prompts: list[str], shared: int, in_flight: i
                 both = common(prompts[place], prompts[other])
                 assert both < shared or cached >= both, "computed twice at the same time"
             running.append(place)
+            brings = len(prompts[place]) > cached + 8
+            assert order.used <= pool or len(running) == 1 or not brings or len(running) <= QUEUED
         if not running:
             break
         place = running.pop(random.randrange(len(running)))
         finished.append(place)
         order.finish(place)
     assert sorted(finished) == list(range(len(prompts)))
+    assert abs(order.used) < 1e-6, "nothing is left"
+
+
+@pytest.mark.once
+@given(texts, st.integers(1, 3), st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None)
+def test_the_tree_has_what_requests_share(prompts: list[str], shared: int, random: Any) -> None:
+    tree = Tree(requests_of(prompts), shared)
+    found = [prompts[place] for place in tree.origin]
+    assert sorted(found) == sorted(prompts)
+    for rank, prompt in enumerate(found):
+        others = [common(prompt, other) for i, other in enumerate(found) if i != rank]
+        expected = {length for length in others if length >= shared}
+        # Shorter ones are nodes only where somebody else has them with a third one.
+        path = [int(tree.depth[node]) for node in tree.path(rank)]
+        assert path == sorted(expected, reverse=True)
+    # Places go from node to node: whoever is below one has places that follow each other.
+    places = tree.arrange(Lengths(tree).answers(), Lengths(tree).scales())
+    assert sorted(places) == list(range(len(prompts)))
+    for node in range(len(tree.depth)):
+        below = [int(places[rank]) for rank in range(len(found)) if node in tree.path(rank)]
+        assert len(below) >= 2 and max(below) - min(below) == len(below) - 1
+
+
+@pytest.mark.once
+def test_those_that_decode_most_for_their_prefill_are_first() -> None:
+    """Also when answers turn out to be shorter than their limits."""
+    asked = [("a" * 2000, 100), ("b" * 8000 + "1", 200), ("b" * 8000 + "2", 200), ("c" * 2000, 400), ("d" * 2000, 1000)]
+    requests = [
+        Request(i, str(i), "/v1/completions", {"prompt": prompt, "max_tokens": limit})
+        for i, (prompt, limit) in enumerate(asked)
+    ]
+    tree = Tree(requests)
+    lengths = Lengths(tree)
+    # 100 tokens for 500, 400 for 2,000 and two, 400 for 500, 1,000 for 500.
+    assert tree.origin[np.argsort(tree.arrange(lengths.answers(), lengths.scales(0.25)))].tolist() == [4, 3, 0, 1, 2]
+    ranks = tree.origin.tolist()
+    for _ in range(100):
+        lengths.learn(ranks.index(4), Usage(prompt_tokens=500, completion_tokens=20))
+    assert lengths.of_a_byte == 0.25
+    assert 29 < lengths.answer(ranks.index(4)) < 30 and lengths.answer(ranks.index(3)) == 400
+    assert tree.origin[np.argsort(tree.arrange(lengths.answers(), lengths.scales()))].tolist() == [3, 0, 1, 2, 4]
+
+
+@pytest.mark.once
+def test_leaders_are_spaced_and_followers_come_before_other_prefixes() -> None:
+    """A follower does not wait for its leader's answer once two steps of prefill are behind it."""
+    prompts = [f"{group:02}{'x' * 4094}{member}" for group in range(12) for member in range(3)]
+    _, order = ordered(prompts, 1024, Room(chunk=1500))
+    # Each prefix is 2,048 tokens, as long as two bytes count as one; a leader is 3,000 in front of its followers.
+    taken: list[int] = []
+    while (rank := order.take()) is not None:
+        taken.append(rank)
+    assert taken[:9] == [0, 3, 6, 1, 2, 9, 4, 5, 12]
+    assert order.waiting == {31, 32, 34, 35}, "behind the last leaders there is nothing else"
+    order.finish(33)
+    assert [order.take(), order.take(), order.take()] == [34, 35, None]
+
+
+@pytest.mark.once
+def test_followers_wait_in_a_server_that_lets_them_and_has_nothing_else_to_do() -> None:
+    prompts = [f"{group}{'x' * 4095}{member}" for group in range(2) for member in range(3)]
+    for defers, taken in ((False, [0, 3]), (True, [0, 3, 1, 2, 4, 5])):
+        _, order = ordered(prompts, 1024, Room(defers=defers))
+        assert [rank for rank in (order.take() for _ in prompts) if rank is not None] == taken
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("info", "room"),
+    [
+        ({}, Room()),
+        ([], Room()),
+        ("x", Room()),
+        ({"max_total_num_tokens": -1}, Room()),
+        ({"max_total_num_tokens": 5, "chunked_prefill_size": -1}, Room(5)),
+        (
+            {
+                "chunked_prefill_size": 64,
+                "internal_states": [
+                    {
+                        "memory_usage": {"token_capacity": 7},
+                        "effective_max_running_requests_per_dp": 3,
+                        "pat": {"defers": True},
+                    }
+                ],
+            },
+            Room(7, 3, 64, True),
+        ),
+    ],
+)
+def test_what_a_server_says_of_its_room(info: Any, room: Room) -> None:
+    assert room_of(info) == room
+
+
+@pytest.mark.once
+def test_no_more_prefixes_are_begun_than_the_pool_holds() -> None:
+    prompts = [f"{group:02}{'x' * 4094}{member}" for group in range(12) for member in range(20)]
+    _, order = ordered(prompts, 1024, Room(5_000))
+    running: list[int] = []
+    begun: list[int] = []
+    while True:
+        while (rank := order.take()) is not None:
+            running.append(rank)
+            if rank // 20 not in begun:
+                begun.append(rank // 20)
+        groups = {one // 20 for one in order.waiting if one // 20 in begun} | {one // 20 for one in running}
+        assert len(groups) <= 2
+        if not running:
+            break
+        order.finish(running.pop(0))
+    assert len(begun) == 12 and not order.waiting
 
 
 @pytest.mark.once
@@ -198,8 +366,9 @@ def test_chats_that_begin_alike_do_so_in_their_order() -> None:
         {"messages": [3, None, {}]},
         {"messages": {"a": 1}, "tools": "x"},
     ):
-        assert isinstance(beginning(request(**body)), str)
-    assert isinstance(beginning(Request(1, "", "/v1/completions", {"prompt": [1, 2, 3]})), str)
+        assert isinstance(beginning(request(**body)), bytes)
+    for prompt in ([1, 2, 3], [-1], [2**40], ["a", "b"], [[1], [2]], {"a": 1}, "\ud800", None):
+        assert isinstance(beginning(Request(1, "", "/v1/completions", {"prompt": prompt})), bytes)
 
 
 @pytest.mark.once

@@ -7,11 +7,14 @@ import contextlib
 import heapq
 import json
 import os
+import random
 import signal
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,12 @@ from test_batch import FLAGS, chat, choice, completion, job, requests_of, until
 
 from sglang_pat import cli, compat
 from sglang_pat.batch import servers
-from sglang_pat.batch.job import answer_all
+from sglang_pat.batch.job import answer_all, in_time
+from sglang_pat.batch.lengths import Usage
 from sglang_pat.batch.lines import BatchError, Request
-from sglang_pat.batch.order import Tree
-from sglang_pat.batch.shares import Shares, cut, tokens
+from sglang_pat.batch.order import Room
+from sglang_pat.batch.shares import Shares, cut
+from sglang_pat.batch.tree import Tree, limit_of
 from sglang_pat.demo import workload
 
 
@@ -55,12 +60,19 @@ prompts = st.lists(st.text("ab", max_size=6), min_size=1, max_size=24)
 
 
 @pytest.mark.once
-@given(prompts, st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))
+@given(
+    prompts,
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 50),
+    st.randoms(use_true_random=False),
+)
 @settings(max_examples=300, deadline=None)
 def test_each_request_is_answered_once_whoever_is_lost(
-    prompts: list[str], replicas: int, window: int, shared: int, random: Any
+    prompts: list[str], replicas: int, window: int, shared: int, pool: int, random: Any
 ) -> None:
-    shares = Shares(Tree(requests_of(prompts)), replicas, window, shared)
+    shares = Shares(Tree(requests_of(prompts), shared), [Room(pool)] * replicas, window)
     running: list[tuple[int, int]] = []
     answered: list[int] = []
     while True:
@@ -75,7 +87,7 @@ def test_each_request_is_answered_once_whoever_is_lost(
             running = [one for one in running if one[0] != lost]
             continue
         replica, rank = running.pop(random.randrange(len(running)))
-        shares.finish(replica, rank)
+        shares.finish(replica, rank, Usage(3, 5))
         answered.append(rank)
     assert sorted(answered) == list(range(len(prompts)))
 
@@ -93,7 +105,7 @@ def test_groups_stay_whole_and_shares_are_even(replicas: int, groups: int, membe
     tree = Tree(
         requests_of([f"{group:02}{'x' * 2000}{member}" for group in range(groups) for member in range(members)])
     )
-    shares = Shares(tree, replicas, 1024)
+    shares = Shares(tree, [Room()] * replicas, 1024)
     given_to = handed_out(shares)
     assert sorted(rank for ranks in given_to.values() for rank in ranks) == list(range(groups * members))
     for ranks in given_to.values():
@@ -105,7 +117,7 @@ def test_groups_stay_whole_and_shares_are_even(replicas: int, groups: int, membe
 def test_a_group_that_all_share_is_divided_where_it_forks() -> None:
     system = "s" * 4000
     found = [f"{system}{tool * 3000}{question}" for tool in "abcd" for question in range(25)]
-    given_to = handed_out(Shares(Tree(requests_of(found)), 2, 1024))
+    given_to = handed_out(Shares(Tree(requests_of(found)), [Room()] * 2, 1024))
     assert sorted(map(len, given_to.values())) == [50, 50]
 
 
@@ -113,7 +125,7 @@ def test_a_group_that_all_share_is_divided_where_it_forks() -> None:
 def test_a_faster_replica_takes_more() -> None:
     """Of three that take 1, 1 and 3 units of time for a request, all end at about the same time, whatever was expected."""
     tree = Tree(requests_of([f"{group:02}{'x' * 2000}{member}" for group in range(30) for member in range(100)]))
-    shares = Shares(tree, 3, 16)
+    shares = Shares(tree, [Room()] * 3, 16)
     events: list[tuple[int, int, int]] = []
     now, ends = 0, {}
     while True:
@@ -123,7 +135,7 @@ def test_a_faster_replica_takes_more() -> None:
             break
         now, replica, rank = heapq.heappop(events)
         ends[replica] = now
-        shares.finish(replica, rank)
+        shares.finish(replica, rank, Usage(3, 5))
     ideal = 3000 / 16 / (1 + 1 + 1 / 3)
     assert now < 1.1 * ideal
     assert max(ends.values()) - min(ends.values()) <= 6
@@ -134,7 +146,7 @@ def test_a_faster_replica_takes_more() -> None:
 def test_any_limit_of_an_answer_has_a_cost(limit: Any) -> None:
     for url in ("/v1/completions", "/v1/chat/completions"):
         body = {"max_tokens": limit, "n": limit, "prompt": "x"}
-        assert tokens(Request(1, "", url, body), 100) >= 26
+        assert 1 <= limit_of(Request(1, "", url, body)) <= 2**24
 
 
 @pytest.mark.once
@@ -235,15 +247,18 @@ async def waits(request: web.Request) -> web.Response:
     return web.Response()
 
 
-def ask(strange: list[Strange], count: int = 12, names: tuple[str, ...] = ()) -> tuple[list[dict[str, Any]], list[str]]:
-    """Records and warnings."""
+def ask(
+    strange: list[Strange], count: int = 12, names: tuple[str, ...] = (), seconds: float = 60
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Records and warnings; an answer may take so many seconds."""
     records: list[dict[str, Any]] = []
     warnings: list[str] = []
 
     async def work() -> None:
         urls = [await one.start() for one in strange]
         try:
-            async with servers.connect(urls, "key") as replicas:
+            async with servers.connect(urls, "key") as connected:
+                replicas = [in_time(one, seconds, url) for one, url in zip(connected, urls, strict=True)]
                 found = requests_of([f"p{i}" for i in range(count)] + list(names))
                 await answer_all(found, replicas, records.append, 4, warn=warnings.append)
         finally:
@@ -378,6 +393,29 @@ def test_what_a_server_fails_at_once_it_has_broken_goes_to_the_others(handler: H
 
 @pytest.mark.once
 @pytest.mark.usefixtures("hasty")
+def test_a_request_that_is_never_answered_is_given_up() -> None:
+    """By itself where the server answers others, if only when asked; where it does not, its requests go to another."""
+    records, warnings = ask([Strange(bad=waits)], 12, ("bad",), 0.5)
+    assert not warnings and len(records) == 13
+    bad = [one for one in records if one["error"]]
+    assert [(one["id"], one["error"]["code"]) for one in bad] == [("batch_req_13", "timeout")]
+    assert bad[0]["error"]["message"] == "line 13: no answer within 0.5 s"
+    records, warnings = ask([Strange(bad=waits)], 0, ("bad",), 0.5)
+    assert [one["error"]["code"] for one in records] == ["timeout"] and not warnings
+    records, warnings = ask([Strange(post=waits), Strange()], 12, (), 0.5)
+    assert len(records) == 12 and not any(one["error"] for one in records)
+    assert (
+        len(warnings) == 1
+        and "is lost: it has answered nothing for 0.5 s; its requests go to the others" in warnings[0]
+    )
+    with pytest.raises(
+        BatchError, match=r"answered nothing for 0\.5 s; 12 requests have no answer yet: the same command"
+    ):
+        ask([Strange(post=waits)], 12, (), 0.5)
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
 def test_a_queue_that_is_full_behind_a_long_answer_is_waited_for() -> None:
     running = 0
 
@@ -484,6 +522,54 @@ def urls_job(folder: Path, out: str, *flags: str) -> ForkedProcess:
     return ForkedProcess(command, dict(os.environ), folder / f"{out}.log")
 
 
+@pytest.mark.server
+def test_a_job_in_a_small_pool_that_is_killed_ten_times(model: Path, tmp_path: Path) -> None:
+    """Prefixes are three times the pool, and each is computed once; answers are the same in whatever order and however often it is killed."""
+    numbers = random.Random(0)
+    asked = []
+    for group in range(8):
+        prefix = numbers.choices(range(40, 120), k=400)
+        for member in range(4):
+            own = numbers.choices(range(40, 120), k=24)
+            asked.append({**completion(prefix + own, max_tokens=4), "custom_id": f"{group} {member}"})
+    once = 8 * 400 + 32 * 24
+    numbers.shuffle(asked)
+    (tmp_path / "in").write_text("".join(json.dumps(one) + "\n" for one in asked))
+    flags = ["--dtype", "float32", "--max-total-tokens", "1100", "--enable-cache-report"]
+
+    def prefilled(bodies: Iterable[dict[str, Any]]) -> int:
+        usage = [body["usage"] for body in bodies]
+        return sum(one["prompt_tokens"] - (one["prompt_tokens_details"] or {}).get("cached_tokens", 0) for one in usage)
+
+    with ForkedServer(model, "pat", tmp_path / "server.log", flags) as server:
+        server.wait()
+        with ThreadPoolExecutor(8) as pool:
+            shuffled = list(pool.map(lambda one: server.post(one["url"], one["body"]), asked))
+        server.post("/flush_cache")
+        log = tmp_path / "whole.log"
+        assert urls_job(tmp_path, "whole", "--url", server.url).wait(300) == 0, log.read_text()[-3000:]
+        found = answers(tmp_path / "whole", len(asked))
+        whole = {name: choice(body) for name, body in found.items()}
+        assert whole == {f"batch_req_{i}": choice(body) for i, body in enumerate(shuffled, 1)}
+        # Prompts may begin alike by chance.
+        assert once - 32 * 2 <= prefilled(found.values()) <= once
+        assert prefilled(shuffled) > 1.5 * once, "it is worth something"
+
+        out, log = tmp_path / "out", tmp_path / "out.log"
+        for kill in range(10):
+            before = out.read_bytes().count(b"\n") if out.exists() else 0
+            process = urls_job(tmp_path, "out", "--url", server.url, "--in-flight", "2")
+            while not out.exists() or out.read_bytes().count(b"\n") <= before:
+                assert process.poll() is None, log.read_text()[-3000:]
+                time.sleep(0.01)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            # In the middle of a record.
+            os.truncate(out, out.stat().st_size - 7 * (kill % 3))
+        assert urls_job(tmp_path, "out", "--url", server.url).wait(300) == 0, log.read_text()[-3000:]
+        assert {name: choice(body) for name, body in answers(out, len(asked)).items()} == whole
+
+
 GROUPS, MEMBERS = 4, 6
 
 
@@ -494,11 +580,11 @@ def grouped(folder: Path) -> None:
     (folder / "in").write_text("".join(json.dumps(one) + "\n" for one in asked))
 
 
-def answers(path: Path) -> dict[str, dict[str, Any]]:
+def answers(path: Path, count: int = 0) -> dict[str, dict[str, Any]]:
     """Records by id, each once and none an error."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     result = {one["id"]: one["response"]["body"] for one in records}
-    assert len(records) == len(result) == GROUPS * MEMBERS
+    assert len(records) == len(result) == (count or GROUPS * MEMBERS)
     assert all(one["response"]["status_code"] == 200 for one in records)
     return result
 

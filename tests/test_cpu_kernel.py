@@ -16,7 +16,7 @@ from trees import TILES, batches, random_batch
 
 from sglang_pat import jit
 from sglang_pat.kernels import cpu
-from sglang_pat.packing import CPU_TILES, OPEN, POLICIES, Batch, Node, TileTable, layout
+from sglang_pat.packing import CPU_TILES, OPEN, POLICIES, Batch, Node, Plan, Tile, TileTable, WorkItem, layout
 
 pytestmark = pytest.mark.once
 
@@ -231,6 +231,11 @@ def test_strided_pools() -> None:
         (lambda case: setattr(case, "q", case.q[:, :3]), "3 query heads are not a multiple of 2"),
         (lambda case: setattr(case, "sinks", torch.zeros(3)), "3 sinks are not one for each of 4 query heads"),
         (lambda c: (setattr(c, "k", c.k[:, :0]), setattr(c, "v", c.v[:, :0])), "not a multiple of 0 KV heads"),
+        (lambda c: setattr(c, "q", c.q[:, :0]), "0 query heads are not a multiple of 2"),
+        (
+            lambda c: (setattr(c, "q", torch.zeros(3, 4, 1 << 15)), setattr(c, "k", torch.zeros(len(c.k), 2, 1 << 15))),
+            "heads of 32768 dimensions are too large",
+        ),
     ],
 )
 def test_wrong_tensors_are_named(change, message: str) -> None:
@@ -260,6 +265,14 @@ def test_an_index_that_is_wrong_is_an_error_or_harmless(what: str) -> None:
         except ValueError:
             refused += 1
     assert refused > 100
+
+
+def test_a_work_item_of_more_rows_than_offsets_reach_is_refused() -> None:
+    case = Case(Batch([50] * 3, [Node(0, 40, [0, 1, 2])]), 4, 2, 64, 64, torch.float32)
+    many = [0] * ((1 << 13) + 1)
+    plan = Plan([WorkItem(0, 10, many, many, Tile(16, 32))], [0, 1], [1] * 3, 1, 10, 0)
+    with pytest.raises(ValueError, match="too many rows"):
+        case.decode(torch.from_numpy(layout.flatten(plan)))
 
 
 @pytest.mark.parametrize("wrong", ["another request", "a longer query", "a bound that moves"])

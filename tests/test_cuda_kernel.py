@@ -567,6 +567,11 @@ def test_loading_copies_what_is_in_use(side_stream: bool) -> None:
         ),
         (lambda case: setattr(case, "q", case.q[:, :3]), "3 query heads are not a multiple of 2"),
         (lambda case: setattr(case, "v", case.v[:, :, 1:]), "v must have heads of 128"),
+        (lambda case: setattr(case, "v", case.v[:-1]), "k and v must have the same slots and heads"),
+        (
+            lambda case: setattr(case, "k", case.k.as_strided((1, 2, 128), (2**33, 128, 1))),
+            "k's slots and heads must be less",
+        ),
         (
             lambda case: setattr(case, "sinks", case.q[0, 0, :4]),
             "4 sinks for 4 query heads, and a kernel without sinks",

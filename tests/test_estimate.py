@@ -15,6 +15,7 @@ from test_top import JUNK, sentence
 from sglang_pat import cli
 from sglang_pat.estimate import EstimateError, costs, estimate, models, read, read_model
 from sglang_pat.estimate.costs import GPUS, GPUS_8BIT
+from sglang_pat.estimate.job import computed_before
 from sglang_pat.estimate.prompts import BLOCK, CHARS_PER_TOKEN, TRACE_BLOCK, Prompt, batch_of
 from sglang_pat.packing import Batch, Node
 
@@ -181,13 +182,13 @@ GOOD = {"prompt": "hello", "max_tokens": 5}
         ({"hash_ids": [1], "input_length": -600}, "Expected `int` >= 0 - at `$.input_length`"),
         ({"hash_ids": [1], "input_length": 10**18}, "at `$.input_length`"),
         ({"hash_ids": [1], "input_length": 600, "output_length": "7"}, "at `$.output_length`"),
-        ("[1, 2]", "no whole JSON object"),
-        ('"text"', "no whole JSON object"),
-        ("null", "no whole JSON object"),
-        ("7", "no whole JSON object"),
-        ("plain text", "no whole JSON object"),
-        ('{"prompt": "cut o', "no whole JSON object"),
-        ('{"seed": ' + "1" * 5000 + "}", "no whole JSON object"),
+        ("[1, 2]", "not a whole JSON object"),
+        ('"text"', "not a whole JSON object"),
+        ("null", "not a whole JSON object"),
+        ("7", "not a whole JSON object"),
+        ("plain text", "not a whole JSON object"),
+        ('{"prompt": "cut o', "not a whole JSON object"),
+        ('{"seed": ' + "1" * 5000 + "}", "not a whole JSON object"),
         ('{"a": ' + "[" * 10**5, "maximum recursion depth exceeded"),
         ('{"a": ' + "[" * 10**5 + "]" * 10**5 + "}", "maximum recursion depth exceeded"),
     ],
@@ -204,14 +205,14 @@ def test_a_bad_line_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path,
         (b"", "has no request: give an OpenAI batch, a request log, a trace, or prompts"),
         (b" \n\r\n\n", "has no request"),
         (b'{"event": "request.finished"}\n{"event": 7}\n', "has no request"),
-        (b"\x1f\x8b\x08\x00\x00\n", ", line 1: no UTF-8"),
-        (b"one\ntwo\n\xe9\n", ", line 3: no UTF-8"),
-        ("one\ntwo".encode("utf-16"), ", line 1: no UTF-8"),
-        (b"one\ntwo\x00\n", ", line 2: no text, but zero bytes"),
+        (b"\x1f\x8b\x08\x00\x00\n", ", line 1: not UTF-8"),
+        (b"one\ntwo\n\xe9\n", ", line 3: not UTF-8"),
+        ("one\ntwo".encode("utf-16"), ", line 1: not UTF-8"),
+        (b"one\ntwo\x00\n", ", line 2: not text, but zero bytes"),
         (b"x" * 2000, ", line 1: more than 0 MiB"),
-        (b'{\n  "prompt": 1\n}\n', ", line 1: no whole JSON object"),
-        (b'[\n  {"prompt": 1}\n]\n', ", line 1: no whole JSON object"),
-        (b'[{"prompt": "x"}]', ", line 1: no whole JSON object"),
+        (b'{\n  "prompt": 1\n}\n', ", line 1: not a whole JSON object"),
+        (b'[\n  {"prompt": 1}\n]\n', ", line 1: not a whole JSON object"),
+        (b'[{"prompt": "x"}]', ", line 1: not a whole JSON object"),
         (None, "cannot be read: Is a directory"),
     ],
 )
@@ -259,7 +260,7 @@ def changed(**changes: Any) -> dict:
         (changed(vocab_size={}), "at `$.vocab_size`)"),
         (changed(num_hidden_layers=True), "at `$.num_hidden_layers`)"),
         (changed(num_key_value_heads=5), ": 32 attention heads cannot share 5 KV heads evenly"),
-        (changed(head_dim=None, hidden_size=4097), ": a hidden size of 4097 is no multiple of 32 heads"),
+        (changed(head_dim=None, hidden_size=4097), ": a hidden size of 4097 is not a multiple of 32 heads"),
         (
             changed(head_dim=80),
             "there are no kernels for a head dimension of 80 on a GPU (64, 96, 128, 192, 256 for both K and V are, and 192 for K with 128 "
@@ -269,9 +270,9 @@ def changed(**changes: Any) -> dict:
             changed(v_head_dim=64),
             "there are no kernels for head dimensions of 128 (K) and 64 (V) on a GPU",
         ),
-        (changed(layer_types=["full_attention"] * 35), ": it says what 35 of its 36 layers are"),
-        (changed(hybrid_override_pattern="M*"), ": it says what 2 of its 36 layers are"),
-        (changed(hybrid_layer_pattern=[]), ": it says what 0 of its 36 layers are"),
+        (changed(layer_types=["full_attention"] * 35), ": it names 35 of its 36 layers"),
+        (changed(hybrid_override_pattern="M*"), ": it names 2 of its 36 layers"),
+        (changed(hybrid_layer_pattern=[]), ": it names 0 of its 36 layers"),
         (changed(attention_chunk_size=8192), ": layers of the kind 'chunked_attention' cannot be estimated"),
         (changed(layer_types=["jet"] * 36), ": layers of the kind 'jet' cannot be estimated"),
         (changed(layer_types=["linear_attention"] * 36), ": no layer has KV"),
@@ -288,10 +289,10 @@ def changed(**changes: Any) -> dict:
         ),
         *((changed(**{name: [1]}), f": models whose layers differ by {name} cannot") for name in models.UNREAD),
         (changed(kv_lora_rank=512), ": MLA models are not supported by --attention-backend pat"),
-        ("{", "(no JSON)"),
-        ("", "(no JSON)"),
-        ("[" * 10**5, "(no JSON)"),
-        (b"\xff\x00\xff", "(no JSON)"),
+        ("{", "(not JSON)"),
+        ("", "(not JSON)"),
+        ("[" * 10**5, "(not JSON)"),
+        (b"\xff\x00\xff", "(not JSON)"),
     ],
 )
 def test_a_config_that_no_model_has_is_one_sentence(
@@ -618,6 +619,13 @@ def test_a_trace_keeps_its_lengths(tmp_path: Path) -> None:
         (512, 1024, [0, 2]),
         (512, 1024, [1, 3]),
     ]
+
+
+def test_what_a_job_saves_is_what_was_computed_before(tmp_path: Path) -> None:
+    shared = list(range(100, 100 + 2 * BLOCK))
+    prompts = [shared + [i] * BLOCK for i in range(3)] + [[7] * BLOCK + shared]
+    path = write(tmp_path / "in", [{"body": {"prompt": prompt}} for prompt in prompts])
+    assert computed_before(read(path, 1)) == 4 * BLOCK
 
 
 def test_text_counts_four_characters_a_token(tmp_path: Path) -> None:

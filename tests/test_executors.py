@@ -9,7 +9,8 @@ from kernel_cases import TOLERANCE, Case, Extended
 
 from sglang_pat.backend.executors import WORKSPACE_BYTES, CudaExecutor, workspace_slots
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, PackConfig, make_plan
+from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, PackConfig
+from sglang_pat.packing.oracle import make_plan
 
 pytestmark = pytest.mark.once
 

@@ -124,6 +124,19 @@ def test_the_page_shows_as_many_plans_as_asked_for(tmp_path: Path, plans: int, s
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page), "the page works offline"
 
 
+def test_a_job_is_shown_before_it_runs(tmp_path: Path) -> None:
+    """In the order of its tree."""
+    lines = [{"body": {"prompt": [i % 3] * 64 + [i] * 64, "max_tokens": 8}} for i in range(300)]
+    (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page, config = tmp_path / "page.html", Path(__file__).parent.parent / "docs" / "examples" / "config.json"
+    assert cli.main(["explain", str(tmp_path / "in"), "--model", str(config), "--output", str(page)]) == 0
+    data = json.loads(re.search(r"^const data = (.*);$", page.read_text(), re.MULTILINE)[1])
+    assert [len(step["requests"]) for step in data["steps"]] == [256, 44] and data["job"]
+    names = [name for step in data["steps"] for name in step["requests"]]
+    assert sorted(names) == sorted(f"request {i}" for i in range(1, 301))
+    assert len([node for node in data["steps"][0]["nodes"] if node[:2] == [0, 63] or node[:2] == [0, 64]]) == 3
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_stays_usable_with_1024_requests_and_32_levels(tmp_path: Path, scheme: str) -> None:
@@ -172,7 +185,9 @@ def test_the_page_stays_usable_with_1024_requests_and_32_levels(tmp_path: Path, 
     [
         ([], "give either a trace or --url"),
         (["there.is.none"], "there.is.none cannot be read"),
-        (["--url", "http://127.0.0.1:9"], "is no server with --attention-backend pat that answers"),
+        (["--url", "http://127.0.0.1:9", "--model", "x"], "--model is for a file of requests"),
+        (["there.is.none", "--model", "x"], "there.is.none cannot be read"),
+        (["--url", "http://127.0.0.1:9"], "is not a running server with --attention-backend pat"),
     ],
 )
 def test_what_cannot_be_explained_is_one_sentence(capsys: pytest.CaptureFixture[str], arguments, message: str) -> None:

@@ -13,7 +13,7 @@ from trees import TILES, batches, configs
 
 from sglang_pat import jit
 from sglang_pat.packing import OPEN, Batch, CostModel, Node, PackConfig, TileTable, WorkItem, layout, tree
-from sglang_pat.packing.native import NativeScheduler, load
+from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, load
 
 pytestmark = pytest.mark.once
 
@@ -199,6 +199,25 @@ def test_numbers_that_cannot_be_are_refused(cached: list[int], added: list[int],
     with pytest.raises(ValueError, match=message):
         scheduler.extend(np.array([0, 1]), np.array(cached), np.array(added))
     assert scheduler.extend(np.array([0, 1]), np.array([1, 1]), np.array([1, 1])).shared == 0
+
+
+def test_more_tokens_than_prices_can_add_up_are_refused() -> None:
+    scheduler = NativeScheduler(CONFIG, 1000)
+    with pytest.raises(ValueError, match="tokens read must be 0 to"):
+        scheduler.extend(np.arange(1000), np.full(1000, 2**31 - 2), np.ones(1000, dtype=np.int64))
+
+
+def test_a_tree_of_more_levels_than_a_plan_can_hold_is_refused() -> None:
+    """On each of 6,000 levels one request ends: all others are in a pack of each level above."""
+    levels, length = 6_000, 50_000
+    scheduler = NativeScheduler(msgspec.structs.replace(CONFIG, cost=CostModel(2, 2, 64, 64, 2)), levels)
+    for level in range(levels):
+        scheduler.insert(level, level - 1, length, level.to_bytes(16, "little"))
+        scheduler.bind(level, level)
+    cached, added = np.arange(1, levels + 1) * length, np.ones(levels, dtype=np.int64)
+    with pytest.raises(PlanTooLargeError, match="too many queries"):
+        scheduler.extend(np.arange(levels), cached, added)
+    assert scheduler.extend(np.arange(9), cached[:9], added[:9]).shared > 0
 
 
 def test_an_extend_of_nothing_is_an_empty_plan() -> None:

@@ -98,7 +98,10 @@ def test_another_backend_that_ignores_scales_is_refused(phase: str, model: Path,
     flags = [f"--{phase}-attention-backend", "torch_native", *COMMON, *BFLOAT16]
     with ForkedServer(with_scales, "pat", tmp_path / "log", flags) as server:
         log = server.wait_failed()
-    assert "pat does not support torch_native, which ignores the scales of an FP8 KV cache, beside it: let pat" in log
+    assert (
+        "pat does not support torch_native, which ignores the scales of an FP8 KV cache, as a second backend: let pat"
+        in log
+    )
 
 
 def layer_of(k_scale: Any, v_scale: Any, on_host: bool = True) -> Any:

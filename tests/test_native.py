@@ -30,11 +30,11 @@ from sglang_pat.packing import (
     TileTable,
     WorkItem,
     layout,
-    make_plan,
     native,
     tree,
 )
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, _halves
+from sglang_pat.packing.oracle import make_plan
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
     ROOT,
@@ -457,6 +457,17 @@ def test_lengths_that_cannot_be_are_refused(lengths: list[int], message: str) ->
         take(scheduler, [50] * 4, -1)
 
 
+@pytest.mark.skipif(not os.environ.get(jit.SANITIZE), reason="only a sanitizer sees an overflow")
+def test_prices_of_a_batch_that_cannot_be_do_not_overflow() -> None:
+    """Requests are expected one at a time; `take` would refuse them together, but they are planned ahead."""
+    native = NativeScheduler(msgspec.structs.replace(CONFIG, cost=CostModel(8, 2, 2**18, 2**18, 4)), max_batch=2000)
+    for request in range(2000):
+        native.expect(request, 2**31 - 1)
+    native.prepare(0)
+    time.sleep(0.1)
+    take(native, [5] * 2000)  # waits for the thread
+
+
 def test_a_prepared_plan_is_taken_for_the_batch_that_it_was_made_for() -> None:
     scheduler, seq_lens = load(Batch([5000] * 4, [Node(0, 3000, [0, 1, 2, 3])]), CONFIG)
     first, good, ahead = take(scheduler, seq_lens)
@@ -612,6 +623,7 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
         {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 0, 0, -1, 0]},
         {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, -1, -1, 0]},
         {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 2**31, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 5, 0]},
         {"query_tiles": []},
         {"kv_tiles": []},
         {"kv_bounds": [1, 2, 3, 4]},

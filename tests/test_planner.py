@@ -189,7 +189,7 @@ def test_where_no_thread_can_be_started_plans_are_made_when_their_steps_come(mon
         assert layout.num_slots(decode.step().numpy()) > 0
     counters = decode.planner.counters()
     assert (counters.fallbacks, counters.plans, counters.plans_ahead) == (0, 2, 0)
-    assert len([record for record in caplog.records if "no longer ahead" in record.message]) == 1
+    assert len([record for record in caplog.records if "no longer plans ahead" in record.message]) == 1
 
 
 def test_a_plan_that_contradicts_the_slots_is_not_used(decode: Decode) -> None:

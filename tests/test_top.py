@@ -178,7 +178,7 @@ def test_an_address_may_be_written_in_several_ways(capsys: pytest.CaptureFixture
 
 
 NO_HTTP = "(what is there does not speak HTTP): give its address with --url"
-NO_SGLANG = "is no SGLang server that this sglang-pat knows: "
+NO_SGLANG = "is not an SGLang server that this sglang-pat knows: "
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -322,7 +322,7 @@ def test_the_key_is_sent_and_never_shown(
         monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
         assert cli.main(["top", "--once", *url]) == 0
         capsys.readouterr()
-        assert "which is no file on this machine" in sentence(capsys, "explain", *url)
+        assert "which is not a file on this machine" in sentence(capsys, "explain", *url)
         found = sentence(capsys, "top", *url, "--api-key", "wrong")
         assert "give its key" in found and "wrong" not in found, "the option counts"
 
@@ -352,8 +352,8 @@ def test_the_key_of_the_environment_is_not_in_the_help(
 def test_explain_says_why_there_is_no_recording(capsys: pytest.CaptureFixture[str]) -> None:
     for trace, message in [
         ("", "does not record: start it with SGLANG_PAT_TRACE=<file>"),
-        ("/no/such/trace", "records /no/such/trace, which is no file on this machine"),
-        ("/dev/zero", "records /dev/zero, which is no file on this machine"),
+        ("/no/such/trace", "records /no/such/trace, which is not a file on this machine"),
+        ("/dev/zero", "records /dev/zero, which is not a file on this machine"),
     ]:
         with port(http(info(trace=trace))) as server:
             assert message in sentence(capsys, "explain", "--url", server.url)

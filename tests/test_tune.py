@@ -91,7 +91,9 @@ def test_all_workers_of_a_synthetic_plan_have_the_same_to_do(items: dict[int, in
 
 def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "table.json").write_text("{}")
-    with pytest.raises(devices.TablesError, match=r"is no table of tiles, make one with `python -m sglang_pat.tune`"):
+    with pytest.raises(
+        devices.TablesError, match=r"is not a table of tiles, make one with `python -m sglang_pat.tune`"
+    ):
         devices.load(tmp_path / "table.json")
     good = json.loads(next(devices.TABLES.glob("*.json")).read_text())
     for wrong in (
@@ -102,7 +104,7 @@ def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: py
         {"prices": [{"m": 8, "item_ns": 1e300, "token_ns": 1}]},
     ):
         (tmp_path / "table.json").write_text(json.dumps(good | wrong))
-        with pytest.raises(devices.TablesError, match="is no table of tiles"):
+        with pytest.raises(devices.TablesError, match="is not a table of tiles"):
             devices.load(tmp_path / "table.json")
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):

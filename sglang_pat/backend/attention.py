@@ -112,7 +112,7 @@ class PatAttnBackend(AttentionBackend):
         return self.prefill is not None
 
     def _introduce(self, on_gpu: bool) -> None:
-        """Into the log, what was made."""
+        """Log what was made."""
         for group in self.groups.steps:
             logger.info(
                 "sglang-pat: %s, %d layers of %s, %s", self.config, group.layers, group.spec, group.executor.description
@@ -132,6 +132,7 @@ class PatAttnBackend(AttentionBackend):
             "extends": extend.count if extend else 0,
             "extends_shared": extend.shared if extend else 0,
             "deferred": hooks.deferred(),
+            "defers": hooks.defers(),
             "nodes": self.observer.nodes,
             "faults": self.observer.faults,
             "bound": len(self.observer.scheduler),
@@ -139,7 +140,7 @@ class PatAttnBackend(AttentionBackend):
         }
 
     def publish(self, labels: dict[str, str] | None) -> None:
-        """Log and export what was counted since the last time."""
+        """Log and export the counters."""
         self._metrics.publish(self.counters(), labels)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -160,7 +161,7 @@ class PatAttnBackend(AttentionBackend):
                 self.inner.init_forward_metadata_out_graph(forward_batch, in_capture)
                 self._expect(forward_batch)
             return
-        # A captured graph reads these where they are now, in every replay.
+        # A captured graph reads these tensors at their present addresses, in every replay.
         self.rows, self.seq_lens = forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long()
         self._cached = self.seq_lens
         groups, more = (self.groups.steps, self._draft_tokens) if verifies else (self.groups.single, 0)
@@ -194,11 +195,11 @@ class PatAttnBackend(AttentionBackend):
         return bool(self._draft_tokens) and forward_batch.forward_mode.is_target_verify()
 
     def _mask(self, forward_batch: ForwardBatch, requests: int) -> None:
-        """What the tokens of so many drafts see, in front of a step that verifies them."""
+        """Set the masks of so many drafts, before the step that verifies them."""
         tokens = self._draft_tokens
         found = compat.batch.tokens_of_drafts(forward_batch)
         if found != tokens:
-            raise support.UnsupportedError(f"a draft has {found} tokens, and pat was made for {tokens}")
+            raise support.UnsupportedError(f"a draft has {found} tokens, but at start it was {tokens}")
         if verify.branches(forward_batch):
             self._masks[:requests] = verify.masks(forward_batch, tokens, requests)
 
@@ -210,7 +211,7 @@ class PatAttnBackend(AttentionBackend):
             return
         assert self.rows is not None and self.seq_lens is not None
         if verifies:
-            # SGLang's are without the drafts. A graph is warmed up before it is captured: this is called several times.
+            # SGLang's lengths do not include the drafts. Warm-up calls this several times, so do not add to `seq_lens` itself.
             assert self._cached is not None
             self.seq_lens = self._cached + self._draft_tokens
         if self._tables:
@@ -220,7 +221,7 @@ class PatAttnBackend(AttentionBackend):
                 table.fill(self.rows, self.seq_lens, mapping)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Everything else that graphs read was allocated with the executor."""
+        """Size what graphs read and is not allocated yet; the executors have allocated the rest."""
         for table in self._tables.values():
             table.reserve(max_bs)
         if self._draft_tokens and max_bs > len(self._masks):
@@ -255,27 +256,15 @@ class PatAttnBackend(AttentionBackend):
         self, group: LayerGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention,
         forward_batch: ForwardBatch, save_kv_cache: bool, sinks: torch.Tensor | None, masks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """One layer's attention in the step that was planned, [tokens, heads * v_head_dim]."""
+        """Run the step's plan in a layer: [tokens, heads * v_head_dim]."""
+        assert self.rows is not None and self.seq_lens is not None
+        pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
             slots = forward_batch.out_cache_loc
             if self._low_bit is not None:
-                assert self.rows is not None and self.seq_lens is not None
                 self._low_bit.store(layer.layer_id, k, v, self.rows, self.seq_lens, slots)
             else:
-                compat.pool.save_kv(self.token_to_kv_pool, layer, slots, k, v, self._window_slots)
-        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        return self._run(group, q, layer, sinks, masks).reshape(len(q), layer.tp_q_head_num * layer.v_head_dim)
-
-    def _run(
-        self,
-        group: LayerGroup,
-        q: torch.Tensor,
-        layer: RadixAttention,
-        sinks: torch.Tensor | None,
-        masks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """A layer's attention of the step that was planned, Q [tokens, heads, head_dim]."""
-        assert self.rows is not None and self.seq_lens is not None
+                compat.pool.save_kv(pool, layer, slots, k, v, self._window_slots)
         k_scale, v_scale = compat.pool.kv_scales(layer) if compat.pool.is_fp8(self.kv_cache_dtype) else (1.0, 1.0)
         table = self._tables.get(group.spec.planned_window)
         own = (self.req_to_token_pool.req_to_token, self.rows, self.seq_lens)
@@ -284,9 +273,9 @@ class PatAttnBackend(AttentionBackend):
         if self._low_bit is not None:
             k, v, pages = self._low_bit.decoding(layer.layer_id, rows, seq_lens)
         else:
-            k = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-            v = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        return group.executor.decode(
+            k, v = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = group.executor.decode(
             q,
             k,
             v,
@@ -300,6 +289,7 @@ class PatAttnBackend(AttentionBackend):
             masks=masks,
             pages=pages,
         )
+        return out.reshape(len(q), layer.tp_q_head_num * layer.v_head_dim)
 
     def forward_extend(
         self,
@@ -316,7 +306,7 @@ class PatAttnBackend(AttentionBackend):
         assert self.prefill is not None
         return self.prefill.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
-    # Prefill in graphs is the inner backend's business.
+    # Prefill in graphs runs on the inner backend.
 
     def prepare_full_cuda_graph_chunked_prefix(self, forward_batch: ForwardBatch, *, in_capture: bool) -> None:
         assert self.inner is not None
@@ -335,7 +325,7 @@ class PatAttnBackend(AttentionBackend):
         self._expect(forward_batch)
 
     def shared_read_ends(self, mode: Any) -> Any:
-        """0.5.23 asks when the scheduler may write `req_to_token` again: only after the kernels have read it."""
+        """0.5.23 asks when the scheduler may write `req_to_token` again: after the kernels have read it."""
         from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
         return SharedReadEnds.POST_REPLAY
@@ -344,23 +334,23 @@ class PatAttnBackend(AttentionBackend):
         return self.inner is None or self.inner.support_triton()
 
     def _requests_of(self, forward_batch: ForwardBatch, size: int) -> torch.Tensor:
-        """The requests of a batch of `size` rows, without what it was padded with; the same object while it is the same batch."""
+        """The numbers of a batch's requests, without padding; returns the same object as long as the batch is the same."""
         rows = hooks.rows_of(forward_batch)
         if rows is None:
-            # Of SGLang's own dry runs nothing is known.
+            # SGLang's dry runs have no known requests.
             return torch.full((size - compat.batch.padding(forward_batch),), -1)
         if rows is not self._rows_of_batch:
             self._rows_of_batch, self._requests = rows, compat.requests.numbers(self.req_to_token_pool, rows)
         return self._requests
 
     def _expect(self, forward_batch: ForwardBatch) -> None:
-        """The requests whose prompts this batch completes decode next."""
+        """Tell the observer that the requests whose prompts this batch completes decode next."""
         rows, lengths = hooks.rows_of(forward_batch), forward_batch.seq_lens_cpu
         if rows is not None and lengths is not None:
             completed = forward_batch.rids.completed()
             rids = [forward_batch.rids[i] for i in completed if i < len(forward_batch.rids)]
             requests = compat.requests.numbers(self.req_to_token_pool, rows[completed]).tolist()
-            # Of a request that verifies, the first step has its whole draft.
+            # The first step of a request that verifies includes its whole draft.
             more = max(0, self._draft_tokens - 1)
             told = (lengths[: len(rows)][completed] + more).tolist()
             hooks.tell(self.observer, lambda observer: observer.on_prefill(requests, told, rids))

@@ -1,4 +1,4 @@
-"""`SGLANG_PAT_VERIFY`: whether a plan and what the rows of `req_to_token` say agree."""
+"""`SGLANG_PAT_VERIFY`: checks a plan against the slots in `req_to_token`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def check_plan(
     seq_lens: Callable[[], torch.Tensor],
     window: int,
 ) -> None:
-    """Raise AssertionError unless each query reads what it sees once, and those of a work item the same slots.
+    """Raise AssertionError unless each query reads exactly what it sees, once, and the queries of a work item have the same slots.
 
     Args:
         req_to_token: [requests, context], int32: the slot of each position of each request.
-        items: The plan's.
+        items: The plan's work items.
         rows: [batch], int64: each query's row of `req_to_token`.
-        seq_lens: Gives [batch], int64: tokens up to each query's own.
-        window: How many of these a query sees; 0 for all.
+        seq_lens: Returns [batch], int64: tokens up to each query's own.
+        window: How many of the last of these a query sees; 0 for all.
     """
     lengths = seq_lens().tolist()
     read = [0] * len(lengths)

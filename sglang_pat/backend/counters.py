@@ -1,4 +1,4 @@
-"""What packing did, counted since the server started."""
+"""Counters of what packing did since the server started."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sglang_pat.packing.native import Totals
 
 
 class Counters(Totals):
-    """Counts of one scheduler process, beside those of the steps.
+    """Counters of one scheduler process: those of `Totals`, and these.
 
     Attributes:
         plans: Plans made; the other steps reused one.
         plans_ahead: How many of them were ready before their step.
         fallbacks: Steps that ran one query per work item because planning failed.
-        planning_us: Microseconds that the engine's thread spent on getting plans.
+        planning_us: Microseconds that the engine's thread spent on plans.
     """
 
     plans: int = 0
@@ -25,7 +25,7 @@ class Counters(Totals):
     planning_us: int = 0
 
     def report(self, layer_token_bytes: int) -> dict[str, Any]:
-        """For `/server_info`: the counts, and bytes where one KV token takes `layer_token_bytes`."""
+        """For `/server_info`: the counters, and bytes of KV, of which one token takes `layer_token_bytes`."""
         return {
             **msgspec.structs.asdict(self),
             "query_sizes": {str(size): count for size, count in sorted(self.query_sizes.items())},

@@ -1,4 +1,4 @@
-"""Draft models on a CPU: what stock backends for CPUs do not do, or do request by request over its whole length. Nothing is shared."""
+"""Attention of draft models on a CPU, for which the stock backends lack some steps and are slow in others. Drafts share nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class DraftExtend(TorchNativeAttnBackend):
-    """Prompts, and what was accepted: the CPU executor runs a draft's extends."""
+    """Runs a draft model's extends (prompts, accepted tokens) on the CPU executor."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
@@ -46,7 +46,7 @@ class DraftExtend(TorchNativeAttnBackend):
 
 
 class DraftStep(TorchNativeAttnBackend):
-    """One step: `torch_native`'s decode over a table with a row for each branch."""
+    """One draft step: `torch_native`'s decode, over a table with a row for each branch."""
 
     seq_lens: torch.Tensor
 
@@ -61,26 +61,26 @@ class DraftStep(TorchNativeAttnBackend):
 
 
 class DraftSteps:
-    """What SGLang's draft workers take for an attention backend: one for each step.
+    """The attention backend of SGLang's draft workers: one backend per draft step.
 
     Attributes:
-        attn_backends: Of the steps; the last token of a draft is not computed with.
+        attn_backends: One for each step but the last, whose token is not fed back.
     """
 
     def __init__(self, runner: ModelRunner, topk: int, steps: int) -> None:
         """
         Args:
-            runner: The draft model's.
-            topk: Branches of a request.
-            steps: Tokens of a branch.
+            runner: The draft model's runner.
+            topk: Branches per request.
+            steps: Tokens per branch.
         """
         self._topk, self._steps = topk, steps
         self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self.attn_backends = [DraftStep(runner) for _ in range(steps - 1)]
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Behind a request's tokens its row has the slots of the first branch, then those of the next (SGLang:
-        kernels/ops/speculative/cache_locs.py, `assign_draft_cache_locs_contiguous`)."""
+        """Make the table. SGLang puts the slots of the first branch after the request's tokens in its row, then those of the next branch
+        (kernels/ops/speculative/cache_locs.py, `assign_draft_cache_locs_contiguous`)."""
         lengths = forward_batch.seq_lens.long()
         table = torch.zeros(len(lengths) * self._topk, int(lengths.max()) + self._steps, dtype=torch.int32)
         for request, length in enumerate(lengths.tolist()):

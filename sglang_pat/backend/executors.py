@@ -1,4 +1,4 @@
-"""What runs a plan: the kernels of a device, with the memory that they need."""
+"""Executors: run plans on a device, and own the memory for that."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 WORKSPACE_BYTES = 192 << 20
-"""At most this much GPU memory holds the parts of queries that have several; a plan with more of them is not packed."""
+"""The most GPU memory for parts. A batch whose plan needs more is not packed."""
 
 PARTS_OF_A_REQUEST = 8
-"""Parts that the workspace holds for each request, where the limit above allows: more levels of a tree than systems have
-that nest tools, documents and turns in a prompt."""
+"""How many parts the workspace holds per request, within the limit above: more than the levels of prefixes in systems that nest tools,
+documents and turns in a prompt."""
 
 
 class Executor(Protocol):
     """Runs plans.
 
     Attributes:
-        pack_config: What plans for it are made with.
-        max_slots: Parts that its workspace holds.
-        buffers: Two host arrays for plans, int32.
+        pack_config: The config to make its plans with.
+        max_slots: How many parts its workspace holds.
+        buffers: Two int32 host arrays for plans.
         description: For the log.
     """
 
@@ -41,21 +41,21 @@ class Executor(Protocol):
     description: str
 
     def before_plan(self) -> None:
-        """Called before a plan is asked for: from then on the buffer of the plan before may be written."""
+        """Call this before asking for a plan: afterwards the previous plan's buffer may be overwritten."""
 
     def load(self, plan: torch.Tensor | None) -> None:
-        """The plan to run from now on, one of `buffers`; None for one that decodes nothing."""
+        """Run this plan, one of `buffers`, from now on; None to decode nothing."""
 
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
         masks: torch.Tensor | None = None, pages: Pages | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention of Q [tokens, heads, head_dim]: [tokens, heads, v_head_dim], zero behind the plan's batch.
+        """Attention of Q [tokens, heads, head_dim]: [tokens, heads, v_head_dim], zero after the plan's batch.
 
-        A query is a token. With `masks`, [queries, draft] (`kernels.cpu.attention`), it is a draft, and its tokens lie one behind the
-        other. There may be more queries than the plan has. `scale` is the factor on q k^T, `v_scale` that on the result: what K
-        and V are kept divided by is in them. `sinks`, [heads], are logits without values. `pages` as for `kernels.cpu.attention`.
+        A query is a token or, with `masks` [queries, draft] (`kernels.cpu.attention`), the consecutive tokens of a draft. There may be more
+        queries than the plan has. `scale` is the factor on q k^T and `v_scale` the factor on the result, both including the scales of the
+        cache. `sinks`, [heads], are logits without values. `pages` as for `kernels.cpu.attention`.
         """
 
     def extend(
@@ -63,18 +63,18 @@ class Executor(Protocol):
         seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
         sinks: torch.Tensor | None = None, pages: Pages | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The same for new tokens, whose plan is one of `NativeScheduler.extend`, where Q is: [tokens, heads, v_head_dim].
+        """The same for the new tokens of an extend, with a plan of `NativeScheduler.extend` on Q's device.
 
-        Each token is a query: `rows` and `seq_lens`, [tokens], are its request's row and what it sees, itself included.
+        Each token is a query: `rows` and `seq_lens`, [tokens], are its request's row and how many tokens it sees, itself included.
         """
 
 
 def workspace_slots(pack_config: PackConfig, max_batch: int) -> int:
-    """Parts that a GPU's workspace holds: those of deep trees, and those that the ends of bins add.
+    """How many parts a GPU's workspace holds: those of deep trees, and those from cuts at the ends of bins.
 
-    One query per work item always fits, whatever the batch: only the ends of bins cut, and each cuts one query.
+    A plan of one query per work item always fits: only the ends of bins cut, and each cuts one query.
     """
-    slot_bytes = pack_config.cost.part_bytes // 2  # which counts writing and reading it
+    slot_bytes = pack_config.cost.part_bytes // 2  # part_bytes counts writing and reading
     wanted = PARTS_OF_A_REQUEST * max_batch + 2 * pack_config.max_bins * pack_config.max_queries
     return min(WORKSPACE_BYTES // slot_bytes, wanted)
 
@@ -84,7 +84,7 @@ def _capacity(pack_config: PackConfig, runner: ModelRunner) -> int:
 
 
 class CpuExecutor:
-    """On this process's threads."""
+    """Runs plans on this process's threads."""
 
     max_slots = 2**31 - 1
 
@@ -137,7 +137,7 @@ class CpuExecutor:
 
 
 class CudaExecutor:
-    """On a GPU. Everything that a captured graph reads stays where it is; a new plan is one copy in front of a step."""
+    """Runs plans on a GPU. Whatever a captured graph reads stays at its address; a new plan is one copy before a step."""
 
     def __init__(self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec, extends: bool = False) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -146,7 +146,7 @@ class CudaExecutor:
             cuda.arch_of(device), spec.head_dim, torch.cuda.get_device_name(device), table, spec.kv.bytes
         )
         if extends:
-            # Both at the same time.
+            # Compile both modules in parallel.
             arch = cuda.arch_of(device)
             cuda.build(
                 [cuda.Variant.of(spec, arch, tiles.query_tiles, runner.dtype, limits) for limits in (False, True)]
@@ -161,26 +161,26 @@ class CudaExecutor:
         self._shape = (self.max_slots, spec.query_heads, spec.v_head_dim)
         self._partial = self._lse = torch.empty(0, device=device)
         self._copied = torch.cuda.Event()
-        self._copied.record()  # which makes its handle
+        self._copied.record()  # creates its handle
         self._copying = False
         held = (self._plan.nbytes + self.workspace_bytes) / 2**20
         self.description = f"{self._decoder.workers} workers, {held:.0f} MiB of GPU memory"
 
     @property
     def workspace_bytes(self) -> int:
-        """Of parts in float16 and their LSE in float32."""
+        """Bytes for parts in float16 and their LSE in float32."""
         slots, heads, dim = self._shape
         return slots * heads * (2 * dim + 4)
 
     def attach(self, workspace: torch.Tensor) -> None:
-        """Keep parts in these `workspace_bytes` or more, uint8. Layers run one after the other, so that all may share them."""
+        """Use this uint8 tensor of at least `workspace_bytes` for parts. Layers run one after the other, so all executors may share one."""
         slots, heads, dim = self._shape
         size = slots * heads * dim * 2
         self._partial = workspace[:size].view(torch.float16).view(self._shape)
         self._lse = workspace[size : self.workspace_bytes].view(torch.float32).view(slots, heads)
 
     def before_plan(self) -> None:
-        # Only while a new plan's copy waits behind the step before.
+        # The copy of a plan may still be waiting for the previous step.
         if self._copying:
             self._copied.synchronize()
             self._copying = False
@@ -199,7 +199,7 @@ class CudaExecutor:
     ) -> torch.Tensor:  # fmt: skip
         assert pages is None  # which is refused (features.py)
         out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
-        # Early: in front of every layer's attention are the kernels that make its Q; the plan and the lengths were there before.
+        # Early is safe: the kernels before a layer's attention make its Q; plan and lengths were written earlier.
         self._decoder.decode(
             q, k, v, out, req_to_token, rows, seq_lens, self._plan, self._partial, self._lse, scale=scale,
             logit_cap=logit_cap, v_scale=v_scale, sinks=None if sinks is None else sinks.bfloat16(), masks=masks, early=True,
@@ -224,7 +224,7 @@ class CudaExecutor:
 def create(
     runner: ModelRunner, config: PatConfig, specs: Iterable[AttentionSpec], extends: bool = False
 ) -> list[Executor]:
-    """The executors of the runner's device for layers of these specs; whether they run extends too."""
+    """An executor for each spec, on the runner's device. `extends`: whether they run extends too."""
     if runner.device != "cuda":
         return [CpuExecutor(runner, config, spec) for spec in specs]
     made = [CudaExecutor(runner, config, spec, extends) for spec in specs]

@@ -1,4 +1,4 @@
-"""Extends by plan: new tokens of several requests, which share what they have in the prefix cache."""
+"""Extends by plan: the new tokens of several requests read shared cached KV together."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class PackedExtend:
-    """Runs extends of decoder layers by plan, one for each group of layers.
+    """Runs extends of decoder layers by plan: one plan for each group of layers.
 
-    On a CPU that is every one of them. On a GPU it is those of the requests at the end of a batch whose new tokens are few, where a stock
-    backend that reads each request's KV would at best take longer than the plan, by its prices. So an extend that shares nothing is a
-    stock backend's there.
+    On a CPU it runs all extends. On a GPU it runs the requests at the end of a batch with few new tokens, and only if the plan costs less than
+    the least that a stock backend could take: reading each request's KV once. So on a GPU extends that share nothing go to a stock backend.
 
     Attributes:
-        count: Extends run.
-        shared: How many of them read a prefix once for several requests, in any layer.
+        count: How many extends it ran.
+        shared: How many of these read some prefix once for several requests.
     """
 
     def __init__(self, runner: ModelRunner, groups: Sequence[LayerGroup]) -> None:
@@ -47,7 +46,7 @@ class PackedExtend:
         self._pool = runner.token_to_kv_pool
         self._everything = runner.device == "cpu"
         self._plans: Mapping[LayerGroup, torch.Tensor] = {}
-        # Of each new token: its request's row of the table, and what it sees. The same by the slots of a pool for windows.
+        # For each new token: its request's row, and how many tokens it sees. The window ones are for the pool for windows.
         self._rows = self._seq_lens = self._window_rows = self._window_table = torch.empty(0)
         self._window_slots: torch.Tensor | None = None
         self._low_bit = self._pool if isinstance(self._pool, LowBitKVPool) else None
@@ -59,10 +58,10 @@ class PackedExtend:
 
         Args:
             forward_batch: SGLang's.
-            check: Called with a plan's items, each query's row, what gives their lengths, and the window; raises where these contradict.
+            check: Called with a plan's items, each query's row, a function that returns their lengths, and the window (`check_plan`).
 
         Returns:
-            What is planned, as the second part; None where that is nothing.
+            The batch in two parts, of which the second is planned; None if nothing is.
         """
         parts = self._whole(forward_batch) if self._everything else self._short(forward_batch)
         if parts is None:
@@ -83,7 +82,7 @@ class PackedExtend:
         if self._low_bit is not None:
             self._behind = Behind.of(rows.tolist(), cached, added, len(self._req_to_token))
         if compat.pool.has_window_pool(self._pool):
-            # What a window has left behind is called 0 there, and not read.
+            # KV that its window has left behind maps to 0 there, and is not read.
             mapping = compat.pool.window_mapping(self._pool)
             self._window_slots = mapping[batch.out_cache_loc]
             longest = max(map(sum, zip(cached, added, strict=True)), default=0)
@@ -96,7 +95,7 @@ class PackedExtend:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, group: LayerGroup,
         forward_batch: ForwardBatch, save_kv_cache: bool, sinks: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """One layer's attention, [tokens, heads * v_head_dim]; rows with which the batch was padded are zero."""
+        """One layer's attention, [tokens, heads * v_head_dim]; padding is zero."""
         pool, apart = self._pool, compat.pool.in_window_pool(self._pool, layer)
         slots, pages = forward_batch.out_cache_loc, None
         if self._low_bit is not None:
@@ -134,7 +133,7 @@ class PackedExtend:
 
     def _whole(self, forward_batch: ForwardBatch) -> Parts:
         _, added = self._tokens(forward_batch)
-        # The layers' batch stays as it is, whatever `Parts` does with this one.
+        # A copy, because `Parts` changes its batches.
         return Parts(0, sum(added), None, copy.copy(forward_batch))
 
     def _short(self, forward_batch: ForwardBatch) -> Parts | None:
@@ -142,7 +141,7 @@ class PackedExtend:
         added = None if rows is None else compat.batch.new_tokens(forward_batch, len(rows))
         if added is None:
             return None
-        # More do not share: they fill a tile by themselves (csrc/packing/extend.h).
+        # Requests with more new tokens fill a tile by themselves and do not share (csrc/packing/extend.h).
         first = trailing(added, max(group.executor.pack_config.max_queries for group in self._groups) - 1)
         return divide(forward_batch, added, first) if first < len(added) - 1 else None
 
@@ -155,7 +154,7 @@ class PackedExtend:
     def _tokens(self, forward_batch: ForwardBatch) -> tuple[list[int], list[int]]:
         """Cached and new tokens of each request."""
         if self._everything:
-            # A draft's extend may know them by tensors only, which are on this device.
+            # The extend of a draft may have tensors only; these are on the CPU.
             cached, added = forward_batch.extend_prefix_lens.tolist(), forward_batch.extend_seq_lens.tolist()
         else:
             cached, added = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
@@ -163,7 +162,7 @@ class PackedExtend:
         return list(cached[:size]), list(added[:size])
 
     def _named(self, forward_batch: ForwardBatch, size: int) -> torch.Tensor:
-        """The batch's requests, -1 for those of which nothing is known; int64 on the host."""
+        """The numbers of the batch's requests, -1 for unknown ones; int64 on the host."""
         named = torch.full((size,), -1)
         rows = hooks.rows_of(forward_batch)
         if rows is not None:
@@ -188,7 +187,7 @@ class PackedExtend:
 
 
 def _lengths(cached: list[int], added: list[int]) -> torch.Tensor:
-    """What each new token sees, itself included: [tokens] int64."""
+    """How many tokens each new token sees, itself included: [tokens] int64."""
     counts = torch.tensor(added, dtype=torch.int64)
     firsts = torch.tensor([0, *accumulate(added)][:-1], dtype=torch.int64)
     before = torch.tensor(cached, dtype=torch.int64) - firsts
@@ -196,5 +195,5 @@ def _lengths(cached: list[int], added: list[int]) -> torch.Tensor:
 
 
 def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device, without waiting for it."""
+    """Copy to the device, asynchronously."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

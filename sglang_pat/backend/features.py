@@ -98,7 +98,7 @@ def _prefills(arguments: Any, environment: Mapping[str, str]) -> bool:
 
 
 def _more(name: str, most: int) -> Asked:
-    """The argument `name` is more than that."""
+    """The argument `name` is more than `most`."""
     return lambda arguments, environment: (getattr(arguments, name, None) or 0) > most
 
 
@@ -307,6 +307,6 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _refused("temperature that grows with the context (Grok)", "", None, "use another --attention-backend"),
     ),
 }  # fmt: skip
-"""By the headings of docs/support.md."""
+"""Features by the headings of docs/support.md."""
 
 REFUSED = tuple(feature for group in FEATURES.values() for feature in group if feature.status == "refused")

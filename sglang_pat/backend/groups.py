@@ -143,8 +143,8 @@ class LayerGroups:
         group = self._find(layer, groups)
         if (sinks is not None) != group.spec.sinks:
             raise support.UnsupportedError(
-                f"layer {layer.layer_id} has {'' if group.spec.sinks else 'no '}attention sinks by its model's parameters, and is asked for "
-                "otherwise: use another --decode-attention-backend"
+                f"layer {layer.layer_id} has {'' if group.spec.sinks else 'no '}attention sinks by its parameters, but the model's code "
+                "disagrees: use another --decode-attention-backend"
             )
         return group
 
@@ -154,7 +154,9 @@ class LayerGroups:
             spec = self._reader.spec(layer, key[1])
             found = [group for group in groups if group.spec == spec]
             if not found:
-                raise support.UnsupportedError(f"layer {layer.layer_id} is none of those that pat was made for: {spec}")
+                raise support.UnsupportedError(
+                    f"layer {layer.layer_id} has attention that no layer had at start: {spec}"
+                )
             self._found[key] = found[0]
         return self._found[key]
 

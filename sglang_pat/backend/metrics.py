@@ -1,4 +1,4 @@
-"""What packing did since the last time, for SGLang's log and its `/metrics`."""
+"""Publishes the counters in SGLang's log and its `/metrics`."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 COUNTERS = {
-    "steps": "Decode steps, those beside an extend too.",
-    "mixed_steps": "Extends beside which requests were decoded (`--enable-mixed-chunk`), by a plan of theirs.",
+    "steps": "Decode steps, including those within mixed steps.",
+    "mixed_steps": "Steps that decoded requests by plan and prefilled others (`--enable-mixed-chunk`).",
     "plans": "Plans made; the other steps reused one.",
     "plans_ahead": "Plans that were ready before their step.",
     "fallbacks": "Steps that ran one query per work item because planning failed.",
-    "faults": "Times that the cache and its mirror disagreed.",
+    "faults": "How often the cache and its mirror disagreed.",
     "requests": "Requests decoded.",
-    "work_items": "Packs run, pieces of cut ones counted each.",
+    "work_items": "Work items run: packs, or pieces of packs that were cut.",
     "parts": "Partial results merged.",
     "kv_bytes": "KV bytes read by decode attention.",
     "kv_bytes_unpacked": "KV bytes that one query per CTA would have read.",
-    "extends": "Extends (prefill) that PAT ran: all on CPUs, on GPUs short ones that share.",
+    "extends": "Extends (prefill) that PAT ran: on CPUs all, on GPUs short ones that share a prefix.",
     "extends_shared": "Extends in which several requests read a prefix together.",
-    "deferred": "Times that a request waited a step for a prefix that another one was computing.",
-    "planning_us": "Microseconds of the engine's thread spent on plans.",
+    "deferred": "How often a request waited a step for a prefix that another one was computing.",
+    "planning_us": "Microseconds that the engine's thread spent on plans.",
 }
-"""Counts of `/server_info`'s `pat` that `/metrics` shows as `sglang_pat:<name>_total`."""
+"""Counters in `/server_info`'s `pat` that `/metrics` shows as `sglang_pat:<name>_total`."""
 
 GAUGES = {"bound": "Requests whose path in the prefix tree is followed."}
-"""The same, as `sglang_pat:<name>`."""
+"""Gauges that `/metrics` shows as `sglang_pat:<name>`."""
 
-PACKS = "Packs run with so many queries, rounded down to a power of two."
+PACKS = "Work items by their number of queries, rounded down to a power of two."
 
 
 def size_class(queries: int) -> int:
@@ -40,7 +40,7 @@ def size_class(queries: int) -> int:
 
 
 def packs_since(new: Mapping[str, int], old: Mapping[str, int]) -> dict[int, int]:
-    """Packs of each size class by which `query_sizes` grew; ascending, without those that did not."""
+    """How many work items of each size class were added to `query_sizes`, ascending; classes without new ones are left out."""
     classes: dict[int, int] = {}
     for size, count in new.items():
         more = count - old.get(size, 0)
@@ -50,18 +50,18 @@ def packs_since(new: Mapping[str, int], old: Mapping[str, int]) -> dict[int, int
 
 
 class Metrics:
-    """Publishes counts of one scheduler process, always those since the last call."""
+    """Publishes the counters of one scheduler process: at each call, what was added since the last one."""
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
         self._last_sizes: dict[str, int] = {}
 
     def publish(self, counts: Mapping[str, Any], labels: Mapping[str, str] | None) -> None:
-        """Log a line, and add to Prometheus's metrics where `labels` are given.
+        """Log a line, and export to Prometheus if there are `labels`.
 
         Args:
             counts: What `/server_info` shows.
-            labels: Of SGLang's own metrics.
+            labels: Those of SGLang's own metrics; None if metrics are off.
         """
         new = {name: counts[name] - self._last.get(name, 0) for name in COUNTERS}
         self._last = {name: counts[name] for name in COUNTERS}
@@ -83,7 +83,7 @@ class Metrics:
 
 @functools.cache
 def _exported(labels: tuple[str, ...]) -> dict[str, Any]:
-    """This process's metrics, by their names in `counts`."""
+    """This process's Prometheus metrics, by the names of the counters."""
     # Imported here: SGLang must have set PROMETHEUS_MULTIPROC_DIR before.
     from prometheus_client import Counter, Gauge
 
@@ -95,7 +95,7 @@ def _exported(labels: tuple[str, ...]) -> dict[str, Any]:
 
 
 def line(new: Mapping[str, int]) -> str:
-    """The counts of some steps, for people."""
+    """The log line for some steps."""
     read, unpacked = new["kv_bytes"], new["kv_bytes_unpacked"]
     text = (
         f"PAT: {new['steps']} steps, {new['plans']} plans ({new['plans_ahead']} ahead), "

@@ -1,4 +1,4 @@
-"""Extends whose requests do not all go one way: behind those that one backend computes are others that another one does better."""
+"""Divides an extend in two: its first requests run on one backend, the rest on another."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Forward = Callable[..., torch.Tensor]
 
 
 class Parts(msgspec.Struct, frozen=True):
-    """An extend's batch in two. SGLang puts the decoding requests of a mixed step last, and a prompt that comes in chunks first.
+    """An extend's batch in two parts. In a mixed step SGLang puts decoding requests last.
 
     Attributes:
-        tokens: New tokens in front of where it is divided.
-        end: All new tokens; a batch may be padded behind them.
-        first: The batch of the requests in front; None where there are none.
-        second: Of the others; there are some.
+        tokens: New tokens in the first part.
+        end: All new tokens; the batch may have padding after them.
+        first: The batch of the first part; None if it is empty.
+        second: The batch of the second part, which is never empty.
     """
 
     tokens: int
@@ -34,13 +34,13 @@ class Parts(msgspec.Struct, frozen=True):
         self, first: Forward, second: Forward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any,
         forward_batch: Any, *arguments: Any, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """One layer's attention, [tokens, heads * v_head_dim]: each part by its own backend; zero behind both.
+        """One layer's attention, [tokens, heads * v_head_dim]: each part on its own backend; padding is zero.
 
         Args:
-            first, second: The backends'.
-            q, k, v, layer, forward_batch: As they take them, of the whole batch. What a graph that runs between attention layers keeps
-                at other addresses is read from this batch, and its output is written where the graph reads it.
-            arguments, options: Handed on.
+            first, second: The backends' forward functions.
+            q, k, v, layer, forward_batch: Their arguments, for the whole batch. Between attention layers a CUDA graph may run with buffers of
+                its own; so the slots are read from this batch, and the output is written to its `_attn_output`.
+            arguments, options: Passed on.
         """
         if self.first is None and self.end == len(q):
             return second(q, k, v, layer, forward_batch, *arguments, **options)
@@ -81,7 +81,7 @@ def divide(forward_batch: Any, added: Sequence[int], first: int) -> Parts:
 
 
 def trailing(added: Sequence[int], most: int) -> int:
-    """The first of the requests at the end of a batch that have 1 to `most` new tokens each; as many as there are requests if none has."""
+    """The index of the first request from which on all have 1 to `most` new tokens; `len(added)` if the last one has not."""
     first = len(added)
     while first and 1 <= added[first - 1] <= most:
         first -= 1
@@ -89,8 +89,8 @@ def trailing(added: Sequence[int], most: int) -> int:
 
 
 def decoding(forward_batch: Any) -> Parts | None:
-    """Divide an extend's batch in front of those that have one new token: in a mixed step they decode, and else the rest of their prompt is
-    no more than that. None where there are none."""
+    """Divide an extend's batch before its last requests with one new token: they decode (in a mixed step), or have one token of prompt left.
+    None if there are no such requests."""
     rows = hooks.rows_of(forward_batch)
     added = None if rows is None else compat.batch.new_tokens(forward_batch, len(rows))
     if added is None:

@@ -142,7 +142,7 @@ class Planner:
         return True
 
     def _fall_back(self, seq_lens: Any) -> None:
-        """One query per work item, for this step only."""
+        """Hand out a plan of one query per work item, for this step only."""
         index = self._scheduler.fall_back(seq_lens, self._used)
         self._counts.fallbacks += 1
         self._hand_out(index, 0, seq_lens, fallback=True)

@@ -1,4 +1,4 @@
-"""Extends: what of a batch decodes, what is planned, and what is left to a stock backend."""
+"""Extends: decides which requests of a batch decode, which are planned, and which run on a stock backend."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Prefill:
     """Runs extends for a backend that decodes by plan.
 
     Attributes:
-        inner: SGLang's backend for what is left.
-        extend: Runs some extends by plan, or all of them; None where there is nothing that would.
-        mixed_steps: Extends beside which others decoded.
+        inner: SGLang's backend for the rest.
+        extend: Runs some or all extends by plan; None if there is nothing to run them.
+        mixed_steps: How many steps decoded some requests and extended others.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class Prefill:
             runner: SGLang's.
             inner, extend: As above.
             begin_decode, decode: `init_forward_metadata` and `forward_decode` of the backend that decodes.
-            group_of: Gives the layer group of a layer, asked with what its attention is asked for besides.
+            group_of: Returns a layer's group, given the layer and the options of its forward (`LayerGroups.of`).
         """
         self.inner, self.extend = inner, extend
         self.mixed_steps = 0
         self._begin_decode, self._decode, self._group_of = begin_decode, decode, group_of
-        # A stock backend's metadata are of what is left: a layer that it computes must want no more.
+        # The stock backend's metadata cover the rest of a batch only, so no layer may need it for the whole batch.
         self._divides = all(map(compat.model.decodes, compat.model.attention_layers(runner)))
-        self._decoding: Parts | None = None  # of a batch; and of the first part of that
-        self._planned: Parts | None = None
+        self._decoding: Parts | None = None  # the batch, divided before the requests that decode
+        self._planned: Parts | None = None  # the first part of that, divided before the requests that are planned
 
     def begin(self, forward_batch: ForwardBatch, check: Callable[..., None] | None) -> None:
-        """Before a batch's layers run; `check` as for `PackedExtend.begin`."""
+        """Divide and plan a batch, before its layers run; `check` as for `PackedExtend.begin`."""
         self.forget()
         left: Any = forward_batch
         extends = compat.batch.is_extend(forward_batch.forward_mode)
@@ -72,7 +72,7 @@ class Prefill:
             self.inner.init_forward_metadata(left)
 
     def forget(self) -> None:
-        """Leave the next batch whole to the stock backend, which was told of it otherwise."""
+        """Run the next batch whole on the stock backend, which has its metadata already."""
         self._decoding = self._planned = None
 
     def forward(

@@ -1,11 +1,11 @@
-"""What PAT cannot serve yet, refused at start-up in one sentence with the way out."""
+"""Checks at start: refuses what PAT cannot serve, in one sentence that says what to do instead."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ _OTHER = "serve it with another one, for example --attention-backend"
 
 
 class UnsupportedError(ValueError):
-    """A flag or a property of the model that `--attention-backend pat` does not serve."""
+    """`--attention-backend pat` does not support a flag, or a property of the model."""
 
 
 def check_arguments(server_args: Any, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UnsupportedError where `ServerArgs`, or a variable of the environment, asks for what PAT does not do (features.py)."""
+    """Raise UnsupportedError if `ServerArgs` or an environment variable asks for a refused feature (features.py)."""
     arguments = compat.arguments.resolved(server_args)
     for feature in features.REFUSED:
         if feature.asked is not None and feature.asked(arguments, environment):
@@ -37,19 +37,19 @@ def check_arguments(server_args: Any, environment: Mapping[str, str] = os.enviro
 
 
 def check_release(runner: Any) -> None:
-    """Raise UnsupportedError where this SGLang does not count how often it hands out a row; warn where nobody has tested it."""
+    """Raise UnsupportedError if this SGLang does not count how often it hands out a row; warn if it is untested."""
     if not hasattr(runner.req_to_token_pool, "req_generation"):
         raise UnsupportedError(
             f"sglang-pat cannot tell requests of SGLang {compat.release()} apart: use SGLang {' or '.join(compat.TESTED)}"
         )
     if compat.release() not in compat.TESTED:
         logger.warning(
-            "sglang-pat is tested with SGLang %s, and this is %s", " and ".join(compat.TESTED), compat.release()
+            "sglang-pat is tested with SGLang %s, but this is %s", " and ".join(compat.TESTED), compat.release()
         )
 
 
 def check_device(runner: Any) -> None:
-    """Raise UnsupportedError where there are no kernels for the runner's device."""
+    """Raise UnsupportedError if there are no kernels for the runner's device."""
     if runner.device not in ("cpu", "cuda"):
         raise UnsupportedError(f"sglang-pat has no kernels for {runner.device}: use another --attention-backend")
     if runner.device == "cuda":
@@ -62,7 +62,7 @@ def check_device(runner: Any) -> None:
 
 
 def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
-    """Raise UnsupportedError where the loaded model needs attention that PAT does not compute.
+    """Raise UnsupportedError if the loaded model needs attention that PAT does not compute.
 
     Args:
         runner: SGLang's `ModelRunner`, its model loaded.
@@ -71,8 +71,6 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
     Returns:
         `layers.count` of the model.
     """
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
     config, pool = runner.model_config, runner.token_to_kv_pool
     if compat.pool.kv_layout(pool) != "nhd":
         raise UnsupportedError(
@@ -87,7 +85,7 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
     if compat.model.is_hybrid(runner):
         check_hybrid(runner, name)
     if config.is_multimodal and hasattr(runner.model, "prepare_attn_masks"):
-        # SGLang hands such masks to its Triton backend only, and else leaves them out.
+        # SGLang passes such masks to its Triton backend only, and drops them for others.
         raise UnsupportedError(
             f"--attention-backend pat does not support attention in both directions within an image, which {name} uses: serve "
             "it with --attention-backend triton"
@@ -108,26 +106,34 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
             f"GPU: serve {name} with --dtype bfloat16 or float16, and leave out --kv-cache-dtype"
         )
     specs = layers.count(runner)
+    _check_layers(runner, specs, f"which {name} uses: {instead}")
+    return specs
+
+
+def _check_layers(runner: Any, specs: Iterable[AttentionSpec], ending: str) -> None:
+    """Raise UnsupportedError if a layer, its KV pool, or a second backend beside PAT does not fit; `ending` ends the sentence."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = runner.token_to_kv_pool
     problem = partner_problem(
         runner, any(spec.sinks for spec in specs), any(spec.head_dim != spec.v_head_dim for spec in specs)
     )
     if problem is not None:
         raise UnsupportedError(
-            f"--attention-backend pat does not support {problem}, beside it: let pat do both, by --attention-backend pat alone"
+            f"--attention-backend pat does not support {problem}, as a second backend: let pat do both, by --attention-backend pat alone"
         )
     problems = [_layer_problem(layer) or pool_problem(layer, pool) for layer in compat.model.attention_layers(runner)]
     if getattr(runner, "prefill_aware_swa", False):
-        problems.append("windows beside which prompts are seen whole")
+        problems.append("windows that do not apply to prompts")
     drafted = compat.arguments.draft_tokens(runner.server_args)
     problems += [_spec_problem(spec, runner.device, drafted) for spec in specs]
+    problems += [
+        f"a KV pool of the kind {type(part).__name__}"
+        for part in compat.pool.kv_pools(pool)
+        if not isinstance(part, MHATokenToKVPool)
+    ]
     for problem in filter(None, problems):
-        raise UnsupportedError(f"--attention-backend pat does not support {problem}, which {name} uses: {instead}")
-    for part in compat.pool.kv_pools(pool):
-        if not isinstance(part, MHATokenToKVPool):
-            raise UnsupportedError(
-                f"--attention-backend pat does not support a KV pool of the kind {type(part).__name__}, which {name} uses: {instead}"
-            )
-    return specs
+        raise UnsupportedError(f"--attention-backend pat does not support {problem}, {ending}")
 
 
 def check_low_bit(runner: Any, environment: Mapping[str, str] = os.environ) -> None:
@@ -149,10 +155,10 @@ def check_low_bit(runner: Any, environment: Mapping[str, str] = os.environ) -> N
 
 
 def check_hybrid(runner: Any, name: str) -> None:
-    """Raise UnsupportedError where the other layers of a hybrid model cannot be served beside PAT."""
+    """Raise UnsupportedError if the other layers of a hybrid model cannot be served beside PAT."""
     if runner.device == "cpu":
         raise UnsupportedError(
-            f"sglang-pat does not support hybrid models like {name} on a CPU, where SGLang's kernels of their other layers do not run: "
+            f"sglang-pat does not support hybrid models like {name} on a CPU, where SGLang cannot run their other layers: "
             "serve it on a GPU"
         )
     if compat.pool.has_window_pool(runner.token_to_kv_pool):
@@ -167,7 +173,7 @@ def check_hybrid(runner: Any, name: str) -> None:
 
 
 def check_prefill(runner: Any, backend: str) -> None:
-    """Raise UnsupportedError where this stock backend, which would prefill, cannot be made for the model."""
+    """Raise UnsupportedError if this stock backend, which would prefill, cannot be made for the model."""
     if compat.stock.needs_first_layer(backend, runner):
         raise UnsupportedError(
             f"--attention-backend pat would prefill on {backend}, which SGLang {compat.release()} cannot make for a model whose first layer "
@@ -176,8 +182,13 @@ def check_prefill(runner: Any, backend: str) -> None:
 
 
 def partner_problem(runner: Any, sinks: bool = False, unequal: bool = False) -> str | None:
-    """Why a backend that was chosen for the other phase is wrong with this model and cache, whose layers may have `sinks`, or V that is
-    narrower than K (`unequal`); None where each is right."""
+    """Why a backend that the user chose for prefill or decode is wrong for this model and cache; None if both are right.
+
+    Args:
+        runner: SGLang's.
+        sinks: Whether layers have attention sinks.
+        unequal: Whether V is narrower than K.
+    """
     prefill, _ = chosen = compat.arguments.backends_chosen(runner.server_args)
     if "fa3" in chosen and runner.kv_cache_dtype == torch.float8_e5m2:
         return "fa3, which reads no fp8_e5m2"
@@ -197,7 +208,7 @@ def partner_problem(runner: Any, sinks: bool = False, unequal: bool = False) -> 
 
 
 def pool_problem(layer: Any, pool: Any) -> str | None:
-    """Why a layer's KV is not where its window says, or has no room there; None where all is well."""
+    """Why a layer's KV is in the wrong pool for its window, or does not fit there; None if all is well."""
     windowed, apart = layers.window(layer.sliding_window_size, MAX_WINDOW) > 0, compat.pool.in_window_pool(pool, layer)
     part = compat.pool.kv_pools(pool)[-1 if apart else 0]
     kept = tuple(getattr(part, name, None) for name in ("head_dim", "v_head_dim"))
@@ -214,10 +225,10 @@ def pool_problem(layer: Any, pool: Any) -> str | None:
 
 def _spec_problem(spec: AttentionSpec, device: capabilities.Device, drafted: int) -> str | None:
     if 0 < spec.window < drafted:
-        # How far a token of a draft is behind another one would have to be told from its branch.
+        # The distance between two tokens of a draft would then depend on its branches.
         return f"drafts of {drafted} tokens, longer than a window of {spec.window}"
     if spec.window and drafted and device == "cuda":
-        # The kernels compute them (tests/test_cuda_kernel.py), but no server has run with them.
+        # The kernels can (tests/test_cuda_kernel.py), but no server has run with it.
         return "drafts behind a window"
     return capabilities.refusal(spec, device)
 
@@ -230,10 +241,10 @@ def _layer_problem(layer: Any) -> str | None:
     if layer.is_cross_attention:
         return "cross-attention"
     if layer.attn_type == AttentionType.ENCODER_ONLY and layer.sliding_window_size not in (None, -1):
-        # Some stock backends take no notice of it.
+        # Some stock backends ignore the window.
         return "encoder-only attention with a window"
     if layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL:
-        # Some stock backends take it for causal (EmbeddingGemma).
+        # Some stock backends treat it as causal (EmbeddingGemma).
         return "attention in both directions by a decoder"
     if (getattr(layer, "xai_temperature_len", None) or 0) > 0:
         return "temperature that grows with the context"

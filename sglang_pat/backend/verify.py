@@ -1,7 +1,7 @@
-"""Verify steps of speculative decoding: a request's draft is one query of several tokens, whose heads are those of all of them.
+"""Verify steps of speculative decoding: a request's draft is one query, which has the heads of all its tokens.
 
-A tile holds the heads of a KV head for several queries; to it, and to the planner, a draft of 4 tokens is four times as many heads. So
-packs, prices and kernels are those of decode steps, and only the last KV of each request is masked.
+To a tile and to the planner, a draft of 4 tokens is four times as many heads per KV head. So packs, prices and kernels are the same as in decode
+steps, and only the last KV of each request is masked.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 FAST_ROWS = 32
-"""Rows of a KV head up to which drafts over shared prefixes are verified faster than by FA3, in 33 of 36 cases with so many; with 64 in one of
-18 (docs/measured.md, Verify steps, one H200, 2026-11-24)."""
+"""Up to so many rows per KV head, drafts over shared prefixes are verified faster than by FA3: at 32 rows in 33 of 36 cases, at 64 in one of 18
+(docs/measured.md, Verify steps, one H200, 2026-11-24)."""
 
 
 def advice(spec: AttentionSpec) -> str | None:
-    """What a GPU's user should know of drafts that make more rows of a KV head than are fast; None where they do not."""
+    """A warning for GPUs if drafts have more rows per KV head than are fast; None otherwise."""
     heads, rows = spec.heads // spec.kv_heads, spec.query_heads // spec.kv_heads
     if spec.query_tokens == 1 or rows <= FAST_ROWS:
         return None
@@ -34,12 +34,12 @@ def advice(spec: AttentionSpec) -> str | None:
 
 
 def without_branches(requests: int, tokens: int, device: torch.device | str) -> torch.Tensor:
-    """Masks of drafts whose tokens each see those in front of them, and themselves: [requests, tokens] int64."""
+    """Masks of drafts without branches, whose tokens see all previous tokens and themselves: [requests, tokens] int64."""
     return _bits(tokens, device).cumsum(0).expand(requests, tokens).contiguous()
 
 
 def branches(forward_batch: ForwardBatch) -> bool:
-    """Whether drafts are trees."""
+    """Whether drafts have branches."""
     spec_info: Any = forward_batch.spec_info
     return spec_info.custom_mask is not None and spec_info.tree_topk != 1
 
@@ -47,14 +47,14 @@ def branches(forward_batch: ForwardBatch) -> bool:
 def masks(forward_batch: ForwardBatch, tokens: int, requests: int) -> torch.Tensor:
     """Which tokens of its draft each token sees (`kernels.cpu.attention`), [requests, tokens] int64.
 
-    SGLang gives a row of flags for each token of each request, one after the other: of the whole KV (`TreeMaskMode.FULL_MASK`), or of
-    the draft alone (`QLEN_ONLY`). A batch may be padded behind its requests. Nothing here waits for a GPU.
+    SGLang has a row of flags for each token of each request, concatenated: one flag per KV token (`TreeMaskMode.FULL_MASK`), or per token of the
+    draft (`QLEN_ONLY`). The batch may have padding at its end. Nothing here synchronizes with a GPU.
     """
     spec_info: Any = forward_batch.spec_info
     flags = spec_info.custom_mask
     own = torch.arange(requests * tokens * tokens, device=flags.device)
     if len(flags) != len(own):
-        # A token's row is as long as its request: its draft is the end of it.
+        # A token's row is as long as its request; the draft is the end of the row.
         seen = forward_batch.seq_lens[:requests].long().repeat_interleave(tokens)
         own += seen.cumsum(0).repeat_interleave(tokens)
     return (flags[own].view(requests, tokens, tokens).long() * _bits(tokens, flags.device)).sum(-1)
@@ -65,18 +65,18 @@ def _bits(tokens: int, device: torch.device | str) -> torch.Tensor:
 
 
 def gather(q: torch.Tensor, tokens: int, kv_heads: int) -> torch.Tensor:
-    """Q of drafts, [requests * tokens, heads, dim], as queries: [requests, tokens * heads, dim], KV head by KV head and token by token."""
+    """Q of drafts, [requests * tokens, heads, dim], as queries: [requests, tokens * heads, dim], ordered by KV head, then by token."""
     group = q.shape[1] // kv_heads
     by_token = q.view(-1, tokens, kv_heads, group, q.shape[2])
     return by_token.transpose(1, 2).reshape(len(by_token), -1, q.shape[2])
 
 
 def scatter(out: torch.Tensor, tokens: int, kv_heads: int) -> torch.Tensor:
-    """The other way round: [requests, tokens * heads, dim] to [requests * tokens, heads, dim]."""
+    """The inverse: [requests, tokens * heads, dim] to [requests * tokens, heads, dim]."""
     by_head = out.view(len(out), kv_heads, tokens, -1, out.shape[2])
     return by_head.transpose(1, 2).reshape(len(out) * tokens, -1, out.shape[2])
 
 
 def spread(sinks: torch.Tensor | None, tokens: int, kv_heads: int) -> torch.Tensor | None:
-    """Sinks of heads, [heads], for the heads of queries: [tokens * heads]."""
+    """Repeat the sinks of heads, [heads], for the heads of a query: [tokens * heads]."""
     return None if sinks is None else sinks.view(kv_heads, 1, -1).expand(-1, tokens, -1).reshape(-1)

@@ -1,4 +1,4 @@
-"""Layers with windows whose KV is in a pool of its own (SGLang's `SWAKVPool`)."""
+"""Layers with windows whose KV is in a separate pool (SGLang's `SWAKVPool`)."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 
 
 class WindowTable:
-    """What stands in for `req_to_token`, the batch's rows and its lengths where slots have other numbers.
+    """Replaces `req_to_token`, the batch's rows and its lengths for layers whose pool has slot numbers of its own.
 
-    It is filled once a step, for all layers with this window, by a kernel of the step's own CUDA graph: between any two steps SGLang frees
-    slots that windows have left, so that an older table may name what is another request's by now.
+    A kernel in each step's CUDA graph fills the table once, for all layers with this window. It has to be filled in every step: between steps
+    SGLang frees the slots that a window has left behind, and another request may get them.
     """
 
     def __init__(self, runner: ModelRunner, window: int) -> None:
         """
         Args:
             runner: SGLang's.
-            window: Tokens that a query sees.
+            window: How many tokens a query sees.
         """
         self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self._window = min(window, self._req_to_token.shape[1])
         self._rows = torch.empty(0)
         self.reserve(len(self._req_to_token))
-        # Has its kernel compiled before a graph is captured.
+        # Compiles the kernel, before any graph is captured.
         self.fill(self._rows[:1], self._seen[:1], self._rows)
 
     def reserve(self, batch: int) -> None:
-        """Make room for such a batch: a graph may pad one to more rows than there are requests. Not once a graph reads the table."""
+        """Make room for a batch of this size: graphs may pad to more rows than there are requests. Call it only before a graph reads the table."""
         if batch <= len(self._rows):
             return
         device = self._req_to_token.device
@@ -43,11 +43,11 @@ class WindowTable:
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes."""
+        """Bytes of memory that the table takes."""
         return self._slots.nbytes + self._seen.nbytes + self._rows.nbytes
 
     def fill(self, rows: torch.Tensor, seq_lens: torch.Tensor, mapping: torch.Tensor) -> None:
-        """Look up what a batch sees now; arguments as for `translate`."""
+        """Look up what a batch sees in this step; arguments as for `translate`."""
         translate(self._req_to_token, rows, seq_lens, mapping, self._slots, self._seen)
 
     def of_batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

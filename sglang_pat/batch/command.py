@@ -9,12 +9,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from sglang_pat.batch import job, lines, servers
-from sglang_pat.batch.lines import BatchError, Failure, Json, Output, Request
+from sglang_pat.batch import job, servers
+from sglang_pat.batch.lengths import usage_of
+from sglang_pat.batch.lines import BatchError, Failure, Json, Output, Request, Source, refusal
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -35,20 +34,6 @@ def engine(flags: Sequence[str]) -> Engine:
     return sglang.Engine(server_args=prepare_server_args([*added, *flags]))
 
 
-_Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-"""What a server counts of one answer: others are no counts."""
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: _Tokens = 0
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: _Tokens = 0
-    completion_tokens: _Tokens = 0
-    prompt_tokens_details: _Details | None = None
-
-
 class Progress:
     """Writes records, and draws a bar of them; tokens a second, and what prefixes saved, beside it."""
 
@@ -67,14 +52,10 @@ class Progress:
             BatchError: As `Output.write`.
         """
         self._output.write(record)
-        body = record["response"]["body"] if record["response"] else {}
-        try:
-            usage = msgspec.convert(body.get("usage") or {}, _Usage)
-        except msgspec.ValidationError:
-            usage = _Usage()
+        usage = usage_of(record["response"]["body"] if record["response"] else {})
         self._answers += usage.completion_tokens
         self._prompt += usage.prompt_tokens
-        self._cached += usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+        self._cached += usage.cached
         seconds = max(1e-9, time.monotonic() - self._began)
         # Servers say nothing of it without --enable-cache-report.
         saved = f", {self._cached / self._prompt:.0%} of prefill saved" if self._cached and self._prompt else ""
@@ -100,13 +81,15 @@ class Place:
         flags: Of SGLang's server, `--model-path` among them, for an engine of the job's own; or
         urls: servers that run.
         key: Theirs.
-        in_flight: Requests that the engine, each replica of it, or each server holds at a time.
+        in_flight: Requests that the engine, each replica of it, or each server holds at a time, at most.
+        patience: Seconds that an answer may take.
     """
 
     flags: Sequence[str]
     urls: Sequence[str]
     key: str
     in_flight: int
+    patience: float
 
 
 def batch(source: Path, target: Path, place: Place) -> int:
@@ -128,39 +111,49 @@ def batch(source: Path, target: Path, place: Place) -> int:
         servers.check_key(place.key)
         place = replace(place, urls=servers.addresses(place.urls))
     # Before the output is made: a wrong name must not leave one.
-    found = list(lines.read(source))
-    with Output(target) as output:
-        asked = {one.number: one.custom_id for one in found}
-        if any(number not in asked or asked[number] != name for number, name in output.done.items()):
+    with Source(source) as requests, Output(target) as output:
+        refused: list[Failure] = []
+        total = known = 0
+        for one in requests.lines():
+            total += 1
+            if one.number in output.done:
+                known += output.done[one.number] == one.custom_id
+            elif isinstance(one, Failure):
+                refused.append(one)
+            else:
+                requests.keep()
+        if known < len(output.done):
             raise BatchError(f"{target} has answers to another input than {source}: name another file")
-        left = [one for one in found if one.number not in output.done]
-        for one in left:
-            if isinstance(one, Failure):
-                output.write(lines.refusal(one))
-        requests = [one for one in left if isinstance(one, Request)]
+        for failure in refused:
+            output.write(refusal(failure))
         if requests and place.urls:
-            with Progress(output, len(found), len(found) - len(requests)) as progress:
+            with Progress(output, total, total - len(requests)) as progress:
                 asyncio.run(_on_servers(requests, place, progress))
         elif requests:
-            _on_engine(requests, len(found), output, place)
+            _on_engine(requests, total, output, place)
         return output.failed
 
 
-async def _on_servers(requests: list[Request], place: Place, progress: Progress) -> None:
+async def _on_servers(requests: Sequence[Request], place: Place, progress: Progress) -> None:
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
-    async with servers.connect(place.urls, place.key) as replicas:
-        await job.answer_all(requests, replicas, progress.keep, place.in_flight, told.is_set, progress.warn)
+    async with servers.connect(place.urls, place.key) as found:
+        rooms = await asyncio.gather(*(server.room() for server in found))
+        replicas = [job.in_time(server, place.patience, url) for server, url in zip(found, place.urls, strict=True)]
+        await job.answer_all(requests, replicas, progress.keep, place.in_flight, told.is_set, progress.warn, rooms)
 
 
-def _on_engine(requests: list[Request], total: int, output: Output, place: Place) -> None:
+def _on_engine(requests: Sequence[Request], total: int, output: Output, place: Place) -> None:
     running = engine(["--enable-cache-report", *place.flags])
     try:
+        room = job.room_of(running.get_server_info())
+        replicas = [job.in_time(ask, place.patience, "the engine") for ask in job.askers(running)]
         with Progress(output, total, total - len(requests)) as progress:
             told = running.tokenizer_manager
             asked = job.answer_all(
-                requests, job.askers(running), progress.keep, place.in_flight, lambda: told.gracefully_exit
-            )
+                requests, replicas, progress.keep, place.in_flight, lambda: told.gracefully_exit, progress.warn,
+                [room] * len(replicas),
+            )  # fmt: skip
             running.loop.run_until_complete(asked)
     finally:
         running.shutdown()

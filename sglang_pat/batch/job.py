@@ -5,19 +5,33 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from sglang_pat.batch.lengths import Usage, usage_of
 from sglang_pat.batch.lines import BatchError, Failure, Json, Request, answer, check, number_of, refusal
-from sglang_pat.batch.order import Tree
+from sglang_pat.batch.order import Room
 from sglang_pat.batch.shares import Shares
+from sglang_pat.batch.tree import Tree
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
 
 IN_FLIGHT = 1024
-"""Requests that a replica holds at a time: more than run on one GPU, so that some always wait, and few enough that their order counts."""
+"""Requests that a replica holds at a time, at most: more than run on one GPU, so that some always wait, and few enough that their order counts."""
+
+TIMEOUT = 7200
+"""Seconds that an answer may take: one of 32,768 tokens takes less at 10 tokens a second, and the others of its window run beside it."""
+
+PROBE = 600
+"""Seconds in which a replica that has answered nobody for so long has to answer one token."""
+
+PROBES: dict[str, Json] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
+    "/v1/completions": {"prompt": "Hello"},
+}
+"""Requests that no server would refuse, by URL."""
 
 Ask = Callable[[Request], Awaitable[tuple[int, Json]]]
 """Gives the HTTP status and body of the answer to a request."""
@@ -25,6 +39,76 @@ Ask = Callable[[Request], Awaitable[tuple[int, Json]]]
 
 class LostError(Exception):
     """A replica answers no more; the message says which, and why."""
+
+
+class LateError(Exception):
+    """A request has no answer in time, where others have."""
+
+
+def in_time(ask: Ask, seconds: float, name: str) -> Ask:
+    """The same replica, given up where an answer takes too long.
+
+    Args:
+        ask: A replica.
+        seconds: That an answer may take, from when it is asked for.
+        name: What to call the replica.
+
+    Returns:
+        One that raises LateError for a request that takes longer, and LostError if the replica has answered no other since and does
+        not answer one token either.
+    """
+    answered = 0
+    probing = asyncio.Lock()
+
+    async def asked(request: Request) -> tuple[int, Json]:
+        nonlocal answered
+        seen = answered
+        try:
+            found = await asyncio.wait_for(ask(request), seconds)
+        except asyncio.TimeoutError:
+            async with probing:
+                if answered == seen:
+                    await probe(request)
+            raise LateError(f"no answer within {seconds:g} s") from None
+        answered += 1
+        return found
+
+    async def probe(request: Request) -> None:
+        nonlocal answered
+        model = {"model": request.body["model"]} if "model" in request.body else {}
+        short = Request(
+            request.number, request.custom_id, request.url, {**PROBES[request.url], "max_tokens": 1, **model}
+        )
+        try:
+            await asyncio.wait_for(ask(short), min(seconds, PROBE))
+        except asyncio.TimeoutError:
+            raise LostError(f"{name} is lost: it has answered nothing for {seconds:g} s") from None
+        except LostError:
+            raise
+        except Exception:
+            # It answers, if by an error.
+            pass
+        answered += 1
+
+    return asked
+
+
+class _Client:
+    """Who asks an engine for one answer, as far as SGLang looks: until it is gone, when SGLang aborts what nobody waits for."""
+
+    def __init__(self) -> None:
+        self.gone = False
+
+    def request(self) -> Any:
+        """SGLang's view of it."""
+        from starlette.requests import Request as HttpRequest
+
+        return HttpRequest({"type": "http", "headers": []}, self._receive)
+
+    async def _receive(self) -> dict[str, str]:
+        while not self.gone:
+            await asyncio.sleep(1)
+        return {"type": "http.disconnect"}
 
 
 def askers(engine: Engine) -> list[Ask]:
@@ -45,6 +129,7 @@ def askers(engine: Engine) -> list[Ask]:
         "/v1/chat/completions": (ChatCompletionRequest, tokens.serving_chat_class(tokens, templates)),
         "/v1/completions": (CompletionRequest, OpenAIServingCompletion(tokens, templates)),
     }
+    handled: set[asyncio.Future[Any]] = set()
 
     async def ask(request: Request, route: Json) -> tuple[int, Json]:
         kind, handler = handlers[request.url]
@@ -53,7 +138,16 @@ def askers(engine: Engine) -> list[Ask]:
         except (ValidationError, TypeError) as error:
             response = handler.create_error_response(str(error))
         else:
-            response = await handler.handle_request(body, None)
+            client = _Client()
+            task: asyncio.Future[Any] = asyncio.ensure_future(handler.handle_request(body, client.request()))
+            handled.add(task)
+            task.add_done_callback(handled.discard)
+            try:
+                # SGLang would never hear of it if this were cancelled in the midst.
+                response = await asyncio.shield(task)
+            except asyncio.CancelledError:
+                client.gone = True
+                raise
         if hasattr(response, "model_dump_json"):
             return 200, msgspec.json.decode(response.model_dump_json())
         return response.status_code, msgspec.json.decode(response.body)
@@ -63,57 +157,101 @@ def askers(engine: Engine) -> list[Ask]:
     return [functools.partial(ask, route=route) for route in routes]
 
 
+def room_of(info: object) -> Room:
+    """What a server says of itself at `/server_info`; nothing is known of one that says something else."""
+    try:
+        found = msgspec.convert(info, _Info)
+    except msgspec.ValidationError:
+        return Room()
+    state = found.internal_states[0] if found.internal_states else _State()
+    tokens = found.max_total_num_tokens or (state.memory_usage.token_capacity if state.memory_usage else None)
+    # -1 is prefill in one step, of whatever length.
+    chunk = found.chunked_prefill_size or 0
+    return Room(
+        tokens or Room.tokens,
+        state.effective_max_running_requests_per_dp or Room.requests,
+        chunk if chunk > 0 else Room.chunk,
+        state.pat is not None and state.pat.defers,
+    )
+
+
+_Size = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Memory(msgspec.Struct):
+    token_capacity: _Size | None = None
+
+
+class _Pat(msgspec.Struct):
+    defers: bool = False
+
+
+class _State(msgspec.Struct):
+    pat: _Pat | None = None
+    memory_usage: _Memory | None = None
+    effective_max_running_requests_per_dp: _Size | None = None
+
+
+class _Info(msgspec.Struct):
+    max_total_num_tokens: _Size | None = None
+    chunked_prefill_size: int | None = None
+    internal_states: list[_State] = []
+
+
 async def answer_all(
     requests: Sequence[Request], replicas: Sequence[Ask], write: Callable[[Json], None], in_flight: int = IN_FLIGHT,
     stopping: Callable[[], bool] = lambda: False, warn: Callable[[str], None] = lambda message: None,
+    rooms: Sequence[Room] = (),
 ) -> None:  # fmt: skip
     """Ask for all requests, ordered by what they share, and write each record as its answer comes.
 
     Args:
-        requests: Of the job.
+        requests: Of the job; gone through once, then taken as they are asked.
         replicas: Each with a cache of its own. What one raises becomes the record of that request, but for LostError.
         write: Told of each record; what it raises ends the job.
         in_flight: Requests that are asked at a time, of each replica.
         stopping: Whether no more shall be asked.
         warn: Told of replicas that are lost.
+        rooms: Of each replica, if known.
 
     Raises:
         BatchError: It was stopped before all were asked, or all replicas are lost.
     """
     tree = Tree(requests)
-    shares = Shares(tree, len(replicas), in_flight)
-    running: dict[asyncio.Future[tuple[int, Json]], tuple[int, int]] = {}
+    shares = Shares(tree, rooms or [Room()] * len(replicas), in_flight)
+    running: dict[asyncio.Future[tuple[int, Json]], tuple[int, int, Request]] = {}
     finished: asyncio.Queue[asyncio.Future[tuple[int, Json]]] = asyncio.Queue()
     left = len(requests)
     try:
         while left:
             while not stopping() and (taken := shares.take()) is not None:
-                asked: asyncio.Future[tuple[int, Json]] = asyncio.ensure_future(
-                    replicas[taken[0]](tree.requests[taken[1]])
-                )
-                running[asked] = taken
+                replica, rank = taken
+                request = requests[int(tree.origin[rank])]
+                asked: asyncio.Future[tuple[int, Json]] = asyncio.ensure_future(replicas[replica](request))
+                running[asked] = replica, rank, request
                 asked.add_done_callback(finished.put_nowait)
             if not running:
                 raise BatchError(
                     f"the job was told to end, {left} requests before it was done: the same command goes on"
                 )
             task = await finished.get()
-            replica, rank = running.pop(task)
+            replica, rank, request = running.pop(task)
             error = None if task.cancelled() else task.exception()
             if replica not in shares.living:
                 continue
             if isinstance(error, LostError):
                 shares.lose(replica)
-                for other, (asked_of, _) in running.items():
+                for other, (asked_of, *_) in running.items():
                     if asked_of == replica:
                         other.cancel()
                 if not shares.living:
                     raise BatchError(f"{error}; {left} requests have no answer yet: the same command goes on")
                 warn(f"{error}; its requests go to the others")
                 continue
-            shares.finish(replica, rank)
+            record = _record(request, task)
+            shares.finish(replica, rank, usage_of(record["response"]["body"]) if record["response"] else Usage())
             left -= 1
-            write(_record(tree.requests[rank], task))
+            write(record)
     finally:
         for task in running:
             task.cancel()
@@ -124,6 +262,8 @@ def _record(request: Request, task: asyncio.Future[tuple[int, Json]]) -> Json:
     error = asyncio.CancelledError() if task.cancelled() else task.exception()
     if error is None:
         return answer(request, *task.result())
+    if isinstance(error, LateError):
+        return refusal(Failure(request.number, request.custom_id, "timeout", f"line {request.number}: {error}"))
     reason = f"line {request.number}: {type(error).__name__}: {error}"
     return refusal(Failure(request.number, request.custom_id, "server_error", reason))
 
@@ -146,5 +286,7 @@ def run(lines: Iterable[Json], engine: Engine, in_flight: int = IN_FLIGHT) -> li
     def keep(record: Json) -> None:
         records[number_of(record["id"])] = record
 
-    engine.loop.run_until_complete(answer_all(requests, askers(engine), keep, in_flight))
+    replicas = [in_time(ask, TIMEOUT, "the engine") for ask in askers(engine)]
+    rooms = [room_of(engine.get_server_info())] * len(replicas)
+    engine.loop.run_until_complete(answer_all(requests, replicas, keep, in_flight, rooms=rooms))
     return [records[number] for number in sorted(records)]

@@ -6,13 +6,18 @@ as its `id`, so that a job that was interrupted goes on where it was.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import fcntl
 import os
+import shutil
 import stat
-from collections.abc import Iterator
+import tempfile
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, overload
 
 import msgspec
 
@@ -70,7 +75,8 @@ def parse(number: int, text: bytes) -> Request | Failure:
     if len(text) > LONGEST:
         return Failure(number, None, "invalid_line", f"line {number} is longer than {LONGEST >> 20} MiB")
     try:
-        found = msgspec.json.decode(text)
+        # Some editors begin a file with a mark.
+        found = msgspec.json.decode(text.removeprefix(codecs.BOM_UTF8) if number == 1 else text)
     except (msgspec.DecodeError, RecursionError) as error:
         return Failure(number, None, "invalid_line", f"line {number} is no JSON: {error}")
     return check(number, found)
@@ -95,25 +101,92 @@ def check(number: int, found: object) -> Request | Failure:
     return Request(number, line.custom_id, line.url, line.body)
 
 
-def read(path: Path) -> Iterator[Request | Failure]:
-    """The lines of a file, empty ones left out.
+class Source(Sequence[Request]):
+    """The lines of a file, empty ones left out. Those that are to be asked are its items: only where they stand is kept, for a job may be
+    larger than memory."""
 
-    Raises:
-        BatchError: The file cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            number = 0
-            while text := file.readline(LONGEST + 2):
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            BatchError: The file cannot be read.
+        """
+        self._path = path
+        try:
+            self._file: BinaryIO = path.open("rb")
+            kind = os.fstat(self._file.fileno()).st_mode
+            if stat.S_ISFIFO(kind):
+                # What a pipe brings is there once.
+                with self._file as pipe:
+                    self._file = tempfile.TemporaryFile()  # noqa: SIM115
+                    shutil.copyfileobj(pipe, self._file)
+                self._file.seek(0)
+            elif not stat.S_ISREG(kind):
+                raise BatchError(f"{path} is no file of requests: name another one")
+        except OSError as error:
+            raise BatchError(f"{path}: {error.strerror}") from None
+        self._last = (0, 0, 0, 0)
+        self._begins, self._sizes, self._numbers, self._sums = array("Q"), array("L"), array("Q"), array("L")
+
+    def lines(self) -> Iterator[Request | Failure]:
+        """All lines, once.
+
+        Raises:
+            BatchError: The file cannot be read.
+        """
+        try:
+            begin = number = 0
+            while text := self._file.readline(LONGEST + 2):
                 number += 1
+                size = len(text)
                 if not text.endswith(b"\n"):
                     # The last line may lack its end; one that is too long goes on.
-                    while (rest := file.readline(LONGEST)) and not rest.endswith(b"\n"):
-                        pass
+                    while rest := self._file.readline(LONGEST):
+                        size += len(rest)
+                        if rest.endswith(b"\n"):
+                            break
                 if text.strip():
+                    self._last = begin, size, number, zlib.crc32(text)
                     yield parse(number, text)
-    except OSError as error:
-        raise BatchError(f"{path}: {error.strerror}") from None
+                begin += size
+        except OSError as error:
+            raise BatchError(f"{self._path}: {error.strerror}") from None
+
+    def keep(self) -> None:
+        """The line that was given last is to be asked."""
+        for figures, figure in zip((self._begins, self._sizes, self._numbers, self._sums), self._last, strict=True):
+            figures.append(figure)
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    @overload
+    def __getitem__(self, place: int) -> Request: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Request]: ...
+    def __getitem__(self, place: int | slice) -> Request | list[Request]:
+        """
+        Raises:
+            BatchError: The file cannot be read any more, or has changed.
+        """
+        if isinstance(place, slice):
+            return [self[one] for one in range(*place.indices(len(self)))]
+        try:
+            text = os.pread(self._file.fileno(), self._sizes[place], self._begins[place])
+        except OSError as error:
+            raise BatchError(f"{self._path}: {error.strerror}") from None
+        found = parse(self._numbers[place], text) if zlib.crc32(text) == self._sums[place] else None
+        if not isinstance(found, Request):
+            raise BatchError(f"line {self._numbers[place]} of {self._path} has changed since the job began")
+        return found
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def answer(request: Request, status: int, body: Json) -> Json:
@@ -212,8 +285,10 @@ class Output:
         """Append a record: whole, or not at all.
 
         Raises:
-            BatchError: The disk is full, or does not work.
+            BatchError: The disk is full, or does not work; or the file is gone, and what is written to it with it.
         """
+        if not os.fstat(self._file).st_nlink:
+            raise BatchError(f"{self._path} was removed while the job ran: the same command begins anew")
         text = msgspec.json.encode(record) + b"\n"
         written = 0
         try:

@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from sglang_pat.batch.job import LostError
+from sglang_pat.batch.job import PROBES, LostError, room_of
 from sglang_pat.batch.lines import LONGEST, BatchError, Json, Request
+from sglang_pat.batch.order import Room
 
 PATIENCE = 30
 """Seconds in which a server has to connect, and to say that it is well."""
@@ -39,12 +40,6 @@ UNSURE = frozenset((502, 504))
 
 REFUSALS = frozenset((401, 403, 404, 405))
 """Statuses below 500 that a server may have for every request: a key or a path that it does not know."""
-
-PROBES: dict[str, Json] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
-    "/v1/completions": {"prompt": "Hello"},
-}
-"""Requests that no server would refuse, by URL."""
 
 FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError)
 """What a connection may end with."""
@@ -124,6 +119,14 @@ class Server:
             raise self._lost(self._watcher.result())
         finally:
             asked.cancel()
+
+    async def room(self) -> Room:
+        """What it has room for, as SGLang's servers say."""
+        try:
+            status, text = await asyncio.wait_for(self._fetch("GET", "/server_info"), PATIENCE)
+            return room_of(msgspec.json.decode(text)) if status == 200 else Room()
+        except (*FAILURES, _NoAnswerError, RecursionError):
+            return Room()
 
     def close(self) -> None:
         """Ask it no more."""

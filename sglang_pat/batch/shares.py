@@ -9,41 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_pat.batch.lines import Request
-from sglang_pat.batch.order import SHARED, Order, Tree
+import numpy as np
 
-CHARACTERS = 4
-"""Of a token, about, in English and in code."""
-
-ANSWER = {"/v1/chat/completions": 256, "/v1/completions": 16}
-"""Tokens of an answer where a request sets no limit: a guess, as of `sglang-pat estimate`, and SGLang's limit."""
-
-LONGEST_ANSWER = 4096
-"""Tokens that an answer counts at most: limits far above are meant to be none."""
+from sglang_pat.batch.lengths import Lengths, Usage
+from sglang_pat.batch.order import Order, Room
+from sglang_pat.batch.tree import BYTES, Tree
 
 SLACK = 1 / 8
 """Part of a share by which another may be larger, so that a cut separates less."""
 
-
-def tokens(request: Request, characters: int) -> int:
-    """What a request costs, roughly, in tokens that are computed.
-
-    Args:
-        request: What is asked.
-        characters: Of its prompt, those that are not in the cache.
-    """
-    limits = (request.body.get(name) for name in ("max_completion_tokens", "max_tokens"))
-    limit = next((one for one in limits if isinstance(one, int)), ANSWER[request.url])
-    several = request.body.get("n")
-    answers = min(several, LONGEST_ANSWER) if isinstance(several, int) else 1
-    return 1 + characters // CHARACTERS + max(1, answers) * max(0, min(limit, LONGEST_ANSWER))
+FIRST = 64
+"""Answers after which requests are arranged by how long answers are; then whenever twice as many are there."""
 
 
 def cut(steps: Sequence[int], costs: Sequence[int], aim: float, slack: float) -> int:
     """Where to divide requests in two.
 
     Args:
-        steps: Characters that each begins with as the one before it does.
+        steps: Bytes that each begins with as the one before it does.
         costs: Of each, in tokens.
         aim: Tokens in front of the cut.
         slack: How far it may be from that for nothing, in tokens.
@@ -57,7 +40,7 @@ def cut(steps: Sequence[int], costs: Sequence[int], aim: float, slack: float) ->
     for place in range(1, len(costs) + 1):
         front += costs[place - 1]
         off = abs(front - aim)
-        twice = steps[place] / CHARACTERS if place < len(costs) else 0
+        twice = steps[place] / BYTES if place < len(costs) else 0
         loss = (twice + max(0.0, off - slack), off)
         if loss < best:
             best, found = loss, place
@@ -71,48 +54,59 @@ class Shares:
         living: The replicas that are not lost.
     """
 
-    def __init__(self, tree: Tree, replicas: int, window: int, shared: int = SHARED) -> None:
+    def __init__(self, tree: Tree, rooms: Sequence[Room], window: int) -> None:
         """
         Args:
             tree: All requests.
-            replicas: At least one.
+            rooms: Of each replica, of which there is at least one.
             window: Requests that a replica holds at a time.
-            shared: Characters, as `order.SHARED`.
         """
         self._tree, self._window = tree, window
-        pairs = zip(tree.requests, tree.sizes, tree.common, strict=True)
-        self._costs = [tokens(request, size - known) for request, size, known in pairs]
-        self._orders = [Order(tree, shared) for _ in range(replicas)]
-        self._running: list[set[int]] = [set() for _ in range(replicas)]
-        self._left = [0] * replicas  # tokens that wait
-        self.living = list(range(replicas))
-        self._share(range(len(tree.requests)))
+        self._lengths = Lengths(tree)
+        # Guesses alone: shares are as even as they can be now.
+        scales = self._lengths.scales(1 / BYTES)
+        answers = self._lengths.answers()
+        self._costs: list[int] = (1 + (tree.sizes - tree.common) * scales + answers).astype(np.int64).tolist()
+        places = tree.arrange(answers, scales)
+        self._orders = [Order(tree, self._lengths, places, room) for room in rooms]
+        self._answered, self._due = 0, FIRST
+        self._left = [0] * len(rooms)  # tokens that wait
+        self.living = list(range(len(rooms)))
+        self._share(range(len(tree)))
 
     def take(self) -> tuple[int, int] | None:
         """A replica and a rank that may run there now; None while windows are full or all that are left wait."""
-        free = [one for one in self.living if len(self._running[one]) < self._window]
-        for replica in sorted(free, key=lambda one: len(self._running[one])):
+        free = [one for one in self.living if len(self._orders[one].running) < self._window]
+        for replica in sorted(free, key=lambda one: len(self._orders[one].running)):
             if not self._orders[replica].waiting:
                 self._relieve(replica)
             rank = self._orders[replica].take()
             if rank is not None:
-                self._running[replica].add(rank)
                 self._left[replica] -= self._costs[rank]
                 return replica, rank
         return None
 
-    def finish(self, replica: int, rank: int) -> None:
-        """A request has an answer, or never will have."""
-        self._running[replica].remove(rank)
+    def finish(self, replica: int, rank: int, usage: Usage) -> None:
+        """A request has an answer, or never will have.
+
+        Args:
+            replica: Where it ran.
+            rank: Of the request.
+            usage: What it took; of one without an answer, nothing.
+        """
         self._orders[replica].finish(rank)
+        self._lengths.learn(rank, usage)
+        self._answered += 1
+        if self._answered >= self._due:
+            self._due = 2 * self._answered
+            places = self._tree.arrange(self._lengths.answers(), self._lengths.scales())
+            for one in self.living:
+                self._orders[one].arrange(places)
 
     def lose(self, replica: int) -> None:
         """A replica answers no more: the others get its share, also what runs there."""
         self.living.remove(replica)
-        order = self._orders[replica]
-        moved = sorted(order.waiting | self._running[replica])
-        order.waiting.clear()
-        self._running[replica].clear()
+        moved = self._orders[replica].drop()
         self._left[replica] = 0
         if self.living:
             self._share(moved)
@@ -136,8 +130,9 @@ class Shares:
 
     def _relieve(self, replica: int) -> None:
         """Give a replica that has nothing to start half of what waits elsewhere, if that saves time."""
-        # Where a window has room, what waits does so for a prefix that is being computed there.
-        full = [one for one in self.living if len(self._running[one]) >= self._window]
+        # Where there is room for more, what waits does so for a prefix that is being computed there.
+        orders = self._orders
+        full = [one for one in self.living if orders[one].full or len(orders[one].running) >= self._window]
         busiest = max(full, key=self._left.__getitem__, default=replica)
         half = self._left[busiest] / 2
         if not half:
@@ -148,7 +143,7 @@ class Shares:
         moved = ranks[place:]
         gain = sum(self._costs[rank] for rank in moved)
         # What they share with those that stay is computed once more.
-        if moved and gain > self._tree.common[moved[0]] / CHARACTERS:
+        if moved and gain > self._tree.common[moved[0]] / BYTES:
             self._orders[busiest].remove(moved)
             self._left[busiest] -= gain
             self._give(replica, moved)

@@ -11,7 +11,7 @@
 | `pool.py` | KV pools: sizes, formats, layouts, pools for sliding windows, writing K and V |
 | `stock.py` | SGLang's own attention backends: which one prefills, what each gets wrong |
 
-To support another release, change these files and `radix_bridge/hooks.py`, and no others.
+Another release should need changes here and in `radix_bridge/hooks.py` only; on CPUs also in `platform/`.
 """
 
 from sglang_pat.compat import arguments, batch, cache, model, pool, requests, stock

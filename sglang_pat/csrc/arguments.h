@@ -30,7 +30,7 @@ inline void check(const Tables& tables, const tvm::ffi::TensorView& q, const tvm
   check(tables.plan, "plan", 1, kInt32, device);
   check(tables.partial, "partial", 3, parts, device);
   check(tables.lse, "lse", 2, kFloat32, device);
-  TVM_FFI_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0, ValueError)
+  TVM_FFI_CHECK(k.size(1) > 0 && q.size(1) > 0 && q.size(1) % k.size(1) == 0, ValueError)
       << q.size(1) << " query heads are not a multiple of " << k.size(1) << " KV heads";
   TVM_FFI_CHECK(out.is_contiguous() && tables.partial.is_contiguous() && tables.lse.is_contiguous(), ValueError)
       << "out, partial and lse must be contiguous";

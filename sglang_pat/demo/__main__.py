@@ -19,7 +19,7 @@ from sglang_pat.demo.server import Server
 
 CACHE = Path.home() / ".cache" / "sglang-pat"
 SHARED, RACERS, RACE_TOKENS = 3800, 32, 128
-"""Of the timed part: tokens of the system prompt, requests, and tokens of each answer; KV that is long enough to matter."""
+"""In the timed part: tokens of the system prompt (enough for attention to matter), requests, and tokens per answer."""
 
 FLAGS = ["--max-running-requests", "64", "--max-total-tokens", "65536", "--dtype", "float32"]
 
@@ -92,7 +92,7 @@ def ask(server: Server, backend: str, prompts: Sequence[str], topics: Sequence[s
 
 
 def race(server: Server, backend: str) -> tuple[list[str], float]:
-    """Answers to requests that share a long prefix, and how many tokens of them came a second; the prefix is in the cache before."""
+    """Answers to requests that share a long, cached prefix, and their tokens per second."""
     prefix = workload.prose("the handbook", SHARED)
     workload.stream_completion(server.url, prefix, 2)
     show(f"{backend}: {RACERS} requests that share {SHARED:,} tokens")
@@ -108,7 +108,7 @@ def race(server: Server, backend: str) -> tuple[list[str], float]:
 
 
 def report(completions: int, forks: int, counters: dict[str, Any]) -> str:
-    """The table of what packing did."""
+    """A table of what packing did."""
     sizes = {int(size): count for size, count in counters["query_sizes"].items()}
     read, unpacked = counters["kv_bytes"], counters["kv_bytes_unpacked"]
     rows = [
@@ -142,7 +142,7 @@ def histogram(sizes: dict[int, int]) -> str:
 
 
 def compare(answers: Sequence[str], expected: Sequence[str]) -> int:
-    """0 where every answer is as expected."""
+    """Returns 0 if every answer is as expected, else 1."""
     wrong = [i for i, (answer, right) in enumerate(zip(answers, expected, strict=True)) if answer != right]
     if wrong:
         i = wrong[0]
@@ -154,7 +154,7 @@ def compare(answers: Sequence[str], expected: Sequence[str]) -> int:
 
 
 def show(text: str, end: str = "", last: list[float] = [0.0]) -> None:  # noqa: B006
-    """One line of progress: overwritten on a terminal, every five seconds elsewhere."""
+    """Show a line of progress: overwritten on a terminal, every five seconds elsewhere."""
     if sys.stdout.isatty():
         print(f"\r\x1b[2K{text}", end=end, flush=True)
     elif end or time.monotonic() - last[0] > 5:

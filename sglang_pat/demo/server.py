@@ -19,12 +19,12 @@ from typing import IO, Any
 from sglang_pat import platform
 
 STARTUP_SECONDS = 600
-"""SGLang's imports take most of a start: 50 s on two cores once Python's byte code is cached, minutes before."""
+"""Imports take most of a start: 50 s on two cores if Python's byte code is cached, otherwise minutes."""
 
 PORTS = range(20_000, 30_000)
-"""Below every port that Linux hands out by itself (32768 and up: `net.ipv4.ip_local_port_range`): SGLang listens a minute
-after its ports were chosen, and until then any connection of the machine could take one of those. SGLang 0.5.23 chooses
-the port of torch.distributed so (`get_free_port_below_ephemeral`), 0.5.17 does not."""
+"""Below Linux's ephemeral ports (32768 and up: `net.ipv4.ip_local_port_range`). SGLang starts to listen a minute after its ports are chosen; until
+then any outgoing connection of the machine could take an ephemeral port. SGLang 0.5.23 chooses the port of torch.distributed in the same way
+(`get_free_port_below_ephemeral`), 0.5.17 does not."""
 
 
 def free_port() -> int:
@@ -61,9 +61,9 @@ class Server:
         command: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
         on_cpu: bool = True,
     ) -> None:
-        """Start it; `wait` waits until it serves. With `on_cpu` it does not see the machine's GPUs."""
+        """Start it; `wait` blocks until it serves. With `on_cpu` it does not see the machine's GPUs."""
         port = free_port()
-        # Replicas choose theirs.
+        # Replicas choose their own.
         nccl_port = [] if "--dp-size" in arguments else ["--nccl-port", str(free_port())]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log

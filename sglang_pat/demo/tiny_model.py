@@ -1,8 +1,7 @@
 """A tiny Qwen3-shaped model with random weights and a byte-level tokenizer, for demonstrations and tests.
 
-`--load-format dummy` draws weights so small that attention hardly moves the logits, so a wrong attention
-would go unnoticed. Here the weights are scaled so that every token of the context matters, and only printable
-characters can be generated, so that texts are equal exactly where tokens are.
+With `--load-format dummy` weights are so small that attention hardly changes the logits, and wrong attention would go unnoticed. Here weights are
+scaled so that every token of the context matters. Only printable characters can be generated, so equal texts mean equal tokens.
 """
 
 from __future__ import annotations

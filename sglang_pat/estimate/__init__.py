@@ -1,12 +1,13 @@
 """`sglang-pat estimate`: what packing would bring a workload, from its prompts and a model's config.json.
 
 `prompts.py` reads the requests and builds their prefix tree, `models.py` reads the model, `costs.py` says what a decode step takes with
-and without packing, and `table.py` prints it.
+and without packing, `table.py` prints it, and `job.py` has the tree of a job for `sglang-pat explain`.
 """
 
 from sglang_pat.estimate.errors import EstimateError
-from sglang_pat.estimate.models import read_model
-from sglang_pat.estimate.prompts import read
+from sglang_pat.estimate.job import job
+from sglang_pat.estimate.models import Model, read_model
+from sglang_pat.estimate.prompts import Prompt, read
 from sglang_pat.estimate.table import KV_CACHES, estimate
 
-__all__ = ["KV_CACHES", "EstimateError", "estimate", "read", "read_model"]
+__all__ = ["KV_CACHES", "EstimateError", "Model", "Prompt", "estimate", "job", "read", "read_model"]

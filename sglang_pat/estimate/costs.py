@@ -1,13 +1,16 @@
-"""What a decode step takes, with packing and without: coefficients that were fitted to measurements on a GPU."""
+"""Times of a decode step with and without packing, from coefficients fitted to measurements."""
 
 from __future__ import annotations
 
 import msgspec
 
+from sglang_pat.estimate.errors import EstimateError
+from sglang_pat.estimate.models import Model
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import AttentionSpec, Batch, Node, PackConfig, Plan
 from sglang_pat.packing.native import make_plan
 from sglang_pat.packing.oracle import makespan
+from sglang_pat.packing.spec import KVFormat
 from sglang_pat.packing.tree import in_windows, walk
 
 
@@ -59,6 +62,21 @@ GPUS_8BIT = {
     ),
 }  # fmt: skip
 """The same for KV of 8 bits."""
+
+
+def layers_on(gpu_name: str, model: Model, kv: KVFormat) -> dict[AttentionSpec, int]:
+    """How many layers the model has of each spec, with such a KV cache.
+
+    Raises:
+        EstimateError: There are no measurements for the GPU, or no kernel for the model.
+    """
+    if gpu_name not in GPUS:
+        raise EstimateError(f"--gpu {gpu_name}: there are measurements for {', '.join(GPUS)} only")
+    layers = {msgspec.structs.replace(spec, kv=kv): count for spec, count in model.layers.items()}
+    for refusal in (capabilities.refusal(spec, "cuda") for spec in layers):
+        if refusal is not None:
+            raise EstimateError(f"there are no kernels for {refusal}")
+    return layers
 
 
 def pack_config(spec: AttentionSpec, gpu: Gpu) -> PackConfig:

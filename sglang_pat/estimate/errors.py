@@ -1,4 +1,4 @@
-"""What `sglang-pat estimate` says when it cannot estimate."""
+"""The error of `sglang-pat estimate`."""
 
 
 class EstimateError(Exception):

@@ -106,7 +106,7 @@ def read_model(path: Path) -> Model:
     except msgspec.ValidationError as error:
         fault = str(error)
     except (ValueError, RecursionError):
-        fault = "no JSON"
+        fault = "not JSON"
     else:
         return _model(path, shape)
     raise EstimateError(f"{path} is not a model's config.json ({fault}): give the model's folder")
@@ -170,7 +170,7 @@ def _spec(path: Path, shape: Shape, windowed: bool) -> AttentionSpec:
         raise EstimateError(f"{path}: {heads} attention heads cannot share {kv_heads} KV heads evenly")
     if dim is None and hidden % heads:
         raise EstimateError(
-            f"{path}: a hidden size of {hidden} is no multiple of {heads} heads, and there is no head_dim"
+            f"{path}: a hidden size of {hidden} is not a multiple of {heads} heads, and there is no head_dim"
         )
     dim = dim or hidden // heads
     return AttentionSpec(heads, kv_heads, dim, v_dim or dim, FORMATS["bfloat16"], window)
@@ -179,7 +179,7 @@ def _spec(path: Path, shape: Shape, windowed: bool) -> AttentionSpec:
 def _model(path: Path, shape: Shape) -> Model:
     kinds = _kinds(shape)
     if len(kinds) < shape.num_hidden_layers:
-        raise EstimateError(f"{path}: it says what {len(kinds)} of its {shape.num_hidden_layers} layers are")
+        raise EstimateError(f"{path}: it names {len(kinds)} of its {shape.num_hidden_layers} layers")
     for kind in kinds:
         if kind not in WITH_KV + WITHOUT_KV:
             raise EstimateError(f"{path}: layers of the kind {kind!r} cannot be estimated")

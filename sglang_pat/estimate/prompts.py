@@ -18,7 +18,7 @@ from sglang_pat.packing import Batch, Node
 from sglang_pat.radix_bridge.events import Tokens
 
 CHARS_PER_TOKEN = 4
-"""Of English text with the usual vocabularies. Prompts given as tokens or lengths need no guess."""
+"""For English text with the usual vocabularies. Not needed for prompts given as tokens or lengths."""
 BLOCK = 16
 """Tokens in a block; prefixes are compared block by block."""
 TRACE_BLOCK = 512
@@ -28,7 +28,7 @@ LONGEST = 1 << 27
 LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] (?=\{)")
 """What SGLang puts in front of each line of its request log, and of nothing else."""
 LOGGED_AS_TEXT = re.compile(r"\[[-\d]+ [:\d]+\] Receive: obj=")
-"""Likewise with --log-requests-format text, which is the default."""
+"""The same with --log-requests-format text, the default."""
 LOGGED_PART = 2048
 """How many characters (or tokens) of a prompt --log-requests-level 2 keeps: half from its start, then `...`, then half from its end."""
 WHOLE = "SGLang logs whole prompts with --log-requests-level 3"
@@ -136,13 +136,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                     raise EstimateError(f"{path}, line {number}: more than {LONGEST >> 20} MiB")
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 if "\0" in text:
-                    raise EstimateError(f"{path}, line {number}: no text, but zero bytes")
+                    raise EstimateError(f"{path}, line {number}: not text, but zero bytes")
                 if text.strip():
                     yield number, text
     except OSError as error:
         raise EstimateError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise EstimateError(f"{path}, line {number}: no UTF-8") from None
+        raise EstimateError(f"{path}, line {number}: not UTF-8") from None
 
 
 def _of_row(line: str, output: int) -> list[Prompt]:
@@ -158,7 +158,7 @@ def _of_row(line: str, output: int) -> list[Prompt]:
     except ValueError:
         row = None
     if not isinstance(row, dict):
-        raise EstimateError("no whole JSON object")
+        raise EstimateError("not a whole JSON object")
     if "hash_ids" in row:
         hashed = msgspec.convert(row, HashedRequest)
         blocks = hashed.hash_ids[: hashed.input_length // TRACE_BLOCK]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
-from sglang_pat.estimate.costs import GPUS, GPUS_8BIT, pack_config, repeated, rest_ms, step
+from sglang_pat.estimate.costs import GPUS, GPUS_8BIT, layers_on, pack_config, repeated, rest_ms, step
 from sglang_pat.estimate.errors import EstimateError
+from sglang_pat.estimate.job import computed_before
 from sglang_pat.estimate.models import Model
 from sglang_pat.estimate.prompts import CHARS_PER_TOKEN, Prompt, batch_of
 from sglang_pat.kernels import capabilities
@@ -33,17 +32,13 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
     Raises:
         EstimateError: There are no measurements for the GPU, or no kernel for the model.
     """
-    if gpu_name not in GPUS:
-        raise EstimateError(f"--gpu {gpu_name}: there are measurements for {', '.join(GPUS)} only")
     kv = FORMATS[KV_CACHES[kv_cache]]
-    layers = {msgspec.structs.replace(spec, kv=kv): count for spec, count in model.layers.items()}
-    for refusal in (capabilities.refusal(spec, "cuda") for spec in layers):
-        if refusal is not None:
-            raise EstimateError(f"there are no kernels for {refusal}")
+    layers = layers_on(gpu_name, model, kv)
     gpu = (GPUS_8BIT if kv.bytes == 1 else GPUS)[gpu_name]
     configs = [(pack_config(spec, gpu), count) for spec, count in layers.items()]
+    total = sum(p.tokens for p in prompts)
     lines = [
-        f"{len(prompts):,} requests, {sum(p.tokens for p in prompts) / len(prompts):,.0f} tokens of prompt and "
+        f"{len(prompts):,} requests, {total / len(prompts):,.0f} tokens of prompt and "
         f"{sum(p.output for p in prompts) / len(prompts):,.0f} of answer on average",
         "",
         f"{'batch':>6}{'shared':>8}{'KV a step, GB':>16}{'packed':>8}{'attention, us':>15}{'packed':>8}{'TPOT, ms':>10}{'packed':>8}",
@@ -72,6 +67,7 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         f"Layers with KV: {', '.join(f'{count} of {spec}' for spec, count in layers.items())}.",
         "shared: tokens that another request of the batch has too. Attention is one layer's with KV, on average; unpacked is "
         "FlashInfer.",
+        f"Computed once each, as `sglang-pat batch` does, prompts are {total - computed_before(prompts):,} tokens of {total:,}.",
         f"Assumed: consecutive requests run side by side, half way through their answers; {CHARS_PER_TOKEN} characters a "
         f"token in text; {_measured(kv, layers)}; one {gpu_name.upper()}; a step of a dense model takes {gpu.rest_ms} ms "
         f"and {gpu.request_us} us a request beside attention and the products with its weights"

@@ -4,7 +4,7 @@ C++ serves (native.py, csrc/packing). The Python modules are its readable specif
 """
 
 from sglang_pat.packing.cost import CostModel
-from sglang_pat.packing.oracle import POLICIES, make_plan
+from sglang_pat.packing.oracle import POLICIES
 from sglang_pat.packing.plan import OPEN, Plan, WorkItem
 from sglang_pat.packing.prices import PackConfig
 from sglang_pat.packing.spec import FORMATS, AttentionSpec
@@ -25,5 +25,4 @@ __all__ = [
     "Tile",
     "TileTable",
     "WorkItem",
-    "make_plan",
 ]

@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Meta
 
 PARTIAL_BYTES = 4
-"""Partial outputs and their LSE are float32 (PAT §5.1, footnote 2)."""
+"""Bytes of an element of a part, as priced: float32, as in the paper (PAT §5.1, footnote 2). The CUDA kernels store float16, but plans with half the
+price were slower (benchmarks/NOTES.md, "Parts in float16")."""
 
 
 Count = Annotated[int, Meta(ge=1, le=4096)]
@@ -78,5 +79,5 @@ class CostModel(msgspec.Struct, frozen=True):
         return 2 * self.part_bytes * queries / self.token_bytes
 
     def bytes(self, kv_tokens: int, parts: int) -> int:
-        """Bytes of a plan that reads `kv_tokens` tokens and passes `parts` parts through memory."""
+        """Bytes of a plan that reads `kv_tokens` tokens, and writes and merges `parts` parts."""
         return kv_tokens * self.token_bytes + parts * self.part_bytes

@@ -115,7 +115,9 @@ def load(path: Path) -> GpuTable:
     try:
         return msgspec.json.decode(path.read_bytes(), type=GpuTable)
     except (OSError, msgspec.DecodeError) as error:
-        raise TablesError(f"{path} is no table of tiles, make one with `python -m sglang_pat.tune`: {error}") from None
+        raise TablesError(
+            f"{path} is not a table of tiles, make one with `python -m sglang_pat.tune`: {error}"
+        ) from None
 
 
 def find(arch: str, gpu: str = "") -> GpuTable | None:

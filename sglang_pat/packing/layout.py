@@ -113,7 +113,7 @@ def read(data: np.ndarray, kv_tokens: int) -> Plan:
     plan = sections(data)
     parts = [max(1, last - first) for first, last in pairwise(plan.part_offsets.tolist())]
     items = work_items(data)
-    # A tail whose span begins at a position grows; a window moves.
+    # A tail that starts at a position grows; one that counts back is a window, which moves.
     open_items = sum(item.start >= 0 and item.end == OPEN for item in items)
     return Plan(items, plan.bins.tolist(), parts, plan.header["steps"], kv_tokens, open_items)
 

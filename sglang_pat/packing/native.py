@@ -131,15 +131,15 @@ class NativeScheduler:
     # Radix-tree events.
 
     def insert(self, node: int, parent: int, length: int, head: bytes) -> None:
-        """A node of `length` tokens below `parent`; `head`, 16 bytes, tells it from its siblings."""
+        """Add a node of `length` tokens below `parent`; `head`, 16 bytes, distinguishes it from its siblings."""
         self._event(self._module.insert, node, parent, length, *_halves(head))
 
     def split(self, node: int, upper: int, length: int, head: bytes) -> None:
-        """The first `length` tokens of `node` moved to the new node `upper`; `head` is the new head of `node`."""
+        """Move the first `length` tokens of `node` to the new node `upper`; `head` is the new head of `node`."""
         self._event(self._module.split, node, upper, length, *_halves(head))
 
     def evict(self, node: int) -> None:
-        """The cache dropped a node; raises InconsistentError where requests were running on it, which then share nothing."""
+        """The cache dropped a node. Raises InconsistentError if requests were running on it; they then share nothing."""
         self._event(self._module.evict, node)
 
     def reset(self) -> None:
@@ -147,7 +147,7 @@ class NativeScheduler:
         self._event(self._module.reset)
 
     def bind(self, request: int, node: int) -> None:
-        """`request` shares what is above `node`, nothing if that is ROOT; it may be bound already."""
+        """The path of `request` ends with `node`; with ROOT it shares nothing. It may be bound already."""
         self._event(self._module.bind, request, node)
 
     def release(self, request: int) -> None:
@@ -307,7 +307,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
         try:
             index, _, _ = scheduler.take(load(scheduler, batch), np.array(batch.seq_lens, dtype=np.int64), 0)
         except PlanTooLargeError:
-            room *= 2  # The capacity is for what servers see.
+            room *= 2  # The capacity is for batches that servers have.
         else:
             return layout.read(scheduler.buffers[index], scheduler.current()[0])
 

@@ -8,7 +8,7 @@ from sglang_pat.packing.cost import CostModel
 from sglang_pat.packing.tiles import Tile
 
 OPEN = -1
-"""As the bound of a span: the end of the request, at whatever length it has when the item runs."""
+"""A bound that means the end of the request, at whatever length it has when the item runs."""
 
 
 def position(bound: int, length: int) -> int:

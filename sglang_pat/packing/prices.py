@@ -146,15 +146,17 @@ class PackConfig(msgspec.Struct, frozen=True):
         """Price of one more token for a work item that has `tokens`."""
         return self.parts_token_price if self.in_parts(queries, tokens) else self.token_price(queries)
 
+    def fixed_price(self, queries: int, tokens: int) -> int:
+        """Price of a work item besides its tokens."""
+        return self.parts_start_price if self.in_parts(queries, tokens) else self.start_price(queries)
+
     def by_warps(self, queries: int, tokens: int) -> bool:
         """Whether single warps run a work item."""
         return queries <= self.warp_queries or self.in_parts(queries, tokens)
 
     def item_price(self, queries: int, tokens: int) -> int:
         """Price of a work item that reads `tokens` tokens for `queries` queries with one tile."""
-        if self.in_parts(queries, tokens):
-            return tokens * self.parts_token_price + self.parts_start_price
-        return tokens * self.token_price(queries) + self.start_price(queries)
+        return tokens * self.growth_price(queries, tokens) + self.fixed_price(queries, tokens)
 
     def bin_price(self, members: Iterable[tuple[int, int]]) -> int:
         """Price of a bin whose work items have these (queries, tokens)."""

@@ -72,7 +72,7 @@ def walk(roots: list[Node]) -> Iterator[Node]:
 
 
 def check(batch: Batch) -> None:
-    """Raise ValueError, naming the node, where `batch` is not a prefix tree."""
+    """Raise ValueError if `batch` is not a prefix tree; the message names the node."""
     for node in batch.roots:
         if node.start != 0:
             raise ValueError(f"a first-level prefix must start at position 0, not {node.start}")
@@ -113,7 +113,7 @@ def in_windows(batch: Batch, window: int) -> Batch:
 def _check_disjoint(nodes: list[Node], allowed: set[int], name: str) -> None:
     for node in nodes:
         if not node.queries or not allowed.issuperset(node.queries) or len(set(node.queries)) != len(node.queries):
-            raise ValueError(f"below {name}: queries {node.queries} are repeated, foreign or none")
+            raise ValueError(f"below {name}: queries {node.queries} are repeated, unknown or missing")
         allowed = allowed.difference(node.queries)
 
 

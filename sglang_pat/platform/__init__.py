@@ -1,8 +1,8 @@
 """The CPU platform: lets SGLang serve `--attention-backend pat` on a machine without an accelerator.
 
-SGLang asks every installed platform plugin whether it is active before it has read a single flag.
-So `activate` offers a platform that changes nothing, and `DormantPlatform` turns itself into `CpuPlatform`
-when the server arguments turn out to choose PAT. Subprocesses inherit that decision through the environment.
+SGLang asks every installed platform plugin whether it is active before it reads any flag. So `activate` offers a platform that changes nothing,
+`DormantPlatform`, which turns itself into `CpuPlatform` when the server arguments choose PAT. Subprocesses inherit that decision through the
+environment.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import os
 from importlib.metadata import entry_points
 
 NAME = "pat_cpu"
-"""Of the entry point; `SGLANG_PLATFORM=pat_cpu` selects it for servers with another attention backend too."""
+"""Name of the entry point. `SGLANG_PLATFORM=pat_cpu` selects the platform for servers with another attention backend too."""
 
 AWAKE = "SGLANG_PAT_CPU_PLATFORM"
-"""Set in the environment of subprocesses, once a server has chosen PAT."""
+"""Environment variable that is set for subprocesses once a server has chosen PAT."""
 
 
 def activate() -> str | None:
     """Entry point of the group `sglang.srt.platforms`.
 
     Returns:
-        The class to use, or None on a machine with an accelerator, beside another platform plugin, and where the
-        user asked for SGLang's own CPU engine: SGLang then behaves as if this package were not installed.
+        The class to use. None on a machine with an accelerator, beside another platform plugin, and if the user asked for SGLang's own CPU
+        engine: SGLang then behaves as if this package were not installed.
     """
     if _has_accelerator() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
     if is_chosen():
         announce()
         return "sglang_pat.platform.cpu.CpuPlatform"
-    # SGLang takes two active platforms for an error.
+    # Two active platforms are an error to SGLang.
     if any(entry.name != NAME for entry in entry_points(group="sglang.srt.platforms")):
         return None
     return "sglang_pat.platform.cpu.DormantPlatform"
@@ -48,13 +48,13 @@ def _has_accelerator() -> bool:
 
 
 def announce() -> None:
-    """Tell this process's children that the CPU platform is on, and SGLang's Triton kernels to be interpreted.
+    """Tell this process's children that the CPU platform is on, and that SGLang's Triton kernels are to be interpreted.
 
-    Triton reads the variable when a kernel is defined, that is while a child imports SGLang.
+    Triton reads its variable when a kernel is defined: while a child imports SGLang.
     """
     os.environ[AWAKE] = "1"
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # What drafts left behind is moved by torch, not by a kernel.
+    # Move the KV of accepted drafts with torch, not with a kernel.
     os.environ.setdefault("SGLANG_NATIVE_MOVE_KV_CACHE", "1")
-    # torch brings NCCL along; where SGLang finds none, ranks talk through gloo.
+    # torch includes NCCL; if SGLang finds none, ranks use gloo.
     os.environ.setdefault("SGLANG_NCCL_SO_PATH", os.devnull)

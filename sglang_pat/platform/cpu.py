@@ -16,14 +16,14 @@ from sglang_pat.platform import announce
 
 
 class CpuPlatform(SRTPlatform):
-    """SGLang's stock memory pools and PyTorch-native operators on the CPU."""
+    """SGLang's stock memory pools and PyTorch operators, on the CPU."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        # SGLang would have images processed by CUDA.
+        # SGLang would process images with CUDA.
         server_args.disable_fast_image_processor = True
         if low_bit.chosen(server_args) is not None:
             server_args.page_size = server_args.page_size or PAGE_TOKENS
@@ -32,7 +32,7 @@ class CpuPlatform(SRTPlatform):
         compat.arguments.disable_graphs(server_args)
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        """0.5.23 asks; what `pat` does not verify it refuses itself."""
+        """0.5.23 asks this; `pat` itself refuses the algorithms that it does not support."""
         return True
 
     def get_default_attention_backend(self) -> str:
@@ -52,7 +52,7 @@ class CpuPlatform(SRTPlatform):
         return "cpu"
 
     def get_kv_pool_cls(self, kind: str) -> type | None:
-        """0.5.23 asks for every kind, whatever the model needs."""
+        """0.5.23 asks for every kind, even if the model does not need it."""
         return self.get_mha_kv_pool_cls() if kind == "mha" else None
 
     def get_mha_kv_pool_cls(self) -> type:
@@ -67,7 +67,7 @@ class CpuPlatform(SRTPlatform):
         return pool_class(form)
 
     def get_mla_kv_pool_cls(self) -> type:
-        # 0.5.17 builds the pool before the attention backend, which would refuse the model too.
+        # 0.5.17 makes the pool before the attention backend could refuse the model.
         raise support.UnsupportedError(
             "sglang-pat does not support MLA models yet: serve this one on a GPU with another --attention-backend"
         )
@@ -82,12 +82,12 @@ class CpuPlatform(SRTPlatform):
 
 
 class DormantPlatform(SRTPlatform):
-    """SGLang's base platform until the server arguments choose PAT, `CpuPlatform` from then on."""
+    """SGLang's base platform until the server arguments choose PAT; then `CpuPlatform`."""
 
     _guessed = False
 
     def get_device(self, device_id: int = 0) -> str:
-        """SGLang asks for a device, where no `--device` is given, before the backend is known."""
+        """Without `--device`, SGLang asks for a device before the backend is known."""
         self._guessed = True
         return "cpu"
 

@@ -1,7 +1,7 @@
-"""Speculative decoding on a CPU: what SGLang takes from `sgl_kernel`, which is not to be imported without a GPU's driver.
+"""Speculative decoding on a CPU: replaces what SGLang takes from `sgl_kernel`, which cannot be imported without a GPU's driver.
 
-Its workers have a way for Intel's GPUs that goes without: kernels in Triton, which a CPU interprets. As on SGLang's own CPU engine a draft's
-tokens are verified against the most probable ones, whatever the temperature.
+SGLang's workers have a path for Intel's GPUs that needs no `sgl_kernel`: Triton kernels, which a CPU can interpret. As on SGLang's own CPU engine,
+drafts are compared with the most probable tokens, whatever the temperature.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MODULES = (
     "sglang.kernels.ops.speculative.reconstruct_tree",
     "sglang.srt.speculative.eagle_utils",
 )
-"""Those that look at the device; not every release has all."""
+"""The modules that check the device; not every release has all of them."""
 
 
 def install() -> None:
-    """Make SGLang's workers find what they need, in a process on the CPU platform."""
+    """Set up SGLang's draft workers, in a process on the CPU platform."""
     trees = types.ModuleType("sgl_kernel.speculative")
     trees.reconstruct_indices_from_tree_mask = reconstruct  # type: ignore[attr-defined]
     sys.modules.setdefault(trees.__name__, trees)
@@ -47,7 +47,7 @@ def _draft_steps(create: Callable[[Any], Any], factory: Any) -> Any:
         return create(factory)
     from sglang_pat.backend.drafts import DraftSteps
 
-    # SGLang has sums over a handful of candidates compiled, for which a C++ compiler would run for half a minute.
+    # SGLang compiles sums over a few candidates; the C++ compiler would take half a minute for that.
     torch._dynamo.config.disable = True
     steps = factory.speculative_num_steps
     return DraftSteps(factory.draft_model_runner, factory.topk, steps) if steps > 1 else None
@@ -62,7 +62,7 @@ def _draft_extend(create: Callable[[Any], Any], factory: Any) -> Any:
 
 
 def _is_ours(factory: Any) -> bool:
-    """Whether a draft's backend is not another one that the user chose."""
+    """Whether the user chose no other backend for drafts."""
     return factory.draft_attn_backend in (None, "pat", "torch_native")
 
 
@@ -70,15 +70,15 @@ def reconstruct(
     tree_mask: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor, index: torch.Tensor, next_token: torch.Tensor,
     next_sibling: torch.Tensor, batch: int, tokens: int,
 ) -> None:  # fmt: skip
-    """What a tree mask says of a draft (SGLang: kernels/ops/speculative/reconstruct_tree.py has the contract).
+    """The structure of drafts from their tree masks (the contract is in SGLang's kernels/ops/speculative/reconstruct_tree.py).
 
     Args:
-        tree_mask: [batch * tokens * tokens] flags: what each token sees, itself included.
-        lengths: [batch], tokens in front of the drafts.
-        positions: [batch * tokens], written: each token's in its request.
-        index: [batch, tokens], written: its number in the batch.
-        next_token, next_sibling: Likewise: its first child, and the next child of its parent; -1 for none.
-        batch, tokens: Sizes.
+        tree_mask: [batch * tokens * tokens] flags: which tokens each token sees, itself included.
+        lengths: [batch]: tokens before the drafts.
+        positions: [batch * tokens], output: each token's position in its request.
+        index: [batch, tokens], output: each token's number in the batch.
+        next_token, next_sibling: [batch, tokens], outputs: each token's first child, and the next child of its parent; -1 for none.
+        batch, tokens: How many drafts, and tokens of each.
     """
     order = torch.arange(tokens)
     ancestors = tree_mask.view(batch, tokens, tokens).bool() & (order < order[:, None])

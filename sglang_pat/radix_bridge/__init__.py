@@ -1,4 +1,4 @@
-"""Follows SGLang's prefix cache: events from its own tree, and a mirror of the paths that running requests use."""
+"""Follows SGLang's prefix cache: turns what happens in its tree into events, and mirrors the paths of running requests."""
 
 from sglang_pat.radix_bridge.observer import Observer
 

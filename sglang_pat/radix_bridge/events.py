@@ -1,10 +1,10 @@
-"""What happens to the part of SGLang's prefix tree that running requests use.
+"""Events: what happens to the part of SGLang's prefix tree that running requests use.
 
-Node ids are SGLang's own. A node is announced when a request is bound below it for the first time, and a split
-when a request is bound on the other side of it: until then neither matters to packing.
+Node ids are SGLang's own. A node is announced when the first request is bound below it, and a split when the first request is bound to its other
+side; before that neither matters to packing.
 
-A request is a number: its row of `req_to_token` in the lower 32 bits, above them how often SGLang had handed out that row. The id that
-its client chose says nothing: two requests that live at the same time may have the same.
+A request is identified by a number: its row of `req_to_token` in the lower 32 bits, and how often SGLang has handed out that row in the upper ones.
+Ids that clients choose do not identify a request: two running requests may have the same.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ NodeId = Annotated[int, Meta(ge=ROOT, le=2**62)]
 Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Request = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Head = Annotated[bytes, Meta(min_length=16, max_length=16)]
-"""What a trace may hold; in a server msgspec checks nothing."""
+"""The limits are for traces; in a server msgspec does not check them."""
 
 
 class NodeInserted(msgspec.Struct, frozen=True, tag=True):
-    """A node of `length` tokens below `parent`; `head`, 16 bytes, tells it from its siblings."""
+    """A node of `length` tokens below `parent`; `head`, 16 bytes, distinguishes it from its siblings."""
 
     node: NodeId
     parent: NodeId
@@ -33,9 +33,9 @@ class NodeInserted(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeSplit(msgspec.Struct, frozen=True, tag=True):
-    """The first `length` tokens of `node` moved to the new node `upper`; `node` keeps the rest and its id.
+    """The first `length` tokens of `node` moved to the new node `upper`; `node` keeps the rest, and its id.
 
-    `head` is the new head of `node`; `upper` takes over the old one.
+    `head` is the new head of `node`; `upper` has the old one.
     """
 
     node: NodeId
@@ -55,10 +55,10 @@ class TreeReset(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestBound(msgspec.Struct, frozen=True, tag=True):
-    """The request's row holds the tree's own slots from the root down to the end of `node`; with ROOT nothing is known of what it shares.
+    """The request's row holds the tree's own slots from the root to the end of `node`. ROOT means that it shares nothing, as far as is known.
 
-    `length` is how many tokens the request has when it starts to decode, 0 while more of its prompt is to come. It may be bound already:
-    its next chunk was prefilled, or more of it was cached.
+    `length` is the request's length in its first decode step, or 0 while its prompt is incomplete. A request may be bound again: when its next
+    chunk is prefilled, or when more of it is cached.
     """
 
     request: Request
@@ -67,8 +67,10 @@ class RequestBound(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestsExpected(msgspec.Struct, frozen=True, tag=True):
-    """Requests are being prefilled; they decode next, if more of their prompts is not to come, with so many tokens. With overlap
-    scheduling they decode their first step before SGLang hands them to its cache. `rids` are what their clients call them, for people."""
+    """These requests are being prefilled. Those whose prompts are complete decode next, with these lengths.
+
+    With overlap scheduling they run their first decode step before SGLang hands them to its cache. `rids` are the clients' ids, for display only.
+    """
 
     requests: list[Request]
     lengths: list[Tokens]
@@ -76,7 +78,7 @@ class RequestsExpected(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestWithdrawn(msgspec.Struct, frozen=True, tag=True):
-    """A request's last token is being computed: it is in no batch any more, and gives its row back later."""
+    """A request's last token is being computed: it is in no further batch, and gives its row back later."""
 
     request: Request
 

@@ -1,32 +1,32 @@
 """Every place where SGLang is hooked, through its own HookRegistry.
 
-Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs another attention backend but the arguments' step, as the
-arguments say which backend runs, and on the CPU platform what makes draft models' backends.
+Checked against 0.5.17 and 0.5.23. In a process that runs another attention backend only two things are hooked: the resolution of arguments (it
+decides which backend runs), and what makes the backends of draft models.
 
-| target | releases | why no extension point will do |
+| target | releases | why no extension point suffices |
 |---|---|---|
-| `RadixCache.cache_unfinished_req` | 0.5.17 | the moment a request's row takes over the tree's slots |
+| `RadixCache.cache_unfinished_req` | 0.5.17 | the moment when a request's row gets the tree's slots |
 | `UnifiedRadixCache.cache_unfinished_req` | 0.5.17 | the same |
 | `UnifiedRadixCache.checkpoint` | 0.5.23 | the same, renamed there |
-| `release_kv_cache` | both | the one way by which a request gives its row back |
-| `Scheduler._reqs_finishing_inflight` | 0.5.23 | requests that leave the batch a step before they give their rows back |
+| `release_kv_cache` | both | the only place where a request gives its row back |
+| `Scheduler._reqs_finishing_inflight` | 0.5.23 | requests that leave the batch a step before they give their row back |
 | `RadixCache._delete_leaf` | 0.5.17 | eviction |
 | `UnifiedRadixCache._evict_device_leaf` | both | eviction |
 | `RadixCache.reset`, `UnifiedRadixCache.reset` | both | `flush_cache` |
-| `PrefillAdder.add_one_req` | both | a request that waits for what another one computes stays in the queue (siblings.py) |
-| `PrefillAdder.add_chunked_req` | both | the next chunk of one that others may wait for |
+| `PrefillAdder.add_one_req` | both | keeps a request in the queue while another one computes its prefix (siblings.py) |
+| `PrefillAdder.add_chunked_req` | both | the next chunk of a request that others may wait for |
 | `Scheduler.get_internal_state` | both | puts the counters into `/server_info` |
-| `SchedulerMetricsReporter.report_decode_stats` | both | when SGLang logs and exports its own counts |
-| `ForwardBatch.init_new` | both | a batch has its rows on the GPU only, and ids that clients chose |
-| `build_replay_fb_view` | both | the batch that a CUDA graph is replayed for comes without either |
-| `ServerArgs._handle_model_specific_adjustments` | 0.5.17 | its lists of backends for a model (gpt-oss, Exaone); plugin.py |
-| `handle_model_specific_adjustments` | 0.5.23 | the same, there by SGLang's `register_resolution_hook` |
+| `SchedulerMetricsReporter.report_decode_stats` | both | the moment when SGLang logs and exports its own counters |
+| `ForwardBatch.init_new` | both | adds the rows on the host: a batch has them on the GPU only, and its ids are chosen by clients |
+| `build_replay_fb_view` | both | the same for the batch that a CUDA graph is replayed for |
+| `ServerArgs._handle_model_specific_adjustments` | 0.5.17 | its lists of backends for some models (gpt-oss, Exaone); plugin.py |
+| `handle_model_specific_adjustments` | 0.5.23 | the same, through SGLang's `register_resolution_hook` |
 | `DefaultPoolConfigurator._compute_cell_size`, `calculate_pool_sizes` | both | with `SGLANG_PAT_KV`: how many tokens of 4 or 2 bits there is memory for; plugin.py |
-| `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | both | on a CPU: which backends draft models may have is a list inside; platform/speculation.py |
-| `DraftBackendFactory._create_backend` | 0.5.17 | on a GPU, likewise: a stock backend stands in for `pat` (0.5.23 was not run on a GPU); plugin.py |
+| `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | both | on a CPU: the list of backends for draft models is fixed; platform/speculation.py |
+| `DraftBackendFactory._create_backend` | 0.5.17 | the same on a GPU: a stock backend replaces `pat` (0.5.23 was not run on a GPU); plugin.py |
 
-On a CPU `platform/speculation.py` also stands in for `sgl_kernel.speculative`, which cannot be imported there, and makes SGLang's draft workers
-take their kernels in Triton (`_is_xpu` of the modules in its `MODULES`).
+On a CPU `platform/speculation.py` also replaces `sgl_kernel.speculative`, which cannot be imported there, and makes SGLang's draft workers use their
+Triton kernels (`_is_xpu` of the modules in its `MODULES`).
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ _REPORT = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMe
 class Follower(Protocol):
     """An attention backend that follows a prefix cache.
 
-    A process may have several, as SGLang makes them for draft models and overlapped half batches (both refused yet: features.py).
+    A process may have several.
 
     Attributes:
-        req_to_token_pool: Of the requests that it follows.
-        packs_extends: Whether it has to know requests before they are prefilled.
-        observer: Receives what happens to them.
+        req_to_token_pool: The pool of the requests that it follows.
+        packs_extends: Whether it needs to know requests before they are prefilled.
+        observer: Is told what happens to them.
     """
 
     req_to_token_pool: Any
@@ -73,10 +73,10 @@ class Follower(Protocol):
     observer: Observer
 
     def counters(self) -> dict[str, Any]:
-        """What `/server_info` shows as `internal_states[i]["pat"]`, of the process's first follower."""
+        """What `/server_info` shows as `internal_states[i]["pat"]`. Only the process's first follower is asked."""
 
     def publish(self, labels: dict[str, str] | None) -> None:
-        """SGLang has logged decode batches, and exported its metrics with these labels if they are on. The first follower is told."""
+        """SGLang has logged decode batches, and exported its metrics with these labels if they are on. Only the first follower is told."""
 
 
 _followers: list[weakref.ref[Follower]] = []
@@ -86,12 +86,12 @@ _siblings: Siblings | None = None
 
 
 def install(follower: Follower, graphs: bool = False, defer: bool = False) -> None:
-    """Let `follower` follow the prefix cache of its pool for as long as it lives.
+    """Tell `follower` what happens in the prefix cache of its pool, for as long as it lives.
 
     Args:
         follower: Held weakly.
         graphs: Whether steps are decoded in CUDA graphs.
-        defer: Whether requests wait for what others compute; the process's first follower says so.
+        defer: Whether requests wait for prefixes that others compute; the process's first follower decides.
 
     Raises:
         RuntimeError: Another plugin has hooked one of the targets; SGLang applies each target's hooks once.
@@ -134,8 +134,13 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
 
 
 def deferred() -> int:
-    """How often a request of this process was put off by a step, as another one was computing its prefix."""
+    """How often a request of this process was deferred by a step because another one was computing its prefix."""
     return _siblings.deferred if _siblings else 0
+
+
+def defers() -> bool:
+    """Whether requests of this process wait for what others compute."""
+    return _siblings is not None
 
 
 def _caching_methods() -> list[tuple[str, str]]:
@@ -144,13 +149,11 @@ def _caching_methods() -> list[tuple[str, str]]:
 
 
 class Rids(list):  # type: ignore[type-arg]
-    """A batch's `rids`, which SGLang hands on where it copies a batch, with its rows of `req_to_token`: [requests], int64 on the host.
-
-    There may be more rows than ids: beam search adds some.
+    """A batch's `rids` with its rows attached. SGLang passes `rids` on wherever it copies a batch.
 
     Attributes:
-        rows: As above.
-        unfinished: The row of the request whose prompt goes on in a later batch, None where there is none.
+        rows: [requests], int64 on the host: rows of `req_to_token`. Beam search has more rows than ids.
+        unfinished: The row of the request whose prompt continues in a later batch; None if there is none.
     """
 
     def __init__(self, rids: Iterable[str], rows: torch.Tensor, unfinished: int | None = None) -> None:
@@ -158,38 +161,38 @@ class Rids(list):  # type: ignore[type-arg]
         self.rows, self.unfinished = rows, unfinished
 
     def part(self, requests: slice) -> Rids:
-        """Those of some requests."""
+        """The part for some of the requests."""
         return Rids(self[requests], self.rows[requests], self.unfinished)
 
     def completed(self) -> list[int]:
-        """Which requests of the batch have all of their prompt in it, or had it before."""
+        """Indices of the requests whose prompt is complete after this batch."""
         return [i for i, row in enumerate(self.rows.tolist()) if row != self.unfinished]
 
 
 def rows_of(forward_batch: Any) -> torch.Tensor | None:
-    """The rows of a batch's requests, without what it was padded with; None where SGLang made it up, as in dry runs."""
+    """The rows of a batch's requests, without padding; None for batches that SGLang made up, as in dry runs."""
     rids = getattr(forward_batch, "rids", None)
     return rids.rows if isinstance(rids, Rids) else None
 
 
 def followers() -> list[Follower]:
-    """Those of this process, the oldest first."""
+    """The followers of this process, oldest first."""
     return [follower for reference in list(_followers) if (follower := reference()) is not None]
 
 
 def tell(observer: Observer, report: Callable[[Observer], None]) -> None:
-    """Tell the observer; whatever goes wrong there, SGLang must not notice."""
+    """Tell the observer. Whatever fails there must not reach SGLang."""
     try:
         report(observer)
     except Exception:
         try:
             observer.on_fault()
         except Exception:
-            logger.exception("sglang-pat cannot follow the prefix cache any more")
+            logger.exception("sglang-pat can no longer follow the prefix cache")
 
 
 def _tell_all(owner: Any, report: Callable[[Observer], None]) -> None:
-    """Tell everyone who follows requests of this cache's or scheduler's pool; caches without one simulate (`--schedule-policy lpm`)."""
+    """Tell every follower of this cache's or scheduler's pool. Caches without a pool are simulations (`--schedule-policy lpm`)."""
     pool = getattr(owner, "req_to_token_pool", None)
     for follower in followers():
         if follower.req_to_token_pool is pool:
@@ -197,7 +200,7 @@ def _tell_all(owner: Any, report: Callable[[Observer], None]) -> None:
 
 
 def _tell_siblings(report: Callable[[Siblings], Any]) -> Any:
-    """What it answers; whatever goes wrong there, SGLang must not notice, and nobody waits any more."""
+    """Tell `Siblings`, and return its answer. Whatever fails there must not reach SGLang; from then on no request waits."""
     global _siblings
     if _siblings is None:
         return None
@@ -205,7 +208,7 @@ def _tell_siblings(report: Callable[[Siblings], Any]) -> Any:
         return report(_siblings)
     except Exception:
         _siblings = None
-        logger.warning("sglang-pat: requests wait for each other's prefixes no more", exc_info=True)
+        logger.warning("sglang-pat: requests no longer wait for each other's prefixes", exc_info=True)
         return None
 
 
@@ -230,7 +233,7 @@ def _on_cached(result: Any, cache: Any, req: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _on_release(release: Callable[..., Any], req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> Any:
-    # Before, as it has no row afterwards.
+    # First, because the request has no row afterwards.
     request = compat.requests.number(tree_cache.req_to_token_pool, req)
     result = release(req, tree_cache, *args, **kwargs)
     _tell_siblings(lambda siblings: siblings.ended(req))
@@ -268,7 +271,7 @@ def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
                 follower.publish(labels)
         except Exception:
             _publishing = False
-            logger.warning("sglang-pat's metrics cannot be published, and are not any more", exc_info=True)
+            logger.warning("sglang-pat can no longer publish its metrics", exc_info=True)
 
 
 def _on_batch(result: Any, forward_batch_class: type, batch: Any, *args: Any, **kwargs: Any) -> None:

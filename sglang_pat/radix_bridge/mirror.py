@@ -1,4 +1,4 @@
-"""The mirror in plain Python: what the native scheduler keeps (csrc/packing/mirror.h), as its oracle and for replays."""
+"""The mirror in Python: the oracle of csrc/packing/mirror.h, and for tools that read traces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_pat.radix_bridge.events import (
 
 
 class MirrorNode:
-    """A shared stretch of KV: `length` tokens from position `start`, and the requests that end here."""
+    """A node: `length` tokens from position `start`, and the requests whose paths end here."""
 
     __slots__ = ("children", "head", "id", "length", "parent", "requests", "start")
 
@@ -40,7 +40,7 @@ class MirrorNode:
 
 
 class Mirror:
-    """Nodes, and where the paths of requests end."""
+    """The nodes on the paths of requests, and where each path ends."""
 
     def __init__(self) -> None:
         self.bindings: dict[int, MirrorNode] = {}
@@ -57,7 +57,7 @@ class Mirror:
         """Apply one event.
 
         Raises:
-            InconsistentError: The event names a node that is not there, or is there already.
+            InconsistentError: The event names an unknown node, or adds a known one.
         """
         match event:
             case NodeInserted():
@@ -81,7 +81,7 @@ class Mirror:
     def batch(self, requests: Sequence[int], seq_lens: list[int]) -> tree.Batch:
         """A batch with its prefix tree.
 
-        A request that is shorter than its path shares nothing; nor does one that is there twice, the second time.
+        A request that is shorter than its path shares nothing. If a request occurs twice, the second occurrence shares nothing.
         """
         made: dict[int, tree.Node] = {}
         roots: list[tree.Node] = []
@@ -127,8 +127,8 @@ class Mirror:
         node = self.nodes.get(id)
         if node is None or node is self.root:
             return
-        # SGLang locks the nodes of running requests, so this is a fault there or here: whoever runs through the
-        # node is taken to share nothing, which is served right but unpacked.
+        # SGLang locks the nodes of running requests, so something is wrong there or here. Unbind every request that passes through the node:
+        # it is served correctly, but unpacked.
         stack = [node]
         while stack:
             below = stack.pop()
@@ -139,7 +139,7 @@ class Mirror:
 
     def _bind(self, request: int, node: MirrorNode) -> None:
         self._move(request, node)
-        # A row has one request. Only now: the nodes above may have been the other one's alone.
+        # A row has one request. Release the old one last: some nodes above may have been on its path only.
         other = self._by_row.get(request % (1 << 32), request)
         self._by_row[request % (1 << 32)] = request
         if other != request:
@@ -161,7 +161,7 @@ class Mirror:
                 del self._by_row[request % (1 << 32)]
 
     def _prune(self, node: MirrorNode | None) -> None:
-        """Forget `node` and its ancestors as far as no request uses them."""
+        """Remove `node` and its ancestors, up to the first one that a request uses."""
         while node is not None and node.parent is not None and not node.requests and not node.children:
             del node.parent.children[node.head]
             del self.nodes[node.id]

@@ -1,9 +1,9 @@
 """Turns what SGLang's cache does to requests into events.
 
-Nothing is read from inside the tree but the path of a request that was just cached, which every implementation can
-tell (Python or Rust, `RadixCache` or `UnifiedRadixCache`). Two facts about radix trees turn paths into structure:
-siblings differ in their first page, so a path that meets an unknown node where the mirror has another one with the
-same first page has met the upper half of a split; and a split leaves the old id with the lower half.
+The only thing read from the tree is the path of a request that was just cached, which every implementation offers (Python or Rust, `RadixCache` or
+`UnifiedRadixCache`). Two facts about radix trees turn paths into structure. First, siblings differ in their first page: if a path has an unknown
+node where the mirror has another node with the same first page, then that node was split, and the unknown one is its upper half. Second, the lower
+half of a split keeps the old id.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ from sglang_pat.radix_bridge.events import (
 logger = logging.getLogger(__name__)
 
 ROW = (1 << 32) - 1
-"""The bits of a request that are its row."""
+"""The bits of a request's number that are its row."""
 
 _SECRET = secrets.token_bytes(16)
-"""Keys the digests of first pages: no prompt can be made to look like the beginning of another."""
+"""Key of the digests of first pages, so that no client can craft a collision."""
 
 
 class Observer:
-    """Feeds the scheduler; the methods named `on_*` are what `hooks` calls.
+    """Feeds events to the schedulers; `hooks` calls the methods named `on_*`.
 
-    What goes wrong with one request makes that one be decoded unpacked, and no other.
+    If something goes wrong with a request, that request alone is decoded unpacked.
 
     Attributes:
-        scheduler: Mirrors the paths and expects the batch.
-        subscribers: Called with every event after the schedulers have taken it.
-        nodes: Nodes announced so far.
-        faults: Times that the cache and the mirror disagreed.
+        scheduler: Mirrors the paths, and tracks the next batch.
+        subscribers: Called with every event, after the schedulers.
+        nodes: How many nodes were announced so far.
+        faults: How often the cache and the mirror disagreed.
     """
 
     def __init__(self, scheduler: NativeScheduler, *others: NativeScheduler) -> None:
         """
         Args:
             scheduler: As above.
-            others: Told the same: other layers of the model have plans of their own.
+            others: Schedulers of other layer groups; they get the same events.
         """
         self.scheduler = scheduler
         self._others = others
         self.subscribers: list[Callable[[Event], None]] = []
         self.nodes = 0
         self.faults = 0
-        self._reqs: dict[int, Any] = {}  # SGLang's, by row: who was bound last
+        self._reqs: dict[int, Any] = {}  # by row: the `Req` that was bound last
 
     def on_prefill(self, requests: list[int], lengths: list[int], rids: list[str]) -> None:
-        """`requests` are being prefilled up to so many tokens: they decode next, with one token more."""
+        """`requests` are being prefilled up to these lengths; they decode next, one token longer."""
         self._emit(RequestsExpected(requests, [length + 1 for length in lengths], rids))
 
     def on_extending(self, cache: Any, reqs: list[Any]) -> None:
-        """`reqs` are about to be extended: their rows hold the tree's slots for what is cached. Those that were bound before stay so."""
+        """`reqs` are about to be extended; their rows hold the tree's slots for what is cached. Bound requests stay as they are."""
         for req in reqs:
             request = compat.requests.number(cache.req_to_token_pool, req)
             if cache.disable or request is None or self.scheduler.binding(request) is not None:
@@ -78,7 +78,7 @@ class Observer:
             self._follow(cache, req, request)
 
     def on_cached(self, cache: Any, req: Any) -> None:
-        """`req` was just cached: its row holds the tree's slots for the whole of its path."""
+        """`req` was just cached: its row holds the tree's slots for its whole path."""
         if cache.disable or req.finished():
             return
         request = compat.requests.number(cache.req_to_token_pool, req)
@@ -87,7 +87,7 @@ class Observer:
         self._follow(cache, req, request, compat.requests.decode_len(req))
 
     def on_finishing(self, requests: list[int]) -> None:
-        """The batch that comes next is without `requests`, whose last tokens are being computed."""
+        """The last tokens of `requests` are being computed; the next batch does not include them."""
         for request in requests:
             self._emit(RequestWithdrawn(request))
 
@@ -108,7 +108,7 @@ class Observer:
         self._emit(TreeReset())
 
     def on_fault(self) -> None:
-        """Something unforeseen was raised: forget every path, so that what runs now is decoded unpacked."""
+        """An unexpected exception: forget all paths, so that running requests are decoded unpacked."""
         self._count_fault("the prefix cache could not be followed", exc_info=True)
         self.on_reset()
 
@@ -123,7 +123,7 @@ class Observer:
             try:
                 apply(scheduler, event)
             except InconsistentError as fault:
-                # An eviction is done all the same, and so it must be everywhere.
+                # An eviction takes effect all the same, and must do so in every scheduler.
                 faults.append(fault)
         if faults:
             raise faults[0]
@@ -132,7 +132,7 @@ class Observer:
             subscriber(event)
 
     def _follow(self, cache: Any, req: Any, request: int, decodes_with: int = 0) -> None:
-        """Bind `request`, which is SGLang's `req`; `decodes_with` is as in RequestBound."""
+        """Bind `req`, whose number is `request`; `decodes_with` is the `length` of RequestBound."""
         self._reqs[request & ROW] = req
         try:
             self._bind(
@@ -150,7 +150,7 @@ class Observer:
     def _bind(
         self, request: int, path: list[tuple[int, int]] | None, tokens: int, head: int, decodes_with: int
     ) -> None:
-        """Bind a request whose first `tokens` tokens are the tree's, by `path`; the tree tells siblings apart by `head` tokens."""
+        """Bind a request along `path`. Its first `tokens` tokens are in the tree, which distinguishes siblings by `head` tokens."""
         if path is None:
             self._emit(RequestBound(request, ROOT, 0))
             return
@@ -164,11 +164,11 @@ class Observer:
                 self._announce(req, head, node, length, parent, start)
                 parent, start = node, start + length
         finally:
-            # In any case: nodes that were announced and have no request would stay for ever.
+            # In any case: announced nodes without a request would stay forever.
             self._emit(RequestBound(request, parent, decodes_with if start == tokens else 0))
 
     def _announce(self, req: Any, tokens: int, node: int, length: int, parent: int, start: int) -> None:
-        """Make the mirror know the next node of a path, `length` tokens from `start` on, below `parent`."""
+        """Announce the next node of a path, below `parent`, with `length` tokens from position `start`, unless it is known."""
         known = self.scheduler.find(node)
         if known is None:
             head = _head(req, start, tokens)
@@ -183,10 +183,10 @@ class Observer:
 
 
 def apply(scheduler: NativeScheduler, event: Event) -> None:
-    """Tell `scheduler` one event; a request whose prompt is complete is expected in the next batch.
+    """Apply one event to `scheduler`. A request whose prompt is complete joins the next batch.
 
     Raises:
-        InconsistentError: The event names a node that is not there, or is there already.
+        InconsistentError: The event names an unknown node, or adds a known one.
     """
     match event:
         case NodeInserted(node, parent, length, head):
@@ -211,7 +211,7 @@ def apply(scheduler: NativeScheduler, event: Event) -> None:
 
 
 def _head(req: Any, start: int, tokens: int) -> bytes:
-    """What tells a node from its siblings: its first tokens, and at the first level its namespace."""
+    """A digest that distinguishes a node from its siblings: of its first tokens and, at the first level, its namespace."""
     digest = blake2b(
         array("q", compat.requests.tokens(req, start, start + tokens)).tobytes(), digest_size=16, key=_SECRET
     )

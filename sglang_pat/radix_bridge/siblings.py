@@ -1,11 +1,11 @@
-"""Requests that wait for a prefix which another one is computing, in place of computing it again (BatchLLM, section 4, for requests that come
-one by one).
+"""Siblings: requests wait for a prefix that another request is computing, instead of computing it again (BatchLLM, section 4, for requests that
+arrive one by one).
 
-SGLang forms a batch before the last one's result is in the tree, and matches a request with the tree alone: siblings in one batch, or in
-two that follow each other, all compute the prefix that they share. Here the first of them is the leader; the others stay in SGLang's
-waiting queue until the tree has what they share, which is one step later, or until the leader is gone.
+SGLang forms a batch before the previous batch's result is in the tree, and matches requests with the tree only. So siblings in one batch, or in two
+consecutive batches, all compute the prefix that they share. Here the first of them is the leader. The others stay in SGLang's waiting queue until
+the tree has the prefix, which is one step later, or until the leader is gone.
 
-Everything follows from the order of SGLang's calls, so that the ranks of a replica decide alike.
+All decisions depend only on the order of SGLang's calls, so the ranks of a replica decide alike.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from typing import Any
 from sglang_pat import compat
 
 BLOCK = 256
-"""Tokens to be computed that a request must have in common with a leader: as many as `batch.order.SHARED` characters are. Not tuned on a GPU."""
+"""A request waits if it would compute at least so many tokens that a leader is computing: as many as `batch.order.SHARED` characters have. Not
+tuned on a GPU."""
 
 TOKEN = 8
-"""Bytes of a token, as SGLang keeps them (`array("q")`)."""
+"""Bytes of a token in SGLang's `array("q")`."""
 
 STEPS = 16
-"""Steps that a request is put off at most. A leader takes two with overlap scheduling, and one more for each further stage of a pipeline;
-so this is enough for prefixes of several levels, and the most that leaders which vanish again and again can cost."""
+"""The most steps that a request waits. A leader takes two steps with overlap scheduling, and one more per further pipeline stage. So this is enough
+for prefixes of several levels, and limits the delay if leaders keep vanishing."""
 
 LOOKS = 256
-"""Requests that are put off in one step, at most: SGLang matches each with the tree before. The question here takes 6 to 31 us
+"""The most requests that are deferred in one step, because SGLang matches each with the tree first. The check here takes 6 to 31 us
 (`python benchmarks/siblings.py`, one core, 2026-11-24)."""
 
 
 class _Leader:
-    """What a request is computing: its tokens, TOKEN bytes each, of which the first BLOCK name its bucket; and since which step."""
+    """A request that is being computed: its tokens, TOKEN bytes each (the first BLOCK tokens name its bucket), and the step in which it started."""
 
     __slots__ = ("bucket", "step", "tokens")
 
@@ -41,15 +42,15 @@ class _Leader:
 
 
 class Siblings:
-    """Decides for one scheduler; hooks.py calls it.
+    """Decides which requests wait, for one scheduler; hooks.py calls it.
 
     Attributes:
-        deferred: How often a request was put off, by a step each time.
+        deferred: How often a request was deferred by a step.
     """
 
     def __init__(self) -> None:
         self.deferred = 0
-        self._leaders: dict[Any, _Leader] = {}  # SGLang's requests that are being computed, the oldest first
+        self._leaders: dict[Any, _Leader] = {}  # requests that are being computed, oldest first
         self._buckets: dict[Hashable, dict[Any, _Leader]] = {}
         self._waited: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._adder: weakref.ref[Any] | None = None
@@ -57,25 +58,25 @@ class Siblings:
         self._looks = 0
 
     def defer(self, adder: Any, req: Any) -> Any:
-        """Put `req` off, if a leader computes what comes next in it.
+        """Defer `req` if a leader is computing what comes next in it.
 
         Args:
-            adder: SGLang's `PrefillAdder`, which collects a step's requests; each step has its own.
-            req: Just matched with the tree.
+            adder: SGLang's `PrefillAdder`, which collects the requests of one step; each step has its own.
+            req: A request that was just matched with the tree.
 
         Returns:
-            None if it shall be computed in this step; otherwise what `add_one_req` shall return: whether others still can be.
+            None if `req` should be computed in this step; otherwise what `add_one_req` should return: whether other requests may still be added.
         """
         if self._adder is None or self._adder() is not adder:
             self._begin(adder)
-        # Who was to make room has been sent away for this request: it must come now.
+        # Others were preempted to make room for this request, so it must run now.
         if not self._leaders or adder.preempt_list or not _shares(adder, req):
             return None
         end = compat.requests.cached_tokens(req) + BLOCK
         end += -end % adder.page_size
         if end > compat.requests.reusable_tokens(req) or self._waited.get(req, 0) >= STEPS:
             return None
-        # Bytes: those of one block are compared in a fraction of a microsecond.
+        # As bytes, one block is compared in a fraction of a microsecond.
         tokens = memoryview(req.full_untruncated_fill_ids).cast("B")
         head, block = tokens[: TOKEN * end], bytes(tokens[TOKEN * (end - BLOCK) : TOKEN * end])
         for leader in self._buckets.get(_bucket(req, tokens), {}).values():
@@ -87,10 +88,10 @@ class Siblings:
         return None
 
     def computes(self, adder: Any, req: Any) -> None:
-        """`req` is computed in this step: the whole of it, or one chunk, with the others to follow."""
+        """`req` is computed in this step: the whole prompt, or one chunk of it."""
         if not _shares(adder, req):
             return
-        # A copy: SGLang extends the array in place, which it cannot while somebody looks into it.
+        # A copy: SGLang extends the array in place, which fails while a memoryview of it exists.
         tokens = req.full_untruncated_fill_ids.tobytes()
         if len(tokens) // TOKEN - compat.requests.cached_tokens(req) >= BLOCK:
             leader = _Leader(_bucket(req, tokens), tokens, self._step)
@@ -98,7 +99,7 @@ class Siblings:
             self._buckets.setdefault(leader.bucket, {})[req] = leader
 
     def ended(self, req: Any) -> None:
-        """What `req` computed is in the tree, or never will be: it was aborted, has failed, or is retracted."""
+        """What `req` computed is in the tree, or never will be (aborted, failed, retracted)."""
         leader = self._leaders.pop(req, None)
         if leader is not None:
             bucket = self._buckets[leader.bucket]
@@ -110,16 +111,16 @@ class Siblings:
         self._adder = weakref.ref(adder)
         self._step += 1
         self._looks = 0
-        # None is as old as that, unless SGLang has a way to end a request that hooks.py does not know.
+        # No leader should be that old, unless SGLang ends requests in a way that hooks.py does not know.
         for req in [req for req, leader in self._leaders.items() if self._step - leader.step > STEPS]:
             self.ended(req)
 
 
 def _shares(adder: Any, req: Any) -> bool:
-    """Whether what this request computes is found by others, and the other way round."""
+    """Whether this request and others find each other's prefixes in the cache."""
     return compat.cache.finds_prefixes(adder.tree_cache) and compat.requests.is_named_by_tokens(req)
 
 
 def _bucket(req: Any, tokens: bytes | memoryview) -> Hashable:
-    """Requests of different buckets have no BLOCK in common."""
+    """The bucket of a request. Requests in different buckets share no block."""
     return compat.requests.namespace(req), bytes(tokens[: TOKEN * BLOCK])

@@ -1,8 +1,7 @@
-"""What a live server did, in a file: radix-tree events and the plans made (`SGLANG_PAT_TRACE`).
+"""Traces (`SGLANG_PAT_TRACE`): a file with a live server's radix-tree events and plans.
 
-The file is `MAGIC` and then records, each its length in four little-endian bytes and one MessagePack object: first the
-`Header`, then events and `PlanMade`. Prompts are not in it: what tells nodes apart is a digest under a key that the server
-forgets.
+The file is `MAGIC`, then records: the length in four little-endian bytes, and one MessagePack object. The first record is the `Header`, the others
+are events and `PlanMade`. There are no prompts in it: nodes are distinguished by a digest, whose key the server does not store.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ MAGIC = b"sglang-pat trace\n"
 FORMAT = 4
 
 LABEL = 200
-"""Characters of a request's id that a trace keeps: clients choose them."""
+"""How many characters of a client's request id a trace keeps."""
 
 
 class TraceError(ValueError):
-    """A file that is no trace, or not a whole one; the message is for the user."""
+    """A file is not a trace, or not a whole one; the message is for the user."""
 
 
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises of bytes that are no record."""
+"""What msgspec raises for bytes that are not a record."""
 
 
 class Header(msgspec.Struct, frozen=True, tag=True):
@@ -44,7 +43,7 @@ class Header(msgspec.Struct, frozen=True, tag=True):
         format: `FORMAT` of the writer.
         config: Device, model and policy.
         max_batch: Requests of the largest batch.
-        layers: How many of the model's layers the plans are for: those that see everything, if there are any.
+        layers: How many of the model's layers the plans are for: those without a window, if there are any.
     """
 
     format: int
@@ -57,13 +56,13 @@ class PlanMade(msgspec.Struct, frozen=True, tag=True):
     """A plan for a batch.
 
     Attributes:
-        steps: Steps run with the plan before.
-        left: Positions in the batch before of requests that left it, descending; None if `joined` is the whole batch.
-        joined: Requests after those that stayed; -1 is one of which SGLang says nothing.
+        steps: How many steps the previous plan was used for.
+        left: Positions in the previous batch of requests that left, descending; None if `joined` is the whole batch.
+        joined: Requests after those that stayed; -1 for an unknown one.
         seq_lens: Tokens of each request.
         kv_tokens, parts: What the plan reads and merges in its first step.
-        ahead: Made before its step, from the lengths expected then.
-        fallback: Planning had failed, this is one query per work item.
+        ahead: Whether it was made before its step, from predicted lengths.
+        fallback: Whether planning had failed, so that this is one query per work item.
     """
 
     steps: Annotated[int, Meta(ge=0, le=1 << 30)]
@@ -80,7 +79,7 @@ Record = Header | PlanMade | Event
 
 
 class TraceWriter:
-    """Writes a trace until it has `limit` bytes, or the disk is full. Nothing that goes wrong reaches the server."""
+    """Writes a trace until it has `limit` bytes or the disk is full. No failure reaches the server."""
 
     def __init__(self, path: Path, header: Header, limit: int) -> None:
         """
@@ -92,7 +91,7 @@ class TraceWriter:
         self._left = limit - len(MAGIC)
         self._batch: list[int] = []
         if path.is_fifo():
-            # Opening it would wait for whoever reads it.
+            # Opening a pipe would block until somebody reads it.
             raise TraceError(f"SGLANG_PAT_TRACE: {path} is a pipe: name a file")
         try:
             self._file = path.open("wb")
@@ -109,7 +108,7 @@ class TraceWriter:
 
     @property
     def recording(self) -> str:
-        """The file's whole path."""
+        """The absolute path of the file."""
         return str(self._path.resolve())
 
     def on_event(self, event: Event) -> None:
@@ -123,7 +122,7 @@ class TraceWriter:
         left, joined = _difference(self._batch, requests)
         self._batch = requests
         self._write(PlanMade(left=left, joined=joined, **record))
-        # Whatever ends the server, the file is whole up to its last plan.
+        # However the server ends, the file is whole up to its last plan.
         self._guarded(self._file.flush)
 
     def _write(self, record: Record) -> None:
@@ -141,7 +140,7 @@ class TraceWriter:
             try:
                 self._file.close()
             except OSError:
-                pass  # of what was still to be written; the file counts as closed
+                pass  # the rest of the buffer is lost; the file counts as closed
 
     def _record(self, record: Record) -> None:
         data = self._encode(record)
@@ -154,11 +153,11 @@ class TraceWriter:
 
 
 def read(path: Path, truncated: bool = False) -> Iterator[Record]:
-    """The records of a trace, the header first and only there.
+    """The records of a trace; the header is the first one, and no other.
 
     Args:
         path: The file.
-        truncated: Accept a file that ends within a record, up to there.
+        truncated: Accept a file that ends within a record, and return the records before that.
 
     Raises:
         TraceError: The file is missing, foreign, damaged or cut off.
@@ -208,12 +207,12 @@ def _check_format(path: Path, data: bytes) -> None:
 
 
 def _readable(rid: str) -> str:
-    """What is kept of a client's id: it may be long, and need not be text that can be encoded."""
+    """A client's id as it is kept: it may be long, and may not be encodable."""
     return rid[:LABEL].encode(errors="replace").decode()
 
 
 def _difference(before: list[int], after: list[int]) -> tuple[list[int] | None, list[int]]:
-    """Which positions left `before` and what was appended, so that the result is `after`; None if it is no such change."""
+    """(positions that left `before`, what was appended) to get `after`; (None, after) if no request stayed."""
     left, kept = [], 0
     for position, request in enumerate(before):
         if kept < len(after) and after[kept] == request:
@@ -226,10 +225,10 @@ def _difference(before: list[int], after: list[int]) -> tuple[list[int] | None, 
 
 
 def apply_difference(batch: list[int], plan: PlanMade) -> list[int]:
-    """The batch of `plan`, `batch` being the one of the plan before.
+    """The batch of `plan`, given the batch of the previous plan.
 
     Raises:
-        InconsistentError: The plan is for no such batch.
+        InconsistentError: The plan does not fit that batch.
     """
     if plan.left is None:
         batch = plan.joined
@@ -237,10 +236,10 @@ def apply_difference(batch: list[int], plan: PlanMade) -> list[int]:
         batch, before = list(batch), len(batch)
         for position in plan.left:
             if not 0 <= position < before:
-                raise InconsistentError(f"position {position} left a batch that has it not")
+                raise InconsistentError(f"position {position} left a batch that does not have it")
             del batch[position]
             before = position
         batch += plan.joined
     if len(plan.seq_lens) != len(batch):
-        raise InconsistentError(f"{len(plan.seq_lens)} lengths are told of {len(batch)} requests")
+        raise InconsistentError(f"{len(plan.seq_lens)} lengths for {len(batch)} requests")
     return batch

@@ -227,8 +227,14 @@ void attention(TensorView q, TensorView k, TensorView v, TensorView out, TensorV
   TVM_FFI_CHECK(rows.size(0) == batch && seq_lens.size(0) == batch, ValueError) << "rows and seq_lens must be the batch's";
   TVM_FFI_CHECK(partial.size(1) == heads && partial.size(2) == v.size(2) && lse.size(1) == heads, ValueError)
       << "partial and lse must be those of q's heads";
-  const pat::Bounds bounds{plan.size(0), batch, req_to_token.size(0), req_to_token.size(1),
-                           std::min(partial.size(0), lse.size(0))};
+  TVM_FFI_CHECK(q.size(2) <= pat::kMostDims && v.size(2) <= pat::kMostDims, ValueError)
+      << "heads of " << std::max(q.size(2), v.size(2)) << " dimensions are too large";
+  const pat::Bounds bounds{plan.size(0),
+                           batch,
+                           req_to_token.size(0),
+                           std::min<int64_t>(req_to_token.size(1), INT32_MAX),
+                           std::min(partial.size(0), lse.size(0)),
+                           heads / k.size(1)};
   const char* problem = pat::plan_problem(data<int32_t>(plan), bounds);
   if (!problem) problem = pat::batch_problem(data<int64_t>(rows), data<int64_t>(seq_lens), bounds);
   if (!problem) problem = pat::open_problem(data<int32_t>(plan), data<int64_t>(rows), data<int64_t>(seq_lens));

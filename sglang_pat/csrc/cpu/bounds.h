@@ -12,13 +12,14 @@
 namespace pat {
 
 constexpr int64_t kMostTokens = 64;  // bits of a mask
-constexpr int32_t kMostTileTokens =
-    1 << 14;  // a tile of the CPU executor is a few dozen; more is scratch memory for nothing
+// A tile of the CPU executor has a few dozen tokens and up to some thousand rows, a head some hundred dimensions. More is scratch memory for
+// nothing, and up to here an offset in such memory has 31 bits.
+constexpr int32_t kMostTileTokens = 1 << 14, kMostTileRows = 1 << 14, kMostDims = 1 << 14;
 constexpr int64_t kMostTailTokens = 1 << 30;  // so that a place of a token among others fits 32 bits
 
-// What the indices of a plan point into.
+// What the indices of a plan point into; `group` is the query heads of a KV head.
 struct Bounds {
-  int64_t plan_size, batch, table_rows, table_columns, workspace_slots;
+  int64_t plan_size, batch, table_rows, table_columns, workspace_slots, group;
 };
 
 // Where a bound lies in a request of so many tokens (packing/plan.py, `position`).
@@ -48,6 +49,7 @@ inline const char* plan_problem(const int32_t* plan, const Bounds& bounds) {
     const int32_t* item = plan + plan[kItems] + i * kItemSize;
     if (item[kItemQueries] < 1 || !within(item[kFirstQuery], item[kItemQueries], queries))
       return "the plan has a work item of queries that there are not";
+    if (item[kItemQueries] * bounds.group > kMostTileRows) return "the plan has a work item of too many rows";
     if (item[kTileN] < 1 || item[kTileN] > kMostTileTokens) return "the plan has a tile that is none";
     if (item[kStart] > bounds.table_columns || item[kEnd] > bounds.table_columns)
       return "the plan has a work item outside the context";

@@ -36,12 +36,6 @@ inline Vec splat(float x) { return Vec{} + x; }
 // NaN where either is: a query that sees a broken token shall not get an answer that looks like one.
 inline Vec max(Vec a, Vec b) { return (a > b) | (a != a) ? a : b; }
 
-inline float sum(Vec v) {
-  float total = 0;
-  for (int i = 0; i < kWidth; ++i) total += v[i];
-  return total;
-}
-
 struct Bf16 {
   uint16_t bits;
 };

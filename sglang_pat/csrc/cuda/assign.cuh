@@ -50,7 +50,7 @@ class Items {
   // Whether there may be items that have not been looked up.
   __device__ bool more() const { return assigned_.more; }
 
-  // How many there are for a phase; how many of them, the first ones, teams share, and of which team this warp is.
+  // A phase's items; how many of them, from the first on, are shared by teams; and this warp's place in a team.
   __device__ int count(Phase phase) const { return assigned_.count[phase]; }
   __device__ int shared(Phase phase) const { return assigned_.shared[phase]; }
   __device__ TeamPlace place(Phase phase) const { return assigned_.places[phase][warp_id()]; }

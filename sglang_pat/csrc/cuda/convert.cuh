@@ -1,5 +1,5 @@
-// Fills the ring of wide items where KV has 8 bits: what the matrix products take has 16. Bytes wait in shared memory for the
-// thread that asked for them, which converts them into a stage of the ring. So the warps that compute need not know.
+// The producer for KV of 8 bits: copies bytes to shared memory, and converts them to 16 bits on their way into the ring. Each thread
+// converts what it copied itself. The warps that compute see a ring like any other.
 #pragma once
 
 #include "ring.cuh"
@@ -89,8 +89,8 @@ class ConvertingProducer : TileRows<kDim, kDim> {
            column() * kCopyBytes;
   }
 
-  // Asks for K or V, by turns, of a tile: a commit group, also where there is nothing left. With K go the slots of a tile to come:
-  // in registers, ptxas waited for them as soon as they were asked for.
+  // Issues the copies of a tile's K, next time of its V: always one commit group, empty after the last tile. The slots of a later tile are
+  // copied along with K: when they were loaded into registers, ptxas made the load wait at once.
   __device__ void ask() {
     if (asking_) {
       if (!is_v_) {
@@ -118,7 +118,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
     at_ = at_ == kAhead - 1 ? 0 : at_ + 1;
   }
 
-  // Converts what was asked for first, K or V, into the next stage of the ring.
+  // Converts the oldest copied tile of K or V into the ring's next stage.
   __device__ void deliver(bool is_v) {
     wait_copies<kAhead - 1>();
     uint4 loaded[kRows];

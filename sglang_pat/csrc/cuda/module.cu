@@ -5,6 +5,9 @@
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
+#include <iterator>
+#include <limits>
+
 #include "../arguments.h"
 #include "forward.cuh"
 #include "merge.cuh"
@@ -46,6 +49,14 @@ void check_rows(const TensorView& tensor, const char* name, int dim, DLDataType 
       << name << "'s heads must begin at multiples of 16 bytes";
 }
 
+// The same of a pool of KV, whose strides the kernels have in 32 bits.
+void check_pool(const TensorView& tensor, const char* name, int dim, DLDataType dtype) {
+  check_rows(tensor, name, dim, dtype);
+  for (const int64_t stride : {tensor.stride(0), tensor.stride(1)})
+    TVM_FFI_CHECK(stride >= 0 && stride <= std::numeric_limits<uint32_t>::max() / Kv::kBytes, ValueError)
+        << name << "'s slots and heads must be less than 4 GiB apart";
+}
+
 // CTAs that run at the same time on a device.
 struct Resident {
   int forward, merge_by_cta, merge_by_warp;
@@ -60,6 +71,7 @@ int resident_ctas(Kernel kernel, int threads, size_t shared, int sms) {
 
 const Resident& resident(int64_t id) {
   static Resident known[64] = {};
+  TVM_FFI_CHECK(id >= 0 && id < int64_t(std::size(known)), ValueError) << "there is no GPU " << id;
   Resident& all = known[id];
   if (all.forward == 0) {
     tvm::ffi::CUDADeviceGuard guard{int(id)};
@@ -102,8 +114,10 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
   check_rows(q, "q", PAT_DIM, half);
   const DLDataType kv = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : half;
-  check_rows(k, "k", PAT_DIM, kv);
-  check_rows(v, "v", PAT_V_DIM, kv);
+  check_pool(k, "k", PAT_DIM, kv);
+  check_pool(v, "v", PAT_V_DIM, kv);
+  TVM_FFI_CHECK(k.size(0) == v.size(0) && k.size(1) == v.size(1), ValueError)
+      << "k and v must have the same slots and heads";
   check_rows(out, "out", PAT_V_DIM, half);
   pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, DLDataType{kDLFloat, 16, 1}, kDLCUDA);
   TVM_FFI_CHECK(partial.size(2) == PAT_V_DIM, ValueError) << "partial must have heads of " << PAT_V_DIM;

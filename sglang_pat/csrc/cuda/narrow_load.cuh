@@ -41,16 +41,16 @@ class NarrowLoader {
   static constexpr int kVRowCopies = kVDim * Kv::kBytes / kCopyBytes;   // by the first of K's threads
   static constexpr int kRows = kChunkTokens * kRowThreads / kWarpSize;  // that a lane copies: one after the other
 
-  // What a warp does, chunk after chunk: of its own items all, of its team's as many as each of them.
+  // Position in a warp's chunks: all of its own items', and its share of its team's.
   struct Cursor {
     int at = -1;                // the item
-    int begin = 0, tokens = 0;  // of its tokens, where the chunk begins; how many it has
-    int step = 0;               // tokens to the next chunk
+    int begin = 0, tokens = 0;  // the chunk's first token in the item; tokens of the item
+    int step = 0;               // tokens to this warp's next chunk
 
     __device__ bool last() const { return begin + step >= tokens; }
   };
 
-  // A chunk that will be copied: the slot of this lane's token, the KV head, and tokens; none at all if they are negative.
+  // A chunk to be copied: the slot of this lane's token, the KV head, and how many tokens; negative if there is no chunk.
   struct Chunk {
     int slot = 0, head = 0, tokens = -1;
   };
@@ -117,7 +117,7 @@ class NarrowLoader {
             copy16(place + S::kTile, v + uint64_t(slot) * p_.v_slot, policy...);
           }
         };
-        // Without any policy where none is needed: even the usual one takes time.
+        // No cache policy where none is needed: even the default one takes time.
         if (items_.parts_stay())
           copy_rows(leaves_first());
         else

@@ -38,8 +38,7 @@ class RowTarget {
   int code_;
 };
 
-// The sum of a row's weights, with its sink's where the row has no other part; the others have it in the merge. Nothing where it
-// has no weight at all.
+// The sum of a row's weights, its sink's included if this is the row's only part: otherwise merge adds the sink. 0 if nothing was seen.
 __device__ __forceinline__ float sum_with_sink(float sum, float row_max, const RowTarget& to, const Params& p) {
   return sum > 0 && to.direct() ? sum + exp2_fast(p.sink(to.head(p)) - row_max * p.scale_log2) : sum;
 }

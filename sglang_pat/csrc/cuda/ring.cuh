@@ -26,7 +26,7 @@ constexpr int kAheadBytes = kTokens * kDim;
 template <int kDim>
 constexpr int kMaxRows = groups(kDim) * 64;
 
-// Q of an item, where the rows of its results go, and with kLimits what is behind the token of each (`tokens_behind`).
+// Q of an item, where the result of each of its rows goes, and with kLimits each row's `tokens_behind`.
 template <int kDim>
 struct WideQueries {
   alignas(1024) uint8_t q[kMaxRows<kDim> * panels(kDim) * kPanelRow];
@@ -53,10 +53,10 @@ class RingCursor {
 
   __device__ int stage() const { return stage_; }
   __device__ void wait_full() const { wait_barrier(shared_address(&barriers_.full[stage_]), phase_); }
-  // At first everything is free: the phase before the first has passed.
+  // True at once in the first round: all stages begin empty.
   __device__ void wait_empty() const { wait_barrier(shared_address(&barriers_.empty[stage_]), phase_ ^ 1); }
   __device__ uint32_t full_barrier() const { return shared_address(&barriers_.full[stage_]); }
-  // To be arrived at by every computing warp.
+  // Every computing warp arrives here once it has read the stage.
   __device__ uint32_t empty_barrier() const { return shared_address(&barriers_.empty[stage_]); }
   __device__ void advance(int stages = 1) {
     stage_ += stages;
@@ -68,7 +68,7 @@ class RingCursor {
   int stage_ = 0, phase_ = 0;
 };
 
-// So many tiles before they are asked for, their slots are: copies that were asked for `ahead` halves of a tile ago have come.
+// How many tiles before its copies are issued a tile's slots are read: by then the copies of `ahead` half tiles have landed.
 constexpr int slot_lead(int ahead) { return (ahead + 1) / 2; }
 
 // `kAhead` tiles of K or V may wait for their conversion behind the stages; none where nothing is converted.

@@ -10,9 +10,8 @@
 
 namespace pat {
 
-// The base that weights are taken against follows the greatest score only when it falls behind by more than this, to base
-// 2: then the weights before need not be multiplied every time. 2^8 is far from what 16 bits or sums in float32 hold
-// (FlashAttention-4 does the same).
+// Lazy rescale: row_max follows a row's greatest score only once that is ahead by more than this, to base 2. Accumulators are then
+// rescaled rarely. Weights reach 2^8 at most, which 16 bits and sums in float32 hold easily (FlashAttention-4 does the same).
 constexpr float kSlack = 8;
 
 __device__ __forceinline__ float lazy_row_max(float row_max, float higher, const Params& p) {
@@ -24,12 +23,13 @@ __device__ __forceinline__ void cap_score(float& s, const Params& p) {
 }
 
 struct Softmax {
-  float row_max[2] = {-INFINITY, -INFINITY};  // the score of each row that weights are taken against, without the scale
-  float sum[2] = {0, 0};                      // of this thread's own columns
+  float row_max[2] = {-INFINITY,
+                      -INFINITY};  // of each row, lazily (`kSlack`) and before the scale: weights are relative to it
+  float sum[2] = {0, 0};           // of the weights in this thread's own columns
 
-  // Turns scores into weights, and says by what the weights before are to be multiplied. Columns from `valid` on do not
-  // count, and with kMasks, of the last `draft` in front of it, none that a row's `mask_of(half)` hides. With kLimits, `behind_of(half)`
-  // are the tokens behind the end of each row's own (`tokens_behind`).
+  // Turns scores into weights; `correction` is the factor for everything accumulated before. Columns from `valid` on are hidden. With
+  // kMasks, the last `draft` columns before `valid` are hidden where the row's `mask_of(half)` says so. With kLimits, `behind_of(half)` is
+  // the row's `tokens_behind`.
   template <int kBlocks, typename MaskOf, typename BehindOf>
   __device__ __forceinline__ void update(float* s, int valid, int draft, const MaskOf& mask_of, const BehindOf& behind_of,
                                          bool capped, const Params& p, float (&correction)[2]) {
@@ -99,8 +99,8 @@ struct Softmax {
   }
 };
 
-// The same for transposed scores: a thread has columns 2 (lane % 4) and the next of each block of eight, and of 16 rows
-// lane / 4 and lane / 4 + 8. Here columns are the rows of Q, and rows are tokens.
+// The same for transposed scores: columns are rows of Q, rows are tokens. A thread has columns 2 (lane % 4) and 2 (lane % 4) + 1 of each
+// block of eight, and rows lane / 4 and lane / 4 + 8 of 16.
 template <int kBlocks>
 struct ColumnSoftmax {
   float row_max[kBlocks][2], sum[kBlocks][2];
@@ -110,9 +110,9 @@ struct ColumnSoftmax {
     for (int i = 0; i < 2 * kBlocks; ++i) row_max[i / 2][i % 2] = -INFINITY, sum[i / 2][i % 2] = 0;
   }
 
-  // `first` tokens of the first chunk count, and `second` of the second; with kMasks, of the last `draft` of them those that the
-  // `mask_of(column)` of each column does not hide. With kLimits, where `limited`, `behind_of(column)` are the tokens behind the end of a
-  // column's own.
+  // The first chunk has `first` valid tokens, the second `second`; the others are hidden. With kMasks, the last `draft` valid tokens are
+  // hidden where the column's `mask_of(column)` says so. With kLimits, and only if `limited`, `behind_of(column)` is the column's
+  // `tokens_behind`.
   template <int kChunks, typename MaskOf, typename BehindOf>
   __device__ __forceinline__ void update(float (&s)[kChunks][kBlocks][4], int first, int second, int draft,
                                          const MaskOf& mask_of, bool limited, const BehindOf& behind_of, bool capped,
@@ -196,7 +196,7 @@ struct ColumnSoftmax {
   }
 };
 
-// What weights that were taken against `row_max` count against a higher one; nothing where there was no score at all.
+// Factor that turns weights relative to `row_max` into weights relative to `higher`; 0 if no score was seen.
 __device__ __forceinline__ float weight(float row_max, float higher, const Params& p) {
   return row_max == -INFINITY ? 0 : exp2_fast((row_max - higher) * p.scale_log2);
 }
@@ -209,7 +209,7 @@ __device__ __forceinline__ void rescale(float* o, const float (&correction)[2]) 
   for (int i = 0; i < kSize; ++i) o[i] *= correction[i / 2 % 2];
 }
 
-// What a row's output is multiplied by in the end; nothing where it has no weight at all.
+// Final factor on a row's output; 0 if nothing was seen.
 template <typename Kv>
 __device__ __forceinline__ float norm_of(float sum, const Params& p) {
   return sum > 0 ? __fdividef(Kv::kBytes == 1 ? p.v_scale : 1, sum) : 0;

@@ -22,8 +22,8 @@ struct ItemSum {
   int count, longest, shortest, tokens;
 };
 
-// x / by. On a GPU without the call that a division by what only the kernel knows becomes: calls lead to code that is in no
-// instruction cache. Exact below 2^21; beyond, who shares what may depend on the rounding.
+// x / by. Integer division by a runtime value is a call on a GPU, to code outside the instruction cache: so by floats. Exact below 2^21;
+// beyond, who shares what may depend on the rounding.
 PAT_ANYWHERE constexpr int quotient(int x, int by) {
 #ifdef __CUDA_ARCH__
   return int(__fdividef(float(x) + 0.5f, float(by)));
@@ -35,8 +35,7 @@ PAT_ANYWHERE constexpr int quotient(int x, int by) {
 // Summing up an item takes a team as long as 24 tokens take one warp (1.5 us; 32 tokens take it 2 us, benchmarks/NOTES.md).
 constexpr int kSumTokens = 24;
 
-// How long `kWarps` warps take for these items, where teams of `team` warps share an item each; in tokens that one warp reads
-// meanwhile.
+// How long `kWarps` warps take for these items if each is shared by a team of `team` warps; in tokens that one warp reads in that time.
 template <int kWarps>
 PAT_ANYWHERE constexpr int team_time(int team, const ItemSum& items) {
   if (team == kWarps) return items.tokens / kWarps + kSumTokens * items.count;
@@ -44,7 +43,7 @@ PAT_ANYWHERE constexpr int team_time(int team, const ItemSum& items) {
   return quotient(items.count + teams - 1, teams) * (quotient(items.longest, team) + kSumTokens);
 }
 
-// Ranks the teams of `team` warps, whatever number that is: the fastest are the least, of equally fast ones the largest.
+// Sort key of a team size: the least is the fastest, and among equally fast ones the largest team. ~0 for sizes that do not divide kWarps.
 constexpr int kRankBits = 4;
 template <int kWarps>
 PAT_ANYWHERE constexpr uint32_t team_rank(int team, const ItemSum& items) {
@@ -62,9 +61,9 @@ PAT_ANYWHERE constexpr TeamPlace team_place(uint32_t rank, int warp) {
 }
 PAT_ANYWHERE constexpr int rank_time(uint32_t rank) { return int(rank >> kRankBits); }
 
-// The most tokens of an item that is better one warp's alone; `best` is the rank of the teams that would share. Where there is
-// an item for every warp they are busy either way, and what is shared has to be summed up: then only the longest are, by all
-// warps, so that none has to finish alone.
+// Items of up to so many tokens are better left to one warp; `best` is the rank of the teams that would share the others. With fewer items
+// than warps, sharing pays as soon as it is faster. With an item for every warp all are busy anyway, and sharing adds the summing up: then
+// only the longest are shared, by all warps, so that no warp finishes alone.
 template <int kWarps>
 PAT_ANYWHERE constexpr int own_tokens(uint32_t best, const ItemSum& items) {
   if (items.count < kWarps) return rank_time(best);

@@ -1,5 +1,5 @@
-// What a row sees of an item: all of it, but of its own draft what the draft's mask says, and with kLimits what is in front of its own end
-// and within its window.
+// What a row sees of an item: all tokens, with two exceptions. With kMasks, its draft's mask says which tokens of the draft it sees. With
+// kLimits, it sees only tokens before its own end and within its window.
 #pragma once
 
 #include <climits>
@@ -25,8 +25,8 @@ __device__ __forceinline__ int64_t end_of(const Params& p, const Item& item) {
   return item.slots + item.tokens - p.rows[item.query] * p.table_row;
 }
 
-// Where kLimits: how many of an item's last tokens are behind the end of the row's own token, whose query is `query`; less than 0 where the
-// item ends in front of it. A draft's token ends behind as many of its draft as it sees: that is its place in the request.
+// For kLimits: how many of the item's last tokens lie behind the end of the row's own token, which belongs to `query`. Negative if the item
+// ends before that. In a draft, a token's end is the first of the draft plus the number of the draft's tokens that it sees.
 __device__ __forceinline__ int tokens_behind(const Params& p, const Item& item, int row, int query) {
   int64_t end = p.seq_lens[query];
   if constexpr (kMasks) {
@@ -36,14 +36,14 @@ __device__ __forceinline__ int tokens_behind(const Params& p, const Item& item, 
   return int(end_of(p, item) - end);
 }
 
-// The tokens `[first, end)` that a row sees of those from which on `valid` are left in the item; `behind` as above. Of a draft masks
-// say where its tokens end.
+// A row sees tokens `[first, end)` of a tile from whose first token on the item has `valid` left; `behind` is its `tokens_behind`. In a
+// draft, masks hide what is behind the end, so that only the window is left to do here.
 struct Limits {
   int first, end;
 
   __device__ __forceinline__ Limits(int valid, int behind, const Params& p)
       : first(valid - behind - p.window), end(kMasks ? INT_MAX : valid - behind) {}
-  // Of the first `tokens`.
+  // Whether any of the first `tokens` is hidden.
   __device__ __forceinline__ bool hide_some(int tokens) const { return first > 0 || end < tokens; }
   __device__ __forceinline__ bool hide(int token) const { return token < first || token >= end; }
 };

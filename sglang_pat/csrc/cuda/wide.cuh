@@ -123,7 +123,7 @@ class WideGroup {
         P::template wait<1>();
         release(k_);
         softmax.template update<8>(s, tokens - next * kTokens, item.draft, mask, behind, capped_, p_, correction);
-        // Never; but without a branch ptxas moves the softmax behind the wait, and nothing runs beside the product.
+        // Never true. Without a branch here ptxas sinks the softmax below the wait, and nothing overlaps the product.
         if (softmax.sum[0] + softmax.sum[1] < 0) nap();
         P::template wait<0>();
         release(v_);
@@ -145,21 +145,21 @@ class WideGroup {
     return shared_address(memory_.ring) + cursor.stage() * kStageBytes<kDim>;
   }
 
-  // Passes over a stage that is the other group's. It must be full before it is given back, or it would count twice; and
-  // every lane must have seen that, or it could be full for the next time before one looks, which would then wait for ever.
+  // Passes over a stage that belongs to the other group. It must be full before it is released: one that is still empty would be released
+  // twice. And all lanes must have seen it full: a lane that looked after the release could miss that phase, and wait for ever.
   __device__ static void skip(Ring& cursor) {
     cursor.wait_full();
     __syncwarp();
     release(cursor);
   }
 
-  // The stage is empty once every warp has said so; on to the next of its kind.
+  // A stage is empty once every warp has arrived; then on to this operand's next one, K and V taking turns.
   __device__ static void release(Ring& cursor) {
     if (lane_id() == 0) arrive(cursor.empty_barrier());
     cursor.advance(2);
   }
 
-  // These are empty once every thread has said so: unlike what wgmma reads, each thread reads them for itself.
+  // Q's buffer is empty once every thread has arrived: targets and masks are read by single threads, not by wgmma.
   __device__ void release_queries() {
     arrive(queries_.empty_barrier());
     queries_.advance();

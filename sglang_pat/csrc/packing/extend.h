@@ -20,6 +20,10 @@ namespace pat {
 // sees what is in front of its own end. What is in front of a token's window is not seen either.
 class ExtendMaker {
  public:
+  // Queries of shared packs, counted after each prefix. A token has one for each level that its request shares, and only requests with
+  // fewer tokens than a tile share: hundreds of such requests, with ten levels, have a hundred thousand. A hostile tree has any number.
+  static constexpr int64_t kMaxQueries = 1 << 24;
+
   // Request `batch[i]` (kNone: not known) has `cached[i]` tokens, and `added[i]` new ones behind them. Returns the plan's ints.
   int64_t plan(Mirror& mirror, const std::vector<int32_t>& batch, const std::vector<int32_t>& cached,
                const std::vector<int32_t>& added, const Config& config) {
@@ -39,7 +43,10 @@ class ExtendMaker {
     begins_.assign(batch.size(), 0);
     shared_ = 0;
     starts_.assign(prefixes_.nodes.size(), 0);
-    for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index) add_prefix(index, config);
+    for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index) {
+      add_prefix(index, config);
+      if (int64_t(packs_.queries.size()) > kMaxQueries) throw TooLarge("an extend's work items have too many queries");
+    }
     for (size_t i = 0; i < batch.size(); ++i) add_own(int32_t(i), config);
     price_ = packs_.work;
     for (const int32_t parts : packs_.num_parts) price_ += parts > 1 ? parts * config.part_bytes : 0;

@@ -84,7 +84,7 @@ int64_t create(TensorView numbers, TensorView token_prices, TensorView start_pri
     config.token_bytes = n[0], config.part_bytes = n[1], config.turn_price = n[2], config.bin_end_price = n[12],
     config.wave_price = n[13];
     config.parts_token_price = n[15], config.parts_start_price = n[16], config.parts_tokens = n[17];
-    config.part_rows = pat::in_range("part_rows", n[18], 0, pat::kMaxTile);
+    config.part_rows = pat::in_range("part_rows", n[18], config.parts_tokens >= 0 ? 1 : 0, pat::kMaxTile);
     config.window = pat::in_range("window", n[14], 0, pat::kMaxWindow);
     config.group = pat::in_range("group", n[3], 1, pat::kMaxTile);
     config.kv_heads = pat::in_range("kv_heads", n[4], 1, pat::kMaxWorkers);
@@ -219,7 +219,7 @@ void extended(int64_t handle, TensorView to, TensorView numbers) {
 
 // Steps, requests, work items, parts, KV tokens, tokens of all requests; then work items with 1, 2, 3 ... queries.
 void totals(int64_t handle, int64_t steps, TensorView to) {
-  const Scheduler::Totals totals = guarded([&] { return at(handle).totals(steps); });
+  const pat::Totals totals = guarded([&] { return at(handle).totals(steps); });
   const pat::Statistics& sum = totals.statistics;
   int64_t* out = data<int64_t>(to, "to", 5 + int64_t(sum.query_sizes.size()));
   const int64_t head[] = {totals.steps, totals.requests, sum.items, sum.parts, sum.kv_tokens, sum.seq_tokens};

@@ -11,14 +11,17 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <numeric>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "expected.h"
 #include "extend.h"
 #include "prices.h"
 #include "mirror.h"
 #include "plan_maker.h"
+#include "totals.h"
 
 namespace pat {
 
@@ -39,21 +42,14 @@ class Scheduler {
   static constexpr int64_t kMaxSteps = 1 << 30, kMaxTokens = int64_t(1) << 37;
   // New tokens of one extend; more than SGLang prefills at once, whose plan has several ints for each.
   static constexpr int64_t kMaxExtend = 1 << 24;
-  // Tokens that its work items read, before anything is shared: 100 GB/s would read so many for a day.
-  static constexpr int64_t kMaxReads = int64_t(1) << 42;
-
-  struct Totals {
-    Statistics statistics;  // summed over steps
-    int64_t steps = 0, requests = 0;
-  };
+  // Tokens that its work items read, before anything is shared; at kMaxTokenPrice each, their price has 62 bits.
+  static constexpr int64_t kMaxReads = int64_t(1) << 40;
 
   // At least two buffers: one is in use while the next plan is written. They are used in turn.
   Scheduler(Config config, std::vector<Buffer> buffers, int64_t max_batch, int64_t max_slots)
       : config_(std::move(config)), buffers_(std::move(buffers)), max_slots_(max_slots), plans_(buffers_.size()) {
     mirror_.reserve(max_batch);
-    keys_.reserve(max_batch);
-    batch_.reserve(max_batch);
-    seq_lens_.reserve(max_batch);
+    expected_.reserve(max_batch);
     maker_.reserve(max_batch);
     totals_.statistics.query_sizes.assign(config_.max_queries + 1, 0);
   }
@@ -82,14 +78,14 @@ class Scheduler {
   // Requests below the node stay in the batch, and share nothing any more.
   void evict(int64_t id) {
     std::lock_guard<std::mutex> lock(mutex_);
-    mirror_.evict(id, [&](int32_t request) { version_ += mirror_.request(request).position != kNone; });
+    mirror_.evict(id, [&](int32_t request) { expected_.path_changed(request); });
   }
 
   // Forgets every path; the requests stay, and share nothing.
   void reset() {
     std::lock_guard<std::mutex> lock(mutex_);
     mirror_.clear();
-    ++version_;
+    expected_.all_paths_changed();
   }
 
   // Requests are named by keys (mirror.h), and need not be known: whoever had such a request's row before is forgotten.
@@ -99,16 +95,16 @@ class Scheduler {
     std::lock_guard<std::mutex> lock(mutex_);
     check_key(key);
     mirror_.known(node);
-    const Known known = enter(key);
-    mirror_.move(known.request, node);
-    mirror_.prune(known.orphan);
-    if (mirror_.request(known.request).position != kNone) ++version_;
+    const auto [request, orphan] = expected_.enter(key);
+    mirror_.move(request, node);
+    mirror_.prune(orphan);
+    expected_.path_changed(request);
   }
 
   // The request gave its row back; it leaves the batch.
   void release(int64_t key) {
     std::lock_guard<std::mutex> lock(mutex_);
-    leave(key);
+    expected_.leave(key);
     const int32_t request = mirror_.find_request(key);
     if (request != kNone) mirror_.release(request);
   }
@@ -116,7 +112,7 @@ class Scheduler {
   // The request keeps its path and leaves the batch.
   void withdraw(int64_t key) {
     std::lock_guard<std::mutex> lock(mutex_);
-    leave(key);
+    expected_.leave(key);
   }
 
   int32_t find(int64_t id, int64_t& parent, int64_t& length) {
@@ -150,7 +146,7 @@ class Scheduler {
     return true;
   }
 
-  // The batch expected next.
+  // The batch expected next (expected.h).
 
   // The request decodes next, behind all others if it is not in the batch yet; `length` is its tokens, as far as they are known.
   // Until it is bound it shares nothing.
@@ -158,18 +154,17 @@ class Scheduler {
     std::lock_guard<std::mutex> lock(mutex_);
     check_key(key);
     in_range("a request's tokens", length, 0, kMaxPosition);
-    in_range("the batch", int64_t(batch_.size()) + 1, 0, kMaxBatch);
-    const Known known = enter(key);
-    mirror_.prune(known.orphan);
-    const int32_t position = mirror_.request(known.request).position;
-    if (position != kNone) return grow(position, length);
-    append(key, known.request, length);
-    ++version_;
+    in_range("the batch", int64_t(expected_.size()) + 1, 0, kMaxBatch);
+    const auto [request, orphan] = expected_.enter(key);
+    mirror_.prune(orphan);
+    expected_.join(request, key, length);
   }
 
   // Whether `keys` is the batch that the plan in use was made for, and nothing about it has changed since. Nobody else writes what
   // this reads, so that it need not wait for the planning thread.
-  bool stands(const int64_t* keys, int64_t size) const { return planned_version_ == version_ && is_batch(keys, size); }
+  bool stands(const int64_t* keys, int64_t size) const {
+    return planned_version_ == expected_.version() && expected_.is(keys, size);
+  }
 
   // Let the planning thread make the next plan; the batch has run `steps` steps since its lengths were last told.
   void prepare(int64_t steps) {
@@ -192,21 +187,19 @@ class Scheduler {
     check_steps(steps);
     wanted_ = false;
     idle_.wait(lock, [this] { return !planning_; });
-    if (!is_batch(keys, size)) set_batch(keys, size);
+    if (!expected_.is(keys, size)) expected_.assign(keys, size);
     retire(steps);
     planned_version_ = kNone;
-    const bool ahead = ready_ && ready_version_ == version_ && fits(seq_lens);
-    std::copy(seq_lens, seq_lens + size, seq_lens_.begin());
-    count_new();
-    told_ = batch_.size();
+    const bool ahead = ready_ && ready_version_ == expected_.version() && fits(seq_lens);
+    totals_.requests += expected_.tell(seq_lens);
     ready_ = false;
     if (!ahead) {
       delta_ = 0;
-      maker_.copy(mirror_, batch_, seq_lens_, 0, 0, config_.window);
+      maker_.copy(mirror_, expected_.requests(), expected_.seq_lens(), 0, 0, config_.window);
       maker_.plan(config_, config_.policy, buffers_[back()], max_slots_, plans_[back()]);
     }
     hand_out();
-    planned_version_ = version_;
+    planned_version_ = expected_.version();
     return Taken{front_, ahead, buffers_[front_].data[kSteps] - delta_};
   }
 
@@ -259,7 +252,7 @@ class Scheduler {
     std::lock_guard<std::mutex> lock(mutex_);
     check_steps(steps);
     Totals totals = totals_;
-    count(totals, steps);
+    if (in_use_) totals.add(plans_[front_], steps);
     return totals;
   }
 
@@ -268,10 +261,10 @@ class Scheduler {
     std::lock_guard<std::mutex> lock(mutex_);
     delays_ = delays;
   }
-  int64_t version() const { return version_; }
+  int64_t version() const { return expected_.version(); }
   size_t active_nodes() const { return mirror_.active_nodes(); }
   size_t active_requests() const { return mirror_.active_requests(); }
-  const std::vector<int64_t>& batch() const { return keys_; }
+  const std::vector<int64_t>& batch() const { return expected_.keys(); }
 
   size_t bytes() {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -292,92 +285,6 @@ class Scheduler {
     in_range("the batch's tokens", tokens, 0, kMaxTokens);
   }
 
-  // A request, and the node where the one hung that had its row before: it is still there, to be pruned.
-  struct Known {
-    int32_t request, orphan;
-  };
-
-  // The request `key`, which need not be known. A row has one request: whoever had it before is forgotten.
-  Known enter(int64_t key) {
-    const int32_t before = mirror_.at_row(key);
-    if (before != kNone && mirror_.request(before).key == key) return {before, kRoot};
-    int32_t orphan = kRoot;
-    if (before != kNone) {
-      leave(mirror_.request(before).key);
-      orphan = mirror_.remove(before);
-    }
-    const int32_t request = mirror_.enter(key);
-    // It may be in the batch already, though nothing was known of it.
-    const auto at = std::find(keys_.begin(), keys_.end(), key);
-    if (at != keys_.end()) take_place(request, int32_t(at - keys_.begin()));
-    return {request, orphan};
-  }
-
-  bool is_batch(const int64_t* keys, int64_t size) const {
-    return size == int64_t(keys_.size()) && std::equal(keys_.begin(), keys_.end(), keys);
-  }
-
-  // Of a request that is there twice nothing is known the second time.
-  void set_batch(const int64_t* keys, int64_t size) {
-    for (const int32_t request : batch_)
-      if (request != kNone) mirror_.request(request).position = kNone;
-    keys_.clear();
-    batch_.clear();
-    seq_lens_.clear();
-    told_ = 0;
-    ++version_;
-    for (int64_t i = 0; i < size; ++i) append(keys[i], mirror_.find_request(keys[i]), 1);
-  }
-
-  void append(int64_t key, int32_t request, int64_t length) {
-    keys_.push_back(key);
-    batch_.push_back(kNone);
-    seq_lens_.push_back(int32_t(length));
-    if (request != kNone && mirror_.request(request).position == kNone) take_place(request, int32_t(batch_.size()) - 1);
-  }
-
-  void take_place(int32_t request, int32_t position) {
-    batch_[position] = request;
-    mirror_.request(request).position = position;
-  }
-
-  // Another chunk of a prompt. Of requests that decode already `take` knows better.
-  void grow(int32_t position, int64_t length) {
-    int32_t& known = seq_lens_.at(position);
-    if (size_t(position) < told_ || known == length) return;
-    known = int32_t(length);
-    ++version_;
-  }
-
-  void leave(int64_t key) {
-    const int32_t request = mirror_.find_request(key);
-    int32_t position = kNone;
-    if (request != kNone) {
-      position = std::exchange(mirror_.request(request).position, kNone);
-    } else {
-      const auto at = std::find(keys_.begin(), keys_.end(), key);
-      if (at != keys_.end()) position = int32_t(at - keys_.begin());
-    }
-    if (position == kNone) return;
-    ++version_;
-    erase(position);
-  }
-
-  void erase(int32_t position) {
-    keys_.erase(keys_.begin() + position);
-    batch_.erase(batch_.begin() + position);
-    seq_lens_.erase(seq_lens_.begin() + position);
-    told_ -= size_t(position) < told_;
-    for (size_t i = position; i < batch_.size(); ++i)
-      if (batch_[i] != kNone) mirror_.request(batch_[i]).position = int32_t(i);
-  }
-
-  // Count the requests that decode for the first time.
-  void count_new() {
-    for (size_t i = told_; i < batch_.size(); ++i)
-      if (batch_[i] != kNone && !std::exchange(mirror_.request(batch_[i]).counted, true)) ++totals_.requests;
-  }
-
   int back() const { return (front_ + 1) % int(buffers_.size()); }
 
   void hand_out() {
@@ -387,7 +294,7 @@ class Scheduler {
 
   // The plan in use has run `steps` steps and will run no more.
   void retire(int64_t steps) {
-    count(totals_, steps);
+    if (in_use_) totals_.add(plans_[front_], steps);
     in_use_ = false;
   }
 
@@ -406,27 +313,6 @@ class Scheduler {
     return delta_ == 0 || delta_ < buffers_[back()].data[kSteps] / 2;
   }
 
-  void count(Totals& totals, int64_t steps) const {
-    if (!in_use_) return;
-    const Statistics& plan = plans_[front_];
-    // Every step each request, and with it every open work item, has one token more.
-    const int64_t grown = steps * (steps - 1) / 2;
-    Statistics& sum = totals.statistics;
-    totals.steps += steps;
-    add_up(sum.items, steps, plan.items);
-    add_up(sum.parts, steps, plan.parts);
-    add_up(sum.kv_tokens, steps, plan.kv_tokens);
-    add_up(sum.kv_tokens, grown, plan.open_items);
-    add_up(sum.seq_tokens, steps, plan.seq_tokens);
-    add_up(sum.seq_tokens, grown, plan.open_items);
-    for (size_t i = 0; i < plan.query_sizes.size(); ++i) add_up(sum.query_sizes[i], steps, plan.query_sizes[i]);
-  }
-
-  // Counts wrap around, as no server lives so long; a trace may say that one did.
-  static void add_up(int64_t& sum, int64_t times, int64_t count) {
-    sum = int64_t(uint64_t(sum) + uint64_t(times) * uint64_t(count));
-  }
-
   void run() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
@@ -435,22 +321,24 @@ class Scheduler {
       pause(lock, delays_.before_copy);
       if (!wanted_) continue;  // taken meanwhile
       wanted_ = false;
-      if (batch_.empty()) continue;
+      if (expected_.size() == 0) continue;
       planning_ = true;
       ready_ = false;
-      const int64_t version = version_;
+      const int64_t version = expected_.version(), delay = delays_.before_publish;
       const int next = back();
-      maker_.copy(mirror_, batch_, seq_lens_, told_, steps_ahead_, config_.window);
-      const int64_t delay = delays_.before_publish;
-      lock.unlock();
-      bool made = true;
+      bool made = false;
       try {
-        maker_.plan(config_, config_.policy, buffers_[next], max_slots_, plans_[next]);
+        maker_.copy(mirror_, expected_.requests(), expected_.seq_lens(), expected_.told(), steps_ahead_, config_.window);
+        lock.unlock();
+        // `expect` is told lengths one at a time.
+        const auto& lengths = maker_.seq_lens();
+        made = std::accumulate(lengths.begin(), lengths.end(), int64_t{0}) <= kMaxTokens;
+        if (made) maker_.plan(config_, config_.policy, buffers_[next], max_slots_, plans_[next]);
       } catch (const std::exception&) {
         made = false;  // `take` plans again and reports
       }
-      if (delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
-      lock.lock();
+      if (!lock.owns_lock()) lock.lock();
+      pause(lock, delay);
       ready_ = made;
       ready_version_ = version;
       planning_ = false;
@@ -473,10 +361,8 @@ class Scheduler {
   std::condition_variable wake_, idle_;
   std::thread thread_;
   Mirror mirror_;
-  std::vector<int64_t> keys_;              // of the batch expected next
-  std::vector<int32_t> batch_, seq_lens_;  // its requests, kNone where nothing is known
-  size_t told_ = 0;  // requests whose lengths `take` was told; those that joined since have their first ones
-  int64_t version_ = 0, planned_version_ = kNone;  // of the batch; that for which the plan in use was made
+  Expected expected_{mirror_};
+  int64_t planned_version_ = kNone;  // for which the plan in use was made
 
   PlanMaker maker_;  // used under the mutex, or by the planning thread while `planning_`
   bool wanted_ = false, planning_ = false, ready_ = false, stop_ = false;
