@@ -13,8 +13,8 @@ import pytest
 import torch
 from trees import random_batch
 
-from sglang_pat.kernels import cpu, low_bit, reference
-from sglang_pat.packing import CPU_TILES, FORMATS, POLICIES, Batch, Node
+from sglang_pat.kernels import capabilities, cpu, low_bit, reference
+from sglang_pat.packing import CPU_TILES, FORMATS, POLICIES, AttentionSpec, Batch, Node
 
 pytestmark = pytest.mark.once
 
@@ -237,3 +237,19 @@ def test_indices_that_there_are_not_are_refused(form: str) -> None:
             )
     with pytest.raises(ValueError, match="has the wrong dtype"):
         low_bit.store(token.half(), token, written.records, *written.tails, one, one + 1, one, written.bits)
+
+
+@pytest.mark.parametrize(
+    ("dims", "window", "device", "problem"),
+    [
+        ((128, 128), 0, "cpu", None),
+        ((48, 48), 0, "cpu", "a head dimension of 48 (multiples of 32 up to 256 are)"),
+        ((192, 128), 0, "cpu", "head dimensions of 192 (K) and 128 (V)"),
+        ((128, 128), 100, "cpu", "windows with a KV cache of int4"),
+        ((128, 128), 0, "cuda", "a KV cache of int4"),
+    ],
+)
+def test_what_is_not_kept_in_few_bits(
+    dims: tuple[int, int], window: int, device: capabilities.Device, problem: str | None
+) -> None:
+    assert capabilities.refusal(AttentionSpec(8, 2, *dims, FORMATS["int4"], window), device) == problem

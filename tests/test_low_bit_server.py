@@ -54,7 +54,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 
 @pytest.fixture(scope="module")
 def prompts() -> list[str]:
-    return workload.nested_prompts(2, 2, 2, unrelated=2)
+    return workload.nested_prompts(2, 2, 1, unrelated=2)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_answers_do_not_depend_on_what_was_cached(
 @pytest.mark.server
 def test_chunks_and_retraction_amid_pages(servers: dict[str, Server], prompts: list[str], cold: list[Answer]) -> None:
     server = servers["small pool"]
-    near_ties.assert_agree(near_ties.generate_all(server, prompts * 3), cold * 3, CLOSE, LEAST)
+    near_ties.assert_agree(near_ties.generate_all(server, prompts * 4), cold * 4, CLOSE, LEAST)
     assert_sound(server)
     assert re.search(r"#retracted_reqs: [1-9]", server.log.read_text())
 
