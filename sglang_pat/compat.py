@@ -521,6 +521,28 @@ def around_draft_backends(hook: Callable[..., Any]) -> None:
     HookRegistry.register(target, hook, HookType.AROUND)
 
 
+def after_row_headroom(hook: Callable[[int], int]) -> None:
+    """Have `hook` called with how many tokens more than its context a row of `req_to_token` shall hold; it answers likewise."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+    HookRegistry.register(target, lambda headroom, *_: hook(headroom), HookType.AFTER)
+
+
+def row_headroom() -> int:
+    """What rows need there for the slots that SGLang gives a request before each step: with drafts those of two steps, in whole pages."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+    return int(get_alloc_reserve_per_decode()) + serving_arguments().page_size - 1
+
+
+def serving_arguments() -> Any:
+    """`ServerArgs` of this process, as SGLang resolved them."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return arguments(get_server_args())
+
+
 def ignores_sinks(backend: str | None) -> bool:
     """Whether a stock backend that was chosen computes no attention sinks."""
     return backend is not None and backend not in ("pat", "fa3", "fa4", "triton", "trtllm_mha", "intel_amx")

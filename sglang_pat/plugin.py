@@ -23,6 +23,7 @@ def register() -> None:
         return attention.create(runner)
 
     compat.around_model_adjustments(adjust_for_model)
+    compat.after_row_headroom(widened)
     if platform.is_chosen():
         # Imported here, as it imports torch.
         from sglang_pat.platform import speculation
@@ -48,6 +49,14 @@ def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
             raise AssertionError(f"with {chosen[0]} for prefill and {chosen[1]} for decode: {error}") from error
     else:
         step(server_args)
+
+
+def widened(headroom: int) -> int:
+    """Tokens that a row of `req_to_token` holds behind its context, where SGLang says `headroom`: with drafts and pages of one token that is
+    less than it writes for a request that ends with its context, and the rest would be written over the slots of another request."""
+    served = compat.serving_arguments()
+    drafts = "pat" in compat.backends_chosen(served) and compat.draft_tokens(served)
+    return max(headroom, compat.row_headroom()) if drafts else headroom
 
 
 def draft_backend(create: Callable[..., Any], factory: Any, *args: Any, **kwargs: Any) -> Any:

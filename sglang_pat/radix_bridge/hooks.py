@@ -1,7 +1,7 @@
 """Every place where SGLang is hooked, through its own HookRegistry.
 
-Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs another attention backend but the arguments' step, as the
-arguments say which backend runs, and on the CPU platform what makes draft models' backends.
+Checked against 0.5.17 and 0.5.23. Nothing is hooked in a process that runs another attention backend but the arguments' step and the width
+of rows, as the arguments say which backend runs, and on the CPU platform what makes draft models' backends.
 
 | target | releases | why no extension point will do |
 |---|---|---|
@@ -21,6 +21,7 @@ arguments say which backend runs, and on the CPU platform what makes draft model
 | `build_replay_fb_view` | both | the batch that a CUDA graph is replayed for comes without either |
 | `ServerArgs._handle_model_specific_adjustments` | 0.5.17 | its lists of backends for a model (gpt-oss, Exaone); plugin.py |
 | `handle_model_specific_adjustments` | 0.5.23 | the same, there by SGLang's `register_resolution_hook` |
+| `get_req_to_token_extra_context_len` | both | rows too short for drafts at the end of the context (allocation_sizing.py); plugin.py |
 | `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | both | on a CPU: which backends draft models may have is a list inside; platform/speculation.py |
 | `DraftBackendFactory._create_backend` | 0.5.17 | on a GPU, likewise: a stock backend stands in for `pat` (0.5.23 was not run on a GPU); plugin.py |
 
