@@ -24,6 +24,7 @@ def register() -> None:
         return create_backend(runner)
 
     compat.arguments.around_model_adjustments(adjust_for_model)
+    compat.pool.after_row_headroom(widened)
     if os.environ.get("SGLANG_PAT_KV"):
         compat.pool.around_sizes(cell_size, pool_sizes)
     if platform.is_chosen():
@@ -65,6 +66,17 @@ def pool_sizes(*arguments: Any) -> Any:
     from sglang_pat.backend import low_bit
 
     return low_bit.pool_sizes(*arguments)
+
+
+def widened(headroom: int) -> int:
+    """Tokens that a row of `req_to_token` holds beyond the context, where SGLang says `headroom`.
+
+    With drafts and pages of one token SGLang writes more than that for a request that ends at the context length; the rest would overwrite the
+    slots of another request.
+    """
+    served = compat.arguments.of_this_process()
+    drafts = "pat" in compat.arguments.backends_chosen(served) and compat.arguments.draft_tokens(served)
+    return max(headroom, compat.pool.row_headroom()) if drafts else headroom
 
 
 def draft_backend(create: Callable[..., Any], factory: Any, *args: Any, **kwargs: Any) -> Any:

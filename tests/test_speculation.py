@@ -31,13 +31,16 @@ def drafts(algorithm: str, steps: int, topk: int, tokens: int) -> list[str]:
 
 NGRAMS = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"]
 
+# The longest prompts end with their context, behind which slots are reserved for drafts. SGLang keeps two tokens for itself.
+ENDING = ["--context-length", str(max(map(len, PROMPTS)) + TOKENS + 2)]
+
 CASES: dict[str, tuple[list[str], dict[str, str]]] = {
     # Drafts of the model itself, which SGLang does not show the first token: many are accepted.
     "right": ([*ROOMY, *drafts("STANDALONE", 3, 1, 4)], {}),
     # Of random weights: hardly any is. Keys of the prefix cache are pairs of tokens.
     "wrong": ([*ROOMY, "--page-size", "16", *drafts("EAGLE", 2, 1, 3)], {}),
     "branches": ([*ROOMY, *drafts("EAGLE", 3, 4, 8)], {}),
-    "n-grams": ([*ROOMY, *NGRAMS], {}),
+    "n-grams": ([*ROOMY, *NGRAMS, *ENDING], {}),
     "small pool": ([*SMALL, *NGRAMS, "--chunked-prefill-size", "128"], RETRACTING),
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
+from sglang_pat.compat import arguments
+
 if TYPE_CHECKING:
     import torch
 
@@ -99,3 +101,18 @@ def save_kv(pool: Any, layer: Any, slots: Any, k: Any, v: Any, window_slots: Any
 
     scales = (layer.k_scale, layer.v_scale) if is_fp8(pool.dtype) else (None, None)
     pool.set_kv_buffer(layer, KVWriteLoc(slots, window_slots), k, v, *scales)
+
+
+def after_row_headroom(hook: Callable[[int], int]) -> None:
+    """Call `hook` with the tokens that a row of `req_to_token` holds beyond the context; it returns how many it shall hold."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+    HookRegistry.register(target, lambda headroom, *_: hook(headroom), HookType.AFTER)
+
+
+def row_headroom() -> int:
+    """How many that must be for the slots that SGLang gives a request before each step: with drafts those of two steps, in whole pages."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+    return int(get_alloc_reserve_per_decode()) + arguments.resolved(arguments.of_this_process()).page_size - 1

@@ -1,7 +1,7 @@
 """Every place where SGLang is hooked, through its own HookRegistry.
 
-Checked against 0.5.17 and 0.5.23. In a process that runs another attention backend only two things are hooked: the resolution of arguments (it
-decides which backend runs), and what makes the backends of draft models.
+Checked against 0.5.17 and 0.5.23. In a process that runs another attention backend only three things are hooked: the resolution of arguments (it
+decides which backend runs), the width of rows (left as it is there), and what makes the backends of draft models.
 
 | target | releases | why no extension point suffices |
 |---|---|---|
@@ -21,6 +21,7 @@ decides which backend runs), and what makes the backends of draft models.
 | `build_replay_fb_view` | both | the same for the batch that a CUDA graph is replayed for |
 | `ServerArgs._handle_model_specific_adjustments` | 0.5.17 | its lists of backends for some models (gpt-oss, Exaone); plugin.py |
 | `handle_model_specific_adjustments` | 0.5.23 | the same, through SGLang's `register_resolution_hook` |
+| `get_req_to_token_extra_context_len` | both | rows are too narrow for drafts at the end of the context (allocation_sizing.py); plugin.py |
 | `DefaultPoolConfigurator._compute_cell_size`, `calculate_pool_sizes` | both | with `SGLANG_PAT_KV`: how many tokens of 4 or 2 bits there is memory for; plugin.py |
 | `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | both | on a CPU: the list of backends for draft models is fixed; platform/speculation.py |
 | `DraftBackendFactory._create_backend` | 0.5.17 | the same on a GPU: a stock backend replaces `pat` (0.5.23 was not run on a GPU); plugin.py |
