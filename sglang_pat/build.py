@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +11,11 @@ import torch
 from sglang_pat import jit
 from sglang_pat.kernels import capabilities, cuda, resources
 from sglang_pat.packing import FORMATS, AttentionSpec
+from sglang_pat.parser import Parser
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m sglang_pat.build", description=__doc__)
+    parser = Parser(prog="python -m sglang_pat.build", description=__doc__)
     parser.add_argument("--head-dim", type=int, nargs="+", choices=capabilities.HEAD_DIMS, default=[128])
     parser.add_argument(
         "--v-head-dim", type=int, help="of V where it is narrower than K: 128 for MiMo V2, whose --head-dim is 192"

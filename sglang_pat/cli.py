@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from sglang_pat import explain
 from sglang_pat.batch.job import IN_FLIGHT, TIMEOUT
@@ -17,6 +16,7 @@ from sglang_pat.batch.lines import BatchError
 from sglang_pat.estimate import KV_CACHES, EstimateError, estimate, read, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
+from sglang_pat.parser import Parser
 from sglang_pat.radix_bridge.trace import TraceError
 from sglang_pat.replay import replay
 from sglang_pat.top import TopError, top
@@ -26,13 +26,6 @@ DEFAULT_ANSWER = 256
 
 KEY = "OPENAI_API_KEY"
 """The environment variable from which SGLang's own clients take a server's key."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says in one sentence what is wrong with an argument."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def _count(text: str) -> int:
@@ -90,11 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> _Parser:
+def _parser() -> Parser:
     """The command's arguments."""
-    result = _Parser(
-        prog="sglang-pat", description="Tools for sglang-pat; only batch runs a model, and so wants a GPU."
-    )
+    result = Parser(prog="sglang-pat", description="Tools for sglang-pat; only batch runs a model, and so wants a GPU.")
     commands = result.add_subparsers(required=True, metavar="command")
     command = commands.add_parser(
         "replay", help="run a trace recorded with SGLANG_PAT_TRACE through the scheduler and print what packing does"

@@ -26,6 +26,7 @@ from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, AttentionSpec, Plan, Tile, WorkItem, devices, layout
 from sglang_pat.packing.cost import PARTIAL_BYTES
 from sglang_pat.packing.devices import GpuTable, Price
+from sglang_pat.parser import Parser
 
 GROUP = 4
 """Query heads of the one KV head that is measured, as in Llama 3 8B and Qwen 3 8B."""
@@ -290,7 +291,7 @@ def print_feasible(table: GpuTable, sheet: Sheet) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m sglang_pat.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--head-dim", type=int, choices=[d for d in capabilities.HEAD_DIMS if d <= 128], default=128)

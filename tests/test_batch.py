@@ -444,7 +444,7 @@ def test_careless_commands_end_with_a_sentence(
         output.write(record(1) | {"custom_id": completion("x")["custom_id"]})
         output.write(record(2))
     try:
-        status = cli.main(["batch", *arguments])
+        status = cli.main(["batch", *arguments, "--model-path", "nowhere"])
     except SystemExit as end:
         status = end.code
     assert status == 2
@@ -453,14 +453,21 @@ def test_careless_commands_end_with_a_sentence(
 
 
 @pytest.mark.once
+def test_a_job_that_nothing_answers_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+    assert "give --model-path, or --url" in capsys.readouterr().err
+
+
+@pytest.mark.once
 def test_errors_show_in_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = ["--model-path", str(tmp_path / "nowhere")]
     (tmp_path / "in").write_text("one\ntwo\n")
     for _ in range(2):
-        assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+        assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "out"), *model]) == 1
         assert "out: 2 of the records are errors" in capsys.readouterr().err
     assert (tmp_path / "out").read_bytes().count(b"\n") == 2
     (tmp_path / "in").write_text("\n")
-    assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "none")]) == 0
+    assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "none"), *model]) == 0
 
 
 def job(model: Path, folder: Path, *flags: str, **variables: str) -> ForkedProcess:

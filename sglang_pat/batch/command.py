@@ -73,6 +73,10 @@ class Progress:
         self._bar.close()
 
 
+NAMES_A_MODEL = ("--model-path", "--model", "--config")
+"""Flags of SGLang's server, one of which an engine needs."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a job runs.
@@ -105,11 +109,7 @@ def batch(source: Path, target: Path, place: Place) -> int:
     """
     if target.exists() and source.exists() and target.samefile(source):
         raise BatchError(f"{target} is the input: name another file")
-    if place.urls:
-        if place.flags:
-            raise BatchError(f"{place.flags[0]} is for an engine of the job's own, and --url names servers that run")
-        servers.check_key(place.key)
-        place = replace(place, urls=servers.addresses(place.urls))
+    place = checked(place)
     # Before the output is made: a wrong name must not leave one.
     with Source(source) as requests, Output(target) as output:
         refused: list[Failure] = []
@@ -132,6 +132,24 @@ def batch(source: Path, target: Path, place: Place) -> int:
         elif requests:
             _on_engine(requests, total, output, place)
         return output.failed
+
+
+def checked(place: Place) -> Place:
+    """The place, with the whole addresses of its servers.
+
+    Raises:
+        BatchError: Nothing was named, or both an engine and servers; the key or an address is wrong.
+    """
+    if not place.urls:
+        if not any(flag.split("=")[0] in NAMES_A_MODEL for flag in place.flags):
+            raise BatchError(
+                "nothing was named to answer the requests: give --model-path, or --url for running servers"
+            )
+        return place
+    if place.flags:
+        raise BatchError(f"{place.flags[0]} is for an engine of the job's own, and --url names servers that run")
+    servers.check_key(place.key)
+    return replace(place, urls=servers.addresses(place.urls))
 
 
 async def _on_servers(requests: Sequence[Request], place: Place, progress: Progress) -> None:
