@@ -80,21 +80,6 @@ def generate_all(server: Server, prompts: list[str], concurrency: int = 24, toke
         return list(pool.map(lambda prompt: generate(server, prompt, tokens), prompts))
 
 
-def assert_siblings_share(server: Server, replicas: int = 1) -> None:
-    """Of six requests that arrive together one computes their prefix, on each replica, and their answers are those of one after the other."""
-    numbers = random.Random(server.url)
-    prefix = numbers.choices(range(40, 120), k=500)
-    asked = [prefix + numbers.choices(range(40, 120), k=20) for _ in range(6)]
-    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-    before = server.counters()["deferred"]
-    together = server.post("/generate", {"input_ids": asked, "sampling_params": sampling})
-    assert server.counters()["deferred"] > before
-    found = [one["meta_info"] for one in together]
-    assert sum(one["prompt_tokens"] - one["cached_tokens"] for one in found) <= replicas * 500 + 6 * 20
-    alone = [server.post("/generate", {"input_ids": prompt, "sampling_params": sampling}) for prompt in asked]
-    assert [one["output_ids"] for one in together] == [one["output_ids"] for one in alone]
-
-
 def amid_aborts(server: Server, send: Callable[[int, str], Any], answer: Callable[[], T]) -> T:
     """What `answer` gives while 24 requests, sent by `send` with a number and a request id, are aborted beside it."""
 
