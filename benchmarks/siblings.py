@@ -4,8 +4,9 @@
 
 On a CPU, with two servers side by side that differ in SGLANG_PAT_DEFER: 16 requests sent at once, with a prefix of 700 tokens and 50 of
 their own, and 16 that share nothing; each round asks both servers, by turns. Prints tokens that were prefilled, the median over the rounds
-of the mean time to the first token, the median of the rounds' ratios of that and of CPU time, and their quartiles; then what it takes to ask whether one of many
-waiting requests has to wait.
+of the mean time to the first token, the median of the rounds' ratios of that and of CPU time, and their
+quartiles; then what a step costs in which nobody waits, and what it takes to ask whether one of many waiting requests has to wait.
+With `--rounds 0` these two alone.
 """
 
 from __future__ import annotations
@@ -64,38 +65,64 @@ class _Adder:
         self.page_size, self.tree_cache = 1, cache
 
 
+def request(rid: str, tokens: list[int], cached: int) -> Any:
+    """One of SGLang's, just matched with its tree."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    found = array("q", tokens)
+    req = Req(rid, "", found, SamplingParams())
+    req.full_untruncated_fill_ids = found
+    req.prefix_indices, req.prefix_len = found[:cached], cached
+    return req
+
+
 def question(leaders: int, waiting: int, shared: int, length: int) -> float:
     """Microseconds to ask for one request whether it has to wait; all begin with the same tokens, and differ before they would have to."""
-    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.radix_cache import RadixCache
-    from sglang.srt.sampling.sampling_params import SamplingParams
 
     from sglang_pat.radix_bridge.siblings import BLOCK, Siblings
 
     numbers = random.Random(0)
     prefix = numbers.choices(range(1000), k=shared)
 
-    def request(rid: str) -> Any:
-        tokens = array("q", prefix + numbers.choices(range(1000), k=length - shared))
+    def one(rid: str) -> Any:
+        tokens = prefix + numbers.choices(range(1000), k=length - shared)
         # The worst that can be: the last token that is looked at first is the same.
         tokens[shared + BLOCK - 1] = 7
-        req = Req(rid, "", tokens, SamplingParams())
-        req.full_untruncated_fill_ids = tokens
-        req.prefix_indices, req.prefix_len = tokens[:shared], shared
-        return req
+        return request(rid, tokens, shared)
 
-    cache = RadixCache.create_simulated()
-    adder = _Adder(cache)
+    adder = _Adder(RadixCache.create_simulated())
     siblings = Siblings()
     # The step begins with the first question.
-    siblings.defer(adder, request("first"))
+    siblings.defer(adder, one("first"))
     for number in range(leaders):
-        siblings.computes(adder, request(f"leader {number}"))
-    reqs = [request(str(number)) for number in range(waiting)]
+        siblings.computes(adder, one(f"leader {number}"))
+    reqs = [one(str(number)) for number in range(waiting)]
     began = time.perf_counter()
     for req in reqs:
         siblings.defer(adder, req)
     return (time.perf_counter() - began) / waiting * 1e6
+
+
+def unshared() -> float:
+    """Microseconds that a step of SIBLINGS requests which share nothing costs in all, from the question to the end."""
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+
+    from sglang_pat.radix_bridge.siblings import Siblings
+
+    cache, siblings, times = RadixCache.create_simulated(), Siblings(), []
+    for seed in range(50):
+        adder = _Adder(cache)
+        reqs = [request(str(number), prompt, 0) for number, prompt in enumerate(prompts(seed, 0))]
+        began = time.perf_counter()
+        for req in reqs:
+            siblings.defer(adder, req)
+            siblings.computes(adder, req)
+        for req in reqs:
+            siblings.ended(req)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e6
 
 
 def main() -> None:
@@ -106,15 +133,21 @@ def main() -> None:
     options = parser.parse_args()
     model, rounds = options.model, options.rounds
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        servers = {
-            defer: stack.enter_context(
-                Server(model, "pat", Path(folder) / defer, FLAGS, {"SGLANG_PAT_DEFER": defer, "OMP_NUM_THREADS": "1"})
-            )
-            for defer in "01"
-        }
+        servers: dict[str, Server] = (
+            {}
+            if not rounds
+            else {
+                defer: stack.enter_context(
+                    Server(
+                        model, "pat", Path(folder) / defer, FLAGS, {"SGLANG_PAT_DEFER": defer, "OMP_NUM_THREADS": "1"}
+                    )
+                )
+                for defer in "01"
+            }
+        )
         for server in servers.values():
             server.wait()
-        for shared in options.shared:
+        for shared in options.shared if rounds else ():
             for server in servers.values():
                 asyncio.run(first_tokens(server.url, prompts(-1, shared)))
             means: dict[str, list[float]] = {"0": [], "1": []}
@@ -138,6 +171,7 @@ def main() -> None:
                 print(
                     f"{shared} tokens shared, {name}, 1 against 0: {middle:.3f}, half of the rounds {low:.3f} to {high:.3f}"
                 )
+    print(f"a step of {SIBLINGS} requests that share nothing: {unshared():.0f} us in all")
     for leaders in (1, 64):
         for length in (2_000, 20_000):
             took = question(leaders, 1_000, length // 2, length)

@@ -132,7 +132,6 @@ class PatAttnBackend(AttentionBackend):
             "extends": extend.count if extend else 0,
             "extends_shared": extend.shared if extend else 0,
             "deferred": hooks.deferred(),
-            "defers": hooks.defers(),
             "nodes": self.observer.nodes,
             "faults": self.observer.faults,
             "bound": len(self.observer.scheduler),

@@ -32,13 +32,11 @@ class Room:
         tokens: Of its KV pool.
         requests: That it runs at a time.
         chunk: Tokens that it prefills in a step.
-        defers: Whether requests wait there for what others compute (radix_bridge/siblings.py).
     """
 
     tokens: float = math.inf
     requests: float = math.inf
     chunk: float = CHUNK
-    defers: bool = False
 
     @property
     def spacing(self) -> float:
@@ -112,7 +110,7 @@ class Order:
     def take(self) -> int | None:
         """A rank that may run now; None while all that are left wait."""
         self.full = False
-        while self._some_ready():
+        while self._ready:
             _, rank = self._ready[0]
             if rank not in self.waiting:
                 heapq.heappop(self._ready)
@@ -131,12 +129,6 @@ class Order:
             self._hand_out(rank, path)
             return rank
         return None
-
-    def _some_ready(self) -> bool:
-        """Whether a rank may be ready. Where all wait and the replica lets siblings wait itself, they do so there: it has nothing else to do."""
-        while not self._ready and self._spaced and self.room.defers:
-            self._computed(self._spaced.popleft()[1])
-        return bool(self._ready)
 
     def _own(self, rank: int, path: Sequence[int]) -> float:
         """Tokens of a prompt that it shares with nobody."""

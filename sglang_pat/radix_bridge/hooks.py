@@ -139,11 +139,6 @@ def deferred() -> int:
     return _siblings.deferred if _siblings else 0
 
 
-def defers() -> bool:
-    """Whether requests of this process wait for what others compute."""
-    return _siblings is not None
-
-
 def _caching_methods() -> list[tuple[str, str]]:
     name = compat.cache.caching_method()
     return [(_RADIX, name), (_UNIFIED, name)] if compat.cache.radix_cache_serves() else [(_UNIFIED, name)]
