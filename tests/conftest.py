@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import time
+import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,6 +94,16 @@ def assert_siblings_share(server: Server, replicas: int = 1) -> None:
     assert sum(one["prompt_tokens"] - one["cached_tokens"] for one in found) <= replicas * 500 + 6 * 20
     alone = [server.post("/generate", {"input_ids": prompt, "sampling_params": sampling}) for prompt in asked]
     assert [one["output_ids"] for one in together] == [one["output_ids"] for one in alone]
+
+
+def flush(server: Server) -> None:
+    """Empty the cache, which SGLang refuses while it still has a request that was answered just now."""
+    for _ in range(100):
+        with contextlib.suppress(urllib.error.HTTPError):
+            server.post("/flush_cache")
+            return
+        time.sleep(0.1)
+    raise AssertionError("the cache was not flushed in 10 s")
 
 
 def amid_aborts(server: Server, send: Callable[[int, str], Any], answer: Callable[[], T]) -> T:

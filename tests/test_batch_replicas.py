@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from conftest import flush
 from forked import ForkedProcess, ForkedServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -545,7 +546,7 @@ def test_a_job_in_a_small_pool_that_is_killed_ten_times(model: Path, tmp_path: P
         server.wait()
         with ThreadPoolExecutor(8) as pool:
             shuffled = list(pool.map(lambda one: server.post(one["url"], one["body"]), asked))
-        server.post("/flush_cache")
+        flush(server)
         log = tmp_path / "whole.log"
         assert urls_job(tmp_path, "whole", "--url", server.url).wait(300) == 0, log.read_text()[-3000:]
         found = answers(tmp_path / "whole", len(asked))
@@ -616,7 +617,7 @@ def test_a_server_that_is_killed_leaves_its_groups_to_another(model: Path, tmp_p
         whole = answers(tmp_path / "whole")
         assert_each_document_computed_once(whole)
         for server in (one, two):
-            server.post("/flush_cache")
+            flush(server)
         out, log = tmp_path / "out", tmp_path / "out.log"
         process = urls_job(tmp_path, "out", *urls, "--in-flight", "2")
         until(lambda: out.exists() and out.read_bytes().count(b"\n") >= 4, process, log)

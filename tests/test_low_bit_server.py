@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import near_ties
 import pytest
 import torch
-from conftest import assert_sound
+from conftest import assert_sound, flush
 from forked import ForkedServer
 from near_ties import Answer
 
@@ -62,7 +62,7 @@ def cold(servers: dict[str, Server], prompts: list[str]) -> list[Answer]:
     """Answers of which none found anything in the cache."""
     answers = []
     for prompt in prompts:
-        servers["4 bits"].post("/flush_cache")
+        flush(servers["4 bits"])
         answers.append(near_ties.generate(servers["4 bits"], prompt))
     return answers
 

@@ -373,7 +373,7 @@ def test_tiles_round_up_in_queries_and_are_piecewise_in_kv(rows: int, kv_len: in
         (Batch([9, 3], [Node(0, 4, [0, 1])]), "longer than request 1"),
         (Batch([9, 9], [Node(0, 4, [0, 1], [Node(5, 6, [0, 1])])]), "starts at 5"),
         (Batch([9, 9], [Node(0, 4, [0]), Node(0, 3, [0])]), "repeated"),
-        (Batch([9, 9], [Node(0, 4, [0], [Node(4, 5, [1])])]), "foreign"),
+        (Batch([9, 9], [Node(0, 4, [0], [Node(4, 5, [1])])]), "unknown"),
     ],
 )
 def test_what_is_no_prefix_tree_is_named(batch: Batch, message: str) -> None:

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import TOKENS, amid_aborts, assert_siblings_share, assert_sound, generate, generate_all
+from conftest import TOKENS, amid_aborts, assert_siblings_share, assert_sound, flush, generate, generate_all
 from forked import ForkedServer
 
 from sglang_pat import cli, compat
@@ -340,7 +340,7 @@ def test_replicas_behind_a_router(model: Path, tmp_path: Path) -> None:
         stack.callback(router.wait)
         stack.callback(router.terminate)
         expected = generate_all(replicas[0], prompts)
-        replicas[0].post("/flush_cache")
+        flush(replicas[0])
         before = [replica.counters() for replica in replicas]
         for _ in range(120):
             try:

@@ -22,10 +22,10 @@ def chosen(server_args: Any) -> KVFormat | None:
     Raises:
         ConfigError: A `SGLANG_PAT_*` variable is wrong.
     """
-    arguments = compat.arguments.resolved(server_args)
-    if "pat" not in compat.arguments.backends_chosen(server_args) or arguments.device != "cpu":
+    if "pat" not in compat.arguments.backends_chosen(server_args):
         return None
-    return FORMATS.get(PatConfig.from_environment().kv)
+    form = FORMATS.get(PatConfig.from_environment().kv)
+    return form if form is None or compat.arguments.resolved(server_args).device == "cpu" else None
 
 
 def cell_size(compute: Callable[..., int], configurator: Any, kvc: Any, num_layers: int) -> int:
