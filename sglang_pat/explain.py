@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_pat.estimate import Model, Prompt, job
+from sglang_pat.estimate import Model, Prompt, batch_of, job
 from sglang_pat.packing import POLICIES, Batch, PackConfig
 from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.native import make_plan
@@ -182,16 +182,16 @@ def explain(path: Path, output: Path, steps: int = 20, truncated: bool = False) 
         TraceError: The file is no trace, or not a whole one.
         ExplainError: It has no plan, or plotly is missing.
     """
+    plotly = _plotly()
     total = sum(isinstance(record, trace.PlanMade) for record in trace.read(path, truncated))
     if total == 0:
         raise ExplainError(f"{path} has no decode step: send the server requests first")
-    count = min(max(1, steps), total)
-    chosen = _spread(total, count)
+    chosen = _spread(total, steps)
     shown = []
     for number, (header, step, names, batch) in enumerate(recorded(path, truncated)):
         if number in chosen:
             shown.append(describe(step, names, batch, header.config))
-    _write(output, header.config, header.layers, total, shown)
+    _write(output, plotly, header.config, header.layers, total, shown)
     return len(shown)
 
 
@@ -202,33 +202,50 @@ def explain_job(prompts: list[Prompt], model: Model, gpu: str, output: Path, ste
         EstimateError: There are no measurements for the GPU, or no kernel for the model.
         ExplainError: plotly is missing.
     """
-    config, layers, batches = job(prompts, model, gpu)
-    count = min(max(1, steps), len(batches))
-    shown = [
-        describe(number, [f"request {place + 1}" for place in places], batch, config)
-        for number, (places, batch) in enumerate(batches)
-        if number in _spread(len(batches), count)
-    ]
-    _write(output, config, layers, len(batches), shown, job=True)
+    plotly = _plotly()
+    config, layers, parts = job(prompts, model, gpu)
+    shown = []
+    for number in sorted(_spread(len(parts), steps)):
+        places = parts[number]
+        batch = batch_of([prompts[place] for place in places])
+        shown.append(describe(number, [f"request {place + 1}" for place in places], batch, config))
+    _write(output, plotly, config, layers, len(parts), shown, job=True)
     return len(shown)
 
 
-def _spread(total: int, count: int) -> set[int]:
+def _spread(total: int, most: int) -> set[int]:
+    """Up to so many numbers below `total`, evenly spread."""
+    count = min(max(1, most), total)
     return {round(i * (total - 1) / max(1, count - 1)) for i in range(count)}
 
 
-def _write(
-    output: Path, config: PackConfig, layers: int, plans: int, shown: list[dict[str, Any]], job: bool = False
-) -> None:
+def _plotly() -> str:
+    """The script that draws, asked for before anything long is done.
+
+    Raises:
+        ExplainError: plotly is missing.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ExplainError("the page needs plotly: pip install 'sglang-pat[explain]'") from None
+    return str(get_plotlyjs())
+
+
+def _write(
+    output: Path,
+    plotly: str,
+    config: PackConfig,
+    layers: int,
+    plans: int,
+    shown: list[dict[str, Any]],
+    job: bool = False,
+) -> None:
     data = {
         "policy": config.policy, "layers": layers, "workers": config.workers, "heads": config.cost.runs,
         "plans": plans, "steps": shown, "job": job,
     }  # fmt: skip
     # Request ids come from clients: they must not end the script.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = TEMPLATE.read_text().replace("/*plotly*/", get_plotlyjs()).replace("/*data*/null", text)
+    page = TEMPLATE.read_text().replace("/*plotly*/", plotly).replace("/*data*/null", text)
     output.write_text(page)

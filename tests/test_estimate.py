@@ -15,7 +15,6 @@ from test_top import JUNK, sentence
 from sglang_pat import cli
 from sglang_pat.estimate import EstimateError, costs, estimate, models, read, read_model
 from sglang_pat.estimate.costs import GPUS, GPUS_8BIT
-from sglang_pat.estimate.job import computed_before
 from sglang_pat.estimate.prompts import BLOCK, CHARS_PER_TOKEN, TRACE_BLOCK, Prompt, batch_of
 from sglang_pat.packing import Batch, Node
 
@@ -625,7 +624,7 @@ def test_what_a_job_saves_is_what_was_computed_before(tmp_path: Path) -> None:
     shared = list(range(100, 100 + 2 * BLOCK))
     prompts = [shared + [i] * BLOCK for i in range(3)] + [[7] * BLOCK + shared]
     path = write(tmp_path / "in", [{"body": {"prompt": prompt}} for prompt in prompts])
-    assert computed_before(read(path, 1)) == 4 * BLOCK
+    assert costs.repeated(batch_of(read(path, 1)).roots) == 4 * BLOCK
 
 
 def test_text_counts_four_characters_a_token(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from sglang_pat.estimate.costs import GPUS, GPUS_8BIT, layers_on, pack_config, repeated, rest_ms, step
 from sglang_pat.estimate.errors import EstimateError
-from sglang_pat.estimate.job import computed_before
 from sglang_pat.estimate.models import Model
 from sglang_pat.estimate.prompts import CHARS_PER_TOKEN, Prompt, batch_of
 from sglang_pat.kernels import capabilities
@@ -67,7 +66,7 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         f"Layers with KV: {', '.join(f'{count} of {spec}' for spec, count in layers.items())}.",
         "shared: tokens that another request of the batch has too. Attention is one layer's with KV, on average; unpacked is "
         "FlashInfer.",
-        f"Computed once each, as `sglang-pat batch` does, prompts are {total - computed_before(prompts):,} tokens of {total:,}.",
+        f"Computed once each, as `sglang-pat batch` does, prompts are {total - repeated(batch_of(prompts).roots):,} tokens of {total:,}.",
         f"Assumed: consecutive requests run side by side, half way through their answers; {CHARS_PER_TOKEN} characters a "
         f"token in text; {_measured(kv, layers)}; one {gpu_name.upper()}; a step of a dense model takes {gpu.rest_ms} ms "
         f"and {gpu.request_us} us a request beside attention and the products with its weights"
