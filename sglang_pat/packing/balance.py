@@ -101,7 +101,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
                 turn, price = _turn(queue, kinds, seq_lens, config), _price(queue, seq_lens, config)
             whole = _fits(turn + price, gap, slack, left)
             # Leave a gap that is smaller than the start of another work item. In an empty bin, read for at least as long as the start takes.
-            start = config.start_price(queue.size()) + turn
+            start = config.fixed_price(queue.size(), _tokens(queue, seq_lens)) + turn
             room = max(gap - start, start) if load == 0 else gap - start
             cut = not whole and (load == 0 or gap > max(slack, start))
             if cut and (tokens := _cut_tokens(queue, room, seq_lens, config)):
@@ -176,7 +176,7 @@ def _turn_to(kind: bool, kinds: set[bool], config: PackConfig) -> int:
 
 def _cut_tokens(queue: _Queue, gap: int, seq_lens: list[int], config: PackConfig) -> int:
     """How many tokens of the queue's first pack fill `gap`, to the nearest grain; 0 if that is nothing or everything."""
-    price = config.token_price(queue.size())
+    price = config.growth_price(queue.size(), _tokens(queue, seq_lens))
     grains = (max(0, gap) + price * GRAIN // 2) // (price * GRAIN)
     tokens = int(grains) * GRAIN
     return tokens if tokens < _tokens(queue, seq_lens) else 0

@@ -95,14 +95,17 @@ class PackConfig(msgspec.Struct, frozen=True):
         rows = queries * cost.group
         m = self.tiles.query_tile(rows)
         tiles = -(-rows // m)
-        price = cost.token_bytes
-        if cost.flop_per_byte:
-            flop = 2 * tiles * m * cost.runs * (cost.head_dim + cost.v_head_dim)
-            price = max(price, flop // cost.flop_per_byte)
+        price = max(cost.token_bytes, self._arithmetic(tiles * m))
         if self.tiles.token_ns:
             ns = self.tiles.token_ns[self.tiles.query_tiles.index(m)]
             price = max(price, tiles * cost.runs * self._price(ns))
         return price
+
+    def _arithmetic(self, rows: int) -> int:
+        """Price per token of the products with so many rows of Q, padding included; 0 if arithmetic is ignored."""
+        cost = self.cost
+        flop = 2 * rows * cost.runs * (cost.head_dim + cost.v_head_dim)
+        return flop // cost.flop_per_byte if cost.flop_per_byte else 0
 
     def start_price(self, queries: int) -> int:
         """Price of a work item with `queries` queries besides its tokens: to start and end."""
@@ -120,7 +123,7 @@ class PackConfig(msgspec.Struct, frozen=True):
     def parts_token_price(self) -> int:
         """Price per token of a work item that is run in such parts."""
         computing = self.row_parts * self.cost.runs * self._price(self.tiles.part_token_ns)
-        return max(self.cost.token_bytes, computing)
+        return max(self.cost.token_bytes, computing, self._arithmetic(self.row_parts * self.tiles.warp_m))
 
     @property
     def parts_start_price(self) -> int:
