@@ -27,7 +27,6 @@ def headers() -> dict[Path, str]:
                 "int64_t",
                 {
                     "kMaxWaves": prices.MAX_WAVES,
-                    "kGrain": balance.GRAIN,
                     "kSlack": balance.SLACK,
                     "kUneven": balance.UNEVEN,
                     "kLeastSteps": balance.LEAST_STEPS,

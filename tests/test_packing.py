@@ -25,7 +25,7 @@ from sglang_pat.packing import (
     WorkItem,
     tree,
 )
-from sglang_pat.packing.balance import GRAIN, LEAST_STEPS, UNEVEN
+from sglang_pat.packing.balance import LEAST_STEPS, UNEVEN
 from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.native import make_plan
 from sglang_pat.packing.oracle import make_packs, makespan, packs_price
@@ -308,7 +308,7 @@ def test_where_there_is_work_for_all_workers_finish_together(batch: Batch, confi
     heads, workers = config.cost.runs, config.workers
     share = work(plan, batch, config) / workers
     # Below this the grain of a cut or the start of a work item outweighs what there is to balance.
-    quantum = GRAIN * config.token_price(config.max_queries) + config.start_price(config.max_queries)
+    quantum = config.grain * config.token_price(config.max_queries) + config.start_price(config.max_queries)
     idle = min(waves * workers / (waves * workers // heads * heads or 1) for waves in range(1, MAX_WAVES + 1))
     if all(len(item.queries) <= config.warp_queries for item in plan.items):
         # Then memory is the bound, and idle workers may be worth it.
@@ -316,6 +316,15 @@ def test_where_there_is_work_for_all_workers_finish_together(batch: Batch, confi
         idle = -(-bins * heads // workers) * workers / (bins * heads)
     if share * heads >= 40 * quantum and idle <= 1.02:
         assert makespan(plan, batch.seq_lens, config) <= 1.05 * idle * share + quantum / heads
+
+
+@pytest.mark.parametrize("form", ["int4", "int2", "bfloat16"])
+def test_pages_of_few_bits_are_not_cut(form: str) -> None:
+    batch = Batch([64_001, 6_400, 900, 30], [Node(0, 640, [0, 1, 2])])
+    config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS[form]), TileTable((8, 16), (64,), ()), workers=132)
+    bounds = {bound for item in make_plan(batch, config).items for bound in (item.start, item.end) if bound >= 0}
+    assert len(bounds) > 10
+    assert all(bound % 64 == 0 for bound in bounds) == FORMATS[form].is_low_bit
 
 
 @pytest.mark.parametrize(

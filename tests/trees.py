@@ -68,6 +68,7 @@ def configs(draw: st.DrawFn) -> PackConfig:
         workers=draw(st.sampled_from([1, 2, 132, 4096])),
         policy=draw(st.sampled_from(list(POLICIES))),
         window=draw(st.sampled_from([0, 0, 0, 1, 8, 60, 2_000])),
+        grain=draw(st.sampled_from([8, 8, 64])),
     )
 
 

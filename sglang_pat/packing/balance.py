@@ -15,10 +15,6 @@ import msgspec
 from sglang_pat.packing.heuristic import Pack, kv_length
 from sglang_pat.packing.prices import ALWAYS, PackConfig
 
-GRAIN = 8
-"""KV positions between possible cuts. With 16, small batches missed the even share by up to 7 %; with 8 they stay within 5 % if a worker has
-at least two KV tiles (`python benchmarks/policies.py --random 200`)."""
-
 SLACK = 64
 """A bin may miss the average by 1/SLACK of it before a pack is cut; with 32 the same run missed the 5 % at times."""
 
@@ -177,6 +173,6 @@ def _turn_to(kind: bool, kinds: set[bool], config: PackConfig) -> int:
 def _cut_tokens(queue: _Queue, gap: int, seq_lens: list[int], config: PackConfig) -> int:
     """How many tokens of the queue's first pack fill `gap`, to the nearest grain; 0 if that is nothing or everything."""
     price = config.growth_price(queue.size(), _tokens(queue, seq_lens))
-    grains = (max(0, gap) + price * GRAIN // 2) // (price * GRAIN)
-    tokens = int(grains) * GRAIN
+    grains = (max(0, gap) + price * config.grain // 2) // (price * config.grain)
+    tokens = int(grains) * config.grain
     return tokens if tokens < _tokens(queue, seq_lens) else 0

@@ -9,12 +9,16 @@ from typing import Literal
 import msgspec
 
 from sglang_pat.packing.cost import CostModel, Count
-from sglang_pat.packing.spec import AttentionSpec, Window
+from sglang_pat.packing.spec import LOW_BIT_PAGE, AttentionSpec, Window
 from sglang_pat.packing.tiles import TileTable
 
 MAX_WAVES = 8
 """How many bins a worker may run in turn. With 8 KV heads on 132 SMs, one wave leaves four SMs idle and two waves none; eight leave at most
 4 % idle for any GPU and model (`python benchmarks/policies.py --waves`)."""
+
+GRAIN = 8
+"""KV positions between possible cuts. With 16, small batches missed the even share by up to 7 %; with 8 they stay within 5 % if a worker has
+at least two KV tiles (`python benchmarks/policies.py --random 200`)."""
 
 ALWAYS = 2**31 - 1
 """Stands for "no limit": more tokens than any pack has, more steps than any plan is used for."""
@@ -36,6 +40,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         workers: How many work items run at the same time (SMs, CPU threads).
         policy: A key of `oracle.POLICIES`.
         window: `AttentionSpec.planned_window`.
+        grain: KV positions between possible cuts.
     """
 
     cost: CostModel
@@ -43,12 +48,14 @@ class PackConfig(msgspec.Struct, frozen=True):
     workers: Count
     policy: Policy = "optimal"
     window: Window = 0
+    grain: Count = GRAIN
 
     @classmethod
     def of(cls, spec: AttentionSpec, tiles: TileTable, workers: int, policy: Policy = "optimal") -> PackConfig:
-        """The config for layers of a spec. Their query heads are split if the largest tile has fewer rows."""
+        """The config for layers of a spec. Their query heads are split if the largest tile has fewer rows. Pages of few bits are not cut."""
         cost = spec.cost(tiles.head_splits(spec.query_heads, spec.kv_heads))
-        return cls(cost, tiles, workers, policy, spec.planned_window)
+        grain = LOW_BIT_PAGE if spec.kv.is_low_bit else GRAIN
+        return cls(cost, tiles, workers, policy, spec.planned_window, grain)
 
     @property
     def max_queries(self) -> int:

@@ -105,8 +105,8 @@ class Bins {
         // of one more work item. An empty bin reads for as long as it takes to start.
         const int64_t begin = config.fixed_price(pack.count, tokens) + turn;
         const int64_t room = load == 0 ? std::max(gap - begin, begin) : std::max<int64_t>(0, gap - begin);
-        const int64_t grains = (room + growth_price * kGrain / 2) / (growth_price * kGrain);
-        const int64_t cut = load == 0 || gap > std::max(slack, begin) ? grains * kGrain : 0;
+        const int64_t grains = (room + growth_price * config.grain / 2) / (growth_price * config.grain);
+        const int64_t cut = load == 0 || gap > std::max(slack, begin) ? grains * config.grain : 0;
         if (cut > 0 && cut < tokens) {
           cuts += 1;
           queue->begin = start + int32_t(cut);

@@ -14,7 +14,6 @@ enum class Policy {
 };
 
 constexpr int64_t kMaxWaves = 8;
-constexpr int64_t kGrain = 8;
 constexpr int64_t kSlack = 64;
 constexpr int64_t kUneven = 32;
 constexpr int64_t kLeastSteps = 8;
