@@ -146,6 +146,7 @@ def test_siblings_that_arrive_together_compute_their_prefix_once(servers: dict[s
     assert computed["0"] >= once + PREFIX, "it is worth something"
     counters = {defer: assert_sound(server) for defer, server in servers.items()}
     assert counters["1"]["deferred"] >= SIBLINGS - 1 and counters["0"]["deferred"] == 0
+    assert counters["1"]["defers"] and not counters["0"]["defers"], "what a job asks before it sends siblings together"
 
 
 @pytest.mark.server

@@ -134,6 +134,11 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
     _siblings = Siblings() if defer else None
 
 
+def defers(cache: Any) -> bool:
+    """Whether requests of this process wait for what others compute, if this is their cache."""
+    return _siblings is not None and compat.cache.finds_prefixes(cache)
+
+
 def deferred() -> int:
     """How often a request of this process was deferred by a step because another one was computing its prefix."""
     return _siblings.deferred if _siblings else 0
@@ -285,4 +290,4 @@ def _on_graph_view(result: Any, *args: Any, **kwargs: Any) -> None:
 
 def _on_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     for follower in followers()[:1]:
-        result.internal_state["pat"] = follower.counters()
+        result.internal_state["pat"] = {**follower.counters(), "defers": defers(scheduler.tree_cache)}
