@@ -291,6 +291,14 @@ def test_leaders_are_spaced_and_followers_come_before_other_prefixes() -> None:
 
 
 @pytest.mark.once
+def test_followers_wait_in_a_server_that_lets_them_once_there_is_nothing_else_to_send() -> None:
+    prompts = [f"{group}{'x' * 4095}{member}" for group in range(2) for member in range(3)]
+    for defers, taken in ((False, [0, 3]), (True, [0, 3, 1, 2, 4, 5])):
+        _, order = ordered(prompts, 1024, Room(defers=defers))
+        assert [rank for rank in (order.take() for _ in prompts) if rank is not None] == taken
+
+
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("info", "room"),
     [
@@ -306,10 +314,11 @@ def test_leaders_are_spaced_and_followers_come_before_other_prefixes() -> None:
                     {
                         "memory_usage": {"token_capacity": 7},
                         "effective_max_running_requests_per_dp": 3,
+                        "pat": {"defers": True},
                     }
                 ],
             },
-            Room(7, 3, 64),
+            Room(7, 3, 64, True),
         ),
     ],
 )

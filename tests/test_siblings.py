@@ -17,7 +17,8 @@ from conftest import amid_aborts, assert_sound
 from forked import ForkedProcess, ForkedServer
 
 from sglang_pat.demo.server import Server
-from sglang_pat.radix_bridge.siblings import STEPS
+from sglang_pat.radix_bridge import hooks
+from sglang_pat.radix_bridge.siblings import STEPS, Siblings
 
 SCRIPT = Path(__file__).parent / "scheduler_siblings.py"
 CHUNK = 64
@@ -101,6 +102,44 @@ def test_a_leader_that_is_lost_stops_nobody_for_long(scenes: dict[str, Steps]) -
     assert STEPS <= began("s1", steps) - ended("s0", steps) <= STEPS + 12
 
 
+RANK = """
+import sys
+from sglang.srt.distributed import init_distributed_environment
+from sglang_pat.radix_bridge import hooks
+
+rank, where = int(sys.argv[1]), sys.argv[2]
+init_distributed_environment(2, rank, where, rank, backend="gloo")
+print("all want it:", [hooks.wanted_by_all(wanted) for wanted in (rank == 0, rank == 1, False, True)])
+"""
+
+
+def test_requests_wait_where_every_rank_wants_it(tmp_path: Path) -> None:
+    """Ranks that let different requests wait would form different batches."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    ranks = [
+        ForkedProcess(
+            [sys.executable, str(script), str(rank), f"file://{tmp_path}/store"], dict(os.environ), tmp_path / str(rank)
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(ranks):
+        assert process.wait(60) == 0, (tmp_path / str(rank)).read_text()[-2000:]
+        assert "all want it: [False, False, False, True]" in (tmp_path / str(rank)).read_text()
+
+
+@pytest.mark.once
+def test_only_what_every_rank_fails_at_is_put_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that alone stopped to let requests wait would form other batches than the others: it ends."""
+    siblings = Siblings()
+    monkeypatch.setattr(hooks, "_siblings", siblings)
+    with pytest.raises(MemoryError):
+        hooks._tell_siblings(lambda siblings: b"x" * (1 << 62))
+    assert hooks._siblings is siblings
+    assert hooks._tell_siblings(lambda siblings: siblings.computes(None, None)) is None
+    assert hooks._siblings is None, "nobody waits from then on"
+
+
 PREFIX, OWN, SIBLINGS = 700, 50, 16
 
 
@@ -146,6 +185,7 @@ def test_siblings_that_arrive_together_compute_their_prefix_once(servers: dict[s
     assert computed["0"] >= once + PREFIX, "it is worth something"
     counters = {defer: assert_sound(server) for defer, server in servers.items()}
     assert counters["1"]["deferred"] >= SIBLINGS - 1 and counters["0"]["deferred"] == 0
+    assert counters["1"]["defers"] and not counters["0"]["defers"], "what a job asks before it sends siblings together"
 
 
 @pytest.mark.server

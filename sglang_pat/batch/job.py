@@ -171,6 +171,7 @@ def room_of(info: object) -> Room:
         tokens or Room.tokens,
         state.effective_max_running_requests_per_dp or Room.requests,
         chunk if chunk > 0 else Room.chunk,
+        state.pat is not None and state.pat.defers,
     )
 
 
@@ -181,7 +182,12 @@ class _Memory(msgspec.Struct):
     token_capacity: _Size | None = None
 
 
+class _Pat(msgspec.Struct):
+    defers: bool = False
+
+
 class _State(msgspec.Struct):
+    pat: _Pat | None = None
     memory_usage: _Memory | None = None
     effective_max_running_requests_per_dp: _Size | None = None
 

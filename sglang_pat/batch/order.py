@@ -1,7 +1,8 @@
 """In which order requests run on one cache, so that each prefix is computed once (BatchLLM, sections 4.2 and 4.3).
 
 The first request below a node is its leader. Others there wait until the prefix is in the cache: until the leader has been answered, or
-so much else was handed out after it that SGLang, which takes requests as they come, has computed it. Meanwhile requests of other nodes run,
+so much else was handed out after it that SGLang, which takes requests as they come, has computed it. If a replica lets siblings wait itself, they
+are handed out as soon as nothing else can be. Meanwhile requests of other nodes run,
 as many as the KV pool has room for: a node counts from its first request to its last one, so that it is in the pool when they come.
 """
 
@@ -32,11 +33,13 @@ class Room:
         tokens: Of its KV pool.
         requests: That it runs at a time.
         chunk: Tokens that it prefills in a step.
+        defers: Whether requests wait there for what others compute (radix_bridge/siblings.py).
     """
 
     tokens: float = math.inf
     requests: float = math.inf
     chunk: float = CHUNK
+    defers: bool = False
 
     @property
     def spacing(self) -> float:
@@ -110,7 +113,7 @@ class Order:
     def take(self) -> int | None:
         """A rank that may run now; None while all that are left wait."""
         self.full = False
-        while self._ready:
+        while self._some_ready():
             _, rank = self._ready[0]
             if rank not in self.waiting:
                 heapq.heappop(self._ready)
@@ -129,6 +132,12 @@ class Order:
             self._hand_out(rank, path)
             return rank
         return None
+
+    def _some_ready(self) -> bool:
+        """Whether a rank may be ready. If all wait, and the replica lets siblings wait itself, they wait there: it has nothing else to do."""
+        while not self._ready and self._spaced and self.room.defers:
+            self._computed(self._spaced.popleft()[1])
+        return bool(self._ready)
 
     def _own(self, rank: int, path: Sequence[int]) -> float:
         """Tokens of a prompt that it shares with nobody."""

@@ -92,7 +92,7 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
     Args:
         follower: Held weakly.
         graphs: Whether steps are decoded in CUDA graphs.
-        defer: Whether requests wait for prefixes that others compute; the process's first follower decides.
+        defer: Whether requests wait for prefixes that others compute; the process's first follower decides, and every rank must want it.
 
     Raises:
         RuntimeError: Another plugin has hooked one of the targets; SGLang applies each target's hooks once.
@@ -117,6 +117,7 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         hooks[f"{_RADIX}._delete_leaf"] = _on_evict_node
     if compat.requests.skips_finishing():
         hooks[_FINISHING] = _on_finishing
+    defer = wanted_by_all(defer)
     if defer:
         hooks |= {_ADD: _on_add, _ADD_CHUNK: _on_add_chunk}
     if graphs:
@@ -132,6 +133,24 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         raise RuntimeError(f"this SGLang has no {missed[0]}: sglang-pat supports {' and '.join(compat.TESTED)}")
     _hooked = True
     _siblings = Siblings() if defer else None
+
+
+def wanted_by_all(wanted: bool) -> bool:
+    """Whether every rank of this replica wants something; all of them must ask. Ranks on other machines may have other settings, and if one
+    let requests wait where another does not, they would form different batches."""
+    import torch
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return wanted
+    found = torch.tensor([wanted], dtype=torch.int32)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
+    return bool(found)
+
+
+def defers(cache: Any) -> bool:
+    """Whether requests of this process wait for what others compute, if this is their cache."""
+    return _siblings is not None and compat.cache.finds_prefixes(cache)
 
 
 def deferred() -> int:
@@ -196,12 +215,20 @@ def _tell_all(owner: Any, report: Callable[[Observer], None]) -> None:
 
 
 def _tell_siblings(report: Callable[[Siblings], Any]) -> Any:
-    """Tell `Siblings`, and return its answer. Whatever fails there must not reach SGLang; from then on no request waits."""
+    """Tell `Siblings`, and return its answer. Whatever fails there must not reach SGLang; from then on no request waits.
+
+    Other ranks are told the same of the same requests, so what fails here fails there too, and all go on alike.
+
+    Raises:
+        MemoryError: What other ranks need not have: without `Siblings` this rank would form other batches than they. It ends the server.
+    """
     global _siblings
     if _siblings is None:
         return None
     try:
         return report(_siblings)
+    except MemoryError:
+        raise
     except Exception:
         _siblings = None
         logger.warning("sglang-pat: requests no longer wait for each other's prefixes", exc_info=True)
@@ -285,4 +312,4 @@ def _on_graph_view(result: Any, *args: Any, **kwargs: Any) -> None:
 
 def _on_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     for follower in followers()[:1]:
-        result.internal_state["pat"] = follower.counters()
+        result.internal_state["pat"] = {**follower.counters(), "defers": defers(scheduler.tree_cache)}
