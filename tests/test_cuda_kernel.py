@@ -120,7 +120,7 @@ def shared(queries: int, prefix: int, tail: int) -> Batch:
 
 @each_arch
 @pytest.mark.parametrize(("dtype", "dim", "v_dim"), KIND_PARAMETERS)
-@pytest.mark.parametrize("group", [1, 3, 8, *((2, 4, 5, 7, 16) if ON_GPU else [emulated_slowly(7)])])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16] if ON_GPU else [3, 8])
 def test_random_trees(dtype: torch.dtype, dim: int, v_dim: int, group: int, arch: str) -> None:
     generator = random.Random(dim * 100 + group)
     for _ in range(3 if ON_GPU else 1):
@@ -139,7 +139,7 @@ def test_random_trees(dtype: torch.dtype, dim: int, v_dim: int, group: int, arch
 
 @each_arch
 @pytest.mark.parametrize(("dtype", "dim", "v_dim"), KIND_PARAMETERS)
-@pytest.mark.parametrize("window", [1, 17, 130, *([1024] if ON_GPU else [])])
+@pytest.mark.parametrize("window", [1, 17, 130, 1024] if ON_GPU else [1, 130])
 def test_windows(dtype: torch.dtype, dim: int, v_dim: int, window: int, arch: str) -> None:
     """What lies in front of a window is NaN; requests that have not filled theirs share."""
     generator = random.Random(dim * 100 + window)
@@ -204,11 +204,11 @@ def test_drafts_behind_windows(
 @each_arch
 @pytest.mark.parametrize(("dtype", "dim", "v_dim"), DRAFT_KINDS)
 @pytest.mark.parametrize("window", [0, 1, 30, 150] if ON_GPU else [0, 30])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (6, 6), (7, 1), *([(32, 1), (150, 1)] if ON_GPU else [])])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (7, 1), *([(6, 6), (32, 1), (150, 1)] if ON_GPU else [])])
 def test_extends(heads: int, kv_heads: int, window: int, dtype: torch.dtype, dim: int, v_dim: int, arch: str) -> None:
     """Tokens of short turns share their prefixes, those of long ones fill tiles; each sees what is in front of its own end."""
     generator = random.Random(heads)
-    for cap, length in ((0.0, 80), (3.0, 300)):
+    for cap, length in ((0.0, 80), (3.0, 300 if ON_GPU else 150)):
         batch = random_batch(generator, 2, 3, length)
         added = [generator.choice([0, 1, 1, 3, 6, 70]) for _ in batch.seq_lens]
         added[:3] = [1, 3, 2]
@@ -318,7 +318,7 @@ def test_every_tile(dim: int, v_dim: int, m: int, dtype: torch.dtype, arch: str)
     tiles = TileTable((m,), known.kv_tiles, ())
     for queries, prefix in ((1, 1), (40, 1), (40, 31), (33, 200), (70, 64), (3, 1000)):
         case = make_case(shared(queries, prefix, 1), 8, 2, dim, dtype, v_dim)
-        for policy in ("naive", "query"):
+        for policy in ("naive", "query") if ON_GPU else ("naive",):
             assert run(case, arch, tiles, policy=policy).error() < TOLERANCE[case.q.dtype], (queries, prefix)
 
 
@@ -327,7 +327,7 @@ def test_every_tile(dim: int, v_dim: int, m: int, dtype: torch.dtype, arch: str)
 @pytest.mark.parametrize(
     ("dim", "v_dim"), [(64, 64), (128, 128), emulated_slowly(256, 256), *([(192, 128)] if ON_GPU else [])]
 )
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 25])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 12, 25, *([4, 6, 11, 13] if ON_GPU else [])])
 def test_every_number_of_warps_for_an_item(count: int, dim: int, v_dim: int, dtype: torch.dtype, arch: str) -> None:
     """A CTA's warps share its items in teams, as large as there are few of them."""
     generator = random.Random(count)
@@ -342,7 +342,7 @@ def test_every_number_of_warps_for_an_item(count: int, dim: int, v_dim: int, dty
 
 @each_arch
 @each_format
-@pytest.mark.parametrize("queries", [1, 2, 33, 500, 2048 if ON_GPU else 700])
+@pytest.mark.parametrize("queries", [1, 2, 33, 500, *([2048] if ON_GPU else [])])
 def test_many_queries_on_a_node(queries: int, dtype: torch.dtype, arch: str) -> None:
     case = make_case(shared(queries, 300, 2), 8, 2, 128, dtype)
     assert run(case, arch).error() < TOLERANCE[case.q.dtype]
@@ -523,7 +523,7 @@ def test_repeated_runs_agree_bit_for_bit(dtype: torch.dtype, arch: str) -> None:
     repeated = run(make_case(batch, 32, 8, 128, dtype), arch)
     repeated.decode()
     first = repeated.out.clone()
-    for _ in range(20):
+    for _ in range(20 if ON_GPU else 5):
         repeated.poison()
         repeated.decode()
         assert torch.equal(repeated.out, first)

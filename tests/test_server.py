@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TOKENS, amid_aborts, assert_siblings_share, assert_sound, flush, generate, generate_all
-from forked import ForkedServer
+from forked import ForkedProcess, ForkedServer
 
 from sglang_pat import cli, compat
 from sglang_pat.demo import workload
@@ -226,59 +227,55 @@ def test_openai_api_and_frontend_programs(servers: dict[str, Server]) -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(
-    "workload_flags",
-    [
-        ["--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2", "--gsp-prompts-per-group", "6",
-         "--gsp-system-prompt-len", "64", "--gsp-question-len", "16", "--gsp-output-len", "12"],
-        ["--dataset-name", "random-ids", "--random-input-len", "64", "--random-output-len", "12", "--num-prompts", "12"],
-    ],
-    ids=["generated-shared-prefix", "random-ids"],
-)  # fmt: skip
-def test_bench_serving(servers: dict[str, Server], model: Path, workload_flags: list[str], tmp_path: Path) -> None:
+def test_bench_serving(servers: dict[str, Server], model: Path, tmp_path: Path) -> None:
     server = servers["plain"]
+    flags = ["--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2", "--gsp-prompts-per-group", "6",
+             "--gsp-system-prompt-len", "64", "--gsp-question-len", "16", "--gsp-output-len", "12"]  # fmt: skip
     command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url,
                "--model", str(model), "--tokenizer", str(model), "--output-file", str(tmp_path / "out.jsonl")]  # fmt: skip
-    result = subprocess.run([*command, *workload_flags], capture_output=True, text=True, cwd=tmp_path, check=False)
+    result = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     record = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[-1])
     assert record["completed"] == 12
     assert_sound(server)
 
 
-def test_sglang_serve_and_engine(
+def test_sglang_serve(
     model: Path, servers: dict[str, Server], prompts: list[str], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    """The two other ways in, at once; the engine without a radix cache."""
-    script = tmp_path / "engine.py"
-    script.write_text(ENGINE)
-    pool = ["--max-total-tokens", "20000"]
-    with subprocess.Popen(
-        [sys.executable, str(script), str(model), json.dumps(prompts[:20]), str(TOKENS)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
-    ) as engine, Server(
-        model, "pat", tmp_path / "serve.log", [*COMMON, *pool], CHECKED, command=(str(Path(sys.executable).parent / "sglang"), "serve")
-    ) as server:  # fmt: skip
-        output, _ = engine.communicate(timeout=600)
-        assert engine.returncode == 0, output[-3000:]
-        assert json.loads(output.splitlines()[-1]) == expected[:20]
+    flags = [*COMMON, "--max-total-tokens", "20000"]
+    command = (str(Path(sys.executable).parent / "sglang"), "serve")
+    with Server(model, "pat", tmp_path / "log", flags, CHECKED, command=command) as server:
         server.wait()
         assert generate_all(server, prompts[:20]) == expected[:20]
         assert_sound(server)
 
 
+def test_an_engine_without_a_radix_cache(
+    model: Path, prompts: list[str], expected: list[list[int]], tmp_path: Path
+) -> None:
+    script, out, log = tmp_path / "engine.py", tmp_path / "out", tmp_path / "log"
+    script.write_text(ENGINE)
+    arguments = [str(model), json.dumps(prompts[:20]), str(TOKENS), str(out)]
+    assert ForkedProcess([sys.executable, str(script), *arguments], dict(os.environ), log).wait(600) == 0, (
+        log.read_text()
+    )
+    assert json.loads(out.read_text()) == expected[:20]
+
+
 ENGINE = """
 import json, sys
+from pathlib import Path
 import sglang
 from sglang_pat.demo.server import free_port
 
 if __name__ == "__main__":
-    model, prompts, tokens = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+    model, prompts, tokens, out = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     engine = sglang.Engine(model_path=model, attention_backend="pat", dtype="float32", grammar_backend="none",
                            max_total_tokens=20000, disable_radix_cache=True, nccl_port=free_port())
     outputs = engine.generate(prompts, {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True})
     engine.shutdown()
-    print(json.dumps([output["output_ids"] for output in outputs]))
+    out.write_text(json.dumps([output["output_ids"] for output in outputs]))
 """
 
 
