@@ -9,7 +9,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from triton.runtime.interpreter import InterpretedFunction
 
-from sglang_pat.backend.windows import WindowTable
+from sglang_pat.backend.windows import WindowTable, advice
 from sglang_pat.kernels import translate
 
 DEVICES = ["cpu", "interpreter", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -71,3 +71,10 @@ def test_a_graph_may_have_more_rows_than_there_are_requests() -> None:
     slots, own_rows, seen = table.of_batch(16)
     assert slots[own_rows].tolist() == [list(range(112, 120))] * 16
     assert seen.tolist() == [8] * 16
+
+
+def test_a_pool_that_may_hold_up_a_request_is_warned_of() -> None:
+    """With 900 tokens requests hung, by windows of 400 and steps of 256; with 1,056 they did not."""
+    found = advice(900, 400, 256)
+    assert found is not None and "room for 900 tokens" in found and "--swa-full-tokens-ratio" in found
+    assert advice(1056, 400, 256) is None

@@ -11,14 +11,13 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat
-from sglang_pat.backend import support, verify
+from sglang_pat.backend import support, verify, windows
 from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.groups import LayerGroup, LayerGroups
 from sglang_pat.backend.low_bit_pool import LowBitKVPool
 from sglang_pat.backend.metrics import Metrics
 from sglang_pat.backend.prefill import Prefill
-from sglang_pat.backend.windows import WindowTable
 from sglang_pat.config import PatConfig
 from sglang_pat.radix_bridge import Observer, hooks
 from sglang_pat.radix_bridge.trace import TraceWriter
@@ -80,8 +79,8 @@ class PatAttnBackend(AttentionBackend):
         self._draft_tokens = groups.draft_tokens
         self._masks = verify.without_branches(runner.req_to_token_pool.size, self._draft_tokens, runner.device)
         own_pool = compat.pool.has_window_pool(runner.token_to_kv_pool)
-        windows = {group.spec.planned_window for group in groups.everyone if own_pool and group.spec.window}
-        self._tables = {window: WindowTable(runner, window) for window in windows}
+        lengths = {group.spec.planned_window for group in groups.everyone if own_pool and group.spec.window}
+        self._tables = {window: windows.WindowTable(runner, window) for window in lengths}
         pool = self.token_to_kv_pool
         self._low_bit = pool if isinstance(pool, LowBitKVPool) else None
         if self._low_bit is not None:
@@ -98,7 +97,7 @@ class PatAttnBackend(AttentionBackend):
         hooks.install(self, graphs=on_gpu, defer=config.defer)
         if on_gpu:
             compat.batch.fence_table_reads()
-        self._introduce(on_gpu)
+        self._introduce(runner)
 
     def _make_prefill(self, runner: ModelRunner) -> Prefill | None:
         if self.inner is None:
@@ -111,17 +110,21 @@ class PatAttnBackend(AttentionBackend):
     def packs_extends(self) -> bool:
         return self.prefill is not None
 
-    def _introduce(self, on_gpu: bool) -> None:
+    def _introduce(self, runner: ModelRunner) -> None:
         """Log what was made."""
         for group in self.groups.steps:
             logger.info(
                 "sglang-pat: %s, %d layers of %s, %s", self.config, group.layers, group.spec, group.executor.description
             )
-            found = verify.advice(group.spec) if on_gpu else None
+            found = verify.advice(group.spec) if runner.device != "cpu" else None
             if found is not None:
                 logger.warning("sglang-pat: %s", found)
         for window, table in self._tables.items():
             logger.info("sglang-pat: a table of windows of %d, %.0f MiB", window, table.bytes / 2**20)
+            step = compat.arguments.prefill_step(runner.server_args, self.max_context_len)
+            found = windows.advice(compat.pool.window_pool_tokens(runner.token_to_kv_pool), window, step)
+            if found is not None:
+                logger.warning("sglang-pat: %s", found)
 
     def counters(self) -> dict[str, Any]:
         """What `/server_info` shows (docs/settings.md)."""

@@ -12,6 +12,26 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+def advice(tokens: int, window: int, step: int) -> str | None:
+    """A warning for a pool in which SGLang may let a request wait for ever; None for a larger one.
+
+    A request locks its cached prefix as far as its window reaches, in whole nodes of the tree. The first one may be as long as what was
+    prefilled in a step, and SGLang (seen with 0.5.23) never takes a request that would need more than the rest of the pool.
+
+    Args:
+        tokens: That the pool has room for.
+        window: Tokens that a query sees.
+        step: Tokens that are prefilled in one step, at most.
+    """
+    if tokens >= 2 * window + step:
+        return None
+    return (
+        f"the KV pool for windows has room for {tokens} tokens, less than for two windows of {window} and a prefill step of {step}: SGLang may "
+        "let a request whose cached prefix fills it wait for ever, and all requests behind it; raise --swa-full-tokens-ratio or "
+        "--max-total-tokens, or lower --chunked-prefill-size"
+    )
+
+
 class WindowTable:
     """Replaces `req_to_token`, the batch's rows and its lengths for layers whose pool has slot numbers of its own.
 

@@ -22,6 +22,12 @@ def resolved(server_args: Any) -> Any:
     return resolving_view(server_args) if isinstance(server_args, ServerArgs) else server_args
 
 
+def prefill_step(server_args: Any, context: int) -> int:
+    """Tokens that a request prefills in one step, at most: a chunk, or as many as its context has."""
+    chunk = resolved(server_args).chunked_prefill_size or 0
+    return min(chunk, context) if chunk > 0 else context
+
+
 def of_this_process() -> Any:
     """The `ServerArgs` of this process."""
     from sglang.srt.runtime_context import get_server_args

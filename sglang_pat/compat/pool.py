@@ -58,6 +58,11 @@ def has_window_pool(pool: Any) -> bool:
     return isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0
 
 
+def window_pool_tokens(pool: Any) -> int:
+    """How many tokens the pool for windows has room for."""
+    return int(pool.size_swa)
+
+
 def in_window_pool(pool: Any, layer: Any) -> bool:
     """Whether this layer's KV is in the pool for windows."""
     return has_window_pool(pool) and pool.layers_mapping[layer.layer_id][1]
