@@ -524,7 +524,7 @@ def urls_job(folder: Path, out: str, *flags: str) -> ForkedProcess:
 
 
 @pytest.mark.server
-def test_a_job_in_a_small_pool_that_is_killed_again_and_again(model: Path, tmp_path: Path) -> None:
+def test_a_job_in_a_small_pool_that_is_killed_ten_times(model: Path, tmp_path: Path) -> None:
     """Prefixes are three times the pool, and each is computed once; answers are the same in whatever order and however often it is killed."""
     numbers = random.Random(0)
     asked = []
@@ -557,7 +557,7 @@ def test_a_job_in_a_small_pool_that_is_killed_again_and_again(model: Path, tmp_p
         assert prefilled(shuffled) > 1.5 * once, "it is worth something"
 
         out, log = tmp_path / "out", tmp_path / "out.log"
-        for kill in range(4):
+        for kill in range(10):
             before = out.read_bytes().count(b"\n") if out.exists() else 0
             process = urls_job(tmp_path, "out", "--url", server.url, "--in-flight", "2")
             while not out.exists() or out.read_bytes().count(b"\n") <= before:
