@@ -13,6 +13,8 @@ import pytest
 
 from sglang_pat import jit
 
+pytestmark = pytest.mark.once
+
 SOURCE = """
 #include <tvm/ffi/function.h>
 int64_t answer() { return 42; }
