@@ -32,7 +32,7 @@ struct ForwardOf {
 };
 template <typename Kv>
 struct ForwardOf<Kv, true> {
-  static_assert(PAT_V_DIM == PAT_DIM);
+  static_assert(pat::kIsPages<Kv> && PAT_V_DIM == PAT_DIM && !pat::kMasks && !pat::kLimits);
   using Memory = pat::PageMemory<Kv, PAT_DIM>;
   static constexpr auto kKernel = pat::forward_pages<Element, Kv, PAT_DIM, PAT_QUERY_TILES>;
   static constexpr int kThreads = pat::kPageThreads, kRecordBytes = Memory::S::R::kBytes;

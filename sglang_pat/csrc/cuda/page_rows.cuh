@@ -22,8 +22,6 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
   static constexpr int kChunks = kTokens / kStepTokens;
   using Scores = float[kChunks][kBlocks][4];
 
-  static_assert(!kMasks && !kLimits);
-
  public:
   using Rows::Rows;
 
