@@ -39,6 +39,7 @@ from sglang_pat.backend import verify
 from sglang_pat.backend.layers import kv_format
 from sglang_pat.kernels import capabilities, cuda, reference
 from sglang_pat.packing import AttentionSpec, PackConfig, TileTable, layout, native
+from sglang_pat.packing.spec import KVFormat
 
 RESULTS = Path(__file__).parent / "results"
 HEADS = ("32/32", "16/8", "32/8", "64/8")
@@ -130,10 +131,10 @@ class Pat:
 
     def __init__(
         self, problem: Problem, policy: str = "optimal", query_tiles: tuple[int, ...] = (), mode: cuda.Mode = "fused",
-        overlap: bool = True,
+        overlap: bool = True, form: KVFormat | None = None,
     ) -> None:  # fmt: skip
         self._problem, self._overlap = problem, overlap
-        form = kv_format(problem.k.dtype)
+        form = form or kv_format(problem.k.dtype)
         tiles = capabilities.tile_table(
             cuda.arch_of(problem.q.device), DIM, torch.cuda.get_device_name(), kv_bytes=form.bytes
         )
@@ -153,12 +154,14 @@ class Pat:
         self._lse = torch.empty(slots, spec.query_heads, device="cuda")
         self._masks = verify.without_branches(problem.size, tokens, "cuda") if tokens > 1 else None
         self.out = torch.empty_like(problem.q)
+        self.k, self.v, self.seq_lens = problem.k, problem.v, problem.seq_lens
+        self.records: torch.Tensor | None = None
 
     def run(self) -> None:
         p = self._problem
         self.decoder.decode(
-            p.q, p.k, p.v, self.out, p.slots, p.rows, p.seq_lens, self.plan, self._partial, self._lse, scale=p.scale,
-            masks=self._masks, overlap=self._overlap,
+            p.q, self.k, self.v, self.out, p.slots, p.rows, self.seq_lens, self.plan, self._partial, self._lse, scale=p.scale,
+            masks=self._masks, records=self.records, overlap=self._overlap,
         )  # fmt: skip
 
 

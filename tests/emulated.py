@@ -101,6 +101,7 @@ class Decoder(cuda.Decoder):
         self._modules = [_modules[variant, change]]
         self._no_sinks = torch.empty(0, dtype=torch.bfloat16)
         self._no_masks = torch.empty(0, 0, dtype=torch.int64)
+        self._no_records = torch.empty(0, 0, 0, dtype=torch.uint8)
         self._streams = []
         self.workers = WORKERS
         self.seed(0)

@@ -99,6 +99,9 @@ class Case:
     masks: torch.Tensor | None = None
     """Of drafts."""
 
+    records: torch.Tensor | None = None
+    """Pages of few bits."""
+
     limits = False
     """Whether queries of a work item see different stretches of its KV."""
 
@@ -260,7 +263,7 @@ class Run:
         self.decoder.decode(
             case.q, case.k, case.v, self.out, case.table, case.rows, case.seq_lens, self.plan, self.partial, self.lse,
             scale=case.scale * case.k_scale, v_scale=case.v_scale, logit_cap=logit_cap, sinks=case.sinks, masks=case.masks,
-            overlap=overlap, early=early,
+            records=case.records, overlap=overlap, early=early,
         )  # fmt: skip
 
     def error(self, logit_cap: float = 0.0) -> float:

@@ -11,6 +11,7 @@ from kernel_cases import spec_of
 
 from sglang_pat import build, jit
 from sglang_pat.kernels import capabilities, cuda, resources
+from sglang_pat.packing import FORMATS, AttentionSpec
 
 pytestmark = pytest.mark.once
 
@@ -75,6 +76,20 @@ def test_rows_that_see_some_of_an_item_compile_without_spills(tokens: int, limit
     spec = msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), query_tokens=tokens)
     found = resources.measure(cuda.Variant.of(spec, "9.0a", limits=limits))
     assert found.spill_bytes == 0 and not found.serialized
+
+
+@pytest.mark.parametrize(
+    ("form", "dim", "arch"), [("int4", 128, "9.0a"), ("int2", 128, "9.0a"), ("int2", 64, "8.0"), ("int4", 128, "8.0")]
+)
+def test_pages_of_few_bits_compile_without_spills(form: str, dim: int, arch: str) -> None:
+    try:
+        jit.find_nvcc()
+    except jit.BuildError:
+        pytest.skip("needs nvcc")
+    found = resources.measure(cuda.Variant.of(AttentionSpec(1, 1, dim, dim, FORMATS[form]), arch))
+    print(found)
+    assert found.spill_bytes == 0
+    assert 0 < found.shared_bytes <= SHARED_LIMIT[arch]
 
 
 def test_modules_of_equal_dimensions_are_called_and_built_as_ever() -> None:

@@ -8,17 +8,17 @@ import random
 from pathlib import Path
 
 import kernel_cases
-import msgspec
 import pytest
 import torch
+from page_cases import PAGE, Written, in_whole_pages
 from trees import random_batch
 
-from sglang_pat.kernels import capabilities, cpu, low_bit, reference
+from sglang_pat.kernels import capabilities, low_bit
 from sglang_pat.packing import CPU_TILES, FORMATS, POLICIES, AttentionSpec, Batch, Node
 
 pytestmark = pytest.mark.once
 
-DIM, HEADS, PAGES, PAGE = 128, 2, 5, low_bit.PAGE_TOKENS
+DIM, HEADS, PAGES = 128, 2, 5
 GATE = Path(__file__).parents[1] / "benchmarks/csrc/lowbit/lowbit.py"
 FORMS = ("int4", "int2")
 
@@ -97,73 +97,6 @@ def test_bad_pages_are_refused() -> None:
     for wrong, bits in (((k[:, :63], v[:, :63]), 4), ((k, v), 3), ((k[..., :48], v[..., :48]), 4), ((k, v[:1]), 2)):
         with pytest.raises(ValueError, match=r"page has 64|4 or 2 bits|fit each other"):
             low_bit.pack(*wrong, bits)
-
-
-def in_whole_pages(batch: Batch) -> Batch:
-    """The same tree with a page for each token of its nodes, as SGLang's has; tails end anywhere, some with a page."""
-    generator = random.Random(len(batch.seq_lens))
-
-    def grow(nodes: list[Node]) -> list[Node]:
-        return [Node(PAGE * node.start, PAGE * node.end, node.queries, grow(node.children)) for node in nodes]
-
-    lengths = [PAGE * (length - 1) + generator.choice([1, 17, 63, 64, 64 + 40]) for length in batch.seq_lens]
-    return Batch(lengths, grow(batch.roots))
-
-
-class Written:
-    """A case whose KV is written token by token to a pool of pages that was full of NaN; what nobody wrote still is."""
-
-    def __init__(self, case: kernel_cases.Case, form: str, lengths: list[int], table: torch.Tensor) -> None:
-        self.case, self.bits = case, FORMATS[form].bits
-        case.spec = msgspec.structs.replace(case.spec, kv=FORMATS[form])
-        self.heads, self.dim = case.k.shape[1:]
-        size = low_bit.record_bytes(self.bits, self.dim)
-        self.records = torch.full((len(case.k) // PAGE, self.heads, size), 0xFF, dtype=torch.uint8)
-        self.tails = torch.full((2, len(case.table), PAGE, self.heads, self.dim), math.nan, dtype=case.k.dtype)
-        # Requests take turns, a few tokens each.
-        for begin in range(0, max(lengths), 50):
-            for row, length in zip(table.tolist(), lengths, strict=True):
-                positions = torch.arange(length)[begin : begin + 50]
-                if len(positions):
-                    slots = case.table[row, positions].long()
-                    low_bit.store(
-                        case.k[slots], case.v[slots], self.records, *self.tails, torch.full_like(slots, row), positions + 1, slots, self.bits,
-                    )  # fmt: skip
-
-    def attention(
-        self, plan: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tails: torch.Tensor, cap: float
-    ) -> torch.Tensor:
-        case = self.case
-        return cpu.attention(
-            case.q, k, v, case.table, case.rows, case.seq_lens, plan, scale=case.scale, logit_cap=cap, sinks=case.sinks,
-            pages=low_bit.Pages(self.records, self.bits, tails),
-        )  # fmt: skip
-
-    def decode(self, plan: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
-        """What is behind full pages is in the requests' tails."""
-        tails = self.case.rows * PAGE - low_bit.in_pages(self.case.seq_lens)
-        return self.attention(plan, *self.tails.flatten(1, 2), tails, cap)
-
-    def error(self, out: torch.Tensor, cap: float = 0.0) -> float:
-        """Against float64 on what the pages say, and what is behind them as it was written."""
-        case = self.case
-        read = [x.flatten(0, 1) for x in low_bit.unpack(self.records, self.bits, self.dim)]
-        table = case.table[case.rows].clone()
-        behind = torch.arange(table.shape[1]) >= low_bit.in_pages(case.seq_lens)[:, None]
-        table[behind] += len(case.k)
-        pools = [torch.cat([page, pool.float()]) for page, pool in zip(read, (case.k, case.v), strict=True)]
-        right = reference.decode(
-            case.q,
-            *pools,
-            table,
-            torch.arange(len(table)),
-            case.seq_lens,
-            scale=case.scale,
-            logit_cap=cap,
-            sinks=case.sinks,
-        )
-        assert torch.isfinite(out).all()
-        return ((out.double() - right).norm() / right.norm()).item()
 
 
 SHAPES = [(8, 2, 32), (6, 6, 64), (32, 8, 128), (5, 1, 96), (4, 2, 256)]

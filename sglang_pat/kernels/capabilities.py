@@ -37,6 +37,9 @@ KV_FORMATS: dict[Device, tuple[str, ...]] = {
 LOW_BIT_HEAD_DIM_STEP = 32
 """What head dimensions have to be a multiple of where KV has less than 8 bits (`LowBit` in csrc/cpu/low_bit.h)."""
 
+PAGES_HEAD_DIMS = (64, 128)
+"""Head dimensions of the CUDA kernels for pages of few bits (csrc/cuda/page_forward.cuh)."""
+
 KV_TILE = 64
 """The n of every tile (`kTokens` in csrc/cuda/tiles.h)."""
 
@@ -44,13 +47,16 @@ NARROW_M = 16
 """The most rows that a single warp computes (`kNarrowM` in csrc/cuda/tiles.h)."""
 
 
-def query_tiles(arch: str, head_dim: int) -> tuple[int, ...]:
+def query_tiles(arch: str, head_dim: int, kv_bytes: int = 2) -> tuple[int, ...]:
     """Every m of an architecture's kernels; 128 and 192 rows take several warpgroups (csrc/cuda/threads.cuh, `groups`).
 
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.
         head_dim: K's, one of HEAD_DIMS.
+        kv_bytes: Bytes of an element of KV; 0 for pages of few bits, which single warps read.
     """
+    if kv_bytes == 0:
+        return 8, NARROW_M
     return (8, 16, 64, 128, 192) if head_dim <= 128 and arch.startswith("9.") else (8, 16, 64)
 
 
@@ -62,9 +68,11 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
         head_dim: K's, one of HEAD_DIMS.
         gpu: The GPU's name.
         table: Prices to use instead of the GPU's own table.
-        kv_bytes: Bytes of an element of KV.
+        kv_bytes: Bytes of an element of KV; 0 for pages of few bits, whose tiles were not measured yet.
     """
-    tiles = query_tiles(arch, head_dim)
+    tiles = query_tiles(arch, head_dim, kv_bytes)
+    if kv_bytes == 0:
+        return TileTable(tiles, (KV_TILE,), (), warp_m=NARROW_M)
     table = table or devices.find(arch, gpu)
     # Prices of 128 dimensions scaled up make worse plans than no prices (benchmarks/NOTES.md, 2026-11-23).
     if table is not None and head_dim <= table.head_dim:
@@ -80,6 +88,19 @@ def low_bit_problem(head_dim: int, v_head_dim: int) -> str | None:
         return f"head dimensions of {head_dim} (K) and {v_head_dim} (V)"
     if head_dim % LOW_BIT_HEAD_DIM_STEP or head_dim > CPU_HEAD_DIM:
         return f"a head dimension of {head_dim} (multiples of {LOW_BIT_HEAD_DIM_STEP} up to {CPU_HEAD_DIM} are)"
+    return None
+
+
+def pages_problem(spec: AttentionSpec, arch: str, limits: bool = False) -> str | None:
+    """What in a spec with KV of few bits the CUDA kernels cannot compute. They have not run on a GPU, so `refusal` refuses all of it."""
+    form = f"a KV cache of {spec.kv.name} on a GPU"
+    if spec.head_dim != spec.v_head_dim or spec.head_dim not in PAGES_HEAD_DIMS:
+        dims = " and ".join(map(str, PAGES_HEAD_DIMS))
+        return f"head dimensions of {spec.head_dim} (K) and {spec.v_head_dim} (V) with {form} ({dims} for both are)"
+    if spec.window or spec.query_tokens > 1 or limits:
+        return f"windows, drafts and extends with {form}"
+    if arch not in LARGE_SHARED:
+        return f"{form} of compute capability {arch}, which has too little shared memory"
     return None
 
 

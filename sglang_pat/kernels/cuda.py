@@ -23,6 +23,9 @@ TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 KV_NAMES = {torch.float8_e4m3fn: "kE4m3", torch.float8_e5m2: "kE5m2"}
 """Dtypes of 8-bit KV, by their names in csrc/cuda/kv_format.cuh."""
 
+LOW_BIT_NAMES = {4: "kInt4", 2: "kInt2"}
+"""Pages of few bits, likewise."""
+
 Mode = Literal["fused", "streams", "serial"]
 
 
@@ -31,7 +34,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
 
     Attributes:
         dtype: Dtype of Q, a key of TYPES.
-        kv: Dtype of KV: the same, or a key of KV_NAMES.
+        kv: Dtype of KV: the same, or a key of KV_NAMES. If KV is in pages of few bits, it is that of the tokens behind them.
         head_dim: K's, one of `capabilities.HEAD_DIMS`.
         v_head_dim: V's: the same, or as in `capabilities.UNEQUAL_HEAD_DIMS`.
         arch: Compute capability, such as `8.0` or `9.0a`.
@@ -39,6 +42,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         sinks: Whether heads have attention sinks.
         masks: Whether queries are drafts of several tokens.
         limits: Whether the queries of a work item see different spans of its KV: each up to its own end, and within its window.
+        bits: 4 or 2 if KV is in pages of so many bits, else 0.
     """
 
     dtype: torch.dtype
@@ -50,6 +54,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     sinks: bool = False
     masks: bool = False
     limits: bool = False
+    bits: int = 0
 
     @classmethod
     def of(
@@ -62,27 +67,29 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             spec: What the layers compute.
             arch: As above.
             query_tiles: As above; empty for all that the architecture has.
-            dtype: Dtype of Q, if KV has 8 bits.
+            dtype: Dtype of Q, if KV has 8 bits or less; bfloat16 if None.
             limits: As above; drafts with a window always need them.
 
         Raises:
             ValueError: There are no kernels for the spec, or not with this dtype of Q.
         """
-        refusal = capabilities.refusal(spec, "cuda")
+        low_bit = spec.kv.is_low_bit
+        refusal = capabilities.pages_problem(spec, arch, limits) if low_bit else capabilities.refusal(spec, "cuda")
         if refusal is not None:
             raise ValueError(f"the CUDA kernels do not compute {refusal}")
         if spec.head_dim > 128 and arch not in capabilities.LARGE_SHARED:
             raise ValueError(
                 f"the CUDA kernels for a head dimension of {spec.head_dim} take more shared memory than compute capability {arch} has"
             )
-        tiles = query_tiles or capabilities.query_tiles(arch, spec.head_dim)
-        kv = getattr(torch, spec.kv.name)
+        tiles = query_tiles or capabilities.query_tiles(arch, spec.head_dim, spec.kv.bytes)
+        kv = dtype or torch.bfloat16 if low_bit else getattr(torch, spec.kv.name)
         dtype = dtype or (kv if kv in TYPES else torch.bfloat16)
         if dtype not in TYPES or (kv in TYPES and kv != dtype):
             raise ValueError(f"the CUDA kernels do not compute Q of {dtype} with a KV cache of {kv}")
         masks = spec.query_tokens > 1
         limits = limits or (masks and spec.window > 0)
-        return cls(dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits)
+        bits = spec.kv.bits if low_bit else 0
+        return cls(dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, bits)
 
     @property
     def name(self) -> str:
@@ -90,14 +97,15 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         tiles = "_".join(map(str, self.query_tiles))
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}_v{self.v_head_dim}"
         features = "".join(f"_{name}" for name in ("sinks", "masks", "limits") if getattr(self, name))
-        return f"sglang_pat_{dtype}_{dims}_sm{self.arch.replace('.', '')}_m{tiles}{features}"
+        pages = f"_int{self.bits}" if self.bits else ""
+        return f"sglang_pat_{dtype}{pages}_{dims}_sm{self.arch.replace('.', '')}_m{tiles}{features}"
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Compiler flags."""
         return (
             f"-DPAT_TYPE={TYPES[self.dtype]}",
-            f"-DPAT_KV=pat::{KV_NAMES.get(self.kv, 'kSame')}",
+            f"-DPAT_KV=pat::{LOW_BIT_NAMES.get(self.bits) or KV_NAMES.get(self.kv, 'kSame')}",
             f"-DPAT_DIM={self.head_dim}",
             f"-DPAT_ARCH={''.join(filter(str.isdigit, self.arch))}0",
             f"-DPAT_QUERY_TILES={sum(1 << m // 8 for m in self.query_tiles)}",
@@ -150,7 +158,7 @@ class Decoder:
             device: A CUDA device.
             mode: `fused`: one kernel that switches its m from work item to work item. `streams`: one kernel per tile, each on its own stream
                 (PAT §6). `serial`: the same, one after the other (§8.5).
-            dtype: Dtype of Q, if KV has 8 bits; bfloat16 if None.
+            dtype: Dtype of Q, if KV has 8 bits or less; bfloat16 if None.
             limits: Whether plans are of extends. Each query then sees only what lies before its end in `seq_lens`, and of that the last
                 `spec.window` tokens if the window is not 0 (`kernels.cpu.attention`).
 
@@ -166,6 +174,7 @@ class Decoder:
         self._modules = [_load(variant) for variant in variants]
         self._no_sinks = torch.empty(0, dtype=torch.bfloat16, device=device)
         self._no_masks = torch.empty(0, 0, dtype=torch.int64, device=device)
+        self._no_records = torch.empty(0, 0, 0, dtype=torch.uint8, device=device)
         self._streams = [torch.cuda.Stream(device) for _ in variants[1:]] if mode != "serial" else []
         self.workers: int = max(module.workers(device.index or 0) for module in self._modules)
 
@@ -181,6 +190,20 @@ class Decoder:
             ValueError: A tensor's device or dtype is not as above, or it is shorter than the plan.
         """
         self._modules[0].load(to, plan, copied)
+
+    def store(
+        self, k: torch.Tensor, v: torch.Tensor, records: torch.Tensor, tail_k: torch.Tensor, tail_v: torch.Tensor, rows: torch.Tensor,
+        seq_lens: torch.Tensor, slots: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write new tokens where KV is in pages of few bits, on the current stream; can be captured in a CUDA graph.
+
+        Arguments as for `kernels.low_bit.store`, on the GPU; it writes the same bytes. The tokens of each request follow one another. A token with
+        an index out of range is passed over.
+
+        Raises:
+            ValueError: A tensor's device, dtype or shape is not as described there, or this decoder's KV is not in such pages.
+        """
+        self._modules[0].store(k, v, records, tail_k, tail_v, rows, seq_lens, slots)
 
     def decode(
         self,
@@ -200,6 +223,7 @@ class Decoder:
         logit_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
         masks: torch.Tensor | None = None,
+        records: torch.Tensor | None = None,
         overlap: bool = True,
         merge: bool = True,
         early: bool = False,
@@ -226,6 +250,9 @@ class Decoder:
             sinks: [heads], bfloat16, if the spec has sinks: for each head a logit without a value; `scale` and `logit_cap` do not apply to it.
             masks: [queries or more, draft], int64, if the spec's queries are drafts (`kernels.cpu.attention`). A query then has the heads of all
                 its tokens.
+            records: [pages, kv_heads, record_bytes], uint8, if KV is in pages of few bits (`kernels.low_bit`): the pool, where slot s is token s % 64
+                of page s // 64. Then `k` and `v` are tails, [64 * requests, kv_heads, head_dim] in Q's dtype: token t of row r's unfinished page
+                is at 64 * r + t. The plan's bounds must be multiples of 64, as `PackConfig.of` has them, but for the ends of requests.
             overlap: Launch merge before forward ends (programmatic dependent launch), if the GPU can.
             merge: Whether to merge; otherwise parts stay in the workspace.
             early: Launch forward before the previous kernel on the stream ends, likewise, so that it looks up its work items meanwhile. That
@@ -239,7 +266,8 @@ class Decoder:
                 raise ValueError(f"{name} has the wrong dtype: {pool.dtype}, not {self._kv}")
         if self._kv in KV_NAMES:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
-        optional = (self._no_sinks if sinks is None else sinks, self._no_masks if masks is None else masks)
+        given = ((sinks, self._no_sinks), (masks, self._no_masks), (records, self._no_records))
+        optional = (default if tensor is None else tensor for tensor, default in given)
         tables = (req_to_token, rows, seq_lens, plan, partial, lse, *optional)
         arguments = (q, k, v, out, *tables, scale, v_scale, logit_cap, self._window, self._tile_rows)
         first, *others = self._modules

@@ -48,7 +48,7 @@ def measure(variant: Variant) -> Resources:
         if result.returncode:
             raise jit.BuildError(f"nvcc could not build {variant.name}: {result.stderr}")
         ptx = next(Path(folder).glob("*.ptx")).read_text()
-    forward = result.stderr.split("Compiling entry function '_ZN3pat7forward", 1)[1]
+    forward = re.split(r"Compiling entry function '_ZN3pat\d+forward", result.stderr, maxsplit=1)[1]
     registers = re.search(r"Used (\d+) registers", forward)
     shared = re.search(r"pat_shared_bytes = (\d+);", ptx)
     assert registers and shared

@@ -8,6 +8,8 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <numeric>
+#include <random>
 #include <thread>
 
 namespace pat {
@@ -40,17 +42,21 @@ class Machines {
 } machines;
 
 // Every CTA of a kernel, several at a time.
-void run(void (*kernel)(pat::Params), const pat::Params& params, unsigned grid, unsigned threads) {
+void run(const std::function<void()>& kernel, unsigned grid, unsigned threads) {
   const uint64_t launch = seed++;
+  std::vector<unsigned> order(grid);
+  std::iota(order.begin(), order.end(), 0u);
+  std::shuffle(order.begin(), order.end(), std::mt19937_64(launch));
   std::atomic<unsigned> next{0};
   std::mutex mutex;
   std::string error;
   const auto work = [&] {
     auto machine = machines.take();
     emulator::machine = machine.get();
-    for (unsigned block; (block = next++) < grid;) {
+    for (unsigned at; (at = next++) < grid;) {
+      const unsigned block = order[at];
       try {
-        machine->run([&] { kernel(params); }, block, grid, threads, pat::bytes, launch << 32 | block);
+        machine->run(kernel, block, grid, threads, pat::bytes, launch << 32 | block);
       } catch (const std::runtime_error& failed) {
         const std::lock_guard<std::mutex> guard(mutex);
         error = failed.what();
@@ -74,8 +80,15 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(set, set);
 extern "C" {
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments) {
-  run(reinterpret_cast<void (*)(pat::Params)>(reinterpret_cast<uintptr_t>(kernel)),
-      *static_cast<const pat::Params*>(arguments[0]), config->gridDim.x, config->blockDim.x);
+  const auto start = [&](auto params) {
+    const auto function = reinterpret_cast<void (*)(decltype(params))>(reinterpret_cast<uintptr_t>(kernel));
+    run([=] { function(params); }, config->gridDim.x, config->blockDim.x);
+  };
+  // The one kernel of this block size is called with its own.
+  if (config->blockDim.x == pat::kStoreThreads && config->dynamicSmemBytes == 0)
+    start(*static_cast<const pat::StoreParams*>(arguments[0]));
+  else
+    start(*static_cast<const pat::Params*>(arguments[0]));
   return cudaSuccess;
 }
 // So few that small batches are merged in each of the ways.

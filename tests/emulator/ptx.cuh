@@ -213,6 +213,32 @@ void left_operand(float (&to)[16][16], const uint32_t (&registers)[4], int lane,
       to[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8 + j] = number(uint16_t(registers[i] >> 16 * j));
 }
 
+inline uint16_t half_bits(float x) {
+  const __half half(std::min(std::max(x, -65504.0f), 65504.0f));
+  uint16_t bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+inline float half_float(uint16_t bits) {
+  __half half;
+  std::memcpy(&half, &bits, 2);
+  return float(half);
+}
+inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
+  __half x[2], y[2];
+  std::memcpy(x, &a, 4), std::memcpy(y, &b, 4);
+  const __half products[2] = {__half(float(x[0]) * float(y[0])), __half(float(x[1]) * float(y[1]))};
+  uint32_t bits;
+  std::memcpy(&bits, products, 4);
+  return bits;
+}
+inline float2 to_floats(uint32_t pair) {
+  __half x[2];
+  std::memcpy(x, &pair, 4);
+  return make_float2(float(x[0]), float(x[1]));
+}
+inline uint32_t mask_or(uint32_t x, uint32_t mask, uint32_t base) { return (x & mask) | base; }
+
 inline uint32_t saturated_half_pair(float low, float high) {
   constexpr float kMost = 65504;
   const auto clamp = [&](float x) { return std::isnan(x) ? x : std::clamp(x, -kMost, kMost); };

@@ -96,7 +96,7 @@ struct Quantised {
     float low = INFINITY, high = -INFINITY;
     bool nan = false;
     for (int i = 0; i < count; ++i) low = std::min(low, at(i)), high = std::max(high, at(i)), nan |= !std::isfinite(at(i));
-    zero = half_bits(low);
+    zero = half_bits(low + 0.0f);  // of -0 and 0 the order would decide
     least = to_float(Fp16{zero});
     scale = nan ? 0x7e00 : half_bits(std::max(0.0f, high - least) / float(levels) / divisor);
     step = to_float(Fp16{scale}) * divisor;

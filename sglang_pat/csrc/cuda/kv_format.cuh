@@ -7,7 +7,7 @@
 
 namespace pat {
 
-enum KvName { kSame, kE4m3, kE5m2 };
+enum KvName { kSame, kE4m3, kE5m2, kInt4, kInt2 };
 
 // For Q and outputs of type T. KV of `kSame` is of T too, and multiplied as it is.
 template <typename T, int kName>
@@ -44,6 +44,20 @@ template <typename T>
 struct KvFormat<T, kE4m3> : KvFormat8<kE4m3> {};
 template <typename T>
 struct KvFormat<T, kE5m2> : KvFormat8<kE5m2> {};
+
+// Full pages of few bits (low_bit.cuh); the tokens behind them are of T.
+template <int kFew>
+struct KvFormatPages {
+  using Product = __half;
+  static constexpr int kBits = kFew, kBytes = 0;
+};
+template <typename T>
+struct KvFormat<T, kInt4> : KvFormatPages<4> {};
+template <typename T>
+struct KvFormat<T, kInt2> : KvFormatPages<2> {};
+
+template <typename Kv>
+constexpr bool kIsPages = Kv::kBytes == 0;
 
 // A pair of Q, as the products take it: numbers beyond the range of `To` become its largest.
 template <typename From, typename To>

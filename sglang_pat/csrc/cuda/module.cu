@@ -11,30 +11,56 @@
 #include "../arguments.h"
 #include "forward.cuh"
 #include "merge.cuh"
+#include "page_forward.cuh"
+#include "page_store.cuh"
 
 #ifndef PAT_V_DIM
 #define PAT_V_DIM PAT_DIM
 #endif
-
-// For sglang_pat/kernels/resources.py, which reads it from the PTX.
-extern "C" __device__ const int pat_shared_bytes =
-    sizeof(pat::ForwardMemory<pat::KvFormat<PAT_TYPE, PAT_KV>, PAT_DIM, PAT_V_DIM, PAT_QUERY_TILES>);
 
 namespace {
 
 using tvm::ffi::TensorView;
 using Element = PAT_TYPE;
 using Kv = pat::KvFormat<Element, PAT_KV>;
-using Memory = pat::ForwardMemory<Kv, PAT_DIM, PAT_V_DIM, PAT_QUERY_TILES>;
 
-constexpr auto kForward = pat::forward<Element, Kv, PAT_DIM, PAT_V_DIM, PAT_QUERY_TILES>;
-constexpr int kForwardThreads = pat::threads(PAT_DIM);
+template <typename Kv, bool kPages>
+struct ForwardOf {
+  using Memory = pat::ForwardMemory<Kv, PAT_DIM, PAT_V_DIM, PAT_QUERY_TILES>;
+  static constexpr auto kKernel = pat::forward<Element, Kv, PAT_DIM, PAT_V_DIM, PAT_QUERY_TILES>;
+  static constexpr int kThreads = pat::threads(PAT_DIM), kRecordBytes = 0;
+};
+template <typename Kv>
+struct ForwardOf<Kv, true> {
+  static_assert(pat::kIsPages<Kv> && PAT_V_DIM == PAT_DIM && !pat::kMasks && !pat::kLimits);
+  using Memory = pat::PageMemory<Kv, PAT_DIM>;
+  static constexpr auto kKernel = pat::forward_pages<Element, Kv, PAT_DIM, PAT_QUERY_TILES>;
+  static constexpr int kThreads = pat::kPageThreads, kRecordBytes = Memory::S::R::kBytes;
+};
+using Forward = ForwardOf<Kv, pat::kIsPages<Kv>>;
+using Memory = Forward::Memory;
+
+constexpr auto kForward = Forward::kKernel;
+constexpr int kForwardThreads = Forward::kThreads;
+constexpr int kKvBytes = Kv::kBytes == 1 ? 1 : 2;  // of an element of k and v, which are the tails of pages of few bits
 // Merge has a CTA for each output while all of these run at the same time, then a warp for each, then for several heads of a
 // query, which read more parts at a time.
 constexpr int kMergeRows = 4;
 constexpr auto kMergeByCta = pat::merge<Element, PAT_V_DIM, true, 1>;
 constexpr auto kMergeByWarp = pat::merge<Element, PAT_V_DIM, false, 1>;
 constexpr auto kMergeSeveral = pat::merge<Element, PAT_V_DIM, false, kMergeRows>;
+
+// Pages of KV in few bits, or nothing where KV has more.
+void check_records(const TensorView& records, int64_t kv_heads) {
+  pat::check(records, "records", 3, DLDataType{kDLUInt, 8, 1}, kDLCUDA);
+  TVM_FFI_CHECK(Forward::kRecordBytes > 0 || records.size(0) == 0, ValueError)
+      << "this kernel reads KV from k and v, and no records";
+  TVM_FFI_CHECK(Forward::kRecordBytes == 0 ||
+                    (records.size(1) == kv_heads && records.size(2) == Forward::kRecordBytes && records.is_contiguous() &&
+                     reinterpret_cast<uintptr_t>(records.data_ptr()) % pat::kCopyBytes == 0),
+                ValueError)
+      << "records must be contiguous, of " << kv_heads << " KV heads with " << Forward::kRecordBytes << " bytes each";
+}
 
 void check(cudaError_t error) { TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << cudaGetErrorString(error); }
 
@@ -53,7 +79,7 @@ void check_rows(const TensorView& tensor, const char* name, int dim, DLDataType 
 void check_pool(const TensorView& tensor, const char* name, int dim, DLDataType dtype) {
   check_rows(tensor, name, dim, dtype);
   for (const int64_t stride : {tensor.stride(0), tensor.stride(1)})
-    TVM_FFI_CHECK(stride >= 0 && stride <= std::numeric_limits<uint32_t>::max() / Kv::kBytes, ValueError)
+    TVM_FFI_CHECK(stride >= 0 && stride <= std::numeric_limits<uint32_t>::max() / kKvBytes, ValueError)
         << name << "'s slots and heads must be less than 4 GiB apart";
 }
 
@@ -90,9 +116,9 @@ const Resident& resident(int64_t id) {
 // The forward kernel's fixed grid.
 int64_t workers(int64_t id) { return resident(id).forward; }
 
-template <typename Kernel>
+template <typename Kernel, typename KernelParams>
 void launch(Kernel kernel, int grid, int block, size_t shared, cudaStream_t stream, bool dependent,
-            const pat::Params& params) {
+            const KernelParams& params) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid);
   config.blockDim = dim3(block);
@@ -109,8 +135,8 @@ void launch(Kernel kernel, int grid, int block, size_t shared, cudaStream_t stre
 pat::Params make_params(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
                         const TensorView& req_to_token, const TensorView& rows, const TensorView& seq_lens,
                         const TensorView& plan, const TensorView& partial, const TensorView& lse, const TensorView& sinks,
-                        const TensorView& masks, double scale, double v_scale, double logit_cap, int64_t window,
-                        int64_t tile_rows) {
+                        const TensorView& masks, const TensorView& records, double scale, double v_scale, double logit_cap,
+                        int64_t window, int64_t tile_rows) {
   const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
   check_rows(q, "q", PAT_DIM, half);
   const DLDataType kv = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : half;
@@ -134,11 +160,16 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   p.plan = static_cast<const int32_t*>(plan.data_ptr());
   p.sinks = static_cast<const __nv_bfloat16*>(sinks.data_ptr());
   p.q_token = q.stride(0), p.q_head = q.stride(1);
-  p.k_slot = uint32_t(k.stride(0) * Kv::kBytes), p.k_head = uint32_t(k.stride(1) * Kv::kBytes);
-  p.v_slot = uint32_t(v.stride(0) * Kv::kBytes), p.v_head = uint32_t(v.stride(1) * Kv::kBytes);
+  p.k_slot = uint32_t(k.stride(0) * kKvBytes), p.k_head = uint32_t(k.stride(1) * kKvBytes);
+  p.v_slot = uint32_t(v.stride(0) * kKvBytes), p.v_head = uint32_t(v.stride(1) * kKvBytes);
   p.table_row = req_to_token.stride(0);
   TVM_FFI_CHECK(tile_rows > 0 && tile_rows <= 192, ValueError) << "there is no tile of " << tile_rows << " rows";
   const int kv_heads = int(k.size(1));
+  check_records(records, kv_heads);
+  p.records = static_cast<const uint8_t*>(records.data_ptr());
+  p.page_bytes = uint32_t(kv_heads * Forward::kRecordBytes);
+  TVM_FFI_CHECK(!pat::kIsPages<Kv> || k.size(0) >= req_to_token.size(0) * pat::kTokens, ValueError)
+      << "k and v must have a tail of " << pat::kTokens << " tokens for each row of req_to_token";
   const auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
   pat::check(masks, "masks", 2, pat::kInt64, kDLCUDA);
   p.masks = static_cast<const uint64_t*>(masks.data_ptr());
@@ -174,11 +205,11 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
 // Forward, merge or one after the other, on the current stream. `tile_rows` are those of the largest tile that plans are made with.
 void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
             TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, TensorView sinks, TensorView masks,
-            double scale, double v_scale, double logit_cap, int64_t window, int64_t tile_rows, bool with_forward,
-            bool with_merge, bool overlap, bool early) {
+            TensorView records, double scale, double v_scale, double logit_cap, int64_t window, int64_t tile_rows,
+            bool with_forward, bool with_merge, bool overlap, bool early) {
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
-  const pat::Params p = make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks, masks, scale,
-                                    v_scale, logit_cap, window, tile_rows);
+  const pat::Params p = make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks, masks, records,
+                                    scale, v_scale, logit_cap, window, tile_rows);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   const Resident& ctas = resident(q.device().device_id);
   if (with_forward) launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, early, p);
@@ -191,6 +222,67 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView
     launch(kMergeByWarp, ctas_for(outputs), pat::kMergeThreads, 0, stream, overlap, p);
   else
     launch(kMergeSeveral, ctas_for(outputs / kMergeRows), pat::kMergeThreads, 0, stream, overlap, p);
+}
+
+// What only modules for pages of few bits have.
+template <typename Kv, bool kPages>
+struct Pages {
+  template <typename... Arguments>
+  static void store(const Arguments&...) {
+    TVM_FFI_THROW(ValueError) << "this module's KV is not in pages of few bits";
+  }
+};
+template <typename Kv>
+struct Pages<Kv, true> {
+  static constexpr auto kStore = pat::store_tokens<Element, Kv::kBits, PAT_DIM>;
+
+  // New tokens to their rows' tails, and full pages to their records, on the current stream. Indices are checked on the GPU: a token with one
+  // that there is not is passed over.
+  static void store(TensorView k, TensorView v, TensorView records, TensorView tail_k, TensorView tail_v, TensorView rows,
+                    TensorView seq_lens, TensorView slots) {
+    const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
+    const std::pair<const TensorView*, const char*> news[] = {{&k, "k"}, {&v, "v"}};
+    for (const auto& [tensor, name] : news) {
+      pat::check(*tensor, name, 3, half, kDLCUDA);
+      TVM_FFI_CHECK(tensor->size(2) == PAT_DIM && tensor->size(0) == k.size(0) && tensor->size(1) == k.size(1), ValueError)
+          << "k and v must be the same tokens', with heads of " << PAT_DIM;
+    }
+    const int64_t tokens = k.size(0), heads = k.size(1);
+    check_records(records, heads);
+    for (const TensorView* tail : {&tail_k, &tail_v}) {
+      pat::check(*tail, "tails", 4, half, kDLCUDA);
+      bool same = tail->size(0) == tail_k.size(0) && tail->size(1) == pat::kTokens && tail->size(2) == heads;
+      for (int i = 0; i < 4; ++i) same = same && tail->stride(i) == tail_k.stride(i);
+      TVM_FFI_CHECK(same && tail->size(3) == PAT_DIM, ValueError) << "tails must be 64 tokens of k's heads for each row";
+    }
+    const std::pair<const TensorView*, const char*> indices[] = {
+        {&rows, "rows"}, {&seq_lens, "seq_lens"}, {&slots, "slots"}};
+    for (const auto& [tensor, name] : indices) {
+      pat::check(*tensor, name, 1, pat::kInt64, kDLCUDA);
+      TVM_FFI_CHECK(tensor->size(0) == tokens, ValueError) << "rows, seq_lens and slots must be the new tokens'";
+    }
+    const int64_t ctas = (tokens + pat::kStoreTokens - 1) / pat::kStoreTokens * heads;
+    TVM_FFI_CHECK(ctas <= std::numeric_limits<int>::max() && tail_k.size(0) <= std::numeric_limits<int>::max(), ValueError)
+        << "there are too many tokens or rows";
+    if (ctas == 0) return;
+    pat::StoreParams p;
+    p.k = k.data_ptr(), p.v = v.data_ptr(), p.tail_k = tail_k.data_ptr(), p.tail_v = tail_v.data_ptr();
+    p.records = static_cast<uint8_t*>(records.data_ptr());
+    p.rows = static_cast<const int64_t*>(rows.data_ptr()), p.seq_lens = static_cast<const int64_t*>(seq_lens.data_ptr());
+    p.slots = static_cast<const int64_t*>(slots.data_ptr());
+    p.k_token = k.stride(0), p.k_head = k.stride(1), p.v_token = v.stride(0), p.v_head = v.stride(1);
+    p.tail_row = tail_k.stride(0), p.tail_token = tail_k.stride(1), p.tail_head = tail_k.stride(2);
+    p.tokens = int(tokens), p.kv_heads = int(heads), p.num_rows = int(tail_k.size(0));
+    p.num_slots = records.size(0) * pat::kTokens;
+    tvm::ffi::CUDADeviceGuard guard(k.device().device_id);
+    const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, k.device().device_id));
+    launch(kStore, int(ctas), pat::kStoreThreads, 0, stream, false, p);
+  }
+};
+
+void store(TensorView k, TensorView v, TensorView records, TensorView tail_k, TensorView tail_v, TensorView rows,
+           TensorView seq_lens, TensorView slots) {
+  Pages<Kv, pat::kIsPages<Kv>>::store(k, v, records, tail_k, tail_v, rows, seq_lens, slots);
 }
 
 // The ints of a plan that are in use, from the host to the GPU on the current stream; the cudaEvent_t `copied` is recorded
@@ -213,6 +305,10 @@ void load(TensorView to, TensorView plan, int64_t copied) {
 
 }  // namespace
 
+// For sglang_pat/kernels/resources.py, which reads it from the PTX.
+extern "C" __device__ const int pat_shared_bytes = sizeof(Memory);
+
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, decode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load, load);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(store, store);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workers, workers);

@@ -18,30 +18,27 @@
 #pragma once
 
 #include "narrow_load.cuh"
-#include "results.cuh"
-#include "softmax.cuh"
+#include "narrow_rows.cuh"
 
 namespace pat {
 
 // Products of 16 tokens, or 16 columns of the head, with `kM` rows of Q.
 template <typename T, typename Kv, int kDim, int kVDim, int kM, int kWarps>
-class NarrowWarp : NarrowLoader<Kv, kDim, kVDim, kM, kWarps> {
+class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, kDim, kVDim, kM, kWarps>> {
   using Loader = NarrowLoader<Kv, kDim, kVDim, kM, kWarps>;
+  using Rows = NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, Loader>;
   using Loader::copy_next, Loader::ended, Loader::item, Loader::next_item, Loader::next_stage, Loader::read_slots;
   using Loader::kChunkTokens, Loader::kPairs, Loader::kPhase, Loader::kReadAhead, Loader::kSlotsAhead, Loader::kTwoSteps;
   using Loader::shared, Loader::stage;
-  using Loader::statistics_, Loader::user_, Loader::items_, Loader::memory_, Loader::p_;
-  using typename Loader::Cursor, typename Loader::S, typename Loader::WorkItems;
+  using Loader::user_, Loader::items_, Loader::p_;
+  using Rows::combine, Rows::load_q, Rows::write, Rows::capped_, Rows::softmax_, Rows::q_, Rows::next_q_, Rows::o_;
+  using Rows::kBlocks, Rows::kIs8Bit, Rows::kSteps, Rows::kVSteps;
+  using typename Loader::Cursor, typename Loader::S, typename Loader::WorkItems, typename Rows::Queries;
   using Product = Half<typename Kv::Product>;
-  static constexpr int kBlocks = kM / 8, kSteps = kDim / 16, kVSteps = kVDim / 16;
-  static constexpr bool kIs8Bit = Kv::kBytes == 1;
-
-  using Queries = uint32_t[kSteps][kBlocks][2];
   static constexpr int kLoadSteps = 2 / Kv::kBytes;  // of a product, whose left operands one ldmatrix loads
 
  public:
-  __device__ NarrowWarp(const Params& p, const WorkItems& items, uint8_t* memory, NarrowStatistics<kWarps>& statistics)
-      : Loader(p, items, memory, statistics), capped_(fresh(p.cap > 0)) {}
+  using Rows::Rows;
 
   // Each turn of the loop computes a chunk, or a pair. At its top:
   //
@@ -126,26 +123,6 @@ class NarrowWarp : NarrowLoader<Kv, kDim, kVDim, kM, kWarps> {
   }
 
  private:
-  // Q as right operand: this thread's row of each block, pairs of columns for each step; zeros where it is no query's.
-  __device__ void load_q(const Item& item, Queries& to) const {
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const int row = block * 8 + int(unsigned(lane_id()) / 4);
-      const bool valid = row < item.count * p_.group;
-      const uint32_t* q = nullptr;
-      if (valid) {
-        const int query = query_of(p_, item, p_.query_of(row));
-        q = reinterpret_cast<const uint32_t*>(q_row<T>(p_, item, query, row)) + thread_of<4>() * (kIs8Bit ? 2 : 1);
-      }
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          to[step][block][i] = valid ? convert_pair<T, typename Kv::Product>(q[step * 8 + i * (kIs8Bit ? 1 : 4)]) : 0;
-      }
-    }
-  }
-
   // Left operands of one step, or of two.
   using Operands = uint32_t[kLoadSteps][4];
   static __device__ __forceinline__ void load_k(Operands& a, uint32_t from) {
@@ -260,119 +237,6 @@ class NarrowWarp : NarrowLoader<Kv, kDim, kVDim, kM, kWarps> {
     }
   }
 
-  // The rows of Q whose results this thread has: one for every number below kOwnRows.
-  static constexpr int kOwnRows = 2 * kBlocks;
-  __device__ static int row_of(int number) { return number / 2 * 8 + thread_of<4>() * 2 + number % 2; }
-
-  // Of such a row; numbers are those of a loop that is not unrolled.
-  __device__ static float of_row(int number, const float (&values)[kBlocks][2]) {
-    float value = values[0][0];
-#pragma unroll
-    for (int i = 1; i < kOwnRows; ++i) value = number == i ? values[i / 2][i % 2] : value;
-    return value;
-  }
-  // Its output in column `column_of(i)`.
-  __device__ float output_of_row(int number, int i) const {
-    float value = o_[i / 2][0][i % 2 * 2];
-#pragma unroll
-    for (int j = 1; j < kOwnRows; ++j) value = number == j ? o_[i / 2][j / 2][i % 2 * 2 + j % 2] : value;
-    return value;
-  }
-
-  __device__ static int column_of(int i) {
-    return kIs8Bit ? i / 2 * 16 + lane_id() / 4 * 2 + i % 2 : i * 8 + lane_id() / 4;
-  }
-
-  // Writes what this warp has, of an item that is its own.
-  __device__ void write(const Item& item) const {
-    const Results<T, kVDim> results(p_);
-    // Of KV with 16 bits a thread has single columns of two rows, its neighbour the next ones: by an exchange each gets pairs of one.
-    const int odd = kIs8Bit ? 0 : lane_id() / 4 % 2;
-#pragma unroll 1
-    for (int number = odd; number < kOwnRows; number += kIs8Bit ? 1 : 2) {
-      const RowTarget to(p_, item, row_of(number));
-      const float sum = of_row(number, softmax_.sum), row_max = of_row(number, softmax_.row_max);
-      const float norm = norm_of<Kv>(kSinks && to.used() ? sum_with_sink(sum, row_max, to, p_) : sum, p_);
-      if (to.used() && lane_id() / 4 == odd) results.store_lse2(to, lse2(row_max, sum, p_));
-      const auto pair_of = [&](int i) {
-        if constexpr (kIs8Bit) {
-          return make_float2(output_of_row(number, 2 * i) * norm, output_of_row(number, 2 * i + 1) * norm);
-        } else {
-          const float even = output_of_row(number & ~1, i), uneven = output_of_row(number | 1, i);
-          const float other = __shfl_xor_sync(~0u, odd ? even : uneven, 4);
-          return make_float2((odd ? other : even) * norm, (odd ? uneven : other) * norm);
-        }
-      };
-      results.template store_pairs<kIs8Bit ? 16 : 8>(to, column_of(0) - odd, pair_of);
-    }
-  }
-
-  // Sums up what the team's warps have, in the memory of the chunk that each used last.
-  __device__ void combine(const Item& item, int last) {
-    static_assert(kM * panels(kVDim) * kPanelColumns * 4 <= S::kStage);
-    const Results<T, kVDim> results(p_);
-    const int rows = min(item.count * p_.group, kM);
-    const TeamPlace team = items_.place(kPhase);
-    const int lane = lane_id(), warp = warp_id(), leader = warp - team.warp;
-    const auto all_arrived = [&] { sync_threads(kTeamBarrier + kPhase * kMostTeams + team.team, team.warps * kWarpSize); };
-    float* own = reinterpret_cast<float*>(stage(warp, last));
-    __syncwarp();
-#pragma unroll 1
-    for (int number = 0; number < kOwnRows; ++number) {
-      const int row = row_of(number);
-      if (row >= rows) continue;
-      if (lane / 4 == 0) {
-        statistics_.row_max[warp][row] = of_row(number, softmax_.row_max);
-        statistics_.sum[warp][row] = of_row(number, softmax_.sum);
-      }
-#pragma unroll
-      for (int i = 0; i < kVDim / 8; ++i) own[place(row, column_of(i))] = output_of_row(number, i);
-    }
-    if (lane == 0) statistics_.stage[warp] = last;
-    all_arrived();
-    // A warp for each row; a lane knows of one of the team's warps how much its part counts.
-    static_assert(kWarps <= kWarpSize / 2);
-    const int part = lane % (kWarpSize / 2), from = leader + min(part, team.warps - 1);
-    const int place_of_part = int(stage(from, statistics_.stage[from]) - memory_);
-#pragma unroll 1
-    for (int row = team.warp; row < rows; row += team.warps) {
-      const RowTarget to(p_, item, row);
-      const float own_row_max = statistics_.row_max[from][row];
-      float row_max = own_row_max;
-#pragma unroll
-      for (int mask = kWarpSize / 4; mask > 0; mask /= 2) row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, mask));
-      const float share = part < team.warps ? weight(own_row_max, row_max, p_) : 0;
-      float sum = share * statistics_.sum[from][row];
-#pragma unroll
-      for (int mask = kWarpSize / 4; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-      const float norm = norm_of<Kv>(kSinks ? sum_with_sink(sum, row_max, to, p_) : sum, p_);
-      if (lane == 0) results.store_lse2(to, lse2(row_max, sum, p_));
-#pragma unroll 1
-      for (int first = 0; first < kVDim; first += 4 * kWarpSize) {
-        const int column = min(first + lane * 4, kVDim - 4);
-        float4 total = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-        for (int i = 0; i < team.warps; ++i) {
-          const float scale = __shfl_sync(~0u, share, i) * norm;
-          const float* const rows_of_part = reinterpret_cast<const float*>(memory_ + __shfl_sync(~0u, place_of_part, i));
-          const float4 x = *reinterpret_cast<const float4*>(rows_of_part + place(row, column));
-          total.x += x.x * scale, total.y += x.y * scale, total.z += x.z * scale, total.w += x.w * scale;
-        }
-        if (first + lane * 4 < kVDim) results.store(to, column, total);
-      }
-    }
-    all_arrived();
-  }
-
-  // Chunks of eight columns are permuted by the row: with KV of 16 bits no bank conflicts between a warp's four pairs of rows.
-  __device__ static int place(int row, int column) {
-    return row * panels(kVDim) * kPanelColumns + (column ^ (row / 2 % 4 * 8));
-  }
-
-  const bool capped_;
-  ColumnSoftmax<kBlocks> softmax_;
-  Queries q_ = {}, next_q_ = {};
-  float o_[kVSteps][kBlocks][4] = {};
   int behind_ = 0;  // with kLimits and without kMasks, of the user's item and row lane % kM
 };
 

@@ -2,9 +2,8 @@
 // chunks ahead of the copies that need them.
 #pragma once
 
-#include "assign.cuh"
 #include "kv_format.cuh"
-#include "smem.cuh"
+#include "narrow_items.cuh"
 
 namespace pat {
 
@@ -17,21 +16,16 @@ struct NarrowSizes {
   static constexpr int kWarp = kNarrowStages * kStage;
 };
 
-// Of warps that share an item.
-template <int kWarps>
-struct NarrowStatistics {
-  float row_max[kWarps][kNarrowM], sum[kWarps][kNarrowM];
-  int stage[kWarps];  // where each left its results
-};
-
 // Copies what a warp reads whose tile has `kM` rows of Q; NarrowWarp (narrow.cuh) says when. In this order of members the compiler makes
 // the same instructions as when both were one class.
 template <typename Kv, int kDim, int kVDim, int kM, int kWarps>
-class NarrowLoader {
+class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowStages, NarrowSizes<Kv, kDim, kVDim>::kStage,
+                                           NarrowSizes<Kv, kDim, kVDim>::kTokens> {
  protected:
   using S = NarrowSizes<Kv, kDim, kVDim>;
-  using WorkItems = Items<threads(kDim)>;
-  static constexpr Phase kPhase = phase_of(kM);
+  using Own = NarrowItems<threads(kDim), kM, kWarps, kNarrowStages, S::kStage, S::kTokens>;
+  using Own::ended, Own::item, Own::items_, Own::next_item, Own::next_stage, Own::p_, Own::stage;
+  using typename Own::Cursor, typename Own::WorkItems;
   static constexpr int kChunkTokens = S::kTokens;
   // 32 tokens at a time, which with 16 bits are two chunks, and Q an item ahead, where registers suffice.
   static constexpr bool kReadAhead = kDim * (kM / 8) <= 128, kTwoSteps = kReadAhead && !(Kv::kBytes == 1 && kM > 8);
@@ -41,47 +35,12 @@ class NarrowLoader {
   static constexpr int kVRowCopies = kVDim * Kv::kBytes / kCopyBytes;   // by the first of K's threads
   static constexpr int kRows = kChunkTokens * kRowThreads / kWarpSize;  // that a lane copies: one after the other
 
-  // Position in a warp's chunks: all of its own items', and its share of its team's.
-  struct Cursor {
-    int at = -1;                // the item
-    int begin = 0, tokens = 0;  // the chunk's first token in the item; tokens of the item
-    int step = 0;               // tokens to this warp's next chunk
-
-    __device__ bool last() const { return begin + step >= tokens; }
-  };
-
   // A chunk to be copied: the slot of this lane's token, the KV head, and how many tokens; negative if there is no chunk.
   struct Chunk {
     int slot = 0, head = 0, tokens = -1;
   };
 
-  __device__ NarrowLoader(const Params& p, const WorkItems& items, uint8_t* memory, NarrowStatistics<kWarps>& statistics)
-      : p_(p),
-        items_(items),
-        memory_(memory),
-        statistics_(statistics),
-        count_(items.count(kPhase)),
-        shared_(items.shared(kPhase)) {}
-
-  // Where a stage of a warp is.
-  __device__ uint8_t* stage(int warp, int number) const { return memory_ + warp * S::kWarp + number * S::kStage; }
-  __device__ static int next_stage(int number) { return number == kNarrowStages - 1 ? 0 : number + 1; }
-
-  __device__ bool ended(const Cursor& cursor) const { return cursor.at >= count_; }
-  __device__ const Item& item(const Cursor& cursor) const { return items_.get(kPhase, cursor.at); }
-  __device__ static bool shared(const Cursor& cursor) { return cursor.step > kChunkTokens; }
-
-  // Moves on to the next item that is this warp's or its team's.
-  __device__ void next_item(Cursor& cursor) const {
-    const TeamPlace place = items_.place(kPhase);
-    const int next = cursor.at < 0 ? place.team : cursor.at + place.teams;
-    const bool shared = cursor.at < shared_ && next < shared_;
-    cursor.at = shared ? next : cursor.at < shared_ ? shared_ + warp_id() : cursor.at + kWarps;
-    if (ended(cursor)) return;
-    cursor.tokens = item(cursor).tokens;
-    cursor.begin = shared ? place.warp * kChunkTokens : 0;
-    cursor.step = shared ? place.warps * kChunkTokens : kChunkTokens;
-  }
+  using Own::Own;
 
   // Reads the slots of the reader's chunk, to be copied after those read before, and moves on to the next.
   __device__ void read_slots(Cursor& reader) {
@@ -139,12 +98,7 @@ class NarrowLoader {
     read_slots(reader);
   }
 
-  const Params& p_;
-  const WorkItems& items_;
-  uint8_t* const memory_;
-  NarrowStatistics<kWarps>& statistics_;
-  const int count_, shared_;  // items, and the first of them that teams share
-  int user_ = 0;              // with kMasks, the item that NarrowWarp computes
+  int user_ = 0;  // with kMasks, the item that NarrowWarp computes
   Chunk ahead_[kSlotsAhead];
 };
 

@@ -55,6 +55,9 @@ struct Params {
   const uint64_t* masks;
   int draft, token_heads, token_group;
   int window;  // where kLimits: tokens that one of Q sees, itself included
+  // Where KV has few bits: [pages, kv_heads, record], `page_bytes` a page. Then k and v are tails: 64 tokens for each row of req_to_token.
+  const uint8_t* records;
+  uint32_t page_bytes;
 
   // A query's head as row of heads in Q and the output.
   __device__ __forceinline__ TokenHead token_head(int query, int head) const {

@@ -57,6 +57,12 @@ __device__ __forceinline__ void fence_async_proxy() {
 #endif
 }
 
+// Numbers of __half and their bits; those beyond its range become its largest.
+__device__ __forceinline__ uint16_t half_bits(float x) {
+  return __half_as_ushort(__float2half_rn(fminf(fmaxf(x, -65504), 65504)));
+}
+__device__ __forceinline__ float half_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+
 // Programmatic dependent launch: the next kernel in the stream may start; wait for the one before to be complete.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
@@ -160,6 +166,23 @@ __device__ __forceinline__ uint32_t transpose(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
+}
+
+// (x & mask) | base, in one instruction: of C++, ptxas makes two where neither constant is in a register.
+__device__ __forceinline__ uint32_t mask_or(uint32_t x, uint32_t mask, uint32_t base) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(base));
+  return y;
+}
+
+// Pairs of __half.
+__device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
+  const __half2 c = __hmul2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+  return reinterpret_cast<const uint32_t&>(c);
+}
+
+__device__ __forceinline__ float2 to_floats(uint32_t pair) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {

@@ -37,7 +37,7 @@ struct Config {
   // A query of more than `part_rows` rows, with up to `parts_tokens` tokens, is run in parts of so many: what it then costs.
   int64_t parts_token_price = 1, parts_start_price = 0, parts_tokens = -1;
   int part_rows = 0;
-  int window = 0;  // tokens that a query sees; 0: all
+  int window = 0;     // tokens that a query sees; 0: all
   int64_t grain = 1;  // KV positions between possible cuts
   Policy policy = Policy::kOptimal;
   // [max_queries + 1]: what a token costs a work item with so many queries, what its start and end cost, and up to how

@@ -1,0 +1,62 @@
+// A page of KV in 4 or 2 bits, 64 tokens of one KV head, in the order in which a warp's lanes read it. csrc/cpu/low_bit.h says where everything
+// is and how a number becomes a code; here codes become operands of the matrix products.
+//
+// A word of a lane has codes of two registers' halves: its lower byte's of one, its upper byte's of the other. `(w & mask) | 0x6400` makes of the
+// codes n at a place of both of its 16-bit halves 1,024 + n 2^(bits * place) in __half, exactly. The 2^(bits * place) is undone in K's scales, which
+// are kept divided by it, and in the results of V. The 1,024 is the same for all rows of an operand: a product of its own, from which sums start.
+#pragma once
+
+#include "ptx.cuh"
+#include "threads.cuh"
+
+namespace pat {
+
+constexpr uint32_t kCodeBase = 0x64006400, kMinusCodeBase = 0xe400e400;  // 1,024 and -1,024, twice
+
+template <int kBits, int kDim>
+struct Record {
+  static_assert((kBits == 4 || kBits == 2) && (kDim == 64 || kDim == 128));
+  static constexpr int kCodes = kTokens * kDim * kBits / 8;
+  static constexpr int kKeyZeros = 2 * kDim, kKeyCodes = 2 * kKeyZeros;  // K's scales come first
+  static constexpr int kValueParameters = kKeyCodes + kCodes, kValueCodes = kValueParameters + 4 * kTokens;
+  static constexpr int kBytes = kValueCodes + kCodes;
+
+  static constexpr int kWordSteps = 4 / kBits;           // of a product, 16 channels each, that a word has codes of
+  static constexpr int kWords = kDim / 16 / kWordSteps;  // of a lane, for 16 tokens
+  static constexpr int kUnit = kWords < 4 ? kWords : 4;  // words that lie together
+  static constexpr int kUnits = kWords / kUnit;
+
+  // Words `kUnit * unit` on of 16 tokens; `codes` is where K's or V's begin.
+  static __device__ __forceinline__ void load_words(uint32_t (&words)[kUnit], const uint8_t* codes, int chunk, int unit) {
+    const uint8_t* const from = codes + ((chunk * kUnits + unit) * kWarpSize + lane_id()) * kUnit * 4;
+    if constexpr (kUnit == 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(from);
+      words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+    } else {
+      const uint2 two = *reinterpret_cast<const uint2*>(from);
+      words[0] = two.x, words[1] = two.y;
+    }
+  }
+
+  // Left operands of a word's step `step`. K's rows are tokens, V's are channels.
+  static __device__ __forceinline__ void key_operand(uint32_t (&a)[4], uint32_t word, int step) {
+    const uint32_t up = word >> 8;
+    a[0] = at_place(word, 2 * step), a[1] = at_place(up, 2 * step);
+    a[2] = at_place(word, 2 * step + 1), a[3] = at_place(up, 2 * step + 1);
+  }
+  static __device__ __forceinline__ void value_operand(uint32_t (&a)[4], uint32_t word, int step) {
+    const uint32_t up = word >> 8;
+    a[0] = at_place(word, 2 * step), a[1] = at_place(word, 2 * step + 1);
+    a[2] = at_place(up, 2 * step), a[3] = at_place(up, 2 * step + 1);
+  }
+  // By what results of V are too large: of the lower and the upper eight channels of a step.
+  static constexpr int result_factor(int step, int upper) { return 1 << kBits * (step % kWordSteps * 2 + upper); }
+
+ private:
+  static __device__ __forceinline__ uint32_t at_place(uint32_t word, int place) {
+    constexpr uint32_t kCode = ((1u << kBits) - 1) * 0x00010001;
+    return mask_or(word, kCode << kBits * place, kCodeBase);
+  }
+};
+
+}  // namespace pat

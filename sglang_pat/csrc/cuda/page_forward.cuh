@@ -1,0 +1,47 @@
+// Forward over pages of few bits: as forward.cuh, but for items of up to 16 rows only. There are no wide items yet: tables of tiles for these
+// formats have none (`capabilities.query_tiles`).
+#pragma once
+
+#include "forward.cuh"
+#include "page_rows.cuh"
+
+namespace pat {
+
+template <typename Kv, int kDim>
+struct PageMemory {
+  using S = PageSizes<Kv, kDim>;
+  alignas(1024) uint8_t stages[kPageWarps * S::kStages * S::kStage];
+  NarrowStatistics<kPageWarps> statistics;
+  AssignedItems<kPageThreads> assigned;
+};
+
+template <typename T, typename Kv, int kDim, int kM>
+__device__ PAT_PHASE void run_pages(const Params& p, const Items<kPageThreads>& items, PageMemory<Kv, kDim>& memory) {
+  PageWarp<T, Kv, kDim, kM>(p, items, memory.stages, memory.statistics).run();
+}
+
+template <typename T, typename Kv, int kDim, int kMs>
+__global__ void __launch_bounds__(kPageThreads, 1) forward_pages(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) uint8_t bytes[];
+  auto& memory = *reinterpret_cast<PageMemory<Kv, kDim>*>(bytes);
+  static_assert(sizeof(memory) <= kSharedLimit && (kMs & kWideTiles) == 0);
+  launch_dependents();
+  Items<kPageThreads> items(p, memory.assigned);
+  int first = 0;
+  items.template look_up<kPageWarps>(first, kMs);
+  wait_for_primary();
+  while (true) {
+    if constexpr ((kMs & tile_bit(kSingleM)) != 0) {
+      if (items.count(kSingle) > 0) run_pages<T, Kv, kDim, kSingleM>(p, items, memory);
+    }
+    // Without waiting: every warp has its memory, every phase its teams' barriers.
+    if constexpr ((kMs & tile_bit(kNarrowM)) != 0) {
+      if (items.count(kNarrow) > 0) run_pages<T, Kv, kDim, kNarrowM>(p, items, memory);
+    }
+    if (!items.more()) break;
+    __syncthreads();
+    items.template look_up<kPageWarps>(first += kPageThreads, kMs);
+  }
+}
+
+}  // namespace pat

@@ -1,0 +1,114 @@
+// How pages of few bits come to shared memory, and what is behind a request's last full page: a warp copies for itself, one record or 16 tokens
+// of a tail at a time. Items begin with a page (packing/prices.py, `grain`): so what is left of one is a page if it has 64 tokens, else its tail.
+#pragma once
+
+#include <algorithm>
+
+#include "kv_format.cuh"
+#include "low_bit.cuh"
+#include "narrow_items.cuh"
+
+namespace pat {
+
+// Eight warps have all registers that a thread may have, and were as fast as twelve or sixteen on long requests, and faster on few
+// (benchmarks/NOTES.md, 2026-11-24).
+constexpr int kPageWarps = 8, kPageThreads = kPageWarps * kWarpSize;
+
+template <typename Kv, int kDim>
+struct PageSizes {
+  using R = Record<Kv::kBits, kDim>;
+  static constexpr int kPanel = kStepTokens * kPanelRow,
+                       kTile = panels(kDim) * kPanel;  // K of 16 tokens; their V is behind it
+  static constexpr int kStage = std::max(R::kBytes, 2 * kTile);
+  static constexpr int kRest = int(sizeof(AssignedItems<kPageThreads>) + sizeof(NarrowStatistics<kPageWarps>)) + (1 << 10);
+  static constexpr int kStages = std::min(4, (kSharedLimit - kRest) / (kPageWarps * kStage));
+  static_assert(kStages >= 2 && kStage % kPanelRow == 0);
+};
+
+template <typename Kv, int kDim, int kM>
+class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes<Kv, kDim>::kStages,
+                                         PageSizes<Kv, kDim>::kStage, kTokens> {
+ protected:
+  using S = PageSizes<Kv, kDim>;
+  using Own = NarrowItems<kPageThreads, kM, kPageWarps, S::kStages, S::kStage, kTokens>;
+  using Own::ended, Own::item, Own::next_item, Own::next_stage, Own::p_, Own::stage;
+  using typename Own::Cursor, typename Own::WorkItems;
+
+  using Own::Own;
+
+  // What is to be copied: a page's record if there are 64 tokens, so many of a tail if fewer, nothing if negative. A warp whose team leaves
+  // it nothing of an item has a chunk without tokens.
+  struct Chunk {
+    int first = 0, head = 0, tokens = -1;  // `first`: the page, or the token among all rows' tails
+  };
+
+  // At a cursor: tokens to the item's end, whether they begin with a page, and whether nothing of the item is behind the chunk.
+  static __device__ int left(const Cursor& cursor) { return cursor.tokens - cursor.begin; }
+  static __device__ bool at_page(const Cursor& cursor) { return left(cursor) >= kTokens; }
+  static __device__ int step_of(const Cursor& cursor) { return at_page(cursor) ? cursor.step : kStepTokens; }
+  static __device__ bool last(const Cursor& cursor) { return left(cursor) <= step_of(cursor); }
+
+  // Looks up the reader's chunk, to be copied next, and moves on.
+  __device__ void look_up(Cursor& reader) {
+    ahead_ = Chunk();
+    if (ended(reader)) return;
+    const Item& item = this->item(reader);
+    ahead_.head = item.head;
+    if (at_page(reader)) {
+      ahead_.tokens = kTokens;
+      ahead_.first = int(unsigned(p_.req_to_token[item.slots + reader.begin]) / kTokens);
+    } else {
+      ahead_.tokens = max(0, min(kStepTokens, left(reader)));
+      if (ahead_.tokens > 0) ahead_.first = int(p_.rows[item.query]) * kTokens + reader.begin % kTokens;
+    }
+    if (last(reader))
+      next_item(reader);
+    else
+      reader.begin += step_of(reader);
+  }
+
+  // Copies the chunk that was looked up into the stage `number`, and looks up the next.
+  __device__ void copy_next(Cursor& reader, int& number) {
+    const Chunk chunk = ahead_;
+    if (chunk.tokens >= 0) {
+      const uint32_t to = shared_address(stage(warp_id(), number));
+      if (chunk.tokens == kTokens)
+        copy_record(chunk, to);
+      else if (chunk.tokens > 0)
+        copy_tail(chunk, to);
+      number = next_stage(number);
+    }
+    commit_copies();
+    look_up(reader);
+  }
+
+ private:
+  __device__ void copy_record(const Chunk& chunk, uint32_t to) const {
+    constexpr int kBytes = S::R::kBytes, kAtOnce = kWarpSize * kCopyBytes;
+    const int offset = lane_id() * kCopyBytes;
+    const uint8_t* const from = p_.records + uint64_t(chunk.first) * p_.page_bytes + uint32_t(chunk.head * kBytes) + offset;
+#pragma unroll
+    for (int i = 0; i < kBytes; i += kAtOnce)
+      if (i + kAtOnce <= kBytes || i + offset < kBytes) copy16(to + i + offset, from + i);
+  }
+
+  __device__ void copy_tail(const Chunk& chunk, uint32_t to) const {
+    constexpr int kRowCopies = kDim * 2 / kCopyBytes;
+    const unsigned lane = lane_id(), column = lane % kRowCopies;
+    const uint64_t first = unsigned(chunk.first);
+    const char* const k = static_cast<const char*>(p_.k) + chunk.head * p_.k_head + column * kCopyBytes;
+    const char* const v = static_cast<const char*>(p_.v) + chunk.head * p_.v_head + column * kCopyBytes;
+#pragma unroll 1
+    for (int row = lane / kRowCopies; row < kStepTokens; row += kWarpSize / kRowCopies) {
+      const uint32_t place = to + panel_offset(row, column, S::kPanel);
+      const bool valid = row < chunk.tokens;
+      // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
+      if (valid) copy16(place, k + (first + row) * p_.k_slot);
+      copy16_or_zero(place + S::kTile, v + (valid ? (first + row) * p_.v_slot : 0), valid);
+    }
+  }
+
+  Chunk ahead_;
+};
+
+}  // namespace pat

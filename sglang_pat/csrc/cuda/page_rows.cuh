@@ -1,0 +1,264 @@
+// Items of up to 8 or 16 rows over KV of few bits. Scales are folded out of the products: K's into Q, once a page; V's into the weights. A zero of K
+// counts once for all tokens of a page, V's are summed up by weight beside the products. What is behind the last full page comes last in an item,
+// in 16 bits; before it, or at the end, the results become numbers as they are meant (`settle`).
+#pragma once
+
+#include "narrow_rows.cuh"
+#include "page_load.cuh"
+
+namespace pat {
+
+template <typename T, typename Kv, int kDim, int kM>
+class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kDim, kM>> {
+  using Loader = PageLoader<Kv, kDim, kM>;
+  using Rows = NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, Loader>;
+  using Loader::at_page, Loader::copy_next, Loader::ended, Loader::item, Loader::last, Loader::left, Loader::look_up;
+  using Loader::next_item, Loader::next_stage, Loader::p_, Loader::shared, Loader::stage, Loader::step_of;
+  using Rows::capped_, Rows::combine, Rows::load_q, Rows::o_, Rows::q_, Rows::softmax_, Rows::write;
+  using Rows::kBlocks, Rows::kSteps;
+  using typename Loader::Cursor, typename Loader::S;
+  using R = typename S::R;
+  using Product = Half<typename Kv::Product>;
+  static constexpr int kChunks = kTokens / kStepTokens;
+  using Scores = float[kChunks][kBlocks][4];
+
+ public:
+  using Rows::Rows;
+
+  // Each turn of the loop computes a chunk: a page, or 16 tokens of a tail. At its top:
+  //
+  //   reader    the chunk that is looked up next, one past the last one that was asked for
+  //   wanted    stages that are empty, and so copies to ask for; each is a commit group, also where there is nothing left
+  //   copied    the stage that the next copy fills
+  //   user      the chunk that is computed next, its item's Q in q_; at = -1 before the first
+  //   used      the stage that it is in
+  //   computed  all chunks of the user's item are computed, and its results not yet written
+  //   settled   the results are no more those of codes
+  __device__ void run() {
+    Cursor reader, user;
+    next_item(reader);
+    look_up(reader);
+    int copied = 0, wanted = S::kStages, used = 0;
+    bool computed = true, settled = true;
+#pragma unroll 1
+    while (true) {
+#pragma unroll 1
+      for (; wanted > 0; --wanted) copy_next(reader, copied);
+      if (!settled && (computed || !at_page(user))) settle(), settled = true;
+      if (computed) {
+        if (user.at >= 0) {
+          softmax_.finish();
+          if (shared(user))
+            combine(item(user), used), wanted = 1;
+          else
+            write(item(user));
+          used = next_stage(used);
+        }
+        next_item(user);
+        if (ended(user)) break;
+        load_q(item(user), q_);
+        softmax_ = ColumnSoftmax<kBlocks>();
+#pragma unroll
+        for (int i = 0; i < kSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] = 0;
+#pragma unroll
+        for (int i = 0; i < kBlocks * 2; ++i) zero_[i / 2][i % 2] = 0;
+        computed = settled = false;
+        continue;
+      }
+      wait_copies<S::kStages - 1>();
+      __syncwarp();
+      const uint8_t* const from = stage(warp_id(), used);
+      if (at_page(user))
+        compute_page(from);
+      else if (left(user) > 0)
+        compute_tail(shared_address(from), left(user));
+      __syncwarp();
+      computed = last(user);
+      // The memory of an item's last chunk is needed to sum up.
+      wanted = int(!computed || !shared(user));
+      if (computed) continue;
+      user.begin += step_of(user);
+      used = next_stage(used);
+    }
+    wait_copies<0>();
+  }
+
+ private:
+  static __device__ __forceinline__ uint4 load(const uint8_t* from) { return *reinterpret_cast<const uint4*>(from); }
+
+  // Scores become weights.
+  template <int kCount>
+  __device__ __forceinline__ void update(float (&s)[kCount][kBlocks][4], int tokens, float (&correction)[kBlocks][2]) {
+    const auto none = [](int) { return 0; };
+    softmax_.template update<kCount>(s, tokens, tokens, 0, none, false, none, capped_, p_, correction);
+  }
+
+  __device__ __forceinline__ void compute_page(const uint8_t* from) {
+    Scores s;
+    score(from, s);
+    float correction[kBlocks][2];
+    update(s, kTokens, correction);
+    add_values(from, s, correction);
+  }
+
+  // S^T = K Q^T of a page.
+  __device__ __forceinline__ void score(const uint8_t* from, Scores& s) const {
+    uint32_t scaled[kSteps][kBlocks][2];
+    float zeros[kBlocks][4] = {}, bases[kBlocks][4] = {};
+    const uint32_t minus[4] = {kMinusCodeBase, kMinusCodeBase, kMinusCodeBase, kMinusCodeBase};
+    const int column = thread_of<4>() * 16;
+#pragma unroll
+    for (int i = 0; i < kSteps; i += 2) {
+      const uint4 scale = load(from + i * 32 + column), zero = load(from + R::kKeyZeros + i * 32 + column);
+      const uint32_t scales[2][2] = {{scale.x, scale.y}, {scale.z, scale.w}};
+      const uint32_t pairs[2][2] = {{zero.x, zero.y}, {zero.z, zero.w}};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint32_t a[4] = {pairs[j][0], pairs[j][0], pairs[j][1], pairs[j][1]};
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          const uint32_t (&q)[2] = q_[i + j][block];
+          uint32_t (&to)[2] = scaled[i + j][block];
+          to[0] = multiply_pair(q[0], scales[j][0]), to[1] = multiply_pair(q[1], scales[j][1]);
+          Product::mma(zeros[block], a, q[0], q[1]);
+          Product::mma(bases[block], minus, to[0], to[1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kChunks * kBlocks * 4; ++i)
+      (&s[0][0][0])[i] = zeros[i / 4 % kBlocks][i % 2] + bases[i / 4 % kBlocks][i % 2];
+#pragma unroll
+    for (int unit = 0; unit < R::kUnits; ++unit) {
+      uint32_t words[kChunks][R::kUnit];
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) R::load_words(words[chunk], from + R::kKeyCodes, chunk, unit);
+#pragma unroll
+      for (int i = 0; i < R::kUnit * R::kWordSteps; ++i) {
+        const int step = unit * R::kUnit * R::kWordSteps + i;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          uint32_t a[4];
+          R::key_operand(a, words[chunk][i / R::kWordSteps], i % R::kWordSteps);
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block)
+            Product::mma(s[chunk][block], a, scaled[step][block][0], scaled[step][block][1]);
+        }
+      }
+    }
+  }
+
+  // O^T += V^T P^T of a page.
+  __device__ __forceinline__ void add_values(const uint8_t* from, const Scores& weights,
+                                             const float (&correction)[kBlocks][2]) {
+    const uint8_t* const own = from + R::kValueParameters + unsigned(lane_id()) / 4 * 32;
+    const uint4 low = load(own), high = load(own + 16);
+    const uint32_t parameters[kChunks][2] = {{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}};
+    uint32_t b[kChunks][kBlocks][2];
+    float bases[kBlocks][4] = {};
+    const uint32_t minus[4] = {kMinusCodeBase, kMinusCodeBase, kMinusCodeBase, kMinusCodeBase};
+#pragma unroll
+    for (int i = 0; i < kBlocks * 2; ++i) zero_[i / 2][i % 2] *= correction[i / 2][i % 2];
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // Scale and zero of this thread's token.
+          const float2 parameter = to_floats(parameters[chunk][half]);
+          const float* const two = &weights[chunk][block][2 * half];
+          zero_[block][0] += two[0] * parameter.y, zero_[block][1] += two[1] * parameter.y;
+          // Weights reach 2^8 (`kSlack`), and a scale the range of __half.
+          b[chunk][block][half] = transpose(saturated_half_pair(two[0] * parameter.x, two[1] * parameter.x));
+        }
+        Product::mma(bases[block], minus, b[chunk][block][0], b[chunk][block][1]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps * kBlocks * 4; ++i) {
+      float& o = (&o_[0][0][0])[i];
+      o = o * correction[i / 4 % kBlocks][i % 2] + bases[i / 4 % kBlocks][i % 2];
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+      for (int unit = 0; unit < R::kUnits; ++unit) {
+        uint32_t words[R::kUnit];
+        R::load_words(words, from + R::kValueCodes, chunk, unit);
+#pragma unroll
+        for (int i = 0; i < R::kUnit * R::kWordSteps; ++i) {
+          uint32_t a[4];
+          R::value_operand(a, words[i / R::kWordSteps], i % R::kWordSteps);
+          const int step = unit * R::kUnit * R::kWordSteps + i;
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block)
+            Product::mma(o_[step][block], a, b[chunk][block][0], b[chunk][block][1]);
+        }
+      }
+    }
+  }
+
+  // Results of codes become those of numbers.
+  __device__ __forceinline__ void settle() {
+#pragma unroll
+    for (int i = 0; i < kBlocks * 2; ++i) {
+      float& zero = zero_[i / 2][i % 2];
+#pragma unroll
+      for (int mask = 4; mask < kWarpSize; mask *= 2) zero += __shfl_xor_sync(~0u, zero, mask);
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int i = 0; i < kBlocks * 4; ++i) {
+        float& o = o_[step][i / 4][i % 4];
+        o = o * (1.0f / R::result_factor(step, i % 4 / 2)) + zero_[i / 4][i % 2];
+      }
+  }
+
+  // As the products take it, of 16 bits.
+  static __device__ __forceinline__ void convert(uint32_t (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = convert_pair<T, typename Kv::Product>(a[i]);
+  }
+
+  // Up to 16 tokens of a tail, of which `tokens` are left.
+  __device__ __forceinline__ void compute_tail(uint32_t from, int tokens) {
+    float s[1][kBlocks][4] = {};
+    const unsigned lane = lane_id();
+    const uint32_t k = from + panel_offset(lane % 16, lane / 16, S::kPanel);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t a[4];
+      load_matrices(a, next_step(k, step, S::kPanel));
+      convert(a);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) Product::mma(s[0][block], a, q_[step][block][0], q_[step][block][1]);
+    }
+    float correction[kBlocks][2];
+    update(s, tokens, correction);
+    uint32_t b[kBlocks][2];
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      b[block][0] = transpose(Product::pack(s[0][block][0], s[0][block][1]));
+      b[block][1] = transpose(Product::pack(s[0][block][2], s[0][block][3]));
+    }
+    const uint32_t v = from + S::kTile + panel_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2, S::kPanel);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t a[4];
+      load_matrices_transposed(a, next_step(v, step, S::kPanel));
+      convert(a);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o_[step][block][i] *= correction[block][i % 2];
+        Product::mma(o_[step][block], a, b[block][0], b[block][1]);
+      }
+    }
+  }
+
+  float zero_[kBlocks][2] = {};  // this thread's tokens' zeros of V, by weight
+};
+
+}  // namespace pat

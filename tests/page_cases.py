@@ -1,0 +1,100 @@
+"""KV in pages of few bits, written token by token, and what attention on it is."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import kernel_cases
+import msgspec
+import torch
+
+from sglang_pat.kernels import cpu, low_bit, reference
+from sglang_pat.packing import FORMATS, Batch, Node
+
+PAGE = low_bit.PAGE_TOKENS
+
+
+def in_whole_pages(batch: Batch) -> Batch:
+    """The same tree with a page for each token of its nodes, as SGLang's has; tails end anywhere, some with a page."""
+    generator = random.Random(len(batch.seq_lens))
+
+    def grow(nodes: list[Node]) -> list[Node]:
+        return [Node(PAGE * node.start, PAGE * node.end, node.queries, grow(node.children)) for node in nodes]
+
+    lengths = [PAGE * (length - 1) + generator.choice([1, 17, 63, 64, 64 + 40]) for length in batch.seq_lens]
+    return Batch(lengths, grow(batch.roots))
+
+
+class Written:
+    """A case whose KV is written token by token to a pool of pages that was full of NaN; what nobody wrote still is."""
+
+    def __init__(self, case: kernel_cases.Case, form: str, lengths: list[int], table: torch.Tensor) -> None:
+        self.case, self.bits = case, FORMATS[form].bits
+        case.spec = msgspec.structs.replace(case.spec, kv=FORMATS[form])
+        self.heads, self.dim = case.k.shape[1:]
+        size = low_bit.record_bytes(self.bits, self.dim)
+        self.records = torch.full((len(case.k) // PAGE, self.heads, size), 0xFF, dtype=torch.uint8)
+        self.tails = torch.full((2, len(case.table), PAGE, self.heads, self.dim), math.nan, dtype=case.k.dtype)
+        # Requests take turns, a few tokens each.
+        for begin in range(0, max(lengths), 50):
+            for row, length in zip(table.tolist(), lengths, strict=True):
+                positions = torch.arange(length)[begin : begin + 50]
+                if len(positions):
+                    slots = case.table[row, positions].long()
+                    low_bit.store(
+                        case.k[slots], case.v[slots], self.records, *self.tails, torch.full_like(slots, row), positions + 1, slots, self.bits,
+                    )  # fmt: skip
+
+    def attention(
+        self, plan: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tails: torch.Tensor, cap: float
+    ) -> torch.Tensor:
+        case = self.case
+        return cpu.attention(
+            case.q, k, v, case.table, case.rows, case.seq_lens, plan, scale=case.scale, logit_cap=cap, sinks=case.sinks,
+            pages=low_bit.Pages(self.records, self.bits, tails),
+        )  # fmt: skip
+
+    def decode(self, plan: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
+        """What is behind full pages is in the requests' tails."""
+        tails = self.case.rows * PAGE - low_bit.in_pages(self.case.seq_lens)
+        return self.attention(plan, *self.tails.flatten(1, 2), tails, cap)
+
+    def reference(self, cap: float = 0.0) -> torch.Tensor:
+        """In float64 on what the pages say, and what is behind them as it was written."""
+        case = self.case
+        read = [x.flatten(0, 1) for x in low_bit.unpack(self.records, self.bits, self.dim)]
+        table = case.table[case.rows].clone()
+        behind = torch.arange(table.shape[1]) >= low_bit.in_pages(case.seq_lens)[:, None]
+        table[behind] += len(case.k)
+        pools = [torch.cat([page, pool.float()]) for page, pool in zip(read, (case.k, case.v), strict=True)]
+        return reference.decode(
+            case.q, *pools, table, torch.arange(len(table)), case.seq_lens, scale=case.scale, logit_cap=cap, sinks=case.sinks
+        )  # fmt: skip
+
+    def error(self, out: torch.Tensor, cap: float = 0.0) -> float:
+        right = self.reference(cap)
+        assert torch.isfinite(out).all()
+        return ((out.double() - right).norm() / right.norm()).item()
+
+
+class Paged(kernel_cases.Case):
+    """The same for a decoder on a GPU, or for an emulated one: the case's K and V are tails."""
+
+    def __init__(
+        self, batch: Batch, heads: int, kv_heads: int, dim: int, form: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu",
+        sinks: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(batch, heads, kv_heads, dim, dim, dtype, page_size=PAGE, sinks=sinks)
+        written = Written(self, form, batch.seq_lens, self.rows)
+        self._right = {cap: written.reference(cap).to(device) for cap in (0.0, 5.0)}
+        self.k, self.v = written.tails.flatten(1, 2).to(device)
+        self.records = written.records.to(device)
+        self.q, self.table, self.rows, self.seq_lens = (
+            x.to(device) for x in (self.q, self.table, self.rows, self.seq_lens)
+        )
+        if self.sinks is not None:
+            self.sinks = self.sinks.to(device)
+
+    def reference(self, logit_cap: float = 0.0) -> torch.Tensor:
+        return self._right[logit_cap]
