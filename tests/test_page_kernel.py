@@ -28,6 +28,11 @@ DTYPES = {"int4": torch.bfloat16, "int2": torch.float16}
 """Of Q and of tails: on the host one for each format, as every module takes seconds to compile."""
 
 
+fewer_on_the_host = pytest.mark.parametrize(
+    "form", ["int4", pytest.param("int2", marks=[] if ON_GPU else pytest.mark.slow)]
+)
+
+
 def case_of(batch: Batch, heads: int, kv_heads: int, form: str, dim: int = 128, sinks: bool = False) -> Paged:
     return Paged(batch, heads, kv_heads, dim, form, DTYPES[form], DEVICE, sinks)
 
@@ -56,7 +61,7 @@ def test_random_trees(form: str, heads: int, kv_heads: int) -> None:
             check(case_of(batch, heads, kv_heads, form), policy=policy)
 
 
-@pytest.mark.parametrize("form", ["int4", pytest.param("int2", marks=[] if ON_GPU else pytest.mark.slow)])
+@fewer_on_the_host
 def test_tails_of_every_length(form: str) -> None:
     """Behind pages that are shared, behind pages of their own, and alone."""
     lengths = [length + generator for generator in (0, 2 * PAGE) for length in range(1, PAGE + 2)]
@@ -78,7 +83,7 @@ def test_more_items_than_a_worker_looks_up_at_once(form: str) -> None:
     check(case_of(Batch([5] * requests), heads, heads, form))
 
 
-@pytest.mark.parametrize("form", DTYPES)
+@fewer_on_the_host
 def test_tiles_of_both_sizes_in_one_bin(form: str) -> None:
     batch = Batch([400 + 3 * i for i in range(9)], [Node(0, 320, list(range(8)))])
     # Sinks are another module.
