@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import kernel_cases
 import msgspec
@@ -98,3 +99,53 @@ class Paged(kernel_cases.Case):
 
     def reference(self, logit_cap: float = 0.0) -> torch.Tensor:
         return self._right[logit_cap]
+
+
+class Stored:
+    """Records and tails in which the same tokens are stored by the CPU and by the kernel."""
+
+    def __init__(
+        self, form: str, rows: int, pages: int, decoder: Any, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+    ) -> None:
+        heads, dim = 2, 128
+        self.decoder, self.bits, self.shape, self.dtype, self.device = (
+            decoder,
+            FORMATS[form].bits,
+            (heads, dim),
+            dtype,
+            device,
+        )
+        records = torch.randint(256, (pages, heads, low_bit.record_bytes(self.bits, dim)), dtype=torch.uint8)
+        tails = torch.randn(2, rows, PAGE, heads, dim).to(dtype)
+        self.right, self.found = ((records.clone(), tails.clone()) for _ in range(2))
+
+    def store(self, tokens: list[tuple[int, int, int]], k: torch.Tensor, v: torch.Tensor) -> None:
+        """Tokens are (row, length, slot)."""
+        indices = torch.tensor(tokens, dtype=torch.int64).view(-1, 3).unbind(1)
+        records, tails = self.right
+        good = [i for i, token in enumerate(tokens) if self.exists(*token)]
+        low_bit.store(k[good], v[good], records, *tails, *(x[good].contiguous() for x in indices), self.bits)
+        given = [x.to(self.device) for x in (k, v, self.found[0], *self.found[1], *(x.contiguous() for x in indices))]
+        self.decoder.store(*given)
+        self.found = given[2].cpu(), torch.stack([tail.cpu() for tail in given[3:5]])
+
+    def exists(self, row: int, length: int, slot: int) -> bool:
+        records, tails = self.right
+        return 0 <= row < tails.shape[1] and length > 0 and 0 <= slot < PAGE * len(records)
+
+    def same(self) -> bool:
+        pairs = zip(self.right, self.found, strict=True)
+        return all(torch.equal(right.view(torch.uint8), found.view(torch.uint8)) for right, found in pairs)
+
+    def random(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some with channels and tokens that are constant, zero of both signs, huge or broken."""
+        k, v = torch.randn(2, count, *self.shape)
+        for x in (k, v):
+            x[..., 3], x[..., 4], x[..., 5] = (
+                2.5,
+                torch.tensor([0.0, -0.0])[torch.arange(count) % 2][:, None],
+                6e4 * x[..., 5],
+            )
+            x[torch.rand(count) < 0.1, 0] = 0.0
+            x[torch.rand(x.shape) < 1e-3] = random.Random(count).choice([float("nan"), float("inf"), -float("inf")])
+        return k.to(self.dtype), v.to(self.dtype)

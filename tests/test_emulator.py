@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import selected
 from kernel_cases import TOLERANCE, Case, Run, spec_of
+from page_cases import Paged, Stored
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities
@@ -64,6 +65,9 @@ CHANGES: dict[str, emulated.Change] = {
     "8 bits: slots that other lanes asked for are not waited for": ("convert.cuh", "__syncwarp();  // what", "// what"),
     "8 bits: Q is converted before it is there": ("ring.cuh", "wait_copies<0>();", ""),
     "8 bits: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
+    "pages: an item's last chunk is not waited for": ("page_rows.cuh", "wait_copies<S::kStages - 1>();", ""),
+    "pages: V of a tail is not zero behind its end": ("page_load.cuh", "      copy16_or_zero(place", "      if (valid) copy16_or_zero(place"),
+    "pages: a full page's tail is overwritten before it is read": ("page_store.cuh", "if (!is_read) to_tail(own);", "to_tail(own);"),
     "unequal, narrow: V is copied as if it were as wide as K": ("narrow_load.cuh", "column < kVRowCopies", "column < kRowCopies"),
     "unequal, ring: V is copied as if it were as wide as K": ("ring.cuh", "(kIsV ? kVDim : kDim)", "kDim"),
     "unequal, 8 bits: V is copied as if it were as wide as K": ("convert.cuh", "(is_v ? kVDim : kDim)", "kDim"),
@@ -106,6 +110,30 @@ def cases(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
     found = [Case(batch, 8, 2, *dims, dtype) for batch in [*shared, both, ragged, Batch([71] * 96, short), *trees]]
     found.append(Case(Batch([4000], []), 2, 1, *dims, dtype))
     return found if dims == EQUAL else [with_nothing_behind_v(case) for case in found]
+
+
+def fault_of_pages(change: emulated.Change) -> str:
+    """The same where KV is in pages of few bits."""
+    tiles = capabilities.tile_table(ARCH, 128, kv_bytes=0)
+    shared = Batch([230] * 4 + [70, 500], [Node(0, 192, [0, 1, 2, 3])])
+    for batch in (shared, Batch([1500])):
+        case = Paged(batch, 8, 2, 128, "int4")
+        run = Run(case, emulated.Decoder(case.spec, tiles, ARCH, change), tiles)
+        for seed in range(3):
+            run.decoder.seed(1000 * seed)
+            try:
+                assert run.error() < TOLERANCE[torch.bfloat16]
+            except (AssertionError, RuntimeError) as error:
+                return f"seed {seed}: {error or 'wrong results'}"
+    for seed in range(8):
+        stored = Stored("int4", 2, 4, decoder=run.decoder)
+        run.decoder.seed(1000 * seed)
+        for first, last in ((1, 40), (41, 110)):
+            tokens = [(row, length, 128 * row + length - 1) for row in (0, 1) for length in range(first, last + 1)]
+            stored.store(tokens, *stored.random(len(tokens)))
+        if not stored.same():
+            return f"seed {seed}: other bytes than the CPU's"
+    return ""
 
 
 def fault(change: emulated.Change | None, dtype: torch.dtype, dims: tuple[int, int]) -> str:
@@ -160,4 +188,6 @@ def test_what_is_missing_is_found(name: str, results: dict[str, Future]) -> None
 
 if __name__ == "__main__":
     name = sys.argv[1]
-    print("found:", fault(CHANGES[name], kept(name), UNEQUAL if name.startswith("unequal") else EQUAL) or "nothing")
+    dims = UNEQUAL if name.startswith("unequal") else EQUAL
+    found = fault_of_pages(CHANGES[name]) if name.startswith("pages") else fault(CHANGES[name], kept(name), dims)
+    print("found:", found or "nothing")

@@ -51,10 +51,10 @@ class Blocks(msgspec.Struct, frozen=True):
         for request, (before, more) in enumerate(zip(cached, added, strict=True)):
             seen, last = before, before + more
             while seen < last:
-                count = (seen + 1) // PAGE
-                upto = min(last, PAGE * count + PAGE - 1)
+                pages = (seen + 1) // PAGE
+                upto = min(last, PAGE * pages + PAGE - 1)
                 request_of.append(request)
-                full.append(count)
+                full.append(pages)
                 ends.append(upto)
                 starts.append(starts[-1] + upto - seen)
                 new_of.append(begin - before)
@@ -76,12 +76,12 @@ class Blocks(msgspec.Struct, frozen=True):
         unfinished = tensor([i for i, (count, end) in enumerate(zip(full, ends, strict=True)) if end > PAGE * count])
         table[unfinished, counts[unfinished]] = len(pages) + torch.arange(len(unfinished), device=device).int()
         # In an unfinished page: what was cached is in the row's tail, the rest is new.
-        kept = tensor([cached[request] for request in request_of])[unfinished, None]
+        old = tensor([cached[request] for request in request_of])[unfinished, None]
         positions = counts[unfinished, None] * PAGE + torch.arange(PAGE, device=device)
         in_tail = block_rows[unfinished, None] * PAGE + positions % PAGE
         new = len(req_to_token) * PAGE + tensor(new_of)[unfinished, None] + positions
         behind = positions >= tensor(ends)[unfinished, None]
-        places = torch.where(behind | (positions < kept), in_tail, new)
+        places = torch.where(behind | (positions < old), in_tail, new)
         sizes = [end - start for start, end in itertools.pairwise(starts)]
         return cls(pages, places, table, tensor(ends, torch.int32), tensor(starts, torch.int32), max(sizes, default=0))
 
