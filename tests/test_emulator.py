@@ -34,9 +34,9 @@ CHANGES: dict[str, emulated.Change] = {
         "narrow.cuh", "wait_copies<kNarrowStages - 2>();", "wait_copies<kNarrowStages - 1>();",
     ),
     "narrow: a team sums up before all have written": (
-        "narrow.cuh", "statistics_.stage[warp] = last;\n    all_arrived();", "statistics_.stage[warp] = last;",
+        "narrow_rows.cuh", "statistics_.stage[warp] = last;\n    all_arrived();", "statistics_.stage[warp] = last;",
     ),
-    "narrow: a team's memory is free before all have read": ("narrow.cuh", "    all_arrived();\n  }\n", "  }\n"),
+    "narrow: a team's memory is free before all have read": ("narrow_rows.cuh", "    all_arrived();\n  }\n", "  }\n"),
     "wide: V is not waited for": ("wide.cuh", "v_.wait_full();", ""),
     "wide: scores are not waited for": ("wide.cuh", "P::template wait<1>();", ""),
     "wide: V is free while it is multiplied": (
@@ -51,7 +51,7 @@ CHANGES: dict[str, emulated.Change] = {
     "forward: narrow items do not wait for wide ones": (
         "forward.cuh", "          sync_threads(kTurnBarrier, S::kComputing);\n", "",
     ),
-    "forward: teams of two phases have one barrier": ("narrow.cuh", "kPhase * kMostTeams", "0"),
+    "forward: teams of two phases have one barrier": ("narrow_rows.cuh", "kPhase * kMostTeams", "0"),
     "items: they are used before they are in order": (
         "assign.cuh", "(Phase(warp), number);\n    __syncthreads();", "(Phase(warp), number);",
     ),
