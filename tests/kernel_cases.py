@@ -270,3 +270,14 @@ class Run:
         self.poison()
         self.decode(logit_cap)
         return self.case.difference(self.out, logit_cap)
+
+    def check_in_any_order(self, tolerance: float, logit_cap: float = 0.0, seeds: int = 2) -> None:
+        """Right, and the same bits, whatever the order of threads: an emulated decoder's is another one for each seed."""
+        first = None
+        for seed in range(seeds):
+            if hasattr(self.decoder, "seed"):
+                self.decoder.seed(1000 * seed)
+            error = self.error(logit_cap)
+            assert error < tolerance, f"seed {seed}: error {error:.1e}"
+            assert first is None or torch.equal(self.out, first), f"seed {seed}: not the same in every order"
+            first = self.out.clone()
