@@ -28,7 +28,7 @@ from sglang_pat.packing import (
 from sglang_pat.packing.balance import LEAST_STEPS, UNEVEN
 from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.native import make_plan
-from sglang_pat.packing.oracle import make_packs, makespan, packs_price
+from sglang_pat.packing.oracle import bin_prices, make_packs, makespan, packs_price
 from sglang_pat.packing.prices import MAX_WAVES
 
 pytestmark = pytest.mark.once
@@ -306,7 +306,7 @@ def test_long_kv_is_cut_until_every_worker_has_its_share() -> None:
 def test_where_there_is_work_for_all_workers_finish_together(batch: Batch, config: PackConfig) -> None:
     plan = make_plan(batch, config)
     heads, workers = config.cost.runs, config.workers
-    share = work(plan, batch, config) / workers
+    share = sum(bin_prices(plan, batch.seq_lens, config)) / workers
     # Below this the grain of a cut or the start of a work item outweighs what there is to balance.
     quantum = config.grain * config.token_price(config.max_queries) + config.start_price(config.max_queries)
     idle = min(waves * workers / (waves * workers // heads * heads or 1) for waves in range(1, MAX_WAVES + 1))
@@ -355,18 +355,6 @@ def test_a_bin_that_turns_from_one_kind_of_work_items_to_the_other_gets_fewer_of
     )
     free = makespan(make_plan(batch, config(0)), batch.seq_lens, config(0))
     assert blind >= free + 100_000 and turning <= free + 20_000
-
-
-def work(plan: Plan, batch: Batch, config: PackConfig) -> int:
-    """The price of all bins, for all KV heads: work items, and turns between their kinds."""
-    return sum(
-        config.bin_price(
-            (len(item.queries), end - start)
-            for item in plan.items[first:last]
-            for start, end in [item.span(batch.seq_lens)]
-        )
-        for first, last in pairwise(plan.bins)
-    )
 
 
 @pytest.mark.parametrize(

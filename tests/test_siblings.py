@@ -105,11 +105,11 @@ def test_a_leader_that_is_lost_stops_nobody_for_long(scenes: dict[str, Steps]) -
 RANK = """
 import sys
 from sglang.srt.distributed import init_distributed_environment
-from sglang_pat.radix_bridge import hooks
+from sglang_pat import compat
 
 rank, where = int(sys.argv[1]), sys.argv[2]
 init_distributed_environment(2, rank, where, rank, backend="gloo")
-print("all want it:", [hooks.wanted_by_all(wanted) for wanted in (rank == 0, rank == 1, False, True)])
+print("all want it:", [compat.model.wanted_by_all(wanted) for wanted in (rank == 0, rank == 1, False, True)])
 """
 
 

@@ -7,7 +7,7 @@
 | `requests.py` | `Req`: its row, its tokens, its number in sglang-pat |
 | `cache.py` | prefix caches: which ones sglang-pat follows, and a request's path in the tree |
 | `batch.py` | `ForwardBatch`: extends, parts of them, CUDA graphs |
-| `model.py` | `ModelRunner`: attention layers, their heads, this process's rank |
+| `model.py` | `ModelRunner`: attention layers, their heads, this process's rank, and what all ranks agree on |
 | `pool.py` | KV pools: sizes, formats, layouts, pools for sliding windows, writing K and V |
 | `stock.py` | SGLang's own attention backends: which one prefills, what each gets wrong |
 

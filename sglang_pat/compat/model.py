@@ -1,4 +1,4 @@
-"""`ModelRunner`: attention layers, their heads, and this process's rank."""
+"""`ModelRunner`: attention layers, their heads, this process's rank, and what all ranks agree on."""
 
 from __future__ import annotations
 
@@ -67,3 +67,16 @@ def replica(runner: Any) -> int | None:
     if ranks.attn_tp_rank or ranks.pp_rank:
         return None
     return (getattr(ranks, "dp_rank", None) or 0) or ranks.attn_dp_rank
+
+
+def wanted_by_all(wanted: bool) -> bool:
+    """Whether every rank of this replica wants something; all of them must ask. Ranks on other machines may have other settings, and if one
+    let requests wait where another does not, they would form different batches."""
+    import torch
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return wanted
+    found = torch.tensor([wanted], dtype=torch.int32)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
+    return bool(found)

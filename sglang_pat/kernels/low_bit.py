@@ -11,8 +11,9 @@ import msgspec
 import torch
 
 from sglang_pat import jit
+from sglang_pat.packing.spec import LOW_BIT_PAGE
 
-PAGE_TOKENS = 64
+PAGE_TOKENS = LOW_BIT_PAGE
 
 
 class Pages(msgspec.Struct, frozen=True):

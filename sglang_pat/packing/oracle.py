@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 from sglang_pat.packing.balance import balance, even_steps
 from sglang_pat.packing.compute import pack_compute
@@ -91,15 +92,20 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
     return Plan(items, bins, num_parts, steps, kv_tokens, sum(growing))
 
 
+def bin_prices(plan: Plan, seq_lens: list[int], config: PackConfig) -> list[int]:
+    """The price of each bin of a plan, for all KV heads."""
+    return [
+        config.bin_price(
+            (len(item.queries), end - start) for item in plan.items[first:last] for start, end in [item.span(seq_lens)]
+        )
+        for first, last in pairwise(plan.bins)
+    ]
+
+
 def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:
     """When the last worker finishes, as a price (`PackConfig`). Bins are dealt to the workers in turn, all KV heads of a bin side by side."""
     loads = [0] * config.workers
-    for index in range(len(plan.bins) - 1):
-        price = config.bin_price(
-            (len(item.queries), end - start)
-            for item in plan.items[plan.bins[index] : plan.bins[index + 1]]
-            for start, end in [item.span(seq_lens)]
-        )
+    for index, price in enumerate(bin_prices(plan, seq_lens, config)):
         for head in range(config.cost.runs):
             loads[(index * config.cost.runs + head) % config.workers] += price
     return -(-max(loads) // config.cost.runs)

@@ -117,7 +117,7 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         hooks[f"{_RADIX}._delete_leaf"] = _on_evict_node
     if compat.requests.skips_finishing():
         hooks[_FINISHING] = _on_finishing
-    defer = wanted_by_all(defer)
+    defer = compat.model.wanted_by_all(defer)
     if defer:
         hooks |= {_ADD: _on_add, _ADD_CHUNK: _on_add_chunk}
     if graphs:
@@ -133,19 +133,6 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         raise RuntimeError(f"this SGLang has no {missed[0]}: sglang-pat supports {' and '.join(compat.TESTED)}")
     _hooked = True
     _siblings = Siblings() if defer else None
-
-
-def wanted_by_all(wanted: bool) -> bool:
-    """Whether every rank of this replica wants something; all of them must ask. Ranks on other machines may have other settings, and if one
-    let requests wait where another does not, they would form different batches."""
-    import torch
-    from sglang.srt.distributed.parallel_state import get_world_group
-
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return wanted
-    found = torch.tensor([wanted], dtype=torch.int32)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
-    return bool(found)
 
 
 def defers(cache: Any) -> bool:
