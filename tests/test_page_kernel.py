@@ -16,7 +16,7 @@ from kernel_cases import TOLERANCE, Run
 from page_cases import PAGE, Paged, Stored, in_whole_pages
 from trees import random_batch
 
-from sglang_pat.kernels import capabilities, cuda
+from sglang_pat.kernels import capabilities, cuda, low_bit
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, TileTable
 
 pytestmark = pytest.mark.once
@@ -158,6 +158,39 @@ def test_an_index_that_there_is_not_writes_nothing() -> None:
     for i, one_wrong in wrong:
         with pytest.raises(ValueError, match=r"must|wrong dtype"):
             stored.decoder.store(*given[:i], one_wrong, *given[i + 1 :])
+
+
+@pytest.mark.parametrize("form", DTYPES)
+def test_pages_are_read_as_on_the_cpu(form: str) -> None:
+    """Rounded to 16 bits; some twice, and zeros for those that there are not."""
+    torch.manual_seed(0)
+    stored = stored_by(form, rows=1, pages=1)
+    records = low_bit.pack(*(x.view(7, PAGE, *stored.shape) for x in stored.random(7 * PAGE)), stored.bits)
+    chosen = torch.tensor([3, 0, 6, 6, 7, -1, 2**40, 5])
+    right = [x[chosen.clamp(0, 6)] for x in low_bit.unpack(records, stored.bits, stored.shape[1])]
+    made = torch.full((2, len(chosen) + 1, PAGE, *stored.shape), 7.0, dtype=stored.dtype, device=DEVICE)
+    stored.decoder.unpack(records.to(DEVICE), chosen.to(DEVICE), *made)
+    most = torch.finfo(stored.dtype).max
+    for found, numbers in zip(made.cpu(), right, strict=True):
+        numbers[[4, 5, 6]] = 0
+        torch.testing.assert_close(
+            found[:-1], numbers.clamp(-most, most).to(stored.dtype), rtol=0, atol=0, equal_nan=True
+        )
+        assert (found[-1] == 7).all()
+        assert found.isnan().any() and not found.isinf().any()
+
+
+def test_pages_go_only_where_they_fit() -> None:
+    stored = stored_by("int4", rows=1, pages=2)
+    records, pages = stored.found[0].to(DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    k, v = torch.empty(2, 2, PAGE, *stored.shape, dtype=stored.dtype, device=DEVICE)
+    given = (records, pages, k, v)
+    wrong = (
+        (0, records[0]), (0, records[..., :-1]), (1, pages.int()), (2, k[:1]), (2, k.float()), (3, v[:, :32]), (3, v[:, :, :1]), (3, v[..., :64]),
+    )  # fmt: skip
+    for i, one in wrong:
+        with pytest.raises(ValueError, match=r"must|wrong dtype|dimensions"):
+            stored.decoder.unpack(*given[:i], one, *given[i + 1 :])
 
 
 def test_what_the_kernels_cannot_read_is_refused() -> None:

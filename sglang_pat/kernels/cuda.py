@@ -205,6 +205,21 @@ class Decoder:
         """
         self._modules[0].store(k, v, records, tail_k, tail_v, rows, seq_lens, slots)
 
+    def unpack(self, records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write what pages of few bits say, rounded to Q's dtype, on the current stream: what `kernels.low_bit.unpack` reads.
+
+        Numbers beyond the range of float16 become its largest. A page that there is not becomes zeros.
+
+        Args:
+            records: [pages of the pool, kv_heads, record_bytes], uint8, on the GPU like the others.
+            pages: [pages], int64: which ones.
+            k, v: [pages or more, 64, kv_heads, head_dim], contiguous, of Q's dtype: what is written.
+
+        Raises:
+            ValueError: A tensor's device, dtype or shape is not as above, or this decoder's KV is not in such pages.
+        """
+        self._modules[0].unpack(records, pages, k, v)
+
     def decode(
         self,
         q: torch.Tensor,

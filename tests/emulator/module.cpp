@@ -84,9 +84,11 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
     const auto function = reinterpret_cast<void (*)(decltype(params))>(reinterpret_cast<uintptr_t>(kernel));
     run([=] { function(params); }, config->gridDim.x, config->blockDim.x);
   };
-  // The one kernel of this block size is called with its own.
+  // Kernels with parameters of their own are known by their block size.
   if (config->blockDim.x == pat::kStoreThreads && config->dynamicSmemBytes == 0)
     start(*static_cast<const pat::StoreParams*>(arguments[0]));
+  else if (config->blockDim.x == pat::kUnpackThreads)
+    start(*static_cast<const pat::UnpackParams*>(arguments[0]));
   else
     start(*static_cast<const pat::Params*>(arguments[0]));
   return cudaSuccess;

@@ -26,6 +26,22 @@ struct Record {
   static constexpr int kUnit = kWords < 4 ? kWords : 4;  // words that lie together
   static constexpr int kUnits = kWords / kUnit;
 
+  // In units of 16 bits, where a channel's scale is among K's scales, and its zero among their zeros; where a token's scale is among V's parameters,
+  // in front of its zero.
+  static __device__ __forceinline__ int key_parameter(int channel) {
+    const int pair = channel / 16 * 2 + channel / 8 % 2;  // lane column by lane column, in units of four pairs
+    return 2 * (16 * (pair / 4) + 4 * (channel % 8 / 2) + pair % 4) + channel % 2;
+  }
+  static __device__ __forceinline__ int value_parameter(int token) {
+    return 2 * (token % 8 * 8 + token / 16 * 2 + token / 8 % 2);
+  }
+
+  // Which of K's or V's words has a lane's codes of 16 tokens, of a step of 16 channels.
+  static __device__ __forceinline__ int word_of(int chunk, int step, int lane) {
+    const int word = step / kWordSteps;
+    return ((chunk * kUnits + word / kUnit) * kWarpSize + lane) * kUnit + word % kUnit;
+  }
+
   // Words `kUnit * unit` on of 16 tokens; `codes` is where K's or V's begin.
   static __device__ __forceinline__ void load_words(uint32_t (&words)[kUnit], const uint8_t* codes, int chunk, int unit) {
     const uint8_t* const from = codes + ((chunk * kUnits + unit) * kWarpSize + lane_id()) * kUnit * 4;

@@ -13,6 +13,7 @@
 #include "merge.cuh"
 #include "page_forward.cuh"
 #include "page_store.cuh"
+#include "page_unpack.cuh"
 
 #ifndef PAT_V_DIM
 #define PAT_V_DIM PAT_DIM
@@ -231,10 +232,15 @@ struct Pages {
   static void store(const Arguments&...) {
     TVM_FFI_THROW(ValueError) << "this module's KV is not in pages of few bits";
   }
+  template <typename... Arguments>
+  static void unpack(const Arguments&... arguments) {
+    store(arguments...);
+  }
 };
 template <typename Kv>
 struct Pages<Kv, true> {
   static constexpr auto kStore = pat::store_tokens<Element, Kv::kBits, PAT_DIM>;
+  static constexpr auto kUnpack = pat::unpack_pages<Element, Kv::kBits, PAT_DIM>;
 
   // New tokens to their rows' tails, and full pages to their records, on the current stream. Indices are checked on the GPU: a token with one
   // that there is not is passed over.
@@ -278,11 +284,42 @@ struct Pages<Kv, true> {
     const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, k.device().device_id));
     launch(kStore, int(ctas), pat::kStoreThreads, 0, stream, false, p);
   }
+
+  // Pages of the pool to K and V, on the current stream. Indices are checked on the GPU: a page that there is not becomes zeros.
+  static void unpack(TensorView records, TensorView pages, TensorView k, TensorView v) {
+    pat::check(records, "records", 3, DLDataType{kDLUInt, 8, 1}, kDLCUDA);
+    check_records(records, records.size(1));
+    pat::check(pages, "pages", 1, pat::kInt64, kDLCUDA);
+    const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
+    const std::pair<const TensorView*, const char*> made[] = {{&k, "k"}, {&v, "v"}};
+    const int64_t count = pages.size(0), heads = records.size(1);
+    for (const auto& [tensor, name] : made) {
+      pat::check(*tensor, name, 4, half, kDLCUDA);
+      TVM_FFI_CHECK(tensor->size(0) >= count && tensor->size(1) == pat::kTokens && tensor->size(2) == heads &&
+                        tensor->size(3) == PAT_DIM && tensor->is_contiguous() &&
+                        reinterpret_cast<uintptr_t>(tensor->data_ptr()) % pat::kCopyBytes == 0,
+                    ValueError)
+          << name << " must be contiguous, " << pat::kTokens << " tokens of the records' KV heads with " << PAT_DIM
+          << " dimensions for each of the pages";
+    }
+    TVM_FFI_CHECK(count * heads <= std::numeric_limits<int>::max(), ValueError) << "there are too many pages";
+    if (count * heads == 0) return;
+    pat::UnpackParams p;
+    p.records = static_cast<const uint8_t*>(records.data_ptr()), p.pages = static_cast<const int64_t*>(pages.data_ptr());
+    p.k = k.data_ptr(), p.v = v.data_ptr(), p.num_pages = records.size(0), p.kv_heads = int(heads);
+    tvm::ffi::CUDADeviceGuard guard(records.device().device_id);
+    const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, records.device().device_id));
+    launch(kUnpack, int(count * heads), pat::kUnpackThreads, 0, stream, false, p);
+  }
 };
 
 void store(TensorView k, TensorView v, TensorView records, TensorView tail_k, TensorView tail_v, TensorView rows,
            TensorView seq_lens, TensorView slots) {
   Pages<Kv, pat::kIsPages<Kv>>::store(k, v, records, tail_k, tail_v, rows, seq_lens, slots);
+}
+
+void unpack(TensorView records, TensorView pages, TensorView k, TensorView v) {
+  Pages<Kv, pat::kIsPages<Kv>>::unpack(records, pages, k, v);
 }
 
 // The ints of a plan that are in use, from the host to the GPU on the current stream; the cudaEvent_t `copied` is recorded
@@ -311,4 +348,5 @@ extern "C" __device__ const int pat_shared_bytes = sizeof(Memory);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, decode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load, load);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store, store);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(unpack, unpack);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workers, workers);

@@ -85,14 +85,13 @@ __device__ void pack_page(PageToPack<T, kDim>& page, uint8_t* record) {
     const int place = thread / 16 % R::kWordSteps * 2 + thread / 8 % 2;
     const Quantised<kBits> own(kTokens, float(1 << kBits * place), [&](int i) { return float(page.k[i][thread]); });
     page.key_step[thread] = own.step, page.key_least[thread] = own.least;
-    const int pair = thread / 16 * 2 + thread / 8 % 2;  // lane column by lane column, in units of four pairs
-    const int at = 2 * (16 * (pair / 4) + 4 * (thread % 8 / 2) + pair % 4) + thread % 2;
+    const int at = R::key_parameter(thread);
     halves[at] = own.scale, halves[R::kKeyZeros / 2 + at] = own.zero;
   } else if (thread < kDim + kTokens) {
     const int token = thread - kDim;
     const Quantised<kBits> own(kDim, 1, [&](int i) { return float(page.v[token][i]); });
     page.value_step[token] = own.step, page.value_least[token] = own.least;
-    const int at = R::kValueParameters / 2 + 2 * (token % 8 * 8 + token / 16 * 2 + token / 8 % 2);
+    const int at = R::kValueParameters / 2 + R::value_parameter(token);
     halves[at] = own.scale, halves[at + 1] = own.zero;
   }
   __syncthreads();
