@@ -37,6 +37,7 @@ class LowBit(kernels.Pat):
     def __init__(self, problem: kernels.Problem, form: str, tail: int) -> None:
         super().__init__(problem, form=FORMATS[form])
         self.bits, self.pool = FORMATS[form].bits, problem
+        # Page 0 is for padding, so nothing is stored there: whoever has it reads zeros, in `error` too.
         pages, heads, dim = len(problem.k) // PAGE, problem.kv_heads, problem.dim
         self.records = torch.zeros(pages, heads, low_bit.record_bytes(self.bits, dim), dtype=torch.uint8, device="cuda")
         shape = (2, problem.size, PAGE, heads, dim)
@@ -50,7 +51,7 @@ class LowBit(kernels.Pat):
         step = torch.arange(problem.size, device="cuda")
         self._new = torch.randn(2, problem.size, heads, dim, device="cuda").to(problem.q.dtype)
         # Pages of requests that share nothing.
-        self._step = step, step % PAGE + 1, step % pages * PAGE
+        self._step = step, step % PAGE + 1, (1 + step % (pages - 1)) * PAGE
 
     def store(self) -> None:
         """One token for each request; what it does to the pages and tails is not undone."""

@@ -36,7 +36,7 @@ def spec_of(dtype: torch.dtype, dim: int, v_dim: int = 0) -> AttentionSpec:
 class Case:
     """Random pools, and a `req_to_token` in which requests share the slots of their common nodes.
 
-    Pools have pages of `page_size` slots; as in SGLang, positions of one page are next to each other.
+    Pools have pages of `page_size` slots; as in SGLang, positions of one page are next to each other, and page 0 is nobody's.
     """
 
     splits_heads = True
@@ -60,7 +60,7 @@ class Case:
         self.batch = batch
         context = -(-(max(batch.seq_lens) + spare) // page_size) * page_size
         size = len(batch.seq_lens)
-        pages = torch.randperm(size * context // page_size, device=device).int()
+        pages = torch.randperm(size * context // page_size, device=device).int() + 1
         slots = (pages[:, None] * page_size + torch.arange(page_size, device=device, dtype=torch.int32)).reshape(
             size, context
         )
@@ -72,8 +72,8 @@ class Case:
         self.table[self.rows] = slots
         # Torch cannot index what has 8 bits.
         wide = dtype if dtype.itemsize > 1 else torch.float32
-        self.k = torch.full((size * context, kv_heads, dim), math.nan, dtype=wide, device=device)
-        self.v = torch.full((size * context, kv_heads, v_dim), math.nan, dtype=wide, device=device)
+        self.k = torch.full((page_size + size * context, kv_heads, dim), math.nan, dtype=wide, device=device)
+        self.v = torch.full((page_size + size * context, kv_heads, v_dim), math.nan, dtype=wide, device=device)
         used = slots.flatten().unique().long()
         self.k[used] = torch.randn(len(used), kv_heads, dim, device=device).to(wide)
         self.v[used] = torch.randn(len(used), kv_heads, v_dim, device=device).to(wide)

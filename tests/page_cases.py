@@ -131,7 +131,7 @@ class Stored:
 
     def exists(self, row: int, length: int, slot: int) -> bool:
         records, tails = self.right
-        return 0 <= row < tails.shape[1] and length > 0 and 0 <= slot < PAGE * len(records)
+        return 0 <= row < tails.shape[1] and length > 0 and PAGE <= slot < PAGE * len(records)
 
     def same(self) -> bool:
         pairs = zip(self.right, self.found, strict=True)

@@ -85,7 +85,7 @@ def test_every_code_of_fp8_is_what_torch_says(form: torch.dtype, v_dim: int) -> 
     values = torch.cat([torch.arange(256), torch.arange(-256 % v_dim)]).to(torch.uint8).view(form).view(-1, 1, v_dim)
     size = len(values)
     case = Case(Batch([1] * size, []), 1, 1, 8, v_dim, torch.float32)
-    case.k, case.v = torch.zeros(size, 1, 8).to(form), torch.empty_like(values)
+    case.k, case.v = (torch.zeros(len(case.k), 1, dim).to(form) for dim in (8, v_dim))
     case.v[case.table[case.rows, 0].long()] = values
     torch.testing.assert_close(case.decode(case.plan()), values.float(), rtol=0, atol=0, equal_nan=True)
 

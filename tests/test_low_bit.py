@@ -92,6 +92,21 @@ def test_constants_are_exact_and_what_is_broken_stays_in_its_channel(bits: int, 
     assert (k_read.isnan() == where).all() and not v_read.isnan().any()
 
 
+def test_padding_is_not_stored() -> None:
+    """Page 0 is SGLang's for padding."""
+    tails, records = torch.ones(2, 3, PAGE, 2, 32), torch.ones(3, 2, low_bit.record_bytes(4, 32), dtype=torch.uint8)
+    kept = tails.clone(), records.clone()
+    rows, lengths, slots = torch.tensor([0, 1, 1]), torch.tensor([1, PAGE, 1]), torch.tensor([0, PAGE - 1, 7])
+    tokens = torch.zeros(3, 2, 32)
+    low_bit.store(tokens, tokens, records, *tails, rows, lengths, slots, 4)
+    assert torch.equal(tails, kept[0]) and torch.equal(records, kept[1])
+    low_bit.store(tokens, tokens, records, *tails, rows, lengths, slots + PAGE, 4)
+    # The last token is the first of row 1's next page.
+    full = torch.ones(1, PAGE, 2, 32)
+    full[:, -1] = 0
+    assert (tails[:, :2, 0] == 0).all() and torch.equal(records[1], low_bit.pack(full, full, 4)[0])
+
+
 def test_bad_pages_are_refused() -> None:
     k, v = outlying()
     for wrong, bits in (((k[:, :63], v[:, :63]), 4), ((k, v), 3), ((k[..., :48], v[..., :48]), 4), ((k, v[:1]), 2)):

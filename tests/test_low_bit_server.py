@@ -109,10 +109,10 @@ def make_pool(slots: int, rows: int) -> LowBitKVPool:
 def test_extends_that_begin_and_end_amid_a_page() -> None:
     """A query of an extend finds what is in front of it in its own page, wherever that was written; what is kept is the same."""
     torch.manual_seed(0)
-    lengths, table = {1: 260, 3: 130, 4: 64}, {1: [2, 0, 5, 3, 1], 3: [4, 6, 7], 4: [8]}
+    lengths, table = {1: 260, 3: 130, 4: 64}, {1: [2, 9, 5, 3, 1], 3: [4, 6, 7], 4: [8]}
     k, v = ({row: torch.randn(length, 2, 32) for row, length in lengths.items()} for _ in range(2))
     slots = {row: (torch.tensor(pages)[:, None] * 64 + torch.arange(64)).flatten() for row, pages in table.items()}
-    once, pool = make_pool(64 * 8, 5), make_pool(64 * 8, 5)
+    once, pool = make_pool(64 * 9, 5), make_pool(64 * 9, 5)
     for row, length in lengths.items():
         once.store(0, k[row], v[row], torch.full((length,), row), torch.arange(1, length + 1), slots[row][:length])
     done = dict.fromkeys(lengths, 0)

@@ -117,7 +117,7 @@ def test_tokens_are_stored_as_on_the_cpu(form: str) -> None:
     """To the byte, in steps of one token each and of many, which begin and end anywhere in a page."""
     torch.manual_seed(0)
     generator = random.Random(0)
-    stored = stored_by(form, rows=7, pages=24)
+    stored = stored_by(form, rows=7, pages=25)
     lengths = dict.fromkeys(range(6), 0)
     for added in (
         [64, 10, 0, 130, 63, 1],
@@ -129,7 +129,8 @@ def test_tokens_are_stored_as_on_the_cpu(form: str) -> None:
         tokens = []
         for row, wanted in zip(order, added, strict=True):
             more = min(wanted, 4 * PAGE - lengths[row])
-            tokens += [(row, lengths[row] + j + 1, 4 * PAGE * row + lengths[row] + j) for j in range(more)]
+            first = PAGE * (1 + 4 * row)
+            tokens += [(row, lengths[row] + j + 1, first + lengths[row] + j) for j in range(more)]
             lengths[row] += more
         stored.store(tokens, *stored.random(len(tokens)))
         assert stored.same()
@@ -140,15 +141,15 @@ def test_an_index_that_there_is_not_writes_nothing() -> None:
     stored = stored_by("int4", rows=3, pages=4)
     for length in (1, PAGE):
         bad = [
-            (3, length, 0),
-            (-1, length, 0),
-            (2**40, length, 0),
-            (0, 0, 0),
-            (0, -PAGE, 5),
+            (3, length, PAGE),
+            (-1, length, PAGE),
+            (2**40, length, PAGE),
+            (0, 0, PAGE),
+            (0, -PAGE, PAGE + 5),
             (1, length, -1),
             (1, length, 4 * PAGE),
         ]
-        tokens = [(2, length, PAGE - 1), *bad, (0, length, 3 * PAGE - 1)]
+        tokens = [(2, length, 2 * PAGE - 1), *bad, (0, length, 3 * PAGE - 1)]
         stored.store(tokens, *stored.random(len(tokens)))
         assert stored.same()
     k, v, record, tails = (x.to(DEVICE) for x in (*stored.random(2), *stored.found))
@@ -158,6 +159,39 @@ def test_an_index_that_there_is_not_writes_nothing() -> None:
     for i, one_wrong in wrong:
         with pytest.raises(ValueError, match=r"must|wrong dtype"):
             stored.decoder.store(*given[:i], one_wrong, *given[i + 1 :])
+
+
+def test_padding_is_not_stored() -> None:
+    """Page 0 is SGLang's for padding. In graphs it comes with row 0 and length 1; here also with rows and lengths that are somebody's."""
+    stored = stored_by("int4", rows=4, pages=4)
+    full = [(2, place + 1, PAGE + place) for place in range(PAGE)]
+    for padding in (
+        [(0, 1, 0)] * 3,
+        [(2, PAGE, PAGE - 1), (2, 1, 0), (3, PAGE, 0)],
+        [(2, place + 1, place) for place in range(PAGE)],
+    ):
+        before = stored.found[0][0].clone(), stored.found[1][:, [0, 3]].clone()
+        stored.store([*full, *padding], *stored.random(PAGE + len(padding)))
+        assert stored.same()
+        assert torch.equal(stored.found[0][0], before[0])
+        assert torch.equal(stored.found[1][:, [0, 3]].view(torch.uint8), before[1].view(torch.uint8))
+        stored.store(padding, *stored.random(len(padding)))
+        assert stored.same()
+
+
+@pytest.mark.parametrize("form", DTYPES)
+def test_a_padded_batch_is_decoded(form: str) -> None:
+    """As in a graph: queries behind those of the plan are of row 0, one token long. Their output is zero."""
+    case = case_of(Batch([300, 130, 700], [Node(0, 128, [0, 1])]), 8, 2, form)
+    run, size = check(case), 3
+    right = run.out.clone()
+    case.q = torch.cat([case.q, torch.full_like(case.q[:2], torch.nan)])
+    case.rows, case.seq_lens = (
+        torch.cat([x, torch.full_like(x[:2], fill)]) for x, fill in ((case.rows, 0), (case.seq_lens, 1))
+    )
+    run.out = torch.full_like(case.q, torch.nan)
+    run.decode()
+    assert torch.equal(run.out[:size], right) and (run.out[size:] == 0).all()
 
 
 @pytest.mark.parametrize("form", DTYPES)

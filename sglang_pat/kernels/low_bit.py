@@ -52,7 +52,7 @@ def store(
         tail_k, tail_v: [rows, 64, kv_heads, head_dim], of k's dtype.
         rows: [tokens], int64: the row of each token's request.
         seq_lens: [tokens], int64: the request's tokens up to this one, itself included.
-        slots: [tokens], int64: each token's slot of the pool.
+        slots: [tokens], int64: each token's slot of the pool. Those of page 0 are for padding, as in SGLang: a token with one is passed over.
         bits: 4 or 2.
 
     Raises:

@@ -68,7 +68,7 @@ void unpack_pages(TensorView pages, TensorView k, TensorView v, int64_t bits) {
 }
 
 // New tokens of one KV head, one after the other: each into the unfinished page of its request, and that into its record when it is full. `full`
-// has room for K and V of a page.
+// has room for K and V of a page. Page 0 is SGLang's for padding: its tokens are nobody's, and passed over.
 template <typename T>
 void store_head(const pat::LowBit& form, const TensorView& k, const TensorView& v, const TensorView& pages,
                 const TensorView& tail_k, const TensorView& tail_v, const int64_t* rows, const int64_t* seq_lens,
@@ -77,6 +77,7 @@ void store_head(const pat::LowBit& form, const TensorView& k, const TensorView& 
   const int64_t page_size = int64_t(pat::kPageTokens) * d;
   const TensorView *from[2] = {&k, &v}, *tails[2] = {&tail_k, &tail_v};
   for (int64_t i = 0; i < k.size(0); ++i) {
+    if (slots[i] < pat::kPageTokens) continue;
     const int64_t place = (seq_lens[i] - 1) % pat::kPageTokens;
     const bool is_full = place == pat::kPageTokens - 1;
     for (int which : {0, 1}) {

@@ -24,9 +24,10 @@ struct StoreParams {
   int tokens, kv_heads, num_rows;
   int64_t num_slots;
 
-  // An index that there is not: then nothing is written for this token, nor read.
+  // Not if an index is one that there is not, or the slot is in page 0, which SGLang keeps for padding. Then nothing is written for this token, nor
+  // read. In a CUDA graph SGLang pads a batch with row 0, length 1 and slot 0; an idle rank's batch is all padding.
   __device__ bool valid(int i) const {
-    return rows[i] >= 0 && rows[i] < num_rows && seq_lens[i] > 0 && slots[i] >= 0 && slots[i] < num_slots;
+    return rows[i] >= 0 && rows[i] < num_rows && seq_lens[i] > 0 && slots[i] >= kTokens && slots[i] < num_slots;
   }
   // Whether the token `j` is of the valid token `i`'s request, as many places from it there as here.
   __device__ bool along(int i, int j) const {
