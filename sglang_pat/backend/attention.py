@@ -84,7 +84,8 @@ class PatAttnBackend(AttentionBackend):
         pool = self.token_to_kv_pool
         self._low_bit = pool if isinstance(pool, LowBitKVPool) else None
         if self._low_bit is not None:
-            self._low_bit.make_tails(len(self.req_to_token_pool.req_to_token), runner.dtype)
+            store = groups.single[0].executor.store
+            self._low_bit.make_tails(len(self.req_to_token_pool.req_to_token), runner.dtype, store)
         self.prefill = self._make_prefill(runner)
         self.observer = Observer(*(group.scheduler for group in groups.everyone))
         self.observer.subscribers += [group.planner.on_event for group in groups.everyone]

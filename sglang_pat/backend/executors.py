@@ -10,7 +10,7 @@ import torch
 
 from sglang_pat.backend import verify
 from sglang_pat.config import PatConfig
-from sglang_pat.kernels import capabilities, cpu, cuda
+from sglang_pat.kernels import capabilities, cpu, cuda, low_bit
 from sglang_pat.kernels.low_bit import Pages
 from sglang_pat.packing import CPU_TILES, AttentionSpec, PackConfig, devices, layout
 
@@ -57,6 +57,12 @@ class Executor(Protocol):
         queries than the plan has. `scale` is the factor on q k^T and `v_scale` the factor on the result, both including the scales of the
         cache. `sinks`, [heads], are logits without values. `pages` as for `kernels.cpu.attention`.
         """
+
+    def store(
+        self, k: torch.Tensor, v: torch.Tensor, records: torch.Tensor, tail_k: torch.Tensor, tail_v: torch.Tensor, rows: torch.Tensor,
+        seq_lens: torch.Tensor, slots: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write new tokens to a pool of few bits; arguments as for `kernels.low_bit.store`. On a GPU a graph may capture it."""
 
     def extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
@@ -124,6 +130,12 @@ class CpuExecutor:
         )  # fmt: skip
         out[: queries * tokens] = found if masks is None else verify.scatter(found, tokens, kv_heads)
         return out
+
+    def store(
+        self, k: torch.Tensor, v: torch.Tensor, records: torch.Tensor, tail_k: torch.Tensor, tail_v: torch.Tensor, rows: torch.Tensor,
+        seq_lens: torch.Tensor, slots: torch.Tensor,
+    ) -> None:  # fmt: skip
+        low_bit.store(k, v, records, tail_k, tail_v, rows, seq_lens, slots, self._spec.kv.bits)
 
     def extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
@@ -197,14 +209,20 @@ class CudaExecutor:
         seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
         masks: torch.Tensor | None = None, pages: Pages | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        assert pages is None  # which is refused (features.py)
         out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
-        # Early is safe: the kernels before a layer's attention make its Q; plan and lengths were written earlier.
+        # Early is safe: the kernels before a layer's attention make its Q or store its KV; plan and lengths were written earlier.
         self._decoder.decode(
             q, k, v, out, req_to_token, rows, seq_lens, self._plan, self._partial, self._lse, scale=scale,
-            logit_cap=logit_cap, v_scale=v_scale, sinks=None if sinks is None else sinks.bfloat16(), masks=masks, early=True,
+            logit_cap=logit_cap, v_scale=v_scale, sinks=None if sinks is None else sinks.bfloat16(), masks=masks,
+            records=None if pages is None else pages.records, early=True,
         )  # fmt: skip
         return out
+
+    def store(
+        self, k: torch.Tensor, v: torch.Tensor, records: torch.Tensor, tail_k: torch.Tensor, tail_v: torch.Tensor, rows: torch.Tensor,
+        seq_lens: torch.Tensor, slots: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self._decoder.store(k, v, records, tail_k, tail_v, rows, seq_lens, slots)
 
     def extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,

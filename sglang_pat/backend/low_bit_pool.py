@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -42,8 +43,14 @@ class LowBitKVPool(MHATokenToKVPool):
         self.v_buffer: list[torch.Tensor] = []
         self._tails = torch.empty(0)
 
-    def make_tails(self, rows: int, dtype: torch.dtype) -> None:
-        """Allocate an unfinished page for each row of `req_to_token`, in the model's dtype."""
+    def make_tails(self, rows: int, dtype: torch.dtype, store: Callable[..., None] | None = None) -> None:
+        """Allocate an unfinished page for each row of `req_to_token`, in the model's dtype.
+
+        Args:
+            rows, dtype: As above.
+            store: An executor's, which writes new tokens; None for the CPU's.
+        """
+        self._store = store or functools.partial(low_bit.store, bits=self.form.bits)
         shape = (2, self.layer_num, rows, low_bit.PAGE_TOKENS, self.head_num, self.head_dim)
         self._tails = torch.empty(shape, dtype=dtype, device=self.device)
 
@@ -69,14 +76,14 @@ class LowBitKVPool(MHATokenToKVPool):
         """Write new tokens; arguments as for `kernels.low_bit.store`. `k`, `v` and `slots` may have padding behind the tokens."""
         k, v = (self._of_heads(x)[: len(rows)] for x in (k, v))
         records = self.records[layer_id - self.start_layer]
-        low_bit.store(k, v, records, *self.tails(layer_id), rows, seq_lens, slots[: len(rows)].long(), self.form.bits)
+        self._store(k, v, records, *self.tails(layer_id), rows, seq_lens, slots[: len(rows)].long())
 
     def decoding(
         self, layer_id: int, rows: torch.Tensor, seq_lens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, low_bit.Pages]:
-        """K, V and pages for `kernels.cpu.attention` in a decode step whose new tokens are stored."""
+        """K, V and pages for `Executor.decode` in a decode step whose new tokens are stored."""
         k, v = self.tails(layer_id)
-        tails = rows * low_bit.PAGE_TOKENS - low_bit.in_pages(seq_lens)
+        tails = rows * low_bit.PAGE_TOKENS - low_bit.in_pages(seq_lens) if rows.device.type == "cpu" else None
         return k.flatten(0, 1), v.flatten(0, 1), self._pages(layer_id, tails)
 
     def extending(
@@ -92,7 +99,7 @@ class LowBitKVPool(MHATokenToKVPool):
     def _of_heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.reshape(-1, self.head_num, self.head_dim).to(self._tails.dtype)
 
-    def _pages(self, layer_id: int, tails: torch.Tensor) -> low_bit.Pages:
+    def _pages(self, layer_id: int, tails: torch.Tensor | None) -> low_bit.Pages:
         return low_bit.Pages(self.records[layer_id - self.start_layer], self.form.bits, tails)
 
 

@@ -82,7 +82,7 @@ def attention(
         torch.empty(0) if sinks is None else sinks.float(),
         torch.empty(0, 0, dtype=torch.int64) if masks is None else masks,
         torch.empty(0, 0, 0, dtype=torch.uint8) if pages is None else pages.records,
-        torch.empty(0, dtype=torch.int64) if pages is None else pages.tails,
+        torch.empty(0, dtype=torch.int64) if pages is None or pages.tails is None else pages.tails,
         0 if pages is None else pages.bits,
         scale,
         logit_cap,

@@ -22,12 +22,13 @@ class Pages(msgspec.Struct, frozen=True):
     Attributes:
         records: [pages, kv_heads, record_bytes], uint8: slot s is token s % 64 of page s // 64.
         bits: 4 or 2.
-        tails: [batch], int64: for each query, what to add to a position behind its last full page to get the token's index in `k` and `v`.
+        tails: [batch], int64: for each query, what to add to a position behind its last full page to get the token's index in `k` and `v`. None on a
+            GPU, whose kernels find tails by `rows`.
     """
 
     records: torch.Tensor
     bits: int
-    tails: torch.Tensor
+    tails: torch.Tensor | None
 
 
 def in_pages(tokens: torch.Tensor) -> torch.Tensor:
