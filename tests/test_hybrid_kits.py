@@ -46,7 +46,10 @@ def test_gated_delta_nets(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, case in GDN.items() if case.forward_mode.is_decode()])
 def test_gated_delta_nets_in_cuda_graphs(name: str) -> None:
-    graphs.run_gdn_cuda_graph_decode_case(unittest.TestCase(), GDN[name], **GDN_DIMS)
+    case = GDN[name]
+    graphs.run_gdn_cuda_graph_decode_case(
+        unittest.TestCase(), case, cuda_graph_capture_batch_size=case.batch_size, **GDN_DIMS
+    )
 
 
 @pytest.mark.parametrize("name", MAMBA2)
@@ -56,4 +59,5 @@ def test_mamba2(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, case in MAMBA2.items() if case.forward_mode.is_decode()])
 def test_mamba2_in_cuda_graphs(name: str) -> None:
-    graphs.run_mamba2_cuda_graph_decode_case(unittest.TestCase(), MAMBA2[name])
+    case = MAMBA2[name]
+    graphs.run_mamba2_cuda_graph_decode_case(unittest.TestCase(), case, cuda_graph_capture_batch_size=case.batch_size)
