@@ -82,6 +82,7 @@ inline void __syncwarp() {
 }
 inline void __syncthreads() { emulator::machine->sync_all(); }
 inline int __syncthreads_count(bool value) { return emulator::machine->sync_all(value); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
 template <typename T>

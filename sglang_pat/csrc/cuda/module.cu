@@ -267,7 +267,7 @@ struct Pages<Kv, true> {
       pat::check(*tensor, name, 1, pat::kInt64, kDLCUDA);
       TVM_FFI_CHECK(tensor->size(0) == tokens, ValueError) << "rows, seq_lens and slots must be the new tokens'";
     }
-    const int64_t ctas = (tokens + pat::kStoreTokens - 1) / pat::kStoreTokens * heads;
+    const int64_t ctas = (tokens + pat::kStoreTokens - 1) / pat::kStoreTokens * heads * 2;  // K's and V's
     TVM_FFI_CHECK(ctas <= std::numeric_limits<int>::max() && tail_k.size(0) <= std::numeric_limits<int>::max(), ValueError)
         << "there are too many tokens or rows";
     if (ctas == 0) return;

@@ -1,5 +1,6 @@
-// New tokens to the tails of their rows, and pages that become full to their records: the same bytes as csrc/cpu/low_bit.h makes. A CTA has eight
-// tokens of one KV head, a warp each; it packs together the pages that these tokens complete.
+// New tokens to the tails of their rows, and pages that become full to their records: the same bytes as csrc/cpu/low_bit.h makes. A CTA has K or V of
+// eight tokens of one KV head, a warp each; it packs together the pages that these tokens complete. Most of a page's time is waiting for memory and
+// dividing: all threads look up, load and divide at once.
 //
 // CTAs run in any order, but only the first page that a request completes in a call reads its row's tail. What later tokens of the request would
 // write there is written by that page's CTA, when it has read.
@@ -37,7 +38,8 @@ struct StoreParams {
   __device__ int place(int i) const { return int((seq_lens[i] - 1) % kTokens); }
 };
 
-// Parameters of one channel of K in a page, or of one token's V. Codes are those nearest to the parameters as they are kept.
+// Parameters of one channel of K in a page, or of one token's V, by `kShare` neighbouring threads, of which this one is `part`. Codes are those nearest
+// to the parameters as they are kept.
 template <int kBits>
 struct Quantised {
   static constexpr int kLevels = (1 << kBits) - 1;
@@ -45,81 +47,83 @@ struct Quantised {
   uint16_t scale, zero;
 
   // The scale is kept divided by `divisor`.
-  template <typename At>
-  __device__ Quantised(int count, float divisor, const At& at) {
+  template <int kCount, int kShare, typename At>
+  static __device__ Quantised of(int part, float divisor, const At& at) {
     float low = INFINITY, high = -INFINITY;
     bool broken = false;
-    for (int i = 0; i < count; ++i) {
+#pragma unroll 8
+    for (int i = part; i < kCount; i += kShare) {
       const float x = at(i);
       low = x < low ? x : low, high = x > high ? x : high, broken = broken || !(fabsf(x) < INFINITY);
     }
-    zero = half_bits(low + 0.0f);  // of -0 and 0 the order would decide
-    least = half_float(zero);
-    const float range = high - least;
-    scale = broken ? 0x7e00 : half_bits((range > 0 ? range : 0) / float(kLevels) / divisor);
-    step = half_float(scale) * divisor;
+#pragma unroll
+    for (int mask = 1; mask < kShare; mask *= 2) {
+      const float lower = __shfl_xor_sync(~0u, low, mask), upper = __shfl_xor_sync(~0u, high, mask);
+      low = lower < low ? lower : low, high = upper > high ? upper : high;
+      broken = __shfl_xor_sync(~0u, int(broken), mask) || broken;
+    }
+    Quantised own;
+    own.zero = half_bits(low + 0.0f);  // of -0 and 0 the order would decide
+    own.least = half_float(own.zero);
+    const float range = high - own.least;
+    own.scale = broken ? 0x7e00 : half_bits((range > 0 ? range : 0) / float(kLevels) / divisor);
+    own.step = half_float(own.scale) * divisor;
+    return own;
+  }
+
+  static __device__ __forceinline__ uint32_t code_of(float x, float step, float least) {
+    return step > 0 ? uint32_t(fminf(fmaxf(rintf((x - least) / step), 0), float(kLevels))) : 0;
   }
 };
 
-template <int kBits>
-__device__ __forceinline__ uint32_t code_of(float x, float step, float least) {
-  constexpr float kLevels = (1 << kBits) - 1;
-  return step > 0 ? uint32_t(fminf(fmaxf(rintf((x - least) / step), 0), kLevels)) : 0;
-}
-
-// A page in shared memory, and its parameters.
+// K or V of a page in shared memory; its parameters are of channels of K, or of tokens of V.
 template <typename T, int kDim>
 struct PageToPack {
   static constexpr int kRow = kDim + 2;  // no bank conflicts down a column, nor along rows
-  T k[kTokens][kRow], v[kTokens][kRow];
-  float key_step[kDim], key_least[kDim], value_step[kTokens], value_least[kTokens];
+  static constexpr int kMost = kDim > kTokens ? kDim : kTokens;
+  T numbers[kTokens][kRow];
+  float step[kMost], least[kMost];
 };
 
 // Parameters and codes of the page in `page`, by all threads.
-template <typename T, int kBits, int kDim>
+template <bool kValues, typename T, int kBits, int kDim>
 __device__ void pack_page(PageToPack<T, kDim>& page, uint8_t* record) {
   using R = Record<kBits, kDim>;
-  const int thread = thread_of_cta();
-  uint16_t* const halves = reinterpret_cast<uint16_t*>(record);
-  static_assert(kDim + kTokens <= kStoreThreads);
-  if (thread < kDim) {
-    const int place = thread / 16 % R::kWordSteps * 2 + thread / 8 % 2;
-    const Quantised<kBits> own(kTokens, float(1 << kBits * place), [&](int i) { return float(page.k[i][thread]); });
-    page.key_step[thread] = own.step, page.key_least[thread] = own.least;
-    const int at = R::key_parameter(thread);
-    halves[at] = own.scale, halves[R::kKeyZeros / 2 + at] = own.zero;
-  } else if (thread < kDim + kTokens) {
-    const int token = thread - kDim;
-    const Quantised<kBits> own(kDim, 1, [&](int i) { return float(page.v[token][i]); });
-    page.value_step[token] = own.step, page.value_least[token] = own.least;
-    const int at = R::kValueParameters / 2 + R::value_parameter(token);
-    halves[at] = own.scale, halves[at + 1] = own.zero;
+  using Q = Quantised<kBits>;
+  constexpr int kOwners = kValues ? kTokens : kDim, kCount = kValues ? kDim : kTokens, kShare = kStoreThreads / kOwners;
+  static_assert(kShare * kOwners == kStoreThreads && kShare <= kWarpSize);
+  const int thread = thread_of_cta(), owner = thread / kShare, part = thread % kShare;
+  const int place = owner / 16 % R::kWordSteps * 2 + owner / 8 % 2;
+  const Q own = Q::template of<kCount, kShare>(part, kValues ? 1 : float(1 << kBits * place), [&](int i) {
+    return float(kValues ? page.numbers[owner][i] : page.numbers[i][owner]);
+  });
+  if (part == 0) {
+    page.step[owner] = own.step, page.least[owner] = own.least;
+    const int at = kValues ? R::kValueParameters / 2 + R::value_parameter(owner) : R::key_parameter(owner);
+    uint16_t* const halves = reinterpret_cast<uint16_t*>(record);
+    halves[at] = own.scale, halves[at + (kValues ? 1 : R::kKeyZeros / 2)] = own.zero;
   }
   __syncthreads();
-  uint32_t *const key_words = reinterpret_cast<uint32_t*>(record + R::kKeyCodes), *const value_words =
-                                                                                      reinterpret_cast<uint32_t*>(
-                                                                                          record + R::kValueCodes);
+  uint32_t* const words = reinterpret_cast<uint32_t*>(record + (kValues ? R::kValueCodes : R::kKeyCodes));
 #pragma unroll 1
   for (int at = thread; at < R::kCodes / 4; at += kStoreThreads) {
     const int lane = at / R::kUnit % kWarpSize, unit = at / (R::kUnit * kWarpSize);
     const int chunk = unit / R::kUnits, word = unit % R::kUnits * R::kUnit + at % R::kUnit;
-    uint32_t keys = 0, values = 0;
+    uint32_t codes = 0;
 #pragma unroll
     for (int place = 0; place < 8 / kBits; ++place) {
-      const int step = word * R::kWordSteps + place / 2, upper = 16 * step + 8 * (place % 2);
+      const int upper = 16 * (word * R::kWordSteps + place / 2) + 8 * (place % 2);
 #pragma unroll
       for (int byte = 0; byte < 4; ++byte) {
         // A half's lower byte is of the first eight tokens, its upper of the others; halves are neighbours along the columns.
-        const int first = 16 * chunk + byte % 2 * 8, pair = lane % 4 * 2 + byte / 2, bit = 8 * byte + kBits * place;
-        const int token = first + lane / 4, channel = upper + pair;
-        keys |= code_of<kBits>(float(page.k[token][channel]), page.key_step[channel], page.key_least[channel]) << bit;
-        const int value_token = first + pair, value_channel = upper + lane / 4;
-        values |= code_of<kBits>(float(page.v[value_token][value_channel]), page.value_step[value_token],
-                                 page.value_least[value_token])
-                  << bit;
+        const int first = 16 * chunk + byte % 2 * 8, pair = lane % 4 * 2 + byte / 2;
+        const int token = first + (kValues ? pair : lane / 4), channel = upper + (kValues ? lane / 4 : pair);
+        const int owner = kValues ? token : channel;
+        const float x = float(page.numbers[token][channel]);
+        codes |= Q::code_of(x, page.step[owner], page.least[owner]) << 8 * byte + kBits * place;
       }
     }
-    key_words[at] = keys, value_words[at] = values;
+    words[at] = codes;
   }
 }
 
@@ -127,18 +131,16 @@ template <typename T, int kBits, int kDim>
 __global__ void __launch_bounds__(kStoreThreads) store_tokens(const __grid_constant__ StoreParams p) {
   __shared__ PageToPack<T, kDim> page;
   using R = Record<kBits, kDim>;
-  const int head = blockIdx.x % p.kv_heads, first = int(blockIdx.x / p.kv_heads) * kStoreTokens;
+  const bool of_values = blockIdx.x % 2;
+  const int cta = int(blockIdx.x / 2), head = cta % p.kv_heads, first = cta / p.kv_heads * kStoreTokens;
   const int warp = warp_id(), lane = lane_id();
-  const T *const new_k = static_cast<const T*>(p.k) + head * p.k_head, *const new_v =
-                                                                           static_cast<const T*>(p.v) + head * p.v_head;
-  T *const tails_k = static_cast<T*>(p.tail_k) + head * p.tail_head, *const tails_v =
-                                                                         static_cast<T*>(p.tail_v) + head * p.tail_head;
+  const T* const fresh = static_cast<const T*>(of_values ? p.v : p.k) + head * (of_values ? p.v_head : p.k_head);
+  const int64_t fresh_token = of_values ? p.v_token : p.k_token;
+  T* const tails = static_cast<T*>(of_values ? p.tail_v : p.tail_k) + head * p.tail_head;
   const auto to_tail = [&](int i) {
-    const int64_t to = p.rows[i] * p.tail_row + p.place(i) * p.tail_token;
-    for (int c = lane; c < kDim; c += kWarpSize) {
-      tails_k[to + c] = new_k[i * p.k_token + c];
-      tails_v[to + c] = new_v[i * p.v_token + c];
-    }
+    T* const to = tails + p.rows[i] * p.tail_row + p.place(i) * p.tail_token;
+#pragma unroll
+    for (int c = lane; c < kDim; c += kWarpSize) to[c] = fresh[i * fresh_token + c];
   };
   const auto is_last = [&](int i) { return !p.along(i, i + kTokens); };  // of those at its place
 
@@ -150,26 +152,42 @@ __global__ void __launch_bounds__(kStoreThreads) store_tokens(const __grid_const
     if (!is_read) to_tail(own);
   }
 
+  const int candidate = first + lane;
+  uint32_t complete = __ballot_sync(
+      ~0u, lane < kStoreTokens && candidate < p.tokens && p.valid(candidate) && p.place(candidate) == kTokens - 1);
 #pragma unroll 1
-  for (int last = first; last < min(first + kStoreTokens, p.tokens); ++last) {
-    if (!p.valid(last) || p.place(last) != kTokens - 1) continue;
-    const int begin = last - (kTokens - 1);  // where its page's first token is or would be
+  for (; complete != 0; complete &= complete - 1) {
+    const int last = first + __ffs(int(complete)) - 1,
+              begin = last - (kTokens - 1);  // where its page's first token is or would be
     const int64_t tail = p.rows[last] * p.tail_row;
-    __syncthreads();
-#pragma unroll 1
-    for (int token = warp; token < kTokens; token += kStoreTokens) {
-      const bool is_new = p.along(last, begin + token);
-      const T* const k = is_new ? new_k + (begin + token) * p.k_token : tails_k + tail + token * p.tail_token;
-      const T* const v = is_new ? new_v + (begin + token) * p.v_token : tails_v + tail + token * p.tail_token;
-      for (int c = lane; c < kDim; c += kWarpSize) page.k[token][c] = k[c], page.v[token][c] = v[c];
+    // A warp has every eighth token of the page, and a lane looks up one of them.
+    constexpr int kOwn = kTokens / kStoreTokens;
+    const auto token_of = [&](int j) { return warp + j * kStoreTokens; };
+    const bool looks_up = lane < kOwn;
+    const uint32_t is_new = __ballot_sync(~0u, looks_up && p.along(last, begin + token_of(lane)));
+    T numbers[kOwn][kDim / kWarpSize];
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      const T* const from =
+          is_new >> j & 1 ? fresh + (begin + token_of(j)) * fresh_token : tails + tail + token_of(j) * p.tail_token;
+#pragma unroll
+      for (int c = 0; c < kDim / kWarpSize; ++c) numbers[j][c] = from[c * kWarpSize + lane];
     }
     __syncthreads();
-    pack_page<T, kBits, kDim>(page, p.records + (p.slots[last] / kTokens * p.kv_heads + head) * R::kBytes);
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j)
+#pragma unroll
+      for (int c = 0; c < kDim / kWarpSize; ++c) page.numbers[token_of(j)][c * kWarpSize + lane] = numbers[j][c];
+    __syncthreads();
+    uint8_t* const record = p.records + (p.slots[last] / kTokens * p.kv_heads + head) * R::kBytes;
+    if (of_values)
+      pack_page<true, T, kBits, kDim>(page, record);
+    else
+      pack_page<false, T, kBits, kDim>(page, record);
+    const int later = last + 1 + token_of(lane);
+    uint32_t waiting = __ballot_sync(~0u, looks_up && !(is_new >> lane & 1) && p.along(last, later) && is_last(later));
 #pragma unroll 1
-    for (int token = warp; token < kTokens; token += kStoreTokens) {
-      const int later = last + 1 + token;
-      if (!p.along(last, begin + token) && p.along(last, later) && is_last(later)) to_tail(later);
-    }
+    for (; waiting != 0; waiting &= waiting - 1) to_tail(last + 1 + token_of(__ffs(int(waiting)) - 1));
   }
 }
 
