@@ -41,7 +41,7 @@ VOCABULARY = 500
 
 class Record(msgspec.Struct):
     """One job on one server. `prefill_saved` is the share of all prompts' tokens that came from the cache, `saved_at_most` what a cache
-    without end would have saved; `batch` says whether `sglang-pat batch` sent the requests."""
+    without end would have saved; `batch` says whether `sglang-pat batch` sent the requests; `pool` is the tokens that the server's KV has room for."""
 
     shape: str
     degree: int
@@ -56,6 +56,13 @@ class Record(msgspec.Struct):
     output_tps: float
     prefill_saved: float
     saved_at_most: float
+    pool: int
+
+
+async def pool_of(url: str) -> int:
+    """Tokens that a server's KV has room for."""
+    async with servers.connect([url], "") as (server,):
+        return int((await server.room()).tokens)
 
 
 def requests_of(shape: str, count: int, answer: int) -> tuple[list[Request], float]:
@@ -102,7 +109,7 @@ async def answers(url: str, requests: Sequence[Request], batch: bool) -> list[Js
 
 
 def run(
-    url: str, shape: str, order: str, batch: bool, setting: tuple[str, str, bool], count: int, answer: int
+    url: str, shape: str, order: str, batch: bool, setting: tuple[str, str, bool], count: int, answer: int, pool: int
 ) -> Record:
     requests, at_most = requests_of(shape, count, answer)
     if order == "shuffled":
@@ -117,7 +124,7 @@ def run(
     return Record(
         shape.rpartition("x")[0], int(shape.rpartition("x")[2]), order, policy, backend, batch, defer and backend == "pat",
         count, answer, round(count / seconds, 2), round(sum(one["completion_tokens"] for one in usage) / seconds, 1),
-        round(cached / prompt, 4), round(at_most, 4),
+        round(cached / prompt, 4), round(at_most, 4), pool,
     )  # fmt: skip
 
 
@@ -161,11 +168,12 @@ def main() -> None:
             server.wait()
             # What compiles or fills with the first requests.
             asyncio.run(answers(server.url, requests_of("300/30x4", 64, 8)[0], False))
+            pool = asyncio.run(pool_of(server.url))
             for shape in options.shapes:
                 runs = [(order, False) for order in options.orders] + ([("shuffled", True)] if backend == "pat" else [])
                 for order, batch in runs:
                     flush(server)
-                    record = run(server.url, shape, order, batch, setting, options.requests, options.answer)
+                    record = run(server.url, shape, order, batch, setting, options.requests, options.answer, pool)
                     result["records"].append(msgspec.structs.asdict(record))
                     print(record, flush=True)
                     options.output.write_text(json.dumps(result, indent=1) + "\n")

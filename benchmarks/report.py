@@ -7,122 +7,14 @@ A row's best number is bold.
 
 from __future__ import annotations
 
-import json
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import kernel_tables
+from tables import RIVALS, ROOT, TIMES, bold, load, table
+
 from sglang_pat.packing import POLICIES
-
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-TIMES = "\N{MULTIPLICATION SIGN}"
-RIVALS = {"flashinfer": "FlashInfer", "cascade": "its cascade", "triton": "SGLang's Triton", "fa3": "FA3"}
-SHOWN = "32/8"
-"""Query and KV heads in the table of trees."""
-
-
-def bold(values: dict[str, float | None], text: Callable[[float], str]) -> list[str]:
-    """A row's cells, bold where they show its least number; empty where there is none."""
-    least = text(min(value for value in values.values() if value is not None))
-    cells = ["" if value is None else text(value) for value in values.values()]
-    return [f"**{cell}**" if cell == least else cell for cell in cells]
-
-
-def table(head: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def load(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / name).read_text())
-
-
-def mean(values: list[float]) -> float:
-    """Geometric."""
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
-def advantage(record: dict[str, Any]) -> float:
-    """Of PAT over the best of the others."""
-    return min(record["rivals"].values()) / record["pat_us"]
-
-
-def tree_rows(
-    records: list[dict[str, Any]], rivals: Iterable[str], before: Callable[[dict[str, Any]], list[str]], after: Callable[[dict[str, Any]], list[str]]
-) -> list[list[str]]:  # fmt: skip
-    """A row for each tree with SHOWN heads: its name, cells `before`, the times of PAT and its rivals, the best over PAT, cells `after`."""
-    rows = []
-    for record in records:
-        if record["heads"] == SHOWN and record["page_size"] == 1:
-            times = {"pat": record["pat_us"], **{name: record["rivals"].get(name) for name in rivals}}
-            cells = bold(times, lambda us: f"{us:,.1f}")
-            best = f"{advantage(record):.2f}{TIMES}"
-            rows.append([f"`{record['tree']}`", *before(record), *cells, best, *after(record)])
-    return rows
-
-
-def kernels() -> str:
-    result = load("kernels-h200.json")
-    records = result["records"]
-    rows = tree_rows(records, RIVALS, lambda record: [f"{record['floor_us']:,.1f}"], lambda record: [])
-    ratios = [advantage(record) for record in records]
-    shared = [advantage(record) for record in records if not record["tree"].startswith("256_")]
-    device = result["device"]
-    note = (
-        f"{device['name']} ({device['read_tbps']} TB/s read), torch {device['torch']}, {device['date']}. All "
-        f"{len(records)} cases (20 trees {TIMES} 32/32, 16/8, 32/8, 64/8 heads {TIMES} page sizes 1 and 32): faster than the best of the "
-        f"others in {sum(ratio > 1 for ratio in ratios)}, by {min(ratios):.2f} to {max(ratios):.2f} times, "
-        f"{mean(shared):.2f} times on average where anything is shared."
-    )
-    head = ["tree", "floor, us", "PAT", *RIVALS.values(), "best / PAT"]
-    return f"{table(head, rows)}\n\n{note}"
-
-
-def kernels_fp8() -> str:
-    result = load("kernels-fp8-h200.json")
-    records = result["records"]
-    rows = tree_rows(
-        records, ("flashinfer", "fa3"), lambda record: [], lambda record: [f"{record['bf16_us'] / record['pat_us']:.2f}{TIMES}"]
-    )  # fmt: skip
-    ratios = [advantage(record) for record in records]
-    device = result["device"]
-    note = (
-        f"{device['name']}, torch {device['torch']}, {device['date']}. All {len(ratios)} cases (20 trees {TIMES} 32/32, 16/8, 32/8, 64/8 heads, "
-        f"and unshared batches with 32/8 and 64/8): faster than the best of the others in {sum(ratio > 1 for ratio in ratios)}, by "
-        f"{min(ratios):.2f} to {max(ratios):.2f} times. Errors against float64 on what the cache holds: PAT's at most "
-        f"{max(record['pat_error'] for record in records):.1e}, FlashInfer's {worst(result, 'flashinfer'):.1e}, FA3's "
-        f"{worst(result, 'fa3'):.1e} (it rounds Q to 8 bits too)."
-    )
-    return f"{table(['tree, us', 'PAT', 'FlashInfer', 'FA3', 'best / PAT', 'PAT with a bf16 cache / PAT'], rows)}\n\n{note}"
-
-
-def verify() -> str:
-    """Verify steps by the rows that a KV head has of each request: its query heads, once for each token of a draft."""
-    result = load("verify-h200.json")
-    groups: dict[tuple[bool, int], list[dict[str, Any]]] = {}
-    for record in result["records"]:
-        heads, kv_heads = map(int, record["heads"].split("/"))
-        shared = "," in record["tree"]
-        groups.setdefault((not shared, heads // kv_heads * record["tokens"]), []).append(record)
-    rows = []
-    for (unshared, size), records in sorted(groups.items()):
-        ratios = [advantage(record) for record in records]
-        cases = ", ".join(dict.fromkeys(f"{record['tokens']} with {record['heads']}" for record in records))
-        rows.append(
-            ["nothing" if unshared else "prefixes", str(size), cases, f"{sum(ratio >= 1 for ratio in ratios)} of {len(ratios)}",
-             f"{min(ratios):.2f} to {max(ratios):.2f}{TIMES}", f"{mean(ratios):.2f}{TIMES}"]
-        )  # fmt: skip
-    device = result["device"]
-    note = (
-        f"{device['name']}, torch {device['torch']}, {device['date']}, page size 1, cold L2: {len(result['records'])} cases, 20 trees "
-        f"{TIMES} 32/32, 16/8, 32/8, 64/8 heads {TIMES} 2, 4, 8 tokens, and unshared batches, beside FA3. Errors against float64: PAT's at "
-        f"most {max(record['pat_error'] for record in result['records']):.1e}, FA3's {worst(result, 'fa3'):.1e}."
-    )
-    head = ["shared", "rows", "tokens of a draft, heads", "PAT ahead in", "FA3 / PAT", "mean"]
-    return f"{table(head, rows)}\n\n{note}"
 
 
 def serving_verify() -> str:
@@ -152,18 +44,6 @@ def served_with(name: str) -> str:
         ]
     head = ["workload", "backend", "mean TPOT, ms", "mean TTFT, ms", "output tokens/s"]
     return f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, {result['device']['date']}."
-
-
-def worst(result: dict[str, Any], rival: str) -> float:
-    """The greatest error that a rival made."""
-    return max(record["rival_errors"][rival] for record in result["records"] if rival in record["rival_errors"])
-
-
-def ablations() -> str:
-    result = load("kernel-ablations-h200.json")
-    names = list(result["records"][0]["us"])
-    rows = [[f"`{row['tree']}`", *(f"{row['us'][name]:,.0f}" for name in names)] for row in result["records"]]
-    return table(["tree, us", *names], rows)
 
 
 SERVING = {
@@ -238,6 +118,48 @@ def serving_records() -> str:
         "mean TTFT, ms", "output tokens/s",
     ]  # fmt: skip
     return with_device(table(head, rows))
+
+
+def batch() -> str:
+    """Requests a second of a job, a line for each shape and pool."""
+    result = load("batch-h200.json")
+    jobs: dict[tuple[str, int, int], dict[tuple[str, str, bool], dict[str, float]]] = {}
+    shares: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for record in result["records"]:
+        job = record["shape"], record["degree"], record["pool"]
+        setting = record["backend"], record["policy"], record["defer"]
+        order = "batch" if record["batch"] else record["order"]
+        jobs.setdefault(job, {}).setdefault(setting, {})[order] = record["requests_per_s"]
+        if record["batch"] and record["defer"]:
+            shares[job] = record
+    settings = list(dict.fromkeys(setting for rates in jobs.values() for setting in rates))
+    rows = []
+    for job, rates in jobs.items():
+        shape, degree, pool = job
+        ours = rates["pat", "fcfs", True]
+        best = max(max(orders.values()) for (backend, *_), orders in rates.items() if backend != "pat")
+        numbers: dict[str, float | None] = {"batch": -ours["batch"]}
+        for setting in settings:
+            for order in ("sorted", "shuffled"):
+                rate = rates.get(setting, {}).get(order)
+                numbers[f"{setting} {order}"] = None if rate is None else -rate
+        first, *cells = bold(numbers, lambda rate: f"{-rate:.1f}")
+        pairs = [f"{one} / {other}" if one or other else "" for one, other in zip(cells[::2], cells[1::2], strict=True)]
+        saved = shares[job]
+        rows.append(
+            [f"{shape}, {degree}", f"{pool:,}", first, *pairs, f"{ours['batch'] / best:.2f}{TIMES}",
+             f"{saved['prefill_saved'] / saved['saved_at_most']:.1%}"]
+        )  # fmt: skip
+    names = [
+        f"{backend} {policy}{'' if defer or backend != 'pat' else ', nobody waits'}"
+        for backend, policy, defer in settings
+    ]
+    head = ["shared/own tokens, by", "pool", "`batch`", *names, "`batch` / best other", "prefill saved, of what can be"]
+    some = result["records"][0]
+    return (
+        f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, {some['requests']} requests, answers of "
+        f"{some['answer']} tokens, {result['device']['date']}. Requests a second; two numbers are of the sorted and the shuffled file."
+    )
 
 
 def soak() -> str:
@@ -436,6 +358,8 @@ PAGES = {
         "verify",
         "serving_verify",
         "serving_mixed",
+        "kernels_low_bit",
+        "batch",
         "ablations",
         "cpu",
         "cpu_extend",
@@ -445,8 +369,10 @@ PAGES = {
 }
 """Which tables stand where."""
 SECTIONS: dict[str, Callable[[], str]] = {
-    "kernels": kernels, "kernels_fp8": kernels_fp8, "verify": verify, "serving_verify": serving_verify, "serving_mixed": serving_mixed, "ablations": ablations, "serving": serving, "serving_records": serving_records, "steps": steps,
-    "soak": soak, "cpu": cpu, "cpu_extend": cpu_extend, "planning": planning, "packing": packing, "estimates": estimates,
+    "kernels": kernel_tables.kernels, "kernels_fp8": kernel_tables.kernels_fp8, "kernels_low_bit": kernel_tables.kernels_low_bit,
+    "verify": kernel_tables.verify, "ablations": kernel_tables.ablations, "serving": serving, "serving_records": serving_records,
+    "serving_verify": serving_verify, "serving_mixed": serving_mixed, "batch": batch, "steps": steps, "soak": soak, "cpu": cpu,
+    "cpu_extend": cpu_extend, "planning": planning, "packing": packing, "estimates": estimates,
 }  # fmt: skip
 
 

@@ -1,0 +1,134 @@
+"""Tables of attention alone, from what `kernels.py` and `low_bit_kernels.py` left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tables import RIVALS, SHOWN, TIMES, bold, load, mean, table
+
+
+def advantage(record: dict[str, Any]) -> float:
+    """Of PAT over the best of the others."""
+    return min(record["rivals"].values()) / record["pat_us"]
+
+
+def tree_rows(
+    records: list[dict[str, Any]], rivals: Iterable[str], before: Callable[[dict[str, Any]], list[str]], after: Callable[[dict[str, Any]], list[str]]
+) -> list[list[str]]:  # fmt: skip
+    """A row for each tree with SHOWN heads: its name, cells `before`, the times of PAT and its rivals, the best over PAT, cells `after`."""
+    rows = []
+    for record in records:
+        if record["heads"] == SHOWN and record["page_size"] == 1:
+            times = {"pat": record["pat_us"], **{name: record["rivals"].get(name) for name in rivals}}
+            cells = bold(times, lambda us: f"{us:,.1f}")
+            best = f"{advantage(record):.2f}{TIMES}"
+            rows.append([f"`{record['tree']}`", *before(record), *cells, best, *after(record)])
+    return rows
+
+
+def kernels() -> str:
+    result = load("kernels-h200.json")
+    records = result["records"]
+    rows = tree_rows(records, RIVALS, lambda record: [f"{record['floor_us']:,.1f}"], lambda record: [])
+    ratios = [advantage(record) for record in records]
+    shared = [advantage(record) for record in records if not record["tree"].startswith("256_")]
+    device = result["device"]
+    note = (
+        f"{device['name']} ({device['read_tbps']} TB/s read), torch {device['torch']}, {device['date']}. All "
+        f"{len(records)} cases (20 trees {TIMES} 32/32, 16/8, 32/8, 64/8 heads {TIMES} page sizes 1 and 32): faster than the best of the "
+        f"others in {sum(ratio > 1 for ratio in ratios)}, by {min(ratios):.2f} to {max(ratios):.2f} times, "
+        f"{mean(shared):.2f} times on average where anything is shared."
+    )
+    head = ["tree", "floor, us", "PAT", *RIVALS.values(), "best / PAT"]
+    return f"{table(head, rows)}\n\n{note}"
+
+
+def kernels_fp8() -> str:
+    result = load("kernels-fp8-h200.json")
+    records = result["records"]
+    rows = tree_rows(
+        records, ("flashinfer", "fa3"), lambda record: [], lambda record: [f"{record['bf16_us'] / record['pat_us']:.2f}{TIMES}"]
+    )  # fmt: skip
+    ratios = [advantage(record) for record in records]
+    device = result["device"]
+    note = (
+        f"{device['name']}, torch {device['torch']}, {device['date']}. All {len(ratios)} cases (20 trees {TIMES} 32/32, 16/8, 32/8, 64/8 heads, "
+        f"and unshared batches with 32/8 and 64/8): faster than the best of the others in {sum(ratio > 1 for ratio in ratios)}, by "
+        f"{min(ratios):.2f} to {max(ratios):.2f} times. Errors against float64 on what the cache holds: PAT's at most "
+        f"{max(record['pat_error'] for record in records):.1e}, FlashInfer's {worst(result, 'flashinfer'):.1e}, FA3's "
+        f"{worst(result, 'fa3'):.1e} (it rounds Q to 8 bits too)."
+    )
+    return f"{table(['tree, us', 'PAT', 'FlashInfer', 'FA3', 'best / PAT', 'PAT with a bf16 cache / PAT'], rows)}\n\n{note}"
+
+
+def kernels_low_bit() -> str:
+    result = load("kernels-lowbit-h200.json")
+    cases: dict[str, dict[int, dict[str, Any]]] = {}
+    for record in result["records"]:
+        cases.setdefault(f"`{record['tree']}`", {})[record["bits"]] = record
+    rows = []
+    for tree, by_bits in cases.items():
+        four, two = by_bits[4], by_bits[2]
+        theirs = {
+            form: min(us for name, us in four["rivals"].items() if name.endswith(form)) for form in ("bf16", "fp8")
+        }
+        times = {
+            "4": four["pat_tail_us"],
+            "2": two["pat_tail_us"],
+            "fp8": four["own_us"]["fp8"],
+            "bf16": four["own_us"]["bf16"],
+        }
+        rows.append(
+            [tree, *bold({**times, **{f"their {form}": us for form, us in theirs.items()}}, lambda us: f"{us:,.1f}"),
+             f"{times['fp8'] / times['4']:.2f}{TIMES}", f"{times['bf16'] / times['4']:.2f}{TIMES}", f"{four['store_us']:.1f}"]
+        )  # fmt: skip
+    device = result["device"]
+    errors = {bits: max(case[bits]["pat_error"] for case in cases.values()) for bits in (4, 2)}
+    note = (
+        f"{device['name']}, torch {device['torch']}, {device['date']}, {SHOWN} heads, pages of 64 tokens, cold L2. Errors against float64 on what "
+        f"the pages hold: at most {errors[4]:.1e} with 4 bits, {errors[2]:.1e} with 2."
+    )
+    head = [
+        "tree, us", "4 bits", "2 bits", "PAT, fp8", "PAT, bf16", "best other, bf16", "best other, fp8", "fp8 / 4 bits", "bf16 / 4 bits",
+        "store of a token each",
+    ]  # fmt: skip
+    return f"{table(head, rows)}\n\n{note}"
+
+
+def verify() -> str:
+    """Verify steps by the rows that a KV head has of each request: its query heads, once for each token of a draft."""
+    result = load("verify-h200.json")
+    groups: dict[tuple[bool, int], list[dict[str, Any]]] = {}
+    for record in result["records"]:
+        heads, kv_heads = map(int, record["heads"].split("/"))
+        shared = "," in record["tree"]
+        groups.setdefault((not shared, heads // kv_heads * record["tokens"]), []).append(record)
+    rows = []
+    for (unshared, size), records in sorted(groups.items()):
+        ratios = [advantage(record) for record in records]
+        cases = ", ".join(dict.fromkeys(f"{record['tokens']} with {record['heads']}" for record in records))
+        rows.append(
+            ["nothing" if unshared else "prefixes", str(size), cases, f"{sum(ratio >= 1 for ratio in ratios)} of {len(ratios)}",
+             f"{min(ratios):.2f} to {max(ratios):.2f}{TIMES}", f"{mean(ratios):.2f}{TIMES}"]
+        )  # fmt: skip
+    device = result["device"]
+    note = (
+        f"{device['name']}, torch {device['torch']}, {device['date']}, page size 1, cold L2: {len(result['records'])} cases, 20 trees "
+        f"{TIMES} 32/32, 16/8, 32/8, 64/8 heads {TIMES} 2, 4, 8 tokens, and unshared batches, beside FA3. Errors against float64: PAT's at "
+        f"most {max(record['pat_error'] for record in result['records']):.1e}, FA3's {worst(result, 'fa3'):.1e}."
+    )
+    head = ["shared", "rows", "tokens of a draft, heads", "PAT ahead in", "FA3 / PAT", "mean"]
+    return f"{table(head, rows)}\n\n{note}"
+
+
+def worst(result: dict[str, Any], rival: str) -> float:
+    """The greatest error that a rival made."""
+    return max(record["rival_errors"][rival] for record in result["records"] if rival in record["rival_errors"])
+
+
+def ablations() -> str:
+    result = load("kernel-ablations-h200.json")
+    names = list(result["records"][0]["us"])
+    rows = [[f"`{row['tree']}`", *(f"{row['us'][name]:,.0f}" for name in names)] for row in result["records"]]
+    return table(["tree, us", *names], rows)
