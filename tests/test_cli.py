@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,9 @@ def test_work_that_is_interrupted_is_not_done(
 def test_ctrl_c_ends_top_quietly() -> None:
     with port(http(info())) as server:
         command = [*COMMAND, "top", "--url", server.url, "--interval", "60"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        # A shell lets what it starts in the background ignore SIGINT, the tests too. The function takes no lock that another thread may hold.
+        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)  # noqa: PLW1509
         assert process.stdout is not None
         while "both should be 0" not in process.stdout.readline():
             assert process.poll() is None
