@@ -27,6 +27,7 @@ def register() -> None:
     compat.pool.after_row_headroom(widened)
     if os.environ.get("SGLANG_PAT_KV"):
         compat.pool.around_sizes(cell_size, pool_sizes)
+        compat.pool.around_pool(make_pool)
     if platform.is_chosen():
         # Imported here because it imports torch.
         from sglang_pat.platform import speculation
@@ -41,7 +42,13 @@ def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
 
     Raises:
         AssertionError: SGLang does not serve the model with the other backend that was chosen beside `pat`.
+        UnsupportedError: `SGLANG_PAT_KV` is set, and this server on a GPU cannot have it.
     """
+    if os.environ.get("SGLANG_PAT_KV"):
+        # Imported when it is needed, as it imports torch.
+        from sglang_pat.backend import low_bit
+
+        low_bit.prepare(server_args)
     chosen = compat.arguments.backends_chosen(server_args)
     if "pat" in chosen and compat.arguments.lists_backends(server_args):
         try:
@@ -66,6 +73,13 @@ def pool_sizes(*arguments: Any) -> Any:
     from sglang_pat.backend import low_bit
 
     return low_bit.pool_sizes(*arguments)
+
+
+def make_pool(*arguments: Any, **options: Any) -> Any:
+    """`low_bit.make_pool`, likewise."""
+    from sglang_pat.backend import low_bit
+
+    return low_bit.make_pool(*arguments, **options)
 
 
 def widened(headroom: int) -> int:

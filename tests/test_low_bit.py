@@ -194,7 +194,14 @@ def test_indices_that_there_are_not_are_refused(form: str) -> None:
         ((48, 48), 0, "cpu", "a head dimension of 48 (multiples of 32 up to 256 are)"),
         ((192, 128), 0, "cpu", "head dimensions of 192 (K) and 128 (V)"),
         ((128, 128), 100, "cpu", "windows with a KV cache of int4"),
-        ((128, 128), 0, "cuda", "a KV cache of int4"),
+        ((128, 128), 0, "cuda", None),
+        (
+            (96, 96),
+            0,
+            "cuda",
+            "head dimensions of 96 (K) and 96 (V) with a KV cache of int4 on a GPU (64 and 128 for both are)",
+        ),
+        ((128, 128), 100, "cuda", "windows, drafts and extends with a KV cache of int4 on a GPU"),
     ],
 )
 def test_what_is_not_kept_in_few_bits(

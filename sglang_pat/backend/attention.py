@@ -11,14 +11,16 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat
-from sglang_pat.backend import support, verify, windows
+from sglang_pat.backend import low_bit, paged, support, verify, windows
 from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.groups import LayerGroup, LayerGroups
 from sglang_pat.backend.low_bit_pool import LowBitKVPool
+from sglang_pat.backend.low_bit_prefill import LowBitPrefill
 from sglang_pat.backend.metrics import Metrics
 from sglang_pat.backend.prefill import Prefill
 from sglang_pat.config import PatConfig
+from sglang_pat.kernels.low_bit import PAGE_TOKENS
 from sglang_pat.radix_bridge import Observer, hooks
 from sglang_pat.radix_bridge.trace import TraceWriter
 
@@ -38,9 +40,9 @@ class PatAttnBackend(AttentionBackend):
     or `forward_extend` for each layer.
 
     Attributes:
-        inner: SGLang's backend for prefill; None where the user chose one.
+        inner: SGLang's backend for prefill; None where the user chose one, or no stock backend can read the pool.
         groups: The model's layers, with their executors and planners.
-        prefill: Divides extends; None without `inner`.
+        prefill: Divides extends, or runs all of them where KV has few bits on a GPU; None where the user chose another backend.
         observer: Follows the prefix cache for all groups.
         rows, seq_lens: Of the current step: each request's row of `req_to_token`, and its length, a draft included; int64, on the device.
     """
@@ -100,16 +102,31 @@ class PatAttnBackend(AttentionBackend):
             compat.batch.fence_table_reads()
         self._introduce(runner)
 
-    def _make_prefill(self, runner: ModelRunner) -> Prefill | None:
+    def _make_prefill(self, runner: ModelRunner) -> Prefill | LowBitPrefill | None:
+        group_of = functools.partial(self.groups.of, groups=self.groups.single)
+        if self._low_bit is not None and runner.device != "cpu":
+            return self._make_low_bit_prefill(self._low_bit, runner, group_of)
         if self.inner is None:
             return None
         extend = PackedExtend(runner, self.groups.single)
-        group_of = functools.partial(self.groups.of, groups=self.groups.single)
         return Prefill(runner, self.inner, extend, self.init_forward_metadata, self.forward_decode, group_of)
+
+    def _make_low_bit_prefill(
+        self, pool: LowBitKVPool, runner: ModelRunner, group_of: Callable[..., LayerGroup]
+    ) -> LowBitPrefill:
+        step = compat.arguments.prefill_step(runner.server_args, self.max_context_len)
+        pages = low_bit.workspace_pages(self.max_context_len, step)
+        shape = (2, pages, PAGE_TOKENS, pool.head_num, pool.head_dim)
+        workspace = torch.empty(shape, dtype=runner.dtype, device=runner.device)
+        name = compat.stock.prefill_backend(False, runner.kv_cache_dtype, scaled=False)
+        logger.info("sglang-pat: prefill runs on %s, over %.0f MiB of pages", name, workspace.nbytes / 2**20)
+        unpack = self.groups.single[0].executor.unpack
+        req_to_token = self.req_to_token_pool.req_to_token
+        return LowBitPrefill(pool, req_to_token, workspace, unpack, paged.ATTENTIONS[name](), group_of)
 
     @property
     def packs_extends(self) -> bool:
-        return self.prefill is not None
+        return isinstance(self.prefill, Prefill)
 
     def _introduce(self, runner: ModelRunner) -> None:
         """Log what was made."""
@@ -150,8 +167,7 @@ class PatAttnBackend(AttentionBackend):
         if forward_batch.forward_mode.is_decode() or self._verifies(forward_batch):
             self.init_forward_metadata_out_graph(forward_batch)
             self.init_forward_metadata_in_graph(forward_batch)
-        elif not forward_batch.forward_mode.is_idle() and self.inner is not None:
-            assert self.prefill is not None
+        elif not forward_batch.forward_mode.is_idle() and self.prefill is not None:
             check = functools.partial(check_plan, self.req_to_token_pool.req_to_token)
             self.prefill.begin(forward_batch, check if self.config.verify else None)
             self._expect(forward_batch)

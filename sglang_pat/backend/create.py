@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat, jit
-from sglang_pat.backend import support
+from sglang_pat.backend import layers, support
 from sglang_pat.backend.attention import PatAttnBackend
 from sglang_pat.backend.groups import LayerGroup, LayerGroups
 from sglang_pat.config import PatConfig
@@ -47,6 +47,8 @@ def create(runner: ModelRunner) -> AttentionBackend:
             jit.load("cpu")
         # None where the user chose another backend for prefill.
         prefills = compat.arguments.backends_chosen(runner.server_args)[0] == "pat"
+        if runner.device != "cpu" and layers.format_of(runner).is_low_bit:
+            prefills = False  # on neither a stock backend nor plans (low_bit_prefill.py)
         inner = stock_backend(runner, specs) if prefills else None
         groups = LayerGroups(runner, config, specs, extends=prefills)
         return PatAttnBackend(runner, config, groups, inner, trace_writer(runner, config, groups.steps[0]))

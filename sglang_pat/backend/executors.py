@@ -64,6 +64,9 @@ class Executor(Protocol):
     ) -> None:  # fmt: skip
         """Write new tokens to a pool of few bits; arguments as for `kernels.low_bit.store`. On a GPU a graph may capture it."""
 
+    def unpack(self, records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write what pages of few bits say; arguments as for `kernels.cuda.Decoder.unpack`."""
+
     def extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
@@ -136,6 +139,11 @@ class CpuExecutor:
         seq_lens: torch.Tensor, slots: torch.Tensor,
     ) -> None:  # fmt: skip
         low_bit.store(k, v, records, tail_k, tail_v, rows, seq_lens, slots, self._spec.kv.bits)
+
+    def unpack(self, records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        found = low_bit.unpack(records[pages], self._spec.kv.bits, self._spec.head_dim)
+        for to, numbers in zip((k, v), found, strict=True):
+            to[: len(pages)] = numbers
 
     def extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
@@ -224,13 +232,16 @@ class CudaExecutor:
     ) -> None:  # fmt: skip
         self._decoder.store(k, v, records, tail_k, tail_v, rows, seq_lens, slots)
 
+    def unpack(self, records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._decoder.unpack(records, pages, k, v)
+
     def extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
         seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
         sinks: torch.Tensor | None = None, pages: Pages | None = None,
     ) -> torch.Tensor:  # fmt: skip
         assert self._extender is not None
-        assert pages is None  # which is refused (features.py)
+        assert pages is None  # of which `low_bit_prefill.LowBitPrefill` runs extends
         out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
         self._extender.decode(
             q, k, v, out, req_to_token, rows, seq_lens, plan, self._partial, self._lse, scale=scale, logit_cap=logit_cap,

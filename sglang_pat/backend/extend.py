@@ -70,13 +70,13 @@ class PackedExtend:
         cached, added = self._tokens(batch)
         rows = batch.req_pool_indices[: len(added)].long()
         counts = torch.tensor(added, dtype=torch.int64)
-        self._rows = rows.repeat_interleave(_to(counts, rows.device), output_size=sum(added))
-        self._seq_lens = _to(_lengths(cached, added), rows.device)
+        self._rows = rows.repeat_interleave(to_device(counts, rows.device), output_size=sum(added))
+        self._seq_lens = to_device(lengths(cached, added), rows.device)
         named = self._named(batch, len(added))
         made = {group: self._plan(group, named, cached, added, check) for group in self._groups}
         if not self._everything and not self._pays(made):
             return None
-        self._plans = {group: _to(torch.from_numpy(plan.data), rows.device) for group, plan in made.items()}
+        self._plans = {group: to_device(torch.from_numpy(plan.data), rows.device) for group, plan in made.items()}
         self.count += 1
         self.shared += any(plan.shared for plan in made.values())
         if self._low_bit is not None:
@@ -88,7 +88,7 @@ class PackedExtend:
             longest = max(map(sum, zip(cached, added, strict=True)), default=0)
             self._window_table = mapping[self._req_to_token[rows, :longest].long()].int()
             places = torch.arange(len(added)).repeat_interleave(counts)
-            self._window_rows = _to(places, rows.device)
+            self._window_rows = to_device(places, rows.device)
         return parts
 
     def forward(
@@ -100,10 +100,7 @@ class PackedExtend:
         slots, pages = forward_batch.out_cache_loc, None
         if self._low_bit is not None:
             if not save_kv_cache or k is None:
-                raise UnsupportedError(
-                    f"layer {layer.layer_id} reads KV that another layer wrote, which a KV cache of 4 or 2 bits does not support: unset "
-                    "SGLANG_PAT_KV"
-                )
+                raise shared_kv(layer)
             kept_k, kept_v, pages = self._low_bit.extending(layer.layer_id, k, v, self._behind)
             self._low_bit.store(layer.layer_id, k, v, self._rows, self._seq_lens, slots)
         else:
@@ -186,7 +183,14 @@ class PackedExtend:
         return plan
 
 
-def _lengths(cached: list[int], added: list[int]) -> torch.Tensor:
+def shared_kv(layer: RadixAttention) -> UnsupportedError:
+    """The error for a layer that has no KV of its own, where KV has few bits."""
+    return UnsupportedError(
+        f"layer {layer.layer_id} reads KV that another layer wrote, which a KV cache of 4 or 2 bits does not support: unset SGLANG_PAT_KV"
+    )
+
+
+def lengths(cached: Sequence[int], added: Sequence[int]) -> torch.Tensor:
     """How many tokens each new token sees, itself included: [tokens] int64."""
     counts = torch.tensor(added, dtype=torch.int64)
     firsts = torch.tensor([0, *accumulate(added)][:-1], dtype=torch.int64)
@@ -194,6 +198,6 @@ def _lengths(cached: list[int], added: list[int]) -> torch.Tensor:
     return before.repeat_interleave(counts) + torch.arange(1, sum(added) + 1)
 
 
-def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy to the device, asynchronously."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -70,13 +70,16 @@ class LowBitKVPool(MHATokenToKVPool):
         k, v = self._tails[:, layer_id - self.start_layer]
         return k, v
 
+    def full_pages(self, layer_id: int) -> torch.Tensor:
+        """The layer's records."""
+        return self.records[layer_id - self.start_layer]
+
     def store(
         self, layer_id: int, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor
     ) -> None:  # fmt: skip
         """Write new tokens; arguments as for `kernels.low_bit.store`. `k`, `v` and `slots` may have padding behind the tokens."""
-        k, v = (self._of_heads(x)[: len(rows)] for x in (k, v))
-        records = self.records[layer_id - self.start_layer]
-        self._store(k, v, records, *self.tails(layer_id), rows, seq_lens, slots[: len(rows)].long())
+        k, v = (self.of_heads(x)[: len(rows)] for x in (k, v))
+        self._store(k, v, self.full_pages(layer_id), *self.tails(layer_id), rows, seq_lens, slots[: len(rows)].long())
 
     def decoding(
         self, layer_id: int, rows: torch.Tensor, seq_lens: torch.Tensor
@@ -90,17 +93,18 @@ class LowBitKVPool(MHATokenToKVPool):
         self, layer_id: int, k: torch.Tensor, v: torch.Tensor, behind: Behind
     ) -> tuple[torch.Tensor, torch.Tensor, low_bit.Pages]:
         """The same for an extend. Call it before the new tokens, K and V [tokens, ...], are stored."""
-        k, v = (self._of_heads(x)[: len(behind.tails)] for x in (k, v))
+        k, v = (self.of_heads(x)[: len(behind.tails)] for x in (k, v))
         if behind.places is not None:
             before = self.tails(layer_id)
             k, v = (torch.cat([tail.flatten(0, 1), x])[behind.places] for tail, x in zip(before, (k, v), strict=True))
         return k, v, self._pages(layer_id, behind.tails)
 
-    def _of_heads(self, x: torch.Tensor) -> torch.Tensor:
+    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """K or V of new tokens as [tokens, kv_heads, head_dim], in the dtype of tails."""
         return x.reshape(-1, self.head_num, self.head_dim).to(self._tails.dtype)
 
     def _pages(self, layer_id: int, tails: torch.Tensor | None) -> low_bit.Pages:
-        return low_bit.Pages(self.records[layer_id - self.start_layer], self.form.bits, tails)
+        return low_bit.Pages(self.full_pages(layer_id), self.form.bits, tails)
 
 
 def pool_class(form: KVFormat) -> type[LowBitKVPool]:

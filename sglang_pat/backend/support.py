@@ -141,17 +141,35 @@ def check_low_bit(runner: Any, environment: Mapping[str, str] = os.environ) -> N
     asked = environment.get("SGLANG_PAT_KV")
     if not asked:
         return
-    problem = None
-    if runner.device != "cpu":
-        problem = "on a GPU, where no kernel reads it yet"
+    on_gpu = runner.device != "cpu"
+    problem = low_bit_gpu_problem() if on_gpu else None
+    if problem is not None:
+        pass
     elif compat.pool.is_fp8(runner.kv_cache_dtype):
         problem = "for a checkpoint that wants 8 bits"
+    elif on_gpu and not layers.format_of(runner).is_low_bit:
+        problem = "for a model whose KV SGLang keeps in pools of another kind"
+    elif on_gpu and compat.stock.prefill_backend(False, runner.kv_cache_dtype, scaled=False) == "triton":
+        problem = "on this GPU without FlashInfer, whose attention its prefill needs"
     elif not all(map(compat.model.decodes, compat.model.attention_layers(runner))):
         problem = "for encoders"
     if problem is not None:
-        raise UnsupportedError(
-            f"--attention-backend pat does not support a KV cache of {asked} (SGLANG_PAT_KV) {problem}: unset it"
-        )
+        raise low_bit_refusal(asked, problem)
+
+
+def low_bit_refusal(asked: str, problem: str) -> UnsupportedError:
+    """The error that refuses `SGLANG_PAT_KV=asked`; `problem` says where it is not supported."""
+    return UnsupportedError(
+        f"--attention-backend pat does not support a KV cache of {asked} (SGLANG_PAT_KV) {problem}: unset it"
+    )
+
+
+def low_bit_gpu_problem() -> str | None:
+    """Why servers on GPUs have no KV of less than 8 bits with this SGLang, as for `low_bit_refusal`; None if they have. What this returns refuses it
+    before anything starts."""
+    if compat.release() != "0.5.17":
+        return f"on a GPU with SGLang {compat.release()} (0.5.17 has it)"
+    return None
 
 
 def check_hybrid(runner: Any, name: str) -> None:
@@ -230,6 +248,8 @@ def _spec_problem(spec: AttentionSpec, device: capabilities.Device, drafted: int
     if spec.window and drafted and device == "cuda":
         # The kernels can (tests/test_cuda_kernel.py), but no server has run with it.
         return "drafts behind a window"
+    if spec.sinks and spec.kv.is_low_bit and device == "cuda":
+        return f"attention sinks with a KV cache of {spec.kv.name} on a GPU"
     return capabilities.refusal(spec, device)
 
 

@@ -60,6 +60,13 @@ def disable_graphs(server_args: Any) -> None:
         config.decode.backend = config.prefill.backend = Backend.DISABLED
 
 
+def disable_prefill_graphs(server_args: Any) -> None:
+    """Turn device graphs of prefill off, after 0.5.17 has decided about graphs."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    server_args.cuda_graph_config.prefill.backend = Backend.DISABLED
+
+
 def use_one_pool(server_args: Any) -> None:
     """Keep the KV of all layers in one pool on 0.5.17, which cannot make a pool for windows on a plugin's platform
     (kv_cache_configurator.py, `_build_oot_mha_kv_pool`)."""

@@ -20,6 +20,24 @@ def around_sizes(cell_size: Callable[..., int], pool_sizes: Callable[..., Any]) 
     HookRegistry.register(f"{configurator}.calculate_pool_sizes", pool_sizes, HookType.AROUND)
 
 
+def around_pool(hook: Callable[..., Any]) -> None:
+    """Call `hook(build, configurator, **arguments)` in place of `build`, which makes the pool of a model whose layers all have K and V of one kind."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool"
+    HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def is_of_another_kind(configurator: Any) -> bool:
+    """Whether `DefaultPoolConfigurator` counts for a pool that `around_pool` does not see: with MLA, states, or sparse attention
+    (kv_cache_configurator.py, `_build_token_to_kv_pool`)."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import is_minimax_sparse
+
+    model = configurator.model_config
+    return configurator.use_mla_backend or mambaish_config(model) is not None or is_minimax_sparse(model.hf_config)
+
+
 def kv_shape(model_config: Any) -> tuple[int, int]:
     """(KV heads of this rank, head dimension of K), before there is a pool."""
     from sglang.srt.runtime_context import get_parallel

@@ -30,7 +30,7 @@ CUDA_DTYPES = ("float16", "bfloat16")
 
 KV_FORMATS: dict[Device, tuple[str, ...]] = {
     "cpu": ("float32", "float16", "bfloat16", *FP8.values(), "int4", "int2"),
-    "cuda": (*CUDA_DTYPES, *FP8.values()),
+    "cuda": (*CUDA_DTYPES, *FP8.values(), "int4", "int2"),
 }
 """The names in `packing.FORMATS` that each executor reads."""
 
@@ -91,15 +91,15 @@ def low_bit_problem(head_dim: int, v_head_dim: int) -> str | None:
     return None
 
 
-def pages_problem(spec: AttentionSpec, arch: str, limits: bool = False) -> str | None:
-    """What in a spec with KV of few bits the CUDA kernels cannot compute. They have not run on a GPU, so `refusal` refuses all of it."""
+def pages_problem(spec: AttentionSpec, arch: str = "", limits: bool = False) -> str | None:
+    """What in a spec with KV of few bits the CUDA kernels cannot compute; on any GPU, if `arch` is empty."""
     form = f"a KV cache of {spec.kv.name} on a GPU"
     if spec.head_dim != spec.v_head_dim or spec.head_dim not in PAGES_HEAD_DIMS:
         dims = " and ".join(map(str, PAGES_HEAD_DIMS))
         return f"head dimensions of {spec.head_dim} (K) and {spec.v_head_dim} (V) with {form} ({dims} for both are)"
     if spec.window or spec.query_tokens > 1 or limits:
         return f"windows, drafts and extends with {form}"
-    if arch not in LARGE_SHARED:
+    if arch and arch not in LARGE_SHARED:
         return f"{form} of compute capability {arch}, which has too little shared memory"
     return None
 
@@ -108,6 +108,9 @@ def refusal(spec: AttentionSpec, device: Device) -> str | None:
     """What in a spec the device's executor cannot compute; None if it computes everything."""
     if spec.kv.name not in KV_FORMATS[device]:
         return f"a KV cache of {spec.kv.name}"
+    if spec.kv.is_low_bit:
+        windows = f"windows with a KV cache of {spec.kv.name}" if spec.window else None
+        return pages_problem(spec) if device == "cuda" else windows or low_bit_problem(spec.head_dim, spec.v_head_dim)
     if device == "cuda":
         dims = spec.head_dim, spec.v_head_dim
         if dims in UNEQUAL_HEAD_DIMS or (dims[0] == dims[1] and dims[0] in HEAD_DIMS):
@@ -120,9 +123,6 @@ def refusal(spec: AttentionSpec, device: Device) -> str | None:
         equal = ", ".join(map(str, HEAD_DIMS))
         unequal = ", ".join("{} for K with {} for V".format(*pair) for pair in UNEQUAL_HEAD_DIMS)
         return f"{wanted} on a GPU ({equal} for both K and V are, and {unequal})"
-    if spec.kv.is_low_bit:
-        windows = f"windows with a KV cache of {spec.kv.name}" if spec.window else None
-        return windows or low_bit_problem(spec.head_dim, spec.v_head_dim)
     for dim in (spec.head_dim, spec.v_head_dim):
         if dim % CPU_HEAD_DIM_STEP or dim > CPU_HEAD_DIM:
             return f"a head dimension of {dim} (multiples of {CPU_HEAD_DIM_STEP} up to {CPU_HEAD_DIM} are)"

@@ -11,7 +11,6 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_pat import compat
 from sglang_pat.backend import low_bit, support
-from sglang_pat.kernels.low_bit import PAGE_TOKENS
 from sglang_pat.platform import announce
 
 
@@ -26,8 +25,7 @@ class CpuPlatform(SRTPlatform):
         # SGLang would process images with CUDA.
         server_args.disable_fast_image_processor = True
         if low_bit.chosen(server_args) is not None:
-            server_args.page_size = server_args.page_size or PAGE_TOKENS
-            server_args.max_running_requests = server_args.max_running_requests or low_bit.MOST_REQUESTS
+            low_bit.choose_defaults(server_args)
         compat.arguments.use_one_pool(server_args)
         compat.arguments.disable_graphs(server_args)
 

@@ -23,6 +23,7 @@ decides which backend runs), the width of rows (left as it is there), and what m
 | `handle_model_specific_adjustments` | 0.5.23 | the same, through SGLang's `register_resolution_hook` |
 | `get_req_to_token_extra_context_len` | both | rows are too narrow for drafts at the end of the context (allocation_sizing.py); plugin.py |
 | `DefaultPoolConfigurator._compute_cell_size`, `calculate_pool_sizes` | both | with `SGLANG_PAT_KV`: how many tokens of 4 or 2 bits there is memory for; plugin.py |
+| `KVCacheConfigurator._build_mha_kv_pool` | both | with `SGLANG_PAT_KV` on a GPU: the class of the pool is fixed, unless a platform chooses it; plugin.py |
 | `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | both | on a CPU: the list of backends for draft models is fixed; platform/speculation.py |
 | `DraftBackendFactory._create_backend` | 0.5.17 | the same on a GPU: a stock backend replaces `pat` (0.5.23 was not run on a GPU); plugin.py |
 
