@@ -82,11 +82,11 @@ class Blocks(msgspec.Struct, frozen=True):
                 starts.append(starts[-1] + end - begin)
                 begin = end
         owners, counts, lengths = (torch.tensor(values, dtype=torch.int64) for values in (request_of, full, ends))
-        before, more, row = (torch.tensor(list(values), dtype=torch.int64) for values in (cached, added, rows))
+        old, new, row = (torch.tensor(list(values), dtype=torch.int64) for values in (cached, added, rows))
         columns = torch.arange(pages.shape[1] + 1)
 
         # Of a request with no new tokens nothing is read.
-        named = columns[:-1] < torch.where(more > 0, (before + more) // PAGE, 0)[:, None]
+        named = columns[:-1] < torch.where(new > 0, (old + new) // PAGE, 0)[:, None]
         own, inverse = torch.unique(pages[named], return_inverse=True)
         table_of = torch.zeros(len(row), len(columns), dtype=torch.int64)
         table_of[:, :-1][named] = inverse
@@ -99,14 +99,20 @@ class Blocks(msgspec.Struct, frozen=True):
         # Unfinished pages: what was cached is in the row's tail, the rest is new.
         owner = owners[behind, None]
         positions = PAGE * counts[behind, None] + torch.arange(PAGE)
-        first = (more.cumsum(0) - more)[owner]
-        new = first + torch.minimum(positions.clamp(min=before[owner]), lengths[behind, None] - 1) - before[owner]
-        is_old = positions < before[owner]
+        first = (new.cumsum(0) - new)[owner]
+        places = first + torch.minimum(positions.clamp(min=old[owner]), lengths[behind, None] - 1) - old[owner]
+        is_old = positions < old[owner]
         tails = row[owner] * PAGE + positions % PAGE
-        made = (own, new.flatten(), is_old.flatten().nonzero().flatten(), tails[is_old], table.int(), lengths.int())
-        sizes = torch.tensor(starts, dtype=torch.int32)
-        longest = int(sizes.diff().max()) if ends else 0
-        return cls(*(to_device(each.contiguous(), device) for each in (*made, sizes)), longest)
+        ends_of_blocks = torch.tensor(starts, dtype=torch.int32)
+
+        def there(tensor: torch.Tensor) -> torch.Tensor:
+            return to_device(tensor.contiguous(), device)
+
+        return cls(
+            pages=there(own), new=there(places.flatten()), old=there(is_old.flatten().nonzero().flatten()), tails=there(tails[is_old]),
+            table=there(table.int()), lengths=there(lengths.int()), starts=there(ends_of_blocks),
+            longest=int(ends_of_blocks.diff().max()) if ends else 0,
+        )  # fmt: skip
 
     @property
     def used(self) -> int:

@@ -114,7 +114,8 @@ class LowBitPrefill:
             blocks.fill_unfinished(workspace, tails, new)
         pool.store(number, k, v, call.rows, call.seq_lens, slots)
         self._unpack(pool.full_pages(number), blocks.pages, *self._workspace)
-        return self._attention(q, *self._workspace[:, : blocks.used], blocks, layer.scaling, layer.logit_cap)
+        found_k, found_v = self._workspace[:, : blocks.used]
+        return self._attention(q, found_k, found_v, blocks, layer.scaling, layer.logit_cap)
 
     def _full_pages(self, rows: torch.Tensor, cached: Sequence[int], added: Sequence[int]) -> torch.Tensor:
         """The pages of the pool that are full after the extend: [requests, most], int64 on the host. Waits for the GPU, once an extend."""
@@ -140,13 +141,13 @@ class LowBitPrefill:
             seen[own] = True
         calls, begin = [], 0
         counts = torch.tensor(added, dtype=torch.int64)
-        of_tokens = torch.tensor(rows, dtype=torch.int64).repeat_interleave(counts), lengths(cached, added)
-        of_tokens_there = tuple(to_device(each, device) for each in of_tokens)
+        rows_of_tokens = to_device(torch.tensor(rows, dtype=torch.int64).repeat_interleave(counts), device)
+        seq_lens = to_device(lengths(cached, added), device)
         for first, end in zip(firsts, [*firsts[1:], len(added)], strict=True):
             which = slice(first, end)
             tokens = slice(begin, begin + sum(added[which]))
             begin = tokens.stop
             if tokens.start < tokens.stop:
                 blocks = Blocks.of(pages[which], rows[which], cached[which], added[which], device)
-                calls.append(Call(tokens, *(each[tokens] for each in of_tokens_there), blocks))
+                calls.append(Call(tokens, rows_of_tokens[tokens], seq_lens[tokens], blocks))
         return calls

@@ -101,51 +101,51 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
     add_values(from, s, correction);
   }
 
-  // S^T = K Q^T of a page. No product waits for the one in front of it: those of codes, of zeros and of what codes begin with are summed up side by
-  // side, step by step. On the way sums are as large as if they began with the others.
+  // S^T = K Q^T of a page.
   __device__ __forceinline__ void score(const uint8_t* from, Scores& s) const {
-    constexpr int kUnitSteps = R::kUnit * R::kWordSteps;
-    static_assert(kUnitSteps % 2 == 0);
+    uint32_t scaled[kSteps][kBlocks][2];
     float zeros[kBlocks][4] = {}, bases[kBlocks][4] = {};
     const uint32_t minus[4] = {kMinusCodeBase, kMinusCodeBase, kMinusCodeBase, kMinusCodeBase};
     const int column = thread_of<4>() * 16;
 #pragma unroll
-    for (int i = 0; i < kChunks * kBlocks * 4; ++i) (&s[0][0][0])[i] = 0;
+    for (int i = 0; i < kSteps; i += 2) {
+      const uint4 scale = load(from + i * 32 + column), zero = load(from + R::kKeyZeros + i * 32 + column);
+      const uint32_t scales[2][2] = {{scale.x, scale.y}, {scale.z, scale.w}};
+      const uint32_t pairs[2][2] = {{zero.x, zero.y}, {zero.z, zero.w}};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint32_t a[4] = {pairs[j][0], pairs[j][0], pairs[j][1], pairs[j][1]};
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          const uint32_t (&q)[2] = q_[i + j][block];
+          uint32_t (&to)[2] = scaled[i + j][block];
+          to[0] = multiply_pair(q[0], scales[j][0]), to[1] = multiply_pair(q[1], scales[j][1]);
+          Product::mma(zeros[block], a, q[0], q[1]);
+          Product::mma(bases[block], minus, to[0], to[1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kChunks * kBlocks * 4; ++i)
+      (&s[0][0][0])[i] = zeros[i / 4 % kBlocks][i % 2] + bases[i / 4 % kBlocks][i % 2];
 #pragma unroll
     for (int unit = 0; unit < R::kUnits; ++unit) {
       uint32_t words[kChunks][R::kUnit];
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) R::load_words(words[chunk], from + R::kKeyCodes, chunk, unit);
 #pragma unroll
-      for (int i = 0; i < kUnitSteps; ++i) {
-        const int step = unit * kUnitSteps + i;
-        // Of this step and the next, if it is the first of two.
-        const uint8_t* const parameters = from + step / 2 * 64 + column;
-        const uint4 scale = load(parameters), zero = load(parameters + R::kKeyZeros);
-        const uint32_t scales[2] = {i % 2 ? scale.z : scale.x, i % 2 ? scale.w : scale.y};
-        const uint32_t pairs[2] = {i % 2 ? zero.z : zero.x, i % 2 ? zero.w : zero.y};
-        const uint32_t a[4] = {pairs[0], pairs[0], pairs[1], pairs[1]};
-        uint32_t scaled[kBlocks][2];
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-          const uint32_t (&q)[2] = q_[step][block];
-          scaled[block][0] = multiply_pair(q[0], scales[0]), scaled[block][1] = multiply_pair(q[1], scales[1]);
-          Product::mma(zeros[block], a, q[0], q[1]);
-          Product::mma(bases[block], minus, scaled[block][0], scaled[block][1]);
-        }
+      for (int i = 0; i < R::kUnit * R::kWordSteps; ++i) {
+        const int step = unit * R::kUnit * R::kWordSteps + i;
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
-          uint32_t codes[4];
-          R::key_operand(codes, words[chunk][i / R::kWordSteps], i % R::kWordSteps);
+          uint32_t a[4];
+          R::key_operand(a, words[chunk][i / R::kWordSteps], i % R::kWordSteps);
 #pragma unroll
           for (int block = 0; block < kBlocks; ++block)
-            Product::mma(s[chunk][block], codes, scaled[block][0], scaled[block][1]);
+            Product::mma(s[chunk][block], a, scaled[step][block][0], scaled[step][block][1]);
         }
       }
     }
-#pragma unroll
-    for (int i = 0; i < kChunks * kBlocks * 4; ++i)
-      (&s[0][0][0])[i] += zeros[i / 4 % kBlocks][i % 2] + bases[i / 4 % kBlocks][i % 2];
   }
 
   // O^T += V^T P^T of a page.
@@ -155,7 +155,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
     const uint4 low = load(own), high = load(own + 16);
     const uint32_t parameters[kChunks][2] = {{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}};
     uint32_t b[kChunks][kBlocks][2];
-    float bases[2][kBlocks][4] = {};  // of every other chunk, so that fewer products wait for each other
+    float bases[kBlocks][4] = {};
     const uint32_t minus[4] = {kMinusCodeBase, kMinusCodeBase, kMinusCodeBase, kMinusCodeBase};
 #pragma unroll
     for (int i = 0; i < kBlocks * 2; ++i) zero_[i / 2][i % 2] *= correction[i / 2][i % 2];
@@ -172,14 +172,13 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
           // Weights reach 2^8 (`kSlack`), and a scale the range of __half.
           b[chunk][block][half] = transpose(saturated_half_pair(two[0] * parameter.x, two[1] * parameter.x));
         }
-        Product::mma(bases[chunk % 2][block], minus, b[chunk][block][0], b[chunk][block][1]);
+        Product::mma(bases[block], minus, b[chunk][block][0], b[chunk][block][1]);
       }
     }
 #pragma unroll
     for (int i = 0; i < kSteps * kBlocks * 4; ++i) {
       float& o = (&o_[0][0][0])[i];
-      const int block = i / 4 % kBlocks, column = i % 2;
-      o = o * correction[block][column] + (bases[0][block][column] + bases[1][block][column]);
+      o = o * correction[i / 4 % kBlocks][i % 2] + bases[i / 4 % kBlocks][i % 2];
     }
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
