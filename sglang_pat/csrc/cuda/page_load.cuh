@@ -37,9 +37,10 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
   using Own::Own;
 
   // What is to be copied: a page's record if there are 64 tokens, so many of a tail if fewer, nothing if negative. A warp whose team leaves
-  // it nothing of an item has a chunk without tokens.
+  // it nothing of an item has a chunk without tokens. `from` is a slot of the page, or the tail's row, as it is loaded: what is computed of it here
+  // would wait for it, which took a quarter of a warp's time (benchmarks/NOTES.md, 2026-11-25). `place` is the chunk's first token in its tail.
   struct Chunk {
-    int first = 0, head = 0, tokens = -1;  // `first`: the page, or the token among all rows' tails
+    int from = 0, place = 0, head = 0, tokens = -1;
   };
 
   // At a cursor: tokens to the item's end, whether they begin with a page, and whether nothing of the item is behind the chunk.
@@ -56,10 +57,11 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
     ahead_.head = item.head;
     if (at_page(reader)) {
       ahead_.tokens = kTokens;
-      ahead_.first = int(unsigned(p_.req_to_token[item.slots + reader.begin]) / kTokens);
+      ahead_.from = p_.req_to_token[item.slots + reader.begin];
     } else {
       ahead_.tokens = max(0, min(kStepTokens, left(reader)));
-      if (ahead_.tokens > 0) ahead_.first = int(p_.rows[item.query]) * kTokens + reader.begin % kTokens;
+      ahead_.place = reader.begin % kTokens;
+      if (ahead_.tokens > 0) ahead_.from = int(p_.rows[item.query]);
     }
     if (last(reader))
       next_item(reader);
@@ -86,7 +88,8 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
   __device__ void copy_record(const Chunk& chunk, uint32_t to) const {
     constexpr int kBytes = S::R::kBytes, kAtOnce = kWarpSize * kCopyBytes;
     const int offset = lane_id() * kCopyBytes;
-    const uint8_t* const from = p_.records + uint64_t(chunk.first) * p_.page_bytes + uint32_t(chunk.head * kBytes) + offset;
+    const uint8_t* const from =
+        p_.records + uint64_t(unsigned(chunk.from) / kTokens) * p_.page_bytes + uint32_t(chunk.head * kBytes) + offset;
 #pragma unroll
     for (int i = 0; i < kBytes; i += kAtOnce)
       if (i + kAtOnce <= kBytes || i + offset < kBytes) copy16(to + i + offset, from + i);
@@ -95,7 +98,7 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
   __device__ void copy_tail(const Chunk& chunk, uint32_t to) const {
     constexpr int kRowCopies = kDim * 2 / kCopyBytes;
     const unsigned lane = lane_id(), column = lane % kRowCopies;
-    const uint64_t first = unsigned(chunk.first);
+    const uint64_t first = uint64_t(unsigned(chunk.from)) * kTokens + unsigned(chunk.place);
     const char* const k = static_cast<const char*>(p_.k) + chunk.head * p_.k_head + column * kCopyBytes;
     const char* const v = static_cast<const char*>(p_.v) + chunk.head * p_.v_head + column * kCopyBytes;
 #pragma unroll 1
