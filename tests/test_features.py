@@ -59,6 +59,8 @@ ASKED_BY: list[tuple[list[str], dict[str, str]]] = [
     (["--speculative-algorithm", "NGRAM"], {"SGLANG_PAT_KV": "int4"}),
     (["--enable-mixed-chunk"], {"SGLANG_PAT_KV": "int2"}),
     (["--enable-streaming-session"], {"SGLANG_PAT_KV": "int2"}),
+    (["--enable-memory-saver"], {"SGLANG_PAT_KV": "int4"}),
+    ([], {"SGLANG_PAT_KV": "int4", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}),
     (["--cuda-graph-backend-decode", "breakable"], {}),
     (["--enable-prefill-cp"], {}),
     (["--enable-nvidia-megakernel"], {}),
