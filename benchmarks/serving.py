@@ -22,6 +22,7 @@ import datetime
 import json
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -218,7 +219,11 @@ def run(server: Server, backend: str, workload: str, arguments: argparse.Namespa
 
 
 def make_parser(description: str | None, output: Path | None) -> argparse.ArgumentParser:
-    """What a benchmark is told that runs SGLang with each backend in turn, as steps.py and soak.py do too."""
+    """What a benchmark is told that runs SGLang with each backend in turn, as steps.py and soak.py do too.
+
+    SIGTERM, such as `timeout` sends, then stops its servers as Ctrl-C does: one that is left behind holds the GPU's memory.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a model's folder")
     parser.add_argument(
