@@ -142,7 +142,11 @@ def test_extends_that_begin_and_end_amid_a_page() -> None:
             assert torch.equal(kept[row, : length % 64], right[row, : length % 64])
 
 
-def test_sglang_counts_tokens_by_their_bits_and_leaves_room_for_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("device", "workspace"), [("cpu", 0), ("cuda", 2048 + 128 + 3)])
+def test_sglang_counts_tokens_by_their_bits_and_leaves_room_for_tails(
+    device: str, workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And on a GPU for the pages of one layer that an extend reads: a context of 131,072 tokens, chunks of 8,192."""
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -150,18 +154,21 @@ def test_sglang_counts_tokens_by_their_bits_and_leaves_room_for_tails(monkeypatc
     compat.pool.around_sizes(low_bit.cell_size, low_bit.pool_sizes)
     HookRegistry.apply_hooks()
     monkeypatch.setattr(compat.pool, "kv_shape", lambda model_config: (8, 128))
+    monkeypatch.setattr(compat.pool, "is_of_another_kind", lambda configurator: False)
     arguments = SimpleNamespace(
-        attention_backend="pat", prefill_attention_backend=None, decode_attention_backend=None, device="cpu", max_running_requests=15
+        attention_backend="pat", prefill_attention_backend=None, decode_attention_backend=None, device=device, max_running_requests=15,
+        chunked_prefill_size=8192,
     )  # fmt: skip
-    kvc = SimpleNamespace(server_args=arguments, model_config=None, model_dtype=torch.bfloat16)
+    model_config = SimpleNamespace(context_len=131_072)
+    kvc = SimpleNamespace(server_args=arguments, model_config=model_config, model_dtype=torch.bfloat16)
     for form, token in (("int4", 140), ("int2", 76)):
         monkeypatch.setenv("SGLANG_PAT_KV", form)
         configurator = object.__new__(DefaultPoolConfigurator)
         configurator._fixed_overhead_bytes = 0  # 0.5.23
         configurator._cell_size = configurator._compute_cell_size(kvc, 36)
         assert configurator._cell_size == 36 * 8 * token
-        left = 10**9 - 16 * 36 * 64 * 8 * 512
-        found = configurator.calculate_pool_sizes(10**9, 64).max_total_num_tokens
+        left = 2 * 10**9 - (16 * 36 + workspace) * 64 * 8 * 512
+        found = configurator.calculate_pool_sizes(2 * 10**9, 64).max_total_num_tokens
         assert found == left // (36 * 8 * token) // 64 * 64
     arguments.attention_backend = "triton"
     assert low_bit.chosen(arguments) is None
