@@ -98,7 +98,7 @@ class Server:
         self.pool.make_tails(len(case.table), case.k.dtype, decoder.store if decoder else None)
         self.pool._tails[:, 0] = self.tails
         workspace = torch.full((2, room, PAGE, KV_HEADS, case.k.shape[2]), torch.nan, dtype=case.k.dtype)
-        unpack = decoder.unpack if decoder else functools.partial(unpack_on_cpu, self.bits)
+        unpack = decoder.unpack if decoder else functools.partial(low_bit.unpack_to, bits=self.bits)
         table, workspace = case.table.to(self.device), workspace.to(self.device)
         return LowBitPrefill(self.pool, table, workspace, unpack, attention, lambda layer, **options: None)
 
@@ -117,11 +117,6 @@ class Server:
         found = torch.stack(self.pool.tails(0)).cpu()
         written = ~self.after.tails.isnan()
         return same and torch.equal(found[written], self.after.tails[written])
-
-
-def unpack_on_cpu(bits: int, records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    for to, numbers in zip((k, v), low_bit.unpack(records[pages].contiguous(), bits, k.shape[-1]), strict=True):
-        to[: len(pages)] = numbers
 
 
 @pytest.mark.parametrize("form", ["int4", "int2"])

@@ -141,9 +141,7 @@ class CpuExecutor:
         low_bit.store(k, v, records, tail_k, tail_v, rows, seq_lens, slots, self._spec.kv.bits)
 
     def unpack(self, records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        found = low_bit.unpack(records[pages], self._spec.kv.bits, self._spec.head_dim)
-        for to, numbers in zip((k, v), found, strict=True):
-            to[: len(pages)] = numbers
+        low_bit.unpack_to(records, pages, k, v, bits=self._spec.kv.bits)
 
     def extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,

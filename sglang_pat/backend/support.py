@@ -141,20 +141,26 @@ def check_low_bit(runner: Any, environment: Mapping[str, str] = os.environ) -> N
     asked = environment.get("SGLANG_PAT_KV")
     if not asked:
         return
+    problem = _low_bit_problem(runner)
+    if problem is not None:
+        raise low_bit_refusal(asked, problem)
+
+
+def _low_bit_problem(runner: Any) -> str | None:
+    """Where KV of less than 8 bits is not supported, as for `low_bit_refusal`."""
     on_gpu = runner.device != "cpu"
     problem = low_bit_gpu_problem() if on_gpu else None
     if problem is not None:
-        pass
-    elif compat.pool.is_fp8(runner.kv_cache_dtype):
-        problem = "for a checkpoint that wants 8 bits"
-    elif on_gpu and not layers.format_of(runner).is_low_bit:
-        problem = "for a model whose KV SGLang keeps in pools of another kind"
-    elif on_gpu and compat.stock.prefill_backend(False, runner.kv_cache_dtype, scaled=False) == "triton":
-        problem = "on this GPU without FlashInfer, whose attention its prefill needs"
-    elif not all(map(compat.model.decodes, compat.model.attention_layers(runner))):
-        problem = "for encoders"
-    if problem is not None:
-        raise low_bit_refusal(asked, problem)
+        return problem
+    if compat.pool.is_fp8(runner.kv_cache_dtype):
+        return "for a checkpoint that wants 8 bits"
+    if on_gpu and not layers.format_of(runner).is_low_bit:
+        return "for a model whose KV SGLang keeps in pools of another kind"
+    if on_gpu and compat.stock.prefill_backend(False, runner.kv_cache_dtype, scaled=False) == "triton":
+        return "on this GPU without FlashInfer, whose attention its prefill needs"
+    if not all(map(compat.model.decodes, compat.model.attention_layers(runner))):
+        return "for encoders"
+    return None
 
 
 def low_bit_refusal(asked: str, problem: str) -> UnsupportedError:
