@@ -5,13 +5,16 @@
     python benchmarks/serving.py --model MODEL --workloads trace --trace conversation_trace.jsonl --rates 0.5 1
 
 `gsp-GxPxL` is `bench_serving`'s generated-shared-prefix: G groups of P prompts with a system prompt of L tokens, 128 more
-of their own and 256 to generate, all at once. `random-N` is N prompts of 1,024 random tokens. Both are sent as text, of
-which the model's tokenizer may make other numbers of tokens. `trace` replays a Mooncake trace, sped up or slowed down to
+of their own and 256 to generate, all at once. `random-N` is N prompts of 1,024 random tokens and 256 to generate, `long-N` of 32,768 and
+2,048. They are sent as text, of which the model's tokenizer may make other numbers of tokens. `trace` replays a Mooncake trace, sped up or slowed down to
 a rate of requests a second; equal hash ids become equal tokens, and each prompt follows a system prompt of three levels,
 of 46, 348 and 2,123 tokens, of which 1, 4 and 16 exist (§8.1).
 `agreement` decodes the same prompts greedily and writes the tokens; the table at the end says how many agree.
 
-Every workload runs twice, the second run counts: the first compiles and fills caches, which are emptied in between.
+Every workload but `long-N` runs twice, the second run counts: the first compiles and fills caches, which are emptied in between. Before `long-N`
+runs, two of its prompts do.
+
+`--kv` names formats of the KV cache, each with a server of its own: SGLang's, or PAT's `int4` and `int2`.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from sglang_pat.estimate.prompts import TRACE_BLOCK
 RESULTS = Path(__file__).parent / "results"
 WORKLOADS = ("gsp-8x32x2048", "random-128", "agreement")
 SYSTEM = ((46, 1), (348, 4), (2123, 16))
+LOW_BIT = ("int4", "int2")
 VOCABULARY = 1000
 """Token ids below this are in every vocabulary."""
 
@@ -52,6 +56,7 @@ class Record(msgspec.Struct):
 
     `mean_tpot_ms` has each request once, those of three tokens too, `mean_itl_ms` each token. `step_ms` is what decode steps
     took at the end of the run, by the server's own log, while nothing was prefilled and as many requests ran as ever.
+    `kv` is the format of the KV cache if one was named, `pool` how many tokens it holds, `running` the most requests that ran at once.
     `date`: a file may have runs of several days.
     """
 
@@ -65,10 +70,16 @@ class Record(msgspec.Struct):
     output_tps: float
     mean_itl_ms: float | None = None
     step_ms: list[float] = []
+    kv: str | None = None
+    pool: int | None = None
+    running: int | None = None
     date: str = msgspec.field(default_factory=lambda: str(datetime.date.today()))
 
 
-def bench_serving(url: str, backend: str, workload: str, requests: int, arguments: list[str]) -> Record:
+def bench_serving(
+    url: str, backend: str, workload: str, requests: int, arguments: list[str], warm_up: list[str] | None = None
+) -> Record:
+    """`warm_up`: what runs first in place of the same."""
     # Another benchmark may run beside this one, on another GPU.
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.jsonl"
@@ -76,8 +87,8 @@ def bench_serving(url: str, backend: str, workload: str, requests: int, argument
             sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url, "--flush-cache",
             "--disable-tqdm", "--output-file", str(output), "--num-prompts", str(requests), *arguments,
         ]  # fmt: skip
-        for _ in range(2):
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        for more in (warm_up or [], []):
+            subprocess.run([*command, *more], check=True, stdout=subprocess.DEVNULL)
         result = json.loads(output.read_text().splitlines()[-1])
     if result["completed"] != requests:
         raise RuntimeError(f"{workload}: {result['completed']} of {requests} requests were answered")
@@ -198,6 +209,7 @@ def run(server: Server, backend: str, workload: str, arguments: argparse.Namespa
         for rate in arguments.rates:
             yield run_trace(server, backend, prompts, rate)
         return
+    warm_up: list[str] | None = None
     if shape := re.fullmatch(r"gsp-(\d+)x(\d+)x(\d+)", workload):
         groups, prompts, length = shape.groups()
         requests = int(groups) * int(prompts)
@@ -205,16 +217,21 @@ def run(server: Server, backend: str, workload: str, arguments: argparse.Namespa
             "--dataset-name", "generated-shared-prefix", "--gsp-num-groups", groups, "--gsp-prompts-per-group", prompts,
             "--gsp-system-prompt-len", length, "--gsp-question-len", "128", "--gsp-output-len", "256",
         ]  # fmt: skip
-    elif shape := re.fullmatch(r"random-(\d+)", workload):
-        requests = int(shape[1])
+    elif shape := re.fullmatch(r"(random|long)-(\d+)", workload):
+        requests = int(shape[2])
+        prompt, answer = ("1024", "256") if shape[1] == "random" else ("32768", "2048")
         options = [
-            "--dataset-name", "random-ids", "--random-input-len", "1024", "--random-output-len", "256",
+            "--dataset-name", "random-ids", "--random-input-len", prompt, "--random-output-len", answer,
             "--random-range-ratio", "1",
         ]  # fmt: skip
+        if shape[1] == "long":
+            warm_up = ["--num-prompts", "2", "--random-output-len", "64"]
     else:
-        raise SystemExit(f"--workloads: {workload} is none of gsp-GxPxL, random-N, trace, agreement")
-    record = bench_serving(server.url, backend, workload, requests, options)
-    record.step_ms = logged_steps(server.log.read_text(errors="replace"))
+        raise SystemExit(f"--workloads: {workload} is none of gsp-GxPxL, random-N, long-N, trace, agreement")
+    record = bench_serving(server.url, backend, workload, requests, options, warm_up)
+    log = server.log.read_text(errors="replace")
+    record.step_ms = logged_steps(log)
+    record.running = max(map(int, re.findall(r"Decode batch, #running-req: (\d+),", log)), default=None)
     yield record
 
 
@@ -235,15 +252,37 @@ def make_parser(description: str | None, output: Path | None) -> argparse.Argume
     return parser
 
 
-def log_of(options: argparse.Namespace, backend: str) -> Path:
+def add_kv(parser: argparse.ArgumentParser) -> None:
+    """`--kv`, for benchmarks that compare formats."""
+    parser.add_argument(
+        "--kv",
+        nargs="+",
+        default=[None],
+        metavar="FORMAT",
+        help="formats of the KV cache, SGLang's or PAT's int4, int2",
+    )
+
+
+def settings(options: argparse.Namespace) -> list[tuple[str, str | None]]:
+    """Each backend with each format that it has."""
+    return [(backend, kv) for kv in options.kv for backend in options.backends if backend == "pat" or kv not in LOW_BIT]
+
+
+def log_of(options: argparse.Namespace, backend: str, kv: str | None = None) -> Path:
     """Where a backend's log goes: beside the output, by its name, as another benchmark may run on another GPU."""
     output: Path = options.output
-    return output.with_name(f"{output.stem}-{backend}.log")
+    return output.with_name("-".join([output.stem, backend, *([kv] if kv else [])]) + ".log")
 
 
-def sglang_flags(options: argparse.Namespace) -> list[str]:
+def sglang_flags(options: argparse.Namespace, kv: str | None = None) -> list[str]:
     """What such options say to SGLang."""
-    return [*(["--load-format", "dummy"] if options.dummy else []), *options.server]
+    dtype = [] if kv is None or kv in LOW_BIT else ["--kv-cache-dtype", kv]
+    return [*(["--load-format", "dummy"] if options.dummy else []), *dtype, *options.server]
+
+
+def environment(kv: str | None) -> dict[str, str]:
+    """What says to PAT that KV has this format."""
+    return {"SGLANG_PAT_KV": kv} if kv in LOW_BIT else {}
 
 
 def main() -> None:
@@ -251,15 +290,16 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
     parser.add_argument("--trace", type=Path, help="a Mooncake trace, for the workload `trace`")
     parser.add_argument("--requests", type=int, default=60, help="of the trace")
+    add_kv(parser)
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="requests a second of the trace")
     arguments = parser.parse_args()
     if "trace" in arguments.workloads and arguments.trace is None:
         raise SystemExit("the workload trace needs --trace")
     result: dict[str, Any] = {"device": gpu(), "model": arguments.model.name, "records": [], "packing": {}}
     streams: dict[str, list[list[int]]] = {}
-    for backend in arguments.backends:
-        log = log_of(arguments, backend)
-        server = Server(arguments.model, backend, log, sglang_flags(arguments), on_cpu=False)
+    for backend, kv in settings(arguments):
+        log = log_of(arguments, backend, kv)
+        server = Server(arguments.model, backend, log, sglang_flags(arguments, kv), environment(kv), on_cpu=False)
         try:
             server.wait()
             for workload in arguments.workloads:
@@ -267,6 +307,7 @@ def main() -> None:
                     streams[backend] = agreement(server)
                     continue
                 for record in run(server, backend, workload, arguments):
+                    record.kv, record.pool = kv, server.pool()
                     result["records"].append(msgspec.to_builtins(record))
                     print(record, flush=True)
                     # After each one: a run that is cut short keeps what it has.

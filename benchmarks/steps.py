@@ -2,6 +2,7 @@
 
     python benchmarks/steps.py --model MODEL --dummy --backends pat fa3 flashinfer triton
     python benchmarks/steps.py --model MODEL --cells 8x512 8,256_2048,256
+    python benchmarks/steps.py --model MODEL --dummy --backends pat --kv fp8_e4m3 int4 int2 --cells 8x32768 128x4096
 
 A cell is BATCHxCONTEXT, where nothing is shared, or a tree of the kernels' benchmark. For each: what a step takes on the GPU;
 what the host needs for the metadata of a step in a steady state, and for a new plan; and the kernels and copies of one step.
@@ -49,6 +50,20 @@ SLEEP_CYCLES = 4_000_000
 """Two milliseconds in which the GPU waits, so that the host is ahead of it as it is in a server."""
 
 
+def fill(pool: Any, layer: int) -> None:
+    """Random numbers as a layer's KV, none of them infinite."""
+    if hasattr(pool, "full_pages"):
+        pool.full_pages(layer).random_(0, 0x3C)  # so that parameters, of 16 bits, are less than 1
+        for tails in pool.tails(layer):
+            tails.normal_()
+        return
+    for buffer in (pool.get_key_buffer(layer), pool.get_value_buffer(layer)):
+        if buffer.element_size() == 1:
+            buffer.view(torch.uint8).random_(0, 0x70)  # no NaN in either format of 8 bits
+        else:
+            buffer.normal_()
+
+
 class Runner:
     """SGLang's model runner, as its own `sglang.benchmark.one_batch` makes it."""
 
@@ -62,7 +77,8 @@ class Runner:
         load_plugins()
         parser = argparse.ArgumentParser()
         ServerArgs.add_cli_args(parser)
-        arguments = ["--model-path", str(options.model), "--attention-backend", backend, *serving.sglang_flags(options)]
+        flags = serving.sglang_flags(options, options.kv[0])
+        arguments = ["--model-path", str(options.model), "--attention-backend", backend, *flags]
         server_args = ServerArgs.from_cli_args(parser.parse_args(arguments))
         _set_envs_and_config(server_args)
         initialize_moe_config(server_args)
@@ -76,8 +92,7 @@ class Runner:
             self.scale_weights()
         torch.manual_seed(0)
         for layer in range(self.runner.model_config.num_hidden_layers):
-            pool.get_key_buffer(layer).normal_()
-            pool.get_value_buffer(layer).normal_()
+            fill(pool, layer)
 
     def scale_weights(self) -> None:
         """SGLang's random weights are so small that attention hardly moves the logits. With these it does, and what each
@@ -240,7 +255,7 @@ def child(options: argparse.Namespace) -> None:
             print(
                 f"  {cell}: " + ", ".join(f"{k} {v:.3f}" for k, v in record.items() if isinstance(v, float)), flush=True
             )
-            records.append({"backend": backend, **record})
+            records.append({"backend": backend, "kv": options.kv[0], **record})
         options.child.with_suffix(".json").write_text(json.dumps(records))
     torch.save(runner.generate(), options.child)
 
@@ -257,6 +272,7 @@ def compare(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = serving.make_parser(__doc__, RESULTS / "steps-h200.json")
     parser.add_argument("--cells", nargs="*", default=list(CELLS))
+    serving.add_kv(parser)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -268,20 +284,22 @@ def main() -> None:
     }  # fmt: skip
     outcomes = {}
     with tempfile.TemporaryDirectory() as folder:
-        for backend in options.backends:
-            to = Path(folder) / f"{backend}.pt"
-            arguments = [x for x in sys.argv[1:] if x not in options.backends and x != "--backends"]
-            command = [sys.executable, __file__, *arguments, "--backends", backend, "--child", str(to)]
-            log = serving.log_of(options, backend)
+        for backend, kv in serving.settings(options):
+            to = Path(folder) / f"{backend}-{kv}.pt"
+            # The last of an option given twice counts.
+            command = [sys.executable, __file__, *sys.argv[1:], "--backends", backend, "--child", str(to)]
+            command += ["--kv", kv] if kv else []
+            log = serving.log_of(options, backend, kv)
             with log.open("w") as errors:
-                code = subprocess.run(command, stderr=errors, env=os.environ, check=False).returncode
+                environment = {**os.environ, **serving.environment(kv)}
+                code = subprocess.run(command, stderr=errors, env=environment, check=False).returncode
             if to.with_suffix(".json").exists():
                 result["records"] += json.loads(to.with_suffix(".json").read_text())
             if code:
                 print(f"{backend} failed; see {log}", flush=True)
             else:
                 log.unlink()
-                outcomes[backend] = torch.load(to)
+                outcomes[f"{backend} {kv}" if kv else backend] = torch.load(to)
             result["agreement"] = compare(outcomes)
             options.output.write_text(json.dumps(result, indent=1) + "\n")
 

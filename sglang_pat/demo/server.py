@@ -122,8 +122,15 @@ class Server:
 
     def counters(self) -> dict[str, Any]:
         """PAT's counters."""
+        return self._info()["internal_states"][0]["pat"]
+
+    def pool(self) -> int:
+        """How many tokens its KV pool holds."""
+        return self._info()["max_total_num_tokens"]
+
+    def _info(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.url}/server_info", timeout=60) as response:
-            return json.load(response)["internal_states"][0]["pat"]
+            return json.load(response)
 
     def tail(self, lines: int = 30) -> str:
         """The end of its log."""
