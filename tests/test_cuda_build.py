@@ -79,7 +79,8 @@ def test_rows_that_see_some_of_an_item_compile_without_spills(tokens: int, limit
 
 
 @pytest.mark.parametrize(
-    ("form", "dim", "arch"), [("int4", 128, "9.0a"), ("int2", 128, "9.0a"), ("int2", 64, "8.0"), ("int4", 128, "8.0")]
+    ("form", "dim", "arch"),
+    [("int4", 128, "9.0a"), ("int2", 128, "9.0a"), ("int4", 64, "9.0a"), ("int2", 64, "8.0"), ("int4", 128, "8.0")],
 )
 def test_pages_of_few_bits_compile_without_spills(form: str, dim: int, arch: str) -> None:
     try:
@@ -88,7 +89,7 @@ def test_pages_of_few_bits_compile_without_spills(form: str, dim: int, arch: str
         pytest.skip("needs nvcc")
     found = resources.measure(cuda.Variant.of(AttentionSpec(1, 1, dim, dim, FORMATS[form]), arch))
     print(found)
-    assert found.spill_bytes == 0
+    assert found.spill_bytes == 0 and not found.serialized
     assert 0 < found.shared_bytes <= SHARED_LIMIT[arch]
 
 

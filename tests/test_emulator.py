@@ -68,6 +68,12 @@ CHANGES: dict[str, emulated.Change] = {
     "pages: an item's last chunk is not waited for": ("page_rows.cuh", "wait_copies<S::kStages - 1>();", ""),
     "pages: V of a tail is not zero behind its end": ("page_load.cuh", "      copy16_or_zero(place", "      if (valid) copy16_or_zero(place"),
     "pages: a full page's tail is overwritten before it is read": ("page_store.cuh", "if (!is_read) to_tail(own);", "to_tail(own);"),
+    "pages, wide: a record is converted before it is there": ("page_convert.cuh", "wait_copies<kAhead - 2>();", ""),
+    "pages, wide: what other threads copied is not waited for": ("page_convert.cuh", "        sync_threads(kProducerBarrier, kThreads);\n", ""),
+    "pages, wide: a stage is filled while it is in use": ("page_convert.cuh", "cursor_.wait_empty();\n    Panels::keys", "Panels::keys"),
+    "pages, wide: a record is overwritten while it is read": ("page_convert.cuh", "i < kAhead - 1; ++i) ask()", "i < kAhead; ++i) ask()"),
+    "pages, wide: V of a tail is not zero behind its end": ("page_convert.cuh", "if (first + i * kStride < left) x =", "x ="),
+    "pages, wide: narrow items do not wait for wide ones": ("page_wide.cuh", "    sync_threads(kTurnBarrier, S::kComputing);\n", ""),
     "unequal, narrow: V is copied as if it were as wide as K": ("narrow_load.cuh", "column < kVRowCopies", "column < kRowCopies"),
     "unequal, ring: V is copied as if it were as wide as K": ("ring.cuh", "(kIsV ? kVDim : kDim)", "kDim"),
     "unequal, 8 bits: V is copied as if it were as wide as K": ("convert.cuh", "(is_v ? kVDim : kDim)", "kDim"),
@@ -113,18 +119,25 @@ def cases(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
 
 
 def fault_of_pages(change: emulated.Change) -> str:
-    """The same where KV is in pages of few bits."""
-    tiles = capabilities.tile_table(ARCH, 128, kv_bytes=0)
+    """The same where KV is in pages of few bits. Q has the products' dtype: it is converted nowhere, which waits for all copies."""
+    dtype = torch.float16
+    tiles = TileTable(capabilities.query_tiles(ARCH, 128, 0), (capabilities.KV_TILE,), (), warp_m=capabilities.NARROW_M)
     shared = Batch([230] * 4 + [70, 500], [Node(0, 192, [0, 1, 2, 3])])
-    for batch in (shared, Batch([1500])):
-        case = Paged(batch, 8, 2, 128, "int4")
-        run = Run(case, emulated.Decoder(case.spec, tiles, ARCH, change), tiles)
+    wide = Batch([1000] * 60, [Node(0, 960, list(range(40))), Node(0, 704, list(range(40, 60)))])
+    for heads, kv_heads, batch in (
+        (8, 2, shared),
+        (8, 2, Batch([1500])),
+        (8, 2, wide),
+        (32, 1, Batch([130, 64, 300, 63, 100])),
+    ):
+        case = Paged(batch, heads, kv_heads, 128, "int4", dtype)
+        run = Run(case, emulated.Decoder(case.spec, tiles, ARCH, change, dtype), tiles)
         try:
             run.check_in_any_order(TOLERANCE[torch.bfloat16], seeds=3)
         except (AssertionError, RuntimeError) as error:
             return str(error) or "wrong results"
     for seed in range(8):
-        stored = Stored("int4", 2, 4, decoder=run.decoder)
+        stored = Stored("int4", 2, 4, run.decoder, dtype)
         run.decoder.seed(1000 * seed)
         for first, last in ((1, 40), (41, 110)):
             tokens = [(row, length, 128 * row + length - 1) for row in (0, 1) for length in range(first, last + 1)]

@@ -327,6 +327,16 @@ def test_pages_of_few_bits_are_not_cut(form: str) -> None:
     assert all(bound % 64 == 0 for bound in bounds) == FORMATS[form].is_low_bit
 
 
+@pytest.mark.parametrize("form", ["int4", "int2"])
+def test_a_prefix_in_few_bits_that_many_share_is_read_by_groups_of_warps_and_tails_by_single_ones(form: str) -> None:
+    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv_bytes=FORMATS[form].bytes)
+    config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS[form]), tiles, workers=132)
+    plan = make_plan(Batch([2_048 + 64 + 32] * 1024, [Node(0, 2_048, list(range(1024)))]), config)
+    shared = [item for item in plan.items if len(item.queries) > 1]
+    assert {item.tile.m for item in shared} == {192} and all(item.end <= 2_048 for item in shared)
+    assert {item.tile.m for item in plan.items if len(item.queries) == 1} == {8}
+
+
 @pytest.mark.parametrize(
     ("lengths", "bins"), [([512] * 32, 16), ([4096] * 8, 16), ([32_768], 16), ([512], 4), ([32_768] * 128, 33)]
 )

@@ -18,6 +18,7 @@ from trees import random_batch
 
 from sglang_pat.kernels import capabilities, cuda, low_bit
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, TileTable
+from sglang_pat.packing.oracle import make_plan
 
 pytestmark = pytest.mark.once
 
@@ -74,6 +75,13 @@ def test_long_items_are_shared_by_teams(form: str) -> None:
 def test_more_items_than_a_worker_looks_up_at_once(form: str) -> None:
     requests, heads = (5000, 8) if ON_GPU else (800, 1)
     check(case_of(Batch([5] * requests), heads, heads, form))
+    if not ARCH.startswith("9."):
+        return
+    # Wide ones among them: a worker then goes over its items twice.
+    shared = Batch([70] * 40 + [5] * requests, [Node(0, PAGE, list(range(40)))])
+    case, tiles = case_of(shared, heads, heads, form), TileTable(capabilities.query_tiles(ARCH, 128, 0), (64,), ())
+    run = Run(case, decoder_of(case.spec, tiles, case.q.dtype), tiles, "naive")
+    run.check_in_any_order(TOLERANCE[torch.bfloat16])
 
 
 @fewer_on_the_host
@@ -83,6 +91,48 @@ def test_tiles_of_both_sizes_in_one_bin(form: str) -> None:
     case = case_of(batch, 4, 2, form, sinks=ON_GPU or form == "int4")
     check(case, 0.0, "naive", seeds=2)
     check(case, 5.0, "naive")
+
+
+WIDE = {
+    "queries for the largest tile, and pages for more than the ring": (8, 2, Batch([660] * 40, [Node(0, 640, list(range(40)))])),
+    "tiles of each size, and single warps": (
+        8, 2, Batch([400] * 60, [Node(0, 320, list(range(18))), Node(0, 192, list(range(18, 44))), Node(0, 64, list(range(44, 48)))]),
+    ),
+    "requests with all their heads in a tile, so tails too": (32, 1, Batch([130, 64, 300, 63, 1, 400, 321, 127])),
+}  # fmt: skip
+"""Heads, KV heads and batches whose plans have items of more rows than a single warp computes, where tiles have no prices."""
+
+
+@pytest.mark.skipif(ON_GPU and not ARCH.startswith("9."), reason="only with wgmma")
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("form", DTYPES)
+@pytest.mark.parametrize("dim", [128, pytest.param(64, marks=[] if ON_GPU else pytest.mark.slow)])
+def test_wide_items(name: str, form: str, dim: int) -> None:
+    heads, kv_heads, batch = WIDE[name]
+    tiles = TileTable(capabilities.query_tiles(ARCH, dim, kv_bytes=0), (capabilities.KV_TILE,), ())
+    case = case_of(batch, heads, kv_heads, form, dim)
+    plan = make_plan(batch, case.config(tiles, emulated.WORKERS, "naive"))
+    assert any(item.tile.m > capabilities.NARROW_M for item in plan.items)
+    run = Run(case, decoder_of(case.spec, tiles, case.q.dtype), tiles, "naive")
+    for cap in (0.0, 5.0):
+        run.check_in_any_order(TOLERANCE[torch.bfloat16], cap, seeds=2)
+
+
+@pytest.mark.skipif(ON_GPU and not ARCH.startswith("9."), reason="only with wgmma")
+@fewer_on_the_host
+def test_numbers_beyond_16_bits_are_no_infinities_in_wide_items(form: str) -> None:
+    """As for single warps and for readers of whole pages: the others of a page are right."""
+    case, dim = case_of(Batch([128] * 9, [Node(0, 128, list(range(9)))]), 8, 2, form), 128
+    tiles = TileTable(capabilities.query_tiles(ARCH, dim, kv_bytes=0), (capabilities.KV_TILE,), ())
+    assert case.records is not None
+    first = 4 * dim + PAGE * dim * FORMATS[form].bits // 8  # of V's scales and zeros, a token's two together
+    parameters = case.records[..., first : first + 4 * PAGE].view(torch.float16)
+    parameters[..., ::2], parameters[..., 1::2] = 6e4, 0.0
+    run = Run(case, decoder_of(case.spec, tiles, case.q.dtype), tiles, "naive")
+    run.poison()
+    run.decode()
+    assert torch.isfinite(run.out).all()
+    assert 2e4 < run.out.float().max() < 6.6e4
 
 
 @pytest.mark.parametrize("form", DTYPES)

@@ -38,7 +38,7 @@ LOW_BIT_HEAD_DIM_STEP = 32
 """What head dimensions have to be a multiple of where KV has less than 8 bits (`LowBit` in csrc/cpu/low_bit.h)."""
 
 PAGES_HEAD_DIMS = (64, 128)
-"""Head dimensions of the CUDA kernels for pages of few bits (csrc/cuda/page_forward.cuh)."""
+"""Head dimensions of the CUDA kernels for pages of few bits (`Record` in csrc/cuda/low_bit.cuh)."""
 
 KV_TILE = 64
 """The n of every tile (`kTokens` in csrc/cuda/tiles.h)."""
@@ -53,11 +53,11 @@ def query_tiles(arch: str, head_dim: int, kv_bytes: int = 2) -> tuple[int, ...]:
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.
         head_dim: K's, one of HEAD_DIMS.
-        kv_bytes: Bytes of an element of KV; 0 for pages of few bits, which single warps read.
+        kv_bytes: Bytes of an element of KV; 0 for pages of few bits, which have wide items on Hopper only (csrc/cuda/page_wide.cuh).
     """
-    if kv_bytes == 0:
-        return 8, NARROW_M
-    return (8, 16, 64, 128, 192) if head_dim <= 128 and arch.startswith("9.") else (8, 16, 64)
+    if head_dim <= 128 and arch.startswith("9."):
+        return 8, NARROW_M, 64, 128, 192
+    return (8, NARROW_M) if kv_bytes == 0 else (8, NARROW_M, 64)
 
 
 def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bytes: int = 2) -> TileTable:
@@ -68,10 +68,10 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
         head_dim: K's, one of HEAD_DIMS.
         gpu: The GPU's name.
         table: Prices to use instead of the GPU's own table.
-        kv_bytes: Bytes of an element of KV; 0 for pages of few bits, whose tiles were not measured yet.
+        kv_bytes: Bytes of an element of KV; 0 for pages of few bits. Without wide tiles these have no prices.
     """
     tiles = query_tiles(arch, head_dim, kv_bytes)
-    if kv_bytes == 0:
+    if tiles[-1] == NARROW_M:
         return TileTable(tiles, (KV_TILE,), (), warp_m=NARROW_M)
     table = table or devices.find(arch, gpu)
     # Prices of 128 dimensions scaled up make worse plans than no prices (benchmarks/NOTES.md, 2026-11-23).

@@ -16,6 +16,11 @@ BY_ARCH = {"9": "h200", "8.0": "a100"}
 """The table for a GPU without its own, by its compute capability or the major part of that."""
 
 
+PAGES_TOKEN_FACTOR = 0.69
+"""Time per token of single warps over pages of few bits, as a part of that with KV of 8 bits: 376 us of 545 for `256_4096` with 4 bits (NVIDIA H200,
+benchmarks/NOTES.md, 2026-11-25). All other prices of pages are those of KV of 8 bits, which wide items convert likewise, until they are measured."""
+
+
 class TablesError(ValueError):
     """A file is not a table of tiles; the message says which file, and why."""
 
@@ -83,18 +88,22 @@ class GpuTable(msgspec.Struct, frozen=True):
             kv_tile: The only n.
             head_dim: The model's head dimension.
             warp_m: As `TileTable.warp_m`.
-            kv_bytes: Bytes of an element of KV.
+            kv_bytes: Bytes of an element of KV; 0 for pages of few bits.
         """
-        prices = {price.m: price for price in (self.prices_8bit if kv_bytes == 1 else self.prices)}
+        prices = {price.m: price for price in (self.prices_8bit if kv_bytes < 2 else self.prices)}
         if not all(m in prices for m in query_tiles):
             return None
         found = [prices[m] for m in query_tiles]
         scale = head_dim / self.head_dim
+        factors = [PAGES_TOKEN_FACTOR if kv_bytes == 0 and m <= warp_m else 1.0 for m in query_tiles]
         return TileTable(
             query_tiles,
             (kv_tile,),
             (),
-            tuple(price.token_ns * price.token_in_plans * scale for price in found),
+            tuple(
+                price.token_ns * price.token_in_plans * scale * factor
+                for price, factor in zip(found, factors, strict=True)
+            ),
             tuple(price.item_ns * price.item_in_plans for price in found),
             warp_m,
             self.part_token_ns * scale if kv_bytes == 2 else 0,

@@ -233,6 +233,25 @@ inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
   std::memcpy(&bits, products, 4);
   return bits;
 }
+inline uint32_t multiply_add_pair(uint32_t a, uint32_t b, uint32_t c) {
+  __half x[2], y[2], z[2];
+  std::memcpy(x, &a, 4), std::memcpy(y, &b, 4), std::memcpy(z, &c, 4);
+  // A product of two __half is exact in float; doubles round sums once.
+  const __half sums[2] = {__half(double(float(x[0])) * float(y[0]) + float(z[0])),
+                          __half(double(float(x[1])) * float(y[1]) + float(z[1]))};
+  uint32_t bits;
+  std::memcpy(&bits, sums, 4);
+  return bits;
+}
+inline uint32_t least_pair(uint32_t a, uint32_t b) {
+  __half x[2], y[2];
+  std::memcpy(x, &a, 4), std::memcpy(y, &b, 4);
+  for (int i = 0; i < 2; ++i)
+    if (std::isnan(float(y[i])) || float(y[i]) < float(x[i])) x[i] = y[i];
+  uint32_t bits;
+  std::memcpy(&bits, x, 4);
+  return bits;
+}
 inline float2 to_floats(uint32_t pair) {
   __half x[2];
   std::memcpy(x, &pair, 4);

@@ -29,14 +29,26 @@ class Items {
   __device__ Items(const Params& p, Assigned& assigned) : p_(p), assigned_(assigned) {}
 
   // Looks up the worker's items from `first` on, those whose tile is one of `ms`. Every thread has to call it; what was
-  // looked up before must not be in use any more. `kWarps` are there for items of up to 16 rows.
-  template <int kWarps>
+  // looked up before must not be in use any more. `kWarps` are there for items of up to 16 rows. Of a CTA with more threads than
+  // there is place for items, the first ones read.
+  template <int kWarps, int kCtaThreads = kThreads>
   __device__ void look_up(int first, int ms) {
     static_assert(Assigned::kWords >= kPhases && Assigned::kWords >= kWarps);
     const int thread = thread_of_cta(), warp = warp_id();
-    const Item item = read(first + thread, ms);
-    assigned_.items[thread] = item;
-    const int number = __syncthreads_count(item.phase != kNoItem);
+    int found;
+    if constexpr (kCtaThreads == kThreads) {
+      const Item item = read(first + thread, ms);
+      assigned_.items[thread] = item;
+      found = item.phase != kNoItem;
+    } else {
+      found = 0;
+      if (thread < kThreads) {
+        const Item item = read(first + thread, ms);
+        assigned_.items[thread] = item;
+        found = item.phase != kNoItem;
+      }
+    }
+    const int number = __syncthreads_count(found);
     if (thread == 0) {
       assigned_.parts_stay = p_.plan[kNumSlots] >= p_.plan[kBatch];
       assigned_.more = number == kThreads;
@@ -44,6 +56,12 @@ class Items {
     // Small batches have one; what may be left out counts for them (benchmarks/NOTES.md).
     if (number == 1 && warp == 0) sort_one<kWarps>();
     if (number != 1 && warp < kPhases) sort<kWarps>(Phase(warp), number);
+    __syncthreads();
+  }
+
+  // What other threads do meanwhile that neither read nor sort: those behind the first `kThreads`.
+  __device__ void attend() const {
+    __syncthreads_count(0);
     __syncthreads();
   }
 

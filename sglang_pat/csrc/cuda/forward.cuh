@@ -65,7 +65,9 @@ __device__ PAT_PHASE void run_wide(
     const Params& p, const Items<threads(kDim)>& items, ForwardMemory<Kv, kDim, kVDim, kMs>& memory,
     WideCursors<ForwardSizes<Kv, kDim, kVDim, kMs>::kStages, ForwardSizes<Kv, kDim, kVDim, kMs>::kBuffers>& cursors) {
   using S = ForwardSizes<Kv, kDim, kVDim, kMs>;
-  WideGroup<T, Kv, kDim, kVDim, S::kStages, S::kAhead>(p, items, memory.wide, memory.statistics, cursors).run();
+  using Memory = WideMemory<kDim, S::kStages, S::kAhead>;
+  WideGroup<T, Kv, kDim, kVDim, S::kStages, Memory, Items<threads(kDim)>>(p, items, memory.wide, memory.statistics, cursors)
+      .run();
 }
 
 template <typename T, typename Kv, int kDim, int kVDim, int kMs, int kM>

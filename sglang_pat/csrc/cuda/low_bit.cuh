@@ -68,7 +68,7 @@ struct Record {
   // By what results of V are too large: of the lower and the upper eight channels of a step.
   static constexpr int result_factor(int step, int upper) { return 1 << kBits * (step % kWordSteps * 2 + upper); }
 
- private:
+  // A word's codes at a place of both of its halves' lower bytes, as above.
   static __device__ __forceinline__ uint32_t at_place(uint32_t word, int place) {
     constexpr uint32_t kCode = ((1u << kBits) - 1) * 0x00010001;
     return mask_or(word, kCode << kBits * place, kCodeBase);

@@ -14,6 +14,7 @@
 #include "page_forward.cuh"
 #include "page_store.cuh"
 #include "page_unpack.cuh"
+#include "page_wide.cuh"
 
 #ifndef PAT_V_DIM
 #define PAT_V_DIM PAT_DIM
@@ -25,20 +26,29 @@ using tvm::ffi::TensorView;
 using Element = PAT_TYPE;
 using Kv = pat::KvFormat<Element, PAT_KV>;
 
-template <typename Kv, bool kPages>
+constexpr bool kHasWide = (PAT_QUERY_TILES & pat::kWideTiles) != 0;
+
+template <typename Kv, bool kPages, bool kWide>
 struct ForwardOf {
   using Memory = pat::ForwardMemory<Kv, PAT_DIM, PAT_V_DIM, PAT_QUERY_TILES>;
   static constexpr auto kKernel = pat::forward<Element, Kv, PAT_DIM, PAT_V_DIM, PAT_QUERY_TILES>;
   static constexpr int kThreads = pat::threads(PAT_DIM), kRecordBytes = 0;
 };
 template <typename Kv>
-struct ForwardOf<Kv, true> {
+struct ForwardOf<Kv, true, false> {
   static_assert(pat::kIsPages<Kv> && PAT_V_DIM == PAT_DIM && !pat::kMasks && !pat::kLimits);
   using Memory = pat::PageMemory<Kv, PAT_DIM>;
   static constexpr auto kKernel = pat::forward_pages<Element, Kv, PAT_DIM, PAT_QUERY_TILES>;
   static constexpr int kThreads = pat::kPageThreads, kRecordBytes = Memory::S::R::kBytes;
 };
-using Forward = ForwardOf<Kv, pat::kIsPages<Kv>>;
+template <typename Kv>
+struct ForwardOf<Kv, true, true> {
+  static_assert(pat::kIsPages<Kv> && PAT_V_DIM == PAT_DIM && !pat::kMasks && !pat::kLimits);
+  using Memory = pat::WidePagesMemory<Kv, PAT_DIM>;
+  static constexpr auto kKernel = pat::forward_wide_pages<Element, Kv, PAT_DIM, PAT_QUERY_TILES>;
+  static constexpr int kThreads = pat::threads(PAT_DIM), kRecordBytes = pat::Record<Kv::kBits, PAT_DIM>::kBytes;
+};
+using Forward = ForwardOf<Kv, pat::kIsPages<Kv>, kHasWide>;
 using Memory = Forward::Memory;
 
 constexpr auto kForward = Forward::kKernel;

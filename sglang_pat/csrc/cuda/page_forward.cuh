@@ -1,5 +1,4 @@
-// Forward over pages of few bits: as forward.cuh, but for items of up to 16 rows only. There are no wide items yet: tables of tiles for these
-// formats have none (`capabilities.query_tiles`).
+// Forward over pages of few bits: as forward.cuh, but for items of up to 16 rows only. Where there are wide ones too, page_wide.cuh does both.
 #pragma once
 
 #include "forward.cuh"

@@ -181,6 +181,19 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(c);
 }
 
+// a * b + c, rounded once.
+__device__ __forceinline__ uint32_t multiply_add_pair(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+// The lesser ones; NaN where either is.
+__device__ __forceinline__ uint32_t least_pair(uint32_t a, uint32_t b) {
+  uint32_t c;
+  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
 __device__ __forceinline__ float2 to_floats(uint32_t pair) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
 }

@@ -89,7 +89,7 @@ struct WideBarriers {
 
 // Brings Q of the items to shared memory, by the warps that fill the ring. Queries of the next item are read while this one's rows
 // are copied.
-template <typename T, typename Product, int kDim, int kBuffers>
+template <typename T, typename Product, int kDim, int kBuffers, typename WorkItems = Items<threads(kDim)>>
 class QueryProducer {
   static constexpr int kThreads = producer_threads(kDim);
   static constexpr int kRowThreads = row_threads(kDim * int(sizeof(T)));
@@ -97,7 +97,7 @@ class QueryProducer {
   static constexpr int kSourceElements = 16 / int(sizeof(T));
 
  public:
-  __device__ QueryProducer(const Params& p, const Items<threads(kDim)>& items, WideQueries<kDim> (&memory)[kBuffers],
+  __device__ QueryProducer(const Params& p, const WorkItems& items, WideQueries<kDim> (&memory)[kBuffers],
                            RingBarriers<kBuffers>& barriers)
       : p_(p), items_(items), memory_(memory), queries_(barriers) {}
 
@@ -171,7 +171,7 @@ class QueryProducer {
   }
 
   const Params& p_;
-  const Items<threads(kDim)>& items_;
+  const WorkItems& items_;
   WideQueries<kDim> (&memory_)[kBuffers];
   RingCursor<kBuffers> queries_;
   int queries_ahead_[kRows] = {}, targets_ahead_[kRows] = {};

@@ -26,15 +26,14 @@ struct WideCursors {
   RingCursor<kBuffers> queries;
 };
 
-template <typename T, typename Kv, int kDim, int kVDim, int kStages, int kAhead>
+template <typename T, typename Kv, int kDim, int kVDim, int kStages, typename Memory, typename WorkItems>
 class WideGroup {
   using P = Products<typename Kv::Product, kDim, kVDim>;
-  using Memory = WideMemory<kDim, kStages, kAhead>;
   using Ring = RingCursor<kStages>;
   static constexpr int kGroups = groups(kDim);
 
  public:
-  __device__ WideGroup(const Params& p, const Items<threads(kDim)>& items, Memory& memory, WideStatistics& statistics,
+  __device__ WideGroup(const Params& p, const WorkItems& items, Memory& memory, WideStatistics& statistics,
                        WideCursors<kStages, Memory::kBuffers>& cursors)
       : p_(p),
         items_(items),
@@ -221,7 +220,7 @@ class WideGroup {
   }
 
   const Params& p_;
-  const Items<threads(kDim)>& items_;
+  const WorkItems& items_;
   Memory& memory_;
   WideStatistics& statistics_;
   Ring &k_, &v_;

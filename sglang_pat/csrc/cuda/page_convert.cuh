@@ -1,0 +1,253 @@
+// The producer for pages of few bits: copies records to shared memory, and writes their numbers into the ring, in 16 bits. What is behind a request's
+// last full page becomes a stage of its own (`PageLoader` does likewise). The warps that compute see a ring like any other.
+#pragma once
+
+#include "low_bit.cuh"
+#include "ring.cuh"
+
+namespace pat {
+
+// K and V of wide items: the ring, and `kAhead` records that wait for their conversion.
+template <typename Kv, int kDim, int kStages, int kAhead>
+struct WidePageMemory {
+  static constexpr int kBuffers = query_buffers(true);
+  alignas(1024) uint8_t ring[kStages * kStageBytes<kDim>];
+  WideQueries<kDim> queries[kBuffers];
+  alignas(kCopyBytes) uint8_t records[kAhead][Record<Kv::kBits, kDim>::kBytes];
+};
+
+// A record as panels of the ring, by the four warps that fill it: each has 16 of its tokens. The numbers are those of `RecordReader`, rounded once:
+// scale, code and zero are of __half.
+template <int kBits, int kDim>
+class RecordPanels {
+  using R = Record<kBits, kDim>;
+  static constexpr int kPanel = kTokens * kPanelRow;
+  static constexpr uint32_t kMost = 0x7bff7bff;  // beyond it there is only infinity, which would be in all sums
+
+ public:
+  // A thread has 32 channels of two tokens, eight apart. Of a channel's eight neighbours two each are in words of four lanes.
+  static __device__ __forceinline__ void keys(const uint8_t* record, uint8_t* stage) {
+    const int token = lane() % 8, quarter = lane() / 8;
+    if (quarter >= kDim / 32) return;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int step = 2 * quarter + j;
+      uint32_t numbers[2][2][4];  // of each token, eight channels twice
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * R::key_parameter(16 * step + 2 * i) / 2;
+        const uint2 scale = two_words(record + at), zero = two_words(record + R::kKeyZeros + at);
+        const uint32_t codes = word(record + R::kKeyCodes, step, token * 4 + i);
+#pragma unroll
+        for (int eight = 0; eight < 2; ++eight) {
+          const int place = j % R::kWordSteps * 2 + eight;
+#pragma unroll
+          for (int upper = 0; upper < 2; ++upper) {
+            const uint32_t code = R::at_place(upper ? codes >> 8 : codes, place);
+            numbers[upper][eight][i] =
+                number(multiply_add_pair(code, kOne, kMinusCodeBase), eight ? scale.y : scale.x, eight ? zero.y : zero.x);
+          }
+        }
+      }
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper)
+#pragma unroll
+        for (int eight = 0; eight < 2; ++eight)
+          write(stage, 16 * chunk() + token + 8 * upper, 2 * step + eight, numbers[upper][eight]);
+    }
+  }
+
+  // A thread has 16 channels of four tokens. Of a token's channels each is in the word of another lane.
+  static __device__ __forceinline__ void values(const uint8_t* record, uint8_t* stage) {
+    const int pair = lane() % 4, step = lane() / 4;
+    if (step >= kDim / 16) return;
+    uint32_t tokens[2][4];  // pairs of channels, of a token and of the next one
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t first = word(record + R::kValueCodes, step, 8 * i + pair);
+      const uint32_t second = word(record + R::kValueCodes, step, 8 * i + 4 + pair);
+      tokens[0][i] = __byte_perm(first, second, 0x5410), tokens[1][i] = __byte_perm(first, second, 0x7632);
+    }
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const uint2 own = two_words(record + R::kValueParameters + 2 * R::value_parameter(16 * chunk() + 2 * pair + odd));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        // Threads of neighbouring steps begin with different eights: together they then use all banks.
+        const int eight = (i + step) % 2, bits = kBits * (step % R::kWordSteps * 2 + eight);
+        const uint32_t mask = kCode << bits, factor = kOne - bits * kBit, minus = kMinusCodeBase - bits * kBit;
+#pragma unroll
+        for (int upper = 0; upper < 2; ++upper) {
+          const uint32_t scale = __byte_perm(upper ? own.y : own.x, 0, 0x1010);
+          const uint32_t zero = __byte_perm(upper ? own.y : own.x, 0, 0x3232);
+          uint32_t numbers[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const uint32_t code = mask_or(upper ? tokens[odd][j] >> 8 : tokens[odd][j], mask, kCodeBase);
+            numbers[j] = number(multiply_add_pair(code, factor, minus), scale, zero);
+          }
+          write(stage, 16 * chunk() + 2 * pair + odd + 8 * upper, 2 * step + eight, numbers);
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr uint32_t kCode = ((1u << kBits) - 1) * 0x00010001;
+  static constexpr uint32_t kOne = 0x3c003c00, kBit = 0x04000400;  // 1, and what is between its bits and those of 2, twice
+
+  static __device__ int lane() { return lane_id(); }
+  static __device__ int chunk() { return thread_of<kGroupThreads>() / kWarpSize; }
+
+  static __device__ __forceinline__ uint32_t word(const uint8_t* codes, int step, int lane) {
+    return reinterpret_cast<const uint32_t*>(codes)[R::word_of(chunk(), step, lane)];
+  }
+  static __device__ __forceinline__ uint2 two_words(const uint8_t* from) { return *reinterpret_cast<const uint2*>(from); }
+
+  static __device__ __forceinline__ uint32_t number(uint32_t code, uint32_t scale, uint32_t zero) {
+    return least_pair(multiply_add_pair(code, scale, zero), kMost);
+  }
+
+  static __device__ __forceinline__ void write(uint8_t* stage, int token, int column, const uint32_t (&numbers)[4]) {
+    *reinterpret_cast<uint4*>(stage + panel_offset(token, column, kPanel)) =
+        make_uint4(numbers[0], numbers[1], numbers[2], numbers[3]);
+  }
+};
+
+// Records are copied by all threads, for all of them: a barrier says that they have come, and that the one before has been read.
+template <typename T, typename Kv, int kDim, int kStages, int kAhead, typename WorkItems>
+class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
+  using Rows = TileRows<kDim, kDim* int(sizeof(T))>;
+  using Rows::kRowThreads, Rows::kRows, Rows::kStride, Rows::thread;
+  using Memory = WidePageMemory<Kv, kDim, kStages, kAhead>;
+  using Barriers = WideBarriers<kStages, Memory::kBuffers>;
+  using Product = typename Kv::Product;
+  using Panels = RecordPanels<Kv::kBits, kDim>;
+  static constexpr int kRecord = Record<Kv::kBits, kDim>::kBytes, kThreads = producer_threads(kDim);
+  static_assert(kThreads == kGroupThreads && kAhead >= 2);
+
+  // A tile of an item; `from` is some slot of its page, as it is loaded (page_load.cuh, `Chunk`).
+  struct Cursor {
+    int item = -1, begin = 0, tokens = 0, from = 0, head = 0;
+
+    __device__ bool at_page() const { return tokens - begin >= kTokens; }
+  };
+
+ public:
+  __device__ PageProducer(const Params& p, const WorkItems& items, Memory& memory, Barriers& barriers)
+      : p_(p),
+        items_(items),
+        memory_(memory),
+        cursor_(barriers.ring),
+        queries_(p, items, memory.queries, barriers.queries) {}
+
+  // The items of one look-up.
+  __device__ void run() {
+    if (items_.count(kWide) == 0) return;
+    queries_.read(0);
+    asked_ = Cursor();
+    asking_ = advance();
+#pragma unroll 1
+    for (int i = 0; i < kAhead - 1; ++i) ask();
+#pragma unroll 1
+    for (int i = 0; i < items_.count(kWide); ++i) {
+      const Item& item = items_.get(kWide, i);
+      queries_.copy(item);
+      queries_.read(i + 1);
+#pragma unroll 1
+      for (int left = item.tokens; left > 0; left -= kTokens) {
+        wait_copies<kAhead - 2>();
+        sync_threads(kProducerBarrier, kThreads);
+        ask();
+        if (left >= kTokens)
+          deliver_page(memory_.records[at_]);
+        else
+          deliver_tail(item, left);
+        at_ = next(at_);
+      }
+    }
+  }
+
+ private:
+  __device__ static int next(int record) { return record == kAhead - 1 ? 0 : record + 1; }
+
+  // To the next tile that there is: an item without tokens has none. False behind the last.
+  __device__ bool advance() {
+    asked_.begin += kTokens;
+    while (asked_.begin >= asked_.tokens) {
+      if (++asked_.item >= items_.count(kWide)) return false;
+      const Item& item = items_.get(kWide, asked_.item);
+      asked_.begin = 0, asked_.tokens = item.tokens, asked_.head = item.head;
+    }
+    // Each lane has the slot of another token of the page: of what is the same for all, ptxas makes a uniform register, and waits for it here.
+    if (asked_.at_page()) asked_.from = p_.req_to_token[items_.get(kWide, asked_.item).slots + asked_.begin + lane_id()];
+    return true;
+  }
+
+  // Issues the copies of a record, if the next tile has one: always one commit group.
+  __device__ void ask() {
+    if (asking_) {
+      if (asked_.at_page()) {
+        const int offset = int(thread()) * kCopyBytes;
+        const uint32_t to = shared_address(memory_.records[asked_at_]) + offset;
+        const uint8_t* const from = p_.records + uint64_t(unsigned(asked_.from) / kTokens) * p_.page_bytes +
+                                    uint32_t(asked_.head * kRecord) + offset;
+#pragma unroll
+        for (int i = 0; i < kRecord; i += kThreads * kCopyBytes)
+          if (i + kThreads * kCopyBytes <= kRecord || i + offset < kRecord) copy16(to + i, from + i);
+      }
+      asking_ = advance();
+    }
+    commit_copies();
+    asked_at_ = next(asked_at_);
+  }
+
+  __device__ uint8_t* stage() const { return memory_.ring + cursor_.stage() * kStageBytes<kDim>; }
+  __device__ void delivered() {
+    arrive(cursor_.full_barrier());
+    cursor_.advance();
+  }
+
+  __device__ __forceinline__ void deliver_page(const uint8_t* record) {
+    cursor_.wait_empty();
+    Panels::keys(record, stage());
+    delivered();
+    cursor_.wait_empty();
+    Panels::values(record, stage());
+    delivered();
+  }
+
+  // Tokens behind the last full page, `left` of them. There are few: they are waited for.
+  __device__ __forceinline__ void deliver_tail(const Item& item, int left) {
+    const int column = int(thread() % kRowThreads), first = int(thread() / kRowThreads);
+    const uint64_t token = uint64_t(uint32_t(p_.rows[item.query])) * kTokens + first;
+#pragma unroll 1
+    for (int is_v = 0; is_v < 2; ++is_v) {
+      const uint32_t stride = is_v ? p_.v_slot : p_.k_slot;
+      const char* from = static_cast<const char*>(is_v ? p_.v : p_.k) + item.head * (is_v ? p_.v_head : p_.k_head) +
+                         token * stride + column * kCopyBytes;
+      cursor_.wait_empty();
+#pragma unroll 4
+      for (int i = 0; i < kRows; ++i) {
+        // Zeros behind the end: what lies there may be NaN.
+        uint4 x = {};
+        if (first + i * kStride < left) x = *reinterpret_cast<const uint4*>(from + uint64_t(i * kStride) * stride);
+        x = make_uint4(convert_pair<T, Product>(x.x), convert_pair<T, Product>(x.y), convert_pair<T, Product>(x.z),
+                       convert_pair<T, Product>(x.w));
+        *reinterpret_cast<uint4*>(stage() + panel_offset(first + i * kStride, column, kTokens * kPanelRow)) = x;
+      }
+      delivered();
+    }
+  }
+
+  const Params& p_;
+  const WorkItems& items_;
+  Memory& memory_;
+  RingCursor<kStages> cursor_;
+  QueryProducer<T, Product, kDim, Memory::kBuffers, WorkItems> queries_;
+  Cursor asked_;
+  int at_ = 0, asked_at_ = 0;  // the record that is delivered next, and the one that is copied next
+  bool asking_ = false;
+};
+
+}  // namespace pat

@@ -1,0 +1,120 @@
+// Forward over pages of few bits where there are also wide items: the wide items of forward.cuh, with records in the ring's producer, and the narrow
+// ones of page_forward.cuh. Only with wgmma: elsewhere no table of tiles for pages has wide ones (`capabilities.query_tiles`).
+#pragma once
+
+#include "page_convert.cuh"
+#include "page_forward.cuh"
+
+namespace pat {
+
+template <typename Kv, int kDim>
+struct WidePageSizes {
+  static constexpr int kComputing = groups(kDim) * kGroupThreads, kThreads = threads(kDim);
+  static constexpr int kStages = 6;  // as `ForwardSizes::kFewestStages` says
+  static constexpr int kRest = int(sizeof(AssignedItems<kPageThreads>)) + (4 << 10);
+  static constexpr int kFree =
+      kSharedLimit - kRest - int(sizeof(WideQueries<kDim>)) * query_buffers(true) - kStages * kStageBytes<kDim>;
+  static constexpr int kAhead = std::min(8, kFree / Record<Kv::kBits, kDim>::kBytes);
+  static_assert(groups(kDim) > 1 && kComputing >= kPageThreads && kAhead >= 2);
+  // Registers of a thread. Single warps get those of all others that have nothing to do with narrow items: together 65,536 at most.
+  static constexpr int kIdleRegisters = 24, kNarrowRegisters = 232;
+  static_assert(kPageThreads * kNarrowRegisters + (kThreads - kPageThreads) * kIdleRegisters <= 65536);
+};
+
+template <typename Kv, int kDim>
+struct WidePagesMemory {
+  using S = WidePageSizes<Kv, kDim>;
+  using Wide = WidePageMemory<Kv, kDim, S::kStages, S::kAhead>;
+  struct Narrow {
+    alignas(1024) uint8_t stages[kPageWarps * PageSizes<Kv, kDim>::kStages * PageSizes<Kv, kDim>::kStage];
+    NarrowStatistics<kPageWarps> statistics;
+  };
+  union {
+    Wide wide;
+    Narrow narrow;
+  };
+  WideStatistics statistics;
+  WideBarriers<S::kStages, Wide::kBuffers> barriers;
+  AssignedItems<kPageThreads> assigned;
+};
+
+template <typename T, typename Kv, int kDim, int kMs>
+__global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) uint8_t bytes[];
+  using Memory = WidePagesMemory<Kv, kDim>;
+  using S = typename Memory::S;
+  using Wide = typename Memory::Wide;
+  using WorkItems = Items<kPageThreads>;
+  auto& memory = *reinterpret_cast<Memory*>(bytes);
+  static_assert(sizeof(memory) <= kSharedLimit);
+  launch_dependents();
+  if (threadIdx.x < S::kStages) {
+    init_barrier(shared_address(&memory.barriers.ring.full[threadIdx.x]), producer_threads(kDim));
+    init_barrier(shared_address(&memory.barriers.ring.empty[threadIdx.x]), groups(kDim) * kGroupWarps);
+    if (threadIdx.x < Wide::kBuffers) {
+      init_barrier(shared_address(&memory.barriers.queries.full[threadIdx.x]), 2 * producer_threads(kDim));
+      init_barrier(shared_address(&memory.barriers.queries.empty[threadIdx.x]), S::kComputing);
+    }
+  }
+  WorkItems items(p, memory.assigned);
+  const auto look_up = [&](int first) { items.template look_up<kPageWarps, S::kThreads>(first, kMs); };
+  const auto attend = [&](int) { items.attend(); };
+  // All items that there are, from the first one on. There is rarely more than one look-up; whether there was.
+  const auto pass = [&](const auto& look_up, const auto& run) {
+    int first = 0;
+    while (true) {
+      run();
+      if (!items.more()) return first > 0;
+      __syncthreads();
+      look_up(first += kPageThreads);
+    }
+  };
+  // The same once more, for narrow items, after a pass for wide ones.
+  const auto pass_again = [&](bool from_first, const auto& look_up, const auto& run) {
+    if (from_first) {
+      __syncthreads();
+      look_up(0);
+    }
+    pass(look_up, run);
+  };
+  const auto nothing = [] {};
+  look_up(0);
+  wait_for_primary();
+  if (threadIdx.x >= S::kComputing) {
+    shrink_registers<kLoadRegisters>();
+    PageProducer<T, Kv, kDim, S::kStages, S::kAhead, WorkItems> producer(p, items, memory.wide, memory.barriers);
+    const bool several = pass(attend, [&] { producer.run(); });
+    wait_copies<0>();
+    // Warps of a group have to meet between two changes of their registers (PTX ISA, `setmaxnreg`).
+    sync_threads(kProducerBarrier, producer_threads(kDim));
+    shrink_registers<S::kIdleRegisters>();
+    pass_again(several, attend, nothing);
+  } else {
+    grow_registers<kComputeRegisters<kDim>>();
+    WideCursors<S::kStages, Wide::kBuffers> cursors(memory.barriers);
+    const bool several = pass(look_up, [&] {
+      if (items.count(kWide) > 0)
+        WideGroup<T, Kv, kDim, kDim, S::kStages, Wide, WorkItems>(p, items, memory.wide, memory.statistics, cursors).run();
+    });
+    // Narrow items use the same shared memory, and registers change once more.
+    sync_threads(kTurnBarrier, S::kComputing);
+    if (threadIdx.x >= kPageThreads) {
+      shrink_registers<S::kIdleRegisters>();
+      pass_again(several, attend, nothing);
+    } else {
+      grow_registers<S::kNarrowRegisters>();
+      pass_again(several, look_up, [&] {
+        if constexpr ((kMs & tile_bit(kSingleM)) != 0) {
+          if (items.count(kSingle) > 0)
+            PageWarp<T, Kv, kDim, kSingleM>(p, items, memory.narrow.stages, memory.narrow.statistics).run();
+        }
+        if constexpr ((kMs & tile_bit(kNarrowM)) != 0) {
+          if (items.count(kNarrow) > 0)
+            PageWarp<T, Kv, kDim, kNarrowM>(p, items, memory.narrow.stages, memory.narrow.statistics).run();
+        }
+      });
+    }
+  }
+}
+
+}  // namespace pat
