@@ -1,8 +1,8 @@
 """Pages of KV in 4 or 2 bits, on the CPU (csrc/cpu/low_bit.h describes their layout).
 
 A page of the pool holds 64 tokens of a request. It is quantised when it is full: K by channel, V by token. The tokens behind a request's last
-full page are its tail, in the model's dtype. A query sees the full pages before it in few bits, and its own page as it was computed. So what it sees
-depends only on its position in its request, and not on what was cached or how the prompt was cut into chunks.
+full page are its tail, in the model's dtype. A query sees full pages in few bits, its own too if its token completes it, and what is behind them as
+it was computed. So what it sees depends only on its position in its request, and not on what was cached or how the prompt was cut into chunks.
 """
 
 from __future__ import annotations
