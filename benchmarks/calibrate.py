@@ -35,7 +35,7 @@ tokenizer makes of them (benchmarks/NOTES.md, "What the workloads really are")."
 def pack_config(heads: str, gpu: costs.Gpu, kv: str = "bfloat16") -> PackConfig:
     query_heads, kv_heads = map(int, heads.split("/"))
     spec = AttentionSpec(query_heads, kv_heads, 128, 128, FORMATS[kv])
-    return PackConfig.of(spec, capabilities.tile_table(gpu.arch, 128, kv_bytes=spec.kv.bytes), workers=gpu.sms)
+    return PackConfig.of(spec, capabilities.tile_table(gpu.arch, 128, kv_bits=spec.kv.bits), workers=gpu.sms)
 
 
 def features(tree: str, heads: str, gpu: costs.Gpu, kv: str) -> dict[str, list[float]]:

@@ -136,7 +136,7 @@ class Pat:
         self._problem, self._overlap = problem, overlap
         form = form or kv_format(problem.k.dtype)
         tiles = capabilities.tile_table(
-            cuda.arch_of(problem.q.device), DIM, torch.cuda.get_device_name(), kv_bytes=form.bytes
+            cuda.arch_of(problem.q.device), DIM, torch.cuda.get_device_name(), kv_bits=form.bits
         )
         if query_tiles:
             tiles = TileTable(query_tiles, tiles.kv_tiles, tiles.kv_bounds)

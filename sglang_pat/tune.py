@@ -6,14 +6,14 @@
 A tile (m, n) is feasible if Q, K and V fit into shared memory, the accumulators fit into registers, and enough of K and V is in flight to hide the
 latency of memory. The kernels have some of the feasible tiles. For each of these, `items * (item_ns + tokens * token_ns)` is fitted to forward
 kernels in which all workers have the same number of items with the same number of tokens; the time to write parts (`CostModel.part_bytes`) is
-subtracted. The time to switch between wide and narrow items is what both together take beyond each alone.
+subtracted. With KV of 16 bits, of 8, and in pages of 4 and 2. The time to switch between wide and narrow items is what both together take beyond each alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,14 @@ import msgspec
 import numpy as np
 
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import FORMATS, AttentionSpec, Plan, Tile, WorkItem, devices, layout
+from sglang_pat.packing import FORMATS, AttentionSpec, PackConfig, Plan, Tile, TileTable, WorkItem, devices, layout
 from sglang_pat.packing.cost import PARTIAL_BYTES
 from sglang_pat.packing.devices import GpuTable, Price
+from sglang_pat.packing.spec import LOW_BIT_PAGE, KVFormat
 from sglang_pat.parser import Parser
+
+PRICED = ("bfloat16", capabilities.FP8["fp8_e4m3"], "int4", "int2")
+"""Formats of KV that are measured; those of equal bits have equal prices."""
 
 GROUP = 4
 """Query heads of the one KV head that is measured, as in Llama 3 8B and Qwen 3 8B."""
@@ -35,6 +39,7 @@ ITEMS = {True: (12, 24, 48), False: (2, 4, 8)}
 """How many work items of a worker are timed: narrow ones (the key is True) on its 12 warps, wide ones one after another."""
 
 TOKENS = (32, 64, 128, 256, 512)
+"""Of a work item; pages of few bits are not cut, so with these only whole ones."""
 
 TURN = {64: 2, 8: 12}
 """Work items of each m when measuring the time that a worker takes to switch from wide to narrow items."""
@@ -104,23 +109,25 @@ def derive(known: GpuTable, name: str) -> GpuTable:
     sheet, clock = SHEETS[name], SHEETS["h200"].clock_ghz
     share = sheet.read_tbps * 1e3 / sheet.sms
     slower = clock / sheet.clock_ghz
-    prices, prices_8bit = (
-        tuple(
+
+    def prices(form: KVFormat) -> tuple[Price, ...]:
+        reading_ns = 2 * known.head_dim * form.bytes_with_scales(known.head_dim, known.head_dim) / share
+        return tuple(
             msgspec.structs.replace(
                 price,
                 item_ns=round(price.item_ns * slower, 1),
-                token_ns=round(max(price.token_ns * slower, 2 * kv_bytes * known.head_dim / share), 2),
+                token_ns=round(max(price.token_ns * slower, reading_ns), 2),
             )
-            for price in of_format
+            for price in known.prices_of(form.bits)
         )
-        for kv_bytes, of_format in ((2, known.prices), (1, known.prices_8bit))
-    )
+
+    of_16bit, of_8bit, of_4bit, of_2bit = (prices(FORMATS[name]) for name in PRICED)
     source = f"derived from the table of {known.gpu} by `python -m sglang_pat.tune --derive {name}`; not measured"
     latency = round(known.latency_ns * slower, 1)
     turn = round(known.turn_ns * slower, 1)
     return GpuTable(
-        sheet.gpu, sheet.sms, sheet.read_tbps, latency, known.head_dim, prices, source, turn, known.turn_in_plans,
-        known.bin_ns, known.wave_ns, prices_8bit,
+        sheet.gpu, sheet.sms, sheet.read_tbps, latency, known.head_dim, of_16bit, source, turn, known.turn_in_plans,
+        known.bin_ns, known.wave_ns, of_8bit, of_4bit, of_2bit,
     )  # fmt: skip
 
 
@@ -144,22 +151,23 @@ def synthetic(items: dict[int, int], tokens: int, workers: int) -> Plan:
 class Bench:
     """Runs synthetic plans on this machine's GPU."""
 
-    def __init__(self, head_dim: int, dtype: str, kv: str = "") -> None:
+    def __init__(self, head_dim: int, dtype: str, kv: str) -> None:
         """
         Args:
             head_dim: One of `capabilities.HEAD_DIMS`.
             dtype: Dtype of Q.
-            kv: A key of `packing.FORMATS`; empty for Q's dtype.
+            kv: A key of `packing.FORMATS`.
         """
         import torch
 
         from sglang_pat.kernels import cuda
 
-        self.torch, self.dtype, self.head_dim = torch, getattr(torch, dtype), head_dim
+        self.torch, self.dtype = torch, getattr(torch, dtype)
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self.spec = AttentionSpec(GROUP, 1, head_dim, head_dim, FORMATS[kv])
         self.arch = cuda.arch_of(self.device)
-        tiles = capabilities.tile_table(self.arch, head_dim)
-        self.spec = AttentionSpec(GROUP, 1, head_dim, head_dim, FORMATS[kv or dtype])
+        tiles = capabilities.tile_table(self.arch, head_dim, kv_bits=self.spec.kv.bits)
+        self.query_tiles = tiles.query_tiles
         self.decoder = cuda.Decoder(self.spec, tiles, self.device, dtype=self.dtype)
         self.flush = torch.empty(256 << 20, dtype=torch.uint8, device=self.device)
 
@@ -201,15 +209,31 @@ class Bench:
         none, all_ = (self.time_us(partial(chase[(1,)], table, out, loads, num_warps=1)) for loads in (0, count))
         return (all_ - none) / count * 1e3
 
+    def pool(self, kv_tokens: int) -> tuple[Any, Any, Any, Any]:
+        """Random KV, as `Decoder.decode` takes it: k, v, records, and the slots of the tokens, [1, kv_tokens]."""
+        from sglang_pat.kernels import low_bit
+
+        torch, dim = self.torch, self.spec.head_dim
+        if not self.spec.kv.is_low_bit:
+            kept = getattr(torch, self.spec.kv.name)
+            k, v = (torch.randn(kv_tokens, 1, dim, device=self.device).to(kept) for _ in range(2))
+            return k, v, None, torch.randperm(kv_tokens, device=self.device, dtype=torch.int32)[None]
+        size = LOW_BIT_PAGE
+        # Nothing is in tails: items are whole pages.
+        tails = torch.zeros(2, size, 1, dim, device=self.device, dtype=self.dtype)
+        k, v = torch.randn(2, 64, size, 1, dim)
+        some = low_bit.pack(k, v, self.spec.kv.bits).to(self.device)
+        pages = torch.randperm(kv_tokens // size, device=self.device, dtype=torch.int32)
+        slots = size * pages[:, None] + torch.arange(size, device=self.device, dtype=torch.int32)
+        return *tails, some[torch.arange(len(pages)) % len(some)], slots.reshape(1, -1)
+
     def forward_us(self, items: dict[int, int], tokens: int) -> float:
-        torch, workers, dim = self.torch, self.decoder.workers, self.head_dim
+        torch, workers, dim = self.torch, self.decoder.workers, self.spec.head_dim
         plan = synthetic(items, tokens, workers)
         batch, kv_tokens = len(plan.num_parts), plan.kv_tokens
         data = torch.from_numpy(layout.flatten(plan)).to(self.device)
         q = torch.randn(batch, GROUP, dim, device=self.device).to(self.dtype)
-        kept = getattr(torch, self.spec.kv.name)
-        k, v = (torch.randn(kv_tokens, 1, dim, device=self.device).to(kept) for _ in range(2))
-        table = torch.randperm(kv_tokens, device=self.device, dtype=torch.int32)[None]
+        k, v, records, table = self.pool(kv_tokens)
         rows = torch.zeros(batch, dtype=torch.int64, device=self.device)
         seq_lens = torch.full_like(rows, kv_tokens)
         partial = torch.empty(2 * batch, GROUP, dim, dtype=torch.float16, device=self.device)
@@ -217,23 +241,25 @@ class Bench:
         out = torch.empty_like(q)
         return self.time_us(
             lambda: self.decoder.decode(
-                q, k, v, out, table, rows, seq_lens, data, partial, lse, scale=dim**-0.5, merge=False
+                q, k, v, out, table, rows, seq_lens, data, partial, lse, scale=dim**-0.5, records=records, merge=False
             )
         )
 
     def price(self, m: int, share: float) -> tuple[Price, float, float]:
         """The price of an m, if an SM moves `share` bytes per nanosecond; the kernel's time besides its items, in microseconds; and the greatest
         relative error of the fit."""
-        cases = [(items, tokens) for items in ITEMS[m <= capabilities.NARROW_M] for tokens in TOKENS]
+        grain = PackConfig.of(self.spec, TileTable((m,), (capabilities.KV_TILE,), ()), workers=1).grain
+        lengths = [tokens for tokens in TOKENS if tokens % grain == 0]
+        cases = [(items, tokens) for items in ITEMS[m <= capabilities.NARROW_M] for tokens in lengths]
         times = np.array([self.forward_us({m: items}, tokens) for items, tokens in cases])
         features = np.array([[1, items, items * tokens] for items, tokens in cases], dtype=float)
         fit = np.linalg.lstsq(features / times[:, None], np.ones(len(times)), rcond=None)[0]
         error = float(np.abs(features @ fit / times - 1).max())
         for case, time in zip(cases, times, strict=True):
             print(f"  m {m:3}: {case[0]:3} items of {case[1]:3} tokens a worker take {time:7.1f} us", flush=True)
-        writing = m * (self.head_dim + 1) * PARTIAL_BYTES / share
+        writing = m * (self.spec.head_dim + 1) * PARTIAL_BYTES / share
         item_ns, token_ns = round(max(0.0, float(fit[1]) * 1e3 - writing), 1), round(float(fit[2]) * 1e3, 2)
-        known = (self.spec.kv.bytes == 1 and H200.prices_8bit) or H200.prices
+        known = H200.prices_of(self.spec.kv.bits)
         fitted = next((price for price in known if price.m == m), Price(m, 0, 0, 1, 1))
         price = msgspec.structs.replace(fitted, item_ns=item_ns, token_ns=token_ns)
         return price, float(fit[0]), error
@@ -248,32 +274,60 @@ class Bench:
     def prices(self, share: float) -> tuple[tuple[Price, ...], float]:
         """The price of each m, and the time of a kernel with the smallest m besides its items, in microseconds."""
         prices, bases = [], []
-        for m in capabilities.query_tiles(self.arch, self.head_dim):
+        for m in self.query_tiles:
             price, base_us, error = self.price(m, share)
             prices.append(price)
             bases.append(base_us)
             print(
-                f"m {m}, KV of {8 * self.spec.kv.bytes} bits: {price.item_ns:.0f} ns an item, {price.token_ns:.1f} ns a token, "
+                f"m {m}, KV of {self.spec.kv.bits} bits: {price.item_ns:.0f} ns an item, {price.token_ns:.1f} ns a token, "
                 f"fitted within {error:.0%}"
             )
         return tuple(prices), bases[0]
 
-    def table(self, prices_8bit: Callable[[float], tuple[Price, ...]]) -> GpuTable:
-        """The table of this GPU; `prices_8bit` is called with an SM's share of the bandwidth, like `prices`."""
-        properties = self.torch.cuda.get_device_properties(self.device)
-        tbps, latency = self.read_tbps(), self.latency_ns()
+
+def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
+    """The table of this machine's GPU.
+
+    Args:
+        head_dim: The head dimension to measure with, one of `capabilities.HEAD_DIMS`.
+        dtype: Dtype of Q and of 16-bit KV.
+        only: Bits of KV, less than 16; everything else is then taken from the table that the GPU has.
+
+    Raises:
+        ValueError: `only` is given, and the GPU has no table.
+    """
+    import torch
+
+    from sglang_pat.kernels import cuda
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
+    source = f"measured on {date.today().isoformat()} by `python -m sglang_pat.tune`, torch {torch.__version__}"
+    if only:
+        table = devices.find(cuda.arch_of(device), properties.name)
+        if table is None or table.head_dim != head_dim:
+            raise ValueError(f"{properties.name} has no table for a head dimension of {head_dim}: measure all of it")
+        source = f"{table.source}; prices with KV of {' and '.join(map(str, only))} bits {source}"
+        share = table.read_tbps * 1e3 / table.sms
+    else:
+        bench = Bench(head_dim, dtype, dtype)
+        tbps, latency = bench.read_tbps(), bench.latency_ns()
         print(f"{properties.name}: reads {tbps:.2f} TB/s, a load takes {latency:.0f} ns")
         share = tbps * 1e3 / properties.multi_processor_count
-        prices, base_us = self.prices(share)
-        turn = self.turn_ns(base_us)
+        prices, base_us = bench.prices(share)
+        turn = bench.turn_ns(base_us)
         print(f"{turn:.0f} ns from work items of all warps to those of one")
-        source = (
-            f"measured on {date.today().isoformat()} by `python -m sglang_pat.tune`, torch {self.torch.__version__}"
-        )
-        return GpuTable(
-            properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), self.head_dim,
-            prices, source, round(turn, 1), H200.turn_in_plans, H200.bin_ns, H200.wave_ns, prices_8bit(share), H200.part_token_ns,
+        table = GpuTable(
+            properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), head_dim, prices, source, round(turn, 1),
+            H200.turn_in_plans, H200.bin_ns, H200.wave_ns, part_token_ns=H200.part_token_ns,
         )  # fmt: skip
+    for name in PRICED[1:]:
+        bits = FORMATS[name].bits
+        if not only or bits in only:
+            table = msgspec.structs.replace(
+                table, **{f"prices_{bits}bit": Bench(head_dim, dtype, name).prices(share)[0]}
+            )
+    return msgspec.structs.replace(table, source=source)
 
 
 def print_feasible(table: GpuTable, sheet: Sheet) -> None:
@@ -296,6 +350,15 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--head-dim", type=int, choices=[d for d in capabilities.HEAD_DIMS if d <= 128], default=128)
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument(
+        "--only",
+        type=int,
+        nargs="+",
+        choices=[8, 4, 2],
+        default=[],
+        metavar="BITS",
+        help="measure only prices with KV of 8, 4 or 2 bits",
+    )
     parser.add_argument("--derive", choices=[name for name in SHEETS if name != "h200"], help="a GPU that is not here")
     parser.add_argument("--output", type=Path, help="where the table goes; printed if not given")
     options = parser.parse_args(arguments)
@@ -306,8 +369,10 @@ def main(arguments: list[str] | None = None) -> None:
 
         if not torch.cuda.is_available():
             parser.error("there is no GPU here to measure; --derive computes a table without one")
-        of_8bit = Bench(options.head_dim, options.dtype, capabilities.FP8["fp8_e4m3"])
-        table = Bench(options.head_dim, options.dtype).table(lambda share: of_8bit.prices(share)[0])
+        try:
+            table = measure(options.head_dim, options.dtype, options.only)
+        except ValueError as error:
+            parser.error(str(error))
     sheet = next((sheet for name, sheet in SHEETS.items() if name in table.gpu.lower()), None)
     if sheet is not None:
         print_feasible(table, sheet)

@@ -101,7 +101,7 @@ def modules() -> None:
 def run(
     case: Case, arch: str, tiles: TileTable | None = None, mode: cuda.Mode = "fused", policy: str = "optimal"
 ) -> Run:
-    tiles = tiles or capabilities.tile_table(arch, case.spec.head_dim, kv_bytes=case.spec.kv.bytes)
+    tiles = tiles or capabilities.tile_table(arch, case.spec.head_dim, kv_bits=case.spec.kv.bits)
     if ON_GPU:
         return Run(case, cuda.Decoder(case.spec, tiles, case.q.device, mode, case.q.dtype, case.limits), tiles, policy)
     return Run(case, emulated.Decoder(case.spec, tiles, arch, dtype=case.q.dtype, limits=case.limits), tiles, policy)
@@ -328,7 +328,7 @@ def test_every_number_of_warps_for_an_item(count: int, dim: int, v_dim: int, dty
         for heads in (2, 32):
             case = make_case(batch, heads, 2, dim, dtype, v_dim)
             few = run(case, arch)
-            few.plan = case.plan(capabilities.tile_table(arch, dim, kv_bytes=dtype.itemsize), workers=2)
+            few.plan = case.plan(capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize), workers=2)
             assert few.error() < TOLERANCE[case.q.dtype]
 
 

@@ -121,7 +121,9 @@ def cases(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
 def fault_of_pages(change: emulated.Change) -> str:
     """The same where KV is in pages of few bits. Q has the products' dtype: it is converted nowhere, which waits for all copies."""
     dtype = torch.float16
-    tiles = TileTable(capabilities.query_tiles(ARCH, 128, 0), (capabilities.KV_TILE,), (), warp_m=capabilities.NARROW_M)
+    tiles = TileTable(
+        capabilities.query_tiles(ARCH, 128, kv_bits=4), (capabilities.KV_TILE,), (), warp_m=capabilities.NARROW_M
+    )
     shared = Batch([230] * 4 + [70, 500], [Node(0, 192, [0, 1, 2, 3])])
     wide = Batch([1000] * 60, [Node(0, 960, list(range(40))), Node(0, 704, list(range(40, 60)))])
     for heads, kv_heads, batch in (

@@ -193,7 +193,7 @@ def test_attention_on_a_gpu(name: str, form: str, room: int) -> None:
         pytest.skip("needs Hopper")
     server = Server(form, 128, torch.bfloat16, CACHED, ADDED, "cuda")
     device = torch.device("cuda", 0)
-    tiles = capabilities.tile_table(cuda.arch_of(device), 128, kv_bytes=0)
+    tiles = capabilities.tile_table(cuda.arch_of(device), 128, kv_bits=4)
     decoder = cuda.Decoder(server.case.spec, tiles, device, dtype=torch.bfloat16)
     out = server.run(server.prefill(room, ATTENTIONS[name](), decoder))
     # Numbers of pages, weights of V and the output are rounded to bfloat16.

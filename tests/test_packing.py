@@ -329,7 +329,7 @@ def test_pages_of_few_bits_are_not_cut(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["int4", "int2"])
 def test_a_prefix_in_few_bits_that_many_share_is_read_by_groups_of_warps_and_tails_by_single_ones(form: str) -> None:
-    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv_bytes=FORMATS[form].bytes)
+    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv_bits=FORMATS[form].bits)
     config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS[form]), tiles, workers=132)
     plan = make_plan(Batch([2_048 + 64 + 32] * 1024, [Node(0, 2_048, list(range(1024)))]), config)
     shared = [item for item in plan.items if len(item.queries) > 1]

@@ -161,7 +161,7 @@ class CudaExecutor:
         device = torch.device("cuda", torch.cuda.current_device())
         table = devices.load(Path(config.tiles)) if config.tiles else None
         tiles = capabilities.tile_table(
-            cuda.arch_of(device), spec.head_dim, torch.cuda.get_device_name(device), table, spec.kv.bytes
+            cuda.arch_of(device), spec.head_dim, torch.cuda.get_device_name(device), table, spec.kv.bits
         )
         if extends:
             # Compile both modules in parallel.

@@ -80,9 +80,7 @@ def layers_on(gpu_name: str, model: Model, kv: KVFormat) -> dict[AttentionSpec, 
 
 
 def pack_config(spec: AttentionSpec, gpu: Gpu) -> PackConfig:
-    return PackConfig.of(
-        spec, capabilities.tile_table(gpu.arch, spec.head_dim, kv_bytes=spec.kv.bytes), workers=gpu.sms
-    )
+    return PackConfig.of(spec, capabilities.tile_table(gpu.arch, spec.head_dim, kv_bits=spec.kv.bits), workers=gpu.sms)
 
 
 def step(batch: Batch, configs: list[tuple[PackConfig, int]], gpu: Gpu) -> tuple[float, float, float, float, float]:

@@ -33,7 +33,7 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
     """
     kv = FORMATS[KV_CACHES[kv_cache]]
     layers = layers_on(gpu_name, model, kv)
-    gpu = (GPUS_8BIT if kv.bytes == 1 else GPUS)[gpu_name]
+    gpu = (GPUS_8BIT if kv.bits == 8 else GPUS)[gpu_name]
     configs = [(pack_config(spec, gpu), count) for spec, count in layers.items()]
     total = sum(p.tokens for p in prompts)
     lines = [

@@ -47,20 +47,20 @@ NARROW_M = 16
 """The most rows that a single warp computes (`kNarrowM` in csrc/cuda/tiles.h)."""
 
 
-def query_tiles(arch: str, head_dim: int, kv_bytes: int = 2) -> tuple[int, ...]:
+def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
     """Every m of an architecture's kernels; 128 and 192 rows take several warpgroups (csrc/cuda/threads.cuh, `groups`).
 
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.
         head_dim: K's, one of HEAD_DIMS.
-        kv_bytes: Bytes of an element of KV; 0 for pages of few bits, which have wide items on Hopper only (csrc/cuda/page_wide.cuh).
+        kv_bits: Bits of an element of KV. Pages of few bits have wide items on Hopper only (csrc/cuda/page_wide.cuh).
     """
     if head_dim <= 128 and arch.startswith("9."):
         return 8, NARROW_M, 64, 128, 192
-    return (8, NARROW_M) if kv_bytes == 0 else (8, NARROW_M, 64)
+    return (8, NARROW_M) if kv_bits < 8 else (8, NARROW_M, 64)
 
 
-def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bytes: int = 2) -> TileTable:
+def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bits: int = 16) -> TileTable:
     """The tiles of a GPU, with their prices if these are known.
 
     Args:
@@ -68,15 +68,15 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
         head_dim: K's, one of HEAD_DIMS.
         gpu: The GPU's name.
         table: Prices to use instead of the GPU's own table.
-        kv_bytes: Bytes of an element of KV; 0 for pages of few bits. Without wide tiles these have no prices.
+        kv_bits: Bits of an element of KV. Pages of few bits have no prices where they have no wide tiles.
     """
-    tiles = query_tiles(arch, head_dim, kv_bytes)
+    tiles = query_tiles(arch, head_dim, kv_bits)
     if tiles[-1] == NARROW_M:
         return TileTable(tiles, (KV_TILE,), (), warp_m=NARROW_M)
     table = table or devices.find(arch, gpu)
     # Prices of 128 dimensions scaled up make worse plans than no prices (benchmarks/NOTES.md, 2026-11-23).
     if table is not None and head_dim <= table.head_dim:
-        priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M, kv_bytes)
+        priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M, kv_bits)
         if priced is not None:
             return priced
     return TileTable(tiles, (KV_TILE,), ())

@@ -81,7 +81,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             raise ValueError(
                 f"the CUDA kernels for a head dimension of {spec.head_dim} take more shared memory than compute capability {arch} has"
             )
-        tiles = query_tiles or capabilities.query_tiles(arch, spec.head_dim, spec.kv.bytes)
+        tiles = query_tiles or capabilities.query_tiles(arch, spec.head_dim, spec.kv.bits)
         kv = dtype or torch.bfloat16 if low_bit else getattr(torch, spec.kv.name)
         dtype = dtype or (kv if kv in TYPES else torch.bfloat16)
         if dtype not in TYPES or (kv in TYPES and kv != dtype):

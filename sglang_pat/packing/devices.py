@@ -16,11 +16,6 @@ BY_ARCH = {"9": "h200", "8.0": "a100"}
 """The table for a GPU without its own, by its compute capability or the major part of that."""
 
 
-PAGES_TOKEN_FACTOR = 0.69
-"""Time per token of single warps over pages of few bits, as a part of that with KV of 8 bits: 376 us of 545 for `256_4096` with 4 bits (NVIDIA H200,
-benchmarks/NOTES.md, 2026-11-25). All other prices of pages are those of KV of 8 bits, which wide items convert likewise, until they are measured."""
-
-
 class TablesError(ValueError):
     """A file is not a table of tiles; the message says which file, and why."""
 
@@ -61,6 +56,7 @@ class GpuTable(msgspec.Struct, frozen=True):
         bin_ns: In a step with narrow items only: time that each bin adds, for the parts at its end and their merge.
         wave_ns: Time that such a step takes longer if each worker has one more bin to start.
         prices_8bit: Prices with KV of 8 bits; tables older than that have none.
+        prices_4bit, prices_2bit: Prices with KV in pages of so many bits, likewise.
         part_token_ns: `TileTable.part_token_ns` with KV of 16 bits; 0 if it was not fitted (benchmarks/NOTES.md, 2026-11-24).
     """
 
@@ -76,10 +72,16 @@ class GpuTable(msgspec.Struct, frozen=True):
     bin_ns: Nanoseconds
     wave_ns: Nanoseconds
     prices_8bit: tuple[Price, ...] = ()
+    prices_4bit: tuple[Price, ...] = ()
+    prices_2bit: tuple[Price, ...] = ()
     part_token_ns: Nanoseconds = 0
 
+    def prices_of(self, kv_bits: int) -> tuple[Price, ...]:
+        """The prices with KV of so many bits; empty if they were not measured."""
+        return {16: self.prices, 8: self.prices_8bit, 4: self.prices_4bit, 2: self.prices_2bit}.get(kv_bits, ())
+
     def tiles(
-        self, query_tiles: tuple[int, ...], kv_tile: int, head_dim: int, warp_m: int, kv_bytes: int = 2
+        self, query_tiles: tuple[int, ...], kv_tile: int, head_dim: int, warp_m: int, kv_bits: int = 16
     ) -> TileTable | None:
         """The tiles with their prices in plans; None if an m has no price.
 
@@ -88,25 +90,21 @@ class GpuTable(msgspec.Struct, frozen=True):
             kv_tile: The only n.
             head_dim: The model's head dimension.
             warp_m: As `TileTable.warp_m`.
-            kv_bytes: Bytes of an element of KV; 0 for pages of few bits.
+            kv_bits: Bits of an element of KV.
         """
-        prices = {price.m: price for price in (self.prices_8bit if kv_bytes < 2 else self.prices)}
+        prices = {price.m: price for price in self.prices_of(kv_bits)}
         if not all(m in prices for m in query_tiles):
             return None
         found = [prices[m] for m in query_tiles]
         scale = head_dim / self.head_dim
-        factors = [PAGES_TOKEN_FACTOR if kv_bytes == 0 and m <= warp_m else 1.0 for m in query_tiles]
         return TileTable(
             query_tiles,
             (kv_tile,),
             (),
-            tuple(
-                price.token_ns * price.token_in_plans * scale * factor
-                for price, factor in zip(found, factors, strict=True)
-            ),
+            tuple(price.token_ns * price.token_in_plans * scale for price in found),
             tuple(price.item_ns * price.item_in_plans for price in found),
             warp_m,
-            self.part_token_ns * scale if kv_bytes == 2 else 0,
+            self.part_token_ns * scale if kv_bits == 16 else 0,
             self.turn_ns * self.turn_in_plans,
             self.bin_ns,
             self.wave_ns,

@@ -31,11 +31,6 @@ class KVFormat(msgspec.Struct, frozen=True):
     bits: Count
 
     @property
-    def bytes(self) -> int:
-        """Whole bytes of an element: 0 where several share one."""
-        return self.bits // 8
-
-    @property
     def is_low_bit(self) -> bool:
         """Whether only full pages have this format; the tokens behind them have the model's dtype."""
         return self.bits < 8
