@@ -39,7 +39,7 @@ def case_of(batch: Batch, heads: int, kv_heads: int, form: str, dim: int = 128, 
 
 
 def check(case: Paged, cap: float = 0.0, policy: str = "optimal", arch: str = ARCH, seeds: int = 1) -> Run:
-    tiles = capabilities.tile_table(arch, case.spec.head_dim, kv_bytes=case.spec.kv.bytes)
+    tiles = capabilities.tile_table(arch, case.spec.head_dim, kv_bits=case.spec.kv.bits)
     run = Run(case, decoder_of(case.spec, tiles, case.q.dtype, arch), tiles, policy)
     run.check_in_any_order(TOLERANCE[torch.bfloat16], cap, seeds)
     return run
@@ -79,9 +79,23 @@ def test_more_items_than_a_worker_looks_up_at_once(form: str) -> None:
         return
     # Wide ones among them: a worker then goes over its items twice.
     shared = Batch([70] * 40 + [5] * requests, [Node(0, PAGE, list(range(40)))])
-    case, tiles = case_of(shared, heads, heads, form), TileTable(capabilities.query_tiles(ARCH, 128, 0), (64,), ())
+    case, tiles = (
+        case_of(shared, heads, heads, form),
+        TileTable(capabilities.query_tiles(ARCH, 128, kv_bits=4), (64,), ()),
+    )
     run = Run(case, decoder_of(case.spec, tiles, case.q.dtype), tiles, "naive")
     run.check_in_any_order(TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU and not ARCH.startswith("9."), reason="only with wgmma")
+def test_more_wide_items_than_a_worker_looks_up_at_once() -> None:
+    """Where a look-up begins, the ring's records are those of the first tile again."""
+    requests, kv_heads = (5000, 8) if ON_GPU else (800, 1)
+    case = case_of(Batch([PAGE] * requests), 32 * kv_heads, kv_heads, "int4", 64)
+    tiles = TileTable(capabilities.query_tiles(ARCH, 64, kv_bits=4), (64,), ())
+    run = Run(case, decoder_of(case.spec, tiles, case.q.dtype), tiles, "naive")
+    run.check_in_any_order(TOLERANCE[torch.bfloat16], seeds=1)
 
 
 @fewer_on_the_host
@@ -109,7 +123,7 @@ WIDE = {
 @pytest.mark.parametrize("dim", [128, pytest.param(64, marks=[] if ON_GPU else pytest.mark.slow)])
 def test_wide_items(name: str, form: str, dim: int) -> None:
     heads, kv_heads, batch = WIDE[name]
-    tiles = TileTable(capabilities.query_tiles(ARCH, dim, kv_bytes=0), (capabilities.KV_TILE,), ())
+    tiles = TileTable(capabilities.query_tiles(ARCH, dim, kv_bits=4), (capabilities.KV_TILE,), ())
     case = case_of(batch, heads, kv_heads, form, dim)
     plan = make_plan(batch, case.config(tiles, emulated.WORKERS, "naive"))
     assert any(item.tile.m > capabilities.NARROW_M for item in plan.items)
@@ -123,7 +137,7 @@ def test_wide_items(name: str, form: str, dim: int) -> None:
 def test_numbers_beyond_16_bits_are_no_infinities_in_wide_items(form: str) -> None:
     """As for single warps and for readers of whole pages: the others of a page are right."""
     case, dim = case_of(Batch([128] * 9, [Node(0, 128, list(range(9)))]), 8, 2, form), 128
-    tiles = TileTable(capabilities.query_tiles(ARCH, dim, kv_bytes=0), (capabilities.KV_TILE,), ())
+    tiles = TileTable(capabilities.query_tiles(ARCH, dim, kv_bits=4), (capabilities.KV_TILE,), ())
     assert case.records is not None
     first = 4 * dim + PAGE * dim * FORMATS[form].bits // 8  # of V's scales and zeros, a token's two together
     parameters = case.records[..., first : first + 4 * PAGE].view(torch.float16)
@@ -157,7 +171,7 @@ def decoder_of(spec: AttentionSpec, tiles: TileTable, dtype: torch.dtype, arch: 
 
 
 def stored_by(form: str, rows: int, pages: int) -> Stored:
-    tiles = capabilities.tile_table(ARCH, 128, kv_bytes=0)
+    tiles = capabilities.tile_table(ARCH, 128, kv_bits=4)
     decoder = decoder_of(AttentionSpec(8, 2, 128, 128, FORMATS[form]), tiles, DTYPES[form])
     return Stored(form, rows, pages, decoder, DTYPES[form], DEVICE)
 

@@ -145,6 +145,8 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
   __device__ void run() {
     if (items_.count(kWide) == 0) return;
     queries_.read(0);
+    // The last look-up asked for more than there was.
+    at_ = asked_at_ = 0;
     asked_ = Cursor();
     asking_ = advance();
 #pragma unroll 1
