@@ -16,7 +16,7 @@ from forked import ForkedServer
 from near_ties import Answer
 
 from sglang_pat import compat
-from sglang_pat.backend import low_bit, support
+from sglang_pat.backend import low_bit
 from sglang_pat.backend.low_bit_pool import Behind, LowBitKVPool, pool_class
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
@@ -146,7 +146,8 @@ def test_extends_that_begin_and_end_amid_a_page() -> None:
 def test_sglang_counts_tokens_by_their_bits_and_leaves_room_for_tails(
     device: str, workspace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And on a GPU for the pages of one layer that an extend reads: a context of 131,072 tokens, chunks of 8,192."""
+    """Of 15 requests on each of two ranks, and on a GPU for the pages of one layer that an extend reads: a context of 131,072 tokens, chunks of
+    8,192."""
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -154,9 +155,10 @@ def test_sglang_counts_tokens_by_their_bits_and_leaves_room_for_tails(
     compat.pool.around_sizes(low_bit.cell_size, low_bit.pool_sizes)
     HookRegistry.apply_hooks()
     monkeypatch.setattr(compat.pool, "kv_shape", lambda model_config: (8, 128))
+    monkeypatch.setattr(compat.pool, "attention_replicas", lambda: 2)
     monkeypatch.setattr(compat.pool, "is_of_another_kind", lambda configurator: False)
     arguments = SimpleNamespace(
-        attention_backend="pat", prefill_attention_backend=None, decode_attention_backend=None, device=device, max_running_requests=15,
+        attention_backend="pat", prefill_attention_backend=None, decode_attention_backend=None, device=device, max_running_requests=30,
         chunked_prefill_size=8192,
     )  # fmt: skip
     model_config = SimpleNamespace(context_len=131_072)
@@ -172,10 +174,3 @@ def test_sglang_counts_tokens_by_their_bits_and_leaves_room_for_tails(
         assert found == left // (36 * 8 * token) // 64 * 64
     arguments.attention_backend = "triton"
     assert low_bit.chosen(arguments) is None
-
-
-def test_a_gpu_is_refused() -> None:
-    runner = SimpleNamespace(device="cuda", kv_cache_dtype=torch.bfloat16)
-    with pytest.raises(support.UnsupportedError, match=r"a KV cache of int4 \(SGLANG_PAT_KV\) on a GPU"):
-        support.check_low_bit(runner, INT4)
-    support.check_low_bit(runner, {})

@@ -88,6 +88,11 @@ def _given(name: str, *harmless: str | int | None) -> Asked:
     return lambda arguments, environment: getattr(arguments, name, None) not in (None, *harmless)
 
 
+def _no_multiple(name: str, step: int) -> Asked:
+    """The argument `name` is a number above 0, and no multiple of `step`."""
+    return lambda arguments, environment: max(0, getattr(arguments, name, None) or 0) % step != 0
+
+
 def _one_of(name: str, *values: str) -> Asked:
     """The argument `name` is one of these."""
     return lambda arguments, environment: getattr(arguments, name, None) in values
@@ -227,11 +232,14 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "test_gpu_server.py::test_fp8_kv"),
         _refused("FP4 and MXFP8 KV caches", "`--kv-cache-dtype`", _one_of("kv_cache_dtype", "nvfp4", "fp4_mx_block16", "fp4_e2m1", "mxfp8"),
                  "take fp8_e4m3, or use another --attention-backend"),
-        _works("KV of 4 and 2 bits on a CPU", "`SGLANG_PAT_KV=int4`, `int2`", _LOW_BIT_SERVER, "test_low_bit.py::test_decode",
-               "test_low_bit.py::test_extends_see_what_decode_steps_would",
+        _works("KV of 4 and 2 bits", "`SGLANG_PAT_KV=int4`, `int2`", _LOW_BIT_SERVER, "test_low_bit.py::test_decode",
+               "test_low_bit.py::test_extends_see_what_decode_steps_would", "test_gpu_server.py::test_kv_of_few_bits",
                note="full pages of 64 tokens are quantised, K by channel and V by token; tokens behind a request's last full page keep the model's dtype; "
-               "head dimensions are multiples of 32"),
-        _refused("KV of 4 and 2 bits on a GPU, with windows, or for encoders", "`SGLANG_PAT_KV`", None, "unset it"),
+               "head dimensions are multiples of 32, on a GPU 64 and 128; run on a GPU with 0.5.17 only"),
+        _refused("KV of 4 and 2 bits with windows, for encoders, for hybrid models on a GPU, or on a GPU with 99 KB of shared memory per CTA", "`SGLANG_PAT_KV`",
+                 None, "unset it"),
+        _refused("KV of 4 and 2 bits with chunks that are no whole pages of 64 tokens", "`SGLANG_PAT_KV` and `--chunked-prefill-size`",
+                 _low_bit(_no_multiple("chunked_prefill_size", 64)), "make it a multiple of 64"),
         _refused("KV of 4 and 2 bits with a page size other than 64", "`SGLANG_PAT_KV` and `--page-size`",
                  _low_bit(_given("page_size", 64)), "leave out --page-size"),
         _refused("KV of 4 and 2 bits with another format of the KV cache", "`SGLANG_PAT_KV` and `--kv-cache-dtype`",

@@ -43,14 +43,11 @@ def prepare(server_args: Any) -> None:
 
     Raises:
         ConfigError: A `SGLANG_PAT_*` variable is wrong.
-        UnsupportedError: They ask for what is refused, or servers on GPUs have no such KV.
+        UnsupportedError: They ask for what is refused.
     """
     form = chosen(server_args)
     if form is None or compat.arguments.resolved(server_args).device == "cpu":
         return
-    problem = support.low_bit_gpu_problem()
-    if problem is not None:
-        raise support.low_bit_refusal(form.name, problem)
     support.check_arguments(server_args)
     choose_defaults(server_args)
     # A graph would have the number of pages fixed, and what waits for it on the host.
@@ -82,7 +79,8 @@ def cell_size(compute: Callable[..., int], configurator: Any, kvc: Any, num_laye
         return compute(configurator, kvc, num_layers)  # `support.check_low_bit` refuses it when the pool is made
     heads, head_dim = compat.pool.kv_shape(kvc.model_config)
     page = 2 * low_bit.PAGE_TOKENS * heads * head_dim * kvc.model_dtype.itemsize
-    configurator.pat_bytes = num_layers * page * ((arguments.max_running_requests or MOST_REQUESTS) + 1)
+    requests = (arguments.max_running_requests or MOST_REQUESTS) // compat.pool.attention_replicas()
+    configurator.pat_bytes = num_layers * page * (requests + 1)
     if on_gpu:
         context = kvc.model_config.context_len
         step = compat.arguments.prefill_step(kvc.server_args, context)

@@ -100,7 +100,7 @@ class LowBitPrefill:
             for call in self._calls
         ]
         padding = len(q) - sum(map(len, found))
-        if padding:
+        if padding or not found:
             found.append(q.new_zeros(padding, *q.shape[1:]))
         out = found[0] if len(found) == 1 else torch.cat(found)
         return out.reshape(len(q), -1)
@@ -120,7 +120,8 @@ class LowBitPrefill:
     def _full_pages(self, rows: torch.Tensor, cached: Sequence[int], added: Sequence[int]) -> torch.Tensor:
         """The pages of the pool that are full after the extend: [requests, most], int64 on the host. Waits for the GPU, once an extend."""
         most = max((before + more for before, more in zip(cached, added, strict=True)), default=0) // PAGE
-        firsts = torch.arange(most, device=rows.device) * PAGE
+        # SGLang's dry runs may be longer than a row.
+        firsts = (torch.arange(most, device=rows.device) * PAGE).clamp(max=self._req_to_token.shape[1] - 1)
         return (self._req_to_token[rows[:, None], firsts] // PAGE).to("cpu", torch.int64)
 
     def _cut_in_calls(

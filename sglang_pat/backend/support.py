@@ -149,9 +149,6 @@ def check_low_bit(runner: Any, environment: Mapping[str, str] = os.environ) -> N
 def _low_bit_problem(runner: Any) -> str | None:
     """Where KV of less than 8 bits is not supported, as for `low_bit_refusal`."""
     on_gpu = runner.device != "cpu"
-    problem = low_bit_gpu_problem() if on_gpu else None
-    if problem is not None:
-        return problem
     if compat.pool.is_fp8(runner.kv_cache_dtype):
         return "for a checkpoint that wants 8 bits"
     if on_gpu and not layers.format_of(runner).is_low_bit:
@@ -168,12 +165,6 @@ def low_bit_refusal(asked: str, problem: str) -> UnsupportedError:
     return UnsupportedError(
         f"--attention-backend pat does not support a KV cache of {asked} (SGLANG_PAT_KV) {problem}: unset it"
     )
-
-
-def low_bit_gpu_problem() -> str | None:
-    """Why servers on GPUs have no KV of less than 8 bits, as for `low_bit_refusal`; None if they have. What this returns refuses it before anything
-    starts."""
-    return "on a GPU, where no server has run with it yet"
 
 
 def check_hybrid(runner: Any, name: str) -> None:

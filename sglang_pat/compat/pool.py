@@ -45,6 +45,13 @@ def kv_shape(model_config: Any) -> tuple[int, int]:
     return model_config.get_num_kv_heads(get_parallel().attn_tp_size), model_config.head_dim
 
 
+def attention_replicas() -> int:
+    """Among how many data-parallel ranks of attention SGLang divides `--max-running-requests`."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().attn_dp_size)
+
+
 def is_fp8(kv_cache: torch.dtype) -> bool:
     """Whether K and V have one byte per element; they are then stored divided by their layer's scales."""
     return kv_cache.itemsize == 1 and kv_cache.is_floating_point
