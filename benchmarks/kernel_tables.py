@@ -96,6 +96,22 @@ def kernels_low_bit() -> str:
     return f"{table(head, rows)}\n\n{note}"
 
 
+def steps_low_bit() -> str:
+    """Steps of the model runner with each format of KV."""
+    result = load("steps-lowbit-h200.json")
+    cells: dict[str, dict[str, float]] = {}
+    for record in result["records"]:
+        cells.setdefault(record["cell"], {})[record["kv"]] = record["step_ms"]
+    rows = [
+        [f"`{cell}`", *bold({form: times[form] for form in ("int4", "int2", "fp8_e4m3")}, "{:.2f}".format),
+         *(f"{times['fp8_e4m3'] / times[form]:.2f}{TIMES}" for form in ("int4", "int2"))]
+        for cell, times in cells.items()
+    ]  # fmt: skip
+    head = ["batch x context, ms", "4 bits", "2 bits", "fp8", "fp8 / 4 bits", "fp8 / 2 bits"]
+    device = result["device"]
+    return f"{table(head, rows)}\n\n{device['name']}, {result['model']} shape, random weights, PAT with each, {device['date']}."
+
+
 def verify() -> str:
     """Verify steps by the rows that a KV head has of each request: its query heads, once for each token of a draft."""
     result = load("verify-h200.json")

@@ -51,6 +51,7 @@ SERVING = {
     "serving-2xh200.json": ", 2 GPUs",
     "serving-llama3-8b-h200.json": ", Llama 3 8B",
     "serving-gpt-oss-20b-h200.json": ", gpt-oss 20B in bfloat16",
+    "serving-gpt-oss-20b-fp8-h200.json": ", gpt-oss 20B with FP8 KV",
     "serving-qwen3-30b-a3b-h200.json": ", Qwen3-30B-A3B",
 }
 """Results of serving.py, and what sets them apart."""
@@ -359,6 +360,7 @@ PAGES = {
         "serving_verify",
         "serving_mixed",
         "kernels_low_bit",
+        "steps_low_bit",
         "batch",
         "ablations",
         "cpu",
@@ -370,6 +372,7 @@ PAGES = {
 """Which tables stand where."""
 SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernel_tables.kernels, "kernels_fp8": kernel_tables.kernels_fp8, "kernels_low_bit": kernel_tables.kernels_low_bit,
+    "steps_low_bit": kernel_tables.steps_low_bit,
     "verify": kernel_tables.verify, "ablations": kernel_tables.ablations, "serving": serving, "serving_records": serving_records,
     "serving_verify": serving_verify, "serving_mixed": serving_mixed, "batch": batch, "steps": steps, "soak": soak, "cpu": cpu,
     "cpu_extend": cpu_extend, "planning": planning, "packing": packing, "estimates": estimates,
