@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_pat import tune
-from sglang_pat.kernels import capabilities
+from sglang_pat import tile_prices, tune
+from sglang_pat.kernels import capabilities, low_bit
 from sglang_pat.packing import FORMATS, AttentionSpec, CostModel, PackConfig, devices
 from sglang_pat.packing.oracle import makespan
 
@@ -79,9 +79,9 @@ def test_a_slow_memory_needs_more_bytes_in_flight() -> None:
 
 @pytest.mark.parametrize("items", [{8: 4}, {16: 4}, {64: 4}, {192: 4}, {64: 2, 8: 2}])
 def test_all_workers_of_a_synthetic_plan_have_the_same_to_do(items: dict[int, int]) -> None:
-    plan = tune.synthetic(items, tokens=64, workers=6)
-    config = PackConfig(CostModel(tune.GROUP, 1, 128, 128, 2), capabilities.tile_table("9.0a", 128), workers=6)
-    price = sum(count * config.item_price(m // tune.GROUP, 64) for m, count in items.items())
+    plan = tile_prices.synthetic(items, tokens=64, workers=6)
+    config = PackConfig(CostModel(tile_prices.GROUP, 1, 128, 128, 2), capabilities.tile_table("9.0a", 128), workers=6)
+    price = sum(count * config.item_price(m // tile_prices.GROUP, 64) for m, count in items.items())
     assert makespan(plan, [10**6] * len(plan.num_parts), config) == price + (len(items) - 1) * config.turn_price
     covered = sorted((item.start, item.end) for item in plan.items)
     assert covered == [(i * 64, (i + 1) * 64) for i in range(24)], "every item has KV of its own"
@@ -114,8 +114,23 @@ def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: py
 
 @pytest.mark.gpu
 def test_a_table_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "TOKENS", (64, 256))
+    monkeypatch.setattr(tile_prices, "TOKENS", (64, 256))
     tune.main(["--output", str(tmp_path / "table.json")])
     table = devices.load(tmp_path / "table.json")
     assert table.gpu == torch.cuda.get_device_name() and table.source.startswith("measured on")
     assert all(price.token_ns > 0 for price in table.prices)
+
+
+@pytest.mark.parametrize("form", tile_prices.PRICED)
+def test_a_pool_to_measure_with_has_each_token_once(form: str) -> None:
+    """In pages of few bits it is whole pages, and no parameter of theirs is infinite."""
+    bench = object.__new__(tile_prices.Bench)
+    bench.torch, bench.device, bench.dtype = torch, torch.device("cpu"), torch.bfloat16
+    bench.spec = AttentionSpec(tile_prices.GROUP, 1, 128, 128, FORMATS[form])
+    k, v, records, slots = bench.pool(640)
+    assert slots.shape == (1, 640) and sorted(slots[0].tolist()) == list(range(640))
+    if records is None:
+        assert k.shape == v.shape == (640, 1, 128)
+    else:
+        assert (slots[0].reshape(10, 64).diff() == 1).all() and len(records) == 10
+        assert all(torch.isfinite(x).all() for x in low_bit.unpack(records, FORMATS[form].bits, 128))

@@ -1,0 +1,237 @@
+"""Times the forward kernel on plans with tiles of one kind, and fits the prices of a table to it: for `sglang_pat.tune`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection
+from datetime import date
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang_pat.kernels import capabilities
+from sglang_pat.packing import FORMATS, AttentionSpec, PackConfig, Plan, Tile, TileTable, WorkItem, devices, layout
+from sglang_pat.packing.cost import PARTIAL_BYTES
+from sglang_pat.packing.devices import GpuTable, Price
+from sglang_pat.packing.spec import LOW_BIT_PAGE
+
+PRICED = ("bfloat16", capabilities.FP8["fp8_e4m3"], "int4", "int2")
+"""Formats of KV that are measured; those of equal bits have equal prices."""
+
+GROUP = 4
+"""Query heads of the one KV head that is measured, as in Llama 3 8B and Qwen 3 8B."""
+
+ITEMS = {True: (12, 24, 48), False: (2, 4, 8)}
+"""How many work items of a worker are timed: narrow ones (the key is True) on its 12 warps, wide ones one after another."""
+
+TOKENS = (32, 64, 128, 256, 512)
+"""Of a work item; pages of few bits are not cut, so with these only whole ones."""
+
+TURN = {64: 2, 8: 12}
+"""Work items of each m when measuring the time that a worker takes to switch from wide to narrow items."""
+
+H200 = devices.load(devices.TABLES / "h200.json")
+"""The table whose factors (how much prices count in plans) were fitted; other tables copy them. Of eight sets plans ran best with this one, 1 to 10 %
+faster than with the plain prices (benchmarks/NOTES-archive.md, 2026-11-21). Of turns priced at 0, 3, 5, 6 and 9 us plans ran best with 3; 1.64 are
+measured (the same, 2026-11-22)."""
+
+
+def synthetic(items: dict[int, int], tokens: int, workers: int) -> Plan:
+    """A plan in which every worker has the given (even) number of work items of each m. Each item reads `tokens` tokens of its own; each query is in
+    two items."""
+    work: list[WorkItem] = []
+    batch = 0
+    for _ in range(workers):
+        for m, count in items.items():
+            queries = m // GROUP
+            for i in range(count):
+                start, first = len(work) * tokens, batch + i // 2 * queries
+                rows = list(range(first, first + queries))
+                work.append(WorkItem(start, start + tokens, rows, [i % 2] * queries, Tile(m, capabilities.KV_TILE)))
+            batch += count // 2 * queries
+    bins = [worker * sum(items.values()) for worker in range(workers + 1)]
+    return Plan(work, bins, [2] * batch, 1, len(work) * tokens, 0)
+
+
+class Bench:
+    """Runs synthetic plans on this machine's GPU."""
+
+    def __init__(self, head_dim: int, dtype: str, kv: str) -> None:
+        """
+        Args:
+            head_dim: One of `capabilities.HEAD_DIMS`.
+            dtype: Dtype of Q.
+            kv: A key of `packing.FORMATS`.
+        """
+        import torch
+
+        from sglang_pat.kernels import cuda
+
+        self.torch, self.dtype = torch, getattr(torch, dtype)
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.spec = AttentionSpec(GROUP, 1, head_dim, head_dim, FORMATS[kv])
+        self.arch = cuda.arch_of(self.device)
+        tiles = capabilities.tile_table(self.arch, head_dim, kv_bits=self.spec.kv.bits)
+        self.query_tiles = tiles.query_tiles
+        self.decoder = cuda.Decoder(self.spec, tiles, self.device, dtype=self.dtype)
+        self.flush = torch.empty(256 << 20, dtype=torch.uint8, device=self.device)
+
+    def time_us(self, run: Callable[[], Any], repeats: int = 7) -> float:
+        """The median time of `run`, with a cold L2 cache."""
+        cuda = self.torch.cuda
+        times = []
+        for _ in range(repeats + 1):
+            begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            self.flush.zero_()
+            begin.record()
+            run()
+            end.record()
+            cuda.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        return statistics.median(times[1:])
+
+    def read_tbps(self) -> float:
+        numbers = self.torch.zeros(1 << 30, device=self.device)
+        return numbers.nbytes / self.time_us(numbers.sum) * 1e-6
+
+    def latency_ns(self) -> float:
+        """Latency of loads that each return the address of the next."""
+        import triton
+        import triton.language as tl
+
+        @triton.jit
+        def chase(table, out, count):  # type: ignore[no-untyped-def]
+            at = tl.load(table)
+            for _ in range(count):
+                at = tl.load(table + at)
+            tl.store(out, at)
+
+        size, count = 1 << 26, 2000
+        order = self.torch.randperm(size, device=self.device)
+        table = self.torch.empty_like(order)
+        table[order] = order.roll(-1)
+        out = self.torch.empty(1, dtype=self.torch.int64, device=self.device)
+        none, all_ = (self.time_us(partial(chase[(1,)], table, out, loads, num_warps=1)) for loads in (0, count))
+        return (all_ - none) / count * 1e3
+
+    def pool(self, kv_tokens: int) -> tuple[Any, Any, Any, Any]:
+        """Random KV, as `Decoder.decode` takes it: k, v, records, and the slots of the tokens, [1, kv_tokens]."""
+        from sglang_pat.kernels import low_bit
+
+        torch, dim = self.torch, self.spec.head_dim
+        if not self.spec.kv.is_low_bit:
+            kept = getattr(torch, self.spec.kv.name)
+            k, v = (torch.randn(kv_tokens, 1, dim, device=self.device).to(kept) for _ in range(2))
+            return k, v, None, torch.randperm(kv_tokens, device=self.device, dtype=torch.int32)[None]
+        size = LOW_BIT_PAGE
+        # Nothing is in tails: items are whole pages.
+        tails = torch.zeros(2, size, 1, dim, device=self.device, dtype=self.dtype)
+        k, v = torch.randn(2, 64, size, 1, dim)
+        some = low_bit.pack(k, v, self.spec.kv.bits).to(self.device)
+        pages = torch.randperm(kv_tokens // size, device=self.device, dtype=torch.int32)
+        slots = size * pages[:, None] + torch.arange(size, device=self.device, dtype=torch.int32)
+        return *tails, some[torch.arange(len(pages)) % len(some)], slots.reshape(1, -1)
+
+    def forward_us(self, items: dict[int, int], tokens: int) -> float:
+        torch, workers, dim = self.torch, self.decoder.workers, self.spec.head_dim
+        plan = synthetic(items, tokens, workers)
+        batch, kv_tokens = len(plan.num_parts), plan.kv_tokens
+        data = torch.from_numpy(layout.flatten(plan)).to(self.device)
+        q = torch.randn(batch, GROUP, dim, device=self.device).to(self.dtype)
+        k, v, records, table = self.pool(kv_tokens)
+        rows = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        seq_lens = torch.full_like(rows, kv_tokens)
+        partial = torch.empty(2 * batch, GROUP, dim, dtype=torch.float16, device=self.device)
+        lse = torch.empty(2 * batch, GROUP, device=self.device)
+        out = torch.empty_like(q)
+        return self.time_us(
+            lambda: self.decoder.decode(
+                q, k, v, out, table, rows, seq_lens, data, partial, lse, scale=dim**-0.5, records=records, merge=False
+            )
+        )
+
+    def price(self, m: int, share: float) -> tuple[Price, float, float]:
+        """The price of an m, if an SM moves `share` bytes per nanosecond; the kernel's time besides its items, in microseconds; and the greatest
+        relative error of the fit."""
+        grain = PackConfig.of(self.spec, TileTable((m,), (capabilities.KV_TILE,), ()), workers=1).grain
+        lengths = [tokens for tokens in TOKENS if tokens % grain == 0]
+        cases = [(items, tokens) for items in ITEMS[m <= capabilities.NARROW_M] for tokens in lengths]
+        times = np.array([self.forward_us({m: items}, tokens) for items, tokens in cases])
+        features = np.array([[1, items, items * tokens] for items, tokens in cases], dtype=float)
+        fit = np.linalg.lstsq(features / times[:, None], np.ones(len(times)), rcond=None)[0]
+        error = float(np.abs(features @ fit / times - 1).max())
+        for case, time in zip(cases, times, strict=True):
+            print(f"  m {m:3}: {case[0]:3} items of {case[1]:3} tokens a worker take {time:7.1f} us", flush=True)
+        writing = m * (self.spec.head_dim + 1) * PARTIAL_BYTES / share
+        item_ns, token_ns = round(max(0.0, float(fit[1]) * 1e3 - writing), 1), round(float(fit[2]) * 1e3, 2)
+        known = H200.prices_of(self.spec.kv.bits)
+        fitted = next((price for price in known if price.m == m), Price(m, 0, 0, 1, 1))
+        price = msgspec.structs.replace(fitted, item_ns=item_ns, token_ns=token_ns)
+        return price, float(fit[0]), error
+
+    def turn_ns(self, base_us: float) -> float:
+        """Time to switch between the two kinds of work items; `base_us` is a kernel's time besides its items."""
+        tokens = TOKENS[-2]
+        both = self.forward_us(TURN, tokens)
+        alone = sum(self.forward_us({m: count}, tokens) for m, count in TURN.items())
+        return max(0.0, both - alone + base_us) * 1e3
+
+    def prices(self, share: float) -> tuple[tuple[Price, ...], float]:
+        """The price of each m, and the time of a kernel with the smallest m besides its items, in microseconds."""
+        prices, bases = [], []
+        for m in self.query_tiles:
+            price, base_us, error = self.price(m, share)
+            prices.append(price)
+            bases.append(base_us)
+            print(
+                f"m {m}, KV of {self.spec.kv.bits} bits: {price.item_ns:.0f} ns an item, {price.token_ns:.1f} ns a token, "
+                f"fitted within {error:.0%}"
+            )
+        return tuple(prices), bases[0]
+
+
+def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
+    """The table of this machine's GPU.
+
+    Args:
+        head_dim: The head dimension to measure with, one of `capabilities.HEAD_DIMS`.
+        dtype: Dtype of Q and of 16-bit KV.
+        only: Bits of KV, less than 16; everything else is then taken from the table that the GPU has.
+
+    Raises:
+        ValueError: `only` is given, and the GPU has no table.
+    """
+    import torch
+
+    from sglang_pat.kernels import cuda
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
+    source = f"measured on {date.today().isoformat()} by `python -m sglang_pat.tune`, torch {torch.__version__}"
+    if only:
+        table = devices.find(cuda.arch_of(device), properties.name)
+        if table is None or table.head_dim != head_dim:
+            raise ValueError(f"{properties.name} has no table for a head dimension of {head_dim}: measure all of it")
+        source = f"{table.source}; prices with KV of {' and '.join(map(str, only))} bits {source}"
+        share = table.read_tbps * 1e3 / table.sms
+    else:
+        bench = Bench(head_dim, dtype, dtype)
+        tbps, latency = bench.read_tbps(), bench.latency_ns()
+        print(f"{properties.name}: reads {tbps:.2f} TB/s, a load takes {latency:.0f} ns")
+        share = tbps * 1e3 / properties.multi_processor_count
+        prices, base_us = bench.prices(share)
+        turn = bench.turn_ns(base_us)
+        print(f"{turn:.0f} ns from work items of all warps to those of one")
+        table = GpuTable(
+            properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), head_dim, prices, source, round(turn, 1),
+            H200.turn_in_plans, H200.bin_ns, H200.wave_ns, part_token_ns=H200.part_token_ns,
+        )  # fmt: skip
+    for name in PRICED[1:]:
+        bits = FORMATS[name].bits
+        if not only or bits in only:
+            table = msgspec.structs.replace(
+                table, **{f"prices_{bits}bit": Bench(head_dim, dtype, name).prices(share)[0]}
+            )
+    return msgspec.structs.replace(table, source=source)
