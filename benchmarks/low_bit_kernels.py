@@ -2,8 +2,9 @@
 
     python benchmarks/low_bit_kernels.py                                # into results/kernels-lowbit-<gpu>.json
     python benchmarks/low_bit_kernels.py --trees 1,64_4096,128 --heads 32/8 --append
+    python benchmarks/low_bit_kernels.py --paper --append               # the paper's 20 trees
 
-Nodes of trees must be whole pages of 64 tokens. Times are cold ones of `kernels.py`; that of the store kernel is of one new token for each request,
+Nodes of trees are rounded up to whole pages of 64 tokens, as SGLang's are then. Times are cold ones of `kernels.py`; that of the store kernel is of one new token for each request,
 a 64th of which complete a page. The floor is each page's bytes once at 4.4 TB/s.
 """
 
@@ -17,6 +18,7 @@ import kernels
 import msgspec
 import rivals
 import torch
+import trees
 from about import gpu
 
 from sglang_pat.kernels import low_bit, reference
@@ -99,6 +101,12 @@ class Record(msgspec.Struct):
     """By name and format, such as `fa3 fp8`."""
 
 
+def in_whole_pages(tree: str) -> str:
+    """The tree with the tokens of each node rounded up to whole pages."""
+    nodes, tokens = trees.parse(tree)
+    return "_".join(",".join(map(str, numbers)) for numbers in (nodes, [-(-count // PAGE) * PAGE for count in tokens]))
+
+
 def others(shape: tuple[str, int, int], names: list[str]) -> tuple[dict[str, float], dict[str, float]]:
     """What kernels for 16 and 8 bits take: our own, and the rivals'."""
     own, theirs = {}, {}
@@ -113,6 +121,7 @@ def others(shape: tuple[str, int, int], names: list[str]) -> tuple[dict[str, flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trees", nargs="+", default=list(TREES), help="nodes per level _ tokens per node")
+    parser.add_argument("--paper", action="store_true", help="the paper's trees in place of these")
     parser.add_argument("--heads", nargs="+", default=["32/8"], help="query heads / KV heads")
     parser.add_argument("--formats", nargs="+", choices=["int4", "int2"], default=["int4", "int2"])
     parser.add_argument("--rivals", nargs="*", default=[rivals.FlashInfer.name, rivals.Fa3.name])
@@ -126,7 +135,7 @@ def main() -> None:
     device = {**gpu(), **kernels.bandwidth()}
     records = json.loads(path.read_text())["records"] if arguments.append and path.exists() else []
     for heads in arguments.heads:
-        for tree in arguments.trees:
+        for tree in map(in_whole_pages, trees.PAPER if arguments.paper else arguments.trees):
             shape = tree, *map(int, heads.split("/"))
             own, theirs = others(shape, arguments.rivals)
             problem = kernels.Problem(*shape, PAGE, torch.bfloat16)
