@@ -285,9 +285,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "test_embedding.py::test_embeddings_are_those_of_a_stock_backend",
                note="nothing is decoded; encoders run on a stock backend alone: `/server_info` has no `pat`, and 0.5.17 needs "
                "`--disable-radix-cache --chunked-prefill-size -1` with any backend"),
-        _works("hybrid models on a GPU: full attention between gated delta nets or Mamba 2", "Qwen3-Next, Nemotron-H",
+        _works("hybrid models on a GPU: full attention between gated delta nets or Mamba 2", "Qwen3-Next, Qwen 3.5, Nemotron-H",
                _MIRROR, "test_gpu_server.py::test_hybrid_models",
-               note="full attention is packed, except with `--enable-hierarchical-cache`; other models (Qwen 3.5, LFM2, Falcon-H1) are accepted but were not run"),
+               note="full attention is packed, except with `--enable-hierarchical-cache`; other models (LFM2, Falcon-H1) are accepted but were not run"),
         _refused("hybrid models on a CPU", "", None, "serve them on a GPU"),
         _refused("gated delta nets on a Blackwell GPU", "", None, "use --attention-backend triton",
                  note="SGLang accepts only its own backends there"),
