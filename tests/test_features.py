@@ -57,6 +57,7 @@ ASKED_BY: list[tuple[list[str], dict[str, str]]] = [
     (["--prefill-attention-backend", "torch_native"], {"SGLANG_PAT_KV": "int4"}),
     (["--decode-attention-backend", "torch_native"], {"SGLANG_PAT_KV": "int4"}),
     (["--speculative-algorithm", "NGRAM"], {"SGLANG_PAT_KV": "int4"}),
+    (["--chunked-prefill-size", "100"], {"SGLANG_PAT_KV": "int4"}),
     (["--enable-mixed-chunk"], {"SGLANG_PAT_KV": "int2"}),
     (["--enable-streaming-session"], {"SGLANG_PAT_KV": "int2"}),
     (["--enable-memory-saver"], {"SGLANG_PAT_KV": "int4"}),
