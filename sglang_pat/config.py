@@ -39,7 +39,7 @@ class PatConfig(msgspec.Struct, frozen=True):
         ahead: `SGLANG_PAT_AHEAD`: 1 plans the next batch on another thread while a step runs; 0 plans it when its step begins.
         defer: `SGLANG_PAT_DEFER`: 1 lets a request wait if another one is computing 256 or more of its tokens; 0 lets both
             compute them.
-        kv: `SGLANG_PAT_KV`: `int4` or `int2` stores full pages of 64 tokens in so many bits per element of K and V, on a CPU only; if empty,
+        kv: `SGLANG_PAT_KV`: `int4` or `int2` stores full pages of 64 tokens in so many bits per element of K and V; if empty,
             `--kv-cache-dtype` decides.
         verify: `SGLANG_PAT_VERIFY`: 1 checks before each step that the queries of every work item have the same KV slots, and
             that each query reads exactly what it sees; if not, the step runs one query per work item. Slow; for tests.
