@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 COUNTERS = {
     "steps": "Decode steps, including those within mixed steps.",
-    "mixed_steps": "Steps that decoded requests by plan and prefilled others (`--enable-mixed-chunk`).",
+    "mixed_steps": "Steps that decoded requests by plan and prefilled others (`--enable-mixed-chunk`), or extended some by one token.",
     "plans": "Plans made; the other steps reused one.",
     "plans_ahead": "Plans that were ready before their step.",
     "fallbacks": "Steps that ran one query per work item because planning failed.",
