@@ -4,8 +4,8 @@
     python benchmarks/low_bit_kernels.py --trees 1,64_4096,128 --heads 32/8 --append
     python benchmarks/low_bit_kernels.py --paper --append               # the paper's 20 trees
 
-Nodes of trees are rounded up to whole pages of 64 tokens, as SGLang's are then. Times are cold ones of `kernels.py`; that of the store kernel is of one new token for each request,
-a 64th of which complete a page. The floor is each page's bytes once at 4.4 TB/s.
+Nodes of trees are rounded up to whole pages of 64 tokens, as SGLang's are then. Times are cold ones of `kernels.py`; that of the store kernel is of
+one new token for each request, a 64th of which complete a page. The floor is each page's bytes once at 4.4 TB/s.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import FORMATS, AttentionSpec, PackConfig, Plan, Tile, TileTable, WorkItem, devices, layout
+from sglang_pat.packing import FORMATS, AttentionSpec, PackConfig, Plan, Tile, WorkItem, devices, layout
 from sglang_pat.packing.cost import PARTIAL_BYTES
 from sglang_pat.packing.devices import GpuTable, Price
 from sglang_pat.packing.spec import LOW_BIT_PAGE
@@ -72,10 +72,9 @@ class Bench:
         self.torch, self.dtype = torch, getattr(torch, dtype)
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.spec = AttentionSpec(GROUP, 1, head_dim, head_dim, FORMATS[kv])
-        self.arch = cuda.arch_of(self.device)
-        tiles = capabilities.tile_table(self.arch, head_dim, kv_bits=self.spec.kv.bits)
-        self.query_tiles = tiles.query_tiles
+        tiles = capabilities.tile_table(cuda.arch_of(self.device), head_dim, kv_bits=self.spec.kv.bits)
         self.decoder = cuda.Decoder(self.spec, tiles, self.device, dtype=self.dtype)
+        self.config = PackConfig.of(self.spec, tiles, self.decoder.workers)
         self.flush = torch.empty(256 << 20, dtype=torch.uint8, device=self.device)
 
     def time_us(self, run: Callable[[], Any], repeats: int = 7) -> float:
@@ -155,8 +154,7 @@ class Bench:
     def price(self, m: int, share: float) -> tuple[Price, float, float]:
         """The price of an m, if an SM moves `share` bytes per nanosecond; the kernel's time besides its items, in microseconds; and the greatest
         relative error of the fit."""
-        grain = PackConfig.of(self.spec, TileTable((m,), (capabilities.KV_TILE,), ()), workers=1).grain
-        lengths = [tokens for tokens in TOKENS if tokens % grain == 0]
+        lengths = [tokens for tokens in TOKENS if tokens % self.config.grain == 0]
         cases = [(items, tokens) for items in ITEMS[m <= capabilities.NARROW_M] for tokens in lengths]
         times = np.array([self.forward_us({m: items}, tokens) for items, tokens in cases])
         features = np.array([[1, items, items * tokens] for items, tokens in cases], dtype=float)
@@ -181,7 +179,7 @@ class Bench:
     def prices(self, share: float) -> tuple[tuple[Price, ...], float]:
         """The price of each m, and the time of a kernel with the smallest m besides its items, in microseconds."""
         prices, bases = [], []
-        for m in self.query_tiles:
+        for m in self.config.tiles.query_tiles:
             price, base_us, error = self.price(m, share)
             prices.append(price)
             bases.append(base_us)

@@ -143,11 +143,13 @@ def check_low_bit(runner: Any, environment: Mapping[str, str] = os.environ) -> N
         return
     problem = _low_bit_problem(runner)
     if problem is not None:
-        raise low_bit_refusal(asked, problem)
+        raise UnsupportedError(
+            f"--attention-backend pat does not support a KV cache of {asked} (SGLANG_PAT_KV) {problem}: unset it"
+        )
 
 
 def _low_bit_problem(runner: Any) -> str | None:
-    """Where KV of less than 8 bits is not supported, as for `low_bit_refusal`."""
+    """Where KV of less than 8 bits is not supported; None if it is here."""
     on_gpu = runner.device != "cpu"
     if compat.pool.is_fp8(runner.kv_cache_dtype):
         return "for a checkpoint that wants 8 bits"
@@ -158,13 +160,6 @@ def _low_bit_problem(runner: Any) -> str | None:
     if not all(map(compat.model.decodes, compat.model.attention_layers(runner))):
         return "for encoders"
     return None
-
-
-def low_bit_refusal(asked: str, problem: str) -> UnsupportedError:
-    """The error that refuses `SGLANG_PAT_KV=asked`; `problem` says where it is not supported."""
-    return UnsupportedError(
-        f"--attention-backend pat does not support a KV cache of {asked} (SGLANG_PAT_KV) {problem}: unset it"
-    )
 
 
 def check_hybrid(runner: Any, name: str) -> None:
