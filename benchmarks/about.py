@@ -33,6 +33,13 @@ def gpu() -> dict[str, str]:
     return {"name": name, **about(), "torch": torch.__version__}
 
 
+def gpu_slug() -> str:
+    """The GPU's model for file names: `h100` of `NVIDIA H100 80GB HBM3`."""
+    import torch
+
+    return torch.cuda.get_device_name().split()[1].lower()
+
+
 def processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -13,8 +13,8 @@ In a verify step the last so many tokens of each request are its draft, each of 
 
 Times are medians of CUDA graph replays, measured by events inside the graph. Cold: something else is read into the L2 cache
 before each; this is what a model sees, whose layers have weights and KV of their own. Warm: the same replays one after the other.
-Planning is not part of them. The floor is the larger of two times: each KV token, query and output once at 4.4 TB/s, and
-the arithmetic at 790 TFLOP/s (measured on an H200, 2026-11-20).
+Planning is not part of them. The floor is the larger of two times: each KV token, query and output once at the rate at which the GPU
+reads (READ_RATES), and the arithmetic at 790 TFLOP/s (measured on an H200, 2026-11-20).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 import rivals
 import torch
 import trees
-from about import gpu
+from about import gpu, gpu_slug
 
 from sglang_pat.backend import verify
 from sglang_pat.backend.layers import kv_format
@@ -43,13 +43,20 @@ from sglang_pat.packing.spec import KVFormat
 
 RESULTS = Path(__file__).parent / "results"
 HEADS = ("32/32", "16/8", "32/8", "64/8")
-READ_RATE, FLOP_RATE = 4.4e12, 790e12
+READ_RATES, FLOP_RATE = {"h200": 4.4e12, "h100": 3.08e12}, 790e12
+"""Bytes and operations a second that these GPUs reach: an H200 measured 2026-11-20; H100's bytes are the same share, 0.92, of what the data
+sheet says."""
 FLUSH_BYTES = 256 << 20
 """Five times the L2 cache of an H200."""
 WARM_UP_SECONDS = 0.01
 """Before anything is timed: the first case of a run, in front of which modules are loaded, looked 6 to 8 us slower than the model that
 fits the others (benchmarks/NOTES.md, 2026-11-22)."""
 DIM = 128
+
+
+def read_rate() -> float:
+    """Bytes a second that this GPU reads from memory; another than these counts as an H200, as its table does."""
+    return READ_RATES.get(gpu_slug(), READ_RATES["h200"])
 
 
 class Problem:
@@ -110,7 +117,7 @@ class Problem:
     @property
     def floor_us(self) -> float:
         io = 2 * self.q.numel() * self.q.itemsize
-        read = (self.kv_tokens * self.kv_heads * DIM * 2 * self.k.itemsize + io) / READ_RATE
+        read = (self.kv_tokens * self.kv_heads * DIM * 2 * self.k.itemsize + io) / read_rate()
         flop = 4 * DIM * self.heads * self.tokens * sum(self.batch.seq_lens) / FLOP_RATE
         return max(read, flop) * 1e6
 
@@ -318,14 +325,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/kernels.py needs a CUDA device")
-    name = torch.cuda.get_device_name()
     device = {**gpu(), **bandwidth()}
     print(device)
     kv_dtype = getattr(torch, capabilities.FP8.get(arguments.kv_cache_dtype, ""), None)
     kind = "kernels-fp8" if kv_dtype else "verify" if arguments.tokens != [1] else "kernels"
     if arguments.ablations:
         kind = "kernel-ablations"
-    path = arguments.output or RESULTS / f"{kind}-{name.split()[-1].lower()}.json"
+    path = arguments.output or RESULTS / f"{kind}-{gpu_slug()}.json"
     if arguments.ablations:
         path.write_text(json.dumps({"device": device, "records": ablate(arguments.trees)}, indent=1) + "\n")
         return

@@ -19,7 +19,7 @@ import msgspec
 import rivals
 import torch
 import trees
-from about import gpu
+from about import gpu, gpu_slug
 
 from sglang_pat.kernels import low_bit, reference
 from sglang_pat.packing import FORMATS
@@ -130,8 +130,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/low_bit_kernels.py needs a CUDA device")
-    gpu_name = torch.cuda.get_device_name().split()[-1].lower()
-    path = arguments.output or kernels.RESULTS / f"kernels-lowbit-{gpu_name}.json"
+    path = arguments.output or kernels.RESULTS / f"kernels-lowbit-{gpu_slug()}.json"
     device = {**gpu(), **kernels.bandwidth()}
     records = json.loads(path.read_text())["records"] if arguments.append and path.exists() else []
     for heads in arguments.heads:
@@ -149,7 +148,7 @@ def main() -> None:
                 assert pat.records is not None
                 record = Record(
                     problem.tree, heads, PAGE, pat.bits, times[0], times[TAIL], store_us,
-                    round(pat.records.nbytes / kernels.READ_RATE * 1e6, 2), error,
+                    round(pat.records.nbytes / kernels.read_rate() * 1e6, 2), error,
                     pat.config.cost.bytes(pat.kv_tokens, pat.parts), own, theirs,
                 )  # fmt: skip
                 records.append(msgspec.to_builtins(record))
