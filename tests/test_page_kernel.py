@@ -12,7 +12,7 @@ from typing import Any
 import emulated
 import pytest
 import torch
-from kernel_cases import TOLERANCE, Run
+from kernel_cases import TOLERANCE, Case, Run
 from page_cases import PAGE, Paged, Stored, in_whole_pages
 from trees import random_batch
 
@@ -147,6 +147,36 @@ def test_numbers_beyond_16_bits_are_no_infinities_in_wide_items(form: str) -> No
     run.decode()
     assert torch.isfinite(run.out).all()
     assert 2e4 < run.out.float().max() < 6.6e4
+
+
+@pytest.mark.parametrize("form", DTYPES)
+def test_q_times_a_scale_of_k_may_be_beyond_16_bits(form: str) -> None:
+    """A channel of K with a huge range, and some rows of Q that are huge there: their greatest score is ahead by far. Rows beside them are as exact
+    as ever."""
+    channels = (5, 60)  # whose scales are kept divided by different powers of 2
+
+    def widen(case: Case) -> None:
+        case.k[..., channels], case.q[..., channels] = 0.0, 0.0
+        for number, first in enumerate(range(0, len(case.k), PAGE)):
+            most = 6e4 - 500 * number
+            case.k[first + 7, :, channels], case.k[first + 9, :, channels] = most, -most
+        for channel, sign, heads in zip(channels, (1, -1), (slice(0, None, 4), slice(1, None, 4)), strict=True):
+            # Scores stay below 2^24, where float32 has integers.
+            case.q[1:, heads, channel] = sign * 2e3
+
+    batch = Batch([200, 330, 264, 150, 64], [Node(0, 128, [0, 1, 2])])
+    case = Paged(batch, 8, 2, 128, form, DTYPES[form], DEVICE, edit=widen)
+    tiles = capabilities.tile_table(ARCH, 128, kv_bits=4)
+    plan = make_plan(batch, case.config(tiles, emulated.WORKERS, "naive"))
+    assert {item.tile.m for item in plan.items} == {8, 16}
+    run = Run(case, decoder_of(case.spec, tiles, case.q.dtype), tiles, "naive")
+    run.poison()
+    run.decode()
+    right, out = case.reference(), run.out.double()
+    huge = (case.q.abs() > 1e3).any(-1)
+    assert huge.any() and not huge.all()
+    for rows in (huge, ~huge):
+        assert (out[rows] - right[rows]).norm() < TOLERANCE[torch.bfloat16] * right[rows].norm()
 
 
 @pytest.mark.parametrize("form", DTYPES)
