@@ -124,7 +124,8 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
       for (int i = 0; i < 4; ++i) bases[block][i] = 0;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const uint2 scale = *reinterpret_cast<const uint2*>(from + step / 2 * 64 + thread_of<4>() * 16 + step % 2 * 8);
+        const uint2 scale = *reinterpret_cast<const uint2*>(from + step / 2 * R::kKeyUnit + thread_of<4>() * R::kKeyColumn +
+                                                            step % 2 * R::kKeyStep);
         uint32_t (&to)[2] = scaled[step][block];
         to[0] = multiply_pair(multiply_pair(q_[step][block][0], factor), multiply_pair(scale.x, factor));
         to[1] = multiply_pair(multiply_pair(q_[step][block][1], factor), multiply_pair(scale.y, factor));
@@ -139,10 +140,11 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
     Scaled scaled;
     Sums zeros = {}, bases = {};
     const uint32_t minus[4] = {kMinusCodeBase, kMinusCodeBase, kMinusCodeBase, kMinusCodeBase};
-    const int column = thread_of<4>() * 16;
+    const int column = thread_of<4>() * R::kKeyColumn;
 #pragma unroll
     for (int i = 0; i < kSteps; i += 2) {
-      const uint4 scale = load(from + i * 32 + column), zero = load(from + R::kKeyZeros + i * 32 + column);
+      const uint4 scale = load(from + i / 2 * R::kKeyUnit + column);
+      const uint4 zero = load(from + R::kKeyZeros + i / 2 * R::kKeyUnit + column);
       const uint32_t scales[2][2] = {{scale.x, scale.y}, {scale.z, scale.w}};
       const uint32_t pairs[2][2] = {{zero.x, zero.y}, {zero.z, zero.w}};
 #pragma unroll
@@ -193,7 +195,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
   // O^T += V^T P^T of a page.
   __device__ __forceinline__ void add_values(const uint8_t* from, const Scores& weights,
                                              const float (&correction)[kBlocks][2]) {
-    const uint8_t* const own = from + R::kValueParameters + unsigned(lane_id()) / 4 * 32;
+    const uint8_t* const own = from + R::kValueParameters + unsigned(lane_id()) / 4 * R::kValueRow;
     const uint4 low = load(own), high = load(own + 16);
     const uint32_t parameters[kChunks][2] = {{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}};
     uint32_t b[kChunks][kBlocks][2];
