@@ -17,7 +17,7 @@ from sglang_pat.packing import FORMATS, Batch, Node
 PAGE = low_bit.PAGE_TOKENS
 
 
-def in_whole_pages(batch: Batch) -> Batch:
+def with_pages_for_tokens(batch: Batch) -> Batch:
     """The same tree with a page for each token of its nodes, as SGLang's has; tails end anywhere, some with a page."""
     generator = random.Random(len(batch.seq_lens))
 
