@@ -101,7 +101,7 @@ class Record(msgspec.Struct):
     """By name and format, such as `fa3 fp8`."""
 
 
-def in_whole_pages(tree: str) -> str:
+def rounded_up_to_pages(tree: str) -> str:
     """The tree with the tokens of each node rounded up to whole pages."""
     nodes, tokens = trees.parse(tree)
     return "_".join(",".join(map(str, numbers)) for numbers in (nodes, [-(-count // PAGE) * PAGE for count in tokens]))
@@ -134,7 +134,7 @@ def main() -> None:
     device = {**gpu(), **kernels.bandwidth()}
     records = json.loads(path.read_text())["records"] if arguments.append and path.exists() else []
     for heads in arguments.heads:
-        for tree in map(in_whole_pages, trees.PAPER if arguments.paper else arguments.trees):
+        for tree in map(rounded_up_to_pages, trees.PAPER if arguments.paper else arguments.trees):
             shape = tree, *map(int, heads.split("/"))
             own, theirs = others(shape, arguments.rivals)
             problem = kernels.Problem(*shape, PAGE, torch.bfloat16)

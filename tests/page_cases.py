@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import kernel_cases
@@ -16,7 +17,7 @@ from sglang_pat.packing import FORMATS, Batch, Node
 PAGE = low_bit.PAGE_TOKENS
 
 
-def in_whole_pages(batch: Batch) -> Batch:
+def with_pages_for_tokens(batch: Batch) -> Batch:
     """The same tree with a page for each token of its nodes, as SGLang's has; tails end anywhere, some with a page."""
     generator = random.Random(len(batch.seq_lens))
 
@@ -84,9 +85,11 @@ class Paged(kernel_cases.Case):
 
     def __init__(
         self, batch: Batch, heads: int, kv_heads: int, dim: int, form: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu",
-        sinks: bool = False,
+        sinks: bool = False, edit: Callable[[kernel_cases.Case], None] = lambda _: None,
     ) -> None:  # fmt: skip
+        """`edit` changes the case's numbers before they are written."""
         super().__init__(batch, heads, kv_heads, dim, dim, dtype, page_size=PAGE, sinks=sinks)
+        edit(self)
         written = Written(self, form, batch.seq_lens, self.rows)
         self._right = {cap: written.reference(cap).to(device) for cap in (0.0, 5.0)}
         self.k, self.v = written.tails.flatten(1, 2).to(device)

@@ -66,7 +66,7 @@ CHANGES: dict[str, emulated.Change] = {
     "8 bits: Q is converted before it is there": ("ring.cuh", "wait_copies<0>();", ""),
     "8 bits: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
     "pages: an item's last chunk is not waited for": ("page_rows.cuh", "wait_copies<S::kStages - 1>();", ""),
-    "pages: V of a tail is not zero behind its end": ("page_load.cuh", "      copy16_or_zero(place", "      if (valid) copy16_or_zero(place"),
+    "pages: V of a tail is not zero behind its end": ("page_load.cuh", "      copy16_or_zero(address", "      if (valid) copy16_or_zero(address"),
     "pages: a full page's tail is overwritten before it is read": ("page_store.cuh", "if (!is_read) to_tail(own);", "to_tail(own);"),
     "pages, wide: a record is converted before it is there": ("page_convert.cuh", "wait_copies<kAhead - 2>();", ""),
     "pages, wide: what other threads copied is not waited for": ("page_convert.cuh", "        sync_threads(kProducerBarrier, kThreads);\n", ""),

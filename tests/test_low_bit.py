@@ -10,7 +10,7 @@ from pathlib import Path
 import kernel_cases
 import pytest
 import torch
-from page_cases import PAGE, Written, in_whole_pages
+from page_cases import PAGE, Written, with_pages_for_tokens
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities, low_bit
@@ -121,7 +121,7 @@ SHAPES = [(8, 2, 32), (6, 6, 64), (32, 8, 128), (5, 1, 96), (4, 2, 256)]
 @pytest.mark.parametrize("dtype", kernel_cases.TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 def test_decode(form: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
-    batch = in_whole_pages(random_batch(random.Random(dim), depth=2, fanout=2, length=3))
+    batch = with_pages_for_tokens(random_batch(random.Random(dim), depth=2, fanout=2, length=3))
     case = kernel_cases.Case(batch, heads, kv_heads, dim, dim, dtype, page_size=PAGE, sinks=dim == 64)
     case.splits_heads = False
     written = Written(case, form, batch.seq_lens, case.rows)

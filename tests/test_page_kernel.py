@@ -12,8 +12,8 @@ from typing import Any
 import emulated
 import pytest
 import torch
-from kernel_cases import TOLERANCE, Run
-from page_cases import PAGE, Paged, Stored, in_whole_pages
+from kernel_cases import TOLERANCE, Case, Run
+from page_cases import PAGE, Paged, Stored, with_pages_for_tokens
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities, cuda, low_bit
@@ -50,7 +50,7 @@ def check(case: Paged, cap: float = 0.0, policy: str = "optimal", arch: str = AR
 def test_random_trees(form: str, heads: int, kv_heads: int) -> None:
     generator = random.Random(heads)
     for depth, fanout, pages in ((2, 3, 2), (1, 4, 5), *(((3, 4, 9), (2, 9, 2)) if ON_GPU else ())):
-        batch = in_whole_pages(random_batch(generator, depth, fanout, pages))
+        batch = with_pages_for_tokens(random_batch(generator, depth, fanout, pages))
         for policy in ("optimal", "naive", "query") if ON_GPU else ("optimal",):
             check(case_of(batch, heads, kv_heads, form), policy=policy)
 
@@ -58,7 +58,7 @@ def test_random_trees(form: str, heads: int, kv_heads: int) -> None:
 @fewer_on_the_host
 def test_tails_of_every_length(form: str) -> None:
     """Behind pages that are shared, behind pages of their own, and alone."""
-    lengths = [length + generator for generator in (0, 2 * PAGE) for length in range(1, PAGE + 2)]
+    lengths = [shared + length for shared in (0, 2 * PAGE) for length in range(1, PAGE + 2)]
     sharing = list(range(PAGE + 1, len(lengths)))
     check(case_of(Batch(lengths, [Node(0, PAGE, sharing)]), 4, 1, form), policy="naive")
 
@@ -139,14 +139,44 @@ def test_numbers_beyond_16_bits_are_no_infinities_in_wide_items(form: str) -> No
     case, dim = case_of(Batch([128] * 9, [Node(0, 128, list(range(9)))]), 8, 2, form), 128
     tiles = TileTable(capabilities.query_tiles(ARCH, dim, kv_bits=4), (capabilities.KV_TILE,), ())
     assert case.records is not None
-    first = 4 * dim + PAGE * dim * FORMATS[form].bits // 8  # of V's scales and zeros, a token's two together
+    first = low_bit.v_parameters(FORMATS[form].bits, dim)
     parameters = case.records[..., first : first + 4 * PAGE].view(torch.float16)
-    parameters[..., ::2], parameters[..., 1::2] = 6e4, 0.0
+    parameters[..., ::2], parameters[..., 1::2] = 6e4, 0.0  # a token's scale and zero lie together
     run = Run(case, decoder_of(case.spec, tiles, case.q.dtype), tiles, "naive")
     run.poison()
     run.decode()
     assert torch.isfinite(run.out).all()
     assert 2e4 < run.out.float().max() < 6.6e4
+
+
+@pytest.mark.parametrize("form", DTYPES)
+def test_q_times_a_scale_of_k_may_be_beyond_16_bits(form: str) -> None:
+    """A channel of K with a huge range, and some rows of Q that are huge there: their greatest score is ahead by far. Rows beside them are as exact
+    as ever."""
+    channels = (5, 60)  # whose scales are kept divided by different powers of 2
+
+    def widen(case: Case) -> None:
+        case.k[..., channels], case.q[..., channels] = 0.0, 0.0
+        for number, first in enumerate(range(0, len(case.k), PAGE)):
+            most = 6e4 - 500 * number
+            case.k[first + 7, :, channels], case.k[first + 9, :, channels] = most, -most
+        for channel, sign, heads in zip(channels, (1, -1), (slice(0, None, 4), slice(1, None, 4)), strict=True):
+            # Scores stay below 2^24, where float32 has integers.
+            case.q[1:, heads, channel] = sign * 2e3
+
+    batch = Batch([200, 330, 264, 150, 64], [Node(0, 128, [0, 1, 2])])
+    case = Paged(batch, 8, 2, 128, form, DTYPES[form], DEVICE, edit=widen)
+    tiles = capabilities.tile_table(ARCH, 128, kv_bits=4)
+    plan = make_plan(batch, case.config(tiles, emulated.WORKERS, "naive"))
+    assert {item.tile.m for item in plan.items} == {8, 16}
+    run = Run(case, decoder_of(case.spec, tiles, case.q.dtype), tiles, "naive")
+    run.poison()
+    run.decode()
+    right, out = case.reference(), run.out.double()
+    huge = (case.q.abs() > 1e3).any(-1)
+    assert huge.any() and not huge.all()
+    for rows in (huge, ~huge):
+        assert (out[rows] - right[rows]).norm() < TOLERANCE[torch.bfloat16] * right[rows].norm()
 
 
 @pytest.mark.parametrize("form", DTYPES)
@@ -161,7 +191,7 @@ def test_another_head_dimension(form: str, dim: int) -> None:
 @pytest.mark.parametrize("form", DTYPES)
 def test_on_another_architecture(form: str) -> None:
     """With fewer stages."""
-    check(case_of(in_whole_pages(random_batch(random.Random(1), 2, 3, 3)), 8, 2, form), arch="8.0")
+    check(case_of(with_pages_for_tokens(random_batch(random.Random(1), 2, 3, 3)), 8, 2, form), arch="8.0")
 
 
 def decoder_of(spec: AttentionSpec, tiles: TileTable, dtype: torch.dtype, arch: str = ARCH) -> Any:
@@ -228,11 +258,11 @@ def test_an_index_that_there_is_not_writes_nothing() -> None:
 def test_padding_is_not_stored() -> None:
     """Page 0 is SGLang's for padding. In graphs it comes with row 0 and length 1; here also with rows and lengths that are somebody's."""
     stored = stored_by("int4", rows=4, pages=4)
-    full = [(2, place + 1, PAGE + place) for place in range(PAGE)]
+    full = [(2, index + 1, PAGE + index) for index in range(PAGE)]
     for padding in (
         [(0, 1, 0)] * 3,
         [(2, PAGE, PAGE - 1), (2, 1, 0), (3, PAGE, 0)],
-        [(2, place + 1, place) for place in range(PAGE)],
+        [(2, index + 1, index) for index in range(PAGE)],
     ):
         before = stored.found[0][0].clone(), stored.found[1][:, [0, 3]].clone()
         stored.store([*full, *padding], *stored.random(PAGE + len(padding)))

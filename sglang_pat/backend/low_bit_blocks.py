@@ -100,7 +100,7 @@ class Blocks(msgspec.Struct, frozen=True):
         owner = owners[behind, None]
         positions = PAGE * counts[behind, None] + torch.arange(PAGE)
         first = (new.cumsum(0) - new)[owner]
-        places = first + torch.minimum(positions.clamp(min=old[owner]), lengths[behind, None] - 1) - old[owner]
+        among_new = first + torch.minimum(positions.clamp(min=old[owner]), lengths[behind, None] - 1) - old[owner]
         is_old = positions < old[owner]
         tails = row[owner] * PAGE + positions % PAGE
         ends_of_blocks = torch.tensor(starts, dtype=torch.int32)
@@ -109,7 +109,7 @@ class Blocks(msgspec.Struct, frozen=True):
             return to_device(tensor.contiguous(), device)
 
         return cls(
-            pages=there(own), new=there(places.flatten()), old=there(is_old.flatten().nonzero().flatten()), tails=there(tails[is_old]),
+            pages=there(own), new=there(among_new.flatten()), old=there(is_old.flatten().nonzero().flatten()), tails=there(tails[is_old]),
             table=there(table.int()), lengths=there(lengths.int()), starts=there(ends_of_blocks),
             longest=int(ends_of_blocks.diff().max()) if ends else 0,
         )  # fmt: skip

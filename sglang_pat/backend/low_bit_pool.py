@@ -94,9 +94,9 @@ class LowBitKVPool(MHATokenToKVPool):
     ) -> tuple[torch.Tensor, torch.Tensor, low_bit.Pages]:
         """The same for an extend. Call it before the new tokens, K and V [tokens, ...], are stored."""
         k, v = (self.of_heads(x)[: len(behind.tails)] for x in (k, v))
-        if behind.places is not None:
+        if behind.indices is not None:
             before = self.tails(layer_id)
-            k, v = (torch.cat([tail.flatten(0, 1), x])[behind.places] for tail, x in zip(before, (k, v), strict=True))
+            k, v = (torch.cat([tail.flatten(0, 1), x])[behind.indices] for tail, x in zip(before, (k, v), strict=True))
         return k, v, self._pages(layer_id, behind.tails)
 
     def of_heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,11 +118,11 @@ class Behind(msgspec.Struct, frozen=True):
 
     Attributes:
         tails: [new tokens], int64, as in `kernels.low_bit.Pages`.
-        places: Indices of all these tokens in an array of all tails followed by the new tokens; None if they are just the new tokens.
+        indices: Indices of all these tokens in an array of all tails followed by the new tokens; None if they are just the new tokens.
     """
 
     tails: torch.Tensor
-    places: torch.Tensor | None
+    indices: torch.Tensor | None
 
     @classmethod
     def of(cls, rows: Sequence[int], cached: Sequence[int], added: Sequence[int], num_rows: int) -> Behind:
@@ -132,11 +132,11 @@ class Behind(msgspec.Struct, frozen=True):
             num_rows: Rows that have a tail.
         """
         page = low_bit.PAGE_TOKENS
-        places, tails = [], [torch.empty(0, dtype=torch.int64)]
+        indices, tails = [], [torch.empty(0, dtype=torch.int64)]
         new, count = num_rows * page, 0
         for row, before, more in zip(rows, cached, added, strict=True):
             unfinished = before % page
-            places += [torch.arange(row * page, row * page + unfinished), torch.arange(new, new + more)]
+            indices += [torch.arange(row * page, row * page + unfinished), torch.arange(new, new + more)]
             tails.append(torch.full((more,), count - (before - unfinished)))
             new, count = new + more, count + unfinished + more
-        return cls(torch.cat(tails), torch.cat(places) if count > sum(added) else None)
+        return cls(torch.cat(tails), torch.cat(indices) if count > sum(added) else None)

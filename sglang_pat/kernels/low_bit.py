@@ -36,9 +36,14 @@ def in_pages(tokens: torch.Tensor) -> torch.Tensor:
     return tokens // PAGE_TOKENS * PAGE_TOKENS
 
 
+def v_parameters(bits: int, head_dim: int) -> int:
+    """Where V begins in a record, with fp16 scales and zeros of its tokens: behind scales and zeros of K's channels, and K's codes."""
+    return 4 * head_dim + PAGE_TOKENS * head_dim * bits // 8
+
+
 def record_bytes(bits: int, head_dim: int) -> int:
-    """Of a page of one KV head: codes of K and V, fp16 scales and zeros of K's channels and of V's tokens."""
-    return 2 * PAGE_TOKENS * head_dim * bits // 8 + 4 * head_dim + 4 * PAGE_TOKENS
+    """Of a page of one KV head, K and V."""
+    return v_parameters(bits, head_dim) + 4 * PAGE_TOKENS + PAGE_TOKENS * head_dim * bits // 8
 
 
 def store(

@@ -78,13 +78,13 @@ void store_head(const pat::LowBit& form, const TensorView& k, const TensorView& 
   const TensorView *from[2] = {&k, &v}, *tails[2] = {&tail_k, &tail_v};
   for (int64_t i = 0; i < k.size(0); ++i) {
     if (slots[i] < pat::kPageTokens) continue;
-    const int64_t place = (seq_lens[i] - 1) % pat::kPageTokens;
-    const bool is_full = place == pat::kPageTokens - 1;
+    const int64_t index_in_page = (seq_lens[i] - 1) % pat::kPageTokens;
+    const bool is_full = index_in_page == pat::kPageTokens - 1;
     for (int which : {0, 1}) {
       const TensorView &one = *from[which], &tail = *tails[which];
       T* const page = static_cast<T*>(tail.data_ptr()) + rows[i] * tail.stride(0) + head * tail.stride(2);
       const T* const token = static_cast<const T*>(one.data_ptr()) + i * one.stride(0) + head * one.stride(1);
-      std::copy_n(token, d, page + place * tail.stride(1));
+      std::copy_n(token, d, page + index_in_page * tail.stride(1));
       for (int t = 0; is_full && t < pat::kPageTokens; ++t)
         pat::convert(page + t * tail.stride(1), full + which * page_size + t * d, d);
     }

@@ -2,13 +2,14 @@
 // and a zero for each channel of the page, V for each token (BitDecoding §4.1: KC and per-token V); a number is zero + scale * code.
 //
 //   K parameters    dim scales, then dim zeros, fp16: of the channel pair e = 2 (c / 16) + c / 8 % 2 of lane column t = c % 8 / 2, in units
-//                   of four pairs: unit e / 4 of column t is at 4 (e / 4) + t. Scales are divided by 2^(bits * place), see below.
+//                   of four pairs: unit e / 4 of column t is at 4 (e / 4) + t. Scales are divided by 2^(bits * field), see below.
 //   K codes         A operands of m16n8k16 for S^T = K Q^T: rows are tokens, columns are channels
 //   V parameters    (scale, zero) of 64 tokens, fp16: token 16 c + 8 h + g is at 8 g + 2 c + h
 //   V codes         A operands for O^T = V^T P^T: rows are channels, columns are tokens
 //
 // A word has the codes of 4 / bits operands, of steps along the channels. Each of its 16-bit halves has one of a pair of neighbours along the
-// columns; the byte in it says which half of the tokens; the place in the byte says which operand, and which half of the channels.
+// columns; the byte in it says which half of the tokens; the field of the byte, `bits` wide, says which operand, and which half of
+// the channels.
 #pragma once
 
 #include <algorithm>
@@ -66,12 +67,12 @@ class LowBit {
   // In steps of 16 channels.
   int steps_of_word() const { return 4 / bits; }
   int words_of_lane() const { return dim / 16 / steps_of_word(); }
-  int place_of(int channel) const { return channel / 16 % steps_of_word() * 2 + channel / 8 % 2; }
+  int field_of(int channel) const { return channel / 16 % steps_of_word() * 2 + channel / 8 % 2; }
 
   int find(int token, int channel, bool is_v) const {
     const int along = is_v ? token : channel, across = is_v ? channel : token;  // columns and rows of the operand
     const int lane = across % 8 * 4 + along % 8 / 2, step = channel / 16, word = step / steps_of_word();
-    const int in_word = along % 2 * 16 + token / 8 % 2 * 8 + place_of(channel) * bits;
+    const int in_word = along % 2 * 16 + token / 8 % 2 * 8 + field_of(channel) * bits;
     const int words = std::gcd(4, words_of_lane());  // that lie together: 16 bytes where they divide what there is
     const int at = ((token / 16 * (words_of_lane() / words) + word / words) * 32 + lane) * words + word % words;
     return at * 32 + in_word;

@@ -11,7 +11,7 @@ namespace pat {
 template <typename Kv, int kDim, int kStages, int kAhead>
 struct WidePageMemory {
   static constexpr int kBuffers = query_buffers(true);
-  alignas(1024) uint8_t ring[kStages * kStageBytes<kDim>];
+  alignas(kPanelAlign) uint8_t ring[kStages * kStageBytes<kDim>];
   WideQueries<kDim> queries[kBuffers];
   alignas(kCopyBytes) uint8_t records[kAhead][Record<Kv::kBits, kDim>::kBytes];
 };
@@ -27,7 +27,7 @@ class RecordPanels {
  public:
   // A thread has 32 channels of two tokens, eight apart. Of a channel's eight neighbours two each are in words of four lanes.
   static __device__ __forceinline__ void keys(const uint8_t* record, uint8_t* stage) {
-    const int token = lane() % 8, quarter = lane() / 8;
+    const int token = lane_id() % 8, quarter = lane_id() / 8;
     if (quarter >= kDim / 32) return;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -37,13 +37,13 @@ class RecordPanels {
       for (int i = 0; i < 4; ++i) {
         const int at = 4 * R::key_parameter(16 * step + 2 * i) / 2;
         const uint2 scale = two_words(record + at), zero = two_words(record + R::kKeyZeros + at);
-        const uint32_t codes = word(record + R::kKeyCodes, step, token * 4 + i);
+        const uint32_t codes = word(record + R::kKeyCodes, step, R::lane_of(token, i));
 #pragma unroll
         for (int eight = 0; eight < 2; ++eight) {
-          const int place = j % R::kWordSteps * 2 + eight;
+          const int field = R::field_of(j, eight);
 #pragma unroll
           for (int upper = 0; upper < 2; ++upper) {
-            const uint32_t code = R::at_place(upper ? codes >> 8 : codes, place);
+            const uint32_t code = R::in_field(upper ? codes >> 8 : codes, field);
             numbers[upper][eight][i] =
                 number(multiply_add_pair(code, kOne, kMinusCodeBase), eight ? scale.y : scale.x, eight ? zero.y : zero.x);
           }
@@ -59,13 +59,13 @@ class RecordPanels {
 
   // A thread has 16 channels of four tokens. Of a token's channels each is in the word of another lane.
   static __device__ __forceinline__ void values(const uint8_t* record, uint8_t* stage) {
-    const int pair = lane() % 4, step = lane() / 4;
+    const int pair = lane_id() % 4, step = lane_id() / 4;
     if (step >= kDim / 16) return;
     uint32_t tokens[2][4];  // pairs of channels, of a token and of the next one
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t first = word(record + R::kValueCodes, step, 8 * i + pair);
-      const uint32_t second = word(record + R::kValueCodes, step, 8 * i + 4 + pair);
+      const uint32_t first = word(record + R::kValueCodes, step, R::lane_of(2 * i, pair));
+      const uint32_t second = word(record + R::kValueCodes, step, R::lane_of(2 * i + 1, pair));
       tokens[0][i] = __byte_perm(first, second, 0x5410), tokens[1][i] = __byte_perm(first, second, 0x7632);
     }
 #pragma unroll
@@ -74,7 +74,7 @@ class RecordPanels {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         // Threads of neighbouring steps begin with different eights: together they then use all banks.
-        const int eight = (i + step) % 2, bits = kBits * (step % R::kWordSteps * 2 + eight);
+        const int eight = (i + step) % 2, bits = kBits * R::field_of(step, eight);
         const uint32_t mask = kCode << bits, factor = kOne - bits * kBit, minus = kMinusCodeBase - bits * kBit;
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
@@ -96,7 +96,6 @@ class RecordPanels {
   static constexpr uint32_t kCode = ((1u << kBits) - 1) * 0x00010001;
   static constexpr uint32_t kOne = 0x3c003c00, kBit = 0x04000400;  // 1, and what is between its bits and those of 2, twice
 
-  static __device__ int lane() { return lane_id(); }
   static __device__ int chunk() { return thread_of<kGroupThreads>() / kWarpSize; }
 
   static __device__ __forceinline__ uint32_t word(const uint8_t* codes, int step, int lane) {

@@ -9,7 +9,7 @@ namespace pat {
 template <typename Kv, int kDim>
 struct PageMemory {
   using S = PageSizes<Kv, kDim>;
-  alignas(1024) uint8_t stages[kPageWarps * S::kStages * S::kStage];
+  alignas(kPanelAlign) uint8_t stages[kPageWarps * S::kStages * S::kStage];
   NarrowStatistics<kPageWarps> statistics;
   AssignedItems<kPageThreads> assigned;
 };

@@ -20,7 +20,11 @@ struct PageSizes {
   static constexpr int kPanel = kStepTokens * kPanelRow,
                        kTile = panels(kDim) * kPanel;  // K of 16 tokens; their V is behind it
   static constexpr int kStage = std::max(R::kBytes, 2 * kTile);
-  static constexpr int kRest = int(sizeof(AssignedItems<kPageThreads>) + sizeof(NarrowStatistics<kPageWarps>)) + (1 << 10);
+  // What is beside the stages (`PageMemory`, whose size is a multiple of its alignment).
+  static constexpr int kRest =
+      int(sizeof(AssignedItems<kPageThreads>) + sizeof(NarrowStatistics<kPageWarps>)) + kPanelAlign;
+  // Three were measured (benchmarks/NOTES.md, 2026-11-24, as six halves), and fit with 128 dimensions on Hopper; with 64 there is room for more than
+  // four, which was not tried.
   static constexpr int kStages = std::min(4, (kSharedLimit - kRest) / (kPageWarps * kStage));
   static_assert(kStages >= 2 && kStage % kPanelRow == 0);
 };
@@ -38,9 +42,9 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
 
   // What is to be copied: a page's record if there are 64 tokens, so many of a tail if fewer, nothing if negative. A warp whose team leaves
   // it nothing of an item has a chunk without tokens. `from` is a slot of the page, or the tail's row, as it is loaded: what is computed of it here
-  // would wait for it, which took a quarter of a warp's time (benchmarks/NOTES.md, 2026-11-25). `place` is the chunk's first token in its tail.
+  // would wait for it, which took a quarter of a warp's time (benchmarks/NOTES.md, 2026-11-25). `token` is a tail's first that is copied.
   struct Chunk {
-    int from = 0, place = 0, head = 0, tokens = -1;
+    int from = 0, token = 0, head = 0, tokens = -1;
   };
 
   // At a cursor: tokens to the item's end, whether they begin with a page, and whether nothing of the item is behind the chunk.
@@ -60,7 +64,7 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
       ahead_.from = p_.req_to_token[item.slots + reader.begin];
     } else {
       ahead_.tokens = max(0, min(kStepTokens, left(reader)));
-      ahead_.place = reader.begin % kTokens;
+      ahead_.token = reader.begin % kTokens;
       if (ahead_.tokens > 0) ahead_.from = int(p_.rows[item.query]);
     }
     if (last(reader))
@@ -98,16 +102,16 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
   __device__ void copy_tail(const Chunk& chunk, uint32_t to) const {
     constexpr int kRowCopies = kDim * 2 / kCopyBytes;
     const unsigned lane = lane_id(), column = lane % kRowCopies;
-    const uint64_t first = uint64_t(unsigned(chunk.from)) * kTokens + unsigned(chunk.place);
+    const uint64_t first = uint64_t(unsigned(chunk.from)) * kTokens + unsigned(chunk.token);
     const char* const k = static_cast<const char*>(p_.k) + chunk.head * p_.k_head + column * kCopyBytes;
     const char* const v = static_cast<const char*>(p_.v) + chunk.head * p_.v_head + column * kCopyBytes;
 #pragma unroll 1
     for (int row = lane / kRowCopies; row < kStepTokens; row += kWarpSize / kRowCopies) {
-      const uint32_t place = to + panel_offset(row, column, S::kPanel);
+      const uint32_t address = to + panel_offset(row, column, S::kPanel);
       const bool valid = row < chunk.tokens;
       // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
-      if (valid) copy16(place, k + (first + row) * p_.k_slot);
-      copy16_or_zero(place + S::kTile, v + (valid ? (first + row) * p_.v_slot : 0), valid);
+      if (valid) copy16(address, k + (first + row) * p_.k_slot);
+      copy16_or_zero(address + S::kTile, v + (valid ? (first + row) * p_.v_slot : 0), valid);
     }
   }
 

@@ -101,15 +101,50 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
     add_values(from, s, correction);
   }
 
+  using Scaled = uint32_t[kSteps][kBlocks][2];  // Q times K's scales
+  using Sums = float[kBlocks][4];               // the same for all tokens of a page
+
+  // Where Q times K's scale is beyond the range of __half, an infinity is in the row's sum `bases`. Then the row's products are computed once more,
+  // 2^16 too small: both factors are in the range, so they are too. Returns a bit for each of the rows whose scores this thread has.
+  __device__ __forceinline__ unsigned scale_down(const uint8_t* from, Scaled& scaled, Sums& zeros, Sums& bases) const {
+    const uint32_t minus[4] = {kMinusCodeBase, kMinusCodeBase, kMinusCodeBase, kMinusCodeBase};
+    unsigned beyond = 0;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const int row = lane_id() / 4;
+      uint32_t factor = 0x3c003c00;  // 1, twice; of the row of Q that this thread has
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool is_beyond = !(fabsf(bases[block][i]) < INFINITY);
+        const unsigned rows = __ballot_sync(~0u, is_beyond);
+        if (row % 2 == i && rows >> row / 2 & 1) factor = 0x1c001c00;  // 2^-8
+        if (is_beyond) beyond |= 1u << (2 * block + i), zeros[block][i] *= 0x1p-16f;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) bases[block][i] = 0;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const uint2 scale = *reinterpret_cast<const uint2*>(from + step / 2 * R::kKeyUnit + thread_of<4>() * R::kKeyColumn +
+                                                            step % 2 * R::kKeyStep);
+        uint32_t (&to)[2] = scaled[step][block];
+        to[0] = multiply_pair(multiply_pair(q_[step][block][0], factor), multiply_pair(scale.x, factor));
+        to[1] = multiply_pair(multiply_pair(q_[step][block][1], factor), multiply_pair(scale.y, factor));
+        Product::mma(bases[block], minus, to[0], to[1]);
+      }
+    }
+    return beyond;
+  }
+
   // S^T = K Q^T of a page.
   __device__ __forceinline__ void score(const uint8_t* from, Scores& s) const {
-    uint32_t scaled[kSteps][kBlocks][2];
-    float zeros[kBlocks][4] = {}, bases[kBlocks][4] = {};
+    Scaled scaled;
+    Sums zeros = {}, bases = {};
     const uint32_t minus[4] = {kMinusCodeBase, kMinusCodeBase, kMinusCodeBase, kMinusCodeBase};
-    const int column = thread_of<4>() * 16;
+    const int column = thread_of<4>() * R::kKeyColumn;
 #pragma unroll
     for (int i = 0; i < kSteps; i += 2) {
-      const uint4 scale = load(from + i * 32 + column), zero = load(from + R::kKeyZeros + i * 32 + column);
+      const uint4 scale = load(from + i / 2 * R::kKeyUnit + column);
+      const uint4 zero = load(from + R::kKeyZeros + i / 2 * R::kKeyUnit + column);
       const uint32_t scales[2][2] = {{scale.x, scale.y}, {scale.z, scale.w}};
       const uint32_t pairs[2][2] = {{zero.x, zero.y}, {zero.z, zero.w}};
 #pragma unroll
@@ -125,6 +160,11 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
         }
       }
     }
+    unsigned beyond = 0;
+    float sum = 0;  // of the rows whose scores this thread has
+#pragma unroll
+    for (int i = 0; i < kBlocks * 2; ++i) sum += bases[i / 2][i % 2];
+    if (__any_sync(~0u, !(fabsf(sum) < INFINITY))) beyond = scale_down(from, scaled, zeros, bases);
 #pragma unroll
     for (int i = 0; i < kChunks * kBlocks * 4; ++i)
       (&s[0][0][0])[i] = zeros[i / 4 % kBlocks][i % 2] + bases[i / 4 % kBlocks][i % 2];
@@ -146,16 +186,20 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
         }
       }
     }
+    if (beyond == 0) return;  // else 2^16 times too small
+#pragma unroll
+    for (int i = 0; i < kChunks * kBlocks * 4; ++i)
+      if (beyond >> (i / 4 % kBlocks * 2 + i % 2) & 1) (&s[0][0][0])[i] *= 0x1p16f;
   }
 
   // O^T += V^T P^T of a page.
   __device__ __forceinline__ void add_values(const uint8_t* from, const Scores& weights,
                                              const float (&correction)[kBlocks][2]) {
-    const uint8_t* const own = from + R::kValueParameters + unsigned(lane_id()) / 4 * 32;
+    const uint8_t* const own = from + R::kValueParameters + unsigned(lane_id()) / 4 * R::kValueRow;
     const uint4 low = load(own), high = load(own + 16);
     const uint32_t parameters[kChunks][2] = {{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}};
     uint32_t b[kChunks][kBlocks][2];
-    float bases[kBlocks][4] = {};
+    Sums bases = {};
     const uint32_t minus[4] = {kMinusCodeBase, kMinusCodeBase, kMinusCodeBase, kMinusCodeBase};
 #pragma unroll
     for (int i = 0; i < kBlocks * 2; ++i) zero_[i / 2][i % 2] *= correction[i / 2][i % 2];

@@ -30,12 +30,11 @@ struct StoreParams {
   __device__ bool valid(int i) const {
     return rows[i] >= 0 && rows[i] < num_rows && seq_lens[i] > 0 && slots[i] >= kTokens && slots[i] < num_slots;
   }
-  // Whether the token `j` is of the valid token `i`'s request, as many places from it there as here.
+  // Whether the token `j` is of the valid token `i`'s request, as far from it there as here.
   __device__ bool along(int i, int j) const {
     return j >= 0 && j < tokens && rows[j] == rows[i] && seq_lens[j] - seq_lens[i] == j - i && valid(j);
   }
-  // In its page.
-  __device__ int place(int i) const { return int((seq_lens[i] - 1) % kTokens); }
+  __device__ int index_in_page(int i) const { return int((seq_lens[i] - 1) % kTokens); }
 };
 
 // Parameters of one channel of K in a page, or of one token's V, by `kShare` neighbouring threads, of which this one is `part`. Codes are those nearest
@@ -93,8 +92,7 @@ __device__ void pack_page(PageToPack<T, kDim>& page, uint8_t* record) {
   constexpr int kOwners = kValues ? kTokens : kDim, kCount = kValues ? kDim : kTokens, kShare = kStoreThreads / kOwners;
   static_assert(kShare * kOwners == kStoreThreads && kShare <= kWarpSize);
   const int thread = thread_of_cta(), owner = thread / kShare, part = thread % kShare;
-  const int place = owner / 16 % R::kWordSteps * 2 + owner / 8 % 2;
-  const Q own = Q::template of<kCount, kShare>(part, kValues ? 1 : float(1 << kBits * place), [&](int i) {
+  const Q own = Q::template of<kCount, kShare>(part, kValues ? 1 : float(1 << kBits * R::field_of(owner)), [&](int i) {
     return float(kValues ? page.numbers[owner][i] : page.numbers[i][owner]);
   });
   if (part == 0) {
@@ -107,20 +105,19 @@ __device__ void pack_page(PageToPack<T, kDim>& page, uint8_t* record) {
   uint32_t* const words = reinterpret_cast<uint32_t*>(record + (kValues ? R::kValueCodes : R::kKeyCodes));
 #pragma unroll 1
   for (int at = thread; at < R::kCodes / 4; at += kStoreThreads) {
-    const int lane = at / R::kUnit % kWarpSize, unit = at / (R::kUnit * kWarpSize);
-    const int chunk = unit / R::kUnits, word = unit % R::kUnits * R::kUnit + at % R::kUnit;
+    const auto word = R::word_at(at);
     uint32_t codes = 0;
 #pragma unroll
-    for (int place = 0; place < 8 / kBits; ++place) {
-      const int upper = 16 * (word * R::kWordSteps + place / 2) + 8 * (place % 2);
+    for (int field = 0; field < R::kFields; ++field) {
+      const int eight = 16 * (word.step + field / 2) + 8 * (field % 2);  // the first channel of these
 #pragma unroll
       for (int byte = 0; byte < 4; ++byte) {
-        // A half's lower byte is of the first eight tokens, its upper of the others; halves are neighbours along the columns.
-        const int first = 16 * chunk + byte % 2 * 8, pair = lane % 4 * 2 + byte / 2;
-        const int token = first + (kValues ? pair : lane / 4), channel = upper + (kValues ? lane / 4 : pair);
+        const int upper = byte % 2, neighbour = byte / 2, column = word.lane % 4 * 2 + neighbour, row = word.lane / 4;
+        const int token = 16 * word.chunk + 8 * upper + (kValues ? column : row),
+                  channel = eight + (kValues ? row : column);
         const int owner = kValues ? token : channel;
         const float x = float(page.numbers[token][channel]);
-        codes |= Q::code_of(x, page.step[owner], page.least[owner]) << 8 * byte + kBits * place;
+        codes |= Q::code_of(x, page.step[owner], page.least[owner]) << R::bit_of(8 * upper, neighbour, field);
       }
     }
     words[at] = codes;
@@ -138,23 +135,24 @@ __global__ void __launch_bounds__(kStoreThreads) store_tokens(const __grid_const
   const int64_t fresh_token = of_values ? p.v_token : p.k_token;
   T* const tails = static_cast<T*>(of_values ? p.tail_v : p.tail_k) + head * p.tail_head;
   const auto to_tail = [&](int i) {
-    T* const to = tails + p.rows[i] * p.tail_row + p.place(i) * p.tail_token;
+    T* const to = tails + p.rows[i] * p.tail_row + p.index_in_page(i) * p.tail_token;
 #pragma unroll
     for (int c = lane; c < kDim; c += kWarpSize) to[c] = fresh[i * fresh_token + c];
   };
-  const auto is_last = [&](int i) { return !p.along(i, i + kTokens); };  // of those at its place
+  // Of its request's tokens with the same index in a page.
+  const auto is_last = [&](int i) { return !p.along(i, i + kTokens); };
 
   const int own = first + warp;
   if (own < p.tokens && p.valid(own) && is_last(own)) {
     // The page in front of its own, which reads the tail where this token goes.
-    const int before = own - p.place(own) - 1;
+    const int before = own - p.index_in_page(own) - 1;
     const bool is_read = p.along(own, before) && !p.along(own, own - kTokens);
     if (!is_read) to_tail(own);
   }
 
   const int candidate = first + lane;
   uint32_t complete = __ballot_sync(
-      ~0u, lane < kStoreTokens && candidate < p.tokens && p.valid(candidate) && p.place(candidate) == kTokens - 1);
+      ~0u, lane < kStoreTokens && candidate < p.tokens && p.valid(candidate) && p.index_in_page(candidate) == kTokens - 1);
 #pragma unroll 1
   for (; complete != 0; complete &= complete - 1) {
     const int last = first + __ffs(int(complete)) - 1,

@@ -30,26 +30,24 @@ struct RecordReader {
   const uint32_t* words;  // of the record, in shared memory
 
   static __device__ float code(uint32_t word, int bit) { return float(word >> bit & ((1u << kBits) - 1)); }
-  // The first bit of channel `channel`'s codes in a byte.
-  static __device__ int place_bit(int channel) { return kBits * (channel / 16 % R::kWordSteps * 2 + channel / 8 % 2); }
 
   // Channels `channel` to `channel + 7` of a token, `channel` a multiple of 8.
   __device__ uint4 key(int token, int channel) const {
-    const int bit = token / 8 % 2 * 8 + place_bit(channel);
-    const float divisor = float(1 << place_bit(channel));
+    const int field = R::field_of(channel), bit = R::bit_of(token, 0, field);
+    const float divisor = float(1 << kBits * field);
     uint32_t pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = R::key_parameter(channel + 2 * i) / 2;
       const float2 scale = to_floats(words[at]), zero = to_floats(words[R::kKeyZeros / 4 + at]);
-      const uint32_t codes = words[R::kKeyCodes / 4 + R::word_of(token / 16, channel / 16, token % 8 * 4 + i)];
+      const uint32_t codes = words[R::kKeyCodes / 4 + R::word_of(token / 16, channel / 16, R::lane_of(token % 8, i))];
       pairs[i] = rounded_pair<T>(zero.x + scale.x * divisor * code(codes, bit),
                                  zero.y + scale.y * divisor * code(codes, bit + 16));
     }
     return {pairs[0], pairs[1], pairs[2], pairs[3]};
   }
   __device__ uint4 value(int token, int channel) const {
-    const int bit = token % 2 * 16 + token / 8 % 2 * 8 + place_bit(channel);
+    const int bit = R::bit_of(token, token, R::field_of(channel));
     const float2 own = to_floats(words[R::kValueParameters / 4 + R::value_parameter(token) / 2]);
     uint32_t pairs[4];
 #pragma unroll
@@ -57,7 +55,7 @@ struct RecordReader {
       float two[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int lane = (2 * i + j) * 4 + token % 8 / 2;
+        const int lane = R::lane_of(2 * i + j, token % 8 / 2);
         const uint32_t codes = words[R::kValueCodes / 4 + R::word_of(token / 16, channel / 16, lane)];
         two[j] = own.y + own.x * code(codes, bit);
       }

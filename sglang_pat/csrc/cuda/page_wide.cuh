@@ -11,14 +11,20 @@ template <typename Kv, int kDim>
 struct WidePageSizes {
   static constexpr int kComputing = groups(kDim) * kGroupThreads, kThreads = threads(kDim);
   static constexpr int kStages = 6;  // as `ForwardSizes::kFewestStages` says
-  static constexpr int kRest = int(sizeof(AssignedItems<kPageThreads>)) + (4 << 10);
+  static constexpr int kBuffers = query_buffers(true);
+  // What is beside the ring, queries and records (`WidePagesMemory`, whose wide part's size and whose own are multiples of their alignment).
+  static constexpr int kRest =
+      int(sizeof(AssignedItems<kPageThreads>) + sizeof(WideStatistics) + sizeof(WideBarriers<kStages, kBuffers>)) +
+      2 * kPanelAlign;
   static constexpr int kFree =
-      kSharedLimit - kRest - int(sizeof(WideQueries<kDim>)) * query_buffers(true) - kStages * kStageBytes<kDim>;
+      kSharedLimit - kRest - kBuffers * int(sizeof(WideQueries<kDim>)) - kStages * kStageBytes<kDim>;
+  // As many records as there is room for, and as tiles of 8 bits at most (`ForwardSizes::kAhead`).
   static constexpr int kAhead = std::min(8, kFree / Record<Kv::kBits, kDim>::kBytes);
   static_assert(groups(kDim) > 1 && kComputing >= kPageThreads && kAhead >= 2);
-  // Registers of a thread. Single warps get those of all others that have nothing to do with narrow items: together 65,536 at most.
-  static constexpr int kIdleRegisters = 24, kNarrowRegisters = 232;
-  static_assert(kPageThreads * kNarrowRegisters + (kThreads - kPageThreads) * kIdleRegisters <= 65536);
+  // Registers of a thread, in eights and 24 at least (PTX ISA, `setmaxnreg`). Single warps get those that all others, which have nothing to do with
+  // narrow items, give away of the SM's 65,536.
+  static constexpr int kIdleRegisters = 24;
+  static constexpr int kNarrowRegisters = (65536 - (kThreads - kPageThreads) * kIdleRegisters) / kPageThreads / 8 * 8;
 };
 
 template <typename Kv, int kDim>
@@ -26,7 +32,7 @@ struct WidePagesMemory {
   using S = WidePageSizes<Kv, kDim>;
   using Wide = WidePageMemory<Kv, kDim, S::kStages, S::kAhead>;
   struct Narrow {
-    alignas(1024) uint8_t stages[kPageWarps * PageSizes<Kv, kDim>::kStages * PageSizes<Kv, kDim>::kStage];
+    alignas(kPanelAlign) uint8_t stages[kPageWarps * PageSizes<Kv, kDim>::kStages * PageSizes<Kv, kDim>::kStage];
     NarrowStatistics<kPageWarps> statistics;
   };
   union {

@@ -8,6 +8,7 @@ namespace pat {
 // K and V lie in shared memory in panels of 64 columns of 16 bits: rows of 128 bytes whose 16-byte chunks are permuted by the row's
 // lowest three bits. Both ldmatrix and wgmma read that without bank conflicts.
 constexpr int kPanelColumns = 64, kPanelRow = 128;
+constexpr int kPanelAlign = 8 * kPanelRow;  // after so many bytes the permutation begins again
 
 __device__ __forceinline__ uint32_t panel_offset(int row, int chunk, int panel_bytes) {
   return (chunk >> 3) * panel_bytes + row * kPanelRow + (((chunk ^ row) & 7) << 4);
