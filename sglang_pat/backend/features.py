@@ -260,13 +260,15 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                  _any(_set("enable_page_major_kv_layout"), _set("enable_unified_memory")), _LEAVE_OUT),
     ),
     "Decoding": (
-        _works("speculative decoding on a CPU", "`--speculative-algorithm EAGLE`, `STANDALONE`, `NGRAM`", _SPECULATION, "test_speculation.py::test_windows",
+        _works("speculative decoding on a CPU", "`--speculative-algorithm EAGLE`, `EAGLE3`, `NEXTN`, `STANDALONE`, `NGRAM`", _SPECULATION,
+               "test_speculation.py::test_a_model_that_brings_its_draft", "test_speculation.py::test_windows",
                "test_chaos.py::test_chaos_with_drafts", "test_verify.py::test_random_trees_of_drafts", "test_scheduler.py::test_the_mirror_is_what_req_to_token_says",
-               note="verify steps are packed; as on SGLang's own CPU engine, drafts are compared with the likeliest tokens only; EAGLE3 and NEXTN are accepted but were not run"),
+               note="verify steps are packed; as on SGLang's own CPU engine, drafts are compared with the likeliest tokens only; "
+               "of models that bring their draft (NEXTN) one of MiMo's shape was run"),
         _refused("streaming sessions beside speculative decoding", "`--enable-streaming-session` and `--speculative-algorithm`", _speculates_in_streams,
                  "leave out one of them", note="a bug of SGLang with any backend: it assumes that a turn's last token has KV, but only the next verify step writes it, so later turns read stale KV"),
         _works("speculative decoding on a GPU", "likewise", "test_gpu_server.py::test_drafts",
-               note="draft models run on the stock backend that prefills, or on `--speculative-draft-attention-backend`; run with EAGLE, STANDALONE and NGRAM on 0.5.17; where prefixes are shared, faster than FA3 up to 32 rows (query heads / KV heads x tokens of a draft; at 32 in 33 of 36 cases), mostly slower beyond (measured.md, Verify steps); models with windows are refused, as no server has run with both"),
+               note="draft models run on the stock backend that prefills, or on `--speculative-draft-attention-backend`; run with EAGLE, STANDALONE and NGRAM on 0.5.17, not yet with EAGLE3 and NEXTN; where prefixes are shared, faster than FA3 up to 32 rows (query heads / KV heads x tokens of a draft; at 32 in 33 of 36 cases), mostly slower beyond (measured.md, Verify steps); models with windows are refused, as no server has run with both"),
         _refused("other algorithms of speculative decoding", "`--speculative-algorithm DFLASH` and others", _speculates_otherwise, _LEAVE_OUT),
         _refused("speculation with drafts of changing length", "`--speculative-adaptive`", _set("speculative_adaptive"), "leave it out"),
         _refused("drafts of more than 64 tokens", "`--speculative-num-draft-tokens`",
