@@ -268,6 +268,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _refused("streaming sessions beside speculative decoding", "`--enable-streaming-session` and `--speculative-algorithm`", _speculates_in_streams,
                  "leave out one of them", note="a bug of SGLang with any backend: it assumes that a turn's last token has KV, but only the next verify step writes it, so later turns read stale KV"),
         _works("speculative decoding on a GPU", "likewise", "test_gpu_server.py::test_drafts",
+               "test_gpu_server.py::test_drafts_of_a_model_that_brings_them",
                note="draft models run on the stock backend that prefills, or on `--speculative-draft-attention-backend`; run with EAGLE, STANDALONE and NGRAM on 0.5.17, not yet with EAGLE3 and NEXTN; where prefixes are shared, faster than FA3 up to 32 rows (query heads / KV heads x tokens of a draft; at 32 in 33 of 36 cases), mostly slower beyond (measured.md, Verify steps); models with windows are refused, as no server has run with both"),
         _refused("other algorithms of speculative decoding", "`--speculative-algorithm DFLASH` and others", _speculates_otherwise, _LEAVE_OUT),
         _refused("speculation with drafts of changing length", "`--speculative-adaptive`", _set("speculative_adaptive"), "leave it out"),
