@@ -528,3 +528,39 @@ def test_drafts_of_a_model_that_brings_them(kv: str, gpu_model: Path, prompts: l
                 found = server.post("/generate", {"text": prompts, "sampling_params": sampling})
                 steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in found)
                 assert 0.4 < steps / (TOKENS * len(prompts)) < 0.95, "some drafts are accepted, some are not"
+
+
+@pytest.mark.parametrize("family", ["gemma", "mellum", "gpt-oss"])
+def test_drafts_with_windows(family: str, gpu_model: Path, tmp_path: Path) -> None:
+    """In one pool and in two, with n-grams, and for gpt-oss with an EAGLE3; beside `pat` without drafts, which others above compare."""
+    prompts = workload.nested_prompts(2, 3, 8, unrelated=8) + [
+        workload.prose(f"short {i}", 340 + 3 * i) for i in range(12)
+    ]
+    flags, more, close, least = [*WITHOUT_PREFILL_GRAPHS, POOL, "60000"], NGRAMS, CLOSE, 0.25
+    if family == "gpt-oss":
+        models = {128: gpt_oss.write(tmp_path / "model", gpu_model, 128)}
+        draft = eagle3.write(tmp_path / "draft", gpu_model, 64)
+        more = [*drafts("EAGLE3", 2, 1, 3), "--speculative-draft-model-path", str(draft)]
+        # In bfloat16, as in test_sinks.
+        flags, close, least = [*flags, "--dtype", "bfloat16", "--moe-runner-backend", "triton"], 0.25, 0.04
+    else:
+        write = {"gemma": gemma, "mellum": mellum}[family].write
+        models = {window: write(tmp_path / f"model {window}", gpu_model, window, head_dim=64) for window in (40, 400)}
+    with ExitStack() as stack:
+        servers = {}
+        for window, model in models.items():
+            for name, extra in (("without", []), ("with", more)):
+                server = Server(
+                    model, "pat", tmp_path / f"{name} {window}.log", [*flags, *extra], CHECKED, on_cpu=False
+                )
+                servers[window, name] = stack.enter_context(server)
+        for server in servers.values():
+            server.wait()
+            assert family == "gemma" or "SWAKVPool" in server.log.read_text()
+        for window in models:
+            expected = generate_all(servers[window, "without"], prompts)
+            assert len({tuple(answer.ids) for answer in expected}) > 2, "answers that depend on prompts"
+            for size in (5, 48):
+                assert_agree(generate_all(servers[window, "with"], prompts, size), expected, close, least)
+            counters = assert_sound(servers[window, "with"])
+            assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
