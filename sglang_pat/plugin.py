@@ -96,8 +96,9 @@ def widened(headroom: int) -> int:
 def draft_backend(create: Callable[..., Any], factory: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook around the step that makes a draft's attention backend: a stock backend replaces `pat`."""
     if factory.draft_attn_backend in (None, "pat"):
+        from sglang_pat.backend import layers
+        from sglang_pat.backend.create import stock_name
+
         runner = factory.draft_model_runner
-        factory.draft_attn_backend = compat.stock.prefill_backend(
-            False, runner.kv_cache_dtype, compat.model.has_scales(runner)
-        )
+        factory.draft_attn_backend = stock_name(runner, layers.count(runner))
     return create(factory, *args, **kwargs)

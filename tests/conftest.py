@@ -66,6 +66,18 @@ def assert_sound(server: Server) -> dict[str, Any]:
     return counters
 
 
+NGRAMS = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"]
+"""Flags of speculative decoding without a draft model."""
+
+
+def drafts(algorithm: str, steps: int, topk: int, tokens: int) -> list[str]:
+    """Flags of speculative decoding with one: so many steps, branches, and tokens that are verified."""
+    return [
+        "--speculative-algorithm", algorithm, "--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk),
+        "--speculative-num-draft-tokens", str(tokens),
+    ]  # fmt: skip
+
+
 TOKENS = 24
 """Of an answer, where a test does not say."""
 

@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from transformers import PretrainedConfig
 
-from sglang_pat import compat
-from sglang_pat.backend import groups, layers, support
+from sglang_pat import compat, plugin
+from sglang_pat.backend import create, groups, layers, support
+from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, AttentionSpec
 
 
@@ -74,11 +77,32 @@ def test_an_encoder_with_a_window_is_refused() -> None:
         support.check_model(encoder(window=63), fallback="triton")
 
 
-def test_drafts_behind_windows_are_refused_on_gpus() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_drafts_longer_than_a_window_are_refused(device: capabilities.Device) -> None:
     spec = AttentionSpec(8, 2, 64, 64, FORMATS["bfloat16"], 100)
-    assert support._spec_problem(spec, "cuda", 4) == "drafts behind a window"
-    assert support._spec_problem(spec, "cuda", 0) is support._spec_problem(spec, "cpu", 4) is None
-    assert "longer than a window" in str(support._spec_problem(spec, "cpu", 101))
+    assert support._spec_problem(spec, device, 0) is support._spec_problem(spec, device, 100) is None
+    assert "longer than a window" in str(support._spec_problem(spec, device, 101))
+
+
+@pytest.mark.parametrize(("radius", "name"), [(-1, "flashinfer"), (2, "triton")])
+def test_draft_models_on_gpus_run_on_a_stock_backend_whatever_their_layers_are(
+    radius: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel here has their head dimension, and a window of 3 is shorter than a draft."""
+    arguments = dict.fromkeys(["attention_backend", "prefill_attention_backend", "decode_attention_backend"], "pat")
+    runner = SimpleNamespace(
+        model=torch.nn.ModuleList([RadixAttention(8, 80, 1.0, 2, layer_id=0, sliding_window_size=radius)]),
+        model_config=SimpleNamespace(context_len=512, hf_config=PretrainedConfig()), device="cuda", dtype=torch.float16,
+        kv_cache_dtype=torch.float16, token_to_kv_pool=None, req_to_token_pool=SimpleNamespace(req_generation=None), is_draft_worker=True,
+        server_args=SimpleNamespace(**arguments, speculative_algorithm="EAGLE3", speculative_num_draft_tokens=8),
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: True)
+    for stock in ("flashinfer", "triton"):
+        monkeypatch.setitem(ATTENTION_BACKENDS, stock, lambda runner, stock=stock: stock)
+    assert create.create(runner) == name
+    factory = SimpleNamespace(draft_attn_backend=None, draft_model_runner=runner)
+    assert plugin.draft_backend(lambda factory: factory.draft_attn_backend, factory) == name
 
 
 def test_a_spec_can_be_read() -> None:

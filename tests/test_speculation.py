@@ -6,10 +6,12 @@ import stat
 from pathlib import Path
 
 import eagle
+import eagle3
 import gemma
 import mellum
+import mtp
 import pytest
-from conftest import TOKENS, assert_sound, generate_all
+from conftest import NGRAMS, TOKENS, assert_sound, drafts, generate_all
 from forked import ForkedServer
 
 from sglang_pat.demo import workload
@@ -22,15 +24,6 @@ RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
 PROMPTS = workload.nested_prompts(2, 2, 3, unrelated=2)
 
 
-def drafts(algorithm: str, steps: int, topk: int, tokens: int) -> list[str]:
-    return [
-        "--speculative-algorithm", algorithm, "--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk),
-        "--speculative-num-draft-tokens", str(tokens),
-    ]  # fmt: skip
-
-
-NGRAMS = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"]
-
 # The longest prompts end with their context, behind which slots are reserved for drafts. SGLang keeps two tokens for itself.
 ENDING = ["--context-length", str(max(map(len, PROMPTS)) + TOKENS + 2)]
 
@@ -40,6 +33,9 @@ CASES: dict[str, tuple[list[str], dict[str, str]]] = {
     # Of random weights: hardly any is. Keys of the prefix cache are pairs of tokens.
     "wrong": ([*ROOMY, "--page-size", "16", *drafts("EAGLE", 2, 1, 3)], {}),
     "branches": ([*ROOMY, *drafts("EAGLE", 3, 4, 8)], {}),
+    # Prompts in chunks, in which the draft is a token ahead of the model.
+    "EAGLE3": ([*ROOMY, "--page-size", "16", "--chunked-prefill-size", "128", *drafts("EAGLE3", 2, 1, 3)], {}),
+    "branches of EAGLE3": ([*ROOMY, *drafts("EAGLE3", 3, 4, 8)], {}),
     "n-grams": ([*ROOMY, *NGRAMS, *ENDING], {}),
     "small pool": ([*SMALL, *NGRAMS, "--chunked-prefill-size", "128"], RETRACTING),
 }
@@ -55,8 +51,12 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return eagle.write(tmp_path_factory.mktemp("drafts") / "eagle", model)
+def draft_models(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By algorithm; n-grams need none."""
+    folder = tmp_path_factory.mktemp("drafts")
+    return {
+        "STANDALONE": model, "EAGLE": eagle.write(folder / "eagle", model), "EAGLE3": eagle3.write(folder / "eagle3", model),
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +69,10 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list
 
 @pytest.mark.parametrize("case", CASES)
 def test_answers_are_those_without_it(
-    case: str, model: Path, draft: Path, expected: list[list[int]], compiler: dict[str, str], tmp_path: Path
-) -> None:
+    case: str, model: Path, draft_models: dict[str, Path], expected: list[list[int]], compiler: dict[str, str], tmp_path: Path
+) -> None:  # fmt: skip
     flags, environment = CASES[case]
-    path = {"STANDALONE": model, "EAGLE": draft}.get(flags[flags.index("--speculative-algorithm") + 1])
+    path = draft_models.get(flags[flags.index("--speculative-algorithm") + 1])
     flags = [*FLAGS, *flags, *(["--speculative-draft-model-path", str(path)] if path else [])]
     with ForkedServer(
         model, "pat", tmp_path / "log", flags, {"SGLANG_PAT_VERIFY": "1", **compiler, **environment}
@@ -87,6 +87,27 @@ def test_answers_are_those_without_it(
             sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
             answer = server.post("/generate", {"text": PROMPTS[0], "sampling_params": sampling})
             assert answer["meta_info"]["spec_verify_ct"] < 0.7 * TOKENS, "steps that accept several tokens"
+
+
+def test_a_model_that_brings_its_draft(model: Path, tmp_path: Path) -> None:
+    """`--speculative-algorithm NEXTN` without a draft model; its drafts have branches."""
+    model = mtp.write(tmp_path / "model", model)
+    answers = {}
+    for backend, more in (("torch_native", []), ("pat", drafts("NEXTN", 2, 2, 4))):
+        log = tmp_path / backend
+        with ForkedServer(model, backend, log, [*FLAGS, *ROOMY, *more], {"SGLANG_PAT_VERIFY": "1"}) as server:
+            server.wait()
+            answers[backend] = generate_all(server, PROMPTS)
+            if backend == "pat":
+                counters = assert_sound(server)
+                assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
+                assert counters["plans"] < 0.7 * counters["steps"], "plans that last"
+                sampling = {"temperature": 0, "max_new_tokens": 2 * TOKENS, "ignore_eos": True}
+                found = server.post("/generate", {"text": PROMPTS, "sampling_params": sampling})
+                steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in found)
+                assert 0.5 < steps / (2 * TOKENS * len(PROMPTS)) < 0.9, "some drafts are accepted, some are not"
+    assert answers["pat"] == answers["torch_native"]
+    assert len(set(map(tuple, answers["pat"]))) > len(PROMPTS) / 2, "answers that depend on prompts"
 
 
 @pytest.mark.parametrize(("family", "window"), [("gemma", 40), ("gemma", 400), ("mellum", 40)])

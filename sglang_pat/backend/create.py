@@ -37,6 +37,9 @@ def create(runner: ModelRunner) -> AttentionBackend:
         support.check_arguments(runner.server_args)
         support.check_release(runner)
         support.check_device(runner)
+        if runner.is_draft_worker and runner.device != "cpu":
+            # None of its layers is ours to compute, so none is refused.
+            return stock_backend(runner, layers.count(runner))
         specs = support.check_model(runner, fallback="torch_native" if runner.device == "cpu" else "triton")
         if runner.is_draft_worker or not specs:
             logger.info("sglang-pat: %s runs on a stock backend", type(runner.model).__name__)
@@ -71,13 +74,18 @@ def stock_backend(runner: ModelRunner, specs: Collection[AttentionSpec]) -> Atte
         return TorchNativeAttnBackend(runner)
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
+    name = stock_name(runner, specs)
+    support.check_prefill(runner, name)
+    logger.info("sglang-pat: %s runs on %s", "a draft model" if runner.is_draft_worker else "prefill", name)
+    return ATTENTION_BACKENDS[name](runner)
+
+
+def stock_name(runner: ModelRunner, specs: Collection[AttentionSpec]) -> str:
+    """Which of SGLang's backends that is on a GPU."""
     windows, sinks = any(spec.window for spec in specs), any(spec.sinks for spec in specs)
     unequal = any(spec.head_dim != spec.v_head_dim for spec in specs)
     scaled = compat.model.has_scales(runner)
-    name = compat.stock.prefill_backend(windows, runner.kv_cache_dtype, scaled, sinks, unequal)
-    support.check_prefill(runner, name)
-    logger.info("sglang-pat: prefill runs on %s", name)
-    return ATTENTION_BACKENDS[name](runner)
+    return compat.stock.prefill_backend(windows, runner.kv_cache_dtype, scaled, sinks, unequal)
 
 
 def trace_writer(runner: ModelRunner, config: PatConfig, group: LayerGroup) -> TraceWriter | None:

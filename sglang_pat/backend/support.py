@@ -235,9 +235,6 @@ def _spec_problem(spec: AttentionSpec, device: capabilities.Device, drafted: int
     if 0 < spec.window < drafted:
         # The distance between two tokens of a draft would then depend on its branches.
         return f"drafts of {drafted} tokens, longer than a window of {spec.window}"
-    if spec.window and drafted and device == "cuda":
-        # The kernels can (tests/test_cuda_kernel.py), but no server has run with it.
-        return "drafts behind a window"
     if spec.sinks and spec.kv.is_low_bit and device == "cuda":
         return f"attention sinks with a KV cache of {spec.kv.name} on a GPU"
     return capabilities.refusal(spec, device)
