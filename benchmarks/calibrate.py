@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import report
+import tables
 import trees
 
 from sglang_pat.estimate import costs
@@ -82,7 +82,7 @@ def kernels(result: str, kv: str, gpu: costs.Gpu) -> dict[str, Any]:
     """The coefficients of each backend's kernels with KV of a format, and how far off they are."""
     known = [
         (record, features(record["tree"], record["heads"], gpu, kv))
-        for record in report.load(result)["records"]
+        for record in tables.load(result)["records"]
         if record["page_size"] == 1
     ]
     found = {}
@@ -96,17 +96,17 @@ def kernels(result: str, kv: str, gpu: costs.Gpu) -> dict[str, Any]:
 
 def main() -> None:
     gpu = costs.GPUS["h200"]
-    result: dict[str, Any] = {"device": report.load("kernels-h200.json")["device"]}
+    result: dict[str, Any] = {"device": tables.load("kernels-h200.json")["device"]}
     result |= kernels("kernels-h200.json", "bfloat16", gpu)
     result["fp8"] = kernels("kernels-fp8-h200.json", "float8_e4m3fn", gpu)
     for backend, names in COEFFICIENTS.items():
         gpu = msgspec.structs.replace(gpu, **{name: result[backend][name] for name in names})
 
     # (workload if it was served, tree, milliseconds, backend)
-    steps = [("", r["cell"], r["step_ms"], r["backend"]) for r in report.load("steps-h200.json")["records"]]
+    steps = [("", r["cell"], r["step_ms"], r["backend"]) for r in tables.load("steps-h200.json")["records"]]
     steps += [
         (r["workload"], TREES[r["workload"]], r["step_ms"][len(r["step_ms"]) // 2], r["backend"])
-        for r in report.load("serving-h200.json")["records"]
+        for r in tables.load("serving-h200.json")["records"]
         if r["workload"] in TREES
     ]
     points = []
@@ -132,7 +132,7 @@ def main() -> None:
         if workload
     ]
     print(json.dumps(result, indent=1))
-    (report.RESULTS / "estimate-h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    (tables.RESULTS / "estimate-h200.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,159 +8,14 @@ A row's best number is bold.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import kernel_tables
-from tables import RIVALS, ROOT, TIMES, bold, load, table
+import serving_tables
+from tables import ROOT, TIMES, bold, load, table
 
 from sglang_pat.packing import POLICIES
-
-
-def serving_verify() -> str:
-    return served_with("serving-verify-h200.json")
-
-
-def serving_mixed() -> str:
-    return served_with("serving-mixed-h200.json")
-
-
-def served_with(name: str) -> str:
-    """Results of serving.py with flags that all backends had."""
-    result = load(name)
-    rows = []
-    for workload, at in dict.fromkeys((record["workload"], record["rate"]) for record in result["records"]):
-        records = [record for record in result["records"] if (record["workload"], record["rate"]) == (workload, at)]
-        if len(records) == 1:
-            # The others' run was cut short.
-            continue
-        tpot = bold({record["backend"]: record["mean_tpot_ms"] for record in records}, lambda ms: f"{ms:.1f}")
-        ttft = bold({record["backend"]: record["mean_ttft_ms"] for record in records}, lambda ms: f"{ms:,.0f}")
-        tps = bold({record["backend"]: -record["output_tps"] for record in records}, lambda rate: f"{-rate:,.0f}")
-        rate = f", {records[0]['rate']:g}/s" if records[0]["rate"] else ""
-        rows += [
-            [f"`{workload}`{rate}", record["backend"], *cells]
-            for record, cells in zip(records, zip(tpot, ttft, tps, strict=True), strict=True)
-        ]
-    head = ["workload", "backend", "mean TPOT, ms", "mean TTFT, ms", "output tokens/s"]
-    return f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, {result['device']['date']}."
-
-
-SERVING = {
-    "serving-h200.json": "",
-    "serving-2xh200.json": ", 2 GPUs",
-    "serving-llama3-8b-h200.json": ", Llama 3 8B",
-    "serving-gpt-oss-20b-h200.json": ", gpt-oss 20B in bfloat16",
-    "serving-gpt-oss-20b-fp8-h200.json": ", gpt-oss 20B with FP8 KV",
-    "serving-qwen3-30b-a3b-h200.json": ", Qwen3-30B-A3B",
-}
-"""Results of serving.py, and what sets them apart."""
-
-
-def served() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Each workload with the records of all backends."""
-    for name, what in SERVING.items():
-        records = load(name)["records"]
-        for workload, rate in dict.fromkeys((record["workload"], record["rate"]) for record in records):
-            title = f"`{workload}`{f', {rate:g}/s' if rate else ''}{what}"
-            yield title, [record for record in records if (record["workload"], record["rate"]) == (workload, rate)]
-
-
-def with_device(serving_table: str) -> str:
-    result = load("serving-h200.json")
-    device = result["device"]
-    dates = {what: load(name)["device"]["date"] for name, what in SERVING.items()}
-    others = "".join(f"; {what.removeprefix(', ')}: {date}" for what, date in dates.items() if date != device["date"])
-    return f"{serving_table}\n\n{device['name']}, {result['model']} shape where none is named, random weights, {device['date']}{others}."
-
-
-def serving() -> str:
-    """A line for each workload."""
-    backends = {"pat": "PAT", **{name: RIVALS[name] for name in ("flashinfer", "fa3", "triton")}}
-    rows = []
-    for title, group in served():
-        by_backend = {record["backend"]: record for record in group}
-        ours = by_backend.pop("pat")
-        best = {name: min(record[name] for record in by_backend.values()) for name in ("median_itl_ms", "mean_tpot_ms")}
-        records = {"pat": ours, **by_backend}
-        measured = [
-            bold({name: records[name][what] if name in records else None for name in backends}, text)
-            for what, text in (("median_itl_ms", "{:.1f}".format), ("mean_tpot_ms", "{:.0f}".format))
-        ]
-        rows.append(
-            [
-                title, *(f"{itl} / {tpot}" if itl else "" for itl, tpot in zip(*measured, strict=True)),
-                f"{best['median_itl_ms'] / ours['median_itl_ms']:.2f} / {best['mean_tpot_ms'] / ours['mean_tpot_ms']:.2f}{TIMES}",
-                f"{ours['output_tps']:,.0f}", f"{max(record['output_tps'] for record in by_backend.values()):,.0f}",
-            ]
-        )  # fmt: skip
-    return with_device(
-        table(["workload", *backends.values(), "best other / PAT", "PAT, tokens/s", "best other, tokens/s"], rows)
-    )
-
-
-def serving_records() -> str:
-    """A line for each record."""
-    rows = []
-    for title, group in served():
-        pat = next(record["mean_tpot_ms"] for record in group if record["backend"] == "pat")
-        for record in group:
-            steps = record["step_ms"]
-            rows.append(
-                [
-                    title, record["backend"], f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "",
-                    f"{record['median_itl_ms']:.1f}", f"{record['mean_tpot_ms']:.1f}",
-                    "" if record["backend"] == "pat" else f"{record['mean_tpot_ms'] / pat:.2f}{TIMES}",
-                    f"{record['p99_tpot_ms']:,.0f}", f"{record['mean_ttft_ms']:,.0f}", f"{record['output_tps']:,.0f}",
-                ]
-            )  # fmt: skip
-    head = [
-        "workload", "backend", "decode step, ms", "median ITL, ms", "mean TPOT, ms", "to PAT's", "P99 TPOT, ms",
-        "mean TTFT, ms", "output tokens/s",
-    ]  # fmt: skip
-    return with_device(table(head, rows))
-
-
-def batch() -> str:
-    """Requests a second of a job, a line for each shape and pool."""
-    result = load("batch-h200.json")
-    jobs: dict[tuple[str, int, int], dict[tuple[str, str, bool], dict[str, float]]] = {}
-    shares: dict[tuple[str, int, int], dict[str, Any]] = {}
-    for record in result["records"]:
-        job = record["shape"], record["degree"], record["pool"]
-        setting = record["backend"], record["policy"], record["defer"]
-        order = "batch" if record["batch"] else record["order"]
-        jobs.setdefault(job, {}).setdefault(setting, {})[order] = record["requests_per_s"]
-        if record["batch"] and record["defer"]:
-            shares[job] = record
-    settings = list(dict.fromkeys(setting for rates in jobs.values() for setting in rates))
-    rows = []
-    for job, rates in jobs.items():
-        shape, degree, pool = job
-        ours = rates["pat", "fcfs", True]
-        best = max(max(orders.values()) for (backend, *_), orders in rates.items() if backend != "pat")
-        numbers: dict[str, float | None] = {"batch": -ours["batch"]}
-        for setting in settings:
-            for order in ("sorted", "shuffled"):
-                rate = rates.get(setting, {}).get(order)
-                numbers[f"{setting} {order}"] = None if rate is None else -rate
-        first, *cells = bold(numbers, lambda rate: f"{-rate:.1f}")
-        pairs = [f"{one} / {other}" if one or other else "" for one, other in zip(cells[::2], cells[1::2], strict=True)]
-        saved = shares[job]
-        rows.append(
-            [f"{shape}, {degree}", f"{pool:,}", first, *pairs, f"{ours['batch'] / best:.2f}{TIMES}",
-             f"{saved['prefill_saved'] / saved['saved_at_most']:.1%}"]
-        )  # fmt: skip
-    names = [
-        f"{backend} {policy}{'' if defer or backend != 'pat' else ', nobody waits'}"
-        for backend, policy, defer in settings
-    ]
-    head = ["shared/own tokens, by", "pool", "`batch`", *names, "`batch` / best other", "prefill saved, of what can be"]
-    some = result["records"][0]
-    return (
-        f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, {some['requests']} requests, answers of "
-        f"{some['answer']} tokens, {result['device']['date']}. Requests a second; two numbers are of the sorted and the shuffled file."
-    )
 
 
 def soak() -> str:
@@ -355,13 +210,17 @@ PAGES = {
         "steps",
         "soak",
         "kernels",
+        "kernels_h100",
         "kernels_fp8",
         "verify",
         "serving_verify",
         "serving_mixed",
+        "short_extends",
         "kernels_low_bit",
+        "kernels_low_bit_h100",
         "steps_low_bit",
         "batch",
+        "batch_pool",
         "ablations",
         "cpu",
         "cpu_extend",
@@ -372,9 +231,10 @@ PAGES = {
 """Which tables stand where."""
 SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernel_tables.kernels, "kernels_fp8": kernel_tables.kernels_fp8, "kernels_low_bit": kernel_tables.kernels_low_bit,
-    "steps_low_bit": kernel_tables.steps_low_bit,
-    "verify": kernel_tables.verify, "ablations": kernel_tables.ablations, "serving": serving, "serving_records": serving_records,
-    "serving_verify": serving_verify, "serving_mixed": serving_mixed, "batch": batch, "steps": steps, "soak": soak, "cpu": cpu,
+    "kernels_h100": kernel_tables.kernels_h100, "kernels_low_bit_h100": kernel_tables.kernels_low_bit_h100,
+    "steps_low_bit": kernel_tables.steps_low_bit, "short_extends": serving_tables.short_extends, "batch_pool": serving_tables.batch_pool,
+    "verify": kernel_tables.verify, "ablations": kernel_tables.ablations, "serving": serving_tables.serving, "serving_records": serving_tables.serving_records,
+    "serving_verify": serving_tables.serving_verify, "serving_mixed": serving_tables.serving_mixed, "batch": serving_tables.batch, "steps": steps, "soak": soak, "cpu": cpu,
     "cpu_extend": cpu_extend, "planning": planning, "packing": packing, "estimates": estimates,
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import report
+import serving_tables
 
 from sglang_pat.backend import features, metrics
 from sglang_pat.config import PatConfig
@@ -87,7 +88,7 @@ def support() -> str:
 
 def home() -> str:
     """Bars of the workloads that are sent all at once: PAT, and the best of the others."""
-    groups = [(title, records) for title, records in report.served() if records[0]["rate"] is None and "," not in title]
+    groups = [(title, records) for title, records in serving_tables.served() if records[0]["rate"] is None and "," not in title]
     longest = max(record["median_itl_ms"] for _, records in groups for record in records)
     lines = []
     for title, records in groups:
@@ -96,7 +97,7 @@ def home() -> str:
         rival = min(times, key=lambda name: times[name])
         lines.append(f'<div class="workload">{title.replace("`", "")}</div>')
         for name, time in (("pat", ours), (rival, times[rival])):
-            label = report.RIVALS.get(name, "PAT")
+            label = serving_tables.RIVALS.get(name, "PAT")
             lines.append(
                 f'<div class="bar {"ours" if name == "pat" else "other"}" style="width: {80 * time / longest:.1f}%"></div>'
                 f"<span>{label} {time:.1f}</span>"

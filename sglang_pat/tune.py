@@ -1,7 +1,7 @@
 """Measures a GPU for packing, and prints which tiles it can run (PAT §5.2):
 
     python -m sglang_pat.tune --output tiles.json       # then serve with SGLANG_PAT_TILES=tiles.json
-    python -m sglang_pat.tune --derive h100             # from the H200's table and data sheets; needs no GPU
+    python -m sglang_pat.tune --derive a100             # from the H200's table and data sheets; needs no GPU
 
 A tile (m, n) is feasible if Q, K and V fit into shared memory, the accumulators fit into registers, and enough of K and V is in flight to hide the
 latency of memory. The kernels have some of the feasible tiles. For each of these, `items * (item_ns + tokens * token_ns)` is fitted to forward
@@ -53,6 +53,9 @@ SHEETS = {
     "a100": Sheet("NVIDIA A100 SXM 80GB", 108, 1.88, 1.41, 163 << 10),
 }
 
+MEASURED = ("h200", "h100")
+"""GPUs with tables that were measured."""
+
 
 def refusals(m: int, n: int, head_dim: int, sheet: Sheet, latency_ns: float) -> list[str]:
     """Which of the paper's constraints forbid a tile, with one CTA per SM and 16-bit KV; empty if it is feasible."""
@@ -101,15 +104,15 @@ def derive(known: GpuTable, name: str) -> GpuTable:
     latency = round(known.latency_ns * slower, 1)
     turn = round(known.turn_ns * slower, 1)
     return GpuTable(
-        sheet.gpu, sheet.sms, sheet.read_tbps, latency, known.head_dim, of_16bit, source, turn, known.turn_in_plans,
-        known.bin_ns, known.wave_ns, of_8bit, of_4bit, of_2bit,
+        sheet.gpu, sheet.sms, sheet.read_tbps, latency, known.head_dim, of_16bit, source, turn, known.bin_ns, known.wave_ns, of_8bit, of_4bit,
+        of_2bit, turn_in_plans_ns=known.turn_in_plans_ns,
     )  # fmt: skip
 
 
 def print_feasible(table: GpuTable, sheet: Sheet) -> None:
     """Print the paper's figure 7b: rows are m, columns are n."""
     print(
-        f"Feasible tiles of {table.gpu} at head dimension {table.head_dim}, one CTA a SM (built: 16 x 32 by a warp, 64 to 192 x 64):"
+        f"Feasible tiles of {table.gpu} at head dimension {table.head_dim}, one CTA a SM (built: 8 and 16 x 16 by a warp, 64 to 192 x 64):"
     )
     for m in CANDIDATES:
         cells = [
@@ -135,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="BITS",
         help="measure only prices with KV of 8, 4 or 2 bits",
     )
-    parser.add_argument("--derive", choices=[name for name in SHEETS if name != "h200"], help="a GPU that is not here")
+    parser.add_argument("--derive", choices=[name for name in SHEETS if name not in MEASURED], help="a GPU that is not here")
     parser.add_argument("--output", type=Path, help="where the table goes; printed if not given")
     options = parser.parse_args(arguments)
     if options.derive:

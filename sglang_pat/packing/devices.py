@@ -52,12 +52,13 @@ class GpuTable(msgspec.Struct, frozen=True):
         prices: Prices with KV of 16 bits, by ascending m.
         source: When and how it was measured, or what it was derived from.
         turn_ns: Time of a worker to switch from work items of all its warps (wide) to those of single warps (narrow).
-        turn_in_plans: How much of that counts in a plan.
         bin_ns: In a step with narrow items only: time that each bin adds, for the parts at its end and their merge.
         wave_ns: Time that such a step takes longer if each worker has one more bin to start.
         prices_8bit: Prices with KV of 8 bits; tables older than that have none.
         prices_4bit, prices_2bit: Prices with KV in pages of so many bits, likewise.
         part_token_ns: `TileTable.part_token_ns` with KV of 16 bits; 0 if it was not fitted (benchmarks/NOTES.md, 2026-11-24).
+        turn_in_plans_ns: What counts in a plan in place of `turn_ns`. Plans ran best with 3 us on an H200, where 1.6 were measured, and on an H100 with
+            0.5 (benchmarks/NOTES.md, 2026-11-26).
     """
 
     gpu: str
@@ -68,13 +69,13 @@ class GpuTable(msgspec.Struct, frozen=True):
     prices: tuple[Price, ...]
     source: str
     turn_ns: Nanoseconds
-    turn_in_plans: Factor
     bin_ns: Nanoseconds
     wave_ns: Nanoseconds
     prices_8bit: tuple[Price, ...] = ()
     prices_4bit: tuple[Price, ...] = ()
     prices_2bit: tuple[Price, ...] = ()
     part_token_ns: Nanoseconds = 0
+    turn_in_plans_ns: Nanoseconds = 3000
 
     def prices_of(self, kv_bits: int) -> tuple[Price, ...]:
         """The prices with KV of so many bits; empty if they were not measured."""
@@ -105,7 +106,7 @@ class GpuTable(msgspec.Struct, frozen=True):
             tuple(price.item_ns * price.item_in_plans for price in found),
             warp_m,
             self.part_token_ns * scale if kv_bits == 16 else 0,
-            self.turn_ns * self.turn_in_plans,
+            self.turn_in_plans_ns,
             self.bin_ns,
             self.wave_ns,
             self.read_tbps * 1e3,

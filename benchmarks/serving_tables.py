@@ -1,0 +1,198 @@
+"""Tables of served workloads and of jobs, from what `serving.py`, `short_extends.py` and `batch.py` left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tables import RIVALS, TIMES, bold, load, table
+
+
+def serving_mixed() -> str:
+    """The trace with mixed chunks and without."""
+    runs = {chunks: load(f"serving-{name}-h100.json") for chunks, name in (("mixed", "mixed"), ("apart", "unmixed"))}
+    names = {
+        "mean_tpot_ms": "mean TPOT, ms", "p99_tpot_ms": "P99 TPOT, ms", "median_itl_ms": "median gap, ms", "mean_itl_ms": "mean gap, ms",
+        "mean_ttft_ms": "mean TTFT, ms", "output_tps": "output tokens/s",
+    }  # fmt: skip
+    rows = []
+    for rate in dict.fromkeys(record["rate"] for record in runs["mixed"]["records"]):
+        found = {
+            (record["backend"], chunks): record for chunks, run in runs.items() for record in run["records"] if record["rate"] == rate
+        }  # fmt: skip
+        columns = []
+        for name in names:
+            sign = -1 if name == "output_tps" else 1
+            text = "{:,.1f}".format if name.endswith("itl_ms") or name == "mean_tpot_ms" else "{:,.0f}".format
+            values = bold(
+                {str(key): sign * record[name] for key, record in found.items()}, lambda x, text=text: text(abs(x))
+            )
+            columns.append(values)
+        rows += [
+            [f"{rate:g}/s", *key, *cells] for key, cells in zip(found, zip(*columns, strict=True), strict=True)
+        ]  # fmt: skip
+    device, model = runs["mixed"]["device"], runs["mixed"]["model"]
+    return (
+        f"{table(['requests', 'backend', 'chunks', *names.values()], rows)}\n\n{device['name']}, {model} shape, random weights, {device['date']}; "
+        "FA3 at 4 and 8/s ran on another machine the next day."
+    )
+
+
+def short_extends() -> str:
+    result = load("short-extends-h100.json")
+    cells: dict[tuple[int, int, int], dict[str, dict[str, float]]] = {}
+    for record in result["records"]:
+        cells.setdefault((record["requests"], record["document"], record["new"]), {})[record["backend"]] = record
+    rows = [
+        [f"{requests} requests of {new} new tokens behind {document:,}",
+         *bold({name: record["median_ms"] for name, record in found.items()}, "{:.0f}".format),
+         " / ".join(f"{record['least_ms']:.0f}" for record in found.values())]
+        for (requests, document, new), found in cells.items()
+    ]  # fmt: skip
+    head = ["until all are answered, ms", "PAT, median", "FA3, median", "least, PAT / FA3"]
+    return f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, {result['device']['date']}."
+
+
+def batch_pool() -> str:
+    return batch_of("batch-pool-h100.json")
+
+
+def serving_verify() -> str:
+    result = load("serving-verify-h200.json")
+    rows = []
+    for workload, at in dict.fromkeys((record["workload"], record["rate"]) for record in result["records"]):
+        records = [record for record in result["records"] if (record["workload"], record["rate"]) == (workload, at)]
+        if len(records) == 1:
+            # The others' run was cut short.
+            continue
+        tpot = bold({record["backend"]: record["mean_tpot_ms"] for record in records}, lambda ms: f"{ms:.1f}")
+        ttft = bold({record["backend"]: record["mean_ttft_ms"] for record in records}, lambda ms: f"{ms:,.0f}")
+        tps = bold({record["backend"]: -record["output_tps"] for record in records}, lambda rate: f"{-rate:,.0f}")
+        rate = f", {records[0]['rate']:g}/s" if records[0]["rate"] else ""
+        rows += [
+            [f"`{workload}`{rate}", record["backend"], *cells]
+            for record, cells in zip(records, zip(tpot, ttft, tps, strict=True), strict=True)
+        ]
+    head = ["workload", "backend", "mean TPOT, ms", "mean TTFT, ms", "output tokens/s"]
+    return f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, {result['device']['date']}."
+
+
+SERVING = {
+    "serving-h200.json": "",
+    "serving-2xh200.json": ", 2 GPUs",
+    "serving-llama3-8b-h200.json": ", Llama 3 8B",
+    "serving-gpt-oss-20b-h200.json": ", gpt-oss 20B in bfloat16",
+    "serving-gpt-oss-20b-fp8-h200.json": ", gpt-oss 20B with FP8 KV",
+    "serving-qwen3-30b-a3b-h200.json": ", Qwen3-30B-A3B",
+}
+"""Results of serving.py, and what sets them apart."""
+
+
+def served() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Each workload with the records of all backends."""
+    for name, what in SERVING.items():
+        records = load(name)["records"]
+        for workload, rate in dict.fromkeys((record["workload"], record["rate"]) for record in records):
+            title = f"`{workload}`{f', {rate:g}/s' if rate else ''}{what}"
+            yield title, [record for record in records if (record["workload"], record["rate"]) == (workload, rate)]
+
+
+def with_device(serving_table: str) -> str:
+    result = load("serving-h200.json")
+    device = result["device"]
+    dates = {what: load(name)["device"]["date"] for name, what in SERVING.items()}
+    others = "".join(f"; {what.removeprefix(', ')}: {date}" for what, date in dates.items() if date != device["date"])
+    return f"{serving_table}\n\n{device['name']}, {result['model']} shape where none is named, random weights, {device['date']}{others}."
+
+
+def serving() -> str:
+    """A line for each workload."""
+    backends = {"pat": "PAT", **{name: RIVALS[name] for name in ("flashinfer", "fa3", "triton")}}
+    rows = []
+    for title, group in served():
+        by_backend = {record["backend"]: record for record in group}
+        ours = by_backend.pop("pat")
+        best = {name: min(record[name] for record in by_backend.values()) for name in ("median_itl_ms", "mean_tpot_ms")}
+        records = {"pat": ours, **by_backend}
+        measured = [
+            bold({name: records[name][what] if name in records else None for name in backends}, text)
+            for what, text in (("median_itl_ms", "{:.1f}".format), ("mean_tpot_ms", "{:.0f}".format))
+        ]
+        rows.append(
+            [
+                title, *(f"{itl} / {tpot}" if itl else "" for itl, tpot in zip(*measured, strict=True)),
+                f"{best['median_itl_ms'] / ours['median_itl_ms']:.2f} / {best['mean_tpot_ms'] / ours['mean_tpot_ms']:.2f}{TIMES}",
+                f"{ours['output_tps']:,.0f}", f"{max(record['output_tps'] for record in by_backend.values()):,.0f}",
+            ]
+        )  # fmt: skip
+    return with_device(
+        table(["workload", *backends.values(), "best other / PAT", "PAT, tokens/s", "best other, tokens/s"], rows)
+    )
+
+
+def serving_records() -> str:
+    """A line for each record."""
+    rows = []
+    for title, group in served():
+        pat = next(record["mean_tpot_ms"] for record in group if record["backend"] == "pat")
+        for record in group:
+            steps = record["step_ms"]
+            rows.append(
+                [
+                    title, record["backend"], f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "",
+                    f"{record['median_itl_ms']:.1f}", f"{record['mean_tpot_ms']:.1f}",
+                    "" if record["backend"] == "pat" else f"{record['mean_tpot_ms'] / pat:.2f}{TIMES}",
+                    f"{record['p99_tpot_ms']:,.0f}", f"{record['mean_ttft_ms']:,.0f}", f"{record['output_tps']:,.0f}",
+                ]
+            )  # fmt: skip
+    head = [
+        "workload", "backend", "decode step, ms", "median ITL, ms", "mean TPOT, ms", "to PAT's", "P99 TPOT, ms",
+        "mean TTFT, ms", "output tokens/s",
+    ]  # fmt: skip
+    return with_device(table(head, rows))
+
+
+def batch() -> str:
+    return batch_of("batch-h200.json")
+
+
+def batch_of(name: str) -> str:
+    """Requests a second of a job, a line for each shape and pool."""
+    result = load(name)
+    jobs: dict[tuple[str, int, int], dict[tuple[str, str, bool], dict[str, float]]] = {}
+    shares: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for record in result["records"]:
+        job = record["shape"], record["degree"], record["pool"]
+        setting = record["backend"], record["policy"], record["defer"]
+        order = "batch" if record["batch"] else record["order"]
+        jobs.setdefault(job, {}).setdefault(setting, {})[order] = record["requests_per_s"]
+        if record["batch"] and record["defer"]:
+            shares[job] = record
+    settings = list(dict.fromkeys(setting for rates in jobs.values() for setting in rates))
+    rows = []
+    for job, rates in jobs.items():
+        shape, degree, pool = job
+        ours = rates["pat", "fcfs", True]
+        best = max(max(orders.values()) for (backend, *_), orders in rates.items() if backend != "pat")
+        numbers: dict[str, float | None] = {"batch": -ours["batch"]}
+        for setting in settings:
+            for order in ("sorted", "shuffled"):
+                rate = rates.get(setting, {}).get(order)
+                numbers[f"{setting} {order}"] = None if rate is None else -rate
+        first, *cells = bold(numbers, lambda rate: f"{-rate:.1f}")
+        pairs = [f"{one} / {other}" if one or other else "" for one, other in zip(cells[::2], cells[1::2], strict=True)]
+        saved = shares[job]
+        rows.append(
+            [f"{shape}, {degree}", f"{pool:,}", first, *pairs, f"{ours['batch'] / best:.2f}{TIMES}",
+             f"{saved['prefill_saved'] / saved['saved_at_most']:.1%}"]
+        )  # fmt: skip
+    names = [
+        f"{backend} {policy}{'' if defer or backend != 'pat' else ', nobody waits'}"
+        for backend, policy, defer in settings
+    ]
+    head = ["shared/own tokens, by", "pool", "`batch`", *names, "`batch` / best other", "prefill saved, of what can be"]
+    some = result["records"][0]
+    return (
+        f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, {some['requests']} requests, answers of "
+        f"{some['answer']} tokens, {result['device']['date']}. Requests a second; two numbers are of the sorted and the shuffled file."
+    )
