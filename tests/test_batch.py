@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import errno
+import gc
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 
 from sglang_pat import cli
 from sglang_pat.batch import lines
-from sglang_pat.batch.job import _Client, answer_all, room_of
+from sglang_pat.batch.job import LostError, _Client, answer_all, in_time, room_of
 from sglang_pat.batch.lengths import Lengths, Usage
 from sglang_pat.batch.lines import BatchError, Failure, Output, Request, Source
 from sglang_pat.batch.order import QUEUED, Order, Room
@@ -389,6 +390,30 @@ def test_one_that_fails_costs_only_itself() -> None:
 
 
 @pytest.mark.once
+def test_a_replica_that_is_lost_while_its_requests_are_withdrawn_is_not_printed() -> None:
+    """One request has found it lost, and the others are cancelled while they find out."""
+    printed = []
+
+    async def ask(request: Request) -> tuple[int, Any]:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise LostError("it is lost") from None
+        return 200, {}
+
+    async def withdraw() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: printed.append(context))
+        asked = asyncio.ensure_future(in_time(ask, 60, "it")(requests_of(["a"])[0]))
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        del asked
+        gc.collect()
+
+    asyncio.run(withdraw())
+    assert printed == []
+
+
 def test_an_engine_sees_when_nobody_waits_for_an_answer() -> None:
     """SGLang asks its view of the client, and aborts what is no longer wanted."""
 

@@ -63,8 +63,11 @@ def in_time(ask: Ask, seconds: float, name: str) -> Ask:
     async def asked(request: Request) -> tuple[int, Json]:
         nonlocal answered
         seen = answered
+        task = asyncio.ensure_future(ask(request))
+        # What it raises while it is cancelled nobody asks for, and asyncio would print that, with a traceback.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            found = await asyncio.wait_for(ask(request), seconds)
+            found = await asyncio.wait_for(task, seconds)
         except asyncio.TimeoutError:
             async with probing:
                 if answered == seen:
