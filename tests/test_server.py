@@ -339,12 +339,14 @@ def test_replicas_behind_a_router(model: Path, tmp_path: Path) -> None:
         expected = generate_all(replicas[0], prompts)
         flush(replicas[0])
         before = [replica.counters() for replica in replicas]
-        for _ in range(120):
+        for _ in range(600):
             try:
                 urllib.request.urlopen(f"{url}/readiness", timeout=10).close()
                 break
             except OSError:
                 time.sleep(0.5)
+        else:
+            pytest.fail(f"the router is not ready: {(tmp_path / 'router.log').read_text()[-3000:]}")
         # What is new goes to the server with the least load, so that the groups have to begin side by side.
         with ThreadPoolExecutor(len(groups)) as pool:
             answers = list(pool.map(generate, prompts[: len(groups)]))
