@@ -38,6 +38,8 @@ CHANGES: dict[str, emulated.Change] = {
     ),
     "narrow: a team's memory is free before all have read": ("narrow_rows.cuh", "    all_arrived();\n  }\n", "  }\n"),
     "wide: V is not waited for": ("wide.cuh", "v_.wait_full();", ""),
+    "wide: K is not made visible to products": ("wide.cuh", "k_.wait_full();\n      fence_async_proxy();", "k_.wait_full();"),
+    "wide: V is not made visible to products": ("wide.cuh", "v_.wait_full();\n      fence_async_proxy();", "v_.wait_full();"),
     "wide: scores are not waited for": ("wide.cuh", "P::template wait<1>();", ""),
     "wide: V is free while it is multiplied": (
         "wide.cuh", "P::template wait<0>();\n        release(v_);", "release(v_);\n        P::template wait<0>();",

@@ -3,76 +3,26 @@
 // this does as late as it may, or at once, by chance: copies, arrivals and products. Until then their destination is NaN.
 #pragma once
 
-#include <setjmp.h>
 #include <sys/mman.h>
-#include <ucontext.h>
 
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
+
+#include "state.h"
 
 namespace emulator {
 
-constexpr int kWarpSize = 32, kNamedBarriers = 16;
+constexpr int kNamedBarriers = 16;
 constexpr int kTries = 30;  // to find a thread that is not lazy
 constexpr size_t kStackBytes = 256 << 10, kSharedBytes = 227 << 10;
-
-// What a thread has asked for and need not have happened yet, in order: a copy to shared memory (of zeros, if from
-// nowhere), the end of a group of copies, or an arrival at a barrier when all before is done.
-struct Pending {
-  enum Kind { kCopy, kCommit, kArrive } kind;
-  uint32_t to = 0;
-  const void* from = nullptr;
-  int bytes = 0;
-};
-
-// A warp's part of a warpgroup's product, by lane; not done before it is waited for.
-struct Product {
-  float* sums[kWarpSize];
-  float before[kWarpSize][32];  // sums, which are NaN meanwhile; of the first product in flight for them
-  uint32_t left[kWarpSize][4];  // registers, or a descriptor
-  uint32_t right;
-  bool registers, accumulate, first;
-  float (*number)(uint16_t);
-};
-
-struct Thread {
-  unsigned index;
-  bool started = false;
-  ucontext_t start;
-  jmp_buf at;
-  std::deque<Pending> pending;
-
-  int lane() const { return int(index % kWarpSize); }
-  int warp() const { return int(index / kWarpSize); }
-};
-
-struct Warp {
-  int arrived = 0;
-  const void* instruction = nullptr;
-  alignas(16) uint8_t in[kWarpSize][64], out[kWarpSize][32];
-  std::vector<Thread*> waiting;
-  std::deque<std::vector<Product>> products;  // groups; the last one is not committed yet
-};
-
-struct NamedBarrier {
-  int arrived = 0, expected = 0, count = 0, result = 0;
-  std::vector<Thread*> waiting;
-};
-
-// A barrier in shared memory.
-struct MemoryBarrier {
-  uint32_t expected : 31, phase : 1;
-  uint32_t missing;
-};
-static_assert(sizeof(MemoryBarrier) == 8);
 
 class Machine {
  public:
@@ -88,6 +38,7 @@ class Machine {
     error_.clear();
     ready_.clear();
     waiting_.clear();
+    hidden_.clear();
     while (stacks_.size() < threads) stacks_.push_back(std::make_unique<Stack>());
     threads_ = std::vector<Thread>(threads);
     warps_ = std::vector<Warp>(threads / kWarpSize);
@@ -217,6 +168,13 @@ class Machine {
     std::memset(shared(to, bytes), 0xff, bytes);
     current_->pending.push_back({Pending::kCopy, to, from, bytes});
   }
+  // Products see what has been copied only behind a fence, whoever executes it.
+  void show_copies() { hidden_.clear(); }
+  // What a product reads.
+  uint8_t* shown(uint32_t address) {
+    if (hidden_.count(address / 16) > 0) fail("a product reads a copy in front of a fence");
+    return shared(address, 16);
+  }
   void commit_copies() { current_->pending.push_back({Pending::kCommit}); }
   void arrive_after_copies(uint32_t at) { current_->pending.push_back({Pending::kArrive, at}); }
   void wait_copies(int groups) {
@@ -290,6 +248,7 @@ class Machine {
   void finish(const Pending& one) {
     if (one.kind == Pending::kArrive) arrive(one.to);
     if (one.kind != Pending::kCopy) return;
+    hidden_.insert(one.to / 16);
     if (one.from == nullptr)
       std::memset(shared(one.to, one.bytes), 0, one.bytes);
     else
@@ -343,6 +302,7 @@ class Machine {
   std::vector<bool> lazy_;  // warps that others mostly overtake
   std::vector<NamedBarrier> named_;
   std::unordered_map<uint32_t, std::vector<Thread*>> waiting_;
+  std::unordered_set<uint32_t> hidden_;  // pieces of 16 bytes in shared memory that were copied there, with no fence since
 };
 
 inline thread_local Machine* machine = nullptr;

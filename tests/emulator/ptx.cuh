@@ -125,7 +125,7 @@ void wait_copies() {
   machine->wait_copies(kPending);
 }
 
-inline void fence_async_proxy() {}
+inline void fence_async_proxy() { machine->show_copies(); }
 inline void launch_dependents() {}
 inline void wait_for_primary() {}
 

@@ -20,7 +20,7 @@ inline uint16_t panel_number(uint32_t descriptor, int row, int column) {
   uint32_t address = (descriptor << 4) + row * 128 + column * 2;
   address ^= (address >> 7 & 7) << 4;
   uint16_t bits;
-  std::memcpy(&bits, machine->shared(address & ~15u, 16) + address % 16, 2);
+  std::memcpy(&bits, machine->shown(address & ~15u) + address % 16, 2);
   return bits;
 }
 
