@@ -1,0 +1,76 @@
+"""SGLang's own tests of speculative verify steps (`sglang.test.kits.attention_unittest`), against `pat`.
+
+Draft models run on stock backends, so the kits of draft and draft extend are SGLang's own concern.
+"""
+
+from __future__ import annotations
+
+import sys
+import unittest
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from conftest import importing_kits
+from test_attention_kit import CASES, DEVICE, ON_GPU, UNLOADABLE
+
+from sglang_pat import plugin
+
+with importing_kits():
+    if not ON_GPU:
+        sys.modules[UNLOADABLE] = mock.MagicMock()
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense
+    from sglang.test.kits.attention_unittest.runner_modes import speculative_target_verify_runner as kits
+
+    if not ON_GPU:
+        del sys.modules[UNLOADABLE]
+
+plugin.register()
+
+
+@pytest.fixture(autouse=True)
+def _drafting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kits say how long drafts are, but not that there are any."""
+    context = type(dense.get_context())
+    override = context.override_server_args
+    monkeypatch.setattr(
+        context, "override_server_args", lambda self, **given: override(self, **{**given, "speculative_algorithm": "EAGLE"})
+    )  # fmt: skip
+    with torch.no_grad():
+        yield
+
+
+DRAFTS = {"chains": (1, 4), "branches": (2, 3)}
+"""Top k, and tokens: the kits have one tree with branches, of three."""
+HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
+
+
+def case(heads: str, page_size: int, tokens: int, lengths: tuple[int, ...]) -> Any:
+    num_heads, num_kv_heads = HEADS[heads]
+    return replace(
+        CASES["mha_decode_page_boundary"], name="verify", num_heads=num_heads, num_kv_heads=num_kv_heads, page_size=page_size,
+        prefix_lens=lengths, extend_lens=(tokens,) * len(lengths), forward_mode=ForwardMode.TARGET_VERIFY,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["eagle", "frozen_kv_mtp", "ngram"])
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize(("heads", "page_size"), [("MHA", 1), ("GQA", 16), ("MQA", 1)])
+def test_eager(kind: str, drafts: str, heads: str, page_size: int) -> None:
+    topk, tokens = DRAFTS[drafts]
+    verified = case(heads, page_size, tokens, (1, 15, 16, 47))
+    kits.run_dense_spec_verify_case(unittest.TestCase(), verified, topk=topk, spec_kind=kind, **DEVICE)
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize(("heads", "page_size"), [("GQA", 64), ("MHA", 64)])
+def test_cuda_graph(drafts: str, heads: str, page_size: int) -> None:
+    """What a backend does for a graph, with a padded batch; on a CPU too, as the kit records none. The kit writes prefixes as if pages were in order,
+    so each request has one."""
+    topk, tokens = DRAFTS[drafts]
+    verified = case(heads, page_size, tokens, (15, 16, 31))
+    kits.run_dense_spec_verify_cuda_graph_case(unittest.TestCase(), verified, topk=topk, **DEVICE)
