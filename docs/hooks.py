@@ -88,7 +88,11 @@ def support() -> str:
 
 def home() -> str:
     """Bars of the workloads that are sent all at once: PAT, and the best of the others."""
-    groups = [(title, records) for title, records in serving_tables.served() if records[0]["rate"] is None and "," not in title]
+    groups = [
+        (title, records)
+        for title, records in serving_tables.served()
+        if records[0]["rate"] is None and "," not in title
+    ]
     longest = max(record["median_itl_ms"] for _, records in groups for record in records)
     lines = []
     for title, records in groups:

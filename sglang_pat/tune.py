@@ -138,7 +138,9 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="BITS",
         help="measure only prices with KV of 8, 4 or 2 bits",
     )
-    parser.add_argument("--derive", choices=[name for name in SHEETS if name not in MEASURED], help="a GPU that is not here")
+    parser.add_argument(
+        "--derive", choices=[name for name in SHEETS if name not in MEASURED], help="a GPU that is not here"
+    )
     parser.add_argument("--output", type=Path, help="where the table goes; printed if not given")
     options = parser.parse_args(arguments)
     if options.derive:
