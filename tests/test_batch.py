@@ -390,21 +390,26 @@ def test_one_that_fails_costs_only_itself() -> None:
 
 
 @pytest.mark.once
-def test_a_replica_that_is_lost_while_its_requests_are_withdrawn_is_not_printed() -> None:
+@pytest.mark.parametrize("seconds", [60, 0.01], ids=["asked", "probed"])
+def test_a_replica_that_is_lost_while_its_requests_are_withdrawn_is_not_printed(seconds: float) -> None:
     """One request has found it lost, and the others are cancelled while they find out."""
-    printed = []
+    printed, asked_for = [], []
 
     async def ask(request: Request) -> tuple[int, Any]:
+        asked_for.append(request)
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
+            if seconds < 1 and len(asked_for) == 1:
+                raise
             raise LostError("it is lost") from None
         return 200, {}
 
     async def withdraw() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: printed.append(context))
-        asked = asyncio.ensure_future(in_time(ask, 60, "it")(requests_of(["a"])[0]))
-        await asyncio.sleep(0.01)
+        asked = asyncio.ensure_future(in_time(ask, seconds, "it")(requests_of(["a"])[0]))
+        while len(asked_for) < (1 if seconds > 1 else 2):
+            await asyncio.sleep(0)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         del asked
@@ -414,6 +419,7 @@ def test_a_replica_that_is_lost_while_its_requests_are_withdrawn_is_not_printed(
     assert printed == []
 
 
+@pytest.mark.once
 def test_an_engine_sees_when_nobody_waits_for_an_answer() -> None:
     """SGLang asks its view of the client, and aborts what is no longer wanted."""
 

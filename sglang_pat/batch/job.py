@@ -45,6 +45,13 @@ class LateError(Exception):
     """A request has no answer in time, where others have."""
 
 
+async def _within(answer: Awaitable[tuple[int, Json]], seconds: float) -> tuple[int, Json]:
+    """`asyncio.wait_for`, which leaves what is raised while it is cancelled to nobody: asyncio would print that, with a traceback."""
+    task = asyncio.ensure_future(answer)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    return await asyncio.wait_for(task, seconds)
+
+
 def in_time(ask: Ask, seconds: float, name: str) -> Ask:
     """The same replica, given up where an answer takes too long.
 
@@ -63,11 +70,8 @@ def in_time(ask: Ask, seconds: float, name: str) -> Ask:
     async def asked(request: Request) -> tuple[int, Json]:
         nonlocal answered
         seen = answered
-        task = asyncio.ensure_future(ask(request))
-        # What it raises while it is cancelled nobody asks for, and asyncio would print that, with a traceback.
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            found = await asyncio.wait_for(task, seconds)
+            found = await _within(ask(request), seconds)
         except asyncio.TimeoutError:
             async with probing:
                 if answered == seen:
@@ -83,7 +87,7 @@ def in_time(ask: Ask, seconds: float, name: str) -> Ask:
             request.number, request.custom_id, request.url, {**PROBES[request.url], "max_tokens": 1, **model}
         )
         try:
-            await asyncio.wait_for(ask(short), min(seconds, PROBE))
+            await _within(ask(short), min(seconds, PROBE))
         except asyncio.TimeoutError:
             raise LostError(f"{name} is lost: it has answered nothing for {seconds:g} s") from None
         except LostError:
