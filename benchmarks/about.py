@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -34,10 +35,15 @@ def gpu() -> dict[str, str]:
 
 
 def gpu_slug() -> str:
-    """The GPU's model for file names: `h100` of `NVIDIA H100 80GB HBM3`."""
+    """The GPU's model for file names: `h100` of `NVIDIA H100 80GB HBM3`, `a100` of `NVIDIA A100-SXM4-80GB`; `cpu` if there is none."""
     import torch
 
-    return torch.cuda.get_device_name().split()[1].lower()
+    return re.split(r"[ -]", torch.cuda.get_device_name())[1].lower() if torch.cuda.is_available() else "cpu"
+
+
+def result_file(kind: str) -> Path:
+    """Where a benchmark's result goes, unless it is told: each GPU has a file of its own."""
+    return Path(__file__).parent / "results" / f"{kind}-{gpu_slug()}.json"
 
 
 def processor() -> str:

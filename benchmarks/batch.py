@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from about import gpu
-from serving import RESULTS, make_parser, sglang_flags
+from about import gpu, result_file
+from serving import make_parser, sglang_flags
 
 from sglang_pat.batch import job, servers
 from sglang_pat.batch.lines import Json, Request
@@ -148,7 +148,7 @@ def parse(setting: str) -> tuple[str, str, bool]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, RESULTS / "batch-h200.json")
+    parser = make_parser(__doc__, result_file("batch"))
     parser.add_argument(
         "--settings", nargs="+", default=["pat", "pat//0", "fa3", "flashinfer", "fa3/lpm", "fa3/dfs-weight"]
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from tables import RIVALS, SHOWN, TIMES, bold, load, mean, table
@@ -35,7 +35,7 @@ def kernels_h100() -> str:
     return kernels_of("kernels-h100.json", ("flashinfer", "fa3"), "32/8 and 64/8 heads, page size 1")
 
 
-def kernels_of(name: str, rivals: Iterable[str], shapes: str) -> str:
+def kernels_of(name: str, rivals: Collection[str], shapes: str) -> str:
     """The trees beside their floor and these rivals; `shapes` says which other cases there are."""
     result = load(name)
     records = result["records"]

@@ -33,7 +33,7 @@ import numpy as np
 import rivals
 import torch
 import trees
-from about import gpu, gpu_slug
+from about import gpu, gpu_slug, result_file
 
 from sglang_pat.backend import verify
 from sglang_pat.backend.layers import kv_format
@@ -41,7 +41,6 @@ from sglang_pat.kernels import capabilities, cuda, reference
 from sglang_pat.packing import AttentionSpec, PackConfig, TileTable, layout, native
 from sglang_pat.packing.spec import KVFormat
 
-RESULTS = Path(__file__).parent / "results"
 HEADS = ("32/32", "16/8", "32/8", "64/8")
 READ_RATES, FLOP_RATE = {"h200": 4.4e12, "h100": 3.08e12}, 790e12
 """Bytes and operations a second that these GPUs reach: an H200 measured 2026-11-20; H100's bytes are the same share, 0.92, of what the data
@@ -55,7 +54,7 @@ DIM = 128
 
 
 def read_rate() -> float:
-    """Bytes a second that this GPU reads from memory; another than these counts as an H200, as its table does."""
+    """Bytes a second that this GPU reads from memory; others than these count as an H200."""
     return READ_RATES.get(gpu_slug(), READ_RATES["h200"])
 
 
@@ -331,7 +330,7 @@ def main() -> None:
     kind = "kernels-fp8" if kv_dtype else "verify" if arguments.tokens != [1] else "kernels"
     if arguments.ablations:
         kind = "kernel-ablations"
-    path = arguments.output or RESULTS / f"{kind}-{gpu_slug()}.json"
+    path = arguments.output or result_file(kind)
     if arguments.ablations:
         path.write_text(json.dumps({"device": device, "records": ablate(arguments.trees)}, indent=1) + "\n")
         return

@@ -19,7 +19,7 @@ import msgspec
 import rivals
 import torch
 import trees
-from about import gpu, gpu_slug
+from about import gpu, result_file
 
 from sglang_pat.kernels import low_bit, reference
 from sglang_pat.packing import FORMATS
@@ -130,7 +130,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/low_bit_kernels.py needs a CUDA device")
-    path = arguments.output or kernels.RESULTS / f"kernels-lowbit-{gpu_slug()}.json"
+    path = arguments.output or result_file("kernels-lowbit")
     device = {**gpu(), **kernels.bandwidth()}
     records = json.loads(path.read_text())["records"] if arguments.append and path.exists() else []
     for heads in arguments.heads:

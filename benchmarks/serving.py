@@ -38,12 +38,11 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from about import gpu
+from about import gpu, result_file
 
 from sglang_pat.demo.server import Server
 from sglang_pat.estimate.prompts import TRACE_BLOCK
 
-RESULTS = Path(__file__).parent / "results"
 WORKLOADS = ("gsp-8x32x2048", "random-128", "agreement")
 SYSTEM = ((46, 1), (348, 4), (2123, 16))
 LOW_BIT = ("int4", "int2")
@@ -235,7 +234,7 @@ def run(server: Server, backend: str, workload: str, arguments: argparse.Namespa
     yield record
 
 
-def make_parser(description: str | None, output: Path | None) -> argparse.ArgumentParser:
+def make_parser(description: str | None, output: Path | None = None) -> argparse.ArgumentParser:
     """What a benchmark is told that runs SGLang with each backend in turn, as steps.py and soak.py do too.
 
     SIGTERM, such as `timeout` sends, then stops its servers as Ctrl-C does: one that is left behind holds the GPU's memory.
@@ -286,7 +285,7 @@ def environment(kv: str | None) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, RESULTS / "serving-h200.json")
+    parser = make_parser(__doc__, result_file("serving"))
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
     parser.add_argument("--trace", type=Path, help="a Mooncake trace, for the workload `trace`")
     parser.add_argument("--requests", type=int, default=60, help="of the trace")

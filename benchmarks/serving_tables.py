@@ -32,9 +32,12 @@ def serving_mixed() -> str:
             [f"{rate:g}/s", *key, *cells] for key, cells in zip(found, zip(*columns, strict=True), strict=True)
         ]  # fmt: skip
     device, model = runs["mixed"]["device"], runs["mixed"]["model"]
+    later = sorted(
+        {f"{record['backend']} at {record['rate']:g}/s" for run in runs.values() for record in run["records"] if record["date"] != device["date"]}
+    )  # fmt: skip
     return (
         f"{table(['requests', 'backend', 'chunks', *names.values()], rows)}\n\n{device['name']}, {model} shape, random weights, {device['date']}; "
-        "FA3 at 4 and 8/s ran on another machine the next day."
+        f"on another such machine a day later: {', '.join(later)}."
     )
 
 
@@ -49,7 +52,8 @@ def short_extends() -> str:
          " / ".join(f"{record['least_ms']:.0f}" for record in found.values())]
         for (requests, document, new), found in cells.items()
     ]  # fmt: skip
-    head = ["until all are answered, ms", "PAT, median", "FA3, median", "least, PAT / FA3"]
+    names = dict.fromkeys(record["backend"] for record in result["records"])
+    head = ["until all are answered, ms", *(f"{name}, median" for name in names), f"least, {' / '.join(names)}"]
     return f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, {result['device']['date']}."
 
 

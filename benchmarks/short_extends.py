@@ -68,7 +68,7 @@ def measure(
 
 
 def main() -> None:
-    parser = serving.make_parser(__doc__, serving.RESULTS / "short-extends-h200.json")
+    parser = serving.make_parser(__doc__, about.result_file("short-extends"))
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--document", type=int, default=8192, help="tokens")
     parser.add_argument(

@@ -32,7 +32,7 @@ from typing import Any
 
 import aiohttp
 import serving
-from about import gpu
+from about import gpu, result_file
 
 from sglang_pat.demo import tiny_model
 from sglang_pat.demo.server import Server
@@ -192,7 +192,7 @@ def write(options: argparse.Namespace, model: str, records: list[dict[str, Any]]
 
 
 def main() -> None:
-    parser = serving.make_parser(__doc__, None)
+    parser = serving.make_parser(__doc__)
     parser.set_defaults(backends=["pat"])
     kinds = parser.add_mutually_exclusive_group(required=True)
     kinds.add_argument("--trace", type=Path, help="a Mooncake trace")
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=150_000, help="tokens that its KV pool holds")
     options = parser.parse_args()
     if options.output is None:
-        options.output = serving.RESULTS / ("soak-h200.json" if options.chaos is None else "chaos-h200.json")
+        options.output = result_file("soak" if options.chaos is None else "chaos")
     if options.chaos is not None:
         records = []
         for backend in options.backends:

@@ -38,7 +38,6 @@ from sglang_pat import compat
 from sglang_pat.backend.groups import LayerGroup
 from sglang_pat.packing import native
 
-RESULTS = Path(__file__).parent / "results"
 CELLS = (
     "1x512", "1x4096", "1x32768", "8x512", "8x4096", "8x32768", "32x512", "32x4096", "128x512", "128x4096", "256x512",
     "8,256_2048,256", "1,32_4096,256",
@@ -270,7 +269,7 @@ def compare(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = serving.make_parser(__doc__, RESULTS / "steps-h200.json")
+    parser = serving.make_parser(__doc__, about.result_file("steps"))
     parser.add_argument("--cells", nargs="*", default=list(CELLS))
     serving.add_kv(parser)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)

@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 
 import torch
-from about import gpu
-from kernels import RESULTS, Pat, Problem
+from about import gpu, result_file
+from kernels import Pat, Problem
 
 METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum", "l2_read": "lts__t_sectors_op_read.sum"}
 TREES = ("1,1024_2048,32", "1,8,16,32,64,256,1024_256,128,64,32,32,32,32", "256_1024")
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trees", nargs="+", default=list(TREES))
     parser.add_argument("--once", help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, default=RESULTS / "kernel-traffic-h200.json")
+    parser.add_argument("--output", type=Path, default=result_file("kernel-traffic"))
     arguments = parser.parse_args()
     if arguments.once:
         run_once(arguments.once)

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import report
 import serving_tables
+import tables
 
 from sglang_pat.backend import features, metrics
 from sglang_pat.config import PatConfig
@@ -101,7 +102,7 @@ def home() -> str:
         rival = min(times, key=lambda name: times[name])
         lines.append(f'<div class="workload">{title.replace("`", "")}</div>')
         for name, time in (("pat", ours), (rival, times[rival])):
-            label = serving_tables.RIVALS.get(name, "PAT")
+            label = tables.RIVALS.get(name, "PAT")
             lines.append(
                 f'<div class="bar {"ours" if name == "pat" else "other"}" style="width: {80 * time / longest:.1f}%"></div>'
                 f"<span>{label} {time:.1f}</span>"

@@ -38,7 +38,7 @@ def create(runner: ModelRunner) -> AttentionBackend:
         support.check_release(runner)
         support.check_device(runner)
         if runner.is_draft_worker and runner.device != "cpu":
-            # None of its layers is ours to compute, so none is refused.
+            # None of its layers is ours to compute, so none is refused. On CPUs drafts are still checked: no others were tried there.
             return stock_backend(runner, layers.count(runner))
         specs = support.check_model(runner, fallback="torch_native" if runner.device == "cpu" else "triton")
         if runner.is_draft_worker or not specs:

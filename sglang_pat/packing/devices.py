@@ -51,14 +51,14 @@ class GpuTable(msgspec.Struct, frozen=True):
         head_dim: The head dimension that was measured; the time per token scales with the dimension.
         prices: Prices with KV of 16 bits, by ascending m.
         source: When and how it was measured, or what it was derived from.
-        turn_ns: Time of a worker to switch from work items of all its warps (wide) to those of single warps (narrow).
+        turn_ns: Time of a worker to switch from work items of all its warps (wide) to those of single warps (narrow); for comparison only.
         bin_ns: In a step with narrow items only: time that each bin adds, for the parts at its end and their merge.
         wave_ns: Time that such a step takes longer if each worker has one more bin to start.
         prices_8bit: Prices with KV of 8 bits; tables older than that have none.
         prices_4bit, prices_2bit: Prices with KV in pages of so many bits, likewise.
         part_token_ns: `TileTable.part_token_ns` with KV of 16 bits; 0 if it was not fitted (benchmarks/NOTES.md, 2026-11-24).
-        turn_in_plans_ns: What counts in a plan in place of `turn_ns`. Plans ran best with 3 us on an H200, where 1.6 were measured, and on an H100 with
-            0.5 (benchmarks/NOTES.md, 2026-11-26).
+        turn_in_plans_ns: What counts in a plan in place of `turn_ns`. With 3 us plans ran best on an H200, where a turn was measured at 1.6 us, and
+            as well as with any other on an H100, where it was 0.5 (benchmarks/NOTES.md, 2026-11-26).
     """
 
     gpu: str

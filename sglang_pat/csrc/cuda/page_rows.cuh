@@ -101,23 +101,25 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
     add_values(from, s, correction);
   }
 
-  using Scaled = uint32_t[kSteps][kBlocks][2];  // Q times K's scales
-  using Sums = float[kBlocks][4];               // the same for all tokens of a page
+  using Scaled = uint32_t[kSteps][kBlocks][2];                               // Q times K's scales
+  using Sums = float[kBlocks][4];                                            // the same for all tokens of a page
+  static constexpr uint32_t kOnePair = 0x3c003c00, kSmallPair = 0x1c001c00;  // of __half: 1 and 2^-8, each twice
 
   // Where Q times K's scale is beyond the range of __half, an infinity is in the row's sum `bases`. Then the row's products are computed once more,
-  // 2^16 too small: both factors are in the range, so they are too. Returns a bit for each of the rows whose scores this thread has.
+  // 2^16 too small: both factors are in the range, so they are too. Sums of codes, which are around 1,024, round in float32: such a score errs by
+  // about 1e-7 of 1,024 |Q| times the scale. Returns a bit for each of the rows whose scores this thread has.
   __device__ __forceinline__ unsigned scale_down(const uint8_t* from, Scaled& scaled, Sums& zeros, Sums& bases) const {
     const uint32_t minus[4] = {kMinusCodeBase, kMinusCodeBase, kMinusCodeBase, kMinusCodeBase};
     unsigned beyond = 0;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const int row = lane_id() / 4;
-      uint32_t factor = 0x3c003c00;  // 1, twice; of the row of Q that this thread has
+      uint32_t factor = kOnePair;  // of the row of Q that this thread has
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const bool is_beyond = !(fabsf(bases[block][i]) < INFINITY);
         const unsigned rows = __ballot_sync(~0u, is_beyond);
-        if (row % 2 == i && rows >> row / 2 & 1) factor = 0x1c001c00;  // 2^-8
+        if (row % 2 == i && rows >> row / 2 & 1) factor = kSmallPair;
         if (is_beyond) beyond |= 1u << (2 * block + i), zeros[block][i] *= 0x1p-16f;
       }
 #pragma unroll
