@@ -183,6 +183,21 @@ def test_after_flush_cache(servers: dict[str, Server], prompts: list[str], expec
     assert assert_sound(server)["nodes"] > nodes
 
 
+@pytest.mark.parametrize("name", ["plain", "flags"])
+def test_an_empty_prompt_beside_others_costs_only_itself(servers: dict[str, Server], name: str) -> None:
+    """SGLang lets it through where another prompt of the same call has tokens."""
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    for prompts in ([[], [50]], [[50], []], [[], [70, 60]], [[], [70, 60], [50]], [[70, 60], [], [50]]):
+        body = {"input_ids": prompts, "sampling_params": sampling}
+        answers, right = (
+            [one["output_ids"] for one in servers[which].post("/generate", body)] for which in (name, "reference")
+        )
+        assert [answer for answer, prompt in zip(answers, prompts, strict=True) if prompt] == [
+            answer for answer, prompt in zip(right, prompts, strict=True) if prompt
+        ]
+    assert_sound(servers[name])
+
+
 def test_two_hundred_requests_through_a_small_pool(
     servers: dict[str, Server], prompts: list[str], expected: list[list[int]]
 ) -> None:

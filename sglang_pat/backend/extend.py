@@ -126,7 +126,7 @@ class PackedExtend:
         )
         if real < len(q):
             out = torch.cat([out, out.new_zeros(len(q) - real, *out.shape[1:])])
-        return out.reshape(len(q), -1)
+        return out.flatten(1)
 
     def _whole(self, forward_batch: ForwardBatch) -> Parts:
         _, added = self._tokens(forward_batch)

@@ -264,7 +264,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "test_speculation.py::test_a_model_that_brings_its_draft", "test_speculation.py::test_windows",
                "test_chaos.py::test_chaos_with_drafts", "test_verify.py::test_random_trees_of_drafts", "test_scheduler.py::test_the_mirror_is_what_req_to_token_says",
                note="verify steps are packed; as on SGLang's own CPU engine, drafts are compared with the likeliest tokens only; "
-               "of models that bring their draft (NEXTN) one of MiMo's shape was run"),
+               "of models that bring their draft (NEXTN) one of MiMo's shape was run; `presence_penalty` and `frequency_penalty` give other answers with drafts, as SGLang applies them once a step"),
         _refused("streaming sessions beside speculative decoding", "`--enable-streaming-session` and `--speculative-algorithm`", _speculates_in_streams,
                  "leave out one of them", note="a bug of SGLang with any backend: it assumes that a turn's last token has KV, but only the next verify step writes it, so later turns read stale KV"),
         _works("speculative decoding on a GPU", "likewise", "test_gpu_server.py::test_drafts",

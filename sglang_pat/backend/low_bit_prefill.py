@@ -103,7 +103,7 @@ class LowBitPrefill:
         if padding or not found:
             found.append(q.new_zeros(padding, *q.shape[1:]))
         out = found[0] if len(found) == 1 else torch.cat(found)
-        return out.reshape(len(q), -1)
+        return out.flatten(1)
 
     def _run(
         self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, slots: torch.Tensor

@@ -21,7 +21,7 @@ class Parts(msgspec.Struct, frozen=True):
     Attributes:
         tokens: New tokens in the first part.
         end: All new tokens; the batch may have padding after them.
-        first: The batch of the first part; None if it is empty.
+        first: The batch of the first part; None if it has no tokens.
         second: The batch of the second part, which is never empty.
     """
 
@@ -76,7 +76,8 @@ def divide(forward_batch: Any, added: Sequence[int], first: int) -> Parts:
         found.rids = forward_batch.rids.part(requests)
         return found
 
-    front = part(slice(0, first), slice(0, tokens)) if first else None
+    # A client may send an empty prompt beside others, which SGLang passes on: requests without new tokens have nothing to compute.
+    front = part(slice(0, first), slice(0, tokens)) if tokens else None
     return Parts(tokens, end, front, part(slice(first, size), slice(tokens, end)))
 
 
