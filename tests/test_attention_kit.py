@@ -6,12 +6,10 @@ They build a backend from a model runner without a model, and compare it with at
 from __future__ import annotations
 
 import gc
-import sys
 import unittest
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,18 +21,11 @@ from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
 from sglang_pat.radix_bridge.observer import apply
 
 ON_GPU = torch.cuda.is_available()
-UNLOADABLE = "sglang.srt.layers.attention.dual_chunk_flashattention_backend"
-"""The kits import it for a method of attention that is not tested here; it needs CUDA's libraries."""
 
 with importing_kits():
-    if not ON_GPU:
-        sys.modules[UNLOADABLE] = mock.MagicMock()
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense
     from sglang.test.kits.attention_unittest.runner_modes import cuda_graph_decode_runner, split_op_runner
-
-    if not ON_GPU:
-        del sys.modules[UNLOADABLE]
 
 plugin.register()
 dense._SWA_DECODE_EXTEND_WINDOW |= {"pat"}

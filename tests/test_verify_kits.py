@@ -5,29 +5,22 @@ Draft models run on stock backends, so the kits of draft and draft extend are SG
 
 from __future__ import annotations
 
-import sys
 import unittest
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from conftest import importing_kits
-from test_attention_kit import CASES, DEVICE, ON_GPU, UNLOADABLE
+from test_attention_kit import CASES, DEVICE
 
 from sglang_pat import plugin
 
 with importing_kits():
-    if not ON_GPU:
-        sys.modules[UNLOADABLE] = mock.MagicMock()
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense
     from sglang.test.kits.attention_unittest.runner_modes import speculative_target_verify_runner as kits
-
-    if not ON_GPU:
-        del sys.modules[UNLOADABLE]
 
 plugin.register()
 
