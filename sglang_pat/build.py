@@ -1,7 +1,11 @@
-"""Compiles the modules for a GPU ahead of time: `python -m sglang_pat.build --head-dim 128 --dtype bfloat16`."""
+"""Compiles ahead of time what a server needs on a GPU: `python -m sglang_pat.build --head-dim 128 --dtype bfloat16`.
+
+Run it with the GPU and the kind of CPU of the servers. It fills the folder TVM_FFI_CACHE_DIR, else ~/.cache/tvm-ffi.
+"""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +18,51 @@ from sglang_pat.packing import FORMATS, AttentionSpec
 from sglang_pat.parser import Parser
 
 
+def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
+    """The modules of servers with these options.
+
+    Raises:
+        ValueError: There are no kernels for one of them.
+    """
+    found: dict[cuda.Variant, None] = {}
+    for name in options.dtype:
+        dtype = getattr(torch, name)
+        for kv in options.kv_cache_dtype:
+            form = FORMATS[name if kv == "auto" else capabilities.FP8.get(kv, kv)]
+            for dim in options.head_dim:
+                spec = AttentionSpec(1, 1, dim, options.v_head_dim or dim, form, sinks=options.sinks)
+                # Extends of KV in few bits run over a workspace (backend/low_bit_prefill.py).
+                found.update(dict.fromkeys(cuda.variants(spec, arch, dtype=dtype, extends=not form.is_low_bit)))
+                if options.drafts:
+                    windows = (0, 1) if options.windows else (0,)
+                    drafts = [
+                        AttentionSpec(1, 1, dim, spec.v_head_dim, form, window, options.sinks, 2) for window in windows
+                    ]
+                    found.update(
+                        dict.fromkeys(one for draft in drafts for one in cuda.variants(draft, arch, dtype=dtype))
+                    )
+    return list(found)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser(prog="python -m sglang_pat.build", description=__doc__)
+    parser = Parser(
+        prog="python -m sglang_pat.build", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--head-dim", type=int, nargs="+", choices=capabilities.HEAD_DIMS, default=[128])
     parser.add_argument(
         "--v-head-dim", type=int, help="of V where it is narrower than K: 128 for MiMo V2, whose --head-dim is 192"
     )
     parser.add_argument("--dtype", nargs="+", choices=capabilities.CUDA_DTYPES, default=["bfloat16"])
     parser.add_argument("--sinks", action="store_true", help="for models with attention sinks (gpt-oss)")
-    parser.add_argument("--kv-cache-dtype", nargs="+", choices=["auto", *capabilities.FP8], default=["auto"])
+    parser.add_argument("--drafts", action="store_true", help="for speculative decoding too")
+    parser.add_argument("--windows", action="store_true", help="with --drafts: for models with sliding windows too")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        nargs="+",
+        choices=["auto", *capabilities.FP8, "int4", "int2"],
+        default=["auto"],
+        help="of the server's --kv-cache-dtype, or int4 and int2 of SGLANG_PAT_KV",
+    )
     parser.add_argument("--arch", help="compute capability such as 8.0 or 9.0a; default: this machine's GPU")
     parser.add_argument(
         "--report", action="store_true", help="only print registers, spills and shared memory; needs no GPU"
@@ -32,19 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.arch is None and not torch.cuda.is_available():
         parser.error("there is no GPU here to compile for: name its compute capability with --arch")
     arch = options.arch or cuda.arch_of(torch.device("cuda"))
-    specs = [
-        (
-            AttentionSpec(
-                1, 1, dim, options.v_head_dim or dim, FORMATS[capabilities.FP8.get(kv, dtype)], sinks=options.sinks
-            ),
-            getattr(torch, dtype),
-        )
-        for dtype in options.dtype
-        for kv in options.kv_cache_dtype
-        for dim in options.head_dim
-    ]
     try:
-        variants = [cuda.Variant.of(spec, arch, dtype=dtype) for spec, dtype in specs]
+        variants = variants_of(options, arch)
     except ValueError as error:
         parser.error(str(error))
     if not options.report:

@@ -65,6 +65,7 @@ def load(name: str, csrc: Path = CSRC) -> Any:
         folder,
         compiler=_find_cxx,
         sources=sorted(folder.glob("*.cpp")),
+        made_for=[_cpu_flags()],
         extra_cflags=["-O3", "-march=native", "-Wall", "-Wno-psabi", *extra],
         extra_ldflags=extra,
     )
@@ -218,11 +219,9 @@ def _unwritable(folder: Path, error: OSError) -> BuildError:
 def _key(folder: Path, flags: list[str]) -> str:
     """A hash of everything that a build depends on: sources, headers, flags, tvm-ffi's headers, and the machine.
 
-    For CUDA modules the flags include torch's version, which determines the CUDA that they are linked with.
+    The flags of a CPU's module include its instruction sets, those of a CUDA module torch's version, which determines the CUDA that it is linked with.
     """
-    digest = hashlib.sha256(
-        repr((flags, version("apache-tvm-ffi"), platform.machine(), sys.platform, _cpu_flags())).encode()
-    )
+    digest = hashlib.sha256(repr((flags, version("apache-tvm-ffi"), platform.machine(), sys.platform)).encode())
     for path in sorted({*CSRC.rglob("*.*"), *folder.iterdir()}):
         if path.is_file():
             digest.update(path.read_bytes())

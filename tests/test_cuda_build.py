@@ -107,6 +107,31 @@ def test_dimensions_that_cannot_be_built_are_named(capsys: pytest.CaptureFixture
     assert "do not compute head dimensions of 64 (K) and 128 (V) on a GPU" in capsys.readouterr().err
 
 
+def test_what_is_built_ahead_is_what_servers_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For steps and extends of each format and, if asked for, for drafts with windows and without."""
+    built: list[cuda.Variant] = []
+    monkeypatch.setattr(cuda, "build", built.extend)
+    build.main(
+        ["--arch", "9.0a", "--head-dim", "64", "128", "--kv-cache-dtype", "auto", "fp8_e4m3", "--drafts", "--windows"]
+    )
+    build.main(["--arch", "9.0a", "--kv-cache-dtype", "int4"])
+    wanted = [
+        variant
+        for dim in (64, 128)
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+        for tokens, window in ((1, 0), (1, 128), (4, 0), (4, 128))
+        for variant in cuda.variants(
+            msgspec.structs.replace(spec_of(dtype, dim, dim), query_tokens=tokens, window=window),
+            "9.0a",
+            dtype=torch.bfloat16,
+            extends=tokens == 1,
+        )
+    ]
+    few_bits = cuda.variants(AttentionSpec(32, 8, 128, 128, FORMATS["int4"]), "9.0a", dtype=torch.bfloat16)
+    assert set(built) == {*wanted, *few_bits}
+    assert len(built) == len(set(built)) == 2 * 2 * 4 + 1
+
+
 def test_a_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     monkeypatch.setenv("PATH", "")

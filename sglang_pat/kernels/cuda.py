@@ -122,6 +122,16 @@ def arch_of(device: torch.device) -> str:
     return f"{major}.{minor}a" if major == 9 else f"{major}.{minor}"
 
 
+def variants(
+    spec: AttentionSpec, arch: str, query_tiles: tuple[int, ...] = (), dtype: torch.dtype | None = None, extends: bool = False
+) -> list[Variant]:  # fmt: skip
+    """The modules that a server loads for layers of a spec: one for its steps and, if it `extends` by plan too, one for that.
+
+    Arguments and errors as for `Variant.of`.
+    """
+    return [Variant.of(spec, arch, query_tiles, dtype, limits) for limits in ((False, True) if extends else (False,))]
+
+
 def build(variants: Sequence[Variant]) -> None:
     """Compile the modules that are not in tvm-ffi's cache, in parallel.
 
