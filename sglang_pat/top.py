@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from sglang_pat.backend.metrics import packs_since
+from sglang_pat.backend.metrics import new_by_size
 
 CLEAR = "\x1b[H\x1b[2J"
 WIDTH = 40
@@ -199,17 +199,17 @@ def render(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: float
         lines += [
             f"new plans         {delta['plans']:>8,}    {delta['plans_ahead']:,} of them ahead of their step, "
             f"{delta['planning_us'] / steps:.1f} us a step",
-            f"packs a step      {delta['work_items'] / steps:>8,.0f}    parts merged {delta['parts'] / steps:,.0f}",
+            f"work items a step {delta['work_items'] / steps:>8,.0f}    parts merged {delta['parts'] / steps:,.0f}",
             f"KV read           {read / 1e9:>8,.1f} GB {bar(read, max(read, unpacked))}",
             f"  unpacked        {unpacked / 1e9:>8,.1f} GB {bar(unpacked, max(read, unpacked))}",
             f"  saved           {1 - read / unpacked if unpacked else 0:>8.0%}",
         ]
     lines.append(f"fallbacks {new['fallbacks']:,}, faults {new['faults']:,} since the start; both should be 0")
-    packs = packs_since(new["query_sizes"], before["query_sizes"])
-    if packs:
-        lines += ["", "queries in a pack"]
-        most = max(packs.values())
-        for size, count in packs.items():
+    items = new_by_size(new["query_sizes"], before["query_sizes"])
+    if items:
+        lines += ["", "queries in a work item"]
+        most = max(items.values())
+        for size, count in items.items():
             name = str(size) if size == 1 else f"{size}-{2 * size - 1}"
             lines.append(f"{name:>9} {count:>12,} {bar(count, most)}")
     return lines

@@ -1,4 +1,4 @@
-"""The documentation builds, and its commands run, but for those that need a GPU."""
+"""The documentation builds, and its commands run, but for those that need a GPU, a server or a trace."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-GPU = "# needs a GPU"
+NEEDS = re.compile("# needs (a GPU|a running server|running servers|a trace)")
 """The first line of blocks whose commands do not run here."""
 BLOCKS = [
     (page.name, block)
     for page in PAGES
     for block in re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 ]
-COMMANDS = [(page, line) for page, block in BLOCKS if not block.startswith(GPU) for line in block.splitlines()]
+COMMANDS = [(page, line) for page, block in BLOCKS if not NEEDS.match(block) for line in block.splitlines()]
 
 
 def run(command: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +40,7 @@ def test_pages_build_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_there_are_commands_of_both_kinds() -> None:
-    assert COMMANDS and any(block.startswith(GPU) for _, block in BLOCKS)
+    assert COMMANDS and any(NEEDS.match(block) for _, block in BLOCKS)
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)

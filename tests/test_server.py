@@ -108,17 +108,23 @@ def test_packing_can_be_watched(servers: dict[str, Server], capsys: pytest.Captu
         text = response.read().decode()
     values = {
         name: sum(float(value) for value in re.findall(rf"^sglang_pat:{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
-        for name in ("steps_total", "kv_bytes_total", "kv_bytes_unpacked_total", "packs_total", "fallbacks_total")
+        for name in (
+            "steps_total",
+            "kv_bytes_total",
+            "kv_bytes_unpacked_total",
+            "work_items_by_queries_total",
+            "fallbacks_total",
+        )
     }
     counters = server.counters()
     # What happened since the last line of the log is not published yet.
     assert 0 < values["steps_total"] <= counters["steps"] < values["steps_total"] + 64
     assert 0 < values["kv_bytes_total"] < values["kv_bytes_unpacked_total"]
-    assert values["packs_total"] > 0 and values["fallbacks_total"] == 0
-    assert re.search(r"PAT: \d+ steps, .* packs a step, KV read", server.log.read_text())
+    assert values["work_items_by_queries_total"] > 0 and values["fallbacks_total"] == 0
+    assert re.search(r"PAT: \d+ steps, .* work items a step, KV read", server.log.read_text())
     assert cli.main(["top", "--once", "--url", server.url]) == 0
     shown = capsys.readouterr().out
-    assert "since the server started" in shown and "queries in a pack" in shown
+    assert "since the server started" in shown and "queries in a work item" in shown
 
 
 def test_far_fewer_plans_than_steps(servers: dict[str, Server]) -> None:

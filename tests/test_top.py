@@ -102,7 +102,7 @@ def test_a_picture_shows_what_happened_in_between() -> None:
     for piece in (
         "followed        7",
         "25 a second",
-        "packs a step            10",
+        "work items a step       10",
         "1.0 GB",
         "4.0 GB",
         "75%",
@@ -132,8 +132,8 @@ def test_the_log_line_counts_from_the_last_one(caplog: pytest.LogCaptureFixture)
             counters(steps=14, plans=3, work_items=90, kv_bytes=200, kv_bytes_unpacked=650, fallbacks=1), None
         )
     assert [record.message for record in caplog.records] == [
-        "PAT: 10 steps, 2 plans (0 ahead), 5 packs a step, KV read 0.00 GB, 2.50 times as much unpacked",
-        "PAT: 4 steps, 1 plans (0 ahead), 10 packs a step, KV read 0.00 GB, 4.00 times as much unpacked, "
+        "PAT: 10 steps, 2 plans (0 ahead), 5 work items a step, KV read 0.00 GB, 2.50 times as much unpacked",
+        "PAT: 4 steps, 1 plans (0 ahead), 10 work items a step, KV read 0.00 GB, 4.00 times as much unpacked, "
         "1 fallbacks, 0 faults",
     ]
 

@@ -16,7 +16,7 @@ class Counters(Totals):
         plans: Plans made; the other steps reused one.
         plans_ahead: How many of them were ready before their step.
         fallbacks: Steps that ran one query per work item because planning failed.
-        planning_us: Microseconds that the engine's thread spent on plans.
+        planning_us: Microseconds that the scheduler process spent on plans.
     """
 
     plans: int = 0

@@ -152,7 +152,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "test_gpu_server.py::test_mixed_chunks",
                note="the decoding requests of a mixed step are packed; if they are those of the previous decode step, its plan is reused; with "
                "`--prefill-attention-backend` that backend computes the whole step"),
-        _works("short turns on a cached document", "", "test_server.py::test_short_turns_on_one_document_read_it_together",
+        _works("short extends on a cached document", "", "test_server.py::test_short_turns_on_one_document_read_it_together",
                "test_attention_kit.py::test_short_extends_are_planned_where_they_share",
                note="they read it together; on a GPU only if they come last in their batch, and if by its table of tiles that takes less than "
                "reading it for each; other extends run on the prefill backend there"),

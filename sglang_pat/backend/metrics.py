@@ -14,7 +14,7 @@ COUNTERS = {
     "mixed_steps": "Steps that decoded requests by plan and prefilled others (`--enable-mixed-chunk`), or extended some by one token.",
     "plans": "Plans made; the other steps reused one.",
     "plans_ahead": "Plans that were ready before their step.",
-    "fallbacks": "Steps that ran one query per work item because planning failed.",
+    "fallbacks": "Steps that ran one query per work item: their plan failed, did not fit its memory, or failed `SGLANG_PAT_VERIFY`.",
     "faults": "How often the cache and its mirror disagreed.",
     "requests": "Requests decoded.",
     "work_items": "Work items run: packs, or pieces of packs that were cut.",
@@ -24,14 +24,14 @@ COUNTERS = {
     "extends": "Extends (prefill) that PAT ran: on CPUs all, on GPUs short ones that share a prefix.",
     "extends_shared": "Extends in which several requests read a prefix together.",
     "deferred": "How often a request waited a step for a prefix that another one was computing.",
-    "planning_us": "Microseconds that the engine's thread spent on plans.",
+    "planning_us": "Microseconds that the scheduler process spent on plans.",
 }
 """Counters in `/server_info`'s `pat` that `/metrics` shows as `sglang_pat:<name>_total`."""
 
 GAUGES = {"bound": "Requests whose path in the prefix tree is followed."}
 """Gauges that `/metrics` shows as `sglang_pat:<name>`."""
 
-PACKS = "Work items by their number of queries, rounded down to a power of two."
+BY_QUERIES = "Work items by their number of queries, rounded down to a power of two."
 
 
 def size_class(queries: int) -> int:
@@ -39,7 +39,7 @@ def size_class(queries: int) -> int:
     return 1 << queries.bit_length() - 1
 
 
-def packs_since(new: Mapping[str, int], old: Mapping[str, int]) -> dict[int, int]:
+def new_by_size(new: Mapping[str, int], old: Mapping[str, int]) -> dict[int, int]:
     """How many work items of each size class were added to `query_sizes`, ascending; classes without new ones are left out."""
     classes: dict[int, int] = {}
     for size, count in new.items():
@@ -76,8 +76,8 @@ class Metrics:
             exported[name].labels(**labels).inc(new[name])
         for name in GAUGES:
             exported[name].labels(**labels).set(counts[name])
-        for size, more in packs_since(counts["query_sizes"], self._last_sizes).items():
-            exported["packs"].labels(**labels, queries=str(size)).inc(more)
+        for size, more in new_by_size(counts["query_sizes"], self._last_sizes).items():
+            exported["by queries"].labels(**labels, queries=str(size)).inc(more)
         self._last_sizes = dict(counts["query_sizes"])
 
 
@@ -91,7 +91,7 @@ def _exported(labels: tuple[str, ...]) -> dict[str, Any]:
     exported |= {
         name: Gauge(f"sglang_pat:{name}", text, labels, multiprocess_mode="mostrecent") for name, text in GAUGES.items()
     }
-    return exported | {"packs": Counter("sglang_pat:packs", PACKS, [*labels, "queries"])}
+    return exported | {"by queries": Counter("sglang_pat:work_items_by_queries", BY_QUERIES, [*labels, "queries"])}
 
 
 def line(new: Mapping[str, int]) -> str:
@@ -99,7 +99,7 @@ def line(new: Mapping[str, int]) -> str:
     read, unpacked = new["kv_bytes"], new["kv_bytes_unpacked"]
     text = (
         f"PAT: {new['steps']} steps, {new['plans']} plans ({new['plans_ahead']} ahead), "
-        f"{new['work_items'] / new['steps']:.0f} packs a step, KV read {read / 1e9:.2f} GB"
+        f"{new['work_items'] / new['steps']:.0f} work items a step, KV read {read / 1e9:.2f} GB"
     )
     if read:
         text += f", {unpacked / read:.2f} times as much unpacked"

@@ -115,7 +115,7 @@ def report(completions: int, forks: int, counters: dict[str, Any]) -> str:
         ("requests", f"{completions} streamed completions, {forks} branches of forking programs"),
         ("tree nodes followed", f"{counters['nodes']:,}"),
         ("packs (work items run)", f"{counters['work_items']:,}"),
-        ("queries in a pack", f"{histogram(sizes)}"),
+        ("queries in a work item", f"{histogram(sizes)}"),
         ("KV bytes read by decode", f"{read / 1e6:,.0f} MB"),
         ("one query per CTA reads", f"{unpacked / 1e6:,.0f} MB, {unpacked / read:.1f} times as much"),
         (

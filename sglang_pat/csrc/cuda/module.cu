@@ -333,7 +333,7 @@ void unpack(TensorView records, TensorView pages, TensorView k, TensorView v) {
 }
 
 // The ints of a plan that are in use, from the host to the GPU on the current stream; the cudaEvent_t `copied` is recorded
-// behind them. One call for all of it, as the engine's thread waits meanwhile.
+// behind them. One call for all of it, as the scheduler process waits meanwhile.
 void load(TensorView to, TensorView plan, int64_t copied) {
   pat::check(to, "to", 1, pat::kInt32, kDLCUDA);
   TVM_FFI_CHECK(plan.device().device_type == kDLCPU || plan.device().device_type == kDLCUDAHost, ValueError)
