@@ -49,7 +49,7 @@ def kernels_of(name: str, rivals: Collection[str], shapes: str) -> str:
         f"others in {sum(ratio > 1 for ratio in ratios)}, by {min(ratios):.2f} to {max(ratios):.2f} times, "
         f"{mean(shared):.2f} times on average where anything is shared."
     )
-    head = ["tree", "floor, us", "PAT", *(RIVALS[rival] for rival in rivals), "best / PAT"]
+    head = ["tree", "floor, us", "PAT", *(RIVALS[rival] for rival in rivals), "best other / PAT"]
     return f"{table(head, rows)}\n\n{note}"
 
 
@@ -68,7 +68,7 @@ def kernels_fp8() -> str:
         f"{max(record['pat_error'] for record in records):.1e}, FlashInfer's {worst(result, 'flashinfer'):.1e}, FA3's "
         f"{worst(result, 'fa3'):.1e} (it rounds Q to 8 bits too)."
     )
-    return f"{table(['tree, us', 'PAT', 'FlashInfer', 'FA3', 'best / PAT', 'PAT with a bf16 cache / PAT'], rows)}\n\n{note}"
+    return f"{table(['tree, us', 'PAT', 'FlashInfer', 'FA3', 'best other / PAT', 'PAT with a bf16 cache / PAT'], rows)}\n\n{note}"
 
 
 def kernels_low_bit() -> str:
@@ -176,5 +176,9 @@ def worst(result: dict[str, Any], rival: str) -> float:
 def ablations() -> str:
     result = load("kernel-ablations-h200.json")
     names = list(result["records"][0]["us"])
-    rows = [[f"`{row['tree']}`", *(f"{row['us'][name]:,.0f}" for name in names)] for row in result["records"]]
-    return table(["tree, us", *names], rows)
+    rows = [[f"`{row['tree']}`", *bold(row["us"], "{:,.0f}".format)] for row in result["records"]]
+    device = result["device"]
+    return (
+        f"{table(['tree, us', *names], rows)}\n\n{device['name']}, {SHOWN} heads, page size 1, cold L2, {device['date']}: kernels of that day, "
+        "to be compared within this table only."
+    )

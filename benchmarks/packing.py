@@ -147,7 +147,7 @@ def measure(batch: Batch, config: PackConfig, repeats: int) -> dict[str, float]:
 
 
 def ahead_us(batch: Batch, config: PackConfig, repeats: int, busy_us: float) -> float:
-    """What a join costs the engine's thread where the scheduler's has a core of its own and `busy_us` to work."""
+    """What a join costs the scheduler process where the scheduler's has a core of its own and `busy_us` to work."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     served = Served(batch, config, ahead=True)

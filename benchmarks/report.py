@@ -27,7 +27,7 @@ def soak() -> str:
         f"{record['divide_prompt']}th of their length, answers of a {record['divide_answer']}th), at full load on one "
         f"{result['device']['name']} with a pool of {record['pool']:,} tokens: {record['finished']:,} got all of their tokens, "
         f"{record['aborted']} were aborted, {record['retracted']} retracted, the cache was flushed {record['flushed']} times; "
-        f"{counters['plans']:,} plans for {counters['steps']:,} steps, {counters['fallbacks']} fall-backs, "
+        f"{counters['plans']:,} plans for {counters['steps']:,} steps, {counters['fallbacks']} fallbacks, "
         f"{counters['faults']} faults, no NaN; {record['same_probes']} of {record['probes']} prompts got the same answers before "
         f"and after. {result['device']['date']}, `python benchmarks/soak.py --model MODEL --dummy --trace FILE "
         f"--divide-answer {record['divide_answer']}`.\n\n" + chaos()
@@ -42,7 +42,7 @@ def chaos() -> str:
         f"{record['seconds']:.0f} seconds of everything at once that the API allows (`tests/chaos`) on one "
         f"{result['device']['name']}, a tiny model: {sum(record['actions'].values()):,} actions of {len(record['actions'])} kinds, "
         f"{sum(record['compared'].values()):,} answers, whole or cut off, compared with those of SGLang's Triton backend, "
-        f"{len(record['problems'])} wrong; {counters['fallbacks']} fall-backs, {counters['faults']} faults, {counters['bound']} requests "
+        f"{len(record['problems'])} wrong; {counters['fallbacks']} fallbacks, {counters['faults']} faults, {counters['bound']} requests "
         f"left behind. {result['device']['date']}, `python benchmarks/soak.py --model MODEL --chaos {record['chaos']:.0f} --seed {record['seed']}`."
     )
 
@@ -63,7 +63,7 @@ def steps_table(result: dict[str, Any]) -> str:
             ]
         )  # fmt: skip
     head = [
-        "batch x context", "PAT, ms", *(f"{backend}, ms" for backend in others), "best / PAT", "metadata, us", "new plan, us",
+        "batch x context", "PAT, ms", *(f"{backend}, ms" for backend in others), "best other / PAT", "metadata, us", "new plan, us",
         *(f"{backend}'s, us" for backend in others),
     ]  # fmt: skip
     return table(head, rows)
@@ -102,16 +102,21 @@ def where(record: dict[str, Any]) -> str:
     return f"{record['machine']}, {versions}, {record['date']}."
 
 
+def beside_torch_native(record: dict[str, Any]) -> list[str]:
+    """Two times and their ratio."""
+    times = {name: record[f"{name}_ms"] for name in ("torch_native", "pat")}
+    return [*bold(times, "{:,.1f}".format), f"{times['torch_native'] / times['pat']:.1f}{TIMES}"]
+
+
 def cpu() -> str:
     records = load("cpu_decode.json")
     rows = [
         [
-            f"{r['batch']}", f"{r['shared']:,}", f"{r['private']:,}", f"{r['torch_native_ms']:,.1f} ms",
-            f"{r['pat_ms']:,.1f} ms", f"{r['torch_native_ms'] / r['pat_ms']:.1f}{TIMES}",
+            f"{r['batch']}", f"{r['shared']:,}", f"{r['private']:,}", *beside_torch_native(r),
         ]
         for r in records
     ]  # fmt: skip
-    head = ["batch", "shared tokens", "private tokens", "`torch_native`", "PAT", "ratio"]
+    head = ["batch", "shared tokens", "own tokens", "`torch_native`, ms", "PAT, ms", "ratio"]
     return f"{table(head, rows)}\n\n{where(records[0])}"
 
 
@@ -119,12 +124,11 @@ def cpu_extend() -> str:
     records = load("cpu_extend.json")
     rows = [
         [
-            f"{r['requests']}", f"{r['shared']:,}", f"{r['new']:,}", f"{r['torch_native_ms']:,.1f} ms", f"{r['pat_ms']:,.1f} ms",
-            f"{r['torch_native_ms'] / r['pat_ms']:.1f}{TIMES}",
+            f"{r['requests']}", f"{r['shared']:,}", f"{r['new']:,}", *beside_torch_native(r),
         ]
         for r in records
     ]  # fmt: skip
-    head = ["requests", "cached, shared by all", "new tokens of each", "`torch_native`", "PAT", "ratio"]
+    head = ["requests", "cached, shared by all", "new tokens of each", "`torch_native`, ms", "PAT, ms", "ratio"]
     return f"{table(head, rows)}\n\n{where(records[0])}"
 
 
@@ -171,7 +175,7 @@ def packing() -> str:
         tree = workload.removeprefix("paper ")
         if tree != workload and tree not in SHOWN_TREES:
             continue
-        numbers = [f"{plans[workload, policy]['plan']:.2f}" for policy in POLICIES]
+        numbers = bold({policy: plans[workload, policy]["plan"] for policy in POLICIES}, "{:.2f}".format)
         span = spans.get(workload)
         last = f"{span['bins_mean']:.3f} ({span['paper_mean']:.3f})" if span else ""
         batches = plans[workload, "query"]["batches"]

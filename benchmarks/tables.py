@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TIMES = "\N{MULTIPLICATION SIGN}"
-RIVALS = {"flashinfer": "FlashInfer", "cascade": "its cascade", "triton": "SGLang's Triton", "fa3": "FA3"}
+RIVALS = {"flashinfer": "FlashInfer", "cascade": "FlashInfer's cascade", "triton": "SGLang's Triton", "fa3": "FA3"}
 SHOWN = "32/8"
 """Query and KV heads in the table of trees."""
 

@@ -32,15 +32,15 @@ def settings() -> str:
     rows = []
     for name, variable, text in found:
         value = defaults[name]
-        shown = str(int(value)) if isinstance(value, bool) else str(value) or "empty"
-        rows.append([f"`{variable}`", f"`{shown}`", " ".join(text.split())])
+        shown = str(int(value)) if isinstance(value, bool) else str(value)
+        rows.append([f"`{variable}`", f"`{shown}`" if shown else "none", " ".join(text.split())])
     return report.table(["variable", "default", "what it does"], rows)
 
 
 def counters() -> str:
     rows = [[f"`{name}`", f"`sglang_pat:{name}_total`", text] for name, text in metrics.COUNTERS.items()]
     rows += [[f"`{name}`", f"`sglang_pat:{name}`", text] for name, text in metrics.GAUGES.items()]
-    rows.append(["`query_sizes`", "`sglang_pat:packs_total{queries=…}`", metrics.PACKS])
+    rows.append(["`query_sizes`", "`sglang_pat:work_items_by_queries_total{queries=…}`", metrics.BY_QUERIES])
     return report.table(["in `/server_info`", "in `/metrics`", "meaning"], rows)
 
 
@@ -94,10 +94,10 @@ def home() -> str:
         for title, records in serving_tables.served()
         if records[0]["rate"] is None and "," not in title
     ]
-    longest = max(record["median_itl_ms"] for _, records in groups for record in records)
+    longest = max(serving_tables.pace_ms(record) for _, records in groups for record in records)
     lines = []
     for title, records in groups:
-        times = {record["backend"]: record["median_itl_ms"] for record in records}
+        times = {record["backend"]: serving_tables.pace_ms(record) for record in records}
         ours = times.pop("pat")
         rival = min(times, key=lambda name: times[name])
         lines.append(f'<div class="workload">{title.replace("`", "")}</div>')
