@@ -3,8 +3,6 @@ PYTHON ?= python3
 SGLANG ?= 0.5.17
 VENV ?= .venv-$(SGLANG)
 BIN = $(VENV)/bin
-# Containers often set it. Then every server would compile the sources of SGLang and torch again, for a minute or more.
-export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test test-all lint bench docs sanitize
 

@@ -13,6 +13,14 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
+
+# OpenMP's threads spin at barriers, in their own time and that of others: two tests at once on two cores took 54 s in place of 4. Read when torch is
+# imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Containers often set it. Every server would then compile the sources of SGLang and torch again, for a minute.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 import torch
 
 from sglang_pat.demo import tiny_model
