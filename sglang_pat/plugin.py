@@ -94,8 +94,12 @@ def widened(headroom: int) -> int:
 
 
 def draft_backend(create: Callable[..., Any], factory: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around the step that makes a draft's attention backend: a stock backend replaces `pat`."""
-    if factory.draft_attn_backend in (None, "pat"):
+    """Hook around the step that makes a draft's attention backend: a stock backend replaces `pat`.
+
+    If the user named none, SGLang takes that of the server; so servers with other backends must not be changed.
+    """
+    served = compat.arguments.backends_chosen(compat.arguments.of_this_process())
+    if "pat" in ((factory.draft_attn_backend,) if factory.draft_attn_backend else served):
         from sglang_pat.backend import layers
         from sglang_pat.backend.create import stock_name
 

@@ -63,6 +63,8 @@ ASKED_BY: list[tuple[list[str], dict[str, str]]] = [
     (["--enable-memory-saver"], {"SGLANG_PAT_KV": "int4"}),
     ([], {"SGLANG_PAT_KV": "int4", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}),
     (["--cuda-graph-backend-decode", "breakable"], {}),
+    (["--cuda-graph-config", '{"decode": {"backend": "breakable"}}'], {}),
+    (["--debug-cuda-graph"], {}),
     (["--enable-prefill-cp"], {}),
     (["--enable-nvidia-megakernel"], {}),
     (["--enable-amd-monokernel"], {}),

@@ -101,8 +101,19 @@ def test_draft_models_on_gpus_run_on_a_stock_backend_whatever_their_layers_are(
     for stock in ("flashinfer", "triton"):
         monkeypatch.setitem(ATTENTION_BACKENDS, stock, lambda runner, stock=stock: stock)
     assert create.create(runner) == name
-    factory = SimpleNamespace(draft_attn_backend=None, draft_model_runner=runner)
-    assert plugin.draft_backend(lambda factory: factory.draft_attn_backend, factory) == name
+    monkeypatch.setattr(compat.arguments, "of_this_process", lambda: runner.server_args)
+    for named, wanted in ((None, name), ("pat", name), ("fa3", "fa3")):
+        factory = SimpleNamespace(draft_attn_backend=named, draft_model_runner=runner)
+        assert plugin.draft_backend(lambda factory: factory.draft_attn_backend, factory) == wanted
+
+
+@pytest.mark.parametrize("named", [None, "fa3"])
+def test_drafts_of_other_servers_are_left_alone(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang then takes the server's own backend; this plugin is loaded in every server."""
+    arguments = dict.fromkeys(["attention_backend", "prefill_attention_backend", "decode_attention_backend"], "triton")
+    monkeypatch.setattr(compat.arguments, "of_this_process", lambda: SimpleNamespace(**arguments))
+    factory = SimpleNamespace(draft_attn_backend=named, draft_model_runner=None)
+    assert plugin.draft_backend(lambda factory: factory.draft_attn_backend, factory) == named
 
 
 def test_a_spec_can_be_read() -> None:

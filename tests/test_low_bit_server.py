@@ -14,6 +14,8 @@ import torch
 from conftest import assert_sound, flush
 from forked import ForkedServer
 from near_ties import Answer
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
+from sglang.srt.server_args import ServerArgs
 
 from sglang_pat import compat
 from sglang_pat.backend import low_bit
@@ -50,6 +52,18 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         for server in started.values():
             server.wait()
         yield started
+
+
+def test_arguments_of_a_gpu_s_server_are_decided_while_sglang_resolves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.23 lets nobody write to what the user gave."""
+    monkeypatch.setenv("SGLANG_PAT_KV", "int4")
+    given = ServerArgs(model_path="dummy", attention_backend="pat", device="cuda")
+    given._input_frozen = True
+    compat.arguments.decide(given, cuda_graph_config=CudaGraphConfig())
+    low_bit.prepare(given)
+    found = compat.arguments.resolved(given)
+    assert (found.page_size, found.max_running_requests) == (64, low_bit.MOST_REQUESTS)
+    assert found.cuda_graph_config.prefill.backend == "disabled" != found.cuda_graph_config.decode.backend
 
 
 @pytest.fixture(scope="module")

@@ -83,6 +83,14 @@ def _full_prefill_graph(arguments: Any, environment: Mapping[str, str]) -> bool:
     )
 
 
+def _other_decode_graph(arguments: Any, environment: Mapping[str, str]) -> bool:
+    """Decode steps are captured in pieces; with `--debug-cuda-graph` too."""
+    decode = getattr(getattr(arguments, "cuda_graph_config", None), "decode", None)
+    named = (getattr(decode, "backend", None), getattr(arguments, "cuda_graph_backend_decode", None))
+    captured = any(backend not in (None, "full", "disabled") for backend in named)
+    return captured or bool(getattr(arguments, "debug_cuda_graph", False))
+
+
 def _given(name: str, *harmless: str | int | None) -> Asked:
     """The argument `name` is set, to none of these."""
     return lambda arguments, environment: getattr(arguments, name, None) not in (None, *harmless)
@@ -217,8 +225,8 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("prefill, breakable (the default)", "", "test_gpu_server.py::test_features"),
         _refused("prefill as one graph", "`--cuda-graph-backend-prefill full`", _full_prefill_graph,
                  "leave it out, or take --cuda-graph-backend-prefill breakable"),
-        _refused("decode in anything but full graphs", "`--cuda-graph-backend-decode`",
-                 _given("cuda_graph_backend_decode", "full", "disabled"), "leave it out"),
+        _refused("decode in anything but full graphs", "`--cuda-graph-backend-decode`, `--cuda-graph-config`, `--debug-cuda-graph`",
+                 _other_decode_graph, "leave it out"),
         _refused("torch.compile", "`--enable-torch-compile`", _set("enable_torch_compile"), "leave it out"),
         _refused("megakernels (0.5.23)", "`--enable-nvidia-megakernel`, `--enable-amd-monokernel`",
                  _any(_set("enable_nvidia_megakernel"), _set("enable_amd_monokernel")), _LEAVE_OUT),

@@ -34,8 +34,12 @@ def chosen(server_args: Any) -> KVFormat | None:
 
 def choose_defaults(server_args: Any) -> None:
     """The arguments that KV of few bits needs, where the user gave none."""
-    server_args.page_size = server_args.page_size or low_bit.PAGE_TOKENS
-    server_args.max_running_requests = server_args.max_running_requests or MOST_REQUESTS
+    given = compat.arguments.resolved(server_args)
+    compat.arguments.decide(
+        server_args,
+        page_size=given.page_size or low_bit.PAGE_TOKENS,
+        max_running_requests=given.max_running_requests or MOST_REQUESTS,
+    )
 
 
 def prepare(server_args: Any) -> None:

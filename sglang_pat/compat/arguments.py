@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,11 +61,28 @@ def disable_graphs(server_args: Any) -> None:
         config.decode.backend = config.prefill.backend = Backend.DISABLED
 
 
+def decide(server_args: Any, **arguments: Any) -> None:
+    """Change arguments while SGLang resolves them. 0.5.23 keeps what is decided apart from what the user gave."""
+    from sglang.srt.server_args import ServerArgs
+
+    try:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+    except ImportError:
+        declare_resolution = None
+    if declare_resolution is not None and isinstance(server_args, ServerArgs):
+        declare_resolution(server_args, "sglang-pat", **arguments)
+        return
+    for name, value in arguments.items():
+        setattr(server_args, name, value)
+
+
 def disable_prefill_graphs(server_args: Any) -> None:
-    """Turn device graphs of prefill off, after 0.5.17 has decided about graphs."""
+    """Turn device graphs of prefill off, after SGLang has decided about graphs."""
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
-    server_args.cuda_graph_config.prefill.backend = Backend.DISABLED
+    config = copy.deepcopy(resolved(server_args).cuda_graph_config)
+    config.prefill.backend = Backend.DISABLED
+    decide(server_args, cuda_graph_config=config)
 
 
 def use_one_pool(server_args: Any) -> None:

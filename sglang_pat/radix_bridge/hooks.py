@@ -1,7 +1,7 @@
 """Every place where SGLang is hooked, through its own HookRegistry.
 
 Checked against 0.5.17 and 0.5.23. In a process that runs another attention backend only three things are hooked: the resolution of arguments (it
-decides which backend runs), the width of rows (left as it is there), and what makes the backends of draft models.
+decides which backend runs), the width of rows, and what makes the backends of draft models. The last two are left as they are there.
 
 | target | releases | why no extension point suffices |
 |---|---|---|
@@ -25,7 +25,7 @@ decides which backend runs), the width of rows (left as it is there), and what m
 | `DefaultPoolConfigurator._compute_cell_size`, `calculate_pool_sizes` | both | with `SGLANG_PAT_KV`: how many tokens of 4 or 2 bits there is memory for; plugin.py |
 | `KVCacheConfigurator._build_mha_kv_pool` | both | with `SGLANG_PAT_KV` on a GPU: the class of the pool is fixed, unless a platform chooses it; plugin.py |
 | `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | both | on a CPU: the list of backends for draft models is fixed; platform/speculation.py |
-| `DraftBackendFactory._create_backend` | 0.5.17 | the same on a GPU: a stock backend replaces `pat` (0.5.23 was not run on a GPU); plugin.py |
+| `DraftBackendFactory._create_backend` | both | the same on a GPU: a stock backend replaces `pat` (0.5.23 was not run on a GPU); plugin.py |
 
 On a CPU `platform/speculation.py` also replaces `sgl_kernel.speculative`, which cannot be imported there, and makes SGLang's draft workers use their
 Triton kernels (`_is_xpu` of the modules in its `MODULES`).
@@ -299,5 +299,8 @@ def _on_graph_view(result: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _on_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    for follower in followers()[:1]:
-        result.internal_state["pat"] = {**follower.counters(), "defers": defers(scheduler.tree_cache)}
+    try:
+        for follower in followers()[:1]:
+            result.internal_state["pat"] = {**follower.counters(), "defers": defers(scheduler.tree_cache)}
+    except Exception:
+        logger.warning("sglang-pat: /server_info is without its counters", exc_info=True)

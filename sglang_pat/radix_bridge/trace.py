@@ -86,7 +86,6 @@ class TraceWriter:
         Raises:
             TraceError: The file cannot be written.
         """
-        self._path = path
         self._encode = msgspec.msgpack.Encoder().encode
         self._left = limit - len(MAGIC)
         self._batch: list[int] = []
@@ -94,6 +93,7 @@ class TraceWriter:
             # Opening a pipe would block until somebody reads it.
             raise TraceError(f"SGLANG_PAT_TRACE: {path} is a pipe: name a file")
         try:
+            self._path = path.absolute()
             self._file = path.open("wb")
             self._file.write(MAGIC)
             self._record(header)
@@ -108,8 +108,8 @@ class TraceWriter:
 
     @property
     def recording(self) -> str:
-        """The absolute path of the file."""
-        return str(self._path.resolve())
+        """The absolute path of the file, whose folder may be gone."""
+        return str(self._path)
 
     def on_event(self, event: Event) -> None:
         """Record an event."""
