@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import heapq
 import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -646,3 +648,26 @@ def test_groups_stay_on_one_replica_of_an_engine(model: Path, tmp_path: Path) ->
     process = job(model, tmp_path, "--dp-size", "2", **cores)
     assert process.wait(600) == 0, (tmp_path / "log").read_text()[-3000:]
     assert_each_document_computed_once(answers(tmp_path / "out"))
+
+
+def test_no_more_is_asked_at_a_time_than_there_may_be_connections() -> None:
+    """Too many open files here are no fault of a server's."""
+    code = (
+        "import resource; from sglang_pat.batch import servers\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300)); print(servers.in_flight_at_most(1024, 4), servers.in_flight_at_most(7, 4))\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)); servers.in_flight_at_most(1, 1)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout == "43 7\n"
+    assert result.stderr.splitlines()[-1].endswith(
+        "this process may open 100 files only: raise `ulimit -n` to 129 or more"
+    )
+
+
+def test_who_cannot_be_asked_for_lack_of_files_is_not_lost() -> None:
+    class Session:
+        def request(self, *_: Any, **__: Any) -> Any:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    server = servers.Server(Session(), "http://127.0.0.1:1")  # type: ignore[arg-type]
+    assert asyncio.run(server._sick()) == ""

@@ -153,12 +153,15 @@ def checked(place: Place) -> Place:
 
 
 async def _on_servers(requests: Sequence[Request], place: Place, progress: Progress) -> None:
+    most = servers.in_flight_at_most(place.in_flight, len(place.urls))
+    if most < place.in_flight:
+        progress.warn(f"{most} requests in flight at each server: this process may not have more connections")
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     async with servers.connect(place.urls, place.key) as found:
         rooms = await asyncio.gather(*(server.room() for server in found))
         replicas = [job.in_time(server, place.patience, url) for server, url in zip(found, place.urls, strict=True)]
-        await job.answer_all(requests, replicas, progress.keep, place.in_flight, told.is_set, progress.warn, rooms)
+        await job.answer_all(requests, replicas, progress.keep, most, told.is_set, progress.warn, rooms)
 
 
 def _on_engine(requests: Sequence[Request], total: int, output: Output, place: Place) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import time
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from sglang_pat.batch.job import PROBES, LostError, room_of
+from sglang_pat.batch.job import PROBE, PROBES, LostError, room_of
 from sglang_pat.batch.lines import LONGEST, BatchError, Json, Request
 from sglang_pat.batch.order import Room
 
@@ -40,6 +41,12 @@ UNSURE = frozenset((502, 504))
 
 REFUSALS = frozenset((401, 403, 404, 405))
 """Statuses below 500 that a server may have for every request: a key or a path that it does not know."""
+
+OURS = frozenset((errno.EMFILE, errno.ENFILE))
+"""Errors of a connection that say nothing about a server: too many files are open here."""
+
+SPARE_FILES = 128
+"""Files that a job may open besides a connection for each request in flight: its own, SGLang's libraries', and /health of each server."""
 
 FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError)
 """What a connection may end with."""
@@ -208,14 +215,16 @@ class Server:
                 return ""
             body = {"max_tokens": 1, **PROBES[url]} | ({"model": self._model} if self._model else {})
             try:
-                status, text = await self._fetch("POST", url, msgspec.json.encode(body))
+                status, text = await asyncio.wait_for(self._fetch("POST", url, msgspec.json.encode(body)), PROBE)
                 if status in BUSY:
                     return ""
                 if _refused(status):
                     return _says(status)
                 _decode(status, text)
+            except asyncio.TimeoutError:
+                return f"no answer to a request for one token within {PROBE} s"
             except (*FAILURES, _NoAnswerError) as error:
-                return _words(error)
+                return "" if _is_ours(error) else _words(error)
             self._answered += 1
             return ""
 
@@ -236,7 +245,7 @@ class Server:
         try:
             status, _ = await asyncio.wait_for(self._fetch("GET", "/health"), PATIENCE)
         except (*FAILURES, _NoAnswerError) as error:
-            return _words(error)
+            return "" if _is_ours(error) else _words(error)
         return f"its /health says {status}" if status >= 500 else ""
 
     async def _stranger(self) -> str:
@@ -265,6 +274,10 @@ class Server:
                 if len(text) > LONGEST:
                     raise _NoAnswerError(f"an answer is longer than {LONGEST >> 20} MiB")
             return response.status, bytes(text)
+
+
+def _is_ours(error: Exception) -> bool:
+    return getattr(error, "errno", None) in OURS
 
 
 def _refused(status: int) -> bool:
@@ -307,6 +320,24 @@ def _words(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def in_flight_at_most(wanted: int, servers: int) -> int:
+    """How many requests each server may hold at a time: `wanted`, or as many as this process may have connections for.
+
+    Raises:
+        BatchError: There are hardly any files that it may open.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # the system may allow fewer than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    most = wanted if soft == resource.RLIM_INFINITY else (soft - SPARE_FILES) // servers
+    if most < 1:
+        raise BatchError(
+            f"this process may open {soft} files only: raise `ulimit -n` to {SPARE_FILES + servers} or more"
+        )
+    return min(wanted, most)
+
+
 @contextlib.asynccontextmanager
 async def connect(urls: Sequence[str], key: str) -> AsyncIterator[list[Server]]:
     """Servers to be asked, until the context is left.
@@ -315,9 +346,6 @@ async def connect(urls: Sequence[str], key: str) -> AsyncIterator[list[Server]]:
         urls: Their addresses, as of `addresses`.
         key: The API key that they were started with; none if empty.
     """
-    # Each request in flight has a connection.
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     # An answer may take hours.
     times = aiohttp.ClientTimeout(total=None, sock_connect=PATIENCE)
