@@ -185,7 +185,7 @@ def _only_builder(library: Path) -> Iterator[None]:
     """
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(library.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
+        lock = _open_lock(library.with_suffix(".lock"))
     except OSError as error:
         raise _unwritable(library.parent, error) from error
     try:
@@ -198,6 +198,19 @@ def _only_builder(library: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def _open_lock(path: Path) -> int:
+    """Open the file of a lock, which another user may have made: whoever may read it can wait for it."""
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, os.O_RDONLY)
+        raise
+    with contextlib.suppress(OSError):  # another user's
+        os.fchmod(lock, 0o666)  # whatever the umask is
+    return lock
 
 
 def _locked(lock: int) -> bool:

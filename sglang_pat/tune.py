@@ -143,6 +143,11 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, help="where the table goes; printed if not given")
     options = parser.parse_args(arguments)
+    if options.output:
+        try:
+            options.output.open("a").close()
+        except OSError as error:
+            parser.error(f"--output: {options.output} cannot be written: {error.strerror}")
     if options.derive:
         table = derive(H200, options.derive)
     else:

@@ -62,6 +62,19 @@ def test_a_cache_that_was_filled_ahead_may_be_read_only_and_needs_no_compiler(cs
     assert f"cannot keep what it builds in {cache} (Permission denied)" in result.stderr.splitlines()[-1]
 
 
+def test_another_user_s_lock_is_waited_for(csrc: Path, tmp_path: Path) -> None:
+    """Which that user made, or left behind, with whatever rights."""
+    cache = tmp_path / "cache"
+    assert run(csrc, cache).stdout == "42\n"
+    (library,) = libraries(cache)
+    lock = library.with_suffix(".lock")
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o666
+    library.unlink()
+    lock.chmod(0o444)
+    result = run(csrc, cache, *as_a_user())
+    assert result.stdout == "42\n", result.stderr
+
+
 @pytest.mark.parametrize("obstacle", ["a file", "a missing folder that cannot be made"])
 def test_a_cache_that_cannot_be_is_one_sentence(csrc: Path, tmp_path: Path, obstacle: str) -> None:
     file = tmp_path / "file"
