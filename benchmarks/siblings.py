@@ -64,35 +64,40 @@ class _Adder:
         self.preempt_list: list[Any] = []
         self.page_size, self.tree_cache = 1, cache
 
+    def budget_state(self) -> str:
+        return "others may be added"
 
-def request(rid: str, tokens: list[int], cached: int) -> Any:
-    """One of SGLang's, just matched with its tree."""
+
+def request(rid: str, tokens: list[int], cached: int, node: Any = None) -> Any:
+    """One of SGLang's, just matched with its tree, down to a node."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     found = array("q", tokens)
     req = Req(rid, "", found, SamplingParams())
     req.full_untruncated_fill_ids = found
-    req.prefix_indices, req.prefix_len = found[:cached], cached
+    req.prefix_indices, req.prefix_len, req.last_node = found[:cached], cached, node
     return req
 
 
-def question(leaders: int, waiting: int, shared: int, length: int) -> float:
-    """Microseconds to ask for one request whether it has to wait; all begin with the same tokens, and differ before they would have to."""
+def question(leaders: int, waiting: int, cached: int, length: int, wait: bool) -> float:
+    """Microseconds to ask for one request whether it has to wait. All begin with the same cached tokens; those that need not `wait` differ
+    where it is looked at last."""
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
     from sglang_pat.radix_bridge.siblings import BLOCK, Siblings
 
     numbers = random.Random(0)
-    prefix = numbers.choices(range(1000), k=shared)
+    prefix = numbers.choices(range(1000), k=length)
 
     def one(rid: str) -> Any:
-        tokens = prefix + numbers.choices(range(1000), k=length - shared)
+        tokens = prefix if wait else prefix[:cached] + numbers.choices(range(1000), k=length - cached)
         # The worst that can be: the last token that is looked at first is the same.
-        tokens[shared + BLOCK - 1] = 7
-        return request(rid, tokens, shared)
+        tokens[cached + BLOCK - 1] = 7
+        return request(rid, tokens, cached, cache.root_node)
 
-    adder = _Adder(RadixCache.create_simulated())
+    cache = RadixCache.create_simulated()
+    adder = _Adder(cache)
     siblings = Siblings()
     # The step begins with the first question.
     siblings.defer(adder, one("first"))
@@ -174,8 +179,11 @@ def main() -> None:
     print(f"a step of {SIBLINGS} requests that share nothing: {unshared():.0f} us in all")
     for leaders in (1, 64):
         for length in (2_000, 20_000):
-            took = question(leaders, 1_000, length // 2, length)
+            took = question(leaders, 1_000, length // 2, length, wait=False)
             print(f"{leaders} leaders, prompts of {length} tokens, half of them cached: {took:.1f} us a question")
+    for length in (2_000, 20_000, 128_000):
+        took = question(1, 250, length - 600, length, wait=True)
+        print(f"who waits, with prompts of {length} tokens, all but 600 of them cached: {took:.1f} us a question")
 
 
 if __name__ == "__main__":

@@ -59,6 +59,11 @@ def cached_tokens(req: Any) -> int:
     return (req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices)) + req.host_hit_length
 
 
+def node(req: Any) -> Any:
+    """The node of the tree where those tokens end. When SGLang splits a node, it stays the one of its end."""
+    return req.last_node
+
+
 def reusable_tokens(req: Any) -> int:
     """How many tokens the request takes from the cache at most. It always computes the last one, and those whose log-probabilities it
     wants."""

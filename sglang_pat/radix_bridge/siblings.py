@@ -28,17 +28,18 @@ STEPS = 16
 for prefixes of several levels, and limits the delay if leaders keep vanishing."""
 
 LOOKS = 256
-"""The most requests that are deferred in one step, because SGLang matches each with the tree first. The check here takes 6 to 31 us
-(`python benchmarks/siblings.py`, one core, 2026-11-24)."""
+"""The most requests that are deferred in one step, because SGLang matches each with the tree first. The check here takes 5 to 27 us
+(`python benchmarks/siblings.py`, one core, 2026-11-26)."""
 
 
 class _Leader:
-    """A request that is being computed: its tokens, TOKEN bytes each (the first BLOCK tokens name its bucket), and the step in which it started."""
+    """A request that is being computed: its tokens, TOKEN bytes each (the first BLOCK tokens name its bucket), the step in which it started, how many
+    of its tokens were cached then, and the node of the tree where these end."""
 
-    __slots__ = ("bucket", "step", "tokens")
+    __slots__ = ("bucket", "cached", "node", "step", "tokens")
 
-    def __init__(self, bucket: Hashable, tokens: bytes, step: int) -> None:
-        self.bucket, self.tokens, self.step = bucket, tokens, step
+    def __init__(self, bucket: Hashable, tokens: bytes, step: int, cached: int, node: Any) -> None:
+        self.bucket, self.tokens, self.step, self.cached, self.node = bucket, tokens, step, cached, node
 
 
 class Siblings:
@@ -72,15 +73,21 @@ class Siblings:
         # Others were preempted to make room for this request, so it must run now.
         if not self._leaders or adder.preempt_list or not _shares(adder, req):
             return None
-        end = compat.requests.cached_tokens(req) + BLOCK
+        cached, node = compat.requests.cached_tokens(req), compat.requests.node(req)
+        end = cached + BLOCK
         end += -end % adder.page_size
         if end > compat.requests.reusable_tokens(req) or self._waited.get(req, 0) >= STEPS:
             return None
         # As bytes, one block is compared in a fraction of a microsecond.
         tokens = memoryview(req.full_untruncated_fill_ids).cast("B")
-        head, block = tokens[: TOKEN * end], bytes(tokens[TOKEN * (end - BLOCK) : TOKEN * end])
+        block = tokens[TOKEN * (end - BLOCK) : TOKEN * end]
         for leader in self._buckets.get(_bucket(req, tokens), {}).values():
-            if leader.tokens[TOKEN * (end - BLOCK) : TOKEN * end] == block and leader.tokens[: TOKEN * end] == head:
+            # Not by `==`, which compares a memoryview number by number.
+            if not leader.tokens.startswith(block, TOKEN * (end - BLOCK)):
+                continue
+            # Who ends at the same node of the tree has the same tokens up to there: a long document need not be compared.
+            known = TOKEN * cached if node is not None and leader.node is node and leader.cached == cached else 0
+            if leader.tokens.startswith(tokens[known : TOKEN * end], known):
                 self._waited[req] = self._waited.get(req, 0) + 1
                 self.deferred += 1
                 self._looks += 1
@@ -89,14 +96,14 @@ class Siblings:
 
     def computes(self, adder: Any, req: Any) -> None:
         """`req` is computed in this step: the whole prompt, or one chunk of it."""
-        if not _shares(adder, req):
+        cached = compat.requests.cached_tokens(req)
+        if not _shares(adder, req) or len(req.full_untruncated_fill_ids) - cached < BLOCK:
             return
         # A copy: SGLang extends the array in place, which fails while a memoryview of it exists.
         tokens = req.full_untruncated_fill_ids.tobytes()
-        if len(tokens) // TOKEN - compat.requests.cached_tokens(req) >= BLOCK:
-            leader = _Leader(_bucket(req, tokens), tokens, self._step)
-            self._leaders[req] = leader
-            self._buckets.setdefault(leader.bucket, {})[req] = leader
+        leader = _Leader(_bucket(req, tokens), tokens, self._step, cached, compat.requests.node(req))
+        self._leaders[req] = leader
+        self._buckets.setdefault(leader.bucket, {})[req] = leader
 
     def ended(self, req: Any) -> None:
         """What `req` computed is in the tree, or never will be (aborted, failed, retracted)."""
