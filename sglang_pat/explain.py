@@ -49,7 +49,7 @@ def recorded(path: Path, truncated: bool = False) -> Iterator[tuple[trace.Header
                 batch = trace.apply_difference(batch, record)
                 yield header, step, [names.get(request, "?") for request in batch], mirror.batch(batch, record.seq_lens)
             elif not isinstance(record, trace.Header):
-                mirror.apply(record)
+                trace.repeat(mirror.apply, record)
                 if isinstance(record, RequestsExpected):
                     names.update(zip(record.requests, record.rids, strict=False))
         except InconsistentError as fault:

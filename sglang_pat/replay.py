@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Iterator
@@ -91,8 +92,8 @@ def _replay(records: Iterator[trace.Record], policy: str | None, oracle: bool) -
             continue
         if not isinstance(record, trace.PlanMade):
             result.events += 1
-            apply(scheduler, record)
-            mirror.apply(record)
+            trace.repeat(functools.partial(apply, scheduler), record)
+            trace.repeat(mirror.apply, record)
             continue
         batch = trace.apply_difference(batch, record)
         lengths = np.array(record.seq_lens, dtype=np.int64)
@@ -105,7 +106,7 @@ def _replay(records: Iterator[trace.Record], policy: str | None, oracle: bool) -
         except PlanTooLargeError:
             # As in serving: one query per work item.
             fitted = False
-            scheduler.fall_back(lengths, record.steps)
+            scheduler.fall_back(lengths, record.steps, stands=True)
         result.planning_us.append((time.perf_counter() - began) * 1e6)
         result.fallbacks += record.fallback or not fitted
         if oracle and fitted:

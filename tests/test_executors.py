@@ -17,24 +17,26 @@ pytestmark = pytest.mark.once
 HEADS = ((32, 8), (64, 8), (16, 8), (32, 32), (8, 1), (5, 5))
 
 
-def config(heads: int, kv_heads: int, policy: str) -> PackConfig:
+def spec_and_config(heads: int, kv_heads: int, policy: str) -> tuple[AttentionSpec, PackConfig]:
     spec = AttentionSpec(heads, kv_heads, 128, 128, FORMATS["bfloat16"])
-    return PackConfig.of(spec, capabilities.tile_table("9.0a", 128), 132, policy)
+    return spec, PackConfig.of(spec, capabilities.tile_table("9.0a", 128), 132, policy)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("lengths", [[1], [131_072], [200_000, 3], [9000] * 40, [500] * 300])
 def test_unpacked_plans_always_fit(heads: int, kv_heads: int, lengths: list[int]) -> None:
     """Also where a server runs no more requests than these."""
-    pack_config = config(heads, kv_heads, "query")
-    assert make_plan(Batch(lengths), pack_config).merged_parts <= workspace_slots(pack_config, len(lengths))
+    spec, pack_config = spec_and_config(heads, kv_heads, "query")
+    assert make_plan(Batch(lengths), pack_config).merged_parts <= workspace_slots(spec, pack_config, len(lengths))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 def test_memory_is_limited(heads: int, kv_heads: int) -> None:
-    pack_config = config(heads, kv_heads, "optimal")
-    slots = workspace_slots(pack_config, 4096)
+    spec, pack_config = spec_and_config(heads, kv_heads, "optimal")
+    slots = workspace_slots(spec, pack_config, 4096)
     assert slots * heads * (128 * 2 + 4) <= WORKSPACE_BYTES < 256 << 20
+    assert slots < 4096 * 8 or heads < 32, "the limit is what limits them"
+    assert (slots + 1) * heads * (128 * 2 + 4) > WORKSPACE_BYTES or slots >= 8 * 4096
     assert slots >= 2 * 4096 or heads > 32, "a prefix and a tail for every request"
 
 

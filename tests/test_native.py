@@ -231,6 +231,19 @@ class Pair:
             self.batch.insert(self.random.randint(0, len(self.batch)), self.requests)
         self.check_plan()
 
+    def aside(self) -> None:
+        """A batch that is not the next one."""
+        bindings = self.mirror.bindings
+        batch = self.random.sample(list(bindings), self.random.randint(0, len(bindings)))
+        if not batch or batch == self.batch:
+            return
+        seq_lens = [bindings[request].end + self.random.randint(1, 50) for request in batch]
+        index, good, ahead = self.native.take(np.array(batch), np.array(seq_lens), 1, aside=True)
+        assert (good, ahead, self.native.stands(np.array(batch))) == (0, False, False)
+        plan = make_plan(self.mirror.batch(batch, seq_lens), self.config)
+        assert used(self.native.buffers[index]) == layout.flatten(plan).tolist()
+        assert self.native.batch == self.batch
+
     def check(self, prepare: bool = False) -> None:
         mirror, native = self.mirror, self.native
         assert native.num_nodes == len(mirror.nodes) - 1
@@ -273,6 +286,8 @@ def test_event_sequences_lead_to_the_oracles_mirror_and_plans(seed: int, config:
         pair.random.choice(actions if step % 16 else [pair.evict])()
         if step % 20 == 19:
             pair.shuffle()
+        if step % 7 == 3:
+            pair.aside()
         if step % 5 == 0:
             pair.check(prepare and step % 2 == 0)
     for request in list(pair.mirror.bindings):
@@ -399,7 +414,7 @@ def test_a_plan_stands_while_its_batch_and_paths_do() -> None:
     assert scheduler.stands(batch) and not scheduler.stands(batch[:2]) and not scheduler.stands(batch[::-1].copy())
     scheduler.bind(1, 9)
     assert not scheduler.stands(batch)
-    scheduler.fall_back(seq_lens, 0)
+    assert scheduler.fall_back(seq_lens, 0)[1] == 0
     assert not scheduler.stands(batch)
 
 
@@ -430,11 +445,40 @@ def test_a_plan_with_more_parts_than_the_workspace_is_refused_and_the_fall_back_
     scheduler, seq_lens = load(batch, CONFIG, max_slots=5)
     with pytest.raises(PlanTooLargeError, match="workspace of 5"):
         take(scheduler, seq_lens)
-    data = scheduler.buffers[scheduler.fall_back(seq_lens, 0)]
+    index, good = scheduler.fall_back(seq_lens, 0, stands=True)
+    assert good > 0 and scheduler.stands(np.arange(6)) and not scheduler.stands(np.arange(5))
+    data = scheduler.buffers[index]
     assert layout.sections(data).header["num_slots"] == 0
     items = layout.work_items(data)
     assert sorted(item.queries for item in items) == [[query] for query in range(6)]
     assert {(item.start, item.end) for item in items} == {(0, OPEN)}
+
+
+@pytest.mark.parametrize("lengths", [[4000] * 300, [30_000, *[700] * 90], [200_000], list(range(50, 900))])
+def test_a_fall_back_is_as_even_as_whole_requests_let_it_be(lengths: list[int]) -> None:
+    """It runs on all SMs, as a plan of one query per work item does."""
+    config = PackConfig(CostModel(64, 8, 128, 128, 2), PRICED, 132, "query")
+    scheduler, seq_lens = load(Batch(lengths), config)
+    take(scheduler, seq_lens)
+    even = scheduler.current()[2]
+    scheduler.fall_back(seq_lens, 1)
+    longest_request = config.item_price(1, max(lengths))
+    assert scheduler.current()[2] <= 1.1 * max(even, longest_request) + longest_request
+
+
+def test_a_batch_aside_leaves_the_next_one_as_it_was() -> None:
+    """Also if it has no plan. Requests of both may be the same."""
+    scheduler, seq_lens = load(Batch([500] * 4, [Node(0, 300, [0, 1, 2, 3])]), CONFIG)
+    first = used(scheduler.buffers[take(scheduler, seq_lens)[0]])
+    batch = scheduler.batch
+    index, good, _ = scheduler.take(np.array([3, 7]), np.array([500, 9]), 1, aside=True)
+    assert good == 0 and layout.sections(scheduler.buffers[index]).header["batch"] == 2
+    assert scheduler.batch == batch and not scheduler.stands(np.array([3, 7])) and not scheduler.stands(np.arange(4))
+    with pytest.raises(ValueError, match="tokens"):
+        scheduler.take(np.array([3]), np.array([-1]), 1, aside=True)
+    assert scheduler.batch == batch
+    index, good, _ = take(scheduler, seq_lens)
+    assert good > 0 and used(scheduler.buffers[index]) == first and scheduler.stands(np.arange(4))
 
 
 def test_a_plan_larger_than_its_buffer_is_refused() -> None:
@@ -564,9 +608,9 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
         lengths = [number() if generator.random() < 0.05 else generator.randrange(2000) for _ in batch]
         if generator.random() < 0.5:
             module.prepare(handle, number())
-        index, _, _ = take(
-            native, lengths[: generator.choice([None, -1])] if generator.random() < 0.05 else lengths, 1, batch
-        )
+        told = lengths[: generator.choice([None, -1])] if generator.random() < 0.05 else lengths
+        aside = generator.random() < 0.3
+        index, _, _ = native.take(np.array(batch, dtype=np.int64), np.array(told, dtype=np.int64), 1, aside)
         if batch:
             assert_right(layout.work_items(native.buffers[index]), mirror.batch(batch, lengths), CONFIG.window)
 
@@ -598,7 +642,7 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
         lambda: native.fall_back(np.array([number() for _ in range(5)]), number()),
         lambda: (native.find(number()), native.child(number(), bytes(16)), native.any_request(number())),
         lambda: (native.binding(request()), native.totals(number()), native.current(), native.batch),
-        lambda: module.take(handle, *(tvm_ffi.from_dlpack(np.zeros(2, dtype=np.int32)),) * 2, 0, native._out),
+        lambda: module.take(handle, *(tvm_ffi.from_dlpack(np.zeros(2, dtype=np.int32)),) * 2, 0, False, native._out),
         lambda: module.totals(handle, 0, tvm_ffi.from_dlpack(np.zeros(3, dtype=np.int64))),
         lambda: module.release(number() & ~1 | 1 << 40, request()),
         lambda: module.destroy(number() | 1 << 40),

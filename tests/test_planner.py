@@ -200,6 +200,39 @@ def test_a_plan_that_contradicts_the_slots_is_not_used(decode: Decode) -> None:
     assert layout.num_slots(plan) == 0 and decode.planner.counters().fallbacks == 1
 
 
+def test_a_plan_that_is_too_large_gives_way_to_one_that_stands(caplog) -> None:
+    """It is not made again in each step; another batch is planned anew."""
+    config = msgspec.structs.replace(CONFIG, workers=16)
+    buffers = [torch.zeros(layout.capacity(config, 64), dtype=torch.int32) for _ in range(2)]
+    small = Decode(config=config)
+    small.scheduler = NativeScheduler(config, 64, 1, buffers)
+    small.planner = Planner(small.scheduler)
+    small.apply(NodeInserted(1, ROOT, 500, bytes(16)))
+    for request in (A, B, C):
+        small.join(request)
+    plans = [small.step() for _ in range(5)]
+    assert all(plan is plans[0] for plan in plans) and layout.num_slots(plans[0].numpy()) == 0
+    counters = small.planner.counters()
+    assert (counters.fallbacks, counters.steps, counters.plans) == (5, 5, 1)
+    assert len([record for record in caplog.records if "planning failed" in record.message]) == 1
+    small.leave(B)
+    assert layout.sections(small.step().numpy()).header["batch"] == 2 and small.plans == 2
+
+
+def test_requests_with_one_token_left_of_their_prompts_do_not_disturb_what_is_planned_ahead() -> None:
+    decode = Decode(ahead=True)
+    decode.join(A)
+    decode.join(B)
+    decode.step()
+    decode.planner.plan(torch.tensor([C]), lambda: torch.tensor([520]), aside=True)
+    decode.apply(RequestsExpected([C], [520], [""]))
+    time.sleep(0.05)
+    decode.join(C)
+    decode.step()
+    counters = decode.planner.counters()
+    assert (counters.plans, counters.plans_ahead) == (3, 1)
+
+
 def test_another_order_makes_a_new_plan(decode: Decode) -> None:
     decode.step()
     decode.seq_lens = dict(reversed(decode.seq_lens.items()))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from itertools import islice
@@ -28,7 +29,7 @@ from sglang_pat.radix_bridge.events import (
     RequestsExpected,
     TreeReset,
 )
-from sglang_pat.radix_bridge.observer import apply
+from sglang_pat.radix_bridge.observer import Observer, apply
 from sglang_pat.replay import replay
 
 pytestmark = pytest.mark.once
@@ -296,6 +297,32 @@ def _rewrite(path: Path, number: int, record: dict) -> None:
     end = at + 4 + int.from_bytes(data[at : at + 4], "little")
     new = msgspec.msgpack.encode(record)
     path.write_bytes(data[:at] + len(new).to_bytes(4, "little") + new + data[end:])
+
+
+def test_a_recording_is_named_though_its_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`/server_info` has its path."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    writer = trace.TraceWriter(Path("x.pat"), HEADER, 1 << 20)
+    shutil.rmtree(folder)
+    assert writer.recording == str(folder / "x.pat")
+
+
+def test_the_eviction_of_a_node_in_use_is_recorded_and_repeated(tmp_path: Path) -> None:
+    """The server counted a fault and went on; so does a replay, and what is inserted there afterwards is no fault of the file."""
+    scheduler = NativeScheduler(HEADER.config, 8)
+    observer = Observer(scheduler)
+    writer = trace.TraceWriter(tmp_path / "x.pat", HEADER, 1 << 20)
+    observer.subscribers.append(writer.on_event)
+    for event in (NodeInserted(1, ROOT, 50, bytes(16)), RequestBound(1, 1, 60)):
+        observer._emit(event)
+    observer.on_evicted(1)
+    assert observer.faults == 1
+    observer._emit(NodeInserted(2, ROOT, 50, bytes(16)))
+    writer.on_plan([1], steps=0, seq_lens=[60], kv_tokens=60, parts=0, ahead=False, fallback=False)
+    assert [type(record).__name__ for record in trace.read(tmp_path / "x.pat")][3] == "NodeEvicted"
+    assert replay(tmp_path / "x.pat").plans == 1
 
 
 def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -109,7 +109,7 @@ class PatAttnBackend(AttentionBackend):
         if self.inner is None:
             return None
         extend = PackedExtend(runner, self.groups.single)
-        return Prefill(runner, self.inner, extend, self.init_forward_metadata, self.forward_decode, group_of)
+        return Prefill(runner, self.inner, extend, self._begin_decode, self.forward_decode, group_of)
 
     def _make_low_bit_prefill(
         self, pool: LowBitKVPool, runner: ModelRunner, group_of: Callable[..., LayerGroup]
@@ -172,7 +172,14 @@ class PatAttnBackend(AttentionBackend):
             self.prefill.begin(forward_batch, check if self.config.verify else None)
             self._expect(forward_batch)
 
+    def _begin_decode(self, forward_batch: ForwardBatch, aside: bool) -> None:
+        self._begin_step(forward_batch, False, aside)
+        self.init_forward_metadata_in_graph(forward_batch)
+
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        self._begin_step(forward_batch, in_capture)
+
+    def _begin_step(self, forward_batch: ForwardBatch, in_capture: bool, aside: bool = False) -> None:
         mode = forward_batch.forward_mode
         verifies = self._verifies(forward_batch)
         if not (mode.is_decode_or_idle() or verifies):
@@ -196,9 +203,11 @@ class PatAttnBackend(AttentionBackend):
             self._cached = self.seq_lens
         if verifies:
             self._mask(forward_batch, len(requests))
-        self._plan(groups, requests, functools.partial(_on_host, seq_lens, len(requests), more))
+        self._plan(groups, requests, functools.partial(_on_host, seq_lens, len(requests), more), aside)
 
-    def _plan(self, groups: list[LayerGroup], requests: torch.Tensor, lengths: Callable[[], torch.Tensor]) -> None:
+    def _plan(
+        self, groups: list[LayerGroup], requests: torch.Tensor, lengths: Callable[[], torch.Tensor], aside: bool
+    ) -> None:
         assert self.rows is not None
         for group in groups:
             check = functools.partial(
@@ -208,7 +217,7 @@ class PatAttnBackend(AttentionBackend):
                 seq_lens=lengths,
                 window=group.spec.planned_window,
             )
-            group.plan(requests, lengths, check if self.config.verify else None)
+            group.plan(requests, lengths, check if self.config.verify else None, aside)
 
     def _verifies(self, forward_batch: ForwardBatch) -> bool:
         return bool(self._draft_tokens) and forward_batch.forward_mode.is_target_verify()

@@ -78,14 +78,18 @@ class Executor(Protocol):
         """
 
 
-def workspace_slots(pack_config: PackConfig, max_batch: int) -> int:
+def slot_bytes(spec: AttentionSpec) -> int:
+    """Bytes of a query's part: its output in float16, its LSE in float32."""
+    return spec.query_heads * (2 * spec.v_head_dim + 4)
+
+
+def workspace_slots(spec: AttentionSpec, pack_config: PackConfig, max_batch: int) -> int:
     """How many parts a GPU's workspace holds: those of deep trees, and those from cuts at the ends of bins.
 
     A plan of one query per work item always fits: only the ends of bins cut, and each cuts one query.
     """
-    slot_bytes = pack_config.cost.part_bytes // 2  # part_bytes counts writing and reading
     wanted = PARTS_OF_A_REQUEST * max_batch + 2 * pack_config.max_bins * pack_config.max_queries
-    return min(WORKSPACE_BYTES // slot_bytes, wanted)
+    return min(WORKSPACE_BYTES // slot_bytes(spec), wanted)
 
 
 def _capacity(pack_config: PackConfig, runner: ModelRunner) -> int:
@@ -170,7 +174,7 @@ class CudaExecutor:
         self.pack_config = PackConfig.of(spec, tiles, self._decoder.workers, config.policy)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
-        self.max_slots = workspace_slots(self.pack_config, runner.req_to_token_pool.size)
+        self.max_slots = workspace_slots(spec, self.pack_config, runner.req_to_token_pool.size)
         self._plan = torch.zeros(size, dtype=torch.int32, device=device)
         self._shape = (self.max_slots, spec.query_heads, spec.v_head_dim)
         self._partial = self._lse = torch.empty(0, device=device)
@@ -182,7 +186,7 @@ class CudaExecutor:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes for parts in float16 and their LSE in float32."""
+        """Bytes for parts (`slot_bytes`) in all slots."""
         slots, heads, dim = self._shape
         return slots * heads * (2 * dim + 4)
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WINDOW_TABLE_SLOTS = 4 << 20
+"""Slots that an extend's table for a pool of windows has on a GPU, at most: 16 MiB, and five times that while it is made, outside of what SGLang
+reserves. 256 requests of 16,384 tokens; larger extends run on a stock backend."""
+
 
 class PackedExtend:
     """Runs extends of decoder layers by plan: one plan for each group of layers.
@@ -68,6 +72,10 @@ class PackedExtend:
             return None
         batch = parts.second
         cached, added = self._tokens(batch)
+        apart = compat.pool.has_window_pool(self._pool)
+        longest = max(map(sum, zip(cached, added, strict=True)), default=0)
+        if apart and not self._everything and len(added) * longest > WINDOW_TABLE_SLOTS:
+            return None
         rows = batch.req_pool_indices[: len(added)].long()
         counts = torch.tensor(added, dtype=torch.int64)
         self._rows = rows.repeat_interleave(to_device(counts, rows.device), output_size=sum(added))
@@ -81,11 +89,10 @@ class PackedExtend:
         self.shared += any(plan.shared for plan in made.values())
         if self._low_bit is not None:
             self._behind = Behind.of(rows.tolist(), cached, added, len(self._req_to_token))
-        if compat.pool.has_window_pool(self._pool):
+        if apart:
             # KV that its window has left behind maps to 0 there, and is not read.
             mapping = compat.pool.window_mapping(self._pool)
             self._window_slots = mapping[batch.out_cache_loc]
-            longest = max(map(sum, zip(cached, added, strict=True)), default=0)
             self._window_table = mapping[self._req_to_token[rows, :longest].long()].int()
             places = torch.arange(len(added)).repeat_interleave(counts)
             self._window_rows = to_device(places, rows.device)

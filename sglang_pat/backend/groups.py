@@ -50,10 +50,11 @@ class LayerGroup:
         requests: torch.Tensor,
         seq_lens: Callable[[], torch.Tensor],
         check: Callable[[list[WorkItem]], None] | None = None,
+        aside: bool = False,
     ) -> None:
         """Load the plan for the next decode step; arguments as for `Planner.plan`."""
         self.executor.before_plan()
-        plan = self.planner.plan(requests, seq_lens, check)
+        plan = self.planner.plan(requests, seq_lens, check, aside)
         if self._loaded != self.planner.made:
             self.executor.load(plan)
         self._loaded = self.planner.made

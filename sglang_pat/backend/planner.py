@@ -11,7 +11,7 @@ import msgspec
 
 from sglang_pat.backend.counters import Counters
 from sglang_pat.packing import WorkItem, layout
-from sglang_pat.packing.native import NativeScheduler
+from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError
 from sglang_pat.radix_bridge.events import Event
 
 logger = logging.getLogger(__name__)
@@ -55,13 +55,15 @@ class Planner:
         self._epoch = self._version = self._prepared = -1
         self._counts = Counters()
         self._planning_ns = 0
-        self._failed = False
+        self._failed = self._fell_back = False
+        self._decodes = False  # whether a batch was planned that decodes
 
     def plan(
         self,
         requests: Any,
         seq_lens: Callable[[], Any],
         check: Callable[[list[WorkItem]], None] | None = None,
+        aside: bool = False,
     ) -> Any:
         """The plan for the next decode step, one of the scheduler's buffers; it counts as a step run.
 
@@ -69,14 +71,17 @@ class Planner:
             requests: In batch order, an int64 host array. Do not write to it: the same object means the same batch.
             seq_lens: Returns their lengths, likewise; called only when a plan has to be made.
             check: Raises if a plan contradicts the KV slots.
+            aside: These are not the requests that decode: they have one token of their prompts left. The next batch stays what it was.
         """
         if not (self._used < self._good and self._reuse and self._stands(requests)):
             began = time.perf_counter_ns()
-            self._make(requests, seq_lens())
+            self._make(requests, seq_lens(), aside)
             self._planning_ns += time.perf_counter_ns() - began
         if check is not None and not self._accepted(check):
-            self._fall_back(seq_lens())
+            self._fall_back(seq_lens(), stands=False)
         self._used += 1
+        self._counts.fallbacks += self._fell_back
+        self._decodes |= not aside
         if self._ahead and self._used == self._good:
             self._begin()
         return self._data
@@ -86,7 +91,7 @@ class Planner:
         self._prepare()
 
     def _prepare(self) -> None:
-        if not self._ahead or self._data is None:
+        if not self._ahead or not self._decodes:
             return
         version = self._scheduler.version
         if version not in (self._version, self._prepared):
@@ -120,15 +125,16 @@ class Planner:
         self._requests, self._epoch = requests, scheduler.epoch
         return True
 
-    def _make(self, requests: Any, seq_lens: Any) -> None:
+    def _make(self, requests: Any, seq_lens: Any, aside: bool) -> None:
         scheduler = self._scheduler
         self._requests = requests
         try:
-            index, good, ahead = scheduler.take(requests, seq_lens, self._used)
+            index, good, ahead = scheduler.take(requests, seq_lens, self._used, aside)
             self._epoch, self._version = scheduler.epoch, scheduler.version
-        except Exception:
+        except Exception as failure:
             self._report_failure()
-            self._fall_back(seq_lens)
+            # What is too large will be so in the next step too.
+            self._fall_back(seq_lens, stands=isinstance(failure, PlanTooLargeError) and not aside)
             return
         self._counts.plans_ahead += ahead
         self._hand_out(index, good, seq_lens, ahead=ahead)
@@ -141,11 +147,11 @@ class Planner:
             return False
         return True
 
-    def _fall_back(self, seq_lens: Any) -> None:
-        """Hand out a plan of one query per work item, for this step only."""
-        index = self._scheduler.fall_back(seq_lens, self._used)
-        self._counts.fallbacks += 1
-        self._hand_out(index, 0, seq_lens, fallback=True)
+    def _fall_back(self, seq_lens: Any, stands: bool) -> None:
+        """Hand out a plan of one query per work item: for this step only, unless it `stands`."""
+        index, good = self._scheduler.fall_back(seq_lens, self._used, stands)
+        self._epoch, self._version = self._scheduler.epoch, self._scheduler.version
+        self._hand_out(index, good, seq_lens, fallback=True)
 
     def _hand_out(self, index: int, good: int, seq_lens: Any, ahead: bool = False, fallback: bool = False) -> None:
         self._counts.plans += 1
@@ -161,8 +167,9 @@ class Planner:
                 fallback=fallback,
             )
         self._data, self._used, self._good = self._scheduler.buffers[index], 0, -(-good // self._growth)
+        self._fell_back = fallback
 
     def _report_failure(self) -> None:
         if not self._failed:
             self._failed = True
-            logger.exception("planning failed: this step runs one query per work item (reported once, then counted)")
+            logger.exception("planning failed: such steps run one query per work item (reported once, then counted)")

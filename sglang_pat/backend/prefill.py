@@ -35,7 +35,7 @@ class Prefill:
         runner: ModelRunner,
         inner: AttentionBackend,
         extend: PackedExtend | None,
-        begin_decode: Callable[[Any], None],
+        begin_decode: Callable[[Any, bool], None],
         decode: Forward,
         group_of: Callable[..., LayerGroup],
     ) -> None:
@@ -43,7 +43,8 @@ class Prefill:
         Args:
             runner: SGLang's.
             inner, extend: As above.
-            begin_decode, decode: `init_forward_metadata` and `forward_decode` of the backend that decodes.
+            begin_decode: Begins a step of the backend that decodes, given a batch and whether it is aside (`Planner.plan`).
+            decode: `forward_decode` of that backend.
             group_of: Returns a layer's group, given the layer and the options of its forward (`LayerGroups.of`).
         """
         self.inner, self.extend = inner, extend
@@ -62,7 +63,7 @@ class Prefill:
         if extends and self._divides:
             self._decoding = parts.decoding(forward_batch)
         if self._decoding is not None:
-            self._begin_decode(self._decoding.second)
+            self._begin_decode(self._decoding.second, not forward_batch.forward_mode.is_mixed())
             left = self._decoding.first
             self.mixed_steps += left is not None
         if left is not None and extends and self._divides and self.extend is not None:

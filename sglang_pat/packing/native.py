@@ -226,13 +226,14 @@ class NativeScheduler:
         """Start to plan the next batch on the scheduler's own thread; its requests are `steps` tokens longer than last told."""
         self._module.prepare(self._handle, steps)
 
-    def take(self, requests: Any, seq_lens: Any, steps: int) -> tuple[int, int, bool]:
+    def take(self, requests: Any, seq_lens: Any, steps: int, aside: bool = False) -> tuple[int, int, bool]:
         """A batch's plan: the prepared one if it was made for this very batch, else a new one.
 
         Args:
             requests: The batch, an int64 host array. Unknown requests share nothing.
             seq_lens: Tokens of each request, likewise.
             steps: How many steps the previous plan was used for.
+            aside: The batch runs for one step only; the next batch stays what it was.
 
         Returns:
             (index of the buffer that holds the plan, how many steps it is good for, whether it was prepared).
@@ -241,12 +242,21 @@ class NativeScheduler:
             PlanTooLargeError: The plan does not fit.
             ValueError: The numbers of lengths and requests differ, or a number is out of range.
         """
-        taken = self._module.take(self._handle, _tensor(requests), _tensor(seq_lens), steps, self._out)
+        taken = self._module.take(self._handle, _tensor(requests), _tensor(seq_lens), steps, aside, self._out)
         return taken // 2, int(self._scratch[0]), bool(taken % 2)
 
-    def fall_back(self, seq_lens: Any, steps: int) -> int:
-        """Make a plan of one query per work item, for one step; returns the index of its buffer."""
-        return self._module.fall_back(self._handle, _tensor(seq_lens), steps) // 2
+    def fall_back(self, seq_lens: Any, steps: int, stands: bool = False) -> tuple[int, int]:
+        """Make a plan of one query per work item, in which nothing is cut, so that it needs no workspace.
+
+        Args:
+            seq_lens, steps: As for `take`.
+            stands: It is for the batch that `take` was just asked for, and may be used again while that stands; otherwise for one step only.
+
+        Returns:
+            (index of the buffer that holds the plan, how many steps it is good for).
+        """
+        taken = self._module.fall_back(self._handle, _tensor(seq_lens), steps, stands, self._out)
+        return taken // 2, int(self._scratch[0])
 
     def extend(self, requests: Any, cached: Any, added: Any) -> ExtendPlan:
         """The plan of an extend. Its queries are the new tokens, request by request.

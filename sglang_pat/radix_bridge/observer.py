@@ -125,11 +125,13 @@ class Observer:
             except InconsistentError as fault:
                 # An eviction takes effect all the same, and must do so in every scheduler.
                 faults.append(fault)
-        if faults:
+        if faults and not isinstance(event, NodeEvicted):
             raise faults[0]
         self.nodes += isinstance(event, NodeInserted | NodeSplit)
         for subscriber in self.subscribers:
             subscriber(event)
+        if faults:
+            raise faults[0]
 
     def _follow(self, cache: Any, req: Any, request: int, decodes_with: int = 0) -> None:
         """Bind `req`, whose number is `request`; `decodes_with` is the `length` of RequestBound."""

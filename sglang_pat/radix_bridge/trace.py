@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from sglang_pat.packing import PackConfig
 from sglang_pat.packing.tree import InconsistentError
-from sglang_pat.radix_bridge.events import Event, RequestsExpected, Tokens
+from sglang_pat.radix_bridge.events import Event, NodeEvicted, RequestsExpected, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -243,3 +243,16 @@ def apply_difference(batch: list[int], plan: PlanMade) -> list[int]:
     if len(plan.seq_lens) != len(batch):
         raise InconsistentError(f"{len(plan.seq_lens)} lengths for {len(batch)} requests")
     return batch
+
+
+def repeat(apply: Callable[[Event], None], event: Event) -> None:
+    """Apply a recorded event. The eviction of a node in use is a fault that takes effect all the same, here as in the server that recorded it.
+
+    Raises:
+        InconsistentError: The event cannot be.
+    """
+    try:
+        apply(event)
+    except InconsistentError:
+        if not isinstance(event, NodeEvicted):
+            raise

@@ -56,7 +56,7 @@ int main() {
     };
     const auto step = [&](bool ahead) {
       if (ahead) scheduler.prepare(0);
-      scheduler.take(running.data(), seq_lens.data(), int64_t(running.size()), 1);
+      scheduler.take(running.data(), seq_lens.data(), int64_t(running.size()), 1, false);
       ++plans;
     };
     const auto round = [&] {

@@ -53,6 +53,28 @@ class Expected {
     }
   }
 
+  // Puts the batch back as it was, if `keeps`, when the scope is left.
+  class Kept {
+   public:
+    Kept(Expected& expected, bool keeps) : expected_(expected), keeps_(keeps) {
+      if (keeps) keys_ = expected.keys_, seq_lens_ = expected.seq_lens_, told_ = expected.told_;
+    }
+    ~Kept() {
+      if (!keeps_) return;
+      expected_.assign(keys_.data(), int64_t(keys_.size()));
+      expected_.seq_lens_ = std::move(seq_lens_), expected_.told_ = told_;
+    }
+    Kept(const Kept&) = delete;
+    Kept& operator=(const Kept&) = delete;
+
+   private:
+    Expected& expected_;
+    const bool keeps_;
+    std::vector<int64_t> keys_;
+    std::vector<int32_t> seq_lens_;
+    size_t told_ = 0;
+  };
+
   // The lengths of all requests, which decode now. Returns how many of them decode for the first time.
   int64_t tell(const int64_t* seq_lens) {
     std::copy(seq_lens, seq_lens + size(), seq_lens_.begin());
@@ -63,8 +85,8 @@ class Expected {
     return first;
   }
 
-  // The request joins behind all others. If it is there already, `length` is that of another chunk of its prompt; where it decodes, `tell`
-  // knows better.
+  // The request joins behind all others. If it is there already, `length` is that of another chunk of its prompt, or leaves out a draft that was
+  // counted before; where it decodes, `tell` knows better.
   void join(int32_t request, int64_t key, int64_t length) {
     const int32_t position = mirror_.request(request).position;
     if (position == kNone) {
@@ -74,7 +96,7 @@ class Expected {
       take_place(request, int32_t(size()) - 1);
     } else {
       int32_t& known = seq_lens_.at(position);
-      if (size_t(position) < told_ || known == length) return;
+      if (size_t(position) < told_ || known >= length) return;
       known = int32_t(length);
     }
     ++version_;

@@ -184,20 +184,25 @@ void prepare(int64_t handle, int64_t steps) {
 }
 
 // Twice the buffer's number, plus one where the plan was made ahead. `steps_good` receives how long it stays good.
-int64_t take(int64_t handle, TensorView requests, TensorView seq_lens, int64_t steps, TensorView steps_good) {
+int64_t take(int64_t handle, TensorView requests, TensorView seq_lens, int64_t steps, bool aside, TensorView steps_good) {
   int64_t* to = data<int64_t>(steps_good, "steps_good", 1);
   const int64_t size = requests.size(0);
   return guarded([&] {
     const Scheduler::Taken taken =
-        at(handle).take(data<int64_t>(requests, "requests"), data<int64_t>(seq_lens, "seq_lens", size), size, steps);
+        at(handle).take(data<int64_t>(requests, "requests"), data<int64_t>(seq_lens, "seq_lens", size), size, steps, aside);
     to[0] = taken.steps;
     return int64_t(taken.buffer * 2 + taken.ahead);
   });
 }
 
-int64_t fall_back(int64_t handle, TensorView seq_lens, int64_t steps) {
+// Likewise.
+int64_t fall_back(int64_t handle, TensorView seq_lens, int64_t steps, bool stands, TensorView steps_good) {
+  int64_t* to = data<int64_t>(steps_good, "steps_good", 1);
   return guarded([&] {
-    return int64_t(at(handle).fall_back(data<int64_t>(seq_lens, "seq_lens"), seq_lens.size(0), steps).buffer * 2);
+    const Scheduler::Taken taken =
+        at(handle).fall_back(data<int64_t>(seq_lens, "seq_lens"), seq_lens.size(0), steps, stands);
+    to[0] = taken.steps;
+    return int64_t(taken.buffer * 2);
   });
 }
 

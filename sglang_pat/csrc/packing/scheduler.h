@@ -180,14 +180,18 @@ class Scheduler {
 
   // The plan for the batch `keys`, whose requests now have `seq_lens` tokens: the one made ahead if it is for this very batch, else
   // made now. The plan before it ran `steps` steps. Throws TooLarge.
-  Taken take(const int64_t* keys, const int64_t* seq_lens, int64_t size, int64_t steps) {
+  //
+  // With `aside` the batch runs this one step only, and the one expected next stays what it was.
+  Taken take(const int64_t* keys, const int64_t* seq_lens, int64_t size, int64_t steps, bool aside) {
     std::unique_lock<std::mutex> lock(mutex_);
     in_range("the batch", size, 0, kMaxBatch);
     check_lengths(seq_lens, size);
     check_steps(steps);
     wanted_ = false;
     idle_.wait(lock, [this] { return !planning_; });
-    if (!expected_.is(keys, size)) expected_.assign(keys, size);
+    const bool other = !expected_.is(keys, size);
+    const Expected::Kept kept(expected_, aside && other);
+    if (other) expected_.assign(keys, size);
     retire(steps);
     planned_version_ = kNone;
     const bool ahead = ready_ && ready_version_ == expected_.version() && fits(seq_lens);
@@ -199,12 +203,14 @@ class Scheduler {
       maker_.plan(config_, config_.policy, buffers_[back()], max_slots_, plans_[back()]);
     }
     hand_out();
+    if (aside && other) return Taken{front_, ahead, 0};
     planned_version_ = expected_.version();
     return Taken{front_, ahead, buffers_[front_].data[kSteps] - delta_};
   }
 
-  // One query per work item, for when there is no plan to be had.
-  Taken fall_back(const int64_t* seq_lens, int64_t size, int64_t steps) {
+  // One query per work item, for when there is no plan to be had. With `stands` it is for the batch that `take` had no plan for: it may be used
+  // until that changes.
+  Taken fall_back(const int64_t* seq_lens, int64_t size, int64_t steps, bool stands) {
     std::unique_lock<std::mutex> lock(mutex_);
     in_range("the batch", size, 0, kMaxBatch);
     check_lengths(seq_lens, size);
@@ -218,9 +224,13 @@ class Scheduler {
     fallback_batch_.assign(size, kNone);
     maker_.copy(mirror_, fallback_batch_, fallback_lens_, 0, 0, config_.window);
     Config whole = config_;
-    whole.workers = 1;  // nothing is cut, so that no workspace is needed
+    whole.grain = kMaxPosition;  // nothing is cut, so that no workspace is needed
     maker_.plan(whole, Policy::kQuery, buffers_[back()], max_slots_, plans_[back()]);
     hand_out();
+    if (stands && size == int64_t(expected_.size())) {
+      planned_version_ = expected_.version();
+      return Taken{front_, false, buffers_[front_].data[kSteps]};
+    }
     buffers_[front_].data[kSteps] = 0;
     return Taken{front_, false, 0};
   }
