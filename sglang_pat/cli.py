@@ -85,7 +85,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> Parser:
     """The command's arguments."""
-    result = Parser(prog="sglang-pat", description="Tools for sglang-pat; only batch runs a model, and so wants a GPU.")
+    result = Parser(
+        prog="sglang-pat",
+        description="Tools for sglang-pat. Only batch without --url runs a model, and so wants a GPU.",
+    )
     commands = result.add_subparsers(required=True, metavar="command")
     command = commands.add_parser(
         "replay", help="run a trace recorded with SGLANG_PAT_TRACE through the scheduler and print what packing does"
