@@ -65,6 +65,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model.write(tmp_path_factory.mktemp("models") / "tiny-qwen3")
 
 
+@pytest.fixture(scope="session")
+def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a head dimension that the CUDA kernels have."""
+    return tiny_model.write(tmp_path_factory.mktemp("models") / "tiny-qwen3-64", head_dim=64)
+
+
 def selected(request: pytest.FixtureRequest, parameter: str) -> list[str]:
     """Values of a parameter among the tests of the module that will run."""
     items = [item for item in request.session.items if item.path == request.node.path and hasattr(item, "callspec")]

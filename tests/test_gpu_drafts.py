@@ -1,0 +1,138 @@
+"""Real servers on a GPU with drafts.
+
+Beside SGLang's other backends on the same weights, as in test_gpu_server.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import eagle
+import eagle3
+import gemma
+import gpt_oss
+import mellum
+import mtp
+import pytest
+from conftest import NGRAMS, assert_sound, drafts
+from gpu_servers import CHECKED, POOL, WITHOUT_PREFILL_GRAPHS
+from near_ties import CLOSE, TOKENS, Answer, assert_agree, generate_all
+
+from sglang_pat.demo import workload
+from sglang_pat.demo.server import Server
+
+pytestmark = [pytest.mark.gpu, pytest.mark.server]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    return workload.nested_prompts(2, 3, 12, unrelated=12)
+
+
+@pytest.fixture(scope="module")
+def expected(gpu_model: Path, prompts: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+    """Of SGLang's Triton backend, without drafts."""
+    log = tmp_path_factory.mktemp("logs") / "reference.log"
+    with Server(gpu_model, "triton", log, [*WITHOUT_PREFILL_GRAPHS, POOL, "60000"], on_cpu=False) as server:
+        server.wait()
+        return generate_all(server, prompts)
+
+
+DRAFTS: dict[str, list[str]] = {
+    "n-grams": NGRAMS,
+    "chains": drafts("STANDALONE", 3, 1, 4),
+    "branches": drafts("EAGLE", 3, 4, 8),
+    "chains of an EAGLE": [*drafts("EAGLE", 2, 1, 3), "--disable-cuda-graph"],
+    "chains of an EAGLE3": drafts("EAGLE3", 2, 1, 3),
+    "branches of an EAGLE3": drafts("EAGLE3", 3, 4, 8),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts(name: str, gpu_model: Path, prompts: list[str], expected: list[Answer], tmp_path: Path) -> None:
+    """Greedy answers with drafts are those without, in graphs and in none, by plans that last while drafts are accepted."""
+    flags = [*WITHOUT_PREFILL_GRAPHS, POOL, "30000", *DRAFTS[name]]
+    if "STANDALONE" in flags:
+        flags += ["--speculative-draft-model-path", str(gpu_model)]
+    elif "EAGLE" in flags:
+        flags += ["--speculative-draft-model-path", str(eagle.write(tmp_path / "draft", gpu_model, 64))]
+    elif "EAGLE3" in flags:
+        flags += ["--speculative-draft-model-path", str(eagle3.write(tmp_path / "draft", gpu_model, 64))]
+    log = tmp_path / "log"
+    with Server(gpu_model, "pat", log, flags, CHECKED, on_cpu=False) as server:
+        server.wait()
+        for size in (3, 16, 48):
+            assert_agree(generate_all(server, prompts, size), expected)
+        counters = assert_sound(server)
+    assert counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
+
+
+@pytest.mark.parametrize("kv", ["16 bits", "FP8"])
+def test_drafts_of_a_model_that_brings_them(kv: str, gpu_model: Path, prompts: list[str], tmp_path: Path) -> None:
+    """`--speculative-algorithm NEXTN` without a draft model. With a cache of FP8, n-grams too, beside `pat` without drafts: other backends round
+    more. FA3, which prefills there, makes bfloat16 of FP8."""
+    model = mtp.write(tmp_path / "model", gpu_model, 64)
+    common = [*WITHOUT_PREFILL_GRAPHS, POOL, "30000"]
+    cases = {
+        "without": ("triton", []), "chains": ("pat", drafts("NEXTN", 2, 1, 3)), "branches": ("pat", drafts("NEXTN", 3, 4, 8)),
+    }  # fmt: skip
+    if kv == "FP8":
+        common += ["--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3"]
+        cases = {"without": ("pat", []), "chains": cases["chains"], "n-grams": ("pat", NGRAMS)}
+    with ExitStack() as stack:
+        servers = {}
+        for case, (backend, flags) in cases.items():
+            environment = CHECKED if backend == "pat" else {}
+            server = Server(model, backend, tmp_path / f"{case}.log", [*common, *flags], environment, on_cpu=False)
+            servers[case] = stack.enter_context(server)
+        for server in servers.values():
+            server.wait()
+        expected = generate_all(servers.pop("without"), prompts)
+        assert len({tuple(answer.ids) for answer in expected}) > len(prompts) / 2, "answers that depend on prompts"
+        for case, server in servers.items():
+            close, least = (0.25, 0.04) if kv == "FP8" else (CLOSE, 0.25)
+            assert_agree(generate_all(server, prompts), expected, close, least)
+            counters = assert_sound(server)
+            assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"], case
+            if case != "n-grams":
+                sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+                found = server.post("/generate", {"text": prompts, "sampling_params": sampling})
+                steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in found)
+                assert 0.4 < steps / (TOKENS * len(prompts)) < 0.95, "some drafts are accepted, some are not"
+
+
+@pytest.mark.parametrize("family", ["gemma", "mellum", "gpt-oss"])
+def test_drafts_with_windows(family: str, gpu_model: Path, tmp_path: Path) -> None:
+    """In one pool and in two, with n-grams, and for gpt-oss with an EAGLE3; beside `pat` without drafts, which others above compare."""
+    prompts = workload.nested_prompts(2, 3, 8, unrelated=8) + [
+        workload.prose(f"short {i}", 340 + 3 * i) for i in range(12)
+    ]
+    flags, more, close, least = [*WITHOUT_PREFILL_GRAPHS, POOL, "60000"], NGRAMS, CLOSE, 0.25
+    if family == "gpt-oss":
+        models = {128: gpt_oss.write(tmp_path / "model", gpu_model, 128)}
+        draft = eagle3.write(tmp_path / "draft", gpu_model, 64)
+        more = [*drafts("EAGLE3", 2, 1, 3), "--speculative-draft-model-path", str(draft)]
+        # In bfloat16, as in test_sinks.
+        flags, close, least = [*flags, "--dtype", "bfloat16", "--moe-runner-backend", "triton"], 0.25, 0.04
+    else:
+        write = {"gemma": gemma, "mellum": mellum}[family].write
+        models = {window: write(tmp_path / f"model {window}", gpu_model, window, head_dim=64) for window in (40, 400)}
+    with ExitStack() as stack:
+        servers = {}
+        for window, model in models.items():
+            for name, extra in (("without", []), ("with", more)):
+                server = Server(
+                    model, "pat", tmp_path / f"{name} {window}.log", [*flags, *extra], CHECKED, on_cpu=False
+                )
+                servers[window, name] = stack.enter_context(server)
+        for server in servers.values():
+            server.wait()
+            assert family == "gemma" or "SWAKVPool" in server.log.read_text()
+        for window in models:
+            expected = generate_all(servers[window, "without"], prompts)
+            assert len({tuple(answer.ids) for answer in expected}) > 2, "answers that depend on prompts"
+            for size in (5, 48):
+                assert_agree(generate_all(servers[window, "with"], prompts, size), expected, close, least)
+            counters = assert_sound(servers[window, "with"])
+            assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
