@@ -42,12 +42,14 @@ def fill(pool: Any, layer: int) -> None:
 
 
 def drafts(options: argparse.Namespace) -> list[str]:
-    """Flags of SGLang for drafts of `options.tokens` tokens. No draft model is loaded for verify steps; the model stands for one."""
+    """Flags of SGLang for drafts of `options.tokens` tokens. No draft model is loaded for verify steps; the model stands for one. Without the last
+    flag SGLang takes 48 requests."""
     if options.tokens == 1:
         return []
     return [
         "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(options.model), "--speculative-eagle-topk", "1",
         "--speculative-num-steps", str(options.tokens - 1), "--speculative-num-draft-tokens", str(options.tokens),
+        "--max-running-requests", "256",
     ]  # fmt: skip
 
 
@@ -132,6 +134,8 @@ class Runner:
             first, _, schedule = self.bench.extend(reqs)
         else:
             cache = self.one_batch.TreeCacheNamespace(
+                req_to_token_pool=self.runner.req_to_token_pool,
+                disable=False,
                 page_size=self.runner.server_args.page_size,
                 device=self.device,
                 token_to_kv_pool_allocator=self.runner.token_to_kv_pool_allocator,
@@ -174,7 +178,6 @@ class Runner:
         schedule.prefill_input_ids_cpu = None
         schedule.input_ids = torch.randint(self.vocabulary(), (size * self.new,), device=self.device)
         schedule.out_cache_loc = self.runner.req_to_token_pool.req_to_token[rows[:, None], places].flatten().long()
-        schedule.tree_cache.disable = False  # its requests are bound already
 
     def draft(self, schedule: Any) -> None:
         """Give each request of a batch a draft to verify, as SGLang's EAGLE worker does, of any tokens and without branches."""
@@ -206,13 +209,17 @@ class Runner:
         if sum(batch.seq_lens) + 64 * len(batch.seq_lens) > self.capacity():
             print(f"  {cell}: more tokens than the pool's {self.capacity():,}", flush=True)
             return None
+        rows = self.runner.req_to_token_pool.size
+        if len(batch.seq_lens) > rows or self.new > min(batch.seq_lens):
+            print(f"  {cell}: more requests than {rows} rows, or shorter ones than {self.new} tokens", flush=True)
+            return None
         schedule, tokens = self.start(batch, prefill=False)
         if self.tokens > 1:
             self.draft(schedule)
         elif self.new:
             self.shorten(schedule)
-        begin = "init_forward_metadata" if self.new else "init_forward_metadata_out_graph"
-        forward, metadata = self.runner.forward, getattr(self.backend, begin)
+        prepares = "init_forward_metadata" if self.new else "init_forward_metadata_out_graph"
+        forward, metadata = self.runner.forward, getattr(self.backend, prepares)
         times: list[tuple[Any, Any]] = []
         host_us: list[float] = []
 
@@ -232,7 +239,7 @@ class Runner:
             return result
 
         gpu = torch.cuda.is_available()
-        setattr(self.backend, begin, timed_metadata)
+        setattr(self.backend, prepares, timed_metadata)
         if gpu:
             self.runner.forward = timed_forward
         record: dict[str, Any] = {
@@ -256,7 +263,7 @@ class Runner:
                 tokens, _ = self.step(tokens, schedule)
         finally:
             self.runner.forward = forward
-            setattr(self.backend, begin, metadata)
+            setattr(self.backend, prepares, metadata)
         if cell in PROFILED and gpu:
             record["kernels"] = self.kernels(tokens, schedule)
         return record

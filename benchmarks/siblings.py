@@ -68,7 +68,7 @@ class _Adder:
         return "others may be added"
 
 
-def request(rid: str, tokens: list[int], cached: int, node: Any = None) -> Any:
+def request(rid: str, tokens: list[int], cached: int, node: int | None = None) -> Any:
     """One of SGLang's, just matched with its tree, down to a node."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -94,10 +94,10 @@ def question(leaders: int, waiting: int, cached: int, length: int, wait: bool) -
         tokens = prefix if wait else prefix[:cached] + numbers.choices(range(1000), k=length - cached)
         # The worst that can be: the last token that is looked at first is the same.
         tokens[cached + BLOCK - 1] = 7
-        return request(rid, tokens, cached, cache.root_node)
+        # An id, as of `UnifiedRadixCache`: another object each time.
+        return request(rid, tokens, cached, int("1000"))
 
-    cache = RadixCache.create_simulated()
-    adder = _Adder(cache)
+    adder = _Adder(RadixCache.create_simulated())
     siblings = Siblings()
     # The step begins with the first question.
     siblings.defer(adder, one("first"))

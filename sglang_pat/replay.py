@@ -49,7 +49,7 @@ class Replayed(msgspec.Struct):
         times = sorted(self.planning_us) or [0.0]
         yield f"policy                   {self.config.policy}"
         yield f"events                   {self.events:,}"
-        yield f"plans                    {self.plans:,} for {self.totals.steps:,} decode steps, {self.fallbacks} fall-backs"
+        yield f"plans                    {self.plans:,} for {self.totals.steps:,} decode steps, {self.fallbacks} plans that failed"
         yield f"work items               {self.totals.work_items:,}"
         yield f"parts merged             {self.totals.parts:,}"
         yield f"KV bytes read            {read / 1e9:,.3f} GB"
@@ -102,11 +102,11 @@ def _replay(records: Iterator[trace.Record], policy: str | None, oracle: bool) -
         began = time.perf_counter()
         fitted = True
         try:
-            index, _, _ = scheduler.take(requests, lengths, record.steps)
+            index, _, _ = scheduler.take(requests, lengths, record.steps, record.aside)
         except PlanTooLargeError:
             # As in serving: one query per work item.
             fitted = False
-            scheduler.fall_back(lengths, record.steps, stands=True)
+            scheduler.fall_back(lengths, record.steps, stands=not record.aside)
         result.planning_us.append((time.perf_counter() - began) * 1e6)
         result.fallbacks += record.fallback or not fitted
         if oracle and fitted:

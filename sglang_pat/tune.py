@@ -13,6 +13,7 @@ alone.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import msgspec
@@ -143,11 +144,6 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, help="where the table goes; printed if not given")
     options = parser.parse_args(arguments)
-    if options.output:
-        try:
-            options.output.open("a").close()
-        except OSError as error:
-            parser.error(f"--output: {options.output} cannot be written: {error.strerror}")
     if options.derive:
         table = derive(H200, options.derive)
     else:
@@ -163,11 +159,16 @@ def main(arguments: list[str] | None = None) -> None:
     if sheet is not None:
         print_feasible(table, sheet)
     text = msgspec.json.format(msgspec.json.encode(table), indent=1).decode() + "\n"
-    if options.output:
-        options.output.write_text(text)
-        print(f"written to {options.output}")
-    else:
+    if options.output is None:
         print(text)
+        return
+    try:
+        options.output.write_text(text)
+    except OSError as error:
+        # What took a minute to measure is not lost.
+        print(text)
+        sys.exit(f"--output: {options.output} cannot be written: {error.strerror}")
+    print(f"written to {options.output}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 from conftest import importing_kits
 
 from sglang_pat import compat, plugin
+from sglang_pat.backend import extend
 from sglang_pat.radix_bridge import hooks
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
 from sglang_pat.radix_bridge.observer import apply
@@ -209,6 +210,22 @@ def test_short_extends_are_planned_where_they_share(
         assert counters["extends"] == counters["extends_shared"] == (planned > 0 and shares)
         assert prefill._planned is None or len(prefill._planned.second.seq_lens) == planned
         assert counters["steps"] == (added[-1] == 1)
+
+
+@pytest.mark.skipif(ON_GPU, reason="what pays is another thing by a GPU's prices")
+def test_short_extends_are_left_to_a_stock_backend_if_their_table_of_windows_were_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is made outside of the memory that SGLang reserves."""
+    for limit, planned in ((0, False), (1 << 30, True)):
+        fixture = shared_batch(4, 2, tuple(SHARED + 8 * i + 1 for i in range(4)), (2, 12, 9, 4), members=(2, 3))
+        fixture.backend.prefill.extend._everything = False
+        with monkeypatch.context() as patch:
+            patch.setattr(extend, "WINDOW_TABLE_SLOTS", limit)
+            patch.setattr(compat.pool, "has_window_pool", lambda _: True)
+            patch.setattr(compat.pool, "window_mapping", lambda _: torch.arange(1 << 16))
+            fixture.backend.init_forward_metadata(fixture.forward_batch)
+        assert (fixture.backend.prefill._planned is not None) == planned
 
 
 def test_a_plan_lives_on_from_decode_steps_to_mixed_ones() -> None:

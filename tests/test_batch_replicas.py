@@ -671,3 +671,20 @@ def test_who_cannot_be_asked_for_lack_of_files_is_not_lost() -> None:
 
     server = servers.Server(Session(), "http://127.0.0.1:1")  # type: ignore[arg-type]
     assert asyncio.run(server._sick()) == ""
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_request_for_one_token_is_waited_for_unless_others_are_answered(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait in a full queue."""
+
+    async def never(*_: Any) -> Any:
+        server._answered += others
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(servers, "PROBE", 0.05)
+    server = servers.Server(None, "http://127.0.0.1:1")  # type: ignore[arg-type]
+    monkeypatch.setattr(server, "_fetch", never)
+    reason = asyncio.run(server._refusal("/v1/completions", 0))
+    assert reason == ("" if others else "no answer to a request for one token within 0.05 s")

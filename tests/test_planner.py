@@ -219,18 +219,33 @@ def test_a_plan_that_is_too_large_gives_way_to_one_that_stands(caplog) -> None:
     assert layout.sections(small.step().numpy()).header["batch"] == 2 and small.plans == 2
 
 
-def test_requests_with_one_token_left_of_their_prompts_do_not_disturb_what_is_planned_ahead() -> None:
+@pytest.mark.parametrize("steps", [1, 9, 50])
+def test_requests_with_one_token_left_of_their_prompts_do_not_disturb_what_is_planned_ahead(steps: int) -> None:
     decode = Decode(ahead=True)
     decode.join(A)
     decode.join(B)
-    decode.step()
+    for _ in range(steps):
+        decode.step()
     decode.planner.plan(torch.tensor([C]), lambda: torch.tensor([520]), aside=True)
     decode.apply(RequestsExpected([C], [520], [""]))
-    time.sleep(0.05)
     decode.join(C)
+    time.sleep(0.05)
     decode.step()
     counters = decode.planner.counters()
     assert (counters.plans, counters.plans_ahead) == (3, 1)
+
+
+def test_a_draft_that_was_counted_is_not_forgotten_when_the_request_is_cached() -> None:
+    """Its first step has 16 tokens more; who hears of its prompt later does not know of them, and its plan would be too short."""
+    decode = Decode(ahead=True)
+    decode.join(A)
+    decode.step()
+    decode.apply(RequestsExpected([B], [536], [""]))
+    decode.apply(RequestBound(B, 1, 521))
+    time.sleep(0.05)
+    decode.seq_lens[B] = 536
+    decode.step()
+    assert decode.planner.counters().plans_ahead == 1
 
 
 def test_another_order_makes_a_new_plan(decode: Decode) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import sys
+from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,10 +16,13 @@ from typing import Any
 import pytest
 from conftest import amid_aborts, assert_sound
 from forked import ForkedProcess, ForkedServer
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.demo.server import Server
 from sglang_pat.radix_bridge import hooks
-from sglang_pat.radix_bridge.siblings import STEPS, Siblings
+from sglang_pat.radix_bridge.siblings import BLOCK, STEPS, Siblings
 
 SCRIPT = Path(__file__).parent / "scheduler_siblings.py"
 CHUNK = 64
@@ -202,3 +206,40 @@ def test_aborts_of_leaders_keep_nobody_waiting(servers: dict[str, Server]) -> No
 
     assert amid_aborts(servers["1"], disturb, answer) == expected * 4
     assert_sound(servers["1"])
+
+
+def test_who_ends_at_the_same_node_waits_and_who_has_other_tokens_behind_it_does_not() -> None:
+    """What is cached is not compared if the node says that it is equal: by its id, where the tree has ids, which are other objects each time."""
+
+    class Adder:
+        preempt_list: tuple[Any, ...] = ()
+        page_size, tree_cache = 1, RadixCache.create_simulated()
+
+        def budget_state(self) -> str:
+            return "more"
+
+    def request(tokens: list[int], cached: int, node: int, on_host: int = 0) -> Req:
+        found = array("q", tokens)
+        req = Req("", "", found, SamplingParams())
+        req.full_untruncated_fill_ids = found
+        req.prefix_indices, req.prefix_len, req.last_node = found[:cached], cached, node
+        req.host_hit_length = on_host
+        return req
+
+    numbers = random.Random(0)
+    document, other = (numbers.choices(range(1000), k=2000) for _ in range(2))
+    turn, another = (numbers.choices(range(1000), k=600) for _ in range(2))
+    document[:BLOCK] = other[:BLOCK]
+    adder, siblings = Adder(), Siblings()
+    assert siblings.defer(adder, request(document + turn, 2000, int("1000"))) is None
+    siblings.computes(adder, request(document + turn, 2000, int("1000")))
+    assert siblings.defer(adder, request(document + turn, 2000, int("1000"))) == "more"
+    assert siblings.defer(adder, request(document + turn, 2000, int("1001"))) == "more", "compared"
+    assert siblings.defer(adder, request(document + another, 2000, int("1000"))) is None
+    assert siblings.defer(adder, request(other + turn, 2000, int("1001"))) is None
+    # Part of it is on the host, behind the node: another branch may be as long.
+    assert siblings.defer(adder, request(other + turn, 1000, int("1000"), on_host=1000)) is None
+    # Once that is loaded, it is on the device too.
+    loaded = request(other + another, 2000, int("1002"), on_host=1000)
+    siblings.computes(adder, loaded)
+    assert siblings.defer(adder, request(other + another, 2000, int("1003"))) == "more"

@@ -78,9 +78,9 @@ class Executor(Protocol):
         """
 
 
-def slot_bytes(spec: AttentionSpec) -> int:
+def slot_bytes(query_heads: int, v_head_dim: int) -> int:
     """Bytes of a query's part: its output in float16, its LSE in float32."""
-    return spec.query_heads * (2 * spec.v_head_dim + 4)
+    return query_heads * (2 * v_head_dim + 4)
 
 
 def workspace_slots(spec: AttentionSpec, pack_config: PackConfig, max_batch: int) -> int:
@@ -89,7 +89,7 @@ def workspace_slots(spec: AttentionSpec, pack_config: PackConfig, max_batch: int
     A plan of one query per work item always fits: only the ends of bins cut, and each cuts one query.
     """
     wanted = PARTS_OF_A_REQUEST * max_batch + 2 * pack_config.max_bins * pack_config.max_queries
-    return min(WORKSPACE_BYTES // slot_bytes(spec), wanted)
+    return min(WORKSPACE_BYTES // slot_bytes(spec.query_heads, spec.v_head_dim), wanted)
 
 
 def _capacity(pack_config: PackConfig, runner: ModelRunner) -> int:
@@ -186,9 +186,9 @@ class CudaExecutor:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes for parts (`slot_bytes`) in all slots."""
-        slots, heads, dim = self._shape
-        return slots * heads * (2 * dim + 4)
+        """Bytes for parts in all slots."""
+        slots, *shape = self._shape
+        return slots * slot_bytes(*shape)
 
     def attach(self, workspace: torch.Tensor) -> None:
         """Use this uint8 tensor of at least `workspace_bytes` for parts. Layers run one after the other, so all executors may share one."""

@@ -57,6 +57,8 @@ class Planner:
         self._planning_ns = 0
         self._failed = self._fell_back = False
         self._decodes = False  # whether a batch was planned that decodes
+        self._since_told = 0  # steps of the next batch since the scheduler was told its lengths
+        self._beside = False  # whether this step is not one of that batch
 
     def plan(
         self,
@@ -80,6 +82,7 @@ class Planner:
         if check is not None and not self._accepted(check):
             self._fall_back(seq_lens(), stands=False)
         self._used += 1
+        self._since_told += not self._beside
         self._counts.fallbacks += self._fell_back
         self._decodes |= not aside
         if self._ahead and self._used == self._good:
@@ -101,7 +104,7 @@ class Planner:
     def _begin(self) -> None:
         """Start to plan ahead. If no thread can be started (containers limit them), make every plan when its step comes."""
         try:
-            self._scheduler.prepare(self._used)
+            self._scheduler.prepare(self._since_told)
         except Exception:
             self._ahead = False
             logger.warning("sglang-pat no longer plans ahead: each plan is made when its step begins", exc_info=True)
@@ -127,15 +130,19 @@ class Planner:
 
     def _make(self, requests: Any, seq_lens: Any, aside: bool) -> None:
         scheduler = self._scheduler
-        self._requests = requests
+        self._requests, self._beside = requests, aside
         try:
             index, good, ahead = scheduler.take(requests, seq_lens, self._used, aside)
             self._epoch, self._version = scheduler.epoch, scheduler.version
         except Exception as failure:
             self._report_failure()
-            # What is too large will be so in the next step too.
-            self._fall_back(seq_lens, stands=isinstance(failure, PlanTooLargeError) and not aside)
+            # What is too large will be so in the next step too. Its lengths are told by then.
+            stands = isinstance(failure, PlanTooLargeError) and not aside
+            self._since_told = 0 if stands else self._since_told
+            self._fall_back(seq_lens, stands)
             return
+        self._beside = aside and good == 0
+        self._since_told = self._since_told if self._beside else 0
         self._counts.plans_ahead += ahead
         self._hand_out(index, good, seq_lens, ahead=ahead)
 
@@ -165,6 +172,7 @@ class Planner:
                 parts=parts,
                 ahead=ahead,
                 fallback=fallback,
+                aside=self._beside,
             )
         self._data, self._used, self._good = self._scheduler.buffers[index], 0, -(-good // self._growth)
         self._fell_back = fallback

@@ -216,15 +216,14 @@ class Server:
             body = {"max_tokens": 1, **PROBES[url]} | ({"model": self._model} if self._model else {})
             try:
                 status, text = await asyncio.wait_for(self._fetch("POST", url, msgspec.json.encode(body)), PROBE)
-                if status in BUSY:
-                    return ""
-                if _refused(status):
-                    return _says(status)
+                if status in BUSY or _refused(status):
+                    return "" if status in BUSY else _says(status)
                 _decode(status, text)
-            except asyncio.TimeoutError:
-                return f"no answer to a request for one token within {PROBE} s"
             except (*FAILURES, _NoAnswerError) as error:
-                return "" if _is_ours(error) else _words(error)
+                if self._answered > seen or _is_ours(error):
+                    return ""
+                late = isinstance(error, asyncio.TimeoutError) and not isinstance(error, aiohttp.ClientError)
+                return f"no answer to a request for one token within {PROBE} s" if late else _words(error)
             self._answered += 1
             return ""
 
@@ -320,16 +319,22 @@ def _words(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def raise_file_limit() -> int:
+    """Let this process open as many files as it may; how many these are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # the system may allow fewer than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return soft
+
+
 def in_flight_at_most(wanted: int, servers: int) -> int:
     """How many requests each server may hold at a time: `wanted`, or as many as this process may have connections for.
 
     Raises:
         BatchError: There are hardly any files that it may open.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # the system may allow fewer than it says
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
+    soft = raise_file_limit()
     most = wanted if soft == resource.RLIM_INFINITY else (soft - SPARE_FILES) // servers
     if most < 1:
         raise BatchError(
@@ -346,6 +351,7 @@ async def connect(urls: Sequence[str], key: str) -> AsyncIterator[list[Server]]:
         urls: Their addresses, as of `addresses`.
         key: The API key that they were started with; none if empty.
     """
+    raise_file_limit()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     # An answer may take hours.
     times = aiohttp.ClientTimeout(total=None, sock_connect=PATIENCE)

@@ -54,14 +54,21 @@ def namespace(req: Any) -> Hashable:
     return (req.extra_key, getattr(req, "cache_salt", None))
 
 
+def present_tokens(req: Any) -> int:
+    """How many of the request's tokens have KV on the device."""
+    return req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices)
+
+
 def cached_tokens(req: Any) -> int:
-    """How many tokens the cache had when SGLang matched this request, on the device and on the host."""
-    return (req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices)) + req.host_hit_length
+    """How many tokens the cache had when SGLang matched this request, on the device and on the host. Afterwards what is loaded counts twice."""
+    return present_tokens(req) + req.host_hit_length
 
 
 def node(req: Any) -> Any:
-    """The node of the tree where those tokens end. When SGLang splits a node, it stays the one of its end."""
-    return req.last_node
+    """The node of the tree, or its id, where those tokens end; None if some of them are on the host. When SGLang splits a node, it stays the one of
+    its end. In later chunks of a prompt more tokens are computed than the node has: two requests with the same node have the same tokens up
+    to there only if both have as many."""
+    return None if req.host_hit_length else req.last_node
 
 
 def reusable_tokens(req: Any) -> int:

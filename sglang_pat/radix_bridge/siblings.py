@@ -86,7 +86,7 @@ class Siblings:
             if not leader.tokens.startswith(block, TOKEN * (end - BLOCK)):
                 continue
             # Who ends at the same node of the tree has the same tokens up to there: a long document need not be compared.
-            known = TOKEN * cached if node is not None and leader.node is node and leader.cached == cached else 0
+            known = TOKEN * cached if node is not None and leader.node == node and leader.cached == cached else 0
             if leader.tokens.startswith(tokens[known : TOKEN * end], known):
                 self._waited[req] = self._waited.get(req, 0) + 1
                 self.deferred += 1
@@ -96,7 +96,7 @@ class Siblings:
 
     def computes(self, adder: Any, req: Any) -> None:
         """`req` is computed in this step: the whole prompt, or one chunk of it."""
-        cached = compat.requests.cached_tokens(req)
+        cached = compat.requests.present_tokens(req)
         if not _shares(adder, req) or len(req.full_untruncated_fill_ids) - cached < BLOCK:
             return
         # A copy: SGLang extends the array in place, which fails while a memoryview of it exists.

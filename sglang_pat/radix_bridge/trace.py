@@ -63,6 +63,7 @@ class PlanMade(msgspec.Struct, frozen=True, tag=True):
         kv_tokens, parts: What the plan reads and merges in its first step.
         ahead: Whether it was made before its step, from predicted lengths.
         fallback: Whether planning had failed, so that this is one query per work item.
+        aside: Whether it is for one step only, after which the batch before goes on.
     """
 
     steps: Annotated[int, Meta(ge=0, le=1 << 30)]
@@ -73,6 +74,7 @@ class PlanMade(msgspec.Struct, frozen=True, tag=True):
     parts: int
     ahead: bool
     fallback: bool
+    aside: bool = False
 
 
 Record = Header | PlanMade | Event

@@ -1,6 +1,6 @@
 // The pack scheduler: takes the tree's events, knows the batch expected next, makes its plan here or on its own thread.
 //
-// One thread, the engine's, calls everything. The planning thread shares the mirror and the batch under `mutex_`, which
+// One thread, the scheduler process's, calls everything. The planning thread shares the mirror and the batch under `mutex_`, which
 // it holds while it copies out the batch's prefixes; what follows works on that copy. A plan carries the version of the
 // batch that it was made for, every change of batch or paths makes another version, and `take` hands out nothing else.
 #pragma once
