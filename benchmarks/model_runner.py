@@ -264,6 +264,8 @@ class Runner:
         finally:
             self.runner.forward = forward
             setattr(self.backend, prepares, metadata)
+        if self.groups and self.backend.counters()["faults"]:
+            raise RuntimeError(f"{cell}: its requests are not followed, so nothing is shared")
         if cell in PROFILED and gpu:
             record["kernels"] = self.kernels(tokens, schedule)
         return record
