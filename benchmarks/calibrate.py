@@ -8,7 +8,9 @@ Reads results/kernels-h200.json, steps-h200.json and serving-h200.json; writes r
 
 from __future__ import annotations
 
+import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -95,6 +97,9 @@ def kernels(result: str, kv: str, gpu: costs.Gpu) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=tables.RESULTS / "estimate-h200.json")
+    options = parser.parse_args()
     gpu = costs.GPUS["h200"]
     result: dict[str, Any] = {"device": tables.load("kernels-h200.json")["device"]}
     result |= kernels("kernels-h200.json", "bfloat16", gpu)
@@ -132,7 +137,7 @@ def main() -> None:
         if workload
     ]
     print(json.dumps(result, indent=1))
-    (tables.RESULTS / "estimate-h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

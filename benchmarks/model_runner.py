@@ -204,14 +204,24 @@ class Runner:
             capture_hidden_mode=CaptureHiddenMode.FULL, seq_lens_sum=int(lengths.sum()), seq_lens_cpu=schedule.seq_lens_cpu,
         )  # fmt: skip
 
+    def problem(self, batch: Any) -> str:
+        """Why a batch cannot be measured; empty if it can."""
+        rows = self.runner.req_to_token_pool.size
+        if sum(batch.seq_lens) + 64 * len(batch.seq_lens) > self.capacity():
+            return f"more tokens than the pool's {self.capacity():,}"
+        if len(batch.seq_lens) > rows:
+            return f"more requests than the pool's {rows}"
+        return f"requests have fewer than {self.new} tokens" if self.new > min(batch.seq_lens) else ""
+
+    def assert_followed(self, cell: str) -> None:
+        """Otherwise PAT shared nothing, and was measured so."""
+        if self.groups and self.backend.counters()["faults"]:
+            raise RuntimeError(f"{cell}: its requests are not followed")
+
     def measure(self, cell: str) -> dict[str, Any] | None:
         batch = trees.of_cell(cell)
-        if sum(batch.seq_lens) + 64 * len(batch.seq_lens) > self.capacity():
-            print(f"  {cell}: more tokens than the pool's {self.capacity():,}", flush=True)
-            return None
-        rows = self.runner.req_to_token_pool.size
-        if len(batch.seq_lens) > rows or self.new > min(batch.seq_lens):
-            print(f"  {cell}: more requests than {rows} rows, or shorter ones than {self.new} tokens", flush=True)
+        if problem := self.problem(batch):
+            print(f"  {cell}: {problem}", flush=True)
             return None
         schedule, tokens = self.start(batch, prefill=False)
         if self.tokens > 1:
@@ -264,8 +274,7 @@ class Runner:
         finally:
             self.runner.forward = forward
             setattr(self.backend, prepares, metadata)
-        if self.groups and self.backend.counters()["faults"]:
-            raise RuntimeError(f"{cell}: its requests are not followed, so nothing is shared")
+        self.assert_followed(cell)
         if cell in PROFILED and gpu:
             record["kernels"] = self.kernels(tokens, schedule)
         return record
