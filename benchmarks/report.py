@@ -13,7 +13,7 @@ from typing import Any
 
 import kernel_tables
 import serving_tables
-from tables import ROOT, TIMES, bold, load, table
+from tables import NAMES, ROOT, TIMES, bold, load, table
 
 from sglang_pat.packing import POLICIES
 
@@ -63,8 +63,8 @@ def steps_table(result: dict[str, Any]) -> str:
             ]
         )  # fmt: skip
     head = [
-        "batch x context", "PAT, ms", *(f"{backend}, ms" for backend in others), "best other / PAT", "metadata, us", "new plan, us",
-        *(f"{backend}'s, us" for backend in others),
+        "batch x context", "PAT, ms", *(f"{NAMES[backend]}, ms" for backend in others), "best other / PAT", "metadata, us", "new plan, us",
+        *(f"{NAMES[backend]}'s, us" for backend in others),
     ]  # fmt: skip
     return table(head, rows)
 
@@ -77,7 +77,7 @@ def steps() -> str:
     return (
         f"{steps_table(result)}\n\n{device['name']}, {result['model']} shape, random weights, torch {device['torch']}, {device['date']}. "
         f"Kernels and copies of a step in a steady state, `{cell}`: "
-        + ", ".join(f"{backend} {count}" for backend, count in launches.items())
+        + ", ".join(f"{NAMES[backend]} {count}" for backend, count in launches.items())
         + "; of PAT's own there are forward and merge once a layer, nothing else.\n\n"
         "Batches that do not fit one H200's pool, with two of the model's 36 layers:\n\n"
         f"{steps_table(load('steps-2-layers-h200.json'))}\n\n{agreement(result)}"
@@ -86,7 +86,7 @@ def steps() -> str:
 
 def agreement(result: dict[str, Any]) -> str:
     pairs = [
-        f"{' and '.join(row['backends'])} {row['tokens']:.1%} of the tokens, logits at most {row['max_logit_difference']:.2f} apart"
+        f"{' and '.join(NAMES[backend] for backend in row['backends'])} {row['tokens']:.1%} of the tokens, logits at most {row['max_logit_difference']:.2f} apart"
         for row in result["agreement"]
     ]
     return (
@@ -192,7 +192,7 @@ def packing() -> str:
 def estimates() -> str:
     result = load("estimate-h200.json")
     rows = [
-        [f"`{row['workload']}`", row["backend"], f"{row['measured_ms']:.1f}", f"{row['predicted_ms']:.1f}"]
+        [f"`{row['workload']}`", NAMES[row["backend"]], f"{row['measured_ms']:.1f}", f"{row['predicted_ms']:.1f}"]
         for row in result["steps"]
     ]
     off = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tables import RIVALS, TIMES, bold, load, table
+from tables import NAMES, TIMES, bold, load, table
 
 
 def serving_mixed() -> str:
@@ -29,11 +29,12 @@ def serving_mixed() -> str:
             )
             columns.append(values)
         rows += [
-            [f"{rate:g}/s", *key, *cells] for key, cells in zip(found, zip(*columns, strict=True), strict=True)
+            [f"{rate:g}/s", NAMES[backend], chunks, *cells]
+            for (backend, chunks), cells in zip(found, zip(*columns, strict=True), strict=True)
         ]  # fmt: skip
     device, model = runs["mixed"]["device"], runs["mixed"]["model"]
     later = sorted(
-        {f"{record['backend']} at {record['rate']:g}/s" for run in runs.values() for record in run["records"] if record["date"] != device["date"]}
+        {f"{NAMES[record['backend']]} at {record['rate']:g}/s" for run in runs.values() for record in run["records"] if record["date"] != device["date"]}
     )  # fmt: skip
     return (
         f"{table(['requests', 'backend', 'chunks', *names.values()], rows)}\n\n{device['name']}, {model} shape, random weights, {device['date']}; "
@@ -53,7 +54,11 @@ def short_extends() -> str:
         for (requests, document, new), found in cells.items()
     ]  # fmt: skip
     names = dict.fromkeys(record["backend"] for record in result["records"])
-    head = ["until all are answered, ms", *(f"{name}, median" for name in names), *(f"{name}, least" for name in names)]
+    head = [
+        "until all are answered, ms",
+        *(f"{NAMES[name]}, median" for name in names),
+        *(f"{NAMES[name]}, least" for name in names),
+    ]
     return f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, {result['device']['date']}."
 
 
@@ -74,7 +79,7 @@ def serving_verify() -> str:
         tps = bold({record["backend"]: -record["output_tps"] for record in records}, lambda rate: f"{-rate:,.0f}")
         rate = f", {records[0]['rate']:g}/s" if records[0]["rate"] else ""
         rows += [
-            [f"`{workload}`{rate}", record["backend"], *cells]
+            [f"`{workload}`{rate}", NAMES[record["backend"]], *cells]
             for record, cells in zip(records, zip(tpot, ttft, tps, strict=True), strict=True)
         ]
     head = ["workload", "backend", "mean TPOT, ms", "mean TTFT, ms", "output tokens/s"]
@@ -120,7 +125,7 @@ def pace_ms(record: dict[str, Any]) -> float:
 
 def serving() -> str:
     """A line for each workload."""
-    backends = {"pat": "PAT", **{name: RIVALS[name] for name in ("flashinfer", "fa3", "triton")}}
+    backends = {name: NAMES[name] for name in ("pat", "flashinfer", "fa3", "triton")}
     rows = []
     for title, group in served():
         by_backend = {record["backend"]: record for record in group}
@@ -154,7 +159,7 @@ def serving_records() -> str:
             steps = record["step_ms"]
             rows.append(
                 [
-                    title, record["backend"], f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "",
+                    title, NAMES[record["backend"]], f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "",
                     f"{record['median_itl_ms']:.1f}", f"{record['mean_tpot_ms']:.1f}",
                     "" if record["backend"] == "pat" else f"{record['mean_tpot_ms'] / pat:.2f}{TIMES}",
                     f"{record['p99_tpot_ms']:,.0f}", f"{record['mean_ttft_ms']:,.0f}", f"{record['output_tps']:,.0f}",
@@ -202,7 +207,7 @@ def batch_of(name: str) -> str:
              f"{ours['batch'] / ours['shuffled']:.2f}{TIMES}", f"{saved['prefill_saved'] / saved['saved_at_most']:.1%}"]
         )  # fmt: skip
     names = [
-        f"{backend} {policy}{'' if defer or backend != 'pat' else ', nobody waits'}"
+        f"{NAMES[backend]} {policy}{'' if defer or backend != 'pat' else ', nobody waits'}"
         for backend, policy, defer in settings
     ]
     head = [
@@ -211,7 +216,7 @@ def batch_of(name: str) -> str:
         "`batch`",
         *names,
         "`batch` / best without PAT",
-        "`batch` / pat, shuffled",
+        "`batch` / PAT, shuffled",
         "prefill saved, of what can be",
     ]
     some = result["records"][0]

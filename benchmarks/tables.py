@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TIMES = "\N{MULTIPLICATION SIGN}"
 RIVALS = {"flashinfer": "FlashInfer", "cascade": "FlashInfer's cascade", "triton": "SGLang's Triton", "fa3": "FA3"}
+NAMES = {"pat": "PAT", **RIVALS}
 SHOWN = "32/8"
 """Query and KV heads in the table of trees."""
 
