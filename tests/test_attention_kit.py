@@ -228,6 +228,22 @@ def test_short_extends_are_left_to_a_stock_backend_if_their_table_of_windows_wer
         assert (fixture.backend.prefill._planned is not None) == planned
 
 
+def test_decoding_requests_of_a_mixed_step_have_the_positions_of_their_lengths() -> None:
+    """0.5.17 sometimes counts one token too many."""
+    fixture = shared_batch(4, 2, (40, 310, 347, 33), (20, 1, 1, 1), members=(1, 2))
+    mixed = fixture.forward_batch
+    right = mixed.positions.clone(), list(mixed.extend_prefix_lens_cpu), mixed.extend_prefix_lens.clone()
+    mixed.positions[-3:] += 1
+    mixed.extend_prefix_lens[1:] += 1
+    told = mixed.extend_prefix_lens_cpu = [right[1][0], *(length + 1 for length in right[1][1:])]
+    compat.batch.right_mixed_lengths(mixed)
+    assert mixed.positions.tolist() == right[0].tolist()
+    assert (mixed.extend_prefix_lens_cpu, mixed.extend_prefix_lens.tolist()) == (right[1], right[2].tolist())
+    assert told[1] == right[1][1] + 1, "the scheduler's own list stays as it is"
+    compat.batch.right_mixed_lengths(mixed)
+    assert mixed.extend_prefix_lens_cpu == right[1]
+
+
 def test_a_plan_lives_on_from_decode_steps_to_mixed_ones() -> None:
     """While the same requests decode, in the same order: a prompt that comes in chunks joins them only with its last."""
     fixture = shared_batch(4, 2, (40, 310, 347, 33), (20, 1, 1, 1), members=(1, 2))

@@ -40,6 +40,7 @@ SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
         [POOL, "40000", "--chunked-prefill-size", "64", "--page-size", "16", "--schedule-policy", "lpm", "--disable-overlap-schedule", "--enable-mixed-chunk"],
         {**CHECKED, "SGLANG_PAT_REUSE": "0"},
     ),
+    "mixed": ("pat", [POOL, "40000", "--chunked-prefill-size", "64", "--enable-mixed-chunk"], CHECKED),
     "small pool": (
         "pat",
         [POOL, "3000", "--schedule-conservativeness", "0.1"],
@@ -149,6 +150,31 @@ def test_small_mixed_chunks_pages_lpm_no_overlap_no_reuse(
     assert 0 < counters["extends_shared"] < counters["extends"], (
         "decoding requests of mixed chunks read prefixes together"
     )
+
+
+def test_mixed_chunks_beside_prompts_that_are_not_mixed(servers: dict[str, Server]) -> None:
+    """SGLang mixes no steps with log-probabilities. On 0.5.17 with overlap those after them had wrong lengths."""
+    numbers = random.Random(0)
+    asked = [numbers.choices(range(40, 120), k=20) for _ in range(6)]
+
+    def answer(name: str, prompt: list[int]) -> list[int]:
+        sampling = {"temperature": 0, "max_new_tokens": 150, "ignore_eos": True}
+        return servers[name].post("/generate", {"input_ids": prompt, "sampling_params": sampling})["output_ids"]
+
+    def disturb(number: int) -> None:
+        prompt = random.Random(number).choices(range(40, 120), k=300)
+        # One that decodes with log-probabilities would keep others from being mixed.
+        body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+        more = {"return_logprob": True, "logprob_start_len": 0} if number % 2 else {}
+        servers["mixed"].post("/generate", body | more)
+
+    expected = [answer("reference", prompt) for prompt in asked]
+    before = servers["mixed"].counters()["mixed_steps"]
+    with ThreadPoolExecutor(len(asked)) as pool, ThreadPoolExecutor(4) as others:
+        answers = [pool.submit(answer, "mixed", prompt) for prompt in asked]
+        list(others.map(disturb, range(60)))
+        assert [one.result() for one in answers] == expected
+    assert assert_sound(servers["mixed"])["mixed_steps"] > before
 
 
 def test_short_turns_on_one_document_read_it_together(servers: dict[str, Server]) -> None:

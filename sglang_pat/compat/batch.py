@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import accumulate
 from typing import Any
 
 
@@ -11,6 +12,34 @@ def is_extend(mode: Any) -> bool:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     return mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
+
+
+def right_mixed_lengths(forward_batch: Any) -> None:
+    """Put right what 0.5.17 tells of the decoding requests of a mixed step, in which they have one new token each.
+
+    With overlap scheduling it assumes that their last token is not known yet (schedule_batch.py, `mix_with_running`). After a step that it does not
+    mix, such as one with log-probabilities, it is, and they count as one token longer: their K would have wrong positions. Right in 0.5.23.
+    """
+    cached, added, lengths = (
+        forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu,
+    )  # fmt: skip
+    if cached is None or lengths is None or len(cached) != len(lengths):
+        return
+    wrong = [i for i, length in enumerate(lengths.tolist()) if added[i] == 1 and cached[i] != length - 1]
+    if not wrong:
+        return
+    import torch
+
+    cached = list(cached)
+    for request in wrong:
+        cached[request] = int(lengths[request]) - 1
+    ends = list(accumulate(added))
+    device = forward_batch.positions.device
+    requests, tokens = (torch.tensor(one, device=device) for one in (wrong, [ends[request] - 1 for request in wrong]))
+    forward_batch.extend_prefix_lens_cpu = cached
+    right = forward_batch.seq_lens[requests] - 1
+    forward_batch.extend_prefix_lens[requests] = right.to(forward_batch.extend_prefix_lens.dtype)
+    forward_batch.positions[tokens] = right.to(forward_batch.positions.dtype)
 
 
 def as_decode(forward_batch: Any) -> Any:

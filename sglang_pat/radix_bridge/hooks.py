@@ -17,7 +17,7 @@ decides which backend runs), the width of rows, and what makes the backends of d
 | `PrefillAdder.add_chunked_req` | both | the next chunk of a request that others may wait for |
 | `Scheduler.get_internal_state` | both | puts the counters into `/server_info` |
 | `SchedulerMetricsReporter.report_decode_stats` | both | the moment when SGLang logs and exports its own counters |
-| `ForwardBatch.init_new` | both | adds the rows on the host: a batch has them on the GPU only, and its ids are chosen by clients |
+| `ForwardBatch.init_new` | both | adds the rows on the host: a batch has them on the GPU only, and its ids are chosen by clients; puts lengths of mixed steps right |
 | `build_replay_fb_view` | both | the same for the batch that a CUDA graph is replayed for |
 | `ServerArgs._handle_model_specific_adjustments` | 0.5.17 | its lists of backends for some models (gpt-oss, Exaone); plugin.py |
 | `handle_model_specific_adjustments` | 0.5.23 | the same, through SGLang's `register_resolution_hook` |
@@ -288,6 +288,8 @@ def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
 def _on_batch(result: Any, forward_batch_class: type, batch: Any, *args: Any, **kwargs: Any) -> None:
     if batch.req_pool_indices_cpu is not None:
         result.rids = Rids(result.rids, batch.req_pool_indices_cpu, compat.requests.unfinished(batch))
+    if batch.forward_mode.is_mixed():
+        compat.batch.right_mixed_lengths(result)
     if compat.batch.is_extend(batch.forward_mode):
         for follower in followers():
             if follower.packs_extends and follower.req_to_token_pool is batch.req_to_token_pool:
