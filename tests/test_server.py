@@ -162,15 +162,22 @@ def test_mixed_chunks_beside_prompts_that_are_not_mixed(servers: dict[str, Serve
         return servers[name].post("/generate", {"input_ids": prompt, "sampling_params": sampling})["output_ids"]
 
     def disturb(number: int) -> None:
-        prompt = random.Random(number).choices(range(40, 120), k=300)
+        generator = random.Random(number)
+        body = {"sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+        if number % 2 == 0:
+            servers["mixed"].post("/generate", body | {"input_ids": generator.choices(range(40, 120), k=300)})
+            return
         # One that decodes with log-probabilities would keep others from being mixed.
-        body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
-        more = {"return_logprob": True, "logprob_start_len": 0} if number % 2 else {}
-        servers["mixed"].post("/generate", body | more)
+        body |= {"input_ids": generator.choices(range(40, 120), k=900), "rid": f"disturbance-{number}", "return_logprob": True}
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(servers["mixed"].post, "/generate", body)
+            time.sleep(generator.uniform(0.05, 0.3))
+            servers["mixed"].post("/abort_request", {"rid": body["rid"]})
+            sent.result()
 
     expected = [answer("reference", prompt) for prompt in asked]
     before = servers["mixed"].counters()["mixed_steps"]
-    with ThreadPoolExecutor(len(asked)) as pool, ThreadPoolExecutor(4) as others:
+    with ThreadPoolExecutor(len(asked)) as pool, ThreadPoolExecutor(3) as others:
         answers = [pool.submit(answer, "mixed", prompt) for prompt in asked]
         list(others.map(disturb, range(60)))
         assert [one.result() for one in answers] == expected
