@@ -168,7 +168,11 @@ def test_mixed_chunks_beside_prompts_that_are_not_mixed(servers: dict[str, Serve
             servers["mixed"].post("/generate", body | {"input_ids": generator.choices(range(40, 120), k=300)})
             return
         # One that decodes with log-probabilities would keep others from being mixed.
-        body |= {"input_ids": generator.choices(range(40, 120), k=900), "rid": f"disturbance-{number}", "return_logprob": True}
+        body |= {
+            "input_ids": generator.choices(range(40, 120), k=900),
+            "rid": f"disturbance-{number}",
+            "return_logprob": True,
+        }
         with ThreadPoolExecutor(1) as pool:
             sent = pool.submit(servers["mixed"].post, "/generate", body)
             time.sleep(generator.uniform(0.05, 0.3))
