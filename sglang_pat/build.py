@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +17,21 @@ from sglang_pat import jit
 from sglang_pat.kernels import capabilities, cuda, resources
 from sglang_pat.packing import FORMATS, AttentionSpec
 from sglang_pat.parser import Parser
+
+LEAST_CAPABILITY = 8
+"""Of the GPUs that there are kernels for (docs/support.md)."""
+
+
+def architecture(text: str) -> str:
+    """A compute capability as `cuda.arch_of` names it.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none that there are kernels for.
+    """
+    found = re.fullmatch(r"(\d+)\.(\d)a?", text)
+    if found is None or int(found[1]) < LEAST_CAPABILITY:
+        raise argparse.ArgumentTypeError(f"{text!r} is no compute capability of {LEAST_CAPABILITY}.0 or more")
+    return cuda.arch_name(int(found[1]), int(found[2]))
 
 
 def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
@@ -50,7 +66,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--head-dim", type=int, nargs="+", choices=capabilities.HEAD_DIMS, default=[128])
     parser.add_argument(
-        "--v-head-dim", type=int, help="of V where it is narrower than K: 128 for MiMo V2, whose --head-dim is 192"
+        "--v-head-dim",
+        type=int,
+        choices=capabilities.HEAD_DIMS,
+        help="of V where it is narrower than K: 128 for MiMo V2, whose --head-dim is 192",
     )
     parser.add_argument("--dtype", nargs="+", choices=capabilities.CUDA_DTYPES, default=["bfloat16"])
     parser.add_argument("--sinks", action="store_true", help="for models with attention sinks (gpt-oss)")
@@ -63,12 +82,16 @@ def main(arguments: list[str] | None = None) -> None:
         default=["auto"],
         help="of the server's --kv-cache-dtype, or int4 and int2 of SGLANG_PAT_KV",
     )
-    parser.add_argument("--arch", help="compute capability such as 8.0 or 9.0a; default: this machine's GPU")
+    parser.add_argument(
+        "--arch", type=architecture, help="compute capability such as 8.0 or 9.0; default: this machine's GPU"
+    )
     parser.add_argument(
         "--report", action="store_true", help="only print registers, spills and shared memory; needs no GPU"
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if options.windows and not options.drafts:
+        parser.error("--windows is for drafts: give --drafts too, or leave it out")
     if options.arch is None and not torch.cuda.is_available():
         parser.error("there is no GPU here to compile for: name its compute capability with --arch")
     arch = options.arch or cuda.arch_of(torch.device("cuda"))
@@ -84,11 +107,14 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(str(error))
         return
     with ThreadPoolExecutor() as pool:
-        for variant, found in zip(variants, pool.map(resources.measure, variants), strict=True):
-            print(
-                f"{variant.name}: {found.registers} registers, {found.spill_bytes} bytes of spills, "
-                f"{found.shared_bytes} bytes of shared memory"
-            )
+        try:
+            for variant, found in zip(variants, pool.map(resources.measure, variants), strict=True):
+                print(
+                    f"{variant.name}: {found.registers} registers, {found.spill_bytes} bytes of spills, "
+                    f"{found.shared_bytes} bytes of shared memory"
+                )
+        except jit.BuildError as error:
+            sys.exit(str(error))
 
 
 if __name__ == "__main__":

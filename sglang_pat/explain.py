@@ -248,4 +248,13 @@ def _write(
     # Request ids come from clients: they must not end the script.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = TEMPLATE.read_text().replace("/*plotly*/", plotly).replace("/*data*/null", text)
-    output.write_text(page)
+    if output.exists() and not output.is_file():  # a pipe, say
+        output.write_text(page)
+        return
+    # A disk that is full leaves the page that was there before.
+    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        partial.write_text(page)
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -62,6 +62,8 @@ def requests_of(prompts: list[str]) -> list[Request]:
     [
         (b"garbage", "line 7 is no JSON"),
         (b"\xff\xfe", "line 7 is no JSON"),
+        (b'{"custom_id": "\xff"}', "line 7 is no JSON"),
+        (b'{"\xff": 1}', "line 7 is no JSON"),
         (b"[" * 100_000, "line 7 is no JSON"),
         (b"[]", "line 7: Expected `object`, got `array`"),
         (b"{}", "line 7: Object missing required field `custom_id`"),

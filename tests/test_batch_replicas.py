@@ -30,7 +30,7 @@ from test_batch import FLAGS, chat, choice, completion, job, requests_of, until
 
 from sglang_pat import cli, compat
 from sglang_pat.batch import servers
-from sglang_pat.batch.job import answer_all, in_time
+from sglang_pat.batch.job import StoppedError, answer_all, in_time
 from sglang_pat.batch.lengths import Usage
 from sglang_pat.batch.lines import BatchError, Request
 from sglang_pat.batch.order import Room
@@ -659,9 +659,7 @@ def test_no_more_is_asked_at_a_time_than_there_may_be_connections() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout == "43 7\n"
-    assert result.stderr.splitlines()[-1].endswith(
-        "this process may open 100 files only: raise `ulimit -n` to 129 or more"
-    )
+    assert result.stderr.splitlines()[-1].endswith("this process may open 100 files only: raise `ulimit -n` to 129")
 
 
 def test_who_cannot_be_asked_for_lack_of_files_is_not_lost() -> None:
@@ -688,3 +686,20 @@ def test_a_request_for_one_token_is_waited_for_unless_others_are_answered(
     monkeypatch.setattr(server, "_fetch", never)
     reason = asyncio.run(server._refusal("/v1/completions", 0))
     assert reason == ("" if others else "no answer to a request for one token within 0.05 s")
+
+
+def test_a_request_that_is_to_be_asked_once_more_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose queue is full has not taken it."""
+
+    async def full(*_: Any) -> tuple[int, bytes]:
+        return 429, b""
+
+    async def ask() -> None:
+        server = servers.Server(None, "http://127.0.0.1:1", lambda: True)  # type: ignore[arg-type]
+        monkeypatch.setattr(server, "_fetch", full)
+        server._known.set()
+        (request,) = requests_of(["a"])
+        await server._ask(request)
+
+    with pytest.raises(StoppedError):
+        asyncio.run(ask())

@@ -107,6 +107,30 @@ def test_dimensions_that_cannot_be_built_are_named(capsys: pytest.CaptureFixture
     assert "do not compute head dimensions of 64 (K) and 128 (V) on a GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arch", ["banana", "", "7.5", "9", "9.0b"])
+def test_what_is_no_compute_capability_is_refused(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build.main(["--arch", arch, "--report"])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_hopper_is_compiled_for_with_its_own_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server on one does."""
+    built: list[cuda.Variant] = []
+    monkeypatch.setattr(cuda, "build", built.extend)
+    build.main(["--arch", "9.0"])
+    assert {variant.arch for variant in built} == {"9.0a"}
+
+
+def test_a_compiler_that_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise jit.BuildError("no nvcc")
+
+    monkeypatch.setattr(resources, "measure", fail)
+    with pytest.raises(SystemExit, match="no nvcc"):
+        build.main(["--arch", "9.0a", "--report"])
+
+
 def test_what_is_built_ahead_is_what_servers_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """For steps and extends of each format and, if asked for, for drafts with windows and without."""
     built: list[cuda.Variant] = []

@@ -299,6 +299,22 @@ def _rewrite(path: Path, number: int, record: dict) -> None:
     path.write_bytes(data[:at] + len(new).to_bytes(4, "little") + new + data[end:])
 
 
+def test_two_servers_do_not_record_in_one_file(tmp_path: Path) -> None:
+    """The second one is refused, and the first one's recording stays; when that has ended, the file may be used again."""
+    server = Server(tmp_path / "x.pat")
+    server.run(20)
+    size = (tmp_path / "x.pat").stat().st_size
+    code = "import sys; from pathlib import Path; from test_trace import HEADER, trace; trace.TraceWriter(Path(sys.argv[1]), HEADER, 1 << 20)"
+    command = [sys.executable, "-c", code, str(tmp_path / "x.pat")]
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.stderr.splitlines()[-1].endswith(f"another server records in {tmp_path / 'x.pat'}: name another file")
+    assert (tmp_path / "x.pat").stat().st_size == size
+    server.writer._file.close()
+    subprocess.run(command, env=environment, check=True)
+    assert 0 < (tmp_path / "x.pat").stat().st_size < size
+
+
 def test_a_recording_is_named_though_its_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`/server_info` has its path."""
     folder = tmp_path / "gone"

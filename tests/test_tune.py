@@ -95,6 +95,12 @@ def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: py
         devices.TablesError, match=r"is not a table of tiles, make one with `python -m sglang_pat.tune`"
     ):
         devices.load(tmp_path / "table.json")
+    (tmp_path / "table.json").write_bytes(b'{"gpu": "\xff"}')
+    with pytest.raises(devices.TablesError, match="is not a table of tiles"):
+        devices.load(tmp_path / "table.json")
+    with pytest.raises(SystemExit, match="cannot be written: No such file"):
+        tune.main(["--derive", "a100", "--output", str(tmp_path / "nowhere" / "x.json")])
+    assert '"gpu"' in capsys.readouterr().out, "what was measured is printed"
     good = json.loads(next(devices.TABLES.glob("*.json")).read_text())
     for wrong in (
         {"sms": 0},

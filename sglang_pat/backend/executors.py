@@ -251,8 +251,14 @@ class CudaExecutor:
 def create(
     runner: ModelRunner, config: PatConfig, specs: Iterable[AttentionSpec], extends: bool = False
 ) -> list[Executor]:
-    """An executor for each spec, on the runner's device. `extends`: whether they run extends too."""
+    """An executor for each spec, on the runner's device. `extends`: whether they run extends too.
+
+    Raises:
+        TablesError: `SGLANG_PAT_TILES` is not a table.
+    """
     if runner.device != "cuda":
+        if config.tiles:
+            devices.load(Path(config.tiles))  # of no use here, and wrong all the same
         return [CpuExecutor(runner, config, spec) for spec in specs]
     made = [CudaExecutor(runner, config, spec, extends) for spec in specs]
     workspace = torch.empty(max(executor.workspace_bytes for executor in made), dtype=torch.uint8, device="cuda")

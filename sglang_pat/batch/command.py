@@ -23,7 +23,11 @@ DEFAULTS = {"--attention-backend": "pat", "--log-level": "warning"}
 
 
 def engine(flags: Sequence[str]) -> Engine:
-    """An engine with flags of SGLang's server, and with those of DEFAULTS where it is not told otherwise."""
+    """An engine with flags of SGLang's server, and with those of DEFAULTS where it is not told otherwise.
+
+    Raises:
+        BatchError: There is no such model, or it is not served with these flags.
+    """
     import sglang
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -31,7 +35,10 @@ def engine(flags: Sequence[str]) -> Engine:
     load_plugins()
     # A file may have them too, and flags would win over it.
     added = [] if "--config" in flags else [word for default in DEFAULTS.items() for word in default]
-    return sglang.Engine(server_args=prepare_server_args([*added, *flags]))
+    try:
+        return sglang.Engine(server_args=prepare_server_args([*added, *flags]))
+    except (OSError, ValueError) as error:
+        raise BatchError(f"the engine does not start: {' '.join(str(error).split())}") from None
 
 
 class Progress:
@@ -155,10 +162,11 @@ def checked(place: Place) -> Place:
 async def _on_servers(requests: Sequence[Request], place: Place, progress: Progress) -> None:
     most = servers.in_flight_at_most(place.in_flight, len(place.urls))
     if most < place.in_flight:
-        progress.warn(f"{most} requests in flight at each server: this process may not have more connections")
+        wanted = servers.SPARE_FILES + place.in_flight * len(place.urls)
+        progress.warn(f"at most {most} in flight at each server: raise `ulimit -n` to {wanted} for {place.in_flight}")
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
-    async with servers.connect(place.urls, place.key) as found:
+    async with servers.connect(place.urls, place.key, told.is_set) as found:
         rooms = await asyncio.gather(*(server.room() for server in found))
         replicas = [job.in_time(server, place.patience, url) for server, url in zip(found, place.urls, strict=True)]
         await job.answer_all(requests, replicas, progress.keep, most, told.is_set, progress.warn, rooms)

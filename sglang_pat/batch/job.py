@@ -37,6 +37,10 @@ Ask = Callable[[Request], Awaitable[tuple[int, Json]]]
 """Gives the HTTP status and body of the answer to a request."""
 
 
+class StoppedError(Exception):
+    """The job shall end, and no server has this request: it was to be asked once more."""
+
+
 class LostError(Exception):
     """A replica answers no more; the message says which, and why."""
 
@@ -254,6 +258,8 @@ async def answer_all(
                 if not shares.living:
                     raise BatchError(f"{error}; {left} requests have no answer yet: the same command goes on")
                 warn(f"{error}; its requests go to the others")
+                continue
+            if isinstance(error, StoppedError):
                 continue
             record = _record(request, task)
             shares.finish(replica, rank, usage_of(record["response"]["body"]) if record["response"] else Usage())

@@ -77,7 +77,7 @@ def parse(number: int, text: bytes) -> Request | Failure:
     try:
         # Some editors begin a file with a mark.
         found = msgspec.json.decode(text.removeprefix(codecs.BOM_UTF8) if number == 1 else text)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return Failure(number, None, "invalid_line", f"line {number} is no JSON: {error}")
     return check(number, found)
 

@@ -8,13 +8,13 @@ import errno
 import os
 import resource
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
-from sglang_pat.batch.job import PROBE, PROBES, LostError, room_of
+from sglang_pat.batch.job import PROBE, PROBES, LostError, StoppedError, room_of
 from sglang_pat.batch.lines import LONGEST, BatchError, Json, Request
 from sglang_pat.batch.order import Room
 
@@ -102,13 +102,14 @@ class _NoAnswerError(Exception):
 class Server:
     """A server that is asked; called with a request, it gives the HTTP status and body of its answer, or raises LostError."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, stopping: Callable[[], bool] = lambda: False) -> None:
         """
         Args:
             session: As `connect` makes it.
             url: Its address, without a path.
+            stopping: Whether no more shall be asked.
         """
-        self._session, self._url = session, url
+        self._session, self._url, self._stopping = session, url, stopping
         self._answered = 0
         self._model = ""
         self._probing = asyncio.Lock()
@@ -148,6 +149,7 @@ class Server:
         Raises:
             LostError: The server answers nobody.
             RuntimeError: It answers others, but not this request.
+            StoppedError: No more shall be asked, and it has not taken this request.
         """
         await self._known.wait()
         body = msgspec.json.encode(request.body)
@@ -174,7 +176,11 @@ class Server:
                     raise self._lost(_says(status))
                 pause = PAUSES[min(full, len(PAUSES) - 1)]
                 failed, full = 0, full + 1
-            await asyncio.sleep(pause)
+            began = time.monotonic()
+            while (rest := began + pause - time.monotonic()) > 0:
+                if self._stopping():
+                    raise StoppedError
+                await asyncio.sleep(min(rest, 1))
 
     async def _once(self, url: str, body: bytes) -> tuple[int, Json | None]:
         """The status and body of an answer; no body if the queue is full.
@@ -300,7 +306,8 @@ def _decode(status: int, text: bytes) -> Json:
         if 400 <= status < 600:
             # Of a proxy, perhaps, to which a request is too large.
             return {"error": {"message": text[:1000].decode(errors="replace"), "code": status}}
-        raise _NoAnswerError(f"an answer with status {status} is no JSON object: {error}") from None
+        what = "a redirection" if 300 <= status < 400 else f"no JSON object: {error}"
+        raise _NoAnswerError(f"an answer with status {status} is {what}") from None
     if not 400 <= status < 600 and not (status == 200 and isinstance(found.get("choices"), list)):
         raise _NoAnswerError(f"an answer with status {status} has no choices")
     return found
@@ -338,13 +345,15 @@ def in_flight_at_most(wanted: int, servers: int) -> int:
     most = wanted if soft == resource.RLIM_INFINITY else (soft - SPARE_FILES) // servers
     if most < 1:
         raise BatchError(
-            f"this process may open {soft} files only: raise `ulimit -n` to {SPARE_FILES + servers} or more"
+            f"this process may open {soft} files only: raise `ulimit -n` to {SPARE_FILES + wanted * servers}"
         )
     return min(wanted, most)
 
 
 @contextlib.asynccontextmanager
-async def connect(urls: Sequence[str], key: str) -> AsyncIterator[list[Server]]:
+async def connect(
+    urls: Sequence[str], key: str, stopping: Callable[[], bool] = lambda: False
+) -> AsyncIterator[list[Server]]:
     """Servers to be asked, until the context is left.
 
     Args:
@@ -360,7 +369,7 @@ async def connect(urls: Sequence[str], key: str) -> AsyncIterator[list[Server]]:
     async with aiohttp.ClientSession(
         headers=headers, timeout=times, connector=connector, cookie_jar=aiohttp.DummyCookieJar()
     ) as session:
-        servers = [Server(session, url) for url in urls]
+        servers = [Server(session, url, stopping) for url in urls]
         try:
             yield servers
         finally:

@@ -122,7 +122,7 @@ def load(path: Path) -> GpuTable:
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=GpuTable)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TablesError(
             f"{path} is not a table of tiles, make one with `python -m sglang_pat.tune`: {error}"
         ) from None

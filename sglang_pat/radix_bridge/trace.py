@@ -6,6 +6,8 @@ are events and `PlanMade`. There are no prompts in it: nodes are distinguished b
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -96,12 +98,28 @@ class TraceWriter:
             raise TraceError(f"SGLANG_PAT_TRACE: {path} is a pipe: name a file")
         try:
             self._path = path.absolute()
-            self._file = path.open("wb")
+            self._file = path.open("ab")
+            self._take(path)
             self._file.write(MAGIC)
             self._record(header)
             self._file.flush()
         except OSError as error:
             raise TraceError(f"SGLANG_PAT_TRACE: {path} cannot be written: {error.strerror}") from None
+
+    def _take(self, path: Path) -> None:
+        """Empty the file, unless another process records in it.
+
+        Raises:
+            TraceError: It does.
+        """
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                raise TraceError(f"SGLANG_PAT_TRACE: another server records in {path}: name another file") from None
+            # A filesystem without locks.
+        if path.is_file():
+            self._file.truncate(0)
 
     @property
     def is_open(self) -> bool:
