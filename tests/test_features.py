@@ -4,7 +4,6 @@ here."""
 from __future__ import annotations
 
 import argparse
-import ast
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,10 +75,9 @@ WORDS = ("--", "SGLANG_")
 
 def test_every_feature_that_works_is_shown_and_every_other_has_a_way_out() -> None:
     functions = {
-        f"{path.name}::{node.name}"
+        f"{path.name}::{name}"
         for path in TESTS.glob("test_*.py")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        for name in re.findall(r"^(?:def|class) (\w+)", path.read_text(), re.MULTILINE)
     }
     for feature in ALL:
         assert bool(feature.shown) == (feature.status != "refused"), feature.name
