@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import heapq
 import json
 import os
@@ -30,7 +31,7 @@ from test_batch import FLAGS, chat, choice, completion, job, requests_of, until
 
 from sglang_pat import cli, compat
 from sglang_pat.batch import servers
-from sglang_pat.batch.job import StoppedError, answer_all, in_time
+from sglang_pat.batch.job import LostError, StoppedError, answer_all, in_time
 from sglang_pat.batch.lengths import Usage
 from sglang_pat.batch.lines import BatchError, Request
 from sglang_pat.batch.order import Room
@@ -703,3 +704,33 @@ def test_a_request_that_is_to_be_asked_once_more_ends_with_the_job(monkeypatch: 
 
     with pytest.raises(StoppedError):
         asyncio.run(ask())
+
+
+def test_what_nobody_waits_for_any_more_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may fail while it is being cancelled: `wait_for` gives what came just then."""
+    reported: list[Any] = []
+
+    async def fail(_: Request) -> Any:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise LostError("gone") from None
+
+    async def ask() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+        server = servers.Server(None, "http://127.0.0.1:1")  # type: ignore[arg-type]
+        server._watcher = asyncio.ensure_future(asyncio.sleep(60, ""))
+        monkeypatch.setattr(server, "_ask", fail)
+        (request,) = requests_of(["a"])
+        asked = asyncio.ensure_future(server(request))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        server.close()
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    asyncio.run(ask())
+    gc.collect()
+    assert not reported

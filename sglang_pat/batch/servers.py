@@ -120,6 +120,8 @@ class Server:
         if self._watcher is None:
             self._watcher = asyncio.ensure_future(self._watch())
         asked = asyncio.ensure_future(self._ask(request))
+        # Where nobody waits for it any more, asyncio would print what it failed with.
+        asked.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.wait((asked, self._watcher), return_when=asyncio.FIRST_COMPLETED)
             if asked.done():
