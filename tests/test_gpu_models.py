@@ -173,42 +173,35 @@ def test_a_pool_for_windows(gpu_model: Path, tmp_path: Path) -> None:
                 assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
 
 
-def test_sinks(gpu_model: Path, tmp_path: Path) -> None:
-    """A gpt-oss-shaped model, with windows of gpt-oss's length in a pool of their own."""
+def assert_answers_are_those_of_fa3(model: Path, more: list[str], folder: Path) -> list[Answer]:
+    """In bfloat16: its steps are eight times those of float16, and few tokens lie that far apart. Returns FA3's answers."""
     prompts = workload.nested_prompts(2, 3, 8, unrelated=8)
-    model = gpt_oss.write(tmp_path / "model", gpu_model, 128)
-    flags = [*WITHOUT_PREFILL_GRAPHS, "--dtype", "bfloat16", "--moe-runner-backend", "triton", POOL, "60000"]
+    flags = [*WITHOUT_PREFILL_GRAPHS, "--dtype", "bfloat16", *more, POOL, "60000"]
     with ExitStack() as stack:
         servers = {}
         for backend, environment in (("fa3", {}), ("pat", CHECKED)):
-            server = Server(model, backend, tmp_path / f"{backend}.log", flags, environment, on_cpu=False)
+            server = Server(model, backend, folder / f"{backend}.log", flags, environment, on_cpu=False)
             servers[backend] = stack.enter_context(server)
         for server in servers.values():
             server.wait()
         expected, answers = (generate_all(servers[backend], prompts) for backend in ("fa3", "pat"))
-        # In bfloat16: its steps are eight times those of float16, and few tokens lie that far apart.
         assert_agree(answers, expected, close=0.25, least=0.04)
         counters = assert_sound(servers["pat"])
         assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
+    return expected
+
+
+def test_sinks(gpu_model: Path, tmp_path: Path) -> None:
+    """A gpt-oss-shaped model, with windows of gpt-oss's length in a pool of their own."""
+    model = gpt_oss.write(tmp_path / "model", gpu_model, 128)
+    assert_answers_are_those_of_fa3(model, ["--moe-runner-backend", "triton"], tmp_path)
 
 
 def test_unequal_dimensions(gpu_model: Path, tmp_path: Path) -> None:
     """A MiMo-V2-shaped model: V narrower than K, and for windows sinks, other KV heads and a pool of their own."""
-    prompts = workload.nested_prompts(2, 3, 8, unrelated=8)
     model = mimo.write(tmp_path / "model", gpu_model, 128)
-    flags = [*WITHOUT_PREFILL_GRAPHS, "--dtype", "bfloat16", "--trust-remote-code", POOL, "60000"]
-    with ExitStack() as stack:
-        servers = {}
-        for backend, environment in (("fa3", {}), ("pat", CHECKED)):
-            server = Server(model, backend, tmp_path / f"{backend}.log", flags, environment, on_cpu=False)
-            servers[backend] = stack.enter_context(server)
-        for server in servers.values():
-            server.wait()
-        expected, answers = (generate_all(servers[backend], prompts) for backend in ("fa3", "pat"))
-        assert len({tuple(answer.ids) for answer in expected}) > len(prompts) / 2, "answers that depend on prompts"
-        assert_agree(answers, expected, close=0.25, least=0.04)
-        counters = assert_sound(servers["pat"])
-        assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
+    expected = assert_answers_are_those_of_fa3(model, ["--trust-remote-code"], tmp_path)
+    assert len({tuple(answer.ids) for answer in expected}) > len(expected) / 2, "answers that depend on prompts"
 
 
 @pytest.mark.parametrize("name", hybrid.WRITERS)

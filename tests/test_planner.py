@@ -30,9 +30,11 @@ A, B, C, D = range(4)
 class Decode:
     """A batch that decodes: `step` runs one step, and every request has one token more."""
 
-    def __init__(self, reuse: bool = True, ahead: bool = False, config: PackConfig = CONFIG) -> None:
+    def __init__(
+        self, reuse: bool = True, ahead: bool = False, config: PackConfig = CONFIG, max_slots: int = 2**31 - 1
+    ) -> None:
         buffers = [torch.zeros(layout.capacity(config, 64), dtype=torch.int32) for _ in range(2)]
-        self.scheduler = NativeScheduler(config, max_batch=64, buffers=buffers)
+        self.scheduler = NativeScheduler(config, 64, max_slots, buffers)
         self.planner = Planner(self.scheduler, reuse, ahead)
         self.seq_lens: dict[int, int] = {}
         self.apply(NodeInserted(1, ROOT, 500, bytes(16)))
@@ -202,12 +204,7 @@ def test_a_plan_that_contradicts_the_slots_is_not_used(decode: Decode) -> None:
 
 def test_a_plan_that_is_too_large_gives_way_to_one_that_stands(caplog) -> None:
     """It is not made again in each step; another batch is planned anew."""
-    config = msgspec.structs.replace(CONFIG, workers=16)
-    buffers = [torch.zeros(layout.capacity(config, 64), dtype=torch.int32) for _ in range(2)]
-    small = Decode(config=config)
-    small.scheduler = NativeScheduler(config, 64, 1, buffers)
-    small.planner = Planner(small.scheduler)
-    small.apply(NodeInserted(1, ROOT, 500, bytes(16)))
+    small = Decode(config=msgspec.structs.replace(CONFIG, workers=16), max_slots=1)
     for request in (A, B, C):
         small.join(request)
     plans = [small.step() for _ in range(5)]
