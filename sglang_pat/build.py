@@ -6,11 +6,13 @@ Run it with the GPU and the kind of CPU of the servers. It fills the folder TVM_
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import torch
 
 from sglang_pat import jit
@@ -41,22 +43,17 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
         ValueError: There are no kernels for one of them.
     """
     found: dict[cuda.Variant, None] = {}
-    for name in options.dtype:
-        dtype = getattr(torch, name)
-        for kv in options.kv_cache_dtype:
-            form = FORMATS[name if kv == "auto" else capabilities.FP8.get(kv, kv)]
-            for dim in options.head_dim:
-                spec = AttentionSpec(1, 1, dim, options.v_head_dim or dim, form, sinks=options.sinks)
-                # Extends of KV in few bits run over a workspace (backend/low_bit_prefill.py).
-                found.update(dict.fromkeys(cuda.variants(spec, arch, dtype=dtype, extends=not form.is_low_bit)))
-                if options.drafts:
-                    windows = (0, 1) if options.windows else (0,)
-                    drafts = [
-                        AttentionSpec(1, 1, dim, spec.v_head_dim, form, window, options.sinks, 2) for window in windows
-                    ]
-                    found.update(
-                        dict.fromkeys(one for draft in drafts for one in cuda.variants(draft, arch, dtype=dtype))
-                    )
+    for name, kv, dim in itertools.product(options.dtype, options.kv_cache_dtype, options.head_dim):
+        form = FORMATS[name if kv == "auto" else capabilities.FP8.get(kv, kv)]
+        spec = AttentionSpec(1, 1, dim, options.v_head_dim or dim, form, sinks=options.sinks)
+        specs = [spec]
+        if options.drafts:
+            windows = (0, 1) if options.windows else (0,)
+            specs += [msgspec.structs.replace(spec, window=window, query_tokens=2) for window in windows]
+        for one in specs:
+            # Extends of KV in few bits run over a workspace (backend/low_bit_prefill.py), those of drafts are the first spec's.
+            extends = one is spec and not form.is_low_bit
+            found.update(dict.fromkeys(cuda.variants(one, arch, dtype=getattr(torch, name), extends=extends)))
     return list(found)
 
 

@@ -167,8 +167,9 @@ class CudaExecutor:
         tiles = capabilities.tile_table(
             cuda.arch_of(device), spec.head_dim, torch.cuda.get_device_name(device), table, spec.kv.bits
         )
-        # In parallel, if there are two.
-        cuda.build(cuda.variants(spec, cuda.arch_of(device), tiles.query_tiles, runner.dtype, extends))
+        if extends:
+            # Compile both modules in parallel.
+            cuda.build(cuda.variants(spec, cuda.arch_of(device), tiles.query_tiles, runner.dtype, extends))
         self._decoder = cuda.Decoder(spec, tiles, device, dtype=runner.dtype)
         self._extender = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, limits=True) if extends else None
         self.pack_config = PackConfig.of(spec, tiles, self._decoder.workers, config.policy)

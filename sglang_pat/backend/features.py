@@ -76,19 +76,19 @@ def _any(*several: Asked) -> Asked:
     return lambda arguments, environment: any(asked(arguments, environment) for asked in several)
 
 
+def _graph_backends(arguments: Any, phase: str) -> set[str | None]:
+    """How a phase's steps are captured in graphs: as resolved, and as the user said."""
+    resolved = getattr(getattr(arguments, "cuda_graph_config", None), phase, None)
+    return {getattr(resolved, "backend", None), getattr(arguments, f"cuda_graph_backend_{phase}", None)}
+
+
 def _full_prefill_graph(arguments: Any, environment: Mapping[str, str]) -> bool:
-    prefill = getattr(getattr(arguments, "cuda_graph_config", None), "prefill", None)
-    return (
-        getattr(prefill, "backend", None) == "full" or getattr(arguments, "cuda_graph_backend_prefill", None) == "full"
-    )
+    return "full" in _graph_backends(arguments, "prefill")
 
 
 def _other_decode_graph(arguments: Any, environment: Mapping[str, str]) -> bool:
-    """Decode steps are captured in pieces; with `--debug-cuda-graph` too."""
-    decode = getattr(getattr(arguments, "cuda_graph_config", None), "decode", None)
-    named = (getattr(decode, "backend", None), getattr(arguments, "cuda_graph_backend_decode", None))
-    captured = any(backend not in (None, "full", "disabled") for backend in named)
-    return captured or bool(getattr(arguments, "debug_cuda_graph", False))
+    """Decode steps are captured in pieces."""
+    return not _graph_backends(arguments, "decode") <= {None, "full", "disabled"}
 
 
 def _given(name: str, *harmless: str | int | None) -> Asked:
@@ -227,7 +227,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _refused("prefill as one graph", "`--cuda-graph-backend-prefill full`", _full_prefill_graph,
                  "leave it out, or take --cuda-graph-backend-prefill breakable"),
         _refused("decode in anything but full graphs", "`--cuda-graph-backend-decode`, `--cuda-graph-config`, `--debug-cuda-graph`",
-                 _other_decode_graph, "leave it out"),
+                 _any(_other_decode_graph, _set("debug_cuda_graph")), "leave it out"),
         _refused("torch.compile", "`--enable-torch-compile`", _set("enable_torch_compile"), "leave it out"),
         _refused("megakernels (0.5.23)", "`--enable-nvidia-megakernel`, `--enable-amd-monokernel`",
                  _any(_set("enable_nvidia_megakernel"), _set("enable_amd_monokernel")), _LEAVE_OUT),

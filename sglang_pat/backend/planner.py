@@ -138,11 +138,13 @@ class Planner:
             self._report_failure()
             # What is too large will be so in the next step too. Its lengths are told by then.
             stands = isinstance(failure, PlanTooLargeError) and not aside
-            self._since_told = 0 if stands else self._since_told
+            if stands:
+                self._since_told = 0
             self._fall_back(seq_lens, stands)
             return
         self._beside = aside and good == 0
-        self._since_told = self._since_told if self._beside else 0
+        if not self._beside:
+            self._since_told = 0
         self._counts.plans_ahead += ahead
         self._hand_out(index, good, seq_lens, ahead=ahead)
 

@@ -125,11 +125,10 @@ class Observer:
             except InconsistentError as fault:
                 # An eviction takes effect all the same, and must do so in every scheduler.
                 faults.append(fault)
-        if faults and not isinstance(event, NodeEvicted):
-            raise faults[0]
-        self.nodes += isinstance(event, NodeInserted | NodeSplit)
-        for subscriber in self.subscribers:
-            subscriber(event)
+        if not faults or isinstance(event, NodeEvicted):
+            self.nodes += isinstance(event, NodeInserted | NodeSplit)
+            for subscriber in self.subscribers:
+                subscriber(event)
         if faults:
             raise faults[0]
 
