@@ -1,14 +1,14 @@
 """Answers a file of requests whose prefixes are shared, by each server in turn (BatchLLM, section 6):
 
     python benchmarks/batch.py --model MODEL --dummy --settings fa3 flashinfer/dfs-weight pat pat//0
-    python benchmarks/batch.py --model MODEL --shapes 2000/200x16 --settings pat --requests 6400 --answer 100
+    python benchmarks/batch.py --model MODEL --shapes 2000/200x16 200/2000x16:640 --settings pat --requests 6400 --answer 100
 
 A setting is `BACKEND/POLICY/DEFER`: what goes to `--attention-backend` and `--schedule-policy` (fcfs), and whether requests wait for each
 other's prefixes (1; SGLANG_PAT_DEFER, which other backends than `pat` know nothing of). A shape is PREFIX/OWNxDEGREE: tokens that so many
-requests share, and tokens of each.
+requests share, and tokens of each; behind a colon, how many requests there are if not `--requests`.
 
 All requests are sent at once, from a file that is sorted by prefix and from one that is shuffled; to `pat` also as `sglang-pat batch
---url` does. Caches are flushed in between. The output is written after each run, so that what was measured stays if time ends.
+--url` does, and with `--without` so with parts of its order switched off, one at a time. Caches are flushed in between. The output is written after each run, so that what was measured stays if time ends.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import re
 import time
 import urllib.error
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -30,10 +31,18 @@ from serving import make_parser, sglang_flags
 
 from sglang_pat.batch import job, servers
 from sglang_pat.batch.lines import Json, Request
+from sglang_pat.batch.order import Room
 from sglang_pat.demo.server import Server
 
 SHAPES = ["2000/200x16", "2000/200x4", "1000/1000x16", "1000/1000x4", "200/2000x16", "200/2000x4", "1100/400x7"]
 """The paper's: table 2, and case 1 of section 6."""
+
+PARTS = {
+    "spacing": "followers wait until so much else was handed out that their leader's prefix is in the cache",
+    "memory": "no more nodes than the server's pool has room for",
+    "window": "the server holds some of the requests, not all",
+}
+"""Of the order in which `sglang-pat batch` sends requests (sglang_pat/batch/order.py)."""
 
 VOCABULARY = 500
 """Token ids below this are in every vocabulary, the tiny model's too."""
@@ -41,7 +50,8 @@ VOCABULARY = 500
 
 class Record(msgspec.Struct):
     """One job on one server. `prefill_saved` is the share of all prompts' tokens that came from the cache, `saved_at_most` what a cache
-    without end would have saved; `batch` says whether `sglang-pat batch` sent the requests; `pool` is the tokens that the server's KV has room for."""
+    without end would have saved; `batch` says whether `sglang-pat batch` sent the requests; `pool` is the tokens that the server's KV has room for,
+    and `without` the part of `batch` that was switched off."""
 
     shape: str
     degree: int
@@ -57,6 +67,7 @@ class Record(msgspec.Struct):
     prefill_saved: float
     saved_at_most: float
     pool: int
+    without: str = ""
 
 
 async def pool_of(url: str) -> int:
@@ -66,15 +77,16 @@ async def pool_of(url: str) -> int:
 
 
 def requests_of(shape: str, count: int, answer: int) -> tuple[list[Request], float]:
-    """A job, sorted by prefix, and the share of its prefill that can be saved.
+    """A job of `count` requests, or as many as its shape says, sorted by prefix, and the share of its prefill that can be saved.
 
     Raises:
         SystemExit: There is no such shape.
     """
-    found = re.fullmatch(r"(\d+)/(\d+)x(\d+)", shape)
+    found = re.fullmatch(r"(\d+)/(\d+)x(\d+)(?::(\d+))?", shape)
     if found is None:
-        raise SystemExit(f"--shapes: {shape} is not PREFIX/OWNxDEGREE")
-    prefix, own, degree = map(int, found.groups())
+        raise SystemExit(f"--shapes: {shape} is not PREFIX/OWNxDEGREE, nor PREFIX/OWNxDEGREE:REQUESTS")
+    prefix, own, degree = map(int, found.groups()[:3])
+    count = int(found.group(4) or count)
     numbers = random.Random(shape)
     requests = []
     head: list[int] = []
@@ -88,7 +100,16 @@ def requests_of(shape: str, count: int, answer: int) -> tuple[list[Request], flo
     return requests, 1 - (groups * prefix + count * own) / (count * (prefix + own))
 
 
-async def answers(url: str, requests: Sequence[Request], batch: bool) -> list[Json]:
+def room_without(part: str, room: Room) -> Room:
+    """What a server has room for, as `batch` would take it if it did not know of a part."""
+    if part == "spacing":
+        return replace(room, chunk=0)
+    if part == "memory":
+        return replace(room, tokens=Room.tokens, requests=Room.requests)
+    return room
+
+
+async def answers(url: str, requests: Sequence[Request], batch: bool, without: str = "") -> list[Json]:
     """The bodies of all answers.
 
     Raises:
@@ -97,7 +118,9 @@ async def answers(url: str, requests: Sequence[Request], batch: bool) -> list[Js
     records: list[Json] = []
     async with servers.connect([url], "") as (server,):
         if batch:
-            await job.answer_all(requests, [server], records.append, rooms=[await server.room()])
+            in_flight = len(requests) if without == "window" else job.IN_FLIGHT
+            rooms = [room_without(without, await server.room())]
+            await job.answer_all(requests, [server], records.append, in_flight, rooms=rooms)
             found = [(one["response"] or {"status_code": one["error"], "body": {}}) for one in records]
             pairs = [(one["status_code"], one["body"]) for one in found]
         else:
@@ -109,22 +132,25 @@ async def answers(url: str, requests: Sequence[Request], batch: bool) -> list[Js
 
 
 def run(
-    url: str, shape: str, order: str, batch: bool, setting: tuple[str, str, bool], count: int, answer: int, pool: int
-) -> Record:
+    url: str, shape: str, order: str, batch: bool, setting: tuple[str, str, bool], count: int, answer: int, pool: int,
+    without: str = "",
+) -> Record:  # fmt: skip
     requests, at_most = requests_of(shape, count, answer)
+    count = len(requests)
     if order == "shuffled":
         random.Random(0).shuffle(requests)
     began = time.perf_counter()
-    bodies = asyncio.run(answers(url, requests, batch))
+    bodies = asyncio.run(answers(url, requests, batch, without))
     seconds = time.perf_counter() - began
     usage = [body["usage"] for body in bodies]
     prompt = sum(one["prompt_tokens"] for one in usage)
     cached = sum((one["prompt_tokens_details"] or {}).get("cached_tokens", 0) for one in usage)
     backend, policy, defer = setting
+    sizes, degree = shape.partition(":")[0].split("x")
     return Record(
-        shape.rpartition("x")[0], int(shape.rpartition("x")[2]), order, policy, backend, batch, defer and backend == "pat",
+        sizes, int(degree), order, policy, backend, batch, defer and backend == "pat",
         count, answer, round(count / seconds, 2), round(sum(one["completion_tokens"] for one in usage) / seconds, 1),
-        round(cached / prompt, 4), round(at_most, 4), pool,
+        round(cached / prompt, 4), round(at_most, 4), pool, without,
     )  # fmt: skip
 
 
@@ -154,6 +180,7 @@ def main() -> None:
     )
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--orders", nargs="+", default=["sorted", "shuffled"], choices=["sorted", "shuffled"])
+    parser.add_argument("--without", nargs="*", default=[], choices=list(PARTS), help="of batch, one at a time")
     parser.add_argument("--requests", type=int, default=6400)
     parser.add_argument("--answer", type=int, default=100, help="tokens of an answer")
     parser.add_argument("--on-cpu", action="store_true")
@@ -170,10 +197,12 @@ def main() -> None:
             asyncio.run(answers(server.url, requests_of("300/30x4", 64, 8)[0], False))
             pool = asyncio.run(pool_of(server.url))
             for shape in options.shapes:
-                runs = [(order, False) for order in options.orders] + ([("shuffled", True)] if backend == "pat" else [])
-                for order, batch in runs:
+                runs = [(order, False, "") for order in options.orders]
+                if backend == "pat":
+                    runs += [("shuffled", True, part) for part in ["", *options.without]]
+                for order, batch, part in runs:
                     flush(server)
-                    record = run(server.url, shape, order, batch, setting, options.requests, options.answer, pool)
+                    record = run(server.url, shape, order, batch, setting, options.requests, options.answer, pool, part)
                     result["records"].append(msgspec.structs.asdict(record))
                     print(record, flush=True)
                     options.output.write_text(json.dumps(result, indent=1) + "\n")
