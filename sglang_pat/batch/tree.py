@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from sglang_pat.batch.lines import Json, Request
 
-SHARED = 1024
-"""Bytes that requests must begin with to share a node: about 256 tokens, whose prefill takes less than a step."""
+SHARED = 512
+"""Bytes that requests must begin with to share a node: as many tokens as siblings wait for (`radix_bridge.siblings.BLOCK`)."""
 
 BLOCKS = 4
 """Of the shortest node: nodes are whole blocks, so that a path is no longer than its prompt has blocks."""
