@@ -258,7 +258,8 @@ class Runner:
         try:
             for _ in range(WARM_UP + STEPS):
                 tokens, _ = self.step(tokens, schedule)
-            self.synchronize()
+                # No scheduler is many steps ahead of the GPU: it would wait for plans to be copied, 9.5 ms in place of 0.01.
+                self.synchronize()
             if gpu:
                 record["step_ms"] = statistics.median(a.elapsed_time(b) for a, b in times[WARM_UP:])
             record["metadata_us"] = statistics.median(host_us[WARM_UP:])
