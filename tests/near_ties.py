@@ -63,7 +63,8 @@ def assert_agree(
             if tie and not (same and beyond):
                 break
             if known:
-                assert answer.likeliest[step][0][0] == pytest.approx(first[0], abs=close)
+                found = answer.likeliest[step][0][0]
+                assert found == pytest.approx(first[0], abs=close), (step, found, first, second)
     assert compared > least * total, "too few tokens to prove anything"
 
 
