@@ -41,7 +41,14 @@ def headers() -> dict[Path, str]:
             _constants("double", {"kAlpha": compute.ALPHA, "kBeta": compute.BETA, "kGamma": compute.GAMMA}),
         ),
         CSRC / "cuda" / "tiles.h": _file(
-            _constants("int", {"kTokens": capabilities.KV_TILE, "kNarrowM": capabilities.NARROW_M})
+            _constants(
+                "int",
+                {
+                    "kTokens": capabilities.KV_TILE,
+                    "kNarrowM": capabilities.NARROW_M,
+                    "kStepTokens": capabilities.WARP_TOKENS,
+                },
+            )
         ),
     }
 

@@ -82,7 +82,11 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
         assert step["minimum"] <= plan["kv_bytes"]
         assert plan["bins"][0] == 0 and plan["bins"][-1] == len(plan["items"])
         for begin, behind in pairwise(plan["bins"]):
-            members = [(sum(n for _, n in item[6]), item[1] - item[0]) for item in plan["items"][begin:behind]]
+            members = [
+                (queries, item[1] - item[0], config.rows_in_parts(queries, item[3]))
+                for item in plan["items"][begin:behind]
+                for queries in [sum(n for _, n in item[6])]
+            ]
             drawn = sum(item[5] + item[7] for item in plan["items"][begin:behind])
             # A bar is the share of one work item of the kernel; its price and its turn are each rounded down to a byte.
             rounded = config.bin_price(members) - drawn * config.cost.runs

@@ -462,7 +462,7 @@ def test_a_fall_back_is_as_even_as_whole_requests_let_it_be(lengths: list[int]) 
     take(scheduler, seq_lens)
     even = scheduler.current()[2]
     scheduler.fall_back(seq_lens, 1)
-    longest_request = config.item_price(1, max(lengths))
+    longest_request = config.whole_price(1, max(lengths))
     assert scheduler.current()[2] <= 1.1 * max(even, longest_request) + longest_request
 
 
@@ -660,15 +660,16 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"numbers": [0] * 20},
-        {"numbers": [1] * 19},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, -1, 0, 0, 1, 0, -1, 0, 8]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 2**30 + 1, 1, 0, -1, 0, 8]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 0, 0, -1, 0, 8]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, -1, -1, 0, 8]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 2**31, 0, 8]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 5, 0, 8]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 0]},
+        {"numbers": [0] * 21},
+        {"numbers": [1] * 20},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, -1, 0, 0, 1, 0, -1, 0, 8, 1]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 2**30 + 1, 1, 0, -1, 0, 8, 1]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 0, 0, -1, 0, 8, 1]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, -1, -1, 0, 8, 1]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 2**31, 0, 8, 1]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 5, 0, 8, 1]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 0, 1]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 0]},
         {"query_tiles": []},
         {"kv_tiles": []},
         {"kv_bounds": [1, 2, 3, 4]},
@@ -680,7 +681,7 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
 def test_a_scheduler_with_numbers_that_cannot_be_is_not_made(changes: dict[str, list[int]]) -> None:
     names = ["numbers", "rates", "items", "short_tokens", "query_tiles", "kv_tiles", "kv_bounds"]
     right = [
-        [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8],
+        [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 1],
         [1] * 9,
         [1] * 9,
         [0] * 9,

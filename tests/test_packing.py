@@ -110,9 +110,8 @@ def test_counts_of_the_plan_are_those_of_its_items(batch: Batch, config: PackCon
 def test_work_items_respect_the_largest_tile(batch: Batch, config: PackConfig) -> None:
     for item in make_plan(batch, config).items:
         rows = len(item.queries) * config.cost.group
-        start, end = item.span(batch.seq_lens)
-        if config.in_parts(len(item.queries), end - start):
-            assert item.tile.m == config.tiles.warp_m < rows
+        if config.rows_in_parts(len(item.queries), item.tile.m):
+            assert item.tile.m == config.tiles.warp_m < rows and len(item.queries) == 1
             continue
         assert rows <= item.tile.m, "with any number of heads"
         assert item.tile.m == TILES.query_tiles[0] or item.tile.m < 4 * rows, "the smallest tile that holds the rows"
@@ -127,20 +126,22 @@ def test_a_plan_is_good_as_long_as_growing_tails_leave_its_bins_even(batch: Batc
     )
     assert plan.steps >= min(LEAST_STEPS, full) and plan.steps > 0
 
-    def sizes(item: WorkItem, steps: int) -> tuple[int, int]:
+    def sizes(item: WorkItem, steps: int) -> tuple[int, int, bool]:
         start, end = item.span([length + steps for length in batch.seq_lens])
-        return len(item.queries), end - start
+        return len(item.queries), end - start, config.rows_in_parts(len(item.queries), item.tile.m)
 
     members = [plan.items[begin:behind] for begin, behind in pairwise(plan.bins)]
 
     # With the last step a window may be full, and then does not grow any more.
     average = sum(config.bin_price(sizes(item, 0) for item in items) for items in members) / len(members)
     tolerated = max(average / UNEVEN, TILES.kv_tiles[-1] * config.token_price(1))
-    growth = [
-        sum((sizes(item, plan.steps)[1] - sizes(item, 0)[1]) * config.growth_price(*sizes(item, 0)) for item in items)
-        for items in members
-    ]
-    assert plan.steps == LEAST_STEPS or max(growth) - sum(growth) / len(growth) <= tolerated
+
+    def growth(item: WorkItem) -> int:
+        queries, tokens, in_parts = sizes(item, 0)
+        return (sizes(item, plan.steps)[1] - tokens) * config.growth_price(queries, in_parts)
+
+    growths = [sum(map(growth, items)) for items in members]
+    assert plan.steps == LEAST_STEPS or max(growths) - sum(growths) / len(growths) <= tolerated
 
 
 def test_the_model_reproduces_the_papers_rule_for_one_head_per_kv_head() -> None:
@@ -244,12 +245,13 @@ def test_a_short_pack_is_run_by_small_tiles_where_that_costs_less(queries: int, 
 
     def cost(pieces: int) -> int:
         size = -(-queries // pieces)
-        return pieces * (tokens * config.token_price(size) + config.start_price(size))
+        computed = max(tokens, PRICED.warp_tokens) if size <= config.warp_queries else tokens
+        return pieces * (computed * config.token_price(size) + config.start_price(size))
 
     fewest, most = -(-queries // config.max_queries), -(-queries // config.few_queries)
     pieces = config.pieces(queries, tokens)
     assert config.pack_price(queries, tokens) == cost(pieces)
-    if fewest == 1:
+    if fewest == 1 and tokens >= PRICED.warp_tokens:
         assert pieces == min((fewest, most), key=cost)
     else:
         assert pieces in (fewest, most) and cost(pieces) <= 1.5 * min(map(cost, (fewest, most)))

@@ -11,7 +11,7 @@ from sglang_pat.packing import POLICIES, Batch, CostModel, Node, PackConfig, Til
 
 TILES = TileTable(query_tiles=(4, 16, 64), kv_tiles=(8, 16), kv_bounds=(24,))
 PRICED = msgspec.structs.replace(
-    TILES, token_ns=(32, 40, 50), item_ns=(250, 500, 4_500), warp_m=16, turn_ns=6_000, bin_ns=1_000, wave_ns=7_500,
+    TILES, token_ns=(32, 40, 50), item_ns=(250, 500, 4_500), warp_m=16, warp_tokens=16, turn_ns=6_000, bin_ns=1_000, wave_ns=7_500,
     bytes_per_ns=4, sms=2,
 )  # fmt: skip
 """Tiles of more rows cost more a token, and much more to start."""

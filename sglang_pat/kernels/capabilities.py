@@ -46,6 +46,10 @@ KV_TILE = 64
 NARROW_M = 16
 """The most rows that a single warp computes (`kNarrowM` in csrc/cuda/tiles.h)."""
 
+WARP_TOKENS = 16
+"""Tokens that it computes at a time (`kStepTokens` in csrc/cuda/tiles.h): on an H100 one of them took as long as 16 (benchmarks/NOTES.md,
+"Prices of an H100")."""
+
 
 def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
     """Every m of an architecture's kernels; 128 and 192 rows take several warpgroups (csrc/cuda/threads.cuh, `groups`).
@@ -76,7 +80,7 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     table = table or devices.find(arch, gpu)
     # Prices of 128 dimensions scaled up make worse plans than no prices (benchmarks/NOTES.md, 2026-11-23).
     if table is not None and head_dim <= table.head_dim:
-        priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M, kv_bits)
+        priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M, WARP_TOKENS, kv_bits)
         if priced is not None:
             return priced
     return TileTable(tiles, (KV_TILE,), ())

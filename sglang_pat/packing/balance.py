@@ -29,7 +29,7 @@ LEAST_STEPS = 8
 class _Queue(msgspec.Struct):
     """Packs waiting for a bin. The KV of the first one before `begin` is already in a bin."""
 
-    packs: list[Pack]
+    packs: list[Pack]  # with whether they are run in parts
     index: int = 0
     begin: int = 0
 
@@ -42,16 +42,18 @@ class _Queue(msgspec.Struct):
     def size(self) -> int:
         return len(self.packs[self.index].queries)
 
+    def in_parts(self) -> bool:
+        return self.packs[self.index].in_parts
+
     def take(self) -> Pack:
-        pack = self.packs[self.index]
-        piece = Pack(self.start(), pack.end, pack.queries)
+        piece = msgspec.structs.replace(self.packs[self.index], start=self.start())
         self.index, self.begin = self.index + 1, 0
         return piece
 
     def cut(self, tokens: int) -> Pack:
         start = self.start()
         self.begin = start + tokens
-        return Pack(start, self.begin, self.packs[self.index].queries)
+        return msgspec.structs.replace(self.packs[self.index], start=start, end=self.begin)
 
 
 def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[list[Pack]]:
@@ -62,7 +64,11 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         seq_lens: Tokens of each request.
         config: Device and model.
     """
-    prices = [config.item_price(len(pack.queries), kv_length(pack, seq_lens)) for pack in packs]
+    packs = [
+        msgspec.structs.replace(pack, in_parts=config.in_parts(len(pack.queries), kv_length(pack, seq_lens)))
+        for pack in packs
+    ]
+    prices = [config.item_price(len(pack.queries), kv_length(pack, seq_lens), pack.in_parts) for pack in packs]
     remaining = sum(prices)
     # Estimate how many queries a cut affects: the mean over packs, weighted by work. Packs shorter than a bin count as one query: they go
     # into a bin whole, and the cut falls on a pack of one query beside them.
@@ -91,20 +97,19 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         while (shared or single) and (load < target or left == 1):
             gap = target - load
             queue = shared if shared else single
-            turn, price = _turn(queue, kinds, seq_lens, config), _price(queue, seq_lens, config)
+            turn, price = _turn(queue, kinds, config), _price(queue, seq_lens, config)
             if queue is shared and single and load > 0 and not _fits(turn + price, gap, slack, left):
                 queue = single
-                turn, price = _turn(queue, kinds, seq_lens, config), _price(queue, seq_lens, config)
+                turn, price = _turn(queue, kinds, config), _price(queue, seq_lens, config)
             whole = _fits(turn + price, gap, slack, left)
             # Leave a gap that is smaller than the start of another work item. In an empty bin, read for at least as long as the start takes.
-            start = config.fixed_price(queue.size(), _tokens(queue, seq_lens)) + turn
+            start = config.fixed_price(queue.size(), queue.in_parts()) + turn
             room = max(gap - start, start) if load == 0 else gap - start
             cut = not whole and (load == 0 or gap > max(slack, start))
             if cut and (tokens := _cut_tokens(queue, room, seq_lens, config)):
                 piece = queue.cut(tokens)
                 cuts, remaining = cuts + 1, remaining + start
-                turn = _turn_to(config.by_warps(len(piece.queries), tokens), kinds, config)
-                load += config.item_price(len(piece.queries), tokens) + turn
+                load += config.item_price(len(piece.queries), tokens, piece.in_parts) + turn
             elif whole or load == 0:
                 piece = queue.take()
                 remaining += turn
@@ -112,7 +117,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
             else:
                 break
             members.append(piece)
-            kinds.add(config.by_warps(len(piece.queries), kv_length(piece, seq_lens)))
+            kinds.add(config.by_warps(len(piece.queries), piece.in_parts))
             if not whole:
                 break
         turns += len(kinds) == 2
@@ -132,7 +137,7 @@ def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, 
     """
     growths = [
         sum(
-            config.growth_price(len(pack.queries), kv_length(pack, seq_lens))
+            config.growth_price(len(pack.queries), pack.in_parts)
             for pack in members
             if pack.end is None and growing[pack.queries[0]]
         )
@@ -141,7 +146,10 @@ def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, 
     excess = max(growths) * len(bins) - sum(growths)
     if excess == 0:
         return ALWAYS
-    work = sum(config.bin_price((len(pack.queries), kv_length(pack, seq_lens)) for pack in members) for members in bins)
+    work = sum(
+        config.bin_price((len(pack.queries), kv_length(pack, seq_lens), pack.in_parts) for pack in members)
+        for members in bins
+    )
     allowed = max(work // UNEVEN, len(bins) * config.tiles.kv_tiles[-1] * config.token_price(1))
     return max(LEAST_STEPS, allowed // excess)
 
@@ -158,21 +166,17 @@ def _tokens(queue: _Queue, seq_lens: list[int]) -> int:
 
 
 def _price(queue: _Queue, seq_lens: list[int], config: PackConfig) -> int:
-    return config.item_price(queue.size(), _tokens(queue, seq_lens))
+    return config.item_price(queue.size(), _tokens(queue, seq_lens), queue.in_parts())
 
 
-def _turn(queue: _Queue, kinds: set[bool], seq_lens: list[int], config: PackConfig) -> int:
+def _turn(queue: _Queue, kinds: set[bool], config: PackConfig) -> int:
     """The price of switching that the queue's first pack adds to a bin with work items of these kinds."""
-    return _turn_to(config.by_warps(queue.size(), _tokens(queue, seq_lens)), kinds, config)
-
-
-def _turn_to(kind: bool, kinds: set[bool], config: PackConfig) -> int:
-    return config.turn_price if kinds == {not kind} else 0
+    return config.turn_price if kinds == {not config.by_warps(queue.size(), queue.in_parts())} else 0
 
 
 def _cut_tokens(queue: _Queue, gap: int, seq_lens: list[int], config: PackConfig) -> int:
     """How many tokens of the queue's first pack fill `gap`, to the nearest grain; 0 if that is nothing or everything."""
-    price = config.growth_price(queue.size(), _tokens(queue, seq_lens))
+    price = config.growth_price(queue.size(), queue.in_parts())
     grains = (max(0, gap) + price * config.grain // 2) // (price * config.grain)
     tokens = int(grains) * config.grain
     return tokens if tokens < _tokens(queue, seq_lens) else 0

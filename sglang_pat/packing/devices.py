@@ -82,7 +82,13 @@ class GpuTable(msgspec.Struct, frozen=True):
         return {16: self.prices, 8: self.prices_8bit, 4: self.prices_4bit, 2: self.prices_2bit}.get(kv_bits, ())
 
     def tiles(
-        self, query_tiles: tuple[int, ...], kv_tile: int, head_dim: int, warp_m: int, kv_bits: int = 16
+        self,
+        query_tiles: tuple[int, ...],
+        kv_tile: int,
+        head_dim: int,
+        warp_m: int,
+        warp_tokens: int,
+        kv_bits: int = 16,
     ) -> TileTable | None:
         """The tiles with their prices in plans; None if an m has no price.
 
@@ -90,7 +96,7 @@ class GpuTable(msgspec.Struct, frozen=True):
             query_tiles: Every m, ascending.
             kv_tile: The only n.
             head_dim: The model's head dimension.
-            warp_m: As `TileTable.warp_m`.
+            warp_m, warp_tokens: As of `TileTable`.
             kv_bits: Bits of an element of KV.
         """
         prices = {price.m: price for price in self.prices_of(kv_bits)}
@@ -105,6 +111,7 @@ class GpuTable(msgspec.Struct, frozen=True):
             tuple(price.token_ns * price.token_in_plans * scale for price in found),
             tuple(price.item_ns * price.item_in_plans for price in found),
             warp_m,
+            warp_tokens,
             self.part_token_ns * scale if kv_bits == 16 else 0,
             self.turn_in_plans_ns,
             self.bin_ns,

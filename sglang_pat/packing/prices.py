@@ -142,43 +142,53 @@ class PackConfig(msgspec.Struct, frozen=True):
 
     @property
     def parts_tokens(self) -> int:
-        """Up to how many tokens a work item of one query costs less in such parts than with a tile for all its rows; negative if it never does."""
+        """Up to how many tokens a pack of one query costs less in such parts than with a tile for all its rows; negative if it never does."""
         if self.row_parts == 1:
             return -1
         saved = self.start_price(1) - self.parts_start_price
         return _crossing(saved, self.parts_token_price - self.token_price(1)) or -1
 
     def in_parts(self, queries: int, tokens: int) -> bool:
-        """Whether a work item is run in such parts."""
+        """Whether a pack is run in such parts. Work items that it is cut into are if it is, however short: among wide ones, a few in parts made a
+        step 8 to 10 us longer (benchmarks/NOTES.md, 2026-11-26)."""
         return queries == 1 and tokens <= self.parts_tokens
 
-    def growth_price(self, queries: int, tokens: int) -> int:
-        """Price of one more token for a work item that has `tokens`."""
-        return self.parts_token_price if self.in_parts(queries, tokens) else self.token_price(queries)
+    def rows_in_parts(self, queries: int, m: int) -> bool:
+        """Whether a work item of `queries` queries with a tile of `m` rows is run in such parts."""
+        return self.row_parts > 1 and m < queries * self.cost.group
 
-    def fixed_price(self, queries: int, tokens: int) -> int:
+    def growth_price(self, queries: int, in_parts: bool) -> int:
+        """Price of one more token for a work item."""
+        return self.parts_token_price if in_parts else self.token_price(queries)
+
+    def fixed_price(self, queries: int, in_parts: bool) -> int:
         """Price of a work item besides its tokens."""
-        return self.parts_start_price if self.in_parts(queries, tokens) else self.start_price(queries)
+        return self.parts_start_price if in_parts else self.start_price(queries)
 
-    def by_warps(self, queries: int, tokens: int) -> bool:
+    def by_warps(self, queries: int, in_parts: bool) -> bool:
         """Whether single warps run a work item."""
-        return queries <= self.warp_queries or self.in_parts(queries, tokens)
+        return queries <= self.warp_queries or in_parts
 
-    def item_price(self, queries: int, tokens: int) -> int:
-        """Price of a work item that reads `tokens` tokens for `queries` queries with one tile."""
-        return tokens * self.growth_price(queries, tokens) + self.fixed_price(queries, tokens)
+    def item_price(self, queries: int, tokens: int, in_parts: bool) -> int:
+        """Price of a work item that reads `tokens` tokens for `queries` queries with one tile, or in parts."""
+        computed = max(tokens, self.tiles.warp_tokens) if self.by_warps(queries, in_parts) else tokens
+        return computed * self.growth_price(queries, in_parts) + self.fixed_price(queries, in_parts)
 
-    def bin_price(self, members: Iterable[tuple[int, int]]) -> int:
-        """Price of a bin whose work items have these (queries, tokens)."""
+    def whole_price(self, queries: int, tokens: int) -> int:
+        """Price of a pack that is one work item."""
+        return self.item_price(queries, tokens, self.in_parts(queries, tokens))
+
+    def bin_price(self, members: Iterable[tuple[int, int, bool]]) -> int:
+        """Price of a bin whose work items have these (queries, tokens, whether they are run in parts)."""
         price, kinds = 0, set()
-        for queries, tokens in members:
-            price += self.item_price(queries, tokens)
-            kinds.add(self.by_warps(queries, tokens))
+        for queries, tokens, in_parts in members:
+            price += self.item_price(queries, tokens, in_parts)
+            kinds.add(self.by_warps(queries, in_parts))
         return price + (self.turn_price if len(kinds) == 2 else 0)
 
     def short_tokens(self, queries: int) -> int:
         """Up to how many tokens a pack of `queries` queries costs less as several work items of `few_queries`, each of which reads the KV, than
-        as one work item."""
+        as one work item. What it costs with fewer tokens than a warp computes at a time is not weighed again."""
         items = -(-queries // self.few_queries)
         size = -(-queries // items)
         token, start = self.token_price(queries), self.start_price(queries)
@@ -186,7 +196,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         if size == 1:
             in_parts = _crossing(start - items * self.parts_start_price, items * self.parts_token_price - token)
             longest = max(longest, min(self.parts_tokens, in_parts))
-        return longest
+        return longest if longest >= self.tiles.warp_tokens else 0
 
     def pieces(self, queries: int, tokens: int) -> int:
         """In how many work items a pack is run: as few as the largest tile allows, or more if the pack is short."""
@@ -200,7 +210,7 @@ class PackConfig(msgspec.Struct, frozen=True):
             return 0
         items = self.pieces(queries, tokens)
         size = -(-queries // items)
-        return items * self.item_price(size, tokens)
+        return items * self.whole_price(size, tokens)
 
     @property
     def max_bins(self) -> int:

@@ -10,7 +10,6 @@ constexpr int kGroupWarps = kGroupThreads / kWarpSize;
 
 // A warp has tiles of up to kNarrowM rows for itself; the others are wide, with kTokens tokens.
 constexpr int kSingleM = 8;
-constexpr int kStepTokens = 16;  // of a matrix product's step
 
 // Q tiles come as a set of bits, m / 8 of each.
 constexpr int tile_bit(int m) { return 1 << m / 8; }

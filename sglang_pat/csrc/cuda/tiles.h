@@ -7,5 +7,6 @@ namespace pat {
 
 constexpr int kTokens = 64;
 constexpr int kNarrowM = 16;
+constexpr int kStepTokens = 16;
 
 }  // namespace pat

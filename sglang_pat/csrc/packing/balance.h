@@ -20,12 +20,14 @@ struct Statistics {
 class Bins {
  public:
   std::vector<Pack> items;
+  std::vector<uint8_t> in_parts;   // of each item, whether it is run in parts
   std::vector<int32_t> begins;     // of each bin in `items`, with the end of the last
   std::vector<int32_t> num_parts;  // of each query
   int64_t even_steps = 0;          // for which the bins stay even
 
   void reserve(size_t batch) {
     items.reserve(3 * batch);
+    in_parts.reserve(3 * batch);
     begins.reserve(1024);
     num_parts.reserve(batch);
   }
@@ -34,6 +36,7 @@ class Bins {
   void fill(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics,
             Grows grows) {
     items.clear();
+    in_parts.clear();
     begins.assign(1, 0);
     statistics.longest_bin = 0;
     num_parts = packs.num_parts;
@@ -41,15 +44,14 @@ class Bins {
     const auto share = int64_t(__int128(remaining) * config.kv_heads / (2 * config.workers));
     double weighted_work = double(packs.work);
     for (const Pack& pack : packs.shared) {
-      const int64_t price = config.item_price(pack.count, pack.end - pack.start);
+      const int64_t price = config.whole_price(pack.count, pack.end - pack.start);
       if (price > share) weighted_work += double(price) * (pack.count - 1);
     }
     const double queries = weighted_work / double(std::max<int64_t>(1, packs.work));
     const int64_t least = config.kv_tiles.back() * config.token_bytes + config.start_prices[1];
     Queue shared{packs.shared, 0, 0}, single{packs.single, 0, 0};
-    const auto tokens_of = [&](const Queue& queue) {
-      const Pack& pack = queue.packs[queue.index];
-      return int64_t(pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end) - queue.start();
+    const auto end_of = [&](const Pack& pack) {
+      return int64_t(pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end);
     };
     bool narrow = config.warp_queries > 0;
     for (const Pack& pack : packs.shared) narrow = narrow && pack.count <= config.warp_queries;
@@ -66,7 +68,6 @@ class Bins {
       const int64_t target = ceil_div(remaining + ahead, left), slack = target / kSlack;
       int64_t load = 0, bin_growth = 0;
       int kinds = 0;
-      const auto kind_of = [&](int64_t count, int64_t tokens) { return config.by_warps(count, tokens) ? 1 : 2; };
       const auto turn_to = [&](int kind) { return kinds == (3 ^ kind) ? config.turn_price : 0; };
       while ((!shared.empty() || !single.empty()) && (load < target || left == 1)) {
         const int64_t gap = target - load;
@@ -77,12 +78,15 @@ class Bins {
         Queue* queue = nullptr;
         int64_t tokens = 0, turn = 0, growth_price = 0, price = 0;
         int kind = 0;
+        bool parts = false;
         const auto look_at = [&](Queue& at) {
           queue = &at;
-          const int64_t count = at.packs[at.index].count;
-          tokens = tokens_of(at), kind = kind_of(count, tokens), turn = turn_to(kind);
-          growth_price = config.growth_price(count, tokens);
-          price = tokens * growth_price + config.fixed_price(count, tokens) + turn;
+          const Pack& pack = at.packs[at.index];
+          const int64_t end = end_of(pack);
+          tokens = end - at.start(), parts = config.in_parts(pack.count, end - pack.start);
+          kind = config.by_warps(pack.count, parts) ? 1 : 2, turn = turn_to(kind);
+          growth_price = config.growth_price(pack.count, parts);
+          price = config.item_price(pack.count, tokens, parts) + turn;
         };
         look_at(shared.empty() ? single : shared);
         if (queue == &shared && !single.empty() && load > 0 && !fits(price)) look_at(single);
@@ -90,6 +94,7 @@ class Bins {
         const int32_t start = queue->start();
         const auto take_whole = [&] {
           items.push_back(Pack{start, pack.end, pack.first, pack.count});
+          in_parts.push_back(parts);
           if (pack.end == kOpen && grows(packs.queries[pack.first])) bin_growth += growth_price;
           queue->index += 1;
           queue->begin = 0;
@@ -103,7 +108,7 @@ class Bins {
         }
         // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
         // of one more work item. An empty bin reads for as long as it takes to start.
-        const int64_t begin = config.fixed_price(pack.count, tokens) + turn;
+        const int64_t begin = config.fixed_price(pack.count, parts) + turn;
         const int64_t room = load == 0 ? std::max(gap - begin, begin) : std::max<int64_t>(0, gap - begin);
         const int64_t grains = (room + growth_price * config.grain / 2) / (growth_price * config.grain);
         const int64_t cut = load == 0 || gap > std::max(slack, begin) ? grains * config.grain : 0;
@@ -111,11 +116,11 @@ class Bins {
           cuts += 1;
           queue->begin = start + int32_t(cut);
           items.push_back(Pack{start, queue->begin, pack.first, pack.count});
+          in_parts.push_back(parts);
           for (int32_t i = 0; i < pack.count; ++i) num_parts[packs.queries[pack.first + i]] += 1;
           remaining += begin;
-          const int cut_kind = kind_of(pack.count, cut);
-          load += config.item_price(pack.count, cut) + turn_to(cut_kind);
-          kinds |= cut_kind;
+          load += config.item_price(pack.count, cut, parts) + turn;
+          kinds |= kind;
         } else if (load == 0) {
           take_whole();
         }

@@ -73,12 +73,13 @@ auto guarded(Action action) {
 }
 
 // `numbers`: token_bytes, part_bytes, turn_price, group, kv_heads, workers, max_queries, few_queries, warp_queries, policy, max_batch,
-// max_slots, bin_end_price, wave_price, window, parts_token_price, parts_start_price, parts_tokens, part_rows, grain.
+// max_slots, bin_end_price, wave_price, window, parts_token_price, parts_start_price, parts_tokens, part_rows, grain,
+// warp_tokens.
 // `token_prices`, `start_prices` and `short_tokens` are [max_queries + 1].
 int64_t create(TensorView numbers, TensorView token_prices, TensorView start_prices, TensorView short_tokens,
                TensorView query_tiles, TensorView kv_tiles, TensorView kv_bounds, TensorView first_buffer,
                TensorView second_buffer) {
-  const int64_t* n = data<int64_t>(numbers, "numbers", 20);
+  const int64_t* n = data<int64_t>(numbers, "numbers", 21);
   return guarded([&] {
     pat::Config config;
     config.token_bytes = n[0], config.part_bytes = n[1], config.turn_price = n[2], config.bin_end_price = n[12],
@@ -87,6 +88,7 @@ int64_t create(TensorView numbers, TensorView token_prices, TensorView start_pri
     config.part_rows = pat::in_range("part_rows", n[18], config.parts_tokens >= 0 ? 1 : 0, pat::kMaxTile);
     config.window = pat::in_range("window", n[14], 0, pat::kMaxWindow);
     config.grain = pat::in_range("grain", n[19], 1, pat::kMaxTile);
+    config.warp_tokens = n[20];
     config.group = pat::in_range("group", n[3], 1, pat::kMaxTile);
     config.kv_heads = pat::in_range("kv_heads", n[4], 1, pat::kMaxWorkers);
     config.workers = pat::in_range("workers", n[5], 1, pat::kMaxWorkers);

@@ -232,7 +232,7 @@ class Optimal {
   Vector more_price(int64_t tail, Vector tokens) const {
     Vector more;
     for (int i = 0; i < kWidth; ++i)
-      more[i] = double(config_->item_price(1, tail + int64_t(tokens[i])) - config_->item_price(1, tail));
+      more[i] = double(config_->whole_price(1, tail + int64_t(tokens[i])) - config_->whole_price(1, tail));
     return more + tokens * cut_token_;
   }
 

@@ -37,6 +37,7 @@ struct Config {
   // A query of more than `part_rows` rows, with up to `parts_tokens` tokens, is run in parts of so many: what it then costs.
   int64_t parts_token_price = 1, parts_start_price = 0, parts_tokens = -1;
   int part_rows = 0;
+  int64_t warp_tokens = 1;  // that a single warp computes at a time: a work item of fewer costs as much
   int window = 0;     // tokens that a query sees; 0: all
   int64_t grain = 1;  // KV positions between possible cuts
   Policy policy = Policy::kOptimal;
@@ -63,6 +64,7 @@ struct Config {
     in_range("the price of parts", parts_token_price, 1, kMaxTokenPrice);
     in_range("the start of parts", parts_start_price, 0, kMaxItemPrice);
     in_range("the tokens of parts", parts_tokens, -1, INT32_MAX);
+    in_range("warp_tokens", warp_tokens, 1, kMaxTile);
     in_range("few_queries", few_queries, 1, max_queries);
     in_range("the number of query tiles", int64_t(query_tiles.size()), 1, kMaxTile);
     in_range("the number of KV tiles", int64_t(kv_tiles.size()), int64_t(kv_bounds.size()) + 1,
@@ -91,24 +93,27 @@ struct Config {
     return kv_tiles[n];
   }
 
+  // Whether a pack is run in parts, and so the work items that it is cut into.
   bool in_parts(int64_t queries, int64_t tokens) const { return queries == 1 && tokens <= parts_tokens; }
 
-  // What one more token costs a work item that has `tokens`.
-  int64_t growth_price(int64_t queries, int64_t tokens) const {
-    return in_parts(queries, tokens) ? parts_token_price : token_prices[queries];
-  }
+  // What one more token costs a work item.
+  int64_t growth_price(int64_t queries, bool parts) const { return parts ? parts_token_price : token_prices[queries]; }
 
   // What a work item costs besides its tokens.
-  int64_t fixed_price(int64_t queries, int64_t tokens) const {
-    return in_parts(queries, tokens) ? parts_start_price : start_prices[queries];
-  }
-
-  int64_t item_price(int64_t queries, int64_t tokens) const {
-    return tokens * growth_price(queries, tokens) + fixed_price(queries, tokens);
-  }
+  int64_t fixed_price(int64_t queries, bool parts) const { return parts ? parts_start_price : start_prices[queries]; }
 
   // Whether single warps run a work item.
-  bool by_warps(int64_t queries, int64_t tokens) const { return queries <= warp_queries || in_parts(queries, tokens); }
+  bool by_warps(int64_t queries, bool parts) const { return queries <= warp_queries || parts; }
+
+  int64_t item_price(int64_t queries, int64_t tokens, bool parts) const {
+    const int64_t computed = by_warps(queries, parts) ? std::max(tokens, warp_tokens) : tokens;
+    return computed * growth_price(queries, parts) + fixed_price(queries, parts);
+  }
+
+  // What a pack costs that is one work item.
+  int64_t whole_price(int64_t queries, int64_t tokens) const {
+    return item_price(queries, tokens, in_parts(queries, tokens));
+  }
 
   // In how many work items a pack is run.
   int64_t pieces(int64_t queries, int64_t tokens) const {
@@ -120,7 +125,7 @@ struct Config {
   int64_t pack_price(int64_t queries, int64_t tokens) const {
     if (queries == 0) return 0;
     const int64_t count = pieces(queries, tokens);
-    return count == 1 ? item_price(queries, tokens) : count * item_price(ceil_div(queries, count), tokens);
+    return count == 1 ? whole_price(queries, tokens) : count * whole_price(ceil_div(queries, count), tokens);
   }
 
   // PackConfig.bins: weighs idle workers against cut packs.

@@ -94,7 +94,8 @@ class PlanWriter {
     int32_t* queries = out + out[kQueries];
     const int32_t single_tile = config.query_tile(1), window = config.window;
     int32_t first = 0, single = 0;
-    for (const Pack& item : bins_.items) {
+    for (size_t i = 0; i < bins_.items.size(); ++i) {
+      const Pack& item = bins_.items[i];
       const int32_t* members = &packs.queries[item.first];
       const int64_t tokens = int64_t(item.end == kOpen ? seq_lens[members[0]] : item.end) - item.start;
       const bool growing = grows(members[0]);
@@ -106,7 +107,7 @@ class PlanWriter {
       row[kItemQueries] = item.count;
       row[kTileN] = config.kv_tile(tokens);
       if (item.count == 1) {
-        row[kTileM] = config.in_parts(1, tokens) ? config.part_rows : single_tile;
+        row[kTileM] = bins_.in_parts[i] ? config.part_rows : single_tile;
         queries[first] = members[0];
         ++single;
       } else {
