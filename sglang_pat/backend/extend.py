@@ -30,12 +30,17 @@ WINDOW_TABLE_SLOTS = 4 << 20
 """Slots that an extend's table for a pool of windows has on a GPU, at most: 16 MiB, and five times that while it is made, outside of what SGLang
 reserves. 256 requests of 16,384 tokens; larger extends run on a stock backend."""
 
+STOCK_REUSE = 1.5
+"""How much faster than its reads from memory a stock backend may be, which finds some of a shared prefix in the L2 cache. Planned extends whose price
+was 0.73 of those reads took 1.02 times as long as FA3's on an H200, at 0.2 and less 0.65 to 0.94 (docs/measured.md, "Short extends on one
+document")."""
+
 
 class PackedExtend:
     """Runs extends of decoder layers by plan: one plan for each group of layers.
 
     On a CPU it runs all extends. On a GPU it runs the requests at the end of a batch with few new tokens, and only if the plan costs less than
-    the least that a stock backend could take: reading each request's KV once. So on a GPU extends that share nothing go to a stock backend.
+    what a stock backend takes, which reads each request's KV, some of it from the L2 cache. So on a GPU extends that share nothing go to a stock backend.
 
     Attributes:
         count: How many extends it ran.
@@ -153,7 +158,7 @@ class PackedExtend:
         price = sum(plan.price * group.layers for group, plan in made.items())
         alone = sum(plan.alone * group.layers for group, plan in made.items())
         fits = all(layout.num_slots(plan.data) <= group.executor.max_slots for group, plan in made.items())
-        return fits and price < alone and any(plan.shared for plan in made.values())
+        return fits and price * STOCK_REUSE < alone and any(plan.shared for plan in made.values())
 
     def _tokens(self, forward_batch: ForwardBatch) -> tuple[list[int], list[int]]:
         """Cached and new tokens of each request."""
