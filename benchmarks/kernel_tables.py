@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from tables import RIVALS, SHOWN, TIMES, bold, load, mean, table
+from tables import NAMES, RIVALS, SHOWN, TIMES, bold, load, mean, table
 
 
 def advantage(record: dict[str, Any]) -> float:
@@ -140,6 +140,23 @@ def steps_low_bit() -> str:
     head = ["batch x context, ms", "4 bits", "2 bits", "fp8", "fp8 / 4 bits", "fp8 / 2 bits"]
     device = result["device"]
     return f"{table(head, rows)}\n\n{device['name']}, {result['model']} shape, random weights, PAT with each, {device['date']}."
+
+
+def steps_extend() -> str:
+    """Extends of a few new tokens in the model runner."""
+    result = load("steps-extend-h200.json")
+    cells: dict[tuple[str, int], dict[str, float]] = {}
+    for record in result["records"]:
+        cells.setdefault((record["cell"], record["new"]), {})[record["backend"]] = record["step_ms"]
+    backends = list(dict.fromkeys(record["backend"] for record in result["records"]))
+    rows = [
+        [f"`{cell}`", f"{new}", *bold(times, "{:.1f}".format),
+         f"{min(ms for name, ms in times.items() if name != 'pat') / times['pat']:.2f}{TIMES}"]
+        for (cell, new), times in cells.items()
+    ]  # fmt: skip
+    head = ["requests", "new tokens of each", *(f"{NAMES[name]}, ms" for name in backends), "best other / PAT"]
+    device = result["device"]
+    return f"{table(head, rows)}\n\n{device['name']}, {result['model']} shape, random weights, {device['date']}."
 
 
 def verify() -> str:

@@ -84,6 +84,15 @@ def steps() -> str:
     )
 
 
+def steps_verify() -> str:
+    result = load("steps-verify-h200.json")
+    device, tokens = result["device"], result["records"][0]["tokens"]
+    return (
+        f"{steps_table(result)}\n\n{device['name']}, {result['model']} shape, random weights, drafts of {tokens} tokens, torch "
+        f"{device['torch']}, {device['date']}."
+    )
+
+
 def agreement(result: dict[str, Any]) -> str:
     pairs = [
         f"{' and '.join(NAMES[backend] for backend in row['backends'])} {row['tokens']:.1%} of the tokens, logits at most {row['max_logit_difference']:.2f} apart"
@@ -217,8 +226,10 @@ PAGES = {
         "kernels_h100",
         "kernels_fp8",
         "verify",
+        "steps_verify",
         "serving_verify",
         "serving_mixed",
+        "steps_extend",
         "short_extends",
         "kernels_low_bit",
         "kernels_low_bit_h100",
@@ -238,7 +249,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kernels_h100": kernel_tables.kernels_h100, "kernels_low_bit_h100": kernel_tables.kernels_low_bit_h100,
     "steps_low_bit": kernel_tables.steps_low_bit, "short_extends": serving_tables.short_extends, "batch_pool": serving_tables.batch_pool,
     "verify": kernel_tables.verify, "ablations": kernel_tables.ablations, "serving": serving_tables.serving, "serving_records": serving_tables.serving_records,
-    "serving_verify": serving_tables.serving_verify, "serving_mixed": serving_tables.serving_mixed, "batch": serving_tables.batch, "steps": steps, "soak": soak, "cpu": cpu,
+    "steps_verify": steps_verify, "steps_extend": kernel_tables.steps_extend, "serving_verify": serving_tables.serving_verify, "serving_mixed": serving_tables.serving_mixed, "batch": serving_tables.batch, "steps": steps, "soak": soak, "cpu": cpu,
     "cpu_extend": cpu_extend, "planning": planning, "packing": packing, "estimates": estimates,
 }  # fmt: skip
 

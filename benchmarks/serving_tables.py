@@ -63,7 +63,27 @@ def short_extends() -> str:
 
 
 def batch_pool() -> str:
-    return batch_of("batch-pool-h100.json")
+    """A job whose prefixes exceed the pool, with parts of `batch` and of the server switched off: a line for each run."""
+    result = load("batch-pool-h200.json")
+    records = result["records"]
+    rates = bold({str(i): -record["requests_per_s"] for i, record in enumerate(records)}, lambda rate: f"{-rate:.1f}")
+    rows = []
+    for record, rate in zip(records, rates, strict=True):
+        without = f", without {record['without']}" if record["without"] else ""
+        saved = f"{record['prefill_saved'] / record['saved_at_most']:.1%}"
+        rows.append([f"by `batch`{without}" if record["batch"] else "at once", server_of(record), rate, saved])
+    some = records[0]
+    return (
+        f"{table(['sent', 'server', 'requests/s', 'prefill saved, of what can be'], rows)}\n\n{result['device']['name']}, {result['model']} shape, "
+        f"random weights, {some['shape']} tokens by {some['degree']}, {some['requests']} requests in no order, answers of {some['answer']} tokens, a pool of "
+        f"{some['pool']:,} tokens, {result['device']['date']}."
+    )
+
+
+def server_of(record: dict[str, Any]) -> str:
+    """What answered a job."""
+    nobody = record["backend"] == "pat" and not record["defer"]
+    return f"{NAMES[record['backend']]} {record['policy']}{', nobody waits' if nobody else ''}"
 
 
 def serving_verify() -> str:
@@ -88,6 +108,7 @@ def serving_verify() -> str:
 
 SERVING = {
     "serving-h200.json": "",
+    "serving-nominal-h200.json": ", prompts as long as they say",
     "serving-2xh200.json": ", 2 GPUs",
     "serving-llama3-8b-h200.json": ", Llama 3 8B",
     "serving-gpt-oss-20b-h200.json": ", gpt-oss 20B in bfloat16",
@@ -103,7 +124,10 @@ def served() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         records = load(name)["records"]
         for workload, rate in dict.fromkeys((record["workload"], record["rate"]) for record in records):
             title = f"`{workload}`{f', {rate:g}/s' if rate else ''}{what}"
-            yield title, [record for record in records if (record["workload"], record["rate"]) == (workload, rate)]
+            group = [record for record in records if (record["workload"], record["rate"]) == (workload, rate)]
+            # Alone where the others' run was cut short.
+            if len(group) > 1:
+                yield title, group
 
 
 def with_device(serving_table: str) -> str:
@@ -173,16 +197,12 @@ def serving_records() -> str:
 
 
 def batch() -> str:
-    return batch_of("batch-h200.json")
-
-
-def batch_of(name: str) -> str:
-    """Requests a second of a job, a line for each shape and pool."""
-    result = load(name)
-    jobs: dict[tuple[str, int, int], dict[tuple[str, str, bool], dict[str, float]]] = {}
-    shares: dict[tuple[str, int, int], dict[str, Any]] = {}
+    """Requests a second of a job, a line for each shape."""
+    result = load("batch-h200.json")
+    jobs: dict[tuple[str, int], dict[tuple[str, str, bool], dict[str, float]]] = {}
+    shares: dict[tuple[str, int], dict[str, Any]] = {}
     for record in result["records"]:
-        job = record["shape"], record["degree"], record["pool"]
+        job = record["shape"], record["degree"]
         setting = record["backend"], record["policy"], record["defer"]
         order = "batch" if record["batch"] else record["order"]
         jobs.setdefault(job, {}).setdefault(setting, {})[order] = record["requests_per_s"]
@@ -191,7 +211,7 @@ def batch_of(name: str) -> str:
     settings = list(dict.fromkeys(setting for rates in jobs.values() for setting in rates))
     rows = []
     for job, rates in jobs.items():
-        shape, degree, pool = job
+        shape, degree = job
         ours = rates["pat", "fcfs", True]
         best = max(max(orders.values()) for (backend, *_), orders in rates.items() if backend != "pat")
         numbers: dict[str, float | None] = {"batch": -ours["batch"]}
@@ -203,24 +223,20 @@ def batch_of(name: str) -> str:
         pairs = [f"{one} / {other}" if one or other else "" for one, other in zip(cells[::2], cells[1::2], strict=True)]
         saved = shares[job]
         rows.append(
-            [f"{shape}, {degree}", f"{pool:,}", first, *pairs, f"{ours['batch'] / best:.2f}{TIMES}",
-             f"{ours['batch'] / ours['shuffled']:.2f}{TIMES}", f"{saved['prefill_saved'] / saved['saved_at_most']:.1%}"]
+            [f"{shape}, {degree}", f"{saved['requests']}", first, *pairs, f"{ours['batch'] / best:.2f}{TIMES}",
+             f"{saved['prefill_saved'] / saved['saved_at_most']:.1%}"]
         )  # fmt: skip
-    names = [
-        f"{NAMES[backend]} {policy}{'' if defer or backend != 'pat' else ', nobody waits'}"
-        for backend, policy, defer in settings
-    ]
+    names = [server_of({"backend": backend, "policy": policy, "defer": defer}) for backend, policy, defer in settings]
     head = [
         "shared/own tokens, by",
-        "pool",
+        "requests",
         "`batch`",
         *names,
         "`batch` / best without PAT",
-        "`batch` / PAT, shuffled",
         "prefill saved, of what can be",
     ]
     some = result["records"][0]
     return (
-        f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, {some['requests']} requests, answers of "
+        f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, a pool of {some['pool']:,} tokens, answers of "
         f"{some['answer']} tokens, {result['device']['date']}. Requests a second; two numbers are of the sorted and the shuffled file."
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 FAST_ROWS = 32
-"""Up to so many rows per KV head, drafts over shared prefixes are verified faster than by FA3: at 32 rows in 33 of 36 cases, at 64 in one of 18
+"""Up to so many rows per KV head, drafts over shared prefixes are verified faster than by FA3: at 32 rows in 35 of 36 cases, at 64 in one of 18
 (docs/measured.md, Verify steps, one H200, 2026-11-24)."""
 
 
