@@ -52,13 +52,13 @@ class Gpu(msgspec.Struct, frozen=True):
 
 GPUS = {
     "h200": Gpu(
-        tbps=4.4, tflops=790, memory_gb=141, sms=132, arch="9.0a", base=13.35, longest=0.954, merge=0.0, other_base=15.73,
-        unique=0.898, repeated=0.459, other_item=2.606, rest_ms=1.228, request_us=9.503,
+        tbps=4.4, tflops=790, memory_gb=141, sms=132, arch="9.0a", base=13.77, longest=0.905, merge=0.0, other_base=15.11,
+        unique=0.894, repeated=0.460, other_item=2.684, rest_ms=1.305, request_us=9.918,
     ),
 }  # fmt: skip
 GPUS_8BIT = {
     "h200": msgspec.structs.replace(
-        GPUS["h200"], base=13.67, longest=0.991, merge=0.446, other_base=16.07, unique=1.620, repeated=1.489, other_item=4.654,
+        GPUS["h200"], base=13.67, longest=0.980, merge=0.442, other_base=16.07, unique=1.620, repeated=1.489, other_item=4.654,
     ),
 }  # fmt: skip
 """The same for KV of 8 bits."""
