@@ -38,8 +38,8 @@ struct Config {
   int64_t parts_token_price = 1, parts_start_price = 0, parts_tokens = -1;
   int part_rows = 0;
   int64_t warp_tokens = 1;  // that a single warp computes at a time: a work item of fewer costs as much
-  int window = 0;     // tokens that a query sees; 0: all
-  int64_t grain = 1;  // KV positions between possible cuts
+  int window = 0;           // tokens that a query sees; 0: all
+  int64_t grain = 1;        // KV positions between possible cuts
   Policy policy = Policy::kOptimal;
   // [max_queries + 1]: what a token costs a work item with so many queries, what its start and end cost, and up to how
   // many tokens it is better run by work items of `few_queries`.
