@@ -545,6 +545,9 @@ def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
     asked += [chat("wrong", max_tokens="many"), chat("too long", max_tokens=10**9), completion("", max_tokens=4)]
     text = [json.dumps(one) for one in asked]
     text.insert(5, "garbage")
+    # Of these a server would die.
+    unknown = {10**8: [5, 10**8], -1: [[7, 8], [-1]]}
+    text += [json.dumps(completion(prompt)) for prompt in unknown.values()]
     (tmp_path / "in").write_text("\n".join(text) + "\n")
     out = tmp_path / "out"
     process = job(model, tmp_path, "--in-flight", "3")
@@ -569,7 +572,10 @@ def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
         expected = list(pool.map(lambda one: post(server, one["url"], one["body"]), asked))
     assert len({str(choice(body)) for _, body in expected}) > len(asked) / 2, "answers that depend on questions"
     numbers = [i for i, line in enumerate(text, 1) if line != "garbage"]
-    for number, one, (status, body) in zip(numbers, asked, expected, strict=True):
+    for number, token in zip(numbers[len(asked) :], unknown, strict=True):
+        response = records[f"batch_req_{number}"]["response"]
+        assert response["status_code"] == 400 and f"token {token} is none of the model's" in str(response["body"])
+    for number, one, (status, body) in zip(numbers[: len(asked)], asked, expected, strict=True):
         found = records[f"batch_req_{number}"]
         assert found["custom_id"] == one["custom_id"] and found["error"] is None
         assert found["response"]["status_code"] == status, found

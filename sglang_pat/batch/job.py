@@ -140,10 +140,15 @@ def askers(engine: Engine) -> list[Ask]:
         "/v1/chat/completions": (ChatCompletionRequest, tokens.serving_chat_class(tokens, templates)),
         "/v1/completions": (CompletionRequest, OpenAIServingCompletion(tokens, templates)),
     }
+    vocabulary: int = tokens.model_config.vocab_size
     handled: set[asyncio.Future[Any]] = set()
 
     async def ask(request: Request, route: Json) -> tuple[int, Json]:
         kind, handler = handlers[request.url]
+        # SGLang does not look, and the engine would end.
+        if (token := unknown_token(request.body.get("prompt"), vocabulary)) is not None:
+            response = handler.create_error_response(f"token {token} is none of the model's {vocabulary:,}")
+            return response.status_code, msgspec.json.decode(response.body)
         try:
             body = kind(**{**route, **request.body})
         except (ValidationError, TypeError) as error:
@@ -166,6 +171,15 @@ def askers(engine: Engine) -> list[Ask]:
     replicas: int = tokens.server_args.dp_size
     routes = [{"routed_dp_rank": rank} for rank in range(replicas)] if replicas > 1 else [{}]
     return [functools.partial(ask, route=route) for route in routes]
+
+
+def unknown_token(prompt: object, vocabulary: int) -> int | None:
+    """The first token of a prompt that the model does not have; None if it has all, or the prompt is text. One of several prompts may be a list itself."""
+    for token in prompt if isinstance(prompt, list) else []:
+        unknown = unknown_token(token, vocabulary)
+        if unknown is not None or (isinstance(token, int) and not 0 <= token < vocabulary):
+            return token if unknown is None else unknown
+    return None
 
 
 def room_of(info: object) -> Room:
