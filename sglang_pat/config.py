@@ -37,7 +37,7 @@ class PatConfig(msgspec.Struct, frozen=True):
             request its own work items (to see what packing brings).
         reuse: `SGLANG_PAT_REUSE`: 1 keeps a plan until the batch or one of its paths changes; 0 plans every step.
         ahead: `SGLANG_PAT_AHEAD`: 1 plans the next batch on another thread while a step runs; 0 plans it when its step begins.
-        defer: `SGLANG_PAT_DEFER`: 1 lets a request wait if another one is computing 256 or more of its tokens; 0 lets both
+        defer: `SGLANG_PAT_DEFER`: 1 lets a request wait if another one is computing 128 or more of its tokens; 0 lets both
             compute them.
         kv: `SGLANG_PAT_KV`: `int4` or `int2` stores full pages of 64 tokens in so many bits per element of K and V; if empty,
             `--kv-cache-dtype` decides.

@@ -167,7 +167,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "reading it for each; other extends run on the prefill backend there"),
         _works("waiting for a prefix that another request computes", "`SGLANG_PAT_DEFER`, on",
                "test_siblings.py::test_a_prefix_is_computed_once", "test_siblings.py::test_aborts_of_leaders_keep_nobody_waiting", _MIRROR,
-               note="a feature of sglang-pat; for 256 or more common tokens, and 16 steps at most; not in hybrid models, nor in caches that are not followed"),
+               note="a feature of sglang-pat; for 128 or more common tokens, and 16 steps at most; not in hybrid models, nor in caches that are not followed"),
         _works("retraction", "", _POOL),
         _works("priorities and preemption", "`--enable-priority-scheduling`", _MIRROR, _CHAOS),
         _works("disconnects, aborts, time limits", "`/abort_request`, `SGLANG_REQ_WAITING_TIMEOUT`, `SGLANG_REQ_RUNNING_TIMEOUT`", _CHAOS, "test_kits.py::TestTimeouts"),

@@ -1,7 +1,7 @@
 """The prefix tree of a whole job, from its sorted prompts and what neighbours among them begin with together (BatchLLM, section 4.1).
 
 Prompts are bytes: text in UTF-8, tokens by four bytes each. A block of them is known by its CRC-32, so that a million prompts of 8,000 bytes
-are 128 MB of checksums, which are sorted and compared as the prompts would be. Prompts that differ and look alike would have to do so in
+are 248 MB of checksums, which are sorted and compared as the prompts would be. Prompts that differ and look alike would have to do so in
 all blocks of a node; they would be asked in an order that saves nothing, and answered all the same.
 
 A rank is a request's place among all sorted ones. A node is what two or more ranks begin with; -1 stands for none.
@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from sglang_pat.batch.lines import Json, Request
 
-SHARED = 512
+BYTES = 4
+"""Of a token: of text about, in English and in code; of prompts that are tokens exactly."""
+
+SHARED = 128 * BYTES
 """Bytes that requests must begin with to share a node: as many tokens as siblings wait for (`radix_bridge.siblings.BLOCK`)."""
 
 BLOCKS = 4
 """Of the shortest node: nodes are whole blocks, so that a path is no longer than its prompt has blocks."""
-
-BYTES = 4
-"""Of a token: of text about, in English and in code; of prompts that are tokens exactly."""
 
 ANSWER = {"/v1/chat/completions": 256, "/v1/completions": 16}
 """Tokens of an answer where a request sets no limit: a guess, as of `sglang-pat estimate`, and SGLang's limit."""
