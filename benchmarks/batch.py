@@ -7,8 +7,9 @@ A setting is `BACKEND/POLICY/DEFER`: what goes to `--attention-backend` and `--s
 other's prefixes (1; SGLANG_PAT_DEFER, which other backends than `pat` know nothing of). A shape is PREFIX/OWNxDEGREE: tokens that so many
 requests share, and tokens of each; behind a colon, how many requests there are if not `--requests`.
 
-All requests are sent at once, from a file that is sorted by prefix and from one that is shuffled; to `pat` also as `sglang-pat batch
---url` does, and with `--without` so with parts of its order switched off, one at a time. Caches are flushed in between. The output is written after each run, so that what was measured stays if time ends.
+All requests are sent at once, from a file that is sorted by prefix and from one that is shuffled. To `pat` they are also sent as
+`sglang-pat batch --url` does, and so again without each part of that which `--without` names. Caches are flushed in between. The output is
+written after each run, so that what was measured stays if time ends.
 """
 
 from __future__ import annotations
@@ -180,7 +181,10 @@ def main() -> None:
     )
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--orders", nargs="+", default=["sorted", "shuffled"], choices=["sorted", "shuffled"])
-    parser.add_argument("--without", nargs="*", default=[], choices=list(PARTS), help="of batch, one at a time")
+    parts = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
+    parser.add_argument(
+        "--without", nargs="*", default=[], choices=list(PARTS), help=f"of batch, one at a time ({parts})"
+    )
     parser.add_argument("--requests", type=int, default=6400)
     parser.add_argument("--answer", type=int, default=100, help="tokens of an answer")
     parser.add_argument("--on-cpu", action="store_true")
