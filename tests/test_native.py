@@ -462,7 +462,7 @@ def test_a_fall_back_is_as_even_as_whole_requests_let_it_be(lengths: list[int]) 
     take(scheduler, seq_lens)
     even = scheduler.current()[2]
     scheduler.fall_back(seq_lens, 1)
-    longest_request = config.whole_price(1, max(lengths))
+    longest_request = config.uncut_price(1, max(lengths))
     assert scheduler.current()[2] <= 1.1 * max(even, longest_request) + longest_request
 
 

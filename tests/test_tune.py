@@ -81,7 +81,7 @@ def test_a_slow_memory_needs_more_bytes_in_flight() -> None:
 def test_all_workers_of_a_synthetic_plan_have_the_same_to_do(items: dict[int, int]) -> None:
     plan = tile_prices.synthetic(items, tokens=64, workers=6)
     config = PackConfig(CostModel(tile_prices.GROUP, 1, 128, 128, 2), capabilities.tile_table("9.0a", 128), workers=6)
-    price = sum(count * config.whole_price(m // tile_prices.GROUP, 64) for m, count in items.items())
+    price = sum(count * config.uncut_price(m // tile_prices.GROUP, 64) for m, count in items.items())
     assert makespan(plan, [10**6] * len(plan.num_parts), config) == price + (len(items) - 1) * config.turn_price
     covered = sorted((item.start, item.end) for item in plan.items)
     assert covered == [(i * 64, (i + 1) * 64) for i in range(24)], "every item has KV of its own"

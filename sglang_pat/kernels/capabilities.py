@@ -47,8 +47,8 @@ NARROW_M = 16
 """The most rows that a single warp computes (`kNarrowM` in csrc/cuda/tiles.h)."""
 
 WARP_TOKENS = 16
-"""Tokens that it computes at a time (`kStepTokens` in csrc/cuda/tiles.h): on an H100 one of them took as long as 16 (benchmarks/NOTES.md,
-"Prices of an H100")."""
+"""Tokens that it computes at a time (`kStepTokens` in csrc/cuda/tiles.h): one of them took as long as 16 (benchmarks/NOTES.md, "Prices of an
+H200, and rows in parts")."""
 
 
 def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     """
     tiles = query_tiles(arch, head_dim, kv_bits)
     if tiles[-1] == NARROW_M:
-        return TileTable(tiles, (KV_TILE,), (), warp_m=NARROW_M)
+        return TileTable(tiles, (KV_TILE,), (), warp_m=NARROW_M, warp_tokens=WARP_TOKENS)
     table = table or devices.find(arch, gpu)
     # Prices of 128 dimensions scaled up make worse plans than no prices (benchmarks/NOTES.md, 2026-11-23).
     if table is not None and head_dim <= table.head_dim:

@@ -103,5 +103,5 @@ class _Solver:
         if self.config.parts_tokens < 0 or not prefix.leaves:
             return tokens * (self.config.token_price(1) + self.cut_token)
         tail = sum(self.seq_lens[query] - prefix.end for query in prefix.leaves) // len(prefix.leaves)
-        more = self.config.whole_price(1, tail + tokens) - self.config.whole_price(1, tail)
+        more = self.config.uncut_price(1, tail + tokens) - self.config.uncut_price(1, tail)
         return more + tokens * self.cut_token

@@ -146,57 +146,63 @@ class PackConfig(msgspec.Struct, frozen=True):
         if self.row_parts == 1:
             return -1
         saved = self.start_price(1) - self.parts_start_price
-        return _crossing(saved, self.parts_token_price - self.token_price(1)) or -1
+        return self._cheaper_up_to(saved, self.parts_token_price - self.token_price(1), by_warps=True) or -1
 
-    def in_parts(self, queries: int, tokens: int) -> bool:
-        """Whether a pack is run in such parts. Work items that it is cut into are if it is, however short: among wide ones, a few in parts made a
-        step 8 to 10 us longer (benchmarks/NOTES.md, 2026-11-26)."""
+    def in_row_parts(self, queries: int, tokens: int) -> bool:
+        """Whether a pack is run in such parts. Work items that it is cut into are if it is, however short: among wide ones, a few in parts made
+        the kernel 7 to 9 us longer (benchmarks/NOTES.md, "Prices of an H200, and rows in parts")."""
         return queries == 1 and tokens <= self.parts_tokens
 
-    def rows_in_parts(self, queries: int, m: int) -> bool:
+    def runs_in_row_parts(self, queries: int, m: int) -> bool:
         """Whether a work item of `queries` queries with a tile of `m` rows is run in such parts."""
-        return self.row_parts > 1 and m < queries * self.cost.group
+        return queries == 1 and self.row_parts > 1 and m == self.tiles.warp_m
 
-    def growth_price(self, queries: int, in_parts: bool) -> int:
-        """Price of one more token for a work item."""
-        return self.parts_token_price if in_parts else self.token_price(queries)
+    def growth_price(self, queries: int, in_row_parts: bool) -> int:
+        """Price of one more token for a work item. The first `TileTable.warp_tokens` cost it all the same; plans are made anew a little early then."""
+        return self.parts_token_price if in_row_parts else self.token_price(queries)
 
-    def fixed_price(self, queries: int, in_parts: bool) -> int:
+    def fixed_price(self, queries: int, in_row_parts: bool) -> int:
         """Price of a work item besides its tokens."""
-        return self.parts_start_price if in_parts else self.start_price(queries)
+        return self.parts_start_price if in_row_parts else self.start_price(queries)
 
-    def by_warps(self, queries: int, in_parts: bool) -> bool:
+    def by_warps(self, queries: int, in_row_parts: bool) -> bool:
         """Whether single warps run a work item."""
-        return queries <= self.warp_queries or in_parts
+        return queries <= self.warp_queries or in_row_parts
 
-    def item_price(self, queries: int, tokens: int, in_parts: bool) -> int:
+    def item_price(self, queries: int, tokens: int, in_row_parts: bool) -> int:
         """Price of a work item that reads `tokens` tokens for `queries` queries with one tile, or in parts."""
-        computed = max(tokens, self.tiles.warp_tokens) if self.by_warps(queries, in_parts) else tokens
-        return computed * self.growth_price(queries, in_parts) + self.fixed_price(queries, in_parts)
+        computed = max(tokens, self.tiles.warp_tokens) if self.by_warps(queries, in_row_parts) else tokens
+        return computed * self.growth_price(queries, in_row_parts) + self.fixed_price(queries, in_row_parts)
 
-    def whole_price(self, queries: int, tokens: int) -> int:
+    def uncut_price(self, queries: int, tokens: int) -> int:
         """Price of a pack that is one work item."""
-        return self.item_price(queries, tokens, self.in_parts(queries, tokens))
+        return self.item_price(queries, tokens, self.in_row_parts(queries, tokens))
 
     def bin_price(self, members: Iterable[tuple[int, int, bool]]) -> int:
         """Price of a bin whose work items have these (queries, tokens, whether they are run in parts)."""
         price, kinds = 0, set()
-        for queries, tokens, in_parts in members:
-            price += self.item_price(queries, tokens, in_parts)
-            kinds.add(self.by_warps(queries, in_parts))
+        for queries, tokens, in_row_parts in members:
+            price += self.item_price(queries, tokens, in_row_parts)
+            kinds.add(self.by_warps(queries, in_row_parts))
         return price + (self.turn_price if len(kinds) == 2 else 0)
 
     def short_tokens(self, queries: int) -> int:
         """Up to how many tokens a pack of `queries` queries costs less as several work items of `few_queries`, each of which reads the KV, than
-        as one work item. What it costs with fewer tokens than a warp computes at a time is not weighed again."""
+        as one work item."""
         items = -(-queries // self.few_queries)
         size = -(-queries // items)
         token, start = self.token_price(queries), self.start_price(queries)
-        longest = _crossing(start - items * self.start_price(size), items * self.token_price(size) - token)
+        saved, more = start - items * self.start_price(size), items * self.token_price(size) - token
+        longest = self._cheaper_up_to(saved, more, self.by_warps(size, in_row_parts=False))
         if size == 1:
-            in_parts = _crossing(start - items * self.parts_start_price, items * self.parts_token_price - token)
-            longest = max(longest, min(self.parts_tokens, in_parts))
-        return longest if longest >= self.tiles.warp_tokens else 0
+            saved, more = start - items * self.parts_start_price, items * self.parts_token_price - token
+            longest = max(longest, min(self.parts_tokens, self._cheaper_up_to(saved, more, by_warps=True)))
+        return longest
+
+    def _cheaper_up_to(self, saved: int, more: int, by_warps: bool) -> int:
+        """Up to how many tokens it pays to save `saved` once and spend `more` per token; 0 if single warps would compute fewer than they do at a time."""
+        longest = _crossing(saved, more)
+        return 0 if by_warps and longest < self.tiles.warp_tokens else longest
 
     def pieces(self, queries: int, tokens: int) -> int:
         """In how many work items a pack is run: as few as the largest tile allows, or more if the pack is short."""
@@ -210,7 +216,7 @@ class PackConfig(msgspec.Struct, frozen=True):
             return 0
         items = self.pieces(queries, tokens)
         size = -(-queries // items)
-        return items * self.whole_price(size, tokens)
+        return items * self.uncut_price(size, tokens)
 
     @property
     def max_bins(self) -> int:

@@ -34,7 +34,8 @@ class TileTable(msgspec.Struct, frozen=True):
             in ns.
         item_ns: For each m, the time to start and end a work item; `CostModel.start_price` counts if it is empty.
         warp_m: Tiles of up to so many rows are run by single warps, after the worker has done all others.
-        warp_tokens: Tokens that a single warp computes at a time: a work item of fewer takes as long.
+        warp_tokens: Tokens that a single warp computes at a time: a work item of fewer takes as long. Longer ones count their tokens, as the warps of
+            a worker wait for memory together.
         part_token_ns: A query of more than `warp_m` rows can be run in parts of `warp_m` rows, by several warps of one worker; the first warp
             brings the KV into the cache for all. This is the time per token and part, for one KV head; 0 if no query is run so.
         turn_ns: Time of a worker to switch from the other tiles to those of single warps.
@@ -50,7 +51,7 @@ class TileTable(msgspec.Struct, frozen=True):
     token_ns: tuple[Nanoseconds, ...] = ()
     item_ns: tuple[Nanoseconds, ...] = ()
     warp_m: Annotated[int, Meta(ge=0, le=4096)] = 0
-    warp_tokens: Annotated[int, Meta(ge=1, le=4096)] = 1
+    warp_tokens: Annotated[int, Meta(ge=1, le=64)] = 1
     part_token_ns: Nanoseconds = 0
     turn_ns: Nanoseconds = 0
     bin_ns: Nanoseconds = 0

@@ -20,14 +20,14 @@ struct Statistics {
 class Bins {
  public:
   std::vector<Pack> items;
-  std::vector<uint8_t> in_parts;   // of each item, whether it is run in parts
-  std::vector<int32_t> begins;     // of each bin in `items`, with the end of the last
-  std::vector<int32_t> num_parts;  // of each query
-  int64_t even_steps = 0;          // for which the bins stay even
+  std::vector<uint8_t> in_row_parts;  // of each item, whether it is run in parts
+  std::vector<int32_t> begins;        // of each bin in `items`, with the end of the last
+  std::vector<int32_t> num_parts;     // of each query
+  int64_t even_steps = 0;             // for which the bins stay even
 
   void reserve(size_t batch) {
     items.reserve(3 * batch);
-    in_parts.reserve(3 * batch);
+    in_row_parts.reserve(3 * batch);
     begins.reserve(1024);
     num_parts.reserve(batch);
   }
@@ -36,7 +36,7 @@ class Bins {
   void fill(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics,
             Grows grows) {
     items.clear();
-    in_parts.clear();
+    in_row_parts.clear();
     begins.assign(1, 0);
     statistics.longest_bin = 0;
     num_parts = packs.num_parts;
@@ -44,7 +44,7 @@ class Bins {
     const auto share = int64_t(__int128(remaining) * config.kv_heads / (2 * config.workers));
     double weighted_work = double(packs.work);
     for (const Pack& pack : packs.shared) {
-      const int64_t price = config.whole_price(pack.count, pack.end - pack.start);
+      const int64_t price = config.uncut_price(pack.count, pack.end - pack.start);
       if (price > share) weighted_work += double(price) * (pack.count - 1);
     }
     const double queries = weighted_work / double(std::max<int64_t>(1, packs.work));
@@ -83,7 +83,7 @@ class Bins {
           queue = &at;
           const Pack& pack = at.packs[at.index];
           const int64_t end = end_of(pack);
-          tokens = end - at.start(), parts = config.in_parts(pack.count, end - pack.start);
+          tokens = end - at.start(), parts = config.in_row_parts(pack.count, end - pack.start);
           kind = config.by_warps(pack.count, parts) ? 1 : 2, turn = turn_to(kind);
           growth_price = config.growth_price(pack.count, parts);
           price = config.item_price(pack.count, tokens, parts) + turn;
@@ -94,7 +94,7 @@ class Bins {
         const int32_t start = queue->start();
         const auto take_whole = [&] {
           items.push_back(Pack{start, pack.end, pack.first, pack.count});
-          in_parts.push_back(parts);
+          in_row_parts.push_back(parts);
           if (pack.end == kOpen && grows(packs.queries[pack.first])) bin_growth += growth_price;
           queue->index += 1;
           queue->begin = 0;
@@ -116,7 +116,7 @@ class Bins {
           cuts += 1;
           queue->begin = start + int32_t(cut);
           items.push_back(Pack{start, queue->begin, pack.first, pack.count});
-          in_parts.push_back(parts);
+          in_row_parts.push_back(parts);
           for (int32_t i = 0; i < pack.count; ++i) num_parts[packs.queries[pack.first + i]] += 1;
           remaining += begin;
           load += config.item_price(pack.count, cut, parts) + turn;

@@ -130,7 +130,7 @@ class ExtendMaker {
   void add_pack(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
     (count > 1 ? packs_.shared : packs_.single).push_back(Pack{start, end, first, count});
     for (int32_t i = first; i < first + count; ++i) packs_.num_parts[packs_.queries[i]] += 1;
-    packs_.work += config.whole_price(count, (end == kOpen ? lengths_[packs_.queries[first]] : end) - start);
+    packs_.work += config.uncut_price(count, (end == kOpen ? lengths_[packs_.queries[first]] : end) - start);
   }
 
   int32_t seen_from(int32_t length) const { return window_ == 0 ? 0 : std::max(0, length - window_); }

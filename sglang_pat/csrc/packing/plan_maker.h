@@ -84,7 +84,7 @@ class PlanMaker {
  private:
   int64_t unpacked_price(const Config& config) const {
     int64_t price = 0;
-    for (const int32_t length : seen_) price += config.whole_price(1, length);
+    for (const int32_t length : seen_) price += config.uncut_price(1, length);
     return price;
   }
 

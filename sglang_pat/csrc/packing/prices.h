@@ -15,6 +15,7 @@ namespace pat {
 // What a plan may be made of at most. A GPU has a few hundred workers, a tile a few hundred rows; prices are bytes
 // that a worker moves in a time (PackConfig), some 33 in a nanosecond. With Scheduler::kMaxTokens no sum of them leaves 64 bits.
 constexpr int64_t kMaxWorkers = 4096, kMaxTile = 4096, kMaxBatch = 1 << 20;
+constexpr int64_t kMaxWarpTokens = 64;  // for each work item little beside Scheduler::kMaxTokens
 constexpr int64_t kMaxTokenPrice = int64_t(1) << 22, kMaxItemPrice = int64_t(1) << 32;
 
 [[noreturn, gnu::cold, gnu::noinline]] inline void refuse(const char* name, int64_t value, int64_t least, int64_t most) {
@@ -64,7 +65,7 @@ struct Config {
     in_range("the price of parts", parts_token_price, 1, kMaxTokenPrice);
     in_range("the start of parts", parts_start_price, 0, kMaxItemPrice);
     in_range("the tokens of parts", parts_tokens, -1, INT32_MAX);
-    in_range("warp_tokens", warp_tokens, 1, kMaxTile);
+    in_range("warp_tokens", warp_tokens, 1, kMaxWarpTokens);
     in_range("few_queries", few_queries, 1, max_queries);
     in_range("the number of query tiles", int64_t(query_tiles.size()), 1, kMaxTile);
     in_range("the number of KV tiles", int64_t(kv_tiles.size()), int64_t(kv_bounds.size()) + 1,
@@ -94,7 +95,7 @@ struct Config {
   }
 
   // Whether a pack is run in parts, and so the work items that it is cut into.
-  bool in_parts(int64_t queries, int64_t tokens) const { return queries == 1 && tokens <= parts_tokens; }
+  bool in_row_parts(int64_t queries, int64_t tokens) const { return queries == 1 && tokens <= parts_tokens; }
 
   // What one more token costs a work item.
   int64_t growth_price(int64_t queries, bool parts) const { return parts ? parts_token_price : token_prices[queries]; }
@@ -111,8 +112,8 @@ struct Config {
   }
 
   // What a pack costs that is one work item.
-  int64_t whole_price(int64_t queries, int64_t tokens) const {
-    return item_price(queries, tokens, in_parts(queries, tokens));
+  int64_t uncut_price(int64_t queries, int64_t tokens) const {
+    return item_price(queries, tokens, in_row_parts(queries, tokens));
   }
 
   // In how many work items a pack is run.
@@ -125,7 +126,7 @@ struct Config {
   int64_t pack_price(int64_t queries, int64_t tokens) const {
     if (queries == 0) return 0;
     const int64_t count = pieces(queries, tokens);
-    return count == 1 ? whole_price(queries, tokens) : count * whole_price(ceil_div(queries, count), tokens);
+    return count == 1 ? uncut_price(queries, tokens) : count * uncut_price(ceil_div(queries, count), tokens);
   }
 
   // PackConfig.bins: weighs idle workers against cut packs.
