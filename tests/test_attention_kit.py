@@ -192,13 +192,15 @@ def test_decoding_requests_of_a_mixed_step_are_packed(front: str, padding: int) 
 )
 @pytest.mark.parametrize("front", STOCK)
 def test_short_extends_are_planned_where_they_share(
-    front: str, added: tuple[int, ...], members: tuple[int, int], planned: int
+    front: str, added: tuple[int, ...], members: tuple[int, int], planned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, by this device's executor: those at the end of a batch, where the plan costs less than reading each request's KV."""
+    """As on a GPU, by this device's executor: those at the end of a batch, where the plan costs less than a stock backend, however much of each
+    request's KV that finds in the cache."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     lengths = tuple(SHARED + 8 * i + 1 for i in range(len(added)))
-    for shares in (True, False):
+    for shares, reuse in ((True, 1), (False, 1), (True, 3)):
+        monkeypatch.setattr(extend, "STOCK_REUSE", reuse)
         fixture = shared_batch(4, 2, lengths, added, members)
         prefill = fixture.backend.prefill
         prefill.inner = ATTENTION_BACKENDS[front](fixture.runner)
@@ -207,7 +209,7 @@ def test_short_extends_are_planned_where_they_share(
             fixture.backend.observer.on_reset()
         assert_right(fixture)
         counters = fixture.backend.counters()
-        assert counters["extends"] == counters["extends_shared"] == (planned > 0 and shares)
+        assert counters["extends"] == counters["extends_shared"] == (planned > 0 and shares and reuse == 1)
         assert prefill._planned is None or len(prefill._planned.second.seq_lens) == planned
         assert counters["steps"] == (added[-1] == 1)
 
@@ -217,6 +219,7 @@ def test_short_extends_are_left_to_a_stock_backend_if_their_table_of_windows_wer
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is made outside of the memory that SGLang reserves."""
+    monkeypatch.setattr(extend, "STOCK_REUSE", 1)
     for limit, planned in ((0, False), (1 << 30, True)):
         fixture = shared_batch(4, 2, tuple(SHARED + 8 * i + 1 for i in range(4)), (2, 12, 9, 4), members=(2, 3))
         fixture.backend.prefill.extend._everything = False
