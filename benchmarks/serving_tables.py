@@ -108,7 +108,7 @@ def serving_verify() -> str:
 
 SERVING = {
     "serving-h200.json": "",
-    "serving-nominal-h200.json": ", prompts as long as they say",
+    "serving-nominal-h200.json": ", prompts of nominal length",
     "serving-2xh200.json": ", 2 GPUs",
     "serving-llama3-8b-h200.json": ", Llama 3 8B",
     "serving-gpt-oss-20b-h200.json": ", gpt-oss 20B in bfloat16",
