@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -755,3 +756,11 @@ def test_the_policies_are_numbered_as_the_native_scheduler_numbers_them() -> Non
         assert plans[policy] == layout.flatten(make_plan(batch, config)).tolist()
     assert plans["query"] != plans["pat"] != plans["naive"]
     tree.check(batch)
+
+
+def test_the_benchmark_of_planning_runs() -> None:
+    """It builds the scheduler into a module of its own, by calls that nobody else makes."""
+    script = Path(__file__).parents[1] / "benchmarks" / "packing.py"
+    found = subprocess.run([sys.executable, script, "--quick"], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert found.stdout.count("paper's deepest") > 20

@@ -50,7 +50,7 @@ int64_t rebuild(int64_t handle, TensorView rows, int64_t page, TensorView seq_le
   std::vector<int64_t> requests(batch);
   std::iota(requests.begin(), requests.end(), 0);
   for (const int64_t request : requests) scheduler.bind(request, last[request]);
-  return scheduler.take(requests.data(), static_cast<const int64_t*>(seq_lens.data_ptr()), batch, 0).buffer;
+  return scheduler.take(requests.data(), static_cast<const int64_t*>(seq_lens.data_ptr()), batch, 0, false).buffer;
 }
 
 }  // namespace
