@@ -16,14 +16,7 @@
 #include <random>
 #include <vector>
 
-#define CHECK(call)                                                                       \
-  do {                                                                                    \
-    const cudaError_t error = (call);                                                     \
-    if (error != cudaSuccess) {                                                           \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error)); \
-      std::exit(1);                                                                       \
-    }                                                                                     \
-  } while (0)
+#include "timing.cuh"
 
 constexpr int kDim = 128, kHeads = 8, kQueryHeads = 32, kThreads = 128, kRows = 16;
 constexpr int kRowBytes = kDim * 2;
@@ -140,24 +133,10 @@ __global__ void merge(const float* parts, const float* lse, int num_parts, int t
   reinterpret_cast<float4*>(out + int64_t(warp) * kDim)[lane] = sum;
 }
 
+// The first five runs warm up.
 template <typename Launch>
 double median_us(Launch launch) {
-  cudaEvent_t begin, end;
-  CHECK(cudaEventCreate(&begin));
-  CHECK(cudaEventCreate(&end));
-  std::vector<float> times;
-  for (int i = 0; i < 25; ++i) {
-    CHECK(cudaEventRecord(begin));
-    launch();
-    CHECK(cudaEventRecord(end));
-    CHECK(cudaEventSynchronize(end));
-    float ms;
-    CHECK(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= 5) times.push_back(ms * 1e3f);
-  }
-  CHECK(cudaGetLastError());
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2];
+  return median_us(launch, [] {}, 25, 5);
 }
 
 struct Memory {

@@ -14,14 +14,7 @@
 #include <random>
 #include <vector>
 
-#define CHECK(call)                                                                       \
-  do {                                                                                    \
-    const cudaError_t error = (call);                                                     \
-    if (error != cudaSuccess) {                                                           \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error)); \
-      std::exit(1);                                                                       \
-    }                                                                                     \
-  } while (0)
+#include "timing.cuh"
 
 constexpr int kWarps = 12, kTokens = 16, kStages = 2, kRow = 256, kPitch = 272, kHeads = 8, kSlot = kHeads * kRow;
 constexpr int kStage = 2 * kTokens * kPitch;
@@ -144,31 +137,13 @@ int main() {
   std::vector<int> all(size_t(warps) * most * kTokens);
   for (size_t i = 0; i < all.size(); ++i) all[i] = pages[i % pool];
   CHECK(cudaMemcpy(slots, all.data(), all.size() * sizeof(int), cudaMemcpyHostToDevice));
-  cudaEvent_t begin, end;
-  CHECK(cudaEventCreate(&begin));
-  CHECK(cudaEventCreate(&end));
+  const auto empty_l2 = [&] { read<<<sms * 2, 1024>>>(reinterpret_cast<const float4*>(flush), flush_bytes / 16, out); };
   for (const int cycles : {0, 400, 800}) {
     for (const int chunks : {1, 2, 4, 8, 16}) {
-      double us[2];
-      for (int bulk = 0; bulk < 2; ++bulk) {
-        std::vector<float> times;
-        for (int i = 0; i < 15; ++i) {
-          read<<<sms * 2, 1024>>>(reinterpret_cast<const float4*>(flush), flush_bytes / 16, out);
-          CHECK(cudaEventRecord(begin));
-          if (bulk)
-            gather<true><<<sms, kWarps * 32, kShared>>>(slots, chunks, cycles, k, v, out);
-          else
-            gather<false><<<sms, kWarps * 32, kShared>>>(slots, chunks, cycles, k, v, out);
-          CHECK(cudaEventRecord(end));
-          CHECK(cudaEventSynchronize(end));
-          float ms;
-          CHECK(cudaEventElapsedTime(&ms, begin, end));
-          times.push_back(ms * 1e3f);
-        }
-        CHECK(cudaGetLastError());
-        std::sort(times.begin(), times.end());
-        us[bulk] = times[times.size() / 2];
-      }
+      const auto time = [&](auto kernel) {
+        return median_us([&] { kernel<<<sms, kWarps * 32, kShared>>>(slots, chunks, cycles, k, v, out); }, empty_l2, 15, 0);
+      };
+      const double us[] = {time(gather<false>), time(gather<true>)};
       const double bytes = double(warps) * chunks * 2 * kTokens * kRow;
       std::printf("%3d %4d: %8.1f %8.1f (%.2f, %.2f)\n", chunks, cycles, us[0], us[1], bytes / us[0] * 1e-6,
                   bytes / us[1] * 1e-6);
