@@ -92,9 +92,12 @@ class Bins {
         if (queue == &shared && !single.empty() && load > 0 && !fits(price)) look_at(single);
         const Pack& pack = queue->packs[queue->index];
         const int32_t start = queue->start();
-        const auto take_whole = [&] {
-          items.push_back(Pack{start, pack.end, pack.first, pack.count});
+        const auto add_until = [&](int32_t end) {
+          items.push_back(Pack{start, end, pack.first, pack.count});
           in_row_parts.push_back(parts);
+        };
+        const auto take_whole = [&] {
+          add_until(pack.end);
           if (pack.end == kOpen && grows(packs.queries[pack.first])) bin_growth += growth_price;
           queue->index += 1;
           queue->begin = 0;
@@ -115,8 +118,7 @@ class Bins {
         if (cut > 0 && cut < tokens) {
           cuts += 1;
           queue->begin = start + int32_t(cut);
-          items.push_back(Pack{start, queue->begin, pack.first, pack.count});
-          in_row_parts.push_back(parts);
+          add_until(queue->begin);
           for (int32_t i = 0; i < pack.count; ++i) num_parts[packs.queries[pack.first + i]] += 1;
           remaining += begin;
           load += config.item_price(pack.count, cut, parts) + turn;
