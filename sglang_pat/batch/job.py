@@ -49,11 +49,20 @@ class LateError(Exception):
     """A request has no answer in time, where others have."""
 
 
-async def _within(answer: Awaitable[tuple[int, Json]], seconds: float) -> tuple[int, Json]:
-    """`asyncio.wait_for`, which leaves what is raised while it is cancelled to nobody: asyncio would print that, with a traceback."""
+class UnknownTokenError(Exception):
+    """A prompt has a token that the model does not have; the message says which."""
+
+
+def begin(answer: Awaitable[tuple[int, Json]]) -> asyncio.Future[tuple[int, Json]]:
+    """Begin to get an answer. Where nobody waits for it any more, asyncio does not print what it failed with."""
     task = asyncio.ensure_future(answer)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())
-    return await asyncio.wait_for(task, seconds)
+    return task
+
+
+async def _within(answer: Awaitable[tuple[int, Json]], seconds: float) -> tuple[int, Json]:
+    """`asyncio.wait_for`, which leaves what is raised while it is cancelled to nobody."""
+    return await asyncio.wait_for(begin(answer), seconds)
 
 
 def in_time(ask: Ask, seconds: float, name: str) -> Ask:
@@ -145,13 +154,11 @@ def askers(engine: Engine) -> list[Ask]:
 
     async def ask(request: Request, route: Json) -> tuple[int, Json]:
         kind, handler = handlers[request.url]
-        # SGLang does not look, and the engine would end.
-        if (token := unknown_token(request.body.get("prompt"), vocabulary)) is not None:
-            response = handler.create_error_response(f"token {token} is none of the model's {vocabulary:,}")
-            return response.status_code, msgspec.json.decode(response.body)
         try:
+            # SGLang does not look, and the engine would end.
+            check_tokens(request.body.get("prompt"), vocabulary)
             body = kind(**{**route, **request.body})
-        except (ValidationError, TypeError) as error:
+        except (ValidationError, TypeError, UnknownTokenError) as error:
             response = handler.create_error_response(str(error))
         else:
             client = _Client()
@@ -173,13 +180,17 @@ def askers(engine: Engine) -> list[Ask]:
     return [functools.partial(ask, route=route) for route in routes]
 
 
-def unknown_token(prompt: object, vocabulary: int) -> int | None:
-    """The first token of a prompt that the model does not have; None if it has all, or the prompt is text. One of several prompts may be a list itself."""
-    for token in prompt if isinstance(prompt, list) else []:
-        unknown = unknown_token(token, vocabulary)
-        if unknown is not None or (isinstance(token, int) and not 0 <= token < vocabulary):
-            return token if unknown is None else unknown
-    return None
+def check_tokens(prompt: object, vocabulary: int) -> None:
+    """Check that a model has all tokens of a prompt, or of several; text has none.
+
+    Raises:
+        UnknownTokenError: It does not have one.
+    """
+    if isinstance(prompt, list):
+        for token in prompt:
+            check_tokens(token, vocabulary)
+    elif isinstance(prompt, int) and not 0 <= prompt < vocabulary:
+        raise UnknownTokenError(f"token {prompt} is none of the model's {vocabulary:,}")
 
 
 def room_of(info: object) -> Room:

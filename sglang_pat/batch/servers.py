@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from sglang_pat.batch.job import PROBE, PROBES, LostError, StoppedError, room_of
+from sglang_pat.batch.job import PROBE, PROBES, LostError, StoppedError, begin, room_of
 from sglang_pat.batch.lines import LONGEST, BatchError, Json, Request
 from sglang_pat.batch.order import Room
 
@@ -119,9 +119,7 @@ class Server:
     async def __call__(self, request: Request) -> tuple[int, Json]:
         if self._watcher is None:
             self._watcher = asyncio.ensure_future(self._watch())
-        asked = asyncio.ensure_future(self._ask(request))
-        # Where nobody waits for it any more, asyncio would print what it failed with.
-        asked.add_done_callback(lambda task: task.cancelled() or task.exception())
+        asked = begin(self._ask(request))
         try:
             await asyncio.wait((asked, self._watcher), return_when=asyncio.FIRST_COMPLETED)
             if asked.done():
