@@ -239,19 +239,19 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
     const char* k = fresh(static_cast<const char*>(p_.k) + item.head * p_.k_head + column * 16);
     const char* v = fresh(static_cast<const char*>(p_.v) + item.head * p_.v_head + column * 16);
     const uint32_t offset = panel_offset(first, column, kTokens * kPanelRow);
-    const int own = own_row();
+    const int own = own_row(), tokens = item.tokens;  // read once: ptxas would read shared memory again for each tile
     const int32_t* slots = p_.req_to_token + item.slots + own;
     // A group multiplies K of its next tile before V of this one: so they are asked for in this order. Groups in turns have every second tile.
-    const int behind = groups(kDim) > 1 && item.m == 64 && item.tokens > kOwnTokens ? 2 * kTokens : kTokens;
-    int next = own < item.tokens ? slot_ahead : 0, last = 0, before = 0;  // the slots of K's next tile and of its last two
+    const int behind = groups(kDim) > 1 && item.m == 64 && tokens > kOwnTokens ? 2 * kTokens : kTokens;
+    int next = own < tokens ? slot_ahead : 0, last = 0, before = 0;  // the slots of K's next tile and of its last two
 #pragma unroll 1
-    for (int begin = 0; begin - behind < item.tokens; begin += kTokens) {
+    for (int begin = 0; begin - behind < tokens; begin += kTokens) {
       const int slot = next;
       slots += kTokens;
-      next = begin + kTokens + own < item.tokens ? *slots : 0;
-      if (begin < item.tokens) copy_rows<false>(item.tokens - begin, column, offset, k, p_.k_slot, slot);
+      next = begin + kTokens + own < tokens ? *slots : 0;
+      if (begin < tokens) copy_rows<false>(tokens - begin, column, offset, k, p_.k_slot, slot);
       if (begin >= behind)
-        copy_rows<true>(item.tokens - begin + behind, column, offset, v, p_.v_slot, behind > kTokens ? before : last);
+        copy_rows<true>(tokens - begin + behind, column, offset, v, p_.v_slot, behind > kTokens ? before : last);
       before = last, last = slot;
     }
   }

@@ -74,7 +74,8 @@ struct Softmax {
       higher = lazy_row_max(row_max[half], higher, p);
       // A row without a score so far stays at weights of zero.
       const float base = higher == -INFINITY ? 0 : higher * p.scale_log2;
-      correction[half] = exp2_fast(row_max[half] * p.scale_log2 - base);
+      // Exactly 1 where nothing changes: the difference of a product and its rounding is not 0.
+      correction[half] = row_max[half] == higher ? 1 : exp2_fast(row_max[half] * p.scale_log2 - base);
       row_max[half] = higher;
       float total = 0;
 #pragma unroll
