@@ -20,6 +20,9 @@ from sglang_pat.kernels import capabilities, cuda, resources
 from sglang_pat.packing import FORMATS, AttentionSpec
 from sglang_pat.parser import Parser
 
+DRAFT_HEADS = (1, 8)
+"""Query heads of a KV head, of drafts of two tokens with different modules (`capabilities.tiles_for_drafts`)."""
+
 LEAST_CAPABILITY = 8
 """Of the GPUs that there are kernels for (docs/support.md)."""
 
@@ -49,7 +52,11 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
         specs = [spec]
         if options.drafts:
             windows = (0, 1) if options.windows else (0,)
-            specs += [msgspec.structs.replace(spec, window=window, query_tokens=2) for window in windows]
+            specs += [
+                msgspec.structs.replace(spec, heads=heads, window=window, query_tokens=2)
+                for window in windows
+                for heads in DRAFT_HEADS
+            ]
         for one in specs:
             # Extends of KV in few bits run over a workspace (backend/low_bit_prefill.py), those of drafts are the first spec's.
             extends = one is spec and not form.is_low_bit

@@ -143,9 +143,9 @@ def test_what_is_built_ahead_is_what_servers_load(monkeypatch: pytest.MonkeyPatc
         variant
         for dim in (64, 128)
         for dtype in (torch.bfloat16, torch.float8_e4m3fn)
-        for tokens, window in ((1, 0), (1, 128), (4, 0), (4, 128))
+        for heads, tokens, window in ((4, 1, 0), (4, 1, 128), (1, 4, 0), (1, 4, 128), (4, 4, 0), (4, 4, 128), (8, 8, 0))
         for variant in cuda.variants(
-            msgspec.structs.replace(spec_of(dtype, dim, dim), query_tokens=tokens, window=window),
+            msgspec.structs.replace(spec_of(dtype, dim, dim), heads=heads, query_tokens=tokens, window=window),
             "9.0a",
             dtype=torch.bfloat16,
             extends=tokens == 1,
@@ -153,7 +153,14 @@ def test_what_is_built_ahead_is_what_servers_load(monkeypatch: pytest.MonkeyPatc
     ]
     few_bits = cuda.variants(AttentionSpec(32, 8, 128, 128, FORMATS["int4"]), "9.0a", dtype=torch.bfloat16)
     assert set(built) == {*wanted, *few_bits}
-    assert len(built) == len(set(built)) == 2 * 2 * 4 + 1
+    assert len(built) == len(set(built)) == 2 * 2 * 6 + 1
+
+
+@pytest.mark.parametrize(("heads", "tokens", "tiles"), [(4, 2, 5), (4, 3, 4), (4, 4, 4), (4, 5, 5), (16, 1, 5)])
+def test_modules_leave_out_the_tile_that_drafts_never_use(heads: int, tokens: int, tiles: int) -> None:
+    spec = msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=heads, query_tokens=tokens)
+    built = cuda.Variant.of(spec, "9.0a").query_tiles
+    assert len(built) == tiles and built[-4:] == (16, 64, 128, 192)
 
 
 def test_a_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

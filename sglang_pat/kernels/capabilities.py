@@ -64,6 +64,17 @@ def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
     return (8, NARROW_M) if kv_bits < 8 else (8, NARROW_M, 64)
 
 
+def tiles_for_drafts(query_tiles: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    """Those of an architecture's tiles that a module for drafts has. Where a draft has more rows than the smallest, and no more than a single warp
+    computes, it is never run with that one; without its code small batches took 4 % less (benchmarks/NOTES.md, "Verify steps").
+
+    Args:
+        query_tiles: As `query_tiles` returns it.
+        rows: Of a draft: query heads of a KV head for each of its tokens.
+    """
+    return query_tiles[1:] if query_tiles[0] < rows <= NARROW_M and len(query_tiles) > 1 else query_tiles
+
+
 def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bits: int = 16) -> TileTable:
     """The tiles of a GPU, with their prices if these are known.
 

@@ -87,6 +87,8 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         if dtype not in TYPES or (kv in TYPES and kv != dtype):
             raise ValueError(f"the CUDA kernels do not compute Q of {dtype} with a KV cache of {kv}")
         masks = spec.query_tokens > 1
+        if masks:
+            tiles = capabilities.tiles_for_drafts(tiles, spec.query_heads // spec.kv_heads)
         limits = limits or (masks and spec.window > 0)
         bits = spec.kv.bits if low_bit else 0
         return cls(dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, bits)

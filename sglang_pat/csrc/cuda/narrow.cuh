@@ -32,7 +32,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
   using Loader::shared, Loader::stage;
   using Loader::user_, Loader::items_, Loader::p_;
   using Rows::combine, Rows::load_q, Rows::write, Rows::capped_, Rows::softmax_, Rows::q_, Rows::next_q_, Rows::o_;
-  using Rows::kBlocks, Rows::kIs8Bit, Rows::kSteps, Rows::kVSteps;
+  using Rows::kBlocks, Rows::kIs8Bit, Rows::kLooksUpRows, Rows::kSteps, Rows::kVSteps;
   using typename Loader::Cursor, typename Loader::S, typename Loader::WorkItems, typename Rows::Queries;
   using Product = Half<typename Kv::Product>;
   static constexpr int kLoadSteps = 2 / Kv::kBytes;  // of a product, whose left operands one ldmatrix loads
@@ -80,7 +80,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
             user = following;
             next_item(following);
 #pragma unroll
-            for (int i = 0; i < kSteps * kBlocks * 2; ++i) (&q_[0][0][0])[i] = (&next_q_[0][0][0])[i];
+            for (int i = 0; i < kSteps * kBlocks * 2; ++i) (&q_.pairs[0][0][0])[i] = (&next_q_.pairs[0][0][0])[i];
             if (!ended(following)) load_q(item(following), next_q_);
           } while (user.at < 0);
           if (ended(user)) break;
@@ -176,12 +176,17 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
         for (int j = 0; j < kLoadSteps; ++j)
 #pragma unroll
           for (int block = 0; block < kBlocks; ++block)
-            Product::mma(s[chunk][block], a[j], q_[i + j][block][0], q_[i + j][block][1]);
+            Product::mma(s[chunk][block], a[j], q_.pairs[i + j][block][0], q_.pairs[i + j][block][1]);
       }
     }
     float correction[kBlocks][2];
     const int draft = kMasks ? items_.get(kPhase, user_).draft : 0;
-    const auto mask = [&](int row) { return mask_of(p_, items_.get(kPhase, user_), row); };
+    const auto mask = [&](int row) {
+      if constexpr (kLooksUpRows)
+        return __shfl_sync(~0u, q_.mask, row);
+      else
+        return mask_of(p_, items_.get(kPhase, user_), row);
+    };
     const auto behind = [&](int row) {
       return kMasks ? behind_of(items_.get(kPhase, user_), row) : __shfl_sync(~0u, behind_, row);
     };

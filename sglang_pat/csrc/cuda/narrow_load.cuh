@@ -76,8 +76,9 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
             copy16(place + S::kTile, v + uint64_t(slot) * p_.v_slot, policy...);
           }
         };
-        // No cache policy where none is needed: even the default one takes time.
-        if (items_.parts_stay())
+        // No cache policy where none is needed: even the default one takes time. For drafts there is none: the code of both, for which small batches
+        // wait, took 1 % (benchmarks/NOTES.md, "Verify steps").
+        if (!(kMasks && kM > kSingleM) && items_.parts_stay())
           copy_rows(leaves_first());
         else
           copy_rows();

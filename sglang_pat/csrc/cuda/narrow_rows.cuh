@@ -16,29 +16,54 @@ class NarrowRows : protected Loader {
       : Loader(p, items, memory, statistics), capped_(fresh(p.cap > 0)) {}
 
  protected:
-  using Loader::item, Loader::stage, Loader::kPhase, Loader::statistics_, Loader::items_, Loader::memory_, Loader::p_;
+  using Loader::item, Loader::stage, Loader::kPhase, Loader::kReadAhead, Loader::statistics_, Loader::items_,
+      Loader::memory_, Loader::p_;
   using typename Loader::S;
   static constexpr int kBlocks = kM / 8, kSteps = kDim / 16, kVSteps = kVDim / 16;
   static constexpr bool kIs8Bit = Kv::kBytes == 1;
 
-  using Queries = uint32_t[kSteps][kBlocks][2];
+  // With kMasks each lane looks up one row of Q, and its mask with it, for all lanes: the code for several rows, and again for their masks, took small
+  // batches 2 % (benchmarks/NOTES.md, "Verify steps"). There are no registers for that where Q is read an item ahead.
+  static constexpr bool kLooksUpRows = kMasks && !kReadAhead;
+  static constexpr int kSourceElements = 16 / int(sizeof(T));
+
+  struct Queries {
+    uint32_t pairs[kSteps][kBlocks][2];
+    uint64_t mask;  // with kLooksUpRows, of row lane % kM
+  };
 
   // Q as right operand: this thread's row of each block, pairs of columns for each step; zeros where it is no query's.
   __device__ void load_q(const Item& item, Queries& to) const {
+    constexpr uint32_t kNobody = ~0u;
+    uint32_t source = kNobody;  // where Q of row lane % kM is, in 16 bytes
+    if constexpr (kLooksUpRows) {
+      const int row = int(unsigned(lane_id()) % kM);
+      to.mask = ~0ull;
+      if (row < item.count * p_.group) {
+        const TokenHead at = p_.token_head(query_of(p_, item, p_.query_of(row)), item.first_head + p_.head_of(row));
+        source = uint32_t((at.token * p_.q_token + at.head * p_.q_head) / kSourceElements);
+        if (item.draft > 0) to.mask = p_.masks[at.token];
+      }
+    }
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const int row = block * 8 + int(unsigned(lane_id()) / 4);
-      const bool valid = row < item.count * p_.group;
-      const uint32_t* q = nullptr;
-      if (valid) {
-        const int query = query_of(p_, item, p_.query_of(row));
-        q = reinterpret_cast<const uint32_t*>(q_row<T>(p_, item, query, row)) + thread_of<4>() * (kIs8Bit ? 2 : 1);
+      bool valid = row < item.count * p_.group;
+      const T* q = static_cast<const T*>(p_.q);
+      if constexpr (kLooksUpRows) {
+        const uint32_t from = __shfl_sync(~0u, source, row);
+        valid = from != kNobody;
+        if (valid) q += int64_t(from) * kSourceElements;
+      } else if (valid) {
+        q = q_row<T>(p_, item, query_of(p_, item, p_.query_of(row)), row);
       }
+      const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(q) + thread_of<4>() * (kIs8Bit ? 2 : 1);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          to[step][block][i] = valid ? convert_pair<T, typename Kv::Product>(q[step * 8 + i * (kIs8Bit ? 1 : 4)]) : 0;
+          to.pairs[step][block][i] =
+              valid ? convert_pair<T, typename Kv::Product>(pairs[step * 8 + i * (kIs8Bit ? 1 : 4)]) : 0;
       }
     }
   }

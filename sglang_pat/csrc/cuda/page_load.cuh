@@ -37,6 +37,7 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
   using Own = NarrowItems<kPageThreads, kM, kPageWarps, S::kStages, S::kStage, kTokens>;
   using Own::ended, Own::item, Own::next_item, Own::next_stage, Own::p_, Own::stage;
   using typename Own::Cursor, typename Own::WorkItems;
+  static constexpr bool kReadAhead = false;  // of Q
 
   using Own::Own;
 

@@ -129,8 +129,8 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
         const uint2 scale = *reinterpret_cast<const uint2*>(from + step / 2 * R::kKeyUnit + thread_of<4>() * R::kKeyColumn +
                                                             step % 2 * R::kKeyStep);
         uint32_t (&to)[2] = scaled[step][block];
-        to[0] = multiply_pair(multiply_pair(q_[step][block][0], factor), multiply_pair(scale.x, factor));
-        to[1] = multiply_pair(multiply_pair(q_[step][block][1], factor), multiply_pair(scale.y, factor));
+        to[0] = multiply_pair(multiply_pair(q_.pairs[step][block][0], factor), multiply_pair(scale.x, factor));
+        to[1] = multiply_pair(multiply_pair(q_.pairs[step][block][1], factor), multiply_pair(scale.y, factor));
         Product::mma(bases[block], minus, to[0], to[1]);
       }
     }
@@ -154,7 +154,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
         const uint32_t a[4] = {pairs[j][0], pairs[j][0], pairs[j][1], pairs[j][1]};
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
-          const uint32_t (&q)[2] = q_[i + j][block];
+          const uint32_t (&q)[2] = q_.pairs[i + j][block];
           uint32_t (&to)[2] = scaled[i + j][block];
           to[0] = multiply_pair(q[0], scales[j][0]), to[1] = multiply_pair(q[1], scales[j][1]);
           Product::mma(zeros[block], a, q[0], q[1]);
@@ -279,7 +279,8 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
       load_matrices(a, next_step(k, step, S::kPanel));
       convert(a);
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) Product::mma(s[0][block], a, q_[step][block][0], q_[step][block][1]);
+      for (int block = 0; block < kBlocks; ++block)
+        Product::mma(s[0][block], a, q_.pairs[step][block][0], q_.pairs[step][block][1]);
     }
     float correction[kBlocks][2];
     update(s, tokens, correction);
