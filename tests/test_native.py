@@ -698,9 +698,22 @@ def test_a_scheduler_with_numbers_that_cannot_be_is_not_made(changes: dict[str, 
         tensors = [np.array(numbers, dtype=np.int64) for numbers in arrays.values()]
         return module.create(*map(tvm_ffi.from_dlpack, [*tensors, *buffers]))
 
+    def plan_small(arrays: dict[str, list[int]], queries: int = 99) -> None:
+        handle = create(dict(zip(names, right, strict=True)))
+        tensors = [np.array(numbers, dtype=np.int64) for numbers in arrays.values()]
+        try:
+            module.plan_small(handle, queries, 99, *map(tvm_ffi.from_dlpack, tensors))
+        finally:
+            module.destroy(handle)
+
     module.destroy(create(arrays))
     with pytest.raises(ValueError):  # noqa: PT011
         create(arrays | changes)
+    plan_small(arrays)
+    with pytest.raises(ValueError):  # noqa: PT011
+        plan_small(arrays | changes)
+    with pytest.raises(ValueError, match="queries of small batches"):
+        plan_small(arrays, -1)
     buffers[1] = buffers[1][:3]
     with pytest.raises(ValueError, match="buffers must have"):
         create(arrays)

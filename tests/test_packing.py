@@ -355,6 +355,35 @@ def test_pages_of_few_bits_are_not_cut(form: str) -> None:
     assert all(bound % 64 == 0 for bound in bounds) == FORMATS[form].is_low_bit
 
 
+@pytest.mark.parametrize(
+    ("requests", "length", "heads", "tokens", "ms"),
+    [
+        (66, 300, 32, 4, {64}),  # four queries for each SM
+        (67, 300, 32, 4, {16}),
+        (8, 2_475, 32, 4, {64}),
+        (8, 2_476, 32, 4, {16}),  # 1,200 tokens for each SM
+        (8, 300, 32, 1, {8}),
+        (8, 300, 64, 2, {64}),
+        (8, 300, 32, 2, {8}),  # no more rows than the smallest tile
+        (8, 24, 64, 4, {64}),  # else in parts of 16 rows
+        (90, 24, 64, 4, {16}),
+    ],
+)
+def test_small_batches_of_drafts_are_run_with_wide_tiles(
+    requests: int, length: int, heads: int, tokens: int, ms: set[int]
+) -> None:
+    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
+    spec = AttentionSpec(heads, 8, 128, 128, FORMATS["bfloat16"], query_tokens=tokens)
+    plan = make_plan(Batch([length] * requests), PackConfig.of(spec, tiles, workers=132))
+    assert {item.tile.m for item in plan.items} == ms
+
+
+def test_a_table_without_wide_tiles_keeps_those_of_warps() -> None:
+    assert TileTable((8, 16), (64,), (), warp_m=16).without_warps().query_tiles == (8, 16)
+    assert TileTable((8, 16, 64), (64,), ()).without_warps().query_tiles == (8, 16, 64)
+    assert TileTable((8, 16, 64), (64,), (), warp_m=16).without_warps().query_tiles == (64,)
+
+
 @pytest.mark.parametrize("form", ["int4", "int2"])
 def test_a_prefix_in_few_bits_that_many_share_is_read_by_groups_of_warps_and_tails_by_single_ones(form: str) -> None:
     tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv_bits=FORMATS[form].bits)

@@ -18,6 +18,9 @@ PRICED = msgspec.structs.replace(
 IN_PARTS = msgspec.structs.replace(PRICED, part_token_ns=30)
 """Queries of more than 16 rows with few tokens are run in parts."""
 
+SMALL = msgspec.structs.replace(IN_PARTS, small_queries=6, small_tokens=150)
+"""Small batches of drafts of more than four rows are run with tiles of 64."""
+
 
 @st.composite
 def batches(draw: st.DrawFn, max_queries: int = 24, max_length: int = 80) -> Batch:
@@ -49,7 +52,7 @@ def batches(draw: st.DrawFn, max_queries: int = 24, max_length: int = 80) -> Bat
 def configs(draw: st.DrawFn) -> PackConfig:
     kv_heads = draw(st.sampled_from([1, 2, 8]))
     group = draw(st.sampled_from([1, 3, 4, 16, 32, 65, 200]))
-    tiles = draw(st.sampled_from([TILES, PRICED, IN_PARTS]))
+    tiles = draw(st.sampled_from([TILES, PRICED, IN_PARTS, SMALL]))
     dim = draw(st.sampled_from([8, 64, 128]))
     cost = CostModel(
         kv_heads * group,
@@ -69,6 +72,7 @@ def configs(draw: st.DrawFn) -> PackConfig:
         policy=draw(st.sampled_from(list(POLICIES))),
         window=draw(st.sampled_from([0, 0, 0, 1, 8, 60, 2_000])),
         grain=draw(st.sampled_from([8, 8, 64])),
+        drafts=draw(st.booleans()),
     )
 
 

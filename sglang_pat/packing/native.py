@@ -98,19 +98,12 @@ class NativeScheduler:
         self.epoch = 0
         self._scratch = np.zeros(max(8, 6 + config.max_queries), dtype=np.int64)
         self._out = tvm_ffi.from_dlpack(self._scratch)
-        cost, tiles = config.cost, config.tiles
-        numbers = [
-            cost.token_bytes, cost.part_bytes, config.turn_price, cost.group, cost.runs, config.workers, config.max_queries,
-            config.few_queries, config.warp_queries, list(POLICIES).index(config.policy), max_batch, max_slots,
-            config.bin_end_price, config.wave_price, config.window, config.parts_token_price, config.parts_start_price,
-            config.parts_tokens, tiles.warp_m, config.grain, tiles.warp_tokens,
-        ]  # fmt: skip
-        prices = [
-            [0, *(price(queries) for queries in range(1, config.max_queries + 1))]
-            for price in (config.token_price, config.start_price, config.short_tokens)
-        ]
-        arrays = [numbers, *prices, tiles.query_tiles, tiles.kv_tiles, tiles.kv_bounds]
-        self._handle = self._module.create(*map(_int64, arrays), *map(tvm_ffi.from_dlpack, buffers))
+        self._handle = self._module.create(
+            *map(_int64, _arrays(config, max_batch, max_slots)), *map(tvm_ffi.from_dlpack, buffers)
+        )
+        if (small := config.small) is not None:
+            limits = (limit * config.workers for limit in (config.tiles.small_queries, config.tiles.small_tokens))
+            self._module.plan_small(self._handle, *limits, *map(_int64, _arrays(small, max_batch, max_slots)))
         # The buffers must outlive the thread that writes to them.
         weakref.finalize(self, lambda module, handle, *_: module.destroy(handle), self._module, self._handle, *buffers)
 
@@ -342,6 +335,22 @@ def load(scheduler: NativeScheduler, batch: Batch, requests: Sequence[int] = ())
 
 def _halves(head: bytes) -> tuple[int, int]:
     return int.from_bytes(head[:8], "little", signed=True), int.from_bytes(head[8:16], "little", signed=True)
+
+
+def _arrays(config: PackConfig, max_batch: int, max_slots: int) -> list[Any]:
+    """A config as `create` in csrc/packing/module.cpp reads it."""
+    cost, tiles = config.cost, config.tiles
+    numbers = [
+        cost.token_bytes, cost.part_bytes, config.turn_price, cost.group, cost.runs, config.workers, config.max_queries,
+        config.few_queries, config.warp_queries, list(POLICIES).index(config.policy), max_batch, max_slots,
+        config.bin_end_price, config.wave_price, config.window, config.parts_token_price, config.parts_start_price,
+        config.parts_tokens, tiles.warp_m, config.grain, tiles.warp_tokens,
+    ]  # fmt: skip
+    prices = [
+        [0, *(price(queries) for queries in range(1, config.max_queries + 1))]
+        for price in (config.token_price, config.start_price, config.short_tokens)
+    ]
+    return [numbers, *prices, tiles.query_tiles, tiles.kv_tiles, tiles.kv_bounds]
 
 
 def _int64(values: Sequence[int]) -> Any:

@@ -12,7 +12,7 @@ from sglang_pat.packing.heuristic import Pack, kv_length, pack_nodes, pack_queri
 from sglang_pat.packing.optimal import pack_optimal
 from sglang_pat.packing.plan import OPEN, Plan, WorkItem
 from sglang_pat.packing.prices import PackConfig
-from sglang_pat.packing.tree import Batch, Prefix, compact, in_windows
+from sglang_pat.packing.tree import Batch, Prefix, compact, in_windows, kv_minimum
 
 TAIL_GROWTH = 2
 """A tail may grow to this multiple of the longest work item, even if the bins stay even: a batch that starts with few tokens is spread over
@@ -52,6 +52,14 @@ def packs_price(packs: list[Pack], batch: Batch, config: PackConfig) -> int:
     return reads + merged * config.cost.part_bytes
 
 
+def for_batch(batch: Batch, config: PackConfig) -> PackConfig:
+    """What this batch is planned with: `config`, or its `small`. Its requests are those that the window leaves (`in_windows`)."""
+    small = config.small
+    if small is None:
+        return config
+    return small if config.is_small(len(batch.seq_lens), kv_minimum(compact(batch), batch.seq_lens)) else config
+
+
 def make_plan(batch: Batch, config: PackConfig) -> Plan:
     """Plan one batch.
 
@@ -59,8 +67,10 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
         batch: Lengths (at least one token each) and prefix tree; see `tree.check`.
         config: Device and model.
     """
-    lengths, tiles, window = batch.seq_lens, config.tiles, config.window
+    lengths, window = batch.seq_lens, config.window
     batch = in_windows(batch, window)
+    config = for_batch(batch, config)
+    tiles = config.tiles
     seq_lens = batch.seq_lens
     growing = [length <= window or window == 0 for length in lengths]
     num_parts = [0] * len(seq_lens)

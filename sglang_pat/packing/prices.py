@@ -41,6 +41,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         policy: A key of `oracle.POLICIES`.
         window: `AttentionSpec.planned_window`.
         grain: KV positions between possible cuts.
+        drafts: Whether queries are drafts of several tokens.
     """
 
     cost: CostModel
@@ -49,13 +50,28 @@ class PackConfig(msgspec.Struct, frozen=True):
     policy: Policy = "optimal"
     window: Window = 0
     grain: Count = GRAIN
+    drafts: bool = False
 
     @classmethod
     def of(cls, spec: AttentionSpec, tiles: TileTable, workers: int, policy: Policy = "optimal") -> PackConfig:
         """The config for layers of a spec. Their query heads are split if the largest tile has fewer rows. Pages of few bits are not cut."""
         cost = spec.cost(tiles.head_splits(spec.query_heads, spec.kv_heads))
         grain = LOW_BIT_PAGE if spec.kv.is_low_bit else GRAIN
-        return cls(cost, tiles, workers, policy, spec.planned_window, grain)
+        return cls(cost, tiles, workers, policy, spec.planned_window, grain, spec.query_tokens > 1)
+
+    @property
+    def small(self) -> PackConfig | None:
+        """What small batches are planned with (`TileTable.small_queries`); None if it is the same."""
+        tiles = self.tiles.without_warps()
+        applies = self.drafts and self.tiles.query_tiles[0] < self.cost.group and self.tiles.small_queries > 0
+        return msgspec.structs.replace(self, tiles=tiles) if applies and tiles != self.tiles else None
+
+    def is_small(self, queries: int, tokens: int) -> bool:
+        """Whether a batch of so many queries, with so many KV tokens when each is read once, counts as small."""
+        return (
+            queries * self.cost.runs <= self.tiles.small_queries * self.workers
+            and tokens * self.cost.runs <= self.tiles.small_tokens * self.workers
+        )
 
     @property
     def max_queries(self) -> int:

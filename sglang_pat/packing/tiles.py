@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from typing import Annotated
 
 import msgspec
@@ -14,6 +14,9 @@ Tokens = Annotated[int, Meta(ge=0, le=1 << 32)]
 """More than any context has."""
 
 Nanoseconds = Annotated[float, Meta(ge=0)]
+
+Small = Annotated[int, Meta(ge=0, le=1 << 20)]
+"""Queries or tokens for each SM."""
 
 
 class Tile(msgspec.Struct, frozen=True, order=True):
@@ -41,6 +44,8 @@ class TileTable(msgspec.Struct, frozen=True):
         turn_ns: Time of a worker to switch from the other tiles to those of single warps.
         bin_ns: Time that one more bin adds to a step in which single warps run everything.
         wave_ns: Time that one more bin per worker adds to such a step.
+        small_queries, small_tokens: In verify steps of at most so many queries for each SM and KV head, and KV tokens when each is read once, tiles of
+            single warps are not used, if drafts have more rows than the smallest. 0 if they always are.
         bytes_per_ns: Memory bandwidth; needed if there are times, to express them in bytes (`PackConfig`).
         sms: Streaming multiprocessors that share the bandwidth.
     """
@@ -58,6 +63,8 @@ class TileTable(msgspec.Struct, frozen=True):
     wave_ns: Nanoseconds = 0
     bytes_per_ns: Annotated[float, Meta(ge=0)] = 0
     sms: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    small_queries: Small = 0
+    small_tokens: Small = 0
 
     def __post_init__(self) -> None:
         for name in ("query_tiles", "kv_tiles", "kv_bounds"):
@@ -84,6 +91,15 @@ class TileTable(msgspec.Struct, frozen=True):
     def share(self) -> float:
         """Bytes that one SM's share of the bandwidth moves in a nanosecond."""
         return self.bytes_per_ns / self.sms
+
+    def without_warps(self) -> TileTable:
+        """The same without tiles of single warps; with them if there are no others."""
+        first = bisect_right(self.query_tiles, self.warp_m)
+        if first in (0, len(self.query_tiles)):
+            return self
+        return msgspec.structs.replace(
+            self, query_tiles=self.query_tiles[first:], token_ns=self.token_ns[first:], item_ns=self.item_ns[first:], warp_m=0, part_token_ns=0
+        )  # fmt: skip
 
     def max_queries(self, group: int) -> int:
         """How many queries the largest m holds if `group` query heads share a KV head; at least one."""

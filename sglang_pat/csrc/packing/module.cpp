@@ -76,33 +76,40 @@ auto guarded(Action action) {
 // max_slots, bin_end_price, wave_price, window, parts_token_price, parts_start_price, parts_tokens, part_rows, grain,
 // warp_tokens.
 // `token_prices`, `start_prices` and `short_tokens` are [max_queries + 1].
+pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView start_prices, TensorView short_tokens,
+                      TensorView query_tiles, TensorView kv_tiles, TensorView kv_bounds) {
+  const int64_t* n = data<int64_t>(numbers, "numbers", 21);
+  pat::Config config;
+  config.token_bytes = n[0], config.part_bytes = n[1], config.turn_price = n[2], config.bin_end_price = n[12],
+  config.wave_price = n[13];
+  config.parts_token_price = n[15], config.parts_start_price = n[16], config.parts_tokens = n[17];
+  config.part_rows = pat::in_range("part_rows", n[18], config.parts_tokens >= 0 ? 1 : 0, pat::kMaxTile);
+  config.window = pat::in_range("window", n[14], 0, pat::kMaxWindow);
+  config.grain = pat::in_range("grain", n[19], 1, pat::kMaxTile);
+  config.warp_tokens = n[20];
+  config.group = pat::in_range("group", n[3], 1, pat::kMaxTile);
+  config.kv_heads = pat::in_range("kv_heads", n[4], 1, pat::kMaxWorkers);
+  config.workers = pat::in_range("workers", n[5], 1, pat::kMaxWorkers);
+  config.max_queries = pat::in_range("max_queries", n[6], 1, pat::kMaxTile);
+  config.few_queries = pat::in_range("few_queries", n[7], 1, pat::kMaxTile);
+  config.warp_queries = pat::in_range("warp_queries", n[8], 0, pat::kMaxTile);
+  config.policy = pat::Policy(pat::in_range("policy", n[9], 0, int(pat::Policy::kOptimal)));
+  config.token_prices = copied<int64_t>(token_prices, "token_prices");
+  config.start_prices = copied<int64_t>(start_prices, "start_prices");
+  config.short_tokens = copied<int64_t>(short_tokens, "short_tokens");
+  config.query_tiles = copied<int>(query_tiles, "query_tiles");
+  config.kv_tiles = copied<int>(kv_tiles, "kv_tiles");
+  config.kv_bounds = copied<int>(kv_bounds, "kv_bounds");
+  config.check();
+  return config;
+}
+
 int64_t create(TensorView numbers, TensorView token_prices, TensorView start_prices, TensorView short_tokens,
                TensorView query_tiles, TensorView kv_tiles, TensorView kv_bounds, TensorView first_buffer,
                TensorView second_buffer) {
   const int64_t* n = data<int64_t>(numbers, "numbers", 21);
   return guarded([&] {
-    pat::Config config;
-    config.token_bytes = n[0], config.part_bytes = n[1], config.turn_price = n[2], config.bin_end_price = n[12],
-    config.wave_price = n[13];
-    config.parts_token_price = n[15], config.parts_start_price = n[16], config.parts_tokens = n[17];
-    config.part_rows = pat::in_range("part_rows", n[18], config.parts_tokens >= 0 ? 1 : 0, pat::kMaxTile);
-    config.window = pat::in_range("window", n[14], 0, pat::kMaxWindow);
-    config.grain = pat::in_range("grain", n[19], 1, pat::kMaxTile);
-    config.warp_tokens = n[20];
-    config.group = pat::in_range("group", n[3], 1, pat::kMaxTile);
-    config.kv_heads = pat::in_range("kv_heads", n[4], 1, pat::kMaxWorkers);
-    config.workers = pat::in_range("workers", n[5], 1, pat::kMaxWorkers);
-    config.max_queries = pat::in_range("max_queries", n[6], 1, pat::kMaxTile);
-    config.few_queries = pat::in_range("few_queries", n[7], 1, pat::kMaxTile);
-    config.warp_queries = pat::in_range("warp_queries", n[8], 0, pat::kMaxTile);
-    config.policy = pat::Policy(pat::in_range("policy", n[9], 0, int(pat::Policy::kOptimal)));
-    config.token_prices = copied<int64_t>(token_prices, "token_prices");
-    config.start_prices = copied<int64_t>(start_prices, "start_prices");
-    config.short_tokens = copied<int64_t>(short_tokens, "short_tokens");
-    config.query_tiles = copied<int>(query_tiles, "query_tiles");
-    config.kv_tiles = copied<int>(kv_tiles, "kv_tiles");
-    config.kv_bounds = copied<int>(kv_bounds, "kv_bounds");
-    config.check();
+    pat::Config config = config_of(numbers, token_prices, start_prices, short_tokens, query_tiles, kv_tiles, kv_bounds);
     std::vector<pat::Buffer> buffers;
     for (const TensorView& buffer : {first_buffer, second_buffer})
       buffers.push_back(pat::Buffer{data<int32_t>(buffer, "buffers", pat::kHeaderSize), buffer.size(0)});
@@ -116,6 +123,16 @@ int64_t create(TensorView numbers, TensorView token_prices, TensorView start_pri
     else
       *free = std::move(made);
     return handle;
+  });
+}
+
+// Batches of at most so many queries, and tokens when each is read once, both times the KV heads, are planned with another config.
+void plan_small(int64_t handle, int64_t queries, int64_t tokens, TensorView numbers, TensorView token_prices,
+                TensorView start_prices, TensorView short_tokens, TensorView query_tiles, TensorView kv_tiles,
+                TensorView kv_bounds) {
+  guarded([&] {
+    at(handle).plan_small(queries, tokens,
+                          config_of(numbers, token_prices, start_prices, short_tokens, query_tiles, kv_tiles, kv_bounds));
   });
 }
 
@@ -253,6 +270,7 @@ void set_delays(int64_t handle, int64_t before_copy, int64_t before_publish) {
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(create, create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_small, plan_small);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(destroy, destroy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(insert, insert);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(split, split);

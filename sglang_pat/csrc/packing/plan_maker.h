@@ -46,7 +46,8 @@ class PlanMaker {
     prefixes_.take(mirror, sharing_, seen_);
   }
 
-  void plan(const Config& config, Policy policy, Buffer buffer, int64_t max_slots, Statistics& statistics) {
+  void plan(const Config& any_batch, Policy policy, Buffer buffer, int64_t max_slots, Statistics& statistics) {
+    const Config& config = any_batch.of_batch(int64_t(seen_.size()), prefixes_.kv_minimum);
     choices_.reset(prefixes_);
     if (policy == Policy::kNaive) choose_naive(prefixes_, choices_);
     if (policy == Policy::kOptimal && prefixes_.max_depth >= Optimal::kMaxDepth) policy = Policy::kPat;

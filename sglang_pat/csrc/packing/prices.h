@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -46,6 +47,9 @@ struct Config {
   // many tokens it is better run by work items of `few_queries`.
   std::vector<int64_t> token_prices, start_prices, short_tokens;
   std::vector<int> query_tiles, kv_tiles, kv_bounds;
+  // What batches of at most so many queries, and tokens when each is read once, both times the KV heads, are planned with.
+  int64_t small_queries = 0, small_tokens = 0;
+  std::shared_ptr<const Config> small;
   bool flat = false;  // all tokens' prices are equal, all starts' too: no work item is bound by arithmetic
 
   // Throws std::invalid_argument where a number cannot be, or lists do not belong together; says whether the config is flat.
@@ -79,6 +83,11 @@ struct Config {
       return std::count(prices.begin() + 1, prices.end(), prices[1]) == max_queries;
     };
     flat = equal(token_prices) && equal(start_prices) && parts_tokens < 0;
+  }
+
+  // What a batch is planned with.
+  const Config& of_batch(int64_t queries, int64_t tokens) const {
+    return small && queries * kv_heads <= small_queries && tokens * kv_heads <= small_tokens ? *small : *this;
   }
 
   // m for a work item of so many queries.
