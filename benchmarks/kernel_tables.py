@@ -160,8 +160,16 @@ def steps_extend() -> str:
 
 
 def verify() -> str:
+    return verify_of("verify-h200.json")
+
+
+def verify_h100() -> str:
+    return verify_of("verify-h100.json")
+
+
+def verify_of(name: str) -> str:
     """Verify steps by the rows that a KV head has of each request: its query heads, once for each token of a draft."""
-    result = load("verify-h200.json")
+    result = load(name)
     groups: dict[tuple[bool, int], list[dict[str, Any]]] = {}
     for record in result["records"]:
         heads, kv_heads = map(int, record["heads"].split("/"))

@@ -84,8 +84,22 @@ def steps() -> str:
     )
 
 
+def steps_h100() -> str:
+    result = load("steps-h100.json")
+    device = result["device"]
+    return f"{steps_table(result)}\n\n{device['name']}, {result['model']} shape, random weights, torch {device['torch']}, {device['date']}."
+
+
 def steps_verify() -> str:
-    result = load("steps-verify-h200.json")
+    return steps_verify_of("steps-verify-h200.json")
+
+
+def steps_verify_h100() -> str:
+    return steps_verify_of("steps-verify-h100.json")
+
+
+def steps_verify_of(name: str) -> str:
+    result = load(name)
     device, tokens = result["device"], result["records"][0]["tokens"]
     return (
         f"{steps_table(result)}\n\n{device['name']}, {result['model']} shape, random weights, drafts of {tokens} tokens, torch "
@@ -221,12 +235,15 @@ PAGES = {
     "docs/measured.md": (
         "serving_records",
         "steps",
+        "steps_h100",
         "soak",
         "kernels",
         "kernels_h100",
         "kernels_fp8",
         "verify",
+        "verify_h100",
         "steps_verify",
+        "steps_verify_h100",
         "serving_verify",
         "serving_mixed",
         "steps_extend",
@@ -248,8 +265,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernel_tables.kernels, "kernels_fp8": kernel_tables.kernels_fp8, "kernels_low_bit": kernel_tables.kernels_low_bit,
     "kernels_h100": kernel_tables.kernels_h100, "kernels_low_bit_h100": kernel_tables.kernels_low_bit_h100,
     "steps_low_bit": kernel_tables.steps_low_bit, "short_extends": serving_tables.short_extends, "batch_pool": serving_tables.batch_pool,
-    "verify": kernel_tables.verify, "ablations": kernel_tables.ablations, "serving": serving_tables.serving, "serving_records": serving_tables.serving_records,
-    "steps_verify": steps_verify, "steps_extend": kernel_tables.steps_extend, "serving_verify": serving_tables.serving_verify, "serving_mixed": serving_tables.serving_mixed, "batch": serving_tables.batch, "steps": steps, "soak": soak, "cpu": cpu,
+    "verify": kernel_tables.verify, "verify_h100": kernel_tables.verify_h100, "ablations": kernel_tables.ablations, "serving": serving_tables.serving, "serving_records": serving_tables.serving_records,
+    "steps_h100": steps_h100, "steps_verify": steps_verify, "steps_verify_h100": steps_verify_h100, "steps_extend": kernel_tables.steps_extend, "serving_verify": serving_tables.serving_verify, "serving_mixed": serving_tables.serving_mixed, "batch": serving_tables.batch, "steps": steps, "soak": soak, "cpu": cpu,
     "cpu_extend": cpu_extend, "planning": planning, "packing": packing, "estimates": estimates,
 }  # fmt: skip
 
