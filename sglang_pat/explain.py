@@ -16,7 +16,7 @@ from sglang_pat.estimate import Model, Prompt, batch_of, job
 from sglang_pat.packing import POLICIES, Batch, PackConfig
 from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.native import make_plan
-from sglang_pat.packing.oracle import choose_packs, makespan
+from sglang_pat.packing.oracle import choose_packs, for_batch, makespan
 from sglang_pat.packing.tree import InconsistentError, Prefix, compact, in_windows, kv_minimum
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import RequestsExpected
@@ -115,6 +115,7 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
         plan = make_plan(batch, config)
     except ValueError as error:
         raise trace.TraceError(f"a batch of this trace cannot be planned: {error}") from None
+    config = for_batch(in_windows(batch, config.window), config)
     cost = config.cost
     packs: dict[tuple[int, ...], int] = {}
     items: list[list[Any]] = []

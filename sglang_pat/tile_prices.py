@@ -225,8 +225,10 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
         table = GpuTable(
             properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), head_dim, prices, source, round(turn, 1),
             H200.bin_ns, H200.wave_ns, part_token_ns=H200.part_token_ns, turn_in_plans_ns=H200.turn_in_plans_ns,
-            small_queries=H200.small_queries, small_tokens=H200.small_tokens,
         )  # fmt: skip
+        if cuda.arch_of(device).startswith("9."):
+            # Elsewhere wide tiles have other kernels.
+            table = msgspec.structs.replace(table, small_queries=H200.small_queries, small_tokens=H200.small_tokens)
     for name in PRICED[1:]:
         bits = FORMATS[name].bits
         if not only or bits in only:

@@ -149,6 +149,27 @@ def test_windows(dtype: torch.dtype, dim: int, v_dim: int, window: int, arch: st
     assert run(case, arch).error() < TOLERANCE[case.q.dtype]
 
 
+def of_any_batch(tiles: TileTable) -> TileTable:
+    """The same tiles for small verify steps as for others: the tests' batches are all small."""
+    return msgspec.structs.replace(tiles, small_queries=0, small_tokens=0)
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(4, 4), (4, 3), (3, 4), (8, 2)])
+@pytest.mark.parametrize("window", [0, 40])
+def test_drafts_of_up_to_16_rows_by_single_warps(tokens: int, heads: int, window: int) -> None:
+    """Each row's mask is looked up with its Q; the module has no smaller tile."""
+    tiles = of_any_batch(capabilities.tile_table(ARCHS[0], 128))
+    generator = random.Random(tokens * heads)
+    batch = Batch([generator.randint(1, 90) for _ in range(9)] + [230], [Node(0, 1, [0, 1, 2])])
+    case = Drafts(
+        batch, random_trees(generator, batch, tokens), 2 * heads, 2, 128, 128, torch.bfloat16, window, device=DEVICE
+    )
+    decoded = run(case, ARCHS[0], tiles)
+    ends = [item for item in layout.work_items(decoded.plan.cpu().numpy()) if item.end == layout.OPEN]
+    assert {item.tile.m for item in ends} == {16}
+    decoded.check_in_any_order(TOLERANCE[torch.bfloat16])
+
+
 @each_arch
 @pytest.mark.parametrize(("dtype", "dim", "v_dim"), DRAFT_KINDS)
 @pytest.mark.parametrize(
@@ -226,7 +247,7 @@ def test_extends_by_every_tile(m: int, arch: str) -> None:
 def test_rows_of_a_query_in_parts(tokens: int, heads: int) -> None:
     """Of short items, by single warps; the last part has some rows of the one before again."""
     arch = ARCHS[0]
-    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
+    tiles = of_any_batch(capabilities.tile_table("9.0a", 128, "NVIDIA H200"))
     if not set(tiles.query_tiles) <= set(capabilities.query_tiles(arch, 128)):
         pytest.skip("not the tiles of this architecture")
     batch = Batch([209, 231, 203, 9, 700], [Node(0, 200, [0, 1, 2])])

@@ -18,6 +18,7 @@ from sglang_pat import cli
 from sglang_pat.explain import describe, explain, recorded
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, POLICIES, AttentionSpec, Batch, PackConfig, tree
+from sglang_pat.packing.oracle import for_batch
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound, RequestsExpected
 
@@ -66,6 +67,7 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
     step = describe(7, names, batch, config)
     assert sorted(step["requests"]) == sorted(names)
     lengths = dict(zip(names, batch.seq_lens, strict=True))
+    planned = for_batch(tree.in_windows(batch, config.window), config)
     assert step["lengths"] == [lengths[name] for name in step["requests"]]
     for policy in POLICIES:
         plan = step["policies"][policy]
@@ -83,13 +85,13 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
         assert plan["bins"][0] == 0 and plan["bins"][-1] == len(plan["items"])
         for begin, behind in pairwise(plan["bins"]):
             members = [
-                (queries, item[1] - item[0], config.runs_in_row_parts(queries, item[3]))
+                (queries, item[1] - item[0], planned.runs_in_row_parts(queries, item[3]))
                 for item in plan["items"][begin:behind]
                 for queries in [sum(n for _, n in item[6])]
             ]
             drawn = sum(item[5] + item[7] for item in plan["items"][begin:behind])
             # A bar is the share of one work item of the kernel; its price and its turn are each rounded down to a byte.
-            rounded = config.bin_price(members) - drawn * config.cost.runs
+            rounded = planned.bin_price(members) - drawn * config.cost.runs
             assert 0 <= rounded <= 2 * (config.cost.runs - 1) * len(members), "a bin takes as long as its bars"
         assert len(plan["decisions"]) == len(step["nodes"])
     for start, end, first, count in step["nodes"]:

@@ -18,7 +18,7 @@ import pytest
 import tvm_ffi
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from trees import PRICED, TILES, batches, configs
+from trees import PRICED, SMALL, TILES, batches, configs
 
 from sglang_pat import headers, jit
 from sglang_pat.packing import (
@@ -455,6 +455,17 @@ def test_a_plan_with_more_parts_than_the_workspace_is_refused_and_the_fall_back_
     assert {(item.start, item.end) for item in items} == {(0, OPEN)}
 
 
+def test_the_fall_back_of_a_small_batch_is_not_cut_either() -> None:
+    cost = CostModel(128, 8, 128, 128, 2)
+    config = PackConfig(cost, msgspec.structs.replace(SMALL, small_tokens=10_000), 132, drafts=True)
+    scheduler, seq_lens = load(Batch([5000] * 6), config, max_slots=1)
+    with pytest.raises(PlanTooLargeError, match="workspace of 1"):
+        take(scheduler, seq_lens)
+    index, _ = scheduler.fall_back(seq_lens, 0)
+    items = layout.work_items(scheduler.buffers[index])
+    assert {(item.start, item.end) for item in items} == {(0, OPEN)} and len(items) == 6
+
+
 @pytest.mark.parametrize("lengths", [[4000] * 300, [30_000, *[700] * 90], [200_000], list(range(50, 900))])
 def test_a_fall_back_is_as_even_as_whole_requests_let_it_be(lengths: list[int]) -> None:
     """It runs on all SMs, as a plan of one query per work item does."""
@@ -661,16 +672,17 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"numbers": [0] * 21},
+        {"numbers": [0] * 23},
+        {"numbers": [1] * 22},
         {"numbers": [1] * 20},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, -1, 0, 0, 1, 0, -1, 0, 8, 1]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 2**30 + 1, 1, 0, -1, 0, 8, 1]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 0, 0, -1, 0, 8, 1]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, -1, -1, 0, 8, 1]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 2**31, 0, 8, 1]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 5, 0, 8, 1]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 0, 1]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, -1, 0, 0, 1, 0, -1, 0, 8, 1, 0, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 2**30 + 1, 1, 0, -1, 0, 8, 1, 0, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 0, 0, -1, 0, 8, 1, 0, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, -1, -1, 0, 8, 1, 0, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 2**31, 0, 8, 1, 0, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 5, 0, 8, 1, 0, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 0, 1, 0, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 0, 0, 0]},
         {"query_tiles": []},
         {"kv_tiles": []},
         {"kv_bounds": [1, 2, 3, 4]},
@@ -682,7 +694,7 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
 def test_a_scheduler_with_numbers_that_cannot_be_is_not_made(changes: dict[str, list[int]]) -> None:
     names = ["numbers", "rates", "items", "short_tokens", "query_tiles", "kv_tiles", "kv_bounds"]
     right = [
-        [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 1],
+        [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 1, 0, 0],
         [1] * 9,
         [1] * 9,
         [0] * 9,
@@ -694,26 +706,28 @@ def test_a_scheduler_with_numbers_that_cannot_be_is_not_made(changes: dict[str, 
     buffers = [np.zeros(1 << 12, dtype=np.int32) for _ in range(2)]
     module = NativeScheduler.load_module()
 
-    def create(arrays: dict[str, list[int]]) -> int:
-        tensors = [np.array(numbers, dtype=np.int64) for numbers in arrays.values()]
+    def create(arrays: dict[str, list[int]], small: dict[str, list[int]] | None = None) -> int:
+        both = [*arrays.values(), *(small or arrays).values()]
+        tensors = [np.array(numbers, dtype=np.int64) for numbers in both]
         return module.create(*map(tvm_ffi.from_dlpack, [*tensors, *buffers]))
-
-    def plan_small(arrays: dict[str, list[int]], queries: int = 99) -> None:
-        handle = create(dict(zip(names, right, strict=True)))
-        tensors = [np.array(numbers, dtype=np.int64) for numbers in arrays.values()]
-        try:
-            module.plan_small(handle, queries, 99, *map(tvm_ffi.from_dlpack, tensors))
-        finally:
-            module.destroy(handle)
 
     module.destroy(create(arrays))
     with pytest.raises(ValueError):  # noqa: PT011
         create(arrays | changes)
-    plan_small(arrays)
+    # Small batches' config is looked at alike, and has tiles as large.
     with pytest.raises(ValueError):  # noqa: PT011
-        plan_small(arrays | changes)
-    with pytest.raises(ValueError, match="queries of small batches"):
-        plan_small(arrays, -1)
+        create(arrays, arrays | changes)
+    fewer = {
+        "numbers": [*right[0][:6], 7, 7, *right[0][8:]],
+        "rates": [1] * 8,
+        "items": [1] * 8,
+        "short_tokens": [0] * 8,
+    }
+    with pytest.raises(ValueError, match="max_queries of small batches"):
+        create(arrays, arrays | fewer)
+    for limits in ([-1, 9], [9, -1], [2**60, 9], [9, 2**60]):
+        with pytest.raises(ValueError, match="of small batches"):
+            create(arrays | {"numbers": [*right[0][:21], *limits]})
     buffers[1] = buffers[1][:3]
     with pytest.raises(ValueError, match="buffers must have"):
         create(arrays)

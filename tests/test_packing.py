@@ -28,7 +28,7 @@ from sglang_pat.packing import (
 from sglang_pat.packing.balance import LEAST_STEPS, UNEVEN
 from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.native import make_plan
-from sglang_pat.packing.oracle import bin_prices, make_packs, makespan, packs_price
+from sglang_pat.packing.oracle import bin_prices, for_batch, make_packs, makespan, packs_price
 from sglang_pat.packing.prices import MAX_WAVES
 
 pytestmark = pytest.mark.once
@@ -108,19 +108,24 @@ def test_counts_of_the_plan_are_those_of_its_items(batch: Batch, config: PackCon
 @given(batches(), configs())
 @settings(max_examples=200, deadline=None)
 def test_work_items_respect_the_largest_tile(batch: Batch, config: PackConfig) -> None:
-    for item in make_plan(batch, config).items:
+    plan = make_plan(batch, config)
+    config = for_batch(tree.in_windows(batch, config.window), config)
+    for item in plan.items:
         rows = len(item.queries) * config.cost.group
         if config.runs_in_row_parts(len(item.queries), item.tile.m):
             assert item.tile.m == config.tiles.warp_m < rows and len(item.queries) == 1
             continue
         assert rows <= item.tile.m, "with any number of heads"
-        assert item.tile.m == TILES.query_tiles[0] or item.tile.m < 4 * rows, "the smallest tile that holds the rows"
+        assert item.tile.m == config.tiles.query_tiles[0] or item.tile.m < 4 * rows, (
+            "the smallest tile that holds the rows"
+        )
 
 
 @given(batches(), configs())
 @settings(max_examples=100, deadline=None)
 def test_a_plan_is_good_as_long_as_growing_tails_leave_its_bins_even(batch: Batch, config: PackConfig) -> None:
     plan = make_plan(batch, config)
+    config = for_batch(tree.in_windows(batch, config.window), config)
     full = min(
         [config.window - length + 1 for length in batch.seq_lens if length <= config.window], default=LEAST_STEPS
     )
@@ -358,8 +363,8 @@ def test_pages_of_few_bits_are_not_cut(form: str) -> None:
 @pytest.mark.parametrize(
     ("requests", "length", "heads", "tokens", "ms"),
     [
-        (66, 300, 32, 4, {64}),  # four queries for each SM
-        (67, 300, 32, 4, {16}),
+        (66, 200, 32, 4, {64}),  # four queries for each SM
+        (67, 200, 32, 4, {16}),
         (8, 2_475, 32, 4, {64}),
         (8, 2_476, 32, 4, {16}),  # 1,200 tokens for each SM
         (8, 300, 32, 1, {8}),

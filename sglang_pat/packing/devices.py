@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from sglang_pat.packing.tiles import Small, TileTable
+from sglang_pat.packing.tiles import PerSm, TileTable
 
 TABLES = Path(__file__).parent / "tables"
 """One table for each known GPU; `python -m sglang_pat.tune` makes them."""
@@ -59,7 +59,8 @@ class GpuTable(msgspec.Struct, frozen=True):
         part_token_ns: `TileTable.part_token_ns` with KV of 16 bits; 0 if it was not fitted (benchmarks/NOTES.md, 2026-11-24).
         turn_in_plans_ns: What counts in a plan in place of `turn_ns`. With 3 us plans ran best on an H200, where a turn was measured at 1.6 us
             and at 3.7 later, and as well as with any other on an H100, where it was 0.5 (benchmarks/NOTES.md, 2026-11-26).
-        small_queries, small_tokens: As of `TileTable`, with KV of 16 bits; 0 if they were not fitted (benchmarks/NOTES.md, "Verify steps").
+        small_queries, small_tokens: As of `TileTable`, with KV of 16 bits and the dimension that was measured; 0 if they were not fitted
+            (benchmarks/NOTES.md, "Verify steps").
     """
 
     gpu: str
@@ -77,8 +78,8 @@ class GpuTable(msgspec.Struct, frozen=True):
     prices_2bit: tuple[Price, ...] = ()
     part_token_ns: Nanoseconds = 0
     turn_in_plans_ns: Nanoseconds = 3000
-    small_queries: Small = 0
-    small_tokens: Small = 0
+    small_queries: PerSm = 0
+    small_tokens: PerSm = 0
 
     def prices_of(self, kv_bits: int) -> tuple[Price, ...]:
         """The prices with KV of so many bits; empty if they were not measured."""
@@ -107,6 +108,7 @@ class GpuTable(msgspec.Struct, frozen=True):
             return None
         found = [prices[m] for m in query_tiles]
         scale = head_dim / self.head_dim
+        fitted = kv_bits == 16 and head_dim == self.head_dim
         return TileTable(
             query_tiles,
             (kv_tile,),
@@ -121,8 +123,8 @@ class GpuTable(msgspec.Struct, frozen=True):
             self.wave_ns,
             self.read_tbps * 1e3,
             self.sms,
-            self.small_queries if kv_bits == 16 else 0,
-            self.small_tokens if kv_bits == 16 else 0,
+            self.small_queries if fitted else 0,
+            self.small_tokens if fitted else 0,
         )
 
 

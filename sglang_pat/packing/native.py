@@ -98,12 +98,12 @@ class NativeScheduler:
         self.epoch = 0
         self._scratch = np.zeros(max(8, 6 + config.max_queries), dtype=np.int64)
         self._out = tvm_ffi.from_dlpack(self._scratch)
-        self._handle = self._module.create(
-            *map(_int64, _arrays(config, max_batch, max_slots)), *map(tvm_ffi.from_dlpack, buffers)
-        )
-        if (small := config.small) is not None:
-            limits = (limit * config.workers for limit in (config.tiles.small_queries, config.tiles.small_tokens))
-            self._module.plan_small(self._handle, *limits, *map(_int64, _arrays(small, max_batch, max_slots)))
+        numbers, *others = _arrays(config, max_batch, max_slots)
+        small = config.small
+        most_queries = config.tiles.small_queries * config.workers if small else 0
+        most_tokens = config.tiles.small_tokens * config.workers if small else 0
+        arrays = [[*numbers, most_queries, most_tokens], *others, *_arrays(small or config, max_batch, max_slots)]
+        self._handle = self._module.create(*map(_int64, arrays), *map(tvm_ffi.from_dlpack, buffers))
         # The buffers must outlive the thread that writes to them.
         weakref.finalize(self, lambda module, handle, *_: module.destroy(handle), self._module, self._handle, *buffers)
 

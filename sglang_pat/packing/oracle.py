@@ -102,7 +102,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
 
 
 def bin_prices(plan: Plan, seq_lens: list[int], config: PackConfig) -> list[int]:
-    """The price of each bin of a plan, for all KV heads."""
+    """The price of each bin of a plan, for all KV heads; `config` is what it was made with (`for_batch`)."""
     return [
         config.bin_price(
             (len(item.queries), end - start, config.runs_in_row_parts(len(item.queries), item.tile.m))
@@ -114,7 +114,8 @@ def bin_prices(plan: Plan, seq_lens: list[int], config: PackConfig) -> list[int]
 
 
 def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:
-    """When the last worker finishes, as a price (`PackConfig`). Bins are dealt to the workers in turn, all KV heads of a bin side by side."""
+    """When the last worker finishes, as a price (`PackConfig`). Bins are dealt to the workers in turn, all KV heads of a bin side by side.
+    `config` is what the plan was made with (`for_batch`)."""
     loads = [0] * config.workers
     for index, price in enumerate(bin_prices(plan, seq_lens, config)):
         for head in range(config.cost.runs):

@@ -15,8 +15,8 @@ Tokens = Annotated[int, Meta(ge=0, le=1 << 32)]
 
 Nanoseconds = Annotated[float, Meta(ge=0)]
 
-Small = Annotated[int, Meta(ge=0, le=1 << 20)]
-"""Queries or tokens for each SM."""
+PerSm = Annotated[int, Meta(ge=0, le=1 << 20)]
+"""So many for each SM."""
 
 
 class Tile(msgspec.Struct, frozen=True, order=True):
@@ -44,8 +44,8 @@ class TileTable(msgspec.Struct, frozen=True):
         turn_ns: Time of a worker to switch from the other tiles to those of single warps.
         bin_ns: Time that one more bin adds to a step in which single warps run everything.
         wave_ns: Time that one more bin per worker adds to such a step.
-        small_queries, small_tokens: In verify steps of at most so many queries for each SM and KV head, and KV tokens when each is read once, tiles of
-            single warps are not used, if drafts have more rows than the smallest. 0 if they always are.
+        small_queries, small_tokens: Verify steps are planned without tiles of single warps if drafts have more rows than the smallest tile, and there
+            are at most so many queries, and KV tokens when each is read once, both times `CostModel.runs`, for each SM. 0: they never are.
         bytes_per_ns: Memory bandwidth; needed if there are times, to express them in bytes (`PackConfig`).
         sms: Streaming multiprocessors that share the bandwidth.
     """
@@ -63,8 +63,8 @@ class TileTable(msgspec.Struct, frozen=True):
     wave_ns: Nanoseconds = 0
     bytes_per_ns: Annotated[float, Meta(ge=0)] = 0
     sms: Annotated[int, Meta(ge=1, le=10_000)] = 1
-    small_queries: Small = 0
-    small_tokens: Small = 0
+    small_queries: PerSm = 0
+    small_tokens: PerSm = 0
 
     def __post_init__(self) -> None:
         for name in ("query_tiles", "kv_tiles", "kv_bounds"):

@@ -76,8 +76,8 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
             copy16(place + S::kTile, v + uint64_t(slot) * p_.v_slot, policy...);
           }
         };
-        // No cache policy where none is needed: even the default one takes time. For drafts there is none: the code of both, for which small batches
-        // wait, took 1 % (benchmarks/NOTES.md, "Verify steps").
+        // No cache policy where none is needed: even the default one takes time. Drafts' tiles of 16 rows have none: the code of both, for which small
+        // batches wait, took 1 % (benchmarks/NOTES.md, "Verify steps").
         if (!(kMasks && kM > kSingleM) && items_.parts_stay())
           copy_rows(leaves_first());
         else

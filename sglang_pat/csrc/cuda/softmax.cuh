@@ -171,6 +171,7 @@ struct ColumnSoftmax {
       higher = lazy_row_max(row_max[block][which], higher, p);
       // A query without a score so far stays at weights of zero.
       const float base = higher == -INFINITY ? 0 : higher * p.scale_log2;
+      // Not exactly 1 as in `Softmax`: that brought nothing here, and took registers (benchmarks/NOTES.md, "Verify steps").
       correction[block][which] = exp2_fast(row_max[block][which] * p.scale_log2 - base);
       row_max[block][which] = higher;
       float total = 0;

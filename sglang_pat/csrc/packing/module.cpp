@@ -72,13 +72,16 @@ auto guarded(Action action) {
   }
 }
 
+// What `config_of` reads of `create`'s numbers, and how many those are.
+constexpr int64_t kConfigNumbers = 21, kNumbers = 23;
+
 // `numbers`: token_bytes, part_bytes, turn_price, group, kv_heads, workers, max_queries, few_queries, warp_queries, policy, max_batch,
-// max_slots, bin_end_price, wave_price, window, parts_token_price, parts_start_price, parts_tokens, part_rows, grain,
-// warp_tokens.
+// max_slots (not of a config), bin_end_price, wave_price, window, parts_token_price, parts_start_price, parts_tokens, part_rows,
+// grain, warp_tokens.
 // `token_prices`, `start_prices` and `short_tokens` are [max_queries + 1].
 pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView start_prices, TensorView short_tokens,
                       TensorView query_tiles, TensorView kv_tiles, TensorView kv_bounds) {
-  const int64_t* n = data<int64_t>(numbers, "numbers", 21);
+  const int64_t* n = data<int64_t>(numbers, "numbers", kConfigNumbers);
   pat::Config config;
   config.token_bytes = n[0], config.part_bytes = n[1], config.turn_price = n[2], config.bin_end_price = n[12],
   config.wave_price = n[13];
@@ -104,12 +107,18 @@ pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView st
   return config;
 }
 
+// A config, behind whose numbers stand `Config::small_queries` and `small_tokens`; that of small batches; and the plans' buffers.
 int64_t create(TensorView numbers, TensorView token_prices, TensorView start_prices, TensorView short_tokens,
-               TensorView query_tiles, TensorView kv_tiles, TensorView kv_bounds, TensorView first_buffer,
+               TensorView query_tiles, TensorView kv_tiles, TensorView kv_bounds, TensorView small_numbers,
+               TensorView small_token_prices, TensorView small_start_prices, TensorView small_short_tokens,
+               TensorView small_query_tiles, TensorView small_kv_tiles, TensorView small_kv_bounds, TensorView first_buffer,
                TensorView second_buffer) {
-  const int64_t* n = data<int64_t>(numbers, "numbers", 21);
+  const int64_t* n = data<int64_t>(numbers, "numbers", kNumbers);
   return guarded([&] {
     pat::Config config = config_of(numbers, token_prices, start_prices, short_tokens, query_tiles, kv_tiles, kv_bounds);
+    pat::Config small = config_of(small_numbers, small_token_prices, small_start_prices, small_short_tokens,
+                                  small_query_tiles, small_kv_tiles, small_kv_bounds);
+    config.plan_small(n[21], n[22], std::move(small));
     std::vector<pat::Buffer> buffers;
     for (const TensorView& buffer : {first_buffer, second_buffer})
       buffers.push_back(pat::Buffer{data<int32_t>(buffer, "buffers", pat::kHeaderSize), buffer.size(0)});
@@ -123,16 +132,6 @@ int64_t create(TensorView numbers, TensorView token_prices, TensorView start_pri
     else
       *free = std::move(made);
     return handle;
-  });
-}
-
-// Batches of at most so many queries, and tokens when each is read once, both times the KV heads, are planned with another config.
-void plan_small(int64_t handle, int64_t queries, int64_t tokens, TensorView numbers, TensorView token_prices,
-                TensorView start_prices, TensorView short_tokens, TensorView query_tiles, TensorView kv_tiles,
-                TensorView kv_bounds) {
-  guarded([&] {
-    at(handle).plan_small(queries, tokens,
-                          config_of(numbers, token_prices, start_prices, short_tokens, query_tiles, kv_tiles, kv_bounds));
   });
 }
 
@@ -270,7 +269,6 @@ void set_delays(int64_t handle, int64_t before_copy, int64_t before_publish) {
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(create, create);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_small, plan_small);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(destroy, destroy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(insert, insert);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(split, split);

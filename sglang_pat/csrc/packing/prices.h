@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "constants.h"
@@ -47,7 +48,7 @@ struct Config {
   // many tokens it is better run by work items of `few_queries`.
   std::vector<int64_t> token_prices, start_prices, short_tokens;
   std::vector<int> query_tiles, kv_tiles, kv_bounds;
-  // What batches of at most so many queries, and tokens when each is read once, both times the KV heads, are planned with.
+  // What batches are planned with of at most so many queries, and tokens when each is read once, both times the KV heads.
   int64_t small_queries = 0, small_tokens = 0;
   std::shared_ptr<const Config> small;
   bool flat = false;  // all tokens' prices are equal, all starts' too: no work item is bound by arithmetic
@@ -83,6 +84,14 @@ struct Config {
       return std::count(prices.begin() + 1, prices.end(), prices[1]) == max_queries;
     };
     flat = equal(token_prices) && equal(start_prices) && parts_tokens < 0;
+  }
+
+  // Plans small batches with `config`, which is of the same device and model. Throws std::invalid_argument where it cannot be.
+  void plan_small(int64_t queries, int64_t tokens, Config config) {
+    small_queries = in_range("queries of small batches", queries, 0, kMaxBatch * kMaxWorkers);
+    small_tokens = in_range("tokens of small batches", tokens, 0, int64_t(1) << 50);
+    in_range("max_queries of small batches", config.max_queries, max_queries, max_queries);
+    small = std::make_shared<const Config>(std::move(config));
   }
 
   // What a batch is planned with.

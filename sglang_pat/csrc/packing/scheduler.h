@@ -54,18 +54,6 @@ class Scheduler {
     totals_.statistics.query_sizes.assign(config_.max_queries + 1, 0);
   }
 
-  // Batches of at most so many queries, and tokens when each is read once, both times the KV heads, are planned with `config` from now on. It is of
-  // the same device and model.
-  void plan_small(int64_t queries, int64_t tokens, Config config) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    in_range("queries of small batches", queries, 0, kMaxBatch * kMaxWorkers);
-    in_range("tokens of small batches", tokens, 0, kMaxTokens);
-    in_range("max_queries of small batches", config.max_queries, config_.max_queries, config_.max_queries);
-    idle_.wait(lock, [this] { return !planning_; });
-    config_.small_queries = queries, config_.small_tokens = tokens;
-    config_.small = std::make_shared<const Config>(std::move(config));
-  }
-
   ~Scheduler() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -237,7 +225,7 @@ class Scheduler {
     maker_.copy(mirror_, fallback_batch_, fallback_lens_, 0, 0, config_.window);
     Config whole = config_;
     whole.grain = kMaxPosition;  // nothing is cut, so that no workspace is needed
-    whole.small = nullptr;
+    whole.small = nullptr;       // whose grain would cut
     maker_.plan(whole, Policy::kQuery, buffers_[back()], max_slots_, plans_[back()]);
     hand_out();
     if (stands && size == int64_t(expected_.size())) {
@@ -376,7 +364,7 @@ class Scheduler {
     lock.lock();
   }
 
-  Config config_;
+  const Config config_;
   const std::vector<Buffer> buffers_;
   const int64_t max_slots_;
 
