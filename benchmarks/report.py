@@ -85,26 +85,22 @@ def steps() -> str:
 
 
 def steps_h100() -> str:
-    result = load("steps-h100.json")
-    device = result["device"]
-    return f"{steps_table(result)}\n\n{device['name']}, {result['model']} shape, random weights, torch {device['torch']}, {device['date']}."
+    return steps_of("steps-h100.json")
 
 
 def steps_verify() -> str:
-    return steps_verify_of("steps-verify-h200.json")
+    return steps_of("steps-verify-h200.json")
 
 
 def steps_verify_h100() -> str:
-    return steps_verify_of("steps-verify-h100.json")
+    return steps_of("steps-verify-h100.json")
 
 
-def steps_verify_of(name: str) -> str:
+def steps_of(name: str) -> str:
     result = load(name)
     device, tokens = result["device"], result["records"][0]["tokens"]
-    return (
-        f"{steps_table(result)}\n\n{device['name']}, {result['model']} shape, random weights, drafts of {tokens} tokens, torch "
-        f"{device['torch']}, {device['date']}."
-    )
+    drafts = f"drafts of {tokens} tokens, " if tokens > 1 else ""
+    return f"{steps_table(result)}\n\n{device['name']}, {result['model']} shape, random weights, {drafts}torch {device['torch']}, {device['date']}."
 
 
 def agreement(result: dict[str, Any]) -> str:

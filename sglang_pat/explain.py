@@ -115,7 +115,7 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
         plan = make_plan(batch, config)
     except ValueError as error:
         raise trace.TraceError(f"a batch of this trace cannot be planned: {error}") from None
-    config = for_batch(in_windows(batch, config.window), config)
+    config = for_batch(batch, config)
     cost = config.cost
     packs: dict[tuple[int, ...], int] = {}
     items: list[list[Any]] = []

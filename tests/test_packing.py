@@ -109,7 +109,7 @@ def test_counts_of_the_plan_are_those_of_its_items(batch: Batch, config: PackCon
 @settings(max_examples=200, deadline=None)
 def test_work_items_respect_the_largest_tile(batch: Batch, config: PackConfig) -> None:
     plan = make_plan(batch, config)
-    config = for_batch(tree.in_windows(batch, config.window), config)
+    config = for_batch(batch, config)
     for item in plan.items:
         rows = len(item.queries) * config.cost.group
         if config.runs_in_row_parts(len(item.queries), item.tile.m):
@@ -125,7 +125,7 @@ def test_work_items_respect_the_largest_tile(batch: Batch, config: PackConfig) -
 @settings(max_examples=100, deadline=None)
 def test_a_plan_is_good_as_long_as_growing_tails_leave_its_bins_even(batch: Batch, config: PackConfig) -> None:
     plan = make_plan(batch, config)
-    config = for_batch(tree.in_windows(batch, config.window), config)
+    config = for_batch(batch, config)
     full = min(
         [config.window - length + 1 for length in batch.seq_lens if length <= config.window], default=LEAST_STEPS
     )

@@ -53,10 +53,11 @@ def packs_price(packs: list[Pack], batch: Batch, config: PackConfig) -> int:
 
 
 def for_batch(batch: Batch, config: PackConfig) -> PackConfig:
-    """What this batch is planned with: `config`, or its `small`. Its requests are those that the window leaves (`in_windows`)."""
+    """What this batch is planned with: `config`, or its `small`."""
     small = config.small
     if small is None:
         return config
+    batch = in_windows(batch, config.window)
     return small if config.is_small(len(batch.seq_lens), kv_minimum(compact(batch), batch.seq_lens)) else config
 
 
@@ -67,10 +68,9 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
         batch: Lengths (at least one token each) and prefix tree; see `tree.check`.
         config: Device and model.
     """
-    lengths, window = batch.seq_lens, config.window
-    batch = in_windows(batch, window)
     config = for_batch(batch, config)
-    tiles = config.tiles
+    lengths, tiles, window = batch.seq_lens, config.tiles, config.window
+    batch = in_windows(batch, window)
     seq_lens = batch.seq_lens
     growing = [length <= window or window == 0 for length in lengths]
     num_parts = [0] * len(seq_lens)

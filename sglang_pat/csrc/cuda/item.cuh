@@ -36,6 +36,15 @@ __device__ __forceinline__ int target_of(const Params& p, const Item& item, int 
   return member == 0 ? item.target : p.section(kSlots)[item.first + member];
 }
 
+// Where a row of Q is, in 16 bytes; kNoSource where it is no query's.
+constexpr uint32_t kNoSource = ~0u;
+template <typename T>
+constexpr int kSourceElements = 16 / int(sizeof(T));
+template <typename T>
+__device__ __forceinline__ uint32_t source_of(const Params& p, const TokenHead& at) {
+  return uint32_t((at.token * p.q_token + at.head * p.q_head) / kSourceElements<T>);
+}
+
 // Q of the tile's row `row`, which is of the query `query`.
 template <typename T>
 __device__ __forceinline__ const T* q_row(const Params& p, const Item& item, int query, int row) {

@@ -25,7 +25,6 @@ class NarrowRows : protected Loader {
   // With kMasks each lane looks up one row of Q, and its mask with it, for all lanes: the code for several rows, and again for their masks, took small
   // batches 2 % (benchmarks/NOTES.md, "Verify steps"). There are no registers for that where Q is read an item ahead.
   static constexpr bool kLooksUpRows = kMasks && !kReadAhead;
-  static constexpr int kSourceElements = 16 / int(sizeof(T));
 
   struct Queries {
     uint32_t pairs[kSteps][kBlocks][2];
@@ -34,14 +33,13 @@ class NarrowRows : protected Loader {
 
   // Q as right operand: this thread's row of each block, pairs of columns for each step; zeros where it is no query's.
   __device__ void load_q(const Item& item, Queries& to) const {
-    constexpr uint32_t kNobody = ~0u;
-    uint32_t source = kNobody;  // where Q of row lane % kM is, in 16 bytes
+    uint32_t source = kNoSource;  // of row lane % kM
     if constexpr (kLooksUpRows) {
       const int row = int(unsigned(lane_id()) % kM);
       to.mask = ~0ull;
       if (row < item.count * p_.group) {
         const TokenHead at = p_.token_head(query_of(p_, item, p_.query_of(row)), item.first_head + p_.head_of(row));
-        source = uint32_t((at.token * p_.q_token + at.head * p_.q_head) / kSourceElements);
+        source = source_of<T>(p_, at);
         if (item.draft > 0) to.mask = p_.masks[at.token];
       }
     }
@@ -52,8 +50,8 @@ class NarrowRows : protected Loader {
       const T* q = static_cast<const T*>(p_.q);
       if constexpr (kLooksUpRows) {
         const uint32_t from = __shfl_sync(~0u, source, row);
-        valid = from != kNobody;
-        if (valid) q += int64_t(from) * kSourceElements;
+        valid = from != kNoSource;
+        if (valid) q += int64_t(from) * kSourceElements<T>;
       } else if (valid) {
         q = q_row<T>(p_, item, query_of(p_, item, p_.query_of(row)), row);
       }

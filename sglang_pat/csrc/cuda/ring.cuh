@@ -31,11 +31,10 @@ template <int kDim>
 struct WideQueries {
   alignas(1024) uint8_t q[kMaxRows<kDim> * panels(kDim) * kPanelRow];
   int targets[kMaxRows<kDim>];
-  uint32_t sources[kMaxRows<kDim>];  // where Q's rows are in memory, in 16 bytes; kNoSource
+  uint32_t sources[kMaxRows<kDim>];  // of Q's rows
   uint64_t masks[kMasks ? kMaxRows<kDim> : 1];
   int behind[kLimits ? kMaxRows<kDim> : 1];
 };
-constexpr uint32_t kNoSource = ~0u;
 
 // Where KV is converted, its stages need the memory more (benchmarks/NOTES.md, 2026-11-23).
 constexpr int query_buffers(bool converts) { return kSharedLimit > (200 << 10) && !converts ? 2 : 1; }
@@ -94,7 +93,6 @@ class QueryProducer {
   static constexpr int kThreads = producer_threads(kDim);
   static constexpr int kRowThreads = row_threads(kDim * int(sizeof(T)));
   static constexpr int kRows = (kMaxRows<kDim> + kThreads - 1) / kThreads;  // that a thread looks up
-  static constexpr int kSourceElements = 16 / int(sizeof(T));
 
  public:
   __device__ QueryProducer(const Params& p, const WorkItems& items, WideQueries<kDim> (&memory)[kBuffers],
@@ -130,7 +128,7 @@ class QueryProducer {
       if (row >= item.count * p_.group) continue;
       const TokenHead at = p_.token_head(queries_ahead_[i], item.first_head + p_.head_of(row));
       to.targets[row] = RowTarget(p_, item, row, queries_ahead_[i], targets_ahead_[i]).code();
-      to.sources[row] = uint32_t((at.token * p_.q_token + at.head * p_.q_head) / kSourceElements);
+      to.sources[row] = source_of<T>(p_, at);
       if constexpr (kMasks) copy8(shared_address(&to.masks[row]), p_.masks + at.token);
       if constexpr (kLimits) to.behind[row] = tokens_behind(p_, item, row, queries_ahead_[i]);
     }
@@ -140,7 +138,7 @@ class QueryProducer {
       for (int row = int(thread() / kRowThreads); row < item.m; row += kThreads / kRowThreads) {
         const uint32_t source = to.sources[row];
         const bool used = source != kNoSource;
-        const T* q = static_cast<const T*>(p_.q) + (used ? int64_t(source) * kSourceElements : 0) + column * 8;
+        const T* q = static_cast<const T*>(p_.q) + (used ? int64_t(source) * kSourceElements<T> : 0) + column * 8;
         copy16_or_zero(shared_address(to.q) + panel_offset(row, column, item.m * kPanelRow), q, used);
       }
     }
