@@ -228,7 +228,8 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
         )  # fmt: skip
         if cuda.arch_of(device).startswith("9."):
             # Elsewhere wide tiles have other kernels.
-            table = msgspec.structs.replace(table, small_queries=H200.small_queries, small_tokens=H200.small_tokens)
+            limits = ("small_queries", "small_tokens", "small_shared_queries", "small_sharing")
+            table = msgspec.structs.replace(table, **{name: getattr(H200, name) for name in limits})
     for name in PRICED[1:]:
         bits = FORMATS[name].bits
         if not only or bits in only:

@@ -672,17 +672,17 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"numbers": [0] * 23},
-        {"numbers": [1] * 22},
+        {"numbers": [0] * 24},
+        {"numbers": [1] * 23},
         {"numbers": [1] * 20},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, -1, 0, 0, 1, 0, -1, 0, 8, 1, 0, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 2**30 + 1, 1, 0, -1, 0, 8, 1, 0, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 0, 0, -1, 0, 8, 1, 0, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, -1, -1, 0, 8, 1, 0, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 2**31, 0, 8, 1, 0, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 5, 0, 8, 1, 0, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 0, 1, 0, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 0, 0, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, -1, 0, 0, 1, 0, -1, 0, 8, 1, 0, 0, 1]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 2**30 + 1, 1, 0, -1, 0, 8, 1, 0, 0, 1]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 0, 0, -1, 0, 8, 1, 0, 0, 1]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, -1, -1, 0, 8, 1, 0, 0, 1]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 2**31, 0, 8, 1, 0, 0, 1]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 5, 0, 8, 1, 0, 0, 1]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 0, 1, 0, 0, 1]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 0, 0, 0, 1]},
         {"query_tiles": []},
         {"kv_tiles": []},
         {"kv_bounds": [1, 2, 3, 4]},
@@ -694,7 +694,7 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
 def test_a_scheduler_with_numbers_that_cannot_be_is_not_made(changes: dict[str, list[int]]) -> None:
     names = ["numbers", "rates", "items", "short_tokens", "query_tiles", "kv_tiles", "kv_bounds"]
     right = [
-        [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 1, 0, 0],
+        [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 1, 0, 0, 1],
         [1] * 9,
         [1] * 9,
         [0] * 9,
@@ -725,7 +725,7 @@ def test_a_scheduler_with_numbers_that_cannot_be_is_not_made(changes: dict[str, 
     }
     with pytest.raises(ValueError, match="max_queries of small batches"):
         create(arrays, arrays | fewer)
-    for limits in ([-1, 9], [9, -1], [2**60, 9], [9, 2**60]):
+    for limits in ([-1, 9, 1], [9, -1, 1], [9, 9, -1], [2**60, 9, 1], [9, 2**60, 1], [9, 9, 2**60]):
         with pytest.raises(ValueError, match="of small batches"):
             create(arrays | {"numbers": [*right[0][:21], *limits]})
     buffers[1] = buffers[1][:3]

@@ -383,6 +383,18 @@ def test_small_batches_of_drafts_are_run_with_wide_tiles(
     assert {item.tile.m for item in plan.items} == ms
 
 
+@pytest.mark.parametrize(
+    ("requests", "shared", "own", "ms"), [(8, 4096, 64, {64}), (8, 512, 512, {8, 64}), (64, 4096, 64, {8, 128})]
+)
+def test_small_batches_that_share_most_of_what_they_read_are_run_with_wide_tiles(
+    requests: int, shared: int, own: int, ms: set[int]
+) -> None:
+    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
+    config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"]), tiles, workers=132)
+    plan = make_plan(Batch([shared + own] * requests, [Node(0, shared, list(range(requests)))]), config)
+    assert {item.tile.m for item in plan.items} == ms
+
+
 def test_a_table_without_wide_tiles_keeps_those_of_warps() -> None:
     assert TileTable((8, 16), (64,), (), warp_m=16).without_warps().query_tiles == (8, 16)
     assert TileTable((8, 16, 64), (64,), ()).without_warps().query_tiles == (8, 16, 64)

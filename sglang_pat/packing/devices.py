@@ -61,6 +61,7 @@ class GpuTable(msgspec.Struct, frozen=True):
             and at 3.7 later, and as well as with any other on an H100, where it was 0.5 (benchmarks/NOTES.md, 2026-11-26).
         small_queries, small_tokens: As of `TileTable`, with KV of 16 bits and the dimension that was measured; 0 if they were not fitted
             (benchmarks/NOTES.md, "Verify steps").
+        small_shared_queries, small_sharing: Likewise (benchmarks/NOTES.md, "Where code lies").
     """
 
     gpu: str
@@ -80,6 +81,8 @@ class GpuTable(msgspec.Struct, frozen=True):
     turn_in_plans_ns: Nanoseconds = 3000
     small_queries: PerSm = 0
     small_tokens: PerSm = 0
+    small_shared_queries: PerSm = 0
+    small_sharing: PerSm = 0
 
     def prices_of(self, kv_bits: int) -> tuple[Price, ...]:
         """The prices with KV of so many bits; empty if they were not measured."""
@@ -123,8 +126,7 @@ class GpuTable(msgspec.Struct, frozen=True):
             self.wave_ns,
             self.read_tbps * 1e3,
             self.sms,
-            self.small_queries if fitted else 0,
-            self.small_tokens if fitted else 0,
+            *((self.small_queries, self.small_tokens, self.small_shared_queries, self.small_sharing) if fitted else ()),
         )
 
 

@@ -100,9 +100,8 @@ class NativeScheduler:
         self._out = tvm_ffi.from_dlpack(self._scratch)
         numbers, *others = _arrays(config, max_batch, max_slots)
         small = config.small
-        most_queries = config.tiles.small_queries * config.workers if small else 0
-        most_tokens = config.tiles.small_tokens * config.workers if small else 0
-        arrays = [[*numbers, most_queries, most_tokens], *others, *_arrays(small or config, max_batch, max_slots)]
+        limits = config.small_limits if small else (0, 0, 1)
+        arrays = [[*numbers, *limits], *others, *_arrays(small or config, max_batch, max_slots)]
         self._handle = self._module.create(*map(_int64, arrays), *map(tvm_ffi.from_dlpack, buffers))
         # The buffers must outlive the thread that writes to them.
         weakref.finalize(self, lambda module, handle, *_: module.destroy(handle), self._module, self._handle, *buffers)

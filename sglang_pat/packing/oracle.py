@@ -58,7 +58,7 @@ def for_batch(batch: Batch, config: PackConfig) -> PackConfig:
     if small is None:
         return config
     batch = in_windows(batch, config.window)
-    return small if config.is_small(len(batch.seq_lens), kv_minimum(compact(batch), batch.seq_lens)) else config
+    return small if config.is_small(batch.seq_lens, kv_minimum(compact(batch), batch.seq_lens)) else config
 
 
 def make_plan(batch: Batch, config: PackConfig) -> Plan:

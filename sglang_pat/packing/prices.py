@@ -63,14 +63,24 @@ class PackConfig(msgspec.Struct, frozen=True):
     def small(self) -> PackConfig | None:
         """What small batches are planned with (`TileTable.small_queries`); None if it is the same."""
         tiles = self.tiles.without_warps()
-        applies = self.drafts and self.tiles.query_tiles[0] < self.cost.group and self.tiles.small_queries > 0
-        return msgspec.structs.replace(self, tiles=tiles) if applies and tiles != self.tiles else None
+        return msgspec.structs.replace(self, tiles=tiles) if self.small_limits[0] > 0 and tiles != self.tiles else None
 
-    def is_small(self, queries: int, tokens: int) -> bool:
-        """Whether a batch of so many queries, with so many KV tokens when each is read once, counts as small."""
+    @property
+    def small_limits(self) -> tuple[int, int, int]:
+        """The most queries of a small batch, and the most KV tokens when each is read once, both times `CostModel.runs`; and how many times as many
+        its requests have together at least."""
+        tiles = self.tiles
+        many_rows = self.drafts and tiles.query_tiles[0] < self.cost.group
+        queries, sharing = (tiles.small_queries, 1) if many_rows else (tiles.small_shared_queries, tiles.small_sharing)
+        return queries * self.workers, tiles.small_tokens * self.workers, sharing
+
+    def is_small(self, seq_lens: list[int], tokens: int) -> bool:
+        """Whether a batch of these lengths, with so many KV tokens when each is read once, counts as small."""
+        most_queries, most_tokens, sharing = self.small_limits
         return (
-            queries * self.cost.runs <= self.tiles.small_queries * self.workers
-            and tokens * self.cost.runs <= self.tiles.small_tokens * self.workers
+            len(seq_lens) * self.cost.runs <= most_queries
+            and tokens * self.cost.runs <= most_tokens
+            and sum(seq_lens) >= sharing * tokens
         )
 
     @property

@@ -47,7 +47,7 @@ class PlanMaker {
   }
 
   void plan(const Config& any_batch, Policy policy, Buffer buffer, int64_t max_slots, Statistics& statistics) {
-    const Config& config = any_batch.of_batch(int64_t(seen_.size()), prefixes_.kv_minimum);
+    const Config& config = any_batch.of_batch(seen_, prefixes_.kv_minimum);
     choices_.reset(prefixes_);
     if (policy == Policy::kNaive) choose_naive(prefixes_, choices_);
     if (policy == Policy::kOptimal && prefixes_.max_depth >= Optimal::kMaxDepth) policy = Policy::kPat;
