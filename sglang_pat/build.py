@@ -48,7 +48,7 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
     found: dict[cuda.Variant, None] = {}
     for name, kv, dim in itertools.product(options.dtype, options.kv_cache_dtype, options.head_dim):
         form = FORMATS[name if kv == "auto" else capabilities.FP8.get(kv, kv)]
-        spec = AttentionSpec(1, 1, dim, options.v_head_dim or dim, form, sinks=options.sinks)
+        spec = AttentionSpec(1, 1, dim, options.v_head_dim or dim, form, sinks=options.sinks, capped=options.logit_cap)
         specs = [spec]
         if options.drafts:
             windows = (0, 1) if options.windows else (0,)
@@ -77,6 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--dtype", nargs="+", choices=capabilities.CUDA_DTYPES, default=["bfloat16"])
     parser.add_argument("--sinks", action="store_true", help="for models with attention sinks (gpt-oss)")
+    parser.add_argument("--logit-cap", action="store_true", help="for models that cap scores (Gemma 2, Grok)")
     parser.add_argument("--drafts", action="store_true", help="for speculative decoding too")
     parser.add_argument("--windows", action="store_true", help="with --drafts: for models with sliding windows too")
     parser.add_argument(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -104,6 +104,15 @@ class Case:
 
     limits = False
     """Whether queries of a work item see different stretches of its KV."""
+
+    logit_cap = 0.0
+    """Of a decoder's scores."""
+
+    def cap(self, logit_cap: float) -> Self:
+        """Caps scores from now on, by decoders that are made from now on, if it is not 0."""
+        self.logit_cap = logit_cap
+        self.spec = msgspec.structs.replace(self.spec, capped=logit_cap > 0)
+        return self
 
     def read(self) -> tuple[torch.Tensor, ...]:
         """K and V as they are meant."""
@@ -258,26 +267,26 @@ class Run:
         for tensor in (self.out, self.partial, self.lse):
             tensor.fill_(math.nan)
 
-    def decode(self, logit_cap: float = 0.0, overlap: bool = True, early: bool = False) -> None:
+    def decode(self, overlap: bool = True, early: bool = False) -> None:
         case = self.case
         self.decoder.decode(
             case.q, case.k, case.v, self.out, case.table, case.rows, case.seq_lens, self.plan, self.partial, self.lse,
-            scale=case.scale * case.k_scale, v_scale=case.v_scale, logit_cap=logit_cap, sinks=case.sinks, masks=case.masks,
+            scale=case.scale * case.k_scale, v_scale=case.v_scale, logit_cap=case.logit_cap, sinks=case.sinks, masks=case.masks,
             records=case.records, overlap=overlap, early=early,
         )  # fmt: skip
 
-    def error(self, logit_cap: float = 0.0) -> float:
+    def error(self) -> float:
         self.poison()
-        self.decode(logit_cap)
-        return self.case.difference(self.out, logit_cap)
+        self.decode()
+        return self.case.difference(self.out, self.case.logit_cap)
 
-    def check_in_any_order(self, tolerance: float, logit_cap: float = 0.0, seeds: int = 2) -> None:
+    def check_in_any_order(self, tolerance: float, seeds: int = 2) -> None:
         """Right, and the same bits, whatever the order of threads: an emulated decoder's is another one for each seed."""
         first = None
         for seed in range(seeds):
             if hasattr(self.decoder, "seed"):
                 self.decoder.seed(1000 * seed)
-            error = self.error(logit_cap)
+            error = self.error()
             assert error < tolerance, f"seed {seed}: error {error:.1e}"
             assert first is None or torch.equal(self.out, first), f"seed {seed}: not the same in every order"
             first = self.out.clone()

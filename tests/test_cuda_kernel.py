@@ -179,17 +179,15 @@ def test_drafts_of_up_to_16_rows_by_single_warps(tokens: int, heads: int, window
 def test_drafts(tokens: int, heads: int, kv_heads: int, dtype: torch.dtype, dim: int, v_dim: int, arch: str) -> None:
     """Trees of a few tokens behind each request, whose rows each see some of them; tiles of every size."""
     generator = random.Random(tokens)
-    for capped, lengths in ((0.0, (1, 9)), (3.0, (30, 200))):
+    for cap, lengths in ((0.0, (1, 9)), (3.0, (30, 200))):
         batch = random_batch(generator, 2, 3, generator.randint(*lengths))
         trees = random_trees(generator, batch, tokens)
         case = Drafts(batch, trees, heads, kv_heads, dim, v_dim, dtype, device=DEVICE)
-        assert run(case, arch).error(capped) < TOLERANCE[case.q.dtype]
+        assert run(case.cap(cap), arch).error() < TOLERANCE[case.q.dtype]
 
 
-def in_any_order(
-    case: Case, arch: str, tiles: TileTable | None = None, cap: float = 0.0, policy: str = "optimal"
-) -> None:
-    run(case, arch, tiles, policy=policy).check_in_any_order(TOLERANCE[case.q.dtype], cap, seeds=3 if ON_GPU else 2)
+def in_any_order(case: Case, arch: str, tiles: TileTable | None = None, policy: str = "optimal") -> None:
+    run(case, arch, tiles, policy=policy).check_in_any_order(TOLERANCE[case.q.dtype], seeds=3 if ON_GPU else 2)
 
 
 @each_arch
@@ -211,7 +209,7 @@ def test_drafts_behind_windows(
         batch = Batch(lengths, batch.roots)
         trees = random_trees(generator, batch, tokens)
         case = Drafts(batch, trees, heads, kv_heads, dim, v_dim, dtype, window, device=DEVICE)
-        in_any_order(case, arch, cap=cap)
+        in_any_order(case.cap(cap), arch)
 
 
 @each_arch
@@ -225,7 +223,8 @@ def test_extends(heads: int, kv_heads: int, window: int, dtype: torch.dtype, dim
         batch = random_batch(generator, 2, 3, length)
         added = [generator.choice([0, 1, 1, 3, 6, 70]) for _ in batch.seq_lens]
         added[:3] = [1, 3, 2]
-        in_any_order(Extended(batch, added, heads, kv_heads, dim, v_dim, dtype, window, device=DEVICE), arch, cap=cap)
+        case = Extended(batch, added, heads, kv_heads, dim, v_dim, dtype, window, device=DEVICE)
+        in_any_order(case.cap(cap), arch)
 
 
 @each_arch
@@ -284,7 +283,7 @@ def test_sinks(lengths: tuple[int, int], window: int, dtype: torch.dtype, dim: i
     """Each counts once, in the part that is alone or in the merge, scaled and capped by nothing."""
     case = make_case(shared(9, *lengths), 6, 2, dim, dtype, v_dim, sinks=True, window=window)
     assert run(case, arch).error() < TOLERANCE[case.q.dtype]
-    assert run(case, arch).error(logit_cap=5.0) < TOLERANCE[case.q.dtype]
+    assert run(case.cap(5.0), arch).error() < TOLERANCE[case.q.dtype]
     right, case.sinks = case.reference(), None
     assert (right - case.reference()).norm() > 0.1 * right.norm(), "sinks must matter in this test"
 
@@ -355,6 +354,20 @@ def test_every_number_of_warps_for_an_item(count: int, dim: int, v_dim: int, dty
 
 @each_arch
 @each_format
+def test_a_worker_with_more_items_than_threads(dtype: torch.dtype, arch: str) -> None:
+    """They are looked up in turns, wide ones too, whose barriers begin anew."""
+    batch = Batch([70] * 520, [Node(0, 60, list(range(first, first + 4))) for first in range(0, 520, 4)])
+    case = make_case(batch, 6, 1, 128, dtype)
+    tiles = TileTable(capabilities.query_tiles(arch, 128)[:3], (capabilities.KV_TILE,), ())
+    for chosen in (tiles, TileTable(tiles.query_tiles[-1:], tiles.kv_tiles, ())):
+        turns = run(case, arch, chosen, policy="naive")
+        turns.plan = case.plan(chosen, workers=1, policy="naive")
+        assert len(layout.work_items(turns.plan.cpu().numpy())) > 512
+        assert turns.error() < TOLERANCE[case.q.dtype]
+
+
+@each_arch
+@each_format
 @pytest.mark.parametrize("queries", [1, 2, 33, 500, *([2048] if ON_GPU else [])])
 def test_many_queries_on_a_node(queries: int, dtype: torch.dtype, arch: str) -> None:
     case = make_case(shared(queries, 300, 2), 8, 2, 128, dtype)
@@ -388,7 +401,7 @@ def test_a_tail_without_tokens(heads: int, kv_heads: int, dtype: torch.dtype, ar
 def test_logit_cap(dtype: torch.dtype, arch: str) -> None:
     case = make_case(shared(5, 90, 30), 8, 2, 128, dtype)
     case.q *= 4
-    assert run(case, arch).error(logit_cap=5.0) < TOLERANCE[case.q.dtype]
+    assert run(case.cap(5.0), arch).error() < TOLERANCE[case.q.dtype]
     assert (case.reference() - case.reference(5.0)).norm() > 0.1 * case.reference(5.0).norm()
 
 
@@ -590,6 +603,10 @@ def test_loading_copies_what_is_in_use(side_stream: bool) -> None:
             "4 sinks for 4 query heads, and a kernel without sinks",
         ),
         (lambda case: setattr(case, "sinks", case.q[0, 0, :4].float()), "sinks has the wrong dtype"),
+        (
+            lambda case: setattr(case, "logit_cap", 5.0),
+            "a logit cap of 5, and a kernel that does not cap scores",
+        ),
     ],
 )
 def test_wrong_tensors_are_named(change, message: str) -> None:

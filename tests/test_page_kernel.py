@@ -40,8 +40,8 @@ def case_of(batch: Batch, heads: int, kv_heads: int, form: str, dim: int = 128, 
 
 def check(case: Paged, cap: float = 0.0, policy: str = "optimal", arch: str = ARCH, seeds: int = 1) -> Run:
     tiles = capabilities.tile_table(arch, case.spec.head_dim, kv_bits=case.spec.kv.bits)
-    run = Run(case, decoder_of(case.spec, tiles, case.q.dtype, arch), tiles, policy)
-    run.check_in_any_order(TOLERANCE[torch.bfloat16], cap, seeds)
+    run = Run(case.cap(cap), decoder_of(case.spec, tiles, case.q.dtype, arch), tiles, policy)
+    run.check_in_any_order(TOLERANCE[torch.bfloat16], seeds)
     return run
 
 
@@ -127,9 +127,9 @@ def test_wide_items(name: str, form: str, dim: int) -> None:
     case = case_of(batch, heads, kv_heads, form, dim)
     plan = make_plan(batch, case.config(tiles, emulated.WORKERS, "naive"))
     assert any(item.tile.m > capabilities.NARROW_M for item in plan.items)
-    run = Run(case, decoder_of(case.spec, tiles, case.q.dtype), tiles, "naive")
     for cap in (0.0, 5.0):
-        run.check_in_any_order(TOLERANCE[torch.bfloat16], cap, seeds=2)
+        run = Run(case.cap(cap), decoder_of(case.spec, tiles, case.q.dtype), tiles, "naive")
+        run.check_in_any_order(TOLERANCE[torch.bfloat16], seeds=2)
 
 
 @pytest.mark.skipif(ON_GPU and not ARCH.startswith("9."), reason="only with wgmma")

@@ -71,7 +71,7 @@ class SpecReader:
         """What this layer's attention computes in steps of so many tokens per query."""
         return AttentionSpec(
             layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, self.form,
-            window(layer.sliding_window_size, self.context), layer.layer_id in self._with_sinks, query_tokens,
+            window(layer.sliding_window_size, self.context), layer.layer_id in self._with_sinks, query_tokens, layer.logit_cap > 0,
         )  # fmt: skip
 
 

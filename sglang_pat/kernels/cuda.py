@@ -43,6 +43,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         masks: Whether queries are drafts of several tokens.
         limits: Whether the queries of a work item see different spans of its KV: each up to its own end, and within its window.
         bits: 4 or 2 if KV is in pages of so many bits, else 0.
+        caps: Whether scores are capped.
     """
 
     dtype: torch.dtype
@@ -55,6 +56,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     masks: bool = False
     limits: bool = False
     bits: int = 0
+    caps: bool = False
 
     @classmethod
     def of(
@@ -91,14 +93,14 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             tiles = capabilities.tiles_for_drafts(tiles, spec.query_heads // spec.kv_heads)
         limits = limits or (masks and spec.window > 0)
         bits = spec.kv.bits if low_bit else 0
-        return cls(dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, bits)
+        return cls(dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, bits, spec.capped)
 
     @property
     def name(self) -> str:
         dtype = "_".join(str(one).removeprefix("torch.") for one in dict.fromkeys((self.dtype, self.kv)))
         tiles = "_".join(map(str, self.query_tiles))
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}_v{self.v_head_dim}"
-        features = "".join(f"_{name}" for name in ("sinks", "masks", "limits") if getattr(self, name))
+        features = "".join(f"_{name}" for name in ("sinks", "masks", "limits", "caps") if getattr(self, name))
         pages = f"_int{self.bits}" if self.bits else ""
         return f"sglang_pat_{dtype}{pages}_{dims}_sm{self.arch.replace('.', '')}_m{tiles}{features}"
 
@@ -114,6 +116,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             f"-DPAT_SINKS={int(self.sinks)}",
             f"-DPAT_MASKS={int(self.masks)}",
             f"-DPAT_LIMITS={int(self.limits)}",
+            f"-DPAT_CAPS={int(self.caps)}",
             *([f"-DPAT_V_DIM={self.v_head_dim}"] if self.v_head_dim != self.head_dim else []),
         )
 
@@ -277,7 +280,7 @@ class Decoder:
             lse: [num_slots or more, heads of a query], float32: workspace for the parts' LSE, to base 2.
             scale: Factor on q k^T, including the scale of K.
             v_scale: The scale of V, if it has 8 bits.
-            logit_cap: Scores become cap * tanh(score / cap); 0 for none.
+            logit_cap: Scores become cap * tanh(score / cap), if the spec's are capped; 0 for none.
             sinks: [heads], bfloat16, if the spec has sinks: for each head a logit without a value; `scale` and `logit_cap` do not apply to it.
             masks: [queries or more, draft], int64, if the spec's queries are drafts (`kernels.cpu.attention`). A query then has the heads of all
                 its tokens.

@@ -67,6 +67,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         sinks: Whether each head has an attention sink: a logit without a value (gpt-oss).
         query_tokens: Tokens of a request that attend in one step: 1 in a decode step, the draft's tokens in a verify step. They are planned
             as one query that has the heads of all of them.
+        capped: Whether scores are capped (`logit_cap`: Gemma 2, Grok).
     """
 
     heads: Count
@@ -77,6 +78,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     window: Window = 0
     sinks: bool = False
     query_tokens: Count = 1
+    capped: bool = False
 
     @property
     def query_heads(self) -> int:
@@ -92,7 +94,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         dims = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim} and {self.v_head_dim}"
         seen = f", a window of {self.window}" if self.window else ""
         drafts = f", drafts of {self.query_tokens}" if self.query_tokens > 1 else ""
-        return f"{self.heads}/{self.kv_heads} heads of {dims}, {self.kv.name}{seen}{', sinks' if self.sinks else ''}{drafts}"
+        features = f"{', sinks' if self.sinks else ''}{', capped scores' if self.capped else ''}"
+        return f"{self.heads}/{self.kv_heads} heads of {dims}, {self.kv.name}{seen}{features}{drafts}"
 
     def cost(self, head_splits: int = 1) -> CostModel:
         """The cost model of a layer; `head_splits` as in `CostModel`."""

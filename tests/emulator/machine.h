@@ -145,6 +145,12 @@ class Machine {
     std::memcpy(shared(at, 8), &barrier, 8);
   }
 
+  void invalidate_barrier(uint32_t at) {
+    read_barrier(at);
+    if (!waiting_[at].empty()) fail("a barrier is invalidated at which threads wait");
+    std::memset(shared(at, 8), 0xff, 8);
+  }
+
   void arrive(uint32_t at) {
     MemoryBarrier barrier = read_barrier(at);
     if (--barrier.missing == 0) {

@@ -149,6 +149,7 @@ void grow_registers() {}
 inline void nap() {}
 
 inline void init_barrier(uint32_t barrier, int arrivals) { machine->init_barrier(barrier, arrivals); }
+inline void invalidate_barrier(uint32_t barrier) { machine->invalidate_barrier(barrier); }
 inline void arrive(uint32_t barrier) { machine->arrive(barrier); }
 inline void arrive_after_copies(uint32_t barrier) { machine->arrive_after_copies(barrier); }
 inline void wait_barrier(uint32_t barrier, int phase) { machine->wait_barrier(barrier, phase); }

@@ -18,6 +18,7 @@ struct AssignedItems {
   uint16_t order[kPhases][kThreads];  // the items of each phase: first those that warps share
   int count[kPhases], shared[kPhases];
   TeamPlace places[kWide][kWords];  // of each warp
+  int next;                         // the first that was not looked up
   bool parts_stay, more;
 };
 
@@ -52,6 +53,7 @@ class Items {
     if (thread == 0) {
       assigned_.parts_stay = p_.plan[kNumSlots] >= p_.plan[kBatch];
       assigned_.more = number == kThreads;
+      assigned_.next = first + kThreads;
     }
     // Small batches have one; what may be left out counts for them (benchmarks/NOTES.md).
     if (number == 1 && warp == 0) sort_one<kWarps>();
@@ -65,8 +67,9 @@ class Items {
     __syncthreads();
   }
 
-  // Whether there may be items that have not been looked up.
+  // Whether there may be items that have not been looked up, and from which one on.
   __device__ bool more() const { return assigned_.more; }
+  __device__ int next() const { return assigned_.next; }
 
   // A phase's items; how many of them, from the first on, are shared by teams; and this warp's place in a team.
   __device__ int count(Phase phase) const { return assigned_.count[phase]; }
@@ -107,17 +110,21 @@ class Items {
   template <int kWarps>
   __device__ void sort(Phase phase, int number) {
     const int lane = lane_id();
-    const ItemSum all = sum_up(phase, number, INT_MAX);
-    const uint32_t best_of_all = phase == kWide ? 0 : best_teams<kWarps>(all);
-    ItemSum alone = all;
-    int limit = INT_MAX;
-    // What is left for single warps when the long ones are shared may be few, and then too long again.
+    ItemSum all = {}, alone = {};  // of the phase, and those that single warps have for themselves
+    int limit = INT_MAX;           // the longest of these
+    uint32_t best = 0;             // teams, of the others in the end
+    // What is left for single warps when the long ones are shared may be few, and then too long again. One loop, for its code is long.
 #pragma unroll 1
-    for (uint32_t best = best_of_all; phase != kWide && alone.longest > 0; best = best_teams<kWarps>(alone)) {
+    for (bool settled = false;;) {
+      if (!settled) alone = sum_up(phase, number, limit);
+      if (limit == INT_MAX) all = alone;
+      if (phase == kWide) break;
+      const bool last = settled || alone.longest == 0;
+      best = best_teams<kWarps>(last ? ItemSum{all.count - alone.count, all.longest, 0, all.tokens - alone.tokens} : alone);
+      if (last) break;
       const int own = own_tokens<kWarps>(best, alone);
-      if (alone.longest <= own) break;
-      limit = own;
-      alone = alone.shortest > own ? ItemSum{} : sum_up(phase, number, limit);
+      settled = alone.longest <= own;
+      if (!settled) limit = own;
     }
     const int shared = all.count - alone.count;
     int places[2] = {0, shared};  // of the next item that is shared, and of the next that is not
@@ -135,10 +142,7 @@ class Items {
       }
     }
     if (lane == 0) assigned_.count[phase] = all.count, assigned_.shared[phase] = shared;
-    if (shared == 0) return;
-    const uint32_t best =
-        alone.count == 0 ? best_of_all : best_teams<kWarps>({shared, all.longest, 0, all.tokens - alone.tokens});
-    if (lane < kWarps) assigned_.places[phase][lane] = team_place<kWarps>(best, lane);
+    if (shared > 0 && lane < kWarps) assigned_.places[phase][lane] = team_place<kWarps>(best, lane);
   }
 
   // The same where there is one item, of which all warps are one team if it is long. By one warp.
@@ -163,7 +167,7 @@ class Items {
     item.phase = kNoItem;
     const int32_t* bins = p_.plan + kHeaderSize;
     const int num_tasks = p_.plan[kNumBins] * p_.runs, items = p_.plan[kItems];
-    int task = blockIdx.x, bin = 0, at = -1;
+    int task = int(fresh(blockIdx.x)), bin = 0, at = -1;
     const int number = quotient(index, p_.row_parts), row_part = index - number * p_.row_parts;
     for (int rest = number; task < num_tasks; task += gridDim.x) {
       bin = quotient(task, p_.runs);

@@ -33,8 +33,6 @@ class ConvertingProducer : TileRows<kDim, kDim> {
   __device__ void run() {
     if (items_.count(kWide) == 0) return;
     queries_.read(0);
-    asked_ = read_ = Cursor();
-    asked_slots_ = read_slots_ = 0;
 #pragma unroll 1
     for (int i = 0; i < slot_lead(kAhead); ++i) ask_slots();
     commit_copies();
@@ -45,7 +43,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
 #pragma unroll 1
     for (int i = 0; i < items_.count(kWide); ++i) {
       const Item& item = items_.get(kWide, i);
-      queries_.copy(item);
+      queries_.copy();
       queries_.read(i + 1);
 #pragma unroll 1
       for (int halves = int(unsigned(item.tokens + kTokens - 1) / kTokens) * 2; halves > 0; --halves)

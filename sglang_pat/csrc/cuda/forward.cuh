@@ -48,8 +48,10 @@ struct ForwardMemory {
   AssignedItems<threads(kDim)> assigned;
 };
 
-// Registers of a thread after the warps that load gave theirs away; all together 65,536 at most. Which ones spill nowhere is
+// Registers of a thread before the warps that load give theirs away, and after; all together 65,536 at most. Which ones spill nowhere is
 // for the compiler to tell (tests/test_cuda_build.py).
+template <int kDim>
+constexpr int kFirstRegisters = 65536 / threads(kDim);
 constexpr int kLoadRegisters = 56;
 template <int kDim>
 constexpr int kComputeRegisters = (65536 / kGroupThreads - kLoadRegisters) / groups(kDim) / 8 * 8;
@@ -61,10 +63,10 @@ constexpr int kComputeRegisters = (65536 / kGroupThreads - kLoadRegisters) / gro
 #endif
 
 template <typename T, typename Kv, int kDim, int kVDim, int kMs>
-__device__ PAT_PHASE void run_wide(
-    const Params& p, const Items<threads(kDim)>& items, ForwardMemory<Kv, kDim, kVDim, kMs>& memory,
-    WideCursors<ForwardSizes<Kv, kDim, kVDim, kMs>::kStages, ForwardSizes<Kv, kDim, kVDim, kMs>::kBuffers>& cursors) {
+__device__ PAT_PHASE void run_wide(const Params& p, const Items<threads(kDim)>& items,
+                                   ForwardMemory<Kv, kDim, kVDim, kMs>& memory) {
   using S = ForwardSizes<Kv, kDim, kVDim, kMs>;
+  WideCursors<S::kStages, S::kBuffers> cursors(memory.barriers);
   using Memory = WideMemory<kDim, S::kStages, S::kAhead>;
   WideGroup<T, Kv, kDim, kVDim, S::kStages, Memory, Items<threads(kDim)>>(p, items, memory.wide, memory.statistics, cursors)
       .run();
@@ -78,6 +80,12 @@ __device__ PAT_PHASE void run_narrow(const Params& p, const Items<threads(kDim)>
     NarrowWarp<T, Kv, kDim, kVDim, kM, kWarps>(p, items, memory.narrow.chunks, memory.narrow.statistics).run();
 }
 
+// Instead of an item from which on more are looked up: those that are not wide, of the ones that were.
+constexpr int kOthers = -1;
+
+// Wide items first, for nothing would hide how long they take to begin at the end; then the others of the same look-up; and rarely another look-up. Each
+// is a pass of one loop, so that the code of each stands once, and in this order: GPUs prefetch 64 KB of a kernel when it starts, and
+// what is run behind them takes 0.35 us for each KB (benchmarks/NOTES.md, "Where code lies").
 template <typename T, typename Kv, int kDim, int kVDim, int kMs>
 __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
@@ -87,55 +95,66 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   constexpr int kThreads = threads(kDim);
   constexpr bool kTradeRegisters = groups(kDim) > 1;
   launch_dependents();
-  if (S::kHasWide && threadIdx.x < S::kStages) {
-    init_barrier(shared_address(&memory.barriers.ring.full[threadIdx.x]), producer_threads(kDim));
-    init_barrier(shared_address(&memory.barriers.ring.empty[threadIdx.x]), groups(kDim) * kGroupWarps);
-    if (threadIdx.x < S::kBuffers) {
-      init_barrier(shared_address(&memory.barriers.queries.full[threadIdx.x]), 2 * producer_threads(kDim));
-      init_barrier(shared_address(&memory.barriers.queries.empty[threadIdx.x]), S::kComputing);
-    }
-  }
   Items<kThreads> items(p, memory.assigned);
-  const auto look_up = [&](int first) { items.template look_up<S::kNarrowWarps>(first, kMs); };
-  // Whether there may be items beyond those from `first` on; then they are looked up. That is rare.
-  const auto more = [&](int& first) {
-    if (!items.more()) return false;
-    __syncthreads();
-    look_up(first += kThreads);
-    return true;
+  const auto single = [&] {
+    if constexpr ((kMs & tile_bit(kSingleM)) != 0) {
+      if (items.count(kSingle) > 0) run_narrow<T, Kv, kDim, kVDim, kMs, kSingleM>(p, items, memory);
+    }
   };
-  look_up(0);
-  wait_for_primary();
-  int first = 0;
-  if (threadIdx.x >= S::kComputing) {
-    if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters>();
-    using Loader = std::conditional_t<S::kConverts, ConvertingProducer<T, Kv, kDim, kVDim, S::kStages, S::kAhead>,
-                                      Producer<T, kDim, kVDim, S::kStages>>;
-    Loader producer(p, items, memory.wide, memory.barriers);
-    do {
-      if constexpr (S::kHasWide) producer.run();
-    } while (more(first));
-    wait_copies<0>();
-  } else {
-    if constexpr (kTradeRegisters) grow_registers<kComputeRegisters<kDim>>();
-    WideCursors<S::kStages, S::kBuffers> cursors(memory.barriers);
-    do {
-      // Wide items first: nothing would hide how long they take to begin at the end. A phase without items is passed over.
-      if constexpr (S::kHasWide) {
-        if (items.count(kWide) > 0) {
-          run_wide<T, Kv, kDim, kVDim, kMs>(p, items, memory, cursors);
-          // The others use the same shared memory.
-          sync_threads(kTurnBarrier, S::kComputing);
+  // They do not wait for one another: every warp has its memory, every phase its teams' barriers.
+  const auto narrow = [&] {
+    if constexpr ((kMs & tile_bit(kNarrowM)) != 0) {
+      if (items.count(kNarrow) > 0) run_narrow<T, Kv, kDim, kVDim, kMs, kNarrowM>(p, items, memory);
+    }
+  };
+#pragma unroll 1
+  for (int first = 0;;) {
+    if (first != kOthers) {
+      if constexpr (S::kHasWide) memory.barriers.template init<kDim>(first > 0);
+      items.template look_up<S::kNarrowWarps>(first, kMs);
+      wait_for_primary();
+    }
+    const bool wide = S::kHasWide && first != kOthers && items.count(kWide) > 0;
+    if (thread_of_cta() < S::kComputing) {
+      if constexpr (kTradeRegisters) grow_registers<kComputeRegisters<kDim>>();
+      // Small batches of drafts have wide items only, others single rows.
+      if (wide) {
+        if constexpr (S::kHasWide) run_wide<T, Kv, kDim, kVDim, kMs>(p, items, memory);
+        first = int(fresh(unsigned(kOthers)));
+      } else {
+        if constexpr (!kMasks) single();
+        first = int(fresh(0u));
+      }
+      if (first != kOthers) {
+        if constexpr (kMasks) single();
+        narrow();
+        if (!items.more()) break;
+        first = items.next();
+      }
+      if constexpr (kTradeRegisters) {
+        sync_threads(kTurnBarrier, S::kComputing);  // as PTX demands between two changes
+        shrink_registers<kFirstRegisters<kDim>>();
+      }
+    } else {
+      if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters>();
+      if (wide) {
+        if constexpr (S::kHasWide) {
+          using Loader = std::conditional_t<S::kConverts, ConvertingProducer<T, Kv, kDim, kVDim, S::kStages, S::kAhead>,
+                                            Producer<T, kDim, kVDim, S::kStages>>;
+          Loader(p, items, memory.wide, memory.barriers).run();
+          wait_copies<0>();
         }
+        first = kOthers;
+      } else {
+        if (!items.more()) break;
+        first = items.next();
       }
-      if constexpr ((kMs & tile_bit(kSingleM)) != 0) {
-        if (items.count(kSingle) > 0) run_narrow<T, Kv, kDim, kVDim, kMs, kSingleM>(p, items, memory);
+      if constexpr (kTradeRegisters) {
+        sync_threads(kProducerBarrier, producer_threads(kDim));
+        grow_registers<kFirstRegisters<kDim>>();
       }
-      // Without waiting: every warp has its memory, every phase its teams' barriers.
-      if constexpr ((kMs & tile_bit(kNarrowM)) != 0) {
-        if (items.count(kNarrow) > 0) run_narrow<T, Kv, kDim, kVDim, kMs, kNarrowM>(p, items, memory);
-      }
-    } while (more(first));
+    }
+    __syncthreads();
   }
 }
 

@@ -1,6 +1,6 @@
 // One native module for each dtype, format of KV, head dimension, architecture and set of tiles: PAT_TYPE, PAT_KV, PAT_DIM,
-// PAT_ARCH, PAT_QUERY_TILES, PAT_SINKS, PAT_MASKS and PAT_LIMITS come from the build (sglang_pat/kernels/cuda.py), and PAT_V_DIM where V
-// is narrower than K.
+// PAT_ARCH, PAT_QUERY_TILES, PAT_SINKS, PAT_MASKS, PAT_LIMITS and PAT_CAPS come from the build (sglang_pat/kernels/cuda.py), and
+// PAT_V_DIM where V is narrower than K.
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
@@ -207,6 +207,8 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   constexpr double kLog2E = 1.4426950408889634;
   p.scale_log2 = float(scale * kLog2E);
   p.v_scale = float(v_scale);
+  TVM_FFI_CHECK((logit_cap > 0) == pat::kCaps, ValueError) << "a logit cap of " << logit_cap << ", and a kernel "
+                                                           << (pat::kCaps ? "that caps" : "that does not cap") << " scores";
   // The kernel caps scores before it scales them.
   p.cap = float(logit_cap / scale);
   p.cap_exponent = logit_cap > 0 ? float(2 * kLog2E * scale / logit_cap) : 0;

@@ -31,7 +31,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
   using Loader::kChunkTokens, Loader::kPairs, Loader::kPhase, Loader::kReadAhead, Loader::kSlotsAhead, Loader::kTwoSteps;
   using Loader::shared, Loader::stage;
   using Loader::user_, Loader::items_, Loader::p_;
-  using Rows::combine, Rows::load_q, Rows::write, Rows::capped_, Rows::softmax_, Rows::q_, Rows::next_q_, Rows::o_;
+  using Rows::combine, Rows::load_q, Rows::write, Rows::softmax_, Rows::q_, Rows::next_q_, Rows::o_;
   using Rows::kBlocks, Rows::kIs8Bit, Rows::kLooksUpRows, Rows::kSteps, Rows::kVSteps;
   using typename Loader::Cursor, typename Loader::S, typename Loader::WorkItems, typename Rows::Queries;
   using Product = Half<typename Kv::Product>;
@@ -191,7 +191,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
       return kMasks ? behind_of(items_.get(kPhase, user_), row) : __shfl_sync(~0u, behind_, row);
     };
     const bool some = kLimits && hides_some(tokens, kChunks == 2 ? tokens - step : tokens);
-    softmax_.template update<kChunks>(s, tokens, tokens - step, draft, mask, some, behind, capped_, p_, correction);
+    softmax_.template update<kChunks>(s, tokens, tokens - step, draft, mask, some, behind, p_, correction);
     bool same = true;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) same = same && correction[block][0] == 1 && correction[block][1] == 1;

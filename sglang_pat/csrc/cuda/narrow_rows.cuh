@@ -13,7 +13,7 @@ class NarrowRows : protected Loader {
  public:
   __device__ NarrowRows(const Params& p, const typename Loader::WorkItems& items, uint8_t* memory,
                         NarrowStatistics<kWarps>& statistics)
-      : Loader(p, items, memory, statistics), capped_(fresh(p.cap > 0)) {}
+      : Loader(p, items, memory, statistics) {}
 
  protected:
   using Loader::item, Loader::stage, Loader::kPhase, Loader::kReadAhead, Loader::statistics_, Loader::items_,
@@ -175,7 +175,6 @@ class NarrowRows : protected Loader {
     return row * panels(kVDim) * kPanelColumns + (column ^ (row / 2 % 4 * 8));
   }
 
-  const bool capped_;  // scores
   ColumnSoftmax<kBlocks> softmax_;
   Queries q_ = {}, next_q_ = {};  // of the item that is computed, and of the one after
   float o_[kVSteps][kBlocks][4] = {};

@@ -144,16 +144,13 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
   __device__ void run() {
     if (items_.count(kWide) == 0) return;
     queries_.read(0);
-    // The last look-up asked for more than there was.
-    at_ = asked_at_ = 0;
-    asked_ = Cursor();
     asking_ = advance();
 #pragma unroll 1
     for (int i = 0; i < kAhead - 1; ++i) ask();
 #pragma unroll 1
     for (int i = 0; i < items_.count(kWide); ++i) {
       const Item& item = items_.get(kWide, i);
-      queries_.copy(item);
+      queries_.copy();
       queries_.read(i + 1);
 #pragma unroll 1
       for (int left = item.tokens; left > 0; left -= kTokens) {

@@ -14,7 +14,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
   using Rows = NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, Loader>;
   using Loader::at_page, Loader::copy_next, Loader::ended, Loader::item, Loader::last, Loader::left, Loader::look_up;
   using Loader::next_item, Loader::next_stage, Loader::p_, Loader::shared, Loader::stage, Loader::step_of;
-  using Rows::capped_, Rows::combine, Rows::load_q, Rows::o_, Rows::q_, Rows::softmax_, Rows::write;
+  using Rows::combine, Rows::load_q, Rows::o_, Rows::q_, Rows::softmax_, Rows::write;
   using Rows::kBlocks, Rows::kSteps;
   using typename Loader::Cursor, typename Loader::S;
   using R = typename S::R;
@@ -90,7 +90,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
   template <int kCount>
   __device__ __forceinline__ void update(float (&s)[kCount][kBlocks][4], int tokens, float (&correction)[kBlocks][2]) {
     const auto none = [](int) { return 0; };
-    softmax_.template update<kCount>(s, tokens, tokens, 0, none, false, none, capped_, p_, correction);
+    softmax_.template update<kCount>(s, tokens, tokens, 0, none, false, none, p_, correction);
   }
 
   __device__ __forceinline__ void compute_page(const uint8_t* from) {

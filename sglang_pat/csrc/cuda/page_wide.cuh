@@ -54,14 +54,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __g
   auto& memory = *reinterpret_cast<Memory*>(bytes);
   static_assert(sizeof(memory) <= kSharedLimit);
   launch_dependents();
-  if (threadIdx.x < S::kStages) {
-    init_barrier(shared_address(&memory.barriers.ring.full[threadIdx.x]), producer_threads(kDim));
-    init_barrier(shared_address(&memory.barriers.ring.empty[threadIdx.x]), groups(kDim) * kGroupWarps);
-    if (threadIdx.x < Wide::kBuffers) {
-      init_barrier(shared_address(&memory.barriers.queries.full[threadIdx.x]), 2 * producer_threads(kDim));
-      init_barrier(shared_address(&memory.barriers.queries.empty[threadIdx.x]), S::kComputing);
-    }
-  }
+  memory.barriers.template init<kDim>(false);
   WorkItems items(p, memory.assigned);
   const auto look_up = [&](int first) { items.template look_up<kPageWarps, S::kThreads>(first, kMs); };
   const auto attend = [&](int) { items.attend(); };
@@ -72,6 +65,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __g
       run();
       if (!items.more()) return first > 0;
       __syncthreads();
+      memory.barriers.template init<kDim>(true);
       look_up(first += kPageThreads);
     }
   };
@@ -88,8 +82,9 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __g
   wait_for_primary();
   if (threadIdx.x >= S::kComputing) {
     shrink_registers<kLoadRegisters>();
-    PageProducer<T, Kv, kDim, S::kStages, S::kAhead, WorkItems> producer(p, items, memory.wide, memory.barriers);
-    const bool several = pass(attend, [&] { producer.run(); });
+    const bool several = pass(attend, [&] {
+      PageProducer<T, Kv, kDim, S::kStages, S::kAhead, WorkItems>(p, items, memory.wide, memory.barriers).run();
+    });
     wait_copies<0>();
     // Warps of a group have to meet between two changes of their registers (PTX ISA, `setmaxnreg`).
     sync_threads(kProducerBarrier, producer_threads(kDim));
@@ -97,8 +92,8 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __g
     pass_again(several, attend, nothing);
   } else {
     grow_registers<kComputeRegisters<kDim>>();
-    WideCursors<S::kStages, Wide::kBuffers> cursors(memory.barriers);
     const bool several = pass(look_up, [&] {
+      WideCursors<S::kStages, Wide::kBuffers> cursors(memory.barriers);
       if (items.count(kWide) > 0)
         WideGroup<T, Kv, kDim, kDim, S::kStages, Wide, WorkItems>(p, items, memory.wide, memory.statistics, cursors).run();
     });

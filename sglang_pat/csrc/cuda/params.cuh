@@ -14,6 +14,9 @@ namespace pat {
 // Whether heads have sinks. Asked of each row at run time, it cost 2 % (benchmarks/NOTES.md, 2026-11-23).
 constexpr bool kSinks = PAT_SINKS;
 
+// Whether scores are capped. The code for it is 7 KB that would lie among what every batch runs (benchmarks/NOTES.md, "Where code lies").
+constexpr bool kCaps = PAT_CAPS;
+
 // Whether queries are drafts of several tokens, each of which sees some of its draft.
 constexpr bool kMasks = PAT_MASKS;
 constexpr int kMostDraft = 64;  // tokens of a draft: bits of a mask
@@ -47,9 +50,10 @@ struct Params {
   // some heads, the last one likewise.
   int row_parts;
   uint32_t group_inverse;
-  float scale_log2;            // weights are 2 to the power of scores times this
-  float v_scale;               // V is what its bytes say times this
-  float cap, cap_exponent;     // before, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent))
+  float scale_log2;  // weights are 2 to the power of scores times this
+  float v_scale;     // V is what its bytes say times this
+  float cap,
+      cap_exponent;  // before, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent)), where kCaps
   const __nv_bfloat16* sinks;  // [heads], logits without values, where kSinks
   // Where kMasks: bit j of masks[queries, draft] says that the token sees token j of its draft, the request's last `draft` tokens.
   const uint64_t* masks;

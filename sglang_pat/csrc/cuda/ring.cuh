@@ -67,6 +67,27 @@ class RingCursor {
   int stage_ = 0, phase_ = 0;
 };
 
+// The items of one look-up, whose Q goes through `kBuffers` buffers. Which one it is tells all: there is no register for more.
+template <int kBuffers>
+class QueryCursor {
+ public:
+  __device__ explicit QueryCursor(RingBarriers<kBuffers>& barriers) : barriers_(barriers) {}
+
+  __device__ int item() const { return item_; }
+  __device__ int buffer() const { return item_ % kBuffers; }
+  __device__ void wait_full() const { wait_barrier(shared_address(&barriers_.full[buffer()]), phase()); }
+  __device__ void wait_empty() const { wait_barrier(shared_address(&barriers_.empty[buffer()]), phase() ^ 1); }
+  __device__ uint32_t full_barrier() const { return shared_address(&barriers_.full[buffer()]); }
+  __device__ uint32_t empty_barrier() const { return shared_address(&barriers_.empty[buffer()]); }
+  __device__ void advance() { ++item_; }
+
+ private:
+  __device__ int phase() const { return item_ / kBuffers % 2; }
+
+  RingBarriers<kBuffers>& barriers_;
+  int item_ = 0;
+};
+
 // How many tiles before its copies are issued a tile's slots are read: by then the copies of `ahead` half tiles have landed.
 constexpr int slot_lead(int ahead) { return (ahead + 1) / 2; }
 
@@ -84,6 +105,24 @@ template <int kStages, int kBuffers>
 struct WideBarriers {
   RingBarriers<kStages> ring;
   RingBarriers<kBuffers> queries;
+
+  // By some threads, before all meet; `again` if they are there already, and nobody waits at one.
+  template <int kDim>
+  __device__ void init(bool again) {
+    const int i = thread_of_cta();
+    const auto init_one = [&](uint64_t& barrier, int arrivals) {
+      if (again) invalidate_barrier(shared_address(&barrier));
+      init_barrier(shared_address(&barrier), arrivals);
+    };
+    if (i < kStages) {
+      init_one(ring.full[i], producer_threads(kDim));
+      init_one(ring.empty[i], groups(kDim) * kGroupWarps);
+    }
+    if (i < kBuffers) {
+      init_one(queries.full[i], 2 * producer_threads(kDim));
+      init_one(queries.empty[i], groups(kDim) * kGroupThreads);
+    }
+  }
 };
 
 // Brings Q of the items to shared memory, by the warps that fill the ring. Queries of the next item are read while this one's rows
@@ -113,11 +152,12 @@ class QueryProducer {
     }
   }
 
-  // Of the item that was read.
-  __device__ void copy(const Item& item) {
+  // Of the next item, which was read.
+  __device__ void copy() {
+    const Item& item = items_.get(kWide, queries_.item());
     const unsigned column = thread() % kRowThreads;
     queries_.wait_empty();
-    auto& to = memory_[queries_.stage()];
+    auto& to = memory_[queries_.buffer()];
     // Each row is looked up once: where drafts have 64 rows, one thread for a query's rows took 8 us for an item.
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -171,7 +211,7 @@ class QueryProducer {
   const Params& p_;
   const WorkItems& items_;
   WideQueries<kDim> (&memory_)[kBuffers];
-  RingCursor<kBuffers> queries_;
+  QueryCursor<kBuffers> queries_;
   int queries_ahead_[kRows] = {}, targets_ahead_[kRows] = {};
 };
 
@@ -210,15 +250,14 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
     v_.advance();
   }
 
-  // The items of one look-up.
+  // The items of one look-up. In front of the first its queries are read: one loop, so that the code for that is there once.
   __device__ void run() {
-    read_ahead(0);
-    for (int i = 0; i < items_.count(kWide); ++i) {
-      const Item& item = items_.get(kWide, i);
-      queries_.copy(item);
+#pragma unroll 1
+    for (int i = -1; i < items_.count(kWide); ++i) {
+      if (i >= 0) queries_.copy();
       const int slot_ahead = slot_ahead_;
       read_ahead(i + 1);
-      copy_kv(item, slot_ahead);
+      if (i >= 0) copy_kv(items_.get(kWide, i), slot_ahead);
     }
   }
 

@@ -32,8 +32,8 @@ struct Softmax {
   // the row's `tokens_behind`.
   template <int kBlocks, typename MaskOf, typename BehindOf>
   __device__ __forceinline__ void update(float* s, int valid, int draft, const MaskOf& mask_of, const BehindOf& behind_of,
-                                         bool capped, const Params& p, float (&correction)[2]) {
-    if (capped) {
+                                         const Params& p, float (&correction)[2]) {
+    if constexpr (kCaps) {
 #pragma unroll
       for (int i = 0; i < 4 * kBlocks; ++i) cap_score(s[i], p);
     }
@@ -116,9 +116,9 @@ struct ColumnSoftmax {
   // `tokens_behind`.
   template <int kChunks, typename MaskOf, typename BehindOf>
   __device__ __forceinline__ void update(float (&s)[kChunks][kBlocks][4], int first, int second, int draft,
-                                         const MaskOf& mask_of, bool limited, const BehindOf& behind_of, bool capped,
-                                         const Params& p, float (&correction)[kBlocks][2]) {
-    if (capped) {
+                                         const MaskOf& mask_of, bool limited, const BehindOf& behind_of, const Params& p,
+                                         float (&correction)[kBlocks][2]) {
+    if constexpr (kCaps) {
 #pragma unroll
       for (int i = 0; i < kChunks * kBlocks * 4; ++i) cap_score((&s[0][0][0])[i], p);
     }

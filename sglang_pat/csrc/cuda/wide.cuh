@@ -15,7 +15,7 @@ struct WideStatistics {
   float row_max[64], sum[64];  // of the second group, where both have the same rows
 };
 
-// How far the computing warps are in the rings; kept from one look-up of items to the next.
+// How far the computing warps are in the rings, from one look-up on.
 template <int kStages, int kBuffers>
 struct WideCursors {
   __device__ explicit WideCursors(WideBarriers<kStages, kBuffers>& barriers)
@@ -23,7 +23,7 @@ struct WideCursors {
     v.advance();
   }
   RingCursor<kStages> k, v;
-  RingCursor<kBuffers> queries;
+  QueryCursor<kBuffers> queries;
 };
 
 template <typename T, typename Kv, int kDim, int kVDim, int kStages, typename Memory, typename WorkItems>
@@ -41,29 +41,29 @@ class WideGroup {
         statistics_(statistics),
         k_(cursors.k),
         v_(cursors.v),
-        queries_(cursors.queries),
-        group_(__shfl_sync(~0u, int(threadIdx.x / kGroupThreads), 0)),
-        capped_(fresh(p.cap > 0)) {}
+        queries_(cursors.queries) {}
 
   // The items of one look-up.
   __device__ void run() {
-    for (int i = 0; i < items_.count(kWide); ++i) run_item(items_.get(kWide, i), i % kGroups);
+    while (queries_.item() < items_.count(kWide)) run_item();
   }
 
  private:
-  // The second product of a tile runs beside the softmax of the next one.
-  __device__ __forceinline__ void run_item(const Item& item, int owner) {
+  // The next item. The second product of a tile runs beside the softmax of the next one.
+  __device__ __forceinline__ void run_item() {
+    const Item& item = items_.get(kWide, queries_.item());
+    const int group = __shfl_sync(~0u, this_group(), 0);
     const bool in_turns = kGroups > 1 && item.m == 64 && item.tokens > kOwnTokens;
     const bool alone = kGroups > 1 && item.m == 64 && !in_turns;  // it is the owner's
-    const int first_row = kGroups == 1 || item.m == 64 ? 0 : group_ * 64;
+    const int first_row = kGroups == 1 || item.m == 64 ? 0 : group * 64;
     const int tiles = int(unsigned(item.tokens + kTokens - 1) / kTokens);
     const int stride = kGroups == 1 ? 1 : int(fresh(in_turns ? kTurns : 1));
-    const bool idle = in_turns ? group_ >= kTurns : alone ? group_ != owner : first_row >= item.m;
-    int tile = in_turns ? group_ : 0;  // this group's next one
+    const bool idle = in_turns ? group >= kTurns : alone ? group != queries_.item() % kGroups : first_row >= item.m;
+    int tile = in_turns ? group : 0;  // this group's next one
     const int tokens = item.tokens;
     queries_.wait_full();
     fence_async_proxy();
-    auto& queries = memory_.queries[queries_.stage()];
+    auto& queries = memory_.queries[queries_.buffer()];
     if (idle) {
 #pragma unroll 1
       for (tile = 0; tile < tiles; ++tile) skip(k_), skip(v_);
@@ -105,7 +105,7 @@ class WideGroup {
       start_scores();
       P::template wait<0>();
       release(k_);
-      softmax.template update<8>(s, tokens - tile * kTokens, item.draft, mask, behind, capped_, p_, correction);
+      softmax.template update<8>(s, tokens - tile * kTokens, item.draft, mask, behind, p_, correction);
       pack();
       while (true) {
         const int next = tile + stride;
@@ -121,7 +121,7 @@ class WideGroup {
         start_values();
         P::template wait<1>();
         release(k_);
-        softmax.template update<8>(s, tokens - next * kTokens, item.draft, mask, behind, capped_, p_, correction);
+        softmax.template update<8>(s, tokens - next * kTokens, item.draft, mask, behind, p_, correction);
         // Never true. Without a branch here ptxas sinks the softmax below the wait, and nothing overlaps the product.
         if (softmax.sum[0] + softmax.sum[1] < 0) nap();
         P::template wait<0>();
@@ -137,7 +137,7 @@ class WideGroup {
     const RowTarget targets[2] = {RowTarget(queries.targets[rows]), RowTarget(queries.targets[rows + 8])};
     if (in_turns) add_up(softmax, o, reinterpret_cast<float*>(queries.q + 64 * panels(kDim) * kPanelRow));
     release_queries();
-    if (!in_turns || group_ == 0) write(targets, softmax, o);
+    if (!in_turns || this_group() == 0) write(targets, softmax, o);
   }
 
   __device__ uint32_t stage(const Ring& cursor) const {
@@ -164,6 +164,7 @@ class WideGroup {
     queries_.advance();
   }
 
+  __device__ static int this_group() { return thread_of_cta() / kGroupThreads; }
   // The first of this thread's two rows of its group's 64.
   __device__ static int row() {
     const unsigned thread = thread_of<kGroupThreads>();
@@ -173,7 +174,7 @@ class WideGroup {
   // Adds the second group's results to the first's: thread by thread, for both have the same rows and columns.
   __device__ void add_up(Softmax& softmax, float (&o)[P::kOutputs], float* scratch) {
     const int thread = thread_of<kGroupThreads>();
-    if (group_ == 1) {
+    if (this_group() == 1) {
 #pragma unroll
       for (int i = 0; i < kVDim / 2; ++i) scratch[i * kGroupThreads + thread] = o[i];
 #pragma unroll
@@ -185,7 +186,7 @@ class WideGroup {
       }
     }
     sync_threads(kWideBarrier, kTurns * kGroupThreads);
-    if (group_ == 0) {
+    if (this_group() == 0) {
       float own[2], other[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -224,9 +225,7 @@ class WideGroup {
   Memory& memory_;
   WideStatistics& statistics_;
   Ring &k_, &v_;
-  RingCursor<Memory::kBuffers>& queries_;
-  const int group_;
-  const bool capped_;
+  QueryCursor<Memory::kBuffers>& queries_;
 };
 
 }  // namespace pat
