@@ -369,7 +369,8 @@ def test_pages_of_few_bits_are_not_cut(form: str) -> None:
         (8, 2_476, 32, 4, {16}),  # 1,200 tokens for each SM
         (8, 300, 32, 1, {8}),
         (8, 300, 64, 2, {64}),
-        (8, 300, 32, 2, {8}),  # no more rows than the smallest tile
+        (8, 600, 32, 2, {8}),  # no more rows than the smallest tile
+        (8, 300, 32, 2, {64}),
         (8, 24, 64, 4, {64}),  # else in parts of 16 rows
         (90, 24, 64, 4, {16}),
     ],

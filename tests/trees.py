@@ -18,8 +18,11 @@ PRICED = msgspec.structs.replace(
 IN_PARTS = msgspec.structs.replace(PRICED, part_token_ns=30)
 """Queries of more than 16 rows with few tokens are run in parts."""
 
-SMALL = msgspec.structs.replace(IN_PARTS, small_queries=6, small_tokens=150, small_shared_queries=5, small_sharing=2)
-"""Small batches of drafts of more than four rows are run with tiles of 64, and others that share half of what they read."""
+SMALL = msgspec.structs.replace(
+    IN_PARTS, small_queries=6, small_tokens=150, small_shared_queries=5, small_sharing=2, small_unshared_tokens=60
+)
+"""Small batches of drafts of more than four rows are run with tiles of 64, and others that share half of what they read or
+read little."""
 
 
 @st.composite

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from sglang_pat.packing.tiles import PerSm, TileTable
+from sglang_pat.packing.tiles import PerSm, Sharing, TileTable
 
 TABLES = Path(__file__).parent / "tables"
 """One table for each known GPU; `python -m sglang_pat.tune` makes them."""
@@ -40,6 +40,10 @@ class Price(msgspec.Struct, frozen=True):
     token_in_plans: Factor
 
 
+SMALL_LIMITS = ("small_queries", "small_tokens", "small_shared_queries", "small_sharing", "small_unshared_tokens")
+"""Attributes of a `GpuTable` and of its `TileTable`."""
+
+
 class GpuTable(msgspec.Struct, frozen=True):
     """What the cost model knows of a GPU.
 
@@ -61,7 +65,7 @@ class GpuTable(msgspec.Struct, frozen=True):
             and at 3.7 later, and as well as with any other on an H100, where it was 0.5 (benchmarks/NOTES.md, 2026-11-26).
         small_queries, small_tokens: As of `TileTable`, with KV of 16 bits and the dimension that was measured; 0 if they were not fitted
             (benchmarks/NOTES.md, "Verify steps").
-        small_shared_queries, small_sharing: Likewise (benchmarks/NOTES.md, "Where code lies").
+        small_shared_queries, small_sharing, small_unshared_tokens: Likewise (benchmarks/NOTES.md, "Where code lies in memory").
     """
 
     gpu: str
@@ -82,7 +86,8 @@ class GpuTable(msgspec.Struct, frozen=True):
     small_queries: PerSm = 0
     small_tokens: PerSm = 0
     small_shared_queries: PerSm = 0
-    small_sharing: PerSm = 0
+    small_sharing: Sharing = 1
+    small_unshared_tokens: PerSm = 0
 
     def prices_of(self, kv_bits: int) -> tuple[Price, ...]:
         """The prices with KV of so many bits; empty if they were not measured."""
@@ -126,7 +131,7 @@ class GpuTable(msgspec.Struct, frozen=True):
             self.wave_ns,
             self.read_tbps * 1e3,
             self.sms,
-            *((self.small_queries, self.small_tokens, self.small_shared_queries, self.small_sharing) if fitted else ()),
+            *(getattr(self, name) for name in SMALL_LIMITS if fitted),
         )
 
 

@@ -100,7 +100,7 @@ class NativeScheduler:
         self._out = tvm_ffi.from_dlpack(self._scratch)
         numbers, *others = _arrays(config, max_batch, max_slots)
         small = config.small
-        limits = config.small_limits if small else (0, 0, 1)
+        limits = config.small_limits if small else (0, 0, 1, 0)
         arrays = [[*numbers, *limits], *others, *_arrays(small or config, max_batch, max_slots)]
         self._handle = self._module.create(*map(_int64, arrays), *map(tvm_ffi.from_dlpack, buffers))
         # The buffers must outlive the thread that writes to them.

@@ -61,27 +61,26 @@ class PackConfig(msgspec.Struct, frozen=True):
 
     @property
     def small(self) -> PackConfig | None:
-        """What small batches are planned with (`TileTable.small_queries`); None if it is the same."""
+        """What small batches are planned with (`small_limits`); None if it is the same."""
         tiles = self.tiles.without_warps()
         return msgspec.structs.replace(self, tiles=tiles) if self.small_limits[0] > 0 and tiles != self.tiles else None
 
     @property
-    def small_limits(self) -> tuple[int, int, int]:
-        """The most queries of a small batch, and the most KV tokens when each is read once, both times `CostModel.runs`; and how many times as many
-        its requests have together at least."""
+    def small_limits(self) -> tuple[int, int, int, int]:
+        """The most queries of a small batch, and the most KV tokens when each is read once, both times `CostModel.runs`; how many times as many its
+        requests have together at least; and up to how many tokens that does not matter."""
         tiles = self.tiles
         many_rows = self.drafts and tiles.query_tiles[0] < self.cost.group
         queries, sharing = (tiles.small_queries, 1) if many_rows else (tiles.small_shared_queries, tiles.small_sharing)
-        return queries * self.workers, tiles.small_tokens * self.workers, sharing
+        unshared = tiles.small_unshared_tokens if self.drafts else 0
+        return queries * self.workers, tiles.small_tokens * self.workers, sharing, unshared * self.workers
 
     def is_small(self, seq_lens: list[int], tokens: int) -> bool:
         """Whether a batch of these lengths, with so many KV tokens when each is read once, counts as small."""
-        most_queries, most_tokens, sharing = self.small_limits
-        return (
-            len(seq_lens) * self.cost.runs <= most_queries
-            and tokens * self.cost.runs <= most_tokens
-            and sum(seq_lens) >= sharing * tokens
-        )
+        most_queries, most_tokens, sharing, unshared_tokens = self.small_limits
+        runs = self.cost.runs
+        fits = len(seq_lens) * runs <= most_queries and tokens * runs <= most_tokens
+        return fits and (tokens * runs <= unshared_tokens or sum(seq_lens) >= sharing * tokens)
 
     @property
     def max_queries(self) -> int:

@@ -18,6 +18,8 @@ Nanoseconds = Annotated[float, Meta(ge=0)]
 PerSm = Annotated[int, Meta(ge=0, le=1 << 20)]
 """So many for each SM."""
 
+Sharing = Annotated[int, Meta(ge=1, le=1 << 12)]
+
 
 class Tile(msgspec.Struct, frozen=True, order=True):
     """A forward configuration: m rows (query heads that share a KV head, for each query) by n KV positions."""
@@ -46,8 +48,9 @@ class TileTable(msgspec.Struct, frozen=True):
         wave_ns: Time that one more bin per worker adds to such a step.
         small_queries, small_tokens: Verify steps are planned without tiles of single warps if drafts have more rows than the smallest tile, and there
             are at most so many queries, and KV tokens when each is read once, both times `CostModel.runs`, for each SM. 0: they never are.
-        small_shared_queries, small_sharing: Steps of fewer rows likewise, with at most so many queries, if requests that read for themselves would
-            read so many times as many tokens. 0: they never are.
+        small_shared_queries, small_sharing: All other steps likewise, with at most so many queries, if requests that read for themselves would read
+            so many times as many tokens. No queries: they never are.
+        small_unshared_tokens: Among these verify steps also if there are at most so many tokens, whoever reads them.
         bytes_per_ns: Memory bandwidth; needed if there are times, to express them in bytes (`PackConfig`).
         sms: Streaming multiprocessors that share the bandwidth.
     """
@@ -68,7 +71,8 @@ class TileTable(msgspec.Struct, frozen=True):
     small_queries: PerSm = 0
     small_tokens: PerSm = 0
     small_shared_queries: PerSm = 0
-    small_sharing: PerSm = 0
+    small_sharing: Sharing = 1
+    small_unshared_tokens: PerSm = 0
 
     def __post_init__(self) -> None:
         for name in ("query_tiles", "kv_tiles", "kv_bounds"):

@@ -73,7 +73,7 @@ auto guarded(Action action) {
 }
 
 // What `config_of` reads of `create`'s numbers, and how many those are.
-constexpr int64_t kConfigNumbers = 21, kNumbers = 24;
+constexpr int64_t kConfigNumbers = 21, kNumbers = 25;
 
 // `numbers`: token_bytes, part_bytes, turn_price, group, kv_heads, workers, max_queries, few_queries, warp_queries, policy, max_batch,
 // max_slots (not of a config), bin_end_price, wave_price, window, parts_token_price, parts_start_price, parts_tokens, part_rows,
@@ -107,8 +107,8 @@ pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView st
   return config;
 }
 
-// A config, behind whose numbers stand `Config::small_queries`, `small_tokens` and `small_sharing`; that of small batches; and the plans'
-// buffers.
+// A config, behind whose numbers stand `Config::small_queries`, `small_tokens`, `small_sharing` and `unshared_tokens`; that of small batches; and
+// the plans' buffers.
 int64_t create(TensorView numbers, TensorView token_prices, TensorView start_prices, TensorView short_tokens,
                TensorView query_tiles, TensorView kv_tiles, TensorView kv_bounds, TensorView small_numbers,
                TensorView small_token_prices, TensorView small_start_prices, TensorView small_short_tokens,
@@ -119,7 +119,7 @@ int64_t create(TensorView numbers, TensorView token_prices, TensorView start_pri
     pat::Config config = config_of(numbers, token_prices, start_prices, short_tokens, query_tiles, kv_tiles, kv_bounds);
     pat::Config small = config_of(small_numbers, small_token_prices, small_start_prices, small_short_tokens,
                                   small_query_tiles, small_kv_tiles, small_kv_bounds);
-    config.plan_small(n[21], n[22], n[23], std::move(small));
+    config.plan_small(n[21], n[22], n[23], n[24], std::move(small));
     std::vector<pat::Buffer> buffers;
     for (const TensorView& buffer : {first_buffer, second_buffer})
       buffers.push_back(pat::Buffer{data<int32_t>(buffer, "buffers", pat::kHeaderSize), buffer.size(0)});

@@ -49,9 +49,9 @@ struct Config {
   // many tokens it is better run by work items of `few_queries`.
   std::vector<int64_t> token_prices, start_prices, short_tokens;
   std::vector<int> query_tiles, kv_tiles, kv_bounds;
-  // What batches are planned with of at most so many queries, and tokens when each is read once, both times the KV heads; if requests have
-  // together at least `small_sharing` times as many.
-  int64_t small_queries = 0, small_tokens = 0, small_sharing = 1;
+  // `small` is what small batches are planned with: of at most so many queries, and so many tokens when each is read once, both times the
+  // KV heads. Their requests must have `small_sharing` times as many tokens together, or there are no more than `unshared_tokens`.
+  int64_t small_queries = 0, small_tokens = 0, small_sharing = 1, unshared_tokens = 0;
   std::shared_ptr<const Config> small;
   bool flat = false;  // all tokens' prices are equal, all starts' too: no work item is bound by arithmetic
 
@@ -89,10 +89,11 @@ struct Config {
   }
 
   // Plans small batches with `config`, which is of the same device and model. Throws std::invalid_argument where it cannot be.
-  void plan_small(int64_t queries, int64_t tokens, int64_t sharing, Config config) {
+  void plan_small(int64_t queries, int64_t tokens, int64_t sharing, int64_t unshared, Config config) {
     small_queries = in_range("queries of small batches", queries, 0, kMaxBatch * kMaxWorkers);
     small_tokens = in_range("tokens of small batches", tokens, 0, int64_t(1) << 50);
-    small_sharing = in_range("sharing of small batches", sharing, 0, 1 << 12);
+    small_sharing = in_range("sharing of small batches", sharing, 1, 1 << 12);
+    unshared_tokens = in_range("unshared tokens of small batches", unshared, 0, int64_t(1) << 50);
     in_range("max_queries of small batches", config.max_queries, max_queries, max_queries);
     small = std::make_shared<const Config>(std::move(config));
   }
@@ -100,6 +101,7 @@ struct Config {
   // What a batch is planned with, that has so many tokens when each is read once.
   const Config& of_batch(const std::vector<int32_t>& seq_lens, int64_t tokens) const {
     if (!small || int64_t(seq_lens.size()) * kv_heads > small_queries || tokens * kv_heads > small_tokens) return *this;
+    if (tokens * kv_heads <= unshared_tokens) return *small;
     return std::accumulate(seq_lens.begin(), seq_lens.end(), int64_t(0)) >= small_sharing * tokens ? *small : *this;
   }
 
