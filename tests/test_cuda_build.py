@@ -67,13 +67,19 @@ def test_forward_compiles_without_spills(arch: str, dims: tuple[int, int], dtype
     assert not found.serialized
 
 
-@pytest.mark.parametrize(("tokens", "limits"), [(4, False), (1, True)], ids=["drafts", "extends"])
-def test_rows_that_see_some_of_an_item_compile_without_spills(tokens: int, limits: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "limits", "capped"),
+    [(4, False, False), (8, False, False), (1, True, False), (1, False, True), (4, False, True)],
+    ids=["drafts", "long drafts", "extends", "caps", "drafts, caps"],
+)
+def test_rows_that_see_some_of_an_item_or_capped_scores_compile_without_spills(
+    tokens: int, limits: bool, capped: bool
+) -> None:
     try:
         jit.find_nvcc()
     except jit.BuildError:
         pytest.skip("needs nvcc")
-    spec = msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), query_tokens=tokens)
+    spec = msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=4, query_tokens=tokens, capped=capped)
     found = resources.measure(cuda.Variant.of(spec, "9.0a", limits=limits))
     assert found.spill_bytes == 0 and not found.serialized
 
@@ -139,6 +145,7 @@ def test_what_is_built_ahead_is_what_servers_load(monkeypatch: pytest.MonkeyPatc
         ["--arch", "9.0a", "--head-dim", "64", "128", "--kv-cache-dtype", "auto", "fp8_e4m3", "--drafts", "--windows"]
     )
     build.main(["--arch", "9.0a", "--kv-cache-dtype", "int4"])
+    build.main(["--arch", "9.0a", "--logit-cap"])
     wanted = [
         variant
         for dim in (64, 128)
@@ -152,8 +159,10 @@ def test_what_is_built_ahead_is_what_servers_load(monkeypatch: pytest.MonkeyPatc
         )
     ]
     few_bits = cuda.variants(AttentionSpec(32, 8, 128, 128, FORMATS["int4"]), "9.0a", dtype=torch.bfloat16)
-    assert set(built) == {*wanted, *few_bits}
-    assert len(built) == len(set(built)) == 2 * 2 * 6 + 1
+    capped = msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=32, capped=True)
+    caps = cuda.variants(capped, "9.0a", extends=True)
+    assert set(built) == {*wanted, *few_bits, *caps}
+    assert len(built) == len(set(built)) == 2 * 2 * 6 + 1 + 2
 
 
 @pytest.mark.parametrize(("heads", "tokens", "tiles"), [(4, 2, 5), (4, 3, 4), (4, 4, 4), (4, 5, 5), (16, 1, 5)])

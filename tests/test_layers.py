@@ -50,6 +50,19 @@ def test_only_some_layers_have_sinks() -> None:
     assert {spec.sinks: count for spec, count in layers.count(runner).items()} == {True: 2, False: 1}
 
 
+def test_layers_that_cap_scores_are_told_from_others() -> None:
+    """Some configurations say null for no cap, and 0 is none."""
+    caps = (0.0, None, 50.0, 30)
+    model = torch.nn.ModuleList(
+        [RadixAttention(8, 64, 1.0, 2, layer_id=i, logit_cap=cap) for i, cap in enumerate(caps)]
+    )
+    runner = SimpleNamespace(
+        token_to_kv_pool=None, model=model, kv_cache_dtype=torch.float32, model_config=SimpleNamespace(context_len=512)
+    )
+    assert {spec.capped: count for spec, count in layers.count(runner).items()} == {False: 2, True: 2}
+    assert [layers.logit_cap(layer) for layer in model] == [0.0, 0.0, 50.0, 30.0]
+
+
 def encoder(window: int = -1) -> SimpleNamespace:
     """What matters here of a `ModelRunner` whose model has an encoder's layer and one that decodes."""
     model = torch.nn.Module()

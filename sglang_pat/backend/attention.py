@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat
-from sglang_pat.backend import low_bit, paged, support, verify, windows
+from sglang_pat.backend import layers, low_bit, paged, support, verify, windows
 from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.groups import LayerGroup, LayerGroups
@@ -311,7 +311,7 @@ class PatAttnBackend(AttentionBackend):
             rows,
             seq_lens,
             scale=layer.scaling * k_scale,
-            logit_cap=layer.logit_cap,
+            logit_cap=layers.logit_cap(layer),
             v_scale=v_scale,
             sinks=sinks,
             masks=masks,

@@ -12,6 +12,7 @@ import torch
 
 from sglang_pat import compat
 from sglang_pat.backend.groups import LayerGroup
+from sglang_pat.backend.layers import logit_cap
 from sglang_pat.backend.low_bit_pool import Behind, LowBitKVPool
 from sglang_pat.backend.parts import Parts, divide, trailing
 from sglang_pat.backend.support import UnsupportedError
@@ -131,7 +132,7 @@ class PackedExtend:
             self._seq_lens,
             self._plans[group],
             scale=layer.scaling * k_scale,
-            logit_cap=layer.logit_cap,
+            logit_cap=logit_cap(layer),
             v_scale=v_scale,
             sinks=sinks,
             pages=pages,

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from sglang_pat.backend.extend import lengths, shared_kv, to_device
+from sglang_pat.backend.layers import logit_cap
 from sglang_pat.backend.low_bit_blocks import PAGE, Blocks, unfinished_pages
 from sglang_pat.backend.low_bit_pool import LowBitKVPool
 from sglang_pat.backend.paged import PagedAttention
@@ -115,7 +116,7 @@ class LowBitPrefill:
         pool.store(number, k, v, call.rows, call.seq_lens, slots)
         self._unpack(pool.full_pages(number), blocks.pages, *self._workspace)
         found_k, found_v = self._workspace[:, : blocks.used]
-        return self._attention(q, found_k, found_v, blocks, layer.scaling, layer.logit_cap)
+        return self._attention(q, found_k, found_v, blocks, layer.scaling, logit_cap(layer))
 
     def _full_pages(self, rows: torch.Tensor, cached: Sequence[int], added: Sequence[int]) -> torch.Tensor:
         """The pages of the pool that are full after the extend: [requests, most], int64 on the host. Waits for the GPU, once an extend."""

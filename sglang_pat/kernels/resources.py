@@ -20,7 +20,7 @@ class Resources(msgspec.Struct, frozen=True):
         registers: Registers per thread at launch.
         spill_bytes: Bytes of spill stores and loads per thread.
         shared_bytes: Shared memory per CTA.
-        serialized: Whether the compiler serialized asynchronous matrix products.
+        serialized: Whether the compiler serialized asynchronous matrix products, or did not let warps give registers to others.
     """
 
     registers: int
@@ -55,4 +55,9 @@ def measure(variant: Variant) -> Resources:
     # A kernel that calls functions has an entry for each.
     own = forward.split("Compiling entry function", 1)[0]
     spills = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", own)]
-    return Resources(int(registers[1]), sum(spills), int(shared[1]), "serialized" in result.stderr)
+    return Resources(
+        int(registers[1]),
+        sum(spills),
+        int(shared[1]),
+        any(word in result.stderr for word in ("serialized", "setmaxnreg")),
+    )
