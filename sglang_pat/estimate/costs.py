@@ -9,7 +9,7 @@ from sglang_pat.estimate.models import Model
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import AttentionSpec, Batch, Node, PackConfig, Plan
 from sglang_pat.packing.native import make_plan
-from sglang_pat.packing.oracle import makespan
+from sglang_pat.packing.oracle import for_batch, makespan
 from sglang_pat.packing.spec import KVFormat
 from sglang_pat.packing.tree import in_windows, walk
 
@@ -121,7 +121,7 @@ def attention_us(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> floa
 def features(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> tuple[float, float]:
     """Microseconds of the busiest SM at its share of the bandwidth, and of moving the parts at the full bandwidth."""
     per_us = gpu.tbps * 1e6
-    longest = makespan(plan, batch.seq_lens, config) * gpu.sms / per_us
+    longest = makespan(plan, batch.seq_lens, for_batch(batch, config)) * gpu.sms / per_us
     return longest, plan.merged_parts * config.cost.part_bytes / per_us
 
 
