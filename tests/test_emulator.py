@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import emulated
@@ -46,13 +46,14 @@ CHANGES: dict[str, emulated.Change] = {
     ),
     "wide: K is never freed": ("wide.cuh", "release(k_);\n        softmax", "softmax"),
     "wide: groups add up before both have written": (
-        "wide.cuh", "    sync_threads(kWideBarrier, kTurns * kGroupThreads);\n    if (group_ == 0)", "    if (group_ == 0)",
+        "wide.cuh", "    sync_threads(kWideBarrier, kTurns * kGroupThreads);\n    if (this_group() == 0)", "    if (this_group() == 0)",
     ),
     "ring: V does not wait for an empty stage": ("ring.cuh", "    cursor.wait_empty();", "    if (!kIsV) cursor.wait_empty();"),
     "ring: Q does not wait for an empty buffer": ("ring.cuh", "queries_.wait_empty();", ""),
     "forward: narrow items do not wait for wide ones": (
-        "forward.cuh", "          sync_threads(kTurnBarrier, S::kComputing);\n", "",
+        "forward.cuh", "kMs>(p, items, memory);\n        first", "kMs>(p, items, memory), single(), narrow();\n        first",
     ),
+    "forward: barriers are as the last look-up left them": ("forward.cuh", "if constexpr (S::kHasWide) memory", "if (S::kHasWide && first == 0) memory"),
     "forward: teams of two phases have one barrier": ("narrow_rows.cuh", "kPhase * kMostTeams", "0"),
     "items: they are used before they are in order": (
         "assign.cuh", "(Phase(warp), number);\n    __syncthreads();", "(Phase(warp), number);",
@@ -151,7 +152,17 @@ def fault_of_pages(change: emulated.Change) -> str:
     return ""
 
 
-def fault(change: emulated.Change | None, dtype: torch.dtype, dims: tuple[int, int]) -> str:
+def several_look_ups(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
+    """More wide items than a worker looks up at a time: slow (test_a_worker_with_more_items_than_threads is about them too)."""
+    return [Case(Batch([3] * emulated.WORKERS * 600, []), 20, 1, *dims, dtype)]
+
+
+def fault(
+    change: emulated.Change | None,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    cases: Callable[[torch.dtype, tuple[int, int]], list[Case]] = cases,
+) -> str:
     """The first one that is found, if any."""
     # Without prices, by which short packs would avoid wide tiles.
     tiles = TileTable(capabilities.query_tiles(ARCH, dims[0]), (capabilities.KV_TILE,), ())
@@ -198,5 +209,6 @@ def test_what_is_missing_is_found(name: str, results: dict[str, Future]) -> None
 if __name__ == "__main__":
     name = sys.argv[1]
     dims = UNEQUAL if name.startswith("unequal") else EQUAL
-    found = fault_of_pages(CHANGES[name]) if name.startswith("pages") else fault(CHANGES[name], kept(name), dims)
+    made = several_look_ups if "look-up" in name else cases
+    found = fault_of_pages(CHANGES[name]) if name.startswith("pages") else fault(CHANGES[name], kept(name), dims, made)
     print("found:", found or "nothing")

@@ -36,6 +36,7 @@ class Items {
   __device__ void look_up(int first, int ms) {
     static_assert(Assigned::kWords >= kPhases && Assigned::kWords >= kWarps);
     const int thread = thread_of_cta(), warp = warp_id();
+    if (first == 0) prefetch_tables();
     int found;
     if constexpr (kCtaThreads == kThreads) {
       const Item item = read(first + thread, ms);
@@ -84,6 +85,17 @@ class Items {
   __device__ const Item& get(Phase phase, int i) const { return assigned_.items[assigned_.order[phase][i]]; }
 
  private:
+  // Brings what the look-up reads to L2 before it is known what that is: else each of its loads that depend on each other waits for memory.
+  // Each worker asks for some lines.
+  __device__ void prefetch_tables() const {
+    const int line = int(fresh(blockIdx.x) + lane_id() * gridDim.x);
+    if (warp_id() == 0 && line < p_.plan_lines) prefetch(p_.plan + line * kLineBytes / int(sizeof(int32_t)));
+    if (warp_id() == 1 && line < p_.length_lines) {
+      prefetch(p_.seq_lens + line * kLineBytes / int(sizeof(int64_t)));
+      prefetch(p_.rows + line * kLineBytes / int(sizeof(int64_t)));
+    }
+  }
+
   // Of the first `number` items those of a phase of up to `longest` tokens. By one warp.
   __device__ ItemSum sum_up(Phase phase, int number, int longest) const {
     ItemSum sum = {0, 0, INT_MAX, 0};
@@ -112,7 +124,7 @@ class Items {
     const int lane = lane_id();
     ItemSum all = {}, alone = {};  // of the phase, and those that single warps have for themselves
     int limit = INT_MAX;           // the longest of these
-    uint32_t best = 0;             // teams, of the others in the end
+    uint32_t best = 0;             // a rank (teams.h); in the end that of the teams for the shared ones
     // What is left for single warps when the long ones are shared may be few, and then too long again. One loop, for its code is long.
 #pragma unroll 1
     for (bool settled = false;;) {

@@ -80,12 +80,15 @@ __device__ PAT_PHASE void run_narrow(const Params& p, const Items<threads(kDim)>
     NarrowWarp<T, Kv, kDim, kVDim, kM, kWarps>(p, items, memory.narrow.chunks, memory.narrow.statistics).run();
 }
 
-// Instead of an item from which on more are looked up: those that are not wide, of the ones that were.
+// As `first`, the item from which on items are looked up: none are, and those are run that are not wide.
 constexpr int kOthers = -1;
 
-// Wide items first, for nothing would hide how long they take to begin at the end; then the others of the same look-up; and rarely another look-up. Each
-// is a pass of one loop, so that the code of each stands once, and in this order: GPUs prefetch 64 KB of a kernel when it starts, and
-// what is run behind them takes 0.35 us for each KB (benchmarks/NOTES.md, "Where code lies").
+// Runs wide items first, for nothing would hide how long they take to begin at the end; then the others of the same look-up; and rarely
+// looks up more. Each is a pass of one loop, so that its code is there once.
+//
+// GPUs fetch the first 64 KB of a kernel when it starts, and what lies behind them when it is run: 0.3 us for each KB (benchmarks/NOTES.md,
+// "Where code lies in memory"). The compiler lays a branch out from its last alternative to its first. So what small batches run comes
+// first in memory: the look-up, the warps that load, items of 8 rows, wide items, items of 16 rows; with drafts wide items before all others.
 template <typename T, typename Kv, int kDim, int kVDim, int kMs>
 __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
@@ -96,12 +99,12 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   constexpr bool kTradeRegisters = groups(kDim) > 1;
   launch_dependents();
   Items<kThreads> items(p, memory.assigned);
+  // These do not wait for one another: every warp has its memory, every phase its teams' barriers.
   const auto single = [&] {
     if constexpr ((kMs & tile_bit(kSingleM)) != 0) {
       if (items.count(kSingle) > 0) run_narrow<T, Kv, kDim, kVDim, kMs, kSingleM>(p, items, memory);
     }
   };
-  // They do not wait for one another: every warp has its memory, every phase its teams' barriers.
   const auto narrow = [&] {
     if constexpr ((kMs & tile_bit(kNarrowM)) != 0) {
       if (items.count(kNarrow) > 0) run_narrow<T, Kv, kDim, kVDim, kMs, kNarrowM>(p, items, memory);
@@ -117,7 +120,6 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
     const bool wide = S::kHasWide && first != kOthers && items.count(kWide) > 0;
     if (thread_of_cta() < S::kComputing) {
       if constexpr (kTradeRegisters) grow_registers<kComputeRegisters<kDim>>();
-      // Small batches of drafts have wide items only, others single rows.
       if (wide) {
         if constexpr (S::kHasWide) run_wide<T, Kv, kDim, kVDim, kMs>(p, items, memory);
         first = int(fresh(unsigned(kOthers)));

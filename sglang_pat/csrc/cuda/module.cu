@@ -169,6 +169,11 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   p.rows = static_cast<const int64_t*>(rows.data_ptr());
   p.seq_lens = static_cast<const int64_t*>(seq_lens.data_ptr());
   p.plan = static_cast<const int32_t*>(plan.data_ptr());
+  // A small batch's plan has some KB, a large one's up to 128 bytes for each query (benchmarks/NOTES.md, "Where code lies in memory").
+  constexpr int64_t kFewLines = 64;
+  const auto lines = [](int64_t count, int64_t bytes) { return (count * bytes + pat::kLineBytes - 1) / pat::kLineBytes; };
+  p.plan_lines = int(std::min(lines(plan.size(0), sizeof(int32_t)), kFewLines + out.size(0)));
+  p.length_lines = int(lines(std::min(rows.size(0), seq_lens.size(0)), sizeof(int64_t)));
   p.sinks = static_cast<const __nv_bfloat16*>(sinks.data_ptr());
   p.q_token = q.stride(0), p.q_head = q.stride(1);
   p.k_slot = uint32_t(k.stride(0) * kKvBytes), p.k_head = uint32_t(k.stride(1) * kKvBytes);

@@ -14,7 +14,7 @@ namespace pat {
 // Whether heads have sinks. Asked of each row at run time, it cost 2 % (benchmarks/NOTES.md, 2026-11-23).
 constexpr bool kSinks = PAT_SINKS;
 
-// Whether scores are capped. The code for it is 7 KB that would lie among what every batch runs (benchmarks/NOTES.md, "Where code lies").
+// Whether scores are capped. The code for it is 7 KB that would lie among what every batch runs (benchmarks/NOTES.md, "Where code lies in memory").
 constexpr bool kCaps = PAT_CAPS;
 
 // Whether queries are drafts of several tokens, each of which sees some of its draft.
@@ -24,6 +24,8 @@ constexpr int kMostDraft = 64;  // tokens of a draft: bits of a mask
 // Whether rows of an item see different stretches of its KV: each what is in front of its own token's end, and of that one's window.
 constexpr bool kLimits = PAT_LIMITS;
 constexpr int kNoWindow = 1 << 30;  // tokens: more than any context has
+
+constexpr int kLineBytes = 128;  // of the L2 cache
 
 struct TokenHead {
   int token, head;
@@ -38,6 +40,7 @@ struct Params {
   const int32_t* req_to_token;  // [requests, context]
   const int64_t *rows, *seq_lens;
   const int32_t* plan;
+  int plan_lines, length_lines;  // of the plan what a batch's may have, and of seq_lens and rows
   int64_t q_token, q_head, table_row;
   uint32_t k_slot, k_head, v_slot, v_head;
   // A query is one token and its heads; where kMasks, a draft of `draft` tokens, which lie one behind the other in Q and the output, and

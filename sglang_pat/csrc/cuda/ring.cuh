@@ -67,7 +67,8 @@ class RingCursor {
   int stage_ = 0, phase_ = 0;
 };
 
-// The items of one look-up, whose Q goes through `kBuffers` buffers. Which one it is tells all: there is no register for more.
+// A position in the wide items of one look-up, whose Q goes through `kBuffers` buffers. The item's number tells the buffer and its phase:
+// one register in place of three.
 template <int kBuffers>
 class QueryCursor {
  public:
@@ -106,7 +107,7 @@ struct WideBarriers {
   RingBarriers<kStages> ring;
   RingBarriers<kBuffers> queries;
 
-  // By some threads, before all meet; `again` if they are there already, and nobody waits at one.
+  // Every thread calls it, and then all wait for one another. `again` if barriers are there already, which nobody waits at or arrives at any more.
   template <int kDim>
   __device__ void init(bool again) {
     const int i = thread_of_cta();

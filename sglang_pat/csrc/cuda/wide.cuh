@@ -15,7 +15,7 @@ struct WideStatistics {
   float row_max[64], sum[64];  // of the second group, where both have the same rows
 };
 
-// How far the computing warps are in the rings, from one look-up on.
+// How far the computing warps are in the rings, with the items of one look-up.
 template <int kStages, int kBuffers>
 struct WideCursors {
   __device__ explicit WideCursors(WideBarriers<kStages, kBuffers>& barriers)
