@@ -117,10 +117,12 @@ SERVING = {
 }
 """Results of serving.py, and what sets them apart."""
 
+SERVING_ON_H100 = {"serving-nominal-h100.json": "", "serving-2xh100.json": ", 2 GPUs"}
 
-def served() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+
+def served(results: dict[str, str] = SERVING) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Each workload with the records of all backends."""
-    for name, what in SERVING.items():
+    for name, what in results.items():
         records = load(name)["records"]
         for workload, rate in dict.fromkeys((record["workload"], record["rate"]) for record in records):
             title = f"`{workload}`{f', {rate:g}/s' if rate else ''}{what}"
@@ -130,10 +132,10 @@ def served() -> Iterator[tuple[str, list[dict[str, Any]]]]:
                 yield title, group
 
 
-def with_device(serving_table: str) -> str:
-    result = load("serving-h200.json")
+def with_device(serving_table: str, results: dict[str, str] = SERVING) -> str:
+    result = load(next(iter(results)))
     device = result["device"]
-    dates = {what: load(name)["device"]["date"] for name, what in SERVING.items()}
+    dates = {what: load(name)["device"]["date"] for name, what in results.items()}
     others = "".join(f"; {what.removeprefix(', ')}: {date}" for what, date in dates.items() if date != device["date"])
     return f"{serving_table}\n\n{device['name']}, {result['model']} shape where none is named, random weights, {device['date']}{others}."
 
@@ -174,10 +176,14 @@ def serving() -> str:
     )
 
 
-def serving_records() -> str:
+def serving_on_h100() -> str:
+    return serving_records(SERVING_ON_H100)
+
+
+def serving_records(results: dict[str, str] = SERVING) -> str:
     """A line for each record."""
     rows = []
-    for title, group in served():
+    for title, group in served(results):
         pat = next(record["mean_tpot_ms"] for record in group if record["backend"] == "pat")
         for record in group:
             steps = record["step_ms"]
@@ -193,7 +199,7 @@ def serving_records() -> str:
         "workload", "backend", "decode step, ms", "median ITL, ms", "mean TPOT, ms", "TPOT / PAT's", "P99 TPOT, ms",
         "mean TTFT, ms", "output tokens/s",
     ]  # fmt: skip
-    return with_device(table(head, rows))
+    return with_device(table(head, rows), results)
 
 
 def batch() -> str:
