@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+import triton
 from kernel_cases import spec_of
 
 from sglang_pat import build, jit
@@ -82,6 +86,42 @@ def test_rows_that_see_some_of_an_item_or_capped_scores_compile_without_spills(
     spec = msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=4, query_tokens=tokens, capped=capped)
     found = resources.measure(cuda.Variant.of(spec, "9.0a", limits=limits))
     assert found.spill_bytes == 0 and not found.serialized
+
+
+PREFETCHED = 64 << 10
+"""Bytes of a kernel that a GPU fetches when it starts (benchmarks/NOTES.md, "Where code lies in memory")."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first"),
+    [
+        # Of a tile: scores and output of one chunk and of two; of the first tile of a wide item, and of another.
+        (1, {"HMMA": 48, "HGMMA": 24}),
+        (4, {"HGMMA": 32}),
+    ],
+    ids=["decode", "drafts"],
+)
+def test_what_small_batches_run_lies_where_it_is_prefetched(tokens: int, first: dict[str, int], tmp_path: Path) -> None:
+    """Items of 8 rows and most of wide ones, or with drafts wide ones; and in front of both the warps that load."""
+    dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not dump.exists():
+        pytest.skip("needs cuobjdump")
+    spec = msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=4, query_tokens=tokens)
+    try:
+        resources.compile_to(tmp_path, cuda.Variant.of(spec, "9.0a"))
+    except jit.BuildError:
+        pytest.skip("needs nvcc")
+    command = [dump, "-sass", tmp_path / "module.cubin"]
+    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    forward = next(part for part in sass.split("Function : ") if part.startswith("_ZN3pat7forward"))
+    places: dict[str, list[int]] = {}
+    for place, instruction in re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\d )?(\w+)", forward):
+        places.setdefault(instruction, []).append(int(place, 16))
+    for instruction, count in first.items():
+        assert len(places[instruction]) >= count
+        assert places[instruction][count - 1] < PREFETCHED, instruction
+    # The first copies to shared memory are those of the warps that load.
+    assert places["LDGSTS"][20] < min(places[instruction][0] for instruction in first)
 
 
 @pytest.mark.parametrize(

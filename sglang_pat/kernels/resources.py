@@ -29,8 +29,8 @@ class Resources(msgspec.Struct, frozen=True):
     serialized: bool
 
 
-def measure(variant: Variant) -> Resources:
-    """Compile a module's device code.
+def compile_to(folder: Path, variant: Variant) -> str:
+    """Compile a module's device code to `module.cubin` in a folder, with the PTX beside it; returns what the compiler says.
 
     Raises:
         jit.BuildError: There is no CUDA compiler, or it failed.
@@ -38,17 +38,27 @@ def measure(variant: Variant) -> Resources:
     import tvm_ffi.libinfo
 
     arch = variant.arch.replace(".", "")
+    command = [
+        jit.find_nvcc(), "-std=c++17", *jit.NVCC_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xptxas=-v",
+        *(f"-I{path}" for path in tvm_ffi.libinfo.include_paths()), *variant.flags, "--keep", f"--keep-dir={folder}",
+        "-cubin", "-o", str(folder / "module.cubin"), str(jit.CSRC / "cuda" / "module.cu"),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise jit.BuildError(f"nvcc could not build {variant.name}: {result.stderr}")
+    return result.stderr
+
+
+def measure(variant: Variant) -> Resources:
+    """Compile a module's device code.
+
+    Raises:
+        jit.BuildError: There is no CUDA compiler, or it failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            jit.find_nvcc(), "-std=c++17", *jit.NVCC_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xptxas=-v",
-            *(f"-I{path}" for path in tvm_ffi.libinfo.include_paths()), *variant.flags, "--keep", f"--keep-dir={folder}",
-            "-cubin", "-o", f"{folder}/module.cubin", str(jit.CSRC / "cuda" / "module.cu"),
-        ]  # fmt: skip
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise jit.BuildError(f"nvcc could not build {variant.name}: {result.stderr}")
+        said = compile_to(Path(folder), variant)
         ptx = next(Path(folder).glob("*.ptx")).read_text()
-    forward = re.split(r"Compiling entry function '_ZN3pat\d+forward", result.stderr, maxsplit=1)[1]
+    forward = re.split(r"Compiling entry function '_ZN3pat\d+forward", said, maxsplit=1)[1]
     registers = re.search(r"Used (\d+) registers", forward)
     shared = re.search(r"pat_shared_bytes = (\d+);", ptx)
     assert registers and shared
@@ -59,5 +69,5 @@ def measure(variant: Variant) -> Resources:
         int(registers[1]),
         sum(spills),
         int(shared[1]),
-        any(word in result.stderr for word in ("serialized", "setmaxnreg")),
+        any(word in said for word in ("serialized", "setmaxnreg")),
     )
