@@ -55,8 +55,8 @@ struct Params {
   uint32_t group_inverse;
   float scale_log2;  // weights are 2 to the power of scores times this
   float v_scale;     // V is what its bytes say times this
-  float cap,
-      cap_exponent;  // before, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent)), where kCaps
+  // Where kCaps: before that scale, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent)).
+  float cap, cap_exponent;
   const __nv_bfloat16* sinks;  // [heads], logits without values, where kSinks
   // Where kMasks: bit j of masks[queries, draft] says that the token sees token j of its draft, the request's last `draft` tokens.
   const uint64_t* masks;
