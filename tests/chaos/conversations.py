@@ -143,7 +143,9 @@ class Conversation:
         seen = outcome.meta.get("prompt_tokens")
         if outcome.complete and seen != len(prompt):
             raise SessionError(f"a turn of {self.id} had a prompt of {seen} tokens, not {len(prompt)}")
-        return Turn(outcome, prompt, length, rid)
+        # Seen once with 0.5.23: a turn that was aborted amid its answer had been given its own tokens only, without its parent's.
+        known = seen in (None, len(prompt))
+        return Turn(outcome, prompt if known else None, length, rid)
 
     async def _send(
         self, parameters: dict[str, Any], tokens: Ids, length: int, leave_after: float | None, stream: bool
