@@ -14,7 +14,6 @@
 #include "timing.cuh"
 
 constexpr int kBlocks = 224, kSpan = 16, kStep = 4, kRuns = 5, kThreads = 32;
-constexpr size_t kFlushBytes = 256 << 20;
 
 #define PAT_8                                                                                           \
   "fma.rn.f32 a, a, b, c;\n fma.rn.f32 d, d, b, c;\n fma.rn.f32 a, a, c, b;\n fma.rn.f32 d, d, c, b;\n" \
@@ -64,25 +63,14 @@ __global__ void evict_code(float x, float* out) {
   out[blockIdx.x * kThreads + threadIdx.x] = all_blocks(x, std::make_integer_sequence<int, 256>());
 }
 
-__global__ void read_all(const float4* from, size_t count, float* out) {
-  float sum = 0;
-  for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x) {
-    const float4 x = from[i];
-    sum += x.x + x.y + x.z + x.w;
-  }
-  if (sum != 0) out[0] = sum;
-}
-
 int main() {
   int sms;
   CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
   float* out;
-  float4* others;
   long long* cycles;
   CHECK(cudaMalloc(&out, sms * kThreads * sizeof(float)));
   CHECK(cudaMalloc(&cycles, sms * sizeof(long long)));
-  CHECK(cudaMalloc(&others, kFlushBytes));
-  CHECK(cudaMemset(others, 0, kFlushBytes));
+  const EmptyL2 empty_l2;
   std::vector<long long> of_sms(sms), runs(kRuns);
   std::printf("first block  cycles, L2 warm  cycles, L2 cold\n");
   for (int first = 0; first + kSpan <= kBlocks; first += kStep) {
@@ -90,7 +78,7 @@ int main() {
     for (const bool cold : {false, true}) {
       for (long long& run : runs) {
         evict_code<<<sms, kThreads>>>(1, out);
-        if (cold) read_all<<<4 * sms, 512>>>(others, kFlushBytes / sizeof(float4), out);
+        if (cold) empty_l2();
         run_blocks<<<sms, kThreads>>>(first, 1, out, cycles);
         CHECK(cudaGetLastError());
         CHECK(cudaMemcpy(of_sms.data(), cycles, sms * sizeof(long long), cudaMemcpyDeviceToHost));

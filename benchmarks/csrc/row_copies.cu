@@ -104,13 +104,6 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
 }
 
-__global__ void read(const float4* from, size_t count, float* out) {
-  float sum = 0;
-  for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)
-    sum += from[i].x;
-  out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
-}
-
 int main() {
   cudaDeviceProp device;
   CHECK(cudaGetDeviceProperties(&device, 0));
@@ -118,15 +111,13 @@ int main() {
   std::printf("%s\nchunks a warp, cycles a chunk: cp.async, cp.async.bulk, us (TB/s)\n", device.name);
   const int most = 16, pool = 1 << 19;
   char *k, *v;
-  float *out, *flush;
+  float* out;
   int* slots;
-  const size_t flush_bytes = 256 << 20;
   CHECK(cudaMalloc(&k, size_t(pool) * kSlot));
   CHECK(cudaMalloc(&v, size_t(pool) * kSlot));
   CHECK(cudaMemset(k, 1, size_t(pool) * kSlot));
   CHECK(cudaMemset(v, 1, size_t(pool) * kSlot));
-  CHECK(cudaMalloc(&out, sms * 2048 * sizeof(float)));
-  CHECK(cudaMalloc(&flush, flush_bytes));
+  CHECK(cudaMalloc(&out, sms * kWarps * 32 * sizeof(float)));
   CHECK(cudaMalloc(&slots, size_t(warps) * most * kTokens * sizeof(int)));
   CHECK(cudaFuncSetAttribute(gather<false>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kShared)));
   CHECK(cudaFuncSetAttribute(gather<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kShared)));
@@ -137,7 +128,7 @@ int main() {
   std::vector<int> all(size_t(warps) * most * kTokens);
   for (size_t i = 0; i < all.size(); ++i) all[i] = pages[i % pool];
   CHECK(cudaMemcpy(slots, all.data(), all.size() * sizeof(int), cudaMemcpyHostToDevice));
-  const auto empty_l2 = [&] { read<<<sms * 2, 1024>>>(reinterpret_cast<const float4*>(flush), flush_bytes / 16, out); };
+  const EmptyL2 empty_l2;
   for (const int cycles : {0, 400, 800}) {
     for (const int chunks : {1, 2, 4, 8, 16}) {
       const auto time = [&](auto kernel) {

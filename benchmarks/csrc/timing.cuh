@@ -38,3 +38,28 @@ double median_us(Launch launch, Prepare prepare, int runs, int dropped) {
   CHECK(cudaEventDestroy(end));
   return times[times.size() / 2];
 }
+
+__global__ void read_all(const float4* from, size_t count, float* out) {
+  float sum = 0;
+  for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)
+    sum += from[i].x;
+  out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+}
+
+// Empties the L2 cache of a GPU by reading: what was written would have to be put back into memory.
+class EmptyL2 {
+ public:
+  EmptyL2() {
+    CHECK(cudaDeviceGetAttribute(&sms_, cudaDevAttrMultiProcessorCount, 0));
+    CHECK(cudaMalloc(&memory_, kBytes));
+    CHECK(cudaMalloc(&out_, sms_ * 2 * kThreads * sizeof(float)));
+  }
+  void operator()() const { read_all<<<sms_ * 2, kThreads>>>(memory_, kBytes / sizeof(float4), out_); }
+
+ private:
+  static constexpr size_t kBytes = 256 << 20;
+  static constexpr int kThreads = 1024;
+  int sms_;
+  float4* memory_;
+  float* out_;
+};
