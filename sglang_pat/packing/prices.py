@@ -75,13 +75,6 @@ class PackConfig(msgspec.Struct, frozen=True):
         unshared = tiles.small_unshared_tokens if self.drafts else 0
         return queries * self.workers, tiles.small_tokens * self.workers, sharing, unshared * self.workers
 
-    def is_small(self, seq_lens: list[int], tokens: int) -> bool:
-        """Whether a batch of these lengths, with so many KV tokens when each is read once, counts as small."""
-        most_queries, most_tokens, sharing, unshared_tokens = self.small_limits
-        runs = self.cost.runs
-        fits = len(seq_lens) * runs <= most_queries and tokens * runs <= most_tokens
-        return fits and (tokens * runs <= unshared_tokens or sum(seq_lens) >= sharing * tokens)
-
     @property
     def max_queries(self) -> int:
         """How many queries a work item may have."""
