@@ -19,6 +19,18 @@ from sglang_pat.packing import FORMATS, AttentionSpec
 
 pytestmark = pytest.mark.once
 
+
+@pytest.fixture
+def nvcc() -> None:
+    """Of tests that compile."""
+    try:
+        jit.find_nvcc()
+    except jit.BuildError:
+        pytest.skip("needs nvcc")
+
+
+compiles = pytest.mark.usefixtures("nvcc")
+
 VARIANTS = [
     ("9.0a", 128, torch.bfloat16),
     ("9.0a", 128, torch.float8_e4m3fn),
@@ -50,6 +62,7 @@ UNEQUAL = [
 SHARED_LIMIT = {"8.0": 163 << 10, "8.9": 99 << 10, "9.0a": 227 << 10, "10.0": 227 << 10}
 
 
+@compiles
 @pytest.mark.parametrize(
     ("arch", "dims", "dtype", "sinks"),
     [
@@ -59,10 +72,6 @@ SHARED_LIMIT = {"8.0": 163 << 10, "8.9": 99 << 10, "9.0a": 227 << 10, "10.0": 22
     ],
 )
 def test_forward_compiles_without_spills(arch: str, dims: tuple[int, int], dtype: torch.dtype, sinks: bool) -> None:
-    try:
-        jit.find_nvcc()
-    except jit.BuildError:
-        pytest.skip("needs nvcc")
     variant = cuda.Variant.of(msgspec.structs.replace(spec_of(dtype, *dims), sinks=sinks), arch)
     found = resources.measure(variant)
     print(variant.name, found)
@@ -71,6 +80,7 @@ def test_forward_compiles_without_spills(arch: str, dims: tuple[int, int], dtype
     assert not found.serialized
 
 
+@compiles
 @pytest.mark.parametrize(
     ("tokens", "limits", "capped"),
     [(4, False, False), (8, False, False), (1, True, False), (1, False, True), (4, False, True)],
@@ -79,10 +89,6 @@ def test_forward_compiles_without_spills(arch: str, dims: tuple[int, int], dtype
 def test_rows_that_see_some_of_an_item_or_capped_scores_compile_without_spills(
     tokens: int, limits: bool, capped: bool
 ) -> None:
-    try:
-        jit.find_nvcc()
-    except jit.BuildError:
-        pytest.skip("needs nvcc")
     spec = msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=4, query_tokens=tokens, capped=capped)
     found = resources.measure(cuda.Variant.of(spec, "9.0a", limits=limits))
     assert found.spill_bytes == 0 and not found.serialized
@@ -92,6 +98,7 @@ PREFETCHED = 64 << 10
 """Bytes of a kernel that a GPU fetches when it starts (benchmarks/NOTES.md, "Where code lies in memory")."""
 
 
+@compiles
 @pytest.mark.parametrize(
     ("tokens", "first"),
     [
@@ -107,10 +114,7 @@ def test_what_small_batches_run_lies_where_it_is_prefetched(tokens: int, first: 
     if not dump.exists():
         pytest.skip("needs cuobjdump")
     spec = msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=4, query_tokens=tokens)
-    try:
-        resources.compile_to(tmp_path, cuda.Variant.of(spec, "9.0a"))
-    except jit.BuildError:
-        pytest.skip("needs nvcc")
+    resources.compile_to(tmp_path, cuda.Variant.of(spec, "9.0a"))
     command = [dump, "-sass", tmp_path / "module.cubin"]
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     forward = next(part for part in sass.split("Function : ") if part.startswith("_ZN3pat7forward"))
@@ -124,15 +128,12 @@ def test_what_small_batches_run_lies_where_it_is_prefetched(tokens: int, first: 
     assert places["LDGSTS"][20] < min(places[instruction][0] for instruction in first)
 
 
+@compiles
 @pytest.mark.parametrize(
     ("form", "dim", "arch"),
     [("int4", 128, "9.0a"), ("int2", 128, "9.0a"), ("int4", 64, "9.0a"), ("int2", 64, "8.0"), ("int4", 128, "8.0")],
 )
 def test_pages_of_few_bits_compile_without_spills(form: str, dim: int, arch: str) -> None:
-    try:
-        jit.find_nvcc()
-    except jit.BuildError:
-        pytest.skip("needs nvcc")
     found = resources.measure(cuda.Variant.of(AttentionSpec(1, 1, dim, dim, FORMATS[form]), arch))
     print(found)
     assert found.spill_bytes == 0 and not found.serialized
