@@ -38,7 +38,7 @@ int check() {
           const int time = team == W ? total / W + count * kSumTokens : rounds * (longest / team + kSumTokens);
           if (time < least || (time == least && team == W)) least = time, best = team;
         }
-        const ItemSum items{count, longest, 0, total};
+        const ItemSum items{count, longest, total};
         uint32_t rank = ~0u;
         for (int lane = 0; lane < 32; ++lane) rank = std::min(rank, team_rank<W>(lane, items));
         CHECK(rank_time(rank) == least);

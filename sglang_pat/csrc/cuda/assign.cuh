@@ -98,18 +98,16 @@ class Items {
 
   // Of the first `number` items those of a phase of up to `longest` tokens. By one warp.
   __device__ ItemSum sum_up(Phase phase, int number, int longest) const {
-    ItemSum sum = {0, 0, INT_MAX, 0};
+    ItemSum sum = {};
 #pragma unroll 1
     for (int i = lane_id(); i < number; i += kWarpSize) {
       const Item& item = assigned_.items[i];
       if (item.phase != phase || item.tokens > longest) continue;
       ++sum.count;
       sum.longest = max(sum.longest, item.tokens);
-      sum.shortest = min(sum.shortest, item.tokens);
       sum.tokens += item.tokens;
     }
-    return {__reduce_add_sync(~0u, sum.count), __reduce_max_sync(~0u, sum.longest), __reduce_min_sync(~0u, sum.shortest),
-            __reduce_add_sync(~0u, sum.tokens)};
+    return {__reduce_add_sync(~0u, sum.count), __reduce_max_sync(~0u, sum.longest), __reduce_add_sync(~0u, sum.tokens)};
   }
 
   // The fastest teams for these. By one warp, each of whose lanes looks at teams of another size.
@@ -132,7 +130,7 @@ class Items {
       if (limit == INT_MAX) all = alone;
       if (phase == kWide) break;
       const bool last = settled || alone.longest == 0;
-      best = best_teams<kWarps>(last ? ItemSum{all.count - alone.count, all.longest, 0, all.tokens - alone.tokens} : alone);
+      best = best_teams<kWarps>(last ? ItemSum{all.count - alone.count, all.longest, all.tokens - alone.tokens} : alone);
       if (last) break;
       const int own = own_tokens<kWarps>(best, alone);
       settled = alone.longest <= own;
@@ -162,7 +160,7 @@ class Items {
   __device__ void sort_one() {
     const int lane = lane_id();
     const Item& item = assigned_.items[0];
-    const int time = team_time<kWarps>(kWarps, {1, item.tokens, item.tokens, item.tokens});
+    const int time = team_time<kWarps>(kWarps, {1, item.tokens, item.tokens});
     const bool shared = item.phase < kWide && item.tokens > time;
     if (lane < kPhases) {
       const bool ours = item.phase == lane;

@@ -171,7 +171,8 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   p.plan = static_cast<const int32_t*>(plan.data_ptr());
   // A small batch's plan has some KB, a large one's up to 128 bytes for each query (benchmarks/NOTES.md, "Where code lies in memory").
   constexpr int64_t kFewLines = 64;
-  const auto lines = [](int64_t count, int64_t bytes) { return (count * bytes + pat::kLineBytes - 1) / pat::kLineBytes; };
+  const auto ceil_div = [](auto a, decltype(a) b) { return (a + b - 1) / b; };
+  const auto lines = [&](int64_t count, int64_t bytes) { return ceil_div(count * bytes, pat::kLineBytes); };
   p.plan_lines = int(std::min(lines(plan.size(0), sizeof(int32_t)), kFewLines + out.size(0)));
   p.length_lines = int(lines(std::min(rows.size(0), seq_lens.size(0)), sizeof(int64_t)));
   p.sinks = static_cast<const __nv_bfloat16*>(sinks.data_ptr());
@@ -186,7 +187,6 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   p.page_bytes = uint32_t(kv_heads * Forward::kRecordBytes);
   TVM_FFI_CHECK(!pat::kIsPages<Kv> || k.size(0) >= req_to_token.size(0) * pat::kTokens, ValueError)
       << "k and v must have a tail of " << pat::kTokens << " tokens for each row of req_to_token";
-  const auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
   pat::check(masks, "masks", 2, pat::kInt64, kDLCUDA);
   p.masks = static_cast<const uint64_t*>(masks.data_ptr());
   p.draft = int(masks.size(1));

@@ -17,9 +17,9 @@ struct TeamPlace {
   uint8_t warps, warp, teams, team;
 };
 
-// Items: how many, the longest and the shortest, and all together; in tokens.
+// Items: how many, the longest, and all together; in tokens.
 struct ItemSum {
-  int count, longest, shortest, tokens;
+  int count, longest, tokens;
 };
 
 // x / by. Integer division by a runtime value is a call on a GPU, to code outside the instruction cache: so by floats. Exact below 2^21;
