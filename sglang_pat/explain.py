@@ -57,7 +57,7 @@ def recorded(path: Path, truncated: bool = False) -> Iterator[tuple[trace.Header
 
 
 def trace_of(url: str, key: str = "") -> Path:
-    """Where a running server on this machine records.
+    """Where a running server on this machine records; one with replicas: where the first of them that records does.
 
     Args:
         url: Its address.
@@ -67,11 +67,13 @@ def trace_of(url: str, key: str = "") -> Path:
         ExplainError: It does not answer, does not record, or records on another machine.
     """
     try:
-        path = fetch(url, key)[0]["trace"]
+        # Sorted, because SGLang lists replicas in the order in which they answered.
+        paths = sorted(counters["trace"] for counters in fetch(url, key) if counters["trace"])
     except TopError as error:
         raise ExplainError(f"--url is not a running server with --attention-backend pat: {error}") from None
-    if not path:
+    if not paths:
         raise ExplainError(f"the server at {url} does not record: start it with SGLANG_PAT_TRACE=<file>")
+    path = paths[0]
     if not os.path.isfile(path):
         raise ExplainError(f"the server at {url} records {path}, which is not a file on this machine")
     return Path(path)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sglang_pat import platform
+from sglang_pat.top import total
 
 STARTUP_SECONDS = 600
 """Imports take most of a start: 50 s on two cores if Python's byte code is cached, otherwise minutes."""
@@ -121,8 +122,8 @@ class Server:
             return text
 
     def counters(self) -> dict[str, Any]:
-        """PAT's counters."""
-        return self._info()["internal_states"][0]["pat"]
+        """PAT's counters: the sum of all replicas', which SGLang lists in the order in which they answered."""
+        return total([state["pat"] for state in self._info()["internal_states"]])
 
     def pool(self) -> int:
         """How many tokens its KV pool holds."""

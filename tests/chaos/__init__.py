@@ -32,6 +32,8 @@ from typing import Any
 
 import aiohttp
 
+from sglang_pat.top import total
+
 from . import actions
 from .client import Client, Outcome
 from .conversations import SessionError
@@ -217,8 +219,9 @@ class Chaos:
             await actions.quiet_memory(self, self._chance)
 
     async def _counters(self) -> dict[str, Any]:
-        """sglang-pat's; empty for a server with another backend."""
-        return (await self.client.get("/server_info"))["internal_states"][0].get("pat", {})
+        """sglang-pat's, the sum of all replicas'; without numbers for a server with another backend."""
+        states = (await self.client.get("/server_info"))["internal_states"]
+        return total([state["pat"] for state in states if "pat" in state])
 
     async def _probe(self) -> list[list[int]]:
         """Answers to some prompts, one after the other."""
