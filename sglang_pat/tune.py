@@ -34,7 +34,7 @@ OTHER_REGISTERS, LOADER_REGISTERS = 40, 56
 WARP_ROWS, WARPS = 32, 12
 """A warp computes tiles of up to so many rows; so many warps share an SM (csrc/cuda/narrow.cuh)."""
 
-CANDIDATES = (16, 32, 64, 128, 192, 256)
+CANDIDATES = (8, 16, 32, 64, 128, 192, 256)
 
 
 class Sheet(msgspec.Struct, frozen=True):

@@ -457,7 +457,12 @@ def test_a_plan_with_more_parts_than_the_workspace_is_refused_and_the_fall_back_
 
 def test_the_fall_back_of_a_small_batch_is_not_cut_either() -> None:
     cost = CostModel(128, 8, 128, 128, 2)
-    config = PackConfig(cost, msgspec.structs.replace(SMALL, small_tokens=10_000), 132, drafts=True)
+    config = PackConfig(
+        cost,
+        msgspec.structs.replace(SMALL, small=msgspec.structs.replace(SMALL.small, tokens=10_000)),
+        132,
+        drafts=True,
+    )
     scheduler, seq_lens = load(Batch([5000] * 6), config, max_slots=1)
     with pytest.raises(PlanTooLargeError, match="workspace of 1"):
         take(scheduler, seq_lens)

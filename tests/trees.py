@@ -7,7 +7,7 @@ import random
 import msgspec
 from hypothesis import strategies as st
 
-from sglang_pat.packing import POLICIES, Batch, CostModel, Node, PackConfig, TileTable
+from sglang_pat.packing import POLICIES, Batch, CostModel, Node, PackConfig, SmallLimits, TileTable
 
 TILES = TileTable(query_tiles=(4, 16, 64), kv_tiles=(8, 16), kv_bounds=(24,))
 PRICED = msgspec.structs.replace(
@@ -19,7 +19,7 @@ IN_PARTS = msgspec.structs.replace(PRICED, part_token_ns=30)
 """Queries of more than 16 rows with few tokens are run in parts."""
 
 SMALL = msgspec.structs.replace(
-    IN_PARTS, small_queries=6, small_tokens=150, small_shared_queries=5, small_sharing=2, small_unshared_tokens=60
+    IN_PARTS, small=SmallLimits(tokens=150, long_draft_queries=6, queries=5, sharing=2, unshared_draft_tokens=60)
 )
 """Small batches of drafts of more than four rows are run with tiles of 64, and others that share half of what they read or
 read little."""

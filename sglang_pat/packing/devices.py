@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from sglang_pat.packing.tiles import PerSm, Sharing, TileTable
+from sglang_pat.packing.tiles import SmallLimits, TileTable
 
 TABLES = Path(__file__).parent / "tables"
 """One table for each known GPU; `python -m sglang_pat.tune` makes them."""
@@ -40,10 +40,6 @@ class Price(msgspec.Struct, frozen=True):
     token_in_plans: Factor
 
 
-SMALL_LIMITS = ("small_queries", "small_tokens", "small_shared_queries", "small_sharing", "small_unshared_tokens")
-"""Attributes of a `GpuTable` and of its `TileTable`."""
-
-
 class GpuTable(msgspec.Struct, frozen=True):
     """What the cost model knows of a GPU.
 
@@ -63,9 +59,8 @@ class GpuTable(msgspec.Struct, frozen=True):
         part_token_ns: `TileTable.part_token_ns` with KV of 16 bits; 0 if it was not fitted (benchmarks/NOTES.md, 2026-11-24).
         turn_in_plans_ns: What counts in a plan in place of `turn_ns`. With 3 us plans ran best on an H200, where a turn was measured at 1.6 us
             and at 3.7 later, and as well as with any other on an H100, where it was 0.5 (benchmarks/NOTES.md, 2026-11-26).
-        small_queries, small_tokens: As of `TileTable`, with KV of 16 bits and the dimension that was measured; 0 if they were not fitted
-            (benchmarks/NOTES.md, "Verify steps").
-        small_shared_queries, small_sharing, small_unshared_tokens: Likewise (benchmarks/NOTES.md, "Where code lies in memory").
+        small: `TileTable.small` with KV of 16 bits and the dimension that was measured (benchmarks/NOTES.md, "Verify steps" and "Where code lies in
+            memory"); by default no step is small.
     """
 
     gpu: str
@@ -83,11 +78,7 @@ class GpuTable(msgspec.Struct, frozen=True):
     prices_2bit: tuple[Price, ...] = ()
     part_token_ns: Nanoseconds = 0
     turn_in_plans_ns: Nanoseconds = 3000
-    small_queries: PerSm = 0
-    small_tokens: PerSm = 0
-    small_shared_queries: PerSm = 0
-    small_sharing: Sharing = 1
-    small_unshared_tokens: PerSm = 0
+    small: SmallLimits = SmallLimits()
 
     def prices_of(self, kv_bits: int) -> tuple[Price, ...]:
         """The prices with KV of so many bits; empty if they were not measured."""
@@ -131,7 +122,7 @@ class GpuTable(msgspec.Struct, frozen=True):
             self.wave_ns,
             self.read_tbps * 1e3,
             self.sms,
-            *(getattr(self, name) for name in SMALL_LIMITS if fitted),
+            self.small if fitted else SmallLimits(),
         )
 
 

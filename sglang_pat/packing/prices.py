@@ -69,11 +69,11 @@ class PackConfig(msgspec.Struct, frozen=True):
     def small_limits(self) -> tuple[int, int, int, int]:
         """The most queries of a small batch, and the most KV tokens when each is read once, both times `CostModel.runs`; how many times as many its
         requests have together at least; and up to how many tokens that does not matter."""
-        tiles = self.tiles
-        many_rows = self.drafts and tiles.query_tiles[0] < self.cost.group
-        queries, sharing = (tiles.small_queries, 1) if many_rows else (tiles.small_shared_queries, tiles.small_sharing)
-        unshared = tiles.small_unshared_tokens if self.drafts else 0
-        return queries * self.workers, tiles.small_tokens * self.workers, sharing, unshared * self.workers
+        small = self.tiles.small
+        long_drafts = self.drafts and self.tiles.query_tiles[0] < self.cost.group
+        queries, sharing = (small.long_draft_queries, 1) if long_drafts else (small.queries, small.sharing)
+        unshared = small.unshared_draft_tokens if self.drafts else 0
+        return queries * self.workers, small.tokens * self.workers, sharing, unshared * self.workers
 
     @property
     def max_queries(self) -> int:

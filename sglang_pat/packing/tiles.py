@@ -28,6 +28,25 @@ class Tile(msgspec.Struct, frozen=True, order=True):
     n: int
 
 
+class SmallLimits(msgspec.Struct, frozen=True):
+    """Which steps are small, and so planned without tiles of single warps. Queries and tokens are counted times `CostModel.runs`, for each SM;
+    tokens are those that are read if each is read once.
+
+    Attributes:
+        tokens: The most tokens of a small step.
+        long_draft_queries: The most queries of a verify step whose drafts have more rows than the smallest tile; 0: such steps are never small.
+        queries: The most queries of another step; 0: they are never small.
+        sharing: Such a step is small only if requests that read for themselves would read so many times as many tokens;
+        unshared_draft_tokens: a verify step among them also if there are at most so many tokens.
+    """
+
+    tokens: PerSm = 0
+    long_draft_queries: PerSm = 0
+    queries: PerSm = 0
+    sharing: Sharing = 1
+    unshared_draft_tokens: PerSm = 0
+
+
 class TileTable(msgspec.Struct, frozen=True):
     """The tiles that a device has, and the rule that picks one.
 
@@ -46,13 +65,9 @@ class TileTable(msgspec.Struct, frozen=True):
         turn_ns: Time of a worker to switch from the other tiles to those of single warps.
         bin_ns: Time that one more bin adds to a step in which single warps run everything.
         wave_ns: Time that one more bin per worker adds to such a step.
-        small_queries, small_tokens: Verify steps are planned without tiles of single warps if drafts have more rows than the smallest tile, and there
-            are at most so many queries, and KV tokens when each is read once, both times `CostModel.runs`, for each SM. 0: they never are.
-        small_shared_queries, small_sharing: All other steps likewise, with at most so many queries, if requests that read for themselves would read
-            so many times as many tokens. No queries: they never are.
-        small_unshared_tokens: Among these verify steps also if there are at most so many tokens, whoever reads them.
         bytes_per_ns: Memory bandwidth; needed if there are times, to express them in bytes (`PackConfig`).
         sms: Streaming multiprocessors that share the bandwidth.
+        small: Which steps are planned without tiles of single warps.
     """
 
     query_tiles: tuple[Count, ...]
@@ -68,11 +83,7 @@ class TileTable(msgspec.Struct, frozen=True):
     wave_ns: Nanoseconds = 0
     bytes_per_ns: Annotated[float, Meta(ge=0)] = 0
     sms: Annotated[int, Meta(ge=1, le=10_000)] = 1
-    small_queries: PerSm = 0
-    small_tokens: PerSm = 0
-    small_shared_queries: PerSm = 0
-    small_sharing: Sharing = 1
-    small_unshared_tokens: PerSm = 0
+    small: SmallLimits = SmallLimits()
 
     def __post_init__(self) -> None:
         for name in ("query_tiles", "kv_tiles", "kv_bounds"):
