@@ -6,9 +6,9 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -525,8 +525,7 @@ def test_prices_of_a_batch_that_cannot_be_do_not_overflow() -> None:
     for request in range(2000):
         native.expect(request, 2**31 - 1)
     native.prepare(0)
-    time.sleep(0.1)
-    take(native, [5] * 2000)  # waits for the thread
+    native.settle()
 
 
 def test_a_prepared_plan_is_taken_for_the_batch_that_it_was_made_for() -> None:
@@ -534,7 +533,7 @@ def test_a_prepared_plan_is_taken_for_the_batch_that_it_was_made_for() -> None:
     first, good, ahead = take(scheduler, seq_lens)
     assert not ahead
     scheduler.prepare(10)
-    time.sleep(0.05)
+    scheduler.settle()
     second, good_later, ahead = take(scheduler, seq_lens + 12, 10)
     assert ahead and second != first
     assert good_later <= good + 10 - 2, "two tokens more than the plan was made for"
@@ -550,7 +549,7 @@ def test_a_prepared_plan_is_never_taken_for_another_batch(change: str) -> None:
         scheduler.set_delays(before_copy, before_publish)
         scheduler.prepare(0)
         if before_copy + before_publish == 0:
-            time.sleep(0.02)
+            scheduler.settle()
         fresh, _ = load(batch, CONFIG)
         for target in (scheduler, fresh):
             if change == "join":
@@ -624,7 +623,7 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
         batch = [request() for _ in range(generator.randrange(20))]
         lengths = [number() if generator.random() < 0.05 else generator.randrange(2000) for _ in batch]
         if generator.random() < 0.5:
-            module.prepare(handle, number())
+            module.prepare(handle, number(), number())
         told = lengths[: generator.choice([None, -1])] if generator.random() < 0.05 else lengths
         aside = generator.random() < 0.3
         index, _, _ = native.take(np.array(batch, dtype=np.int64), np.array(told, dtype=np.int64), 1, aside)
@@ -765,11 +764,9 @@ def test_schedulers_are_closed_while_their_threads_work() -> None:
             scheduler.prepare(0)
             del scheduler
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        for worker in [pool.submit(work) for _ in range(3)]:
+            worker.result()
 
 
 def test_totals_are_those_of_the_steps() -> None:

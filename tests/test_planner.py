@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import logging
-import time
+import random
+from collections.abc import Callable
 from itertools import pairwise
 
 import msgspec
@@ -28,15 +29,21 @@ A, B, C, D = range(4)
 
 
 class Decode:
-    """A batch that decodes: `step` runs one step, and every request has one token more."""
+    """A batch that decodes: `step` runs one step, and every request has one token more, or what `gains` says."""
 
     def __init__(
-        self, reuse: bool = True, ahead: bool = False, config: PackConfig = CONFIG, max_slots: int = 2**31 - 1
+        self,
+        reuse: bool = True,
+        ahead: bool = False,
+        config: PackConfig = CONFIG,
+        max_slots: int = 2**31 - 1,
+        growth: int = 1,
     ) -> None:
         buffers = [torch.zeros(layout.capacity(config, 64), dtype=torch.int32) for _ in range(2)]
         self.scheduler = NativeScheduler(config, 64, max_slots, buffers)
-        self.planner = Planner(self.scheduler, reuse, ahead)
+        self.planner = Planner(self.scheduler, reuse, ahead, growth=growth)
         self.seq_lens: dict[int, int] = {}
+        self.gains: Callable[[], int] = lambda: 1
         self.apply(NodeInserted(1, ROOT, 500, bytes(16)))
 
     def apply(self, event: Event) -> None:
@@ -56,7 +63,7 @@ class Decode:
         lengths = torch.tensor(list(self.seq_lens.values()))
         plan = self.planner.plan(torch.tensor(list(self.seq_lens)), lambda: lengths, **arguments)
         for request in self.seq_lens:
-            self.seq_lens[request] += 1
+            self.seq_lens[request] += self.gains()
         return plan
 
     @property
@@ -128,7 +135,7 @@ def test_what_is_left_after_a_request_is_withdrawn_is_planned_ahead() -> None:
     before = decode.planner.counters()
     decode.apply(RequestWithdrawn(B))
     del decode.seq_lens[B]
-    time.sleep(0.05)
+    decode.scheduler.settle()
     plan = decode.step()
     counters = decode.planner.counters()
     assert (counters.plans - before.plans, counters.plans_ahead - before.plans_ahead) == (1, 1)
@@ -226,7 +233,7 @@ def test_requests_with_one_token_left_of_their_prompts_do_not_disturb_what_is_pl
     decode.planner.plan(torch.tensor([C]), lambda: torch.tensor([520]), aside=True)
     decode.apply(RequestsExpected([C], [520], [""]))
     decode.join(C)
-    time.sleep(0.05)
+    decode.scheduler.settle()
     decode.step()
     counters = decode.planner.counters()
     assert (counters.plans, counters.plans_ahead) == (3, 1)
@@ -239,7 +246,7 @@ def test_a_draft_that_was_counted_is_not_forgotten_when_the_request_is_cached() 
     decode.step()
     decode.apply(RequestsExpected([B], [536], [""]))
     decode.apply(RequestBound(B, 1, 521))
-    time.sleep(0.05)
+    decode.scheduler.settle()
     decode.seq_lens[B] = 536
     decode.step()
     assert decode.planner.counters().plans_ahead == 1
@@ -261,14 +268,32 @@ def test_with_time_to_spare_every_plan_but_the_first_is_made_ahead() -> None:
     decode.step()
     for change in (lambda: decode.join(D), lambda: decode.leave(A), lambda: decode.leave(D), lambda: None):
         change()
-        time.sleep(0.05)
+        decode.scheduler.settle()
         decode.step()
     while decode.plans < 5:
         if decode.planner._used == decode.planner._good:
-            time.sleep(0.05)
+            decode.scheduler.settle()
         decode.step()
     counters = decode.planner.counters()
     assert (counters.plans, counters.plans_ahead) == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("growth", "gains"), [(4, [1]), (4, [2]), (4, [4]), (8, [5]), (4, [2, 3, 4]), (4, [1, 2, 3, 4])]
+)
+def test_verify_steps_have_their_plans_ahead_too(growth: int, gains: list[int]) -> None:
+    """However many tokens of their drafts requests accept: when a plan ends, and in the midst of one."""
+    decode, generator = Decode(ahead=True, growth=growth), random.Random(growth)
+    decode.gains = lambda: generator.choice(gains)
+    for request in (A, B, C):
+        decode.join(request, 1000)
+    for step in range(400):
+        decode.scheduler.settle()
+        decode.step()
+        if step > 200 and step % 10 == 0:
+            decode.leave(D) if D in decode.seq_lens else decode.join(D, 1000)
+    counters = decode.planner.counters()
+    assert counters.plans > 20 and counters.plans_ahead >= 0.85 * counters.plans
 
 
 def test_a_request_that_decodes_before_it_is_cached_has_its_plans_ahead_too() -> None:
@@ -277,11 +302,11 @@ def test_a_request_that_decodes_before_it_is_cached_has_its_plans_ahead_too() ->
     decode.join(B)
     decode.step()
     decode.apply(RequestsExpected([C], [520], [""]))
-    time.sleep(0.05)
+    decode.scheduler.settle()
     decode.join(C, 520, bind=False)
     decode.step()
     decode.apply(RequestBound(C, 1, 520))
-    time.sleep(0.05)
+    decode.scheduler.settle()
     assert max(len(item.queries) for item in layout.work_items(decode.step().numpy())) == 3
     counters = decode.planner.counters()
     assert (counters.plans, counters.plans_ahead, counters.requests) == (3, 2, 3)
@@ -308,7 +333,7 @@ def test_a_prompt_that_comes_in_chunks_is_planned_with_the_length_that_it_gets(b
     decode.step()
     for length in (1000, 2500, 4000) if told else (2500,):
         decode.apply(RequestsExpected([D], [length], [""]))
-        time.sleep(0.05)
+        decode.scheduler.settle()
         if bound and length == 1000:
             decode.apply(RequestBound(D, 1, 0))
     decode.join(D, 4000, bind=False)
@@ -324,7 +349,7 @@ def test_a_request_that_does_not_come_though_it_was_expected_costs_a_plan_and_no
     decode.join(B)
     decode.step()
     decode.apply(RequestBound(9, 1, 600))
-    time.sleep(0.05)
+    decode.scheduler.settle()
     for _ in range(3):
         assert layout.sections(decode.step().numpy()).header["batch"] == 2
     assert decode.planner.counters().fallbacks == 0

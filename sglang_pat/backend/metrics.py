@@ -19,8 +19,8 @@ COUNTERS = {
     "requests": "Requests decoded.",
     "work_items": "Work items run: packs, or pieces of packs that were cut.",
     "parts": "Partial results merged.",
-    "kv_bytes": "KV bytes read by decode attention.",
-    "kv_bytes_unpacked": "KV bytes that one query per CTA would have read.",
+    "kv_bytes": "KV bytes read by decode attention. Within a plan, requests are counted as if they gained one token a step; with drafts they gain more.",
+    "kv_bytes_unpacked": "KV bytes that one query per CTA would have read, counted likewise.",
     "extends": "Extends (prefill) that PAT ran: on CPUs all, on GPUs short ones that share a prefix.",
     "extends_shared": "Extends in which several requests read a prefix together.",
     "deferred": "How often a request waited a step for a prefix that another one was computing.",
@@ -28,7 +28,7 @@ COUNTERS = {
 }
 """Counters in `/server_info`'s `pat` that `/metrics` shows as `sglang_pat:<name>_total`."""
 
-GAUGES = {"bound": "Requests whose path in the prefix tree is followed."}
+GAUGES = {"bound": "Requests that are followed, whether or not they share anything."}
 """Gauges that `/metrics` shows as `sglang_pat:<name>`."""
 
 BY_QUERIES = "Work items by their number of queries, rounded down to a power of two."

@@ -11,10 +11,15 @@ import msgspec
 
 from sglang_pat.backend.counters import Counters
 from sglang_pat.packing import WorkItem, layout
+from sglang_pat.packing.balance import LEAST_STEPS
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError
 from sglang_pat.radix_bridge.events import Event
 
 logger = logging.getLogger(__name__)
+
+CAUTION = 0.8
+"""With drafts, a plan is made ahead for requests that gain in a step so much of what the slowest of them gained before. It is not used if one gains
+less, nor if they gain much more."""
 
 
 class Planner:
@@ -42,7 +47,7 @@ class Planner:
             reuse: Keep a plan while it is good; otherwise plan every step.
             ahead: Let the scheduler's own thread plan the next batch as soon as it is known.
             on_plan: As above.
-            growth: How many tokens a request may gain in a step. The scheduler counts steps of one token.
+            growth: How many tokens a request may gain in a step: with drafts several. The scheduler counts steps of one token.
         """
         self._scheduler = scheduler
         self._reuse = reuse
@@ -58,6 +63,7 @@ class Planner:
         self._failed = self._fell_back = False
         self._decodes = False  # whether a batch was planned that decodes
         self._since_told = 0  # steps of the next batch since the scheduler was told its lengths
+        self._gain = 1.0  # tokens that each of its requests surely gains in a step
         self._beside = False  # whether this step is not one of that batch
 
     def plan(
@@ -104,7 +110,7 @@ class Planner:
     def _begin(self) -> None:
         """Start to plan ahead. If no thread can be started (containers limit them), make every plan when its step comes."""
         try:
-            self._scheduler.prepare(self._since_told)
+            self._scheduler.prepare(int(self._since_told * self._gain), LEAST_STEPS * self._growth)
         except Exception:
             self._ahead = False
             logger.warning("sglang-pat no longer plans ahead: each plan is made when its step begins", exc_info=True)
@@ -144,6 +150,8 @@ class Planner:
             return
         self._beside = aside and good == 0
         if not self._beside:
+            if self._growth > 1 and scheduler.gained and self._since_told:
+                self._gain = max(1.0, CAUTION * scheduler.gained / self._since_told)
             self._since_told = 0
         self._counts.plans_ahead += ahead
         self._hand_out(index, good, seq_lens, ahead=ahead)

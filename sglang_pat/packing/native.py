@@ -14,6 +14,7 @@ import tvm_ffi
 
 from sglang_pat import jit
 from sglang_pat.packing import POLICIES, PackConfig, layout
+from sglang_pat.packing.balance import LEAST_STEPS
 from sglang_pat.packing.plan import Plan
 from sglang_pat.packing.tree import ROOT, Batch, InconsistentError
 
@@ -75,6 +76,8 @@ class NativeScheduler:
 
     Attributes:
         epoch: Changes with every event.
+        gained: The fewest tokens that a request of the batch that was taken last had gained since `take` was told its length before; 0 if there
+            was none.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class NativeScheduler:
         if buffers is None:
             buffers = [np.zeros(layout.capacity(config, max_batch), dtype=np.int32) for _ in range(2)]
         self.buffers = buffers
-        self.epoch = 0
+        self.epoch = self.gained = 0
         self._scratch = np.zeros(max(8, 6 + config.max_queries), dtype=np.int64)
         self._out = tvm_ffi.from_dlpack(self._scratch)
         numbers, *others = _arrays(config, max_batch, max_slots)
@@ -214,9 +217,14 @@ class NativeScheduler:
         """Whether the plan in use is still valid for the batch `requests`, an int64 host array."""
         return self._module.stands(self._handle, _tensor(requests))
 
-    def prepare(self, steps: int) -> None:
-        """Start to plan the next batch on the scheduler's own thread; its requests are `steps` tokens longer than last told."""
-        self._module.prepare(self._handle, steps)
+    def prepare(self, tokens: int, spread: int = LEAST_STEPS) -> None:
+        """Start to plan the next batch on the scheduler's own thread.
+
+        Args:
+            tokens: How many more each of its requests has than `take` was last told. The plan is not used if one has fewer.
+            spread: If they have more, by how many tokens these numbers may differ.
+        """
+        self._module.prepare(self._handle, tokens, spread)
 
     def take(self, requests: Any, seq_lens: Any, steps: int, aside: bool = False) -> tuple[int, int, bool]:
         """A batch's plan: the prepared one if it was made for this very batch, else a new one.
@@ -235,7 +243,8 @@ class NativeScheduler:
             ValueError: The numbers of lengths and requests differ, or a number is out of range.
         """
         taken = self._module.take(self._handle, _tensor(requests), _tensor(seq_lens), steps, aside, self._out)
-        return taken // 2, int(self._scratch[0]), bool(taken % 2)
+        good, self.gained = self._scratch[:2].tolist()
+        return taken // 2, good, bool(taken % 2)
 
     def fall_back(self, seq_lens: Any, steps: int, stands: bool = False) -> tuple[int, int]:
         """Make a plan of one query per work item, in which nothing is cut, so that it needs no workspace.
@@ -281,6 +290,10 @@ class NativeScheduler:
         self._module.current(self._handle, self._out)
         kv_tokens, parts, longest = self._scratch[:3].tolist()
         return kv_tokens, parts, longest
+
+    def settle(self) -> None:
+        """For tests: wait until the scheduler's thread has made the plan that `prepare` asked for."""
+        self._module.settle(self._handle)
 
     def set_delays(self, before_copy: int = 0, before_publish: int = 0) -> None:
         """For tests: how many microseconds the scheduler's thread waits before it reads the batch and before it publishes the plan."""

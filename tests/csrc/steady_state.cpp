@@ -55,7 +55,7 @@ int main() {
       scheduler.expect(running.back(), kSeqLen);
     };
     const auto step = [&](bool ahead) {
-      if (ahead) scheduler.prepare(0);
+      if (ahead) scheduler.prepare(0, pat::kLeastSteps);
       scheduler.take(running.data(), seq_lens.data(), int64_t(running.size()), 1, false);
       ++plans;
     };

@@ -75,6 +75,13 @@ class Expected {
     size_t told_ = 0;
   };
 
+  // The fewest tokens that a request gained whose length was told; 0 if there is none, or if one has become shorter.
+  int64_t gained(const int64_t* seq_lens) const {
+    int64_t least = told_ > 0 ? INT64_MAX : 0;
+    for (size_t i = 0; i < told_; ++i) least = std::min(least, seq_lens[i] - seq_lens_[i]);
+    return std::max<int64_t>(least, 0);
+  }
+
   // The lengths of all requests, which decode now. Returns how many of them decode for the first time.
   int64_t tell(const int64_t* seq_lens) {
     std::copy(seq_lens, seq_lens + size(), seq_lens_.begin());

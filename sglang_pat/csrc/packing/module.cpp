@@ -198,18 +198,19 @@ bool stands(int64_t handle, TensorView requests) {
   return at(handle).stands(data<int64_t>(requests, "requests"), requests.size(0));
 }
 
-void prepare(int64_t handle, int64_t steps) {
-  guarded([&] { at(handle).prepare(steps); });
+void prepare(int64_t handle, int64_t tokens, int64_t spread) {
+  guarded([&] { at(handle).prepare(tokens, spread); });
 }
 
-// Twice the buffer's number, plus one where the plan was made ahead. `steps_good` receives how long it stays good.
-int64_t take(int64_t handle, TensorView requests, TensorView seq_lens, int64_t steps, bool aside, TensorView steps_good) {
-  int64_t* to = data<int64_t>(steps_good, "steps_good", 1);
+// Twice the buffer's number, plus one where the plan was made ahead. `numbers` receives how long it stays good, and the fewest tokens that a
+// request gained.
+int64_t take(int64_t handle, TensorView requests, TensorView seq_lens, int64_t steps, bool aside, TensorView numbers) {
+  int64_t* to = data<int64_t>(numbers, "numbers", 2);
   const int64_t size = requests.size(0);
   return guarded([&] {
     const Scheduler::Taken taken =
         at(handle).take(data<int64_t>(requests, "requests"), data<int64_t>(seq_lens, "seq_lens", size), size, steps, aside);
-    to[0] = taken.steps;
+    to[0] = taken.steps, to[1] = taken.gained;
     return int64_t(taken.buffer * 2 + taken.ahead);
   });
 }
@@ -263,6 +264,8 @@ int64_t version(int64_t handle) { return at(handle).version(); }
 int64_t active_nodes(int64_t handle) { return int64_t(at(handle).active_nodes()); }
 int64_t active_requests(int64_t handle) { return int64_t(at(handle).active_requests()); }
 int64_t bytes(int64_t handle) { return int64_t(at(handle).bytes()); }
+void settle(int64_t handle) { at(handle).settle(); }
+
 void set_delays(int64_t handle, int64_t before_copy, int64_t before_publish) {
   at(handle).set_delays(Scheduler::Delays{before_copy, before_publish});
 }
@@ -297,3 +300,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(active_nodes, active_nodes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(active_requests, active_requests);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(bytes, bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_delays, set_delays);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(settle, settle);

@@ -36,6 +36,7 @@ class Scheduler {
     int buffer;
     bool ahead;  // made by the planning thread
     int64_t steps;
+    int64_t gained = 0;  // the fewest tokens that a request of this batch gained since its length was last told
   };
 
   // Beyond these, sums of tokens and prices could overflow: 2^37 tokens are more than any pool holds.
@@ -166,13 +167,14 @@ class Scheduler {
     return planned_version_ == expected_.version() && expected_.is(keys, size);
   }
 
-  // Let the planning thread make the next plan; the batch has run `steps` steps since its lengths were last told.
-  void prepare(int64_t steps) {
+  // Let the planning thread make the next plan, for requests that have each `tokens` tokens more than were last told. It will be used for
+  // requests that are longer, if the numbers of tokens by which they are differ by `spread` at most.
+  void prepare(int64_t tokens, int64_t spread) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      check_steps(steps);
+      check_steps(tokens), check_steps(spread);
       if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-      steps_ahead_ = steps;
+      tokens_ahead_ = tokens, spread_ = spread;
       wanted_ = true;
     }
     wake_.notify_one();
@@ -195,6 +197,7 @@ class Scheduler {
     retire(steps);
     planned_version_ = kNone;
     const bool ahead = ready_ && ready_version_ == expected_.version() && fits(seq_lens);
+    const int64_t gained = expected_.gained(seq_lens);
     totals_.requests += expected_.tell(seq_lens);
     ready_ = false;
     if (!ahead) {
@@ -205,7 +208,7 @@ class Scheduler {
     hand_out();
     if (aside && other) return Taken{front_, ahead, 0};
     planned_version_ = expected_.version();
-    return Taken{front_, ahead, buffers_[front_].data[kSteps] - delta_};
+    return Taken{front_, ahead, buffers_[front_].data[kSteps] - delta_, gained};
   }
 
   // One query per work item, for when there is no plan to be had. With `stands` it is for the batch that `take` had no plan for: it may be used
@@ -272,6 +275,11 @@ class Scheduler {
     std::lock_guard<std::mutex> lock(mutex_);
     delays_ = delays;
   }
+  // For tests: waits until the planning thread has made what was asked for.
+  void settle() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    idle_.wait(lock, [this] { return !planning_ && !wanted_; });
+  }
   int64_t version() const { return expected_.version(); }
   size_t active_nodes() const { return mirror_.active_nodes(); }
   size_t active_requests() const { return mirror_.active_requests(); }
@@ -310,7 +318,7 @@ class Scheduler {
   }
 
   // A plan made from shorter lengths is right as long as nothing has become shorter, and even as long as everything has
-  // become longer alike; how much longer, it stays good for that many steps less.
+  // become longer nearly alike; how much longer, it stays good for that many steps less.
   bool fits(const int64_t* seq_lens) {
     const std::vector<int32_t>& made_for = maker_.seq_lens();
     int64_t least = INT64_MAX;
@@ -320,7 +328,7 @@ class Scheduler {
       least = std::min(least, longer);
       delta_ = std::max(delta_, longer);
     }
-    if (least < 0 || delta_ - least > kLeastSteps) return false;
+    if (least < 0 || delta_ - least > spread_) return false;
     return delta_ == 0 || delta_ < buffers_[back()].data[kSteps] / 2;
   }
 
@@ -332,14 +340,17 @@ class Scheduler {
       pause(lock, delays_.before_copy);
       if (!wanted_) continue;  // taken meanwhile
       wanted_ = false;
-      if (expected_.size() == 0) continue;
+      if (expected_.size() == 0) {
+        idle_.notify_all();
+        continue;
+      }
       planning_ = true;
       ready_ = false;
       const int64_t version = expected_.version(), delay = delays_.before_publish;
       const int next = back();
       bool made = false;
       try {
-        maker_.copy(mirror_, expected_.requests(), expected_.seq_lens(), expected_.told(), steps_ahead_, config_.window);
+        maker_.copy(mirror_, expected_.requests(), expected_.seq_lens(), expected_.told(), tokens_ahead_, config_.window);
         lock.unlock();
         // `expect` is told lengths one at a time.
         const auto& lengths = maker_.seq_lens();
@@ -377,7 +388,7 @@ class Scheduler {
 
   PlanMaker maker_;  // used under the mutex, or by the planning thread while `planning_`
   bool wanted_ = false, planning_ = false, ready_ = false, stop_ = false;
-  int64_t ready_version_ = 0, steps_ahead_ = 0, delta_ = 0;
+  int64_t ready_version_ = 0, tokens_ahead_ = 0, spread_ = 0, delta_ = 0;
   Delays delays_;
 
   std::vector<Statistics> plans_;  // of each buffer, written with it
