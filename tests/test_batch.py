@@ -355,8 +355,10 @@ def test_chats_that_begin_alike_do_so_in_their_order() -> None:
 
     system = {"role": "system", "content": "s" * 100}
     one, two = (request(messages=[system, {"role": "user", "content": f"q{i}"}], tools=[TOOL]) for i in range(2))
-    assert common(beginning(one), beginning(two)) > 100
-    assert common(beginning(one), beginning(request(messages=[system]))) < 10
+    assert common(beginning(one)[0], beginning(two)[0]) > 100
+    assert common(beginning(one)[0], beginning(request(messages=[system]))[0]) < 10
+    # SGLang takes tokens in place of messages.
+    assert beginning(request(messages=[system], input_ids=[1, 2])) == beginning(request(input_ids=[1, 2]))
     # What no server would take is no reason to fail here.
     nested: Any = []
     for _ in range(5000):
@@ -369,9 +371,10 @@ def test_chats_that_begin_alike_do_so_in_their_order() -> None:
         {"messages": [3, None, {}]},
         {"messages": {"a": 1}, "tools": "x"},
     ):
-        assert isinstance(beginning(request(**body)), bytes)
-    for prompt in ([1, 2, 3], [-1], [2**40], ["a", "b"], [[1], [2]], {"a": 1}, "\ud800", None):
-        assert isinstance(beginning(Request(1, "", "/v1/completions", {"prompt": prompt})), bytes)
+        assert isinstance(beginning(request(**body))[0], bytes)
+    for prompt in ([1, 2, 3], [-1], [2**40], ["a", "b"], [[1], [2]], {"a": 1}, "\ud800", None, []):
+        found, is_tokens = beginning(Request(1, "", "/v1/completions", {"prompt": prompt}))
+        assert isinstance(found, bytes) and is_tokens == (prompt == [1, 2, 3])
 
 
 @pytest.mark.once
@@ -546,8 +549,13 @@ def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
     text = [json.dumps(one) for one in asked]
     text.insert(5, "garbage")
     # Of these a server would die.
-    unknown = {10**8: [5, 10**8], -1: [[7, 8], [-1]]}
-    text += [json.dumps(completion(prompt)) for prompt in unknown.values()]
+    unknown = [
+        (10**8, completion([5, 10**8])),
+        (-1, completion([[7, 8], [-1]])),
+        (10**8, completion([5, 1e8])),
+        (-7, chat("tokens", input_ids=[5, -7])),
+    ]
+    text += [json.dumps(one) for _, one in unknown]
     (tmp_path / "in").write_text("\n".join(text) + "\n")
     out = tmp_path / "out"
     process = job(model, tmp_path, "--in-flight", "3")
@@ -572,7 +580,7 @@ def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
         expected = list(pool.map(lambda one: post(server, one["url"], one["body"]), asked))
     assert len({str(choice(body)) for _, body in expected}) > len(asked) / 2, "answers that depend on questions"
     numbers = [i for i, line in enumerate(text, 1) if line != "garbage"]
-    for number, token in zip(numbers[len(asked) :], unknown, strict=True):
+    for number, (token, _) in zip(numbers[len(asked) :], unknown, strict=True):
         response = records[f"batch_req_{number}"]["response"]
         assert response["status_code"] == 400 and f"token {token} is none of the model's" in str(response["body"])
     for number, one, (status, body) in zip(numbers[: len(asked)], asked, expected, strict=True):

@@ -154,6 +154,16 @@ def test_any_limit_of_an_answer_has_a_cost(limit: Any) -> None:
 
 
 @pytest.mark.once
+def test_several_prompts_have_as_many_answers() -> None:
+    def limit(prompt: Any, **body: Any) -> int:
+        return limit_of(Request(1, "", "/v1/completions", {"prompt": prompt, "max_tokens": 100, **body}))
+
+    assert limit(["a", "b", "c"]) == limit([[1], [2], [3]]) == limit("a", n=3) == 300
+    assert limit([1, 2, 3]) == limit("abc") == limit([]) == 100
+    assert limit(["a"] * 10**5, n=10**5) == 4096 * 100
+
+
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -155,9 +155,10 @@ def askers(engine: Engine) -> list[Ask]:
     async def ask(request: Request, route: Json) -> tuple[int, Json]:
         kind, handler = handlers[request.url]
         try:
-            # SGLang does not look, and the engine would end.
-            check_tokens(request.body.get("prompt"), vocabulary)
             body = kind(**{**route, **request.body})
+            # SGLang does not look, and the engine would end.
+            check_tokens(getattr(body, "prompt", None), vocabulary)
+            check_tokens(getattr(body, "input_ids", None), vocabulary)
         except (ValidationError, TypeError, UnknownTokenError) as error:
             response = handler.create_error_response(str(error))
         else:

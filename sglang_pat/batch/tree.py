@@ -39,15 +39,18 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-def beginning(request: Request) -> bytes:
-    """What a prompt is made of, in the order in which a chat template puts it together: requests whose prompts begin alike do so here too."""
-    body = request.body
-    if request.url == "/v1/completions":
-        prompt = body.get("prompt")
-        return _tokens(prompt) or _bytes(_text(prompt))
+def beginning(request: Request) -> tuple[bytes, bool]:
+    """What a prompt is made of, in the order in which a chat template puts it together: requests whose prompts begin alike do so here too. And
+    whether that is tokens."""
+    body, chat = request.body, request.url == "/v1/chat/completions"
+    tokens = _tokens(body.get("input_ids" if chat else "prompt"))
+    if tokens:
+        return tokens, True
+    if not chat:
+        return _bytes(_text(body.get("prompt"))), False
     messages = body.get("messages")
     parts = [_text(body.get("tools")), *map(_text, messages if isinstance(messages, list) else [])]
-    return _bytes("\n".join(parts))
+    return _bytes("\n".join(parts)), False
 
 
 def _tokens(prompt: object) -> bytes:
@@ -101,9 +104,11 @@ def limit_of(request: Request) -> int:
     """Tokens that all answers to a request have at most, as far as that is known."""
     limits = (request.body.get(name) for name in ("max_completion_tokens", "max_tokens"))
     limit = next((one for one in limits if isinstance(one, int)), ANSWER[request.url])
-    several = request.body.get("n")
-    answers = min(several, LONGEST_ANSWER) if isinstance(several, int) else 1
-    return max(1, answers) * max(1, min(limit, LONGEST_ANSWER))
+    several, prompt = request.body.get("n"), request.body.get("prompt")
+    answers = max(1, min(several, LONGEST_ANSWER)) if isinstance(several, int) else 1
+    # One prompt, if it is text or a list of tokens.
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)) else 1
+    return min(answers * prompts, LONGEST_ANSWER) * max(1, min(limit, LONGEST_ANSWER))
 
 
 class Tree:
@@ -114,7 +119,7 @@ class Tree:
         sizes: Bytes of its prompt.
         common: Bytes that it begins with as the rank before does, in whole blocks; 0 for the first.
         limits: As `limit_of`.
-        tokens: Whether its prompt is tokens.
+        tokens: Whether its prompt is one list of tokens.
         node: The longest node that it is below.
         parent: By node.
         depth: By node, bytes from the root.
@@ -130,11 +135,11 @@ class Tree:
         sums: list[bytes] = []
         sizes, limits, tokens = array("q"), array("q"), bytearray()
         for request in requests:
-            text = beginning(request)
+            text, is_tokens = beginning(request)
             sums.append(checksums(text, block))
             sizes.append(len(text))
             limits.append(limit_of(request))
-            tokens.append(request.url == "/v1/completions" and isinstance(request.body.get("prompt"), list))
+            tokens.append(is_tokens)
         places = sorted(range(len(sums)), key=sums.__getitem__)
         self.origin: Ints = np.array(places, np.int64)
         self.sizes: Ints = np.array(sizes, np.int64)[self.origin]
