@@ -75,7 +75,8 @@ class PatConfig(msgspec.Struct, frozen=True):
             if _OF_A_SERVICE.fullmatch(name):
                 continue
             field = name.lower()
-            if field not in cls.__struct_fields__:
+            # Others read SGLANG_PAT_KV too, by this name.
+            if name != name.upper() or field not in cls.__struct_fields__:
                 known = ", ".join(prefix + known.upper() for known in cls.__struct_fields__)
                 raise ConfigError(f"{variable} is not a setting of sglang-pat: unset it, or use one of {known}")
             values[field] = _parse(variable, value, field)

@@ -116,7 +116,7 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
     try:
         plan = make_plan(batch, config)
     except ValueError as error:
-        raise trace.TraceError(f"a batch of this trace cannot be planned: {error}") from None
+        raise trace.TraceError(f"a batch cannot be planned: {error}") from None
     config = for_batch(batch, config)
     cost = config.cost
     packs: dict[tuple[int, ...], int] = {}

@@ -54,6 +54,7 @@ def test_what_kubernetes_puts_into_a_pod_is_no_setting(service: str) -> None:
         ("SGLANG_PAT_TRACE_MB", "1.5", "SGLANG_PAT_TRACE_MB='1.5' must be a number"),
         ("SGLANG_PAT_PORTS", "80", "SGLANG_PAT_PORTS is not a setting of sglang-pat"),
         ("SGLANG_PAT_POLCY", "pat", "SGLANG_PAT_POLCY is not a setting of sglang-pat"),
+        ("SGLANG_PAT_kv", "int4", "SGLANG_PAT_kv is not a setting of sglang-pat"),
     ],
 )
 def test_unknown_settings_are_refused_by_name(variable: str, value: str, message: str) -> None:

@@ -56,7 +56,7 @@ def record(path: Path, requests: int, levels: int, plans: int) -> None:
 
 def test_a_batch_that_cannot_be_planned_is_one_sentence() -> None:
     dear = msgspec.structs.replace(CONFIG, tiles=msgspec.structs.replace(TILES, token_ns=(1e8,) * 5))
-    with pytest.raises(trace.TraceError, match=r"a batch of this trace cannot be planned: .* must be "):
+    with pytest.raises(trace.TraceError, match=r"a batch cannot be planned: .* must be "):
         describe(0, ["a request"], Batch([10]), dear)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import tvm_ffi
 
 from sglang_pat import jit
 from sglang_pat.packing import POLICIES, PackConfig, layout
@@ -19,13 +18,19 @@ from sglang_pat.packing.plan import Plan
 from sglang_pat.packing.tree import ROOT, Batch, InconsistentError
 
 
-@tvm_ffi.register_error
 class PlanTooLargeError(Exception):
     """A plan does not fit its buffer, or its parts do not fit the workspace."""
 
 
-# The native code raises both by name.
-tvm_ffi.register_error(InconsistentError)
+@functools.cache
+def _ffi() -> Any:
+    """The library that calls native code. It imports torch, so it is imported when a scheduler is made: commands start two seconds earlier."""
+    import tvm_ffi
+
+    # The native code raises both by name.
+    for error in (PlanTooLargeError, InconsistentError):
+        tvm_ffi.register_error(error)
+    return tvm_ffi
 
 
 class Totals(msgspec.Struct):
@@ -100,12 +105,12 @@ class NativeScheduler:
         self.buffers = buffers
         self.epoch = self.gained = 0
         self._scratch = np.zeros(max(8, 6 + config.max_queries), dtype=np.int64)
-        self._out = tvm_ffi.from_dlpack(self._scratch)
+        self._out = _ffi().from_dlpack(self._scratch)
         numbers, *others = _arrays(config, max_batch, max_slots)
         small = config.small
         limits = config.small_limits if small else (0, 0, 1, 0)
         arrays = [[*numbers, *limits], *others, *_arrays(small or config, max_batch, max_slots)]
-        self._handle = self._module.create(*map(_int64, arrays), *map(tvm_ffi.from_dlpack, buffers))
+        self._handle = self._module.create(*map(_int64, arrays), *map(_ffi().from_dlpack, buffers))
         # The buffers must outlive the thread that writes to them.
         weakref.finalize(self, lambda module, handle, *_: module.destroy(handle), self._module, self._handle, *buffers)
 
@@ -117,6 +122,7 @@ class NativeScheduler:
         Raises:
             jit.BuildError: There is no working C++ compiler.
         """
+        _ffi()
         module = jit.load("packing")
         # Events take less than a microsecond; released meanwhile, the GIL could be gone for milliseconds.
         for name in "insert split bind release withdraw find child expect stands version prepare".split():
@@ -209,7 +215,7 @@ class NativeScheduler:
     @property
     def batch(self) -> list[int]:
         """The next batch, in order, as `expect`, `withdraw`, `release` and `take` left it."""
-        found = np.empty(self._module.batch(self._handle, _NOTHING), dtype=np.int64)
+        found = np.empty(self._module.batch(self._handle, _int64([])), dtype=np.int64)
         self._module.batch(self._handle, _tensor(found))
         return found.tolist()
 
@@ -366,11 +372,8 @@ def _arrays(config: PackConfig, max_batch: int, max_slots: int) -> list[Any]:
 
 
 def _int64(values: Sequence[int]) -> Any:
-    return tvm_ffi.from_dlpack(np.array(values, dtype=np.int64))
+    return _ffi().from_dlpack(np.array(values, dtype=np.int64))
 
 
 def _tensor(array: Any) -> Any:
-    return tvm_ffi.from_dlpack(array) if isinstance(array, np.ndarray) else array
-
-
-_NOTHING = _int64([])
+    return _ffi().from_dlpack(array) if isinstance(array, np.ndarray) else array
