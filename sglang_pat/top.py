@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from concurrent import futures
 from http.client import HTTPException, responses
 from typing import Annotated, Any, TypedDict
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
+from sglang_pat.addresses import KEY_PROBLEM, is_address, is_key
 from sglang_pat.backend.metrics import new_by_size
 
 CLEAR = "\x1b[H\x1b[2J"
@@ -75,11 +75,10 @@ def fetch(url: str, key: str = "") -> list[Counters]:
     Raises:
         TopError: No server answers, or it runs another attention backend, or it needs another key.
     """
-    _check_address(url)
-    if not (key.isascii() and key.isprintable()):
-        raise TopError(
-            "an API key has printable ASCII characters only: give another one with --api-key or in OPENAI_API_KEY"
-        )
+    if not is_address(url):
+        raise TopError("--url must be like http://127.0.0.1:30000, without user, query or fragment")
+    if not is_key(key):
+        raise TopError(KEY_PROBLEM)
     try:
         states = msgspec.json.decode(_get_in_time(url, key), type=ServerInfo).internal_states
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -88,20 +87,6 @@ def fetch(url: str, key: str = "") -> list[Counters]:
     if not counters:
         raise TopError(f"the server at {url} decodes with another backend: start it with --attention-backend pat")
     return counters
-
-
-def _check_address(url: str) -> None:
-    """
-    Raises:
-        TopError: The address is invalid. The message does not repeat it, because it may contain a password.
-    """
-    try:
-        parts = urlsplit(url)
-        whole = parts.scheme in ("http", "https") and bool((parts.hostname or "").encode("idna")) and parts.port != 0
-    except ValueError:
-        whole = False
-    if not whole or not url.isprintable() or set("@?# ") & set(url):
-        raise TopError("--url must be like http://127.0.0.1:30000, without user, query or fragment")
 
 
 def _get_in_time(url: str, key: str) -> bytes:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from sglang_pat.addresses import KEY_PROBLEM, is_address, is_key
 from sglang_pat.batch.job import PROBE, PROBES, LostError, StoppedError, begin, room_of
 from sglang_pat.batch.lines import LONGEST, BatchError, Json, Request
 from sglang_pat.batch.order import Room
@@ -60,16 +61,11 @@ def addresses(urls: Sequence[str]) -> list[str]:
     """
     found = []
     for number, url in enumerate(urls, 1):
-        try:
-            parts = urlsplit(url)
-            whole = parts.scheme in ("http", "https") and bool((parts.hostname or "").encode("idna"))
-            whole = whole and parts.port != 0 and parts.path.rstrip("/") in ("", "/v1")
-        except ValueError:
-            whole = False
-        if not whole or not url.isprintable() or set("@?# ") & set(url):
+        if not is_address(url, ("", "/v1")):
             raise BatchError(
                 f"--url must be like http://127.0.0.1:30000, without user, path or query: number {number} is not"
             )
+        parts = urlsplit(url)
         found.append(f"{parts.scheme}://{parts.netloc.lower()}")
     if len(set(found)) < len(found):
         raise BatchError("a server is named twice with --url: name each once")
@@ -81,10 +77,8 @@ def check_key(key: str) -> None:
     Raises:
         BatchError: An API key cannot be sent.
     """
-    if not (key.isascii() and key.isprintable()):
-        raise BatchError(
-            "an API key has printable ASCII characters only: give another one with --api-key or in OPENAI_API_KEY"
-        )
+    if not is_key(key):
+        raise BatchError(KEY_PROBLEM)
 
 
 class _Model(msgspec.Struct):

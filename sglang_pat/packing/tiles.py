@@ -36,8 +36,8 @@ class SmallLimits(msgspec.Struct, frozen=True):
         tokens: The most tokens of a small step.
         long_draft_queries: The most queries of a verify step whose drafts have more rows than the smallest tile; 0: such steps are never small.
         queries: The most queries of another step; 0: they are never small.
-        sharing: Such a step is small only if requests that read for themselves would read so many times as many tokens;
-        unshared_draft_tokens: a verify step among them also if there are at most so many tokens.
+        sharing: Such a step is small only if its requests, each reading for itself, would read so many times as many tokens,
+        unshared_draft_tokens: or if it is a verify step and there are at most so many tokens.
     """
 
     tokens: PerSm = 0

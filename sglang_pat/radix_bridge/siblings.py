@@ -51,7 +51,7 @@ class Siblings:
 
     def __init__(self) -> None:
         self.deferred = 0
-        self._leaders: dict[Any, _Leader] = {}  # requests that are being computed, oldest first
+        self._leaders: dict[Any, _Leader] = {}  # requests that are being computed
         self._buckets: dict[Hashable, dict[Any, _Leader]] = {}
         self._waited: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._adder: weakref.ref[Any] | None = None

@@ -1,6 +1,7 @@
 // Finds nodes by a key that they hold themselves: open addressing, four bytes a slot, no allocation until it grows.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 

@@ -1,5 +1,5 @@
 // Which queries read which KV positions together: choices for every prefix, and the packs that follow from them.
-// sglang_pat/packing/{heuristic,compute,split}.py.
+// sglang_pat/packing/{heuristic,compute}.py.
 #pragma once
 
 #include <algorithm>
