@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from sglang_pat import explain
 from sglang_pat.batch.job import IN_FLIGHT, TIMEOUT
@@ -90,6 +91,12 @@ def _parser() -> Parser:
         description="Tools for sglang-pat. Only batch without --url runs a model, and so wants a GPU.",
     )
     commands = result.add_subparsers(required=True, metavar="command")
+    for add in (_add_replay, _add_estimate, _add_top, _add_explain, _add_batch):
+        add(commands)
+    return result
+
+
+def _add_replay(commands: Any) -> None:
     command = commands.add_parser(
         "replay", help="run a trace recorded with SGLANG_PAT_TRACE through the scheduler and print what packing does"
     )
@@ -98,6 +105,9 @@ def _parser() -> Parser:
     command.add_argument("--oracle", action="store_true", help="compare every plan with the Python scheduler's; slow")
     command.add_argument("--truncated", action="store_true", help="accept a file that was cut off")
     command.set_defaults(run=_replay)
+
+
+def _add_estimate(commands: Any) -> None:
     command = commands.add_parser("estimate", help="say what packing would bring a workload")
     command.add_argument(
         "requests",
@@ -121,12 +131,18 @@ def _parser() -> Parser:
         "--output", type=_count, default=DEFAULT_ANSWER, help="tokens of an answer, if unknown (%(default)s)"
     )
     command.set_defaults(run=_estimate)
+
+
+def _add_top(commands: Any) -> None:
     command = commands.add_parser("top", help="show live what packing does in a running server")
     command.add_argument("--url", default="http://127.0.0.1:30000", help="the server's address (%(default)s)")
     _add_key(command)
     command.add_argument("--interval", type=_seconds, default=2, help="seconds between two pictures (%(default)s)")
     command.add_argument("--once", action="store_true", help="one picture, of everything since the server started")
     command.set_defaults(run=_top)
+
+
+def _add_explain(commands: Any) -> None:
     command = commands.add_parser("explain", help="write a page that shows how recorded batches were packed, and why")
     command.add_argument(
         "trace",
@@ -141,6 +157,9 @@ def _parser() -> Parser:
     command.add_argument("--steps", type=_count, default=20, help="plans shown, evenly spread (%(default)s)")
     command.add_argument("--truncated", action="store_true", help="accept a file that was cut off")
     command.set_defaults(run=_explain)
+
+
+def _add_batch(commands: Any) -> None:
     command = commands.add_parser(
         "batch",
         help="answer a file of requests, ordered by the prefixes that they share",
@@ -167,7 +186,6 @@ def _parser() -> Parser:
     )
     _add_key(command)
     command.set_defaults(run=_batch)
-    return result
 
 
 def _add_key(command: argparse.ArgumentParser) -> None:
