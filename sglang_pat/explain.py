@@ -128,8 +128,8 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
         for number, item in enumerate(members):
             start, end = item.span(batch.seq_lens)
             pack = packs.setdefault(tuple(item.queries), len(packs))
-            in_row_parts = config.runs_in_row_parts(len(item.queries), item.tile.m)
-            price = config.item_price(len(item.queries), end - start, in_row_parts) // cost.runs
+            in_row_slices = config.runs_in_row_slices(len(item.queries), item.tile.m)
+            price = config.item_price(len(item.queries), end - start, in_row_slices) // cost.runs
             turn = config.turn_price // cost.runs if 0 < number == others else 0
             runs = _runs(sorted(place[query] for query in item.queries))
             items.append([start, end, pack, item.tile.m, item.tile.n, price, runs, turn])

@@ -224,7 +224,7 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
         print(f"{turn:.0f} ns from work items of all warps to those of one")
         table = GpuTable(
             properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), head_dim, prices, source, round(turn, 1),
-            H200.bin_ns, H200.wave_ns, part_token_ns=H200.part_token_ns, turn_in_plans_ns=H200.turn_in_plans_ns,
+            H200.bin_ns, H200.wave_ns, slice_token_ns=H200.slice_token_ns, turn_in_plans_ns=H200.turn_in_plans_ns,
         )  # fmt: skip
         if cuda.arch_of(device).startswith("9."):
             # Elsewhere wide tiles have other kernels.

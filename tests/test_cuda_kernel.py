@@ -243,7 +243,7 @@ def test_extends_by_every_tile(m: int, arch: str) -> None:
 
 @pytest.mark.parametrize("heads", [3, 4, 5])
 @pytest.mark.parametrize("tokens", [8, 1])
-def test_rows_of_a_query_in_parts(tokens: int, heads: int) -> None:
+def test_rows_of_a_query_in_slices(tokens: int, heads: int) -> None:
     """Of short items, by single warps; the last part has some rows of the one before again."""
     arch = ARCHS[0]
     tiles = of_any_batch(capabilities.tile_table("9.0a", 128, "NVIDIA H200"))

@@ -85,7 +85,7 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
         assert plan["bins"][0] == 0 and plan["bins"][-1] == len(plan["items"])
         for begin, behind in pairwise(plan["bins"]):
             members = [
-                (queries, item[1] - item[0], planned.runs_in_row_parts(queries, item[3]))
+                (queries, item[1] - item[0], planned.runs_in_row_slices(queries, item[3]))
                 for item in plan["items"][begin:behind]
                 for queries in [sum(n for _, n in item[6])]
             ]

@@ -140,8 +140,8 @@ def test_prices_are_those_of_the_work_items(extend: Extend, config: PackConfig) 
     # Cut where a bin ends, an item starts once more, and its queries have a part more.
     for item in layout.work_items(made.data):
         start, end = item.span(lengths)
-        in_row_parts = config.runs_in_row_parts(len(item.queries), item.tile.m)
-        price += config.item_price(len(item.queries), end - start, in_row_parts)
+        in_row_slices = config.runs_in_row_slices(len(item.queries), item.tile.m)
+        price += config.item_price(len(item.queries), end - start, in_row_slices)
         for query in item.queries:
             parts[query] += 1
     price += sum(count for count in parts if count > 1) * config.cost.part_bytes

@@ -112,7 +112,7 @@ def test_work_items_respect_the_largest_tile(batch: Batch, config: PackConfig) -
     config = for_batch(batch, config)
     for item in plan.items:
         rows = len(item.queries) * config.cost.group
-        if config.runs_in_row_parts(len(item.queries), item.tile.m):
+        if config.runs_in_row_slices(len(item.queries), item.tile.m):
             assert item.tile.m == config.tiles.warp_m < rows and len(item.queries) == 1
             continue
         assert rows <= item.tile.m, "with any number of heads"
@@ -133,7 +133,7 @@ def test_a_plan_is_good_as_long_as_growing_tails_leave_its_bins_even(batch: Batc
 
     def sizes(item: WorkItem, steps: int) -> tuple[int, int, bool]:
         start, end = item.span([length + steps for length in batch.seq_lens])
-        return len(item.queries), end - start, config.runs_in_row_parts(len(item.queries), item.tile.m)
+        return len(item.queries), end - start, config.runs_in_row_slices(len(item.queries), item.tile.m)
 
     members = [plan.items[begin:behind] for begin, behind in pairwise(plan.bins)]
 
@@ -142,8 +142,8 @@ def test_a_plan_is_good_as_long_as_growing_tails_leave_its_bins_even(batch: Batc
     tolerated = max(average / UNEVEN, TILES.kv_tiles[-1] * config.token_price(1))
 
     def growth(item: WorkItem) -> int:
-        queries, tokens, in_row_parts = sizes(item, 0)
-        return (sizes(item, plan.steps)[1] - tokens) * config.growth_price(queries, in_row_parts)
+        queries, tokens, in_row_slices = sizes(item, 0)
+        return (sizes(item, plan.steps)[1] - tokens) * config.growth_price(queries, in_row_slices)
 
     growths = [sum(map(growth, items)) for items in members]
     assert plan.steps == LEAST_STEPS or max(growths) - sum(growths) / len(growths) <= tolerated
@@ -263,17 +263,17 @@ def test_a_short_pack_is_run_by_small_tiles_where_that_costs_less(queries: int, 
 
 
 @pytest.mark.parametrize(("longer", "m"), [(0, 16), (1, 64)])
-def test_work_items_are_run_in_parts_if_the_pack_that_they_are_cut_from_is(longer: int, m: int) -> None:
-    """However short they are: a few in parts among wide ones are slow."""
+def test_work_items_are_run_in_slices_if_the_pack_that_they_are_cut_from_is(longer: int, m: int) -> None:
+    """However short they are: a few in slices among wide ones are slow."""
     spec = AttentionSpec(32, 1, 128, 128, FORMATS["bfloat16"])
     config = PackConfig.of(spec, capabilities.tile_table("9.0a", 128, "NVIDIA H200"), workers=132)
-    assert config.row_parts == 2 and config.parts_tokens > 150
-    lengths = [config.parts_tokens + longer] * 300
+    assert config.row_slices == 2 and config.slices_tokens > 150
+    lengths = [config.slices_tokens + longer] * 300
     plan = make_plan(Batch(lengths, []), config)
     assert {item.tile.m for item in plan.items} == {m}
     spans = [item.span(lengths) for item in plan.items if plan.num_parts[item.queries[0]] > 1]
-    assert len(spans) > 2 and max(end - start for start, end in spans) <= config.parts_tokens, (
-        "alone each would be in parts"
+    assert len(spans) > 2 and max(end - start for start, end in spans) <= config.slices_tokens, (
+        "alone each would be in slices"
     )
 
 
@@ -281,9 +281,9 @@ def test_single_warps_take_as_long_for_one_token_as_for_those_that_they_compute_
     tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
     assert tiles.warp_tokens == capabilities.WARP_TOKENS == 16
     config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"], query_tokens=8), tiles, workers=132)
-    for in_row_parts in (True, False):
-        one, some, more = (config.item_price(1, tokens, in_row_parts) for tokens in (1, 16, 17))
-        assert (one == some) == in_row_parts and some < more, "32 rows: alone wide"
+    for in_row_slices in (True, False):
+        one, some, more = (config.item_price(1, tokens, in_row_slices) for tokens in (1, 16, 17))
+        assert (one == some) == in_row_slices and some < more, "32 rows: alone wide"
     narrow = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"]), tiles, workers=132)
     assert narrow.item_price(1, 1, False) == narrow.item_price(1, 16, False) < narrow.item_price(1, 17, False)
 
@@ -371,7 +371,7 @@ def test_pages_of_few_bits_are_not_cut(form: str) -> None:
         (8, 300, 64, 2, {64}),
         (8, 600, 32, 2, {8}),  # no more rows than the smallest tile
         (8, 300, 32, 2, {64}),
-        (8, 24, 64, 4, {64}),  # else in parts of 16 rows
+        (8, 24, 64, 4, {64}),  # else in slices of 16 rows
         (90, 24, 64, 4, {16}),
     ],
 )

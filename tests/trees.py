@@ -15,11 +15,11 @@ PRICED = msgspec.structs.replace(
     bytes_per_ns=4, sms=2,
 )  # fmt: skip
 """Tiles of more rows cost more a token, and much more to start."""
-IN_PARTS = msgspec.structs.replace(PRICED, part_token_ns=30)
-"""Queries of more than 16 rows with few tokens are run in parts."""
+IN_SLICES = msgspec.structs.replace(PRICED, slice_token_ns=30)
+"""Queries of more than 16 rows with few tokens are run in slices."""
 
 SMALL = msgspec.structs.replace(
-    IN_PARTS, small=SmallLimits(tokens=150, long_draft_queries=6, queries=5, sharing=2, unshared_draft_tokens=60)
+    IN_SLICES, small=SmallLimits(tokens=150, long_draft_queries=6, queries=5, sharing=2, unshared_draft_tokens=60)
 )
 """Small batches of drafts of more than four rows are run with tiles of 64, and others that share half of what they read or
 read little."""
@@ -55,7 +55,7 @@ def batches(draw: st.DrawFn, max_queries: int = 24, max_length: int = 80) -> Bat
 def configs(draw: st.DrawFn) -> PackConfig:
     kv_heads = draw(st.sampled_from([1, 2, 8]))
     group = draw(st.sampled_from([1, 3, 4, 16, 32, 65, 200]))
-    tiles = draw(st.sampled_from([TILES, PRICED, IN_PARTS, SMALL]))
+    tiles = draw(st.sampled_from([TILES, PRICED, IN_SLICES, SMALL]))
     dim = draw(st.sampled_from([8, 64, 128]))
     cost = CostModel(
         kv_heads * group,

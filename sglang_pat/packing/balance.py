@@ -29,7 +29,7 @@ LEAST_STEPS = 8
 class _Queue(msgspec.Struct):
     """Packs waiting for a bin. The KV of the first one before `begin` is already in a bin."""
 
-    packs: list[Pack]  # with whether they are run in parts
+    packs: list[Pack]  # with whether they are run in slices
     index: int = 0
     begin: int = 0
 
@@ -42,8 +42,8 @@ class _Queue(msgspec.Struct):
     def size(self) -> int:
         return len(self.packs[self.index].queries)
 
-    def in_row_parts(self) -> bool:
-        return self.packs[self.index].in_row_parts
+    def in_row_slices(self) -> bool:
+        return self.packs[self.index].in_row_slices
 
     def take(self) -> Pack:
         piece = msgspec.structs.replace(self.packs[self.index], start=self.start())
@@ -65,10 +65,10 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         config: Device and model.
     """
     packs = [
-        msgspec.structs.replace(pack, in_row_parts=config.in_row_parts(len(pack.queries), kv_length(pack, seq_lens)))
+        msgspec.structs.replace(pack, in_row_slices=config.in_row_slices(len(pack.queries), kv_length(pack, seq_lens)))
         for pack in packs
     ]
-    prices = [config.item_price(len(pack.queries), kv_length(pack, seq_lens), pack.in_row_parts) for pack in packs]
+    prices = [config.item_price(len(pack.queries), kv_length(pack, seq_lens), pack.in_row_slices) for pack in packs]
     remaining = sum(prices)
     # Estimate how many queries a cut affects: the mean over packs, weighted by work. Packs shorter than a bin count as one query: they go
     # into a bin whole, and the cut falls on a pack of one query beside them.
@@ -103,13 +103,13 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
                 turn, price = _turn(queue, kinds, config), _price(queue, seq_lens, config)
             whole = _fits(turn + price, gap, slack, left)
             # Leave a gap that is smaller than the start of another work item. In an empty bin, read for at least as long as the start takes.
-            start = config.fixed_price(queue.size(), queue.in_row_parts()) + turn
+            start = config.fixed_price(queue.size(), queue.in_row_slices()) + turn
             room = max(gap - start, start) if load == 0 else gap - start
             cut = not whole and (load == 0 or gap > max(slack, start))
             if cut and (tokens := _cut_tokens(queue, room, seq_lens, config)):
                 piece = queue.cut(tokens)
                 cuts, remaining = cuts + 1, remaining + start
-                load += config.item_price(len(piece.queries), tokens, piece.in_row_parts) + turn
+                load += config.item_price(len(piece.queries), tokens, piece.in_row_slices) + turn
             elif whole or load == 0:
                 piece = queue.take()
                 remaining += turn
@@ -117,7 +117,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
             else:
                 break
             members.append(piece)
-            kinds.add(config.by_warps(len(piece.queries), piece.in_row_parts))
+            kinds.add(config.by_warps(len(piece.queries), piece.in_row_slices))
             if not whole:
                 break
         turns += len(kinds) == 2
@@ -137,7 +137,7 @@ def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, 
     """
     growths = [
         sum(
-            config.growth_price(len(pack.queries), pack.in_row_parts)
+            config.growth_price(len(pack.queries), pack.in_row_slices)
             for pack in members
             if pack.end is None and growing[pack.queries[0]]
         )
@@ -147,7 +147,7 @@ def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, 
     if excess == 0:
         return ALWAYS
     work = sum(
-        config.bin_price((len(pack.queries), kv_length(pack, seq_lens), pack.in_row_parts) for pack in members)
+        config.bin_price((len(pack.queries), kv_length(pack, seq_lens), pack.in_row_slices) for pack in members)
         for members in bins
     )
     allowed = max(work // UNEVEN, len(bins) * config.tiles.kv_tiles[-1] * config.token_price(1))
@@ -166,18 +166,18 @@ def _tokens(queue: _Queue, seq_lens: list[int]) -> int:
 
 
 def _price(queue: _Queue, seq_lens: list[int], config: PackConfig) -> int:
-    return config.item_price(queue.size(), _tokens(queue, seq_lens), queue.in_row_parts())
+    return config.item_price(queue.size(), _tokens(queue, seq_lens), queue.in_row_slices())
 
 
 def _turn(queue: _Queue, kinds: set[bool], config: PackConfig) -> int:
     """The price of switching that the queue's first pack adds to a bin with work items of these kinds."""
-    return config.turn_price if kinds == {not config.by_warps(queue.size(), queue.in_row_parts())} else 0
+    return config.turn_price if kinds == {not config.by_warps(queue.size(), queue.in_row_slices())} else 0
 
 
 def _cut_tokens(queue: _Queue, gap: int, seq_lens: list[int], config: PackConfig) -> int:
     """How many tokens of the queue's first pack fill `gap`, to the nearest grain; 0 if that is nothing or everything. May be fewer
     tokens than single warps compute at a time: without such pieces `1,256_256,32` took 34 us instead of 28 on an H200 (benchmarks/NOTES.md, 2026-11-26)."""
-    price = config.growth_price(queue.size(), queue.in_row_parts())
+    price = config.growth_price(queue.size(), queue.in_row_slices())
     grains = (max(0, gap) + price * config.grain // 2) // (price * config.grain)
     tokens = int(grains) * config.grain
     return tokens if tokens < _tokens(queue, seq_lens) else 0

@@ -40,7 +40,7 @@ class Price(msgspec.Struct, frozen=True):
     token_in_plans: Factor
 
 
-class GpuTable(msgspec.Struct, frozen=True):
+class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the cost model knows of a GPU.
 
     Attributes:
@@ -56,7 +56,7 @@ class GpuTable(msgspec.Struct, frozen=True):
         wave_ns: Time that such a step takes longer if each worker has one more bin to start.
         prices_8bit: Prices with KV of 8 bits; tables older than that have none.
         prices_4bit, prices_2bit: Prices with KV in pages of so many bits, likewise.
-        part_token_ns: `TileTable.part_token_ns` with KV of 16 bits; 0 if it was not fitted (benchmarks/NOTES.md, 2026-11-24).
+        slice_token_ns: `TileTable.slice_token_ns` with KV of 16 bits; 0 if it was not fitted (benchmarks/NOTES.md, 2026-11-24).
         turn_in_plans_ns: What counts in a plan in place of `turn_ns`. With 3 us plans ran best on an H200, where a turn was measured at 1.6 us
             and at 3.7 later, and as well as with any other on an H100, where it was 0.5 (benchmarks/NOTES.md, 2026-11-26).
         small: `TileTable.small` with KV of 16 bits and the dimension that was measured (benchmarks/NOTES.md, "Verify steps" and "Where code lies in
@@ -76,7 +76,7 @@ class GpuTable(msgspec.Struct, frozen=True):
     prices_8bit: tuple[Price, ...] = ()
     prices_4bit: tuple[Price, ...] = ()
     prices_2bit: tuple[Price, ...] = ()
-    part_token_ns: Nanoseconds = 0
+    slice_token_ns: Nanoseconds = 0
     turn_in_plans_ns: Nanoseconds = 3000
     small: SmallLimits = SmallLimits()
 
@@ -116,7 +116,7 @@ class GpuTable(msgspec.Struct, frozen=True):
             tuple(price.item_ns * price.item_in_plans for price in found),
             warp_m,
             warp_tokens,
-            self.part_token_ns * scale if kv_bits == 16 else 0,
+            self.slice_token_ns * scale if kv_bits == 16 else 0,
             self.turn_in_plans_ns,
             self.bin_ns,
             self.wave_ns,

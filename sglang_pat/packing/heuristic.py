@@ -12,13 +12,13 @@ from sglang_pat.packing.tree import Batch, Prefix
 
 
 class Pack(msgspec.Struct):
-    """Queries that read KV positions [start, end) together; `end` is None for a query's open tail. In a bin, also whether it is run in parts
-    (`PackConfig.in_row_parts`)."""
+    """Queries that read KV positions [start, end) together; `end` is None for a query's open tail. In a bin, also whether it is run in slices
+    (`PackConfig.in_row_slices`)."""
 
     start: int
     end: int | None
     queries: list[int]
-    in_row_parts: bool = False
+    in_row_slices: bool = False
 
 
 class Choice(msgspec.Struct):

@@ -361,8 +361,8 @@ def _arrays(config: PackConfig, max_batch: int, max_slots: int) -> list[Any]:
     numbers = [
         cost.token_bytes, cost.part_bytes, config.turn_price, cost.group, cost.runs, config.workers, config.max_queries,
         config.few_queries, config.warp_queries, list(POLICIES).index(config.policy), max_batch, max_slots,
-        config.bin_end_price, config.wave_price, config.window, config.parts_token_price, config.parts_start_price,
-        config.parts_tokens, tiles.warp_m, config.grain, tiles.warp_tokens,
+        config.bin_end_price, config.wave_price, config.window, config.slices_token_price, config.slices_start_price,
+        config.slices_tokens, tiles.warp_m, config.grain, tiles.warp_tokens,
     ]  # fmt: skip
     prices = [
         [0, *(price(queries) for queries in range(1, config.max_queries + 1))]

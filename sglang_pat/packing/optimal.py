@@ -99,8 +99,8 @@ class _Solver:
         return best
 
     def _leaf_price(self, prefix: Prefix, tokens: int) -> float:
-        """The price of reading `tokens` more in a tail of mean length; a tail that was run in parts may become too long for that."""
-        if self.config.parts_tokens < 0 or not prefix.leaves:
+        """The price of reading `tokens` more in a tail of mean length; a tail that was run in slices may become too long for that."""
+        if self.config.slices_tokens < 0 or not prefix.leaves:
             return tokens * (self.config.token_price(1) + self.cut_token)
         tail = sum(self.seq_lens[query] - prefix.end for query in prefix.leaves) // len(prefix.leaves)
         more = self.config.uncut_price(1, tail + tokens) - self.config.uncut_price(1, tail)

@@ -88,7 +88,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
             parts = [num_parts[query] for query in pack.queries]
             for query in pack.queries:
                 num_parts[query] += 1
-            tile = tiles.select(tiles.warp_m if pack.in_row_parts else len(pack.queries) * config.cost.group, length)
+            tile = tiles.select(tiles.warp_m if pack.in_row_slices else len(pack.queries) * config.cost.group, length)
             grows = growing[pack.queries[0]]
             # A full window moves with the end of its request.
             back = 0 if grows else window - OPEN
@@ -109,7 +109,7 @@ def bin_prices(plan: Plan, seq_lens: list[int], config: PackConfig) -> list[int]
     """The price of each bin of a plan, for all KV heads; `config` is what it was made with (`for_batch`)."""
     return [
         config.bin_price(
-            (len(item.queries), end - start, config.runs_in_row_parts(len(item.queries), item.tile.m))
+            (len(item.queries), end - start, config.runs_in_row_slices(len(item.queries), item.tile.m))
             for item in plan.items[first:last]
             for start, end in [item.span(seq_lens)]
         )

@@ -140,68 +140,68 @@ class PackConfig(msgspec.Struct, frozen=True):
         return self.cost.runs * self._price(self.tiles.item_ns[self.tiles.query_tiles.index(m)])
 
     @property
-    def row_parts(self) -> int:
-        """In how many parts of `TileTable.warp_m` rows a query with more rows can be run; 1 if none can."""
-        return -(-self.cost.group // self.tiles.warp_m) if self.tiles.part_token_ns else 1
+    def row_slices(self) -> int:
+        """In how many slices of `TileTable.warp_m` rows a query with more rows can be run; 1 if none can."""
+        return -(-self.cost.group // self.tiles.warp_m) if self.tiles.slice_token_ns else 1
 
     @property
-    def parts_token_price(self) -> int:
-        """Price per token of a work item that is run in such parts."""
-        computing = self.row_parts * self.cost.runs * self._price(self.tiles.part_token_ns)
-        return max(self.cost.token_bytes, computing, self._arithmetic(self.row_parts * self.tiles.warp_m))
+    def slices_token_price(self) -> int:
+        """Price per token of a work item that is run in such slices."""
+        computing = self.row_slices * self.cost.runs * self._price(self.tiles.slice_token_ns)
+        return max(self.cost.token_bytes, computing, self._arithmetic(self.row_slices * self.tiles.warp_m))
 
     @property
-    def parts_start_price(self) -> int:
+    def slices_start_price(self) -> int:
         """Price of such a work item besides its tokens."""
-        if self.row_parts == 1:
+        if self.row_slices == 1:
             return 0
         index = self.tiles.query_tiles.index(self.tiles.warp_m)
-        return self.row_parts * self.cost.runs * self._price(self.tiles.item_ns[index])
+        return self.row_slices * self.cost.runs * self._price(self.tiles.item_ns[index])
 
     @property
-    def parts_tokens(self) -> int:
-        """Up to how many tokens a pack of one query costs less in such parts than with a tile for all its rows; negative if it never does."""
-        if self.row_parts == 1:
+    def slices_tokens(self) -> int:
+        """Up to how many tokens a pack of one query costs less in such slices than with a tile for all its rows; negative if it never does."""
+        if self.row_slices == 1:
             return -1
-        saved = self.start_price(1) - self.parts_start_price
-        return self._cheaper_up_to(saved, self.parts_token_price - self.token_price(1), by_warps=True) or -1
+        saved = self.start_price(1) - self.slices_start_price
+        return self._cheaper_up_to(saved, self.slices_token_price - self.token_price(1), by_warps=True) or -1
 
-    def in_row_parts(self, queries: int, tokens: int) -> bool:
-        """Whether a pack is run in such parts. Work items that it is cut into are if it is, however short: among wide ones, a few in parts made
+    def in_row_slices(self, queries: int, tokens: int) -> bool:
+        """Whether a pack is run in such slices. Work items that it is cut into are if it is, however short: among wide ones, a few in slices made
         the kernel 7 to 9 us longer (benchmarks/NOTES.md, "Prices of an H200, and rows in parts")."""
-        return queries == 1 and tokens <= self.parts_tokens
+        return queries == 1 and tokens <= self.slices_tokens
 
-    def runs_in_row_parts(self, queries: int, m: int) -> bool:
-        """Whether a work item of `queries` queries with a tile of `m` rows is run in such parts."""
-        return queries == 1 and self.row_parts > 1 and m == self.tiles.warp_m
+    def runs_in_row_slices(self, queries: int, m: int) -> bool:
+        """Whether a work item of `queries` queries with a tile of `m` rows is run in such slices."""
+        return queries == 1 and self.row_slices > 1 and m == self.tiles.warp_m
 
-    def growth_price(self, queries: int, in_row_parts: bool) -> int:
+    def growth_price(self, queries: int, in_row_slices: bool) -> int:
         """Price of one more token for a work item. The first `TileTable.warp_tokens` cost it all the same; plans are made anew a little early then."""
-        return self.parts_token_price if in_row_parts else self.token_price(queries)
+        return self.slices_token_price if in_row_slices else self.token_price(queries)
 
-    def fixed_price(self, queries: int, in_row_parts: bool) -> int:
+    def fixed_price(self, queries: int, in_row_slices: bool) -> int:
         """Price of a work item besides its tokens."""
-        return self.parts_start_price if in_row_parts else self.start_price(queries)
+        return self.slices_start_price if in_row_slices else self.start_price(queries)
 
-    def by_warps(self, queries: int, in_row_parts: bool) -> bool:
+    def by_warps(self, queries: int, in_row_slices: bool) -> bool:
         """Whether single warps run a work item."""
-        return queries <= self.warp_queries or in_row_parts
+        return queries <= self.warp_queries or in_row_slices
 
-    def item_price(self, queries: int, tokens: int, in_row_parts: bool) -> int:
-        """Price of a work item that reads `tokens` tokens for `queries` queries with one tile, or in parts."""
-        computed = max(tokens, self.tiles.warp_tokens) if self.by_warps(queries, in_row_parts) else tokens
-        return computed * self.growth_price(queries, in_row_parts) + self.fixed_price(queries, in_row_parts)
+    def item_price(self, queries: int, tokens: int, in_row_slices: bool) -> int:
+        """Price of a work item that reads `tokens` tokens for `queries` queries with one tile, or in slices."""
+        computed = max(tokens, self.tiles.warp_tokens) if self.by_warps(queries, in_row_slices) else tokens
+        return computed * self.growth_price(queries, in_row_slices) + self.fixed_price(queries, in_row_slices)
 
     def uncut_price(self, queries: int, tokens: int) -> int:
         """Price of a pack that is one work item."""
-        return self.item_price(queries, tokens, self.in_row_parts(queries, tokens))
+        return self.item_price(queries, tokens, self.in_row_slices(queries, tokens))
 
     def bin_price(self, members: Iterable[tuple[int, int, bool]]) -> int:
-        """Price of a bin whose work items have these (queries, tokens, whether they are run in parts)."""
+        """Price of a bin whose work items have these (queries, tokens, whether they are run in slices)."""
         price, kinds = 0, set()
-        for queries, tokens, in_row_parts in members:
-            price += self.item_price(queries, tokens, in_row_parts)
-            kinds.add(self.by_warps(queries, in_row_parts))
+        for queries, tokens, in_row_slices in members:
+            price += self.item_price(queries, tokens, in_row_slices)
+            kinds.add(self.by_warps(queries, in_row_slices))
         return price + (self.turn_price if len(kinds) == 2 else 0)
 
     def short_tokens(self, queries: int) -> int:
@@ -211,10 +211,10 @@ class PackConfig(msgspec.Struct, frozen=True):
         size = -(-queries // items)
         token, start = self.token_price(queries), self.start_price(queries)
         saved, more = start - items * self.start_price(size), items * self.token_price(size) - token
-        longest = self._cheaper_up_to(saved, more, self.by_warps(size, in_row_parts=False))
+        longest = self._cheaper_up_to(saved, more, self.by_warps(size, in_row_slices=False))
         if size == 1:
-            saved, more = start - items * self.parts_start_price, items * self.parts_token_price - token
-            longest = max(longest, min(self.parts_tokens, self._cheaper_up_to(saved, more, by_warps=True)))
+            saved, more = start - items * self.slices_start_price, items * self.slices_token_price - token
+            longest = max(longest, min(self.slices_tokens, self._cheaper_up_to(saved, more, by_warps=True)))
         return longest
 
     def _cheaper_up_to(self, saved: int, more: int, by_warps: bool) -> int:

@@ -60,8 +60,8 @@ class TileTable(msgspec.Struct, frozen=True):
         warp_m: Tiles of up to so many rows are run by single warps, after the worker has done all others.
         warp_tokens: Tokens that a single warp computes at a time: a work item of fewer takes as long. Longer ones count their tokens, as the warps of
             a worker wait for memory together.
-        part_token_ns: A query of more than `warp_m` rows can be run in parts of `warp_m` rows, by several warps of one worker; the first warp
-            brings the KV into the cache for all. This is the time per token and part, for one KV head; 0 if no query is run so.
+        slice_token_ns: A query of more than `warp_m` rows can be run in slices of `warp_m` rows, by several warps of one worker; the first warp
+            brings the KV into the cache for all. This is the time per token and slice, for one KV head; 0 if no query is run so.
         turn_ns: Time of a worker to switch from the other tiles to those of single warps.
         bin_ns: Time that one more bin adds to a step in which single warps run everything.
         wave_ns: Time that one more bin per worker adds to such a step.
@@ -77,7 +77,7 @@ class TileTable(msgspec.Struct, frozen=True):
     item_ns: tuple[Nanoseconds, ...] = ()
     warp_m: Annotated[int, Meta(ge=0, le=4096)] = 0
     warp_tokens: Annotated[int, Meta(ge=1, le=64)] = 1
-    part_token_ns: Nanoseconds = 0
+    slice_token_ns: Nanoseconds = 0
     turn_ns: Nanoseconds = 0
     bin_ns: Nanoseconds = 0
     wave_ns: Nanoseconds = 0
@@ -94,10 +94,10 @@ class TileTable(msgspec.Struct, frozen=True):
             raise ValueError("there must be a tile for queries, and for KV one more than bounds")
         if {len(self.token_ns), len(self.item_ns)} - {0, len(self.query_tiles)}:
             raise ValueError("there must be a time for each m, or none")
-        if self.part_token_ns and not (self.item_ns and self.warp_m in self.query_tiles):
-            raise ValueError("there must be times of the tile that parts have")
+        if self.slice_token_ns and not (self.item_ns and self.warp_m in self.query_tiles):
+            raise ValueError("there must be times of the tile that slices have")
         of_workers, of_all = (
-            (*self.token_ns, *self.item_ns, self.part_token_ns, self.turn_ns),
+            (*self.token_ns, *self.item_ns, self.slice_token_ns, self.turn_ns),
             (self.bin_ns, self.wave_ns),
         )
         if any(of_workers + of_all) and not self.bytes_per_ns:
@@ -117,7 +117,7 @@ class TileTable(msgspec.Struct, frozen=True):
         if first in (0, len(self.query_tiles)):
             return self
         return msgspec.structs.replace(
-            self, query_tiles=self.query_tiles[first:], token_ns=self.token_ns[first:], item_ns=self.item_ns[first:], warp_m=0, part_token_ns=0
+            self, query_tiles=self.query_tiles[first:], token_ns=self.token_ns[first:], item_ns=self.item_ns[first:], warp_m=0, slice_token_ns=0
         )  # fmt: skip
 
     def max_queries(self, group: int) -> int:

@@ -24,7 +24,7 @@ from sglang_pat.radix_bridge.events import Event, NodeEvicted, RequestsExpected,
 logger = logging.getLogger(__name__)
 
 MAGIC = b"sglang-pat trace\n"
-FORMAT = 4
+FORMAT = 5
 
 LABEL = 200
 """How many characters of a client's request id a trace keeps."""

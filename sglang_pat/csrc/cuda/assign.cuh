@@ -171,14 +171,14 @@ class Items {
     if (shared && lane < kWarps) assigned_.places[item.phase][lane] = {uint8_t(kWarps), uint8_t(lane), 1, 0};
   }
 
-  // The worker's item `index`, of which each item of the plan is `row_parts`; all but the first are none where its tile holds all rows.
+  // The worker's item `index`, of which each item of the plan is `row_slices`; all but the first are none where its tile holds all rows.
   __device__ __forceinline__ Item read(int index, int ms) const {
     Item item = {};
     item.phase = kNoItem;
     const int32_t* bins = p_.plan + kHeaderSize;
     const int num_tasks = p_.plan[kNumBins] * p_.runs, items = p_.plan[kItems];
     int task = int(fresh(blockIdx.x)), bin = 0, at = -1;
-    const int number = quotient(index, p_.row_parts), row_part = index - number * p_.row_parts;
+    const int number = quotient(index, p_.row_slices), slice = index - number * p_.row_slices;
     for (int rest = number; task < num_tasks; task += gridDim.x) {
       bin = quotient(task, p_.runs);
       const int begin = bins[bin], count = bins[bin + 1] - begin;
@@ -202,15 +202,15 @@ class Items {
     if constexpr (kMasks) item.draft = draft_tokens(item.query, end);
     item.count = uint8_t(row[kItemQueries]);
     item.m = uint8_t(row[kTileM]);
-    const int run = task - bin * p_.runs, head = quotient(run, p_.splits), part = run - head * p_.splits;
+    const int run = task - bin * p_.runs, head = quotient(run, p_.splits), split = run - head * p_.splits;
     item.head = int16_t(head);
-    item.first_head = uint16_t(head * p_.kv_group + min(part * p_.group, p_.kv_group - p_.group));
+    item.first_head = uint16_t(head * p_.kv_group + min(split * p_.group, p_.kv_group - p_.group));
     const bool ours = row[kTileN] == kTokens && (ms >> item.m / 8 & 1) != 0;
     item.phase = uint8_t(ours ? phase_of(item.m) : kPhases);
-    if (p_.row_parts > 1) {
+    if (p_.row_slices > 1) {
       if (item.m < p_.group)
-        item.first_head += uint16_t(min(row_part * item.m, p_.group - item.m));
-      else if (row_part > 0)
+        item.first_head += uint16_t(min(slice * item.m, p_.group - item.m));
+      else if (slice > 0)
         item.phase = kPhases;
       if (item.phase == kPhases) return item;
     }

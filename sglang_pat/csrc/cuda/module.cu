@@ -207,7 +207,7 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
       << "a window of " << window << ", and a kernel " << (pat::kLimits ? "with" : "without") << " limits";
   p.window = window > 0 ? int(window) : pat::kNoWindow;
   p.splits = ceil_div(p.kv_group, int(tile_rows)), p.group = ceil_div(p.kv_group, p.splits), p.runs = kv_heads * p.splits;
-  p.row_parts = ceil_div(p.group, pat::kNarrowM);
+  p.row_slices = ceil_div(p.group, pat::kNarrowM);
   p.group_inverse = uint32_t((65536 + p.group - 1) / p.group);
   constexpr double kLog2E = 1.4426950408889634;
   p.scale_log2 = float(scale * kLog2E);

@@ -51,7 +51,7 @@ struct Params {
   int runs, splits, group, kv_group;
   // A query of more heads than a narrow tile has rows may be an item of that tile: then it is looked up as so many of them, each with
   // some heads, the last one likewise.
-  int row_parts;
+  int row_slices;
   uint32_t group_inverse;
   float scale_log2;  // weights are 2 to the power of scores times this
   float v_scale;     // V is what its bytes say times this

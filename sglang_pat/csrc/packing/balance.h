@@ -20,14 +20,14 @@ struct Statistics {
 class Bins {
  public:
   std::vector<Pack> items;
-  std::vector<uint8_t> in_row_parts;  // of each item, whether it is run in parts
-  std::vector<int32_t> begins;        // of each bin in `items`, with the end of the last
-  std::vector<int32_t> num_parts;     // of each query
-  int64_t even_steps = 0;             // for which the bins stay even
+  std::vector<uint8_t> in_row_slices;  // of each item, whether it is run in slices
+  std::vector<int32_t> begins;         // of each bin in `items`, with the end of the last
+  std::vector<int32_t> num_parts;      // of each query
+  int64_t even_steps = 0;              // for which the bins stay even
 
   void reserve(size_t batch) {
     items.reserve(3 * batch);
-    in_row_parts.reserve(3 * batch);
+    in_row_slices.reserve(3 * batch);
     begins.reserve(1024);
     num_parts.reserve(batch);
   }
@@ -36,7 +36,7 @@ class Bins {
   void fill(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics,
             Grows grows) {
     items.clear();
-    in_row_parts.clear();
+    in_row_slices.clear();
     begins.assign(1, 0);
     statistics.longest_bin = 0;
     num_parts = packs.num_parts;
@@ -78,15 +78,15 @@ class Bins {
         Queue* queue = nullptr;
         int64_t tokens = 0, turn = 0, growth_price = 0, price = 0;
         int kind = 0;
-        bool parts = false;
+        bool slices = false;
         const auto look_at = [&](Queue& at) {
           queue = &at;
           const Pack& pack = at.packs[at.index];
           const int64_t end = end_of(pack);
-          tokens = end - at.start(), parts = config.in_row_parts(pack.count, end - pack.start);
-          kind = config.by_warps(pack.count, parts) ? 1 : 2, turn = turn_to(kind);
-          growth_price = config.growth_price(pack.count, parts);
-          price = config.item_price(pack.count, tokens, parts) + turn;
+          tokens = end - at.start(), slices = config.in_row_slices(pack.count, end - pack.start);
+          kind = config.by_warps(pack.count, slices) ? 1 : 2, turn = turn_to(kind);
+          growth_price = config.growth_price(pack.count, slices);
+          price = config.item_price(pack.count, tokens, slices) + turn;
         };
         look_at(shared.empty() ? single : shared);
         if (queue == &shared && !single.empty() && load > 0 && !fits(price)) look_at(single);
@@ -94,7 +94,7 @@ class Bins {
         const int32_t start = queue->start();
         const auto add_until = [&](int32_t end) {
           items.push_back(Pack{start, end, pack.first, pack.count});
-          in_row_parts.push_back(parts);
+          in_row_slices.push_back(slices);
         };
         const auto take_whole = [&] {
           add_until(pack.end);
@@ -111,7 +111,7 @@ class Bins {
         }
         // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
         // of one more work item. An empty bin reads for as long as it takes to start.
-        const int64_t begin = config.fixed_price(pack.count, parts) + turn;
+        const int64_t begin = config.fixed_price(pack.count, slices) + turn;
         const int64_t room = load == 0 ? std::max(gap - begin, begin) : std::max<int64_t>(0, gap - begin);
         const int64_t grains = (room + growth_price * config.grain / 2) / (growth_price * config.grain);
         const int64_t cut = load == 0 || gap > std::max(slack, begin) ? grains * config.grain : 0;
@@ -121,7 +121,7 @@ class Bins {
           add_until(queue->begin);
           for (int32_t i = 0; i < pack.count; ++i) num_parts[packs.queries[pack.first + i]] += 1;
           remaining += begin;
-          load += config.item_price(pack.count, cut, parts) + turn;
+          load += config.item_price(pack.count, cut, slices) + turn;
           kinds |= kind;
         } else if (load == 0) {
           take_whole();

@@ -76,7 +76,7 @@ auto guarded(Action action) {
 constexpr int64_t kConfigNumbers = 21, kNumbers = 25;
 
 // `numbers`: token_bytes, part_bytes, turn_price, group, kv_heads, workers, max_queries, few_queries, warp_queries, policy, max_batch,
-// max_slots (not of a config), bin_end_price, wave_price, window, parts_token_price, parts_start_price, parts_tokens, part_rows,
+// max_slots (not of a config), bin_end_price, wave_price, window, slices_token_price, slices_start_price, slices_tokens, slice_rows,
 // grain, warp_tokens.
 // `token_prices`, `start_prices` and `short_tokens` are [max_queries + 1].
 pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView start_prices, TensorView short_tokens,
@@ -85,8 +85,8 @@ pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView st
   pat::Config config;
   config.token_bytes = n[0], config.part_bytes = n[1], config.turn_price = n[2], config.bin_end_price = n[12],
   config.wave_price = n[13];
-  config.parts_token_price = n[15], config.parts_start_price = n[16], config.parts_tokens = n[17];
-  config.part_rows = pat::in_range("part_rows", n[18], config.parts_tokens >= 0 ? 1 : 0, pat::kMaxTile);
+  config.slices_token_price = n[15], config.slices_start_price = n[16], config.slices_tokens = n[17];
+  config.slice_rows = pat::in_range("slice_rows", n[18], config.slices_tokens >= 0 ? 1 : 0, pat::kMaxTile);
   config.window = pat::in_range("window", n[14], 0, pat::kMaxWindow);
   config.grain = pat::in_range("grain", n[19], 1, pat::kMaxTile);
   config.warp_tokens = n[20];

@@ -160,12 +160,12 @@ class Optimal {
   template <int kVectors, bool kChildren>
   void weigh(const Prefix& prefix, Frame<kVectors>& frame, Result& result) {
     const double leaves = prefix.leaves(), leaf_token = double(config_->token_prices[1]) + cut_token_;
-    const bool may_be_in_parts = config_->parts_tokens >= 0 && prefix.leaves() > 0;
-    const int64_t tail = may_be_in_parts ? mean_tail(prefix) : 0;
+    const bool may_be_in_slices = config_->slices_tokens >= 0 && prefix.leaves() > 0;
+    const int64_t tail = may_be_in_slices ? mean_tail(prefix) : 0;
     Masks masks[2]{};
     for (int v = 0; v < used<kVectors>(prefix.depth); ++v) {
       const Vector tokens = frame.tokens[v];
-      const Vector leaf_alone = may_be_in_parts ? more_price(tail, tokens) : tokens * leaf_token;
+      const Vector leaf_alone = may_be_in_slices ? more_price(tail, tokens) : tokens * leaf_token;
       const Vector leaf_stays = frame.stay[v] + part_;
       const Vector limits[2] = {leaf_stays, leaf_stays + frame.share[v]};  // of each candidate: up to here a leaf joins
       for (int above = 0; above < 2; ++above) {

@@ -38,9 +38,9 @@ struct Config {
   int64_t token_bytes = 0, part_bytes = 0;  // traffic
   int64_t turn_price = 0, bin_end_price = 0, wave_price = 0;
   int group = 1, kv_heads = 1, workers = 1, max_queries = 1, few_queries = 1, warp_queries = 0;
-  // A query of more than `part_rows` rows, with up to `parts_tokens` tokens, is run in parts of so many: what it then costs.
-  int64_t parts_token_price = 1, parts_start_price = 0, parts_tokens = -1;
-  int part_rows = 0;
+  // A query of more than `slice_rows` rows, with up to `slices_tokens` tokens, is run in slices of so many: what it then costs.
+  int64_t slices_token_price = 1, slices_start_price = 0, slices_tokens = -1;
+  int slice_rows = 0;
   int64_t warp_tokens = 1;  // that a single warp computes at a time: a work item of fewer costs as much
   int window = 0;           // tokens that a query sees; 0: all
   int64_t grain = 1;        // KV positions between possible cuts
@@ -69,9 +69,9 @@ struct Config {
       in_range("a start's price", start_prices[queries], 0, kMaxItemPrice);
       in_range("short_tokens", short_tokens[queries], 0, INT32_MAX);
     }
-    in_range("the price of parts", parts_token_price, 1, kMaxTokenPrice);
-    in_range("the start of parts", parts_start_price, 0, kMaxItemPrice);
-    in_range("the tokens of parts", parts_tokens, -1, INT32_MAX);
+    in_range("the price of slices", slices_token_price, 1, kMaxTokenPrice);
+    in_range("the start of slices", slices_start_price, 0, kMaxItemPrice);
+    in_range("the tokens of slices", slices_tokens, -1, INT32_MAX);
     in_range("warp_tokens", warp_tokens, 1, kMaxWarpTokens);
     in_range("few_queries", few_queries, 1, max_queries);
     in_range("the number of query tiles", int64_t(query_tiles.size()), 1, kMaxTile);
@@ -85,7 +85,7 @@ struct Config {
     const auto equal = [&](const std::vector<int64_t>& prices) {
       return std::count(prices.begin() + 1, prices.end(), prices[1]) == max_queries;
     };
-    flat = equal(token_prices) && equal(start_prices) && parts_tokens < 0;
+    flat = equal(token_prices) && equal(start_prices) && slices_tokens < 0;
   }
 
   // Plans small batches with `config`, which is of the same device and model. Throws std::invalid_argument where it cannot be.
@@ -118,26 +118,26 @@ struct Config {
     return kv_tiles[n];
   }
 
-  // Whether a pack is run in parts, and so the work items that it is cut into.
-  bool in_row_parts(int64_t queries, int64_t tokens) const { return queries == 1 && tokens <= parts_tokens; }
+  // Whether a pack is run in slices, and so the work items that it is cut into.
+  bool in_row_slices(int64_t queries, int64_t tokens) const { return queries == 1 && tokens <= slices_tokens; }
 
   // What one more token costs a work item.
-  int64_t growth_price(int64_t queries, bool parts) const { return parts ? parts_token_price : token_prices[queries]; }
+  int64_t growth_price(int64_t queries, bool slices) const { return slices ? slices_token_price : token_prices[queries]; }
 
   // What a work item costs besides its tokens.
-  int64_t fixed_price(int64_t queries, bool parts) const { return parts ? parts_start_price : start_prices[queries]; }
+  int64_t fixed_price(int64_t queries, bool slices) const { return slices ? slices_start_price : start_prices[queries]; }
 
   // Whether single warps run a work item.
-  bool by_warps(int64_t queries, bool parts) const { return queries <= warp_queries || parts; }
+  bool by_warps(int64_t queries, bool slices) const { return queries <= warp_queries || slices; }
 
-  int64_t item_price(int64_t queries, int64_t tokens, bool parts) const {
-    const int64_t computed = by_warps(queries, parts) ? std::max(tokens, warp_tokens) : tokens;
-    return computed * growth_price(queries, parts) + fixed_price(queries, parts);
+  int64_t item_price(int64_t queries, int64_t tokens, bool slices) const {
+    const int64_t computed = by_warps(queries, slices) ? std::max(tokens, warp_tokens) : tokens;
+    return computed * growth_price(queries, slices) + fixed_price(queries, slices);
   }
 
   // What a pack costs that is one work item.
   int64_t uncut_price(int64_t queries, int64_t tokens) const {
-    return item_price(queries, tokens, in_row_parts(queries, tokens));
+    return item_price(queries, tokens, in_row_slices(queries, tokens));
   }
 
   // In how many work items a pack is run.

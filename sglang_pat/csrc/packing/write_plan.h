@@ -107,7 +107,7 @@ class PlanWriter {
       row[kItemQueries] = item.count;
       row[kTileN] = config.kv_tile(tokens);
       if (item.count == 1) {
-        row[kTileM] = bins_.in_row_parts[i] ? config.part_rows : single_tile;
+        row[kTileM] = bins_.in_row_slices[i] ? config.slice_rows : single_tile;
         queries[first] = members[0];
         ++single;
       } else {
