@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from sglang_pat.addresses import UNSHOWABLE
 from sglang_pat.jit import SANITIZE
 from sglang_pat.packing.prices import Policy
 from sglang_pat.platform import AWAKE
@@ -74,6 +75,8 @@ class PatConfig(msgspec.Struct, frozen=True):
             name = variable.removeprefix(prefix)
             if _OF_A_SERVICE.fullmatch(name):
                 continue
+            if not variable.isprintable():
+                raise ConfigError(f"{variable!a} is not a setting of sglang-pat: unset it")
             field = name.lower()
             # Others read SGLANG_PAT_KV too, by this name.
             if name != name.upper() or field not in cls.__struct_fields__:
@@ -85,6 +88,9 @@ class PatConfig(msgspec.Struct, frozen=True):
 
 def _parse(variable: str, value: str, field: str) -> Any:
     if field in ("tiles", "trace"):
+        # `/server_info` could not say them either.
+        if re.search(f"[{UNSHOWABLE}]", value):
+            raise ConfigError(f"{variable}={value!a} has characters that cannot be shown: name another file")
         return value
     if field == "trace_mb":
         if re.fullmatch("[0-9]{1,9}", value) is None or int(value) == 0:

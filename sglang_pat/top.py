@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 from msgspec import Meta
 
-from sglang_pat.addresses import KEY_PROBLEM, is_address, is_key
+from sglang_pat.addresses import KEY_PROBLEM, UNSHOWABLE, is_address, is_key
 from sglang_pat.backend.metrics import new_by_size
 
 CLEAR = "\x1b[H\x1b[2J"
@@ -26,8 +26,8 @@ LARGEST = 1 << 24
 """The most bytes of an answer; SGLang's has about ten thousand per process."""
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-FileName = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
-"""Without control characters, because it is shown in a terminal."""
+FileName = Annotated[str, Meta(pattern=rf"^[^{UNSHOWABLE}]*\Z")]
+"""Without them, because it is shown in a terminal."""
 
 
 class TopError(Exception):

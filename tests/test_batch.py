@@ -133,7 +133,8 @@ def test_an_output_that_is_none_or_in_use_is_refused(tmp_path: Path) -> None:
         Output(path)
     assert path.read_text() == "a line of something else\n"
     # Nor is a file without an end of line a record that was cut off.
-    for text in (json.dumps(completion("x")), "x", '{"id": "batch_req_1"'):
+    deep = '{"id":"batch_req_1","custom_id":"1","response":null,"x":' + "[" * 100_000 + "\n"
+    for text in (json.dumps(completion("x")), "x", '{"id": "batch_req_1"', deep):
         path.write_text(text)
         with pytest.raises(BatchError, match="is no record of a job"):
             Output(path)

@@ -54,6 +54,9 @@ def test_what_kubernetes_puts_into_a_pod_is_no_setting(service: str) -> None:
         ("SGLANG_PAT_TRACE_MB", "1.5", "SGLANG_PAT_TRACE_MB='1.5' must be a number"),
         ("SGLANG_PAT_PORTS", "80", "SGLANG_PAT_PORTS is not a setting of sglang-pat"),
         ("SGLANG_PAT_POLCY", "pat", "SGLANG_PAT_POLCY is not a setting of sglang-pat"),
+        ("SGLANG_PAT_\x1b[2J", "1", r"'SGLANG_PAT_\\x1b\[2J' is not a setting of sglang-pat"),
+        ("SGLANG_PAT_TRACE", "/tmp/\udcff", r"SGLANG_PAT_TRACE='/tmp/\\udcff' has characters that cannot be shown"),
+        ("SGLANG_PAT_TILES", "a\u202eb", r"SGLANG_PAT_TILES='a\\u202eb' has characters that cannot be shown"),
         ("SGLANG_PAT_kv", "int4", "SGLANG_PAT_kv is not a setting of sglang-pat"),
     ],
 )

@@ -151,7 +151,10 @@ def cut_off(data: bytes) -> bytes:
     ("damage", "message"),
     [
         (cut_off, r"is cut off after \d+ records: --truncated takes what is there"),
-        (lambda data: data[: len(trace.MAGIC) + 2], "is cut off after 0 records"),
+        (
+            lambda data: data[: len(trace.MAGIC) + 2],
+            "is cut off within its first record: its server had hardly started",
+        ),
         (lambda data: trace.MAGIC, "is an empty trace"),
         (lambda data: b"PK\x03\x04 something else", "is not a trace of sglang-pat"),
         (lambda data: b"", "is not a trace of sglang-pat"),
@@ -170,6 +173,8 @@ def test_what_is_no_whole_trace_gets_one_sentence(recorded: tuple[Path, Server],
     assert cli.main(["replay", str(path)]) == 2
     output = capsys.readouterr()
     assert output.out == "" and len(output.err.splitlines()) == 1 and str(path) in output.err
+    # What is there of it may be replayed, or is nothing.
+    assert cli.main(["replay", "--truncated", str(path)]) == 2 * (damage is not cut_off)
 
 
 def test_what_there_is_of_a_truncated_trace_can_be_replayed(recorded: tuple[Path, Server]) -> None:
@@ -372,6 +377,8 @@ def test_a_missing_and_an_unwritable_file_are_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .*pipe is a pipe: name a file"):
         trace.TraceWriter(tmp_path / "pipe", HEADER, 100)
+    with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .* cannot be written: File name too long"):
+        trace.TraceWriter(tmp_path / ("x" * 300), HEADER, 100)
 
 
 def test_a_reset_can_be_replayed(tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from sglang_pat import tile_prices, tune
 from sglang_pat.kernels import capabilities, low_bit
 from sglang_pat.packing import FORMATS, AttentionSpec, CostModel, PackConfig, devices
+from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.packing.oracle import makespan
 
 pytestmark = pytest.mark.once
@@ -89,6 +92,21 @@ def test_all_workers_of_a_synthetic_plan_have_the_same_to_do(items: dict[int, in
     assert parts == [(query, part) for query in range(len(plan.num_parts)) for part in range(2)]
 
 
+def test_times_that_are_too_long_for_a_plan_are_the_tables_fault(tmp_path: Path) -> None:
+    table = msgspec.structs.replace(devices.load(devices.TABLES / "h200.json"), turn_in_plans_ns=1e6, read_tbps=10)
+    spec = AttentionSpec(64, 64, 128, 128, FORMATS["bfloat16"])
+    config = PackConfig.of(spec, capabilities.tile_table("9.0a", 128, table=table), 132)
+    with (
+        pytest.raises(
+            devices.TablesError, match=r"mine\.json is a table that no plan can be made with: a turn's price"
+        ),
+        devices.used("mine.json"),
+    ):
+        NativeScheduler(config, 8)
+    with pytest.raises(ValueError, match=r"^other"), devices.used(""):
+        raise ValueError("other")
+
+
 def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "table.json").write_text("{}")
     with pytest.raises(
@@ -108,10 +126,17 @@ def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: py
         {"read_tbps": 1e308},
         {"turn_ns": -1},
         {"prices": [{"m": 8, "item_ns": 1e300, "token_ns": 1}]},
+        {"small_queries": 4},
+        {"gpu": "x" * devices.LARGEST},
     ):
         (tmp_path / "table.json").write_text(json.dumps(good | wrong))
         with pytest.raises(devices.TablesError, match="is not a table of tiles"):
             devices.load(tmp_path / "table.json")
+    (tmp_path / "table.json").write_text('{"small": {"x": ' + "[" * 100_000)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "table.json", tmp_path / "pipe", Path("/dev/zero"), tmp_path, tmp_path / ("x" * 300)):
+        with pytest.raises(devices.TablesError, match="is not a table of tiles"):
+            devices.load(path)
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             tune.main([])

@@ -164,9 +164,10 @@ class CudaExecutor:
     def __init__(self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec, extends: bool = False) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         table = devices.load(Path(config.tiles)) if config.tiles else None
-        tiles = capabilities.tile_table(
-            cuda.arch_of(device), spec.head_dim, torch.cuda.get_device_name(device), table, spec.kv.bits
-        )
+        with devices.used(config.tiles):
+            tiles = capabilities.tile_table(
+                cuda.arch_of(device), spec.head_dim, torch.cuda.get_device_name(device), table, spec.kv.bits
+            )
         if extends:
             # Compile both modules in parallel.
             cuda.build(cuda.variants(spec, cuda.arch_of(device), tiles.query_tiles, runner.dtype, extends))

@@ -14,7 +14,7 @@ from sglang_pat.backend.executors import Executor
 from sglang_pat.backend.layers import SpecReader
 from sglang_pat.backend.planner import Planner
 from sglang_pat.config import PatConfig
-from sglang_pat.packing import AttentionSpec, WorkItem
+from sglang_pat.packing import AttentionSpec, WorkItem, devices
 from sglang_pat.packing.native import NativeScheduler
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class LayerGroup:
             config: How long plans are kept.
         """
         self.spec, self.layers, self.executor = spec, layers, executor
-        self.scheduler = NativeScheduler(executor.pack_config, max_batch, executor.max_slots, executor.buffers)
+        with devices.used(config.tiles):
+            self.scheduler = NativeScheduler(executor.pack_config, max_batch, executor.max_slots, executor.buffers)
         self.planner = Planner(self.scheduler, config.reuse, config.ahead, growth=spec.query_tokens)
         self._loaded = -1  # the number of the plan that the executor has
 

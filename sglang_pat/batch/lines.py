@@ -270,7 +270,7 @@ class Output:
                     break
                 try:
                     self._count(decoder.decode(text))
-                except ValueError:
+                except (ValueError, RecursionError):
                     raise BatchError(
                         f"line {number} of {self._path} is no record of a job: name another file"
                     ) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +16,10 @@ TABLES = Path(__file__).parent / "tables"
 
 BY_ARCH = {"9": "h200", "8.0": "a100"}
 """The table for a GPU without its own, by its compute capability or the major part of that."""
+
+
+LARGEST = 1 << 20
+"""Bytes that are read of a table; those that there are have 3,000."""
 
 
 class TablesError(ValueError):
@@ -133,11 +139,30 @@ def load(path: Path) -> GpuTable:
         TablesError: The file is not a table.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=GpuTable)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        # Reading a pipe would wait for a writer, reading a device might not end.
+        if path.exists() and not path.is_file():
+            raise TablesError(f"{path} is not a table of tiles: name a file")
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(LARGEST), type=GpuTable)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TablesError(
             f"{path} is not a table of tiles, make one with `python -m sglang_pat.tune`: {error}"
         ) from None
+
+
+@contextlib.contextmanager
+def used(path: str) -> Iterator[None]:
+    """Within it, what is wrong with a plan's prices is the fault of the table in this file; of nobody's, if there is none.
+
+    Raises:
+        TablesError: Its times are too long for a plan.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not path or isinstance(error, TablesError):
+            raise
+        raise TablesError(f"{path} is a table that no plan can be made with: {error}") from None
 
 
 def find(arch: str, gpu: str = "") -> GpuTable | None:

@@ -76,6 +76,10 @@ class RequestsExpected(msgspec.Struct, frozen=True, tag=True):
     lengths: list[Tokens]
     rids: list[str]
 
+    def __post_init__(self) -> None:
+        if len(self.lengths) != len(self.requests):
+            raise ValueError(f"{len(self.lengths)} lengths for {len(self.requests)} requests")
+
 
 class RequestWithdrawn(msgspec.Struct, frozen=True, tag=True):
     """A request's last token is being computed: it is in no further batch, and gives its row back later."""

@@ -93,10 +93,10 @@ class TraceWriter:
         self._encode = msgspec.msgpack.Encoder().encode
         self._left = limit - len(MAGIC)
         self._batch: list[int] = []
-        if path.is_fifo():
-            # Opening a pipe would block until somebody reads it.
-            raise TraceError(f"SGLANG_PAT_TRACE: {path} is a pipe: name a file")
         try:
+            if path.is_fifo():
+                # Opening a pipe would block until somebody reads it.
+                raise TraceError(f"SGLANG_PAT_TRACE: {path} is a pipe: name a file")
             self._path = path.absolute()
             self._file = path.open("ab")
             self._take(path)
@@ -200,6 +200,8 @@ def _read(path: Path, file: BinaryIO, truncated: bool) -> Iterator[Record]:
         data = file.read(min(wanted, max(0, left)))
         left -= len(data)
         if len(size) < 4 or len(data) < wanted:
+            if number == 0:
+                raise TraceError(f"{path} is cut off within its first record: its server had hardly started")
             if truncated:
                 return
             raise TraceError(f"{path} is cut off after {number} records: --truncated takes what is there")
