@@ -127,6 +127,7 @@ def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: py
         {"turn_ns": -1},
         {"prices": [{"m": 8, "item_ns": 1e300, "token_ns": 1}]},
         {"small_queries": 4},
+        {"small": {"query": 4}},
         {"gpu": "x" * devices.LARGEST},
     ):
         (tmp_path / "table.json").write_text(json.dumps(good | wrong))

@@ -32,7 +32,7 @@ Nanoseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Factor = Annotated[float, msgspec.Meta(ge=0, le=100)]
 
 
-class Price(msgspec.Struct, frozen=True):
+class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a work item of one m occupies a worker, for one KV head: to start and end, and per token.
 
     Measured while all SMs run the same tile. In a plan, SMs that wait or compute on wide tiles leave their bandwidth to the others; the

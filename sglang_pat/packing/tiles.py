@@ -28,7 +28,7 @@ class Tile(msgspec.Struct, frozen=True, order=True):
     n: int
 
 
-class SmallLimits(msgspec.Struct, frozen=True):
+class SmallLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which steps are small, and so planned without tiles of single warps. Queries and tokens are counted times `CostModel.runs`, for each SM;
     tokens are those that are read if each is read once.
 
