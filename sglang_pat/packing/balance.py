@@ -69,15 +69,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         for pack in packs
     ]
     prices = [config.item_price(len(pack.queries), kv_length(pack, seq_lens), pack.in_row_slices) for pack in packs]
-    remaining = sum(prices)
-    # Estimate how many queries a cut affects: the mean over packs, weighted by work. Packs shorter than a bin count as one query: they go
-    # into a bin whole, and the cut falls on a pack of one query beside them.
-    share = remaining * config.cost.runs // (2 * config.workers)
-    weights = [len(pack.queries) if price > share else 1 for pack, price in zip(packs, prices, strict=True)]
-    queries = sum(map(operator.mul, weights, prices)) / max(1, remaining)
-    least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.start_price(1)
-    narrow = all(len(pack.queries) <= config.warp_queries for pack in packs)
-    count = config.bins(max(1, remaining // least), float(remaining), queries * config.cost.part_bytes, narrow)
+    remaining, count = sum(prices), _count(packs, prices, config)
     shared, single = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])
     bins: list[list[Pack]] = []
     # With eight packs per bin, nearly every bin fills without a cut.
@@ -124,6 +116,19 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         remaining -= load
         bins.append(members)
     return bins
+
+
+def _count(packs: list[Pack], prices: list[int], config: PackConfig) -> int:
+    """The number of bins for packs with these prices."""
+    work = sum(prices)
+    # Estimate how many queries a cut affects: the mean over packs, weighted by work. Packs shorter than a bin count as one query: they go
+    # into a bin whole, and the cut falls on a pack of one query beside them.
+    share = work * config.cost.runs // (2 * config.workers)
+    weights = [len(pack.queries) if price > share else 1 for pack, price in zip(packs, prices, strict=True)]
+    queries = sum(map(operator.mul, weights, prices)) / max(1, work)
+    least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.start_price(1)
+    narrow = all(len(pack.queries) <= config.warp_queries for pack in packs)
+    return config.bins(max(1, work // least), float(work), queries * config.cost.part_bytes, narrow)
 
 
 def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, growing: list[bool]) -> int:

@@ -41,22 +41,11 @@ class Bins {
     statistics.longest_bin = 0;
     num_parts = packs.num_parts;
     int64_t remaining = packs.work;
-    const auto share = int64_t(__int128(remaining) * config.kv_heads / (2 * config.workers));
-    double weighted_work = double(packs.work);
-    for (const Pack& pack : packs.shared) {
-      const int64_t price = config.uncut_price(pack.count, pack.end - pack.start);
-      if (price > share) weighted_work += double(price) * (pack.count - 1);
-    }
-    const double queries = weighted_work / double(std::max<int64_t>(1, packs.work));
-    const int64_t least = config.kv_tiles.back() * config.token_bytes + config.start_prices[1];
     Queue shared{packs.shared, 0, 0}, single{packs.single, 0, 0};
     const auto end_of = [&](const Pack& pack) {
       return int64_t(pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end);
     };
-    bool narrow = config.warp_queries > 0;
-    for (const Pack& pack : packs.shared) narrow = narrow && pack.count <= config.warp_queries;
-    int64_t left = config.bins(std::max<int64_t>(1, remaining / least), double(remaining),
-                               queries * double(config.part_bytes), narrow);
+    int64_t left = count(packs, config);
     // With eight packs for a bin, nearly every bin can be filled without a cut.
     int64_t cuts = int64_t(packs.shared.size() + packs.single.size()) < 8 * left;
     int64_t work = 0, growth = 0, most_growth = 0, turns = 0;
@@ -142,6 +131,23 @@ class Bins {
   }
 
  private:
+  // How many bins there are. A cut affects so many queries: the mean over packs, weighted by work, where packs shorter than a bin count as one
+  // query, as they go into a bin whole, and the cut falls on a pack of one query beside them.
+  static int64_t count(const Packs& packs, const Config& config) {
+    const auto share = int64_t(__int128(packs.work) * config.kv_heads / (2 * config.workers));
+    double weighted_work = double(packs.work);
+    bool narrow = config.warp_queries > 0;
+    for (const Pack& pack : packs.shared) {
+      const int64_t price = config.uncut_price(pack.count, pack.end - pack.start);
+      if (price > share) weighted_work += double(price) * (pack.count - 1);
+      narrow = narrow && pack.count <= config.warp_queries;
+    }
+    const double queries = weighted_work / double(std::max<int64_t>(1, packs.work));
+    const int64_t least = config.kv_tiles.back() * config.token_bytes + config.start_prices[1];
+    return config.bins(std::max<int64_t>(1, packs.work / least), double(packs.work), queries * double(config.part_bytes),
+                       narrow);
+  }
+
   // Packs that wait for a bin; of the first one, the KV before `begin` is already laid out.
   struct Queue {
     const std::vector<Pack>& packs;
