@@ -127,11 +127,9 @@ def test_size_classes(queries: int, size: int) -> None:
 def test_the_log_line_counts_from_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
     published = metrics.Metrics()
     with caplog.at_level("INFO"):
-        published.publish(counters(steps=10, plans=2, work_items=50, kv_bytes=100, kv_bytes_unpacked=250), None)
-        published.publish(counters(steps=10, plans=2, work_items=50, kv_bytes=100, kv_bytes_unpacked=250), None)
-        published.publish(
-            counters(steps=14, plans=3, work_items=90, kv_bytes=200, kv_bytes_unpacked=650, fallbacks=1), None
-        )
+        published.log(counters(steps=10, plans=2, work_items=50, kv_bytes=100, kv_bytes_unpacked=250))
+        published.log(counters(steps=10, plans=2, work_items=50, kv_bytes=100, kv_bytes_unpacked=250))
+        published.log(counters(steps=14, plans=3, work_items=90, kv_bytes=200, kv_bytes_unpacked=650, fallbacks=1))
     assert [record.message for record in caplog.records] == [
         "PAT: 10 steps, 2 plans (0 ahead), 5 work items a step, KV read 0.00 GB, 2.50 times as much unpacked",
         "PAT: 4 steps, 1 plans (0 ahead), 10 work items a step, KV read 0.00 GB, 4.00 times as much unpacked, "

@@ -96,6 +96,7 @@ class PatAttnBackend(AttentionBackend):
             groups.steps[0].planner.on_plan = writer.on_plan
             self.observer.subscribers.append(writer.on_event)
         self._metrics = Metrics()
+        self._exported_at: tuple[int, ...] = ()  # what had happened by then
         on_gpu = runner.device != "cpu"
         hooks.install(self, graphs=on_gpu, defer=config.defer)
         if on_gpu:
@@ -160,8 +161,24 @@ class PatAttnBackend(AttentionBackend):
         }
 
     def publish(self, labels: dict[str, str] | None) -> None:
-        """Log and export the counters."""
-        self._metrics.publish(self.counters(), labels)
+        """Log the counters, and export them if there are labels."""
+        counts = self.counters()
+        self._metrics.log(counts)
+        if labels is not None:
+            self._export(counts, labels)
+
+    def rest(self, labels: dict[str, str]) -> None:
+        """Export the counters, if something has happened since."""
+        if self._exported_at != self._happened():
+            self._export(self.counters(), labels)
+
+    def _export(self, counts: dict[str, Any], labels: dict[str, str]) -> None:
+        self._metrics.export(counts, labels)
+        self._exported_at = self._happened()
+
+    def _happened(self) -> tuple[int, ...]:
+        """Numbers of which one changes whenever a request comes or goes."""
+        return (len(self.observer.scheduler), *(group.planner.made for group in self.groups.everyone))
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.forward_mode.is_decode() or self._verifies(forward_batch):

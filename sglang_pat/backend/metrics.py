@@ -53,32 +53,41 @@ class Metrics:
     """Publishes the counters of one scheduler process: at each call, what was added since the last one."""
 
     def __init__(self) -> None:
-        self._last: dict[str, int] = {}
-        self._last_sizes: dict[str, int] = {}
+        self._logged: dict[str, int] = {}
+        self._exported: dict[str, int] = {}
+        self._exported_sizes: dict[str, int] = {}
 
-    def publish(self, counts: Mapping[str, Any], labels: Mapping[str, str] | None) -> None:
-        """Log a line, and export to Prometheus if there are `labels`.
+    def log(self, counts: Mapping[str, Any]) -> None:
+        """Log a line, if there were steps.
 
         Args:
             counts: What `/server_info` shows.
-            labels: Those of SGLang's own metrics; None if metrics are off.
         """
-        new = {name: counts[name] - self._last.get(name, 0) for name in COUNTERS}
-        self._last = {name: counts[name] for name in COUNTERS}
-        if labels is not None:
-            self._export(new, counts, labels)
+        new = _new(counts, self._logged)
+        self._logged = {name: counts[name] for name in COUNTERS}
         if new["steps"]:
             logger.info("%s", line(new))
 
-    def _export(self, new: Mapping[str, int], counts: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-        exported = _exported(tuple(labels))
+    def export(self, counts: Mapping[str, Any], labels: Mapping[str, str]) -> None:
+        """Export to Prometheus.
+
+        Args:
+            counts: What `/server_info` shows.
+            labels: Those of SGLang's own metrics.
+        """
+        exported, new = _exported(tuple(labels)), _new(counts, self._exported)
+        self._exported = {name: counts[name] for name in COUNTERS}
         for name in COUNTERS:
             exported[name].labels(**labels).inc(new[name])
         for name in GAUGES:
             exported[name].labels(**labels).set(counts[name])
-        for size, more in new_by_size(counts["query_sizes"], self._last_sizes).items():
+        for size, more in new_by_size(counts["query_sizes"], self._exported_sizes).items():
             exported["by queries"].labels(**labels, queries=str(size)).inc(more)
-        self._last_sizes = dict(counts["query_sizes"])
+        self._exported_sizes = dict(counts["query_sizes"])
+
+
+def _new(counts: Mapping[str, Any], last: Mapping[str, int]) -> dict[str, int]:
+    return {name: counts[name] - last.get(name, 0) for name in COUNTERS}
 
 
 @functools.cache

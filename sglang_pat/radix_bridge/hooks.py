@@ -17,6 +17,7 @@ decides which backend runs), the width of rows, and what makes the backends of d
 | `PrefillAdder.add_chunked_req` | both | the next chunk of a request that others may wait for |
 | `Scheduler.get_internal_state` | both | puts the counters into `/server_info` |
 | `SchedulerMetricsReporter.report_decode_stats` | both | the moment when SGLang logs and exports its own counters |
+| `SchedulerMetricsReporter._maybe_log_idle_metrics` | both | the moment when SGLang puts right the metrics of a server that has nothing to do |
 | `ForwardBatch.init_new` | both | adds the rows on the host: a batch has them on the GPU only, and its ids are chosen by clients; puts lengths of mixed steps right |
 | `build_replay_fb_view` | both | the same for the batch that a CUDA graph is replayed for |
 | `ServerArgs._handle_model_specific_adjustments` | 0.5.17 | its lists of backends for some models (gpt-oss, Exaone); plugin.py |
@@ -56,7 +57,9 @@ _GRAPH_VIEW = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_r
 _BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 _ADD = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 _ADD_CHUNK = "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req"
-_REPORT = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats"
+_REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+_REPORT = f"{_REPORTER}.report_decode_stats"
+_REST = f"{_REPORTER}._maybe_log_idle_metrics"
 
 
 class Follower(Protocol):
@@ -79,6 +82,9 @@ class Follower(Protocol):
 
     def publish(self, labels: dict[str, str] | None) -> None:
         """SGLang has logged decode batches, and exported its metrics with these labels if they are on. Only the first follower is told."""
+
+    def rest(self, labels: dict[str, str]) -> None:
+        """Nothing runs, and SGLang has put right its metrics, which have these labels. It does so again and again. Only the first follower is told."""
 
 
 _followers: list[weakref.ref[Follower]] = []
@@ -108,6 +114,7 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         _RELEASE: _on_release,
         _STATE: _on_state,
         _REPORT: _on_report,
+        _REST: _on_rest,
         _BATCH: _on_batch,
         f"{_UNIFIED}._evict_device_leaf": _on_evict_id,
         f"{_RADIX}.reset": _on_reset,
@@ -272,17 +279,26 @@ def _on_reset(result: Any, cache: Any) -> None:
 
 
 def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
-    global _publishing
-    if not _publishing or reporter.forward_ct_decode % reporter.decode_log_interval:
+    if reporter.forward_ct_decode % reporter.decode_log_interval:
         return
-    if reporter.is_stats_logging_rank or reporter.current_scheduler_metrics_enabled:
-        labels = reporter.metrics_collector.labels if reporter.current_scheduler_metrics_enabled else None
-        try:
-            for follower in followers()[:1]:
-                follower.publish(labels)
-        except Exception:
-            _publishing = False
-            logger.warning("sglang-pat can no longer publish its metrics", exc_info=True)
+    exports = reporter.current_scheduler_metrics_enabled
+    if reporter.is_stats_logging_rank or exports:
+        _publish(lambda follower: follower.publish(reporter.metrics_collector.labels if exports else None))
+
+
+def _on_rest(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
+    if reporter.current_scheduler_metrics_enabled:
+        _publish(lambda follower: follower.rest(reporter.metrics_collector.labels))
+
+
+def _publish(publish: Callable[[Follower], None]) -> None:
+    global _publishing
+    try:
+        for follower in followers()[:1] if _publishing else ():
+            publish(follower)
+    except Exception:
+        _publishing = False
+        logger.warning("sglang-pat can no longer publish its metrics", exc_info=True)
 
 
 def _on_batch(result: Any, forward_batch_class: type, batch: Any, *args: Any, **kwargs: Any) -> None:
