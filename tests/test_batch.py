@@ -572,6 +572,7 @@ def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
     records = {one["id"]: one for one in map(json.loads, out.read_text().splitlines())}
     assert out.read_text().count("\n") == len(records) == len(text), "each line once"
     assert "of prefill saved" in (tmp_path / "log").read_text()
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
     with (
         ForkedServer(model, "pat", tmp_path / "server.log", [*FLAGS, "--enable-cache-report"]) as server,

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,3 +187,6 @@ def _on_engine(requests: Sequence[Request], total: int, output: Output, place: P
             running.loop.run_until_complete(asked)
     finally:
         running.shutdown()
+        # That kills all child processes, Python's resource tracker too. Locks of libraries would start another one at exit, which prints a
+        # traceback for each, as it does not know them.
+        setattr(resource_tracker._resource_tracker, "_send", lambda *message: None)  # noqa: B010
