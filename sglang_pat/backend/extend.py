@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from sglang_pat.backend.layers import logit_cap
 from sglang_pat.backend.low_bit_pool import Behind, LowBitKVPool
 from sglang_pat.backend.parts import Parts, divide, trailing
 from sglang_pat.backend.support import UnsupportedError
+from sglang_pat.backend.tensors import by_token, lengths, to_device
 from sglang_pat.packing import layout
 from sglang_pat.packing.native import ExtendPlan
 from sglang_pat.radix_bridge import hooks
@@ -73,35 +73,40 @@ class PackedExtend:
         Returns:
             The batch in two parts, of which the second is planned; None if nothing is.
         """
-        parts = self._whole(forward_batch) if self._everything else self._short(forward_batch)
-        if parts is None:
+        first = 0 if self._everything else self._first_short(forward_batch)
+        if first is None:
             return None
-        batch = parts.second
-        cached, added = self._tokens(batch)
+        cached, added = (tokens[first:] for tokens in self._tokens(forward_batch))
         apart = compat.pool.has_window_pool(self._pool)
         longest = max(map(sum, zip(cached, added, strict=True)), default=0)
         if apart and not self._everything and len(added) * longest > WINDOW_TABLE_SLOTS:
             return None
-        rows = batch.req_pool_indices[: len(added)].long()
-        counts = torch.tensor(added, dtype=torch.int64)
-        self._rows = rows.repeat_interleave(to_device(counts, rows.device), output_size=sum(added))
-        self._seq_lens = to_device(lengths(cached, added), rows.device)
-        named = self._named(batch, len(added))
-        made = {group: self._plan(group, named, cached, added, check) for group in self._groups}
+        requests = self._named(forward_batch, first, len(added))
+        made = {group: self._plan(group, requests, cached, added) for group in self._groups}
+        # Before anything is divided or copied: most extends of a GPU end here.
         if not self._everything and not self._pays(made):
             return None
-        self._plans = {group: to_device(torch.from_numpy(plan.data), rows.device) for group, plan in made.items()}
+        parts = self._divided(forward_batch, first)
+        batch = parts.second
+        device, rows = batch.req_pool_indices.device, self._rows_on_host(batch, len(added))
+        data = [torch.from_numpy(plan.data) for plan in made.values()]
+        self._rows, self._seq_lens, self._window_rows, *plans = to_device(
+            device, by_token(rows, added), lengths(cached, added), by_token(range(len(added)), added), *data
+        )
+        self._plans = dict(zip(made, plans, strict=True))
+        if check is not None:
+            for group in [group for group, plan in made.items() if not self._holds(group, plan, check)]:
+                made[group] = self._plan(group, torch.full_like(requests, -1), cached, added)
+                (self._plans[group],) = to_device(device, torch.from_numpy(made[group].data))
         self.count += 1
         self.shared += any(plan.shared for plan in made.values())
         if self._low_bit is not None:
-            self._behind = Behind.of(rows.tolist(), cached, added, len(self._req_to_token))
+            self._behind = Behind.of(rows, cached, added, len(self._req_to_token))
         if apart:
             # KV that its window has left behind maps to 0 there, and is not read.
-            mapping = compat.pool.window_mapping(self._pool)
+            mapping, own = compat.pool.window_mapping(self._pool), batch.req_pool_indices[: len(added)].long()
             self._window_slots = mapping[batch.out_cache_loc]
-            self._window_table = mapping[self._req_to_token[rows, :longest].long()].int()
-            places = torch.arange(len(added)).repeat_interleave(counts)
-            self._window_rows = to_device(places, rows.device)
+            self._window_table = mapping[self._req_to_token[own, :longest].long()].int()
         return parts
 
     def forward(
@@ -141,19 +146,23 @@ class PackedExtend:
             out = torch.cat([out, out.new_zeros(len(q) - real, *out.shape[1:])])
         return out.flatten(1)
 
-    def _whole(self, forward_batch: ForwardBatch) -> Parts:
-        _, added = self._tokens(forward_batch)
-        # A copy, because `Parts` changes its batches.
-        return Parts(0, sum(added), None, copy.copy(forward_batch))
-
-    def _short(self, forward_batch: ForwardBatch) -> Parts | None:
+    def _first_short(self, forward_batch: ForwardBatch) -> int | None:
+        """The first request from which on all have few new tokens; None if these are not several."""
         rows = hooks.rows_of(forward_batch)
         added = None if rows is None else compat.batch.new_tokens(forward_batch, len(rows))
         if added is None:
             return None
         # Requests with more new tokens fill a tile by themselves and do not share (csrc/packing/extend.h).
         first = trailing(added, max(group.executor.pack_config.max_queries for group in self._groups) - 1)
-        return divide(forward_batch, added, first) if first < len(added) - 1 else None
+        return first if first < len(added) - 1 else None
+
+    def _divided(self, forward_batch: ForwardBatch, first: int) -> Parts:
+        """The batch in front of the request `first`, and from there on."""
+        _, added = self._tokens(forward_batch)
+        if self._everything:
+            # A copy, because `Parts` changes its batches.
+            return Parts(0, sum(added), None, copy.copy(forward_batch))
+        return divide(forward_batch, added, first)
 
     def _pays(self, made: Mapping[LayerGroup, ExtendPlan]) -> bool:
         price = sum(plan.price * group.layers for group, plan in made.items())
@@ -171,29 +180,41 @@ class PackedExtend:
         size = min(len(cached), len(added))
         return list(cached[:size]), list(added[:size])
 
-    def _named(self, forward_batch: ForwardBatch, size: int) -> torch.Tensor:
-        """The numbers of the batch's requests, -1 for unknown ones; int64 on the host."""
+    def _named(self, forward_batch: ForwardBatch, first: int, size: int) -> torch.Tensor:
+        """The numbers of so many of the batch's requests, -1 for unknown ones; int64 on the host."""
         named = torch.full((size,), -1)
         rows = hooks.rows_of(forward_batch)
         if rows is not None:
-            found = compat.requests.numbers(self._pools, rows)[:size]
+            found = compat.requests.numbers(self._pools, rows[first:])[:size]
             named[: len(found)] = found
         return named
 
-    def _plan(
-        self, group: LayerGroup, requests: torch.Tensor, cached: list[int], added: list[int], check: Callable[..., None] | None
-    ) -> ExtendPlan:  # fmt: skip
-        numbers = torch.tensor(cached, dtype=torch.int64), torch.tensor(added, dtype=torch.int64)
+    def _rows_on_host(self, forward_batch: ForwardBatch, size: int) -> list[int]:
+        rows = hooks.rows_of(forward_batch)
+        # Without them everything is on the CPU.
+        found: list[int] = (forward_batch.req_pool_indices if rows is None else rows)[:size].tolist()
+        return found
+
+    def _plan(self, group: LayerGroup, requests: torch.Tensor, cached: list[int], added: list[int]) -> ExtendPlan:
+        numbers = _int64(cached), _int64(added)
         try:
-            plan = group.scheduler.extend(requests, *numbers)
-            if check is not None:
-                check(layout.work_items(plan.data), self._rows, lambda: self._seq_lens, group.spec.window)
+            return group.scheduler.extend(requests, *numbers)
         except Exception:
-            if not self._failed:
-                self._failed = True
-                logger.exception("planning failed: this extend shares nothing (reported once)")
+            self._report_failure()
             return group.scheduler.extend(torch.full_like(requests, -1), *numbers)
-        return plan
+
+    def _holds(self, group: LayerGroup, plan: ExtendPlan, check: Callable[..., None]) -> bool:
+        try:
+            check(layout.work_items(plan.data), self._rows, lambda: self._seq_lens, group.spec.window)
+        except Exception:
+            self._report_failure()
+            return False
+        return True
+
+    def _report_failure(self) -> None:
+        if not self._failed:
+            self._failed = True
+            logger.exception("planning failed: this extend shares nothing (reported once)")
 
 
 def shared_kv(layer: RadixAttention) -> UnsupportedError:
@@ -203,14 +224,5 @@ def shared_kv(layer: RadixAttention) -> UnsupportedError:
     )
 
 
-def lengths(cached: Sequence[int], added: Sequence[int]) -> torch.Tensor:
-    """How many tokens each new token sees, itself included: [tokens] int64."""
-    counts = torch.tensor(added, dtype=torch.int64)
-    firsts = torch.tensor([0, *accumulate(added)][:-1], dtype=torch.int64)
-    before = torch.tensor(cached, dtype=torch.int64) - firsts
-    return before.repeat_interleave(counts) + torch.arange(1, sum(added) + 1)
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to the device, asynchronously."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+def _int64(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import torch
 
-from sglang_pat.backend.extend import to_device
+from sglang_pat.backend.tensors import to_device
 from sglang_pat.kernels import low_bit
 
 PAGE = low_bit.PAGE_TOKENS
@@ -105,14 +105,12 @@ class Blocks(msgspec.Struct, frozen=True):
         tails = row[owner] * PAGE + positions % PAGE
         ends_of_blocks = torch.tensor(starts, dtype=torch.int32)
 
-        def there(tensor: torch.Tensor) -> torch.Tensor:
-            return to_device(tensor.contiguous(), device)
-
-        return cls(
-            pages=there(own), new=there(among_new.flatten()), old=there(is_old.flatten().nonzero().flatten()), tails=there(tails[is_old]),
-            table=there(table.int()), lengths=there(lengths.int()), starts=there(ends_of_blocks),
-            longest=int(ends_of_blocks.diff().max()) if ends else 0,
+        of_pages, of_new, of_old, of_tails, of_table, of_lengths, of_starts = to_device(
+            device, own, among_new.flatten(), is_old.flatten().nonzero().flatten(), tails[is_old], table.int(), lengths.int(),
+            ends_of_blocks,
         )  # fmt: skip
+        longest = int(ends_of_blocks.diff().max()) if ends else 0
+        return cls(of_pages, of_new, of_old, of_tails, of_table, of_lengths, of_starts, longest)
 
     @property
     def used(self) -> int:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from sglang_pat.backend.extend import lengths, shared_kv, to_device
+from sglang_pat.backend.extend import shared_kv
 from sglang_pat.backend.layers import logit_cap
 from sglang_pat.backend.low_bit_blocks import PAGE, Blocks, unfinished_pages
 from sglang_pat.backend.low_bit_pool import LowBitKVPool
 from sglang_pat.backend.paged import PagedAttention
+from sglang_pat.backend.tensors import by_token, lengths, to_device
 from sglang_pat.radix_bridge import hooks
 
 if TYPE_CHECKING:
@@ -142,9 +143,7 @@ class LowBitPrefill:
             used += int((~seen[own]).sum()) + unfinished
             seen[own] = True
         calls, begin = [], 0
-        counts = torch.tensor(added, dtype=torch.int64)
-        rows_of_tokens = to_device(torch.tensor(rows, dtype=torch.int64).repeat_interleave(counts), device)
-        seq_lens = to_device(lengths(cached, added), device)
+        rows_of_tokens, seq_lens = to_device(device, by_token(rows, added), lengths(cached, added))
         for first, end in zip(firsts, [*firsts[1:], len(added)], strict=True):
             which = slice(first, end)
             tokens = slice(begin, begin + sum(added[which]))
