@@ -75,8 +75,9 @@ def fetch(url: str, key: str = "") -> list[Counters]:
     Raises:
         TopError: No server answers, or it runs another attention backend, or it needs another key.
     """
-    if not is_address(url):
-        raise TopError("--url must be like http://127.0.0.1:30000, without user, query or fragment")
+    # urllib sends nothing else than ASCII.
+    if not (is_address(url) and url.isascii()):
+        raise TopError("--url must be like http://127.0.0.1:30000, in ASCII, without user, query or fragment")
     if not is_key(key):
         raise TopError(KEY_PROBLEM)
     try:

@@ -40,7 +40,7 @@ class Case:
     """
 
     splits_heads = True
-    """Whether the decoder computes query heads of a KV head in parts where they are more than a tile has rows."""
+    """Whether the decoder computes query heads of a KV head in splits where they are more than a tile has rows."""
 
     def __init__(
         self,

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from conftest import importing_kits
 
 from sglang_pat import compat, plugin
-from sglang_pat.backend import extend
+from sglang_pat.backend import attention, extend
 from sglang_pat.radix_bridge import hooks
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
 from sglang_pat.radix_bridge.observer import apply
@@ -212,6 +213,23 @@ def test_short_extends_are_planned_where_they_share(
         assert counters["extends"] == counters["extends_shared"] == (planned > 0 and shares and reuse == 1)
         assert prefill._planned is None or len(prefill._planned.second.seq_lens) == planned
         assert counters["steps"] == (added[-1] == 1)
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_an_extend_whose_plan_fails_its_check_shares_nothing(everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it is then a stock backend's."""
+    monkeypatch.setattr(extend, "STOCK_REUSE", 1)
+    fixture = shared_batch(4, 2, tuple(SHARED + 8 * i + 1 for i in range(4)), (2, 12, 9, 4), members=(2, 3))
+    fixture.backend.config = msgspec.structs.replace(fixture.backend.config, verify=True)
+    fixture.backend.prefill.extend._everything = everything
+    for right in (True, False):
+        if not right:
+            monkeypatch.setattr(attention, "check_plan", lambda *arguments, **named: 1 / 0)
+        before = fixture.backend.counters()
+        assert_right(fixture)
+        counters = fixture.backend.counters()
+        new = [counters[name] - before[name] for name in ("extends", "extends_shared")]
+        assert new == ([1, 1] if right else [int(everything), 0])
 
 
 @pytest.mark.skipif(ON_GPU, reason="what pays is another thing by a GPU's prices")

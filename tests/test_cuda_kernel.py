@@ -244,7 +244,7 @@ def test_extends_by_every_tile(m: int, arch: str) -> None:
 @pytest.mark.parametrize("heads", [3, 4, 5])
 @pytest.mark.parametrize("tokens", [8, 1])
 def test_rows_of_a_query_in_slices(tokens: int, heads: int) -> None:
-    """Of short items, by single warps; the last part has some rows of the one before again."""
+    """Of short items, by single warps; the last slice has some rows of the one before again."""
     arch = ARCHS[0]
     tiles = of_any_batch(capabilities.tile_table("9.0a", 128, "NVIDIA H200"))
     if not set(tiles.query_tiles) <= set(capabilities.query_tiles(arch, 128)):
@@ -257,7 +257,7 @@ def test_rows_of_a_query_in_slices(tokens: int, heads: int) -> None:
         case = make_case(batch, 16 * heads, 2, 128, torch.bfloat16)
     decoded = run(case, arch, tiles)
     rows = sorted({item.tile.m for item in layout.work_items(decoded.plan.cpu().numpy()) if len(item.queries) == 1})
-    assert rows == [16, 64], "short items in parts, the long one whole"
+    assert rows == [16, 64], "short items in slices, the long one whole"
     assert decoded.error() < TOLERANCE[torch.bfloat16]
 
 
@@ -297,7 +297,7 @@ def test_sinks(lengths: tuple[int, int], window: int, dtype: torch.dtype, dim: i
 def test_more_query_heads_than_a_tile_has_rows(
     heads: int, kv_heads: int, dim: int, v_dim: int, dtype: torch.dtype, arch: str
 ) -> None:
-    """They are computed in parts, the last of which has some heads of the one before again."""
+    """They are computed in splits, the last of which has some heads of the one before again."""
     case = make_case(random_batch(random.Random(heads), 2, 3, 90), heads, kv_heads, dim, dtype, v_dim)
     assert run(case, arch).error() < TOLERANCE[case.q.dtype]
     tiles = TileTable(capabilities.query_tiles(arch, dim), (capabilities.KV_TILE,), ())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -41,6 +43,12 @@ def test_what_is_packed_is_unpacked(shapes: list[tuple[torch.dtype, int, int]]) 
 
 @pytest.mark.gpu
 def test_what_is_on_a_gpu() -> None:
-    made = [torch.arange(100), torch.arange(7, dtype=torch.int32), torch.empty(0, dtype=torch.int64)]
-    for one, right in zip(tensors.to_device(torch.device("cuda"), *made), made, strict=True):
+    """Also of copies that wait for the GPU, while pinned memory could be used again."""
+    made = [
+        [torch.arange(i, i + 100), torch.full((7,), i, dtype=torch.int32), torch.empty(0, dtype=torch.int64)]
+        for i in range(20)
+    ]
+    torch.cuda._sleep(10**8)
+    found = [tensors.to_device(torch.device("cuda"), *each) for each in made]
+    for one, right in zip(itertools.chain(*found), itertools.chain(*made), strict=True):
         assert one.device.type == "cuda" and torch.equal(one.cpu(), right)

@@ -148,7 +148,7 @@ def test_no_server_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         "", "http://", "http://:30000", "localhost:30000", "127.0.0.1:30000", "//localhost", "file:///etc/passwd",
         "ftp://localhost", "data:,x", "http://localhost:99999", "http://localhost:x", "http://localhost:-1", "http://[::1",
         "http://localhost:0", "http://a..b", f"http://{'a' * 64}", "http://local host", "http://localhost\n", "http://h?x=1",
-        "http://h#x", "http://user:secret@localhost:99999", "http://user:secret@127.0.0.1:9", "\x1b[2J",
+        "http://h#x", "http://b\u00fccher.example:30000", "http://user:secret@localhost:99999", "http://user:secret@127.0.0.1:9", "\x1b[2J",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["top", "explain"])
@@ -156,7 +156,7 @@ def test_what_is_no_address_is_refused_and_not_shown(
     capsys: pytest.CaptureFixture[str], command: str, url: str
 ) -> None:
     found = sentence(capsys, command, "--url", url)
-    assert "--url must be like http://127.0.0.1:30000, without user, query or fragment" in found
+    assert "--url must be like http://127.0.0.1:30000, in ASCII, without user, query or fragment" in found
     assert "secret" not in found
 
 

@@ -377,6 +377,11 @@ def test_a_missing_and_an_unwritable_file_are_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .*pipe is a pipe: name a file"):
         trace.TraceWriter(tmp_path / "pipe", HEADER, 100)
+    folder = tmp_path / "\udcff"
+    folder.mkdir()
+    for name in (folder / "trace", tmp_path / "a\u2028b"):
+        with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .* has characters that cannot be shown"):
+            trace.TraceWriter(name, HEADER, 100)
     with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .* cannot be written: File name too long"):
         trace.TraceWriter(tmp_path / ("x" * 300), HEADER, 100)
 

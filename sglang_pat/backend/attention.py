@@ -96,7 +96,7 @@ class PatAttnBackend(AttentionBackend):
             groups.steps[0].planner.on_plan = writer.on_plan
             self.observer.subscribers.append(writer.on_event)
         self._metrics = Metrics()
-        self._exported_at: tuple[int, ...] = ()  # what had happened by then
+        self._exported_at: tuple[int, ...] = ()  # what had happened when the counters were last exported
         on_gpu = runner.device != "cpu"
         hooks.install(self, graphs=on_gpu, defer=config.defer)
         if on_gpu:
@@ -168,7 +168,7 @@ class PatAttnBackend(AttentionBackend):
             self._export(counts, labels)
 
     def rest(self, labels: dict[str, str]) -> None:
-        """Export the counters, if something has happened since."""
+        """Export the counters, if something has happened since they were last exported."""
         if self._exported_at != self._happened():
             self._export(self.counters(), labels)
 
@@ -177,8 +177,13 @@ class PatAttnBackend(AttentionBackend):
         self._exported_at = self._happened()
 
     def _happened(self) -> tuple[int, ...]:
-        """Numbers of which one changes whenever a request comes or goes."""
-        return (len(self.observer.scheduler), *(group.planner.made for group in self.groups.everyone))
+        """Numbers of which one changes with every step, and when requests come and go. An idle server asks for them all the time."""
+        extends = (
+            (self.prefill.mixed_steps, self.prefill.extend.count if self.prefill.extend else 0) if self.prefill else ()
+        )
+        steps = (number for group in self.groups.everyone for number in (group.planner.made, group.planner.used))
+        observer = self.observer
+        return (len(observer.scheduler), observer.nodes, observer.faults, hooks.deferred(), *extends, *steps)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.forward_mode.is_decode() or self._verifies(forward_batch):

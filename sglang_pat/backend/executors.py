@@ -33,10 +33,12 @@ class Executor(Protocol):
         max_slots: How many parts its workspace holds.
         buffers: Two int32 host arrays for plans.
         description: For the log.
+        table: The user's table of tiles (`SGLANG_PAT_TILES`) that the config has its prices from; empty if there is none.
     """
 
     pack_config: PackConfig
     max_slots: int
+    table: str
     buffers: list[torch.Tensor]
     description: str
 
@@ -100,6 +102,7 @@ class CpuExecutor:
     """Runs plans on this process's threads."""
 
     max_slots = 2**31 - 1
+    table = ""
 
     def __init__(self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec) -> None:
         workers = torch.get_num_threads()
@@ -163,8 +166,9 @@ class CudaExecutor:
 
     def __init__(self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec, extends: bool = False) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        table = devices.load(Path(config.tiles)) if config.tiles else None
-        with devices.used(config.tiles):
+        self.table = config.tiles
+        table = devices.load(Path(self.table)) if self.table else None
+        with devices.used(self.table):
             tiles = capabilities.tile_table(
                 cuda.arch_of(device), spec.head_dim, torch.cuda.get_device_name(device), table, spec.kv.bits
             )

@@ -98,6 +98,8 @@ class PackedExtend:
             for group in [group for group, plan in made.items() if not self._holds(group, plan, check)]:
                 made[group] = self._plan(group, torch.full_like(requests, -1), cached, added)
                 (self._plans[group],) = to_device(device, torch.from_numpy(made[group].data))
+            if not self._everything and not self._pays(made):
+                return None
         self.count += 1
         self.shared += any(plan.shared for plan in made.values())
         if self._low_bit is not None:
@@ -191,7 +193,7 @@ class PackedExtend:
 
     def _rows_on_host(self, forward_batch: ForwardBatch, size: int) -> list[int]:
         rows = hooks.rows_of(forward_batch)
-        # Without them everything is on the CPU.
+        # Of other batches nothing is planned on a GPU (`_first_short`), so these are on the CPU.
         found: list[int] = (forward_batch.req_pool_indices if rows is None else rows)[:size].tolist()
         return found
 

@@ -41,7 +41,7 @@ class LayerGroup:
             config: How long plans are kept.
         """
         self.spec, self.layers, self.executor = spec, layers, executor
-        with devices.used(config.tiles):
+        with devices.used(executor.table):
             self.scheduler = NativeScheduler(executor.pack_config, max_batch, executor.max_slots, executor.buffers)
         self.planner = Planner(self.scheduler, config.reuse, config.ahead, growth=spec.query_tokens)
         self._loaded = -1  # the number of the plan that the executor has

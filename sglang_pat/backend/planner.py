@@ -120,6 +120,11 @@ class Planner:
         """Plans handed out so far; a new number means a new plan."""
         return self._counts.plans
 
+    @property
+    def used(self) -> int:
+        """Steps that the newest plan has run."""
+        return self._used
+
     def counters(self) -> Counters:
         """Counts up to now."""
         totals = msgspec.structs.asdict(self._scheduler.totals(self._used))

@@ -28,7 +28,7 @@ def by_token(values: Sequence[int], added: Sequence[int]) -> torch.Tensor:
 
 
 def to_device(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Copy tensors of the host, asynchronously and in one piece, as the host waits as long for many small copies as for large ones."""
+    """Copy tensors of the host, asynchronously, and in one piece: each copy costs the host the same, however small it is."""
     if device.type == "cpu":
         return list(tensors)
     return unpack(pack(tensors, pinned=True).to(device, non_blocking=True), tensors)

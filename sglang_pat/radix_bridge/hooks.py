@@ -84,7 +84,8 @@ class Follower(Protocol):
         """SGLang has logged decode batches, and exported its metrics with these labels if they are on. Only the first follower is told."""
 
     def rest(self, labels: dict[str, str]) -> None:
-        """Nothing runs, and SGLang has put right its metrics, which have these labels. It does so again and again. Only the first follower is told."""
+        """Nothing runs, and SGLang's metrics, which have these labels, are right. Only the first follower is told, in each turn of SGLang's idle loop:
+        it has to be quick."""
 
 
 _followers: list[weakref.ref[Follower]] = []

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -17,6 +18,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 from msgspec import Meta
 
+from sglang_pat.addresses import UNSHOWABLE
 from sglang_pat.packing import PackConfig
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import Event, NodeEvicted, RequestsExpected, Tokens
@@ -98,6 +100,11 @@ class TraceWriter:
                 # Opening a pipe would block until somebody reads it.
                 raise TraceError(f"SGLANG_PAT_TRACE: {path} is a pipe: name a file")
             self._path = path.absolute()
+            if re.search(f"[{UNSHOWABLE}]", str(self._path)):
+                # `/server_info` could not say where it is.
+                raise TraceError(
+                    f"SGLANG_PAT_TRACE: {str(self._path)!a} has characters that cannot be shown: name another file"
+                )
             self._file = path.open("ab")
             self._take(path)
             self._file.write(MAGIC)

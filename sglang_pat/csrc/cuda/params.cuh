@@ -46,8 +46,8 @@ struct Params {
   // A query is one token and its heads; where kMasks, a draft of `draft` tokens, which lie one behind the other in Q and the output, and
   // its heads are those of each KV head for each token: [kv_heads, draft, token_group].
   int queries, heads;
-  // Work items run once for each of `runs` groups of query heads: those of a KV head, in `splits` parts where they are more than a
-  // tile has rows. A part has `group` heads; the last one has some of the one before again, which computes the same.
+  // Work items run once for each of `runs` groups of query heads: those of a KV head, in `splits` splits where they are more than a
+  // tile has rows. A split has `group` heads; the last one has some of the one before again, which computes the same.
   int runs, splits, group, kv_group;
   // A query of more heads than a narrow tile has rows may be an item of that tile: then it is looked up as so many of them, each with
   // some heads, the last one likewise.
