@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
 UNSHOWABLE = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 """Characters, for a set of a regular expression, that make a terminal show something else than the text: control characters, ends of lines and
 changes of the direction of writing, and what Python makes of bytes that are not UTF-8."""
+
+_UNSHOWABLE = re.compile(f"[{UNSHOWABLE}]")
 
 KEY_PROBLEM = "an API key has printable ASCII characters only: give another one with --api-key or in OPENAI_API_KEY"
 
@@ -27,6 +30,11 @@ def is_address(url: str, paths: Collection[str] | None = None) -> bool:
         return False
     known = paths is None or parts.path.rstrip("/") in paths
     return whole and known and url.isprintable() and not set("@?# ") & set(url)
+
+
+def is_showable(name: str) -> bool:
+    """Whether a terminal shows this name of a file as it is, and `/server_info` can say it."""
+    return _UNSHOWABLE.search(name) is None
 
 
 def is_key(key: str) -> bool:

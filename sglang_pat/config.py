@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from sglang_pat.addresses import UNSHOWABLE
+from sglang_pat.addresses import is_showable
 from sglang_pat.jit import SANITIZE
 from sglang_pat.packing.prices import Policy
 from sglang_pat.platform import AWAKE
@@ -88,8 +88,7 @@ class PatConfig(msgspec.Struct, frozen=True):
 
 def _parse(variable: str, value: str, field: str) -> Any:
     if field in ("tiles", "trace"):
-        # `/server_info` could not say them either.
-        if re.search(f"[{UNSHOWABLE}]", value):
+        if not is_showable(value):
             raise ConfigError(f"{variable}={value!a} has characters that cannot be shown: name another file")
         return value
     if field == "trace_mb":

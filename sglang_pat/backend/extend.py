@@ -76,7 +76,8 @@ class PackedExtend:
         first = 0 if self._everything else self._first_short(forward_batch)
         if first is None:
             return None
-        cached, added = (tokens[first:] for tokens in self._tokens(forward_batch))
+        all_cached, all_added = self._tokens(forward_batch)
+        cached, added = all_cached[first:], all_added[first:]
         apart = compat.pool.has_window_pool(self._pool)
         longest = max(map(sum, zip(cached, added, strict=True)), default=0)
         if apart and not self._everything and len(added) * longest > WINDOW_TABLE_SLOTS:
@@ -86,14 +87,15 @@ class PackedExtend:
         # Before anything is divided or copied: most extends of a GPU end here.
         if not self._everything and not self._pays(made):
             return None
-        parts = self._divided(forward_batch, first)
+        parts = self._divided(forward_batch, all_added, first)
         batch = parts.second
         device, rows = batch.req_pool_indices.device, self._rows_on_host(batch, len(added))
         data = [torch.from_numpy(plan.data) for plan in made.values()]
-        self._rows, self._seq_lens, self._window_rows, *plans = to_device(
-            device, by_token(rows, added), lengths(cached, added), by_token(range(len(added)), added), *data
+        places = [by_token(range(len(added)), added)] if apart else []
+        self._rows, self._seq_lens, *moved = to_device(
+            device, by_token(rows, added), lengths(cached, added), *data, *places
         )
-        self._plans = dict(zip(made, plans, strict=True))
+        self._plans = dict(zip(made, moved, strict=not apart))
         if check is not None:
             for group in [group for group, plan in made.items() if not self._holds(group, plan, check)]:
                 made[group] = self._plan(group, torch.full_like(requests, -1), cached, added)
@@ -109,6 +111,7 @@ class PackedExtend:
             mapping, own = compat.pool.window_mapping(self._pool), batch.req_pool_indices[: len(added)].long()
             self._window_slots = mapping[batch.out_cache_loc]
             self._window_table = mapping[self._req_to_token[own, :longest].long()].int()
+            self._window_rows = moved[-1]
         return parts
 
     def forward(
@@ -158,9 +161,8 @@ class PackedExtend:
         first = trailing(added, max(group.executor.pack_config.max_queries for group in self._groups) - 1)
         return first if first < len(added) - 1 else None
 
-    def _divided(self, forward_batch: ForwardBatch, first: int) -> Parts:
-        """The batch in front of the request `first`, and from there on."""
-        _, added = self._tokens(forward_batch)
+    def _divided(self, forward_batch: ForwardBatch, added: list[int], first: int) -> Parts:
+        """The batch in front of the request `first`, and from there on; `added` are the new tokens of all."""
         if self._everything:
             # A copy, because `Parts` changes its batches.
             return Parts(0, sum(added), None, copy.copy(forward_batch))

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -18,7 +17,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 from msgspec import Meta
 
-from sglang_pat.addresses import UNSHOWABLE
+from sglang_pat.addresses import is_showable
 from sglang_pat.packing import PackConfig
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import Event, NodeEvicted, RequestsExpected, Tokens
@@ -100,8 +99,7 @@ class TraceWriter:
                 # Opening a pipe would block until somebody reads it.
                 raise TraceError(f"SGLANG_PAT_TRACE: {path} is a pipe: name a file")
             self._path = path.absolute()
-            if re.search(f"[{UNSHOWABLE}]", str(self._path)):
-                # `/server_info` could not say where it is.
+            if not is_showable(str(self._path)):
                 raise TraceError(
                     f"SGLANG_PAT_TRACE: {str(self._path)!a} has characters that cannot be shown: name another file"
                 )
