@@ -341,10 +341,10 @@ def test_every_tile(dim: int, v_dim: int, m: int, dtype: torch.dtype, arch: str)
 )
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 12, 25, *([4, 6, 11, 13] if ON_GPU else [])])
 def test_every_number_of_warps_for_an_item(count: int, dim: int, v_dim: int, dtype: torch.dtype, arch: str) -> None:
-    """A CTA's warps share its items in teams, as large as there are few of them."""
+    """A CTA's warps share its items in teams, as large as there are few of them, and those that are left when each warp has as many as the others."""
     generator = random.Random(count)
-    for most in (40, 700):
-        batch = Batch([generator.randint(1, most) for _ in range(count)], [])
+    for least, most in ((1, 40), (1, 700), (300, 300)):
+        batch = Batch([generator.randint(least, most) for _ in range(count)], [])
         for heads in (2, 32):
             case = make_case(batch, heads, 2, dim, dtype, v_dim)
             few = run(case, arch)

@@ -58,6 +58,7 @@ CHANGES: dict[str, emulated.Change] = {
     "items: they are used before they are in order": (
         "assign.cuh", "(Phase(warp), number);\n    __syncthreads();", "(Phase(warp), number);",
     ),
+    "items: one that is left over is forgotten": ("assign.cuh", "before) >= left_over", "before) >= left_over - 1"),
     "merge: warps add up before all have written": (
         "merge.cuh", "all[warp][lane_id()] = sums[0];\n    __syncthreads();", "all[warp][lane_id()] = sums[0];",
     ),
@@ -114,9 +115,10 @@ def cases(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
     shared = [Batch([600] * count, [Node(0, 500, list(range(count)))]) for count in (1, 8, 40)]
     short = [Node(0, 70, list(range(first, first + 12))) for first in range(0, 96, 12)]
     both = Batch([700] * 8, [Node(0, 400, list(range(first, first + 4))) for first in (0, 4)])
+    left_over = Batch([300] * 20, [])
     ragged = Batch([generator.randint(1, 700) for _ in range(7)], [])
     trees = [random_batch(generator, 2, 4, 90) for _ in range(3)]
-    found = [Case(batch, 8, 2, *dims, dtype) for batch in [*shared, both, ragged, Batch([71] * 96, short), *trees]]
+    found = [Case(batch, 8, 2, *dims, dtype) for batch in [*shared, both, left_over, ragged, Batch([71] * 96, short), *trees]]
     found.append(Case(Batch([4000], []), 2, 1, *dims, dtype))
     return found if dims == EQUAL else [with_nothing_behind_v(case) for case in found]
 

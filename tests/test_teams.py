@@ -49,6 +49,15 @@ int check() {
           CHECK(place.team * place.warps + place.warp == warp);
           CHECK(place.warp < place.warps);
         }
+        // What is left when all warps have as many items; only if a team is so much sooner done with one than a warp.
+        const int left = left_over<W>(items), over = count % W;
+        CHECK(left == 0 || (left == over && count >= W));
+        if (count >= W && over > 0) CHECK((left > 0) == (longest - longest * double(over) / W - kSumTokens > kLeastLeftOver));
+        if (left > 0) {
+          uint32_t all = ~0u;
+          for (int lane = 0; lane < 32; ++lane) all = std::min(all, team_rank<W>(lane, {left, longest, left * longest}));
+          CHECK(left > W / 2 || rank_time(all) < longest - kLeastLeftOver / 2);
+        }
       }
   return 0;
 }

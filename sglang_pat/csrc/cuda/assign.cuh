@@ -120,9 +120,10 @@ class Items {
   template <int kWarps>
   __device__ void sort(Phase phase, int number) {
     const int lane = lane_id();
-    ItemSum all = {}, alone = {};  // of the phase, and those that single warps have for themselves
-    int limit = INT_MAX;           // the longest of these
-    uint32_t best = 0;             // a rank (teams.h); in the end that of the teams for the shared ones
+    ItemSum all = {}, alone = {};   // of the phase, and those that single warps have for themselves
+    int limit = INT_MAX;            // the longest of these
+    int left_over = 0, shared = 0;  // how many of these are shared all the same; all that teams share
+    uint32_t best = 0;              // a rank (teams.h); in the end that of the teams for them
     // What is left for single warps when the long ones are shared may be few, and then too long again. One loop, for its code is long.
 #pragma unroll 1
     for (bool settled = false;;) {
@@ -130,26 +131,30 @@ class Items {
       if (limit == INT_MAX) all = alone;
       if (phase == kWide) break;
       const bool last = settled || alone.longest == 0;
-      best = best_teams<kWarps>(last ? ItemSum{all.count - alone.count, all.longest, all.tokens - alone.tokens} : alone);
+      shared = all.count - alone.count + left_over;
+      best = best_teams<kWarps>(last ? ItemSum{shared, all.longest, all.tokens - alone.tokens + left_over * alone.longest}
+                                     : alone);
       if (last) break;
       const int own = own_tokens<kWarps>(best, alone);
       settled = alone.longest <= own;
-      if (!settled) limit = own;
+      if (settled)
+        left_over = pat::left_over<kWarps>(alone);
+      else
+        limit = own;
     }
-    const int shared = all.count - alone.count;
-    int places[2] = {0, shared};  // of the next item that is shared, and of the next that is not
+    int next_shared = 0, next_own = shared;  // places
 #pragma unroll 1
     for (int first = 0; first < number; first += kWarpSize) {
       const int i = first + lane;
       const bool ours = i < number && assigned_.items[i].phase == phase;
-      const bool own = ours && assigned_.items[i].tokens <= limit;
-#pragma unroll
-      for (int kind = 0; kind < 2; ++kind) {
-        const bool counts = ours && own == (kind == 1);
-        const uint32_t bits = __ballot_sync(~0u, counts);
-        if (counts) assigned_.order[phase][places[kind] + __popc(bits & (1u << lane) - 1)] = uint16_t(i);
-        places[kind] += __popc(bits);
-      }
+      const bool is_short = ours && assigned_.items[i].tokens <= limit;
+      const uint32_t before = (1u << lane) - 1, short_ones = __ballot_sync(~0u, is_short);
+      const bool own = is_short && __popc(short_ones & before) >= left_over;
+      left_over = max(0, left_over - __popc(short_ones));
+      const uint32_t own_bits = __ballot_sync(~0u, own), shared_bits = __ballot_sync(~0u, ours) & ~own_bits;
+      const int place = own ? next_own + __popc(own_bits & before) : next_shared + __popc(shared_bits & before);
+      if (ours) assigned_.order[phase][place] = uint16_t(i);
+      next_own += __popc(own_bits), next_shared += __popc(shared_bits);
     }
     if (lane == 0) assigned_.count[phase] = all.count, assigned_.shared[phase] = shared;
     if (shared > 0 && lane < kWarps) assigned_.places[phase][lane] = team_place<kWarps>(best, lane);

@@ -35,6 +35,10 @@ PAT_ANYWHERE constexpr int quotient(int x, int by) {
 // Summing up an item takes a team as long as 24 tokens take one warp (1.5 us; 32 tokens take it 2 us, benchmarks/NOTES.md).
 constexpr int kSumTokens = 24;
 
+// Sharing what is left over has to save more than so many tokens: items of 256 tokens gain 3 to 5 %, of 128 up to 2, and those of 32 and 64 lost as
+// much, which the model does not say (benchmarks/NOTES.md, "Ends of workers").
+constexpr int kLeastLeftOver = 64;
+
 // How long `kWarps` warps take for these items if each is shared by a team of `team` warps; in tokens that one warp reads in that time.
 template <int kWarps>
 PAT_ANYWHERE constexpr int team_time(int team, const ItemSum& items) {
@@ -68,6 +72,14 @@ template <int kWarps>
 PAT_ANYWHERE constexpr int own_tokens(uint32_t best, const ItemSum& items) {
   if (items.count < kWarps) return rank_time(best);
   return quotient(team_time<kWarps>(kWarps, items), (items.count + kWarps - 1) / kWarps);
+}
+
+// Of items that single warps have for themselves as many as are left when each warp has as many as the others: with them a few warps would run one
+// more while the others have nothing to do. None if it does not pay to share them; all count as if they were as long as the longest.
+template <int kWarps>
+PAT_ANYWHERE constexpr int left_over(const ItemSum& alone) {
+  const int count = alone.count < kWarps ? 0 : alone.count % kWarps;
+  return alone.longest * (kWarps - count) > (kSumTokens + kLeastLeftOver) * kWarps ? count : 0;
 }
 
 }  // namespace pat
