@@ -67,7 +67,7 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
     step = describe(7, names, batch, config)
     assert sorted(step["requests"]) == sorted(names)
     lengths = dict(zip(names, batch.seq_lens, strict=True))
-    planned = for_batch(batch, config)
+    planned = for_batch(batch, config).for_bins
     assert step["lengths"] == [lengths[name] for name in step["requests"]]
     for policy in POLICIES:
         plan = step["policies"][policy]

@@ -676,32 +676,49 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"numbers": [0] * 25},
-        {"numbers": [1] * 24},
-        {"numbers": [1] * 20},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, -1, 0, 0, 1, 0, -1, 0, 8, 1, 0, 0, 1, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 2**30 + 1, 1, 0, -1, 0, 8, 1, 0, 0, 1, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 0, 0, -1, 0, 8, 1, 0, 0, 1, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, -1, -1, 0, 8, 1, 0, 0, 1, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 2**31, 0, 8, 1, 0, 0, 1, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 5, 0, 8, 1, 0, 0, 1, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 0, 1, 0, 0, 1, 0]},
-        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 0, 0, 0, 1, 0]},
+        {"numbers": [0] * 27},
+        {"numbers": [1] * 26},
+        {"numbers": [1] * 22},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, -1, 0, 0, 1, 0, -1, 0, 8, 1, 1, 0, 0, 0, 1, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 2**30 + 1, 1, 0, -1, 0, 8, 1, 1, 0, 0, 0, 1, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 0, 0, -1, 0, 8, 1, 1, 0, 0, 0, 1, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, -1, -1, 0, 8, 1, 1, 0, 0, 0, 1, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 2**31, 0, 8, 1, 1, 0, 0, 0, 1, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, 5, 0, 8, 1, 1, 0, 0, 0, 1, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 0, 1, 1, 0, 0, 0, 1, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 0, 1, 0, 0, 0, 1, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 1, 0, 0, 0, 0, 1, 0]},
+        {"numbers": [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 1, 1, -1, 0, 0, 1, 0]},
         {"query_tiles": []},
         {"kv_tiles": []},
         {"kv_bounds": [1, 2, 3, 4]},
         {"rates": [1]},
         {"items": [-1] * 9},
+        {"bin_rates": [1]},
+        {"bin_rates": [0] * 9},
+        {"bin_items": [-1] * 9},
         {"query_tiles": [2**40]},
     ],
 )
 def test_a_scheduler_with_numbers_that_cannot_be_is_not_made(changes: dict[str, list[int]]) -> None:
-    names = ["numbers", "rates", "items", "short_tokens", "query_tiles", "kv_tiles", "kv_bounds"]
+    names = [
+        "numbers",
+        "rates",
+        "items",
+        "short_tokens",
+        "bin_rates",
+        "bin_items",
+        "query_tiles",
+        "kv_tiles",
+        "kv_bounds",
+    ]
     right = [
-        [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 1, 0, 0, 1, 0],
+        [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 1, 1, 0, 0, 0, 1, 0],
         [1] * 9,
         [1] * 9,
         [0] * 9,
+        [1] * 9,
+        [1] * 9,
         [16, 32],
         [64],
         [],
@@ -726,6 +743,8 @@ def test_a_scheduler_with_numbers_that_cannot_be_is_not_made(changes: dict[str, 
         "rates": [1] * 8,
         "items": [1] * 8,
         "short_tokens": [0] * 8,
+        "bin_rates": [1] * 8,
+        "bin_items": [1] * 8,
     }
     with pytest.raises(ValueError, match="max_queries of small batches"):
         create(arrays, arrays | fewer)
@@ -740,7 +759,7 @@ def test_a_scheduler_with_numbers_that_cannot_be_is_not_made(changes: dict[str, 
         [9, 9, 1, 2**60],
     ):
         with pytest.raises(ValueError, match="of small batches"):
-            create(arrays | {"numbers": [*right[0][:21], *limits]})
+            create(arrays | {"numbers": [*right[0][:23], *limits]})
     buffers[1] = buffers[1][:3]
     with pytest.raises(ValueError, match="buffers must have"):
         create(arrays)

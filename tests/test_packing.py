@@ -125,7 +125,7 @@ def test_work_items_respect_the_largest_tile(batch: Batch, config: PackConfig) -
 @settings(max_examples=100, deadline=None)
 def test_a_plan_is_good_as_long_as_growing_tails_leave_its_bins_even(batch: Batch, config: PackConfig) -> None:
     plan = make_plan(batch, config)
-    config = for_batch(batch, config)
+    config = for_batch(batch, config).for_bins
     full = min(
         [config.window - length + 1 for length in batch.seq_lens if length <= config.window], default=LEAST_STEPS
     )
@@ -423,7 +423,7 @@ def test_where_single_warps_run_everything_a_second_bin_for_each_worker_must_be_
     config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"]), tiles, workers=132)
     assert len(make_plan(Batch(lengths), config).bins) - 1 == bins
     # With work for tensor cores beside it, an idle worker is missed.
-    shared = Batch([2_080] * 1024, [Node(0, 2_048, list(range(1024)))])
+    shared = Batch([8_224] * 1024, [Node(0, 8_192, list(range(1024)))])
     assert len(make_plan(shared, config).bins) - 1 == 33
 
 

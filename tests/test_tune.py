@@ -83,7 +83,8 @@ def test_a_slow_memory_needs_more_bytes_in_flight() -> None:
 @pytest.mark.parametrize("items", [{8: 4}, {16: 4}, {64: 4}, {192: 4}, {64: 2, 8: 2}])
 def test_all_workers_of_a_synthetic_plan_have_the_same_to_do(items: dict[int, int]) -> None:
     plan = tile_prices.synthetic(items, tokens=64, workers=6)
-    config = PackConfig(CostModel(tile_prices.GROUP, 1, 128, 128, 2), capabilities.tile_table("9.0a", 128), workers=6)
+    tiles = capabilities.tile_table("9.0a", 128)
+    config = PackConfig(CostModel(tile_prices.GROUP, 1, 128, 128, 2), tiles, workers=6).for_bins
     price = sum(count * config.uncut_price(m // tile_prices.GROUP, 64) for m, count in items.items())
     assert makespan(plan, [10**6] * len(plan.num_parts), config) == price + (len(items) - 1) * config.turn_price
     covered = sorted((item.start, item.end) for item in plan.items)

@@ -18,8 +18,11 @@ PRICED = msgspec.structs.replace(
 IN_SLICES = msgspec.structs.replace(PRICED, slice_token_ns=30)
 """Queries of more than 16 rows with few tokens are run in slices."""
 
+IN_BINS = msgspec.structs.replace(IN_SLICES, bins_token_ns=(30, 60, 40), bins_item_ns=(0, 2_000, 3_000))
+"""Packs are laid out in bins by other prices than it is decided what is packed."""
+
 SMALL = msgspec.structs.replace(
-    IN_SLICES, small=SmallLimits(tokens=150, long_draft_queries=6, queries=5, sharing=2, unshared_draft_tokens=60)
+    IN_BINS, small=SmallLimits(tokens=150, long_draft_queries=6, queries=5, sharing=2, unshared_draft_tokens=60)
 )
 """Small batches of drafts of more than four rows are run with tiles of 64, and others that share half of what they read or
 read little."""
@@ -55,7 +58,7 @@ def batches(draw: st.DrawFn, max_queries: int = 24, max_length: int = 80) -> Bat
 def configs(draw: st.DrawFn) -> PackConfig:
     kv_heads = draw(st.sampled_from([1, 2, 8]))
     group = draw(st.sampled_from([1, 3, 4, 16, 32, 65, 200]))
-    tiles = draw(st.sampled_from([TILES, PRICED, IN_SLICES, SMALL]))
+    tiles = draw(st.sampled_from([TILES, PRICED, IN_SLICES, IN_BINS, SMALL]))
     dim = draw(st.sampled_from([8, 64, 128]))
     cost = CostModel(
         kv_heads * group,

@@ -68,6 +68,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         msgspec.structs.replace(pack, in_row_slices=config.in_row_slices(len(pack.queries), kv_length(pack, seq_lens)))
         for pack in packs
     ]
+    config = config.for_bins
     prices = [config.item_price(len(pack.queries), kv_length(pack, seq_lens), pack.in_row_slices) for pack in packs]
     remaining, count = sum(prices), _count(packs, prices, config)
     shared, single = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])
@@ -140,6 +141,7 @@ def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, 
         config: Device and model.
         growing: For each query, whether it will see more.
     """
+    config = config.for_bins
     growths = [
         sum(
             config.growth_price(len(pack.queries), pack.in_row_slices)

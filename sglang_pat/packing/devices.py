@@ -32,11 +32,12 @@ Nanoseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Factor = Annotated[float, msgspec.Meta(ge=0, le=100)]
 
 
-class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How long a work item of one m occupies a worker, for one KV head: to start and end, and per token.
 
     Measured while all SMs run the same tile. In a plan, SMs that wait or compute on wide tiles leave their bandwidth to the others; the
-    factors say how much of each price counts then.
+    factors say how much of each price counts then: `in_plans` when it is decided what is packed, `in_bins` when packs are laid out in bins, where
+    None stands for the former. An H200's were fitted to when workers end (benchmarks/NOTES.md, "Ends of workers").
     """
 
     m: Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -44,6 +45,18 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_ns: Nanoseconds
     item_in_plans: Factor
     token_in_plans: Factor
+    item_in_bins: Factor | None = None
+    token_in_bins: Factor | None = None
+
+    def in_plans(self) -> tuple[float, float]:
+        """Nanoseconds of an item and of a token when it is decided what is packed."""
+        return self.item_ns * self.item_in_plans, self.token_ns * self.token_in_plans
+
+    def in_bins(self) -> tuple[float, float]:
+        """The same when packs are laid out in bins."""
+        item = self.item_in_plans if self.item_in_bins is None else self.item_in_bins
+        token = self.token_in_plans if self.token_in_bins is None else self.token_in_bins
+        return self.item_ns * item, self.token_ns * token
 
 
 class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,12 +127,16 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         found = [prices[m] for m in query_tiles]
         scale = head_dim / self.head_dim
         fitted = kv_bits == 16 and head_dim == self.head_dim
+
+        def scaled(times: list[tuple[float, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+            return tuple(token * scale for _, token in times), tuple(item for item, _ in times)
+
+        packs, bins = scaled([price.in_plans() for price in found]), scaled([price.in_bins() for price in found])
         return TileTable(
             query_tiles,
             (kv_tile,),
             (),
-            tuple(price.token_ns * price.token_in_plans * scale for price in found),
-            tuple(price.item_ns * price.item_in_plans for price in found),
+            *packs,
             warp_m,
             warp_tokens,
             self.slice_token_ns * scale if kv_bits == 16 else 0,
@@ -129,6 +146,7 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.read_tbps * 1e3,
             self.sms,
             self.small if fitted else SmallLimits(),
+            *((), ()) if bins == packs else bins,
         )
 
 

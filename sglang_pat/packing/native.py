@@ -357,16 +357,16 @@ def _halves(head: bytes) -> tuple[int, int]:
 
 def _arrays(config: PackConfig, max_batch: int, max_slots: int) -> list[Any]:
     """A config as `create` in csrc/packing/module.cpp reads it."""
-    cost, tiles = config.cost, config.tiles
+    cost, tiles, bins = config.cost, config.tiles, config.for_bins
     numbers = [
         cost.token_bytes, cost.part_bytes, config.turn_price, cost.group, cost.runs, config.workers, config.max_queries,
         config.few_queries, config.warp_queries, list(POLICIES).index(config.policy), max_batch, max_slots,
         config.bin_end_price, config.wave_price, config.window, config.slices_token_price, config.slices_start_price,
-        config.slices_tokens, tiles.warp_m, config.grain, tiles.warp_tokens,
+        config.slices_tokens, tiles.warp_m, config.grain, tiles.warp_tokens, bins.slices_token_price, bins.slices_start_price,
     ]  # fmt: skip
     prices = [
         [0, *(price(queries) for queries in range(1, config.max_queries + 1))]
-        for price in (config.token_price, config.start_price, config.short_tokens)
+        for price in (config.token_price, config.start_price, config.short_tokens, bins.token_price, bins.start_price)
     ]
     return [numbers, *prices, tiles.query_tiles, tiles.kv_tiles, tiles.kv_bounds]
 

@@ -107,6 +107,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
 
 def bin_prices(plan: Plan, seq_lens: list[int], config: PackConfig) -> list[int]:
     """The price of each bin of a plan, for all KV heads; `config` is what it was made with (`for_batch`)."""
+    config = config.for_bins
     return [
         config.bin_price(
             (len(item.queries), end - start, config.runs_in_row_slices(len(item.queries), item.tile.m))

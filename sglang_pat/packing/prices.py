@@ -66,6 +66,12 @@ class PackConfig(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, tiles=tiles) if self.small_limits[0] > 0 and tiles != self.tiles else None
 
     @property
+    def for_bins(self) -> PackConfig:
+        """The same with the prices by which packs are laid out in bins; itself if they are no others."""
+        tiles = self.tiles.for_bins()
+        return self if tiles is self.tiles else msgspec.structs.replace(self, tiles=tiles)
+
+    @property
     def small_limits(self) -> tuple[int, int, int, int]:
         """The most queries of a small batch, and the most KV tokens when each is read once, both times `CostModel.runs`; how many times as many its
         requests have together at least; and up to how many tokens that does not matter."""

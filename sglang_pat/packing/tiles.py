@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from typing import Annotated
 
@@ -68,6 +69,7 @@ class TileTable(msgspec.Struct, frozen=True):
         bytes_per_ns: Memory bandwidth; needed if there are times, to express them in bytes (`PackConfig`).
         sms: Streaming multiprocessors that share the bandwidth.
         small: Which steps are planned without tiles of single warps.
+        bins_token_ns, bins_item_ns: What counts in place of `token_ns` and `item_ns` when packs are laid out in bins; the same if empty.
     """
 
     query_tiles: tuple[Count, ...]
@@ -84,6 +86,8 @@ class TileTable(msgspec.Struct, frozen=True):
     bytes_per_ns: Annotated[float, Meta(ge=0)] = 0
     sms: Annotated[int, Meta(ge=1, le=10_000)] = 1
     small: SmallLimits = SmallLimits()
+    bins_token_ns: tuple[Nanoseconds, ...] = ()
+    bins_item_ns: tuple[Nanoseconds, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("query_tiles", "kv_tiles", "kv_bounds"):
@@ -92,12 +96,19 @@ class TileTable(msgspec.Struct, frozen=True):
                 raise ValueError(f"{name} must ascend")
         if not self.query_tiles or len(self.kv_tiles) != len(self.kv_bounds) + 1:
             raise ValueError("there must be a tile for queries, and for KV one more than bounds")
-        if {len(self.token_ns), len(self.item_ns)} - {0, len(self.query_tiles)}:
+        times = (self.token_ns, self.item_ns, self.bins_token_ns, self.bins_item_ns)
+        if {*map(len, times)} - {0, len(self.query_tiles)} or (
+            bool(self.bins_token_ns),
+            bool(self.bins_item_ns),
+        ) not in (
+            (False, False),
+            (bool(self.token_ns), bool(self.item_ns)),
+        ):
             raise ValueError("there must be a time for each m, or none")
         if self.slice_token_ns and not (self.item_ns and self.warp_m in self.query_tiles):
             raise ValueError("there must be times of the tile that slices have")
         of_workers, of_all = (
-            (*self.token_ns, *self.item_ns, self.slice_token_ns, self.turn_ns),
+            (*itertools.chain(*times), self.slice_token_ns, self.turn_ns),
             (self.bin_ns, self.wave_ns),
         )
         if any(of_workers + of_all) and not self.bytes_per_ns:
@@ -117,8 +128,17 @@ class TileTable(msgspec.Struct, frozen=True):
         if first in (0, len(self.query_tiles)):
             return self
         return msgspec.structs.replace(
-            self, query_tiles=self.query_tiles[first:], token_ns=self.token_ns[first:], item_ns=self.item_ns[first:], warp_m=0, slice_token_ns=0
+            self, query_tiles=self.query_tiles[first:], token_ns=self.token_ns[first:], item_ns=self.item_ns[first:], warp_m=0, slice_token_ns=0,
+            bins_token_ns=self.bins_token_ns[first:], bins_item_ns=self.bins_item_ns[first:],
         )  # fmt: skip
+
+    def for_bins(self) -> TileTable:
+        """The same with the times that count when packs are laid out in bins."""
+        if not (self.bins_token_ns or self.bins_item_ns):
+            return self
+        return msgspec.structs.replace(
+            self, token_ns=self.bins_token_ns, item_ns=self.bins_item_ns, bins_token_ns=(), bins_item_ns=()
+        )
 
     def max_queries(self, group: int) -> int:
         """How many queries the largest m holds if `group` query heads share a KV head; at least one."""

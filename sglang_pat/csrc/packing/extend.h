@@ -40,6 +40,7 @@ class ExtendMaker {
     prefixes_.take(mirror, sharing_, cached_);
     packs_.begin(prefixes_, lengths_.size());
     packs_.num_parts.assign(lengths_.size(), 0);
+    price_ = 0;
     begins_.assign(batch.size(), 0);
     shared_ = 0;
     starts_.assign(prefixes_.nodes.size(), 0);
@@ -48,7 +49,6 @@ class ExtendMaker {
       if (int64_t(packs_.queries.size()) > kMaxQueries) throw TooLarge("an extend's work items have too many queries");
     }
     for (size_t i = 0; i < batch.size(); ++i) add_own(int32_t(i), config);
-    price_ = packs_.work;
     for (const int32_t parts : packs_.num_parts) price_ += parts > 1 ? parts * config.part_bytes : 0;
     alone_ = 0;
     for (size_t i = 0; i < batch.size(); ++i)
@@ -130,7 +130,9 @@ class ExtendMaker {
   void add_pack(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
     (count > 1 ? packs_.shared : packs_.single).push_back(Pack{start, end, first, count});
     for (int32_t i = first; i < first + count; ++i) packs_.num_parts[packs_.queries[i]] += 1;
-    packs_.work += config.uncut_price(count, (end == kOpen ? lengths_[packs_.queries[first]] : end) - start);
+    const int64_t tokens = (end == kOpen ? lengths_[packs_.queries[first]] : end) - start;
+    price_ += config.uncut_price(count, tokens);
+    packs_.work += config.bin_uncut_price(count, tokens);
   }
 
   int32_t seen_from(int32_t length) const { return window_ == 0 ? 0 : std::max(0, length - window_); }

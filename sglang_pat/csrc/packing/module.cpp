@@ -73,14 +73,15 @@ auto guarded(Action action) {
 }
 
 // What `config_of` reads of `create`'s numbers, and how many those are.
-constexpr int64_t kConfigNumbers = 21, kNumbers = 25;
+constexpr int64_t kConfigNumbers = 23, kNumbers = 27;
 
 // `numbers`: token_bytes, part_bytes, turn_price, group, kv_heads, workers, max_queries, few_queries, warp_queries, policy, max_batch,
 // max_slots (not of a config), bin_end_price, wave_price, window, slices_token_price, slices_start_price, slices_tokens, slice_rows,
-// grain, warp_tokens.
-// `token_prices`, `start_prices` and `short_tokens` are [max_queries + 1].
+// grain, warp_tokens, and of bins slices_token_price, slices_start_price.
+// `token_prices`, `start_prices`, `short_tokens` and the prices in bins are [max_queries + 1].
 pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView start_prices, TensorView short_tokens,
-                      TensorView query_tiles, TensorView kv_tiles, TensorView kv_bounds) {
+                      TensorView bin_token_prices, TensorView bin_start_prices, TensorView query_tiles, TensorView kv_tiles,
+                      TensorView kv_bounds) {
   const int64_t* n = data<int64_t>(numbers, "numbers", kConfigNumbers);
   pat::Config config;
   config.token_bytes = n[0], config.part_bytes = n[1], config.turn_price = n[2], config.bin_end_price = n[12],
@@ -90,6 +91,7 @@ pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView st
   config.window = pat::in_range("window", n[14], 0, pat::kMaxWindow);
   config.grain = pat::in_range("grain", n[19], 1, pat::kMaxTile);
   config.warp_tokens = n[20];
+  config.bins.slices_token = n[21], config.bins.slices_start = n[22];
   config.group = pat::in_range("group", n[3], 1, pat::kMaxTile);
   config.kv_heads = pat::in_range("kv_heads", n[4], 1, pat::kMaxWorkers);
   config.workers = pat::in_range("workers", n[5], 1, pat::kMaxWorkers);
@@ -100,6 +102,8 @@ pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView st
   config.token_prices = copied<int64_t>(token_prices, "token_prices");
   config.start_prices = copied<int64_t>(start_prices, "start_prices");
   config.short_tokens = copied<int64_t>(short_tokens, "short_tokens");
+  config.bins.tokens = copied<int64_t>(bin_token_prices, "bin_token_prices");
+  config.bins.starts = copied<int64_t>(bin_start_prices, "bin_start_prices");
   config.query_tiles = copied<int>(query_tiles, "query_tiles");
   config.kv_tiles = copied<int>(kv_tiles, "kv_tiles");
   config.kv_bounds = copied<int>(kv_bounds, "kv_bounds");
@@ -110,16 +114,19 @@ pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView st
 // A config, behind whose numbers stand `Config::small_queries`, `small_tokens`, `small_sharing` and `unshared_tokens`; that of small batches; and
 // the plans' buffers.
 int64_t create(TensorView numbers, TensorView token_prices, TensorView start_prices, TensorView short_tokens,
-               TensorView query_tiles, TensorView kv_tiles, TensorView kv_bounds, TensorView small_numbers,
-               TensorView small_token_prices, TensorView small_start_prices, TensorView small_short_tokens,
+               TensorView bin_token_prices, TensorView bin_start_prices, TensorView query_tiles, TensorView kv_tiles,
+               TensorView kv_bounds, TensorView small_numbers, TensorView small_token_prices, TensorView small_start_prices,
+               TensorView small_short_tokens, TensorView small_bin_token_prices, TensorView small_bin_start_prices,
                TensorView small_query_tiles, TensorView small_kv_tiles, TensorView small_kv_bounds, TensorView first_buffer,
                TensorView second_buffer) {
   const int64_t* n = data<int64_t>(numbers, "numbers", kNumbers);
   return guarded([&] {
-    pat::Config config = config_of(numbers, token_prices, start_prices, short_tokens, query_tiles, kv_tiles, kv_bounds);
-    pat::Config small = config_of(small_numbers, small_token_prices, small_start_prices, small_short_tokens,
-                                  small_query_tiles, small_kv_tiles, small_kv_bounds);
-    config.plan_small(n[21], n[22], n[23], n[24], std::move(small));
+    pat::Config config = config_of(numbers, token_prices, start_prices, short_tokens, bin_token_prices, bin_start_prices,
+                                   query_tiles, kv_tiles, kv_bounds);
+    pat::Config small =
+        config_of(small_numbers, small_token_prices, small_start_prices, small_short_tokens, small_bin_token_prices,
+                  small_bin_start_prices, small_query_tiles, small_kv_tiles, small_kv_bounds);
+    config.plan_small(n[23], n[24], n[25], n[26], std::move(small));
     std::vector<pat::Buffer> buffers;
     for (const TensorView& buffer : {first_buffer, second_buffer})
       buffers.push_back(pat::Buffer{data<int32_t>(buffer, "buffers", pat::kHeaderSize), buffer.size(0)});

@@ -38,8 +38,8 @@ struct Packs {
   std::vector<Pack> shared, single;  // packs of several queries, and of one
   std::vector<int32_t> queries;
   std::vector<int32_t> num_parts;  // of each query, once counted
-  // Prices by the model, before anything is cut: of the policy's packs, as split by the query limit, and the latter
-  // weighted by queries.
+  // Prices by the model, before anything is cut: of the policy's packs when it is decided what is packed, and as split by the query limit when they
+  // are laid out in bins.
   int64_t reads = 0, work = 0;
 
   void reserve(size_t batch) {
@@ -94,16 +94,14 @@ struct Packs {
     const size_t old_tails = single.size(), old_queries = queries.size();
     single.resize(old_tails + leaves);
     queries.resize(old_queries + leaves);
-    int64_t price = 0;
     for (size_t i = 0; i < leaves; ++i) {
       const int32_t query = order[prefix.first + i];
       const int32_t from = choices.leaf_joins[prefix.first + i] ? start : prefix.end;
       single[old_tails + i] = Pack{from, kOpen, int32_t(old_queries + i), 1};
       queries[old_queries + i] = query;
-      price += config.uncut_price(1, seq_lens[query] - from);
+      reads += config.uncut_price(1, seq_lens[query] - from);
+      work += config.bin_uncut_price(1, seq_lens[query] - from);
     }
-    reads += price;
-    work += price;
   }
 
   // Every query has a part in each pack that it stayed in, and its tail.
@@ -130,7 +128,7 @@ struct Packs {
     for (int32_t i = 0, from = 0; i < pieces; ++i) {
       const int32_t to = pieces == 1 ? count : int32_t(int64_t(count) * (i + 1) / pieces);
       (to - from > 1 ? shared : single).push_back(Pack{start, end, first + from, to - from});
-      work += config.uncut_price(to - from, end - start);
+      work += config.bin_uncut_price(to - from, end - start);
       reads += config.pack_price(to - from, end - start);
       from = to;
     }

@@ -34,6 +34,18 @@ inline int64_t in_range(const char* name, int64_t value, int64_t least, int64_t 
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// What work items cost, bytes, when packs are laid out in bins; PackConfig.for_bins.
+struct BinPrices {
+  std::vector<int64_t> tokens, starts;         // [max_queries + 1], of a work item with so many queries
+  int64_t slices_token = 1, slices_start = 0;  // of one that is run in slices
+
+  // What one more token costs a work item.
+  int64_t growth(int64_t queries, bool slices) const { return slices ? slices_token : tokens[queries]; }
+
+  // What a work item costs besides its tokens.
+  int64_t fixed(int64_t queries, bool slices) const { return slices ? slices_start : starts[queries]; }
+};
+
 struct Config {
   int64_t token_bytes = 0, part_bytes = 0;  // traffic
   int64_t turn_price = 0, bin_end_price = 0, wave_price = 0;
@@ -48,6 +60,7 @@ struct Config {
   // [max_queries + 1]: what a token costs a work item with so many queries, what its start and end cost, and up to how
   // many tokens it is better run by work items of `few_queries`.
   std::vector<int64_t> token_prices, start_prices, short_tokens;
+  BinPrices bins;
   std::vector<int> query_tiles, kv_tiles, kv_bounds;
   // `small` is what small batches are planned with: of at most so many queries, and so many tokens when each is read once, both times the
   // KV heads. Their requests must have `small_sharing` times as many tokens together, or there are no more than `unshared_tokens`.
@@ -62,13 +75,17 @@ struct Config {
     in_range("a turn's price", turn_price, 0, kMaxItemPrice);
     in_range("the price of a bin's end", bin_end_price, 0, kMaxItemPrice);
     in_range("a wave's price", wave_price, 0, kMaxItemPrice);
-    for (const auto* prices : {&token_prices, &start_prices, &short_tokens})
+    for (const auto* prices : {&token_prices, &start_prices, &short_tokens, &bins.tokens, &bins.starts})
       in_range("the number of prices", int64_t(prices->size()), max_queries + 1, max_queries + 1);
     for (int queries = 1; queries <= max_queries; ++queries) {
       in_range("a token's price", token_prices[queries], 1, kMaxTokenPrice);
       in_range("a start's price", start_prices[queries], 0, kMaxItemPrice);
       in_range("short_tokens", short_tokens[queries], 0, INT32_MAX);
+      in_range("a token's price in bins", bins.tokens[queries], 1, kMaxTokenPrice);
+      in_range("a start's price in bins", bins.starts[queries], 0, kMaxItemPrice);
     }
+    in_range("the price of slices in bins", bins.slices_token, 1, kMaxTokenPrice);
+    in_range("the start of slices in bins", bins.slices_start, 0, kMaxItemPrice);
     in_range("the price of slices", slices_token_price, 1, kMaxTokenPrice);
     in_range("the start of slices", slices_start_price, 0, kMaxItemPrice);
     in_range("the tokens of slices", slices_tokens, -1, INT32_MAX);
@@ -121,23 +138,29 @@ struct Config {
   // Whether a pack is run in slices, and so the work items that it is cut into.
   bool in_row_slices(int64_t queries, int64_t tokens) const { return queries == 1 && tokens <= slices_tokens; }
 
-  // What one more token costs a work item.
-  int64_t growth_price(int64_t queries, bool slices) const { return slices ? slices_token_price : token_prices[queries]; }
-
-  // What a work item costs besides its tokens.
-  int64_t fixed_price(int64_t queries, bool slices) const { return slices ? slices_start_price : start_prices[queries]; }
-
   // Whether single warps run a work item.
   bool by_warps(int64_t queries, bool slices) const { return queries <= warp_queries || slices; }
 
-  int64_t item_price(int64_t queries, int64_t tokens, bool slices) const {
-    const int64_t computed = by_warps(queries, slices) ? std::max(tokens, warp_tokens) : tokens;
-    return computed * growth_price(queries, slices) + fixed_price(queries, slices);
+  // As how many tokens those of a work item count.
+  int64_t computed(int64_t queries, int64_t tokens, bool slices) const {
+    return by_warps(queries, slices) ? std::max(tokens, warp_tokens) : tokens;
   }
 
   // What a pack costs that is one work item.
   int64_t uncut_price(int64_t queries, int64_t tokens) const {
-    return item_price(queries, tokens, in_row_slices(queries, tokens));
+    const bool slices = in_row_slices(queries, tokens);
+    return computed(queries, tokens, slices) * (slices ? slices_token_price : token_prices[queries]) +
+           (slices ? slices_start_price : start_prices[queries]);
+  }
+
+  // What a work item costs in a bin.
+  int64_t bin_item_price(int64_t queries, int64_t tokens, bool slices) const {
+    return computed(queries, tokens, slices) * bins.growth(queries, slices) + bins.fixed(queries, slices);
+  }
+
+  // The same of a pack that is one work item.
+  int64_t bin_uncut_price(int64_t queries, int64_t tokens) const {
+    return bin_item_price(queries, tokens, in_row_slices(queries, tokens));
   }
 
   // In how many work items a pack is run.
@@ -153,8 +176,8 @@ struct Config {
     return count == 1 ? uncut_price(queries, tokens) : count * uncut_price(ceil_div(queries, count), tokens);
   }
 
-  // PackConfig.bins: weighs idle workers against cut packs.
-  int64_t bins(int64_t limit, double work, double cut, bool narrow) const {
+  // How many bins there are, PackConfig.bins: weighs idle workers against cut packs.
+  int64_t num_bins(int64_t limit, double work, double cut, bool narrow) const {
     const int64_t heads = kv_heads;
     int64_t best = 0;
     double least = INFINITY;
