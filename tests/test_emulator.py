@@ -118,7 +118,9 @@ def cases(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
     left_over = Batch([300] * 20, [])
     ragged = Batch([generator.randint(1, 700) for _ in range(7)], [])
     trees = [random_batch(generator, 2, 4, 90) for _ in range(3)]
-    found = [Case(batch, 8, 2, *dims, dtype) for batch in [*shared, both, left_over, ragged, Batch([71] * 96, short), *trees]]
+    found = [
+        Case(batch, 8, 2, *dims, dtype) for batch in [*shared, both, left_over, ragged, Batch([71] * 96, short), *trees]
+    ]
     found.append(Case(Batch([4000], []), 2, 1, *dims, dtype))
     return found if dims == EQUAL else [with_nothing_behind_v(case) for case in found]
 
