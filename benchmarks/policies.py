@@ -68,6 +68,7 @@ def spans(batch: Batch) -> dict[str, float] | None:
     config = trees.H200
     packs = make_packs(batch, config)
     plan = make_plan(batch, config)
+    config = config.for_bins
     share = sum(_price(pack, batch.seq_lens, config) for pack in packs) / config.workers
     tile = (config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.start_price(1)) / config.cost.runs
     if share < 2 * tile:

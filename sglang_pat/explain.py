@@ -118,7 +118,7 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
     except ValueError as error:
         raise trace.TraceError(f"a batch cannot be planned: {error}") from None
     config = for_batch(batch, config)
-    cost, bins = config.cost, config.for_bins
+    cost, laid_out = config.cost, config.for_bins
     packs: dict[tuple[int, ...], int] = {}
     items: list[list[Any]] = []
     for begin, behind in pairwise(plan.bins):
@@ -129,8 +129,8 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
             start, end = item.span(batch.seq_lens)
             pack = packs.setdefault(tuple(item.queries), len(packs))
             in_row_slices = config.runs_in_row_slices(len(item.queries), item.tile.m)
-            price = bins.item_price(len(item.queries), end - start, in_row_slices) // cost.runs
-            turn = bins.turn_price // cost.runs if 0 < number == others else 0
+            price = laid_out.item_price(len(item.queries), end - start, in_row_slices) // cost.runs
+            turn = laid_out.turn_price // cost.runs if 0 < number == others else 0
             runs = _runs(sorted(place[query] for query in item.queries))
             items.append([start, end, pack, item.tile.m, item.tile.n, price, runs, turn])
     work = sum(item[5] for item in items) * cost.runs / config.workers

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from trees import TILES, batches, configs
+from trees import PRICED, TILES, batches, configs
 
 from sglang_pat import jit
 from sglang_pat.packing import OPEN, Batch, CostModel, Node, PackConfig, TileTable, WorkItem, layout, tree
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, load
+from sglang_pat.packing.oracle import bin_prices
 
 pytestmark = pytest.mark.once
 
@@ -151,6 +152,17 @@ def test_prices_are_those_of_the_work_items(extend: Extend, config: PackConfig) 
         unseen = max(0, cached + 1 - config.window) if config.window else 0
         alone += (cached + added - unseen) * config.cost.token_bytes if added else 0
     assert made.alone == alone
+
+
+def test_bins_are_even_by_the_prices_of_bins() -> None:
+    """Work items cost more there: by the other prices the first bins would be less full, and the last take the rest, twice the mean."""
+    dear = msgspec.structs.replace(PRICED, bins_token_ns=(96, 120, 150), bins_item_ns=(750, 1_500, 13_500))
+    config = PackConfig(CostModel(8, 2, 64, 64, 2), dear, workers=32)
+    extend = Extend(Batch([4_000 + 40 * i for i in range(12)], [Node(0, 3_000, list(range(12)))]), [2] * 12)
+    scheduler = NativeScheduler(config, 12)
+    made = scheduler.extend(load(scheduler, extend.batch), np.array(extend.batch.seq_lens), np.array(extend.added))
+    prices = bin_prices(layout.read(made.data, 0), extend.lengths, config)
+    assert len(prices) == 16 and max(prices) < 1.2 * sum(prices) / len(prices)
 
 
 def test_a_request_that_is_not_known_shares_nothing() -> None:

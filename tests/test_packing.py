@@ -338,10 +338,14 @@ def test_long_kv_is_cut_until_every_worker_has_its_share() -> None:
 @settings(max_examples=200, deadline=None)
 def test_where_there_is_work_for_all_workers_finish_together(batch: Batch, config: PackConfig) -> None:
     plan = make_plan(batch, config)
+    config = for_batch(batch, config).for_bins
     heads, workers = config.cost.runs, config.workers
     share = sum(bin_prices(plan, batch.seq_lens, config)) / workers
     # Below this the grain of a cut or the start of a work item outweighs what there is to balance.
-    quantum = config.grain * config.token_price(config.max_queries) + config.start_price(config.max_queries)
+    quantum = max(
+        config.grain * config.token_price(queries) + config.start_price(queries)
+        for queries in range(1, config.max_queries + 1)
+    )
     idle = min(waves * workers / (waves * workers // heads * heads or 1) for waves in range(1, MAX_WAVES + 1))
     if all(len(item.queries) <= config.warp_queries for item in plan.items):
         # Then memory is the bound, and idle workers may be worth it.
@@ -422,9 +426,10 @@ def test_where_single_warps_run_everything_a_second_bin_for_each_worker_must_be_
     tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
     config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"]), tiles, workers=132)
     assert len(make_plan(Batch(lengths), config).bins) - 1 == bins
-    # With work for tensor cores beside it, an idle worker is missed.
-    shared = Batch([8_224] * 1024, [Node(0, 8_192, list(range(1024)))])
-    assert len(make_plan(shared, config).bins) - 1 == 33
+    # With so much work for tensor cores beside it an idle worker is missed; with less, more cuts are.
+    for prefix, of_shared in ((2_048, 16), (8_192, 33)):
+        shared = Batch([prefix + 32] * 1024, [Node(0, prefix, list(range(1024)))])
+        assert len(make_plan(shared, config).bins) - 1 == of_shared
 
 
 def test_a_bin_that_turns_from_one_kind_of_work_items_to_the_other_gets_fewer_of_them() -> None:

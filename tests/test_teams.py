@@ -51,12 +51,13 @@ int check() {
         }
         // What is left when all warps have as many items; only if a team is so much sooner done with one than a warp.
         const int left = left_over<W>(items), over = count % W;
-        CHECK(left == 0 || (left == over && count >= W));
-        if (count >= W && over > 0) CHECK((left > 0) == (longest - longest * double(over) / W - kSumTokens > kLeastLeftOver));
-        if (left > 0) {
+        CHECK(left == 0 || (left == over && count >= W && 2 * longest <= 3 * total / count));
+        if (count > 0 && total == longest * count) {
           uint32_t all = ~0u;
-          for (int lane = 0; lane < 32; ++lane) all = std::min(all, team_rank<W>(lane, {left, longest, left * longest}));
-          CHECK(left > W / 2 || rank_time(all) < longest - kLeastLeftOver / 2);
+          for (int lane = 0; lane < 32; ++lane) all = std::min(all, team_rank<W>(lane, {over, longest, over * longest}));
+          const int saved = over > 0 && count >= W ? longest - rank_time(all) : 0;
+          CHECK(left == 0 || saved > kLeastLeftOver / 2);
+          CHECK(left > 0 || over > W / 2 || saved <= 2 * kLeastLeftOver);
         }
       }
   return 0;

@@ -12,7 +12,7 @@ import torch
 
 from sglang_pat import tile_prices, tune
 from sglang_pat.kernels import capabilities, low_bit
-from sglang_pat.packing import FORMATS, AttentionSpec, CostModel, PackConfig, devices
+from sglang_pat.packing import FORMATS, AttentionSpec, CostModel, PackConfig, TileTable, devices
 from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.packing.oracle import makespan
 
@@ -46,6 +46,35 @@ def test_a_gpu_finds_its_table(arch: str, gpu: str, known: str | None) -> None:
         tiles = capabilities.tile_table(arch, dim, gpu)
         assert tiles.query_tiles == capabilities.query_tiles(arch, dim)
         assert len(tiles.item_ns) == (len(tiles.query_tiles) if known and dim <= 128 else 0)
+
+
+def test_an_h200s_bins_have_prices_of_their_own_and_an_h100s_have_not() -> None:
+    tiles = {name: devices.load(devices.TABLES / f"{name}.json") for name in ("h200", "h100")}
+    of_h200, of_h100 = (
+        table.tiles(capabilities.query_tiles("9.0a", 128), 64, 128, capabilities.NARROW_M, capabilities.WARP_TOKENS)
+        for table in tiles.values()
+    )
+    assert of_h200 == capabilities.tile_table("9.0a", 128, "NVIDIA H200")
+    assert (of_h100.bins_item_ns, of_h100.bins_token_ns) == ((), ())
+    prices = tiles["h200"].prices
+    assert of_h200.bins_item_ns == tuple(price.item_ns * price.item_in_bins for price in prices)
+    assert of_h200.bins_token_ns == tuple(price.token_ns * price.token_in_bins for price in prices)
+    assert of_h200.for_bins().item_ns == of_h200.bins_item_ns != of_h200.item_ns
+    assert of_h200.without_warps().for_bins().token_ns == of_h200.bins_token_ns[2:]
+    # One that has a factor for one of both has the other's in plans.
+    some = msgspec.structs.replace(prices[1], item_in_bins=None)
+    assert some.in_bins() == (some.item_ns * some.item_in_plans, some.token_ns * some.token_in_bins)
+    assert len(tiles["h200"].prices_8bit) == 5 and {price.item_in_bins for price in tiles["h200"].prices_8bit} == {None}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"bins_token_ns": (1, 1, 1)}, {"bins_item_ns": (1, 1, 1)}, {"bins_item_ns": (1, 1)}]
+)
+def test_times_in_bins_are_those_of_all_tiles(changes: dict[str, tuple[int, ...]]) -> None:
+    tiles = TileTable((8, 16, 64), (64,), (), (1, 1, 1), (1, 1, 1), bytes_per_ns=4)
+    msgspec.structs.replace(tiles, bins_token_ns=(2, 2, 2), bins_item_ns=(0, 0, 0))
+    with pytest.raises(ValueError, match="there must be"):
+        msgspec.structs.replace(tiles, **changes)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])

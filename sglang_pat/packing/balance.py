@@ -129,7 +129,7 @@ def _count(packs: list[Pack], prices: list[int], config: PackConfig) -> int:
     queries = sum(map(operator.mul, weights, prices)) / max(1, work)
     least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.start_price(1)
     narrow = all(len(pack.queries) <= config.warp_queries for pack in packs)
-    return config.bins(max(1, work // least), float(work), queries * config.cost.part_bytes, narrow)
+    return config.num_bins(max(1, work // least), float(work), queries * config.cost.part_bytes, narrow)
 
 
 def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, growing: list[bool]) -> int:

@@ -247,7 +247,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         """The most bins that a plan has."""
         return max(1, MAX_WAVES * self.workers // self.cost.runs)
 
-    def bins(self, limit: int, work: float, cut: float, narrow: bool) -> int:
+    def num_bins(self, limit: int, work: float, cut: float, narrow: bool) -> int:
         """How many bins, at most `limit`, the work of each KV head is laid out in.
 
         All KV heads run the same bins, so only some numbers keep every worker busy. More bins leave less idle time but cut more packs. If

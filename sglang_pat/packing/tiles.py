@@ -97,14 +97,11 @@ class TileTable(msgspec.Struct, frozen=True):
         if not self.query_tiles or len(self.kv_tiles) != len(self.kv_bounds) + 1:
             raise ValueError("there must be a tile for queries, and for KV one more than bounds")
         times = (self.token_ns, self.item_ns, self.bins_token_ns, self.bins_item_ns)
-        if {*map(len, times)} - {0, len(self.query_tiles)} or (
-            bool(self.bins_token_ns),
-            bool(self.bins_item_ns),
-        ) not in (
-            (False, False),
-            (bool(self.token_ns), bool(self.item_ns)),
-        ):
+        if {*map(len, times)} - {0, len(self.query_tiles)}:
             raise ValueError("there must be a time for each m, or none")
+        in_bins = (len(self.bins_token_ns), len(self.bins_item_ns))
+        if any(in_bins) and in_bins != (len(self.token_ns), len(self.item_ns)):
+            raise ValueError("there must be times in bins for all that has times, or for nothing")
         if self.slice_token_ns and not (self.item_ns and self.warp_m in self.query_tiles):
             raise ValueError("there must be times of the tile that slices have")
         of_workers, of_all = (

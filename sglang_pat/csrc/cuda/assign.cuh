@@ -120,10 +120,11 @@ class Items {
   template <int kWarps>
   __device__ void sort(Phase phase, int number) {
     const int lane = lane_id();
-    ItemSum all = {}, alone = {};   // of the phase, and those that single warps have for themselves
-    int limit = INT_MAX;            // the longest of these
-    int left_over = 0, shared = 0;  // how many of these are shared all the same; all that teams share
-    uint32_t best = 0;              // a rank (teams.h); in the end that of the teams for them
+    ItemSum all = {}, alone = {};  // of the phase, and those that single warps have for themselves
+    int limit = INT_MAX;           // longer ones are shared
+    int over = 0;                  // of the others, how many are shared too
+    int shared = 0;                // all that are
+    uint32_t best = 0;             // a rank (teams.h); in the end that of the teams that share
     // What is left for single warps when the long ones are shared may be few, and then too long again. One loop, for its code is long.
 #pragma unroll 1
     for (bool settled = false;;) {
@@ -131,14 +132,14 @@ class Items {
       if (limit == INT_MAX) all = alone;
       if (phase == kWide) break;
       const bool last = settled || alone.longest == 0;
-      shared = all.count - alone.count + left_over;
-      best = best_teams<kWarps>(last ? ItemSum{shared, all.longest, all.tokens - alone.tokens + left_over * alone.longest}
-                                     : alone);
+      shared = all.count - alone.count + over;
+      best =
+          best_teams<kWarps>(last ? ItemSum{shared, all.longest, all.tokens - alone.tokens + over * alone.longest} : alone);
       if (last) break;
       const int own = own_tokens<kWarps>(best, alone);
       settled = alone.longest <= own;
       if (settled)
-        left_over = pat::left_over<kWarps>(alone);
+        over = left_over<kWarps>(alone);
       else
         limit = own;
     }
@@ -149,8 +150,8 @@ class Items {
       const bool ours = i < number && assigned_.items[i].phase == phase;
       const bool is_short = ours && assigned_.items[i].tokens <= limit;
       const uint32_t before = (1u << lane) - 1, short_ones = __ballot_sync(~0u, is_short);
-      const bool own = is_short && __popc(short_ones & before) >= left_over;
-      left_over = max(0, left_over - __popc(short_ones));
+      const bool own = is_short && __popc(short_ones & before) >= over;
+      over = max(0, over - __popc(short_ones));
       const uint32_t own_bits = __ballot_sync(~0u, own), shared_bits = __ballot_sync(~0u, ours) & ~own_bits;
       const int place = own ? next_own + __popc(own_bits & before) : next_shared + __popc(shared_bits & before);
       if (ours) assigned_.order[phase][place] = uint16_t(i);

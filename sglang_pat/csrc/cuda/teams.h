@@ -74,12 +74,18 @@ PAT_ANYWHERE constexpr int own_tokens(uint32_t best, const ItemSum& items) {
   return quotient(team_time<kWarps>(kWarps, items), (items.count + kWarps - 1) / kWarps);
 }
 
-// Of items that single warps have for themselves as many as are left when each warp has as many as the others: with them a few warps would run one
-// more while the others have nothing to do. None if it does not pay to share them; all count as if they were as long as the longest.
+// Of items that single warps have for themselves, how many remain when each warp has had equally many: with them a few warps run one more while the
+// others have nothing to do. 0 where sharing the first ones instead does not pay, and where lengths differ: those may be the short ones. With so many
+// that a team has less than two warps nothing is left to share.
 template <int kWarps>
 PAT_ANYWHERE constexpr int left_over(const ItemSum& alone) {
   const int count = alone.count < kWarps ? 0 : alone.count % kWarps;
-  return alone.longest * (kWarps - count) > (kSumTokens + kLeastLeftOver) * kWarps ? count : 0;
+  if (count == 0 || count > kWarps / 2) return 0;
+  // By the mean, without a division; where these products leave 32 bits, who shares what may depend on that.
+  const bool alike = 2 * unsigned(alone.longest) * alone.count <= 3 * unsigned(alone.tokens);
+  const bool pays =
+      unsigned(alone.tokens) * (kWarps - count) > (kSumTokens + kLeastLeftOver) * kWarps * unsigned(alone.count);
+  return alike && pays ? count : 0;
 }
 
 }  // namespace pat

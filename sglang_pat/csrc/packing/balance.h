@@ -52,7 +52,7 @@ class Bins {
     for (; left > 0; --left) {
       // The cuts to come will make work items of their own; as many for each bin as there were so far. So will bins with two
       // kinds of them cost what it takes to go from one to the other.
-      int64_t ahead = config.bins.starts[1] * (left - 1) * cuts / int64_t(begins.size());
+      int64_t ahead = config.bin_prices.starts[1] * (left - 1) * cuts / int64_t(begins.size());
       if (!shared.empty()) ahead += config.turn_price * (left - 1) * turns / int64_t(begins.size());
       const int64_t target = ceil_div(remaining + ahead, left), slack = target / kSlack;
       int64_t load = 0, bin_growth = 0;
@@ -74,7 +74,7 @@ class Bins {
           const int64_t end = end_of(pack);
           tokens = end - at.start(), slices = config.in_row_slices(pack.count, end - pack.start);
           kind = config.by_warps(pack.count, slices) ? 1 : 2, turn = turn_to(kind);
-          growth_price = config.bins.growth(pack.count, slices);
+          growth_price = config.bin_prices.growth(pack.count, slices);
           price = config.bin_item_price(pack.count, tokens, slices) + turn;
         };
         look_at(shared.empty() ? single : shared);
@@ -100,7 +100,7 @@ class Bins {
         }
         // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
         // of one more work item. An empty bin reads for as long as it takes to start.
-        const int64_t begin = config.bins.fixed(pack.count, slices) + turn;
+        const int64_t begin = config.bin_prices.fixed(pack.count, slices) + turn;
         const int64_t room = load == 0 ? std::max(gap - begin, begin) : std::max<int64_t>(0, gap - begin);
         const int64_t grains = (room + growth_price * config.grain / 2) / (growth_price * config.grain);
         const int64_t cut = load == 0 || gap > std::max(slack, begin) ? grains * config.grain : 0;
@@ -126,7 +126,7 @@ class Bins {
       most_growth = std::max(most_growth, bin_growth);
     }
     const int64_t bins = int64_t(begins.size()) - 1, excess = most_growth * bins - growth;
-    const int64_t allowed = std::max(work / kUneven, bins * config.kv_tiles.back() * config.bins.tokens[1]);
+    const int64_t allowed = std::max(work / kUneven, bins * config.kv_tiles.back() * config.bin_prices.tokens[1]);
     even_steps = excess > 0 ? std::max(kLeastSteps, allowed / excess) : INT32_MAX;
   }
 
@@ -143,7 +143,7 @@ class Bins {
       narrow = narrow && pack.count <= config.warp_queries;
     }
     const double queries = weighted_work / double(std::max<int64_t>(1, packs.work));
-    const int64_t least = config.kv_tiles.back() * config.token_bytes + config.bins.starts[1];
+    const int64_t least = config.kv_tiles.back() * config.token_bytes + config.bin_prices.starts[1];
     return config.num_bins(std::max<int64_t>(1, packs.work / least), double(packs.work),
                            queries * double(config.part_bytes), narrow);
   }

@@ -91,7 +91,7 @@ pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView st
   config.window = pat::in_range("window", n[14], 0, pat::kMaxWindow);
   config.grain = pat::in_range("grain", n[19], 1, pat::kMaxTile);
   config.warp_tokens = n[20];
-  config.bins.slices_token = n[21], config.bins.slices_start = n[22];
+  config.bin_prices.slices_token = n[21], config.bin_prices.slices_start = n[22];
   config.group = pat::in_range("group", n[3], 1, pat::kMaxTile);
   config.kv_heads = pat::in_range("kv_heads", n[4], 1, pat::kMaxWorkers);
   config.workers = pat::in_range("workers", n[5], 1, pat::kMaxWorkers);
@@ -102,8 +102,8 @@ pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView st
   config.token_prices = copied<int64_t>(token_prices, "token_prices");
   config.start_prices = copied<int64_t>(start_prices, "start_prices");
   config.short_tokens = copied<int64_t>(short_tokens, "short_tokens");
-  config.bins.tokens = copied<int64_t>(bin_token_prices, "bin_token_prices");
-  config.bins.starts = copied<int64_t>(bin_start_prices, "bin_start_prices");
+  config.bin_prices.tokens = copied<int64_t>(bin_token_prices, "bin_token_prices");
+  config.bin_prices.starts = copied<int64_t>(bin_start_prices, "bin_start_prices");
   config.query_tiles = copied<int>(query_tiles, "query_tiles");
   config.kv_tiles = copied<int>(kv_tiles, "kv_tiles");
   config.kv_bounds = copied<int>(kv_bounds, "kv_bounds");

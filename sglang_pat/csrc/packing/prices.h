@@ -60,7 +60,7 @@ struct Config {
   // [max_queries + 1]: what a token costs a work item with so many queries, what its start and end cost, and up to how
   // many tokens it is better run by work items of `few_queries`.
   std::vector<int64_t> token_prices, start_prices, short_tokens;
-  BinPrices bins;
+  BinPrices bin_prices;
   std::vector<int> query_tiles, kv_tiles, kv_bounds;
   // `small` is what small batches are planned with: of at most so many queries, and so many tokens when each is read once, both times the
   // KV heads. Their requests must have `small_sharing` times as many tokens together, or there are no more than `unshared_tokens`.
@@ -75,17 +75,17 @@ struct Config {
     in_range("a turn's price", turn_price, 0, kMaxItemPrice);
     in_range("the price of a bin's end", bin_end_price, 0, kMaxItemPrice);
     in_range("a wave's price", wave_price, 0, kMaxItemPrice);
-    for (const auto* prices : {&token_prices, &start_prices, &short_tokens, &bins.tokens, &bins.starts})
+    for (const auto* prices : {&token_prices, &start_prices, &short_tokens, &bin_prices.tokens, &bin_prices.starts})
       in_range("the number of prices", int64_t(prices->size()), max_queries + 1, max_queries + 1);
     for (int queries = 1; queries <= max_queries; ++queries) {
       in_range("a token's price", token_prices[queries], 1, kMaxTokenPrice);
       in_range("a start's price", start_prices[queries], 0, kMaxItemPrice);
       in_range("short_tokens", short_tokens[queries], 0, INT32_MAX);
-      in_range("a token's price in bins", bins.tokens[queries], 1, kMaxTokenPrice);
-      in_range("a start's price in bins", bins.starts[queries], 0, kMaxItemPrice);
+      in_range("a token's price in bins", bin_prices.tokens[queries], 1, kMaxTokenPrice);
+      in_range("a start's price in bins", bin_prices.starts[queries], 0, kMaxItemPrice);
     }
-    in_range("the price of slices in bins", bins.slices_token, 1, kMaxTokenPrice);
-    in_range("the start of slices in bins", bins.slices_start, 0, kMaxItemPrice);
+    in_range("the price of slices in bins", bin_prices.slices_token, 1, kMaxTokenPrice);
+    in_range("the start of slices in bins", bin_prices.slices_start, 0, kMaxItemPrice);
     in_range("the price of slices", slices_token_price, 1, kMaxTokenPrice);
     in_range("the start of slices", slices_start_price, 0, kMaxItemPrice);
     in_range("the tokens of slices", slices_tokens, -1, INT32_MAX);
@@ -155,7 +155,7 @@ struct Config {
 
   // What a work item costs in a bin.
   int64_t bin_item_price(int64_t queries, int64_t tokens, bool slices) const {
-    return computed(queries, tokens, slices) * bins.growth(queries, slices) + bins.fixed(queries, slices);
+    return computed(queries, tokens, slices) * bin_prices.growth(queries, slices) + bin_prices.fixed(queries, slices);
   }
 
   // The same of a pack that is one work item.
@@ -176,7 +176,7 @@ struct Config {
     return count == 1 ? uncut_price(queries, tokens) : count * uncut_price(ceil_div(queries, count), tokens);
   }
 
-  // How many bins there are, PackConfig.bins: weighs idle workers against cut packs.
+  // How many bins there are, PackConfig.num_bins: weighs idle workers against cut packs.
   int64_t num_bins(int64_t limit, double work, double cut, bool narrow) const {
     const int64_t heads = kv_heads;
     int64_t best = 0;
