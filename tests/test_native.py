@@ -18,7 +18,7 @@ import pytest
 import tvm_ffi
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from trees import PRICED, SMALL, TILES, batches, configs
+from trees import PRICED, SMALL, TILES, WARPS, batches, configs, random_batch
 
 from sglang_pat import headers, jit
 from sglang_pat.packing import (
@@ -102,6 +102,15 @@ def test_plans_of_larger_batches_are_those_of_the_oracle(batch: Batch, config: P
     scheduler, seq_lens = load(batch, config)
     index, _, _ = take(scheduler, seq_lens)
     assert used(scheduler.buffers[index]) == layout.flatten(make_plan(batch, config)).tolist()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_without_prices_items_of_single_warps_count_as_many_tokens_as_they_compute(seed: int) -> None:
+    """Of prefixes so short that this decides what is packed. The planner's shorter way, for tiles that all cost the same, left it out."""
+    generator = random.Random(seed)
+    batch = random_batch(generator, 3, 3, generator.choice([6, 10, 20]))
+    config = PackConfig(CostModel(4, 2, 64, 64, 2), WARPS, workers=generator.choice([1, 4]))
+    assert native.make_plan(batch, config) == make_plan(batch, config)
 
 
 def test_both_languages_know_the_same_constants() -> None:

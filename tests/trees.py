@@ -15,6 +15,8 @@ PRICED = msgspec.structs.replace(
     bytes_per_ns=4, sms=2,
 )  # fmt: skip
 """Tiles of more rows cost more a token, and much more to start."""
+WARPS = msgspec.structs.replace(TILES, warp_m=16, warp_tokens=16)
+"""No prices, but single warps compute 16 tokens at a time: as on a GPU that was not measured."""
 IN_SLICES = msgspec.structs.replace(PRICED, slice_token_ns=30)
 """Queries of more than 16 rows with few tokens are run in slices."""
 
@@ -58,7 +60,7 @@ def batches(draw: st.DrawFn, max_queries: int = 24, max_length: int = 80) -> Bat
 def configs(draw: st.DrawFn) -> PackConfig:
     kv_heads = draw(st.sampled_from([1, 2, 8]))
     group = draw(st.sampled_from([1, 3, 4, 16, 32, 65, 200]))
-    tiles = draw(st.sampled_from([TILES, PRICED, IN_SLICES, IN_BINS, SMALL]))
+    tiles = draw(st.sampled_from([TILES, WARPS, PRICED, IN_SLICES, IN_BINS, SMALL]))
     dim = draw(st.sampled_from([8, 64, 128]))
     cost = CostModel(
         kv_heads * group,

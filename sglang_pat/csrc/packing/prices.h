@@ -66,7 +66,7 @@ struct Config {
   // KV heads. Their requests must have `small_sharing` times as many tokens together, or there are no more than `unshared_tokens`.
   int64_t small_queries = 0, small_tokens = 0, small_sharing = 1, unshared_tokens = 0;
   std::shared_ptr<const Config> small;
-  bool flat = false;  // all tokens' prices are equal, all starts' too: no work item is bound by arithmetic
+  bool flat = false;  // what a work item costs does not depend on its queries
 
   // Throws std::invalid_argument where a number cannot be, or lists do not belong together; says whether the config is flat.
   void check() {
@@ -102,7 +102,7 @@ struct Config {
     const auto equal = [&](const std::vector<int64_t>& prices) {
       return std::count(prices.begin() + 1, prices.end(), prices[1]) == max_queries;
     };
-    flat = equal(token_prices) && equal(start_prices) && slices_tokens < 0;
+    flat = equal(token_prices) && equal(start_prices) && slices_tokens < 0 && (warp_tokens == 1 || warp_queries == 0);
   }
 
   // Plans small batches with `config`, which is of the same device and model. Throws std::invalid_argument where it cannot be.
