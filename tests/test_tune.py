@@ -56,6 +56,7 @@ def test_an_h200s_bins_have_prices_of_their_own_and_an_h100s_have_not() -> None:
     )
     assert of_h200 == capabilities.tile_table("9.0a", 128, "NVIDIA H200")
     assert (of_h100.bins_item_ns, of_h100.bins_token_ns) == ((), ())
+    assert capabilities.tile_table("9.0a", 64, "NVIDIA H200").bins_item_ns == (), "other dimensions were not fitted"
     prices = tiles["h200"].prices
     assert of_h200.bins_item_ns == tuple(price.item_ns * price.item_in_bins for price in prices)
     assert of_h200.bins_token_ns == tuple(price.token_ns * price.token_in_bins for price in prices)

@@ -37,7 +37,7 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     Measured while all SMs run the same tile. In a plan, SMs that wait or compute on wide tiles leave their bandwidth to the others; the
     factors say how much of each price counts then: `in_plans` when it is decided what is packed, `in_bins` when packs are laid out in bins, where
-    None stands for the former. An H200's were fitted to when workers end (benchmarks/NOTES.md, "Ends of workers").
+    None stands for the former; only with the head dimension that was measured. An H200's were fitted to when workers end (benchmarks/NOTES.md, "Ends of workers").
     """
 
     m: Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -146,7 +146,7 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.read_tbps * 1e3,
             self.sms,
             self.small if fitted else SmallLimits(),
-            *((), ()) if bins == packs else bins,
+            *bins if fitted and bins != packs else ((), ()),
         )
 
 

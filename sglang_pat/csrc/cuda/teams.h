@@ -75,8 +75,8 @@ PAT_ANYWHERE constexpr int own_tokens(uint32_t best, const ItemSum& items) {
 }
 
 // Of items that single warps have for themselves, how many remain when each warp has had equally many: with them a few warps run one more while the
-// others have nothing to do. 0 where sharing the first ones instead does not pay, and where lengths differ: those may be the short ones. With so many
-// that a team has less than two warps nothing is left to share.
+// others have nothing to do, so the first ones are shared instead. 0 where that does not pay: where lengths differ those may be the short ones, and of more
+// than half as many as there are warps no team would have two.
 template <int kWarps>
 PAT_ANYWHERE constexpr int left_over(const ItemSum& alone) {
   const int count = alone.count < kWarps ? 0 : alone.count % kWarps;
