@@ -102,6 +102,8 @@ class Judge:
         outcome = case.outcome
         # What SGLang refuses may still generate a token, from a prompt of one token (`Req.set_finish_with_abort`).
         refused = (outcome.meta.get("finish_reason") or {}).get("status_code") is not None
+        # Of a request for no token, SGLang samples none, and shows the place-holder of one if it is aborted (`is_prefill_only`, tp_worker.py).
+        refused |= case.question.kind == "greedy" and case.tokens == 0 and not outcome.complete
         if refused or (not outcome.ids and not outcome.texts):
             return
         try:
