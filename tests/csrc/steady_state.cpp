@@ -38,8 +38,9 @@ int main() {
     config.token_bytes = 4096, config.part_bytes = 33024, config.turn_price = 0, config.warp_queries = 0,
     config.few_queries = 32;
     config.group = 4, config.kv_heads = 8, config.workers = 132, config.max_queries = 32, config.policy = policy;
-    config.token_prices.assign(33, 4096), config.start_prices.assign(33, 80000), config.short_tokens.assign(33, 0);
-    config.bin_prices.tokens = config.token_prices, config.bin_prices.starts = config.start_prices;
+    config.pack_prices.tokens.assign(33, 4096), config.pack_prices.starts.assign(33, 80000),
+        config.short_tokens.assign(33, 0);
+    config.bin_prices = config.pack_prices;
     config.query_tiles = {16, 128}, config.kv_tiles = {64}, config.flat = true;
     std::vector<int32_t> first(1 << 16), second(1 << 16);
     pat::Scheduler scheduler(config, {{first.data(), 1 << 16}, {second.data(), 1 << 16}}, kBatch, 1 << 20);

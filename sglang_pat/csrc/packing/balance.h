@@ -75,7 +75,7 @@ class Bins {
           tokens = end - at.start(), slices = config.in_row_slices(pack.count, end - pack.start);
           kind = config.by_warps(pack.count, slices) ? 1 : 2, turn = turn_to(kind);
           growth_price = config.bin_prices.growth(pack.count, slices);
-          price = config.bin_item_price(pack.count, tokens, slices) + turn;
+          price = config.item_price(config.bin_prices, pack.count, tokens, slices) + turn;
         };
         look_at(shared.empty() ? single : shared);
         if (queue == &shared && !single.empty() && load > 0 && !fits(price)) look_at(single);
@@ -110,7 +110,7 @@ class Bins {
           add_until(queue->begin);
           for (int32_t i = 0; i < pack.count; ++i) num_parts[packs.queries[pack.first + i]] += 1;
           remaining += begin;
-          load += config.bin_item_price(pack.count, cut, slices) + turn;
+          load += config.item_price(config.bin_prices, pack.count, cut, slices) + turn;
           kinds |= kind;
         } else if (load == 0) {
           take_whole();
@@ -138,7 +138,7 @@ class Bins {
     double weighted_work = double(packs.work);
     bool narrow = config.warp_queries > 0;
     for (const Pack& pack : packs.shared) {
-      const int64_t price = config.bin_uncut_price(pack.count, pack.end - pack.start);
+      const int64_t price = config.uncut_price(config.bin_prices, pack.count, pack.end - pack.start);
       if (price > share) weighted_work += double(price) * (pack.count - 1);
       narrow = narrow && pack.count <= config.warp_queries;
     }

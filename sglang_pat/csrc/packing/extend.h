@@ -131,8 +131,8 @@ class ExtendMaker {
     (count > 1 ? packs_.shared : packs_.single).push_back(Pack{start, end, first, count});
     for (int32_t i = first; i < first + count; ++i) packs_.num_parts[packs_.queries[i]] += 1;
     const int64_t tokens = (end == kOpen ? lengths_[packs_.queries[first]] : end) - start;
-    price_ += config.uncut_price(count, tokens);
-    packs_.work += config.bin_uncut_price(count, tokens);
+    price_ += config.uncut_price(config.pack_prices, count, tokens);
+    packs_.work += config.uncut_price(config.bin_prices, count, tokens);
   }
 
   int32_t seen_from(int32_t length) const { return window_ == 0 ? 0 : std::max(0, length - window_); }

@@ -86,7 +86,7 @@ pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView st
   pat::Config config;
   config.token_bytes = n[0], config.part_bytes = n[1], config.turn_price = n[2], config.bin_end_price = n[12],
   config.wave_price = n[13];
-  config.slices_token_price = n[15], config.slices_start_price = n[16], config.slices_tokens = n[17];
+  config.pack_prices.slices_token = n[15], config.pack_prices.slices_start = n[16], config.slices_tokens = n[17];
   config.slice_rows = pat::in_range("slice_rows", n[18], config.slices_tokens >= 0 ? 1 : 0, pat::kMaxTile);
   config.window = pat::in_range("window", n[14], 0, pat::kMaxWindow);
   config.grain = pat::in_range("grain", n[19], 1, pat::kMaxTile);
@@ -99,8 +99,8 @@ pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView st
   config.few_queries = pat::in_range("few_queries", n[7], 1, pat::kMaxTile);
   config.warp_queries = pat::in_range("warp_queries", n[8], 0, pat::kMaxTile);
   config.policy = pat::Policy(pat::in_range("policy", n[9], 0, int(pat::Policy::kOptimal)));
-  config.token_prices = copied<int64_t>(token_prices, "token_prices");
-  config.start_prices = copied<int64_t>(start_prices, "start_prices");
+  config.pack_prices.tokens = copied<int64_t>(token_prices, "token_prices");
+  config.pack_prices.starts = copied<int64_t>(start_prices, "start_prices");
   config.short_tokens = copied<int64_t>(short_tokens, "short_tokens");
   config.bin_prices.tokens = copied<int64_t>(bin_token_prices, "bin_token_prices");
   config.bin_prices.starts = copied<int64_t>(bin_start_prices, "bin_start_prices");

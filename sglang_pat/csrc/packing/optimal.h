@@ -28,9 +28,9 @@ class Optimal {
     seq_lens_ = seq_lens.data();
     order_ = prefixes.order.data();
     part_ = double(config.part_bytes);
-    start_ = double(config.start_prices[1]);
-    full_token_ = double(config.token_prices[config.max_queries]) / config.max_queries;
-    full_start_ = double(config.start_prices[config.max_queries]) / config.max_queries;
+    start_ = double(config.pack_prices.starts[1]);
+    full_token_ = double(config.pack_prices.tokens[config.max_queries]) / config.max_queries;
+    full_start_ = double(config.pack_prices.starts[config.max_queries]) / config.max_queries;
     cut_token_ = 0;
     if (config.workers > config.kv_heads) {
       const double share = double(prefixes.kv_minimum * config.kv_heads) / config.workers;
@@ -159,7 +159,7 @@ class Optimal {
   // The best of the three candidates for every start, the children having been added up.
   template <int kVectors, bool kChildren>
   void weigh(const Prefix& prefix, Frame<kVectors>& frame, Result& result) {
-    const double leaves = prefix.leaves(), leaf_token = double(config_->token_prices[1]) + cut_token_;
+    const double leaves = prefix.leaves(), leaf_token = double(config_->pack_prices.tokens[1]) + cut_token_;
     const bool may_be_in_slices = config_->slices_tokens >= 0 && prefix.leaves() > 0;
     const int64_t tail = may_be_in_slices ? mean_tail(prefix) : 0;
     Masks masks[2]{};
@@ -232,7 +232,8 @@ class Optimal {
   Vector more_price(int64_t tail, Vector tokens) const {
     Vector more;
     for (int i = 0; i < kWidth; ++i)
-      more[i] = double(config_->uncut_price(1, tail + int64_t(tokens[i])) - config_->uncut_price(1, tail));
+      more[i] = double(config_->uncut_price(config_->pack_prices, 1, tail + int64_t(tokens[i])) -
+                       config_->uncut_price(config_->pack_prices, 1, tail));
     return more + tokens * cut_token_;
   }
 
@@ -240,7 +241,7 @@ class Optimal {
     const double limit = config_->max_queries;
     const bool one_item = mask(queries > limit) == 0;
     if (config_->flat) {
-      const Vector item = tokens * double(config_->token_prices[1]) + start_;
+      const Vector item = tokens * double(config_->pack_prices.tokens[1]) + start_;
       return one_item ? select(queries > 0.0, item, Vector{}) : round_up(queries / limit) * item;
     }
     Vector prices;

@@ -99,8 +99,8 @@ struct Packs {
       const int32_t from = choices.leaf_joins[prefix.first + i] ? start : prefix.end;
       single[old_tails + i] = Pack{from, kOpen, int32_t(old_queries + i), 1};
       queries[old_queries + i] = query;
-      reads += config.uncut_price(1, seq_lens[query] - from);
-      work += config.bin_uncut_price(1, seq_lens[query] - from);
+      reads += config.uncut_price(config.pack_prices, 1, seq_lens[query] - from);
+      work += config.uncut_price(config.bin_prices, 1, seq_lens[query] - from);
     }
   }
 
@@ -128,7 +128,7 @@ struct Packs {
     for (int32_t i = 0, from = 0; i < pieces; ++i) {
       const int32_t to = pieces == 1 ? count : int32_t(int64_t(count) * (i + 1) / pieces);
       (to - from > 1 ? shared : single).push_back(Pack{start, end, first + from, to - from});
-      work += config.bin_uncut_price(to - from, end - start);
+      work += config.uncut_price(config.bin_prices, to - from, end - start);
       reads += config.pack_price(to - from, end - start);
       from = to;
     }

@@ -85,7 +85,7 @@ class PlanMaker {
  private:
   int64_t unpacked_price(const Config& config) const {
     int64_t price = 0;
-    for (const int32_t length : seen_) price += config.uncut_price(1, length);
+    for (const int32_t length : seen_) price += config.uncut_price(config.pack_prices, 1, length);
     return price;
   }
 

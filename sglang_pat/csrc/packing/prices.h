@@ -34,9 +34,9 @@ inline int64_t in_range(const char* name, int64_t value, int64_t least, int64_t 
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// What work items cost, bytes, when packs are laid out in bins; PackConfig.for_bins.
-struct BinPrices {
-  std::vector<int64_t> tokens, starts;         // [max_queries + 1], of a work item with so many queries
+// What work items cost, in bytes.
+struct Prices {
+  std::vector<int64_t> tokens, starts;         // [max_queries + 1]: a token, and start and end, of one with so many queries
   int64_t slices_token = 1, slices_start = 0;  // of one that is run in slices
 
   // What one more token costs a work item.
@@ -44,23 +44,38 @@ struct BinPrices {
 
   // What a work item costs besides its tokens.
   int64_t fixed(int64_t queries, bool slices) const { return slices ? slices_start : starts[queries]; }
+
+  // Throws std::invalid_argument where a price cannot be; `where` says which prices these are.
+  void check(int max_queries, const std::string& where) const {
+    const auto price = [&](const char* name, int64_t value, int64_t least, int64_t most) {
+      in_range((name + where).c_str(), value, least, most);
+    };
+    for (const auto* prices : {&tokens, &starts})
+      in_range("the number of prices", int64_t(prices->size()), max_queries + 1, max_queries + 1);
+    for (int queries = 1; queries <= max_queries; ++queries) {
+      price("a token's price", tokens[queries], 1, kMaxTokenPrice);
+      price("a start's price", starts[queries], 0, kMaxItemPrice);
+    }
+    price("the price of slices", slices_token, 1, kMaxTokenPrice);
+    price("the start of slices", slices_start, 0, kMaxItemPrice);
+  }
 };
 
 struct Config {
   int64_t token_bytes = 0, part_bytes = 0;  // traffic
   int64_t turn_price = 0, bin_end_price = 0, wave_price = 0;
   int group = 1, kv_heads = 1, workers = 1, max_queries = 1, few_queries = 1, warp_queries = 0;
-  // A query of more than `slice_rows` rows, with up to `slices_tokens` tokens, is run in slices of so many: what it then costs.
-  int64_t slices_token_price = 1, slices_start_price = 0, slices_tokens = -1;
+  // A query of more than `slice_rows` rows, with up to `slices_tokens` tokens, is run in slices of so many.
+  int64_t slices_tokens = -1;
   int slice_rows = 0;
   int64_t warp_tokens = 1;  // that a single warp computes at a time: a work item of fewer costs as much
   int window = 0;           // tokens that a query sees; 0: all
   int64_t grain = 1;        // KV positions between possible cuts
   Policy policy = Policy::kOptimal;
-  // [max_queries + 1]: what a token costs a work item with so many queries, what its start and end cost, and up to how
-  // many tokens it is better run by work items of `few_queries`.
-  std::vector<int64_t> token_prices, start_prices, short_tokens;
-  BinPrices bin_prices;
+  Prices pack_prices,
+      bin_prices;  // when it is decided what is packed, and when packs are laid out in bins (PackConfig.for_bins)
+  // [max_queries + 1]: up to how many tokens a work item with so many queries is better run by some of `few_queries`.
+  std::vector<int64_t> short_tokens;
   std::vector<int> query_tiles, kv_tiles, kv_bounds;
   // `small` is what small batches are planned with: of at most so many queries, and so many tokens when each is read once, both times the
   // KV heads. Their requests must have `small_sharing` times as many tokens together, or there are no more than `unshared_tokens`.
@@ -75,19 +90,10 @@ struct Config {
     in_range("a turn's price", turn_price, 0, kMaxItemPrice);
     in_range("the price of a bin's end", bin_end_price, 0, kMaxItemPrice);
     in_range("a wave's price", wave_price, 0, kMaxItemPrice);
-    for (const auto* prices : {&token_prices, &start_prices, &short_tokens, &bin_prices.tokens, &bin_prices.starts})
-      in_range("the number of prices", int64_t(prices->size()), max_queries + 1, max_queries + 1);
-    for (int queries = 1; queries <= max_queries; ++queries) {
-      in_range("a token's price", token_prices[queries], 1, kMaxTokenPrice);
-      in_range("a start's price", start_prices[queries], 0, kMaxItemPrice);
-      in_range("short_tokens", short_tokens[queries], 0, INT32_MAX);
-      in_range("a token's price in bins", bin_prices.tokens[queries], 1, kMaxTokenPrice);
-      in_range("a start's price in bins", bin_prices.starts[queries], 0, kMaxItemPrice);
-    }
-    in_range("the price of slices in bins", bin_prices.slices_token, 1, kMaxTokenPrice);
-    in_range("the start of slices in bins", bin_prices.slices_start, 0, kMaxItemPrice);
-    in_range("the price of slices", slices_token_price, 1, kMaxTokenPrice);
-    in_range("the start of slices", slices_start_price, 0, kMaxItemPrice);
+    pack_prices.check(max_queries, "");
+    bin_prices.check(max_queries, " in bins");
+    in_range("the number of short_tokens", int64_t(short_tokens.size()), max_queries + 1, max_queries + 1);
+    for (int queries = 1; queries <= max_queries; ++queries) in_range("short_tokens", short_tokens[queries], 0, INT32_MAX);
     in_range("the tokens of slices", slices_tokens, -1, INT32_MAX);
     in_range("warp_tokens", warp_tokens, 1, kMaxWarpTokens);
     in_range("few_queries", few_queries, 1, max_queries);
@@ -102,7 +108,8 @@ struct Config {
     const auto equal = [&](const std::vector<int64_t>& prices) {
       return std::count(prices.begin() + 1, prices.end(), prices[1]) == max_queries;
     };
-    flat = equal(token_prices) && equal(start_prices) && slices_tokens < 0 && (warp_tokens == 1 || warp_queries == 0);
+    flat = equal(pack_prices.tokens) && equal(pack_prices.starts) && slices_tokens < 0 &&
+           (warp_tokens == 1 || warp_queries == 0);
   }
 
   // Plans small batches with `config`, which is of the same device and model. Throws std::invalid_argument where it cannot be.
@@ -141,26 +148,14 @@ struct Config {
   // Whether single warps run a work item.
   bool by_warps(int64_t queries, bool slices) const { return queries <= warp_queries || slices; }
 
-  // As how many tokens those of a work item count.
-  int64_t computed(int64_t queries, int64_t tokens, bool slices) const {
-    return by_warps(queries, slices) ? std::max(tokens, warp_tokens) : tokens;
+  int64_t item_price(const Prices& prices, int64_t queries, int64_t tokens, bool slices) const {
+    const int64_t computed = by_warps(queries, slices) ? std::max(tokens, warp_tokens) : tokens;
+    return computed * prices.growth(queries, slices) + prices.fixed(queries, slices);
   }
 
   // What a pack costs that is one work item.
-  int64_t uncut_price(int64_t queries, int64_t tokens) const {
-    const bool slices = in_row_slices(queries, tokens);
-    return computed(queries, tokens, slices) * (slices ? slices_token_price : token_prices[queries]) +
-           (slices ? slices_start_price : start_prices[queries]);
-  }
-
-  // What a work item costs in a bin.
-  int64_t bin_item_price(int64_t queries, int64_t tokens, bool slices) const {
-    return computed(queries, tokens, slices) * bin_prices.growth(queries, slices) + bin_prices.fixed(queries, slices);
-  }
-
-  // The same of a pack that is one work item.
-  int64_t bin_uncut_price(int64_t queries, int64_t tokens) const {
-    return bin_item_price(queries, tokens, in_row_slices(queries, tokens));
+  int64_t uncut_price(const Prices& prices, int64_t queries, int64_t tokens) const {
+    return item_price(prices, queries, tokens, in_row_slices(queries, tokens));
   }
 
   // In how many work items a pack is run.
@@ -173,7 +168,7 @@ struct Config {
   int64_t pack_price(int64_t queries, int64_t tokens) const {
     if (queries == 0) return 0;
     const int64_t count = pieces(queries, tokens);
-    return count == 1 ? uncut_price(queries, tokens) : count * uncut_price(ceil_div(queries, count), tokens);
+    return count * uncut_price(pack_prices, count == 1 ? queries : ceil_div(queries, count), tokens);
   }
 
   // How many bins there are, PackConfig.num_bins: weighs idle workers against cut packs.
