@@ -73,7 +73,9 @@ def spans(batch: Batch) -> dict[str, float] | None:
     tile = (config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.start_price(1)) / config.cost.runs
     if share < 2 * tile:
         return None
-    pieces = [Pack(item.start, None if item.end == OPEN else item.end, item.queries) for item in plan.items]
+    pieces = [
+        Pack(item.start, None if item.end == OPEN else item.end, item.queries, tails=item.tails) for item in plan.items
+    ]
     own = sum(_price(piece, batch.seq_lens, config) for piece in pieces) / config.workers
     finish = makespan(plan, batch.seq_lens, config)
     return {"paper": paper_makespan(packs, batch.seq_lens, config) / share, "bins": finish / share, "own": finish / own}

@@ -20,8 +20,8 @@ from sglang_pat.kernels import capabilities, cuda, resources
 from sglang_pat.packing import FORMATS, AttentionSpec
 from sglang_pat.parser import Parser
 
-DRAFT_HEADS = (1, 8)
-"""Query heads of a KV head, of drafts of two tokens with different modules (`capabilities.tiles_for_drafts`)."""
+DRAFT_HEADS = (1, 8, 32)
+"""Query heads of a KV head, of drafts of two tokens with different modules (`capabilities.tiles_for_drafts` and `has_tails`)."""
 
 LEAST_CAPABILITY = 8
 """Of the GPUs that there are kernels for (docs/support.md)."""

@@ -121,6 +121,7 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
     cost, laid_out = config.cost, config.for_bins
     packs: dict[tuple[int, ...], int] = {}
     items: list[list[Any]] = []
+    bins = [0]
     for begin, behind in pairwise(plan.bins):
         # The GPU runs the items of single warps after all others.
         members = sorted(plan.items[begin:behind], key=lambda item: item.tile.m <= config.tiles.warp_m)
@@ -133,14 +134,20 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
             turn = laid_out.turn_price // cost.runs if 0 < number == others else 0
             runs = _runs(sorted(place[query] for query in item.queries))
             items.append([start, end, pack, item.tile.m, item.tile.n, price, runs, turn])
+            # Tails are drawn where they are read, behind what their queries share.
+            for query in item.queries if item.tails else []:
+                tail = laid_out.token_price(1) * (batch.seq_lens[query] - end) // cost.runs
+                items.append([end, batch.seq_lens[query], pack, item.tile.m, item.tile.n, tail, [[place[query], 1]], 0])
+        bins.append(len(items))
     work = sum(item[5] for item in items) * cost.runs / config.workers
     return {
         "items": items,
-        "bins": plan.bins,
+        "work_items": len(plan.items),
+        "bins": bins,
         "parts": plan.merged_parts,
         "kv_bytes": cost.bytes(plan.kv_tokens, 0),
         "part_bytes": cost.bytes(0, plan.merged_parts),
-        "tiles": {str(m): count for m, count in sorted(Counter(item[3] for item in items).items())},
+        "tiles": {str(m): count for m, count in sorted(Counter(item.tile.m for item in plan.items).items())},
         "even": round(makespan(plan, batch.seq_lens, config) / work, 3) if work else 1,
         "decisions": _decisions(choose_packs(in_windows(batch, config.window), config), prefixes, config),
     }

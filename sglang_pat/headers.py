@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sglang_pat.jit import CSRC
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import OPEN, POLICIES, balance, compute, layout, oracle, prices, spec
+from sglang_pat.packing import OPEN, POLICIES, balance, compute, layout, optimal, oracle, prices, spec
 
 NOTICE = "// Written by `python -m sglang_pat.headers`: change it there.\n#pragma once\n\n#include <cstdint>\n\nnamespace pat {\n\n"
 
@@ -31,6 +31,7 @@ def headers() -> dict[Path, str]:
                     "kUneven": balance.UNEVEN,
                     "kLeastSteps": balance.LEAST_STEPS,
                     "kTailGrowth": oracle.TAIL_GROWTH,
+                    "kTailsShare": optimal.TAILS_SHARE,
                     "kMaxWindow": spec.MAX_WINDOW,
                 },
             ),
@@ -47,6 +48,7 @@ def headers() -> dict[Path, str]:
                     "kTokens": capabilities.KV_TILE,
                     "kNarrowM": capabilities.NARROW_M,
                     "kStepTokens": capabilities.WARP_TOKENS,
+                    "kGroupRows": capabilities.GROUP_ROWS,
                 },
             )
         ),

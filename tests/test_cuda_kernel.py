@@ -70,6 +70,8 @@ each_arch = pytest.mark.parametrize(
 )
 
 
+hopper = pytest.mark.skipif(not ARCHS[0].startswith("9."), reason="items of several groups of warps are Hopper's")
+
 each_format = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, emulated_slowly(torch.float8_e4m3fn)], ids=["16 bits", "8 bits"]
 )
@@ -259,6 +261,60 @@ def test_rows_of_a_query_in_slices(tokens: int, heads: int) -> None:
     rows = sorted({item.tile.m for item in layout.work_items(decoded.plan.cpu().numpy()) if len(item.queries) == 1})
     assert rows == [16, 64], "short items in slices, the long one whole"
     assert decoded.error() < TOLERANCE[torch.bfloat16]
+
+
+@hopper
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (8, 8), (3, 16), (4, 11)])
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.bfloat16, 128), emulated_slowly(torch.float16, 128), emulated_slowly(torch.bfloat16, 64)]
+)
+def test_tails(dtype: torch.dtype, dim: int, tokens: int, heads: int) -> None:
+    """Work items in which queries of more than 42 rows share a prefix, and then each has its own tail."""
+    generator = random.Random(tokens)
+    batch = with_tails(generator)
+    if tokens == 1:
+        case = make_case(batch, 2 * heads, 2, dim, dtype)
+    else:
+        trees = random_trees(generator, batch, tokens)
+        case = Drafts(batch, trees, 2 * heads, 2, dim, dim, dtype, device=DEVICE)
+    # Some see more in their tails than in front of them: what was summed up there is made smaller.
+    for query, length in enumerate(batch.seq_lens):
+        if query % 2:
+            own = case.table[case.rows[query], 270:length].long()
+            case.k[own] *= 8
+    decoded = run_for(3, case)
+    found = [len(item.queries) for item in layout.work_items(decoded.plan.cpu().numpy()) if item.tails]
+    assert {2, 3} <= set(found)
+    decoded.check_in_any_order(TOLERANCE[dtype], seeds=3)
+
+
+@hopper
+@pytest.mark.parametrize("more", [70, -1])
+def test_tails_that_grow_or_have_no_tokens(more: int) -> None:
+    batch = Batch([330, 340, 400, 301, 302, 333, 450], [Node(0, 300, list(range(7)))])
+    case = make_case(batch, 64, 1, 128, torch.bfloat16, spare=100)
+    decoded = run_for(1, case)
+    assert any(item.tails for item in layout.work_items(decoded.plan.cpu().numpy()))
+    decoded.check_in_any_order(TOLERANCE[torch.bfloat16])
+    # One of them then has none, with -1.
+    case.seq_lens += more
+    decoded.check_in_any_order(TOLERANCE[torch.bfloat16])
+
+
+def with_tails(generator: random.Random) -> Batch:
+    """Prefixes of 200 to 270 tokens, with tails of one token to six tiles."""
+    lengths = [270 + generator.choice([10, 65, 130, 131, 390]) for _ in range(17)]
+    inner = [Node(200, 270, list(range(8))), Node(200, 230, list(range(8, 12)))]
+    return Batch(lengths, [Node(0, 200, list(range(13)), inner), Node(0, 75, list(range(13, 17)))])
+
+
+def run_for(workers: int, case: Case) -> Run:
+    """With a plan for so few: for many, such small batches have no work items with tails."""
+    decoded = run(case, ARCHS[0])
+    tiles = capabilities.tile_table(ARCHS[0], case.spec.head_dim)
+    decoded.plan = case.plan(tiles, workers)
+    decoded.make_workspace(int(decoded.plan[2]))
+    return decoded
 
 
 @each_arch

@@ -20,7 +20,7 @@ from page_cases import Paged, Stored
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import Batch, Node, TileTable
+from sglang_pat.packing import Batch, Node, TileTable, layout
 
 pytestmark = pytest.mark.once
 
@@ -78,6 +78,13 @@ CHANGES: dict[str, emulated.Change] = {
     "pages, wide: a record is overwritten while it is read": ("page_convert.cuh", "i < kAhead - 1; ++i) ask()", "i < kAhead; ++i) ask()"),
     "pages, wide: V of a tail is not zero behind its end": ("page_convert.cuh", "if (first + i * kStride < left) x =", "x ="),
     "pages, wide: narrow items do not wait for wide ones": ("page_wide.cuh", "    sync_threads(kTurnBarrier, S::kComputing);\n", ""),
+    "tails: the loader looks where they are before that is written": (
+        "ring.cuh", "    sync_threads(kProducerBarrier, kThreads);\n    if (column < kDim / 8) {\n#pragma unroll 4", "    if (column < kDim / 8) {\n#pragma unroll 4",
+    ),
+    "tails: other groups' tiles are not passed over": ("wide.cuh", "for (; tile < tiles; ++tile) skip(k_), skip(v_);\n      if constexpr", "if constexpr"),
+    "tails: what was summed up in front of them is not made smaller": (
+        "wide.cuh", "if constexpr (kHasTails) rescale<P::kOutputs>(o, correction);", "",
+    ),
     "unequal, narrow: V is copied as if it were as wide as K": ("narrow_load.cuh", "column < kVRowCopies", "column < kRowCopies"),
     "unequal, ring: V is copied as if it were as wide as K": ("ring.cuh", "(kIsV ? kVDim : kDim)", "kDim"),
     "unequal, 8 bits: V is copied as if it were as wide as K": ("convert.cuh", "(is_v ? kVDim : kDim)", "kDim"),
@@ -156,6 +163,23 @@ def fault_of_pages(change: emulated.Change) -> str:
     return ""
 
 
+def fault_of_tails(change: emulated.Change) -> str:
+    """The same of work items with tails."""
+    dtype, tiles = torch.bfloat16, capabilities.tile_table(ARCH, 128)
+    batch = Batch([630, 650, 700, 701, 740, 608, 665], [Node(0, 600, list(range(7)))])
+    case = Case(batch, 64, 1, 128, 128, dtype)
+    case.k[case.table[case.rows[1:4], 600:640].long()] *= 8
+    run = Run(case, emulated.Decoder(case.spec, tiles, ARCH, change, dtype), tiles)
+    run.plan = case.plan(tiles, workers=1)
+    run.make_workspace(int(run.plan[2]))
+    assert any(item.tails for item in layout.work_items(run.plan.numpy()))
+    try:
+        run.check_in_any_order(TOLERANCE[dtype], seeds=4)
+    except (AssertionError, RuntimeError) as error:
+        return str(error) or "wrong results"
+    return ""
+
+
 def several_look_ups(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
     """More wide items than a worker looks up at a time: slow (test_a_worker_with_more_items_than_threads is about them too)."""
     return [Case(Batch([3] * emulated.WORKERS * 600, []), 20, 1, *dims, dtype)]
@@ -214,5 +238,6 @@ if __name__ == "__main__":
     name = sys.argv[1]
     dims = UNEQUAL if name.startswith("unequal") else EQUAL
     made = several_look_ups if "look-up" in name else cases
-    found = fault_of_pages(CHANGES[name]) if name.startswith("pages") else fault(CHANGES[name], kept(name), dims, made)
+    of_kind = {"pages": fault_of_pages, "tails": fault_of_tails}.get(name.partition(":")[0].partition(",")[0])
+    found = of_kind(CHANGES[name]) if of_kind else fault(CHANGES[name], kept(name), dims, made)
     print("found:", found or "nothing")

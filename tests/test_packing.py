@@ -41,7 +41,7 @@ def covered(plan: Plan, seq_lens: list[int]) -> list[list[int]]:
     counts = [[0] * length for length in seq_lens]
     for item in plan.items:
         for query in item.queries:
-            for position in range(*item.span(seq_lens)):
+            for position in range(*item.seen(query, seq_lens)):
                 counts[query][position] += 1
     return counts
 
@@ -99,10 +99,12 @@ def test_part_numbers_are_dense_and_items_name_them(batch: Batch, config: PackCo
 def test_counts_of_the_plan_are_those_of_its_items(batch: Batch, config: PackConfig) -> None:
     plan = make_plan(batch, config)
     spans = [item.span(batch.seq_lens) for item in plan.items]
-    assert plan.kv_tokens == sum(end - start for start, end in spans)
+    tails = sum(item.tail_tokens(batch.seq_lens) for item in plan.items)
+    assert plan.kv_tokens == sum(end - start for start, end in spans) + tails
     growing = [length for length in batch.seq_lens if config.window == 0 or length <= config.window]
     assert plan.open_items == len(growing), "every request has one tail that grows, until its window is full"
-    assert sum(item.end == OPEN for item in plan.items) == len(batch.seq_lens)
+    ends = [len(item.queries) if item.tails else item.end == OPEN for item in plan.items]
+    assert sum(ends) == len(batch.seq_lens)
 
 
 @given(batches(), configs())
@@ -131,9 +133,11 @@ def test_a_plan_is_good_as_long_as_growing_tails_leave_its_bins_even(batch: Batc
     )
     assert plan.steps >= min(LEAST_STEPS, full) and plan.steps > 0
 
-    def sizes(item: WorkItem, steps: int) -> tuple[int, int, bool]:
-        start, end = item.span([length + steps for length in batch.seq_lens])
-        return len(item.queries), end - start, config.runs_in_row_slices(len(item.queries), item.tile.m)
+    def sizes(item: WorkItem, steps: int) -> tuple[int, int, bool, int]:
+        lengths = [length + steps for length in batch.seq_lens]
+        start, end = item.span(lengths)
+        in_row_slices = config.runs_in_row_slices(len(item.queries), item.tile.m)
+        return len(item.queries), end - start, in_row_slices, item.tail_tokens(lengths)
 
     members = [plan.items[begin:behind] for begin, behind in pairwise(plan.bins)]
 
@@ -142,8 +146,10 @@ def test_a_plan_is_good_as_long_as_growing_tails_leave_its_bins_even(batch: Batc
     tolerated = max(average / UNEVEN, TILES.kv_tiles[-1] * config.token_price(1))
 
     def growth(item: WorkItem) -> int:
-        queries, tokens, in_row_slices = sizes(item, 0)
-        return (sizes(item, plan.steps)[1] - tokens) * config.growth_price(queries, in_row_slices)
+        queries, tokens, in_row_slices, tails = sizes(item, 0)
+        _, later, _, later_tails = sizes(item, plan.steps)
+        own = (later - tokens) * config.growth_price(queries, in_row_slices)
+        return own + (later_tails - tails) * config.token_price(1)
 
     growths = [sum(map(growth, items)) for items in members]
     assert plan.steps == LEAST_STEPS or max(growths) - sum(growths) / len(growths) <= tolerated
@@ -346,6 +352,8 @@ def test_where_there_is_work_for_all_workers_finish_together(batch: Batch, confi
         config.grain * config.token_price(queries) + config.start_price(queries)
         for queries in range(1, config.max_queries + 1)
     )
+    # Work items are not cut within their tails.
+    quantum += max(item.tail_tokens(batch.seq_lens) for item in plan.items) * config.token_price(1)
     idle = min(waves * workers / (waves * workers // heads * heads or 1) for waves in range(1, MAX_WAVES + 1))
     if all(len(item.queries) <= config.warp_queries for item in plan.items):
         # Then memory is the bound, and idle workers may be worth it.

@@ -23,6 +23,12 @@ IN_SLICES = msgspec.structs.replace(PRICED, slice_token_ns=30)
 IN_BINS = msgspec.structs.replace(IN_SLICES, bins_token_ns=(30, 60, 40), bins_item_ns=(0, 2_000, 3_000))
 """Packs are laid out in bins by other prices than it is decided what is packed."""
 
+TAILS = msgspec.structs.replace(
+    IN_BINS, query_tiles=(4, 16, 32, 48), token_ns=(32, 40, 45, 50), item_ns=(250, 500, 3_000, 4_500), warp_m=4,
+    bins_token_ns=(30, 60, 50, 40), bins_item_ns=(0, 2_000, 2_500, 3_000), tails_m=16,
+)  # fmt: skip
+"""Up to three queries of 9 to 16 rows read what they share, and then each its tail, in one work item."""
+
 SMALL = msgspec.structs.replace(
     IN_BINS, small=SmallLimits(tokens=150, long_draft_queries=6, queries=5, sharing=2, unshared_draft_tokens=60)
 )
@@ -60,7 +66,9 @@ def batches(draw: st.DrawFn, max_queries: int = 24, max_length: int = 80) -> Bat
 def configs(draw: st.DrawFn) -> PackConfig:
     kv_heads = draw(st.sampled_from([1, 2, 8]))
     group = draw(st.sampled_from([1, 3, 4, 16, 32, 65, 200]))
-    tiles = draw(st.sampled_from([TILES, WARPS, PRICED, IN_SLICES, IN_BINS, SMALL]))
+    tiles = draw(st.sampled_from([TILES, WARPS, PRICED, IN_SLICES, IN_BINS, SMALL, TAILS]))
+    tails = tiles is TAILS and draw(st.booleans())
+    group = 16 if tails else group
     dim = draw(st.sampled_from([8, 64, 128]))
     cost = CostModel(
         kv_heads * group,
@@ -77,8 +85,8 @@ def configs(draw: st.DrawFn) -> PackConfig:
         cost,
         tiles,
         workers=draw(st.sampled_from([1, 2, 132, 4096])),
-        policy=draw(st.sampled_from(list(POLICIES))),
-        window=draw(st.sampled_from([0, 0, 0, 1, 8, 60, 2_000])),
+        policy="optimal" if tails else draw(st.sampled_from(list(POLICIES))),
+        window=0 if tails else draw(st.sampled_from([0, 0, 0, 1, 8, 60, 2_000])),
         grain=draw(st.sampled_from([8, 8, 64])),
         drafts=draw(st.booleans()),
     )

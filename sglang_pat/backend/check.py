@@ -28,11 +28,12 @@ def check_plan(
     lengths = seq_lens().tolist()
     read = [0] * len(lengths)
     for item in items:
-        start, end = item.span(lengths)
         for query in item.queries:
+            start, end = item.seen(query, lengths)
             hidden = max(0, lengths[query] - window) if window else 0
             read[query] += max(0, min(end, lengths[query]) - max(start, hidden))
         if len(item.queries) > 1:
+            start, end = item.span(lengths)
             slots = req_to_token[rows[item.queries], start:end]
             if not (slots == slots[0]).all():
                 raise AssertionError(f"queries {item.queries} do not share the KV of [{start}, {end})")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from sglang_pat.packing import AttentionSpec, TileTable, devices
 from sglang_pat.packing.devices import GpuTable
 
@@ -50,6 +52,9 @@ WARP_TOKENS = 16
 """Tokens that it computes at a time (`kStepTokens` in csrc/cuda/tiles.h): one of them took as long as 16 (benchmarks/NOTES.md, "Prices of an
 H200, and rows in parts")."""
 
+GROUP_ROWS = 64
+"""Rows of a wide tile that a group of warps computes (`kGroupRows` in csrc/cuda/tiles.h)."""
+
 
 def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
     """Every m of an architecture's kernels; 128 and 192 rows take several warpgroups (csrc/cuda/threads.cuh, `groups`).
@@ -75,6 +80,18 @@ def tiles_for_drafts(query_tiles: tuple[int, ...], rows: int) -> tuple[int, ...]
     return query_tiles[1:] if query_tiles[0] < rows <= NARROW_M and len(query_tiles) > 1 else query_tiles
 
 
+def has_tails(query_tiles: tuple[int, ...], rows: int, kv_bits: int) -> bool:
+    """Whether a module has work items with tails (`plan.WorkItem`), which need a group of warps for each query. KV of fewer bits has a loader of its
+    own, which does not know them.
+
+    Args:
+        query_tiles: As `query_tiles` returns it.
+        rows: Of a query: query heads of a KV head for each of its tokens.
+        kv_bits: Bits of an element of KV.
+    """
+    return kv_bits == 16 and TileTable(query_tiles, (KV_TILE,), (), tails_m=GROUP_ROWS).tails_queries(rows) > 1
+
+
 def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bits: int = 16) -> TileTable:
     """The tiles of a GPU, with their prices if these are known.
 
@@ -93,7 +110,7 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     if table is not None and head_dim <= table.head_dim:
         priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M, WARP_TOKENS, kv_bits)
         if priced is not None:
-            return priced
+            return msgspec.structs.replace(priced, tails_m=GROUP_ROWS) if kv_bits == 16 else priced
     return TileTable(tiles, (KV_TILE,), ())
 
 

@@ -44,6 +44,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         limits: Whether the queries of a work item see different spans of its KV: each up to its own end, and within its window.
         bits: 4 or 2 if KV is in pages of so many bits, else 0.
         caps: Whether scores are capped.
+        tails: Whether work items may have tails (`capabilities.has_tails`).
     """
 
     dtype: torch.dtype
@@ -57,6 +58,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     limits: bool = False
     bits: int = 0
     caps: bool = False
+    tails: bool = False
 
     @classmethod
     def of(
@@ -89,18 +91,24 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         if dtype not in TYPES or (kv in TYPES and kv != dtype):
             raise ValueError(f"the CUDA kernels do not compute Q of {dtype} with a KV cache of {kv}")
         masks = spec.query_tokens > 1
+        rows = spec.query_heads // spec.kv_heads
         if masks:
-            tiles = capabilities.tiles_for_drafts(tiles, spec.query_heads // spec.kv_heads)
+            tiles = capabilities.tiles_for_drafts(tiles, rows)
         limits = limits or (masks and spec.window > 0)
+        # Of all tiles together, because a plan is made for all of them.
+        all_tiles = capabilities.query_tiles(arch, spec.head_dim, spec.kv.bits)
+        tails = not (limits or spec.window) and capabilities.has_tails(all_tiles, rows, spec.kv.bits)
         bits = spec.kv.bits if low_bit else 0
-        return cls(dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, bits, spec.capped)
+        return cls(
+            dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, bits, spec.capped, tails
+        )
 
     @property
     def name(self) -> str:
         dtype = "_".join(str(one).removeprefix("torch.") for one in dict.fromkeys((self.dtype, self.kv)))
         tiles = "_".join(map(str, self.query_tiles))
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}_v{self.v_head_dim}"
-        features = "".join(f"_{name}" for name in ("sinks", "masks", "limits", "caps") if getattr(self, name))
+        features = "".join(f"_{name}" for name in ("sinks", "masks", "limits", "caps", "tails") if getattr(self, name))
         pages = f"_int{self.bits}" if self.bits else ""
         return f"sglang_pat_{dtype}{pages}_{dims}_sm{self.arch.replace('.', '')}_m{tiles}{features}"
 
@@ -117,6 +125,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             f"-DPAT_MASKS={int(self.masks)}",
             f"-DPAT_LIMITS={int(self.limits)}",
             f"-DPAT_CAPS={int(self.caps)}",
+            f"-DPAT_TAILS={int(self.tails)}",
             *([f"-DPAT_V_DIM={self.v_head_dim}"] if self.v_head_dim != self.head_dim else []),
         )
 

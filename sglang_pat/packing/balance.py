@@ -42,6 +42,9 @@ class _Queue(msgspec.Struct):
     def size(self) -> int:
         return len(self.packs[self.index].queries)
 
+    def tail_tokens(self, seq_lens: list[int]) -> int:
+        return self.packs[self.index].tail_tokens(seq_lens)
+
     def in_row_slices(self) -> bool:
         return self.packs[self.index].in_row_slices
 
@@ -53,7 +56,7 @@ class _Queue(msgspec.Struct):
     def cut(self, tokens: int) -> Pack:
         start = self.start()
         self.begin = start + tokens
-        return msgspec.structs.replace(self.packs[self.index], start=start, end=self.begin)
+        return msgspec.structs.replace(self.packs[self.index], start=start, end=self.begin, tails=False)
 
 
 def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[list[Pack]]:
@@ -69,7 +72,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         for pack in packs
     ]
     config = config.for_bins
-    prices = [config.item_price(len(pack.queries), kv_length(pack, seq_lens), pack.in_row_slices) for pack in packs]
+    prices = [config.item_price(*_measures(pack, seq_lens)) for pack in packs]
     remaining, count = sum(prices), _count(packs, prices, config)
     shared, single = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])
     bins: list[list[Pack]] = []
@@ -142,23 +145,26 @@ def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, 
         growing: For each query, whether it will see more.
     """
     config = config.for_bins
-    growths = [
-        sum(
-            config.growth_price(len(pack.queries), pack.in_row_slices)
-            for pack in members
-            if pack.end is None and growing[pack.queries[0]]
-        )
-        for members in bins
-    ]
+    growths = [sum(_growth(pack, config, growing) for pack in members) for members in bins]
     excess = max(growths) * len(bins) - sum(growths)
     if excess == 0:
         return ALWAYS
-    work = sum(
-        config.bin_price((len(pack.queries), kv_length(pack, seq_lens), pack.in_row_slices) for pack in members)
-        for members in bins
-    )
+    work = sum(config.bin_price(_measures(pack, seq_lens) for pack in members) for members in bins)
     allowed = max(work // UNEVEN, len(bins) * config.tiles.kv_tiles[-1] * config.token_price(1))
     return max(LEAST_STEPS, allowed // excess)
+
+
+def _measures(pack: Pack, seq_lens: list[int]) -> tuple[int, int, bool, int]:
+    """A pack as `PackConfig.item_price` wants it."""
+    return len(pack.queries), kv_length(pack, seq_lens), pack.in_row_slices, pack.tail_tokens(seq_lens)
+
+
+def _growth(pack: Pack, config: PackConfig, growing: list[bool]) -> int:
+    """By how much a step makes a pack dearer."""
+    if pack.tails:
+        return len(pack.queries) * config.token_price(1)
+    grows = pack.end is None and growing[pack.queries[0]]
+    return config.growth_price(len(pack.queries), pack.in_row_slices) if grows else 0
 
 
 def _fits(price: int, gap: int, slack: int, left: int) -> bool:
@@ -173,7 +179,7 @@ def _tokens(queue: _Queue, seq_lens: list[int]) -> int:
 
 
 def _price(queue: _Queue, seq_lens: list[int], config: PackConfig) -> int:
-    return config.item_price(queue.size(), _tokens(queue, seq_lens), queue.in_row_slices())
+    return config.item_price(queue.size(), _tokens(queue, seq_lens), queue.in_row_slices(), queue.tail_tokens(seq_lens))
 
 
 def _turn(queue: _Queue, kinds: set[bool], config: PackConfig) -> int:

@@ -12,13 +12,18 @@ from sglang_pat.packing.tree import Batch, Prefix
 
 
 class Pack(msgspec.Struct):
-    """Queries that read KV positions [start, end) together; `end` is None for a query's open tail. In a bin, also whether it is run in slices
-    (`PackConfig.in_row_slices`)."""
+    """Queries that read KV positions [start, end) together; `end` is None for a query's open tail. `tails` says whether each query then reads its own
+    tail in the same work item (`WorkItem.tails`). In a bin, also whether it is run in slices (`PackConfig.in_row_slices`)."""
 
     start: int
     end: int | None
     queries: list[int]
     in_row_slices: bool = False
+    tails: bool = False
+
+    def tail_tokens(self, seq_lens: list[int]) -> int:
+        """Tokens of the tails that follow."""
+        return sum(seq_lens[query] - (self.end or 0) for query in self.queries) if self.tails else 0
 
 
 class Choice(msgspec.Struct):
@@ -34,12 +39,16 @@ class Choice(msgspec.Struct):
     leaf_joins: list[bool]
 
 
+WithTails = Callable[[Prefix, int], list[Pack]]
+"""A function of (prefix, start of its segment): the packs of its leaves, all of which read the segment together with their tails."""
+
 Choose = Callable[[int, int, bool], Choice]
 """A function of (prefix, start of its segment, whether its queries have a part above the segment)."""
 
 
-def collect(prefixes: list[Prefix], choose: Choose) -> list[Pack]:
-    """The packs that follow from the choices: for each prefix in order, its segment's own pack, then the tails of its leaves."""
+def collect(prefixes: list[Prefix], choose: Choose, with_tails: WithTails | None = None) -> list[Pack]:
+    """The packs that follow from the choices: for each prefix in order, its segment's own pack, then the tails of its leaves, which `with_tails` may put
+    together."""
     packs: list[Pack] = []
     starts, above = [0] * len(prefixes), [False] * len(prefixes)
     for index, prefix in enumerate(prefixes):
@@ -52,6 +61,9 @@ def collect(prefixes: list[Prefix], choose: Choose) -> list[Pack]:
                 stay += prefixes[child].queries
         if stay:
             packs.append(Pack(start, prefix.end, stay))
+        if with_tails and start < prefix.end and prefix.leaves and all(choice.leaf_joins):
+            packs += with_tails(prefix, start)
+            continue
         for query, joins in zip(prefix.leaves, choice.leaf_joins, strict=True):
             packs.append(Pack(start if joins else prefix.end, None, [query]))
     return packs
@@ -102,6 +114,9 @@ def split_queries(packs: list[Pack], seq_lens: list[int], config: PackConfig) ->
     """Split each pack into `config.pieces` packs of even size; each is one work item until `balance` cuts it."""
     result = []
     for pack in packs:
+        if pack.tails:
+            result.append(pack)
+            continue
         size, pieces = len(pack.queries), config.pieces(len(pack.queries), kv_length(pack, seq_lens))
         for i in range(pieces):
             queries = pack.queries[size * i // pieces : size * (i + 1) // pieces]
@@ -110,5 +125,5 @@ def split_queries(packs: list[Pack], seq_lens: list[int], config: PackConfig) ->
 
 
 def kv_length(pack: Pack, seq_lens: list[int]) -> int:
-    """KV positions of a pack at these lengths; an open tail grows with its request."""
+    """KV positions of a pack at these lengths, without tails that follow; an open tail grows with its request."""
     return (seq_lens[pack.queries[0]] if pack.end is None else pack.end) - pack.start

@@ -4,7 +4,8 @@ The array is the header (`HEADER`), then the sections without gaps, so that one 
 
 - bins [num_bins + 1]: items bins[i] up to bins[i + 1] are run by one worker.
 - items [num_items, len(COLUMNS)], bin after bin. `start` and `end` are bounds (`plan.position`). `query` and `slot` repeat the item's first
-  query, because most items have one query only: the kernel then needs no second lookup.
+  query, because most items have one query only: the kernel then needs no second lookup. `tails` is 1 if each query's tail follows
+  (`plan.WorkItem`), else 0.
 - queries [num_queries]: the batch positions of all items' queries; `first_query` of an item indexes them.
 - slots [num_queries]: where the part of each of these queries goes: a slot of the workspace, or -1 for a query with a single part, which is
   written directly to the output.
@@ -36,7 +37,7 @@ HEADER = (
 )
 """Counts; the offset of each section; how many ints are used; how many steps the plan is good for."""
 
-COLUMNS = ("start", "end", "first_query", "item_queries", "tile_m", "tile_n", "query", "slot")
+COLUMNS = ("start", "end", "first_query", "item_queries", "tile_m", "tile_n", "query", "slot", "tails")
 
 DIRECT = -1
 """The slot of a query with a single part, which is written directly to the output."""
@@ -79,7 +80,8 @@ def flatten(plan: Plan) -> np.ndarray:
             for query, part in zip(item.queries, item.parts, strict=True)
         ]
         items += [
-            item.start, item.end, len(queries), len(item.queries), item.tile.m, item.tile.n, item.queries[0], targets[0]
+            item.start, item.end, len(queries), len(item.queries), item.tile.m, item.tile.n, item.queries[0], targets[0],
+            int(item.tails),
         ]  # fmt: skip
         queries += item.queries
         slots += targets
@@ -114,7 +116,7 @@ def read(data: np.ndarray, kv_tokens: int) -> Plan:
     parts = [max(1, last - first) for first, last in pairwise(plan.part_offsets.tolist())]
     items = work_items(data)
     # A tail that starts at a position grows; one that counts back is a window, which moves.
-    open_items = sum(item.start >= 0 and item.end == OPEN for item in items)
+    open_items = sum(len(item.queries) if item.tails else item.start >= 0 and item.end == OPEN for item in items)
     return Plan(items, plan.bins.tolist(), parts, plan.header["steps"], kv_tokens, open_items)
 
 
@@ -122,9 +124,9 @@ def work_items(data: np.ndarray) -> list[WorkItem]:
     """The work items in an array."""
     plan = sections(data)
     items = []
-    for start, end, first, count, m, n, _, _ in plan.items.tolist():
+    for start, end, first, count, m, n, _, _, tails in plan.items.tolist():
         queries = plan.queries[first : first + count].tolist()
         slots = plan.slots[first : first + count].tolist()
         parts = [slot - int(plan.part_offsets[q]) if slot >= 0 else 0 for q, slot in zip(queries, slots, strict=True)]
-        items.append(WorkItem(start, end, queries, parts, Tile(m, n)))
+        items.append(WorkItem(start, end, queries, parts, Tile(m, n), bool(tails)))
     return items

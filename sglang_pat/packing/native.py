@@ -363,6 +363,7 @@ def _arrays(config: PackConfig, max_batch: int, max_slots: int) -> list[Any]:
         config.few_queries, config.warp_queries, list(POLICIES).index(config.policy), max_batch, max_slots,
         config.bin_end_price, config.wave_price, config.window, config.slices_token_price, config.slices_start_price,
         config.slices_tokens, tiles.warp_m, config.grain, tiles.warp_tokens, bins.slices_token_price, bins.slices_start_price,
+        config.tails_queries,
     ]  # fmt: skip
     prices = [
         [0, *(price(queries) for queries in range(1, config.max_queries + 1))]

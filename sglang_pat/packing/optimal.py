@@ -15,6 +15,10 @@ MAX_SEGMENT = 32
 and a segment that long costs more to read again than to merge."""
 
 
+TAILS_SHARE = 4
+"""A work item is not cut within its tails, so they have at most 1/TAILS_SHARE of what a worker reads. With twice that,
+`1,2,64_1024,256,256` and 64 rows took 1.08 times as long as without tails (benchmarks/NOTES.md, "Tails in one work item")."""
+
 MAX_DEPTH = 1024
 """Batches with more levels of prefixes are packed by the paper's heuristic: the native scheduler needs three kilobytes per level."""
 
@@ -42,7 +46,8 @@ def pack_optimal(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> li
     solver = _Solver(prefixes, batch, config)
     for index in range(len(prefixes) - 1, 0, -1):
         solver.solve(index)
-    return collect(prefixes, lambda index, start, above: solver.best[index][start, above].choice)
+    with_tails = solver.with_tails if config.tails_queries > 1 else None
+    return collect(prefixes, lambda index, start, above: solver.best[index][start, above].choice, with_tails)
 
 
 class _Solver:
@@ -57,10 +62,12 @@ class _Solver:
         self.full_start = config.start_price(config.max_queries) / config.max_queries
         self.cut_token = 0.0
         heads, workers = config.cost.runs, config.workers
+        minimum = kv_minimum(prefixes, batch.seq_lens)
         if workers > heads:
             # Bins end wherever they are full: expect one cut per fair share of a pack's length; each cut adds a part to each of its queries.
-            share = max(float(config.tiles.kv_tiles[-1]), kv_minimum(prefixes, batch.seq_lens) * heads / workers)
+            share = max(float(config.tiles.kv_tiles[-1]), minimum * heads / workers)
             self.cut_token = self.part / share
+        self.most_tails = minimum * heads // (TAILS_SHARE * workers)
 
     def solve(self, index: int) -> None:
         prefix, ancestor = self.prefixes[index], index
@@ -100,8 +107,37 @@ class _Solver:
 
     def _leaf_price(self, prefix: Prefix, tokens: int) -> float:
         """The price of reading `tokens` more in a tail of mean length; a tail that was run in slices may become too long for that."""
+        if size := self._together(prefix):
+            items = -(-len(prefix.leaves) // size)
+            return tokens * (items * self.config.token_price(size) / len(prefix.leaves) + self.cut_token)
         if self.config.slices_tokens < 0 or not prefix.leaves:
             return tokens * (self.config.token_price(1) + self.cut_token)
         tail = sum(self.seq_lens[query] - prefix.end for query in prefix.leaves) // len(prefix.leaves)
         more = self.config.uncut_price(1, tail + tokens) - self.config.uncut_price(1, tail)
         return more + tokens * self.cut_token
+
+    def _together(self, prefix: Prefix) -> int:
+        """How many leaves read a segment together, and then their tails, in a work item each of which has as many as may be; 0 if each is alone."""
+        count = len(prefix.leaves)
+        if self.config.tails_queries == 1 or count < 2:
+            return 0
+        size = -(-count // -(-count // self.config.tails_queries))
+        tail = sum(self.seq_lens[query] - prefix.end for query in prefix.leaves) // count
+        return size if size * tail <= self.most_tails else 0
+
+    def with_tails(self, prefix: Prefix, start: int) -> list[Pack]:
+        """The packs of leaves that read a segment with their tails: tails of as many tiles side by side, and no more of them than `most_tails`."""
+        if not self._together(prefix):
+            return [Pack(start, None, [query]) for query in prefix.leaves]
+        n, count = self.config.tiles.kv_tiles[-1], len(prefix.leaves)
+        leaves = sorted(prefix.leaves, key=lambda query: -(-(self.seq_lens[query] - prefix.end) // n))
+        pieces = -(-count // self.config.tails_queries)
+        packs = []
+        for i in range(pieces):
+            queries = leaves[count * i // pieces : count * (i + 1) // pieces]
+            pack = Pack(start, prefix.end, queries, tails=True)
+            if len(queries) > 1 and pack.tail_tokens(self.seq_lens) <= self.most_tails:
+                packs.append(pack)
+            else:
+                packs += [Pack(start, None, [query]) for query in queries]
+        return packs

@@ -48,7 +48,12 @@ def packs_price(packs: list[Pack], batch: Batch, config: PackConfig) -> int:
     """The price of packs before they are cut."""
     parts = Counter(query for pack in packs for query in pack.queries)
     merged = sum(count for count in parts.values() if count > 1)
-    reads = sum(config.pack_price(len(pack.queries), kv_length(pack, batch.seq_lens)) for pack in packs)
+    reads = sum(
+        config.item_price(len(pack.queries), kv_length(pack, batch.seq_lens), False, pack.tail_tokens(batch.seq_lens))
+        if pack.tails
+        else config.pack_price(len(pack.queries), kv_length(pack, batch.seq_lens))
+        for pack in packs
+    )
     return reads + merged * config.cost.part_bytes
 
 
@@ -93,10 +98,11 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
             # A full window moves with the end of its request.
             back = 0 if grows else window - OPEN
             end = OPEN if pack.end is None else pack.end - back
-            items.append(WorkItem(pack.start - back, end, pack.queries, parts, tile))
+            items.append(WorkItem(pack.start - back, end, pack.queries, parts, tile, pack.tails))
+            length += pack.tail_tokens(seq_lens)
             kv_tokens += length
             longest = max(longest, length)
-            longest_tail = max(longest_tail, length if pack.end is None and grows else 0)
+            longest_tail = max(longest_tail, length if pack.tails or (pack.end is None and grows) else 0)
         bins.append(len(items))
     steps = min(TAIL_GROWTH * longest - longest_tail, even_steps(filled, seq_lens, config, growing))
     if window:
@@ -110,7 +116,12 @@ def bin_prices(plan: Plan, seq_lens: list[int], config: PackConfig) -> list[int]
     config = config.for_bins
     return [
         config.bin_price(
-            (len(item.queries), end - start, config.runs_in_row_slices(len(item.queries), item.tile.m))
+            (
+                len(item.queries),
+                end - start,
+                config.runs_in_row_slices(len(item.queries), item.tile.m),
+                item.tail_tokens(seq_lens),
+            )
             for item in plan.items[first:last]
             for start, end in [item.span(seq_lens)]
         )

@@ -30,6 +30,8 @@ class WorkItem(msgspec.Struct):
             `req_to_token`.
         parts: For each query, the number of this part among its parts.
         tile: The tile that runs it.
+        tails: Whether each query's tail follows: its own KV from `end` to the end of its request, which only its own rows read. Then both
+            bounds are positions, and a query's rows are those of one group of warps.
     """
 
     start: int
@@ -37,11 +39,21 @@ class WorkItem(msgspec.Struct):
     queries: list[int]
     parts: list[int]
     tile: Tile
+    tails: bool = False
 
     def span(self, seq_lens: list[int]) -> tuple[int, int]:
-        """The positions that it reads, in a batch with these lengths."""
+        """The positions that it reads for all of its queries, in a batch with these lengths."""
         length = seq_lens[self.queries[0]]
         return position(self.start, length), position(self.end, length)
+
+    def seen(self, query: int, seq_lens: list[int]) -> tuple[int, int]:
+        """The positions that it reads for one of its queries."""
+        start, end = self.span(seq_lens)
+        return start, seq_lens[query] if self.tails else end
+
+    def tail_tokens(self, seq_lens: list[int]) -> int:
+        """The tokens that it reads for single queries."""
+        return sum(seq_lens[query] - self.end for query in self.queries) if self.tails else 0
 
 
 class Plan(msgspec.Struct):
@@ -54,7 +66,7 @@ class Plan(msgspec.Struct):
         steps: How many decode steps the plan is good for. After that, growing tails have made its bins uneven or outgrown its split, or a
             request has filled its window.
         kv_tokens: KV tokens that the first step reads.
-        open_items: Work items whose KV grows by one token per step.
+        open_items: Tails, whose KV grows by one token per step.
     """
 
     items: list[WorkItem]

@@ -87,6 +87,11 @@ class PackConfig(msgspec.Struct, frozen=True):
         return self.tiles.max_queries(self.cost.group)
 
     @property
+    def tails_queries(self) -> int:
+        """How many queries a work item with tails may have; 1 if there is none, as where queries see windows."""
+        return 1 if self.window or self.cost.head_splits > 1 else self.tiles.tails_queries(self.cost.group)
+
+    @property
     def few_queries(self) -> int:
         """How many queries the tile with the cheapest start per row holds; at least one."""
         m = self.tiles.query_tiles[-1]
@@ -193,20 +198,21 @@ class PackConfig(msgspec.Struct, frozen=True):
         """Whether single warps run a work item."""
         return queries <= self.warp_queries or in_row_slices
 
-    def item_price(self, queries: int, tokens: int, in_row_slices: bool) -> int:
-        """Price of a work item that reads `tokens` tokens for `queries` queries with one tile, or in slices."""
+    def item_price(self, queries: int, tokens: int, in_row_slices: bool, tail_tokens: int = 0) -> int:
+        """Price of a work item that reads `tokens` tokens for `queries` queries with one tile, or in slices, and then `tail_tokens` in their tails."""
         computed = max(tokens, self.tiles.warp_tokens) if self.by_warps(queries, in_row_slices) else tokens
-        return computed * self.growth_price(queries, in_row_slices) + self.fixed_price(queries, in_row_slices)
+        reading = computed * self.growth_price(queries, in_row_slices) + tail_tokens * self.token_price(1)
+        return reading + self.fixed_price(queries, in_row_slices)
 
     def uncut_price(self, queries: int, tokens: int) -> int:
         """Price of a pack that is one work item."""
         return self.item_price(queries, tokens, self.in_row_slices(queries, tokens))
 
-    def bin_price(self, members: Iterable[tuple[int, int, bool]]) -> int:
-        """Price of a bin whose work items have these (queries, tokens, whether they are run in slices)."""
+    def bin_price(self, members: Iterable[tuple[int, int, bool, int]]) -> int:
+        """Price of a bin whose work items have these (queries, tokens, whether they are run in slices, tokens of tails)."""
         price, kinds = 0, set()
-        for queries, tokens, in_row_slices in members:
-            price += self.item_price(queries, tokens, in_row_slices)
+        for queries, tokens, in_row_slices, tail_tokens in members:
+            price += self.item_price(queries, tokens, in_row_slices, tail_tokens)
             kinds.add(self.by_warps(queries, in_row_slices))
         return price + (self.turn_price if len(kinds) == 2 else 0)
 

@@ -69,6 +69,7 @@ class TileTable(msgspec.Struct, frozen=True):
         bytes_per_ns: Memory bandwidth; needed if there are times, to express them in bytes (`PackConfig`).
         sms: Streaming multiprocessors that share the bandwidth.
         small: Which steps are planned without tiles of single warps.
+        tails_m: Rows of each query in a work item with tails (`plan.WorkItem`): those of a group of warps; 0 if there are no such items.
         bins_token_ns, bins_item_ns: What counts in place of `token_ns` and `item_ns` when packs are laid out in bins; the same if empty.
     """
 
@@ -88,6 +89,7 @@ class TileTable(msgspec.Struct, frozen=True):
     small: SmallLimits = SmallLimits()
     bins_token_ns: tuple[Nanoseconds, ...] = ()
     bins_item_ns: tuple[Nanoseconds, ...] = ()
+    tails_m: Annotated[int, Meta(ge=0, le=4096)] = 0
 
     def __post_init__(self) -> None:
         for name in ("query_tiles", "kv_tiles", "kv_bounds"):
@@ -140,6 +142,14 @@ class TileTable(msgspec.Struct, frozen=True):
     def max_queries(self, group: int) -> int:
         """How many queries the largest m holds if `group` query heads share a KV head; at least one."""
         return max(1, self.query_tiles[-1] // group)
+
+    def tails_queries(self, group: int) -> int:
+        """How many queries of `group` rows a work item with tails holds; 1 if there are none. Each takes `tails_m` rows, so with fewer queries' rows
+        the tile must be the same."""
+        most = max(1, self.query_tiles[-1] // self.tails_m) if self.tails_m else 1
+        return (
+            most if all(self.query_tile(count * group) == count * self.tails_m for count in range(1, most + 1)) else 1
+        )
 
     def head_splits(self, heads: int, kv_heads: int) -> int:
         """In how many groups the query heads of a KV head are computed: one, unless the largest m has fewer rows."""

@@ -51,6 +51,7 @@ inline const char* plan_problem(const int32_t* plan, const Bounds& bounds) {
       return "the plan has a work item of queries that there are not";
     if (item[kItemQueries] * bounds.group > kMostTileRows) return "the plan has a work item of too many rows";
     if (item[kTileN] < 1 || item[kTileN] > kMostTileTokens) return "the plan has a tile that is none";
+    if (item[kTails] != 0) return "the plan has a work item with tails, which only GPUs run";
     if (item[kStart] > bounds.table_columns || item[kEnd] > bounds.table_columns)
       return "the plan has a work item outside the context";
     if (item[kItemQueries] > 1 && (item[kStart] < 0 || item[kEnd] < kOpen))

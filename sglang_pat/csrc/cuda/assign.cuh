@@ -205,7 +205,8 @@ class Items {
     item.slots = p_.rows[item.query] * p_.table_row + start;
     item.tokens = max(0, end - start);
     item.first = row[kFirstQuery];
-    if constexpr (kMasks) item.draft = draft_tokens(item.query, end);
+    if constexpr (kHasTails) item.tails = row[kTails] != 0;
+    if constexpr (kMasks) item.draft = item.tails ? uint8_t(p_.draft) : draft_tokens(item.query, end);
     item.count = uint8_t(row[kItemQueries]);
     item.m = uint8_t(row[kTileM]);
     const int run = task - bin * p_.runs, head = quotient(run, p_.splits), split = run - head * p_.splits;

@@ -19,7 +19,8 @@ struct Item {
   int query;            // batch position of the first
   int target;           // where its part goes
   uint8_t count;        // queries
-  uint8_t draft;        // with kMasks, how many of the last tokens are of its query's draft
+  uint8_t draft : 7;    // with kMasks, how many of the last tokens are of its query's draft; with tails, of each tail's
+  uint8_t tails : 1;    // whether its queries' tails follow; then each query has a group's rows
   int16_t head;         // KV head
   uint16_t first_head;  // of its query heads
   uint8_t m;            // tile
@@ -30,6 +31,20 @@ struct Item {
 __device__ __forceinline__ int query_of(const Params& p, const Item& item, int member) {
   return member == 0 ? item.query : p.section(kQueries)[item.first + member];
 }
+
+// Which query of the item a tile's row is, and which head of its group; none if `member` is the number of queries.
+struct RowQuery {
+  int member, head;
+
+  __device__ __forceinline__ RowQuery(const Params& p, const Item& item, int row)
+      : member(p.query_of(row)), head(p.head_of(row)) {
+    if constexpr (kHasTails) {
+      if (item.tails) member = row / kGroupRows, head = row % kGroupRows;
+      if (head >= p.group) member = item.count;
+    }
+  }
+  __device__ __forceinline__ bool used(const Item& item) const { return member < item.count; }
+};
 
 // Where its part goes.
 __device__ __forceinline__ int target_of(const Params& p, const Item& item, int member) {

@@ -18,11 +18,10 @@ class RowTarget {
   __device__ RowTarget(const Params& p, const Item& item, int row) : code_(kNone) {
     if (row >= item.count * p.group) return;
     const int member = p.query_of(row);
-    *this = RowTarget(p, item, row, query_of(p, item, member), target_of(p, item, member));
+    *this = RowTarget(p, item.first_head + p.head_of(row), query_of(p, item, member), target_of(p, item, member));
   }
-  // The same, of a row that is a query's, whose batch position and part's place are known.
-  __device__ RowTarget(const Params& p, const Item& item, int row, int query, int target) {
-    const int head = item.first_head + p.head_of(row);
+  // The same, of a query's head, whose batch position and part's place are known.
+  __device__ RowTarget(const Params& p, int head, int query, int target) {
     code_ = target == kDirect ? ~p.output_row(query, head) : target * p.heads + head;
   }
   __device__ explicit RowTarget(int code) : code_(code) {}

@@ -26,7 +26,7 @@ constexpr int kAheadBytes = kTokens * kDim;
 template <int kDim>
 constexpr int kMaxRows = groups(kDim) * 64;
 
-// Q of an item, where the result of each of its rows goes, and with kLimits each row's `tokens_behind`.
+// Q of an item, where the result of each of its rows goes, with kLimits each row's `tokens_behind`, and where its queries' tails are.
 template <int kDim>
 struct WideQueries {
   alignas(1024) uint8_t q[kMaxRows<kDim> * panels(kDim) * kPanelRow];
@@ -34,7 +34,17 @@ struct WideQueries {
   uint32_t sources[kMaxRows<kDim>];  // of Q's rows
   uint64_t masks[kMasks ? kMaxRows<kDim> : 1];
   int behind[kLimits ? kMaxRows<kDim> : 1];
+  int64_t tail_slots[groups(kDim)];  // in req_to_token
+  int tail_tokens[groups(kDim)];
 };
+
+// Tiles of the longest of an item's tails.
+template <int kDim>
+__device__ __forceinline__ int tail_tiles(const WideQueries<kDim>& queries, int count) {
+  int longest = 0;
+  for (int i = 0; i < count; ++i) longest = max(longest, queries.tail_tokens[i]);
+  return int(unsigned(longest + kTokens - 1) / kTokens);
+}
 
 // Where KV is converted, its stages need the memory more (benchmarks/NOTES.md, 2026-11-23).
 constexpr int query_buffers(bool converts) { return kSharedLimit > (200 << 10) && !converts ? 2 : 1; }
@@ -146,9 +156,10 @@ class QueryProducer {
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
       const int row = int(thread()) + j * kThreads;
-      if (row < item.count * p_.group) {
-        queries_ahead_[j] = p_.section(kQueries)[item.first + p_.query_of(row)];
-        targets_ahead_[j] = p_.section(kSlots)[item.first + p_.query_of(row)];
+      const RowQuery query(p_, item, row);
+      if (query.used(item)) {
+        queries_ahead_[j] = p_.section(kQueries)[item.first + query.member];
+        targets_ahead_[j] = p_.section(kSlots)[item.first + query.member];
       }
     }
   }
@@ -166,12 +177,21 @@ class QueryProducer {
       if (row >= item.m) continue;
       to.targets[row] = RowTarget::kNone, to.sources[row] = kNoSource;
       if constexpr (kLimits) to.behind[row] = 0;
-      if (row >= item.count * p_.group) continue;
-      const TokenHead at = p_.token_head(queries_ahead_[i], item.first_head + p_.head_of(row));
-      to.targets[row] = RowTarget(p_, item, row, queries_ahead_[i], targets_ahead_[i]).code();
+      const RowQuery query(p_, item, row);
+      if (!query.used(item)) continue;
+      const int head = item.first_head + query.head;
+      const TokenHead at = p_.token_head(queries_ahead_[i], head);
+      to.targets[row] = RowTarget(p_, head, queries_ahead_[i], targets_ahead_[i]).code();
       to.sources[row] = source_of<T>(p_, at);
       if constexpr (kMasks) copy8(shared_address(&to.masks[row]), p_.masks + at.token);
       if constexpr (kLimits) to.behind[row] = tokens_behind(p_, item, row, queries_ahead_[i]);
+      if constexpr (kHasTails) {
+        if (item.tails && query.head == 0) {
+          const int64_t begin = end_of(p_, item), row_begin = p_.rows[queries_ahead_[i]] * p_.table_row;
+          to.tail_slots[query.member] = row_begin + begin;
+          to.tail_tokens[query.member] = max(0, int(p_.seq_lens[queries_ahead_[i]] - begin));
+        }
+      }
     }
     sync_threads(kProducerBarrier, kThreads);
     if (column < kDim / 8) {
@@ -258,7 +278,7 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
       if (i >= 0) queries_.copy();
       const int slot_ahead = slot_ahead_;
       read_ahead(i + 1);
-      if (i >= 0) copy_kv(items_.get(kWide, i), slot_ahead);
+      if (i >= 0) copy_kv(items_.get(kWide, i), memory_.queries[i % Memory::kBuffers], slot_ahead);
     }
   }
 
@@ -272,7 +292,7 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
   }
 
   // `slot_ahead` is the slot of this lane's row of the first tile.
-  __device__ void copy_kv(const Item& item, int slot_ahead) {
+  __device__ void copy_kv(const Item& item, const WideQueries<kDim>& queries, int slot_ahead) {
     const unsigned column = thread() % kRowThreads, first = thread() / kRowThreads;
     const char* k = fresh(static_cast<const char*>(p_.k) + item.head * p_.k_head + column * 16);
     const char* v = fresh(static_cast<const char*>(p_.v) + item.head * p_.v_head + column * 16);
@@ -280,10 +300,12 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
     const int own = own_row(), tokens = item.tokens;  // read once: ptxas would read shared memory again for each tile
     const int32_t* slots = p_.req_to_token + item.slots + own;
     // A group multiplies K of its next tile before V of this one: so they are asked for in this order. Groups in turns have every second tile.
-    const int behind = groups(kDim) > 1 && item.m == 64 && tokens > kOwnTokens ? 2 * kTokens : kTokens;
+    const int behind = groups(kDim) > 1 && item.m == kGroupRows && tokens > kOwnTokens ? 2 * kTokens : kTokens;
+    const bool tails = kHasTails && item.tails;
+    const int end = tails ? tokens : tokens + behind;  // of the loop: with tails, V of the last tile is for the next one
     int next = own < tokens ? slot_ahead : 0, last = 0, before = 0;  // the slots of K's next tile and of its last two
 #pragma unroll 1
-    for (int begin = 0; begin - behind < tokens; begin += kTokens) {
+    for (int begin = 0; begin < end; begin += kTokens) {
       const int slot = next;
       slots += kTokens;
       next = begin + kTokens + own < tokens ? *slots : 0;
@@ -291,6 +313,31 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
       if (begin >= behind)
         copy_rows<true>(tokens - begin + behind, column, offset, v, p_.v_slot, behind > kTokens ? before : last);
       before = last, last = slot;
+    }
+    if constexpr (kHasTails) {
+      if (tails) copy_tails(queries, item.count, (tokens - 1) % kTokens + 1, last, column, offset, k, v);
+    }
+  }
+
+  // Tails behind what their queries share: a tile of each in turn. One that has ended has empty stages. Of the last tile in front of them, V has
+  // not been copied yet: it has `last_left` tokens, and `last` is its slot.
+  __device__ void copy_tails(const WideQueries<kDim>& queries, int count, int last_left, int last, int column,
+                             uint32_t offset, const char* k, const char* v) {
+    const int tiles = count * tail_tiles(queries, count), own = own_row();
+    const auto left_of = [&](int member, int round) { return queries.tail_tokens[member] - round * kTokens; };
+    const auto slot_of = [&](int member, int round) {
+      const int32_t* slots = p_.req_to_token + queries.tail_slots[member] + round * kTokens + own;
+      return own < left_of(member, round) ? *slots : 0;
+    };
+    int member = 0, round = 0, slot = slot_of(0, 0);
+#pragma unroll 1
+    for (int tile = 0; tile <= tiles; ++tile) {
+      const int left = left_of(member, round), ahead = slot;
+      if (++member == count) member = 0, ++round;
+      if (tile + 1 < tiles) slot = slot_of(member, round);
+      if (tile < tiles) copy_rows<false>(left, column, offset, k, p_.k_slot, ahead);
+      copy_rows<true>(last_left, column, offset, v, p_.v_slot, last);
+      last_left = left, last = ahead;
     }
   }
 

@@ -1,5 +1,6 @@
 // Items of more rows. Each group of warps has 64 of them. Of a long item of 64 rows, two groups take turns at the tiles and
-// sum up at the end; a short item is owned by one warpgroup, the next one by the next: each hides what the others wait for.
+// sum up at the end; a short item is owned by one warpgroup, the next one by the next: each hides what the others wait for. With tails, each
+// group goes on with a query's own KV, tile by tile in turn.
 // K, V and Q come through the ring.
 #pragma once
 
@@ -53,18 +54,23 @@ class WideGroup {
   __device__ __forceinline__ void run_item() {
     const Item& item = items_.get(kWide, queries_.item());
     const int group = __shfl_sync(~0u, this_group(), 0);
-    const bool in_turns = kGroups > 1 && item.m == 64 && item.tokens > kOwnTokens;
-    const bool alone = kGroups > 1 && item.m == 64 && !in_turns;  // it is the owner's
-    const int first_row = kGroups == 1 || item.m == 64 ? 0 : group * 64;
-    const int tiles = int(unsigned(item.tokens + kTokens - 1) / kTokens);
-    const int stride = kGroups == 1 ? 1 : int(fresh(in_turns ? kTurns : 1));
+    const bool in_turns = kGroups > 1 && item.m == kGroupRows && item.tokens > kOwnTokens;
+    const bool alone = kGroups > 1 && item.m == kGroupRows && !in_turns;  // it is the owner's
+    const int first_row = kGroups == 1 || item.m == kGroupRows ? 0 : group * kGroupRows;
+    int tiles = int(unsigned(item.tokens + kTokens - 1) / kTokens);
+    int stride = kGroups == 1 ? 1 : int(fresh(in_turns ? kTurns : 1));  // tiles to this group's next one
     const bool idle = in_turns ? group >= kTurns : alone ? group != queries_.item() % kGroups : first_row >= item.m;
-    int tile = in_turns ? group : 0;  // this group's next one
-    const int tokens = item.tokens;
+    int tile = in_turns ? group : 0;          // this group's next one
+    int left = item.tokens - tile * kTokens;  // tokens from there on
     queries_.wait_full();
     fence_async_proxy();
     auto& queries = memory_.queries[queries_.buffer()];
+    bool tails = kHasTails && item.tails;
+    int draft = tails ? 0 : item.draft;
     if (idle) {
+      if constexpr (kHasTails) {
+        if (tails) tiles += item.count * tail_tiles(queries, item.count);
+      }
 #pragma unroll 1
       for (tile = 0; tile < tiles; ++tile) skip(k_), skip(v_);
       release_queries();
@@ -99,38 +105,52 @@ class WideGroup {
     };
     const auto mask = [&](int half) { return queries.masks[first_row + row() + half * 8]; };
     const auto behind = [&](int half) { return queries.behind[first_row + row() + half * 8]; };
-    skip_until(k_, 0, min(tile, tiles));
-    skip_until(v_, 0, min(tile, tiles));
-    if (tile < tiles) {
-      start_scores();
-      P::template wait<0>();
-      release(k_);
-      softmax.template update<8>(s, tokens - tile * kTokens, item.draft, mask, behind, p_, correction);
-      pack();
-      while (true) {
-        const int next = tile + stride;
-        skip_until(k_, tile + 1, min(next, tiles));
-        if (next >= tiles) {
+    // What is shared, and then, with tails, this group's own one.
+#pragma unroll 1
+    while (true) {
+      skip_until(k_, 0, min(tile, tiles));
+      skip_until(v_, 0, min(tile, tiles));
+      if (left > 0) {
+        start_scores();
+        P::template wait<0>();
+        release(k_);
+        softmax.template update<8>(s, left, draft, mask, behind, p_, correction);
+        if constexpr (kHasTails) rescale<P::kOutputs>(o, correction);
+        pack();
+        while (true) {
+          const int next = tile + stride;
+          left -= in_turns ? kTurns * kTokens : kTokens;
+          if (left <= 0) {
+            start_values();
+            P::template wait<0>();
+            release(v_);
+            break;
+          }
+          skip_until(k_, tile + 1, next);
+          start_scores();
           start_values();
+          P::template wait<1>();
+          release(k_);
+          softmax.template update<8>(s, left, draft, mask, behind, p_, correction);
+          // Never true. Without a branch here ptxas sinks the softmax below the wait, and nothing overlaps the product.
+          if (softmax.sum[0] + softmax.sum[1] < 0) nap();
           P::template wait<0>();
           release(v_);
-          skip_until(v_, tile + 1, tiles);
-          break;
+          skip_until(v_, tile + 1, next);
+          rescale<P::kOutputs>(o, correction);
+          pack();
+          tile = next;
         }
-        start_scores();
-        start_values();
-        P::template wait<1>();
-        release(k_);
-        softmax.template update<8>(s, tokens - next * kTokens, item.draft, mask, behind, p_, correction);
-        // Never true. Without a branch here ptxas sinks the softmax below the wait, and nothing overlaps the product.
-        if (softmax.sum[0] + softmax.sum[1] < 0) nap();
-        P::template wait<0>();
-        release(v_);
-        skip_until(v_, tile + 1, next);
-        rescale<P::kOutputs>(o, correction);
-        pack();
-        tile = next;
+        ++tile;
       }
+      // V of the others' tiles may wait for K of theirs to be passed over.
+#pragma unroll 1
+      for (; tile < tiles; ++tile) skip(k_), skip(v_);
+      if constexpr (!kHasTails) break;
+      if (!tails) break;
+      tails = false;
+      tile = group, stride = item.count, draft = item.draft;
+      tiles = item.count * tail_tiles(queries, item.count), left = queries.tail_tokens[group];
     }
     softmax.finish();
     const int rows = first_row + row();

@@ -45,7 +45,7 @@ class Bins {
     const auto end_of = [&](const Pack& pack) {
       return int64_t(pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end);
     };
-    int64_t left = count(packs, config);
+    int64_t left = count(packs, seq_lens, config);
     // With eight packs for a bin, nearly every bin can be filled without a cut.
     int64_t cuts = int64_t(packs.shared.size() + packs.single.size()) < 8 * left;
     int64_t work = 0, growth = 0, most_growth = 0, turns = 0;
@@ -65,7 +65,7 @@ class Bins {
           return left == 1 || (price <= gap + slack && (gap > slack || price <= 2 * gap));
         };
         Queue* queue = nullptr;
-        int64_t tokens = 0, turn = 0, growth_price = 0, price = 0;
+        int64_t tokens = 0, tail_tokens = 0, turn = 0, growth_price = 0, price = 0;
         int kind = 0;
         bool slices = false;
         const auto look_at = [&](Queue& at) {
@@ -75,18 +75,20 @@ class Bins {
           tokens = end - at.start(), slices = config.in_row_slices(pack.count, end - pack.start);
           kind = config.by_warps(pack.count, slices) ? 1 : 2, turn = turn_to(kind);
           growth_price = config.bin_prices.growth(pack.count, slices);
-          price = config.item_price(config.bin_prices, pack.count, tokens, slices) + turn;
+          tail_tokens = packs.tail_tokens(pack, seq_lens);
+          price = config.item_price(config.bin_prices, pack.count, tokens, slices, tail_tokens) + turn;
         };
         look_at(shared.empty() ? single : shared);
         if (queue == &shared && !single.empty() && load > 0 && !fits(price)) look_at(single);
         const Pack& pack = queue->packs[queue->index];
         const int32_t start = queue->start();
-        const auto add_until = [&](int32_t end) {
-          items.push_back(Pack{start, end, pack.first, pack.count});
+        const auto add_until = [&](int32_t end, bool tails) {
+          items.push_back(Pack{start, end, pack.first, pack.count, tails});
           in_row_slices.push_back(slices);
         };
         const auto take_whole = [&] {
-          add_until(pack.end);
+          add_until(pack.end, pack.tails);
+          if (pack.tails) bin_growth += pack.count * config.bin_prices.tokens[1];
           if (pack.end == kOpen && grows(packs.queries[pack.first])) bin_growth += growth_price;
           queue->index += 1;
           queue->begin = 0;
@@ -107,7 +109,7 @@ class Bins {
         if (cut > 0 && cut < tokens) {
           cuts += 1;
           queue->begin = start + int32_t(cut);
-          add_until(queue->begin);
+          add_until(queue->begin, false);
           for (int32_t i = 0; i < pack.count; ++i) num_parts[packs.queries[pack.first + i]] += 1;
           remaining += begin;
           load += config.item_price(config.bin_prices, pack.count, cut, slices) + turn;
@@ -133,12 +135,13 @@ class Bins {
  private:
   // How many bins there are. A cut affects so many queries: the mean over packs, weighted by work, where packs shorter than a bin count as one
   // query, as they go into a bin whole, and the cut falls on a pack of one query beside them.
-  static int64_t count(const Packs& packs, const Config& config) {
+  static int64_t count(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config) {
     const auto share = int64_t(__int128(packs.work) * config.kv_heads / (2 * config.workers));
     double weighted_work = double(packs.work);
     bool narrow = config.warp_queries > 0;
     for (const Pack& pack : packs.shared) {
-      const int64_t price = config.uncut_price(config.bin_prices, pack.count, pack.end - pack.start);
+      const int64_t tails = packs.tail_tokens(pack, seq_lens);
+      const int64_t price = config.item_price(config.bin_prices, pack.count, pack.end - pack.start, false, tails);
       if (price > share) weighted_work += double(price) * (pack.count - 1);
       narrow = narrow && pack.count <= config.warp_queries;
     }

@@ -33,6 +33,7 @@ enum Column {
   kTileN,
   kQuery,
   kSlot,
+  kTails,
   kItemSize,
 };
 

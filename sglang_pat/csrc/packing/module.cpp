@@ -73,11 +73,11 @@ auto guarded(Action action) {
 }
 
 // What `config_of` reads of `create`'s numbers, and how many those are.
-constexpr int64_t kConfigNumbers = 23, kNumbers = 27;
+constexpr int64_t kConfigNumbers = 24, kNumbers = 28;
 
 // `numbers`: token_bytes, part_bytes, turn_price, group, kv_heads, workers, max_queries, few_queries, warp_queries, policy, max_batch,
 // max_slots (not of a config), bin_end_price, wave_price, window, slices_token_price, slices_start_price, slices_tokens, slice_rows,
-// grain, warp_tokens, and of bins slices_token_price, slices_start_price.
+// grain, warp_tokens, of bins slices_token_price and slices_start_price, and tails_queries.
 // `token_prices`, `start_prices`, `short_tokens` and the prices in bins are [max_queries + 1].
 pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView start_prices, TensorView short_tokens,
                       TensorView bin_token_prices, TensorView bin_start_prices, TensorView query_tiles, TensorView kv_tiles,
@@ -92,6 +92,7 @@ pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView st
   config.grain = pat::in_range("grain", n[19], 1, pat::kMaxTile);
   config.warp_tokens = n[20];
   config.bin_prices.slices_token = n[21], config.bin_prices.slices_start = n[22];
+  config.tails_queries = int(pat::in_range("queries with tails", n[23], 1, pat::kMaxTile));
   config.group = pat::in_range("group", n[3], 1, pat::kMaxTile);
   config.kv_heads = pat::in_range("kv_heads", n[4], 1, pat::kMaxWorkers);
   config.workers = pat::in_range("workers", n[5], 1, pat::kMaxWorkers);
@@ -126,7 +127,7 @@ int64_t create(TensorView numbers, TensorView token_prices, TensorView start_pri
     pat::Config small =
         config_of(small_numbers, small_token_prices, small_start_prices, small_short_tokens, small_bin_token_prices,
                   small_bin_start_prices, small_query_tiles, small_kv_tiles, small_kv_bounds);
-    config.plan_small(n[23], n[24], n[25], n[26], std::move(small));
+    config.plan_small(n[24], n[25], n[26], n[27], std::move(small));
     std::vector<pat::Buffer> buffers;
     for (const TensorView& buffer : {first_buffer, second_buffer})
       buffers.push_back(pat::Buffer{data<int32_t>(buffer, "buffers", pat::kHeaderSize), buffer.size(0)});

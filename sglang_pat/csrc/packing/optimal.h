@@ -26,7 +26,8 @@ class Optimal {
   void solve(const Prefixes& prefixes, const std::vector<int32_t>& seq_lens, const Config& config) {
     config_ = &config;
     seq_lens_ = seq_lens.data();
-    order_ = prefixes.order.data();
+    prefixes_ = &prefixes;
+    most_tails_ = most_tails(prefixes, config);
     part_ = double(config.part_bytes);
     start_ = double(config.pack_prices.starts[1]);
     full_token_ = double(config.pack_prices.tokens[config.max_queries]) / config.max_queries;
@@ -61,6 +62,11 @@ class Optimal {
     choices.leaves(prefix, candidate == 0 || masks.leaf_joins[candidate - 1] & lane);
     for (int32_t child = index + 1; child < prefix.last; child = prefixes.nodes[child].last)
       choices.joins[child] = candidate == 0 || results_[child].masks[result.above].joins[candidate - 1] & lane;
+  }
+
+  // How many tokens of tails a work item may have behind what its queries share.
+  static int64_t most_tails(const Prefixes& prefixes, const Config& config) {
+    return prefixes.kv_minimum * config.kv_heads / (kTailsShare * config.workers);
   }
 
   size_t bytes() const {
@@ -159,9 +165,10 @@ class Optimal {
   // The best of the three candidates for every start, the children having been added up.
   template <int kVectors, bool kChildren>
   void weigh(const Prefix& prefix, Frame<kVectors>& frame, Result& result) {
-    const double leaves = prefix.leaves(), leaf_token = double(config_->pack_prices.tokens[1]) + cut_token_;
-    const bool may_be_in_slices = config_->slices_tokens >= 0 && prefix.leaves() > 0;
-    const int64_t tail = may_be_in_slices ? mean_tail(prefix) : 0;
+    const int64_t together = leaves_together(*prefixes_, prefix, seq_lens_, *config_, most_tails_);
+    const double leaves = prefix.leaves(), leaf_token = leaf_token_price(prefix, together) + cut_token_;
+    const bool may_be_in_slices = together == 0 && config_->slices_tokens >= 0 && prefix.leaves() > 0;
+    const int64_t tail = may_be_in_slices ? prefixes_->mean_tail(prefix, seq_lens_) : 0;
     Masks masks[2]{};
     for (int v = 0; v < used<kVectors>(prefix.depth); ++v) {
       const Vector tokens = frame.tokens[v];
@@ -222,10 +229,10 @@ class Optimal {
     }
   }
 
-  int64_t mean_tail(const Prefix& prefix) const {
-    int64_t tokens = 0;
-    for (int32_t i = prefix.first; i < prefix.leaves_end; ++i) tokens += seq_lens_[order_[i]] - prefix.end;
-    return tokens / prefix.leaves();
+  // A leaf's share of a token that `together` leaves read, or the price of one that it reads alone.
+  double leaf_token_price(const Prefix& prefix, int64_t together) const {
+    if (together == 0) return double(config_->pack_prices.tokens[1]);
+    return double(ceil_div(prefix.leaves(), together) * config_->pack_prices.tokens[together]) / prefix.leaves();
   }
 
   // What it costs that a leaf with so long a tail reads `tokens` more.
@@ -255,7 +262,9 @@ class Optimal {
   }
 
   const Config* config_ = nullptr;
-  const int32_t *seq_lens_ = nullptr, *order_ = nullptr;
+  const Prefixes* prefixes_ = nullptr;
+  const int32_t* seq_lens_ = nullptr;
+  int64_t most_tails_ = 0;
   double part_ = 0, start_ = 0, full_token_ = 0, full_start_ = 0, cut_token_ = 0;
   // One frame for each level; few prompts have more than eight.
   std::vector<Frame<1>> shallow_;

@@ -13,11 +13,23 @@
 
 namespace pat {
 
-// KV positions [start, end) of `count` queries, `queries[first]` and following; `end` is kOpen for a tail.
+// KV positions [start, end) of `count` queries, `queries[first]` and following; `end` is kOpen for a tail. With `tails`, each query then reads its
+// own tail in the same work item.
 struct Pack {
   int32_t start, end;
   int32_t first, count;
+  bool tails = false;
 };
+
+// How many leaves read a segment together, and then their tails, in a work item each of which has as many as may be; 0 if each is alone. A work
+// item is not cut within its tails, of which it may have `most` tokens.
+inline int64_t leaves_together(const Prefixes& prefixes, const Prefix& prefix, const int32_t* seq_lens,
+                               const Config& config, int64_t most) {
+  const int64_t count = prefix.leaves();
+  if (config.tails_queries == 1 || count < 2) return 0;
+  const int64_t size = ceil_div(count, ceil_div(count, config.tails_queries));
+  return size * prefixes.mean_tail(prefix, seq_lens) <= most ? size : 0;
+}
 
 // What becomes of each prefix's segment, the KV that it inherited and its own.
 struct Choices {
@@ -41,6 +53,7 @@ struct Packs {
   // Prices by the model, before anything is cut: of the policy's packs when it is decided what is packed, and as split by the query limit when they
   // are laid out in bins.
   int64_t reads = 0, work = 0;
+  int64_t most_tails = 0;  // tokens of tails that a work item may have behind what its queries share
 
   void reserve(size_t batch) {
     shared.reserve(batch);
@@ -50,7 +63,8 @@ struct Packs {
     num_parts.reserve(batch);
   }
 
-  void begin(const Prefixes& prefixes, size_t batch) {
+  void begin(const Prefixes& prefixes, size_t batch, int64_t tails = 0) {
+    most_tails = tails;
     shared.clear();
     single.clear();
     queries.clear();
@@ -91,6 +105,7 @@ struct Packs {
     if (const int32_t count = int32_t(queries.size()) - first) split_queries(start, prefix.end, first, count, config);
     const size_t leaves = prefix.leaves();
     if (leaves == 0) return;
+    if (most_tails > 0 && start < prefix.end && add_with_tails(prefixes, choices, prefix, start, seq_lens, config)) return;
     const size_t old_tails = single.size(), old_queries = queries.size();
     single.resize(old_tails + leaves);
     queries.resize(old_queries + leaves);
@@ -99,9 +114,15 @@ struct Packs {
       const int32_t from = choices.leaf_joins[prefix.first + i] ? start : prefix.end;
       single[old_tails + i] = Pack{from, kOpen, int32_t(old_queries + i), 1};
       queries[old_queries + i] = query;
-      reads += config.uncut_price(config.pack_prices, 1, seq_lens[query] - from);
-      work += config.uncut_price(config.bin_prices, 1, seq_lens[query] - from);
+      count_tail(seq_lens[query] - from, config);
     }
+  }
+
+  // Tokens of the tails that follow.
+  int64_t tail_tokens(const Pack& pack, const std::vector<int32_t>& seq_lens) const {
+    int64_t tokens = 0;
+    for (int32_t i = 0; pack.tails && i < pack.count; ++i) tokens += seq_lens[queries[pack.first + i]] - pack.end;
+    return tokens;
   }
 
   // Every query has a part in each pack that it stayed in, and its tail.
@@ -122,6 +143,50 @@ struct Packs {
   }
 
  private:
+  void count_tail(int64_t tokens, const Config& config) {
+    reads += config.uncut_price(config.pack_prices, 1, tokens);
+    work += config.uncut_price(config.bin_prices, 1, tokens);
+  }
+
+  // The packs of leaves that read a segment with their tails: tails of as many tiles side by side, and no more of them than `most_tails`. False if
+  // they are not put together.
+  bool add_with_tails(const Prefixes& prefixes, const Choices& choices, const Prefix& prefix, int32_t start,
+                      const std::vector<int32_t>& seq_lens, const Config& config) {
+    if (leaves_together(prefixes, prefix, seq_lens.data(), config, most_tails) == 0) return false;
+    const auto joins = choices.leaf_joins.begin();
+    if (!std::all_of(joins + prefix.first, joins + prefix.leaves_end, [](uint8_t joined) { return joined != 0; }))
+      return false;
+    const size_t first = queries.size();
+    const int32_t *leaves = &prefixes.order[prefix.first], count = prefix.leaves();
+    queries.insert(queries.end(), leaves, leaves + count);
+    const auto tiles = [&](int32_t query) { return ceil_div(seq_lens[query] - prefix.end, config.kv_tiles.back()); };
+    // Not std::stable_sort, which allocates memory.
+    const auto before = [&](int32_t a, int32_t b) {
+      const int64_t more = tiles(a) - tiles(b);
+      return more < 0 || (more == 0 && a < b);
+    };
+    if (!std::is_sorted(queries.begin() + first, queries.end(), before))
+      std::sort(queries.begin() + first, queries.end(), before);
+    const int32_t pieces = int32_t(ceil_div(count, config.tails_queries));
+    for (int32_t i = 0, from = 0; i < pieces; ++i) {
+      const int32_t to = int32_t(int64_t(count) * (i + 1) / pieces), at = int32_t(first) + from;
+      const Pack pack{start, prefix.end, at, to - from, true};
+      const int64_t tails = tail_tokens(pack, seq_lens);
+      if (pack.count > 1 && tails <= most_tails) {
+        shared.push_back(pack);
+        reads += config.item_price(config.pack_prices, pack.count, pack.end - start, false, tails);
+        work += config.item_price(config.bin_prices, pack.count, pack.end - start, false, tails);
+      } else {
+        for (int32_t j = at; j < at + pack.count; ++j) {
+          single.push_back(Pack{start, kOpen, j, 1});
+          count_tail(seq_lens[queries[j]] - start, config);
+        }
+      }
+      from = to;
+    }
+    return true;
+  }
+
   // Packs that are a work item each until they are cut, as even as can be.
   void split_queries(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
     const int32_t pieces = int32_t(config.pieces(count, end - start));

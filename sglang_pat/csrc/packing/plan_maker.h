@@ -52,7 +52,7 @@ class PlanMaker {
     if (policy == Policy::kNaive) choose_naive(prefixes_, choices_);
     if (policy == Policy::kOptimal && prefixes_.max_depth >= Optimal::kMaxDepth) policy = Policy::kPat;
     if (policy == Policy::kOptimal) optimal_.solve(prefixes_, seen_, config);
-    packs_.begin(prefixes_, seq_lens_.size());
+    packs_.begin(prefixes_, seq_lens_.size(), policy == Policy::kOptimal ? Optimal::most_tails(prefixes_, config) : 0);
     for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index) {
       if (index > 0) {
         if (policy == Policy::kPat) choose_pat(prefixes_, choices_, index, packs_.start(index), config);

@@ -26,6 +26,13 @@ struct Prefixes {
   int64_t kv_minimum = 0;      // KV tokens when each is read once
   int32_t max_depth = -1;
 
+  // Tokens of a prefix's tails, of which it has some, on average.
+  int64_t mean_tail(const Prefix& prefix, const int32_t* seq_lens) const {
+    int64_t tokens = 0;
+    for (int32_t i = prefix.first; i < prefix.leaves_end; ++i) tokens += seq_lens[order[i]] - prefix.end;
+    return tokens / prefix.leaves();
+  }
+
   void reserve(size_t batch) {
     order.reserve(batch);
     next_leaf_.reserve(batch);

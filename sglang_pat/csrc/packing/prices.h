@@ -70,6 +70,7 @@ struct Config {
   int slice_rows = 0;
   int64_t warp_tokens = 1;  // that a single warp computes at a time: a work item of fewer costs as much
   int window = 0;           // tokens that a query sees; 0: all
+  int tails_queries = 1;    // that a work item with tails may have; 1: there is none
   int64_t grain = 1;        // KV positions between possible cuts
   Policy policy = Policy::kOptimal;
   Prices pack_prices,
@@ -97,6 +98,7 @@ struct Config {
     in_range("the tokens of slices", slices_tokens, -1, INT32_MAX);
     in_range("warp_tokens", warp_tokens, 1, kMaxWarpTokens);
     in_range("few_queries", few_queries, 1, max_queries);
+    in_range("queries with tails", tails_queries, 1, max_queries);
     in_range("the number of query tiles", int64_t(query_tiles.size()), 1, kMaxTile);
     in_range("the number of KV tiles", int64_t(kv_tiles.size()), int64_t(kv_bounds.size()) + 1,
              int64_t(kv_bounds.size()) + 1);
@@ -148,9 +150,9 @@ struct Config {
   // Whether single warps run a work item.
   bool by_warps(int64_t queries, bool slices) const { return queries <= warp_queries || slices; }
 
-  int64_t item_price(const Prices& prices, int64_t queries, int64_t tokens, bool slices) const {
+  int64_t item_price(const Prices& prices, int64_t queries, int64_t tokens, bool slices, int64_t tail_tokens = 0) const {
     const int64_t computed = by_warps(queries, slices) ? std::max(tokens, warp_tokens) : tokens;
-    return computed * prices.growth(queries, slices) + prices.fixed(queries, slices);
+    return computed * prices.growth(queries, slices) + tail_tokens * prices.tokens[1] + prices.fixed(queries, slices);
   }
 
   // What a pack costs that is one work item.

@@ -97,7 +97,8 @@ class PlanWriter {
     for (size_t i = 0; i < bins_.items.size(); ++i) {
       const Pack& item = bins_.items[i];
       const int32_t* members = &packs.queries[item.first];
-      const int64_t tokens = int64_t(item.end == kOpen ? seq_lens[members[0]] : item.end) - item.start;
+      const int64_t shared = int64_t(item.end == kOpen ? seq_lens[members[0]] : item.end) - item.start;
+      const int64_t tokens = shared + packs.tail_tokens(item, seq_lens);
       const bool growing = grows(members[0]);
       // A window that is full moves along with its request's end.
       const int32_t back = growing ? 0 : window - kOpen;
@@ -105,7 +106,8 @@ class PlanWriter {
       row[kEnd] = item.end == kOpen ? kOpen : item.end - back;
       row[kFirstQuery] = first;
       row[kItemQueries] = item.count;
-      row[kTileN] = config.kv_tile(tokens);
+      row[kTileN] = config.kv_tile(shared);
+      row[kTails] = item.tails;
       if (item.count == 1) {
         row[kTileM] = bins_.in_row_slices[i] ? config.slice_rows : single_tile;
         queries[first] = members[0];
@@ -120,7 +122,7 @@ class PlanWriter {
       first += item.count;
       read.all += tokens;
       read.longest = std::max(read.longest, tokens);
-      read.longest_tail = std::max(read.longest_tail, item.end == kOpen && growing ? tokens : 0);
+      read.longest_tail = std::max(read.longest_tail, item.tails || (item.end == kOpen && growing) ? tokens : 0);
     }
     statistics.query_sizes[1] = single;
     return read;
