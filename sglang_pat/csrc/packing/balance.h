@@ -65,7 +65,7 @@ class Bins {
           return left == 1 || (price <= gap + slack && (gap > slack || price <= 2 * gap));
         };
         Queue* queue = nullptr;
-        int64_t tokens = 0, tail_tokens = 0, turn = 0, growth_price = 0, price = 0;
+        int64_t tokens = 0, turn = 0, growth_price = 0, price = 0;
         int kind = 0;
         bool slices = false;
         const auto look_at = [&](Queue& at) {
@@ -75,8 +75,8 @@ class Bins {
           tokens = end - at.start(), slices = config.in_row_slices(pack.count, end - pack.start);
           kind = config.by_warps(pack.count, slices) ? 1 : 2, turn = turn_to(kind);
           growth_price = config.bin_prices.growth(pack.count, slices);
-          tail_tokens = packs.tail_tokens(pack, seq_lens);
-          price = config.item_price(config.bin_prices, pack.count, tokens, slices, tail_tokens) + turn;
+          price = config.item_price(config.bin_prices, pack.count, tokens, slices) + turn;
+          if (pack.tails) price += packs.tail_tokens(pack, seq_lens) * config.bin_prices.tokens[1];
         };
         look_at(shared.empty() ? single : shared);
         if (queue == &shared && !single.empty() && load > 0 && !fits(price)) look_at(single);
