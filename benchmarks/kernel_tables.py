@@ -193,6 +193,26 @@ def verify_of(name: str) -> str:
     return f"{table(head, rows)}\n\n{note}"
 
 
+def verify_rivals() -> str:
+    """Verify steps beside all others, by rows and by what is shared."""
+    result = load("verify-rivals-h200.json")
+    groups: dict[tuple[bool, str, int], list[dict[str, Any]]] = {}
+    for record in result["records"]:
+        groups.setdefault(("," not in record["tree"], record["heads"], record["tokens"]), []).append(record)
+    rows = []
+    for (unshared, heads, tokens), records in sorted(groups.items()):
+        cells = ["nothing" if unshared else "prefixes", f"{tokens} with {heads}"]
+        for rival in ("fa3", "flashinfer", "triton"):
+            ratios = [record["rivals"][rival] / record["pat_us"] for record in records if rival in record["rivals"]]
+            cells += [f"{min(ratios):.2f} to {max(ratios):.2f}{TIMES}", f"{len(ratios)}"]
+        rows.append(cells)
+    head = ["shared", "tokens of a draft, heads"]
+    for name in ("FA3", "FlashInfer", "Triton"):
+        head += [f"{name} / PAT", "cases"]
+    device = result["device"]
+    return f"{table(head, rows)}\n\n{device['name']}, {device['date']}; FlashInfer's masks of large batches did not fit."
+
+
 def worst(result: dict[str, Any], rival: str) -> float:
     """The greatest error that a rival made."""
     return max(record["rival_errors"][rival] for record in result["records"] if rival in record["rival_errors"])
