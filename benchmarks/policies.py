@@ -98,7 +98,10 @@ def paper_makespan(packs: list[Pack], seq_lens: list[int], config: PackConfig) -
 
 
 def _price(pack: Pack, seq_lens: list[int], config: PackConfig) -> int:
-    return config.pack_price(len(pack.queries), kv_length(pack, seq_lens))
+    queries, tokens = len(pack.queries), kv_length(pack, seq_lens)
+    if pack.tails:
+        return config.item_price(queries, tokens, False, pack.tail_tokens(seq_lens))
+    return config.pack_price(queries, tokens)
 
 
 def workloads(arguments: argparse.Namespace) -> Iterator[tuple[str, Batch]]:

@@ -49,7 +49,8 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
     for name, kv, dim in itertools.product(options.dtype, options.kv_cache_dtype, options.head_dim):
         form = FORMATS[name if kv == "auto" else capabilities.FP8.get(kv, kv)]
         spec = AttentionSpec(1, 1, dim, options.v_head_dim or dim, form, sinks=options.sinks, capped=options.logit_cap)
-        specs = [spec]
+        # With as many query heads of a KV head as a group of warps has rows, work items may have tails.
+        specs = [spec, msgspec.structs.replace(spec, heads=capabilities.GROUP_ROWS)]
         if options.drafts:
             windows = (0, 1) if options.windows else (0,)
             specs += [

@@ -133,11 +133,13 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
             price = laid_out.item_price(len(item.queries), end - start, in_row_slices) // cost.runs
             turn = laid_out.turn_price // cost.runs if 0 < number == others else 0
             runs = _runs(sorted(place[query] for query in item.queries))
-            items.append([start, end, pack, item.tile.m, item.tile.n, price, runs, turn])
+            items.append([start, end, pack, item.tile.m, item.tile.n, price, runs, turn, 0])
             # Tails are drawn where they are read, behind what their queries share.
             for query in item.queries if item.tails else []:
                 tail = laid_out.token_price(1) * (batch.seq_lens[query] - end) // cost.runs
-                items.append([end, batch.seq_lens[query], pack, item.tile.m, item.tile.n, tail, [[place[query], 1]], 0])
+                items.append(
+                    [end, batch.seq_lens[query], pack, item.tile.m, item.tile.n, tail, [[place[query], 1]], 0, 1]
+                )
         bins.append(len(items))
     work = sum(item[5] for item in items) * cost.runs / config.workers
     return {

@@ -32,6 +32,7 @@ def headers() -> dict[Path, str]:
                     "kLeastSteps": balance.LEAST_STEPS,
                     "kTailGrowth": oracle.TAIL_GROWTH,
                     "kTailsShare": optimal.TAILS_SHARE,
+                    "kTailsItems": optimal.TAILS_ITEMS,
                     "kMaxWindow": spec.MAX_WINDOW,
                 },
             ),

@@ -191,7 +191,10 @@ def test_what_is_built_ahead_is_what_servers_load(monkeypatch: pytest.MonkeyPatc
         variant
         for dim in (64, 128)
         for dtype in (torch.bfloat16, torch.float8_e4m3fn)
-        for heads, tokens, window in ((4, 1, 0), (4, 1, 128), (1, 4, 0), (1, 4, 128), (4, 4, 0), (4, 4, 128), (8, 8, 0))
+        for heads, tokens, window in (
+            *((4, 1, 0), (4, 1, 128), (64, 1, 0)),
+            *((1, 4, 0), (1, 4, 128), (4, 4, 0), (4, 4, 128), (8, 8, 0)),
+        )
         for variant in cuda.variants(
             msgspec.structs.replace(spec_of(dtype, dim, dim), heads=heads, query_tokens=tokens, window=window),
             "9.0a",
@@ -200,10 +203,14 @@ def test_what_is_built_ahead_is_what_servers_load(monkeypatch: pytest.MonkeyPatc
         )
     ]
     few_bits = cuda.variants(AttentionSpec(32, 8, 128, 128, FORMATS["int4"]), "9.0a", dtype=torch.bfloat16)
-    capped = msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=32, capped=True)
-    caps = cuda.variants(capped, "9.0a", extends=True)
+    capped = [
+        msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=heads, capped=True) for heads in (32, 64)
+    ]
+    caps = [variant for spec in capped for variant in cuda.variants(spec, "9.0a", extends=True)]
     assert set(built) == {*wanted, *few_bits, *caps}
-    assert len(built) == len(set(built)) == 2 * 2 * 6 + 1 + 2
+    assert len(built) == len(set(built)) == 2 * (8 + 6) + 1 + 3, (
+        "with 16 bits two more, whose work items may have tails"
+    )
 
 
 @pytest.mark.parametrize(("heads", "tokens", "tiles"), [(4, 2, 5), (4, 3, 4), (4, 4, 4), (4, 5, 5), (16, 1, 5)])

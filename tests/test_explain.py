@@ -72,7 +72,7 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
     for policy in POLICIES:
         plan = step["policies"][policy]
         covered = np.zeros((len(names), max(batch.seq_lens)), dtype=int)
-        for start, end, _, _, _, _, runs, _ in plan["items"]:
+        for start, end, _, _, _, _, runs, _, _ in plan["items"]:
             for first, count in runs:
                 covered[first : first + count, start:end] += 1
         behind = [max(0, n - config.window) if config.window else 0 for n in step["lengths"]]
@@ -83,13 +83,12 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
         assert covered.tolist() == expected
         assert step["minimum"] <= plan["kv_bytes"]
         assert plan["bins"][0] == 0 and plan["bins"][-1] == len(plan["items"])
-        sizes: dict[int, int] = {}
         for begin, behind in pairwise(plan["bins"]):
             members: list[tuple[int, int, bool, int]] = []
-            for start, end, pack, m, _, _, runs, _ in plan["items"][begin:behind]:
+            for start, end, _, m, _, _, runs, _, tail in plan["items"][begin:behind]:
                 queries = sum(n for _, n in runs)
-                if queries < sizes.setdefault(pack, queries):
-                    # A tail, which is drawn behind what its pack shares.
+                if tail:
+                    # It is drawn behind what its pack shares.
                     members[-1] = (*members[-1][:3], members[-1][3] + end - start)
                 else:
                     members.append((queries, end - start, planned.runs_in_row_slices(queries, m), 0))

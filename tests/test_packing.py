@@ -102,7 +102,7 @@ def test_counts_of_the_plan_are_those_of_its_items(batch: Batch, config: PackCon
     tails = sum(item.tail_tokens(batch.seq_lens) for item in plan.items)
     assert plan.kv_tokens == sum(end - start for start, end in spans) + tails
     growing = [length for length in batch.seq_lens if config.window == 0 or length <= config.window]
-    assert plan.open_items == len(growing), "every request has one tail that grows, until its window is full"
+    assert plan.growing_tails == len(growing), "every request has one tail that grows, until its window is full"
     ends = [len(item.queries) if item.tails else item.end == OPEN for item in plan.items]
     assert sum(ends) == len(batch.seq_lens)
 
@@ -281,6 +281,30 @@ def test_work_items_are_run_in_slices_if_the_pack_that_they_are_cut_from_is(long
     assert len(spans) > 2 and max(end - start for start, end in spans) <= config.slices_tokens, (
         "alone each would be in slices"
     )
+
+
+@pytest.mark.parametrize(("rows", "queries"), [(42, 1), (43, 3), (64, 3), (65, 1), (8, 1), (192, 1)])
+def test_work_items_have_tails_where_a_query_needs_a_group_of_warps(rows: int, queries: int) -> None:
+    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
+    spec = AttentionSpec(rows, 1, 128, 128, FORMATS["bfloat16"])
+    config = PackConfig.of(spec, tiles, workers=1)
+    assert config.tails_queries == queries
+    assert capabilities.has_tails(tiles.query_tiles, rows, 16) == (queries > 1)
+    assert PackConfig.of(msgspec.structs.replace(spec, window=500), tiles, workers=1).tails_queries == 1
+    batch = Batch([630] * 11 + [1_200], [Node(0, 600, list(range(12)))])
+    sizes = [len(item.queries) for item in make_plan(batch, config).items if item.tails]
+    assert sizes == ([3, 3, 3] if queries == 3 else []), "not those with the tail that is too long to be left uncut"
+    many = msgspec.structs.replace(config, workers=3)
+    assert not any(item.tails for item in make_plan(batch, many).items), "there would be four for three workers"
+
+
+def test_queries_whose_tails_are_too_long_for_one_work_item_share_their_prefix_even_so() -> None:
+    spec = AttentionSpec(64 * 8, 8, 128, 128, FORMATS["bfloat16"])
+    config = PackConfig.of(spec, capabilities.tile_table("9.0a", 128, "NVIDIA H200"), workers=6)
+    batch = Batch([30_001] * 3 + [30_000 + 9_000] * 3, [Node(0, 30_000, list(range(6)))])
+    plan = make_plan(batch, config)
+    assert any(item.tails for item in plan.items)
+    assert plan.kv_tokens <= 2 * 30_000 + sum(length - 30_000 for length in batch.seq_lens)
 
 
 def test_single_warps_take_as_long_for_one_token_as_for_those_that_they_compute_at_a_time() -> None:

@@ -196,6 +196,9 @@ class Decoder:
         """
         modules = [tiles.query_tiles] if mode == "fused" else [(m,) for m in tiles.query_tiles]
         variants = [Variant.of(spec, arch_of(device), query_tiles, dtype, limits) for query_tiles in modules]
+        rows = spec.query_heads // spec.kv_heads
+        if not (limits or spec.window) and tiles.tails_queries(rows) > 1 and not all(one.tails for one in variants):
+            raise ValueError(f"the CUDA kernels have no work items with tails for {rows} rows of a query")
         build(variants)
         self._tile_rows, self._kv = tiles.query_tiles[-1], variants[0].kv
         self._window = spec.window if variants[0].limits else 0

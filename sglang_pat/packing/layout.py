@@ -116,8 +116,8 @@ def read(data: np.ndarray, kv_tokens: int) -> Plan:
     parts = [max(1, last - first) for first, last in pairwise(plan.part_offsets.tolist())]
     items = work_items(data)
     # A tail that starts at a position grows; one that counts back is a window, which moves.
-    open_items = sum(len(item.queries) if item.tails else item.start >= 0 and item.end == OPEN for item in items)
-    return Plan(items, plan.bins.tolist(), parts, plan.header["steps"], kv_tokens, open_items)
+    growing_tails = sum(len(item.queries) if item.tails else item.start >= 0 and item.end == OPEN for item in items)
+    return Plan(items, plan.bins.tolist(), parts, plan.header["steps"], kv_tokens, growing_tails)
 
 
 def work_items(data: np.ndarray) -> list[WorkItem]:

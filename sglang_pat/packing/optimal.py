@@ -19,6 +19,10 @@ TAILS_SHARE = 4
 """A work item is not cut within its tails, so they have at most 1/TAILS_SHARE of what a worker reads. With twice that,
 `1,2,64_1024,256,256` and 64 rows took 1.08 times as long as without tails (benchmarks/NOTES.md, "Tails in one work item")."""
 
+TAILS_ITEMS = 2
+"""Work items have tails only where there would be so many for each worker: with fewer, some workers have one more than others, and it is long. By
+the prices three requests behind 1,000 tokens would take 2.3 times as long."""
+
 MAX_DEPTH = 1024
 """Batches with more levels of prefixes are packed by the paper's heuristic: the native scheduler needs three kilobytes per level."""
 
@@ -67,7 +71,8 @@ class _Solver:
             # Bins end wherever they are full: expect one cut per fair share of a pack's length; each cut adds a part to each of its queries.
             share = max(float(config.tiles.kv_tiles[-1]), minimum * heads / workers)
             self.cut_token = self.part / share
-        self.most_tails = minimum * heads // (TAILS_SHARE * workers)
+        enough = len(batch.seq_lens) * heads >= TAILS_ITEMS * config.tails_queries * workers
+        self.most_tails = minimum * heads // (TAILS_SHARE * workers) if enough and config.tails_queries > 1 else 0
 
     def solve(self, index: int) -> None:
         prefix, ancestor = self.prefixes[index], index
@@ -119,7 +124,7 @@ class _Solver:
     def _together(self, prefix: Prefix) -> int:
         """How many leaves read a segment together, and then their tails, in a work item each of which has as many as may be; 0 if each is alone."""
         count = len(prefix.leaves)
-        if self.config.tails_queries == 1 or count < 2:
+        if self.most_tails == 0 or count < 2:
             return 0
         size = -(-count // -(-count // self.config.tails_queries))
         tail = sum(self.seq_lens[query] - prefix.end for query in prefix.leaves) // count
@@ -138,6 +143,18 @@ class _Solver:
             pack = Pack(start, prefix.end, queries, tails=True)
             if len(queries) > 1 and pack.tail_tokens(self.seq_lens) <= self.most_tails:
                 packs.append(pack)
+            elif len(queries) > 1 and self._parts_pay(pack):
+                packs += [Pack(start, prefix.end, queries), *(Pack(prefix.end, None, [query]) for query in queries)]
             else:
                 packs += [Pack(start, None, [query]) for query in queries]
         return packs
+
+    def _parts_pay(self, pack: Pack) -> bool:
+        """Whether queries whose tails are too long for one work item read the segment together even so, and their tails as parts."""
+        config, tokens = self.config, (pack.end or 0) - pack.start
+        tails = [self.seq_lens[query] - (pack.end or 0) for query in pack.queries]
+        alone = sum(config.uncut_price(1, tokens + tail) for tail in tails)
+        parts = len(tails) * config.cost.part_bytes * (1 if pack.start > 0 else 2)
+        return (
+            config.pack_price(len(tails), tokens) + sum(config.uncut_price(1, tail) for tail in tails) + parts < alone
+        )

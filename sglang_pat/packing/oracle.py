@@ -85,7 +85,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
     num_parts = [0] * len(seq_lens)
     items: list[WorkItem] = []
     bins = [0]
-    kv_tokens, longest, longest_tail = 0, tiles.kv_tiles[-1], 0
+    kv_tokens, longest, longest_tail, longest_with_tails = 0, tiles.kv_tiles[-1], 0, 0
     filled = balance(make_packs(batch, config), seq_lens, config)
     for members in filled:
         for pack in members:
@@ -102,9 +102,13 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
             length += pack.tail_tokens(seq_lens)
             kv_tokens += length
             longest = max(longest, length)
-            longest_tail = max(longest_tail, length if pack.tails or (pack.end is None and grows) else 0)
+            longest_tail = max(longest_tail, length if pack.end is None and grows else 0)
+            longest_with_tails = max(longest_with_tails, length if pack.tails else 0)
         bins.append(len(items))
     steps = min(TAIL_GROWTH * longest - longest_tail, even_steps(filled, seq_lens, config, growing))
+    if longest_with_tails:
+        # Each of its queries becomes longer.
+        steps = min(steps, (TAIL_GROWTH * longest - longest_with_tails) // config.tails_queries)
     if window:
         # Until the next window fills.
         steps = min([steps, *(window - length + 1 for length in lengths if length <= window)])

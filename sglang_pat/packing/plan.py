@@ -66,7 +66,7 @@ class Plan(msgspec.Struct):
         steps: How many decode steps the plan is good for. After that, growing tails have made its bins uneven or outgrown its split, or a
             request has filled its window.
         kv_tokens: KV tokens that the first step reads.
-        open_items: Tails, whose KV grows by one token per step.
+        growing_tails: Tails, whose KV grows by one token per step.
     """
 
     items: list[WorkItem]
@@ -74,7 +74,7 @@ class Plan(msgspec.Struct):
     num_parts: list[int]
     steps: int
     kv_tokens: int
-    open_items: int
+    growing_tails: int
 
     @property
     def merged_parts(self) -> int:

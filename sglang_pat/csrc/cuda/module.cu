@@ -1,5 +1,5 @@
 // One native module for each dtype, format of KV, head dimension, architecture and set of tiles: PAT_TYPE, PAT_KV, PAT_DIM,
-// PAT_ARCH, PAT_QUERY_TILES, PAT_SINKS, PAT_MASKS, PAT_LIMITS and PAT_CAPS come from the build (sglang_pat/kernels/cuda.py), and
+// PAT_ARCH, PAT_QUERY_TILES, PAT_SINKS, PAT_MASKS, PAT_LIMITS, PAT_CAPS and PAT_TAILS come from the build (sglang_pat/kernels/cuda.py), and
 // PAT_V_DIM where V is narrower than K.
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>

@@ -34,8 +34,8 @@ struct WideQueries {
   uint32_t sources[kMaxRows<kDim>];  // of Q's rows
   uint64_t masks[kMasks ? kMaxRows<kDim> : 1];
   int behind[kLimits ? kMaxRows<kDim> : 1];
-  int64_t tail_slots[groups(kDim)];  // in req_to_token
-  int tail_tokens[groups(kDim)];
+  int64_t tail_slots[kHasTails ? groups(kDim) : 1];  // in req_to_token
+  int tail_tokens[kHasTails ? groups(kDim) : 1];
 };
 
 // Tiles of the longest of an item's tails.

@@ -12,7 +12,7 @@ namespace pat {
 
 // What is counted per step that a plan runs.
 struct Statistics {
-  int64_t items = 0, parts = 0, kv_tokens = 0, open_items = 0, seq_tokens = 0, longest_bin = 0;
+  int64_t items = 0, parts = 0, kv_tokens = 0, growing_tails = 0, seq_tokens = 0, longest_bin = 0;
   std::vector<int64_t> query_sizes;  // work items with so many queries
 };
 

@@ -19,6 +19,7 @@ constexpr int64_t kUneven = 32;
 constexpr int64_t kLeastSteps = 8;
 constexpr int64_t kTailGrowth = 2;
 constexpr int64_t kTailsShare = 4;
+constexpr int64_t kTailsItems = 2;
 constexpr int64_t kMaxWindow = 1073741824;
 
 constexpr int64_t kSmallM = 16;

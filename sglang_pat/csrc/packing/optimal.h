@@ -64,8 +64,10 @@ class Optimal {
       choices.joins[child] = candidate == 0 || results_[child].masks[result.above].joins[candidate - 1] & lane;
   }
 
-  // How many tokens of tails a work item may have behind what its queries share.
+  // How many tokens of tails a work item may have behind what its queries share; 0 if none has tails.
   static int64_t most_tails(const Prefixes& prefixes, const Config& config) {
+    const int64_t least = kTailsItems * config.tails_queries * config.workers;
+    if (config.tails_queries == 1 || int64_t(prefixes.order.size()) * config.kv_heads < least) return 0;
     return prefixes.kv_minimum * config.kv_heads / (kTailsShare * config.workers);
   }
 

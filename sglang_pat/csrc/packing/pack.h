@@ -18,8 +18,8 @@ namespace pat {
 struct Pack {
   int32_t start, end;
   int32_t first;
-  int16_t
-      count;  // no more than a tile has rows, so that a pack has 16 bytes: with 20, planning 1,024 requests took 5 % longer
+  // No more than a tile has rows, so that a pack has 16 bytes: with 20, planning 1,024 requests took 5 % longer.
+  int16_t count;
   bool tails;
 
   Pack() = default;
@@ -32,7 +32,7 @@ struct Pack {
 inline int64_t leaves_together(const Prefixes& prefixes, const Prefix& prefix, const int32_t* seq_lens,
                                const Config& config, int64_t most) {
   const int64_t count = prefix.leaves();
-  if (config.tails_queries == 1 || count < 2) return 0;
+  if (most == 0 || count < 2) return 0;
   const int64_t size = ceil_div(count, ceil_div(count, config.tails_queries));
   return size * prefixes.mean_tail(prefix, seq_lens) <= most ? size : 0;
 }
@@ -66,6 +66,7 @@ struct Packs {
     single.reserve(2 * batch);
     queries.reserve(8 * batch);
     starts_.reserve(batch + 1);
+    leaves_.reserve(batch);
     num_parts.reserve(batch);
   }
 
@@ -162,35 +163,53 @@ struct Packs {
     const auto joins = choices.leaf_joins.begin();
     if (!std::all_of(joins + prefix.first, joins + prefix.leaves_end, [](uint8_t joined) { return joined != 0; }))
       return false;
-    const size_t first = queries.size();
-    const int32_t *leaves = &prefixes.order[prefix.first], count = prefix.leaves();
-    queries.insert(queries.end(), leaves, leaves + count);
-    const auto tiles = [&](int32_t query) { return ceil_div(seq_lens[query] - prefix.end, config.kv_tiles.back()); };
+    const int32_t* order = prefixes.order.data();
+    leaves_.clear();
+    for (int32_t i = prefix.first; i < prefix.leaves_end; ++i) leaves_.push_back(i);
+    const auto tail = [&](int32_t leaf) { return seq_lens[order[leaf]] - prefix.end; };
     // Not std::stable_sort, which allocates memory.
     const auto before = [&](int32_t a, int32_t b) {
-      const int64_t more = tiles(a) - tiles(b);
+      const int64_t n = config.kv_tiles.back(), more = ceil_div(tail(a), n) - ceil_div(tail(b), n);
       return more < 0 || (more == 0 && a < b);
     };
-    if (!std::is_sorted(queries.begin() + first, queries.end(), before))
-      std::sort(queries.begin() + first, queries.end(), before);
-    const int32_t pieces = int32_t(ceil_div(count, config.tails_queries));
-    for (int32_t i = 0, from = 0; i < pieces; ++i) {
-      const int32_t to = int32_t(int64_t(count) * (i + 1) / pieces), at = int32_t(first) + from;
-      const Pack pack{start, prefix.end, at, to - from, true};
-      const int64_t tails = tail_tokens(pack, seq_lens);
-      if (pack.count > 1 && tails <= most_tails) {
+    if (!std::is_sorted(leaves_.begin(), leaves_.end(), before)) std::sort(leaves_.begin(), leaves_.end(), before);
+    const int64_t count = prefix.leaves(), pieces = ceil_div(count, config.tails_queries);
+    for (int64_t i = 0; i < pieces; ++i) {
+      const int32_t* piece = &leaves_[count * i / pieces];
+      const int32_t size = int32_t(count * (i + 1) / pieces - count * i / pieces), first = int32_t(queries.size());
+      for (int32_t j = 0; j < size; ++j) queries.push_back(order[piece[j]]);
+      const Pack pack{start, prefix.end, first, size, true};
+      const int64_t tokens = prefix.end - start, tails = tail_tokens(pack, seq_lens);
+      if (size > 1 && tails <= most_tails) {
         shared.push_back(pack);
-        reads += config.item_price(config.pack_prices, pack.count, pack.end - start, false, tails);
-        work += config.item_price(config.bin_prices, pack.count, pack.end - start, false, tails);
-      } else {
-        for (int32_t j = at; j < at + pack.count; ++j) {
-          single.push_back(Pack{start, kOpen, j, 1});
-          count_tail(seq_lens[queries[j]] - start, config);
-        }
+        reads += config.item_price(config.pack_prices, size, tokens, false, tails);
+        work += config.item_price(config.bin_prices, size, tokens, false, tails);
+        continue;
       }
-      from = to;
+      const bool parts = size > 1 && parts_pay(pack, seq_lens, config);
+      if (parts) split_queries(start, prefix.end, first, size, config);
+      for (int32_t j = 0; j < size; ++j) {
+        const int32_t from = parts ? prefix.end : start;
+        single.push_back(Pack{from, kOpen, first + j, 1});
+        count_tail(tail(piece[j]) + prefix.end - from, config);
+        staying_[piece[j]] += parts;
+        staying_[piece[j] + 1] -= parts;
+      }
     }
     return true;
+  }
+
+  // Whether queries whose tails are too long for one work item read the segment together even so, and their tails as parts.
+  bool parts_pay(const Pack& pack, const std::vector<int32_t>& seq_lens, const Config& config) const {
+    const int64_t tokens = pack.end - pack.start;
+    int64_t together = config.pack_price(pack.count, tokens) + pack.count * config.part_bytes * (pack.start > 0 ? 1 : 2);
+    int64_t alone = 0;
+    for (int32_t i = 0; i < pack.count; ++i) {
+      const int64_t tail = seq_lens[queries[pack.first + i]] - pack.end;
+      alone += config.uncut_price(config.pack_prices, 1, tokens + tail);
+      together += config.uncut_price(config.pack_prices, 1, tail);
+    }
+    return together < alone;
   }
 
   // Packs that are a work item each until they are cut, as even as can be.
@@ -205,7 +224,7 @@ struct Packs {
     }
   }
 
-  std::vector<int32_t> starts_;
+  std::vector<int32_t> starts_, leaves_;
   std::vector<int32_t> staying_;  // per position of `order`: packs that begin to hold it there, less those that end
 };
 

@@ -14,15 +14,15 @@ struct Totals {
 
   // `steps` steps of a plan.
   void add(const Statistics& plan, int64_t steps) {
-    // Every step each request, and with it every open work item, has one token more.
+    // Every step each request, and with it every tail that grows, has one token more.
     const int64_t grown = steps * (steps - 1) / 2;
     this->steps += steps;
     add_up(statistics.items, steps, plan.items);
     add_up(statistics.parts, steps, plan.parts);
     add_up(statistics.kv_tokens, steps, plan.kv_tokens);
-    add_up(statistics.kv_tokens, grown, plan.open_items);
+    add_up(statistics.kv_tokens, grown, plan.growing_tails);
     add_up(statistics.seq_tokens, steps, plan.seq_tokens);
-    add_up(statistics.seq_tokens, grown, plan.open_items);
+    add_up(statistics.seq_tokens, grown, plan.growing_tails);
     for (size_t i = 0; i < plan.query_sizes.size(); ++i) add_up(statistics.query_sizes[i], steps, plan.query_sizes[i]);
   }
 

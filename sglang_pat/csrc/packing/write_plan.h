@@ -43,9 +43,9 @@ class PlanWriter {
   }
 
  private:
-  // Tokens of all work items, of the longest one, and of the longest one that grows.
+  // Tokens of all work items, of the longest one, of the longest tail that grows, and of the longest one with several tails.
   struct Tokens {
-    int64_t all, longest, longest_tail;
+    int64_t all, longest, longest_tail, longest_with_tails;
   };
 
   template <typename Grows>
@@ -57,12 +57,16 @@ class PlanWriter {
     const Tokens read = write_items(packs, seq_lens, config, out, statistics, grows);
     write_slots(batch, num_queries, max_slots, out);
     std::copy(bins_.begins.begin(), bins_.begins.end(), out + out[kBins]);
-    out[kSteps] = int32_t(std::min<int64_t>({kTailGrowth * read.longest - read.longest_tail, bins_.even_steps, INT32_MAX}));
+    int64_t steps = std::min<int64_t>({kTailGrowth * read.longest - read.longest_tail, bins_.even_steps, INT32_MAX});
+    // Each of its queries becomes longer.
+    if (read.longest_with_tails > 0)
+      steps = std::min(steps, (kTailGrowth * read.longest - read.longest_with_tails) / config.tails_queries);
+    out[kSteps] = int32_t(steps);
     statistics.items = int64_t(bins_.items.size());
     statistics.parts = out[kNumSlots];
     statistics.kv_tokens = read.all;
-    statistics.open_items = 0;
-    for (int32_t query = 0; query < batch; ++query) statistics.open_items += grows(query);
+    statistics.growing_tails = 0;
+    for (int32_t query = 0; query < batch; ++query) statistics.growing_tails += grows(query);
     statistics.seq_tokens = 0;
     for (const int32_t tokens : seq_lens) statistics.seq_tokens += tokens;
   }
@@ -89,7 +93,7 @@ class PlanWriter {
   template <typename Grows>
   Tokens write_items(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out,
                      Statistics& statistics, Grows grows) const {
-    Tokens read{0, config.kv_tiles.back(), 0};
+    Tokens read{0, config.kv_tiles.back(), 0, 0};
     int32_t* row = out + out[kItems];
     int32_t* queries = out + out[kQueries];
     const int32_t single_tile = config.query_tile(1), window = config.window;
@@ -122,7 +126,8 @@ class PlanWriter {
       first += item.count;
       read.all += tokens;
       read.longest = std::max(read.longest, tokens);
-      read.longest_tail = std::max(read.longest_tail, item.tails || (item.end == kOpen && growing) ? tokens : 0);
+      read.longest_tail = std::max(read.longest_tail, item.end == kOpen && growing ? tokens : 0);
+      if (item.tails) read.longest_with_tails = std::max(read.longest_with_tails, tokens);
     }
     statistics.query_sizes[1] = single;
     return read;
