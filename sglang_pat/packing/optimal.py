@@ -21,7 +21,7 @@ TAILS_SHARE = 4
 
 TAILS_ITEMS = 2
 """Work items have tails only where there would be so many for each worker: with fewer, some workers have one more than others, and it is long. By
-the prices three requests behind 1,000 tokens would take 2.3 times as long."""
+the prices three requests behind 1,000 tokens would take 2.3 times as long (benchmarks/NOTES.md, likewise)."""
 
 MAX_DEPTH = 1024
 """Batches with more levels of prefixes are packed by the paper's heuristic: the native scheduler needs three kilobytes per level."""
