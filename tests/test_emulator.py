@@ -42,7 +42,7 @@ CHANGES: dict[str, emulated.Change] = {
     "wide: V is not made visible to products": ("wide.cuh", "v_.wait_full();\n      fence_async_proxy();", "v_.wait_full();"),
     "wide: scores are not waited for": ("wide.cuh", "P::template wait<1>();", ""),
     "wide: V is free while it is multiplied": (
-        "wide.cuh", "P::template wait<0>();\n        release(v_);", "release(v_);\n        P::template wait<0>();",
+        "wide.cuh", "P::template wait<0>();\n          release(v_);\n          skip_until", "release(v_);\n          P::template wait<0>();\n          skip_until",
     ),
     "wide: K is never freed": ("wide.cuh", "release(k_);\n        softmax", "softmax"),
     "wide: groups add up before both have written": (
