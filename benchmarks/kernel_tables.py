@@ -199,16 +199,16 @@ def verify_rivals() -> str:
     groups: dict[tuple[bool, str, int], list[dict[str, Any]]] = {}
     for record in result["records"]:
         groups.setdefault(("," not in record["tree"], record["heads"], record["tokens"]), []).append(record)
-    rows = []
+    rivals, rows = ("fa3", "flashinfer", "triton"), []
     for (unshared, heads, tokens), records in sorted(groups.items()):
         cells = ["nothing" if unshared else "prefixes", f"{tokens} with {heads}"]
-        for rival in ("fa3", "flashinfer", "triton"):
+        for rival in rivals:
             ratios = [record["rivals"][rival] / record["pat_us"] for record in records if rival in record["rivals"]]
             cells += [f"{min(ratios):.2f} to {max(ratios):.2f}{TIMES}", f"{len(ratios)}"]
         rows.append(cells)
     head = ["shared", "tokens of a draft, heads"]
-    for name in ("FA3", "FlashInfer", "Triton"):
-        head += [f"{name} / PAT", "cases"]
+    for rival in rivals:
+        head += [f"{RIVALS[rival]} / PAT", "cases"]
     device = result["device"]
     return f"{table(head, rows)}\n\n{device['name']}, {device['date']}; where FlashInfer is missing, its plan did not fit its workspace."
 

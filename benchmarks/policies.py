@@ -30,7 +30,7 @@ from about import about
 
 from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, native
 from sglang_pat.packing.heuristic import Pack, kv_length, split_queries
-from sglang_pat.packing.oracle import make_packs, make_plan, makespan, packs_price
+from sglang_pat.packing.oracle import make_packs, make_plan, makespan, pack_price, packs_price
 from sglang_pat.packing.tree import compact, kv_minimum
 
 RESULTS = Path(__file__).parent / "results" / "policies.json"
@@ -69,14 +69,14 @@ def spans(batch: Batch) -> dict[str, float] | None:
     packs = make_packs(batch, config)
     plan = make_plan(batch, config)
     config = config.for_bins
-    share = sum(_price(pack, batch.seq_lens, config) for pack in packs) / config.workers
+    share = sum(pack_price(pack, batch.seq_lens, config) for pack in packs) / config.workers
     tile = (config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.start_price(1)) / config.cost.runs
     if share < 2 * tile:
         return None
     pieces = [
         Pack(item.start, None if item.end == OPEN else item.end, item.queries, tails=item.tails) for item in plan.items
     ]
-    own = sum(_price(piece, batch.seq_lens, config) for piece in pieces) / config.workers
+    own = sum(pack_price(piece, batch.seq_lens, config) for piece in pieces) / config.workers
     finish = makespan(plan, batch.seq_lens, config)
     return {"paper": paper_makespan(packs, batch.seq_lens, config) / share, "bins": finish / share, "own": finish / own}
 
@@ -95,13 +95,6 @@ def paper_makespan(packs: list[Pack], seq_lens: list[int], config: PackConfig) -
     for price in sorted(prices, reverse=True):
         heapq.heapreplace(free, free[0] + price)
     return max(free)
-
-
-def _price(pack: Pack, seq_lens: list[int], config: PackConfig) -> int:
-    queries, tokens = len(pack.queries), kv_length(pack, seq_lens)
-    if pack.tails:
-        return config.item_price(queries, tokens, False, pack.tail_tokens(seq_lens))
-    return config.pack_price(queries, tokens)
 
 
 def workloads(arguments: argparse.Namespace) -> Iterator[tuple[str, Batch]]:

@@ -117,9 +117,12 @@ class _Solver:
             return tokens * (items * self.config.token_price(size) / len(prefix.leaves) + self.cut_token)
         if self.config.slices_tokens < 0 or not prefix.leaves:
             return tokens * (self.config.token_price(1) + self.cut_token)
-        tail = sum(self.seq_lens[query] - prefix.end for query in prefix.leaves) // len(prefix.leaves)
+        tail = self._mean_tail(prefix)
         more = self.config.uncut_price(1, tail + tokens) - self.config.uncut_price(1, tail)
         return more + tokens * self.cut_token
+
+    def _mean_tail(self, prefix: Prefix) -> int:
+        return sum(self.seq_lens[query] - prefix.end for query in prefix.leaves) // len(prefix.leaves)
 
     def _together(self, prefix: Prefix) -> int:
         """How many leaves read a segment together, and then their tails, in a work item each of which has as many as may be; 0 if each is alone."""
@@ -127,8 +130,7 @@ class _Solver:
         if self.most_tails == 0 or count < 2:
             return 0
         size = -(-count // -(-count // self.config.tails_queries))
-        tail = sum(self.seq_lens[query] - prefix.end for query in prefix.leaves) // count
-        return size if size * tail <= self.most_tails else 0
+        return size if size * self._mean_tail(prefix) <= self.most_tails else 0
 
     def with_tails(self, prefix: Prefix, start: int) -> list[Pack]:
         """The packs of leaves that read a segment with their tails: tails of as many tiles side by side, and no more of them than `most_tails`."""

@@ -44,16 +44,19 @@ def make_packs(batch: Batch, config: PackConfig) -> list[Pack]:
     return split_queries(choose_packs(batch, config), batch.seq_lens, config)
 
 
+def pack_price(pack: Pack, seq_lens: list[int], config: PackConfig) -> int:
+    """The price of reading a pack's KV."""
+    queries, tokens = len(pack.queries), kv_length(pack, seq_lens)
+    if pack.tails:
+        return config.item_price(queries, tokens, False, pack.tail_tokens(seq_lens))
+    return config.pack_price(queries, tokens)
+
+
 def packs_price(packs: list[Pack], batch: Batch, config: PackConfig) -> int:
     """The price of packs before they are cut."""
     parts = Counter(query for pack in packs for query in pack.queries)
     merged = sum(count for count in parts.values() if count > 1)
-    reads = sum(
-        config.item_price(len(pack.queries), kv_length(pack, batch.seq_lens), False, pack.tail_tokens(batch.seq_lens))
-        if pack.tails
-        else config.pack_price(len(pack.queries), kv_length(pack, batch.seq_lens))
-        for pack in packs
-    )
+    reads = sum(pack_price(pack, batch.seq_lens, config) for pack in packs)
     return reads + merged * config.cost.part_bytes
 
 

@@ -23,10 +23,10 @@ constexpr int kMostDraft = 64;  // tokens of a draft: bits of a mask
 
 // Whether rows of an item see different stretches of its KV: each what is in front of its own token's end, and of that one's window.
 constexpr bool kLimits = PAT_LIMITS;
+constexpr int kNoWindow = 1 << 30;  // tokens: more than any context has
+
 // Whether a wide item may go on with each query's own KV behind what they share: its tail, which a group of warps computes for itself.
 constexpr bool kHasTails = PAT_TAILS;
-
-constexpr int kNoWindow = 1 << 30;  // tokens: more than any context has
 
 constexpr int kLineBytes = 128;  // of the L2 cache
 

@@ -24,7 +24,7 @@ constexpr int kAheadBytes = kTokens * kDim;
 
 // The most rows of a wide tile; each group of warps has 64.
 template <int kDim>
-constexpr int kMaxRows = groups(kDim) * 64;
+constexpr int kMaxRows = groups(kDim) * kGroupRows;
 
 // Q of an item, where the result of each of its rows goes, with kLimits each row's `tokens_behind`, and where its queries' tails are.
 template <int kDim>
