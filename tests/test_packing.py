@@ -152,7 +152,7 @@ def test_a_plan_is_good_as_long_as_growing_tails_leave_its_bins_even(batch: Batc
         return own + (later_tails - tails) * config.token_price(1)
 
     growths = [sum(map(growth, items)) for items in members]
-    assert plan.steps == LEAST_STEPS or max(growths) - sum(growths) / len(growths) <= tolerated
+    assert plan.steps <= LEAST_STEPS or max(growths) - sum(growths) / len(growths) <= tolerated
 
 
 def test_the_model_reproduces_the_papers_rule_for_one_head_per_kv_head() -> None:
