@@ -37,16 +37,22 @@ CHANGES: dict[str, emulated.Change] = {
         "narrow_rows.cuh", "statistics_.stage[warp] = last;\n    all_arrived();", "statistics_.stage[warp] = last;",
     ),
     "narrow: a team's memory is free before all have read": ("narrow_rows.cuh", "    all_arrived();\n  }\n", "  }\n"),
-    "wide: V is not waited for": ("wide.cuh", "v_.wait_full();", ""),
-    "wide: K is not made visible to products": ("wide.cuh", "k_.wait_full();\n      fence_async_proxy();", "k_.wait_full();"),
-    "wide: V is not made visible to products": ("wide.cuh", "v_.wait_full();\n      fence_async_proxy();", "v_.wait_full();"),
+    "wide: V is not waited for": ("wide.cuh", "      stages.wait_full(true);\n", ""),
+    "wide: K is not made visible to products": (
+        "wide.cuh", "stages.wait_full(false);\n      fence_async_proxy();", "stages.wait_full(false);",
+    ),
+    "wide: V is not made visible to products": (
+        "wide.cuh", "stages.wait_full(true);\n      fence_async_proxy();", "stages.wait_full(true);",
+    ),
     "wide: scores are not waited for": ("wide.cuh", "P::template wait<1>();", ""),
     "wide: V is free while it is multiplied": (
-        "wide.cuh", "P::template wait<0>();\n          release(v_);\n          skip_until", "release(v_);\n          P::template wait<0>();\n          skip_until",
+        "wide.cuh", "P::template wait<0>();\n          release_v(stages, arrivals);\n          rescale",
+        "release_v(stages, arrivals);\n          P::template wait<0>();\n          rescale",
     ),
-    "wide: K is never freed": ("wide.cuh", "release(k_);\n        softmax", "softmax"),
+    "wide: K is never freed": ("wide.cuh", "release_k(stages, arrivals);\n        softmax", "softmax"),
+    "wide: the first group that has read a stage frees it": ("wide.cuh", "kArrivals / (item.m / kGroupRows)", "kArrivals"),
     "wide: groups add up before both have written": (
-        "wide.cuh", "    sync_threads(kWideBarrier, kTurns * kGroupThreads);\n    if (this_group() == 0)", "    if (this_group() == 0)",
+        "wide.cuh", "    sync_threads(kWideBarrier, kTurns * kGroupThreads);\n    if (group == 1)", "    if (group == 1)",
     ),
     "ring: V does not wait for an empty stage": ("ring.cuh", "    cursor.wait_empty();", "    if (!kIsV) cursor.wait_empty();"),
     "ring: Q does not wait for an empty buffer": ("ring.cuh", "queries_.wait_empty();", ""),
@@ -79,9 +85,9 @@ CHANGES: dict[str, emulated.Change] = {
     "pages, wide: V of a tail is not zero behind its end": ("page_convert.cuh", "if (first + i * kStride < left) x =", "x ="),
     "pages, wide: narrow items do not wait for wide ones": ("page_wide.cuh", "    sync_threads(kTurnBarrier, S::kComputing);\n", ""),
     "tails: the loader looks where they are before that is written": (
-        "ring.cuh", "    sync_threads(kProducerBarrier, kThreads);\n    if (column < kDim / 8) {\n#pragma unroll 4", "    if (column < kDim / 8) {\n#pragma unroll 4",
+        "ring.cuh", "    sync_threads(kProducerBarrier, kThreads);\n    if (column < kDim / 8) {\n      // Several", "    if (column < kDim / 8) {\n      // Several",
     ),
-    "tails: other groups' tiles are not passed over": ("wide.cuh", "for (; tile < tiles; ++tile) skip(k_), skip(v_);\n      if constexpr", "if constexpr"),
+    "tails: stages of one that has ended are not freed": ("wide.cuh", "for (; tile < tiles_; tile += stride) pass(Stages(ring_, unsigned(tile)), arrivals);", ";"),
     "tails: what was summed up in front of them is not made smaller": (
         "wide.cuh", "if constexpr (kHasTails) rescale<P::kOutputs>(o, correction);", "",
     ),

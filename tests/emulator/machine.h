@@ -151,9 +151,10 @@ class Machine {
     std::memset(shared(at, 8), 0xff, 8);
   }
 
-  void arrive(uint32_t at) {
+  void arrive(uint32_t at, int count = 1) {
     MemoryBarrier barrier = read_barrier(at);
-    if (--barrier.missing == 0) {
+    if (count > int(barrier.missing)) fail("more threads arrive at a barrier than it expects");
+    if ((barrier.missing -= count) == 0) {
       barrier.phase ^= 1, barrier.missing = barrier.expected;
       wake(waiting_[at]);
     }

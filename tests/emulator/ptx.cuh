@@ -151,6 +151,7 @@ inline void nap() {}
 inline void init_barrier(uint32_t barrier, int arrivals) { machine->init_barrier(barrier, arrivals); }
 inline void invalidate_barrier(uint32_t barrier) { machine->invalidate_barrier(barrier); }
 inline void arrive(uint32_t barrier) { machine->arrive(barrier); }
+inline void arrive(uint32_t barrier, int count) { machine->arrive(barrier, count); }
 inline void arrive_after_copies(uint32_t barrier) { machine->arrive_after_copies(barrier); }
 inline void wait_barrier(uint32_t barrier, int phase) { machine->wait_barrier(barrier, phase); }
 
@@ -175,6 +176,18 @@ void load_matrices_as(uint32_t (&r)[4], uint32_t from) {
 }
 inline void load_matrices(uint32_t (&r)[4], uint32_t from) { load_matrices_as<false>(r, from); }
 inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t from) { load_matrices_as<true>(r, from); }
+
+inline void store_matrices(const uint32_t (&r)[4], uint32_t to) {
+  struct Stored {
+    uint32_t to, r[4];
+  };
+  const Stored own = {to, {r[0], r[1], r[2], r[3]}};
+  machine->together<int>(own, [](const Stored(&in)[32], int (&)[32]) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i)
+        std::memcpy(machine->shared(in[8 * i + lane / 4].to, 16) + lane % 4 * 4, &in[lane].r[i], 4);
+  });
+}
 
 inline uint32_t transpose(uint32_t x) {
   return machine->together<uint32_t>(x, [](const uint32_t (&in)[32], uint32_t (&out)[32]) {

@@ -43,7 +43,7 @@ struct ForwardMemory {
     WideMemory<kDim, S::kStages, S::kAhead> wide;
     Narrow narrow;
   };
-  WideStatistics statistics;
+  WideStatistics statistics[S::kBuffers];
   WideBarriers<S::kStages, S::kBuffers> barriers;
   AssignedItems<threads(kDim)> assigned;
 };
@@ -66,9 +66,9 @@ template <typename T, typename Kv, int kDim, int kVDim, int kMs>
 __device__ PAT_PHASE void run_wide(const Params& p, const Items<threads(kDim)>& items,
                                    ForwardMemory<Kv, kDim, kVDim, kMs>& memory) {
   using S = ForwardSizes<Kv, kDim, kVDim, kMs>;
-  WideCursors<S::kStages, S::kBuffers> cursors(memory.barriers);
   using Memory = WideMemory<kDim, S::kStages, S::kAhead>;
-  WideGroup<T, Kv, kDim, kVDim, S::kStages, Memory, Items<threads(kDim)>>(p, items, memory.wide, memory.statistics, cursors)
+  WideGroup<T, Kv, kDim, kVDim, S::kStages, Memory, Items<threads(kDim)>>(p, items, memory.wide, memory.statistics,
+                                                                          memory.barriers)
       .run();
 }
 

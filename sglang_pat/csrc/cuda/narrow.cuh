@@ -104,19 +104,19 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
         __syncwarp();
         used = next_stage(used);
         const uint32_t second = shared_address(stage(warp_id(), used));
-        if constexpr (kPairs) compute<2>(first, second, user.tokens - user.begin, user.step);
-        user.begin += user.step;
+        if constexpr (kPairs) compute<2>(first, second, user.left, user.step);
+        user.left -= user.step;
       } else {
         wait_copies<kNarrowStages - 1>();
         __syncwarp();
-        compute_chunk(first, user.tokens - user.begin);
+        compute_chunk(first, user.left);
       }
       __syncwarp();
       computed = user.last();
       // The memory of an item's last chunk is needed to sum up, that of the one before is not.
       wanted = int(pair) + int(!computed || !shared(user));
       if (computed) continue;
-      user.begin += user.step;
+      user.left -= user.step;
       used = next_stage(used);
     }
     wait_copies<0>();

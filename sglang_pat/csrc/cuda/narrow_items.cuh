@@ -22,11 +22,11 @@ class NarrowItems {
 
   // Position in a warp's chunks: all of its own items', and its share of its team's.
   struct Cursor {
-    int at = -1;                // the item
-    int begin = 0, tokens = 0;  // the chunk's first token in the item; tokens of the item
-    int step = 0;               // tokens to this warp's next chunk
+    int at = -1;   // the item
+    int left = 0;  // tokens of the item from the chunk's first one on; none or fewer where a team leaves the warp nothing
+    int step = 0;  // tokens to this warp's next chunk
 
-    __device__ bool last() const { return begin + step >= tokens; }
+    __device__ bool last() const { return left <= step; }
   };
 
   __device__ NarrowItems(const Params& p, const WorkItems& items, uint8_t* memory, NarrowStatistics<kWarps>& statistics)
@@ -52,8 +52,7 @@ class NarrowItems {
     const bool shared = cursor.at < shared_ && next < shared_;
     cursor.at = shared ? next : cursor.at < shared_ ? shared_ + warp_id() : cursor.at + kWarps;
     if (ended(cursor)) return;
-    cursor.tokens = item(cursor).tokens;
-    cursor.begin = shared ? place.warp * kChunkTokens : 0;
+    cursor.left = item(cursor).tokens - (shared ? place.warp * kChunkTokens : 0);
     cursor.step = shared ? place.warps * kChunkTokens : kChunkTokens;
   }
 

@@ -51,12 +51,12 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
     if (ended(reader)) return;
     const Item& item = this->item(reader);
     chunk.head = item.head;
-    chunk.tokens = max(0, min(kChunkTokens, reader.tokens - reader.begin));
-    if (lane_id() < chunk.tokens) chunk.slot = p_.req_to_token[item.slots + reader.begin + lane_id()];
+    chunk.tokens = max(0, min(kChunkTokens, reader.left));
+    if (lane_id() < chunk.tokens) chunk.slot = p_.req_to_token[item.slots + item.tokens - reader.left + lane_id()];
     if (reader.last())
       next_item(reader);
     else
-      reader.begin += reader.step;
+      reader.left -= reader.step;
   }
 
   // Copies K and V of the chunk whose slots were read first.

@@ -48,11 +48,10 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
     int from = 0, token = 0, head = 0, tokens = -1;
   };
 
-  // At a cursor: tokens to the item's end, whether they begin with a page, and whether nothing of the item is behind the chunk.
-  static __device__ int left(const Cursor& cursor) { return cursor.tokens - cursor.begin; }
-  static __device__ bool at_page(const Cursor& cursor) { return left(cursor) >= kTokens; }
+  // At a cursor: whether there is a page, and whether nothing of the item is behind the chunk.
+  static __device__ bool at_page(const Cursor& cursor) { return cursor.left >= kTokens; }
   static __device__ int step_of(const Cursor& cursor) { return at_page(cursor) ? cursor.step : kStepTokens; }
-  static __device__ bool last(const Cursor& cursor) { return left(cursor) <= step_of(cursor); }
+  static __device__ bool last(const Cursor& cursor) { return cursor.left <= step_of(cursor); }
 
   // Looks up the reader's chunk, to be copied next, and moves on.
   __device__ void look_up(Cursor& reader) {
@@ -62,16 +61,16 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
     ahead_.head = item.head;
     if (at_page(reader)) {
       ahead_.tokens = kTokens;
-      ahead_.from = p_.req_to_token[item.slots + reader.begin];
+      ahead_.from = p_.req_to_token[item.slots + item.tokens - reader.left];
     } else {
-      ahead_.tokens = max(0, min(kStepTokens, left(reader)));
-      ahead_.token = reader.begin % kTokens;
+      ahead_.tokens = max(0, min(kStepTokens, reader.left));
+      ahead_.token = (item.tokens - reader.left) % kTokens;
       if (ahead_.tokens > 0) ahead_.from = int(p_.rows[item.query]);
     }
     if (last(reader))
       next_item(reader);
     else
-      reader.begin += step_of(reader);
+      reader.left -= step_of(reader);
   }
 
   // Copies the chunk that was looked up into the stage `number`, and looks up the next.

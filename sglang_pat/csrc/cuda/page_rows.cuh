@@ -12,7 +12,7 @@ template <typename T, typename Kv, int kDim, int kM>
 class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kDim, kM>> {
   using Loader = PageLoader<Kv, kDim, kM>;
   using Rows = NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, Loader>;
-  using Loader::at_page, Loader::copy_next, Loader::ended, Loader::item, Loader::last, Loader::left, Loader::look_up;
+  using Loader::at_page, Loader::copy_next, Loader::ended, Loader::item, Loader::last, Loader::look_up;
   using Loader::next_item, Loader::next_stage, Loader::p_, Loader::shared, Loader::stage, Loader::step_of;
   using Rows::combine, Rows::load_q, Rows::o_, Rows::q_, Rows::softmax_, Rows::write;
   using Rows::kBlocks, Rows::kSteps;
@@ -70,14 +70,14 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
       const uint8_t* const from = stage(warp_id(), used);
       if (at_page(user))
         compute_page(from);
-      else if (left(user) > 0)
-        compute_tail(shared_address(from), left(user));
+      else if (user.left > 0)
+        compute_tail(shared_address(from), user.left);
       __syncwarp();
       computed = last(user);
       // The memory of an item's last chunk is needed to sum up.
       wanted = int(!computed || !shared(user));
       if (computed) continue;
-      user.begin += step_of(user);
+      user.left -= step_of(user);
       used = next_stage(used);
     }
     wait_copies<0>();

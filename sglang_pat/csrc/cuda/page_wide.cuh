@@ -13,9 +13,9 @@ struct WidePageSizes {
   static constexpr int kStages = 6;  // as `ForwardSizes::kFewestStages` says
   static constexpr int kBuffers = query_buffers(true);
   // What is beside the ring, queries and records (`WidePagesMemory`, whose wide part's size and whose own are multiples of their alignment).
-  static constexpr int kRest =
-      int(sizeof(AssignedItems<kPageThreads>) + sizeof(WideStatistics) + sizeof(WideBarriers<kStages, kBuffers>)) +
-      2 * kPanelAlign;
+  static constexpr int kRest = int(sizeof(AssignedItems<kPageThreads>) + kBuffers * sizeof(WideStatistics) +
+                                   sizeof(WideBarriers<kStages, kBuffers>)) +
+                               2 * kPanelAlign;
   static constexpr int kFree =
       kSharedLimit - kRest - kBuffers * int(sizeof(WideQueries<kDim>)) - kStages * kStageBytes<kDim>;
   // As many records as there is room for, and as tiles of 8 bits at most (`ForwardSizes::kAhead`).
@@ -39,7 +39,7 @@ struct WidePagesMemory {
     Wide wide;
     Narrow narrow;
   };
-  WideStatistics statistics;
+  WideStatistics statistics[S::kBuffers];
   WideBarriers<S::kStages, Wide::kBuffers> barriers;
   AssignedItems<kPageThreads> assigned;
 };
@@ -93,9 +93,9 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __g
   } else {
     grow_registers<kComputeRegisters<kDim>>();
     const bool several = pass(look_up, [&] {
-      WideCursors<S::kStages, Wide::kBuffers> cursors(memory.barriers);
       if (items.count(kWide) > 0)
-        WideGroup<T, Kv, kDim, kDim, S::kStages, Wide, WorkItems>(p, items, memory.wide, memory.statistics, cursors).run();
+        WideGroup<T, Kv, kDim, kDim, S::kStages, Wide, WorkItems>(p, items, memory.wide, memory.statistics, memory.barriers)
+            .run();
     });
     // Narrow items use the same shared memory, and registers change once more.
     sync_threads(kTurnBarrier, S::kComputing);

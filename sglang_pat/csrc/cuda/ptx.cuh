@@ -134,6 +134,14 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
 }
 
+// As if `count` threads did.
+__device__ __forceinline__ void arrive(uint32_t barrier, int count) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0], %1;\n}\n" ::"r"(barrier), "r"(count)
+               : "memory");
+#endif
+}
+
 // Arrives as soon as this thread's copies so far are complete.
 __device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
@@ -165,6 +173,15 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                : "r"(from)
                : "memory");
 }
+
+#if __CUDA_ARCH__ >= 900
+// What `load_matrices` loads, back to the same places.
+__device__ __forceinline__ void store_matrices(const uint32_t (&r)[4], uint32_t to) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+#endif
 
 // A warp's 8 x 8 matrix of 16-bit numbers, a thread a pair of neighbours in a row, transposed.
 __device__ __forceinline__ uint32_t transpose(uint32_t x) {

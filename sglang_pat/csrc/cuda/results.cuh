@@ -65,6 +65,17 @@ class Results {
         make_uint2(pack(to, make_float2(x.x, x.y)), pack(to, make_float2(x.z, x.w)));
   }
 
+  // Eight columns that were packed for it.
+  __device__ void store_packed(const RowTarget& to, int column, uint4 x) const {
+    *reinterpret_cast<uint4*>(row_of(to) + column) = x;
+  }
+
+  // Two columns as they are stored.
+  static __device__ __forceinline__ uint32_t pack(const RowTarget& to, float2 x) {
+    if (std::is_same_v<T, __half> || !to.direct()) return saturated_half_pair(x.x, x.y);
+    return Half<T>::pack(x.x, x.y);
+  }
+
   __device__ void store_lse2(const RowTarget& to, float lse2) const {
     if (!to.direct()) p_.lse2[to.row()] = lse2;
   }
@@ -73,11 +84,6 @@ class Results {
   __device__ uint16_t* row_of(const RowTarget& to) const {
     return static_cast<uint16_t*>(to.direct() ? p_.out : p_.partial) + to.row() * kVDim;
   }
-  static __device__ __forceinline__ uint32_t pack(const RowTarget& to, float2 x) {
-    if (std::is_same_v<T, __half> || !to.direct()) return saturated_half_pair(x.x, x.y);
-    return Half<T>::pack(x.x, x.y);
-  }
-
   const Params& p_;
 };
 
