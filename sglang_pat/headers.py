@@ -41,6 +41,7 @@ def headers() -> dict[Path, str]:
                 dict(zip(("kSmallM", "kSmallN", "kLargeM", "kLargeN"), compute.SMALL + compute.LARGE, strict=True)),
             ),
             _constants("double", {"kAlpha": compute.ALPHA, "kBeta": compute.BETA, "kGamma": compute.GAMMA}),
+            _constants("double", {"kBusyWorkers": prices.BUSY_WORKERS}),
         ),
         CSRC / "cuda" / "tiles.h": _file(
             _constants(

@@ -274,13 +274,23 @@ def test_work_items_are_run_in_slices_if_the_pack_that_they_are_cut_from_is(long
     spec = AttentionSpec(32, 1, 128, 128, FORMATS["bfloat16"])
     config = PackConfig.of(spec, capabilities.tile_table("9.0a", 128, "NVIDIA H200"), workers=132)
     assert config.row_slices == 2 and config.slices_tokens > 150
-    lengths = [config.slices_tokens + longer] * 300
+    # Not alike, so that some are cut.
+    lengths = [config.slices_tokens + (longer + i % 20 if longer else -(i % 20)) for i in range(300)]
     plan = make_plan(Batch(lengths, []), config)
     assert {item.tile.m for item in plan.items} == {m}
     spans = [item.span(lengths) for item in plan.items if plan.num_parts[item.queries[0]] > 1]
-    assert len(spans) > 2 and max(end - start for start, end in spans) <= config.slices_tokens, (
-        "alone each would be in slices"
-    )
+    assert sum(end - start <= config.slices_tokens for start, end in spans) > 2, "alone each would be in slices"
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "bins"), [(32, 4_096, 16), (16, 2_048, 16), (8, 512, 8), (33, 4_096, 33)]
+)
+def test_work_items_that_are_alike_are_not_cut(requests: int, tokens: int, bins: int) -> None:
+    """Of one query each, run by all warps: a cut makes them start twice, which costs more than some idle workers."""
+    spec = AttentionSpec(64, 8, 128, 128, FORMATS["bfloat16"], query_tokens=8)
+    config = PackConfig.of(spec, capabilities.tile_table("9.0a", 128, "NVIDIA H200"), workers=132)
+    plan = make_plan(Batch([tokens] * requests, []), config)
+    assert len(plan.bins) - 1 == bins and len(plan.items) == requests
 
 
 @pytest.mark.parametrize(("rows", "queries"), [(42, 1), (43, 3), (64, 3), (65, 1), (8, 1), (192, 1)])

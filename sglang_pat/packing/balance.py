@@ -125,14 +125,21 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
 def _count(packs: list[Pack], prices: list[int], config: PackConfig) -> int:
     """The number of bins for packs with these prices."""
     work = sum(prices)
+    least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.start_price(1)
+    limit = max(1, work // least)
+    # By measured prices only.
+    if config.wave_price > 0 and all(
+        len(pack.queries) == 1 and not config.by_warps(1, pack.in_row_slices) for pack in packs
+    ):
+        alike = max(prices) - min(prices) <= max(prices) // SLACK
+        return config.num_bins_of_single(limit, len(packs), work, alike)
     # Estimate how many queries a cut affects: the mean over packs, weighted by work. Packs shorter than a bin count as one query: they go
     # into a bin whole, and the cut falls on a pack of one query beside them.
     share = work * config.cost.runs // (2 * config.workers)
     weights = [len(pack.queries) if price > share else 1 for pack, price in zip(packs, prices, strict=True)]
     queries = sum(map(operator.mul, weights, prices)) / max(1, work)
-    least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.start_price(1)
     narrow = all(len(pack.queries) <= config.warp_queries for pack in packs)
-    return config.num_bins(max(1, work // least), float(work), queries * config.cost.part_bytes, narrow)
+    return config.num_bins(limit, float(work), queries * config.cost.part_bytes, narrow)
 
 
 def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, growing: list[bool]) -> int:

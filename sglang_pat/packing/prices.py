@@ -16,6 +16,10 @@ MAX_WAVES = 8
 """How many bins a worker may run in turn. With 8 KV heads on 132 SMs, one wave leaves four SMs idle and two waves none; eight leave at most
 4 % idle for any GPU and model (`python benchmarks/policies.py --waves`)."""
 
+BUSY_WORKERS = 0.7
+"""The share of an H200's SMs that reads work items of 64 rows as fast as all of them do: with 0.7, 107 unshared verify steps of 8 to 64 rows took 1.002
+times what the best number of bins takes, with 0.6 1.006, with 0.9 1.003 (benchmarks/NOTES.md, "Bins of single queries")."""
+
 GRAIN = 8
 """KV positions between possible cuts. With 16, small batches missed the even share by up to 7 %; with 8 they stay within 5 % if a worker has
 at least two KV tiles (`python benchmarks/policies.py --random 200`)."""
@@ -278,6 +282,34 @@ class PackConfig(msgspec.Struct, frozen=True):
                     price = work * math.sqrt(idle) + wave * self.wave_price + bins * (cut + self.bin_end_price)
                 else:
                     price = work * idle + bins * cut
+                if price < least:
+                    best, least = bins, price
+        return best
+
+    def num_bins_of_single(self, limit: int, count: int, work: int, alike: bool) -> int:
+        """The same where every work item has one query, and all warps of a worker run it.
+
+        Memory is the bound there as long as most workers read (`BUSY_WORKERS`), but items start one after the other on each. A bin that ends
+        within an item makes it start twice, and a part; if items are alike, as many as divide them end within none.
+
+        Args:
+            limit: As above.
+            count: Work items.
+            work: Their price.
+            alike: Whether they cost the same but for what a bin may miss the average by.
+        """
+        heads, workers = self.cost.runs, self.workers
+        share, start = workers / heads, self.start_price(1)
+        best, least = 0, math.inf
+        waves = [wave * workers // heads for wave in range(1, MAX_WAVES + 1)]
+        for bins in [max(1, min(limit, workers // heads)), *waves, count]:
+            if 0 < bins <= min(limit, self.max_bins):
+                wave = -(-bins * heads // workers)
+                cuts = 0 if alike and count % bins == 0 else bins
+                full = (wave - 1) * share
+                busy = (full + max(bins - full, BUSY_WORKERS * share)) / bins
+                idle = wave * workers / (bins * heads)
+                price = (work - count * start) * busy + (count + cuts) * start * idle + cuts * self.cost.part_bytes
                 if price < least:
                     best, least = bins, price
         return best

@@ -136,6 +136,20 @@ class Bins {
   // How many bins there are. A cut affects so many queries: the mean over packs, weighted by work, where packs shorter than a bin count as one
   // query, as they go into a bin whole, and the cut falls on a pack of one query beside them.
   static int64_t count(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config) {
+    const int64_t least = config.kv_tiles.back() * config.token_bytes + config.bin_prices.starts[1];
+    const int64_t limit = std::max<int64_t>(1, packs.work / least);
+    if (config.wave_price > 0 && packs.shared.empty() && !config.by_warps(1, false)) {
+      int64_t cheapest = INT64_MAX, dearest = 0;
+      bool by_all = true;
+      for (const Pack& pack : packs.single) {
+        const int64_t end = pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end, tokens = end - pack.start;
+        const int64_t price = config.uncut_price(config.bin_prices, 1, tokens);
+        cheapest = std::min(cheapest, price), dearest = std::max(dearest, price);
+        by_all = by_all && !config.in_row_slices(1, tokens);
+      }
+      const bool alike = dearest - cheapest <= dearest / kSlack;
+      if (by_all) return config.num_bins_of_single(limit, int64_t(packs.single.size()), packs.work, alike);
+    }
     const auto share = int64_t(__int128(packs.work) * config.kv_heads / (2 * config.workers));
     double weighted_work = double(packs.work);
     bool narrow = config.warp_queries > 0;
@@ -146,9 +160,7 @@ class Bins {
       narrow = narrow && pack.count <= config.warp_queries;
     }
     const double queries = weighted_work / double(std::max<int64_t>(1, packs.work));
-    const int64_t least = config.kv_tiles.back() * config.token_bytes + config.bin_prices.starts[1];
-    return config.num_bins(std::max<int64_t>(1, packs.work / least), double(packs.work),
-                           queries * double(config.part_bytes), narrow);
+    return config.num_bins(limit, double(packs.work), queries * double(config.part_bytes), narrow);
   }
 
   // Packs that wait for a bin; of the first one, the KV before `begin` is already laid out.

@@ -31,4 +31,6 @@ constexpr double kAlpha = 0.66;
 constexpr double kBeta = 0.33;
 constexpr double kGamma = 0.1;
 
+constexpr double kBusyWorkers = 0.7;
+
 }  // namespace pat

@@ -192,6 +192,29 @@ struct Config {
     for (int64_t waves = 1; waves <= kMaxWaves; ++waves) look_at(waves * workers / heads);
     return best;
   }
+
+  // The same where each work item has one query and is run by all warps, PackConfig.num_bins_of_single.
+  int64_t num_bins_of_single(int64_t limit, int64_t count, int64_t work, bool alike) const {
+    const int64_t heads = kv_heads, start = bin_prices.starts[1];
+    const double share = double(workers) / double(heads);
+    limit = std::min(limit, std::max<int64_t>(1, kMaxWaves * workers / heads));
+    int64_t best = 0;
+    double least = INFINITY;
+    const auto look_at = [&](int64_t bins) {
+      if (bins <= 0 || bins > limit) return;
+      const int64_t waves = ceil_div(bins * heads, workers), cuts = alike && count % bins == 0 ? 0 : bins;
+      const double full = double(waves - 1) * share;
+      const double busy = (full + std::max(double(bins) - full, kBusyWorkers * share)) / double(bins);
+      const double idle = double(waves * workers) / double(bins * heads);
+      const double price =
+          double(work - count * start) * busy + double((count + cuts) * start) * idle + double(cuts * part_bytes);
+      if (price < least) best = bins, least = price;
+    };
+    look_at(std::max<int64_t>(1, std::min<int64_t>(limit, workers / heads)));
+    for (int64_t waves = 1; waves <= kMaxWaves; ++waves) look_at(waves * workers / heads);
+    look_at(count);
+    return best;
+  }
 };
 
 }  // namespace pat
