@@ -38,10 +38,11 @@ class Decode:
         config: PackConfig = CONFIG,
         max_slots: int = 2**31 - 1,
         growth: int = 1,
+        watch: bool = False,
     ) -> None:
         buffers = [torch.zeros(layout.capacity(config, 64), dtype=torch.int32) for _ in range(2)]
         self.scheduler = NativeScheduler(config, 64, max_slots, buffers)
-        self.planner = Planner(self.scheduler, reuse, ahead, growth=growth)
+        self.planner = Planner(self.scheduler, reuse, ahead, growth=growth, watch=watch)
         self.seq_lens: dict[int, int] = {}
         self.gains: Callable[[], int] = lambda: 1
         self.apply(NodeInserted(1, ROOT, 500, bytes(16)))
@@ -188,7 +189,7 @@ def test_where_no_thread_can_be_started_plans_are_made_when_their_steps_come(mon
     decode.join(A)
     decode.step()
 
-    def fail(steps: int) -> None:
+    def fail(tokens: int, spread: int) -> None:
         raise RuntimeError("Resource temporarily unavailable")
 
     monkeypatch.setattr(decode.scheduler, "prepare", fail)
@@ -199,6 +200,24 @@ def test_where_no_thread_can_be_started_plans_are_made_when_their_steps_come(mon
     counters = decode.planner.counters()
     assert (counters.fallbacks, counters.plans, counters.plans_ahead) == (0, 2, 0)
     assert len([record for record in caplog.records if "no longer plans ahead" in record.message]) == 1
+
+
+def test_windows_hold_where_requests_gain_tokens_in_steps_of_another_backend() -> None:
+    """Mixed steps that a backend for prefill runs: nothing else tells the planner of them, if what they prefill is aborted."""
+    decode = Decode(config=msgspec.structs.replace(CONFIG, window=600), watch=True)
+    decode.join(A, 560)
+    decode.join(B, 565)
+    first = decode.step()
+    assert decode.step() is first
+    for request in decode.seq_lens:
+        decode.seq_lens[request] += 60
+    lengths = list(decode.seq_lens.values())
+    items = layout.work_items(decode.step().numpy())
+    spans = [item.span([min(length, 600) for length in lengths]) for item in items]
+    assert sum(len(item.queries) * (end - start) for item, (start, end) in zip(items, spans, strict=True)) == 1_200
+    assert decode.plans == 2 and not any(item.start == 0 for item in items), (
+        "both windows are full, and begin behind the prefix's start"
+    )
 
 
 def test_a_plan_that_contradicts_the_slots_is_not_used(decode: Decode) -> None:

@@ -33,17 +33,27 @@ class LayerGroup:
         planner: Decides how long each plan is used.
     """
 
-    def __init__(self, spec: AttentionSpec, layers: int, executor: Executor, max_batch: int, config: PatConfig) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        layers: int,
+        executor: Executor,
+        max_batch: int,
+        config: PatConfig,
+        steps_elsewhere: bool,
+    ) -> None:
         """
         Args:
             spec, layers, executor: As above.
             max_batch: Requests of the largest batch.
             config: How long plans are kept.
+            steps_elsewhere: Whether requests gain tokens in steps that another backend runs.
         """
         self.spec, self.layers, self.executor = spec, layers, executor
         with devices.used(executor.table):
             self.scheduler = NativeScheduler(executor.pack_config, max_batch, executor.max_slots, executor.buffers)
-        self.planner = Planner(self.scheduler, config.reuse, config.ahead, growth=spec.query_tokens)
+        watch = steps_elsewhere and spec.planned_window > 0
+        self.planner = Planner(self.scheduler, config.reuse, config.ahead, growth=spec.query_tokens, watch=watch)
         self._loaded = -1  # the number of the plan that the executor has
 
     def plan(
@@ -82,8 +92,9 @@ def make_groups(
         extends: Whether the executors run extends too.
     """
     made = executors.create(runner, config, specs, extends)
+    steps_elsewhere = compat.arguments.mixes_steps_elsewhere(runner.server_args)
     return [
-        LayerGroup(spec, layers, executor, runner.req_to_token_pool.size, config)
+        LayerGroup(spec, layers, executor, runner.req_to_token_pool.size, config, steps_elsewhere)
         for (spec, layers), executor in zip(specs.items(), made, strict=True)
     ]
 

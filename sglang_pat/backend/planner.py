@@ -40,6 +40,7 @@ class Planner:
         ahead: bool = True,
         on_plan: Callable[..., None] | None = None,
         growth: int = 1,
+        watch: bool = False,
     ) -> None:
         """
         Args:
@@ -48,12 +49,16 @@ class Planner:
             ahead: Let the scheduler's own thread plan the next batch as soon as it is known.
             on_plan: As above.
             growth: How many tokens a request may gain in a step: with drafts several. The scheduler counts steps of one token.
+            watch: Requests may gain tokens in steps that are not planned here, and have windows, which they then outgrow earlier than the steps say:
+                look at their lengths before a plan is used again.
         """
         self._scheduler = scheduler
         self._reuse = reuse
         self._ahead = ahead
         self.on_plan = on_plan
         self._growth = growth
+        self._watch = watch
+        self._first = 0  # length of the first request when the plan was made
         self._data: Any = None
         self._requests: Any = None
         self._used = self._good = 0
@@ -81,7 +86,8 @@ class Planner:
             check: Raises if a plan contradicts the KV slots.
             aside: These are not the requests that decode: they have one token of their prompts left. The next batch stays what it was.
         """
-        if not (self._used < self._good and self._reuse and self._stands(requests)):
+        keeps = self._used < self._good and self._reuse and self._stands(requests)
+        if not keeps or (self._watch and int(seq_lens()[0]) - self._first > self._used * self._growth):
             began = time.perf_counter_ns()
             self._make(requests, seq_lens(), aside)
             self._planning_ns += time.perf_counter_ns() - began
@@ -191,6 +197,8 @@ class Planner:
             )
         self._data, self._used, self._good = self._scheduler.buffers[index], 0, -(-good // self._growth)
         self._fell_back = fallback
+        if self._watch:
+            self._first = int(seq_lens[0])
 
     def _report_failure(self) -> None:
         if not self._failed:

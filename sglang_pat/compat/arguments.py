@@ -43,6 +43,12 @@ def backends_chosen(server_args: Any) -> tuple[str | None, str | None]:
     return chosen.prefill_attention_backend or both, chosen.decode_attention_backend or both
 
 
+def mixes_steps_elsewhere(server_args: Any) -> bool:
+    """Whether requests that decode gain tokens in mixed steps that the backend for prefill runs whole, being another than that for decode."""
+    prefill, decode = backends_chosen(server_args)
+    return bool(resolved(server_args).enable_mixed_chunk) and prefill != decode
+
+
 def draft_tokens(server_args: Any) -> int:
     """Tokens of each request that a step verifies; 0 without speculation."""
     given = resolved(server_args)
