@@ -377,6 +377,9 @@ def test_a_missing_and_an_unwritable_file_are_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .*pipe is a pipe: name a file"):
         trace.TraceWriter(tmp_path / "pipe", HEADER, 100)
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(trace.TraceError, match=r" is no file: name one"):
+            replay(path)
     folder = tmp_path / "\udcff"
     folder.mkdir()
     for name in (folder / "trace", tmp_path / "a\u2028b"):
@@ -384,6 +387,26 @@ def test_a_missing_and_an_unwritable_file_are_named(tmp_path: Path) -> None:
             trace.TraceWriter(name, HEADER, 100)
     with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .* cannot be written: File name too long"):
         trace.TraceWriter(tmp_path / ("x" * 300), HEADER, 100)
+
+
+def test_only_a_trace_is_recorded_over(tmp_path: Path) -> None:
+    """Of a trace maybe only a beginning is there."""
+    for begin in (b"", trace.MAGIC[:5], trace.MAGIC + b"..."):
+        (tmp_path / "x").write_bytes(begin)
+        trace.TraceWriter(tmp_path / "x", HEADER, 1 << 20)._file.close()
+        assert list(trace.read(tmp_path / "x")) == [HEADER]
+    (tmp_path / "x").write_text("a checkpoint")
+    with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .*x has something else in it, which would be lost"):
+        trace.TraceWriter(tmp_path / "x", HEADER, 1 << 20)
+    assert (tmp_path / "x").read_text() == "a checkpoint"
+
+
+def test_what_a_trace_says_of_itself_is_shown_without_escapes(tmp_path: Path) -> None:
+    data = msgspec.msgpack.encode({"format": "\x1b[2J" + "x" * 1_000})
+    (tmp_path / "x").write_bytes(trace.MAGIC + len(data).to_bytes(4, "little") + data)
+    with pytest.raises(trace.TraceError, match=r"has trace format \\x1b\[2Jx+, this version") as error:
+        replay(tmp_path / "x")
+    assert len(str(error.value)) < len(str(tmp_path)) + 400
 
 
 def test_a_reset_can_be_replayed(tmp_path: Path) -> None:

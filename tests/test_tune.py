@@ -35,6 +35,8 @@ def test_the_derived_tables_are_what_the_command_derives(name: str, tmp_path: Pa
         ("9.0a", "NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3"),
         ("8.0", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 SXM 80GB"),
         ("9.0a", "another Hopper", "NVIDIA H200"),
+        ("9.0a", "NVIDIA GH200 480GB", "NVIDIA H200"),
+        ("8.6", "NVIDIA RTX A1000", None),
         ("8.9", "NVIDIA L40S", None),
         ("10.0", "NVIDIA B200", None),
     ],
@@ -170,6 +172,11 @@ def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: py
     for path in (tmp_path / "table.json", tmp_path / "pipe", Path("/dev/zero"), tmp_path, tmp_path / ("x" * 300)):
         with pytest.raises(devices.TablesError, match="is not a table of tiles"):
             devices.load(path)
+    with pytest.raises(
+        devices.TablesError,
+        match=r"^SGLANG_PAT_TILES: .*nowhere is not a table of tiles, .*: No such file or directory$",
+    ):
+        devices.load(tmp_path / "nowhere", "SGLANG_PAT_TILES")
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             tune.main([])

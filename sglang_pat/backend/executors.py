@@ -167,7 +167,7 @@ class CudaExecutor:
     def __init__(self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec, extends: bool = False) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         self.table = config.tiles
-        table = devices.load(Path(self.table)) if self.table else None
+        table = devices.load(Path(self.table), "SGLANG_PAT_TILES") if self.table else None
         with devices.used(self.table):
             tiles = capabilities.tile_table(
                 cuda.arch_of(device), spec.head_dim, torch.cuda.get_device_name(device), table, spec.kv.bits
@@ -264,7 +264,7 @@ def create(
     """
     if runner.device != "cuda":
         if config.tiles:
-            devices.load(Path(config.tiles))  # of no use here, and wrong all the same
+            devices.load(Path(config.tiles), "SGLANG_PAT_TILES")  # of no use here, and wrong all the same
         return [CpuExecutor(runner, config, spec) for spec in specs]
     made = [CudaExecutor(runner, config, spec, extends) for spec in specs]
     workspace = torch.empty(max(executor.workspace_bytes for executor in made), dtype=torch.uint8, device="cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -150,22 +151,26 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-def load(path: Path) -> GpuTable:
+def load(path: Path, named_by: str = "") -> GpuTable:
     """Read a table.
+
+    Args:
+        path: The file.
+        named_by: The setting that names it, for messages.
 
     Raises:
         TablesError: The file is not a table.
     """
+    name = f"{named_by}: {path}" if named_by else str(path)
     try:
         # Reading a pipe would wait for a writer, reading a device might not end.
         if path.exists() and not path.is_file():
-            raise TablesError(f"{path} is not a table of tiles: name a file")
+            raise TablesError(f"{name} is not a table of tiles: name a file")
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(LARGEST), type=GpuTable)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TablesError(
-            f"{path} is not a table of tiles, make one with `python -m sglang_pat.tune`: {error}"
-        ) from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise TablesError(f"{name} is not a table of tiles, make one with `python -m sglang_pat.tune`: {why}") from None
 
 
 @contextlib.contextmanager
@@ -186,7 +191,8 @@ def used(path: str) -> Iterator[None]:
 def find(arch: str, gpu: str = "") -> GpuTable | None:
     """The table of a GPU by its name, else by its architecture; None if there is none."""
     for path in TABLES.glob("*.json"):
-        if path.stem in gpu.lower():
+        # Whole words: an RTX A1000 is no A100. A GH200 is an H200.
+        if re.search(rf"(?<![a-z0-9])g?{path.stem}(?![a-z0-9])", gpu.lower()):
             return load(path)
     name = next((name for key, name in BY_ARCH.items() if arch.startswith(key)), None)
     return load(TABLES / f"{name}.json") if name else None

@@ -112,10 +112,10 @@ class TraceWriter:
             raise TraceError(f"SGLANG_PAT_TRACE: {path} cannot be written: {error.strerror}") from None
 
     def _take(self, path: Path) -> None:
-        """Empty the file, unless another process records in it.
+        """Empty the file, unless another process records in it, or it is no trace.
 
         Raises:
-            TraceError: It does.
+            TraceError: It does, or is none.
         """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,6 +124,12 @@ class TraceWriter:
                 raise TraceError(f"SGLANG_PAT_TRACE: another server records in {path}: name another file") from None
             # A filesystem without locks.
         if path.is_file():
+            with path.open("rb") as file:
+                begin = file.read(len(MAGIC))
+            if not MAGIC.startswith(begin):
+                raise TraceError(
+                    f"SGLANG_PAT_TRACE: {path} has something else in it, which would be lost: name another file"
+                )
             self._file.truncate(0)
 
     @property
@@ -188,6 +194,9 @@ def read(path: Path, truncated: bool = False) -> Iterator[Record]:
         TraceError: The file is missing, foreign, damaged or cut off.
     """
     try:
+        # Opening a pipe would wait for a writer, and how long a record may be is known from a file's size.
+        if path.exists() and not path.is_file():
+            raise TraceError(f"{path} is no file: name one")
         with path.open("rb") as file:
             yield from _read(path, file, truncated)
     except OSError as error:
@@ -215,7 +224,7 @@ def _read(path: Path, file: BinaryIO, truncated: bool) -> Iterator[Record]:
         try:
             record = decode(data)
         except _UNDECODABLE as error:
-            raise TraceError(f"{path} is damaged in record {number + 1}: {error}") from None
+            raise TraceError(f"{path} is damaged in record {number + 1}: {_shown(error)}") from None
         if isinstance(record, Header) != (number == 0):
             raise TraceError(f"{path} is damaged: a header is in record {number + 1}, or missing in the first")
         yield record
@@ -230,7 +239,12 @@ def _check_format(path: Path, data: bytes) -> None:
     except (*_UNDECODABLE, KeyError, TypeError):
         raise TraceError(f"{path} is damaged: it does not begin with a header") from None
     if found != FORMAT:
-        raise TraceError(f"{path} has trace format {found}, this version of sglang-pat reads format {FORMAT}")
+        raise TraceError(f"{path} has trace format {_shown(found)}, this version of sglang-pat reads format {FORMAT}")
+
+
+def _shown(what: object) -> str:
+    """Something from a trace, as a terminal may show it."""
+    return ascii(str(what))[1:-1][:LABEL]
 
 
 def _readable(rid: str) -> str:
