@@ -552,10 +552,12 @@ def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
     text.insert(5, "garbage")
     # Of these a server would die.
     unknown = [
-        (10**8, completion([5, 10**8])),
-        (-1, completion([[7, 8], [-1]])),
-        (10**8, completion([5, 1e8])),
-        (-7, chat("tokens", input_ids=[5, -7])),
+        (f"token {10**8} is none of the model's", completion([5, 10**8])),
+        ("token -1 is none of the model's", completion([[7, 8], [-1]])),
+        (f"token {10**8} is none of the model's", completion([5, 1e8])),
+        ("token -7 is none of the model's", chat("tokens", input_ids=[5, -7])),
+        (f"tokens, not {10**6}", completion("abc", logprobs=10**6)),
+        (f"tokens, not {10**6}", chat("abc", logprobs=True, top_logprobs=10**6)),
     ]
     text += [json.dumps(one) for _, one in unknown]
     (tmp_path / "in").write_text("\n".join(text) + "\n")
@@ -582,15 +584,28 @@ def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
         expected = list(pool.map(lambda one: post(server, one["url"], one["body"]), asked))
     assert len({str(choice(body)) for _, body in expected}) > len(asked) / 2, "answers that depend on questions"
     numbers = [i for i, line in enumerate(text, 1) if line != "garbage"]
-    for number, (token, _) in zip(numbers[len(asked) :], unknown, strict=True):
+    for number, (why, _) in zip(numbers[len(asked) :], unknown, strict=True):
         response = records[f"batch_req_{number}"]["response"]
-        assert response["status_code"] == 400 and f"token {token} is none of the model's" in str(response["body"])
+        assert response["status_code"] == 400 and why in str(response["body"])
     for number, one, (status, body) in zip(numbers[: len(asked)], asked, expected, strict=True):
         found = records[f"batch_req_{number}"]
         assert found["custom_id"] == one["custom_id"] and found["error"] is None
         assert found["response"]["status_code"] == status, found
         assert choice(found["response"]["body"]) == choice(body)
     assert records["batch_req_6"]["error"]["code"] == "invalid_line"
+
+
+@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.once
+def test_an_engine_that_ends_is_one_sentence(model: Path, tmp_path: Path) -> None:
+    """SGLang would kill this process too. What ends its engine here, it does not check."""
+    ending = completion("abc", stop_token_ids=[10**9], min_tokens=2, max_tokens=4)
+    (tmp_path / "in").write_text(json.dumps(ending) + "\n")
+    process = job(model, tmp_path)
+    log = tmp_path / "log"
+    assert process.wait(600) == 2, log.read_text()[-3000:]
+    assert log.read_text().splitlines()[-1] == "sglang-pat: the engine has ended, and said why above"
 
 
 @pytest.mark.server

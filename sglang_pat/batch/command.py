@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -18,6 +18,7 @@ from sglang_pat.batch.lines import BatchError, Failure, Json, Output, Request, S
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 DEFAULTS = {"--attention-backend": "pat", "--log-level": "warning"}
 """Flags of SGLang's server that a job has if neither flags nor a `--config` file say otherwise."""
@@ -173,6 +174,21 @@ async def _on_servers(requests: Sequence[Request], place: Place, progress: Progr
         await job.answer_all(requests, replicas, progress.keep, most, told.is_set, progress.warn, rooms)
 
 
+async def _while_it_runs(tokens: TokenizerManager, asked: Coroutine[Any, Any, None]) -> None:
+    """Await what is asked of an engine.
+
+    Raises:
+        BatchError: One of the engine's processes ended. SGLang then kills all of them, this one too.
+    """
+    asking = asyncio.ensure_future(asked)
+    tokens.auto_create_handle_loop()  # which would take the signal later
+    asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, asking.cancel)
+    try:
+        await asking
+    except asyncio.CancelledError:
+        raise BatchError("the engine has ended, and said why above") from None
+
+
 def _on_engine(requests: Sequence[Request], total: int, output: Output, place: Place) -> None:
     running = engine(["--enable-cache-report", *place.flags])
     try:
@@ -184,7 +200,7 @@ def _on_engine(requests: Sequence[Request], total: int, output: Output, place: P
                 requests, replicas, progress.keep, place.in_flight, lambda: told.gracefully_exit, progress.warn,
                 [room] * len(replicas),
             )  # fmt: skip
-            running.loop.run_until_complete(asked)
+            running.loop.run_until_complete(_while_it_runs(told, asked))
     finally:
         running.shutdown()
         # That kills all child processes, Python's resource tracker too. Locks of libraries would start another one at exit, which prints a

@@ -159,6 +159,7 @@ def askers(engine: Engine) -> list[Ask]:
             # SGLang does not look, and the engine would end.
             check_tokens(getattr(body, "prompt", None), vocabulary)
             check_tokens(getattr(body, "input_ids", None), vocabulary)
+            check_logprobs(body, vocabulary)
         except (ValidationError, TypeError, UnknownTokenError) as error:
             response = handler.create_error_response(str(error))
         else:
@@ -192,6 +193,18 @@ def check_tokens(prompt: object, vocabulary: int) -> None:
             check_tokens(token, vocabulary)
     elif isinstance(prompt, int) and not 0 <= prompt < vocabulary:
         raise UnknownTokenError(f"token {prompt} is none of the model's {vocabulary:,}")
+
+
+def check_logprobs(body: object, vocabulary: int) -> None:
+    """Check that a model has as many tokens as shall be listed for each token.
+
+    Raises:
+        UnknownTokenError: It has fewer.
+    """
+    for name in ("logprobs", "top_logprobs"):
+        wanted = getattr(body, name, None)
+        if isinstance(wanted, int) and wanted > vocabulary:
+            raise UnknownTokenError(f"{name}: the model has {vocabulary:,} tokens, not {wanted}")
 
 
 def room_of(info: object) -> Room:
