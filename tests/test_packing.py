@@ -251,6 +251,7 @@ def test_no_policy_beats_the_optimal_one(batch: Batch, cost: CostModel) -> None:
 
 
 @given(st.integers(1, 200), st.integers(1, 3_000), st.sampled_from([1, 3, 4, 16]))
+@settings(deadline=None)
 def test_a_short_pack_is_run_by_small_tiles_where_that_costs_less(queries: int, tokens: int, group: int) -> None:
     config = PackConfig(CostModel(2 * group, 2, 8, 8, 2), PRICED, workers=132)
 

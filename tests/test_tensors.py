@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_pat.backend import tensors
@@ -20,6 +20,7 @@ SHAPES = st.lists(
 
 
 @given(REQUESTS)
+@settings(deadline=None)
 def test_tokens_of_an_extend(requests: list[tuple[int, int, int]]) -> None:
     cached, added, rows = ([request[i] for request in requests] for i in range(3))
     wanted = [before + new + 1 for before, more, _ in requests for new in range(more)]
@@ -30,6 +31,7 @@ def test_tokens_of_an_extend(requests: list[tuple[int, int, int]]) -> None:
 
 
 @given(SHAPES)
+@settings(deadline=None)
 def test_what_is_packed_is_unpacked(shapes: list[tuple[torch.dtype, int, int]]) -> None:
     made = [torch.randint(0, 200, (rows, columns), dtype=dtype) for dtype, rows, columns in shapes]
     if made:

@@ -270,14 +270,14 @@ class PackConfig(msgspec.Struct, frozen=True):
             cut: Price of ending a bin within a pack.
             narrow: Whether single warps run all packs.
         """
-        heads, workers = self.cost.runs, self.workers
+        runs, workers = self.cost.runs, self.workers
         best, least = 0, math.inf
-        quarters = [part * workers // (4 * heads) for part in range(1, 4)] if narrow else []
-        waves = [wave * workers // heads for wave in range(1, MAX_WAVES + 1)]
-        for bins in [max(1, min(limit, workers // heads)), *quarters, *waves]:
+        quarters = [part * workers // (4 * runs) for part in range(1, 4)] if narrow else []
+        waves = [wave * workers // runs for wave in range(1, MAX_WAVES + 1)]
+        for bins in [max(1, min(limit, workers // runs)), *quarters, *waves]:
             if 0 < bins <= limit:
-                wave = -(-bins * heads // workers)
-                idle = wave * workers / (bins * heads)
+                wave = -(-bins * runs // workers)
+                idle = wave * workers / (bins * runs)
                 if narrow:
                     price = work * math.sqrt(idle) + wave * self.wave_price + bins * (cut + self.bin_end_price)
                 else:
@@ -298,17 +298,17 @@ class PackConfig(msgspec.Struct, frozen=True):
             work: Their price.
             alike: Whether they cost the same but for what a bin may miss the average by.
         """
-        heads, workers = self.cost.runs, self.workers
-        share, start = workers / heads, self.start_price(1)
+        runs, workers = self.cost.runs, self.workers
+        share, start = workers / runs, self.start_price(1)
         best, least = 0, math.inf
-        waves = [wave * workers // heads for wave in range(1, MAX_WAVES + 1)]
-        for bins in [max(1, min(limit, workers // heads)), *waves, count]:
+        waves = [wave * workers // runs for wave in range(1, MAX_WAVES + 1)]
+        for bins in [max(1, min(limit, workers // runs)), *waves, count]:
             if 0 < bins <= min(limit, self.max_bins):
-                wave = -(-bins * heads // workers)
+                wave = -(-bins * runs // workers)
                 cuts = 0 if alike and count % bins == 0 else bins
                 full = (wave - 1) * share
                 busy = (full + max(bins - full, BUSY_WORKERS * share)) / bins
-                idle = wave * workers / (bins * heads)
+                idle = wave * workers / (bins * runs)
                 price = (work - count * start) * busy + (count + cuts) * start * idle + cuts * self.cost.part_bytes
                 if price < least:
                     best, least = bins, price

@@ -150,7 +150,7 @@ class Bins {
       const bool alike = dearest - cheapest <= dearest / kSlack;
       if (by_all) return config.num_bins_of_single(limit, int64_t(packs.single.size()), packs.work, alike);
     }
-    const auto share = int64_t(__int128(packs.work) * config.kv_heads / (2 * config.workers));
+    const auto share = int64_t(__int128(packs.work) * config.runs / (2 * config.workers));
     double weighted_work = double(packs.work);
     bool narrow = config.warp_queries > 0;
     for (const Pack& pack : packs.shared) {

@@ -75,7 +75,7 @@ auto guarded(Action action) {
 // What `config_of` reads of `create`'s numbers, and how many those are.
 constexpr int64_t kConfigNumbers = 24, kNumbers = 28;
 
-// `numbers`: token_bytes, part_bytes, turn_price, group, kv_heads, workers, max_queries, few_queries, warp_queries, policy, max_batch,
+// `numbers`: token_bytes, part_bytes, turn_price, group, runs, workers, max_queries, few_queries, warp_queries, policy, max_batch,
 // max_slots (not of a config), bin_end_price, wave_price, window, slices_token_price, slices_start_price, slices_tokens, slice_rows,
 // grain, warp_tokens, of bins slices_token_price and slices_start_price, and tails_queries.
 // `token_prices`, `start_prices`, `short_tokens` and the prices in bins are [max_queries + 1].
@@ -94,7 +94,7 @@ pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView st
   config.bin_prices.slices_token = n[21], config.bin_prices.slices_start = n[22];
   config.tails_queries = int(pat::in_range("queries with tails", n[23], 1, pat::kMaxTile));
   config.group = pat::in_range("group", n[3], 1, pat::kMaxTile);
-  config.kv_heads = pat::in_range("kv_heads", n[4], 1, pat::kMaxWorkers);
+  config.runs = pat::in_range("runs", n[4], 1, pat::kMaxWorkers);
   config.workers = pat::in_range("workers", n[5], 1, pat::kMaxWorkers);
   config.max_queries = pat::in_range("max_queries", n[6], 1, pat::kMaxTile);
   config.few_queries = pat::in_range("few_queries", n[7], 1, pat::kMaxTile);

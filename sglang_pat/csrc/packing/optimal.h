@@ -33,8 +33,8 @@ class Optimal {
     full_token_ = double(config.pack_prices.tokens[config.max_queries]) / config.max_queries;
     full_start_ = double(config.pack_prices.starts[config.max_queries]) / config.max_queries;
     cut_token_ = 0;
-    if (config.workers > config.kv_heads) {
-      const double share = double(prefixes.kv_minimum * config.kv_heads) / config.workers;
+    if (config.workers > config.runs) {
+      const double share = double(prefixes.kv_minimum * config.runs) / config.workers;
       cut_token_ = part_ / std::max(double(config.kv_tiles.back()), share);
     }
     results_.resize(prefixes.nodes.size());
@@ -67,8 +67,8 @@ class Optimal {
   // How many tokens of tails a work item may have behind what its queries share; 0 if none has tails.
   static int64_t most_tails(const Prefixes& prefixes, const Config& config) {
     const int64_t least = kTailsItems * config.tails_queries * config.workers;
-    if (config.tails_queries == 1 || int64_t(prefixes.order.size()) * config.kv_heads < least) return 0;
-    return prefixes.kv_minimum * config.kv_heads / (kTailsShare * config.workers);
+    if (config.tails_queries == 1 || int64_t(prefixes.order.size()) * config.runs < least) return 0;
+    return prefixes.kv_minimum * config.runs / (kTailsShare * config.workers);
   }
 
   size_t bytes() const {

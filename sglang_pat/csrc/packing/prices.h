@@ -64,7 +64,7 @@ struct Prices {
 struct Config {
   int64_t token_bytes = 0, part_bytes = 0;  // traffic
   int64_t turn_price = 0, bin_end_price = 0, wave_price = 0;
-  int group = 1, kv_heads = 1, workers = 1, max_queries = 1, few_queries = 1, warp_queries = 0;
+  int group = 1, runs = 1, workers = 1, max_queries = 1, few_queries = 1, warp_queries = 0;
   // A query of more than `slice_rows` rows, with up to `slices_tokens` tokens, is run in slices of so many.
   int64_t slices_tokens = -1;
   int slice_rows = 0;
@@ -78,8 +78,8 @@ struct Config {
   // [max_queries + 1]: up to how many tokens a work item with so many queries is better run by some of `few_queries`.
   std::vector<int64_t> short_tokens;
   std::vector<int> query_tiles, kv_tiles, kv_bounds;
-  // `small` is what small batches are planned with: of at most so many queries, and so many tokens when each is read once, both times the
-  // KV heads. Their requests must have `small_sharing` times as many tokens together, or there are no more than `unshared_tokens`.
+  // `small` is what small batches are planned with: of at most so many queries, and so many tokens when each is read once, both times
+  // `runs`. Their requests must have `small_sharing` times as many tokens together, or there are no more than `unshared_tokens`.
   int64_t small_queries = 0, small_tokens = 0, small_sharing = 1, unshared_tokens = 0;
   std::shared_ptr<const Config> small;
   bool flat = false;  // what a work item costs does not depend on its queries
@@ -126,8 +126,8 @@ struct Config {
 
   // What a batch is planned with, that has so many tokens when each is read once.
   const Config& of_batch(const std::vector<int32_t>& seq_lens, int64_t tokens) const {
-    if (!small || int64_t(seq_lens.size()) * kv_heads > small_queries || tokens * kv_heads > small_tokens) return *this;
-    if (tokens * kv_heads <= unshared_tokens) return *small;
+    if (!small || int64_t(seq_lens.size()) * runs > small_queries || tokens * runs > small_tokens) return *this;
+    if (tokens * runs <= unshared_tokens) return *small;
     return std::accumulate(seq_lens.begin(), seq_lens.end(), int64_t(0)) >= small_sharing * tokens ? *small : *this;
   }
 
@@ -175,43 +175,43 @@ struct Config {
 
   // How many bins there are, PackConfig.num_bins: weighs idle workers against cut packs.
   int64_t num_bins(int64_t limit, double work, double cut, bool narrow) const {
-    const int64_t heads = kv_heads;
+    const int64_t runs = this->runs;
     int64_t best = 0;
     double least = INFINITY;
     const auto look_at = [&](int64_t bins) {
       if (bins <= 0 || bins > limit) return;
-      const int64_t waves = ceil_div(bins * heads, workers);
-      const double idle = double(waves * workers) / double(bins * heads);
+      const int64_t waves = ceil_div(bins * runs, workers);
+      const double idle = double(waves * workers) / double(bins * runs);
       const double price = narrow ? work * std::sqrt(idle) + double(waves) * double(wave_price) +
                                         double(bins) * (cut + double(bin_end_price))
                                   : work * idle + double(bins) * cut;
       if (price < least) best = bins, least = price;
     };
-    look_at(std::max<int64_t>(1, std::min<int64_t>(limit, workers / heads)));
-    for (int64_t part = 1; narrow && part < 4; ++part) look_at(part * workers / (4 * heads));
-    for (int64_t waves = 1; waves <= kMaxWaves; ++waves) look_at(waves * workers / heads);
+    look_at(std::max<int64_t>(1, std::min<int64_t>(limit, workers / runs)));
+    for (int64_t part = 1; narrow && part < 4; ++part) look_at(part * workers / (4 * runs));
+    for (int64_t waves = 1; waves <= kMaxWaves; ++waves) look_at(waves * workers / runs);
     return best;
   }
 
   // The same where each work item has one query and is run by all warps, PackConfig.num_bins_of_single.
   int64_t num_bins_of_single(int64_t limit, int64_t count, int64_t work, bool alike) const {
-    const int64_t heads = kv_heads, start = bin_prices.starts[1];
-    const double share = double(workers) / double(heads);
-    limit = std::min(limit, std::max<int64_t>(1, kMaxWaves * workers / heads));
+    const int64_t runs = this->runs, start = bin_prices.starts[1];
+    const double share = double(workers) / double(runs);
+    limit = std::min(limit, std::max<int64_t>(1, kMaxWaves * workers / runs));
     int64_t best = 0;
     double least = INFINITY;
     const auto look_at = [&](int64_t bins) {
       if (bins <= 0 || bins > limit) return;
-      const int64_t waves = ceil_div(bins * heads, workers), cuts = alike && count % bins == 0 ? 0 : bins;
+      const int64_t waves = ceil_div(bins * runs, workers), cuts = alike && count % bins == 0 ? 0 : bins;
       const double full = double(waves - 1) * share;
       const double busy = (full + std::max(double(bins) - full, kBusyWorkers * share)) / double(bins);
-      const double idle = double(waves * workers) / double(bins * heads);
+      const double idle = double(waves * workers) / double(bins * runs);
       const double price =
           double(work - count * start) * busy + double((count + cuts) * start) * idle + double(cuts * part_bytes);
       if (price < least) best = bins, least = price;
     };
-    look_at(std::max<int64_t>(1, std::min<int64_t>(limit, workers / heads)));
-    for (int64_t waves = 1; waves <= kMaxWaves; ++waves) look_at(waves * workers / heads);
+    look_at(std::max<int64_t>(1, std::min<int64_t>(limit, workers / runs)));
+    for (int64_t waves = 1; waves <= kMaxWaves; ++waves) look_at(waves * workers / runs);
     look_at(count);
     return best;
   }
