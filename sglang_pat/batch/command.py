@@ -181,11 +181,19 @@ async def _while_it_runs(tokens: TokenizerManager, asked: Coroutine[Any, Any, No
         BatchError: One of the engine's processes ended. SGLang then kills all of them, this one too.
     """
     asking = asyncio.ensure_future(asked)
+    ended = asyncio.Event()
+
+    def end() -> None:
+        ended.set()
+        asking.cancel()
+
     tokens.auto_create_handle_loop()  # which would take the signal later
-    asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, asking.cancel)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, end)
     try:
         await asking
     except asyncio.CancelledError:
+        if not ended.is_set():
+            raise
         raise BatchError("the engine has ended, and said why above") from None
 
 

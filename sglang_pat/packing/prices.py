@@ -17,8 +17,9 @@ MAX_WAVES = 8
 4 % idle for any GPU and model (`python benchmarks/policies.py --waves`)."""
 
 BUSY_WORKERS = 0.7
-"""The share of an H200's SMs that reads work items of 64 rows as fast as all of them do: with 0.7, 107 unshared verify steps of 8 to 64 rows took 1.002
-times what the best number of bins takes, with 0.6 1.006, with 0.9 1.003 (benchmarks/NOTES.md, "Bins of single queries")."""
+"""The share of an H200's SMs that reads work items of 64 rows as fast as all of them do: with 0.7, 107 unshared verify steps of 8 to 64 rows took 1.003
+times what the best number of bins takes (benchmarks/NOTES.md, "Bins of single queries"). Where a token takes longer than
+its bytes, more are needed."""
 
 GRAIN = 8
 """KV positions between possible cuts. With 16, small batches missed the even share by up to 7 %; with 8 they stay within 5 % if a worker has
@@ -300,6 +301,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         """
         runs, workers = self.cost.runs, self.workers
         share, start = workers / runs, self.start_price(1)
+        needed = min(1.0, BUSY_WORKERS * self.token_price(1) / self.cost.token_bytes) * share
         best, least = 0, math.inf
         waves = [wave * workers // runs for wave in range(1, MAX_WAVES + 1)]
         for bins in [max(1, min(limit, workers // runs)), *waves, count]:
@@ -307,7 +309,7 @@ class PackConfig(msgspec.Struct, frozen=True):
                 wave = -(-bins * runs // workers)
                 cuts = 0 if alike and count % bins == 0 else bins
                 full = (wave - 1) * share
-                busy = (full + max(bins - full, BUSY_WORKERS * share)) / bins
+                busy = (full + max(bins - full, needed)) / bins
                 idle = wave * workers / (bins * runs)
                 price = (work - count * start) * busy + (count + cuts) * start * idle + cuts * self.cost.part_bytes
                 if price < least:

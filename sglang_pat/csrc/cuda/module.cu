@@ -158,6 +158,8 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   check_rows(out, "out", PAT_V_DIM, half);
   pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, DLDataType{kDLFloat, 16, 1}, kDLCUDA);
   TVM_FFI_CHECK(partial.size(2) == PAT_V_DIM, ValueError) << "partial must have heads of " << PAT_V_DIM;
+  TVM_FFI_CHECK(reinterpret_cast<uintptr_t>(partial.data_ptr()) % 16 == 0, ValueError)
+      << "partial must be aligned to 16 bytes";
   pat::check_sinks(sinks, DLDataType{kDLBfloat, 16, 1}, q.size(1), kDLCUDA);
   TVM_FFI_CHECK((sinks.size(0) > 0) == pat::kSinks, ValueError)
       << sinks.size(0) << " sinks for " << q.size(1) << " query heads, and a kernel " << (pat::kSinks ? "with" : "without")

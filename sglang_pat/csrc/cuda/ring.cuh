@@ -78,7 +78,9 @@ class RingCursor {
   int stage_ = 0, phase_ = 0;
 };
 
-// Two stages, with K and V of a tile, for those who read them.
+// Two stages, with K and V of a tile, for those who read them. A group looks at its own tiles only. That it does not take a stage for full which still
+// waits for the tile before (their phases have the same parity) follows from what it has seen to be full: an earlier tile of its own, or Q. That was asked
+// for behind the tile before, by the same threads, whose copies arrive in the order in which they were issued.
 template <int kStages>
 class TileStages {
   static_assert(kStages % 2 == 0);

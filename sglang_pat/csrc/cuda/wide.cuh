@@ -258,8 +258,8 @@ class WideGroup {
     for (int i = 0; i < 16; i += kWarpSize / kRowThreads) {
       const int at = first + lane / kRowThreads + i;
       const RowTarget to(queries.targets[first_row + at]);
-      const uint4 x = *reinterpret_cast<const uint4*>(rows + panel_offset(at, column, panel));
-      if (to.used() && column < kVDim / 8) results.store_packed(to, column * 8, x);
+      if (!to.used() || column >= kVDim / 8) continue;
+      results.store_packed(to, column * 8, *reinterpret_cast<const uint4*>(rows + panel_offset(at, column, panel)));
     }
   }
 

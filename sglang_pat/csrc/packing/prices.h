@@ -197,6 +197,7 @@ struct Config {
   int64_t num_bins_of_single(int64_t limit, int64_t count, int64_t work, bool alike) const {
     const int64_t runs = this->runs, start = bin_prices.starts[1];
     const double share = double(workers) / double(runs);
+    const double needed = std::min(1.0, kBusyWorkers * double(bin_prices.tokens[1]) / double(token_bytes)) * share;
     limit = std::min(limit, std::max<int64_t>(1, kMaxWaves * workers / runs));
     int64_t best = 0;
     double least = INFINITY;
@@ -204,7 +205,7 @@ struct Config {
       if (bins <= 0 || bins > limit) return;
       const int64_t waves = ceil_div(bins * runs, workers), cuts = alike && count % bins == 0 ? 0 : bins;
       const double full = double(waves - 1) * share;
-      const double busy = (full + std::max(double(bins) - full, kBusyWorkers * share)) / double(bins);
+      const double busy = (full + std::max(double(bins) - full, needed)) / double(bins);
       const double idle = double(waves * workers) / double(bins * runs);
       const double price =
           double(work - count * start) * busy + double((count + cuts) * start) * idle + double(cuts * part_bytes);
