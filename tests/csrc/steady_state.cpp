@@ -37,7 +37,7 @@ int main() {
     pat::Config config;
     config.token_bytes = 4096, config.part_bytes = 33024, config.turn_price = 0, config.warp_queries = 0,
     config.few_queries = 32;
-    config.group = 4, config.kv_heads = 8, config.workers = 132, config.max_queries = 32, config.policy = policy;
+    config.group = 4, config.runs = 8, config.workers = 132, config.max_queries = 32, config.policy = policy;
     config.pack_prices.tokens.assign(33, 4096), config.pack_prices.starts.assign(33, 80000),
         config.short_tokens.assign(33, 0);
     config.bin_prices = config.pack_prices;
