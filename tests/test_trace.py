@@ -377,9 +377,8 @@ def test_a_missing_and_an_unwritable_file_are_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .*pipe is a pipe: name a file"):
         trace.TraceWriter(tmp_path / "pipe", HEADER, 100)
-    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
-        with pytest.raises(trace.TraceError, match=r" is no file: name one"):
-            replay(path)
+    with pytest.raises(trace.TraceError, match=r"pipe is a pipe: name a file"):
+        replay(tmp_path / "pipe")
     folder = tmp_path / "\udcff"
     folder.mkdir()
     for name in (folder / "trace", tmp_path / "a\u2028b"):

@@ -195,8 +195,8 @@ def read(path: Path, truncated: bool = False) -> Iterator[Record]:
     """
     try:
         # Opening a pipe would wait for a writer, and how long a record may be is known from a file's size.
-        if path.exists() and not path.is_file():
-            raise TraceError(f"{path} is no file: name one")
+        if path.is_fifo():
+            raise TraceError(f"{path} is a pipe: name a file")
         with path.open("rb") as file:
             yield from _read(path, file, truncated)
     except OSError as error:
