@@ -134,11 +134,13 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
 }
 
-// As if `count` threads did.
+// As if `count` threads did: one, before compute capability 9.0.
 __device__ __forceinline__ void arrive(uint32_t barrier, int count) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0], %1;\n}\n" ::"r"(barrier), "r"(count)
                : "memory");
+#else
+  arrive(barrier);
 #endif
 }
 

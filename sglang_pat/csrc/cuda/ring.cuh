@@ -14,6 +14,15 @@ namespace pat {
 // Up to so many tokens an item is owned by one warpgroup: one of 32 tokens took 3.9 us, 16 rows of it 0.5 (python -m sglang_pat.tune).
 constexpr int kOwnTokens = 4 * kTokens;
 
+// Groups that share a long item of 64 rows. Three take 1.4 % longer: K and V of a third tile leave no room for the next ones (benchmarks/NOTES.md).
+constexpr int kTurns = 2;
+
+// Whether they share the item.
+template <int kDim>
+__device__ __forceinline__ bool runs_in_turns(const Item& item) {
+  return groups(kDim) > 1 && item.m == kGroupRows && item.tokens > kOwnTokens;
+}
+
 // K or V of a tile: V is no wider.
 template <int kDim>
 constexpr int kStageBytes = panels(kDim) * kTokens * kPanelRow;
@@ -340,7 +349,7 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
     const int own = own_row(), tokens = item.tokens;  // read once: ptxas would read shared memory again for each tile
     const int32_t* slots = p_.req_to_token + item.slots + own;
     // A group multiplies K of its next tile before V of this one: so they are asked for in this order. Groups in turns have every second tile.
-    const int behind = groups(kDim) > 1 && item.m == kGroupRows && tokens > kOwnTokens ? 2 * kTokens : kTokens;
+    const int behind = runs_in_turns<kDim>(item) ? kTurns * kTokens : kTokens;
     const bool tails = kHasTails && item.tails;
     const int end = tails ? tokens : tokens + behind;  // of the loop: with tails, V of the last tile is for the next one
     int next = own < tokens ? slot_ahead : 0, last = 0, before = 0;  // the slots of K's next tile and of its last two

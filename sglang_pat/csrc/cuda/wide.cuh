@@ -10,9 +10,6 @@
 
 namespace pat {
 
-// Groups that share a long item of 64 rows. Three take 1.4 % longer: K and V of a third tile leave no room for the next ones (benchmarks/NOTES.md).
-constexpr int kTurns = 2;
-
 struct WideStatistics {
   float row_max[kGroupRows], sum[kGroupRows];  // of the second group, where both have the same rows
 };
@@ -38,7 +35,7 @@ class WideGroup {
   __device__ __forceinline__ void run_item() {
     const Item& item = items_.get(kWide, queries_.item());
     const int group = this_group();
-    const bool in_turns = runs_in_turns(item);
+    const bool in_turns = runs_in_turns<kDim>(item);
     const bool alone = kGroups > 1 && item.m == kGroupRows && !in_turns;  // it is the owner's
     int stride = kGroups == 1 ? 1 : int(fresh(in_turns ? kTurns : 1));    // tiles to this group's next one
     const bool idle = in_turns ? group >= kTurns
@@ -131,7 +128,7 @@ class WideGroup {
       tiles_ += item.count * tail_tiles(queries, item.count);
     }
     softmax.finish();
-    const bool summed_up = runs_in_turns(item);  // asked once more, for registers are few
+    const bool summed_up = runs_in_turns<kDim>(item);  // asked once more, for registers are few
     // Rows of Q that such an item does not have are the memory for it.
     if (summed_up)
       add_up(softmax, o, reinterpret_cast<float*>(queries.q + kGroupRows * panels(kDim) * kPanelRow));
@@ -141,22 +138,13 @@ class WideGroup {
     release_queries();
   }
 
-  // Whether two groups share the item.
-  __device__ static bool runs_in_turns(const Item& item) {
-    return kGroups > 1 && item.m == kGroupRows && item.tokens > kOwnTokens;
-  }
-
   __device__ uint32_t address(const Stages& stages, bool is_v) const {
     return shared_address(memory_.ring) + stages.stage(is_v) * kStageBytes<kDim>;
   }
 
   // This group is done with a stage.
   __device__ static void release(uint32_t empty_barrier, int arrivals) {
-    if (lane_id() != 0) return;
-    if constexpr (kArrivals == 1)
-      arrive(empty_barrier);
-    else
-      arrive(empty_barrier, arrivals);
+    if (lane_id() == 0) arrive(empty_barrier, arrivals);
   }
   __device__ static void release_k(const Stages& stages, int arrivals) { release(stages.empty_barrier(false), arrivals); }
   __device__ static void release_v(const Stages& stages, int arrivals) { release(stages.empty_barrier(true), arrivals); }

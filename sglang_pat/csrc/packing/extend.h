@@ -140,7 +140,7 @@ class ExtendMaker {
   int64_t write(const Config& config) {
     Config whole = config;
     whole.window = 0;  // positions, as nothing moves
-    const int64_t bins = std::max<int64_t>(1, kMaxWaves * config.workers / config.runs);
+    const int64_t bins = config.max_bins();
     const int64_t items = int64_t(packs_.shared.size() + packs_.single.size()) + bins;
     const int64_t queries = int64_t(packs_.queries.size()) + bins * config.max_queries;
     data_.resize(kHeaderSize + items * kItemSize + 2 * queries + int64_t(lengths_.size()) + bins + 2);

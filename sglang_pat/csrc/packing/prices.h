@@ -173,6 +173,9 @@ struct Config {
     return count * uncut_price(pack_prices, count == 1 ? queries : ceil_div(queries, count), tokens);
   }
 
+  // The most bins that a plan has.
+  int64_t max_bins() const { return std::max<int64_t>(1, kMaxWaves * workers / runs); }
+
   // How many bins there are, PackConfig.num_bins: weighs idle workers against cut packs.
   int64_t num_bins(int64_t limit, double work, double cut, bool narrow) const {
     const int64_t runs = this->runs;
@@ -198,7 +201,7 @@ struct Config {
     const int64_t runs = this->runs, start = bin_prices.starts[1];
     const double share = double(workers) / double(runs);
     const double needed = std::min(1.0, kBusyWorkers * double(bin_prices.tokens[1]) / double(token_bytes)) * share;
-    limit = std::min(limit, std::max<int64_t>(1, kMaxWaves * workers / runs));
+    limit = std::min(limit, max_bins());
     int64_t best = 0;
     double least = INFINITY;
     const auto look_at = [&](int64_t bins) {
