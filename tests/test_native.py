@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -682,107 +683,99 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
     assert native.num_nodes == len(mirror.nodes) - 1 and len(native) == len(mirror.bindings)
 
 
-NUMBERS = [64, 64, 0, 4, 2, 132, 8, 8, 0, 4, 64, 99, 0, 0, 0, 1, 0, -1, 0, 8, 1, 1, 0, 1, 0, 0, 1, 0]
-"""Such as `create` wants (csrc/packing/module.cpp)."""
+VALUES = {
+    "token_bytes": [64],
+    "part_bytes": [64],
+    "turn_price": [0],
+    "bin_end_price": [0],
+    "wave_price": [0],
+    "group": [4],
+    "runs": [2],
+    "workers": [132],
+    "max_queries": [8],
+    "few_queries": [8],
+    "warp_queries": [0],
+    "tails_queries": [1],
+    "policy": [4],
+    "window": [0],
+    "grain": [8],
+    "warp_tokens": [1],
+    "slices_tokens": [-1],
+    "slice_rows": [0],
+    "slices_token_price": [1],
+    "slices_start_price": [0],
+    "bin_slices_token_price": [1],
+    "bin_slices_start_price": [0],
+    "token_prices": [1] * 9,
+    "start_prices": [1] * 9,
+    "short_tokens": [0] * 9,
+    "bin_token_prices": [1] * 9,
+    "bin_start_prices": [1] * 9,
+    "query_tiles": [16, 32],
+    "kv_tiles": [64],
+    "kv_bounds": [],
+}
+"""Such as `config_of` wants (csrc/packing/module.cpp)."""
+
+LIMITS = {"small_queries": [0], "small_tokens": [0], "small_sharing": [1], "unshared_tokens": [0]}
+
+
+def create(values: dict[str, list[int]], small: dict[str, list[int]], max_batch: int = 64, max_slots: int = 99) -> int:
+    buffers = [tvm_ffi.from_dlpack(np.zeros(1 << 12, dtype=np.int32)) for _ in range(2)]
+    return NativeScheduler.load_module().create(values, small, max_batch, max_slots, *buffers)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "value"),
     [
-        {"numbers": [0] * 28},
-        {"numbers": [1] * 27},
-        {"numbers": [1] * 23},
-        *(
-            {"numbers": [*NUMBERS[:index], number, *NUMBERS[index + 1 :]]}
-            for index, number in (
-                (12, -1),
-                (14, 2**30 + 1),
-                (15, 0),
-                (16, -1),
-                (17, 2**31),
-                (17, 5),
-                (19, 0),
-                (20, 0),
-                (21, 0),
-                (22, -1),
-                (23, 0),
-                (23, 9),
-            )
-        ),
-        {"query_tiles": []},
-        {"kv_tiles": []},
-        {"kv_bounds": [1, 2, 3, 4]},
-        {"rates": [1]},
-        {"items": [-1] * 9},
-        {"bin_rates": [1]},
-        {"bin_rates": [0] * 9},
-        {"bin_items": [-1] * 9},
-        {"query_tiles": [2**40]},
+        *((name, []) for name in VALUES if name != "kv_bounds"),
+        *((name, value[:-1]) for name, value in VALUES.items() if len(value) == 9),
+        *((name, [0]) for name in ("token_bytes", "group", "runs", "workers", "grain", "warp_tokens", "tails_queries")),
+        *((name, [0]) for name in ("max_queries", "few_queries", "slices_token_price", "bin_slices_token_price")),
+        *((name, [-1]) for name in ("part_bytes", "bin_end_price", "wave_price", "turn_price", "warp_queries")),
+        *((name, [-1]) for name in ("policy", "window", "slice_rows", "slices_start_price", "bin_slices_start_price")),
+        *((name, [2**40]) for name in VALUES if name != "kv_bounds"),
+        ("window", [2**30 + 1]),
+        ("slices_tokens", [2**31]),
+        ("slices_tokens", [5]),  # there are no rows of a slice
+        ("tails_queries", [9]),
+        ("policy", [5]),
+        ("kv_bounds", [1, 2, 3, 4]),
+        ("start_prices", [-1] * 9),
+        ("bin_start_prices", [-1] * 9),
+        ("bin_token_prices", [0] * 9),
+        ("query_tiles", [32, 16]),
     ],
 )
-def test_a_scheduler_with_numbers_that_cannot_be_is_not_made(changes: dict[str, list[int]]) -> None:
-    names = [
-        "numbers",
-        "rates",
-        "items",
-        "short_tokens",
-        "bin_rates",
-        "bin_items",
-        "query_tiles",
-        "kv_tiles",
-        "kv_bounds",
-    ]
-    right = [
-        NUMBERS,
-        [1] * 9,
-        [1] * 9,
-        [0] * 9,
-        [1] * 9,
-        [1] * 9,
-        [16, 32],
-        [64],
-        [],
-    ]
-    arrays = dict(zip(names, right, strict=True))
-    buffers = [np.zeros(1 << 12, dtype=np.int32) for _ in range(2)]
-    module = NativeScheduler.load_module()
-
-    def create(arrays: dict[str, list[int]], small: dict[str, list[int]] | None = None) -> int:
-        both = [*arrays.values(), *(small or arrays).values()]
-        tensors = [np.array(numbers, dtype=np.int64) for numbers in both]
-        return module.create(*map(tvm_ffi.from_dlpack, [*tensors, *buffers]))
-
-    module.destroy(create(arrays))
+def test_a_scheduler_with_values_that_cannot_be_is_not_made(name: str, value: list[int]) -> None:
+    destroy = NativeScheduler.load_module().destroy
+    destroy(create(VALUES | LIMITS, VALUES))
     with pytest.raises(ValueError):  # noqa: PT011
-        create(arrays | changes)
-    # Small batches' config is looked at alike, and has tiles as large.
+        create(VALUES | LIMITS | {name: value}, VALUES)
+    # Small batches' config is looked at alike.
     with pytest.raises(ValueError):  # noqa: PT011
-        create(arrays, arrays | changes)
-    fewer = {
-        "numbers": [*right[0][:6], 7, 7, *right[0][8:]],
-        "rates": [1] * 8,
-        "items": [1] * 8,
-        "short_tokens": [0] * 8,
-        "bin_rates": [1] * 8,
-        "bin_items": [1] * 8,
+        create(VALUES | LIMITS, VALUES | {name: value})
+
+
+def test_a_scheduler_is_not_made_without_all_values_or_for_limits_that_cannot_be() -> None:
+    for name in VALUES | LIMITS:
+        with pytest.raises(ValueError, match=f"a config must say {name}"):
+            create({other: value for other, value in (VALUES | LIMITS).items() if other != name}, VALUES)
+    fewer = {name: value[:8] for name, value in VALUES.items() if len(value) == 9} | {
+        "max_queries": [7],
+        "few_queries": [7],
     }
     with pytest.raises(ValueError, match="max_queries of small batches"):
-        create(arrays, arrays | fewer)
-    for limits in (
-        [-1, 9, 1, 0],
-        [9, -1, 1, 0],
-        [9, 9, 0, 0],
-        [9, 9, 1, -1],
-        [2**60, 9, 1, 0],
-        [9, 2**60, 1, 0],
-        [9, 9, 2**60, 0],
-        [9, 9, 1, 2**60],
-    ):
+        create(VALUES | LIMITS, VALUES | fewer)
+    for name, value in itertools.product(LIMITS, (-1, 2**60)):
         with pytest.raises(ValueError, match="of small batches"):
-            create(arrays | {"numbers": [*right[0][:24], *limits]})
-    buffers[1] = buffers[1][:3]
+            create(VALUES | LIMITS | {name: [value]}, VALUES)
+    for max_batch in (-1, 2**40):
+        with pytest.raises(ValueError, match="max_batch"):
+            create(VALUES | LIMITS, VALUES, max_batch)
+    buffers = [tvm_ffi.from_dlpack(np.zeros(size, dtype=np.int32)) for size in (1 << 12, 3)]
     with pytest.raises(ValueError, match="buffers must have"):
-        create(arrays)
+        NativeScheduler.load_module().create(VALUES | LIMITS, VALUES, 64, 99, *buffers)
 
 
 @pytest.mark.skipif(bool(os.environ.get(jit.SANITIZE)), reason="counts allocations itself")

@@ -106,11 +106,13 @@ class NativeScheduler:
         self.epoch = self.gained = 0
         self._scratch = np.zeros(max(8, 6 + config.max_queries), dtype=np.int64)
         self._out = _ffi().from_dlpack(self._scratch)
-        numbers, *others = _arrays(config, max_batch, max_slots)
         small = config.small
         limits = config.small_limits if small else (0, 0, 1, 0)
-        arrays = [[*numbers, *limits], *others, *_arrays(small or config, max_batch, max_slots)]
-        self._handle = self._module.create(*map(_int64, arrays), *map(_ffi().from_dlpack, buffers))
+        names = "small_queries", "small_tokens", "small_sharing", "unshared_tokens"
+        values = _values(config) | {name: [limit] for name, limit in zip(names, limits, strict=True)}
+        self._handle = self._module.create(
+            values, _values(small or config), max_batch, max_slots, *map(_ffi().from_dlpack, buffers)
+        )
         # The buffers must outlive the thread that writes to them.
         weakref.finalize(self, lambda module, handle, *_: module.destroy(handle), self._module, self._handle, *buffers)
 
@@ -355,21 +357,47 @@ def _halves(head: bytes) -> tuple[int, int]:
     return int.from_bytes(head[:8], "little", signed=True), int.from_bytes(head[8:16], "little", signed=True)
 
 
-def _arrays(config: PackConfig, max_batch: int, max_slots: int) -> list[Any]:
-    """A config as `create` in csrc/packing/module.cpp reads it."""
+def _values(config: PackConfig) -> dict[str, list[int]]:
+    """A config as `config_of` in csrc/packing/module.cpp reads it."""
     cost, tiles, bins = config.cost, config.tiles, config.for_bins
-    numbers = [
-        cost.token_bytes, cost.part_bytes, config.turn_price, cost.group, cost.runs, config.workers, config.max_queries,
-        config.few_queries, config.warp_queries, list(POLICIES).index(config.policy), max_batch, max_slots,
-        config.bin_end_price, config.wave_price, config.window, config.slices_token_price, config.slices_start_price,
-        config.slices_tokens, tiles.warp_m, config.grain, tiles.warp_tokens, bins.slices_token_price, bins.slices_start_price,
-        config.tails_queries,
-    ]  # fmt: skip
-    prices = [
-        [0, *(price(queries) for queries in range(1, config.max_queries + 1))]
-        for price in (config.token_price, config.start_price, config.short_tokens, bins.token_price, bins.start_price)
-    ]
-    return [numbers, *prices, tiles.query_tiles, tiles.kv_tiles, tiles.kv_bounds]
+    numbers = {
+        "token_bytes": cost.token_bytes,
+        "part_bytes": cost.part_bytes,
+        "turn_price": config.turn_price,
+        "bin_end_price": config.bin_end_price,
+        "wave_price": config.wave_price,
+        "group": cost.group,
+        "runs": cost.runs,
+        "workers": config.workers,
+        "max_queries": config.max_queries,
+        "few_queries": config.few_queries,
+        "warp_queries": config.warp_queries,
+        "tails_queries": config.tails_queries,
+        "policy": list(POLICIES).index(config.policy),
+        "window": config.window,
+        "grain": config.grain,
+        "warp_tokens": tiles.warp_tokens,
+        "slices_tokens": config.slices_tokens,
+        "slice_rows": tiles.warp_m,
+        "slices_token_price": config.slices_token_price,
+        "slices_start_price": config.slices_start_price,
+        "bin_slices_token_price": bins.slices_token_price,
+        "bin_slices_start_price": bins.slices_start_price,
+    }
+    for_each_size = {
+        "token_prices": config.token_price,
+        "start_prices": config.start_price,
+        "short_tokens": config.short_tokens,
+        "bin_token_prices": bins.token_price,
+        "bin_start_prices": bins.start_price,
+    }
+    return {
+        **{name: [number] for name, number in numbers.items()},
+        **{name: [0, *map(price, range(1, config.max_queries + 1))] for name, price in for_each_size.items()},
+        "query_tiles": list(tiles.query_tiles),
+        "kv_tiles": list(tiles.kv_tiles),
+        "kv_bounds": list(tiles.kv_bounds),
+    }
 
 
 def _int64(values: Sequence[int]) -> Any:

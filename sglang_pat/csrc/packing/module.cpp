@@ -2,9 +2,12 @@
 // numbers. What an event may not do raises InconsistentError, arguments that cannot be ValueError, a plan that does not fit
 // PlanTooLargeError. Nothing is believed: whatever the arguments, memory stays whole.
 
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
 
 #include <algorithm>
 #include <limits>
@@ -50,13 +53,29 @@ T* data(const TensorView& tensor, const char* name, int64_t size) {
   return begin;
 }
 
+// What `create` is told of a config, each by its name: a number or several.
+using Values = tvm::ffi::Map<tvm::ffi::String, tvm::ffi::Array<int64_t>>;
+
+const tvm::ffi::Array<int64_t> of(const Values& values, const char* name) {
+  TVM_FFI_CHECK(values.count(name) > 0, ValueError) << "a config must say " << name;
+  return values[name];
+}
+
 template <typename T>
-std::vector<T> copied(const TensorView& tensor, const char* name) {
-  const int64_t* from = data<int64_t>(tensor, name);
-  std::vector<T> values(tensor.size(0));
-  for (size_t i = 0; i < values.size(); ++i)
-    values[i] = T(pat::in_range(name, from[i], std::numeric_limits<T>::min(), std::numeric_limits<T>::max()));
-  return values;
+std::vector<T> list(const Values& values, const char* name) {
+  std::vector<T> found;
+  for (const int64_t value : of(values, name))
+    found.push_back(T(pat::in_range(name, value, std::numeric_limits<T>::min(), std::numeric_limits<T>::max())));
+  return found;
+}
+
+int64_t number(const Values& values, const char* name) {
+  const auto found = of(values, name);
+  TVM_FFI_CHECK(found.size() == 1, ValueError) << name << " must be one number";
+  return found[0];
+}
+int64_t number(const Values& values, const char* name, int64_t least, int64_t most) {
+  return pat::in_range(name, number(values, name), least, most);
 }
 
 template <typename Action>
@@ -72,67 +91,50 @@ auto guarded(Action action) {
   }
 }
 
-// What `config_of` reads of `create`'s numbers, and how many those are.
-constexpr int64_t kConfigNumbers = 24, kNumbers = 28;
-
-// `numbers`: token_bytes, part_bytes, turn_price, group, runs, workers, max_queries, few_queries, warp_queries, policy, max_batch,
-// max_slots (not of a config), bin_end_price, wave_price, window, slices_token_price, slices_start_price, slices_tokens, slice_rows,
-// grain, warp_tokens, of bins slices_token_price and slices_start_price, and tails_queries.
-// `token_prices`, `start_prices`, `short_tokens` and the prices in bins are [max_queries + 1].
-pat::Config config_of(TensorView numbers, TensorView token_prices, TensorView start_prices, TensorView short_tokens,
-                      TensorView bin_token_prices, TensorView bin_start_prices, TensorView query_tiles, TensorView kv_tiles,
-                      TensorView kv_bounds) {
-  const int64_t* n = data<int64_t>(numbers, "numbers", kConfigNumbers);
+// A config by sglang_pat/packing/native.py, `_values`.
+pat::Config config_of(const Values& values) {
+  using pat::kMaxTile, pat::kMaxWorkers;
   pat::Config config;
-  config.token_bytes = n[0], config.part_bytes = n[1], config.turn_price = n[2], config.bin_end_price = n[12],
-  config.wave_price = n[13];
-  config.pack_prices.slices_token = n[15], config.pack_prices.slices_start = n[16], config.slices_tokens = n[17];
-  config.slice_rows = pat::in_range("slice_rows", n[18], config.slices_tokens >= 0 ? 1 : 0, pat::kMaxTile);
-  config.window = pat::in_range("window", n[14], 0, pat::kMaxWindow);
-  config.grain = pat::in_range("grain", n[19], 1, pat::kMaxTile);
-  config.warp_tokens = n[20];
-  config.bin_prices.slices_token = n[21], config.bin_prices.slices_start = n[22];
-  config.tails_queries = int(pat::in_range("queries with tails", n[23], 1, pat::kMaxTile));
-  config.group = pat::in_range("group", n[3], 1, pat::kMaxTile);
-  config.runs = pat::in_range("runs", n[4], 1, pat::kMaxWorkers);
-  config.workers = pat::in_range("workers", n[5], 1, pat::kMaxWorkers);
-  config.max_queries = pat::in_range("max_queries", n[6], 1, pat::kMaxTile);
-  config.few_queries = pat::in_range("few_queries", n[7], 1, pat::kMaxTile);
-  config.warp_queries = pat::in_range("warp_queries", n[8], 0, pat::kMaxTile);
-  config.policy = pat::Policy(pat::in_range("policy", n[9], 0, int(pat::Policy::kOptimal)));
-  config.pack_prices.tokens = copied<int64_t>(token_prices, "token_prices");
-  config.pack_prices.starts = copied<int64_t>(start_prices, "start_prices");
-  config.short_tokens = copied<int64_t>(short_tokens, "short_tokens");
-  config.bin_prices.tokens = copied<int64_t>(bin_token_prices, "bin_token_prices");
-  config.bin_prices.starts = copied<int64_t>(bin_start_prices, "bin_start_prices");
-  config.query_tiles = copied<int>(query_tiles, "query_tiles");
-  config.kv_tiles = copied<int>(kv_tiles, "kv_tiles");
-  config.kv_bounds = copied<int>(kv_bounds, "kv_bounds");
+  config.token_bytes = number(values, "token_bytes"), config.part_bytes = number(values, "part_bytes");
+  config.turn_price = number(values, "turn_price"), config.bin_end_price = number(values, "bin_end_price");
+  config.wave_price = number(values, "wave_price");
+  config.group = number(values, "group", 1, kMaxTile);
+  config.runs = number(values, "runs", 1, kMaxWorkers);
+  config.workers = number(values, "workers", 1, kMaxWorkers);
+  config.max_queries = number(values, "max_queries", 1, kMaxTile);
+  config.few_queries = number(values, "few_queries", 1, kMaxTile);
+  config.warp_queries = number(values, "warp_queries", 0, kMaxTile);
+  config.tails_queries = number(values, "tails_queries", 1, kMaxTile);
+  config.policy = pat::Policy(number(values, "policy", 0, int(pat::Policy::kOptimal)));
+  config.window = number(values, "window", 0, pat::kMaxWindow);
+  config.grain = number(values, "grain", 1, kMaxTile);
+  config.warp_tokens = number(values, "warp_tokens");
+  config.slices_tokens = number(values, "slices_tokens");
+  config.slice_rows = number(values, "slice_rows", config.slices_tokens >= 0 ? 1 : 0, kMaxTile);
+  config.pack_prices = {list<int64_t>(values, "token_prices"), list<int64_t>(values, "start_prices"),
+                        number(values, "slices_token_price"), number(values, "slices_start_price")};
+  config.bin_prices = {list<int64_t>(values, "bin_token_prices"), list<int64_t>(values, "bin_start_prices"),
+                       number(values, "bin_slices_token_price"), number(values, "bin_slices_start_price")};
+  config.short_tokens = list<int64_t>(values, "short_tokens");
+  config.query_tiles = list<int>(values, "query_tiles");
+  config.kv_tiles = list<int>(values, "kv_tiles");
+  config.kv_bounds = list<int>(values, "kv_bounds");
   config.check();
   return config;
 }
 
-// A config, behind whose numbers stand `Config::small_queries`, `small_tokens`, `small_sharing` and `unshared_tokens`; that of small batches; and
-// the plans' buffers.
-int64_t create(TensorView numbers, TensorView token_prices, TensorView start_prices, TensorView short_tokens,
-               TensorView bin_token_prices, TensorView bin_start_prices, TensorView query_tiles, TensorView kv_tiles,
-               TensorView kv_bounds, TensorView small_numbers, TensorView small_token_prices, TensorView small_start_prices,
-               TensorView small_short_tokens, TensorView small_bin_token_prices, TensorView small_bin_start_prices,
-               TensorView small_query_tiles, TensorView small_kv_tiles, TensorView small_kv_bounds, TensorView first_buffer,
-               TensorView second_buffer) {
-  const int64_t* n = data<int64_t>(numbers, "numbers", kNumbers);
+// A scheduler for batches of up to `max_batch` requests, and plans of up to `max_slots` parts, which it writes into the buffers.
+int64_t create(const Values& values, const Values& small_values, int64_t max_batch, int64_t max_slots,
+               TensorView first_buffer, TensorView second_buffer) {
   return guarded([&] {
-    pat::Config config = config_of(numbers, token_prices, start_prices, short_tokens, bin_token_prices, bin_start_prices,
-                                   query_tiles, kv_tiles, kv_bounds);
-    pat::Config small =
-        config_of(small_numbers, small_token_prices, small_start_prices, small_short_tokens, small_bin_token_prices,
-                  small_bin_start_prices, small_query_tiles, small_kv_tiles, small_kv_bounds);
-    config.plan_small(n[24], n[25], n[26], n[27], std::move(small));
+    pat::Config config = config_of(values);
+    config.plan_small(number(values, "small_queries"), number(values, "small_tokens"), number(values, "small_sharing"),
+                      number(values, "unshared_tokens"), config_of(small_values));
     std::vector<pat::Buffer> buffers;
     for (const TensorView& buffer : {first_buffer, second_buffer})
       buffers.push_back(pat::Buffer{data<int32_t>(buffer, "buffers", pat::kHeaderSize), buffer.size(0)});
     auto made = std::make_unique<Scheduler>(std::move(config), std::move(buffers),
-                                            pat::in_range("max_batch", n[10], 0, pat::kMaxBatch), n[11]);
+                                            pat::in_range("max_batch", max_batch, 0, pat::kMaxBatch), max_slots);
     std::lock_guard<std::mutex> lock(schedulers_mutex);
     const auto free = std::find(schedulers.begin(), schedulers.end(), nullptr);
     const int64_t handle = free - schedulers.begin();
