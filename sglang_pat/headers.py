@@ -34,6 +34,8 @@ def headers() -> dict[Path, str]:
                     "kTailsShare": optimal.TAILS_SHARE,
                     "kTailsItems": optimal.TAILS_ITEMS,
                     "kMaxWindow": spec.MAX_WINDOW,
+                    "kLittlePercent": prices.LITTLE_PERCENT,
+                    "kUnlike": prices.UNLIKE,
                 },
             ),
             _constants(

@@ -17,7 +17,7 @@ from kernel_cases import Q_DTYPES, TOLERANCE, Case, Drafts, Extended, Run, rando
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities, cuda
-from sglang_pat.packing import POLICIES, AttentionSpec, Batch, Node, SmallLimits, TileTable, layout
+from sglang_pat.packing import POLICIES, AttentionSpec, Batch, Node, TileTable, WideSteps, layout
 
 pytestmark = pytest.mark.once
 
@@ -152,8 +152,8 @@ def test_windows(dtype: torch.dtype, dim: int, v_dim: int, window: int, arch: st
 
 
 def of_any_batch(tiles: TileTable) -> TileTable:
-    """The same tiles for small verify steps as for others: the tests' batches are all small."""
-    return msgspec.structs.replace(tiles, small=SmallLimits())
+    """The same tiles for all steps: the tests' batches are all small."""
+    return msgspec.structs.replace(tiles, wide_steps=WideSteps())
 
 
 @pytest.mark.parametrize(("tokens", "heads"), [(4, 4), (4, 3), (3, 4), (8, 2)])

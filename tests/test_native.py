@@ -469,7 +469,7 @@ def test_the_fall_back_of_a_small_batch_is_not_cut_either() -> None:
     cost = CostModel(128, 8, 128, 128, 2)
     config = PackConfig(
         cost,
-        msgspec.structs.replace(SMALL, small=msgspec.structs.replace(SMALL.small, tokens=10_000)),
+        msgspec.structs.replace(SMALL, wide_steps=msgspec.structs.replace(SMALL.wide_steps, tokens=10_000)),
         132,
         drafts=True,
     )
@@ -717,12 +717,24 @@ VALUES = {
 }
 """Such as `config_of` wants (csrc/packing/module.cpp)."""
 
-LIMITS = {"small_queries": [0], "small_tokens": [0], "small_sharing": [1], "unshared_tokens": [0]}
+LIMITS = {
+    "queries": [0],
+    "tokens": [0],
+    "sharing": [1],
+    "draft_tokens": [0],
+    "little_shared_queries": [0],
+    "uneven": [0],
+}
 
 
-def create(values: dict[str, list[int]], small: dict[str, list[int]], max_batch: int = 64, max_slots: int = 99) -> int:
+def create(
+    values: dict[str, list[int]],
+    wide: dict[str, list[int]] = VALUES,
+    limits: dict[str, list[int]] = LIMITS,
+    max_batch: int = 64,
+) -> int:
     buffers = [tvm_ffi.from_dlpack(np.zeros(1 << 12, dtype=np.int32)) for _ in range(2)]
-    return NativeScheduler.load_module().create(values, small, max_batch, max_slots, *buffers)
+    return NativeScheduler.load_module().create(values, wide or VALUES, limits or LIMITS, max_batch, 99, *buffers)
 
 
 @pytest.mark.parametrize(
@@ -748,34 +760,33 @@ def create(values: dict[str, list[int]], small: dict[str, list[int]], max_batch:
     ],
 )
 def test_a_scheduler_with_values_that_cannot_be_is_not_made(name: str, value: list[int]) -> None:
-    destroy = NativeScheduler.load_module().destroy
-    destroy(create(VALUES | LIMITS, VALUES))
+    NativeScheduler.load_module().destroy(create(VALUES))
     with pytest.raises(ValueError):  # noqa: PT011
-        create(VALUES | LIMITS | {name: value}, VALUES)
-    # Small batches' config is looked at alike.
+        create(VALUES | {name: value})
+    # That of wide tiles alone is looked at alike.
     with pytest.raises(ValueError):  # noqa: PT011
-        create(VALUES | LIMITS, VALUES | {name: value})
+        create(VALUES, VALUES | {name: value})
 
 
 def test_a_scheduler_is_not_made_without_all_values_or_for_limits_that_cannot_be() -> None:
-    for name in VALUES | LIMITS:
+    for name in VALUES:
         with pytest.raises(ValueError, match=f"a config must say {name}"):
-            create({other: value for other, value in (VALUES | LIMITS).items() if other != name}, VALUES)
-    fewer = {name: value[:8] for name, value in VALUES.items() if len(value) == 9} | {
-        "max_queries": [7],
-        "few_queries": [7],
-    }
-    with pytest.raises(ValueError, match="max_queries of small batches"):
-        create(VALUES | LIMITS, VALUES | fewer)
+            create({other: value for other, value in VALUES.items() if other != name})
+    for name in LIMITS:
+        with pytest.raises(ValueError, match=f"a config must say {name}"):
+            create(VALUES, limits={other: value for other, value in LIMITS.items() if other != name})
+    fewer = {name: value[:8] for name, value in VALUES.items() if len(value) == 9}
+    with pytest.raises(ValueError, match="max_queries of wide tiles alone"):
+        create(VALUES, VALUES | fewer | {"max_queries": [7], "few_queries": [7]})
     for name, value in itertools.product(LIMITS, (-1, 2**60)):
-        with pytest.raises(ValueError, match="of small batches"):
-            create(VALUES | LIMITS | {name: [value]}, VALUES)
+        with pytest.raises(ValueError, match=name):
+            create(VALUES, limits=LIMITS | {name: [value]})
     for max_batch in (-1, 2**40):
         with pytest.raises(ValueError, match="max_batch"):
-            create(VALUES | LIMITS, VALUES, max_batch)
+            create(VALUES, max_batch=max_batch)
     buffers = [tvm_ffi.from_dlpack(np.zeros(size, dtype=np.int32)) for size in (1 << 12, 3)]
     with pytest.raises(ValueError, match="buffers must have"):
-        NativeScheduler.load_module().create(VALUES | LIMITS, VALUES, 64, 99, *buffers)
+        NativeScheduler.load_module().create(VALUES, VALUES, LIMITS, 64, 99, *buffers)
 
 
 @pytest.mark.skipif(bool(os.environ.get(jit.SANITIZE)), reason="counts allocations itself")

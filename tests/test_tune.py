@@ -160,14 +160,14 @@ def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: py
         {"read_tbps": 1e308},
         {"turn_ns": -1},
         {"prices": [{"m": 8, "item_ns": 1e300, "token_ns": 1}]},
-        {"small_queries": 4},
-        {"small": {"query": 4}},
+        {"wide_queries": 4},
+        {"wide_steps": {"query": 4}},
         {"gpu": "x" * devices.LARGEST},
     ):
         (tmp_path / "table.json").write_text(json.dumps(good | wrong))
         with pytest.raises(devices.TablesError, match="is not a table of tiles"):
             devices.load(tmp_path / "table.json")
-    (tmp_path / "table.json").write_text('{"small": {"x": ' + "[" * 100_000)
+    (tmp_path / "table.json").write_text('{"wide_steps": {"x": ' + "[" * 100_000)
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "table.json", tmp_path / "pipe", Path("/dev/zero"), tmp_path, tmp_path / ("x" * 300)):
         with pytest.raises(devices.TablesError, match="is not a table of tiles"):

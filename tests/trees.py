@@ -7,7 +7,7 @@ import random
 import msgspec
 from hypothesis import strategies as st
 
-from sglang_pat.packing import POLICIES, Batch, CostModel, Node, PackConfig, SmallLimits, TileTable
+from sglang_pat.packing import POLICIES, Batch, CostModel, Node, PackConfig, TileTable, WideSteps
 
 TILES = TileTable(query_tiles=(4, 16, 64), kv_tiles=(8, 16), kv_bounds=(24,))
 PRICED = msgspec.structs.replace(
@@ -30,10 +30,15 @@ TAILS = msgspec.structs.replace(
 """Up to three queries of 11 to 16 rows read what they share, and then each its tail, in one work item."""
 
 SMALL = msgspec.structs.replace(
-    IN_BINS, small=SmallLimits(tokens=150, long_draft_queries=6, queries=5, sharing=2, unshared_draft_tokens=60)
+    IN_BINS, wide_steps=WideSteps(tokens=150, long_draft_queries=6, queries=5, sharing=2, draft_tokens=60)
 )
 """Small batches of drafts of more than four rows are run with tiles of 64, and others that share half of what they read or
 read little."""
+
+LITTLE_SHARED = msgspec.structs.replace(
+    IN_BINS, wide_steps=WideSteps(little_shared_draft_queries=3, uneven_draft_rows=2, uneven_rows=4)
+)
+"""So are those that share little, if they are few drafts or their lengths differ."""
 
 
 @st.composite
@@ -66,7 +71,7 @@ def batches(draw: st.DrawFn, max_queries: int = 24, max_length: int = 80) -> Bat
 def configs(draw: st.DrawFn) -> PackConfig:
     kv_heads = draw(st.sampled_from([1, 2, 8]))
     group = draw(st.sampled_from([1, 3, 4, 16, 32, 65, 200]))
-    tiles = draw(st.sampled_from([TILES, WARPS, PRICED, IN_SLICES, IN_BINS, SMALL, TAILS]))
+    tiles = draw(st.sampled_from([TILES, WARPS, PRICED, IN_SLICES, IN_BINS, SMALL, LITTLE_SHARED, TAILS]))
     tails = tiles is TAILS and draw(st.booleans())
     group = draw(st.integers(11, 16)) if tails else group
     dim = draw(st.sampled_from([8, 64, 128]))

@@ -8,7 +8,7 @@ from sglang_pat.packing.oracle import POLICIES
 from sglang_pat.packing.plan import OPEN, Plan, WorkItem
 from sglang_pat.packing.prices import PackConfig
 from sglang_pat.packing.spec import FORMATS, AttentionSpec
-from sglang_pat.packing.tiles import CPU_TILES, SmallLimits, Tile, TileTable
+from sglang_pat.packing.tiles import CPU_TILES, Tile, TileTable, WideSteps
 from sglang_pat.packing.tree import Batch, Node
 
 __all__ = [
@@ -22,8 +22,8 @@ __all__ = [
     "Node",
     "PackConfig",
     "Plan",
-    "SmallLimits",
     "Tile",
     "TileTable",
+    "WideSteps",
     "WorkItem",
 ]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from sglang_pat.packing.tiles import SmallLimits, TileTable
+from sglang_pat.packing.tiles import TileTable, WideSteps
 
 TABLES = Path(__file__).parent / "tables"
 """One table for each known GPU; `python -m sglang_pat.tune` makes them."""
@@ -79,8 +79,8 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         slice_token_ns: `TileTable.slice_token_ns` with KV of 16 bits; 0 if it was not fitted (benchmarks/NOTES.md, 2026-11-24).
         turn_in_plans_ns: What counts in a plan in place of `turn_ns`. With 3 us plans ran best on an H200, where a turn was measured at 1.6 us
             and at 3.7 later, and as well as with any other on an H100, where it was 0.5 (benchmarks/NOTES.md, 2026-11-26).
-        small: `TileTable.small` with KV of 16 bits and the dimension that was measured (benchmarks/NOTES.md, "Verify steps" and "Where code lies in
-            memory"); by default no step is small.
+        wide_steps: `TileTable.wide_steps` with KV of 16 bits and the dimension that was measured (benchmarks/NOTES.md, "Verify steps", "Where code lies
+            in memory" and "Wide tiles alone"); by default no step is.
     """
 
     gpu: str
@@ -98,7 +98,7 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prices_2bit: tuple[Price, ...] = ()
     slice_token_ns: Nanoseconds = 0
     turn_in_plans_ns: Nanoseconds = 3000
-    small: SmallLimits = SmallLimits()
+    wide_steps: WideSteps = WideSteps()
 
     def prices_of(self, kv_bits: int) -> tuple[Price, ...]:
         """The prices with KV of so many bits; empty if they were not measured."""
@@ -146,7 +146,7 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.wave_ns,
             self.read_tbps * 1e3,
             self.sms,
-            self.small if fitted else SmallLimits(),
+            self.wide_steps if fitted else WideSteps(),
             *bins if fitted and bins != packs else ((), ()),
         )
 

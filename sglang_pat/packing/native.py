@@ -106,13 +106,9 @@ class NativeScheduler:
         self.epoch = self.gained = 0
         self._scratch = np.zeros(max(8, 6 + config.max_queries), dtype=np.int64)
         self._out = _ffi().from_dlpack(self._scratch)
-        small = config.small
-        limits = config.small_limits if small else (0, 0, 1, 0)
-        names = "small_queries", "small_tokens", "small_sharing", "unshared_tokens"
-        values = _values(config) | {name: [limit] for name, limit in zip(names, limits, strict=True)}
-        self._handle = self._module.create(
-            values, _values(small or config), max_batch, max_slots, *map(_ffi().from_dlpack, buffers)
-        )
+        limits = {name: [int(limit)] for name, limit in msgspec.structs.asdict(config.wide_limits).items()}
+        values = _values(config), _values(config.wide_only or config), limits
+        self._handle = self._module.create(*values, max_batch, max_slots, *map(_ffi().from_dlpack, buffers))
         # The buffers must outlive the thread that writes to them.
         weakref.finalize(self, lambda module, handle, *_: module.destroy(handle), self._module, self._handle, *buffers)
 

@@ -61,16 +61,11 @@ def packs_price(packs: list[Pack], batch: Batch, config: PackConfig) -> int:
 
 
 def for_batch(batch: Batch, config: PackConfig) -> PackConfig:
-    """What this batch is planned with: `config`, or its `small`."""
-    small, runs = config.small, config.cost.runs
-    most_queries, most_tokens, sharing, unshared_tokens = config.small_limits
-    # Most batches are too large at once, and their tree need not be looked at.
-    if small is None or len(batch.seq_lens) * runs > most_queries:
-        return config
+    """What this batch is planned with: `config`, or its `wide_only`."""
     batch = in_windows(batch, config.window)
     tokens = kv_minimum(compact(batch), batch.seq_lens)
-    shares = tokens * runs <= unshared_tokens or sum(batch.seq_lens) >= sharing * tokens
-    return small if tokens * runs <= most_tokens and shares else config
+    wide_only = config.wide_only
+    return wide_only if wide_only and config.wide_limits.hold(batch.seq_lens, tokens, config.cost.runs) else config
 
 
 def make_plan(batch: Batch, config: PackConfig) -> Plan:

@@ -25,12 +25,47 @@ GRAIN = 8
 """KV positions between possible cuts. With 16, small batches missed the even share by up to 7 %; with 8 they stay within 5 % if a worker has
 at least two KV tiles (`python benchmarks/policies.py --random 200`)."""
 
+LITTLE_PERCENT = 50
+"""Requests share little if, each reading for itself, they read at most so much more than what they have together: up to there wide tiles alone took
+0.76 to 1.02 of the time in verify steps with 8 KV heads (benchmarks/NOTES.md, "Wide tiles alone")."""
+
+UNLIKE = 4
+"""Lengths differ if the shortest is shorter than the longest by more than 1/UNLIKE of that. Those that were measured differed by a half or more
+(the same notes)."""
+
 ALWAYS = 2**31 - 1
 """Stands for "no limit": more tokens than any pack has, more steps than any plan is used for."""
 
 
 Policy = Literal["query", "naive", "pat", "compute", "optimal"]
 """How queries are packed (oracle.py)."""
+
+
+class WideLimits(msgspec.Struct, frozen=True):
+    """`WideSteps` for a config: which batches it plans without tiles of single warps. Queries and tokens are counted times `CostModel.runs`.
+
+    Attributes:
+        queries, tokens, sharing, draft_tokens: Of small batches.
+        little_shared_queries: Up to how many queries batches that share little are; 0: none is.
+        uneven: Whether those are whose lengths differ, with any number of queries.
+    """
+
+    queries: int
+    tokens: int
+    sharing: int
+    draft_tokens: int
+    little_shared_queries: int
+    uneven: bool
+
+    def hold(self, seq_lens: list[int], tokens: int, runs: int) -> bool:
+        """Whether they do for a batch of these lengths, which has so many tokens when each is read once."""
+        queries, own, longest = len(seq_lens) * runs, sum(seq_lens), max(seq_lens)
+        small = queries <= self.queries and tokens * runs <= self.tokens
+        if small and (tokens * runs <= self.draft_tokens or own >= self.sharing * tokens):
+            return True
+        few = queries <= self.little_shared_queries
+        uneven = self.uneven and UNLIKE * (longest - min(seq_lens)) > longest
+        return (few or uneven) and 100 * own <= (100 + LITTLE_PERCENT) * tokens
 
 
 class PackConfig(msgspec.Struct, frozen=True):
@@ -65,10 +100,10 @@ class PackConfig(msgspec.Struct, frozen=True):
         return cls(cost, tiles, workers, policy, spec.planned_window, grain, spec.query_tokens > 1)
 
     @property
-    def small(self) -> PackConfig | None:
-        """What small batches are planned with (`small_limits`); None if it is the same."""
+    def wide_only(self) -> PackConfig | None:
+        """What batches within `wide_limits` are planned with; None if it is the same."""
         tiles = self.tiles.without_warps()
-        return msgspec.structs.replace(self, tiles=tiles) if self.small_limits[0] > 0 and tiles != self.tiles else None
+        return msgspec.structs.replace(self, tiles=tiles) if tiles != self.tiles else None
 
     @property
     def for_bins(self) -> PackConfig:
@@ -77,14 +112,20 @@ class PackConfig(msgspec.Struct, frozen=True):
         return self if tiles is self.tiles else msgspec.structs.replace(self, tiles=tiles)
 
     @property
-    def small_limits(self) -> tuple[int, int, int, int]:
-        """The most queries of a small batch, and the most KV tokens when each is read once, both times `CostModel.runs`; how many times as many its
-        requests have together at least; and up to how many tokens that does not matter."""
-        small = self.tiles.small
+    def wide_limits(self) -> WideLimits:
+        """Which batches are planned with `wide_only`."""
+        steps, workers = self.tiles.wide_steps, self.workers
         long_drafts = self.drafts and self.tiles.query_tiles[0] < self.cost.group
-        queries, sharing = (small.long_draft_queries, 1) if long_drafts else (small.queries, small.sharing)
-        unshared = small.unshared_draft_tokens if self.drafts else 0
-        return queries * self.workers, small.tokens * self.workers, sharing, unshared * self.workers
+        queries, sharing = (steps.long_draft_queries, 1) if long_drafts else (steps.queries, steps.sharing)
+        uneven_rows = steps.uneven_draft_rows if self.drafts else steps.uneven_rows
+        return WideLimits(
+            queries * workers,
+            steps.tokens * workers,
+            sharing,
+            steps.draft_tokens * workers if self.drafts else 0,
+            steps.little_shared_draft_queries * workers if self.drafts else 0,
+            0 < uneven_rows <= self.cost.group,
+        )
 
     @property
     def max_queries(self) -> int:

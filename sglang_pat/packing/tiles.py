@@ -29,23 +29,34 @@ class Tile(msgspec.Struct, frozen=True, order=True):
     n: int
 
 
-class SmallLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which steps are small, and so planned without tiles of single warps. Queries and tokens are counted times `CostModel.runs`, for each SM;
-    tokens are those that are read if each is read once.
+class WideSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which steps are planned without tiles of single warps. Queries and tokens are counted times `CostModel.runs`, for each SM; tokens are those
+    that are read if each is read once.
+
+    Small ones:
 
     Attributes:
         tokens: The most tokens of a small step.
         long_draft_queries: The most queries of a verify step whose drafts have more rows than the smallest tile; 0: such steps are never small.
         queries: The most queries of another step; 0: they are never small.
         sharing: Such a step is small only if its requests, each reading for itself, would read so many times as many tokens,
-        unshared_draft_tokens: or if it is a verify step and there are at most so many tokens.
+        draft_tokens: or if it is a verify step and there are at most so many tokens.
+
+    And steps whose requests share little, of any size (`prices.LITTLE_PERCENT`):
+
+        little_shared_draft_queries: The most queries of such a verify step; 0: none is planned so.
+        uneven_draft_rows, uneven_rows: From how many rows of a query on, if the requests' lengths differ (`prices.UNLIKE`), of a verify step and of a
+            decode step; 0: never.
     """
 
     tokens: PerSm = 0
     long_draft_queries: PerSm = 0
     queries: PerSm = 0
     sharing: Sharing = 1
-    unshared_draft_tokens: PerSm = 0
+    draft_tokens: PerSm = 0
+    little_shared_draft_queries: PerSm = 0
+    uneven_draft_rows: PerSm = 0
+    uneven_rows: PerSm = 0
 
 
 class TileTable(msgspec.Struct, frozen=True):
@@ -68,7 +79,7 @@ class TileTable(msgspec.Struct, frozen=True):
         wave_ns: Time that one more bin per worker adds to such a step.
         bytes_per_ns: Memory bandwidth; needed if there are times, to express them in bytes (`PackConfig`).
         sms: Streaming multiprocessors that share the bandwidth.
-        small: Which steps are planned without tiles of single warps.
+        wide_steps: Which steps are planned without tiles of single warps.
         tails_m: Rows of each query in a work item with tails (`plan.WorkItem`): those of a group of warps; 0 if there are no such items.
         bins_token_ns, bins_item_ns: What counts in place of `token_ns` and `item_ns` when packs are laid out in bins; the same if empty.
     """
@@ -86,7 +97,7 @@ class TileTable(msgspec.Struct, frozen=True):
     wave_ns: Nanoseconds = 0
     bytes_per_ns: Annotated[float, Meta(ge=0)] = 0
     sms: Annotated[int, Meta(ge=1, le=10_000)] = 1
-    small: SmallLimits = SmallLimits()
+    wide_steps: WideSteps = WideSteps()
     bins_token_ns: tuple[Nanoseconds, ...] = ()
     bins_item_ns: tuple[Nanoseconds, ...] = ()
     tails_m: Annotated[int, Meta(ge=0, le=4096)] = 0

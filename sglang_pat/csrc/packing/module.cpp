@@ -123,13 +123,21 @@ pat::Config config_of(const Values& values) {
   return config;
 }
 
+pat::WideLimits limits_of(const Values& values) {
+  return {number(values, "queries"),
+          number(values, "tokens"),
+          number(values, "sharing"),
+          number(values, "draft_tokens"),
+          number(values, "little_shared_queries"),
+          number(values, "uneven", 0, 1) != 0};
+}
+
 // A scheduler for batches of up to `max_batch` requests, and plans of up to `max_slots` parts, which it writes into the buffers.
-int64_t create(const Values& values, const Values& small_values, int64_t max_batch, int64_t max_slots,
+int64_t create(const Values& values, const Values& wide_values, const Values& limits, int64_t max_batch, int64_t max_slots,
                TensorView first_buffer, TensorView second_buffer) {
   return guarded([&] {
     pat::Config config = config_of(values);
-    config.plan_small(number(values, "small_queries"), number(values, "small_tokens"), number(values, "small_sharing"),
-                      number(values, "unshared_tokens"), config_of(small_values));
+    config.plan_wide(limits_of(limits), config_of(wide_values));
     std::vector<pat::Buffer> buffers;
     for (const TensorView& buffer : {first_buffer, second_buffer})
       buffers.push_back(pat::Buffer{data<int32_t>(buffer, "buffers", pat::kHeaderSize), buffer.size(0)});

@@ -61,6 +61,35 @@ struct Prices {
   }
 };
 
+// Which batches are planned without tiles of single warps (packing/prices.py). Queries and tokens are counted times `runs`.
+struct WideLimits {
+  int64_t queries = 0, tokens = 0, sharing = 1, draft_tokens = 0, little_shared_queries = 0;
+  bool uneven = false;
+
+  // Throws std::invalid_argument where a limit cannot be.
+  void check() const {
+    constexpr int64_t kMostQueries = kMaxBatch * kMaxWorkers, kMostTokens = int64_t(1) << 50;
+    in_range("queries of wide tiles alone", queries, 0, kMostQueries);
+    in_range("tokens of wide tiles alone", tokens, 0, kMostTokens);
+    in_range("sharing of wide tiles alone", sharing, 1, 1 << 12);
+    in_range("draft_tokens of wide tiles alone", draft_tokens, 0, kMostTokens);
+    in_range("little_shared_queries of wide tiles alone", little_shared_queries, 0, kMostQueries);
+  }
+
+  // Whether they do for a batch that has so many tokens when each is read once.
+  bool hold(const std::vector<int32_t>& seq_lens, int64_t batch_tokens, int runs) const {
+    if (seq_lens.empty()) return false;
+    const int64_t count = int64_t(seq_lens.size()) * runs;
+    const int64_t own = std::accumulate(seq_lens.begin(), seq_lens.end(), int64_t(0));
+    const bool small = count <= queries && batch_tokens * runs <= tokens;
+    if (small && (batch_tokens * runs <= draft_tokens || own >= sharing * batch_tokens)) return true;
+    const auto [shortest, longest] = std::minmax_element(seq_lens.begin(), seq_lens.end());
+    const bool few = count <= little_shared_queries;
+    const bool differ = uneven && kUnlike * int64_t(*longest - *shortest) > *longest;
+    return (few || differ) && 100 * own <= (100 + kLittlePercent) * batch_tokens;
+  }
+};
+
 struct Config {
   int64_t token_bytes = 0, part_bytes = 0;  // traffic
   int64_t turn_price = 0, bin_end_price = 0, wave_price = 0;
@@ -78,11 +107,9 @@ struct Config {
   // [max_queries + 1]: up to how many tokens a work item with so many queries is better run by some of `few_queries`.
   std::vector<int64_t> short_tokens;
   std::vector<int> query_tiles, kv_tiles, kv_bounds;
-  // `small` is what small batches are planned with: of at most so many queries, and so many tokens when each is read once, both times
-  // `runs`. Their requests must have `small_sharing` times as many tokens together, or there are no more than `unshared_tokens`.
-  int64_t small_queries = 0, small_tokens = 0, small_sharing = 1, unshared_tokens = 0;
-  std::shared_ptr<const Config> small;
-  bool flat = false;  // what a work item costs does not depend on its queries
+  WideLimits wide_limits;
+  std::shared_ptr<const Config> wide_only;  // what batches within the limits are planned with
+  bool flat = false;                        // what a work item costs does not depend on its queries
 
   // Throws std::invalid_argument where a number cannot be, or lists do not belong together; says whether the config is flat.
   void check() {
@@ -114,21 +141,16 @@ struct Config {
            (warp_tokens == 1 || warp_queries == 0);
   }
 
-  // Plans small batches with `config`, which is of the same device and model. Throws std::invalid_argument where it cannot be.
-  void plan_small(int64_t queries, int64_t tokens, int64_t sharing, int64_t unshared, Config config) {
-    small_queries = in_range("queries of small batches", queries, 0, kMaxBatch * kMaxWorkers);
-    small_tokens = in_range("tokens of small batches", tokens, 0, int64_t(1) << 50);
-    small_sharing = in_range("sharing of small batches", sharing, 1, 1 << 12);
-    unshared_tokens = in_range("unshared tokens of small batches", unshared, 0, int64_t(1) << 50);
-    in_range("max_queries of small batches", config.max_queries, max_queries, max_queries);
-    small = std::make_shared<const Config>(std::move(config));
+  // Plans batches within the limits with `config`, which is of the same device and model. Throws std::invalid_argument where it cannot be.
+  void plan_wide(const WideLimits& limits, Config config) {
+    limits.check();
+    in_range("max_queries of wide tiles alone", config.max_queries, max_queries, max_queries);
+    wide_limits = limits, wide_only = std::make_shared<const Config>(std::move(config));
   }
 
   // What a batch is planned with, that has so many tokens when each is read once.
   const Config& of_batch(const std::vector<int32_t>& seq_lens, int64_t tokens) const {
-    if (!small || int64_t(seq_lens.size()) * runs > small_queries || tokens * runs > small_tokens) return *this;
-    if (tokens * runs <= unshared_tokens) return *small;
-    return std::accumulate(seq_lens.begin(), seq_lens.end(), int64_t(0)) >= small_sharing * tokens ? *small : *this;
+    return wide_only && wide_limits.hold(seq_lens, tokens, runs) ? *wide_only : *this;
   }
 
   // m for a work item of so many queries.

@@ -228,7 +228,7 @@ class Scheduler {
     maker_.copy(mirror_, fallback_batch_, fallback_lens_, 0, 0, config_.window);
     Config whole = config_;
     whole.grain = kMaxPosition;  // nothing is cut, so that no workspace is needed
-    whole.small = nullptr;       // whose grain would cut
+    whole.wide_only = nullptr;   // whose grain would cut
     maker_.plan(whole, Policy::kQuery, buffers_[back()], max_slots_, plans_[back()]);
     hand_out();
     if (stands && size == int64_t(expected_.size())) {
