@@ -723,7 +723,8 @@ LIMITS = {
     "sharing": [1],
     "draft_tokens": [0],
     "little_shared_queries": [0],
-    "uneven": [0],
+    "uneven_queries": [0],
+    "uneven_tokens": [0],
 }
 
 

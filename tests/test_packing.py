@@ -426,7 +426,7 @@ def test_small_batches_of_drafts_are_run_with_wide_tiles(
     requests: int, length: int, heads: int, tokens: int, ms: set[int]
 ) -> None:
     tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
-    small = msgspec.structs.replace(tiles.wide_steps, little_shared_draft_queries=0)
+    small = msgspec.structs.replace(tiles.wide_steps, little_shared_long_draft_queries=0, little_shared_draft_queries=0)
     tiles = msgspec.structs.replace(tiles, wide_steps=small)
     spec = AttentionSpec(heads, 8, 128, 128, FORMATS["bfloat16"], query_tokens=tokens)
     plan = make_plan(Batch([length] * requests), PackConfig.of(spec, tiles, workers=132))
@@ -458,14 +458,14 @@ def test_small_batches_that_share_most_of_what_they_read_are_run_with_wide_tiles
             64,
         ),  # 1.49 times as many tokens as when each is read once
         (Batch([512] * 132, [Node(0, 200, list(range(132)))]), 32, 2, 8),
-        (Batch([512] * 132 + [300]), 32, 2, 64),  # their lengths differ
-        (Batch([512] * 132 + [400]), 32, 2, 8),
-        (Batch([512] * 132 + [300]), 32, 1, 64),
-        (Batch([512] * 132), 32, 1, 8),
-        (Batch([512] * 132 + [300]), 16, 1, 8),  # of a query two rows
-        (Batch([512] * 132 + [300]), 16, 2, 64),
-        (Batch([512] * 132 + [300]), 8, 1, 8),
-        (Batch([512] * 132 + [300]), 8, 2, 64),
+        (Batch([512] * 133), 64, 2, 16),
+        (Batch([512] * 132), 64, 2, 64),
+        (Batch([512] * 131 + [300]), 32, 1, 64),  # their lengths differ
+        (Batch([512] * 131 + [400]), 32, 1, 8),
+        (Batch([512] * 132 + [300]), 32, 1, 8),
+        (Batch([300] * 131 + [512]), 32, 1, 8),  # fewer than 384 tokens on average
+        (Batch([512] * 131 + [300]), 16, 1, 8),  # of a query two rows
+        (Batch([512] * 131 + [300]), 8, 2, 64),
     ],
 )
 def test_batches_that_share_little_are_run_with_wide_tiles_if_they_are_few_drafts_or_of_different_lengths(

@@ -36,7 +36,15 @@ SMALL = msgspec.structs.replace(
 read little."""
 
 LITTLE_SHARED = msgspec.structs.replace(
-    IN_BINS, wide_steps=WideSteps(little_shared_draft_queries=3, uneven_draft_rows=2, uneven_rows=4)
+    IN_BINS,
+    wide_steps=WideSteps(
+        little_shared_long_draft_queries=4,
+        little_shared_draft_queries=3,
+        uneven_queries=6,
+        uneven_tokens=40,
+        uneven_draft_rows=2,
+        uneven_rows=4,
+    ),
 )
 """So are those that share little, if they are few drafts or their lengths differ."""
 

@@ -47,7 +47,7 @@ class WideLimits(msgspec.Struct, frozen=True):
     Attributes:
         queries, tokens, sharing, draft_tokens: Of small batches.
         little_shared_queries: Up to how many queries batches that share little are; 0: none is.
-        uneven: Whether those are whose lengths differ, with any number of queries.
+        uneven_queries, uneven_tokens: Up to how many queries those are whose lengths differ, and how many tokens they have at least on average.
     """
 
     queries: int
@@ -55,7 +55,8 @@ class WideLimits(msgspec.Struct, frozen=True):
     sharing: int
     draft_tokens: int
     little_shared_queries: int
-    uneven: bool
+    uneven_queries: int
+    uneven_tokens: int
 
     def hold(self, seq_lens: list[int], tokens: int, runs: int) -> bool:
         """Whether they do for a batch of these lengths, which has so many tokens when each is read once."""
@@ -64,7 +65,11 @@ class WideLimits(msgspec.Struct, frozen=True):
         if small and (tokens * runs <= self.draft_tokens or own >= self.sharing * tokens):
             return True
         few = queries <= self.little_shared_queries
-        uneven = self.uneven and UNLIKE * (longest - min(seq_lens)) > longest
+        uneven = (
+            queries <= self.uneven_queries
+            and own >= self.uneven_tokens * len(seq_lens)
+            and UNLIKE * (longest - min(seq_lens)) > longest
+        )
         return (few or uneven) and 100 * own <= (100 + LITTLE_PERCENT) * tokens
 
 
@@ -117,14 +122,16 @@ class PackConfig(msgspec.Struct, frozen=True):
         steps, workers = self.tiles.wide_steps, self.workers
         long_drafts = self.drafts and self.tiles.query_tiles[0] < self.cost.group
         queries, sharing = (steps.long_draft_queries, 1) if long_drafts else (steps.queries, steps.sharing)
+        little_shared = steps.little_shared_long_draft_queries if long_drafts else steps.little_shared_draft_queries
         uneven_rows = steps.uneven_draft_rows if self.drafts else steps.uneven_rows
         return WideLimits(
             queries * workers,
             steps.tokens * workers,
             sharing,
             steps.draft_tokens * workers if self.drafts else 0,
-            steps.little_shared_draft_queries * workers if self.drafts else 0,
-            0 < uneven_rows <= self.cost.group,
+            little_shared * workers if self.drafts else 0,
+            steps.uneven_queries * workers if uneven_rows <= self.cost.group else 0,
+            steps.uneven_tokens,
         )
 
     @property

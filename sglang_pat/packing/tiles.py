@@ -42,11 +42,13 @@ class WideSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sharing: Such a step is small only if its requests, each reading for itself, would read so many times as many tokens,
         draft_tokens: or if it is a verify step and there are at most so many tokens.
 
-    And steps whose requests share little, of any size (`prices.LITTLE_PERCENT`):
+    And steps whose requests share little (`prices.LITTLE_PERCENT`):
 
-        little_shared_draft_queries: The most queries of such a verify step; 0: none is planned so.
-        uneven_draft_rows, uneven_rows: From how many rows of a query on, if the requests' lengths differ (`prices.UNLIKE`), of a verify step and of a
-            decode step; 0: never.
+        little_shared_long_draft_queries, little_shared_draft_queries: The most queries of such a verify step, with drafts of more rows than the smallest
+            tile and with others; 0: none is planned so.
+        uneven_queries: The most queries of such a step whose requests' lengths differ (`prices.UNLIKE`); 0: none is planned so.
+        uneven_tokens: The fewest tokens that its requests have on average.
+        uneven_draft_rows, uneven_rows: The fewest rows of a query, in a verify step and in a decode step.
     """
 
     tokens: PerSm = 0
@@ -54,7 +56,10 @@ class WideSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queries: PerSm = 0
     sharing: Sharing = 1
     draft_tokens: PerSm = 0
+    little_shared_long_draft_queries: PerSm = 0
     little_shared_draft_queries: PerSm = 0
+    uneven_queries: PerSm = 0
+    uneven_tokens: PerSm = 0
     uneven_draft_rows: PerSm = 0
     uneven_rows: PerSm = 0
 

@@ -124,12 +124,12 @@ pat::Config config_of(const Values& values) {
 }
 
 pat::WideLimits limits_of(const Values& values) {
-  return {number(values, "queries"),
-          number(values, "tokens"),
-          number(values, "sharing"),
-          number(values, "draft_tokens"),
-          number(values, "little_shared_queries"),
-          number(values, "uneven", 0, 1) != 0};
+  pat::WideLimits limits;
+  limits.queries = number(values, "queries"), limits.tokens = number(values, "tokens");
+  limits.sharing = number(values, "sharing"), limits.draft_tokens = number(values, "draft_tokens");
+  limits.little_shared_queries = number(values, "little_shared_queries");
+  limits.uneven_queries = number(values, "uneven_queries"), limits.uneven_tokens = number(values, "uneven_tokens");
+  return limits;
 }
 
 // A scheduler for batches of up to `max_batch` requests, and plans of up to `max_slots` parts, which it writes into the buffers.

@@ -63,8 +63,8 @@ struct Prices {
 
 // Which batches are planned without tiles of single warps (packing/prices.py). Queries and tokens are counted times `runs`.
 struct WideLimits {
-  int64_t queries = 0, tokens = 0, sharing = 1, draft_tokens = 0, little_shared_queries = 0;
-  bool uneven = false;
+  int64_t queries = 0, tokens = 0, sharing = 1, draft_tokens = 0, little_shared_queries = 0, uneven_queries = 0,
+          uneven_tokens = 0;
 
   // Throws std::invalid_argument where a limit cannot be.
   void check() const {
@@ -74,6 +74,8 @@ struct WideLimits {
     in_range("sharing of wide tiles alone", sharing, 1, 1 << 12);
     in_range("draft_tokens of wide tiles alone", draft_tokens, 0, kMostTokens);
     in_range("little_shared_queries of wide tiles alone", little_shared_queries, 0, kMostQueries);
+    in_range("uneven_queries of wide tiles alone", uneven_queries, 0, kMostQueries);
+    in_range("uneven_tokens of wide tiles alone", uneven_tokens, 0, kMaxPosition);
   }
 
   // Whether they do for a batch that has so many tokens when each is read once.
@@ -85,7 +87,8 @@ struct WideLimits {
     if (small && (batch_tokens * runs <= draft_tokens || own >= sharing * batch_tokens)) return true;
     const auto [shortest, longest] = std::minmax_element(seq_lens.begin(), seq_lens.end());
     const bool few = count <= little_shared_queries;
-    const bool differ = uneven && kUnlike * int64_t(*longest - *shortest) > *longest;
+    const bool differ = count <= uneven_queries && own >= uneven_tokens * int64_t(seq_lens.size()) &&
+                        kUnlike * int64_t(*longest - *shortest) > *longest;
     return (few || differ) && 100 * own <= (100 + kLittlePercent) * batch_tokens;
   }
 };
