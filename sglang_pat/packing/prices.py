@@ -60,6 +60,8 @@ class WideLimits(msgspec.Struct, frozen=True):
 
     def hold(self, seq_lens: list[int], tokens: int, runs: int) -> bool:
         """Whether they do for a batch of these lengths, which has so many tokens when each is read once."""
+        if not seq_lens:
+            return False
         queries, own, longest = len(seq_lens) * runs, sum(seq_lens), max(seq_lens)
         small = queries <= self.queries and tokens * runs <= self.tokens
         if small and (tokens * runs <= self.draft_tokens or own >= self.sharing * tokens):
