@@ -735,7 +735,7 @@ def create(
     max_batch: int = 64,
 ) -> int:
     buffers = [tvm_ffi.from_dlpack(np.zeros(1 << 12, dtype=np.int32)) for _ in range(2)]
-    return NativeScheduler.load_module().create(values, wide or VALUES, limits or LIMITS, max_batch, 99, *buffers)
+    return NativeScheduler.load_module().create(values, wide, limits, max_batch, 99, *buffers)
 
 
 @pytest.mark.parametrize(

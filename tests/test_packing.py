@@ -451,12 +451,8 @@ def test_small_batches_that_share_most_of_what_they_read_are_run_with_wide_tiles
         (Batch([1024] * 32), 32, 2, 64),
         (Batch([512] * 132), 32, 2, 64),  # times 8 KV heads, eight for each SM
         (Batch([512] * 133), 32, 2, 8),
-        (
-            Batch([512] * 132, [Node(0, 170, list(range(132)))]),
-            32,
-            2,
-            64,
-        ),  # 1.49 times as many tokens as when each is read once
+        # 1.49 and 1.63 times as many tokens as when each is read once.
+        (Batch([512] * 132, [Node(0, 170, list(range(132)))]), 32, 2, 64),
         (Batch([512] * 132, [Node(0, 200, list(range(132)))]), 32, 2, 8),
         (Batch([512] * 133), 64, 2, 16),
         (Batch([512] * 132), 64, 2, 64),

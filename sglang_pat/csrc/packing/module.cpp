@@ -56,7 +56,7 @@ T* data(const TensorView& tensor, const char* name, int64_t size) {
 // What `create` is told of a config, each by its name: a number or several.
 using Values = tvm::ffi::Map<tvm::ffi::String, tvm::ffi::Array<int64_t>>;
 
-const tvm::ffi::Array<int64_t> of(const Values& values, const char* name) {
+tvm::ffi::Array<int64_t> of(const Values& values, const char* name) {
   TVM_FFI_CHECK(values.count(name) > 0, ValueError) << "a config must say " << name;
   return values[name];
 }

@@ -85,11 +85,11 @@ struct WideLimits {
     const int64_t own = std::accumulate(seq_lens.begin(), seq_lens.end(), int64_t(0));
     const bool small = count <= queries && batch_tokens * runs <= tokens;
     if (small && (batch_tokens * runs <= draft_tokens || own >= sharing * batch_tokens)) return true;
+    if (100 * own > (100 + kLittlePercent) * batch_tokens) return false;
+    if (count <= little_shared_queries) return true;
+    if (count > uneven_queries || own < uneven_tokens * int64_t(seq_lens.size())) return false;
     const auto [shortest, longest] = std::minmax_element(seq_lens.begin(), seq_lens.end());
-    const bool few = count <= little_shared_queries;
-    const bool differ = count <= uneven_queries && own >= uneven_tokens * int64_t(seq_lens.size()) &&
-                        kUnlike * int64_t(*longest - *shortest) > *longest;
-    return (few || differ) && 100 * own <= (100 + kLittlePercent) * batch_tokens;
+    return kUnlike * int64_t(*longest - *shortest) > *longest;
   }
 };
 
