@@ -264,6 +264,34 @@ def test_rows_of_a_query_in_slices(tokens: int, heads: int) -> None:
 
 
 @hopper
+@pytest.mark.parametrize(
+    ("dtype", "dim", "tokens"),
+    [
+        (torch.bfloat16, 128, 1),
+        (torch.bfloat16, 128, 4),
+        emulated_slowly(torch.float8_e4m3fn, 128, 1),
+        emulated_slowly(torch.float16, 64, 1),
+        emulated_slowly(torch.bfloat16, 256, 1),
+    ],
+)
+@pytest.mark.parametrize("narrow_first", [True, False])
+def test_workers_with_both_kinds_of_items(dtype: torch.dtype, dim: int, tokens: int, narrow_first: bool) -> None:
+    """Every second worker may run those of single warps first."""
+    generator = random.Random(tokens)
+    batch = Batch([300 + generator.randint(1, 70) for _ in range(40)], [Node(0, 300, list(range(40)))])
+    if tokens == 1:
+        case = make_case(batch, 12, 3, dim, dtype)
+    else:
+        case = Drafts(batch, random_trees(generator, batch, tokens), 6, 3, dim, dim, dtype, device=DEVICE)
+    decoded = run_for(3, case)
+    decoded.plan[layout.HEADER.index("narrow_first")] = narrow_first
+    first, last = layout.sections(decoded.plan.cpu().numpy()).bins[:2]
+    ms = {item.tile.m for item in layout.work_items(decoded.plan.cpu().numpy())[first:last]}
+    assert min(ms) <= 16 and max(ms) >= 64, "each KV head's worker has both"
+    decoded.check_in_any_order(TOLERANCE[case.q.dtype], seeds=3)
+
+
+@hopper
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (8, 8), (3, 16), (4, 11)])
 @pytest.mark.parametrize(
     ("dtype", "dim"), [(torch.bfloat16, 128), emulated_slowly(torch.float16, 128), emulated_slowly(torch.bfloat16, 64)]

@@ -57,8 +57,10 @@ CHANGES: dict[str, emulated.Change] = {
     "ring: V does not wait for an empty stage": ("ring.cuh", "    cursor.wait_empty();", "    if (!kIsV) cursor.wait_empty();"),
     "ring: Q does not wait for an empty buffer": ("ring.cuh", "queries_.wait_empty();", ""),
     "forward: narrow items do not wait for wide ones": (
-        "forward.cuh", "kMs>(p, items, memory);\n        first", "kMs>(p, items, memory), single(), narrow();\n        first",
+        "forward.cuh", "kMs>(p, items, memory);\n      } else", "kMs>(p, items, memory), single(), narrow();\n      } else",
     ),
+    "narrow first: wide items do not wait for them": ("forward.cuh", "    __syncthreads();\n  }\n}", "  }\n}"),
+    "narrow first: wide items are forgotten": ("forward.cuh", "!wide & (items.count(kWide) > 0)", "false"),
     "forward: barriers are as the last look-up left them": ("forward.cuh", "if constexpr (S::kHasWide) memory", "if (S::kHasWide && first == 0) memory"),
     "forward: teams of two phases have one barrier": ("narrow_rows.cuh", "kPhase * kMostTeams", "0"),
     "items: they are used before they are in order": (
@@ -186,6 +188,21 @@ def fault_of_tails(change: emulated.Change) -> str:
     return ""
 
 
+def fault_of_narrow_first(change: emulated.Change) -> str:
+    """The same where every second worker runs narrow items first."""
+    dtype, tiles = torch.bfloat16, capabilities.tile_table(ARCH, 128)
+    case = Case(Batch([340] * 40, [Node(0, 300, list(range(40)))]), 12, 3, 128, 128, dtype)
+    run = Run(case, emulated.Decoder(case.spec, tiles, ARCH, change, dtype), tiles)
+    run.plan = case.plan(tiles, workers=3)
+    run.make_workspace(int(run.plan[2]))
+    run.plan[layout.HEADER.index("narrow_first")] = 1
+    try:
+        run.check_in_any_order(TOLERANCE[dtype], seeds=4)
+    except (AssertionError, RuntimeError) as error:
+        return str(error) or "wrong results"
+    return ""
+
+
 def several_look_ups(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
     """More wide items than a worker looks up at a time: slow (test_a_worker_with_more_items_than_threads is about them too)."""
     return [Case(Batch([3] * emulated.WORKERS * 600, []), 20, 1, *dims, dtype)]
@@ -244,6 +261,7 @@ if __name__ == "__main__":
     name = sys.argv[1]
     dims = UNEQUAL if name.startswith("unequal") else EQUAL
     made = several_look_ups if "look-up" in name else cases
-    of_kind = {"pages": fault_of_pages, "tails": fault_of_tails}.get(name.partition(":")[0].partition(",")[0])
+    kinds = {"pages": fault_of_pages, "tails": fault_of_tails, "narrow first": fault_of_narrow_first}
+    of_kind = kinds.get(name.partition(":")[0].partition(",")[0])
     found = of_kind(CHANGES[name]) if of_kind else fault(CHANGES[name], kept(name), dims, made)
     print("found:", found or "nothing")

@@ -329,6 +329,32 @@ def test_single_warps_take_as_long_for_one_token_as_for_those_that_they_compute_
     assert narrow.item_price(1, 1, False) == narrow.item_price(1, 16, False) < narrow.item_price(1, 17, False)
 
 
+@pytest.mark.parametrize(
+    ("queries", "heads", "found"),
+    [
+        (32, 32, False),  # a prefix for each tile of 128 rows: no more is computed than read
+        (32, 64, True),  # two tiles read it
+        (2, 64, False),  # by single warps
+    ],
+)
+def test_every_second_worker_runs_narrow_items_first_where_wide_ones_compute_for_long(
+    queries: int, heads: int, found: bool
+) -> None:
+    batch = Batch(
+        [2_048 + 256] * (8 * queries), [Node(0, 2_048, list(range(i * queries, (i + 1) * queries))) for i in range(8)]
+    )
+    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
+    config = PackConfig.of(AttentionSpec(heads, 8, 128, 128, FORMATS["bfloat16"]), tiles, workers=132)
+    assert make_plan(batch, config).narrow_first == found
+    price = config.computing_price(queries, 2_048)
+    assert (price > 0) == (queries > 2)
+    if price:
+        per_worker = 8 * price / tiles.bytes_per_ns
+        for threshold, first in ((per_worker - 1, True), (per_worker + 1, False), (0, False)):
+            other = msgspec.structs.replace(config, tiles=msgspec.structs.replace(tiles, narrow_first_ns=threshold))
+            assert make_plan(batch, other).narrow_first == first, threshold
+
+
 def test_the_naive_policy_packs_every_node() -> None:
     batch = Batch([40, 40, 9], [Node(0, 3, [0, 1], [Node(3, 5, [0])])])
     packs = {(p.start, p.end, *p.queries) for p in pack("naive", batch)}

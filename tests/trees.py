@@ -20,8 +20,11 @@ WARPS = msgspec.structs.replace(TILES, warp_m=16, warp_tokens=16)
 IN_SLICES = msgspec.structs.replace(PRICED, slice_token_ns=30)
 """Queries of more than 16 rows with few tokens are run in slices."""
 
-IN_BINS = msgspec.structs.replace(IN_SLICES, bins_token_ns=(30, 60, 40), bins_item_ns=(0, 2_000, 3_000))
-"""Packs are laid out in bins by other prices than it is decided what is packed."""
+IN_BINS = msgspec.structs.replace(
+    IN_SLICES, bins_token_ns=(30, 60, 40), bins_item_ns=(0, 2_000, 3_000), narrow_first_ns=4_000
+)
+"""Packs are laid out in bins by other prices than it is decided what is packed. Where wide items compute for long, every second worker runs narrow ones
+first."""
 
 TAILS = msgspec.structs.replace(
     IN_BINS, query_tiles=(4, 16, 32, 48), token_ns=(32, 40, 45, 50), item_ns=(250, 500, 3_000, 4_500), warp_m=4,

@@ -34,8 +34,9 @@ HEADER = (
     "part_offsets",
     "size",
     "steps",
+    "narrow_first",
 )
-"""Counts; the offset of each section; how many ints are used; how many steps the plan is good for."""
+"""Counts; the offset of each section; how many ints are used; how many steps the plan is good for; `Plan.narrow_first`."""
 
 COLUMNS = ("start", "end", "first_query", "item_queries", "tile_m", "tile_n", "query", "slot", "tails")
 
@@ -89,7 +90,7 @@ def flatten(plan: Plan) -> np.ndarray:
     lists = [plan.bins, items, queries, slots, offsets]
     begins = np.cumsum([len(HEADER), *map(len, lists)]).tolist()
     body = [value for values in lists for value in values]
-    return np.array([*counts, *begins, plan.steps, *body], dtype=np.int32)
+    return np.array([*counts, *begins, plan.steps, int(plan.narrow_first), *body], dtype=np.int32)
 
 
 def num_slots(data: np.ndarray) -> int:
@@ -117,7 +118,15 @@ def read(data: np.ndarray, kv_tokens: int) -> Plan:
     items = work_items(data)
     # A tail that starts at a position grows; one that counts back is a window, which moves.
     growing_tails = sum(len(item.queries) if item.tails else item.start >= 0 and item.end == OPEN for item in items)
-    return Plan(items, plan.bins.tolist(), parts, plan.header["steps"], kv_tokens, growing_tails)
+    return Plan(
+        items,
+        plan.bins.tolist(),
+        parts,
+        plan.header["steps"],
+        kv_tokens,
+        growing_tails,
+        bool(plan.header["narrow_first"]),
+    )
 
 
 def work_items(data: np.ndarray) -> list[WorkItem]:

@@ -362,6 +362,7 @@ def _values(config: PackConfig) -> dict[str, list[int]]:
         "turn_price": config.turn_price,
         "bin_end_price": config.bin_end_price,
         "wave_price": config.wave_price,
+        "narrow_first_price": config.narrow_first_price,
         "group": cost.group,
         "runs": cost.runs,
         "workers": config.workers,

@@ -60,6 +60,19 @@ def packs_price(packs: list[Pack], batch: Batch, config: PackConfig) -> int:
     return reads + merged * config.cost.part_bytes
 
 
+def narrow_first(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> bool:
+    """Whether every second worker runs narrow work items first (`Plan.narrow_first`). `packs` have any number of queries; those of one count nothing."""
+    least = config.narrow_first_price
+    computing = sum(
+        config.computing_price(
+            len(pack.queries), kv_length(pack, seq_lens), pack.tail_tokens(seq_lens) if pack.tails else None
+        )
+        for pack in packs
+        if len(pack.queries) > 1
+    )
+    return 0 < least <= computing
+
+
 def for_batch(batch: Batch, config: PackConfig) -> PackConfig:
     """What this batch is planned with: `config`, or its `wide_only`."""
     batch = in_windows(batch, config.window)
@@ -84,7 +97,8 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
     items: list[WorkItem] = []
     bins = [0]
     kv_tokens, longest, longest_tail, longest_with_tails = 0, tiles.kv_tiles[-1], 0, 0
-    filled = balance(make_packs(batch, config), seq_lens, config)
+    packs = choose_packs(batch, config)
+    filled = balance(split_queries(packs, seq_lens, config), seq_lens, config)
     for members in filled:
         for pack in members:
             length = kv_length(pack, seq_lens)
@@ -110,7 +124,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
     if window:
         # Until the next window fills.
         steps = min([steps, *(window - length + 1 for length in lengths if length <= window)])
-    return Plan(items, bins, num_parts, steps, kv_tokens, sum(growing))
+    return Plan(items, bins, num_parts, steps, kv_tokens, sum(growing), narrow_first(packs, seq_lens, config))
 
 
 def bin_prices(plan: Plan, seq_lens: list[int], config: PackConfig) -> list[int]:

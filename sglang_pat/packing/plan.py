@@ -67,6 +67,8 @@ class Plan(msgspec.Struct):
             request has filled its window.
         kv_tokens: KV tokens that the first step reads.
         growing_tails: Tails, whose KV grows by one token per step.
+        narrow_first: Whether every second worker runs its narrow work items, those of single warps, before its wide ones. Then some workers read
+            while others compute.
     """
 
     items: list[WorkItem]
@@ -75,6 +77,7 @@ class Plan(msgspec.Struct):
     steps: int
     kv_tokens: int
     growing_tails: int
+    narrow_first: bool = False
 
     @property
     def merged_parts(self) -> int:

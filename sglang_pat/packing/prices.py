@@ -180,6 +180,11 @@ class PackConfig(msgspec.Struct, frozen=True):
         """Price of one more bin per worker in such a step."""
         return round(self.tiles.wave_ns * self.tiles.bytes_per_ns)
 
+    @property
+    def narrow_first_price(self) -> int:
+        """`TileTable.narrow_first_ns` of all workers."""
+        return round(self.tiles.narrow_first_ns * self.tiles.bytes_per_ns)
+
     def token_price(self, queries: int) -> int:
         """Price per token of a work item with `queries` queries: the token's bytes, or the computation if that takes longer."""
         cost = self.cost
@@ -302,6 +307,16 @@ class PackConfig(msgspec.Struct, frozen=True):
         items = self.pieces(queries, tokens)
         size = -(-queries // items)
         return items * self.uncut_price(size, tokens)
+
+    def computing_price(self, queries: int, tokens: int, tail_tokens: int | None = None) -> int:
+        """What the wide work items of a pack cost beyond reading its KV once; 0 where single warps run it. With `tail_tokens`, the pack is one
+        work item, which tails follow."""
+        pieces = self.pieces(queries, tokens) if tail_tokens is None else 1
+        sizes = [queries * (i + 1) // pieces - queries * i // pieces for i in range(pieces)]
+        wide = [size for size in sizes if not self.by_warps(size, self.in_row_slices(size, tokens))]
+        tails = tail_tokens or 0
+        price = sum(self.item_price(size, tokens, False, tails) for size in wide)
+        return max(0, price - (tokens + tails) * self.cost.token_bytes)
 
     @property
     def max_bins(self) -> int:

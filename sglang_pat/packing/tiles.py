@@ -86,6 +86,8 @@ class TileTable(msgspec.Struct, frozen=True):
         sms: Streaming multiprocessors that share the bandwidth.
         wide_steps: Which steps are planned without tiles of single warps.
         tails_m: Rows of each query in a work item with tails (`plan.WorkItem`): those of a group of warps; 0 if there are no such items.
+        narrow_first_ns: From how much time of each worker on, which wide work items compute beyond reading their KV once, every second worker runs narrow
+            ones first (`plan.Plan.narrow_first`); 0: none does.
         bins_token_ns, bins_item_ns: What counts in place of `token_ns` and `item_ns` when packs are laid out in bins; the same if empty.
     """
 
@@ -106,6 +108,7 @@ class TileTable(msgspec.Struct, frozen=True):
     bins_token_ns: tuple[Nanoseconds, ...] = ()
     bins_item_ns: tuple[Nanoseconds, ...] = ()
     tails_m: Annotated[int, Meta(ge=0, le=4096)] = 0
+    narrow_first_ns: Nanoseconds = 0
 
     def __post_init__(self) -> None:
         for name in ("query_tiles", "kv_tiles", "kv_bounds"):
@@ -124,7 +127,7 @@ class TileTable(msgspec.Struct, frozen=True):
             raise ValueError("there must be times of the tile that slices have")
         of_workers, of_all = (
             (*itertools.chain(*times), self.slice_token_ns, self.turn_ns),
-            (self.bin_ns, self.wave_ns),
+            (self.bin_ns, self.wave_ns, self.narrow_first_ns),
         )
         if any(of_workers + of_all) and not self.bytes_per_ns:
             raise ValueError("there must be a bandwidth where there are times")

@@ -19,7 +19,7 @@ struct AssignedItems {
   int count[kPhases], shared[kPhases];
   TeamPlace places[kWide][kWords];  // of each warp
   int next;                         // the first that was not looked up
-  bool parts_stay, more;
+  bool parts_stay, wide_last, more;
 };
 
 template <int kThreads>
@@ -53,6 +53,7 @@ class Items {
     const int number = __syncthreads_count(found);
     if (thread == 0) {
       assigned_.parts_stay = p_.plan[kNumSlots] >= p_.plan[kBatch];
+      assigned_.wide_last = (p_.plan[kNarrowFirst] & blockIdx.x & 1) != 0;  // no branch: the loads are waited for together
       assigned_.more = number == kThreads;
       assigned_.next = first + kThreads;
     }
@@ -71,6 +72,9 @@ class Items {
   // Whether there may be items that have not been looked up, and from which one on.
   __device__ bool more() const { return assigned_.more; }
   __device__ int next() const { return assigned_.next; }
+
+  // Whether wide items, if there are any, are run when all others have been (packing/plan.py, `Plan.narrow_first`).
+  __device__ bool wide_last() const { return assigned_.wide_last; }
 
   // A phase's items; how many of them, from the first on, are shared by teams; and this warp's place in a team.
   __device__ int count(Phase phase) const { return assigned_.count[phase]; }

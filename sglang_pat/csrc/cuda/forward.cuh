@@ -80,11 +80,12 @@ __device__ PAT_PHASE void run_narrow(const Params& p, const Items<threads(kDim)>
     NarrowWarp<T, Kv, kDim, kVDim, kM, kWarps>(p, items, memory.narrow.chunks, memory.narrow.statistics).run();
 }
 
-// As `first`, the item from which on items are looked up: none are, and those are run that are not wide.
+// As `first`, the item from which on items are looked up: none are, and those of the last look-up are run that have not been.
 constexpr int kOthers = -1;
 
 // Runs wide items first, for nothing would hide how long they take to begin at the end; then the others of the same look-up; and rarely
-// looks up more. Each is a pass of one loop, so that its code is there once.
+// looks up more. Each is a pass of one loop, so that its code is there once. Where a plan says so, every second worker runs the others first: what
+// wide items leave of the memory's bandwidth is then used.
 //
 // GPUs fetch the first 64 KB of a kernel when it starts, and what lies behind them when it is run: 0.3 us for each KB (benchmarks/NOTES.md,
 // "Where code lies in memory"). The compiler lays a branch out from its last alternative to its first. So what small batches run comes
@@ -117,22 +118,27 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
       items.template look_up<S::kNarrowWarps>(first, kMs);
       wait_for_primary();
     }
-    const bool wide = S::kHasWide && first != kOthers && items.count(kWide) > 0;
+    // By a shuffle, so that the compiler knows that it is the same for a warp (wide.cuh, `this_group`).
+    const bool wide = S::kHasWide && __shfl_sync(~0u, items.count(kWide) > 0 && (first == kOthers) == items.wide_last(), 0);
+    // Whether the items that are not wide follow those that are, or the other way round.
+    const auto others_left = [&](bool wide) { return items.wide_last() ? !wide & (items.count(kWide) > 0) : wide; };
     if (thread_of_cta() < S::kComputing) {
       if constexpr (kTradeRegisters) grow_registers<kComputeRegisters<kDim>>();
+      // Which kind it was: what the compiler cannot know keeps the other branch's code out of this one, and so in its place in memory.
       if (wide) {
         if constexpr (S::kHasWide) run_wide<T, Kv, kDim, kVDim, kMs>(p, items, memory);
-        first = int(fresh(unsigned(kOthers)));
+        first = int(fresh(1u));
       } else {
         if constexpr (!kMasks) single();
         first = int(fresh(0u));
       }
-      if (first != kOthers) {
+      if (first == 0) {
         if constexpr (kMasks) single();
         narrow();
-        if (!items.more()) break;
-        first = items.next();
       }
+      const bool left = others_left(first != 0);
+      if (!left & !items.more()) break;
+      first = left ? kOthers : items.next();
       if constexpr (kTradeRegisters) {
         sync_threads(kTurnBarrier, S::kComputing);  // as PTX demands between two changes
         shrink_registers<kFirstRegisters<kDim>>();
@@ -146,11 +152,10 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
           Loader(p, items, memory.wide, memory.barriers).run();
           wait_copies<0>();
         }
-        first = kOthers;
-      } else {
-        if (!items.more()) break;
-        first = items.next();
       }
+      const bool left = others_left(wide);
+      if (!left & !items.more()) break;
+      first = left ? kOthers : items.next();
       if constexpr (kTradeRegisters) {
         sync_threads(kProducerBarrier, producer_threads(kDim));
         grow_registers<kFirstRegisters<kDim>>();

@@ -21,6 +21,7 @@ enum Header {
   kPartOffsets,
   kSize,
   kSteps,
+  kNarrowFirst,
   kHeaderSize,
 };
 

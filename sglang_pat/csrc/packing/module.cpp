@@ -98,6 +98,7 @@ pat::Config config_of(const Values& values) {
   config.token_bytes = number(values, "token_bytes"), config.part_bytes = number(values, "part_bytes");
   config.turn_price = number(values, "turn_price"), config.bin_end_price = number(values, "bin_end_price");
   config.wave_price = number(values, "wave_price");
+  config.narrow_first_price = number(values, "narrow_first_price");
   config.group = number(values, "group", 1, kMaxTile);
   config.runs = number(values, "runs", 1, kMaxWorkers);
   config.workers = number(values, "workers", 1, kMaxWorkers);

@@ -59,6 +59,8 @@ struct Packs {
   // Prices by the model, before anything is cut: of the policy's packs when it is decided what is packed, and as split by the query limit when they
   // are laid out in bins.
   int64_t reads = 0, work = 0;
+  int64_t computing =
+      0;  // what wide work items of several queries cost beyond reading each pack's KV once (PackConfig.computing_price)
   int64_t most_tails = 0;  // tokens of tails that a work item may have behind what its queries share
 
   void reserve(size_t batch) {
@@ -75,7 +77,7 @@ struct Packs {
     shared.clear();
     single.clear();
     queries.clear();
-    reads = work = 0;
+    reads = work = computing = 0;
     starts_.assign(prefixes.nodes.size(), 0);
     staying_.assign(batch + 1, 0);
   }
@@ -184,6 +186,8 @@ struct Packs {
         shared.push_back(pack);
         reads += config.item_price(config.pack_prices, size, tokens, false, tails);
         work += config.item_price(config.bin_prices, size, tokens, false, tails);
+        if (!config.by_warps(size, false))
+          add_computing(config.item_price(config.pack_prices, size, tokens, false, tails), tokens + tails, config);
         continue;
       }
       const bool parts = size > 1 && parts_pay(pack, seq_lens, config);
@@ -215,13 +219,21 @@ struct Packs {
   // Packs that are a work item each until they are cut, as even as can be.
   void split_queries(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
     const int32_t pieces = int32_t(config.pieces(count, end - start));
+    int64_t wide = 0;
     for (int32_t i = 0, from = 0; i < pieces; ++i) {
       const int32_t to = pieces == 1 ? count : int32_t(int64_t(count) * (i + 1) / pieces);
       (to - from > 1 ? shared : single).push_back(Pack{start, end, first + from, to - from});
       work += config.uncut_price(config.bin_prices, to - from, end - start);
       reads += config.pack_price(to - from, end - start);
+      if (!config.by_warps(to - from, config.in_row_slices(to - from, end - start)))
+        wide += config.item_price(config.pack_prices, to - from, end - start, false);
       from = to;
     }
+    if (count > 1) add_computing(wide, end - start, config);
+  }
+
+  void add_computing(int64_t price, int64_t tokens, const Config& config) {
+    computing += std::max<int64_t>(0, price - tokens * config.token_bytes);
   }
 
   std::vector<int32_t> starts_, leaves_;

@@ -96,6 +96,8 @@ struct WideLimits {
 struct Config {
   int64_t token_bytes = 0, part_bytes = 0;  // traffic
   int64_t turn_price = 0, bin_end_price = 0, wave_price = 0;
+  int64_t narrow_first_price =
+      0;  // from how much computing beyond reading on every second worker runs narrow items first; 0: none does
   int group = 1, runs = 1, workers = 1, max_queries = 1, few_queries = 1, warp_queries = 0;
   // A query of more than `slice_rows` rows, with up to `slices_tokens` tokens, is run in slices of so many.
   int64_t slices_tokens = -1;
@@ -121,6 +123,7 @@ struct Config {
     in_range("a turn's price", turn_price, 0, kMaxItemPrice);
     in_range("the price of a bin's end", bin_end_price, 0, kMaxItemPrice);
     in_range("a wave's price", wave_price, 0, kMaxItemPrice);
+    in_range("the price of narrow items first", narrow_first_price, 0, kMaxItemPrice);
     pack_prices.check(max_queries, "");
     bin_prices.check(max_queries, " in bins");
     in_range("the number of short_tokens", int64_t(short_tokens.size()), max_queries + 1, max_queries + 1);

@@ -62,6 +62,7 @@ class PlanWriter {
     if (read.longest_with_tails > 0)
       steps = std::min(steps, (kTailGrowth * read.longest - read.longest_with_tails) / config.tails_queries);
     out[kSteps] = int32_t(steps);
+    out[kNarrowFirst] = config.narrow_first_price > 0 && packs.computing >= config.narrow_first_price;
     statistics.items = int64_t(bins_.items.size());
     statistics.parts = out[kNumSlots];
     statistics.kv_tokens = read.all;
