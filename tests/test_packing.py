@@ -353,6 +353,9 @@ def test_every_second_worker_runs_narrow_items_first_where_wide_ones_compute_for
         for threshold, first in ((per_worker - 1, True), (per_worker + 1, False), (0, False)):
             other = msgspec.structs.replace(config, tiles=msgspec.structs.replace(tiles, narrow_first_ns=threshold))
             assert make_plan(batch, other).narrow_first == first, threshold
+            alone = Batch([2_100] * len(batch.seq_lens), batch.roots)
+            wide = msgspec.structs.replace(other, tiles=other.tiles.without_warps())
+            assert not make_plan(alone, wide).narrow_first, "there are no narrow items"
 
 
 def test_the_naive_policy_packs_every_node() -> None:

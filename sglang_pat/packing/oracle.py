@@ -61,7 +61,8 @@ def packs_price(packs: list[Pack], batch: Batch, config: PackConfig) -> int:
 
 
 def narrow_first(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> bool:
-    """Whether every second worker runs narrow work items first (`Plan.narrow_first`). `packs` have any number of queries; those of one count nothing."""
+    """Whether every second worker should run narrow work items first (`Plan.narrow_first`), if there are any. `packs` have any number of queries; those
+    of one count nothing."""
     least = config.narrow_first_price
     computing = sum(
         config.computing_price(
@@ -97,6 +98,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
     items: list[WorkItem] = []
     bins = [0]
     kv_tokens, longest, longest_tail, longest_with_tails = 0, tiles.kv_tiles[-1], 0, 0
+    narrow = False
     packs = choose_packs(batch, config)
     filled = balance(split_queries(packs, seq_lens, config), seq_lens, config)
     for members in filled:
@@ -106,6 +108,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
             for query in pack.queries:
                 num_parts[query] += 1
             tile = tiles.select(tiles.warp_m if pack.in_row_slices else len(pack.queries) * config.cost.group, length)
+            narrow |= config.by_warps(len(pack.queries), pack.in_row_slices)
             grows = growing[pack.queries[0]]
             # A full window moves with the end of its request.
             back = 0 if grows else window - OPEN
@@ -124,7 +127,8 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
     if window:
         # Until the next window fills.
         steps = min([steps, *(window - length + 1 for length in lengths if length <= window)])
-    return Plan(items, bins, num_parts, steps, kv_tokens, sum(growing), narrow_first(packs, seq_lens, config))
+    first = narrow and narrow_first(packs, seq_lens, config)
+    return Plan(items, bins, num_parts, steps, kv_tokens, sum(growing), first)
 
 
 def bin_prices(plan: Plan, seq_lens: list[int], config: PackConfig) -> list[int]:

@@ -21,7 +21,8 @@
 namespace emulator {
 
 constexpr int kNamedBarriers = 16;
-constexpr int kTries = 30;  // to find a thread that is not lazy
+constexpr unsigned kSmRegisters = 65536;  // which all threads of a CTA have when it starts
+constexpr int kTries = 30;                // to find a thread that is not lazy
 constexpr size_t kStackBytes = 256 << 10, kSharedBytes = 227 << 10;
 
 class Machine {
@@ -39,6 +40,8 @@ class Machine {
     ready_.clear();
     waiting_.clear();
     hidden_.clear();
+    for_registers_.clear();
+    free_registers_ = 0;
     while (stacks_.size() < threads) stacks_.push_back(std::make_unique<Stack>());
     threads_ = std::vector<Thread>(threads);
     warps_ = std::vector<Warp>(threads / kWarpSize);
@@ -51,6 +54,7 @@ class Machine {
     }
     for (unsigned i = 0; i < threads; ++i) {
       threads_[i].index = i;
+      threads_[i].registers = int(kSmRegisters / threads / 8 * 8);
       ready_.push_back(&threads_[i]);
     }
     while (alive_ > 0 && error_.empty()) {
@@ -135,6 +139,30 @@ class Machine {
       wake(barrier.waiting);
     }
     return barrier.result;
+  }
+
+  // Arrives there without waiting.
+  void arrive_named(int id, int expected) {
+    NamedBarrier& barrier = named_[id];
+    if (barrier.arrived > 0 && barrier.expected != expected) fail("a barrier with two numbers of threads");
+    barrier.expected = expected;
+    if (++barrier.arrived < expected) return;
+    barrier.result = barrier.count;
+    barrier.arrived = barrier.count = 0;
+    wake(barrier.waiting);
+  }
+
+  // This thread's registers from now on: it gives some back, or waits until as many are there.
+  void set_registers(int count, bool more) {
+    int& own = current_->registers;
+    if (more ? count < own : count > own) fail("registers grow to fewer, or shrink to more");
+    while (free_registers_ < count - own) {
+      for_registers_.push_back(current_);
+      wait();
+    }
+    free_registers_ += own - count;
+    own = count;
+    wake(for_registers_);
   }
 
   // The same for the whole CTA.
@@ -289,6 +317,7 @@ class Machine {
     for (const auto& [at, threads] : waiting_)
       if (!threads.empty())
         text += std::to_string(threads.size()) + " at the barrier in shared memory at " + std::to_string(at) + ", ";
+    if (!for_registers_.empty()) text += std::to_string(for_registers_.size()) + " for registers, ";
     int lanes = 0;
     for (const Warp& warp : warps_) lanes += warp.arrived;
     return text + std::to_string(lanes) + " for others of their warp";
@@ -308,6 +337,8 @@ class Machine {
   std::vector<Warp> warps_;
   std::vector<bool> lazy_;  // warps that others mostly overtake
   std::vector<NamedBarrier> named_;
+  std::vector<Thread*> for_registers_;  // that wait for some
+  int free_registers_ = 0;
   std::unordered_map<uint32_t, std::vector<Thread*>> waiting_;
   std::unordered_set<uint32_t> hidden_;  // pieces of 16 bytes in shared memory that were copied there, with no fence since
 };

@@ -142,10 +142,15 @@ inline int lane_id() { return thread_of<32>(); }
 inline int warp_id() { return int(threadIdx.x / 32); }
 
 inline void sync_threads(int id, int threads) { machine->sync(id, threads); }
-template <int>
-void shrink_registers() {}
-template <int>
-void grow_registers() {}
+inline void arrive_threads(int id, int threads) { machine->arrive_named(id, threads); }
+template <int kRegisters>
+void shrink_registers() {
+  machine->set_registers(kRegisters, false);
+}
+template <int kRegisters>
+void grow_registers() {
+  machine->set_registers(kRegisters, true);
+}
 inline void nap() {}
 
 inline void init_barrier(uint32_t barrier, int arrivals) { machine->init_barrier(barrier, arrivals); }

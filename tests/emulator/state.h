@@ -34,6 +34,7 @@ struct Product {
 struct Thread {
   unsigned index;
   bool started = false;
+  int registers;
   ucontext_t start;
   jmp_buf at;
   std::deque<Pending> pending;

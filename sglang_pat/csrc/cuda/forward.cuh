@@ -122,8 +122,14 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
     const bool wide = S::kHasWide && __shfl_sync(~0u, items.count(kWide) > 0 && (first == kOthers) == items.wide_last(), 0);
     // Whether the items that are not wide follow those that are, or the other way round.
     const auto others_left = [&](bool wide) { return items.wide_last() ? !wide & (items.count(kWide) > 0) : wide; };
+    // Where the warps that load wait, before they take registers back, until the others have got theirs: else those would wait for registers, and these
+    // for the end of the pass. Of barriers that the pass does not use otherwise.
+    const int grown = wide ? kTeamBarrier + kMostTeams : kWideBarrier;
     if (thread_of_cta() < S::kComputing) {
-      if constexpr (kTradeRegisters) grow_registers<kComputeRegisters<kDim>>();
+      if constexpr (kTradeRegisters) {
+        grow_registers<kComputeRegisters<kDim>>();
+        arrive_threads(grown, kThreads);
+      }
       // Which kind it was: what the compiler cannot know keeps the other branch's code out of this one, and so in its place in memory.
       if (wide) {
         if constexpr (S::kHasWide) run_wide<T, Kv, kDim, kVDim, kMs>(p, items, memory);
@@ -157,7 +163,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
       if (!left & !items.more()) break;
       first = left ? kOthers : items.next();
       if constexpr (kTradeRegisters) {
-        sync_threads(kProducerBarrier, producer_threads(kDim));
+        sync_threads(grown, kThreads);
         grow_registers<kFirstRegisters<kDim>>();
       }
     }

@@ -103,6 +103,11 @@ __device__ __forceinline__ void sync_threads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Arrives there without waiting.
+__device__ __forceinline__ void arrive_threads(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 __device__ __forceinline__ void nap() { asm volatile("nanosleep.u32 0;"); }
 
 // Gives this warpgroup's registers beyond `kRegisters` a thread away, or waits for as many.

@@ -43,9 +43,11 @@ class PlanWriter {
   }
 
  private:
-  // Tokens of all work items, of the longest one, of the longest tail that grows, and of the longest one with several tails.
+  // Tokens of all work items, of the longest one, of the longest tail that grows, and of the longest one with several tails; and whether single
+  // warps run some.
   struct Tokens {
     int64_t all, longest, longest_tail, longest_with_tails;
+    bool narrow;
   };
 
   template <typename Grows>
@@ -62,7 +64,7 @@ class PlanWriter {
     if (read.longest_with_tails > 0)
       steps = std::min(steps, (kTailGrowth * read.longest - read.longest_with_tails) / config.tails_queries);
     out[kSteps] = int32_t(steps);
-    out[kNarrowFirst] = config.narrow_first_price > 0 && packs.computing >= config.narrow_first_price;
+    out[kNarrowFirst] = read.narrow && config.narrow_first_price > 0 && packs.computing >= config.narrow_first_price;
     statistics.items = int64_t(bins_.items.size());
     statistics.parts = out[kNumSlots];
     statistics.kv_tokens = read.all;
@@ -94,7 +96,7 @@ class PlanWriter {
   template <typename Grows>
   Tokens write_items(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out,
                      Statistics& statistics, Grows grows) const {
-    Tokens read{0, config.kv_tiles.back(), 0, 0};
+    Tokens read{0, config.kv_tiles.back(), 0, 0, false};
     int32_t* row = out + out[kItems];
     int32_t* queries = out + out[kQueries];
     const int32_t single_tile = config.query_tile(1), window = config.window;
@@ -113,6 +115,7 @@ class PlanWriter {
       row[kItemQueries] = item.count;
       row[kTileN] = config.kv_tile(shared);
       row[kTails] = item.tails;
+      read.narrow |= config.by_warps(item.count, bins_.in_row_slices[i]);
       if (item.count == 1) {
         row[kTileM] = bins_.in_row_slices[i] ? config.slice_rows : single_tile;
         queries[first] = members[0];
