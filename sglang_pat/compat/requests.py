@@ -45,7 +45,7 @@ def tokens(req: Any, start: int, stop: int) -> tuple[int, ...]:
 
 
 def decode_len(req: Any) -> int:
-    """The request's length in its next decode step; 0 while its prompt is incomplete."""
+    """The request's length in its next decode step; 0 while its prompt is incomplete. Not for a chunk: a request that was retracted has output then."""
     return len(req.origin_input_ids) + len(req.output_ids) if req.output_ids else 0
 
 

@@ -248,7 +248,9 @@ def _on_add_chunk(result: Any, adder: Any, req: Any) -> None:
 
 def _on_cached(result: Any, cache: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     _tell_siblings(lambda siblings: siblings.ended(req))
-    _tell_all(cache, lambda observer: observer.on_cached(cache, req))
+    # 0.5.23 caches a chunk like the rest; there a retracted request finds most of itself in the tree.
+    chunk = bool(kwargs.get("chunked"))
+    _tell_all(cache, lambda observer: observer.on_cached(cache, req, chunk))
 
 
 def _on_release(release: Callable[..., Any], req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> Any:

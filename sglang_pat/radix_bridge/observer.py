@@ -77,14 +77,14 @@ class Observer:
                 continue
             self._follow(cache, req, request)
 
-    def on_cached(self, cache: Any, req: Any) -> None:
-        """`req` was just cached: its row holds the tree's slots for its whole path."""
+    def on_cached(self, cache: Any, req: Any, chunk: bool = False) -> None:
+        """`req` was just cached, or a chunk of it: its row holds the tree's slots for its whole path."""
         if cache.disable or req.finished():
             return
         request = compat.requests.number(cache.req_to_token_pool, req)
         if request is None:
             return
-        self._follow(cache, req, request, compat.requests.decode_len(req))
+        self._follow(cache, req, request, 0 if chunk else compat.requests.decode_len(req))
 
     def on_finishing(self, requests: list[int]) -> None:
         """The last tokens of `requests` are being computed; the next batch does not include them."""
