@@ -128,7 +128,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser(
         prog="python -m sglang_pat.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--head-dim", type=int, choices=[d for d in capabilities.HEAD_DIMS if d <= 128], default=128)
+    parser.add_argument(
+        "--head-dim",
+        type=int,
+        choices=[d for d in capabilities.HEAD_DIMS if d <= capabilities.MEASURED_DIM],
+        default=capabilities.MEASURED_DIM,
+    )
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument(
         "--only",

@@ -141,6 +141,25 @@ def test_times_that_are_too_long_for_a_plan_are_the_tables_fault(tmp_path: Path)
         raise ValueError("other")
 
 
+def test_a_table_without_prices_for_a_model_is_not_used_silently(tmp_path: Path) -> None:
+    """Such as one that was measured with another head dimension, or before there were prices with FP8 KV."""
+    path = tmp_path / "mine.json"
+    known = devices.load(devices.TABLES / "h200.json")
+    for dim, bits, table in (
+        (128, 16, msgspec.structs.replace(known, head_dim=64)),
+        (128, 16, msgspec.structs.replace(known, prices=known.prices[1:])),
+        (64, 8, msgspec.structs.replace(known, prices_8bit=())),
+    ):
+        with (
+            pytest.raises(
+                devices.TablesError, match=f"mine.json .*no prices for head dimension {dim} with KV of {bits} bits"
+            ),
+            devices.used(str(path)),
+        ):
+            capabilities.tile_table("9.0a", dim, "NVIDIA H200", table, bits)
+        assert capabilities.tile_table("9.0a", 256, "NVIDIA H200", table).token_ns == (), "it cannot be measured there"
+
+
 def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "table.json").write_text("{}")
     with pytest.raises(

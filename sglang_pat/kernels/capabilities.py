@@ -56,6 +56,10 @@ GROUP_ROWS = 64
 """Rows of a wide tile that a group of warps computes (`kGroupRows` in csrc/cuda/tiles.h)."""
 
 
+MEASURED_DIM = 128
+"""The largest head dimension whose tiles `sglang_pat.tune` measures."""
+
+
 def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
     """Every m of an architecture's kernels; 128 and 192 rows take several warpgroups (csrc/cuda/threads.cuh, `groups`).
 
@@ -101,16 +105,22 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
         gpu: The GPU's name.
         table: Prices to use instead of the GPU's own table.
         kv_bits: Bits of an element of KV. Pages of few bits have no prices where they have no wide tiles.
+
+    Raises:
+        ValueError: `table` is given, and has no prices of these tiles.
     """
     tiles = query_tiles(arch, head_dim, kv_bits)
     if tiles[-1] == NARROW_M:
         return TileTable(tiles, (KV_TILE,), (), warp_m=NARROW_M, warp_tokens=WARP_TOKENS)
-    table = table or devices.find(arch, gpu)
+    chosen, table = table, table or devices.find(arch, gpu)
     # Prices of 128 dimensions scaled up make worse plans than no prices (benchmarks/NOTES.md, 2026-11-23).
     if table is not None and head_dim <= table.head_dim:
         priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M, WARP_TOKENS, kv_bits)
         if priced is not None:
             return msgspec.structs.replace(priced, tails_m=GROUP_ROWS) if kv_bits == 16 else priced
+    # Larger dimensions cannot be measured yet (`python -m sglang_pat.tune --head-dim`): there a table is no fault.
+    if chosen is not None and head_dim <= MEASURED_DIM:
+        raise ValueError(f"it has no prices for head dimension {head_dim} with KV of {kv_bits} bits")
     return TileTable(tiles, (KV_TILE,), ())
 
 
