@@ -23,6 +23,7 @@ from sglang_pat.packing import (
     Tile,
     TileTable,
     WorkItem,
+    oracle,
     tree,
 )
 from sglang_pat.packing.balance import LEAST_STEPS, UNEVEN
@@ -329,6 +330,15 @@ def test_single_warps_take_as_long_for_one_token_as_for_those_that_they_compute_
     assert narrow.item_price(1, 1, False) == narrow.item_price(1, 16, False) < narrow.item_price(1, 17, False)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_no_requests_are_planned(tokens: int) -> None:
+    spec = AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"], query_tokens=tokens)
+    config = PackConfig.of(spec, capabilities.tile_table("9.0a", 128, "NVIDIA H200"), workers=132)
+    plan = make_plan(Batch([]), config)
+    assert plan == oracle.make_plan(Batch([]), config)
+    assert (plan.items, plan.num_parts) == ([], [])
+
+
 @pytest.mark.parametrize(
     ("queries", "heads", "found"),
     [
@@ -343,7 +353,7 @@ def test_every_second_worker_runs_narrow_items_first_where_wide_ones_compute_for
     batch = Batch(
         [2_048 + 256] * (8 * queries), [Node(0, 2_048, list(range(i * queries, (i + 1) * queries))) for i in range(8)]
     )
-    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
+    tiles = msgspec.structs.replace(capabilities.tile_table("9.0a", 128, "NVIDIA H200"), narrow_first_ns=12_000)
     config = PackConfig.of(AttentionSpec(heads, 8, 128, 128, FORMATS["bfloat16"]), tiles, workers=132)
     assert make_plan(batch, config).narrow_first == found
     price = config.computing_price(queries, 2_048)
