@@ -33,7 +33,7 @@ def architecture(text: str) -> str:
     Raises:
         argparse.ArgumentTypeError: It is none that there are kernels for.
     """
-    found = re.fullmatch(r"(\d+)\.(\d)a?", text)
+    found = re.fullmatch(r"([0-9]{1,2})\.([0-9])a?", text)
     if found is None or int(found[1]) < LEAST_CAPABILITY:
         raise argparse.ArgumentTypeError(f"{text!r} is no compute capability of {LEAST_CAPABILITY}.0 or more")
     return cuda.arch_name(int(found[1]), int(found[2]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from sglang_pat.batch.lines import BatchError
 from sglang_pat.estimate import KV_CACHES, EstimateError, estimate, read, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
-from sglang_pat.parser import Parser
+from sglang_pat.parser import Parser, count
 from sglang_pat.radix_bridge.trace import TraceError
 from sglang_pat.replay import replay
 from sglang_pat.top import TopError, top
@@ -27,17 +26,6 @@ DEFAULT_ANSWER = 256
 
 KEY = "OPENAI_API_KEY"
 """The environment variable from which SGLang's own clients take a server's key."""
-
-
-def _count(text: str) -> int:
-    """Parse a count.
-
-    Raises:
-        ArgumentTypeError: It is not a number, or is 0.
-    """
-    if re.fullmatch("[0-9]{1,9}", text) is None or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999,999,999")
-    return int(text)
 
 
 def _seconds(text: str) -> float:
@@ -122,13 +110,13 @@ def _add_estimate(commands: Any) -> None:
     )
     command.add_argument(
         "--batch",
-        type=_count,
+        type=count,
         nargs="+",
         default=[8, 32, 128, 256],
         help="batch sizes (8 32 128 256); a larger one than the file counts as the whole file",
     )
     command.add_argument(
-        "--output", type=_count, default=DEFAULT_ANSWER, help="tokens of an answer, if unknown (%(default)s)"
+        "--output", type=count, default=DEFAULT_ANSWER, help="tokens of an answer, if unknown (%(default)s)"
     )
     command.set_defaults(run=_estimate)
 
@@ -154,7 +142,7 @@ def _add_explain(commands: Any) -> None:
     command.add_argument("--url", help="in place of a file: a running server on this machine that records one")
     _add_key(command)
     command.add_argument("--output", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
-    command.add_argument("--steps", type=_count, default=20, help="plans shown, evenly spread (%(default)s)")
+    command.add_argument("--steps", type=count, default=20, help="plans shown, evenly spread (%(default)s)")
     command.add_argument("--truncated", action="store_true", help="accept a file that was cut off")
     command.set_defaults(run=_explain)
 
@@ -170,7 +158,7 @@ def _add_batch(commands: Any) -> None:
     command.add_argument("answers", type=Path, help="where records go; what is there already is not asked again")
     command.add_argument(
         "--in-flight",
-        type=_count,
+        type=count,
         default=IN_FLIGHT,
         help="requests that SGLang, each of its replicas, or each server holds at a time, at most (%(default)s)",
     )

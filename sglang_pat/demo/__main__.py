@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang_pat.demo import tiny_model, workload
 from sglang_pat.demo.server import Server
+from sglang_pat.parser import count
 
 CACHE = Path.home() / ".cache" / "sglang-pat"
 SHARED, RACERS, RACE_TOKENS = 3800, 32, 128
@@ -30,9 +31,11 @@ def main() -> int:
         "--cache", type=Path, default=CACHE, help="folder for the model and the logs (default: %(default)s)"
     )
     parser.add_argument(
-        "--questions", type=int, default=16, help="questions per tool description (default: %(default)s)"
+        "--questions", type=count, default=16, help="questions per tool description (default: %(default)s)"
     )
-    parser.add_argument("--tokens", type=int, default=24, help="tokens to generate per request (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=count, default=24, help="tokens to generate per request (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     # Servers are in sessions of their own: whoever ends the demo must not leave them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
