@@ -31,7 +31,7 @@ class Feature(msgspec.Struct, frozen=True):
         how: The flags, request field or environment variable that turn it on; empty if it is always on.
         status: How it is treated.
         shown: The tests that show it, as `file::function` below tests/.
-        asked: For a refused one: whether it is asked for; None if that depends on the model (support.py).
+        asked: For a refused one: whether it is asked for; None if that depends on the model (support.py), or if SGLang refuses it before a backend is asked.
         instead: For a refused one: what to do.
         note: What else a user should know.
     """
@@ -280,6 +280,8 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("speculative decoding on a GPU", "likewise", "test_gpu_drafts.py::test_drafts",
                "test_gpu_drafts.py::test_drafts_of_a_model_that_brings_them", "test_gpu_drafts.py::test_drafts_with_windows",
                note="draft models run on the stock backend that prefills, or on `--speculative-draft-attention-backend`; run with all of these on 0.5.17; with FP8 KV NEXTN and n-grams, behind windows n-grams and EAGLE3; where prefixes are shared, on an H200 faster than FA3 up to 32 rows (query heads / KV heads x tokens of a draft), mostly slower beyond (measured.md, Verify steps)"),
+        _refused("branching drafts with pages", "`--page-size` and `--speculative-eagle-topk` above 1, or n-grams", None,
+                 "leave out --page-size", note="SGLang allows it for some of its own backends only, and says so with a traceback"),
         _refused("other algorithms of speculative decoding", "`--speculative-algorithm DFLASH` and others", _speculates_otherwise, _LEAVE_OUT),
         _refused("speculation with drafts of changing length", "`--speculative-adaptive`", _set("speculative_adaptive"), "leave it out"),
         _refused("drafts of more than 64 tokens", "`--speculative-num-draft-tokens`",
