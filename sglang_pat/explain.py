@@ -123,7 +123,7 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
     items: list[list[Any]] = []
     bins = [0]
     for begin, behind in pairwise(plan.bins):
-        # The GPU runs the items of single warps after all others.
+        # The GPU runs the items of single warps after all others, or before them on every second worker (`Plan.narrow_first`); shown is the former.
         members = sorted(plan.items[begin:behind], key=lambda item: item.tile.m <= config.tiles.warp_m)
         others = sum(item.tile.m > config.tiles.warp_m for item in members)
         for number, item in enumerate(members):

@@ -128,8 +128,10 @@ def _count(packs: list[Pack], prices: list[int], config: PackConfig) -> int:
     least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.start_price(1)
     limit = max(1, work // least)
     # By measured prices only.
-    if config.wave_price > 0 and all(
-        len(pack.queries) == 1 and not config.by_warps(1, pack.in_row_slices) for pack in packs
+    if (
+        packs
+        and config.wave_price > 0
+        and all(len(pack.queries) == 1 and not config.by_warps(1, pack.in_row_slices) for pack in packs)
     ):
         alike = max(prices) - min(prices) <= max(prices) // SLACK
         return config.num_bins_of_single(limit, len(packs), work, alike)

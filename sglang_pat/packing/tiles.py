@@ -64,7 +64,7 @@ class WideSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     uneven_rows: PerSm = 0
 
 
-class TileTable(msgspec.Struct, frozen=True):
+class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tiles that a device has, and the rule that picks one.
 
     Attributes:
@@ -74,7 +74,7 @@ class TileTable(msgspec.Struct, frozen=True):
         token_ns: For each m, the time per token of one KV head; empty if not measured. It counts if the token's bytes take less. All times are
             in ns.
         item_ns: For each m, the time to start and end a work item; `CostModel.start_price` counts if it is empty.
-        warp_m: Tiles of up to so many rows are run by single warps, after the worker has done all others.
+        warp_m: Tiles of up to so many rows are run by single warps, before or after the worker has done all others (`Plan.narrow_first`).
         warp_tokens: Tokens that a single warp computes at a time: a work item of fewer takes as long. Longer ones count their tokens, as the warps of
             a worker wait for memory together.
         slice_token_ns: A query of more than `warp_m` rows can be run in slices of `warp_m` rows, by several warps of one worker; the first warp

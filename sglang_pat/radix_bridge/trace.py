@@ -25,7 +25,7 @@ from sglang_pat.radix_bridge.events import Event, NodeEvicted, RequestsExpected,
 logger = logging.getLogger(__name__)
 
 MAGIC = b"sglang-pat trace\n"
-FORMAT = 5
+FORMAT = 6
 
 LABEL = 200
 """How many characters of a client's request id a trace keeps."""

@@ -96,8 +96,8 @@ struct WideLimits {
 struct Config {
   int64_t token_bytes = 0, part_bytes = 0;  // traffic
   int64_t turn_price = 0, bin_end_price = 0, wave_price = 0;
-  int64_t narrow_first_price =
-      0;  // from how much computing beyond reading on every second worker runs narrow items first; 0: none does
+  // From how much computing beyond reading on every second worker runs narrow items first; 0: none does.
+  int64_t narrow_first_price = 0;
   int group = 1, runs = 1, workers = 1, max_queries = 1, few_queries = 1, warp_queries = 0;
   // A query of more than `slice_rows` rows, with up to `slices_tokens` tokens, is run in slices of so many.
   int64_t slices_tokens = -1;
@@ -150,7 +150,13 @@ struct Config {
   // Plans batches within the limits with `config`, which is of the same device and model. Throws std::invalid_argument where it cannot be.
   void plan_wide(const WideLimits& limits, Config config) {
     limits.check();
-    in_range("max_queries of wide tiles alone", config.max_queries, max_queries, max_queries);
+    const auto equal = [](const char* name, int64_t value, int64_t ours) { in_range(name, value, ours, ours); };
+    equal("max_queries of wide tiles alone", config.max_queries, max_queries);
+    equal("group of wide tiles alone", config.group, group);
+    equal("runs of wide tiles alone", config.runs, runs);
+    equal("workers of wide tiles alone", config.workers, workers);
+    equal("window of wide tiles alone", config.window, window);
+    equal("token_bytes of wide tiles alone", config.token_bytes, token_bytes);
     wide_limits = limits, wide_only = std::make_shared<const Config>(std::move(config));
   }
 
