@@ -122,13 +122,10 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
     const bool wide = S::kHasWide && __shfl_sync(~0u, items.count(kWide) > 0 && (first == kOthers) == items.wide_last(), 0);
     // Whether the items that are not wide follow those that are, or the other way round.
     const auto others_left = [&](bool wide) { return items.wide_last() ? !wide & (items.count(kWide) > 0) : wide; };
-    // Where the warps that load wait, before they take registers back, until the others have got theirs: else those would wait for registers, and these
-    // for the end of the pass. Of barriers that the pass does not use otherwise.
-    const int grown = wide ? kTeamBarrier + kMostTeams : kWideBarrier;
     if (thread_of_cta() < S::kComputing) {
       if constexpr (kTradeRegisters) {
         grow_registers<kComputeRegisters<kDim>>();
-        arrive_threads(grown, kThreads);
+        arrive_threads(wide ? kGrownInWide : kGrownInNarrow, kThreads);
       }
       // Which kind it was: what the compiler cannot know keeps the other branch's code out of this one, and so in its place in memory.
       if (wide) {
@@ -141,6 +138,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
       if (first == 0) {
         if constexpr (kMasks) single();
         narrow();
+        first = int(fresh(0u));  // not kept in a register meanwhile
       }
       const bool left = others_left(first != 0);
       if (!left & !items.more()) break;
@@ -158,14 +156,16 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
           Loader(p, items, memory.wide, memory.barriers).run();
           wait_copies<0>();
         }
+        if constexpr (kTradeRegisters) sync_threads(kGrownInWide, kThreads);
+        first = int(fresh(1u));
+      } else {
+        if constexpr (kTradeRegisters) sync_threads(kGrownInNarrow, kThreads);
+        first = int(fresh(0u));
       }
-      const bool left = others_left(wide);
+      const bool left = others_left(first != 0);
       if (!left & !items.more()) break;
       first = left ? kOthers : items.next();
-      if constexpr (kTradeRegisters) {
-        sync_threads(grown, kThreads);
-        grow_registers<kFirstRegisters<kDim>>();
-      }
+      if constexpr (kTradeRegisters) grow_registers<kFirstRegisters<kDim>>();
     }
     __syncthreads();
   }
