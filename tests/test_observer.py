@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat import compat
@@ -108,3 +109,19 @@ def test_subscribers_hear_what_the_mirror_hears(observer: Observer, running: lis
     observer.on_released(numbers(running)[0])
     observer.on_reset()
     assert [type(event).__name__ for event in heard] == [*["RequestWithdrawn"] * 2, "RequestReleased", "TreeReset"]
+
+
+def test_a_chunk_of_a_request_that_was_retracted_does_not_decode_next(observer: Observer, running: list[Req]) -> None:
+    """It has output from before. Plans made ahead are for requests that decode next."""
+    heard: list[Any] = []
+    observer.subscribers.append(heard.append)
+    cache = RadixCache.create_simulated()
+    cache.req_to_token_pool = POOL
+    req = running[0]
+    req.last_node = cache.root_node
+    req.output_ids.extend([1, 2])
+    for options, length in (({"chunked": True}, 0), ({}, 14)):
+        hooks._on_cached(None, cache, req, **options)
+        bound = [event for event in heard if isinstance(event, RequestBound)]
+        assert (bound[-1].request, bound[-1].length) == (numbers(running)[0], length)
+    assert observer.faults == 0
