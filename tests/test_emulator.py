@@ -57,9 +57,10 @@ CHANGES: dict[str, emulated.Change] = {
     "ring: V does not wait for an empty stage": ("ring.cuh", "    cursor.wait_empty();", "    if (!kIsV) cursor.wait_empty();"),
     "ring: Q does not wait for an empty buffer": ("ring.cuh", "queries_.wait_empty();", ""),
     "forward: narrow items do not wait for wide ones": (
-        "forward.cuh", "kMs>(p, items, memory);\n      } else", "kMs>(p, items, memory), single(), narrow();\n      } else",
+        "forward.cuh", "kMs>(p, items, memory);\n        first", "kMs>(p, items, memory), single(), narrow();\n        first",
     ),
     "narrow first: wide items do not wait for them": ("forward.cuh", "    __syncthreads();\n  }\n}", "  }\n}"),
+    "narrow first: registers are taken back before the others have theirs": ("forward.cuh", "sync_threads(kGrownInNarrow, kThreads)", ""),
     "narrow first: wide items are forgotten": ("forward.cuh", "!wide & (items.count(kWide) > 0)", "false"),
     "forward: barriers are as the last look-up left them": ("forward.cuh", "if constexpr (S::kHasWide) memory", "if (S::kHasWide && first == 0) memory"),
     "forward: teams of two phases have one barrier": ("narrow_rows.cuh", "kPhase * kMostTeams", "0"),
