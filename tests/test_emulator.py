@@ -141,6 +141,24 @@ def cases(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
     return found if dims == EQUAL else [with_nothing_behind_v(case) for case in found]
 
 
+def fault_of_run(run: Run, seeds: int) -> str:
+    """What is wrong with its results in some order of threads, if anything."""
+    try:
+        run.check_in_any_order(TOLERANCE[torch.bfloat16], seeds)
+    except (AssertionError, RuntimeError) as error:
+        return str(error) or "wrong results"
+    return ""
+
+
+def run_for(workers: int, case: Case, change: emulated.Change) -> Run:
+    """With a plan for so few workers."""
+    tiles = capabilities.tile_table(ARCH, 128)
+    run = Run(case, emulated.Decoder(case.spec, tiles, ARCH, change, torch.bfloat16), tiles)
+    run.plan = case.plan(tiles, workers)
+    run.make_workspace(int(run.plan[2]))
+    return run
+
+
 def fault_of_pages(change: emulated.Change) -> str:
     """The same where KV is in pages of few bits. Q has the products' dtype: it is converted nowhere, which waits for all copies."""
     dtype = torch.float16
@@ -157,10 +175,8 @@ def fault_of_pages(change: emulated.Change) -> str:
     ):
         case = Paged(batch, heads, kv_heads, 128, "int4", dtype)
         run = Run(case, emulated.Decoder(case.spec, tiles, ARCH, change, dtype), tiles)
-        try:
-            run.check_in_any_order(TOLERANCE[torch.bfloat16], seeds=3)
-        except (AssertionError, RuntimeError) as error:
-            return str(error) or "wrong results"
+        if found := fault_of_run(run, seeds=3):
+            return found
     for seed in range(8):
         stored = Stored("int4", 2, 4, run.decoder, dtype)
         run.decoder.seed(1000 * seed)
@@ -174,34 +190,20 @@ def fault_of_pages(change: emulated.Change) -> str:
 
 def fault_of_tails(change: emulated.Change) -> str:
     """The same of work items with tails."""
-    dtype, tiles = torch.bfloat16, capabilities.tile_table(ARCH, 128)
     batch = Batch([630, 650, 700, 701, 740, 608, 665], [Node(0, 600, list(range(7)))])
-    case = Case(batch, 64, 1, 128, 128, dtype)
+    case = Case(batch, 64, 1, 128, 128, torch.bfloat16)
     case.k[case.table[case.rows[1:4], 600:640].long()] *= 8
-    run = Run(case, emulated.Decoder(case.spec, tiles, ARCH, change, dtype), tiles)
-    run.plan = case.plan(tiles, workers=1)
-    run.make_workspace(int(run.plan[2]))
+    run = run_for(1, case, change)
     assert any(item.tails for item in layout.work_items(run.plan.numpy()))
-    try:
-        run.check_in_any_order(TOLERANCE[dtype], seeds=4)
-    except (AssertionError, RuntimeError) as error:
-        return str(error) or "wrong results"
-    return ""
+    return fault_of_run(run, seeds=4)
 
 
 def fault_of_narrow_first(change: emulated.Change) -> str:
     """The same where every second worker runs narrow items first."""
-    dtype, tiles = torch.bfloat16, capabilities.tile_table(ARCH, 128)
-    case = Case(Batch([340] * 40, [Node(0, 300, list(range(40)))]), 12, 3, 128, 128, dtype)
-    run = Run(case, emulated.Decoder(case.spec, tiles, ARCH, change, dtype), tiles)
-    run.plan = case.plan(tiles, workers=3)
-    run.make_workspace(int(run.plan[2]))
+    case = Case(Batch([340] * 40, [Node(0, 300, list(range(40)))]), 12, 3, 128, 128, torch.bfloat16)
+    run = run_for(3, case, change)
     run.plan[layout.HEADER.index("narrow_first")] = 1
-    try:
-        run.check_in_any_order(TOLERANCE[dtype], seeds=4)
-    except (AssertionError, RuntimeError) as error:
-        return str(error) or "wrong results"
-    return ""
+    return fault_of_run(run, seeds=4)
 
 
 def several_look_ups(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
@@ -221,10 +223,8 @@ def fault(
     decoder = emulated.Decoder(spec_of(dtype, *dims), tiles, ARCH, change)
     for number, case in enumerate(cases(dtype, dims)):
         for policy in ("optimal", "naive"):
-            try:
-                Run(case, decoder, tiles, policy).check_in_any_order(TOLERANCE[torch.bfloat16], seeds=3)
-            except (AssertionError, RuntimeError) as error:
-                return f"case {number}, {policy}: {error or 'wrong results'}"
+            if found := fault_of_run(Run(case, decoder, tiles, policy), seeds=3):
+                return f"case {number}, {policy}: {found}"
     return ""
 
 

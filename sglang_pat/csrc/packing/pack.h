@@ -60,6 +60,7 @@ struct Packs {
   // are laid out in bins.
   int64_t reads = 0, work = 0;
   // What wide work items of several queries cost beyond reading each pack's KV once (PackConfig.computing_price).
+  // Only where it counts.
   int64_t computing = 0;
   int64_t most_tails = 0;  // tokens of tails that a work item may have behind what its queries share
 
@@ -184,10 +185,10 @@ struct Packs {
       const int64_t tokens = prefix.end - start, tails = tail_tokens(pack, seq_lens);
       if (size > 1 && tails <= most_tails) {
         shared.push_back(pack);
-        reads += config.item_price(config.pack_prices, size, tokens, false, tails);
+        const int64_t price = config.item_price(config.pack_prices, size, tokens, false, tails);
+        reads += price;
         work += config.item_price(config.bin_prices, size, tokens, false, tails);
-        if (!config.by_warps(size, false))
-          add_computing(config.item_price(config.pack_prices, size, tokens, false, tails), tokens + tails, config);
+        if (!config.by_warps(size, false)) add_computing(price, tokens + tails, config);
         continue;
       }
       const bool parts = size > 1 && parts_pay(pack, seq_lens, config);
@@ -219,17 +220,18 @@ struct Packs {
   // Packs that are a work item each until they are cut, as even as can be.
   void split_queries(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
     const int32_t pieces = int32_t(config.pieces(count, end - start));
+    const bool computes = count > 1 && config.narrow_first_price > 0;
     int64_t wide = 0;
     for (int32_t i = 0, from = 0; i < pieces; ++i) {
       const int32_t to = pieces == 1 ? count : int32_t(int64_t(count) * (i + 1) / pieces);
       (to - from > 1 ? shared : single).push_back(Pack{start, end, first + from, to - from});
       work += config.uncut_price(config.bin_prices, to - from, end - start);
       reads += config.pack_price(to - from, end - start);
-      if (!config.by_warps(to - from, config.in_row_slices(to - from, end - start)))
+      if (computes && !config.by_warps(to - from, config.in_row_slices(to - from, end - start)))
         wide += config.item_price(config.pack_prices, to - from, end - start, false);
       from = to;
     }
-    if (count > 1) add_computing(wide, end - start, config);
+    if (computes) add_computing(wide, end - start, config);
   }
 
   void add_computing(int64_t price, int64_t tokens, const Config& config) {
