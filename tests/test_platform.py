@@ -27,7 +27,13 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def arguments(**chosen: Any) -> SimpleNamespace:
-    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend", "speculative_algorithm")
+    fields = (
+        "attention_backend",
+        "prefill_attention_backend",
+        "decode_attention_backend",
+        "speculative_algorithm",
+        "grammar_backend",
+    )
     others = {"enable_two_batch_overlap": False, "enable_dp_attention": False, "pp_size": 1}
     return SimpleNamespace(**(dict.fromkeys(fields) | others | chosen))
 

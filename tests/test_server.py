@@ -100,6 +100,22 @@ def test_nested_prefixes_of_mixed_lengths(
     assert max(map(int, counters["query_sizes"])) >= 6
 
 
+def test_answers_keep_to_a_grammar(servers: dict[str, Server]) -> None:
+    """SGLang's default grammar backend would end a server without a GPU (`CpuPlatform`)."""
+    grammars = [{"regex": "[0-9]{3}-[a-c]{4}"}, {"json_schema": json.dumps({"enum": ["Rome", "Oslo"]})}, {}]
+
+    def answer(number: int) -> str:
+        sampling = {"temperature": 0, "max_new_tokens": 64, **grammars[number % 3]}
+        return servers["plain"].post("/generate", {"text": f"{number} of many", "sampling_params": sampling})["text"]
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(answer, range(12)))
+    assert all(re.fullmatch("[0-9]{3}-[a-c]{4}", text) for text in answers[::3]), answers
+    # JSON may begin with spaces, and answers end somewhere.
+    assert all(text.strip() in ("", '"Rome"', '"Oslo"') for text in answers[1::3]), answers
+    assert_sound(servers["plain"])
+
+
 def test_packing_can_be_watched(servers: dict[str, Server], capsys: pytest.CaptureFixture[str]) -> None:
     """In SGLang's own metrics, in its log, and in a terminal."""
     server = servers["plain"]

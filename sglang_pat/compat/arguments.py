@@ -98,6 +98,17 @@ def use_one_pool(server_args: Any) -> None:
         server_args.disable_hybrid_swa_memory = True
 
 
+GRAMMARS = "llguidance"
+"""A grammar backend that computes on a CPU. SGLang's default, xgrammar, pins memory, which needs a GPU: the first request with a JSON schema or a regular
+expression would end the server."""
+
+
+def choose_grammar_backend(server_args: Any) -> None:
+    """Choose GRAMMARS if nobody chose a grammar backend."""
+    if server_args.grammar_backend is None:
+        server_args.grammar_backend = GRAMMARS
+
+
 LISTED = "fa3"
 """An attention backend that is in every one of SGLang's lists of backends for a model."""
 

@@ -70,11 +70,13 @@ class Server:
         self.log = log
         self._backend = backend
         selection = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+        # SGLang's default needs a package that a GPU host for tests may lack.
+        grammars = [] if on_cpu else ["--grammar-backend", "none"]
         if on_cpu and backend != "pat":
             # torch_native alone does not wake the CPU platform (platform/__init__.py), so it is named.
             selection["SGLANG_PLATFORM"] = platform.NAME
         arguments = ["--model-path", str(model), "--attention-backend", backend, "--host", "127.0.0.1", "--port", str(port),
-                     *nccl_port, "--grammar-backend", "none", "--sleep-on-idle", *arguments]  # fmt: skip
+                     *nccl_port, *grammars, "--sleep-on-idle", *arguments]  # fmt: skip
         variables = {**os.environ, "HF_HUB_OFFLINE": "1", **selection, **(environment or {})}
         with log.open("w") as output:
             self._process = self._start([*command, *arguments], variables, output)
