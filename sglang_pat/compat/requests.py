@@ -94,6 +94,14 @@ def unfinished(batch: Any) -> int | None:
     return None if chunked is None else row(chunked)
 
 
+def is_chunk(arguments: dict[str, Any]) -> bool:
+    """Whether a cache that was called with these keyword arguments to keep a request's KV was called for a chunk of its prompt.
+
+    0.5.23 keeps a chunk like the rest; there a retracted request finds most of itself in the tree.
+    """
+    return bool(arguments.get("chunked"))
+
+
 def no_more_requests() -> Any:
     """What `PrefillAdder.add_one_req` returns when a step can take no more requests."""
     from sglang.srt.managers.schedule_policy import AddReqResult

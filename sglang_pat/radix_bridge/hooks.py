@@ -248,8 +248,7 @@ def _on_add_chunk(result: Any, adder: Any, req: Any) -> None:
 
 def _on_cached(result: Any, cache: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     _tell_siblings(lambda siblings: siblings.ended(req))
-    # 0.5.23 caches a chunk like the rest; there a retracted request finds most of itself in the tree.
-    chunk = bool(kwargs.get("chunked"))
+    chunk = compat.requests.is_chunk(kwargs)
     _tell_all(cache, lambda observer: observer.on_cached(cache, req, chunk))
 
 
