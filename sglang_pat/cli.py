@@ -16,7 +16,7 @@ from sglang_pat.batch.lines import BatchError
 from sglang_pat.estimate import KV_CACHES, EstimateError, estimate, read, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
-from sglang_pat.parser import Parser, count
+from sglang_pat.parser import Parser, count, printable
 from sglang_pat.radix_bridge.trace import TraceError
 from sglang_pat.replay import replay
 from sglang_pat.top import TopError, top
@@ -61,14 +61,15 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (TraceError, TopError, EstimateError, explain.ExplainError, BuildError, BatchError) as error:
-        print(f"sglang-pat: {error}", file=sys.stderr)
+        print(f"sglang-pat: {printable(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:
         # Python must not try to write the rest again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
-        print(f"sglang-pat: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
+        said = f"{error.filename or 'the output'}: {error.strerror or error}"
+        print(f"sglang-pat: {printable(said)}", file=sys.stderr)
         return 2
 
 

@@ -116,7 +116,7 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
     try:
         plan = make_plan(batch, config)
     except ValueError as error:
-        raise trace.TraceError(f"a batch cannot be planned: {error}") from None
+        raise ExplainError(f"a batch cannot be planned: {error}") from None
     config = for_batch(batch, config)
     cost, laid_out = config.cost, config.for_bins
     packs: dict[tuple[int, ...], int] = {}
@@ -193,7 +193,7 @@ def explain(path: Path, output: Path, steps: int = 20, truncated: bool = False) 
 
     Raises:
         TraceError: The file is no trace, or not a whole one.
-        ExplainError: It has no plan, or plotly is missing.
+        ExplainError: It has no plan, or one that cannot be made; plotly is missing.
     """
     plotly = _plotly()
     total = sum(isinstance(record, trace.PlanMade) for record in trace.read(path, truncated))
@@ -202,8 +202,12 @@ def explain(path: Path, output: Path, steps: int = 20, truncated: bool = False) 
     chosen = _spread(total, steps)
     shown = []
     for number, (header, step, names, batch) in enumerate(recorded(path, truncated)):
-        if number in chosen:
+        if number not in chosen:
+            continue
+        try:
             shown.append(describe(step, names, batch, header.config))
+        except ExplainError as error:
+            raise ExplainError(f"{path}, step {step}: {error}") from None
     _write(output, plotly, header.config, header.layers, total, shown)
     return len(shown)
 

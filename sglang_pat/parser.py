@@ -11,7 +11,12 @@ class Parser(argparse.ArgumentParser):
     """Says in one sentence what is wrong with an argument."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
+
+
+def printable(text: str) -> str:
+    """The text with escapes in place of what a terminal would obey but for ends of lines: names of files and arguments may come from others."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
 
 
 def count(text: str) -> int:

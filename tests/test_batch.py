@@ -595,6 +595,15 @@ def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
     assert records["batch_req_6"]["error"]["code"] == "invalid_line"
 
 
+def test_a_flag_that_there_is_not_is_one_sentence(tmp_path: Path) -> None:
+    """SGLang would print all that there are, too."""
+    (tmp_path / "in").write_text(json.dumps(completion("abc")) + "\n")
+    assert job(tmp_path, tmp_path, "--chunked-prefil-size", "64").wait(600) == 2
+    said = (tmp_path / "log").read_text().splitlines()
+    assert said[-1].startswith("sglang-pat batch: unrecognized arguments: --chunked-prefil-size"), said
+    assert not any("usage:" in line for line in said)
+
+
 @pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.once

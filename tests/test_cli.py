@@ -71,6 +71,8 @@ def test_numbers_may_be_large(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "/"], "/ cannot be read: Is a directory"),
         (["explain", "/dev/null"], "/dev/null is not a trace of sglang-pat"),
         (["replay", "/no/trace"], "/no/trace cannot be read: No such file or directory"),
+        (["replay", "\x1b[31m\rtrace"], "\\x1b[31m\\rtrace cannot be read"),
+        (["top", "\x1b[31m"], "unrecognized arguments: \\x1b[31m"),
         (["replay", ""], ". cannot be read: Is a directory"),
         (["replay", "/dev/zero", "--truncated"], "/dev/zero is not a trace of sglang-pat"),
     ],

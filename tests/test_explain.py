@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from trees import batches, configs
 
 from sglang_pat import cli
-from sglang_pat.explain import describe, explain, recorded
+from sglang_pat.explain import ExplainError, describe, explain, recorded
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, POLICIES, AttentionSpec, Batch, PackConfig, tree
 from sglang_pat.packing.oracle import for_batch
@@ -56,7 +56,7 @@ def record(path: Path, requests: int, levels: int, plans: int) -> None:
 
 def test_a_batch_that_cannot_be_planned_is_one_sentence() -> None:
     dear = msgspec.structs.replace(CONFIG, tiles=msgspec.structs.replace(TILES, token_ns=(1e8,) * 5))
-    with pytest.raises(trace.TraceError, match=r"a batch cannot be planned: .* must be "):
+    with pytest.raises(ExplainError, match=r"a batch cannot be planned: .* must be "):
         describe(0, ["a request"], Batch([10]), dear)
 
 

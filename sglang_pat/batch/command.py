@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_pat.batch import job, servers
 from sglang_pat.batch.lengths import usage_of
 from sglang_pat.batch.lines import BatchError, Failure, Json, Output, Request, Source, refusal
+from sglang_pat.parser import Parser
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -29,12 +30,17 @@ def engine(flags: Sequence[str]) -> Engine:
 
     Raises:
         BatchError: There is no such model, or it is not served with these flags.
+        SystemExit: There is no such flag.
     """
     import sglang
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     load_plugins()
+    if "--config" not in flags:  # or what is missing here may be there
+        parser = Parser(prog="sglang-pat batch", add_help=False)
+        ServerArgs.add_cli_args(parser)
+        parser.parse_args(flags)  # which ends in one sentence, while SGLang's own parser also prints all its flags
     # A file may have them too, and flags would win over it.
     added = [] if "--config" in flags else [word for default in DEFAULTS.items() for word in default]
     try:
