@@ -469,7 +469,7 @@ def test_the_fall_back_of_a_small_batch_is_not_cut_either() -> None:
     cost = CostModel(128, 8, 128, 128, 2)
     config = PackConfig(
         cost,
-        msgspec.structs.replace(SMALL, wide_steps=msgspec.structs.replace(SMALL.wide_steps, tokens=10_000)),
+        msgspec.structs.replace(SMALL, wide_steps=msgspec.structs.replace(SMALL.wide_steps, small_tokens=10_000)),
         132,
         drafts=True,
     )
@@ -719,10 +719,10 @@ VALUES = {
 """Such as `config_of` wants (csrc/packing/module.cpp)."""
 
 LIMITS = {
-    "queries": [0],
-    "tokens": [0],
-    "sharing": [1],
-    "draft_tokens": [0],
+    "small_queries": [0],
+    "small_tokens": [0],
+    "small_sharing": [1],
+    "small_draft_tokens": [0],
     "little_shared_queries": [0],
     "uneven_queries": [0],
     "uneven_tokens": [0],
@@ -766,7 +766,7 @@ def test_a_scheduler_with_values_that_cannot_be_is_not_made(name: str, value: li
     NativeScheduler.load_module().destroy(create(VALUES))
     with pytest.raises(ValueError):  # noqa: PT011
         create(VALUES | {name: value})
-    # That of wide tiles alone is looked at alike.
+    # That of wide tiles only is looked at alike.
     with pytest.raises(ValueError):  # noqa: PT011
         create(VALUES, VALUES | {name: value})
 
@@ -778,8 +778,11 @@ def test_a_scheduler_is_not_made_without_all_values_or_for_limits_that_cannot_be
     for name in LIMITS:
         with pytest.raises(ValueError, match=f"a config must say {name}"):
             create(VALUES, limits={other: value for other, value in LIMITS.items() if other != name})
+    for other in ({"values": VALUES | {"grian": [8]}}, {"limits": LIMITS | {"grian": [8]}}):
+        with pytest.raises(ValueError, match="a config has no grian"):
+            create(**{"values": VALUES} | other)
     fewer = {name: value[:8] for name, value in VALUES.items() if len(value) == 9}
-    with pytest.raises(ValueError, match="max_queries of wide tiles alone"):
+    with pytest.raises(ValueError, match="max_queries of wide tiles only"):
         create(VALUES, VALUES | fewer | {"max_queries": [7], "few_queries": [7]})
     for name, value in itertools.product(LIMITS, (-1, 2**60)):
         with pytest.raises(ValueError, match=name):

@@ -33,7 +33,10 @@ TAILS = msgspec.structs.replace(
 """Up to three queries of 11 to 16 rows read what they share, and then each its tail, in one work item."""
 
 SMALL = msgspec.structs.replace(
-    IN_BINS, wide_steps=WideSteps(tokens=150, long_draft_queries=6, queries=5, sharing=2, draft_tokens=60)
+    IN_BINS,
+    wide_steps=WideSteps(
+        small_tokens=150, small_long_draft_queries=6, small_queries=5, small_sharing=2, small_draft_tokens=60
+    ),
 )
 """Small batches of drafts of more than four rows are run with tiles of 64, and others that share half of what they read or
 read little."""

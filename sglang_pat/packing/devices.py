@@ -82,7 +82,7 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         narrow_first_ns: `TileTable.narrow_first_ns`, likewise: limits from 10,000 to 20,000 are equally good on an H200 and an H100 (benchmarks/NOTES.md,
             "Narrow items first on every second SM").
         wide_steps: `TileTable.wide_steps` with KV of 16 bits and the dimension that was measured (benchmarks/NOTES.md, "Verify steps", "Where code lies
-            in memory" and "Wide tiles alone"); by default no step is.
+            in memory" and "Wide tiles only"); by default no step is.
     """
 
     gpu: str

@@ -26,8 +26,8 @@ GRAIN = 8
 at least two KV tiles (`python benchmarks/policies.py --random 200`)."""
 
 LITTLE_PERCENT = 50
-"""Requests share little if, each reading for itself, they read at most so much more than what they have together: up to there wide tiles alone took
-0.76 to 1.02 of the time in verify steps with 8 KV heads (benchmarks/NOTES.md, "Wide tiles alone")."""
+"""Requests share little if, each reading for itself, they read at most so much more than what they have together: up to there wide tiles only took
+0.76 to 1.02 of the time in verify steps with 8 KV heads (benchmarks/NOTES.md, "Wide tiles only")."""
 
 UNLIKE = 4
 """Lengths differ if the shortest is shorter than the longest by more than 1/UNLIKE of that. Those that were measured differed by a half or more
@@ -45,15 +45,15 @@ class WideLimits(msgspec.Struct, frozen=True):
     """`WideSteps` for a config: which batches it plans without tiles of single warps. Queries and tokens are counted times `CostModel.runs`.
 
     Attributes:
-        queries, tokens, sharing, draft_tokens: Of small batches.
+        small_queries, small_tokens, small_sharing, small_draft_tokens: Of small batches.
         little_shared_queries: Up to how many queries batches that share little are; 0: none is.
         uneven_queries, uneven_tokens: Up to how many queries those are whose lengths differ, and how many tokens they have at least on average.
     """
 
-    queries: int
-    tokens: int
-    sharing: int
-    draft_tokens: int
+    small_queries: int
+    small_tokens: int
+    small_sharing: int
+    small_draft_tokens: int
     little_shared_queries: int
     uneven_queries: int
     uneven_tokens: int
@@ -63,8 +63,8 @@ class WideLimits(msgspec.Struct, frozen=True):
         if not seq_lens:
             return False
         queries, own, longest = len(seq_lens) * runs, sum(seq_lens), max(seq_lens)
-        small = queries <= self.queries and tokens * runs <= self.tokens
-        if small and (tokens * runs <= self.draft_tokens or own >= self.sharing * tokens):
+        small = queries <= self.small_queries and tokens * runs <= self.small_tokens
+        if small and (tokens * runs <= self.small_draft_tokens or own >= self.small_sharing * tokens):
             return True
         few = queries <= self.little_shared_queries
         uneven = (
@@ -123,14 +123,16 @@ class PackConfig(msgspec.Struct, frozen=True):
         """Which batches are planned with `wide_only`."""
         steps, workers = self.tiles.wide_steps, self.workers
         long_drafts = self.drafts and self.tiles.query_tiles[0] < self.cost.group
-        queries, sharing = (steps.long_draft_queries, 1) if long_drafts else (steps.queries, steps.sharing)
+        queries, sharing = (
+            (steps.small_long_draft_queries, 1) if long_drafts else (steps.small_queries, steps.small_sharing)
+        )
         little_shared = steps.little_shared_long_draft_queries if long_drafts else steps.little_shared_draft_queries
         uneven_rows = steps.uneven_draft_rows if self.drafts else steps.uneven_rows
         return WideLimits(
             queries * workers,
-            steps.tokens * workers,
+            steps.small_tokens * workers,
             sharing,
-            steps.draft_tokens * workers if self.drafts else 0,
+            steps.small_draft_tokens * workers if self.drafts else 0,
             little_shared * workers if self.drafts else 0,
             steps.uneven_queries * workers if uneven_rows <= self.cost.group else 0,
             steps.uneven_tokens,
@@ -386,4 +388,4 @@ def _crossing(saved: int, more: int) -> int:
     """Up to how many tokens it pays to save `saved` once and spend `more` per token."""
     if saved <= 0:
         return 0
-    return (saved - 1) // more if more > 0 else ALWAYS
+    return min(ALWAYS, (saved - 1) // more) if more > 0 else ALWAYS

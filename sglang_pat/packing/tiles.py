@@ -36,11 +36,11 @@ class WideSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Small ones:
 
     Attributes:
-        tokens: The most tokens of a small step.
-        long_draft_queries: The most queries of a verify step whose drafts have more rows than the smallest tile; 0: such steps are never small.
-        queries: The most queries of another step; 0: they are never small.
-        sharing: Such a step is small only if its requests, each reading for itself, would read so many times as many tokens,
-        draft_tokens: or if it is a verify step and there are at most so many tokens.
+        small_tokens: The most tokens of a small step.
+        small_long_draft_queries: The most queries of a verify step whose drafts have more rows than the smallest tile; 0: such steps are never small.
+        small_queries: The most queries of another step; 0: they are never small.
+        small_sharing: Such a step is small only if its requests, each reading for itself, would read so many times as many tokens,
+        small_draft_tokens: or if it is a verify step and there are at most so many tokens.
 
     And steps whose requests share little (`prices.LITTLE_PERCENT`):
 
@@ -51,11 +51,11 @@ class WideSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         uneven_draft_rows, uneven_rows: The fewest rows of a query, in a verify step and in a decode step.
     """
 
-    tokens: PerSm = 0
-    long_draft_queries: PerSm = 0
-    queries: PerSm = 0
-    sharing: Sharing = 1
-    draft_tokens: PerSm = 0
+    small_tokens: PerSm = 0
+    small_long_draft_queries: PerSm = 0
+    small_queries: PerSm = 0
+    small_sharing: Sharing = 1
+    small_draft_tokens: PerSm = 0
     little_shared_long_draft_queries: PerSm = 0
     little_shared_draft_queries: PerSm = 0
     uneven_queries: PerSm = 0

@@ -13,6 +13,8 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "scheduler.h"
@@ -53,30 +55,44 @@ T* data(const TensorView& tensor, const char* name, int64_t size) {
   return begin;
 }
 
-// What `create` is told of a config, each by its name: a number or several.
+// What `create` is told of a config, each by its name: a number or several. Every name has to be asked for.
 using Values = tvm::ffi::Map<tvm::ffi::String, tvm::ffi::Array<int64_t>>;
 
-tvm::ffi::Array<int64_t> of(const Values& values, const char* name) {
-  TVM_FFI_CHECK(values.count(name) > 0, ValueError) << "a config must say " << name;
-  return values[name];
-}
+class Named {
+ public:
+  explicit Named(const Values& values) : values_(values) {}
 
-template <typename T>
-std::vector<T> list(const Values& values, const char* name) {
-  std::vector<T> found;
-  for (const int64_t value : of(values, name))
-    found.push_back(T(pat::in_range(name, value, std::numeric_limits<T>::min(), std::numeric_limits<T>::max())));
-  return found;
-}
+  int64_t number(const char* name) {
+    const auto found = of(name);
+    TVM_FFI_CHECK(found.size() == 1, ValueError) << name << " must be one number";
+    return found[0];
+  }
+  int64_t number(const char* name, int64_t least, int64_t most) { return pat::in_range(name, number(name), least, most); }
 
-int64_t number(const Values& values, const char* name) {
-  const auto found = of(values, name);
-  TVM_FFI_CHECK(found.size() == 1, ValueError) << name << " must be one number";
-  return found[0];
-}
-int64_t number(const Values& values, const char* name, int64_t least, int64_t most) {
-  return pat::in_range(name, number(values, name), least, most);
-}
+  template <typename T>
+  std::vector<T> list(const char* name) {
+    std::vector<T> found;
+    for (const int64_t value : of(name))
+      found.push_back(T(pat::in_range(name, value, std::numeric_limits<T>::min(), std::numeric_limits<T>::max())));
+    return found;
+  }
+
+  // Throws where there is a name that nobody asked for.
+  void end() const {
+    for (const auto& [name, numbers] : values_)
+      TVM_FFI_CHECK(asked_.count(std::string(name)) > 0, ValueError) << "a config has no " << std::string(name);
+  }
+
+ private:
+  tvm::ffi::Array<int64_t> of(const char* name) {
+    TVM_FFI_CHECK(values_.count(name) > 0, ValueError) << "a config must say " << name;
+    asked_.insert(name);
+    return values_[name];
+  }
+
+  const Values& values_;
+  std::set<std::string> asked_;
+};
 
 template <typename Action>
 auto guarded(Action action) {
@@ -92,44 +108,48 @@ auto guarded(Action action) {
 }
 
 // A config by sglang_pat/packing/native.py, `_values`.
-pat::Config config_of(const Values& values) {
+pat::Config config_of(const Values& given) {
   using pat::kMaxTile, pat::kMaxWorkers;
+  Named values(given);
   pat::Config config;
-  config.token_bytes = number(values, "token_bytes"), config.part_bytes = number(values, "part_bytes");
-  config.turn_price = number(values, "turn_price"), config.bin_end_price = number(values, "bin_end_price");
-  config.wave_price = number(values, "wave_price");
-  config.narrow_first_price = number(values, "narrow_first_price");
-  config.group = number(values, "group", 1, kMaxTile);
-  config.runs = number(values, "runs", 1, kMaxWorkers);
-  config.workers = number(values, "workers", 1, kMaxWorkers);
-  config.max_queries = number(values, "max_queries", 1, kMaxTile);
-  config.few_queries = number(values, "few_queries", 1, kMaxTile);
-  config.warp_queries = number(values, "warp_queries", 0, kMaxTile);
-  config.tails_queries = number(values, "tails_queries", 1, kMaxTile);
-  config.policy = pat::Policy(number(values, "policy", 0, int(pat::Policy::kOptimal)));
-  config.window = number(values, "window", 0, pat::kMaxWindow);
-  config.grain = number(values, "grain", 1, kMaxTile);
-  config.warp_tokens = number(values, "warp_tokens");
-  config.slices_tokens = number(values, "slices_tokens");
-  config.slice_rows = number(values, "slice_rows", config.slices_tokens >= 0 ? 1 : 0, kMaxTile);
-  config.pack_prices = {list<int64_t>(values, "token_prices"), list<int64_t>(values, "start_prices"),
-                        number(values, "slices_token_price"), number(values, "slices_start_price")};
-  config.bin_prices = {list<int64_t>(values, "bin_token_prices"), list<int64_t>(values, "bin_start_prices"),
-                       number(values, "bin_slices_token_price"), number(values, "bin_slices_start_price")};
-  config.short_tokens = list<int64_t>(values, "short_tokens");
-  config.query_tiles = list<int>(values, "query_tiles");
-  config.kv_tiles = list<int>(values, "kv_tiles");
-  config.kv_bounds = list<int>(values, "kv_bounds");
+  config.token_bytes = values.number("token_bytes"), config.part_bytes = values.number("part_bytes");
+  config.turn_price = values.number("turn_price"), config.bin_end_price = values.number("bin_end_price");
+  config.wave_price = values.number("wave_price");
+  config.narrow_first_price = values.number("narrow_first_price");
+  config.group = values.number("group", 1, kMaxTile);
+  config.runs = values.number("runs", 1, kMaxWorkers);
+  config.workers = values.number("workers", 1, kMaxWorkers);
+  config.max_queries = values.number("max_queries", 1, kMaxTile);
+  config.few_queries = values.number("few_queries", 1, kMaxTile);
+  config.warp_queries = values.number("warp_queries", 0, kMaxTile);
+  config.tails_queries = values.number("tails_queries", 1, kMaxTile);
+  config.policy = pat::Policy(values.number("policy", 0, int(pat::Policy::kOptimal)));
+  config.window = values.number("window", 0, pat::kMaxWindow);
+  config.grain = values.number("grain", 1, kMaxTile);
+  config.warp_tokens = values.number("warp_tokens");
+  config.slices_tokens = values.number("slices_tokens");
+  config.slice_rows = values.number("slice_rows", config.slices_tokens >= 0 ? 1 : 0, kMaxTile);
+  config.pack_prices = {values.list<int64_t>("token_prices"), values.list<int64_t>("start_prices"),
+                        values.number("slices_token_price"), values.number("slices_start_price")};
+  config.bin_prices = {values.list<int64_t>("bin_token_prices"), values.list<int64_t>("bin_start_prices"),
+                       values.number("bin_slices_token_price"), values.number("bin_slices_start_price")};
+  config.short_tokens = values.list<int64_t>("short_tokens");
+  config.query_tiles = values.list<int>("query_tiles");
+  config.kv_tiles = values.list<int>("kv_tiles");
+  config.kv_bounds = values.list<int>("kv_bounds");
+  values.end();
   config.check();
   return config;
 }
 
-pat::WideLimits limits_of(const Values& values) {
+pat::WideLimits limits_of(const Values& given) {
+  Named values(given);
   pat::WideLimits limits;
-  limits.queries = number(values, "queries"), limits.tokens = number(values, "tokens");
-  limits.sharing = number(values, "sharing"), limits.draft_tokens = number(values, "draft_tokens");
-  limits.little_shared_queries = number(values, "little_shared_queries");
-  limits.uneven_queries = number(values, "uneven_queries"), limits.uneven_tokens = number(values, "uneven_tokens");
+  limits.small_queries = values.number("small_queries"), limits.small_tokens = values.number("small_tokens");
+  limits.small_sharing = values.number("small_sharing"), limits.small_draft_tokens = values.number("small_draft_tokens");
+  limits.little_shared_queries = values.number("little_shared_queries");
+  limits.uneven_queries = values.number("uneven_queries"), limits.uneven_tokens = values.number("uneven_tokens");
+  values.end();
   return limits;
 }
 

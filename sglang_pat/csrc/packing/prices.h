@@ -63,19 +63,19 @@ struct Prices {
 
 // Which batches are planned without tiles of single warps (packing/prices.py). Queries and tokens are counted times `runs`.
 struct WideLimits {
-  int64_t queries = 0, tokens = 0, sharing = 1, draft_tokens = 0, little_shared_queries = 0, uneven_queries = 0,
-          uneven_tokens = 0;
+  int64_t small_queries = 0, small_tokens = 0, small_sharing = 1, small_draft_tokens = 0, little_shared_queries = 0,
+          uneven_queries = 0, uneven_tokens = 0;
 
   // Throws std::invalid_argument where a limit cannot be.
   void check() const {
     constexpr int64_t kMostQueries = kMaxBatch * kMaxWorkers, kMostTokens = int64_t(1) << 50;
-    in_range("queries of wide tiles alone", queries, 0, kMostQueries);
-    in_range("tokens of wide tiles alone", tokens, 0, kMostTokens);
-    in_range("sharing of wide tiles alone", sharing, 1, 1 << 12);
-    in_range("draft_tokens of wide tiles alone", draft_tokens, 0, kMostTokens);
-    in_range("little_shared_queries of wide tiles alone", little_shared_queries, 0, kMostQueries);
-    in_range("uneven_queries of wide tiles alone", uneven_queries, 0, kMostQueries);
-    in_range("uneven_tokens of wide tiles alone", uneven_tokens, 0, kMaxPosition);
+    in_range("small_queries of wide tiles only", small_queries, 0, kMostQueries);
+    in_range("small_tokens of wide tiles only", small_tokens, 0, kMostTokens);
+    in_range("small_sharing of wide tiles only", small_sharing, 1, 1 << 12);
+    in_range("small_draft_tokens of wide tiles only", small_draft_tokens, 0, kMostTokens);
+    in_range("little_shared_queries of wide tiles only", little_shared_queries, 0, kMostQueries);
+    in_range("uneven_queries of wide tiles only", uneven_queries, 0, kMostQueries);
+    in_range("uneven_tokens of wide tiles only", uneven_tokens, 0, kMaxPosition);
   }
 
   // Whether they do for a batch that has so many tokens when each is read once.
@@ -83,8 +83,8 @@ struct WideLimits {
     if (seq_lens.empty()) return false;
     const int64_t count = int64_t(seq_lens.size()) * runs;
     const int64_t own = std::accumulate(seq_lens.begin(), seq_lens.end(), int64_t(0));
-    const bool small = count <= queries && batch_tokens * runs <= tokens;
-    if (small && (batch_tokens * runs <= draft_tokens || own >= sharing * batch_tokens)) return true;
+    const bool small = count <= small_queries && batch_tokens * runs <= small_tokens;
+    if (small && (batch_tokens * runs <= small_draft_tokens || own >= small_sharing * batch_tokens)) return true;
     if (100 * own > (100 + kLittlePercent) * batch_tokens) return false;
     if (count <= little_shared_queries) return true;
     if (count > uneven_queries || own < uneven_tokens * int64_t(seq_lens.size())) return false;
@@ -151,12 +151,12 @@ struct Config {
   void plan_wide(const WideLimits& limits, Config config) {
     limits.check();
     const auto equal = [](const char* name, int64_t value, int64_t ours) { in_range(name, value, ours, ours); };
-    equal("max_queries of wide tiles alone", config.max_queries, max_queries);
-    equal("group of wide tiles alone", config.group, group);
-    equal("runs of wide tiles alone", config.runs, runs);
-    equal("workers of wide tiles alone", config.workers, workers);
-    equal("window of wide tiles alone", config.window, window);
-    equal("token_bytes of wide tiles alone", config.token_bytes, token_bytes);
+    equal("max_queries of wide tiles only", config.max_queries, max_queries);
+    equal("group of wide tiles only", config.group, group);
+    equal("runs of wide tiles only", config.runs, runs);
+    equal("workers of wide tiles only", config.workers, workers);
+    equal("window of wide tiles only", config.window, window);
+    equal("token_bytes of wide tiles only", config.token_bytes, token_bytes);
     wide_limits = limits, wide_only = std::make_shared<const Config>(std::move(config));
   }
 
