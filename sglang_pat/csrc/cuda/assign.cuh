@@ -57,9 +57,10 @@ class Items {
       assigned_.more = number == kThreads;
       assigned_.next = first + kThreads;
     }
-    // Small batches have one; what may be left out counts for them (benchmarks/NOTES.md).
-    if (number == 1 && warp == 0) sort_one<kWarps>();
-    if (number != 1 && warp < kPhases) sort<kWarps>(Phase(warp), number);
+    // Small batches have one; what may be left out counts for them (benchmarks/NOTES.md). Of slices, only the first may be an item.
+    const bool one = number == p_.row_slices && (number == 1 || assigned_.items[0].m >= p_.group);
+    if (one && warp == 0) sort_one<kWarps>();
+    if (!one && warp < kPhases) sort<kWarps>(Phase(warp), number);
     __syncthreads();
   }
 
@@ -134,7 +135,7 @@ class Items {
     for (bool settled = false;;) {
       if (!settled) alone = sum_up(phase, number, limit);
       if (limit == INT_MAX) all = alone;
-      if (phase == kWide) break;
+      if (phase == kWide || all.count == 0) break;
       const bool last = settled || alone.longest == 0;
       shared = all.count - alone.count + over;
       best =
