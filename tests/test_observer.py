@@ -120,7 +120,9 @@ def test_a_chunk_of_a_request_that_was_retracted_does_not_decode_next(observer: 
     req = running[0]
     req.last_node = cache.root_node
     req.output_ids.extend([1, 2])
-    for options, length in (({"chunked": True}, 0), ({}, 14)):
+    of_release = compat.cache.caching_method() == "checkpoint"
+    chunk, whole = ({"up_to": 9}, {"up_to": 13}) if of_release else ({"chunked": True}, {})
+    for options, length in ((chunk, 0), (whole, 14)):
         hooks._on_cached(None, cache, req, **options)
         bound = [event for event in heard if isinstance(event, RequestBound)]
         assert (bound[-1].request, bound[-1].length) == (numbers(running)[0], length)

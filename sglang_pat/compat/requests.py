@@ -94,11 +94,13 @@ def unfinished(batch: Any) -> int | None:
     return None if chunked is None else row(chunked)
 
 
-def is_chunk(arguments: dict[str, Any]) -> bool:
+def is_chunk(req: Any, arguments: dict[str, Any]) -> bool:
     """Whether a cache that was called with these keyword arguments to keep a request's KV was called for a chunk of its prompt.
 
-    0.5.23 keeps a chunk like the rest; there a retracted request finds most of itself in the tree.
+    0.5.17 says so. 0.5.23 says how many tokens have KV: all, or all but the one that was just sampled, where the prompt is complete.
     """
+    if "up_to" in arguments:
+        return arguments["up_to"] + 1 < len(req.origin_input_ids) + len(req.output_ids)
     return bool(arguments.get("chunked"))
 
 

@@ -248,7 +248,7 @@ def _on_add_chunk(result: Any, adder: Any, req: Any) -> None:
 
 def _on_cached(result: Any, cache: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     _tell_siblings(lambda siblings: siblings.ended(req))
-    chunk = compat.requests.is_chunk(kwargs)
+    chunk = compat.requests.is_chunk(req, kwargs)
     _tell_all(cache, lambda observer: observer.on_cached(cache, req, chunk))
 
 
