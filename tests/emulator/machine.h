@@ -130,6 +130,7 @@ class Machine {
     if (barrier.arrived > 0 && barrier.expected != expected) fail("a barrier with two numbers of threads");
     barrier.expected = expected;
     barrier.count += value;
+    current_->met = true;
     if (++barrier.arrived < expected) {
       barrier.waiting.push_back(current_);
       wait();
@@ -156,6 +157,8 @@ class Machine {
   void set_registers(int count, bool more) {
     int& own = current_->registers;
     if (more ? count < own : count > own) fail("registers grow to fewer, or shrink to more");
+    if (!current_->met) fail("registers change twice and no barrier is between");
+    current_->met = false;
     while (free_registers_ < count - own) {
       for_registers_.push_back(current_);
       wait();

@@ -35,6 +35,7 @@ struct Thread {
   unsigned index;
   bool started = false;
   int registers;
+  bool met = true;  // others, at a barrier, since its registers changed
   ucontext_t start;
   jmp_buf at;
   std::deque<Pending> pending;

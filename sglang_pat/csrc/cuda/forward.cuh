@@ -121,7 +121,9 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
     // By a shuffle, so that the compiler knows that it is the same for a warp (wide.cuh, `this_group`).
     const bool wide = S::kHasWide && __shfl_sync(~0u, items.count(kWide) > 0 && (first == kOthers) == items.wide_last(), 0);
     // Whether the items that are not wide follow those that are, or the other way round.
-    const auto others_left = [&](bool wide) { return items.wide_last() ? !wide & (items.count(kWide) > 0) : wide; };
+    const auto others_left = [&](bool ran_wide) {
+      return items.wide_last() ? !ran_wide & (items.count(kWide) > 0) : ran_wide;
+    };
     if (thread_of_cta() < S::kComputing) {
       if constexpr (kTradeRegisters) {
         grow_registers<kComputeRegisters<kDim>>();
@@ -144,7 +146,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
       if (!left & !items.more()) break;
       first = left ? kOthers : items.next();
       if constexpr (kTradeRegisters) {
-        sync_threads(kTurnBarrier, S::kComputing);  // as PTX demands between two changes
+        sync_threads(kRegistersBarrier, S::kComputing);  // as PTX demands between two changes
         shrink_registers<kFirstRegisters<kDim>>();
       }
     } else {

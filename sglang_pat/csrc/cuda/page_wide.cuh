@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __g
             .run();
     });
     // Narrow items use the same shared memory, and registers change once more.
-    sync_threads(kTurnBarrier, S::kComputing);
+    sync_threads(kRegistersBarrier, S::kComputing);
     if (threadIdx.x >= kPageThreads) {
       shrink_registers<S::kIdleRegisters>();
       pass_again(several, attend, nothing);

@@ -29,12 +29,13 @@ constexpr int panels(int dim) { return (dim + kPanelColumns - 1) / kPanelColumns
 constexpr int row_panels(int row_bytes) { return (row_bytes + kPanelRow - 1) / kPanelRow; }
 
 // Named barriers; 0 is __syncthreads.
-constexpr int kWideBarrier = 1, kTurnBarrier = 2, kProducerBarrier = 3;
+constexpr int kWideBarrier = 1, kRegistersBarrier = 2, kProducerBarrier = 3;
 constexpr int kTeamBarrier = 4, kMostTeams = 6;  // of the first team, for each of two phases
 constexpr int kGroupBarrier = kTeamBarrier;  // of the first group of warps: while there are wide items, there are no teams
-// Where the warps that load wait, before they take registers back, until the others have theirs. Else those could wait for registers, and these for the
-// end of the pass, for ever. Of barriers that a pass with wide items, or one with others, does not use otherwise.
+// Where the warps that load wait at the end of a pass, before they take their registers back, until those that compute have taken theirs: else these could
+// wait for registers for ever, and the warps that load for them. Barriers that a pass with wide items, or one without, does not use otherwise.
 constexpr int kGrownInWide = kTeamBarrier + kMostTeams, kGrownInNarrow = kWideBarrier;
+static_assert(kTeamBarrier + 2 * kMostTeams <= 16, "a CTA has 16 named barriers");
 
 // The most shared memory that a CTA may have (CUDA C++ Programming Guide, "Compute Capabilities").
 constexpr int kSharedLimit = (PAT_ARCH == 900 || PAT_ARCH == 1000 ? 227 : PAT_ARCH == 800 ? 163 : 99) << 10;
