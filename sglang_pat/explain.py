@@ -123,7 +123,7 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
     items: list[list[Any]] = []
     bins = [0]
     for begin, behind in pairwise(plan.bins):
-        # The GPU runs the items of single warps after all others, or before them on every second worker (`Plan.narrow_first`); shown is the former.
+        # The GPU runs the items of single warps after all others, or before them on every second worker (`Plan.narrow_first`), where the page turns them.
         members = sorted(plan.items[begin:behind], key=lambda item: item.tile.m <= config.tiles.warp_m)
         others = sum(item.tile.m > config.tiles.warp_m for item in members)
         for number, item in enumerate(members):
@@ -147,6 +147,7 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
         "work_items": len(plan.items),
         "bins": bins,
         "parts": plan.merged_parts,
+        "narrow_first": plan.narrow_first,
         "kv_bytes": cost.bytes(plan.kv_tokens, 0),
         "part_bytes": cost.bytes(0, plan.merged_parts),
         "tiles": {str(m): count for m, count in sorted(Counter(item.tile.m for item in plan.items).items())},
