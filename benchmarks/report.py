@@ -84,6 +84,19 @@ def steps() -> str:
     )
 
 
+def behind() -> str:
+    """The README's list of where PAT brings little or nothing, as far as it was measured anew."""
+    records = [record for name in ("steps-h200.json", "steps-2-layers-h200.json") for record in load(name)["records"]]
+    ratios = []
+    for cell in dict.fromkeys(record["cell"] for record in records if "," not in record["cell"]):
+        times = {record["backend"]: record["step_ms"] for record in records if record["cell"] == cell}
+        ratios.append(min(ms for backend, ms in times.items() if backend != "pat") / times["pat"])
+    lines = [
+        f"Decode steps that share nothing run at {min(ratios):.2f} to {max(ratios):.2f} times the speed of the best other backend."
+    ]
+    return "\n".join(f"- {line}" for line in [*lines, *kernel_tables.drafts_behind()])
+
+
 def steps_h100() -> str:
     return steps_of("steps-h100.json")
 
@@ -227,7 +240,7 @@ def estimates() -> str:
 
 
 PAGES = {
-    "README.md": ("serving",),
+    "README.md": ("serving", "behind"),
     "docs/measured.md": (
         "serving_records",
         "serving_on_h100",
@@ -264,7 +277,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kernels_h100": kernel_tables.kernels_h100, "kernels_low_bit_h100": kernel_tables.kernels_low_bit_h100,
     "steps_low_bit": kernel_tables.steps_low_bit, "short_extends": serving_tables.short_extends, "batch_pool": serving_tables.batch_pool,
     "verify": kernel_tables.verify, "verify_rivals": kernel_tables.verify_rivals, "verify_h100": kernel_tables.verify_h100, "ablations": kernel_tables.ablations, "serving": serving_tables.serving, "serving_records": serving_tables.serving_records, "serving_on_h100": serving_tables.serving_on_h100,
-    "steps_h100": steps_h100, "steps_verify": steps_verify, "steps_verify_h100": steps_verify_h100, "steps_extend": kernel_tables.steps_extend, "serving_verify": serving_tables.serving_verify, "serving_mixed": serving_tables.serving_mixed, "batch": serving_tables.batch, "steps": steps, "soak": soak, "cpu": cpu,
+    "steps_h100": steps_h100, "steps_verify": steps_verify, "steps_verify_h100": steps_verify_h100, "steps_extend": kernel_tables.steps_extend, "serving_verify": serving_tables.serving_verify, "serving_mixed": serving_tables.serving_mixed, "batch": serving_tables.batch, "steps": steps, "behind": behind, "soak": soak, "cpu": cpu,
     "cpu_extend": cpu_extend, "planning": planning, "packing": packing, "estimates": estimates,
 }  # fmt: skip
 

@@ -109,7 +109,7 @@ def serving_verify() -> str:
 SERVING = {
     "serving-h200.json": "",
     "serving-nominal-h200.json": ", prompts of nominal length",
-    "serving-2xh200.json": ", 2 GPUs",
+    "serving-2xh200.json": ", 2 GPUs, prompts of nominal length",
     "serving-llama3-8b-h200.json": ", Llama 3 8B",
     "serving-gpt-oss-20b-h200.json": ", gpt-oss 20B in bfloat16",
     "serving-gpt-oss-20b-fp8-h200.json": ", gpt-oss 20B with FP8 KV",

@@ -79,8 +79,8 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         slice_token_ns: `TileTable.slice_token_ns` with KV of 16 bits; 0 if it was not fitted (benchmarks/NOTES.md, 2026-11-24).
         turn_in_plans_ns: What counts in a plan in place of `turn_ns`. With 3 us plans ran best on an H200, where a turn was measured at 1.6 us
             and at 3.7 later, and as well as with any other on an H100, where it was 0.5 (benchmarks/NOTES.md, 2026-11-26).
-        narrow_first_ns: `TileTable.narrow_first_ns`, likewise: limits from 10,000 to 20,000 are equally good on an H200 and an H100 (benchmarks/NOTES.md,
-            "Narrow items first on every second SM").
+        narrow_first_ns: `TileTable.narrow_first_ns`, likewise: 12,000 on an H200, where limits from 10,000 to 20,000 are equally good, and on an H100, where it
+            was the only one measured (benchmarks/NOTES.md, "Narrow items first on every second SM").
         wide_steps: `TileTable.wide_steps` with KV of 16 bits and the dimension that was measured (benchmarks/NOTES.md, "Verify steps", "Where code lies
             in memory" and "Wide tiles only"); by default no step is.
     """

@@ -61,7 +61,7 @@ class Plan(msgspec.Struct):
 
     Attributes:
         items: Work items, bin after bin.
-        bins: [bins + 1]; items bins[i] up to bins[i + 1] are run by one worker, in this order.
+        bins: [bins + 1]; items bins[i] up to bins[i + 1] are run by one worker; those of one tile in this order.
         num_parts: Parts of each query; a query with one part needs no merge.
         steps: How many decode steps the plan is good for. After that, growing tails have made its bins uneven or outgrown its split, or a
             request has filled its window.

@@ -26,7 +26,7 @@ GRAIN = 8
 at least two KV tiles (`python benchmarks/policies.py --random 200`)."""
 
 LITTLE_PERCENT = 50
-"""Requests share little if, each reading for itself, they read at most so much more than what they have together: up to there wide tiles only took
+"""Requests share little if, each reading for itself, they read at most so much more than what they have together: up to there plans with wide tiles only took
 0.76 to 1.02 of the time in verify steps with 8 KV heads (benchmarks/NOTES.md, "Wide tiles only")."""
 
 UNLIKE = 4
@@ -42,12 +42,13 @@ Policy = Literal["query", "naive", "pat", "compute", "optimal"]
 
 
 class WideLimits(msgspec.Struct, frozen=True):
-    """`WideSteps` for a config: which batches it plans without tiles of single warps. Queries and tokens are counted times `CostModel.runs`.
+    """`WideSteps` for a config: which batches it plans without tiles of single warps. Queries and tokens are those of the batch, times `CostModel.runs`.
 
     Attributes:
         small_queries, small_tokens, small_sharing, small_draft_tokens: Of small batches.
         little_shared_queries: Up to how many queries batches that share little are; 0: none is.
-        uneven_queries, uneven_tokens: Up to how many queries those are whose lengths differ, and how many tokens they have at least on average.
+        uneven_queries, uneven_tokens: Up to how many queries those are whose lengths differ, and how many tokens one of them has at least on average, not
+            times anything.
     """
 
     small_queries: int

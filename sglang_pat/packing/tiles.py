@@ -19,6 +19,8 @@ Nanoseconds = Annotated[float, Meta(ge=0)]
 PerSm = Annotated[int, Meta(ge=0, le=1 << 20)]
 """So many for each SM."""
 
+Rows = Annotated[int, Meta(ge=0, le=4096)]
+
 Sharing = Annotated[int, Meta(ge=1, le=1 << 12)]
 
 
@@ -30,7 +32,7 @@ class Tile(msgspec.Struct, frozen=True, order=True):
 
 
 class WideSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which steps are planned without tiles of single warps. Queries and tokens are counted times `CostModel.runs`, for each SM; tokens are those
+    """Which steps are planned without tiles of single warps. `PerSm` numbers of queries and tokens are counted times `CostModel.runs`; tokens are those
     that are read if each is read once.
 
     Small ones:
@@ -59,9 +61,9 @@ class WideSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     little_shared_long_draft_queries: PerSm = 0
     little_shared_draft_queries: PerSm = 0
     uneven_queries: PerSm = 0
-    uneven_tokens: PerSm = 0
-    uneven_draft_rows: PerSm = 0
-    uneven_rows: PerSm = 0
+    uneven_tokens: Tokens = 0
+    uneven_draft_rows: Rows = 0
+    uneven_rows: Rows = 0
 
 
 class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -60,7 +60,6 @@ struct Packs {
   // are laid out in bins.
   int64_t reads = 0, work = 0;
   // What wide work items of several queries cost beyond reading each pack's KV once (PackConfig.computing_price).
-  // Only where it counts.
   int64_t computing = 0;
   int64_t most_tails = 0;  // tokens of tails that a work item may have behind what its queries share
 
