@@ -65,7 +65,7 @@ CHANGES: dict[str, emulated.Change] = {
     "narrow first: registers change twice and nobody waits between": (
         "forward.cuh", "        sync_threads(kRegistersBarrier, S::kComputing);  // as", "        // as",
     ),
-    "narrow first: wide items are forgotten": ("forward.cuh", "!wide & (items.count(kWide) > 0)", "false"),
+    "narrow first: wide items are forgotten": ("forward.cuh", "!ran_wide & (items.count(kWide) > 0)", "false"),
     "forward: barriers are as the last look-up left them": ("forward.cuh", "if constexpr (S::kHasWide) memory", "if (S::kHasWide && first == 0) memory"),
     "forward: teams of two phases have one barrier": ("narrow_rows.cuh", "kPhase * kMostTeams", "0"),
     "items: they are used before they are in order": (
