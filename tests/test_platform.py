@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,8 +34,11 @@ def arguments(**chosen: Any) -> SimpleNamespace:
         "decode_attention_backend",
         "speculative_algorithm",
         "grammar_backend",
+        "tokenizer_path",
+        "revision",
     )
     others = {"enable_two_batch_overlap": False, "enable_dp_attention": False, "pp_size": 1}
+    others |= {"model_path": "/no/model", "tokenizer_mode": "auto"}
     return SimpleNamespace(**(dict.fromkeys(fields) | others | chosen))
 
 
@@ -73,6 +77,38 @@ def test_choosing_pat_wakes_it(field: str) -> None:
     dormant.apply_server_args_defaults(arguments(**{field: "pat"}))
     assert dormant.is_out_of_tree()
     assert dormant.get_device() == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [
+        ({}, "llguidance"),
+        ({"grammar_backend": "outlines"}, "outlines"),
+        ({"tokenizer_mode": "slow"}, "none"),
+        ({"tokenizer_path": "/no/tokenizer"}, "none"),
+    ],
+)
+def test_grammars_are_computed_by_what_needs_no_gpu(chosen: dict[str, str], found: str, model: Path) -> None:
+    """And what cannot be computed is refused when it is asked for, not when the server starts."""
+    from sglang_pat.platform.cpu import DormantPlatform
+
+    given = arguments(attention_backend="pat", model_path=str(model), **chosen)
+    DormantPlatform().apply_server_args_defaults(given)
+    assert given.grammar_backend == found
+
+
+@pytest.mark.parametrize("changed", [{"eos_token_id": None}, {"vocab_size": 100}, {"eos_token_id": 10**6}])
+def test_grammars_that_a_server_could_not_start_with_are_refused(
+    changed: dict[str, int | None], model: Path, tmp_path: Path
+) -> None:
+    """As for encoders, whose answers have no end."""
+    from sglang_pat.compat.arguments import choose_grammar_backend
+
+    (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | changed))
+    given = arguments(model_path=str(tmp_path))
+    choose_grammar_backend(given)
+    assert given.grammar_backend == "none"
 
 
 def test_a_missing_device_is_still_an_error_with_another_backend() -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sglang_pat.compat.releases import release
+
+logger = logging.getLogger(__name__)
 
 
 def resolved(server_args: Any) -> Any:
@@ -98,15 +103,51 @@ def use_one_pool(server_args: Any) -> None:
         server_args.disable_hybrid_swa_memory = True
 
 
-GRAMMARS = "llguidance"
-"""A grammar backend that computes on a CPU. SGLang's default, xgrammar, pins memory, which needs a GPU: the first request with a JSON schema or a regular
-expression would end the server."""
-
-
 def choose_grammar_backend(server_args: Any) -> None:
-    """Choose GRAMMARS if nobody chose a grammar backend."""
+    """Choose a grammar backend that computes on a CPU if nobody chose one.
+
+    SGLang's default, xgrammar, pins memory, which needs a GPU: the first request with a JSON schema or a regular expression would end the server. llguidance
+    has to know the kind of the tokenizer, and tokens that end an answer, or no server would start with it; without it such requests are refused.
+    """
     if server_args.grammar_backend is None:
-        server_args.grammar_backend = GRAMMARS
+        server_args.grammar_backend = "llguidance" if _grammars_are_computed(server_args) else "none"
+
+
+def _grammars_are_computed(server_args: Any) -> bool:
+    """Whether llguidance takes the model's tokenizer, with the model's vocabulary and ends of answers. Files are fetched if need be, as the server
+    needs them next."""
+    if server_args.tokenizer_mode == "slow":
+        return False
+    try:
+        from llguidance import LLTokenizer
+
+        model = server_args.model_path
+        tokenizer = _model_file(server_args.tokenizer_path or model, "tokenizer.json", server_args)
+        config, generation = (
+            json.loads(_model_file(model, name, server_args) or "{}")
+            for name in ("config.json", "generation_config.json")
+        )
+        ends = [found for one in (config, generation) if (found := one.get("eos_token_id")) is not None]
+        LLTokenizer(
+            tokenizer,
+            n_vocab=(config.get("text_config") or config).get("vocab_size"),
+            eos_token=sorted({end for found in ends for end in (found if isinstance(found, list) else [found])}),
+        )
+    except Exception as error:  # whatever a library says of a file that it does not know
+        logger.info("llguidance cannot be used with this model: %s", error)
+        return False
+    return True
+
+
+def _model_file(model: str, name: str, server_args: Any) -> str:
+    """Text of a file of a local or remote model; empty if there is none."""
+    from transformers.utils import cached_file
+
+    path = cached_file(
+        model, name, revision=server_args.revision, _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    return Path(path).read_text() if path else ""
 
 
 LISTED = "fa3"
