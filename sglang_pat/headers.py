@@ -35,7 +35,7 @@ def headers() -> dict[Path, str]:
                     "kTailsItems": optimal.TAILS_ITEMS,
                     "kMaxWindow": spec.MAX_WINDOW,
                     "kLittlePercent": prices.LITTLE_PERCENT,
-                    "kUnlike": prices.UNLIKE,
+                    "kRagged": prices.RAGGED,
                 },
             ),
             _constants(

@@ -724,8 +724,8 @@ LIMITS = {
     "small_sharing": [1],
     "small_draft_tokens": [0],
     "little_shared_queries": [0],
-    "uneven_queries": [0],
-    "uneven_tokens": [0],
+    "ragged_queries": [0],
+    "ragged_tokens": [0],
 }
 
 

@@ -14,7 +14,7 @@ SMALL = WideSteps(
     small_tokens=400, small_long_draft_queries=3, small_queries=2, small_sharing=3, small_draft_tokens=100
 )
 LITTLE = WideSteps(little_shared_long_draft_queries=4, little_shared_draft_queries=2)
-UNEVEN = WideSteps(uneven_queries=4, uneven_tokens=100, uneven_draft_rows=2, uneven_rows=4)
+RAGGED = WideSteps(ragged_queries=4, ragged_tokens=100, ragged_draft_rows=2, ragged_rows=4)
 
 
 def config(steps: WideSteps, rows: int, drafts: bool) -> PackConfig:
@@ -65,17 +65,17 @@ def is_wide(batch: Batch, config: PackConfig) -> bool:
         pytest.param(LITTLE, 5, True, behind(401, [200, 199]), False, id="1,201 > 1.5 x 800"),
         pytest.param(LITTLE, 5, False, behind(0, [900] * 2), False, id="no drafts"),
         # Steps of different lengths: 4 x 3 queries, of 100 tokens on average, whose shortest is shorter than three quarters of the longest.
-        pytest.param(UNEVEN, 4, False, behind(0, [299, 400, 400]), True, id="299 of 400"),
-        pytest.param(UNEVEN, 4, False, behind(0, [300, 400, 400]), False, id="300 of 400"),
-        pytest.param(UNEVEN, 4, False, behind(0, [50, 150]), True, id="100 on average"),
-        pytest.param(UNEVEN, 4, False, behind(0, [50, 149]), False, id="less than 100 on average"),
-        pytest.param(UNEVEN, 4, False, behind(0, [200] * 5 + [400]), True, id="uneven, 12 queries"),
-        pytest.param(UNEVEN, 4, False, behind(0, [200] * 6 + [400]), False, id="uneven, 14 > 12 queries"),
-        pytest.param(UNEVEN, 3, False, behind(0, [200, 400]), False, id="3 rows"),
-        pytest.param(UNEVEN, 2, True, behind(0, [200, 400]), True, id="drafts of 2 rows"),
-        pytest.param(UNEVEN, 1, True, behind(0, [200, 400]), False, id="drafts of 1 row"),
-        pytest.param(UNEVEN, 4, False, behind(150, [50, 250]), True, id="uneven, 600 < 1.5 x 450"),
-        pytest.param(UNEVEN, 4, False, behind(300, [0, 150, 150]), False, id="uneven, 1,200 > 1.5 x 600"),
+        pytest.param(RAGGED, 4, False, behind(0, [299, 400, 400]), True, id="299 of 400"),
+        pytest.param(RAGGED, 4, False, behind(0, [300, 400, 400]), False, id="300 of 400"),
+        pytest.param(RAGGED, 4, False, behind(0, [50, 150]), True, id="100 on average"),
+        pytest.param(RAGGED, 4, False, behind(0, [50, 149]), False, id="less than 100 on average"),
+        pytest.param(RAGGED, 4, False, behind(0, [200] * 5 + [400]), True, id="ragged, 12 queries"),
+        pytest.param(RAGGED, 4, False, behind(0, [200] * 6 + [400]), False, id="ragged, 14 > 12 queries"),
+        pytest.param(RAGGED, 3, False, behind(0, [200, 400]), False, id="3 rows"),
+        pytest.param(RAGGED, 2, True, behind(0, [200, 400]), True, id="drafts of 2 rows"),
+        pytest.param(RAGGED, 1, True, behind(0, [200, 400]), False, id="drafts of 1 row"),
+        pytest.param(RAGGED, 4, False, behind(150, [50, 250]), True, id="ragged, 600 < 1.5 x 450"),
+        pytest.param(RAGGED, 4, False, behind(300, [0, 150, 150]), False, id="ragged, 1,200 > 1.5 x 600"),
     ],
 )  # fmt: skip
 def test_a_limit_holds_up_to_its_edge(steps: WideSteps, rows: int, drafts: bool, batch: Batch, found: bool) -> None:

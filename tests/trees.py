@@ -46,10 +46,10 @@ LITTLE_SHARED = msgspec.structs.replace(
     wide_steps=WideSteps(
         little_shared_long_draft_queries=4,
         little_shared_draft_queries=3,
-        uneven_queries=6,
-        uneven_tokens=40,
-        uneven_draft_rows=2,
-        uneven_rows=4,
+        ragged_queries=6,
+        ragged_tokens=40,
+        ragged_draft_rows=2,
+        ragged_rows=4,
     ),
 )
 """So are those that share little, if they are few drafts or their lengths differ."""

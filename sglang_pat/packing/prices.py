@@ -29,8 +29,8 @@ LITTLE_PERCENT = 50
 """Requests share little if, each reading for itself, they read at most so much more than what they have together: up to there plans with wide tiles only took
 0.76 to 1.02 of the time in verify steps with 8 KV heads (benchmarks/NOTES.md, "Wide tiles only")."""
 
-UNLIKE = 4
-"""Lengths differ if the shortest is shorter than the longest by more than 1/UNLIKE of that. Those that were measured differed by a half or more
+RAGGED = 4
+"""Lengths differ (the batch is ragged) if the shortest is shorter than the longest by more than 1/RAGGED of that. Those that were measured differed by a half or more
 (the same notes)."""
 
 ALWAYS = 2**31 - 1
@@ -47,7 +47,7 @@ class WideLimits(msgspec.Struct, frozen=True):
     Attributes:
         small_queries, small_tokens, small_sharing, small_draft_tokens: Of small batches.
         little_shared_queries: Up to how many queries batches that share little are; 0: none is.
-        uneven_queries, uneven_tokens: Up to how many queries those are whose lengths differ, and how many tokens one of them has at least on average, not
+        ragged_queries, ragged_tokens: Up to how many queries those are whose lengths differ, and how many tokens one of them has at least on average, not
             times anything.
     """
 
@@ -56,8 +56,8 @@ class WideLimits(msgspec.Struct, frozen=True):
     small_sharing: int
     small_draft_tokens: int
     little_shared_queries: int
-    uneven_queries: int
-    uneven_tokens: int
+    ragged_queries: int
+    ragged_tokens: int
 
     def hold(self, seq_lens: list[int], tokens: int, runs: int) -> bool:
         """Whether they do for a batch of these lengths, which has so many tokens when each is read once."""
@@ -68,12 +68,12 @@ class WideLimits(msgspec.Struct, frozen=True):
         if small and (tokens * runs <= self.small_draft_tokens or own >= self.small_sharing * tokens):
             return True
         few = queries <= self.little_shared_queries
-        uneven = (
-            queries <= self.uneven_queries
-            and own >= self.uneven_tokens * len(seq_lens)
-            and UNLIKE * (longest - min(seq_lens)) > longest
+        ragged = (
+            queries <= self.ragged_queries
+            and own >= self.ragged_tokens * len(seq_lens)
+            and RAGGED * (longest - min(seq_lens)) > longest
         )
-        return (few or uneven) and 100 * own <= (100 + LITTLE_PERCENT) * tokens
+        return (few or ragged) and 100 * own <= (100 + LITTLE_PERCENT) * tokens
 
 
 class PackConfig(msgspec.Struct, frozen=True):
@@ -128,15 +128,15 @@ class PackConfig(msgspec.Struct, frozen=True):
             (steps.small_long_draft_queries, 1) if long_drafts else (steps.small_queries, steps.small_sharing)
         )
         little_shared = steps.little_shared_long_draft_queries if long_drafts else steps.little_shared_draft_queries
-        uneven_rows = steps.uneven_draft_rows if self.drafts else steps.uneven_rows
+        ragged_rows = steps.ragged_draft_rows if self.drafts else steps.ragged_rows
         return WideLimits(
             queries * workers,
             steps.small_tokens * workers,
             sharing,
             steps.small_draft_tokens * workers if self.drafts else 0,
             little_shared * workers if self.drafts else 0,
-            steps.uneven_queries * workers if uneven_rows <= self.cost.group else 0,
-            steps.uneven_tokens,
+            steps.ragged_queries * workers if ragged_rows <= self.cost.group else 0,
+            steps.ragged_tokens,
         )
 
     @property

@@ -48,9 +48,9 @@ class WideSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         little_shared_long_draft_queries, little_shared_draft_queries: The most queries of such a verify step, with drafts of more rows than the smallest
             tile and with others; 0: none is planned so.
-        uneven_queries: The most queries of such a step whose requests' lengths differ (`prices.UNLIKE`); 0: none is planned so.
-        uneven_tokens: The fewest tokens that its requests have on average.
-        uneven_draft_rows, uneven_rows: The fewest rows of a query, in a verify step and in a decode step.
+        ragged_queries: The most queries of such a step whose requests' lengths differ (`prices.RAGGED`); 0: none is planned so.
+        ragged_tokens: The fewest tokens that its requests have on average.
+        ragged_draft_rows, ragged_rows: The fewest rows of a query, in a verify step and in a decode step.
     """
 
     small_tokens: PerSm = 0
@@ -60,10 +60,10 @@ class WideSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     small_draft_tokens: PerSm = 0
     little_shared_long_draft_queries: PerSm = 0
     little_shared_draft_queries: PerSm = 0
-    uneven_queries: PerSm = 0
-    uneven_tokens: Tokens = 0
-    uneven_draft_rows: Rows = 0
-    uneven_rows: Rows = 0
+    ragged_queries: PerSm = 0
+    ragged_tokens: Tokens = 0
+    ragged_draft_rows: Rows = 0
+    ragged_rows: Rows = 0
 
 
 class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

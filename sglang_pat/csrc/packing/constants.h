@@ -22,7 +22,7 @@ constexpr int64_t kTailsShare = 4;
 constexpr int64_t kTailsItems = 2;
 constexpr int64_t kMaxWindow = 1073741824;
 constexpr int64_t kLittlePercent = 50;
-constexpr int64_t kUnlike = 4;
+constexpr int64_t kRagged = 4;
 
 constexpr int64_t kSmallM = 16;
 constexpr int64_t kSmallN = 128;

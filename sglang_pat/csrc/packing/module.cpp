@@ -148,7 +148,7 @@ pat::WideLimits limits_of(const Values& given) {
   limits.small_queries = values.number("small_queries"), limits.small_tokens = values.number("small_tokens");
   limits.small_sharing = values.number("small_sharing"), limits.small_draft_tokens = values.number("small_draft_tokens");
   limits.little_shared_queries = values.number("little_shared_queries");
-  limits.uneven_queries = values.number("uneven_queries"), limits.uneven_tokens = values.number("uneven_tokens");
+  limits.ragged_queries = values.number("ragged_queries"), limits.ragged_tokens = values.number("ragged_tokens");
   values.end();
   return limits;
 }

@@ -64,7 +64,7 @@ struct Prices {
 // Which batches are planned without tiles of single warps (packing/prices.py). Queries and tokens are counted times `runs`.
 struct WideLimits {
   int64_t small_queries = 0, small_tokens = 0, small_sharing = 1, small_draft_tokens = 0, little_shared_queries = 0,
-          uneven_queries = 0, uneven_tokens = 0;
+          ragged_queries = 0, ragged_tokens = 0;
 
   // Throws std::invalid_argument where a limit cannot be.
   void check() const {
@@ -74,8 +74,8 @@ struct WideLimits {
     in_range("small_sharing of wide tiles only", small_sharing, 1, 1 << 12);
     in_range("small_draft_tokens of wide tiles only", small_draft_tokens, 0, kMostTokens);
     in_range("little_shared_queries of wide tiles only", little_shared_queries, 0, kMostQueries);
-    in_range("uneven_queries of wide tiles only", uneven_queries, 0, kMostQueries);
-    in_range("uneven_tokens of wide tiles only", uneven_tokens, 0, kMaxPosition);
+    in_range("ragged_queries of wide tiles only", ragged_queries, 0, kMostQueries);
+    in_range("ragged_tokens of wide tiles only", ragged_tokens, 0, kMaxPosition);
   }
 
   // Whether they do for a batch that has so many tokens when each is read once.
@@ -87,9 +87,9 @@ struct WideLimits {
     if (small && (batch_tokens * runs <= small_draft_tokens || own >= small_sharing * batch_tokens)) return true;
     if (100 * own > (100 + kLittlePercent) * batch_tokens) return false;
     if (count <= little_shared_queries) return true;
-    if (count > uneven_queries || own < uneven_tokens * int64_t(seq_lens.size())) return false;
+    if (count > ragged_queries || own < ragged_tokens * int64_t(seq_lens.size())) return false;
     const auto [shortest, longest] = std::minmax_element(seq_lens.begin(), seq_lens.end());
-    return kUnlike * int64_t(*longest - *shortest) > *longest;
+    return kRagged * int64_t(*longest - *shortest) > *longest;
   }
 };
 
