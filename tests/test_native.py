@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import platform
 import random
 import subprocess
 import sys
@@ -793,6 +794,19 @@ def test_a_scheduler_is_not_made_without_all_values_or_for_limits_that_cannot_be
     buffers = [tvm_ffi.from_dlpack(np.zeros(size, dtype=np.int32)) for size in (1 << 12, 3)]
     with pytest.raises(ValueError, match="buffers must have"):
         NativeScheduler.load_module().create(VALUES, VALUES, LIMITS, 64, 99, *buffers)
+
+
+@pytest.mark.once
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86's vectors")
+def test_plans_do_not_depend_on_how_wide_vectors_are(tmp_path: Path) -> None:
+    """`Optimal` weighs as many segments at once as the processor has lanes; ranks on different processors need the same plans."""
+    source, found = Path(__file__).parent / "csrc" / "plan_hash.cpp", set()
+    for arch in ("native", "x86-64-v3", "x86-64-v2"):
+        program = tmp_path / arch
+        command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-Wno-psabi", "-pthread", f"-march={arch}"]
+        subprocess.run([*command, source, "-o", program], check=True)
+        found.add(subprocess.run([program], capture_output=True, check=True).stdout)
+    assert len(found) == 1
 
 
 @pytest.mark.skipif(bool(os.environ.get(jit.SANITIZE)), reason="counts allocations itself")

@@ -1,10 +1,9 @@
 // The packing that costs least by the model: sglang_pat/packing/optimal.py, operation by operation, so that both round
-// alike. Eight segment starts are weighed at a time.
+// alike. Several segment starts are weighed at a time.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -12,7 +11,7 @@
 #include "pack.h"
 #include "prefixes.h"
 
-#ifdef __AVX512DQ__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -78,7 +77,12 @@ class Optimal {
 
  private:
   static constexpr int kMaxSegment = 32;  // MAX_SEGMENT in sglang_pat/packing/optimal.py; one bit of a mask each
+  // Lanes of a vector. Wider ones than the processor has go through memory.
+#ifdef __AVX512DQ__
   static constexpr int kWidth = 8;
+#else
+  static constexpr int kWidth = 4;
+#endif
   typedef double Vector __attribute__((vector_size(kWidth * sizeof(double))));
   typedef int64_t Lanes __attribute__((vector_size(kWidth * sizeof(int64_t))));
 
@@ -104,6 +108,8 @@ class Optimal {
   static uint32_t mask(Lanes comparison) {
 #ifdef __AVX512DQ__
     return _mm512_movepi64_mask(__m512i(comparison));
+#elif defined(__AVX__)
+    return uint32_t(_mm256_movemask_pd(__m256d(comparison)));
 #else
     uint32_t bits = 0;
     for (int i = 0; i < kWidth; ++i) bits |= uint32_t(comparison[i] & 1) << i;
@@ -112,6 +118,13 @@ class Optimal {
   }
 
   static Vector select(Lanes condition, Vector yes, Vector no) { return condition ? yes : no; }
+
+  // With this value in one lane. Not by x[lane] = value: that goes through memory, and what is stored by lanes and loaded as a whole is waited for.
+  static Vector with_lane(Vector x, int lane, double value) {
+    Lanes numbers;
+    for (int i = 0; i < kWidth; ++i) numbers[i] = i;
+    return select(numbers == int64_t(lane), Vector{} + value, x);
+  }
 
   template <int kVectors>
   void solve_all(const Prefixes& prefixes, std::vector<Frame<kVectors>>& frames) {
@@ -125,18 +138,22 @@ class Optimal {
     return kVectors == 1 ? 1 : (std::min(depth + 1, kMaxSegment) + kWidth - 1) / kWidth;
   }
 
+  // How many lanes of such a vector stand for a segment's start: what takes long for each lane is computed for these only.
+  static int lanes(int32_t depth, int v) { return std::min(std::min(depth + 1, kMaxSegment) - v * kWidth, kWidth); }
+
   // Everything about a prefix that its children do not add to.
   template <int kVectors>
   void open(const Prefixes& prefixes, int32_t index, Frame<kVectors>& frame) {
     const Prefix& prefix = prefixes.nodes[index];
-    alignas(Vector) double tokens[kVectors * kWidth] = {};
+    Vector tokens[kVectors] = {};
     int32_t ancestor = index;
     for (int i = 0; i < kMaxSegment && ancestor != 0; ++i, ancestor = prefixes.nodes[ancestor].parent) {
       const Prefix& a = prefixes.nodes[ancestor];
-      tokens[a.depth % kMaxSegment] = double(prefix.end - a.start);
+      Vector& own = tokens[kVectors == 1 ? 0 : a.depth % kMaxSegment / kWidth];
+      own = with_lane(own, a.depth % kWidth, double(prefix.end - a.start));
     }
     for (int v = 0; v < used<kVectors>(prefix.depth); ++v) {
-      std::memcpy(&frame.tokens[v], tokens + v * kWidth, sizeof(Vector));
+      frame.tokens[v] = tokens[v];
       frame.stay[v] = part_ + frame.tokens[v] * cut_token_;
       frame.share[v] = frame.tokens[v] * full_token_ + full_start_;
     }
@@ -171,12 +188,15 @@ class Optimal {
     const double leaves = prefix.leaves(), leaf_token = leaf_token_price(prefix, together) + cut_token_;
     const bool may_be_in_slices = together == 0 && config_->slices_tokens >= 0 && prefix.leaves() > 0;
     const int64_t tail = may_be_in_slices ? prefixes_->mean_tail(prefix, seq_lens_) : 0;
-    Masks masks[2]{};
+    uint32_t joined[2][2] = {}, chosen[2][2] = {};  // [above][candidate - 1]
     for (int v = 0; v < used<kVectors>(prefix.depth); ++v) {
       const Vector tokens = frame.tokens[v];
-      const Vector leaf_alone = may_be_in_slices ? more_price(tail, tokens) : tokens * leaf_token;
+      const int starts = lanes(prefix.depth, v);
+      const Vector leaf_alone = may_be_in_slices ? more_price(tail, tokens, starts) : tokens * leaf_token;
       const Vector leaf_stays = frame.stay[v] + part_;
       const Vector limits[2] = {leaf_stays, leaf_stays + frame.share[v]};  // of each candidate: up to here a leaf joins
+      // Who stays, of each candidate, and what their pack costs: mostly the same with a part above.
+      Vector stays[2] = {}, prices[2] = {};
       for (int above = 0; above < 2; ++above) {
         const Vector leaf = leaf_alone + part_ * above;
         const auto children = [&](int candidate) { return kChildren ? frame.total[above][candidate][v] : Vector{}; };
@@ -185,18 +205,22 @@ class Optimal {
           const Lanes joins = leaf <= limits[candidate - 1];
           Vector staying = select(joins, Vector{}, Vector{} + leaves);
           if (kChildren) staying += frame.staying[above][candidate - 1][v];
-          const Vector total = children(candidate) + leaves * select(joins, leaf, leaf_stays) + pack_price(staying, tokens);
+          if (above == 0 || mask(staying != stays[candidate - 1]) != 0)
+            prices[candidate - 1] = pack_price(staying, tokens, starts);
+          stays[candidate - 1] = staying;
+          const Vector total = children(candidate) + leaves * select(joins, leaf, leaf_stays) + prices[candidate - 1];
           const Lanes better = total < best;
           best = select(better, total, best);
-          masks[above].leaf_joins[candidate - 1] |= mask(joins) << (v * kWidth);
-          masks[above].chosen[candidate - 1] |= mask(better) << (v * kWidth);
+          joined[above][candidate - 1] |= mask(joins) << (v * kWidth);
+          chosen[above][candidate - 1] |= mask(better) << (v * kWidth);
         }
         frame.best[above][v] = best;
       }
     }
     for (int above = 0; above < 2; ++above) {
-      masks[above].chosen[0] &= ~masks[above].chosen[1];
-      result.masks[above] = masks[above];
+      Masks& masks = result.masks[above];
+      masks.chosen[0] = chosen[above][0] & ~chosen[above][1], masks.chosen[1] = chosen[above][1];
+      masks.leaf_joins[0] = joined[above][0], masks.leaf_joins[1] = joined[above][1];
     }
   }
 
@@ -212,8 +236,7 @@ class Optimal {
     const double alone = child.best[1][own / kWidth][own % kWidth];
     const int count = used<kVectors>(prefix.depth - 1);
     for (int above = 0; above < 2; ++above) {
-      Masks& masks = results_[index].masks[above];
-      masks.joins[0] = masks.joins[1] = 0;
+      uint32_t joining[2] = {};
       for (int v = 0; v < count; ++v) {
         Vector joined = child.best[above][v];
         // The child's own start has taken the lane of the one that is too far up for it.
@@ -225,9 +248,10 @@ class Optimal {
           const Lanes joins = joined <= (candidate == 1 ? split : split + queries * frame.share[v]);
           frame.total[above][candidate][v] += select(joins, joined, split);
           frame.staying[above][candidate - 1][v] += select(joins, Vector{}, Vector{} + queries);
-          masks.joins[candidate - 1] |= mask(joins) << (v * kWidth);
+          joining[candidate - 1] |= mask(joins) << (v * kWidth);
         }
       }
+      std::copy_n(joining, 2, results_[index].masks[above].joins);
     }
   }
 
@@ -238,23 +262,24 @@ class Optimal {
   }
 
   // What it costs that a leaf with so long a tail reads `tokens` more.
-  Vector more_price(int64_t tail, Vector tokens) const {
-    Vector more;
-    for (int i = 0; i < kWidth; ++i)
-      more[i] = double(config_->uncut_price(config_->pack_prices, 1, tail + int64_t(tokens[i])) -
-                       config_->uncut_price(config_->pack_prices, 1, tail));
+  Vector more_price(int64_t tail, Vector tokens, int lanes) const {
+    Vector more{};
+    const int64_t alone = config_->uncut_price(config_->pack_prices, 1, tail);
+    for (int i = 0; i < lanes; ++i)
+      more = with_lane(more, i, double(config_->uncut_price(config_->pack_prices, 1, tail + int64_t(tokens[i])) - alone));
     return more + tokens * cut_token_;
   }
 
-  Vector pack_price(Vector queries, Vector tokens) const {
+  Vector pack_price(Vector queries, Vector tokens, int lanes) const {
     const double limit = config_->max_queries;
     const bool one_item = mask(queries > limit) == 0;
     if (config_->flat) {
       const Vector item = tokens * double(config_->pack_prices.tokens[1]) + start_;
       return one_item ? select(queries > 0.0, item, Vector{}) : round_up(queries / limit) * item;
     }
-    Vector prices;
-    for (int i = 0; i < kWidth; ++i) prices[i] = double(config_->pack_price(int64_t(queries[i]), int64_t(tokens[i])));
+    Vector prices{};
+    for (int i = 0; i < lanes; ++i)
+      prices = with_lane(prices, i, double(config_->pack_price(int64_t(queries[i]), int64_t(tokens[i]))));
     return prices;
   }
 
