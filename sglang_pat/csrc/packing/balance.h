@@ -83,7 +83,7 @@ class Bins {
         const Pack& pack = queue->packs[queue->index];
         const int32_t start = queue->start();
         const auto add_until = [&](int32_t end, bool tails) {
-          items.push_back(Pack{start, end, pack.first, pack.count, tails});
+          items.emplace_back(start, end, pack.first, pack.count, tails);
           in_row_slices.push_back(slices);
         };
         const auto take_whole = [&] {

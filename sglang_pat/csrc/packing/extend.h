@@ -128,7 +128,7 @@ class ExtendMaker {
   }
 
   void add_pack(int32_t start, int32_t end, int32_t first, int32_t count, const Config& config) {
-    (count > 1 ? packs_.shared : packs_.single).push_back(Pack{start, end, first, count});
+    (count > 1 ? packs_.shared : packs_.single).emplace_back(start, end, first, count);
     for (int32_t i = first; i < first + count; ++i) packs_.num_parts[packs_.queries[i]] += 1;
     const int64_t tokens = (end == kOpen ? lengths_[packs_.queries[first]] : end) - start;
     price_ += config.uncut_price(config.pack_prices, count, tokens);

@@ -194,7 +194,7 @@ struct Packs {
       if (parts) split_queries(start, prefix.end, first, size, config);
       for (int32_t j = 0; j < size; ++j) {
         const int32_t from = parts ? prefix.end : start;
-        single.push_back(Pack{from, kOpen, first + j, 1});
+        single.emplace_back(from, kOpen, first + j, 1);
         count_tail(tail(piece[j]) + prefix.end - from, config);
         staying_[piece[j]] += parts;
         staying_[piece[j] + 1] -= parts;
@@ -223,7 +223,7 @@ struct Packs {
     int64_t wide = 0;
     for (int32_t i = 0, from = 0; i < pieces; ++i) {
       const int32_t to = pieces == 1 ? count : int32_t(int64_t(count) * (i + 1) / pieces);
-      (to - from > 1 ? shared : single).push_back(Pack{start, end, first + from, to - from});
+      (to - from > 1 ? shared : single).emplace_back(start, end, first + from, to - from);
       work += config.uncut_price(config.bin_prices, to - from, end - start);
       reads += config.pack_price(to - from, end - start);
       if (computes && !config.by_warps(to - from, config.in_row_slices(to - from, end - start)))
