@@ -106,11 +106,14 @@ def serving_verify() -> str:
     return f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, {result['device']['date']}."
 
 
+LONGER = ", longer prompts"
+"""What sets results apart whose tokenizer made 1.7 times as many tokens as were asked for."""
+
 SERVING = {
-    "serving-h200.json": "",
-    "serving-nominal-h200.json": ", prompts of nominal length",
-    "serving-2xh200.json": ", 2 GPUs, prompts of nominal length",
-    "serving-llama3-8b-h200.json": ", Llama 3 8B",
+    "serving-nominal-h200.json": "",
+    "serving-2xh200.json": ", 2 GPUs",
+    "serving-h200.json": LONGER,
+    "serving-llama3-8b-h200.json": f", Llama 3 8B{LONGER}",
     "serving-gpt-oss-20b-h200.json": ", gpt-oss 20B in bfloat16",
     "serving-gpt-oss-20b-fp8-h200.json": ", gpt-oss 20B with FP8 KV",
     "serving-qwen3-30b-a3b-h200.json": ", Qwen3-30B-A3B",
@@ -150,10 +153,14 @@ def pace_ms(record: dict[str, Any]) -> float:
 
 
 def serving() -> str:
-    """A line for each workload."""
+    """A line for each workload, but for those with longer prompts that were measured again."""
     backends = {name: NAMES[name] for name in ("pat", "flashinfer", "fa3", "triton")}
     rows = []
+    titles = [title for title, _ in served()]
     for title, group in served():
+        # Measured with their nominal length later on.
+        if title.endswith(LONGER) and title.removesuffix(LONGER) in titles:
+            continue
         by_backend = {record["backend"]: record for record in group}
         ours = by_backend.pop("pat")
         records = {"pat": ours, **by_backend}
