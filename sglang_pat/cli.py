@@ -60,7 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(end="", flush=True)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except (TraceError, TopError, EstimateError, explain.ExplainError, BuildError, BatchError) as error:
+    except BuildError as error:
+        # With what the compiler says.
+        print("sglang-pat: " + "\n".join(map(printable, str(error).splitlines())), file=sys.stderr)
+        return 2
+    except (TraceError, TopError, EstimateError, explain.ExplainError, BatchError) as error:
         print(f"sglang-pat: {printable(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:

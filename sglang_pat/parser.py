@@ -15,8 +15,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def printable(text: str) -> str:
-    """The text with escapes in place of what a terminal would obey but for ends of lines: names of files and arguments may come from others."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+    """The text with escapes in place of what a terminal would obey: names of files and arguments may come from others."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def count(text: str) -> int:

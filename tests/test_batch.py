@@ -595,13 +595,24 @@ def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
     assert records["batch_req_6"]["error"]["code"] == "invalid_line"
 
 
-def test_a_flag_that_there_is_not_is_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "config", "message"),
+    [
+        (["--chunked-prefil-size", "64"], "", "sglang-pat batch: unrecognized arguments: --chunked-prefil-size"),
+        (["--config", "{}"], "nope: 1", "sglang-pat batch: unrecognized arguments: --nope"),
+        (["--config={}"], "nope: 1", "sglang-pat batch: unrecognized arguments: --nope"),
+        (["--config", "{}"], "a: [\33", "sglang-pat: the engine does not start: "),
+        (["--config=/no/config"], "", "sglang-pat: the engine does not start: "),
+    ],
+)
+def test_flags_that_there_are_not_are_one_sentence(flags: list[str], config: str, message: str, tmp_path: Path) -> None:
     """SGLang would print all that there are, too."""
     (tmp_path / "in").write_text(json.dumps(completion("abc")) + "\n")
-    assert job(tmp_path, tmp_path, "--chunked-prefil-size", "64").wait(600) == 2
+    (tmp_path / "flags.yaml").write_text(config)
+    assert job(tmp_path, tmp_path, *(flag.format(tmp_path / "flags.yaml") for flag in flags)).wait(600) == 2
     said = (tmp_path / "log").read_text().splitlines()
-    assert said[-1].startswith("sglang-pat batch: unrecognized arguments: --chunked-prefil-size"), said
-    assert not any("usage:" in line for line in said)
+    assert said[-1].startswith(message), said
+    assert not any("usage:" in line or "Traceback" in line for line in said)
 
 
 @pytest.mark.server

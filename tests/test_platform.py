@@ -85,6 +85,7 @@ def test_choosing_pat_wakes_it(field: str) -> None:
         ({}, "llguidance"),
         ({"grammar_backend": "outlines"}, "outlines"),
         ({"tokenizer_mode": "slow"}, "none"),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6}, "none"),
         ({"tokenizer_path": "/no/tokenizer"}, "none"),
     ],
 )

@@ -12,6 +12,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_pat import compat
 from sglang_pat.batch import job, servers
 from sglang_pat.batch.lengths import usage_of
 from sglang_pat.batch.lines import BatchError, Failure, Json, Output, Request, Source, refusal
@@ -33,19 +34,22 @@ def engine(flags: Sequence[str]) -> Engine:
         SystemExit: There is no such flag.
     """
     import sglang
+    import yaml
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     load_plugins()
-    if "--config" not in flags:  # or what is missing here may be there
-        parser = Parser(prog="sglang-pat batch", add_help=False)
-        ServerArgs.add_cli_args(parser)
-        parser.parse_args(flags)  # which ends in one sentence, while SGLang's own parser also prints all its flags
-    # A file may have them too, and flags would win over it.
-    added = [] if "--config" in flags else [word for default in DEFAULTS.items() for word in default]
+    # SGLang's own parser would also print all flags that there are.
+    parser = Parser(prog="sglang-pat batch", add_help=False)
+    ServerArgs.add_cli_args(parser)
+    words = [word for flag in flags for word in (flag.split("=", 1) if flag.startswith("--config=") else [flag])]
+    defaults = [word for default in DEFAULTS.items() for word in default]
     try:
-        return sglang.Engine(server_args=prepare_server_args([*added, *flags]))
-    except (OSError, ValueError) as error:
+        # Of two flags the later one holds.
+        words = [*defaults, *compat.arguments.with_config_file(parser, words)]
+        parser.parse_args(words)
+        return sglang.Engine(server_args=prepare_server_args(words))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise BatchError(f"the engine does not start: {' '.join(str(error).split())}") from None
 
 

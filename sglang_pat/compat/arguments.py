@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,21 @@ import msgspec
 from sglang_pat.compat.releases import release
 
 logger = logging.getLogger(__name__)
+
+
+def with_config_file(parser: ArgumentParser, words: list[str]) -> list[str]:
+    """Words of a command line of SGLang's server, with those of the file in place of `--config`, so that other flags win over them.
+
+    Raises:
+        OSError, ValueError, yaml.YAMLError: There is no such file, or it is no file of flags.
+    """
+    if "--config" not in words:
+        return words
+    try:
+        from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+    except ImportError:  # 0.5.17
+        from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+    return list(ConfigArgumentMerger(parser).merge_config_with_args(words))
 
 
 def resolved(server_args: Any) -> Any:
@@ -107,10 +123,12 @@ def choose_grammar_backend(server_args: Any) -> None:
     """Choose a grammar backend that computes on a CPU if nobody chose one.
 
     SGLang's default, xgrammar, pins memory, which needs a GPU: the first request with a JSON schema or a regular expression would end the server. llguidance
-    has to know the kind of the tokenizer, and tokens that end an answer, or no server would start with it; without it such requests are refused.
+    has to know the kind of the tokenizer, and tokens that end an answer, or no server would start with it; without it such requests are refused. So they
+    are where drafts are verified: there SGLang lets an expression that llguidance cannot compute (`a{1000000}`) end the server.
     """
     if server_args.grammar_backend is None:
-        server_args.grammar_backend = "llguidance" if _grammars_are_computed(server_args) else "none"
+        computes = not draft_tokens(server_args) and _grammars_are_computed(server_args)
+        server_args.grammar_backend = "llguidance" if computes else "none"
 
 
 def _grammars_are_computed(server_args: Any) -> bool:

@@ -173,7 +173,8 @@ def load(path: Path, named_by: str = "") -> GpuTable:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(LARGEST), type=GpuTable)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        # A key that there is not is quoted, whatever it is.
+        why = error.strerror if isinstance(error, OSError) else str(error)[:300].encode("unicode_escape").decode()
         raise TablesError(f"{name} is not a table of tiles, make one with `python -m sglang_pat.tune`: {why}") from None
 
 

@@ -21,6 +21,8 @@ PerSm = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 Rows = Annotated[int, Meta(ge=0, le=4096)]
 
+MeanTokens = Annotated[int, Meta(ge=0, le=1 << 30)]
+
 Sharing = Annotated[int, Meta(ge=1, le=1 << 12)]
 
 
@@ -61,7 +63,7 @@ class WideSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     little_shared_long_draft_queries: PerSm = 0
     little_shared_draft_queries: PerSm = 0
     ragged_queries: PerSm = 0
-    ragged_tokens: Tokens = 0
+    ragged_tokens: MeanTokens = 0
     ragged_draft_rows: Rows = 0
     ragged_rows: Rows = 0
 
