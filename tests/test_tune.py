@@ -182,10 +182,12 @@ def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: py
         {"wide_queries": 4},
         {"wide_steps": {"query": 4}},
         {"gpu": "x" * devices.LARGEST},
+        {"\x1b[31mevil\nline" + "y" * 3_000: 0},
     ):
         (tmp_path / "table.json").write_text(json.dumps(good | wrong))
-        with pytest.raises(devices.TablesError, match="is not a table of tiles"):
+        with pytest.raises(devices.TablesError, match="is not a table of tiles") as found:
             devices.load(tmp_path / "table.json")
+        assert str(found.value).isprintable() and len(str(found.value)) < 1_000
     (tmp_path / "table.json").write_text('{"wide_steps": {"x": ' + "[" * 100_000)
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "table.json", tmp_path / "pipe", Path("/dev/zero"), tmp_path, tmp_path / ("x" * 300)):
