@@ -129,6 +129,10 @@ def choose_grammar_backend(server_args: Any) -> None:
     if server_args.grammar_backend is None:
         computes = not draft_tokens(server_args) and _grammars_are_computed(server_args)
         server_args.grammar_backend = "llguidance" if computes else "none"
+        if not computes:
+            logger.warning(
+                "sglang-pat: requests with a JSON schema or another grammar are refused: see docs/troubleshooting.md"
+            )
 
 
 def _grammars_are_computed(server_args: Any) -> bool:
