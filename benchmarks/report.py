@@ -47,19 +47,30 @@ def chaos() -> str:
     )
 
 
+def by_cell(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Each cell's records, by backend."""
+    cells: dict[str, dict[str, dict[str, Any]]] = {}
+    for record in result["records"]:
+        cells.setdefault(record["cell"], {})[record["backend"]] = record
+    return cells
+
+
+def step_advantage(records: dict[str, dict[str, Any]]) -> float:
+    """Of PAT's step over the best of the others in a cell."""
+    return min(record["step_ms"] for backend, record in records.items() if backend != "pat") / records["pat"]["step_ms"]
+
+
 def steps_table(result: dict[str, Any]) -> str:
-    records = {(record["cell"], record["backend"]): record for record in result["records"]}
-    backends = list(dict.fromkeys(backend for _, backend in records))
-    others = [backend for backend in backends if backend != "pat"]
+    cells = by_cell(result)
+    others = [backend for backend in next(iter(cells.values())) if backend != "pat"]
     rows = []
-    for cell in dict.fromkeys(cell for cell, _ in records):
-        ours = records[cell, "pat"]
-        best = min(records[cell, backend]["step_ms"] for backend in others)
+    for cell, records in cells.items():
+        ours = records["pat"]
         rows.append(
             [
-                f"`{cell}`", *bold({backend: records[cell, backend]["step_ms"] for backend in ("pat", *others)}, "{:.2f}".format),
-                f"{best / ours['step_ms']:.3f}{TIMES}", f"{ours['metadata_us']:.0f}", f"{ours['metadata_changed_us']:.0f}",
-                *(f"{records[cell, backend]['metadata_us']:.0f}" for backend in others),
+                f"`{cell}`", *bold({backend: records[backend]["step_ms"] for backend in ("pat", *others)}, "{:.2f}".format),
+                f"{step_advantage(records):.3f}{TIMES}", f"{ours['metadata_us']:.0f}", f"{ours['metadata_changed_us']:.0f}",
+                *(f"{records[backend]['metadata_us']:.0f}" for backend in others),
             ]
         )  # fmt: skip
     head = [
@@ -86,15 +97,14 @@ def steps() -> str:
 
 def behind() -> str:
     """The README's list of where PAT brings little or nothing, as far as it was measured anew."""
-    records = [record for name in ("steps-h200.json", "steps-2-layers-h200.json") for record in load(name)["records"]]
-    ratios = []
-    for cell in dict.fromkeys(record["cell"] for record in records if "," not in record["cell"]):
-        times = {record["backend"]: record["step_ms"] for record in records if record["cell"] == cell}
-        ratios.append(min(ms for backend, ms in times.items() if backend != "pat") / times["pat"])
-    lines = [
-        f"Decode steps that share nothing run at {min(ratios):.2f} to {max(ratios):.2f} times the speed of the best other backend."
+    ratios = [
+        step_advantage(records)
+        for name in ("steps-h200.json", "steps-2-layers-h200.json")
+        for cell, records in by_cell(load(name)).items()
+        if "," not in cell
     ]
-    return "\n".join(f"- {line}" for line in [*lines, *kernel_tables.drafts_behind()])
+    steps = f"Decode steps that share nothing run at {min(ratios):.2f} to {max(ratios):.2f} times the speed of the best other backend."
+    return "\n".join(f"- {line}" for line in [steps, *kernel_tables.drafts_behind()])
 
 
 def steps_h100() -> str:

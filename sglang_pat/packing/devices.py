@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from sglang_pat.packing.tiles import TileTable, WideSteps
+from sglang_pat.parser import printable
 
 TABLES = Path(__file__).parent / "tables"
 """One table for each known GPU; `python -m sglang_pat.tune` makes them."""
@@ -174,7 +175,7 @@ def load(path: Path, named_by: str = "") -> GpuTable:
             return msgspec.json.decode(file.read(LARGEST), type=GpuTable)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # A key that there is not is quoted, whatever it is.
-        why = error.strerror if isinstance(error, OSError) else str(error)[:300].encode("unicode_escape").decode()
+        why = error.strerror if isinstance(error, OSError) else printable(str(error)[:300])
         raise TablesError(f"{name} is not a table of tiles, make one with `python -m sglang_pat.tune`: {why}") from None
 
 

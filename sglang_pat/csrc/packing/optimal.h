@@ -241,7 +241,7 @@ class Optimal {
         Vector joined = child.best[above][v];
         // The child's own start has taken the lane of the one that is too far up for it.
         if (prefix.depth >= kMaxSegment && own / kWidth == v)
-          joined[own % kWidth] = std::numeric_limits<double>::infinity();
+          joined = with_lane(joined, own % kWidth, std::numeric_limits<double>::infinity());
         const Vector split = alone + queries * frame.stay[v];
         frame.total[above][0][v] += joined;
         for (int candidate = 1; candidate < 3; ++candidate) {
