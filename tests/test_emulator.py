@@ -57,7 +57,7 @@ CHANGES: dict[str, emulated.Change] = {
     "ring: V does not wait for an empty stage": ("ring.cuh", "    cursor.wait_empty();", "    if (!kIsV) cursor.wait_empty();"),
     "ring: Q does not wait for an empty buffer": ("ring.cuh", "queries_.wait_empty();", ""),
     "forward: narrow items do not wait for wide ones": (
-        "forward.cuh", "kMs>(p, items, memory);\n        first", "kMs>(p, items, memory), single(), narrow();\n        first",
+        "forward.cuh", "kMs>(p, items, memory);\n        ran_wide", "kMs>(p, items, memory), single(), narrow();\n        ran_wide",
     ),
     "narrow first: wide items do not wait for them": ("forward.cuh", "    __syncthreads();\n  }\n}", "  }\n}"),
     "narrow first: registers are taken back before the others have theirs": ("forward.cuh", "sync_threads(kGrownInNarrow, kThreads)", ""),
@@ -66,7 +66,7 @@ CHANGES: dict[str, emulated.Change] = {
         "forward.cuh", "        sync_threads(kRegistersBarrier, S::kComputing);  // as", "        // as",
     ),
     "narrow first: wide items are forgotten": ("forward.cuh", "!ran_wide & (items.count(kWide) > 0)", "false"),
-    "forward: barriers are as the last look-up left them": ("forward.cuh", "if constexpr (S::kHasWide) memory", "if (S::kHasWide && first == 0) memory"),
+    "forward: barriers are as the last look-up left them": ("forward.cuh", "if constexpr (S::kHasWide) memory", "if (S::kHasWide && from == 0) memory"),
     "forward: teams of two phases have one barrier": ("narrow_rows.cuh", "kPhase * kMostTeams", "0"),
     "items: they are used before they are in order": (
         "assign.cuh", "(Phase(warp), number);\n    __syncthreads();", "(Phase(warp), number);",

@@ -80,7 +80,7 @@ __device__ PAT_PHASE void run_narrow(const Params& p, const Items<threads(kDim)>
     NarrowWarp<T, Kv, kDim, kVDim, kM, kWarps>(p, items, memory.narrow.chunks, memory.narrow.statistics).run();
 }
 
-// As `first`, the item from which on items are looked up: none are, and those of the last look-up are run that have not been.
+// In place of the item from which on a pass looks items up: it looks up none, and runs those of the last look-up that have not been run.
 constexpr int kOthers = -1;
 
 // Runs wide items first, for nothing would hide how long they take to begin at the end; then the others of the same look-up; and rarely
@@ -112,39 +112,40 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
     }
   };
 #pragma unroll 1
-  for (int first = 0;;) {
-    if (first != kOthers) {
-      if constexpr (S::kHasWide) memory.barriers.template init<kDim>(first > 0);
-      items.template look_up<S::kNarrowWarps>(first, kMs);
+  for (int from = 0;;) {
+    if (from != kOthers) {
+      if constexpr (S::kHasWide) memory.barriers.template init<kDim>(from > 0);
+      items.template look_up<S::kNarrowWarps>(from, kMs);
       wait_for_primary();
     }
     // By a shuffle, so that the compiler knows that it is the same for a warp (wide.cuh, `this_group`).
-    const bool wide = S::kHasWide && __shfl_sync(~0u, items.count(kWide) > 0 && (first == kOthers) == items.wide_last(), 0);
-    // Whether the items that are not wide follow those that are, or the other way round.
+    const bool wide = S::kHasWide && __shfl_sync(~0u, items.count(kWide) > 0 && (from == kOthers) == items.wide_last(), 0);
+    // Whether a pass that ran wide items, or all others, has left the other kind.
     const auto others_left = [&](bool ran_wide) {
       return items.wide_last() ? !ran_wide & (items.count(kWide) > 0) : ran_wide;
     };
+    // Which kind it was: what the compiler cannot know keeps the other branch's code out of this one, and so in its place in memory.
+    uint32_t ran_wide;
     if (thread_of_cta() < S::kComputing) {
       if constexpr (kTradeRegisters) {
         grow_registers<kComputeRegisters<kDim>>();
         arrive_threads(wide ? kGrownInWide : kGrownInNarrow, kThreads);
       }
-      // Which kind it was: what the compiler cannot know keeps the other branch's code out of this one, and so in its place in memory.
       if (wide) {
         if constexpr (S::kHasWide) run_wide<T, Kv, kDim, kVDim, kMs>(p, items, memory);
-        first = int(fresh(1u));
+        ran_wide = fresh(1u);
       } else {
         if constexpr (!kMasks) single();
-        first = int(fresh(0u));
+        ran_wide = fresh(0u);
       }
-      if (first == 0) {
+      if (ran_wide == 0) {
         if constexpr (kMasks) single();
         narrow();
-        first = int(fresh(0u));  // not kept in a register meanwhile
+        ran_wide = fresh(0u);  // not kept in a register meanwhile
       }
-      const bool left = others_left(first != 0);
+      const bool left = others_left(ran_wide != 0);
       if (!left & !items.more()) break;
-      first = left ? kOthers : items.next();
+      from = left ? kOthers : items.next();
       if constexpr (kTradeRegisters) {
         sync_threads(kRegistersBarrier, S::kComputing);  // as PTX demands between two changes
         shrink_registers<kFirstRegisters<kDim>>();
@@ -159,14 +160,14 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
           wait_copies<0>();
         }
         if constexpr (kTradeRegisters) sync_threads(kGrownInWide, kThreads);
-        first = int(fresh(1u));
+        ran_wide = fresh(1u);
       } else {
         if constexpr (kTradeRegisters) sync_threads(kGrownInNarrow, kThreads);
-        first = int(fresh(0u));
+        ran_wide = fresh(0u);
       }
-      const bool left = others_left(first != 0);
+      const bool left = others_left(ran_wide != 0);
       if (!left & !items.more()) break;
-      first = left ? kOthers : items.next();
+      from = left ? kOthers : items.next();
       if constexpr (kTradeRegisters) grow_registers<kFirstRegisters<kDim>>();
     }
     __syncthreads();
