@@ -153,6 +153,19 @@ def test_packing_can_be_watched(servers: dict[str, Server], capsys: pytest.Captu
     assert "since the server started" in shown and "queries in a work item" in shown
 
 
+def test_a_profile_is_written(servers: dict[str, Server], prompts: list[str], tmp_path: Path) -> None:
+    told = servers["plain"].post("/start_profile", {"output_dir": str(tmp_path), "num_steps": 3, "activities": ["CPU"]})
+    assert "Start profiling" in told
+    generate_all(servers["plain"], prompts[:2])
+    for _ in range(100):
+        if any(file.suffix == ".gz" for file in tmp_path.rglob("*")):
+            break
+        time.sleep(0.2)
+    else:
+        pytest.fail("no trace was written")
+    assert_sound(servers["plain"])
+
+
 def test_far_fewer_plans_than_steps(servers: dict[str, Server]) -> None:
     server = servers["plain"]
     before = server.counters()

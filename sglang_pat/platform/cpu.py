@@ -50,6 +50,13 @@ class CpuPlatform(SRTPlatform):
     def get_device_name(self, device_id: int = 0) -> str:
         return "cpu"
 
+    def get_torch_profiler_activity_str(self) -> str:
+        """`/start_profile` asks every platform that is not SGLang's own."""
+        return self.get_torch_profiler_activity().name
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_kv_pool_cls(self, kind: str) -> type | None:
         """0.5.23 asks for every kind, even if the model does not need it."""
         return self.get_mha_kv_pool_cls() if kind == "mha" else None
