@@ -33,13 +33,7 @@ def serving_mixed() -> str:
             for (backend, chunks), cells in zip(found, zip(*columns, strict=True), strict=True)
         ]  # fmt: skip
     device, model = runs["mixed"]["device"], runs["mixed"]["model"]
-    later = sorted(
-        {f"{NAMES[record['backend']]} at {record['rate']:g}/s" for run in runs.values() for record in run["records"] if record["date"] != device["date"]}
-    )  # fmt: skip
-    return (
-        f"{table(['requests', 'backend', 'chunks', *names.values()], rows)}\n\n{device['name']}, {model} shape, random weights, {device['date']}; "
-        f"on another such machine a day later: {', '.join(later)}."
-    )
+    return f"{table(['requests', 'backend', 'chunks', *names.values()], rows)}\n\n{device['name']}, {model} shape, random weights, {device['date']}."
 
 
 def short_extends() -> str:
@@ -87,7 +81,11 @@ def server_of(record: dict[str, Any]) -> str:
 
 
 def serving_verify() -> str:
-    result = load("serving-verify-h200.json")
+    return "\n\n".join(map(_serving_verify, ("serving-verify-h200.json", "serving-verify-h100.json")))
+
+
+def _serving_verify(name: str) -> str:
+    result = load(name)
     rows = []
     for workload, at in dict.fromkeys((record["workload"], record["rate"]) for record in result["records"]):
         records = [record for record in result["records"] if (record["workload"], record["rate"]) == (workload, at)]
