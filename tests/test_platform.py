@@ -38,7 +38,7 @@ def arguments(**chosen: Any) -> SimpleNamespace:
         "revision",
     )
     others = {"enable_two_batch_overlap": False, "enable_dp_attention": False, "pp_size": 1}
-    others |= {"model_path": "/no/model", "tokenizer_mode": "auto"}
+    others |= {"model_path": "/no/model", "tokenizer_mode": "auto", "device": "cpu"}
     return SimpleNamespace(**(dict.fromkeys(fields) | others | chosen))
 
 

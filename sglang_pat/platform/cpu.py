@@ -11,7 +11,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_pat import compat
 from sglang_pat.backend import low_bit, support
-from sglang_pat.platform import announce
+from sglang_pat.platform import NAME, announce
 
 
 class CpuPlatform(SRTPlatform):
@@ -51,11 +51,8 @@ class CpuPlatform(SRTPlatform):
         return "cpu"
 
     def get_torch_profiler_activity_str(self) -> str:
-        """`/start_profile` asks every platform that is not SGLang's own."""
-        return self.get_torch_profiler_activity().name
-
-    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
-        return torch.profiler.ProfilerActivity.CPU
+        """`/start_profile` asks this. It is none of torch's activities: SGLang would start a profiler for it and another one for the CPU."""
+        return NAME.upper()
 
     def get_kv_pool_cls(self, kind: str) -> type | None:
         """0.5.23 asks for every kind, even if the model does not need it."""
