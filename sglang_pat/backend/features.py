@@ -62,6 +62,11 @@ def _set(name: str) -> Asked:
     return lambda arguments, environment: bool(getattr(arguments, name, None))
 
 
+def _on_cpu(asked: Asked) -> Asked:
+    """The server runs on a CPU, and this is asked for."""
+    return lambda arguments, environment: arguments.device == "cpu" and asked(arguments, environment)
+
+
 def _several(name: str) -> Asked:
     """The argument `name` is more than 1."""
     return lambda arguments, environment: (getattr(arguments, name, None) or 1) > 1
@@ -190,6 +195,8 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("`flush_cache`, eviction", "", "test_server.py::test_after_flush_cache", _MIRROR),
         _works("hierarchical cache", "`--enable-hierarchical-cache`", "test_gpu_server.py::test_features",
                note="on 0.5.17; on 0.5.23 it is untested and not followed"),
+        _refused("hierarchical cache on a CPU", "`--enable-hierarchical-cache`", _on_cpu(_set("enable_hierarchical_cache")),
+                 "leave it out, as SGLang needs a GPU for it"),
         _refused("a prefix cache that knows sessions", "`--enable-session-radix-cache`", _set("enable_session_radix_cache"), _LEAVE_OUT),
         _refused("linkers of other caches (0.5.23)", "`--enable-unified-cache-external-linker`",
                  _set("enable_unified_cache_external_linker"), _LEAVE_OUT),
@@ -204,7 +211,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("pipeline parallelism", "`--pp-size`", "test_server.py::test_parallelism",
                note="microbatches take turns, so every step's plan is made on the spot"),
         _works("replicas", "`--dp-size`, `sglang-router`", "test_server.py::test_parallelism", "test_server.py::test_replicas_behind_a_router"),
-        _works("DP attention", "`--enable-dp-attention`", "test_gpu_server.py::test_parallelism"),
+        _works("DP attention", "`--enable-dp-attention`, `--attn-dp-size`", "test_gpu_server.py::test_parallelism"),
+        _refused("DP attention on a CPU", "`--enable-dp-attention`, `--attn-dp-size`", _on_cpu(_any(_set("enable_dp_attention"), _several("attn_dp_size"))),
+                 "leave it out, as SGLang needs GPUs for it"),
         _refused("decode context parallelism", "`--dcp-size`", _several("dcp_size"), _LEAVE_OUT),
         _refused("prefill context parallelism", "`--attn-cp-size`, `--enable-prefill-cp`",
                  _any(_several("attn_cp_size"), _set("enable_prefill_cp"), _set("enable_prefill_context_parallel")), _LEAVE_OUT),
