@@ -137,6 +137,10 @@ def test_times_that_are_too_long_for_a_plan_are_the_tables_fault(tmp_path: Path)
         devices.used("mine.json"),
     ):
         NativeScheduler(config, 8)
+    for name in ("slice_token_ns", "bin_ns", "wave_ns", "narrow_first_ns"):
+        table = msgspec.structs.replace(devices.load(devices.TABLES / "h200.json"), **{name: 1e6}, read_tbps=1e3)
+        with pytest.raises(devices.TablesError, match=f"{name} of 1e[+]06 ns is too long"), devices.used("mine.json"):
+            capabilities.tile_table("9.0a", 128, table=table)
     with pytest.raises(ValueError, match=r"^other"), devices.used(""):
         raise ValueError("other")
 
@@ -179,6 +183,8 @@ def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: py
         {"read_tbps": 1e308},
         {"turn_ns": -1},
         {"prices": [{"m": 8, "item_ns": 1e300, "token_ns": 1}]},
+        {"prices": good["prices"] + good["prices"][-1:]},
+        {"prices_8bit": good["prices"][::-1]},
         {"wide_queries": 4},
         {"wide_steps": {"query": 4}},
         {"gpu": "x" * devices.LARGEST},

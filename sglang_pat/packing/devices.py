@@ -104,6 +104,12 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wide_steps: WideSteps = WideSteps()
     narrow_first_ns: Nanoseconds = 0
 
+    def __post_init__(self) -> None:
+        for bits in (16, 8, 4, 2):
+            every = [price.m for price in self.prices_of(bits)]
+            if every != sorted(set(every)):
+                raise ValueError(f"prices with KV of {bits} bits must have ascending m, each one once")
+
     def prices_of(self, kv_bits: int) -> tuple[Price, ...]:
         """The prices with KV of so many bits; empty if they were not measured."""
         return {16: self.prices, 8: self.prices_8bit, 4: self.prices_4bit, 2: self.prices_2bit}.get(kv_bits, ())
