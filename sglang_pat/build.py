@@ -18,7 +18,9 @@ import torch
 from sglang_pat import jit
 from sglang_pat.kernels import capabilities, cuda, resources
 from sglang_pat.packing import FORMATS, AttentionSpec
-from sglang_pat.parser import Parser
+from sglang_pat.parser import Parser, run
+
+PROG = "python -m sglang_pat.build"
 
 DRAFT_HEADS = (1, 8, 32)
 """Query heads of a KV head, of drafts of two tokens with different modules (`capabilities.tiles_for_drafts` and `has_tails`)."""
@@ -65,10 +67,13 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
     return list(found)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = Parser(
-        prog="python -m sglang_pat.build", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    return run(PROG, lambda: _run(arguments))
+
+
+def _run(arguments: list[str] | None) -> None:
+    parser = Parser(prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dim", type=int, nargs="+", choices=capabilities.HEAD_DIMS, default=[128])
     parser.add_argument(
         "--v-head-dim",
@@ -124,4 +129,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ from sglang_pat.batch.lines import BatchError
 from sglang_pat.estimate import KV_CACHES, EstimateError, estimate, read, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
-from sglang_pat.parser import Parser, count, printable
-from sglang_pat.radix_bridge.trace import TraceError
+from sglang_pat.parser import Parser, count, printable, run
+from sglang_pat.radix_bridge.trace import TraceError, is_trace
 from sglang_pat.replay import replay
 from sglang_pat.top import TopError, top
+
+PROG = "sglang-pat"
 
 DEFAULT_ANSWER = 256
 """Tokens of an answer, where a file of requests does not say."""
@@ -48,39 +49,29 @@ def main(arguments: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal may be unable to show the bars of `top`, or a file's name.
         sys.stdout.reconfigure(errors="replace")
+    return run(PROG, lambda: _run(arguments))
+
+
+def _run(arguments: list[str] | None) -> int:
+    parsed, others = _parser().parse_known_args(arguments)
+    if others and parsed.run is not _batch:
+        parsed.parser.error(f"unrecognized arguments: {' '.join(others)}")
+    parsed.others = others
     try:
-        try:
-            parser = _parser()
-            parsed, others = parser.parse_known_args(arguments)
-            if others and parsed.run is not _batch:
-                parser.parse_args(arguments)  # which says what is wrong with them
-            parsed.others = others
-            return parsed.run(parsed) or 0
-        finally:
-            print(end="", flush=True)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return parsed.run(parsed) or 0
     except BuildError as error:
         # With what the compiler says.
-        print("sglang-pat: " + "\n".join(map(printable, str(error).splitlines())), file=sys.stderr)
+        print(f"{PROG}: " + "\n".join(map(printable, str(error).splitlines())), file=sys.stderr)
         return 2
     except (TraceError, TopError, EstimateError, explain.ExplainError, BatchError) as error:
-        print(f"sglang-pat: {printable(str(error))}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        # Python must not try to write the rest again when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return 128 + signal.SIGPIPE
-        said = f"{error.filename or 'the output'}: {error.strerror or error}"
-        print(f"sglang-pat: {printable(said)}", file=sys.stderr)
+        print(f"{PROG}: {printable(str(error))}", file=sys.stderr)
         return 2
 
 
 def _parser() -> Parser:
     """The command's arguments."""
     result = Parser(
-        prog="sglang-pat",
+        prog=PROG,
         description="Tools for sglang-pat. Only batch without --url runs a model, and so wants a GPU.",
     )
     commands = result.add_subparsers(required=True, metavar="command")
@@ -97,7 +88,7 @@ def _add_replay(commands: Any) -> None:
     command.add_argument("--policy", choices=list(POLICIES), action="append", help="instead of the recorded one")
     command.add_argument("--oracle", action="store_true", help="compare every plan with the Python scheduler's; slow")
     command.add_argument("--truncated", action="store_true", help="accept a file that was cut off")
-    command.set_defaults(run=_replay)
+    command.set_defaults(run=_replay, parser=command)
 
 
 def _add_estimate(commands: Any) -> None:
@@ -123,7 +114,7 @@ def _add_estimate(commands: Any) -> None:
     command.add_argument(
         "--output", type=count, default=DEFAULT_ANSWER, help="tokens of an answer, if unknown (%(default)s)"
     )
-    command.set_defaults(run=_estimate)
+    command.set_defaults(run=_estimate, parser=command)
 
 
 def _add_top(commands: Any) -> None:
@@ -132,7 +123,7 @@ def _add_top(commands: Any) -> None:
     _add_key(command)
     command.add_argument("--interval", type=_seconds, default=2, help="seconds between two pictures (%(default)s)")
     command.add_argument("--once", action="store_true", help="one picture, of everything since the server started")
-    command.set_defaults(run=_top)
+    command.set_defaults(run=_top, parser=command)
 
 
 def _add_explain(commands: Any) -> None:
@@ -149,7 +140,7 @@ def _add_explain(commands: Any) -> None:
     command.add_argument("--output", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
     command.add_argument("--steps", type=count, default=20, help="plans shown, evenly spread (%(default)s)")
     command.add_argument("--truncated", action="store_true", help="accept a file that was cut off")
-    command.set_defaults(run=_explain)
+    command.set_defaults(run=_explain, parser=command)
 
 
 def _add_batch(commands: Any) -> None:
@@ -178,7 +169,7 @@ def _add_batch(commands: Any) -> None:
         "--url", action="append", default=[], help="a server that runs, in place of a model; more than once for more"
     )
     _add_key(command)
-    command.set_defaults(run=_batch)
+    command.set_defaults(run=_batch, parser=command)
 
 
 def _add_key(command: argparse.ArgumentParser) -> None:
@@ -220,6 +211,8 @@ def _explain(arguments: argparse.Namespace) -> None:
     if os.path.realpath(output) == os.path.realpath(path):
         kind = "trace" if arguments.model is None else "input"
         raise explain.ExplainError(f"--output {output} is the {kind}: name another file")
+    if is_trace(output):
+        raise explain.ExplainError(f"--output {output} is another trace, which would be lost: name another file")
     try:
         if arguments.model is not None:
             prompts = read(path, DEFAULT_ANSWER)

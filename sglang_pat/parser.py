@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import signal
+import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 
@@ -12,6 +16,25 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
+
+
+def run(prog: str, command: Callable[[], int | None]) -> int:
+    """Run a command; returns its exit status. Ctrl-C and an output that is closed or full end it without a traceback."""
+    try:
+        try:
+            return command() or 0
+        finally:
+            print(end="", flush=True)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except OSError as error:
+        # Python must not try to write the rest again when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        said = f"{error.filename or 'the output'}: {error.strerror or error}"
+        print(f"{prog}: {printable(said)}", file=sys.stderr)
+        return 2
 
 
 def printable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import urllib.error
@@ -222,7 +223,8 @@ def top(url: str, interval: float, once: bool, key: str = "") -> None:
             if old and new["steps"] < old["steps"]:
                 old = None  # the server was restarted
             picture = render(new, old, max(now - began, 1e-9))
-            print(CLEAR + "\n".join([head, "", *picture]), flush=True)
+            # In a file or a pipe pictures follow one another.
+            print((CLEAR if sys.stdout.isatty() else "") + "\n".join([head, "", *picture, ""]), flush=True)
             old, began = new, now
             time.sleep(interval)
     except KeyboardInterrupt:

@@ -22,8 +22,10 @@ from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS
 from sglang_pat.packing.devices import GpuTable, Price
 from sglang_pat.packing.spec import KVFormat
-from sglang_pat.parser import Parser
+from sglang_pat.parser import Parser, run
 from sglang_pat.tile_prices import H200, PRICED, measure
+
+PROG = "python -m sglang_pat.tune"
 
 SM_REGISTERS, THREAD_REGISTERS = 65_536, 255
 """Registers of an SM, and of a thread at most (CUDA C++ Programming Guide, "Compute Capabilities")."""
@@ -124,10 +126,13 @@ def print_feasible(table: GpuTable, sheet: Sheet) -> None:
         )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = Parser(
-        prog="python -m sglang_pat.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    return run(PROG, lambda: _run(arguments))
+
+
+def _run(arguments: list[str] | None) -> None:
+    parser = Parser(prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--head-dim",
         type=int,
@@ -177,4 +182,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

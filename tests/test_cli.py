@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from test_explain import record
 from test_top import http, info, port, sentence
 
-from sglang_pat import cli
+from sglang_pat import cli, tune
 from sglang_pat.jit import BuildError
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
@@ -59,7 +60,8 @@ def test_numbers_may_be_large(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "the following arguments are required: command"),
         (["fly"], "invalid choice: 'fly'"),
-        (["top", "--fast"], "unrecognized arguments: --fast"),
+        (["top", "--fast"], "unrecognized arguments: --fast; see sglang-pat top --help"),
+        (["top", "http://127.0.0.1:9"], "unrecognized arguments: http://127.0.0.1:9; see sglang-pat top --help"),
         (["top", "--api-key"], "argument --api-key: expected one argument"),
         (["replay"], "the following arguments are required: trace"),
         (["replay", "trace", "--policy", "fast"], "argument --policy: invalid choice: 'fast'"),
@@ -92,12 +94,14 @@ def test_what_cannot_be_done_is_one_sentence(
         ("/dev/full", "--output /dev/full cannot be written: No space left on device"),
         ("trace", "is the trace: name another file"),
         ("link", "is the trace: name another file"),
+        ("another", "is another trace, which would be lost: name another file"),
     ],
 )
 def test_a_page_that_cannot_be_written_is_one_sentence(
     capsys: pytest.CaptureFixture[str], trace: Path, output: str, message: str
 ) -> None:
     (trace.parent / "link").symlink_to(trace)
+    (trace.parent / "another").write_bytes(trace.read_bytes())
     before = trace.read_bytes()
     assert message in sentence(capsys, "explain", str(trace), "--output", str(trace.parent / output))
     assert trace.read_bytes() == before
@@ -145,19 +149,34 @@ def test_ctrl_c_ends_top_quietly() -> None:
     assert (process.returncode, errors) == (0, "")
 
 
-def test_a_pipe_that_nobody_reads_is_left_quietly() -> None:
+@pytest.mark.parametrize(
+    "command",
+    [[*COMMAND, *ESTIMATE], [sys.executable, "-m", "sglang_pat.tune", "--derive", "a100"]],
+    ids=["estimate", "tune"],
+)
+def test_a_pipe_that_nobody_reads_is_left_quietly(command: list[str]) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     with open(write_end, "wb") as pipe:
-        result = subprocess.run([*COMMAND, *ESTIMATE], stdout=pipe, stderr=subprocess.PIPE, check=False, timeout=60)
+        result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, check=False, timeout=60)
     assert (result.stderr, result.returncode) == (b"", 128 + signal.SIGPIPE)
 
 
-def test_a_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("main", "arguments", "prog"),
+    [(cli.main, ESTIMATE, "sglang-pat"), (tune.main, ["--derive", "a100"], "python -m sglang_pat.tune")],
+)
+def test_a_full_disk_is_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    main: Callable[[list[str]], int],
+    arguments: list[str],
+    prog: str,
+) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert cli.main(ESTIMATE) == 2
-    assert capsys.readouterr().err == "sglang-pat: the output: No space left on device\n"
+        assert main(arguments) == 2
+    assert capsys.readouterr().err == f"{prog}: the output: No space left on device\n"
 
 
 def test_a_terminal_may_know_little_and_be_closed(

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -404,9 +405,11 @@ def test_an_answer_is_shown_or_refused_and_nothing_else(answers: list) -> None:
         old = new
 
 
+@pytest.mark.parametrize("terminal", [True, False])
 def test_a_server_that_was_started_again_is_counted_from_its_start(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     answers = iter([info(steps=100), info(steps=7)])
     with port(lambda connection: connection.sendall(http(next(answers)))) as server:
 
@@ -416,7 +419,9 @@ def test_a_server_that_was_started_again_is_counted_from_its_start(
 
         monkeypatch.setattr(top.time, "sleep", wait)
         assert cli.main(["top", "--url", server.url]) == 0
-    first, second = capsys.readouterr().out.split(top.CLEAR)[1:]
+    shown = capsys.readouterr().out
+    assert (top.CLEAR in shown) == terminal
+    first, second = shown.split("sglang-pat top, ")[1:]
     assert "100    since the server started" in first and "7    since the server started" in second
 
 

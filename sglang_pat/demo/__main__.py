@@ -37,8 +37,9 @@ def main() -> int:
         "--tokens", type=count, default=24, help="tokens to generate per request (default: %(default)s)"
     )
     arguments = parser.parse_args()
-    # Servers are in sessions of their own: whoever ends the demo must not leave them.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # Servers are in sessions of their own: whoever ends the demo, or closes its terminal, must not leave them.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda ended, _: sys.exit(128 + ended))
     try:
         return demo(arguments)
     except KeyboardInterrupt:

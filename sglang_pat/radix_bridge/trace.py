@@ -31,6 +31,17 @@ LABEL = 200
 """How many characters of a client's request id a trace keeps."""
 
 
+def is_trace(path: Path) -> bool:
+    """Whether there is a file that begins as traces do."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
 class TraceError(ValueError):
     """A file is not a trace, or not a whole one; the message is for the user."""
 
