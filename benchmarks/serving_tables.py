@@ -152,13 +152,13 @@ def pace_ms(record: dict[str, Any]) -> float:
 
 def serving() -> str:
     """A line for each workload, but for those with longer prompts that were measured again."""
-    backends = {name: NAMES[name] for name in ("pat", "flashinfer", "fa3", "triton")}
-    rows = []
     titles = [title for title, _ in served()]
-    for title, group in served():
-        # Measured with their nominal length later on.
-        if title.endswith(LONGER) and title.removesuffix(LONGER) in titles:
-            continue
+    # Without what was measured with its nominal length later on.
+    shown = [(title, group) for title, group in served() if not (title.endswith(LONGER) and title.removesuffix(LONGER) in titles)]  # fmt: skip
+    measured_ones = {record["backend"] for _, group in shown for record in group}
+    backends = {name: NAMES[name] for name in ("pat", "flashinfer", "fa3", "triton") if name in measured_ones}
+    rows = []
+    for title, group in shown:
         by_backend = {record["backend"]: record for record in group}
         ours = by_backend.pop("pat")
         records = {"pat": ours, **by_backend}

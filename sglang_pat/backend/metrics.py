@@ -20,7 +20,7 @@ COUNTERS = {
     "work_items": "Work items run: packs, or pieces of packs that were cut.",
     "parts": "Partial results merged.",
     "kv_bytes": "KV bytes read by decode attention. Within a plan, requests are counted as if they gained one token a step; with drafts they gain more.",
-    "kv_bytes_unpacked": "KV bytes that one query per CTA would have read, counted likewise.",
+    "kv_bytes_unpacked": "KV bytes that would have been read without packing, by each request for itself; counted likewise.",
     "extends": "Extends (prefill) that PAT ran: on CPUs all, on GPUs short ones that share a prefix.",
     "extends_shared": "Extends in which several requests read a prefix together.",
     "deferred": "How often a request waited a step for a prefix that another one was computing.",
@@ -31,7 +31,7 @@ COUNTERS = {
 GAUGES = {"bound": "Requests that are followed, whether or not they share anything."}
 """Gauges that `/metrics` shows as `sglang_pat:<name>`."""
 
-BY_QUERIES = "Work items by their number of queries, rounded down to a power of two."
+BY_QUERIES = "Work items by their number of queries; in `/metrics` the number is rounded down to a power of two."
 
 
 def size_class(queries: int) -> int:
