@@ -73,6 +73,7 @@ def _parser() -> Parser:
     result = Parser(
         prog=PROG,
         description="Tools for sglang-pat. Only batch without --url runs a model, and so wants a GPU.",
+        epilog="Besides: python -m sglang_pat.build compiles kernels ahead, python -m sglang_pat.tune measures a GPU.",
     )
     commands = result.add_subparsers(required=True, metavar="command")
     for add in (_add_replay, _add_estimate, _add_top, _add_explain, _add_batch):
@@ -194,10 +195,7 @@ def _batch(arguments: argparse.Namespace) -> int:
     from sglang_pat.batch.command import Place, batch
 
     place = Place(arguments.others, arguments.url, _key(arguments), arguments.in_flight, arguments.answer_timeout)
-    failed = batch(arguments.requests, arguments.answers, place)
-    if failed:
-        print(f"{arguments.answers}: {failed} of the records are errors", file=sys.stderr)
-    return 1 if failed else 0
+    return 1 if batch(arguments.requests, arguments.answers, place) else 0
 
 
 def _explain(arguments: argparse.Namespace) -> None:

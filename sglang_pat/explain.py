@@ -70,7 +70,7 @@ def trace_of(url: str, key: str = "") -> Path:
         # Sorted, because SGLang lists replicas in the order in which they answered.
         paths = sorted(counters["trace"] for counters in fetch(url, key) if counters["trace"])
     except TopError as error:
-        raise ExplainError(f"--url is not a running server with --attention-backend pat: {error}") from None
+        raise ExplainError(str(error)) from None
     if not paths:
         raise ExplainError(f"the server at {url} does not record: start it with SGLANG_PAT_TRACE=<file>")
     path = paths[0]

@@ -178,7 +178,7 @@ def render(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: float
     steps = delta["steps"]
     lines = [
         f"requests followed {new['bound']:>8,}    nodes so far {new['nodes']:>8,}",
-        f"decode steps      {steps:>8,}    "
+        f"steps by PAT      {steps:>8,}    "
         + (f"{steps / seconds:,.0f} a second" if old else "since the server started"),
     ]
     if steps:

@@ -188,7 +188,7 @@ def test_a_full_disk_ends_a_job_and_loses_nothing(tmp_path: Path, monkeypatch: p
         output.write(record(1))
         before = path.read_bytes()
         monkeypatch.setattr(os, "pwrite", full)
-        with pytest.raises(BatchError, match="the disk is full; all 1 answers so far are there, and the same command"):
+        with pytest.raises(BatchError, match="the disk is full; all 1 answers so far are there, run the same command"):
             output.write(record(2))
     assert path.read_bytes() == before
 
@@ -452,7 +452,9 @@ def test_a_job_that_is_told_to_end_finishes_what_runs() -> None:
         return 200, {}
 
     prompts = [str(i) for i in range(20)]
-    with pytest.raises(BatchError, match=r"told to end, 1[0-4] requests before it was done: the same command goes on"):
+    with pytest.raises(
+        BatchError, match=r"told to end, 1[0-4] requests before it was done: run the same command to go on"
+    ):
         asyncio.run(answer_all(requests_of(prompts), [ask], records.append, 4, lambda: len(records) >= 6))
     assert 6 <= len(records) <= 10
     records.clear()
@@ -502,7 +504,7 @@ def test_errors_show_in_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "in").write_text("one\ntwo\n")
     for _ in range(2):
         assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "out"), *model]) == 1
-        assert "out: 2 of the records are errors" in capsys.readouterr().err
+        assert "out: all 2 records are there, 2 of them errors" in capsys.readouterr().err
     assert (tmp_path / "out").read_bytes().count(b"\n") == 2
     (tmp_path / "in").write_text("\n")
     assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "none"), *model]) == 0

@@ -339,7 +339,7 @@ def test_a_server_that_is_none_or_fails_is_left_to_the_others(handlers: dict[str
     with pytest.raises(BatchError) as raised:
         ask([Strange(**handlers)])
     assert message in str(raised.value)
-    assert str(raised.value).endswith("; 12 requests have no answer yet: the same command goes on")
+    assert str(raised.value).endswith("; 12 requests have no answer yet: run the same command to go on")
 
 
 @pytest.mark.once
@@ -502,7 +502,7 @@ def test_a_job_that_lost_all_servers_goes_on_with_others(tmp_path: Path, capsys:
     told = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "sglang-pat" in line]
     assert told[0] == "sglang-pat: http://127.0.0.1:1 is lost: Connection refused; its requests go to the others"
     assert told[1:] == [
-        f"sglang-pat: {url} is lost: Server disconnected; 21 requests have no answer yet: the same command goes on"
+        f"sglang-pat: {url} is lost: Server disconnected; 21 requests have no answer yet: run the same command to go on"
     ]
     before = out.read_bytes()
     assert before.count(b"\n") == 9

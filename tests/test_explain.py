@@ -196,7 +196,7 @@ def test_the_page_stays_usable_with_1024_requests_and_32_levels(tmp_path: Path, 
         (["there.is.none"], "there.is.none cannot be read"),
         (["--url", "http://127.0.0.1:9", "--model", "x"], "--model is for a file of requests"),
         (["there.is.none", "--model", "x"], "there.is.none cannot be read"),
-        (["--url", "http://127.0.0.1:9"], "is not a running server with --attention-backend pat"),
+        (["--url", "http://127.0.0.1:9"], "no SGLang server answers at http"),
     ],
 )
 def test_what_cannot_be_explained_is_one_sentence(capsys: pytest.CaptureFixture[str], arguments, message: str) -> None:

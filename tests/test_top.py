@@ -172,7 +172,7 @@ def test_an_address_may_be_written_in_several_ways(capsys: pytest.CaptureFixture
         number = server.url.rpartition(":")[2]
         for url in (server.url, f"{server.url}/", f"HTTP://localhost:{number}", f"{server.url}/replica/1"):
             assert cli.main(["top", "--once", "--url", url]) == 0
-            assert "decode steps            10" in capsys.readouterr().out
+            assert "steps by PAT            10" in capsys.readouterr().out
         paths = [request.split()[1] for request in server.requests]
     assert paths == [b"/server_info"] * 3 + [b"/replica/1/server_info"]
 

@@ -16,7 +16,7 @@ from sglang_pat import compat
 from sglang_pat.batch import job, servers
 from sglang_pat.batch.lengths import usage_of
 from sglang_pat.batch.lines import BatchError, Failure, Json, Output, Request, Source, refusal
-from sglang_pat.parser import Parser
+from sglang_pat.parser import Parser, printable
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -150,6 +150,9 @@ def batch(source: Path, target: Path, place: Place) -> int:
                 asyncio.run(_on_servers(requests, place, progress))
         elif requests:
             _on_engine(requests, total, output, place)
+        print(
+            f"{printable(str(target))}: all {total} records are there, {output.failed} of them errors", file=sys.stderr
+        )
         return output.failed
 
 

@@ -282,7 +282,7 @@ async def answer_all(
                 asked.add_done_callback(finished.put_nowait)
             if not running:
                 raise BatchError(
-                    f"the job was told to end, {left} requests before it was done: the same command goes on"
+                    f"the job was told to end, {left} requests before it was done: run the same command to go on"
                 )
             task = await finished.get()
             replica, rank, request = running.pop(task)
@@ -295,7 +295,7 @@ async def answer_all(
                     if asked_of == replica:
                         other.cancel()
                 if not shares.living:
-                    raise BatchError(f"{error}; {left} requests have no answer yet: the same command goes on")
+                    raise BatchError(f"{error}; {left} requests have no answer yet: run the same command to go on")
                 warn(f"{error}; its requests go to the others")
                 continue
             if isinstance(error, StoppedError):

@@ -298,7 +298,7 @@ class Output:
             os.ftruncate(self._file, self._end)
             what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
             raise BatchError(
-                f"{self._path}: {what}; all {len(self.done)} answers so far are there, and the same command goes on from them"
+                f"{self._path}: {what}; all {len(self.done)} answers so far are there, run the same command to go on from them"
             ) from None
         self._end += len(text)
         self._count(msgspec.convert(record, _Record))

@@ -121,7 +121,7 @@ def report(completions: int, forks: int, counters: dict[str, Any]) -> str:
         ("packs (work items run)", f"{counters['work_items']:,}"),
         ("queries in a work item", f"{histogram(sizes)}"),
         ("KV bytes read by decode", f"{read / 1e6:,.0f} MB"),
-        ("one query per CTA reads", f"{unpacked / 1e6:,.0f} MB, {unpacked / read:.1f} times as much"),
+        ("without packing", f"{unpacked / 1e6:,.0f} MB, {unpacked / read:.1f} times as much"),
         (
             "plans made",
             f"{counters['plans']:,} for {counters['steps']:,} decode steps, {counters['plans_ahead']:,} of them ahead",

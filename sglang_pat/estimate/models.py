@@ -109,7 +109,9 @@ def read_model(path: Path) -> Model:
         fault = "not JSON"
     else:
         return _model(path, shape)
-    raise EstimateError(f"{path} is not a model's config.json ({fault}): give the model's folder")
+    raise EstimateError(
+        f"{path} is not a model's config.json ({fault}): give the model's folder, as nothing is downloaded"
+    )
 
 
 def _shape(path: Path) -> Shape:
