@@ -460,7 +460,6 @@ def test_replicas_behind_a_router(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.once
 def test_a_decode_server(model: Path, prompts: list[str], tmp_path: Path) -> None:
     """By itself, with SGLang's transfer that transfers nothing: so that answers are arbitrary, and plans are not."""
     flags = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake"]

@@ -119,6 +119,13 @@ def use_one_pool(server_args: Any) -> None:
         server_args.disable_hybrid_swa_memory = True
 
 
+def back_up_in_plain_memory(server_args: Any) -> None:
+    """Keep the KV of requests that a decode server retracts in plain memory, if nobody chose where: 0.5.23 would pin memory, which needs a GPU."""
+    name, given = "disaggregation_decode_retraction_backup", resolved(server_args)
+    if getattr(given, "disaggregation_mode", None) == "decode" and getattr(given, name, "") is None:
+        decide(server_args, **{name: "cpu_tensor"})
+
+
 def choose_grammar_backend(server_args: Any) -> None:
     """Choose a grammar backend that computes on a CPU if nobody chose one.
 

@@ -27,6 +27,7 @@ class CpuPlatform(SRTPlatform):
         if low_bit.chosen(server_args) is not None:
             low_bit.choose_defaults(server_args)
         compat.arguments.choose_grammar_backend(server_args)
+        compat.arguments.back_up_in_plain_memory(server_args)
         compat.arguments.use_one_pool(server_args)
         compat.arguments.disable_graphs(server_args)
 
