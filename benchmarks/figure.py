@@ -83,7 +83,7 @@ def draw_serving(path: Path) -> None:
 def main() -> None:
     results = Path(__file__).parent / "results"
     draw_kernels(results / "kernels-h200.json")
-    draw_serving(results / "serving-h200.json")
+    draw_serving(results / "serving-nominal-h200.json")
 
 
 if __name__ == "__main__":
