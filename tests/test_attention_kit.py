@@ -124,7 +124,8 @@ def shared_batch(
     table[second, :SHARED] = table[first, :SHARED]
     rows = torch.arange(len(lengths))
     # Ids come from clients, who may choose the same.
-    fixture.forward_batch.rids = hooks.Rids(["same"] * len(lengths), rows)
+    mixed = fixture.forward_batch.forward_mode.is_mixed()
+    fixture.forward_batch.rids = hooks.Rids(["same"] * len(lengths), rows, mixed=mixed)
     requests = compat.requests.numbers(fixture.runner.req_to_token_pool, rows).tolist()
     observer = fixture.backend.observer
     apply(observer.scheduler, NodeInserted(1, ROOT, SHARED, bytes(16)))
@@ -265,10 +266,14 @@ def test_decoding_requests_of_a_mixed_step_have_the_positions_of_their_lengths()
     assert mixed.extend_prefix_lens_cpu == right[1]
 
 
-def test_a_plan_lives_on_from_decode_steps_to_mixed_ones() -> None:
-    """While the same requests decode, in the same order: a prompt that comes in chunks joins them only with its last."""
+@pytest.mark.parametrize("mode", [ForwardMode.MIXED, ForwardMode.EXTEND])
+def test_a_plan_lives_on_from_decode_steps_to_mixed_ones(mode: ForwardMode) -> None:
+    """While the same requests decode, in the same order: a prompt that comes in chunks joins them only with its last. 0.5.23 shows a mixed step as an
+    extend."""
     fixture = shared_batch(4, 2, (40, 310, 347, 33), (20, 1, 1, 1), members=(1, 2))
     mixed = fixture.forward_batch
+    assert mixed.forward_mode.is_mixed()
+    mixed.forward_mode = mode
     mixed.rids.unfinished = 0
     fixture.backend.init_forward_metadata(mixed)
     for batch in (mixed, fixture.backend.prefill._decoding.second, mixed):

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import TOKENS, amid_aborts, assert_siblings_share, assert_sound, flush, generate, generate_all
@@ -224,6 +225,31 @@ def test_mixed_chunks_beside_prompts_that_are_not_mixed(servers: dict[str, Serve
         list(others.map(disturb, range(60)))
         assert [one.result() for one in answers] == expected
     assert assert_sound(servers["mixed"])["mixed_steps"] > before
+
+
+def test_a_plan_lives_on_while_a_long_prompt_is_mixed_in(servers: dict[str, Server]) -> None:
+    """0.5.23 shows mixed steps to attention backends as extends."""
+    server, numbers = servers["mixed"], random.Random(3)
+
+    def ask(length: int, tokens: int) -> Any:
+        prompt = numbers.choices(range(40, 120), k=length)
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        return pool.submit(server.post, "/generate", {"input_ids": prompt, "sampling_params": sampling})
+
+    with ThreadPoolExecutor(4) as pool:
+        running = [ask(40, 400)]
+        time.sleep(0.3)
+        running += [ask(300, 400), ask(300, 400)]
+        while server.counters()["bound"] < 3:
+            time.sleep(0.05)
+        before = server.counters()
+        ask(3_000, 1).result()
+        after = server.counters()
+        for one in running:
+            one.result()
+    mixed, plans = (after[name] - before[name] for name in ("mixed_steps", "plans"))
+    assert mixed > 20 and plans < mixed / 3
+    assert_sound(server)
 
 
 def test_short_turns_on_one_document_read_it_together(servers: dict[str, Server]) -> None:

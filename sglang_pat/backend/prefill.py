@@ -11,6 +11,7 @@ from sglang_pat import compat
 from sglang_pat.backend import parts
 from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.parts import Forward, Parts
+from sglang_pat.radix_bridge import hooks
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -63,7 +64,7 @@ class Prefill:
         if extends and self._divides:
             self._decoding = parts.decoding(forward_batch)
         if self._decoding is not None:
-            self._begin_decode(self._decoding.second, not forward_batch.forward_mode.is_mixed())
+            self._begin_decode(self._decoding.second, not hooks.is_mixed(forward_batch))
             left = self._decoding.first
             self.mixed_steps += left is not None
         if left is not None and extends and self._divides and self.extend is not None:

@@ -14,6 +14,12 @@ def is_extend(mode: Any) -> bool:
     return mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
+def extended_requests(batch: Any) -> list[Any]:
+    """Those requests of a `ScheduleBatch` that are extended: in a mixed step SGLang puts the others, which decode, behind them."""
+    decoding = len(batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else 0
+    return list(batch.reqs[: len(batch.reqs) - decoding])
+
+
 def right_mixed_lengths(forward_batch: Any) -> None:
     """Put right what 0.5.17 tells of the decoding requests of a mixed step, in which they have one new token each.
 

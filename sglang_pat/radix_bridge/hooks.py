@@ -165,15 +165,18 @@ class Rids(list):  # type: ignore[type-arg]
     Attributes:
         rows: [requests], int64 on the host: rows of `req_to_token`. Beam search has more rows than ids.
         unfinished: The row of the request whose prompt continues in a later batch; None if there is none.
+        mixed: Whether the batch is a mixed step. 0.5.23 calls it an extend before it reaches an attention backend.
     """
 
-    def __init__(self, rids: Iterable[str], rows: torch.Tensor, unfinished: int | None = None) -> None:
+    def __init__(
+        self, rids: Iterable[str], rows: torch.Tensor, unfinished: int | None = None, mixed: bool = False
+    ) -> None:
         super().__init__(rids)
-        self.rows, self.unfinished = rows, unfinished
+        self.rows, self.unfinished, self.mixed = rows, unfinished, mixed
 
     def part(self, requests: slice) -> Rids:
         """The part for some of the requests."""
-        return Rids(self[requests], self.rows[requests], self.unfinished)
+        return Rids(self[requests], self.rows[requests], self.unfinished, self.mixed)
 
     def completed(self) -> list[int]:
         """Indices of the requests whose prompt is complete after this batch."""
@@ -184,6 +187,12 @@ def rows_of(forward_batch: Any) -> torch.Tensor | None:
     """The rows of a batch's requests, without padding; None for batches that SGLang made up, as in dry runs."""
     rids = getattr(forward_batch, "rids", None)
     return rids.rows if isinstance(rids, Rids) else None
+
+
+def is_mixed(forward_batch: Any) -> bool:
+    """Whether a batch is a mixed step: some requests decode, others are extended."""
+    rids = getattr(forward_batch, "rids", None)
+    return rids.mixed if isinstance(rids, Rids) else bool(forward_batch.forward_mode.is_mixed())
 
 
 def followers() -> list[Follower]:
@@ -304,14 +313,16 @@ def _publish(publish: Callable[[Follower], None]) -> None:
 
 
 def _on_batch(result: Any, forward_batch_class: type, batch: Any, *args: Any, **kwargs: Any) -> None:
+    mixed = batch.forward_mode.is_mixed()
     if batch.req_pool_indices_cpu is not None:
-        result.rids = Rids(result.rids, batch.req_pool_indices_cpu, compat.requests.unfinished(batch))
-    if batch.forward_mode.is_mixed():
+        result.rids = Rids(result.rids, batch.req_pool_indices_cpu, compat.requests.unfinished(batch), mixed)
+    if mixed:
         compat.batch.right_mixed_lengths(result)
     if compat.batch.is_extend(batch.forward_mode):
+        extended = compat.batch.extended_requests(batch)
         for follower in followers():
             if follower.packs_extends and follower.req_to_token_pool is batch.req_to_token_pool:
-                tell(follower.observer, lambda observer: observer.on_extending(batch.tree_cache, batch.reqs))
+                tell(follower.observer, lambda observer: observer.on_extending(batch.tree_cache, extended))
 
 
 def _on_graph_view(result: Any, *args: Any, **kwargs: Any) -> None:
