@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Callable
@@ -9,8 +10,9 @@ import msgspec
 import pytest
 import torch
 
+from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.planner import Planner
-from sglang_pat.packing import CPU_TILES, OPEN, CostModel, PackConfig, layout
+from sglang_pat.packing import CPU_TILES, OPEN, CostModel, PackConfig, Tile, WorkItem, layout
 from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge.events import (
     ROOT,
@@ -202,22 +204,39 @@ def test_where_no_thread_can_be_started_plans_are_made_when_their_steps_come(mon
     assert len([record for record in caplog.records if "no longer plans ahead" in record.message]) == 1
 
 
-def test_windows_hold_where_requests_gain_tokens_in_steps_of_another_backend() -> None:
-    """Mixed steps that a backend for prefill runs: nothing else tells the planner of them, if what they prefill is aborted."""
+@pytest.mark.parametrize("gains", [(60, 60), (0, 60), (60, 0)])
+def test_windows_hold_where_requests_gain_tokens_in_steps_of_another_backend(gains: tuple[int, int]) -> None:
+    """Mixed steps that a backend for prefill runs, or verify steps beside mixed ones, in which requests gain differently: nothing else tells the planner
+    of them, if what they prefill is aborted."""
     decode = Decode(config=msgspec.structs.replace(CONFIG, window=600), watch=True)
     decode.join(A, 560)
     decode.join(B, 565)
     first = decode.step()
     assert decode.step() is first
-    for request in decode.seq_lens:
-        decode.seq_lens[request] += 60
+    for request, gain in zip((A, B), gains, strict=True):
+        decode.seq_lens[request] += gain
     lengths = list(decode.seq_lens.values())
     items = layout.work_items(decode.step().numpy())
     spans = [item.span([min(length, 600) for length in lengths]) for item in items]
-    assert sum(len(item.queries) * (end - start) for item, (start, end) in zip(items, spans, strict=True)) == 1_200
-    assert decode.plans == 2 and not any(item.start == 0 for item in items), (
-        "both windows are full, and begin behind the prefix's start"
-    )
+    seen = sum(min(length, 600) for length in lengths)
+    assert sum(len(item.queries) * (end - start) for item, (start, end) in zip(items, spans, strict=True)) == seen
+    assert decode.plans == 2
+    if all(gains):
+        assert not any(item.start == 0 for item in items), "both windows are full, and begin behind the prefix's start"
+
+
+@pytest.mark.parametrize(("length", "window", "hides", "right"), [
+    (100, 0, False, True), (100, 130, False, True), (131, 130, False, False), (131, 130, True, True), (187, 130, False, False)
+])  # fmt: skip
+def test_verify_sees_what_lies_before_a_window(length: int, window: int, hides: bool, right: bool) -> None:
+    slots, rows = torch.arange(200, dtype=torch.int32)[None], torch.tensor([0])
+    item = WorkItem(0, OPEN, [0], [0], Tile(8, 64))
+    checked = functools.partial(check_plan, slots, [item], rows, lambda: torch.tensor([length]), window, hides)
+    if right:
+        checked()
+    else:
+        with pytest.raises(AssertionError, match=f"query 0 reads {length} tokens and sees {window}"):
+            checked()
 
 
 def test_a_plan_that_contradicts_the_slots_is_not_used(decode: Decode) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import eagle
@@ -14,6 +17,7 @@ import pytest
 from conftest import NGRAMS, TOKENS, assert_sound, drafts, generate_all
 from forked import ForkedServer
 
+from sglang_pat import compat
 from sglang_pat.demo import workload
 
 pytestmark = pytest.mark.server
@@ -125,3 +129,48 @@ def test_windows(family: str, window: int, model: Path, compiler: dict[str, str]
                 assert assert_sound(server)["plans"] > 0
     assert answers["pat"] == answers["torch_native"]
     assert len(set(map(tuple, answers["pat"]))) > len(PROMPTS) / 2, "answers that depend on prompts"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compat.release() == "0.5.17", reason="it mixes no steps beside drafts")
+def test_windows_hold_where_mixed_steps_are_among_verify_steps(
+    model: Path, draft_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Each has plans of its own, and requests gain tokens in both. A prompt that is aborted within its chunks leaves a plan of mixed steps behind, which
+    still is of the right requests when the next prompt comes."""
+    numbers = random.Random(5)
+    shared, *rest = (numbers.choices(range(40, 500), k=length) for length in (80, 4, 4, 6_000, 3_000))
+    asked, (aborted, later) = [shared + own for own in rest[:2]], rest[2:]
+    windowed = mellum.write(tmp_path / "model", model, 130)
+    flags = [*FLAGS, "--max-total-tokens", "30000"]
+
+    def answers(server: ForkedServer) -> list[list[int]]:
+        sampling = {"temperature": 0, "max_new_tokens": 260, "ignore_eos": True}
+        found = server.post("/generate", {"input_ids": asked, "sampling_params": sampling})
+        return [one["output_ids"] for one in found]
+
+    with ForkedServer(windowed, "torch_native", tmp_path / "log", [*flags, "--disable-hybrid-swa-memory"]) as server:
+        server.wait()
+        expected = answers(server)
+    flags += ["--enable-mixed-chunk", "--chunked-prefill-size", "64", *drafts("EAGLE", 2, 1, 3)]
+    flags += ["--speculative-draft-model-path", str(draft_models["EAGLE"])]
+    with (
+        ForkedServer(windowed, "pat", tmp_path / "log", flags, {"SGLANG_PAT_VERIFY": "1"}) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        server.wait()
+        found = pool.submit(answers, server)
+        while server.counters()["steps"] < 10:
+            time.sleep(0.05)
+        one = {"temperature": 0, "max_new_tokens": 1}
+        sent = pool.submit(server.post, "/generate", {"input_ids": aborted, "sampling_params": one, "rid": "aborted"})
+        while server.counters()["mixed_steps"] < 2:
+            time.sleep(0.01)
+        server.post("/abort_request", {"rid": "aborted"})
+        sent.result()
+        before = server.counters()
+        while server.counters()["steps"] < before["steps"] + 60:
+            time.sleep(0.05)
+        server.post("/generate", {"input_ids": later, "sampling_params": one})
+        assert found.result() == expected
+        assert assert_sound(server)["mixed_steps"] > before["mixed_steps"]

@@ -190,7 +190,7 @@ class PatAttnBackend(AttentionBackend):
             self.init_forward_metadata_out_graph(forward_batch)
             self.init_forward_metadata_in_graph(forward_batch)
         elif not forward_batch.forward_mode.is_idle() and self.prefill is not None:
-            check = functools.partial(check_plan, self.req_to_token_pool.req_to_token)
+            check = functools.partial(check_plan, self.req_to_token_pool.req_to_token, hides=True)
             self.prefill.begin(forward_batch, check if self.config.verify else None)
             self._expect(forward_batch)
 
@@ -238,6 +238,7 @@ class PatAttnBackend(AttentionBackend):
                 rows=self.rows,
                 seq_lens=lengths,
                 window=group.spec.planned_window,
+                hides=group.spec.query_tokens > 1,
             )
             group.plan(requests, lengths, check if self.config.verify else None, aside)
 

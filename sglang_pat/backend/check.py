@@ -15,6 +15,7 @@ def check_plan(
     rows: torch.Tensor,
     seq_lens: Callable[[], torch.Tensor],
     window: int,
+    hides: bool = False,
 ) -> None:
     """Raise AssertionError unless each query reads exactly what it sees, once, and the queries of a work item have the same slots.
 
@@ -24,14 +25,16 @@ def check_plan(
         rows: [batch], int64: each query's row of `req_to_token`.
         seq_lens: Returns [batch], int64: tokens up to each query's own.
         window: How many of the last of these a query sees; 0 for all.
+        hides: Whether kernels hide from a query what it does not see, so that the plan may have more.
     """
     lengths = seq_lens().tolist()
     read = [0] * len(lengths)
     for item in items:
         for query in item.queries:
             start, end = item.seen(query, lengths)
-            hidden = max(0, lengths[query] - window) if window else 0
-            read[query] += max(0, min(end, lengths[query]) - max(start, hidden))
+            if hides:
+                start, end = max(start, lengths[query] - window if window else 0), min(end, lengths[query])
+            read[query] += max(0, end - start)
         if len(item.queries) > 1:
             start, end = item.span(lengths)
             slots = req_to_token[rows[item.queries], start:end]

@@ -47,7 +47,7 @@ class LayerGroup:
             spec, layers, executor: As above.
             max_batch: Requests of the largest batch.
             config: How long plans are kept.
-            steps_elsewhere: Whether requests gain tokens in steps that another backend runs.
+            steps_elsewhere: Whether requests gain tokens in steps that another backend runs, or that have plans of other groups.
         """
         self.spec, self.layers, self.executor = spec, layers, executor
         with devices.used(executor.table):
@@ -174,8 +174,11 @@ class LayerGroups:
         return self._found[key]
 
     def report(self) -> dict[str, Any]:
-        """Counts of all steps (docs/settings.md)."""
-        return total([group.report() for group in self.steps])
+        """Counts of all steps (docs/settings.md). Beside drafts, steps of single tokens count if they fell back."""
+        found = total([group.report() for group in self.steps])
+        if self.draft_tokens:
+            found["fallbacks"] += max(group.planner.counters().fallbacks for group in self.single)
+        return found
 
 
 SUMMED = ("plans", "plans_ahead", "planning_us", "kv_bytes", "kv_bytes_unpacked")

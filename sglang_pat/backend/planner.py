@@ -50,7 +50,7 @@ class Planner:
             on_plan: As above.
             growth: How many tokens a request may gain in a step: with drafts several. The scheduler counts steps of one token.
             watch: Requests may gain tokens in steps that are not planned here, and have windows, which they then outgrow earlier than the steps say:
-                look at the first one's length before a plan is used again, as all gain alike there.
+                look at all lengths before a plan is used again.
         """
         self._scheduler = scheduler
         self._reuse = reuse
@@ -58,7 +58,7 @@ class Planner:
         self.on_plan = on_plan
         self._growth = growth
         self._watch = watch
-        self._length = 0  # of the first request, when the plan was made
+        self._lengths: Any = None  # when the plan was made, where they are watched
         self._data: Any = None
         self._requests: Any = None
         self._used = self._good = 0
@@ -87,7 +87,7 @@ class Planner:
             aside: These are not the requests that decode: they have one token of their prompts left. The next batch stays what it was.
         """
         keeps = self._used < self._good and self._reuse and self._stands(requests)
-        if not keeps or (self._watch and _first(seq_lens()) - self._length > self._used * self._growth):
+        if not keeps or (self._watch and self._gained(seq_lens()) > self._used * self._growth):
             began = time.perf_counter_ns()
             self._make(requests, seq_lens(), aside)
             self._planning_ns += time.perf_counter_ns() - began
@@ -145,6 +145,10 @@ class Planner:
         self._requests, self._epoch = requests, scheduler.epoch
         return True
 
+    def _gained(self, seq_lens: Any) -> int:
+        """The most tokens that a request has gained since the plan was made for this very batch."""
+        return int((seq_lens - self._lengths).max()) if len(seq_lens) else 0
+
     def _make(self, requests: Any, seq_lens: Any, aside: bool) -> None:
         scheduler = self._scheduler
         self._requests, self._beside = requests, aside
@@ -198,14 +202,10 @@ class Planner:
         self._data, self._used, self._good = self._scheduler.buffers[index], 0, -(-good // self._growth)
         self._fell_back = fallback
         if self._watch:
-            self._length = _first(seq_lens)
+            # A copy: it may be SGLang's own, which grows in place.
+            self._lengths = seq_lens + 0
 
     def _report_failure(self) -> None:
         if not self._failed:
             self._failed = True
             logger.exception("planning failed: such steps run one query per work item (reported once, then counted)")
-
-
-def _first(seq_lens: Any) -> int:
-    """The first request's length; 0 if there is none."""
-    return int(seq_lens[0]) if len(seq_lens) else 0

@@ -65,9 +65,10 @@ def backends_chosen(server_args: Any) -> tuple[str | None, str | None]:
 
 
 def mixes_steps_elsewhere(server_args: Any) -> bool:
-    """Whether requests that decode gain tokens in mixed steps that the backend for prefill runs whole, being another than that for decode."""
+    """Whether requests that decode gain tokens in mixed steps that their planner does not plan: where another backend than that for decode runs prefill,
+    and so mixed steps whole; and where drafts are verified, which has plans of its own, beside mixed steps, which decode single tokens (0.5.23)."""
     prefill, decode = backends_chosen(server_args)
-    return bool(resolved(server_args).enable_mixed_chunk) and prefill != decode
+    return bool(resolved(server_args).enable_mixed_chunk) and (prefill != decode or draft_tokens(server_args) > 0)
 
 
 def draft_tokens(server_args: Any) -> int:
