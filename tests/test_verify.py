@@ -56,14 +56,14 @@ def test_random_trees_of_drafts(
         assert case.error(case.plan(CPU_TILES, 8, policy), cap) < TOLERANCE[dtype]
 
 
-def test_drafts_that_fa3_verifies_faster_are_named() -> None:
-    assert verify.advice(AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"], query_tokens=8)) is None
-    advice = verify.advice(AttentionSpec(64, 8, 128, 128, FORMATS["bfloat16"], query_tokens=8))
+def test_drafts_of_more_rows_than_were_measured_are_named() -> None:
+    assert verify.advice(AttentionSpec(64, 8, 128, 128, FORMATS["bfloat16"], query_tokens=8)) is None
+    advice = verify.advice(AttentionSpec(64, 8, 128, 128, FORMATS["bfloat16"], query_tokens=16))
     assert advice is not None
-    assert "64 rows" in advice
-    assert "drafts of up to 4 tokens" in advice
+    assert "128 rows" in advice
+    assert "drafts of up to 8 tokens" in advice
     assert verify.advice(AttentionSpec(32, 1, 128, 128, FORMATS["bfloat16"])) is None, "nothing is speculated"
-    assert "no drafts" in str(verify.advice(AttentionSpec(32, 1, 128, 128, FORMATS["bfloat16"], query_tokens=2)))
+    assert "no drafts" in str(verify.advice(AttentionSpec(64, 1, 128, 128, FORMATS["bfloat16"], query_tokens=2)))
 
 
 def test_what_requests_share_is_read_once() -> None:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-FAST_ROWS = 32
-"""Up to so many rows per KV head, drafts over shared prefixes are verified faster than by FA3: at 32 rows in all 36 cases, at 64 in three of 18
-(docs/measured.md, Verify steps, one H200, 2026-11-26)."""
+FAST_ROWS = 64
+"""Up to so many rows per KV head, drafts over shared prefixes are verified faster than by FA3: at 64 rows in 17 of 18 cases (docs/measured.md, Verify steps,
+one H200, 2026-11-27). More were not measured."""
 
 
 def advice(spec: AttentionSpec) -> str | None:
@@ -28,8 +28,8 @@ def advice(spec: AttentionSpec) -> str | None:
         return None
     fewer = f"drafts of up to {FAST_ROWS // heads} tokens" if heads * 2 <= FAST_ROWS else "no drafts"
     return (
-        f"drafts of {spec.query_tokens} tokens make {rows} rows of a KV head: with more than {FAST_ROWS}, FA3 verifies most "
-        f"batches faster (docs/measured.md, Verify steps); take {fewer}, or another --attention-backend"
+        f"drafts of {spec.query_tokens} tokens make {rows} rows of a KV head: more than {FAST_ROWS} were not measured and may be slow "
+        f"(docs/measured.md, Verify steps); take {fewer}, or compare with another --attention-backend"
     )
 
 
