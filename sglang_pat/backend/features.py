@@ -165,7 +165,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "test_server.py::test_mixed_chunks_beside_prompts_that_are_not_mixed", "test_gpu_server.py::test_mixed_chunks",
                note="the decoding requests of a mixed step are packed; if they are those of the previous decode step, its plan is reused; with "
                "`--prefill-attention-backend` that backend computes the whole step; with overlap 0.5.17 gives decoding requests wrong positions behind "
-               "prompts with log-probabilities, which is put right here"),
+               "prompts with log-probabilities, which is put right here but for models with three positions a token (Qwen-VL)"),
         _works("short extends on a cached document", "", "test_server.py::test_short_turns_on_one_document_read_it_together",
                "test_attention_kit.py::test_short_extends_are_planned_where_they_share",
                note="they read it together; on a GPU only if they come last in their batch, and if by its table of tiles that takes less than "

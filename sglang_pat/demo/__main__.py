@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang_pat.demo import tiny_model, workload
 from sglang_pat.demo.server import Server
-from sglang_pat.parser import count
+from sglang_pat.parser import count, run
 
 CACHE = Path.home() / ".cache" / "sglang-pat"
 SHARED, RACERS, RACE_TOKENS = 3800, 32, 128
@@ -39,13 +39,18 @@ def main() -> int:
     arguments = parser.parse_args()
     # Servers are in sessions of their own: whoever ends the demo, or closes its terminal, must not leave them.
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda ended, _: sys.exit(128 + ended))
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda ended, _: sys.exit(128 + ended))
+    return run(parser.prog, lambda: _show(parser.prog, arguments))
+
+
+def _show(prog: str, arguments: argparse.Namespace) -> int:
     try:
         return demo(arguments)
-    except KeyboardInterrupt:
-        return 130
     except (OSError, RuntimeError) as error:
-        print(f"\n{parser.prog}: {error}", file=sys.stderr)
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # a file or the output
+        print(f"\n{prog}: {error}", file=sys.stderr)
         return 2
 
 
