@@ -424,7 +424,7 @@ def test_a_request_that_is_never_answered_is_given_up() -> None:
         and "is lost: it has answered nothing for 0.5 s; its requests go to the others" in warnings[0]
     )
     with pytest.raises(
-        BatchError, match=r"answered nothing for 0\.5 s; 12 requests have no answer yet: the same command"
+        BatchError, match=r"answered nothing for 0\.5 s; 12 requests have no answer yet: run the same command"
     ):
         ask([Strange(post=waits)], 12, (), 0.5)
 
