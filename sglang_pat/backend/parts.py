@@ -57,6 +57,7 @@ class Parts(msgspec.Struct, frozen=True):
             result = forward(q[tokens], *kept, layer, batch, *arguments, **options)
             if result.data_ptr() != found[tokens].data_ptr():
                 found[tokens].copy_(result.view(tokens.stop - tokens.start, -1))
+            batch._attn_output = None  # or the last layer's would stay until the next extend
         found[self.end :].zero_()
         return out
 
