@@ -152,13 +152,15 @@ def pace_ms(record: dict[str, Any]) -> float:
 
 def serving() -> str:
     """A line for each workload, but for those with longer prompts that were measured again."""
-    titles = [title for title, _ in served()]
-    # Without what was measured with its nominal length later on.
-    shown = [(title, group) for title, group in served() if not (title.endswith(LONGER) and title.removesuffix(LONGER) in titles)]  # fmt: skip
-    measured_ones = {record["backend"] for _, group in shown for record in group}
-    backends = {name: NAMES[name] for name in ("pat", "flashinfer", "fa3", "triton") if name in measured_ones}
+    groups = dict(served())
+    for title in list(groups):
+        # Measured with their nominal length later on.
+        if title.endswith(LONGER) and title.removesuffix(LONGER) in groups:
+            del groups[title]
+    present = {record["backend"] for group in groups.values() for record in group}
+    backends = {name: NAMES[name] for name in ("pat", "flashinfer", "fa3", "triton") if name in present}
     rows = []
-    for title, group in shown:
+    for title, group in groups.items():
         by_backend = {record["backend"]: record for record in group}
         ours = by_backend.pop("pat")
         records = {"pat": ours, **by_backend}

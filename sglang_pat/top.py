@@ -216,6 +216,8 @@ def top(url: str, interval: float, once: bool, key: str = "") -> None:
         print("\n".join(render(total(fetch(url, key)), None, 1)))
         return
     head = f"sglang-pat top, {url}, every {interval:g} s; Ctrl-C ends"
+    # In a file or a pipe pictures follow one another.
+    clear = CLEAR if sys.stdout and sys.stdout.isatty() else ""
     old, began = None, time.monotonic()
     try:
         while True:
@@ -223,8 +225,7 @@ def top(url: str, interval: float, once: bool, key: str = "") -> None:
             if old and new["steps"] < old["steps"]:
                 old = None  # the server was restarted
             picture = render(new, old, max(now - began, 1e-9))
-            # In a file or a pipe pictures follow one another.
-            print((CLEAR if sys.stdout.isatty() else "") + "\n".join([head, "", *picture, ""]), flush=True)
+            print(clear + "\n".join([head, "", *picture, ""]), flush=True)
             old, began = new, now
             time.sleep(interval)
     except KeyboardInterrupt:

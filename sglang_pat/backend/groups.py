@@ -177,7 +177,7 @@ class LayerGroups:
         """Counts of all steps (docs/settings.md). Beside drafts, steps of single tokens count if they fell back."""
         found = total([group.report() for group in self.steps])
         if self.draft_tokens:
-            found["fallbacks"] += max(group.planner.counters().fallbacks for group in self.single)
+            found["fallbacks"] += total([group.report() for group in self.single])["fallbacks"]
         return found
 
 

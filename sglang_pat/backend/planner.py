@@ -202,8 +202,7 @@ class Planner:
         self._data, self._used, self._good = self._scheduler.buffers[index], 0, -(-good // self._growth)
         self._fell_back = fallback
         if self._watch:
-            # A copy: it may be SGLang's own, which grows in place.
-            self._lengths = seq_lens + 0
+            self._lengths = seq_lens
 
     def _report_failure(self) -> None:
         if not self._failed:

@@ -129,16 +129,12 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("there must be times in bins for all that has times, or for nothing")
         if self.slice_token_ns and not (self.item_ns and self.warp_m in self.query_tiles):
             raise ValueError("there must be times of the tile that slices have")
-        of_workers = {name: getattr(self, name) for name in ("slice_token_ns", "turn_ns")}
-        of_all = {name: getattr(self, name) for name in ("bin_ns", "wave_ns", "narrow_first_ns")}
-        if any((*itertools.chain(*times), *of_workers.values(), *of_all.values())) and not self.bytes_per_ns:
+        prices = [("a price", ns, self.share) for ns in itertools.chain(*times)]
+        prices += [(name, getattr(self, name), self.share) for name in ("slice_token_ns", "turn_ns")]
+        prices += [(name, getattr(self, name), self.bytes_per_ns) for name in ("bin_ns", "wave_ns", "narrow_first_ns")]
+        if any(ns for _, ns, _ in prices) and not self.bytes_per_ns:
             raise ValueError("there must be a bandwidth where there are times")
-        bandwidths = [
-            *(("a price", ns, self.share) for ns in itertools.chain(*times)),
-            *((name, ns, self.share) for name, ns in of_workers.items()),
-            *((name, ns, self.bytes_per_ns) for name, ns in of_all.items()),
-        ]
-        for name, ns, bandwidth in bandwidths:
+        for name, ns, bandwidth in prices:
             if not 0 <= ns * bandwidth <= MAX_PRICE:
                 raise ValueError(f"{name} of {ns:g} ns is too long for a plan's sums")
 

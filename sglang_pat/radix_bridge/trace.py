@@ -34,12 +34,14 @@ LABEL = 200
 def is_trace(path: Path) -> bool:
     """Whether there is a file that begins as traces do."""
     try:
-        if not path.is_file():
-            return False
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
+        return path.is_file() and _beginning(path) == MAGIC
     except OSError:
         return False
+
+
+def _beginning(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(len(MAGIC))
 
 
 class TraceError(ValueError):
@@ -135,9 +137,7 @@ class TraceWriter:
                 raise TraceError(f"SGLANG_PAT_TRACE: another server records in {path}: name another file") from None
             # A filesystem without locks.
         if path.is_file():
-            with path.open("rb") as file:
-                begin = file.read(len(MAGIC))
-            if not MAGIC.startswith(begin):
+            if not MAGIC.startswith(_beginning(path)):
                 raise TraceError(
                     f"SGLANG_PAT_TRACE: {path} has something else in it, which would be lost: name another file"
                 )
