@@ -107,7 +107,7 @@ def test_draft_models_on_gpus_run_on_a_stock_backend_whatever_their_layers_are(
         model=torch.nn.ModuleList([RadixAttention(8, 80, 1.0, 2, layer_id=0, sliding_window_size=radius)]),
         model_config=SimpleNamespace(context_len=512, hf_config=PretrainedConfig()), device="cuda", dtype=torch.float16,
         kv_cache_dtype=torch.float16, token_to_kv_pool=None, req_to_token_pool=SimpleNamespace(req_generation=None), is_draft_worker=True,
-        server_args=SimpleNamespace(**arguments, speculative_algorithm="EAGLE3", speculative_num_draft_tokens=8),
+        server_args=SimpleNamespace(**arguments, device="cuda", speculative_algorithm="EAGLE3", speculative_num_draft_tokens=8),
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: True)
