@@ -121,8 +121,12 @@ def test_a_chunk_of_a_request_that_was_retracted_does_not_decode_next(observer: 
     req.last_node = cache.root_node
     req.output_ids.extend([1, 2])
     of_release = compat.cache.caching_method() == "checkpoint"
-    chunk, whole = ({"up_to": 9}, {"up_to": 13}) if of_release else ({"chunked": True}, {})
-    for options, length in ((chunk, 0), (whole, 14)):
+    # 14 tokens are to be computed again; when that is done there is one more.
+    req.full_untruncated_fill_ids = req.origin_input_ids + array("q", req.output_ids)
+    chunks, whole = ([{"up_to": 9}, {"up_to": 13}], {"up_to": 14}) if of_release else ([{"chunked": True}] * 2, {})
+    for options, length in ((chunks[0], 0), (chunks[1], 0), (whole, 15)):
+        if length:
+            req.output_ids.append(3)
         hooks._on_cached(None, cache, req, **options)
         bound = [event for event in heard if isinstance(event, RequestBound)]
         assert (bound[-1].request, bound[-1].length) == (numbers(running)[0], length)

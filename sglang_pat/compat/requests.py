@@ -97,10 +97,10 @@ def unfinished(batch: Any) -> int | None:
 def is_chunk(req: Any, arguments: dict[str, Any]) -> bool:
     """Whether a cache that was called with these keyword arguments to keep a request's KV was called for a chunk of its prompt.
 
-    0.5.17 says so. 0.5.23 says how many tokens have KV: all, or all but the one that was just sampled, where the prompt is complete.
+    0.5.17 says so. 0.5.23 says how many tokens have KV; a prompt, with what a retracted request had answered, is all that it was to compute.
     """
     if "up_to" in arguments:
-        return arguments["up_to"] + 1 < len(req.origin_input_ids) + len(req.output_ids)
+        return arguments["up_to"] < len(req.full_untruncated_fill_ids)
     return bool(arguments.get("chunked"))
 
 
