@@ -76,12 +76,12 @@ class Served:
         request = int(self.joined[-1]) + (1 << 32) if len(self.joined) > len(self.alone) else len(self.alone)
         self.scheduler.bind(request, self.node)
         self.scheduler.expect(request, int(self.longer[-1]))
-        self.planner.on_event(None)
+        self.planner.on_change()
         self.joined = self.requests = np.append(self.alone, request)
 
     def leave(self) -> None:
         self.scheduler.release(int(self.requests[-1]))
-        self.planner.on_event(None)
+        self.planner.on_change()
         self.requests = self.alone
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat import compat
@@ -131,3 +133,75 @@ def test_a_chunk_of_a_request_that_was_retracted_does_not_decode_next(observer: 
         bound = [event for event in heard if isinstance(event, RequestBound)]
         assert (bound[-1].request, bound[-1].length) == (numbers(running)[0], length)
     assert observer.faults == 0
+
+
+def test_planners_are_told_once_of_what_a_result_brings(observer: Observer, running: list[Req]) -> None:
+    told: list[list[int]] = []
+    observer.planners.append(lambda: told.append(observer.scheduler.batch))
+    scheduler = SimpleNamespace(req_to_token_pool=POOL)
+    first, second = numbers(running)
+
+    def process(owner: Any, batch: int, result: str) -> str:
+        assert owner is scheduler and batch == 1
+        for req in running:
+            hooks._on_release(lambda req, cache: POOL.free(req), req, CACHE)
+        assert told == []
+        return result
+
+    assert hooks._on_result(process, scheduler, 1, result="what SGLang returns") == "what SGLang returns"
+    assert told == [[]]
+    # Nothing happened: nothing is told. What happens elsewhere is told at once.
+    assert hooks._on_result(lambda owner: None, scheduler) is None and len(told) == 1
+    observer.on_prefill([first], [11], ["same"])
+    observer.on_prefill([second], [11], ["same"])
+    assert told[1:] == [[first], [first, second]]
+    observer.on_finishing([first, second])
+    assert told[3:] == [[]]
+
+
+def test_planners_are_told_also_where_processing_a_result_fails(observer: Observer, running: list[Req]) -> None:
+    told: list[list[int]] = []
+    observer.planners.append(lambda: told.append(observer.scheduler.batch))
+
+    def process(scheduler: Any) -> None:
+        hooks._on_release(lambda req, cache: POOL.free(req), running[0], CACHE)
+        raise ValueError("SGLang's")
+
+    with pytest.raises(ValueError, match="SGLang's"):
+        hooks._on_result(process, SimpleNamespace(req_to_token_pool=POOL))
+    assert told == [numbers(running[1:])]
+    observer.on_released(numbers(running)[1])
+    assert told[1:] == [[]]
+
+
+def test_requests_that_are_extended_together_are_bound_like_each_alone(
+    observer: Observer, running: list[Req], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two below one node, one that ends there with fewer tokens of its own, one elsewhere, one that is bound already, one without a row."""
+    for req in running:
+        hooks._on_release(lambda req, cache: POOL.free(req), req, CACHE)
+    cache = RadixCache.create_simulated()
+    cache.req_to_token_pool = POOL
+    tokens = array("q", range(100, 120))
+    for upper in (10, 20):
+        cache.insert(InsertParams(key=RadixKey(tokens[:upper], None), value=torch.arange(upper)))
+    reqs = []
+    for end, own in ((20, 20), (20, 20), (20, 15), (10, 10), (20, 20), (20, 20)):
+        req = Req("", "", tokens + array("q", [1, 2]), SamplingParams())
+        req.last_node = cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens[:end], None))).last_device_node
+        holder = req if hasattr(req, "cache_protected_len") else req.kv
+        holder.cache_protected_len = own
+        reqs.append(req)
+    POOL.alloc(reqs[:5])
+    bound, *_ = numbers(reqs[4:])
+    for scheduler in (observer.scheduler, *observer._others):
+        scheduler.bind(bound, ROOT)
+    walked: list[Any] = []
+    path = compat.cache.path
+    monkeypatch.setattr(compat.cache, "path", lambda cache, req: walked.append(req) or path(cache, req))
+    observer.on_extending(cache, reqs)
+    found = [observer.scheduler.binding(number) for number in numbers(reqs[:5])]
+    assert [end for _, end in found] == [20, 20, 0, 10, 0]
+    assert found[0] == found[1] and observer.faults == 1
+    assert walked == [reqs[0], reqs[2], reqs[3]]
+    assert observer._reqs[numbers(reqs)[1] & 0xFFFFFFFF] is reqs[1]

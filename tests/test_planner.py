@@ -51,7 +51,7 @@ class Decode:
 
     def apply(self, event: Event) -> None:
         apply(self.scheduler, event)
-        self.planner.on_event(event)
+        self.planner.on_change()
 
     def join(self, request: int, length: int = 520, bind: bool = True) -> None:
         self.seq_lens[request] = length

@@ -90,7 +90,7 @@ class PatAttnBackend(AttentionBackend):
             self._low_bit.make_tails(len(self.req_to_token_pool.req_to_token), runner.dtype, store)
         self.prefill = self._make_prefill(runner)
         self.observer = Observer(*(group.scheduler for group in groups.everyone))
-        self.observer.subscribers += [group.planner.on_event for group in groups.everyone]
+        self.observer.planners += [group.planner.on_change for group in groups.everyone]
         self._writer = writer
         if writer:
             groups.steps[0].planner.on_plan = writer.on_plan

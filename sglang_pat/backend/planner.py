@@ -13,7 +13,6 @@ from sglang_pat.backend.counters import Counters
 from sglang_pat.packing import WorkItem, layout
 from sglang_pat.packing.balance import LEAST_STEPS
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError
-from sglang_pat.radix_bridge.events import Event
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class Planner:
     ) -> None:
         """
         Args:
-            scheduler: Hears of every radix-tree event before `on_event` does.
+            scheduler: Hears of every radix-tree event before `on_change` is called.
             reuse: Keep a plan while it is good; otherwise plan every step.
             ahead: Let the scheduler's own thread plan the next batch as soon as it is known.
             on_plan: As above.
@@ -101,11 +100,8 @@ class Planner:
             self._begin()
         return self._data
 
-    def on_event(self, event: Event) -> None:
-        """The scheduler took an event: if that changes the next batch, start to plan it."""
-        self._prepare()
-
-    def _prepare(self) -> None:
+    def on_change(self) -> None:
+        """The scheduler took events: if they change the next batch, start to plan it."""
         if not self._ahead or not self._decodes:
             return
         version = self._scheduler.version

@@ -42,7 +42,7 @@ def head_tokens(cache: Any) -> int:
 
 def path(cache: Any, req: Any) -> list[tuple[int, int]] | None:
     """The request's path as (node id, length in tokens), from the first level down; None if it is unknown."""
-    last = _last_node(cache, req) if _followed(cache) else None
+    last = last_node(cache, req) if _followed(cache) else None
     if last is None:
         return None
     core = getattr(cache, "tree_core", None)
@@ -60,8 +60,8 @@ def path(cache: Any, req: Any) -> list[tuple[int, int]] | None:
     return result[::-1]
 
 
-def _last_node(cache: Any, req: Any) -> Any:
-    """The last node of the request's path. A streaming session gives its turns a placeholder; the session has the node."""
+def last_node(cache: Any, req: Any) -> Any:
+    """The last node of the request's path, or its id. A streaming session gives its turns a placeholder; the session has the node."""
     sessions = getattr(cache, "session", None)
     if sessions is None or req.session is None:
         return req.last_node

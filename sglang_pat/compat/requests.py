@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +23,14 @@ def number(pool: Any, req: Any) -> int | None:
     """The number of one request; None if it has no row."""
     index = row(req)
     return None if index is None else int(pool.req_generation[index]) << 32 | index
+
+
+def numbers_of(pool: Any, reqs: Sequence[Any]) -> list[int | None]:
+    """The same of several requests, at once."""
+    rows = [row(req) for req in reqs]
+    known = [index for index in rows if index is not None]
+    times = iter(pool.req_generation[known].tolist())
+    return [None if index is None else next(times) << 32 | index for index in rows]
 
 
 def row(req: Any) -> int | None:

@@ -123,7 +123,8 @@ class NativeScheduler:
         _ffi()
         module = jit.load("packing")
         # Events take less than a microsecond; released meanwhile, the GIL could be gone for milliseconds.
-        for name in "insert split bind release withdraw find child expect stands version prepare".split():
+        short = "insert split bind release withdraw find child any_request binding expect stands version prepare"
+        for name in short.split():
             getattr(module, name).release_gil = False
         return module
 

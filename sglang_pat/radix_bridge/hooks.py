@@ -9,6 +9,7 @@ decides which backend runs), the width of rows, and what makes the backends of d
 | `UnifiedRadixCache.cache_unfinished_req` | 0.5.17 | the same |
 | `UnifiedRadixCache.checkpoint` | 0.5.23 | the same, renamed there |
 | `release_kv_cache` | both | the only place where a request gives its row back |
+| `Scheduler.process_batch_result` | both | many requests of a batch may end, or be cached, at once: the next plan is started after all of them |
 | `Scheduler._reqs_finishing_inflight` | 0.5.23 | requests that leave the batch a step before they give their row back |
 | `RadixCache._delete_leaf` | 0.5.17 | eviction |
 | `UnifiedRadixCache._evict_device_leaf` | both | eviction |
@@ -52,6 +53,7 @@ _RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
 _UNIFIED = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
 _STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
+_RESULT = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
 _FINISHING = "sglang.srt.managers.scheduler.Scheduler._reqs_finishing_inflight"
 _GRAPH_VIEW = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view"
 _BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
@@ -113,6 +115,7 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         return
     hooks = {
         _RELEASE: _on_release,
+        _RESULT: _on_result,
         _STATE: _on_state,
         _REPORT: _on_report,
         _REST: _on_rest,
@@ -135,7 +138,7 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
     if taken:
         raise RuntimeError(f"another SGLang plugin has already hooked {taken[0]}: uninstall it or sglang-pat")
     for target, hook in hooks.items():
-        HookRegistry.register(target, hook, HookType.AROUND if target in (_RELEASE, _ADD) else HookType.AFTER)
+        HookRegistry.register(target, hook, HookType.AROUND if target in (_RELEASE, _RESULT, _ADD) else HookType.AFTER)
     HookRegistry.apply_hooks()
     missed = [target for target in hooks if target not in HookRegistry._patched]
     if missed:
@@ -269,6 +272,14 @@ def _on_release(release: Callable[..., Any], req: Any, tree_cache: Any, *args: A
     if request is not None:
         _tell_all(tree_cache, lambda observer: observer.on_released(request))
     return result
+
+
+def _on_result(process: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    _tell_all(scheduler, Observer.hold)
+    try:
+        return process(scheduler, *args, **kwargs)
+    finally:
+        _tell_all(scheduler, Observer.resume)
 
 
 def _on_finishing(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -8,10 +8,11 @@ half of a split keeps the old id.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Any
 
@@ -48,6 +49,7 @@ class Observer:
     Attributes:
         scheduler: Mirrors the paths, and tracks the next batch.
         subscribers: Called with every event, after the schedulers.
+        planners: Called when something has happened that may change the next batch: after each event, or once for what `hold` and `resume` enclose.
         nodes: How many nodes were announced so far.
         faults: How often the cache and the mirror disagreed.
     """
@@ -61,9 +63,21 @@ class Observer:
         self.scheduler = scheduler
         self._others = others
         self.subscribers: list[Callable[[Event], None]] = []
+        self.planners: list[Callable[[], None]] = []
         self.nodes = 0
         self.faults = 0
         self._reqs: dict[int, Any] = {}  # by row: the `Req` that was bound last
+        self._holds, self._changed = 0, False
+
+    def hold(self) -> None:
+        """More events follow that belong together, until `resume`: a plan for what lies between would be made in vain."""
+        self._holds += 1
+
+    def resume(self) -> None:
+        """The events that belong together are complete."""
+        self._holds -= 1
+        if self._changed and not self._holds:
+            self._tell_planners()
 
     def on_prefill(self, requests: list[int], lengths: list[int], rids: list[str]) -> None:
         """`requests` are being prefilled up to these lengths; they decode next, one token longer."""
@@ -71,11 +85,21 @@ class Observer:
 
     def on_extending(self, cache: Any, reqs: list[Any]) -> None:
         """`reqs` are about to be extended; their rows hold the tree's slots for what is cached. Bound requests stay as they are."""
-        for req in reqs:
-            request = compat.requests.number(cache.req_to_token_pool, req)
-            if cache.disable or request is None or self.scheduler.binding(request) is not None:
-                continue
-            self._follow(cache, req, request)
+        if cache.disable:
+            return
+        # The tree stays as it is meanwhile: where one request was bound, others with the same last node are too.
+        bound: dict[tuple[Any, int], int | None] = {}
+        with self._together():
+            for req, request in zip(reqs, compat.requests.numbers_of(cache.req_to_token_pool, reqs), strict=True):
+                if request is None or self.scheduler.binding(request) is not None:
+                    continue
+                end = compat.cache.last_node(cache, req), compat.requests.protected_len(req)
+                node = bound.get(end)
+                if node is None:
+                    bound[end] = self._follow(cache, req, request)
+                else:
+                    self._reqs[request & ROW] = req
+                    self._emit(RequestBound(request, node, 0))
 
     def on_cached(self, cache: Any, req: Any, chunk: bool = False) -> None:
         """`req` was just cached, or a chunk of it: its row holds the tree's slots for its whole path."""
@@ -88,8 +112,9 @@ class Observer:
 
     def on_finishing(self, requests: list[int]) -> None:
         """The last tokens of `requests` are being computed; the next batch does not include them."""
-        for request in requests:
-            self._emit(RequestWithdrawn(request))
+        with self._together():
+            for request in requests:
+                self._emit(RequestWithdrawn(request))
 
     def on_released(self, request: int) -> None:
         """`request` gave its row back."""
@@ -129,14 +154,31 @@ class Observer:
             self.nodes += isinstance(event, NodeInserted | NodeSplit)
             for subscriber in self.subscribers:
                 subscriber(event)
+            self._changed = True
+            if not self._holds:
+                self._tell_planners()
         if faults:
             raise faults[0]
 
-    def _follow(self, cache: Any, req: Any, request: int, decodes_with: int = 0) -> None:
-        """Bind `req`, whose number is `request`; `decodes_with` is the `length` of RequestBound."""
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        self.hold()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def _tell_planners(self) -> None:
+        self._changed = False
+        for planner in self.planners:
+            planner()
+
+    def _follow(self, cache: Any, req: Any, request: int, decodes_with: int = 0) -> int | None:
+        """Bind `req`, whose number is `request`; `decodes_with` is the `length` of RequestBound. Returns the last node of its path, None after a
+        fault."""
         self._reqs[request & ROW] = req
         try:
-            self._bind(
+            return self._bind(
                 request,
                 compat.cache.path(cache, req),
                 compat.requests.protected_len(req),
@@ -147,14 +189,14 @@ class Observer:
             unforeseen = not isinstance(fault, InconsistentError)
             self._count_fault("a request is decoded unpacked: %s", fault, exc_info=unforeseen)
             self._emit(RequestBound(request, ROOT, 0))
+            return None
 
-    def _bind(
-        self, request: int, path: list[tuple[int, int]] | None, tokens: int, head: int, decodes_with: int
-    ) -> None:
-        """Bind a request along `path`. Its first `tokens` tokens are in the tree, which distinguishes siblings by `head` tokens."""
+    def _bind(self, request: int, path: list[tuple[int, int]] | None, tokens: int, head: int, decodes_with: int) -> int:
+        """Bind a request along `path`, and return its last node. Its first `tokens` tokens are in the tree, which distinguishes siblings by `head`
+        tokens."""
         if path is None:
             self._emit(RequestBound(request, ROOT, 0))
-            return
+            return ROOT
         total = sum(length for _, length in path)
         if total != tokens:
             raise InconsistentError(f"its path has {total} tokens, of which {tokens} are its own")
@@ -167,6 +209,7 @@ class Observer:
         finally:
             # In any case: announced nodes without a request would stay forever.
             self._emit(RequestBound(request, parent, decodes_with if start == tokens else 0))
+        return parent
 
     def _announce(self, req: Any, tokens: int, node: int, length: int, parent: int, start: int) -> None:
         """Announce the next node of a path, below `parent`, with `length` tokens from position `start`, unless it is known."""
@@ -189,26 +232,26 @@ def apply(scheduler: NativeScheduler, event: Event) -> None:
     Raises:
         InconsistentError: The event names an unknown node, or adds a known one.
     """
-    match event:
-        case NodeInserted(node, parent, length, head):
-            scheduler.insert(node, parent, length, head)
-        case NodeSplit(node, upper, length, head):
-            scheduler.split(node, upper, length, head)
-        case NodeEvicted(node):
-            scheduler.evict(node)
-        case TreeReset():
-            scheduler.reset()
+    match event:  # the most frequent first
         case RequestBound(request, node, length):
             scheduler.bind(request, node)
             if length > 0:
                 scheduler.expect(request, length)
+        case RequestReleased(request):
+            scheduler.release(request)
+        case NodeInserted(node, parent, length, head):
+            scheduler.insert(node, parent, length, head)
+        case NodeSplit(node, upper, length, head):
+            scheduler.split(node, upper, length, head)
+        case RequestWithdrawn(request):
+            scheduler.withdraw(request)
         case RequestsExpected(requests, lengths):
             for request, length in zip(requests, lengths, strict=True):
                 scheduler.expect(request, length)
-        case RequestWithdrawn(request):
-            scheduler.withdraw(request)
-        case RequestReleased(request):
-            scheduler.release(request)
+        case NodeEvicted(node):
+            scheduler.evict(node)
+        case TreeReset():
+            scheduler.reset()
 
 
 def _head(req: Any, start: int, tokens: int) -> bytes:
