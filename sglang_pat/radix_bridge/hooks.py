@@ -115,7 +115,6 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         return
     hooks = {
         _RELEASE: _on_release,
-        _RESULT: _on_result,
         _STATE: _on_state,
         _REPORT: _on_report,
         _REST: _on_rest,
@@ -125,6 +124,8 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         f"{_UNIFIED}.reset": _on_reset,
         **{f"{cache}.{name}": _on_cached for cache, name in _caching_methods()},
     }
+    if _RESULT not in HookRegistry._patched:  # it saves plans only: another plugin may have it
+        hooks[_RESULT] = _on_result
     if compat.cache.radix_cache_serves():
         hooks[f"{_RADIX}._delete_leaf"] = _on_evict_node
     if compat.requests.skips_finishing():
