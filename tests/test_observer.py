@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -205,3 +207,35 @@ def test_requests_that_are_extended_together_are_bound_like_each_alone(
     assert found[0] == found[1] and observer.faults == 1
     assert walked == [reqs[0], reqs[2], reqs[3]]
     assert observer._reqs[numbers(reqs)[1] & 0xFFFFFFFF] is reqs[1]
+
+
+OTHER_PLUGIN = """
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang_pat.radix_bridge import hooks
+
+class Follower:
+    req_to_token_pool = observer = None
+    packs_extends = False
+
+heard = []
+for target in (hooks._RESULT, hooks._STATE):
+    HookRegistry.register(target, lambda process, *args: heard.append(args), HookType.AROUND)
+HookRegistry.apply_hooks()
+follower = Follower()
+try:
+    hooks.install(follower)
+except RuntimeError as problem:
+    print(problem)
+HookRegistry._patched.discard(hooks._STATE)
+hooks.install(follower)
+Scheduler.process_batch_result("scheduler", "batch", "result")
+print(heard, hooks._RELEASE in HookRegistry._patched)
+"""
+
+
+def test_what_another_plugin_has_hooked_is_refused_unless_it_saves_plans_only() -> None:
+    ran = subprocess.run([sys.executable, "-c", OTHER_PLUGIN], capture_output=True, text=True, timeout=120, check=True)
+    refused, *rest = ran.stdout.splitlines()[-2:]
+    assert refused.startswith("another SGLang plugin has already hooked sglang.srt.managers.scheduler.Scheduler.get_")
+    assert rest == ["[('scheduler', 'batch', 'result')] True"]
