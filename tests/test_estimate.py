@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -648,6 +650,15 @@ def test_sharing_pays_and_nothing_shared_does_not(tmp_path: Path) -> None:
     assert shared == 0 and packed == whole
 
 
+def test_batches_are_spread_over_the_whole_file(tmp_path: Path) -> None:
+    """Of which one half shares nearly everything, and the other one nothing."""
+    alike, unlike = ["the same words, " * 500 + str(i) for i in range(128)], [f"{i:03d}, " * 1600 for i in range(128)]
+    for prompts in ([*alike, *unlike], [*unlike, *alike]):
+        path = write(tmp_path / "prompts", prompts)
+        row = next(line for line in estimate(read(path, 100), read_model(CONFIG), "h200", [16]) if "%" in line)
+        assert 40 < float(row.split()[1].rstrip("%")) < 55
+
+
 def test_an_fp8_cache_is_half_of_one_of_bfloat16(capsys: pytest.CaptureFixture[str]) -> None:
     def columns(*flags: str) -> list[float]:
         assert cli.main(["estimate", str(PROMPTS), "--model", str(CONFIG), "--batch", "8", *flags]) == 0
@@ -674,6 +685,31 @@ def test_predictions_are_those_of_the_calibration() -> None:
         assert len(known) == 9
         for name, value in known.items():
             assert getattr(gpu, name) == pytest.approx(value, rel=0.01), name
+
+
+def test_the_calibration_is_of_the_results_that_are_there(tmp_path: Path) -> None:
+    """Of the kernels, steps and servers in benchmarks/results, with the tables and the planner of today."""
+    folder = ROOT / "benchmarks"
+    command = [sys.executable, "calibrate.py", "--output", tmp_path / "found.json"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    found, kept = (
+        json.loads(path.read_text()) for path in (tmp_path / "found.json", folder / "results" / "estimate-h200.json")
+    )
+
+    def numbers(value: object) -> list[float]:
+        if isinstance(value, dict | list):
+            return [number for one in (value.values() if isinstance(value, dict) else value) for number in numbers(one)]
+        return [value] if isinstance(value, int | float) else []
+
+    assert len(numbers(found)) > 40
+    assert numbers(found) == pytest.approx(numbers(kept), rel=1e-4, abs=0.011), "python benchmarks/calibrate.py"
+
+
+def test_the_rest_of_a_step_reads_the_weights_once_or_multiplies_with_them_for_each_request() -> None:
+    gpu, weights = GPUS["h200"], 16_000_000_000
+    few, many = costs.rest_ms(8, weights, gpu), costs.rest_ms(1000, weights, gpu)
+    assert few == pytest.approx(1.280 + 8 * 0.010183 + 16 / 4.4)
+    assert many == pytest.approx(1.280 + 1000 * 0.010183 + 1000 * 16 / 790)
 
 
 def test_weights_of_a_dense_model_are_counted(tmp_path: Path) -> None:

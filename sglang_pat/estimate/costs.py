@@ -52,8 +52,8 @@ class Gpu(msgspec.Struct, frozen=True):
 
 GPUS = {
     "h200": Gpu(
-        tbps=4.4, tflops=790, memory_gb=141, sms=132, arch="9.0a", base=11.24, longest=0.901, merge=0.0, other_base=14.75,
-        unique=0.911, repeated=0.454, other_item=2.668, rest_ms=1.389, request_us=10.958,
+        tbps=4.4, tflops=790, memory_gb=141, sms=132, arch="9.0a", base=12.13, longest=0.863, merge=0.0, other_base=14.95,
+        unique=0.912, repeated=0.457, other_item=2.690, rest_ms=1.280, request_us=10.183,
     ),
 }  # fmt: skip
 GPUS_8BIT = {
