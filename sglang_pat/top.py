@@ -109,14 +109,14 @@ def _get_in_time(url: str, key: str) -> bytes:
 
 
 def _get(url: str, key: str) -> bytes:
-    """The answer of `/server_info`. Redirects are not followed: they could lead to files, or send the key elsewhere.
+    """The answer of `/server_info`. Redirects are not followed: they could lead to files, or send the key elsewhere. Nor is a proxy asked, which would
+    see the key too.
 
     Raises:
         TopError: There is none.
     """
     opener = urllib.request.OpenerDirector()
     for handler in (
-        urllib.request.ProxyHandler,
         urllib.request.HTTPHandler,
         urllib.request.HTTPSHandler,
         urllib.request.HTTPDefaultErrorHandler,

@@ -116,6 +116,13 @@ def test_a_picture_shows_what_happened_in_between() -> None:
     assert not any(line.split()[:1] == ["1"] for line in text.splitlines()), "these packs are older"
 
 
+def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which `sglang-pat batch --url` does not ask either; it would see the key."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with port(http(info())) as opened:
+        assert top.total(top.fetch(opened.url, ""))["steps"] == 10
+
+
 def test_processes_are_added_up() -> None:
     both = top.total([counters(steps=3), counters(steps=4)])
     assert both["steps"] == 7 and both["query_sizes"] == {"1": 16, "3": 4, "5": 8}
