@@ -62,6 +62,22 @@ def test_a_cache_that_was_filled_ahead_may_be_read_only_and_needs_no_compiler(cs
     assert f"cannot keep what it builds in {cache} (Permission denied)" in result.stderr.splitlines()[-1]
 
 
+def test_machines_with_other_instructions_have_libraries_of_their_own(csrc: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(jit.CACHE, str(tmp_path / "cache"))
+    for instructions, number in (("flags : avx2", 1), ("flags : avx2 avx512f", 2), ("flags : avx2", 2)):
+        monkeypatch.setattr(jit, "_cpu_flags", lambda instructions=instructions: instructions)
+        jit.load.cache_clear()
+        assert jit.load("tiny", csrc).answer() == 42
+        assert len(libraries(tmp_path / "cache")) == number
+    jit.load.cache_clear()
+
+
+def test_a_compiler_may_have_arguments_or_be_run_by_another(csrc: Path, tmp_path: Path) -> None:
+    assert run(csrc, tmp_path / "cache", CXX="env c++").stdout == "42\n"
+    result = run(csrc, tmp_path / "other", CXX="no-such c++")
+    assert "needs a C++ compiler and 'no-such c++' is not there" in result.stderr.splitlines()[-1]
+
+
 def test_another_user_s_lock_is_waited_for(csrc: Path, tmp_path: Path) -> None:
     """Which that user made, or left behind, with whatever rights."""
     cache = tmp_path / "cache"
