@@ -137,9 +137,9 @@ def _run(arguments: list[str] | None) -> None:
         "--head-dim",
         type=int,
         choices=[d for d in capabilities.HEAD_DIMS if d <= capabilities.MEASURED_DIM],
-        default=capabilities.MEASURED_DIM,
+        help=f"{capabilities.MEASURED_DIM} if not given",
     )
-    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], help="bfloat16 if not given")
     parser.add_argument(
         "--only",
         type=int,
@@ -155,6 +155,8 @@ def _run(arguments: list[str] | None) -> None:
     parser.add_argument("--output", type=Path, help="where the table goes; printed if not given")
     options = parser.parse_args(arguments)
     if options.derive:
+        if options.head_dim or options.dtype or options.only:
+            parser.error("--derive computes a whole table: --head-dim, --dtype and --only are for a GPU that is here")
         table = derive(H200, options.derive)
     else:
         import torch
@@ -162,7 +164,7 @@ def _run(arguments: list[str] | None) -> None:
         if not torch.cuda.is_available():
             parser.error("there is no GPU here to measure; --derive computes a table without one")
         try:
-            table = measure(options.head_dim, options.dtype, options.only)
+            table = measure(options.head_dim or capabilities.MEASURED_DIM, options.dtype or "bfloat16", options.only)
         except ValueError as error:
             parser.error(str(error))
     sheet = next((sheet for name, sheet in SHEETS.items() if name in table.gpu.lower()), None)

@@ -28,6 +28,13 @@ def test_the_derived_tables_are_what_the_command_derives(name: str, tmp_path: Pa
     assert devices.load(tmp_path / "table.json") == devices.load(devices.TABLES / f"{name}.json")
 
 
+@pytest.mark.parametrize("option", [["--head-dim", "64"], ["--dtype", "float16"], ["--only", "8"]])
+def test_what_only_measuring_takes_is_refused_beside_derive(option: list[str], capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        tune.main(["--derive", "a100", *option])
+    assert "--derive computes a whole table" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arch", "gpu", "known"),
     [
