@@ -265,14 +265,14 @@ def _write(
     }  # fmt: skip
     # Request ids come from clients: they must not end the script.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = TEMPLATE.read_text().replace("/*plotly*/", plotly).replace("/*data*/null", text)
+    page = TEMPLATE.read_text("utf-8").replace("/*plotly*/", plotly).replace("/*data*/null", text)
     if output.exists() and not output.is_file():  # a pipe, say
-        output.write_text(page)
+        output.write_text(page, "utf-8")
         return
     # A disk that is full leaves the page that was there before.
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     try:
-        partial.write_text(page)
+        partial.write_text(page, "utf-8")
         partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)

@@ -135,6 +135,14 @@ def test_work_that_is_interrupted_is_not_done(
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_page_has_all_letters_whatever_the_locale(tmp_path: Path) -> None:
+    record(tmp_path / "trace", 4, 1, 1)
+    page = tmp_path / "page.html"
+    environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    subprocess.run([*COMMAND, "explain", tmp_path / "trace", "--output", page], env=environment, check=True, timeout=60)
+    assert page.read_text("utf-8").isascii() is False
+
+
 def test_ctrl_c_ends_top_quietly() -> None:
     with port(http(info())) as server:
         command = [*COMMAND, "top", "--url", server.url, "--interval", "60"]

@@ -103,6 +103,19 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
         assert (start, end, sorted(members)) in known
 
 
+def test_a_turn_from_wide_items_to_narrow_ones_is_drawn_once_in_a_bin_that_has_both() -> None:
+    shared = tree.Node(0, 2048, list(range(64)))
+    step = describe(0, [str(i) for i in range(64)], Batch([2048 + 40 * i for i in range(64)], [shared]), CONFIG)
+    plan, warp_m = step["policies"]["optimal"], TILES.warp_m
+    turns = []
+    for begin, behind in pairwise(plan["bins"]):
+        members = plan["items"][begin:behind]
+        both = {item[3] <= warp_m for item in members} == {True, False}
+        turns += [both]
+        assert [item[7] for item in members if item[7]] == [CONFIG.for_bins.turn_price // CONFIG.cost.runs] * both
+    assert any(turns) and not all(turns) and CONFIG.for_bins.turn_price > 0
+
+
 def test_a_node_says_what_reading_again_and_splitting_cost() -> None:
     children = [tree.Node(100, 160, [0, 1]), tree.Node(100, 130, [2, 3, 4])]
     batch = Batch([170] * 5, [tree.Node(0, 100, [0, 1, 2, 3, 4], children)])
