@@ -30,7 +30,7 @@ from sglang_pat.radix_bridge.events import (
     TreeReset,
 )
 from sglang_pat.radix_bridge.observer import Observer, apply
-from sglang_pat.replay import replay
+from sglang_pat.replay import _replay, replay
 
 pytestmark = pytest.mark.once
 
@@ -93,6 +93,24 @@ def test_a_replay_makes_the_recorded_plans_and_counts_what_the_server_counted(re
     assert (result.plans, result.fallbacks, result.differing) == (counters.plans, 0, 0)
     expected = {name: getattr(counters, name) for name in result.totals.__struct_fields__}
     assert msgspec.structs.asdict(result.totals) == expected
+
+
+def test_plans_that_are_not_as_recorded_are_counted(recorded: tuple[Path, Server]) -> None:
+    path, _ = recorded
+    header, *records = trace.read(path)
+    changed = 0
+
+    def change(record: trace.Record) -> trace.Record:
+        nonlocal changed
+        if not isinstance(record, trace.PlanMade) or record.ahead or record.fallback or changed == 3:
+            return record
+        changed += 1
+        return msgspec.structs.replace(record, kv_tokens=record.kv_tokens + 1)
+
+    result = _replay(iter([header, *map(change, records)]), None, False)
+    assert (changed, result.differing) == (3, 3)
+    assert "not as recorded          3 plans: another version of sglang-pat wrote the trace" in list(result.lines())
+    assert _replay(iter([header, *records]), "naive", False).differing == 0, "another policy was asked for"
 
 
 def test_other_policies_can_be_replayed(recorded: tuple[Path, Server]) -> None:
