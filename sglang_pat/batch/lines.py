@@ -263,19 +263,24 @@ class Output:
     def _read(self) -> None:
         decoder = msgspec.json.Decoder(_Record)
         begins = f'{{"id":"{ID}'.encode()
-        self._end = 0
+        self._end, whole = 0, True
         with os.fdopen(os.dup(self._file), "rb") as file:
             for number, text in enumerate(file, 1):
-                if not text.endswith(b"\n") and begins.startswith(text[: len(begins)]):
-                    break
+                whole = text.endswith(b"\n")
                 try:
-                    self._count(decoder.decode(text))
+                    if text.strip():
+                        self._count(decoder.decode(text))
                 except (ValueError, RecursionError):
+                    if not whole and begins.startswith(text[: len(begins)]):
+                        whole = True  # without it
+                        break
                     raise BatchError(
                         f"line {number} of {self._path} is no record of a job: name another file"
                     ) from None
                 self._end += len(text)
         os.ftruncate(self._file, self._end)
+        if not whole:
+            self._append(b"\n")  # an editor may leave out the last one
 
     def _count(self, record: _Record) -> None:
         self.done[number_of(record.id)] = record.custom_id
@@ -289,7 +294,10 @@ class Output:
         """
         if not os.fstat(self._file).st_nlink:
             raise BatchError(f"{self._path} was removed while the job ran: the same command begins anew")
-        text = msgspec.json.encode(record) + b"\n"
+        self._append(msgspec.json.encode(record) + b"\n")
+        self._count(msgspec.convert(record, _Record))
+
+    def _append(self, text: bytes) -> None:
         written = 0
         try:
             while written < len(text):
@@ -301,7 +309,6 @@ class Output:
                 f"{self._path}: {what}; all {len(self.done)} answers so far are there, run the same command to go on from them"
             ) from None
         self._end += len(text)
-        self._count(msgspec.convert(record, _Record))
 
     def close(self) -> None:
         os.close(self._file)
