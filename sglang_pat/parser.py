@@ -29,7 +29,8 @@ def run(prog: str, command: Callable[[], int | None]) -> int:
         return 128 + signal.SIGINT
     except OSError as error:
         # Python must not try to write the rest again when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
         said = f"{error.filename or 'the output'}: {error.strerror or error}"

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from sglang_pat import cli
 from sglang_pat.batch import lines
+from sglang_pat.batch.command import Progress
 from sglang_pat.batch.job import LostError, _Client, answer_all, in_time, room_of
 from sglang_pat.batch.lengths import Lengths, Usage
 from sglang_pat.batch.lines import BatchError, Failure, Output, Request, Source
@@ -117,13 +118,29 @@ def test_what_a_kill_left_of_a_record_is_cut_off(tmp_path: Path) -> None:
         for number in (3, 1):
             output.write(record(number))
     whole = path.read_bytes()
-    for cut in range(1, len(whole) // 2):
+    for cut in range(1, len(whole) // 2 - 1):
         path.write_bytes(whole + whole[:cut])
         with Output(path) as output:
             assert output.done == {3: "name 3", 1: "name 1"}
             output.write(record(2))
             assert output.failed == 0
         assert path.read_bytes() == whole + lines.msgspec.json.encode(record(2)) + b"\n"
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_an_output_that_was_edited_goes_on(tmp_path: Path, separators: tuple[str, str]) -> None:
+    """Who deletes errors, to ask again, may leave blank lines, and no end of the last one."""
+    path = tmp_path / "out"
+    text = "\n\n".join(json.dumps(record(number), separators=separators) for number in (3, 1))
+    for end in ("", "\n", "\n\n", "\n  "):
+        path.write_text(text + end)
+        for number in (2, 4):
+            with Output(path) as output:
+                assert {3: "name 3", 1: "name 1"}.items() <= output.done.items()
+                output.write(record(number))
+        with Output(path) as output:
+            assert sorted(output.done) == [1, 2, 3, 4] and output.failed == 0
+        assert [json.loads(line)["custom_id"][-1] for line in path.read_text().split("\n") if line.strip()] == [*"3124"]
 
 
 @pytest.mark.once
@@ -348,6 +365,47 @@ def test_no_more_prefixes_are_begun_than_the_pool_holds() -> None:
             break
         order.finish(running.pop(0))
     assert len(begun) == 12 and not order.waiting
+
+
+@pytest.mark.once
+def test_a_full_pool_takes_what_brings_nothing_new_as_far_as_it_queues() -> None:
+    """A replica that is asked for one more has it ready when there is room."""
+    prompts = [f"0{'x' * 4095}{member:04}" for member in range(400)] + [f"1{'x' * 4095}", f"1{'x' * 4095}2"]
+    _, order = ordered(prompts, 1024, Room(2_100))
+    leader = order.take()
+    assert leader is not None
+    order.finish(leader)
+    taken = 0
+    while order.take() is not None:
+        taken += 1
+    before = len(order.running)
+    assert order.full and order.used > 2_100 and QUEUED <= before < QUEUED + 20
+    # One that ends makes room for one, not for more.
+    order.finish(next(reversed(order.running)))
+    assert order.take() is not None and order.take() is None
+
+
+@pytest.mark.once
+def test_a_job_without_stderr_writes_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with Output(tmp_path / "out") as output, Progress(output, 2, 0) as progress:
+        progress.warn("of which nobody hears")
+        progress.keep(record(1))
+    assert (tmp_path / "out").read_bytes().count(b"\n") == 1
+
+
+@pytest.mark.once
+def test_a_request_takes_its_prompt_and_half_of_its_answer() -> None:
+    _, order = ordered(["x" * 400], 1024, Room())
+    order.take()
+    assert order.used == 400 * order._lengths.of_a_byte + order._lengths.answer(0) / 2
+
+
+@pytest.mark.once
+def test_no_more_requests_are_asked_than_run_and_queue() -> None:
+    _, order = ordered([f"{number:03}" for number in range(300)], 1024, Room(requests=5))
+    taken = sum(order.take() is not None for _ in range(300))
+    assert taken == 5 + QUEUED and order.full
 
 
 @pytest.mark.once
@@ -628,6 +686,20 @@ def test_an_engine_that_ends_is_one_sentence(model: Path, tmp_path: Path) -> Non
     log = tmp_path / "log"
     assert process.wait(600) == 2, log.read_text()[-3000:]
     assert log.read_text().splitlines()[-1] == "sglang-pat: the engine has ended, and said why above"
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_an_engine_that_does_not_start_is_one_sentence(model: Path, tmp_path: Path) -> None:
+    """What a process of its own finds wrong, which then has SGLang's handler kill this one."""
+    (tmp_path / "in").write_text(json.dumps(completion("abc")) + "\n")
+    process = job(model, tmp_path, SGLANG_PAT_TILES="/no/table")
+    log = tmp_path / "log"
+    assert process.wait(600) == 2, log.read_text()[-3000:]
+    *before, last = log.read_text().splitlines()
+    assert last == "sglang-pat: the engine does not start, and said why above"
+    assert any("SGLANG_PAT_TILES: /no/table is not a table" in line for line in before)
+    assert not any("SIGQUIT" in line for line in before)
 
 
 @pytest.mark.server

@@ -147,6 +147,36 @@ def test_a_faster_replica_takes_more() -> None:
 
 
 @pytest.mark.once
+@pytest.mark.parametrize(("limit", "helps"), [(500, True), (100, False)])
+def test_an_idle_replica_helps_one_that_is_full_if_that_saves_more_than_the_prefix(limit: int, helps: bool) -> None:
+    """Of two groups of 12 with 2,000 tokens in common; one is answered at once. What waits for a prefix that is being computed stays."""
+    body = {"max_tokens": limit}
+    found = [
+        Request(i, str(i), "/v1/completions", {"prompt": f"{group}{'x' * 8000}{i:02}", **body})
+        for group in range(2)
+        for i in range(12)
+    ]
+    shares = Shares(Tree(found), [Room()] * 2, 4)
+    given_to = handed_out(shares)
+    assert [len(ranks) for ranks in given_to.values()] == [12, 12]
+    running: list[int] = []
+
+    def go_on() -> None:
+        while (taken := shares.take()) is not None:
+            if taken[1] in given_to[0]:
+                running.append(taken[1])
+            else:
+                shares.finish(*taken, Usage(2000, 1))
+
+    go_on()
+    assert len(running) == 1 and len(shares._orders[0].waiting) == 11
+    shares.finish(0, running.pop(), Usage(2000, limit))
+    go_on()
+    elsewhere = len(running) - len(shares._orders[0].running)
+    assert len(shares._orders[0].running) == 4 and (elsewhere > 0) == helps
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("limit", [-5, 0, 10**30, True, 1.5, "many", None, [], float("nan")])
 def test_any_limit_of_an_answer_has_a_cost(limit: Any) -> None:
     for url in ("/v1/completions", "/v1/chat/completions"):
@@ -356,7 +386,11 @@ def test_a_server_that_is_none_or_fails_is_left_to_the_others(handlers: dict[str
         (says(504, ""), None, "it says 504"),
     ],
 )
-def test_a_request_that_fails_alone_is_an_error_of_its_own(handler: Handler, status: int | None, message: str) -> None:
+def test_a_request_that_fails_alone_is_an_error_of_its_own(
+    handler: Handler, status: int | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "PATIENCE", 10)  # nothing here waits, unless the machine is busy
+
     async def slowly(request: web.Request) -> web.Response:
         await asyncio.sleep(0.01)
         return web.json_response({"choices": []})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import signal
 import sys
 import time
@@ -39,6 +41,7 @@ def engine(flags: Sequence[str]) -> Engine:
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     load_plugins()
+    logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_says_more_than_our_handler)
     # SGLang's own parser would also print all flags that there are.
     parser = Parser(prog="sglang-pat batch", add_help=False)
     ServerArgs.add_cli_args(parser)
@@ -48,9 +51,51 @@ def engine(flags: Sequence[str]) -> Engine:
         # Of two flags the later one holds.
         words = [*defaults, *compat.arguments.with_config_file(parser, words)]
         parser.parse_args(words)
-        return sglang.Engine(server_args=prepare_server_args(words))
+        arguments = prepare_server_args(words)
+        compat.arguments.handle_failed_start(arguments, _on_failed_start)
+        return sglang.Engine(server_args=arguments)
+    except BatchError:
+        raise
     except (OSError, ValueError, yaml.YAMLError) as error:
+        _end_children()
         raise BatchError(f"the engine does not start: {' '.join(str(error).split())}") from None
+    except RuntimeError:  # of a process that has ended
+        _end_children()
+        raise _failed_start() from None
+
+
+def _on_failed_start(signum: int, frame: Any) -> None:
+    """One of the engine's processes has failed. SGLang's own handler would kill this process too.
+
+    Raises:
+        BatchError: Always.
+    """
+    _end_children()
+    raise _failed_start()
+
+
+def _failed_start() -> BatchError:
+    return BatchError("the engine does not start, and said why above")
+
+
+def _says_more_than_our_handler(record: logging.LogRecord) -> bool:
+    """Whether a line of SGLang's log is not that of a handler for SIGQUIT, an error to SGLang."""
+    return not record.getMessage().startswith("Using custom SIGQUIT handler")
+
+
+def _end_children() -> None:
+    """Kill all child processes; none of them is waited for or told of any more."""
+    from sglang.srt.utils import kill_process_tree
+
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    kill_process_tree(os.getpid(), include_parent=False)
+    _leave_tracker()
+
+
+def _leave_tracker() -> None:
+    # Python's resource tracker is killed like all child processes. Locks of libraries would start another one at exit, which prints a traceback for
+    # each, as it does not know them.
+    setattr(resource_tracker._resource_tracker, "_send", lambda *message: None)  # noqa: B010
 
 
 class Progress:
@@ -60,7 +105,9 @@ class Progress:
         from tqdm import tqdm
 
         self._output = output
-        self._bar: Any = tqdm(total=total, initial=done, unit="req", dynamic_ncols=True, file=sys.stderr)
+        self._bar: Any = tqdm(
+            total=total, initial=done, unit="req", dynamic_ncols=True, file=sys.stderr, disable=sys.stderr is None
+        )
         self._began = time.monotonic()
         self._prompt = self._cached = self._answers = 0
 
@@ -83,7 +130,8 @@ class Progress:
 
     def warn(self, message: str) -> None:
         """Write a line above the bar."""
-        self._bar.write(f"sglang-pat: {message}", file=sys.stderr)
+        if sys.stderr is not None:
+            self._bar.write(f"sglang-pat: {message}", file=sys.stderr)
 
     def __enter__(self) -> Progress:
         return self
@@ -224,6 +272,4 @@ def _on_engine(requests: Sequence[Request], total: int, output: Output, place: P
             running.loop.run_until_complete(_while_it_runs(told, asked))
     finally:
         running.shutdown()
-        # That kills all child processes, Python's resource tracker too. Locks of libraries would start another one at exit, which prints a
-        # traceback for each, as it does not know them.
-        setattr(resource_tracker._resource_tracker, "_send", lambda *message: None)  # noqa: B010
+        _leave_tracker()

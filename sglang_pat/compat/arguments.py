@@ -227,3 +227,15 @@ def around_model_adjustments(hook: Callable[[Callable[[Any], None], Any], None])
         HookRegistry.register(target, hook, HookType.AROUND)
     else:
         register_resolution_hook("handle_model_specific_adjustments")(lambda args, step: hook(step, args))
+
+
+def handle_failed_start(server_args: Any, handler: Callable[[int, Any], None]) -> None:
+    """Let this function handle the signal by which SGLang's processes tell the one that started them that they have failed.
+
+    It has to be one that can be imported: SGLang copies its arguments to these processes.
+    """
+    try:
+        server_args.custom_sigquit_handler = handler
+    except AttributeError:
+        # 0.5.17 lets nobody assign arguments that are resolved; on this one nothing depends.
+        object.__setattr__(server_args, "custom_sigquit_handler", handler)
