@@ -690,16 +690,29 @@ def test_an_engine_that_ends_is_one_sentence(model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_an_engine_that_does_not_start_is_one_sentence(model: Path, tmp_path: Path) -> None:
-    """What a process of its own finds wrong, which then has SGLang's handler kill this one."""
+@pytest.mark.parametrize(
+    ("flags", "variables", "why"),
+    [
+        ([], {"SGLANG_PAT_TILES": "/no/table"}, "SGLANG_PAT_TILES: /no/table is not a table"),
+        (["--chat-template", "no-such"], {}, "Chat template no-such is not"),
+        (
+            ["--page-size", "64", "--chunked-prefill-size", "100"],
+            {},
+            "start: chunked_prefill_size must be divisible by",
+        ),
+    ],
+)
+def test_an_engine_that_does_not_start_is_one_sentence(
+    flags: list[str], variables: dict[str, str], why: str, model: Path, tmp_path: Path
+) -> None:
+    """What a process of its own finds wrong, which then has SGLang's handler kill this one; and this one, which has sockets by then."""
     (tmp_path / "in").write_text(json.dumps(completion("abc")) + "\n")
-    process = job(model, tmp_path, SGLANG_PAT_TILES="/no/table")
+    process = job(model, tmp_path, *flags, **variables)
     log = tmp_path / "log"
     assert process.wait(600) == 2, log.read_text()[-3000:]
-    *before, last = log.read_text().splitlines()
-    assert last == "sglang-pat: the engine does not start, and said why above"
-    assert any("SGLANG_PAT_TILES: /no/table is not a table" in line for line in before)
-    assert not any("SIGQUIT" in line for line in before)
+    text = log.read_text()
+    assert text.splitlines()[-1].startswith("sglang-pat: the engine does not start")
+    assert why in text and "SIGQUIT" not in text
 
 
 @pytest.mark.server

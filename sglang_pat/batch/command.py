@@ -36,7 +36,6 @@ def engine(flags: Sequence[str]) -> Engine:
         SystemExit: There is no such flag.
     """
     import sglang
-    import yaml
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
@@ -54,14 +53,20 @@ def engine(flags: Sequence[str]) -> Engine:
         arguments = prepare_server_args(words)
         compat.arguments.handle_failed_start(arguments, _on_failed_start)
         return sglang.Engine(server_args=arguments)
-    except BatchError:
-        raise
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (
+        Exception
+    ) as error:  # SGLang refuses some arguments by assertions, and reports processes that were killed as RuntimeError
+        _failures.append(error)
+        if isinstance(error, BatchError):
+            raise
         _end_children()
-        raise BatchError(f"the engine does not start: {' '.join(str(error).split())}") from None
-    except RuntimeError:  # of a process that has ended
-        _end_children()
-        raise _failed_start() from None
+        says = str(error) and isinstance(error, OSError | ValueError | RuntimeError | AssertionError)
+        why = " ".join((str(error) if says else repr(error)).split())
+        raise BatchError(f"the engine does not start: {why}") from None
+
+
+_failures: list[Exception] = []
+"""Kept, with what an engine had made so far, until the process ends: 0.5.23's sockets, collected earlier, would wait for somebody who reads them."""
 
 
 def _on_failed_start(signum: int, frame: Any) -> None:
@@ -71,11 +76,7 @@ def _on_failed_start(signum: int, frame: Any) -> None:
         BatchError: Always.
     """
     _end_children()
-    raise _failed_start()
-
-
-def _failed_start() -> BatchError:
-    return BatchError("the engine does not start, and said why above")
+    raise BatchError("the engine does not start, and said why above")
 
 
 def _says_more_than_our_handler(record: logging.LogRecord) -> bool:
