@@ -683,6 +683,11 @@ def test_loading_copies_what_is_in_use(side_stream: bool) -> None:
             "k's slots and heads must be less",
         ),
         (
+            # Memory that nobody touches.
+            lambda case: setattr(case, "k", case.k.new_empty(2**31 + 128).as_strided((1, 3, 128), (128, 2**30, 1))),
+            "k's heads must all be within 4 GiB",
+        ),
+        (
             lambda case: setattr(case, "sinks", case.q[0, 0, :4]),
             "4 sinks for 4 query heads, and a kernel without sinks",
         ),

@@ -86,12 +86,16 @@ void check_rows(const TensorView& tensor, const char* name, int dim, DLDataType 
       << name << "'s heads must begin at multiples of 16 bytes";
 }
 
-// The same of a pool of KV, whose strides the kernels have in 32 bits.
+// The same of a pool of KV, whose strides, and the places of heads in a slot, the kernels have in 32 bits.
 void check_pool(const TensorView& tensor, const char* name, int dim, DLDataType dtype) {
   check_rows(tensor, name, dim, dtype);
   for (const int64_t stride : {tensor.stride(0), tensor.stride(1)})
     TVM_FFI_CHECK(stride >= 0 && stride <= std::numeric_limits<uint32_t>::max() / kKvBytes, ValueError)
         << name << "'s slots and heads must be less than 4 GiB apart";
+  TVM_FFI_CHECK(
+      std::max<int64_t>(tensor.size(1) - 1, 0) * tensor.stride(1) <= std::numeric_limits<uint32_t>::max() / kKvBytes,
+      ValueError)
+      << name << "'s heads must all be within 4 GiB";
 }
 
 // CTAs that run at the same time on a device.
