@@ -179,7 +179,7 @@ def test_planners_are_told_also_where_processing_a_result_fails(observer: Observ
 def test_requests_that_are_extended_together_are_bound_like_each_alone(
     observer: Observer, running: list[Req], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two below one node, one that ends there with fewer tokens of its own, one elsewhere, one that is bound already, one without a row."""
+    """Two below one node, two that end there with fewer tokens of their own, one elsewhere, one that is bound already, one without a row."""
     for req in running:
         hooks._on_release(lambda req, cache: POOL.free(req), req, CACHE)
     cache = RadixCache.create_simulated()
@@ -188,24 +188,26 @@ def test_requests_that_are_extended_together_are_bound_like_each_alone(
     for upper in (10, 20):
         cache.insert(InsertParams(key=RadixKey(tokens[:upper], None), value=torch.arange(upper)))
     reqs = []
-    for end, own in ((20, 20), (20, 20), (20, 15), (10, 10), (20, 20), (20, 20)):
+    for end, own in ((20, 20), (20, 20), (20, 15), (20, 15), (10, 10), (20, 20), (20, 20)):
         req = Req("", "", tokens + array("q", [1, 2]), SamplingParams())
         req.last_node = cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens[:end], None))).last_device_node
         holder = req if hasattr(req, "cache_protected_len") else req.kv
         holder.cache_protected_len = own
         reqs.append(req)
-    POOL.alloc(reqs[:5])
-    bound, *_ = numbers(reqs[4:])
+    POOL.alloc(reqs[:6])
+    bound, *_ = numbers(reqs[5:])
     for scheduler in (observer.scheduler, *observer._others):
         scheduler.bind(bound, ROOT)
     walked: list[Any] = []
     path = compat.cache.path
     monkeypatch.setattr(compat.cache, "path", lambda cache, req: walked.append(req) or path(cache, req))
+    told: list[int] = []
+    observer.planners.append(lambda: told.append(len(walked)))
     observer.on_extending(cache, reqs)
-    found = [observer.scheduler.binding(number) for number in numbers(reqs[:5])]
-    assert [end for _, end in found] == [20, 20, 0, 10, 0]
-    assert found[0] == found[1] and observer.faults == 1
-    assert walked == [reqs[0], reqs[2], reqs[3]]
+    found = [observer.scheduler.binding(number) for number in numbers(reqs[:6])]
+    assert [end for _, end in found] == [20, 20, 0, 0, 10, 0]
+    assert found[0] == found[1] and observer.faults == 2
+    assert walked == [reqs[0], *reqs[2:5]] and told == [4]
     assert observer._reqs[numbers(reqs)[1] & 0xFFFFFFFF] is reqs[1]
 
 
@@ -232,10 +234,26 @@ hooks.install(follower)
 Scheduler.process_batch_result("scheduler", "batch", "result")
 print(heard, hooks._RELEASE in HookRegistry._patched)
 """
+ALONE = """
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang_pat.radix_bridge import hooks
+
+class Follower:
+    req_to_token_pool = observer = None
+    packs_extends = False
+
+follower = Follower()
+hooks.install(follower)
+print(hooks._RESULT in HookRegistry._patched)
+"""
 
 
 def test_what_another_plugin_has_hooked_is_refused_unless_it_saves_plans_only() -> None:
-    ran = subprocess.run([sys.executable, "-c", OTHER_PLUGIN], capture_output=True, text=True, timeout=120, check=True)
-    refused, *rest = ran.stdout.splitlines()[-2:]
+    def said(script: str) -> list[str]:
+        ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+        return ran.stdout.splitlines()
+
+    assert said(ALONE)[-1] == "True"
+    refused, *rest = said(OTHER_PLUGIN)[-2:]
     assert refused.startswith("another SGLang plugin has already hooked sglang.srt.managers.scheduler.Scheduler.get_")
     assert rest == ["[('scheduler', 'batch', 'result')] True"]

@@ -42,7 +42,7 @@ def head_tokens(cache: Any) -> int:
 
 def path(cache: Any, req: Any) -> list[tuple[int, int]] | None:
     """The request's path as (node id, length in tokens), from the first level down; None if it is unknown."""
-    last = last_node(cache, req) if _followed(cache) else None
+    last = last_node(cache, req)
     if last is None:
         return None
     core = getattr(cache, "tree_core", None)
@@ -61,7 +61,9 @@ def path(cache: Any, req: Any) -> list[tuple[int, int]] | None:
 
 
 def last_node(cache: Any, req: Any) -> Any:
-    """The last node of the request's path, or its id. A streaming session gives its turns a placeholder; the session has the node."""
+    """The last node of the request's path, or its id; None where `path` is. Requests with the same one have the same path. A streaming session gives its turns a placeholder; the session has the node."""
+    if not _followed(cache):
+        return None
     sessions = getattr(cache, "session", None)
     if sessions is None or req.session is None:
         return req.last_node

@@ -106,6 +106,7 @@ def is_chunk(req: Any, arguments: dict[str, Any]) -> bool:
     """Whether a cache that was called with these keyword arguments to keep a request's KV was called for a chunk of its prompt.
 
     0.5.17 says so. 0.5.23 says how many tokens have KV; a prompt, with what a retracted request had answered, is all that it was to compute.
+    Not so for a decode server's requests that come with their KV, which are not followed.
     """
     if "up_to" in arguments:
         return arguments["up_to"] < len(req.full_untruncated_fill_ids)

@@ -105,7 +105,7 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         defer: Whether requests wait for prefixes that others compute; the process's first follower decides, and every rank must want it.
 
     Raises:
-        RuntimeError: Another plugin has hooked one of the targets; SGLang applies each target's hooks once.
+        RuntimeError: Another plugin has hooked one of the targets that are needed; SGLang applies each target's hooks once.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -88,18 +88,12 @@ class Observer:
         if cache.disable:
             return
         # The tree stays as it is meanwhile: where one request was bound, others with the same last node are too.
-        bound: dict[tuple[Any, int], int | None] = {}
+        bound: dict[tuple[Any, int], int] = {}
         with self._together():
             for req, request in zip(reqs, compat.requests.numbers_of(cache.req_to_token_pool, reqs), strict=True):
                 if request is None or self.scheduler.binding(request) is not None:
                     continue
-                end = compat.cache.last_node(cache, req), compat.requests.protected_len(req)
-                node = bound.get(end)
-                if node is None:
-                    bound[end] = self._follow(cache, req, request)
-                else:
-                    self._reqs[request & ROW] = req
-                    self._emit(RequestBound(request, node, 0))
+                self._follow(cache, req, request, bound=bound)
 
     def on_cached(self, cache: Any, req: Any, chunk: bool = False) -> None:
         """`req` was just cached, or a chunk of it: its row holds the tree's slots for its whole path."""
@@ -173,23 +167,31 @@ class Observer:
         for planner in self.planners:
             planner()
 
-    def _follow(self, cache: Any, req: Any, request: int, decodes_with: int = 0) -> int | None:
-        """Bind `req`, whose number is `request`; `decodes_with` is the `length` of RequestBound. Returns the last node of its path, None after a
-        fault."""
+    def _follow(
+        self, cache: Any, req: Any, request: int, decodes_with: int = 0, bound: dict[tuple[Any, int], int] | None = None
+    ) -> None:
+        """Bind `req`, whose number is `request`.
+
+        Args:
+            decodes_with: The `length` of RequestBound.
+            bound: By last nodes of paths, and how many tokens these have: where requests were bound since the tree changed.
+        """
         self._reqs[request & ROW] = req
         try:
-            return self._bind(
-                request,
-                compat.cache.path(cache, req),
-                compat.requests.protected_len(req),
-                compat.cache.head_tokens(cache),
-                decodes_with,
+            tokens = compat.requests.protected_len(req)
+            end = compat.cache.last_node(cache, req), tokens
+            if bound is not None and end in bound:
+                self._emit(RequestBound(request, bound[end], decodes_with))
+                return
+            node = self._bind(
+                request, compat.cache.path(cache, req), tokens, compat.cache.head_tokens(cache), decodes_with
             )
+            if bound is not None:
+                bound[end] = node
         except Exception as fault:
             unforeseen = not isinstance(fault, InconsistentError)
             self._count_fault("a request is decoded unpacked: %s", fault, exc_info=unforeseen)
             self._emit(RequestBound(request, ROOT, 0))
-            return None
 
     def _bind(self, request: int, path: list[tuple[int, int]] | None, tokens: int, head: int, decodes_with: int) -> int:
         """Bind a request along `path`, and return its last node. Its first `tokens` tokens are in the tree, which distinguishes siblings by `head`
