@@ -118,8 +118,8 @@ def cache_folder() -> Path:
 
 
 def _find_cxx() -> str:
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler.partition(" ")[0]) is None:  # it may have arguments, or be run by another, as ccache does
+    compiler = os.environ.get("CXX", "").strip() or "c++"
+    if shutil.which(compiler.split()[0]) is None:  # it may have arguments, or be run by another, as ccache does
         raise BuildError(
             f"sglang-pat needs a C++ compiler and '{compiler}' is not there: install g++, or set CXX to yours"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -34,7 +35,8 @@ def run(prog: str, command: Callable[[], int | None]) -> int:
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
         said = f"{error.filename or 'the output'}: {error.strerror or error}"
-        print(f"{prog}: {printable(said)}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # of which nobody may hear either
+            print(f"{prog}: {printable(said)}", file=sys.stderr)
         return 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
 import errno
 import gc
 import json
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from forked import ForkedProcess, ForkedServer
 from hypothesis import given, settings
@@ -387,11 +389,27 @@ def test_a_full_pool_takes_what_brings_nothing_new_as_far_as_it_queues() -> None
 
 @pytest.mark.once
 def test_a_job_without_stderr_writes_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    with Output(tmp_path / "out") as output, Progress(output, 2, 0) as progress:
-        progress.warn("of which nobody hears")
-        progress.keep(record(1))
-    assert (tmp_path / "out").read_bytes().count(b"\n") == 1
+    with contextlib.suppress(OSError), open("/dev/full", "w", buffering=1) as full:
+        for number, stderr in enumerate((None, full), 1):
+            monkeypatch.setattr(sys, "stderr", stderr)
+            with Output(tmp_path / "out") as output, Progress(output, 2, 0) as progress:
+                progress.warn("of which nobody hears")
+                progress.keep(record(number))
+            assert (tmp_path / "out").read_bytes().count(b"\n") == number
+
+
+@pytest.mark.once
+def test_a_line_that_was_asked_again_is_an_error_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    wrong = {**record(1), "response": None, "error": {"code": "x", "message": ""}}
+    text = [json.dumps(one) + "\n" for one in (wrong, record(1), wrong, {**wrong, "id": "batch_req_2"})]
+    path.write_text("\ufeff" + "".join(text))
+    with Output(path) as output:
+        assert (output.failed, sorted(output.done)) == (1, [1, 2])
+    # Records that were joined are not cut off.
+    path.write_text("".join(text).replace("\n", "\r"))
+    with pytest.raises(BatchError, match="line 1 of"):
+        Output(path)
 
 
 @pytest.mark.once
@@ -618,6 +636,9 @@ def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
         ("token -7 is none of the model's", chat("tokens", input_ids=[5, -7])),
         (f"tokens, not {10**6}", completion("abc", logprobs=10**6)),
         (f"tokens, not {10**6}", chat("abc", logprobs=True, top_logprobs=10**6)),
+        ("one of the prompts is empty", completion(["abc", ""])),
+        ("one of the prompts is empty", completion([[5], []])),
+        (f"stop_token_ids: token {10**9} is none of", completion("abc", stop_token_ids=[10**9], min_tokens=2)),
     ]
     text += [json.dumps(one) for _, one in unknown]
     (tmp_path / "in").write_text("\n".join(text) + "\n")
@@ -679,13 +700,27 @@ def test_flags_that_there_are_not_are_one_sentence(flags: list[str], config: str
 @pytest.mark.slow
 @pytest.mark.once
 def test_an_engine_that_ends_is_one_sentence(model: Path, tmp_path: Path) -> None:
-    """SGLang would kill this process too. What ends its engine here, it does not check."""
-    ending = completion("abc", stop_token_ids=[10**9], min_tokens=2, max_tokens=4)
-    (tmp_path / "in").write_text(json.dumps(ending) + "\n")
-    process = job(model, tmp_path)
-    log = tmp_path / "log"
+    """SGLang would kill this process too."""
+    lines = [completion("abc", max_tokens=1), completion("abd", max_tokens=6000, ignore_eos=True)]
+    (tmp_path / "in").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    process, out, log = job(model, tmp_path), tmp_path / "out", tmp_path / "log"
+    until(lambda: out.exists() and out.stat().st_size > 0, process, log)
+    psutil.Process(process.pid).children()[0].kill()
     assert process.wait(600) == 2, log.read_text()[-3000:]
     assert log.read_text().splitlines()[-1] == "sglang-pat: the engine has ended, and said why above"
+    assert out.read_bytes().count(b"\n") == 1
+
+
+@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.once
+def test_a_job_that_is_told_to_end_before_its_engine_has_started_is_one_sentence(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(json.dumps(completion("abc")) + "\n")
+    process, log = job(model, tmp_path), tmp_path / "log"
+    until(lambda: len(psutil.Process(process.pid).children(recursive=True)) > 0, process, log)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(600) == 2, log.read_text()[-3000:]
+    assert log.read_text().splitlines()[-1] == "sglang-pat: the job was told to end before its engine had started"
 
 
 @pytest.mark.server

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_pat import compat
 from sglang_pat.batch import job, servers
@@ -51,15 +52,16 @@ def engine(flags: Sequence[str]) -> Engine:
         words = [*defaults, *compat.arguments.with_config_file(parser, words)]
         parser.parse_args(words)
         arguments = prepare_server_args(words)
+        signal.signal(signal.SIGTERM, _on_told_to_end)  # until SGLang handles it
         compat.arguments.handle_failed_start(arguments, _on_failed_start)
         return sglang.Engine(server_args=arguments)
     except (
         Exception
     ) as error:  # SGLang refuses some arguments by assertions, and reports processes that were killed as RuntimeError
         _failures.append(error)
-        if isinstance(error, BatchError):
-            raise
         _end_children()
+        if _signalled:
+            raise _signalled[0] from None
         says = str(error) and isinstance(error, OSError | ValueError | RuntimeError | AssertionError)
         why = " ".join((str(error) if says else repr(error)).split())
         raise BatchError(f"the engine does not start: {why}") from None
@@ -68,6 +70,9 @@ def engine(flags: Sequence[str]) -> Engine:
 _failures: list[Exception] = []
 """Kept, with what an engine had made so far, until the process ends: 0.5.23's sockets, collected earlier, would wait for somebody who reads them."""
 
+_signalled: list[BatchError] = []
+"""What a signal said before there was an engine. Raised in the midst of whatever ran, it may have been caught there."""
+
 
 def _on_failed_start(signum: int, frame: Any) -> None:
     """One of the engine's processes has failed. SGLang's own handler would kill this process too.
@@ -75,8 +80,22 @@ def _on_failed_start(signum: int, frame: Any) -> None:
     Raises:
         BatchError: Always.
     """
+    _end_start("the engine does not start: one of its processes has ended, and said why above unless it was killed")
+
+
+def _on_told_to_end(signum: int, frame: Any) -> None:
+    """SIGTERM, before there is an engine.
+
+    Raises:
+        BatchError: Always.
+    """
+    _end_start("the job was told to end before its engine had started")
+
+
+def _end_start(why: str) -> NoReturn:
+    _signalled.append(BatchError(why))
     _end_children()
-    raise BatchError("the engine does not start, and said why above")
+    raise _signalled[0]
 
 
 def _says_more_than_our_handler(record: logging.LogRecord) -> bool:
@@ -106,9 +125,13 @@ class Progress:
         from tqdm import tqdm
 
         self._output = output
-        self._bar: Any = tqdm(
-            total=total, initial=done, unit="req", dynamic_ncols=True, file=sys.stderr, disable=sys.stderr is None
-        )
+        self._draws = sys.stderr is not None
+        self._bar: Any = None
+
+        def begin() -> None:
+            self._bar = tqdm(total=total, initial=done, unit="req", dynamic_ncols=True, file=sys.stderr)
+
+        self._draw(begin)
         self._began = time.monotonic()
         self._prompt = self._cached = self._answers = 0
 
@@ -126,19 +149,29 @@ class Progress:
         seconds = max(1e-9, time.monotonic() - self._began)
         # Servers say nothing of it without --enable-cache-report.
         saved = f", {self._cached / self._prompt:.0%} of prefill saved" if self._cached and self._prompt else ""
-        self._bar.set_postfix_str(f"{self._answers / seconds:.0f} tokens/s{saved}", refresh=False)
-        self._bar.update()
+        said = f"{self._answers / seconds:.0f} tokens/s{saved}"
+        self._draw(lambda: (self._bar.set_postfix_str(said, refresh=False), self._bar.update()))
 
     def warn(self, message: str) -> None:
         """Write a line above the bar."""
-        if sys.stderr is not None:
-            self._bar.write(f"sglang-pat: {message}", file=sys.stderr)
+        self._draw(lambda: self._bar.write(f"sglang-pat: {message}", file=sys.stderr))
+
+    def _draw(self, draw: Callable[[], object]) -> None:
+        """A job does not end because nobody sees how far it is: once stderr is closed or full, nothing more is drawn."""
+        if not self._draws:
+            return
+        try:
+            draw()
+        except OSError:
+            self._draws = False
+            if self._bar is not None:
+                self._bar.disable = True
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        self._draw(lambda: self._bar and self._bar.close())
 
 
 NAMES_A_MODEL = ("--model-path", "--model", "--config")
@@ -199,9 +232,11 @@ def batch(source: Path, target: Path, place: Place) -> int:
                 asyncio.run(_on_servers(requests, place, progress))
         elif requests:
             _on_engine(requests, total, output, place)
-        print(
-            f"{printable(str(target))}: all {total} records are there, {output.failed} of them errors", file=sys.stderr
-        )
+        with contextlib.suppress(OSError):
+            print(
+                f"{printable(str(target))}: all {total} records are there, {output.failed} of them errors",
+                file=sys.stderr,
+            )
         return output.failed
 
 

@@ -49,8 +49,8 @@ class LateError(Exception):
     """A request has no answer in time, where others have."""
 
 
-class UnknownTokenError(Exception):
-    """A prompt has a token that the model does not have; the message says which."""
+class WouldEndError(Exception):
+    """A request that would end SGLang's engine, which does not look; the message says why."""
 
 
 def begin(answer: Awaitable[tuple[int, Json]]) -> asyncio.Future[tuple[int, Json]]:
@@ -156,11 +156,12 @@ def askers(engine: Engine) -> list[Ask]:
         kind, handler = handlers[request.url]
         try:
             body = kind(**{**route, **request.body})
-            # SGLang does not look, and the engine would end.
-            check_tokens(getattr(body, "prompt", None), vocabulary)
-            check_tokens(getattr(body, "input_ids", None), vocabulary)
+            for name in ("prompt", "input_ids"):
+                check_tokens(getattr(body, name, None), vocabulary)
+                check_not_empty(getattr(body, name, None))
             check_logprobs(body, vocabulary)
-        except (ValidationError, TypeError, UnknownTokenError) as error:
+            check_stops(body, vocabulary)
+        except (ValidationError, TypeError, WouldEndError) as error:
             response = handler.create_error_response(str(error))
         else:
             client = _Client()
@@ -186,25 +187,47 @@ def check_tokens(prompt: object, vocabulary: int) -> None:
     """Check that a model has all tokens of a prompt, or of several; text has none.
 
     Raises:
-        UnknownTokenError: It does not have one.
+        WouldEndError: It does not have one.
     """
     if isinstance(prompt, list):
         for token in prompt:
             check_tokens(token, vocabulary)
     elif isinstance(prompt, int) and not 0 <= prompt < vocabulary:
-        raise UnknownTokenError(f"token {prompt} is none of the model's {vocabulary:,}")
+        raise WouldEndError(f"token {prompt} is none of the model's {vocabulary:,}")
+
+
+def check_not_empty(prompt: object) -> None:
+    """Check that of several prompts none is empty.
+
+    Raises:
+        WouldEndError: One is.
+    """
+    if isinstance(prompt, list) and any(isinstance(one, str | list) and not one for one in prompt):
+        raise WouldEndError("one of the prompts is empty")
+
+
+def check_stops(body: object, vocabulary: int) -> None:
+    """Check that a model has the tokens that may not end an answer until it is long enough.
+
+    Raises:
+        WouldEndError: It does not have one.
+    """
+    if getattr(body, "min_tokens", 0):
+        for token in getattr(body, "stop_token_ids", None) or ():
+            if not 0 <= token < vocabulary:
+                raise WouldEndError(f"stop_token_ids: token {token} is none of the model's {vocabulary:,}")
 
 
 def check_logprobs(body: object, vocabulary: int) -> None:
     """Check that a model has as many tokens as shall be listed for each token.
 
     Raises:
-        UnknownTokenError: It has fewer.
+        WouldEndError: It has fewer.
     """
     for name in ("logprobs", "top_logprobs"):
         wanted = getattr(body, name, None)
         if isinstance(wanted, int) and wanted > vocabulary:
-            raise UnknownTokenError(f"{name}: the model has {vocabulary:,} tokens, not {wanted}")
+            raise WouldEndError(f"{name}: the model has {vocabulary:,} tokens, not {wanted}")
 
 
 def room_of(info: object) -> Room:

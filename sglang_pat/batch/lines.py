@@ -229,7 +229,7 @@ class Output:
 
     Attributes:
         done: The lines that have a record, by number, with their custom_id.
-        failed: How many of the records are errors.
+        failed: How many of the lines have errors only.
     """
 
     def __init__(self, path: Path) -> None:
@@ -239,7 +239,7 @@ class Output:
             BatchError: It cannot be read and written, another process is writing it, or it is no output of a job.
         """
         self._path = path
-        self.failed = 0
+        self._errors: set[int] = set()
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
@@ -268,10 +268,12 @@ class Output:
             for number, text in enumerate(file, 1):
                 whole = text.endswith(b"\n")
                 try:
-                    if text.strip():
-                        self._count(decoder.decode(text))
-                except (ValueError, RecursionError):
-                    if not whole and begins.startswith(text[: len(begins)]):
+                    record = text.removeprefix(codecs.BOM_UTF8) if number == 1 else text
+                    if record.strip():
+                        self._count(decoder.decode(record))
+                except (ValueError, RecursionError) as error:
+                    joined = "trailing characters" in str(error)  # a record and more
+                    if not whole and not joined and begins.startswith(text[: len(begins)]):
                         whole = True  # without it
                         break
                     raise BatchError(
@@ -283,8 +285,16 @@ class Output:
             self._append(b"\n")  # an editor may leave out the last one
 
     def _count(self, record: _Record) -> None:
-        self.done[number_of(record.id)] = record.custom_id
-        self.failed += record.response is None or record.response.status_code != 200
+        number = number_of(record.id)
+        if record.response is not None and record.response.status_code == 200:
+            self._errors.discard(number)
+        elif number not in self.done:
+            self._errors.add(number)
+        self.done[number] = record.custom_id
+
+    @property
+    def failed(self) -> int:
+        return len(self._errors)
 
     def write(self, record: Json) -> None:
         """Append a record: whole, or not at all.
