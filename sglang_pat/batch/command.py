@@ -55,9 +55,8 @@ def engine(flags: Sequence[str]) -> Engine:
         signal.signal(signal.SIGTERM, _on_told_to_end)  # until SGLang handles it
         compat.arguments.handle_failed_start(arguments, _on_failed_start)
         return sglang.Engine(server_args=arguments)
-    except (
-        Exception
-    ) as error:  # SGLang refuses some arguments by assertions, and reports processes that were killed as RuntimeError
+    except Exception as error:
+        # SGLang refuses some arguments by assertions, and reports processes that were killed as RuntimeError.
         _failures.append(error)
         _end_children()
         if _signalled:

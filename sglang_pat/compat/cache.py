@@ -61,7 +61,8 @@ def path(cache: Any, req: Any) -> list[tuple[int, int]] | None:
 
 
 def last_node(cache: Any, req: Any) -> Any:
-    """The last node of the request's path, or its id; None where `path` is. Requests with the same one have the same path. A streaming session gives its turns a placeholder; the session has the node."""
+    """The last node of the request's path, or its id; None where `path` is. Requests with the same one have the same path. A streaming session gives
+    its turns a placeholder; the session has the node."""
     if not _followed(cache):
         return None
     sessions = getattr(cache, "session", None)

@@ -75,7 +75,7 @@ class Observer:
 
     def resume(self) -> None:
         """The events that belong together are complete."""
-        self._holds -= 1
+        self._holds = max(0, self._holds - 1)
         if self._changed and not self._holds:
             self._tell_planners()
 
