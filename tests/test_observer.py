@@ -142,6 +142,7 @@ def test_planners_are_told_once_of_what_a_result_brings(observer: Observer, runn
     observer.planners.append(lambda: told.append(observer.scheduler.batch))
     scheduler = SimpleNamespace(req_to_token_pool=POOL)
     first, second = numbers(running)
+    observer.resume()  # of a follower that is younger than the result
 
     def process(owner: Any, batch: int, result: str) -> str:
         assert owner is scheduler and batch == 1
