@@ -15,7 +15,7 @@ from sglang_pat.batch.lines import BatchError
 from sglang_pat.estimate import KV_CACHES, EstimateError, estimate, read, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
-from sglang_pat.parser import Parser, count, printable, run
+from sglang_pat.parser import Parser, count, printable, run, say
 from sglang_pat.radix_bridge.trace import TraceError, is_trace
 from sglang_pat.replay import replay
 from sglang_pat.top import TopError, top
@@ -61,10 +61,10 @@ def _run(arguments: list[str] | None) -> int:
         return parsed.run(parsed) or 0
     except BuildError as error:
         # With what the compiler says.
-        print(f"{PROG}: " + "\n".join(map(printable, str(error).splitlines())), file=sys.stderr)
+        say(f"{PROG}: " + "\n".join(map(printable, str(error).splitlines())))
         return 2
     except (TraceError, TopError, EstimateError, explain.ExplainError, BatchError) as error:
-        print(f"{PROG}: {printable(str(error))}", file=sys.stderr)
+        say(f"{PROG}: {printable(str(error))}")
         return 2
 
 

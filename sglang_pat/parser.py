@@ -35,9 +35,15 @@ def run(prog: str, command: Callable[[], int | None]) -> int:
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
         said = f"{error.filename or 'the output'}: {error.strerror or error}"
-        with contextlib.suppress(OSError):  # of which nobody may hear either
-            print(f"{prog}: {printable(said)}", file=sys.stderr)
+        say(f"{prog}: {printable(said)}")
         return 2
+
+
+def say(text: str) -> None:
+    """Write a line to stderr, if it can be written; where it was closed at the start, `print` would write to stdout."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

@@ -143,6 +143,13 @@ def test_a_page_has_all_letters_whatever_the_locale(tmp_path: Path) -> None:
     assert page.read_text("utf-8").isascii() is False
 
 
+@pytest.mark.parametrize("where", ["2>&-", "2>/dev/full"])
+def test_what_is_wrong_does_not_go_to_stdout_where_stderr_cannot_be_written(where: str) -> None:
+    command = ["sh", "-c", f'exec "$@" {where}', "sh", *COMMAND, "explain", "/no/trace"]
+    result = subprocess.run(command, stdout=subprocess.PIPE, check=False, timeout=60)
+    assert (result.stdout, result.returncode) == (b"", 2)
+
+
 def test_ctrl_c_ends_top_quietly() -> None:
     with port(http(info())) as server:
         command = [*COMMAND, "top", "--url", server.url, "--interval", "60"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -19,7 +18,7 @@ from sglang_pat import compat
 from sglang_pat.batch import job, servers
 from sglang_pat.batch.lengths import usage_of
 from sglang_pat.batch.lines import BatchError, Failure, Json, Output, Request, Source, refusal
-from sglang_pat.parser import Parser, printable
+from sglang_pat.parser import Parser, printable, say
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -231,11 +230,7 @@ def batch(source: Path, target: Path, place: Place) -> int:
                 asyncio.run(_on_servers(requests, place, progress))
         elif requests:
             _on_engine(requests, total, output, place)
-        with contextlib.suppress(OSError):
-            print(
-                f"{printable(str(target))}: all {total} records are there, {output.failed} of them errors",
-                file=sys.stderr,
-            )
+        say(f"{printable(str(target))}: all {total} records are there, {output.failed} of them errors")
         return output.failed
 
 
