@@ -165,6 +165,8 @@ def _build(compiler: str, name: str, library: Path, sources: list[str], flags: d
     try:
         with tempfile.TemporaryDirectory(dir=library.parent, prefix=f".{name}-") as scratch:
             built = cpp.build(name, sources=sources, build_directory=scratch, **flags)
+            if not os.path.exists(built):
+                raise RuntimeError("it made nothing")
             os.rename(built, library)
     except OSError as error:
         raise _unwritable(library.parent, error) from error

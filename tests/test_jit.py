@@ -76,6 +76,10 @@ def test_a_compiler_may_have_arguments_or_be_run_by_another(csrc: Path, tmp_path
     assert run(csrc, tmp_path / "cache", CXX="env c++").stdout == "42\n"
     result = run(csrc, tmp_path / "other", CXX="no-such c++")
     assert "needs a C++ compiler and 'no-such c++' is not there" in result.stderr.splitlines()[-1]
+    result = run(csrc, tmp_path / "other", CXX="true")
+    assert (
+        "true could not build sglang-pat's 'sglang_pat_tiny' module: it made nothing" in result.stderr.splitlines()[-1]
+    )
 
 
 def test_another_user_s_lock_is_waited_for(csrc: Path, tmp_path: Path) -> None:
