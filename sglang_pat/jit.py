@@ -118,8 +118,10 @@ def cache_folder() -> Path:
 
 
 def _find_cxx() -> str:
-    compiler = os.environ.get("CXX", "").strip() or "c++"
-    if shutil.which(compiler.split()[0]) is None:  # it may have arguments, or be run by another, as ccache does
+    compiler = os.environ.get("CXX") or "c++"
+    if (
+        shutil.which("".join(compiler.split()[:1])) is None
+    ):  # it may have arguments, or be run by another, as ccache does
         raise BuildError(
             f"sglang-pat needs a C++ compiler and '{compiler}' is not there: install g++, or set CXX to yours"
         )
@@ -159,6 +161,8 @@ def _build(compiler: str, name: str, library: Path, sources: list[str], flags: d
     beside = str(Path(sys.executable).parent)
     if beside not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"
+    if not os.environ.get("CXX"):
+        os.environ.pop("CXX", None)  # tvm-ffi takes an empty one for a compiler
     began = time.monotonic()
     # A library preloaded into this process, such as a sanitizer's, must not be loaded into the compiler.
     preloaded = os.environ.pop("LD_PRELOAD", None)

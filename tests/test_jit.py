@@ -74,6 +74,7 @@ def test_machines_with_other_instructions_have_libraries_of_their_own(csrc: Path
 
 def test_a_compiler_may_have_arguments_or_be_run_by_another(csrc: Path, tmp_path: Path) -> None:
     assert run(csrc, tmp_path / "cache", CXX="env c++").stdout == "42\n"
+    assert run(csrc, tmp_path / "empty", CXX="").stdout == "42\n"
     result = run(csrc, tmp_path / "other", CXX="no-such c++")
     assert "needs a C++ compiler and 'no-such c++' is not there" in result.stderr.splitlines()[-1]
     result = run(csrc, tmp_path / "other", CXX="true")

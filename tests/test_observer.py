@@ -212,7 +212,7 @@ def test_requests_that_are_extended_together_are_bound_like_each_alone(
     assert observer._reqs[numbers(reqs)[1] & 0xFFFFFFFF] is reqs[1]
 
 
-OTHER_PLUGIN = """
+FOLLOWER = """
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_pat.radix_bridge import hooks
@@ -221,11 +221,13 @@ class Follower:
     req_to_token_pool = observer = None
     packs_extends = False
 
+follower = Follower()
+"""
+OTHER_PLUGIN = """
 heard = []
 for target in (hooks._RESULT, hooks._STATE):
     HookRegistry.register(target, lambda process, *args: heard.append(args), HookType.AROUND)
 HookRegistry.apply_hooks()
-follower = Follower()
 try:
     hooks.install(follower)
 except RuntimeError as problem:
@@ -236,14 +238,6 @@ Scheduler.process_batch_result("scheduler", "batch", "result")
 print(heard, hooks._RELEASE in HookRegistry._patched)
 """
 ALONE = """
-from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang_pat.radix_bridge import hooks
-
-class Follower:
-    req_to_token_pool = observer = None
-    packs_extends = False
-
-follower = Follower()
 hooks.install(follower)
 print(hooks._RESULT in HookRegistry._patched)
 """
@@ -251,7 +245,8 @@ print(hooks._RESULT in HookRegistry._patched)
 
 def test_what_another_plugin_has_hooked_is_refused_unless_it_saves_plans_only() -> None:
     def said(script: str) -> list[str]:
-        ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+        command = [sys.executable, "-c", FOLLOWER + script]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return ran.stdout.splitlines()
 
     assert said(ALONE)[-1] == "True"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -123,13 +124,10 @@ class Progress:
         from tqdm import tqdm
 
         self._output = output
-        self._draws = sys.stderr is not None
-        self._bar: Any = None
-
-        def begin() -> None:
-            self._bar = tqdm(total=total, initial=done, unit="req", dynamic_ncols=True, file=sys.stderr)
-
-        self._draw(begin)
+        self._bar: Any = None  # where nothing can be drawn
+        if sys.stderr is not None:
+            with contextlib.suppress(OSError):
+                self._bar = tqdm(total=total, initial=done, unit="req", dynamic_ncols=True, file=sys.stderr)
         self._began = time.monotonic()
         self._prompt = self._cached = self._answers = 0
 
@@ -148,28 +146,27 @@ class Progress:
         # Servers say nothing of it without --enable-cache-report.
         saved = f", {self._cached / self._prompt:.0%} of prefill saved" if self._cached and self._prompt else ""
         said = f"{self._answers / seconds:.0f} tokens/s{saved}"
-        self._draw(lambda: (self._bar.set_postfix_str(said, refresh=False), self._bar.update()))
+        self._draw(lambda bar: (bar.set_postfix_str(said, refresh=False), bar.update()))
 
     def warn(self, message: str) -> None:
         """Write a line above the bar."""
-        self._draw(lambda: self._bar.write(f"sglang-pat: {message}", file=sys.stderr))
+        self._draw(lambda bar: bar.write(f"sglang-pat: {message}", file=sys.stderr))
 
-    def _draw(self, draw: Callable[[], object]) -> None:
+    def _draw(self, draw: Callable[[Any], object]) -> None:
         """A job does not end because nobody sees how far it is: once stderr is closed or full, nothing more is drawn."""
-        if not self._draws:
+        if self._bar is None:
             return
         try:
-            draw()
+            draw(self._bar)
         except OSError:
-            self._draws = False
-            if self._bar is not None:
-                self._bar.disable = True
+            self._bar.disable = True
+            self._bar = None
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._draw(lambda: self._bar and self._bar.close())
+        self._draw(lambda bar: bar.close())
 
 
 NAMES_A_MODEL = ("--model-path", "--model", "--config")

@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang_pat.demo import tiny_model, workload
 from sglang_pat.demo.server import Server
-from sglang_pat.parser import count, run
+from sglang_pat.parser import count, run, say
 
 CACHE = Path.home() / ".cache" / "sglang-pat"
 SHARED, RACERS, RACE_TOKENS = 3800, 32, 128
@@ -50,7 +50,7 @@ def _show(prog: str, arguments: argparse.Namespace) -> int:
     except (OSError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # a file or the output
-        print(f"\n{prog}: {error}", file=sys.stderr)
+        say(f"\n{prog}: {error}")
         return 2
 
 

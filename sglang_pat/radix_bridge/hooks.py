@@ -284,7 +284,7 @@ def _on_result(process: Callable[..., Any], scheduler: Any, *args: Any, **kwargs
 
 
 def _on_finishing(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    requests = [compat.requests.number(scheduler.req_to_token_pool, req) for req in result]
+    requests = compat.requests.numbers_of(scheduler.req_to_token_pool, result)
     known = [request for request in requests if request is not None]
     _tell_all(scheduler, lambda observer: observer.on_finishing(known))
 

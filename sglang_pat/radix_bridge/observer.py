@@ -179,10 +179,11 @@ class Observer:
         self._reqs[request & ROW] = req
         try:
             tokens = compat.requests.protected_len(req)
-            end = compat.cache.last_node(cache, req), tokens
-            if bound is not None and end in bound:
-                self._emit(RequestBound(request, bound[end], decodes_with))
-                return
+            if bound is not None:
+                end = compat.cache.last_node(cache, req), tokens
+                if end in bound:
+                    self._emit(RequestBound(request, bound[end], decodes_with))
+                    return
             node = self._bind(
                 request, compat.cache.path(cache, req), tokens, compat.cache.head_tokens(cache), decodes_with
             )
