@@ -437,12 +437,12 @@ def test_replicas_behind_a_router(model: Path, tmp_path: Path) -> None:
     prompts = [prefix + workload.prose(f"question {i}", 30) for i in range(6) for prefix in groups]
     url = f"http://127.0.0.1:{free_port()}"
 
-    def generate(prompt: str) -> list[int]:
+    def ask(prompt: str) -> dict[str, Any]:
         sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
         body = json.dumps({"text": prompt, "sampling_params": sampling}).encode()
         request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=300) as response:
-            return json.load(response)["output_ids"]
+            return json.load(response)
 
     with ExitStack() as stack:
         replicas = [
@@ -471,18 +471,21 @@ def test_replicas_behind_a_router(model: Path, tmp_path: Path) -> None:
             pytest.fail(f"the router is not ready: {(tmp_path / 'router.log').read_text()[-3000:]}")
         # What is new goes to the server with the least load, so that the groups have to begin side by side.
         with ThreadPoolExecutor(len(groups)) as pool:
-            answers = list(pool.map(generate, prompts[: len(groups)]))
+            answers = list(pool.map(ask, prompts[: len(groups)]))
         with ThreadPoolExecutor(24) as pool:
-            answers += pool.map(generate, prompts[len(groups) :])
-        assert answers == expected, (tmp_path / "router.log").read_text()[-3000:]
+            answers += pool.map(ask, prompts[len(groups) :])
+        log = (tmp_path / "router.log").read_text()[-3000:]
+        assert [answer["output_ids"] for answer in answers] == expected, log
+        # A character is a token. How many bytes are saved depends on how many requests meet in a step, so on the load of the host.
+        cached = [answer["meta_info"]["cached_tokens"] for answer in answers[len(groups) :]]
+        assert min(cached) >= len(groups[0]) - 1, (cached, log)
         after = [assert_sound(replica) for replica in replicas]
         requests = [b["requests"] - a["requests"] for a, b in zip(before, after, strict=True)]
         assert sum(requests) >= len(prompts) and min(requests) >= len(prompts) // 4, requests
-        read, unpacked = (
-            sum(b[name] - a[name] for a, b in zip(before, after, strict=True))
-            for name in ("kv_bytes", "kv_bytes_unpacked")
+        assert all(
+            b["kv_bytes"] - a["kv_bytes"] < b["kv_bytes_unpacked"] - a["kv_bytes_unpacked"]
+            for a, b in zip(before, after, strict=True)
         )
-        assert read < 0.7 * unpacked
 
 
 @pytest.mark.slow
