@@ -705,6 +705,17 @@ def test_wrong_tensors_are_named(change, message: str) -> None:
         wrong.decode()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["k", "rows", "table"])
+def test_a_tensor_on_another_gpu_is_named(name: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    wrong = run(make_case(shared(3, 40, 10), 4, 2, 128, torch.bfloat16), ARCHS[0])
+    setattr(wrong.case, name, getattr(wrong.case, name).to("cuda:1"))
+    with pytest.raises(ValueError, match="must be on GPU 0, as the others are, not on GPU 1"):
+        wrong.decode()
+
+
 def test_a_workspace_of_another_dimension_is_named() -> None:
     wrong = run(make_case(shared(3, 40, 10), 4, 2, 128, torch.bfloat16), ARCHS[0])
     wrong.partial = wrong.partial[:, :, :64].contiguous()

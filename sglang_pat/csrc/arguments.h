@@ -7,10 +7,17 @@
 namespace pat {
 
 constexpr DLDataType kFloat32{kDLFloat, 32, 1}, kInt32{kDLInt, 32, 1}, kInt64{kDLInt, 64, 1};
+constexpr DLDevice kCpu{kDLCPU, 0};
 
-inline void check(const tvm::ffi::TensorView& tensor, const char* name, int ndim, DLDataType type, DLDeviceType device) {
-  TVM_FFI_CHECK(tensor.device().device_type == device, ValueError)
-      << name << " must be on the " << (device == kDLCPU ? "CPU" : "GPU");
+// The GPU that a tensor should be on if it is on one.
+inline DLDevice gpu_of(const tvm::ffi::TensorView& tensor) { return {kDLCUDA, tensor.device().device_id}; }
+
+inline void check(const tvm::ffi::TensorView& tensor, const char* name, int ndim, DLDataType type, DLDevice device) {
+  const DLDevice is = tensor.device();
+  TVM_FFI_CHECK(is.device_type == device.device_type, ValueError)
+      << name << " must be on the " << (device.device_type == kDLCPU ? "CPU" : "GPU");
+  TVM_FFI_CHECK(is.device_id == device.device_id, ValueError)
+      << name << " must be on GPU " << device.device_id << ", as the others are, not on GPU " << is.device_id;
   TVM_FFI_CHECK(tensor.ndim() == ndim, ValueError) << name << " must have " << ndim << " dimensions, not " << tensor.ndim();
   const DLDataType got = tensor.dtype();
   TVM_FFI_CHECK(got.code == type.code && got.bits == type.bits, ValueError) << name << " has the wrong dtype";
@@ -23,7 +30,7 @@ struct Tables {
 };
 
 inline void check(const Tables& tables, const tvm::ffi::TensorView& q, const tvm::ffi::TensorView& k,
-                  const tvm::ffi::TensorView& out, DLDataType parts, DLDeviceType device) {
+                  const tvm::ffi::TensorView& out, DLDataType parts, DLDevice device) {
   check(tables.req_to_token, "req_to_token", 2, kInt32, device);
   check(tables.rows, "rows", 1, kInt64, device);
   check(tables.seq_lens, "seq_lens", 1, kInt64, device);
@@ -37,7 +44,7 @@ inline void check(const Tables& tables, const tvm::ffi::TensorView& q, const tvm
 }
 
 // Logits without values, one for each query head, or none at all.
-inline void check_sinks(const tvm::ffi::TensorView& sinks, DLDataType type, int64_t heads, DLDeviceType device) {
+inline void check_sinks(const tvm::ffi::TensorView& sinks, DLDataType type, int64_t heads, DLDevice device) {
   check(sinks, "sinks", 1, type, device);
   TVM_FFI_CHECK(sinks.size(0) == 0 || sinks.size(0) == heads, ValueError)
       << sinks.size(0) << " sinks are not one for each of " << heads << " query heads";

@@ -212,13 +212,13 @@ const char* pages_problem(const TensorView& pages, const TensorView& tails, cons
 void attention(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
                TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, TensorView sinks, TensorView masks,
                TensorView pages, TensorView tails, int64_t bits, double scale, double logit_cap, int64_t window) {
-  pat::check(q, "q", 3, pat::kFloat32, kDLCPU);
-  pat::check(out, "out", 3, pat::kFloat32, kDLCPU);
-  pat::check(k, "k", 3, k.dtype(), kDLCPU);
-  pat::check(v, "v", 3, k.dtype(), kDLCPU);
-  pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, pat::kFloat32, kDLCPU);
-  pat::check_sinks(sinks, pat::kFloat32, q.size(1), kDLCPU);
-  pat::check(masks, "masks", 2, pat::kInt64, kDLCPU);
+  pat::check(q, "q", 3, pat::kFloat32, pat::kCpu);
+  pat::check(out, "out", 3, pat::kFloat32, pat::kCpu);
+  pat::check(k, "k", 3, k.dtype(), pat::kCpu);
+  pat::check(v, "v", 3, k.dtype(), pat::kCpu);
+  pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, pat::kFloat32, pat::kCpu);
+  pat::check_sinks(sinks, pat::kFloat32, q.size(1), pat::kCpu);
+  pat::check(masks, "masks", 2, pat::kInt64, pat::kCpu);
   const int64_t batch = q.size(0), heads = q.size(1), tokens = masks.size(1);
   TVM_FFI_CHECK(k.size(0) == v.size(0) && k.size(1) == v.size(1) && q.size(2) == k.size(2), ValueError)
       << "q, k and v do not fit each other";
@@ -240,8 +240,8 @@ void attention(TensorView q, TensorView k, TensorView v, TensorView out, TensorV
   if (!problem) problem = pat::open_problem(data<int32_t>(plan), data<int64_t>(rows), data<int64_t>(seq_lens));
   if (!problem && tokens > 0) problem = pat::masks_problem(data<int64_t>(seq_lens), masks, batch, heads / k.size(1));
   if (!problem && window < 0) problem = "a window has 0 tokens or more";
-  pat::check(pages, "pages", 3, DLDataType{kDLUInt, 8, 1}, kDLCPU);
-  pat::check(tails, "tails", 1, pat::kInt64, kDLCPU);
+  pat::check(pages, "pages", 3, DLDataType{kDLUInt, 8, 1}, pat::kCpu);
+  pat::check(tails, "tails", 1, pat::kInt64, pat::kCpu);
   if (!problem && bits) problem = pages_problem(pages, tails, k, v, data<int64_t>(seq_lens), batch, bits, window, tokens);
   TVM_FFI_CHECK(!problem, ValueError) << problem;
   const pat::LowBit form(bits ? int(bits) : 4, bits ? int(k.size(2)) : 0);

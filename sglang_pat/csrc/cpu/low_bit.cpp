@@ -12,7 +12,7 @@ using tvm::ffi::TensorView;
 constexpr DLDataType kBytes{kDLUInt, 8, 1};
 
 pat::LowBit form_of(const TensorView& pages, const TensorView& k, const TensorView& v, int64_t bits) {
-  pat::check(pages, "pages", 3, kBytes, kDLCPU);
+  pat::check(pages, "pages", 3, kBytes, pat::kCpu);
   const int64_t heads = k.size(k.ndim() - 2), dim = k.size(k.ndim() - 1);
   TVM_FFI_CHECK(pat::LowBit::exists(bits, dim), ValueError)
       << "KV is kept in 4 or 2 bits, and heads have a multiple of 32 dimensions up to 256, not " << bits << " and " << dim;
@@ -25,8 +25,8 @@ pat::LowBit form_of(const TensorView& pages, const TensorView& k, const TensorVi
 }
 
 pat::LowBit check(const TensorView& k, const TensorView& v, const TensorView& pages, int64_t bits) {
-  pat::check(k, "k", 4, pat::kFloat32, kDLCPU);
-  pat::check(v, "v", 4, pat::kFloat32, kDLCPU);
+  pat::check(k, "k", 4, pat::kFloat32, pat::kCpu);
+  pat::check(v, "v", 4, pat::kFloat32, pat::kCpu);
   const pat::LowBit form = form_of(pages, k, v, bits);
   TVM_FFI_CHECK(k.size(1) == pat::kPageTokens && k.size(0) == pages.size(0) && k.is_contiguous() && v.is_contiguous(),
                 ValueError)
@@ -109,13 +109,13 @@ void store(const pat::LowBit& form, const TensorView& k, const TensorView& v, co
 
 void store_tokens(TensorView k, TensorView v, TensorView pages, TensorView tail_k, TensorView tail_v, TensorView rows,
                   TensorView seq_lens, TensorView slots, int64_t bits) {
-  pat::check(k, "k", 3, k.dtype(), kDLCPU);
-  pat::check(v, "v", 3, k.dtype(), kDLCPU);
-  pat::check(tail_k, "tail_k", 4, k.dtype(), kDLCPU);
-  pat::check(tail_v, "tail_v", 4, k.dtype(), kDLCPU);
-  pat::check(rows, "rows", 1, pat::kInt64, kDLCPU);
-  pat::check(seq_lens, "seq_lens", 1, pat::kInt64, kDLCPU);
-  pat::check(slots, "slots", 1, pat::kInt64, kDLCPU);
+  pat::check(k, "k", 3, k.dtype(), pat::kCpu);
+  pat::check(v, "v", 3, k.dtype(), pat::kCpu);
+  pat::check(tail_k, "tail_k", 4, k.dtype(), pat::kCpu);
+  pat::check(tail_v, "tail_v", 4, k.dtype(), pat::kCpu);
+  pat::check(rows, "rows", 1, pat::kInt64, pat::kCpu);
+  pat::check(seq_lens, "seq_lens", 1, pat::kInt64, pat::kCpu);
+  pat::check(slots, "slots", 1, pat::kInt64, pat::kCpu);
   const pat::LowBit form = form_of(pages, k, v, bits);
   bool same = true;
   for (const TensorView& tail : {tail_k, tail_v})

@@ -62,8 +62,8 @@ constexpr auto kMergeByWarp = pat::merge<Element, PAT_V_DIM, false, 1>;
 constexpr auto kMergeSeveral = pat::merge<Element, PAT_V_DIM, false, kMergeRows>;
 
 // Pages of KV in few bits, or nothing where KV has more.
-void check_records(const TensorView& records, int64_t kv_heads) {
-  pat::check(records, "records", 3, DLDataType{kDLUInt, 8, 1}, kDLCUDA);
+void check_records(const TensorView& records, int64_t kv_heads, DLDevice gpu) {
+  pat::check(records, "records", 3, DLDataType{kDLUInt, 8, 1}, gpu);
   TVM_FFI_CHECK(Forward::kRecordBytes > 0 || records.size(0) == 0, ValueError)
       << "this kernel reads KV from k and v, and no records";
   TVM_FFI_CHECK(Forward::kRecordBytes == 0 ||
@@ -76,8 +76,8 @@ void check_records(const TensorView& records, int64_t kv_heads) {
 void check(cudaError_t error) { TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << cudaGetErrorString(error); }
 
 // Rows of `dim` elements that 16-byte copies can read.
-void check_rows(const TensorView& tensor, const char* name, int dim, DLDataType dtype) {
-  pat::check(tensor, name, 3, dtype, kDLCUDA);
+void check_rows(const TensorView& tensor, const char* name, int dim, DLDataType dtype, DLDevice gpu) {
+  pat::check(tensor, name, 3, dtype, gpu);
   TVM_FFI_CHECK(tensor.size(2) == dim, ValueError) << name << " must have heads of " << dim;
   const int elements = pat::kCopyBytes * 8 / dtype.bits;
   TVM_FFI_CHECK(tensor.stride(0) % elements == 0 && tensor.stride(1) % elements == 0 &&
@@ -87,8 +87,8 @@ void check_rows(const TensorView& tensor, const char* name, int dim, DLDataType 
 }
 
 // The same of a pool of KV, whose strides, and the places of heads in a slot, the kernels have in 32 bits.
-void check_pool(const TensorView& tensor, const char* name, int dim, DLDataType dtype) {
-  check_rows(tensor, name, dim, dtype);
+void check_pool(const TensorView& tensor, const char* name, int dim, DLDataType dtype, DLDevice gpu) {
+  check_rows(tensor, name, dim, dtype, gpu);
   for (const int64_t stride : {tensor.stride(0), tensor.stride(1)})
     TVM_FFI_CHECK(stride >= 0 && stride <= std::numeric_limits<uint32_t>::max() / kKvBytes, ValueError)
         << name << "'s slots and heads must be less than 4 GiB apart";
@@ -153,18 +153,19 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
                         const TensorView& masks, const TensorView& records, double scale, double v_scale, double logit_cap,
                         int64_t window, int64_t tile_rows) {
   const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
-  check_rows(q, "q", PAT_DIM, half);
+  const DLDevice gpu = pat::gpu_of(q);
+  check_rows(q, "q", PAT_DIM, half, gpu);
   const DLDataType kv = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : half;
-  check_pool(k, "k", PAT_DIM, kv);
-  check_pool(v, "v", PAT_V_DIM, kv);
+  check_pool(k, "k", PAT_DIM, kv, gpu);
+  check_pool(v, "v", PAT_V_DIM, kv, gpu);
   TVM_FFI_CHECK(k.size(0) == v.size(0) && k.size(1) == v.size(1), ValueError)
       << "k and v must have the same slots and heads";
-  check_rows(out, "out", PAT_V_DIM, half);
-  pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, DLDataType{kDLFloat, 16, 1}, kDLCUDA);
+  check_rows(out, "out", PAT_V_DIM, half, gpu);
+  pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, DLDataType{kDLFloat, 16, 1}, gpu);
   TVM_FFI_CHECK(partial.size(2) == PAT_V_DIM, ValueError) << "partial must have heads of " << PAT_V_DIM;
   TVM_FFI_CHECK(reinterpret_cast<uintptr_t>(partial.data_ptr()) % 16 == 0, ValueError)
       << "partial must be aligned to 16 bytes";
-  pat::check_sinks(sinks, DLDataType{kDLBfloat, 16, 1}, q.size(1), kDLCUDA);
+  pat::check_sinks(sinks, DLDataType{kDLBfloat, 16, 1}, q.size(1), gpu);
   TVM_FFI_CHECK((sinks.size(0) > 0) == pat::kSinks, ValueError)
       << sinks.size(0) << " sinks for " << q.size(1) << " query heads, and a kernel " << (pat::kSinks ? "with" : "without")
       << " sinks";
@@ -188,12 +189,12 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   p.table_row = req_to_token.stride(0);
   TVM_FFI_CHECK(tile_rows > 0 && tile_rows <= 192, ValueError) << "there is no tile of " << tile_rows << " rows";
   const int kv_heads = int(k.size(1));
-  check_records(records, kv_heads);
+  check_records(records, kv_heads, gpu);
   p.records = static_cast<const uint8_t*>(records.data_ptr());
   p.page_bytes = uint32_t(kv_heads * Forward::kRecordBytes);
   TVM_FFI_CHECK(!pat::kIsPages<Kv> || k.size(0) >= req_to_token.size(0) * pat::kTokens, ValueError)
       << "k and v must have a tail of " << pat::kTokens << " tokens for each row of req_to_token";
-  pat::check(masks, "masks", 2, pat::kInt64, kDLCUDA);
+  pat::check(masks, "masks", 2, pat::kInt64, gpu);
   p.masks = static_cast<const uint64_t*>(masks.data_ptr());
   p.draft = int(masks.size(1));
   TVM_FFI_CHECK((p.draft > 0) == pat::kMasks, ValueError)
@@ -270,16 +271,17 @@ struct Pages<Kv, true> {
   static void store(TensorView k, TensorView v, TensorView records, TensorView tail_k, TensorView tail_v, TensorView rows,
                     TensorView seq_lens, TensorView slots) {
     const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
+    const DLDevice gpu = pat::gpu_of(k);
     const std::pair<const TensorView*, const char*> news[] = {{&k, "k"}, {&v, "v"}};
     for (const auto& [tensor, name] : news) {
-      pat::check(*tensor, name, 3, half, kDLCUDA);
+      pat::check(*tensor, name, 3, half, gpu);
       TVM_FFI_CHECK(tensor->size(2) == PAT_DIM && tensor->size(0) == k.size(0) && tensor->size(1) == k.size(1), ValueError)
           << "k and v must be the same tokens', with heads of " << PAT_DIM;
     }
     const int64_t tokens = k.size(0), heads = k.size(1);
-    check_records(records, heads);
+    check_records(records, heads, gpu);
     for (const TensorView* tail : {&tail_k, &tail_v}) {
-      pat::check(*tail, "tails", 4, half, kDLCUDA);
+      pat::check(*tail, "tails", 4, half, gpu);
       bool same = tail->size(0) == tail_k.size(0) && tail->size(1) == pat::kTokens && tail->size(2) == heads;
       for (int i = 0; i < 4; ++i) same = same && tail->stride(i) == tail_k.stride(i);
       TVM_FFI_CHECK(same && tail->size(3) == PAT_DIM, ValueError) << "tails must be 64 tokens of k's heads for each row";
@@ -287,7 +289,7 @@ struct Pages<Kv, true> {
     const std::pair<const TensorView*, const char*> indices[] = {
         {&rows, "rows"}, {&seq_lens, "seq_lens"}, {&slots, "slots"}};
     for (const auto& [tensor, name] : indices) {
-      pat::check(*tensor, name, 1, pat::kInt64, kDLCUDA);
+      pat::check(*tensor, name, 1, pat::kInt64, gpu);
       TVM_FFI_CHECK(tensor->size(0) == tokens, ValueError) << "rows, seq_lens and slots must be the new tokens'";
     }
     const int64_t ctas = (tokens + pat::kStoreTokens - 1) / pat::kStoreTokens * heads * 2;  // K's and V's
@@ -310,14 +312,15 @@ struct Pages<Kv, true> {
 
   // Pages of the pool to K and V, on the current stream. Indices are checked on the GPU: a page that there is not becomes zeros.
   static void unpack(TensorView records, TensorView pages, TensorView k, TensorView v) {
-    pat::check(records, "records", 3, DLDataType{kDLUInt, 8, 1}, kDLCUDA);
-    check_records(records, records.size(1));
-    pat::check(pages, "pages", 1, pat::kInt64, kDLCUDA);
+    const DLDevice gpu = pat::gpu_of(records);
+    pat::check(records, "records", 3, DLDataType{kDLUInt, 8, 1}, gpu);
+    check_records(records, records.size(1), gpu);
+    pat::check(pages, "pages", 1, pat::kInt64, gpu);
     const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
     const std::pair<const TensorView*, const char*> made[] = {{&k, "k"}, {&v, "v"}};
     const int64_t count = pages.size(0), heads = records.size(1);
     for (const auto& [tensor, name] : made) {
-      pat::check(*tensor, name, 4, half, kDLCUDA);
+      pat::check(*tensor, name, 4, half, gpu);
       TVM_FFI_CHECK(tensor->size(0) >= count && tensor->size(1) == pat::kTokens && tensor->size(2) == heads &&
                         tensor->size(3) == PAT_DIM && tensor->is_contiguous() &&
                         reinterpret_cast<uintptr_t>(tensor->data_ptr()) % pat::kCopyBytes == 0,
@@ -348,10 +351,10 @@ void unpack(TensorView records, TensorView pages, TensorView k, TensorView v) {
 // The ints of a plan that are in use, from the host to the GPU on the current stream; the cudaEvent_t `copied` is recorded
 // behind them. One call for all of it, as the scheduler process waits meanwhile.
 void load(TensorView to, TensorView plan, int64_t copied) {
-  pat::check(to, "to", 1, pat::kInt32, kDLCUDA);
+  pat::check(to, "to", 1, pat::kInt32, pat::gpu_of(to));
   TVM_FFI_CHECK(plan.device().device_type == kDLCPU || plan.device().device_type == kDLCUDAHost, ValueError)
       << "plan must be in host memory";
-  pat::check(plan, "plan", 1, pat::kInt32, plan.device().device_type);
+  pat::check(plan, "plan", 1, pat::kInt32, plan.device());
   const int32_t* from = static_cast<const int32_t*>(plan.data_ptr());
   TVM_FFI_CHECK(plan.size(0) >= pat::kHeaderSize && from[pat::kSize] >= pat::kHeaderSize &&
                     from[pat::kSize] <= std::min(plan.size(0), to.size(0)),
