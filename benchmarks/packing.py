@@ -1,7 +1,8 @@
 """What planning costs: python benchmarks/packing.py [--quick]
 
 The native scheduler behind the same calls that the backend makes, beside the Python oracle and a rebuild of the tree
-from block tables (pages of 32 tokens, as in the paper), all in this run and, but for `ahead`, on one core. Cases:
+from block tables (pages of 32 tokens, as in the paper), all in this run and, but for `ahead`, on one core. Plans are
+those of a server on an H200, with the measured prices of its tiles. Cases:
 
 scratch     a plan for a batch and a tree that the scheduler knows
 reset       the same, after another batch in another order was expected: every request is looked up by its id
@@ -260,7 +261,7 @@ def main() -> None:
         for policy in POLICIES:
             if size * depth > ORACLE_LIMIT and policy not in ("optimal", "pat"):
                 continue
-            config = msgspec.structs.replace(trees.H200, policy=policy)
+            config = msgspec.structs.replace(trees.SERVED, policy=policy)
             repeats = max(5, min(200, 100_000 // size))
             results = measure(batch, config, repeats)
             if policy == "optimal":

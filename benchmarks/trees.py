@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_pat.explain import recorded
-from sglang_pat.packing import Batch, CostModel, Node, PackConfig, TileTable
+from sglang_pat.kernels import capabilities
+from sglang_pat.packing import AttentionSpec, Batch, CostModel, Node, PackConfig, TileTable
+from sglang_pat.packing.spec import FORMATS
 from sglang_pat.packing.tree import walk
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -25,6 +27,8 @@ PAPER = (
 )  # fmt: skip
 """PAT §8.1, figure 10: nodes per level _ tokens per node; the last level are the requests' own tails."""
 
+H200_SPEC = AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"])
+
 H200 = PackConfig(
     # 790 TFLOP/s at 4.4 TB/s, measured on an H200 with torch 2.11.0 on 2026-11-20. An item takes 0.3 us of an SM beyond
     # its bytes, a part nothing: csrc/device_costs.cu on the same on 2026-11-21.
@@ -33,7 +37,10 @@ H200 = PackConfig(
     TileTable(query_tiles=(16, 32, 64, 128), kv_tiles=(32, 64, 128), kv_bounds=(64, 128)),
     workers=132,
 )
-"""Llama-3-8B's attention on an H200."""
+"""Llama-3-8B's attention on an H200, by the cost model alone."""
+
+SERVED = PackConfig.of(H200_SPEC, capabilities.tile_table("9.0a", H200_SPEC.head_dim, "NVIDIA H200"), H200.workers)
+"""The same as a server plans it: with the tiles of our kernels, and their prices as measured."""
 
 
 def parse(notation: str) -> tuple[list[int], list[int]]:

@@ -194,6 +194,10 @@ def _estimate(arguments: argparse.Namespace) -> None:
 def _batch(arguments: argparse.Namespace) -> int:
     from sglang_pat.batch.command import Place, batch
 
+    if arguments.requests.is_dir() or (arguments.others and not arguments.requests.exists()):
+        raise BatchError(
+            f"{arguments.requests} is no file of requests: put the two files first, other flags behind them"
+        )
     place = Place(arguments.others, arguments.url, _key(arguments), arguments.in_flight, arguments.answer_timeout)
     return 1 if batch(arguments.requests, arguments.answers, place) else 0
 

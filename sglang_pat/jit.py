@@ -16,6 +16,7 @@ import logging
 import os
 import platform
 import shutil
+import struct
 import sys
 import tempfile
 import time
@@ -48,6 +49,10 @@ NOTICE_SECONDS = 10
 
 class BuildError(RuntimeError):
     """A native module cannot be built here; the message says what to do."""
+
+
+_ELF64 = struct.Struct("<40xQ10xHH2x")
+"""Of an ELF header of 64 bits: where the table of sections begins, an entry's bytes, and how many there are."""
 
 
 @functools.cache
@@ -146,12 +151,28 @@ def _load(
             if not library.exists():
                 _build(found, name, library, [str(path) for path in sources], flags)
     try:
+        if not _is_whole(library):
+            raise OSError("it is cut off")
         return load_module(str(library))
     except (OSError, RuntimeError) as error:
         raise BuildError(
             f"sglang-pat cannot load {library}, which it built earlier: remove it, or set {CACHE} to a folder from which libraries can be "
             f"loaded: {error}"
         ) from None
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library has all that its ELF header says, as loading one that was cut off (a full disk, a broken copy) ends the process by SIGBUS.
+
+    Linkers write the table of sections last.
+    """
+    with library.open("rb") as file:
+        header = file.read(_ELF64.size)
+        size = os.fstat(file.fileno()).st_size
+    if len(header) < _ELF64.size or header[:5] != b"\x7fELF\x02":
+        return True  # whatever it is, the loader says so
+    sections, section_bytes, count = _ELF64.unpack(header)
+    return sections + section_bytes * count <= size
 
 
 def _build(compiler: str, name: str, library: Path, sources: list[str], flags: dict[str, Any]) -> None:

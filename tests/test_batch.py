@@ -107,6 +107,9 @@ def test_lines_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         Source(tmp_path / "nothing")
     with pytest.raises(BatchError, match="is no file of requests"):
         Source(Path("/dev/zero"))
+    (tmp_path / "array").write_text(json.dumps([completion("x")], indent=1))
+    with pytest.raises(BatchError, match=r"array begins with an array: write one request a line \(JSONL\)"):
+        Source(tmp_path / "array")
 
 
 def record(number: int) -> dict[str, Any]:
@@ -542,7 +545,8 @@ def test_a_job_that_is_told_to_end_finishes_what_runs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere", "out"], "nowhere: No such file or directory"),
+        (["nowhere", "out"], "nowhere is no file of requests: put the two files first, other flags behind them"),
+        ([".", "out"], ". is no file of requests: put the two files first"),
         (["in", "in"], "in is the input: name another file"),
         (["in", "out", "--in-flight", "0"], "'0' is not a whole number"),
         (["in", "other"], "other has answers to another input than in: name another file"),

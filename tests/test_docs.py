@@ -1,4 +1,4 @@
-"""The documentation builds, and its commands run, but for those that need a GPU, a server or a trace."""
+"""The documentation builds, and its commands run, but for those that need a GPU, a server, a trace or a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-NEEDS = re.compile("# needs (a GPU|a running server|running servers|a trace)")
+NEEDS = re.compile("# needs (a GPU|a running server|running servers|a trace|a model)")
 """The first line of blocks whose commands do not run here."""
 BLOCKS = [
     (page.name, block)

@@ -62,6 +62,18 @@ def test_a_cache_that_was_filled_ahead_may_be_read_only_and_needs_no_compiler(cs
     assert f"cannot keep what it builds in {cache} (Permission denied)" in result.stderr.splitlines()[-1]
 
 
+def test_a_library_that_was_cut_off_is_named(csrc: Path, tmp_path: Path) -> None:
+    """Loading it would end the process by SIGBUS."""
+    cache = tmp_path / "cache"
+    assert run(csrc, cache).stdout == "42\n"
+    (library,) = libraries(cache)
+    whole = library.read_bytes()
+    for size in (len(whole) // 2, len(whole) - 1, 100, 3, 0):
+        library.write_bytes(whole[:size])
+        result = run(csrc, cache)
+        assert f"cannot load {library}, which it built earlier: remove it" in result.stderr.splitlines()[-1], result
+
+
 def test_machines_with_other_instructions_have_libraries_of_their_own(csrc: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(jit.CACHE, str(tmp_path / "cache"))
     for instructions, number in (("flags : avx2", 1), ("flags : avx2 avx512f", 2), ("flags : avx2", 2)):

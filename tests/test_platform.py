@@ -117,5 +117,5 @@ def test_a_missing_device_is_still_an_error_with_another_backend() -> None:
 
     dormant = DormantPlatform()
     assert dormant.get_device() == "cpu"
-    with pytest.raises(RuntimeError, match="give --device"):
+    with pytest.raises(RuntimeError, match="add --attention-backend pat, or set SGLANG_PLATFORM=pat_cpu"):
         dormant.apply_server_args_defaults(arguments(attention_backend="torch_native"))

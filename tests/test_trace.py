@@ -5,6 +5,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -377,6 +378,27 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog:
     assert server.planner.counters().fallbacks == 0 and not server.writer.is_open
     with pytest.raises(trace.TraceError, match=r"/dev/full cannot be written: No space left on device"):
         trace.TraceWriter(Path("/dev/full"), HEADER, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda path: os.truncate(path, 0), "somebody else has emptied or shortened it"),
+        (lambda path: path.unlink(), "it was removed"),
+    ],
+)
+def test_a_file_that_is_taken_away_ends_the_recording(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None], why: str
+) -> None:
+    server = Server(tmp_path / "trace")
+    server.run(20)
+    assert server.writer.is_open
+    spoil(tmp_path / "trace")
+    server.event(TreeReset())
+    server.step()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == [f"SGLANG_PAT_TRACE: {tmp_path / 'trace'} cannot be written any more and ends here: {why}"]
+    assert server.planner.counters().fallbacks == 0 and not server.writer.is_open
 
 
 def test_a_clients_id_may_be_long_and_no_text(tmp_path: Path) -> None:

@@ -219,7 +219,9 @@ def batch(source: Path, target: Path, place: Place) -> int:
             else:
                 requests.keep()
         if known < len(output.done):
-            raise BatchError(f"{target} has answers to another input than {source}: name another file")
+            raise BatchError(
+                f"{target} has answers to another input than {source}: name another file, or delete the records of lines that you have corrected"
+            )
         for failure in refused:
             output.write(refusal(failure))
         if requests and place.urls:

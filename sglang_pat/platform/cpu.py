@@ -107,4 +107,6 @@ class DormantPlatform(SRTPlatform):
             self.__class__ = CpuPlatform  # type: ignore[assignment]
             self.apply_server_args_defaults(server_args)
         elif self._guessed:
-            raise RuntimeError("No accelerator is available, and --attention-backend is not pat: give --device.")
+            raise RuntimeError(
+                "No accelerator is available: add --attention-backend pat, or set SGLANG_PLATFORM=pat_cpu to serve with another backend on this CPU."
+            )

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -105,6 +106,7 @@ class TraceWriter:
             TraceError: The file cannot be written.
         """
         self._encode = msgspec.msgpack.Encoder().encode
+        self._limit = limit
         self._left = limit - len(MAGIC)
         self._batch: list[int] = []
         try:
@@ -165,7 +167,17 @@ class TraceWriter:
         self._batch = requests
         self._write(PlanMade(left=left, joined=joined, **record))
         # However the server ends, the file is whole up to its last plan.
-        self._guarded(self._file.flush)
+        self._guarded(self._save)
+
+    def _save(self) -> None:
+        self._file.flush()
+        status = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            return
+        if status.st_nlink == 0:
+            raise OSError(errno.ENOENT, "it was removed")
+        if status.st_size < self._limit - self._left:
+            raise OSError(errno.EIO, "somebody else has emptied or shortened it")
 
     def _write(self, record: Record) -> None:
         self._guarded(lambda: self._record(record))
