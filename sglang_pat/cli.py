@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def _run(arguments: list[str] | None) -> int:
         return parsed.run(parsed) or 0
     except BuildError as error:
         # With what the compiler says.
-        say(f"{PROG}: " + "\n".join(map(printable, str(error).splitlines())))
+        message = "\n".join(map(printable, str(error).splitlines()))
+        say(f"{PROG}: {message.removeprefix(f'{PROG} ')}")
         return 2
     except (TraceError, TopError, EstimateError, explain.ExplainError, BatchError) as error:
         say(f"{PROG}: {printable(str(error))}")
@@ -75,6 +77,7 @@ def _parser() -> Parser:
         description="Tools for sglang-pat. Only batch without --url runs a model, and so wants a GPU.",
         epilog="Besides: python -m sglang_pat.build compiles kernels ahead, python -m sglang_pat.tune measures a GPU.",
     )
+    result.add_argument("--version", action="version", version=f"{PROG} {version(PROG)}")
     commands = result.add_subparsers(required=True, metavar="command")
     for add in (_add_replay, _add_estimate, _add_top, _add_explain, _add_batch):
         add(commands)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,7 @@ def test_a_page_that_cannot_be_written_is_one_sentence(
     ("error", "message"),
     [
         (AssertionError("the schedulers disagree on plan 7"), "sglang-pat: a.pat: the schedulers disagree on plan 7"),
-        (BuildError("sglang-pat needs a C++ compiler"), "sglang-pat: sglang-pat needs a C++ compiler"),
+        (BuildError("sglang-pat needs a C++ compiler"), "sglang-pat: needs a C++ compiler"),
     ],
 )
 def test_what_replay_finds_out_is_one_sentence(
@@ -122,6 +123,12 @@ def test_what_replay_finds_out_is_one_sentence(
 
     monkeypatch.setattr(cli, "replay", replay)
     assert message in sentence(capsys, "replay", "a.pat", "--oracle")
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"sglang-pat {version('sglang-pat')}\n"
 
 
 def test_work_that_is_interrupted_is_not_done(
