@@ -52,7 +52,7 @@ class BuildError(RuntimeError):
 
 
 _ELF64 = struct.Struct("<40xQ10xHH2x")
-"""Of an ELF header of 64 bits: where the table of sections begins, an entry's bytes, and how many there are."""
+"""Of a little-endian ELF header of 64 bits: where the table of sections begins, an entry's bytes, and how many there are."""
 
 
 @functools.cache
@@ -169,7 +169,7 @@ def _is_whole(library: Path) -> bool:
     with library.open("rb") as file:
         header = file.read(_ELF64.size)
         size = os.fstat(file.fileno()).st_size
-    if len(header) < _ELF64.size or header[:5] != b"\x7fELF\x02":
+    if len(header) < _ELF64.size or header[:6] != b"\x7fELF\x02\x01":
         return True  # whatever it is, the loader says so
     sections, section_bytes, count = _ELF64.unpack(header)
     return sections + section_bytes * count <= size
