@@ -6,7 +6,7 @@ import argparse
 import io
 import os
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,13 @@ def _run(arguments: list[str] | None) -> int:
         return 2
 
 
+def _version() -> str:
+    try:
+        return version(PROG)
+    except PackageNotFoundError:
+        return "of a folder that is not installed"
+
+
 def _parser() -> Parser:
     """The command's arguments."""
     result = Parser(
@@ -77,7 +84,7 @@ def _parser() -> Parser:
         description="Tools for sglang-pat. Only batch without --url runs a model, and so wants a GPU.",
         epilog="Besides: python -m sglang_pat.build compiles kernels ahead, python -m sglang_pat.tune measures a GPU.",
     )
-    result.add_argument("--version", action="version", version=f"{PROG} {version(PROG)}")
+    result.add_argument("--version", action="version", version=f"{PROG} {_version()}")
     commands = result.add_subparsers(required=True, metavar="command")
     for add in (_add_replay, _add_estimate, _add_top, _add_explain, _add_batch):
         add(commands)
@@ -198,9 +205,7 @@ def _batch(arguments: argparse.Namespace) -> int:
     from sglang_pat.batch.command import Place, batch
 
     if arguments.requests.is_dir() or (arguments.others and not arguments.requests.exists()):
-        raise BatchError(
-            f"{arguments.requests} is no file of requests: put the two files first, other flags behind them"
-        )
+        raise BatchError(f"{arguments.requests} is no file of requests; the two files come before all other flags")
     place = Place(arguments.others, arguments.url, _key(arguments), arguments.in_flight, arguments.answer_timeout)
     return 1 if batch(arguments.requests, arguments.answers, place) else 0
 

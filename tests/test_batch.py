@@ -108,8 +108,11 @@ def test_lines_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(BatchError, match="is no file of requests"):
         Source(Path("/dev/zero"))
     (tmp_path / "array").write_text(json.dumps([completion("x")], indent=1))
-    with pytest.raises(BatchError, match=r"array begins with an array: write one request a line \(JSONL\)"):
+    with pytest.raises(BatchError, match=r"array is an array over several lines: write one request a line \(JSONL\)"):
         Source(tmp_path / "array")
+    (tmp_path / "array").write_text("[1]\n")
+    (bad,) = Source(tmp_path / "array").lines()
+    assert isinstance(bad, Failure), "a bad line, which gets a record"
 
 
 def record(number: int) -> dict[str, Any]:
@@ -545,8 +548,8 @@ def test_a_job_that_is_told_to_end_finishes_what_runs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere", "out"], "nowhere is no file of requests: put the two files first, other flags behind them"),
-        ([".", "out"], ". is no file of requests: put the two files first"),
+        (["nowhere", "out"], "nowhere is no file of requests; the two files come before all other flags"),
+        ([".", "out"], ". is no file of requests; the two files come before all other flags"),
         (["in", "in"], "in is the input: name another file"),
         (["in", "out", "--in-flight", "0"], "'0' is not a whole number"),
         (["in", "other"], "other has answers to another input than in: name another file"),

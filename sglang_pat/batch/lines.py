@@ -122,8 +122,8 @@ class Source(Sequence[Request]):
                 self._file.seek(0)
             elif not stat.S_ISREG(kind):
                 raise BatchError(f"{path} is no file of requests: name another one")
-            if self._file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-                raise BatchError(f"{path} begins with an array: write one request a line (JSONL)")
+            if self._file.readline(64).removeprefix(codecs.BOM_UTF8).strip() == b"[":
+                raise BatchError(f"{path} is an array over several lines: write one request a line (JSONL)")
             self._file.seek(0)
         except OSError as error:
             raise BatchError(f"{path}: {error.strerror}") from None
