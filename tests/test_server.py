@@ -435,10 +435,12 @@ def test_replicas_behind_a_router(model: Path, tmp_path: Path) -> None:
     """Cache-aware routing sends requests that share a prefix to one server, so that it can pack them (docs/replicas.md)."""
     groups = [workload.prose(f"system prompt {group}", 400) for group in range(4)]
     prompts = [prefix + workload.prose(f"question {i}", 30) for i in range(6) for prefix in groups]
+    # So long that requests meet in steps, however slowly a busy host sends them.
+    tokens = 4 * TOKENS
     url = f"http://127.0.0.1:{free_port()}"
 
     def ask(prompt: str) -> dict[str, Any]:
-        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         body = json.dumps({"text": prompt, "sampling_params": sampling}).encode()
         request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=300) as response:
@@ -458,7 +460,7 @@ def test_replicas_behind_a_router(model: Path, tmp_path: Path) -> None:
         )  # fmt: skip
         stack.callback(router.wait)
         stack.callback(router.terminate)
-        expected = generate_all(replicas[0], prompts)
+        expected = generate_all(replicas[0], prompts, tokens=tokens)
         flush(replicas[0])
         before = [replica.counters() for replica in replicas]
         for _ in range(600):
@@ -476,16 +478,17 @@ def test_replicas_behind_a_router(model: Path, tmp_path: Path) -> None:
             answers += pool.map(ask, prompts[len(groups) :])
         log = (tmp_path / "router.log").read_text()[-3000:]
         assert [answer["output_ids"] for answer in answers] == expected, log
-        # A character is a token. How many bytes are saved depends on how many requests meet in a step, so on the load of the host.
+        # A character is a token.
         cached = [answer["meta_info"]["cached_tokens"] for answer in answers[len(groups) :]]
         assert min(cached) >= len(groups[0]) - 1, (cached, log)
         after = [assert_sound(replica) for replica in replicas]
         requests = [b["requests"] - a["requests"] for a, b in zip(before, after, strict=True)]
         assert sum(requests) >= len(prompts) and min(requests) >= len(prompts) // 4, requests
-        assert all(
-            b["kv_bytes"] - a["kv_bytes"] < b["kv_bytes_unpacked"] - a["kv_bytes_unpacked"]
-            for a, b in zip(before, after, strict=True)
+        read, unpacked = (
+            sum(b[name] - a[name] for a, b in zip(before, after, strict=True))
+            for name in ("kv_bytes", "kv_bytes_unpacked")
         )
+        assert read < 0.7 * unpacked
 
 
 @pytest.mark.slow
