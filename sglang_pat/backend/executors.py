@@ -257,7 +257,7 @@ class CudaExecutor:
 def create(
     runner: ModelRunner, config: PatConfig, specs: Iterable[AttentionSpec], extends: bool = False
 ) -> list[Executor]:
-    """An executor for each spec, on the runner's device. `extends`: whether they run extends too.
+    """An executor for each spec, on the runner's device. `extends`: whether they run extends too. `share_workspace` must follow.
 
     Raises:
         TablesError: `SGLANG_PAT_TILES` is not a table.
@@ -266,8 +266,14 @@ def create(
         if config.tiles:
             devices.load(Path(config.tiles), "SGLANG_PAT_TILES")  # of no use here, and wrong all the same
         return [CpuExecutor(runner, config, spec) for spec in specs]
-    made = [CudaExecutor(runner, config, spec, extends) for spec in specs]
-    workspace = torch.empty(max(executor.workspace_bytes for executor in made), dtype=torch.uint8, device="cuda")
-    for executor in made:
+    return [CudaExecutor(runner, config, spec, extends) for spec in specs]
+
+
+def share_workspace(executors: Iterable[Executor]) -> None:
+    """Give all executors of a model one workspace, as large as the largest needs. Call this once, before they run."""
+    on_gpu = [executor for executor in executors if isinstance(executor, CudaExecutor)]
+    if not on_gpu:
+        return
+    workspace = torch.empty(max(executor.workspace_bytes for executor in on_gpu), dtype=torch.uint8, device="cuda")
+    for executor in on_gpu:
         executor.attach(workspace)
-    return [*made]

@@ -125,6 +125,7 @@ class LayerGroups:
             self.single = make_groups(runner, config, specs, extends)
         else:
             self.steps = self.single = make_groups(runner, config, specs, extends)
+        executors.share_workspace(group.executor for group in self.everyone)
         self._reader = SpecReader(runner)
         self._found: dict[tuple[int, int], LayerGroup] = {}  # by layer id and tokens of a query
 
