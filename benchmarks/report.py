@@ -266,6 +266,7 @@ PAGES = {
         "kernels_h100",
         "kernels_fp8",
         "verify",
+        "verify_fp8",
         "verify_rivals",
         "verify_h100",
         "steps_verify",
@@ -291,7 +292,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernel_tables.kernels, "kernels_fp8": kernel_tables.kernels_fp8, "kernels_low_bit": kernel_tables.kernels_low_bit,
     "kernels_h100": kernel_tables.kernels_h100, "kernels_low_bit_h100": kernel_tables.kernels_low_bit_h100,
     "steps_low_bit": kernel_tables.steps_low_bit, "short_extends": serving_tables.short_extends, "batch_pool": serving_tables.batch_pool,
-    "verify": kernel_tables.verify, "verify_rivals": kernel_tables.verify_rivals, "verify_h100": kernel_tables.verify_h100, "ablations": kernel_tables.ablations, "serving": serving_tables.serving, "serving_records": serving_tables.serving_records, "serving_on_h100": serving_tables.serving_on_h100,
+    "verify": kernel_tables.verify, "verify_fp8": kernel_tables.verify_fp8, "verify_rivals": kernel_tables.verify_rivals, "verify_h100": kernel_tables.verify_h100, "ablations": kernel_tables.ablations, "serving": serving_tables.serving, "serving_records": serving_tables.serving_records, "serving_on_h100": serving_tables.serving_on_h100,
     "steps_h100": steps_h100, "steps_verify": steps_verify, "steps_verify_h100": steps_verify_h100, "steps_extend": kernel_tables.steps_extend, "serving_verify": serving_tables.serving_verify, "serving_mixed": serving_tables.serving_mixed, "batch": serving_tables.batch, "steps": steps, "behind": behind, "soak": soak, "cpu": cpu,
     "cpu_extend": cpu_extend, "planning": planning, "packing": packing, "estimates": estimates,
 }  # fmt: skip

@@ -10,7 +10,11 @@ from tables import NAMES, TIMES, bold, load, table
 
 def serving_mixed() -> str:
     """The trace with mixed chunks and without."""
-    runs = {chunks: load(f"serving-{name}-h100.json") for chunks, name in (("mixed", "mixed"), ("apart", "unmixed"))}
+    return "\n\n".join(map(_serving_mixed, ("h200", "h100")))
+
+
+def _serving_mixed(gpu: str) -> str:
+    runs = {chunks: load(f"serving-{name}-{gpu}.json") for chunks, name in (("mixed", "mixed"), ("apart", "unmixed"))}
     names = {
         "mean_tpot_ms": "mean TPOT, ms", "p99_tpot_ms": "P99 TPOT, ms", "median_itl_ms": "median ITL, ms", "mean_itl_ms": "mean ITL, ms",
         "mean_ttft_ms": "mean TTFT, ms", "output_tps": "output tokens/s",
@@ -37,7 +41,11 @@ def serving_mixed() -> str:
 
 
 def short_extends() -> str:
-    result = load("short-extends-h100.json")
+    return "\n\n".join(map(_short_extends, ("short-extends-h200.json", "short-extends-h100.json")))
+
+
+def _short_extends(name: str) -> str:
+    result = load(name)
     cells: dict[tuple[int, int, int], dict[str, dict[str, float]]] = {}
     for record in result["records"]:
         cells.setdefault((record["requests"], record["document"], record["new"]), {})[record["backend"]] = record

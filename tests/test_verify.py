@@ -66,6 +66,13 @@ def test_drafts_of_more_rows_than_were_measured_are_named() -> None:
     assert "no drafts" in str(verify.advice(AttentionSpec(64, 1, 128, 128, FORMATS["bfloat16"], query_tokens=2)))
 
 
+def test_drafts_that_are_slow_over_an_fp8_cache_are_named() -> None:
+    fp8 = FORMATS["float8_e4m3fn"]
+    assert verify.advice(AttentionSpec(32, 8, 128, 128, fp8, query_tokens=4)) is None
+    advice = str(verify.advice(AttentionSpec(32, 8, 128, 128, fp8, query_tokens=8)))
+    assert "32 rows" in advice and "leave --kv-cache-dtype at 16 bits, take drafts of up to 4 tokens" in advice
+
+
 def test_what_requests_share_is_read_once() -> None:
     batch = Batch([210, 220, 230], [Node(0, 200, [0, 1, 2])])
     case = verified(batch, torch.ones(3, 4, 4).tril().bool(), 4, 2)

@@ -58,7 +58,7 @@ GPUS = {
 }  # fmt: skip
 GPUS_8BIT = {
     "h200": msgspec.structs.replace(
-        GPUS["h200"], base=13.67, longest=0.980, merge=0.442, other_base=16.07, unique=1.620, repeated=1.489, other_item=4.654,
+        GPUS["h200"], base=14.14, longest=0.927, merge=0.0, other_base=16.23, unique=1.620, repeated=1.506, other_item=4.629,
     ),
 }  # fmt: skip
 """The same for KV of 8 bits."""
