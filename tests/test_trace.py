@@ -380,6 +380,30 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog:
         trace.TraceWriter(Path("/dev/full"), HEADER, 10**6)
 
 
+@pytest.mark.parametrize("steps", [0, 20])
+def test_the_next_server_records_in_a_file_that_was_emptied(tmp_path: Path, steps: int) -> None:
+    path = tmp_path / "trace"
+    server = Server(path)
+    if steps:
+        server.run(steps)
+    os.truncate(path, 0)
+    server.event(TreeReset())
+    server.step()
+    assert path.stat().st_size == 0 and not server.writer.is_open
+    trace.TraceWriter(path, HEADER, 10**6)._file.close()
+
+
+@pytest.mark.parametrize("size", [10, 1000])
+def test_what_somebody_else_wrote_into_a_trace_stays(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "trace"
+    server = Server(path)
+    server.run(60)
+    path.write_bytes(b"x" * size)
+    server.event(TreeReset())
+    server.step()
+    assert path.read_bytes()[:size] == b"x" * size and not server.writer.is_open
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [

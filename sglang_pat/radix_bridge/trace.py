@@ -98,7 +98,8 @@ Record = Header | PlanMade | Event
 
 
 class TraceWriter:
-    """Writes a trace until it has `limit` bytes or the disk is full. No failure reaches the server."""
+    """Writes a trace until it has `limit` bytes, the disk is full, or somebody else removes, empties or shortens the file. No failure reaches the
+    server."""
 
     def __init__(self, path: Path, header: Header, limit: int) -> None:
         """
@@ -123,6 +124,7 @@ class TraceWriter:
             self._file.write(MAGIC)
             self._record(header)
             self._file.flush()
+            self._saved = limit - self._left  # bytes, up to the last plan
         except OSError as error:
             raise TraceError(f"SGLANG_PAT_TRACE: {path} cannot be written: {error.strerror}") from None
 
@@ -176,8 +178,13 @@ class TraceWriter:
             return
         if status.st_nlink == 0:
             raise OSError(errno.ENOENT, "it was removed")
-        if status.st_size < self._limit - self._left:
+        written = self._limit - self._left
+        if status.st_size < written:
+            if status.st_size == written - self._saved:
+                # Records behind no beginning: nobody could read them, and they would keep the next server from this file.
+                self._file.truncate(0)
             raise OSError(errno.EIO, "somebody else has emptied or shortened it")
+        self._saved = written
 
     def _write(self, record: Record) -> None:
         self._guarded(lambda: self._record(record))
