@@ -110,9 +110,13 @@ def test_lines_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "array").write_text(json.dumps([completion("x")], indent=1))
     with pytest.raises(BatchError, match=r"array is an array over several lines: write one request a line \(JSONL\)"):
         Source(tmp_path / "array")
-    (tmp_path / "array").write_text("[1]\n")
-    (bad,) = Source(tmp_path / "array").lines()
-    assert isinstance(bad, Failure), "a bad line, which gets a record"
+    (tmp_path / "array").write_bytes(codecs.BOM_UTF8 + b" [ \r\n{}]")
+    with pytest.raises(BatchError, match="an array over several lines"):
+        Source(tmp_path / "array")
+    for line in (b"[1]", b"[" + b" " * 100 + b"1]"):
+        (tmp_path / "array").write_bytes(line + b"\n")
+        (bad,) = Source(tmp_path / "array").lines()
+        assert isinstance(bad, Failure), "a bad line, which gets a record"
 
 
 def record(number: int) -> dict[str, Any]:
@@ -552,7 +556,10 @@ def test_a_job_that_is_told_to_end_finishes_what_runs() -> None:
         ([".", "out"], ". is no file of requests; the two files come before all other flags"),
         (["in", "in"], "in is the input: name another file"),
         (["in", "out", "--in-flight", "0"], "'0' is not a whole number"),
-        (["in", "other"], "other has answers to another input than in: name another file"),
+        (
+            ["in", "other"],
+            "other has answers to another input than in: name another file, or delete the records of lines that you have corrected",
+        ),
         (["in", "longer"], "longer has answers to another input than in: name another file"),
     ],
 )
@@ -579,6 +586,8 @@ def test_careless_commands_end_with_a_sentence(
 def test_a_job_that_nothing_answers_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
     assert "give --model-path, or --url" in capsys.readouterr().err
+    assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "out"), "--url", "http://localhost:1"]) == 2
+    assert "in: No such file" in capsys.readouterr().err, "no other flags have taken its place"
 
 
 @pytest.mark.once

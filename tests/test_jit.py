@@ -72,6 +72,12 @@ def test_a_library_that_was_cut_off_is_named(csrc: Path, tmp_path: Path) -> None
         library.write_bytes(whole[:size])
         result = run(csrc, cache)
         assert f"cannot load {library}, which it built earlier: remove it" in result.stderr.splitlines()[-1], result
+        assert result.stderr.endswith(": it is cut off\n") == (size >= 100), (
+            "shorter ones have no header, which the loader says"
+        )
+    # Of 32 bits, whose header has other places: the loader says so.
+    library.write_bytes(whole[:4] + b"\x01" + whole[5 : len(whole) // 2])
+    assert "wrong ELF class" in run(csrc, cache).stderr.splitlines()[-1]
 
 
 def test_machines_with_other_instructions_have_libraries_of_their_own(csrc: Path, tmp_path: Path, monkeypatch) -> None:

@@ -122,7 +122,8 @@ class Source(Sequence[Request]):
                 self._file.seek(0)
             elif not stat.S_ISREG(kind):
                 raise BatchError(f"{path} is no file of requests: name another one")
-            if self._file.readline(64).removeprefix(codecs.BOM_UTF8).strip() == b"[":
+            first = self._file.readline(64)
+            if first.endswith(b"\n") and first.removeprefix(codecs.BOM_UTF8).strip() == b"[":
                 raise BatchError(f"{path} is an array over several lines: write one request a line (JSONL)")
             self._file.seek(0)
         except OSError as error:
