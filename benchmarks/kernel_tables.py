@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tables import NAMES, RIVALS, SHOWN, TIMES, bold, load, mean, table
@@ -61,12 +61,13 @@ def kernels_fp8() -> str:
     )  # fmt: skip
     ratios = [advantage(record) for record in records]
     device = result["device"]
-    older = {record["date"] for record in records if "date" in record}
-    slower = [record["bf16_us"] / record["pat_us"] for record in records if record["bf16_us"] < record["pat_us"]]
+    dates = sorted({record["date"] for record in records if "date" in record})
+    against_bf16 = [record["bf16_us"] / record["pat_us"] for record in records]
     note = (
         f"{device['name']}, torch {device['torch']}, {device['date']}. All {len(ratios)} cases (20 trees {TIMES} 32/32, 16/8, 32/8, 64/8 heads, "
-        f"and unshared batches with 32/8 and 64/8, of {', '.join(sorted(older))}): slower than with a bf16 cache in {len(slower)}, down to "
-        f"{min(slower):.2f} times its speed; faster than the best of the others in {sum(ratio > 1 for ratio in ratios)}, by "
+        f"and unshared batches with 32/8 and 64/8{''.join(f', of {date}' for date in dates)}): {min(against_bf16):.2f} to {max(against_bf16):.2f} times as "
+        f"fast as with a bf16 cache, slower in {sum(ratio < 1 for ratio in against_bf16)}; faster than the best of the others in "
+        f"{sum(ratio > 1 for ratio in ratios)}, by "
         f"{min(ratios):.2f} to {max(ratios):.2f} times. Errors against float64 on what the cache holds: PAT's at most "
         f"{max(record['pat_error'] for record in records):.1e}, FlashInfer's {worst(result, 'flashinfer'):.1e}, FA3's "
         f"{worst(result, 'fa3'):.1e} (it rounds Q to 8 bits too)."
@@ -173,57 +174,47 @@ def verify_h100() -> str:
 def verify_of(name: str) -> str:
     """Verify steps by the rows that a KV head has of each request: its query heads, once for each token of a draft."""
     result = load(name)
-    groups: dict[tuple[bool, int], list[dict[str, Any]]] = {}
-    for record in result["records"]:
-        groups.setdefault(("," not in record["tree"], rows_of(record)), []).append(record)
-    rows = []
-    for (unshared, size), records in sorted(groups.items()):
-        ratios = [advantage(record) for record in records]
-        rows.append(
-            ["nothing" if unshared else "prefixes", str(size), cases_of(records), f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}",
-             f"{min(ratios):.2f} to {max(ratios):.2f}{TIMES}", f"{mean(ratios):.2f}{TIMES}"]
-        )  # fmt: skip
+    rows = [cells for cells, _ in by_rows(result)]
     device = result["device"]
     note = (
         f"{device['name']}, torch {device['torch']}, {device['date']}, page size 1, cold L2: {len(result['records'])} cases, 20 trees "
         f"{TIMES} 32/32, 16/8, 32/8, 64/8 heads {TIMES} 2, 4, 8 tokens, and unshared batches, beside FA3. Errors against float64: PAT's at "
         f"most {max(record['pat_error'] for record in result['records']):.1e}, FA3's {worst(result, 'fa3'):.1e}."
     )
-    head = ["shared", "rows", "tokens of a draft, heads", "PAT ahead in", "FA3 / PAT", "mean"]
-    return f"{table(head, rows)}\n\n{note}"
+    return f"{table(VERIFY_HEAD, rows)}\n\n{note}"
 
 
 def verify_fp8() -> str:
     """The same for an FP8 cache: two heads, two drafts, and what a cache of 16 bits takes."""
     result = load("verify-fp8-h200.json")
-    groups: dict[tuple[bool, int], list[dict[str, Any]]] = {}
-    for record in result["records"]:
-        groups.setdefault(("," not in record["tree"], rows_of(record)), []).append(record)
     rows = []
-    for (unshared, size), records in sorted(groups.items()):
-        ratios, bf16 = (
-            [advantage(record) for record in records],
-            [record["bf16_us"] / record["pat_us"] for record in records],
-        )
-        rows.append(
-            ["nothing" if unshared else "prefixes", str(size), cases_of(records), f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}",
-             f"{min(ratios):.2f} to {max(ratios):.2f}{TIMES}", f"{mean(ratios):.2f}{TIMES}", f"{min(bf16):.2f} to {max(bf16):.2f}{TIMES}"]
-        )  # fmt: skip
+    for cells, records in by_rows(result):
+        against_bf16 = [record["bf16_us"] / record["pat_us"] for record in records]
+        rows.append([*cells, f"{min(against_bf16):.2f} to {max(against_bf16):.2f}{TIMES}"])
     device = result["device"]
     note = (
         f"{device['name']}, torch {device['torch']}, {device['date']}, page size 1, cold L2. Errors against float64 on what the cache holds: PAT's at "
         f"most {max(record['pat_error'] for record in result['records']):.1e}, FA3's {worst(result, 'fa3'):.1e} (it rounds Q to 8 bits too)."
     )
-    head = [
-        "shared",
-        "rows",
-        "tokens of a draft, heads",
-        "PAT ahead in",
-        "FA3 / PAT",
-        "mean",
-        "PAT with a bf16 cache / PAT",
-    ]
-    return f"{table(head, rows)}\n\n{note}"
+    return f"{table([*VERIFY_HEAD, 'PAT with a bf16 cache / PAT'], rows)}\n\n{note}"
+
+
+VERIFY_HEAD = ["shared", "rows", "tokens of a draft, heads", "PAT ahead in", "FA3 / PAT", "mean"]
+
+
+def by_rows(result: dict[str, Any]) -> Iterator[tuple[list[str], list[dict[str, Any]]]]:
+    """A row of such a table (VERIFY_HEAD), and its records."""
+    groups: dict[tuple[bool, int], list[dict[str, Any]]] = {}
+    for record in result["records"]:
+        groups.setdefault(("," not in record["tree"], rows_of(record)), []).append(record)
+    for (unshared, size), records in sorted(groups.items()):
+        ratios = [advantage(record) for record in records]
+        cases = ", ".join(dict.fromkeys(f"{record['tokens']} with {record['heads']}" for record in records))
+        yield (
+            ["nothing" if unshared else "prefixes", str(size), cases, f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}",
+             f"{min(ratios):.2f} to {max(ratios):.2f}{TIMES}", f"{mean(ratios):.2f}{TIMES}"],
+            records,
+        )  # fmt: skip
 
 
 def rows_of(record: dict[str, Any]) -> int:
@@ -232,29 +223,29 @@ def rows_of(record: dict[str, Any]) -> int:
     return heads // kv_heads * record["tokens"]
 
 
-def cases_of(records: list[dict[str, Any]]) -> str:
-    """Which drafts and heads have so many rows."""
-    return ", ".join(dict.fromkeys(f"{record['tokens']} with {record['heads']}" for record in records))
-
-
 def drafts_behind() -> list[str]:
-    """Where FA3's kernel verifies drafts faster on an H200: with nothing shared, and with the most rows."""
-    records = load("verify-h200.json")["records"]
+    """Where FA3's kernel verifies drafts faster on an H200: with nothing shared, with the most rows, and over KV of 8 bits."""
+    records, fp8 = load("verify-h200.json")["records"], load("verify-fp8-h200.json")["records"]
     unshared = [advantage(record) for record in records if "," not in record["tree"]]
-    long = [
-        advantage(record)
-        for record in records
-        if "," in record["tree"] and record["heads"] == "64/8" and record["tokens"] == 8
-    ]
-    fp8 = [advantage(record) for record in load("verify-fp8-h200.json")["records"] if rows_of(record) > 16]
+    longest = [advantage(record) for record in records if "," in record["tree"] and rows_of(record) == 64]
+    over_fp8 = [record for record in fp8 if rows_of(record) > 16]
+    ratios = [advantage(record) for record in over_fp8]
+    bf16_faster = sum(record["bf16_us"] < record["pat_us"] for record in over_fp8)
     return [
         f"With drafts and nothing shared FA3's kernel was faster in {sum(ratio < 1 for ratio in unshared)} of {len(unshared)} cases, down to "
-        f"{min(unshared):.2f} times PAT's time; on average PAT's was {100 * mean(unshared) - 100:.1f} % faster.",
-        f"With 64 rows per KV head (8 draft tokens, 64/8 heads) FA3 was faster in {sum(ratio < 1 for ratio in long)} of {len(long)} shared cases, "
-        f"down to {min(long):.2f} times.",
-        f"With an FP8 cache and drafts of 32 or 64 rows per KV head FA3 was faster in {sum(ratio < 1 for ratio in fp8)} of {len(fp8)} cases, down to "
-        f"{min(fp8):.2f} times; a cache of 16 bits is faster there.",
+        f"{min(unshared):.2f} of PAT's time; on average PAT's was {100 * mean(unshared) - 100:.1f} % faster.",
+        f"With 64 rows per KV head (8 draft tokens, 64/8 heads) FA3's was faster in {sum(ratio < 1 for ratio in longest)} of {len(longest)} shared "
+        f"cases, down to {min(longest):.2f} of PAT's time.",
+        f"With an FP8 cache and drafts of 32 or 64 rows per KV head FA3's was faster in {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} cases, "
+        f"down to {min(ratios):.2f} of PAT's time; PAT with a cache of 16 bits was faster than with FP8 in {bf16_faster}.",
     ]
+
+
+def fp8_behind() -> str:
+    """Where decode steps are slower over KV of 8 bits."""
+    records = load("kernels-fp8-h200.json")["records"]
+    slower = sum(record["bf16_us"] < record["pat_us"] for record in records)
+    return f"In decode FP8 KV was slower than 16 bits in {slower} of {len(records)} kernel cases."
 
 
 def verify_rivals() -> str:

@@ -46,7 +46,8 @@ class PatConfig(msgspec.Struct, frozen=True):
             that each query reads exactly what it sees; if not, the step runs one query per work item. Slow; for tests.
         tiles: `SGLANG_PAT_TILES`: a file that `python -m sglang_pat.tune` wrote for this GPU, to use instead of the built-in
             table; none if empty.
-        trace: `SGLANG_PAT_TRACE`: a file to record events and plans in, for `sglang-pat replay`; none if empty. Recording ends, with a warning, if somebody removes or empties it.
+        trace: `SGLANG_PAT_TRACE`: a file to record events and plans in, for `sglang-pat replay`; none if empty. Recording ends, with a
+            warning, if somebody removes, empties or shortens it.
         trace_mb: `SGLANG_PAT_TRACE_MB`: recording stops when the file has this many megabytes.
     """
 

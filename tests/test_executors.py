@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_cases import TOLERANCE, Case, Extended
 
-from sglang_pat.backend.executors import WORKSPACE_BYTES, CudaExecutor, workspace_slots
+from sglang_pat.backend.executors import WORKSPACE_BYTES, CudaExecutor, share_workspace, workspace_slots
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, PackConfig
 from sglang_pat.packing.oracle import make_plan
@@ -52,6 +52,18 @@ def test_v_may_be_narrower_than_k() -> None:
     executor.attach(torch.full((executor.workspace_bytes,), 255, dtype=torch.uint8))  # NaN
     out = executor.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, scale=case.scale, logit_cap=0.0)
     assert case.difference(out) < TOLERANCE[torch.bfloat16]
+
+
+def test_verify_steps_and_single_tokens_share_a_workspace() -> None:
+    shapes = (7, 32, 128), (28, 8, 64)
+    made = [CudaExecutor.__new__(CudaExecutor) for _ in shapes]
+    for executor, shape in zip(made, shapes, strict=True):
+        executor._shape, executor._plan = shape, torch.zeros(1)
+    share_workspace(made)
+    for executor, shape in zip(made, shapes, strict=True):
+        assert executor._partial.shape == shape and executor._lse.shape == shape[:2]
+    assert len({executor._partial.untyped_storage().data_ptr() for executor in made}) == 1
+    share_workspace([])
 
 
 @pytest.mark.parametrize("window", [0, 40])

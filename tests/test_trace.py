@@ -381,16 +381,39 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("steps", [0, 20])
-def test_the_next_server_records_in_a_file_that_was_emptied(tmp_path: Path, steps: int) -> None:
+@pytest.mark.parametrize("events", [1, 5000])
+@pytest.mark.parametrize("end", ["a plan", "the process", "the limit"])
+def test_the_next_server_records_in_a_file_that_was_emptied(tmp_path: Path, steps: int, events: int, end: str) -> None:
+    """However much is pending then, and whatever comes next."""
     path = tmp_path / "trace"
     server = Server(path)
     if steps:
         server.run(steps)
+    for _ in range(events // 2):
+        server.event(TreeReset())
     os.truncate(path, 0)
-    server.event(TreeReset())
-    server.step()
-    assert path.stat().st_size == 0 and not server.writer.is_open
+    for _ in range(events - events // 2):
+        server.event(TreeReset())
+    if end == "a plan":
+        server.step()
+        assert not server.writer.is_open
+    elif end == "the limit":
+        server.writer._left = 1
+        server.event(TreeReset())
+        assert not server.writer.is_open
+    server.writer._file.close()
+    del server
+    assert path.stat().st_size == 0
     trace.TraceWriter(path, HEADER, 10**6)._file.close()
+
+
+def test_a_trace_without_plans_is_written_all_the_same(tmp_path: Path) -> None:
+    server = Server(tmp_path / "trace")
+    before = (tmp_path / "trace").stat().st_size
+    while len(server.writer._pending) or before == (tmp_path / "trace").stat().st_size:
+        server.event(TreeReset())
+        assert len(server.writer._pending) <= trace.PENDING
+    assert (tmp_path / "trace").stat().st_size - before > trace.PENDING
 
 
 @pytest.mark.parametrize("size", [10, 1000])
@@ -428,7 +451,7 @@ def test_a_file_that_is_taken_away_ends_the_recording(
 def test_a_clients_id_may_be_long_and_no_text(tmp_path: Path) -> None:
     server = Server(tmp_path / "trace")
     server.event(RequestsExpected([1, 2], [5, 5], ["\udcff" + "x" * 10**6, "\x00"]))
-    server.writer._file.flush()
+    server.writer._save()
     names = [record.rids for record in trace.read(tmp_path / "trace") if isinstance(record, RequestsExpected)]
     assert names == [["?" + "x" * (trace.LABEL - 1), "\x00"]]
 

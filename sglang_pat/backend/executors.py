@@ -191,13 +191,18 @@ class CudaExecutor:
         self.description = f"{self._decoder.workers} workers, {held:.0f} MiB of GPU memory"
 
     @property
+    def device(self) -> torch.device:
+        """Where plans run."""
+        return self._plan.device
+
+    @property
     def workspace_bytes(self) -> int:
         """Bytes for parts in all slots."""
         slots, *shape = self._shape
         return slots * slot_bytes(*shape)
 
     def attach(self, workspace: torch.Tensor) -> None:
-        """Use this uint8 tensor of at least `workspace_bytes` for parts. Layers run one after the other, so all executors may share one."""
+        """Use this uint8 tensor of at least `workspace_bytes` for parts."""
         slots, heads, dim = self._shape
         size = slots * heads * dim * 2
         self._partial = workspace[:size].view(torch.float16).view(self._shape)
@@ -257,7 +262,7 @@ class CudaExecutor:
 def create(
     runner: ModelRunner, config: PatConfig, specs: Iterable[AttentionSpec], extends: bool = False
 ) -> list[Executor]:
-    """An executor for each spec, on the runner's device. `extends`: whether they run extends too. `share_workspace` must follow.
+    """An executor for each spec, on the runner's device. `extends`: whether they run extends too. On a GPU `share_workspace` must follow.
 
     Raises:
         TablesError: `SGLANG_PAT_TILES` is not a table.
@@ -270,10 +275,12 @@ def create(
 
 
 def share_workspace(executors: Iterable[Executor]) -> None:
-    """Give all executors of a model one workspace, as large as the largest needs. Call this once, before they run."""
+    """Give all executors of a model one workspace, as large as the largest needs. Call this once, before they run: layers run one after the other, and
+    so do verify steps and extends, on one stream."""
     on_gpu = [executor for executor in executors if isinstance(executor, CudaExecutor)]
     if not on_gpu:
         return
-    workspace = torch.empty(max(executor.workspace_bytes for executor in on_gpu), dtype=torch.uint8, device="cuda")
+    size = max(executor.workspace_bytes for executor in on_gpu)
+    workspace = torch.empty(size, dtype=torch.uint8, device=on_gpu[0].device)
     for executor in on_gpu:
         executor.attach(workspace)

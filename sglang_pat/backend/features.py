@@ -288,7 +288,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                  "leave out one of them", note="a bug of SGLang with any backend: it assumes that a turn's last token has KV, but only the next verify step writes it, so later turns read stale KV"),
         _works("speculative decoding on a GPU", "likewise", "test_gpu_drafts.py::test_drafts",
                "test_gpu_drafts.py::test_drafts_of_a_model_that_brings_them", "test_gpu_drafts.py::test_drafts_with_windows",
-               note="draft models run on the stock backend that prefills, or on `--speculative-draft-attention-backend`; run with all of these on 0.5.17; with FP8 KV NEXTN and n-grams, behind windows n-grams and EAGLE3; of more than 16 rows they are slow over FP8 KV, which is said at start; how they compare with FA3 by rows (query heads / KV heads x tokens of a draft): measured.md, Verify steps"),
+               note="draft models run on the stock backend that prefills, or on `--speculative-draft-attention-backend`; run with all of these on 0.5.17; with FP8 KV NEXTN and n-grams, behind windows n-grams and EAGLE3; over FP8 KV drafts of more than 16 rows are slow, which the server says at start; how they compare with FA3 by rows (query heads / KV heads x tokens of a draft): measured.md, Verify steps"),
         _refused("branching drafts with pages", "`--page-size` and `--speculative-eagle-topk` above 1, or n-grams", None,
                  "leave out --page-size", note="SGLang allows it for some of its own backends only, and says so with a traceback"),
         _refused("other algorithms of speculative decoding", "`--speculative-algorithm DFLASH` and others", _speculates_otherwise, _LEAVE_OUT),

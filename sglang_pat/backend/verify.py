@@ -21,7 +21,7 @@ FAST_ROWS = 64
 one H200, 2026-11-27). More were not measured."""
 
 FAST_ROWS_OF_FP8 = 16
-"""The same with an FP8 cache: at 32 rows FA3 was faster in 12 of 40 cases, at 64 in 18 of 20, and a cache of 16 bits in all (docs/measured.md, Verify
+"""Up to so many rows with an FP8 cache: at 32 FA3 was faster in 12 of 40 cases, at 64 in 18 of 20, and a cache of 16 bits in all (docs/measured.md, Verify
 steps, one H200, 2026-11-28)."""
 
 
@@ -34,7 +34,8 @@ def advice(spec: AttentionSpec) -> str | None:
         return None
     fewer = f"drafts of up to {fast // heads} tokens" if heads * 2 <= fast else "no drafts"
     slow = (
-        f"over an FP8 cache more than {fast} are slow (docs/measured.md, Verify steps); leave --kv-cache-dtype at 16 bits, take {fewer}"
+        f"over an FP8 cache more than {fast} are slower than over 16 bits, and often than with FA3 (docs/measured.md, Verify steps); take "
+        f"a --kv-cache-dtype of 16 bits or {fewer}"
         if fp8
         else f"more than {fast} were not measured and may be slow (docs/measured.md, Verify steps); take {fewer}"
     )

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 MAGIC = b"sglang-pat trace\n"
 FORMAT = 6
 
+PENDING = 1 << 16
+"""Bytes of records that wait for their plan in memory, at most: some 500 events (tests/test_trace.py)."""
+
 LABEL = 200
 """How many characters of a client's request id a trace keeps."""
 
@@ -107,7 +110,6 @@ class TraceWriter:
             TraceError: The file cannot be written.
         """
         self._encode = msgspec.msgpack.Encoder().encode
-        self._limit = limit
         self._left = limit - len(MAGIC)
         self._batch: list[int] = []
         try:
@@ -119,12 +121,12 @@ class TraceWriter:
                 raise TraceError(
                     f"SGLANG_PAT_TRACE: {str(self._path)!a} has characters that cannot be shown: name another file"
                 )
-            self._file = path.open("ab")
+            self._file = path.open("ab", buffering=0)
             self._take(path)
-            self._file.write(MAGIC)
+            self._pending = bytearray(MAGIC)
+            self._saved = 0  # bytes in the file
             self._record(header)
-            self._file.flush()
-            self._saved = limit - self._left  # bytes, up to the last plan
+            self._save()
         except OSError as error:
             raise TraceError(f"SGLANG_PAT_TRACE: {path} cannot be written: {error.strerror}") from None
 
@@ -172,19 +174,18 @@ class TraceWriter:
         self._guarded(self._save)
 
     def _save(self) -> None:
-        self._file.flush()
+        """Write what is pending, behind what was written before only: nobody could read records without their beginning, and they would keep the
+        next server from this file."""
         status = os.fstat(self._file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            return
-        if status.st_nlink == 0:
-            raise OSError(errno.ENOENT, "it was removed")
-        written = self._limit - self._left
-        if status.st_size < written:
-            if status.st_size == written - self._saved:
-                # Records behind no beginning: nobody could read them, and they would keep the next server from this file.
-                self._file.truncate(0)
-            raise OSError(errno.EIO, "somebody else has emptied or shortened it")
-        self._saved = written
+        if stat.S_ISREG(status.st_mode):
+            if status.st_nlink == 0:
+                raise OSError(errno.ENOENT, "it was removed")
+            if status.st_size < self._saved:
+                raise OSError(errno.EIO, "somebody else has emptied or shortened it")
+        while self._pending:
+            written = self._file.write(self._pending)
+            self._saved += written
+            del self._pending[:written]
 
     def _write(self, record: Record) -> None:
         self._guarded(lambda: self._record(record))
@@ -201,16 +202,19 @@ class TraceWriter:
             try:
                 self._file.close()
             except OSError:
-                pass  # the rest of the buffer is lost; the file counts as closed
+                pass  # it counts as closed
 
     def _record(self, record: Record) -> None:
         data = self._encode(record)
         self._left -= 4 + len(data)
         if self._left <= 0:
+            self._save()
             logger.warning("SGLANG_PAT_TRACE: %s has reached its limit and ends here (SGLANG_PAT_TRACE_MB)", self._path)
             self._file.close()
             return
-        self._file.write(len(data).to_bytes(4, "little") + data)
+        self._pending += len(data).to_bytes(4, "little") + data
+        if len(self._pending) > PENDING:
+            self._save()
 
 
 def read(path: Path, truncated: bool = False) -> Iterator[Record]:
