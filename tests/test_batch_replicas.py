@@ -31,7 +31,7 @@ from test_batch import FLAGS, chat, choice, completion, job, requests_of, until
 
 from sglang_pat import cli, compat
 from sglang_pat.batch import servers
-from sglang_pat.batch.job import LostError, StoppedError, answer_all, in_time
+from sglang_pat.batch.job import LateError, LostError, StoppedError, answer_all, in_time
 from sglang_pat.batch.lengths import Usage
 from sglang_pat.batch.lines import BatchError, Request
 from sglang_pat.batch.order import Room
@@ -321,6 +321,61 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "WATCH", 0.05)
     monkeypatch.setattr(servers, "PATIENCE", 0.3)
     monkeypatch.setattr(servers, "LONGEST", 1 << 20)
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(
+    ("info", "room"),
+    [
+        (says(200, '{"max_total_num_tokens": 500}'), Room(500)),
+        (says(200, '{"max_total_num_tokens": "many"}'), Room()),
+        (says(200, "<html>"), Room()),
+        (says(200, DEEP * 2), Room()),
+        (says(404, '{"max_total_num_tokens": 500}'), Room()),
+        (drops, Room()),
+        (breaks_off, Room()),
+        (waits, Room()),
+        (never_ends, Room()),
+    ],
+)
+def test_whatever_a_server_says_of_its_room_is_no_failure(info: Handler, room: Room) -> None:
+    async def look() -> Room:
+        strange = Strange(server_info=info)
+        try:
+            async with servers.connect([await strange.start()], "key") as (server,):
+                return await server.room()
+        finally:
+            await strange.stop()
+
+    assert asyncio.run(asyncio.wait_for(look(), 30)) == room
+
+
+@pytest.mark.once
+def test_a_replica_that_answers_others_is_not_probed() -> None:
+    """One request has no answer in time, and is the only one that says so."""
+    probed: list[Request] = []
+
+    async def ask(request: Request) -> tuple[int, Any]:
+        if "max_tokens" in request.body and request.body["prompt"] == "Hello":
+            probed.append(request)
+        if request.body["prompt"] == "slow":
+            await asyncio.sleep(60)
+        return 200, {}
+
+    async def work(others: int) -> None:
+        one = in_time(ask, 0.2, "it")
+        slow = asyncio.ensure_future(one(requests_of(["slow"])[0]))
+        await asyncio.sleep(0)
+        for _ in range(others):
+            assert await one(requests_of(["fast"])[0]) == (200, {})
+        with pytest.raises(LateError, match=r"no answer within 0\.2 s"):
+            await slow
+
+    asyncio.run(work(others=1))
+    assert not probed
+    asyncio.run(work(others=0))
+    assert len(probed) == 1
 
 
 @pytest.mark.once
