@@ -94,7 +94,7 @@ def _parse(variable: str, value: str, field: str) -> Any:
         return value
     if field == "trace_mb":
         if re.fullmatch("[0-9]{1,9}", value) is None or int(value) == 0:
-            raise ConfigError(f"{variable}={value!r} must be a number of megabytes, 1 or more")
+            raise ConfigError(f"{variable}={value!r} must be a number of megabytes, from 1 to 999,999,999")
         return int(value)
     switch = {"0": False, "1": True}
     names = {"policy": get_args(Policy), "kv": get_args(KV)}.get(field)

@@ -50,7 +50,7 @@ def test_what_kubernetes_puts_into_a_pod_is_no_setting(service: str) -> None:
         ("SGLANG_PAT_POLICY", "fast", "SGLANG_PAT_POLICY='fast' must be one of query, naive, pat, compute, optimal"),
         ("SGLANG_PAT_KV", "int8", "SGLANG_PAT_KV='int8' must be one of int4, int2"),
         ("SGLANG_PAT_REUSE", "yes", "SGLANG_PAT_REUSE='yes' must be one of 0, 1"),
-        ("SGLANG_PAT_TRACE_MB", "0", "SGLANG_PAT_TRACE_MB='0' must be a number of megabytes, 1 or more"),
+        ("SGLANG_PAT_TRACE_MB", "0", "SGLANG_PAT_TRACE_MB='0' must be a number of megabytes, from 1 to 999,999,999"),
         ("SGLANG_PAT_TRACE_MB", "1.5", "SGLANG_PAT_TRACE_MB='1.5' must be a number"),
         ("SGLANG_PAT_PORTS", "80", "SGLANG_PAT_PORTS is not a setting of sglang-pat"),
         ("SGLANG_PAT_POLCY", "pat", "SGLANG_PAT_POLCY is not a setting of sglang-pat"),

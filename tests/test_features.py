@@ -52,6 +52,7 @@ ASKED_BY: list[tuple[list[str], dict[str, str]]] = [
     (["--kv-cache-dtype", "fp8_e4m3"], {"SGLANG_PAT_KV": "int4"}),
     (["--enable-hierarchical-cache"], {"SGLANG_PAT_KV": "int4"}),
     (["--enable-hierarchical-cache"], {}),
+    (["--enable-memory-saver"], {}),
     (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], {}),
     (["--tp-size", "2", "--attn-dp-size", "2"], {}),
     (["--enable-lmcache"], {"SGLANG_PAT_KV": "int2"}),

@@ -176,7 +176,7 @@ def cut_off(data: bytes) -> bytes:
         ),
         (lambda data: trace.MAGIC, "is an empty trace"),
         (lambda data: b"PK\x03\x04 something else", "is not a trace of sglang-pat"),
-        (lambda data: b"", "is not a trace of sglang-pat"),
+        (lambda data: b"", "is empty: somebody emptied it, or its server never started"),
         (lambda data: data.replace(b"Header", b"Reader"), "is damaged in record 1"),
         (lambda data: data + b"\x02\x00\x00\x00\xc1\xc1", r"is damaged in record \d+"),
         (lambda data: data.replace(b"format" + bytes([trace.FORMAT]), b"format\x09"), "has trace format 9"),
@@ -431,21 +431,26 @@ def test_what_somebody_else_wrote_into_a_trace_stays(tmp_path: Path, size: int) 
     ("spoil", "why"),
     [
         (lambda path: os.truncate(path, 0), "somebody else has emptied or shortened it"),
+        (lambda path: os.truncate(path, path.stat().st_size // 2), "somebody else has emptied or shortened it"),
         (lambda path: path.unlink(), "it was removed"),
     ],
 )
 def test_a_file_that_is_taken_away_ends_the_recording(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None], why: str
 ) -> None:
-    server = Server(tmp_path / "trace")
+    path = tmp_path / "trace"
+    server = Server(path)
     server.run(20)
-    assert server.writer.is_open
-    spoil(tmp_path / "trace")
+    assert server.writer.is_open and server.writer.recording == str(path)
+    spoil(path)
     server.event(TreeReset())
     server.step()
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == [f"SGLANG_PAT_TRACE: {tmp_path / 'trace'} cannot be written any more and ends here: {why}"]
     assert server.planner.counters().fallbacks == 0 and not server.writer.is_open
+    assert server.writer.recording == "", "`explain --url` has nothing to look for"
+    if path.exists() and path.stat().st_size:
+        assert replay(path, truncated=True).plans > 0, "nothing was written behind what is left"
 
 
 def test_a_clients_id_may_be_long_and_no_text(tmp_path: Path) -> None:

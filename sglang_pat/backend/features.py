@@ -244,6 +244,8 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     "Weights and memory": (
         _works("new weights while it serves", "`/update_weights_from_disk`", _CHAOS),
         _works("memory release and resume", "`--enable-memory-saver`", "test_gpu_server.py::test_features"),
+        _refused("memory release and resume on a CPU", "`--enable-memory-saver`", _on_cpu(_set("enable_memory_saver")),
+                 "leave it out, as SGLang needs a GPU for it"),
         _works("any page size", "`--page-size`", _MIRROR, _FLAGS),
         _works("FP8 KV caches, with or without scales", "`--kv-cache-dtype fp8_e4m3`, `fp8_e5m2`, or what a checkpoint says",
                "test_fp8_kv.py::test_packed_answers_are_those_of_a_stock_backend", "test_fp8_kv.py::test_scales_of_a_checkpoint",

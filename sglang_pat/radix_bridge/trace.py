@@ -100,6 +100,10 @@ class PlanMade(msgspec.Struct, frozen=True, tag=True):
 Record = Header | PlanMade | Event
 
 
+class _TakenError(OSError):
+    """Somebody else has taken the file away, or what was in it."""
+
+
 class TraceWriter:
     """Writes a trace until it has `limit` bytes, the disk is full, or somebody else removes, empties or shortens the file. No failure reaches the
     server."""
@@ -112,6 +116,7 @@ class TraceWriter:
         self._encode = msgspec.msgpack.Encoder().encode
         self._left = limit - len(MAGIC)
         self._batch: list[int] = []
+        self._taken = False
         try:
             if path.is_fifo():
                 # Opening a pipe would block until somebody reads it.
@@ -156,8 +161,8 @@ class TraceWriter:
 
     @property
     def recording(self) -> str:
-        """The absolute path of the file, whose folder may be gone."""
-        return str(self._path)
+        """The absolute path of the file; empty if somebody else has taken it away."""
+        return "" if self._taken else str(self._path)
 
     def on_event(self, event: Event) -> None:
         """Record an event."""
@@ -179,9 +184,9 @@ class TraceWriter:
         status = os.fstat(self._file.fileno())
         if stat.S_ISREG(status.st_mode):
             if status.st_nlink == 0:
-                raise OSError(errno.ENOENT, "it was removed")
+                raise _TakenError(errno.ENOENT, "it was removed")
             if status.st_size < self._saved:
-                raise OSError(errno.EIO, "somebody else has emptied or shortened it")
+                raise _TakenError(errno.EIO, "somebody else has emptied or shortened it")
         while self._pending:
             written = self._file.write(self._pending)
             self._saved += written
@@ -196,6 +201,7 @@ class TraceWriter:
         try:
             action()
         except OSError as error:
+            self._taken = isinstance(error, _TakenError)
             logger.warning(
                 "SGLANG_PAT_TRACE: %s cannot be written any more and ends here: %s", self._path, error.strerror
             )
@@ -239,7 +245,9 @@ def read(path: Path, truncated: bool = False) -> Iterator[Record]:
 
 def _read(path: Path, file: BinaryIO, truncated: bool) -> Iterator[Record]:
     decode = msgspec.msgpack.Decoder(Record).decode
-    if file.read(len(MAGIC)) != MAGIC:
+    if (beginning := file.read(len(MAGIC))) != MAGIC:
+        if not beginning and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise TraceError(f"{path} is empty: somebody emptied it, or its server never started")
         raise TraceError(f"{path} is not a trace of sglang-pat: record one with SGLANG_PAT_TRACE=<file>")
     number, left = 0, os.fstat(file.fileno()).st_size - len(MAGIC)
     while size := file.read(4):
