@@ -36,11 +36,13 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
     gpu = (GPUS_8BIT if kv.bits == 8 else GPUS)[gpu_name]
     configs = [(pack_config(spec, gpu), count) for spec, count in layers.items()]
     total = sum(p.tokens for p in prompts)
+    groups = ["KV a step, GB", "attention a layer, us", *(["step, ms"] if model.weight_bytes is not None else [])]
     lines = [
         f"{len(prompts):,} requests, {total / len(prompts):,.0f} tokens of prompt and "
         f"{sum(p.output for p in prompts) / len(prompts):,.0f} of answer on average",
         "",
-        f"{'batch':>6}{'shared':>8}{'KV a step, GB':>16}{'packed':>8}{'attention, us':>15}{'packed':>8}{'TPOT, ms':>10}{'packed':>8}",
+        f"{'':>14}" + "".join(f"{group:>24}" for group in groups),
+        f"{'batch':>6}{'shared':>8}" + f"{'FlashInfer':>15}{'PAT':>9}" * len(groups),
     ]
     for size in sorted({min(size, len(prompts)) for size in sizes}):
         starts = {round(i * (len(prompts) - size) / max(1, WINDOWS - 1)) for i in range(WINDOWS)}
@@ -52,11 +54,11 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         except ValueError as error:
             raise EstimateError(f"no server takes such a batch: {error}") from None
         read, packed, kept, other, time = (sum(values) / len(steps) for values in zip(*steps, strict=True))
-        line = f"{size:>6}{shared:>8.0%}{read / 1e9:>16.2f}{packed / 1e9:>8.2f}"
-        line += f"{other / model.layers.total():>15.0f}{time / model.layers.total():>8.0f}"
+        line = f"{size:>6}{shared:>8.0%}{read / 1e9:>15.2f}{packed / 1e9:>9.2f}"
+        line += f"{other / model.layers.total():>15.0f}{time / model.layers.total():>9.0f}"
         if model.weight_bytes is not None:
             rest = rest_ms(size, model.weight_bytes, gpu)
-            line += f"{rest + other / 1e3:>10.1f}{rest + time / 1e3:>8.1f}"
+            line += f"{rest + other / 1e3:>15.1f}{rest + time / 1e3:>9.1f}"
         if kept + (model.weight_bytes or 0) > gpu.memory_gb * 1e9:
             line += f"  more than {gpu.memory_gb} GB"
         lines.append(line)
@@ -64,9 +66,9 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         *lines,
         "",
         f"Layers with KV: {', '.join(f'{count} of {spec}' for spec, count in layers.items())}.",
-        "shared: tokens that another request of the batch has too. Attention is one layer's with KV, on average; unpacked is "
-        "FlashInfer.",
-        f"Computed once each, as `sglang-pat batch` does, prompts are {total - repeated(batch_of(prompts).roots):,} tokens of {total:,}.",
+        "shared: tokens that another request of the batch has too. A step is a decode step: clients see a longer time per token, by the prefill of "
+        "other requests.",
+        f"If each prefix is computed once, as by `sglang-pat batch`, {total - repeated(batch_of(prompts).roots):,} of {total:,} tokens of prompts are computed.",
         f"Assumed: consecutive requests run side by side, half way through their answers; {CHARS_PER_TOKEN} characters a "
         f"token in text; {_measured(kv, layers)}; one {gpu_name.upper()}; a step of a dense model takes {gpu.rest_ms} ms "
         f"and {gpu.request_us} us a request beside attention and the products with its weights"
