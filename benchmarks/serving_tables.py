@@ -171,27 +171,23 @@ def serving() -> str:
     backends = {name: NAMES[name] for name in ("pat", "flashinfer", "fa3", "triton") if name in present}
     rows = []
     for title, group in groups.items():
-        by_backend = {record["backend"]: record for record in group}
-        ours = by_backend.pop("pat")
-        records = {"pat": ours, **by_backend}
-        paces = {name: pace_ms(record) for name, record in records.items()}
-        tpots = {name: record["mean_tpot_ms"] for name, record in records.items()}
-        measured = [
-            bold({name: times.get(name) for name in backends}, text)
-            for times, text in ((paces, "{:.1f}".format), (tpots, "{:.0f}".format))
-        ]
-        gains = [min(times[name] for name in by_backend) / times["pat"] for times in (paces, tpots)]
-        rates = {"pat": -ours["output_tps"], "other": -max(record["output_tps"] for record in by_backend.values())}
+        records = {record["backend"]: record for record in group}
+        ours = records["pat"]
+        others = [record for name, record in records.items() if name != "pat"]
+        tpots = {name: records[name]["mean_tpot_ms"] if name in records else None for name in backends}
+        ttfts = {"pat": ours["mean_ttft_ms"], "other": min(record["mean_ttft_ms"] for record in others)}
+        rates = {"pat": -ours["output_tps"], "other": -max(record["output_tps"] for record in others)}
+        pace = min(map(pace_ms, others)) / pace_ms(ours)
+        tpot = min(record["mean_tpot_ms"] for record in others) / ours["mean_tpot_ms"]
         rows.append(
-            [
-                title, *(f"{pace} / {tpot}" if pace else "" for pace, tpot in zip(*measured, strict=True)),
-                f"{gains[0]:.2f} / {gains[1]:.2f}{TIMES}", *bold(rates, lambda rate: f"{-rate:,.0f}"),
-            ]
+            [title, *bold(tpots, "{:.0f}".format), f"{tpot:.2f}{TIMES}", f"{pace:.2f}{TIMES}",
+             *bold(ttfts, "{:,.0f}".format), *bold(rates, lambda rate: f"{-rate:,.0f}")]
         )  # fmt: skip
-    return with_device(
-        table(["workload", *backends.values(), "best other / PAT", "PAT, tokens/s", "best other, tokens/s"], rows),
-        IN_README,
-    )
+    head = [
+        "workload", *(f"TPOT, ms: {name}" for name in backends.values()), "best other / PAT", "step, best other / PAT", "TTFT, ms: PAT", "best other",
+        "tokens/s: PAT", "best other",
+    ]  # fmt: skip
+    return with_device(table(head, rows), IN_README)
 
 
 def serving_on_h100() -> str:

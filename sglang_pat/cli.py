@@ -231,7 +231,7 @@ def _explain(arguments: argparse.Namespace) -> None:
             steps = explain.explain(path, output, arguments.steps, arguments.truncated or live)
     except OSError as error:
         raise explain.ExplainError(f"--output {output} cannot be written: {error.strerror}") from None
-    print(f"{output}: {steps} plans of {path}")
+    print(f"{output}: {steps} plan{'' if steps == 1 else 's'} of {path}")
 
 
 def _top(arguments: argparse.Namespace) -> None:

@@ -49,12 +49,12 @@ class Replayed(msgspec.Struct):
         times = sorted(self.planning_us) or [0.0]
         yield f"policy                   {self.config.policy}"
         yield f"events                   {self.events:,}"
-        yield f"plans                    {self.plans:,} for {self.totals.steps:,} decode steps (the last plan counts as one), {self.fallbacks} plans that failed"
+        yield f"plans                    {self.plans:,} for {self.totals.steps:,} decode steps (one for the last plan: how long it was used is not recorded), {self.fallbacks} plans that failed"
         yield f"work items               {self.totals.work_items:,}"
         yield f"parts merged             {self.totals.parts:,}"
         yield f"KV bytes read            {read / 1e9:,.3f} GB"
         yield f"without packing          {unpacked / 1e9:,.3f} GB, {unpacked / max(1, read):.2f} times as much"
-        yield f"planning                 {statistics.median(times):.1f} us, 99th percentile {times[len(times) * 99 // 100]:.1f} us"
+        yield f"planning, here           {statistics.median(times):.1f} us a plan (median), 99th percentile {times[len(times) * 99 // 100]:.1f} us"
         if self.differing:
             yield f"not as recorded          {self.differing:,} plans: another version of sglang-pat wrote the trace"
 
