@@ -163,6 +163,9 @@ def steps_extend() -> str:
     return f"{table(head, rows)}\n\n{device['name']}, {result['model']} shape, random weights, {device['date']}."
 
 
+VERIFY_HEAD = ["shared", "rows", "tokens of a draft, heads", "PAT ahead in", "FA3 / PAT", "mean"]
+
+
 def verify() -> str:
     return verify_of("verify-h200.json")
 
@@ -197,9 +200,6 @@ def verify_fp8() -> str:
         f"most {max(record['pat_error'] for record in result['records']):.1e}, FA3's {worst(result, 'fa3'):.1e} (it rounds Q to 8 bits too)."
     )
     return f"{table([*VERIFY_HEAD, 'PAT with a bf16 cache / PAT'], rows)}\n\n{note}"
-
-
-VERIFY_HEAD = ["shared", "rows", "tokens of a draft, heads", "PAT ahead in", "FA3 / PAT", "mean"]
 
 
 def by_rows(result: dict[str, Any]) -> Iterator[tuple[list[str], list[dict[str, Any]]]]:

@@ -29,7 +29,7 @@ MAGIC = b"sglang-pat trace\n"
 FORMAT = 6
 
 PENDING = 1 << 16
-"""Bytes of records that wait for their plan in memory, at most: some 500 events (tests/test_trace.py)."""
+"""Bytes of events that wait in memory for the next plan, at most. A server that is killed loses them."""
 
 LABEL = 200
 """How many characters of a client's request id a trace keeps."""
