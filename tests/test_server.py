@@ -85,6 +85,12 @@ def expected(servers: dict[str, Server], prompts: list[str]) -> list[list[int]]:
     return generate_all(servers["reference"], prompts)
 
 
+@pytest.mark.once
+def test_no_port_is_given_twice() -> None:
+    """Those that were given are not taken yet: servers listen much later."""
+    assert len({free_port() for _ in range(200)}) == 200
+
+
 def test_answers_depend_on_the_whole_prefix(servers: dict[str, Server]) -> None:
     """Or else the comparisons below would prove nothing."""
     tail = workload.prose("tail", 100)
