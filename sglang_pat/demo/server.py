@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,13 +30,10 @@ then any outgoing connection of the machine could take an ephemeral port. SGLang
 (`get_free_port_below_ephemeral`), 0.5.17 does not."""
 
 
-_asked = itertools.count()
-
-
 @functools.cache
-def _first_port() -> int:
-    """Where this process begins. Not chosen at import, which processes may share that are forked."""
-    return random.choice(PORTS)
+def _numbers() -> Iterator[int]:
+    """This process's ports, one after the other, modulo their number. Not begun at import, which processes may share that are forked."""
+    return itertools.count(random.randrange(len(PORTS)))
 
 
 def free_port() -> int:
@@ -47,7 +44,7 @@ def free_port() -> int:
         OSError: None was found.
     """
     for _ in range(64):
-        port = PORTS[(_first_port() + next(_asked)) % len(PORTS)]
+        port = PORTS[next(_numbers()) % len(PORTS)]
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
