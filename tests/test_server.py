@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 from conftest import TOKENS, amid_aborts, assert_siblings_share, assert_sound, flush, generate, generate_all
 from forked import ForkedProcess, ForkedServer
+from torch.distributed import TCPStore
 
 from sglang_pat import cli, compat
 from sglang_pat.backend import metrics
@@ -85,10 +87,18 @@ def expected(servers: dict[str, Server], prompts: list[str]) -> list[list[int]]:
     return generate_all(servers["reference"], prompts)
 
 
-@pytest.mark.once
-def test_no_port_is_given_twice() -> None:
-    """Those that were given are not taken yet: servers listen much later."""
-    assert len({free_port() for _ in range(200)}) == 200
+def test_a_port_is_given_once() -> None:
+    """Servers listen long after it was given; and processes may draw the same numbers, as those do that seed `random` alike."""
+    state = random.getstate()
+    port = free_port()
+    random.setstate(state)
+    assert free_port() != port
+    elsewhere = [sys.executable, "-c", f"import socket; socket.socket().bind(('', {port}))"]
+    assert b"Address already in use" in subprocess.run(elsewhere, check=False, capture_output=True).stderr
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+    # As torch.distributed does it, with its port given.
+    TCPStore("127.0.0.1", port, 1, is_master=True)
 
 
 def test_answers_depend_on_the_whole_prefix(servers: dict[str, Server]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import os
 import random
@@ -14,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,27 +28,31 @@ then any outgoing connection of the machine could take an ephemeral port. SGLang
 (`get_free_port_below_ephemeral`), 0.5.17 does not."""
 
 
-@functools.cache
-def _numbers() -> Iterator[int]:
-    """This process's ports, one after the other, modulo their number. Not begun at import, which processes may share that are forked."""
-    return itertools.count(random.randrange(len(PORTS)))
+_held: list[socket.socket] = []
+"""What keeps the ports that this process gave."""
 
 
 def free_port() -> int:
-    """A port that nothing listens on and that this process was not given before. Servers listen long after they got theirs; of 32 drawn at random meanwhile, two
-    would be the same one time in twenty.
+    """A port that nothing listens on, kept until this process ends: nobody else is given it meanwhile, in no process that asks here and in none of SGLang 0.5.23.
+
+    Servers listen long after they got theirs, and processes that seeded `random` alike draw the same numbers. So a socket is bound to it that
+    does not listen. Linux then lets those listen who set SO_REUSEADDR, as servers do (uvicorn, torch.distributed's store, Rust's library).
 
     Raises:
         OSError: None was found.
     """
     for _ in range(64):
-        port = PORTS[next(_numbers()) % len(PORTS)]
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
+        port = random.choice(PORTS)
+        held = socket.socket()
+        try:
+            held.bind(("", port))
+        except OSError:
+            held.close()
+            continue
+        # Not before: with it, two could bind the same.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _held.append(held)
+        return port
     raise OSError(f"64 ports from {PORTS.start} to {PORTS.stop - 1} are all in use: stop what listens there")
 
 
