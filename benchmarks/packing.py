@@ -248,6 +248,7 @@ def main() -> None:
     os.sched_setaffinity(0, {0})
     shapes = [("paper's deepest", trees.parse(trees.PAPER[14]))]
     if not arguments.quick:
+        shapes.append(("939 prefixes", trees.parse("1,2,8,32,128,256,512,1024_64,64,64,64,64,64,64,256")))
         for batch in (1, 4, 16, 64, 256, 1024, 4096, 16384):
             for depth in (1, 4, 8, 16, 32):
                 shapes.append((f"regular, depth {depth}", trees.regular(batch, depth)))

@@ -141,26 +141,23 @@ class Optimal {
   // How many lanes of such a vector stand for a segment's start: what takes long for each lane is computed for these only.
   static int lanes(int32_t depth, int v) { return std::min(std::min(depth + 1, kMaxSegment) - v * kWidth, kWidth); }
 
-  // Everything about a prefix that its children do not add to.
+  // Everything about a prefix that its children do not add to; before it, of those above it of which it is the first to be solved.
   template <int kVectors>
-  void open(const Prefixes& prefixes, int32_t index, Frame<kVectors>& frame) {
+  void open(const Prefixes& prefixes, int32_t index, std::vector<Frame<kVectors>>& frames) {
     const Prefix& prefix = prefixes.nodes[index];
-    Vector tokens[kVectors] = {};
-    int32_t ancestor = index;
-    for (int i = 0; i < kMaxSegment && ancestor != 0; ++i, ancestor = prefixes.nodes[ancestor].parent) {
-      const Prefix& a = prefixes.nodes[ancestor];
-      Vector& own = tokens[kVectors == 1 ? 0 : a.depth % kMaxSegment / kWidth];
-      own = with_lane(own, a.depth % kWidth, double(prefix.end - a.start));
+    Frame<kVectors>& frame = frames[prefix.depth];
+    if (prefix.parent != 0 && prefixes.nodes[prefix.parent].last == prefix.last) open(prefixes, prefix.parent, frames);
+    const double length = prefix.end - prefix.start;
+    const int own = prefix.depth % kMaxSegment, count = used<kVectors>(prefix.depth);
+    for (int v = 0; v < count; ++v) {
+      const bool inherits = prefix.parent != 0 && v < used<kVectors>(prefix.depth - 1);
+      Vector tokens = inherits ? frames[prefix.depth - 1].tokens[v] + length : Vector{};
+      if (own / kWidth == v) tokens = with_lane(tokens, own % kWidth, length);
+      frame.tokens[v] = tokens;
+      frame.stay[v] = part_ + tokens * cut_token_;
+      frame.share[v] = tokens * full_token_ + full_start_;
     }
-    for (int v = 0; v < used<kVectors>(prefix.depth); ++v) {
-      frame.tokens[v] = tokens[v];
-      frame.stay[v] = part_ + frame.tokens[v] * cut_token_;
-      frame.share[v] = frame.tokens[v] * full_token_ + full_start_;
-    }
-  }
-
-  template <int kVectors>
-  static void clear(Frame<kVectors>& frame, int count) {
+    if (prefix.last == index + 1) return;
     for (int above = 0; above < 2; ++above)
       for (int v = 0; v < count; ++v) {
         for (auto& total : frame.total[above]) total[v] = Vector{};
@@ -173,7 +170,7 @@ class Optimal {
     const Prefix& prefix = prefixes.nodes[index];
     Frame<kVectors>& frame = frames[prefix.depth];
     if (prefix.last == index + 1) {
-      open(prefixes, index, frame);
+      open(prefixes, index, frames);
       weigh<kVectors, false>(prefix, frame, results_[index]);
     } else {
       weigh<kVectors, true>(prefix, frame, results_[index]);
@@ -192,7 +189,7 @@ class Optimal {
     for (int v = 0; v < used<kVectors>(prefix.depth); ++v) {
       const Vector tokens = frame.tokens[v];
       const int starts = lanes(prefix.depth, v);
-      const Vector leaf_alone = may_be_in_slices ? more_price(tail, tokens, starts) : tokens * leaf_token;
+      const Vector leaf_alone = may_be_in_slices ? more_price(tail, tokens) : tokens * leaf_token;
       const Vector leaf_stays = frame.stay[v] + part_;
       const Vector limits[2] = {leaf_stays, leaf_stays + frame.share[v]};  // of each candidate: up to here a leaf joins
       // Who stays, of each candidate, and what their pack costs: mostly the same with a part above.
@@ -227,10 +224,6 @@ class Optimal {
   template <int kVectors>
   void add_to_parent(const Prefixes& prefixes, int32_t index, const Frame<kVectors>& child, Frame<kVectors>& frame) {
     const Prefix& prefix = prefixes.nodes[index];
-    if (prefixes.nodes[prefix.parent].last == prefix.last) {
-      open(prefixes, prefix.parent, frame);
-      clear(frame, used<kVectors>(prefix.depth - 1));
-    }
     const int own = prefix.depth % kMaxSegment;
     const double queries = prefix.queries();
     const double alone = child.best[1][own / kWidth][own % kWidth];
@@ -262,12 +255,20 @@ class Optimal {
   }
 
   // What it costs that a leaf with so long a tail reads `tokens` more.
-  Vector more_price(int64_t tail, Vector tokens, int lanes) const {
-    Vector more{};
+  Vector more_price(int64_t tail, Vector tokens) const {
     const int64_t alone = config_->uncut_price(config_->pack_prices, 1, tail);
-    for (int i = 0; i < lanes; ++i)
-      more = with_lane(more, i, double(config_->uncut_price(config_->pack_prices, 1, tail + int64_t(tokens[i])) - alone));
-    return more + tokens * cut_token_;
+    const Lanes more = uncut_price(1, tail + __builtin_convertvector(tokens, Lanes)) - alone;
+    return __builtin_convertvector(more, Vector) + tokens * cut_token_;
+  }
+
+  // Config::uncut_price of so many queries.
+  Lanes uncut_price(int64_t queries, Lanes tokens) const {
+    const Prices& prices = config_->pack_prices;
+    const Lanes computed = tokens < config_->warp_tokens ? Lanes{} + config_->warp_tokens : tokens;
+    const bool by_warps = config_->by_warps(queries, false);
+    const Lanes price = (by_warps ? computed : tokens) * prices.tokens[queries] + prices.starts[queries];
+    if (queries > 1 || config_->slices_tokens < 0) return price;
+    return tokens <= config_->slices_tokens ? computed * prices.slices_token + prices.slices_start : price;
   }
 
   Vector pack_price(Vector queries, Vector tokens, int lanes) const {
@@ -276,6 +277,13 @@ class Optimal {
     if (config_->flat) {
       const Vector item = tokens * double(config_->pack_prices.tokens[1]) + start_;
       return one_item ? select(queries > 0.0, item, Vector{}) : round_up(queries / limit) * item;
+    }
+    // Mostly the same queries stay wherever the segment begins, or none.
+    const double some = queries[0] > 0.0 ? queries[0] : queries[lanes - 1];
+    const uint32_t others = mask(queries != some) & mask(queries != 0.0) & ((1u << lanes) - 1);
+    if (some > 0.0 && some <= config_->few_queries && others == 0) {
+      const Lanes price = uncut_price(int64_t(some), __builtin_convertvector(tokens, Lanes));
+      return select(queries > 0.0, __builtin_convertvector(price, Vector), Vector{});
     }
     Vector prices{};
     for (int i = 0; i < lanes; ++i)

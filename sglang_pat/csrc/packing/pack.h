@@ -115,14 +115,10 @@ struct Packs {
     const size_t leaves = prefix.leaves();
     if (leaves == 0) return;
     if (most_tails > 0 && start < prefix.end && add_with_tails(prefixes, choices, prefix, start, seq_lens, config)) return;
-    const size_t old_tails = single.size(), old_queries = queries.size();
-    single.resize(old_tails + leaves);
-    queries.resize(old_queries + leaves);
-    for (size_t i = 0; i < leaves; ++i) {
-      const int32_t query = order[prefix.first + i];
-      const int32_t from = choices.leaf_joins[prefix.first + i] ? start : prefix.end;
-      single[old_tails + i] = Pack{from, kOpen, int32_t(old_queries + i), 1};
-      queries[old_queries + i] = query;
+    for (int32_t i = prefix.first; i < prefix.leaves_end; ++i) {
+      const int32_t query = order[i], from = choices.leaf_joins[i] ? start : prefix.end;
+      single.emplace_back(from, kOpen, int32_t(queries.size()), 1);
+      queries.push_back(query);
       count_tail(seq_lens[query] - from, config);
     }
   }
