@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -35,14 +35,14 @@ _held: list[socket.socket] = []
 def free_port() -> int:
     """A port that nothing listens on, kept until this process ends: nobody else is given it meanwhile, in no process that asks here and in none of SGLang 0.5.23.
 
-    Servers listen long after they got theirs, and processes that seeded `random` alike draw the same numbers. So a socket is bound to it that
-    does not listen. Linux then lets those listen who set SO_REUSEADDR, as servers do (uvicorn, torch.distributed's store, Rust's library).
+    Servers listen long after they got theirs. So a socket is bound to it that does not listen. Linux then lets those listen who set SO_REUSEADDR, as
+    servers do (uvicorn, torch.distributed's store, Rust's library).
 
     Raises:
         OSError: None was found.
     """
     for _ in range(64):
-        port = random.choice(PORTS)
+        port = secrets.choice(PORTS)  # programs seed `random`
         held = socket.socket()
         try:
             held.bind(("", port))
