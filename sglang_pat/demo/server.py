@@ -33,10 +33,10 @@ _held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port that nothing listens on, kept until this process ends: nobody else is given it meanwhile, in no process that asks here and in none of SGLang 0.5.23.
+    """A port of IPv4 that nothing listens on. It is kept until this process ends, and those forked from it.
 
-    Servers listen long after they got theirs. So a socket is bound to it that does not listen. Linux then lets those listen who set SO_REUSEADDR, as
-    servers do (uvicorn, torch.distributed's store, Rust's library).
+    Servers listen long after they got theirs. So a socket is bound to it that does not listen: nobody else binds to it without SO_REUSEADDR, as this
+    function and 0.5.23 do that look for one. Servers set it (uvicorn, torch.distributed's store, gRPC, zmq, Rust's library), and can listen.
 
     Raises:
         OSError: None was found.
@@ -45,12 +45,14 @@ def free_port() -> int:
         port = secrets.choice(PORTS)  # programs seed `random`
         held = socket.socket()
         try:
+            with socket.socket() as looking:
+                looking.bind(("", port))
+            # Before it is bound: sandboxes with a network stack of their own need not heed it later.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(("", port))
         except OSError:
             held.close()
             continue
-        # Not before: with it, two could bind the same.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _held.append(held)
         return port
     raise OSError(f"64 ports from {PORTS.start} to {PORTS.stop - 1} are all in use: stop what listens there")

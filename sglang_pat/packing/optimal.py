@@ -24,7 +24,7 @@ TAILS_ITEMS = 2
 the prices three requests behind 1,000 tokens would take 2.3 times as long (benchmarks/NOTES.md, likewise)."""
 
 MAX_DEPTH = 1024
-"""Batches with more levels of prefixes are packed by the paper's heuristic: the native scheduler needs three kilobytes per level."""
+"""Batches with more levels of prefixes are packed by the paper's heuristic: the native scheduler needs four kilobytes per level."""
 
 
 class Best(msgspec.Struct):

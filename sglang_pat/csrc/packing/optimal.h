@@ -141,7 +141,8 @@ class Optimal {
   // How many lanes of such a vector stand for a segment's start: what takes long for each lane is computed for these only.
   static int lanes(int32_t depth, int v) { return std::min(std::min(depth + 1, kMaxSegment) - v * kWidth, kWidth); }
 
-  // Everything about a prefix that its children do not add to; before it, of those above it of which it is the first to be solved.
+  // Everything about a prefix that its children do not add to. Children are solved from the last to the first, so the last prefix of a subtree opens
+  // those above it. Lanes beyond a prefix's depth hold numbers that nobody chooses from.
   template <int kVectors>
   void open(const Prefixes& prefixes, int32_t index, std::vector<Frame<kVectors>>& frames) {
     const Prefix& prefix = prefixes.nodes[index];
@@ -278,11 +279,11 @@ class Optimal {
       const Vector item = tokens * double(config_->pack_prices.tokens[1]) + start_;
       return one_item ? select(queries > 0.0, item, Vector{}) : round_up(queries / limit) * item;
     }
-    // Mostly the same queries stay wherever the segment begins, or none.
-    const double some = queries[0] > 0.0 ? queries[0] : queries[lanes - 1];
-    const uint32_t others = mask(queries != some) & mask(queries != 0.0) & ((1u << lanes) - 1);
-    if (some > 0.0 && some <= config_->few_queries && others == 0) {
-      const Lanes price = uncut_price(int64_t(some), __builtin_convertvector(tokens, Lanes));
+    // Mostly the same queries stay wherever the segment begins, or none; and few are one work item, however short it is.
+    const double staying = queries[0] > 0.0 ? queries[0] : queries[lanes - 1];
+    const uint32_t others = mask(queries != staying) & mask(queries != 0.0) & ((1u << lanes) - 1);
+    if (staying > 0.0 && staying <= config_->few_queries && others == 0) {
+      const Lanes price = uncut_price(int64_t(staying), __builtin_convertvector(tokens, Lanes));
       return select(queries > 0.0, __builtin_convertvector(price, Vector), Vector{});
     }
     Vector prices{};
