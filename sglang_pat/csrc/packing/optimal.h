@@ -258,18 +258,9 @@ class Optimal {
   // What it costs that a leaf with so long a tail reads `tokens` more.
   Vector more_price(int64_t tail, Vector tokens) const {
     const int64_t alone = config_->uncut_price(config_->pack_prices, 1, tail);
-    const Lanes more = uncut_price(1, tail + __builtin_convertvector(tokens, Lanes)) - alone;
+    const Lanes more =
+        config_->uncut_price<Lanes>(config_->pack_prices, 1, tail + __builtin_convertvector(tokens, Lanes)) - alone;
     return __builtin_convertvector(more, Vector) + tokens * cut_token_;
-  }
-
-  // Config::uncut_price of so many queries.
-  Lanes uncut_price(int64_t queries, Lanes tokens) const {
-    const Prices& prices = config_->pack_prices;
-    const Lanes computed = tokens < config_->warp_tokens ? Lanes{} + config_->warp_tokens : tokens;
-    const bool by_warps = config_->by_warps(queries, false);
-    const Lanes price = (by_warps ? computed : tokens) * prices.tokens[queries] + prices.starts[queries];
-    if (queries > 1 || config_->slices_tokens < 0) return price;
-    return tokens <= config_->slices_tokens ? computed * prices.slices_token + prices.slices_start : price;
   }
 
   Vector pack_price(Vector queries, Vector tokens, int lanes) const {
@@ -283,7 +274,8 @@ class Optimal {
     const double staying = queries[0] > 0.0 ? queries[0] : queries[lanes - 1];
     const uint32_t others = mask(queries != staying) & mask(queries != 0.0) & ((1u << lanes) - 1);
     if (staying > 0.0 && staying <= config_->few_queries && others == 0) {
-      const Lanes price = uncut_price(int64_t(staying), __builtin_convertvector(tokens, Lanes));
+      const Lanes read = __builtin_convertvector(tokens, Lanes);
+      const Lanes price = config_->uncut_price<Lanes>(config_->pack_prices, int64_t(staying), read);
       return select(queries > 0.0, __builtin_convertvector(price, Vector), Vector{});
     }
     Vector prices{};

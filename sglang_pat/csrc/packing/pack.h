@@ -112,8 +112,7 @@ struct Packs {
       staying_[c.queries_end] -= 1;
     }
     if (const int32_t count = int32_t(queries.size()) - first) split_queries(start, prefix.end, first, count, config);
-    const size_t leaves = prefix.leaves();
-    if (leaves == 0) return;
+    if (prefix.leaves() == 0) return;
     if (most_tails > 0 && start < prefix.end && add_with_tails(prefixes, choices, prefix, start, seq_lens, config)) return;
     for (int32_t i = prefix.first; i < prefix.leaves_end; ++i) {
       const int32_t query = order[i], from = choices.leaf_joins[i] ? start : prefix.end;

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -184,14 +185,22 @@ struct Config {
   // Whether single warps run a work item.
   bool by_warps(int64_t queries, bool slices) const { return queries <= warp_queries || slices; }
 
-  int64_t item_price(const Prices& prices, int64_t queries, int64_t tokens, bool slices, int64_t tail_tokens = 0) const {
-    const int64_t computed = by_warps(queries, slices) ? std::max(tokens, warp_tokens) : tokens;
-    return computed * prices.growth(queries, slices) + tail_tokens * prices.tokens[1] + prices.fixed(queries, slices);
+  // What a work item costs without tails. `Tokens` is int64_t, or a vector of them (optimal.h).
+  template <typename Tokens>
+  Tokens price_of(const Prices& prices, int64_t queries, Tokens tokens, bool slices) const {
+    if (by_warps(queries, slices)) tokens = tokens < warp_tokens ? Tokens{} + warp_tokens : tokens;
+    return tokens * prices.growth(queries, slices) + prices.fixed(queries, slices);
   }
 
-  // What a pack costs that is one work item.
-  int64_t uncut_price(const Prices& prices, int64_t queries, int64_t tokens) const {
-    return item_price(prices, queries, tokens, in_row_slices(queries, tokens));
+  int64_t item_price(const Prices& prices, int64_t queries, int64_t tokens, bool slices, int64_t tail_tokens = 0) const {
+    return price_of(prices, queries, tokens, slices) + tail_tokens * prices.tokens[1];
+  }
+
+  // What a pack costs that is one work item. `Tokens` is never deduced, as prices do not fit an int32_t.
+  template <typename Tokens = int64_t>
+  Tokens uncut_price(const Prices& prices, int64_t queries, std::decay_t<Tokens> tokens) const {
+    if (queries != 1 || slices_tokens < 0) return price_of(prices, queries, tokens, false);
+    return tokens <= slices_tokens ? price_of(prices, queries, tokens, true) : price_of(prices, queries, tokens, false);
   }
 
   // In how many work items a pack is run.
