@@ -77,8 +77,8 @@ CHANGES: dict[str, emulated.Change] = {
     ),
     "8 bits: bytes are converted before they are there": ("convert.cuh", "wait_copies<kAhead - 1>();", ""),
     "8 bits: a stage is filled while it is in use": ("convert.cuh", "cursor_.wait_empty();", ""),
-    "8 bits: slots are read before they are there": ("ring.cuh", "return (ahead + 1) / 2;", "return 1;"),
-    "8 bits: slots are overwritten while they are read": ("ring.cuh", "slot_lead(kAhead) + 1 : 0", "slot_lead(kAhead) : 0"),
+    "8 bits: slots are read before they are there": ("ring.cuh", "? ahead : (ahead + 1) / 2", "? 1 : 1"),
+    "8 bits: slots are overwritten while they are read": ("ring.cuh", "slot_lead(kDim, kAhead) + 1;", "slot_lead(kDim, kAhead);"),
     "8 bits: slots that other lanes asked for are not waited for": ("convert.cuh", "__syncwarp();  // what", "// what"),
     "8 bits: Q is converted before it is there": ("ring.cuh", "wait_copies<0>();", ""),
     "8 bits: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
@@ -226,7 +226,7 @@ def fault(
 ) -> str:
     """The first one that is found, if any."""
     # Without prices, by which short packs would avoid wide tiles.
-    tiles = TileTable(capabilities.query_tiles(ARCH, dims[0]), (capabilities.KV_TILE,), ())
+    tiles = TileTable(capabilities.query_tiles(ARCH, dims[0], 8 * dtype.itemsize), (capabilities.KV_TILE,), ())
     decoder = emulated.Decoder(spec_of(dtype, *dims), tiles, ARCH, change)
     for number, case in enumerate(cases(dtype, dims)):
         for policy in ("optimal", "naive"):

@@ -61,7 +61,8 @@ MEASURED_DIM = 128
 
 
 def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
-    """Every m of an architecture's kernels; 128 and 192 rows take several warpgroups (csrc/cuda/threads.cuh, `groups`).
+    """Every m of an architecture's kernels; 128 and 192 rows take several warpgroups, of which one converts KV of 8 bits (csrc/cuda/threads.cuh,
+    `wide_groups`).
 
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.
@@ -69,7 +70,7 @@ def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
         kv_bits: Bits of an element of KV. Pages of few bits have wide items on Hopper only (csrc/cuda/page_wide.cuh).
     """
     if head_dim <= 128 and arch.startswith("9."):
-        return 8, NARROW_M, 64, 128, 192
+        return (8, NARROW_M, 64, 128) if kv_bits == 8 else (8, NARROW_M, 64, 128, 192)
     return (8, NARROW_M) if kv_bits < 8 else (8, NARROW_M, 64)
 
 
@@ -85,15 +86,15 @@ def tiles_for_drafts(query_tiles: tuple[int, ...], rows: int) -> tuple[int, ...]
 
 
 def has_tails(query_tiles: tuple[int, ...], rows: int, kv_bits: int) -> bool:
-    """Whether a module has work items with tails (`plan.WorkItem`), which need a group of warps for each query. KV of fewer bits has a loader of its
-    own, which does not know them.
+    """Whether a module has work items with tails (`plan.WorkItem`), which need a group of warps for each query. Pages of few bits have a loader of
+    their own, which does not know them.
 
     Args:
         query_tiles: As `query_tiles` returns it.
         rows: Of a query: query heads of a KV head for each of its tokens.
         kv_bits: Bits of an element of KV.
     """
-    return kv_bits == 16 and TileTable(query_tiles, (KV_TILE,), (), tails_m=GROUP_ROWS).tails_queries(rows) > 1
+    return kv_bits >= 8 and TileTable(query_tiles, (KV_TILE,), (), tails_m=GROUP_ROWS).tails_queries(rows) > 1
 
 
 def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bits: int = 16) -> TileTable:
@@ -117,7 +118,7 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     if table is not None and head_dim <= table.head_dim:
         priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M, WARP_TOKENS, kv_bits)
         if priced is not None:
-            return msgspec.structs.replace(priced, tails_m=GROUP_ROWS) if kv_bits == 16 else priced
+            return msgspec.structs.replace(priced, tails_m=GROUP_ROWS) if kv_bits >= 8 else priced
     # Larger dimensions cannot be measured yet (`python -m sglang_pat.tune --head-dim`): there a table is no fault.
     if chosen is not None and head_dim <= MEASURED_DIM:
         raise ValueError(f"it has no prices for head dimension {head_dim} with KV of {kv_bits} bits")

@@ -206,9 +206,12 @@ inline uint32_t transpose(uint32_t x) {
 
 inline float exp2_fast(float x) { return std::exp2(x); }
 
-inline uint32_t e4m3_pair(uint32_t bytes) {
-  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(bytes), __NV_E4M3);
-  return pair.x | uint32_t(pair.y) << 16;
+inline void e4m3_pairs(uint32_t bytes, uint32_t& low, uint32_t& high) {
+  const auto pair = [](uint32_t bytes) {
+    const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(bytes), __NV_E4M3);
+    return pair.x | uint32_t(pair.y) << 16;
+  };
+  low = pair(bytes), high = pair(bytes >> 16);
 }
 
 // What 16 bits of type T mean.

@@ -226,11 +226,24 @@ class Items {
         item.phase = kPhases;
       if (item.phase == kPhases) return item;
     }
+    if constexpr (kLooksUpTails) {
+      if (item.tails && item.phase == kWide) look_up_tails(item, end);
+    }
     if (kMasks && item.draft > 0) prefetch(p_.masks + int64_t(item.query) * p_.draft);
     // They are read next, by a warp that does not know yet which item it gets.
 #pragma unroll 1
     for (int i = 0; i < min(item.tokens, kAhead); i += kAheadStep) prefetch(p_.req_to_token + item.slots + i);
     return item;
+  }
+
+  // Where two queries' tails are behind `end`. A template, as only some modules' items have them.
+  template <typename AnyItem>
+  __device__ void look_up_tails(AnyItem& item, int end) const {
+    item.tail_tokens[0] = max(0, int(p_.seq_lens[item.query]) - end);
+    if (item.count < 2) return;
+    const int query = query_of(p_, item, 1);
+    item.second_tail = p_.rows[query] * p_.table_row + end;
+    item.tail_tokens[1] = max(0, int(p_.seq_lens[query]) - end);
   }
 
   // How many of the last tokens in front of `end` are of the query's draft: more than an item has where it begins within.

@@ -24,10 +24,12 @@ struct ForwardSizes {
   static constexpr int kFewestStages = groups(kDim) > 1 ? 6 : 2;
   // More than eight stages bring nothing: K and V of four tiles. KV of 8 bits waits for its conversion beside them.
   static constexpr int kStages = kConverts ? kFewestStages : std::min(8, kFree / kStageBytes<kDim> / 2 * 2);
-  static constexpr int kAhead = kConverts ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim>) : 0;
+  static constexpr int kAhead =
+      kConverts ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim> / converting_groups(kDim)) : 0;
   static constexpr int kNarrowWarps = std::min(
       groups(kDim) * kGroupWarps, (kSharedLimit - kRest) / NarrowSizes<Kv, kDim, kVDim>::kWarp / kGroupWarps * kGroupWarps);
   static_assert(kVDim <= kDim && kVDim % 32 == 0);
+  static_assert((kMs & ~(2 * tile_bit(wide_groups(kDim) * kGroupRows) - 1)) == 0);
   static_assert(kStages >= kFewestStages && kNarrowWarps > 0 && (!kConverts || kAhead > 0));
 };
 
@@ -62,14 +64,27 @@ constexpr int kComputeRegisters = (65536 / kGroupThreads - kLoadRegisters) / gro
 #define PAT_PHASE __noinline__  // and without it registers are allotted better to one phase at a time
 #endif
 
+// KV of wide items, and Q, converted.
+template <typename T, typename Kv, int kDim, int kVDim, int kMs, Brought kBrought>
+__device__ __forceinline__ void bring(const Params& p, const Items<threads(kDim)>& items,
+                                      ForwardMemory<Kv, kDim, kVDim, kMs>& memory) {
+  using S = ForwardSizes<Kv, kDim, kVDim, kMs>;
+  ConvertingProducer<T, Kv, kDim, kVDim, S::kStages, S::kAhead, kBrought>(p, items, memory.wide, memory.barriers).run();
+  wait_copies<0>();
+}
+
 template <typename T, typename Kv, int kDim, int kVDim, int kMs>
 __device__ PAT_PHASE void run_wide(const Params& p, const Items<threads(kDim)>& items,
                                    ForwardMemory<Kv, kDim, kVDim, kMs>& memory) {
   using S = ForwardSizes<Kv, kDim, kVDim, kMs>;
   using Memory = WideMemory<kDim, S::kStages, S::kAhead>;
-  WideGroup<T, Kv, kDim, kVDim, S::kStages, Memory, Items<threads(kDim)>>(p, items, memory.wide, memory.statistics,
-                                                                          memory.barriers)
-      .run();
+  if (!two_convert(kDim) || thread_of_cta() < wide_groups(kDim) * kGroupThreads) {
+    WideGroup<T, Kv, kDim, kVDim, S::kStages, Memory, Items<threads(kDim)>>(p, items, memory.wide, memory.statistics,
+                                                                            memory.barriers)
+        .run();
+  } else {
+    if constexpr (two_convert(kDim)) bring<T, Kv, kDim, kVDim, kMs, Brought::kV>(p, items, memory);
+  }
 }
 
 template <typename T, typename Kv, int kDim, int kVDim, int kMs, int kM>
@@ -154,10 +169,12 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
       if constexpr (kTradeRegisters) shrink_registers<kLoadRegisters>();
       if (wide) {
         if constexpr (S::kHasWide) {
-          using Loader = std::conditional_t<S::kConverts, ConvertingProducer<T, Kv, kDim, kVDim, S::kStages, S::kAhead>,
-                                            Producer<T, kDim, kVDim, S::kStages>>;
-          Loader(p, items, memory.wide, memory.barriers).run();
-          wait_copies<0>();
+          if constexpr (S::kConverts) {
+            bring<T, Kv, kDim, kVDim, kMs, two_convert(kDim) ? Brought::kK : Brought::kAll>(p, items, memory);
+          } else {
+            Producer<T, kDim, kVDim, S::kStages>(p, items, memory.wide, memory.barriers).run();
+            wait_copies<0>();
+          }
         }
         if constexpr (kTradeRegisters) sync_threads(kGrownInWide, kThreads);
         ran_wide = fresh(1u);

@@ -1,6 +1,8 @@
 // A work item of one KV head, and which queries its tile's rows are.
 #pragma once
 
+#include <type_traits>
+
 #include "params.cuh"
 #include "threads.cuh"
 
@@ -11,8 +13,17 @@ enum Phase { kSingle, kNarrow, kWide, kPhases, kNoItem };
 
 __device__ constexpr Phase phase_of(int m) { return m == kSingleM ? kSingle : m == kNarrowM ? kNarrow : kWide; }
 
+// Two queries' tails, where those who bring KV go on to the next items before Q of this one is there: how long they are, and where in req_to_token the
+// second one begins; the first one is behind what they share.
+struct LookedUpTails {
+  int64_t second_tail;
+  int tail_tokens[2];
+};
+struct NoTails {};
+constexpr bool kLooksUpTails = kHasTails && kHas8BitKv;
+
 // A work item of one KV head.
-struct Item {
+struct Item : std::conditional_t<kLooksUpTails, LookedUpTails, NoTails> {
   int64_t slots;  // where its first KV slot is in req_to_token
   int tokens;
   int first;            // of the plan's queries and slots

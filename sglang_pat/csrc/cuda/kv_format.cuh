@@ -4,10 +4,9 @@
 #include <type_traits>
 
 #include "ptx.cuh"
+#include "threads.cuh"
 
 namespace pat {
-
-enum KvName { kSame, kE4m3, kE5m2, kInt4, kInt2 };
 
 // For Q and outputs of type T. KV of `kSame` is of T too, and multiplied as it is.
 template <typename T, int kName>
@@ -26,7 +25,7 @@ struct KvFormat8 {
   // Four bytes, as pairs of neighbours.
   static __device__ __forceinline__ void in_order(uint32_t bytes, uint32_t& low, uint32_t& high) {
     if constexpr (kName == kE4m3) {
-      low = e4m3_pair(bytes), high = e4m3_pair(bytes >> 16);
+      e4m3_pairs(bytes, low, high);
     } else {
       low = __byte_perm(bytes, 0, 0x1404), high = __byte_perm(bytes, 0, 0x3424);
     }

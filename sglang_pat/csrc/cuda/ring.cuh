@@ -20,7 +20,7 @@ constexpr int kTurns = 2;
 // Whether they share the item.
 template <int kDim>
 __device__ __forceinline__ bool runs_in_turns(const Item& item) {
-  return groups(kDim) > 1 && item.m == kGroupRows && item.tokens > kOwnTokens;
+  return wide_groups(kDim) > 1 && item.m == kGroupRows && item.tokens > kOwnTokens;
 }
 
 // K or V of a tile: V is no wider.
@@ -33,12 +33,13 @@ constexpr int kAheadBytes = kTokens * kDim;
 
 // The most rows of a wide tile; each group of warps has 64.
 template <int kDim>
-constexpr int kMaxRows = groups(kDim) * kGroupRows;
+constexpr int kMaxRows = wide_groups(kDim) * kGroupRows;
 
-// Q of an item, where the result of each of its rows goes, with kLimits each row's `tokens_behind`, and where its queries' tails are.
+// Q of an item, where the result of each of its rows goes, with kLimits each row's `tokens_behind`, and where its queries' tails are. There is memory for
+// Q of a third group even where that does not compute: what two groups add up takes as much as two of Q (`WideGroup::add_up`).
 template <int kDim>
 struct WideQueries {
-  alignas(1024) uint8_t q[kMaxRows<kDim> * panels(kDim) * kPanelRow];
+  alignas(1024) uint8_t q[groups(kDim) * kGroupRows * panels(kDim) * kPanelRow];
   int targets[kMaxRows<kDim>];
   uint32_t sources[kMaxRows<kDim>];  // of Q's rows
   uint64_t masks[kMasks ? kMaxRows<kDim> : 1];
@@ -89,7 +90,8 @@ class RingCursor {
 
 // Two stages, with K and V of a tile, for those who read them. A group looks at its own tiles only. That it does not take a stage for full which still
 // waits for the tile before (their phases have the same parity) follows from what it has seen to be full: an earlier tile of its own, or Q. That was asked
-// for behind the tile before, by the same threads, whose copies arrive in the order in which they were issued.
+// for behind the tile before, by the same threads, whose copies arrive in the order in which they were issued; where others bring K,
+// there is one buffer of Q, so that all K in front of it was read.
 template <int kStages>
 class TileStages {
   static_assert(kStages % 2 == 0);
@@ -139,17 +141,30 @@ class QueryCursor {
   int item_ = 0;
 };
 
-// How many tiles before its copies are issued a tile's slots are read: by then the copies of `ahead` half tiles have landed.
-constexpr int slot_lead(int ahead) { return (ahead + 1) / 2; }
+// How many tiles before its copies are issued a tile's slots are read: by then those of `ahead` stages have landed, each of K or V; of the one or the
+// other where two groups of warps convert.
+constexpr int slot_lead(int dim, int ahead) { return two_convert(dim) ? ahead : (ahead + 1) / 2; }
+constexpr int converting_groups(int dim) { return two_convert(dim) ? 2 : 1; }
 
-// `kAhead` tiles of K or V may wait for their conversion behind the stages; none where nothing is converted.
+// `kAhead` tiles of K or V may wait for their conversion behind the stages, for each group of warps that converts; none where nothing is converted.
 template <int kDim, int kStages, int kAhead>
-struct WideMemory {
+struct WideTiles {
+  static constexpr int kConverting = converting_groups(kDim), kSlotTiles = slot_lead(kDim, kAhead) + 1;
+  alignas(1024) uint8_t ring[kStages * kStageBytes<kDim>];
+  alignas(kCopyBytes) uint8_t ahead[kConverting][kAhead * kAheadBytes<kDim>];
+};
+template <int kDim, int kStages>
+struct WideTiles<kDim, kStages, 0> {
+  static constexpr int kConverting = 1, kSlotTiles = 1;
+  alignas(1024) uint8_t ring[kStages * kStageBytes<kDim>];
+};
+
+template <int kDim, int kStages, int kAhead>
+struct WideMemory : WideTiles<kDim, kStages, kAhead> {
+  using Tiles = WideTiles<kDim, kStages, kAhead>;
   static constexpr int kBuffers = query_buffers(kAhead > 0);
-  static constexpr int kSlotTiles = kAhead > 0 ? slot_lead(kAhead) + 1 : 0;
-  alignas(1024) uint8_t ring[kStages * kStageBytes<kDim> + kAhead * kAheadBytes<kDim>];
   WideQueries<kDim> queries[kBuffers];
-  alignas(16) int slots[kSlotTiles > 0 ? kSlotTiles : 1][kTokens];  // of the tiles to come
+  alignas(kCopyBytes) int slots[Tiles::kConverting][Tiles::kSlotTiles][kTokens];  // of the tiles to come
 };
 
 template <int kStages, int kBuffers>
@@ -171,7 +186,7 @@ struct WideBarriers {
     }
     if (i < kBuffers) {
       init_one(queries.full[i], 2 * producer_threads(kDim));
-      init_one(queries.empty[i], groups(kDim) * kGroupThreads);
+      init_one(queries.empty[i], wide_groups(kDim) * kGroupThreads);
     }
   }
 };

@@ -18,7 +18,7 @@ template <typename T, typename Kv, int kDim, int kVDim, int kStages, typename Me
 class WideGroup {
   using P = Products<typename Kv::Product, kDim, kVDim>;
   using Stages = TileStages<kStages>;
-  static constexpr int kGroups = groups(kDim);
+  static constexpr int kGroups = wide_groups(kDim);
 
  public:
   __device__ WideGroup(const Params& p, const WorkItems& items, Memory& memory,
