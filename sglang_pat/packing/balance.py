@@ -18,6 +18,11 @@ from sglang_pat.packing.prices import ALWAYS, PackConfig
 SLACK = 64
 """A bin may miss the average by 1/SLACK of it before a pack is cut; with 32 the same run missed the 5 % at times."""
 
+PASSES, PASSES_PACKS = 4, 512
+"""How often bins are filled at most while one is longer than the average by 1/SLACK: each time with what cuts and turns added the time before, or half way
+between two times that differ. The shortest longest bin is kept. Over 275 plans with an H200's prices it became 2 % shorter, and up to a third; more passes
+brought nothing. With more packs than PASSES_PACKS once is enough: each time takes 25 us for 1,024 (benchmarks/NOTES.md, "What cuts will cost")."""
+
 UNEVEN = 32
 """Some bins have more growing tails than others. When this has made a bin longer than the average by 1/UNEVEN of it, and by a KV tile, a new
 plan is due. On an H200, plans that were used for longer took 1.1 to 1.4 times as long as new plans (benchmarks/NOTES.md, 2026-11-22)."""
@@ -73,18 +78,48 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     ]
     config = config.for_bins
     prices = [config.item_price(*_measures(pack, seq_lens)) for pack in packs]
-    remaining, count = sum(prices), _count(packs, prices, config)
+    work, count = sum(prices), _count(packs, prices, config)
+    best: _Filled | None = None
+    expected: int | None = None
+    for number in range(PASSES if len(packs) <= PASSES_PACKS else 1):
+        filled = _fill(packs, seq_lens, config, work, count, expected)
+        if best is None or max(filled.loads) < max(best.loads):
+            best = filled
+        total = sum(filled.loads)
+        if filled.added in (0, expected) or max(filled.loads) * count <= total + total // SLACK:
+            break
+        expected = filled.added if number % 2 == 0 or expected is None else (filled.added + expected) // 2
+    assert best is not None
+    return best.bins
+
+
+class _Filled(msgspec.Struct):
+    """Bins with their prices, and what cuts and turns have added to the price of the packs."""
+
+    bins: list[list[Pack]]
+    loads: list[int]
+    added: int = 0
+
+
+def _fill(
+    packs: list[Pack], seq_lens: list[int], config: PackConfig, remaining: int, count: int, expected: int | None
+) -> _Filled:
+    """Fill `count` bins with packs whose price is `remaining`. `expected` is what cuts and turns will add to it, if that is known."""
     shared, single = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])
-    bins: list[list[Pack]] = []
+    filled = _Filled([], [])
+    bins = filled.bins
     # With eight packs per bin, nearly every bin fills without a cut.
     cuts = int(len(packs) < 8 * count)
     turns = 0
     for left in range(count, 0, -1):
-        # Cuts to come will add work items, and bins with both kinds of items will have to switch between them: assume as many of both per
-        # bin as there were so far.
-        ahead = config.start_price(1) * (left - 1) * cuts // (len(bins) + 1)
-        if shared:
-            ahead += config.turn_price * (left - 1) * turns // (len(bins) + 1)
+        # Cuts to come will add work items, and bins with both kinds of items will have to switch between them. As long as it is not known what that
+        # adds, assume as many of both per bin as there were so far.
+        if expected is None:
+            ahead = config.start_price(1) * (left - 1) * cuts // (len(bins) + 1)
+            if shared:
+                ahead += config.turn_price * (left - 1) * turns // (len(bins) + 1)
+        else:
+            ahead = max(0, expected - filled.added)
         target = -(-(remaining + ahead) // left)
         slack = target // SLACK
         load = 0
@@ -104,11 +139,11 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
             cut = not whole and (load == 0 or gap > max(slack, start))
             if cut and (tokens := _cut_tokens(queue, room, seq_lens, config)):
                 piece = queue.cut(tokens)
-                cuts, remaining = cuts + 1, remaining + start
+                cuts, remaining, filled.added = cuts + 1, remaining + start, filled.added + start
                 load += config.item_price(len(piece.queries), tokens, piece.in_row_slices) + turn
             elif whole or load == 0:
                 piece = queue.take()
-                remaining += turn
+                remaining, filled.added = remaining + turn, filled.added + turn
                 load += turn + price
             else:
                 break
@@ -119,7 +154,8 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         turns += len(kinds) == 2
         remaining -= load
         bins.append(members)
-    return bins
+        filled.loads.append(load)
+    return filled
 
 
 def _count(packs: list[Pack], prices: list[int], config: PackConfig) -> int:

@@ -35,6 +35,33 @@ class Bins {
   template <typename Grows>
   void fill(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics,
             Grows grows) {
+    const int64_t bins = count(packs, seq_lens, config);
+    const int64_t passes = packs.shared.size() + packs.single.size() <= kPassesPacks ? kPasses : 1;
+    int64_t expected = kUnknown, best = kUnknown, least = INT64_MAX;
+    const auto fill_with = [&](int64_t expected) {
+      return fill_once(packs, seq_lens, config, statistics, grows, bins, expected);
+    };
+    for (int64_t number = 0;; ++number) {
+      const auto [added, work] = fill_with(expected);
+      if (statistics.longest_bin < least) least = statistics.longest_bin, best = expected;
+      const bool even = __int128(statistics.longest_bin) * bins <= work + work / kSlack;
+      if (added == 0 || added == expected || even || number + 1 == passes) break;
+      expected = number % 2 == 0 ? added : (added + expected) / 2;
+    }
+    if (expected != best) fill_with(best);
+  }
+
+ private:
+  static constexpr int64_t kUnknown = -1;
+
+  struct Filled {
+    int64_t added, work;  // what cuts and turns added to the price of the packs, and all together
+  };
+
+  // `expected` is what cuts and turns will add, if that is known.
+  template <typename Grows>
+  Filled fill_once(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics,
+                   Grows grows, int64_t left, int64_t expected) {
     items.clear();
     in_row_slices.clear();
     begins.assign(1, 0);
@@ -45,15 +72,17 @@ class Bins {
     const auto end_of = [&](const Pack& pack) {
       return int64_t(pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end);
     };
-    int64_t left = count(packs, seq_lens, config);
     // With eight packs for a bin, nearly every bin can be filled without a cut.
-    int64_t cuts = int64_t(packs.shared.size() + packs.single.size()) < 8 * left;
+    int64_t cuts = int64_t(packs.shared.size() + packs.single.size()) < 8 * left, added = 0;
     int64_t work = 0, growth = 0, most_growth = 0, turns = 0;
     for (; left > 0; --left) {
       // The cuts to come will make work items of their own; as many for each bin as there were so far. So will bins with two
       // kinds of them cost what it takes to go from one to the other.
-      int64_t ahead = config.bin_prices.starts[1] * (left - 1) * cuts / int64_t(begins.size());
-      if (!shared.empty()) ahead += config.turn_price * (left - 1) * turns / int64_t(begins.size());
+      int64_t ahead = std::max<int64_t>(0, expected - added);
+      if (expected == kUnknown) {
+        ahead = config.bin_prices.starts[1] * (left - 1) * cuts / int64_t(begins.size());
+        if (!shared.empty()) ahead += config.turn_price * (left - 1) * turns / int64_t(begins.size());
+      }
       const int64_t target = ceil_div(remaining + ahead, left), slack = target / kSlack;
       int64_t load = 0, bin_growth = 0;
       int kinds = 0;
@@ -96,7 +125,7 @@ class Bins {
         };
         if (fits(price)) {
           kinds |= kind;
-          remaining += turn;
+          remaining += turn, added += turn;
           take_whole();
           continue;
         }
@@ -111,7 +140,7 @@ class Bins {
           queue->begin = start + int32_t(cut);
           add_until(queue->begin, false);
           for (int32_t i = 0; i < pack.count; ++i) num_parts[packs.queries[pack.first + i]] += 1;
-          remaining += begin;
+          remaining += begin, added += begin;
           load += config.item_price(config.bin_prices, pack.count, cut, slices) + turn;
           kinds |= kind;
         } else if (load == 0) {
@@ -130,9 +159,9 @@ class Bins {
     const int64_t bins = int64_t(begins.size()) - 1, excess = most_growth * bins - growth;
     const int64_t allowed = std::max(work / kUneven, bins * config.kv_tiles.back() * config.bin_prices.tokens[1]);
     even_steps = excess > 0 ? std::max(kLeastSteps, allowed / excess) : INT32_MAX;
+    return {added, work};
   }
 
- private:
   // How many bins there are. A cut affects so many queries: the mean over packs, weighted by work, where packs shorter than a bin count as one
   // query, as they go into a bin whole, and the cut falls on a pack of one query beside them.
   static int64_t count(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config) {
