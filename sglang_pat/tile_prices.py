@@ -228,7 +228,10 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
         )  # fmt: skip
         if cuda.arch_of(device).startswith("9."):
             # Elsewhere wide tiles have other kernels.
-            table = msgspec.structs.replace(table, wide_steps=H200.wide_steps, narrow_first_ns=H200.narrow_first_ns)
+            table = msgspec.structs.replace(
+                table, wide_steps=H200.wide_steps, narrow_first_ns=H200.narrow_first_ns,
+                slice_token_8bit_ns=H200.slice_token_8bit_ns,
+            )  # fmt: skip
     for name in PRICED[1:]:
         bits = FORMATS[name].bits
         if only and bits not in only:

@@ -17,29 +17,20 @@ if TYPE_CHECKING:
 
 
 FAST_ROWS = 64
-"""Up to so many rows per KV head, drafts over shared prefixes are verified faster than by FA3: at 64 rows in 17 of 18 cases (docs/measured.md, Verify steps,
-one H200, 2026-11-27). More were not measured."""
-
-FAST_ROWS_OF_FP8 = 16
-"""Up to so many rows with an FP8 cache: at 32 FA3 was faster in 12 of 40 cases, at 64 in 18 of 20, and a cache of 16 bits in all (docs/measured.md, Verify
-steps, one H200, 2026-11-28)."""
+"""Up to so many rows per KV head, drafts over shared prefixes are verified faster than by FA3: at 64 rows in 17 of 18 cases, and in 17 of 18 over an
+FP8 cache (docs/measured.md, Verify steps, one H200, 2026-11-27 and 28). More were not measured."""
 
 
 def advice(spec: AttentionSpec) -> str | None:
-    """A warning for GPUs if drafts have more rows per KV head than are fast; None otherwise."""
+    """A warning for GPUs if drafts have more rows per KV head than were measured; None otherwise."""
     heads, rows = spec.heads // spec.kv_heads, spec.query_heads // spec.kv_heads
-    fp8 = spec.kv.bits == 8
-    fast = FAST_ROWS_OF_FP8 if fp8 else FAST_ROWS
-    if spec.query_tokens == 1 or rows <= fast:
+    if spec.query_tokens == 1 or rows <= FAST_ROWS:
         return None
-    fewer = f"drafts of up to {fast // heads} tokens" if heads * 2 <= fast else "no drafts"
-    slow = (
-        f"over an FP8 cache more than {fast} are slower than over 16 bits, and often than with FA3 (docs/measured.md, Verify steps); take "
-        f"a --kv-cache-dtype of 16 bits or {fewer}"
-        if fp8
-        else f"more than {fast} were not measured and may be slow (docs/measured.md, Verify steps); take {fewer}"
+    fewer = f"drafts of up to {FAST_ROWS // heads} tokens" if heads * 2 <= FAST_ROWS else "no drafts"
+    return (
+        f"drafts of {spec.query_tokens} tokens make {rows} rows of a KV head: more than {FAST_ROWS} were not measured and may be slow "
+        f"(docs/measured.md, Verify steps); take {fewer}, or compare with another --attention-backend"
     )
-    return f"drafts of {spec.query_tokens} tokens make {rows} rows of a KV head: {slow}, or compare with another --attention-backend"
 
 
 def without_branches(requests: int, tokens: int, device: torch.device | str) -> torch.Tensor:
