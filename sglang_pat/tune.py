@@ -103,7 +103,10 @@ def derive(known: GpuTable, name: str) -> GpuTable:
         )
 
     of_16bit, of_8bit, of_4bit, of_2bit = (prices(FORMATS[name]) for name in PRICED)
-    source = f"derived from the table of {known.gpu} by `python -m sglang_pat.tune --derive {name}`; not measured"
+    source = (
+        f"derived from the table of {known.gpu} by `python -m sglang_pat.tune --derive {name}`; not measured; KV of 8 bits is converted by other warps "
+        "where there is no wgmma"
+    )
     latency = round(known.latency_ns * slower, 1)
     turn = round(known.turn_ns * slower, 1)
     return GpuTable(

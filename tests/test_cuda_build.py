@@ -81,13 +81,16 @@ def test_forward_compiles_without_spills(arch: str, dims: tuple[int, int], dtype
 
 
 @compiles
-@pytest.mark.parametrize(("dim", "heads", "tokens"), [(128, 4, 8), (128, 64, 1), (64, 8, 8), (96, 4, 1)])
-def test_kv_of_8_bits_with_drafts_and_tails_compiles_without_spills(dim: int, heads: int, tokens: int) -> None:
-    """Where two groups of warps convert. With drafts and tails of 128 dimensions narrow items put a mask aside: 56 bytes, not tested."""
+@pytest.mark.parametrize(
+    ("dim", "heads", "tokens", "spills"),
+    [(128, 4, 8, 0), (128, 64, 1, 0), (64, 8, 8, 0), (96, 4, 1, 0), (128, 8, 8, 56)],
+)
+def test_kv_of_8_bits_with_drafts_and_tails_compiles(dim: int, heads: int, tokens: int, spills: int) -> None:
+    """Where two groups of warps convert. With drafts and tails of 128 dimensions narrow items put masks aside."""
     spec = msgspec.structs.replace(spec_of(torch.float8_e4m3fn, dim, dim), heads=heads, query_tokens=tokens)
     variant = cuda.Variant.of(spec, "9.0a")
     found = resources.measure(variant)
-    assert found.spill_bytes == 0 and not found.serialized
+    assert found.spill_bytes <= spills and not found.serialized
     assert variant.tails == (heads * tokens == 64) and found.shared_bytes <= SHARED_LIMIT["9.0a"]
 
 

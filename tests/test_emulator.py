@@ -98,6 +98,9 @@ CHANGES: dict[str, emulated.Change] = {
     "tails: what was summed up in front of them is not made smaller": (
         "wide.cuh", "if constexpr (kHasTails) rescale<P::kOutputs>(o, correction);", "",
     ),
+    "tails of 8 bits: the second one is where the first one is": ("convert.cuh", "second ? item.second_tail : item.slots", "false ? item.second_tail : item.slots"),
+    "tails of 8 bits: the second one is as long as the first one": ("convert.cuh", "item.tail_tokens[second];", "item.tail_tokens[0];"),
+    "tails of 8 bits: they are not looked up": ("assign.cuh", "if (item.tails && item.phase == kWide) look_up_tails(item, end);", ""),
     "unequal, narrow: V is copied as if it were as wide as K": ("narrow_load.cuh", "column < kVRowCopies", "column < kRowCopies"),
     "unequal, ring: V is copied as if it were as wide as K": ("ring.cuh", "(kIsV ? kVDim : kDim)", "kDim"),
     "unequal, 8 bits: V is copied as if it were as wide as K": ("convert.cuh", "(is_v ? kVDim : kDim)", "kDim"),
@@ -156,7 +159,7 @@ def fault_of_run(run: Run, seeds: int) -> str:
 
 def run_for(workers: int, case: Case, change: emulated.Change | None) -> Run:
     """With a plan for so few workers."""
-    tiles = capabilities.tile_table(ARCH, 128)
+    tiles = capabilities.tile_table(ARCH, 128, kv_bits=case.spec.kv.bits)
     run = Run(case, emulated.Decoder(case.spec, tiles, ARCH, change, torch.bfloat16), tiles)
     run.plan = case.plan(tiles, workers)
     run.make_workspace(int(run.plan[2]))
@@ -194,9 +197,19 @@ def fault_of_pages(change: emulated.Change | None) -> str:
 
 def fault_of_tails(change: emulated.Change | None) -> str:
     """The same of work items with tails."""
+    return of_tails(change, torch.bfloat16)
+
+
+def fault_of_tails_of_8_bits(change: emulated.Change | None) -> str:
+    """The same where KV is converted: its loaders look tails up with the item."""
+    return of_tails(change, torch.float8_e4m3fn)
+
+
+def of_tails(change: emulated.Change | None, dtype: torch.dtype) -> str:
     batch = Batch([630, 650, 700, 701, 740, 608, 665], [Node(0, 600, list(range(7)))])
-    case = Case(batch, 64, 1, 128, 128, torch.bfloat16)
-    case.k[case.table[case.rows[1:4], 600:640].long()] *= 8
+    case = Case(batch, 64, 1, 128, 128, dtype)
+    own = case.table[case.rows[1:4], 600:640].long()
+    case.k[own] = (case.k[own].float() * 8).to(dtype)
     run = run_for(1, case, change)
     assert any(item.tails for item in layout.work_items(run.plan.numpy()))
     return fault_of_run(run, seeds=4)
@@ -210,7 +223,9 @@ def fault_of_narrow_first(change: emulated.Change | None) -> str:
     return fault_of_run(run, seeds=4)
 
 
-KINDS = {"pages": fault_of_pages, "tails": fault_of_tails, "narrow first": fault_of_narrow_first}
+KINDS = {
+    "pages": fault_of_pages, "tails": fault_of_tails, "tails of 8 bits": fault_of_tails_of_8_bits, "narrow first": fault_of_narrow_first,
+}  # fmt: skip
 
 
 def several_look_ups(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:

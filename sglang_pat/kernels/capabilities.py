@@ -61,7 +61,7 @@ MEASURED_DIM = 128
 
 
 def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
-    """Every m of an architecture's kernels; 128 and 192 rows take several warpgroups, of which one converts KV of 8 bits (csrc/cuda/threads.cuh,
+    """Every m of an architecture's kernels. 128 rows take two warpgroups, 192 three: with KV of 8 bits the third one converts (csrc/cuda/threads.cuh,
     `wide_groups`).
 
     Args:

@@ -21,7 +21,8 @@ SLACK = 64
 PASSES, PASSES_PACKS = 4, 512
 """How often bins are filled at most while one is longer than the average by 1/SLACK: each time with what cuts and turns added the time before, or half way
 between two times that differ. The shortest longest bin is kept. Over 275 plans with an H200's prices it became 2 % shorter, and up to a third; more passes
-brought nothing. With more packs than PASSES_PACKS once is enough: each time takes 25 us for 1,024 (benchmarks/NOTES.md, "What cuts will cost")."""
+brought nothing. With more packs than PASSES_PACKS once is enough: each time takes 25 us for 1,024 (benchmarks/NOTES.md, "What cuts will cost"). Where less
+is added than was expected, the last bins may be empty."""
 
 UNEVEN = 32
 """Some bins have more growing tails than others. When this has made a bin longer than the average by 1/UNEVEN of it, and by a KV tile, a new

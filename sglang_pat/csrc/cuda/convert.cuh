@@ -6,7 +6,7 @@
 
 namespace pat {
 
-enum class Brought { kAll, kK, kV };  // V: and Q
+enum class Brought { kEverything, kK, kV };  // Q comes with V
 
 // Each thread copies and converts rows of its own: nobody else waits for its bytes. Its copies go on across the ends of items, but
 // where Q has to be converted too, which waits for all of them.
@@ -16,7 +16,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
   using Rows::kRowThreads, Rows::kRows, Rows::kStride, Rows::own_row, Rows::thread;
   using Memory = WideMemory<kDim, kStages, kAhead>;
   using Barriers = WideBarriers<kStages, Memory::kBuffers>;
-  static constexpr bool kAll = kBrought == Brought::kAll, kWithQueries = kBrought != Brought::kK;
+  static constexpr bool kAll = kBrought == Brought::kEverything, kWithQueries = kBrought != Brought::kK;
   static constexpr int kPlace = kBrought == Brought::kV;  // in memory and in a tile's stages
   static constexpr int kLead = slot_lead(kDim, kAhead), kSlotsOnly = -2;
   // Q of an item comes when all groups are done with the item before, so with its K (`TileStages`).
@@ -60,7 +60,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
       int stages = i == kSlotsOnly ? kLead : kAhead;
       if (i >= 0) {
         const Item& item = items_.get(kWide, i);
-        stages = (tiles_of(item.tokens) + tail_tiles(item)) * (kAll ? 2 : 1);
+        stages = (tiles_of(item.tokens) + all_tail_tiles(item)) * (kAll ? 2 : 1);
         if constexpr (kWithQueries) {
           queries_.copy();
           queries_.read(i + 1);
@@ -85,9 +85,9 @@ class ConvertingProducer : TileRows<kDim, kDim> {
 
   __device__ static int tiles_of(int tokens) { return int(unsigned(tokens + kTokens - 1) / kTokens); }
 
-  // An item's, of each query as many as the longest tail has.
+  // Tiles of all of an item's tails together: of each query as many as the longest one has.
   template <typename AnyItem>
-  __device__ static int tail_tiles(const AnyItem& item) {
+  __device__ static int all_tail_tiles(const AnyItem& item) {
     if constexpr (kLooksUpTails) return item.count * tiles_of(max(item.tail_tokens[0], item.tail_tokens[1]));
     return 0;
   }
@@ -111,7 +111,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
   // The same among the tiles of an item's tails. One that has ended has tiles without tokens.
   template <typename AnyItem>
   __device__ bool advance_in_tails(Cursor& cursor, const AnyItem& item) const {
-    if (++cursor.tail >= tail_tiles(item)) return false;
+    if (++cursor.tail >= all_tail_tiles(item)) return false;
     const bool second = cursor.tail % item.count != 0;
     cursor.begin = cursor.tail / item.count * kTokens;
     cursor.tokens = item.tail_tokens[second];

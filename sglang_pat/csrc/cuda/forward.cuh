@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
       if (wide) {
         if constexpr (S::kHasWide) {
           if constexpr (S::kConverts) {
-            bring<T, Kv, kDim, kVDim, kMs, two_convert(kDim) ? Brought::kK : Brought::kAll>(p, items, memory);
+            bring<T, Kv, kDim, kVDim, kMs, two_convert(kDim) ? Brought::kK : Brought::kEverything>(p, items, memory);
           } else {
             Producer<T, kDim, kVDim, S::kStages>(p, items, memory.wide, memory.barriers).run();
             wait_copies<0>();

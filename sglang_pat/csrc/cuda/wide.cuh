@@ -1,5 +1,6 @@
 // Items of more rows. Each group of warps has 64 of them. Of a long item of 64 rows, two groups take turns at the tiles and
-// sum up at the end; a short item is owned by one warpgroup, the next one by the next: each hides what the others wait for. With tails, each
+// sum up at the end; a short item is owned by one warpgroup, the next one by the next: each hides what the others wait for, but for Q of KV that
+// is converted, which has one buffer. With tails, each
 // group goes on with a query's own KV, tile by tile in turn. A group does not look at what is for others.
 // K, V and Q come through the ring.
 #pragma once

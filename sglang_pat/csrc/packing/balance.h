@@ -32,6 +32,7 @@ class Bins {
     num_parts.reserve(batch);
   }
 
+  // Several times (balance.py, PASSES), and once more if the last was not the best.
   template <typename Grows>
   void fill(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics,
             Grows grows) {
