@@ -293,14 +293,18 @@ def test_workers_with_both_kinds_of_items(dtype: torch.dtype, dim: int, tokens: 
     decoded.check_in_any_order(TOLERANCE[case.q.dtype], seeds=3)
 
 
+TAILS = ((1, 64), (8, 8), (3, 16), (4, 11))
+"""Tokens of a query and query heads of a KV head."""
+
+
 @hopper
 @pytest.mark.parametrize(
     ("tokens", "heads", "dtype", "dim"),
     [
-        *((tokens, heads, torch.bfloat16, 128) for tokens, heads in ((1, 64), (8, 8), (3, 16), (4, 11))),
-        *(emulated_slowly(tokens, heads, torch.float16, 128) for tokens, heads in ((1, 64), (8, 8))),
-        *(emulated_slowly(tokens, heads, torch.bfloat16, 64) for tokens, heads in ((1, 64), (8, 8))),
-        *(emulated_slowly(tokens, heads, torch.float8_e4m3fn, 128) for tokens, heads in ((1, 64), (8, 8), (3, 11))),
+        *((tokens, heads, torch.bfloat16, 128) for tokens, heads in TAILS),
+        *(emulated_slowly(tokens, heads, torch.float16, 128) for tokens, heads in TAILS),
+        *(emulated_slowly(tokens, heads, torch.bfloat16, 64) for tokens, heads in TAILS),
+        *(emulated_slowly(tokens, heads, torch.float8_e4m3fn, 128) for tokens, heads in (*TAILS, (3, 11))),
         *(emulated_slowly(tokens, heads, torch.float8_e5m2, 64) for tokens, heads in ((1, 33), (8, 8))),
     ],
 )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import emulated
 import pytest
@@ -195,17 +196,8 @@ def fault_of_pages(change: emulated.Change | None) -> str:
     return ""
 
 
-def fault_of_tails(change: emulated.Change | None) -> str:
-    """The same of work items with tails."""
-    return of_tails(change, torch.bfloat16)
-
-
-def fault_of_tails_of_8_bits(change: emulated.Change | None) -> str:
-    """The same where KV is converted: its loaders look tails up with the item."""
-    return of_tails(change, torch.float8_e4m3fn)
-
-
-def of_tails(change: emulated.Change | None, dtype: torch.dtype) -> str:
+def fault_of_tails(change: emulated.Change | None, dtype: torch.dtype = torch.bfloat16) -> str:
+    """The same of work items with tails. Where KV is converted, its loaders look these up with the item."""
     batch = Batch([630, 650, 700, 701, 740, 608, 665], [Node(0, 600, list(range(7)))])
     case = Case(batch, 64, 1, 128, 128, dtype)
     own = case.table[case.rows[1:4], 600:640].long()
@@ -223,9 +215,12 @@ def fault_of_narrow_first(change: emulated.Change | None) -> str:
     return fault_of_run(run, seeds=4)
 
 
-KINDS = {
-    "pages": fault_of_pages, "tails": fault_of_tails, "tails of 8 bits": fault_of_tails_of_8_bits, "narrow first": fault_of_narrow_first,
-}  # fmt: skip
+KINDS: dict[str, Callable[[emulated.Change | None], str]] = {
+    "pages": fault_of_pages,
+    "tails": fault_of_tails,
+    "tails of 8 bits": partial(fault_of_tails, dtype=torch.float8_e4m3fn),
+    "narrow first": fault_of_narrow_first,
+}
 
 
 def several_look_ups(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:

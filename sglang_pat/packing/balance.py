@@ -80,17 +80,15 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     config = config.for_bins
     prices = [config.item_price(*_measures(pack, seq_lens)) for pack in packs]
     work, count = sum(prices), _count(packs, prices, config)
-    best: _Filled | None = None
     expected: int | None = None
-    for number in range(PASSES if len(packs) <= PASSES_PACKS else 1):
-        filled = _fill(packs, seq_lens, config, work, count, expected)
-        if best is None or max(filled.loads) < max(best.loads):
-            best = filled
+    best = filled = _fill(packs, seq_lens, config, work, count, expected)
+    for number in range(1, PASSES if len(packs) <= PASSES_PACKS else 1):
         total = sum(filled.loads)
-        if filled.added in (0, expected) or max(filled.loads) * count <= total + total // SLACK:
+        if filled.added in (0, expected) or filled.longest() * count <= total + total // SLACK:
             break
-        expected = filled.added if number % 2 == 0 or expected is None else (filled.added + expected) // 2
-    assert best is not None
+        expected = filled.added if expected is None or number % 2 else (filled.added + expected) // 2
+        filled = _fill(packs, seq_lens, config, work, count, expected)
+        best = min(best, filled, key=_Filled.longest)
     return best.bins
 
 
@@ -100,6 +98,9 @@ class _Filled(msgspec.Struct):
     bins: list[list[Pack]]
     loads: list[int]
     added: int = 0
+
+    def longest(self) -> int:
+        return max(self.loads)
 
 
 def _fill(

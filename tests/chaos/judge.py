@@ -103,7 +103,8 @@ class Judge:
         # What SGLang refuses may still generate a token, from a prompt of one token that is 0 (`Req.set_finish_with_abort`).
         refused = (outcome.meta.get("finish_reason") or {}).get("status_code") is not None
         # Aborted meanwhile it says no more that it was refused.
-        refused |= not outcome.complete and outcome.meta.get("prompt_tokens") == 1
+        single = outcome.meta.get("prompt_tokens") == 1 and all(len(ids) == 1 for ids in outcome.ids)
+        refused |= not outcome.complete and single
         # Of a request for no token, SGLang samples none, and shows the place-holder of one if it is aborted (`is_prefill_only`, tp_worker.py).
         refused |= case.question.kind == "greedy" and case.tokens == 0 and not outcome.complete
         if refused or (not outcome.ids and not outcome.texts):

@@ -83,8 +83,6 @@ class ConvertingProducer : TileRows<kDim, kDim> {
   // Whether this thread's column is one of K, or of V.
   __device__ static bool in_row(bool is_v) { return column() < (is_v ? kVDim : kDim) / kCopyBytes; }
 
-  __device__ static int tiles_of(int tokens) { return int(unsigned(tokens + kTokens - 1) / kTokens); }
-
   // Tiles of all of an item's tails together: of each query as many as the longest one has.
   template <typename AnyItem>
   __device__ static int all_tail_tiles(const AnyItem& item) {

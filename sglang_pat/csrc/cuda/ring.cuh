@@ -48,12 +48,14 @@ struct WideQueries {
   int tail_tokens[kHasTails ? groups(kDim) : 1];
 };
 
+__device__ __forceinline__ int tiles_of(int tokens) { return int(unsigned(tokens + kTokens - 1) / kTokens); }
+
 // Tiles of the longest of an item's tails.
 template <int kDim>
 __device__ __forceinline__ int tail_tiles(const WideQueries<kDim>& queries, int count) {
   int longest = 0;
   for (int i = 0; i < count; ++i) longest = max(longest, queries.tail_tokens[i]);
-  return int(unsigned(longest + kTokens - 1) / kTokens);
+  return tiles_of(longest);
 }
 
 // Where KV is converted, its stages need the memory more (benchmarks/NOTES.md, 2026-11-23).

@@ -46,7 +46,7 @@ class WideGroup {
         kArrivals / (item.m / kGroupRows);  // by each warp that reads a stage, so that all together are as many as ever
     int tile = tiles_ + (in_turns ? group : 0);                 // this group's next one
     int left = item.tokens - (in_turns ? group * kTokens : 0);  // tokens from there on
-    tiles_ += int(unsigned(item.tokens + kTokens - 1) / kTokens);
+    tiles_ += tiles_of(item.tokens);
     queries_.wait_full();
     fence_async_proxy();
     auto& queries = memory_.queries[queries_.buffer()];
