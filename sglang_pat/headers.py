@@ -29,7 +29,6 @@ def headers() -> dict[Path, str]:
                     "kMaxWaves": prices.MAX_WAVES,
                     "kSlack": balance.SLACK,
                     "kPasses": balance.PASSES,
-                    "kPassesPacks": balance.PASSES_PACKS,
                     "kUneven": balance.UNEVEN,
                     "kLeastSteps": balance.LEAST_STEPS,
                     "kTailGrowth": oracle.TAIL_GROWTH,

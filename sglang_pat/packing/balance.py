@@ -18,11 +18,10 @@ from sglang_pat.packing.prices import ALWAYS, PackConfig
 SLACK = 64
 """A bin may miss the average by 1/SLACK of it before a pack is cut; with 32 the same run missed the 5 % at times."""
 
-PASSES, PASSES_PACKS = 4, 512
+PASSES = 4
 """How often bins are filled at most while one is longer than the average by 1/SLACK: each time with what cuts and turns added the time before, or half way
 between two times that differ. The shortest longest bin is kept. Over 275 plans with an H200's prices it became 2 % shorter, and up to a third; more passes
-brought nothing. With more packs than PASSES_PACKS once is enough: each time takes 25 us for 1,024 (benchmarks/NOTES.md, "What cuts will cost"). Where less
-is added than was expected, the last bins may be empty."""
+brought nothing (benchmarks/NOTES.md, "What cuts will cost"). Where less is added than was expected, the last bins may be empty."""
 
 UNEVEN = 32
 """Some bins have more growing tails than others. When this has made a bin longer than the average by 1/UNEVEN of it, and by a KV tile, a new
@@ -82,7 +81,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     work, count = sum(prices), _count(packs, prices, config)
     expected: int | None = None
     best = filled = _fill(packs, seq_lens, config, work, count, expected)
-    for number in range(1, PASSES if len(packs) <= PASSES_PACKS else 1):
+    for number in range(1, PASSES):
         total = sum(filled.loads)
         if filled.added in (0, expected) or filled.longest() * count <= total + total // SLACK:
             break

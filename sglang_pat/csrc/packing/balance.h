@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "pack.h"
@@ -20,14 +21,12 @@ struct Statistics {
 class Bins {
  public:
   std::vector<Pack> items;
-  std::vector<uint8_t> in_row_slices;  // of each item, whether it is run in slices
-  std::vector<int32_t> begins;         // of each bin in `items`, with the end of the last
-  std::vector<int32_t> num_parts;      // of each query
-  int64_t even_steps = 0;              // for which the bins stay even
+  std::vector<int32_t> begins;     // of each bin in `items`, with the end of the last
+  std::vector<int32_t> num_parts;  // of each query
+  int64_t even_steps = 0;          // for which the bins stay even
 
   void reserve(size_t batch) {
     items.reserve(3 * batch);
-    in_row_slices.reserve(3 * batch);
     begins.reserve(1024);
     num_parts.reserve(batch);
   }
@@ -37,130 +36,178 @@ class Bins {
   void fill(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics,
             Grows grows) {
     const int64_t bins = count(packs, seq_lens, config);
-    const int64_t passes = packs.shared.size() + packs.single.size() <= kPassesPacks ? kPasses : 1;
-    int64_t expected = kUnknown, best = kUnknown, least = INT64_MAX;
-    const auto fill_with = [&](int64_t expected) {
-      return fill_once(packs, seq_lens, config, statistics, grows, bins, expected);
-    };
-    for (int64_t number = 0;; ++number) {
-      const auto [added, work] = fill_with(expected);
-      if (statistics.longest_bin < least) least = statistics.longest_bin, best = expected;
-      const bool even = __int128(statistics.longest_bin) * bins <= work + work / kSlack;
-      if (added == 0 || added == expected || even || number + 1 == passes) break;
-      expected = number % 2 == 0 ? added : (added + expected) / 2;
+    price_all(packs.shared, shared_, packs, seq_lens, config, grows);
+    price_all(packs.single, single_, packs, seq_lens, config, grows);
+    // Kept at once where the first filling is the best.
+    auto [added, work, longest] = fill_once<true>(packs, config, bins, kUnknown);
+    int64_t expected = kUnknown, best = kUnknown, least = longest;
+    for (int64_t pass = 1; pass < kPasses && added != 0 && added != expected; ++pass) {
+      if (__int128(longest) * bins <= work + work / kSlack) break;
+      expected = pass % 2 == 1 ? added : (added + expected) / 2;
+      std::tie(added, work, longest) = fill_once<false>(packs, config, bins, expected);
+      if (longest < least) least = longest, best = expected;
     }
-    if (expected != best) fill_with(best);
+    if (best != kUnknown) fill_once<true>(packs, config, bins, best);
+    statistics.longest_bin = least;
   }
 
  private:
   static constexpr int64_t kUnknown = -1;
+  static constexpr int kWarps = 1, kAll = 2;  // who runs a work item; both together: a bin that has to switch
 
-  struct Filled {
-    int64_t added, work;  // what cuts and turns added to the price of the packs, and all together
+  // A pack, or what is left of it: its price with its tails, and by how much a step makes it dearer.
+  struct Load {
+    int64_t price, growth;
+    int32_t tokens;
+    uint8_t kind;
+    bool slices;
   };
 
-  // `expected` is what cuts and turns will add, if that is known.
+  // Packs that wait for a bin; of the first one, the KV before `start` is already laid out.
+  struct Queue {
+    const std::vector<Pack>& packs;
+    const std::vector<Load>& loads;
+    size_t index = 0;
+    int32_t start = 0;
+    Load load{};
+
+    Queue(const std::vector<Pack>& packs, const std::vector<Load>& loads) : packs(packs), loads(loads) { look(); }
+
+    bool empty() const { return index == packs.size(); }
+    const Pack& pack() const { return packs[index]; }
+    void take() { ++index, look(); }
+
+    void cut(int32_t tokens, const Config& config) {
+      const auto price = [&] { return config.item_price(config.bin_prices, pack().count, load.tokens, load.slices); };
+      load.price -= price();
+      start += tokens, load.tokens -= tokens;
+      load.price += price();
+    }
+
+   private:
+    void look() {
+      if (!empty()) start = packs[index].start, load = loads[index];
+    }
+  };
+
   template <typename Grows>
-  Filled fill_once(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics,
-                   Grows grows, int64_t left, int64_t expected) {
-    items.clear();
-    in_row_slices.clear();
-    begins.assign(1, 0);
-    statistics.longest_bin = 0;
-    num_parts = packs.num_parts;
+  static void price_all(const std::vector<Pack>& all, std::vector<Load>& loads, const Packs& packs,
+                        const std::vector<int32_t>& seq_lens, const Config& config, Grows grows) {
+    const Prices& prices = config.bin_prices;
+    loads.resize(all.size());
+    Load* load = loads.data();
+    // Field by field: a whole Load is put together in memory first, which takes longer than what is computed here.
+    for (const Pack& pack : all) {
+      const int32_t query = packs.queries[pack.first];
+      load->tokens = (pack.end == kOpen ? seq_lens[query] : pack.end) - pack.start;
+      load->slices = config.in_row_slices(pack.count, load->tokens);
+      load->kind = config.by_warps(pack.count, load->slices) ? kWarps : kAll;
+      load->price = config.item_price(prices, pack.count, load->tokens, load->slices);
+      load->growth = pack.end == kOpen && grows(query) ? prices.growth(pack.count, load->slices) : 0;
+      if (pack.tails) {
+        load->price += packs.tail_tokens(pack, seq_lens) * prices.tokens[1];
+        load->growth = pack.count * prices.tokens[1];
+      }
+      ++load;
+    }
+  }
+
+  // Returns what cuts and turns added to the price of the packs, all together, and the longest bin. `expected` is what is to be added, if that is
+  // known. The bins are kept, or only their prices are told.
+  template <bool kKeep>
+  std::tuple<int64_t, int64_t, int64_t> fill_once(const Packs& packs, const Config& config, int64_t left,
+                                                  int64_t expected) {
+    if constexpr (kKeep) {
+      // Each is cut once a bin at most.
+      items.resize(packs.shared.size() + packs.single.size() + left);
+      begins.assign(1, 0);
+      num_parts = packs.num_parts;
+    }
+    const Prices& prices = config.bin_prices;
+    const int64_t bins = left;
+    Pack* item = items.data();
     int64_t remaining = packs.work;
-    Queue shared{packs.shared, 0, 0}, single{packs.single, 0, 0};
-    const auto end_of = [&](const Pack& pack) {
-      return int64_t(pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end);
-    };
+    Queue shared(packs.shared, shared_), single(packs.single, single_);
     // With eight packs for a bin, nearly every bin can be filled without a cut.
     int64_t cuts = int64_t(packs.shared.size() + packs.single.size()) < 8 * left, added = 0;
-    int64_t work = 0, growth = 0, most_growth = 0, turns = 0;
+    int64_t work = 0, longest = 0, growth = 0, most_growth = 0, turns = 0;
     for (; left > 0; --left) {
       // The cuts to come will make work items of their own; as many for each bin as there were so far. So will bins with two
       // kinds of them cost what it takes to go from one to the other.
       int64_t ahead = std::max<int64_t>(0, expected - added);
       if (expected == kUnknown) {
-        ahead = config.bin_prices.starts[1] * (left - 1) * cuts / int64_t(begins.size());
-        if (!shared.empty()) ahead += config.turn_price * (left - 1) * turns / int64_t(begins.size());
+        ahead = prices.starts[1] * (left - 1) * cuts / (bins - left + 1);
+        if (!shared.empty()) ahead += config.turn_price * (left - 1) * turns / (bins - left + 1);
       }
       const int64_t target = ceil_div(remaining + ahead, left), slack = target / kSlack;
       int64_t load = 0, bin_growth = 0;
       int kinds = 0;
-      const auto turn_to = [&](int kind) { return kinds == (3 ^ kind) ? config.turn_price : 0; };
       while ((!shared.empty() || !single.empty()) && (load < target || left == 1)) {
         const int64_t gap = target - load;
+        const auto turn_to = [&](const Queue& queue) {
+          return kinds == ((kWarps | kAll) ^ queue.load.kind) ? config.turn_price : 0;
+        };
         // The last bin takes all, a nearly full one what helps.
         const auto fits = [&](int64_t price) {
           return left == 1 || (price <= gap + slack && (gap > slack || price <= 2 * gap));
         };
-        Queue* queue = nullptr;
-        int64_t tokens = 0, turn = 0, growth_price = 0, price = 0;
-        int kind = 0;
-        bool slices = false;
-        const auto look_at = [&](Queue& at) {
-          queue = &at;
-          const Pack& pack = at.packs[at.index];
-          const int64_t end = end_of(pack);
-          tokens = end - at.start(), slices = config.in_row_slices(pack.count, end - pack.start);
-          kind = config.by_warps(pack.count, slices) ? 1 : 2, turn = turn_to(kind);
-          growth_price = config.bin_prices.growth(pack.count, slices);
-          price = config.item_price(config.bin_prices, pack.count, tokens, slices) + turn;
-          if (pack.tails) price += packs.tail_tokens(pack, seq_lens) * config.bin_prices.tokens[1];
-        };
-        look_at(shared.empty() ? single : shared);
-        if (queue == &shared && !single.empty() && load > 0 && !fits(price)) look_at(single);
-        const Pack& pack = queue->packs[queue->index];
-        const int32_t start = queue->start();
+        Queue* queue = shared.empty() ? &single : &shared;
+        int64_t turn = turn_to(*queue);
+        if (queue == &shared && !single.empty() && load > 0 && !fits(turn + shared.load.price))
+          queue = &single, turn = turn_to(single);
+        const Pack& pack = queue->pack();
+        const Load& whole = queue->load;
         const auto add_until = [&](int32_t end, bool tails) {
-          items.emplace_back(start, end, pack.first, pack.count, tails);
-          in_row_slices.push_back(slices);
+          if constexpr (kKeep) {
+            *item = Pack(queue->start, end, pack.first, pack.count, tails);
+            item++->in_row_slices = whole.slices;
+          }
         };
         const auto take_whole = [&] {
           add_until(pack.end, pack.tails);
-          if (pack.tails) bin_growth += pack.count * config.bin_prices.tokens[1];
-          if (pack.end == kOpen && grows(packs.queries[pack.first])) bin_growth += growth_price;
-          queue->index += 1;
-          queue->begin = 0;
-          load += price;
+          bin_growth += whole.growth;
+          load += turn + whole.price;
+          queue->take();
         };
-        if (fits(price)) {
-          kinds |= kind;
+        if (fits(turn + whole.price)) {
+          kinds |= whole.kind;
           remaining += turn, added += turn;
           take_whole();
           continue;
         }
         // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
         // of one more work item. An empty bin reads for as long as it takes to start.
-        const int64_t begin = config.bin_prices.fixed(pack.count, slices) + turn;
+        const int64_t begin = prices.fixed(pack.count, whole.slices) + turn;
+        const int64_t grain = prices.growth(pack.count, whole.slices) * config.grain;
         const int64_t room = load == 0 ? std::max(gap - begin, begin) : std::max<int64_t>(0, gap - begin);
-        const int64_t grains = (room + growth_price * config.grain / 2) / (growth_price * config.grain);
-        const int64_t cut = load == 0 || gap > std::max(slack, begin) ? grains * config.grain : 0;
-        if (cut > 0 && cut < tokens) {
+        const bool pays = load == 0 || gap > std::max(slack, begin);
+        const int64_t cut = pays ? (room + grain / 2) / grain * config.grain : 0;
+        if (cut > 0 && cut < whole.tokens) {
           cuts += 1;
-          queue->begin = start + int32_t(cut);
-          add_until(queue->begin, false);
-          for (int32_t i = 0; i < pack.count; ++i) num_parts[packs.queries[pack.first + i]] += 1;
+          add_until(queue->start + int32_t(cut), false);
+          for (int32_t i = 0; kKeep && i < pack.count; ++i) num_parts[packs.queries[pack.first + i]] += 1;
           remaining += begin, added += begin;
-          load += config.item_price(config.bin_prices, pack.count, cut, slices) + turn;
-          kinds |= kind;
+          load += config.item_price(prices, pack.count, cut, whole.slices) + turn;
+          kinds |= whole.kind;
+          queue->cut(int32_t(cut), config);
         } else if (load == 0) {
           take_whole();
         }
         break;
       }
-      turns += kinds == 3;
+      turns += kinds == (kWarps | kAll);
       remaining -= load;
-      statistics.longest_bin = std::max(statistics.longest_bin, load);
-      begins.push_back(int32_t(items.size()));
-      work += load;
-      growth += bin_growth;
-      most_growth = std::max(most_growth, bin_growth);
+      if constexpr (kKeep) begins.push_back(int32_t(item - items.data()));
+      work += load, longest = std::max(longest, load);
+      growth += bin_growth, most_growth = std::max(most_growth, bin_growth);
     }
-    const int64_t bins = int64_t(begins.size()) - 1, excess = most_growth * bins - growth;
-    const int64_t allowed = std::max(work / kUneven, bins * config.kv_tiles.back() * config.bin_prices.tokens[1]);
-    even_steps = excess > 0 ? std::max(kLeastSteps, allowed / excess) : INT32_MAX;
-    return {added, work};
+    if constexpr (kKeep) {
+      items.resize(begins.back());
+      const int64_t excess = most_growth * bins - growth;
+      const int64_t allowed = std::max(work / kUneven, bins * config.kv_tiles.back() * prices.tokens[1]);
+      even_steps = excess > 0 ? std::max(kLeastSteps, allowed / excess) : INT32_MAX;
+    }
+    return {added, work, longest};
   }
 
   // How many bins there are. A cut affects so many queries: the mean over packs, weighted by work, where packs shorter than a bin count as one
@@ -193,15 +240,7 @@ class Bins {
     return config.num_bins(limit, double(packs.work), queries * double(config.part_bytes), narrow);
   }
 
-  // Packs that wait for a bin; of the first one, the KV before `begin` is already laid out.
-  struct Queue {
-    const std::vector<Pack>& packs;
-    size_t index;
-    int32_t begin;
-
-    bool empty() const { return index == packs.size(); }
-    int32_t start() const { return std::max(begin, packs[index].start); }
-  };
+  std::vector<Load> shared_, single_;
 };
 
 }  // namespace pat

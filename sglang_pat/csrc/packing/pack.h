@@ -21,6 +21,7 @@ struct Pack {
   // No more than a tile has rows, so that a pack has 16 bytes: with 20, planning 1,024 requests took 5 % longer.
   int16_t count;
   bool tails;
+  bool in_row_slices = false;  // once laid out in bins: whether it is run in slices
 
   Pack() = default;
   Pack(int32_t start, int32_t end, int32_t first, int32_t count, bool tails = false)
@@ -114,11 +115,14 @@ struct Packs {
     if (const int32_t count = int32_t(queries.size()) - first) split_queries(start, prefix.end, first, count, config);
     if (prefix.leaves() == 0) return;
     if (most_tails > 0 && start < prefix.end && add_with_tails(prefixes, choices, prefix, start, seq_lens, config)) return;
-    for (int32_t i = prefix.first; i < prefix.leaves_end; ++i) {
-      const int32_t query = order[i], from = choices.leaf_joins[i] ? start : prefix.end;
-      single.emplace_back(from, kOpen, int32_t(queries.size()), 1);
-      queries.push_back(query);
-      count_tail(seq_lens[query] - from, config);
+    const int32_t tails = int32_t(queries.size());
+    queries.insert(queries.end(), order + prefix.first, order + prefix.leaves_end);
+    single.resize(single.size() + prefix.leaves());
+    Pack* tail = single.data() + single.size() - prefix.leaves();
+    for (int32_t i = 0; i < prefix.leaves(); ++i) {
+      const int32_t from = choices.leaf_joins[prefix.first + i] ? start : prefix.end;
+      tail[i] = Pack(from, kOpen, tails + i, 1);
+      count_tail(seq_lens[queries[tails + i]] - from, config);
     }
   }
 

@@ -101,8 +101,7 @@ class PlanWriter {
     int32_t* queries = out + out[kQueries];
     const int32_t single_tile = config.query_tile(1), window = config.window;
     int32_t first = 0, single = 0;
-    for (size_t i = 0; i < bins_.items.size(); ++i) {
-      const Pack& item = bins_.items[i];
+    for (const Pack& item : bins_.items) {
       const int32_t* members = &packs.queries[item.first];
       const int64_t shared = int64_t(item.end == kOpen ? seq_lens[members[0]] : item.end) - item.start;
       const int64_t tokens = shared + packs.tail_tokens(item, seq_lens);
@@ -115,9 +114,9 @@ class PlanWriter {
       row[kItemQueries] = item.count;
       row[kTileN] = config.kv_tile(shared);
       row[kTails] = item.tails;
-      read.narrow |= config.by_warps(item.count, bins_.in_row_slices[i]);
+      read.narrow |= config.by_warps(item.count, item.in_row_slices);
       if (item.count == 1) {
-        row[kTileM] = bins_.in_row_slices[i] ? config.slice_rows : single_tile;
+        row[kTileM] = item.in_row_slices ? config.slice_rows : single_tile;
         queries[first] = members[0];
         ++single;
       } else {
