@@ -1,8 +1,8 @@
 """Builds native modules on first use, and caches them in a folder under a hash of their inputs.
 
 The folder is tvm-ffi's (`TVM_FFI_CACHE_DIR`, else `~/.cache/tvm-ffi`). A library appears in it complete, under a name that depends on its
-sources, flags and the version of tvm-ffi, and is never overwritten, because it may be in use. So a folder that was filled ahead may be
-read-only, and environments, users and ranks can share it.
+sources, flags and the version of tvm-ffi, and ends with a digest of the rest. It is never overwritten, because it may be in use. So a folder that was
+filled ahead may be read-only, and environments, users and ranks can share it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import logging
 import os
 import platform
 import shutil
-import struct
 import sys
 import tempfile
 import time
@@ -51,8 +50,8 @@ class BuildError(RuntimeError):
     """A native module cannot be built here; the message says what to do."""
 
 
-_ELF64 = struct.Struct("<40xQ10xHH2x")
-"""Of a little-endian ELF header of 64 bits: where the table of sections begins, an entry's bytes, and how many there are."""
+_SEAL = hashlib.sha256
+"""Of a library, behind which it is written: loaders ignore what follows the sections."""
 
 
 @functools.cache
@@ -151,8 +150,8 @@ def _load(
             if not library.exists():
                 _build(found, name, library, [str(path) for path in sources], flags)
     try:
-        if not _is_whole(library):
-            raise OSError("it is cut off")
+        if not _is_sealed(library):
+            raise OSError("it is damaged")
         return load_module(str(library))
     except (OSError, RuntimeError) as error:
         raise BuildError(
@@ -161,18 +160,12 @@ def _load(
         ) from None
 
 
-def _is_whole(library: Path) -> bool:
-    """Whether a library has all that its ELF header says, as loading one that was cut off (a full disk, a broken copy) ends the process by SIGBUS.
-
-    Linkers write the table of sections last.
-    """
-    with library.open("rb") as file:
-        header = file.read(_ELF64.size)
-        size = os.fstat(file.fileno()).st_size
-    if len(header) < _ELF64.size or header[:6] != b"\x7fELF\x02\x01":
-        return True  # whatever it is, the loader says so
-    sections, section_bytes, count = _ELF64.unpack(header)
-    return sections + section_bytes * count <= size
+def _is_sealed(library: Path) -> bool:
+    """Whether a library is as it was built. Loading one that was cut off or has holes (a full disk, a power cut, a broken copy) ends the process by a
+    signal."""
+    content = library.read_bytes()
+    size = len(content) - _SEAL().digest_size
+    return size > 0 and content[size:] == _SEAL(memoryview(content)[:size]).digest()
 
 
 def _build(compiler: str, name: str, library: Path, sources: list[str], flags: dict[str, Any]) -> None:
@@ -192,6 +185,8 @@ def _build(compiler: str, name: str, library: Path, sources: list[str], flags: d
             built = cpp.build(name, sources=sources, build_directory=scratch, **flags)
             if not os.path.exists(built):
                 raise RuntimeError("it made nothing")
+            with open(built, "r+b") as file:
+                file.write(_SEAL(file.read()).digest())
             os.rename(built, library)
     except OSError as error:
         raise _unwritable(library.parent, error) from error
@@ -261,7 +256,8 @@ def _key(folder: Path, flags: list[str]) -> str:
 
     The flags of a CPU's module include its instruction sets, those of a CUDA module torch's version, which determines the CUDA that it is linked with.
     """
-    digest = hashlib.sha256(repr((flags, version("apache-tvm-ffi"), platform.machine(), sys.platform)).encode())
+    made_by = (version("apache-tvm-ffi"), platform.machine(), sys.platform, _SEAL().name)
+    digest = hashlib.sha256(repr((flags, made_by)).encode())
     for path in sorted({*CSRC.rglob("*.*"), *folder.iterdir()}):
         if path.is_file():
             digest.update(path.read_bytes())
