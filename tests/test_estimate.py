@@ -708,8 +708,8 @@ def test_the_calibration_is_of_the_results_that_are_there(tmp_path: Path) -> Non
 def test_the_rest_of_a_step_reads_the_weights_once_or_multiplies_with_them_for_each_request() -> None:
     gpu, weights = GPUS["h200"], 16_000_000_000
     few, many = costs.rest_ms(8, weights, gpu), costs.rest_ms(1000, weights, gpu)
-    assert few == pytest.approx(1.270 + 8 * 0.010201 + 16 / 4.4)
-    assert many == pytest.approx(1.270 + 1000 * 0.010201 + 1000 * 16 / 790)
+    assert few == pytest.approx(1.271 + 8 * 0.010214 + 16 / 4.4)
+    assert many == pytest.approx(1.271 + 1000 * 0.010214 + 1000 * 16 / 790)
 
 
 def test_weights_of_a_dense_model_are_counted(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from sglang_pat.packing.prices import ALWAYS, PackConfig
 SLACK = 64
 """A bin may miss the average by 1/SLACK of it before a pack is cut; with 32 the same run missed the 5 % at times."""
 
-PASSES = 4
-"""How often bins are filled at most while one is longer than the average by 1/SLACK: each time with what cuts and turns added the time before, or half way
-between two times that differ. The shortest longest bin is kept. Over 275 plans with an H200's prices it became 2 % shorter, and up to a third; more passes
-brought nothing (benchmarks/NOTES.md, "What cuts will cost"). Where less is added than was expected, the last bins may be empty."""
+PASSES = 6
+"""How often bins are filled at most while the longest may become shorter by 1/SLACK. Over 348 plans with an H200's prices it becomes 3 % shorter than with
+one filling, and up to 40 %; more fillings bring nothing (benchmarks/NOTES.md, "The least capacity"). Where less is left than expected, the last bins may be
+empty."""
 
 UNEVEN = 32
 """Some bins have more growing tails than others. When this has made a bin longer than the average by 1/UNEVEN of it, and by a KV tile, a new
@@ -79,33 +79,49 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
     config = config.for_bins
     prices = [config.item_price(*_measures(pack, seq_lens)) for pack in packs]
     work, count = sum(prices), _count(packs, prices, config)
-    expected: int | None = None
-    best = filled = _fill(packs, seq_lens, config, work, count, expected)
-    for number in range(1, PASSES):
-        total = sum(filled.loads)
-        if filled.added in (0, expected) or filled.longest() * count <= total + total // SLACK:
+    best = _fill(packs, seq_lens, config, work, count)
+    # Look for the least capacity with which `count` bins are enough, as MULTIFIT does (Coffman, Garey and Johnson 1978): above `least`, and first at the
+    # average of bins with what cuts and turns have added.
+    least, capacity = -(-work // count), -(-sum(best.loads) // count)
+    if best.longest() <= capacity + capacity // SLACK:
+        return best.bins
+    for _ in range(1, PASSES):
+        filled = _fill(packs, seq_lens, config, work, count, capacity)
+        shorter = filled.longest() < best.longest()
+        if shorter:
+            best = filled
+        left_over = filled.loads[-1] - capacity
+        if left_over > 0:
+            least = capacity
+            capacity = min((least + best.longest()) // 2, capacity - (-left_over // count))
+        elif shorter:
+            capacity = (least + capacity) // 2
+        else:
             break
-        expected = filled.added if expected is None or number % 2 else (filled.added + expected) // 2
-        filled = _fill(packs, seq_lens, config, work, count, expected)
-        best = min(best, filled, key=_Filled.longest)
+        if best.longest() <= least + least // SLACK:
+            break
     return best.bins
 
 
 class _Filled(msgspec.Struct):
-    """Bins with their prices, and what cuts and turns have added to the price of the packs."""
+    """Bins with their prices."""
 
     bins: list[list[Pack]]
     loads: list[int]
-    added: int = 0
 
     def longest(self) -> int:
         return max(self.loads)
 
 
 def _fill(
-    packs: list[Pack], seq_lens: list[int], config: PackConfig, remaining: int, count: int, expected: int | None
+    packs: list[Pack],
+    seq_lens: list[int],
+    config: PackConfig,
+    remaining: int,
+    count: int,
+    capacity: int | None = None,
 ) -> _Filled:
-    """Fill `count` bins with packs whose price is `remaining`. `expected` is what cuts and turns will add to it, if that is known."""
+    """Fill `count` bins with packs whose price is `remaining`: each but the last, which takes the rest, up to `capacity`, or else to what remains on average."""
     shared, single = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])
     filled = _Filled([], [])
     bins = filled.bins
@@ -113,16 +129,15 @@ def _fill(
     cuts = int(len(packs) < 8 * count)
     turns = 0
     for left in range(count, 0, -1):
-        # Cuts to come will add work items, and bins with both kinds of items will have to switch between them. As long as it is not known what that
-        # adds, assume as many of both per bin as there were so far.
-        if expected is None:
+        target, slack = capacity, 0
+        if target is None:
+            # Cuts to come will add work items, and bins with both kinds of items will have to switch between them: assume as many of both per bin
+            # as there were so far.
             ahead = config.start_price(1) * (left - 1) * cuts // (len(bins) + 1)
             if shared:
                 ahead += config.turn_price * (left - 1) * turns // (len(bins) + 1)
-        else:
-            ahead = max(0, expected - filled.added)
-        target = -(-(remaining + ahead) // left)
-        slack = target // SLACK
+            target = -(-(remaining + ahead) // left)
+            slack = target // SLACK
         load = 0
         members: list[Pack] = []
         kinds: set[bool] = set()  # of its work items: whether single warps run them
@@ -140,11 +155,11 @@ def _fill(
             cut = not whole and (load == 0 or gap > max(slack, start))
             if cut and (tokens := _cut_tokens(queue, room, seq_lens, config)):
                 piece = queue.cut(tokens)
-                cuts, remaining, filled.added = cuts + 1, remaining + start, filled.added + start
+                cuts, remaining = cuts + 1, remaining + start
                 load += config.item_price(len(piece.queries), tokens, piece.in_row_slices) + turn
             elif whole or load == 0:
                 piece = queue.take()
-                remaining, filled.added = remaining + turn, filled.added + turn
+                remaining += turn
                 load += turn + price
             else:
                 break

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <tuple>
 #include <vector>
 
 #include "pack.h"
@@ -39,20 +38,31 @@ class Bins {
     price_all(packs.shared, shared_, packs, seq_lens, config, grows);
     price_all(packs.single, single_, packs, seq_lens, config, grows);
     // Kept at once where the first filling is the best.
-    auto [added, work, longest] = fill_once<true>(packs, config, bins, kUnknown);
-    int64_t expected = kUnknown, best = kUnknown, least = longest;
-    for (int64_t pass = 1; pass < kPasses && added != 0 && added != expected; ++pass) {
-      if (__int128(longest) * bins <= work + work / kSlack) break;
-      expected = pass % 2 == 1 ? added : (added + expected) / 2;
-      std::tie(added, work, longest) = fill_once<false>(packs, config, bins, expected);
-      if (longest < least) least = longest, best = expected;
+    Filled filled = fill_once<true>(packs, config, bins, kNone);
+    int64_t least = ceil_div(packs.work, bins), capacity = ceil_div(filled.work, bins);
+    int64_t longest = filled.longest, best = kNone;
+    if (longest > capacity + capacity / kSlack) {
+      for (int64_t pass = 1; pass < kPasses; ++pass) {
+        filled = fill_once<false>(packs, config, bins, capacity);
+        const bool shorter = filled.longest < longest;
+        if (shorter) longest = filled.longest, best = capacity;
+        if (filled.last > capacity) {
+          least = capacity;
+          capacity = std::min((least + longest) / 2, capacity + (filled.last - capacity + bins - 1) / bins);
+        } else if (shorter) {
+          capacity = (least + capacity) / 2;
+        } else {
+          break;
+        }
+        if (longest <= least + least / kSlack) break;
+      }
     }
-    if (best != kUnknown) fill_once<true>(packs, config, bins, best);
-    statistics.longest_bin = least;
+    if (best != kNone) fill_once<true>(packs, config, bins, best);
+    statistics.longest_bin = longest;
   }
 
  private:
-  static constexpr int64_t kUnknown = -1;
+  static constexpr int64_t kNone = -1;
   static constexpr int kWarps = 1, kAll = 2;  // who runs a work item; both together: a bin that has to switch
 
   // A pack, or what is left of it: its price with its tails, and by how much a step makes it dearer.
@@ -112,11 +122,14 @@ class Bins {
     }
   }
 
-  // Returns what cuts and turns added to the price of the packs, all together, and the longest bin. `expected` is what is to be added, if that is
-  // known. The bins are kept, or only their prices are told.
+  struct Filled {
+    int64_t work, longest, last;  // prices of all bins together, of the longest, of the last
+  };
+
+  // Fills each bin but the last, which takes the rest, up to `capacity`, or else to what remains on average. The bins are kept, or only their prices
+  // are told.
   template <bool kKeep>
-  std::tuple<int64_t, int64_t, int64_t> fill_once(const Packs& packs, const Config& config, int64_t left,
-                                                  int64_t expected) {
+  Filled fill_once(const Packs& packs, const Config& config, int64_t left, int64_t capacity) {
     if constexpr (kKeep) {
       // Each is cut once a bin at most.
       items.resize(packs.shared.size() + packs.single.size() + left);
@@ -129,17 +142,18 @@ class Bins {
     int64_t remaining = packs.work;
     Queue shared(packs.shared, shared_), single(packs.single, single_);
     // With eight packs for a bin, nearly every bin can be filled without a cut.
-    int64_t cuts = int64_t(packs.shared.size() + packs.single.size()) < 8 * left, added = 0;
-    int64_t work = 0, longest = 0, growth = 0, most_growth = 0, turns = 0;
+    int64_t cuts = int64_t(packs.shared.size() + packs.single.size()) < 8 * left, turns = 0;
+    Filled filled{};
+    int64_t growth = 0, most_growth = 0;
     for (; left > 0; --left) {
-      // The cuts to come will make work items of their own; as many for each bin as there were so far. So will bins with two
-      // kinds of them cost what it takes to go from one to the other.
-      int64_t ahead = std::max<int64_t>(0, expected - added);
-      if (expected == kUnknown) {
-        ahead = prices.starts[1] * (left - 1) * cuts / (bins - left + 1);
+      int64_t target = capacity, slack = 0;
+      if (capacity == kNone) {
+        // The cuts to come will make work items of their own; as many for each bin as there were so far. So will bins with two
+        // kinds of them cost what it takes to go from one to the other.
+        int64_t ahead = prices.starts[1] * (left - 1) * cuts / (bins - left + 1);
         if (!shared.empty()) ahead += config.turn_price * (left - 1) * turns / (bins - left + 1);
+        target = ceil_div(remaining + ahead, left), slack = target / kSlack;
       }
-      const int64_t target = ceil_div(remaining + ahead, left), slack = target / kSlack;
       int64_t load = 0, bin_growth = 0;
       int kinds = 0;
       while ((!shared.empty() || !single.empty()) && (load < target || left == 1)) {
@@ -171,7 +185,7 @@ class Bins {
         };
         if (fits(turn + whole.price)) {
           kinds |= whole.kind;
-          remaining += turn, added += turn;
+          remaining += turn;
           take_whole();
           continue;
         }
@@ -186,7 +200,7 @@ class Bins {
           cuts += 1;
           add_until(queue->start + int32_t(cut), false);
           for (int32_t i = 0; kKeep && i < pack.count; ++i) num_parts[packs.queries[pack.first + i]] += 1;
-          remaining += begin, added += begin;
+          remaining += begin;
           load += config.item_price(prices, pack.count, cut, whole.slices) + turn;
           kinds |= whole.kind;
           queue->cut(int32_t(cut), config);
@@ -198,16 +212,16 @@ class Bins {
       turns += kinds == (kWarps | kAll);
       remaining -= load;
       if constexpr (kKeep) begins.push_back(int32_t(item - items.data()));
-      work += load, longest = std::max(longest, load);
+      filled.work += load, filled.last = load, filled.longest = std::max(filled.longest, load);
       growth += bin_growth, most_growth = std::max(most_growth, bin_growth);
     }
     if constexpr (kKeep) {
       items.resize(begins.back());
       const int64_t excess = most_growth * bins - growth;
-      const int64_t allowed = std::max(work / kUneven, bins * config.kv_tiles.back() * prices.tokens[1]);
+      const int64_t allowed = std::max(filled.work / kUneven, bins * config.kv_tiles.back() * prices.tokens[1]);
       even_steps = excess > 0 ? std::max(kLeastSteps, allowed / excess) : INT32_MAX;
     }
-    return {added, work, longest};
+    return filled;
   }
 
   // How many bins there are. A cut affects so many queries: the mean over packs, weighted by work, where packs shorter than a bin count as one
