@@ -25,19 +25,21 @@ class Bins {
   int64_t even_steps = 0;          // for which the bins stay even
 
   void reserve(size_t batch) {
-    items.reserve(3 * batch);
+    items.reserve(3 * batch + 1024);
+    shared_.reserve(batch);
+    single_.reserve(2 * batch);
     begins.reserve(1024);
     num_parts.reserve(batch);
   }
 
-  // Several times (balance.py, PASSES), and once more if the last was not the best.
+  // As often as it makes the longest bin shorter (balance.py, PASSES). The first filling is kept at once; a later one that is better is made again to be
+  // kept.
   template <typename Grows>
   void fill(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics,
             Grows grows) {
-    const int64_t bins = count(packs, seq_lens, config);
     price_all(packs.shared, shared_, packs, seq_lens, config, grows);
     price_all(packs.single, single_, packs, seq_lens, config, grows);
-    // Kept at once where the first filling is the best.
+    const int64_t bins = count(packs, config);
     Filled filled = fill_once<true>(packs, config, bins, kNone);
     int64_t least = ceil_div(packs.work, bins), capacity = ceil_div(filled.work, bins);
     int64_t longest = filled.longest, best = kNone;
@@ -65,60 +67,60 @@ class Bins {
   static constexpr int64_t kNone = -1;
   static constexpr int kWarps = 1, kAll = 2;  // who runs a work item; both together: a bin that has to switch
 
-  // A pack, or what is left of it: its price with its tails, and by how much a step makes it dearer.
-  struct Load {
+  // A pack that waits for a bin, or what is left of it: its price with its tails, and by how much a step makes it dearer.
+  struct Waiting {
     int64_t price, growth;
     int32_t tokens;
     uint8_t kind;
     bool slices;
   };
 
-  // Packs that wait for a bin; of the first one, the KV before `start` is already laid out.
+  // Packs that wait for a bin; of the first one, the KV before `start` is laid out.
   struct Queue {
     const std::vector<Pack>& packs;
-    const std::vector<Load>& loads;
+    const std::vector<Waiting>& waiting;
     size_t index = 0;
     int32_t start = 0;
-    Load load{};
+    Waiting first{};
 
-    Queue(const std::vector<Pack>& packs, const std::vector<Load>& loads) : packs(packs), loads(loads) { look(); }
+    Queue(const std::vector<Pack>& packs, const std::vector<Waiting>& waiting) : packs(packs), waiting(waiting) { look(); }
 
     bool empty() const { return index == packs.size(); }
     const Pack& pack() const { return packs[index]; }
     void take() { ++index, look(); }
 
     void cut(int32_t tokens, const Config& config) {
-      const auto price = [&] { return config.item_price(config.bin_prices, pack().count, load.tokens, load.slices); };
-      load.price -= price();
-      start += tokens, load.tokens -= tokens;
-      load.price += price();
+      const auto price = [&] { return config.item_price(config.bin_prices, pack().count, first.tokens, first.slices); };
+      first.price -= price();
+      start += tokens, first.tokens -= tokens;
+      first.price += price();
     }
 
    private:
     void look() {
-      if (!empty()) start = packs[index].start, load = loads[index];
+      if (!empty()) start = packs[index].start, first = waiting[index];
     }
   };
 
   template <typename Grows>
-  static void price_all(const std::vector<Pack>& all, std::vector<Load>& loads, const Packs& packs,
+  static void price_all(const std::vector<Pack>& all, std::vector<Waiting>& waiting, const Packs& packs,
                         const std::vector<int32_t>& seq_lens, const Config& config, Grows grows) {
     const Prices& prices = config.bin_prices;
-    loads.resize(all.size());
-    Load* load = loads.data();
-    // Field by field: a whole Load is put together in memory first, which takes longer than what is computed here.
+    waiting.resize(all.size());
+    Waiting* one = waiting.data();
+    // Field by field: a whole Waiting is put together in memory first, which takes longer than what is computed here.
     for (const Pack& pack : all) {
       const int32_t query = packs.queries[pack.first];
-      load->tokens = (pack.end == kOpen ? seq_lens[query] : pack.end) - pack.start;
-      load->slices = config.in_row_slices(pack.count, load->tokens);
-      load->kind = config.by_warps(pack.count, load->slices) ? kWarps : kAll;
-      load->price = config.item_price(prices, pack.count, load->tokens, load->slices);
-      load->growth = pack.end == kOpen && grows(query) ? prices.growth(pack.count, load->slices) : 0;
+      one->tokens = (pack.end == kOpen ? seq_lens[query] : pack.end) - pack.start;
+      one->slices = config.in_row_slices(pack.count, one->tokens);
+      one->kind = config.by_warps(pack.count, one->slices) ? kWarps : kAll;
+      one->price = config.item_price(prices, pack.count, one->tokens, one->slices);
+      one->growth = pack.end == kOpen && grows(query) ? prices.growth(pack.count, one->slices) : 0;
       if (pack.tails) {
-        load->price += packs.tail_tokens(pack, seq_lens) * prices.tokens[1];
-        load->growth = pack.count * prices.tokens[1];
+        one->price += packs.tail_tokens(pack, seq_lens) * prices.tokens[1];
+        one->growth = pack.count * prices.tokens[1];
       }
-      ++load;
+      ++one;
     }
   }
 
@@ -129,23 +131,22 @@ class Bins {
   // Fills each bin but the last, which takes the rest, up to `capacity`, or else to what remains on average. The bins are kept, or only their prices
   // are told.
   template <bool kKeep>
-  Filled fill_once(const Packs& packs, const Config& config, int64_t left, int64_t capacity) {
+  Filled fill_once(const Packs& packs, const Config& config, int64_t bins, int64_t capacity) {
     if constexpr (kKeep) {
-      // Each is cut once a bin at most.
-      items.resize(packs.shared.size() + packs.single.size() + left);
+      // A bin cuts one pack at most.
+      items.resize(packs.shared.size() + packs.single.size() + bins);
       begins.assign(1, 0);
       num_parts = packs.num_parts;
     }
     const Prices& prices = config.bin_prices;
-    const int64_t bins = left;
     Pack* item = items.data();
     int64_t remaining = packs.work;
     Queue shared(packs.shared, shared_), single(packs.single, single_);
     // With eight packs for a bin, nearly every bin can be filled without a cut.
-    int64_t cuts = int64_t(packs.shared.size() + packs.single.size()) < 8 * left, turns = 0;
+    int64_t cuts = int64_t(packs.shared.size() + packs.single.size()) < 8 * bins, turns = 0;
     Filled filled{};
     int64_t growth = 0, most_growth = 0;
-    for (; left > 0; --left) {
+    for (int64_t left = bins; left > 0; --left) {
       int64_t target = capacity, slack = 0;
       if (capacity == kNone) {
         // The cuts to come will make work items of their own; as many for each bin as there were so far. So will bins with two
@@ -159,7 +160,7 @@ class Bins {
       while ((!shared.empty() || !single.empty()) && (load < target || left == 1)) {
         const int64_t gap = target - load;
         const auto turn_to = [&](const Queue& queue) {
-          return kinds == ((kWarps | kAll) ^ queue.load.kind) ? config.turn_price : 0;
+          return kinds == ((kWarps | kAll) ^ queue.first.kind) ? config.turn_price : 0;
         };
         // The last bin takes all, a nearly full one what helps.
         const auto fits = [&](int64_t price) {
@@ -167,42 +168,42 @@ class Bins {
         };
         Queue* queue = shared.empty() ? &single : &shared;
         int64_t turn = turn_to(*queue);
-        if (queue == &shared && !single.empty() && load > 0 && !fits(turn + shared.load.price))
+        if (queue == &shared && !single.empty() && load > 0 && !fits(turn + shared.first.price))
           queue = &single, turn = turn_to(single);
         const Pack& pack = queue->pack();
-        const Load& whole = queue->load;
+        const Waiting& first = queue->first;
         const auto add_until = [&](int32_t end, bool tails) {
           if constexpr (kKeep) {
             *item = Pack(queue->start, end, pack.first, pack.count, tails);
-            item++->in_row_slices = whole.slices;
+            item++->in_row_slices = first.slices;
           }
         };
         const auto take_whole = [&] {
           add_until(pack.end, pack.tails);
-          bin_growth += whole.growth;
-          load += turn + whole.price;
+          bin_growth += first.growth;
+          load += turn + first.price;
           queue->take();
         };
-        if (fits(turn + whole.price)) {
-          kinds |= whole.kind;
+        if (fits(turn + first.price)) {
+          kinds |= first.kind;
           remaining += turn;
           take_whole();
           continue;
         }
         // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
         // of one more work item. An empty bin reads for as long as it takes to start.
-        const int64_t begin = prices.fixed(pack.count, whole.slices) + turn;
-        const int64_t grain = prices.growth(pack.count, whole.slices) * config.grain;
-        const int64_t room = load == 0 ? std::max(gap - begin, begin) : std::max<int64_t>(0, gap - begin);
-        const bool pays = load == 0 || gap > std::max(slack, begin);
+        const int64_t start = prices.fixed(pack.count, first.slices) + turn;
+        const int64_t grain = prices.growth(pack.count, first.slices) * config.grain;
+        const int64_t room = load == 0 ? std::max(gap - start, start) : std::max<int64_t>(0, gap - start);
+        const bool pays = load == 0 || gap > std::max(slack, start);
         const int64_t cut = pays ? (room + grain / 2) / grain * config.grain : 0;
-        if (cut > 0 && cut < whole.tokens) {
+        if (cut > 0 && cut < first.tokens) {
           cuts += 1;
           add_until(queue->start + int32_t(cut), false);
           for (int32_t i = 0; kKeep && i < pack.count; ++i) num_parts[packs.queries[pack.first + i]] += 1;
-          remaining += begin;
-          load += config.item_price(prices, pack.count, cut, whole.slices) + turn;
-          kinds |= whole.kind;
+          remaining += start;
+          load += config.item_price(prices, pack.count, cut, first.slices) + turn;
+          kinds |= first.kind;
           queue->cut(int32_t(cut), config);
         } else if (load == 0) {
           take_whole();
@@ -226,17 +227,15 @@ class Bins {
 
   // How many bins there are. A cut affects so many queries: the mean over packs, weighted by work, where packs shorter than a bin count as one
   // query, as they go into a bin whole, and the cut falls on a pack of one query beside them.
-  static int64_t count(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config) {
+  int64_t count(const Packs& packs, const Config& config) const {
     const int64_t least = config.kv_tiles.back() * config.token_bytes + config.bin_prices.starts[1];
     const int64_t limit = std::max<int64_t>(1, packs.work / least);
     if (config.wave_price > 0 && packs.shared.empty() && !config.by_warps(1, false)) {
       int64_t cheapest = INT64_MAX, dearest = 0;
       bool by_all = true;
-      for (const Pack& pack : packs.single) {
-        const int64_t end = pack.end == kOpen ? seq_lens[packs.queries[pack.first]] : pack.end, tokens = end - pack.start;
-        const int64_t price = config.uncut_price(config.bin_prices, 1, tokens);
-        cheapest = std::min(cheapest, price), dearest = std::max(dearest, price);
-        by_all = by_all && !config.in_row_slices(1, tokens);
+      for (const Waiting& one : single_) {
+        cheapest = std::min(cheapest, one.price), dearest = std::max(dearest, one.price);
+        by_all = by_all && one.kind == kAll;
       }
       const bool alike = dearest - cheapest <= dearest / kSlack;
       if (by_all) return config.num_bins_of_single(limit, int64_t(packs.single.size()), packs.work, alike);
@@ -244,17 +243,15 @@ class Bins {
     const auto share = int64_t(__int128(packs.work) * config.runs / (2 * config.workers));
     double weighted_work = double(packs.work);
     bool narrow = config.warp_queries > 0;
-    for (const Pack& pack : packs.shared) {
-      const int64_t tails = packs.tail_tokens(pack, seq_lens);
-      const int64_t price = config.item_price(config.bin_prices, pack.count, pack.end - pack.start, false, tails);
-      if (price > share) weighted_work += double(price) * (pack.count - 1);
-      narrow = narrow && pack.count <= config.warp_queries;
+    for (size_t i = 0; i < shared_.size(); ++i) {
+      if (shared_[i].price > share) weighted_work += double(shared_[i].price) * (packs.shared[i].count - 1);
+      narrow = narrow && shared_[i].kind == kWarps;
     }
     const double queries = weighted_work / double(std::max<int64_t>(1, packs.work));
     return config.num_bins(limit, double(packs.work), queries * double(config.part_bytes), narrow);
   }
 
-  std::vector<Load> shared_, single_;
+  std::vector<Waiting> shared_, single_;  // as the packs
 };
 
 }  // namespace pat

@@ -18,15 +18,17 @@ namespace pat {
 struct Pack {
   int32_t start, end;
   int32_t first;
-  // No more than a tile has rows, so that a pack has 16 bytes: with 20, planning 1,024 requests took 5 % longer.
-  int16_t count;
+  int16_t count;  // no more than a tile has rows
   bool tails;
-  bool in_row_slices = false;  // once laid out in bins: whether it is run in slices
+  bool in_row_slices = false;  // of a work item in a bin: whether it is run in slices
 
   Pack() = default;
   Pack(int32_t start, int32_t end, int32_t first, int32_t count, bool tails = false)
       : start(start), end(end), first(first), count(int16_t(count)), tails(tails) {}
 };
+
+// With 20, planning 1,024 requests took 5 % longer.
+static_assert(sizeof(Pack) == 16);
 
 // How many leaves read a segment together, and then their tails, in a work item each of which has as many as may be; 0 if each is alone. A work
 // item is not cut within its tails, of which it may have `most` tokens.
