@@ -51,7 +51,7 @@ class BuildError(RuntimeError):
 
 
 _SEAL = hashlib.sha256
-"""Of a library, behind which it is written: loaders ignore what follows the sections."""
+"""Of a library's name and content, behind which it is written: loaders ignore what follows the sections."""
 
 
 @functools.cache
@@ -144,12 +144,18 @@ def _load(
 
     key = _key(folder, [*made_for, *(flag for group in flags.values() for flag in group)])
     library = cache_folder() / f"{name}_{key}.so"
-    if not library.exists():
+    try:
+        is_there = library.exists()
+    except OSError as error:
+        raise _unwritable(library.parent, error) from None
+    if not is_there:
         found = compiler()
         with _only_builder(library):
             if not library.exists():
                 _build(found, name, library, [str(path) for path in sources], flags)
     try:
+        if not library.is_file():
+            raise OSError("it is not a file")
         if not _is_sealed(library):
             raise OSError("it is damaged")
         return load_module(str(library))
@@ -165,7 +171,13 @@ def _is_sealed(library: Path) -> bool:
     signal."""
     content = library.read_bytes()
     size = len(content) - _SEAL().digest_size
-    return size > 0 and content[size:] == _SEAL(memoryview(content)[:size]).digest()
+    return size > 0 and content[size:] == _seal(library, memoryview(content)[:size])
+
+
+def _seal(library: Path, content: bytes | memoryview) -> bytes:
+    digest = _SEAL(library.name.encode())
+    digest.update(content)
+    return digest.digest()
 
 
 def _build(compiler: str, name: str, library: Path, sources: list[str], flags: dict[str, Any]) -> None:
@@ -186,11 +198,16 @@ def _build(compiler: str, name: str, library: Path, sources: list[str], flags: d
             if not os.path.exists(built):
                 raise RuntimeError("it made nothing")
             with open(built, "r+b") as file:
-                file.write(_SEAL(file.read()).digest())
+                file.write(_seal(library, file.read()))
             os.rename(built, library)
     except OSError as error:
         raise _unwritable(library.parent, error) from error
     except RuntimeError as error:
+        for full in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)):
+            if full in str(error):
+                raise BuildError(
+                    f"sglang-pat's '{name}' module has no room in {library.parent}, or what {compiler} makes meanwhile has none: {full}"
+                ) from None
         raise BuildError(f"{compiler} could not build sglang-pat's '{name}' module: {error}") from error
     finally:
         if preloaded is not None:

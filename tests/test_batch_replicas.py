@@ -211,7 +211,10 @@ def test_several_prompts_have_as_many_answers() -> None:
         (["--url", ""], "number 1 is not"),
         (["--url", "http://a:1", "--url", "HTTP://A:1/v1/"], "a server is named twice"),
         (["--url", "http://a:1", "--api-key", "ä"], "an API key has printable ASCII characters only"),
-        (["--url", "http://a:1", "--model-path", "x"], "--model-path is for an engine of the job's own"),
+        (
+            ["--url", "http://a:1", "--model-path", "x"],
+            "--model-path is none of this command's flags, and an engine of the job's own",
+        ),
     ],
 )
 def test_careless_addresses_end_with_a_sentence(

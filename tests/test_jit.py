@@ -71,6 +71,11 @@ def test_a_library_that_was_damaged_is_named(csrc: Path, tmp_path: Path) -> None
     cut_off = [whole[:size] for size in (0, 3, 32, 100, len(whole) // 2, len(whole) - 32, len(whole) - 1)]
     hole = whole[:8192] + bytes(4096) + whole[12288:]
     assert len(hole) == len(whole) and hole != whole
+    # What belongs to another name is damaged too.
+    other = library.with_name("sglang_pat_other_0.so")
+    other.write_bytes(whole)
+    assert jit._is_sealed(library) and not jit._is_sealed(other)
+    other.unlink()
     for damaged in (*cut_off, hole, whole[:-1] + bytes([whole[-1] ^ 1]), whole + b"\n"):
         library.write_bytes(damaged)
         result = run(csrc, cache)
@@ -78,6 +83,9 @@ def test_a_library_that_was_damaged_is_named(csrc: Path, tmp_path: Path) -> None
         assert result.stderr.endswith(": it is damaged\n") and result.returncode == 1
     library.write_bytes(whole)
     assert run(csrc, cache, CXX="false").stdout == "42\n"
+    library.unlink()
+    os.mkfifo(library)
+    assert run(csrc, cache).stderr.endswith(": it is not a file\n"), "reading it would wait for ever"
 
 
 def test_machines_with_other_instructions_have_libraries_of_their_own(csrc: Path, tmp_path: Path, monkeypatch) -> None:
@@ -112,6 +120,22 @@ def test_another_user_s_lock_is_waited_for(csrc: Path, tmp_path: Path) -> None:
     lock.chmod(0o444)
     result = run(csrc, cache, *as_a_user())
     assert result.stdout == "42\n", result.stderr
+
+
+def test_a_disk_that_is_full_is_one_sentence(csrc: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'cannot write: No space left on device' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    last = run(csrc, tmp_path / "cache", CXX=str(compiler)).stderr.splitlines()[-1]
+    assert "'sglang_pat_tiny' module has no room in" in last and last.endswith(": No space left on device"), last
+
+
+def test_a_cache_that_cannot_be_searched_is_one_sentence(csrc: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    assert run(csrc, cache).stdout == "42\n"
+    cache.chmod(0o600)
+    last = run(csrc, cache, *as_a_user()).stderr.splitlines()[-1]
+    assert f"BuildError: sglang-pat cannot keep what it builds in {cache} (Permission denied)" in last, last
 
 
 @pytest.mark.parametrize("obstacle", ["a file", "a missing folder that cannot be made"])

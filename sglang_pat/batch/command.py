@@ -246,7 +246,9 @@ def checked(place: Place) -> Place:
             )
         return place
     if place.flags:
-        raise BatchError(f"{place.flags[0]} is for an engine of the job's own, and --url names servers that run")
+        raise BatchError(
+            f"{place.flags[0]} is none of this command's flags, and an engine of the job's own, which it may be for, is not started with --url"
+        )
     servers.check_key(place.key)
     return replace(place, urls=servers.addresses(place.urls))
 

@@ -86,9 +86,8 @@ def demo(arguments: argparse.Namespace) -> int:
 
 def ask(server: Server, backend: str, prompts: Sequence[str], topics: Sequence[str], tokens: int) -> list[str]:
     """Wait for the server and send it everything."""
-    began = time.monotonic()
-    server.wait(lambda seconds: show(f"starting sglang with --attention-backend {backend}: {seconds:.0f} s"))
-    show(f"started sglang with --attention-backend {backend} in {time.monotonic() - began:.0f} s", end="\n")
+    server.wait(lambda seconds: show(f"waiting for sglang with --attention-backend {backend}: {seconds:.0f} s"))
+    show(f"sglang with --attention-backend {backend} serves", end="\n")
     answers = workload.in_parallel(
         lambda prompt: workload.stream_completion(server.url, prompt, tokens),
         prompts,
