@@ -116,6 +116,11 @@ def test_a_picture_shows_what_happened_in_between() -> None:
     assert not any(line.split()[:1] == ["1"] for line in text.splitlines()), "these packs are older"
 
 
+def test_a_server_that_stands_still_says_how_to_see_what_it_did() -> None:
+    text = "\n".join(top.render(counters(), counters(), 2.0))
+    assert "0 a second; --once shows all steps since the start" in text and "KV read" not in text
+
+
 def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which `sglang-pat batch --url` does not ask either; it would see the key."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
