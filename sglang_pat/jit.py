@@ -269,13 +269,12 @@ def _unwritable(folder: Path, error: OSError) -> BuildError:
 
 
 def _key(folder: Path, flags: list[str]) -> str:
-    """A hash of everything that a build depends on: sources, headers, flags, tvm-ffi's headers, and the machine.
+    """A hash of everything that a build depends on: sources, headers, flags, tvm-ffi's headers, the machine, and how this file builds.
 
     The flags of a CPU's module include its instruction sets, those of a CUDA module torch's version, which determines the CUDA that it is linked with.
     """
-    made_by = (version("apache-tvm-ffi"), platform.machine(), sys.platform, _SEAL().name)
-    digest = hashlib.sha256(repr((flags, made_by)).encode())
-    for path in sorted({*CSRC.rglob("*.*"), *folder.iterdir()}):
+    digest = hashlib.sha256(repr((flags, version("apache-tvm-ffi"), platform.machine(), sys.platform)).encode())
+    for path in sorted({Path(__file__), *CSRC.rglob("*.*"), *folder.iterdir()}):
         if path.is_file():
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
