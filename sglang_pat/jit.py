@@ -50,10 +50,6 @@ class BuildError(RuntimeError):
     """A native module cannot be built here; the message says what to do."""
 
 
-_SEAL = hashlib.sha256
-"""Of a library's name and content, behind which it is written: loaders ignore what follows the sections."""
-
-
 @functools.cache
 def load(name: str, csrc: Path = CSRC) -> Any:
     """The module built from `<csrc>/<name>`.
@@ -170,12 +166,13 @@ def _is_sealed(library: Path) -> bool:
     """Whether a library is as it was built. Loading one that was cut off or has holes (a full disk, a power cut, a broken copy) ends the process by a
     signal."""
     content = library.read_bytes()
-    size = len(content) - _SEAL().digest_size
+    size = len(content) - hashlib.sha256().digest_size
     return size > 0 and content[size:] == _seal(library, memoryview(content)[:size])
 
 
 def _seal(library: Path, content: bytes | memoryview) -> bytes:
-    digest = _SEAL(library.name.encode())
+    """The digest of a library's name and content, which is written behind it: loaders ignore what follows the sections."""
+    digest = hashlib.sha256(library.name.encode())
     digest.update(content)
     return digest.digest()
 

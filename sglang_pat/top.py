@@ -176,7 +176,7 @@ def render(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: float
     before = old or {"query_sizes": {}}
     delta = {name: value - before.get(name, 0) for name, value in new.items() if isinstance(value, int)}
     steps = delta["steps"]
-    pace = "0 a second; --once shows all steps since the start" if not steps else f"{steps / seconds:,.0f} a second"
+    pace = f"{steps / seconds:,.0f} a second" + ("" if steps else "; --once shows all steps since the start")
     lines = [
         f"requests followed {new['bound']:>8,}    nodes so far {new['nodes']:>8,}",
         f"steps by PAT      {steps:>8,}    {pace if old else 'since the server started'}",

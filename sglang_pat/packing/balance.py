@@ -2,8 +2,8 @@
 
 The paper cuts packs that are longer than the mean into equal pieces. But then SMs finish at different times, and short batches get needless
 parts. Here bins are filled in order, each up to the average of the remaining work, and a pack is cut only where a bin would overflow
-(McNaughton's wrap-around rule); where that leaves one too long, they are filled again up to the least capacity that is enough. Packs of one query go last into each bin, so the cut falls on them if there are any: it then makes one part,
-not one per query.
+(McNaughton's wrap-around rule); where that leaves one too long, they are filled again up to the least capacity that is enough. Packs of one query
+go last into each bin, so the cut falls on them if there are any: it then makes one part, not one per query.
 """
 
 from __future__ import annotations

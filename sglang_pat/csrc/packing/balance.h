@@ -50,7 +50,7 @@ class Bins {
         if (shorter) longest = filled.longest, best = capacity;
         if (filled.last > capacity) {
           least = capacity;
-          capacity = std::min((least + longest) / 2, capacity + (filled.last - capacity + bins - 1) / bins);
+          capacity = std::min((least + longest) / 2, capacity + ceil_div(filled.last - capacity, bins));
         } else if (shorter) {
           capacity = (least + capacity) / 2;
         } else {
