@@ -29,6 +29,8 @@ def headers() -> dict[Path, str]:
                     "kMaxWaves": prices.MAX_WAVES,
                     "kSlack": balance.SLACK,
                     "kPasses": balance.PASSES,
+                    "kTooLong": balance.TOO_LONG,
+                    "kSplitGain": balance.SPLIT_GAIN,
                     "kUneven": balance.UNEVEN,
                     "kLeastSteps": balance.LEAST_STEPS,
                     "kTailGrowth": oracle.TAIL_GROWTH,

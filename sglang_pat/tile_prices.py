@@ -230,7 +230,7 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
             # Elsewhere wide tiles have other kernels.
             table = msgspec.structs.replace(
                 table, wide_steps=H200.wide_steps, narrow_first_ns=H200.narrow_first_ns,
-                slice_token_8bit_ns=H200.slice_token_8bit_ns,
+                slice_token_8bit_ns=H200.slice_token_8bit_ns, splits=H200.splits, splits_8bit=H200.splits_8bit,
             )  # fmt: skip
     for name in PRICED[1:]:
         bits = FORMATS[name].bits

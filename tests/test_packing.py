@@ -458,6 +458,33 @@ def test_bins_are_even_where_a_cut_costs_as_much_as_hundreds_of_tokens(
     assert max(prices) * len(prices) <= 1.05 * sum(prices)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "form", "requests", "prefix", "own", "shared", "unsplit"),
+    [
+        (8, 1, "bfloat16", 64, 4_096, 128, {64}, {192}),
+        (4, 1, "bfloat16", 64, 512, 64, {64}, {128}),
+        (8, 1, "float8_e4m3fn", 64, 4_096, 128, {64}, {128}),
+        (32, 4, "bfloat16", 256, 256, 32, {192}, {192}),  # beside narrow items
+        (32, 8, "bfloat16", 256, 256, 32, {192}, {192}),  # even enough
+        (8, 1, "int4", 64, 4_096, 128, {192}, {192}),  # not measured
+    ],
+)
+def test_packs_that_make_a_bin_too_long_are_split(
+    heads: int, kv_heads: int, form: str, requests: int, prefix: int, own: int, shared: set[int], unsplit: set[int]
+) -> None:
+    """Where few KV heads make many bins, a work item of 192 rows takes longer to start than others run."""
+    spec = AttentionSpec(heads, kv_heads, 128, 128, FORMATS[form])
+    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv_bits=spec.kv.bits)
+    batch = Batch([prefix + own] * requests, [Node(0, prefix, list(range(requests)))])
+    longest = []
+    for splits, ms in ((tiles.splits, shared), ("none", unsplit)):
+        config = PackConfig.of(spec, msgspec.structs.replace(tiles, splits=splits), workers=132)
+        plan = make_plan(batch, config)
+        assert {item.tile.m for item in plan.items if len(item.queries) > 1} == ms
+        longest.append(max(bin_prices(plan, batch.seq_lens, for_batch(batch, config))))
+    assert longest[0] == longest[1] if shared == unsplit else longest[0] <= longest[1] * 15 / 16
+
+
 @pytest.mark.parametrize("form", ["int4", "int2", "bfloat16"])
 def test_pages_of_few_bits_are_not_cut(form: str) -> None:
     batch = Batch([64_001, 6_400, 900, 30], [Node(0, 640, [0, 1, 2])])

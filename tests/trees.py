@@ -26,6 +26,9 @@ IN_BINS = msgspec.structs.replace(
 """Packs are laid out in bins by other prices than it is decided what is packed. Where wide items compute for long, every second worker runs narrow ones
 first."""
 
+SPLIT, SPLIT_IF_WIDE = (msgspec.structs.replace(IN_BINS, splits=splits) for splits in ("all", "wide"))
+"""Packs that make a bin too long are split, beside narrow items or not."""
+
 TAILS = msgspec.structs.replace(
     IN_BINS, query_tiles=(4, 16, 32, 48), token_ns=(32, 40, 45, 50), item_ns=(250, 500, 3_000, 4_500), warp_m=4,
     bins_token_ns=(30, 60, 50, 40), bins_item_ns=(0, 2_000, 2_500, 3_000), tails_m=16,
@@ -85,7 +88,9 @@ def batches(draw: st.DrawFn, max_queries: int = 24, max_length: int = 80) -> Bat
 def configs(draw: st.DrawFn) -> PackConfig:
     kv_heads = draw(st.sampled_from([1, 2, 8]))
     group = draw(st.sampled_from([1, 3, 4, 16, 32, 65, 200]))
-    tiles = draw(st.sampled_from([TILES, WARPS, PRICED, IN_SLICES, IN_BINS, SMALL, LITTLE_SHARED, TAILS]))
+    tiles = draw(
+        st.sampled_from([TILES, WARPS, PRICED, IN_SLICES, IN_BINS, SPLIT, SPLIT_IF_WIDE, SMALL, LITTLE_SHARED, TAILS])
+    )
     tails = tiles is TAILS and draw(st.booleans())
     group = draw(st.integers(11, 16)) if tails else group
     dim = draw(st.sampled_from([8, 64, 128]))

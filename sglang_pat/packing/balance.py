@@ -2,8 +2,8 @@
 
 The paper cuts packs that are longer than the mean into equal pieces. But then SMs finish at different times, and short batches get needless
 parts. Here bins are filled in order, each up to the average of the remaining work, and a pack is cut only where a bin would overflow
-(McNaughton's wrap-around rule); where that leaves one too long, they are filled again up to the least capacity that is enough. Packs of one query
-go last into each bin, so the cut falls on them if there are any: it then makes one part, not one per query.
+(McNaughton's wrap-around rule); where that leaves one too long, they are filled again up to the least capacity that is enough, and then with work
+items of fewer queries. Packs of one query go last into each bin, so the cut falls on them if there are any: it then makes one part, not one per query.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ PASSES = 6
 """How often bins are filled at most while the longest may become shorter by 1/SLACK. Over 348 plans with an H200's prices it becomes 3 % shorter than with
 one filling, and up to 40 %; more fillings bring nothing (benchmarks/NOTES.md, "The least capacity"). Where less is left than expected, the last bins may be
 empty."""
+
+TOO_LONG = 8
+"""Where the longest bin is longer than the mean by more than 1/TOO_LONG of it, because one work item is, packs are split (`PackConfig.splits`)."""
+
+SPLIT_GAIN = 16
+"""By 1/SPLIT_GAIN of itself at least must the longest bin become shorter: KV is read more often then. Where less was expected, steps on an H200 took 0.98 to
+1.06 of the time (benchmarks/NOTES.md, "Work items of fewer queries")."""
 
 UNEVEN = 32
 """Some bins have more growing tails than others. When this has made a bin longer than the average by 1/UNEVEN of it, and by a KV tile, a new
@@ -72,21 +79,63 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         seq_lens: Tokens of each request.
         config: Device and model.
     """
-    packs = [
-        msgspec.structs.replace(pack, in_row_slices=config.in_row_slices(len(pack.queries), kv_length(pack, seq_lens)))
-        for pack in packs
-    ]
-    config = config.for_bins
-    prices = [config.item_price(*_measures(pack, seq_lens)) for pack in packs]
-    work, count = sum(prices), _count(packs, prices, config)
-    best = _fill(packs, seq_lens, config, work, count)
-    # Look for the least capacity with which `count` bins are enough, as MULTIFIT does (Coffman, Garey and Johnson 1978): above `least`, and first at the
-    # average of bins with what cuts and turns have added.
+    bins_config = config.for_bins
+    shared, single = (
+        [_as_item(pack, seq_lens, config) for pack in packs if (len(pack.queries) > 1) == several]
+        for several in (True, False)
+    )
+    prices = [bins_config.item_price(*_measures(pack, seq_lens)) for pack in shared + single]
+    count = _count(shared + single, prices, bins_config)
+    best = _fill_evenly(shared, single, seq_lens, bins_config, count)
+    mean = -(-sum(prices) // count)
+    most = bins_config.split_queries
+    if most == 0 or best.longest() <= mean + mean // TOO_LONG or not _are_few(shared, single, count):
+        return best.bins
+    pieces = [_as_item(pack, seq_lens, config) for pack in _split(shared, most)]
+    if len(shared) < len(pieces) <= count:
+        filled = _fill_evenly(pieces, single, seq_lens, bins_config, count)
+        if filled.longest() + best.longest() // SPLIT_GAIN <= best.longest():
+            return filled.bins
+    return best.bins
+
+
+def _are_few(shared: list[Pack], single: list[Pack], count: int) -> bool:
+    """Whether some bins cannot be filled without a cut: with eight packs per bin, nearly every one can."""
+    return len(shared) + len(single) < 8 * count
+
+
+def _as_item(pack: Pack, seq_lens: list[int], config: PackConfig) -> Pack:
+    """A pack that knows how it is run."""
+    in_row_slices = config.in_row_slices(len(pack.queries), kv_length(pack, seq_lens))
+    return msgspec.structs.replace(pack, in_row_slices=in_row_slices)
+
+
+def _split(packs: list[Pack], most: int) -> list[Pack]:
+    """Packs of at most so many queries, each of even size; those with tails as they are."""
+    result = []
+    for pack in packs:
+        size, pieces = len(pack.queries), 1 if pack.tails else -(-len(pack.queries) // most)
+        for i in range(pieces):
+            queries = pack.queries[size * i // pieces : size * (i + 1) // pieces]
+            result.append(msgspec.structs.replace(pack, queries=queries))
+    return result
+
+
+def _fill_evenly(
+    shared: list[Pack], single: list[Pack], seq_lens: list[int], config: PackConfig, count: int
+) -> _Filled:
+    """Fill `count` bins so that the longest is short.
+
+    Looks for the least capacity with which they are enough, as MULTIFIT does (Coffman, Garey and Johnson 1978): above `least`, and first at the average
+    of bins with what cuts and turns have added.
+    """
+    work = sum(config.item_price(*_measures(pack, seq_lens)) for pack in shared + single)
+    best = _fill(shared, single, seq_lens, config, work, count)
     least, capacity = -(-work // count), -(-sum(best.loads) // count)
     if best.longest() <= capacity + capacity // SLACK:
-        return best.bins
+        return best
     for _ in range(1, PASSES):
-        filled = _fill(packs, seq_lens, config, work, count, capacity)
+        filled = _fill(shared, single, seq_lens, config, work, count, capacity)
         shorter = filled.longest() < best.longest()
         if shorter:
             best = filled
@@ -100,7 +149,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
             break
         if best.longest() <= least + least // SLACK:
             break
-    return best.bins
+    return best
 
 
 class _Filled(msgspec.Struct):
@@ -114,7 +163,8 @@ class _Filled(msgspec.Struct):
 
 
 def _fill(
-    packs: list[Pack],
+    shared_packs: list[Pack],
+    single_packs: list[Pack],
     seq_lens: list[int],
     config: PackConfig,
     remaining: int,
@@ -122,11 +172,10 @@ def _fill(
     capacity: int | None = None,
 ) -> _Filled:
     """Fill `count` bins with packs whose price is `remaining`: each but the last, which takes the rest, up to `capacity`, or else to what remains on average."""
-    shared, single = _Queue([p for p in packs if len(p.queries) > 1]), _Queue([p for p in packs if len(p.queries) == 1])
+    shared, single = _Queue(shared_packs), _Queue(single_packs)
     filled = _Filled([], [])
     bins = filled.bins
-    # With eight packs per bin, nearly every bin fills without a cut.
-    cuts = int(len(packs) < 8 * count)
+    cuts = int(_are_few(shared_packs, single_packs, count))
     turns = 0
     for left in range(count, 0, -1):
         target, slack = capacity, 0

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from sglang_pat.packing.tiles import TileTable, WideSteps
+from sglang_pat.packing.tiles import Splits, TileTable, WideSteps
 from sglang_pat.parser import printable
 
 TABLES = Path(__file__).parent / "tables"
@@ -86,6 +86,8 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             was the only one measured (benchmarks/NOTES.md, "Narrow items first on every second SM").
         wide_steps: `TileTable.wide_steps` with KV of 16 bits and the dimension that was measured (benchmarks/NOTES.md, "Verify steps", "Where code lies
             in memory" and "Wide tiles only"); by default no step is.
+        splits, splits_8bit: `TileTable.splits` with KV of 16 bits and of 8, likewise. On an H200 plans without tiles of single warps took 0.92 of the time, those
+            with KV of 8 bits 0.96, others 1.00; an H100 has them from there (benchmarks/NOTES.md, "Work items of fewer queries").
     """
 
     gpu: str
@@ -106,6 +108,8 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turn_in_plans_ns: Nanoseconds = 3000
     wide_steps: WideSteps = WideSteps()
     narrow_first_ns: Nanoseconds = 0
+    splits: Splits = "none"
+    splits_8bit: Splits = "none"
 
     def __post_init__(self) -> None:
         for bits in (16, 8, 4, 2):
@@ -162,6 +166,7 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.wide_steps if fitted else WideSteps(),
             *bins if fitted and bins != packs else ((), ()),
             narrow_first_ns=self.narrow_first_ns if fitted else 0,
+            splits={16: self.splits, 8: self.splits_8bit}.get(kv_bits, "none") if head_dim == self.head_dim else "none",
         )
 
 

@@ -370,6 +370,7 @@ def _values(config: PackConfig) -> dict[str, list[int]]:
         "max_queries": config.max_queries,
         "few_queries": config.few_queries,
         "warp_queries": config.warp_queries,
+        "split_queries": config.split_queries,
         "tails_queries": config.tails_queries,
         "policy": list(POLICIES).index(config.policy),
         "window": config.window,

@@ -164,6 +164,16 @@ class PackConfig(msgspec.Struct, frozen=True):
         """How many queries the largest tile of a single warp holds."""
         return self.tiles.warp_m // self.cost.group
 
+    @property
+    def split_queries(self) -> int:
+        """How many queries work items have into which packs are split that make a bin too long: those of the smallest wide tile; 0 if none is
+        (`TileTable.splits`)."""
+        tiles = self.tiles
+        if tiles.splits == "none" or (tiles.splits == "wide" and tiles.warp_m):
+            return 0
+        most = tiles.without_warps().query_tiles[0] // self.cost.group
+        return most if 1 < most < self.max_queries else 0
+
     def _price(self, ns: float) -> int:
         """The price of a time of one worker, for one KV head."""
         return round(ns * self.tiles.share)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +24,8 @@ Rows = Annotated[int, Meta(ge=0, le=4096)]
 MeanTokens = Annotated[int, Meta(ge=0, le=1 << 30)]
 
 Sharing = Annotated[int, Meta(ge=1, le=1 << 12)]
+
+Splits = Literal["none", "wide", "all"]
 
 
 class Tile(msgspec.Struct, frozen=True, order=True):
@@ -92,6 +94,8 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tails_m: Rows of each query in a work item with tails (`plan.WorkItem`): those of a group of warps; 0 if there are no such items.
         narrow_first_ns: From how much time of each worker on, which wide work items compute beyond reading their KV once, every second worker runs narrow
             ones first (`plan.Plan.narrow_first`); 0: none does.
+        splits: Where packs that make a bin too long are split into work items of fewer queries: in no plan, in those without tiles of single warps, or in
+            all.
         bins_token_ns, bins_item_ns: What counts in place of `token_ns` and `item_ns` when packs are laid out in bins; the same if empty.
     """
 
@@ -113,6 +117,7 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bins_item_ns: tuple[Nanoseconds, ...] = ()
     tails_m: Annotated[int, Meta(ge=0, le=4096)] = 0
     narrow_first_ns: Nanoseconds = 0
+    splits: Splits = "none"
 
     def __post_init__(self) -> None:
         for name in ("query_tiles", "kv_tiles", "kv_bounds"):

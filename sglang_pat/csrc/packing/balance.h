@@ -28,39 +28,33 @@ class Bins {
     items.reserve(3 * batch + 1024);
     shared_.reserve(batch);
     single_.reserve(2 * batch);
+    pieces_.reserve(1024);
     begins.reserve(1024);
     num_parts.reserve(batch);
   }
 
-  // As often as it makes the longest bin shorter (balance.py, PASSES). The first filling is kept at once; a later one that is better is made again to be
-  // kept.
+  // The first filling is kept at once; where a later one is better, it is made again to be kept.
   template <typename Grows>
   void fill(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics,
             Grows grows) {
     price_all(packs.shared, shared_, packs, seq_lens, config, grows);
     price_all(packs.single, single_, packs, seq_lens, config, grows);
-    const int64_t bins = count(packs, config);
-    Filled filled = fill_once<true>(packs, config, bins, kNone);
-    int64_t least = ceil_div(packs.work, bins), capacity = ceil_div(filled.work, bins);
-    int64_t longest = filled.longest, best = kNone;
-    if (longest > capacity + capacity / kSlack) {
-      for (int64_t pass = 1; pass < kPasses; ++pass) {
-        filled = fill_once<false>(packs, config, bins, capacity);
-        const bool shorter = filled.longest < longest;
-        if (shorter) longest = filled.longest, best = capacity;
-        if (filled.last > capacity) {
-          least = capacity;
-          capacity = std::min((least + longest) / 2, capacity + ceil_div(filled.last - capacity, bins));
-        } else if (shorter) {
-          capacity = (least + capacity) / 2;
-        } else {
-          break;
-        }
-        if (longest <= least + least / kSlack) break;
+    const int64_t bins = count(packs, config), mean = ceil_div(packs.work, bins);
+    Filling best = fill_evenly<true>(packs, packs.shared, packs.work, config, bins);
+    const std::vector<Pack>* shared = &packs.shared;
+    if (config.split_queries > 0 && best.longest > mean + mean / kTooLong && are_few(packs.shared, packs, bins) &&
+        split(packs.shared, config.split_queries, bins)) {
+      shared_.swap(unsplit_);
+      price_all(pieces_, shared_, packs, seq_lens, config, grows);
+      const Filling filling = fill_evenly<false>(packs, pieces_, work(), config, bins);
+      if (filling.longest + best.longest / kSplitGain <= best.longest) {
+        best = filling, shared = &pieces_;
+      } else {
+        shared_.swap(unsplit_);
       }
     }
-    if (best != kNone) fill_once<true>(packs, config, bins, best);
-    statistics.longest_bin = longest;
+    if (!best.kept) fill_once<true>(packs, *shared, best.work, config, bins, best.capacity);
+    statistics.longest_bin = best.longest;
   }
 
  private:
@@ -124,6 +118,65 @@ class Bins {
     }
   }
 
+  // Whether some bins cannot be filled without a cut: with eight packs for a bin, nearly every one can.
+  static bool are_few(const std::vector<Pack>& shared, const Packs& packs, int64_t bins) {
+    return int64_t(shared.size() + packs.single.size()) < 8 * bins;
+  }
+
+  // Splits packs into pieces of at most `most` queries, each of even size; those with tails stay as they are. False if that changes none, or makes more than
+  // there are bins.
+  bool split(const std::vector<Pack>& packs, int most, int64_t bins) {
+    pieces_.clear();
+    for (const Pack& pack : packs) {
+      const int64_t size = pack.count, pieces = pack.tails ? 1 : ceil_div(size, most);
+      if (int64_t(pieces_.size()) + pieces > bins) return false;
+      for (int64_t i = 0; i < pieces; ++i) {
+        const int64_t first = size * i / pieces, end = size * (i + 1) / pieces;
+        pieces_.emplace_back(pack.start, pack.end, pack.first + first, end - first, pack.tails);
+      }
+    }
+    return pieces_.size() > packs.size();
+  }
+
+  // The price of all that waits.
+  int64_t work() const {
+    int64_t work = 0;
+    for (const auto* waiting : {&shared_, &single_})
+      for (const Waiting& one : *waiting) work += one.price;
+    return work;
+  }
+
+  // How to fill bins: up to `capacity`, or else to the average; the price of the longest one then. `kept`: it is what `items` has.
+  struct Filling {
+    int64_t work, capacity, longest;  // `work`: the price of all packs
+    bool kept;
+  };
+
+  // Looks for the least capacity with which so many bins are enough (balance.py, _fill_evenly).
+  template <bool kKeepFirst>
+  Filling fill_evenly(const Packs& packs, const std::vector<Pack>& shared, int64_t work, const Config& config,
+                      int64_t bins) {
+    Filled filled = fill_once<kKeepFirst>(packs, shared, work, config, bins, kNone);
+    Filling best{work, kNone, filled.longest, kKeepFirst};
+    int64_t least = ceil_div(work, bins), capacity = ceil_div(filled.work, bins);
+    if (best.longest <= capacity + capacity / kSlack) return best;
+    for (int64_t pass = 1; pass < kPasses; ++pass) {
+      filled = fill_once<false>(packs, shared, work, config, bins, capacity);
+      const bool shorter = filled.longest < best.longest;
+      if (shorter) best = {work, capacity, filled.longest, false};
+      if (filled.last > capacity) {
+        least = capacity;
+        capacity = std::min((least + best.longest) / 2, capacity + ceil_div(filled.last - capacity, bins));
+      } else if (shorter) {
+        capacity = (least + capacity) / 2;
+      } else {
+        break;
+      }
+      if (best.longest <= least + least / kSlack) break;
+    }
+    return best;
+  }
+
   struct Filled {
     int64_t work, longest, last;  // prices of all bins together, of the longest, of the last
   };
@@ -131,19 +184,18 @@ class Bins {
   // Fills each bin but the last, which takes the rest, up to `capacity`, or else to what remains on average. The bins are kept, or only their prices
   // are told.
   template <bool kKeep>
-  Filled fill_once(const Packs& packs, const Config& config, int64_t bins, int64_t capacity) {
+  Filled fill_once(const Packs& packs, const std::vector<Pack>& shared_packs, int64_t remaining, const Config& config,
+                   int64_t bins, int64_t capacity) {
     if constexpr (kKeep) {
       // A bin cuts one pack at most.
-      items.resize(packs.shared.size() + packs.single.size() + bins);
+      items.resize(shared_packs.size() + packs.single.size() + bins);
       begins.assign(1, 0);
       num_parts = packs.num_parts;
     }
     const Prices& prices = config.bin_prices;
     Pack* item = items.data();
-    int64_t remaining = packs.work;
-    Queue shared(packs.shared, shared_), single(packs.single, single_);
-    // With eight packs for a bin, nearly every bin can be filled without a cut.
-    int64_t cuts = int64_t(packs.shared.size() + packs.single.size()) < 8 * bins, turns = 0;
+    Queue shared(shared_packs, shared_), single(packs.single, single_);
+    int64_t cuts = are_few(shared_packs, packs, bins), turns = 0;
     Filled filled{};
     int64_t growth = 0, most_growth = 0;
     for (int64_t left = bins; left > 0; --left) {
@@ -252,6 +304,8 @@ class Bins {
   }
 
   std::vector<Waiting> shared_, single_;  // as the packs
+  std::vector<Pack> pieces_;              // the shared packs, split
+  std::vector<Waiting> unsplit_;          // as the shared packs, while `shared_` is as the pieces
 };
 
 }  // namespace pat

@@ -16,6 +16,8 @@ enum class Policy {
 constexpr int64_t kMaxWaves = 8;
 constexpr int64_t kSlack = 64;
 constexpr int64_t kPasses = 6;
+constexpr int64_t kTooLong = 8;
+constexpr int64_t kSplitGain = 16;
 constexpr int64_t kUneven = 32;
 constexpr int64_t kLeastSteps = 8;
 constexpr int64_t kTailGrowth = 2;
