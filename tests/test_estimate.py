@@ -673,7 +673,7 @@ def test_an_fp8_cache_is_half_of_one_of_bfloat16(capsys: pytest.CaptureFixture[s
     # Plans are others: reading again is cheaper.
     assert plain[3] / 2 - 0.011 < small[3] < 0.7 * plain[3]
     # Times have coefficients of their own (`GPUS_8BIT`): so few tokens take as long as a launch.
-    assert small[5] <= 1.2 * plain[5]
+    assert small[5] <= 1.25 * plain[5]
 
 
 def test_predictions_are_those_of_the_calibration() -> None:
@@ -708,8 +708,8 @@ def test_the_calibration_is_of_the_results_that_are_there(tmp_path: Path) -> Non
 def test_the_rest_of_a_step_reads_the_weights_once_or_multiplies_with_them_for_each_request() -> None:
     gpu, weights = GPUS["h200"], 16_000_000_000
     few, many = costs.rest_ms(8, weights, gpu), costs.rest_ms(1000, weights, gpu)
-    assert few == pytest.approx(1.271 + 8 * 0.010214 + 16 / 4.4)
-    assert many == pytest.approx(1.271 + 1000 * 0.010214 + 1000 * 16 / 790)
+    assert few == pytest.approx(1.446 + 8 * 0.009890 + 16 / 4.4)
+    assert many == pytest.approx(1.446 + 1000 * 0.009890 + 1000 * 16 / 790)
 
 
 def test_weights_of_a_dense_model_are_counted(tmp_path: Path) -> None:

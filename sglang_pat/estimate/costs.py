@@ -52,13 +52,13 @@ class Gpu(msgspec.Struct, frozen=True):
 
 GPUS = {
     "h200": Gpu(
-        tbps=4.4, tflops=790, memory_gb=141, sms=132, arch="9.0a", base=12.48, longest=0.870, merge=0.0, other_base=14.95,
-        unique=0.912, repeated=0.457, other_item=2.690, rest_ms=1.271, request_us=10.214,
+        tbps=4.4, tflops=790, memory_gb=141, sms=132, arch="9.0a", base=12.19, longest=0.873, merge=0.0, other_base=14.75,
+        unique=0.911, repeated=0.456, other_item=2.691, rest_ms=1.446, request_us=9.890,
     ),
 }  # fmt: skip
 GPUS_8BIT = {
     "h200": msgspec.structs.replace(
-        GPUS["h200"], base=14.44, longest=1.015, merge=0.262, other_base=16.20, unique=1.622, repeated=1.515, other_item=4.652,
+        GPUS["h200"], base=14.12, longest=1.037, merge=0.172, other_base=16.20, unique=1.619, repeated=1.500, other_item=4.674,
     ),
 }  # fmt: skip
 """The same for KV of 8 bits."""
