@@ -12,7 +12,20 @@ from hypothesis import strategies as st
 from trees import PRICED, TILES, batches, configs
 
 from sglang_pat import jit
-from sglang_pat.packing import OPEN, Batch, CostModel, Node, PackConfig, TileTable, WorkItem, layout, tree
+from sglang_pat.kernels import capabilities
+from sglang_pat.packing import (
+    FORMATS,
+    OPEN,
+    AttentionSpec,
+    Batch,
+    CostModel,
+    Node,
+    PackConfig,
+    TileTable,
+    WorkItem,
+    layout,
+    tree,
+)
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, load
 from sglang_pat.packing.oracle import bin_prices
 
@@ -152,6 +165,15 @@ def test_prices_are_those_of_the_work_items(extend: Extend, config: PackConfig) 
         unseen = max(0, cached + 1 - config.window) if config.window else 0
         alone += (cached + added - unseen) * config.cost.token_bytes if added else 0
     assert made.alone == alone
+
+
+def test_packs_of_extends_are_not_split() -> None:
+    """They begin where their first token sees, and whether a plan pays is decided by their prices before."""
+    tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200", kv_bits=8)
+    config = PackConfig.of(AttentionSpec(8, 1, 128, 128, FORMATS["float8_e4m3fn"]), tiles, workers=132)
+    batch = Batch([4_116] * 2, [Node(0, 4_096, [0, 1])])
+    items = plan(Extend(batch, [8, 8]), config)[0]
+    assert config.split_queries == 8 and max(len(item.queries) for item in items) == config.max_queries == 16
 
 
 def test_bins_are_even_by_the_prices_of_bins() -> None:

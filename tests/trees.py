@@ -26,8 +26,13 @@ IN_BINS = msgspec.structs.replace(
 """Packs are laid out in bins by other prices than it is decided what is packed. Where wide items compute for long, every second worker runs narrow ones
 first."""
 
-SPLIT, SPLIT_IF_WIDE = (msgspec.structs.replace(IN_BINS, splits=splits) for splits in ("all", "wide"))
-"""Packs that make a bin too long are split, beside narrow items or not."""
+SPLIT = msgspec.structs.replace(
+    IN_BINS, query_tiles=(4, 16, 32, 64), token_ns=(32, 40, 45, 50), item_ns=(250, 500, 1_000, 4_500), warp_m=4,
+    bins_token_ns=(30, 60, 50, 40), bins_item_ns=(0, 500, 1_000, 9_000), splits="all",
+)  # fmt: skip
+SPLIT_TAILS = msgspec.structs.replace(SPLIT, query_tiles=(4, 16, 32, 48), tails_m=16)
+SPLIT_WIDE = msgspec.structs.replace(SPLIT, warp_m=0, slice_token_ns=0, splits="wide")
+"""Where a bin is too long, packs are split: beside narrow items and items with tails, and where there are neither."""
 
 TAILS = msgspec.structs.replace(
     IN_BINS, query_tiles=(4, 16, 32, 48), token_ns=(32, 40, 45, 50), item_ns=(250, 500, 3_000, 4_500), warp_m=4,
@@ -89,7 +94,9 @@ def configs(draw: st.DrawFn) -> PackConfig:
     kv_heads = draw(st.sampled_from([1, 2, 8]))
     group = draw(st.sampled_from([1, 3, 4, 16, 32, 65, 200]))
     tiles = draw(
-        st.sampled_from([TILES, WARPS, PRICED, IN_SLICES, IN_BINS, SPLIT, SPLIT_IF_WIDE, SMALL, LITTLE_SHARED, TAILS])
+        st.sampled_from(
+            [TILES, WARPS, PRICED, IN_SLICES, IN_BINS, SPLIT, SPLIT_TAILS, SPLIT_WIDE, SMALL, LITTLE_SHARED, TAILS]
+        )
     )
     tails = tiles is TAILS and draw(st.booleans())
     group = draw(st.integers(11, 16)) if tails else group

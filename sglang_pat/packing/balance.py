@@ -2,8 +2,8 @@
 
 The paper cuts packs that are longer than the mean into equal pieces. But then SMs finish at different times, and short batches get needless
 parts. Here bins are filled in order, each up to the average of the remaining work, and a pack is cut only where a bin would overflow
-(McNaughton's wrap-around rule); where that leaves one too long, they are filled again up to the least capacity that is enough, and then with work
-items of fewer queries. Packs of one query go last into each bin, so the cut falls on them if there are any: it then makes one part, not one per query.
+(McNaughton's wrap-around rule); where that leaves one too long, they are filled again up to the least capacity that is enough, and then with all
+packs split into work items of fewer queries. Packs of one query go last into each bin, so the cut falls on them if there are any: it then makes one part, not one per query.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ one filling, and up to 40 %; more fillings bring nothing (benchmarks/NOTES.md, "
 empty."""
 
 TOO_LONG = 8
-"""Where the longest bin is longer than the mean by more than 1/TOO_LONG of it, because one work item is, packs are split (`PackConfig.splits`)."""
+"""Packs are split (`PackConfig.split_queries`) where the longest bin is longer than the mean by more than 1/TOO_LONG of it. Only a matter of time: of 1,500 batches
+with an H200's prices none was split below that (benchmarks/NOTES.md, "Work items of fewer queries")."""
 
 SPLIT_GAIN = 16
-"""By 1/SPLIT_GAIN of itself at least must the longest bin become shorter: KV is read more often then. Where less was expected, steps on an H200 took 0.98 to
-1.06 of the time (benchmarks/NOTES.md, "Work items of fewer queries")."""
+"""By 1/SPLIT_GAIN of itself at least must the longest bin become shorter then, as KV is read more often. Where a sixth or less was expected, steps on an H200
+with KV of 16 bits took 0.92 to 1.06 of the time (benchmarks/NOTES.md, "Work items of fewer queries")."""
 
 UNEVEN = 32
 """Some bins have more growing tails than others. When this has made a bin longer than the average by 1/UNEVEN of it, and by a KV tile, a new
@@ -111,7 +112,7 @@ def _as_item(pack: Pack, seq_lens: list[int], config: PackConfig) -> Pack:
 
 
 def _split(packs: list[Pack], most: int) -> list[Pack]:
-    """Packs of at most so many queries, each of even size; those with tails as they are."""
+    """All packs, split into as few as have at most so many queries, of even size; those with tails as they are. A pack of one query remains beside those of several."""
     result = []
     for pack in packs:
         size, pieces = len(pack.queries), 1 if pack.tails else -(-len(pack.queries) // most)

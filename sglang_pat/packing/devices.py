@@ -86,8 +86,8 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             was the only one measured (benchmarks/NOTES.md, "Narrow items first on every second SM").
         wide_steps: `TileTable.wide_steps` with KV of 16 bits and the dimension that was measured (benchmarks/NOTES.md, "Verify steps", "Where code lies
             in memory" and "Wide tiles only"); by default no step is.
-        splits, splits_8bit: `TileTable.splits` with KV of 16 bits and of 8, likewise. On an H200 plans without tiles of single warps took 0.92 of the time, those
-            with KV of 8 bits 0.96, others 1.00; an H100 has them from there (benchmarks/NOTES.md, "Work items of fewer queries").
+        splits, splits_8bit: `TileTable.splits` with KV of 16 bits and of 8, likewise. Where packs are split on an H200, plans without tiles of single warps take 0.90
+            of the time, those with KV of 8 bits 0.96; others with 16 bits took 1.00. An H100 has them from there (benchmarks/NOTES.md, "Work items of fewer queries").
     """
 
     gpu: str

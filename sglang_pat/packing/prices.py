@@ -166,12 +166,13 @@ class PackConfig(msgspec.Struct, frozen=True):
 
     @property
     def split_queries(self) -> int:
-        """How many queries work items have into which packs are split that make a bin too long: those of the smallest wide tile; 0 if none is
-        (`TileTable.splits`)."""
+        """Up to how many queries work items have into which packs are split where a bin is too long: what the smallest wide tile holds; 0 if none are
+        (`TileTable.splits`), nor into single queries, whose prices are of what they read alone."""
         tiles = self.tiles
         if tiles.splits == "none" or (tiles.splits == "wide" and tiles.warp_m):
             return 0
-        most = tiles.without_warps().query_tiles[0] // self.cost.group
+        wide = tiles.without_warps().query_tiles[0]
+        most = wide // self.cost.group if wide > tiles.warp_m else 0
         return most if 1 < most < self.max_queries else 0
 
     def _price(self, ns: float) -> int:

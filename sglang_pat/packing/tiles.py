@@ -94,7 +94,7 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tails_m: Rows of each query in a work item with tails (`plan.WorkItem`): those of a group of warps; 0 if there are no such items.
         narrow_first_ns: From how much time of each worker on, which wide work items compute beyond reading their KV once, every second worker runs narrow
             ones first (`plan.Plan.narrow_first`); 0: none does.
-        splits: Where packs that make a bin too long are split into work items of fewer queries: in no plan, in those without tiles of single warps, or in
+        splits: In which plans packs are split into work items of fewer queries where a bin is too long: in none, in those without tiles of single warps, or in
             all.
         bins_token_ns, bins_item_ns: What counts in place of `token_ns` and `item_ns` when packs are laid out in bins; the same if empty.
     """

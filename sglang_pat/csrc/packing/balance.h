@@ -37,23 +37,17 @@ class Bins {
   template <typename Grows>
   void fill(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, Statistics& statistics,
             Grows grows) {
-    price_all(packs.shared, shared_, packs, seq_lens, config, grows);
-    price_all(packs.single, single_, packs, seq_lens, config, grows);
+    const Group single = price_all(packs.single, single_, packs, seq_lens, config, grows);
+    Group shared = price_all(packs.shared, shared_, packs, seq_lens, config, grows);
     const int64_t bins = count(packs, config), mean = ceil_div(packs.work, bins);
-    Filling best = fill_evenly<true>(packs, packs.shared, packs.work, config, bins);
-    const std::vector<Pack>* shared = &packs.shared;
-    if (config.split_queries > 0 && best.longest > mean + mean / kTooLong && are_few(packs.shared, packs, bins) &&
+    Filling best = fill_evenly<true>(shared, single, packs, config, bins);
+    if (config.split_queries > 0 && best.longest > mean + mean / kTooLong && are_few(shared, single, bins) &&
         split(packs.shared, config.split_queries, bins)) {
-      shared_.swap(unsplit_);
-      price_all(pieces_, shared_, packs, seq_lens, config, grows);
-      const Filling filling = fill_evenly<false>(packs, pieces_, work(), config, bins);
-      if (filling.longest + best.longest / kSplitGain <= best.longest) {
-        best = filling, shared = &pieces_;
-      } else {
-        shared_.swap(unsplit_);
-      }
+      const Group pieces = price_all(pieces_, split_, packs, seq_lens, config, grows);
+      const Filling filling = fill_evenly<false>(pieces, single, packs, config, bins);
+      if (filling.longest + best.longest / kSplitGain <= best.longest) best = filling, shared = pieces;
     }
-    if (!best.kept) fill_once<true>(packs, *shared, best.work, config, bins, best.capacity);
+    if (!best.kept) fill_once<true>(shared, single, packs, config, bins, best.capacity);
     statistics.longest_bin = best.longest;
   }
 
@@ -69,6 +63,15 @@ class Bins {
     bool slices;
   };
 
+  // Packs of several queries, or of one, with their prices and the sum of these.
+  struct Group {
+    const std::vector<Pack>* packs;
+    const std::vector<Waiting>* waiting;
+    int64_t price;
+
+    size_t size() const { return packs->size(); }
+  };
+
   // Packs that wait for a bin; of the first one, the KV before `start` is laid out.
   struct Queue {
     const std::vector<Pack>& packs;
@@ -77,7 +80,7 @@ class Bins {
     int32_t start = 0;
     Waiting first{};
 
-    Queue(const std::vector<Pack>& packs, const std::vector<Waiting>& waiting) : packs(packs), waiting(waiting) { look(); }
+    explicit Queue(const Group& group) : packs(*group.packs), waiting(*group.waiting) { look(); }
 
     bool empty() const { return index == packs.size(); }
     const Pack& pack() const { return packs[index]; }
@@ -97,8 +100,9 @@ class Bins {
   };
 
   template <typename Grows>
-  static void price_all(const std::vector<Pack>& all, std::vector<Waiting>& waiting, const Packs& packs,
-                        const std::vector<int32_t>& seq_lens, const Config& config, Grows grows) {
+  static Group price_all(const std::vector<Pack>& all, std::vector<Waiting>& waiting, const Packs& packs,
+                         const std::vector<int32_t>& seq_lens, const Config& config, Grows grows) {
+    int64_t price = 0;
     const Prices& prices = config.bin_prices;
     waiting.resize(all.size());
     Waiting* one = waiting.data();
@@ -114,17 +118,19 @@ class Bins {
         one->price += packs.tail_tokens(pack, seq_lens) * prices.tokens[1];
         one->growth = pack.count * prices.tokens[1];
       }
+      price += one->price;
       ++one;
     }
+    return {&all, &waiting, price};
   }
 
   // Whether some bins cannot be filled without a cut: with eight packs for a bin, nearly every one can.
-  static bool are_few(const std::vector<Pack>& shared, const Packs& packs, int64_t bins) {
-    return int64_t(shared.size() + packs.single.size()) < 8 * bins;
+  static bool are_few(const Group& shared, const Group& single, int64_t bins) {
+    return int64_t(shared.size() + single.size()) < 8 * bins;
   }
 
-  // Splits packs into pieces of at most `most` queries, each of even size; those with tails stay as they are. False if that changes none, or makes more than
-  // there are bins.
+  // Splits all packs into pieces of at most `most` queries, each of even size; those with tails stay as they are. False if that changes none, or makes more
+  // than there are bins. A piece of one query remains beside those of several.
   bool split(const std::vector<Pack>& packs, int most, int64_t bins) {
     pieces_.clear();
     for (const Pack& pack : packs) {
@@ -138,32 +144,23 @@ class Bins {
     return pieces_.size() > packs.size();
   }
 
-  // The price of all that waits.
-  int64_t work() const {
-    int64_t work = 0;
-    for (const auto* waiting : {&shared_, &single_})
-      for (const Waiting& one : *waiting) work += one.price;
-    return work;
-  }
-
   // How to fill bins: up to `capacity`, or else to the average; the price of the longest one then. `kept`: it is what `items` has.
   struct Filling {
-    int64_t work, capacity, longest;  // `work`: the price of all packs
+    int64_t capacity, longest;
     bool kept;
   };
 
   // Looks for the least capacity with which so many bins are enough (balance.py, _fill_evenly).
   template <bool kKeepFirst>
-  Filling fill_evenly(const Packs& packs, const std::vector<Pack>& shared, int64_t work, const Config& config,
-                      int64_t bins) {
-    Filled filled = fill_once<kKeepFirst>(packs, shared, work, config, bins, kNone);
-    Filling best{work, kNone, filled.longest, kKeepFirst};
-    int64_t least = ceil_div(work, bins), capacity = ceil_div(filled.work, bins);
+  Filling fill_evenly(const Group& shared, const Group& single, const Packs& packs, const Config& config, int64_t bins) {
+    Filled filled = fill_once<kKeepFirst>(shared, single, packs, config, bins, kNone);
+    Filling best{kNone, filled.longest, kKeepFirst};
+    int64_t least = ceil_div(shared.price + single.price, bins), capacity = ceil_div(filled.work, bins);
     if (best.longest <= capacity + capacity / kSlack) return best;
     for (int64_t pass = 1; pass < kPasses; ++pass) {
-      filled = fill_once<false>(packs, shared, work, config, bins, capacity);
+      filled = fill_once<false>(shared, single, packs, config, bins, capacity);
       const bool shorter = filled.longest < best.longest;
-      if (shorter) best = {work, capacity, filled.longest, false};
+      if (shorter) best = {capacity, filled.longest, false};
       if (filled.last > capacity) {
         least = capacity;
         capacity = std::min((least + best.longest) / 2, capacity + ceil_div(filled.last - capacity, bins));
@@ -184,18 +181,19 @@ class Bins {
   // Fills each bin but the last, which takes the rest, up to `capacity`, or else to what remains on average. The bins are kept, or only their prices
   // are told.
   template <bool kKeep>
-  Filled fill_once(const Packs& packs, const std::vector<Pack>& shared_packs, int64_t remaining, const Config& config,
+  Filled fill_once(const Group& shared_packs, const Group& single_packs, const Packs& packs, const Config& config,
                    int64_t bins, int64_t capacity) {
     if constexpr (kKeep) {
       // A bin cuts one pack at most.
-      items.resize(shared_packs.size() + packs.single.size() + bins);
+      items.resize(shared_packs.size() + single_packs.size() + bins);
       begins.assign(1, 0);
       num_parts = packs.num_parts;
     }
     const Prices& prices = config.bin_prices;
     Pack* item = items.data();
-    Queue shared(shared_packs, shared_), single(packs.single, single_);
-    int64_t cuts = are_few(shared_packs, packs, bins), turns = 0;
+    Queue shared(shared_packs), single(single_packs);
+    int64_t remaining = shared_packs.price + single_packs.price;
+    int64_t cuts = are_few(shared_packs, single_packs, bins), turns = 0;
     Filled filled{};
     int64_t growth = 0, most_growth = 0;
     for (int64_t left = bins; left > 0; --left) {
@@ -305,7 +303,7 @@ class Bins {
 
   std::vector<Waiting> shared_, single_;  // as the packs
   std::vector<Pack> pieces_;              // the shared packs, split
-  std::vector<Waiting> unsplit_;          // as the shared packs, while `shared_` is as the pieces
+  std::vector<Waiting> split_;            // as the pieces
 };
 
 }  // namespace pat

@@ -139,7 +139,8 @@ class ExtendMaker {
 
   int64_t write(const Config& config) {
     Config whole = config;
-    whole.window = 0;  // positions, as nothing moves
+    whole.window = 0;         // positions, as nothing moves
+    whole.split_queries = 0;  // packs begin where their first token sees, and were priced as they are
     const int64_t bins = config.max_bins();
     const int64_t items = int64_t(packs_.shared.size() + packs_.single.size()) + bins;
     const int64_t queries = int64_t(packs_.queries.size()) + bins * config.max_queries;

@@ -100,7 +100,7 @@ struct Config {
   // From how much computing beyond reading on every second worker runs narrow items first; 0: none does.
   int64_t narrow_first_price = 0;
   int group = 1, runs = 1, workers = 1, max_queries = 1, few_queries = 1, warp_queries = 0;
-  int split_queries = 0;  // that work items have into which packs are split that make a bin too long; 0: none is
+  int split_queries = 0;  // up to so many have work items into which packs are split where a bin is too long; 0: none are
   // A query of more than `slice_rows` rows, with up to `slices_tokens` tokens, is run in slices of so many.
   int64_t slices_tokens = -1;
   int slice_rows = 0;
