@@ -113,13 +113,7 @@ def _as_item(pack: Pack, seq_lens: list[int], config: PackConfig) -> Pack:
 
 def _split(packs: list[Pack], most: int) -> list[Pack]:
     """All packs, split into as few as have at most so many queries, of even size; those with tails as they are. A pack of one query remains beside those of several."""
-    result = []
-    for pack in packs:
-        size, pieces = len(pack.queries), 1 if pack.tails else -(-len(pack.queries) // most)
-        for i in range(pieces):
-            queries = pack.queries[size * i // pieces : size * (i + 1) // pieces]
-            result.append(msgspec.structs.replace(pack, queries=queries))
-    return result
+    return [piece for pack in packs for piece in pack.split(1 if pack.tails else -(-len(pack.queries) // most))]
 
 
 def _fill_evenly(

@@ -4,6 +4,7 @@ too large for any tile (PAT §5.2)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import msgspec
 
@@ -24,6 +25,12 @@ class Pack(msgspec.Struct):
     def tail_tokens(self, seq_lens: list[int]) -> int:
         """Tokens of the tails that follow."""
         return sum(seq_lens[query] - (self.end or 0) for query in self.queries) if self.tails else 0
+
+    def split(self, pieces: int) -> list[Pack]:
+        """So many packs of its queries, of even size."""
+        size = len(self.queries)
+        bounds = [size * i // pieces for i in range(pieces + 1)]
+        return [msgspec.structs.replace(self, queries=self.queries[a:b]) for a, b in pairwise(bounds)]
 
 
 class Choice(msgspec.Struct):
@@ -114,13 +121,7 @@ def split_queries(packs: list[Pack], seq_lens: list[int], config: PackConfig) ->
     """Split each pack into `config.pieces` packs of even size; each is one work item until `balance` cuts it."""
     result = []
     for pack in packs:
-        if pack.tails:
-            result.append(pack)
-            continue
-        size, pieces = len(pack.queries), config.pieces(len(pack.queries), kv_length(pack, seq_lens))
-        for i in range(pieces):
-            queries = pack.queries[size * i // pieces : size * (i + 1) // pieces]
-            result.append(Pack(pack.start, pack.end, queries))
+        result += pack.split(1 if pack.tails else config.pieces(len(pack.queries), kv_length(pack, seq_lens)))
     return result
 
 

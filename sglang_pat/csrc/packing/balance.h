@@ -29,6 +29,7 @@ class Bins {
     shared_.reserve(batch);
     single_.reserve(2 * batch);
     pieces_.reserve(1024);
+    split_.reserve(1024);
     begins.reserve(1024);
     num_parts.reserve(batch);
   }
