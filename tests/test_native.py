@@ -811,14 +811,28 @@ def test_plans_do_not_depend_on_how_wide_vectors_are(tmp_path: Path) -> None:
     assert len(found) == 1
 
 
+def printed(name: str, folder: Path, *flags: str) -> list[int]:
+    """The numbers that a program in tests/csrc prints."""
+    source, program = Path(__file__).parent / "csrc" / f"{name}.cpp", folder / name
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-Wno-psabi", "-pthread", *flags]
+    subprocess.run([*command, source, "-o", program], check=True)
+    found = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return [int(number) for number in found.stdout.split()]
+
+
 @pytest.mark.skipif(bool(os.environ.get(jit.SANITIZE)), reason="counts allocations itself")
 def test_a_steady_state_allocates_nothing(tmp_path: Path) -> None:
-    source, program = Path(__file__).parent / "csrc" / "steady_state.cpp", tmp_path / "steady_state"
-    compiler = os.environ.get("CXX", "c++")
-    subprocess.run([compiler, "-std=c++17", "-O1", "-Wno-psabi", "-pthread", source, "-o", program], check=True)
-    plans, everything, steady = map(int, subprocess.run([program], capture_output=True, check=True).stdout.split())
+    plans, everything, steady = printed("steady_state", tmp_path)
     assert plans > 4000 and everything > 100
     assert steady == 0
+
+
+@pytest.mark.skipif(bool(os.environ.get(jit.SANITIZE)), reason="replaces what allocates")
+def test_where_memory_runs_out_an_event_is_done_or_not_at_all(tmp_path: Path) -> None:
+    failures, left = printed("failing_memory", tmp_path, "-D_GLIBCXX_ASSERTIONS")
+    assert failures > 5000
+    assert left == 0
 
 
 def test_schedulers_are_closed_while_their_threads_work() -> None:

@@ -11,7 +11,7 @@
 namespace pat {
 
 // Requests are named by keys (mirror.h). One of which the mirror knows nothing may be in the batch, and is kNone in `requests`. Of a key that
-// is there twice nothing is known the second time.
+// is there twice nothing is known the second time. As in the mirror, what allocates does so before it changes anything.
 class Expected {
  public:
   explicit Expected(Mirror& mirror) : mirror_(mirror) {}
@@ -40,6 +40,7 @@ class Expected {
 
   // Another batch, whatever was expected.
   void assign(const int64_t* keys, int64_t size) {
+    reserve(size);
     for (const int32_t request : requests_)
       if (request != kNone) mirror_.request(request).position = kNone;
     keys_.assign(keys, keys + size);
@@ -53,7 +54,7 @@ class Expected {
     }
   }
 
-  // Puts the batch back as it was, if `keeps`, when the scope is left.
+  // Puts the batch back as it was, if `keeps`, when the scope is left. There is still room for it.
   class Kept {
    public:
     Kept(Expected& expected, bool keeps) : expected_(expected), keeps_(keeps) {
@@ -92,8 +93,15 @@ class Expected {
     return first;
   }
 
-  // The request joins behind all others. If it is there already, `length` is that of another chunk of its prompt, or leaves out a draft that was
-  // counted before; where it decodes, `tell` knows better.
+  // For `join`.
+  void make_room() {
+    pat::make_room(keys_);
+    pat::make_room(requests_);
+    pat::make_room(seq_lens_);
+  }
+
+  // The request joins behind all others, where there must be room. If it is there already, `length` is that of another chunk
+  // of its prompt, or leaves out a draft that was counted before; where it decodes, `tell` knows better.
   void join(int32_t request, int64_t key, int64_t length) {
     const int32_t position = mirror_.request(request).position;
     if (position == kNone) {

@@ -1,4 +1,4 @@
-// Finds nodes by a key that they hold themselves: open addressing, four bytes a slot, no allocation until it grows.
+// Finds nodes by a key that they hold themselves: open addressing, four bytes a slot. Only `make_room` allocates.
 #pragma once
 
 #include <algorithm>
@@ -20,14 +20,21 @@ class Index {
     }
   }
 
+  // For one element more. If memory runs out, nothing has changed.
+  void make_room() {
+    if ((size_ + 1) * 2 > slots_.size()) grow();
+  }
+
+  // There must be room.
   void insert(int32_t element) {
-    if (++size_ * 2 > slots_.size()) grow();
+    ++size_;
     place(element);
   }
 
   void erase(int32_t element) {
     size_t hole = hash_of_(element) & mask();
-    while (slots_[hole] != element) hole = (hole + 1) & mask();
+    for (; slots_[hole] != element; hole = (hole + 1) & mask())
+      if (slots_[hole] == kEmpty) return;
     --size_;
     // What follows without a gap may have been pushed here by a collision: move it back.
     for (size_t slot = (hole + 1) & mask(); slots_[slot] != kEmpty; slot = (slot + 1) & mask()) {

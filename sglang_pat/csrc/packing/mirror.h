@@ -46,11 +46,18 @@ struct Request {
   bool counted = false;      // among the requests decoded
 };
 
+// Room for one element more, and more than that, as `push_back` grows. If memory runs out, nothing has changed.
+template <typename Element>
+void make_room(std::vector<Element>& elements) {
+  if (elements.size() == elements.capacity()) elements.reserve(2 * elements.size() + 1);
+}
+
 // An event does not fit what the mirror knows.
 struct Inconsistent : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Every event allocates before it changes anything: if memory runs out, all is as it was.
 class Mirror {
  public:
   Mirror() : by_id_(HashOfId{this}), by_head_(HashOfHead{this}), by_row_(HashOfRow{this}) { clear(); }
@@ -67,6 +74,7 @@ class Mirror {
     if (find(id) != kNone || child(parent, head) != kNone || length <= 0 || length > kMaxPosition - nodes_[parent].end())
       throw Inconsistent("node " + std::to_string(id) + " inserted below " + std::to_string(parent_id) +
                          " twice, or empty or too long");
+    make_room_for_node();
     link(add_node(id, head, nodes_[parent].end(), int32_t(length)), parent);
   }
 
@@ -77,6 +85,7 @@ class Mirror {
     const int32_t parent = nodes_[node].parent;
     const Head old_head = nodes_[node].head;
     const int32_t start = nodes_[node].start;
+    make_room_for_node();
     unlink(node);
     const int32_t upper = add_node(upper_id, old_head, start, int32_t(length));
     link(upper, parent);
@@ -93,6 +102,7 @@ class Mirror {
   void evict(int64_t id, Lost lost) {
     const int32_t node = find(id);
     if (node == kNone || node == kRoot) return;
+    const Inconsistent error("node " + std::to_string(id) + " was evicted while requests were running on it");
     std::vector<int32_t> below{node}, requests;
     while (!below.empty()) {
       const Node& n = nodes_[below.back()];
@@ -104,7 +114,7 @@ class Mirror {
       lost(request);
       move(request, kRootId);
     }
-    throw Inconsistent("node " + std::to_string(id) + " was evicted while requests were running on it");
+    throw error;
   }
 
   // Forgets every node; requests share nothing from then on.
@@ -120,6 +130,8 @@ class Mirror {
 
   // A request that hangs at the root, in a row that nobody has.
   int32_t enter(int64_t key) {
+    make_room_for(requests_, free_requests_);
+    by_row_.make_room();
     const int32_t request = place(requests_, free_requests_);
     requests_[request] = Request{};
     requests_[request].key = key;
@@ -223,6 +235,19 @@ class Mirror {
 
   static uint64_t hash(int32_t parent, Head head) {
     return mix(uint64_t(head.high) ^ mix(uint64_t(head.low) + uint64_t(parent)));
+  }
+
+  // One that is free counts, and whatever there is may become free.
+  template <typename Element>
+  static void make_room_for(std::vector<Element>& elements, std::vector<int32_t>& free) {
+    if (free.empty()) make_room(elements);
+    free.reserve(elements.capacity());
+  }
+
+  void make_room_for_node() {
+    make_room_for(nodes_, free_nodes_);
+    by_id_.make_room();
+    by_head_.make_room();
   }
 
   // Index of an element that is free, or new.

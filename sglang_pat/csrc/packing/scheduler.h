@@ -156,6 +156,7 @@ class Scheduler {
     check_key(key);
     in_range("a request's tokens", length, 0, kMaxPosition);
     in_range("the batch", int64_t(expected_.size()) + 1, 0, kMaxBatch);
+    expected_.make_room();
     const auto [request, orphan] = expected_.enter(key);
     mirror_.prune(orphan);
     expected_.join(request, key, length);
