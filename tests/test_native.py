@@ -835,6 +835,26 @@ def test_where_memory_runs_out_an_event_is_done_or_not_at_all(tmp_path: Path) ->
     assert left == 0
 
 
+FIRST_ERROR = """
+import time
+from sglang_pat.packing.native import NativeScheduler
+
+module = NativeScheduler.load_module()
+began = time.thread_time()
+try:
+    module.version(77)
+except ValueError:
+    print(round((time.thread_time() - began) * 1e6))
+"""
+
+
+@pytest.mark.skipif(bool(os.environ.get(jit.SANITIZE)), reason="takes its time")
+def test_the_first_error_while_serving_takes_no_longer_than_others() -> None:
+    """Half a second, in which nobody is served, unless there was one when the module was loaded."""
+    found = subprocess.run([sys.executable, "-c", FIRST_ERROR], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 50_000
+
+
 def test_schedulers_are_closed_while_their_threads_work() -> None:
     def work() -> None:
         for _ in range(10):

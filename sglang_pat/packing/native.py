@@ -126,6 +126,10 @@ class NativeScheduler:
         short = "insert split bind release withdraw find child any_request binding expect stands version prepare"
         for name in short.split():
             getattr(module, name).release_gil = False
+        try:
+            module.version(-1)
+        except ValueError:
+            pass  # There is none. A process's first error takes half a second, which nobody notices now.
         return module
 
     # Radix-tree events.
