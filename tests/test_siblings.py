@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import amid_aborts, assert_sound
 from forked import ForkedProcess, ForkedServer
+from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -208,24 +209,42 @@ def test_aborts_of_leaders_keep_nobody_waiting(servers: dict[str, Server]) -> No
     assert_sound(servers["1"])
 
 
+class Adder:
+    """As much of SGLang's `PrefillAdder` as is looked at."""
+
+    preempt_list: tuple[Any, ...] = ()
+    page_size = 1
+
+    def __init__(self) -> None:
+        self.tree_cache = RadixCache.create_simulated()
+
+    def budget_state(self) -> str:
+        return "more"
+
+
+def request(tokens: list[int], cached: int, node: int | None, on_host: int = 0) -> Req:
+    """One that was just matched with the tree."""
+    found = array("q", tokens)
+    req = Req("", "", found, SamplingParams())
+    req.full_untruncated_fill_ids = found
+    req.prefix_indices, req.prefix_len, req.last_node = found[:cached], cached, node
+    req.host_hit_length = on_host
+    return req
+
+
+@pytest.mark.once
+def test_nobody_waits_where_matches_are_empty() -> None:
+    """What a leader computes would not be found."""
+    for miss in (False, True):
+        adder, siblings = Adder(), Siblings()
+        with envs.SGLANG_RADIX_FORCE_MISS.override(miss):
+            assert siblings.defer(adder, request([7] * 200, 0, None)) is None
+            siblings.computes(adder, request([7] * 200, 0, None))
+            assert siblings.defer(adder, request([7] * 200, 0, None)) == (None if miss else "more")
+
+
 def test_who_ends_at_the_same_node_waits_and_who_has_other_tokens_behind_it_does_not() -> None:
     """What is cached is not compared if the node says that it is equal: by its id, where the tree has ids, which are other objects each time."""
-
-    class Adder:
-        preempt_list: tuple[Any, ...] = ()
-        page_size, tree_cache = 1, RadixCache.create_simulated()
-
-        def budget_state(self) -> str:
-            return "more"
-
-    def request(tokens: list[int], cached: int, node: int, on_host: int = 0) -> Req:
-        found = array("q", tokens)
-        req = Req("", "", found, SamplingParams())
-        req.full_untruncated_fill_ids = found
-        req.prefix_indices, req.prefix_len, req.last_node = found[:cached], cached, node
-        req.host_hit_length = on_host
-        return req
-
     numbers = random.Random(0)
     document, other = (numbers.choices(range(1000), k=2000) for _ in range(2))
     turn, another = (numbers.choices(range(1000), k=600) for _ in range(2))

@@ -28,10 +28,14 @@ def radix_cache_serves() -> bool:
 
 def finds_prefixes(cache: Any) -> bool:
     """Whether requests find a prefix in this cache as soon as it is computed. Hybrid models do not: their states are saved at
-    checkpoints only."""
+    checkpoints only. Nor does anybody with `SGLANG_RADIX_FORCE_MISS`, which empties every match."""
+    from sglang.srt.environ import envs
+
     # 0.5.17 wraps the cache to serve streaming sessions.
     cache = getattr(cache, "inner", cache)
-    return _followed(cache) and not cache.disable and not cache.supports_mamba()
+    return (
+        _followed(cache) and not cache.disable and not cache.supports_mamba() and not envs.SGLANG_RADIX_FORCE_MISS.get()
+    )
 
 
 def head_tokens(cache: Any) -> int:
