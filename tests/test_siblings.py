@@ -23,7 +23,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.demo.server import Server
 from sglang_pat.radix_bridge import hooks
-from sglang_pat.radix_bridge.siblings import BLOCK, STEPS, Siblings
+from sglang_pat.radix_bridge.siblings import BLOCK, LEADER, STEPS, Siblings
 
 SCRIPT = Path(__file__).parent / "scheduler_siblings.py"
 CHUNK = 64
@@ -241,6 +241,24 @@ def test_nobody_waits_where_matches_are_empty() -> None:
             assert siblings.defer(adder, request([7] * 200, 0, None)) is None
             siblings.computes(adder, request([7] * 200, 0, None))
             assert siblings.defer(adder, request([7] * 200, 0, None)) == (None if miss else "more")
+
+
+@pytest.mark.once
+def test_a_step_compares_so_many_tokens_and_then_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that differ late, and of which the last blocks are equal, could be compared with each other for a second."""
+    length, leaders = 1000, 5
+    prompts = [[7] * (length - 1) + [number] + [8] * (BLOCK + 1) for number in range(leaders)]
+    # The last leader is the right one.
+    monkeypatch.setattr("sglang_pat.radix_bridge.siblings.COMPARED", leaders * (length + BLOCK + LEADER))
+    siblings, adder = Siblings(), Adder()
+    assert siblings.defer(adder, request(prompts[0], length, None)) is None
+    for prompt in prompts[:leaders]:
+        siblings.computes(adder, request(prompt, length, None))
+    waits = request(prompts[leaders - 1], length, None)
+    assert siblings.defer(adder, waits) == "more"
+    assert siblings.defer(adder, waits) is None, "it has compared enough"
+    assert siblings.defer(Adder(), waits) == "more", "another step"
+    assert siblings.deferred == 2
 
 
 def test_who_ends_at_the_same_node_waits_and_who_has_other_tokens_behind_it_does_not() -> None:
