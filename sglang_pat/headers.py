@@ -47,6 +47,7 @@ def headers() -> dict[Path, str]:
             ),
             _constants("double", {"kAlpha": compute.ALPHA, "kBeta": compute.BETA, "kGamma": compute.GAMMA}),
             _constants("double", {"kBusyWorkers": prices.BUSY_WORKERS}),
+            _constants("int32_t", {"kLevels[]": f"{{{', '.join(map(str, oracle.LEVELS))}}}"}),
         ),
         CSRC / "cuda" / "tiles.h": _file(
             _constants(
@@ -66,7 +67,7 @@ def _file(*parts: str) -> str:
     return NOTICE + "\n".join(parts) + "\n}  // namespace pat\n"
 
 
-def _constants(kind: str, values: Mapping[str, float]) -> str:
+def _constants(kind: str, values: Mapping[str, float | str]) -> str:
     return "".join(f"constexpr {kind} {name} = {value};\n" for name, value in values.items())
 
 

@@ -27,7 +27,7 @@ class Replayed(msgspec.Struct):
         config: The config, with the policy that was replayed.
         layers: As in the trace's header.
         events, plans: How many the trace has.
-        fallbacks: How many plans failed in the server or here.
+        fallbacks: How many plans failed or did not fit, in the server or here.
         totals: Counts over all recorded steps.
         planning_us: Time of each plan.
         differing: How many plans read or merge something else than recorded, of those with the same policy and lengths.
@@ -49,7 +49,7 @@ class Replayed(msgspec.Struct):
         times = sorted(self.planning_us) or [0.0]
         yield f"policy                   {self.config.policy}"
         yield f"events                   {self.events:,}"
-        yield f"plans                    {self.plans:,} for {self.totals.steps:,} decode steps (one for the last plan: how long it was used is not recorded), {self.fallbacks} plans that failed"
+        yield f"plans                    {self.plans:,} for {self.totals.steps:,} decode steps (one for the last plan: how long it was used is not recorded), {self.fallbacks} plans that failed or did not fit"
         yield f"work items               {self.totals.work_items:,}"
         yield f"parts merged             {self.totals.parts:,}"
         yield f"KV bytes read            {read / 1e9:,.3f} GB"
@@ -100,9 +100,9 @@ def _replay(records: Iterator[trace.Record], policy: str | None, oracle: bool) -
         result.plans += 1
         requests = np.array(batch, dtype=np.int64)
         began = time.perf_counter()
-        fitted = True
         try:
             index, _, _ = scheduler.take(requests, lengths, record.steps, record.aside)
+            fitted = scheduler.levels is None
         except PlanTooLargeError:
             # As in serving: one query per work item.
             fitted = False

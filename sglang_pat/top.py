@@ -47,6 +47,7 @@ class Counters(TypedDict):
     kv_bytes: Count
     kv_bytes_unpacked: Count
     fallbacks: Count
+    too_large: Count
     faults: Count
     bound: Count
     nodes: Count
@@ -192,6 +193,8 @@ def render(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: float
             f"  saved           {1 - read / unpacked if unpacked else 0:>8.0%}",
         ]
     lines.append(f"fallbacks {new['fallbacks']:,}, faults {new['faults']:,} since the start; both should be 0")
+    if new["too_large"]:
+        lines.append(f"too large {new['too_large']:,}: steps that packed less, as their plan did not fit its memory")
     items = new_by_size(new["query_sizes"], before["query_sizes"])
     if items:
         lines += ["", "queries in a work item"]

@@ -144,10 +144,12 @@ def test_reports_of_groups_are_added_up() -> None:
         "kv_bytes": 100,
         "kv_bytes_unpacked": 300,
         "fallbacks": 1,
+        "too_large": 0,
     }
-    second = first | {"work_items": 8, "plans": 2, "fallbacks": 2}
+    second = first | {"work_items": 8, "plans": 2, "fallbacks": 2, "too_large": 3}
     total = groups.total([first, second])
-    assert total == first | {"plans": 3, "planning_us": 14, "kv_bytes": 200, "kv_bytes_unpacked": 600, "fallbacks": 2}
+    summed = {"plans": 3, "planning_us": 14, "kv_bytes": 200, "kv_bytes_unpacked": 600}
+    assert total == first | summed | {"fallbacks": 2, "too_large": 3}
 
 
 def pool_for_windows(windowed: list[int], full: list[int]) -> SWAKVPool:

@@ -37,7 +37,7 @@ from sglang_pat.packing import (
     tree,
 )
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, _halves
-from sglang_pat.packing.oracle import make_plan
+from sglang_pat.packing.oracle import LEVELS, make_plan
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
     ROOT,
@@ -135,6 +135,55 @@ def test_segments_of_many_levels_are_packed_like_the_oracle_packs_them(depth: in
     scheduler, seq_lens = load(batch, config)
     index, _, _ = take(scheduler, seq_lens)
     assert used(scheduler.buffers[index]) == layout.flatten(make_plan(batch, config)).tolist()
+
+
+@given(batches(), configs(), st.integers(1, 30), st.integers(0, 40))
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+def test_a_plan_that_does_not_fit_packs_as_many_levels_as_the_oracle_says(
+    batch: Batch, config: PackConfig, ints: int, slots: int
+) -> None:
+    buffers = [np.zeros(100 + 20 * ints, dtype=np.int32) for _ in range(2)]
+    scheduler, seq_lens = load(batch, config, max_slots=slots, buffers=buffers)
+    for levels in (None, *LEVELS):
+        data = layout.flatten(make_plan(batch, config, levels))
+        if len(data) <= len(buffers[0]) and layout.num_slots(data) <= slots:
+            index, _, _ = take(scheduler, seq_lens)
+            assert (scheduler.levels, used(buffers[index])) == (levels, data.tolist())
+            return
+    with pytest.raises(PlanTooLargeError):
+        take(scheduler, seq_lens)
+
+
+def nested(count: int, length: int) -> Batch:
+    """Each prompt begins with the one before; and two requests that share something else."""
+    root = node = Node(0, length, list(range(count)))
+    for _ in range(1, count - 1):
+        node.children = [Node(node.end, node.end + length, node.queries[1:])]
+        node = node.children[0]
+    lengths = [length * (query + 1) + 5 for query in range(count)]
+    return Batch([*lengths, 3000, 3000], [root, Node(0, 2900, [count, count + 1])])
+
+
+@pytest.mark.parametrize(
+    ("policy", "slots", "levels"), [("optimal", 2**31 - 1, 14), ("optimal", 8 * 102, 6), ("pat", 2**31 - 1, 32)]
+)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_others_are_packed_beside_many_nested_prompts(policy: str, slots: int, levels: int, ahead: bool) -> None:
+    batch, config = nested(100, 1000), PackConfig(CostModel(32, 8, 128, 128, 2), PRICED, 16, policy)
+    scheduler, seq_lens = load(batch, config, max_slots=slots)
+    if ahead:
+        scheduler.prepare(0)
+        scheduler.settle()
+    index, good, taken_ahead = take(scheduler, seq_lens)
+    assert (scheduler.levels, taken_ahead) == (levels, ahead) and good > 0
+    data = scheduler.buffers[index]
+    assert used(data) == layout.flatten(make_plan(batch, config, levels)).tolist()
+    items = layout.work_items(data)
+    assert_right(items, batch, 0)
+    assert any(item.queries == [100, 101] for item in items)
+    assert scheduler.current()[0] < (1 - levels / 80) * seq_lens.sum(), "the nested prompts share some, too"
+    whole = native.make_plan(batch, config)
+    assert whole == make_plan(batch, config), "tools see the plan of all levels"
 
 
 def assert_right(items: list[WorkItem], batch: Batch, window: int) -> None:

@@ -255,10 +255,31 @@ def test_a_plan_that_is_too_large_gives_way_to_one_that_stands(caplog) -> None:
     plans = [small.step() for _ in range(5)]
     assert all(plan is plans[0] for plan in plans) and layout.num_slots(plans[0].numpy()) == 0
     counters = small.planner.counters()
-    assert (counters.fallbacks, counters.steps, counters.plans) == (5, 5, 1)
-    assert len([record for record in caplog.records if "planning failed" in record.message]) == 1
+    assert (counters.too_large, counters.fallbacks, counters.steps, counters.plans) == (5, 0, 5, 1)
+    assert [record.levelname for record in caplog.records if "did not fit" in record.message] == ["WARNING"]
     small.leave(B)
     assert layout.sections(small.step().numpy()).header["batch"] == 2 and small.plans == 2
+
+
+def test_a_plan_that_packs_fewer_levels_stands_too(caplog) -> None:
+    """Steps are counted apart from failures, and a trace says that such a plan is not the whole one."""
+    recorded = []
+    deep = Decode(config=msgspec.structs.replace(CONFIG, workers=16), max_slots=180)
+    deep.planner.on_plan = lambda requests, **plan: recorded.append(plan["fallback"])
+    for level in range(2, 22):
+        deep.apply(NodeInserted(level, level - 1, 500, level.to_bytes(16, "big")))
+        deep.seq_lens[level] = 500 * level + 20
+        deep.apply(RequestBound(level, level, 0))
+    plans = [deep.step() for _ in range(5)]
+    assert all(plan is plans[0] for plan in plans) and deep.scheduler.levels == 6
+    assert max(len(item.queries) for item in layout.work_items(plans[0].numpy())) > 1
+    for request in list(deep.seq_lens)[4:]:
+        deep.leave(request)
+    deep.step()
+    counters = deep.planner.counters()
+    assert (counters.too_large, counters.fallbacks, counters.steps, counters.plans) == (5, 0, 6, 2)
+    assert recorded == [True, False]
+    assert len([record for record in caplog.records if "did not fit" in record.message]) == 1
 
 
 @pytest.mark.parametrize("steps", [1, 9, 50])

@@ -16,12 +16,14 @@ class Counters(Totals):
         plans: Plans made; the other steps reused one.
         plans_ahead: How many of them were ready before their step.
         fallbacks: Steps that ran one query per work item because planning failed.
+        too_large: Steps that packed less, because their plan did not fit its memory.
         planning_us: Microseconds that the scheduler process spent on plans.
     """
 
     plans: int = 0
     plans_ahead: int = 0
     fallbacks: int = 0
+    too_large: int = 0
     planning_us: int = 0
 
     def report(self, layer_token_bytes: int) -> dict[str, Any]:

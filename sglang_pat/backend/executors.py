@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 WORKSPACE_BYTES = 192 << 20
-"""The most GPU memory for parts. A batch whose plan needs more is not packed."""
+"""The most GPU memory for parts. A batch whose plan needs more is packed in part."""
 
 PARTS_OF_A_REQUEST = 8
 """How many parts the workspace holds per request, within the limit above: more than the levels of prefixes in systems that nest tools,

@@ -175,20 +175,24 @@ class LayerGroups:
         return self._found[key]
 
     def report(self) -> dict[str, Any]:
-        """Counts of all steps (docs/settings.md). Beside drafts, steps of single tokens count if they fell back."""
+        """Counts of all steps (docs/settings.md). Beside drafts, steps of single tokens count if they were not packed as planned."""
         found = total([group.report() for group in self.steps])
         if self.draft_tokens:
-            found["fallbacks"] += total([group.report() for group in self.single])["fallbacks"]
+            single = total([group.report() for group in self.single])
+            for name in WORST:
+                found[name] += single[name]
         return found
 
 
 SUMMED = ("plans", "plans_ahead", "planning_us", "kv_bytes", "kv_bytes_unpacked")
+WORST = ("fallbacks", "too_large")
 
 
 def total(reports: list[Mapping[str, Any]]) -> dict[str, Any]:
     """One report for several groups.
 
-    Plans and bytes are added up. A step counts as one fallback, however many groups fell back. Everything else is the first group's.
+    Plans and bytes are added up. A step counts as one fallback, however many groups fell back, and likewise if plans were too large. Everything
+    else is the first group's.
     """
     summed = {name: sum(report[name] for report in reports) for name in SUMMED}
-    return {**reports[0], **summed, "fallbacks": max(report["fallbacks"] for report in reports)}
+    return {**reports[0], **summed, **{name: max(report[name] for report in reports) for name in WORST}}

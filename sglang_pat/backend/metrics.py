@@ -14,7 +14,8 @@ COUNTERS = {
     "mixed_steps": "Steps that decoded requests by plan and prefilled others (`--enable-mixed-chunk`), or extended some by one token.",
     "plans": "Plans made; the other steps reused one.",
     "plans_ahead": "Plans that were ready before their step.",
-    "fallbacks": "Steps that ran one query per work item: their plan failed, did not fit its memory, or failed `SGLANG_PAT_VERIFY`.",
+    "fallbacks": "Steps that ran one query per work item: their plan failed, or failed `SGLANG_PAT_VERIFY`.",
+    "too_large": "Steps whose plan did not fit its memory: they packed fewer levels of the tree, or nothing. Prompts of many levels do that.",
     "faults": "How often the cache and its mirror disagreed.",
     "requests": "Requests decoded.",
     "work_items": "Work items run: packs, or pieces of packs that were cut.",
@@ -114,4 +115,6 @@ def line(new: Mapping[str, int]) -> str:
         text += f", {unpacked / read:.2f} times as much unpacked"
     if new["fallbacks"] or new["faults"]:
         text += f", {new['fallbacks']} fallbacks, {new['faults']} faults"
+    if new["too_large"]:
+        text += f", {new['too_large']} plans too large"
     return text

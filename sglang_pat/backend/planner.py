@@ -64,7 +64,7 @@ class Planner:
         self._epoch = self._version = self._prepared = -1
         self._counts = Counters()
         self._planning_ns = 0
-        self._failed = self._fell_back = False
+        self._failed = self._fell_back = self._too_large = False
         self._decodes = False  # whether a batch was planned that decodes
         self._since_told = 0  # steps of the next batch since the scheduler was told its lengths
         self._gain = 1.0  # tokens that each of its requests surely gains in a step
@@ -94,7 +94,10 @@ class Planner:
             self._fall_back(seq_lens(), stands=False)
         self._used += 1
         self._since_told += not self._beside
-        self._counts.fallbacks += self._fell_back
+        self._counts.fallbacks += self._fell_back and not self._too_large
+        if self._too_large and not self._counts.too_large:
+            logger.warning("a plan did not fit its memory: such steps pack less (reported once, then counted)")
+        self._counts.too_large += self._too_large
         self._decodes |= not aside
         if self._ahead and self._used == self._good:
             self._begin()
@@ -147,14 +150,16 @@ class Planner:
 
     def _make(self, requests: Any, seq_lens: Any, aside: bool) -> None:
         scheduler = self._scheduler
-        self._requests, self._beside = requests, aside
+        self._requests, self._beside, self._too_large = requests, aside, False
         try:
             index, good, ahead = scheduler.take(requests, seq_lens, self._used, aside)
             self._epoch, self._version = scheduler.epoch, scheduler.version
         except Exception as failure:
-            self._report_failure()
+            self._too_large = isinstance(failure, PlanTooLargeError)
+            if not self._too_large:
+                self._report_failure()
             # What is too large will be so in the next step too. Its lengths are told by then.
-            stands = isinstance(failure, PlanTooLargeError) and not aside
+            stands = self._too_large and not aside
             if stands:
                 self._since_told = 0
             self._fall_back(seq_lens, stands)
@@ -165,12 +170,14 @@ class Planner:
                 self._gain = max(1.0, CAUTION * scheduler.gained / self._since_told)
             self._since_told = 0
         self._counts.plans_ahead += ahead
+        self._too_large = scheduler.levels is not None
         self._hand_out(index, good, seq_lens, ahead=ahead)
 
     def _accepted(self, check: Callable[[list[WorkItem]], None]) -> bool:
         try:
             check(layout.work_items(self._data.numpy()))
         except Exception:
+            self._too_large = False
             self._report_failure()
             return False
         return True
@@ -192,7 +199,7 @@ class Planner:
                 kv_tokens=kv_tokens,
                 parts=parts,
                 ahead=ahead,
-                fallback=fallback,
+                fallback=fallback or self._too_large,
                 aside=self._beside,
             )
         self._data, self._used, self._good = self._scheduler.buffers[index], 0, -(-good // self._growth)

@@ -248,7 +248,7 @@ class NativeScheduler:
             (index of the buffer that holds the plan, how many steps it is good for, whether it was prepared).
 
         Raises:
-            PlanTooLargeError: The plan does not fit.
+            PlanTooLargeError: Not even a plan that packs nothing fits; see `levels`.
             ValueError: The numbers of lengths and requests differ, or a number is out of range.
         """
         taken = self._module.take(self._handle, _tensor(requests), _tensor(seq_lens), steps, aside, self._out)
@@ -294,6 +294,13 @@ class NativeScheduler:
         counts = Counter({size: count for size, count in enumerate(sizes, 1) if count})
         return Totals(steps, requests, items, counts, parts, kv_tokens, unpacked)
 
+    @property
+    def levels(self) -> int | None:
+        """How many levels of its batch's tree the plan in use packs (`oracle.LEVELS`), where not all of them fit; None for all."""
+        self._module.current(self._handle, self._out)
+        levels = int(self._scratch[3])
+        return None if levels < 0 else levels
+
     def current(self) -> tuple[int, int, int]:
         """Of the plan in use: (KV tokens that its first step reads, parts, price of its longest bin)."""
         self._module.current(self._handle, self._out)
@@ -331,9 +338,10 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
         try:
             index, _, _ = scheduler.take(load(scheduler, batch), np.array(batch.seq_lens, dtype=np.int64), 0)
         except PlanTooLargeError:
-            room *= 2  # The capacity is for batches that servers have.
-        else:
+            index = None
+        if index is not None and scheduler.levels is None:
             return layout.read(scheduler.buffers[index], scheduler.current()[0])
+        room *= 2  # The capacity is for batches that servers have.
 
 
 def load(scheduler: NativeScheduler, batch: Batch, requests: Sequence[int] = ()) -> np.ndarray:

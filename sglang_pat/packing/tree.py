@@ -140,6 +140,19 @@ def compact(batch: Batch) -> list[Prefix]:
     return prefixes
 
 
+def cut(batch: Batch, levels: int) -> Batch:
+    """The batch without what its requests share below the first `levels` levels of the compact tree."""
+    found = Batch(batch.seq_lens)
+    places = [(found.roots, 0)]  # of the children of each prefix, and their level
+    for prefix in compact(batch)[1:]:
+        siblings, level = places[prefix.parent]
+        node = Node(prefix.start, prefix.end, prefix.queries)
+        if level < levels:
+            siblings.append(node)
+        places.append((node.children, level + 1))
+    return found
+
+
 def _second_query(node: Node) -> int:
     return sorted(node.queries)[1]
 

@@ -82,7 +82,7 @@ class PlanMade(msgspec.Struct, frozen=True, tag=True):
         seq_lens: Tokens of each request.
         kv_tokens, parts: What the plan reads and merges in its first step.
         ahead: Whether it was made before its step, from predicted lengths.
-        fallback: Whether planning had failed, so that this is one query per work item.
+        fallback: Whether this is not the whole plan: planning had failed, or it did not fit its memory.
         aside: Whether it is for one step only, after which the batch before goes on.
     """
 

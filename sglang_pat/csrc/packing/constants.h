@@ -38,4 +38,6 @@ constexpr double kGamma = 0.1;
 
 constexpr double kBusyWorkers = 0.7;
 
+constexpr int32_t kLevels[] = {512, 256, 128, 64, 32, 14, 6, 2, 0};
+
 }  // namespace pat

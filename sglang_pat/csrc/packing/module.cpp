@@ -293,11 +293,11 @@ void totals(int64_t handle, int64_t steps, TensorView to) {
   std::copy(sum.query_sizes.begin() + 1, sum.query_sizes.end(), out);
 }
 
-// KV tokens, parts and the longest bin's price of the plan in use.
+// KV tokens, parts, the longest bin's price and the packed levels of the plan in use.
 void current(int64_t handle, TensorView to) {
   const pat::Statistics& plan = at(handle).current();
-  int64_t* out = data<int64_t>(to, "to", 3);
-  out[0] = plan.kv_tokens, out[1] = plan.parts, out[2] = plan.longest_bin;
+  int64_t* out = data<int64_t>(to, "to", 4);
+  out[0] = plan.kv_tokens, out[1] = plan.parts, out[2] = plan.longest_bin, out[3] = plan.levels;
 }
 
 int64_t version(int64_t handle) { return at(handle).version(); }

@@ -1,8 +1,9 @@
-// From a batch to its plan: sglang_pat/packing/oracle.py, `make_plan`.
+// From a batch to its plan: sglang_pat/packing/oracle.py, `make_plan` and `LEVELS`.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <vector>
 
 #include "prices.h"
@@ -46,7 +47,30 @@ class PlanMaker {
     prefixes_.take(mirror, sharing_, seen_);
   }
 
-  void plan(const Config& any_batch, Policy policy, Buffer buffer, int64_t max_slots, Statistics& statistics) {
+  // Where a plan does not fit, fewer levels of the tree are packed; the statistics say how many. Throws TooLarge if it does
+  // not even fit with none.
+  void plan(const Config& config, Policy policy, Buffer buffer, int64_t max_slots, Statistics& statistics) {
+    statistics.levels = kNone;
+    while (true) {
+      try {
+        return plan_all(config, policy, buffer, max_slots, statistics);
+      } catch (const TooLarge&) {
+        if (prefixes_.max_depth < 0) throw;
+      }
+      const auto cuts = [&](int32_t levels) { return levels <= prefixes_.max_depth; };
+      statistics.levels = *std::find_if(std::begin(kLevels), std::end(kLevels), cuts);
+      prefixes_.cut(statistics.levels, seen_);
+    }
+  }
+
+  const std::vector<int32_t>& seq_lens() const { return seq_lens_; }
+
+  size_t bytes() const {
+    return prefixes_.nodes.capacity() * sizeof(Prefix) + prefixes_.order.capacity() * sizeof(int32_t) + optimal_.bytes();
+  }
+
+ private:
+  void plan_all(const Config& any_batch, Policy policy, Buffer buffer, int64_t max_slots, Statistics& statistics) {
     const Config& config = any_batch.of_batch(seen_, prefixes_.kv_minimum);
     choices_.reset(prefixes_);
     if (policy == Policy::kNaive) choose_naive(prefixes_, choices_);
@@ -76,13 +100,6 @@ class PlanMaker {
     writer_.write(*best, seen_, seq_lens_, config, buffer.data, buffer.capacity, max_slots, statistics);
   }
 
-  const std::vector<int32_t>& seq_lens() const { return seq_lens_; }
-
-  size_t bytes() const {
-    return prefixes_.nodes.capacity() * sizeof(Prefix) + prefixes_.order.capacity() * sizeof(int32_t) + optimal_.bytes();
-  }
-
- private:
   int64_t unpacked_price(const Config& config) const {
     int64_t price = 0;
     for (const int32_t length : seen_) price += config.uncut_price(config.pack_prices, 1, length);

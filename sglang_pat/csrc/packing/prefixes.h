@@ -1,4 +1,4 @@
-// The compact prefix tree of a batch (sglang_pat/packing/tree.py, `compact`), taken out of the mirror.
+// The compact prefix tree of a batch (sglang_pat/packing/tree.py, `compact` and `cut`), taken out of the mirror.
 #pragma once
 
 #include <algorithm>
@@ -52,10 +52,33 @@ struct Prefixes {
       stack_.pop_back();
       visit_node(mirror, visit, seq_lens);
     }
-    for (size_t i = nodes.size(); i-- > 1;) {
-      Prefix& parent = nodes[nodes[i].parent];
-      parent.last = std::max(parent.last, nodes[i].last);
-      parent.queries_end = std::max(parent.queries_end, nodes[i].queries_end);
+    close();
+  }
+
+  // Keeps the first `levels` levels. Who shares more has a tail from there.
+  void cut(int32_t levels, const std::vector<int32_t>& seq_lens) {
+    if (max_depth < levels) return;
+    above_.assign(1, kNone);  // the last prefix of each level, below nothing
+    size_t kept = 0;
+    for (Prefix prefix : nodes) {
+      if (prefix.depth >= levels) continue;
+      if (prefix.depth == levels - 1) {
+        prefix.leaves_end = prefix.queries_end;
+        std::sort(order.begin() + prefix.first, order.begin() + prefix.leaves_end);
+      }
+      above_.resize(prefix.depth + 2);
+      prefix.parent = above_.back();
+      above_.push_back(int32_t(kept));
+      prefix.last = int32_t(kept) + 1;
+      nodes[kept++] = prefix;
+    }
+    nodes.resize(kept);
+    max_depth = levels - 1;
+    close();
+    kv_minimum = 0;
+    for (const Prefix& prefix : nodes) {
+      kv_minimum += prefix.end - prefix.start;
+      for (int32_t i = prefix.first; i < prefix.leaves_end; ++i) kv_minimum += seq_lens[order[i]] - prefix.end;
     }
   }
 
@@ -63,6 +86,15 @@ struct Prefixes {
   struct Visit {
     int32_t node, parent;
   };
+
+  // Where subtrees end, from where each prefix itself does.
+  void close() {
+    for (size_t i = nodes.size(); i-- > 1;) {
+      Prefix& parent = nodes[nodes[i].parent];
+      parent.last = std::max(parent.last, nodes[i].last);
+      parent.queries_end = std::max(parent.queries_end, nodes[i].queries_end);
+    }
+  }
 
   // The first query that passes a node visits it, the second one makes it shared: an even stamp, then an odd one.
   void mark(Mirror& mirror, const std::vector<int32_t>& requests, const std::vector<int32_t>& seq_lens) {
@@ -140,7 +172,7 @@ struct Prefixes {
   }
 
   uint64_t stamp_ = 0;
-  std::vector<int32_t> next_leaf_;
+  std::vector<int32_t> next_leaf_, above_;
   std::vector<Visit> stack_;
 };
 

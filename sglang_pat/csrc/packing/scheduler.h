@@ -182,7 +182,7 @@ class Scheduler {
   }
 
   // The plan for the batch `keys`, whose requests now have `seq_lens` tokens: the one made ahead if it is for this very batch, else
-  // made now. The plan before it ran `steps` steps. Throws TooLarge.
+  // made now. The plan before it ran `steps` steps. Throws TooLarge if nothing fits.
   //
   // With `aside` the batch runs this one step only, and the one expected next stays what it was.
   Taken take(const int64_t* keys, const int64_t* seq_lens, int64_t size, int64_t steps, bool aside) {

@@ -14,7 +14,7 @@
 
 namespace pat {
 
-// Does not fit the buffers; the caller falls back to a plan that does.
+// Does not fit the buffers; PlanMaker packs less then.
 struct TooLarge : std::length_error {
   using std::length_error::length_error;
 };
