@@ -55,12 +55,27 @@ def path(cache: Any, req: Any) -> list[tuple[int, int]] | None:
     elif hasattr(core, "collect_path_info"):
         (nodes,) = core.collect_path_info([last])
         return [(node.node_id, node.path_end - node.path_start) for node in nodes]
+    elif hasattr(core, "validate_buffer_backup"):
+        return _path_by_ids(core, last)
     else:
         node, root = core.node_by_id(last), core.root_node
     result = []
     while node is not root:
         result.append((node.id, len(node.key)))
         node = node.parent
+    return result[::-1]
+
+
+def _path_by_ids(core: Any, node: int) -> list[tuple[int, int]]:
+    """The path of a node in 0.5.19 to 0.5.21, whose Rust core tells of no path: but of each node it tells its slots and, asked with how many
+    these are, its parent."""
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    result = []
+    while not core.is_root(node):
+        length = len(core.get_component_device_value(node, ComponentType.FULL))
+        result.append((node, length))
+        node = core.validate_buffer_backup(node, length).parent_node_id
     return result[::-1]
 
 
