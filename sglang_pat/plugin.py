@@ -23,11 +23,12 @@ def register() -> None:
 
         return create_backend(runner)
 
-    compat.arguments.around_model_adjustments(adjust_for_model)
+    # First what guards memory.
     compat.pool.after_row_headroom(widened)
     if os.environ.get("SGLANG_PAT_KV"):
         compat.pool.around_sizes(cell_size, pool_sizes)
         compat.pool.around_pool(make_pool)
+    compat.arguments.around_model_adjustments(adjust_for_model)
     if platform.is_chosen():
         # Imported here because it imports torch.
         from sglang_pat.platform import speculation
@@ -42,15 +43,22 @@ def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
 
     Raises:
         AssertionError: SGLang does not serve the model with the other backend that was chosen beside `pat`.
-        UnsupportedError: `SGLANG_PAT_KV` is set, and this server on a GPU cannot have it.
+        UnsupportedError: `SGLANG_PAT_KV` is set, and this server on a GPU cannot have it; or a hook that guards memory is not in place.
     """
     if os.environ.get("SGLANG_PAT_KV"):
         # Imported when it is needed, as it imports torch.
         from sglang_pat.backend import low_bit
 
         low_bit.prepare(server_args)
-    chosen = compat.arguments.backends_chosen(server_args)
-    if "pat" in chosen and compat.arguments.lists_backends(server_args):
+    if not compat.arguments.chooses_pat(server_args):
+        step(server_args)
+        return
+    # Imported here, as few servers choose it.
+    from sglang_pat.backend import support
+
+    support.check_guards(server_args)
+    if compat.arguments.lists_backends(server_args):
+        chosen = compat.arguments.backends_chosen(server_args)
         try:
             with compat.arguments.shown_as(server_args, "pat", compat.arguments.LISTED):
                 step(server_args)
@@ -82,15 +90,15 @@ def make_pool(*arguments: Any, **options: Any) -> Any:
     return low_bit.make_pool(*arguments, **options)
 
 
-def widened(headroom: int) -> int:
-    """Tokens that a row of `req_to_token` holds beyond the context, where SGLang says `headroom`.
+def widened(headroom: int, *given: Any) -> int:
+    """Tokens that a row of `req_to_token` holds beyond the context, where SGLang says `headroom` for a server with these arguments, or for this one.
 
     With drafts and pages of one token SGLang writes more than that for a request that ends at the context length; the rest would overwrite the
     slots of another request.
     """
-    served = compat.arguments.of_this_process()
-    drafts = "pat" in compat.arguments.backends_chosen(served) and compat.arguments.draft_tokens(served)
-    return max(headroom, compat.pool.row_headroom()) if drafts else headroom
+    served = given[0] if given else compat.arguments.of_this_process()
+    drafts = compat.arguments.chooses_pat(served) and compat.arguments.draft_tokens(served)
+    return max(headroom, compat.pool.row_headroom(*given)) if drafts else headroom
 
 
 def draft_backend(create: Callable[..., Any], factory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,8 +106,8 @@ def draft_backend(create: Callable[..., Any], factory: Any, *args: Any, **kwargs
 
     If the user named none, SGLang takes that of the server; so servers with other backends must not be changed.
     """
-    served = compat.arguments.backends_chosen(compat.arguments.of_this_process())
-    if "pat" in ((factory.draft_attn_backend,) if factory.draft_attn_backend else served):
+    named = factory.draft_attn_backend
+    if named == "pat" or (not named and compat.arguments.chooses_pat(compat.arguments.of_this_process())):
         from sglang_pat.backend import layers
         from sglang_pat.backend.create import stock_name
 

@@ -44,6 +44,8 @@ def create(runner: ModelRunner) -> AttentionBackend:
         if runner.is_draft_worker or not specs:
             logger.info("sglang-pat: %s runs on a stock backend", type(runner.model).__name__)
             return stock_backend(runner, [])
+        support.check_guards(runner.server_args)
+        support.check_rows(runner)
         config = PatConfig.from_environment()
         jit.load("packing")
         if runner.device == "cpu":

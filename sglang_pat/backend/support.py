@@ -18,6 +18,7 @@ from sglang_pat.packing.spec import MAX_WINDOW
 
 logger = logging.getLogger(__name__)
 
+_RELEASES = f"use SGLang {compat.TESTED[0]} to {compat.TESTED[-1]} without other plugins"
 _OTHER = "serve it with another one, for example --attention-backend"
 
 
@@ -39,12 +40,44 @@ def check_arguments(server_args: Any, environment: Mapping[str, str] = os.enviro
 def check_release(runner: Any) -> None:
     """Raise UnsupportedError if this SGLang does not count how often it hands out a row; warn if it is untested."""
     if not hasattr(runner.req_to_token_pool, "req_generation"):
-        raise UnsupportedError(
-            f"sglang-pat cannot tell requests of SGLang {compat.release()} apart: use SGLang {' or '.join(compat.TESTED)}"
-        )
+        raise UnsupportedError(f"sglang-pat cannot tell requests of SGLang {compat.release()} apart: {_RELEASES}")
     if compat.release() not in compat.TESTED:
         logger.warning(
-            "sglang-pat is tested with SGLang %s, but this is %s", " and ".join(compat.TESTED), compat.release()
+            "sglang-pat is tested with SGLang %s to %s, but this is %s",
+            compat.TESTED[0],
+            compat.TESTED[-1],
+            compat.release(),
+        )
+
+
+def check_guards(server_args: Any, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise UnsupportedError if a hook is not in place without which SGLang would size its memory wrongly, however it came so: another release, or
+    another plugin."""
+    # (target of the hook, what asks for it)
+    guards = []
+    if compat.arguments.draft_tokens(server_args):
+        guards.append((compat.pool.ROW_HEADROOM, "--speculative-algorithm"))
+    if environment.get("SGLANG_PAT_KV"):
+        on_cpu = compat.arguments.resolved(server_args).device == "cpu"  # its platform chooses the pool
+        targets = (compat.pool.CELL_SIZE, compat.pool.POOL_SIZES, *(() if on_cpu else (compat.pool.POOL,)))
+        guards += [(target, "SGLANG_PAT_KV") for target in targets]
+    for target, asked_by in guards:
+        problem = compat.registry.problem(target)
+        if problem:
+            raise UnsupportedError(
+                f"sglang-pat cannot size memory for {asked_by}, as {problem}: leave it out, or {_RELEASES}"
+            )
+
+
+def check_rows(runner: Any) -> None:
+    """Raise UnsupportedError if rows of `req_to_token` are too narrow for drafts: what SGLang writes behind one is another request's."""
+    if not compat.arguments.draft_tokens(runner.server_args):
+        return
+    room, needed = compat.pool.row_tokens(runner), compat.pool.row_headroom()
+    if room < needed:
+        raise UnsupportedError(
+            f"sglang-pat cannot serve with --speculative-algorithm, as rows of req_to_token have {room} tokens beyond the context where drafts "
+            f"need {needed}: leave it out, or {_RELEASES}"
         )
 
 

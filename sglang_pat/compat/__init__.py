@@ -9,12 +9,13 @@
 | `batch.py` | `ForwardBatch`: extends, parts of them, CUDA graphs |
 | `model.py` | `ModelRunner`: attention layers, their heads, this process's rank, and what all ranks agree on |
 | `pool.py` | KV pools: sizes, formats, layouts, pools for sliding windows, writing K and V |
+| `registry.py` | SGLang's HookRegistry: how its functions are hooked, and whether they are |
 | `stock.py` | SGLang's own attention backends: which one prefills, what each gets wrong |
 
 Another release should need changes here and in `radix_bridge/hooks.py` only; on CPUs also in `platform/`.
 """
 
-from sglang_pat.compat import arguments, batch, cache, model, pool, requests, stock
+from sglang_pat.compat import arguments, batch, cache, model, pool, registry, requests, stock
 from sglang_pat.compat.releases import TESTED, release
 
-__all__ = ["TESTED", "arguments", "batch", "cache", "model", "pool", "release", "requests", "stock"]
+__all__ = ["TESTED", "arguments", "batch", "cache", "model", "pool", "registry", "release", "requests", "stock"]

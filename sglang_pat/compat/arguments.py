@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_pat.compat.releases import release
+from sglang_pat.compat import registry
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,16 @@ def backends_chosen(server_args: Any) -> tuple[str | None, str | None]:
     chosen = resolved(server_args)
     both = chosen.attention_backend
     return chosen.prefill_attention_backend or both, chosen.decode_attention_backend or both
+
+
+def chooses_pat(server_args: Any) -> bool:
+    """Whether `pat` was chosen for anything. No where this SGLang does not let it be told: servers with other backends must go on, and one with `pat`
+    is refused once it asks for its backend, if it lacks what was to be done for it (`support.check_guards`)."""
+    try:
+        return "pat" in backends_chosen(server_args)
+    except Exception:
+        logger.debug("sglang-pat cannot tell which attention backend was chosen", exc_info=True)
+        return False
 
 
 def mixes_steps_elsewhere(server_args: Any) -> bool:
@@ -114,9 +124,11 @@ def disable_prefill_graphs(server_args: Any) -> None:
 
 
 def use_one_pool(server_args: Any) -> None:
-    """Keep the KV of all layers in one pool on 0.5.17, which cannot make a pool for windows on a plugin's platform
-    (kv_cache_configurator.py, `_build_oot_mha_kv_pool`)."""
-    if release() == "0.5.17":
+    """Keep the KV of all layers in one pool where SGLang cannot make a pool for windows on a plugin's platform: up to 0.5.21, which asks that platform for
+    one kind of pool only (kv_cache_configurator.py, `_build_oot_mha_kv_pool`)."""
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    if not hasattr(SRTPlatform, "get_kv_pool_cls"):
         server_args.disable_hybrid_swa_memory = True
 
 
@@ -221,10 +233,9 @@ def around_model_adjustments(hook: Callable[[Callable[[Any], None], Any], None])
     try:
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     except ImportError:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-        target = "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments"
-        HookRegistry.register(target, hook, HookType.AROUND)
+        method = "sglang.srt.server_args:ServerArgs._handle_model_specific_adjustments"
+        function = "sglang.srt.arg_groups.model_hook:.handle_model_specific_adjustments"  # 0.5.19
+        registry.hook(method if registry.exists(method) else function, hook, around=True)
     else:
         register_resolution_hook("handle_model_specific_adjustments")(lambda args, step: hook(step, args))
 

@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from sglang_pat.compat import arguments
+from sglang_pat.compat import arguments, registry
 
 if TYPE_CHECKING:
     import torch
 
 
+_CONFIGURATOR = "sglang.srt.model_executor.pool_configurator:DefaultPoolConfigurator"
+CELL_SIZE, POOL_SIZES = f"{_CONFIGURATOR}._compute_cell_size", f"{_CONFIGURATOR}.calculate_pool_sizes"
+POOL = "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._build_mha_kv_pool"
+ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing:.get_req_to_token_extra_context_len"
+"""What is hooked of SGLang's pools."""
+
+
 def around_sizes(cell_size: Callable[..., int], pool_sizes: Callable[..., Any]) -> None:
     """Call these in place of SGLang's counts of the bytes of a token, and of the tokens that fit in so many bytes."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    configurator = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
-    HookRegistry.register(f"{configurator}._compute_cell_size", cell_size, HookType.AROUND)
-    HookRegistry.register(f"{configurator}.calculate_pool_sizes", pool_sizes, HookType.AROUND)
+    registry.hook(CELL_SIZE, cell_size, around=True)
+    registry.hook(POOL_SIZES, pool_sizes, around=True)
 
 
 def around_pool(hook: Callable[..., Any]) -> None:
     """Call `hook(build, configurator, **arguments)` in place of `build`, which makes the pool of a model whose layers all have K and V of one kind."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    target = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool"
-    HookRegistry.register(target, hook, HookType.AROUND)
+    registry.hook(POOL, hook, around=True)
 
 
 def is_of_another_kind(configurator: Any) -> bool:
@@ -133,16 +134,24 @@ def save_kv(pool: Any, layer: Any, slots: Any, k: Any, v: Any, window_slots: Any
     pool.set_kv_buffer(layer, KVWriteLoc(slots, window_slots), k, v, *scales)
 
 
-def after_row_headroom(hook: Callable[[int], int]) -> None:
-    """Call `hook` with the tokens that a row of `req_to_token` holds beyond the context; it returns how many it shall hold."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    target = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
-    HookRegistry.register(target, lambda headroom, *_: hook(headroom), HookType.AFTER)
+def after_row_headroom(hook: Callable[..., int]) -> None:
+    """Call `hook` with the tokens that a row of `req_to_token` holds beyond the context, and with the `ServerArgs` that this was counted for, if the call
+    has them (0.5.17); it returns how many it shall hold."""
+    registry.hook(ROW_HEADROOM, hook)
 
 
-def row_headroom() -> int:
-    """How many that must be for the slots that SGLang gives a request before each step: with drafts those of two steps, in whole pages."""
+def row_headroom(*given: Any) -> int:
+    """How many that must be for the slots that SGLang gives a request before each step: with drafts those of two steps, in whole pages.
+
+    Args:
+        given: What `after_row_headroom` passes on.
+    """
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
-    return int(get_alloc_reserve_per_decode()) + arguments.resolved(arguments.of_this_process()).page_size - 1
+    served = given[0] if given else arguments.of_this_process()
+    return int(get_alloc_reserve_per_decode(*given)) + arguments.resolved(served).page_size - 1
+
+
+def row_tokens(runner: Any) -> int:
+    """How many tokens a row of `req_to_token` holds beyond the context of the runner's model."""
+    return int(runner.req_to_token_pool.req_to_token.shape[1]) - runner.model_config.context_len

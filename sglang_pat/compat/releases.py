@@ -2,8 +2,19 @@
 
 from importlib.metadata import version
 
-TESTED = ("0.5.17", "0.5.23")
-"""Releases that the tests run with."""
+RUN = {
+    "0.5.17": ("all tests", "H200, H100", "2026-11-29"),
+    "0.5.18": ("`make test-releases`", "not run", "2026-11-29"),
+    "0.5.19": ("`make test-releases`", "not run", "2026-11-29"),
+    "0.5.20": ("`make test-releases`", "not run", "2026-11-29"),
+    "0.5.21": ("`make test-releases`", "not run", "2026-11-29"),
+    "0.5.22": ("`make test-releases`", "not run", "2026-11-29"),
+    "0.5.23": ("all tests", "not run", "2026-11-29"),
+}
+"""Releases that tests ran with, oldest first: what ran on a CPU, what on a GPU, and when last on a CPU (docs/support.md). CI runs the oldest and the newest,
+`make test-releases` each of them."""
+
+TESTED = tuple(RUN)
 
 
 def release() -> str:

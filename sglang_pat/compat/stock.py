@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_pat.compat import registry
 from sglang_pat.compat.pool import layers_with_kv
 from sglang_pat.compat.releases import release
 
@@ -101,7 +102,4 @@ def lists_gdn_backends(runner: Any) -> bool:
 
 def around_draft_backends(hook: Callable[..., Any]) -> None:
     """Have `hook` called around the step that makes an attention backend for drafts."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    target = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
-    HookRegistry.register(target, hook, HookType.AROUND)
+    registry.hook("sglang.srt.speculative.draft_utils:DraftBackendFactory._create_backend", hook, around=True)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from sglang_pat import compat
+
 MODULES = (
     "sglang.kernels.ops.speculative.cache_locs",
     "sglang.kernels.ops.speculative.spec_tree",
@@ -35,11 +37,9 @@ def install() -> None:
             continue
         if hasattr(module, "_is_xpu"):
             setattr(module, "_is_xpu", True)  # noqa: B010
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
-    HookRegistry.register(f"{factory}.create_decode_backend", _draft_steps, HookType.AROUND)
-    HookRegistry.register(f"{factory}.create_draft_extend_backend", _draft_extend, HookType.AROUND)
+    factory = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
+    compat.registry.hook(f"{factory}.create_decode_backend", _draft_steps, around=True)
+    compat.registry.hook(f"{factory}.create_draft_extend_backend", _draft_extend, around=True)
 
 
 def _draft_steps(create: Callable[[Any], Any], factory: Any) -> Any:

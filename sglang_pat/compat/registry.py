@@ -1,0 +1,55 @@
+"""SGLang's HookRegistry: how functions of SGLang are hooked, and whether they are.
+
+The registry applies the hooks of a target once. So targets are written with a colon behind the module here (`pkgutil.resolve_name` takes both forms):
+what another plugin hooks, by the name with dots, at whatever time, has an entry of its own, and both hooks are called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+
+def hook(target: str, function: Callable[..., Any], around: bool = False) -> None:
+    """Have SGLang call `function` where it calls `target`, once its registry applies what is registered.
+
+    Args:
+        target: `module:Class.method`, or `module:.function`.
+        function: `function(result, …)`, called afterwards; with `around`, `function(original, …)`, called instead.
+        around: As above.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, function, HookType.AROUND if around else HookType.AFTER)
+
+
+def apply() -> None:
+    """Apply what was registered after SGLang's plugins were loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.apply_hooks()
+
+
+def exists(target: str) -> bool:
+    """Whether this SGLang has the target."""
+    owner, _, name = target.rpartition(".")
+    try:
+        inspect.getattr_static(pkgutil.resolve_name(owner), name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def problem(target: str) -> str:
+    """Why the hook of a target is not in place; empty if it is. SGLang logs what it cannot hook, and goes on."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    shown = target.replace(":.", ".").replace(":", ".")
+    if not exists(target):
+        return f"this SGLang has no {shown}"
+    if target in HookRegistry._patched:
+        return ""
+    others = {source.plugin_name for _, _, source in HookRegistry._hooks.get(shown, ()) if source is not None}
+    return f"{shown} is not hooked" + (f" (the plugin {', '.join(sorted(others))} hooks it too)" if others else "")
