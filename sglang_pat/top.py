@@ -27,7 +27,7 @@ LARGEST = 1 << 24
 """The most bytes of an answer; SGLang's has about ten thousand per process."""
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-FileName = Annotated[str, Meta(pattern=rf"^[^{UNSHOWABLE}]*\Z")]
+Line = Annotated[str, Meta(pattern=rf"^[^{UNSHOWABLE}]*\Z")]
 """Without them, because it is shown in a terminal."""
 
 
@@ -52,7 +52,8 @@ class Counters(TypedDict):
     bound: Count
     nodes: Count
     query_sizes: dict[Annotated[int, Meta(ge=1, le=1 << 20)], Count]
-    trace: FileName
+    trace: Line
+    unpacked_because: Line
 
 
 class State(msgspec.Struct):
@@ -161,8 +162,9 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> TopError:
 
 
 def total(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The sum of all processes' counters."""
-    result: dict[str, Any] = {"query_sizes": {}}
+    """The sum of all processes' counters, and why the first of them that is unpacked is so."""
+    reasons = filter(None, (state.get("unpacked_because") for state in states))
+    result: dict[str, Any] = {"query_sizes": {}, "unpacked_because": next(reasons, "")}
     for state in states:
         for name, value in state.items():
             if isinstance(value, int):
@@ -195,6 +197,8 @@ def render(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: float
     lines.append(f"fallbacks {new['fallbacks']:,}, faults {new['faults']:,} since the start; both should be 0")
     if new["too_large"]:
         lines.append(f"too large {new['too_large']:,}: steps that packed less, as their plan did not fit its memory")
+    if new.get("unpacked_because"):
+        lines.append(f"unpacked: {new['unpacked_because']}")
     items = new_by_size(new["query_sizes"], before["query_sizes"])
     if items:
         lines += ["", "queries in a work item"]

@@ -87,6 +87,7 @@ def assert_sound(server: Server) -> dict[str, Any]:
     while (counters := server.counters())["bound"] and time.monotonic() < deadline:
         time.sleep(0.5)
     assert (counters["fallbacks"], counters["faults"], counters["bound"]) == (0, 0, 0), server.tail()
+    assert counters["unpacked_because"] == ""
     return counters
 
 

@@ -57,7 +57,8 @@ def observer(running: list[Req], monkeypatch: pytest.MonkeyPatch) -> Iterator[Ob
     config = PackConfig(CostModel(8, 2, 64, 64, 2), CPU_TILES, 2)
     other = NativeScheduler(msgspec.structs.replace(config, window=16), max_batch=8)
     observer = Observer(NativeScheduler(config, max_batch=8), other)
-    follower, stranger = Follower(POOL, observer), Follower(ReqToTokenPool(8, 64, "cpu", False), None)
+    follower = Follower(POOL, observer)
+    stranger = Follower(ReqToTokenPool(8, 64, "cpu", False), Observer(NativeScheduler(config, max_batch=8)))
     monkeypatch.setattr(hooks, "followers", lambda: [stranger, follower])
     for scheduler in (observer.scheduler, other):
         apply(scheduler, NodeInserted(1, ROOT, 10, bytes(16)))
@@ -212,44 +213,187 @@ def test_requests_that_are_extended_together_are_bound_like_each_alone(
     assert observer._reqs[numbers(reqs)[1] & 0xFFFFFFFF] is reqs[1]
 
 
+def test_what_fails_in_a_hook_never_reaches_sglang(observer: Observer, running: list[Req]) -> None:
+    """As on a release that renames something: everything is forgotten, and what SGLang does is done once."""
+    first, second = numbers(running)
+    released: list[Any] = []
+
+    def release(*args: Any) -> str:
+        released.append(args)
+        return "what SGLang returns"
+
+    def after_it(original: Any, *args: Any) -> None:
+        original(*args)
+        raise AttributeError("renamed")
+
+    # A request without a row's number, a batch and a scheduler without any field.
+    assert hooks.contained(hooks._on_release, around=True)(release, object(), CACHE) == "what SGLang returns"
+    assert hooks.contained(after_it, around=True)(release, 1) == "what SGLang returns"
+    assert [len(args) for args in released] == [2, 1] and observer.faults == 2
+    for hook in (hooks._on_batch, hooks._on_finishing, hooks._on_cached):
+        hooks.contained(hook)(None, object(), object(), up_to=1)
+    assert observer.faults == 5
+    assert [observer.scheduler.binding(number) for number in (first, second)] == [(ROOT, 0)] * 2
+
+
+@pytest.mark.parametrize("hook", [hooks._on_release, hooks._on_result])
+def test_what_sglang_raises_passes_and_is_no_fault(hook: Any, observer: Observer, running: list[Req]) -> None:
+    calls: list[Any] = []
+
+    def fails(*args: Any) -> None:
+        calls.append(args)
+        raise ValueError("SGLang's")
+
+    owner = running[0] if hook is hooks._on_release else SimpleNamespace(req_to_token_pool=POOL)
+    with pytest.raises(ValueError, match="SGLang's"):
+        hooks.contained(hook, around=True)(fails, owner, CACHE)
+    assert len(calls) == 1 and observer.faults == 0
+
+
+def test_memory_that_other_ranks_need_not_lack_ends_the_server(observer: Observer) -> None:
+    def lacks(*_: Any) -> None:
+        raise MemoryError
+
+    for around in (False, True):
+        with pytest.raises(MemoryError):
+            hooks.contained(lacks, around)(lambda: None)
+
+
+class Paths:
+    """A cache whose requests have the paths that a test says."""
+
+    disable, page_size, req_to_token_pool = False, 1, POOL
+
+
+@pytest.fixture
+def paths(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(compat.cache, "path", lambda cache, req: found[req.rid])
+    monkeypatch.setattr(compat.requests, "protected_len", lambda req: 10)
+    return found
+
+
+def test_where_no_path_can_be_read_everything_is_unpacked_and_one_line_says_so(
+    observer: Observer, running: list[Req], caplog: pytest.LogCaptureFixture
+) -> None:
+    for times in range(1, 20):
+        assert bool(observer.unpacked_because) == (times > 8), times
+        with caplog.at_level(logging.WARNING):
+            hooks._on_cached(None, CACHE, running[0])
+    assert observer.faults == 8
+    assert [record.message for record in caplog.records if "serves unpacked" in record.message] == [
+        f"sglang-pat serves unpacked: {observer.unpacked_because}"
+    ]
+    assert observer.unpacked_because.startswith("no path of a request could be followed: ")
+    observer.on_prefill(numbers(running), [12, 12], ["same", "same"])
+    hooks._on_finishing(running, SimpleNamespace(req_to_token_pool=POOL))
+    for req in running:
+        hooks._on_release(lambda req, cache: POOL.free(req), req, CACHE)
+    assert len(observer.scheduler) == observer.scheduler.num_nodes == 0, "who runs is still released"
+
+
+def test_once_a_path_was_followed_odd_requests_cost_themselves_only(
+    observer: Observer, running: list[Req], paths: dict[str, Any]
+) -> None:
+    paths["same"] = [(1, 10)]
+    hooks._on_cached(None, Paths(), running[0])
+    paths["same"] = [(1, 11)]
+    for _ in range(20):
+        hooks._on_cached(None, Paths(), running[1])
+    assert observer.faults == 20 and observer.unpacked_because == ""
+    assert observer.scheduler.binding(numbers(running)[0]) == (1, 10)
+
+
+def test_the_first_requests_that_share_are_compared_in_sglangs_table(
+    observer: Observer, running: list[Req], paths: dict[str, Any]
+) -> None:
+    """A release that gave a node's id to another one would make requests read each other's KV."""
+    paths["same"] = [(1, 10)]
+    (own, other), table = numbers(running), POOL.req_to_token
+    table[own & 0xFFFFFFFF, :10] = table[other & 0xFFFFFFFF, :10] = torch.arange(10, dtype=table.dtype)
+    table[own & 0xFFFFFFFF, 10] = 7
+    hooks._on_cached(None, Paths(), running[0])
+    hooks._on_cached(None, Paths(), running[1])
+    assert observer.unpacked_because == "" and observer.scheduler.binding(own) == (1, 10)
+    third = request("same")
+    hooks._on_cached(None, Paths(), third)
+    assert observer.unpacked_because == "two requests on one path of the prefix cache have different KV slots"
+    assert observer.scheduler.binding(own) == (ROOT, 0) and observer.faults == 1
+    observer.on_released(*numbers([third]))
+
+
 FOLLOWER = """
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_pat.radix_bridge import hooks
 
 class Follower:
-    req_to_token_pool = observer = None
+    req_to_token_pool = None
     packs_extends = False
+    reason = ""
+
+    @property
+    def observer(self):
+        return self
+
+    def give_up(self, reason):
+        self.reason = reason
 
 follower = Follower()
 """
 OTHER_PLUGIN = """
-heard = []
-for target in (hooks._RESULT, hooks._STATE):
-    HookRegistry.register(target, lambda process, *args: heard.append(args), HookType.AROUND)
+from sglang.srt.mem_cache import common
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+heard, faults = [], []
+for target in (hooks._RELEASE, hooks._STATE, f"{hooks._UNIFIED}.reset", hooks._RESULT):
+    HookRegistry.register(target.replace(":.", ".").replace(":", "."), lambda process, *args: heard.append(args), HookType.AROUND)
 HookRegistry.apply_hooks()
-try:
-    hooks.install(follower)
-except RuntimeError as problem:
-    print(problem)
-HookRegistry._patched.discard(hooks._STATE)
 hooks.install(follower)
+hooks._count_fault = lambda: faults.append(1)
 Scheduler.process_batch_result("scheduler", "batch", "result")
-print(heard, hooks._RELEASE in HookRegistry._patched)
+UnifiedRadixCache.reset("cache")
+common.release_kv_cache("request", "cache")
+print(heard, len(faults), repr(follower.reason))
 """
-ALONE = """
-hooks.install(follower)
-print(hooks._RESULT in HookRegistry._patched)
+RENAMED = """
+import sys
+from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
+from sglang.srt.managers import schedule_policy
+from sglang.srt.mem_cache import common
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+for owner, name in ((UnifiedRadixCache, "_evict_device_leaf"), (common, "release_kv_cache"), (SchedulerMetricsReporter, "report_decode_stats"),
+                    (schedule_policy.PrefillAdder, "add_one_req")):
+    setattr(owner, "renamed", getattr(owner, name))
+    delattr(owner, name)
+hooks.install(follower, defer=True)
+print(follower.reason)
+print(hooks._siblings, "sglang.srt.managers.scheduler:Scheduler.get_internal_state" in HookRegistry._patched)
 """
 
 
-def test_what_another_plugin_has_hooked_is_refused_unless_it_saves_plans_only() -> None:
-    def said(script: str) -> list[str]:
-        command = [sys.executable, "-c", FOLLOWER + script]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        return ran.stdout.splitlines()
+def said(script: str) -> list[str]:
+    command = [sys.executable, "-c", FOLLOWER + script]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return [*ran.stdout.splitlines(), ran.stderr]
 
-    assert said(ALONE)[-1] == "True"
-    refused, *rest = said(OTHER_PLUGIN)[-2:]
-    assert refused.startswith("another SGLang plugin has already hooked sglang.srt.managers.scheduler.Scheduler.get_")
-    assert rest == ["[('scheduler', 'batch', 'result')] True"]
+
+def test_what_another_plugin_hooks_is_hooked_too() -> None:
+    """Its hooks are applied before ours, and both are called. It may have all that we hook."""
+    *_, last, log = said(OTHER_PLUGIN)
+    heard, faults, reason = last.rsplit(" ", 2)
+    assert heard == "[('scheduler', 'batch', 'result'), ('cache',), ('request', 'cache')]"
+    assert faults == "1", "of our hook, in which a text is no request"
+    assert reason == "''" and "sglang-pat serves" not in log
+
+
+def test_without_what_a_release_renames_it_serves_unpacked_and_says_what() -> None:
+    *_, reason, rest, log = said(RENAMED)
+    assert reason == (
+        "this SGLang has no sglang.srt.mem_cache.common.release_kv_cache; "
+        "this SGLang has no sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._evict_device_leaf"
+    )
+    assert rest == "None True"
+    (warning,) = [line for line in log.splitlines() if "sglang-pat serves with fewer" in line]
+    assert "PrefillAdder.add_one_req" in warning and "SchedulerMetricsReporter.report_decode_stats" in warning

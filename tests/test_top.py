@@ -32,7 +32,7 @@ def counters(**changes: int) -> dict:
 
 def info(**changes: object) -> dict:
     """What `/server_info` answers, as far as it matters."""
-    pat = {**counters(steps=10, kv_bytes=1, kv_bytes_unpacked=2), "trace": ""}
+    pat = {**counters(steps=10, kv_bytes=1, kv_bytes_unpacked=2), "trace": "", "unpacked_because": ""}
     return {"version": "0.5.17", "internal_states": [{"memory": {}, "pat": {**pat, **changes}}]}
 
 
@@ -240,6 +240,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         (http(info(query_sizes={"0": 1})), NO_SGLANG),
         (http(info(query_sizes={"1": None})), NO_SGLANG),
         (http(info(trace="a\x1b[2J")), NO_SGLANG),
+        (http(info(unpacked_because="a\x1b[2J")), NO_SGLANG),
         (http({"internal_states": []}), "decodes with another backend: start it with --attention-backend pat"),
         (http({"internal_states": [{}, {"pat": None}]}), "decodes with another backend"),
     ],

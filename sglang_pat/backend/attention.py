@@ -158,6 +158,7 @@ class PatAttnBackend(AttentionBackend):
             "faults": self.observer.faults,
             "bound": len(self.observer.scheduler),
             "trace": self._writer.recording if self._writer else "",
+            "unpacked_because": self.observer.unpacked_because,
         }
 
     def publish(self, labels: dict[str, str] | None) -> None:

@@ -1,33 +1,37 @@
 """Every place where SGLang is hooked, through its own HookRegistry.
 
-Checked against 0.5.17 and 0.5.23. In a process that runs another attention backend only three things are hooked: the resolution of arguments (it
+In a process that runs another attention backend only three things are hooked: the resolution of arguments (it
 decides which backend runs), the width of rows, and what makes the backends of draft models. The last two are left as they are there.
+
+Another plugin may hook the same (compat/registry.py). What a release lacks costs what it is for: the targets of `install` packing, metrics or plans made
+ahead, and the server says so once; without those that size memory it refuses to start what needs them (`support.check_guards`). What fails in a hook of
+`install` is counted as a fault and never reaches SGLang (`contained`).
 
 | target | releases | why no extension point suffices |
 |---|---|---|
-| `RadixCache.cache_unfinished_req` | 0.5.17 | the moment when a request's row gets the tree's slots |
-| `UnifiedRadixCache.cache_unfinished_req` | 0.5.17 | the same |
-| `UnifiedRadixCache.checkpoint` | 0.5.23 | the same, renamed there |
-| `release_kv_cache` | both | the only place where a request gives its row back |
-| `Scheduler.process_batch_result` | both | many requests of a batch may end, or be cached, at once: the next plan is started after all of them |
-| `Scheduler._reqs_finishing_inflight` | 0.5.23 | requests that leave the batch a step before they give their row back |
-| `RadixCache._delete_leaf` | 0.5.17 | eviction |
-| `UnifiedRadixCache._evict_device_leaf` | both | eviction |
-| `RadixCache.reset`, `UnifiedRadixCache.reset` | both | `flush_cache` |
-| `PrefillAdder.add_one_req` | both | keeps a request in the queue while another one computes its prefix (siblings.py) |
-| `PrefillAdder.add_chunked_req` | both | the next chunk of a request that others may wait for |
-| `Scheduler.get_internal_state` | both | puts the counters into `/server_info` |
-| `SchedulerMetricsReporter.report_decode_stats` | both | the moment when SGLang logs and exports its own counters |
-| `SchedulerMetricsReporter._maybe_log_idle_metrics` | both | the moment when SGLang puts right the metrics of a server that has nothing to do |
-| `ForwardBatch.init_new` | both | adds the rows on the host: a batch has them on the GPU only, and its ids are chosen by clients; puts lengths of mixed steps right |
-| `build_replay_fb_view` | both | the same for the batch that a CUDA graph is replayed for |
-| `ServerArgs._handle_model_specific_adjustments` | 0.5.17 | its lists of backends for some models (gpt-oss, Exaone); plugin.py |
-| `handle_model_specific_adjustments` | 0.5.23 | the same, through SGLang's `register_resolution_hook` |
-| `get_req_to_token_extra_context_len` | both | rows are too narrow for drafts at the end of the context (allocation_sizing.py); plugin.py |
-| `DefaultPoolConfigurator._compute_cell_size`, `calculate_pool_sizes` | both | with `SGLANG_PAT_KV`: how many tokens of 4 or 2 bits there is memory for; plugin.py |
-| `KVCacheConfigurator._build_mha_kv_pool` | both | with `SGLANG_PAT_KV` on a GPU: the class of the pool is fixed, unless a platform chooses it; plugin.py |
-| `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | both | on a CPU: the list of backends for draft models is fixed; platform/speculation.py |
-| `DraftBackendFactory._create_backend` | both | the same on a GPU: a stock backend replaces `pat` (0.5.23 was not run on a GPU); plugin.py |
+| `RadixCache.cache_unfinished_req` | up to 0.5.21 | the moment when a request's row gets the tree's slots |
+| `UnifiedRadixCache.cache_unfinished_req` | up to 0.5.21 | the same |
+| `UnifiedRadixCache.checkpoint` | from 0.5.22 | the same, renamed there |
+| `release_kv_cache` | all | the only place where a request gives its row back |
+| `Scheduler.process_batch_result` | all | many requests of a batch may end, or be cached, at once: the next plan is started after all of them |
+| `Scheduler._reqs_finishing_inflight` | from 0.5.22 | requests that leave the batch a step before they give their row back |
+| `RadixCache._delete_leaf` | up to 0.5.21 | eviction |
+| `UnifiedRadixCache._evict_device_leaf` | all | eviction |
+| `RadixCache.reset`, `UnifiedRadixCache.reset` | all | `flush_cache` |
+| `PrefillAdder.add_one_req` | all | keeps a request in the queue while another one computes its prefix (siblings.py) |
+| `PrefillAdder.add_chunked_req` | all | the next chunk of a request that others may wait for |
+| `Scheduler.get_internal_state` | all | puts the counters into `/server_info` |
+| `SchedulerMetricsReporter.report_decode_stats` | all | the moment when SGLang logs and exports its own counters |
+| `SchedulerMetricsReporter._maybe_log_idle_metrics` | all | the moment when SGLang puts right the metrics of a server that has nothing to do |
+| `ForwardBatch.init_new` | all | adds the rows on the host: a batch has them on the GPU only, and its ids are chosen by clients; puts lengths of mixed steps right |
+| `build_replay_fb_view` | all | the same for the batch that a CUDA graph is replayed for |
+| `ServerArgs._handle_model_specific_adjustments` | up to 0.5.18 | its lists of backends for some models (gpt-oss, Exaone); plugin.py |
+| `handle_model_specific_adjustments` | from 0.5.19 | the same; from 0.5.20 through SGLang's `register_resolution_hook` |
+| `get_req_to_token_extra_context_len` | all | rows are too narrow for drafts at the end of the context (allocation_sizing.py); plugin.py |
+| `DefaultPoolConfigurator._compute_cell_size`, `calculate_pool_sizes` | all | with `SGLANG_PAT_KV`: how many tokens of 4 or 2 bits there is memory for; plugin.py |
+| `KVCacheConfigurator._build_mha_kv_pool` | all | with `SGLANG_PAT_KV` on a GPU: the class of the pool is fixed, unless a platform chooses it; plugin.py |
+| `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | all | on a CPU: the list of backends for draft models is fixed; platform/speculation.py |
+| `DraftBackendFactory._create_backend` | all | the same on a GPU: a stock backend replaces `pat` (0.5.23 was not run on a GPU); plugin.py |
 
 On a CPU `platform/speculation.py` also replaces `sgl_kernel.speculative`, which cannot be imported there, and makes SGLang's draft workers use their
 Triton kernels (`_is_xpu` of the modules in its `MODULES`).
@@ -35,6 +39,7 @@ Triton kernels (`_is_xpu` of the modules in its `MODULES`).
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
@@ -49,17 +54,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
-_UNIFIED = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
-_RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
-_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
-_RESULT = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
-_FINISHING = "sglang.srt.managers.scheduler.Scheduler._reqs_finishing_inflight"
-_GRAPH_VIEW = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view"
-_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
-_ADD = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
-_ADD_CHUNK = "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req"
-_REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+_RADIX = "sglang.srt.mem_cache.radix_cache:RadixCache"
+_UNIFIED = "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache"
+_RELEASE = "sglang.srt.mem_cache.common:.release_kv_cache"
+_STATE = "sglang.srt.managers.scheduler:Scheduler.get_internal_state"
+_RESULT = "sglang.srt.managers.scheduler:Scheduler.process_batch_result"
+_FINISHING = "sglang.srt.managers.scheduler:Scheduler._reqs_finishing_inflight"
+_GRAPH_VIEW = "sglang.srt.model_executor.runner.decode_cuda_graph_runner:.build_replay_fb_view"
+_BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch.init_new"
+_ADD = "sglang.srt.managers.schedule_policy:PrefillAdder.add_one_req"
+_ADD_CHUNK = "sglang.srt.managers.schedule_policy:PrefillAdder.add_chunked_req"
+_REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter:SchedulerMetricsReporter"
 _REPORT = f"{_REPORTER}.report_decode_stats"
 _REST = f"{_REPORTER}._maybe_log_idle_metrics"
 
@@ -92,6 +97,7 @@ class Follower(Protocol):
 
 _followers: list[weakref.ref[Follower]] = []
 _hooked = False
+_unpacked_because = ""
 _publishing = True
 _siblings: Siblings | None = None
 
@@ -103,49 +109,47 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         follower: Held weakly.
         graphs: Whether steps are decoded in CUDA graphs.
         defer: Whether requests wait for prefixes that others compute; the process's first follower decides, and every rank must want it.
-
-    Raises:
-        RuntimeError: Another plugin has hooked one of the targets that are needed; SGLang applies each target's hooks once.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    global _hooked, _siblings
+    global _hooked, _siblings, _unpacked_because
     _followers.append(weakref.ref(follower, _followers.remove))
-    if _hooked:
-        return
-    hooks = {
-        _RELEASE: _on_release,
-        _STATE: _on_state,
-        _REPORT: _on_report,
-        _REST: _on_rest,
-        _BATCH: _on_batch,
-        f"{_UNIFIED}._evict_device_leaf": _on_evict_id,
-        f"{_RADIX}.reset": _on_reset,
-        f"{_UNIFIED}.reset": _on_reset,
-        **{f"{cache}.{name}": _on_cached for cache, name in _caching_methods()},
-    }
-    if _RESULT not in HookRegistry._patched:  # it saves plans only: another plugin may have it
-        hooks[_RESULT] = _on_result
-    if compat.cache.radix_cache_serves():
-        hooks[f"{_RADIX}._delete_leaf"] = _on_evict_node
-    if compat.requests.skips_finishing():
-        hooks[_FINISHING] = _on_finishing
-    defer = compat.model.wanted_by_all(defer)
-    if defer:
-        hooks |= {_ADD: _on_add, _ADD_CHUNK: _on_add_chunk}
-    if graphs:
-        hooks[_GRAPH_VIEW] = _on_graph_view
-    taken = [target for target in hooks if target in HookRegistry._patched]
-    if taken:
-        raise RuntimeError(f"another SGLang plugin has already hooked {taken[0]}: uninstall it or sglang-pat")
-    for target, hook in hooks.items():
-        HookRegistry.register(target, hook, HookType.AROUND if target in (_RELEASE, _RESULT, _ADD) else HookType.AFTER)
-    HookRegistry.apply_hooks()
-    missed = [target for target in hooks if target not in HookRegistry._patched]
-    if missed:
-        raise RuntimeError(f"this SGLang has no {missed[0]}: sglang-pat supports {' and '.join(compat.TESTED)}")
-    _hooked = True
-    _siblings = Siblings() if defer else None
+    if not _hooked:
+        _hooked = True
+        following = {
+            _RELEASE: _on_release,
+            _BATCH: _on_batch,
+            f"{_UNIFIED}._evict_device_leaf": _on_evict_id,
+            f"{_UNIFIED}.reset": _on_reset,
+            **{f"{cache}.{name}": _on_cached for cache, name in _caching_methods()},
+        }
+        if compat.cache.radix_cache_serves():
+            following |= {f"{_RADIX}.reset": _on_reset, f"{_RADIX}._delete_leaf": _on_evict_node}
+        if graphs:
+            following[_GRAPH_VIEW] = _on_graph_view
+        adding = {_ADD: _on_add, _ADD_CHUNK: _on_add_chunk}
+        others = {_RESULT: _on_result, _STATE: _on_state, _REPORT: _on_report, _REST: _on_rest}
+        if compat.requests.skips_finishing():
+            others[_FINISHING] = _on_finishing
+        lacking = [target for target in following if not compat.registry.exists(target)]
+        absent = [target for target in {**others, **(adding if defer else {})} if not compat.registry.exists(target)]
+        defer = compat.model.wanted_by_all(defer and not lacking and not set(adding) & set(absent))
+        hooks: dict[str, Callable[..., Any]] = (following if not lacking else {}) | (adding if defer else {}) | others
+        for target, hook in hooks.items():
+            around = target in (_RELEASE, _RESULT, _ADD)
+            compat.registry.hook(target, contained(hook, around), around)
+        compat.registry.apply()
+        _unpacked_because = _problems(lacking or following)
+        rest = _problems({*absent, *hooks} - {*following})
+        if rest:
+            logger.warning(
+                "sglang-pat serves with fewer counters, later plans, or prefixes that are computed twice: %s", rest
+            )
+        _siblings = Siblings() if defer else None
+    if _unpacked_because:
+        follower.observer.give_up(_unpacked_because)
+
+
+def _problems(targets: Iterable[str]) -> str:
+    return "; ".join(filter(None, map(compat.registry.problem, sorted(targets))))
 
 
 def defers(cache: Any) -> bool:
@@ -213,6 +217,58 @@ def tell(observer: Observer, report: Callable[[Observer], None]) -> None:
             observer.on_fault()
         except Exception:
             logger.exception("sglang-pat can no longer follow the prefix cache")
+
+
+def contained(hook: Callable[..., Any], around: bool = False) -> Callable[..., Any]:
+    """A hook of which nothing that fails reaches SGLang: followers forget what they know, and count it. What SGLang's own function raises passes, and it
+    is called once in any case.
+
+    Args:
+        hook: `hook(result, …)`, or with `around` `hook(original, …)`.
+        around: As above.
+
+    Raises:
+        MemoryError: See `_tell_siblings`.
+    """
+
+    @functools.wraps(hook)
+    def after(result: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            hook(result, *args, **kwargs)
+        except MemoryError:
+            raise
+        except Exception:
+            _count_fault()
+
+    @functools.wraps(hook)
+    def instead(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        results: list[Any] = []
+        raised: list[BaseException] = []
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            try:
+                results.append(original(*args, **kwargs))
+            except BaseException as error:
+                raised.append(error)
+                raise
+            return results[0]
+
+        try:
+            return hook(once, *args, **kwargs)
+        except MemoryError:
+            raise
+        except Exception:
+            if raised:
+                raise raised[0] from None
+            _count_fault()
+            return results[0] if results else original(*args, **kwargs)
+
+    return instead if around else after
+
+
+def _count_fault() -> None:
+    for follower in followers():
+        tell(follower.observer, Observer.on_fault)
 
 
 def _tell_all(owner: Any, report: Callable[[Observer], None]) -> None:
@@ -302,16 +358,22 @@ def _on_reset(result: Any, cache: Any) -> None:
 
 
 def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
-    if reporter.forward_ct_decode % reporter.decode_log_interval:
-        return
-    exports = reporter.current_scheduler_metrics_enabled
-    if reporter.is_stats_logging_rank or exports:
-        _publish(lambda follower: follower.publish(reporter.metrics_collector.labels if exports else None))
+    def publish(follower: Follower) -> None:
+        exports = reporter.current_scheduler_metrics_enabled
+        if reporter.forward_ct_decode % reporter.decode_log_interval == 0 and (
+            reporter.is_stats_logging_rank or exports
+        ):
+            follower.publish(reporter.metrics_collector.labels if exports else None)
+
+    _publish(publish)
 
 
 def _on_rest(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
-    if reporter.current_scheduler_metrics_enabled:
-        _publish(lambda follower: follower.rest(reporter.metrics_collector.labels))
+    def publish(follower: Follower) -> None:
+        if reporter.current_scheduler_metrics_enabled:
+            follower.rest(reporter.metrics_collector.labels)
+
+    _publish(publish)
 
 
 def _publish(publish: Callable[[Follower], None]) -> None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import sys
 from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Any
 
 from sglang_pat import compat
+from sglang_pat.addresses import showable
 from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
@@ -37,6 +39,12 @@ logger = logging.getLogger(__name__)
 ROW = (1 << 32) - 1
 """The bits of a request's number that are its row."""
 
+TRIES = 8
+"""After how many faults with no path followed the observer gives up: enough that no few odd requests, which a client may send first, decide for all."""
+
+CHECKS = 8
+"""How many pairs of requests are compared in SGLang's table before its paths are trusted. On a GPU each waits for the scheduler's stream."""
+
 _SECRET = secrets.token_bytes(16)
 """Key of the digests of first pages, so that no client can craft a collision."""
 
@@ -52,6 +60,7 @@ class Observer:
         planners: Called when something has happened that may change the next batch: after each event, or once for what `hold` and `resume` enclose.
         nodes: How many nodes were announced so far.
         faults: How often the cache and the mirror disagreed.
+        unpacked_because: Why every request is decoded unpacked; empty if none is for such a reason.
     """
 
     def __init__(self, scheduler: NativeScheduler, *others: NativeScheduler) -> None:
@@ -66,6 +75,9 @@ class Observer:
         self.planners: list[Callable[[], None]] = []
         self.nodes = 0
         self.faults = 0
+        self.unpacked_because = ""
+        self._follows = False  # whether the path of any request was followed
+        self._unchecked = CHECKS
         self._reqs: dict[int, Any] = {}  # by row: the `Req` that was bound last
         self._holds, self._changed = 0, False
 
@@ -85,7 +97,7 @@ class Observer:
 
     def on_extending(self, cache: Any, reqs: list[Any]) -> None:
         """`reqs` are about to be extended; their rows hold the tree's slots for what is cached. Bound requests stay as they are."""
-        if cache.disable:
+        if cache.disable or self.unpacked_because:
             return
         # The tree stays as it is meanwhile: where one request was bound, others with the same last node are too.
         bound: dict[tuple[Any, int], int] = {}
@@ -128,15 +140,26 @@ class Observer:
 
     def on_fault(self) -> None:
         """An unexpected exception: forget all paths, so that running requests are decoded unpacked."""
-        self._count_fault("the prefix cache could not be followed", exc_info=True)
+        self._count_fault("the prefix cache could not be followed: %r", sys.exc_info()[1], exc_info=True)
         self.on_reset()
+
+    def give_up(self, reason: str) -> None:
+        """Follow nothing from now on: every request is decoded unpacked."""
+        if not self.unpacked_because:
+            self.on_reset()
+            self.unpacked_because = showable(reason)
+            logger.warning("sglang-pat serves unpacked: %s", self.unpacked_because)
 
     def _count_fault(self, message: str, *details: Any, exc_info: bool = False) -> None:
         if self.faults == 0:
             logger.warning(message + " (reported once, then counted)", *details, exc_info=exc_info)
         self.faults += 1
+        if not self._follows and self.faults >= TRIES:
+            self.give_up("no path of a request could be followed: " + message % details)
 
     def _emit(self, event: Event) -> None:
+        if self.unpacked_because and not isinstance(event, RequestReleased):
+            return
         faults = []
         for scheduler in (self.scheduler, *self._others):
             try:
@@ -176,6 +199,8 @@ class Observer:
             decodes_with: The `length` of RequestBound.
             bound: By last nodes of paths, and how many tokens these have: where requests were bound since the tree changed.
         """
+        if self.unpacked_because:
+            return
         self._reqs[request & ROW] = req
         try:
             tokens = compat.requests.protected_len(req)
@@ -184,15 +209,41 @@ class Observer:
                 if end in bound:
                     self._emit(RequestBound(request, bound[end], decodes_with))
                     return
-            node = self._bind(
-                request, compat.cache.path(cache, req), tokens, compat.cache.head_tokens(cache), decodes_with
-            )
+            path = compat.cache.path(cache, req)
+            sharer = self._sharer(request, path)
+            node = self._bind(request, path, tokens, compat.cache.head_tokens(cache), decodes_with)
             if bound is not None:
                 bound[end] = node
+            if node != ROOT:
+                self._check(cache, request, sharer)
         except Exception as fault:
             unforeseen = not isinstance(fault, InconsistentError)
             self._count_fault("a request is decoded unpacked: %s", fault, exc_info=unforeseen)
             self._emit(RequestBound(request, ROOT, 0))
+
+    def _sharer(self, request: int, path: list[tuple[int, int]] | None) -> tuple[int, int] | None:
+        """The row of another request that the mirror has on this path, and the tokens that they have in common; None if there is none, or after CHECKS of
+        them."""
+        if path is None or not self._unchecked:
+            return None
+        end = sum(length for _, length in path)
+        for node, length in reversed(path):
+            if self.scheduler.find(node) is not None:
+                other = self.scheduler.any_request(node)
+                return None if other == request else (other & ROW, end)
+            end -= length
+        return None
+
+    def _check(self, cache: Any, request: int, sharer: tuple[int, int] | None) -> None:
+        """Compare what the mirror says of two requests with SGLang's own table. If their KV slots differ, no path is to be trusted."""
+        self._follows = True
+        if sharer is None:
+            return
+        self._unchecked -= 1
+        (other, end), table = sharer, cache.req_to_token_pool.req_to_token
+        if not table[request & ROW, :end].equal(table[other, :end]):
+            self.faults += 1
+            self.give_up("two requests on one path of the prefix cache have different KV slots")
 
     def _bind(self, request: int, path: list[tuple[int, int]] | None, tokens: int, head: int, decodes_with: int) -> int:
         """Bind a request along `path`, and return its last node. Its first `tokens` tokens are in the tree, which distinguishes siblings by `head`
