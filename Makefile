@@ -4,7 +4,7 @@ SGLANG ?= 0.5.17
 VENV ?= .venv-$(SGLANG)
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-all lint bench docs sanitize
+.PHONY: demo test test-all test-releases lint bench docs sanitize
 
 demo: $(VENV)/installed
 	$(BIN)/python -m sglang_pat.demo
@@ -17,6 +17,9 @@ test: $(VENV)/installed
 
 test-all: $(VENV)/installed
 	$(PYTEST) $(TESTS)
+
+test-releases: $(VENV)/installed
+	$(BIN)/python tests/releases.py $(RELEASES)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

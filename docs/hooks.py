@@ -19,6 +19,7 @@ import serving_tables
 import tables
 
 from sglang_pat.backend import features, metrics
+from sglang_pat.compat.releases import RUN
 from sglang_pat.config import PatConfig
 
 
@@ -42,6 +43,13 @@ def counters() -> str:
     rows += [[f"`{name}`", f"`sglang_pat:{name}`", text] for name, text in metrics.GAUGES.items()]
     rows.append(["`query_sizes`", "`sglang_pat:work_items_by_queries_total{queries=…}`", metrics.BY_QUERIES])
     return report.table(["in `/server_info`", "in `/metrics`", "meaning"], rows)
+
+
+def releases() -> str:
+    """The releases of SGLang that tests ran with."""
+    return report.table(
+        ["SGLang", "on a CPU", "on a GPU", "last on a CPU"], [[name, *run] for name, run in RUN.items()]
+    )
 
 
 COLUMNS = {
@@ -114,6 +122,7 @@ GENERATED = {
     "home": home,
     "columns": columns,
     "support": support,
+    "releases": releases,
     "settings": settings,
     "counters": counters,
     **report.SECTIONS,
