@@ -234,6 +234,11 @@ def test_what_fails_in_a_hook_never_reaches_sglang(observer: Observer, running: 
         hooks.contained(hook)(None, object(), object(), up_to=1)
     assert observer.faults == 5
     assert [observer.scheduler.binding(number) for number in (first, second)] == [(ROOT, 0)] * 2
+    observer._follows = True
+    for _ in range(3):
+        assert observer.unpacked_because == ""
+        hooks.contained(hooks._on_batch)(None, object(), object())
+    assert "object has no attribute" in observer.unpacked_because, "of a hook that always fails there is no use"
 
 
 @pytest.mark.parametrize("hook", [hooks._on_release, hooks._on_result])

@@ -114,7 +114,7 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
     _followers.append(weakref.ref(follower, _followers.remove))
     if not _hooked:
         _hooked = True
-        following = {
+        following: dict[str, Callable[..., Any]] = {
             _RELEASE: _on_release,
             _BATCH: _on_batch,
             f"{_UNIFIED}._evict_device_leaf": _on_evict_id,
@@ -125,14 +125,19 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
             following |= {f"{_RADIX}.reset": _on_reset, f"{_RADIX}._delete_leaf": _on_evict_node}
         if graphs:
             following[_GRAPH_VIEW] = _on_graph_view
-        adding = {_ADD: _on_add, _ADD_CHUNK: _on_add_chunk}
-        others = {_RESULT: _on_result, _STATE: _on_state, _REPORT: _on_report, _REST: _on_rest}
+        adding: dict[str, Callable[..., Any]] = {_ADD: _on_add, _ADD_CHUNK: _on_add_chunk}
+        others: dict[str, Callable[..., Any]] = {
+            _RESULT: _on_result,
+            _STATE: _on_state,
+            _REPORT: _on_report,
+            _REST: _on_rest,
+        }
         if compat.requests.skips_finishing():
             others[_FINISHING] = _on_finishing
         lacking = [target for target in following if not compat.registry.exists(target)]
         absent = [target for target in {**others, **(adding if defer else {})} if not compat.registry.exists(target)]
         defer = compat.model.wanted_by_all(defer and not lacking and not set(adding) & set(absent))
-        hooks: dict[str, Callable[..., Any]] = (following if not lacking else {}) | (adding if defer else {}) | others
+        hooks = (following if not lacking else {}) | (adding if defer else {}) | others
         for target, hook in hooks.items():
             around = target in (_RELEASE, _RESULT, _ADD)
             compat.registry.hook(target, contained(hook, around), around)

@@ -40,7 +40,8 @@ ROW = (1 << 32) - 1
 """The bits of a request's number that are its row."""
 
 TRIES = 8
-"""After how many faults with no path followed the observer gives up: enough that no few odd requests, which a client may send first, decide for all."""
+"""After how many faults the observer gives up, if no path was followed yet or they were about no single request: enough that no few odd requests, which
+a client may send first, decide for all."""
 
 CHECKS = 8
 """How many pairs of requests are compared in SGLang's table before its paths are trusted. On a GPU each waits for the scheduler's stream."""
@@ -77,6 +78,7 @@ class Observer:
         self.faults = 0
         self.unpacked_because = ""
         self._follows = False  # whether the path of any request was followed
+        self._failures = 0  # unexpected exceptions that were about no single request
         self._unchecked = CHECKS
         self._reqs: dict[int, Any] = {}  # by row: the `Req` that was bound last
         self._holds, self._changed = 0, False
@@ -140,7 +142,11 @@ class Observer:
 
     def on_fault(self) -> None:
         """An unexpected exception: forget all paths, so that running requests are decoded unpacked."""
-        self._count_fault("the prefix cache could not be followed: %r", sys.exc_info()[1], exc_info=True)
+        error = sys.exc_info()[1]
+        self._count_fault("the prefix cache could not be followed: %r", error, exc_info=True)
+        self._failures += 1
+        if self._failures >= TRIES:
+            self.give_up(f"the prefix cache could not be followed: {error!r}")
         self.on_reset()
 
     def give_up(self, reason: str) -> None:
@@ -155,7 +161,7 @@ class Observer:
             logger.warning(message + " (reported once, then counted)", *details, exc_info=exc_info)
         self.faults += 1
         if not self._follows and self.faults >= TRIES:
-            self.give_up("no path of a request could be followed: " + message % details)
+            self.give_up(f"no path of a request could be followed: {details[-1]}")
 
     def _emit(self, event: Event) -> None:
         if self.unpacked_because and not isinstance(event, RequestReleased):
