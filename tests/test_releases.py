@@ -37,6 +37,10 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> type[HookRegistry]:
     """SGLang's registry, in which nothing is hooked."""
     monkeypatch.setattr(HookRegistry, "_patched", set())
     monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    with suppress(ImportError):
+        from sglang.srt.arg_groups import resolution_hooks
+
+        monkeypatch.setattr(resolution_hooks, "_HOOKS", {})
     return HookRegistry
 
 
@@ -86,7 +90,10 @@ def test_without_the_hook_that_widens_rows_drafts_are_refused_before_anything_st
 def test_without_the_hooks_that_size_its_pool_kv_of_few_bits_is_refused(
     device: str, registry: type[HookRegistry]
 ) -> None:
-    needed = [compat.pool.CELL_SIZE, compat.pool.POOL_SIZES, *([] if device == "cpu" else [compat.pool.POOL])]
+    compat.arguments.around_model_adjustments(plugin.adjust_for_model)
+    needed = [compat.pool.CELL_SIZE, compat.pool.POOL_SIZES]
+    if device != "cpu":
+        needed += [compat.pool.POOL, *registry._hooks]
     for target in needed:
         with pytest.raises(support.UnsupportedError, match=r"for SGLANG_PAT_KV, as .* is not hooked"):
             support.check_guards(arguments(device=device), {"SGLANG_PAT_KV": "int4"})
@@ -120,13 +127,10 @@ def test_servers_with_other_backends_are_as_if_nothing_was_installed() -> None:
         step.clear()
 
 
-def test_the_step_that_adjusts_arguments_to_the_model_is_hooked(
-    registry: type[HookRegistry], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_step_that_adjusts_arguments_to_the_model_is_hooked(registry: type[HookRegistry]) -> None:
     """Whatever a release calls it."""
-    with suppress(ImportError):
-        from sglang.srt.arg_groups import resolution_hooks
-
-        monkeypatch.setattr(resolution_hooks, "_HOOKS", {})
+    assert compat.arguments.adjustments_problem() != ""
     compat.arguments.around_model_adjustments(plugin.adjust_for_model)
     assert all(map(compat.registry.exists, registry._hooks))
+    registry._patched.update(registry._hooks)
+    assert compat.arguments.adjustments_problem() == ""

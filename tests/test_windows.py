@@ -70,7 +70,7 @@ def test_answers_are_those_of_a_stock_backend(servers: dict[str, Server]) -> Non
 def test_a_pool_for_windows(window: int, kv_cache: str, model: Path, tmp_path: Path) -> None:
     """SGLang keeps the KV of layers with windows apart, and frees what they have left. `torch_native` reads such a pool by wrong slots:
     it has one pool for all here."""
-    if compat.release() == "0.5.17" and (window, kv_cache) != (40, "auto"):
+    if compat.arguments.has_one_pool() and (window, kv_cache) != (40, "auto"):
         pytest.skip("has one pool on CPUs, as above")
     windowed = mellum.write(tmp_path / "model", model, window)
     prompts = [
@@ -82,7 +82,7 @@ def test_a_pool_for_windows(window: int, kv_cache: str, model: Path, tmp_path: P
     for name, (backend, flags, environment) in SERVERS.items():
         # Of those that are alike in what they show CI runs one.
         left_out = "plain" if window == 400 else "small pool, pages"
-        if name == left_out and (compat.release() == "0.5.17" or (window, kv_cache) != (40, "auto")):
+        if name == left_out and (compat.arguments.has_one_pool() or (window, kv_cache) != (40, "auto")):
             continue
         one_pool = ["--disable-hybrid-swa-memory"] if name == "reference" else []
         with ForkedServer(
@@ -95,7 +95,7 @@ def test_a_pool_for_windows(window: int, kv_cache: str, model: Path, tmp_path: P
                 counters = assert_sound(server)
                 assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
                 log = server.log.read_text()
-                assert ("SWAKVPool" in log) == (compat.release() != "0.5.17")
+                assert ("SWAKVPool" in log) == (not compat.arguments.has_one_pool())
                 assert "wait for ever" not in log, "these pools are large enough"
     (expected,) = answers.pop("reference")
     assert len({tuple(answer.ids) for answer in expected}) > len(prompts) / 2, "answers that depend on prompts"

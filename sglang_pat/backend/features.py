@@ -325,7 +325,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("sliding windows", "", "test_windows.py::test_answers_are_those_of_a_stock_backend", "test_cuda_kernel.py::test_windows",
                "test_attention_kit.py::test_windows", note="a request shares until it is longer than the window"),
         _works("a KV pool of its own for windows (gpt-oss, Mellum, MiMo V2)", "", "test_windows.py::test_a_pool_for_windows",
-               "test_gpu_models.py::test_a_pool_for_windows", note="on CPUs 0.5.17 keeps all KV in one pool; nothing is packed with `--enable-hierarchical-cache`, or if every layer has a window"),
+               "test_gpu_models.py::test_a_pool_for_windows", note="on CPUs releases up to 0.5.21 keep all KV in one pool; nothing is packed with `--enable-hierarchical-cache`, or if every layer has a window"),
         _refused("windows that do not apply to prompts (UnlimitedOCR)", "", None, "use another --attention-backend"),
         _works("attention sinks (gpt-oss on a GPU, MiMo V2)", "", "test_cuda_kernel.py::test_sinks",
                "test_gpu_models.py::test_sinks", "test_sinks.py::test_answers_do_not_depend_on_packing",

@@ -53,16 +53,19 @@ def check_release(runner: Any) -> None:
 def check_guards(server_args: Any, environment: Mapping[str, str] = os.environ) -> None:
     """Raise UnsupportedError if a hook is not in place without which SGLang would size its memory wrongly, however it came so: another release, or
     another plugin."""
-    # (target of the hook, what asks for it)
-    guards = []
+    problems = []
     if compat.arguments.draft_tokens(server_args):
-        guards.append((compat.pool.ROW_HEADROOM, "--speculative-algorithm"))
+        problems.append(("--speculative-algorithm", compat.registry.problem(compat.pool.ROW_HEADROOM)))
     if environment.get("SGLANG_PAT_KV"):
-        on_cpu = compat.arguments.resolved(server_args).device == "cpu"  # its platform chooses the pool
-        targets = (compat.pool.CELL_SIZE, compat.pool.POOL_SIZES, *(() if on_cpu else (compat.pool.POOL,)))
-        guards += [(target, "SGLANG_PAT_KV") for target in targets]
-    for target, asked_by in guards:
-        problem = compat.registry.problem(target)
+        targets = [compat.pool.CELL_SIZE, compat.pool.POOL_SIZES]
+        found = []
+        if (
+            compat.arguments.resolved(server_args).device != "cpu"
+        ):  # where its platform chooses the pool, and the page size
+            targets.append(compat.pool.POOL)
+            found.append(compat.arguments.adjustments_problem())
+        problems += [("SGLANG_PAT_KV", problem) for problem in (*map(compat.registry.problem, targets), *found)]
+    for asked_by, problem in problems:
         if problem:
             raise UnsupportedError(
                 f"sglang-pat cannot size memory for {asked_by}, as {problem}: leave it out, or {_RELEASES}"

@@ -123,12 +123,17 @@ def disable_prefill_graphs(server_args: Any) -> None:
     decide(server_args, cuda_graph_config=config)
 
 
-def use_one_pool(server_args: Any) -> None:
-    """Keep the KV of all layers in one pool where SGLang cannot make a pool for windows on a plugin's platform: up to 0.5.21, which asks that platform for
-    one kind of pool only (kv_cache_configurator.py, `_build_oot_mha_kv_pool`)."""
+def has_one_pool() -> bool:
+    """Whether SGLang can make no pool for windows on a plugin's platform: up to 0.5.21 it asks that platform for one kind of pool only
+    (kv_cache_configurator.py, `_build_oot_mha_kv_pool`)."""
     from sglang.srt.platforms.interface import SRTPlatform
 
-    if not hasattr(SRTPlatform, "get_kv_pool_cls"):
+    return not hasattr(SRTPlatform, "get_kv_pool_cls")
+
+
+def use_one_pool(server_args: Any) -> None:
+    """Keep the KV of all layers in one pool where there can be no other."""
+    if has_one_pool():
         server_args.disable_hybrid_swa_memory = True
 
 
@@ -228,16 +233,36 @@ def shown_as(server_args: Any, backend: str, shown: str) -> Iterator[None]:
             write(server_args, name, backend)
 
 
+_ADJUSTMENTS = "handle_model_specific_adjustments"
+
+
 def around_model_adjustments(hook: Callable[[Callable[[Any], None], Any], None]) -> None:
     """Call `hook(step, server_args)` in place of `step`, SGLang's adjustment of the arguments to the model."""
     try:
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     except ImportError:
-        method = "sglang.srt.server_args:ServerArgs._handle_model_specific_adjustments"
-        function = "sglang.srt.arg_groups.model_hook:.handle_model_specific_adjustments"  # 0.5.19
-        registry.hook(method if registry.exists(method) else function, hook, around=True)
-    else:
-        register_resolution_hook("handle_model_specific_adjustments")(lambda args, step: hook(step, args))
+        registry.hook(_adjustments_of_old(), hook, around=True)
+        return
+    try:
+        register_resolution_hook(_ADJUSTMENTS)(lambda args, step: hook(step, args))
+    except Exception as error:  # for names of no step
+        # Every server loads this plugin, and few need it.
+        logger.info("sglang-pat cannot adjust arguments to the model: %s", error)
+
+
+def adjustments_problem() -> str:
+    """Why `around_model_adjustments` is without effect; empty if it has one."""
+    try:
+        from sglang.srt.arg_groups import resolution_hooks
+    except ImportError:
+        return registry.problem(_adjustments_of_old())
+    return "" if _ADJUSTMENTS in resolution_hooks._HOOKS else f"this SGLang has no step {_ADJUSTMENTS}"
+
+
+def _adjustments_of_old() -> str:
+    """What is hooked up to 0.5.19, in which it became a function."""
+    method = f"sglang.srt.server_args:ServerArgs._{_ADJUSTMENTS}"
+    return method if registry.exists(method) else f"sglang.srt.arg_groups.model_hook:.{_ADJUSTMENTS}"
 
 
 def handle_failed_start(server_args: Any, handler: Callable[[int, Any], None]) -> None:
