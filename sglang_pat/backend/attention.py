@@ -40,12 +40,17 @@ class PatAttnBackend(AttentionBackend):
     or `forward_extend` for each layer.
 
     Attributes:
+        needs_cpu_seq_lens: Whether SGLang has to know lengths on the host in verify steps, for which it would wait in each. Extends always come with
+            them.
         inner: SGLang's backend for prefill; None where the user chose one, or no stock backend can read the pool.
         groups: The model's layers, with their executors and planners.
         prefill: Divides extends, or runs all of them where KV has few bits on a GPU; None where the user chose another backend.
         observer: Follows the prefix cache for all groups.
         rows, seq_lens: Of the current step: each request's row of `req_to_token`, and its length, a draft included; int64, on the device.
+        verify_mask: Where SGLang writes the masks of drafts; None without speculation.
     """
+
+    needs_cpu_seq_lens = False
 
     def __init__(
         self,
@@ -80,6 +85,7 @@ class PatAttnBackend(AttentionBackend):
         # Masks of drafts. Those of drafts without branches never change.
         self._draft_tokens = groups.draft_tokens
         self._masks = verify.without_branches(runner.req_to_token_pool.size, self._draft_tokens, runner.device)
+        self._verify_mask = compat.batch.verify_mask(runner.req_to_token_pool.size, self._draft_tokens, runner.device)
         own_pool = compat.pool.has_window_pool(runner.token_to_kv_pool)
         lengths = {group.spec.planned_window for group in groups.everyone if own_pool and group.spec.window}
         self._tables = {window: windows.WindowTable(runner, window) for window in lengths}
@@ -243,6 +249,10 @@ class PatAttnBackend(AttentionBackend):
             )
             group.plan(requests, lengths, check if self.config.verify else None, aside)
 
+    @property
+    def verify_mask(self) -> Any:
+        return self._verify_mask
+
     def _verifies(self, forward_batch: ForwardBatch) -> bool:
         return bool(self._draft_tokens) and forward_batch.forward_mode.is_target_verify()
 
@@ -253,7 +263,7 @@ class PatAttnBackend(AttentionBackend):
         if found != tokens:
             raise support.UnsupportedError(f"a draft has {found} tokens, but at start it was {tokens}")
         if verify.branches(forward_batch):
-            self._masks[:requests] = verify.masks(forward_batch, tokens, requests)
+            self._masks[:requests] = verify.masks(forward_batch, tokens, requests, self.verify_mask)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         verifies = self._verifies(forward_batch)

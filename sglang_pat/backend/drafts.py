@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class DraftExtend(TorchNativeAttnBackend):
     """Runs a draft model's extends (prompts, accepted tokens) on the CPU executor."""
 
+    needs_cpu_seq_lens = False
+
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
         config = PatConfig.from_environment()
@@ -66,6 +68,8 @@ class DraftSteps:
     Attributes:
         attn_backends: One for each step but the last, whose token is not fed back.
     """
+
+    needs_cpu_seq_lens = False
 
     def __init__(self, runner: ModelRunner, topk: int, steps: int) -> None:
         """

@@ -44,16 +44,22 @@ def branches(forward_batch: ForwardBatch) -> bool:
     return spec_info.custom_mask is not None and spec_info.tree_topk != 1
 
 
-def masks(forward_batch: ForwardBatch, tokens: int, requests: int) -> torch.Tensor:
+def masks(forward_batch: ForwardBatch, tokens: int, requests: int, preallocated: Any = None) -> torch.Tensor:
     """Which tokens of its draft each token sees (`kernels.cpu.attention`), [requests, tokens] int64.
 
     SGLang has a row of flags for each token of each request, concatenated: one flag per KV token (`TreeMaskMode.FULL_MASK`), or per token of the
     draft (`QLEN_ONLY`). The batch may have padding at its end. Nothing here synchronizes with a GPU.
+
+    Args:
+        forward_batch: SGLang's.
+        tokens: Tokens of a draft.
+        requests: How many drafts.
+        preallocated: SGLang's `VerifyMask`, whose buffer has flags per token of the draft, and room for more drafts; None if there is none.
     """
     spec_info: Any = forward_batch.spec_info
     flags = spec_info.custom_mask
     own = torch.arange(requests * tokens * tokens, device=flags.device)
-    if len(flags) != len(own):
+    if len(flags) != len(own) and (preallocated is None or flags is not preallocated.buffer):
         # A token's row is as long as its request; the draft is the end of the row.
         seen = forward_batch.seq_lens[:requests].long().repeat_interleave(tokens)
         own += seen.cumsum(0).repeat_interleave(tokens)

@@ -112,6 +112,20 @@ def tokens_of_drafts(forward_batch: Any) -> int:
     return forward_batch.spec_info.draft_token_num
 
 
+def verify_mask(requests: int, tokens: int, device: Any) -> Any:
+    """Where SGLang writes which tokens of its draft each token sees, for so many drafts of so many tokens; None if drafts have no tokens.
+
+    Without this it would write a flag for each token of the context, as it does not know lengths on the host.
+    """
+    if not tokens:
+        return None
+    import torch
+    from sglang.srt.layers.attention.verify_mask import TreeMaskMode, VerifyMask
+
+    flags = torch.zeros(requests * tokens * tokens, dtype=torch.bool, device=device)
+    return VerifyMask(buffer=flags, mode=TreeMaskMode.QLEN_ONLY, max_bs=requests)
+
+
 def padding(forward_batch: Any) -> int:
     """How many rows a graph added to fill the batch."""
     return getattr(forward_batch, "num_padding", 0) or 0
