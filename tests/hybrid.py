@@ -64,9 +64,20 @@ def _mlp(random: _Random) -> Weights:
     }  # fmt: skip
 
 
+def _gated_attention(random: _Random) -> Weights:
+    head_dim = GATED_DELTA_NETS["head_dim"]
+    return {
+        # Scores peaked enough that tokens far away matter. Q comes with its output's gate.
+        "q_norm.weight": torch.ones(head_dim), "k_norm.weight": torch.ones(head_dim),
+        "q_proj.weight": random.matrix(2 * HEADS * head_dim, HIDDEN),
+        "k_proj.weight": random.matrix(KV_HEADS * head_dim, HIDDEN),
+        "v_proj.weight": random.matrix(KV_HEADS * head_dim, HIDDEN, gain=4),
+        "o_proj.weight": random.matrix(HIDDEN, HEADS * head_dim, gain=4),
+    }  # fmt: skip
+
+
 def _gated_delta_nets(random: _Random, mlp: Callable[[_Random], Weights], projections: dict[str, int]) -> Weights:
     """Weights of a model whose every second layer has KV; `projections` of the others by their rows."""
-    head_dim = GATED_DELTA_NETS["head_dim"]
     # Norms scale by 1 and their weight.
     weights = {
         "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=random.generator),
@@ -80,14 +91,7 @@ def _gated_delta_nets(random: _Random, mlp: Callable[[_Random], Weights], projec
             **_named(f"{prefix}.mlp", mlp(random)),
         }
         if (layer + 1) % GATED_DELTA_NETS["full_attention_interval"] == 0:
-            weights |= _named(f"{prefix}.self_attn", {
-                # Scores peaked enough that tokens far away matter. Q comes with its output's gate.
-                "q_norm.weight": torch.ones(head_dim), "k_norm.weight": torch.ones(head_dim),
-                "q_proj.weight": random.matrix(2 * HEADS * head_dim, HIDDEN),
-                "k_proj.weight": random.matrix(KV_HEADS * head_dim, HIDDEN),
-                "v_proj.weight": random.matrix(KV_HEADS * head_dim, HIDDEN, gain=4),
-                "o_proj.weight": random.matrix(HIDDEN, HEADS * head_dim, gain=4),
-            })  # fmt: skip
+            weights |= _named(f"{prefix}.self_attn", _gated_attention(random))
         else:
             weights |= _named(f"{prefix}.linear_attn", {
                 **{f"{name}.weight": random.matrix(rows, HIDDEN) for name, rows in projections.items()},
@@ -98,8 +102,35 @@ def _gated_delta_nets(random: _Random, mlp: Callable[[_Random], Weights], projec
     return weights
 
 
-def qwen3_next(folder: Path, tokenizer: Path) -> Path:
-    """Write config, weights (bfloat16) and the tokenizer of another model to `folder`; returns it. Every second layer has KV."""
+ADDS = 0.08
+"""How much the layers of a model that brings its draft, and the draft's, add to what comes in: less than they would. So a token says much about the next
+one, and of the draft, which looks at little else, three in ten first tokens are accepted (transformers' Qwen3-Next, on a CPU, 2026-11-29)."""
+
+
+def _with_draft(random: _Random, mlp: Callable[[_Random], Weights], weights: Weights) -> Weights:
+    """The same model with a head for the token after the next (SGLang: models/qwen3_next_mtp.py)."""
+    norms = (
+        "norm",
+        "pre_fc_norm_embedding",
+        "pre_fc_norm_hidden",
+        "layers.0.input_layernorm",
+        "layers.0.post_attention_layernorm",
+    )
+    draft = {
+        **{f"{norm}.weight": torch.zeros(HIDDEN) for norm in norms},
+        "fc.weight": torch.cat([torch.eye(HIDDEN), random.matrix(HIDDEN, HIDDEN, gain=0.1)], dim=1),
+        **_named("layers.0.self_attn", _gated_attention(random)), **_named("layers.0.mlp", mlp(random)),
+    }  # fmt: skip
+    added = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+    return {
+        name: weight * (ADDS if name.endswith(added) else 1)
+        for name, weight in (weights | _named("mtp", draft)).items()
+    }
+
+
+def qwen3_next(folder: Path, tokenizer: Path, drafts: bool = False) -> Path:
+    """Write config, weights (bfloat16) and the tokenizer of another model to `folder`; returns it. Every second layer has KV. With `drafts` it has a head
+    for drafts."""
     experts = 4
     config = GATED_DELTA_NETS | {
         "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": experts,
@@ -115,7 +146,9 @@ def qwen3_next(folder: Path, tokenizer: Path) -> Path:
         return weights
 
     projections = {"in_proj_qkvz": 2 * (STATE_KEYS + STATE_VALUES) * STATES, "in_proj_ba": 2 * STATE_VALUES}
-    return _save(folder, tokenizer, config, _gated_delta_nets(_Random(), mlp, projections))
+    random = _Random()
+    weights = _gated_delta_nets(random, mlp, projections)
+    return _save(folder, tokenizer, config, _with_draft(random, mlp, weights) if drafts else weights)
 
 
 def qwen3_5(folder: Path, tokenizer: Path) -> Path:

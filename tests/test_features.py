@@ -134,4 +134,7 @@ def test_a_cache_that_nobody_tested_is_not_followed() -> None:
     class CacheOfAnotherPlugin:
         root_node: Any = None
 
-    assert compat.cache.path(CacheOfAnotherPlugin(), SimpleNamespace(last_node=object(), session=None)) is None
+    req = SimpleNamespace(last_node=object(), session=None)
+    assert compat.cache.path(CacheOfAnotherPlugin(), req) is None
+    buffering = type("UnifiedRadixCache", (), {"buffer_pipeline": object()})()
+    assert compat.cache.path(buffering, req) is None

@@ -17,7 +17,7 @@ import pytest
 import scaled
 import torch
 from conftest import assert_sound, flush
-from gpu_servers import CHECKED, COMMON, POOL, WITHOUT_PREFILL_GRAPHS
+from gpu_servers import CHECKED, COMMON, POOL, WITHOUT_PREFILL_GRAPHS, cached
 from near_ties import Answer, assert_agree, generate, generate_all, parted
 
 from sglang_pat.demo import workload
@@ -174,6 +174,27 @@ def test_a_pool_for_windows(gpu_model: Path, tmp_path: Path) -> None:
                     assert_agree(generate_all(server, prompts), expected[window])
                 counters = assert_sound(server)
                 assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
+
+
+def test_a_tier_on_the_host_behind_a_pool_for_windows(gpu_model: Path, tmp_path: Path) -> None:
+    """Evicted KV of both pools comes back while others decode."""
+    prompts = workload.nested_prompts(2, 3, 8, unrelated=8)
+    model = mellum.write(tmp_path / "model", gpu_model, 128, head_dim=64)
+    flags = [*WITHOUT_PREFILL_GRAPHS, "--prefill-attention-backend", "fa3", POOL]
+    tier = ["3072", "--page-size", "64", "--enable-hierarchical-cache", "--hicache-ratio", "4"]
+    with ExitStack() as stack:
+        servers = {}
+        for name, pool, environment in (("fa3", ["60032", "--page-size", "64"], {}), ("pat", tier, CHECKED)):
+            server = Server(model, name, tmp_path / f"{name}.log", [*flags, *pool], environment, on_cpu=False)
+            servers[name] = stack.enter_context(server)
+        for server in servers.values():
+            server.wait()
+        expected = generate_all(servers["fa3"], prompts)
+        for _ in range(2):
+            assert_agree(generate_all(servers["pat"], prompts, 16), expected)
+        assert cached(servers["pat"], prompts)["host"] > 0
+        counters = assert_sound(servers["pat"])
+        assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
 
 
 def assert_answers_are_those_of_fa3(model: Path, more: list[str], folder: Path) -> list[Answer]:

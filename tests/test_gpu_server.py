@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import amid_aborts, assert_sound
-from gpu_servers import CHECKED, COMMON, POOL, WITHOUT_PREFILL_GRAPHS
+from conftest import amid_aborts, assert_sound, flush
+from gpu_servers import CHECKED, COMMON, POOL, WITHOUT_PREFILL_GRAPHS, cached
 from near_ties import Answer, assert_agree, generate, generate_all
 
+from sglang_pat import compat
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
 
@@ -107,14 +108,6 @@ def test_evictions_and_retractions(servers: dict[str, Server], prompts: list[str
 
 FEATURES: dict[str, list[str]] = {
     "prefill graphs": [POOL, "60000"],
-    "hierarchical cache": [
-        POOL,
-        "3000",
-        "--disable-prefill-cuda-graph",
-        "--enable-hierarchical-cache",
-        "--hicache-ratio",
-        "4",
-    ],
     "memory saver": [POOL, "60000", "--disable-prefill-cuda-graph", "--enable-memory-saver"],
 }
 """What only a GPU has (backend/features.py)."""
@@ -132,11 +125,53 @@ def test_features(name: str, gpu_model: Path, prompts: list[str], expected: list
                     server.post(path, {"tags": ["kv_cache"]})
         counters = assert_sound(server)
     assert counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
-    text = log.read_text()
     if name == "prefill graphs":
-        assert re.search(r"Prefill batch.*cuda graph: True", text)
-    if name == "hierarchical cache":
-        assert "HiRadixCache" in text and counters["nodes"] > 0
+        assert re.search(r"Prefill batch.*cuda graph: True", log.read_text())
+
+
+UNIFIED = {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}
+"""On 0.5.17 plain models have another cache on the host."""
+
+TIERS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "write_through": (["--hicache-write-policy", "write_through"], {}),
+    "write_through_selective": (
+        ["--hicache-write-policy", "write_through_selective", "--page-size", "64", "--hicache-io-backend", "direct"],
+        {**UNIFIED, "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"},
+    ),
+    "write_back": (["--hicache-write-policy", "write_back", "--page-size", "64"], UNIFIED),
+    "files": (
+        ["--page-size", "64", "--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"],
+        UNIFIED,
+    ),
+}  # fmt: skip
+"""Flags and environment of servers whose KV goes to the host, and from there to files."""
+
+
+def test_a_cache_with_tiers(gpu_model: Path, prompts: list[str], expected: list[Answer], tmp_path: Path) -> None:
+    """With each write policy, pages of 1 and 64, and both cores of 0.5.23: what was evicted comes back while siblings decode, and all are packed."""
+    flags = [*WITHOUT_PREFILL_GRAPHS, POOL, "3000", "--enable-hierarchical-cache", "--hicache-ratio", "4"]
+    with ExitStack() as stack:
+        servers = {}
+        for name, (more, environment) in TIERS.items():
+            files = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / name)}
+            server = Server(
+                gpu_model, "pat", tmp_path / f"{name}.log", [*flags, *more], {**CHECKED, **environment, **files}, on_cpu=False
+            )  # fmt: skip
+            servers[name] = stack.enter_context(server)
+        for server in servers.values():
+            server.wait()
+        for name, server in servers.items():
+            for _ in range(2):
+                assert_agree(generate_all(server, prompts, 16), expected)
+            assert cached(server, prompts)["host"] > 0, name
+            if name == "files":
+                flush(server)
+                assert cached(server, prompts)["storage"] > 0
+                assert_agree(generate_all(server, prompts, 16), expected)
+            counters = assert_sound(server)
+            assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"], name
+            stays_plain = compat.release() == "0.5.17" and UNIFIED.keys().isdisjoint(TIERS[name][1])
+            assert f"impl={'HiRadixCache' if stays_plain else 'UnifiedRadixCache'}" in server.log.read_text(), name
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -9,9 +9,8 @@ FOLLOWED = ("RadixCache", "UnifiedRadixCache", "HiRadixCache")
 
 
 def _followed(cache: Any) -> bool:
-    # A UnifiedRadixCache with a tier on the host has a controller for it; 0.5.17 uses HiRadixCache instead.
-    tiered = type(cache).__name__ == "UnifiedRadixCache" and getattr(cache, "cache_controller", None) is not None
-    return type(cache).__name__ in FOLLOWED and not tiered
+    # Nobody has tried `--hicache-host-memory-mode buffer_only` (0.5.23), which loads KV in its own way.
+    return type(cache).__name__ in FOLLOWED and getattr(cache, "buffer_pipeline", None) is None
 
 
 def caching_method() -> str:
