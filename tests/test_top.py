@@ -375,7 +375,7 @@ def test_explain_says_why_there_is_no_recording(capsys: pytest.CaptureFixture[st
 
 def test_replicas_may_answer_in_any_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for order in itertools.permutations(("", str(tmp_path / "trace"), str(tmp_path / "trace.dp1"))):
-        states = [{"pat": {**counters(steps=1 + len(trace)), "trace": trace}} for trace in order]
+        states = [{"pat": {**counters(steps=1 + len(trace)), "trace": trace, "unpacked_because": ""}} for trace in order]
         with port(http({"internal_states": states})) as server:
             assert f"records {tmp_path / 'trace'}, which" in sentence(capsys, "explain", "--url", server.url)
             assert top.total(top.fetch(server.url))["steps"] == 3 + sum(len(trace) for trace in order)
