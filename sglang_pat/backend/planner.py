@@ -94,10 +94,12 @@ class Planner:
             self._fall_back(seq_lens(), stands=False)
         self._used += 1
         self._since_told += not self._beside
-        self._counts.fallbacks += self._fell_back and not self._too_large
-        if self._too_large and not self._counts.too_large:
-            logger.warning("a plan did not fit its memory: such steps pack less (reported once, then counted)")
-        self._counts.too_large += self._too_large
+        if self._too_large:
+            if not self._counts.too_large:
+                logger.warning("a plan did not fit its memory: such steps pack less (reported once, then counted)")
+            self._counts.too_large += 1
+        elif self._fell_back:
+            self._counts.fallbacks += 1
         self._decodes |= not aside
         if self._ahead and self._used == self._good:
             self._begin()
