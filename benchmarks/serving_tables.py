@@ -116,6 +116,7 @@ LONGER = ", longer prompts"
 """What sets results apart whose tokenizer made 1.7 times as many tokens as were asked for."""
 
 SERVING = {
+    "serving-0.5.23-h200.json": ", 0.5.23",
     "serving-nominal-h200.json": "",
     "serving-2xh200.json": ", 2 GPUs",
     "serving-h200.json": LONGER,
@@ -126,8 +127,16 @@ SERVING = {
 }
 """Results of serving.py, and what sets them apart."""
 
-IN_README = {name: what for name, what in SERVING.items() if not what.endswith(LONGER)}
-"""Files that the README shows: all workloads of the first, and of each other only the workload that comes first in the first."""
+NEWEST = "serving-0.5.23-h200.json"
+"""What the README shows: the newest SGLang, PAT beside its default on a GPU of the same host at the same time."""
+
+IN_README = {
+    ("gsp-8x32x2048", None): "256 requests, 8 system prompts of 2,048 tokens",
+    ("gsp-4x64x8192", None): "256 requests, 4 system prompts of 8,192 tokens",
+    ("trace", 4.0): "60 requests of a conversation trace, 4 a second",
+    ("random-128", None): "128 requests, random prompts of 1,024 tokens",
+}
+"""Its rows: workload, requests a second, and what they are called there."""
 
 SERVING_ON_H100 = {"serving-nominal-h100.json": "", "serving-2xh100.json": ", 2 GPUs"}
 
@@ -161,33 +170,28 @@ def pace_ms(record: dict[str, Any]) -> float:
     return (steps[0] + steps[-1]) / 2 if steps else record["median_itl_ms"]
 
 
+def in_readme() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Each row of the README: its name, PAT's record and FA3's."""
+    records = {(one["workload"], one["rate"], one["backend"]): one for one in load(NEWEST)["records"]}
+    for (workload, rate), name in IN_README.items():
+        yield name, records[workload, rate, "pat"], records[workload, rate, "fa3"]
+
+
 def serving() -> str:
-    """A line for each workload of the main setting, and one for each other setting."""
-    main_file, *_ = IN_README
-    groups = dict(served({main_file: IN_README[main_file]}))
-    first = next(iter(groups))
-    groups |= {title: group for title, group in served(IN_README) if title.startswith(first)}
-    present = {record["backend"] for group in groups.values() for record in group}
-    backends = {name: NAMES[name] for name in ("pat", "flashinfer", "fa3", "triton") if name in present}
+    """The README's rows, one baseline and one unit."""
     rows = []
-    for title, group in groups.items():
-        records = {record["backend"]: record for record in group}
-        ours = records["pat"]
-        others = [record for name, record in records.items() if name != "pat"]
-        tpots = {name: records[name]["mean_tpot_ms"] if name in records else None for name in backends}
-        ttfts = {"pat": ours["mean_ttft_ms"], "other": min(record["mean_ttft_ms"] for record in others)}
-        rates = {"pat": -ours["output_tps"], "other": -max(record["output_tps"] for record in others)}
-        pace = min(map(pace_ms, others)) / pace_ms(ours)
-        tpot = min(record["mean_tpot_ms"] for record in others) / ours["mean_tpot_ms"]
-        rows.append(
-            [title, *bold(tpots, "{:.0f}".format), f"{tpot:.2f}{TIMES}", f"{pace:.2f}{TIMES}",
-             *bold(ttfts, "{:,.0f}".format), *bold(rates, lambda rate: f"{-rate:,.0f}")]
-        )  # fmt: skip
-    head = [
-        "workload", *(f"TPOT, ms: {name}" for name in backends.values()), "best other / PAT", "step, best other / PAT", "TTFT, ms: PAT", "best other",
-        "tokens/s: PAT", "best other",
-    ]  # fmt: skip
-    return with_device(table(head, rows), IN_README)
+    for name, ours, other in in_readme():
+        gaps = bold({"fa3": other["mean_itl_ms"], "pat": ours["mean_itl_ms"]}, "{:.1f}".format)
+        rates = bold({"fa3": -other["output_tps"], "pat": -ours["output_tps"]}, lambda rate: f"{-rate:,.0f}")
+        gains = other["mean_itl_ms"] / ours["mean_itl_ms"], ours["output_tps"] / other["output_tps"]
+        rows.append([name, *gaps, f"{gains[0]:.1f}{TIMES}", *rates, f"{gains[1]:.1f}{TIMES}"])
+    head = ["", "ms per token: FA3", "PAT", "", "tokens/s: FA3", "PAT", ""]
+    result = load(NEWEST)
+    device = result["device"]
+    return (
+        f"{table(head, rows)}\n\nOne {device['name']}, Qwen3-8B's shape with random weights, SGLang {device['sglang']}, {device['date']}. "
+        "Milliseconds per token: the mean time between two tokens of a request, at the client."
+    )
 
 
 def serving_on_h100() -> str:

@@ -96,24 +96,17 @@ def support() -> str:
 
 
 def home() -> str:
-    """Bars of the workloads that are sent all at once: PAT, and the best of the others."""
-    groups = [
-        (title, records)
-        for title, records in serving_tables.served()
-        if records[0]["rate"] is None and "," not in title
-    ]
-    longest = max(serving_tables.pace_ms(record) for _, records in groups for record in records)
+    """Bars of the README's rows: FA3 and PAT."""
+    rows = list(serving_tables.in_readme())
+    longest = max(record["mean_itl_ms"] for _, *records in rows for record in records)
     lines = []
-    for title, records in groups:
-        times = {record["backend"]: serving_tables.pace_ms(record) for record in records}
-        ours = times.pop("pat")
-        rival = min(times, key=lambda name: times[name])
-        lines.append(f'<div class="workload">{title.replace("`", "")}</div>')
-        for name, time in (("pat", ours), (rival, times[rival])):
-            label = tables.RIVALS.get(name, "PAT")
+    for name, ours, other in rows:
+        lines.append(f'<div class="workload">{name}</div>')
+        for kind, record in (("other", other), ("ours", ours)):
+            time = record["mean_itl_ms"]
             lines.append(
-                f'<div class="bar {"ours" if name == "pat" else "other"}" style="width: {80 * time / longest:.1f}%"></div>'
-                f"<span>{label} {time:.1f}</span>"
+                f'<div class="bar {kind}" style="width: {80 * time / longest:.1f}%"></div>'
+                f"<span>{tables.NAMES[record['backend']]} {time:.1f}</span>"
             )
     return '<div class="chart">' + "".join(lines) + "</div>"
 

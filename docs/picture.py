@@ -1,9 +1,15 @@
-"""Draws docs/packing.svg, and docs/step.svg that moves, from plans that the scheduler really makes: python docs/picture.py"""
+"""Draws docs/packing.svg, and docs/step.svg that moves, from plans that the scheduler really makes, and docs/speed.svg from measurements:
+python docs/picture.py"""
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import serving_tables
 
 from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, Plan, WorkItem
 from sglang_pat.packing.oracle import make_plan
@@ -58,17 +64,18 @@ COST = CostModel(32, 8, 128, 128, 2)
 STYLE = (
     "text{font-family:sans-serif;font-size:12px;fill:#57606a}.title{font-weight:bold;font-size:14px}"
     ".in{fill:#fff;text-anchor:middle}.name{text-anchor:end;font-size:11px}"
+    "@media(prefers-color-scheme:dark){text{fill:#b1bac4}.in{fill:#fff}}"
 )
 
 
 def draw_packing() -> str:
     """Who reads what, without packing and with it."""
     body, top = [], 34
-    for policy, title in (("query", "One query per CTA"), ("pat", "PAT")):
+    for policy, title in (("query", "Each request reads its whole context"), ("pat", "Each shared part is read once")):
         plan = make_plan(BATCH, PackConfig(COST, CPU_TILES, workers=2, policy=policy))
         megabytes = plan.kv_tokens * COST.token_bytes / 1e6
         body.append(
-            f'<text x="{LEFT}" y="{top - 10}" class="title">{title}: {megabytes:.0f} MB of KV per layer and step</text>'
+            f'<text x="{LEFT}" y="{top - 10}" class="title">{title}: {megabytes:.0f} MB per layer and step</text>'
         )
         body += rows(plan, top)
         top += len(BATCH.seq_lens) * ROW + 44
@@ -124,6 +131,24 @@ def draw_step() -> str:
     return svg(right + 70, lanes_top + len(bins) * LANE + 8, STYLE + moves(), body)
 
 
+def draw_speed() -> str:
+    """The README's workloads: milliseconds per token with FA3 and with PAT."""
+    rows = list(serving_tables.in_readme())
+    width, bar, step = 470, 16, 70
+    scale = width / max(record["mean_itl_ms"] for _, *records in rows for record in records)
+    body = []
+    for number, (name, ours, other) in enumerate(rows):
+        top = 14 + number * step
+        body.append(f'<text x="8" y="{top + 8}" class="workload">{name}</text>')
+        for place, (label, record) in enumerate((("FA3", other), ("PAT", ours))):
+            y, length = top + 16 + place * (bar + 3), record["mean_itl_ms"] * scale
+            body.append(f'<text x="40" y="{y + 12}" class="name">{label}</text>')
+            body.append(f'<rect x="48" y="{y}" width="{length:.0f}" height="{bar}" rx="2" class="{label}"/>')
+            body.append(f'<text x="{54 + length:.0f}" y="{y + 12}">{record["mean_itl_ms"]:.1f} ms</text>')
+    style = STYLE + ".workload{font-weight:bold;font-size:13px}.FA3{fill:#a3a3a3}.PAT{fill:#2563eb}"
+    return svg(width + 130, len(rows) * step + 10, style, body)
+
+
 def moves() -> str:
     """Each phase stays once it has come; its caption goes with it."""
     rules = [
@@ -164,7 +189,8 @@ def frame(start: int, end: int, queries: list[int], top: int, look: str) -> str:
 def svg(width: float, height: float, style: str, body: list[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}"><style>{style}</style>'
-        '<rect width="100%" height="100%" fill="#fff"/>' + "\n".join(body) + "</svg>\n"
+        + "\n".join(body)
+        + "</svg>\n"
     )
 
 
@@ -172,6 +198,7 @@ def main() -> None:
     folder = Path(__file__).parent
     (folder / "packing.svg").write_text(draw_packing())
     (folder / "step.svg").write_text(draw_step())
+    (folder / "speed.svg").write_text(draw_speed())
 
 
 if __name__ == "__main__":
