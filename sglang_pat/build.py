@@ -1,6 +1,7 @@
 """Compiles ahead of time what a server needs on a GPU: `python -m sglang_pat.build --head-dim 128 --dtype bfloat16`.
 
-Run it with the GPU and the kind of CPU of the servers. It fills the folder TVM_FFI_CACHE_DIR, else ~/.cache/tvm-ffi.
+Run it with the GPU and the kind of CPU of the servers. It fills the folder TVM_FFI_CACHE_DIR, else ~/.cache/tvm-ffi. Servers of other users load what root
+made there, or the user that they name in SGLANG_PAT_CACHE_OWNER, if nobody else can write it.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def _run(arguments: list[str] | None) -> None:
         parser.error(str(error))
     if not options.report:
         try:
+            jit.check_cache()
             jit.load("packing")
             cuda.build(variants)
         except jit.BuildError as error:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from sglang_pat.addresses import is_showable
-from sglang_pat.jit import SANITIZE
+from sglang_pat.jit import SANITIZE, BuildError, uid_of
 from sglang_pat.packing.prices import Policy
 from sglang_pat.platform import AWAKE
 
@@ -49,6 +49,8 @@ class PatConfig(msgspec.Struct, frozen=True):
         trace: `SGLANG_PAT_TRACE`: a file to record events and plans in, for `sglang-pat replay`; none if empty. Recording ends, with a
             warning, if somebody removes, empties or shortens it.
         trace_mb: `SGLANG_PAT_TRACE_MB`: recording stops when the file has this many megabytes.
+        cache_owner: `SGLANG_PAT_CACHE_OWNER`: a user, by name or number, whose compiled modules are loaded too, besides root's and the server's
+            own user's. That user can run any code as the server.
     """
 
     policy: Policy = "optimal"
@@ -60,6 +62,7 @@ class PatConfig(msgspec.Struct, frozen=True):
     tiles: str = ""
     trace: str = ""
     trace_mb: int = 256
+    cache_owner: str = ""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> PatConfig:
@@ -96,6 +99,11 @@ def _parse(variable: str, value: str, field: str) -> Any:
         if re.fullmatch("[0-9]{1,9}", value) is None or int(value) == 0:
             raise ConfigError(f"{variable}={value!r} must be a number of megabytes, from 1 to 999,999,999")
         return int(value)
+    if field == "cache_owner":
+        try:
+            return value and str(uid_of(value))
+        except BuildError as error:
+            raise ConfigError(str(error)) from None
     switch = {"0": False, "1": True}
     names = {"policy": get_args(Policy), "kv": get_args(KV)}.get(field)
     allowed = {name: name for name in names} if names else switch

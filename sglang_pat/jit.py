@@ -2,7 +2,11 @@
 
 The folder is tvm-ffi's (`TVM_FFI_CACHE_DIR`, else `~/.cache/tvm-ffi`). A library appears in it complete, under a name that depends on its
 sources, flags and the version of tvm-ffi, and ends with a digest of the rest. It is never overwritten, because it may be in use. So a folder that was
-filled ahead may be read-only, and environments, users and ranks can share it.
+filled ahead may be read-only, and environments and ranks can share it; users can share one that only root or a user named in OWNER can write.
+
+A library's name is no secret, and its digest has no key: whoever can write where we load from runs code as us. So folder, library and lock are opened
+once, never through a link, and used only if they belong to one of the `_trusted` and nobody else can write them. All but the folder are reached through
+its descriptor, because somebody who can write a folder above may put another one under its name.
 """
 
 from __future__ import annotations
@@ -15,7 +19,12 @@ import hashlib
 import logging
 import os
 import platform
+import pwd
+import re
+import secrets
 import shutil
+import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -42,12 +51,35 @@ SANITIZE = "SGLANG_PAT_SANITIZE"
 
 CACHE = "TVM_FFI_CACHE_DIR"
 
+OWNER = "SGLANG_PAT_CACHE_OWNER"
+"""A user whose libraries are loaded too, besides root's and those of the process's own user."""
+
+PREFIX = "sglang_pat_"
+"""Of the names of all libraries; a dot before it for what is there only during a build."""
+
 NOTICE_SECONDS = 10
 """A process that waits longer than this for another one's build says so in the log."""
+
+LOCK_SECONDS = 900
+"""A process that waits longer than this for another one's build builds too. All modules of `python -m sglang_pat.build --drafts` take minutes on few cores
+(docs/quick-start.md), and each has a lock of its own."""
+
+LIBRARY_BYTES = 1 << 28
+"""Nine times the largest library, the planner's with sanitizers (30 MB), and little enough to be read."""
+
+SCRATCH_SECONDS = 86_400
+"""What a build left behind is removed after a day: no build takes as long."""
 
 
 class BuildError(RuntimeError):
     """A native module cannot be built here; the message says what to do."""
+
+
+class _UnusedError(BuildError):
+    """Others may have written the cache, or something in it."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"sglang-pat does not use {path}, because {reason}")
 
 
 @functools.cache
@@ -128,6 +160,29 @@ def _find_cxx() -> str:
     return compiler
 
 
+def check_cache() -> None:
+    """For whoever fills the cache ahead.
+
+    Raises:
+        BuildError: Its folder is not used, because others may write it, or cannot be made.
+    """
+    os.close(_open_folder(cache_folder()))
+
+
+def uid_of(user: str) -> int:
+    """The number of a user, from a number or name in OWNER.
+
+    Raises:
+        BuildError: There is no such user.
+    """
+    if re.fullmatch("[0-9]{1,10}", user):
+        return int(user)
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        raise BuildError(f"{OWNER}={user!a} must be the name or number of a user") from None
+
+
 def _load(
     name: str,
     folder: Path,
@@ -136,48 +191,170 @@ def _load(
     made_for: Sequence[str] = (),
     **flags: list[str],
 ) -> Any:
+    key = _key(folder, [*made_for, *(flag for group in flags.values() for flag in group)])
+
+    def load_from(cache: Path) -> Any:
+        return _load_from(
+            cache / f"{name}_{key}.so",
+            compiler,
+            lambda found, library, at: _build(found, name, library, at, [str(path) for path in sources], flags),
+        )
+
+    try:
+        return load_from(cache_folder())
+    except _UnusedError as error:
+        own = _own_folder()
+        if own is not None:
+            _warn(f"{error}; what it builds is in {own} instead")
+            return load_from(own)
+        _warn(f"{error}; it builds at every start instead, because this user has no home to keep that in")
+        with tempfile.TemporaryDirectory(prefix=f".{PREFIX}") as scratch:
+            return load_from(Path(scratch))
+
+
+def _load_from(library: Path, compiler: Callable[[], str], build: Callable[[str, Path, int], None]) -> Any:
     from tvm_ffi import load_module
 
-    key = _key(folder, [*made_for, *(flag for group in flags.values() for flag in group)])
-    library = cache_folder() / f"{name}_{key}.so"
+    with contextlib.ExitStack() as opened:
+        at = _open_folder(library.parent)
+        opened.callback(os.close, at)
+        content = _read(library, at)
+        if content is None:
+            found = compiler()
+            with _only_builder(library, at):
+                if _read(library, at) is None:
+                    build(found, library, at)
+            content = _read(library, at)
+        if content is None or not _is_sealed(library.name, content):
+            raise _unloadable(library, "it is damaged")
+        # By the folder that was checked: nobody else can have put another file there meanwhile.
+        name = f"/proc/self/fd/{at}/{library.name}"
+        try:
+            module = load_module(name)
+        except (OSError, RuntimeError) as error:
+            raise _unloadable(library, str(error).replace(name, str(library))) from None
+        opened.pop_all()  # The descriptor is in the module's name, by which backtraces find the file. Another folder must not get that name either.
+        return module
+
+
+def _open_folder(path: Path) -> int:
+    """Open the folder of a cache, which is made if it is not there; returns a descriptor.
+
+    Raises:
+        _UnusedError: Others may write it, or put another one in its place.
+        BuildError: It cannot be made or opened.
+    """
     try:
-        is_there = library.exists()
+        _make_folder(path)
+        folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        raise _unwritable(library.parent, error) from None
-    if not is_there:
-        found = compiler()
-        with _only_builder(library):
-            if not library.exists():
-                _build(found, name, library, [str(path) for path in sources], flags)
+        if error.errno in (errno.ENOTDIR, errno.ELOOP) and path.is_symlink():
+            raise _UnusedError(path, "it is a link: name the folder itself") from None
+        raise _unwritable(path, error) from error
+    reason = _objection(os.fstat(folder))
+    if reason:
+        os.close(folder)
+        raise _UnusedError(path, reason)
+    return folder
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder and those above it, for this user only: `Path.mkdir` gives those above the rights that the umask leaves."""
+    if not path.is_dir():
+        _make_folder(path.parent)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(0o700)
+
+
+def _own_folder() -> Path | None:
+    """The folder that is used where the cache is not: this user's only. None if there is no home, or it is somebody else's or cannot be written."""
+    with contextlib.suppress(OSError, RuntimeError):
+        home = Path.home()
+        folder = home / ".cache" / "sglang-pat"
+        if home.stat().st_uid == os.geteuid():
+            os.close(_open_folder(folder))
+            if os.access(folder, os.W_OK):
+                return folder
+    return None
+
+
+def _trusted() -> set[int]:
+    named = os.environ.get(OWNER)
+    return {0, os.geteuid(), *([uid_of(named)] if named else [])}
+
+
+def _objection(status: os.stat_result) -> str:
+    """Why something is not used; empty if others neither made it nor can write it. The sticky bit of a folder is no help: it lets others add files."""
+    if status.st_uid not in _trusted():
+        return f"user {status.st_uid} owns it, who is not this user, root or {OWNER}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "not only its owner may write it (chmod go-w)"
+    return ""
+
+
+def _refusal(error: OSError) -> str:
+    return "it is a link" if error.errno == errno.ELOOP else str(error.strerror)
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Once per process, not once per module."""
+    logger.warning("%s", message)
+
+
+def _read(library: Path, at: int) -> bytes | None:
+    """What is in a library; None if it is not there.
+
+    Args:
+        library: Its path.
+        at: The descriptor of its folder.
+
+    Raises:
+        _UnusedError: Others may have written it, or it is too large to be one.
+        BuildError: It, or its folder, cannot be read.
+    """
     try:
-        if not library.is_file():
-            raise OSError("it is not a file")
-        if not _is_sealed(library):
-            raise OSError("it is damaged")
-        return load_module(str(library))
-    except (OSError, RuntimeError) as error:
-        raise BuildError(
-            f"sglang-pat cannot load {library}, which it built earlier: remove it, or set {CACHE} to a folder from which libraries can be "
-            f"loaded: {error}"
-        ) from None
+        file = os.open(library.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        try:
+            status = os.stat(library.name, dir_fd=at, follow_symlinks=False)
+        except OSError:
+            raise _unwritable(library.parent, error) from None
+        raise _UnusedError(library, _objection(status) or _refusal(error)) from None
+    try:
+        status = os.fstat(file)
+        reason = _objection(status)
+        if reason:
+            raise _UnusedError(library, reason)
+        if not stat.S_ISREG(status.st_mode):
+            raise _unloadable(library, "it is not a file")
+        if status.st_size > LIBRARY_BYTES:
+            raise _UnusedError(library, f"it has {status.st_size} bytes")
+        with open(file, "rb", closefd=False) as content:
+            return content.read(LIBRARY_BYTES)
+    except OSError as error:
+        raise _unloadable(library, str(error.strerror)) from None
+    finally:
+        os.close(file)
 
 
-def _is_sealed(library: Path) -> bool:
+def _is_sealed(name: str, content: bytes) -> bool:
     """Whether a library is as it was built. Loading one that was cut off or has holes (a full disk, a power cut, a broken copy) ends the process by a
     signal."""
-    content = library.read_bytes()
     size = len(content) - hashlib.sha256().digest_size
-    return size > 0 and content[size:] == _seal(library, memoryview(content)[:size])
+    return size > 0 and content[size:] == _seal(name, memoryview(content)[:size])
 
 
-def _seal(library: Path, content: bytes | memoryview) -> bytes:
+def _seal(name: str, content: bytes | memoryview) -> bytes:
     """The digest of a library's name and content, which is written behind it: loaders ignore what follows the sections."""
-    digest = hashlib.sha256(library.name.encode())
+    digest = hashlib.sha256(name.encode())
     digest.update(content)
     return digest.digest()
 
 
-def _build(compiler: str, name: str, library: Path, sources: list[str], flags: dict[str, Any]) -> None:
+def _build(compiler: str, name: str, library: Path, at: int, sources: list[str], flags: dict[str, Any]) -> None:
     from tvm_ffi import cpp
 
     # ninja is installed as a Python package, beside an interpreter that may not be on the PATH.
@@ -190,13 +367,15 @@ def _build(compiler: str, name: str, library: Path, sources: list[str], flags: d
     # A library preloaded into this process, such as a sanitizer's, must not be loaded into the compiler.
     preloaded = os.environ.pop("LD_PRELOAD", None)
     try:
-        with tempfile.TemporaryDirectory(dir=library.parent, prefix=f".{name}-") as scratch:
+        for folder in (tempfile.gettempdir(), f"/proc/self/fd/{at}"):
+            _remove_leftovers(folder)
+        # Not in the cache: tvm-ffi and ninja know folders by their paths only.
+        with tempfile.TemporaryDirectory(prefix=f".{name}-") as scratch, _watched(scratch):
             built = cpp.build(name, sources=sources, build_directory=scratch, **flags)
             if not os.path.exists(built):
                 raise RuntimeError("it made nothing")
-            with open(built, "r+b") as file:
-                file.write(_seal(library, file.read()))
-            os.rename(built, library)
+            content = Path(built).read_bytes()
+        _write(content + _seal(library.name, content), library, at)
     except OSError as error:
         raise _unwritable(library.parent, error) from error
     except RuntimeError as error:
@@ -212,22 +391,73 @@ def _build(compiler: str, name: str, library: Path, sources: list[str], flags: d
     logger.info("sglang-pat's '%s' module was built in %.1f s", name, time.monotonic() - began)
 
 
+def _write(content: bytes, library: Path, at: int) -> None:
+    """Write a library. It appears complete, or not at all."""
+    partial = f".{library.name}-{secrets.token_hex(8)}"
+    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=at)
+    try:
+        with open(file, "wb") as to:
+            to.write(content)
+        os.rename(partial, library.name, src_dir_fd=at, dst_dir_fd=at)
+    except BaseException:
+        os.unlink(partial, dir_fd=at)
+        raise
+
+
+def _remove_leftovers(folder: str) -> None:
+    """Remove what builds of this user left in a folder long ago, because they were killed, and `watch.py` too."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.startswith(f".{PREFIX}"):
+                continue
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                if status.st_uid != os.geteuid() or time.time() - status.st_mtime < SCRATCH_SECONDS:
+                    continue
+                if stat.S_ISDIR(status.st_mode):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                else:
+                    os.unlink(entry.path)
+
+
 @contextlib.contextmanager
-def _only_builder(library: Path) -> Iterator[None]:
-    """If several processes want the same library, one builds it and the others wait.
+def _watched(scratch: str) -> Iterator[None]:
+    """If this process is killed meanwhile, another one ends what works in a folder, and removes it: tvm-ffi starts ninja itself, so that cannot be told
+    to end with us."""
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("watch.py")), scratch]
+    # In a session of its own, because Ctrl-C is for all of ours.
+    watch = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        watch.communicate(b"done")
+
+
+@contextlib.contextmanager
+def _only_builder(library: Path, at: int) -> Iterator[None]:
+    """If several processes want the same library, one builds it and the others wait. Two that build it are no harm: the last one's stays.
 
     Raises:
         BuildError: The cache cannot be written.
     """
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        lock = _open_lock(library.with_suffix(".lock"))
-    except OSError as error:
-        raise _unwritable(library.parent, error) from error
+    lock = _open_lock(library, at)
+    if lock is None:
+        yield
+        return
     try:
         began, told = time.monotonic(), False
         while not _locked(lock):
-            if not told and time.monotonic() - began > NOTICE_SECONDS:
+            waited = time.monotonic() - began
+            if waited > LOCK_SECONDS:
+                logger.warning(
+                    "sglang-pat waited %.0f s for another process that builds %s, and builds it too",
+                    waited,
+                    library.name,
+                )
+                break
+            if not told and waited > NOTICE_SECONDS:
                 logger.info("sglang-pat waits for another process that builds %s", library.name)
                 told = True
             time.sleep(0.1)
@@ -236,17 +466,33 @@ def _only_builder(library: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _open_lock(path: Path) -> int:
-    """Open the file of a lock, which another user may have made: whoever may read it can wait for it."""
+def _open_lock(library: Path, at: int) -> int | None:
+    """Open the file of a lock; None if others may have made it. Only its owner may open it, because whoever can open it can hold it.
+
+    Raises:
+        BuildError: The cache cannot be written.
+    """
+    path = library.with_suffix(".lock")
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # NFS wants a file that is locked to be open for writing
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except PermissionError:
-        with contextlib.suppress(FileNotFoundError):
-            return os.open(path, os.O_RDONLY)
-        raise
-    with contextlib.suppress(OSError):  # another user's
-        os.fchmod(lock, 0o666)  # whatever the umask is
-    return lock
+        return os.open(path.name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=at)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise _unwritable(library.parent, error) from error
+    try:
+        lock = os.open(path.name, flags, dir_fd=at)
+    except OSError as error:
+        reason = _refusal(error)
+    else:
+        status = os.fstat(lock)
+        reason = _objection(status)
+        if not reason and stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            return lock
+        os.close(lock)
+        reason = reason or "it is not a file of its own"
+    _warn(f"sglang-pat does not use {path}, because {reason}; it builds without that lock")
+    return None
 
 
 def _locked(lock: int) -> bool:
@@ -256,6 +502,13 @@ def _locked(lock: int) -> bool:
     except OSError as error:
         return error.errno not in (errno.EWOULDBLOCK, errno.EINTR)
     return True
+
+
+def _unloadable(library: Path, reason: str) -> BuildError:
+    return BuildError(
+        f"sglang-pat cannot load {library}, which it built earlier: remove it, or set {CACHE} to a folder from which libraries can be "
+        f"loaded: {reason}"
+    )
 
 
 def _unwritable(folder: Path, error: OSError) -> BuildError:

@@ -27,6 +27,11 @@ def test_a_trace_may_be_any_file() -> None:
     assert (config.trace, config.trace_mb) == ("/tmp/a b", 7)
 
 
+@pytest.mark.parametrize(("user", "number"), [("root", "0"), ("1000", "1000"), ("4294967294", "4294967294"), ("", "")])
+def test_the_owner_of_a_cache_has_a_name_or_number(user: str, number: str) -> None:
+    assert PatConfig.from_environment({"SGLANG_PAT_CACHE_OWNER": user}).cache_owner == number
+
+
 @pytest.mark.parametrize("service", ["", "_ROUTER", "_TRACE"])
 def test_what_kubernetes_puts_into_a_pod_is_no_setting(service: str) -> None:
     """A Service named `sglang-pat`, or `sglang-pat-router`, in the pod's namespace."""
@@ -52,6 +57,7 @@ def test_what_kubernetes_puts_into_a_pod_is_no_setting(service: str) -> None:
         ("SGLANG_PAT_REUSE", "yes", "SGLANG_PAT_REUSE='yes' must be one of 0, 1"),
         ("SGLANG_PAT_TRACE_MB", "0", "SGLANG_PAT_TRACE_MB='0' must be a number of megabytes, from 1 to 999,999,999"),
         ("SGLANG_PAT_TRACE_MB", "1.5", "SGLANG_PAT_TRACE_MB='1.5' must be a number"),
+        ("SGLANG_PAT_CACHE_OWNER", "no such", "SGLANG_PAT_CACHE_OWNER='no such' must be the name or number of a user"),
         ("SGLANG_PAT_PORTS", "80", "SGLANG_PAT_PORTS is not a setting of sglang-pat"),
         ("SGLANG_PAT_POLCY", "pat", "SGLANG_PAT_POLCY is not a setting of sglang-pat"),
         ("SGLANG_PAT_\x1b[2J", "1", r"'SGLANG_PAT_\\x1b\[2J' is not a setting of sglang-pat"),

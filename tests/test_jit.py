@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,11 @@ SOURCE = """
 int64_t answer() { return 42; }
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(answer, answer);
 """
-RUN = "import sys; from pathlib import Path; from sglang_pat import jit; print(jit.load('tiny', Path(sys.argv[1])).answer())"
+RUN = """
+import sys; from pathlib import Path; from sglang_pat import jit
+sys.modules['torch'] = None  # tvm-ffi would import it, for two seconds
+print(jit.load('tiny', Path(sys.argv[1])).answer())
+"""
 
 
 @pytest.fixture
@@ -74,7 +81,8 @@ def test_a_library_that_was_damaged_is_named(csrc: Path, tmp_path: Path) -> None
     # What belongs to another name is damaged too.
     other = library.with_name("sglang_pat_other_0.so")
     other.write_bytes(whole)
-    assert jit._is_sealed(library) and not jit._is_sealed(other)
+    content = other.read_bytes()
+    assert jit._is_sealed(library.name, content) and not jit._is_sealed(other.name, content)
     other.unlink()
     for damaged in (*cut_off, hole, whole[:-1] + bytes([whole[-1] ^ 1]), whole + b"\n"):
         library.write_bytes(damaged)
@@ -109,17 +117,18 @@ def test_a_compiler_may_have_arguments_or_be_run_by_another(csrc: Path, tmp_path
     )
 
 
-def test_another_user_s_lock_is_waited_for(csrc: Path, tmp_path: Path) -> None:
-    """Which that user made, or left behind, with whatever rights."""
+def test_a_lock_that_was_left_behind_is_in_nobody_s_way(csrc: Path, tmp_path: Path) -> None:
+    """With whatever rights. Nobody else may open it."""
     cache = tmp_path / "cache"
     assert run(csrc, cache).stdout == "42\n"
     (library,) = libraries(cache)
     lock = library.with_suffix(".lock")
-    assert stat.S_IMODE(lock.stat().st_mode) == 0o666
-    library.unlink()
-    lock.chmod(0o444)
-    result = run(csrc, cache, *as_a_user())
-    assert result.stdout == "42\n", result.stderr
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+    for mode in (0o444, 0o600):
+        library.unlink()
+        lock.chmod(mode)
+        result = run(csrc, cache, *as_a_user())
+        assert result.stdout == "42\n", result.stderr
 
 
 def test_a_disk_that_is_full_is_one_sentence(csrc: Path, tmp_path: Path) -> None:
@@ -177,3 +186,67 @@ def test_another_version_of_tvm_ffi_gets_a_build_of_its_own(
     monkeypatch.setattr(jit, "version", lambda name: "0.0")
     jit.load.__wrapped__("tiny", csrc)
     assert len(libraries(tmp_path / "cache")) == 2 and first.read_bytes() == before
+
+
+def test_a_build_that_is_killed_leaves_neither_compilers_nor_folders(csrc: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\nsleep 100 & wait\n")
+    compiler.chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    environment = {**os.environ, jit.CACHE: str(tmp_path / "cache"), "CXX": str(compiler), "TMPDIR": f"{tmp_path}/tmp"}
+
+    def at_work() -> list[int]:
+        """Ninja, the compiler, and what that started."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if str(process.joinpath("cwd").readlink()).startswith(str(tmp_path)):
+                    found.append(int(process.name))
+        return found
+
+    def wait_for(number: int) -> None:
+        until = time.monotonic() + 30
+        while len(at_work()) < number if number else at_work() or list(tmp_path.rglob(".sglang_pat_*")):
+            assert time.monotonic() < until, (at_work(), list(tmp_path.rglob(".sglang_pat_*")))
+            time.sleep(0.1)
+
+    with subprocess.Popen([sys.executable, "-c", RUN, str(csrc)], env=environment) as server:
+        try:
+            wait_for(3)
+            server.kill()
+            server.wait()
+            wait_for(0)
+        finally:
+            server.kill()
+            for process in at_work():
+                os.kill(process, signal.SIGKILL)
+
+
+def test_what_builds_left_long_ago_is_removed(csrc: Path, tmp_path: Path) -> None:
+    cache, temporary = tmp_path / "cache", tmp_path / "tmp"
+    for folder in (cache, temporary):
+        for name in (".sglang_pat_tiny-old", ".sglang_pat_tiny-new", ".other-old"):
+            (folder / name).mkdir(parents=True)
+            (folder / name / "module.o").touch()
+        (folder / ".sglang_pat_tiny_0.so-old").touch()
+        for old in folder.glob("*-old"):
+            os.utime(old, (0, 0))
+    assert run(csrc, cache, TMPDIR=str(temporary)).stdout == "42\n"
+    for folder in (cache, temporary):
+        assert {path.name for path in folder.glob(".*")} == {".sglang_pat_tiny-new", ".other-old"}
+
+
+def test_folders_that_are_made_are_their_user_s_only(
+    csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(jit.CACHE, str(tmp_path / "above" / "cache"))
+    umask = os.umask(0)
+    try:
+        jit.load.__wrapped__("tiny", csrc)
+    finally:
+        os.umask(umask)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "above", tmp_path / "above" / "cache")] == [
+        0o700
+    ] * 2
+    (library,) = libraries(tmp_path / "above" / "cache")
+    assert stat.S_IMODE(library.stat().st_mode) == 0o644
