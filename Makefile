@@ -42,7 +42,7 @@ $(VENV)/installed: pyproject.toml
 
 # The native scheduler's tests, once with each sanitizer; they need neither torch nor SGLang. Traces are what strangers send. The CPU kernels, which need
 # torch, with one only: torch's threads are OpenMP's, of which ThreadSanitizer knows nothing. Three of their 96
-# extends, and 101 others, take 28 s of a CPU; all 197 take more than ten minutes.
+# extends are enough here: with the 101 other tests they take 28 s of a CPU.
 sanitize: $(VENV)/installed
 	SGLANG_PAT_SANITIZE=address,undefined LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_WAIT_POLICY=passive \
