@@ -950,3 +950,35 @@ def test_the_benchmark_of_planning_runs() -> None:
     found = subprocess.run([sys.executable, script, "--quick"], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr[-3000:]
     assert found.stdout.count("paper's deepest") > 20
+
+
+def test_a_process_that_is_forked_while_a_plan_is_made_goes_on_without_its_scheduler() -> None:
+    """The thread that makes it is not there: whoever waited for it, or for its end at exit, would wait for ever."""
+    code = """
+import os, signal, sys, time
+import numpy as np
+from test_native import CONFIG, NativeScheduler
+
+batch = np.array([1], dtype=np.int64), np.array([11], dtype=np.int64)
+scheduler = NativeScheduler(CONFIG, max_batch=4)
+scheduler.expect(1, 10)
+scheduler.set_delays(before_publish=500_000)
+scheduler.prepare(1)
+time.sleep(0.1)
+child = os.fork()
+if child:
+    assert scheduler.take(*batch, 0)[2]
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+signal.alarm(20)
+try:
+    scheduler.take(*batch, 0)
+except ValueError as error:
+    assert "is in the process that this one was forked from" in str(error)
+own = NativeScheduler(CONFIG, max_batch=4)
+del scheduler
+own.take(*batch, 0)
+print("done")
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -77,7 +78,8 @@ class NativeScheduler:
 
     A request is an int64: its row of `req_to_token` in the lower 32 bits, and how often that row has been handed out in the upper ones. So the
     number says where its KV is, and no client can choose it. A row has one request at a time: binding or expecting a new one forgets the old
-    one. Call all methods from one thread, the engine's; `prepare` makes the scheduler's own thread work ahead.
+    one. Call all methods from one thread, the engine's; `prepare` makes the scheduler's own thread work ahead. In a process that was forked from this
+    one, they raise ValueError.
 
     Attributes:
         epoch: Changes with every event.
@@ -130,6 +132,7 @@ class NativeScheduler:
             module.version(-1)
         except ValueError:
             pass  # There is none. A process's first error takes half a second, which nobody notices now.
+        os.register_at_fork(after_in_child=module.abandon)
         return module
 
     # Radix-tree events.

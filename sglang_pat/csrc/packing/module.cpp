@@ -10,9 +10,11 @@
 #include <tvm/ffi/string.h>
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <set>
 #include <string>
 #include <vector>
@@ -25,15 +27,23 @@ using pat::Head;
 using pat::Scheduler;
 using tvm::ffi::TensorView;
 
-// Every scheduler that is not destroyed yet.
+// Every scheduler that is not destroyed yet; handles count from `first_handle`.
 std::mutex schedulers_mutex;
 std::vector<std::unique_ptr<Scheduler>> schedulers;
+int64_t first_handle = 0;
+
+std::unique_ptr<Scheduler>& slot(int64_t handle) {
+  TVM_FFI_CHECK(handle < 0 || handle >= first_handle, ValueError)
+      << "scheduler " << handle << " is in the process that this one was forked from";
+  TVM_FFI_CHECK(handle >= 0 && handle - first_handle < int64_t(schedulers.size()) && schedulers[handle - first_handle],
+                ValueError)
+      << "there is no scheduler " << handle;
+  return schedulers[handle - first_handle];
+}
 
 Scheduler& at(int64_t handle) {
   std::lock_guard<std::mutex> lock(schedulers_mutex);
-  TVM_FFI_CHECK(handle >= 0 && handle < int64_t(schedulers.size()) && schedulers[handle], ValueError)
-      << "there is no scheduler " << handle;
-  return *schedulers[handle];
+  return *slot(handle);
 }
 
 template <typename T>
@@ -167,7 +177,7 @@ int64_t create(const Values& values, const Values& wide_values, const Values& li
                                             pat::in_range("max_batch", max_batch, 0, pat::kMaxBatch), max_slots);
     std::lock_guard<std::mutex> lock(schedulers_mutex);
     const auto free = std::find(schedulers.begin(), schedulers.end(), nullptr);
-    const int64_t handle = free - schedulers.begin();
+    const int64_t handle = first_handle + (free - schedulers.begin());
     if (free == schedulers.end())
       schedulers.push_back(std::move(made));
     else
@@ -177,10 +187,19 @@ int64_t create(const Values& values, const Values& wide_values, const Values& li
 }
 
 void destroy(int64_t handle) {
-  at(handle);
   std::unique_ptr<Scheduler> gone;  // joins its thread, outside of the lock
   std::lock_guard<std::mutex> lock(schedulers_mutex);
-  gone.swap(schedulers[handle]);
+  if (handle < 0 || handle >= first_handle) gone.swap(slot(handle));
+}
+
+// In the child of a fork. The planning threads are not there: what they hold is never released, they cannot be joined, and what they were making is
+// unfinished. So the schedulers stay where they are, and are not to be had.
+void abandon() {
+  new (&schedulers_mutex) std::mutex;  // of a thread that is not there, maybe
+  first_handle += int64_t(schedulers.size());
+  static auto& abandoned = *new std::vector<std::unique_ptr<Scheduler>>;  // until the process ends, without destructors
+  std::move(schedulers.begin(), schedulers.end(), std::back_inserter(abandoned));
+  schedulers.clear();
 }
 
 void insert(int64_t handle, int64_t node, int64_t parent, int64_t length, int64_t high, int64_t low) {
@@ -314,6 +333,7 @@ void set_delays(int64_t handle, int64_t before_copy, int64_t before_publish) {
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(create, create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(destroy, destroy);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(abandon, abandon);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(insert, insert);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(split, split);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(evict, evict);
