@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -379,6 +380,52 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog:
     assert server.planner.counters().fallbacks == 0 and not server.writer.is_open
     with pytest.raises(trace.TraceError, match=r"/dev/full cannot be written: No space left on device"):
         trace.TraceWriter(Path("/dev/full"), HEADER, 10**6)
+
+
+@pytest.mark.parametrize("kind", ["a full disk", "a limit of files"])
+def test_a_trace_is_whole_up_to_where_the_disk_is_full(tmp_path: Path, kind: str) -> None:
+    path, full, limits = tmp_path / "disk" / "trace", kind == "a full disk", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.parent.mkdir()
+    if full and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", path.parent], check=False).returncode:
+        pytest.skip("needs the right to mount a small disk")
+    try:
+        server = Server(path)
+        server.run(20)
+        assert server.writer.recording == str(path)
+        if not full:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (65521, limits[1]))  # Python ignores the signal
+        for _ in range(5_000):
+            server.event(TreeReset())
+            server.step()
+            if not server.writer.is_open:
+                break
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert server.writer.recording == "" and server.planner.counters().fallbacks == 0
+        assert 60_000 < path.stat().st_size < 65_521
+        assert isinstance(list(trace.read(path))[-1], trace.PlanMade), "not --truncated"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        if full:
+            subprocess.run(["umount", "--lazy", path.parent], check=True)
+
+
+def test_a_trace_is_its_owners_alone(tmp_path: Path) -> None:
+    """Unless its owner has made the file for others to read."""
+    (tmp_path / "shared").touch()
+    (tmp_path / "shared").chmod(0o640)
+    for name, mode in [("trace", 0o600), ("shared", 0o640)]:
+        trace.TraceWriter(tmp_path / name, HEADER, 10**6)
+        assert (tmp_path / name).stat().st_mode & 0o777 == mode
+
+
+def test_a_record_is_not_read_without_end(tmp_path: Path) -> None:
+    """A file may be long and take no disk."""
+    trace.TraceWriter(tmp_path / "trace", HEADER, 10**6)
+    with (tmp_path / "trace").open("ab") as file:
+        file.write((trace.LONGEST + 1).to_bytes(4, "little"))
+        file.truncate(file.tell() + trace.LONGEST + 1)
+    with pytest.raises(trace.TraceError, match=r"is damaged in record 2: it would be longer than 64 MiB"):
+        replay(tmp_path / "trace")
 
 
 @pytest.mark.parametrize("steps", [0, 20])

@@ -6,6 +6,7 @@ are events and `PlanMade`. There are no prompts in it: nodes are distinguished b
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -30,6 +31,9 @@ FORMAT = 6
 
 PENDING = 1 << 16
 """Bytes of events that wait in memory for the next plan, at most. A server that is killed loses them."""
+
+LONGEST = 1 << 26
+"""Bytes of a record: of 65,536 requests (`Header.max_batch`) with ids of LABEL characters of four bytes it has 54 MB."""
 
 LABEL = 200
 """How many characters of a client's request id a trace keeps."""
@@ -100,10 +104,6 @@ class PlanMade(msgspec.Struct, frozen=True, tag=True):
 Record = Header | PlanMade | Event
 
 
-class _TakenError(OSError):
-    """Somebody else has taken the file away, or what was in it."""
-
-
 class TraceWriter:
     """Writes a trace until it has `limit` bytes, the disk is full, or somebody else removes, empties or shortens the file. No failure reaches the
     server."""
@@ -116,7 +116,6 @@ class TraceWriter:
         self._encode = msgspec.msgpack.Encoder().encode
         self._left = limit - len(MAGIC)
         self._batch: list[int] = []
-        self._taken = False
         try:
             if path.is_fifo():
                 # Opening a pipe would block until somebody reads it.
@@ -126,7 +125,8 @@ class TraceWriter:
                 raise TraceError(
                     f"SGLANG_PAT_TRACE: {str(self._path)!a} has characters that cannot be shown: name another file"
                 )
-            self._file = path.open("ab", buffering=0)
+            # Its requests' ids are their clients'. Whoever lets others read it makes the file before.
+            self._file = open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
             self._take(path)
             self._pending = bytearray(MAGIC)
             self._saved = 0  # bytes in the file
@@ -161,8 +161,8 @@ class TraceWriter:
 
     @property
     def recording(self) -> str:
-        """The absolute path of the file; empty if somebody else has taken it away."""
-        return "" if self._taken else str(self._path)
+        """The absolute path of the file; empty once it ended."""
+        return str(self._path) if self.is_open else ""
 
     def on_event(self, event: Event) -> None:
         """Record an event."""
@@ -184,13 +184,20 @@ class TraceWriter:
         status = os.fstat(self._file.fileno())
         if stat.S_ISREG(status.st_mode):
             if status.st_nlink == 0:
-                raise _TakenError(errno.ENOENT, "it was removed")
+                raise OSError(errno.ENOENT, "it was removed")
             if status.st_size < self._saved:
-                raise _TakenError(errno.EIO, "somebody else has emptied or shortened it")
-        while self._pending:
-            written = self._file.write(self._pending)
-            self._saved += written
-            del self._pending[:written]
+                raise OSError(errno.EIO, "somebody else has emptied or shortened it")
+        written = 0
+        try:
+            while written < len(self._pending):
+                written += self._file.write(self._pending[written:])
+        except OSError:
+            # A disk that is full may have taken the beginning of a record.
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._saved)
+            raise
+        self._saved += written
+        self._pending.clear()
 
     def _write(self, record: Record) -> None:
         self._guarded(lambda: self._record(record))
@@ -201,7 +208,6 @@ class TraceWriter:
         try:
             action()
         except OSError as error:
-            self._taken = isinstance(error, _TakenError)
             logger.warning(
                 "SGLANG_PAT_TRACE: %s cannot be written any more and ends here: %s", self._path, error.strerror
             )
@@ -253,6 +259,8 @@ def _read(path: Path, file: BinaryIO, truncated: bool) -> Iterator[Record]:
     while size := file.read(4):
         left -= len(size)
         wanted = int.from_bytes(size, "little")
+        if wanted > LONGEST:
+            raise TraceError(f"{path} is damaged in record {number + 1}: it would be longer than {LONGEST >> 20} MiB")
         data = file.read(min(wanted, max(0, left)))
         left -= len(data)
         if len(size) < 4 or len(data) < wanted:
