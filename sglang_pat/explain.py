@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from sglang_pat.packing.oracle import choose_packs, for_batch, makespan
 from sglang_pat.packing.tree import InconsistentError, Prefix, compact, in_windows, kv_minimum
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import RequestsExpected
-from sglang_pat.radix_bridge.mirror import Mirror
+from sglang_pat.radix_bridge.mirror import Mirror, TooDeepError
 from sglang_pat.top import TopError, fetch
 
 TEMPLATE = Path(__file__).with_name("explain.html")
@@ -30,16 +31,24 @@ class ExplainError(Exception):
     """There is nothing to explain; the message says why, and what to do."""
 
 
-def recorded(path: Path, truncated: bool = False) -> Iterator[tuple[trace.Header, int, list[str], Batch]]:
-    """Every plan of a trace: (the header, decode steps before it, its requests' ids, its batch).
+def recorded(
+    path: Path, truncated: bool = False, chosen: Collection[int] | None = None
+) -> Iterator[tuple[trace.Header, int, list[str], Batch]]:
+    """Plans of a trace: (the header, decode steps before it, its requests' ids, its batch).
+
+    Args:
+        path: The file.
+        truncated: Accept a file that was cut off.
+        chosen: Which plans, by number from 0; all if None.
 
     Raises:
         TraceError: The file is no trace, or not a whole one.
+        ExplainError: A batch's tree is too deep.
     """
     records = trace.read(path, truncated)
     header = next(records)
     assert isinstance(header, trace.Header)
-    mirror, step = Mirror(), 0
+    mirror, step, number = Mirror(), 0, 0
     names: dict[int, str] = {}
     batch: list[int] = []
     for record in records:
@@ -47,13 +56,18 @@ def recorded(path: Path, truncated: bool = False) -> Iterator[tuple[trace.Header
             if isinstance(record, trace.PlanMade):
                 step += record.steps
                 batch = trace.apply_difference(batch, record)
-                yield header, step, [names.get(request, "?") for request in batch], mirror.batch(batch, record.seq_lens)
+                if chosen is None or number in chosen:
+                    shown = [names.get(request, "?") for request in batch]
+                    yield header, step, shown, mirror.batch(batch, record.seq_lens)
+                number += 1
             elif not isinstance(record, trace.Header):
                 trace.repeat(mirror.apply, record)
                 if isinstance(record, RequestsExpected):
                     names.update(zip(record.requests, record.rids, strict=False))
         except InconsistentError as fault:
             raise trace.TraceError(f"{path} is damaged: {fault}") from None
+        except TooDeepError as error:
+            raise ExplainError(f"{path}, step {step}: {error}") from None
 
 
 def trace_of(url: str, key: str = "") -> Path:
@@ -72,7 +86,9 @@ def trace_of(url: str, key: str = "") -> Path:
     except TopError as error:
         raise ExplainError(str(error)) from None
     if not paths:
-        raise ExplainError(f"the server at {url} does not record: start it with SGLANG_PAT_TRACE=<file>")
+        raise ExplainError(
+            f"the server at {url} does not record: start it with SGLANG_PAT_TRACE=<file>, or name its file if it has recorded"
+        )
     path = paths[0]
     if not os.path.isfile(path):
         raise ExplainError(f"the server at {url} records {path}, which is not a file on this machine")
@@ -202,9 +218,7 @@ def explain(path: Path, output: Path, steps: int = 20, truncated: bool = False) 
         raise ExplainError(f"{path} has no decode step: send the server requests first")
     chosen = _spread(total, steps)
     shown = []
-    for number, (header, step, names, batch) in enumerate(recorded(path, truncated)):
-        if number not in chosen:
-            continue
+    for header, step, names, batch in recorded(path, truncated, chosen):
         try:
             shown.append(describe(step, names, batch, header.config))
         except ExplainError as error:
@@ -269,10 +283,14 @@ def _write(
     if output.exists() and not output.is_file():  # a pipe, say
         output.write_text(page, "utf-8")
         return
-    # A disk that is full leaves the page that was there before.
-    partial = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        partial.write_text(page, "utf-8")
-        partial.replace(output)
-    finally:
-        partial.unlink(missing_ok=True)
+    # A disk that is full leaves the page that was there before. The folder may be others' too: what they put there is not opened. Unlike tempfile's
+    # files, this one has the mode that the umask gives to any new file.
+    partial = output.with_name(f".{secrets.token_hex(8)}.html")
+    with partial.open("x", encoding="utf-8") as file:
+        try:
+            file.write(page)
+            file.flush()
+            partial.replace(output)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise

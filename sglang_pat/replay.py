@@ -16,7 +16,7 @@ from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, Totals
 from sglang_pat.packing.oracle import make_plan
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge import trace
-from sglang_pat.radix_bridge.mirror import Mirror
+from sglang_pat.radix_bridge.mirror import Mirror, TooDeepError
 from sglang_pat.radix_bridge.observer import apply
 
 
@@ -69,7 +69,7 @@ def replay(path: Path, policy: str | None = None, oracle: bool = False, truncate
         truncated: Accept a file that was cut off.
 
     Raises:
-        TraceError: The file is no trace, or not a whole one.
+        TraceError: The file is no trace, or not a whole one, or too deep for the comparison.
         AssertionError: The two schedulers disagree.
     """
     try:
@@ -78,6 +78,8 @@ def replay(path: Path, policy: str | None = None, oracle: bool = False, truncate
         if isinstance(fault, trace.TraceError):
             raise
         raise trace.TraceError(f"{path} is damaged: {fault}") from None
+    except TooDeepError as error:
+        raise trace.TraceError(f"{path} cannot be compared (--oracle): {error}") from None
 
 
 def _replay(records: Iterator[trace.Record], policy: str | None, oracle: bool) -> Replayed:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import secrets
 import shutil
+import stat
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from sglang_pat.explain import ExplainError, describe, explain, recorded
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, POLICIES, AttentionSpec, Batch, PackConfig, tree
 from sglang_pat.packing.oracle import for_batch
-from sglang_pat.radix_bridge import trace
+from sglang_pat.radix_bridge import mirror, trace
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound, RequestsExpected
 
 pytestmark = pytest.mark.once
@@ -52,6 +55,16 @@ def record(path: Path, requests: int, levels: int, plans: int) -> None:
         writer.on_plan(
             list(range(requests)), steps=50, seq_lens=lengths, kv_tokens=0, parts=0, ahead=False, fallback=False
         )
+
+
+def chain(path: Path, requests: int) -> None:
+    """A trace of a batch in which each request is one node longer than the one before."""
+    writer = trace.TraceWriter(path, trace.Header(trace.FORMAT, CONFIG, requests, 36), 10**9)
+    for query in range(requests):
+        writer.on_event(NodeInserted(query + 1, query or ROOT, 1, query.to_bytes(16, "little")))
+        writer.on_event(RequestBound(query, query + 1, 0))
+    lengths = list(range(2, requests + 2))
+    writer.on_plan(list(range(requests)), steps=0, seq_lens=lengths, kv_tokens=0, parts=0, ahead=False, fallback=False)
 
 
 def test_a_batch_that_cannot_be_planned_is_one_sentence() -> None:
@@ -144,6 +157,55 @@ def test_the_page_shows_as_many_plans_as_asked_for(tmp_path: Path, plans: int, s
     assert len(data["steps"]) == shown and data["plans"] == plans
     assert data["steps"][0]["requests"][0].endswith(MARKUP) and MARKUP not in page
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page), "the page works offline"
+
+
+def test_a_tree_that_is_too_deep_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its nodes has all requests below it: 8,000 requests that follow one another took minutes, from a file of 1 MB."""
+    path, page = tmp_path / "trace", tmp_path / "page.html"
+    chain(path, 8_000)
+    assert cli.main(["explain", str(path), "--output", str(page)]) == 2 and not page.exists()
+    said = "the paths of the batch's 8,000 requests have more than 1,048,576 nodes together, too many for this command"
+    assert capsys.readouterr().err == f"sglang-pat: {path}, step 0: {said}\n"
+    assert cli.main(["replay", str(path), "--oracle"]) == 2
+    assert capsys.readouterr().err == f"sglang-pat: {path} cannot be compared (--oracle): {said}\n"
+    monkeypatch.setattr(mirror, "MOST_NODES", 45)
+    chain(path, 9)
+    assert explain(path, page) == 1
+
+
+def test_only_the_trees_of_plans_that_are_shown_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path / "trace", 4, 2, 9)
+    made: list[int] = []
+    real = mirror.Mirror.batch
+    monkeypatch.setattr(mirror.Mirror, "batch", lambda *arguments: made.append(1) or real(*arguments))
+    assert explain(tmp_path / "trace", tmp_path / "page.html", 3) == len(made) == 3
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_a_page_is_made_where_others_write_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int, mode: int
+) -> None:
+    """What they put in the way of its first draft is not opened, and no draft stays."""
+    record(tmp_path / "trace", 4, 2, 1)
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (folder / f".page.html.{os.getpid()}").symlink_to(tmp_path / "mine")
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "guessed")
+    (folder / ".guessed.html").symlink_to(tmp_path / "mine")
+    before = os.umask(umask)
+    try:
+        with pytest.raises(FileExistsError):
+            explain(tmp_path / "trace", folder / "page.html")
+        monkeypatch.undo()
+        assert explain(tmp_path / "trace", folder / "page.html") == 1
+    finally:
+        os.umask(before)
+    assert (tmp_path / "mine").read_text() == "mine" and not (folder / "page.html").is_symlink()
+    assert stat.S_IMODE((folder / "page.html").stat().st_mode) == mode
+    assert sorted(os.listdir(folder)) == [".guessed.html", f".page.html.{os.getpid()}", "page.html"]
 
 
 def test_a_job_is_shown_before_it_runs(tmp_path: Path) -> None:
