@@ -139,6 +139,42 @@ def test_what_a_kill_left_of_a_record_is_cut_off(tmp_path: Path) -> None:
         assert path.read_bytes() == whole + lines.msgspec.json.encode(record(2)) + b"\n"
 
 
+@pytest.mark.once
+def test_what_is_cut_off_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be somebody's after all; and what is there already is not lost for it."""
+    path, mine = tmp_path / "out", tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / "out.cut2").symlink_to(mine)
+    for text, name in [('{"id":"batch_req_1', "out.cut"), ("{", "out.cut3")]:
+        path.write_text(text)
+        path.chmod(0o600)
+        Output(path).close()
+        assert path.read_bytes() == b"" and (tmp_path / name).read_text() == text
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600, "read by those who may read the output"
+        assert capsys.readouterr().err == f"sglang-pat: {path}: its last record was cut off, and is in {name}\n"
+    assert (tmp_path / "out.cut").read_text() == '{"id":"batch_req_1' and mine.read_text() == "mine"
+    # Where it cannot be kept it stays: a name that is too long, say.
+    path = tmp_path / ("x" * 253)
+    path.write_text("{")
+    with pytest.raises(BatchError, match=r"x.cut, for the record in .* that was cut off: File name too long"):
+        Output(path)
+    assert path.read_text() == "{"
+
+
+@pytest.mark.once
+def test_a_line_of_an_output_is_not_read_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out"
+    text = json.dumps(record(1)) + "\n" + json.dumps(record(2)) + "\n"
+    path.write_text(text)
+    monkeypatch.setattr(lines, "LONGEST_RECORD", len(text) // 2)
+    Output(path).close()
+    for longer in (text.replace("name 2", "name 2 "), text + '{"id":"batch_req_' + "3" * len(text)):
+        path.write_text(longer)
+        with pytest.raises(BatchError, match=r"line [23] of .*out is longer than 0 MiB"):
+            Output(path)
+        assert path.read_text() == longer
+
+
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 def test_an_output_that_was_edited_goes_on(tmp_path: Path, separators: tuple[str, str]) -> None:
     """Who deletes errors, to ask again, may leave blank lines, and no end of the last one."""

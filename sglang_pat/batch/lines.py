@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import stat
@@ -21,11 +22,16 @@ from typing import Any, BinaryIO, Literal, overload
 
 import msgspec
 
+from sglang_pat.parser import printable, say
+
 URLS = ("/v1/chat/completions", "/v1/completions")
 """What is answered."""
 
 LONGEST = 1 << 27
 """Bytes of a line."""
+
+LONGEST_RECORD = 2 * LONGEST
+"""Bytes of a record: the name of a request and its answer may have LONGEST each."""
 
 Json = dict[str, Any]
 
@@ -237,7 +243,7 @@ class Output:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open it; what a process that was killed left of its last record is cut off.
+        """Open it; what a process that was killed left of its last record goes to a file beside it.
 
         Raises:
             BatchError: It cannot be read and written, another process is writing it, or it is no output of a job.
@@ -269,8 +275,10 @@ class Output:
         begins = f'{{"id":"{ID}'.encode()
         self._end, whole = 0, True
         with os.fdopen(os.dup(self._file), "rb") as file:
-            for number, text in enumerate(file, 1):
+            for number, text in enumerate(iter(lambda: file.readline(LONGEST_RECORD + 1), b""), 1):
                 whole = text.endswith(b"\n")
+                if len(text) > LONGEST_RECORD:
+                    raise BatchError(f"line {number} of {self._path} is longer than {LONGEST_RECORD >> 20} MiB")
                 try:
                     record = text.removeprefix(codecs.BOM_UTF8) if number == 1 else text
                     if record.strip():
@@ -278,6 +286,7 @@ class Output:
                 except (ValueError, RecursionError) as error:
                     joined = "trailing characters" in str(error)  # a record and more
                     if not whole and not joined and begins.startswith(text[: len(begins)]):
+                        self._keep(text)
                         whole = True  # without it
                         break
                     raise BatchError(
@@ -287,6 +296,28 @@ class Output:
         os.ftruncate(self._file, self._end)
         if not whole:
             self._append(b"\n")  # an editor may leave out the last one
+
+    def _keep(self, text: bytes) -> None:
+        """Write what is cut off to a new file: it may be somebody's after all.
+
+        Raises:
+            BatchError: It cannot be written.
+        """
+        # Made anew (O_EXCL), so that nothing is lost and no link is followed; and who may not read the output may not read this.
+        mode = os.fstat(self._file).st_mode & 0o666
+        for number in itertools.count(1):
+            path = Path(f"{self._path}.cut{number if number > 1 else ''}")
+            try:
+                with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+                    file.write(text)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise BatchError(f"{path}, for the record in {self._path} that was cut off: {error.strerror}") from None
+            say(
+                f"sglang-pat: {printable(str(self._path))}: its last record was cut off, and is in {printable(path.name)}"
+            )
+            return
 
     def _count(self, record: _Record) -> None:
         number = number_of(record.id)
