@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
@@ -12,7 +13,10 @@ changes of the direction of writing, and what Python makes of bytes that are not
 
 _UNSHOWABLE = re.compile(f"[{UNSHOWABLE}]")
 
-KEY_PROBLEM = "an API key has printable ASCII characters only: give another one with --api-key or in OPENAI_API_KEY"
+KEY = "SGLANG_PAT_API_KEY"
+"""The environment variable with the key of the servers that the tools ask."""
+
+KEY_PROBLEM = f"an API key has printable ASCII characters only: give another one with --api-key or in {KEY}"
 
 
 def is_address(url: str, paths: Collection[str] | None = None) -> bool:
@@ -30,6 +34,16 @@ def is_address(url: str, paths: Collection[str] | None = None) -> bool:
         return False
     known = paths is None or parts.path.rstrip("/") in paths
     return whole and known and url.isprintable() and not set("@?# ") & set(url)
+
+
+def is_in_the_clear(url: str) -> bool:
+    """Whether others on the way can read what is sent to this address, as of `is_address`."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        return parts.scheme == "http" and not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return parts.scheme == "http" and host != "localhost"
 
 
 def is_showable(name: str) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pat import explain
+from sglang_pat.addresses import KEY, is_address, is_in_the_clear, is_key
 from sglang_pat.batch.job import IN_FLIGHT, TIMEOUT
 from sglang_pat.batch.lines import BatchError
 from sglang_pat.estimate import KV_CACHES, EstimateError, estimate, read, read_model
@@ -26,8 +27,12 @@ PROG = "sglang-pat"
 DEFAULT_ANSWER = 256
 """Tokens of an answer, where a file of requests does not say."""
 
-KEY = "OPENAI_API_KEY"
-"""The environment variable from which SGLang's own clients take a server's key."""
+URL = "http://127.0.0.1:30000"
+"""Of a server with SGLang's defaults."""
+
+OPENAI_KEY = "OPENAI_API_KEY"
+"""The environment variable from which SGLang's own clients take a server's key. Where it holds a key of OpenAI's, a server that nobody named must not
+get it."""
 
 
 def _seconds(text: str) -> float:
@@ -130,7 +135,7 @@ def _add_estimate(commands: Any) -> None:
 
 def _add_top(commands: Any) -> None:
     command = commands.add_parser("top", help="show live what packing does in a running server")
-    command.add_argument("--url", default="http://127.0.0.1:30000", help="the server's address (%(default)s)")
+    command.add_argument("--url", help=f"the server's address ({URL})")
     _add_key(command)
     command.add_argument("--interval", type=_seconds, default=2, help="seconds between two pictures (%(default)s)")
     command.add_argument("--once", action="store_true", help="one picture, of everything since the server started")
@@ -186,12 +191,24 @@ def _add_batch(commands: Any) -> None:
 def _add_key(command: argparse.ArgumentParser) -> None:
     # The default is looked up later, because --help would show it.
     command.add_argument(
-        "--api-key", metavar="KEY", help=f"what the server was started with; {KEY} of the environment, if not given"
+        "--api-key",
+        metavar="KEY",
+        help=f"what the server was started with. Prefer the environment variable {KEY}: everybody on this machine can read command lines. "
+        f"If neither is given, {OPENAI_KEY} is sent to what --url names",
     )
 
 
 def _key(arguments: argparse.Namespace) -> str:
-    return os.environ.get(KEY, "") if arguments.api_key is None else arguments.api_key
+    """The API key for the servers that are asked; empty for none. Says so if others can read it on its way."""
+    urls = [arguments.url] if isinstance(arguments.url, str) else arguments.url or []
+    key = arguments.api_key
+    if key is None:
+        key = os.environ.get(KEY, os.environ.get(OPENAI_KEY, "") if urls else "")
+    clear = [url for url in urls if is_address(url) and is_in_the_clear(url)]
+    if key and is_key(key) and clear:
+        others = f" and {len(clear) - 1} more" if clear[1:] else ""
+        say(f"{PROG}: the API key is sent in the clear to {clear[0]}{others}: everybody on the way can read it")
+    return key
 
 
 def _estimate(arguments: argparse.Namespace) -> None:
@@ -235,7 +252,8 @@ def _explain(arguments: argparse.Namespace) -> None:
 
 
 def _top(arguments: argparse.Namespace) -> None:
-    top(arguments.url, arguments.interval, arguments.once, _key(arguments))
+    url = URL if arguments.url is None else arguments.url
+    top(url, arguments.interval, arguments.once, _key(arguments))
 
 
 def _replay(arguments: argparse.Namespace) -> None:

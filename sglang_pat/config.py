@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from sglang_pat.addresses import is_showable
+from sglang_pat.addresses import KEY, is_showable
 from sglang_pat.jit import SANITIZE, BuildError, uid_of
 from sglang_pat.packing.prices import Policy
 from sglang_pat.platform import AWAKE
@@ -74,7 +74,7 @@ class PatConfig(msgspec.Struct, frozen=True):
         prefix = "SGLANG_PAT_"
         values: dict[str, Any] = {}
         for variable, value in environment.items():
-            if not variable.startswith(prefix) or variable in (AWAKE, SANITIZE):
+            if not variable.startswith(prefix) or variable in (AWAKE, KEY, SANITIZE):
                 continue
             name = variable.removeprefix(prefix)
             if _OF_A_SERVICE.fullmatch(name):

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 from msgspec import Meta
 
-from sglang_pat.addresses import KEY_PROBLEM, UNSHOWABLE, is_address, is_key
+from sglang_pat.addresses import KEY, KEY_PROBLEM, UNSHOWABLE, is_address, is_in_the_clear, is_key
 from sglang_pat.backend.metrics import new_by_size
 
 CLEAR = "\x1b[H\x1b[2J"
@@ -154,7 +154,7 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> TopError:
     with error:
         answer = f"{error.code} {responses.get(error.code, '')}".strip()
         if error.code in (401, 403):
-            return TopError(f"the server at {url} answers {answer}: give its key with --api-key")
+            return TopError(f"the server at {url} answers {answer}: give its key with --api-key or in {KEY}")
         if address := error.headers.get("Location"):
             place = ascii(address.partition("?")[0].removesuffix("/server_info")[:200])
             return TopError(f"the server at {url} answers {answer} to {place}: give that address with --url")
@@ -223,6 +223,8 @@ def top(url: str, interval: float, once: bool, key: str = "") -> None:
         print("\n".join(render(total(fetch(url, key)), None, 1)))
         return
     head = f"sglang-pat top, {url}, every {interval:g} s; Ctrl-C ends"
+    if key and is_in_the_clear(url):
+        head += "; the API key is sent in the clear"  # where a terminal does not clear it away
     # In a file or a pipe pictures follow one another.
     clear = CLEAR if sys.stdout and sys.stdout.isatty() else ""
     old, began = None, time.monotonic()

@@ -6,7 +6,10 @@ from sglang_pat.config import ConfigError, PatConfig
 
 
 def test_defaults() -> None:
-    assert PatConfig.from_environment({"PATH": "/bin", "SGLANG_PAT_CPU_PLATFORM": "1"}) == PatConfig()
+    assert (
+        PatConfig.from_environment({"PATH": "/bin", "SGLANG_PAT_CPU_PLATFORM": "1", "SGLANG_PAT_API_KEY": "x"})
+        == PatConfig()
+    )
 
 
 def test_values() -> None:

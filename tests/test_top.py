@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 import socket
 import sys
 import threading
@@ -94,7 +95,8 @@ def sentence(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.fixture(autouse=True)
 def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    for name in ("OPENAI_API_KEY", "SGLANG_PAT_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_a_picture_shows_what_happened_in_between() -> None:
@@ -352,15 +354,74 @@ def test_a_key_that_cannot_be_sent_is_not_shown(capsys: pytest.CaptureFixture[st
     assert "secret" not in found
 
 
+def sent(server: Port) -> list[str]:
+    """The keys that a port was sent, and forget them."""
+    found = [re.findall(r"(?i)^authorization: Bearer (.*)\r$", text.decode(), re.MULTILINE) for text in server.requests]
+    server.requests.clear()
+    return ["".join(keys) for keys in found]
+
+
+def test_a_key_goes_where_a_user_sends_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever listens on the default port is not told what is OpenAI's."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-openai")
+    with port(http(info())) as server:
+        monkeypatch.setattr(cli, "URL", server.url)
+
+        def told(*arguments: str) -> list[str]:
+            assert cli.main(["top", "--once", *arguments]) == 0
+            assert capsys.readouterr().err == "", "on this machine nobody is on the way"
+            return sent(server)
+
+        named = ["--url", server.url]
+        assert [told(), told(*named)] == [[""], ["sk-openai"]]
+        monkeypatch.setenv("SGLANG_PAT_API_KEY", "ours")
+        assert [told(), told(*named), told("--api-key", "given")] == [["ours"], ["ours"], ["given"]]
+        monkeypatch.setenv("SGLANG_PAT_API_KEY", "")
+        assert told(*named) == [""], "none, whatever OpenAI's is"
+
+
+def test_the_picture_says_that_a_key_is_sent_in_the_clear(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal has cleared away what was said before."""
+    monkeypatch.setattr(top, "fetch", lambda url, key: [counters()])
+    monkeypatch.setattr(top.time, "sleep", mock.Mock(side_effect=KeyboardInterrupt))
+    for url, key, clear in [("http://a", "key", True), ("http://a", "", False), ("https://a", "key", False)]:
+        top.top(url, 1, once=False, key=key)
+        assert ("the API key is sent in the clear" in capsys.readouterr().out) == clear
+
+
+@pytest.mark.parametrize(
+    ("urls", "key", "said"),
+    [
+        (["http://gpu-1:30000"], "key", "to http://gpu-1:30000: everybody"),
+        (["https://gpu-1", "http://gpu-2/v1", "http://10.0.0.1", "http://[::1]"], "key", "to http://gpu-2/v1 and 1 more:"),
+        (["http://127.0.0.2:1", "http://[::1]:1", "http://localhost", "https://gpu-1"], "key", ""),
+        (["http://localhost.example"], "key", "to http://localhost.example:"),
+        (["http://gpu-1"], "", ""),
+        (["http://user:password@gpu-1"], "key", ""),
+    ],
+)  # fmt: skip
+def test_a_key_that_others_can_read_on_its_way_is_spoken_of_once(
+    capsys: pytest.CaptureFixture[str], urls: list[str], key: str, said: str
+) -> None:
+    assert cli._key(SimpleNamespace(url=urls, api_key=key)) == key
+    assert cli._key(SimpleNamespace(url=urls[0], api_key="")) == ""
+    error = capsys.readouterr().err
+    assert error.count("\n") == bool(said) and said in error and "password" not in error
+
+
 def test_the_key_of_the_environment_is_not_in_the_help(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    for command in ("top", "explain"):
+    monkeypatch.setenv("SGLANG_PAT_API_KEY", "sk-secret")
+    for command in ("top", "explain", "batch"):
         with pytest.raises(SystemExit, match="0"):
             cli.main([command, "--help"])
         shown = capsys.readouterr().out
-        assert "--api-key" in shown and "OPENAI_API_KEY" in shown and "sk-secret" not in shown
+        assert "--api-key" in shown and "Prefer the environment variable SGLANG_PAT_API_KEY" in " ".join(shown.split())
+        assert "OPENAI_API_KEY" in shown and "sk-secret" not in shown
 
 
 def test_explain_says_why_there_is_no_recording(capsys: pytest.CaptureFixture[str]) -> None:

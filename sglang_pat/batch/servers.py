@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from sglang_pat.addresses import KEY_PROBLEM, is_address, is_key
+from sglang_pat.addresses import KEY, KEY_PROBLEM, is_address, is_key
 from sglang_pat.batch.job import PROBE, PROBES, LostError, StoppedError, begin, room_of
 from sglang_pat.batch.lines import LONGEST, BatchError, Json, Request
 from sglang_pat.batch.order import Room
@@ -254,7 +254,7 @@ class Server:
         except (*FAILURES, _NoAnswerError) as error:
             return _words(error)
         if status in (401, 403):
-            return "it wants another API key: give it with --api-key or in OPENAI_API_KEY"
+            return f"it wants another API key: give it with --api-key or in {KEY}"
         try:
             found = msgspec.json.decode(text, type=_Models) if status == 200 else None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
