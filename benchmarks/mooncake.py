@@ -6,7 +6,6 @@ Equal hash ids become equal tokens.
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections import deque
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ from typing import Any
 
 import torch
 
-from sglang_pat import compat
-from sglang_pat.estimate.prompts import TRACE_BLOCK
+from sglang_pat import compat, jsonl
+from sglang_pat.estimate.prompts import TRACE_BLOCK, BlockSize
 from sglang_pat.packing import Batch, PackConfig
 from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge import Observer
@@ -26,6 +25,24 @@ STEP_MS = 30
 CONTEXT = 131_072
 POOL = 1_000_000
 """KV slots: about what an H200 holds beside an 8B model."""
+
+
+def rows(trace: Path) -> list[dict[str, Any]]:
+    """The requests of a trace of Mooncake's.
+
+    Raises:
+        SystemExit: Its hash ids do not stand for TRACE_BLOCK tokens. Such traces may also have seconds where Mooncake's have milliseconds.
+        EstimateError: They stand for nothing that fits its lengths.
+    """
+    found = [jsonl.loads(line) for line in trace.read_bytes().splitlines() if line.strip()]
+    size = BlockSize()
+    for row in found:
+        size.narrow(len(row["hash_ids"]), row["input_length"])
+    if size.tokens != TRACE_BLOCK:
+        raise SystemExit(
+            f"{trace} has blocks of {size.tokens} tokens, and is none of Mooncake's, which have {TRACE_BLOCK}"
+        )
+    return found
 
 
 class Request:
@@ -61,7 +78,7 @@ class Replay:
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
         from sglang.srt.mem_cache.radix_cache import RadixCache
 
-        self.lines = deque(map(json.loads, trace.read_text().splitlines()))
+        self.lines = deque(rows(trace))
         self.max_batch = max_batch
         self.rows = ReqToTokenPool(max_batch, CONTEXT, "cpu", False)
         self.slots = TokenToKVPoolAllocator(POOL, torch.float16, "cpu", None, False)

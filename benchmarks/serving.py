@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import mooncake
 import msgspec
 from about import gpu, result_file
 
@@ -117,9 +118,8 @@ def tokens(key: object, count: int) -> list[int]:
 def trace_prompts(path: Path, count: int, context: int) -> list[tuple[float, list[int], int]]:
     """(seconds after the first, prompt, tokens to generate) of the trace's first requests that fit `context` tokens."""
     prompts = []
-    rows = map(json.loads, path.read_text().splitlines())
     system = sum(length for length, _ in SYSTEM)
-    fitting = (row for row in rows if system + row["input_length"] + row["output_length"] < context)
+    fitting = (row for row in mooncake.rows(path) if system + row["input_length"] + row["output_length"] < context)
     for number, row in enumerate(islice(fitting, count)):
         prompt: list[int] = []
         for level, (length, variants) in enumerate(SYSTEM):

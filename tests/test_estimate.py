@@ -69,6 +69,13 @@ def logged(text: str) -> list[dict]:
             json.dumps(chat("two \u2028 \x85 lines")),
             chat("half \ud83d a character"),
         ],
+        [
+            f"\ufeff{json.dumps(chat('one'))}",
+            "\ufeff" + json.dumps(chat("two")),
+            "\ufeff",
+            "\ufeff\ufeff" + json.dumps(chat("x")),
+        ],
+        [{"body": {"prompt": [*map(float, range(300)), question], "max_tokens": 7.0}} for question in range(3)],
         ["INFO: started", *(STAMP + json.dumps(row) for row in logged(SYSTEM) * 3), STAMP + "Decode batch, {}"],
     ],
 )
@@ -112,6 +119,7 @@ def test_a_log_that_sglang_writes_is_read(tmp_path: Path) -> None:
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
+CALLS = [{"id": "c", "type": "function", "function": {"name": "find", "arguments": json.dumps({"plan": "stop" * 990})}}]
 
 
 @pytest.mark.parametrize(
@@ -123,8 +131,12 @@ MESSAGES = [{"role": "user", "content": "hello"}]
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}, {"text": None}]}]}, 2, 5),
         ({"messages": MESSAGES, "tools": None}, 4, 5),
         ({"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "find"}}]}, 16, 5),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": CALLS}]}, 1017, 5),
+        ({"messages": [{"role": "assistant", "content": "x" * 39, "reasoning_content": "y" * 400}]}, 113, 5),
+        ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "y" * 400}]}]}, 103, 5),
         ({"messages": MESSAGES, "temperature": float("nan"), "seed": 10**400, "metadata": {"a": [{}]}}, 3, 5),
         ({"hash_ids": [-1, 2**70], "input_length": 513, "output_length": 0}, 513, 0),
+        ({"hash_ids": [1, 2], "input_length": 1024.0, "output_length": 20.0}, 1024, 20),
         ({"hash_ids": [], "input_length": 2**31 - 1, "output_length": None, "timestamp": "?"}, 2**31 - 1, 5),
     ],
 )
@@ -182,6 +194,15 @@ GOOD = {"prompt": "hello", "max_tokens": 5}
         ({"hash_ids": [1]}, "Object missing required field `input_length`"),
         ({"hash_ids": [1], "input_length": -600}, "Expected `int` >= 0 - at `$.input_length`"),
         ({"hash_ids": [1], "input_length": 10**18}, "at `$.input_length`"),
+        ({"hash_ids": [1], "input_length": 600.5}, "got `float` - at `$.input_length`"),
+        (
+            {"hash_ids": [1] * 50, "input_length": 10},
+            "50 hash_ids for 10 tokens: they are no blocks of 512 tokens, nor of another power of",
+        ),
+        (
+            {"hash_ids": [1] * 20, "input_length": 300},
+            "20 hash_ids for 300 tokens: they are no blocks of 512 tokens, nor",
+        ),
         ({"hash_ids": [1], "input_length": 600, "output_length": "7"}, "at `$.output_length`"),
         ("[1, 2]", "not a whole JSON object"),
         ('"text"', "not a whole JSON object"),
@@ -208,7 +229,12 @@ def test_a_bad_line_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path,
         (b'{"event": "request.finished"}\n{"event": 7}\n', "has no request"),
         (b"\x1f\x8b\x08\x00\x00\n", ", line 1: not UTF-8"),
         (b"one\ntwo\n\xe9\n", ", line 3: not UTF-8"),
-        ("one\ntwo".encode("utf-16"), ", line 1: not UTF-8"),
+        ("one\ntwo".encode("utf-16"), "is UTF-16, and requests are read as UTF-8"),
+        ('{"prompt": "x"}'.encode("utf-16-be"), "is UTF-16, and requests are read as UTF-8"),
+        (
+            b'{"prompt": "x"}\xef\xbb\xbf{"prompt": "x"}',
+            ", line 1: not a whole JSON object; files without a last line end",
+        ),
         (b"one\ntwo\x00\n", ", line 2: not text, but zero bytes"),
         (b"x" * 2000, ", line 1: more than 0 MiB"),
         (b'{\n  "prompt": 1\n}\n', ", line 1: not a whole JSON object"),
@@ -620,6 +646,42 @@ def test_a_trace_keeps_its_lengths(tmp_path: Path) -> None:
         (512, 1024, [0, 2]),
         (512, 1024, [1, 3]),
     ]
+
+
+@pytest.mark.parametrize("block", [16, 64, 512, 1024])
+def test_a_trace_may_have_other_blocks(tmp_path: Path, block: int) -> None:
+    """They say nowhere how many tokens a hash id stands for."""
+
+    def row(number: int, tokens: int) -> dict:
+        own = -(-tokens // block) - 2048 // block
+        return {
+            "input_length": tokens,
+            "hash_ids": [*range(2048 // block), *range(10**6 * number, 10**6 * number + own)],
+        }
+
+    # A line without ids, and one of which the last block is not named, since it is not full.
+    others = [
+        {"input_length": 9000, "hash_ids": []},
+        {"input_length": 20 * block + 1, "hash_ids": list(range(90, 110))},
+    ]
+    prompts = read(write(tmp_path / "trace", [row(i, 4000 + i) for i in range(1, 9)] + others), output=1)
+    assert {prompt.block for prompt in prompts} == {block}
+    assert costs.repeated(batch_of(prompts).roots) == 7 * 2048
+    wrong = [row(1, 4000), row(2, 4000), {"input_length": 4000, "hash_ids": [1] * (4000 // block * 2)}]
+    with pytest.raises(
+        EstimateError, match=f"line 3: .* hash_ids for 4,000 tokens: they are no blocks of {block} tokens"
+    ):
+        read(write(tmp_path / "wrong", wrong), output=1)
+
+
+def test_benchmarks_take_traces_of_mooncakes_blocks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import mooncake
+
+    row = {"timestamp": 27.0, "input_length": 1024.0, "output_length": 5, "hash_ids": [1, 2]}
+    assert mooncake.rows(write(tmp_path / "trace", [row])) == [{**row, "timestamp": 27, "input_length": 1024}]
+    with pytest.raises(SystemExit, match="has blocks of 16 tokens, and is none of Mooncake's, which have 512"):
+        mooncake.rows(write(tmp_path / "other", [{**row, "hash_ids": list(range(64))}]))
 
 
 def test_what_a_job_saves_is_what_was_computed_before(tmp_path: Path) -> None:

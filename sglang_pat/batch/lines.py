@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Literal, overload
 
 import msgspec
 
+from sglang_pat import jsonl
 from sglang_pat.parser import printable, say
 
 URLS = ("/v1/chat/completions", "/v1/completions")
@@ -81,10 +82,9 @@ def parse(number: int, text: bytes) -> Request | Failure:
     if len(text) > LONGEST:
         return Failure(number, None, "invalid_line", f"line {number} is longer than {LONGEST >> 20} MiB")
     try:
-        # Some editors begin a file with a mark.
-        found = msgspec.json.decode(text.removeprefix(codecs.BOM_UTF8) if number == 1 else text)
+        found = msgspec.json.decode(jsonl.unmarked(text))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Failure(number, None, "invalid_line", f"line {number} is no JSON: {error}")
+        return Failure(number, None, "invalid_line", f"line {number} is no JSON: {error}{jsonl.joined(text)}")
     return check(number, found)
 
 
@@ -129,7 +129,9 @@ class Source(Sequence[Request]):
             elif not stat.S_ISREG(kind):
                 raise BatchError(f"{path} is no file of requests: name another one")
             first = self._file.readline(64)
-            if first.endswith(b"\n") and first.removeprefix(codecs.BOM_UTF8).strip() == b"[":
+            if jsonl.is_utf_16(first):
+                raise BatchError(f"{path} {jsonl.UTF_16}")
+            if first.endswith(b"\n") and jsonl.unmarked(first).strip() == b"[":
                 raise BatchError(f"{path} is an array over several lines: write one request a line (JSONL)")
             self._file.seek(0)
         except OSError as error:
@@ -154,7 +156,7 @@ class Source(Sequence[Request]):
                         size += len(rest)
                         if rest.endswith(b"\n"):
                             break
-                if text.strip():
+                if jsonl.unmarked(text).strip():
                     self._last = begin, size, number, zlib.crc32(text)
                     yield parse(number, text)
                 begin += size

@@ -9,6 +9,7 @@ A rank is a request's place among all sorted ones. A node is what two or more ra
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from array import array
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_pat.batch.lines import Json, Request
+from sglang_pat.jsonl import whole
 
 BYTES = 4
 """Of a token: of text about, in English and in code; of prompts that are tokens exactly."""
@@ -55,10 +57,11 @@ def beginning(request: Request) -> tuple[bytes, bool]:
 
 def _tokens(prompt: object) -> bytes:
     """Empty if it is not one list of tokens."""
-    try:
-        return array("I", prompt).tobytes() if isinstance(prompt, list) else b""
-    except (TypeError, OverflowError):
-        return b""
+    if isinstance(prompt, list):
+        for tokens in (prompt, map(whole, prompt)):  # seldom has any to be changed
+            with contextlib.suppress(TypeError, OverflowError):
+                return array("I", tokens).tobytes()
+    return b""
 
 
 def _bytes(text: str) -> bytes:
@@ -102,9 +105,9 @@ def common(first: bytes, second: bytes) -> int:
 
 def limit_of(request: Request) -> int:
     """Tokens that all answers to a request have at most, as far as that is known."""
-    limits = (request.body.get(name) for name in ("max_completion_tokens", "max_tokens"))
+    limits = (whole(request.body.get(name)) for name in ("max_completion_tokens", "max_tokens"))
     limit = next((one for one in limits if isinstance(one, int)), ANSWER[request.url])
-    several, prompt = request.body.get("n"), request.body.get("prompt")
+    several, prompt = whole(request.body.get("n")), request.body.get("prompt")
     answers = max(1, min(several, LONGEST_ANSWER)) if isinstance(several, int) else 1
     # One prompt, if it is text or a list of tokens.
     prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)) else 1

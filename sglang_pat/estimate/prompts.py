@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from sglang_pat import jsonl
 from sglang_pat.estimate.errors import EstimateError
 from sglang_pat.packing import Batch, Node
 from sglang_pat.radix_bridge.events import Tokens
@@ -23,6 +24,8 @@ BLOCK = 16
 """Tokens in a block; prefixes are compared block by block."""
 TRACE_BLOCK = 512
 """Tokens that one hash id of a Mooncake trace stands for."""
+TRACE_BLOCKS = (TRACE_BLOCK, *(1 << power for power in reversed(range(17)) if 1 << power != TRACE_BLOCK))
+"""The same of all traces that are read, the likeliest first: others have pages of a cache, 16 tokens in the Qwen-Bailian traces."""
 LONGEST = 1 << 27
 """The most bytes in a line."""
 LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] (?=\{)")
@@ -34,6 +37,10 @@ LOGGED_PART = 2048
 WHOLE = "SGLang logs whole prompts with --log-requests-level 3"
 JSON = re.compile(r'\s*(\{\s*(["}]|$)|\[\s*(\{|$))')
 """Matches the start of a file that is JSON or meant to be; plain prompts may begin with a bracket too."""
+
+
+UNKNOWN = 0
+"""The block of a trace's requests, until all lines are read."""
 
 
 class Prompt(msgspec.Struct):
@@ -52,8 +59,39 @@ class Prompt(msgspec.Struct):
     output: int
 
 
+class BlockSize:
+    """How many tokens a hash id of a trace stands for: traces do not say it, but each line's lengths do about."""
+
+    def __init__(self) -> None:
+        self._possible = TRACE_BLOCKS
+
+    def narrow(self, ids: int, tokens: int) -> None:
+        """Look at a line.
+
+        Args:
+            ids: It has so many; the block at its end may be missing. Without any it says nothing.
+            tokens: In its prompt.
+
+        Raises:
+            EstimateError: There is no size that fits this line and all before it.
+        """
+        left = tuple(size for size in self._possible if not ids or tokens // size <= ids <= -(-tokens // size))
+        if not left:
+            sizes = TRACE_BLOCK if self._possible == TRACE_BLOCKS else " or ".join(map(str, self._possible))
+            raise EstimateError(
+                f"{ids:,} hash_ids for {tokens:,} tokens: they are no blocks of {sizes} tokens"
+                + (", nor of another power of two" if sizes == TRACE_BLOCK else ", as in the lines before")
+            )
+        self._possible = left
+
+    @property
+    def tokens(self) -> int:
+        """The likeliest size that fits all lines."""
+        return self._possible[0]
+
+
 class HashedRequest(msgspec.Struct):
-    """A line of a Mooncake trace."""
+    """A line of a trace in Mooncake's form."""
 
     input_length: Tokens
     hash_ids: list[int]
@@ -64,13 +102,17 @@ class Part(msgspec.Struct):
     """A piece of a message; images have no text."""
 
     text: str | None = None
+    thinking: str | None = None
 
 
 class Message(msgspec.Struct):
-    """A message of a chat."""
+    """A message of a chat: what chat templates make text of."""
 
     role: str
     content: str | list[Part] | None = None
+    reasoning_content: str | None = None
+    tool_calls: Any = None
+    tools: Any = None
 
 
 class Sampling(msgspec.Struct):
@@ -113,13 +155,18 @@ def read(path: Path, output: int) -> list[Prompt]:
     if not logged and any(LOGGED_AS_TEXT.match(line) for _, line in lines):
         raise EstimateError(f"{path} is a log in text: SGLang writes JSON with --log-requests-format json")
     prompts: list[Prompt] = []
+    size = BlockSize()
     for number, line in logged or lines:
         try:
-            prompts += _of_row(line, output) if logged or JSON.match(lines[0][1]) else [_of_text(line, output)]
+            prompts += _of_row(line, output, size) if logged or JSON.match(lines[0][1]) else [_of_text(line, output)]
         except (EstimateError, msgspec.ValidationError, RecursionError) as error:
             raise EstimateError(f"{path}, line {number}: {error}") from None
     if not prompts:
         raise EstimateError(f"{path} has no request: give an OpenAI batch, a request log, a trace, or prompts")
+    for prompt in prompts:
+        if prompt.block == UNKNOWN:
+            prompt.block = size.tokens
+            prompt.blocks = prompt.blocks[: prompt.tokens // size.tokens]
     return prompts
 
 
@@ -134,7 +181,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
                 if len(line) > LONGEST:
                     raise EstimateError(f"{path}, line {number}: more than {LONGEST >> 20} MiB")
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                if number == 1 and jsonl.is_utf_16(line):
+                    raise EstimateError(f"{path} {jsonl.UTF_16}")
+                text = jsonl.unmarked(line).decode().rstrip("\r\n")
                 if "\0" in text:
                     raise EstimateError(f"{path}, line {number}: not text, but zero bytes")
                 if text.strip():
@@ -145,8 +194,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise EstimateError(f"{path}, line {number}: not UTF-8") from None
 
 
-def _of_row(line: str, output: int) -> list[Prompt]:
-    """The requests in a line of JSON: one, several, or none if it is another event of a log.
+def _of_row(line: str, output: int, size: BlockSize) -> list[Prompt]:
+    """The requests in a line of JSON: one, several, or none if it is another event of a log. Those of a trace narrow the size of its blocks.
 
     Raises:
         EstimateError: It has no prompt, or only a part of one.
@@ -154,15 +203,15 @@ def _of_row(line: str, output: int) -> list[Prompt]:
         RecursionError: It is nested too deeply.
     """
     try:
-        row = json.loads(line)
+        row = jsonl.loads(line)
     except ValueError:
         row = None
     if not isinstance(row, dict):
-        raise EstimateError("not a whole JSON object")
+        raise EstimateError(f"not a whole JSON object{jsonl.joined(line.encode(errors='surrogatepass'))}")
     if "hash_ids" in row:
         hashed = msgspec.convert(row, HashedRequest)
-        blocks = hashed.hash_ids[: hashed.input_length // TRACE_BLOCK]
-        return [Prompt(blocks, TRACE_BLOCK, hashed.input_length, first_given(hashed.output_length, output))]
+        size.narrow(len(hashed.hash_ids), hashed.input_length)
+        return [Prompt(hashed.hash_ids, UNKNOWN, hashed.input_length, first_given(hashed.output_length, output))]
     logged = "event" in row
     if logged and row["event"] != "request.received":
         return []
@@ -212,8 +261,9 @@ def _chat(messages: list[Message], tools: Any) -> str:
     for message in messages:
         content = message.content or ""
         if not isinstance(content, str):
-            content = "".join(part.text or "" for part in content)
-        parts.append(f"{message.role}: {content}")
+            content = "".join(part.text or part.thinking or "" for part in content)
+        more = "".join(json.dumps(one) for one in (message.tool_calls, message.tools) if one)
+        parts.append(f"{message.role}: {message.reasoning_content or ''}{content}{more}")
     return "\n".join(parts)
 
 
