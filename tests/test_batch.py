@@ -29,11 +29,11 @@ from hypothesis import strategies as st
 from sglang_pat import cli
 from sglang_pat.batch import lines
 from sglang_pat.batch.command import Progress
-from sglang_pat.batch.job import LostError, _Client, answer_all, in_time, room_of
+from sglang_pat.batch.job import FOR_GOOD, LostError, StoppedError, _Client, answer_all, in_time, patiently, room_of
 from sglang_pat.batch.lengths import Lengths, Usage
 from sglang_pat.batch.lines import BatchError, Failure, Output, Request, Source
 from sglang_pat.batch.order import QUEUED, Order, Room
-from sglang_pat.batch.tree import Tree, beginning
+from sglang_pat.batch.tree import Tree, beginning, limit_of
 from sglang_pat.demo import workload
 
 FLAGS = ["--dtype", "float32", "--grammar-backend", "none", "--max-total-tokens", "20000"]
@@ -69,6 +69,7 @@ def requests_of(prompts: list[str]) -> list[Request]:
         (b'{"custom_id": "\xff"}', "line 7 is no JSON"),
         (b'{"\xff": 1}', "line 7 is no JSON"),
         (b"[" * 100_000, "line 7 is no JSON"),
+        (b'{"custom_id": "b"}\xef\xbb\xbf{}', "files without a last line end were joined here: a byte order mark follows"),
         (b"[]", "line 7: Expected `object`, got `array`"),
         (b"{}", "line 7: Object missing required field `custom_id`"),
         (b'{"custom_id": 3}', "line 7: Expected `str`, got `int` - at `$.custom_id`"),
@@ -93,6 +94,12 @@ def test_lines_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     good = json.dumps(completion("x")).encode()
     (tmp_path / "in").write_bytes(codecs.BOM_UTF8 + good)
     assert isinstance(next(Source(tmp_path / "in").lines()), Request), "as some editors write it"
+    (tmp_path / "in").write_bytes((codecs.BOM_UTF8 + good + b"\n") * 2 + codecs.BOM_UTF8 + b"\n")
+    assert [type(one) for one in Source(tmp_path / "in").lines()] == [Request, Request], "files behind each other"
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
+        (tmp_path / "in").write_bytes(good.decode().encode(encoding))
+        with pytest.raises(BatchError, match="in is UTF-16, and requests are read as UTF-8"):
+            Source(tmp_path / "in")
     (tmp_path / "in").write_bytes(b"\n" + good + b"\n" + b"x" * 5000 + b"\n  \n" + good)
     source = Source(tmp_path / "in")
     found = list(source.lines())
@@ -502,6 +509,49 @@ def test_chats_that_begin_alike_do_so_in_their_order() -> None:
 
 
 @pytest.mark.once
+def test_whole_floats_are_integers_as_for_servers() -> None:
+    def request(**body: Any) -> Request:
+        return Request(1, "", "/v1/completions", body)
+
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert limit_of(request(**{name: 50.0})) == limit_of(request(**{name: 50})) == 50
+        assert limit_of(request(**{name: 50.5})) == limit_of(request())
+    assert limit_of(request(n=3.0, max_tokens=7)) == 21
+    assert beginning(request(prompt=[5.0, 1e3])) == beginning(request(prompt=[5, 1000]))
+    assert not beginning(request(prompt=[5.5]))[1]
+
+
+@pytest.mark.once
+def test_an_engine_that_refuses_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "PAUSES", (0.001,) * 5)
+    full, fine = (503, {"message": "The request queue is full."}), (200, {"choices": [{"finish_reason": "stop"}]})
+    abort = (200, {"choices": [{"finish_reason": "stop"}, {"finish_reason": "abort"}]})
+    asked: list[Any] = []
+
+    def answers(*found: Any, alone: bool = False, stopping: bool = False) -> Any:
+        replies = iter(found)
+        asked.clear()
+
+        async def ask() -> Any:
+            asked.append(next(replies))
+            return asked[-1]
+
+        return asyncio.run(patiently(ask, lambda: alone, lambda: stopping))
+
+    assert answers(*[full] * 30, (429, {}), (503, {"message": "aborted by a higher priority request"}), fine) == fine
+    assert answers(abort, full, abort, fine) == fine
+    assert answers(*[full] * 3, fine, alone=True) == fine
+    assert answers(*[full] * 9, alone=True) == full and len(asked) == 6, "what no queue has room for"
+    with pytest.raises(RuntimeError, match="its answer was aborted 6 times"):
+        answers(*[abort] * 9)
+    with pytest.raises(StoppedError):
+        answers(full, fine, stopping=True)
+    for message in FOR_GOOD:
+        assert answers((503, {"message": f"{message} x"})) == (503, {"message": f"{message} x"})
+    assert answers((500, {})) == (500, {}) and answers((400, {"message": "x"})) == (400, {"message": "x"})
+
+
+@pytest.mark.once
 def test_one_that_fails_costs_only_itself() -> None:
     async def ask(request: Request) -> tuple[int, dict[str, Any]]:
         if request.number % 3 == 0:
@@ -703,7 +753,8 @@ def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
     until(lambda: free(out), None, tmp_path / "log")
     with out.open("ab") as file:
         file.write(b'{"id":"batch_req_1","custom_id":"')
-    process = job(model, tmp_path)
+    # Its queue is full all the time.
+    process = job(model, tmp_path, "--max-running-requests", "4", "--max-queued-requests", "4")
     assert process.wait(600) == 1, (tmp_path / "log").read_text()[-3000:]
     records = {one["id"]: one for one in map(json.loads, out.read_text().splitlines())}
     assert out.read_text().count("\n") == len(records) == len(text), "each line once"

@@ -542,6 +542,56 @@ def test_a_queue_that_is_full_behind_a_long_answer_is_waited_for() -> None:
 
 @pytest.mark.once
 @pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(
+    "first",
+    [
+        says(408, ""), says(529, ""), says(503, '{"message": "Request waiting timeout reached."}'),
+        says(500, "{}", **{"Retry-After": "0"}), says(413, "", **{"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}),
+        says(200, '{"choices": [{"text": "unfin", "finish_reason": "abort"}]}'),
+    ],
+)  # fmt: skip
+def test_whoever_asks_for_patience_is_asked_again(first: Handler) -> None:
+    seen: set[str] = set()
+
+    async def post(request: web.Request) -> web.StreamResponse:
+        prompt = (await request.json())["prompt"]
+        if prompt in seen:
+            return web.json_response({"choices": [{"text": "whole"}]})
+        seen.add(prompt)
+        return await first(request)
+
+    records, warnings = ask([Strange(post=post)], 6)
+    assert [one["response"]["body"]["choices"][0]["text"] for one in records] == ["whole"] * 6 and not warnings
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (says(503, '{"message": "Using priority is disabled for this server. Please"}'), "Using priority is disabled"),
+        (says(503, '{"message": "Request running timeout reached."}'), "Request running timeout reached."),
+        (says(503, '{"message": "never"}'), "never"),
+        (says(200, '{"choices": [{"text": "unfin", "finish_reason": "abort"}]}'), "an answer was aborted"),
+    ],
+)
+def test_what_is_refused_again_and_again_costs_only_itself(answer: Handler, found: str) -> None:
+    """Also when no other is asked: the server takes others."""
+    records, warnings = ask([strange := Strange(odd=answer)], 3, ("odd",))
+    wrong = [one for one in records if one["error"] or one["response"]["status_code"] != 200]
+    assert len(records) == 4 and [one["custom_id"] for one in wrong] == ["4"] and not warnings
+    assert found in str(wrong[0])
+    assert strange.asked.count("odd") < 60
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("said", "seconds"), [("7", 7), ("soon", None), ("-1", None), ("9" * 400, None), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)])  # fmt: skip
+def test_what_retry_after_says(said: str, seconds: float | None) -> None:
+    assert servers._seconds(said) == seconds and servers._seconds(None) is None
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("garbage", [b"\x1b[2J\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000 + b"\r\n\r\n"])
 def test_what_speaks_no_http_is_named_in_one_line(garbage: bytes) -> None:
     async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -795,8 +845,8 @@ def test_a_request_for_one_token_is_waited_for_unless_others_are_answered(
 def test_a_request_that_is_to_be_asked_once_more_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server whose queue is full has not taken it."""
 
-    async def full(*_: Any) -> tuple[int, bytes]:
-        return 429, b""
+    async def full(*_: Any) -> tuple[int, bytes, None]:
+        return 429, b"", None
 
     async def ask() -> None:
         server = servers.Server(None, "http://127.0.0.1:1", lambda: True)  # type: ignore[arg-type]

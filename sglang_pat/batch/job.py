@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +33,16 @@ PROBES: dict[str, Json] = {
     "/v1/completions": {"prompt": "Hello"},
 }
 """Requests that no server would refuse, by URL."""
+
+PAUSES = (0.2, 1, 2, 4, 8)
+"""Seconds before a request is asked once more."""
+
+BUSY = frozenset((408, 429, 503, 529))
+"""Statuses that ask for patience: a queue is full, a request has waited in it for long, a limit is reached, or nobody is there to answer."""
+
+FOR_GOOD = ("Using priority is disabled", "Request running timeout reached")
+"""What SGLang says with such a status to a request that it would treat so again (scheduler.py: `--abort-on-priority-when-disabled`, and
+`SGLANG_REQ_RUNNING_TIMEOUT`)."""
 
 Ask = Callable[[Request], Awaitable[tuple[int, Json]]]
 """Gives the HTTP status and body of the answer to a request."""
@@ -113,6 +124,66 @@ def in_time(ask: Ask, seconds: float, name: str) -> Ask:
     return asked
 
 
+def asks_for_patience(status: int, body: Json) -> bool:
+    """Whether an answer says that the same request may get another one later."""
+    return status in BUSY and not any(words in str(body) for words in FOR_GOOD)
+
+
+def is_aborted(body: Json) -> bool:
+    """Whether an answer, or one of several, is what there was when somebody aborted it: an operator who pauses a server or loads weights, above all."""
+    choices = body.get("choices")
+    return isinstance(choices, list) and any(
+        isinstance(one, dict) and one.get("finish_reason") == "abort" for one in choices
+    )
+
+
+async def rest(seconds: float, stopping: Callable[[], bool]) -> None:
+    """Wait before a request is asked once more.
+
+    Raises:
+        StoppedError: No more shall be asked.
+    """
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if stopping():
+            raise StoppedError
+        await asyncio.sleep(min(left, 1))
+
+
+async def patiently(
+    ask: Callable[[], Awaitable[tuple[int, Json]]], alone: Callable[[], bool], stopping: Callable[[], bool]
+) -> tuple[int, Json]:
+    """Ask an engine until it takes the request.
+
+    Args:
+        ask: Gives the HTTP status and body of its answer.
+        alone: Whether it has no other request. One that is refused even so, in all tries of PAUSES, is refused for good: more prompts than its
+            queue is long, perhaps.
+        stopping: Whether no more shall be asked.
+
+    Raises:
+        RuntimeError: The answer is aborted each time.
+        StoppedError: No more shall be asked, and it has not taken this request.
+    """
+    refused = aborted = lonely = 0
+    while True:
+        status, body = await ask()
+        if asks_for_patience(status, body):
+            lonely = lonely + 1 if alone() else 0
+            if lonely > len(PAUSES):
+                return status, body
+            pause = PAUSES[min(refused, len(PAUSES) - 1)]
+            refused += 1
+        elif is_aborted(body):
+            if aborted == len(PAUSES):
+                raise RuntimeError(f"its answer was aborted {aborted + 1} times")
+            pause = PAUSES[aborted]
+            aborted += 1
+        else:
+            return status, body
+        await rest(pause, stopping)
+
+
 class _Client:
     """Who asks an engine for one answer, as far as SGLang looks: until it is gone, when SGLang aborts what nobody waits for."""
 
@@ -152,7 +223,7 @@ def askers(engine: Engine) -> list[Ask]:
     vocabulary: int = tokens.model_config.vocab_size
     handled: set[asyncio.Future[Any]] = set()
 
-    async def ask(request: Request, route: Json) -> tuple[int, Json]:
+    async def once(request: Request, route: Json) -> tuple[int, Json]:
         kind, handler = handlers[request.url]
         try:
             body = kind(**{**route, **request.body})
@@ -177,6 +248,9 @@ def askers(engine: Engine) -> list[Ask]:
         if hasattr(response, "model_dump_json"):
             return 200, msgspec.json.decode(response.model_dump_json())
         return response.status_code, msgspec.json.decode(response.body)
+
+    async def ask(request: Request, route: Json) -> tuple[int, Json]:
+        return await patiently(lambda: once(request, route), lambda: not handled, lambda: tokens.gracefully_exit)
 
     replicas: int = tokens.server_args.dp_size
     routes = [{"routed_dp_rank": rank} for rank in range(replicas)] if replicas > 1 else [{}]

@@ -6,16 +6,29 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import resource
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
 from sglang_pat.addresses import KEY, KEY_PROBLEM, is_address, is_key
-from sglang_pat.batch.job import PROBE, PROBES, LostError, StoppedError, begin, room_of
+from sglang_pat.batch.job import (
+    BUSY,
+    PAUSES,
+    PROBE,
+    PROBES,
+    LostError,
+    asks_for_patience,
+    begin,
+    is_aborted,
+    rest,
+    room_of,
+)  # fmt: skip
 from sglang_pat.batch.lines import LONGEST, BatchError, Json, Request
 from sglang_pat.batch.order import Room
 
@@ -28,14 +41,11 @@ WATCH = 10
 SICK = 3
 """Times in a row that it may not be: SGLang's own check fails while a prefill takes longer than 20 s (`HEALTH_CHECK_TIMEOUT`)."""
 
-PAUSES = (0.2, 1, 2, 4, 8)
-"""Seconds before a request is asked once more."""
-
 FULL = 600
 """Seconds in which a queue may be full with no request answered: the answers before it may be long."""
 
-BUSY = frozenset((429, 503))
-"""Statuses that say nothing about a request: a queue is full, or nobody is there to answer."""
+LONGEST_PAUSE = 60
+"""Seconds that a server may ask for before the next try: a queue is seldom full for longer, and its `Retry-After` is a guess too."""
 
 UNSURE = frozenset((502, 504))
 """Statuses of a proxy whose server ended or took too long, perhaps by what it was asked."""
@@ -125,7 +135,7 @@ class Server:
     async def room(self) -> Room:
         """What it has room for, as SGLang's servers say."""
         try:
-            status, text = await asyncio.wait_for(self._fetch("GET", "/server_info"), PATIENCE)
+            status, text, _ = await asyncio.wait_for(self._fetch("GET", "/server_info"), PATIENCE)
             return room_of(msgspec.json.decode(text)) if status == 200 else Room()
         except (*FAILURES, _NoAnswerError, RecursionError):
             return Room()
@@ -148,10 +158,10 @@ class Server:
         await self._known.wait()
         body = msgspec.json.encode(request.body)
         failed = full = 0  # times in a row
-        seen, since = self._answered, time.monotonic()
+        seen, since, last = self._answered, time.monotonic(), False
         while True:
             try:
-                status, found = await self._once(request.url, body)
+                status, found, wanted = await self._once(request.url, body)
             except _NoAnswerError as error:
                 if failed == 0:
                     seen = self._answered
@@ -162,46 +172,48 @@ class Server:
                 pause = PAUSES[failed]
                 failed, full = failed + 1, 0
             else:
-                if found is not None:
+                if wanted is None or last:
                     return status, found
                 if full == 0 or self._answered > seen:
                     full, seen, since = 0, self._answered, time.monotonic()
                 elif time.monotonic() - since > FULL:
-                    raise self._lost(_says(status))
-                pause = PAUSES[min(full, len(PAUSES) - 1)]
+                    reason = await self._refusal(request.url, seen)
+                    if reason or self._answered == seen:
+                        raise self._lost(reason or _says(status))
+                    last = True  # others are taken
+                    continue
+                pause = max(PAUSES[min(full, len(PAUSES) - 1)], min(wanted, LONGEST_PAUSE))
                 failed, full = 0, full + 1
-            began = time.monotonic()
-            while (rest := began + pause - time.monotonic()) > 0:
-                if self._stopping():
-                    raise StoppedError
-                await asyncio.sleep(min(rest, 1))
+            await rest(pause, self._stopping)
 
-    async def _once(self, url: str, body: bytes) -> tuple[int, Json | None]:
-        """The status and body of an answer; no body if the queue is full.
+    async def _once(self, url: str, body: bytes) -> tuple[int, Json, float | None]:
+        """The status and body of an answer, and, if it asks for patience, for how many seconds.
 
         Raises:
             LostError: The server answers nobody.
             _NoAnswerError: It has none for this request, this time.
         """
         try:
-            status, text = await self._fetch("POST", url, body)
+            status, text, wanted = await self._fetch("POST", url, body)
         except FAILURES as error:
             # A connection that was kept open may end just when it is used again.
             if problem := await self._sick():
                 raise self._lost(problem) from None
             raise _NoAnswerError(_words(error)) from None
-        if status in BUSY:
-            return status, None
         if status in UNSURE:
             raise _NoAnswerError(_says(status))
         found = _decode(status, text)
-        if _refused(status):
+        if is_aborted(found):
+            raise _NoAnswerError("an answer was aborted")
+        if asks_for_patience(status, found) or (status >= 400 and wanted is not None):
+            return status, found, wanted or 0
+        if _refused(status) and status not in BUSY:
             # This request alone, or whatever it will be asked.
             if problem := await self._sick() or await self._refusal(url, self._answered):
                 raise self._lost(problem)
         else:
             self._answered += 1
-        return status, found
+        return status, found, None
 
     async def _refusal(self, url: str, seen: int) -> str:
         """Why a request that failed is not the reason; empty if it is, since others are answered.
@@ -215,7 +227,7 @@ class Server:
                 return ""
             body = {"max_tokens": 1, **PROBES[url]} | ({"model": self._model} if self._model else {})
             try:
-                status, text = await asyncio.wait_for(self._fetch("POST", url, msgspec.json.encode(body)), PROBE)
+                status, text, _ = await asyncio.wait_for(self._fetch("POST", url, msgspec.json.encode(body)), PROBE)
                 if status in BUSY or _refused(status):
                     return "" if status in BUSY else _says(status)
                 _decode(status, text)
@@ -242,7 +254,7 @@ class Server:
     async def _sick(self) -> str:
         """Why it cannot be asked; empty if it can. One that is being stopped says 503, and would never end while it is asked more."""
         try:
-            status, _ = await asyncio.wait_for(self._fetch("GET", "/health"), PATIENCE)
+            status, *_ = await asyncio.wait_for(self._fetch("GET", "/health"), PATIENCE)
         except (*FAILURES, _NoAnswerError) as error:
             return "" if _is_ours(error) else _words(error)
         return f"its /health says {status}" if status >= 500 else ""
@@ -250,7 +262,7 @@ class Server:
     async def _stranger(self) -> str:
         """Why it is no server that can be asked; empty if it is one."""
         try:
-            status, text = await asyncio.wait_for(self._fetch("GET", "/v1/models"), PATIENCE)
+            status, text, _ = await asyncio.wait_for(self._fetch("GET", "/v1/models"), PATIENCE)
         except (*FAILURES, _NoAnswerError) as error:
             return _words(error)
         if status in (401, 403):
@@ -264,7 +276,8 @@ class Server:
         self._model = found.data[0].id if found.data else ""
         return ""
 
-    async def _fetch(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    async def _fetch(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes, float | None]:
+        """The status, the body, and in how many seconds it may be asked again, if that is said."""
         # A redirection could take the key elsewhere.
         async with self._session.request(method, self._url + path, data=body, allow_redirects=False) as response:
             text = bytearray()
@@ -272,11 +285,21 @@ class Server:
                 text += part
                 if len(text) > LONGEST:
                     raise _NoAnswerError(f"an answer is longer than {LONGEST >> 20} MiB")
-            return response.status, bytes(text)
+            return response.status, bytes(text), _seconds(response.headers.get("Retry-After"))
 
 
 def _is_ours(error: Exception) -> bool:
     return getattr(error, "errno", None) in OURS
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Until the time that a `Retry-After` names, by seconds or by its date; None if it names none."""
+    if retry_after is None or re.fullmatch("[0-9]{1,9}", retry_after):
+        return None if retry_after is None else float(retry_after)
+    try:
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None
 
 
 def _refused(status: int) -> bool:
