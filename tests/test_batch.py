@@ -25,8 +25,11 @@ import pytest
 from forked import ForkedProcess, ForkedServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
 
-from sglang_pat import cli
+from sglang_pat import cli, compat
+from sglang_pat.batch import job as job_module
 from sglang_pat.batch import lines
 from sglang_pat.batch.command import Progress
 from sglang_pat.batch.job import FOR_GOOD, LostError, StoppedError, _Client, answer_all, in_time, patiently, room_of
@@ -797,6 +800,26 @@ def test_flags_that_there_are_not_are_one_sentence(flags: list[str], config: str
     said = (tmp_path / "log").read_text().splitlines()
     assert said[-1].startswith(message), said
     assert not any("usage:" in line or "Traceback" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--node-rank", "1", "--nnodes", "2", "--dist-init-addr", "127.0.0.1:9"], ["--tokenizer-worker-num", "2"],
+        ["--skip-tokenizer-init"], ["--disaggregation-mode", "prefill"], ["--encoder-only"], ["--is-embedding"], ["--use-ray"],
+    ],
+    ids=lambda flags: flags[0],
+)  # fmt: skip
+def test_an_engine_that_would_answer_nothing_is_refused_before_it_starts(flags: list[str], model: Path) -> None:
+    load_plugins()
+    words = ["--model-path", str(model), "--attention-backend", "pat", *FLAGS]
+    job_module.check_answers(prepare_server_args([*words, "--detokenizer-worker-num", "2"]))
+    if flags[0] == "--tokenizer-worker-num" and compat.release() != "0.5.17":
+        job_module.check_answers(prepare_server_args([*words, *flags]))
+        return
+    # SGLang itself may refuse a model with a flag.
+    with pytest.raises(ValueError, match=f"no engine answers a job with {flags[0]}|for encoder disaggregation"):
+        job_module.check_answers(prepare_server_args([*words, *flags]))
 
 
 @pytest.mark.server

@@ -52,6 +52,7 @@ def engine(flags: Sequence[str]) -> Engine:
         words = [*defaults, *compat.arguments.with_config_file(parser, words)]
         parser.parse_args(words)
         arguments = prepare_server_args(words)
+        job.check_answers(arguments)
         signal.signal(signal.SIGTERM, _on_told_to_end)  # until SGLang handles it
         compat.arguments.handle_failed_start(arguments, _on_failed_start)
         return sglang.Engine(server_args=arguments)

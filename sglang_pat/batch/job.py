@@ -202,6 +202,17 @@ class _Client:
         return {"type": "http.disconnect"}
 
 
+def check_answers(server_args: Any) -> None:
+    """
+    Raises:
+        BatchError: An engine with these arguments answers no requests.
+    """
+    from sglang_pat import compat
+
+    if reason := compat.arguments.why_no_answers(server_args):
+        raise BatchError(f"no engine answers a job with {reason}")
+
+
 def askers(engine: Engine) -> list[Ask]:
     """Asks an engine as SGLang's server would: chat template, tools, sampling parameters and all that follow from its flags.
 
@@ -210,7 +221,11 @@ def askers(engine: Engine) -> list[Ask]:
 
     Returns:
         One for each of its replicas (`--dp-size`), which SGLang would choose in turn otherwise.
+
+    Raises:
+        BatchError: It answers no requests.
     """
+    check_answers(engine.server_args)
     from pydantic import ValidationError
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
     from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
@@ -427,6 +442,9 @@ def run(lines: Iterable[Json], engine: Engine, in_flight: int = IN_FLIGHT) -> li
 
     Returns:
         Their records, as lines of a batch's output, in the order of the input.
+
+    Raises:
+        BatchError: It answers no requests.
     """
     found = [check(number, line) for number, line in enumerate(lines, 1)]
     records = {failure.number: refusal(failure) for failure in found if isinstance(failure, Failure)}

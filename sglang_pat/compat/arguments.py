@@ -265,6 +265,25 @@ def _adjustments_of_old() -> str:
     return method if registry.exists(method) else f"sglang.srt.arg_groups.model_hook:.{_ADJUSTMENTS}"
 
 
+def why_no_answers(server_args: Any) -> str:
+    """Why an `sglang.Engine` with these arguments would answer no chat and no completion, though a server might; empty if it would."""
+    given = resolved(server_args)
+    mode = given.disaggregation_mode
+    reasons = {
+        f"--node-rank {given.node_rank}: a job runs on node 0, and SGLang's server on the others": given.node_rank > 0,
+        # 0.5.23 gives such an engine a tokenizer in this process too.
+        "--tokenizer-worker-num: an engine of 0.5.17 has one tokenizer only; start a server, and name it with --url": (
+            given.tokenizer_worker_num > 1 and release() == "0.5.17"
+        ),
+        "--skip-tokenizer-init: nobody would make text of answers": given.skip_tokenizer_init,
+        f"--disaggregation-mode {mode}: it is one half of a server; name their router with --url": mode != "null",
+        "--encoder-only: it generates nothing": given.encoder_only,
+        "--is-embedding: it generates nothing": given.is_embedding,
+        "--use-ray: only a server uses Ray; start one, and name it with --url": given.use_ray,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
 def handle_failed_start(server_args: Any, handler: Callable[[int, Any], None]) -> None:
     """Let this function handle the signal by which SGLang's processes tell the one that started them that they have failed.
 
