@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import re
 import socket
 import sys
 import threading
@@ -95,8 +94,7 @@ def sentence(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.fixture(autouse=True)
 def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OPENAI_API_KEY", "SGLANG_PAT_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
 def test_a_picture_shows_what_happened_in_between() -> None:
@@ -133,6 +131,9 @@ def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_processes_are_added_up() -> None:
     both = top.total([counters(steps=3), counters(steps=4)])
     assert both["steps"] == 7 and both["query_sizes"] == {"1": 16, "3": 4, "5": 8}
+    assert not any(line.startswith("unpacked: ") for line in top.render(both, None, 1))
+    one = top.total([{**counters(), "unpacked_because": reason} for reason in ("", "this SGLang has no tree")])
+    assert "unpacked: this SGLang has no tree" in top.render(one, None, 1)
 
 
 @pytest.mark.parametrize(("queries", "size"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (1023, 512)])
@@ -354,74 +355,15 @@ def test_a_key_that_cannot_be_sent_is_not_shown(capsys: pytest.CaptureFixture[st
     assert "secret" not in found
 
 
-def sent(server: Port) -> list[str]:
-    """The keys that a port was sent, and forget them."""
-    found = [re.findall(r"(?i)^authorization: Bearer (.*)\r$", text.decode(), re.MULTILINE) for text in server.requests]
-    server.requests.clear()
-    return ["".join(keys) for keys in found]
-
-
-def test_a_key_goes_where_a_user_sends_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever listens on the default port is not told what is OpenAI's."""
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-openai")
-    with port(http(info())) as server:
-        monkeypatch.setattr(cli, "URL", server.url)
-
-        def told(*arguments: str) -> list[str]:
-            assert cli.main(["top", "--once", *arguments]) == 0
-            assert capsys.readouterr().err == "", "on this machine nobody is on the way"
-            return sent(server)
-
-        named = ["--url", server.url]
-        assert [told(), told(*named)] == [[""], ["sk-openai"]]
-        monkeypatch.setenv("SGLANG_PAT_API_KEY", "ours")
-        assert [told(), told(*named), told("--api-key", "given")] == [["ours"], ["ours"], ["given"]]
-        monkeypatch.setenv("SGLANG_PAT_API_KEY", "")
-        assert told(*named) == [""], "none, whatever OpenAI's is"
-
-
-def test_the_picture_says_that_a_key_is_sent_in_the_clear(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A terminal has cleared away what was said before."""
-    monkeypatch.setattr(top, "fetch", lambda url, key: [counters()])
-    monkeypatch.setattr(top.time, "sleep", mock.Mock(side_effect=KeyboardInterrupt))
-    for url, key, clear in [("http://a", "key", True), ("http://a", "", False), ("https://a", "key", False)]:
-        top.top(url, 1, once=False, key=key)
-        assert ("the API key is sent in the clear" in capsys.readouterr().out) == clear
-
-
-@pytest.mark.parametrize(
-    ("urls", "key", "said"),
-    [
-        (["http://gpu-1:30000"], "key", "to http://gpu-1:30000: everybody"),
-        (["https://gpu-1", "http://gpu-2/v1", "http://10.0.0.1", "http://[::1]"], "key", "to http://gpu-2/v1 and 1 more:"),
-        (["http://127.0.0.2:1", "http://[::1]:1", "http://localhost", "https://gpu-1"], "key", ""),
-        (["http://localhost.example"], "key", "to http://localhost.example:"),
-        (["http://gpu-1"], "", ""),
-        (["http://user:password@gpu-1"], "key", ""),
-    ],
-)  # fmt: skip
-def test_a_key_that_others_can_read_on_its_way_is_spoken_of_once(
-    capsys: pytest.CaptureFixture[str], urls: list[str], key: str, said: str
-) -> None:
-    assert cli._key(SimpleNamespace(url=urls, api_key=key)) == key
-    assert cli._key(SimpleNamespace(url=urls[0], api_key="")) == ""
-    error = capsys.readouterr().err
-    assert error.count("\n") == bool(said) and said in error and "password" not in error
-
-
 def test_the_key_of_the_environment_is_not_in_the_help(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    monkeypatch.setenv("SGLANG_PAT_API_KEY", "sk-secret")
-    for command in ("top", "explain", "batch"):
+    for command in ("top", "explain"):
         with pytest.raises(SystemExit, match="0"):
             cli.main([command, "--help"])
         shown = capsys.readouterr().out
-        assert "--api-key" in shown and "Prefer the environment variable SGLANG_PAT_API_KEY" in " ".join(shown.split())
-        assert "OPENAI_API_KEY" in shown and "sk-secret" not in shown
+        assert "--api-key" in shown and "OPENAI_API_KEY" in shown and "sk-secret" not in shown
 
 
 def test_explain_says_why_there_is_no_recording(capsys: pytest.CaptureFixture[str]) -> None:
@@ -436,7 +378,9 @@ def test_explain_says_why_there_is_no_recording(capsys: pytest.CaptureFixture[st
 
 def test_replicas_may_answer_in_any_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for order in itertools.permutations(("", str(tmp_path / "trace"), str(tmp_path / "trace.dp1"))):
-        states = [{"pat": {**counters(steps=1 + len(trace)), "trace": trace, "unpacked_because": ""}} for trace in order]
+        states = [
+            {"pat": {**counters(steps=1 + len(trace)), "trace": trace, "unpacked_because": ""}} for trace in order
+        ]
         with port(http({"internal_states": states})) as server:
             assert f"records {tmp_path / 'trace'}, which" in sentence(capsys, "explain", "--url", server.url)
             assert top.total(top.fetch(server.url))["steps"] == 3 + sum(len(trace) for trace in order)
@@ -444,6 +388,7 @@ def test_replicas_may_answer_in_any_order(capsys: pytest.CaptureFixture[str], tm
 
 def test_a_real_process_says_what_is_read() -> None:
     told = {**Counters(query_sizes={1: 2, 70_000: 3}).report(3), "nodes": 0, "faults": 0, "bound": 0, "trace": "/x y"}
+    told["unpacked_because"] = ""
     assert set(top.Counters.__annotations__) <= set(told)
     body = msgspec.json.encode({"internal_states": [{"pat": told}, {}]})
     (read,) = msgspec.json.decode(body, type=top.ServerInfo).internal_states[:1]

@@ -267,13 +267,16 @@ def _adjustments_of_old() -> str:
 
 def why_no_answers(server_args: Any) -> str:
     """Why an `sglang.Engine` with these arguments would answer no chat and no completion, though a server might; empty if it would."""
+    from sglang import Engine
+
     given = resolved(server_args)
     mode = given.disaggregation_mode
+    # Releases in which other processes can join an engine (0.5.21 on) give it a tokenizer in this process too.
+    joinable = hasattr(Engine, "attach_tokenizer_worker")
     reasons = {
         f"--node-rank {given.node_rank}: a job runs on node 0, and SGLang's server on the others": given.node_rank > 0,
-        # 0.5.23 gives such an engine a tokenizer in this process too.
-        "--tokenizer-worker-num: an engine of 0.5.17 has one tokenizer only; start a server, and name it with --url": (
-            given.tokenizer_worker_num > 1 and release() == "0.5.17"
+        "--tokenizer-worker-num: an engine of this SGLang has one tokenizer only; start a server, and name it with --url": (
+            given.tokenizer_worker_num > 1 and not joinable
         ),
         "--skip-tokenizer-init: nobody would make text of answers": given.skip_tokenizer_init,
         f"--disaggregation-mode {mode}: it is one half of a server; name their router with --url": mode != "null",
