@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 FOLDER = HERE.parent / ".venv-release"
 
 TESTS = {
-    "bridge": ["test_mirror.py", "test_observer.py"],
+    "bridge": ["test_mirror.py", "test_observer.py", "test_releases.py"],
     "scheduler": ["test_scheduler.py", "-k", "plain or drafts"],
     "server": ["test_windows.py", "-k", "lists_its_backends"],
 }

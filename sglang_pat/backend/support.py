@@ -18,7 +18,7 @@ from sglang_pat.packing.spec import MAX_WINDOW
 
 logger = logging.getLogger(__name__)
 
-_RELEASES = f"use SGLang {compat.TESTED[0]} to {compat.TESTED[-1]} without other plugins"
+_RELEASES = f"use SGLang {' or '.join(compat.TESTED)} without other plugins"
 _OTHER = "serve it with another one, for example --attention-backend"
 
 
@@ -43,10 +43,7 @@ def check_release(runner: Any) -> None:
         raise UnsupportedError(f"sglang-pat cannot tell requests of SGLang {compat.release()} apart: {_RELEASES}")
     if compat.release() not in compat.TESTED:
         logger.warning(
-            "sglang-pat is tested with SGLang %s to %s, but this is %s",
-            compat.TESTED[0],
-            compat.TESTED[-1],
-            compat.release(),
+            "sglang-pat is tested with SGLang %s, but this is %s", " and ".join(compat.TESTED), compat.release()
         )
 
 
