@@ -12,6 +12,7 @@ from kernel_cases import TOLERANCE, Drafts, random_trees
 from test_cpu_kernel import Case
 from trees import random_batch
 
+from sglang_pat import compat
 from sglang_pat.backend import verify
 from sglang_pat.kernels import cpu
 from sglang_pat.packing import CPU_TILES, FORMATS, AttentionSpec, Batch, Node, layout
@@ -122,6 +123,18 @@ def test_padding_has_no_flags() -> None:
     )
     assert verify.branches(batch)  # type: ignore[arg-type]
     assert torch.equal(verify.masks(batch, 7, 2), (trees.long() << torch.arange(7)).sum(-1))  # type: ignore[arg-type]
+
+
+def test_masks_in_a_buffer_for_more_drafts() -> None:
+    trees = random_trees(random.Random(3), Batch([5, 1], []), 7)
+    room = compat.batch.verify_mask(4, 7, "cpu")
+    room.buffer[: trees.numel()] = trees.flatten()
+    batch: Any = SimpleNamespace(
+        spec_info=SimpleNamespace(custom_mask=room.buffer, tree_topk=2), seq_lens=torch.tensor([5, 1])
+    )
+    assert room.fits(4) and not room.fits(5)
+    assert torch.equal(verify.masks(batch, 7, 2, room), (trees.long() << torch.arange(7)).sum(-1))
+    assert compat.batch.verify_mask(4, 0, "cpu") is None, "nothing is speculated"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from conftest import importing_kits
 from test_attention_kit import CASES, DEVICE
 
 from sglang_pat import plugin
+from sglang_pat.backend.attention import PatAttnBackend
 
 with importing_kits():
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -59,11 +60,29 @@ def test_eager(kind: str, drafts: str, heads: str, page_size: int) -> None:
     kits.run_dense_spec_verify_case(unittest.TestCase(), verified, topk=topk, spec_kind=kind, **DEVICE)
 
 
+@pytest.fixture(params=["lengths on the host", "lengths on the device only"])
+def _lengths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With overlap scheduling SGLang gives the host no lengths, unless a backend needs them."""
+    if request.param == "lengths on the device only":
+        prepare = kits._prepare_target_verify_batch
+
+        def forget(batch: Any, *arguments: Any) -> None:
+            prepare(batch, *arguments)
+            batch.seq_lens_cpu = batch.seq_lens_sum = None
+
+        monkeypatch.setattr(kits, "_prepare_target_verify_batch", forget)
+
+
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize(("heads", "page_size"), [("GQA", 64), ("MHA", 64)])
+@pytest.mark.usefixtures("_lengths")
 def test_cuda_graph(drafts: str, heads: str, page_size: int) -> None:
     """What a backend does for a graph, with a padded batch; on a CPU too, as the kit records none. The kit writes prefixes as if pages were in order,
     so each request has one."""
     topk, tokens = DRAFTS[drafts]
     verified = case(heads, page_size, tokens, (15, 16, 31))
     kits.run_dense_spec_verify_cuda_graph_case(unittest.TestCase(), verified, topk=topk, **DEVICE)
+
+
+def test_sglang_need_not_know_lengths_on_the_host() -> None:
+    assert not PatAttnBackend.needs_cpu_seq_lens
