@@ -70,7 +70,12 @@ def named(decode: bool) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_eager(name: str, layout: str) -> None:
     stock = compat.stock.prefill_backend(False, torch.float16, scaled=False) if ON_GPU else ""
-    if stock == "fa3" and layout == "non_monotonic_extend" and CASES[name].page_size > 1 and name in named(decode=False):
+    if (
+        stock == "fa3"
+        and layout == "non_monotonic_extend"
+        and CASES[name].page_size > 1
+        and name in named(decode=False)
+    ):
         pytest.skip("FA3, which prefills, reads whole pages, and SGLang's allocators give no others")
     dense.run_dense_attention_case(unittest.TestCase(), CASES[name], loc_layout=layout, **DEVICE)
 
