@@ -13,7 +13,6 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "state.h"
@@ -39,11 +38,12 @@ class Machine {
     error_.clear();
     ready_.clear();
     waiting_.clear();
-    hidden_.clear();
+    show_copies();
     for_registers_.clear();
     free_registers_ = 0;
     while (stacks_.size() < threads) stacks_.push_back(std::make_unique<Stack>());
     threads_ = std::vector<Thread>(threads);
+    asking_.assign((threads + 63) / 64, 0);
     warps_ = std::vector<Warp>(threads / kWarpSize);
     for (Warp& warp : warps_) warp.products.emplace_back();
     named_ = std::vector<NamedBarrier>(kNamedBarriers);
@@ -204,26 +204,25 @@ class Machine {
     if (reinterpret_cast<uintptr_t>(from) % bytes != 0) fail("a copy from a misaligned address");
     if (chance(2)) return finish({Pending::kCopy, to, from, bytes});
     std::memset(shared(to, bytes), 0xff, bytes);
-    current_->pending.push_back({Pending::kCopy, to, from, bytes});
+    ask({Pending::kCopy, to, from, bytes});
   }
   // Products see what has been copied only behind a fence, whoever executes it.
-  void show_copies() { hidden_.clear(); }
+  void show_copies() { ++fences_; }
   // What a product reads.
   uint8_t* shown(uint32_t address) {
-    if (hidden_.count(address / 16) > 0) fail("a product reads a copy in front of a fence");
-    return shared(address, 16);
+    uint8_t* const there = shared(address, 16);
+    if (copied_[address / 16] == fences_) fail("a product reads a copy in front of a fence");
+    return there;
   }
-  void commit_copies() { current_->pending.push_back({Pending::kCommit}); }
-  void arrive_after_copies(uint32_t at) { current_->pending.push_back({Pending::kArrive, at}); }
+  void commit_copies() { ask({Pending::kCommit}); }
+  void arrive_after_copies(uint32_t at) { ask({Pending::kArrive, at}); }
   void wait_copies(int groups) {
     auto& pending = current_->pending;
     int committed = 0;
     for (const Pending& one : pending) committed += one.kind == Pending::kCommit;
     while (committed > groups) {
-      const Pending one = pending.front();
-      pending.pop_front();
-      committed -= one.kind == Pending::kCommit;
-      finish(one);
+      committed -= pending.front().kind == Pending::kCommit;
+      finish_first(*current_);
     }
   }
 
@@ -286,26 +285,35 @@ class Machine {
   void finish(const Pending& one) {
     if (one.kind == Pending::kArrive) arrive(one.to);
     if (one.kind != Pending::kCopy) return;
-    hidden_.insert(one.to / 16);
+    copied_[one.to / 16] = fences_;
     if (one.from == nullptr)
       std::memset(shared(one.to, one.bytes), 0, one.bytes);
     else
       std::memcpy(shared(one.to, one.bytes), one.from, one.bytes);
   }
 
+  void ask(const Pending& one) {
+    current_->pending.push_back(one);
+    asking_[current_->index / 64] |= uint64_t(1) << current_->index % 64;
+  }
+
   void finish_first(Thread& thread) {
     const Pending one = thread.pending.front();
     thread.pending.pop_front();
+    if (thread.pending.empty()) asking_[thread.index / 64] &= ~(uint64_t(1) << thread.index % 64);
     finish(one);
   }
 
   // Goes on with some thread's copies; false if there are none.
   bool advance() {
     const size_t first = random_() % threads_.size();
-    for (size_t i = 0; i < threads_.size(); ++i) {
-      Thread& thread = threads_[(first + i) % threads_.size()];
-      if (thread.pending.empty()) continue;
-      finish_first(thread);
+    // From that one on, then those in front of it.
+    for (size_t i = 0; i <= asking_.size(); ++i) {
+      const size_t word = (first / 64 + i) % asking_.size();
+      uint64_t bits = asking_[word];
+      if (i == 0) bits &= ~uint64_t(0) << first % 64;
+      if (bits == 0) continue;
+      finish_first(threads_[64 * word + __builtin_ctzll(bits)]);
       return true;
     }
     return false;
@@ -336,6 +344,7 @@ class Machine {
   Thread* current_ = nullptr;
   std::vector<std::unique_ptr<Stack>> stacks_;
   std::vector<Thread> threads_;
+  std::vector<uint64_t> asking_;  // a bit for each thread that has something pending
   std::vector<Thread*> ready_;
   std::vector<Warp> warps_;
   std::vector<bool> lazy_;  // warps that others mostly overtake
@@ -343,7 +352,8 @@ class Machine {
   std::vector<Thread*> for_registers_;  // that wait for some
   int free_registers_ = 0;
   std::unordered_map<uint32_t, std::vector<Thread*>> waiting_;
-  std::unordered_set<uint32_t> hidden_;  // pieces of 16 bytes in shared memory that were copied there, with no fence since
+  uint64_t fences_ = 1;
+  uint64_t copied_[kSharedBytes / 16] = {};  // of 16 bytes of shared memory each: fences before they were copied
 };
 
 inline thread_local Machine* machine = nullptr;

@@ -28,7 +28,7 @@ struct Product {
   uint32_t left[kWarpSize][4];  // registers, or a descriptor
   uint32_t right;
   bool registers, accumulate, first;
-  float (*number)(uint16_t);
+  const float* numbers;  // of 16 bits
 };
 
 struct Thread {

@@ -15,37 +15,45 @@ constexpr uint32_t descriptor_offset(int bytes) { return uint32_t(bytes >> 4); }
 
 inline void wgmma_fence() {}
 
-// A number of a panel: rows of 128 bytes, whose 16-byte chunks are permuted by three bits of their address.
-inline uint16_t panel_number(uint32_t descriptor, int row, int column) {
+// Eight numbers of a panel: rows of 128 bytes, whose 16-byte chunks are permuted by three bits of their address.
+inline Eight panel_numbers(const float* numbers, uint32_t descriptor, int row, int column) {
   uint32_t address = (descriptor << 4) + row * 128 + column * 2;
   address ^= (address >> 7 & 7) << 4;
-  uint16_t bits;
-  std::memcpy(&bits, machine->shown(address & ~15u) + address % 16, 2);
-  return bits;
+  uint16_t bits[8];
+  std::memcpy(bits, machine->shown(address), sizeof(bits));
+  Eight eight;
+  for (int i = 0; i < 8; ++i) eight[i] = numbers[bits[i]];
+  return eight;
 }
 
 inline void finish(const emulator::Product& product, int warp_of_group) {
-  float a[16][16], b[16][64], d[16][64] = {};
+  float a[16][16];
+  Eight b[16][8], d[16][8] = {};
   for (int lane = 0; lane < 32; ++lane)
-    if (product.registers) left_operand(a, product.left[lane], lane, product.number);
-  for (int k = 0; k < 16; ++k) {
-    for (int row = 0; row < 16 && !product.registers; ++row)
-      a[row][k] = product.number(panel_number(product.left[0][0], warp_of_group * 16 + row, k));
-    for (int column = 0; column < 64; ++column)
-      b[k][column] = product.number(product.registers ? panel_number(product.right, k, column)
-                                                      : panel_number(product.right, column, k));
+    if (product.registers) left_operand(a, product.left[lane], lane, product.numbers);
+  for (int k = 0; k < 16; k += 8) {
+    for (int row = 0; row < 16 && !product.registers; ++row) {
+      const Eight eight = panel_numbers(product.numbers, product.left[0][0], warp_of_group * 16 + row, k);
+      for (int i = 0; i < 8; ++i) a[row][k + i] = eight[i];
+    }
+    for (int column = 0; column < 64 && !product.registers; ++column) {
+      const Eight eight = panel_numbers(product.numbers, product.right, column, k);
+      for (int i = 0; i < 8; ++i) b[k + i][column / 8][column % 8] = eight[i];
+    }
   }
+  for (int k = 0; k < 16 && product.registers; ++k)
+    for (int i = 0; i < 8; ++i) b[k][i] = panel_numbers(product.numbers, product.right, k, 8 * i);
   const auto each_sum = [&](auto function) {
     for (int lane = 0; lane < 32; ++lane)
       for (int i = 0; i < 32; ++i)
-        function(d[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2], product.sums[lane][i],
-                 product.before[lane][i]);
+        function(d[lane / 4 + i / 2 % 2 * 8][i / 4], lane % 4 * 2 + i % 2, product.sums[lane][i], product.before[lane][i]);
   };
-  if (product.accumulate) each_sum([&](float& sum, float& own, float before) { sum = product.first ? before : own; });
+  if (product.accumulate)
+    each_sum([&](Eight& sums, int i, float own, float before) { sums[i] = product.first ? before : own; });
   for (int row = 0; row < 16; ++row)
     for (int k = 0; k < 16; ++k)
-      for (int column = 0; column < 64; ++column) d[row][column] += a[row][k] * b[k][column];
-  each_sum([&](float& sum, float& own, float) { own = sum; });
+      for (int i = 0; i < 8; ++i) d[row][i] += a[row][k] * b[k][i];
+  each_sum([&](const Eight& sums, int i, float& own, float) { own = sums[i]; });
 }
 
 // This warp's groups of products, but for the last `pending` that are committed and the one that is not.
@@ -79,7 +87,7 @@ void start_wgmma(const WgmmaIn& in) {
     auto& groups = machine->products();
     emulator::Product product = {};
     product.registers = kRegisters, product.accumulate = in[0].accumulate, product.first = true;
-    product.right = in[0].b, product.number = number<T>;
+    product.right = in[0].b, product.numbers = numbers<T>();
     for (const auto& group : groups)
       for (const emulator::Product& other : group) product.first = product.first && other.sums[0] != in[0].d;
     for (int lane = 0; lane < 32; ++lane) {
