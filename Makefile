@@ -9,8 +9,8 @@ BIN = $(VENV)/bin
 demo: $(VENV)/installed
 	$(BIN)/python -m sglang_pat.demo
 
-# Two processes; the servers of a file are all in one of them.
-PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 15
+# Two processes; the servers of a file are all in one of them. Files in the order of tests/conftest.py.
+PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 test: $(VENV)/installed
 	$(PYTEST) -m "not slow" $(TESTS)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import random
@@ -52,11 +53,32 @@ def importing_kits() -> Iterator[None]:
         del sys.modules[UNLOADABLE]
 
 
+LONGEST = (
+    "cuda_kernel", "emulator", "batch_replicas", "server", "cuda_build", "kits", "page_kernel", "batch", "chaos", "speculation", "estimate",
+    "fp8_kv", "windows", "low_bit_server", "native", "cpu_kernel", "low_bit_prefill",
+)  # fmt: skip
+"""Test files that take long, the longest first ("seconds per file" in what `.ci/run` prints)."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # pytest-xdist hands files out in this order: long ones first, so that its processes end together.
+    place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds per file, where there are several: LONGEST is made from them."""
+    seconds: collections.Counter[str] = collections.Counter()
+    for report in (one for reports in terminalreporter.stats.values() for one in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[Path(report.fspath).stem] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("seconds per file")
+        terminalreporter.line(", ".join(f"{name} {value:.0f}" for name, value in seconds.most_common()))
 
 
 @pytest.fixture(scope="session")
