@@ -4,7 +4,7 @@ SGLANG ?= 0.5.17
 VENV ?= .venv-$(SGLANG)
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-all test-releases lint bench docs sanitize
+.PHONY: demo test test-all test-releases lint bench docs sanitize sanitize-memory sanitize-threads
 
 demo: $(VENV)/installed
 	$(BIN)/python -m sglang_pat.demo
@@ -43,9 +43,13 @@ $(VENV)/installed: pyproject.toml
 # The native scheduler's tests, once with each sanitizer; they need neither torch nor SGLang. Traces are what strangers send. The CPU kernels, which need
 # torch, with one only: torch's threads are OpenMP's, of which ThreadSanitizer knows nothing. Three of their 96
 # extends are enough here: with the 101 other tests they take 28 s of a CPU.
-sanitize: $(VENV)/installed
+sanitize: sanitize-memory sanitize-threads
+
+sanitize-memory: $(VENV)/installed
 	SGLANG_PAT_SANITIZE=address,undefined LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_WAIT_POLICY=passive \
 		$(BIN)/python -m pytest --noconftest --capture=no tests/test_native.py tests/test_extend_plans.py tests/test_trace.py tests/test_cpu_kernel.py -k 'not without_sglang and (not test_extends or True-7-1-30)'
+
+sanitize-threads: $(VENV)/installed
 	SGLANG_PAT_SANITIZE=thread LD_PRELOAD="$$(g++ -print-file-name=libtsan.so)" TSAN_OPTIONS=halt_on_error=1 \
 		$(BIN)/python -m pytest --noconftest --capture=no tests/test_native.py tests/test_extend_plans.py
