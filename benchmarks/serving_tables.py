@@ -115,8 +115,11 @@ def _serving_verify(name: str) -> str:
 LONGER = ", longer prompts"
 """What sets results apart whose tokenizer made 1.7 times as many tokens as were asked for."""
 
+NEWEST = "serving-0.5.23-h200.json"
+"""What the README shows: the newest SGLang, PAT beside its default on a GPU of the same host at the same time."""
+
 SERVING = {
-    "serving-0.5.23-h200.json": ", 0.5.23",
+    NEWEST: ", 0.5.23",
     "serving-nominal-h200.json": "",
     "serving-2xh200.json": ", 2 GPUs",
     "serving-h200.json": LONGER,
@@ -127,13 +130,10 @@ SERVING = {
 }
 """Results of serving.py, and what sets them apart."""
 
-NEWEST = "serving-0.5.23-h200.json"
-"""What the README shows: the newest SGLang, PAT beside its default on a GPU of the same host at the same time."""
-
 IN_README = {
     ("gsp-8x32x2048", None): "256 requests, 8 system prompts of 2,048 tokens",
     ("gsp-4x64x8192", None): "256 requests, 4 system prompts of 8,192 tokens",
-    ("trace", 4.0): "60 requests of a conversation trace, 4 a second",
+    ("trace", 4.0): "60 requests of a conversation trace, 4 a second, which is more than one GPU keeps up with",
     ("random-128", None): "128 requests, random prompts of 1,024 tokens",
 }
 """Its rows: workload, requests a second, and what they are called there."""
@@ -161,15 +161,6 @@ def with_device(serving_table: str, results: dict[str, str] = SERVING) -> str:
     return f"{serving_table}\n\n{device['name']}, {result['model']} shape where none is named, random weights, {device['date']}{others}."
 
 
-def pace_ms(record: dict[str, Any]) -> float:
-    """A decode step by SGLang's log, half way through the answers; where requests come and go, the median time between two tokens.
-
-    Where both are known, the client's time differs by up to 2 ms, and was below a step on two GPUs: some tokens arrive together.
-    """
-    steps = record["step_ms"]
-    return (steps[0] + steps[-1]) / 2 if steps else record["median_itl_ms"]
-
-
 def in_readme() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Each row of the README: its name, PAT's record and FA3's."""
     records = {(one["workload"], one["rate"], one["backend"]): one for one in load(NEWEST)["records"]}
@@ -181,16 +172,16 @@ def serving() -> str:
     """The README's rows, one baseline and one unit."""
     rows = []
     for name, ours, other in in_readme():
-        gaps = bold({"fa3": other["mean_itl_ms"], "pat": ours["mean_itl_ms"]}, "{:.1f}".format)
+        times = bold({"fa3": other["mean_tpot_ms"], "pat": ours["mean_tpot_ms"]}, "{:.1f}".format)
         rates = bold({"fa3": -other["output_tps"], "pat": -ours["output_tps"]}, lambda rate: f"{-rate:,.0f}")
-        gains = other["mean_itl_ms"] / ours["mean_itl_ms"], ours["output_tps"] / other["output_tps"]
-        rows.append([name, *gaps, f"{gains[0]:.1f}{TIMES}", *rates, f"{gains[1]:.1f}{TIMES}"])
+        gains = other["mean_tpot_ms"] / ours["mean_tpot_ms"], ours["output_tps"] / other["output_tps"]
+        rows.append([name, *times, f"{gains[0]:.1f}{TIMES}", *rates, f"{gains[1]:.1f}{TIMES}"])
     head = ["", "ms per token: FA3", "PAT", "", "tokens/s: FA3", "PAT", ""]
     result = load(NEWEST)
     device = result["device"]
     return (
         f"{table(head, rows)}\n\nOne {device['name']}, Qwen3-8B's shape with random weights, SGLang {device['sglang']}, {device['date']}. "
-        "Milliseconds per token: the mean time between two tokens of a request, at the client."
+        "Milliseconds per token: mean TPOT at the client, waiting for other requests' prefill included."
     )
 
 

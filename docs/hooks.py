@@ -15,8 +15,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import report
-import serving_tables
-import tables
 
 from sglang_pat.backend import features, metrics
 from sglang_pat.compat.releases import RUN
@@ -95,24 +93,7 @@ def support() -> str:
     return "\n\n".join(parts)
 
 
-def home() -> str:
-    """Bars of the README's rows: FA3 and PAT."""
-    rows = list(serving_tables.in_readme())
-    longest = max(record["mean_itl_ms"] for _, *records in rows for record in records)
-    lines = []
-    for name, ours, other in rows:
-        lines.append(f'<div class="workload">{name}</div>')
-        for kind, record in (("other", other), ("ours", ours)):
-            time = record["mean_itl_ms"]
-            lines.append(
-                f'<div class="bar {kind}" style="width: {80 * time / longest:.1f}%"></div>'
-                f"<span>{tables.NAMES[record['backend']]} {time:.1f}</span>"
-            )
-    return '<div class="chart">' + "".join(lines) + "</div>"
-
-
 GENERATED = {
-    "home": home,
     "columns": columns,
     "support": support,
     "releases": releases,
@@ -122,24 +103,17 @@ GENERATED = {
 }
 
 
-HTML = ("home",)
-"""What only a site can show."""
-
-
 def filled(markdown: str) -> str:
-    """The page with what is generated in it, but for HTML."""
+    """The page with what is generated in it."""
 
     def fill(match: re.Match[str]) -> str:
-        text = "" if match[1] in HTML else GENERATED[match[1]]() + "\n\n"
-        return f"<!-- generated: {match[1]} -->\n\n{text}<!-- end -->"
+        return f"<!-- generated: {match[1]} -->\n\n{GENERATED[match[1]]()}\n\n<!-- end -->"
 
     return re.sub(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", fill, markdown, flags=re.DOTALL)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """MkDocs calls this for every page."""
-    for name in HTML:
-        markdown = markdown.replace(f"<!-- generated: {name} -->", GENERATED[name]())
     return filled(markdown)
 
 
