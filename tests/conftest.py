@@ -57,7 +57,7 @@ LONGEST = (
     "cuda_kernel", "emulator", "batch_replicas", "server", "cuda_build", "kits", "page_kernel", "batch", "chaos", "speculation", "estimate",
     "fp8_kv", "windows", "low_bit_server", "native", "cpu_kernel", "low_bit_prefill",
 )  # fmt: skip
-"""Test files that take long, the longest first ("seconds per file" in what `.ci/run` prints)."""
+"""Test files that take long, the longest first, judged by what they compile and start; `make test-all` ends with each file's seconds."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Seconds per file, where there are several: LONGEST is made from them."""
+    """Seconds per file, where there are several."""
     seconds: collections.Counter[str] = collections.Counter()
     for report in (one for reports in terminalreporter.stats.values() for one in reports):
         if isinstance(report, pytest.TestReport):
