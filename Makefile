@@ -1,6 +1,6 @@
-# Every target makes its own environment. SGLANG chooses the release: make test SGLANG=0.5.23
+# Every target makes its own environment. SGLANG chooses the release: make test SGLANG=0.5.17
 PYTHON ?= python3
-SGLANG ?= 0.5.17
+SGLANG ?= 0.5.23
 VENV ?= .venv-$(SGLANG)
 BIN = $(VENV)/bin
 
