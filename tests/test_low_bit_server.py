@@ -14,11 +14,12 @@ import torch
 from conftest import assert_sound, flush
 from forked import ForkedServer
 from near_ties import Answer
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat import compat
-from sglang_pat.backend import low_bit
+from sglang_pat.backend import low_bit, support
 from sglang_pat.backend.low_bit_pool import Behind, LowBitKVPool, pool_class
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
@@ -188,3 +189,12 @@ def test_sglang_counts_tokens_by_their_bits_and_leaves_room_for_tails(
         assert found == left // (36 * 8 * token) // 64 * 64
     arguments.attention_backend = "triton"
     assert low_bit.chosen(arguments) is None
+
+
+def test_a_pool_on_a_gpu_that_is_not_ours_is_refused() -> None:
+    """As where another plugin replaces what makes pools, after sglang-pat hooked it."""
+    of_sglang = MHATokenToKVPool(128, 64, torch.bfloat16, 2, 32, 1, "cpu", enable_memory_saver=False)
+    runner = SimpleNamespace(device="cuda", kv_cache_dtype=torch.bfloat16, token_to_kv_pool=of_sglang)
+    with pytest.raises(support.UnsupportedError, match="another plugin keeps KV in pools of another kind: unset it"):
+        support.check_low_bit(runner, {"SGLANG_PAT_KV": "int4"})
+    support.check_low_bit(runner, {})

@@ -18,7 +18,7 @@ from sglang_pat.packing.spec import MAX_WINDOW
 
 logger = logging.getLogger(__name__)
 
-_RELEASES = f"use SGLang {' or '.join(compat.TESTED)} without other plugins"
+_RELEASES = f"use SGLang {' or '.join(compat.TESTED)}"
 _OTHER = "serve it with another one, for example --attention-backend"
 
 
@@ -48,8 +48,7 @@ def check_release(runner: Any) -> None:
 
 
 def check_guards(server_args: Any, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UnsupportedError if a hook is not in place without which SGLang would size its memory wrongly, however it came so: another release, or
-    another plugin."""
+    """Raise UnsupportedError if this SGLang lacks what has to be hooked, or SGLang would size its memory wrongly."""
     problems = []
     if compat.arguments.draft_tokens(server_args):
         problems.append(("--speculative-algorithm", compat.registry.problem(compat.pool.ROW_HEADROOM)))
@@ -77,7 +76,7 @@ def check_rows(runner: Any) -> None:
     if room < needed:
         raise UnsupportedError(
             f"sglang-pat cannot serve with --speculative-algorithm, as rows of req_to_token have {room} tokens beyond the context where drafts "
-            f"need {needed}: leave it out, or {_RELEASES}"
+            f"need {needed}: leave it out, or {_RELEASES} without other plugins"
         )
 
 
@@ -187,7 +186,7 @@ def _low_bit_problem(runner: Any) -> str | None:
     if compat.pool.is_fp8(runner.kv_cache_dtype):
         return "for a checkpoint that wants 8 bits"
     if on_gpu and not layers.format_of(runner).is_low_bit:
-        return "for a model whose KV SGLang keeps in pools of another kind"
+        return "where SGLang or another plugin keeps KV in pools of another kind"
     if on_gpu and compat.stock.prefill_backend(False, runner.kv_cache_dtype, scaled=False) == "triton":
         return "on this GPU without FlashInfer, whose attention its prefill needs"
     if not all(map(compat.model.decodes, compat.model.attention_layers(runner))):
