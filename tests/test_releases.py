@@ -59,6 +59,15 @@ def test_releases_are_named_oldest_first() -> None:
     assert compat.release() in RUN
 
 
+@pytest.mark.parametrize("fails", ["raise RuntimeError", "import nothing_of_this_name", "1 / 0"])
+def test_a_module_that_cannot_be_imported_lacks_its_targets(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pat_broken.py").write_text(fails)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert compat.registry.problem("pat_broken:Class.method") == "this SGLang has no pat_broken.Class.method"
+
+
 @pytest.mark.parametrize("drafts", [None, "NGRAM"])
 def test_without_the_hook_that_widens_rows_drafts_are_refused_before_anything_starts(
     drafts: str | None, registry: type[HookRegistry], monkeypatch: pytest.MonkeyPatch

@@ -37,7 +37,7 @@ def exists(target: str) -> bool:
     owner, _, name = target.rpartition(".")
     try:
         inspect.getattr_static(pkgutil.resolve_name(owner), name)
-    except (ImportError, AttributeError):
+    except Exception:  # a module may fail in any way when it is imported
         return False
     return True
 
