@@ -49,18 +49,16 @@ def check_release(runner: Any) -> None:
 
 def check_guards(server_args: Any, environment: Mapping[str, str] = os.environ) -> None:
     """Raise UnsupportedError if this SGLang lacks what has to be hooked, or SGLang would size its memory wrongly."""
+    # On a CPU its platform chooses the pool and the page size.
+    on_gpu = compat.arguments.resolved(server_args).device != "cpu"
     problems = []
     if compat.arguments.draft_tokens(server_args):
         problems.append(("--speculative-algorithm", compat.registry.problem(compat.pool.ROW_HEADROOM)))
     if environment.get("SGLANG_PAT_KV"):
-        targets = [compat.pool.CELL_SIZE, compat.pool.POOL_SIZES]
-        found = []
-        if (
-            compat.arguments.resolved(server_args).device != "cpu"
-        ):  # where its platform chooses the pool, and the page size
-            targets.append(compat.pool.POOL)
-            found.append(compat.arguments.adjustments_problem())
-        problems += [("SGLANG_PAT_KV", problem) for problem in (*map(compat.registry.problem, targets), *found)]
+        targets = [compat.pool.CELL_SIZE, compat.pool.POOL_SIZES, *([compat.pool.POOL] if on_gpu else [])]
+        problems += [("SGLANG_PAT_KV", compat.registry.problem(target)) for target in targets]
+        if on_gpu:
+            problems.append(("SGLANG_PAT_KV", compat.arguments.adjustments_problem()))
     for asked_by, problem in problems:
         if problem:
             raise UnsupportedError(
