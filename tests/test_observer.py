@@ -26,6 +26,7 @@ from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge import Observer, hooks
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
 from sglang_pat.radix_bridge.observer import apply
+from sglang_pat.radix_bridge.siblings import Siblings
 
 POOL = ReqToTokenPool(8, 64, "cpu", False)
 CACHE: Any = SimpleNamespace(disable=False, req_to_token_pool=POOL)
@@ -253,6 +254,21 @@ def test_what_sglang_raises_passes_and_is_no_fault(hook: Any, observer: Observer
     with pytest.raises(ValueError, match="SGLang's"):
         hooks.contained(hook, around=True)(fails, owner, CACHE)
     assert len(calls) == 1 and observer.faults == 0
+
+
+@pytest.mark.parametrize("hook", [hooks._on_add, hooks._on_add_chunk])
+def test_a_failure_of_sibling_waiting_costs_nothing_else(
+    hook: Any, observer: Observer, running: list[Req], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where SGLang renames the list of the requests that a step runs."""
+    monkeypatch.setattr(hooks, "_siblings", siblings := Siblings())
+    monkeypatch.setattr(siblings, "defer", lambda adder, req: None)
+    around = hook is hooks._on_add
+    for _ in range(8):
+        found = hooks.contained(hook, around)((lambda *_: "added") if around else None, object(), running[0])
+        assert found == ("added" if around else None)
+    assert hooks._siblings is None
+    assert observer.faults == 0 and observer.unpacked_because == ""
 
 
 def test_memory_that_other_ranks_need_not_lack_ends_the_server(observer: Observer) -> None:

@@ -310,14 +310,20 @@ def _on_add(add: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs:
     if deferred is not None:
         return deferred
     result = add(adder, req, *args, **kwargs)
-    if adder.can_run_list and adder.can_run_list[-1] is req:
-        _tell_siblings(lambda siblings: siblings.computes(adder, req))
+    _computes(adder, req)
     return result
 
 
 def _on_add_chunk(result: Any, adder: Any, req: Any) -> None:
-    if adder.can_run_list and adder.can_run_list[-1] is req:
-        _tell_siblings(lambda siblings: siblings.computes(adder, req))
+    _computes(adder, req)
+
+
+def _computes(adder: Any, req: Any) -> None:
+    def report(siblings: Siblings) -> None:
+        if adder.can_run_list and adder.can_run_list[-1] is req:
+            siblings.computes(adder, req)
+
+    _tell_siblings(report)
 
 
 def _on_cached(result: Any, cache: Any, req: Any, *args: Any, **kwargs: Any) -> None:
