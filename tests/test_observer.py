@@ -325,6 +325,20 @@ def test_once_a_path_was_followed_odd_requests_cost_themselves_only(
     assert observer.scheduler.binding(numbers(running)[0]) == (1, 10)
 
 
+def test_failures_with_followed_paths_between_them_do_not_add_up(
+    observer: Observer, running: list[Req], paths: dict[str, Any]
+) -> None:
+    """In weeks, or by requests of one client, there may be many."""
+    paths["same"] = [(1, 10)]
+    for _ in range(20):
+        hooks.contained(hooks._on_batch)(None, object(), object())
+        hooks._on_cached(None, Paths(), running[0])
+    assert observer.faults == 20 and observer.unpacked_because == ""
+    for _ in range(8):
+        hooks.contained(hooks._on_batch)(None, object(), object())
+    assert observer.unpacked_because != ""
+
+
 def test_the_first_requests_that_share_are_compared_in_sglangs_table(
     observer: Observer, running: list[Req], paths: dict[str, Any]
 ) -> None:

@@ -40,8 +40,8 @@ ROW = (1 << 32) - 1
 """The bits of a request's number that are its row."""
 
 TRIES = 8
-"""After how many faults the observer gives up, if no path was followed yet or they were about no single request: enough that no few odd requests, which
-a client may send first, decide for all."""
+"""After how many faults the observer gives up, if no path was followed yet, or since one was they were about no single request: enough that no few odd
+requests, which a client may send first, decide for all."""
 
 CHECKS = 8
 """How many pairs of requests are compared in SGLang's table before its paths are trusted. On a GPU each waits for the scheduler's stream."""
@@ -78,7 +78,7 @@ class Observer:
         self.faults = 0
         self.unpacked_because = ""
         self._follows = False  # whether the path of any request was followed
-        self._failures = 0  # unexpected exceptions that were about no single request
+        self._failures = 0  # unexpected exceptions that were about no single request, since a path was followed
         self._unchecked = CHECKS
         self._reqs: dict[int, Any] = {}  # by row: the `Req` that was bound last
         self._holds, self._changed = 0, False
@@ -243,6 +243,7 @@ class Observer:
     def _check(self, cache: Any, request: int, sharer: tuple[int, int] | None) -> None:
         """Compare what the mirror says of two requests with SGLang's own table. If their KV slots differ, no path is to be trusted."""
         self._follows = True
+        self._failures = 0
         if sharer is None:
             return
         self._unchecked -= 1
