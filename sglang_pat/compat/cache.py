@@ -21,7 +21,7 @@ def caching_method() -> str:
 
 
 def radix_cache_serves() -> bool:
-    """Whether a server may run on `RadixCache`; 0.5.23 keeps the class but serves with `UnifiedRadixCache` only."""
+    """Whether a server may run on `RadixCache`. From 0.5.22 the class is there, but only `UnifiedRadixCache` serves."""
     return caching_method() == "cache_unfinished_req"
 
 

@@ -17,7 +17,8 @@ ahead, and the server says so once; without those that size memory it refuses to
 | `Scheduler._reqs_finishing_inflight` | from 0.5.22 | requests that leave the batch a step before they give their row back |
 | `RadixCache._delete_leaf` | up to 0.5.21 | eviction |
 | `UnifiedRadixCache._evict_device_leaf` | all | eviction |
-| `RadixCache.reset`, `UnifiedRadixCache.reset` | all | `flush_cache` |
+| `RadixCache.reset` | up to 0.5.21 | `flush_cache` |
+| `UnifiedRadixCache.reset` | all | the same |
 | `PrefillAdder.add_one_req` | all | keeps a request in the queue while another one computes its prefix (siblings.py) |
 | `PrefillAdder.add_chunked_req` | all | the next chunk of a request that others may wait for |
 | `Scheduler.get_internal_state` | all | puts the counters into `/server_info` |
@@ -31,7 +32,7 @@ ahead, and the server says so once; without those that size memory it refuses to
 | `DefaultPoolConfigurator._compute_cell_size`, `calculate_pool_sizes` | all | with `SGLANG_PAT_KV`: how many tokens of 4 or 2 bits there is memory for; plugin.py |
 | `KVCacheConfigurator._build_mha_kv_pool` | all | with `SGLANG_PAT_KV` on a GPU: the class of the pool is fixed, unless a platform chooses it; plugin.py |
 | `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | all | on a CPU: the list of backends for draft models is fixed; platform/speculation.py |
-| `DraftBackendFactory._create_backend` | all | the same on a GPU: a stock backend replaces `pat` (0.5.23 was not run on a GPU); plugin.py |
+| `DraftBackendFactory._create_backend` | all | the same on a GPU: a stock backend replaces `pat`; plugin.py |
 
 On a CPU `platform/speculation.py` also replaces `sgl_kernel.speculative`, which cannot be imported there, and makes SGLang's draft workers use their
 Triton kernels (`_is_xpu` of the modules in its `MODULES`).
