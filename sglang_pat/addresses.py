@@ -51,11 +51,6 @@ def is_showable(name: str) -> bool:
     return _UNSHOWABLE.search(name) is None
 
 
-def showable(text: str, most: int = 500) -> str:
-    """A text as a terminal shows it and `/server_info` can say it, of so many characters at most."""
-    return _UNSHOWABLE.sub("?", text)[:most]
-
-
 def is_key(key: str) -> bool:
     """Whether a request can carry this API key."""
     return key.isascii() and key.isprintable()

@@ -339,6 +339,15 @@ def test_failures_with_followed_paths_between_them_do_not_add_up(
     assert observer.unpacked_because != ""
 
 
+def test_who_gives_up_does_so_even_where_a_subscriber_fails(observer: Observer) -> None:
+    def fails(event: Any) -> None:
+        raise OSError("the disk is full")
+
+    observer.subscribers.append(fails)
+    hooks.tell(observer, lambda told: told.give_up("\x1b[2Jcleared" + "." * 600))
+    assert observer.unpacked_because.startswith("\\x1b[2Jcleared.") and len(observer.unpacked_because) == 500
+
+
 def test_the_first_requests_that_share_are_compared_in_sglangs_table(
     observer: Observer, running: list[Req], paths: dict[str, Any]
 ) -> None:

@@ -18,9 +18,9 @@ from hashlib import blake2b
 from typing import Any
 
 from sglang_pat import compat
-from sglang_pat.addresses import showable
 from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.packing.tree import InconsistentError
+from sglang_pat.parser import printable
 from sglang_pat.radix_bridge.events import (
     ROOT,
     Event,
@@ -152,9 +152,11 @@ class Observer:
     def give_up(self, reason: str) -> None:
         """Follow nothing from now on: every request is decoded unpacked."""
         if not self.unpacked_because:
-            self.on_reset()
-            self.unpacked_because = showable(reason)
-            logger.warning("sglang-pat serves unpacked: %s", self.unpacked_because)
+            try:
+                self.on_reset()
+            finally:
+                self.unpacked_because = printable(reason)[:500]  # a line of a log
+                logger.warning("sglang-pat serves unpacked: %s", self.unpacked_because)
 
     def _count_fault(self, message: str, *details: Any, exc_info: bool = False) -> None:
         if self.faults == 0:
