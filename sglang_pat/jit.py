@@ -1,8 +1,9 @@
 """Builds native modules on first use, and caches them in a folder under a hash of their inputs.
 
 The folder is tvm-ffi's (`TVM_FFI_CACHE_DIR`, else `~/.cache/tvm-ffi`). A library appears in it complete, under a name that depends on its
-sources, flags and the version of tvm-ffi, and ends with a digest of the rest. It is never overwritten, because it may be in use. So a folder that was
-filled ahead may be read-only, and environments and ranks can share it; users can share one that only root or a user named in OWNER can write.
+sources, flags and the version of tvm-ffi, and ends with a digest of the rest. It is replaced as a whole, never written into, because it may be in use. So
+a folder that was filled ahead may be read-only, and environments and ranks can share it; users can share one that only root or a user named in OWNER can
+write.
 
 A library's name is no secret, and its digest has no key: whoever can write where we load from runs code as us. So folder, library and lock are opened
 once, never through a link, and used only if they belong to one of the `_trusted` and nobody else can write them. All but the folder are reached through
@@ -426,13 +427,18 @@ def _watched(scratch: str) -> Iterator[None]:
     to end with us."""
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("watch.py")), scratch]
     # In a session of its own, because Ctrl-C is for all of ours.
-    watch = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    watch = None
+    try:
+        watch = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+    except OSError as error:
+        logger.warning("sglang-pat builds, but if it is killed meanwhile, compilers go on without it: %s", error)
     try:
         yield
     finally:
-        watch.communicate(b"done")
+        if watch is not None:
+            watch.communicate(b"done")
 
 
 @contextlib.contextmanager

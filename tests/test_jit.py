@@ -48,6 +48,16 @@ def run(csrc: Path, cache: Path, *wrapper: str, **environment: str) -> subproces
     )
 
 
+def test_a_build_goes_on_without_its_watcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where no process can be started: the cache is not to blame."""
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with jit._watched(str(tmp_path)):
+        pass
+    assert "compilers go on without it" in caplog.text and "/nowhere/python" in caplog.text
+
+
 def as_a_user() -> list[str]:
     """Root may write everywhere: without that capability it is a user like others."""
     return ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.getuid() == 0 else []
