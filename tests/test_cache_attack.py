@@ -7,29 +7,19 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_jit import RUN, SOURCE, run
 
 from sglang_pat import build, jit
 
 pytestmark = [pytest.mark.once, pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")]
 
 NOBODY = 65534
-SOURCE = """
-#include <tvm/ffi/function.h>
-int64_t answer() { return 42; }
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(answer, answer);
-"""
-RUN = """
-import sys; from pathlib import Path; from sglang_pat import jit
-sys.modules['torch'] = None  # tvm-ffi would import it, for two seconds
-jit.LOCK_SECONDS = 1
-print(jit.load('tiny', Path(sys.argv[1])).answer())
-"""
+HASTY = "from sglang_pat import jit; jit.LOCK_SECONDS = 1\n" + RUN
 
 
 class Victim:
@@ -66,15 +56,7 @@ class Victim:
         self.evil.write_bytes(content + hashlib.sha256(self.name.encode() + content).digest())
 
     def run(self, cache: Path, *wrapper: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """A process that loads the module."""
-        return subprocess.run(
-            [*wrapper, sys.executable, "-c", RUN, str(self.csrc)],
-            env={**os.environ, "HOME": str(self.home), jit.CACHE: str(cache), **environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return run(self.csrc, cache, *wrapper, code=HASTY, **{"HOME": str(self.home), **environment})
 
     def folder(self, mode: int = 0o777) -> Path:
         folder = Path(tempfile.mkdtemp(dir=self.public))

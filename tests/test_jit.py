@@ -37,9 +37,12 @@ def csrc(tmp_path: Path) -> Path:
     return tmp_path / "csrc"
 
 
-def run(csrc: Path, cache: Path, *wrapper: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    csrc: Path, cache: Path, *wrapper: str, code: str = RUN, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A process that loads the module."""
     return subprocess.run(
-        [*wrapper, sys.executable, "-c", RUN, str(csrc)],
+        [*wrapper, sys.executable, "-c", code, str(csrc)],
         env={**os.environ, jit.CACHE: str(cache), **environment},
         capture_output=True,
         text=True,
