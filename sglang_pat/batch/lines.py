@@ -6,7 +6,6 @@ as its `id`, so that a job that was interrupted goes on where it was.
 
 from __future__ import annotations
 
-import codecs
 import errno
 import fcntl
 import itertools
@@ -282,7 +281,7 @@ class Output:
                 if len(text) > LONGEST_RECORD:
                     raise BatchError(f"line {number} of {self._path} is longer than {LONGEST_RECORD >> 20} MiB")
                 try:
-                    record = text.removeprefix(codecs.BOM_UTF8) if number == 1 else text
+                    record = jsonl.unmarked(text)
                     if record.strip():
                         self._count(decoder.decode(record))
                 except (ValueError, RecursionError) as error:
