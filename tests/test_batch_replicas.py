@@ -566,6 +566,16 @@ def test_whoever_asks_for_patience_is_asked_again(first: Handler) -> None:
 
 @pytest.mark.once
 @pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("status", [400, 403, 422])
+def test_what_is_refused_for_good_is_not_asked_again(status: int) -> None:
+    """Whatever a proxy adds to it."""
+    records, warnings = ask([strange := Strange(odd=says(status, "{}", **{"Retry-After": "0"}))], 3, ("odd",))
+    assert [one["response"]["status_code"] for one in records if one["custom_id"] == "4"] == [status] and not warnings
+    assert strange.asked.count("odd") == 1
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize(
     ("answer", "found"),
     [

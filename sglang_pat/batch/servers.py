@@ -47,6 +47,10 @@ FULL = 600
 LONGEST_PAUSE = 60
 """Seconds that a server may ask for before the next try: a queue is seldom full for longer, and its `Retry-After` is a guess too."""
 
+LATER = BUSY | {413, 425}
+"""Statuses below 500 of which `Retry-After` says that the same request may get another answer then: it was too much for now (RFC 9110), or came too early
+(RFC 8470). To a key or a body that is refused waiting changes nothing."""
+
 UNSURE = frozenset((502, 504))
 """Statuses of a proxy whose server ended or took too long, perhaps by what it was asked."""
 
@@ -205,7 +209,7 @@ class Server:
         found = _decode(status, text)
         if is_aborted(found):
             raise _NoAnswerError("an answer was aborted")
-        if asks_for_patience(status, found) or (status >= 400 and wanted is not None):
+        if asks_for_patience(status, found) or (wanted is not None and (status >= 500 or status in LATER)):
             return status, found, wanted or 0
         if _refused(status) and status not in BUSY:
             # This request alone, or whatever it will be asked.
