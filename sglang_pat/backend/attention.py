@@ -286,6 +286,7 @@ class PatAttnBackend(AttentionBackend):
         """Size what graphs read and is not allocated yet; the executors have allocated the rest."""
         for table in self._tables.values():
             table.reserve(max_bs)
+        # Graphs may have padding beyond the pool's requests. SGLang's own flags (`verify_mask`) have none: it writes and we read those of requests.
         if self._draft_tokens and max_bs > len(self._masks):
             self._masks = verify.without_branches(max_bs, self._draft_tokens, self._masks.device)
 
