@@ -46,7 +46,8 @@ def counters() -> str:
 def releases() -> str:
     """The releases of SGLang that tests ran with."""
     return report.table(
-        ["SGLang", "on a CPU", "on a GPU", "last on a CPU"], [[name, *run] for name, run in RUN.items()]
+        ["SGLang", "on a CPU", "on a GPU", "last on a CPU"],
+        [[name, run.on_cpu, run.on_gpu, run.last] for name, run in RUN.items()],
     )
 
 

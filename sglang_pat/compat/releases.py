@@ -1,23 +1,39 @@
 """Which SGLang is installed."""
 
 from importlib.metadata import version
+from typing import NamedTuple
 
-BRIDGE = "the bridge alone"
-"""Of `make test-releases` only the part that starts no server."""
+
+class Run(NamedTuple):
+    """Where tests ran with a release.
+
+    Attributes:
+        on_cpu: What ran on a CPU.
+        on_gpu: What ran on a GPU.
+        last: When last on a CPU.
+        served: Whether a server was among it; the bridge is the part of `make test-releases` that starts none.
+    """
+
+    on_cpu: str
+    on_gpu: str
+    last: str
+    served: bool = True
+
 
 RUN = {
-    "0.5.17": ("all tests, in CI", "H200, H100", "with every change"),
-    "0.5.18": (BRIDGE, "not run", "2026-11-29"),
-    "0.5.19": ("`make test-releases` but for drafts, with which SGLang does not start there", "not run", "2026-11-29"),
-    "0.5.20": ("`make test-releases`", "not run", "2026-11-29"),
-    "0.5.21": ("`make test-releases`", "not run", "2026-11-29"),
-    "0.5.22": (BRIDGE, "not run", "2026-11-29"),
-    "0.5.23": ("all tests, in CI", "H200; draft models without graphs only", "with every change"),
+    "0.5.17": Run("all tests, in CI", "H200, H100", "with every change"),
+    "0.5.18": Run("the bridge alone", "not run", "2026-11-29", served=False),
+    "0.5.19": Run(
+        "`make test-releases` but for drafts, with which SGLang does not start there", "not run", "2026-11-29"
+    ),
+    "0.5.20": Run("`make test-releases`", "not run", "2026-11-29"),
+    "0.5.21": Run("`make test-releases`", "not run", "2026-11-29"),
+    "0.5.22": Run("the bridge alone", "not run", "2026-11-29", served=False),
+    "0.5.23": Run("all tests, in CI", "H200; draft models without graphs only", "with every change"),
 }
-"""Releases that tests ran with, oldest first: what ran on a CPU, what on a GPU, and when last on a CPU (docs/support.md). CI runs the oldest and the newest,
-`make test-releases` each of them."""
+"""Releases that tests ran with, oldest first (docs/support.md). CI runs the oldest and the newest, `make test-releases` each of them."""
 
-TESTED = tuple(name for name, (on_cpu, *_) in RUN.items() if on_cpu != BRIDGE)
+TESTED = tuple(name for name, run in RUN.items() if run.served)
 """Releases that served in tests; with others the server warns."""
 
 
