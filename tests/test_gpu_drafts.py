@@ -17,7 +17,7 @@ import mellum
 import mtp
 import pytest
 from conftest import NGRAMS, assert_sound, drafts
-from gpu_servers import CHECKED, POOL, WITHOUT_PREFILL_GRAPHS, cached
+from gpu_servers import CHECKED, POOL, WITHOUT_PREFILL_GRAPHS, cached, serving
 from near_ties import CLOSE, TOKENS, Answer, assert_agree, generate_all, parted
 
 from sglang_pat.demo import workload
@@ -164,13 +164,8 @@ def test_the_recipe_for_agents(gpu_model: Path, tmp_path: Path) -> None:
         # A process that tokenizes is killed if it does not answer while it imports; that can take longer than SGLang's 10 s.
         "recipe": ("pat", [POOL, "4032", *RECIPE], {**CHECKED, "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300"}),
     }
-    with ExitStack() as stack:
-        servers = {
-            case: stack.enter_context(Server(model, backend, tmp_path / f"{case}.log", [*flags, *extra], environment, on_cpu=False))
-            for case, (backend, extra, environment) in cases.items()
-        }  # fmt: skip
+    with serving(model, cases, flags, tmp_path) as servers:
         for server in servers.values():
-            server.wait()
             # What is cached must be the same, as in test_fp8_kv.
             generate_all(server, prompts, concurrency=1, tokens=1)
         server = servers.pop("recipe")

@@ -17,7 +17,7 @@ import pytest
 import scaled
 import torch
 from conftest import assert_sound, flush
-from gpu_servers import CHECKED, COMMON, POOL, WITHOUT_PREFILL_GRAPHS, cached
+from gpu_servers import CHECKED, COMMON, POOL, WITHOUT_PREFILL_GRAPHS, cached, serving
 from near_ties import Answer, assert_agree, generate, generate_all, parted
 
 from sglang_pat.demo import workload
@@ -246,13 +246,7 @@ def test_hybrid_models(name: str, gpu_model: Path, tmp_path: Path) -> None:
             CHECKED,
         ),
     }  # fmt: skip
-    with ExitStack() as stack:
-        servers = {
-            case: stack.enter_context(Server(model, backend, tmp_path / f"{case}.log", [*flags, *extra], environment, on_cpu=False))
-            for case, (backend, extra, environment) in cases.items()
-        }  # fmt: skip
-        for server in servers.values():
-            server.wait()
+    with serving(model, cases, flags, tmp_path) as servers:
         expected = generate_all(servers["reference"], prompts)
         assert len({tuple(answer.ids) for answer in expected}) > len(prompts) / 2, "answers that depend on prompts"
         for case in ("pat", "small"):

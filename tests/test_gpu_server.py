@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import amid_aborts, assert_sound, flush
-from gpu_servers import CHECKED, COMMON, POOL, WITHOUT_PREFILL_GRAPHS, cached
+from gpu_servers import CHECKED, COMMON, POOL, WITHOUT_PREFILL_GRAPHS, cached, serving
 from near_ties import Answer, assert_agree, generate, generate_all
 
 from sglang_pat import compat
@@ -46,14 +46,7 @@ SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
 @pytest.fixture(scope="module")
 def servers(gpu_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     logs = tmp_path_factory.mktemp("logs")
-    with ExitStack() as stack:
-        started = {}
-        for name, (backend, flags, environment) in SERVERS.items():
-            log = logs / f"{name}.log"
-            server = Server(gpu_model, backend, log, [*WITHOUT_PREFILL_GRAPHS, *flags], environment, on_cpu=False)
-            started[name] = stack.enter_context(server)
-        for server in started.values():
-            server.wait()
+    with serving(gpu_model, SERVERS, WITHOUT_PREFILL_GRAPHS, logs) as started:
         yield started
 
 
