@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from traces import rows
 
-from sglang_pat import compat, jsonl
-from sglang_pat.estimate.prompts import TRACE_BLOCK, BlockSize
+from sglang_pat import compat
+from sglang_pat.estimate.prompts import TRACE_BLOCK
 from sglang_pat.packing import Batch, PackConfig
 from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge import Observer
@@ -25,24 +26,6 @@ STEP_MS = 30
 CONTEXT = 131_072
 POOL = 1_000_000
 """KV slots: about what an H200 holds beside an 8B model."""
-
-
-def rows(trace: Path) -> list[dict[str, Any]]:
-    """The requests of a trace of Mooncake's.
-
-    Raises:
-        SystemExit: Its hash ids do not stand for TRACE_BLOCK tokens. Such traces may also have seconds where Mooncake's have milliseconds.
-        EstimateError: They stand for nothing that fits its lengths.
-    """
-    found = [jsonl.loads(line) for line in trace.read_bytes().splitlines() if line.strip()]
-    size = BlockSize()
-    for row in found:
-        size.narrow(len(row["hash_ids"]), row["input_length"])
-    if size.tokens != TRACE_BLOCK:
-        raise SystemExit(
-            f"{trace} has blocks of {size.tokens} tokens, and is none of Mooncake's, which have {TRACE_BLOCK}"
-        )
-    return found
 
 
 class Request:

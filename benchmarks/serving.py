@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import mooncake
 import msgspec
+import traces
 from about import gpu, result_file
 
 from sglang_pat.demo.server import Server
@@ -119,7 +119,7 @@ def trace_prompts(path: Path, count: int, context: int) -> list[tuple[float, lis
     """(seconds after the first, prompt, tokens to generate) of the trace's first requests that fit `context` tokens."""
     prompts = []
     system = sum(length for length, _ in SYSTEM)
-    fitting = (row for row in mooncake.rows(path) if system + row["input_length"] + row["output_length"] < context)
+    fitting = (row for row in traces.rows(path) if system + row["input_length"] + row["output_length"] < context)
     for number, row in enumerate(islice(fitting, count)):
         prompt: list[int] = []
         for level, (length, variants) in enumerate(SYSTEM):

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import mooncake
 import serving
+import traces
 from about import gpu, result_file
 
 from sglang_pat.demo import tiny_model
@@ -52,7 +52,7 @@ def requests_of(trace: Path, minutes: int, divide_prompt: int, divide_answer: in
     """(prompt, tokens to generate) of every request of the trace's first minutes."""
     requests = []
     block = TRACE_BLOCK // divide_prompt
-    for row in mooncake.rows(trace):
+    for row in traces.rows(trace):
         if row["timestamp"] >= minutes * 60_000:
             break
         own = [token for key in row["hash_ids"] for token in serving.tokens(key, block)]

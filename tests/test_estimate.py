@@ -676,12 +676,12 @@ def test_a_trace_may_have_other_blocks(tmp_path: Path, block: int) -> None:
 
 def test_benchmarks_take_traces_of_mooncakes_blocks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import mooncake
+    import traces
 
     row = {"timestamp": 27.0, "input_length": 1024.0, "output_length": 5, "hash_ids": [1, 2]}
-    assert mooncake.rows(write(tmp_path / "trace", [row])) == [{**row, "timestamp": 27, "input_length": 1024}]
+    assert traces.rows(write(tmp_path / "trace", [row])) == [{**row, "timestamp": 27, "input_length": 1024}]
     with pytest.raises(SystemExit, match="has blocks of 16 tokens, and is none of Mooncake's, which have 512"):
-        mooncake.rows(write(tmp_path / "other", [{**row, "hash_ids": list(range(64))}]))
+        traces.rows(write(tmp_path / "other", [{**row, "hash_ids": list(range(64))}]))
 
 
 def test_what_a_job_saves_is_what_was_computed_before(tmp_path: Path) -> None:
