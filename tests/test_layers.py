@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.configs.model_config import is_local_attention_model
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -88,6 +89,42 @@ def test_an_encoder_is_not_counted() -> None:
 def test_an_encoder_with_a_window_is_refused() -> None:
     with pytest.raises(support.UnsupportedError, match="encoder-only attention with a window, which Both uses"):
         support.check_model(encoder(window=63), fallback="triton")
+
+
+def test_chunks_are_refused_where_the_model_has_them() -> None:
+    """`use_irope` alone says nothing: Muse Spark sets it for layers with RoPE."""
+    runner = encoder()
+    (runner.token_to_kv_pool,) = compat.pool.kv_pools(hybrid_runner().token_to_kv_pool)
+    runner.model = torch.nn.ModuleList([RadixAttention(8, 64, 1.0, 2, layer_id=0, use_irope=True)])
+    runner.model_config.is_local_attention_model = is_local_attention_model(["MuseSparkForConditionalGeneration"])
+    support.check_model(runner, fallback="triton")
+    runner.model_config.is_local_attention_model = is_local_attention_model(["Llama4ForConditionalGeneration"])
+    with pytest.raises(support.UnsupportedError, match=r"attention in chunks \(Llama 4\), which Both uses"):
+        support.check_model(runner, fallback="triton")
+
+
+def test_a_model_that_asks_for_log_sum_exps_is_refused_at_start() -> None:
+    iquest_q1 = pytest.importorskip("sglang.srt.models.iquest_q1", reason="not in this release")
+    attention = iquest_q1.IQuestQ1Attention.__new__(iquest_q1.IQuestQ1Attention)
+    torch.nn.Module.__init__(attention)
+    runner = encoder()
+    (runner.token_to_kv_pool,) = compat.pool.kv_pools(hybrid_runner().token_to_kv_pool)
+    runner.model = attention
+    attention.attn, attention.enable_sink_attention = RadixAttention(8, 64, 1.0, 2, layer_id=0), False
+    support.check_model(runner, fallback="triton")
+    attention.enable_sink_attention = True
+    with pytest.raises(support.UnsupportedError, match=r"log-sum-exps .* \(IQuest-Q1\), which Both uses"):
+        support.check_model(runner, fallback="triton")
+
+
+def test_laguna_is_warned_of_where_it_would_prefill_on_triton(caplog: pytest.LogCaptureFixture) -> None:
+    runner = hybrid_runner("cuda")
+    runner.model_config.hf_config = PretrainedConfig(architectures=["LagunaForCausalLM"])
+    runner.model_config.is_draft_model = False
+    support.check_prefill(runner, "fa3")
+    assert not caplog.messages
+    support.check_prefill(runner, "triton")
+    assert "wrong answers of Laguna" in caplog.text
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -155,6 +155,12 @@ def _check_layers(runner: Any, specs: Iterable[AttentionSpec], ending: str) -> N
     problems = [_layer_problem(layer) or pool_problem(layer, pool) for layer in compat.model.attention_layers(runner)]
     if getattr(runner, "prefill_aware_swa", False):
         problems.append("windows that do not apply to prompts")
+    if getattr(runner.model_config, "is_local_attention_model", False):
+        # FA3 asks this, not the layers' `use_irope`, which other models set too (flashattention_backend.py).
+        problems.append("attention in chunks (Llama 4)")
+    if any(getattr(module, "enable_sink_attention", False) for module in compat.model.modules(runner)):
+        # Such a module asks its layer for them (models/iquest_q1.py, `return_lse`); elsewhere it would fail in the first step.
+        problems.append("log-sum-exps of scores given back to the model (IQuest-Q1)")
     drafted = compat.arguments.draft_tokens(runner.server_args)
     problems += [_spec_problem(spec, runner.device, drafted) for spec in specs]
     problems += [
@@ -211,7 +217,12 @@ def check_hybrid(runner: Any, name: str) -> None:
 
 
 def check_prefill(runner: Any, backend: str) -> None:
-    """Raise UnsupportedError if this stock backend, which would prefill, cannot be made for the model."""
+    """Raise UnsupportedError if this stock backend, which would prefill, cannot be made for the model; warn if it is known to answer wrongly."""
+    if backend == "triton" and "LagunaForCausalLM" in (runner.model_config.hf_config.architectures or ()):
+        logger.warning(
+            "sglang-pat: prefill runs on triton, with which SGLang's cookbook reports wrong answers of Laguna (13 %% of GSM8K): serve it on a "
+            "Hopper GPU, or compare with another --attention-backend"
+        )
     if compat.stock.needs_first_layer(backend, runner):
         raise UnsupportedError(
             f"--attention-backend pat would prefill on {backend}, which SGLang {compat.release()} cannot make for a model whose first layer "
@@ -273,8 +284,6 @@ def _spec_problem(spec: AttentionSpec, device: capabilities.Device, drafted: int
 def _layer_problem(layer: Any) -> str | None:
     from sglang.srt.layers.radix_attention import AttentionType
 
-    if getattr(layer, "use_irope", False):
-        return "attention in chunks (Llama 4)"
     if layer.is_cross_attention:
         return "cross-attention"
     if layer.attn_type == AttentionType.ENCODER_ONLY and layer.sliding_window_size not in (None, -1):
