@@ -20,6 +20,8 @@ from sglang_pat.backend.attention import PatAttnBackend
 
 with importing_kits():
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    from sglang.srt.speculative.dflash_info import DFlashVerifyInput
     from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense
     from sglang.test.kits.attention_unittest.runner_modes import speculative_target_verify_runner as kits
 
@@ -51,8 +53,10 @@ def case(heads: str, page_size: int, tokens: int, lengths: tuple[int, ...]) -> A
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["eagle", "frozen_kv_mtp", "ngram"])
-@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize(
+    ("kind", "drafts"),
+    [(kind, drafts) for kind in ("eagle", "frozen_kv_mtp", "ngram") for drafts in DRAFTS] + [("dflash", "chains")],
+)
 @pytest.mark.parametrize(("heads", "page_size"), [("MHA", 1), ("GQA", 16), ("MQA", 1)])
 def test_eager(kind: str, drafts: str, heads: str, page_size: int) -> None:
     topk, tokens = DRAFTS[drafts]
@@ -71,6 +75,30 @@ def _lengths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             batch.seq_lens_cpu = batch.seq_lens_sum = None
 
         monkeypatch.setattr(kits, "_prepare_target_verify_batch", forget)
+
+
+def test_lengths_of_dflash() -> None:
+    """Its worker puts no mask into a batch, and bounds of the lengths on the host."""
+    verified = case("GQA", 1, 16, (100, 47, 200))
+    fixture = dense.build_dense_attention_fixture(unittest.TestCase(), verified, max_context_len=256, **DEVICE)
+    batch = fixture.forward_batch
+    kits._prepare_target_verify_batch(batch, verified, DEVICE["device"])
+    batch.spec_info = DFlashVerifyInput(batch.input_ids, batch.positions, draft_token_num=16)
+    batch.seq_lens_cpu = batch.seq_lens.cpu() + 16
+    told = []
+    fixture.backend.groups.steps[0].planner.on_plan = lambda *_, seq_lens, **__: told.append(seq_lens)
+    inputs = dense.dense_fixture_inputs(fixture)
+    with forward_context(ForwardContext(attn_backend=fixture.backend)):
+        fixture.backend.init_forward_metadata(batch)
+        found = dense.run_dense_forward(fixture, batch, inputs)
+    assert told == [[116, 63, 216]]
+    _, masks = kits._expected_case_and_masks_for_spec_verify(
+        verified, topk=1, spec_kind="dflash", device=DEVICE["device"]
+    )
+    expected = dense.dense_attention_reference_with_custom_mask(
+        fixture.reference_module, verified, inputs["prefix_hidden"], inputs["input_hidden"], masks
+    )
+    torch.testing.assert_close(found, expected, atol=dense.DENSE_ATOL, rtol=dense.DENSE_RTOL)
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)

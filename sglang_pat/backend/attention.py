@@ -225,7 +225,7 @@ class PatAttnBackend(AttentionBackend):
             for group in groups:
                 group.unload()
             return
-        seq_lens = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
+        seq_lens = compat.batch.cached_lengths(forward_batch)
         requests = self._requests_of(forward_batch, len(seq_lens))
         if not compat.batch.is_graph_view(forward_batch):
             self.rows, self.seq_lens = self.rows[: len(requests)], self.seq_lens[: len(requests)]

@@ -13,7 +13,7 @@ import msgspec
 
 from sglang_pat import compat
 
-ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH")
 """Algorithms of speculative decoding that are supported; their verify steps are all alike."""
 
 Status = Literal["works", "unpacked", "refused"]
@@ -295,9 +295,11 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("speculative decoding on a GPU", "likewise", "test_gpu_drafts.py::test_drafts",
                "test_gpu_drafts.py::test_drafts_of_a_model_that_brings_them", "test_gpu_drafts.py::test_drafts_with_windows",
                note="draft models run on the stock backend that prefills, or on `--speculative-draft-attention-backend`; run with all of these on 0.5.17; on 0.5.23 n-grams, and an EAGLE without graphs, as the GPU host's build lacks a package (`flash_mla`) that SGLang imports to capture draft models; with FP8 KV NEXTN and n-grams, behind windows n-grams and EAGLE3; how they compare with FA3 by rows (query heads / KV heads x tokens of a draft): measured.md, Verify steps"),
+        _works("DFLASH on a GPU", "`--speculative-algorithm DFLASH`", "test_verify_kits.py::test_eager", "test_verify_kits.py::test_lengths_of_dflash",
+               note="its verify steps are tested, a server was not run; drafts of 16 tokens make 64 rows or more of a KV head (query heads / KV heads x 16); on a CPU SGLang refuses it"),
         _refused("branching drafts with pages", "`--page-size` and `--speculative-eagle-topk` above 1, or n-grams", None,
                  "leave out --page-size", note="SGLang allows it for some of its own backends only, and says so with a traceback"),
-        _refused("other algorithms of speculative decoding", "`--speculative-algorithm DFLASH` and others", _speculates_otherwise, _LEAVE_OUT),
+        _refused("other algorithms of speculative decoding", "`--speculative-algorithm DSPARK` and others", _speculates_otherwise, _LEAVE_OUT),
         _refused("speculation with drafts of changing length", "`--speculative-adaptive`", _set("speculative_adaptive"), "leave it out"),
         _refused("drafts of more than 64 tokens", "`--speculative-num-draft-tokens`",
                  _more("speculative_num_draft_tokens", 64), "take 64 or less"),

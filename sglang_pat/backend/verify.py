@@ -39,9 +39,9 @@ def without_branches(requests: int, tokens: int, device: torch.device | str) -> 
 
 
 def branches(forward_batch: ForwardBatch) -> bool:
-    """Whether drafts have branches."""
+    """Whether drafts have branches. DFLASH's have none, whatever the mask that graphs are captured with."""
     spec_info: Any = forward_batch.spec_info
-    return spec_info.custom_mask is not None and spec_info.tree_topk != 1
+    return spec_info.custom_mask is not None and getattr(spec_info, "tree_topk", 1) != 1
 
 
 def masks(forward_batch: ForwardBatch, tokens: int, requests: int, preallocated: Any = None) -> torch.Tensor:

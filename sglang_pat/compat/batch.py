@@ -126,6 +126,15 @@ def verify_mask(requests: int, tokens: int, device: Any) -> Any:
     return VerifyMask(buffer=flags, mode=TreeMaskMode.QLEN_ONLY, max_bs=requests)
 
 
+def cached_lengths(forward_batch: Any) -> Any:
+    """How many tokens each request has, without a draft that is verified: [requests], on the host if SGLang has them there.
+
+    DFLASH's numbers on the host are bounds, with the draft or with all that is allocated (dflash_worker_v2.py, `verify_host_seq_lens`).
+    """
+    bounds = type(getattr(forward_batch, "spec_info", None)).__name__ == "DFlashVerifyInput"
+    return forward_batch.seq_lens if bounds or forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
+
+
 def padding(forward_batch: Any) -> int:
     """How many rows a graph added to fill the batch."""
     return getattr(forward_batch, "num_padding", 0) or 0
