@@ -32,7 +32,7 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 
 from sglang.srt.managers import scheduler as scheduler_module
-from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import AbortReq, CloseSessionReqInput, FlushCacheReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
@@ -98,6 +98,8 @@ class Soak:
                 self.next_flush -= FLUSH_EVERY
         elif busy < 12 and self.random.random() < 0.5:
             self.scheduler.process_input_requests([self.request() for _ in range(self.random.randint(1, 5))])
+        elif self.scheduler.enable_session_radix_cache and self.random.random() < 0.05:
+            self.scheduler.process_input_requests([CloseSessionReqInput(session_id=self.session())])
         elif self.sent and self.random.random() < 0.1:
             self.scheduler.process_input_requests([AbortReq(rid=self.random.choice(self.sent[-16:]))])
             self.aborts += 1
@@ -144,7 +146,11 @@ class Soak:
             self.random.randint(1, 40),
             extra_key=self.random.choice([None, "a", "b"]) if self.namespaces else None,
             priority=self.random.randint(0, 3) if self.priorities else None,
+            session_id=self.session() if self.scheduler.enable_session_radix_cache else None,
         )
+
+    def session(self) -> str:
+        return f"s{self.random.randrange(4)}"
 
     def process(self, *args: Any, **kwargs: Any) -> Any:
         """Let the scheduler take a batch's result, then look."""

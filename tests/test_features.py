@@ -44,7 +44,6 @@ ASKED_BY: list[tuple[list[str], dict[str, str]]] = [
     (["--dllm-algorithm", "LowConfidence"], {}),
     (["--enable-deterministic-inference"], {}),
     (["--rl-on-policy-target", "fsdp"], {}),
-    (["--enable-session-radix-cache"], {}),
     (["--enable-unified-cache-external-linker"], {}),
     (["--enable-pd-role-switch", "--disaggregation-mode", "decode"], {}),
     (["--kv-canary", "log"], {}),

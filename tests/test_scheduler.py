@@ -51,12 +51,13 @@ CASES: dict[str, tuple[list[str], dict[str, str], dict[str, int]]] = {
     "no radix cache": ([POOL, "1500", "--disable-radix-cache"], {}, {}),
 }
 if compat.cache.radix_cache_serves():
-    CASES["unified cache"] = (
-        [POOL, "600", "--page-size", "4", "--namespaces"], {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}, {"shared": 200, "deferred": 5},
+    CASES["unified cache, sessions"] = (
+        [POOL, "600", "--page-size", "4", "--namespaces", "--enable-session-radix-cache"], {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}, {"shared": 200, "deferred": 5},
     )  # fmt: skip
 else:
-    CASES["Python tree core"] = (
-        [POOL, "600", "--page-size", "4", "--namespaces"], {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}, {"shared": 200, "deferred": 5},
+    CASES["Python tree core, sessions"] = (
+        [POOL, "600", "--page-size", "4", "--namespaces", "--enable-session-radix-cache"], {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"},
+        {"shared": 200, "deferred": 5},
     )  # fmt: skip
 
 
