@@ -99,6 +99,17 @@ def test_requests_with_the_same_id_are_told_apart(observer: Observer, running: l
     assert number not in (first, second) and observer.scheduler.binding(number) is None
 
 
+def test_a_request_whose_kv_was_offloaded_gives_its_row_back(observer: Observer, running: list[Req]) -> None:
+    """A decode server's manager frees it, not `release_kv_cache`, and is asked again for some."""
+    manager = SimpleNamespace(req_to_token_pool=POOL)
+    _, second = numbers(running)
+    for _ in range(2):
+        hooks._on_offloaded(
+            lambda manager, req, *_: compat.requests.row(req) is None or POOL.free(req), manager, running[0], 0
+        )
+    assert observer.scheduler.batch == [second] and len(observer.scheduler) == 1
+
+
 def test_an_eviction_under_running_requests_unbinds_them(observer: Observer, running: list[Req]) -> None:
     hooks._on_evict_id(None, CACHE, 1)
     assert observer.faults == 1

@@ -12,7 +12,8 @@ ahead, and the server says so once; without those that size memory it refuses to
 | `RadixCache.cache_unfinished_req` | up to 0.5.21 | the moment when a request's row gets the tree's slots |
 | `UnifiedRadixCache.cache_unfinished_req` | up to 0.5.21 | the same |
 | `UnifiedRadixCache.checkpoint` | from 0.5.22 | the same, renamed there |
-| `release_kv_cache` | all | the only place where a request gives its row back |
+| `release_kv_cache` | all | where a request gives its row back |
+| `DecodeKVCacheOffloadManager._release_finished_req` | all | gives the row of a request back whose KV a decode server has copied to the host |
 | `Scheduler.process_batch_result` | all | many requests of a batch may end, or be cached, at once: the next plan is started after all of them |
 | `Scheduler._reqs_finishing_inflight` | from 0.5.22 | requests that leave the batch a step before they give their row back |
 | `RadixCache._delete_leaf` | up to 0.5.21 | eviction |
@@ -58,6 +59,7 @@ logger = logging.getLogger(__name__)
 _RADIX = "sglang.srt.mem_cache.radix_cache:RadixCache"
 _UNIFIED = "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache"
 _RELEASE = "sglang.srt.mem_cache.common:.release_kv_cache"
+_OFFLOADED = "sglang.srt.disaggregation.decode_kvcache_offload_manager:DecodeKVCacheOffloadManager._release_finished_req"
 _STATE = "sglang.srt.managers.scheduler:Scheduler.get_internal_state"
 _RESULT = "sglang.srt.managers.scheduler:Scheduler.process_batch_result"
 _FINISHING = "sglang.srt.managers.scheduler:Scheduler._reqs_finishing_inflight"
@@ -117,6 +119,7 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         _hooked = True
         following: dict[str, Callable[..., Any]] = {
             _RELEASE: _on_release,
+            _OFFLOADED: _on_offloaded,
             _BATCH: _on_batch,
             f"{_UNIFIED}._evict_device_leaf": _on_evict_id,
             f"{_UNIFIED}.reset": _on_reset,
@@ -140,7 +143,7 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         defer = compat.model.wanted_by_all(defer and not lacking and not set(adding) & set(absent))
         hooks = (following if not lacking else {}) | (adding if defer else {}) | others
         for target, hook in hooks.items():
-            around = target in (_RELEASE, _RESULT, _ADD)
+            around = target in (_RELEASE, _OFFLOADED, _RESULT, _ADD)
             compat.registry.hook(target, contained(hook, around), around)
         compat.registry.apply()
         _unpacked_because = _problems(lacking or following)
@@ -340,6 +343,14 @@ def _on_release(release: Callable[..., Any], req: Any, tree_cache: Any, *args: A
     _tell_siblings(lambda siblings: siblings.ended(req))
     if request is not None:
         _tell_all(tree_cache, lambda observer: observer.on_released(request))
+    return result
+
+
+def _on_offloaded(release: Callable[..., Any], manager: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    request = compat.requests.number(manager.req_to_token_pool, req)  # None if it was released before
+    result = release(manager, req, *args, **kwargs)
+    if request is not None:
+        _tell_all(manager, lambda observer: observer.on_released(request))
     return result
 
 
