@@ -150,6 +150,18 @@ def test_a_chunk_of_a_request_that_was_retracted_does_not_decode_next(observer: 
     assert observer.faults == 0
 
 
+@pytest.mark.skipif(compat.release() == "0.5.17", reason="says itself what a chunk is")
+def test_a_request_that_comes_with_its_kv_decodes_next() -> None:
+    """Its first token is known, but not computed."""
+    from sglang.srt.runtime_context import get_context
+
+    req = Req("r", "", array("q", range(12)), SamplingParams())
+    req.full_untruncated_fill_ids = req.origin_input_ids + array("q", [1])
+    for role, chunk in (("null", True), ("prefill", True), ("decode", False)):
+        with get_context().override_server_args(disaggregation_mode=role):
+            assert compat.requests.is_chunk(req, {"up_to": 12}) == chunk, role
+
+
 def test_planners_are_told_once_of_what_a_result_brings(observer: Observer, running: list[Req]) -> None:
     told: list[list[int]] = []
     observer.planners.append(lambda: told.append(observer.scheduler.batch))

@@ -111,10 +111,6 @@ def _one_of(name: str, *values: str) -> Asked:
     return lambda arguments, environment: getattr(arguments, name, None) in values
 
 
-def _prefills(arguments: Any, environment: Mapping[str, str]) -> bool:
-    return getattr(arguments, "disaggregation_mode", None) == "prefill"
-
-
 def _more(name: str, most: int) -> Asked:
     """The argument `name` is more than `most`."""
     return lambda arguments, environment: (getattr(arguments, name, None) or 0) > most
@@ -155,6 +151,7 @@ _FLAGS = "test_server.py::test_small_mixed_chunks_pages_lpm_no_overlap_no_reuse"
 _POOL = "test_server.py::test_two_hundred_requests_through_a_small_pool"
 _SPECULATION = "test_speculation.py::test_answers_are_those_without_it"
 _LOW_BIT_SERVER = "test_low_bit_server.py::test_answers_do_not_depend_on_what_was_cached"
+_PD = "test_disaggregation.py::test_answers_are_those_of_one_server"
 _LEAVE_OUT = "leave it out, or use another --attention-backend"
 
 FEATURES: dict[str, tuple[Feature, ...]] = {
@@ -224,15 +221,14 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                  _any(_several("attn_cp_size"), _set("enable_prefill_cp"), _set("enable_prefill_context_parallel")), _LEAVE_OUT),
     ),
     "Disaggregation": (
-        _refused("prefill server", "`--disaggregation-mode prefill`", _prefills,
-                 "use another --attention-backend, as it decodes nothing"),
-        _unpacked("decode server", "`--disaggregation-mode decode`", "test_server.py::test_a_decode_server",
-                  note="it has no prefix cache unless told otherwise"),
-        _refused("decode server with a prefix cache", "`--disaggregation-decode-enable-radix-cache`",
-                 _set("disaggregation_decode_enable_radix_cache"), "leave it out: it is untested"),
+        _works("prefill server", "`--disaggregation-mode prefill`", _PD, note="siblings wait, and short extends are packed; run on a CPU with Mooncake over TCP, not on GPUs"),
+        _works("decode server with a prefix cache", "`--disaggregation-decode-enable-radix-cache`", _PD,
+               note="packed from a request's first step; without this flag SGLang turns the prefix cache off; on 0.5.17 not beside drafts; run likewise"),
+        _unpacked("decode server without one", "`--disaggregation-mode decode`", "test_server.py::test_a_decode_server"),
         _refused("a server that changes its role (0.5.23)", "`--enable-pd-role-switch`", _set("enable_pd_role_switch"), _LEAVE_OUT),
-        _refused("KV offload of a decode server", "`--disaggregation-decode-enable-offload-kvcache`",
-                 _set("disaggregation_decode_enable_offload_kvcache"), "leave it out: it is untested"),
+        _unpacked("KV offload of a decode server", "`--disaggregation-decode-enable-offload-kvcache`",
+                  "test_observer.py::test_a_request_whose_kv_was_offloaded_gives_its_row_back",
+                  note="packed with a prefix cache; not run, as it needs a GPU"),
     ),
     "CUDA graphs": (
         _works("decode, every captured size, and none", "`--disable-cuda-graph`", "test_gpu_server.py::test_every_batch_size_has_its_graph",

@@ -105,12 +105,20 @@ def unfinished(batch: Any) -> int | None:
 def is_chunk(req: Any, arguments: dict[str, Any]) -> bool:
     """Whether a cache that was called with these keyword arguments to keep a request's KV was called for a chunk of its prompt.
 
-    0.5.17 says so. 0.5.23 says how many tokens have KV; a prompt, with what a retracted request had answered, is all that it was to compute.
-    Not so for a decode server's requests that come with their KV, which are not followed.
+    0.5.17 says so. 0.5.23 says how many tokens have KV; a prompt, with what a retracted request had answered, is all that it was to compute. On a
+    decode server requests come with their KV and their first token, which is not computed yet; nothing is prefilled there.
     """
     if "up_to" in arguments:
-        return arguments["up_to"] < len(req.full_untruncated_fill_ids)
+        return arguments["up_to"] < len(req.full_untruncated_fill_ids) and not _comes_with_kv()
     return bool(arguments.get("chunked"))
+
+
+def _comes_with_kv() -> bool:
+    """Whether this process is a decode server of 0.5.23."""
+    from sglang.srt.runtime_context import get_context, get_disagg
+
+    published = get_context().is_config_namespace_published("disagg")  # not in some of SGLang's tests
+    return bool(published and get_disagg().disaggregation_mode == "decode")
 
 
 def no_more_requests() -> Any:

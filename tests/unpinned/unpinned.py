@@ -1,4 +1,5 @@
-"""Lets SGLang's LoRA and DP attention run where there is no GPU: both pin host memory without asking whether that is possible.
+"""Lets SGLang's LoRA, DP attention and prefill servers run where there is no GPU: they pin host memory without asking whether that is possible, and
+prefill servers record events on a GPU's stream.
 
 A plugin of SGLang (`sglang.srt.plugins`), found by servers in whose PYTHONPATH this folder is; of no use but for tests.
 """
@@ -20,8 +21,21 @@ def _without_pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return made
 
 
+class Event:
+    """Of a stream on a CPU, where what was started is done."""
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
 def register() -> None:
-    """Make pinning do nothing."""
+    """Make pinning and events do nothing."""
     for name in ("tensor", "empty", "zeros"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign, assignment]
+    if not torch.cuda.is_available():
+        torch.cuda.Event = Event  # type: ignore[misc, assignment]
+        torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment]
