@@ -59,7 +59,9 @@ logger = logging.getLogger(__name__)
 _RADIX = "sglang.srt.mem_cache.radix_cache:RadixCache"
 _UNIFIED = "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache"
 _RELEASE = "sglang.srt.mem_cache.common:.release_kv_cache"
-_OFFLOADED = "sglang.srt.disaggregation.decode_kvcache_offload_manager:DecodeKVCacheOffloadManager._release_finished_req"
+_OFFLOADED = (
+    "sglang.srt.disaggregation.decode_kvcache_offload_manager:DecodeKVCacheOffloadManager._release_finished_req"
+)
 _STATE = "sglang.srt.managers.scheduler:Scheduler.get_internal_state"
 _RESULT = "sglang.srt.managers.scheduler:Scheduler.process_batch_result"
 _FINISHING = "sglang.srt.managers.scheduler:Scheduler._reqs_finishing_inflight"
@@ -119,7 +121,6 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         _hooked = True
         following: dict[str, Callable[..., Any]] = {
             _RELEASE: _on_release,
-            _OFFLOADED: _on_offloaded,
             _BATCH: _on_batch,
             f"{_UNIFIED}._evict_device_leaf": _on_evict_id,
             f"{_UNIFIED}.reset": _on_reset,
@@ -132,6 +133,7 @@ def install(follower: Follower, graphs: bool = False, defer: bool = False) -> No
         adding: dict[str, Callable[..., Any]] = {_ADD: _on_add, _ADD_CHUNK: _on_add_chunk}
         others: dict[str, Callable[..., Any]] = {
             _RESULT: _on_result,
+            _OFFLOADED: _on_offloaded,
             _STATE: _on_state,
             _REPORT: _on_report,
             _REST: _on_rest,
