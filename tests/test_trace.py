@@ -378,7 +378,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog:
         f"SGLANG_PAT_TRACE: {tmp_path / 'trace'} cannot be written any more and ends here: No space left on device"
     ]
     assert server.planner.counters().fallbacks == 0 and not server.writer.is_open
-    with pytest.raises(trace.TraceError, match=r"/dev/full cannot be written: No space left on device"):
+    with pytest.raises(trace.TraceError, match=r"/dev/full is not a file: name a file"):
         trace.TraceWriter(Path("/dev/full"), HEADER, 10**6)
 
 
@@ -515,7 +515,7 @@ def test_a_missing_and_an_unwritable_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .* cannot be written: No such file"):
         trace.TraceWriter(tmp_path / "no" / "folder", HEADER, 100)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .*pipe is a pipe: name a file"):
+    with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .*pipe is not a file: name a file"):
         trace.TraceWriter(tmp_path / "pipe", HEADER, 100)
     with pytest.raises(trace.TraceError, match=r"pipe is a pipe: name a file"):
         replay(tmp_path / "pipe")
@@ -538,6 +538,38 @@ def test_only_a_trace_is_recorded_over(tmp_path: Path) -> None:
     with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .*x has something else in it, which would be lost"):
         trace.TraceWriter(tmp_path / "x", HEADER, 1 << 20)
     assert (tmp_path / "x").read_text() == "a checkpoint"
+
+
+@pytest.mark.parametrize("there", ["a file", "nothing"])
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_a_trace_is_not_written_through_a_link(tmp_path: Path, link: Callable[[Path, Path], None], there: str) -> None:
+    if there == "a file":
+        (tmp_path / "empty").touch()
+    elif link is Path.hardlink_to:
+        pytest.skip("has no link to it")
+    link(tmp_path / "x", tmp_path / "empty")
+    with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .*x (is a link|has other names too)"):
+        trace.TraceWriter(tmp_path / "x", HEADER, 1 << 20)
+    assert (tmp_path / "empty").exists() == (there == "a file")
+    assert there == "nothing" or (tmp_path / "empty").stat().st_size == 0
+
+
+def test_a_trace_is_not_written_where_others_can_write(tmp_path: Path) -> None:
+    for mode in (0o620, 0o602):
+        (tmp_path / "x").touch()
+        (tmp_path / "x").chmod(mode)
+        with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .*x may be written by others"):
+            trace.TraceWriter(tmp_path / "x", HEADER, 1 << 20)
+        assert (tmp_path / "x").stat().st_size == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
+def test_another_user_s_file_gets_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "x").touch(0o600)
+    os.chown(tmp_path / "x", 65534, 65534)
+    with pytest.raises(trace.TraceError, match=r"SGLANG_PAT_TRACE: .*x belongs to user 65534: remove it"):
+        trace.TraceWriter(tmp_path / "x", HEADER, 1 << 20)
+    assert (tmp_path / "x").stat().st_size == 0
 
 
 def test_what_a_trace_says_of_itself_is_shown_without_escapes(tmp_path: Path) -> None:

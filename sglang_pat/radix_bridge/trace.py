@@ -104,6 +104,35 @@ class PlanMade(msgspec.Struct, frozen=True, tag=True):
 Record = Header | PlanMade | Event
 
 
+def _open(path: str, flags: int) -> int:
+    """Open the file of a trace, or make it. Its requests' ids are their clients', so nobody else may have chosen where they go. Whoever lets others read
+    them makes the file before.
+
+    Raises:
+        TraceError: Others made it or can write it, or it is no file of its own.
+    """
+    # A pipe must not block, and is refused as whatever else is no file.
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise TraceError(f"SGLANG_PAT_TRACE: {path} is a link: name the file itself") from None
+        raise
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
+        reason = "is not a file: name a file"
+    elif status.st_uid not in (0, os.geteuid()):
+        reason = f"belongs to user {status.st_uid}: remove it, or name another file"
+    elif status.st_nlink != 1:
+        reason = "has other names too (hard links): name another file"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        reason = "may be written by others: remove it, or name another file"
+    else:
+        return file
+    os.close(file)
+    raise TraceError(f"SGLANG_PAT_TRACE: {path} {reason}")
+
+
 class TraceWriter:
     """Writes a trace until it has `limit` bytes, the disk is full, or somebody else removes, empties or shortens the file. No failure reaches the
     server."""
@@ -117,16 +146,12 @@ class TraceWriter:
         self._left = limit - len(MAGIC)
         self._batch: list[int] = []
         try:
-            if path.is_fifo():
-                # Opening a pipe would block until somebody reads it.
-                raise TraceError(f"SGLANG_PAT_TRACE: {path} is a pipe: name a file")
             self._path = path.absolute()
             if not is_showable(str(self._path)):
                 raise TraceError(
                     f"SGLANG_PAT_TRACE: {str(self._path)!a} has characters that cannot be shown: name another file"
                 )
-            # Its requests' ids are their clients'. Whoever lets others read it makes the file before.
-            self._file = open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
+            self._file = open(path, "a+b", buffering=0, opener=_open)  # noqa: SIM115
             self._take(path)
             self._pending = bytearray(MAGIC)
             self._saved = 0  # bytes in the file
@@ -147,12 +172,11 @@ class TraceWriter:
             if error.errno == errno.EWOULDBLOCK:
                 raise TraceError(f"SGLANG_PAT_TRACE: another server records in {path}: name another file") from None
             # A filesystem without locks.
-        if path.is_file():
-            if not MAGIC.startswith(_beginning(path)):
-                raise TraceError(
-                    f"SGLANG_PAT_TRACE: {path} has something else in it, which would be lost: name another file"
-                )
-            self._file.truncate(0)
+        if not MAGIC.startswith(os.pread(self._file.fileno(), len(MAGIC), 0)):
+            raise TraceError(
+                f"SGLANG_PAT_TRACE: {path} has something else in it, which would be lost: name another file"
+            )
+        self._file.truncate(0)
 
     @property
     def is_open(self) -> bool:
