@@ -209,7 +209,7 @@ def _load(
             _warn(f"{error}; what it builds is in {own} instead")
             return load_from(own)
         _warn(f"{error}; it builds at every start instead, because this user has no home to keep that in")
-        with tempfile.TemporaryDirectory(prefix=f".{PREFIX}") as scratch:
+        with tempfile.TemporaryDirectory(prefix=f".{PREFIX}", dir=_temporary_folder()) as scratch:
             return load_from(Path(scratch))
 
 
@@ -277,6 +277,28 @@ def _own_folder() -> Path | None:
             if os.access(folder, os.W_OK):
                 return folder
     return None
+
+
+def _temporary_folder() -> str:
+    """Where compilers work: a folder in which others cannot replace what is ours, `$TMPDIR` if it is one.
+
+    Raises:
+        BuildError: There is none.
+    """
+    try:
+        first = tempfile.gettempdir()
+    except FileNotFoundError:
+        raise BuildError("sglang-pat has no folder in which compilers can work: set TMPDIR to one") from None
+    for find in (lambda: first, _own_folder, lambda: "/var/tmp", lambda: "/dev/shm"):
+        folder = os.path.realpath(find() or first)  # A link's owner could put it elsewhere.
+        with contextlib.suppress(OSError):
+            status = os.stat(folder)
+            kept = not _objection(status) or (status.st_uid in _trusted() and status.st_mode & stat.S_ISVTX)
+            if kept and os.access(folder, os.W_OK | os.X_OK):
+                return folder
+    raise BuildError(
+        f"sglang-pat does not build in {first}, because others may replace files there: set TMPDIR to a folder that only this user can write"
+    )
 
 
 def _trusted() -> set[int]:
@@ -365,13 +387,15 @@ def _build(compiler: str, name: str, library: Path, at: int, sources: list[str],
     if not os.environ.get("CXX"):
         os.environ.pop("CXX", None)  # tvm-ffi takes an empty one for a compiler
     began = time.monotonic()
+    temporary = _temporary_folder()
     # A library preloaded into this process, such as a sanitizer's, must not be loaded into the compiler.
-    preloaded = os.environ.pop("LD_PRELOAD", None)
+    before = {variable: os.environ.pop(variable, None) for variable in ("LD_PRELOAD", "TMPDIR")}
     try:
-        for folder in (tempfile.gettempdir(), f"/proc/self/fd/{at}"):
+        for folder in (temporary, f"/proc/self/fd/{at}"):
             _remove_leftovers(folder)
         # Not in the cache: tvm-ffi and ninja know folders by their paths only.
-        with tempfile.TemporaryDirectory(prefix=f".{name}-") as scratch, _watched(scratch):
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=temporary) as scratch, _watched(scratch):
+            os.environ["TMPDIR"] = scratch  # of compilers, whose files others must not replace either
             built = cpp.build(name, sources=sources, build_directory=scratch, **flags)
             if not os.path.exists(built):
                 raise RuntimeError("it made nothing")
@@ -387,8 +411,10 @@ def _build(compiler: str, name: str, library: Path, at: int, sources: list[str],
                 ) from None
         raise BuildError(f"{compiler} could not build sglang-pat's '{name}' module: {error}") from error
     finally:
-        if preloaded is not None:
-            os.environ["LD_PRELOAD"] = preloaded
+        for variable, value in before.items():
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = value
     logger.info("sglang-pat's '%s' module was built in %.1f s", name, time.monotonic() - began)
 
 

@@ -1,5 +1,7 @@
 """Ends a build whose process was killed. `jit.py` runs this file by its path, so it imports nothing of the package.
 
+The folder is the one that has the given path at the beginning, and no link: whatever has that path later is left alone.
+
 It waits for the end of its input. If nothing was written there, the process that built is gone: then everything that works in the folder, ninja and
 compilers, is ended, and the folder removed.
 """
@@ -11,12 +13,12 @@ import sys
 import time
 
 
-def workers(folder: str) -> list[int]:
+def workers(folder: os.stat_result) -> list[int]:
     """The processes whose working directory is a folder: ninja starts all its compilers where it was started itself."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if os.readlink(f"/proc/{name}/cwd") == folder:
+            if os.path.samestat(os.stat(f"/proc/{name}/cwd"), folder):
                 found.append(int(name))
         except OSError:  # it ended, or is another user's
             pass
@@ -24,7 +26,11 @@ def workers(folder: str) -> list[int]:
 
 
 def main() -> None:
-    folder = os.path.realpath(sys.argv[1])
+    path = sys.argv[1]
+    # It stays open, so that no other folder gets its inode.
+    folder = os.fstat(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
+    if folder.st_uid != os.geteuid():
+        return
     if sys.stdin.read():
         return
     # Some may start others before they end, so look again; a process that waits for a broken disk does not end at all.
@@ -38,7 +44,11 @@ def main() -> None:
             except OSError:
                 pass
         time.sleep(0.05)
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        if os.path.samestat(os.lstat(path), folder):
+            shutil.rmtree(path, ignore_errors=True)
+    except OSError:  # it is gone
+        pass
 
 
 if __name__ == "__main__":

@@ -237,6 +237,41 @@ def test_without_a_home_it_builds_at_every_start(victim: Victim, home: str) -> N
     assert not list(folder.iterdir()) and not list(temporary.iterdir())
 
 
+def test_compilers_work_where_nobody_can_replace_their_files(victim: Victim) -> None:
+    """Whoever can write a temporary folder without sticky bit can put a folder with another `build.ninja` in place of ours."""
+    temporary = victim.folder(0o777)
+    compiler = victim.folder(0o755) / "c++"
+    compiler.write_text('#!/bin/sh\necho "$PWD $TMPDIR" >> $0.log\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    result = victim.run(victim.folder(0o755), TMPDIR=str(temporary), CXX=str(compiler))
+    assert (result.stdout, result.stderr) == ("42\n", "")
+    for line in compiler.with_name("c++.log").read_text().splitlines():
+        worked, for_more = line.split()
+        assert worked == for_more and Path(worked).parent == victim.own
+    assert not list(temporary.iterdir()) and not list(victim.own.glob(".*"))
+
+
+def test_another_user_s_temporary_folder_is_not_used(victim: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary, link = victim.folder(0o755), victim.folder(0o755) / "link"
+    link.symlink_to(temporary)
+    for folder in (temporary, link):
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setenv("HOME", "/dev/null")
+        os.chown(temporary, 0, 0)
+        for mode in (0o755, 0o1777):
+            temporary.chmod(mode)
+            assert jit._temporary_folder() == str(temporary)
+        os.chown(temporary, NOBODY, NOBODY)
+        assert jit._temporary_folder() in ("/var/tmp", "/dev/shm")
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "_trusted", set)
+        with pytest.raises(jit.BuildError, match="because others may replace files there: set TMPDIR"):
+            jit._temporary_folder()
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: os.stat("/nowhere"))
+    with pytest.raises(jit.BuildError, match="no folder in which compilers can work: set TMPDIR"):
+        jit._temporary_folder()
+
+
 def test_who_fills_a_cache_learns_that_it_will_not_be_used(victim: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = victim.folder()
     monkeypatch.setenv(jit.CACHE, str(cache))

@@ -235,6 +235,44 @@ def test_a_build_that_is_killed_leaves_neither_compilers_nor_folders(csrc: Path,
                 os.kill(process, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("swapped", ["at first", "meanwhile"])
+def test_a_killed_build_s_folder_is_not_sought_through_a_link(tmp_path: Path, swapped: str) -> None:
+    """Who works there would be ended, and what is there removed."""
+    scratch, other = tmp_path / "scratch", tmp_path / "other"
+    other.mkdir()
+    (other / "file").touch()
+    if swapped == "at first":
+        scratch.symlink_to(other)
+    else:
+        scratch.mkdir()
+    command = [sys.executable, "-I", "-S", str(Path(jit.__file__).with_name("watch.py")), str(scratch)]
+    with (
+        subprocess.Popen(["sleep", "100"], cwd=other) as bystander,
+        subprocess.Popen(["sleep", "100"], cwd=other if swapped == "at first" else scratch) as worker,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as watch,
+    ):
+        try:
+            assert watch.stdin is not None
+            if swapped == "meanwhile":
+                until = time.monotonic() + 30
+                opened = Path(f"/proc/{watch.pid}/fd")
+                while str(scratch) not in [os.readlink(file) for file in opened.iterdir()]:
+                    assert time.monotonic() < until
+                    time.sleep(0.05)
+                scratch.rename(tmp_path / "away")
+                scratch.symlink_to(other)
+            watch.stdin.close()
+            watch.wait(30)
+            assert bystander.poll() is None and (other / "file").exists()
+            if swapped == "meanwhile":
+                assert worker.wait(30) == -signal.SIGKILL
+            else:
+                assert worker.poll() is None
+        finally:
+            for process in (bystander, worker, watch):
+                process.kill()
+
+
 def test_what_builds_left_long_ago_is_removed(csrc: Path, tmp_path: Path) -> None:
     cache, temporary = tmp_path / "cache", tmp_path / "tmp"
     for folder in (cache, temporary):
