@@ -174,14 +174,25 @@ def uid_of(user: str) -> int:
     """The number of a user, from a number or name in OWNER.
 
     Raises:
-        BuildError: There is no such user.
+        BuildError: There is no such user, or the number is the one that unknown users share.
     """
-    if re.fullmatch("[0-9]{1,10}", user):
-        return int(user)
     try:
-        return pwd.getpwnam(user).pw_uid
+        uid = int(user) if re.fullmatch("[0-9]{1,10}", user) else pwd.getpwnam(user).pw_uid
     except KeyError:
         raise BuildError(f"{OWNER}={user!a} must be the name or number of a user") from None
+    if uid == _overflow_uid():
+        raise BuildError(
+            f"{OWNER}={user!a} must be another user: files of all users that a container or NFS does not know seem to belong to number {uid}"
+        )
+    return uid
+
+
+def _overflow_uid() -> int:
+    """What the kernel shows as the owner of files whose owner has no number here."""
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return 65534
 
 
 def _load(
@@ -251,12 +262,28 @@ def _open_folder(path: Path) -> int:
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP) and path.is_symlink():
             raise _UnusedError(path, "it is a link: name the folder itself") from None
+        if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.ENOENT, errno.EACCES):
+            _check_obstacle(path)
         raise _unwritable(path, error) from error
     reason = _objection(os.fstat(folder))
     if reason:
         os.close(folder)
         raise _UnusedError(path, reason)
     return folder
+
+
+def _check_obstacle(path: Path) -> None:
+    """Whether the cache cannot be used because of something that another user put at its path or above: that must not keep a server from its start.
+
+    Raises:
+        _UnusedError: It is so.
+    """
+    for above in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            status = os.lstat(above)
+            if status.st_uid not in _trusted():
+                raise _UnusedError(above, _objection(status))
+            return
 
 
 def _make_folder(path: Path) -> None:
@@ -519,6 +546,8 @@ def _open_lock(library: Path, at: int) -> int | None:
     else:
         status = os.fstat(lock)
         reason = _objection(status)
+        if not reason and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            reason = "others may open it, and hold it for ever: remove it"
         if not reason and stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
             return lock
         os.close(lock)

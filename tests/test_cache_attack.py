@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pwd
 import shutil
 import stat
 import subprocess
@@ -199,20 +200,43 @@ def test_a_lock_that_another_user_holds_is_not_waited_for_for_ever(victim: Victi
         finally:
             holder.kill()
     assert result.stdout == "42\n", result.stderr
-    assert ("for another process that builds" if owner == 0 else f"because user {NOBODY} owns it") in result.stderr
+    assert ("because others may open it" if owner == 0 else f"because user {NOBODY} owns it") in result.stderr
+    assert "for another process that builds" not in result.stderr
     assert stat.S_IMODE(lock.stat().st_mode) == 0o644
 
 
 def test_a_user_can_be_named_whose_modules_are_loaded(victim: Victim) -> None:
     cache = victim.folder() / "cache"
     as_nobody("umask 022; mkdir $2 && cp $1 $2", victim.good, cache)
-    for owner in (str(NOBODY), "nobody"):
+    uid = pwd.getpwnam("daemon").pw_uid
+    for path in (cache, cache / victim.name):
+        os.chown(path, uid, uid)
+    for owner in (str(uid), "daemon"):
         result = victim.run(cache, CXX="false", **{jit.OWNER: owner})
         assert (result.stdout, result.stderr) == ("42\n", "")
     result = victim.run(cache, **{jit.OWNER: "no-such-user"})
     assert result.stderr.splitlines()[-1].endswith(
         f"{jit.OWNER}='no-such-user' must be the name or number of a user"
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "cache"),
+    [
+        ("touch $1", "x"),
+        ("touch $1", "x/cache"),
+        ("mkfifo $1", "x"),
+        ("ln -s /nowhere $1", "x/cache"),
+        ("ln -s x $1", "x/above/cache"),
+    ],
+)
+def test_what_another_user_put_in_the_way_keeps_nobody_from_a_start(victim: Victim, command: str, cache: str) -> None:
+    folder = victim.folder()
+    as_nobody(command, folder / "x")
+    with pytest.raises(jit._UnusedError, match=f"does not use {folder / 'x'}, because user {NOBODY} owns it"):
+        jit._open_folder(folder / cache)
+    if cache == "x":
+        victim.uses_its_own(folder / cache, f"because user {NOBODY} owns it")
 
 
 def test_what_root_made_is_for_everybody(victim: Victim) -> None:

@@ -61,6 +61,11 @@ def test_what_kubernetes_puts_into_a_pod_is_no_setting(service: str) -> None:
         ("SGLANG_PAT_TRACE_MB", "0", "SGLANG_PAT_TRACE_MB='0' must be a number of megabytes, from 1 to 999,999,999"),
         ("SGLANG_PAT_TRACE_MB", "1.5", "SGLANG_PAT_TRACE_MB='1.5' must be a number"),
         ("SGLANG_PAT_CACHE_OWNER", "no such", "SGLANG_PAT_CACHE_OWNER='no such' must be the name or number of a user"),
+        (
+            "SGLANG_PAT_CACHE_OWNER",
+            "65534",
+            "SGLANG_PAT_CACHE_OWNER='65534' must be another user: files of all users that",
+        ),
         ("SGLANG_PAT_PORTS", "80", "SGLANG_PAT_PORTS is not a setting of sglang-pat"),
         ("SGLANG_PAT_POLCY", "pat", "SGLANG_PAT_POLCY is not a setting of sglang-pat"),
         ("SGLANG_PAT_\x1b[2J", "1", r"'SGLANG_PAT_\\x1b\[2J' is not a setting of sglang-pat"),
