@@ -16,9 +16,10 @@ def is_utf_16(start: bytes) -> bool:
 
 def unmarked(line: bytes) -> bytes:
     """A line without UTF-8's mark in front: editors begin a file with it, and files may stand behind each other."""
-    while line.startswith(codecs.BOM_UTF8):
-        line = line[len(codecs.BOM_UTF8) :]
-    return line
+    start = 0
+    while line.startswith(codecs.BOM_UTF8, start):
+        start += len(codecs.BOM_UTF8)
+    return line[start:]  # copied once: a line may be nothing but marks
 
 
 def joined(line: bytes) -> str:

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
-from sglang_pat import cli, compat
+from sglang_pat import cli, compat, jsonl
 from sglang_pat.batch import job as job_module
 from sglang_pat.batch import lines
 from sglang_pat.batch.command import Progress
@@ -89,6 +89,13 @@ def test_a_bad_line_is_an_error_of_its_own(text: bytes, message: str) -> None:
     record = lines.refusal(found)
     assert record["id"] == "batch_req_7" and record["response"] is None
     assert found.custom_id == ("a" if b'"a"' in text else None)
+
+
+@pytest.mark.once
+def test_a_line_of_nothing_but_marks_is_read_in_time_that_grows_with_its_length() -> None:
+    begun = time.process_time()
+    assert jsonl.unmarked(codecs.BOM_UTF8 * 700_000 + b"\xef\xbb{") == b"\xef\xbb{"
+    assert time.process_time() - begun < 3, "a minute if each mark copies what follows"
 
 
 @pytest.mark.once
