@@ -7,6 +7,7 @@ import contextlib
 import errno
 import gc
 import heapq
+import itertools
 import json
 import os
 import random
@@ -595,6 +596,37 @@ def test_what_is_refused_again_and_again_costs_only_itself(answer: Handler, foun
 
 
 @pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+def test_requests_that_are_refused_for_good_do_not_wait_for_each_other() -> None:
+    """Four are in flight: each four share a probe, which is no sign that the queue moves."""
+    records, warnings = ask([strange := Strange(odd=says(429, "{}"))], 3, ("odd",) * 8)
+    assert Counter(one["response"]["status_code"] for one in records) == {200: 3, 429: 8} and not warnings
+    assert strange.asked.count("Hello") <= 4
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+def test_a_request_that_is_refused_and_fails_in_turn_is_asked_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "PAUSES", (0.001, 0.1, 0.1, 0.1, 0.1))
+    turns = itertools.cycle([says(502, ""), says(503, "{}")])
+
+    async def alternates(request: web.Request) -> web.StreamResponse:
+        return await next(turns)(request)
+
+    records, warnings = ask([strange := Strange(odd=alternates)], 0, ("odd",))
+    assert [one["response"]["status_code"] for one in records] == [503] and not warnings
+    assert strange.asked.count("odd") <= 10
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("hasty")
+def test_a_retry_after_with_what_is_no_full_queue_counts_a_few_times() -> None:
+    records, warnings = ask([strange := Strange(odd=says(413, "{}", **{"Retry-After": "0"}))], 0, ("odd",))
+    assert [one["response"]["status_code"] for one in records] == [413] and not warnings
+    assert strange.asked == ["odd"] * 6
+
+
+@pytest.mark.once
 @pytest.mark.parametrize(("said", "seconds"), [("7", 7), ("soon", None), ("-1", None), ("9" * 400, None), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)])  # fmt: skip
 def test_what_retry_after_says(said: str, seconds: float | None) -> None:
     assert servers._seconds(said) == seconds and servers._seconds(None) is None
@@ -842,7 +874,7 @@ def test_a_request_for_one_token_is_waited_for_unless_others_are_answered(
     """It may wait in a full queue."""
 
     async def never(*_: Any) -> Any:
-        server._answered += others
+        server._taken += others
         await asyncio.sleep(60)
 
     monkeypatch.setattr(servers, "PROBE", 0.05)

@@ -42,7 +42,7 @@ SICK = 3
 """Times in a row that it may not be: SGLang's own check fails while a prefill takes longer than 20 s (`HEALTH_CHECK_TIMEOUT`)."""
 
 FULL = 600
-"""Seconds in which a queue may be full with no request answered: the answers before it may be long."""
+"""Seconds in which a queue may be full with no request of the job answered: the answers before it may be long."""
 
 LONGEST_PAUSE = 60
 """Seconds that a server may ask for before the next try: a queue is seldom full for longer, and its `Retry-After` is a guess too."""
@@ -118,7 +118,8 @@ class Server:
             stopping: Whether no more shall be asked.
         """
         self._session, self._url, self._stopping = session, url, stopping
-        self._answered = 0
+        self._answered = 0  # requests of the job
+        self._taken = 0  # these, and probes: they tell whether it takes any, not whether its queue moves
         self._model = ""
         self._probing = asyncio.Lock()
         self._known = asyncio.Event()
@@ -161,37 +162,43 @@ class Server:
         """
         await self._known.wait()
         body = msgspec.json.encode(request.body)
-        failed = full = 0  # times in a row
-        seen, since, last = self._answered, time.monotonic(), False
+        tries = 0  # since the queue moved
+        failed, failed_at = 0, 0  # times in a row, and what was taken at the first
+        answered, refused_at, since, last = -1, 0, 0.0, False
         while True:
             try:
-                status, found, wanted = await self._once(request.url, body)
-            except _NoAnswerError as error:
-                if failed == 0:
-                    seen = self._answered
-                if failed == len(PAUSES):
-                    if await self._refusal(request.url, seen):
-                        raise self._lost(str(error)) from None
-                    raise RuntimeError(f"{self._url}: {error}") from None
-                pause = PAUSES[failed]
-                failed, full = failed + 1, 0
-            else:
+                status, found, wanted = await self._once(request.url, body, failed < len(PAUSES))
                 if wanted is None or last:
                     return status, found
-                if full == 0 or self._answered > seen:
-                    full, seen, since = 0, self._answered, time.monotonic()
-                elif time.monotonic() - since > FULL:
-                    reason = await self._refusal(request.url, seen)
-                    if reason or self._answered == seen:
-                        raise self._lost(reason or _says(status))
-                    last = True  # others are taken
-                    continue
-                pause = max(PAUSES[min(full, len(PAUSES) - 1)], min(wanted, LONGEST_PAUSE))
-                failed, full = 0, full + 1
-            await rest(pause, self._stopping)
+                patience = asks_for_patience(status, found)
+            except _NoAnswerError as error:
+                if failed == len(PAUSES):
+                    if await self._refusal(request.url, failed_at):
+                        raise self._lost(str(error)) from None
+                    raise RuntimeError(f"{self._url}: {error}") from None
+                patience, wanted = False, 0
+            if not patience:
+                failed_at = failed_at if failed else self._taken
+                failed += 1
+            elif self._answered > answered:
+                answered, refused_at, since = self._answered, self._taken, time.monotonic()
+                failed = tries = 0
+            elif time.monotonic() - since > FULL:
+                reason = await self._refusal(request.url, refused_at)
+                if reason or self._taken == refused_at:
+                    raise self._lost(reason or _says(status))
+                last = True  # others are taken
+                continue
+            else:
+                failed = 0
+            await rest(max(PAUSES[min(tries, len(PAUSES) - 1)], min(wanted, LONGEST_PAUSE)), self._stopping)
+            tries += 1
 
-    async def _once(self, url: str, body: bytes) -> tuple[int, Json, float | None]:
+    async def _once(self, url: str, body: bytes, again: bool) -> tuple[int, Json, float | None]:
         """The status and body of an answer, and, if it asks for patience, for how many seconds.
+
+        Args:
+            again: Whether a `Retry-After` counts with any error: it may come with what is refused for good, such as a proxy's 413.
 
         Raises:
             LostError: The server answers nobody.
@@ -209,14 +216,15 @@ class Server:
         found = _decode(status, text)
         if is_aborted(found):
             raise _NoAnswerError("an answer was aborted")
-        if asks_for_patience(status, found) or (wanted is not None and (status >= 500 or status in LATER)):
+        if asks_for_patience(status, found) or (again and wanted is not None and (status >= 500 or status in LATER)):
             return status, found, wanted or 0
         if _refused(status) and status not in BUSY:
             # This request alone, or whatever it will be asked.
-            if problem := await self._sick() or await self._refusal(url, self._answered):
+            if problem := await self._sick() or await self._refusal(url, self._taken):
                 raise self._lost(problem)
         else:
             self._answered += 1
+            self._taken += 1
         return status, found, None
 
     async def _refusal(self, url: str, seen: int) -> str:
@@ -224,10 +232,10 @@ class Server:
 
         Args:
             url: Where it was asked.
-            seen: Requests that had been answered when it failed. If no other was since, one token is asked for.
+            seen: What had been taken when it failed. If nothing was since, one token is asked for.
         """
         async with self._probing:
-            if self._answered > seen:
+            if self._taken > seen:
                 return ""
             body = {"max_tokens": 1, **PROBES[url]} | ({"model": self._model} if self._model else {})
             try:
@@ -236,11 +244,11 @@ class Server:
                     return "" if status in BUSY else _says(status)
                 _decode(status, text)
             except (*FAILURES, _NoAnswerError) as error:
-                if self._answered > seen or _is_ours(error):
+                if self._taken > seen or _is_ours(error):
                     return ""
                 late = isinstance(error, asyncio.TimeoutError) and not isinstance(error, aiohttp.ClientError)
                 return f"no answer to a request for one token within {PROBE} s" if late else _words(error)
-            self._answered += 1
+            self._taken += 1
             return ""
 
     async def _watch(self) -> str:
