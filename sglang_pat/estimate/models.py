@@ -18,7 +18,8 @@ from sglang_pat.packing.cost import Count
 from sglang_pat.packing.spec import MAX_WINDOW
 
 LONGEST = 1 << 24
-"""The most bytes of a config.json that are read: JSON of empty lists takes 25 times as much memory."""
+"""The most bytes of a config.json that are read: they have some kilobytes, and nested lists take 44 times as much memory (88 bytes for
+two brackets: `tracemalloc` around `json.loads`, Python 3.11)."""
 
 
 class Model(msgspec.Struct):
