@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import statistics
 import tempfile
@@ -80,14 +81,14 @@ def request(rid: str, tokens: list[int], cached: int, node: int | None = None) -
     return req
 
 
-def question(leaders: int, waiting: int, cached: int, length: int, wait: bool) -> float:
-    """Microseconds to ask for one request whether it has to wait. All begin with the same cached tokens; those that need not `wait` differ
-    where it is looked at last."""
+def question(leaders: int, waiting: int, cached: int, length: int, wait: bool, apart: bool = False) -> float:
+    """Microseconds of CPU time to ask for one request whether it has to wait. All begin with the same cached tokens; those that need not `wait` differ
+    where it is looked at last. `apart`, they end at nodes of their own, and cached tokens are compared too."""
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
     from sglang_pat.radix_bridge.siblings import BLOCK, Siblings
 
-    numbers = random.Random(0)
+    numbers, nodes = random.Random(0), itertools.count(1000)
     prefix = numbers.choices(range(1000), k=length)
 
     def one(rid: str) -> Any:
@@ -95,7 +96,7 @@ def question(leaders: int, waiting: int, cached: int, length: int, wait: bool) -
         # The worst that can be: the last token that is looked at first is the same.
         tokens[cached + BLOCK - 1] = 7
         # An id, as of `UnifiedRadixCache`: another object each time.
-        return request(rid, tokens, cached, int("1000"))
+        return request(rid, tokens, cached, next(nodes) if apart else int("1000"))
 
     adder = _Adder(RadixCache.create_simulated())
     siblings = Siblings()
@@ -104,10 +105,10 @@ def question(leaders: int, waiting: int, cached: int, length: int, wait: bool) -
     for number in range(leaders):
         siblings.computes(adder, one(f"leader {number}"))
     reqs = [one(str(number)) for number in range(waiting)]
-    began = time.perf_counter()
+    began = time.thread_time()
     for req in reqs:
         siblings.defer(adder, req)
-    return (time.perf_counter() - began) / waiting * 1e6
+    return (time.thread_time() - began) / waiting * 1e6
 
 
 def unshared() -> float:
@@ -177,13 +178,18 @@ def main() -> None:
                     f"{shared} tokens shared, {name}, 1 against 0: {middle:.3f}, half of the rounds {low:.3f} to {high:.3f}"
                 )
     print(f"a step of {SIBLINGS} requests that share nothing: {unshared():.0f} us in all")
-    for leaders in (1, 64):
-        for length in (2_000, 20_000):
-            took = question(leaders, 1_000, length // 2, length, wait=False)
-            print(f"{leaders} leaders, prompts of {length} tokens, half of them cached: {took:.1f} us a question")
+    for length in (2_000, 20_000):
+        # So few that they stay below COMPARED.
+        one, many = (question(leaders, 250, length // 2, length, wait=False) for leaders in (1, 64))
+        print(
+            f"prompts of {length} tokens, half of them cached: {one:.1f} us a question with 1 leader, {many:.1f} with 64, "
+            f"{(many - one) / 63:.2f} for each whose block is another one"
+        )
     for length in (2_000, 20_000, 128_000):
         took = question(1, 250, length - 600, length, wait=True)
         print(f"who waits, with prompts of {length} tokens, all but 600 of them cached: {took:.1f} us a question")
+    shorter, longer = (question(1, 100, length - 600, length, wait=True, apart=True) for length in (20_000, 100_000))
+    print(f"where cached tokens are compared too: {(longer - shorter) / 80:.2f} ns each")
 
 
 if __name__ == "__main__":

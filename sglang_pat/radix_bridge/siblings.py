@@ -33,11 +33,11 @@ LOOKS = 256
 
 COMPARED = 1 << 24
 """Tokens compared in one step, beyond which nobody is deferred: 5 to 11 ms, about what LOOKS questions take, at 0.3 to
-0.65 ns a token (one core, 2026-11-29). Only cached tokens are many, and they are not compared where requests end at the
-same node. But clients can send prompts that differ late: 128 beside 128 leaders of 100,000 tokens took half a second."""
+0.65 ns a token (one core, 2026-11-29; 0.7 to 1 ns on a busy machine; `python benchmarks/siblings.py MODEL --rounds 0`).
+Only cached tokens are many, and they are not compared where requests end at the same node. But clients can send prompts that differ late: 128 beside 128 leaders of 100,000 tokens took half a second."""
 
 LEADER = 512
-"""A comparison counts as so many tokens more: it takes 0.3 us where the block is another one (likewise)."""
+"""A comparison counts as so many tokens more: it takes 0.2 to 0.35 us where the block is another one (likewise, 64 leaders against 1)."""
 
 
 class _Leader:
