@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
@@ -132,5 +133,8 @@ def test_a_cache_that_nobody_tested_is_not_followed() -> None:
 
     req = SimpleNamespace(last_node=object(), session=None)
     assert compat.cache.path(CacheOfAnotherPlugin(), req) is None
-    buffering = type("UnifiedRadixCache", (), {"buffer_pipeline": object()})()
+    buffering: Any = RadixCache.create_simulated()
+    req.last_node = buffering.root_node
+    assert compat.cache.path(buffering, req) == []
+    buffering.buffer_pipeline = object()
     assert compat.cache.path(buffering, req) is None
