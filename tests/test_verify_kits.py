@@ -5,6 +5,7 @@ Draft models run on stock backends, so the kits of draft and draft extend are SG
 
 from __future__ import annotations
 
+import inspect
 import unittest
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from sglang_pat.backend import support
 from sglang_pat.backend.attention import PatAttnBackend
 
 with importing_kits():
+    from sglang.srt.managers.overlap_utils import decide_needs_cpu_seq_lens
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
     from sglang.srt.speculative.dflash_info import DFlashVerifyInput
@@ -31,7 +33,9 @@ plugin.register()
 
 @pytest.fixture(autouse=True)
 def _drafting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kits say how long drafts are, but not that there are any."""
+    """The kits say how long drafts are, but not that there are any. They load no plugins, and their rows end with the context."""
+    for guard in ("check_guards", "check_rows"):
+        monkeypatch.setattr(support, guard, lambda *_: None)
     context = type(dense.get_context())
     override = context.override_server_args
     monkeypatch.setattr(
@@ -117,4 +121,12 @@ def test_cuda_graph(drafts: str, heads: str, page_size: int) -> None:
 
 
 def test_sglang_need_not_know_lengths_on_the_host() -> None:
-    assert not PatAttnBackend.needs_cpu_seq_lens
+    """SGLang asks all backends of a server, and would wait for lengths in each step."""
+    built = dense.build_dense_attention_fixture(unittest.TestCase(), case("GQA", 16, 4, (15, 16)), **DEVICE)
+    # 0.5.17 does not know the arguments of the process.
+    first = (
+        [built.runner.server_args] if "server_args" in inspect.signature(decide_needs_cpu_seq_lens).parameters else []
+    )
+    assert isinstance(built.backend, PatAttnBackend)
+    assert not decide_needs_cpu_seq_lens(*first, [built.backend, None])
+    assert decide_needs_cpu_seq_lens(*first, [built.backend, built.backend.inner])
