@@ -11,6 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 
+def matrix(generator: torch.Generator, rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+    """A random one, [rows, columns], by which entries grow `gain` times on average."""
+    return torch.randn(rows, columns, generator=generator) * gain * columns**-0.5
+
+
 def save(folder: Path, tokenizer: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
     """Make `folder` of a config, weights and the tokenizer of another model; returns it."""
     folder.mkdir()

@@ -7,6 +7,7 @@ import random
 import sys
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -153,6 +154,17 @@ def assert_siblings_share(server: Server, replicas: int = 1) -> None:
     assert sum(one["prompt_tokens"] - one["cached_tokens"] for one in found) <= replicas * 500 + 6 * 20
     alone = [server.post("/generate", {"input_ids": prompt, "sampling_params": sampling}) for prompt in asked]
     assert [one["output_ids"] for one in together] == [one["output_ids"] for one in alone]
+
+
+def wait_for_router(url: str, log: Path) -> None:
+    """Block until a router has found its servers; fail with the end of its log after 5 minutes."""
+    for _ in range(600):
+        try:
+            urllib.request.urlopen(f"{url}/readiness", timeout=10).close()
+            return
+        except OSError:
+            time.sleep(0.5)
+    pytest.fail(f"the router is not ready: {log.read_text()[-3000:]}")
 
 
 def flush(server: Server) -> None:

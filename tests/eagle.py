@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
 
+import checkpoint
 import torch
 from safetensors.torch import save_file
 
@@ -24,10 +26,7 @@ def write(folder: Path, target: Path, head_dim: int = SHAPE["head_dim"]) -> Path
     hidden, inner, dim = SHAPE["hidden_size"], SHAPE["intermediate_size"], head_dim
     heads, kv_heads = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
     generator = torch.Generator().manual_seed(1)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * columns**-0.5
-
+    matrix = functools.partial(checkpoint.matrix, generator)
     weights = {
         "embed_tokens.weight": matrix(VOCAB, hidden),
         "fc.weight": matrix(hidden, 2 * hidden),

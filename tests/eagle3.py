@@ -3,6 +3,7 @@ model make of a token, and proposes only some of the vocabulary."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import checkpoint
@@ -28,10 +29,7 @@ def write(folder: Path, target: Path, head_dim: int = SHAPE["head_dim"]) -> Path
         "eos_token_id": 0, "tie_word_embeddings": False, **SHAPE, "num_hidden_layers": 1, "head_dim": dim,
     }  # fmt: skip
     generator = torch.Generator().manual_seed(1)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * columns**-0.5
-
+    matrix = functools.partial(checkpoint.matrix, generator)
     proposed = torch.tensor(PROPOSED)
     weights = {
         "fc.weight": matrix(hidden, len(LAYERS) * hidden),

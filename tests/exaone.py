@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import checkpoint
@@ -21,10 +22,7 @@ def write(folder: Path, tokenizer: Path, window: int) -> Path:
         "torch_dtype": "float32",
     }  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * columns**-0.5
-
+    matrix = functools.partial(checkpoint.matrix, generator)
     weights = {
         "model.embed_tokens.weight": matrix(VOCAB, HIDDEN), "lm_head.weight": matrix(VOCAB, HIDDEN),
         "model.norm.weight": torch.ones(HIDDEN),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import checkpoint
@@ -21,10 +22,7 @@ def write(folder: Path, tokenizer: Path, window: int, head_dim: int = 32) -> Pat
         "bos_token_id": 0, "eos_token_id": 0, "torch_dtype": "float32",
     }  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-
-    def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * gain * columns**-0.5
-
+    matrix = functools.partial(checkpoint.matrix, generator)
     # Norms add 1 to their weights, and embeddings are scaled by the root of the hidden size.
     weights = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN), "model.norm.weight": torch.zeros(HIDDEN)}
     for layer in range(LAYERS):

@@ -3,6 +3,7 @@ expert is needed to test attention."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import checkpoint
@@ -22,10 +23,7 @@ def write(folder: Path, tokenizer: Path) -> Path:
         "rms_norm_eps": 1e-6, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False, "torch_dtype": "float32",
     }  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * columns**-0.5
-
+    matrix = functools.partial(checkpoint.matrix, generator)
     weights = {
         "model.embed_tokens.weight": matrix(VOCAB, HIDDEN), "lm_head.weight": matrix(VOCAB, HIDDEN),
         "model.norm.weight": torch.ones(HIDDEN),

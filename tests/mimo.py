@@ -3,6 +3,7 @@ of their own."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import checkpoint
@@ -37,10 +38,7 @@ def write(folder: Path, tokenizer: Path, window: int, window_kv_heads: int = 4, 
         "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     }  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-
-    def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * gain * columns**-0.5
-
+    matrix = functools.partial(checkpoint.matrix, generator)
     weights = {
         "model.embed_tokens.weight": matrix(VOCAB, HIDDEN, gain=16), "lm_head.weight": matrix(VOCAB, HIDDEN),
         "model.norm.weight": torch.ones(HIDDEN),

@@ -6,6 +6,7 @@ are accepted, and many are not.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import checkpoint
@@ -33,9 +34,7 @@ def write(folder: Path, tokenizer: Path, head_dim: int = SHAPE["head_dim"]) -> P
         "num_attention_heads": heads, "head_dim": head_dim,
     }  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-
-    def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * gain * columns**-0.5
+    matrix = functools.partial(checkpoint.matrix, generator)
 
     def layer(prefix: str, gain: float) -> dict[str, torch.Tensor]:
         """Weights of a layer that adds so much to what comes in."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TOKENS, UNPINNED, amid_aborts, assert_sound, generate_all
+from conftest import TOKENS, UNPINNED, amid_aborts, assert_sound, generate_all, wait_for_router
 from forked import ForkedServer
 
 from sglang_pat.demo import workload
@@ -65,14 +64,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
             server.wait()
         router = Router(started["prefill"], bootstrap, started["decode"], folder / "router.log")
         started["router"] = stack.enter_context(router)
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"{router.url}/readiness", timeout=10).close()
-                break
-            except OSError:
-                time.sleep(0.5)
-        else:
-            pytest.fail(f"the router is not ready: {router.tail()}")
+        wait_for_router(router.url, folder / "router.log")
         yield started
 
 

@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TOKENS, amid_aborts, assert_siblings_share, assert_sound, flush, generate, generate_all
+from conftest import (
+    TOKENS,
+    amid_aborts,
+    assert_siblings_share,
+    assert_sound,
+    flush,
+    generate,
+    generate_all,
+    wait_for_router,
+)
 from forked import ForkedProcess, ForkedServer
 from torch.distributed import TCPStore
 
@@ -480,14 +489,7 @@ def test_replicas_behind_a_router(model: Path, tmp_path: Path) -> None:
         stack.callback(router.terminate)
         expected = generate_all(replicas[0], prompts, tokens=tokens)
         flush(replicas[0])
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"{url}/readiness", timeout=10).close()
-                break
-            except OSError:
-                time.sleep(0.5)
-        else:
-            pytest.fail(f"the router is not ready: {(tmp_path / 'router.log').read_text()[-3000:]}")
+        wait_for_router(url, tmp_path / "router.log")
         # What is new goes to the server with the least load, so that the groups have to begin side by side.
         with ThreadPoolExecutor(len(groups)) as pool:
             answers = list(pool.map(ask, prompts[: len(groups)]))
