@@ -142,6 +142,7 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
 
 def _check_layers(runner: Any, specs: Iterable[AttentionSpec], ending: str) -> None:
     """Raise UnsupportedError if a layer, its KV pool, or a second backend beside PAT does not fit; `ending` ends the sentence."""
+    from sglang.srt.configs.model_config import is_local_attention_model
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     pool = runner.token_to_kv_pool
@@ -155,7 +156,7 @@ def _check_layers(runner: Any, specs: Iterable[AttentionSpec], ending: str) -> N
     problems = [_layer_problem(layer) or pool_problem(layer, pool) for layer in compat.model.attention_layers(runner)]
     if getattr(runner, "prefill_aware_swa", False):
         problems.append("windows that do not apply to prompts")
-    if getattr(runner.model_config, "is_local_attention_model", False):
+    if is_local_attention_model(runner.model_config.hf_config.architectures or []):
         # FA3 asks this, not the layers' `use_irope`, which other models set too (flashattention_backend.py).
         problems.append("attention in chunks (Llama 4)")
     if any(getattr(module, "enable_sink_attention", False) for module in compat.model.modules(runner)):

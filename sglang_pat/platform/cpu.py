@@ -22,6 +22,8 @@ class CpuPlatform(SRTPlatform):
     device_type = "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
+        if compat.arguments.chooses_pat(server_args):
+            support.check_arguments(server_args)
         # SGLang would process images with CUDA.
         server_args.disable_fast_image_processor = True
         if low_bit.chosen(server_args) is not None:
@@ -96,13 +98,7 @@ class DormantPlatform(SRTPlatform):
         return "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        chosen = (
-            server_args.attention_backend,
-            server_args.prefill_attention_backend,
-            server_args.decode_attention_backend,
-        )
-        if "pat" in chosen:
-            support.check_arguments(server_args)
+        if compat.arguments.chooses_pat(server_args):
             announce()
             self.__class__ = CpuPlatform  # type: ignore[assignment]
             self.apply_server_args_defaults(server_args)
