@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_pat.explain import recorded
+from sglang_pat.cli.explain import recorded
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import AttentionSpec, Batch, CostModel, Node, PackConfig, TileTable
 from sglang_pat.packing.spec import FORMATS

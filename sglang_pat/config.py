@@ -9,10 +9,13 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from sglang_pat.addresses import KEY, is_showable
 from sglang_pat.jit import SANITIZE, BuildError, uid_of
 from sglang_pat.packing.prices import Policy
 from sglang_pat.platform import AWAKE
+from sglang_pat.text import is_showable
+
+KEY = "SGLANG_PAT_API_KEY"
+"""The environment variable with the key of the servers that the tools ask."""
 
 _OF_A_SERVICE = re.compile(
     r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)", re.ASCII

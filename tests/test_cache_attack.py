@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from test_jit import RUN, SOURCE, run
 
-from sglang_pat import build, jit
+from sglang_pat import jit
+from sglang_pat.cli import build
 
 pytestmark = [pytest.mark.once, pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")]
 

@@ -16,7 +16,8 @@ import pytest
 from test_explain import record
 from test_top import http, info, port, sentence
 
-from sglang_pat import cli, tune
+from sglang_pat import cli
+from sglang_pat.cli import commands, tune
 from sglang_pat.jit import BuildError
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
@@ -121,7 +122,7 @@ def test_what_replay_finds_out_is_one_sentence(
     def replay(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "replay", replay)
+    monkeypatch.setattr(commands, "replay", replay)
     assert message in sentence(capsys, "replay", "a.pat", "--oracle")
 
 
@@ -137,7 +138,7 @@ def test_work_that_is_interrupted_is_not_done(
     def replay(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "replay", replay)
+    monkeypatch.setattr(commands, "replay", replay)
     assert cli.main(["replay", "trace"]) == 130
     assert capsys.readouterr() == ("", "")
 

@@ -13,7 +13,8 @@ import torch
 import triton
 from kernel_cases import spec_of
 
-from sglang_pat import build, jit
+from sglang_pat import jit
+from sglang_pat.cli import build
 from sglang_pat.kernels import capabilities, cuda, resources
 from sglang_pat.packing import FORMATS, AttentionSpec
 

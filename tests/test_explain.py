@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from trees import batches, configs
 
 from sglang_pat import cli
-from sglang_pat.explain import ExplainError, describe, explain, recorded
+from sglang_pat.cli.explain import ExplainError, describe, explain, recorded
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, POLICIES, AttentionSpec, Batch, PackConfig, tree
 from sglang_pat.packing.oracle import for_batch

@@ -22,7 +22,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trees import PRICED, SMALL, TILES, WARPS, batches, configs, random_batch
 
-from sglang_pat import headers, jit
+from sglang_pat import jit
+from sglang_pat.kernels import headers
 from sglang_pat.packing import (
     OPEN,
     POLICIES,
@@ -117,7 +118,7 @@ def test_without_prices_items_of_single_warps_count_as_many_tokens_as_they_compu
 
 def test_both_languages_know_the_same_constants() -> None:
     for path, text in headers.headers().items():
-        assert path.read_text() == text, "run python -m sglang_pat.headers"
+        assert path.read_text() == text, "run python -m sglang_pat.kernels.headers"
 
 
 @pytest.mark.parametrize("depth", [31, 32, 33, 70, 1100])

@@ -33,9 +33,9 @@ from torch.distributed import TCPStore
 
 from sglang_pat import cli, compat
 from sglang_pat.backend import metrics
+from sglang_pat.cli.replay import replay
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server, free_port
-from sglang_pat.replay import replay
 
 pytestmark = pytest.mark.server
 

@@ -20,9 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_pat import cli, top
+from sglang_pat import cli
 from sglang_pat.backend import metrics
 from sglang_pat.backend.counters import Counters
+from sglang_pat.cli import top
 
 
 def counters(**changes: int) -> dict:

@@ -16,8 +16,9 @@ import pytest
 
 from sglang_pat import cli
 from sglang_pat.backend.planner import Planner
-from sglang_pat.explain import describe
-from sglang_pat.explain import recorded as recorded_steps
+from sglang_pat.cli.explain import describe
+from sglang_pat.cli.explain import recorded as recorded_steps
+from sglang_pat.cli.replay import _replay, replay
 from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
 from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge import trace
@@ -32,7 +33,6 @@ from sglang_pat.radix_bridge.events import (
     TreeReset,
 )
 from sglang_pat.radix_bridge.observer import Observer, apply
-from sglang_pat.replay import _replay, replay
 
 pytestmark = pytest.mark.once
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from sglang_pat import tile_prices, tune
+from sglang_pat.cli import tile_prices, tune
 from sglang_pat.kernels import capabilities, low_bit
 from sglang_pat.packing import FORMATS, AttentionSpec, CostModel, PackConfig, TileTable, devices
 from sglang_pat.packing.native import NativeScheduler

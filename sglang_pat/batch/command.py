@@ -19,7 +19,8 @@ from sglang_pat import compat
 from sglang_pat.batch import job, servers
 from sglang_pat.batch.lengths import usage_of
 from sglang_pat.batch.lines import BatchError, Failure, Json, Output, Request, Source, refusal
-from sglang_pat.parser import Parser, printable, say
+from sglang_pat.cli.parser import Parser
+from sglang_pat.text import printable, say
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Literal, overload
 import msgspec
 
 from sglang_pat import jsonl
-from sglang_pat.parser import printable, say
+from sglang_pat.text import printable, say
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 """What is answered."""

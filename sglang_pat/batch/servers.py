@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from sglang_pat.addresses import KEY, KEY_PROBLEM, is_address, is_key
 from sglang_pat.batch.job import (
     BUSY,
     PAUSES,
@@ -31,6 +30,8 @@ from sglang_pat.batch.job import (
 )  # fmt: skip
 from sglang_pat.batch.lines import LONGEST, BatchError, Json, Request
 from sglang_pat.batch.order import Room
+from sglang_pat.cli.addresses import KEY_PROBLEM, is_address, is_key
+from sglang_pat.config import KEY
 
 PATIENCE = 30
 """Seconds in which a server has to connect, and to say that it is well."""

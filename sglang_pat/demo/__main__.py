@@ -14,9 +14,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from sglang_pat.cli.parser import count, run
 from sglang_pat.demo import tiny_model, workload
 from sglang_pat.demo.server import Server
-from sglang_pat.parser import count, run, say
+from sglang_pat.text import say
 
 CACHE = Path.home() / ".cache" / "sglang-pat"
 SHARED, RACERS, RACE_TOKENS = 3800, 32, 128

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sglang_pat import platform
-from sglang_pat.top import total
+from sglang_pat.cli.top import total
 
 STARTUP_SECONDS = 600
 """Imports take most of a start: 50 s on two cores if Python's byte code is cached, otherwise minutes."""

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from sglang_pat.packing.tiles import Splits, TileTable, WideSteps
-from sglang_pat.parser import printable
+from sglang_pat.text import printable
 
 TABLES = Path(__file__).parent / "tables"
 """One table for each known GPU; `python -m sglang_pat.tune` makes them."""

@@ -20,7 +20,6 @@ from typing import Any
 from sglang_pat import compat
 from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.packing.tree import InconsistentError
-from sglang_pat.parser import printable
 from sglang_pat.radix_bridge.events import (
     ROOT,
     Event,
@@ -33,6 +32,7 @@ from sglang_pat.radix_bridge.events import (
     RequestWithdrawn,
     TreeReset,
 )
+from sglang_pat.text import printable
 
 logger = logging.getLogger(__name__)
 

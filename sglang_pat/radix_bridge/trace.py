@@ -19,10 +19,10 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 from msgspec import Meta
 
-from sglang_pat.addresses import is_showable
 from sglang_pat.packing import PackConfig
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import Event, NodeEvicted, RequestsExpected, Tokens
+from sglang_pat.text import is_showable
 
 logger = logging.getLogger(__name__)
 

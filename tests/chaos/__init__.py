@@ -32,7 +32,7 @@ from typing import Any
 
 import aiohttp
 
-from sglang_pat.top import total
+from sglang_pat.cli.top import total
 
 from . import actions
 from .client import Client, Outcome

@@ -1,4 +1,4 @@
-// Written by `python -m sglang_pat.headers`: change it there.
+// Written by `python -m sglang_pat.kernels.headers`: change it there.
 #pragma once
 
 #include <cstdint>

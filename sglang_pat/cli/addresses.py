@@ -1,20 +1,12 @@
-"""What users and servers name: addresses, API keys, files."""
+"""Addresses of servers and their API keys, as users give them."""
 
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
-UNSHOWABLE = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-"""Characters, for a set of a regular expression, that make a terminal show something else than the text: control characters, ends of lines and
-changes of the direction of writing, and what Python makes of bytes that are not UTF-8."""
-
-_UNSHOWABLE = re.compile(f"[{UNSHOWABLE}]")
-
-KEY = "SGLANG_PAT_API_KEY"
-"""The environment variable with the key of the servers that the tools ask."""
+from sglang_pat.config import KEY
 
 KEY_PROBLEM = f"an API key has printable ASCII characters only: give another one with --api-key or in {KEY}"
 
@@ -44,11 +36,6 @@ def is_in_the_clear(url: str) -> bool:
         return parts.scheme == "http" and not ipaddress.ip_address(host).is_loopback
     except ValueError:
         return parts.scheme == "http" and host != "localhost"
-
-
-def is_showable(name: str) -> bool:
-    """Whether a terminal shows this name of a file as it is, and `/server_info` can say it."""
-    return _UNSHOWABLE.search(name) is None
 
 
 def is_key(key: str) -> bool:

@@ -10,17 +10,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from sglang_pat import explain
-from sglang_pat.addresses import KEY, is_address, is_in_the_clear, is_key
 from sglang_pat.batch.job import IN_FLIGHT, TIMEOUT
 from sglang_pat.batch.lines import BatchError
+from sglang_pat.cli import explain
+from sglang_pat.cli.addresses import is_address, is_in_the_clear, is_key
+from sglang_pat.cli.parser import Parser, count, run
+from sglang_pat.cli.replay import replay
+from sglang_pat.cli.top import TopError, top
+from sglang_pat.config import KEY
 from sglang_pat.estimate import KV_CACHES, EstimateError, estimate, read, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
-from sglang_pat.parser import Parser, count, printable, run, say
 from sglang_pat.radix_bridge.trace import TraceError, is_trace
-from sglang_pat.replay import replay
-from sglang_pat.top import TopError, top
+from sglang_pat.text import printable, say
 
 PROG = "sglang-pat"
 
@@ -265,7 +267,3 @@ def _replay(arguments: argparse.Namespace) -> None:
         except AssertionError as error:
             raise TraceError(f"{arguments.trace}: {error}") from None
         print("\n".join(lines))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
+
+from sglang_pat.text import printable, say
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,18 +38,6 @@ def run(prog: str, command: Callable[[], int | None]) -> int:
         said = f"{error.filename or 'the output'}: {error.strerror or error}"
         say(f"{prog}: {printable(said)}")
         return 2
-
-
-def say(text: str) -> None:
-    """Write a line to stderr, if it can be written; where it was closed at the start, `print` would write to stdout."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
-
-
-def printable(text: str) -> str:
-    """The text with escapes in place of what a terminal would obey: names of files and arguments may come from others."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def count(text: str) -> int:

@@ -15,8 +15,10 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 from msgspec import Meta
 
-from sglang_pat.addresses import KEY, KEY_PROBLEM, UNSHOWABLE, is_address, is_in_the_clear, is_key
 from sglang_pat.backend.metrics import new_by_size
+from sglang_pat.cli.addresses import KEY_PROBLEM, is_address, is_in_the_clear, is_key
+from sglang_pat.config import KEY
+from sglang_pat.text import UNSHOWABLE
 
 CLEAR = "\x1b[H\x1b[2J"
 WIDTH = 40

@@ -36,7 +36,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-CSRC = Path(__file__).parent / "csrc"
+CSRC = Path(__file__).parents[1] / "csrc"
 
 EXTRA_FLAGS = {
     "cpu": ["-fopenmp", "-ffp-contract=fast"],

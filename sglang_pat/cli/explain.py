@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_pat.cli.top import TopError, fetch
 from sglang_pat.estimate import Model, Prompt, batch_of, job
 from sglang_pat.packing import POLICIES, Batch, PackConfig
 from sglang_pat.packing.heuristic import Pack
@@ -22,7 +23,6 @@ from sglang_pat.packing.tree import InconsistentError, Prefix, compact, in_windo
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import RequestsExpected
 from sglang_pat.radix_bridge.mirror import Mirror, TooDeepError
-from sglang_pat.top import TopError, fetch
 
 TEMPLATE = Path(__file__).with_name("explain.html")
 
