@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import sass
 import torch
-import triton
 from kernel_cases import spec_of
 
 from sglang_pat import jit
@@ -31,6 +31,12 @@ def nvcc() -> None:
 
 
 compiles = pytest.mark.usefixtures("nvcc")
+
+
+def used(variant: cuda.Variant) -> resources.Resources:
+    """By its forward kernel."""
+    return sass.compiled(variant)[0]
+
 
 VARIANTS = [
     ("9.0a", 128, torch.bfloat16),
@@ -74,7 +80,7 @@ SHARED_LIMIT = {"8.0": 163 << 10, "8.9": 99 << 10, "9.0a": 227 << 10, "10.0": 22
 )
 def test_forward_compiles_without_spills(arch: str, dims: tuple[int, int], dtype: torch.dtype, sinks: bool) -> None:
     variant = cuda.Variant.of(msgspec.structs.replace(spec_of(dtype, *dims), sinks=sinks), arch)
-    found = resources.measure(variant)
+    found = used(variant)
     print(variant.name, found)
     assert found.spill_bytes == 0
     assert 0 < found.shared_bytes <= SHARED_LIMIT[arch]
@@ -90,7 +96,7 @@ def test_kv_of_8_bits_with_drafts_and_tails_compiles(dim: int, heads: int, token
     """Where two groups of warps convert. With drafts and tails of 128 dimensions narrow items put masks aside."""
     spec = msgspec.structs.replace(spec_of(torch.float8_e4m3fn, dim, dim), heads=heads, query_tokens=tokens)
     variant = cuda.Variant.of(spec, "9.0a")
-    found = resources.measure(variant)
+    found = used(variant)
     assert found.spill_bytes <= spills and not found.serialized
     assert variant.tails == (heads * tokens == 64) and found.shared_bytes <= SHARED_LIMIT["9.0a"]
 
@@ -105,7 +111,7 @@ def test_rows_that_see_some_of_an_item_or_capped_scores_compile_without_spills(
     tokens: int, limits: bool, capped: bool
 ) -> None:
     spec = msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=4, query_tokens=tokens, capped=capped)
-    found = resources.measure(cuda.Variant.of(spec, "9.0a", limits=limits))
+    found = used(cuda.Variant.of(spec, "9.0a", limits=limits))
     assert found.spill_bytes == 0 and not found.serialized
 
 
@@ -125,14 +131,11 @@ PREFETCHED = 64 << 10
 )
 def test_what_small_batches_run_lies_where_it_is_prefetched(tokens: int, first: dict[str, int], tmp_path: Path) -> None:
     """Items of 8 rows and most of wide ones, or with drafts wide ones; and in front of both the warps that load."""
-    dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not dump.exists():
-        pytest.skip("needs cuobjdump")
     spec = msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=4, query_tokens=tokens)
     resources.compile_to(tmp_path, cuda.Variant.of(spec, "9.0a"))
-    command = [dump, "-sass", tmp_path / "module.cubin"]
-    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    forward = next(part for part in sass.split("Function : ") if part.startswith("_ZN3pat7forward"))
+    command = [sass.CUOBJDUMP, "-sass", tmp_path / "module.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    forward = next(part for part in said.split("Function : ") if part.startswith("_ZN3pat7forward"))
     places: dict[str, list[int]] = {}
     for place, instruction in re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\d )?(\w+)", forward):
         places.setdefault(instruction, []).append(int(place, 16))
@@ -149,10 +152,19 @@ def test_what_small_batches_run_lies_where_it_is_prefetched(tokens: int, first: 
     [("int4", 128, "9.0a"), ("int2", 128, "9.0a"), ("int4", 64, "9.0a"), ("int2", 64, "8.0"), ("int4", 128, "8.0")],
 )
 def test_pages_of_few_bits_compile_without_spills(form: str, dim: int, arch: str) -> None:
-    found = resources.measure(cuda.Variant.of(AttentionSpec(1, 1, dim, dim, FORMATS[form]), arch))
+    found = used(cuda.Variant.of(AttentionSpec(1, 1, dim, dim, FORMATS[form]), arch))
     print(found)
     assert found.spill_bytes == 0 and not found.serialized
     assert 0 < found.shared_bytes <= SHARED_LIMIT[arch]
+
+
+@compiles
+@pytest.mark.parametrize("variant", sass.SHIPPED, ids=lambda variant: variant.name)
+def test_machine_code_is_as_recorded(variant: cuda.Variant) -> None:
+    recorded = msgspec.json.decode(sass.GOLDEN.read_bytes())
+    if recorded["nvcc"] != sass.compiler():
+        pytest.skip(f"recorded with nvcc {recorded['nvcc']}")
+    assert sass.compiled(variant)[1] == recorded["variants"][variant.name], "python tests/sass.py --write, if meant"
 
 
 def test_modules_of_equal_dimensions_are_called_and_built_as_ever() -> None:

@@ -98,7 +98,9 @@ def test_chunks_are_refused_where_the_model_has_them() -> None:
     runner.model_config.hf_config = PretrainedConfig(architectures=["MuseSparkForConditionalGeneration"])
     support.check_model(runner, fallback="triton")
     runner.model_config.hf_config = PretrainedConfig(architectures=["Llama4ForConditionalGeneration"])
-    with pytest.raises(support.UnsupportedError, match=r"attention in chunks \(Llama 4\), which Llama4ForConditionalGeneration uses"):
+    with pytest.raises(
+        support.UnsupportedError, match=r"attention in chunks \(Llama 4\), which Llama4ForConditionalGeneration uses"
+    ):
         support.check_model(runner, fallback="triton")
 
 

@@ -49,15 +49,17 @@ def compile_to(folder: Path, variant: Variant) -> str:
     return result.stderr
 
 
-def measure(variant: Variant) -> Resources:
-    """Compile a module's device code.
+def measure(variant: Variant, folder: Path | None = None) -> Resources:
+    """Compile a module's device code; in a folder of the caller's, as `compile_to` does, if there is one.
 
     Raises:
         jit.BuildError: There is no CUDA compiler, or it failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        said = compile_to(Path(folder), variant)
-        ptx = next(Path(folder).glob("*.ptx")).read_text()
+    if folder is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            return measure(variant, Path(scratch))
+    said = compile_to(folder, variant)
+    ptx = next(folder.glob("*.ptx")).read_text()
     forward = re.split(r"Compiling entry function '_ZN3pat\d+forward", said, maxsplit=1)[1]
     registers = re.search(r"Used (\d+) registers", forward)
     shared = re.search(r"pat_shared_bytes = (\d+);", ptx)
