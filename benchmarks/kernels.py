@@ -237,7 +237,6 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "serial": {"mode": "serial"},
     "merge not overlapped": {"overlap": False},
     "policy pat": {"policy": "pat"},
-    "policy compute": {"policy": "compute"},
     "policy naive": {"policy": "naive"},
     "policy query": {"policy": "query"},
 }

@@ -55,7 +55,7 @@ def test_what_kubernetes_puts_into_a_pod_is_no_setting(service: str) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("SGLANG_PAT_POLICY", "fast", "SGLANG_PAT_POLICY='fast' must be one of query, naive, pat, compute, optimal"),
+        ("SGLANG_PAT_POLICY", "fast", "SGLANG_PAT_POLICY='fast' must be one of query, naive, pat, optimal"),
         ("SGLANG_PAT_KV", "int8", "SGLANG_PAT_KV='int8' must be one of int4, int2"),
         ("SGLANG_PAT_REUSE", "yes", "SGLANG_PAT_REUSE='yes' must be one of 0, 1"),
         ("SGLANG_PAT_TRACE_MB", "0", "SGLANG_PAT_TRACE_MB='0' must be a number of megabytes, from 1 to 999,999,999"),

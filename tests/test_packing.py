@@ -375,14 +375,6 @@ def test_the_naive_policy_packs_every_node() -> None:
     assert packs == {(0, 3, 0, 1), (3, None, 0), (3, None, 1), (0, None, 2)}
 
 
-def test_the_compute_policy_avoids_padding() -> None:
-    # 17 queries fall into a tile of 64 rows, 16 fill a tile of 16: FastTree lets one child go its own way.
-    cost = CostModel(1, 1, 128, 128, 2)
-    batch = Batch([500] * 17, [Node(0, 200, list(range(17)), [Node(200, 300, list(range(16)))])])
-    packs = {(p.start, p.end, len(p.queries)) for p in pack("compute", batch, cost)}
-    assert (0, 300, 16) in packs and (0, None, 1) in packs
-
-
 def test_a_prefix_of_many_queries_is_read_once_per_full_work_item() -> None:
     batch = Batch([2100] * 100, [Node(0, 2000, list(range(100)))])
     packs = make_packs(batch, PackConfig(CostModel(32, 8, 128, 128, 2), TileTable((16, 128), (64,), ()), workers=1))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sglang_pat.jit import CSRC
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import OPEN, POLICIES, balance, compute, layout, optimal, oracle, prices, spec
+from sglang_pat.packing import OPEN, POLICIES, balance, layout, optimal, oracle, prices, spec
 
 NOTICE = "// Written by `python -m sglang_pat.kernels.headers`: change it there.\n#pragma once\n\n#include <cstdint>\n\nnamespace pat {\n\n"
 
@@ -41,11 +41,6 @@ def headers() -> dict[Path, str]:
                     "kRagged": prices.RAGGED,
                 },
             ),
-            _constants(
-                "int64_t",
-                dict(zip(("kSmallM", "kSmallN", "kLargeM", "kLargeN"), compute.SMALL + compute.LARGE, strict=True)),
-            ),
-            _constants("double", {"kAlpha": compute.ALPHA, "kBeta": compute.BETA, "kGamma": compute.GAMMA}),
             _constants("double", {"kBusyWorkers": prices.BUSY_WORKERS}),
             _constants("int32_t", {"kLevels[]": f"{{{', '.join(map(str, oracle.LEVELS))}}}"}),
         ),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from sglang_pat.packing.balance import balance, even_steps
-from sglang_pat.packing.compute import pack_compute
 from sglang_pat.packing.heuristic import Pack, kv_length, pack_nodes, pack_queries, pack_tree, split_queries
 from sglang_pat.packing.optimal import pack_optimal
 from sglang_pat.packing.plan import OPEN, Plan, WorkItem
@@ -28,10 +27,9 @@ POLICIES: dict[str, Callable[[list[Prefix], Batch, PackConfig], list[Pack]]] = {
     "query": pack_queries,
     "naive": pack_nodes,
     "pat": pack_tree,
-    "compute": pack_compute,
     "optimal": pack_optimal,
 }
-"""`optimal` has the lowest price; `pat` is the paper's heuristic, `compute` FastTree's; `naive` packs every node, `query` none (one query per
+"""`optimal` has the lowest price; `pat` is the paper's heuristic, `naive` packs every node, `query` none (one query per
 CTA). The native scheduler numbers them in this order."""
 
 

@@ -37,7 +37,7 @@ ALWAYS = 2**31 - 1
 """Stands for "no limit": more tokens than any pack has, more steps than any plan is used for."""
 
 
-Policy = Literal["query", "naive", "pat", "compute", "optimal"]
+Policy = Literal["query", "naive", "pat", "optimal"]
 """How queries are packed (oracle.py)."""
 
 

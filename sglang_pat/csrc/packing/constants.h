@@ -9,7 +9,6 @@ enum class Policy {
   kQuery,
   kNaive,
   kPat,
-  kCompute,
   kOptimal,
 };
 
@@ -26,15 +25,6 @@ constexpr int64_t kTailsItems = 2;
 constexpr int64_t kMaxWindow = 1073741824;
 constexpr int64_t kLittlePercent = 50;
 constexpr int64_t kRagged = 4;
-
-constexpr int64_t kSmallM = 16;
-constexpr int64_t kSmallN = 128;
-constexpr int64_t kLargeM = 64;
-constexpr int64_t kLargeN = 32;
-
-constexpr double kAlpha = 0.66;
-constexpr double kBeta = 0.33;
-constexpr double kGamma = 0.1;
 
 constexpr double kBusyWorkers = 0.7;
 

@@ -1,5 +1,5 @@
 // Which queries read which KV positions together: choices for every prefix, and the packs that follow from them.
-// sglang_pat/packing/{heuristic,compute}.py.
+// sglang_pat/packing/heuristic.py.
 #pragma once
 
 #include <algorithm>
@@ -265,31 +265,6 @@ inline void choose_pat(const Prefixes& prefixes, Choices& choices, int32_t index
   if (staying != 1) return choices.leaves(prefix, leaf_joins);
   // Nobody else reads the segment: a pack of its own would only add parts.
   for (int32_t child = index + 1; child < prefix.last; child = prefixes.nodes[child].last) choices.joins[child] = true;
-}
-
-// FastTree's greedy rule, child after child; weights and tiles are explained in sglang_pat/packing/compute.py.
-inline void choose_compute(const Prefixes& prefixes, Choices& choices, int32_t index, int32_t start,
-                           const std::vector<int32_t>& seq_lens, const Config& config) {
-  const auto padding = [&](int64_t queries, int64_t tokens) {
-    const int64_t m = queries <= kSmallM ? kSmallM : kLargeM, n = queries <= kSmallM ? kSmallN : kLargeN;
-    const int64_t rows = (m - queries % m) % m;
-    return kAlpha * double(rows) * config.group * double(tokens) +
-           kBeta * double(std::max<int64_t>(0, n - tokens)) * double(queries) * config.group;
-  };
-  const Prefix& prefix = prefixes.nodes[index];
-  const int64_t length = prefix.end - start;
-  int64_t remaining = prefix.queries();
-  const auto joins = [&](int64_t queries, int64_t tokens) {
-    const double along_kv = padding(remaining, length) + padding(queries, tokens) + kGamma * double(queries);
-    const double along_queries = padding(remaining - queries, length) + padding(queries, length + tokens);
-    if (along_kv <= along_queries) return false;
-    remaining -= queries;
-    return true;
-  };
-  for (int32_t child = index + 1; child < prefix.last; child = prefixes.nodes[child].last)
-    choices.joins[child] = joins(prefixes.nodes[child].queries(), prefixes.nodes[child].end - prefixes.nodes[child].start);
-  for (int32_t i = prefix.first; i < prefix.leaves_end; ++i)
-    choices.leaf_joins[i] = joins(1, seq_lens[prefixes.order[i]] - prefix.end);
 }
 
 }  // namespace pat

@@ -81,7 +81,6 @@ class PlanMaker {
       if (index > 0) {
         if (policy == Policy::kPat) choose_pat(prefixes_, choices_, index, packs_.start(index), config);
         if (policy == Policy::kOptimal) optimal_.choose(prefixes_, choices_, index);
-        if (policy == Policy::kCompute) choose_compute(prefixes_, choices_, index, packs_.start(index), seen_, config);
       }
       packs_.add(prefixes_, choices_, index, seen_, config);
       if (int64_t(packs_.queries.size()) > buffer.capacity) throw TooLarge("a plan does not fit its buffer");
