@@ -21,6 +21,7 @@ from about import about
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_pat.kernels import cpu
+from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, TileTable, layout
 from sglang_pat.packing.oracle import make_plan
 
@@ -49,7 +50,7 @@ def inputs(batch: int, shared: int, private: int, heads: int, kv_heads: int, dim
 
 def run_pat(x, tiles: TileTable = CPU_TILES):
     plan = torch.from_numpy(layout.flatten(make_plan(x.tree, PackConfig(x.cost, tiles, torch.get_num_threads()))))
-    return lambda: cpu.attention(x.q, x.k, x.v, x.table, x.rows, x.seq_lens, plan, scale=x.scale)
+    return lambda: cpu.attention(x.q, KvView(x.k, x.v), Tables(x.table, x.rows, x.seq_lens), Scores(x.scale), plan)
 
 
 def run_torch_native(x):

@@ -19,6 +19,7 @@ from cpu_decode import inputs, median_ms
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_pat.kernels import cpu
+from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.packing import CPU_TILES, Batch, Node, PackConfig
 from sglang_pat.packing.native import NativeScheduler, load
 
@@ -38,7 +39,8 @@ def run_pat(x, cached: torch.Tensor, added: torch.Tensor):
 
     def run() -> torch.Tensor:
         plan = scheduler.extend(requests, cached, added).data
-        return cpu.attention(x.q, x.k, x.v, x.table, rows, seq_lens, torch.from_numpy(np.asarray(plan)), scale=x.scale)
+        tables = Tables(x.table, rows, seq_lens)
+        return cpu.attention(x.q, KvView(x.k, x.v), tables, Scores(x.scale), torch.from_numpy(np.asarray(plan)))
 
     return run
 

@@ -38,6 +38,8 @@ from about import gpu, gpu_slug, result_file
 from sglang_pat.backend import verify
 from sglang_pat.backend.layers import kv_format
 from sglang_pat.kernels import capabilities, cuda, reference
+from sglang_pat.kernels.arguments import KvView, Scores, Tables
+from sglang_pat.kernels.low_bit import Pages
 from sglang_pat.packing import AttentionSpec, PackConfig, TileTable, layout, native
 from sglang_pat.packing.spec import KVFormat
 
@@ -136,8 +138,7 @@ class Pat:
     name = "pat"
 
     def __init__(
-        self, problem: Problem, policy: str = "optimal", query_tiles: tuple[int, ...] = (), mode: cuda.Mode = "fused",
-        overlap: bool = True, form: KVFormat | None = None,
+        self, problem: Problem, policy: str = "optimal", query_tiles: tuple[int, ...] = (), overlap: bool = True, form: KVFormat | None = None,
     ) -> None:  # fmt: skip
         self._problem, self._overlap = problem, overlap
         form = form or kv_format(problem.k.dtype)
@@ -148,7 +149,7 @@ class Pat:
             tiles = TileTable(query_tiles, tiles.kv_tiles, tiles.kv_bounds)
         tokens = problem.tokens
         spec = AttentionSpec(problem.heads, problem.kv_heads, DIM, DIM, form, query_tokens=tokens)
-        self.decoder = cuda.Decoder(spec, tiles, problem.q.device, mode, problem.q.dtype)
+        self.decoder = cuda.Decoder(spec, tiles, problem.q.device, problem.q.dtype)
         self.config = PackConfig.of(spec, tiles, self.decoder.workers, policy)
         scheduler = native.NativeScheduler(self.config, problem.size)
         index, _, _ = scheduler.take(native.load(scheduler, problem.batch), problem.seq_lens.cpu(), 0)
@@ -161,14 +162,15 @@ class Pat:
         self._masks = verify.without_branches(problem.size, tokens, "cuda") if tokens > 1 else None
         self.out = torch.empty_like(problem.q)
         self.k, self.v, self.seq_lens = problem.k, problem.v, problem.seq_lens
-        self.records: torch.Tensor | None = None
+        self.pages: Pages | None = None
 
     def run(self) -> None:
         p = self._problem
+        tables = Tables(p.slots, p.rows, self.seq_lens, self._masks)
+        kv = KvView(self.k, self.v, pages=self.pages)
         self.decoder.decode(
-            p.q, self.k, self.v, self.out, p.slots, p.rows, self.seq_lens, self.plan, self._partial, self._lse, scale=p.scale,
-            masks=self._masks, records=self.records, overlap=self._overlap,
-        )  # fmt: skip
+            p.q, kv, tables, Scores(p.scale), self.out, self.plan, self._partial, self._lse, overlap=self._overlap
+        )
 
 
 def median_us(run: Callable[[], None], cold: bool, repeats: int = 11) -> float:
@@ -233,8 +235,6 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "tile 16 only": {"query_tiles": (16,)},
     "tile 64 only": {"query_tiles": (64,)},
     "tile 128 only": {"query_tiles": (128,)},
-    "a stream for each tile": {"mode": "streams"},
-    "serial": {"mode": "serial"},
     "merge not overlapped": {"overlap": False},
     "policy pat": {"policy": "pat"},
     "policy naive": {"policy": "naive"},

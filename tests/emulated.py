@@ -99,14 +99,13 @@ class Decoder(cuda.Decoder):
         build([variant], change)
         self._tile_rows, self._kv = tiles.query_tiles[-1], variant.kv
         self._window = spec.window if variant.limits else 0
-        self._modules = [_modules[variant, change]]
+        self._module = _modules[variant, change]
         self._no_sinks = torch.empty(0, dtype=torch.bfloat16)
         self._no_masks = torch.empty(0, 0, dtype=torch.int64)
         self._no_records = torch.empty(0, 0, 0, dtype=torch.uint8)
-        self._streams = []
         self.workers = WORKERS
         self.seed(0)
 
     def seed(self, seed: int) -> None:
         """Another order of threads, and other chances, from the next kernel on."""
-        self._modules[0].set(self.workers, seed)
+        self._module.set(self.workers, seed)

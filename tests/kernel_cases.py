@@ -12,6 +12,8 @@ import torch
 
 from sglang_pat.backend.layers import kv_format
 from sglang_pat.kernels import reference
+from sglang_pat.kernels.arguments import KvView, Scores, Tables
+from sglang_pat.kernels.low_bit import Pages
 from sglang_pat.packing import AttentionSpec, Batch, PackConfig, TileTable, tree
 from sglang_pat.packing.layout import flatten
 from sglang_pat.packing.native import NativeScheduler, load
@@ -113,6 +115,18 @@ class Case:
         self.logit_cap = logit_cap
         self.spec = msgspec.structs.replace(self.spec, capped=logit_cap > 0)
         return self
+
+    @property
+    def kv(self) -> KvView:
+        pages = None if self.records is None else Pages(self.records, self.spec.kv.bits, None)
+        return KvView(self.k, self.v, self.k_scale, self.v_scale, pages)
+
+    @property
+    def tables(self) -> Tables:
+        return Tables(self.table, self.rows, self.seq_lens, self.masks)
+
+    def scores(self, logit_cap: float = 0.0) -> Scores:
+        return Scores(self.scale, logit_cap, self.sinks)
 
     def read(self) -> tuple[torch.Tensor, ...]:
         """K and V as they are meant."""
@@ -270,9 +284,8 @@ class Run:
     def decode(self, overlap: bool = True, early: bool = False) -> None:
         case = self.case
         self.decoder.decode(
-            case.q, case.k, case.v, self.out, case.table, case.rows, case.seq_lens, self.plan, self.partial, self.lse,
-            scale=case.scale * case.k_scale, v_scale=case.v_scale, logit_cap=case.logit_cap, sinks=case.sinks, masks=case.masks,
-            records=case.records, overlap=overlap, early=early,
+            case.q, case.kv, case.tables, case.scores(case.logit_cap), self.out, self.plan, self.partial, self.lse, overlap=overlap,
+            early=early,
         )  # fmt: skip
 
     def error(self) -> float:

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from sglang_pat.kernels import cpu, low_bit, reference
+from sglang_pat.kernels.arguments import KvView
 from sglang_pat.packing import FORMATS, Batch, Node
 
 PAGE = low_bit.PAGE_TOKENS
@@ -51,11 +52,8 @@ class Written:
     def attention(
         self, plan: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tails: torch.Tensor, cap: float
     ) -> torch.Tensor:
-        case = self.case
-        return cpu.attention(
-            case.q, k, v, case.table, case.rows, case.seq_lens, plan, scale=case.scale, logit_cap=cap, sinks=case.sinks,
-            pages=low_bit.Pages(self.records, self.bits, tails),
-        )  # fmt: skip
+        kv = KvView(k, v, pages=low_bit.Pages(self.records, self.bits, tails))
+        return cpu.attention(self.case.q, kv, self.case.tables, self.case.scores(cap), plan)
 
     def decode(self, plan: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
         """What is behind full pages is in the requests' tails."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import kernel_cases
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,10 +28,8 @@ class Case(kernel_cases.Case):
     splits_heads = False
 
     def decode(self, plan: torch.Tensor, logit_cap: float = 0.0, v_scale: float = 1.0) -> torch.Tensor:
-        return cpu.attention(
-            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale, logit_cap=logit_cap, sinks=self.sinks,
-            v_scale=v_scale,
-        )  # fmt: skip
+        kv = msgspec.structs.replace(self.kv, v_scale=v_scale)
+        return cpu.attention(self.q, kv, self.tables, self.scores(logit_cap), plan)
 
     def error(self, plan: torch.Tensor, logit_cap: float = 0.0) -> float:
         return self.difference(self.decode(plan, logit_cap), logit_cap)
@@ -117,10 +116,7 @@ class Extended(kernel_cases.Extended):
     splits_heads = False
 
     def decode(self, plan: torch.Tensor, logit_cap: float = 0.0) -> torch.Tensor:
-        return cpu.attention(
-            self.q, self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale, logit_cap=logit_cap, sinks=self.sinks,
-            window=self.spec.window,
-        )  # fmt: skip
+        return cpu.attention(self.q, self.kv, self.tables, self.scores(logit_cap), plan, self.spec.window)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -261,7 +257,7 @@ def test_an_index_that_is_wrong_is_an_error_or_harmless(what: str) -> None:
             wrong = generator.choice([-(2**31), -2, -1, 0, 1, 7, 1000, 2**30, 2**31 - 1, generator.randrange(-99, 99)])
             flat[generator.randrange(len(flat))] = wrong
         try:
-            cpu.attention(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, plan, scale=case.scale)
+            cpu.attention(case.q, case.kv, case.tables, case.scores(), plan)
         except ValueError:
             refused += 1
     assert refused > 100

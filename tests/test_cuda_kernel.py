@@ -100,12 +100,10 @@ def modules() -> None:
     cuda.build([*wanted, *single])
 
 
-def run(
-    case: Case, arch: str, tiles: TileTable | None = None, mode: cuda.Mode = "fused", policy: str = "optimal"
-) -> Run:
+def run(case: Case, arch: str, tiles: TileTable | None = None, policy: str = "optimal") -> Run:
     tiles = tiles or capabilities.tile_table(arch, case.spec.head_dim, kv_bits=case.spec.kv.bits)
     if ON_GPU:
-        return Run(case, cuda.Decoder(case.spec, tiles, case.q.device, mode, case.q.dtype, case.limits), tiles, policy)
+        return Run(case, cuda.Decoder(case.spec, tiles, case.q.device, case.q.dtype, case.limits), tiles, policy)
     return Run(case, emulated.Decoder(case.spec, tiles, arch, dtype=case.q.dtype, limits=case.limits), tiles, policy)
 
 
@@ -409,14 +407,6 @@ def test_policies(policy: str, arch: str) -> None:
     assert run(case, arch, policy=policy).error() < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["fused", "streams", "serial"])
-def test_modes(mode: cuda.Mode) -> None:
-    batch = random_batch(random.Random(7), 2, 6, 300)
-    case = make_case(batch, 16, 4, 128, torch.bfloat16)
-    assert run(case, ARCHS[0], mode=mode).error() < TOLERANCE[torch.bfloat16]
-
-
 @each_arch
 @each_format
 @pytest.mark.parametrize("m", [emulated_slowly(m) for m in capabilities.tile_table(ARCHS[0], 128).query_tiles])
@@ -561,15 +551,14 @@ def test_v_narrower_than_k_in_one_pool(dim: int, v_dim: int, dtype: torch.dtype,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("mode", ["fused", "streams"])
-def test_a_graph_replays_other_plans_and_longer_tails(mode: cuda.Mode, overlap: bool) -> None:
+def test_a_graph_replays_other_plans_and_longer_tails(overlap: bool) -> None:
     generator = random.Random(3)
     tiles = capabilities.tile_table(ARCHS[0], 128)
     case = make_case(random_batch(generator, 2, 6, 200), 16, 4, 128, torch.bfloat16, spare=200)
     # Tails grow into slots that are poisoned at first.
     case.k.nan_to_num_(nan=1.5)
     case.v.nan_to_num_(nan=-0.5)
-    graphed = run(case, ARCHS[0], mode=mode)
+    graphed = run(case, ARCHS[0])
     plans = [case.plan(tiles, graphed.decoder.workers, policy) for policy in POLICIES]
     # Two more rows than the batch has, as SGLang's graphs pad.
     real, q = case.q.shape[0], torch.cat([case.q, torch.randn_like(case.q[:2])])

@@ -50,7 +50,7 @@ def test_v_may_be_narrower_than_k() -> None:
     executor._shape = (int(executor._plan[2]), case.spec.heads, case.spec.v_head_dim)
     assert executor._shape[0] > 0, "some parts are merged"
     executor.attach(torch.full((executor.workspace_bytes,), 255, dtype=torch.uint8))  # NaN
-    out = executor.decode(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, scale=case.scale, logit_cap=0.0)
+    out = executor.decode(case.q, case.kv, case.tables, case.scores())
     assert case.difference(out) < TOLERANCE[torch.bfloat16]
 
 
@@ -76,7 +76,5 @@ def test_extends_run_by_their_own_module_in_the_same_workspace(window: int) -> N
     plan = case.plan(tiles, executor._extender.workers)
     executor._shape = (int(plan[2]), case.spec.heads, case.spec.v_head_dim)
     executor.attach(torch.full((executor.workspace_bytes,), 255, dtype=torch.uint8))  # NaN
-    out = executor.extend(
-        case.q, case.k, case.v, case.table, case.rows, case.seq_lens, plan, scale=case.scale, logit_cap=0.0
-    )
+    out = executor.extend(case.q, case.kv, case.tables, case.scores(), plan)
     assert case.shared > 0 and case.difference(out) < TOLERANCE[torch.bfloat16]

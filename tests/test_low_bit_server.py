@@ -136,13 +136,13 @@ def test_extends_that_begin_and_end_amid_a_page() -> None:
         behind = Behind.of(list(steps), cached, list(steps.values()), 5)
         new = [(row, range(before, before + steps[row])) for row, before in zip(steps, cached, strict=True)]
         new_k, new_v = (torch.cat([x[row][list(tokens)] for row, tokens in new]) for x in (k, v))
-        found_k, found_v, pages = pool.extending(0, new_k.flatten(1), new_v, behind)
+        found = pool.extending(0, new_k.flatten(1), new_v, behind)
         query = 0
         for row, tokens in new:
             for position in tokens:
                 own = torch.arange((position + 1) // 64 * 64, position + 1)
-                for found, x in ((found_k, k), (found_v, v)):
-                    assert torch.equal(found[own + pages.tails[query]], x[row][own])
+                for kept, x in ((found.k, k), (found.v, v)):
+                    assert torch.equal(kept[own + found.pages.tails[query]], x[row][own])
                 query += 1
         rows = torch.tensor([row for row, tokens in new for _ in tokens])
         seq_lens = torch.tensor([position + 1 for _, tokens in new for position in tokens])

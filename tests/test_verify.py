@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from kernel_cases import TOLERANCE, Drafts, random_trees
@@ -15,6 +16,7 @@ from trees import random_batch
 from sglang_pat import compat
 from sglang_pat.backend import verify
 from sglang_pat.kernels import cpu
+from sglang_pat.kernels.arguments import Scores
 from sglang_pat.packing import CPU_TILES, FORMATS, AttentionSpec, Batch, Node, layout
 
 pytestmark = pytest.mark.once
@@ -27,10 +29,10 @@ class Verified(Drafts):
 
     def run(self, plan: torch.Tensor, logit_cap: float = 0.0) -> torch.Tensor:
         tokens, kv_heads = self.tokens, self.spec.kv_heads
+        scores = Scores(self.scale, logit_cap, verify.spread(self.sinks, tokens, kv_heads))
         out = cpu.attention(
-            verify.gather(self.q, tokens, kv_heads), self.k, self.v, self.table, self.rows, self.seq_lens, plan, scale=self.scale,
-            logit_cap=logit_cap, sinks=verify.spread(self.sinks, tokens, kv_heads), window=self.spec.window, masks=self.masks,
-        )  # fmt: skip
+            verify.gather(self.q, tokens, kv_heads), self.kv, self.tables, scores, plan, self.spec.window
+        )
         return verify.scatter(out, tokens, kv_heads)
 
     def error(self, plan: torch.Tensor, logit_cap: float = 0.0) -> float:
@@ -151,4 +153,4 @@ def test_masks_in_a_buffer_for_more_drafts() -> None:
 def test_masks_that_are_wrong_are_named(masks: torch.Tensor, message: str) -> None:
     case = Case(Batch([3, 3], []), 4, 1, 8, 8, torch.float32)
     with pytest.raises(ValueError, match=message):
-        cpu.attention(case.q, case.k, case.v, case.table, case.rows, case.seq_lens, case.plan(), scale=1.0, masks=masks)
+        cpu.attention(case.q, case.kv, msgspec.structs.replace(case.tables, masks=masks), Scores(1.0), case.plan())

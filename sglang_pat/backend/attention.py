@@ -20,6 +20,7 @@ from sglang_pat.backend.low_bit_prefill import LowBitPrefill
 from sglang_pat.backend.metrics import Metrics
 from sglang_pat.backend.prefill import Prefill
 from sglang_pat.config import PatConfig
+from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.kernels.low_bit import PAGE_TOKENS
 from sglang_pat.radix_bridge import Observer, hooks
 from sglang_pat.radix_bridge.trace import TraceWriter
@@ -331,27 +332,13 @@ class PatAttnBackend(AttentionBackend):
         k_scale, v_scale = compat.pool.kv_scales(layer) if compat.pool.is_fp8(self.kv_cache_dtype) else (1.0, 1.0)
         table = self._tables.get(group.spec.planned_window)
         own = (self.req_to_token_pool.req_to_token, self.rows, self.seq_lens)
-        req_to_token, rows, seq_lens = own if table is None else table.of_batch(len(self.rows))
-        pages = None
+        tables = Tables(*(own if table is None else table.of_batch(len(self.rows))), masks)
         if self._low_bit is not None:
-            k, v, pages = self._low_bit.decoding(layer.layer_id, rows, seq_lens)
+            kv = self._low_bit.decoding(layer.layer_id, tables.rows, tables.seq_lens)
         else:
-            k, v = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = group.executor.decode(
-            q,
-            k,
-            v,
-            req_to_token,
-            rows,
-            seq_lens,
-            scale=layer.scaling * k_scale,
-            logit_cap=layers.logit_cap(layer),
-            v_scale=v_scale,
-            sinks=sinks,
-            masks=masks,
-            pages=pages,
-        )
+            kv = KvView(pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id), k_scale, v_scale)
+        scores = Scores(layer.scaling, layers.logit_cap(layer), sinks)
+        out = group.executor.decode(q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim), kv, tables, scores)
         return out.reshape(len(q), layer.tp_q_head_num * layer.v_head_dim)
 
     def forward_extend(

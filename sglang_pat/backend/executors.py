@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import torch
 
 from sglang_pat.backend import verify
 from sglang_pat.config import PatConfig
 from sglang_pat.kernels import capabilities, cpu, cuda, low_bit
-from sglang_pat.kernels.low_bit import Pages
+from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.packing import CPU_TILES, AttentionSpec, PackConfig, devices, layout
 
 if TYPE_CHECKING:
@@ -48,16 +49,10 @@ class Executor(Protocol):
     def load(self, plan: torch.Tensor | None) -> None:
         """Run this plan, one of `buffers`, from now on; None to decode nothing."""
 
-    def decode(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
-        masks: torch.Tensor | None = None, pages: Pages | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    def decode(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores) -> torch.Tensor:
         """Attention of Q [tokens, heads, head_dim]: [tokens, heads, v_head_dim], zero after the plan's batch.
 
-        A query is a token or, with `masks` [queries, draft] (`kernels.cpu.attention`), the consecutive tokens of a draft. There may be more
-        queries than the plan has. `scale` is the factor on q k^T and `v_scale` the factor on the result, both including the scales of the
-        cache. `sinks`, [heads], are logits without values. `pages` as for `kernels.cpu.attention`.
+        A query is a token or, with masks, the consecutive tokens of a draft. There may be more queries than the plan has.
         """
 
     def store(
@@ -69,14 +64,10 @@ class Executor(Protocol):
     def unpack(self, records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write what pages of few bits say; arguments as for `kernels.cuda.Decoder.unpack`."""
 
-    def extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
-        sinks: torch.Tensor | None = None, pages: Pages | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    def extend(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, plan: torch.Tensor) -> torch.Tensor:
         """The same for the new tokens of an extend, with a plan of `NativeScheduler.extend` on Q's device.
 
-        Each token is a query: `rows` and `seq_lens`, [tokens], are its request's row and how many tokens it sees, itself included.
+        Each token is a query. The tables have its request's row, and how many tokens it sees, itself included.
         """
 
 
@@ -120,25 +111,21 @@ class CpuExecutor:
     def load(self, plan: torch.Tensor | None) -> None:
         self._plan, self._loaded = plan, True
 
-    def decode(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
-        masks: torch.Tensor | None = None, pages: Pages | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    def decode(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores) -> torch.Tensor:
         assert self._loaded
-        out = q.new_zeros(*q.shape[:2], v.shape[-1])
+        out = q.new_zeros(*q.shape[:2], kv.v.shape[-1])
         if self._plan is None:
             return out
-        queries, tokens, kv_heads = len(rows), 1 if masks is None else masks.shape[1], k.shape[1]
-        q, window = q[: queries * tokens], 0
-        if masks is not None:
-            q, sinks = verify.gather(q, tokens, kv_heads), verify.spread(sinks, tokens, kv_heads)
-            masks, window = masks[:queries], self._spec.window
-        found = cpu.attention(
-            q, k, v, req_to_token, rows, seq_lens, self._plan, scale=scale, logit_cap=logit_cap, v_scale=v_scale, sinks=sinks,
-            masks=masks, window=window, pages=pages,
-        )  # fmt: skip
-        out[: queries * tokens] = found if masks is None else verify.scatter(found, tokens, kv_heads)
+        queries, kv_heads = len(tables.rows), kv.k.shape[1]
+        if tables.masks is None:
+            out[:queries] = cpu.attention(q[:queries], kv, tables, scores, self._plan)
+            return out
+        tokens = tables.masks.shape[1]
+        tables = msgspec.structs.replace(tables, masks=tables.masks[:queries])
+        scores = msgspec.structs.replace(scores, sinks=verify.spread(scores.sinks, tokens, kv_heads))
+        gathered = verify.gather(q[: queries * tokens], tokens, kv_heads)
+        found = cpu.attention(gathered, kv, tables, scores, self._plan, self._spec.window)
+        out[: queries * tokens] = verify.scatter(found, tokens, kv_heads)
         return out
 
     def store(
@@ -150,15 +137,8 @@ class CpuExecutor:
     def unpack(self, records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         low_bit.unpack_to(records, pages, k, v, bits=self._spec.kv.bits)
 
-    def extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
-        sinks: torch.Tensor | None = None, pages: Pages | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        return cpu.attention(
-            q, k, v, req_to_token, rows, seq_lens, plan, scale=scale, logit_cap=logit_cap, v_scale=v_scale, sinks=sinks,
-            window=self._spec.window, pages=pages,
-        )  # fmt: skip
+    def extend(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, plan: torch.Tensor) -> torch.Tensor:
+        return cpu.attention(q, kv, tables, scores, plan, self._spec.window)
 
 
 class CudaExecutor:
@@ -221,19 +201,8 @@ class CudaExecutor:
         self._decoder.load(self._plan, plan, self._copied.cuda_event)
         self._copying = True
 
-    def decode(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
-        masks: torch.Tensor | None = None, pages: Pages | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
-        # Early is safe: the kernels before a layer's attention make its Q or store its KV; plan and lengths were written earlier.
-        self._decoder.decode(
-            q, k, v, out, req_to_token, rows, seq_lens, self._plan, self._partial, self._lse, scale=scale,
-            logit_cap=logit_cap, v_scale=v_scale, sinks=None if sinks is None else sinks.bfloat16(), masks=masks,
-            records=None if pages is None else pages.records, early=True,
-        )  # fmt: skip
-        return out
+    def decode(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores) -> torch.Tensor:
+        return self._run(self._decoder, q, kv, tables, scores, self._plan)
 
     def store(
         self, k: torch.Tensor, v: torch.Tensor, records: torch.Tensor, tail_k: torch.Tensor, tail_v: torch.Tensor, rows: torch.Tensor,
@@ -244,18 +213,19 @@ class CudaExecutor:
     def unpack(self, records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self._decoder.unpack(records, pages, k, v)
 
-    def extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, req_to_token: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, plan: torch.Tensor, *, scale: float, logit_cap: float, v_scale: float = 1.0,
-        sinks: torch.Tensor | None = None, pages: Pages | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    def extend(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, plan: torch.Tensor) -> torch.Tensor:
         assert self._extender is not None
-        assert pages is None  # of which `low_bit_prefill.LowBitPrefill` runs extends
-        out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
-        self._extender.decode(
-            q, k, v, out, req_to_token, rows, seq_lens, plan, self._partial, self._lse, scale=scale, logit_cap=logit_cap,
-            v_scale=v_scale, sinks=None if sinks is None else sinks.bfloat16(), early=True,
-        )  # fmt: skip
+        assert kv.pages is None  # of which `low_bit_prefill.LowBitPrefill` runs extends
+        return self._run(self._extender, q, kv, tables, scores, plan)
+
+    def _run(
+        self, decoder: cuda.Decoder, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, plan: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.empty(*q.shape[:2], kv.v.shape[-1], dtype=q.dtype, device=q.device)
+        if scores.sinks is not None:
+            scores = msgspec.structs.replace(scores, sinks=scores.sinks.bfloat16())
+        # Early is safe: the kernels before a layer's attention make its Q or store its KV; plan and lengths were written earlier.
+        decoder.decode(q, kv, tables, scores, out, plan, self._partial, self._lse, early=True)
         return out
 
 

@@ -16,6 +16,7 @@ from sglang_pat.backend.low_bit_pool import Behind, LowBitKVPool
 from sglang_pat.backend.parts import Parts, divide, trailing
 from sglang_pat.backend.support import UnsupportedError
 from sglang_pat.backend.tensors import by_token, lengths, to_device
+from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.packing import layout
 from sglang_pat.packing.native import ExtendPlan
 from sglang_pat.radix_bridge import hooks
@@ -120,33 +121,23 @@ class PackedExtend:
     ) -> torch.Tensor:  # fmt: skip
         """One layer's attention, [tokens, heads * v_head_dim]; padding is zero."""
         pool, apart = self._pool, compat.pool.in_window_pool(self._pool, layer)
-        slots, pages = forward_batch.out_cache_loc, None
+        slots = forward_batch.out_cache_loc
         if self._low_bit is not None:
             if not save_kv_cache or k is None:
                 raise shared_kv(layer)
-            kept_k, kept_v, pages = self._low_bit.extending(layer.layer_id, k, v, self._behind)
+            kv = self._low_bit.extending(layer.layer_id, k, v, self._behind)
             self._low_bit.store(layer.layer_id, k, v, self._rows, self._seq_lens, slots)
         else:
             if save_kv_cache and k is not None:
                 compat.pool.save_kv(pool, layer, slots, k, v, self._window_slots if apart else None)
-            kept_k, kept_v = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+            scales = compat.pool.kv_scales(layer) if compat.pool.is_fp8(pool.dtype) else (1.0, 1.0)
+            kv = KvView(pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id), *scales)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        k_scale, v_scale = compat.pool.kv_scales(layer) if compat.pool.is_fp8(pool.dtype) else (1.0, 1.0)
+        table, rows = (self._window_table, self._window_rows) if apart else (self._req_to_token, self._rows)
+        tables = Tables(table, rows, self._seq_lens)
+        scores = Scores(layer.scaling, logit_cap(layer), sinks)
         real = len(self._rows)
-        out = group.executor.extend(
-            q[:real],
-            kept_k,
-            kept_v,
-            self._window_table if apart else self._req_to_token,
-            self._window_rows if apart else self._rows,
-            self._seq_lens,
-            self._plans[group],
-            scale=layer.scaling * k_scale,
-            logit_cap=logit_cap(layer),
-            v_scale=v_scale,
-            sinks=sinks,
-            pages=pages,
-        )
+        out = group.executor.extend(q[:real], kv, tables, scores, self._plans[group])
         if real < len(q):
             out = torch.cat([out, out.new_zeros(len(q) - real, *out.shape[1:])])
         return out.flatten(1)

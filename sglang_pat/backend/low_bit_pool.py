@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_pat.backend.support import UnsupportedError
 from sglang_pat.kernels import capabilities, low_bit
+from sglang_pat.kernels.arguments import KvView
 from sglang_pat.packing.spec import KVFormat
 
 
@@ -81,30 +82,26 @@ class LowBitKVPool(MHATokenToKVPool):
         k, v = (self.of_heads(x)[: len(rows)] for x in (k, v))
         self._store(k, v, self.full_pages(layer_id), *self.tails(layer_id), rows, seq_lens, slots[: len(rows)].long())
 
-    def decoding(
-        self, layer_id: int, rows: torch.Tensor, seq_lens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, low_bit.Pages]:
-        """K, V and pages for `Executor.decode` in a decode step whose new tokens are stored."""
+    def decoding(self, layer_id: int, rows: torch.Tensor, seq_lens: torch.Tensor) -> KvView:
+        """KV for `Executor.decode` in a decode step whose new tokens are stored."""
         k, v = self.tails(layer_id)
         tails = rows * low_bit.PAGE_TOKENS - low_bit.in_pages(seq_lens) if rows.device.type == "cpu" else None
-        return k.flatten(0, 1), v.flatten(0, 1), self._pages(layer_id, tails)
+        return self._view(layer_id, k.flatten(0, 1), v.flatten(0, 1), tails)
 
-    def extending(
-        self, layer_id: int, k: torch.Tensor, v: torch.Tensor, behind: Behind
-    ) -> tuple[torch.Tensor, torch.Tensor, low_bit.Pages]:
+    def extending(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, behind: Behind) -> KvView:
         """The same for an extend. Call it before the new tokens, K and V [tokens, ...], are stored."""
         k, v = (self.of_heads(x)[: len(behind.tails)] for x in (k, v))
         if behind.indices is not None:
             before = self.tails(layer_id)
             k, v = (torch.cat([tail.flatten(0, 1), x])[behind.indices] for tail, x in zip(before, (k, v), strict=True))
-        return k, v, self._pages(layer_id, behind.tails)
+        return self._view(layer_id, k, v, behind.tails)
 
     def of_heads(self, x: torch.Tensor) -> torch.Tensor:
         """K or V of new tokens as [tokens, kv_heads, head_dim], in the dtype of tails."""
         return x.reshape(-1, self.head_num, self.head_dim).to(self._tails.dtype)
 
-    def _pages(self, layer_id: int, tails: torch.Tensor | None) -> low_bit.Pages:
-        return low_bit.Pages(self.full_pages(layer_id), self.form.bits, tails)
+    def _view(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, tails: torch.Tensor | None) -> KvView:
+        return KvView(k, v, pages=low_bit.Pages(self.full_pages(layer_id), self.form.bits, tails))
 
 
 def pool_class(form: KVFormat) -> type[LowBitKVPool]:

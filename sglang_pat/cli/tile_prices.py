@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Collection
 from datetime import date
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -16,6 +16,9 @@ from sglang_pat.packing import FORMATS, AttentionSpec, PackConfig, Plan, Tile, W
 from sglang_pat.packing.cost import PARTIAL_BYTES
 from sglang_pat.packing.devices import GpuTable, Price
 from sglang_pat.packing.spec import LOW_BIT_PAGE
+
+if TYPE_CHECKING:
+    from sglang_pat.kernels.arguments import KvView
 
 PRICED = ("bfloat16", capabilities.FP8["fp8_e4m3"], "int4", "int2")
 """Formats of KV that are measured; those of equal bits have equal prices."""
@@ -115,15 +118,16 @@ class Bench:
         none, all_ = (self.time_us(partial(chase[(1,)], table, out, loads, num_warps=1)) for loads in (0, count))
         return (all_ - none) / count * 1e3
 
-    def pool(self, kv_tokens: int) -> tuple[Any, Any, Any, Any]:
-        """Random KV, as `Decoder.decode` takes it: k, v, records, and the slots of the tokens, [1, kv_tokens]."""
+    def pool(self, kv_tokens: int) -> tuple[KvView, Any]:
+        """Random KV, and the slots of the tokens, [1, kv_tokens]."""
         from sglang_pat.kernels import low_bit
+        from sglang_pat.kernels.arguments import KvView
 
         torch, dim = self.torch, self.spec.head_dim
         if not self.spec.kv.is_low_bit:
             kept = getattr(torch, self.spec.kv.name)
             k, v = (torch.randn(kv_tokens, 1, dim, device=self.device).to(kept) for _ in range(2))
-            return k, v, None, torch.randperm(kv_tokens, device=self.device, dtype=torch.int32)[None]
+            return KvView(k, v), torch.randperm(kv_tokens, device=self.device, dtype=torch.int32)[None]
         size = LOW_BIT_PAGE
         # Nothing is in tails: items are whole pages.
         tails = torch.zeros(2, size, 1, dim, device=self.device, dtype=self.dtype)
@@ -131,25 +135,25 @@ class Bench:
         some = low_bit.pack(k, v, self.spec.kv.bits).to(self.device)
         pages = torch.randperm(kv_tokens // size, device=self.device, dtype=torch.int32)
         slots = size * pages[:, None] + torch.arange(size, device=self.device, dtype=torch.int32)
-        return *tails, some[torch.arange(len(pages)) % len(some)], slots.reshape(1, -1)
+        records = some[torch.arange(len(pages)) % len(some)]
+        return KvView(*tails, pages=low_bit.Pages(records, self.spec.kv.bits, None)), slots.reshape(1, -1)
 
     def forward_us(self, items: dict[int, int], tokens: int) -> float:
+        from sglang_pat.kernels.arguments import Scores, Tables
+
         torch, workers, dim = self.torch, self.decoder.workers, self.spec.head_dim
         plan = synthetic(items, tokens, workers)
         batch, kv_tokens = len(plan.num_parts), plan.kv_tokens
         data = torch.from_numpy(layout.flatten(plan)).to(self.device)
         q = torch.randn(batch, GROUP, dim, device=self.device).to(self.dtype)
-        k, v, records, table = self.pool(kv_tokens)
+        kv, table = self.pool(kv_tokens)
         rows = torch.zeros(batch, dtype=torch.int64, device=self.device)
         seq_lens = torch.full_like(rows, kv_tokens)
         partial = torch.empty(2 * batch, GROUP, dim, dtype=torch.float16, device=self.device)
         lse = torch.empty(2 * batch, GROUP, device=self.device)
         out = torch.empty_like(q)
-        return self.time_us(
-            lambda: self.decoder.decode(
-                q, k, v, out, table, rows, seq_lens, data, partial, lse, scale=dim**-0.5, records=records, merge=False
-            )
-        )
+        tables, scores = Tables(table, rows, seq_lens), Scores(dim**-0.5)
+        return self.time_us(lambda: self.decoder.decode(q, kv, tables, scores, out, data, partial, lse, merge=False))
 
     def price(self, m: int, share: float) -> tuple[Price, float, float]:
         """The price of an m, if an SM moves `share` bytes per nanosecond; the kernel's time besides its items, in microseconds; and the greatest

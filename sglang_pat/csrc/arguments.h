@@ -24,22 +24,35 @@ inline void check(const tvm::ffi::TensorView& tensor, const char* name, int ndim
   TVM_FFI_CHECK(tensor.stride(ndim - 1) == 1, ValueError) << name << " must be contiguous in its last dimension";
 }
 
-// Of all tensors but Q, K, V and the output.
+// As in sglang_pat/kernels/arguments.py.
+struct KvView {
+  tvm::ffi::TensorView k, v, records;
+  double v_scale;
+};
 struct Tables {
-  tvm::ffi::TensorView req_to_token, rows, seq_lens, plan, partial, lse;
+  tvm::ffi::TensorView req_to_token, rows, seq_lens, masks;
+};
+struct Scores {
+  double scale, logit_cap;
+  tvm::ffi::TensorView sinks;
 };
 
-inline void check(const Tables& tables, const tvm::ffi::TensorView& q, const tvm::ffi::TensorView& k,
+// A plan, and the workspace for its parts.
+struct Plan {
+  tvm::ffi::TensorView ints, partial, lse;
+};
+
+inline void check(const Plan& plan, const Tables& tables, const tvm::ffi::TensorView& q, const tvm::ffi::TensorView& k,
                   const tvm::ffi::TensorView& out, DLDataType parts, DLDevice device) {
   check(tables.req_to_token, "req_to_token", 2, kInt32, device);
   check(tables.rows, "rows", 1, kInt64, device);
   check(tables.seq_lens, "seq_lens", 1, kInt64, device);
-  check(tables.plan, "plan", 1, kInt32, device);
-  check(tables.partial, "partial", 3, parts, device);
-  check(tables.lse, "lse", 2, kFloat32, device);
+  check(plan.ints, "plan", 1, kInt32, device);
+  check(plan.partial, "partial", 3, parts, device);
+  check(plan.lse, "lse", 2, kFloat32, device);
   TVM_FFI_CHECK(k.size(1) > 0 && q.size(1) > 0 && q.size(1) % k.size(1) == 0, ValueError)
       << q.size(1) << " query heads are not a multiple of " << k.size(1) << " KV heads";
-  TVM_FFI_CHECK(out.is_contiguous() && tables.partial.is_contiguous() && tables.lse.is_contiguous(), ValueError)
+  TVM_FFI_CHECK(out.is_contiguous() && plan.partial.is_contiguous() && plan.lse.is_contiguous(), ValueError)
       << "out, partial and lse must be contiguous";
 }
 

@@ -6,13 +6,14 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 
 from sglang_pat import jit
 from sglang_pat.kernels import capabilities
+from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.packing import AttentionSpec, TileTable
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,6 @@ KV_NAMES = {torch.float8_e4m3fn: "kE4m3", torch.float8_e5m2: "kE5m2"}
 
 LOW_BIT_NAMES = {4: "kInt4", 2: "kInt2"}
 """Pages of few bits, likewise."""
-
-Mode = Literal["fused", "streams", "serial"]
 
 
 class Variant(msgspec.Struct, frozen=True, order=True):
@@ -176,16 +175,13 @@ class Decoder:
     """
 
     def __init__(
-        self, spec: AttentionSpec, tiles: TileTable, device: torch.device, mode: Mode = "fused",
-        dtype: torch.dtype | None = None, limits: bool = False,
+        self, spec: AttentionSpec, tiles: TileTable, device: torch.device, dtype: torch.dtype | None = None, limits: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
             spec: What the layers compute; the module works for any number of heads.
             tiles: The tiles that plans are made with.
             device: A CUDA device.
-            mode: `fused`: one kernel that switches its m from work item to work item. `streams`: one kernel per tile, each on its own stream
-                (PAT §6). `serial`: the same, one after the other (§8.5).
             dtype: Dtype of Q, if KV has 8 bits or less; bfloat16 if None.
             limits: Whether plans are of extends. Each query then sees only what lies before its end in `seq_lens`, and of that the last
                 `spec.window` tokens if the window is not 0 (`kernels.cpu.attention`).
@@ -194,20 +190,18 @@ class Decoder:
             jit.BuildError: There is no CUDA compiler, or it failed.
             ValueError: There are no kernels for the spec.
         """
-        modules = [tiles.query_tiles] if mode == "fused" else [(m,) for m in tiles.query_tiles]
-        variants = [Variant.of(spec, arch_of(device), query_tiles, dtype, limits) for query_tiles in modules]
+        variant = Variant.of(spec, arch_of(device), tiles.query_tiles, dtype, limits)
         rows = spec.query_heads // spec.kv_heads
-        if not (limits or spec.window) and tiles.tails_queries(rows) > 1 and not all(one.tails for one in variants):
+        if not (limits or spec.window) and tiles.tails_queries(rows) > 1 and not variant.tails:
             raise ValueError(f"the CUDA kernels have no work items with tails for {rows} rows of a query")
-        build(variants)
-        self._tile_rows, self._kv = tiles.query_tiles[-1], variants[0].kv
-        self._window = spec.window if variants[0].limits else 0
-        self._modules = [_load(variant) for variant in variants]
+        build([variant])
+        self._tile_rows, self._kv = tiles.query_tiles[-1], variant.kv
+        self._window = spec.window if variant.limits else 0
+        self._module = _load(variant)
         self._no_sinks = torch.empty(0, dtype=torch.bfloat16, device=device)
         self._no_masks = torch.empty(0, 0, dtype=torch.int64, device=device)
         self._no_records = torch.empty(0, 0, 0, dtype=torch.uint8, device=device)
-        self._streams = [torch.cuda.Stream(device) for _ in variants[1:]] if mode != "serial" else []
-        self.workers: int = max(module.workers(device.index or 0) for module in self._modules)
+        self.workers: int = self._module.workers(device.index or 0)
 
     def load(self, to: torch.Tensor, plan: torch.Tensor, copied: int) -> None:
         """Copy a plan to the GPU, on the current stream.
@@ -220,7 +214,7 @@ class Decoder:
         Raises:
             ValueError: A tensor's device or dtype is not as above, or it is shorter than the plan.
         """
-        self._modules[0].load(to, plan, copied)
+        self._module.load(to, plan, copied)
 
     def store(
         self, k: torch.Tensor, v: torch.Tensor, records: torch.Tensor, tail_k: torch.Tensor, tail_v: torch.Tensor, rows: torch.Tensor,
@@ -234,7 +228,7 @@ class Decoder:
         Raises:
             ValueError: A tensor's device, dtype or shape is not as described there, or this decoder's KV is not in such pages.
         """
-        self._modules[0].store(k, v, records, tail_k, tail_v, rows, seq_lens, slots)
+        self._module.store(k, v, records, tail_k, tail_v, rows, seq_lens, slots)
 
     def unpack(self, records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write what pages of few bits say, rounded to Q's dtype, on the current stream: what `kernels.low_bit.unpack` reads.
@@ -249,92 +243,45 @@ class Decoder:
         Raises:
             ValueError: A tensor's device, dtype or shape is not as above, or this decoder's KV is not in such pages.
         """
-        self._modules[0].unpack(records, pages, k, v)
+        self._module.unpack(records, pages, k, v)
 
     def decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        req_to_token: torch.Tensor,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        plan: torch.Tensor,
-        partial: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        scale: float,
-        v_scale: float = 1.0,
-        logit_cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        masks: torch.Tensor | None = None,
-        records: torch.Tensor | None = None,
-        overlap: bool = True,
-        merge: bool = True,
-        early: bool = False,
-    ) -> None:
+        self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, out: torch.Tensor, plan: torch.Tensor, partial: torch.Tensor,
+        lse: torch.Tensor, *, overlap: bool = True, merge: bool = True, early: bool = False,
+    ) -> None:  # fmt: skip
         """Decode attention of one layer, on the current stream; can be captured in a CUDA graph.
 
         Whatever may change between replays of a graph is read on the device. All tensors are on the GPU.
 
         Args:
-            q: [tokens, heads, head_dim], the plan's batch first. A query is one token or, with `masks`, the consecutive tokens of a draft. With
+            q: [tokens, heads, head_dim], the plan's batch first. A query is one token or, with masks, the consecutive tokens of a draft. With
                 8-bit KV, Q is multiplied in float16; values beyond its range are clamped.
-            k: [slots, kv_heads, head_dim], the layer's pool, of the spec's format; `kv_heads` divides `heads`.
-            v: [slots, kv_heads, v_head_dim], likewise.
+            kv: Of the spec's format; V has no scale unless it has 8 bits. With pages, the plan's bounds must be multiples of 64, as `PackConfig.of` has
+                them, but for the ends of requests.
+            tables: With masks if the spec's queries are drafts. A query then has the heads of all its tokens.
+            scores: With sinks, in bfloat16, and a logit cap if the spec has them.
             out: [tokens, heads, v_head_dim], contiguous. Rows after the plan's batch become zero.
-            req_to_token: [requests, context], int32: the slot of each position of each request.
-            rows: [batch or more], int64: each query's row of `req_to_token`.
-            seq_lens: [batch or more], int64: tokens of each query's request, its own included; in an extend, up to its own.
             plan: A plan for this batch (layout.py), int32, made with this decoder's tiles.
             partial: [num_slots or more, heads of a query, v_head_dim], float16: workspace for parts.
             lse: [num_slots or more, heads of a query], float32: workspace for the parts' LSE, to base 2.
-            scale: Factor on q k^T, including the scale of K.
-            v_scale: The scale of V, if it has 8 bits.
-            logit_cap: Scores become cap * tanh(score / cap), if the spec's are capped; 0 for none.
-            sinks: [heads], bfloat16, if the spec has sinks: for each head a logit without a value; `scale` and `logit_cap` do not apply to it.
-            masks: [queries or more, draft], int64, if the spec's queries are drafts (`kernels.cpu.attention`). A query then has the heads of all
-                its tokens.
-            records: [pages, kv_heads, record_bytes], uint8, if KV is in pages of few bits (`kernels.low_bit`): the pool, where slot s is token s % 64
-                of page s // 64. Then `k` and `v` are tails, [64 * requests, kv_heads, head_dim] in Q's dtype: token t of row r's unfinished page
-                is at 64 * r + t. The plan's bounds must be multiples of 64, as `PackConfig.of` has them, but for the ends of requests.
             overlap: Launch merge before forward ends (programmatic dependent launch), if the GPU can.
             merge: Whether to merge; otherwise parts stay in the workspace.
             early: Launch forward before the previous kernel on the stream ends, likewise, so that it looks up its work items meanwhile. That
-                kernel must not write the plan, rows, seq_lens or req_to_token. Only in mode `fused`.
+                kernel must not write the plan or the tables.
 
         Raises:
             ValueError: A tensor's device, dtype, shape or stride is not as above.
         """
+        k, v = kv.k, kv.v
         for name, pool in (("k", k), ("v", v)):
             if pool.dtype != self._kv:
                 raise ValueError(f"{name} has the wrong dtype: {pool.dtype}, not {self._kv}")
         if self._kv in KV_NAMES:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
-        given = ((sinks, self._no_sinks), (masks, self._no_masks), (records, self._no_records))
-        optional = (default if tensor is None else tensor for tensor, default in given)
-        tables = (req_to_token, rows, seq_lens, plan, partial, lse, *optional)
-        arguments = (q, k, v, out, *tables, scale, v_scale, logit_cap, self._window, self._tile_rows)
-        first, *others = self._modules
-        if not others:
-            first.decode(*arguments, True, merge, overlap, early)
-            return
-
-        def run(module: Any, forward: bool) -> None:
-            module.decode(*arguments, forward, merge and not forward, False, False)
-
-        if not self._streams:
-            for module in self._modules:
-                run(module, forward=True)
-            run(first, forward=False)
-            return
-        current = torch.cuda.current_stream(q.device)
-        for module, stream in zip(others, self._streams, strict=True):
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                run(module, forward=True)
-        run(first, forward=True)
-        for stream in self._streams:
-            current.wait_stream(stream)
-        run(first, forward=False)
+        self._module.decode(
+            q, out, plan, partial, lse,
+            k, v, self._no_records if kv.pages is None else kv.pages.records, kv.v_scale,
+            tables.req_to_token, tables.rows, tables.seq_lens, self._no_masks if tables.masks is None else tables.masks,
+            scores.scale * kv.k_scale, scores.logit_cap, self._no_sinks if scores.sinks is None else scores.sinks,
+            self._window, self._tile_rows, merge, overlap, early,
+        )  # fmt: skip

@@ -18,20 +18,23 @@ namespace {
 using tvm::ffi::TensorView;
 
 struct Arguments {
-  TensorView q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks, masks;
-  TensorView pages, tails;  // empty where all KV is in k and v
+  TensorView q, out;
+  pat::Plan plan;
+  pat::KvView kv;
+  TensorView tails;  // where in k and v what is behind the pages is; empty where all KV is in k and v
+  pat::Tables tables;
+  pat::Scores scores;
   const pat::LowBit* form;  // of pages; null where there are none
   pat::Shape shape;
-  float scale;
   int64_t window;  // tokens that a query sees, 0: all
 
   const int32_t* section(pat::Header which) const {
-    const int32_t* header = static_cast<const int32_t*>(plan.data_ptr());
+    const int32_t* header = static_cast<const int32_t*>(plan.ints.data_ptr());
     return header + header[which];
   }
-  int tokens() const { return int(masks.size(1)); }  // of each query, 0 where there are no masks
-  bool has_sinks() const { return sinks.size(0) > 0; }
-  float sink(int64_t head) const { return static_cast<const float*>(sinks.data_ptr())[head]; }
+  int tokens() const { return int(tables.masks.size(1)); }  // of each query, 0 where there are no masks
+  bool has_sinks() const { return scores.sinks.size(0) > 0; }
+  float sink(int64_t head) const { return static_cast<const float*>(scores.sinks.data_ptr())[head]; }
 };
 
 template <typename E>
@@ -61,12 +64,12 @@ pat::Visible visible_of(const Arguments& a, const int32_t* queries, int rows, in
   std::fill_n(firsts, all, length);
   if (masks) std::fill_n(masks, all, ~uint64_t{0});
   for (int i = 0; i < rows; ++i) {
-    const int64_t query = queries[i / group], tokens = data<int64_t>(a.seq_lens)[query];
+    const int64_t query = queries[i / group], tokens = data<int64_t>(a.tables.seq_lens)[query];
     const int64_t end = kept == Kept::kPages ? in_pages(tokens) : tokens;
     int64_t own_end = end;  // of a token, by how many it sees
     if (masks) {
       const int64_t drafted = a.tokens(), first = end - drafted;
-      masks[i] = data<uint64_t>(a.masks)[query * drafted + i % group / (group / drafted)];
+      masks[i] = data<uint64_t>(a.tables.masks)[query * drafted + i % group / (group / drafted)];
       firsts[i] = int32_t(std::min<int64_t>(first - start, length));
       own_end = first + __builtin_popcountll(masks[i]);
       visible.all_end = std::min(visible.all_end, std::max(0, firsts[i]));
@@ -89,7 +92,7 @@ void add_pages(const Arguments& a, const int32_t* queries, int count, int group,
   const int64_t end = start + length;
   int64_t paged = 0, first = end, last = 0, offset = 0;
   for (int i = 0; i < count; ++i) {
-    const int64_t tokens = data<int64_t>(a.seq_lens)[queries[i]], full = in_pages(tokens);
+    const int64_t tokens = data<int64_t>(a.tables.seq_lens)[queries[i]], full = in_pages(tokens);
     paged = std::max(paged, full - start);
     if (std::max<int64_t>(full, start) >= std::min(tokens, end)) continue;
     const int64_t own = data<int64_t>(a.tails)[queries[i]];
@@ -98,9 +101,10 @@ void add_pages(const Arguments& a, const int32_t* queries, int count, int group,
     offset = own, first = std::min(first, std::max<int64_t>(full, start)), last = std::max(last, std::min(tokens, end));
   }
   const int pages = int(std::min<int64_t>(paged, length));
-  pat::check_kv_slots(kv_slots, pages, a.pages.size(0) * pat::kPageTokens);
+  pat::check_kv_slots(kv_slots, pages, a.kv.records.size(0) * pat::kPageTokens);
   pat::PageReader reader(*a.form);
-  const pat::PagesOfHead head{reader, data<uint8_t>(a.pages) + kv_head * a.pages.stride(1), a.pages.stride(0)};
+  const pat::PagesOfHead head{reader, data<uint8_t>(a.kv.records) + kv_head * a.kv.records.stride(1),
+                              a.kv.records.stride(0)};
   softmax.add(head, kv_slots, pages, visible_of(a, queries, count * group, group, start, pages, Kept::kPages, scratch));
 
   const int behind = int(std::max<int64_t>(0, last - first));
@@ -116,51 +120,52 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
   const int32_t* work = a.section(pat::kItems) + int64_t(item) * pat::kItemSize;
   const int32_t* queries = a.section(pat::kQueries) + work[pat::kFirstQuery];
   const int32_t* slots = a.section(pat::kSlots) + work[pat::kFirstQuery];
-  const int heads = a.q.size(1), kv_heads = a.k.size(1), group = heads / kv_heads;
+  const int heads = a.q.size(1), kv_heads = a.kv.k.size(1), group = heads / kv_heads;
   const int d = a.shape.head_dim, dv = a.shape.v_head_dim, rows = work[pat::kItemQueries] * group;
 
   const int32_t member = queries[0];
-  const int64_t tokens = data<int64_t>(a.seq_lens)[member];
+  const int64_t tokens = data<int64_t>(a.tables.seq_lens)[member];
   const int32_t start = pat::position(work[pat::kStart], tokens), end = pat::position(work[pat::kEnd], tokens);
   const int32_t* kv_slots =
-      data<int32_t>(a.req_to_token) + data<int64_t>(a.rows)[member] * a.req_to_token.stride(0) + start;
+      data<int32_t>(a.tables.req_to_token) + data<int64_t>(a.tables.rows)[member] * a.tables.req_to_token.stride(0) + start;
 
   const int length = std::max(0, end - start);
+  const float scale = float(a.scores.scale);
   q_rows.resize(std::max(q_rows.size(), size_t(rows) * d));
   results.resize(std::max(results.size(), size_t(rows) * (dv + 1)));
   for (int i = 0; i < rows; ++i) {
     const float* q = data<float>(a.q) + queries[i / group] * a.q.stride(0) + (kv_head * group + i % group) * a.q.stride(1);
-    for (int c = 0; c < d; ++c) q_rows[size_t(i) * d + c] = q[c] * a.scale;
+    for (int c = 0; c < d; ++c) q_rows[size_t(i) * d + c] = q[c] * scale;
   }
-  const pat::KvHead<T> kv{data<T>(a.k) + kv_head * a.k.stride(1), data<T>(a.v) + kv_head * a.v.stride(1), a.k.stride(0),
-                          a.v.stride(0), a.shape};
+  const pat::KvHead<T> kv{data<T>(a.kv.k) + kv_head * a.kv.k.stride(1), data<T>(a.kv.v) + kv_head * a.kv.v.stride(1),
+                          a.kv.k.stride(0), a.kv.v.stride(0), a.shape};
   float* lse = results.data() + size_t(rows) * dv;
   pat::OnlineSoftmax softmax(a.shape, q_rows.data(), rows, work[pat::kTileN], scratch);
   if (a.form) {
     add_pages(a, queries, work[pat::kItemQueries], group, start, length, kv_slots, kv, kv_head, softmax, scratch);
   } else {
-    pat::check_kv_slots(kv_slots, length, a.k.size(0));
+    pat::check_kv_slots(kv_slots, length, a.kv.k.size(0));
     softmax.add(kv, kv_slots, length, visible_of(a, queries, rows, group, start, length, Kept::kAll, scratch));
   }
   softmax.finish(pat::Result{results.data(), lse});
 
   for (int i = 0; i < rows; ++i) {
     const int query = queries[i / group], slot = slots[i / group], head = kv_head * group + i % group;
-    float* to = static_cast<float*>(slot < 0 ? a.out.data_ptr() : a.partial.data_ptr());
+    float* to = static_cast<float*>(slot < 0 ? a.out.data_ptr() : a.plan.partial.data_ptr());
     to += (int64_t(slot < 0 ? query : slot) * heads + head) * dv;
     std::copy_n(results.data() + size_t(i) * dv, dv, to);
     if (slot < 0 && a.has_sinks()) {
       const float share = pat::share_beside(a.sink(head), lse[i]);
       for (int c = 0; c < dv; ++c) to[c] *= share;
     }
-    if (slot >= 0) static_cast<float*>(a.lse.data_ptr())[int64_t(slot) * heads + head] = lse[i];
+    if (slot >= 0) static_cast<float*>(a.plan.lse.data_ptr())[int64_t(slot) * heads + head] = lse[i];
   }
 }
 
 template <typename T>
 void run(const Arguments& a) {
-  const int kv_heads = a.k.size(1), heads = a.q.size(1), dv = a.shape.v_head_dim;
-  const int64_t tasks = data<int32_t>(a.plan)[pat::kNumItems] * int64_t(kv_heads);
+  const int kv_heads = a.kv.k.size(1), heads = a.q.size(1), dv = a.shape.v_head_dim;
+  const int64_t tasks = data<int32_t>(a.plan.ints)[pat::kNumItems] * int64_t(kv_heads);
   // A thread that runs out of memory must not leave a parallel region by an exception.
   std::exception_ptr failure;
 #pragma omp parallel
@@ -182,9 +187,9 @@ void run(const Arguments& a) {
       const int64_t query = task / heads, head = task % heads, first = offsets[query];
       const int parts = offsets[query + 1] - first;
       if (parts > 0)
-        pat::merge(data<float>(a.partial) + (first * heads + head) * dv, int64_t(heads) * dv,
-                   data<float>(a.lse) + first * heads + head, heads, parts, dv, a.has_sinks() ? a.sink(head) : -INFINITY,
-                   static_cast<float*>(a.out.data_ptr()) + task * dv);
+        pat::merge(data<float>(a.plan.partial) + (first * heads + head) * dv, int64_t(heads) * dv,
+                   data<float>(a.plan.lse) + first * heads + head, heads, parts, dv,
+                   a.has_sinks() ? a.sink(head) : -INFINITY, static_cast<float*>(a.out.data_ptr()) + task * dv);
     }
   }
   if (failure) std::rethrow_exception(failure);
@@ -216,7 +221,11 @@ void attention(TensorView q, TensorView k, TensorView v, TensorView out, TensorV
   pat::check(out, "out", 3, pat::kFloat32, pat::kCpu);
   pat::check(k, "k", 3, k.dtype(), pat::kCpu);
   pat::check(v, "v", 3, k.dtype(), pat::kCpu);
-  pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, pat::kFloat32, pat::kCpu);
+  const pat::Plan parts{plan, partial, lse};
+  const pat::KvView kv{k, v, pages, 1};  // V's scale is applied to the output by the caller
+  const pat::Tables tables{req_to_token, rows, seq_lens, masks};
+  const pat::Scores scores{scale, logit_cap, sinks};
+  pat::check(parts, tables, q, k, out, pat::kFloat32, pat::kCpu);
   pat::check_sinks(sinks, pat::kFloat32, q.size(1), pat::kCpu);
   pat::check(masks, "masks", 2, pat::kInt64, pat::kCpu);
   const int64_t batch = q.size(0), heads = q.size(1), tokens = masks.size(1);
@@ -245,16 +254,14 @@ void attention(TensorView q, TensorView k, TensorView v, TensorView out, TensorV
   if (!problem && bits) problem = pages_problem(pages, tails, k, v, data<int64_t>(seq_lens), batch, bits, window, tokens);
   TVM_FFI_CHECK(!problem, ValueError) << problem;
   const pat::LowBit form(bits ? int(bits) : 4, bits ? int(k.size(2)) : 0);
-  // clang-format off
-  const Arguments arguments{q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks, masks, pages, tails, bits ? &form : nullptr,
-                            pat::Shape{int(q.size(2)), int(v.size(2)), float(logit_cap)}, float(scale), window};
-  // clang-format on
-  const DLDataType kv = k.dtype();
-  if (kv.code == kDLFloat && kv.bits == 32) return run<float>(arguments);
-  if (kv.code == kDLFloat && kv.bits == 16) return run<pat::Fp16>(arguments);
-  if (kv.code == kDLBfloat && kv.bits == 16) return run<pat::Bf16>(arguments);
-  if (kv.code == kDLFloat8_e4m3fn) return run<pat::E4m3>(arguments);
-  if (kv.code == kDLFloat8_e5m2) return run<pat::E5m2>(arguments);
+  const pat::Shape shape{int(q.size(2)), int(v.size(2)), float(logit_cap)};
+  const Arguments arguments{q, out, parts, kv, tails, tables, scores, bits ? &form : nullptr, shape, window};
+  const DLDataType type = k.dtype();
+  if (type.code == kDLFloat && type.bits == 32) return run<float>(arguments);
+  if (type.code == kDLFloat && type.bits == 16) return run<pat::Fp16>(arguments);
+  if (type.code == kDLBfloat && type.bits == 16) return run<pat::Bf16>(arguments);
+  if (type.code == kDLFloat8_e4m3fn) return run<pat::E4m3>(arguments);
+  if (type.code == kDLFloat8_e5m2) return run<pat::E5m2>(arguments);
   TVM_FFI_THROW(ValueError) << "KV must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2";
 }
 

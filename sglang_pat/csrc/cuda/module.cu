@@ -147,56 +147,54 @@ void launch(Kernel kernel, int grid, int block, size_t shared, cudaStream_t stre
   check(cudaLaunchKernelEx(&config, kernel, params));
 }
 
-pat::Params make_params(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
-                        const TensorView& req_to_token, const TensorView& rows, const TensorView& seq_lens,
-                        const TensorView& plan, const TensorView& partial, const TensorView& lse, const TensorView& sinks,
-                        const TensorView& masks, const TensorView& records, double scale, double v_scale, double logit_cap,
-                        int64_t window, int64_t tile_rows) {
+// `tile_rows` are those of the largest tile that plans are made with.
+pat::Params make_params(const TensorView& q, const TensorView& out, const pat::Plan& plan, const pat::KvView& kv,
+                        const pat::Tables& tables, const pat::Scores& scores, int64_t window, int64_t tile_rows) {
   const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
   const DLDevice gpu = pat::gpu_of(q);
   check_rows(q, "q", PAT_DIM, half, gpu);
-  const DLDataType kv = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : half;
-  check_pool(k, "k", PAT_DIM, kv, gpu);
-  check_pool(v, "v", PAT_V_DIM, kv, gpu);
-  TVM_FFI_CHECK(k.size(0) == v.size(0) && k.size(1) == v.size(1), ValueError)
+  const DLDataType element = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : half;
+  check_pool(kv.k, "k", PAT_DIM, element, gpu);
+  check_pool(kv.v, "v", PAT_V_DIM, element, gpu);
+  TVM_FFI_CHECK(kv.k.size(0) == kv.v.size(0) && kv.k.size(1) == kv.v.size(1), ValueError)
       << "k and v must have the same slots and heads";
   check_rows(out, "out", PAT_V_DIM, half, gpu);
-  pat::check({req_to_token, rows, seq_lens, plan, partial, lse}, q, k, out, DLDataType{kDLFloat, 16, 1}, gpu);
-  TVM_FFI_CHECK(partial.size(2) == PAT_V_DIM, ValueError) << "partial must have heads of " << PAT_V_DIM;
-  TVM_FFI_CHECK(reinterpret_cast<uintptr_t>(partial.data_ptr()) % 16 == 0, ValueError)
+  pat::check(plan, tables, q, kv.k, out, DLDataType{kDLFloat, 16, 1}, gpu);
+  TVM_FFI_CHECK(plan.partial.size(2) == PAT_V_DIM, ValueError) << "partial must have heads of " << PAT_V_DIM;
+  TVM_FFI_CHECK(reinterpret_cast<uintptr_t>(plan.partial.data_ptr()) % 16 == 0, ValueError)
       << "partial must be aligned to 16 bytes";
-  pat::check_sinks(sinks, DLDataType{kDLBfloat, 16, 1}, q.size(1), gpu);
-  TVM_FFI_CHECK((sinks.size(0) > 0) == pat::kSinks, ValueError)
-      << sinks.size(0) << " sinks for " << q.size(1) << " query heads, and a kernel " << (pat::kSinks ? "with" : "without")
-      << " sinks";
+  pat::check_sinks(scores.sinks, DLDataType{kDLBfloat, 16, 1}, q.size(1), gpu);
+  TVM_FFI_CHECK((scores.sinks.size(0) > 0) == pat::kSinks, ValueError)
+      << scores.sinks.size(0) << " sinks for " << q.size(1) << " query heads, and a kernel "
+      << (pat::kSinks ? "with" : "without") << " sinks";
   pat::Params p;
-  p.q = q.data_ptr(), p.k = k.data_ptr(), p.v = v.data_ptr(), p.out = out.data_ptr();
-  p.partial = static_cast<__half*>(partial.data_ptr()), p.lse2 = static_cast<float*>(lse.data_ptr());
-  p.req_to_token = static_cast<const int32_t*>(req_to_token.data_ptr());
-  p.rows = static_cast<const int64_t*>(rows.data_ptr());
-  p.seq_lens = static_cast<const int64_t*>(seq_lens.data_ptr());
-  p.plan = static_cast<const int32_t*>(plan.data_ptr());
+  p.q = q.data_ptr(), p.k = kv.k.data_ptr(), p.v = kv.v.data_ptr(), p.out = out.data_ptr();
+  p.partial = static_cast<__half*>(plan.partial.data_ptr()), p.lse2 = static_cast<float*>(plan.lse.data_ptr());
+  p.req_to_token = static_cast<const int32_t*>(tables.req_to_token.data_ptr());
+  p.rows = static_cast<const int64_t*>(tables.rows.data_ptr());
+  p.seq_lens = static_cast<const int64_t*>(tables.seq_lens.data_ptr());
+  p.plan = static_cast<const int32_t*>(plan.ints.data_ptr());
   // A small batch's plan has some KB, a large one's up to 128 bytes for each query (benchmarks/NOTES.md, "Where code lies in memory").
   constexpr int64_t kFewLines = 64;
   const auto ceil_div = [](auto a, decltype(a) b) { return (a + b - 1) / b; };
   const auto lines = [&](int64_t count, int64_t bytes) { return ceil_div(count * bytes, pat::kLineBytes); };
-  p.plan_lines = int(std::min(lines(plan.size(0), sizeof(int32_t)), kFewLines + out.size(0)));
-  p.length_lines = int(lines(std::min(rows.size(0), seq_lens.size(0)), sizeof(int64_t)));
-  p.sinks = static_cast<const __nv_bfloat16*>(sinks.data_ptr());
+  p.plan_lines = int(std::min(lines(plan.ints.size(0), sizeof(int32_t)), kFewLines + out.size(0)));
+  p.length_lines = int(lines(std::min(tables.rows.size(0), tables.seq_lens.size(0)), sizeof(int64_t)));
+  p.sinks = static_cast<const __nv_bfloat16*>(scores.sinks.data_ptr());
   p.q_token = q.stride(0), p.q_head = q.stride(1);
-  p.k_slot = uint32_t(k.stride(0) * kKvBytes), p.k_head = uint32_t(k.stride(1) * kKvBytes);
-  p.v_slot = uint32_t(v.stride(0) * kKvBytes), p.v_head = uint32_t(v.stride(1) * kKvBytes);
-  p.table_row = req_to_token.stride(0);
+  p.k_slot = uint32_t(kv.k.stride(0) * kKvBytes), p.k_head = uint32_t(kv.k.stride(1) * kKvBytes);
+  p.v_slot = uint32_t(kv.v.stride(0) * kKvBytes), p.v_head = uint32_t(kv.v.stride(1) * kKvBytes);
+  p.table_row = tables.req_to_token.stride(0);
   TVM_FFI_CHECK(tile_rows > 0 && tile_rows <= 192, ValueError) << "there is no tile of " << tile_rows << " rows";
-  const int kv_heads = int(k.size(1));
-  check_records(records, kv_heads, gpu);
-  p.records = static_cast<const uint8_t*>(records.data_ptr());
+  const int kv_heads = int(kv.k.size(1));
+  check_records(kv.records, kv_heads, gpu);
+  p.records = static_cast<const uint8_t*>(kv.records.data_ptr());
   p.page_bytes = uint32_t(kv_heads * Forward::kRecordBytes);
-  TVM_FFI_CHECK(!pat::kIsPages<Kv> || k.size(0) >= req_to_token.size(0) * pat::kTokens, ValueError)
+  TVM_FFI_CHECK(!pat::kIsPages<Kv> || kv.k.size(0) >= tables.req_to_token.size(0) * pat::kTokens, ValueError)
       << "k and v must have a tail of " << pat::kTokens << " tokens for each row of req_to_token";
-  pat::check(masks, "masks", 2, pat::kInt64, gpu);
-  p.masks = static_cast<const uint64_t*>(masks.data_ptr());
-  p.draft = int(masks.size(1));
+  pat::check(tables.masks, "masks", 2, pat::kInt64, gpu);
+  p.masks = static_cast<const uint64_t*>(tables.masks.data_ptr());
+  p.draft = int(tables.masks.size(1));
   TVM_FFI_CHECK((p.draft > 0) == pat::kMasks, ValueError)
       << "drafts of " << p.draft << " tokens, and a kernel " << (pat::kMasks ? "with" : "without") << " masks";
   TVM_FFI_CHECK(p.draft <= pat::kMostDraft, ValueError) << "a draft may have 64 tokens, not " << p.draft;
@@ -206,9 +204,9 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   p.token_group = p.token_heads / kv_heads, p.kv_group = tokens * p.token_group;
   TVM_FFI_CHECK(out.size(1) == p.token_heads && q.size(0) >= out.size(0), ValueError)
       << "q must have the heads of out, and a row for each of its";
-  TVM_FFI_CHECK(partial.size(1) == p.heads && lse.size(1) == p.heads, ValueError)
+  TVM_FFI_CHECK(plan.partial.size(1) == p.heads && plan.lse.size(1) == p.heads, ValueError)
       << "partial and lse must have the " << p.heads << " heads of a query";
-  TVM_FFI_CHECK(!pat::kMasks || (masks.is_contiguous() && masks.size(0) >= p.queries), ValueError)
+  TVM_FFI_CHECK(!pat::kMasks || (tables.masks.is_contiguous() && tables.masks.size(0) >= p.queries), ValueError)
       << "masks must be contiguous, and of all drafts";
   TVM_FFI_CHECK(window >= 0 && window <= (pat::kLimits ? pat::kNoWindow : 0), ValueError)
       << "a window of " << window << ", and a kernel " << (pat::kLimits ? "with" : "without") << " limits";
@@ -217,27 +215,28 @@ pat::Params make_params(const TensorView& q, const TensorView& k, const TensorVi
   p.row_slices = ceil_div(p.group, pat::kNarrowM);
   p.group_inverse = uint32_t((65536 + p.group - 1) / p.group);
   constexpr double kLog2E = 1.4426950408889634;
-  p.scale_log2 = float(scale * kLog2E);
-  p.v_scale = float(v_scale);
-  TVM_FFI_CHECK((logit_cap > 0) == pat::kCaps, ValueError) << "a logit cap of " << logit_cap << ", and a kernel "
-                                                           << (pat::kCaps ? "that caps" : "that does not cap") << " scores";
+  p.scale_log2 = float(scores.scale * kLog2E);
+  p.v_scale = float(kv.v_scale);
+  TVM_FFI_CHECK((scores.logit_cap > 0) == pat::kCaps, ValueError)
+      << "a logit cap of " << scores.logit_cap << ", and a kernel " << (pat::kCaps ? "that caps" : "that does not cap")
+      << " scores";
   // The kernel caps scores before it scales them.
-  p.cap = float(logit_cap / scale);
-  p.cap_exponent = logit_cap > 0 ? float(2 * kLog2E * scale / logit_cap) : 0;
+  p.cap = float(scores.logit_cap / scores.scale);
+  p.cap_exponent = scores.logit_cap > 0 ? float(2 * kLog2E * scores.scale / scores.logit_cap) : 0;
   return p;
 }
 
-// Forward, merge or one after the other, on the current stream. `tile_rows` are those of the largest tile that plans are made with.
-void decode(TensorView q, TensorView k, TensorView v, TensorView out, TensorView req_to_token, TensorView rows,
-            TensorView seq_lens, TensorView plan, TensorView partial, TensorView lse, TensorView sinks, TensorView masks,
-            TensorView records, double scale, double v_scale, double logit_cap, int64_t window, int64_t tile_rows,
-            bool with_forward, bool with_merge, bool overlap, bool early) {
+// Forward and, if asked for, merge, on the current stream.
+void decode(TensorView q, TensorView out, TensorView plan, TensorView partial, TensorView lse, TensorView k, TensorView v,
+            TensorView records, double v_scale, TensorView req_to_token, TensorView rows, TensorView seq_lens,
+            TensorView masks, double scale, double logit_cap, TensorView sinks, int64_t window, int64_t tile_rows,
+            bool with_merge, bool overlap, bool early) {
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
-  const pat::Params p = make_params(q, k, v, out, req_to_token, rows, seq_lens, plan, partial, lse, sinks, masks, records,
-                                    scale, v_scale, logit_cap, window, tile_rows);
+  const pat::Params p = make_params(q, out, {plan, partial, lse}, {k, v, records, v_scale},
+                                    {req_to_token, rows, seq_lens, masks}, {scale, logit_cap, sinks}, window, tile_rows);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   const Resident& ctas = resident(q.device().device_id);
-  if (with_forward) launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, early, p);
+  launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, early, p);
   const int64_t outputs = int64_t(p.queries) * p.heads;
   if (!with_merge || outputs == 0) return;
   const auto ctas_for = [](int64_t warps) { return int((warps + pat::kMergeWarps - 1) / pat::kMergeWarps); };
