@@ -332,7 +332,8 @@ class PatAttnBackend(AttentionBackend):
         k_scale, v_scale = compat.pool.kv_scales(layer) if compat.pool.is_fp8(self.kv_cache_dtype) else (1.0, 1.0)
         table = self._tables.get(group.spec.planned_window)
         own = (self.req_to_token_pool.req_to_token, self.rows, self.seq_lens)
-        tables = Tables(*(own if table is None else table.of_batch(len(self.rows))), masks)
+        req_to_token, rows, seq_lens = own if table is None else table.of_batch(len(self.rows))
+        tables = Tables(req_to_token, rows, seq_lens, masks)
         if self._low_bit is not None:
             kv = self._low_bit.decoding(layer.layer_id, tables.rows, tables.seq_lens)
         else:

@@ -136,7 +136,7 @@ class Bench:
         pages = torch.randperm(kv_tokens // size, device=self.device, dtype=torch.int32)
         slots = size * pages[:, None] + torch.arange(size, device=self.device, dtype=torch.int32)
         records = some[torch.arange(len(pages)) % len(some)]
-        return KvView(*tails, pages=low_bit.Pages(records, self.spec.kv.bits, None)), slots.reshape(1, -1)
+        return KvView(tails[0], tails[1], pages=low_bit.Pages(records, self.spec.kv.bits, None)), slots.reshape(1, -1)
 
     def forward_us(self, items: dict[int, int], tokens: int) -> float:
         from sglang_pat.kernels.arguments import Scores, Tables
