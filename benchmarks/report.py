@@ -1,4 +1,4 @@
-"""Makes tables of the JSON that the benchmarks left, and writes them into the README and docs/measured.md: `python benchmarks/report.py`.
+"""Makes tables of the JSON that the benchmarks left, and writes them into the README and the pages of docs that PAGES names: `python benchmarks/report.py`.
 
 A row's best number is bold.
 
@@ -91,7 +91,7 @@ def steps() -> str:
         + ", ".join(f"{NAMES[backend]} {count}" for backend, count in launches.items())
         + "; of PAT's own there are forward and merge once a layer, nothing else.\n\n"
         "Batches that do not fit one H200's pool, with two of the model's 36 layers:\n\n"
-        f"{steps_table(load('steps-2-layers-h200.json'))}\n\n{agreement(result)}"
+        f"{steps_table(load('steps-2-layers-h200.json'))}"
     )
 
 
@@ -103,7 +103,7 @@ def behind() -> str:
         for cell, records in by_cell(load(name)).items()
         if "," not in cell
     ]
-    steps = f"Decode steps that share nothing run at {min(ratios):.2f} to {max(ratios):.2f} times the speed of the best other backend."
+    steps = f"Decode steps that share nothing: {min(ratios):.2f} to {max(ratios):.2f} times the speed of the best other backend."
     return "\n".join(f"- {line}" for line in [steps, *kernel_tables.drafts_behind(), kernel_tables.fp8_behind()])
 
 
@@ -126,15 +126,22 @@ def steps_of(name: str) -> str:
     return f"{steps_table(result)}\n\n{device['name']}, {result['model']} shape, random weights, {drafts}torch {device['torch']}, {device['date']}."
 
 
-def agreement(result: dict[str, Any]) -> str:
-    pairs = [
-        f"{' and '.join(NAMES[backend] for backend in row['backends'])} {row['tokens']:.1%} of the tokens, logits at most {row['max_logit_difference']:.2f} apart"
+def agreement() -> str:
+    """How far greedy answers of whole models go together."""
+    result = load("steps-h200.json")
+    rows = [
+        [
+            " and ".join(NAMES[backend] for backend in row["backends"]),
+            f"{row['tokens']:.1%}",
+            f"{row['max_logit_difference']:.2f}",
+        ]
         for row in result["agreement"]
     ]
+    head = ["greedy answers of", "tokens before the first that differs", "logits apart by at most"]
+    deviation = result["agreement"][0]["logit_std"]
     return (
-        f"Greedy answers to the same prompts agree up to the first token that differs ({result['agreement_date']}; random weights "
-        f"tell rounding apart far more than trained ones): {'; '.join(pairs)}. Logits have a standard deviation of "
-        f"{result['agreement'][0]['logit_std']:.1f}."
+        f"{table(head, rows)}\n\n*{result['device']['name']}, {result['model']} shape, random weights, {result['agreement_date']}. "
+        f"Logits have a standard deviation of {deviation:.1f}.*"
     )
 
 
@@ -256,46 +263,25 @@ def estimates() -> str:
 
 PAGES = {
     "README.md": ("serving",),
-    "docs/measured.md": (
-        "behind",
-        "serving_records",
-        "serving_on_h100",
-        "steps",
-        "steps_h100",
-        "soak",
-        "kernels",
-        "kernels_h100",
-        "kernels_fp8",
-        "verify",
-        "verify_fp8",
-        "verify_rivals",
-        "verify_h100",
-        "steps_verify",
-        "steps_verify_h100",
-        "serving_verify",
-        "serving_mixed",
-        "steps_extend",
-        "short_extends",
-        "kernels_low_bit",
-        "kernels_low_bit_h100",
-        "steps_low_bit",
-        "batch",
-        "batch_pool",
-        "ablations",
-        "cpu",
-        "cpu_extend",
-        "planning",
-        "packing",
+    "docs/measured.md": ("serving", "serving_summary_h100", "behind"),
+    "docs/measured-serving.md": (
+        "serving_newest", "serving_h200", "serving_h100", "serving_two_h200", "serving_two_h100", "serving_longer", "serving_models",
+        "serving_mixed", "steps_extend", "short_extends",
     ),
-}
-"""Which tables stand where."""
+    "docs/measured-kernels.md": (
+        "steps", "steps_h100", "kernels", "kernels_h100", "ablations", "planning", "packing", "cpu", "cpu_extend",
+    ),
+    "docs/measured-drafts.md": (
+        "serving_verify", "steps_verify", "steps_verify_h100", "verify", "verify_h100", "verify_rivals", "kernels_fp8", "verify_fp8",
+        "steps_low_bit", "kernels_low_bit", "kernels_low_bit_h100",
+    ),
+    "docs/measured-batches.md": ("batch", "batch_pool"),
+    "docs/accuracy.md": ("errors", "agreement", "soak"),
+}  # fmt: skip
+"""Which tables stand where, in this order."""
 SECTIONS: dict[str, Callable[[], str]] = {
-    "kernels": kernel_tables.kernels, "kernels_fp8": kernel_tables.kernels_fp8, "kernels_low_bit": kernel_tables.kernels_low_bit,
-    "kernels_h100": kernel_tables.kernels_h100, "kernels_low_bit_h100": kernel_tables.kernels_low_bit_h100,
-    "steps_low_bit": kernel_tables.steps_low_bit, "short_extends": serving_tables.short_extends, "batch_pool": serving_tables.batch_pool,
-    "verify": kernel_tables.verify, "verify_fp8": kernel_tables.verify_fp8, "verify_rivals": kernel_tables.verify_rivals, "verify_h100": kernel_tables.verify_h100, "ablations": kernel_tables.ablations, "serving": serving_tables.serving, "serving_records": serving_tables.serving_records, "serving_on_h100": serving_tables.serving_on_h100,
-    "steps_h100": steps_h100, "steps_verify": steps_verify, "steps_verify_h100": steps_verify_h100, "steps_extend": kernel_tables.steps_extend, "serving_verify": serving_tables.serving_verify, "serving_mixed": serving_tables.serving_mixed, "batch": serving_tables.batch, "steps": steps, "behind": behind, "soak": soak, "cpu": cpu,
-    "cpu_extend": cpu_extend, "planning": planning, "packing": packing, "estimates": estimates,
+    name: next(getattr(module, name) for module in (kernel_tables, serving_tables, sys.modules[__name__]) if hasattr(module, name))
+    for name in [*dict.fromkeys(name for names in PAGES.values() for name in names), "estimates"]
 }  # fmt: skip
 
 

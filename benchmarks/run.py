@@ -74,7 +74,7 @@ BENCHMARKS = {
         "chaos-h200.json",
     ),
     "tune": Benchmark(["-m", "sglang_pat.tune"], "prices of this GPU's tiles", 0.3, True),
-    "figure": Benchmark(["figure.py"], "the paper's figures 10 and 11; needs matplotlib", 0.1, results="docs/*.png"),
+    "pictures": Benchmark(["../docs/picture.py"], "the documentation's pictures", 0.1, results="docs/*.svg"),
     "calibrate": Benchmark(
         ["calibrate.py"], "fits `sglang-pat estimate` to the results", 0.1, results="estimate-h200.json"
     ),

@@ -2,42 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
-from tables import NAMES, TIMES, bold, load, table
+from tables import NAMES, TIMES, bold, folded, load, table
+
+ORDER = ("pat", "fa3", "flashinfer", "triton")
+"""Of columns."""
+
+
+class Measure(NamedTuple):
+    """A number of served workloads.
+
+    Attributes:
+        field: Its name in a record.
+        title: What tables call it.
+        text: How it is written.
+        sign: -1 if more is better.
+        shown: Whether its table is open; the others are folded.
+    """
+
+    field: str
+    title: str
+    text: str
+    sign: int = 1
+    shown: bool = False
+
+
+MEASURES = (
+    Measure("mean_tpot_ms", "ms per token (mean TPOT)", "{:,.1f}", shown=True),
+    Measure("output_tps", "tokens/s", "{:,.0f}", sign=-1, shown=True),
+    Measure("mean_ttft_ms", "ms to the first token (mean TTFT)", "{:,.0f}"),
+    Measure("step_ms", "decode step, ms", "{:.1f}"),
+    Measure("median_itl_ms", "ms between two tokens (median ITL); two can arrive at once", "{:.1f}"),
+    Measure("mean_itl_ms", "ms between two tokens (mean ITL)", "{:.1f}"),
+    Measure("p99_tpot_ms", "ms per token (P99 TPOT)", "{:,.0f}"),
+)
+
+Row = tuple[str, dict[str, dict[str, Any]]]
+"""A workload, and its record in each column."""
+
+
+def measured(rows: list[Row], columns: dict[str, str], measure: Measure, baseline: str = "") -> str:
+    """A row for each workload, a column for each server (`columns`: key and name); its best number is bold.
+
+    With a `baseline`, a last column says how many times as good PAT is."""
+    lines = []
+    for workload, records in rows:
+        found = {key: records.get(key, {}).get(measure.field) or None for key in columns}
+        if not any(found.values()):
+            continue
+        if measure.field == "step_ms":
+            # At the beginning and at the end of the answers.
+            cells = [
+                " to ".join(measure.text.format(steps[i]) for i in (0, -1)) if steps else "" for steps in found.values()
+            ]
+        else:
+            signed = {key: number and measure.sign * number for key, number in found.items()}
+            cells = bold(signed, lambda number: measure.text.format(abs(number)))
+        line = [workload, *cells]
+        if baseline:
+            ratio = found[baseline] and (found[baseline] / found["pat"]) ** measure.sign
+            line.append(f"{ratio:.2f}{TIMES}" if ratio else "")
+        lines.append(line)
+    last = [f"PAT vs {columns[baseline]}"] if baseline else []
+    return table([measure.title, *columns.values(), *last], lines) if lines else ""
+
+
+def tables_of(
+    rows: list[Row], columns: dict[str, str], baseline: str = "", measures: Iterable[Measure] = MEASURES
+) -> str:
+    """A table for each measure: the first ones open, the others folded."""
+    made = {
+        measure: measured(rows, columns, measure, baseline if measure.shown else "") for measure in measures
+    }  # fmt: skip
+    shown = [text for measure, text in made.items() if measure.shown]
+    others = [text for measure, text in made.items() if not measure.shown and text]
+    return "\n\n".join(
+        [*shown, folded("First tokens, steps and gaps" if len(others) > 1 else "First tokens", "\n\n".join(others))]
+    )
+
+
+def by_workload(results: dict[str, str], measures: Iterable[Measure] = MEASURES) -> str:
+    """The workloads of some results (file: what sets it apart), with a column for each backend."""
+    rows = [
+        (title, {record["backend"]: record for record in group}) for title, group in served(results)
+    ]  # fmt: skip
+    backends = [name for name in ORDER if any(name in records for _, records in rows)]
+    baseline = "fa3" if "fa3" in backends else backends[1]
+    return f"{tables_of(rows, {name: NAMES[name] for name in backends}, baseline, measures)}\n\n{on(results)}"
+
+
+def on(results: dict[str, str]) -> str:
+    """What some results were measured on."""
+    found: dict[str, list[str]] = {}
+    for name, what in results.items():
+        result = load(name)
+        device = result["device"]
+        where = f"{device['name']}, SGLang {device['sglang']}"
+        found.setdefault(where, []).append(f"{MODELS[result['model']]}{what}, {device['date']}")
+    return "*" + "; ".join(f"{where}. {'; '.join(runs)}" for where, runs in found.items()) + ". Random weights.*"
+
+
+MODELS = {
+    "qwen3-8b": "Qwen3-8B's shape", "llama3-8b": "Llama 3 8B's shape", "gpt-oss-20b": "gpt-oss 20B's shape",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B's shape",
+}  # fmt: skip
 
 
 def serving_mixed() -> str:
     """The trace with mixed chunks and without."""
-    return "\n\n".join(map(_serving_mixed, ("h200", "h100")))
+    return "\n\n".join(f"#### {gpu.upper()}\n\n{_serving_mixed(gpu)}" for gpu in ("h200", "h100"))
 
 
 def _serving_mixed(gpu: str) -> str:
-    runs = {chunks: load(f"serving-{name}-{gpu}.json") for chunks, name in (("mixed", "mixed"), ("apart", "unmixed"))}
-    names = {
-        "mean_tpot_ms": "mean TPOT, ms", "p99_tpot_ms": "P99 TPOT, ms", "median_itl_ms": "median ITL, ms", "mean_itl_ms": "mean ITL, ms",
-        "mean_ttft_ms": "mean TTFT, ms", "output_tps": "output tokens/s",
-    }  # fmt: skip
-    rows = []
-    for rate in dict.fromkeys(record["rate"] for record in runs["mixed"]["records"]):
-        found = {
-            (record["backend"], chunks): record for chunks, run in runs.items() for record in run["records"] if record["rate"] == rate
-        }  # fmt: skip
-        columns = []
-        for name in names:
-            sign = -1 if name == "output_tps" else 1
-            text = "{:,.1f}".format if name.endswith("itl_ms") or name == "mean_tpot_ms" else "{:,.0f}".format
-            values = bold(
-                {str(key): sign * record[name] for key, record in found.items()}, lambda x, text=text: text(abs(x))
-            )
-            columns.append(values)
-        rows += [
-            [f"{rate:g}/s", NAMES[backend], chunks, *cells]
-            for (backend, chunks), cells in zip(found, zip(*columns, strict=True), strict=True)
-        ]  # fmt: skip
-    device, model = runs["mixed"]["device"], runs["mixed"]["model"]
-    return f"{table(['requests', 'backend', 'chunks', *names.values()], rows)}\n\n{device['name']}, {model} shape, random weights, {device['date']}."
+    files = {"mixed": f"serving-mixed-{gpu}.json", "apart": f"serving-unmixed-{gpu}.json"}
+    found: dict[float, dict[str, dict[str, Any]]] = {}
+    for chunks, name in files.items():
+        for record in load(name)["records"]:
+            found.setdefault(record["rate"], {})[f"{record['backend']} {chunks}"] = record
+    columns = {f"{name} {chunks}": f"{NAMES[name]}, {chunks}" for chunks in files for name in ("pat", "fa3")}
+    rows = [(f"`trace`, {rate:g}/s", records) for rate, records in sorted(found.items(), reverse=True)]
+    return f"{tables_of(rows, columns)}\n\n{on({files['mixed']: ''})}"
 
 
 def short_extends() -> str:
@@ -89,27 +175,8 @@ def server_of(record: dict[str, Any]) -> str:
 
 
 def serving_verify() -> str:
-    return "\n\n".join(map(_serving_verify, ("serving-verify-h200.json", "serving-verify-h100.json")))
-
-
-def _serving_verify(name: str) -> str:
-    result = load(name)
-    rows = []
-    for workload, at in dict.fromkeys((record["workload"], record["rate"]) for record in result["records"]):
-        records = [record for record in result["records"] if (record["workload"], record["rate"]) == (workload, at)]
-        if len(records) == 1:
-            # The others' run was cut short.
-            continue
-        tpot = bold({record["backend"]: record["mean_tpot_ms"] for record in records}, lambda ms: f"{ms:.1f}")
-        ttft = bold({record["backend"]: record["mean_ttft_ms"] for record in records}, lambda ms: f"{ms:,.0f}")
-        tps = bold({record["backend"]: -record["output_tps"] for record in records}, lambda rate: f"{-rate:,.0f}")
-        rate = f", {records[0]['rate']:g}/s" if records[0]["rate"] else ""
-        rows += [
-            [f"`{workload}`{rate}", NAMES[record["backend"]], *cells]
-            for record, cells in zip(records, zip(tpot, ttft, tps, strict=True), strict=True)
-        ]
-    head = ["workload", "backend", "mean TPOT, ms", "mean TTFT, ms", "output tokens/s"]
-    return f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, {result['device']['date']}."
+    # What SGLang's log says of a step, and gaps between tokens, mean something else where a step has several.
+    return by_workload({"serving-verify-h200.json": ", H200", "serving-verify-h100.json": ", H100"}, MEASURES[:3])
 
 
 LONGER = ", longer prompts"
@@ -118,30 +185,51 @@ LONGER = ", longer prompts"
 NEWEST = "serving-0.5.23-h200.json"
 """What the README shows: the newest SGLang, PAT beside its default on a GPU of the same host at the same time."""
 
-SERVING = {
-    NEWEST: ", 0.5.23",
-    "serving-nominal-h200.json": "",
-    "serving-2xh200.json": ", 2 GPUs",
-    "serving-h200.json": LONGER,
-    "serving-llama3-8b-h200.json": f", Llama 3 8B{LONGER}",
-    "serving-gpt-oss-20b-h200.json": ", gpt-oss 20B in bfloat16",
-    "serving-gpt-oss-20b-fp8-h200.json": ", gpt-oss 20B with FP8 KV",
-    "serving-qwen3-30b-a3b-h200.json": ", Qwen3-30B-A3B",
-}
-"""Results of serving.py, and what sets them apart."""
-
 IN_README = {
     ("gsp-8x32x2048", None): "256 requests, 8 system prompts of 2,048 tokens",
     ("gsp-4x64x8192", None): "256 requests, 4 system prompts of 8,192 tokens",
-    ("trace", 4.0): "60 requests of a conversation trace, 4 a second, which is more than one GPU keeps up with",
+    ("trace", 4.0): "a conversation trace, 4 requests a second",
     ("random-128", None): "128 requests, random prompts of 1,024 tokens",
 }
 """Its rows: workload, requests a second, and what they are called there."""
 
-SERVING_ON_H100 = {"serving-nominal-h100.json": "", "serving-2xh100.json": ", 2 GPUs"}
+
+def serving_newest() -> str:
+    return by_workload({NEWEST: ""})
 
 
-def served(results: dict[str, str] = SERVING) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def serving_h200() -> str:
+    return by_workload({"serving-nominal-h200.json": ""})
+
+
+def serving_h100() -> str:
+    return by_workload({"serving-nominal-h100.json": ""})
+
+
+def serving_two_h200() -> str:
+    return by_workload({"serving-2xh200.json": ""})
+
+
+def serving_two_h100() -> str:
+    return by_workload({"serving-2xh100.json": ""})
+
+
+def serving_longer() -> str:
+    return by_workload({"serving-h200.json": ""})
+
+
+def serving_models() -> str:
+    return by_workload(
+        {
+            "serving-llama3-8b-h200.json": f", Llama 3 8B{LONGER}",
+            "serving-gpt-oss-20b-h200.json": ", gpt-oss 20B in bfloat16",
+            "serving-gpt-oss-20b-fp8-h200.json": ", gpt-oss 20B with FP8 KV",
+            "serving-qwen3-30b-a3b-h200.json": ", Qwen3-30B-A3B",
+        }
+    )
+
+
+def served(results: dict[str, str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Each workload with the records of all backends."""
     for name, what in results.items():
         records = load(name)["records"]
@@ -153,62 +241,24 @@ def served(results: dict[str, str] = SERVING) -> Iterator[tuple[str, list[dict[s
                 yield title, group
 
 
-def with_device(serving_table: str, results: dict[str, str] = SERVING) -> str:
-    result = load(next(iter(results)))
-    device = result["device"]
-    dates = {what: load(name)["device"]["date"] for name, what in results.items()}
-    others = "".join(f"; {what.removeprefix(', ')}: {date}" for what, date in dates.items() if date != device["date"])
-    return f"{serving_table}\n\n{device['name']}, {result['model']} shape where none is named, random weights, {device['date']}{others}."
+def in_readme(name: str = NEWEST) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Each row of the README: what it is called, PAT's record and FA3's."""
+    records = {(one["workload"], one["rate"], one["backend"]): one for one in load(name)["records"]}
+    for (workload, rate), title in IN_README.items():
+        yield title, records[workload, rate, "pat"], records[workload, rate, "fa3"]
 
 
-def in_readme() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Each row of the README: its name, PAT's record and FA3's."""
-    records = {(one["workload"], one["rate"], one["backend"]): one for one in load(NEWEST)["records"]}
-    for (workload, rate), name in IN_README.items():
-        yield name, records[workload, rate, "pat"], records[workload, rate, "fa3"]
-
-
-def serving() -> str:
+def serving(name: str = NEWEST) -> str:
     """The README's rows, one baseline and one unit."""
     rows = []
-    for name, ours, other in in_readme():
+    for title, ours, other in in_readme(name):
         times = bold({"fa3": other["mean_tpot_ms"], "pat": ours["mean_tpot_ms"]}, "{:.1f}".format)
-        rates = bold({"fa3": -other["output_tps"], "pat": -ours["output_tps"]}, lambda rate: f"{-rate:,.0f}")
-        gains = other["mean_tpot_ms"] / ours["mean_tpot_ms"], ours["output_tps"] / other["output_tps"]
-        rows.append([name, *times, f"{gains[0]:.1f}{TIMES}", *rates, f"{gains[1]:.1f}{TIMES}"])
-    head = ["", "ms per token: FA3", "PAT", "", "tokens/s: FA3", "PAT", ""]
-    result = load(NEWEST)
-    device = result["device"]
-    return (
-        f"{table(head, rows)}\n\nOne {device['name']}, Qwen3-8B's shape with random weights, SGLang {device['sglang']}, {device['date']}. "
-        "Milliseconds per token: mean TPOT at the client, waiting for other requests' prefill included."
-    )
+        rows.append([title, *times, f"{other['mean_tpot_ms'] / ours['mean_tpot_ms']:.1f}{TIMES}"])
+    return f"{table(['milliseconds per token', 'FA3', 'PAT', 'faster'], rows)}\n\n{on({name: ''}).replace('*NVIDIA', '*One NVIDIA')}"
 
 
-def serving_on_h100() -> str:
-    return serving_records(SERVING_ON_H100)
-
-
-def serving_records(results: dict[str, str] = SERVING) -> str:
-    """A line for each record."""
-    rows = []
-    for title, group in served(results):
-        pat = next(record["mean_tpot_ms"] for record in group if record["backend"] == "pat")
-        for record in group:
-            steps = record["step_ms"]
-            rows.append(
-                [
-                    title, NAMES[record["backend"]], f"{steps[0]:.1f} to {steps[-1]:.1f}" if steps else "",
-                    f"{record['median_itl_ms']:.1f}", f"{record['mean_tpot_ms']:.1f}",
-                    "" if record["backend"] == "pat" else f"{record['mean_tpot_ms'] / pat:.2f}{TIMES}",
-                    f"{record['p99_tpot_ms']:,.0f}", f"{record['mean_ttft_ms']:,.0f}", f"{record['output_tps']:,.0f}",
-                ]
-            )  # fmt: skip
-    head = [
-        "workload", "backend", "decode step, ms", "median ITL, ms", "mean TPOT, ms", "TPOT / PAT's", "P99 TPOT, ms",
-        "mean TTFT, ms", "output tokens/s",
-    ]  # fmt: skip
-    return with_device(table(head, rows), results)
+def serving_summary_h100() -> str:
+    return serving("serving-nominal-h100.json")
 
 
 def batch() -> str:

@@ -29,6 +29,11 @@ def table(head: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def folded(title: str, text: str) -> str:
+    """What few readers ask for, closed until they click on its title; GitHub and MkDocs both understand it."""
+    return f"<details markdown>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
+
+
 def load(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text())
 

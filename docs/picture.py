@@ -1,5 +1,5 @@
-"""Draws docs/packing.svg, and docs/step.svg that moves, from plans that the scheduler really makes, and docs/speed.svg from measurements:
-python docs/picture.py"""
+"""Draws docs/packing.svg and docs/step.svg from plans that the scheduler really makes, docs/speed.svg and docs/kernels-h200.svg from
+measurements: python docs/picture.py. With --check it only looks whether they are as they would be drawn."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import kernel_tables
 import serving_tables
 
 from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, Plan, WorkItem
 from sglang_pat.packing.oracle import make_plan
-from sglang_pat.packing.tree import walk
 
 COLOURS = [
     "#4c78a8",
@@ -29,7 +29,8 @@ COLOURS = [
     "#2a6f6b",
     "#6b4fa0",
 ]
-ROW, SCALE, LEFT = 22, 0.34, 64
+ROW, SCALE, LEFT = 22, 0.19, 56
+"""Pixels: of a request's row, of a token, and left of the first. Narrow enough to be read on a phone."""
 
 # Eight requests: one system prompt, two tool descriptions, eight questions.
 BATCH = Batch(
@@ -48,136 +49,131 @@ def rows(plan: Plan, top: int) -> list[str]:
         shapes.append(frame(item.start, item.start + tokens, item.queries, top, look))
         if queries > 1:
             x, y = LEFT + (item.start + tokens / 2) * SCALE, top + min(item.queries) * ROW + (queries * ROW - 4) / 2
-            label = f"{tokens} tokens, read once for {queries} requests"
-            shapes.append(f'<text x="{x:.1f}" y="{y + 4:.0f}" class="in">{label}</text>')
+            shapes.append(f'<text x="{x:.1f}" y="{y - 3:.0f}" class="in">{tokens:,} tokens</text>')
+            shapes.append(f'<text x="{x:.1f}" y="{y + 13:.0f}" class="in">read once for {queries}</text>')
     return shapes + request_names(top)
 
 
 def request_names(top: int) -> list[str]:
     return [
-        f'<text x="{LEFT - 8}" y="{top + query * ROW + 14}" class="name">req {query}</text>'
+        f'<text x="{LEFT - 8}" y="{top + query * ROW + 14}" class="name">req {query + 1}</text>'
         for query in range(len(BATCH.seq_lens))
     ]
 
 
 COST = CostModel(32, 8, 128, 128, 2)
 STYLE = (
-    "text{font-family:sans-serif;font-size:12px;fill:#57606a}.title{font-weight:bold;font-size:14px}"
-    ".in{fill:#fff;text-anchor:middle}.name{text-anchor:end;font-size:11px}"
-    "@media(prefers-color-scheme:dark){text{fill:#b1bac4}.in{fill:#fff}}"
+    "text{font-family:sans-serif;font-size:13px;fill:#57606a}.title{font-weight:bold;font-size:15px}"
+    ".in{fill:#fff;text-anchor:middle}.name{text-anchor:end;font-size:12px}"
+    ".axis{stroke:#57606a}.grid{stroke:#57606a;opacity:.25}"
+    "@media(prefers-color-scheme:dark){text{fill:#b1bac4}.in{fill:#fff}.axis,.grid{stroke:#b1bac4}}"
 )
+"""Nothing behind the shapes: pages are light or dark."""
 
 
 def draw_packing() -> str:
     """Who reads what, without packing and with it."""
-    body, top = [], 34
-    for policy, title in (("query", "Each request reads its whole context"), ("pat", "Each shared part is read once")):
-        plan = make_plan(BATCH, PackConfig(COST, CPU_TILES, workers=2, policy=policy))
-        megabytes = plan.kv_tokens * COST.token_bytes / 1e6
-        body.append(
-            f'<text x="{LEFT}" y="{top - 10}" class="title">{title}: {megabytes:.0f} MB per layer and step</text>'
-        )
-        body += rows(plan, top)
-        top += len(BATCH.seq_lens) * ROW + 44
-    return svg(LEFT + max(BATCH.seq_lens) * SCALE + 10, top - 30, STYLE, body)
+    kinds = {
+        "query": ("Without sglang-pat", "each request reads its whole context"),
+        "pat": ("With sglang-pat", "each shared part is read once"),
+    }
+    body, top = [], 52
+    read = {policy: plan_of(policy).kv_tokens * COST.token_bytes / 1e6 for policy in kinds}
+    for policy, (title, what) in kinds.items():
+        less = "" if policy == "query" else f", {read['query'] / read[policy]:.1f} times less"
+        body.append(f'<text x="{LEFT}" y="{top - 30}" class="title">{title}: {read[policy]:.1f} MB{less}</text>')
+        body.append(f'<text x="{LEFT}" y="{top - 11}">per layer and step: {what}</text>')
+        body += rows(plan_of(policy), top)
+        top += len(BATCH.seq_lens) * ROW + 68
+    return svg(LEFT + max(BATCH.seq_lens) * SCALE + 10, top - 60, STYLE, body)
 
 
-PHASES = (
-    "1. The radix tree says who shares what.",
-    "2. Packs: requests that share a prefix read it together. One colour is one read.",
-    "3. Bins of equal work: every CTA reads its packs, one after the other.",
-    "4. Merge: the parts of each request become its output.",
-)
-SECONDS = 16
-"""Of a turn."""
+def plan_of(policy: str) -> Plan:
+    return make_plan(BATCH, PackConfig(COST, CPU_TILES, workers=2, policy=policy))
 
-LANE, GAP = 26, 44
+
+LANE = 26
 
 
 def draw_step() -> str:
-    """A decode step in four phases, again and again; where motion is not wanted, its end."""
+    """A decode step: above who reads what together, below which CTA reads it."""
     plan = make_plan(BATCH, PackConfig(COST, CPU_TILES, workers=4 * COST.runs))
     bins = [plan.items[first:last] for first, last in pairwise(plan.bins)]
-    size = len(BATCH.seq_lens)
-    top, lanes_top = 34, 34 + size * ROW + GAP
-    right = LEFT + max(BATCH.seq_lens) * SCALE + 40
-    middles = [top + query * ROW + (ROW - 4) / 2 for query in range(size)]
+    top = 34
+    lanes_top = top + len(BATCH.seq_lens) * ROW + 44
+    right = LEFT + max(BATCH.seq_lens) * SCALE
     colours: dict[tuple[int, ...], str] = {}
-    tree, packs, reads, merges = [], [], [], []
-    for node in [*walk(BATCH.roots), *(Node(ends(query), BATCH.seq_lens[query], [query]) for query in range(size))]:
-        tree.append(frame(node.start, node.end, node.queries, top, 'class="node"'))
-    most = max(sum(length(item) for item in members) for members in bins)
-    lane_scale = (right - LEFT) / most
+    body = [
+        f'<text x="{LEFT}" y="20" class="title">Packs: one colour is read together</text>',
+        f'<text x="{right + 12:.0f}" y="20">parts</text>',
+        f'<text x="{LEFT}" y="{lanes_top - 14}" class="title">Bins: what each CTA reads, in order</text>',
+        *request_names(top),
+    ]
+    lane_scale = (right - LEFT) / max(sum(length(item) for item in members) for members in bins)
     for lane, members in enumerate(bins):
         y, x = lanes_top + lane * LANE, float(LEFT)
-        reads.append(f'<text x="{LEFT - 8}" y="{y + 15}" class="name">CTA {lane}</text>')
+        body.append(f'<text x="{LEFT - 8}" y="{y + 15}" class="name">CTA {lane + 1}</text>')
         for item in members:
             colour = colours.setdefault(tuple(item.queries), COLOURS[len(colours) % len(COLOURS)])
-            packs.append(frame(item.start, item.start + length(item), item.queries, top, f'fill="{colour}"'))
-            width = length(item) * lane_scale
-            reads.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width - 2:.1f}" height="{LANE - 6}" rx="3" fill="{colour}" class="read"/>'
+            look, width = f'fill="{colour}"', length(item) * lane_scale
+            body.append(frame(item.start, item.start + length(item), item.queries, top, look))
+            body.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width - 2:.1f}" height="{LANE - 6}" rx="3" fill="{colour}"/>'
             )
-            for query in item.queries:
-                merges.append(f'<path d="M{x + width / 2:.1f} {y}L{right:.1f} {middles[query]}" stroke="{colour}"/>')
             x += width
-    for query, middle in enumerate(middles):
-        merges.append(f'<circle cx="{right:.1f}" cy="{middle}" r="6" fill="#24292f"/>')
-        merges.append(f'<text x="{right + 12:.1f}" y="{middle + 4}">{plan.num_parts[query]} parts</text>')
-    tree += request_names(top)
-    phases = [tree, packs, reads, merges]
-    body = [f'<g class="p{number}">{"".join(shapes)}</g>' for number, shapes in enumerate(phases)]
-    body += [f'<text x="{LEFT}" y="22" class="title c{number}">{text}</text>' for number, text in enumerate(PHASES)]
-    return svg(right + 70, lanes_top + len(bins) * LANE + 8, STYLE + moves(), body)
+    for query, parts in enumerate(plan.num_parts):
+        body.append(f'<text x="{right + 24:.0f}" y="{top + query * ROW + 14}">{parts}</text>')
+    return svg(right + 56, lanes_top + len(bins) * LANE, STYLE, body)
 
 
 def draw_speed() -> str:
-    """The README's workloads: milliseconds per token with FA3 and with PAT."""
-    rows = list(serving_tables.in_readme())
-    width, bar, step = 470, 16, 70
-    scale = width / max(record["mean_tpot_ms"] for _, *records in rows for record in records)
-    body = []
-    for number, (name, ours, other) in enumerate(rows):
-        top = 14 + number * step
-        body.append(f'<text x="8" y="{top + 8}" class="workload">{name}</text>')
+    """The README's workloads: milliseconds per token with FA3 and with PAT, FA3's bars all as long."""
+    found = list(serving_tables.in_readme())
+    width, bar, step = 290, 18, 72
+    body = ['<text x="8" y="16">Milliseconds per token; FA3\'s bars are all drawn as long.</text>']
+    for number, (name, ours, other) in enumerate(found):
+        top = 42 + number * step
+        body.append(f'<text x="8" y="{top + 4}" class="workload">{name}</text>')
         for place, (label, record) in enumerate((("FA3", other), ("PAT", ours))):
-            y, length = top + 16 + place * (bar + 3), record["mean_tpot_ms"] * scale
-            body.append(f'<text x="40" y="{y + 12}" class="name">{label}</text>')
-            body.append(f'<rect x="48" y="{y}" width="{length:.0f}" height="{bar}" rx="2" class="{label}"/>')
-            body.append(f'<text x="{54 + length:.0f}" y="{y + 12}">{record["mean_tpot_ms"]:.1f} ms</text>')
-    style = STYLE + ".workload{font-weight:bold;font-size:13px}.FA3{fill:#a3a3a3}.PAT{fill:#2563eb}"
-    return svg(width + 130, len(rows) * step + 10, style, body)
+            y, long = top + 13 + place * (bar + 3), record["mean_tpot_ms"] / other["mean_tpot_ms"] * width
+            body.append(f'<text x="40" y="{y + 14}" class="name">{label}</text>')
+            body.append(f'<rect x="48" y="{y}" width="{long:.0f}" height="{bar}" rx="2" class="{label}"/>')
+            body.append(f'<text x="{54 + long:.0f}" y="{y + 14}">{record["mean_tpot_ms"]:.1f} ms</text>')
+    style = STYLE + ".workload{font-weight:bold;font-size:14px}.FA3{fill:#a3a3a3}.PAT{fill:#2563eb}"
+    return svg(width + 120, len(found) * step + 30, style, body)
 
 
-def moves() -> str:
-    """Each phase stays once it has come; its caption goes with it."""
-    rules = [
-        ".node{fill:#eaeef2;stroke:#8c959f}path{fill:none;opacity:.6}.read{transform-box:fill-box;transform-origin:left}"
-    ]
-    for number in range(len(PHASES)):
-        begin, end = (100 * at / len(PHASES) for at in (number, number + 1))
-        shown = "1" if number == len(PHASES) - 1 else "0"
-        rules.append(
-            f"@keyframes p{number}{{0%,{max(0, begin - 0.1):.1f}%{{opacity:0}}{begin + 4:.1f}%,100%{{opacity:1}}}}"
-            f"@keyframes c{number}{{0%,{max(0, begin - 0.1):.1f}%{{opacity:0}}{begin:.1f}%,{end - 0.1:.1f}%{{opacity:1}}{end:.1f}%,100%{{opacity:{shown}}}}}"
-            f".p{number}{{animation:p{number} {SECONDS}s linear infinite}}"
-            f".c{number}{{opacity:{shown};animation:c{number} {SECONDS}s linear infinite}}"
-        )
-    rules.append("@keyframes read{0%,50%{transform:scaleX(0)}70%,100%{transform:scaleX(1)}}")
-    rules.append(f".read{{animation:read {SECONDS}s linear infinite}}")
-    rules.append("@media(prefers-reduced-motion:reduce){*{animation:none!important}}")
-    return "".join(rules)
+def draw_kernels() -> str:
+    """Each tree's time of the best other kernel over PAT's, a dot for each kind of heads; pages of one token, 16 bits."""
+    records = [one for one in kernel_tables.load("kernels-h200.json")["records"] if one["page_size"] == 1]
+    heads = list(dict.fromkeys(one["heads"] for one in records))
+    trees = list(dict.fromkeys(one["tree"] for one in records))
+    top, left, step, unit = 62, 12, 40, 52
+    most = int(max(map(kernel_tables.advantage, records))) + 1
+    bottom = top + len(trees) * step
+    body = [f'<text x="{left}" y="18" class="title">How many times as fast as the best of the others</text>']
+    for at in range(most + 1):
+        x = left + at * unit
+        body.append(f'<line x1="{x}" y1="{top - 8}" x2="{x}" y2="{bottom}" class="{"axis" if at == 1 else "grid"}"/>')
+        body.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{at}</text>')
+    for number, kind in enumerate(heads):
+        x = left + 8 + number * 100
+        body.append(f'<circle cx="{x}" cy="34" r="5" fill="{COLOURS[number]}"/>')
+        body.append(f'<text x="{x + 10}" y="39">{kind} heads</text>')
+    for number, tree in enumerate(trees):
+        y = top + number * step
+        body.append(f'<text x="{left + unit + 6}" y="{y + 10}" class="tree">{tree}</text>')
+        for one in records:
+            if one["tree"] == tree:
+                x = left + kernel_tables.advantage(one) * unit
+                body.append(f'<circle cx="{x:.1f}" cy="{y + 24}" r="5" fill="{COLOURS[heads.index(one["heads"])]}"/>')
+    return svg(left + most * unit + 12, bottom + 24, STYLE + ".tree{font-size:12px}circle{opacity:.85}", body)
 
 
 def length(item: WorkItem) -> int:
     """Its tokens now."""
     start, end = item.span(BATCH.seq_lens)
     return end - start
-
-
-def ends(query: int) -> int:
-    """Where a request's own tokens begin."""
-    return max(node.end for node in walk(BATCH.roots) if query in node.queries)
 
 
 def frame(start: int, end: int, queries: list[int], top: int, look: str) -> str:
@@ -194,11 +190,16 @@ def svg(width: float, height: float, style: str, body: list[str]) -> str:
     )
 
 
+DRAWN = {"packing": draw_packing, "step": draw_step, "speed": draw_speed, "kernels-h200": draw_kernels}
+
+
 def main() -> None:
-    folder = Path(__file__).parent
-    (folder / "packing.svg").write_text(draw_packing())
-    (folder / "step.svg").write_text(draw_step())
-    (folder / "speed.svg").write_text(draw_speed())
+    for name, draw in DRAWN.items():
+        path, picture = Path(__file__).parent / f"{name}.svg", draw()
+        if "--check" not in sys.argv:
+            path.write_text(picture)
+        elif path.read_text() != picture:
+            sys.exit(f"{path} is not what `python docs/picture.py` draws")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ reserves. 256 requests of 16,384 tokens; larger extends run on a stock backend."
 
 STOCK_REUSE = 1.5
 """How much faster than its reads from memory a stock backend may be, which finds some of a shared prefix in the L2 cache. Planned extends whose price
-was 0.73 of those reads took 1.02 times as long as FA3's on an H200, at 0.2 and less 0.65 to 0.94 (docs/measured.md, "Short extends on one
+was 0.73 of those reads took 1.02 times as long as FA3's on an H200, at 0.2 and less 0.65 to 0.94 (docs/measured-serving.md, "Short extends on one
 document")."""
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FAST_ROWS = 64
 """Up to so many rows per KV head, drafts over shared prefixes are verified faster than by FA3: at 64 rows in 17 of 18 cases, and in 17 of 18 over an
-FP8 cache (docs/measured.md, Verify steps, one H200, 2026-11-27 and 28). More were not measured."""
+FP8 cache (docs/measured-drafts.md, Verify steps, one H200, 2026-11-27 and 28). More were not measured."""
 
 
 def advice(spec: AttentionSpec) -> str | None:
@@ -29,7 +29,7 @@ def advice(spec: AttentionSpec) -> str | None:
     fewer = f"drafts of up to {FAST_ROWS // heads} tokens" if heads * 2 <= FAST_ROWS else "no drafts"
     return (
         f"drafts of {spec.query_tokens} tokens make {rows} rows of a KV head: more than {FAST_ROWS} were not measured and may be slow "
-        f"(docs/measured.md, Verify steps); take {fewer}, or compare with another --attention-backend"
+        f"(docs/measured-drafts.md, Verify steps); take {fewer}, or compare with another --attention-backend"
     )
 
 
