@@ -15,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import report
+import tables
 
 from sglang_pat.backend import features, metrics
 from sglang_pat.compat.releases import RUN
@@ -71,32 +72,33 @@ def columns() -> str:
     return report.table(["Backend", *COLUMNS], rows)
 
 
+MARKS = {"works": "\N{WHITE HEAVY CHECK MARK}", "unpacked": "\N{HEAVY MINUS SIGN}", "refused": "\N{CROSS MARK}"}
+
+
 def support() -> str:
-    """The tables of `features.FEATURES`, each under its heading."""
+    """The tables of `features.FEATURES`, each under its heading, for screens of any width."""
     parts = []
     for group, found in features.FEATURES.items():
         rows = []
         for feature in found:
-            what = feature.name + (f" ({feature.how})" if feature.how else "")
-            shown = ", ".join(f"`{test}`" for test in feature.shown)
-            rows.append(
-                [
-                    what,
-                    f"**{feature.status}**" if feature.status != "works" else "works",
-                    feature.note,
-                    shown or feature.instead,
-                ]
-            )
-        parts.append(
-            f"### {group}\n\n"
-            + report.table(["feature", "", "note", "shown by `tests/`…, or what to do instead"], rows)
-        )
+            what = f"**{feature.name}**" + (f" ({feature.how})" if feature.how else "")
+            more = "; ".join(filter(None, (feature.note, feature.instead)))
+            rows.append([MARKS[feature.status], what + (f"<br>{more[0].upper()}{more[1:]}." if more else "")])
+        parts.append(f"### {group}\n\n" + report.table(["", "feature"], rows))
     return "\n\n".join(parts)
+
+
+def shown() -> str:
+    """Which tests show each feature that works."""
+    found = [feature for group in features.FEATURES.values() for feature in group if feature.shown]
+    rows = [[feature.name, "<br>".join(f"`{test}`" for test in feature.shown)] for feature in found]
+    return tables.folded("Tests of each feature", report.table(["feature", "shown by, in `tests`"], rows))
 
 
 GENERATED = {
     "columns": columns,
     "support": support,
+    "shown": shown,
     "releases": releases,
     "settings": settings,
     "counters": counters,

@@ -156,7 +156,7 @@ def choose_grammar_backend(server_args: Any) -> None:
         server_args.grammar_backend = "llguidance" if computes else "none"
         if not computes:
             logger.warning(
-                "sglang-pat: requests with a JSON schema or another grammar are refused: see docs/troubleshooting.md"
+                "sglang-pat: requests with a JSON schema or another grammar are refused: see docs/crashes.md"
             )
 
 

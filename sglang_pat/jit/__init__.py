@@ -63,7 +63,7 @@ NOTICE_SECONDS = 10
 
 LOCK_SECONDS = 900
 """A process that waits longer than this for another one's build builds too. All modules of `python -m sglang_pat.build --drafts` take minutes on few cores
-(docs/quick-start.md), and each has a lock of its own."""
+(docs/install.md), and each has a lock of its own."""
 
 LIBRARY_BYTES = 1 << 28
 """Nine times the largest library, the planner's with sanitizers (30 MB), and little enough to be read."""
