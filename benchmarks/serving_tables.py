@@ -274,34 +274,35 @@ def batch() -> str:
         if record["batch"] and record["defer"]:
             shares[job] = record
     settings = list(dict.fromkeys(setting for rates in jobs.values() for setting in rates))
+    names = [server_of({"backend": backend, "policy": policy, "defer": defer}) for backend, policy, defer in settings]
     rows = []
+    by_order: dict[str, list[list[str]]] = {"sorted": [], "shuffled": []}
     for job, rates in jobs.items():
-        shape, degree = job
+        title = f"{job[0]}, {job[1]}"
         ours = rates["pat", "fcfs", True]
         best = max(max(orders.values()) for (backend, *_), orders in rates.items() if backend != "pat")
-        numbers: dict[str, float | None] = {"batch": -ours["batch"]}
-        for setting in settings:
-            for order in ("sorted", "shuffled"):
-                rate = rates.get(setting, {}).get(order)
-                numbers[f"{setting} {order}"] = None if rate is None else -rate
-        first, *cells = bold(numbers, lambda rate: f"{-rate:.1f}")
-        pairs = [f"{one} / {other}" if one or other else "" for one, other in zip(cells[::2], cells[1::2], strict=True)]
         saved = shares[job]
         rows.append(
-            [f"{shape}, {degree}", f"{saved['requests']}", first, *pairs, f"{ours['batch'] / best:.2f}{TIMES}",
-             f"{saved['prefill_saved'] / saved['saved_at_most']:.1%}"]
+            [title, f"{saved['requests']}", *bold({"batch": -ours["batch"], "best": -best}, lambda rate: f"{-rate:.1f}"),
+             f"{ours['batch'] / best:.2f}{TIMES}", f"{saved['prefill_saved'] / saved['saved_at_most']:.1%}"]
         )  # fmt: skip
-    names = [server_of({"backend": backend, "policy": policy, "defer": defer}) for backend, policy, defer in settings]
+        for order, lines in by_order.items():
+            found = {name: rates.get(setting, {}).get(order) for name, setting in zip(names, settings, strict=True)}
+            lines.append(
+                [title, *bold({name: rate and -rate for name, rate in found.items()}, lambda rate: f"{-rate:.1f}")]
+            )
     head = [
         "shared/own tokens, by",
         "requests",
         "`batch`",
-        *names,
-        "`batch` / best without PAT",
+        "best without PAT",
+        "`batch` vs best",
         "prefill saved, of what can be",
     ]
+    every = [table([f"{order}, requests/s", *names], lines) for order, lines in by_order.items()]
     some = result["records"][0]
     return (
-        f"{table(head, rows)}\n\n{result['device']['name']}, {result['model']} shape, random weights, a pool of {some['pool']:,} tokens, answers of "
-        f"{some['answer']} tokens, {result['device']['date']}. Requests a second; two numbers are of the sorted and the shuffled file."
+        f"{table(head, rows)}\n\n{folded('Every server, with the file sorted and shuffled', chr(10).join([every[0], '', every[1]]))}\n\n"
+        f"*{result['device']['name']}, {MODELS[result['model']]}, random weights, a pool of {some['pool']:,} tokens, answers of "
+        f"{some['answer']} tokens, {result['device']['date']}. Requests a second.*"
     )
