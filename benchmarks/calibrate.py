@@ -2,7 +2,7 @@
 
     python benchmarks/calibrate.py
 
-Reads results/kernels-h200.json, steps-h200.json and serving-h200.json; writes results/estimate-h200.json. The coefficients belong in
+Reads the results of kernels, steps and servers; writes results/estimate-h200.json and estimate-h100.json. The coefficients belong in
 `sglang_pat/estimate/costs.py` (tests/test_estimate.py compares).
 """
 
@@ -19,7 +19,6 @@ import tables
 import trees
 
 from sglang_pat.estimate import costs
-from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, PackConfig
 from sglang_pat.packing.native import make_plan
 
@@ -33,20 +32,35 @@ TREES = {
 """Of its workloads, half way through the answers of 256 tokens, and with as many tokens in the prompts as the model folder's own
 tokenizer makes of them (benchmarks/NOTES.md, "What the workloads really are")."""
 
+NOMINAL = {"gsp-8x32x2048": "8,256_2048,256", "gsp-4x64x8192": "4,256_8192,256"}
+"""The same where prompts have as many tokens as the names say."""
+
+KERNELS = {
+    "h200": {"bfloat16": "kernels-h200.json", "float8_e4m3fn": "kernels-fp8-h200.json"},
+    "h100": {"bfloat16": "kernels-h100.json"},
+}
+SERVED = {
+    "h200": {"serving-h200.json": TREES, "serving-nominal-h200.json": NOMINAL},
+    "h100": {"serving-nominal-h100.json": NOMINAL},
+}
+"""Results of servers, and the trees of those of their workloads whose trees are known."""
+
+SERVED_RESTS = ("pat", "flashinfer")
+"""The backends whose served steps say what a step takes beside attention. Where much is shared, FA3's kernels take longer in a server than in their
+benchmark: that is no rest, so its constant comes from the model runner's steps alone."""
+
 
 def pack_config(heads: str, gpu: costs.Gpu, kv: str = "bfloat16") -> PackConfig:
     query_heads, kv_heads = map(int, heads.split("/"))
-    spec = AttentionSpec(query_heads, kv_heads, 128, 128, FORMATS[kv])
-    return PackConfig.of(spec, capabilities.tile_table(gpu.arch, 128, kv_bits=spec.kv.bits), workers=gpu.sms)
+    return costs.pack_config(AttentionSpec(query_heads, kv_heads, 128, 128, FORMATS[kv]), gpu)
 
 
 def features(tree: str, heads: str, gpu: costs.Gpu, kv: str) -> dict[str, list[float]]:
     """What each backend's time for a tree is a sum of, with the coefficients to be found; in microseconds."""
     batch, config = trees.of_cell(tree), pack_config(heads, gpu, kv)
-    return {
-        "pat": [1, *costs.features(make_plan(batch, config), batch, config, gpu)],
-        "flashinfer": [1, *costs.unpacked_features(batch, config, gpu)],
-    }
+    unpacked = [1, *costs.unpacked_features(batch, config, gpu)]
+    packed = [1, *costs.features(make_plan(batch, config), batch, config, gpu)]
+    return {"pat": packed, **dict.fromkeys(gpu.baselines, unpacked)}
 
 
 def attention_ms(batch: Batch, backend: str, gpu: costs.Gpu) -> float:
@@ -54,7 +68,7 @@ def attention_ms(batch: Batch, backend: str, gpu: costs.Gpu) -> float:
     config = pack_config("32/8", gpu)
     if backend == "pat":
         return LAYERS * costs.attention_us(make_plan(batch, config), batch, config, gpu) / 1e3
-    return LAYERS * costs.unpacked_us(batch, config, gpu) / 1e3
+    return LAYERS * costs.unpacked_us(batch, config, gpu, gpu.baselines[backend]) / 1e3
 
 
 def fit(columns: list[list[float]], times: list[float]) -> tuple[list[float], dict[str, float]]:
@@ -73,11 +87,8 @@ def fit(columns: list[list[float]], times: list[float]) -> tuple[list[float], di
     return coefficients.tolist(), {"median": float(np.median(errors)), "most": float(errors.max())}
 
 
-COEFFICIENTS = {
-    "pat": ("base", "longest", "merge"),
-    "flashinfer": ("other_base", "unique", "repeated", "other_item"),
-}
-"""Of `costs.Gpu`, in the order of `features`."""
+OF_PAT = ("base", "longest", "merge")
+"""Of `costs.Gpu`, in the order of `features`. Those of others are all of `costs.Baseline`."""
 
 
 def kernels(result: str, kv: str, gpu: costs.Gpu) -> dict[str, Any]:
@@ -88,7 +99,8 @@ def kernels(result: str, kv: str, gpu: costs.Gpu) -> dict[str, Any]:
         if record["page_size"] == 1
     ]
     found = {}
-    for backend, names in COEFFICIENTS.items():
+    for backend in ("pat", *gpu.baselines):
+        names = OF_PAT if backend == "pat" else costs.Baseline.__struct_fields__
         times = [record["pat_us"] if backend == "pat" else record["rivals"].get(backend) for record, _ in known]
         measured = [(numbers[backend], us) for (_, numbers), us in zip(known, times, strict=True) if us]
         coefficients, error = fit(*map(list, zip(*measured, strict=True)))
@@ -96,48 +108,76 @@ def kernels(result: str, kv: str, gpu: costs.Gpu) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=tables.RESULTS / "estimate-h200.json")
-    options = parser.parse_args()
-    gpu = costs.GPUS["h200"]
-    result: dict[str, Any] = {"device": tables.load("kernels-h200.json")["device"]}
-    result |= kernels("kernels-h200.json", "bfloat16", gpu)
-    result["fp8"] = kernels("kernels-fp8-h200.json", "float8_e4m3fn", gpu)
-    for backend, names in COEFFICIENTS.items():
-        gpu = msgspec.structs.replace(gpu, **{name: result[backend][name] for name in names})
+def fitted(gpu: costs.Gpu, found: dict[str, Any]) -> costs.Gpu:
+    """The GPU with the coefficients that were found for its kernels."""
+    baselines = {
+        name: costs.Baseline(*(found[name][field] for field in costs.Baseline.__struct_fields__))
+        for name in gpu.baselines
+    }
+    return msgspec.structs.replace(gpu, **{name: found["pat"][name] for name in OF_PAT}, baselines=baselines)
 
-    # (workload if it was served, tree, milliseconds, backend)
-    steps = [("", r["cell"], r["step_ms"], r["backend"]) for r in tables.load("steps-h200.json")["records"]]
+
+def calibrate(name: str) -> dict[str, Any]:
+    """What is found of a GPU."""
+    found = {kv: kernels(file, kv, costs.gpu_with(name, FORMATS[kv])) for kv, file in KERNELS[name].items()}
+    result: dict[str, Any] = {"device": tables.load(KERNELS[name]["bfloat16"])["device"], **found["bfloat16"]}
+    if "float8_e4m3fn" in found:
+        result["fp8"] = found["float8_e4m3fn"]
+    gpu = fitted(costs.gpu_with(name, FORMATS["bfloat16"]), result)
+
+    # (file if it was served, workload, tree, milliseconds, backend)
+    steps = [
+        ("", r["cell"], r["cell"], r["step_ms"], r["backend"]) for r in tables.load(f"steps-{name}.json")["records"]
+    ]
     steps += [
-        (r["workload"], TREES[r["workload"]], r["step_ms"][len(r["step_ms"]) // 2], r["backend"])
-        for r in tables.load("serving-h200.json")["records"]
-        if r["workload"] in TREES
+        (file, r["workload"], known[r["workload"]], r["step_ms"][len(r["step_ms"]) // 2], r["backend"])
+        for file, known in SERVED[name].items()
+        for r in tables.load(file)["records"]
+        if r["workload"] in known
     ]
     points = []
-    for workload, tree, ms, backend in steps:
-        if backend in COEFFICIENTS:
+    for file, workload, tree, ms, backend in steps:
+        if backend in ("pat", *gpu.baselines):
             batch = trees.of_cell(tree)
-            points.append((workload, backend, len(batch.seq_lens), ms, attention_ms(batch, backend, gpu)))
-    # What is neither attention nor a product with the weights, by the number of requests.
-    bare = msgspec.structs.replace(gpu, rest_ms=0, request_us=0)
-    columns = np.array([[1, size / 1e3] for _, _, size, _, _ in points])
-    rests = np.array([ms - attention - costs.rest_ms(size, WEIGHT_BYTES, bare) for _, _, size, ms, attention in points])
-    fixed, by_request = np.linalg.lstsq(columns, rests, rcond=None)[0].tolist()
-    gpu = msgspec.structs.replace(gpu, rest_ms=fixed, request_us=by_request)
-    result |= {"rest_ms": fixed, "request_us": by_request}
+            points.append((file, workload, backend, len(batch.seq_lens), ms, attention_ms(batch, backend, gpu)))
+    # What is neither attention nor a product with the weights: a constant of each backend, and a time per request.
+    backends = ("pat", *gpu.baselines)
+    bare = msgspec.structs.replace(gpu, rest_ms=dict.fromkeys(backends, 0.0), request_us=0)
+    used = [
+        (
+            [*(backend == one for one in backends), size / 1e3],
+            ms - attention - costs.rest_ms(size, WEIGHT_BYTES, bare)["pat"],
+            ms,
+        )
+        for file, _, backend, size, ms, attention in points
+        if not file or backend in SERVED_RESTS
+    ]
+    columns, rests, whole = (np.array(values, float) for values in zip(*used, strict=True))
+    # Least squares of the error relative to the whole step.
+    *constants, by_request = np.linalg.lstsq(columns / whole[:, None], rests / whole, rcond=None)[0].tolist()
+    result |= {"rest_ms": dict(zip(backends, constants, strict=True)), "request_us": by_request}
+    gpu = msgspec.structs.replace(gpu, rest_ms=result["rest_ms"], request_us=by_request)
     result["steps"] = [
         {
+            "file": file or f"steps-{name}.json",
             "workload": workload,
             "backend": backend,
             "measured_ms": ms,
-            "predicted_ms": round(attention + costs.rest_ms(size, WEIGHT_BYTES, gpu), 2),
+            "predicted_ms": round(attention + costs.rest_ms(size, WEIGHT_BYTES, gpu)[backend], 2),
         }
-        for workload, backend, size, ms, attention in points
-        if workload
+        for file, workload, backend, size, ms, attention in points
     ]
-    print(json.dumps(result, indent=1))
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=tables.RESULTS, help="the folder (%(default)s)")
+    options = parser.parse_args()
+    for name in costs.GPUS:
+        text = json.dumps(calibrate(name), indent=1)
+        print(text)
+        (options.output / f"estimate-{name}.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ BENCHMARKS = {
     "tune": Benchmark(["-m", "sglang_pat.tune"], "prices of this GPU's tiles", 0.3, True),
     "pictures": Benchmark(["../docs/picture.py"], "the documentation's pictures", 0.1, results="docs/*.svg"),
     "calibrate": Benchmark(
-        ["calibrate.py"], "fits `sglang-pat estimate` to the results", 0.1, results="estimate-h200.json"
+        ["calibrate.py"], "fits `sglang-pat estimate` to the results", 0.1, results="estimate-*.json"
     ),
 }
 

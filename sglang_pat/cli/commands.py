@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -14,11 +15,11 @@ from sglang_pat.batch.job import IN_FLIGHT, TIMEOUT
 from sglang_pat.batch.lines import BatchError
 from sglang_pat.cli import explain
 from sglang_pat.cli.addresses import is_address, is_in_the_clear, is_key
-from sglang_pat.cli.parser import Parser, count, run
+from sglang_pat.cli.parser import Parser, as_json, count, counts, patience, run
 from sglang_pat.cli.replay import replay
 from sglang_pat.cli.top import TopError, top
 from sglang_pat.config import KEY
-from sglang_pat.estimate import KV_CACHES, EstimateError, estimate, read, read_model
+from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, estimate, read, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
 from sglang_pat.radix_bridge.trace import TraceError, is_trace
@@ -118,20 +119,25 @@ def _add_estimate(commands: Any) -> None:
         "and later lines that do not fit are refused",
     )
     command.add_argument("--model", type=Path, required=True, help="the model's folder or config.json")
-    command.add_argument("--gpu", type=str.lower, default="h200", help="there are measurements of the %(default)s only")
+    _add_gpu(command)
     command.add_argument(
         "--kv-cache-dtype", choices=list(KV_CACHES), default="auto", help="as SGLang's; auto is bfloat16 (%(default)s)"
     )
     command.add_argument(
         "--batch",
-        type=count,
+        type=counts,
         nargs="+",
-        default=[8, 32, 128, 256],
-        help="batch sizes (8 32 128 256); a larger one than the file counts as the whole file",
+        default=[[8, 32, 128, 256]],
+        help="how many requests run at once (8,32,128,256); more than the file has counts as the whole file",
     )
     command.add_argument(
-        "--output", type=count, default=DEFAULT_ANSWER, help="tokens of an answer, if unknown (%(default)s)"
+        "--answer-tokens", type=count, default=DEFAULT_ANSWER, help="tokens of an answer, if unknown (%(default)s)"
     )
+    # Its first name.
+    command.add_argument(
+        "--output", dest="answer_tokens", type=count, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
+    _add_json(command)
     command.set_defaults(run=_estimate, parser=command)
 
 
@@ -153,6 +159,7 @@ def _add_explain(commands: Any) -> None:
         help="a file recorded with SGLANG_PAT_TRACE; with --model, what `estimate` takes: the tree of a job that has not run",
     )
     command.add_argument("--model", type=Path, help="the model's folder or config.json, for a file of requests")
+    _add_gpu(command)
     command.add_argument("--url", help="in place of a file: a running server on this machine that records one")
     _add_key(command)
     command.add_argument("--output", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
@@ -190,6 +197,16 @@ def _add_batch(commands: Any) -> None:
     command.set_defaults(run=_batch, parser=command)
 
 
+def _add_gpu(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--gpu", type=str.lower, default="h200", help=f"one that was measured: {', '.join(GPUS)} (%(default)s)"
+    )
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON in place of text")
+
+
 def _add_key(command: argparse.ArgumentParser) -> None:
     # The default is looked up later, because --help would show it.
     command.add_argument(
@@ -214,10 +231,12 @@ def _key(arguments: argparse.Namespace) -> str:
 
 
 def _estimate(arguments: argparse.Namespace) -> None:
-    model = read_model(arguments.model)
-    prompts = read(arguments.requests, arguments.output)
-    for line in estimate(prompts, model, arguments.gpu, arguments.batch, arguments.kv_cache_dtype):
-        print(line)
+    with patience(f"{PROG}: reading {arguments.requests} and planning its batches"):
+        model = read_model(arguments.model)
+        prompts = read(arguments.requests, arguments.answer_tokens)
+        sizes = list(itertools.chain.from_iterable(arguments.batch))
+        found = estimate(prompts, model, arguments.gpu, sizes, arguments.kv_cache_dtype)
+    print(as_json(found) if arguments.json else "\n".join(found.lines()))
 
 
 def _batch(arguments: argparse.Namespace) -> int:
@@ -245,7 +264,7 @@ def _explain(arguments: argparse.Namespace) -> None:
     try:
         if arguments.model is not None:
             prompts = read(path, DEFAULT_ANSWER)
-            steps = explain.explain_job(prompts, read_model(arguments.model), "h200", output, arguments.steps)
+            steps = explain.explain_job(prompts, read_model(arguments.model), arguments.gpu, output, arguments.steps)
         else:
             steps = explain.explain(path, output, arguments.steps, arguments.truncated or live)
     except OSError as error:

@@ -213,6 +213,10 @@ def explain(path: Path, output: Path, steps: int = 20, truncated: bool = False) 
         ExplainError: It has no plan, or one that cannot be made; plotly is missing.
     """
     plotly = _plotly()
+    if path.is_file() and not trace.is_trace(path):
+        raise ExplainError(
+            f"{path} is not a trace of sglang-pat: record one with SGLANG_PAT_TRACE=<file>, or give --model for a file of requests"
+        )
     total = sum(isinstance(record, trace.PlanMade) for record in trace.read(path, truncated))
     if total == 0:
         raise ExplainError(f"{path} has no decode step: send the server requests first")

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import msgspec
 
 from sglang_pat.text import printable, say
+
+PATIENCE = 1
+"""Seconds that a command may take without saying what it does."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,6 +46,33 @@ def run(prog: str, command: Callable[[], int | None]) -> int:
         said = f"{error.filename or 'the output'}: {error.strerror or error}"
         say(f"{prog}: {printable(said)}")
         return 2
+
+
+def as_json(value: Any) -> str:
+    """What `--json` prints: over several lines, for people too. A stdout that knows few letters can show it."""
+    return json.dumps(msgspec.to_builtins(value), indent=2)
+
+
+@contextlib.contextmanager
+def patience(text: str) -> Iterator[None]:
+    """Say in a terminal what takes so long, if it takes longer than a second. In a log or a pipe, where errors are looked for, nobody waits for it."""
+    timer = threading.Timer(PATIENCE, say, [text])
+    timer.daemon = True
+    if sys.stderr is not None and sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def counts(text: str) -> list[int]:
+    """Parse counts with commas between them.
+
+    Raises:
+        ArgumentTypeError: One is not a number, or is 0.
+    """
+    return [count(part) for part in text.split(",")]
 
 
 def count(text: str) -> int:

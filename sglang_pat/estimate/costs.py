@@ -14,26 +14,40 @@ from sglang_pat.packing.spec import KVFormat
 from sglang_pat.packing.tree import in_windows, walk
 
 
+class Baseline(msgspec.Struct, frozen=True):
+    """Coefficients of a backend that does not pack, on one GPU; times in microseconds.
+
+    One layer's attention takes `base + unique * (time to read the KV once) + repeated * (time to read the rest of it, partly from L2) +
+    item * (queries * KV heads / SMs)`.
+    """
+
+    base: float
+    unique: float
+    repeated: float
+    item: float
+
+
 class Gpu(msgspec.Struct, frozen=True):
-    """Coefficients of a GPU, fitted by `python benchmarks/calibrate.py`; times in microseconds.
+    """Coefficients of a GPU with KV of so many bits, fitted by `python benchmarks/calibrate.py`; times in microseconds.
 
-    One layer's attention takes
-
-    - with PAT: `base + longest * (time of the busiest SM, at its share of the bandwidth) + merge * (time to move the parts)`;
-    - with FlashInfer: `other_base + unique * (time to read the KV once) + repeated * (time to read the rest of it, partly from L2) +
-      other_item * (queries * KV heads / SMs)`.
+    One layer's attention takes `base + longest * (time of the busiest SM, at its share of the bandwidth) + merge * (time to move the parts)`
+    with PAT, and with others what `Baseline` says.
 
     The rest of a dense model's decode step takes `rest_ms + request_us * batch`, and the matrix products with the weights: the time to
-    read them or to compute, whichever is longer.
+    read them or to compute, whichever is longer. Each backend has its own `rest_ms`, as launches overlap in a step.
 
     Attributes:
-        tbps: Memory bandwidth that reads reach, in TB/s.
-        tflops: Throughput that matrix products reach (benchmarks/kernels.py).
+        name: What its table of tiles is found by.
+        tbps: Memory bandwidth that reads reach, in TB/s (benchmarks/kernels.py).
+        tflops: Throughput that matrix products reach (benchmarks/kernels.py). It was measured on an H200, and an H100 has the same SMs: there
+            batches of up to 256 wait for memory.
         memory_gb: Memory, from the data sheet.
         sms: Streaming multiprocessors; each runs one CTA.
         arch: Compute capability.
+        baselines: The backends that were measured beside PAT, by SGLang's names. The first is SGLang's default on this GPU.
     """
 
+    name: str
     tbps: float
     tflops: float
     memory_gb: int
@@ -42,36 +56,51 @@ class Gpu(msgspec.Struct, frozen=True):
     base: float
     longest: float
     merge: float
-    other_base: float
-    unique: float
-    repeated: float
-    other_item: float
-    rest_ms: float
+    rest_ms: dict[str, float]
     request_us: float
+    baselines: dict[str, Baseline]
 
 
-GPUS = {
-    "h200": Gpu(
-        tbps=4.4, tflops=790, memory_gb=141, sms=132, arch="9.0a", base=12.19, longest=0.873, merge=0.0, other_base=14.75,
-        unique=0.911, repeated=0.456, other_item=2.691, rest_ms=1.446, request_us=9.890,
-    ),
-}  # fmt: skip
-GPUS_8BIT = {
-    "h200": msgspec.structs.replace(
-        GPUS["h200"], base=14.12, longest=1.037, merge=0.172, other_base=16.20, unique=1.619, repeated=1.500, other_item=4.674,
-    ),
-}  # fmt: skip
-"""The same for KV of 8 bits."""
+H200 = Gpu(
+    name="H200", tbps=4.4, tflops=790, memory_gb=141, sms=132, arch="9.0a", base=12.19, longest=0.873, merge=0.0,
+    rest_ms={"pat": 1.239, "fa3": 0.912, "flashinfer": 1.324}, request_us=7.919,
+    baselines={"fa3": Baseline(24.63, 0.902, 0.556, 1.916), "flashinfer": Baseline(14.75, 0.911, 0.456, 2.691)},
+)  # fmt: skip
+H200_8BIT = msgspec.structs.replace(
+    H200, base=14.12, longest=1.037, merge=0.172,
+    baselines={"fa3": Baseline(15.63, 1.771, 1.486, 1.845), "flashinfer": Baseline(16.20, 1.619, 1.500, 4.674)},
+)  # fmt: skip
+H100 = Gpu(
+    name="H100", tbps=3.08, tflops=790, memory_gb=80, sms=132, arch="9.0a", base=11.51, longest=0.903, merge=0.0,
+    rest_ms={"pat": 1.249, "fa3": 1.072, "flashinfer": 1.503}, request_us=8.765,
+    baselines={"fa3": Baseline(24.29, 0.866, 0.392, 1.607), "flashinfer": Baseline(13.41, 0.882, 0.323, 2.376)},
+)  # fmt: skip
+GPUS = {"h200": {16: H200, 8: H200_8BIT}, "h100": {16: H100}}
+"""By name, and by the bits of an element of KV: only what was measured."""
+NAMES = {"fa3": "FA3", "flashinfer": "FlashInfer", "pat": "PAT"}
 
 
-def layers_on(gpu_name: str, model: Model, kv: KVFormat) -> dict[AttentionSpec, int]:
+def gpu_with(name: str, kv: KVFormat) -> Gpu:
+    """The coefficients of a GPU with such a KV cache.
+
+    Raises:
+        EstimateError: It was not measured.
+    """
+    if name not in GPUS:
+        raise EstimateError(f"--gpu {name}: there are measurements for {', '.join(GPUS)} only")
+    if kv.bits not in GPUS[name]:
+        raise EstimateError(
+            f"--gpu {name} was not measured with a KV cache of {kv.bits} bits: leave out --kv-cache-dtype, or give --gpu h200"
+        )
+    return GPUS[name][kv.bits]
+
+
+def layers_of(model: Model, kv: KVFormat) -> dict[AttentionSpec, int]:
     """How many layers the model has of each spec, with such a KV cache.
 
     Raises:
-        EstimateError: There are no measurements for the GPU, or no kernel for the model.
+        EstimateError: There is no kernel for the model.
     """
-    if gpu_name not in GPUS:
-        raise EstimateError(f"--gpu {gpu_name}: there are measurements for {', '.join(GPUS)} only")
     layers = {msgspec.structs.replace(spec, kv=kv): count for spec, count in model.layers.items()}
     for refusal in (capabilities.refusal(spec, "cuda") for spec in layers):
         if refusal is not None:
@@ -79,37 +108,52 @@ def layers_on(gpu_name: str, model: Model, kv: KVFormat) -> dict[AttentionSpec, 
     return layers
 
 
-def pack_config(spec: AttentionSpec, gpu: Gpu) -> PackConfig:
-    return PackConfig.of(spec, capabilities.tile_table(gpu.arch, spec.head_dim, kv_bits=spec.kv.bits), workers=gpu.sms)
-
-
-def step(batch: Batch, configs: list[tuple[PackConfig, int]], gpu: Gpu) -> tuple[float, float, float, float, float]:
+class Step(msgspec.Struct):
     """The attention of one decode step, over all layers.
+
+    Attributes:
+        unpacked_bytes: Bytes of KV read without packing.
+        packed_bytes: The same with packing.
+        kept_bytes: Bytes of KV that memory must hold at least.
+        attention_us: Microseconds with each backend, PAT last.
+    """
+
+    unpacked_bytes: float
+    packed_bytes: float
+    kept_bytes: float
+    attention_us: dict[str, float]
+
+
+def pack_config(spec: AttentionSpec, gpu: Gpu) -> PackConfig:
+    return PackConfig.of(
+        spec, capabilities.tile_table(gpu.arch, spec.head_dim, gpu.name, kv_bits=spec.kv.bits), workers=gpu.sms
+    )
+
+
+def step(batch: Batch, configs: list[tuple[PackConfig, int]], gpu: Gpu) -> Step:
+    """What a batch's decode step reads, and how long its attention takes.
 
     Args:
         batch: Its requests.
         configs: For each kind of layer, its config and how many layers there are.
         gpu: What it runs on.
 
-    Returns:
-        (bytes of KV read without packing, with packing, bytes of KV that memory must hold at least, microseconds without packing, with
-        packing).
-
     Raises:
         ValueError: The planner does not take such a batch.
     """
-    read = packed = kept = other = time = 0.0
+    result = Step(0, 0, 0, dict.fromkeys([*gpu.baselines, "pat"], 0.0))
     tokens = sum(batch.seq_lens) - repeated(batch.roots)
     for config, layers in configs:
         plan, seen = make_plan(batch, config), in_windows(batch, config.window)
         token_bytes = layers * config.cost.token_bytes
-        read += token_bytes * sum(seen.seq_lens)
-        packed += token_bytes * plan.kv_tokens
+        result.unpacked_bytes += token_bytes * sum(seen.seq_lens)
+        result.packed_bytes += token_bytes * plan.kv_tokens
         # KV that every window has left behind can be dropped.
-        kept += token_bytes * min(tokens, sum(seen.seq_lens) - repeated(seen.roots))
-        other += layers * unpacked_us(seen, config, gpu)
-        time += layers * attention_us(plan, batch, config, gpu)
-    return read, packed, kept, other, time
+        result.kept_bytes += token_bytes * min(tokens, sum(seen.seq_lens) - repeated(seen.roots))
+        for name, baseline in gpu.baselines.items():
+            result.attention_us[name] += layers * unpacked_us(seen, config, gpu, baseline)
+        result.attention_us["pat"] += layers * attention_us(plan, batch, config, gpu)
+    return result
 
 
 def attention_us(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> float:
@@ -125,10 +169,10 @@ def features(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> tuple[fl
     return longest, plan.merged_parts * config.cost.part_bytes / per_us
 
 
-def unpacked_us(batch: Batch, config: PackConfig, gpu: Gpu) -> float:
-    """Time of one layer's decode attention without packing, by FlashInfer."""
+def unpacked_us(batch: Batch, config: PackConfig, gpu: Gpu, baseline: Baseline) -> float:
+    """Time of one layer's decode attention without packing."""
     unique, again, items = unpacked_features(batch, config, gpu)
-    return gpu.other_base + gpu.unique * unique + gpu.repeated * again + gpu.other_item * items
+    return baseline.base + baseline.unique * unique + baseline.repeated * again + baseline.item * items
 
 
 def unpacked_features(batch: Batch, config: PackConfig, gpu: Gpu) -> tuple[float, float, float]:
@@ -143,7 +187,7 @@ def repeated(nodes: list[Node]) -> int:
     return sum((len(node.queries) - 1) * (node.end - node.start) for node in walk(nodes))
 
 
-def rest_ms(batch: int, weight_bytes: int, gpu: Gpu) -> float:
-    """A dense model's decode step without attention, in milliseconds. Weights have two bytes, and two operations per request."""
+def rest_ms(batch: int, weight_bytes: int, gpu: Gpu) -> dict[str, float]:
+    """A dense model's decode step without attention, in milliseconds, with each backend. Weights have two bytes, and two operations per request."""
     products = max(1 / gpu.tbps, batch / gpu.tflops) * weight_bytes * 1e-9
-    return gpu.rest_ms + gpu.request_us * batch / 1e3 + products
+    return {name: rest + gpu.request_us * batch / 1e3 + products for name, rest in gpu.rest_ms.items()}

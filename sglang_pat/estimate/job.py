@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_pat.estimate.costs import GPUS, layers_on, pack_config
+from sglang_pat.estimate.costs import gpu_with, layers_of, pack_config
 from sglang_pat.estimate.models import Model
 from sglang_pat.estimate.prompts import Prompt
 from sglang_pat.packing import FORMATS, PackConfig
@@ -25,8 +25,9 @@ def job(prompts: list[Prompt], model: Model, gpu_name: str) -> tuple[PackConfig,
     Raises:
         EstimateError: There are no measurements for the GPU, or no kernel for the model.
     """
-    layers = layers_on(gpu_name, model, FORMATS["bfloat16"])
+    kv = FORMATS["bfloat16"]
+    gpu, layers = gpu_with(gpu_name, kv), layers_of(model, kv)
     spec = max(layers, key=layers.__getitem__)
     order = sorted(range(len(prompts)), key=lambda place: (prompts[place].block, prompts[place].blocks))
     places = [order[start : start + AT_A_TIME] for start in range(0, len(order), AT_A_TIME)]
-    return pack_config(spec, GPUS[gpu_name]), layers[spec], places
+    return pack_config(spec, gpu), layers[spec], places

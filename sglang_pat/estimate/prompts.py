@@ -154,6 +154,9 @@ def read(path: Path, output: int) -> list[Prompt]:
     logged = [(number, line[found.end() :]) for number, line in lines if (found := LOGGED.match(line))]
     if not logged and any(LOGGED_AS_TEXT.match(line) for _, line in lines):
         raise EstimateError(f"{path} is a log in text: SGLang writes JSON with --log-requests-format json")
+    if not logged and lines and JSON.match(lines[0][1]) and lines[0][1].lstrip().startswith("["):
+        shape = "an array over several lines" if lines[1:] else "an array"
+        raise EstimateError(f"{path} is {shape}: write one request a line (JSONL)")
     prompts: list[Prompt] = []
     size = BlockSize()
     for number, line in logged or lines:

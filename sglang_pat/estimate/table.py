@@ -1,16 +1,17 @@
-"""What the command prints."""
+"""What the command finds, and how it is printed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from sglang_pat.estimate.costs import GPUS, GPUS_8BIT, layers_on, pack_config, repeated, rest_ms, step
+import msgspec
+
+from sglang_pat.estimate.costs import NAMES, Gpu, Step, gpu_with, layers_of, pack_config, repeated, rest_ms, step
 from sglang_pat.estimate.errors import EstimateError
 from sglang_pat.estimate.models import Model
 from sglang_pat.estimate.prompts import CHARS_PER_TOKEN, Prompt, batch_of
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import FORMATS, AttentionSpec
-from sglang_pat.packing.spec import KVFormat
+from sglang_pat.packing import FORMATS
 
 KV_CACHES = {"auto": "bfloat16", "bf16": "bfloat16", "bfloat16": "bfloat16", **capabilities.FP8}
 """Formats of a KV cache, as SGLang's `--kv-cache-dtype` names them; `auto` is what a model in bfloat16 has."""
@@ -18,8 +19,108 @@ WINDOWS = 8
 """How many batches of each size are looked at: consecutive requests, spread evenly over the file."""
 
 
-def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int], kv_cache: str = "auto") -> list[str]:
-    """The lines that the command prints.
+class Row(msgspec.Struct):
+    """One batch size; means over the batches that were looked at.
+
+    Attributes:
+        batch: Requests that run at once.
+        shared: The part of their tokens that another one of them has too.
+        kv_bytes: KV that a decode step reads: `unpacked` and `pat`.
+        attention_us: Microseconds of one layer's attention, with each backend.
+        step_ms: Milliseconds of a decode step, with each backend; None if it is not known for the model.
+        faster: How many times as fast a step is with PAT, for each other backend; where it is not known, attention alone.
+        fits: Whether the weights and this KV fit the GPU's memory.
+    """
+
+    batch: int
+    shared: float
+    kv_bytes: dict[str, int]
+    attention_us: dict[str, float]
+    step_ms: dict[str, float] | None
+    faster: dict[str, float]
+    fits: bool
+
+
+class Layers(msgspec.Struct):
+    """Layers of one kind.
+
+    Attributes:
+        count: How many there are.
+        heads, kv_heads: Of queries, and of KV.
+        head_dim, v_head_dim: Dimensions of K and of V.
+        window: Tokens that it sees; 0 for all.
+    """
+
+    count: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int
+
+
+class Estimate(msgspec.Struct):
+    """What packing would bring a workload; with `--json` all of this is printed.
+
+    Attributes:
+        requests: In the file.
+        prompt_tokens, answer_tokens: Of all of them.
+        prompt_tokens_once: Tokens of prompts that are computed if each prefix is computed once.
+        gpu: Its name.
+        kv_cache: The format of KV.
+        baseline: The backend that PAT is compared with: SGLang's default on the GPU.
+        layers: Those that have KV.
+        batches: By ascending size.
+        verdict: What the table says, in words.
+        assumptions: What is assumed, a sentence each.
+    """
+
+    requests: int
+    prompt_tokens: int
+    answer_tokens: int
+    prompt_tokens_once: int
+    gpu: str
+    kv_cache: str
+    baseline: str
+    layers: list[Layers]
+    batches: list[Row]
+    verdict: str
+    assumptions: list[str]
+
+    def lines(self) -> Iterator[str]:
+        """The table that the command prints."""
+        backends = list(self.batches[0].attention_us)
+        times = ["attention a layer, us"] + ["step, ms"] * (self.batches[0].step_ms is not None)
+        widths = [max(7, len(NAMES[name]) + 2) for name in backends]
+        yield (
+            f"{self.requests:,} requests with {self.prompt_tokens / self.requests:,.0f} tokens of prompt and "
+            f"{self.answer_tokens / self.requests:,.0f} of answer on average, on one {self.gpu}"
+        )
+        yield ""
+        yield f"{'':>14}{'KV a step, GB':>18}" + "".join(f"{head:>{sum(widths)}}" for head in times)
+        names = "".join(f"{NAMES[name]:>{width}}" for name, width in zip(backends, widths, strict=True))
+        yield f"{'batch':>6}{'shared':>8}{'unpacked':>11}{'PAT':>7}" + names * len(times) + f"{'faster':>9}"
+        for row in self.batches:
+            line = f"{row.batch:>6}{row.shared:>8.0%}"
+            line += f"{row.kv_bytes['unpacked'] / 1e9:>11.2f}{row.kv_bytes['pat'] / 1e9:>7.2f}"
+            for values, digits in ((row.attention_us, 0), (row.step_ms or {}, 1)):
+                line += "".join(f"{value:>{w}.{digits}f}" for value, w in zip(values.values(), widths, strict=False))
+            line += f"{row.faster[self.baseline]:>8.2f}x"
+            yield line + ("" if row.fits else "  does not fit")
+        yield ""
+        time = "step" if self.batches[0].step_ms else "attention"
+        yield "shared: tokens that another request of the batch has too. step: one decode step."
+        yield f"faster: {time} time of {NAMES[self.baseline]}, SGLang's default on this GPU, divided by PAT's."
+        yield f"sglang-pat batch would compute {self.prompt_tokens_once:,} of {self.prompt_tokens:,} prompt tokens: each prefix once."
+        yield ""
+        yield "Assumptions:"
+        yield from (f"- {sentence}" for sentence in self.assumptions)
+        yield ""
+        yield self.verdict
+
+
+def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int], kv_cache: str = "auto") -> Estimate:
+    """What packing would bring.
 
     Args:
         prompts: The whole workload.
@@ -32,51 +133,91 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         EstimateError: There are no measurements for the GPU, or no kernel for the model.
     """
     kv = FORMATS[KV_CACHES[kv_cache]]
-    layers = layers_on(gpu_name, model, kv)
-    gpu = (GPUS_8BIT if kv.bits == 8 else GPUS)[gpu_name]
+    gpu, layers = gpu_with(gpu_name, kv), layers_of(model, kv)
     configs = [(pack_config(spec, gpu), count) for spec, count in layers.items()]
-    total = sum(p.tokens for p in prompts)
-    groups = ["KV a step, GB", "attention a layer, us", *(["step, ms"] if model.weight_bytes is not None else [])]
-    lines = [
-        f"{len(prompts):,} requests, {total / len(prompts):,.0f} tokens of prompt and "
-        f"{sum(p.output for p in prompts) / len(prompts):,.0f} of answer on average",
-        "",
-        f"{'':>14}" + "".join(f"{group:>24}" for group in groups),
-        f"{'batch':>6}{'shared':>8}" + f"{'FlashInfer':>15}{'PAT':>9}" * len(groups),
-    ]
+    rows = []
     for size in sorted({min(size, len(prompts)) for size in sizes}):
         starts = {round(i * (len(prompts) - size) / max(1, WINDOWS - 1)) for i in range(WINDOWS)}
         batches = [batch_of(prompts[start : start + size]) for start in sorted(starts)]
-        tokens = sum(sum(batch.seq_lens) for batch in batches)
-        shared = sum(repeated(batch.roots) for batch in batches) / tokens
+        shared = sum(repeated(batch.roots) for batch in batches) / sum(sum(batch.seq_lens) for batch in batches)
         try:
             steps = [step(batch, configs, gpu) for batch in batches]
         except ValueError as error:
             raise EstimateError(f"no server takes such a batch: {error}") from None
-        read, packed, kept, other, time = (sum(values) / len(steps) for values in zip(*steps, strict=True))
-        line = f"{size:>6}{shared:>8.0%}{read / 1e9:>15.2f}{packed / 1e9:>9.2f}"
-        line += f"{other / model.layers.total():>15.0f}{time / model.layers.total():>9.0f}"
-        if model.weight_bytes is not None:
-            rest = rest_ms(size, model.weight_bytes, gpu)
-            line += f"{rest + other / 1e3:>15.1f}{rest + time / 1e3:>9.1f}"
-        if kept + (model.weight_bytes or 0) > gpu.memory_gb * 1e9:
-            line += f"  more than {gpu.memory_gb} GB"
-        lines.append(line)
-    return [
-        *lines,
-        "",
-        f"Layers with KV: {', '.join(f'{count} of {spec}' for spec, count in layers.items())}.",
-        "shared: tokens that another request of the batch has too. A step is a decode step: clients see a longer time per token, by the prefill of "
-        "other requests.",
-        f"If each prefix is computed once, as by `sglang-pat batch`, {total - repeated(batch_of(prompts).roots):,} of {total:,} tokens of prompts are computed.",
-        f"Assumed: consecutive requests run side by side, half way through their answers; {CHARS_PER_TOKEN} characters a "
-        f"token in text; {_measured(kv, layers)}; one {gpu_name.upper()}; a step of a dense model takes {gpu.rest_ms} ms "
-        f"and {gpu.request_us} us a request beside attention and the products with its weights"
-        + (" (unknown for experts and hybrid models)." if model.weight_bytes is None else "."),
+        rows.append(_row(size, shared, steps, model, gpu))
+    baseline = next(iter(gpu.baselines))
+    return Estimate(
+        requests=len(prompts),
+        prompt_tokens=(total := sum(p.tokens for p in prompts)),
+        answer_tokens=sum(p.output for p in prompts),
+        prompt_tokens_once=total - repeated(batch_of(prompts).roots),
+        gpu=gpu.name,
+        kv_cache=kv.name,
+        baseline=baseline,
+        layers=[
+            Layers(count, spec.heads, spec.kv_heads, spec.head_dim, spec.v_head_dim, spec.window)
+            for spec, count in layers.items()
+        ],
+        batches=rows,
+        verdict=_verdict(rows, baseline, gpu),
+        assumptions=[
+            "Consecutive requests of the file run at once, half way through their answers.",
+            f"Text has {CHARS_PER_TOKEN} characters a token.",
+            f"Layers with KV: {', '.join(f'{count} of {spec}' for spec, count in layers.items())}.",
+            *_of_times([(s.head_dim, s.v_head_dim, s.window) for s in layers], model, gpu),
+        ],
+    )
+
+
+def _row(size: int, shared: float, steps: list[Step], model: Model, gpu: Gpu) -> Row:
+    """The means of a batch size."""
+    kept = sum(one.kept_bytes for one in steps) / len(steps)
+    whole = {name: sum(one.attention_us[name] for one in steps) / len(steps) for name in steps[0].attention_us}
+    times, step_ms = whole, None
+    if model.weight_bytes is not None:
+        rest = rest_ms(size, model.weight_bytes, gpu)
+        times = step_ms = {name: rest[name] + us / 1e3 for name, us in whole.items()}
+    return Row(
+        batch=size,
+        shared=round(shared, 4),
+        kv_bytes={
+            "unpacked": round(sum(one.unpacked_bytes for one in steps) / len(steps)),
+            "pat": round(sum(one.packed_bytes for one in steps) / len(steps)),
+        },
+        attention_us={name: round(us / model.layers.total(), 2) for name, us in whole.items()},
+        step_ms=None if step_ms is None else {name: round(ms, 3) for name, ms in step_ms.items()},
+        faster={name: round(times[name] / times["pat"], 3) for name in gpu.baselines},
+        fits=kept + (model.weight_bytes or 0) <= gpu.memory_gb * 1e9,
+    )
+
+
+def _verdict(rows: list[Row], baseline: str, gpu: Gpu) -> str:
+    """The table in words. A gain that rounds to 1.0 is none: without sharing, estimated gains are up to 0.04 off (benchmarks/calibrate.py)."""
+    sizes: dict[str, list[str]] = {}
+    for row in rows:
+        ratio = f"{row.faster[baseline]:.1f}"
+        words = f"{ratio}x " + ("faster" if row.faster[baseline] > 1 else "as fast")
+        sizes.setdefault("no gain" if ratio == "1.0" else words, []).append(f"{row.batch:,}")
+    parts = [
+        f"{gain} with {' and '.join([', '.join(batches[:-1])] * (len(batches) > 1) + batches[-1:])}"
+        for gain, batches in sizes.items()
     ]
+    parts[0] += " request at once" if rows[-1].batch == 1 else " requests at once"
+    verdict = (
+        f"{'Decode steps' if rows[0].step_ms else 'Attention'} compared with {NAMES[baseline]}: {', '.join(parts)}."
+    )
+    large = [f"{row.batch:,}" for row in rows if not row.fits]
+    return verdict + (f" The KV of {' and '.join(large)} does not fit in {gpu.memory_gb} GB." if large else "")
 
 
-def _measured(kv: KVFormat, layers: Iterable[AttentionSpec]) -> str:
-    """What the estimate assumes about the KV cache, and about layers of kinds that were not measured."""
-    unlike = any((spec.head_dim, spec.v_head_dim, spec.window) != (128, 128, 0) for spec in layers)
-    return f"KV in {kv.name}" + (", by the byte as fast as heads of 128 without windows, as measured" if unlike else "")
+def _of_times(kinds: list[tuple[int, int, int]], model: Model, gpu: Gpu) -> Iterator[str]:
+    """What is assumed about times, of layers with these dimensions and windows."""
+    if any(kind != (128, 128, 0) for kind in kinds):
+        yield "Only heads of 128 without windows were measured: other layers are taken to be as fast per byte."
+    if model.weight_bytes is None:
+        yield "What a step of this model takes beside attention is not known: it has experts, or layers without KV."
+    else:
+        yield (
+            f"Beside attention and the products with the weights a step takes {gpu.rest_ms['pat']:.1f} ms and {gpu.request_us:.0f} us a request."
+        )
+    yield "Clients see a longer time per token than a step: they wait for the prefill of other requests too."
