@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import checkpoint
@@ -19,10 +20,7 @@ def write(folder: Path, tokenizer: Path) -> Path:
         "position_embedding_type": "absolute", "pad_token_id": 0, "torch_dtype": "float32",
     }  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-
-    def layer(name: str, rows: int, columns: int, gain: float = 1.0) -> dict[str, torch.Tensor]:
-        weight = torch.randn(rows, columns, generator=generator) * gain * columns**-0.5
-        return {f"{name}.weight": weight, f"{name}.bias": torch.zeros(rows)}
+    layer = functools.partial(checkpoint.linear, generator)
 
     def norm(name: str) -> dict[str, torch.Tensor]:
         return {f"{name}.weight": torch.ones(HIDDEN), f"{name}.bias": torch.zeros(HIDDEN)}

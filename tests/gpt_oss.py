@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import checkpoint
@@ -26,9 +27,7 @@ def write(folder: Path, tokenizer: Path, window: int) -> Path:
     def random(*shape: int, gain: float = 1.0) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * gain
 
-    def linear(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
-        return {f"{name}.weight": random(rows, columns, gain=columns**-0.5), f"{name}.bias": random(rows, gain=0.1)}
-
+    linear = functools.partial(checkpoint.linear, generator, bias=0.1)
     weights = {
         "model.embed_tokens.weight": random(VOCAB, HIDDEN), "lm_head.weight": random(VOCAB, HIDDEN, gain=HIDDEN**-0.5),
         "model.norm.weight": torch.ones(HIDDEN),

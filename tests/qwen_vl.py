@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
 
+import checkpoint
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -58,10 +60,7 @@ def write(folder: Path, text_model: Path) -> Path:
         })
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
-
-    def layer(name: str, rows: int, columns: int, gain: float = 1.0) -> dict[str, torch.Tensor]:
-        weight = torch.randn(rows, columns, generator=generator) * gain * columns**-0.5
-        return {f"{name}.weight": weight, f"{name}.bias": torch.zeros(rows)}
+    layer = functools.partial(checkpoint.linear, generator)
 
     def norm(name: str) -> dict[str, torch.Tensor]:
         return {f"{name}.weight": torch.ones(WIDTH), f"{name}.bias": torch.zeros(WIDTH)}
