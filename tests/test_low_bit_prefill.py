@@ -12,8 +12,8 @@ import torch
 from page_cases import PAGE, Written
 
 from sglang_pat.backend import low_bit as settings
+from sglang_pat.backend.kv.pages import pool_class
 from sglang_pat.backend.low_bit_blocks import Blocks, unfinished_pages
-from sglang_pat.backend.low_bit_pool import pool_class
 from sglang_pat.backend.low_bit_prefill import LowBitPrefill
 from sglang_pat.backend.paged import ATTENTIONS
 from sglang_pat.backend.support import UnsupportedError

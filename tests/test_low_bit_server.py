@@ -20,7 +20,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_pat import compat
 from sglang_pat.backend import low_bit, support
-from sglang_pat.backend.low_bit_pool import Behind, LowBitKVPool, pool_class
+from sglang_pat.backend.kv.pages import Behind, LowBitKVPool, pool_class
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
 from sglang_pat.demo.tiny_model import SHAPE

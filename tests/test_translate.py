@@ -9,7 +9,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from triton.runtime.interpreter import InterpretedFunction
 
-from sglang_pat.backend.windows import WindowTable, advice
+from sglang_pat.backend.kv.windows import WindowTable, advice
 from sglang_pat.kernels import translate
 
 DEVICES = ["cpu", "interpreter", *(["cuda"] if torch.cuda.is_available() else [])]

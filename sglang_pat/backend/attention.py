@@ -11,16 +11,18 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat
-from sglang_pat.backend import layers, low_bit, paged, support, verify, windows
+from sglang_pat.backend import layers, low_bit, paged, support, verify
 from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.groups import LayerGroup, LayerGroups
-from sglang_pat.backend.low_bit_pool import LowBitKVPool
+from sglang_pat.backend.kv import NewTokens, Store, windows
+from sglang_pat.backend.kv.pages import LowBitKVPool, PagesStore
+from sglang_pat.backend.kv.plain import PlainStore
 from sglang_pat.backend.low_bit_prefill import LowBitPrefill
 from sglang_pat.backend.metrics import Metrics
 from sglang_pat.backend.prefill import Prefill
 from sglang_pat.config import PatConfig
-from sglang_pat.kernels.arguments import KvView, Scores, Tables
+from sglang_pat.kernels.arguments import Scores, Tables
 from sglang_pat.kernels.low_bit import PAGE_TOKENS
 from sglang_pat.radix_bridge import Observer, hooks
 from sglang_pat.radix_bridge.trace import TraceWriter
@@ -90,11 +92,7 @@ class PatAttnBackend(AttentionBackend):
         own_pool = compat.pool.has_window_pool(runner.token_to_kv_pool)
         lengths = {group.spec.planned_window for group in groups.everyone if own_pool and group.spec.window}
         self._tables = {window: windows.WindowTable(runner, window) for window in lengths}
-        pool = self.token_to_kv_pool
-        self._low_bit = pool if isinstance(pool, LowBitKVPool) else None
-        if self._low_bit is not None:
-            store = groups.single[0].executor.store
-            self._low_bit.make_tails(len(self.req_to_token_pool.req_to_token), runner.dtype, store)
+        self.store = self._make_store(runner)
         self.prefill = self._make_prefill(runner)
         self.observer = Observer(*(group.scheduler for group in groups.everyone))
         self.observer.planners += [group.planner.on_change for group in groups.everyone]
@@ -110,13 +108,21 @@ class PatAttnBackend(AttentionBackend):
             compat.batch.fence_table_reads()
         self._introduce(runner)
 
+    def _make_store(self, runner: ModelRunner) -> Store:
+        pool = self.token_to_kv_pool
+        if not isinstance(pool, LowBitKVPool):
+            return PlainStore(pool, runner.kv_cache_dtype)
+        rows = len(self.req_to_token_pool.req_to_token)
+        pool.make_tails(rows, runner.dtype, self.groups.single[0].executor.store)
+        return PagesStore(pool, rows)
+
     def _make_prefill(self, runner: ModelRunner) -> Prefill | LowBitPrefill | None:
         group_of = functools.partial(self.groups.of, groups=self.groups.single)
-        if self._low_bit is not None and runner.device != "cpu":
-            return self._make_low_bit_prefill(self._low_bit, runner, group_of)
+        if isinstance(self.token_to_kv_pool, LowBitKVPool) and runner.device != "cpu":
+            return self._make_low_bit_prefill(self.token_to_kv_pool, runner, group_of)
         if self.inner is None:
             return None
-        extend = PackedExtend(runner, self.groups.single)
+        extend = PackedExtend(runner, self.groups.single, self.store)
         return Prefill(runner, self.inner, extend, self._begin_decode, self.forward_decode, group_of)
 
     def _make_low_bit_prefill(
@@ -322,22 +328,14 @@ class PatAttnBackend(AttentionBackend):
     ) -> torch.Tensor:  # fmt: skip
         """Run the step's plan in a layer: [tokens, heads * v_head_dim]."""
         assert self.rows is not None and self.seq_lens is not None
-        pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
-            slots = forward_batch.out_cache_loc
-            if self._low_bit is not None:
-                self._low_bit.store(layer.layer_id, k, v, self.rows, self.seq_lens, slots)
-            else:
-                compat.pool.save_kv(pool, layer, slots, k, v, self._window_slots)
-        k_scale, v_scale = compat.pool.kv_scales(layer) if compat.pool.is_fp8(self.kv_cache_dtype) else (1.0, 1.0)
+            new = NewTokens(forward_batch.out_cache_loc, self.rows, self.seq_lens, self._window_slots)
+            self.store.write(layer, k, v, new)
         table = self._tables.get(group.spec.planned_window)
         own = (self.req_to_token_pool.req_to_token, self.rows, self.seq_lens)
         req_to_token, rows, seq_lens = own if table is None else table.of_batch(len(self.rows))
         tables = Tables(req_to_token, rows, seq_lens, masks)
-        if self._low_bit is not None:
-            kv = self._low_bit.decoding(layer.layer_id, tables.rows, tables.seq_lens)
-        else:
-            kv = KvView(pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id), k_scale, v_scale)
+        kv = self.store.read(layer, tables)
         scores = Scores(layer.scaling, layers.logit_cap(layer), sinks)
         out = group.executor.decode(q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim), kv, tables, scores)
         return out.reshape(len(q), layer.tp_q_head_num * layer.v_head_dim)

@@ -12,6 +12,7 @@ from sglang_pat import compat
 from sglang_pat.backend import layers
 from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.groups import make_groups
+from sglang_pat.backend.kv.plain import PlainStore
 from sglang_pat.backend.layers import SpecReader
 from sglang_pat.config import PatConfig
 
@@ -30,7 +31,8 @@ class DraftExtend(TorchNativeAttnBackend):
         config = PatConfig.from_environment()
         self._reader = SpecReader(runner)
         self._groups = make_groups(runner, config, layers.count(runner))
-        self._extend = PackedExtend(runner, self._groups)
+        store = PlainStore(runner.token_to_kv_pool, runner.kv_cache_dtype)
+        self._extend = PackedExtend(runner, self._groups, store)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)

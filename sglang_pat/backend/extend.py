@@ -11,12 +11,11 @@ import torch
 
 from sglang_pat import compat
 from sglang_pat.backend.groups import LayerGroup
+from sglang_pat.backend.kv import NewTokens, Store
 from sglang_pat.backend.layers import logit_cap
-from sglang_pat.backend.low_bit_pool import Behind, LowBitKVPool
 from sglang_pat.backend.parts import Parts, divide, trailing
-from sglang_pat.backend.support import UnsupportedError
 from sglang_pat.backend.tensors import by_token, lengths, to_device
-from sglang_pat.kernels.arguments import KvView, Scores, Tables
+from sglang_pat.kernels.arguments import Scores, Tables
 from sglang_pat.packing import layout
 from sglang_pat.packing.native import ExtendPlan
 from sglang_pat.radix_bridge import hooks
@@ -49,9 +48,9 @@ class PackedExtend:
         shared: How many of these read some prefix once for several requests.
     """
 
-    def __init__(self, runner: ModelRunner, groups: Sequence[LayerGroup]) -> None:
+    def __init__(self, runner: ModelRunner, groups: Sequence[LayerGroup], store: Store) -> None:
         self.count = self.shared = 0
-        self._groups = groups
+        self._groups, self._store = groups, store
         self._pools = runner.req_to_token_pool
         self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self._pool = runner.token_to_kv_pool
@@ -60,8 +59,6 @@ class PackedExtend:
         # For each new token: its request's row, and how many tokens it sees. The window ones are for the pool for windows.
         self._rows = self._seq_lens = self._window_rows = self._window_table = torch.empty(0)
         self._window_slots: torch.Tensor | None = None
-        self._low_bit = self._pool if isinstance(self._pool, LowBitKVPool) else None
-        self._behind = Behind(torch.empty(0, dtype=torch.int64), None)
         self._failed = False
 
     def begin(self, forward_batch: ForwardBatch, check: Callable[..., None] | None) -> Parts | None:
@@ -105,8 +102,7 @@ class PackedExtend:
                 return None
         self.count += 1
         self.shared += any(plan.shared for plan in made.values())
-        if self._low_bit is not None:
-            self._behind = Behind.of(rows, cached, added, len(self._req_to_token))
+        self._store.begin_extend(rows, cached, added)
         if apart:
             # KV that its window has left behind maps to 0 there, and is not read.
             mapping, own = compat.pool.window_mapping(self._pool), batch.req_pool_indices[: len(added)].long()
@@ -120,21 +116,13 @@ class PackedExtend:
         forward_batch: ForwardBatch, save_kv_cache: bool, sinks: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         """One layer's attention, [tokens, heads * v_head_dim]; padding is zero."""
-        pool, apart = self._pool, compat.pool.in_window_pool(self._pool, layer)
-        slots = forward_batch.out_cache_loc
-        if self._low_bit is not None:
-            if not save_kv_cache or k is None:
-                raise shared_kv(layer)
-            kv = self._low_bit.extending(layer.layer_id, k, v, self._behind)
-            self._low_bit.store(layer.layer_id, k, v, self._rows, self._seq_lens, slots)
-        else:
-            if save_kv_cache and k is not None:
-                compat.pool.save_kv(pool, layer, slots, k, v, self._window_slots if apart else None)
-            scales = compat.pool.kv_scales(layer) if compat.pool.is_fp8(pool.dtype) else (1.0, 1.0)
-            kv = KvView(pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id), *scales)
-        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        apart = compat.pool.in_window_pool(self._pool, layer)
         table, rows = (self._window_table, self._window_rows) if apart else (self._req_to_token, self._rows)
         tables = Tables(table, rows, self._seq_lens)
+        new = NewTokens(forward_batch.out_cache_loc, self._rows, self._seq_lens, self._window_slots)
+        new_k, new_v = (k, v) if save_kv_cache else (None, None)
+        kv = self._store.extend(layer, new_k, new_v, new, tables)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         scores = Scores(layer.scaling, logit_cap(layer), sinks)
         real = len(self._rows)
         out = group.executor.extend(q[:real], kv, tables, scores, self._plans[group])
@@ -210,13 +198,6 @@ class PackedExtend:
         if not self._failed:
             self._failed = True
             logger.exception("planning failed: this extend shares nothing (reported once)")
-
-
-def shared_kv(layer: RadixAttention) -> UnsupportedError:
-    """The error for a layer that has no KV of its own, where KV has few bits."""
-    return UnsupportedError(
-        f"layer {layer.layer_id} reads KV that another layer wrote, which a KV cache of 4 or 2 bits does not support: unset SGLANG_PAT_KV"
-    )
 
 
 def _int64(values: Sequence[int]) -> torch.Tensor:

@@ -103,7 +103,7 @@ def make_pool(build: Callable[..., Any], configurator: Any, **arguments: Any) ->
     form = chosen(configurator.server_args)
     if form is not None:
         # Imported here, as SGLang's pools are.
-        from sglang_pat.backend.low_bit_pool import pool_class
+        from sglang_pat.backend.kv.pages import pool_class
 
         arguments["mha_pool_class"] = pool_class(form)
     return build(configurator, **arguments)

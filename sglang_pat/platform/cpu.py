@@ -68,7 +68,7 @@ class CpuPlatform(SRTPlatform):
         if form is None:
             return MHATokenToKVPool
         # Imported here, as SGLang's pools are.
-        from sglang_pat.backend.low_bit_pool import pool_class
+        from sglang_pat.backend.kv.pages import pool_class
 
         return pool_class(form)
 

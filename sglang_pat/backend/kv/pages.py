@@ -1,19 +1,23 @@
-"""The KV pool of 4 and 2 bits (kernels/low_bit.py describes what it stores)."""
+"""KV of 4 and 2 bits, in a pool of our own (kernels/low_bit.py describes what it stores)."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sglang_pat.backend.kv import NewTokens
 from sglang_pat.backend.support import UnsupportedError
 from sglang_pat.kernels import capabilities, low_bit
-from sglang_pat.kernels.arguments import KvView
+from sglang_pat.kernels.arguments import KvView, Tables
 from sglang_pat.packing.spec import KVFormat
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
 
 
 class LowBitKVPool(MHATokenToKVPool):
@@ -107,6 +111,45 @@ class LowBitKVPool(MHATokenToKVPool):
 def pool_class(form: KVFormat) -> type[LowBitKVPool]:
     """The pool for a format: SGLang asks for a class."""
     return type(f"{form.name.capitalize()}KVPool", (LowBitKVPool,), {"form": form})
+
+
+class PagesStore:
+    """A `Store`. Extends are run with it on a CPU only; on a GPU `low_bit_prefill.LowBitPrefill` runs them."""
+
+    def __init__(self, pool: LowBitKVPool, rows: int) -> None:
+        """
+        Args:
+            pool: Its tails made.
+            rows: How many it has tails for.
+        """
+        self._pool, self._rows = pool, rows
+        self._behind = Behind(torch.empty(0, dtype=torch.int64), None)
+
+    def write(self, layer: RadixAttention, k: torch.Tensor, v: torch.Tensor, new: NewTokens) -> None:
+        self._pool.store(layer.layer_id, k, v, new.rows, new.seq_lens, new.slots)
+
+    def read(self, layer: RadixAttention, tables: Tables) -> KvView:
+        return self._pool.decoding(layer.layer_id, tables.rows, tables.seq_lens)
+
+    def begin_extend(self, rows: Sequence[int], cached: Sequence[int], added: Sequence[int]) -> None:
+        self._behind = Behind.of(rows, cached, added, self._rows)
+
+    def extend(
+        self, layer: RadixAttention, k: torch.Tensor | None, v: torch.Tensor | None, new: NewTokens, tables: Tables
+    ) -> KvView:
+        if k is None or v is None:
+            raise shared_kv(layer)
+        # The tails of before.
+        found = self._pool.extending(layer.layer_id, k, v, self._behind)
+        self.write(layer, k, v, new)
+        return found
+
+
+def shared_kv(layer: RadixAttention) -> UnsupportedError:
+    """The error for a layer that has no KV of its own, where KV has few bits."""
+    return UnsupportedError(
+        f"layer {layer.layer_id} reads KV that another layer wrote, which a KV cache of 4 or 2 bits does not support: unset SGLANG_PAT_KV"
+    )
 
 
 class Behind(msgspec.Struct, frozen=True):
