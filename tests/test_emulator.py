@@ -99,7 +99,7 @@ CHANGES: dict[str, emulated.Change] = {
     ),
     "tails: stages of one that has ended are not freed": ("wide.cuh", "for (; tile < tiles_; tile += stride) pass(Stages(ring_, unsigned(tile)), arrivals);", ";"),
     "tails: what was summed up in front of them is not made smaller": (
-        "wide.cuh", "if constexpr (kHasTails) rescale<P::kOutputs>(o, correction);", "",
+        "wide.cuh", "if constexpr (Variant::kTails) rescale<P::kOutputs>(o, correction);", "",
     ),
     "tails of 8 bits: the second one is where the first one is": ("convert.cuh", "second ? item.second_tail : item.slots", "false ? item.second_tail : item.slots"),
     "tails of 8 bits: the second one is as long as the first one": ("convert.cuh", "item.tail_tokens[second];", "item.tail_tokens[0];"),

@@ -210,8 +210,8 @@ class Items {
     item.slots = p_.rows[item.query] * p_.table_row + start;
     item.tokens = max(0, end - start);
     item.first = row[kFirstQuery];
-    if constexpr (kHasTails) item.tails = row[kTails] != 0;
-    if constexpr (kMasks) item.draft = item.tails ? uint8_t(p_.draft) : draft_tokens(item.query, end);
+    if constexpr (Variant::kTails) item.tails = row[kTails] != 0;
+    if constexpr (Variant::kMasks) item.draft = item.tails ? uint8_t(p_.draft) : draft_tokens(item.query, end);
     item.count = uint8_t(row[kItemQueries]);
     item.m = uint8_t(row[kTileM]);
     const int run = task - bin * p_.runs, head = quotient(run, p_.splits), split = run - head * p_.splits;
@@ -229,7 +229,7 @@ class Items {
     if constexpr (kLooksUpTails) {
       if (item.tails && item.phase == kWide) look_up_tails(item, end);
     }
-    if (kMasks && item.draft > 0) prefetch(p_.masks + int64_t(item.query) * p_.draft);
+    if (Variant::kMasks && item.draft > 0) prefetch(p_.masks + int64_t(item.query) * p_.draft);
     // They are read next, by a warp that does not know yet which item it gets.
 #pragma unroll 1
     for (int i = 0; i < min(item.tokens, kAhead); i += kAheadStep) prefetch(p_.req_to_token + item.slots + i);

@@ -150,11 +150,11 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
         if constexpr (S::kHasWide) run_wide<T, Kv, kDim, kVDim, kMs>(p, items, memory);
         ran_wide = fresh(1u);
       } else {
-        if constexpr (!kMasks) single();
+        if constexpr (!Variant::kMasks) single();
         ran_wide = fresh(0u);
       }
       if (ran_wide == 0) {
-        if constexpr (kMasks) single();
+        if constexpr (Variant::kMasks) single();
         narrow();
         ran_wide = fresh(0u);  // not kept in a register meanwhile
       }

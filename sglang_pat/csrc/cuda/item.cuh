@@ -20,17 +20,18 @@ struct LookedUpTails {
   int tail_tokens[2];
 };
 struct NoTails {};
-constexpr bool kLooksUpTails = kHasTails && kHas8BitKv;
+constexpr bool kLooksUpTails = Variant::kTails && kHas8BitKv;
 
 // A work item of one KV head.
 struct Item : std::conditional_t<kLooksUpTails, LookedUpTails, NoTails> {
   int64_t slots;  // where its first KV slot is in req_to_token
   int tokens;
-  int first;            // of the plan's queries and slots
-  int query;            // batch position of the first
-  int target;           // where its part goes
-  uint8_t count;        // queries
-  uint8_t draft : 7;    // with kMasks, how many of the last tokens are of its query's draft; with tails, of each tail's
+  int first;      // of the plan's queries and slots
+  int query;      // batch position of the first
+  int target;     // where its part goes
+  uint8_t count;  // queries
+  uint8_t draft
+      : 7;  // with Variant::kMasks, how many of the last tokens are of its query's draft; with tails, of each tail's
   uint8_t tails : 1;    // whether its queries' tails follow; then each query has a group's rows
   int16_t head;         // KV head
   uint16_t first_head;  // of its query heads
@@ -49,7 +50,7 @@ struct RowQuery {
 
   __device__ __forceinline__ RowQuery(const Params& p, const Item& item, int row)
       : member(p.query_of(row)), head(p.head_of(row)) {
-    if constexpr (kHasTails) {
+    if constexpr (Variant::kTails) {
       if (item.tails) member = row / kGroupRows, head = row % kGroupRows;
       if (head >= p.group) member = item.count;
     }

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
   const int query = int(row / p.heads), head = int(row % p.heads);
   if (query >= p.queries) return;
   const auto out = [&](int j) {
-    return static_cast<T*>(p.out) + (kMasks ? p.output_row(query, head + j) : row + j) * kVDim;
+    return static_cast<T*>(p.out) + (Variant::kMasks ? p.output_row(query, head + j) : row + j) * kVDim;
   };
   if (query >= p.plan[kBatch]) {
     wait_for_primary();
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ P
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
     float weight = sums[j].weight;
-    if constexpr (kSinks) {
+    if constexpr (Variant::kSinks) {
       if (weight > 0) weight += exp2_fast(p.sink(p.token_head(query, head + j).head) - sums[j].max_lse2);
     }
     Columns::store(out(j), sums[j].x, weight > 0 ? 1 / weight : 0);

@@ -1,6 +1,4 @@
-// One native module for each dtype, format of KV, head dimension, architecture and set of tiles: PAT_TYPE, PAT_KV, PAT_DIM,
-// PAT_ARCH, PAT_QUERY_TILES, PAT_SINKS, PAT_MASKS, PAT_LIMITS, PAT_CAPS and PAT_TAILS come from the build (sglang_pat/kernels/cuda.py), and
-// PAT_V_DIM where V is narrower than K.
+// One native module for each `Variant`.
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
@@ -16,37 +14,34 @@
 #include "page_unpack.cuh"
 #include "page_wide.cuh"
 
-#ifndef PAT_V_DIM
-#define PAT_V_DIM PAT_DIM
-#endif
-
 namespace {
 
+using pat::Variant;
 using tvm::ffi::TensorView;
-using Element = PAT_TYPE;
-using Kv = pat::KvFormat<Element, PAT_KV>;
+using Element = Variant::Element;
+using Kv = pat::KvFormat<Element, Variant::kKv>;
 
-constexpr bool kHasWide = (PAT_QUERY_TILES & pat::kWideTiles) != 0;
+constexpr bool kHasWide = (Variant::kQueryTiles & pat::kWideTiles) != 0;
 
 template <typename Kv, bool kPages, bool kWide>
 struct ForwardOf {
-  using Memory = pat::ForwardMemory<Kv, PAT_DIM, PAT_V_DIM, PAT_QUERY_TILES>;
-  static constexpr auto kKernel = pat::forward<Element, Kv, PAT_DIM, PAT_V_DIM, PAT_QUERY_TILES>;
-  static constexpr int kThreads = pat::threads(PAT_DIM), kRecordBytes = 0;
+  using Memory = pat::ForwardMemory<Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>;
+  static constexpr auto kKernel = pat::forward<Element, Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>;
+  static constexpr int kThreads = pat::threads(Variant::kDim), kRecordBytes = 0;
 };
 template <typename Kv>
 struct ForwardOf<Kv, true, false> {
-  static_assert(pat::kIsPages<Kv> && PAT_V_DIM == PAT_DIM && !pat::kMasks && !pat::kLimits);
-  using Memory = pat::PageMemory<Kv, PAT_DIM>;
-  static constexpr auto kKernel = pat::forward_pages<Element, Kv, PAT_DIM, PAT_QUERY_TILES>;
+  static_assert(pat::kIsPages<Kv> && Variant::kVDim == Variant::kDim && !Variant::kMasks && !Variant::kLimits);
+  using Memory = pat::PageMemory<Kv, Variant::kDim>;
+  static constexpr auto kKernel = pat::forward_pages<Element, Kv, Variant::kDim, Variant::kQueryTiles>;
   static constexpr int kThreads = pat::kPageThreads, kRecordBytes = Memory::S::R::kBytes;
 };
 template <typename Kv>
 struct ForwardOf<Kv, true, true> {
-  static_assert(pat::kIsPages<Kv> && PAT_V_DIM == PAT_DIM && !pat::kMasks && !pat::kLimits);
-  using Memory = pat::WidePagesMemory<Kv, PAT_DIM>;
-  static constexpr auto kKernel = pat::forward_wide_pages<Element, Kv, PAT_DIM, PAT_QUERY_TILES>;
-  static constexpr int kThreads = pat::threads(PAT_DIM), kRecordBytes = pat::Record<Kv::kBits, PAT_DIM>::kBytes;
+  static_assert(pat::kIsPages<Kv> && Variant::kVDim == Variant::kDim && !Variant::kMasks && !Variant::kLimits);
+  using Memory = pat::WidePagesMemory<Kv, Variant::kDim>;
+  static constexpr auto kKernel = pat::forward_wide_pages<Element, Kv, Variant::kDim, Variant::kQueryTiles>;
+  static constexpr int kThreads = pat::threads(Variant::kDim), kRecordBytes = pat::Record<Kv::kBits, Variant::kDim>::kBytes;
 };
 using Forward = ForwardOf<Kv, pat::kIsPages<Kv>, kHasWide>;
 using Memory = Forward::Memory;
@@ -57,9 +52,9 @@ constexpr int kKvBytes = Kv::kBytes == 1 ? 1 : 2;  // of an element of k and v, 
 // Merge has a CTA for each output while all of these run at the same time, then a warp for each, then for several heads of a
 // query, which read more parts at a time.
 constexpr int kMergeRows = 4;
-constexpr auto kMergeByCta = pat::merge<Element, PAT_V_DIM, true, 1>;
-constexpr auto kMergeByWarp = pat::merge<Element, PAT_V_DIM, false, 1>;
-constexpr auto kMergeSeveral = pat::merge<Element, PAT_V_DIM, false, kMergeRows>;
+constexpr auto kMergeByCta = pat::merge<Element, Variant::kVDim, true, 1>;
+constexpr auto kMergeByWarp = pat::merge<Element, Variant::kVDim, false, 1>;
+constexpr auto kMergeSeveral = pat::merge<Element, Variant::kVDim, false, kMergeRows>;
 
 // Pages of KV in few bits, or nothing where KV has more.
 void check_records(const TensorView& records, int64_t kv_heads, DLDevice gpu) {
@@ -152,21 +147,21 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
                         const pat::Tables& tables, const pat::Scores& scores, int64_t window, int64_t tile_rows) {
   const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
   const DLDevice gpu = pat::gpu_of(q);
-  check_rows(q, "q", PAT_DIM, half, gpu);
+  check_rows(q, "q", Variant::kDim, half, gpu);
   const DLDataType element = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : half;
-  check_pool(kv.k, "k", PAT_DIM, element, gpu);
-  check_pool(kv.v, "v", PAT_V_DIM, element, gpu);
+  check_pool(kv.k, "k", Variant::kDim, element, gpu);
+  check_pool(kv.v, "v", Variant::kVDim, element, gpu);
   TVM_FFI_CHECK(kv.k.size(0) == kv.v.size(0) && kv.k.size(1) == kv.v.size(1), ValueError)
       << "k and v must have the same slots and heads";
-  check_rows(out, "out", PAT_V_DIM, half, gpu);
+  check_rows(out, "out", Variant::kVDim, half, gpu);
   pat::check(plan, tables, q, kv.k, out, DLDataType{kDLFloat, 16, 1}, gpu);
-  TVM_FFI_CHECK(plan.partial.size(2) == PAT_V_DIM, ValueError) << "partial must have heads of " << PAT_V_DIM;
+  TVM_FFI_CHECK(plan.partial.size(2) == Variant::kVDim, ValueError) << "partial must have heads of " << Variant::kVDim;
   TVM_FFI_CHECK(reinterpret_cast<uintptr_t>(plan.partial.data_ptr()) % 16 == 0, ValueError)
       << "partial must be aligned to 16 bytes";
   pat::check_sinks(scores.sinks, DLDataType{kDLBfloat, 16, 1}, q.size(1), gpu);
-  TVM_FFI_CHECK((scores.sinks.size(0) > 0) == pat::kSinks, ValueError)
+  TVM_FFI_CHECK((scores.sinks.size(0) > 0) == Variant::kSinks, ValueError)
       << scores.sinks.size(0) << " sinks for " << q.size(1) << " query heads, and a kernel "
-      << (pat::kSinks ? "with" : "without") << " sinks";
+      << (Variant::kSinks ? "with" : "without") << " sinks";
   pat::Params p;
   p.q = q.data_ptr(), p.k = kv.k.data_ptr(), p.v = kv.v.data_ptr(), p.out = out.data_ptr();
   p.partial = static_cast<__half*>(plan.partial.data_ptr()), p.lse2 = static_cast<float*>(plan.lse.data_ptr());
@@ -195,10 +190,10 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
   pat::check(tables.masks, "masks", 2, pat::kInt64, gpu);
   p.masks = static_cast<const uint64_t*>(tables.masks.data_ptr());
   p.draft = int(tables.masks.size(1));
-  TVM_FFI_CHECK((p.draft > 0) == pat::kMasks, ValueError)
-      << "drafts of " << p.draft << " tokens, and a kernel " << (pat::kMasks ? "with" : "without") << " masks";
+  TVM_FFI_CHECK((p.draft > 0) == Variant::kMasks, ValueError)
+      << "drafts of " << p.draft << " tokens, and a kernel " << (Variant::kMasks ? "with" : "without") << " masks";
   TVM_FFI_CHECK(p.draft <= pat::kMostDraft, ValueError) << "a draft may have 64 tokens, not " << p.draft;
-  const int tokens = pat::kMasks ? p.draft : 1;
+  const int tokens = Variant::kMasks ? p.draft : 1;
   TVM_FFI_CHECK(out.size(0) % tokens == 0, ValueError) << out.size(0) << " tokens are no whole drafts of " << tokens;
   p.queries = int(out.size(0)) / tokens, p.token_heads = int(q.size(1)), p.heads = tokens * p.token_heads;
   p.token_group = p.token_heads / kv_heads, p.kv_group = tokens * p.token_group;
@@ -206,10 +201,10 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
       << "q must have the heads of out, and a row for each of its";
   TVM_FFI_CHECK(plan.partial.size(1) == p.heads && plan.lse.size(1) == p.heads, ValueError)
       << "partial and lse must have the " << p.heads << " heads of a query";
-  TVM_FFI_CHECK(!pat::kMasks || (tables.masks.is_contiguous() && tables.masks.size(0) >= p.queries), ValueError)
+  TVM_FFI_CHECK(!Variant::kMasks || (tables.masks.is_contiguous() && tables.masks.size(0) >= p.queries), ValueError)
       << "masks must be contiguous, and of all drafts";
-  TVM_FFI_CHECK(window >= 0 && window <= (pat::kLimits ? pat::kNoWindow : 0), ValueError)
-      << "a window of " << window << ", and a kernel " << (pat::kLimits ? "with" : "without") << " limits";
+  TVM_FFI_CHECK(window >= 0 && window <= (Variant::kLimits ? pat::kNoWindow : 0), ValueError)
+      << "a window of " << window << ", and a kernel " << (Variant::kLimits ? "with" : "without") << " limits";
   p.window = window > 0 ? int(window) : pat::kNoWindow;
   p.splits = ceil_div(p.kv_group, int(tile_rows)), p.group = ceil_div(p.kv_group, p.splits), p.runs = kv_heads * p.splits;
   p.row_slices = ceil_div(p.group, pat::kNarrowM);
@@ -217,8 +212,8 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
   constexpr double kLog2E = 1.4426950408889634;
   p.scale_log2 = float(scores.scale * kLog2E);
   p.v_scale = float(kv.v_scale);
-  TVM_FFI_CHECK((scores.logit_cap > 0) == pat::kCaps, ValueError)
-      << "a logit cap of " << scores.logit_cap << ", and a kernel " << (pat::kCaps ? "that caps" : "that does not cap")
+  TVM_FFI_CHECK((scores.logit_cap > 0) == Variant::kCaps, ValueError)
+      << "a logit cap of " << scores.logit_cap << ", and a kernel " << (Variant::kCaps ? "that caps" : "that does not cap")
       << " scores";
   // The kernel caps scores before it scales them.
   p.cap = float(scores.logit_cap / scores.scale);
@@ -262,8 +257,8 @@ struct Pages {
 };
 template <typename Kv>
 struct Pages<Kv, true> {
-  static constexpr auto kStore = pat::store_tokens<Element, Kv::kBits, PAT_DIM>;
-  static constexpr auto kUnpack = pat::unpack_pages<Element, Kv::kBits, PAT_DIM>;
+  static constexpr auto kStore = pat::store_tokens<Element, Kv::kBits, Variant::kDim>;
+  static constexpr auto kUnpack = pat::unpack_pages<Element, Kv::kBits, Variant::kDim>;
 
   // New tokens to their rows' tails, and full pages to their records, on the current stream. Indices are checked on the GPU: a token with one
   // that there is not is passed over.
@@ -274,8 +269,9 @@ struct Pages<Kv, true> {
     const std::pair<const TensorView*, const char*> news[] = {{&k, "k"}, {&v, "v"}};
     for (const auto& [tensor, name] : news) {
       pat::check(*tensor, name, 3, half, gpu);
-      TVM_FFI_CHECK(tensor->size(2) == PAT_DIM && tensor->size(0) == k.size(0) && tensor->size(1) == k.size(1), ValueError)
-          << "k and v must be the same tokens', with heads of " << PAT_DIM;
+      TVM_FFI_CHECK(tensor->size(2) == Variant::kDim && tensor->size(0) == k.size(0) && tensor->size(1) == k.size(1),
+                    ValueError)
+          << "k and v must be the same tokens', with heads of " << Variant::kDim;
     }
     const int64_t tokens = k.size(0), heads = k.size(1);
     check_records(records, heads, gpu);
@@ -283,7 +279,8 @@ struct Pages<Kv, true> {
       pat::check(*tail, "tails", 4, half, gpu);
       bool same = tail->size(0) == tail_k.size(0) && tail->size(1) == pat::kTokens && tail->size(2) == heads;
       for (int i = 0; i < 4; ++i) same = same && tail->stride(i) == tail_k.stride(i);
-      TVM_FFI_CHECK(same && tail->size(3) == PAT_DIM, ValueError) << "tails must be 64 tokens of k's heads for each row";
+      TVM_FFI_CHECK(same && tail->size(3) == Variant::kDim, ValueError)
+          << "tails must be 64 tokens of k's heads for each row";
     }
     const std::pair<const TensorView*, const char*> indices[] = {
         {&rows, "rows"}, {&seq_lens, "seq_lens"}, {&slots, "slots"}};
@@ -321,10 +318,10 @@ struct Pages<Kv, true> {
     for (const auto& [tensor, name] : made) {
       pat::check(*tensor, name, 4, half, gpu);
       TVM_FFI_CHECK(tensor->size(0) >= count && tensor->size(1) == pat::kTokens && tensor->size(2) == heads &&
-                        tensor->size(3) == PAT_DIM && tensor->is_contiguous() &&
+                        tensor->size(3) == Variant::kDim && tensor->is_contiguous() &&
                         reinterpret_cast<uintptr_t>(tensor->data_ptr()) % pat::kCopyBytes == 0,
                     ValueError)
-          << name << " must be contiguous, " << pat::kTokens << " tokens of the records' KV heads with " << PAT_DIM
+          << name << " must be contiguous, " << pat::kTokens << " tokens of the records' KV heads with " << Variant::kDim
           << " dimensions for each of the pages";
     }
     TVM_FFI_CHECK(count * heads <= std::numeric_limits<int>::max(), ValueError) << "there are too many pages";

@@ -90,8 +90,8 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
           load_q(item(user), q_);
         }
         softmax_ = ColumnSoftmax<kBlocks>();
-        if constexpr (kMasks) user_ = user.at;
-        if constexpr (kLimits && !kMasks) behind_ = behind_of(item(user), lane_id() % kM);
+        if constexpr (Variant::kMasks) user_ = user.at;
+        if constexpr (Variant::kLimits && !Variant::kMasks) behind_ = behind_of(item(user), lane_id() % kM);
 #pragma unroll
         for (int i = 0; i < kVSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] = 0;
         computed = false;
@@ -155,7 +155,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
   // Whether some row does not see all of `tokens` from which on `first` are left, or of the last step of a product among them, from which
   // on `last` are. Of a draft's tokens the first sees a window that begins fewer tokens than the draft has in front of the last one's.
   __device__ bool hides_some(int first, int last) const {
-    if constexpr (kMasks) return items_.get(kPhase, user_).tokens - first < p_.draft;
+    if constexpr (Variant::kMasks) return items_.get(kPhase, user_).tokens - first < p_.draft;
     return __any_sync(~0u, Limits(first, behind_, p_).hide_some(0) || Limits(last, behind_, p_).hide_some(kStepTokens));
   }
 
@@ -180,7 +180,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
       }
     }
     float correction[kBlocks][2];
-    const int draft = kMasks ? items_.get(kPhase, user_).draft : 0;
+    const int draft = Variant::kMasks ? items_.get(kPhase, user_).draft : 0;
     const auto mask = [&](int row) {
       if constexpr (kLooksUpRows)
         return __shfl_sync(~0u, q_.mask, row);
@@ -188,9 +188,9 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
         return mask_of(p_, items_.get(kPhase, user_), row);
     };
     const auto behind = [&](int row) {
-      return kMasks ? behind_of(items_.get(kPhase, user_), row) : __shfl_sync(~0u, behind_, row);
+      return Variant::kMasks ? behind_of(items_.get(kPhase, user_), row) : __shfl_sync(~0u, behind_, row);
     };
-    const bool some = kLimits && hides_some(tokens, kChunks == 2 ? tokens - step : tokens);
+    const bool some = Variant::kLimits && hides_some(tokens, kChunks == 2 ? tokens - step : tokens);
     softmax_.template update<kChunks>(s, tokens, tokens - step, draft, mask, some, behind, p_, correction);
     bool same = true;
 #pragma unroll
@@ -231,7 +231,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
         compute<1>(from, from, tokens, 0);
     } else {
       // What rows see is counted from the item's end.
-      constexpr bool kFromEnd = kMasks || kLimits;
+      constexpr bool kFromEnd = Variant::kMasks || Variant::kLimits;
       if constexpr (!kFromEnd) tokens = min(tokens, kChunkTokens);
       const int behind = kFromEnd ? max(0, tokens - kChunkTokens) : 0;
 #pragma unroll 1
@@ -242,7 +242,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
     }
   }
 
-  int behind_ = 0;  // with kLimits and without kMasks, of the user's item and row lane % kM
+  int behind_ = 0;  // with Variant::kLimits and without Variant::kMasks, of the user's item and row lane % kM
 };
 
 }  // namespace pat

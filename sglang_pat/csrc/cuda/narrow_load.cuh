@@ -78,7 +78,7 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
         };
         // No cache policy where none is needed: even the default one takes time. Drafts' tiles of 16 rows have none: the code of both, for which small
         // batches wait, took 1 % (benchmarks/NOTES.md, "Verify steps").
-        if (!(kMasks && kM > kSingleM) && items_.parts_stay())
+        if (!(Variant::kMasks && kM > kSingleM) && items_.parts_stay())
           copy_rows(leaves_first());
         else
           copy_rows();
@@ -99,7 +99,7 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
     read_slots(reader);
   }
 
-  int user_ = 0;  // with kMasks, the item that NarrowWarp computes
+  int user_ = 0;  // with Variant::kMasks, the item that NarrowWarp computes
   Chunk ahead_[kSlotsAhead];
 };
 

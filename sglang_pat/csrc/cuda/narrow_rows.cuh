@@ -22,9 +22,9 @@ class NarrowRows : protected Loader {
   static constexpr int kBlocks = kM / 8, kSteps = kDim / 16, kVSteps = kVDim / 16;
   static constexpr bool kIs8Bit = Kv::kBytes == 1;
 
-  // With kMasks each lane looks up one row of Q, and its mask with it, for all lanes: the code for several rows, and again for their masks, took small
+  // With Variant::kMasks each lane looks up one row of Q, and its mask with it, for all lanes: the code for several rows, and again for their masks, took small
   // batches 2 % (benchmarks/NOTES.md, "Verify steps"). There are no registers for that where Q is read an item ahead.
-  static constexpr bool kLooksUpRows = kMasks && !kReadAhead;
+  static constexpr bool kLooksUpRows = Variant::kMasks && !kReadAhead;
 
   struct Queries {
     uint32_t pairs[kSteps][kBlocks][2];
@@ -98,7 +98,7 @@ class NarrowRows : protected Loader {
     for (int number = odd; number < kOwnRows; number += kIs8Bit ? 1 : 2) {
       const RowTarget to(p_, item, row_of(number));
       const float sum = of_row(number, softmax_.sum), row_max = of_row(number, softmax_.row_max);
-      const float norm = norm_of<Kv>(kSinks && to.used() ? sum_with_sink(sum, row_max, to, p_) : sum, p_);
+      const float norm = norm_of<Kv>(Variant::kSinks && to.used() ? sum_with_sink(sum, row_max, to, p_) : sum, p_);
       if (to.used() && lane_id() / 4 == odd) results.store_lse2(to, lse2(row_max, sum, p_));
       const auto pair_of = [&](int i) {
         if constexpr (kIs8Bit) {
@@ -152,7 +152,7 @@ class NarrowRows : protected Loader {
       float sum = share * statistics_.sum[from][row];
 #pragma unroll
       for (int mask = kWarpSize / 4; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-      const float norm = norm_of<Kv>(kSinks ? sum_with_sink(sum, row_max, to, p_) : sum, p_);
+      const float norm = norm_of<Kv>(Variant::kSinks ? sum_with_sink(sum, row_max, to, p_) : sum, p_);
       if (lane == 0) results.store_lse2(to, lse2(row_max, sum, p_));
 #pragma unroll 1
       for (int first = 0; first < kVDim; first += 4 * kWarpSize) {

@@ -1,34 +1,17 @@
 // What the kernels are called with.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "../packing/layout.h"
 #include "teams.h"
+#include "variant.cuh"
 
 namespace pat {
 
-// Whether heads have sinks. Asked of each row at run time, it cost 2 % (benchmarks/NOTES.md, 2026-11-23).
-constexpr bool kSinks = PAT_SINKS;
-
-// Whether scores are capped. The code for it is 7 KB that would lie among what every batch runs (benchmarks/NOTES.md, "Where code lies in memory").
-constexpr bool kCaps = PAT_CAPS;
-
-// Whether queries are drafts of several tokens, each of which sees some of its draft.
-constexpr bool kMasks = PAT_MASKS;
-constexpr int kMostDraft = 64;  // tokens of a draft: bits of a mask
-
-// Whether rows of an item see different stretches of its KV: each what is in front of its own token's end, and of that one's window.
-constexpr bool kLimits = PAT_LIMITS;
+constexpr int kMostDraft = 64;      // tokens of a draft: bits of a mask
 constexpr int kNoWindow = 1 << 30;  // tokens: more than any context has
-
-// Whether a wide item may go on with each query's own KV behind what they share: its tail, which a group of warps computes for itself.
-constexpr bool kHasTails = PAT_TAILS;
-
-constexpr int kLineBytes = 128;  // of the L2 cache
+constexpr int kLineBytes = 128;     // of the L2 cache
 
 struct TokenHead {
   int token, head;
@@ -46,7 +29,7 @@ struct Params {
   int plan_lines, length_lines;  // of the plan what a batch's may have, and of seq_lens and rows
   int64_t q_token, q_head, table_row;
   uint32_t k_slot, k_head, v_slot, v_head;
-  // A query is one token and its heads; where kMasks, a draft of `draft` tokens, which lie one behind the other in Q and the output, and
+  // A query is one token and its heads; where Variant::kMasks, a draft of `draft` tokens, which lie one behind the other in Q and the output, and
   // its heads are those of each KV head for each token: [kv_heads, draft, token_group].
   int queries, heads;
   // Work items run once for each of `runs` groups of query heads: those of a KV head, in `splits` splits where they are more than a
@@ -58,26 +41,26 @@ struct Params {
   uint32_t group_inverse;
   float scale_log2;  // weights are 2 to the power of scores times this
   float v_scale;     // V is what its bytes say times this
-  // Where kCaps: before that scale, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent)).
+  // Where Variant::kCaps: before that scale, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent)).
   float cap, cap_exponent;
-  const __nv_bfloat16* sinks;  // [heads], logits without values, where kSinks
-  // Where kMasks: bit j of masks[queries, draft] says that the token sees token j of its draft, the request's last `draft` tokens.
+  const __nv_bfloat16* sinks;  // [heads], logits without values, where Variant::kSinks
+  // Where Variant::kMasks: bit j of masks[queries, draft] says that the token sees token j of its draft, the request's last `draft` tokens.
   const uint64_t* masks;
   int draft, token_heads, token_group;
-  int window;  // where kLimits: tokens that one of Q sees, itself included
+  int window;  // where Variant::kLimits: tokens that one of Q sees, itself included
   // Where KV has few bits: [pages, kv_heads, record], `page_bytes` a page. Then k and v are tails: 64 tokens for each row of req_to_token.
   const uint8_t* records;
   uint32_t page_bytes;
 
   // A query's head as row of heads in Q and the output.
   __device__ __forceinline__ TokenHead token_head(int query, int head) const {
-    if constexpr (!kMasks) return {query, head};
+    if constexpr (!Variant::kMasks) return {query, head};
     const int kv_head = quotient(head, kv_group), rest = head - kv_head * kv_group, token = quotient(rest, token_group);
     return {query * draft + token, kv_head * token_group + rest - token * token_group};
   }
   __device__ __forceinline__ int output_row(int query, int head) const {
     const TokenHead at = token_head(query, head);
-    return at.token * (kMasks ? token_heads : heads) + at.head;
+    return at.token * (Variant::kMasks ? token_heads : heads) + at.head;
   }
 
   // To base 2, of a head of `token_heads`.

@@ -31,7 +31,9 @@ class RowTarget {
   __device__ bool direct() const { return code_ < 0; }
   __device__ int64_t row() const { return direct() ? ~code_ : code_; }
   // Of an output.
-  __device__ int head(const Params& p) const { return int(unsigned(~code_) % unsigned(kMasks ? p.token_heads : p.heads)); }
+  __device__ int head(const Params& p) const {
+    return int(unsigned(~code_) % unsigned(Variant::kMasks ? p.token_heads : p.heads));
+  }
 
  private:
   int code_;

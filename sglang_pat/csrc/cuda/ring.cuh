@@ -35,17 +35,17 @@ constexpr int kAheadBytes = kTokens * kDim;
 template <int kDim>
 constexpr int kMaxRows = wide_groups(kDim) * kGroupRows;
 
-// Q of an item, where the result of each of its rows goes, with kLimits each row's `tokens_behind`, and where its queries' tails are. There is memory for
+// Q of an item, where the result of each of its rows goes, with Variant::kLimits each row's `tokens_behind`, and where its queries' tails are. There is memory for
 // Q of a third group even where that does not compute: what two groups add up takes as much as two of Q (`WideGroup::add_up`).
 template <int kDim>
 struct WideQueries {
   alignas(1024) uint8_t q[groups(kDim) * kGroupRows * panels(kDim) * kPanelRow];
   int targets[kMaxRows<kDim>];
   uint32_t sources[kMaxRows<kDim>];  // of Q's rows
-  uint64_t masks[kMasks ? kMaxRows<kDim> : 1];
-  int behind[kLimits ? kMaxRows<kDim> : 1];
-  int64_t tail_slots[kHasTails ? groups(kDim) : 1];  // in req_to_token
-  int tail_tokens[kHasTails ? groups(kDim) : 1];
+  uint64_t masks[Variant::kMasks ? kMaxRows<kDim> : 1];
+  int behind[Variant::kLimits ? kMaxRows<kDim> : 1];
+  int64_t tail_slots[Variant::kTails ? groups(kDim) : 1];  // in req_to_token
+  int tail_tokens[Variant::kTails ? groups(kDim) : 1];
 };
 
 __device__ __forceinline__ int tiles_of(int tokens) { return int(unsigned(tokens + kTokens - 1) / kTokens); }
@@ -62,7 +62,7 @@ __device__ __forceinline__ int tail_tiles(const WideQueries<kDim>& queries, int 
 constexpr int query_buffers(bool converts) { return kSharedLimit > (200 << 10) && !converts ? 2 : 1; }
 
 // Arrivals by each warp at a stage that one group reads, such that they can be shared by two or three.
-constexpr int kArrivals = PAT_ARCH == 900 ? 6 : 1;
+constexpr int kArrivals = Variant::kArch == 900 ? 6 : 1;
 
 template <int kStages>
 struct RingBarriers {
@@ -233,16 +233,16 @@ class QueryProducer {
       const int row = int(thread()) + i * kThreads;
       if (row >= item.m) continue;
       to.targets[row] = RowTarget::kNone, to.sources[row] = kNoSource;
-      if constexpr (kLimits) to.behind[row] = 0;
+      if constexpr (Variant::kLimits) to.behind[row] = 0;
       const RowQuery query(p_, item, row);
       if (!query.used(item)) continue;
       const int head = item.first_head + query.head;
       const TokenHead at = p_.token_head(queries_ahead_[i], head);
       to.targets[row] = RowTarget(p_, head, queries_ahead_[i], targets_ahead_[i]).code();
       to.sources[row] = source_of<T>(p_, at);
-      if constexpr (kMasks) copy8(shared_address(&to.masks[row]), p_.masks + at.token);
-      if constexpr (kLimits) to.behind[row] = tokens_behind(p_, item, row, queries_ahead_[i]);
-      if constexpr (kHasTails) {
+      if constexpr (Variant::kMasks) copy8(shared_address(&to.masks[row]), p_.masks + at.token);
+      if constexpr (Variant::kLimits) to.behind[row] = tokens_behind(p_, item, row, queries_ahead_[i]);
+      if constexpr (Variant::kTails) {
         if (item.tails && query.head == 0) {
           const int64_t begin = end_of(p_, item), row_begin = p_.rows[queries_ahead_[i]] * p_.table_row;
           to.tail_slots[query.member] = row_begin + begin;
@@ -367,7 +367,7 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
     const int32_t* slots = p_.req_to_token + item.slots + own;
     // A group multiplies K of its next tile before V of this one: so they are asked for in this order. Groups in turns have every second tile.
     const int behind = runs_in_turns<kDim>(item) ? kTurns * kTokens : kTokens;
-    const bool tails = kHasTails && item.tails;
+    const bool tails = Variant::kTails && item.tails;
     const int end = tails ? tokens : tokens + behind;  // of the loop: with tails, V of the last tile is for the next one
     int next = own < tokens ? slot_ahead : 0, last = 0, before = 0;  // the slots of K's next tile and of its last two
 #pragma unroll 1
@@ -380,7 +380,7 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
         copy_rows<true>(tokens - begin + behind, column, offset, v, p_.v_slot, behind > kTokens ? before : last);
       before = last, last = slot;
     }
-    if constexpr (kHasTails) {
+    if constexpr (Variant::kTails) {
       if (tails) copy_tails(queries, item.count, (tokens - 1) % kTokens + 1, last, column, offset, k, v);
     }
   }

@@ -38,7 +38,10 @@ constexpr int kGrownInWide = kTeamBarrier + kMostTeams, kGrownInNarrow = kWideBa
 static_assert(kTeamBarrier + 2 * kMostTeams <= 16, "a CTA has 16 named barriers");
 
 // The most shared memory that a CTA may have (CUDA C++ Programming Guide, "Compute Capabilities").
-constexpr int kSharedLimit = (PAT_ARCH == 900 || PAT_ARCH == 1000 ? 227 : PAT_ARCH == 800 ? 163 : 99) << 10;
+constexpr int kSharedLimit = (Variant::kArch == 900 || Variant::kArch == 1000 ? 227
+                              : Variant::kArch == 800                         ? 163
+                                                                              : 99)
+                             << 10;
 
 // Chunks of a narrow item in shared memory for each warp.
 constexpr int kNarrowStages = 2;

@@ -28,12 +28,12 @@ struct Softmax {
   float sum[2] = {0, 0};           // of the weights in this thread's own columns
 
   // Turns scores into weights; `correction` is the factor for everything accumulated before. Columns from `valid` on are hidden. With
-  // kMasks, the last `draft` columns before `valid` are hidden where the row's `mask_of(half)` says so. With kLimits, `behind_of(half)` is
+  // Variant::kMasks, the last `draft` columns before `valid` are hidden where the row's `mask_of(half)` says so. With Variant::kLimits, `behind_of(half)` is
   // the row's `tokens_behind`.
   template <int kBlocks, typename MaskOf, typename BehindOf>
   __device__ __forceinline__ void update(float* s, int valid, int draft, const MaskOf& mask_of, const BehindOf& behind_of,
                                          const Params& p, float (&correction)[2]) {
-    if constexpr (kCaps) {
+    if constexpr (Variant::kCaps) {
 #pragma unroll
       for (int i = 0; i < 4 * kBlocks; ++i) cap_score(s[i], p);
     }
@@ -43,7 +43,7 @@ struct Softmax {
       for (int i = 0; i < 4 * kBlocks; ++i)
         if (first + i / 4 * 8 + i % 2 >= valid) s[i] = -INFINITY;
     }
-    if constexpr (kMasks) {
+    if constexpr (Variant::kMasks) {
       if (draft > 0 && valid - draft < 8 * kBlocks) {
         const int first = thread_of<4>() * 2 - (valid - draft);
         const uint64_t hidden[2] = {hidden_from(mask_of(0), first), hidden_from(mask_of(1), first)};
@@ -52,7 +52,7 @@ struct Softmax {
           if (hidden[i / 2 % 2] >> (i / 4 * 8 + i % 2) & 1) s[i] = -INFINITY;
       }
     }
-    if constexpr (kLimits) {
+    if constexpr (Variant::kLimits) {
       const int first = thread_of<4>() * 2;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -111,14 +111,14 @@ struct ColumnSoftmax {
     for (int i = 0; i < 2 * kBlocks; ++i) row_max[i / 2][i % 2] = -INFINITY, sum[i / 2][i % 2] = 0;
   }
 
-  // The first chunk has `first` valid tokens, the second `second`; the others are hidden. With kMasks, the last `draft` valid tokens are
-  // hidden where the column's `mask_of(column)` says so. With kLimits, and only if `limited`, `behind_of(column)` is the column's
+  // The first chunk has `first` valid tokens, the second `second`; the others are hidden. With Variant::kMasks, the last `draft` valid tokens are
+  // hidden where the column's `mask_of(column)` says so. With Variant::kLimits, and only if `limited`, `behind_of(column)` is the column's
   // `tokens_behind`.
   template <int kChunks, typename MaskOf, typename BehindOf>
   __device__ __forceinline__ void update(float (&s)[kChunks][kBlocks][4], int first, int second, int draft,
                                          const MaskOf& mask_of, bool limited, const BehindOf& behind_of, const Params& p,
                                          float (&correction)[kBlocks][2]) {
-    if constexpr (kCaps) {
+    if constexpr (Variant::kCaps) {
 #pragma unroll
       for (int i = 0; i < kChunks * kBlocks * 4; ++i) cap_score((&s[0][0][0])[i], p);
     }
@@ -131,7 +131,7 @@ struct ColumnSoftmax {
       for (int i = 0; i < kBlocks * 4; ++i)
         if (row + i % 4 / 2 * 8 >= valid) s[chunk][i / 4][i % 4] = -INFINITY;
     }
-    if constexpr (kMasks) {
+    if constexpr (Variant::kMasks) {
       if (draft > 0 && (kChunks == 2 ? second : first) - draft < kStepTokens) {
 #pragma unroll
         for (int i = 0; i < 2 * kBlocks; ++i) {
@@ -146,7 +146,7 @@ struct ColumnSoftmax {
         }
       }
     }
-    if constexpr (kLimits) {
+    if constexpr (Variant::kLimits) {
       if (limited) {
 #pragma unroll
         for (int i = 0; i < 2 * kBlocks; ++i) {

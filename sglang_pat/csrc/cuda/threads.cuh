@@ -1,7 +1,8 @@
-// The threads of a CTA, the tiles that they compute, and the formats of KV.
+// The threads of a CTA, and the tiles that they compute.
 #pragma once
 
 #include "tiles.h"
+#include "variant.cuh"
 
 namespace pat {
 
@@ -15,17 +16,15 @@ constexpr int kSingleM = 8;
 constexpr int tile_bit(int m) { return 1 << m / 8; }
 constexpr int kWideTiles = ~(tile_bit(kSingleM) | tile_bit(kNarrowM));
 
-enum KvName { kSame, kE4m3, kE5m2, kInt4, kInt2 };
-
 // Warpgroups that compute. Three where they can take over registers of a fourth, which loads: so on Hopper, and up to 128
 // columns, above which the accumulators of one take all there are. Elsewhere one, and two warps that load.
-constexpr int groups(int dim) { return dim <= 128 && PAT_ARCH == 900 ? 3 : 1; }
+constexpr int groups(int dim) { return dim <= 128 && Variant::kArch == 900 ? 3 : 1; }
 constexpr int producer_threads(int dim) { return (groups(dim) == 3 ? 4 : 2) * kWarpSize; }
 constexpr int threads(int dim) { return groups(dim) * kGroupThreads + producer_threads(dim); }
 
 // Of these, those that compute wide items. With KV of 8 bits the last of three converts V instead, and those that load convert K: one group of
 // warps took 16.7 ns for each token (benchmarks/NOTES.md, "Drafts, mixed chunks and FP8 on an H200").
-constexpr bool kHas8BitKv = PAT_KV == kE4m3 || PAT_KV == kE5m2;
+constexpr bool kHas8BitKv = Variant::kKv == kE4m3 || Variant::kKv == kE5m2;
 constexpr bool two_convert(int dim) { return kHas8BitKv && groups(dim) == 3; }
 constexpr int wide_groups(int dim) { return two_convert(dim) ? 2 : groups(dim); }
 

@@ -1,5 +1,5 @@
-// What a row sees of an item: all tokens, with two exceptions. With kMasks, its draft's mask says which tokens of the draft it sees. With
-// kLimits, it sees only tokens before its own end and within its window.
+// What a row sees of an item: all tokens, with two exceptions. With Variant::kMasks, its draft's mask says which tokens of the draft it sees. With
+// Variant::kLimits, it sees only tokens before its own end and within its window.
 #pragma once
 
 #include <climits>
@@ -25,11 +25,11 @@ __device__ __forceinline__ int64_t end_of(const Params& p, const Item& item) {
   return item.slots + item.tokens - p.rows[item.query] * p.table_row;
 }
 
-// For kLimits: how many of the item's last tokens lie behind the end of the row's own token, which belongs to `query`. Negative if the item
+// For Variant::kLimits: how many of the item's last tokens lie behind the end of the row's own token, which belongs to `query`. Negative if the item
 // ends before that. In a draft, a token's end is the first of the draft plus the number of the draft's tokens that it sees.
 __device__ __forceinline__ int tokens_behind(const Params& p, const Item& item, int row, int query) {
   int64_t end = p.seq_lens[query];
-  if constexpr (kMasks) {
+  if constexpr (Variant::kMasks) {
     const int token = p.token_head(query, item.first_head + p.head_of(row)).token;
     end += __popcll(p.masks[token]) - p.draft;
   }
@@ -42,7 +42,7 @@ struct Limits {
   int first, end;
 
   __device__ __forceinline__ Limits(int valid, int behind, const Params& p)
-      : first(valid - behind - p.window), end(kMasks ? INT_MAX : valid - behind) {}
+      : first(valid - behind - p.window), end(Variant::kMasks ? INT_MAX : valid - behind) {}
   // Whether any of the first `tokens` is hidden.
   __device__ __forceinline__ bool hide_some(int tokens) const { return first > 0 || end < tokens; }
   __device__ __forceinline__ bool hide(int token) const { return token < first || token >= end; }

@@ -50,10 +50,10 @@ class WideGroup {
     queries_.wait_full();
     fence_async_proxy();
     auto& queries = memory_.queries[queries_.buffer()];
-    bool tails = kHasTails && item.tails;
+    bool tails = Variant::kTails && item.tails;
     int draft = tails ? 0 : item.draft;
     if (idle) {
-      if constexpr (kHasTails) {
+      if constexpr (Variant::kTails) {
         if (tails) tiles_ += item.count * tail_tiles(queries, item.count);
       }
       release_queries();
@@ -92,11 +92,11 @@ class WideGroup {
         P::template wait<0>();
         release_k(stages, arrivals);
         softmax.template update<8>(s, left, draft, mask, behind, p_, correction);
-        if constexpr (kHasTails) rescale<P::kOutputs>(o, correction);
+        if constexpr (Variant::kTails) rescale<P::kOutputs>(o, correction);
         pack();
         while (true) {
           tile += stride;
-          left -= kHasTails ? (in_turns ? kTurns * kTokens : kTokens) : stride * kTokens;
+          left -= Variant::kTails ? (in_turns ? kTurns * kTokens : kTokens) : stride * kTokens;
           if (left <= 0) {
             start_values(stages);
             P::template wait<0>();
@@ -118,12 +118,12 @@ class WideGroup {
           stages = next;
         }
       }
-      if constexpr (kHasTails) {
+      if constexpr (Variant::kTails) {
         // This group's tail has ended, others have not.
 #pragma unroll 1
         for (; tile < tiles_; tile += stride) pass(Stages(ring_, unsigned(tile)), arrivals);
       }
-      if (!kHasTails || !tails) break;
+      if (!Variant::kTails || !tails) break;
       tails = false, arrivals = kArrivals;
       tile = tiles_ + group, stride = item.count, left = queries.tail_tokens[group], draft = item.draft;
       tiles_ += item.count * tail_tiles(queries, item.count);
@@ -220,7 +220,7 @@ class WideGroup {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = softmax.sum[half], row_max = softmax.row_max[half];
-      norm[half] = norm_of<Kv>(kSinks ? sum_with_sink(sum, row_max, targets[half], p_) : sum, p_);
+      norm[half] = norm_of<Kv>(Variant::kSinks ? sum_with_sink(sum, row_max, targets[half], p_) : sum, p_);
       if (lane % 4 == 0 && targets[half].used()) results.store_lse2(targets[half], lse2(row_max, sum, p_));
     }
     const int first = row() - int(lane / 4);  // of this warp's 16 rows
