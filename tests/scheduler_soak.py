@@ -9,12 +9,14 @@ batches. Prints one JSON object; a broken invariant is an AssertionError.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
 import signal
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
@@ -40,7 +42,7 @@ from sglang_pat import compat
 from sglang_pat.backend import support
 from sglang_pat.demo.server import free_port
 from sglang_pat.radix_bridge import hooks, siblings
-from sglang_pat.radix_bridge.events import ROOT, NodeEvicted
+from sglang_pat.radix_bridge.events import ROOT, NodeEvicted, RequestBound, RequestReleased, TreeReset
 from sglang_pat.radix_bridge.observer import ROW
 
 T = TypeVar("T")
@@ -79,11 +81,36 @@ class Soak:
         self.retracted_rids: set[str] = set()
         self.computing: dict[Any, tuple[list[int], int, int]] = {}  # tokens of each request, and which of them
         self.twice = 0
+        self.broken = ""
+        self.host: Counter[str] = Counter()
+        self.watch_host()
         self._next, self._process = scheduler.get_next_batch_to_run, scheduler.process_batch_result
         scheduler.get_next_batch_to_run, scheduler.process_batch_result = self.next, self.process
 
     def count(self, event: Any) -> None:
         self.evicted += isinstance(event, NodeEvicted)
+        self.flushes += isinstance(event, TreeReset)
+        if isinstance(event, RequestBound | RequestReleased | NodeEvicted | TreeReset):  # with each of which the tree and the mirror agree again
+            try:
+                self.check()
+            except Exception as error:
+                # It would be contained as a fault of the observer.
+                self.broken = self.broken or f"after {event}: {error!r}"
+
+    def watch_host(self) -> None:
+        """Count what goes to the host and comes back from it, and what there was no room for."""
+        cache = getattr(self.scheduler.tree_cache, "inner", self.scheduler.tree_cache)
+        controller = getattr(cache, "cache_controller", None)
+        for name in ("write", "load") if controller else ():
+            setattr(controller, name, functools.partial(self.copy, name, getattr(controller, name)))
+
+    def copy(self, name: str, copy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = copy(*args, **kwargs)
+        beside = any(not req.finished() for req in self.scheduler.running_batch.reqs)
+        self.host[f"{name}s"] += result is not None
+        self.host[f"{name}s refused"] += result is None
+        self.host[f"{name}s beside others"] += result is not None and beside
+        return result
 
     def next(self, *args: Any, **kwargs: Any) -> Any:
         """Put requests in, then let the scheduler choose."""
@@ -93,9 +120,10 @@ class Soak:
                 self.scheduler.gracefully_exit = True
         elif self.remaining < self.next_flush:
             if busy == 0 and self.scheduler.last_batch is None:
+                # SGLang refuses while copies to the host are under way.
+                flushes = self.flushes
                 self.scheduler.process_input_requests([FlushCacheReqInput()])
-                self.flushes += 1
-                self.next_flush -= FLUSH_EVERY
+                self.next_flush -= FLUSH_EVERY * (self.flushes > flushes)
         elif busy < 12 and self.random.random() < 0.5:
             self.scheduler.process_input_requests([self.request() for _ in range(self.random.randint(1, 5))])
         elif self.scheduler.enable_session_radix_cache and self.random.random() < 0.05:
@@ -166,7 +194,9 @@ class Soak:
         mirror, table = self.observer.scheduler, self.scheduler.req_to_token_pool.req_to_token
         pool = self.scheduler.req_to_token_pool
         running = {
-            compat.requests.number(pool, req): req for req in self.scheduler.running_batch.reqs if not req.finished()
+            number: req
+            for req in self.scheduler.running_batch.reqs
+            if not req.finished() and (number := compat.requests.number(pool, req)) is not None
         }
         bound = {number: binding for number in running if (binding := mirror.binding(number))}
         self.running += len(running)
@@ -188,6 +218,7 @@ class Soak:
                 self.checked += 1
 
     def report(self) -> dict[str, Any]:
+        assert not self.broken, self.broken
         assert len(self.observer.scheduler) == 0, "requests are left"
         assert self.observer.scheduler.num_nodes == 0, "nodes are left"
         assert not self.observer._reqs, "requests are left in the observer"
@@ -196,7 +227,7 @@ class Soak:
             "core": type(getattr(self.scheduler.tree_cache, "tree_core", None)).__name__,
             "requests": len(self.sent), "checked": self.checked, "shared": self.shared, "flushes": self.flushes,
             "aborts": self.aborts, "evicted": self.evicted, "retracted": len(self.retracted_rids),
-            "twice": self.twice, "bound_share": self.bound / max(1, self.running), **self._backend.counters(),
+            "twice": self.twice, **self.host, "bound_share": self.bound / max(1, self.running), **self._backend.counters(),
         }  # fmt: skip
 
 
