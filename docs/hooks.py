@@ -33,20 +33,20 @@ def settings() -> str:
     for name, variable, text in found:
         value = defaults[name]
         shown = str(int(value)) if isinstance(value, bool) else str(value)
-        rows.append([f"`{variable}`", f"`{shown}`" if shown else "none", " ".join(text.split())])
-    return report.table(["variable", "default", "what it does"], rows)
+        rows.append([f"`{variable}`<br>{f'`{shown}`' if shown else 'none'}", " ".join(text.split())])
+    return tables.table(["variable, default", "what it does"], rows)
 
 
 def counters() -> str:
-    rows = [[f"`{name}`", f"`sglang_pat:{name}_total`", text] for name, text in metrics.COUNTERS.items()]
-    rows += [[f"`{name}`", f"`sglang_pat:{name}`", text] for name, text in metrics.GAUGES.items()]
-    rows.append(["`query_sizes`", "`sglang_pat:work_items_by_queries_total{queries=…}`", metrics.BY_QUERIES])
-    return report.table(["in `/server_info`", "in `/metrics`", "meaning"], rows)
+    rows = [[f"`{name}`<br>`sglang_pat:{name}_total`", text] for name, text in metrics.COUNTERS.items()]
+    rows += [[f"`{name}`<br>`sglang_pat:{name}`", text] for name, text in metrics.GAUGES.items()]
+    rows.append(["`query_sizes`<br>`sglang_pat:work_items_by_queries_total{queries=…}`", metrics.BY_QUERIES])
+    return tables.table(["in `/server_info`, in `/metrics`", "meaning"], rows)
 
 
 def releases() -> str:
     """The releases of SGLang that tests ran with."""
-    return report.table(
+    return tables.table(
         ["SGLang", "on a CPU", "on a GPU", "last on a CPU"],
         [[name, run.on_cpu, run.on_gpu, run.last] for name, run in RUN.items()],
     )
@@ -69,7 +69,7 @@ def columns() -> str:
     statuses = {feature.name: feature.status for group in features.FEATURES.values() for feature in group}
     served = ["yes" if {statuses[name] for name in names} == {"works"} else "no" for names in COLUMNS.values()]
     rows = [["`pat` (MHA, GQA, MQA)", *served], ["`pat` (MLA)", *["no"] * len(COLUMNS)]]
-    return report.table(["Backend", *COLUMNS], rows)
+    return tables.table(["Backend", *COLUMNS], rows)
 
 
 MARKS = {"works": "\N{WHITE HEAVY CHECK MARK}", "unpacked": "\N{HEAVY MINUS SIGN}", "refused": "\N{CROSS MARK}"}
@@ -84,7 +84,7 @@ def support() -> str:
             what = f"**{feature.name}**" + (f" ({feature.how})" if feature.how else "")
             more = "; ".join(filter(None, (feature.note, feature.instead)))
             rows.append([MARKS[feature.status], what + (f"<br>{more[0].upper()}{more[1:]}." if more else "")])
-        parts.append(f"### {group}\n\n" + report.table(["", "feature"], rows))
+        parts.append(f"### {group}\n\n" + tables.table(["", "feature"], rows))
     return "\n\n".join(parts)
 
 
@@ -92,7 +92,7 @@ def shown() -> str:
     """Which tests show each feature that works."""
     found = [feature for group in features.FEATURES.values() for feature in group if feature.shown]
     rows = [[feature.name, "<br>".join(f"`{test}`" for test in feature.shown)] for feature in found]
-    return tables.folded("Tests of each feature", report.table(["feature", "shown by, in `tests`"], rows))
+    return tables.folded("Tests of each feature", tables.table(["feature", "shown by, in `tests`"], rows))
 
 
 GENERATED = {
