@@ -298,7 +298,7 @@ def errors() -> str:
             max((worst(result, rival) for result in results if any(rival in record["rival_errors"] for record in result["records"])), default=None)
             for rival in ("fa3", "flashinfer", "triton")
         ]  # fmt: skip
-        rows.append([what, f"{len(records)}", f"{ours:.1e}", *(f"{error:.1e}" if error else "" for error in others)])
+        rows.append([what, f"{len(records)}", f"{ours:.4f}", *(f"{error:.4f}" if error else "" for error in others)])
     return table(["greatest relative error", "cases", "PAT", "FA3", "FlashInfer", "SGLang's Triton"], rows)
 
 
