@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import sglang  # noqa: F401 - as in life: SGLang imports the platform, not the other way round
 import torch
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
 
 from sglang_pat import platform
 
@@ -38,7 +39,7 @@ def arguments(**chosen: Any) -> SimpleNamespace:
         "revision",
     )
     others = {"enable_two_batch_overlap": False, "enable_dp_attention": False, "pp_size": 1}
-    others |= {"model_path": "/no/model", "tokenizer_mode": "auto", "device": "cpu"}
+    others |= {"model_path": "/no/model", "tokenizer_mode": "auto", "device": "cpu", "cuda_graph_config": CudaGraphConfig()}
     return SimpleNamespace(**(dict.fromkeys(fields) | others | chosen))
 
 
@@ -74,8 +75,10 @@ def test_choosing_pat_wakes_it(field: str) -> None:
     dormant = DormantPlatform()
     dormant.apply_server_args_defaults(arguments(attention_backend="torch_native"))
     assert not dormant.is_out_of_tree()
-    dormant.apply_server_args_defaults(arguments(**{field: "pat"}))
+    given = arguments(**{field: "pat"})
+    dormant.apply_server_args_defaults(given)
     assert dormant.is_out_of_tree()
+    assert given.cuda_graph_config.decode.backend == given.cuda_graph_config.prefill.backend == "disabled"
     assert dormant.get_device() == "cpu"
 
 

@@ -55,7 +55,7 @@ def prepare(server_args: Any) -> None:
     support.check_arguments(server_args)
     choose_defaults(server_args)
     # A graph would have the number of pages fixed, and what waits for it on the host.
-    compat.arguments.disable_prefill_graphs(server_args)
+    compat.arguments.disable_graphs(server_args, "prefill")
     logger.info("sglang-pat: a KV cache of %s: prefill runs without CUDA graphs", form.name)
 
 

@@ -87,18 +87,6 @@ def draft_tokens(server_args: Any) -> int:
     return (given.speculative_num_draft_tokens or 1) if getattr(given, "speculative_algorithm", None) else 0
 
 
-def disable_graphs(server_args: Any) -> None:
-    """Turn device graphs off: a CPU has none.
-
-    0.5.17 decides about graphs before it asks the platform for defaults, so this overrides its decision.
-    """
-    config = getattr(server_args, "cuda_graph_config", None)
-    if config is not None:
-        from sglang.srt.model_executor.cuda_graph_config import Backend
-
-        config.decode.backend = config.prefill.backend = Backend.DISABLED
-
-
 def decide(server_args: Any, **arguments: Any) -> None:
     """Change arguments while SGLang resolves them. 0.5.23 keeps what is decided apart from what the user gave."""
     from sglang.srt.server_args import ServerArgs
@@ -114,12 +102,13 @@ def decide(server_args: Any, **arguments: Any) -> None:
         setattr(server_args, name, value)
 
 
-def disable_prefill_graphs(server_args: Any) -> None:
-    """Turn device graphs of prefill off, after SGLang has decided about graphs."""
+def disable_graphs(server_args: Any, *phases: str) -> None:
+    """Turn device graphs of these phases (`prefill`, `decode`) off, after SGLang has decided about graphs."""
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
     config = copy.deepcopy(resolved(server_args).cuda_graph_config)
-    config.prefill.backend = Backend.DISABLED
+    for phase in phases:
+        getattr(config, phase).backend = Backend.DISABLED
     decide(server_args, cuda_graph_config=config)
 
 

@@ -31,7 +31,7 @@ class CpuPlatform(SRTPlatform):
         compat.arguments.choose_grammar_backend(server_args)
         compat.arguments.back_up_in_plain_memory(server_args)
         compat.arguments.use_one_pool(server_args)
-        compat.arguments.disable_graphs(server_args)
+        compat.arguments.disable_graphs(server_args, "prefill", "decode")
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         """0.5.23 asks this; `pat` itself refuses the algorithms that it does not support."""
