@@ -29,6 +29,7 @@ def register() -> None:
         compat.pool.around_sizes(cell_size, pool_sizes)
         compat.pool.around_pool(make_pool)
     compat.arguments.around_model_adjustments(adjust_for_model)
+    compat.arguments.around_speculation(allow_branches)
     if platform.is_chosen():
         # Imported here because it imports torch.
         from sglang_pat.platform import speculation
@@ -65,6 +66,15 @@ def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
         except AssertionError as error:
             # SGLang's message names backends that nobody chose.
             raise AssertionError(f"with {chosen[0]} for prefill and {chosen[1]} for decode: {error}") from error
+    else:
+        step(server_args)
+
+
+def allow_branches(step: Callable[[Any], None], server_args: Any) -> None:
+    """Hook around SGLang's decisions about speculative decoding: branching drafts in pages are for backends of a list there."""
+    if compat.arguments.chooses_pat(server_args) and compat.arguments.branches_in_pages(server_args):
+        with compat.arguments.shown_as(server_args, "pat", compat.arguments.TREES_IN_PAGES):
+            step(server_args)
     else:
         step(server_args)
 

@@ -42,7 +42,9 @@ def expected(gpu_model: Path, prompts: list[str], tmp_path_factory: pytest.TempP
 
 DRAFTS: dict[str, list[str]] = {
     "n-grams": NGRAMS,
+    "n-grams in pages": [*NGRAMS, "--page-size", "16"],
     "chains": drafts("STANDALONE", 3, 1, 4),
+    "branches in pages": [*drafts("STANDALONE", 3, 2, 5), "--page-size", "16"],
     "branches": drafts("EAGLE", 3, 4, 8),
     "chains of an EAGLE": [*drafts("EAGLE", 2, 1, 3), "--disable-cuda-graph"],
     "chains of an EAGLE3": drafts("EAGLE3", 2, 1, 3),

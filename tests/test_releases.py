@@ -128,8 +128,9 @@ def test_servers_with_other_backends_are_as_if_nothing_was_installed() -> None:
     """In processes without arguments of their own too, and where a release keeps them elsewhere."""
     step: list[Any] = []
     for given in (arguments(attention_backend="triton", speculative_algorithm="NGRAM"), object()):
-        plugin.adjust_for_model(step.append, given)
-        assert step == [given] and plugin.widened(4, given) == 4
+        for hook in (plugin.adjust_for_model, plugin.allow_branches):
+            hook(step.append, given)
+        assert step == [given, given] and plugin.widened(4, given) == 4
         step.clear()
 
 

@@ -37,11 +37,12 @@ CASES: dict[str, tuple[list[str], dict[str, str]]] = {
     # Of random weights: hardly any is. Keys of the prefix cache are pairs of tokens.
     "wrong": ([*ROOMY, "--page-size", "16", *drafts("EAGLE", 2, 1, 3)], {}),
     "branches": ([*ROOMY, *drafts("EAGLE", 3, 4, 8)], {}),
+    "right, branches in pages": ([*ROOMY, "--page-size", "16", *drafts("STANDALONE", 3, 2, 5)], {}),
     # Prompts in chunks, in which the draft is a token ahead of the model.
     "EAGLE3": ([*ROOMY, "--page-size", "16", "--chunked-prefill-size", "128", *drafts("EAGLE3", 2, 1, 3)], {}),
     "branches of EAGLE3": ([*ROOMY, *drafts("EAGLE3", 3, 4, 8)], {}),
     "n-grams": ([*ROOMY, *NGRAMS, *ENDING], {}),
-    "small pool": ([*SMALL, *NGRAMS, "--chunked-prefill-size", "128"], RETRACTING),
+    "small pool, pages": ([*SMALL, "--page-size", "8", *NGRAMS, "--chunked-prefill-size", "128"], RETRACTING),
 }
 
 
@@ -87,7 +88,7 @@ def test_answers_are_those_without_it(
         assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
         if not environment:
             assert counters["plans"] < 0.7 * counters["steps"], "plans that last"
-        if case == "right":
+        if case.startswith("right"):
             sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
             answer = server.post("/generate", {"text": PROMPTS[0], "sampling_params": sampling})
             assert answer["meta_info"]["spec_verify_ct"] < 0.7 * TOKENS, "steps that accept several tokens"

@@ -85,16 +85,15 @@ class DraftSteps:
         self.attn_backends = [DraftStep(runner) for _ in range(steps - 1)]
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Make the table. SGLang puts the slots of the first branch after the request's tokens in its row, then those of the next branch
-        (kernels/ops/speculative/cache_locs.py, `assign_draft_cache_locs_contiguous`)."""
+        """Make the table: a row for each branch, with its request's slots and then those that SGLang has chosen for the branch's tokens
+        (speculative/eagle_utils.py, `per_step_draft_out_cache_loc`)."""
         lengths = forward_batch.seq_lens.long()
+        chosen = forward_batch.out_cache_loc.view(len(lengths), self._topk, self._steps)
         table = torch.zeros(len(lengths) * self._topk, int(lengths.max()) + self._steps, dtype=torch.int32)
         for request, length in enumerate(lengths.tolist()):
-            slots = self._req_to_token[forward_batch.req_pool_indices[request]]
-            for branch in range(self._topk):
-                row, first = table[request * self._topk + branch], length + branch * self._steps
-                row[:length] = slots[:length]
-                row[length : length + self._steps] = slots[first : first + self._steps]
+            rows = table[request * self._topk : (request + 1) * self._topk]
+            rows[:, :length] = self._req_to_token[forward_batch.req_pool_indices[request], :length]
+            rows[:, length : length + self._steps] = chosen[request]
         for step, backend in enumerate(self.attn_backends):
             backend.req_to_token_pool = SimpleNamespace(req_to_token=table)
             backend.seq_lens = lengths.repeat_interleave(self._topk) + step + 1

@@ -189,6 +189,12 @@ def _model_file(model: str, name: str, server_args: Any) -> str:
 LISTED = "fa3"
 """An attention backend that is in every one of SGLang's lists of backends for a model."""
 
+DRAFTED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+"""Algorithms whose drafts are a model's, and may branch."""
+
+TREES_IN_PAGES = "flashinfer"
+"""The attention backend that SGLang lets verify branching drafts of any algorithm in pages of several tokens (speculative_hook.py)."""
+
 LISTING = ("GptOssForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM")
 """Models that `pat` serves, and for which SGLang accepts only backends from a list that no plugin can extend (server_args.py,
 `_handle_model_specific_adjustments`; in 0.5.23 arg_groups/model_hook.py)."""
@@ -205,6 +211,17 @@ def lists_backends(server_args: Any) -> bool:
 
         config = model_config_of(server_args)
     return config.hf_config.architectures[0] in LISTING
+
+
+def branches_in_pages(server_args: Any) -> bool:
+    """Whether drafts, of a model or of n-grams, may branch, and KV is kept in pages of several tokens.
+
+    SGLang's lists are for backends that read KV page by page: a branch needs pages of its own there. `pat` reads it by slots.
+    """
+    given = resolved(server_args)
+    algorithm = (getattr(given, "speculative_algorithm", None) or "").upper()
+    branching = algorithm == "NGRAM" or (given.speculative_eagle_topk or 1) > 1
+    return algorithm in (*DRAFTED, "NGRAM") and branching and (given.page_size or 1) > 1
 
 
 @contextmanager
@@ -227,16 +244,27 @@ _ADJUSTMENTS = "handle_model_specific_adjustments"
 
 def around_model_adjustments(hook: Callable[[Callable[[Any], None], Any], None]) -> None:
     """Call `hook(step, server_args)` in place of `step`, SGLang's adjustment of the arguments to the model."""
+    _around(_ADJUSTMENTS, _adjustments_of_old, hook)
+
+
+def around_speculation(hook: Callable[[Callable[[Any], None], Any], None]) -> None:
+    """Call `hook(step, server_args)` in place of `step`, SGLang's decisions about speculative decoding."""
+    name = "handle_speculative_decoding"
+    _around(name, lambda: f"sglang.srt.arg_groups.speculative_hook:.{name}", hook)
+
+
+def _around(name: str, old: Callable[[], str], hook: Callable[[Callable[[Any], None], Any], None]) -> None:
+    """Hook a step of SGLang's resolution by its name, or what `old` says, up to 0.5.19."""
     try:
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     except ImportError:
-        registry.hook(_adjustments_of_old(), hook, around=True)
+        registry.hook(old(), hook, around=True)
         return
     try:
-        register_resolution_hook(_ADJUSTMENTS)(lambda args, step: hook(step, args))
+        register_resolution_hook(name)(lambda args, step: hook(step, args))
     except Exception as error:  # for names of no step
         # Every server loads this plugin, and few need it.
-        logger.info("sglang-pat cannot adjust arguments to the model: %s", error)
+        logger.info("sglang-pat cannot take part in %s: %s", name, error)
 
 
 def adjustments_problem() -> str:

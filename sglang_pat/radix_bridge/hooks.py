@@ -29,6 +29,7 @@ ahead, and the server says so once; without those that size memory it refuses to
 | `build_replay_fb_view` | all | the same for the batch that a CUDA graph is replayed for |
 | `ServerArgs._handle_model_specific_adjustments` | up to 0.5.18 | its lists of backends for some models (gpt-oss, Exaone); plugin.py |
 | `handle_model_specific_adjustments` | from 0.5.19 | the same; from 0.5.20 through SGLang's `register_resolution_hook` |
+| `handle_speculative_decoding` | all | its lists of backends for branching drafts in pages; from 0.5.20 likewise; plugin.py |
 | `get_req_to_token_extra_context_len` | all | rows are too narrow for drafts at the end of the context (allocation_sizing.py); plugin.py |
 | `DefaultPoolConfigurator._compute_cell_size`, `calculate_pool_sizes` | all | with `SGLANG_PAT_KV`: how many tokens of 4 or 2 bits there is memory for; plugin.py |
 | `KVCacheConfigurator._build_mha_kv_pool` | all | with `SGLANG_PAT_KV` on a GPU: the class of the pool is fixed, unless a platform chooses it; plugin.py |
