@@ -39,7 +39,12 @@ def arguments(**chosen: Any) -> SimpleNamespace:
         "revision",
     )
     others = {"enable_two_batch_overlap": False, "enable_dp_attention": False, "pp_size": 1}
-    others |= {"model_path": "/no/model", "tokenizer_mode": "auto", "device": "cpu", "cuda_graph_config": CudaGraphConfig()}
+    others |= {
+        "model_path": "/no/model",
+        "tokenizer_mode": "auto",
+        "device": "cpu",
+        "cuda_graph_config": CudaGraphConfig(),
+    }
     return SimpleNamespace(**(dict.fromkeys(fields) | others | chosen))
 
 
