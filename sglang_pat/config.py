@@ -44,7 +44,7 @@ class PatConfig(msgspec.Struct, frozen=True):
         defer: `SGLANG_PAT_DEFER`: 1 lets a request wait if another one is computing 128 or more of its tokens; 0 lets both
             compute them.
         kv: `SGLANG_PAT_KV`: `int4` or `int2` stores full pages of 64 tokens in so many bits per element of K and V; if empty,
-            `--kv-cache-dtype` decides.
+            `--kv-cache-dtype` decides. 2 bits lose much accuracy.
         verify: `SGLANG_PAT_VERIFY`: 1 checks before each step that the queries of every work item have the same KV slots, and
             that each query reads exactly what it sees; if not, the step runs one query per work item. Slow; for tests.
         tiles: `SGLANG_PAT_TILES`: a file that `python -m sglang_pat.tune` wrote for this GPU, to use instead of the built-in
