@@ -1,6 +1,9 @@
-"""Serve a tiny model with PAT, ask it a few hundred questions, check every answer, show what packing did and what it brings.
+"""Serve a small model with PAT, ask it a few hundred questions, check every answer, show what packing did and what it brings.
 
 make demo
+
+The model has random weights. Trained ones, which answer in sentences, are taken where they are: a folder that --model names, or what
+`python -m sglang_pat.demo.trained_model` downloaded.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pat.cli.parser import count, run
-from sglang_pat.demo import tiny_model, workload
+from sglang_pat.demo import tiny_model, trained_model, workload
 from sglang_pat.demo.server import Server
+from sglang_pat.demo.trained_model import CACHE
 from sglang_pat.text import say
 
-CACHE = Path.home() / ".cache" / "sglang-pat"
 SHARED, RACERS, RACE_TOKENS = 3800, 32, 128
 """In the timed part: tokens of the system prompt (enough for attention to matter), requests, and tokens per answer."""
 
@@ -27,12 +30,15 @@ FLAGS = ["--max-running-requests", "64", "--max-total-tokens", "65536", "--dtype
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m sglang_pat.demo", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_pat.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--cache", type=Path, default=CACHE, help="folder for the model and the logs (default: %(default)s)"
     )
+    parser.add_argument("--model", type=Path, help="a folder with a trained model, small enough for this machine's CPU")
     parser.add_argument(
-        "--questions", type=count, default=16, help="questions per tool description (default: %(default)s)"
+        "--questions", type=count, help="questions per tool description (default: 16, with trained weights 4)"
     )
     parser.add_argument(
         "--tokens", type=count, default=24, help="tokens to generate per request (default: %(default)s)"
@@ -57,8 +63,9 @@ def _show(prog: str, arguments: argparse.Namespace) -> int:
 
 def demo(arguments: argparse.Namespace) -> int:
     """Serve, ask and compare, as the arguments say; 0 where all answers are right."""
-    model = tiny_model.write(arguments.cache / "tiny-qwen3")
-    prompts = workload.nested_prompts(3, 4, arguments.questions, unrelated=24)
+    trained = model_at_hand(arguments)
+    model = trained or tiny_model.write(arguments.cache / "tiny-qwen3")
+    prompts = workload.nested_prompts(3, 4, arguments.questions or (4 if trained else 16), unrelated=24)
     topics = [workload.prose(f"topic {i}", 60) for i in range(6)]
     print(f"model: {model}\nlogs:  {arguments.cache}/demo-*.log")
     with ExitStack() as stack:
@@ -70,6 +77,8 @@ def demo(arguments: argparse.Namespace) -> int:
             backend: ask(server, backend, prompts, topics, arguments.tokens) for backend, server in servers.items()
         }
         counters = servers["pat"].counters()
+        if trained:
+            print(conversation(servers["pat"]))
         print(report(len(prompts), len(answers["pat"]) - len(prompts), counters))
         speeds = {}
         for backend, server in servers.items():
@@ -83,6 +92,29 @@ def demo(arguments: argparse.Namespace) -> int:
         )
     print()
     return compare(answers["pat"], answers["torch_native"])
+
+
+def model_at_hand(arguments: argparse.Namespace) -> Path | None:
+    """A folder with trained weights; None where there is none.
+
+    Raises:
+        RuntimeError: The one that was named has no model.
+    """
+    found: Path = arguments.model or arguments.cache / "smollm2-135m"
+    if arguments.model and not (found / "config.json").exists():
+        raise RuntimeError(f"--model: {found} has no config.json: name a model's folder")
+    return found if arguments.model or trained_model.is_there(found) else None
+
+
+def conversation(server: Server) -> str:
+    """Questions about one document, asked at once, and their answers."""
+    answers = workload.in_parallel(
+        lambda question: workload.chat(server.url, workload.HANDBOOK, question, 48),
+        workload.QUESTIONS,
+        len(workload.QUESTIONS),
+    )
+    lines = [f"  {question}\n    {answer}" for question, answer in zip(workload.QUESTIONS, answers, strict=True)]
+    return "\n".join(["", "Asked at once about one handbook, by which they share most of their KV", *lines])
 
 
 def ask(server: Server, backend: str, prompts: Sequence[str], topics: Sequence[str], tokens: int) -> list[str]:

@@ -14,6 +14,18 @@ WORDS = (
     "user value view week word work"
 ).split()
 
+HANDBOOK = (
+    "You answer questions about a library from its handbook, in one sentence. Handbook: The library on Mill Street opens at nine in the morning "
+    "and closes at six in the evening; on Sundays it is closed. A card is free for everybody who lives in the town, and lasts for two years. "
+    "Books may be kept for four weeks, films for one week. Whoever brings a book back late pays ten cents for each day. At most twelve "
+    "books may be lent at once. The reading room is on the second floor and has forty seats. Children under ten must come with an adult. "
+    "The café on the ground floor sells coffee and cake, but food may not be taken into the reading room."
+)
+QUESTIONS = (
+    "When does the library open?", "How long may I keep a book?", "What does a card cost?", "Where is the reading room?",
+)  # fmt: skip
+"""For models with trained weights."""
+
 
 def prose(seed: str, length: int) -> str:
     """`length` characters of words, always the same for a seed."""
@@ -63,6 +75,18 @@ def stream_completion(url: str, prompt: str, tokens: int) -> str:
             model="default", prompt=prompt, max_tokens=tokens, temperature=0, stream=True
         )
         return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+
+
+def chat(url: str, system: str, question: str, tokens: int) -> str:
+    """One greedy answer, on one line."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600, max_retries=0) as client:
+        found = client.chat.completions.create(
+            model="default", max_tokens=tokens, temperature=0,
+            messages=[{"role": "system", "content": system}, {"role": "user", "content": question}],
+        )  # fmt: skip
+        return " ".join((found.choices[0].message.content or "").split())
 
 
 def fork_program(url: str, topics: Sequence[str], branches: int, tokens: int) -> list[str]:
