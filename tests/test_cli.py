@@ -60,8 +60,15 @@ def test_numbers_may_be_large(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: command"),
         (["fly"], "invalid choice: 'fly'"),
+        (["estimat"], "'tune'): did you mean estimate?; see sglang-pat --help"),
+        (["replay", "trace", "--policy", "optimla"], "did you mean optimal?; see sglang-pat replay --help"),
+        (["top", "--urll", "x"], "unrecognized arguments: --urll x: did you mean --url?; see sglang-pat top --help"),
+        (["doctor", "--jsn"], "did you mean --json?"),
+        (["doctor", "x"], "unrecognized arguments: x; see sglang-pat doctor --help"),
+        (["tune", "--derve", "a100"], "sglang-pat tune: unrecognized arguments: --derve a100: did you mean --derive?"),
+        (["build", "--arch", "7.5"], "sglang-pat build: argument --arch: '7.5' is no compute capability"),
+        (["demo", "--questions", "none"], "sglang-pat demo: argument --questions: 'none' is not a whole number"),
         (["top", "--fast"], "unrecognized arguments: --fast; see sglang-pat top --help"),
         (["top", "http://127.0.0.1:9"], "unrecognized arguments: http://127.0.0.1:9; see sglang-pat top --help"),
         (["top", "--api-key"], "argument --api-key: expected one argument"),
@@ -124,6 +131,39 @@ def test_what_replay_finds_out_is_one_sentence(
 
     monkeypatch.setattr(commands, "replay", replay)
     assert message in sentence(capsys, "replay", "a.pat", "--oracle")
+
+
+def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    alone = capsys.readouterr()
+    assert alone.err == "" and alone.out.startswith("usage: sglang-pat ")
+    for command in ("doctor", "demo", "estimate", "batch", "top", "explain", "replay", "build", "tune"):
+        assert f"\n    {command} " in alone.out
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main(["--help"])
+    assert capsys.readouterr() == alone
+
+
+@pytest.mark.parametrize("name", ["demo", "build", "tune"])
+def test_commands_that_were_modules_still_are(name: str) -> None:
+    """In processes of their own, as users start them."""
+    shown = []
+    for command in ([*COMMAND, name], [sys.executable, "-m", f"sglang_pat.{name}"]):
+        result = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True, timeout=100)
+        usage, _, rest = result.stdout.partition("\n\n")
+        shown.append(rest)
+        prog = f"sglang-pat {name}" if command[:-1] == COMMAND else f"python -m sglang_pat.{name}"
+        assert " ".join(usage.split()).startswith(f"usage: {prog} "), usage
+    assert shown[0] == shown[1] != ""
+
+
+def test_a_package_that_is_missing_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "sglang_pat.cli.build", raising=False)
+    found = sentence(capsys, "build")
+    assert "torch" in found and found.endswith("; sglang-pat doctor says what is missing\n")
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Compiles ahead of time what a server needs on a GPU: `python -m sglang_pat.build --head-dim 128 --dtype bfloat16`.
+"""Compiles ahead of time what a server needs on a GPU: `sglang-pat build --model Qwen/Qwen3-8B`, or `--head-dim 128 --dtype bfloat16` without a model.
 
 Run it with the GPU and the kind of CPU of the servers. It fills the folder TVM_FFI_CACHE_DIR, else ~/.cache/tvm-ffi. Servers of other users load what root
 made there, or the user that they name in SGLANG_PAT_CACHE_OWNER, if nobody else can write it.
@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from sglang_pat import jit
+from sglang_pat.cli import model
 from sglang_pat.cli.parser import Parser, run
 from sglang_pat.kernels import capabilities, cuda, resources
 from sglang_pat.packing import FORMATS, AttentionSpec
@@ -49,9 +50,11 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
         ValueError: There are no kernels for one of them.
     """
     found: dict[cuda.Variant, None] = {}
-    for name, kv, dim in itertools.product(options.dtype, options.kv_cache_dtype, options.head_dim):
+    for name, kv, dims, sinks in itertools.product(
+        options.dtype, options.kv_cache_dtype, options.dims, options.sinks_of_layers
+    ):
         form = FORMATS[name if kv == "auto" else capabilities.FP8.get(kv, kv)]
-        spec = AttentionSpec(1, 1, dim, options.v_head_dim or dim, form, sinks=options.sinks, capped=options.logit_cap)
+        spec = AttentionSpec(1, 1, *dims, form, sinks=sinks, capped=options.logit_cap)
         # With as many query heads of a KV head as a group of warps has rows, work items may have tails.
         specs = [spec, msgspec.structs.replace(spec, heads=capabilities.GROUP_ROWS)]
         if options.drafts:
@@ -68,21 +71,55 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
     return list(found)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def variants(name: str | None, arch: str) -> list[cuda.Variant]:
+    """The modules of a server for a model (as of --model) without drafts, with KV in the model's dtype; of the command's defaults, if None.
+
+    Raises:
+        ModelError: There is no such model.
+        ValueError: There are no kernels for it.
+    """
+    options = _parser(PROG).parse_args([] if name is None else ["--model", name])
+    _complete(options)
+    return variants_of(options, arch)
+
+
+def _complete(options: argparse.Namespace) -> None:
+    """Add what follows from the model's config.json, or from what was given in place of one.
+
+    Raises:
+        ModelError: There is no such model, or its config.json does not say it.
+    """
+    options.dims = [(dim, options.v_head_dim or dim) for dim in options.head_dim or [128]]
+    options.sinks_of_layers = (options.sinks,)
+    if options.model is not None:
+        found = model.needs(model.read(options.model))
+        options.dims, options.sinks_of_layers = found.dims, found.sinks
+        options.logit_cap, options.windows = found.capped, found.windows
+        options.dtype = options.dtype or [found.dtype]
+    options.dtype = options.dtype or ["bfloat16"]
+
+
+def main(arguments: list[str] | None = None, prog: str = PROG) -> int:
     """Run the command; returns the exit status."""
-    return run(PROG, lambda: _run(arguments))
+    return run(prog, lambda: _run(arguments, prog))
 
 
-def _run(arguments: list[str] | None) -> None:
-    parser = Parser(prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head-dim", type=int, nargs="+", choices=capabilities.HEAD_DIMS, default=[128])
+def _parser(prog: str) -> Parser:
+    parser = Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model",
+        help="a model's folder, its config.json, or a name in the cache of Hugging Face, which says all but --drafts and --kv-cache-dtype",
+    )
+    parser.add_argument(
+        "--head-dim", type=int, nargs="+", choices=capabilities.HEAD_DIMS, help="128 if no model is given"
+    )
     parser.add_argument(
         "--v-head-dim",
         type=int,
         choices=capabilities.HEAD_DIMS,
         help="of V where it is narrower than K: 128 for MiMo V2, whose --head-dim is 192",
     )
-    parser.add_argument("--dtype", nargs="+", choices=capabilities.CUDA_DTYPES, default=["bfloat16"])
+    parser.add_argument("--dtype", nargs="+", choices=capabilities.CUDA_DTYPES, help="bfloat16 if no model is given")
     parser.add_argument("--sinks", action="store_true", help="for models with attention sinks (gpt-oss)")
     parser.add_argument("--logit-cap", action="store_true", help="for models that cap scores (Gemma 2, Grok)")
     parser.add_argument("--drafts", action="store_true", help="for speculative decoding too")
@@ -100,31 +137,44 @@ def _run(arguments: list[str] | None) -> None:
     parser.add_argument(
         "--report", action="store_true", help="only print registers, spills and shared memory; needs no GPU"
     )
+    return parser
+
+
+def _run(arguments: list[str] | None, prog: str) -> None:
+    parser = _parser(prog)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if options.windows and not options.drafts:
+    if options.model is not None:
+        shape = ("head_dim", "v_head_dim", "sinks", "logit_cap", "windows")
+        if given := [name for name in shape if getattr(options, name)]:
+            parser.error(f"--{given[0].replace('_', '-')} follows from the model: leave it out, or --model")
+    elif options.windows and not options.drafts:
         parser.error("--windows is for drafts: give --drafts too, or leave it out")
+    try:
+        _complete(options)
+    except model.ModelError as error:
+        parser.error(f"--model: {error}")
     if options.arch is None and not torch.cuda.is_available():
         parser.error("there is no GPU here to compile for: name its compute capability with --arch")
     arch = options.arch or cuda.arch_of(torch.device("cuda"))
     try:
-        variants = variants_of(options, arch)
+        found = variants_of(options, arch)
     except ValueError as error:
         parser.error(str(error))
     if not options.report:
         try:
             jit.check_cache()
             jit.load("packing")
-            cuda.build(variants)
+            cuda.build(found)
         except jit.BuildError as error:
             sys.exit(str(error))
         return
     with ThreadPoolExecutor() as pool:
         try:
-            for variant, found in zip(variants, pool.map(resources.measure, variants), strict=True):
+            for variant, used in zip(found, pool.map(resources.measure, found), strict=True):
                 print(
-                    f"{variant.name}: {found.registers} registers, {found.spill_bytes} bytes of spills, "
-                    f"{found.shared_bytes} bytes of shared memory"
+                    f"{variant.name}: {used.registers} registers, {used.spill_bytes} bytes of spills, "
+                    f"{used.shared_bytes} bytes of shared memory"
                 )
         except jit.BuildError as error:
             sys.exit(str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import itertools
 import os
@@ -62,7 +63,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str] | None) -> int:
-    parsed, others = _parser().parse_known_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words:
+        _parser().print_help()
+        return 0
+    if words[0] in OTHERS:
+        try:
+            module = importlib.import_module(OTHERS[words[0]])
+        except ImportError as error:
+            say(f"{PROG}: {printable(str(error))}; {PROG} doctor says what is missing")
+            return 2
+        return int(module.main(words[1:], f"{PROG} {words[0]}"))
+    parsed, others = _parser().parse_known_args(words)
     if others and parsed.run is not _batch:
         parsed.parser.error(f"unrecognized arguments: {' '.join(others)}")
     parsed.others = others
@@ -89,14 +101,56 @@ def _parser() -> Parser:
     """The command's arguments."""
     result = Parser(
         prog=PROG,
-        description="Tools for sglang-pat. Only batch without --url runs a model, and so wants a GPU.",
-        epilog="Besides: python -m sglang_pat.build compiles kernels ahead, python -m sglang_pat.tune measures a GPU.",
+        description="Tools for sglang-pat. Only batch without --url and demo run a model; tune wants a GPU.",
+        epilog="Each command has a --help of its own.",
     )
     result.add_argument("--version", action="version", version=f"{PROG} {_version()}")
     commands = result.add_subparsers(required=True, metavar="command")
-    for add in (_add_replay, _add_estimate, _add_top, _add_explain, _add_batch):
+    for add in (
+        _add_doctor,
+        _add_demo,
+        _add_estimate,
+        _add_batch,
+        _add_top,
+        _add_explain,
+        _add_replay,
+        _add_build,
+        _add_tune,
+    ):
         add(commands)
     return result
+
+
+OTHERS = {"demo": "sglang_pat.demo.__main__", "build": "sglang_pat.cli.build", "tune": "sglang_pat.cli.tune"}
+"""Commands that were modules before, and still are: each has its own `main(arguments, prog)`. Imported when they are called, as some import torch."""
+
+
+def _add_demo(commands: Any) -> None:
+    commands.add_parser("demo", help="serve a tiny model, check its answers, and show what packing did")
+
+
+def _add_build(commands: Any) -> None:
+    commands.add_parser("build", help="compile ahead what a server needs on a GPU")
+
+
+def _add_tune(commands: Any) -> None:
+    commands.add_parser("tune", help="measure this GPU for packing")
+
+
+def _add_doctor(commands: Any) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="say what a server would find here, and what keeps it from its start",
+        epilog="The exit status is 1 if there is a problem.",
+    )
+    command.add_argument("--json", action="store_true", help="for programs")
+    command.add_argument(
+        "--model",
+        help="a model's folder, its config.json, or a name in the cache of Hugging Face: whether it is supported, before it is loaded",
+    )
+    command.add_argument("--url", help="a running server, whose counters are added")
+    _add_key(command)
+    command.set_defaults(run=_doctor, parser=command)
 
 
 def _add_replay(commands: Any) -> None:
@@ -228,6 +282,12 @@ def _key(arguments: argparse.Namespace) -> str:
         others = f" and {len(clear) - 1} more" if clear[1:] else ""
         say(f"{PROG}: the API key is sent in the clear to {clear[0]}{others}: everybody on the way can read it")
     return key
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from sglang_pat.cli.doctor import doctor
+
+    return doctor(arguments.model, arguments.url, _key(arguments), arguments.json)
 
 
 def _estimate(arguments: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import re
@@ -25,7 +26,18 @@ class Parser(argparse.ArgumentParser):
     """Says in one sentence what is wrong with an argument."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {printable(message)}{self._meant(message)}; see {self.prog} --help\n")
+
+    def _meant(self, message: str) -> str:
+        """What may have been meant in place of what argparse does not know."""
+        if wrong := re.match(r"argument .*: invalid choice: '([^']*)' \(choose from (.*)\)", message, re.DOTALL):
+            meant = difflib.get_close_matches(wrong[1], re.findall(r"[\w.-]+", wrong[2]), 1)
+        elif wrong := re.match(r"unrecognized arguments:(?: [^ -][^ ]*)* (--?[\w-]+)", message):
+            known = [option for action in self._actions for option in action.option_strings]
+            meant = difflib.get_close_matches(wrong[1], known, 1)
+        else:
+            meant = []
+        return f": did you mean {meant[0]}?" if meant else ""
 
 
 def run(prog: str, command: Callable[[], int | None]) -> int:

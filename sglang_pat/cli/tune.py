@@ -129,13 +129,13 @@ def print_feasible(table: GpuTable, sheet: Sheet) -> None:
         )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, prog: str = PROG) -> int:
     """Run the command; returns the exit status."""
-    return run(PROG, lambda: _run(arguments))
+    return run(prog, lambda: _run(arguments, prog))
 
 
-def _run(arguments: list[str] | None) -> None:
-    parser = Parser(prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _run(arguments: list[str] | None, prog: str) -> None:
+    parser = Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--head-dim",
         type=int,

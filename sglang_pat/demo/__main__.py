@@ -1,7 +1,5 @@
 """Serve a small model with PAT, ask it a few hundred questions, check every answer, show what packing did and what it brings.
 
-make demo
-
 The model has random weights. Trained ones, which answer in sentences, are taken where they are: a folder that --model names, or what
 `python -m sglang_pat.demo.trained_model` downloaded.
 """
@@ -17,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.cli.parser import count, run
+from sglang_pat.cli.parser import Parser, count, run
 from sglang_pat.demo import tiny_model, trained_model, workload
 from sglang_pat.demo.server import Server
 from sglang_pat.demo.trained_model import CACHE
@@ -29,10 +27,9 @@ SHARED, RACERS, RACE_TOKENS = 3800, 32, 128
 FLAGS = ["--max-running-requests", "64", "--max-total-tokens", "65536", "--dtype", "float32"]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_pat.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(words: list[str] | None = None, prog: str = "python -m sglang_pat.demo") -> int:
+    """Run the command; returns the exit status."""
+    parser = Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--cache", type=Path, default=CACHE, help="folder for the model and the logs (default: %(default)s)"
     )
@@ -43,7 +40,7 @@ def main() -> int:
     parser.add_argument(
         "--tokens", type=count, default=24, help="tokens to generate per request (default: %(default)s)"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     # Servers are in sessions of their own: whoever ends the demo, or closes its terminal, must not leave them.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it

@@ -29,10 +29,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -91,17 +91,20 @@ def load(name: str, csrc: Path = CSRC) -> Any:
         BuildError: It is not in the cache, and there is no C++ compiler, it failed, or the cache cannot be written.
     """
     folder = csrc / name
+    return _load(
+        f"{PREFIX}{name}", folder, compiler=find_cxx, sources=sorted(folder.glob("*.cpp")), **_host_inputs(name)
+    )
+
+
+def _host_inputs(name: str) -> dict[str, list[str]]:
+    """What `load` builds a module for and with."""
     sanitizers = os.environ.get(SANITIZE, "")
     extra = EXTRA_FLAGS.get(name, EXTRA_FLAGS["packing"]) + ([f"-fsanitize={sanitizers}", "-g"] if sanitizers else [])
-    return _load(
-        f"sglang_pat_{name}",
-        folder,
-        compiler=_find_cxx,
-        sources=sorted(folder.glob("*.cpp")),
-        made_for=[_cpu_flags()],
-        extra_cflags=["-O3", "-march=native", "-Wall", "-Wno-psabi", *extra],
-        extra_ldflags=extra,
-    )
+    return {
+        "made_for": [_cpu_flags()],
+        "extra_cflags": ["-O3", "-march=native", "-Wall", "-Wno-psabi", *extra],
+        "extra_ldflags": extra,
+    }
 
 
 @functools.cache
@@ -114,14 +117,46 @@ def load_cuda(name: str, arch: str, flags: tuple[str, ...]) -> Any:
     # All modules of a process have the same architecture: tvm-ffi takes it from the environment only.
     os.environ["TVM_FFI_CUDA_ARCH_LIST"] = arch
     folder = CSRC / "cuda"
-    return _load(
-        name,
-        folder,
-        compiler=find_nvcc,
-        sources=sorted(folder.glob("*.cu")),
-        extra_cuda_cflags=[*NVCC_FLAGS, *flags],
-        made_for=[arch, version("torch")],
-    )
+    sources = sorted(folder.glob("*.cu"))
+    return _load(name, folder, compiler=find_nvcc, sources=sources, **_cuda_inputs(arch, flags))
+
+
+def _cuda_inputs(arch: str, flags: Sequence[str]) -> dict[str, list[str]]:
+    """What `load_cuda` builds a module for and with."""
+    return {"extra_cuda_cflags": [*NVCC_FLAGS, *flags], "made_for": [arch, version("torch")]}
+
+
+def is_ready(name: str) -> bool:
+    """Whether `load` finds a module, whole, in the folder of `find_cache`, so that it needs no compiler."""
+    return _is_ready(f"{PREFIX}{name}", CSRC / name, **_host_inputs(name))
+
+
+def is_ready_for_cuda(name: str, arch: str, flags: Sequence[str]) -> bool:
+    """Likewise for `load_cuda`."""
+    return _is_ready(name, CSRC / "cuda", **_cuda_inputs(arch, flags))
+
+
+def _is_ready(name: str, folder: Path, made_for: Sequence[str], **flags: Sequence[str]) -> bool:
+    try:
+        library = find_cache().folder / _library(name, folder, made_for, flags)
+    except PackageNotFoundError:  # tvm-ffi, which builds
+        return False
+    try:
+        at = os.open(library.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        content = _read(library, at)
+    except BuildError:
+        return False
+    finally:
+        os.close(at)
+    return content is not None and _is_sealed(library.name, content)
+
+
+def _library(name: str, folder: Path, made_for: Sequence[str], flags: Mapping[str, Sequence[str]]) -> str:
+    """The name of a module's file in the cache."""
+    return f"{name}_{_key(folder, [*made_for, *(flag for group in flags.values() for flag in group)])}.so"
 
 
 def find_nvcc() -> str:
@@ -150,7 +185,50 @@ def cache_folder() -> Path:
         ) from None
 
 
-def _find_cxx() -> str:
+class Cache(NamedTuple):
+    """Where modules are loaded from, and kept.
+
+    Attributes:
+        folder: Its path.
+        problem: Why not every module can be kept there, or why it is not the folder that was named; empty if all is well.
+        usable: Whether modules can be loaded and kept there.
+    """
+
+    folder: Path
+    problem: str
+    usable: bool
+
+
+def find_cache() -> Cache:
+    """The folder that `load` would use. Only the one in place of another that others may write is made.
+
+    Raises:
+        BuildError: There is none, as this user has no home.
+    """
+    folder = cache_folder()
+    if not os.path.lexists(folder):
+        above = next((above for above in folder.parents if os.path.lexists(above)), folder)
+        usable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+        return Cache(folder, "" if usable else f"it is not there and cannot be made in {above}", usable)
+    try:
+        os.close(_open_folder(folder))
+    except _UnusedError as error:
+        own = _own_folder()
+        if own is None:
+            return Cache(folder, f"{error}; servers build at every start", False)
+        return Cache(own, f"{error}; {own} is used instead", True)
+    except BuildError as error:
+        return Cache(folder, str(error), False)
+    usable = os.access(folder, os.W_OK | os.X_OK)
+    return Cache(folder, "" if usable else "it cannot be written: only what is in it is loaded", usable)
+
+
+def find_cxx() -> str:
+    """The C++ compiler's command.
+
+    Raises:
+        BuildError: There is none.
+    """
     compiler = os.environ.get("CXX") or "c++"
     if (
         shutil.which("".join(compiler.split()[:1])) is None
@@ -203,11 +281,11 @@ def _load(
     made_for: Sequence[str] = (),
     **flags: list[str],
 ) -> Any:
-    key = _key(folder, [*made_for, *(flag for group in flags.values() for flag in group)])
+    file = _library(name, folder, made_for, flags)
 
     def load_from(cache: Path) -> Any:
         return _load_from(
-            cache / f"{name}_{key}.so",
+            cache / file,
             compiler,
             lambda found, library, at: _build(found, name, library, at, [str(path) for path in sources], flags),
         )

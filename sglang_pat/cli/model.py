@@ -1,0 +1,250 @@
+"""What a model's config.json says of it before it is loaded: whether PAT serves it, and which kernels it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from sglang_pat.estimate.models import DEFAULTS, LONGEST
+from sglang_pat.jsonl import whole
+from sglang_pat.kernels import capabilities
+from sglang_pat.packing import FORMATS, AttentionSpec
+from sglang_pat.text import printable
+
+ARCHITECTURES = {
+    "Llama4ForConditionalGeneration": "attention in chunks",
+    "WhisperForConditionalGeneration": "encoder-decoder models",
+    "MllamaForConditionalGeneration": "encoder-decoder models",
+    "MossVLForConditionalGeneration": "encoder-decoder models",
+    "Gemma4ForConditionalGeneration": "attention in both directions within an image",
+    "Gemma4UnifiedForConditionalGeneration": "attention in both directions within an image",
+    "EmbeddingGemmaModel": "attention in both directions by a decoder",
+    "EmbeddingGemma2Model": "encoder-only attention with a window",
+    "HrmTextForCausalLM": "attention in both directions by a decoder",
+    "DiffusionGemmaForBlockDiffusion": "attention in both directions by a decoder",
+    "UnlimitedOCRForCausalLM": "windows that do not apply to prompts",
+}
+"""What PAT does not compute, and `support.check_model` finds in SGLang's code for these rather than in config.json (configs/model_config.py,
+models/*.py of 0.5.23)."""
+
+INNER = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Where the language model's part is, in config.json of a multimodal one."""
+
+STATES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
+"""Kinds of layers that have states in place of KV."""
+
+GATED_DELTA_NETS = ("qwen3_next", "qwen3_5", "jet_nemotron", "jet_vlm", "intern_s2_preview")
+"""How `model_type` begins where the other layers are gated delta nets (`hybrid_gdn_config` in SGLang's configs/hybrid_arch.py)."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+
+Verdict = Literal["supported", "refused", "unknown"]
+
+
+class ModelError(ValueError):
+    """There is no config.json; the message says what is there instead."""
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """What a model's layers need of kernels.
+
+    Attributes:
+        dims: Pairs of head dimensions, of K and of V.
+        sinks: Whether layers have attention sinks; both, if only some have.
+        capped: Whether scores are capped.
+        windows: Whether some layers have windows.
+        dtype: What SGLang computes in with `--dtype auto`.
+    """
+
+    dims: tuple[tuple[int, int], ...]
+    sinks: tuple[bool, ...]
+    capped: bool
+    windows: bool
+    dtype: str
+
+
+def find(name: str) -> Path:
+    """The config.json of a model's folder, or of a name in the cache of Hugging Face. Nothing is downloaded.
+
+    Raises:
+        ModelError: There is none.
+    """
+    path = Path(name)
+    try:
+        if path.is_dir():
+            return path / "config.json"
+        if os.path.lexists(path) or not _HUB_NAME.fullmatch(name):
+            return path
+    except (OSError, ValueError):
+        return path
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+    except Exception as error:  # it may be missing, or refuse the name, in any way
+        raise ModelError(f"{name} is no folder here, and the cache of Hugging Face cannot be read: {error}") from None
+    if isinstance(found, str):
+        return Path(found)
+    raise ModelError(
+        f"{name} is neither a folder here nor in the cache of Hugging Face, and nothing is downloaded: give the model's folder"
+    )
+
+
+def read(name: str) -> dict[str, Any]:
+    """A model's config.json, by the name of its folder, of the file, or in the cache of Hugging Face.
+
+    Raises:
+        ModelError: There is none.
+    """
+    path = find(name)
+    try:
+        # Opening a pipe would wait for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ModelError(f"{path} is not a file")
+            data = file.read(LONGEST + 1)
+        if len(data) > LONGEST:
+            raise ModelError(f"{path} is too long for a model's config.json: more than {LONGEST >> 20} MiB")
+        config = json.loads(data)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    except ModelError:
+        raise
+    except (ValueError, RecursionError):
+        raise ModelError(f"{path} is not a model's config.json: not JSON") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not a model's config.json: not a JSON object")
+    return config
+
+
+def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that describes the language model, with defaults of transformers."""
+    inner = dict(config)
+    for _ in INNER:
+        inner = next((inner[name] for name in INNER if isinstance(inner.get(name), dict) and inner[name]), inner)
+    return {**DEFAULTS.get(str(inner.get("model_type")), {}), **inner}
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """The names in `architectures`."""
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def needs(config: Mapping[str, Any]) -> Needs:
+    """What the model's layers need.
+
+    Raises:
+        ModelError: config.json does not say how long heads are.
+    """
+    model = language_model(config)
+    heads, hidden, dim = (_size(model, name) for name in ("num_attention_heads", "hidden_size", "head_dim"))
+    if dim is None:
+        if heads is None or hidden is None or hidden % heads:
+            raise ModelError("it does not say what head dimension there is")
+        dim = hidden // heads
+    v_dim = _size(model, "v_head_dim") or dim
+    dims = {(dim, v_dim): None}
+    if (windowed := _size(model, "swa_head_dim")) is not None:
+        dims[windowed, _size(model, "swa_v_head_dim") or windowed] = None
+    if (unwindowed := _size(model, "global_head_dim")) is not None:  # Gemma 4
+        dims[unwindowed, unwindowed] = None
+    kind = str(model.get("model_type"))
+    if kind == "gpt_oss":
+        sinks: tuple[bool, ...] = (True,)
+    else:
+        some = ("add_swa_attention_sink_bias", "add_full_attention_sink_bias")  # MiMo V2
+        of_some = [bool(model.get(name)) for name in some]
+        sinks = (True,) if all(of_some) else (False, True) if any(of_some) else (False,)
+    by_default = kind == "gemma2" or any(name.startswith("Grok1") for name in architectures(config))
+    cap = model.get("attn_logit_softcapping", 1 if by_default else None)
+    windows = any(model.get(name) for name in ("sliding_window", "sliding_window_size")) and (
+        model.get("use_sliding_window") is not False
+    )
+    named = next((part[key] for part in (model, config) for key in ("dtype", "torch_dtype") if part.get(key)), None)
+    # SGLang takes float16 in place of float32, and bfloat16 for Gemma (`_get_and_verify_dtype` in its configs/model_config.py).
+    dtype = named if named in capabilities.CUDA_DTYPES else "bfloat16" if kind.startswith("gemma") else "float16"
+    return Needs(tuple(dims), sinks, isinstance(cap, int | float) and cap > 0, windows, dtype)
+
+
+def judge(config: Mapping[str, Any], device: capabilities.Device, arch: str = "") -> tuple[Verdict, str]:
+    """Whether PAT serves a model, as far as its config.json says, and why.
+
+    Args:
+        config: What `read` returns.
+        device: Where it shall be served.
+        arch: The GPU's compute capability, such as `8.0` or `9.0a`; empty if it is not known.
+    """
+    names = architectures(config)
+    refused = _refusal(config, device, arch)
+    if refused is None:
+        try:
+            found = needs(config)
+        except ModelError as error:
+            return "unknown", str(error)
+        refused = next(filter(None, (_dims_problem(dims, device, arch) for dims in found.dims)), None)
+    if refused is not None:
+        return "refused", refused
+    shown = " and ".join(f"{k}" if k == v else f"{k} (K) and {v} (V)" for k, v in found.dims)
+    name = printable(", ".join(names))[:100] or "no architecture is named"
+    reason = f"{name}, head dimension {shown}; flags and weights are looked at when a server starts"
+    if "Gemma3ForConditionalGeneration" in names:
+        reason += "; with --enable-multimodal it is refused"
+    return "supported", reason
+
+
+def _refusal(config: Mapping[str, Any], device: capabilities.Device, arch: str) -> str | None:
+    """What PAT does not compute, of what does not depend on dimensions; None if there is nothing."""
+    model, names = language_model(config), architectures(config)
+    kind, hybrid, temperature = str(model.get("model_type")), _is_hybrid(model), model.get("attn_temperature_len")
+    blackwell, returns = arch.startswith(("10.", "12.")), model.get("enable_sink_attention", True)
+    reasons = [
+        ("MLA", model.get("kv_lora_rank") is not None),
+        *((ARCHITECTURES[name], True) for name in names if name in ARCHITECTURES),
+        ("encoder-decoder models", config.get("is_encoder_decoder") is True),
+        ("attention in both directions by a decoder", model.get("use_bidirectional_attention") is True),
+        ("temperature that grows with the context", isinstance(temperature, int) and temperature > 0),
+        ("log-sum-exps of scores given back to the model", "IQuestQ1ForCausalLM" in names and returns),
+        ("hybrid models on a CPU", hybrid and device == "cpu"),
+        ("gated delta nets on a Blackwell GPU", hybrid and blackwell and kind.startswith(GATED_DELTA_NETS)),
+    ]
+    return next((reason for reason, holds in reasons if holds), None)
+
+
+def _dims_problem(dims: tuple[int, int], device: capabilities.Device, arch: str) -> str | None:
+    """What is not computed with these head dimensions, of K and of V; None if all is."""
+    problem = capabilities.refusal(AttentionSpec(1, 1, *dims, FORMATS["bfloat16"]), device)
+    if problem is None and device == "cuda" and arch and dims[0] > 128 and arch not in capabilities.LARGE_SHARED:
+        return f"a head dimension of {dims[0]} on a GPU of compute capability {arch}"
+    return problem
+
+
+def _is_hybrid(model: Mapping[str, Any]) -> bool:
+    """Whether some layers have states in place of KV."""
+    for name in ("layer_types", "layers_block_type"):
+        kinds = model.get(name)
+        if isinstance(kinds, list) and any(kind in STATES for kind in kinds if isinstance(kind, str)):
+            return True
+    others = ("hybrid_override_pattern", "full_attention_interval", "full_attn_idxs", "linear_attn_config")
+    return any(model.get(name) for name in others)
+
+
+def _size(model: Mapping[str, Any], name: str) -> int | None:
+    """A count in config.json; None if it is not there.
+
+    Raises:
+        ModelError: It is none.
+    """
+    value = whole(model.get(name))
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 31:
+        raise ModelError(f"its {name} is no count")
+    return value
