@@ -9,6 +9,7 @@ import errno
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from sglang.srt.server_args import prepare_server_args
 from sglang_pat import cli, compat, jsonl
 from sglang_pat.batch import job as job_module
 from sglang_pat.batch import lines
-from sglang_pat.batch.command import Progress
+from sglang_pat.batch.command import Progress, spoken
 from sglang_pat.batch.job import FOR_GOOD, LostError, StoppedError, _Client, answer_all, in_time, patiently, room_of
 from sglang_pat.batch.lengths import Lengths, Usage
 from sglang_pat.batch.lines import BatchError, Failure, Output, Request, Source
@@ -461,6 +462,42 @@ def test_a_job_without_stderr_writes_its_records(tmp_path: Path, monkeypatch: py
             assert (tmp_path / "out").read_bytes().count(b"\n") == number
 
 
+def failing(number: int, body: object, status: int = 400) -> dict:
+    return {**record(number), "response": {"status_code": status, "request_id": "", "body": body}}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (failing(2, {"object": "error", "message": "too\nlong"}), "line 2: HTTP 400: too long"),
+        (failing(2, {"error": {"message": "busy", "code": 429}}, 429), "line 2: HTTP 429: busy"),
+        (failing(2, {"detail": [1]}, 422), "line 2: HTTP 422: {'detail': [1]}"),
+        (failing(2, {}), "line 2: HTTP 400: no reason is given"),
+        (failing(2, {"message": "a" * 10_000}), "line 2: HTTP 400: " + "a" * 300),
+        (failing(2, {"error": "shut"}, 500), "line 2: HTTP 500: {'error': 'shut'}"),
+        ({**record(2), "response": None, "error": {"code": "x", "message": "line 2: no JSON"}}, "line 2: no JSON"),
+        ({**record(2), "response": None, "error": {}}, "line 2: no reason is given"),
+    ],
+)
+def test_the_first_error_is_told(tmp_path: Path, wrong: dict, said: str) -> None:
+    healed = {**wrong, "id": "batch_req_1"}
+    with Output(tmp_path / "out") as output:
+        assert output.first_error() == ""
+        for one in (healed, record(1), wrong, {**wrong, "id": "batch_req_3"}):
+            output.write(one)
+        assert output.first_error() == said
+        output.write(record(4))
+    with Output(tmp_path / "out") as output:
+        assert (output.first_error(), output.failed, len(output.done)) == (said, 2, 4)
+
+
+@pytest.mark.once
+def test_times_are_spoken() -> None:
+    found = [spoken(seconds) for seconds in (0.04, 119.9, 120, 3599, 7169, 7200, 100_000)]
+    assert found == ["0.0 s", "119.9 s", "2 min", "60 min", "119 min", "2 h 0 min", "27 h 47 min"]
+
+
 @pytest.mark.once
 def test_a_line_that_was_asked_again_is_an_error_no_more(tmp_path: Path) -> None:
     path = tmp_path / "out"
@@ -692,7 +729,9 @@ def test_errors_show_in_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "in").write_text("one\ntwo\n")
     for _ in range(2):
         assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "out"), *model]) == 1
-        assert "out: all 2 records are there, 2 of them errors" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "out: all 2 records are there, 2 of them errors; the first error: line 1 is no JSON: " in said
+        assert "loading the model" not in said and said.count("\n") == 1
     assert (tmp_path / "out").read_bytes().count(b"\n") == 2
     (tmp_path / "in").write_text("\n")
     assert cli.main(["batch", str(tmp_path / "in"), str(tmp_path / "none"), *model]) == 0
@@ -768,7 +807,10 @@ def test_records_are_a_servers_answers(model: Path, tmp_path: Path) -> None:
     assert process.wait(600) == 1, (tmp_path / "log").read_text()[-3000:]
     records = {one["id"]: one for one in map(json.loads, out.read_text().splitlines())}
     assert out.read_text().count("\n") == len(records) == len(text), "each line once"
-    assert "of prefill saved" in (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text()
+    assert "sglang-pat: loading the model\n" in said
+    ending = r"of them errors; [\d.]+ s, \d+ tokens/s, \d+% of prefill saved; the first error: line \d+: "
+    assert re.search(ending, said.splitlines()[-1]), said[-3000:]
 
     with (
         ForkedServer(model, "pat", tmp_path / "server.log", [*FLAGS, "--enable-cache-report"]) as server,

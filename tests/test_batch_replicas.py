@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -748,6 +749,10 @@ def test_a_job_in_a_small_pool_that_is_killed_ten_times(model: Path, tmp_path: P
         flush(server)
         log = tmp_path / "whole.log"
         assert urls_job(tmp_path, "whole", "--url", server.url).wait(300) == 0, log.read_text()[-3000:]
+        ending = (
+            rf"all {len(asked)} records are there, 0 of them errors; [\d.]+ s, \d+ tokens/s, \d+% of prefill saved\Z"
+        )
+        assert re.search(ending, log.read_text().splitlines()[-1]), log.read_text()[-3000:]
         found = answers(tmp_path / "whole", len(asked))
         whole = {name: choice(body) for name, body in found.items()}
         assert whole == {f"batch_req_{i}": choice(body) for i, body in enumerate(shuffled, 1)}

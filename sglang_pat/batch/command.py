@@ -144,11 +144,18 @@ class Progress:
         self._answers += usage.completion_tokens
         self._prompt += usage.prompt_tokens
         self._cached += usage.cached
+        said = self._speed()
+        self._draw(lambda bar: (bar.set_postfix_str(said, refresh=False), bar.update()))
+
+    def _speed(self) -> str:
         seconds = max(1e-9, time.monotonic() - self._began)
         # Servers say nothing of it without --enable-cache-report.
         saved = f", {self._cached / self._prompt:.0%} of prefill saved" if self._cached and self._prompt else ""
-        said = f"{self._answers / seconds:.0f} tokens/s{saved}"
-        self._draw(lambda bar: (bar.set_postfix_str(said, refresh=False), bar.update()))
+        return f"{self._answers / seconds:.0f} tokens/s{saved}"
+
+    def summary(self) -> str:
+        """How long answers took, without the start of an engine, and what came of it."""
+        return f"{spoken(time.monotonic() - self._began)}, {self._speed()}"
 
     def warn(self, message: str) -> None:
         """Write a line above the bar."""
@@ -226,13 +233,26 @@ def batch(source: Path, target: Path, place: Place) -> int:
             )
         for failure in refused:
             output.write(refusal(failure))
+        said = ""
         if requests and place.urls:
             with Progress(output, total, total - len(requests)) as progress:
                 asyncio.run(_on_servers(requests, place, progress))
+                said = progress.summary()
         elif requests:
-            _on_engine(requests, total, output, place)
-        say(f"{printable(str(target))}: all {total} records are there, {output.failed} of them errors")
+            said = _on_engine(requests, total, output, place)
+        ending = f"; {said}" if said else ""
+        if reason := output.first_error():
+            ending += f"; the first error: {printable(reason)}"
+        say(f"{printable(str(target))}: all {total} records are there, {output.failed} of them errors{ending}")
         return output.failed
+
+
+def spoken(seconds: float) -> str:
+    """A time as people say it."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def checked(place: Place) -> Place:
@@ -291,7 +311,9 @@ async def _while_it_runs(tokens: TokenizerManager, asked: Coroutine[Any, Any, No
         raise BatchError("the engine has ended, and said why above") from None
 
 
-def _on_engine(requests: Sequence[Request], total: int, output: Output, place: Place) -> None:
+def _on_engine(requests: Sequence[Request], total: int, output: Output, place: Place) -> str:
+    """Answer on an engine of the job's own; what `Progress.summary` says."""
+    say("sglang-pat: loading the model")
     running = engine(["--enable-cache-report", *place.flags])
     try:
         room = job.room_of(running.get_server_info())
@@ -303,6 +325,7 @@ def _on_engine(requests: Sequence[Request], total: int, output: Output, place: P
                 [room] * len(replicas),
             )  # fmt: skip
             running.loop.run_until_complete(_while_it_runs(told, asked))
+            return progress.summary()
     finally:
         running.shutdown()
         _leave_tracker()

@@ -6,6 +6,7 @@ as its `id`, so that a job that was interrupted goes on where it was.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -29,6 +30,9 @@ URLS = ("/v1/chat/completions", "/v1/completions")
 
 LONGEST = 1 << 27
 """Bytes of a line."""
+
+LONGEST_REASON = 300
+"""Characters that are shown of an error."""
 
 LONGEST_RECORD = 2 * LONGEST
 """Bytes of a record: the name of a request and its answer may have LONGEST each."""
@@ -227,6 +231,24 @@ class _Response(msgspec.Struct):
     status_code: int
 
 
+class _Reason(msgspec.Struct):
+    """What is read of a record of an error, to show it."""
+
+    id: str
+    response: Json | None = None
+    error: Json | None = None
+
+    def said(self) -> str:
+        """The message: of ours, or of a server, which has it in `error`, in `message`, or elsewhere."""
+        status = self.response.get("status_code") if self.response else None
+        part: Any = self.error or (self.response or {}).get("body") or {}
+        if isinstance(part, dict) and isinstance(part.get("error"), dict):
+            part = part["error"]
+        message = part.get("message") if isinstance(part, dict) else None
+        shown = " ".join(str(message or part or "no reason is given").split())[:LONGEST_REASON]
+        return f"HTTP {status}: {shown}" if status else shown
+
+
 class _Record(msgspec.Struct):
     """What is read again of a record."""
 
@@ -331,6 +353,22 @@ class Output:
     @property
     def failed(self) -> int:
         return len(self._errors)
+
+    def first_error(self) -> str:
+        """What the first record says whose line has errors only; empty if there is none. The cause of one is often that of all."""
+        if not self._errors:
+            return ""
+        decoder = msgspec.json.Decoder(_Reason)
+        with os.fdopen(os.dup(self._file), "rb") as file:
+            file.seek(0)  # writes say where they go
+            for text in iter(lambda: file.readline(LONGEST_RECORD + 1), b""):
+                with contextlib.suppress(ValueError, RecursionError):
+                    record = decoder.decode(jsonl.unmarked(text))
+                    number = number_of(record.id)
+                    if number in self._errors:
+                        said = record.said()
+                        return said if said.startswith("line ") else f"line {number}: {said}"
+        return ""
 
     def write(self, record: Json) -> None:
         """Append a record: whole, or not at all.
