@@ -154,6 +154,20 @@ def test_a_toolkit_of_another_cuda_is_a_problem(monkeypatch: pytest.MonkeyPatch,
     assert not doctor._compilers(CPU).problems, "not needed without a GPU"
 
 
+def test_a_compiler_is_missed_where_there_is_something_to_compile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH", "PATH", jit.CACHE):
+        monkeypatch.setenv(name, str(tmp_path))
+    problems = doctor._compilers(H200).problems
+    assert len(problems) == 2 and "found no nvcc" in problems[1]
+    monkeypatch.setattr(jit, "is_ready_for_cuda", lambda *_: True)
+    assert len(doctor._compilers(H200).problems) == 1
+    monkeypatch.setattr(jit, "is_ready", lambda *_: True)
+    found = doctor._compilers(H200)
+    assert not found.problems and "no nvcc, which is not needed here" in found.text
+
+
 def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(jit.CACHE, str(tmp_path))
     monkeypatch.setenv("CXX", str(script(tmp_path / "c++", "echo broken >&2; exit 3")))
@@ -212,6 +226,8 @@ def test_a_cache_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatc
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
     assert f"{tmp_path}/.cache/sglang-pat is used instead" in problem(open_to_all)
+    assert "this user has no home: set TVM_FFI_CACHE_DIR" in problem(Path("~nobody-of-this-name"))
+    assert not doctor._compilers(CPU).problems, "which are there"
     (tmp_path / "link").symlink_to(tmp_path)
     assert "it is a link" in problem(tmp_path / "link")
     os.mkfifo(tmp_path / "pipe")

@@ -108,7 +108,7 @@ def sections(model: str | None = None, url: str | None = None, key: str = "") ->
         "Python": lambda: _python(torch),
         "plugin": lambda: _plugin(found),
         "GPU": lambda: _gpu(found),
-        "compilers": lambda: _compilers(found),
+        "compilers": lambda: _compilers(found, model),
         "kernel cache": lambda: _cache(found, model),
         "settings": _settings,
     }
@@ -254,13 +254,13 @@ def _gpu(torch: Torch | None) -> Section:
     )
 
 
-def _compilers(torch: Torch | None) -> Section:
+def _compilers(torch: Torch | None, model: str | None = None) -> Section:
     from sglang_pat import jit
 
     problems, texts, facts = [], [], {}
-    on_gpu = torch is not None and bool(torch.gpus)
+    on_gpu, ready = torch is not None and bool(torch.gpus), _ready(torch, model)
     for name, find, pattern in (("g++", jit.find_cxx, r"\b\d+\.\d+\.\d+"), ("nvcc", jit.find_nvcc, r"(?<=, V)[\d.]+")):
-        needed = on_gpu if name == "nvcc" else not all(map(jit.is_ready, ("packing", "cpu")))
+        needed = not all(ready[module] for module in ready if module.startswith(jit.PREFIX) == (name == "nvcc"))
         try:
             compiler = find()
             said = _said_by([*compiler.split(), "--version"])
@@ -283,6 +283,23 @@ def _compilers(torch: Torch | None) -> Section:
     return Section("compilers", "; ".join(texts), facts, problems)
 
 
+def _ready(torch: Torch | None, model: str | None) -> dict[str, bool]:
+    """Which native modules a server has here, and whether they are built. Of those of a GPU, what `build` makes."""
+    from sglang_pat import jit
+
+    ready = {"planner": jit.is_ready("packing")}
+    if torch is None or not torch.gpus:
+        return {**ready, "CPU kernels": jit.is_ready("cpu")}
+    from sglang_pat.cli import build
+    from sglang_pat.cli.model import ModelError
+
+    # What is wrong with the model is said elsewhere.
+    with contextlib.suppress(ModelError, ValueError):
+        for variant in build.variants(model, _arch(torch.gpus[0])):
+            ready[variant.name] = jit.is_ready_for_cuda(variant.name, variant.arch, variant.flags)
+    return ready
+
+
 def _cache(torch: Torch | None, model: str | None) -> Section:
     from sglang_pat import jit
 
@@ -290,20 +307,8 @@ def _cache(torch: Torch | None, model: str | None) -> Section:
         cache = jit.find_cache()
     except jit.BuildError as error:
         return Section("kernel cache", "none", {"folder": None, "usable": False, "ready": {}}, [str(error)])
-    on_gpu = torch is not None and bool(torch.gpus)
-    ready = {"planner": jit.is_ready("packing")}
-    if not on_gpu:
-        ready["CPU kernels"] = jit.is_ready("cpu")
-    of_model = "head dimension 128"
-    if on_gpu and torch is not None:
-        from sglang_pat.cli import build
-        from sglang_pat.cli.model import ModelError
-
-        # What is wrong with the model is said elsewhere.
-        with contextlib.suppress(ModelError, ValueError):
-            for variant in build.variants(model, _arch(torch.gpus[0])):
-                ready[variant.name] = jit.is_ready_for_cuda(variant.name, variant.arch, variant.flags)
-            of_model = "this model" if model is not None else of_model
+    ready = _ready(torch, model)
+    of_model = "head dimension 128" if model is None else "this model"
     modules = [name for name in ready if name.startswith(jit.PREFIX)]
     texts = [f"{name} {'ready' if ready[name] else 'not built yet'}" for name in ready if name not in modules]
     if modules:

@@ -139,7 +139,7 @@ def is_ready_for_cuda(name: str, arch: str, flags: Sequence[str]) -> bool:
 def _is_ready(name: str, folder: Path, made_for: Sequence[str], **flags: Sequence[str]) -> bool:
     try:
         library = find_cache().folder / _library(name, folder, made_for, flags)
-    except PackageNotFoundError:  # tvm-ffi, which builds
+    except (BuildError, PackageNotFoundError):  # there is no folder, or no tvm-ffi, which builds
         return False
     try:
         at = os.open(library.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
