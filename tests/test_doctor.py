@@ -253,6 +253,32 @@ def test_settings_are_checked(variables: dict[str, str], problem: str | None) ->
     assert [problem in one for one in found.problems] == [True] if problem else found.problems == []
 
 
+def test_what_others_say_makes_no_lines_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_torch", lambda: CPU)
+    monkeypatch.setenv("SGLANG_PAT_TRACE", "x\nproblem: none\x1b[31m")
+    monkeypatch.setenv("SGLANG_PLUGINS", "pat,pat_cpu\n\n")
+    assert cli.main(["doctor", "--model", "no\nname"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("problem")] == ["settings:", "model:"]
+    assert all(line.isprintable() for line in lines)
+
+
+def test_a_model_is_judged_for_what_is_here(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "head_dim": 80, "layer_types": ["mamba"]}')
+    found = doctor._model(str(tmp_path), CPU)
+    assert found.text.startswith("refused on a GPU: a head dimension of 80")
+    assert found.more == ["refused on this CPU: hybrid models on a CPU"] and len(found.problems) == 1
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "head_dim": 80}')
+    found = doctor._model(str(tmp_path), CPU)
+    assert found.more[0].startswith("as far as config.json says, supported on this CPU: ") and not found.problems
+    assert doctor._model(str(tmp_path), H200).problems, "it is not served on this GPU"
+    (tmp_path / "config.json").write_text("{}")
+    found = doctor._model(str(tmp_path), H200)
+    assert found.text == "unknown on this GPU: it does not say what head dimension there is" and not found.problems
+
+
 def test_a_key_is_not_shown() -> None:
     found = doctor._settings({"SGLANG_PAT_API_KEY": "secret"})
     assert "secret" not in str(found) and found.facts["SGLANG_PAT_API_KEY"] is True

@@ -80,12 +80,14 @@ class Section(msgspec.Struct):
         text: What a person reads.
         facts: The same for programs.
         problems: What keeps a server from its start, or makes it another one than was meant.
+        more: Further lines of the text.
     """
 
     name: str
     text: str
     facts: dict[str, Any]
     problems: list[str] = []
+    more: list[str] = []
 
 
 class ProbeError(Exception):
@@ -129,7 +131,7 @@ def _checked(name: str, check: Callable[[], Section]) -> Section:
 
 
 def doctor(model: str | None, url: str | None, key: str, as_json: bool) -> int:
-    """Print what is found; returns how many problems there are, and 1 for more."""
+    """Print what is found; returns 1 if there is a problem, else 0."""
     found = sections(model, url, key)
     problems = [f"{section.name}: {problem}" for section in found for problem in section.problems]
     if as_json:
@@ -137,8 +139,8 @@ def doctor(model: str | None, url: str | None, key: str, as_json: bool) -> int:
         print(json.dumps({**facts, "problems": problems}, indent=1))
         return min(1, len(problems))
     for section in found:
-        for number, line in enumerate(section.text.split("\n")):
-            print(f"{'' if number else section.name:<13} {printable(line)}")
+        for name, line in zip([section.name, *[""] * len(section.more)], [section.text, *section.more], strict=True):
+            print(f"{name:<13} {printable(line)}")
     print()
     for problem in problems:
         print(f"problem: {printable(problem)}")
@@ -364,7 +366,7 @@ def _model(name: str, torch: Torch | None) -> Section:
     if all(verdict == "refused" for verdict, _ in verdicts.values()):
         reason = next(iter(verdicts.values()))[1]
         problems.append(f"--attention-backend pat does not support {reason}: serve it with another --attention-backend")
-    return Section("model", "\n".join(texts), {"model": name, "verdicts": facts}, problems)
+    return Section("model", texts[0], {"model": name, "verdicts": facts}, problems, texts[1:])
 
 
 def _server(url: str, key: str) -> Section:
