@@ -40,7 +40,10 @@ def settings() -> str:
 def counters() -> str:
     rows = [[f"`{name}`<br>`sglang_pat:{name}_total`", text] for name, text in metrics.COUNTERS.items()]
     rows += [[f"`{name}`<br>`sglang_pat:{name}`", text] for name, text in metrics.GAUGES.items()]
-    rows.append(["`query_sizes`<br>`sglang_pat:work_items_by_queries_total{queries=…}`", metrics.BY_QUERIES])
+    rows += [
+        [f"`{name}`<br>`sglang_pat:{shown}_total{{queries=…}}`", text]
+        for name, (shown, text) in metrics.BY_QUERIES.items()
+    ]
     return tables.table(["in `/server_info`, in `/metrics`", "meaning"], rows)
 
 

@@ -927,6 +927,7 @@ def test_totals_are_those_of_the_steps() -> None:
     unpacked = sum(1300 + 2 * step for step in range(5))
     assert (totals.steps, totals.kv_tokens_unpacked, totals.kv_tokens) == (5, unpacked, unpacked - 500 * 5)
     assert totals.query_sizes == {1: 10, 2: 5} and totals.work_items == 15 and totals.parts == 20
+    assert totals.kv_by_queries == {1: unpacked - 2 * 500 * 5, 2: 500 * 5}
 
 
 def test_the_policies_are_numbered_as_the_native_scheduler_numbers_them() -> None:

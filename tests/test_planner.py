@@ -166,6 +166,8 @@ def test_counters_are_those_of_the_steps(decode: Decode) -> None:
     assert counters.kv_tokens_unpacked == expected
     assert counters.kv_tokens == expected - 500 * (2 * 10 + 3 * 20), "the prefix is read once a step"
     assert sum(counters.query_sizes.values()) == counters.work_items
+    together = sum(size * tokens for size, tokens in counters.kv_by_queries.items())
+    assert together == expected and sum(counters.kv_by_queries.values()) == counters.kv_tokens
 
 
 def test_a_failure_of_planning_serves_the_step_unpacked_and_is_reported_once(

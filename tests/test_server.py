@@ -172,6 +172,7 @@ def test_packing_can_be_watched(servers: dict[str, Server], capsys: pytest.Captu
     exported = at_rest()
     assert 0 < exported["kv_bytes_total"] < exported["kv_bytes_unpacked_total"] and exported["bound"] == 0
     assert exported["work_items_by_queries_total"] == exported["work_items_total"]
+    assert exported["kv_bytes_by_queries_total"] == exported["kv_bytes_total"]
     # Nothing is decoded.
     generate(server, workload.prose("watched, one token", 50), 1)
     assert at_rest()["extends_total"] > exported["extends_total"]

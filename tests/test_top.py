@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
+import re
 import socket
 import sys
 import threading
@@ -28,7 +28,7 @@ from sglang_pat.cli import top
 
 def counters(**changes: int) -> dict:
     numbers = dict.fromkeys([*metrics.COUNTERS, *metrics.GAUGES, "nodes"], 0)
-    return {**numbers, **changes, "query_sizes": {"1": 8, "3": 2, "5": 4}}
+    return {**numbers, **changes, "kv_bytes_by_queries": {"1": 8, "3": 2, "5": 4}}
 
 
 def info(**changes: object) -> dict:
@@ -98,28 +98,29 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
+def lines(new: dict, old: dict | None, seconds: float = 2.0, verbose: bool = False) -> list[str]:
+    return list(top.picture(new, old, seconds).lines(verbose))
+
+
 def test_a_picture_shows_what_happened_in_between() -> None:
+    """How much is shared is told by bytes, not by work items: one that reads for many requests stands for much."""
     old = counters(steps=100, kv_bytes=10**9, kv_bytes_unpacked=4 * 10**9, work_items=1000)
-    new = counters(steps=150, kv_bytes=2 * 10**9, kv_bytes_unpacked=8 * 10**9, work_items=1500, bound=7)
-    old["query_sizes"] = {"1": 8}
-    text = "\n".join(top.render(new, old, 2.0))
-    for piece in (
-        "followed        7",
-        "25 a second",
-        "work items a step       10",
-        "1.0 GB",
-        "4.0 GB",
-        "75%",
-        "2-3",
-        "4-7",
-    ):
-        assert piece in text, (piece, text)
-    assert not any(line.split()[:1] == ["1"] for line in text.splitlines()), "these packs are older"
-
-
-def test_a_server_that_stands_still_says_how_to_see_what_it_did() -> None:
-    text = "\n".join(top.render(counters(), counters(), 2.0))
-    assert "0 a second; --once shows all steps since the start" in text and "KV read" not in text
+    new = counters(steps=150, kv_bytes=2 * 10**9, kv_bytes_unpacked=14 * 10**9, work_items=1500, bound=7)
+    old["kv_bytes_by_queries"] = {1: 8, 3: 2}
+    new["kv_bytes_by_queries"] = {1: 11, 3: 2, 9: 3, 15: 4}
+    new["tokens_per_s"] = 1234.4
+    assert lines(new, old) == [
+        "10.0 \N{MULTIPLICATION SIGN} less KV read: 1.0 GB, without packing 10.0 GB",
+        "7 requests now, 1,234 tokens a second; 50 decode steps, 25 a second",
+        "",
+        "KV read, by how many requests share it",
+        f"        1   30% {'█' * 12}",
+        f"     8-15   70% {'█' * 28}",
+        "",
+        "fallbacks 0, faults 0 since the start; both should be 0",
+    ]
+    assert "10 work items and 0 merged parts a step; 0 nodes in the tree" in lines(new, old, verbose=True)
+    assert "; 150 decode steps" in lines(new, None)[1] and "no KV was read" in lines(old, old)
 
 
 def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,10 +132,10 @@ def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_processes_are_added_up() -> None:
     both = top.total([counters(steps=3), counters(steps=4)])
-    assert both["steps"] == 7 and both["query_sizes"] == {"1": 16, "3": 4, "5": 8}
-    assert not any(line.startswith("unpacked: ") for line in top.render(both, None, 1))
+    assert both["steps"] == 7 and both["kv_bytes_by_queries"] == {"1": 16, "3": 4, "5": 8}
+    assert not any(line.startswith("unpacked: ") for line in lines(both, None))
     one = top.total([{**counters(), "unpacked_because": reason} for reason in ("", "this SGLang has no tree")])
-    assert "unpacked: this SGLang has no tree" in top.render(one, None, 1)
+    assert "unpacked: this SGLang has no tree" in lines(one, None)
 
 
 @pytest.mark.parametrize(("queries", "size"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (1023, 512)])
@@ -163,7 +164,7 @@ def test_no_server_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "", "http://", "http://:30000", "localhost:30000", "127.0.0.1:30000", "//localhost", "file:///etc/passwd",
+        "", "http://", "http://:30000", "localhost", "localhost:99999", "user:secret@localhost:1", "//localhost", "file:///etc/passwd",
         "ftp://localhost", "data:,x", "http://localhost:99999", "http://localhost:x", "http://localhost:-1", "http://[::1",
         "http://localhost:0", "http://a..b", f"http://{'a' * 64}", "http://local host", "http://localhost\n", "http://h?x=1",
         "http://h#x", "http://b\u00fccher.example:30000", "http://user:secret@localhost:99999", "http://user:secret@127.0.0.1:9", "\x1b[2J",
@@ -187,11 +188,13 @@ def test_a_port_without_tls_is_one_sentence(capsys: pytest.CaptureFixture[str]) 
 def test_an_address_may_be_written_in_several_ways(capsys: pytest.CaptureFixture[str]) -> None:
     with port(http(info())) as server:
         number = server.url.rpartition(":")[2]
-        for url in (server.url, f"{server.url}/", f"HTTP://localhost:{number}", f"{server.url}/replica/1"):
+        for url in (
+            server.url, f"{server.url}/", f"HTTP://localhost:{number}", f"localhost:{number}", f"{server.url}/replica/1",
+        ):  # fmt: skip
             assert cli.main(["top", "--once", "--url", url]) == 0
-            assert "steps by PAT            10" in capsys.readouterr().out
+            assert "; 10 decode steps" in capsys.readouterr().out
         paths = [request.split()[1] for request in server.requests]
-    assert paths == [b"/server_info"] * 3 + [b"/replica/1/server_info"]
+    assert paths == [b"/server_info"] * 4 + [b"/replica/1/server_info"]
 
 
 NO_HTTP = "(what is there does not speak HTTP): give its address with --url"
@@ -239,10 +242,10 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         (http(info(steps=10**30)), NO_SGLANG + "Expected `int` <= 9223372036854775807"),
         (http(info(steps=True)), NO_SGLANG),
         (http(info(steps=1.5)), NO_SGLANG),
-        (http(info(query_sizes=[1])), NO_SGLANG),
-        (http(info(query_sizes={"x": 1})), NO_SGLANG),
-        (http(info(query_sizes={"0": 1})), NO_SGLANG),
-        (http(info(query_sizes={"1": None})), NO_SGLANG),
+        (http(info(kv_bytes_by_queries=[1])), NO_SGLANG),
+        (http(info(kv_bytes_by_queries={"x": 1})), NO_SGLANG),
+        (http(info(kv_bytes_by_queries={"0": 1})), NO_SGLANG),
+        (http(info(kv_bytes_by_queries={"1": None})), NO_SGLANG),
         (http(info(trace="a\x1b[2J")), NO_SGLANG),
         (http(info(unpacked_because="a\x1b[2J")), NO_SGLANG),
         (http({"internal_states": []}), "decodes with another backend: start it with --attention-backend pat"),
@@ -388,12 +391,12 @@ def test_replicas_may_answer_in_any_order(capsys: pytest.CaptureFixture[str], tm
 
 
 def test_a_real_process_says_what_is_read() -> None:
-    told = {**Counters(query_sizes={1: 2, 70_000: 3}).report(3), "nodes": 0, "faults": 0, "bound": 0, "trace": "/x y"}
+    told = {**Counters(kv_by_queries={1: 2, 70_000: 3}).report(3), "nodes": 0, "faults": 0, "bound": 0, "trace": "/x y"}
     told["unpacked_because"] = ""
     assert set(top.Counters.__annotations__) <= set(told)
     body = msgspec.json.encode({"internal_states": [{"pat": told}, {}]})
     (read,) = msgspec.json.decode(body, type=top.ServerInfo).internal_states[:1]
-    assert read.pat["query_sizes"] == {1: 2, 70_000: 3} and read.pat["trace"] == "/x y"
+    assert read.pat["kv_bytes_by_queries"] == {1: 6, 70_000: 9} and read.pat["trace"] == "/x y"
 
 
 JUNK = st.recursive(
@@ -403,8 +406,8 @@ JUNK = st.recursive(
 )
 NUMBERS = st.integers(0, 2**63 - 1)
 SIZES = st.dictionaries(st.integers(1, 1 << 20).map(str), NUMBERS, max_size=4)
-NAMES = sorted(set(top.Counters.__annotations__) - {"query_sizes", "trace"})
-PLAUSIBLE = st.fixed_dictionaries(dict.fromkeys(NAMES, NUMBERS) | {"query_sizes": SIZES, "trace": st.just("")})
+NAMES = sorted(set(top.Counters.__annotations__) - {"kv_bytes_by_queries", "trace"})
+PLAUSIBLE = st.fixed_dictionaries(dict.fromkeys(NAMES, NUMBERS) | {"kv_bytes_by_queries": SIZES, "trace": st.just("")})
 DAMAGED = st.builds(lambda whole, change: {**whole, **change}, PLAUSIBLE, st.dictionaries(st.sampled_from(NAMES), JUNK))
 INFOS = st.builds(
     lambda states: {"internal_states": states},
@@ -422,32 +425,92 @@ def test_an_answer_is_shown_or_refused_and_nothing_else(answers: list) -> None:
                 new = top.total(top.fetch("http://127.0.0.1:30000"))
             except top.TopError:
                 continue
-        assert all(len(line) < 300 for line in top.render(new, old, 2.0)), "bars have an end"
+        found = top.picture(new, old, 2.0)
+        assert all(len(line) < 300 for line in found.lines(True)), "bars have an end"
+        assert json.loads(msgspec.json.encode(found))["faults"] == new["faults"]
         old = new
 
 
+def watch(monkeypatch: pytest.MonkeyPatch, answers: list[bytes], *flags: str) -> None:
+    """Run `top` until all answers were given."""
+    given = iter(answers)
+
+    def wait(_: float, turns: Iterator[int] = iter(range(len(answers)))) -> None:  # noqa: B008
+        if next(turns) == len(answers) - 1:
+            raise KeyboardInterrupt
+
+    with port(lambda connection: connection.sendall(next(given))) as server:
+        # Not `time.sleep` itself: a port of an earlier test may still answer slowly on its thread.
+        monkeypatch.setattr(top, "time", SimpleNamespace(sleep=wait, monotonic=time.monotonic))
+        assert cli.main(["top", "--url", server.url, *flags]) == 0
+
+
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_server_that_was_started_again_is_counted_from_its_start(
+def test_a_server_that_is_started_again_is_waited_for_and_counted_from_its_start(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    answers = iter([info(steps=100), info(steps=7)])
-    with port(lambda connection: connection.sendall(http(next(answers)))) as server:
-
-        def wait(_: float, turns: Iterator[int] = iter(range(2))) -> None:  # noqa: B008
-            if next(turns):
-                raise KeyboardInterrupt
-
-        # Not `time.sleep` itself: a port of an earlier test may still answer slowly on its thread.
-        monkeypatch.setattr(top, "time", SimpleNamespace(sleep=wait, monotonic=time.monotonic))
-        assert cli.main(["top", "--url", server.url]) == 0
+    watch(monkeypatch, [http(info(steps=100)), b"", http(b"", "503 x"), http(info(steps=7)), http(info(steps=9))])
     shown = capsys.readouterr().out
     assert (top.CLEAR in shown) == terminal
-    first, second = shown.split("sglang-pat top, ")[1:]
-    assert "100    since the server started" in first and "7    since the server started" in second
+    first, none, refused, again, last = shown.split("sglang-pat top, ")[1:]
+    assert "since the server started\n" in first and "; 100 decode steps\n" in first
+    for waiting, why in ((none, "does not speak HTTP"), (refused, "503 Service Unavailable")):
+        assert why in waiting and "trying again. Before that:" in waiting and "; 100 decode steps\n" in waiting
+    assert "since the server was started again" in again and "; 7 decode steps\n" in again
+    assert "in the last " in last and "; 2 decode steps, " in last
+
+
+def test_a_picture_stays_while_nothing_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch(monkeypatch, [http(info(steps=100)), http(info(steps=100))])
+    _, idle = capsys.readouterr().out.split("sglang-pat top, ")[1:]
+    assert "no decode step for 0 s. Before that:" in idle and "; 100 decode steps\n" in idle
+
+
+def test_json_has_what_the_page_says(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [http(info(steps=100)), http(b"", "503 x"), http(info(steps=104, kv_bytes=3, kv_bytes_unpacked=6))]
+    watch(monkeypatch, answers, "--json")
+    shown = capsys.readouterr()
+    first, second = map(json.loads, shown.out.splitlines())
+    assert shown.err.count("trying again") == 1
+    assert first["seconds"] is None and first["steps"] == 100 and second["steps"] == 4 and second["seconds"] > 0
+    assert first["less_kv_read"] == 2 and first["kv_by_requests"] == {"1": 0.5714, "2": 0.1429, "4": 0.2857}
+    assert set(first) == set(second) == set(top.Picture.__struct_fields__)
+    section = (Path(__file__).parent.parent / "docs" / "watch.md").read_text().split("## JSON\n")[1].split("\n## ")[0]
+    assert {*first, "null"} == set(re.findall(r"`(\w+)`", section))
 
 
 def test_nothing_run_yet() -> None:
-    out = io.StringIO()
-    print("\n".join(top.render(counters(), None, 1.0)), file=out)
-    assert "since the server started" in out.getvalue()
+    assert lines({**counters(), "kv_bytes_by_queries": {}}, None)[0] == "no KV was read"
+
+
+def test_the_dashboard_shows_metrics_that_there_are() -> None:
+    """In the classic model that Grafana imports: panels side by side, each with its own number, on a data source that is chosen."""
+    dashboard = json.loads((Path(__file__).parent.parent / "docs" / "grafana.json").read_text())
+    assert {"title", "uid", "schemaVersion", "panels", "templating", "time", "annotations"} <= set(dashboard)
+    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource" and variables["datasource"]["query"] == "prometheus"
+    known = {f"{name}_total" for name in metrics.COUNTERS} | set(metrics.GAUGES)
+    known |= {f"{shown}_total" for shown, _ in metrics.BY_QUERIES.values()}
+    covered, used, numbers = set(), set(), []
+    for panel in dashboard["panels"]:
+        assert {"type", "title", "description", "fieldConfig", "options"} <= set(panel) and panel["targets"]
+        numbers.append(panel["id"])
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not covered & cells and place["x"] + place["w"] <= 24, panel["title"]
+        covered |= cells
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+        for target in panel["targets"]:
+            assert target["datasource"] == panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+            assert target["expr"].count("(") == target["expr"].count(")")
+            used |= set(re.findall(r"sglang_pat:(\w+)", target["expr"]))
+    assert len(set(numbers)) == len(numbers) and used <= known
+    wanted = {"kv_bytes_total", "kv_bytes_unpacked_total", "kv_bytes_by_queries_total", "requests_total", "bound"}
+    assert wanted | {"fallbacks_total", "too_large_total", "faults_total"} <= used

@@ -594,3 +594,5 @@ def test_a_gpu_servers_batches_are_planned_as_the_oracle_does() -> None:
     totals = result.totals
     assert totals.query_sizes[2] and totals.query_sizes[3] and totals.query_sizes[29]
     assert totals.kv_tokens < totals.kv_tokens_unpacked
+    assert sum(totals.kv_by_queries.values()) == totals.kv_tokens
+    assert sum(size * tokens for size, tokens in totals.kv_by_queries.items()) == totals.kv_tokens_unpacked

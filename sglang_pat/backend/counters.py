@@ -28,9 +28,14 @@ class Counters(Totals):
 
     def report(self, layer_token_bytes: int) -> dict[str, Any]:
         """For `/server_info`: the counters, and bytes of KV, of which one token takes `layer_token_bytes`."""
+        counts = msgspec.structs.asdict(self)
+        del counts["kv_by_queries"]
         return {
-            **msgspec.structs.asdict(self),
+            **counts,
             "query_sizes": {str(size): count for size, count in sorted(self.query_sizes.items())},
+            "kv_bytes_by_queries": {
+                str(size): tokens * layer_token_bytes for size, tokens in sorted(self.kv_by_queries.items())
+            },
             "kv_bytes": self.kv_tokens * layer_token_bytes,
             "kv_bytes_unpacked": self.kv_tokens_unpacked * layer_token_bytes,
         }

@@ -32,7 +32,11 @@ COUNTERS = {
 GAUGES = {"bound": "Requests that are followed, whether or not they share anything."}
 """Gauges that `/metrics` shows as `sglang_pat:<name>`."""
 
-BY_QUERIES = "Work items by their number of queries; in `/metrics` the number is rounded down to a power of two."
+BY_QUERIES = {
+    "query_sizes": ("work_items_by_queries", "Work items by their number of queries; in `/metrics` the number is rounded down to a power of two."),
+    "kv_bytes_by_queries": ("kv_bytes_by_queries", "KV bytes read, by how many queries share the read; likewise."),
+}  # fmt: skip
+"""Counts in `/server_info` by a number of queries, and what `/metrics` shows as `sglang_pat:<name>_total{queries=…}`."""
 
 
 def size_class(queries: int) -> int:
@@ -41,7 +45,7 @@ def size_class(queries: int) -> int:
 
 
 def new_by_size(new: Mapping[str, int], old: Mapping[str, int]) -> dict[int, int]:
-    """How many work items of each size class were added to `query_sizes`, ascending; classes without new ones are left out."""
+    """How much of each size class was added to counts by numbers of queries, ascending; classes without anything new are left out."""
     classes: dict[int, int] = {}
     for size, count in new.items():
         more = count - old.get(size, 0)
@@ -56,7 +60,7 @@ class Metrics:
     def __init__(self) -> None:
         self._logged: dict[str, int] = {}
         self._exported: dict[str, int] = {}
-        self._exported_sizes: dict[str, int] = {}
+        self._exported_sizes: dict[str, dict[str, int]] = {name: {} for name in BY_QUERIES}
 
     def log(self, counts: Mapping[str, Any]) -> None:
         """Log a line, if there were steps.
@@ -82,9 +86,10 @@ class Metrics:
             exported[name].labels(**labels).inc(new[name])
         for name in GAUGES:
             exported[name].labels(**labels).set(counts[name])
-        for size, more in new_by_size(counts["query_sizes"], self._exported_sizes).items():
-            exported["by queries"].labels(**labels, queries=str(size)).inc(more)
-        self._exported_sizes = dict(counts["query_sizes"])
+        for name in BY_QUERIES:
+            for size, more in new_by_size(counts[name], self._exported_sizes[name]).items():
+                exported[name].labels(**labels, queries=str(size)).inc(more)
+            self._exported_sizes[name] = dict(counts[name])
 
 
 def _new(counts: Mapping[str, Any], last: Mapping[str, int]) -> dict[str, int]:
@@ -101,7 +106,10 @@ def _exported(labels: tuple[str, ...]) -> dict[str, Any]:
     exported |= {
         name: Gauge(f"sglang_pat:{name}", text, labels, multiprocess_mode="mostrecent") for name, text in GAUGES.items()
     }
-    return exported | {"by queries": Counter("sglang_pat:work_items_by_queries", BY_QUERIES, [*labels, "queries"])}
+    by_queries = {
+        name: Counter(f"sglang_pat:{shown}", text, [*labels, "queries"]) for name, (shown, text) in BY_QUERIES.items()
+    }
+    return exported | by_queries
 
 
 def line(new: Mapping[str, int]) -> str:

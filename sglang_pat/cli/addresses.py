@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -26,6 +27,11 @@ def is_address(url: str, paths: Collection[str] | None = None) -> bool:
         return False
     known = paths is None or parts.path.rstrip("/") in paths
     return whole and known and url.isprintable() and not set("@?# ") & set(url)
+
+
+def completed(url: str) -> str:
+    """An address as a user may write it, with `http://` in front of a mere host and port."""
+    return f"http://{url}" if re.fullmatch(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}(/\S*)?", url) else url
 
 
 def is_in_the_clear(url: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from sglang_pat.batch.job import IN_FLIGHT, TIMEOUT
 from sglang_pat.batch.lines import BatchError
 from sglang_pat.cli import explain
-from sglang_pat.cli.addresses import is_address, is_in_the_clear, is_key
+from sglang_pat.cli.addresses import completed, is_address, is_in_the_clear, is_key
 from sglang_pat.cli.parser import Parser, as_json, count, counts, patience, run
 from sglang_pat.cli.replay import replay
 from sglang_pat.cli.top import TopError, top
@@ -161,6 +161,7 @@ def _add_replay(commands: Any) -> None:
     command.add_argument("--policy", choices=list(POLICIES), action="append", help="instead of the recorded one")
     command.add_argument("--oracle", action="store_true", help="compare every plan with the Python scheduler's; slow")
     command.add_argument("--truncated", action="store_true", help="accept a file that was cut off")
+    _add_json(command)
     command.set_defaults(run=_replay, parser=command)
 
 
@@ -197,10 +198,12 @@ def _add_estimate(commands: Any) -> None:
 
 def _add_top(commands: Any) -> None:
     command = commands.add_parser("top", help="show live what packing does in a running server")
-    command.add_argument("--url", help=f"the server's address ({URL})")
+    command.add_argument("--url", type=completed, help=f"the server's address ({URL})")
     _add_key(command)
     command.add_argument("--interval", type=_seconds, default=2, help="seconds between two pictures (%(default)s)")
     command.add_argument("--once", action="store_true", help="one picture, of everything since the server started")
+    command.add_argument("--verbose", action="store_true", help="plans, work items and nodes too")
+    _add_json(command, "print a line of JSON in place of a picture")
     command.set_defaults(run=_top, parser=command)
 
 
@@ -214,7 +217,9 @@ def _add_explain(commands: Any) -> None:
     )
     command.add_argument("--model", type=Path, help="the model's folder or config.json, for a file of requests")
     _add_gpu(command)
-    command.add_argument("--url", help="in place of a file: a running server on this machine that records one")
+    command.add_argument(
+        "--url", type=completed, help="in place of a file: a running server on this machine that records one"
+    )
     _add_key(command)
     command.add_argument("--output", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
     command.add_argument("--steps", type=count, default=20, help="plans shown, evenly spread (%(default)s)")
@@ -257,8 +262,8 @@ def _add_gpu(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print JSON in place of text")
+def _add_json(command: argparse.ArgumentParser, text: str = "print JSON in place of text") -> None:
+    command.add_argument("--json", action="store_true", help=text)
 
 
 def _add_key(command: argparse.ArgumentParser) -> None:
@@ -334,15 +339,19 @@ def _explain(arguments: argparse.Namespace) -> None:
 
 def _top(arguments: argparse.Namespace) -> None:
     url = URL if arguments.url is None else arguments.url
-    top(url, arguments.interval, arguments.once, _key(arguments))
+    top(url, arguments.interval, arguments.once, _key(arguments), arguments.json, arguments.verbose)
 
 
 def _replay(arguments: argparse.Namespace) -> None:
+    found = []
     for number, policy in enumerate(arguments.policy or [None]):
-        if number:
-            print()
         try:
-            lines = list(replay(arguments.trace, policy, arguments.oracle, arguments.truncated).lines())
+            replayed = replay(arguments.trace, policy, arguments.oracle, arguments.truncated)
         except AssertionError as error:
             raise TraceError(f"{arguments.trace}: {error}") from None
-        print("\n".join(lines))
+        if arguments.json:
+            found.append(replayed.summary())
+        else:
+            print("\n" * (number > 0) + "\n".join(replayed.lines()))
+    if arguments.json:
+        print(as_json(found))

@@ -68,7 +68,7 @@ def as_json(value: Any) -> str:
 @contextlib.contextmanager
 def patience(text: str) -> Iterator[None]:
     """Say in a terminal what takes so long, if it takes longer than a second. In a log or a pipe, where errors are looked for, nobody waits for it."""
-    timer = threading.Timer(PATIENCE, say, [text])
+    timer = threading.Timer(PATIENCE, say, [printable(text)])
     timer.daemon = True
     if sys.stderr is not None and sys.stderr.isatty():
         timer.start()

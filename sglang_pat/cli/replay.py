@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -42,19 +43,36 @@ class Replayed(msgspec.Struct):
     planning_us: list[float]
     differing: int
 
+    def summary(self) -> dict[str, Any]:
+        """What `--json` prints for a policy."""
+        layer = self.config.cost.token_bytes * self.layers
+        times = sorted(self.planning_us) or [0.0]
+        return {
+            "policy": self.config.policy,
+            "events": self.events,
+            "plans": self.plans,
+            "steps": self.totals.steps,
+            "failed_plans": self.fallbacks,
+            "work_items": self.totals.work_items,
+            "parts": self.totals.parts,
+            "kv_bytes": self.totals.kv_tokens * layer,
+            "kv_bytes_unpacked": self.totals.kv_tokens_unpacked * layer,
+            "less_kv_read": self.totals.kv_tokens_unpacked / self.totals.kv_tokens if self.totals.kv_tokens else None,
+            "planning_us": {"median": statistics.median(times), "p99": times[len(times) * 99 // 100]},
+            "not_as_recorded": self.differing,
+        }
+
     def lines(self) -> Iterator[str]:
         """The report that the command prints."""
-        layer = self.config.cost.token_bytes * self.layers
-        read, unpacked = self.totals.kv_tokens * layer, self.totals.kv_tokens_unpacked * layer
-        times = sorted(self.planning_us) or [0.0]
-        yield f"policy                   {self.config.policy}"
+        found = self.summary()
+        yield f"policy                   {found['policy']}"
         yield f"events                   {self.events:,}"
-        yield f"plans                    {self.plans:,} for {self.totals.steps:,} decode steps (one for the last plan: how long it was used is not recorded), {self.fallbacks} plans that failed or did not fit"
-        yield f"work items               {self.totals.work_items:,}"
-        yield f"parts merged             {self.totals.parts:,}"
-        yield f"KV bytes read            {read / 1e9:,.3f} GB"
-        yield f"without packing          {unpacked / 1e9:,.3f} GB, {unpacked / max(1, read):.2f} times as much"
-        yield f"planning, here           {statistics.median(times):.1f} us a plan (median), 99th percentile {times[len(times) * 99 // 100]:.1f} us"
+        yield f"plans                    {self.plans:,} for {found['steps']:,} decode steps (one for the last plan: how long it was used is not recorded), {self.fallbacks} plans that failed or did not fit"
+        yield f"work items               {found['work_items']:,}"
+        yield f"parts merged             {found['parts']:,}"
+        yield f"KV bytes read            {found['kv_bytes'] / 1e9:,.3f} GB"
+        yield f"without packing          {found['kv_bytes_unpacked'] / 1e9:,.3f} GB, {found['less_kv_read'] or 0:.2f} times as much"
+        yield f"planning, here           {found['planning_us']['median']:.1f} us a plan (median), 99th percentile {found['planning_us']['p99']:.1f} us"
         if self.differing:
             yield f"not as recorded          {self.differing:,} plans: another version of sglang-pat wrote the trace"
 

@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from http.client import HTTPException, responses
 from typing import Annotated, Any, TypedDict
@@ -18,7 +18,7 @@ from msgspec import Meta
 from sglang_pat.backend.metrics import new_by_size
 from sglang_pat.cli.addresses import KEY_PROBLEM, is_address, is_in_the_clear, is_key
 from sglang_pat.config import KEY
-from sglang_pat.text import UNSHOWABLE
+from sglang_pat.text import UNSHOWABLE, say
 
 CLEAR = "\x1b[H\x1b[2J"
 WIDTH = 40
@@ -53,15 +53,21 @@ class Counters(TypedDict):
     faults: Count
     bound: Count
     nodes: Count
-    query_sizes: dict[Annotated[int, Meta(ge=1, le=1 << 20)], Count]
+    kv_bytes_by_queries: dict[Annotated[int, Meta(ge=1, le=1 << 20)], Count]
     trace: Line
     unpacked_because: Line
 
 
 class State(msgspec.Struct):
-    """A scheduler process."""
+    """A scheduler process.
+
+    Attributes:
+        pat: What PAT says.
+        last_gen_throughput: Tokens per second when SGLang logged it last.
+    """
 
     pat: Counters | None = None
+    last_gen_throughput: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
 
 
 class ServerInfo(msgspec.Struct):
@@ -70,8 +76,8 @@ class ServerInfo(msgspec.Struct):
     internal_states: list[State]
 
 
-def fetch(url: str, key: str = "") -> list[Counters]:
-    """The counters of every scheduler process of a server.
+def fetch(url: str, key: str = "") -> list[dict[str, Any]]:
+    """The counters of every scheduler process of a server, and `tokens_per_s`.
 
     Args:
         url: Its address.
@@ -89,7 +95,7 @@ def fetch(url: str, key: str = "") -> list[Counters]:
         states = msgspec.json.decode(_get_in_time(url, key), type=ServerInfo).internal_states
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TopError(f"what answers at {url} is not an SGLang server that this sglang-pat knows: {error}") from None
-    counters = [state.pat for state in states if state.pat is not None]
+    counters = [{**state.pat, "tokens_per_s": state.last_gen_throughput} for state in states if state.pat is not None]
     if not counters:
         raise TopError(f"the server at {url} decodes with another backend: start it with --attention-backend pat")
     return counters
@@ -166,78 +172,153 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> TopError:
 def total(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The sum of all processes' counters, and why the first of them that is unpacked is so."""
     reasons = filter(None, (state.get("unpacked_because") for state in states))
-    result: dict[str, Any] = {"query_sizes": {}, "unpacked_because": next(reasons, "")}
+    result: dict[str, Any] = {"kv_bytes_by_queries": {}, "unpacked_because": next(reasons, "")}
     for state in states:
         for name, value in state.items():
-            if isinstance(value, int):
+            if isinstance(value, int | float):
                 result[name] = result.get(name, 0) + value
-        for size, count in state["query_sizes"].items():
-            result["query_sizes"][size] = result["query_sizes"].get(size, 0) + count
+        for size, count in state["kv_bytes_by_queries"].items():
+            result["kv_bytes_by_queries"][size] = result["kv_bytes_by_queries"].get(size, 0) + count
     return result
 
 
-def render(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: float) -> list[str]:
-    """The lines of one picture: what happened in the last `seconds`, or since the server started if `old` is None."""
-    before = old or {"query_sizes": {}}
-    delta = {name: value - before.get(name, 0) for name, value in new.items() if isinstance(value, int)}
-    steps = delta["steps"]
-    pace = f"{steps / seconds:,.0f} a second" + ("" if steps else "; --once shows all steps since the start")
-    lines = [
-        f"requests followed {new['bound']:>8,}    nodes so far {new['nodes']:>8,}",
-        f"steps by PAT      {steps:>8,}    {pace if old else 'since the server started'}",
-    ]
-    if steps:
-        read, unpacked = delta["kv_bytes"], delta["kv_bytes_unpacked"]
-        lines += [
-            f"new plans         {delta['plans']:>8,}    {delta['plans_ahead']:,} of them ahead of their step, "
-            f"{delta['planning_us'] / steps:.1f} us a step",
-            f"work items a step {delta['work_items'] / steps:>8,.0f}    parts merged {delta['parts'] / steps:,.0f}",
-            f"KV read           {read / 1e9:>8,.1f} GB {bar(read, max(read, unpacked))}",
-            f"  unpacked        {unpacked / 1e9:>8,.1f} GB {bar(unpacked, max(read, unpacked))}",
-            f"  saved           {1 - read / unpacked if unpacked else 0:>8.0%}",
-        ]
-    lines.append(f"fallbacks {new['fallbacks']:,}, faults {new['faults']:,} since the start; both should be 0")
-    if new["too_large"]:
-        lines.append(f"too large {new['too_large']:,}: steps that packed less, as their plan did not fit its memory")
-    if new.get("unpacked_because"):
-        lines.append(f"unpacked: {new['unpacked_because']}")
-    items = new_by_size(new["query_sizes"], before["query_sizes"])
-    if items:
-        lines += ["", "queries in a work item"]
-        most = max(items.values())
-        for size, count in items.items():
-            name = str(size) if size == 1 else f"{size}-{2 * size - 1}"
-            lines.append(f"{name:>9} {count:>12,} {bar(count, most)}")
-    return lines
+class Picture(msgspec.Struct):
+    """What happened in a time; with `--json` all of this is printed.
+
+    Attributes:
+        seconds: How long it was; None for all since the server started.
+        steps: Decode steps by PAT.
+        requests: Requests in the server now, whether or not they share anything.
+        tokens_per_s: Tokens per second when SGLang logged it last.
+        kv_bytes, kv_bytes_unpacked: KV that decode attention read, and would have read without packing.
+        less_kv_read: The latter divided by the former; None if nothing was read.
+        kv_by_requests: The part of `kv_bytes` that was read for so many requests at once, by the least of a class: 1, 2 (to 3), 4 (to 7) ...
+        plans, plans_ahead: New plans, and how many of them were made ahead of their step.
+        planning_us: Microseconds that plans took, in all.
+        work_items, parts: Work items run, and parts merged.
+        nodes: Nodes on the paths of requests, now.
+        fallbacks, faults, too_large: Since the server started, as in `/server_info`.
+        unpacked_because: Why the server does not pack; empty if it does.
+    """
+
+    seconds: float | None
+    steps: int
+    requests: int
+    tokens_per_s: float
+    kv_bytes: int
+    kv_bytes_unpacked: int
+    less_kv_read: float | None
+    kv_by_requests: dict[int, float]
+    plans: int
+    plans_ahead: int
+    planning_us: int
+    work_items: int
+    parts: int
+    nodes: int
+    fallbacks: int
+    faults: int
+    too_large: int
+    unpacked_because: str
+
+    def lines(self, verbose: bool = False) -> Iterator[str]:
+        """The picture in a terminal."""
+        rate = "" if self.seconds is None else f", {self.steps / self.seconds:,.0f} a second"
+        if self.less_kv_read is None:
+            yield "no KV was read"
+        else:
+            read, unpacked = (f"{number / 1e9:,.1f} GB" for number in (self.kv_bytes, self.kv_bytes_unpacked))
+            yield f"{self.less_kv_read:,.1f} \N{MULTIPLICATION SIGN} less KV read: {read}, without packing {unpacked}"
+        yield f"{self.requests:,} requests now, {self.tokens_per_s:,.0f} tokens a second; {self.steps:,} decode steps{rate}"
+        if self.kv_by_requests:
+            yield ""
+            yield "KV read, by how many requests share it"
+            for size, part in self.kv_by_requests.items():
+                name = str(size) if size == 1 else f"{size}-{2 * size - 1}"
+                yield f"{name:>9} {part:>5.0%} {bar(part, 1)}"
+            yield ""
+        if verbose and self.steps:
+            yield (
+                f"{self.plans:,} new plans, {self.plans_ahead:,} of them ahead of their step; "
+                f"{self.planning_us / self.steps:.1f} us of planning a step"
+            )
+            items, parts = self.work_items / self.steps, self.parts / self.steps
+            yield f"{items:,.0f} work items and {parts:,.0f} merged parts a step; {self.nodes:,} nodes in the tree"
+        yield f"fallbacks {self.fallbacks:,}, faults {self.faults:,} since the start; both should be 0"
+        if self.too_large:
+            yield f"too large {self.too_large:,}: steps that packed less, as their plan did not fit its memory"
+        if self.unpacked_because:
+            yield f"unpacked: {self.unpacked_because}"
+
+
+def picture(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: float) -> Picture:
+    """What happened in the last `seconds`, or since the server started if `old` is None."""
+    before = old or {"kv_bytes_by_queries": {}}
+    names = ("steps", "kv_bytes", "kv_bytes_unpacked", "plans", "plans_ahead", "planning_us", "work_items", "parts")
+    since = {name: max(0, new[name] - before.get(name, 0)) for name in names}
+    read, unpacked = since["kv_bytes"], since["kv_bytes_unpacked"]
+    by_size = new_by_size(new["kv_bytes_by_queries"], before["kv_bytes_by_queries"])
+    whole = sum(by_size.values())
+    return Picture(
+        seconds=round(seconds, 3) if old else None,
+        requests=new["bound"],
+        tokens_per_s=round(new.get("tokens_per_s", 0), 1),
+        less_kv_read=unpacked / read if read else None,
+        kv_by_requests={size: round(more / whole, 4) for size, more in by_size.items()} if whole else {},
+        **since,
+        **{name: new[name] for name in ("nodes", "fallbacks", "faults", "too_large")},
+        unpacked_because=new.get("unpacked_because", ""),
+    )
 
 
 def bar(value: float, most: float) -> str:
     return "█" * round(WIDTH * min(1, value / most)) if most > 0 else ""
 
 
-def top(url: str, interval: float, once: bool, key: str = "") -> None:
-    """Show the counters until Ctrl-C; with `once`, one picture of everything since the server started.
+def top(url: str, interval: float, once: bool, key: str = "", as_json: bool = False, verbose: bool = False) -> None:
+    """Show the counters until Ctrl-C; with `once`, one picture of everything since the server started. A server that stops answering is waited for.
 
     Raises:
         TopError: There is no server with PAT at `url`, or it needs another key.
     """
+
+    def shown(found: Picture) -> str:
+        return msgspec.json.encode(found).decode() if as_json else "\n".join(found.lines(verbose))
+
+    new, began = total(fetch(url, key)), time.monotonic()
     if once:
-        print("\n".join(render(total(fetch(url, key)), None, 1)))
+        print(shown(picture(new, None, 1)))
         return
     head = f"sglang-pat top, {url}, every {interval:g} s; Ctrl-C ends"
     if key and is_in_the_clear(url):
         head += "; the API key is sent in the clear"  # where a terminal does not clear it away
     # In a file or a pipe pictures follow one another.
-    clear = CLEAR if sys.stdout and sys.stdout.isatty() else ""
-    old, began = None, time.monotonic()
+    clear = CLEAR if sys.stdout and sys.stdout.isatty() and not as_json else ""
+
+    def show(text: str, note: str = "") -> None:
+        print(text if as_json else clear + "\n".join([head, note, text, ""]), flush=True)
+
+    last, moved = shown(picture(new, None, 1)), began
+    show(last, "since the server started")
+    old = new
     try:
         while True:
-            new, now = total(fetch(url, key)), time.monotonic()
-            if old and new["steps"] < old["steps"]:
-                old = None  # the server was restarted
-            picture = render(new, old, max(now - began, 1e-9))
-            print(clear + "\n".join([head, "", *picture, ""]), flush=True)
-            old, began = new, now
             time.sleep(interval)
+            try:
+                new, now = total(fetch(url, key)), time.monotonic()
+            except TopError as error:
+                # It is restarted, say.
+                if as_json:
+                    say(f"sglang-pat: {error}; trying again")
+                else:
+                    show(last, f"{error}; trying again. Before that:")
+                continue
+            restarted = new["steps"] < old["steps"]
+            found = picture(new, None if restarted else old, max(now - began, 1e-9))
+            if found.steps or as_json:
+                last, moved = shown(found), now
+                show(last, "since the server was started again" if restarted else f"in the last {found.seconds:.3g} s")
+            else:
+                show(last, f"no decode step for {now - moved:,.0f} s. Before that:")
+            old, began = new, now
     except KeyboardInterrupt:
         return

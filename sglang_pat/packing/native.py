@@ -42,6 +42,7 @@ class Totals(msgspec.Struct):
         requests: Requests decoded.
         work_items: Work items run.
         query_sizes: How many work items had 1, 2, 3 ... queries.
+        kv_by_queries: KV tokens read for 1, 2, 3 ... queries at once, per layer; their sum is `kv_tokens`.
         parts: Parts written to memory and merged.
         kv_tokens: KV tokens read, per layer.
         kv_tokens_unpacked: What one query per work item would have read, per layer.
@@ -51,6 +52,7 @@ class Totals(msgspec.Struct):
     requests: int = 0
     work_items: int = 0
     query_sizes: Counter[int] = msgspec.field(default_factory=Counter)
+    kv_by_queries: Counter[int] = msgspec.field(default_factory=Counter)
     parts: int = 0
     kv_tokens: int = 0
     kv_tokens_unpacked: int = 0
@@ -106,7 +108,7 @@ class NativeScheduler:
             buffers = [np.zeros(layout.capacity(config, max_batch), dtype=np.int32) for _ in range(2)]
         self.buffers = buffers
         self.epoch = self.gained = 0
-        self._scratch = np.zeros(max(8, 6 + config.max_queries), dtype=np.int64)
+        self._scratch = np.zeros(max(8, 6 + 2 * config.max_queries), dtype=np.int64)
         self._out = _ffi().from_dlpack(self._scratch)
         limits = {name: [limit] for name, limit in msgspec.structs.asdict(config.wide_limits).items()}
         values = _values(config), _values(config.wide_only or config), limits
@@ -294,8 +296,12 @@ class NativeScheduler:
         """Counts up to now; the current plan was used for `steps` steps."""
         self._module.totals(self._handle, steps, self._out)
         steps, requests, items, parts, kv_tokens, unpacked, *sizes = self._scratch.tolist()
-        counts = Counter({size: count for size, count in enumerate(sizes, 1) if count})
-        return Totals(steps, requests, items, counts, parts, kv_tokens, unpacked)
+        half = len(sizes) // 2
+        counts, read = (
+            Counter({size: count for size, count in enumerate(numbers, 1) if count})
+            for numbers in (sizes[:half], sizes[half:])
+        )
+        return Totals(steps, requests, items, counts, read, parts, kv_tokens, unpacked)
 
     @property
     def levels(self) -> int | None:

@@ -13,8 +13,9 @@ namespace pat {
 // What is counted per step that a plan runs.
 struct Statistics {
   int64_t items = 0, parts = 0, kv_tokens = 0, growing_tails = 0, seq_tokens = 0, longest_bin = 0;
-  std::vector<int64_t> query_sizes;  // work items with so many queries
-  int32_t levels = -1;               // that it packs of the batch's tree; -1 for all
+  std::vector<int64_t> query_sizes;    // work items with so many queries
+  std::vector<int64_t> kv_by_queries;  // KV tokens that work items read for so many queries at once
+  int32_t levels = -1;                 // that it packs of the batch's tree; -1 for all
 };
 
 // A plan's work items, bin after bin.

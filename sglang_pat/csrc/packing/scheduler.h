@@ -53,6 +53,7 @@ class Scheduler {
     expected_.reserve(max_batch);
     maker_.reserve(max_batch);
     totals_.statistics.query_sizes.assign(config_.max_queries + 1, 0);
+    totals_.statistics.kv_by_queries.assign(config_.max_queries + 1, 0);
   }
 
   ~Scheduler() {

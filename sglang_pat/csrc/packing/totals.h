@@ -23,7 +23,11 @@ struct Totals {
     add_up(statistics.kv_tokens, grown, plan.growing_tails);
     add_up(statistics.seq_tokens, steps, plan.seq_tokens);
     add_up(statistics.seq_tokens, grown, plan.growing_tails);
-    for (size_t i = 0; i < plan.query_sizes.size(); ++i) add_up(statistics.query_sizes[i], steps, plan.query_sizes[i]);
+    for (size_t i = 0; i < plan.query_sizes.size(); ++i) {
+      add_up(statistics.query_sizes[i], steps, plan.query_sizes[i]);
+      add_up(statistics.kv_by_queries[i], steps, plan.kv_by_queries[i]);
+    }
+    add_up(statistics.kv_by_queries[1], grown, plan.growing_tails);
   }
 
  private:

@@ -56,6 +56,7 @@ class PlanWriter {
     const int32_t batch = int32_t(seq_lens.size());
     const int64_t num_queries = write_header(batch, out, capacity);
     statistics.query_sizes.assign(config.max_queries + 1, 0);
+    statistics.kv_by_queries.assign(config.max_queries + 1, 0);
     const Tokens read = write_items(packs, seq_lens, config, out, statistics, grows);
     write_slots(batch, num_queries, max_slots, out);
     std::copy(bins_.begins.begin(), bins_.begins.end(), out + out[kBins]);
@@ -101,6 +102,7 @@ class PlanWriter {
     int32_t* queries = out + out[kQueries];
     const int32_t single_tile = config.query_tile(1), window = config.window;
     int32_t first = 0, single = 0;
+    int64_t together = 0;
     for (const Pack& item : bins_.items) {
       const int32_t* members = &packs.queries[item.first];
       const int64_t shared = int64_t(item.end == kOpen ? seq_lens[members[0]] : item.end) - item.start;
@@ -123,6 +125,8 @@ class PlanWriter {
         row[kTileM] = config.query_tile(item.count);
         std::copy_n(members, item.count, queries + first);
         statistics.query_sizes[item.count] += 1;
+        statistics.kv_by_queries[item.count] += shared;
+        together += shared;
       }
       row[kQuery] = queries[first];
       row += kItemSize;
@@ -133,6 +137,7 @@ class PlanWriter {
       if (item.tails) read.longest_with_tails = std::max(read.longest_with_tails, tokens);
     }
     statistics.query_sizes[1] = single;
+    statistics.kv_by_queries[1] = read.all - together;  // tails, too, are read for one query each
     return read;
   }
 
