@@ -30,6 +30,8 @@ pytestmark = pytest.mark.once
 TILES = capabilities.tile_table("9.0a", 128)
 CONFIG = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"]), TILES, workers=132)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+PROMPTS = Path(__file__).parent.parent / "docs" / "examples" / "prompts.txt"
+CONFIG_JSON = PROMPTS.with_name("config.json")
 MARKUP = "<b></script>"
 """Part of request ids, which come from clients."""
 
@@ -152,11 +154,36 @@ def test_a_trace_gives_every_plan_with_its_batch(tmp_path: Path) -> None:
 def test_the_page_shows_as_many_plans_as_asked_for(tmp_path: Path, plans: int, steps: int, shown: int) -> None:
     record(tmp_path / "trace", 4, 2, plans)
     assert explain(tmp_path / "trace", tmp_path / "page.html", steps) == shown
-    page = (tmp_path / "page.html").read_text()
-    data = json.loads(re.search(r"^const data = (.*);$", page, re.MULTILINE)[1])
+    page, data = (tmp_path / "page.html").read_text(), read(tmp_path / "page.html")
     assert len(data["steps"]) == shown and data["plans"] == plans
     assert data["steps"][0]["requests"][0].endswith(MARKUP) and MARKUP not in page
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page), "the page works offline"
+
+
+def test_the_page_opens_on_the_plan_that_saved_most(tmp_path: Path) -> None:
+    """Not on a server's warm-up, and not on a plan of one step. It is shown even if it is none of those that are evenly spread."""
+    writer = trace.TraceWriter(tmp_path / "trace", trace.Header(trace.FORMAT, CONFIG, 8, 36), 10**9)
+    writer.on_event(NodeInserted(1, ROOT, 500, (1).to_bytes(16, "little")))
+    for query in range(8):
+        writer.on_event(RequestBound(query, 1, 0))
+    # (requests, steps that the plan before was used for)
+    for requests, steps in [(1, 0), (8, 10), (3, 2), (4, 20), (8, 90), (2, 3), (1, 5)]:
+        numbers = {"kv_tokens": 500 + 10 * requests, "parts": 0}
+        lengths = [510] * requests
+        writer.on_plan(list(range(requests)), steps=steps, seq_lens=lengths, ahead=False, fallback=False, **numbers)
+    for shown, place in ((20, 3), (4, 1), (1, 0)):
+        assert explain(tmp_path / "trace", tmp_path / "page.html", shown) == min(shown, 7)
+        data = read(tmp_path / "page.html")
+        opened = data["steps"][data["open"]]
+        assert data["open"] == place and len(opened["requests"]) == 4 and (opened["step"], opened["used"]) == (32, 90)
+    assert read(tmp_path / "page.html")["plans"] == 7
+    explain(tmp_path / "trace", tmp_path / "page.html")
+    assert read(tmp_path / "page.html")["steps"][-1]["used"] is None, "it is not recorded"
+
+
+def read(page: Path) -> dict:
+    """A page's data."""
+    return json.loads(re.search(r"^const data = (.*);$", page.read_text(), re.MULTILINE)[1])
 
 
 def test_a_tree_that_is_too_deep_is_one_sentence(
@@ -214,7 +241,7 @@ def test_a_job_is_shown_before_it_runs(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page, config = tmp_path / "page.html", Path(__file__).parent.parent / "docs" / "examples" / "config.json"
     assert cli.main(["explain", str(tmp_path / "in"), "--model", str(config), "--output", str(page)]) == 0
-    data = json.loads(re.search(r"^const data = (.*);$", page.read_text(), re.MULTILINE)[1])
+    data = read(page)
     assert [len(step["requests"]) for step in data["steps"]] == [256, 44] and data["job"]
     names = [name for step in data["steps"] for name in step["requests"]]
     assert sorted(names) == sorted(f"request {i}" for i in range(1, 301))
@@ -222,8 +249,9 @@ def test_a_job_is_shown_before_it_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_stays_usable_with_1024_requests_and_32_levels(tmp_path: Path, scheme: str) -> None:
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 390)])
+def test_the_page_stays_usable_with_1024_requests_and_32_levels(tmp_path: Path, scheme: str, width: int) -> None:
+    """On a desktop and on a phone."""
     from playwright.sync_api import sync_playwright
 
     record(tmp_path / "trace", 1024, 32, 3)
@@ -234,7 +262,7 @@ def test_the_page_stays_usable_with_1024_requests_and_32_levels(tmp_path: Path, 
     ]  # fmt: skip
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
-        page = browser.new_page(viewport={"width": 1400, "height": 1300}, color_scheme=scheme)
+        page = browser.new_page(viewport={"width": width, "height": 1300}, color_scheme=scheme)
         messages: list[str] = []
         page.on("console", lambda message: messages.append(message.text))
         page.on("pageerror", lambda error: messages.append(str(error)))
@@ -244,18 +272,23 @@ def test_the_page_stays_usable_with_1024_requests_and_32_levels(tmp_path: Path, 
             page.wait_for_function("drawn => document.body.dataset.drawn === drawn", arg=f"{step} {policy}")
             return int(page.evaluate("document.body.dataset.milliseconds"))
 
-        times = [drawn(0, "optimal")]
+        times = [drawn(1, "optimal")]
+        assert "after 100 decode steps, 1,024 requests, used for 50 steps" in page.locator("#label").inner_text()
+        assert re.match(r"1,024 requests: \d+\.\d . less KV read than", page.locator("#headline").inner_text())
+        assert page.evaluate("document.documentElement.scrollWidth") == width, "only the table scrolls sideways"
+        ticks = page.locator("#tree .ytick text").all_text_contents()
+        assert 5 < len(ticks) <= 11 and all(tick.isdigit() for tick in ticks), ticks
         assert page.evaluate("document.querySelectorAll('#tree .point').length") > 1024
         items = page.locator("#table tr.chosen td").nth(5).inner_text()
         page.select_option("#policy", "naive")
-        times.append(drawn(0, "naive"))
+        times.append(drawn(1, "naive"))
         assert page.locator("#table tr.chosen td").first.inner_text() == "naive"
         assert page.locator("#table tr.chosen td").nth(5).inner_text() != items
         page.locator("#step").fill("2")
         times.append(drawn(2, "naive"))
-        assert "after 150 decode steps, 1024 requests" in page.locator("#label").inner_text()
+        assert "after 150 decode steps, 1,024 requests" in page.locator("#label").inner_text()
         box = page.locator("#tree .plotly .nsewdrag").first.bounding_box()
-        page.mouse.move(box["x"] + 20, box["y"] + box["height"] / 2)
+        page.mouse.move(box["x"] + 4, box["y"] + box["height"] / 2)
         page.wait_for_selector("#tree .hovertext")
         hover = page.locator("#tree .hovertext").first.text_content()
         assert "tokens 0 to" in hover and "request " in hover and " tokens)" in hover
@@ -269,6 +302,11 @@ def test_the_page_stays_usable_with_1024_requests_and_32_levels(tmp_path: Path, 
     [
         ([], "give either a trace or --url"),
         (["there.is.none"], "there.is.none cannot be read"),
+        ([str(PROMPTS)], "or give --model for a file of requests"),
+        (
+            [str(PROMPTS), "--model", str(CONFIG_JSON), "--gpu", "v100"],
+            "--gpu v100: there are measurements for h200, h100 only",
+        ),
         (["--url", "http://127.0.0.1:9", "--model", "x"], "--model is for a file of requests"),
         (["there.is.none", "--model", "x"], "there.is.none cannot be read"),
         (["--url", "http://127.0.0.1:9"], "no SGLang server answers at http"),

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -578,6 +580,20 @@ def test_what_a_trace_says_of_itself_is_shown_without_escapes(tmp_path: Path) ->
     with pytest.raises(trace.TraceError, match=r"has trace format \\x1b\[2Jx+, this version") as error:
         replay(tmp_path / "x")
     assert len(str(error.value)) < len(str(tmp_path)) + 400
+
+
+def test_replay_prints_json_as_the_page_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server = Server(tmp_path / "trace")
+    server.run(20)
+    flags = ["--json", "--policy", "query", "--policy", "optimal"]
+    assert cli.main(["replay", str(tmp_path / "trace"), *flags]) == 0
+    alone, packed = json.loads(capsys.readouterr().out)
+    assert (alone["policy"], packed["policy"]) == ("query", "optimal") and alone["less_kv_read"] == 1
+    assert packed["less_kv_read"] == packed["kv_bytes_unpacked"] / packed["kv_bytes"] > 1
+    page = Path(__file__).parents[1] / "docs" / "explain.md"
+    section = page.read_text().split("## JSON\n")[1].split("\n## ")[0]
+    keys = {*packed, *packed["planning_us"]}
+    assert keys <= set(re.findall(r"`(\w+)`", section))
 
 
 def test_a_reset_can_be_replayed(tmp_path: Path) -> None:

@@ -217,17 +217,28 @@ def explain(path: Path, output: Path, steps: int = 20, truncated: bool = False) 
         raise ExplainError(
             f"{path} is not a trace of sglang-pat: record one with SGLANG_PAT_TRACE=<file>, or give --model for a file of requests"
         )
-    total = sum(isinstance(record, trace.PlanMade) for record in trace.read(path, truncated))
-    if total == 0:
+    # (tokens that a step reads without packing, that its plan reads, steps that the plan before was used for)
+    plans = [
+        (sum(record.seq_lens), record.kv_tokens, record.steps)
+        for record in trace.read(path, truncated)
+        if isinstance(record, trace.PlanMade)
+    ]
+    if not plans:
         raise ExplainError(f"{path} has no decode step: send the server requests first")
-    chosen = _spread(total, steps)
+    # How long the last plan was used is not recorded: for one step at least.
+    used = [steps for _, _, steps in plans[1:]] + [1]
+    saved = [(alone - packed) * steps for (alone, packed, _), steps in zip(plans, used, strict=True)]
+    best = saved.index(max(saved))
+    chosen = _with(best, _spread(len(plans), steps))
     shown = []
     for header, step, names, batch in recorded(path, truncated, chosen):
         try:
             shown.append(describe(step, names, batch, header.config))
         except ExplainError as error:
             raise ExplainError(f"{path}, step {step}: {error}") from None
-    _write(output, plotly, header.config, header.layers, total, shown)
+    for number, page in zip(sorted(chosen), shown, strict=True):
+        page["used"] = used[number] if number + 1 < len(plans) else None
+    _write(output, plotly, header.config, header.layers, len(plans), shown, sorted(chosen).index(best))
     return len(shown)
 
 
@@ -245,7 +256,8 @@ def explain_job(prompts: list[Prompt], model: Model, gpu: str, output: Path, ste
         places = parts[number]
         batch = batch_of([prompts[place] for place in places])
         shown.append(describe(number, [f"request {place + 1}" for place in places], batch, config))
-    _write(output, plotly, config, layers, len(parts), shown, job=True)
+    saved = [page["policies"]["query"]["kv_bytes"] - page["policies"][config.policy]["kv_bytes"] for page in shown]
+    _write(output, plotly, config, layers, len(parts), shown, saved.index(max(saved)), job=True)
     return len(shown)
 
 
@@ -253,6 +265,11 @@ def _spread(total: int, most: int) -> set[int]:
     """Up to so many numbers below `total`, evenly spread."""
     count = min(max(1, most), total)
     return {round(i * (total - 1) / max(1, count - 1)) for i in range(count)}
+
+
+def _with(number: int, chosen: set[int]) -> set[int]:
+    """The chosen numbers with this one in place of the nearest."""
+    return chosen - {min(sorted(chosen), key=lambda other: abs(other - number))} | {number}
 
 
 def _plotly() -> str:
@@ -275,11 +292,13 @@ def _write(
     layers: int,
     plans: int,
     shown: list[dict[str, Any]],
+    opened: int,
     job: bool = False,
 ) -> None:
+    """Write the page, which opens on one of the plans that are shown."""
     data = {
         "policy": config.policy, "layers": layers, "workers": config.workers, "heads": config.cost.runs,
-        "plans": plans, "steps": shown, "job": job,
+        "plans": plans, "steps": shown, "open": opened, "job": job,
     }  # fmt: skip
     # Request ids come from clients: they must not end the script.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
