@@ -90,7 +90,9 @@ class Soak:
     def count(self, event: Any) -> None:
         self.evicted += isinstance(event, NodeEvicted)
         self.flushes += isinstance(event, TreeReset)
-        if isinstance(event, RequestBound | RequestReleased | NodeEvicted | TreeReset):  # with each of which the tree and the mirror agree again
+        if isinstance(
+            event, RequestBound | RequestReleased | NodeEvicted | TreeReset
+        ):  # with each of which the tree and the mirror agree again
             try:
                 self.check()
             except Exception as error:

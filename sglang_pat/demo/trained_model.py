@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.parser import run, say
+from sglang_pat.cli.parser import run
+from sglang_pat.text import say
 
 CACHE = Path.home() / ".cache" / "sglang-pat"
 """Where models are looked for."""

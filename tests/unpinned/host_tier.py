@@ -91,6 +91,4 @@ def register() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = common.alloc_with_pin_memory
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # 10 GB
     torch.cpu.Event = Event  # type: ignore[misc]
-    features.REFUSED = tuple(
-        feature for feature in features.REFUSED if feature.name != "hierarchical cache on a CPU"
-    )
+    features.REFUSED = tuple(feature for feature in features.REFUSED if feature.name != "hierarchical cache on a CPU")
