@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_top import JUNK, sentence
 
-from sglang_pat import cli, parser
+from sglang_pat import cli
+from sglang_pat.cli import parser
 from sglang_pat.estimate import EstimateError, costs, estimate, models, read, read_model
 from sglang_pat.estimate.costs import GPUS
 from sglang_pat.estimate.prompts import BLOCK, CHARS_PER_TOKEN, TRACE_BLOCK, Prompt, batch_of
