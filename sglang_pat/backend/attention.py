@@ -11,18 +11,19 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat
-from sglang_pat.backend import layers, low_bit, paged, support, verify
+from sglang_pat.backend import layers, low_bit, paged, verify
 from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.extend import PackedExtend
 from sglang_pat.backend.groups import LayerGroup, LayerGroups
-from sglang_pat.backend.kv import NewTokens, Store, windows
+from sglang_pat.backend.kv import Store
 from sglang_pat.backend.kv.pages import LowBitKVPool, PagesStore
 from sglang_pat.backend.kv.plain import PlainStore
 from sglang_pat.backend.low_bit_prefill import LowBitPrefill
 from sglang_pat.backend.metrics import Metrics
 from sglang_pat.backend.prefill import Prefill
+from sglang_pat.backend.step import Step
 from sglang_pat.config import PatConfig
-from sglang_pat.kernels.arguments import Scores, Tables
+from sglang_pat.kernels.arguments import Scores
 from sglang_pat.kernels.low_bit import PAGE_TOKENS
 from sglang_pat.radix_bridge import Observer, hooks
 from sglang_pat.radix_bridge.trace import TraceWriter
@@ -49,8 +50,8 @@ class PatAttnBackend(AttentionBackend):
         groups: The model's layers, with their executors and planners.
         prefill: Divides extends, or runs all of them where KV has few bits on a GPU; None where the user chose another backend.
         observer: Follows the prefix cache for all groups.
-        rows, seq_lens: Of the current step: each request's row of `req_to_token`, and its length, a draft included; int64, on the device.
-        verify_mask: Where SGLang writes the masks of drafts; None without speculation.
+        step: The requests of the present decode or verify step.
+        store: How their KV is written and read.
     """
 
     needs_cpu_seq_lens = False
@@ -79,19 +80,7 @@ class PatAttnBackend(AttentionBackend):
         for name in compat.stock.PREFILL_ATTRIBUTES:
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
-        self.rows: torch.Tensor | None = None
-        self.seq_lens: torch.Tensor | None = None
-        self._cached: torch.Tensor | None = None  # lengths without drafts
-        self._rows_of_batch: torch.Tensor | None = None
-        self._requests = torch.empty(0, dtype=torch.int64)  # their numbers
-        self._window_slots: torch.Tensor | None = None  # of the new tokens, in the pool for windows
-        # Masks of drafts. Those of drafts without branches never change.
-        self._draft_tokens = groups.draft_tokens
-        self._masks = verify.without_branches(runner.req_to_token_pool.size, self._draft_tokens, runner.device)
-        self._verify_mask = compat.batch.verify_mask(runner.req_to_token_pool.size, self._draft_tokens, runner.device)
-        own_pool = compat.pool.has_window_pool(runner.token_to_kv_pool)
-        lengths = {group.spec.planned_window for group in groups.everyone if own_pool and group.spec.window}
-        self._tables = {window: windows.WindowTable(runner, window) for window in lengths}
+        self.step = Step(runner, groups)
         self.store = self._make_store(runner)
         self.prefill = self._make_prefill(runner)
         self.observer = Observer(*(group.scheduler for group in groups.everyone))
@@ -151,12 +140,7 @@ class PatAttnBackend(AttentionBackend):
             found = verify.advice(group.spec) if runner.device != "cpu" else None
             if found is not None:
                 logger.warning("sglang-pat: %s", found)
-        for window, table in self._tables.items():
-            logger.info("sglang-pat: a table of windows of %d, %.0f MiB", window, table.bytes / 2**20)
-            step = compat.arguments.prefill_step(runner.server_args, self.max_context_len)
-            found = windows.advice(compat.pool.window_pool_tokens(runner.token_to_kv_pool), window, step)
-            if found is not None:
-                logger.warning("sglang-pat: %s", found)
+        self.step.introduce(compat.arguments.prefill_step(runner.server_args, self.max_context_len))
 
     def counters(self) -> dict[str, Any]:
         """What `/server_info` shows (docs/settings.md)."""
@@ -200,7 +184,7 @@ class PatAttnBackend(AttentionBackend):
         return (len(observer.scheduler), observer.nodes, observer.faults, hooks.deferred(), *extends, *steps)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        if forward_batch.forward_mode.is_decode() or self._verifies(forward_batch):
+        if forward_batch.forward_mode.is_decode() or self.step.verifies(forward_batch):
             self.init_forward_metadata_out_graph(forward_batch)
             self.init_forward_metadata_in_graph(forward_batch)
         elif not forward_batch.forward_mode.is_idle() and self.prefill is not None:
@@ -217,39 +201,32 @@ class PatAttnBackend(AttentionBackend):
 
     def _begin_step(self, forward_batch: ForwardBatch, in_capture: bool, aside: bool = False) -> None:
         mode = forward_batch.forward_mode
-        verifies = self._verifies(forward_batch)
+        verifies = self.step.verifies(forward_batch)
         if not (mode.is_decode_or_idle() or verifies):
             if self.inner is not None:
                 self.inner.init_forward_metadata_out_graph(forward_batch, in_capture)
                 self._expect(forward_batch)
             return
-        # A captured graph reads these tensors at their present addresses, in every replay.
-        self.rows, self.seq_lens = forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long()
-        self._cached = self.seq_lens
-        groups, more = (self.groups.steps, self._draft_tokens) if verifies else (self.groups.single, 0)
+        self.step.begin(forward_batch)
+        groups, more = (self.groups.steps, self.step.draft_tokens) if verifies else (self.groups.single, 0)
         actual = getattr(forward_batch, "actual_forward_mode", mode)
         if in_capture or mode.is_idle() or actual.is_idle():
             for group in groups:
                 group.unload()
             return
         seq_lens = compat.batch.cached_lengths(forward_batch)
-        requests = self._requests_of(forward_batch, len(seq_lens))
-        if not compat.batch.is_graph_view(forward_batch):
-            self.rows, self.seq_lens = self.rows[: len(requests)], self.seq_lens[: len(requests)]
-            self._cached = self.seq_lens
-        if verifies:
-            self._mask(forward_batch, len(requests))
+        requests = self.step.requests(forward_batch, len(seq_lens))
+        self.step.cut(forward_batch, len(requests))
         self._plan(groups, requests, functools.partial(_on_host, seq_lens, len(requests), more), aside)
 
     def _plan(
         self, groups: list[LayerGroup], requests: torch.Tensor, lengths: Callable[[], torch.Tensor], aside: bool
     ) -> None:
-        assert self.rows is not None
         for group in groups:
             check = functools.partial(
                 check_plan,
                 self.req_to_token_pool.req_to_token,
-                rows=self.rows,
+                rows=self.step.rows,
                 seq_lens=lengths,
                 window=group.spec.planned_window,
                 hides=group.spec.query_tokens > 1,
@@ -258,44 +235,18 @@ class PatAttnBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> Any:
-        return self._verify_mask
-
-    def _verifies(self, forward_batch: ForwardBatch) -> bool:
-        return bool(self._draft_tokens) and forward_batch.forward_mode.is_target_verify()
-
-    def _mask(self, forward_batch: ForwardBatch, requests: int) -> None:
-        """Set the masks of so many drafts, before the step that verifies them."""
-        tokens = self._draft_tokens
-        found = compat.batch.tokens_of_drafts(forward_batch)
-        if found != tokens:
-            raise support.UnsupportedError(f"a draft has {found} tokens, but at start it was {tokens}")
-        if verify.branches(forward_batch):
-            self._masks[:requests] = verify.masks(forward_batch, tokens, requests, self.verify_mask)
+        """Where SGLang writes the masks of drafts."""
+        return self.step.verify_mask
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        verifies = self._verifies(forward_batch)
-        if not (forward_batch.forward_mode.is_decode_or_idle() or verifies):
-            if self.inner is not None:
-                self.inner.init_forward_metadata_in_graph(forward_batch)
-            return
-        assert self.rows is not None and self.seq_lens is not None
-        if verifies:
-            # SGLang's lengths do not include the drafts. Warm-up calls this several times, so do not add to `seq_lens` itself.
-            assert self._cached is not None
-            self.seq_lens = self._cached + self._draft_tokens
-        if self._tables:
-            mapping = compat.pool.window_mapping(self.token_to_kv_pool)
-            self._window_slots = mapping[forward_batch.out_cache_loc]
-            for table in self._tables.values():
-                table.fill(self.rows, self.seq_lens, mapping)
+        if forward_batch.forward_mode.is_decode_or_idle() or self.step.verifies(forward_batch):
+            self.step.fill(forward_batch)
+        elif self.inner is not None:
+            self.inner.init_forward_metadata_in_graph(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Size what graphs read and is not allocated yet; the executors have allocated the rest."""
-        for table in self._tables.values():
-            table.reserve(max_bs)
-        # Graphs may have padding beyond the pool's requests. SGLang's own flags (`verify_mask`) have none: it writes and we read those of requests.
-        if self._draft_tokens and max_bs > len(self._masks):
-            self._masks = verify.without_branches(max_bs, self._draft_tokens, self._masks.device)
+        self.step.reserve(max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -319,22 +270,17 @@ class PatAttnBackend(AttentionBackend):
         save_kv_cache: bool, sinks: torch.Tensor | None = None, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         group = self.groups.of(layer, self.groups.steps, sinks, **kwargs)
-        masks = self._masks[: len(q) // self._draft_tokens]
-        return self._forward_step(group, q, k, v, layer, forward_batch, save_kv_cache, sinks, masks)
+        drafts = len(q) // self.step.draft_tokens
+        return self._forward_step(group, q, k, v, layer, forward_batch, save_kv_cache, sinks, drafts)
 
     def _forward_step(
         self, group: LayerGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention,
-        forward_batch: ForwardBatch, save_kv_cache: bool, sinks: torch.Tensor | None, masks: torch.Tensor | None = None,
+        forward_batch: ForwardBatch, save_kv_cache: bool, sinks: torch.Tensor | None, drafts: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         """Run the step's plan in a layer: [tokens, heads * v_head_dim]."""
-        assert self.rows is not None and self.seq_lens is not None
         if save_kv_cache and k is not None:
-            new = NewTokens(forward_batch.out_cache_loc, self.rows, self.seq_lens, self._window_slots)
-            self.store.write(layer, k, v, new)
-        table = self._tables.get(group.spec.planned_window)
-        own = (self.req_to_token_pool.req_to_token, self.rows, self.seq_lens)
-        req_to_token, rows, seq_lens = own if table is None else table.of_batch(len(self.rows))
-        tables = Tables(req_to_token, rows, seq_lens, masks)
+            self.store.write(layer, k, v, self.step.new_tokens(forward_batch))
+        tables = self.step.tables(group.spec.planned_window, drafts)
         kv = self.store.read(layer, tables)
         scores = Scores(layer.scaling, layers.logit_cap(layer), sinks)
         out = group.executor.decode(q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim), kv, tables, scores)
@@ -350,7 +296,7 @@ class PatAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if self._verifies(forward_batch):
+        if self.step.verifies(forward_batch):
             return self._forward_verify(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         assert self.prefill is not None
         return self.prefill.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -382,16 +328,6 @@ class PatAttnBackend(AttentionBackend):
     def support_triton(self) -> bool:
         return self.inner is None or self.inner.support_triton()
 
-    def _requests_of(self, forward_batch: ForwardBatch, size: int) -> torch.Tensor:
-        """The numbers of a batch's requests, without padding; returns the same object as long as the batch is the same."""
-        rows = hooks.rows_of(forward_batch)
-        if rows is None:
-            # SGLang's dry runs have no known requests.
-            return torch.full((size - compat.batch.padding(forward_batch),), -1)
-        if rows is not self._rows_of_batch:
-            self._rows_of_batch, self._requests = rows, compat.requests.numbers(self.req_to_token_pool, rows)
-        return self._requests
-
     def _expect(self, forward_batch: ForwardBatch) -> None:
         """Tell the observer that the requests whose prompts this batch completes decode next."""
         rows, lengths = hooks.rows_of(forward_batch), forward_batch.seq_lens_cpu
@@ -400,7 +336,7 @@ class PatAttnBackend(AttentionBackend):
             rids = [forward_batch.rids[i] for i in completed if i < len(forward_batch.rids)]
             requests = compat.requests.numbers(self.req_to_token_pool, rows[completed]).tolist()
             # The first step of a request that verifies includes its whole draft.
-            more = max(0, self._draft_tokens - 1)
+            more = max(0, self.step.draft_tokens - 1)
             told = (lengths[: len(rows)][completed] + more).tolist()
             hooks.tell(self.observer, lambda observer: observer.on_prefill(requests, told, rids))
 
