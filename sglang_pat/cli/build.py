@@ -50,11 +50,11 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
         ValueError: There are no kernels for one of them.
     """
     found: dict[cuda.Variant, None] = {}
-    for name, kv, dims, sinks in itertools.product(
+    for name, kv, (dim, v_dim), sinks in itertools.product(
         options.dtype, options.kv_cache_dtype, options.dims, options.sinks_of_layers
     ):
         form = FORMATS[name if kv == "auto" else capabilities.FP8.get(kv, kv)]
-        spec = AttentionSpec(1, 1, *dims, form, sinks=sinks, capped=options.logit_cap)
+        spec = AttentionSpec(1, 1, dim, v_dim, form, sinks=sinks, capped=options.logit_cap)
         # With as many query heads of a KV head as a group of warps has rows, work items may have tails.
         specs = [spec, msgspec.structs.replace(spec, heads=capabilities.GROUP_ROWS)]
         if options.drafts:

@@ -228,7 +228,7 @@ def _plugin(torch: Torch | None, environment: Mapping[str, str] = os.environ) ->
 def _gpu(torch: Torch | None) -> Section:
     seen = _nvidia_smi()
     if torch is None or not torch.gpus:
-        facts = {"gpus": [], "driver": seen[0][1] if seen else None}
+        facts: dict[str, Any] = {"gpus": [], "driver": seen[0][1] if seen else None}
         if seen:
             why = f": {torch.said[:LONGEST]}" if torch and torch.said else ""
             return Section("GPU", f"{seen[0][0]}, driver {seen[0][1]}", facts, [f"torch does not see it{why}"])
@@ -259,7 +259,8 @@ def _gpu(torch: Torch | None) -> Section:
 def _compilers(torch: Torch | None, model: str | None = None) -> Section:
     from sglang_pat import jit
 
-    problems, texts, facts = [], [], {}
+    problems, texts = [], []
+    facts: dict[str, Any] = {}
     on_gpu, ready = torch is not None and bool(torch.gpus), _ready(torch, model)
     for name, find, pattern in (("g++", jit.find_cxx, r"\b\d+\.\d+\.\d+"), ("nvcc", jit.find_nvcc, r"(?<=, V)[\d.]+")):
         needed = not all(ready[module] for module in ready if module.startswith(jit.PREFIX) == (name == "nvcc"))
