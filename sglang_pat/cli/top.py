@@ -172,13 +172,15 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> TopError:
 def total(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The sum of all processes' counters, and why the first of them that is unpacked is so."""
     reasons = filter(None, (state.get("unpacked_because") for state in states))
-    result: dict[str, Any] = {"kv_bytes_by_queries": {}, "unpacked_because": next(reasons, "")}
+    result: dict[str, Any] = {"unpacked_because": next(reasons, "")}
     for state in states:
         for name, value in state.items():
             if isinstance(value, int | float):
                 result[name] = result.get(name, 0) + value
-        for size, count in state["kv_bytes_by_queries"].items():
-            result["kv_bytes_by_queries"][size] = result["kv_bytes_by_queries"].get(size, 0) + count
+            elif isinstance(value, dict):
+                sums = result.setdefault(name, {})
+                for size, count in value.items():
+                    sums[size] = sums.get(size, 0) + count
     return result
 
 
@@ -297,10 +299,10 @@ def top(url: str, interval: float, once: bool, key: str = "", as_json: bool = Fa
     def show(text: str, note: str = "") -> None:
         print(text if as_json else clear + "\n".join([head, note, text, ""]), flush=True)
 
-    last, moved = shown(picture(new, None, 1)), began
-    show(last, "since the server started")
-    old = new
     try:
+        last, moved = shown(picture(new, None, 1)), began
+        show(last, "since the server started")
+        old = new
         while True:
             time.sleep(interval)
             try:
