@@ -179,7 +179,11 @@ def test_packing_can_be_watched(servers: dict[str, Server], capsys: pytest.Captu
     assert re.search(r"PAT: \d+ steps, .* work items a step, KV read", server.log.read_text())
     assert cli.main(["top", "--once", "--url", server.url]) == 0
     shown = capsys.readouterr().out
-    assert "since the server started" in shown and "queries in a work item" in shown
+    assert (
+        "since the server started" in shown
+        and "less KV read: " in shown
+        and "KV read, by how many requests share it" in shown
+    )
 
 
 def test_a_profile_is_written(servers: dict[str, Server], prompts: list[str], tmp_path: Path) -> None:

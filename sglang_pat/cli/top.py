@@ -224,7 +224,7 @@ class Picture(msgspec.Struct):
 
     def lines(self, verbose: bool = False) -> Iterator[str]:
         """The picture in a terminal."""
-        rate = "" if self.seconds is None else f", {self.steps / self.seconds:,.0f} a second"
+        rate = " since the server started" if self.seconds is None else f", {self.steps / self.seconds:,.0f} a second"
         if self.less_kv_read is None:
             yield "no KV was read"
         else:
@@ -297,11 +297,11 @@ def top(url: str, interval: float, once: bool, key: str = "", as_json: bool = Fa
     clear = CLEAR if sys.stdout and sys.stdout.isatty() and not as_json else ""
 
     def show(text: str, note: str = "") -> None:
-        print(text if as_json else clear + "\n".join([head, note, text, ""]), flush=True)
+        print(text if as_json else clear + "\n".join([head, *filter(None, [note]), text, ""]), flush=True)
 
     try:
         last, moved = shown(picture(new, None, 1)), began
-        show(last, "since the server started")
+        show(last)
         old = new
         while True:
             time.sleep(interval)
@@ -318,7 +318,7 @@ def top(url: str, interval: float, once: bool, key: str = "", as_json: bool = Fa
             found = picture(new, None if restarted else old, max(now - began, 1e-9))
             if found.steps or as_json:
                 last, moved = shown(found), now
-                show(last, "since the server was started again" if restarted else f"in the last {found.seconds:.3g} s")
+                show(last, "the server was started again" if restarted else f"in the last {found.seconds:.3g} s")
             else:
                 show(last, f"no decode step for {now - moved:,.0f} s. Before that:")
             old, began = new, now
