@@ -100,19 +100,19 @@ class Soak:
                 self.broken = self.broken or f"after {event}: {error!r}"
 
     def watch_host(self) -> None:
-        """Count what goes to the host and comes back from it, and what there was no room for."""
+        """Count copies to the host and back, how many were made beside running requests, and how often the host was full."""
         cache = getattr(self.scheduler.tree_cache, "inner", self.scheduler.tree_cache)
         controller = getattr(cache, "cache_controller", None)
         for name in ("write", "load") if controller else ():
-            setattr(controller, name, functools.partial(self.copy, name, getattr(controller, name)))
+            setattr(controller, name, functools.partial(self.copy, controller, name, getattr(controller, name)))
 
-    def copy(self, name: str, copy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = copy(*args, **kwargs)
-        beside = any(not req.finished() for req in self.scheduler.running_batch.reqs)
-        self.host[f"{name}s"] += result is not None
-        self.host[f"{name}s refused"] += result is None
-        self.host[f"{name}s beside others"] += result is not None and beside
-        return result
+    def copy(self, controller: Any, name: str, copy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        slots = copy(*args, **kwargs)
+        self.host[f"{name}s"] += slots is not None
+        self.host[f"{name}s_beside"] += slots is not None and not self.scheduler.running_batch.is_empty()
+        if name == "write":
+            self.host["full"] += slots is None or controller.mem_pool_host.available_size() == 0
+        return slots
 
     def next(self, *args: Any, **kwargs: Any) -> Any:
         """Put requests in, then let the scheduler choose."""

@@ -35,6 +35,8 @@ DRAFTS = [
 ]  # fmt: skip
 SMALL_POOL = ["--max-total-tokens", "3000", "--schedule-conservativeness", "0.1"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", **UNPINNED}
+UNIFIED = {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}
+"""On 0.5.17 only this cache knows sessions."""
 
 
 @pytest.fixture
@@ -48,10 +50,16 @@ def servers(model: Path, tmp_path: Path) -> Iterator[tuple[Server, Server]]:
 
 
 @contextmanager
-def started(model: Path, folder: Path, flags: list[str], of_pat: list[str]) -> Iterator[tuple[Server, Server]]:
+def started(
+    model: Path, folder: Path, flags: list[str], of_pat: list[str], environment: dict[str, str] | None = None
+) -> Iterator[tuple[Server, Server]]:
     with ExitStack() as stack:
         tried = ForkedServer(
-            model, "pat", folder / "pat.log", [*flags, *of_pat], {"SGLANG_PAT_VERIFY": "1", **ENVIRONMENT}
+            model,
+            "pat",
+            folder / "pat.log",
+            [*flags, *of_pat],
+            {"SGLANG_PAT_VERIFY": "1", **ENVIRONMENT, **(environment or {})},
         )
         reference = ForkedServer(
             model, "torch_native", folder / "reference.log", [*flags, "--max-total-tokens", "20000"], ENVIRONMENT
@@ -80,6 +88,27 @@ def test_a_minute_of_chaos(servers: tuple[Server, Server]) -> None:
         assert report.compared[kind] > 1, (kind, report)
     # With ids that two live requests share, and with no other.
     assert report.compared["mixed up by SGLang"] <= (20 if "live ids" in chaos.able else 0)
+
+
+def test_chaos_behind_a_full_host(model: Path, tmp_path: Path) -> None:
+    """What is evicted goes to the host, where there is hardly room for it; sessions hold on to what is theirs."""
+    host = [
+        "--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-ratio", "0.4", "--hicache-write-policy", "write_back",
+        "--enable-session-radix-cache",
+    ]  # fmt: skip
+    with started(model, tmp_path, [*COMMON, "--enable-streaming-session"], [*SMALL_POOL, *host], UNIFIED) as (
+        tried,
+        reference,
+    ):
+        chaos = Chaos(tried.url, reference.url, seed=SEED, seconds=SECONDS / 2)
+        report = asyncio.run(chaos.run())
+        print(report)
+        assert not report.problems, report
+        assert not our_tracebacks(tried.log.read_text())
+        counters = assert_sound(tried)
+        assert counters["kv_tokens"] < 0.95 * counters["kv_tokens_unpacked"], "hardly anything was packed"
+        assert min(report.compared[kind] for kind in ("greedy", "partial", "session", "streaming session")) > 1, report
+        assert "hierarchical KV host pool" in tried.log.read_text()
 
 
 @pytest.mark.once

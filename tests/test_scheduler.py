@@ -94,6 +94,49 @@ CASES |= {
 }
 """The prefix cache's keys are pairs of tokens. Steps are slow where Triton interprets the kernels of SGLang's draft workers."""
 
+TIER = ["--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--batches", "200"]
+PAGES = [*TIER, POOL, "1536", "--page-size", "64", "--hicache-ratio", "4"]
+UNIFIED = {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}
+CORES: list[dict[str, str]] = [
+    {}, UNIFIED if compat.cache.radix_cache_serves() else {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"},
+]  # fmt: skip
+"""Of 0.5.23 the Rust core and the Python core; of 0.5.17 `HiRadixCache` and `UnifiedRadixCache`."""
+LOADED = {"shared": 100, "writes_beside": 10, "loads_beside": 1}
+CASES |= {
+    "host, write-through": ([*TIER, POOL, "700", "--hicache-ratio", "4"], CORES[0], LOADED | {"flushes": 1}),
+    "host, write-through, pages of 64, files": (
+        [*PAGES, "--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"],
+        CORES[1], LOADED,
+    ),
+    "host, selective, retractions": (
+        [*TIER, POOL, "800", "--hicache-ratio", "4", "--hicache-write-policy", "write_through_selective", "--schedule-policy", "lpm"],
+        CORES[1] | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}, LOADED | {"retracted": 1},
+    ),
+    "host, selective, pages of 64, mixed chunks, no overlap": (
+        [*PAGES, "--hicache-write-policy", "write_through_selective", "--hicache-mem-layout", "page_first_direct",
+         "--enable-mixed-chunk", "--chunked-prefill-size", "64", "--disable-overlap-schedule"],
+        CORES[0], {"shared": 50, "writes": 10, "loads": 1},
+    ),
+    "host, write-back, full": (
+        [*TIER, POOL, "600", "--hicache-ratio", "0.2", "--hicache-write-policy", "write_back"],
+        CORES[0], {"shared": 100, "writes_beside": 10, "full": 10},
+    ),
+    "host, write-back, pages of 64, priorities": (
+        [*PAGES, "--hicache-write-policy", "write_back", "--enable-priority-scheduling"], CORES[1], LOADED,
+    ),
+    "host, sessions": (
+        [*TIER, POOL, "600", "--page-size", "4", "--namespaces", "--enable-session-radix-cache", "--hicache-ratio", "4"],
+        UNIFIED, LOADED,
+    ),
+    "host, states": ([*TIER, POOL, "700", "--mamba", "--hicache-ratio", "4"], {}, {"shared": 100, "writes": 10}),
+    "host, drafts": (
+        [*TIER, POOL, "800", *DRAFTS, "1", "--speculative-num-draft-tokens", "3", "--hicache-ratio", "4"],
+        {}, {"shared": 50, "writes": 10},
+    ),
+}  # fmt: skip
+"""What is evicted goes to the host, and comes back while others decode; among them each two of a write policy, a size of pages and a core. With
+0.2 of the pool's size the host has no room for what is to go there."""
+
 
 @pytest.fixture(scope="module")
 def runs(
@@ -108,7 +151,12 @@ def runs(
         flags, environment, _ = CASES[name]
         if "EAGLE" in flags:
             flags = [*flags, "--speculative-draft-model-path", str(draft)]
-        folder, environment = (with_states, UNPINNED | environment) if "--mamba" in flags else (model, environment)
+        folder = with_states if "--mamba" in flags else model
+        environment = {
+            **UNPINNED,
+            "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(logs / f"{name} files"),
+            **environment,
+        }
         command = [sys.executable, str(SOAK), str(folder), "--batches", "400", "--seed", "7", *flags]
         log = logs / name
         status = ForkedProcess(command, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, log).wait()
