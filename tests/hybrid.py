@@ -1,4 +1,4 @@
-"""Tiny hybrid models with random weights: Qwen3-Next and Qwen 3.5 (gated delta nets), and Nemotron-H (Mamba 2)."""
+"""Tiny hybrid models with random weights: Qwen3-Next and Qwen 3.5 (gated delta nets), Nemotron-H and Granite 4 (Mamba 2), and LFM2 (convolutions)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class _Random:
         self.generator = torch.Generator().manual_seed(0)
 
     def matrix(self, rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=self.generator) * gain * columns**-0.5
+        return checkpoint.matrix(self.generator, rows, columns, gain)
 
-    def convolution(self, channels: int) -> torch.Tensor:
-        return torch.randn(channels, 1, 4, generator=self.generator) * 0.5
+    def convolution(self, channels: int, width: int = 4) -> torch.Tensor:
+        return torch.randn(channels, 1, width, generator=self.generator) * 0.5
 
 
 def _memories(heads: int) -> Weights:
@@ -164,20 +164,32 @@ def qwen3_5(folder: Path, tokenizer: Path) -> Path:
     return _save(folder, tokenizer, config, _gated_delta_nets(_Random(), _mlp, projections))
 
 
+MAMBA_STATES, MAMBA_HEADS, MAMBA_DIM, MAMBA_GROUPS = 128, 8, 64, 2
+"""Of a Mamba 2 layer: dimensions of a head's state, heads, their dimensions, and groups of heads."""
+
+
+def _mamba(random: _Random) -> Weights:
+    inner = MAMBA_HEADS * MAMBA_DIM
+    channels = inner + 2 * MAMBA_GROUPS * MAMBA_STATES
+    return {
+        "in_proj.weight": random.matrix(inner + channels + MAMBA_HEADS, HIDDEN),
+        "conv1d.weight": random.convolution(channels), "conv1d.bias": torch.zeros(channels), "D": torch.ones(MAMBA_HEADS),
+        "norm.weight": torch.ones(inner), "out_proj.weight": random.matrix(HIDDEN, inner), **_memories(MAMBA_HEADS),
+    }  # fmt: skip
+
+
 def nemotron_h(folder: Path, tokenizer: Path, chunk: int = 128) -> Path:
     """The same for Nemotron-H. Its first layer has no KV, and a layer is attention, Mamba or an MLP: there are 5.
 
     States are kept after a multiple of `chunk` tokens.
     """
-    head_dim, pattern, states, heads, mamba_dim, groups = 128, "M*-M*", 128, 8, 64, 2
+    head_dim, pattern = 128, "M*-M*"
     assert pattern.count("*") == ATTENTION_LAYERS
-    inner = heads * mamba_dim
-    channels = inner + 2 * groups * states
     config = {
         "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hybrid_override_pattern": pattern,
         "num_hidden_layers": len(pattern), "head_dim": head_dim, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu",
-        "layer_norm_epsilon": 1e-5, "ssm_state_size": states, "mamba_num_heads": heads, "mamba_head_dim": mamba_dim,
-        "n_groups": groups, "mamba_n_groups": groups, "conv_kernel": 4, "chunk_size": chunk, "expand": 2, "use_conv_bias": True,
+        "layer_norm_epsilon": 1e-5, "ssm_state_size": MAMBA_STATES, "mamba_num_heads": MAMBA_HEADS, "mamba_head_dim": MAMBA_DIM,
+        "n_groups": MAMBA_GROUPS, "mamba_n_groups": MAMBA_GROUPS, "conv_kernel": 4, "chunk_size": chunk, "expand": 2, "use_conv_bias": True,
         "mlp_bias": False, "use_bias": False, "mamba_proj_bias": False, "residual_in_fp32": False,
     }  # fmt: skip
     random = _Random()
@@ -190,11 +202,7 @@ def nemotron_h(folder: Path, tokenizer: Path, chunk: int = 128) -> Path:
             "o_proj.weight": random.matrix(HIDDEN, HEADS * head_dim, gain=4),
         },
         "-": lambda: {"up_proj.weight": random.matrix(INNER, HIDDEN), "down_proj.weight": random.matrix(HIDDEN, INNER)},
-        "M": lambda: {
-            "in_proj.weight": random.matrix(inner + channels + heads, HIDDEN),
-            "conv1d.weight": random.convolution(channels), "conv1d.bias": torch.zeros(channels), "D": torch.ones(heads),
-            "norm.weight": torch.ones(inner), "out_proj.weight": random.matrix(HIDDEN, inner), **_memories(heads),
-        },
+        "M": lambda: _mamba(random),
     }  # fmt: skip
     weights = {
         "backbone.embeddings.weight": torch.randn(VOCAB, HIDDEN, generator=random.generator),
@@ -206,4 +214,72 @@ def nemotron_h(folder: Path, tokenizer: Path, chunk: int = 128) -> Path:
     return _save(folder, tokenizer, config, weights)
 
 
-WRITERS = {"Qwen3-Next": qwen3_next, "Qwen 3.5": qwen3_5, "Nemotron-H": nemotron_h}
+def _interleaved(
+    folder: Path, tokenizer: Path, config: dict[str, Any], norm: str, layer: Callable[[_Random, bool], Weights]
+) -> Path:
+    """Of models whose every second layer has KV, and the first one none: `layer` gives a layer's weights, by whether it has KV, and `norm` names the
+    last one. They have 4 query heads of 64 dimensions."""
+    random = _Random()
+    weights = {
+        "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=random.generator),
+        "lm_head.weight": random.matrix(VOCAB, HIDDEN, gain=2), f"model.{norm}.weight": torch.ones(HIDDEN),
+    }  # fmt: skip
+    for number in range(LAYERS):
+        weights |= _named(f"model.layers.{number}", layer(random, number % 2 == 1))
+    return _save(folder, tokenizer, config | {"num_attention_heads": 4, "rope_theta": 1e6}, weights)
+
+
+def _projections(random: _Random, output: str) -> Weights:
+    rows = {"q_proj": HIDDEN, "k_proj": KV_HEADS * 64, "v_proj": KV_HEADS * 64, output: HIDDEN}
+    gains = {"q_proj": 2, "k_proj": 2, "v_proj": 4, output: 4}
+    return {f"self_attn.{name}.weight": random.matrix(count, HIDDEN, gain=gains[name]) for name, count in rows.items()}
+
+
+def granite(folder: Path, tokenizer: Path) -> Path:
+    """The same for Granite 4 without experts: there are no positions, and layers, scores and logits have factors."""
+    config = {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_act": "silu",
+        "layer_types": ["mamba", "attention"] * ATTENTION_LAYERS, "rms_norm_eps": 1e-5, "position_embedding_type": "nope",
+        "mamba_d_state": MAMBA_STATES, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_d_head": MAMBA_DIM, "mamba_n_heads": MAMBA_HEADS,
+        "mamba_n_groups": MAMBA_GROUPS, "mamba_chunk_size": 128, "mamba_conv_bias": True, "mamba_proj_bias": False,
+        "embedding_multiplier": 2.0, "logits_scaling": 0.5, "attention_multiplier": 0.1, "residual_multiplier": 0.7,
+        "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": INNER,
+    }  # fmt: skip
+
+    def layer(random: _Random, has_kv: bool) -> Weights:
+        return {
+            "input_layernorm.weight": torch.ones(HIDDEN), "post_attention_layernorm.weight": torch.ones(HIDDEN),
+            "shared_mlp.input_linear.weight": random.matrix(2 * INNER, HIDDEN),
+            "shared_mlp.output_linear.weight": random.matrix(HIDDEN, INNER),
+            **(_projections(random, "o_proj") if has_kv else _named("mamba", _mamba(random))),
+        }  # fmt: skip
+
+    return _interleaved(folder, tokenizer, config, "norm", layer)
+
+
+def lfm2(folder: Path, tokenizer: Path) -> Path:
+    """The same for LFM2, whose other layers are short convolutions."""
+    config = {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv", "full_attention"] * ATTENTION_LAYERS,
+        "norm_eps": 1e-5, "conv_L_cache": 3, "conv_bias": False, "block_auto_adjust_ff_dim": False,
+    }  # fmt: skip
+
+    def layer(random: _Random, has_kv: bool) -> Weights:
+        convolution = {
+            "conv.in_proj.weight": random.matrix(3 * HIDDEN, HIDDEN), "conv.conv.weight": random.convolution(HIDDEN, 3),
+            "conv.out_proj.weight": random.matrix(HIDDEN, HIDDEN),
+        }  # fmt: skip
+        attention = {
+            **_projections(random, "out_proj"),
+            "self_attn.q_layernorm.weight": torch.full((64,), 2.0), "self_attn.k_layernorm.weight": torch.full((64,), 1.5),
+        }  # fmt: skip
+        return {
+            "operator_norm.weight": torch.ones(HIDDEN), "ffn_norm.weight": torch.ones(HIDDEN),
+            "feed_forward.w1.weight": random.matrix(INNER, HIDDEN), "feed_forward.w2.weight": random.matrix(HIDDEN, INNER),
+            "feed_forward.w3.weight": random.matrix(INNER, HIDDEN), **(attention if has_kv else convolution),
+        }  # fmt: skip
+
+    return _interleaved(folder, tokenizer, config, "embedding_norm", layer)
+
+
+WRITERS = {"Qwen3-Next": qwen3_next, "Qwen 3.5": qwen3_5, "Nemotron-H": nemotron_h, "Granite 4": granite, "LFM2": lfm2}

@@ -317,7 +317,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "`--disable-radix-cache --chunked-prefill-size -1` with any backend"),
         _works("hybrid models on a GPU: full attention between gated delta nets or Mamba 2", "Qwen3-Next, Qwen 3.5, Nemotron-H",
                _MIRROR, "test_gpu_models.py::test_hybrid_models",
-               note="full attention is packed; other models (LFM2, Falcon-H1) are accepted but were not run"),
+               note="full attention is packed; Granite 4 and LFM2 have a test that was not run, others (Falcon-H1) are accepted but were not run"),
         _refused("hybrid models on a CPU", "", None, "serve them on a GPU"),
         _refused("gated delta nets on a Blackwell GPU", "", None, "use --attention-backend triton",
                  note="SGLang accepts only its own backends there"),
