@@ -32,8 +32,7 @@ int main() {
   constexpr int kBatch = 64, kSeqLen = 2000;
   int plans = 0;
   int64_t steady = 0;
-  for (const pat::Policy policy :
-       {pat::Policy::kQuery, pat::Policy::kNaive, pat::Policy::kPat, pat::Policy::kOptimal}) {
+  for (const pat::Policy policy : {pat::Policy::kQuery, pat::Policy::kNaive, pat::Policy::kPat, pat::Policy::kOptimal}) {
     pat::Config config;
     config.token_bytes = 4096, config.part_bytes = 33024, config.turn_price = 0, config.warp_queries = 0,
     config.few_queries = 32;
