@@ -36,7 +36,7 @@ import trees
 from about import gpu, gpu_slug, result_file
 
 from sglang_pat.backend import verify
-from sglang_pat.backend.layers import kv_format
+from sglang_pat.backend.start.layers import kv_format
 from sglang_pat.kernels import capabilities, cuda, reference
 from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.kernels.low_bit import Pages

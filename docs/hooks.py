@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import report
 import tables
 
-from sglang_pat.backend import features, metrics
+from sglang_pat.backend import metrics
+from sglang_pat.backend.start import features
 from sglang_pat.compat.releases import RUN
 from sglang_pat.config import PatConfig
 

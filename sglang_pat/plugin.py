@@ -48,14 +48,14 @@ def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
     """
     if os.environ.get("SGLANG_PAT_KV"):
         # Imported when it is needed, as it imports torch.
-        from sglang_pat.backend import low_bit
+        from sglang_pat.backend.start import low_bit
 
         low_bit.prepare(server_args)
     if not compat.arguments.chooses_pat(server_args):
         step(server_args)
         return
     # Imported here, as few servers choose it.
-    from sglang_pat.backend import support
+    from sglang_pat.backend.start import support
 
     support.check_guards(server_args)
     if compat.arguments.lists_backends(server_args):
@@ -81,21 +81,21 @@ def allow_branches(step: Callable[[Any], None], server_args: Any) -> None:
 
 def cell_size(*arguments: Any) -> int:
     """`low_bit.cell_size`, imported when it is called, as it imports torch."""
-    from sglang_pat.backend import low_bit
+    from sglang_pat.backend.start import low_bit
 
     return low_bit.cell_size(*arguments)
 
 
 def pool_sizes(*arguments: Any) -> Any:
     """`low_bit.pool_sizes`, likewise."""
-    from sglang_pat.backend import low_bit
+    from sglang_pat.backend.start import low_bit
 
     return low_bit.pool_sizes(*arguments)
 
 
 def make_pool(*arguments: Any, **options: Any) -> Any:
     """`low_bit.make_pool`, likewise."""
-    from sglang_pat.backend import low_bit
+    from sglang_pat.backend.start import low_bit
 
     return low_bit.make_pool(*arguments, **options)
 
@@ -118,8 +118,8 @@ def draft_backend(create: Callable[..., Any], factory: Any, *args: Any, **kwargs
     """
     named = factory.draft_attn_backend
     if named == "pat" or (not named and compat.arguments.chooses_pat(compat.arguments.of_this_process())):
-        from sglang_pat.backend import layers
         from sglang_pat.backend.create import stock_name
+        from sglang_pat.backend.start import layers
 
         runner = factory.draft_model_runner
         factory.draft_attn_backend = stock_name(runner, layers.count(runner))

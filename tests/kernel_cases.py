@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from sglang_pat.backend.layers import kv_format
+from sglang_pat.backend.start.layers import kv_format
 from sglang_pat.kernels import reference
 from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.kernels.low_bit import Pages

@@ -39,7 +39,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
 from sglang_pat import compat
-from sglang_pat.backend import support
+from sglang_pat.backend.start import support
 from sglang_pat.demo.server import free_port
 from sglang_pat.radix_bridge import hooks, siblings
 from sglang_pat.radix_bridge.events import ROOT, NodeEvicted, RequestBound, RequestReleased, TreeReset

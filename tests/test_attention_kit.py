@@ -17,7 +17,8 @@ import torch
 from conftest import importing_kits
 
 from sglang_pat import compat, plugin
-from sglang_pat.backend import attention, extend
+from sglang_pat.backend import attention
+from sglang_pat.backend.extends import planned as extend
 from sglang_pat.radix_bridge import hooks
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
 from sglang_pat.radix_bridge.observer import apply

@@ -1,4 +1,4 @@
-"""The table of SGLang's features (backend/features.py): it is whole, what it refuses is refused, and what no other file shows is shown
+"""The table of SGLang's features (backend/start/features.py): it is whole, what it refuses is refused, and what no other file shows is shown
 here."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_pat import compat, platform
-from sglang_pat.backend import features
-from sglang_pat.backend.support import UnsupportedError
+from sglang_pat.backend.start import features
+from sglang_pat.backend.start.support import UnsupportedError
 
 TESTS = Path(__file__).parent
 ALL = [feature for group in features.FEATURES.values() for feature in group]

@@ -19,7 +19,7 @@ from conftest import assert_sound, generate_all
 from forked import ForkedServer
 
 from sglang_pat import compat
-from sglang_pat.backend import support
+from sglang_pat.backend.start import support
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
 from sglang_pat.demo.tiny_model import SHAPE

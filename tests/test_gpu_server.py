@@ -103,7 +103,7 @@ FEATURES: dict[str, list[str]] = {
     "prefill graphs": [POOL, "60000"],
     "memory saver": [POOL, "60000", "--disable-prefill-cuda-graph", "--enable-memory-saver"],
 }
-"""What only a GPU has (backend/features.py)."""
+"""What only a GPU has (backend/start/features.py)."""
 
 
 @pytest.mark.parametrize("name", FEATURES)

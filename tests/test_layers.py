@@ -12,7 +12,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from transformers import PretrainedConfig
 
 from sglang_pat import compat, plugin
-from sglang_pat.backend import create, groups, layers, support
+from sglang_pat.backend import create, groups
+from sglang_pat.backend.start import layers, support
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, AttentionSpec
 

@@ -19,8 +19,8 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat import compat
-from sglang_pat.backend import low_bit, support
 from sglang_pat.backend.kv.pages import Behind, LowBitKVPool, pool_class
+from sglang_pat.backend.start import low_bit, support
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
 from sglang_pat.demo.tiny_model import SHAPE

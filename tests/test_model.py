@@ -1,4 +1,4 @@
-"""What a model's config.json says of it before it is loaded: the words of backend/features.py, and no traceback."""
+"""What a model's config.json says of it before it is loaded: the words of backend/start/features.py, and no traceback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_pat.backend.features import FEATURES
+from sglang_pat.backend.start.features import FEATURES
 from sglang_pat.cli import build, model
 from sglang_pat.compat import TESTED, release
 from sglang_pat.kernels import cuda

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_pat import compat, plugin
-from sglang_pat.backend import support
+from sglang_pat.backend.start import support
 from sglang_pat.compat.releases import RUN
 
 HEADROOM = "get_req_to_token_extra_context_len"

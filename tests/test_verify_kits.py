@@ -17,8 +17,8 @@ from conftest import importing_kits
 from test_attention_kit import CASES, DEVICE
 
 from sglang_pat import plugin
-from sglang_pat.backend import support
 from sglang_pat.backend.attention import PatAttnBackend
+from sglang_pat.backend.start import support
 
 with importing_kits():
     from sglang.srt.managers.overlap_utils import decide_needs_cpu_seq_lens

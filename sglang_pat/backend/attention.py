@@ -11,16 +11,18 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat
-from sglang_pat.backend import layers, low_bit, paged, verify
+from sglang_pat.backend import verify
 from sglang_pat.backend.check import check_plan
-from sglang_pat.backend.extend import PackedExtend
+from sglang_pat.backend.extends import paged
+from sglang_pat.backend.extends.pages import LowBitPrefill
+from sglang_pat.backend.extends.planned import PackedExtend
+from sglang_pat.backend.extends.prefill import Prefill
 from sglang_pat.backend.groups import LayerGroup, LayerGroups
 from sglang_pat.backend.kv import Store
 from sglang_pat.backend.kv.pages import LowBitKVPool, PagesStore
 from sglang_pat.backend.kv.plain import PlainStore
-from sglang_pat.backend.low_bit_prefill import LowBitPrefill
 from sglang_pat.backend.metrics import Metrics
-from sglang_pat.backend.prefill import Prefill
+from sglang_pat.backend.start import layers, low_bit
 from sglang_pat.backend.step import Step
 from sglang_pat.config import PatConfig
 from sglang_pat.kernels.arguments import Scores

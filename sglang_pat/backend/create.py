@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat, jit
-from sglang_pat.backend import layers, support
 from sglang_pat.backend.attention import PatAttnBackend
 from sglang_pat.backend.groups import LayerGroup, LayerGroups
+from sglang_pat.backend.start import layers, support
 from sglang_pat.config import PatConfig
 from sglang_pat.packing import AttentionSpec
 from sglang_pat.radix_bridge import hooks
@@ -53,7 +53,7 @@ def create(runner: ModelRunner) -> AttentionBackend:
         # None where the user chose another backend for prefill.
         prefills = compat.arguments.backends_chosen(runner.server_args)[0] == "pat"
         if runner.device != "cpu" and layers.format_of(runner).is_low_bit:
-            prefills = False  # on neither a stock backend nor plans (low_bit_prefill.py)
+            prefills = False  # on neither a stock backend nor plans (extends/pages.py)
         inner = stock_backend(runner, specs) if prefills else None
         groups = LayerGroups(runner, config, specs, extends=prefills)
         return PatAttnBackend(runner, config, groups, inner, trace_writer(runner, config, groups.steps[0]))

@@ -9,11 +9,11 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_pat import compat
-from sglang_pat.backend import layers
-from sglang_pat.backend.extend import PackedExtend
+from sglang_pat.backend.extends.planned import PackedExtend
 from sglang_pat.backend.groups import make_groups
 from sglang_pat.backend.kv.plain import PlainStore
-from sglang_pat.backend.layers import SpecReader
+from sglang_pat.backend.start import layers
+from sglang_pat.backend.start.layers import SpecReader
 from sglang_pat.config import PatConfig
 
 if TYPE_CHECKING:

@@ -9,10 +9,11 @@ import msgspec
 import torch
 
 from sglang_pat import compat
-from sglang_pat.backend import executors, support
+from sglang_pat.backend import executors
 from sglang_pat.backend.executors import Executor
-from sglang_pat.backend.layers import SpecReader
 from sglang_pat.backend.planner import Planner
+from sglang_pat.backend.start import support
+from sglang_pat.backend.start.layers import SpecReader
 from sglang_pat.config import PatConfig
 from sglang_pat.packing import AttentionSpec, WorkItem, devices
 from sglang_pat.packing.native import NativeScheduler

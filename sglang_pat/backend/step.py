@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_pat import compat
-from sglang_pat.backend import support, verify
+from sglang_pat.backend import verify
 from sglang_pat.backend.groups import LayerGroups
 from sglang_pat.backend.kv import NewTokens, windows
+from sglang_pat.backend.start import support
 from sglang_pat.kernels.arguments import Tables
 from sglang_pat.radix_bridge import hooks
 

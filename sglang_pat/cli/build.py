@@ -65,7 +65,7 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
                 for heads in DRAFT_HEADS
             ]
         for one in specs:
-            # Extends of KV in few bits run over a workspace (backend/low_bit_prefill.py), those of drafts are the first spec's.
+            # Extends of KV in few bits run over a workspace (backend/extends/pages.py), those of drafts are the first spec's.
             extends = one is spec and not form.is_low_bit
             found.update(dict.fromkeys(cuda.variants(one, arch, dtype=getattr(torch, name), extends=extends)))
     return list(found)

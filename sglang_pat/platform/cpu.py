@@ -10,7 +10,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_pat import compat
-from sglang_pat.backend import low_bit, support
+from sglang_pat.backend.start import low_bit, support
 from sglang_pat.platform import NAME, announce
 
 

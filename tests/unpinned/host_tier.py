@@ -78,7 +78,7 @@ def register() -> None:
     """Make the copies, and allow the flag."""
     from sglang.srt.mem_cache.pool_host import base, common
 
-    from sglang_pat.backend import features
+    from sglang_pat.backend.start import features
 
     for name in ("memory_pool_host", "pool_host.mha", "pool_host.mamba"):
         try:

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_pat.backend.kv import NewTokens
-from sglang_pat.backend.support import UnsupportedError
+from sglang_pat.backend.start.support import UnsupportedError
 from sglang_pat.kernels import capabilities, low_bit
 from sglang_pat.kernels.arguments import KvView, Tables
 from sglang_pat.packing.spec import KVFormat
@@ -114,7 +114,7 @@ def pool_class(form: KVFormat) -> type[LowBitKVPool]:
 
 
 class PagesStore:
-    """A `Store`. Extends are run with it on a CPU only; on a GPU `low_bit_prefill.LowBitPrefill` runs them."""
+    """A `Store`. Extends are run with it on a CPU only; on a GPU `extends.pages.LowBitPrefill` runs them."""
 
     def __init__(self, pool: LowBitKVPool, rows: int) -> None:
         """

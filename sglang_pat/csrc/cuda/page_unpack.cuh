@@ -1,4 +1,4 @@
-// Pages of few bits as numbers of 16 bits, for kernels that know nothing of records (backend/low_bit_prefill.py): what csrc/cpu/low_bit.h reads,
+// Pages of few bits as numbers of 16 bits, for kernels that know nothing of records (backend/extends/pages.py): what csrc/cpu/low_bit.h reads,
 // rounded. A CTA has a page of one KV head. A thread makes eight channels of a token at a time, so tokens are written as whole rows.
 #pragma once
 

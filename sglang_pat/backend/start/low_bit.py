@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_pat import compat
-from sglang_pat.backend import support
+from sglang_pat.backend.start import support
 from sglang_pat.config import PatConfig
 from sglang_pat.kernels import low_bit
 from sglang_pat.packing import FORMATS

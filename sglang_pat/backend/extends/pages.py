@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from sglang_pat.backend.extends.blocks import PAGE, Blocks, unfinished_pages
+from sglang_pat.backend.extends.paged import PagedAttention
 from sglang_pat.backend.kv.pages import LowBitKVPool, shared_kv
-from sglang_pat.backend.layers import logit_cap
-from sglang_pat.backend.low_bit_blocks import PAGE, Blocks, unfinished_pages
-from sglang_pat.backend.paged import PagedAttention
+from sglang_pat.backend.start.layers import logit_cap
 from sglang_pat.backend.tensors import by_token, lengths, to_device
 from sglang_pat.radix_bridge import hooks
 

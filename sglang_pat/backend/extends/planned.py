@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_pat import compat
+from sglang_pat.backend.extends.halves import Parts, divide, trailing
 from sglang_pat.backend.groups import LayerGroup
 from sglang_pat.backend.kv import NewTokens, Store
-from sglang_pat.backend.layers import logit_cap
-from sglang_pat.backend.parts import Parts, divide, trailing
+from sglang_pat.backend.start.layers import logit_cap
 from sglang_pat.backend.tensors import by_token, lengths, to_device
 from sglang_pat.kernels.arguments import Scores, Tables
 from sglang_pat.packing import layout

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_pat import compat
-from sglang_pat.backend import parts
-from sglang_pat.backend.extend import PackedExtend
-from sglang_pat.backend.parts import Forward, Parts
+from sglang_pat.backend.extends import halves as parts
+from sglang_pat.backend.extends.halves import Forward, Parts
+from sglang_pat.backend.extends.planned import PackedExtend
 from sglang_pat.radix_bridge import hooks
 
 if TYPE_CHECKING:

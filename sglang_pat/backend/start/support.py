@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_pat import compat
-from sglang_pat.backend import features, layers
+from sglang_pat.backend.start import features, layers
 from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.packing import AttentionSpec
 from sglang_pat.packing.spec import MAX_WINDOW
