@@ -24,7 +24,9 @@ from sglang_pat.text import say
 SHARED, RACERS, RACE_TOKENS = 3800, 32, 128
 """In the timed part: tokens of the system prompt (enough for attention to matter), requests, and tokens per answer."""
 
-FLAGS = ["--max-running-requests", "64", "--max-total-tokens", "65536", "--dtype", "float32"]
+FLAGS = ["--max-running-requests", "64", "--dtype", "float32"]
+TINY, TRAINED = 65536, 16384
+"""Tokens of a pool with each kind of model: SmolLM2-135M's take 46 KB each in float32, those of a tiny one 2 KB."""
 
 
 def main(words: list[str] | None = None, prog: str = "python -m sglang_pat.demo") -> int:
@@ -64,10 +66,11 @@ def demo(arguments: argparse.Namespace) -> int:
     model = trained or tiny_model.write(arguments.cache / "tiny-qwen3")
     prompts = workload.nested_prompts(3, 4, arguments.questions or (4 if trained else 16), unrelated=24)
     topics = [workload.prose(f"topic {i}", 60) for i in range(6)]
+    flags = [*FLAGS, "--max-total-tokens", str(TRAINED if trained else TINY)]
     print(f"model: {model}\nlogs:  {arguments.cache}/demo-*.log")
     with ExitStack() as stack:
         servers = {
-            backend: stack.enter_context(Server(model, backend, arguments.cache / f"demo-{backend}.log", FLAGS))
+            backend: stack.enter_context(Server(model, backend, arguments.cache / f"demo-{backend}.log", flags))
             for backend in ("pat", "torch_native")
         }
         answers = {
@@ -111,7 +114,13 @@ def conversation(server: Server) -> str:
         len(workload.QUESTIONS),
     )
     lines = [f"  {question}\n    {answer}" for question, answer in zip(workload.QUESTIONS, answers, strict=True)]
-    return "\n".join(["", "Asked at once about one handbook, by which they share most of their KV", *lines])
+    return "\n".join(
+        [
+            "",
+            "Asked at once about one handbook, so that they share most of their KV; so small a model is often wrong",
+            *lines,
+        ]
+    )
 
 
 def ask(server: Server, backend: str, prompts: Sequence[str], topics: Sequence[str], tokens: int) -> list[str]:
