@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FOLLOWED = ("RadixCache", "UnifiedRadixCache", "HiRadixCache")
+FOLLOWED = ("RadixCache", "UnifiedRadixCache", "HiRadixCache", "LMCacheUnifiedRadixCache")
 """Prefix caches whose paths tests have compared with `req_to_token`. With any other cache, requests are decoded unpacked."""
 
 
