@@ -114,12 +114,12 @@ CASES |= {
     ),
     "host, selective, pages of 64, mixed chunks, no overlap": (
         [*PAGES, "--hicache-write-policy", "write_through_selective", "--hicache-mem-layout", "page_first_direct",
-         "--enable-mixed-chunk", "--chunked-prefill-size", "64", "--disable-overlap-schedule"],
+         "--enable-mixed-chunk", "--chunked-prefill-size", "256", "--disable-overlap-schedule"],
         CORES[0], {"shared": 50, "writes": 10, "loads": 1},
     ),
     "host, write-back, full": (
         [*TIER, POOL, "600", "--hicache-ratio", "0.2", "--hicache-write-policy", "write_back"],
-        CORES[0], {"shared": 100, "writes_beside": 10, "full": 10},
+        CORES[0], {"shared": 100, "writes_beside": 10, "full": 1},
     ),
     "host, write-back, pages of 64, priorities": (
         [*PAGES, "--hicache-write-policy", "write_back", "--enable-priority-scheduling"], CORES[1], LOADED,
@@ -128,9 +128,9 @@ CASES |= {
         [*TIER, POOL, "600", "--page-size", "4", "--namespaces", "--enable-session-radix-cache", "--hicache-ratio", "4"],
         UNIFIED, LOADED,
     ),
-    "host, states": ([*TIER, POOL, "700", "--mamba", "--hicache-ratio", "4"], {}, {"shared": 100, "writes": 10}),
+    "host, states": ([*TIER, POOL, "700", "--mamba", "--max-mamba-cache-size", "60", "--hicache-ratio", "2"], {}, {"shared": 100, "writes": 10}),
     "host, drafts": (
-        [*TIER, POOL, "800", *DRAFTS, "1", "--speculative-num-draft-tokens", "3", "--hicache-ratio", "4"],
+        [*TIER, POOL, "1500", *DRAFTS, "1", "--speculative-num-draft-tokens", "3", "--hicache-ratio", "4"],
         {}, {"shared": 50, "writes": 10},
     ),
 }  # fmt: skip
