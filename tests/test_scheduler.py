@@ -112,10 +112,8 @@ CASES |= {
         [*TIER, POOL, "800", "--hicache-ratio", "4", "--hicache-write-policy", "write_through_selective", "--schedule-policy", "lpm"],
         CORES[1] | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}, LOADED | {"retracted": 1},
     ),
-    "host, selective, pages of 64, mixed chunks, no overlap": (
-        [*PAGES, "--hicache-write-policy", "write_through_selective", "--hicache-mem-layout", "page_first_direct",
-         "--enable-mixed-chunk", "--chunked-prefill-size", "256", "--disable-overlap-schedule"],
-        CORES[0], {"shared": 50, "writes": 10, "loads": 1},
+    "host, selective, pages of 64": (
+        [*PAGES, "--hicache-write-policy", "write_through_selective"], CORES[0], {"shared": 50, "writes": 1},
     ),
     "host, write-back, full": (
         [*TIER, POOL, "600", "--hicache-ratio", "0.2", "--hicache-write-policy", "write_back"],
@@ -128,9 +126,8 @@ CASES |= {
         [*TIER, POOL, "600", "--page-size", "4", "--namespaces", "--enable-session-radix-cache", "--hicache-ratio", "4"],
         UNIFIED, LOADED,
     ),
-    "host, states": ([*TIER, POOL, "700", "--mamba", "--max-mamba-cache-size", "60", "--hicache-ratio", "2"], {}, {"shared": 100, "writes": 10}),
     "host, drafts": (
-        [*TIER, POOL, "1500", *DRAFTS, "1", "--speculative-num-draft-tokens", "3", "--hicache-ratio", "4"],
+        [*TIER, POOL, "800", *DRAFTS, "1", "--speculative-num-draft-tokens", "3", "--hicache-ratio", "4", "--batches", "130"],
         {}, {"shared": 50, "writes": 10},
     ),
 }  # fmt: skip
