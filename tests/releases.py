@@ -23,7 +23,7 @@ FOLDER = HERE.parent / ".venv-release"
 TESTS = {
     "bridge": ["test_mirror.py", "test_observer.py", "test_releases.py"],
     "scheduler": ["test_scheduler.py", "-k", "plain or drafts"],
-    "server": ["test_windows.py", "-k", "lists_its_backends"],
+    "server": ["test_families.py", "-k", "exaone"],
 }
 """What packing needs of SGLang, by what runs it: its requests and trees, its scheduler and caches, with pairs of tokens as keys too, and a whole server
 with a model for which SGLang has a list of backends. Answers are compared, and must be packed."""

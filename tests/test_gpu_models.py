@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+import families
 import gemma
 import gpt_oss
 import hybrid
@@ -225,6 +226,13 @@ def test_unequal_dimensions(gpu_model: Path, tmp_path: Path) -> None:
     """A MiMo-V2-shaped model: V narrower than K, and for windows sinks, other KV heads and a pool of their own."""
     model = mimo.write(tmp_path / "model", gpu_model, 128)
     expected = assert_answers_are_those_of_fa3(model, ["--trust-remote-code"], tmp_path)
+    assert len({tuple(answer.ids) for answer in expected}) > len(expected) / 2, "answers that depend on prompts"
+
+
+def test_norms_of_all_heads(gpu_model: Path, tmp_path: Path) -> None:
+    """A model of MiniMax M2's shape."""
+    model = families.minimax(tmp_path / "model", gpu_model)
+    expected = assert_answers_are_those_of_fa3(model, ["--moe-runner-backend", "triton"], tmp_path)
     assert len({tuple(answer.ids) for answer in expected}) > len(expected) / 2, "answers that depend on prompts"
 
 

@@ -144,6 +144,7 @@ def _refused(name: str, how: str, asked: Asked | None, instead: str, note: str =
     return Feature(name, how, "refused", asked=asked, instead=instead, note=note)
 
 
+_FAMILIES = "test_families.py::test_answers_are_those_of_a_stock_backend"
 _CHAOS = "test_chaos.py::test_a_minute_of_chaos"
 _MIRROR = "test_scheduler.py::test_the_mirror_is_what_req_to_token_says"
 _NESTED = "test_server.py::test_nested_prefixes_of_mixed_lengths"
@@ -336,8 +337,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("attention sinks (gpt-oss on a GPU, MiMo V2)", "", "test_cuda_kernel.py::test_sinks",
                "test_gpu_models.py::test_sinks", "test_sinks.py::test_answers_do_not_depend_on_packing",
                note="on a GPU prefill runs on FA3 or Triton; on a CPU SGLang cannot run the experts of gpt-oss"),
-        _works("models for which SGLang has a list of backends: Exaone 4, gpt-oss", "",
-               "test_windows.py::test_a_model_for_which_sglang_lists_its_backends"),
+        _works("models for which SGLang has a list of backends: Exaone 4, gpt-oss", "", _FAMILIES),
+        _works("models whose code is their own: GLM-4.5, Hunyuan V3, Step 3.5, Granite, MiniMax M2", "", _FAMILIES, "test_gpu_models.py::test_norms_of_all_heads",
+               note="run with dense layers on a CPU; MiniMax M2, whose norms SGLang computes on a GPU only, was not run"),
         _refused("encoder-decoder models", "", None, "use another --attention-backend"),
         _refused("attention in both directions by a decoder (EmbeddingGemma, HRM)", "", None, "use --attention-backend triton"),
         _refused("encoders with windows (EmbeddingGemma 2)", "", None, "use --attention-backend triton"),
