@@ -225,9 +225,11 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                  _any(_several("attn_cp_size"), _set("enable_prefill_cp"), _set("enable_prefill_context_parallel")), _LEAVE_OUT),
     ),
     "Disaggregation": (
-        _works("prefill server", "`--disaggregation-mode prefill`", _PD, note="siblings wait, and short extends are packed; run on a CPU with Mooncake over TCP, not on GPUs"),
+        _works("prefill server", "`--disaggregation-mode prefill`", _PD, "test_disaggregation.py::test_a_prefill_server_that_dies",
+               note="siblings wait, and short extends are packed; run on a CPU with Mooncake over TCP, not on GPUs"),
         _works("decode server with a prefix cache", "`--disaggregation-decode-enable-radix-cache`", _PD,
-               note="packed from a request's first step; without this flag SGLang turns the prefix cache off; on 0.5.17 not beside drafts; run likewise"),
+               "test_disaggregation.py::test_retracted_requests_get_their_kv_back",
+               note="packed from a request's first step; without this flag SGLang turns the prefix cache off; on 0.5.17 not beside drafts, and when requests are retracted SGLang finds a leak there and ends; run likewise"),
         _unpacked("decode server without one", "`--disaggregation-mode decode`", "test_server.py::test_a_decode_server"),
         _refused("a server that changes its role (0.5.23)", "`--enable-pd-role-switch`", _set("enable_pd_role_switch"), _LEAVE_OUT),
         _unpacked("KV offload of a decode server", "`--disaggregation-decode-enable-offload-kvcache`",
