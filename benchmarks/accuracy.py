@@ -233,6 +233,8 @@ def measure(server: Server, job: Job) -> tuple[dict[str, Any], list[Answer]]:
     }
     if after is not None and before is not None:
         read, unpacked = (after[name] - before[name] for name in ("kv_bytes", "kv_bytes_unpacked"))
+        if not unpacked:
+            raise RuntimeError(f"PAT ran no step: {after['unpacked_because'] or 'another backend decoded'}")
         record["kv_read"] = round(read / unpacked, 3)
         if after["fallbacks"] or after["faults"]:
             raise RuntimeError(f"{after['fallbacks']} steps fell back, {after['faults']} faults")
@@ -283,8 +285,7 @@ def main() -> None:
             server.wait()
             record, answers = measure(server, job)
         expected = expected or answers
-        compared = record["again"] if answers is expected else parting(answers, expected)
-        record = {"model": options.model.name, "backend": backend, "kv": kv, **record, **compared}
+        record = {"model": options.model.name, "backend": backend, "kv": kv, **record, **parting(answers, expected)}
         result["records"].append(record)
         print(json.dumps(record), flush=True)
         # After each one: a run that is cut short keeps what it has.

@@ -44,7 +44,7 @@ def trained() -> Path:
     """SmolLM2-135M, kept from run to run."""
     try:
         return trained_model.write(trained_model.CACHE / "tests" / "smollm2-135m")
-    except RuntimeError as error:
+    except trained_model.DownloadError as error:
         pytest.skip(str(error))
 
 

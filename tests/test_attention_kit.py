@@ -9,6 +9,7 @@ import gc
 import unittest
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from conftest import importing_kits
 from sglang_pat import compat, plugin
 from sglang_pat.backend import attention
 from sglang_pat.backend.extends import planned as extend
+from sglang_pat.backend.step import Step
 from sglang_pat.radix_bridge import hooks
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
 from sglang_pat.radix_bridge.observer import apply
@@ -307,3 +309,14 @@ def test_two_backends_of_one_process_plan_for_themselves() -> None:
     del first, fixture
     gc.collect()
     assert hooks.followers()[before:] == [second.backend]
+
+
+def test_an_empty_step_that_verifies_has_masks() -> None:
+    """A kernel for drafts asks for some, of no drafts too; one for single tokens refuses any."""
+    step = Step.__new__(Step)
+    step._windows, step._requests = {}, SimpleNamespace(req_to_token=torch.zeros(1, 4, dtype=torch.int32))
+    step.rows = step.seq_lens = torch.empty(0, dtype=torch.int64)
+    step._masks = torch.ones(2, 3, dtype=torch.int64)
+    assert step.tables(0).masks is None
+    found = step.tables(0, drafts=0).masks
+    assert found is not None and found.shape == (0, 3)

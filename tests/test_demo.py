@@ -47,4 +47,14 @@ def test_another_file_than_the_model_s_is_refused(tmp_path: Path) -> None:
     other.write_bytes(b"GGUF")
     with pytest.raises(RuntimeError, match=r"other.gguf is another model than it was: its SHA-256 is not b179c95"):
         trained_model.write(tmp_path / "model", source=other)
-    assert not trained_model.is_there(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_folder_with_another_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    for sha in (None, trained_model.PACKAGES["smollm2-135m"][1]):
+        if sha is not None:
+            (tmp_path / "sha256").write_text(sha)
+            assert trained_model.write(tmp_path, "smollm2-135m") == tmp_path
+        with pytest.raises(RuntimeError, match="has another model than gemma3-270m"):
+            trained_model.write(tmp_path, "gemma3-270m")

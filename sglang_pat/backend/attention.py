@@ -102,7 +102,7 @@ class PatAttnBackend(AttentionBackend):
     def _make_store(self, runner: ModelRunner) -> Store:
         pool = self.token_to_kv_pool
         if not isinstance(pool, LowBitKVPool):
-            return PlainStore(pool, runner.kv_cache_dtype)
+            return PlainStore(pool)
         rows = len(self.req_to_token_pool.req_to_token)
         pool.make_tails(rows, runner.dtype, self.groups.single[0].executor.store)
         return PagesStore(pool, rows)
@@ -219,6 +219,8 @@ class PatAttnBackend(AttentionBackend):
         seq_lens = compat.batch.cached_lengths(forward_batch)
         requests = self.step.requests(forward_batch, len(seq_lens))
         self.step.cut(forward_batch, len(requests))
+        if verifies:
+            self.step.take_masks(forward_batch, len(requests))
         self._plan(groups, requests, functools.partial(_on_host, seq_lens, len(requests), more), aside)
 
     def _plan(
@@ -277,7 +279,7 @@ class PatAttnBackend(AttentionBackend):
 
     def _forward_step(
         self, group: LayerGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention,
-        forward_batch: ForwardBatch, save_kv_cache: bool, sinks: torch.Tensor | None, drafts: int = 0,
+        forward_batch: ForwardBatch, save_kv_cache: bool, sinks: torch.Tensor | None, drafts: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Run the step's plan in a layer: [tokens, heads * v_head_dim]."""
         if save_kv_cache and k is not None:

@@ -31,7 +31,7 @@ class DraftExtend(TorchNativeAttnBackend):
         config = PatConfig.from_environment()
         self._reader = SpecReader(runner)
         self._groups = make_groups(runner, config, layers.count(runner))
-        store = PlainStore(runner.token_to_kv_pool, runner.kv_cache_dtype)
+        store = PlainStore(runner.token_to_kv_pool)
         self._extend = PackedExtend(runner, self._groups, store)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:

@@ -36,28 +36,28 @@ class Step:
         self.draft_tokens = groups.draft_tokens
         self.verify_mask: Any = compat.batch.verify_mask(size, self.draft_tokens, runner.device)
         self.rows = self.seq_lens = self._cached = torch.empty(0, dtype=torch.int64)  # the last without drafts
-        self._pools, self._pool = runner.req_to_token_pool, runner.token_to_kv_pool
+        self._requests, self._kv = runner.req_to_token_pool, runner.token_to_kv_pool
         self._rows_of_batch: torch.Tensor | None = None
         self._numbers = torch.empty(0, dtype=torch.int64)  # of the batch's requests
         self._window_slots: torch.Tensor | None = None  # of the new tokens, in the pool for windows
         # Those of drafts without branches never change.
         self._masks = verify.without_branches(size, self.draft_tokens, runner.device)
-        own_pool = compat.pool.has_window_pool(self._pool)
+        own_pool = compat.pool.has_window_pool(self._kv)
         lengths = {group.spec.planned_window for group in groups.everyone if own_pool and group.spec.window}
-        self._tables = {window: windows.WindowTable(runner, window) for window in lengths}
+        self._windows = {window: windows.WindowTable(runner, window) for window in lengths}
 
-    def introduce(self, step: int) -> None:
-        """Log the tables of windows; `step`: tokens that are prefilled in one step, at most."""
-        for window, table in self._tables.items():
+    def introduce(self, prefill_step: int) -> None:
+        """Log the tables of windows; `prefill_step`: tokens that are prefilled in one step, at most."""
+        for window, table in self._windows.items():
             logger.info("sglang-pat: a table of windows of %d, %.0f MiB", window, table.bytes / 2**20)
-            found = windows.advice(compat.pool.window_pool_tokens(self._pool), window, step)
+            found = windows.advice(compat.pool.window_pool_tokens(self._kv), window, prefill_step)
             if found is not None:
                 logger.warning("sglang-pat: %s", found)
 
     def reserve(self, batch: int) -> None:
         """Make room for a batch of this size, before a graph is captured: it may have padding beyond the pool's requests. SGLang's own flags
         (`verify_mask`) have none: it writes and we read those of requests."""
-        for table in self._tables.values():
+        for table in self._windows.values():
             table.reserve(batch)
         if self.draft_tokens and batch > len(self._masks):
             self._masks = verify.without_branches(batch, self.draft_tokens, self._masks.device)
@@ -78,16 +78,21 @@ class Step:
             # SGLang's dry runs have no known requests.
             return torch.full((size - compat.batch.padding(forward_batch),), -1)
         if rows is not self._rows_of_batch:
-            self._rows_of_batch, self._numbers = rows, compat.requests.numbers(self._pools, rows)
+            self._rows_of_batch, self._numbers = rows, compat.requests.numbers(self._requests, rows)
         return self._numbers
 
     def cut(self, forward_batch: ForwardBatch, requests: int) -> None:
-        """Leave out padding behind so many requests, unless a graph reads it; and take the masks of their drafts."""
+        """Leave out padding behind so many requests, unless a graph reads it."""
         if not compat.batch.is_graph_view(forward_batch):
             self.rows, self.seq_lens = self.rows[:requests], self.seq_lens[:requests]
             self._cached = self.seq_lens
-        if not self.verifies(forward_batch):
-            return
+
+    def take_masks(self, forward_batch: ForwardBatch, requests: int) -> None:
+        """Take the masks of so many drafts.
+
+        Raises:
+            UnsupportedError: They have another length than at start.
+        """
         tokens, found = self.draft_tokens, compat.batch.tokens_of_drafts(forward_batch)
         if found != tokens:
             raise support.UnsupportedError(f"a draft has {found} tokens, but at start it was {tokens}")
@@ -99,19 +104,19 @@ class Step:
         if self.verifies(forward_batch):
             # SGLang's lengths do not include the drafts. Warm-up calls this several times, so do not add to `seq_lens` itself.
             self.seq_lens = self._cached + self.draft_tokens
-        if self._tables:
-            mapping = compat.pool.window_mapping(self._pool)
+        if self._windows:
+            mapping = compat.pool.window_mapping(self._kv)
             self._window_slots = mapping[forward_batch.out_cache_loc]
-            for table in self._tables.values():
+            for table in self._windows.values():
                 table.fill(self.rows, self.seq_lens, mapping)
 
     def new_tokens(self, forward_batch: ForwardBatch) -> NewTokens:
         return NewTokens(forward_batch.out_cache_loc, self.rows, self.seq_lens, self._window_slots)
 
-    def tables(self, window: int, drafts: int = 0) -> Tables:
-        """For layers with this window in plans (`AttentionSpec.planned_window`); with the masks of so many drafts."""
-        masks = self._masks[:drafts] if drafts else None
-        table = self._tables.get(window)
+    def tables(self, window: int, drafts: int | None = None) -> Tables:
+        """For layers with this window in plans (`AttentionSpec.planned_window`); with the masks of so many drafts, if it verifies some."""
+        masks = None if drafts is None else self._masks[:drafts]
+        table = self._windows.get(window)
         if table is None:
-            return Tables(self._pools.req_to_token, self.rows, self.seq_lens, masks)
+            return Tables(self._requests.req_to_token, self.rows, self.seq_lens, masks)
         return Tables(*table.of_batch(len(self.rows)), masks=masks)

@@ -45,7 +45,7 @@ def branches(forward_batch: ForwardBatch) -> bool:
 
 
 def masks(forward_batch: ForwardBatch, tokens: int, requests: int, preallocated: Any = None) -> torch.Tensor:
-    """Which tokens of its draft each token sees (`kernels.cpu.attention`), [requests, tokens] int64.
+    """Which tokens of its draft each token sees (`kernels.arguments.Tables`), [requests, tokens] int64.
 
     SGLang has a row of flags for each token of each request, concatenated: one flag per KV token (`TreeMaskMode.FULL_MASK`), or per token of the
     draft (`QLEN_ONLY`). The batch may have padding at its end. Nothing here synchronizes with a GPU.

@@ -67,27 +67,32 @@ def _run(arguments: list[str] | None) -> int:
     if not words:
         _parser().print_help()
         return 0
-    if words[0] in OTHERS:
-        try:
-            module = importlib.import_module(OTHERS[words[0]])
-        except ImportError as error:
-            say(f"{PROG}: {printable(str(error))}; {PROG} doctor says what is missing")
-            return 2
-        return int(module.main(words[1:], f"{PROG} {words[0]}"))
-    parsed, others = _parser().parse_known_args(words)
-    if others and parsed.run is not _batch:
-        parsed.parser.error(f"unrecognized arguments: {' '.join(others)}")
-    parsed.others = others
     try:
-        return parsed.run(parsed) or 0
+        return _other(words) if words[0] in OTHERS else _own(words)
     except BuildError as error:
         # With what the compiler says.
         message = "\n".join(map(printable, str(error).splitlines()))
         say(f"{PROG}: {message.removeprefix(f'{PROG} ')}")
-        return 2
     except (TraceError, TopError, EstimateError, explain.ExplainError, BatchError) as error:
         say(f"{PROG}: {printable(str(error))}")
+    return 2
+
+
+def _other(words: list[str]) -> int:
+    try:
+        module = importlib.import_module(OTHERS[words[0]])
+    except ImportError as error:
+        say(f"{PROG}: {printable(str(error))}; {PROG} doctor says what is missing")
         return 2
+    return int(module.main(words[1:], f"{PROG} {words[0]}"))
+
+
+def _own(words: list[str]) -> int:
+    parsed, others = _parser().parse_known_args(words)
+    if others and parsed.run is not _batch:
+        parsed.parser.error(f"unrecognized arguments: {' '.join(others)}")
+    parsed.others = others
+    return parsed.run(parsed) or 0
 
 
 def _version() -> str:
@@ -148,7 +153,7 @@ def _add_doctor(commands: Any) -> None:
         "--model",
         help="a model's folder, its config.json, or a name in the cache of Hugging Face: whether it is supported, before it is loaded",
     )
-    command.add_argument("--url", help="a running server, whose counters are added")
+    command.add_argument("--url", type=completed, help="a running server, whose counters are added")
     _add_key(command)
     command.set_defaults(run=_doctor, parser=command)
 

@@ -37,7 +37,13 @@ class TopError(Exception):
     """There is no server with PAT; the message says what was found instead."""
 
 
-class Counters(TypedDict):
+class NewCounters(TypedDict, total=False):
+    """Those that servers with an older sglang-pat lack."""
+
+    kv_bytes_by_queries: dict[Annotated[int, Meta(ge=1, le=1 << 20)], Count]
+
+
+class Counters(NewCounters):
     """The counters in `/server_info` that are shown here, for one scheduler process with PAT."""
 
     steps: Count
@@ -53,7 +59,6 @@ class Counters(TypedDict):
     faults: Count
     bound: Count
     nodes: Count
-    kv_bytes_by_queries: dict[Annotated[int, Meta(ge=1, le=1 << 20)], Count]
     trace: Line
     unpacked_because: Line
 
@@ -254,11 +259,11 @@ class Picture(msgspec.Struct):
 
 def picture(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: float) -> Picture:
     """What happened in the last `seconds`, or since the server started if `old` is None."""
-    before = old or {"kv_bytes_by_queries": {}}
+    before = old or {}
     names = ("steps", "kv_bytes", "kv_bytes_unpacked", "plans", "plans_ahead", "planning_us", "work_items", "parts")
     since = {name: max(0, new[name] - before.get(name, 0)) for name in names}
     read, unpacked = since["kv_bytes"], since["kv_bytes_unpacked"]
-    by_size = new_by_size(new["kv_bytes_by_queries"], before["kv_bytes_by_queries"])
+    by_size = new_by_size(new.get("kv_bytes_by_queries", {}), before.get("kv_bytes_by_queries", {}))
     whole = sum(by_size.values())
     return Picture(
         seconds=round(seconds, 3) if old else None,

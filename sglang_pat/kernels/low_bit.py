@@ -17,7 +17,7 @@ PAGE_TOKENS = LOW_BIT_PAGE
 
 
 class Pages(msgspec.Struct, frozen=True):
-    """What `cpu.attention` reads besides `k` and `v`, which are then tails.
+    """What a query reads besides `k` and `v` (`kernels.arguments.KvView`), which are then tails.
 
     Attributes:
         records: [pages, kv_heads, record_bytes], uint8: slot s is token s % 64 of page s // 64.

@@ -18,7 +18,7 @@ def decode(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decode attention without a plan. Arguments as for `kernels.cpu.attention`; the result is float64."""
+    """Decode attention without a plan. Arguments as in `kernels.arguments`; `scale` is the only one of K and V; the result is float64."""
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64, device=q.device)
     for i in range(q.shape[0]):

@@ -1,7 +1,7 @@
 """Lets SGLang's hierarchical cache run on a CPU, with `--hicache-io-backend direct`: copies between its tiers, which are sgl_kernel's on a GPU,
 are made by torch, and are reported done some polls later, as those of a GPU's stream are.
 
-Trees, cache controller and host pools are SGLang's own.
+Trees, cache controller and host pools are SGLang's own. Copies are made at once, and only reported late: KV that is read before it has come is right here.
 """
 
 from __future__ import annotations

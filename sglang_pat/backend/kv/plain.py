@@ -18,13 +18,9 @@ if TYPE_CHECKING:
 class PlainStore:
     """A `Store`."""
 
-    def __init__(self, pool: Any, dtype: torch.dtype) -> None:
-        """
-        Args:
-            pool: SGLang's KV pool.
-            dtype: Its dtype; SGLang keeps 8 bits as uint8.
-        """
-        self._pool, self._scaled = pool, compat.pool.is_fp8(dtype)
+    def __init__(self, pool: Any) -> None:
+        """`pool`: SGLang's KV pool."""
+        self._pool, self._scaled = pool, compat.pool.is_fp8(pool.dtype)
 
     def write(self, layer: RadixAttention, k: torch.Tensor, v: torch.Tensor, new: NewTokens) -> None:
         compat.pool.save_kv(self._pool, layer, new.slots, k, v, new.window_slots)

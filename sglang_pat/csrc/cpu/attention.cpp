@@ -221,11 +221,11 @@ void attention(TensorView q, TensorView k, TensorView v, TensorView out, TensorV
   pat::check(out, "out", 3, pat::kFloat32, pat::kCpu);
   pat::check(k, "k", 3, k.dtype(), pat::kCpu);
   pat::check(v, "v", 3, k.dtype(), pat::kCpu);
-  const pat::Plan parts{plan, partial, lse};
-  const pat::KvView kv{k, v, pages, 1};  // V's scale is applied to the output by the caller
+  const pat::Plan planned{plan, partial, lse};
+  const pat::KvView kv{k, v, pages, 1};
   const pat::Tables tables{req_to_token, rows, seq_lens, masks};
   const pat::Scores scores{scale, logit_cap, sinks};
-  pat::check(parts, tables, q, k, out, pat::kFloat32, pat::kCpu);
+  pat::check(planned, tables, q, k, out, pat::kFloat32, pat::kCpu);
   pat::check_sinks(sinks, pat::kFloat32, q.size(1), pat::kCpu);
   pat::check(masks, "masks", 2, pat::kInt64, pat::kCpu);
   const int64_t batch = q.size(0), heads = q.size(1), tokens = masks.size(1);
@@ -255,7 +255,7 @@ void attention(TensorView q, TensorView k, TensorView v, TensorView out, TensorV
   TVM_FFI_CHECK(!problem, ValueError) << problem;
   const pat::LowBit form(bits ? int(bits) : 4, bits ? int(k.size(2)) : 0);
   const pat::Shape shape{int(q.size(2)), int(v.size(2)), float(logit_cap)};
-  const Arguments arguments{q, out, parts, kv, tails, tables, scores, bits ? &form : nullptr, shape, window};
+  const Arguments arguments{q, out, planned, kv, tails, tables, scores, bits ? &form : nullptr, shape, window};
   const DLDataType type = k.dtype();
   if (type.code == kDLFloat && type.bits == 32) return run<float>(arguments);
   if (type.code == kDLFloat && type.bits == 16) return run<pat::Fp16>(arguments);

@@ -1,5 +1,5 @@
-// The module that is compiled: a dtype, format of KV, head dimension, architecture, set of tiles and what its layers ask for. The only reader of what the
-// build defines (`Variant` in sglang_pat/kernels/cuda.py).
+// The module that is compiled: a dtype, format of KV, head dimension, architecture, set of tiles and what its layers ask for. The only file here that reads
+// what the build defines (`Variant` in sglang_pat/kernels/cuda.py).
 #pragma once
 
 #include <cuda_bf16.h>
