@@ -66,9 +66,13 @@ def test_without_sglang_torch_and_a_compiler_it_says_what_is_missing(tmp_path: P
     ):
         if package.exists():
             (site / package.name).symlink_to(package)
-    variables = {"PATH": "", "PYTHONPATH": str(TREE), "HOME": str(tmp_path)}
+    (tmp_path / "tree").mkdir()  # without what pip leaves in a checkout
+    (tmp_path / "tree" / "sglang_pat").symlink_to(TREE / "sglang_pat")
+    variables = {"PATH": "", "PYTHONPATH": str(tmp_path / "tree"), "HOME": str(tmp_path)}
     command = [tmp_path / "env" / "bin" / "python", "-m", "sglang_pat.cli", "doctor", "--model", str(CONFIG)]
-    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run(
+        command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
     assert (result.returncode, result.stderr) == (1, "")
     problems = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]
     for wanted in (

@@ -127,7 +127,7 @@ CASES |= {
         UNIFIED, LOADED,
     ),
     "host, drafts": (
-        [*TIER, POOL, "800", *DRAFTS, "1", "--speculative-num-draft-tokens", "3", "--hicache-ratio", "4", "--batches", "130"],
+        [*TIER, POOL, "800", *DRAFTS, "1", "--speculative-num-draft-tokens", "3", "--hicache-ratio", "4", "--batches", "180"],
         {}, {"shared": 50, "writes": 10},
     ),
 }  # fmt: skip
