@@ -145,7 +145,38 @@ def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch: pytest.MonkeyPa
     assert found.problems == ["torch does not see it: The NVIDIA driver on your system is too old"]
     assert "NVIDIA H200, driver 470.57" in found.text
     script(tmp_path / "nvidia-smi", "exit 9")
-    assert doctor._gpu(CPU).text == "none: a server runs on the CPU"
+    found = doctor._gpu(CPU)
+    assert found.text == "none: a server runs on the CPU" and not found.warnings
+
+
+def test_a_torch_for_cuda_that_sees_no_gpu_is_warned_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container without GPUs: a server starts, on the CPU."""
+    monkeypatch.setattr(doctor, "_torch", lambda: msgspec.structs.replace(H200, gpus=[]))
+    monkeypatch.setattr(doctor, "_nvidia_smi", list)
+    assert cli.main(["doctor"]) == 0
+    *_, warning, last = capsys.readouterr().out.splitlines()
+    assert warning == (
+        "warning: GPU: no GPU is visible, though torch is built for CUDA 13.0 (a container without --gpus? the driver?): "
+        "a server would run on the CPU, slowly"
+    )
+    assert last == "no problem was found, but what is warned of may be one"
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == [] and [f"warning: {one}" for one in found["warnings"]] == [warning]
+
+
+def test_releases_are_said_to_be_tested_where_tests_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version", lambda _: "0.5.23")
+    found = doctor._sglang()
+    assert found.text == "0.5.23, tested with sglang-pat"
+    assert found.more == [
+        "tests on CPUs: all tests, in CI",
+        "tests on GPUs: H200 (draft models without graphs only)",
+    ]
+    monkeypatch.setattr(doctor, "version", lambda _: "0.5.22")
+    assert doctor._sglang().text == "0.5.22, hardly tested with sglang-pat"
 
 
 def test_a_toolkit_of_another_cuda_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -281,11 +312,13 @@ def test_a_model_is_judged_for_what_is_here(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     found = doctor._model(str(tmp_path), H200)
     assert found.text == "unknown on this GPU: it does not say what head dimension there is" and not found.problems
+    assert found.warnings == ["whether pat supports this model is not known"]
 
 
 def test_a_key_is_not_shown() -> None:
     found = doctor._settings({"SGLANG_PAT_API_KEY": "secret"})
-    assert "secret" not in str(found) and found.facts["SGLANG_PAT_API_KEY"] is True
+    assert "secret" not in str(found) and found.facts == {"api_key_set": True}
+    assert doctor._settings({}).facts == {"api_key_set": False}
 
 
 @pytest.mark.parametrize(

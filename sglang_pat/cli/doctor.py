@@ -81,6 +81,7 @@ class Section(msgspec.Struct):
         facts: The same for programs.
         problems: What keeps a server from its start, or makes it another one than was meant.
         more: Further lines of the text.
+        warnings: What keeps no server from its start, and is hardly what was meant.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Section(msgspec.Struct):
     facts: dict[str, Any]
     problems: list[str] = []
     more: list[str] = []
+    warnings: list[str] = []
 
 
 class ProbeError(Exception):
@@ -134,18 +136,20 @@ def doctor(model: str | None, url: str | None, key: str, as_json: bool) -> int:
     """Print what is found; returns 1 if there is a problem, else 0."""
     found = sections(model, url, key)
     problems = [f"{section.name}: {problem}" for section in found for problem in section.problems]
+    warnings = [f"{section.name}: {warning}" for section in found for warning in section.warnings]
     if as_json:
         facts = {re.sub(r"\W", "_", section.name.lower()): section.facts for section in found}
-        print(json.dumps({**facts, "problems": problems}, indent=1))
+        print(json.dumps({**facts, "problems": problems, "warnings": warnings}, indent=1))
         return min(1, len(problems))
     for section in found:
         for name, line in zip([section.name, *[""] * len(section.more)], [section.text, *section.more], strict=True):
             print(f"{name:<13} {printable(line)}")
     print()
-    for problem in problems:
-        print(f"problem: {printable(problem)}")
+    for kind, said in (("problem", problems), ("warning", warnings)):
+        for line in said:
+            print(f"{kind}: {printable(line)}")
     if not problems:
-        print("no problem was found")
+        print("no problem was found" + (", but what is warned of may be one" if warnings else ""))
     return min(1, len(problems))
 
 
@@ -174,9 +178,17 @@ def _sglang() -> Section:
     facts: dict[str, Any] = {"version": found, "tested": tested}
     if run := RUN.get(found):
         facts |= {"on_cpu": run.on_cpu, "on_gpu": run.on_gpu}
-        where = f"on a CPU {run.on_cpu}; on a GPU {run.on_gpu}"
-        return Section("SGLang", f"{found}, {'tested' if tested else 'hardly tested'}: {where}", facts)
+        more = [f"tests on {place}: {_in_brackets(ran)}" for place, ran in (("CPUs", run.on_cpu), ("GPUs", run.on_gpu))]
+        return Section(
+            "SGLang", f"{found}, {'tested' if tested else 'hardly tested'} with sglang-pat", facts, more=more
+        )
     return Section("SGLang", f"{found}, not tested: {' and '.join((TESTED[0], TESTED[-1]))} are", facts)
+
+
+def _in_brackets(ran: str) -> str:
+    """What ran, with what restricts it in brackets."""
+    what, _, only = ran.replace("`", "").partition("; ")
+    return f"{what} ({only})" if only else what
 
 
 def _python(torch: Torch | str) -> Section:
@@ -232,7 +244,13 @@ def _gpu(torch: Torch | None) -> Section:
         if seen:
             why = f": {torch.said[:LONGEST]}" if torch and torch.said else ""
             return Section("GPU", f"{seen[0][0]}, driver {seen[0][1]}", facts, [f"torch does not see it{why}"])
-        return Section("GPU", "none: a server runs on the CPU", facts)
+        warnings = []
+        if torch is not None and torch.cuda:
+            warnings.append(
+                f"no GPU is visible, though torch is built for CUDA {torch.cuda} (a container without --gpus? the driver?): "
+                "a server would run on the CPU, slowly"
+            )
+        return Section("GPU", "none: a server runs on the CPU", facts, warnings=warnings)
     from sglang_pat.packing import devices
 
     found, texts, problems = [], [], []
@@ -334,7 +352,7 @@ def _settings(environment: Mapping[str, str] = os.environ) -> Section:
     texts = [f"{name}={value}" for name, value in shown.items()]
     if KEY in environment:
         texts.append(f"{KEY} is set")
-    facts = {**shown, KEY: KEY in environment}
+    facts = {**shown, "api_key_set": KEY in environment}
     problems = []
     try:
         config = PatConfig.from_environment(environment)
@@ -367,7 +385,10 @@ def _model(name: str, torch: Torch | None) -> Section:
     if all(verdict == "refused" for verdict, _ in verdicts.values()):
         reason = next(iter(verdicts.values()))[1]
         problems.append(f"--attention-backend pat does not support {reason}: serve it with another --attention-backend")
-    return Section("model", texts[0], {"model": name, "verdicts": facts}, problems, texts[1:])
+    warnings = []
+    if any(verdict == "unknown" for verdict, _ in verdicts.values()):
+        warnings.append("whether pat supports this model is not known")
+    return Section("model", texts[0], {"model": name, "verdicts": facts}, problems, texts[1:], warnings)
 
 
 def _server(url: str, key: str) -> Section:
