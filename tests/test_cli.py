@@ -76,6 +76,10 @@ def test_numbers_may_be_large(capsys: pytest.CaptureFixture[str]) -> None:
         (["replay", "trace", "--policy", "fast"], "argument --policy: invalid choice: 'fast'"),
         (["estimate", "requests"], "the following arguments are required: --model"),
         (["estimate", "requests", "--model", "folder", "--batch"], "argument --batch: expected at least one argument"),
+        (
+            ["estimate", "--model", "folder", "--batch", "4", "8", "requests.jsonl"],
+            "'requests.jsonl' is not a whole number from 1 to 999,999,999 (put the file first, or write --batch 4,8); see ",
+        ),
         (["explain", "trace", "--url", "http://127.0.0.1:9"], "give either a trace or --url"),
         (["explain", "trace", "--url", ""], "give either a trace or --url"),
         (["explain", "/no/trace"], "/no/trace cannot be read: No such file or directory"),

@@ -353,7 +353,7 @@ def test_a_server_adds_its_counters() -> None:
     ("answer", "problem"),
     [
         (b"garbage\r\n\r\n", "does not speak HTTP"),
-        (b"", "no SGLang server answers"),
+        (b"", "something answers at http://127"),
         (http(b"\xff\x00"), "is not an SGLang server"),
         (http({"internal_states": [{}]}), "decodes with another backend"),
         (http({}, "401 Unauthorized"), "give its key with --api-key or in SGLANG_PAT_API_KEY"),

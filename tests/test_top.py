@@ -160,7 +160,7 @@ def test_the_log_line_counts_from_the_last_one(caplog: pytest.LogCaptureFixture)
 
 def test_no_server_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     found = sentence(capsys, "top", "--once", "--url", "http://127.0.0.1:9")
-    assert "no SGLang server answers at http://127.0.0.1:9 (Connection refused): give its address with --url" in found
+    assert "no SGLang server answers at http://127.0.0.1:9 (Connection refused): is it running there?\n" in found
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,13 @@ def test_what_is_no_address_is_refused_and_not_shown(
     assert "secret" not in found
 
 
+def test_an_address_is_asked_for_where_none_was_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_pat.cli.commands.URL", "http://127.0.0.1:9")
+    assert "is it running there? Or give its address with --url\n" in sentence(capsys, "top", "--once")
+
+
 def test_a_port_without_tls_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with port(http(info())) as server:
         found = sentence(capsys, "top", "--url", server.url.replace("http", "https"))
@@ -199,7 +206,7 @@ def test_an_address_may_be_written_in_several_ways(capsys: pytest.CaptureFixture
     assert paths == [b"/server_info"] * 4 + [b"/replica/1/server_info"]
 
 
-NO_HTTP = "(what is there does not speak HTTP): give its address with --url"
+NO_HTTP = ", but it is no SGLang server (it does not speak HTTP)"
 NO_SGLANG = "is not an SGLang server that this sglang-pat knows: "
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -220,10 +227,10 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         (CHUNKED + b"zz\r\n{}", NO_HTTP),
         (CHUNKED + b"-1\r\n{}", ""),
         (CHUNKED + b"ffffffffffffffffffff\r\n{}", ""),
-        (http(b"", "404 \x1b[2JNot here"), "(404 Not Found): give its address"),
-        (http(b"", "500 x"), "(500 Internal Server Error): give its address"),
+        (http(b"", "404 \x1b[2JNot here"), ", but it is no SGLang server (404 at /server_info)\n"),
+        (http(b"", "500 x"), "(500 Internal Server Error): is it running there?"),
         (http(b"", "299 x"), NO_SGLANG),
-        (http(b"", "777 x"), "(777): give its address"),
+        (http(b"", "777 x"), "(777): is it running there?"),
         (http(b"", "401 x"), "answers 401 Unauthorized: give its key with --api-key"),
         (http(b"", "403 x"), "answers 403 Forbidden: give its key with --api-key"),
         (http(b"\xff\xfe{"), NO_SGLANG + "JSON is malformed"),
@@ -298,13 +305,15 @@ def test_who_is_slow_is_not_waited_for(
     began = time.monotonic()
     with port(answer) as server:
         found = sentence(capsys, "top", "--url", server.url)
-    assert "(not within 0.5 s): give its address with --url" in found and time.monotonic() - began < 1.8
+    assert "(not within 0.5 s): is it running there?" in found and time.monotonic() - began < 1.8
 
 
 @pytest.mark.parametrize("answer", [endlessly, http(b" " * (17 << 20))])
 def test_more_than_a_server_says_is_not_read(capsys: pytest.CaptureFixture[str], answer) -> None:
     with port(answer) as server:
-        assert "(what is there sends more than 16 MiB)" in sentence(capsys, "top", "--url", server.url)
+        assert ", but it is no SGLang server (it sends more than 16 MiB)" in sentence(
+            capsys, "top", "--url", server.url
+        )
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])

@@ -7,6 +7,7 @@ import importlib
 import io
 import itertools
 import os
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +19,7 @@ from sglang_pat.cli import explain
 from sglang_pat.cli.addresses import completed, is_address, is_in_the_clear, is_key
 from sglang_pat.cli.parser import Parser, as_json, count, counts, patience, run
 from sglang_pat.cli.replay import replay
-from sglang_pat.cli.top import TopError, top
+from sglang_pat.cli.top import SilenceError, TopError, top
 from sglang_pat.config import KEY
 from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, estimate, read, read_model
 from sglang_pat.jit import BuildError
@@ -52,6 +53,20 @@ def _seconds(text: str) -> float:
     if not 0.1 <= value <= 86_400:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 86,400")
     return value
+
+
+def _batches(text: str) -> list[int]:
+    """Parse the value of `--batch`, which takes several words and so a file behind them too.
+
+    Raises:
+        ArgumentTypeError: One is not a number, or is 0.
+    """
+    try:
+        return counts(text)
+    except argparse.ArgumentTypeError as error:
+        is_file = re.search(r"/|\.[A-Za-z]", text) or os.path.exists(text)
+        hint = " (put the file first, or write --batch 4,8)" if is_file else ""
+        raise argparse.ArgumentTypeError(f"{error}{hint}") from None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -106,7 +121,7 @@ def _parser() -> Parser:
     """The command's arguments."""
     result = Parser(
         prog=PROG,
-        description="Tools for sglang-pat. Only batch without --url and demo run a model; tune wants a GPU.",
+        description="Faster decoding for SGLang where requests share prefixes. Start with doctor, estimate and top.",
         epilog="Each command has a --help of its own.",
     )
     result.add_argument("--version", action="version", version=f"{PROG} {_version()}")
@@ -185,7 +200,7 @@ def _add_estimate(commands: Any) -> None:
     )
     command.add_argument(
         "--batch",
-        type=counts,
+        type=_batches,
         nargs="+",
         default=[[8, 32, 128, 256]],
         help="how many requests run at once (8,32,128,256); more than the file has counts as the whole file",
@@ -344,7 +359,10 @@ def _explain(arguments: argparse.Namespace) -> None:
 
 def _top(arguments: argparse.Namespace) -> None:
     url = URL if arguments.url is None else arguments.url
-    top(url, arguments.interval, arguments.once, _key(arguments), arguments.json, arguments.verbose)
+    try:
+        top(url, arguments.interval, arguments.once, _key(arguments), arguments.json, arguments.verbose)
+    except SilenceError as error:
+        raise TopError(f"{error}{' Or give its address with --url' * (arguments.url is None)}") from None
 
 
 def _replay(arguments: argparse.Namespace) -> None:

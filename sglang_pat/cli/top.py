@@ -37,6 +37,10 @@ class TopError(Exception):
     """There is no server with PAT; the message says what was found instead."""
 
 
+class SilenceError(TopError):
+    """Nothing answers at the address."""
+
+
 class NewCounters(TypedDict, total=False):
     """Those that servers with an older sglang-pat lack."""
 
@@ -149,17 +153,21 @@ def _get(url: str, key: str) -> bytes:
     except urllib.error.HTTPError as error:
         raise _refusal(url, error) from None
     except HTTPException:
-        raise _silence(url, "what is there does not speak HTTP") from None
+        raise _other(url, "it does not speak HTTP") from None
     except (OSError, ValueError) as error:
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         raise _silence(url, getattr(cause, "strerror", None) or str(cause)) from None
     if len(body) > LARGEST:
-        raise _silence(url, f"what is there sends more than {LARGEST >> 20} MiB")
+        raise _other(url, f"it sends more than {LARGEST >> 20} MiB")
     return bytes(body)
 
 
-def _silence(url: str, reason: str) -> TopError:
-    return TopError(f"no SGLang server answers at {url} ({reason}): give its address with --url")
+def _silence(url: str, reason: str) -> SilenceError:
+    return SilenceError(f"no SGLang server answers at {url} ({reason}): is it running there?")
+
+
+def _other(url: str, reason: str) -> TopError:
+    return TopError(f"something answers at {url}, but it is no SGLang server ({reason})")
 
 
 def _refusal(url: str, error: urllib.error.HTTPError) -> TopError:
@@ -171,6 +179,8 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> TopError:
         if address := error.headers.get("Location"):
             place = ascii(address.partition("?")[0].removesuffix("/server_info")[:200])
             return TopError(f"the server at {url} answers {answer} to {place}: give that address with --url")
+        if error.code == 404:
+            return _other(url, "404 at /server_info")
         return _silence(url, answer)
 
 
