@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -553,7 +554,8 @@ def test_what_windows_have_left_need_not_be_kept(tmp_path: Path) -> None:
         model = read_model(write(tmp_path / "config.json", [{**GEMMA2, "layer_types": [kind] * 42}]))
         found = estimate(prompts, model, "h200", [64])
         assert found.batches[0].fits == (not full)
-        assert ("The KV of 64 does not fit in 141 GB." in found.verdict) == full
+        verdict = "The KV of 64 requests does not fit in the 127 of 141 GB that SGLang takes for weights and KV: "
+        assert (verdict in found.verdict) == full and "1 request at once" not in found.verdict
         (line,) = [line for line in found.lines() if "%" in line]
         assert line.endswith("does not fit") == full
 
@@ -573,6 +575,52 @@ def test_what_was_not_measured_is_said(tmp_path: Path, config: dict, unlike: boo
     assert len(next(line for line in lines if "%" in line).split()) == (11 if dense else 8)
     assert any(line.startswith(f"faster: {'step' if dense else 'attention'} time of FA3") for line in lines)
     assert lines[-1].startswith("Decode steps compared" if dense else "Attention compared")
+
+
+def test_weights_and_kv_have_what_sglang_takes_for_them(tmp_path: Path) -> None:
+    """Not all of the memory: 127 of 141 GB, 66 of 80."""
+    large = changed(num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, intermediate_size=28672)
+    model = read_model(write(tmp_path / "large.json", [large]))
+    assert 130e9 < (model.weight_bytes or 0) < 145e9, "70 billion parameters"
+    for gpu, place in (("h100", "66 of 80 GB"), ("h200", "127 of 141 GB")):
+        found = estimate(traced(8, 3000, 1024), model, gpu, [8])
+        weights = f"{(model.weight_bytes or 0) / 1e9:.0f} GB in bfloat16"
+        assert f" The weights alone ({weights}) do not fit in the {place} that SGLang takes" in found.verdict
+        assert "The KV of" not in found.verdict and not found.batches[0].fits
+    small = read_model(CONFIG)
+    found = estimate(traced(64, 20_000, 0), small, "h200", [1, 8, 32, 40, 64])
+    kept = [row.needed_bytes - (small.weight_bytes or 0) for row in found.batches]
+    assert kept == [size * 20_000 * 36 * 8 * 256 * 2 for size in (1, 8, 32, 40, 64)]
+    assert [row.fits for row in found.batches] == [True, True, True, False, False], "133 GB fit in all of the memory"
+    assert found.verdict.endswith(
+        " The KV of 40 and 64 requests does not fit in the 127 of 141 GB that SGLang takes for weights and KV: 189 GB beside 15 GB of weights."
+    )
+    assert found.static_bytes == pytest.approx(0.904 * 141e9) and "--mem-fraction-static is 0.90" in str(
+        found.assumptions
+    )
+    assert found.assumptions[0] == "One GPU; with --tp-size the gain is smaller."
+
+
+@pytest.mark.parametrize(("gpu", "mebibytes"), [("h200", 143_771), ("h100", 81_559)])
+def test_the_part_for_weights_and_kv_is_sglangs_default(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, mebibytes: int
+) -> None:
+    """With so many MiB, which such a GPU's driver reports; only later releases let it be asked without a GPU."""
+    hook = pytest.importorskip("sglang.srt.arg_groups.memory_hook")
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+    from sglang.srt.server_args import ServerArgs
+
+    given = ServerArgs(model_path=str(CONFIG.parent), device="cuda")
+    graphs = CudaGraphConfig(PhaseConfig(backend="full"), PhaseConfig(backend="breakable"))
+    overrides.declare_resolution(given, "test", cuda_graph_config=graphs)
+    monkeypatch.setattr(hook, "get_device_memory_capacity", lambda _: mebibytes)
+    monkeypatch.setattr(hook, "model_config_of", lambda _: SimpleNamespace(is_multimodal=False))
+    for module in (hook, overrides):
+        monkeypatch.setattr(module, "use_mla_backend", lambda _: False)
+    hook.handle_gpu_memory_settings(given)
+    found = overrides.resolved_view(given).mem_fraction_static
+    assert costs.static_fraction(GPUS[gpu][16]) == pytest.approx(found, abs=0.0015)
 
 
 def test_layers_are_listed(tmp_path: Path) -> None:

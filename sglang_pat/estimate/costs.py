@@ -61,6 +61,16 @@ class Gpu(msgspec.Struct, frozen=True):
     baselines: dict[str, Baseline]
 
 
+RESERVED_MIB = 13_904
+"""What SGLang leaves for activations and CUDA graphs by default, on one GPU of 60 to 160 GiB (`handle_gpu_memory_settings` in its
+arg_groups/memory_hook.py, release 0.5.23): 512 + 1.5 * 8192 tokens of a prefill + 1024 / 8 + 2 * 256 decode requests + 8 * 58 prefill graphs."""
+
+
+def static_fraction(gpu: Gpu) -> float:
+    """The part of the memory that holds weights and KV: SGLang's default `--mem-fraction-static`. It takes the data sheet's GB for GiB, as drivers do."""
+    return round(1 - RESERVED_MIB / (gpu.memory_gb << 10), 3)
+
+
 H200 = Gpu(
     name="H200", tbps=4.4, tflops=790, memory_gb=141, sms=132, arch="9.0a", base=12.19, longest=0.873, merge=0.0,
     rest_ms={"pat": 1.239, "fa3": 0.912, "flashinfer": 1.324}, request_us=7.919,

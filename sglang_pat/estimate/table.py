@@ -6,7 +6,18 @@ from collections.abc import Iterator
 
 import msgspec
 
-from sglang_pat.estimate.costs import NAMES, Gpu, Step, gpu_with, layers_of, pack_config, repeated, rest_ms, step
+from sglang_pat.estimate.costs import (
+    NAMES,
+    Gpu,
+    Step,
+    gpu_with,
+    layers_of,
+    pack_config,
+    repeated,
+    rest_ms,
+    static_fraction,
+    step,
+)
 from sglang_pat.estimate.errors import EstimateError
 from sglang_pat.estimate.models import Model
 from sglang_pat.estimate.prompts import CHARS_PER_TOKEN, Prompt, batch_of
@@ -29,7 +40,8 @@ class Row(msgspec.Struct):
         attention_us: Microseconds of one layer's attention, with each backend.
         step_ms: Milliseconds of a decode step, with each backend; None if it is not known for the model.
         faster: How many times as fast a step is with PAT, for each other backend; where it is not known, attention alone.
-        fits: Whether the weights and this KV fit the GPU's memory.
+        needed_bytes: Bytes of the KV, and of the weights where they are known.
+        fits: Whether that fits in what SGLang takes for them.
     """
 
     batch: int
@@ -38,6 +50,7 @@ class Row(msgspec.Struct):
     attention_us: dict[str, float]
     step_ms: dict[str, float] | None
     faster: dict[str, float]
+    needed_bytes: int
     fits: bool
 
 
@@ -68,6 +81,7 @@ class Estimate(msgspec.Struct):
         prompt_tokens_once: Tokens of prompts that are computed if each prefix is computed once.
         gpu: Its name.
         kv_cache: The format of KV.
+        static_bytes: What SGLang takes of the GPU's memory for weights and KV by default.
         baseline: The backend that PAT is compared with: SGLang's default on the GPU.
         layers: Those that have KV.
         batches: By ascending size.
@@ -81,6 +95,7 @@ class Estimate(msgspec.Struct):
     prompt_tokens_once: int
     gpu: str
     kv_cache: str
+    static_bytes: int
     baseline: str
     layers: list[Layers]
     batches: list[Row]
@@ -106,7 +121,7 @@ class Estimate(msgspec.Struct):
             for values, digits in ((row.attention_us, 0), (row.step_ms or {}, 1)):
                 line += "".join(f"{value:>{w}.{digits}f}" for value, w in zip(values.values(), widths, strict=False))
             line += f"{row.faster[self.baseline]:>8.2f}x"
-            yield line + ("" if row.fits else "  does not fit")
+            yield line + ("" if row.fits else f"  needs {row.needed_bytes / 1e9:,.0f} GB: does not fit")
         yield ""
         time = "step" if self.batches[0].step_ms else "attention"
         yield "shared: tokens that another request of the batch has too. step: one decode step."
@@ -153,17 +168,21 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         prompt_tokens_once=total - repeated(batch_of(prompts).roots),
         gpu=gpu.name,
         kv_cache=kv.name,
+        static_bytes=round(_static_gb(gpu) * 1e9),
         baseline=baseline,
         layers=[
             Layers(count, spec.heads, spec.kv_heads, spec.head_dim, spec.v_head_dim, spec.window)
             for spec, count in layers.items()
         ],
         batches=rows,
-        verdict=_verdict(rows, baseline, gpu),
+        verdict=f"{_verdict(rows, baseline)}{_memory(rows, model, gpu)}",
         assumptions=[
+            "One GPU; with --tp-size the gain is smaller.",
             "Consecutive requests of the file run at once, half way through their answers.",
             f"Text has {CHARS_PER_TOKEN} characters a token.",
             f"Layers with KV: {', '.join(f'{count} of {spec}' for spec, count in layers.items())}.",
+            f"Weights and KV have {_place(gpu)}, as SGLang's default --mem-fraction-static is {static_fraction(gpu):.2f}; "
+            f"{_weights(model)}, and KV up to {_kv_gb(rows, model):,.1f}.",
             *_of_times([(s.head_dim, s.v_head_dim, s.window) for s in layers], model, gpu),
         ],
     )
@@ -171,7 +190,7 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
 
 def _row(size: int, shared: float, steps: list[Step], model: Model, gpu: Gpu) -> Row:
     """The means of a batch size."""
-    kept = sum(one.kept_bytes for one in steps) / len(steps)
+    needed = sum(one.kept_bytes for one in steps) / len(steps) + (model.weight_bytes or 0)
     whole = {name: sum(one.attention_us[name] for one in steps) / len(steps) for name in steps[0].attention_us}
     times, step_ms = whole, None
     if model.weight_bytes is not None:
@@ -187,27 +206,55 @@ def _row(size: int, shared: float, steps: list[Step], model: Model, gpu: Gpu) ->
         attention_us={name: round(us / model.layers.total(), 2) for name, us in whole.items()},
         step_ms=None if step_ms is None else {name: round(ms, 3) for name, ms in step_ms.items()},
         faster={name: round(times[name] / times["pat"], 3) for name in gpu.baselines},
-        fits=kept + (model.weight_bytes or 0) <= gpu.memory_gb * 1e9,
+        needed_bytes=round(needed),
+        fits=needed <= _static_gb(gpu) * 1e9,
     )
 
 
-def _verdict(rows: list[Row], baseline: str, gpu: Gpu) -> str:
+def _static_gb(gpu: Gpu) -> float:
+    return gpu.memory_gb * static_fraction(gpu)
+
+
+def _place(gpu: Gpu) -> str:
+    return f"{_static_gb(gpu):.0f} of {gpu.memory_gb} GB"
+
+
+def _weights(model: Model) -> str:
+    return (
+        "the weights are not counted" if model.weight_bytes is None else f"weights take {model.weight_bytes / 1e9:.0f}"
+    )
+
+
+def _kv_gb(rows: list[Row], model: Model) -> float:
+    return max(row.needed_bytes - (model.weight_bytes or 0) for row in rows) / 1e9
+
+
+def _memory(rows: list[Row], model: Model, gpu: Gpu) -> str:
+    """What does not fit, in a sentence; empty if all does."""
+    large, weights = [row for row in rows if not row.fits], model.weight_bytes or 0
+    if weights > _static_gb(gpu) * 1e9:
+        return f" The weights alone ({weights / 1e9:.0f} GB in bfloat16) do not fit in the {_place(gpu)} that SGLang takes for them and KV."
+    if not large:
+        return ""
+    requests = f"{_listed([f'{row.batch:,}' for row in large])} request{'' if large[-1].batch == 1 else 's'}"
+    beside = f" beside {weights / 1e9:.0f} GB of weights" if weights else ""
+    return f" The KV of {requests} does not fit in the {_place(gpu)} that SGLang takes for weights and KV: {_kv_gb(large, model):,.0f} GB{beside}."
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1])] * (len(words) > 1) + words[-1:])
+
+
+def _verdict(rows: list[Row], baseline: str) -> str:
     """The table in words. A gain that rounds to 1.0 is none: without sharing, estimated gains are up to 0.04 off (benchmarks/calibrate.py)."""
     sizes: dict[str, list[str]] = {}
     for row in rows:
         ratio = f"{row.faster[baseline]:.1f}"
         words = f"{ratio}x " + ("faster" if row.faster[baseline] > 1 else "as fast")
         sizes.setdefault("no gain" if ratio == "1.0" else words, []).append(f"{row.batch:,}")
-    parts = [
-        f"{gain} with {' and '.join([', '.join(batches[:-1])] * (len(batches) > 1) + batches[-1:])}"
-        for gain, batches in sizes.items()
-    ]
+    parts = [f"{gain} with {_listed(batches)}" for gain, batches in sizes.items()]
     parts[0] += " request at once" if rows[-1].batch == 1 else " requests at once"
-    verdict = (
-        f"{'Decode steps' if rows[0].step_ms else 'Attention'} compared with {NAMES[baseline]}: {', '.join(parts)}."
-    )
-    large = [f"{row.batch:,}" for row in rows if not row.fits]
-    return verdict + (f" The KV of {' and '.join(large)} does not fit in {gpu.memory_gb} GB." if large else "")
+    return f"{'Decode steps' if rows[0].step_ms else 'Attention'} compared with {NAMES[baseline]}: {', '.join(parts)}."
 
 
 def _of_times(kinds: list[tuple[int, int, int]], model: Model, gpu: Gpu) -> Iterator[str]:
