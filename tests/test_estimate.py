@@ -155,50 +155,99 @@ def test_text_may_look_like_json(tmp_path: Path) -> None:
     assert [prompt.tokens for prompt in found] == [max(1, len(prompt) // CHARS_PER_TOKEN) for prompt in prompts]
 
 
+@pytest.mark.parametrize(
+    ("lines", "name", "source"),
+    [
+        (["one", "two"], "prompts.txt", "2 prompts, plain text, one a line, from prompts.txt"),
+        (["a,b"], "x.csv", "1 prompt, plain text, one a line, with quotes and commas as a part of it, from x.csv"),
+        (['"a"', '"b"'], "x", "2 prompts, plain text, one a line, with quotes and commas as a part of it, from x"),
+        ([chat("a"), chat("b")], "x", "2 requests, an OpenAI batch, from x"),
+        ([{"prompt": "a"}], "x", "1 request, JSON, one object a line, from x"),
+        ([{"hash_ids": [1, 2], "input_length": 1024}], "x", "1 request, a trace with blocks of 512 tokens, from x"),
+        (
+            ["INFO", *(STAMP + json.dumps(row) for row in logged("a"))],
+            "x",
+            "1 request, a request log of SGLang, from x",
+        ),
+    ],
+)
+def test_it_says_what_it_took_the_file_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, lines: list, name: str, source: str
+) -> None:
+    path = write(tmp_path / name, lines)
+    assert cli.main(["estimate", str(path), "--model", str(CONFIG)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == source
+
+
+def test_json_behind_plain_text_is_warned_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = write(tmp_path / "x", ["# my requests", "{name} asks", {"prompt": "a"}, {"prompt": "b"}])
+    assert cli.main(["estimate", str(path), "--model", str(CONFIG)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        lines[1].startswith("warning: line 3 begins like JSON, but the first line is plain text") and len(lines[2]) > 9
+    )
+    assert [line for line in lines if line.startswith("warning")] == lines[1:2]
+
+
 GOOD = {"prompt": "hello", "max_tokens": 5}
+KNOWN_KEYS = "known are prompt, messages, text, input_ids, hash_ids (docs/estimate.md)\n"
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "x", "max_tokens": -1}, "Expected `int` >= 0 - at `$.max_tokens`"),
-        ({"prompt": "x", "max_tokens": "7"}, "Expected `int | null`, got `str` - at `$.max_tokens`"),
-        ({"prompt": "x", "max_tokens": 7.5}, "Expected `int | null`, got `float` - at `$.max_tokens`"),
-        ({"prompt": "x", "max_tokens": True}, "got `bool` - at `$.max_tokens`"),
-        ({"prompt": "x", "max_completion_tokens": 10**30}, "Expected `int` <= 2147483647"),
-        ({"text": "x", "sampling_params": {"max_new_tokens": -1}}, "at `$.sampling_params.max_new_tokens`"),
+        ({"prompt": "x", "max_tokens": -1}, ": max_tokens must be a whole number of 0 or more\n"),
+        ({"prompt": "x", "max_tokens": "7"}, ": max_tokens must be a whole number, not a text\n"),
+        ({"prompt": "x", "max_tokens": 7.5}, ": max_tokens must be a whole number, not a fraction"),
+        ({"prompt": "x", "max_tokens": True}, ": max_tokens must be a whole number, not true or false"),
+        (
+            {"prompt": "x", "max_completion_tokens": 10**30},
+            ": max_completion_tokens must be a whole number of 2,147,483,647 or less",
+        ),
+        (
+            {"text": "x", "sampling_params": {"max_new_tokens": -1}},
+            ": sampling_params.max_new_tokens must be a whole number of 0 or more",
+        ),
         ({"text": ["x", "y"], "sampling_params": [{}]}, "2 prompts and 1 sampling_params"),
         ({"text": "x", "sampling_params": []}, "1 prompts and 0 sampling_params"),
-        ({"prompt": 7}, "at `$.prompt`"),
-        ({"prompt": {}}, "at `$.prompt`"),
+        ({"prompt": 7}, ": prompt must be a text or a list, not a whole number"),
+        ({"body": {"prompt": {}}}, ": body.prompt must be a text or a list, not an object"),
         ({"prompt": []}, "a prompt must be a text, or tokens and nothing else"),
         ({"prompt": [1, 2, "..."]}, "a prompt must be a text, or tokens and nothing else"),
-        ({"prompt": ["a", None]}, "at `$.prompt[1]`"),
-        ({"prompt": [[1, "a"]]}, "at `$.prompt[0][1]`"),
-        ({"prompt": [-5]}, "Expected `int` >= 0 - at `$.prompt[0]`"),
-        ({"prompt": [1.5]}, "at `$.prompt[0]`"),
-        ({"prompt": [True]}, "at `$.prompt[0]`"),
-        ({"messages": []}, "no prompt, messages, text or input_ids"),
-        ({"messages": "hello"}, "at `$.messages`"),
-        ({"messages": [None]}, "at `$.messages[0]`"),
-        ({"messages": [{"content": "x"}]}, "Object missing required field `role` - at `$.messages[0]`"),
-        ({"messages": [{"role": 1, "content": "x"}]}, "at `$.messages[0].role`"),
-        ({"messages": [{"role": "user", "content": 7}]}, "at `$.messages[0].content`"),
-        ({"messages": [{"role": "user", "content": {}}]}, "at `$.messages[0].content`"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "at `$.messages[0].content[0]`"),
-        ({"messages": [{"role": "user", "content": [{"text": 7}]}]}, "at `$.messages[0].content[0].text`"),
-        ({"body": None}, "Expected `object`, got `null`"),
-        ({"body": [1]}, "Expected `object`, got `array`"),
-        ({"input": "to embed"}, "no prompt, messages, text or input_ids"),
-        ({}, "no prompt, messages, text or input_ids"),
-        ({"event": "request.received"}, "Expected `object`, got `null`"),
+        ({"prompt": ["a", None]}, ": prompt[1] must be "),
+        ({"prompt": [[1, "a"]]}, ": prompt[0][1] must be a whole number, not a text"),
+        ({"prompt": [-5]}, ": prompt[0] must be a whole number of 0 or more"),
+        ({"prompt": [1.5]}, ": prompt[0] must be "),
+        ({"prompt": [True]}, ": prompt[0] must be "),
+        ({"messages": []}, ": its messages is empty, and there is no other prompt"),
+        ({"messages": "hello"}, ": messages must be a list, not a text\n"),
+        ({"messages": [None]}, ": messages[0] must be an object, not null"),
+        ({"messages": [{"content": "x"}]}, ": messages[0] has no role"),
+        ({"messages": [{"role": 1, "content": "x"}]}, ": messages[0].role must be a text, not a whole number"),
+        ({"messages": [{"role": "user", "content": 7}]}, ": messages[0].content must be a text or a list, not a"),
+        ({"messages": [{"role": "user", "content": {}}]}, ": messages[0].content must be a text or a list, not a"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, ": messages[0].content[0] must be an object, not a text"),
+        (
+            {"messages": [{"role": "user", "content": [{"text": 7}]}]},
+            ": messages[0].content[0].text must be a text, not a whole number",
+        ),
+        ({"body": None}, ": body must be an object, not null"),
+        ({"body": [1]}, ": body must be an object, not a list"),
+        ({"input": "to embed"}, f": it has the keys input; {KNOWN_KEYS}"),
+        (
+            {"custom_id": "a", "url": "/v1/embeddings", "body": {"input": "to embed"}},
+            f": it has the keys custom_id, url, body.input; {KNOWN_KEYS}",
+        ),
+        ({f"k{i}": i for i in range(10)}, f": it has the keys k0, k1, k2, k3, k4, k5, k6, k7 and 2 more; {KNOWN_KEYS}"),
+        ({}, f": it has no keys; {KNOWN_KEYS}"),
+        ({"event": "request.received"}, ": obj must be an object, not null"),
         ({"event": "request.received", "obj": {"text": "x" * 1024 + "..." + "y" * 1024}}, "a part of a prompt"),
-        ({"hash_ids": ["a"], "input_length": 600}, "at `$.hash_ids[0]`"),
-        ({"hash_ids": None, "input_length": 600}, "at `$.hash_ids`"),
-        ({"hash_ids": [1]}, "Object missing required field `input_length`"),
-        ({"hash_ids": [1], "input_length": -600}, "Expected `int` >= 0 - at `$.input_length`"),
-        ({"hash_ids": [1], "input_length": 10**18}, "at `$.input_length`"),
-        ({"hash_ids": [1], "input_length": 600.5}, "got `float` - at `$.input_length`"),
+        ({"hash_ids": ["a"], "input_length": 600}, ": hash_ids[0] must be a whole number, not a text"),
+        ({"hash_ids": None, "input_length": 600}, ": hash_ids must be a list, not null"),
+        ({"hash_ids": [1]}, ": it has no input_length"),
+        ({"hash_ids": [1], "input_length": -600}, ": input_length must be a whole number of 0 or more"),
+        ({"hash_ids": [1], "input_length": 10**18}, ": input_length must be a whole number of 2,147,483,647 or less"),
+        ({"hash_ids": [1], "input_length": 600.5}, ": input_length must be a whole number, not a fraction"),
         (
             {"hash_ids": [1] * 50, "input_length": 10},
             "50 hash_ids for 10 tokens: they are no blocks of 512 tokens, nor of another power of",
@@ -207,7 +256,10 @@ GOOD = {"prompt": "hello", "max_tokens": 5}
             {"hash_ids": [1] * 20, "input_length": 300},
             "20 hash_ids for 300 tokens: they are no blocks of 512 tokens, nor",
         ),
-        ({"hash_ids": [1], "input_length": 600, "output_length": "7"}, "at `$.output_length`"),
+        (
+            {"hash_ids": [1], "input_length": 600, "output_length": "7"},
+            ": output_length must be a whole number, not a text",
+        ),
         ("[1, 2]", "not a whole JSON object"),
         ('"text"', "not a whole JSON object"),
         ("null", "not a whole JSON object"),
@@ -231,7 +283,7 @@ def test_a_bad_line_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path,
         (b"", "has no request: give an OpenAI batch, a request log, a trace, or prompts"),
         (b" \n\r\n\n", "has no request"),
         (b'{"event": "request.finished"}\n{"event": 7}\n', "has no request"),
-        (b"\x1f\x8b\x08\x00\x00\n", ", line 1: not UTF-8"),
+        (b"\x1f\x8b\x08\x00\x00\n", "is gzip: unpack it first\n"),
         (b"one\ntwo\n\xe9\n", ", line 3: not UTF-8"),
         ("one\ntwo".encode("utf-16"), "is UTF-16, and requests are read as UTF-8"),
         ('{"prompt": "x"}'.encode("utf-16-be"), "is UTF-16, and requests are read as UTF-8"),
@@ -273,23 +325,23 @@ def changed(**changes: Any) -> dict:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ([], "(Expected `object`, got `array`)"),
-        (7, "(Expected `object`, got `int`)"),
-        ({}, "(Object missing required field `num_attention_heads`)"),
-        ({"text_config": [1]}, "(Expected `object`, got `array`)"),
-        ({"text_config": {"hidden_size": 4}}, "(Object missing required field `num_attention_heads`)"),
-        (changed(num_attention_heads=0), "(Expected `int` >= 1 - at `$.num_attention_heads`)"),
-        (changed(num_attention_heads=[32]), "got `array` - at `$.num_attention_heads`)"),
-        (changed(num_attention_heads="32"), "got `str` - at `$.num_attention_heads`)"),
-        (changed(num_attention_heads=10**9), "(Expected `int` <= 4096 - at `$.num_attention_heads`)"),
-        (changed(num_key_value_heads=0), "(Expected `int` >= 1 - at `$.num_key_value_heads`)"),
-        (changed(num_key_value_heads=-8), "at `$.num_key_value_heads`)"),
-        (changed(head_dim=0), "(Expected `int` >= 1 - at `$.head_dim`)"),
-        (changed(head_dim=128.5), "at `$.head_dim`)"),
-        (changed(hidden_size=-4096), "at `$.hidden_size`)"),
-        (changed(intermediate_size=None), "(Object missing required field `intermediate_size`)"),
-        (changed(vocab_size={}), "at `$.vocab_size`)"),
-        (changed(num_hidden_layers=True), "at `$.num_hidden_layers`)"),
+        ([], "config.json must be an object, not a list"),
+        (7, "config.json must be an object, not a whole number"),
+        ({}, "config.json has no num_attention_heads\n"),
+        ({"text_config": [1]}, "config.json must be an object, not a list"),
+        ({"text_config": {"hidden_size": 4}}, "config.json has no num_attention_heads\n"),
+        (changed(num_attention_heads=0), ": num_attention_heads must be a whole number of 1 or more"),
+        (changed(num_attention_heads=[32]), ": num_attention_heads must be "),
+        (changed(num_attention_heads="32"), ": num_attention_heads must be "),
+        (changed(num_attention_heads=10**9), ": num_attention_heads must be a whole number of 4,096 or less"),
+        (changed(num_key_value_heads=0), ": num_key_value_heads must be a whole number of 1 or more"),
+        (changed(num_key_value_heads=-8), ": num_key_value_heads must be "),
+        (changed(head_dim=0), ": head_dim must be a whole number of 1 or more"),
+        (changed(head_dim=128.5), ": head_dim must be "),
+        (changed(hidden_size=-4096), ": hidden_size must be "),
+        (changed(intermediate_size=None), "config.json has no intermediate_size"),
+        (changed(vocab_size={}), ": vocab_size must be "),
+        (changed(num_hidden_layers=True), ": num_hidden_layers must be "),
         (changed(num_key_value_heads=5), ": 32 attention heads cannot share 5 KV heads evenly"),
         (changed(head_dim=None, hidden_size=4097), ": a hidden size of 4097 is not a multiple of 32 heads"),
         (
@@ -308,12 +360,12 @@ def changed(**changes: Any) -> dict:
         (changed(layer_types=["jet"] * 36), ": layers of the kind 'jet' cannot be estimated"),
         (changed(layer_types=["linear_attention"] * 36), ": no layer has KV"),
         (changed(full_attention_interval=37), ": no layer has KV"),
-        (changed(full_attention_interval=0), "(Expected `int` >= 1 - at `$.full_attention_interval`)"),
-        (changed(hybrid_layer_pattern="0110"), "at `$.hybrid_layer_pattern`)"),
+        (changed(full_attention_interval=0), ": full_attention_interval must be a whole number of 1 or more"),
+        (changed(hybrid_layer_pattern="0110"), ": hybrid_layer_pattern must be "),
         (changed(layer_types=["sliding_attention"] * 36), "sliding_window does not say how long"),
         (changed(model_type="gemma2"), "sliding_window does not say how long"),
         (changed(model_type="gemma2", sliding_window=-1), "sliding_window does not say how long"),
-        (changed(model_type="gemma2", sliding_window=1 << 40), "at `$.sliding_window`)"),
+        (changed(model_type="gemma2", sliding_window=1 << 40), ": sliding_window must be "),
         (
             changed(hybrid_layer_pattern=[1] * 36, sliding_window=128, swa_num_key_value_heads=5),
             ": 32 attention heads cannot share 5 KV heads evenly",

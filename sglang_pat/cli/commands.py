@@ -21,7 +21,7 @@ from sglang_pat.cli.parser import Parser, as_json, count, counts, patience, run
 from sglang_pat.cli.replay import replay
 from sglang_pat.cli.top import SilenceError, TopError, top
 from sglang_pat.config import KEY
-from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, estimate, read, read_model
+from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, estimate, load, read, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
 from sglang_pat.radix_bridge.trace import TraceError, is_trace
@@ -318,9 +318,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _estimate(arguments: argparse.Namespace) -> None:
     with patience(f"{PROG}: reading {arguments.requests} and planning its batches"):
         model = read_model(arguments.model)
-        prompts = read(arguments.requests, arguments.answer_tokens)
+        workload = load(arguments.requests, arguments.answer_tokens)
         sizes = list(itertools.chain.from_iterable(arguments.batch))
-        found = estimate(prompts, model, arguments.gpu, sizes, arguments.kv_cache_dtype)
+        found = estimate(workload.prompts, model, arguments.gpu, sizes, arguments.kv_cache_dtype)
+        found.source, found.warnings = workload.source, workload.warnings
     print(as_json(found) if arguments.json else "\n".join(found.lines()))
 
 

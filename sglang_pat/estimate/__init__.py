@@ -8,7 +8,19 @@ from sglang_pat.estimate.costs import GPUS
 from sglang_pat.estimate.errors import EstimateError
 from sglang_pat.estimate.job import job
 from sglang_pat.estimate.models import Model, read_model
-from sglang_pat.estimate.prompts import Prompt, batch_of, read
+from sglang_pat.estimate.prompts import Prompt, batch_of, load, read
 from sglang_pat.estimate.table import KV_CACHES, estimate
 
-__all__ = ["GPUS", "KV_CACHES", "EstimateError", "Model", "Prompt", "batch_of", "estimate", "job", "read", "read_model"]
+__all__ = [
+    "GPUS",
+    "KV_CACHES",
+    "EstimateError",
+    "Model",
+    "Prompt",
+    "batch_of",
+    "estimate",
+    "job",
+    "load",
+    "read",
+    "read_model",
+]

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from sglang_pat.estimate.errors import EstimateError
+from sglang_pat.estimate.errors import EstimateError, fault
 from sglang_pat.estimate.prompts import first_given
 from sglang_pat.packing import FORMATS, AttentionSpec
 from sglang_pat.packing.cost import Count
@@ -103,15 +103,15 @@ def read_model(path: Path) -> Model:
     try:
         shape = _shape(path)
     except OSError as error:
-        fault = error.strerror
+        why = error.strerror
     except msgspec.ValidationError as error:
-        fault = str(error)
+        raise EstimateError(fault(error, str(path), f"{path}: ")) from None
     except (ValueError, RecursionError):
-        fault = "not JSON"
+        why = "not JSON"
     else:
         return _model(path, shape)
     raise EstimateError(
-        f"{path} is not a model's config.json ({fault}): give the model's folder, as nothing is downloaded"
+        f"{path} is not a model's config.json ({why}): give the model's folder, as nothing is downloaded"
     )
 
 

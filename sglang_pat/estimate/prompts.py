@@ -8,13 +8,13 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from sglang_pat import jsonl
-from sglang_pat.estimate.errors import EstimateError
+from sglang_pat.estimate.errors import EstimateError, fault
 from sglang_pat.packing import Batch, Node
 from sglang_pat.radix_bridge.events import Tokens
 
@@ -35,10 +35,18 @@ LOGGED_AS_TEXT = re.compile(r"\[[-\d]+ [:\d]+\] Receive: obj=")
 LOGGED_PART = 2048
 """How many characters (or tokens) of a prompt --log-requests-level 2 keeps: half from its start, then `...`, then half from its end."""
 WHOLE = "SGLang logs whole prompts with --log-requests-level 3"
+KNOWN = ("prompt", "messages", "text", "input_ids", "hash_ids")
+"""The keys by which a line is a request."""
+LISTED = 8
+"""The most keys that an error names."""
+LONGEST_KEY = 40
+"""The most characters of a key that it shows."""
 JSON = re.compile(r'\s*(\{\s*(["}]|$)|\[\s*(\{|$))')
 """Matches the start of a file that is JSON or meant to be; plain prompts may begin with a bracket too."""
 
 
+GZIP = b"\x1f\x8b"
+"""How a file of gzip begins (RFC 1952)."""
 UNKNOWN = 0
 """The block of a trace's requests, until all lines are read."""
 
@@ -126,6 +134,9 @@ Prompts = str | list[Token | str | list[Token]]
 """A text, its tokens, or several of either."""
 
 
+Form = TypeVar("Form", bound=msgspec.Struct)
+
+
 class Request(msgspec.Struct):
     """What a client of OpenAI's API or of SGLang's own sends: the fields that matter here."""
 
@@ -139,7 +150,26 @@ class Request(msgspec.Struct):
     sampling_params: Sampling | list[Sampling] | None = None
 
 
+class Workload(msgspec.Struct):
+    """What a file has.
+
+    Attributes:
+        prompts: Its requests.
+        source: What it was taken for, and how many requests it has.
+        warnings: What is hardly meant so.
+    """
+
+    prompts: list[Prompt]
+    source: str
+    warnings: list[str]
+
+
 def read(path: Path, output: int) -> list[Prompt]:
+    """The requests alone of what `load` reads."""
+    return load(path, output).prompts
+
+
+def load(path: Path, output: int) -> Workload:
     """Requests of an OpenAI batch file, SGLang's request log (--log-requests-format json --log-requests-level 3), a
     Mooncake trace, or a text file with a prompt on each line. The first line decides which; log lines may be mixed with other output.
 
@@ -158,11 +188,11 @@ def read(path: Path, output: int) -> list[Prompt]:
         shape = "an array over several lines" if lines[1:] else "an array"
         raise EstimateError(f"{path} is {shape}: write one request a line (JSONL)")
     prompts: list[Prompt] = []
-    size = BlockSize()
+    size, is_json = BlockSize(), bool(logged or (lines and JSON.match(lines[0][1])))
     for number, line in logged or lines:
         try:
-            prompts += _of_row(line, output, size) if logged or JSON.match(lines[0][1]) else [_of_text(line, output)]
-        except (EstimateError, msgspec.ValidationError, RecursionError) as error:
+            prompts += _of_row(line, output, size) if is_json else [_of_text(line, output)]
+        except (EstimateError, RecursionError) as error:
             raise EstimateError(f"{path}, line {number}: {error}") from None
     if not prompts:
         raise EstimateError(f"{path} has no request: give an OpenAI batch, a request log, a trace, or prompts")
@@ -170,7 +200,30 @@ def read(path: Path, output: int) -> list[Prompt]:
         if prompt.block == UNKNOWN:
             prompt.block = size.tokens
             prompt.blocks = prompt.blocks[: prompt.tokens // size.tokens]
-    return prompts
+    kind = _kind(lines[0][1], bool(logged), size) if is_json else _plain(path, lines)
+    requests = f"{len(prompts):,} {'request' if is_json else 'prompt'}{'' if len(prompts) == 1 else 's'}"
+    like_json = [number for number, line in lines[1:] if not is_json and JSON.match(line) and line.lstrip()[0] == "{"]
+    warnings = [
+        f"line {number} begins like JSON, but the first line is plain text, and so each line is taken for a prompt"
+        for number in like_json[:1]
+    ]
+    return Workload(prompts, f"{requests}, {kind}, from {path.name}", warnings)
+
+
+def _kind(first: str, logged: bool, size: BlockSize) -> str:
+    """What JSON was taken for, by its first line."""
+    row = {} if logged else jsonl.loads(first)
+    if logged or "event" in row:
+        return "a request log of SGLang"
+    if "hash_ids" in row:
+        return f"a trace with blocks of {size.tokens} tokens"
+    return "an OpenAI batch" if "body" in row else "JSON, one object a line"
+
+
+def _plain(path: Path, lines: list[tuple[int, str]]) -> str:
+    """What text was taken for: neither CSV nor quoted strings are parsed."""
+    quoted = path.suffix.lower() in (".csv", ".tsv") or all(line.lstrip().startswith('"') for _, line in lines)
+    return "plain text, one a line" + ", with quotes and commas as a part of it" * quoted
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -184,6 +237,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
                 if len(line) > LONGEST:
                     raise EstimateError(f"{path}, line {number}: more than {LONGEST >> 20} MiB")
+                if number == 1 and line.startswith(GZIP):
+                    raise EstimateError(f"{path} is gzip: unpack it first")
                 if number == 1 and jsonl.is_utf_16(line):
                     raise EstimateError(f"{path} {jsonl.UTF_16}")
                 text = jsonl.unmarked(line).decode().rstrip("\r\n")
@@ -201,8 +256,7 @@ def _of_row(line: str, output: int, size: BlockSize) -> list[Prompt]:
     """The requests in a line of JSON: one, several, or none if it is another event of a log. Those of a trace narrow the size of its blocks.
 
     Raises:
-        EstimateError: It has no prompt, or only a part of one.
-        ValidationError: It has a value that no server would accept.
+        EstimateError: It has no prompt, only a part of one, or a value that no server would accept.
         RecursionError: It is nested too deeply.
     """
     try:
@@ -212,14 +266,20 @@ def _of_row(line: str, output: int, size: BlockSize) -> list[Prompt]:
     if not isinstance(row, dict):
         raise EstimateError(f"not a whole JSON object{jsonl.joined(line.encode(errors='surrogatepass'))}")
     if "hash_ids" in row:
-        hashed = msgspec.convert(row, HashedRequest)
+        hashed = _converted(row, HashedRequest)
         size.narrow(len(hashed.hash_ids), hashed.input_length)
         return [Prompt(hashed.hash_ids, UNKNOWN, hashed.input_length, first_given(hashed.output_length, output))]
     logged = "event" in row
     if logged and row["event"] != "request.received":
         return []
-    request = msgspec.convert(row.get("obj") if logged else row.get("body", row), Request)
-    prompts = _prompts(request)
+    within = "obj" if logged else "body" if "body" in row else ""
+    request = _converted(row.get(within) if within else row, Request, within)
+    given = _given(request)
+    if given is None:
+        raise EstimateError(f"no prompt; {WHOLE}" if logged else _without_prompt(row, within))
+    prompts = _prompts(given)
+    if not prompts:
+        raise EstimateError("a prompt must be a text, or tokens and nothing else" + f"; {WHOLE}" * logged)
     if logged and any(_is_cut(prompt) for prompt in prompts):
         raise EstimateError(f"a part of a prompt; {WHOLE}")
     sampling = request.sampling_params
@@ -239,23 +299,44 @@ def first_given(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _prompts(request: Request) -> list[str | list[int]]:
-    """The request's prompts: texts, or lists of tokens.
+def _converted(row: Any, form: type[Form], within: str = "") -> Form:
+    """A row of JSON, or what it has under a key, in a form.
 
     Raises:
-        EstimateError: There is none, or tokens and texts are mixed.
+        EstimateError: It has another one.
     """
-    given = first_given(request.input_ids, request.prompt, request.text)
+    try:
+        return msgspec.convert(row, form)
+    except msgspec.ValidationError as error:
+        raise EstimateError(fault(error, within or "it", f"{within}." * bool(within))) from None
+
+
+def _given(request: Request) -> Prompts | None:
+    given: Prompts | None = first_given(request.input_ids, request.prompt, request.text)
     if given is None and request.messages:
         given = _chat(request.messages, request.tools)
-    if given is None:
-        raise EstimateError(f"no prompt, messages, text or input_ids; {WHOLE}")
+    return given
+
+
+def _without_prompt(row: dict[str, Any], within: str) -> str:
+    """What there is in place of a prompt."""
+    inner = row[within] if within else row
+    if empty := [key for key in KNOWN if key in inner]:
+        return f"its {' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} empty, and there is no other prompt"
+    keys = [key for key in row if key != within] + [f"{within}.{key}" for key in inner if within]
+    more = f" and {len(keys) - LISTED:,} more" if len(keys) > LISTED else ""
+    found = f"the keys {', '.join(key[:LONGEST_KEY] for key in keys[:LISTED])}{more}" if keys else "no keys"
+    return f"it has {found}; known are {', '.join(KNOWN)} (docs/estimate.md)"
+
+
+def _prompts(given: Prompts) -> list[str | list[int]]:
+    """The prompts: texts, or lists of tokens; none if tokens and texts are mixed."""
     if isinstance(given, str):
         return [given]
     tokens = [piece for piece in given if isinstance(piece, int)]
     others = [piece for piece in given if not isinstance(piece, int)]
     if bool(tokens) == bool(others):
-        raise EstimateError(f"a prompt must be a text, or tokens and nothing else; {WHOLE}")
+        return []
     return [tokens] if tokens else others
 
 

@@ -87,6 +87,8 @@ class Estimate(msgspec.Struct):
         batches: By ascending size.
         verdict: What the table says, in words.
         assumptions: What is assumed, a sentence each.
+        source: What the file was taken for.
+        warnings: What in the file is hardly meant so.
     """
 
     requests: int
@@ -101,12 +103,17 @@ class Estimate(msgspec.Struct):
     batches: list[Row]
     verdict: str
     assumptions: list[str]
+    source: str = ""
+    warnings: list[str] = []
 
     def lines(self) -> Iterator[str]:
         """The table that the command prints."""
         backends = list(self.batches[0].attention_us)
         times = ["attention a layer, us"] + ["step, ms"] * (self.batches[0].step_ms is not None)
         widths = [max(7, len(NAMES[name]) + 2) for name in backends]
+        if self.source:
+            yield self.source
+        yield from (f"warning: {warning}" for warning in self.warnings)
         yield (
             f"{self.requests:,} requests with {self.prompt_tokens / self.requests:,.0f} tokens of prompt and "
             f"{self.answer_tokens / self.requests:,.0f} of answer on average, on one {self.gpu}"
