@@ -36,6 +36,16 @@ from transformers import AutoTokenizer
 
 from sglang_pat.demo.server import Server
 
+BENCHMARKS = {
+    "accuracy": {
+        "what": "perplexity and greedy answers of a trained model",
+        "gpu": True,
+        "inputs": "--model FOLDER --texts FILE",
+        "results": "accuracy-h200.json",
+    },
+}
+"""For run.py, which reads it without importing this file."""
+
 PAGE = 64
 """Texts are shared in whole pages, those of KV of few bits too (packing/spec.py)."""
 LIKELIEST = 20

@@ -35,6 +35,16 @@ from sglang_pat.batch.lines import Json, Request
 from sglang_pat.batch.order import Room
 from sglang_pat.demo.server import Server
 
+BENCHMARKS = {
+    "batch": {
+        "what": "a file of requests that share prefixes, server after server",
+        "gpu": True,
+        "inputs": "--model FOLDER",
+        "results": "batch-h200.json",
+    },
+}
+"""For run.py, which reads it without importing this file."""
+
 SHAPES = ["2000/200x16", "2000/200x4", "1000/1000x16", "1000/1000x4", "200/2000x16", "200/2000x4", "1100/400x7"]
 """The paper's: table 2, and case 1 of section 6."""
 

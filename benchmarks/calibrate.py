@@ -22,6 +22,11 @@ from sglang_pat.estimate import costs
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, PackConfig
 from sglang_pat.packing.native import make_plan
 
+BENCHMARKS = {
+    "calibrate": {"what": "fits `sglang-pat estimate` to the results", "minutes": 0.1, "results": "estimate-*.json"},
+}
+"""For run.py, which reads it without importing this file."""
+
 LAYERS, WEIGHT_BYTES = 36, 2 * (36 * (2 * 4096 * 40 * 128 + 3 * 4096 * 12288) + 151936 * 4096)
 """Of the Qwen3-8B shape that benchmarks/serving.py served."""
 

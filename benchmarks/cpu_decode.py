@@ -25,6 +25,11 @@ from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, TileTable, layout
 from sglang_pat.packing.oracle import make_plan
 
+BENCHMARKS = {
+    "cpu": {"what": "CPU executor beside torch_native", "minutes": 1.2, "results": "cpu_decode.json"},
+}
+"""For run.py, which reads it without importing this file."""
+
 RESULTS = Path(__file__).parent / "results" / "cpu_decode.json"
 
 

@@ -23,6 +23,11 @@ from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.packing import CPU_TILES, Batch, Node, PackConfig
 from sglang_pat.packing.native import NativeScheduler, load
 
+BENCHMARKS = {
+    "cpu-extends": {"what": "extends on the CPU beside torch_native", "results": "cpu_extend.json"},
+}
+"""For run.py, which reads it without importing this file."""
+
 RESULTS = Path(__file__).parent / "results" / "cpu_extend.json"
 
 CASES = ((32, 1_024, 16), (8, 2_048, 16), (16, 2_048, 1), (8, 1_024, 64), (1, 2_048, 512), (1, 0, 2_048))

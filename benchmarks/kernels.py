@@ -43,6 +43,23 @@ from sglang_pat.kernels.low_bit import Pages
 from sglang_pat.packing import AttentionSpec, PackConfig, TileTable, layout, native
 from sglang_pat.packing.spec import KVFormat
 
+BENCHMARKS = {
+    "kernels": {
+        "what": "decode attention beside FlashInfer, its cascade, Triton and FA3",
+        "minutes": 2.5,
+        "gpu": True,
+        "results": "kernels-h200.json",
+    },
+    "ablations": {
+        "arguments": ["--ablations"],
+        "what": "without one part of the design",
+        "minutes": 0.3,
+        "gpu": True,
+        "results": "kernel-ablations-h200.json",
+    },
+}
+"""For run.py, which reads it without importing this file."""
+
 HEADS = ("32/32", "16/8", "32/8", "64/8")
 READ_RATES, FLOP_RATE = {"h200": 4.4e12, "h100": 3.08e12}, 790e12
 """Bytes and operations a second that these GPUs reach: an H200 measured 2026-11-20; H100's bytes are the same share, 0.92, of what the data

@@ -18,6 +18,11 @@ from about import about
 
 from sglang_pat.kernels import low_bit
 
+BENCHMARKS = {
+    "low-bit-error": {"what": "attention over KV of few bits, random KV", "results": "low_bit_error.json"},
+}
+"""For run.py, which reads it without importing this file."""
+
 TOKENS, HEADS, DIM, QUERIES, SEEDS = 4096, 4, 128, 8, 5
 PAGE = low_bit.PAGE_TOKENS
 OUTLIERS = {"plain": 0, "4 of 128 channels of K outlying": 4}

@@ -24,6 +24,15 @@ from about import gpu, result_file
 from sglang_pat.kernels import low_bit, reference
 from sglang_pat.packing import FORMATS
 
+BENCHMARKS = {
+    "low-bit-kernels": {
+        "what": "decode attention over pages of 4 and 2 bits",
+        "gpu": True,
+        "results": "kernels-lowbit-h200.json",
+    },
+}
+"""For run.py, which reads it without importing this file."""
+
 PAGE = low_bit.PAGE_TOKENS
 TAIL = 32
 """Tokens behind the last full page, of the mean request."""

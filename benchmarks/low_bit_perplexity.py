@@ -29,6 +29,15 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from sglang_pat.kernels import low_bit
 
+BENCHMARKS = {
+    "low-bit-perplexity": {
+        "what": "schemes for few bits, a trained model",
+        "inputs": "--model FOLDER --texts FILE",
+        "results": "low_bit_perplexity.json",
+    },
+}
+"""For run.py, which reads it without importing this file."""
+
 PAGE = low_bit.PAGE_TOKENS
 WORST = (17, 18, 20, 23, 24)
 """SmolLM2's layers of which 2 bits cost most, each alone ("int2 in layer 17 only", 2026-11-29)."""

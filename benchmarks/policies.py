@@ -33,6 +33,11 @@ from sglang_pat.packing.heuristic import Pack, kv_length, split_queries
 from sglang_pat.packing.oracle import make_packs, make_plan, makespan, pack_price, packs_price
 from sglang_pat.packing.tree import compact, kv_minimum
 
+BENCHMARKS = {
+    "policies": {"what": "bytes and balance of every policy", "minutes": 0.2, "results": "policies.json"},
+}
+"""For run.py, which reads it without importing this file."""
+
 RESULTS = Path(__file__).parent / "results" / "policies.json"
 BYTES = msgspec.structs.replace(
     trees.H200, cost=msgspec.structs.replace(trees.H200.cost, flop_per_byte=0, start_price=0)

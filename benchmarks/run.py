@@ -7,6 +7,7 @@ python benchmarks/run.py kernels ablations   # run these, then write the documen
 from __future__ import annotations
 
 import argparse
+import ast
 import subprocess
 import sys
 import time
@@ -20,64 +21,43 @@ FOLDER = Path(__file__).parent
 class Benchmark(msgspec.Struct):
     """
     Attributes:
-        command: Script and arguments.
         what: One line about it.
-        minutes: What it took where it was measured last: on the GPU host, or on two CPU cores; for serving and steps, a backend.
+        script: In this folder; or `-m` with a module in front of `arguments`.
+        arguments: What it is always given.
+        minutes: What it took where it was measured last: on the GPU host, or on two CPU cores; for serving and steps, a backend. None if nobody noted it.
         gpu: Whether it needs one.
         inputs: Arguments without defaults, which have to be given after `--`.
         results: What it writes, in `results` where no folder is named.
     """
 
-    command: list[str]
     what: str
-    minutes: float
+    script: str = ""
+    arguments: list[str] = []
+    minutes: float | None = None
     gpu: bool = False
     inputs: str = ""
     results: str = ""
 
+    @property
+    def weight(self) -> float:
+        """Its part of the bar."""
+        return self.minutes or 1
 
-BENCHMARKS = {
-    "cpu": Benchmark(["cpu_decode.py"], "CPU executor beside torch_native", 1.2, results="cpu_decode.json"),
-    "packing": Benchmark(["packing.py"], "what planning takes, 1 to 16,384 requests", 0.7, results="packing.json"),
-    "policies": Benchmark(["policies.py"], "bytes and balance of every policy", 0.2, results="policies.json"),
-    "kernels": Benchmark(
-        ["kernels.py"],
-        "decode attention beside FlashInfer, its cascade, Triton and FA3",
-        2.5,
-        True,
-        results="kernels-h200.json",
-    ),
-    "ablations": Benchmark(
-        ["kernels.py", "--ablations"], "without one part of the design", 0.3, True, results="kernel-ablations-h200.json"
-    ),
-    "traffic": Benchmark(["traffic.py"], "bytes as ncu counts them", 0.3, True, results="kernel-traffic-h200.json"),
-    "serving": Benchmark(
-        ["serving.py"], "whole servers, backend after backend", 3.5, True, "--model FOLDER", "serving-h200.json"
-    ),
-    "steps": Benchmark(
-        ["steps.py"],
-        "single decode steps and their metadata, agreement",
-        1.2,
-        True,
-        "--model FOLDER",
-        "steps-h200.json",
-    ),
-    "soak": Benchmark(
-        ["soak.py"], "half an hour's requests at full load", 3.5, True, "--model FOLDER --trace FILE", "soak-h200.json"
-    ),
-    "chaos": Benchmark(
-        ["soak.py", "--chaos", "120", "--seed", "1"],
-        "everything at once that the API allows",
-        2.5,
-        True,
-        "--model FOLDER",
-        "chaos-h200.json",
-    ),
-    "tune": Benchmark(["-m", "sglang_pat.tune"], "prices of this GPU's tiles", 0.3, True),
-    "pictures": Benchmark(["../docs/picture.py"], "the documentation's pictures", 0.1, results="docs/*.svg"),
-    "calibrate": Benchmark(
-        ["calibrate.py"], "fits `sglang-pat estimate` to the results", 0.1, results="estimate-*.json"
-    ),
+
+def declared() -> dict[str, Benchmark]:
+    """What the scripts of this folder declare in `BENCHMARKS`. They are read and not run, as most import torch."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "BENCHMARKS" and path.name != "run.py":
+                for name, fields in ast.literal_eval(node.value).items():
+                    found[name] = msgspec.convert({"script": path.name, **fields}, Benchmark)
+    return found
+
+
+BENCHMARKS = declared() | {
+    "tune": Benchmark("prices of this GPU's tiles", "-m", ["sglang_pat.tune"], 0.3, True),
+    "pictures": Benchmark("the documentation's pictures", "../docs/picture.py", minutes=0.1, results="docs/*.svg"),
 }
 
 
@@ -98,8 +78,8 @@ def show() -> None:
     for name, benchmark in BENCHMARKS.items():
         needs = ", ".join(filter(None, ["a GPU" if benchmark.gpu else "", benchmark.inputs]))
         state = "no GPU here" if benchmark.gpu and not available else "ready"
-        took = f"{benchmark.minutes:g} min"
-        print(f"{name:<10} {benchmark.what:<64} {took:<8} {needs or 'nothing':<24} {state:<12} {benchmark.results}")
+        took = f"{benchmark.minutes:g} min" if benchmark.minutes else "?"
+        print(f"{name:<18} {benchmark.what:<64} {took:<8} {needs or 'nothing':<36} {state:<12} {benchmark.results}")
 
 
 def main() -> None:
@@ -109,18 +89,18 @@ def main() -> None:
     if not names.names:
         show()
         return
-    total = sum(BENCHMARKS[name].minutes for name in names.names)
+    total = sum(BENCHMARKS[name].weight for name in names.names)
     done = 0.0
     for number, name in enumerate(names.names, 1):
         benchmark = BENCHMARKS[name]
         if benchmark.gpu and not has_gpu():
             raise SystemExit(f"{name} needs a GPU")
-        print(f"{bar(done, total)} {number} of {len(names.names)}: {name}, about {benchmark.minutes:g} min", flush=True)
-        script, *arguments = benchmark.command
-        command = [script, *arguments] if script == "-m" else [str(FOLDER / script), *arguments]
+        print(f"{bar(done, total)} {number} of {len(names.names)}: {name}", flush=True)
+        script = benchmark.script if benchmark.script == "-m" else str(FOLDER / benchmark.script)
+        command = [script, *benchmark.arguments]
         began = time.monotonic()
         subprocess.run([sys.executable, *command, *[x for x in rest if x != "--"]], check=True)
-        done += benchmark.minutes
+        done += benchmark.weight
         print(f"{bar(done, total)} {name} took {(time.monotonic() - began) / 60:.1f} min", flush=True)
     subprocess.run([sys.executable, str(FOLDER / "report.py")], check=True)
 

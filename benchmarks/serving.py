@@ -44,6 +44,17 @@ from about import gpu, result_file
 from sglang_pat.demo.server import Server
 from sglang_pat.estimate.prompts import TRACE_BLOCK
 
+BENCHMARKS = {
+    "serving": {
+        "what": "whole servers, backend after backend",
+        "minutes": 3.5,
+        "gpu": True,
+        "inputs": "--model FOLDER",
+        "results": "serving-h200.json",
+    },
+}
+"""For run.py, which reads it without importing this file."""
+
 WORKLOADS = ("gsp-8x32x2048", "random-128", "agreement")
 SYSTEM = ((46, 1), (348, 4), (2123, 16))
 LOW_BIT = ("int4", "int2")

@@ -20,6 +20,16 @@ import serving
 
 from sglang_pat.demo.server import Server
 
+BENCHMARKS = {
+    "short-extends": {
+        "what": "short turns on one long document, server after server",
+        "gpu": True,
+        "inputs": "--model FOLDER",
+        "results": "short-extends-h200.json",
+    },
+}
+"""For run.py, which reads it without importing this file."""
+
 
 class Record(msgspec.Struct):
     """One number of new tokens on one backend. `shared` is the extends that PAT ran with the document read once, of `rounds`."""

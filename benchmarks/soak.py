@@ -39,6 +39,25 @@ from sglang_pat.demo import tiny_model
 from sglang_pat.demo.server import Server
 from sglang_pat.estimate.prompts import TRACE_BLOCK
 
+BENCHMARKS = {
+    "soak": {
+        "what": "half an hour of requests at full load",
+        "minutes": 3.5,
+        "gpu": True,
+        "inputs": "--model FOLDER --trace FILE",
+        "results": "soak-h200.json",
+    },
+    "chaos": {
+        "arguments": ["--chaos", "120", "--seed", "1"],
+        "what": "everything at once that the API allows",
+        "minutes": 2.5,
+        "gpu": True,
+        "inputs": "--model FOLDER",
+        "results": "chaos-h200.json",
+    },
+}
+"""For run.py, which reads it without importing this file."""
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 ROUNDS = 10

@@ -25,6 +25,11 @@ from sglang_pat import jit
 from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.packing import FORMATS, AttentionSpec
 
+BENCHMARKS = {
+    "variants": {"what": "variants of our kernels, by turns", "gpu": True, "inputs": "NAME=FLAGS"},
+}
+"""For run.py, which reads it without importing this file."""
+
 BASE = "base"
 
 
