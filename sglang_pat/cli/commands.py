@@ -21,7 +21,7 @@ from sglang_pat.cli.parser import Parser, as_json, count, counts, patience, run
 from sglang_pat.cli.replay import replay
 from sglang_pat.cli.top import SilenceError, TopError, top
 from sglang_pat.config import KEY
-from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, estimate, load, read, read_model
+from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, Model, estimate, load, read, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
 from sglang_pat.radix_bridge.trace import TraceError, is_trace
@@ -34,6 +34,9 @@ DEFAULT_ANSWER = 256
 
 URL = "http://127.0.0.1:30000"
 """Of a server with SGLang's defaults."""
+
+MODEL = "folder, its config.json, or its name in the cache of Hugging Face (nothing is downloaded)"
+"""How a model is named."""
 
 OPENAI_KEY = "OPENAI_API_KEY"
 """The environment variable from which SGLang's own clients take a server's key. Where it holds a key of OpenAI's, a server that nobody named must not
@@ -166,7 +169,7 @@ def _add_doctor(commands: Any) -> None:
     command.add_argument("--json", action="store_true", help="for programs")
     command.add_argument(
         "--model",
-        help="a model's folder, its config.json, or a name in the cache of Hugging Face: whether it is supported, before it is loaded",
+        help=f"whether a model is supported, before it is loaded: the model's {MODEL}",
     )
     command.add_argument("--url", type=completed, help="a running server, whose counters are added")
     _add_key(command)
@@ -193,7 +196,7 @@ def _add_estimate(commands: Any) -> None:
         help="an OpenAI batch, a request log of SGLang, a Mooncake trace, or one prompt per line; the first line decides which, "
         "and later lines that do not fit are refused",
     )
-    command.add_argument("--model", type=Path, required=True, help="the model's folder or config.json")
+    command.add_argument("--model", required=True, help=f"the model's {MODEL}")
     _add_gpu(command)
     command.add_argument(
         "--kv-cache-dtype", choices=list(KV_CACHES), default="auto", help="as SGLang's; auto is bfloat16 (%(default)s)"
@@ -235,7 +238,7 @@ def _add_explain(commands: Any) -> None:
         nargs="?",
         help="a file recorded with SGLANG_PAT_TRACE; with --model, what `estimate` takes: the tree of a job that has not run",
     )
-    command.add_argument("--model", type=Path, help="the model's folder or config.json, for a file of requests")
+    command.add_argument("--model", help=f"for a file of requests: the model's {MODEL}")
     _add_gpu(command)
     command.add_argument(
         "--url", type=completed, help="in place of a file: a running server on this machine that records one"
@@ -315,9 +318,18 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return doctor(arguments.model, arguments.url, _key(arguments), arguments.json)
 
 
+def _model(name: str) -> Model:
+    from sglang_pat.cli.model import ModelError, find
+
+    try:
+        return read_model(find(name))
+    except ModelError as error:
+        raise EstimateError(str(error)) from None
+
+
 def _estimate(arguments: argparse.Namespace) -> None:
     with patience(f"{PROG}: reading {arguments.requests} and planning its batches"):
-        model = read_model(arguments.model)
+        model = _model(arguments.model)
         workload = load(arguments.requests, arguments.answer_tokens)
         sizes = list(itertools.chain.from_iterable(arguments.batch))
         found = estimate(workload.prompts, model, arguments.gpu, sizes, arguments.kv_cache_dtype)
@@ -350,7 +362,7 @@ def _explain(arguments: argparse.Namespace) -> None:
     try:
         if arguments.model is not None:
             prompts = read(path, DEFAULT_ANSWER)
-            steps = explain.explain_job(prompts, read_model(arguments.model), arguments.gpu, output, arguments.steps)
+            steps = explain.explain_job(prompts, _model(arguments.model), arguments.gpu, output, arguments.steps)
         else:
             steps = explain.explain(path, output, arguments.steps, arguments.truncated or live)
     except OSError as error:
