@@ -103,6 +103,7 @@ class Soak:
         """Count copies to the host and back, how many were made beside running requests, and how often the host was full."""
         cache = getattr(self.scheduler.tree_cache, "inner", self.scheduler.tree_cache)
         controller = getattr(cache, "cache_controller", None)
+        self.has_host = controller is not None
         for name in ("write", "load") if controller else ():
             setattr(controller, name, functools.partial(self.copy, controller, name, getattr(controller, name)))
 
@@ -122,10 +123,10 @@ class Soak:
                 self.scheduler.gracefully_exit = True
         elif self.remaining < self.next_flush:
             if busy == 0 and self.scheduler.last_batch is None:
-                # SGLang refuses while copies to the host are under way.
                 flushes = self.flushes
                 self.scheduler.process_input_requests([FlushCacheReqInput()])
-                self.next_flush -= FLUSH_EVERY * (self.flushes > flushes)
+                # SGLang refuses while copies to the host are under way.
+                self.next_flush -= FLUSH_EVERY * (self.flushes > flushes or not self.has_host)
         elif busy < 12 and self.random.random() < 0.5:
             self.scheduler.process_input_requests([self.request() for _ in range(self.random.randint(1, 5))])
         elif self.scheduler.enable_session_radix_cache and self.random.random() < 0.05:

@@ -232,10 +232,10 @@ def test_a_pool_to_measure_with_has_each_token_once(form: str) -> None:
     bench = object.__new__(tile_prices.Bench)
     bench.torch, bench.device, bench.dtype = torch, torch.device("cpu"), torch.bfloat16
     bench.spec = AttentionSpec(tile_prices.GROUP, 1, 128, 128, FORMATS[form])
-    k, v, records, slots = bench.pool(640)
+    kv, slots = bench.pool(640)
     assert slots.shape == (1, 640) and sorted(slots[0].tolist()) == list(range(640))
-    if records is None:
-        assert k.shape == v.shape == (640, 1, 128)
+    if kv.pages is None:
+        assert kv.k.shape == kv.v.shape == (640, 1, 128)
     else:
-        assert (slots[0].reshape(10, 64).diff() == 1).all() and len(records) == 10
-        assert all(torch.isfinite(x).all() for x in low_bit.unpack(records, FORMATS[form].bits, 128))
+        assert (slots[0].reshape(10, 64).diff() == 1).all() and len(kv.pages.records) == 10
+        assert all(torch.isfinite(x).all() for x in low_bit.unpack(kv.pages.records, FORMATS[form].bits, 128))
