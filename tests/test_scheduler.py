@@ -101,7 +101,7 @@ CORES: list[dict[str, str]] = [
     {}, UNIFIED if compat.cache.radix_cache_serves() else {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"},
 ]  # fmt: skip
 """Of 0.5.23 the Rust core and the Python core; of 0.5.17 `HiRadixCache` and `UnifiedRadixCache`."""
-LOADED = {"shared": 100, "writes_beside": 10, "loads_beside": 1}
+LOADED = {"shared": 30, "writes_beside": 10, "loads_beside": 1}
 CASES |= {
     "host, write-through": ([*TIER, POOL, "700", "--hicache-ratio", "4"], CORES[0], LOADED | {"flushes": 1}),
     "host, write-through, pages of 64, files": (
@@ -113,11 +113,11 @@ CASES |= {
         CORES[1] | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}, LOADED | {"retracted": 1},
     ),
     "host, selective, pages of 64": (
-        [*PAGES, "--hicache-write-policy", "write_through_selective"], CORES[0], {"shared": 50, "writes": 1},
+        [*PAGES, "--hicache-write-policy", "write_through_selective"], CORES[0], {"shared": 30, "writes": 1},
     ),
     "host, write-back, full": (
         [*TIER, POOL, "600", "--hicache-ratio", "0.2", "--hicache-write-policy", "write_back"],
-        CORES[0], {"shared": 100, "writes_beside": 10, "full": 1},
+        CORES[0], {"shared": 30, "writes_beside": 10, "full": 1},
     ),
     "host, write-back, pages of 64, priorities": (
         [*PAGES, "--hicache-write-policy", "write_back", "--enable-priority-scheduling"], CORES[1], LOADED,
@@ -128,7 +128,7 @@ CASES |= {
     ),
     "host, drafts": (
         [*TIER, POOL, "800", *DRAFTS, "1", "--speculative-num-draft-tokens", "3", "--hicache-ratio", "4", "--batches", "180"],
-        {}, {"shared": 50, "writes": 10},
+        {}, {"shared": 30, "writes": 10},
     ),
 }  # fmt: skip
 """What is evicted goes to the host, and comes back while others decode; among them each two of a write policy, a size of pages and a core. With
