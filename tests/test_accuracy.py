@@ -36,7 +36,7 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "faulty": ((sys.executable, str(Path(__file__).with_name("faulty_decode.py"))), {}),
 }
 
-pytestmark = [pytest.mark.server, pytest.mark.slow]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.once]
 
 
 @pytest.fixture(scope="module")
