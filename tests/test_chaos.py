@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import eagle
 import pytest
 from chaos import FEATURES, Chaos, adapters, our_tracebacks
+from chaos.report import Report
 from conftest import UNPINNED, assert_sound
 from forked import ForkedServer
 
@@ -71,14 +73,19 @@ def started(
         yield tried, reference
 
 
-def test_a_minute_of_chaos(servers: tuple[Server, Server]) -> None:
-    tried, reference = servers
-    chaos = Chaos(tried.url, reference.url, seed=SEED, seconds=SECONDS)
+def run(chaos: Chaos, tried: Server) -> tuple[Report, dict[str, Any]]:
+    """Its report, and the counters of the server with `pat`, both without a problem."""
     report = asyncio.run(chaos.run())
     print(report)
     assert not report.problems, report
     assert not our_tracebacks(tried.log.read_text())
-    counters = assert_sound(tried)
+    return report, assert_sound(tried)
+
+
+def test_a_minute_of_chaos(servers: tuple[Server, Server]) -> None:
+    tried, reference = servers
+    chaos = Chaos(tried.url, reference.url, seed=SEED, seconds=SECONDS)
+    report, counters = run(chaos, tried)
     assert counters["kv_tokens"] < 0.95 * counters["kv_tokens_unpacked"], "hardly anything was packed"
     lacking = {"memory"} if compat.release() == "0.5.23" else {"memory", "beams", "salts", "live ids", "lora updates"}
     assert chaos.able == FEATURES - lacking
@@ -100,12 +107,7 @@ def test_chaos_behind_a_full_host(model: Path, tmp_path: Path) -> None:
         tried,
         reference,
     ):
-        chaos = Chaos(tried.url, reference.url, seed=SEED, seconds=SECONDS / 2)
-        report = asyncio.run(chaos.run())
-        print(report)
-        assert not report.problems, report
-        assert not our_tracebacks(tried.log.read_text())
-        counters = assert_sound(tried)
+        report, counters = run(Chaos(tried.url, reference.url, seed=SEED, seconds=SECONDS / 2), tried)
         assert counters["kv_tokens"] < 0.95 * counters["kv_tokens_unpacked"], "hardly anything was packed"
         assert min(report.compared[kind] for kind in ("greedy", "partial", "session", "streaming session")) > 1, report
         assert "hierarchical KV host pool" in tried.log.read_text()
@@ -116,10 +118,6 @@ def test_chaos_with_drafts(model: Path, tmp_path: Path) -> None:
     """Drafts of random weights, in trees: hardly one is accepted, and answers are those without any."""
     draft = eagle.write(tmp_path / "draft", model)
     with started(model, tmp_path, COMMON, [*SMALL_POOL, *DRAFTS, str(draft)]) as (tried, reference):
-        report = asyncio.run(Chaos(tried.url, reference.url, seed=SEED, seconds=SECONDS / 2).run())
-        print(report)
-        assert not report.problems, report
-        assert not our_tracebacks(tried.log.read_text())
-        counters = assert_sound(tried)
+        report, counters = run(Chaos(tried.url, reference.url, seed=SEED, seconds=SECONDS / 2), tried)
         assert counters["kv_tokens"] < counters["kv_tokens_unpacked"]
         assert min(report.compared[kind] for kind in ("greedy", "partial")) > 3, report

@@ -145,7 +145,7 @@ def _parser() -> Parser:
 
 
 OTHERS = {"demo": "sglang_pat.demo.__main__", "build": "sglang_pat.cli.build", "tune": "sglang_pat.cli.tune"}
-"""Commands that were modules before, and still are: each has its own `main(arguments, prog)`. Imported when they are called, as some import torch."""
+"""Modules with a `main(arguments, prog)` of their own, by the command that runs it. Imported when they are called, as some import torch."""
 
 
 def _add_demo(commands: Any) -> None:
@@ -166,7 +166,7 @@ def _add_doctor(commands: Any) -> None:
         help="say what a server would find here, and what keeps it from its start",
         epilog="The exit status is 1 if there is a problem.",
     )
-    command.add_argument("--json", action="store_true", help="for programs")
+    _add_json(command)
     command.add_argument(
         "--model",
         help=f"whether a model is supported, before it is loaded: the model's {MODEL}",
