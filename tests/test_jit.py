@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -235,20 +236,74 @@ def test_a_build_that_is_killed_leaves_neither_compilers_nor_folders(csrc: Path,
                 os.kill(process, signal.SIGKILL)
 
 
+SLOW_AND_QUICK = """
+import os, pathlib, sys, threading
+from tvm_ffi import cpp
+sys.modules["torch"] = None
+from sglang_pat import jit
+csrc, folder = map(pathlib.Path, sys.argv[1:])
+before, build, slow_builds, quick_builds = dict(os.environ), cpp.build, threading.Event(), threading.Event()
+def in_turn(name, **options):
+    if "slow" in name:
+        slow_builds.set()
+        quick_builds.wait(60)
+    else:
+        quick_builds.set()
+        while not (folder / "slow compiles").exists():
+            pass
+    return build(name, **options)
+cpp.build = in_turn
+slow = threading.Thread(target=jit.load, args=("slow", csrc))
+slow.start()
+slow_builds.wait(60)
+jit.load("quick", csrc)
+(folder / "quick is there").touch()
+slow.join()
+print(jit.load("slow", csrc).answer(), {name for name in before | os.environ if before.get(name) != os.environ.get(name)} - {"PATH"})
+"""
+
+
+def test_builds_at_the_same_time_keep_their_files(csrc: Path, tmp_path: Path) -> None:
+    """The environment belongs to all threads. One that is done must not take the folder of another's compiler along, and the last puts the environment back."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        f"""#!/bin/sh
+case "$PWD" in *slow*)
+    touch "{tmp_path}/slow compiles"
+    until [ -e "{tmp_path}/quick is there" ]; do sleep 0.1; done
+    touch "$TMPDIR/part" || exit 1
+esac
+exec c++ "$@"
+"""
+    )
+    compiler.chmod(0o755)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    for name in ("slow", "quick"):
+        shutil.copytree(csrc / "tiny", csrc / name)
+    environment = {jit.CACHE: str(tmp_path / "cache"), "CXX": str(compiler), "TMPDIR": str(temporary)}
+    result = subprocess.run(
+        [sys.executable, "-c", SLOW_AND_QUICK, csrc, tmp_path],
+        env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (result.stdout, result.stderr) == ("42 set()\n", "")
+    assert not list(temporary.iterdir())
+
+
 @pytest.mark.parametrize("swapped", ["at first", "meanwhile"])
 def test_a_killed_build_s_folder_is_not_sought_through_a_link(tmp_path: Path, swapped: str) -> None:
     """Who works there would be ended, and what is there removed."""
     scratch, other = tmp_path / "scratch", tmp_path / "other"
-    other.mkdir()
+    (other / "module").mkdir(parents=True)
     (other / "file").touch()
     if swapped == "at first":
         scratch.symlink_to(other)
     else:
-        scratch.mkdir()
+        (scratch / "module").mkdir(parents=True)
     command = [sys.executable, "-I", "-S", str(Path(jit.__file__).with_name("watch.py")), str(scratch)]
     with (
-        subprocess.Popen(["sleep", "100"], cwd=other) as bystander,
-        subprocess.Popen(["sleep", "100"], cwd=other if swapped == "at first" else scratch) as worker,
+        subprocess.Popen(["sleep", "100"], cwd=other / "module") as bystander,
+        subprocess.Popen(["sleep", "100"], cwd=(other if swapped == "at first" else scratch) / "module") as worker,
         subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as watch,
     ):
         try:

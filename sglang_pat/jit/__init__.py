@@ -28,6 +28,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -492,20 +493,17 @@ def _build(compiler: str, name: str, library: Path, at: int, sources: list[str],
     if not os.environ.get("CXX"):
         os.environ.pop("CXX", None)  # tvm-ffi takes an empty one for a compiler
     began = time.monotonic()
-    temporary = _temporary_folder()
-    # A library preloaded into this process, such as a sanitizer's, must not be loaded into the compiler.
-    before = {variable: os.environ.pop(variable, None) for variable in ("LD_PRELOAD", "TMPDIR")}
     try:
-        for folder in (temporary, f"/proc/self/fd/{at}"):
-            _remove_leftovers(folder)
+        _remove_leftovers(f"/proc/self/fd/{at}")
         # Not in the cache: tvm-ffi and ninja know folders by their paths only.
-        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=temporary) as scratch, _watched(scratch):
-            os.environ["TMPDIR"] = scratch  # of compilers, whose files others must not replace either
+        with _workplace.entered() as place, tempfile.TemporaryDirectory(prefix=f"{name}-", dir=place) as scratch:
             built = cpp.build(name, sources=sources, build_directory=scratch, **flags)
             if not os.path.exists(built):
                 raise RuntimeError("it made nothing")
             content = Path(built).read_bytes()
         _write(content + _seal(library.name, content), library, at)
+    except BuildError:
+        raise
     except OSError as error:
         raise _unwritable(library.parent, error) from error
     except RuntimeError as error:
@@ -515,12 +513,58 @@ def _build(compiler: str, name: str, library: Path, at: int, sources: list[str],
                     f"sglang-pat's '{name}' module has no room in {library.parent}, or what {compiler} makes meanwhile has none: {full}"
                 ) from None
         raise BuildError(f"{compiler} could not build sglang-pat's '{name}' module: {error}") from error
-    finally:
-        for variable, value in before.items():
-            os.environ.pop(variable, None)
-            if value is not None:
-                os.environ[variable] = value
     logger.info("sglang-pat's '%s' module was built in %.1f s", name, time.monotonic() - began)
+
+
+class _Workplace:
+    """Where the builds of this process work while there are any. Its threads share one environment, so the first to come sets what compilers need, and the
+    last to go puts it back: each by itself, one would end with another's folder in use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._opened = contextlib.ExitStack()
+        self._folder = ""
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[str]:
+        """Its folder.
+
+        Raises:
+            BuildError: There is none in which compilers can work.
+        """
+        with self._lock:
+            if not self._inside:
+                self._open()
+            self._inside += 1
+        try:
+            yield self._folder
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    self._opened.close()
+
+    def _open(self) -> None:
+        temporary = _temporary_folder()
+        _remove_leftovers(temporary)
+        with contextlib.ExitStack() as opened:
+            self._folder = opened.enter_context(tempfile.TemporaryDirectory(prefix=f".{PREFIX}", dir=temporary))
+            opened.enter_context(_watched(self._folder))
+            # A library preloaded into this process, such as a sanitizer's, must not be loaded into compilers. Others must not replace their files either.
+            for variable, value in (("LD_PRELOAD", None), ("TMPDIR", self._folder)):
+                opened.callback(_set_variable, variable, os.environ.get(variable))
+                _set_variable(variable, value)
+            self._opened = opened.pop_all()
+
+
+_workplace = _Workplace()
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
 
 
 def _write(content: bytes, library: Path, at: int) -> None:

@@ -14,11 +14,11 @@ import time
 
 
 def workers(folder: os.stat_result) -> list[int]:
-    """The processes whose working directory is a folder: ninja starts all its compilers where it was started itself."""
+    """The processes that work in one of a folder's folders: ninja starts all its compilers where it was started itself."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if os.path.samestat(os.stat(f"/proc/{name}/cwd"), folder):
+            if os.path.samestat(os.stat(f"/proc/{name}/cwd/.."), folder):
                 found.append(int(name))
         except OSError:  # it ended, or is another user's
             pass
