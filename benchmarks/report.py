@@ -145,6 +145,41 @@ def agreement() -> str:
     )
 
 
+def trained() -> str:
+    """What each backend and KV format makes of trained models."""
+    result = load("accuracy-h200.json")
+    records: list[dict[str, Any]] = result["records"]
+    rows = []
+    for record in records:
+        alike = [other for other in records if (other["model"], other["kv"]) == (record["model"], record["kv"])]
+        first = next(other for other in records if other["model"] == record["model"])
+        decode = f"{record['perplexity']:.2f}"
+        least = f"{min(other['perplexity'] for other in alike):.2f}"
+        again = record["again"]
+        rows.append([
+            record["model"], record["kv"], NAMES[record["backend"]],
+            f"**{decode}**" if decode == least and len(alike) > 1 else decode, f"{record['prefill_perplexity']:.2f}",
+            "" if record is first else f"{record['answers_equal']} ({record['largest_lead_where_they_part']:.2f})",
+            f"{again['answers_equal']} ({again['largest_lead_where_they_part']:.2f})",
+            f"{record['kv_read']:.2f}" if "kv_read" in record else "",
+        ])  # fmt: skip
+    heads = [
+        "model",
+        "KV",
+        "backend",
+        "perplexity of decode",
+        "of prefill",
+        "answers equal to FA3's",
+        "to its own, run again",
+        "KV read",
+    ]
+    device, tokens, answers = result["device"], records[0]["tokens"], records[0]["answers"]
+    return (
+        f"{table(heads, rows)}\n\n*{device['name']}, SGLang {device['sglang']}, {device['date']}. {tokens:,} decoded tokens; of {answers} answers. In brackets: how much likelier the "
+        "other's token was, at most, where they part (log-probabilities). KV read: share of what unpacked steps would read.*"
+    )
+
+
 def where(record: dict[str, Any]) -> str:
     """What a CPU's numbers were measured on."""
     versions = ", ".join(f"{name} {record[name]}" for name in ("python", "torch", "sglang") if name in record)
@@ -294,7 +329,7 @@ PAGES = {
         "steps_low_bit", "kernels_low_bit", "kernels_low_bit_h100",
     ),
     "docs/measured-batches.md": ("batch", "batch_pool"),
-    "docs/accuracy.md": ("errors", "agreement", "soak"),
+    "docs/accuracy.md": ("trained", "errors", "agreement", "soak"),
 }  # fmt: skip
 """Which tables stand where, in this order."""
 SECTIONS: dict[str, Callable[[], str]] = {

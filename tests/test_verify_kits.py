@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import importing_kits
-from test_attention_kit import CASES, DEVICE
+from test_attention_kit import CASES, DEVICE, ON_GPU
 
 from sglang_pat import plugin
 from sglang_pat.backend.attention import PatAttnBackend
@@ -126,4 +126,6 @@ def test_sglang_need_not_know_lengths_on_the_host() -> None:
     )
     assert isinstance(built.backend, PatAttnBackend)
     assert not decide_needs_cpu_seq_lens(*first, [built.backend, None])
-    assert decide_needs_cpu_seq_lens(*first, [built.backend, built.backend.inner])
+    inner = built.backend.inner
+    # `torch_native` has to know them; FA3, which prefills on a GPU, need not.
+    assert decide_needs_cpu_seq_lens(*first, [built.backend, inner]) == inner.needs_cpu_seq_lens == (not ON_GPU)
