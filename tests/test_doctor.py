@@ -173,7 +173,7 @@ def test_releases_are_said_to_be_tested_where_tests_ran(monkeypatch: pytest.Monk
     assert found.text == "0.5.23, tested with sglang-pat"
     assert found.more == [
         "tests on CPUs: all tests, in CI",
-        "tests on GPUs: H200 (draft models without graphs only)",
+        "tests on GPUs: all tests, H200",
     ]
     monkeypatch.setattr(doctor, "version", lambda _: "0.5.22")
     assert doctor._sglang().text == "0.5.22, hardly tested with sglang-pat"
@@ -183,10 +183,10 @@ def test_a_toolkit_of_another_cuda_is_a_problem(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "bin").mkdir()
     script(tmp_path / "bin" / "nvcc", "echo Cuda compilation tools, release 12.4, V12.4.131")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert doctor._compilers(H200).problems == [
+    assert doctor._compilers(H200, doctor._ready(H200, None)).problems == [
         "nvcc is of CUDA 12, torch of CUDA 13: set CUDA_HOME to a toolkit of CUDA 13"
     ]
-    assert not doctor._compilers(CPU).problems, "not needed without a GPU"
+    assert not doctor._compilers(CPU, doctor._ready(CPU, None)).problems, "not needed without a GPU"
 
 
 def test_a_compiler_is_missed_where_there_is_something_to_compile(
@@ -194,19 +194,21 @@ def test_a_compiler_is_missed_where_there_is_something_to_compile(
 ) -> None:
     for name in ("CUDA_HOME", "CUDA_PATH", "PATH", jit.CACHE):
         monkeypatch.setenv(name, str(tmp_path))
-    problems = doctor._compilers(H200).problems
+    problems = doctor._compilers(H200, doctor._ready(H200, None)).problems
     assert len(problems) == 2 and "found no nvcc" in problems[1]
     monkeypatch.setattr(jit, "is_ready_for_cuda", lambda *_: True)
-    assert len(doctor._compilers(H200).problems) == 1
+    assert len(doctor._compilers(H200, doctor._ready(H200, None)).problems) == 1
     monkeypatch.setattr(jit, "is_ready", lambda *_: True)
-    found = doctor._compilers(H200)
+    found = doctor._compilers(H200, doctor._ready(H200, None))
     assert not found.problems and "no nvcc, which is not needed here" in found.text
 
 
 def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(jit.CACHE, str(tmp_path))
     monkeypatch.setenv("CXX", str(script(tmp_path / "c++", "echo broken >&2; exit 3")))
-    assert doctor._compilers(CPU).problems == [f"g++: broken ({tmp_path}/c++ ends with status 3)"]
+    assert doctor._compilers(CPU, doctor._ready(CPU, None)).problems == [
+        f"g++: broken ({tmp_path}/c++ ends with status 3)"
+    ]
 
 
 def test_modules_are_ready_once_they_are_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -215,13 +217,13 @@ def test_modules_are_ready_once_they_are_built(monkeypatch: pytest.MonkeyPatch, 
     built = list(jit.find_cache().folder.glob("sglang_pat_packing_*.so"))
     cache = tmp_path / "cache"
     monkeypatch.setenv(jit.CACHE, str(cache))
-    found = doctor._cache(CPU, None)
+    found = doctor._cache(None, lambda: doctor._ready(CPU, None))
     assert found.facts["ready"] == {"planner": False, "CPU kernels": False} and not found.problems
     assert not cache.exists(), "looking makes no folder"
     cache.mkdir(mode=0o700)
     for library in built:
         (cache / library.name).write_bytes(library.read_bytes())
-    found = doctor._cache(CPU, None)
+    found = doctor._cache(None, lambda: doctor._ready(CPU, None))
     assert found.facts["ready"] == {"planner": True, "CPU kernels": False} and not found.problems
     assert "planner ready, CPU kernels not built yet" in found.text
     for library in built:
@@ -231,7 +233,7 @@ def test_modules_are_ready_once_they_are_built(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_gpus_modules_are_those_that_build_makes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(jit.CACHE, str(tmp_path))
-    found = doctor._cache(H200, str(CONFIG))
+    found = doctor._cache(str(CONFIG), lambda: doctor._ready(H200, str(CONFIG)))
     wanted = build.variants(str(CONFIG), "9.0a")
     assert set(found.facts["ready"]) == {"planner", *(variant.name for variant in wanted)}
     assert f"0 of {len(wanted)} modules that `build` makes for this model are ready" in found.text
@@ -243,7 +245,7 @@ def test_a_gpus_modules_are_those_that_build_makes(monkeypatch: pytest.MonkeyPat
         **{"made_for": (inputs := jit._cuda_inputs(one.arch, one.flags)).pop("made_for"), "flags": inputs},
     )
     (tmp_path / name).write_bytes(b"module" + jit._seal(name, b"module"))
-    assert doctor._cache(H200, str(CONFIG)).facts["ready"][one.name]
+    assert doctor._cache(str(CONFIG), lambda: doctor._ready(H200, str(CONFIG))).facts["ready"][one.name]
 
 
 def test_a_cache_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ def test_a_cache_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatc
 
     def problem(folder: Path) -> str:
         monkeypatch.setenv(jit.CACHE, str(folder))
-        (found,) = doctor._cache(CPU, None).problems
+        (found,) = doctor._cache(None, lambda: doctor._ready(CPU, None)).problems
         return found
 
     (tmp_path / "file").write_text("")
@@ -262,7 +264,7 @@ def test_a_cache_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatc
     open_to_all.chmod(0o777)
     assert f"{tmp_path}/.cache/sglang-pat is used instead" in problem(open_to_all)
     assert "this user has no home: set TVM_FFI_CACHE_DIR" in problem(Path("~nobody-of-this-name"))
-    assert not doctor._compilers(CPU).problems, "which are there"
+    assert not doctor._compilers(CPU, doctor._ready(CPU, None)).problems, "which are there"
     (tmp_path / "link").symlink_to(tmp_path)
     assert "it is a link" in problem(tmp_path / "link")
     os.mkfifo(tmp_path / "pipe")

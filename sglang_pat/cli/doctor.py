@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import os
 import platform
 import re
@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_pat.cli import parser
 from sglang_pat.text import printable
 
 PATIENCE = 60
@@ -106,14 +107,15 @@ def sections(model: str | None = None, url: str | None = None, key: str = "") ->
     """
     torch = _torch()
     found = torch if isinstance(torch, Torch) else None
+    ready = functools.cache(lambda: _ready(found, model))
     checks: dict[str, Callable[[], Section]] = {
         "sglang-pat": _package,
         "SGLang": _sglang,
         "Python": lambda: _python(torch),
         "plugin": lambda: _plugin(found),
         "GPU": lambda: _gpu(found),
-        "compilers": lambda: _compilers(found, model),
-        "kernel cache": lambda: _cache(found, model),
+        "compilers": lambda: _compilers(found, ready()),
+        "kernel cache": lambda: _cache(model, ready),
         "settings": _settings,
     }
     if model is not None:
@@ -139,7 +141,7 @@ def doctor(model: str | None, url: str | None, key: str, as_json: bool) -> int:
     warnings = [f"{section.name}: {warning}" for section in found for warning in section.warnings]
     if as_json:
         facts = {re.sub(r"\W", "_", section.name.lower()): section.facts for section in found}
-        print(json.dumps({**facts, "problems": problems, "warnings": warnings}, indent=1))
+        print(parser.as_json({**facts, "problems": problems, "warnings": warnings}))
         return min(1, len(problems))
     for section in found:
         for name, line in zip([section.name, *[""] * len(section.more)], [section.text, *section.more], strict=True):
@@ -178,17 +180,13 @@ def _sglang() -> Section:
     facts: dict[str, Any] = {"version": found, "tested": tested}
     if run := RUN.get(found):
         facts |= {"on_cpu": run.on_cpu, "on_gpu": run.on_gpu}
-        more = [f"tests on {place}: {_in_brackets(ran)}" for place, ran in (("CPUs", run.on_cpu), ("GPUs", run.on_gpu))]
+        more = [
+            f"tests on {place}: {ran.replace('`', '')}" for place, ran in (("CPUs", run.on_cpu), ("GPUs", run.on_gpu))
+        ]
         return Section(
             "SGLang", f"{found}, {'tested' if tested else 'hardly tested'} with sglang-pat", facts, more=more
         )
     return Section("SGLang", f"{found}, not tested: {' and '.join((TESTED[0], TESTED[-1]))} are", facts)
-
-
-def _in_brackets(ran: str) -> str:
-    """What ran, with what restricts it in brackets."""
-    what, _, only = ran.replace("`", "").partition("; ")
-    return f"{what} ({only})" if only else what
 
 
 def _python(torch: Torch | str) -> Section:
@@ -274,12 +272,12 @@ def _gpu(torch: Torch | None) -> Section:
     )
 
 
-def _compilers(torch: Torch | None, model: str | None = None) -> Section:
+def _compilers(torch: Torch | None, ready: dict[str, bool]) -> Section:
     from sglang_pat import jit
 
     problems, texts = [], []
     facts: dict[str, Any] = {}
-    on_gpu, ready = torch is not None and bool(torch.gpus), _ready(torch, model)
+    on_gpu = torch is not None and bool(torch.gpus)
     for name, find, pattern in (("g++", jit.find_cxx, r"\b\d+\.\d+\.\d+"), ("nvcc", jit.find_nvcc, r"(?<=, V)[\d.]+")):
         needed = not all(ready[module] for module in ready if module.startswith(jit.PREFIX) == (name == "nvcc"))
         try:
@@ -321,14 +319,14 @@ def _ready(torch: Torch | None, model: str | None) -> dict[str, bool]:
     return ready
 
 
-def _cache(torch: Torch | None, model: str | None) -> Section:
+def _cache(model: str | None, find_ready: Callable[[], dict[str, bool]]) -> Section:
     from sglang_pat import jit
 
     try:
         cache = jit.find_cache()
     except jit.BuildError as error:
         return Section("kernel cache", "none", {"folder": None, "usable": False, "ready": {}}, [str(error)])
-    ready = _ready(torch, model)
+    ready = find_ready()
     of_model = "head dimension 128" if model is None else "this model"
     modules = [name for name in ready if name.startswith(jit.PREFIX)]
     texts = [f"{name} {'ready' if ready[name] else 'not built yet'}" for name in ready if name not in modules]
