@@ -37,7 +37,7 @@ from about import about
 from sglang_pat import jit
 from sglang_pat.backend.planner import Planner
 from sglang_pat.packing import POLICIES, Batch, PackConfig, native
-from sglang_pat.packing.balance import LEAST_STEPS
+from sglang_pat.packing.constants import LEAST_STEPS
 from sglang_pat.packing.oracle import make_plan
 from sglang_pat.radix_bridge.events import NodeInserted, RequestBound
 from sglang_pat.radix_bridge.mirror import Mirror

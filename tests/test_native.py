@@ -37,8 +37,9 @@ from sglang_pat.packing import (
     native,
     tree,
 )
+from sglang_pat.packing.constants import LEVELS
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, _halves
-from sglang_pat.packing.oracle import LEVELS, make_plan
+from sglang_pat.packing.oracle import make_plan
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
     ROOT,

@@ -27,11 +27,10 @@ from sglang_pat.packing import (
     oracle,
     tree,
 )
-from sglang_pat.packing.balance import LEAST_STEPS, UNEVEN
+from sglang_pat.packing.constants import LEAST_STEPS, MAX_WAVES, UNEVEN
 from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.native import make_plan
 from sglang_pat.packing.oracle import bin_prices, for_batch, make_packs, makespan, packs_price
-from sglang_pat.packing.prices import MAX_WAVES
 
 pytestmark = pytest.mark.once
 

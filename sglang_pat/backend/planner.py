@@ -11,7 +11,7 @@ import msgspec
 
 from sglang_pat.backend.counters import Counters
 from sglang_pat.packing import WorkItem, layout
-from sglang_pat.packing.balance import LEAST_STEPS
+from sglang_pat.packing.constants import LEAST_STEPS
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError
 
 logger = logging.getLogger(__name__)

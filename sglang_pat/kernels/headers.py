@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sglang_pat.jit import CSRC
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import OPEN, POLICIES, balance, layout, optimal, oracle, prices, spec
+from sglang_pat.packing import OPEN, POLICIES, constants, layout, spec
 
 NOTICE = "// Written by `python -m sglang_pat.kernels.headers`: change it there.\n#pragma once\n\n#include <cstdint>\n\nnamespace pat {\n\n"
 
@@ -26,23 +26,24 @@ def headers() -> dict[Path, str]:
             _constants(
                 "int64_t",
                 {
-                    "kMaxWaves": prices.MAX_WAVES,
-                    "kSlack": balance.SLACK,
-                    "kPasses": balance.PASSES,
-                    "kTooLong": balance.TOO_LONG,
-                    "kSplitGain": balance.SPLIT_GAIN,
-                    "kUneven": balance.UNEVEN,
-                    "kLeastSteps": balance.LEAST_STEPS,
-                    "kTailGrowth": oracle.TAIL_GROWTH,
-                    "kTailsShare": optimal.TAILS_SHARE,
-                    "kTailsItems": optimal.TAILS_ITEMS,
+                    "kMaxWaves": constants.MAX_WAVES,
+                    "kSlack": constants.SLACK,
+                    "kPasses": constants.PASSES,
+                    "kTooLong": constants.TOO_LONG,
+                    "kSplitGain": constants.SPLIT_GAIN,
+                    "kUneven": constants.UNEVEN,
+                    "kLeastSteps": constants.LEAST_STEPS,
+                    "kTailGrowth": constants.TAIL_GROWTH,
+                    "kTailsShare": constants.TAILS_SHARE,
+                    "kTailsItems": constants.TAILS_ITEMS,
                     "kMaxWindow": spec.MAX_WINDOW,
-                    "kLittlePercent": prices.LITTLE_PERCENT,
-                    "kRagged": prices.RAGGED,
+                    "kLittlePercent": constants.LITTLE_PERCENT,
+                    "kRagged": constants.RAGGED,
                 },
             ),
-            _constants("double", {"kBusyWorkers": prices.BUSY_WORKERS}),
-            _constants("int32_t", {"kLevels[]": f"{{{', '.join(map(str, oracle.LEVELS))}}}"}),
+            _constants("int", {"kMaxDepth": constants.MAX_DEPTH, "kMaxSegment": constants.MAX_SEGMENT}),
+            _constants("double", {"kBusyWorkers": constants.BUSY_WORKERS}),
+            _constants("int32_t", {"kLevels[]": f"{{{', '.join(map(str, constants.LEVELS))}}}"}),
         ),
         CSRC / "cuda" / "tiles.h": _file(
             _constants(

@@ -12,31 +12,9 @@ import operator
 
 import msgspec
 
+from sglang_pat.packing.constants import LEAST_STEPS, PASSES, SLACK, SPLIT_GAIN, TOO_LONG, UNEVEN
 from sglang_pat.packing.heuristic import Pack, kv_length
 from sglang_pat.packing.prices import ALWAYS, PackConfig
-
-SLACK = 64
-"""A bin may miss the average by 1/SLACK of it before a pack is cut; with 32 the same run missed the 5 % at times."""
-
-PASSES = 6
-"""How often bins are filled at most while the longest may become shorter by 1/SLACK. Over 348 plans with an H200's prices it becomes 3 % shorter than with
-one filling, and up to 40 %; more fillings bring nothing (benchmarks/NOTES.md, "The least capacity"). Where less is left than expected, the last bins may be
-empty."""
-
-TOO_LONG = 8
-"""Packs are split (`PackConfig.split_queries`) where the longest bin is longer than the mean by more than 1/TOO_LONG of it. Only a matter of time: of 1,500 batches
-with an H200's prices none was split below that (benchmarks/NOTES.md, "Work items of fewer queries")."""
-
-SPLIT_GAIN = 16
-"""By 1/SPLIT_GAIN of itself at least must the longest bin become shorter then, as KV is read more often. Where a sixth or less was expected, steps on an H200
-with KV of 16 bits took 0.92 to 1.06 of the time (benchmarks/NOTES.md, "Work items of fewer queries")."""
-
-UNEVEN = 32
-"""Some bins have more growing tails than others. When this has made a bin longer than the average by 1/UNEVEN of it, and by a KV tile, a new
-plan is due. On an H200, plans that were used for longer took 1.1 to 1.4 times as long as new plans (benchmarks/NOTES.md, 2026-11-22)."""
-
-LEAST_STEPS = 8
-"""A plan is good for at least so many steps: it takes tens of microseconds to make, a step takes milliseconds."""
 
 
 class _Queue(msgspec.Struct):

@@ -60,7 +60,7 @@ def capacity(config: PackConfig, max_batch: int) -> int:
 
     A compact tree has fewer prefixes than requests, so there are at most two packs per request, plus those from splits by the query limit and
     cuts at the ends of bins. 16 parts per query are more than ten levels of prefixes ever made. Of a batch whose plan does not fit fewer
-    levels are packed (`oracle.LEVELS`).
+    levels are packed (`constants.LEVELS`).
     """
     bins = config.max_bins
     items, queries = 3 * max_batch + 2 * bins, 16 * max_batch + bins * config.max_queries

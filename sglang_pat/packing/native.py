@@ -14,7 +14,7 @@ import numpy as np
 
 from sglang_pat import jit
 from sglang_pat.packing import POLICIES, PackConfig, layout
-from sglang_pat.packing.balance import LEAST_STEPS
+from sglang_pat.packing.constants import LEAST_STEPS
 from sglang_pat.packing.plan import Plan
 from sglang_pat.packing.tree import ROOT, Batch, InconsistentError
 
@@ -305,7 +305,7 @@ class NativeScheduler:
 
     @property
     def levels(self) -> int | None:
-        """How many levels of its batch's tree the plan in use packs (`oracle.LEVELS`), where not all of them fit; None for all."""
+        """How many levels of its batch's tree the plan in use packs (`constants.LEVELS`), where not all of them fit; None for all."""
         self._module.current(self._handle, self._out)
         levels = int(self._scratch[3])
         return None if levels < 0 else levels

@@ -6,25 +6,10 @@ import math
 
 import msgspec
 
+from sglang_pat.packing.constants import MAX_DEPTH, MAX_SEGMENT, TAILS_ITEMS, TAILS_SHARE
 from sglang_pat.packing.heuristic import Choice, Pack, collect, join_all, pack_tree
 from sglang_pat.packing.prices import PackConfig
 from sglang_pat.packing.tree import Batch, Prefix, kv_minimum
-
-MAX_SEGMENT = 32
-"""How many prefixes one segment may span. The native scheduler keeps a bit for each in a word. Agents' prompts have fewer than ten levels,
-and a segment that long costs more to read again than to merge."""
-
-
-TAILS_SHARE = 4
-"""A work item is not cut within its tails, so they have at most 1/TAILS_SHARE of what a worker reads. With twice that,
-`1,2,64_1024,256,256` and 64 rows took 1.08 times as long as without tails (benchmarks/NOTES.md, "Tails in one work item")."""
-
-TAILS_ITEMS = 2
-"""Work items have tails only where there would be so many for each worker: with fewer, some workers have one more than others, and it is long. By
-the prices three requests behind 1,000 tokens would take 2.3 times as long (benchmarks/NOTES.md, likewise)."""
-
-MAX_DEPTH = 1024
-"""Batches with more levels of prefixes are packed by the paper's heuristic: the native scheduler needs four kilobytes per level."""
 
 
 class Best(msgspec.Struct):

@@ -7,21 +7,12 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from sglang_pat.packing.balance import balance, even_steps
+from sglang_pat.packing.constants import TAIL_GROWTH
 from sglang_pat.packing.heuristic import Pack, kv_length, pack_nodes, pack_queries, pack_tree, split_queries
 from sglang_pat.packing.optimal import pack_optimal
 from sglang_pat.packing.plan import OPEN, Plan, WorkItem
 from sglang_pat.packing.prices import PackConfig
 from sglang_pat.packing.tree import Batch, Prefix, compact, cut, in_windows, kv_minimum
-
-TAIL_GROWTH = 2
-"""A tail may grow to this multiple of the longest work item, even if the bins stay even: a batch that starts with few tokens is spread over
-few workers."""
-
-LEVELS = (512, 256, 128, 64, 32, 14, 6, 2, 0)
-"""How many levels of the tree are packed where a plan of all does not fit its memory: the most of these with which it
-fits. Whatever the policy does with them, 14 levels should fit a buffer, which has 16 parts for each request
-(`layout.capacity`), and 6 a GPU's workspace, which has 8 (`executors.PARTS_OF_A_REQUEST`): a request has a part in each
-level and one of its tail, and cuts make more. 2 are for workspaces that large heads fill; with 0 nothing is packed."""
 
 POLICIES: dict[str, Callable[[list[Prefix], Batch, PackConfig], list[Pack]]] = {
     "query": pack_queries,
@@ -92,7 +83,7 @@ def make_plan(batch: Batch, config: PackConfig, levels: int | None = None) -> Pl
     Args:
         batch: Lengths (at least one token each) and prefix tree; see `tree.check`.
         config: Device and model.
-        levels: Pack so many levels of the tree (`LEVELS`); None for all.
+        levels: Pack so many levels of the tree (`constants.LEVELS`); None for all.
     """
     lengths, window = batch.seq_lens, config.window
     batch = in_windows(batch, window)

@@ -8,30 +8,15 @@ from typing import Literal
 
 import msgspec
 
+from sglang_pat.packing.constants import BUSY_WORKERS, LITTLE_PERCENT, MAX_WAVES, RAGGED
 from sglang_pat.packing.cost import CostModel, Count
 from sglang_pat.packing.spec import LOW_BIT_PAGE, AttentionSpec, Window
 from sglang_pat.packing.tiles import TileTable
-
-MAX_WAVES = 8
-"""How many bins a worker may run in turn. With 8 KV heads on 132 SMs, one wave leaves four SMs idle and two waves none; eight leave at most
-4 % idle for any GPU and model (`python benchmarks/policies.py --waves`)."""
-
-BUSY_WORKERS = 0.7
-"""The share of an H200's SMs that reads work items of 64 rows as fast as all of them do: with 0.7, 107 unshared verify steps of 8 to 64 rows took 1.003
-times what the best number of bins takes (benchmarks/NOTES.md, "Bins of single queries"). Where a token takes longer than
-its bytes, more are needed."""
 
 GRAIN = 8
 """KV positions between possible cuts. With 16, small batches missed the even share by up to 7 %; with 8 they stay within 5 % if a worker has
 at least two KV tiles (`python benchmarks/policies.py --random 200`)."""
 
-LITTLE_PERCENT = 50
-"""Requests share little if, each reading for itself, they read at most so much more than what they have together: up to there plans with wide tiles only took
-0.76 to 1.02 of the time in verify steps with 8 KV heads (benchmarks/NOTES.md, "Wide tiles only")."""
-
-RAGGED = 4
-"""Lengths differ (the batch is ragged) if the shortest is shorter than the longest by more than 1/RAGGED of that. Those that were measured differed by a half or more
-(the same notes)."""
 
 ALWAYS = 2**31 - 1
 """Stands for "no limit": more tokens than any pack has, more steps than any plan is used for."""

@@ -48,11 +48,11 @@ class WideSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         small_sharing: Such a step is small only if its requests, each reading for itself, would read so many times as many tokens,
         small_draft_tokens: or if it is a verify step and there are at most so many tokens.
 
-    And steps whose requests share little (`prices.LITTLE_PERCENT`):
+    And steps whose requests share little (`constants.LITTLE_PERCENT`):
 
         little_shared_long_draft_queries, little_shared_draft_queries: The most queries of such a verify step, with drafts of more rows than the smallest
             tile and with others; 0: none is planned so.
-        ragged_queries: The most queries of such a step whose requests' lengths differ (`prices.RAGGED`); 0: none is planned so.
+        ragged_queries: The most queries of such a step whose requests' lengths differ (`constants.RAGGED`); 0: none is planned so.
         ragged_tokens: The fewest tokens that its requests have on average.
         ragged_draft_rows, ragged_rows: The fewest rows of a query, in a verify step and in a decode step.
     """

@@ -26,6 +26,9 @@ constexpr int64_t kMaxWindow = 1073741824;
 constexpr int64_t kLittlePercent = 50;
 constexpr int64_t kRagged = 4;
 
+constexpr int kMaxDepth = 1024;
+constexpr int kMaxSegment = 32;
+
 constexpr double kBusyWorkers = 0.7;
 
 constexpr int32_t kLevels[] = {512, 256, 128, 64, 32, 14, 6, 2, 0};

@@ -19,8 +19,6 @@ namespace pat {
 
 class Optimal {
  public:
-  static constexpr int kMaxDepth = 1024;  // MAX_DEPTH in sglang_pat/packing/optimal.py
-
   // Decide for all prefixes; `choose` then gives the choices one by one, in preorder.
   void solve(const Prefixes& prefixes, const std::vector<int32_t>& seq_lens, const Config& config) {
     config_ = &config;
@@ -76,7 +74,6 @@ class Optimal {
   }
 
  private:
-  static constexpr int kMaxSegment = 32;  // MAX_SEGMENT in sglang_pat/packing/optimal.py; one bit of a mask each
   // Lanes of a vector. Wider ones than the processor has go through memory.
 #ifdef __AVX512DQ__
   static constexpr int kWidth = 8;

@@ -74,7 +74,7 @@ class PlanMaker {
     const Config& config = any_batch.of_batch(seen_, prefixes_.kv_minimum);
     choices_.reset(prefixes_);
     if (policy == Policy::kNaive) choose_naive(prefixes_, choices_);
-    if (policy == Policy::kOptimal && prefixes_.max_depth >= Optimal::kMaxDepth) policy = Policy::kPat;
+    if (policy == Policy::kOptimal && prefixes_.max_depth >= kMaxDepth) policy = Policy::kPat;
     if (policy == Policy::kOptimal) optimal_.solve(prefixes_, seen_, config);
     packs_.begin(prefixes_, seq_lens_.size(), policy == Policy::kOptimal ? Optimal::most_tails(prefixes_, config) : 0);
     for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index) {
