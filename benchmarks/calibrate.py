@@ -20,7 +20,7 @@ import trees
 
 from sglang_pat.estimate import costs
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, PackConfig
-from sglang_pat.packing.native import make_plan
+from sglang_pat.packing.native import inspect
 
 BENCHMARKS = {
     "calibrate": {"what": "fits `sglang-pat estimate` to the results", "minutes": 0.1, "results": "estimate-*.json"},
@@ -64,7 +64,7 @@ def features(tree: str, heads: str, gpu: costs.Gpu, kv: str) -> dict[str, list[f
     """What each backend's time for a tree is a sum of, with the coefficients to be found; in microseconds."""
     batch, config = trees.of_cell(tree), pack_config(heads, gpu, kv)
     unpacked = [1, *costs.unpacked_features(batch, config, gpu)]
-    packed = [1, *costs.features(make_plan(batch, config), batch, config, gpu)]
+    packed = [1, *costs.features(inspect(batch, config), gpu)]
     return {"pat": packed, **dict.fromkeys(gpu.baselines, unpacked)}
 
 
@@ -72,7 +72,7 @@ def attention_ms(batch: Batch, backend: str, gpu: costs.Gpu) -> float:
     """All layers' attention in a step of the served model."""
     config = pack_config("32/8", gpu)
     if backend == "pat":
-        return LAYERS * costs.attention_us(make_plan(batch, config), batch, config, gpu) / 1e3
+        return LAYERS * costs.attention_us(inspect(batch, config), gpu) / 1e3
     return LAYERS * costs.unpacked_us(batch, config, gpu, gpu.baselines[backend]) / 1e3
 
 

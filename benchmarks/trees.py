@@ -56,7 +56,7 @@ def regular(batch: int, depth: int) -> tuple[list[int], list[int]]:
 
 
 def build(nodes: list[int], tokens: list[int]) -> Batch:
-    """A tree as the Python scheduler takes it."""
+    """The batch of a tree."""
     size = nodes[-1]
     seq_lens = [sum(tokens)] * size
     above: list[Node] = []

@@ -39,7 +39,7 @@ from sglang_pat.packing import (
 )
 from sglang_pat.packing.constants import LEVELS
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, _halves
-from sglang_pat.packing.oracle import make_plan
+from sglang_pat.packing.oracle import for_batch, make_packs, make_plan, makespan
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
     ROOT,
@@ -93,6 +93,36 @@ def test_plans_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None
     plan = make_plan(batch, config)
     assert used(scheduler.buffers[index]) == layout.flatten(plan).tolist()
     assert (steps, scheduler.current()[:2]) == (plan.steps, (plan.kv_tokens, plan.merged_parts))
+
+
+@given(batches(), configs())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_tools_are_told_the_oracles_packs_and_prices(batch: Batch, config: PackConfig) -> None:
+    found, planned, seen = (
+        native.inspect(batch, config),
+        for_batch(batch, config),
+        tree.in_windows(batch, config.window),
+    )
+    assert (found.plan, found.config) == (make_plan(batch, config), planned)
+    packs = sorted((pack.start, pack.end or 0, pack.queries, pack.tails) for pack in found.packs)
+    assert packs == sorted((pack.start, pack.end or 0, pack.queries, pack.tails) for pack in make_packs(seen, planned))
+    prefixes, bins = tree.compact(seen), planned.for_bins
+    for pack in found.packs:
+        prefix = prefixes[pack.node]
+        assert set(pack.queries) <= set(prefix.queries) and pack.end in (None, prefix.end)
+    spans = [item.span(batch.seq_lens) for item in found.plan.items]
+    assert found.prices == [
+        bins.item_price(len(item.queries), end - start, bins.runs_in_row_slices(len(item.queries), item.tile.m))
+        for item, (start, end) in zip(found.plan.items, spans, strict=True)
+    ]
+    assert (found.tail_price, found.turn_price) == (bins.token_price(1), bins.turn_price)
+    assert found.makespan == makespan(found.plan, batch.seq_lens, planned)
+
+
+def test_there_is_nothing_to_inspect_before_a_plan() -> None:
+    scheduler = NativeScheduler(PackConfig(CostModel(1, 1, 8, 8, 2), PRICED, workers=2), max_batch=4, max_slots=0)
+    with pytest.raises(ValueError, match="no plan to inspect"):
+        scheduler.inspected()
 
 
 # A bin with two kinds of work items, and tails of which one bin has more: both count for how long the plan is good.

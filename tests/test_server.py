@@ -36,6 +36,7 @@ from sglang_pat.backend import metrics
 from sglang_pat.cli.replay import replay
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server, free_port
+from sglang_pat.packing.oracle import make_plan
 
 pytestmark = pytest.mark.server
 
@@ -352,7 +353,7 @@ def test_two_hundred_requests_through_a_small_pool(
 def test_what_that_server_recorded_can_be_replayed(servers: dict[str, Server]) -> None:
     server = servers["small pool"]
     counters = assert_sound(server)
-    recorded = replay(server.log.with_suffix(".trace"), oracle=True)
+    recorded = replay(server.log.with_suffix(".trace"), oracle=make_plan)
     assert (recorded.plans, recorded.fallbacks, recorded.differing) == (counters["plans"], 0, 0)
     # How long the last plan ran is not recorded; its requests have 32 tokens to generate.
     assert counters["steps"] - 32 <= recorded.totals.steps <= counters["steps"]
@@ -458,7 +459,7 @@ def test_parallelism(
         assert_siblings_share(server, replicas)
     traces = sorted(tmp_path.glob("trace*"))
     assert [path.name for path in traces] == ["trace", "trace.dp1"][:replicas]
-    assert all(replay(path, oracle=True, truncated=True).totals.kv_tokens > 0 for path in traces)
+    assert all(replay(path, oracle=make_plan, truncated=True).totals.kv_tokens > 0 for path in traces)
 
 
 @pytest.mark.slow

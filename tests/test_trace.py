@@ -23,6 +23,7 @@ from sglang_pat.cli.explain import recorded as recorded_steps
 from sglang_pat.cli.replay import _replay, replay
 from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
 from sglang_pat.packing.native import NativeScheduler
+from sglang_pat.packing.oracle import make_plan
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import (
     ROOT,
@@ -92,7 +93,7 @@ def recorded(tmp_path: Path) -> tuple[Path, Server]:
 
 def test_a_replay_makes_the_recorded_plans_and_counts_what_the_server_counted(recorded: tuple[Path, Server]) -> None:
     path, server = recorded
-    result = replay(path, oracle=True)
+    result = replay(path, oracle=make_plan)
     counters = server.planner.counters()
     assert (result.plans, result.fallbacks, result.differing) == (counters.plans, 0, 0)
     expected = {name: getattr(counters, name) for name in result.totals.__struct_fields__}
@@ -111,10 +112,10 @@ def test_plans_that_are_not_as_recorded_are_counted(recorded: tuple[Path, Server
         changed += 1
         return msgspec.structs.replace(record, kv_tokens=record.kv_tokens + 1)
 
-    result = _replay(iter([header, *map(change, records)]), None, False)
+    result = _replay(iter([header, *map(change, records)]), None, None)
     assert (changed, result.differing) == (3, 3)
     assert "not as recorded          3 plans: another version of sglang-pat wrote the trace" in list(result.lines())
-    assert _replay(iter([header, *records]), "naive", False).differing == 0, "another policy was asked for"
+    assert _replay(iter([header, *records]), "naive", None).differing == 0, "another policy was asked for"
 
 
 def test_other_policies_can_be_replayed(recorded: tuple[Path, Server]) -> None:
@@ -601,12 +602,14 @@ def test_a_reset_can_be_replayed(tmp_path: Path) -> None:
     server.run(20)
     server.event(TreeReset())
     server.step()
-    assert replay(tmp_path / "trace", oracle=True).plans == server.planner.counters().plans
+    assert replay(tmp_path / "trace", oracle=make_plan).plans == server.planner.counters().plans
 
 
 def test_a_gpu_servers_batches_are_planned_as_the_oracle_does() -> None:
     """The recording that benchmarks use: 128 prompts by bench_serving, of which some begin alike."""
-    result = replay(Path(__file__).parents[1] / "benchmarks" / "recorded" / "random-128", oracle=True, truncated=True)
+    result = replay(
+        Path(__file__).parents[1] / "benchmarks" / "recorded" / "random-128", oracle=make_plan, truncated=True
+    )
     totals = result.totals
     assert totals.query_sizes[2] and totals.query_sizes[3] and totals.query_sizes[29]
     assert totals.kv_tokens < totals.kv_tokens_unpacked

@@ -24,6 +24,7 @@ from sglang_pat.config import KEY
 from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, Model, estimate, load, read, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
+from sglang_pat.packing.native import make_plan
 from sglang_pat.radix_bridge.trace import TraceError, is_trace
 from sglang_pat.text import printable, say
 
@@ -182,7 +183,9 @@ def _add_replay(commands: Any) -> None:
     )
     command.add_argument("trace", type=Path, help="a file recorded with SGLANG_PAT_TRACE")
     command.add_argument("--policy", choices=list(POLICIES), action="append", help="instead of the recorded one")
-    command.add_argument("--oracle", action="store_true", help="compare every plan with the Python scheduler's; slow")
+    command.add_argument(
+        "--oracle", action="store_true", help="compare every plan with one made of the batch's tree anew; slow"
+    )
     command.add_argument("--truncated", action="store_true", help="accept a file that was cut off")
     _add_json(command)
     command.set_defaults(run=_replay, parser=command)
@@ -382,7 +385,7 @@ def _replay(arguments: argparse.Namespace) -> None:
     found = []
     for number, policy in enumerate(arguments.policy or [None]):
         try:
-            replayed = replay(arguments.trace, policy, arguments.oracle, arguments.truncated)
+            replayed = replay(arguments.trace, policy, make_plan if arguments.oracle else None, arguments.truncated)
         except AssertionError as error:
             raise TraceError(f"{arguments.trace}: {error}") from None
         if arguments.json:

@@ -16,9 +16,7 @@ import msgspec
 from sglang_pat.cli.top import TopError, fetch
 from sglang_pat.estimate import Model, Prompt, batch_of, job
 from sglang_pat.packing import POLICIES, Batch, PackConfig
-from sglang_pat.packing.heuristic import Pack
-from sglang_pat.packing.native import make_plan
-from sglang_pat.packing.oracle import choose_packs, for_batch, makespan
+from sglang_pat.packing.native import Pack, inspect
 from sglang_pat.packing.tree import InconsistentError, Prefix, compact, in_windows, kv_minimum
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import RequestsExpected
@@ -130,29 +128,27 @@ def _tree_order(prefixes: list[Prefix]) -> list[int]:
 
 def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], config: PackConfig) -> dict[str, Any]:
     try:
-        plan = make_plan(batch, config)
+        found = inspect(batch, config)
     except ValueError as error:
         raise ExplainError(f"a batch cannot be planned: {error}") from None
-    config = for_batch(batch, config)
-    cost, laid_out = config.cost, config.for_bins
+    plan, config, cost = found.plan, found.config, found.config.cost
     packs: dict[tuple[int, ...], int] = {}
     items: list[list[Any]] = []
     bins = [0]
     for begin, behind in pairwise(plan.bins):
         # The GPU runs the items of single warps after all others, or before them on every second worker (`Plan.narrow_first`), where the page turns them.
-        members = sorted(plan.items[begin:behind], key=lambda item: item.tile.m <= config.tiles.warp_m)
-        others = sum(item.tile.m > config.tiles.warp_m for item in members)
-        for number, item in enumerate(members):
+        priced = zip(plan.items[begin:behind], found.prices[begin:behind], strict=True)
+        members = sorted(priced, key=lambda member: member[0].tile.m <= config.tiles.warp_m)
+        others = sum(item.tile.m > config.tiles.warp_m for item, _ in members)
+        for number, (item, price) in enumerate(members):
             start, end = item.span(batch.seq_lens)
             pack = packs.setdefault(tuple(item.queries), len(packs))
-            in_row_slices = config.runs_in_row_slices(len(item.queries), item.tile.m)
-            price = laid_out.item_price(len(item.queries), end - start, in_row_slices) // cost.runs
-            turn = laid_out.turn_price // cost.runs if 0 < number == others else 0
+            turn = found.turn_price // cost.runs if 0 < number == others else 0
             runs = _runs(sorted(place[query] for query in item.queries))
-            items.append([start, end, pack, item.tile.m, item.tile.n, price, runs, turn, 0])
+            items.append([start, end, pack, item.tile.m, item.tile.n, price // cost.runs, runs, turn, 0])
             # Tails are drawn where they are read, behind what their queries share.
             for query in item.queries if item.tails else []:
-                tail = laid_out.token_price(1) * (batch.seq_lens[query] - end) // cost.runs
+                tail = found.tail_price * (batch.seq_lens[query] - end) // cost.runs
                 items.append(
                     [end, batch.seq_lens[query], pack, item.tile.m, item.tile.n, tail, [[place[query], 1]], 0, 1]
                 )
@@ -167,8 +163,8 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
         "kv_bytes": cost.bytes(plan.kv_tokens, 0),
         "part_bytes": cost.bytes(0, plan.merged_parts),
         "tiles": {str(m): count for m, count in sorted(Counter(item.tile.m for item in plan.items).items())},
-        "even": round(makespan(plan, batch.seq_lens, config) / work, 3) if work else 1,
-        "decisions": _decisions(choose_packs(in_windows(batch, config.window), config), prefixes, config),
+        "even": round(found.makespan / work, 3) if work else 1,
+        "decisions": _decisions(found.packs, prefixes, config),
     }
 
 
@@ -187,7 +183,9 @@ def _decisions(packs: list[Pack], prefixes: list[Prefix], config: PackConfig) ->
     """For each node: whether its queries read the KV above it together with the node, in a pack of their own; the price of reading that KV again;
     and the price of the parts otherwise (PAT §5.1)."""
     by_query: dict[int, list[Pack]] = {}
+    together: dict[tuple[int, int, int | None], set[int]] = {}
     for pack in packs:
+        together.setdefault((pack.node, pack.start, pack.end), set()).update(pack.queries)
         for query in pack.queries:
             by_query.setdefault(query, []).append(pack)
     decisions = []
@@ -201,7 +199,8 @@ def _decisions(packs: list[Pack], prefixes: list[Prefix], config: PackConfig) ->
         again = (prefix.start - pack.start) * config.token_price(len(prefix.queries))
         first = all(other.start >= pack.start for other in mine)
         parts = len(prefix.queries) * config.cost.part_bytes * (2 if first else 1)
-        decisions.append([int(set(pack.queries) <= set(prefix.queries)), again, parts])
+        joins = pack.end is None or together[pack.node, pack.start, pack.end] <= set(prefix.queries)
+        decisions.append([int(joins), again, parts])
     return decisions
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from sglang_pat.packing import PackConfig, layout
+from sglang_pat.packing import Batch, PackConfig, Plan, layout
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, Totals
-from sglang_pat.packing.oracle import make_plan
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.mirror import Mirror, TooDeepError
 from sglang_pat.radix_bridge.observer import apply
+
+Planner = Callable[[Batch, PackConfig], Plan]
 
 
 class Replayed(msgspec.Struct):
@@ -77,18 +78,18 @@ class Replayed(msgspec.Struct):
             yield f"not as recorded          {self.differing:,} plans: another version of sglang-pat wrote the trace"
 
 
-def replay(path: Path, policy: str | None = None, oracle: bool = False, truncated: bool = False) -> Replayed:
+def replay(path: Path, policy: str | None = None, oracle: Planner | None = None, truncated: bool = False) -> Replayed:
     """Replay a trace.
 
     Args:
         path: The file.
         policy: Use this policy instead of the recorded one.
-        oracle: Compare every plan with the Python scheduler's.
+        oracle: Compare every plan with the one that this makes of the batch's tree, which the mirror in Python has.
         truncated: Accept a file that was cut off.
 
     Raises:
         TraceError: The file is no trace, or not a whole one, or too deep for the comparison.
-        AssertionError: The two schedulers disagree.
+        AssertionError: They disagree.
     """
     try:
         return _replay(trace.read(path, truncated), policy, oracle)
@@ -100,7 +101,7 @@ def replay(path: Path, policy: str | None = None, oracle: bool = False, truncate
         raise trace.TraceError(f"{path} cannot be compared (--oracle): {error}") from None
 
 
-def _replay(records: Iterator[trace.Record], policy: str | None, oracle: bool) -> Replayed:
+def _replay(records: Iterator[trace.Record], policy: str | None, oracle: Planner | None) -> Replayed:
     header = next(records)
     assert isinstance(header, trace.Header)
     config = header.config if policy is None else msgspec.structs.replace(header.config, policy=policy)
@@ -130,7 +131,7 @@ def _replay(records: Iterator[trace.Record], policy: str | None, oracle: bool) -
         result.planning_us.append((time.perf_counter() - began) * 1e6)
         result.fallbacks += record.fallback or not fitted
         if oracle and fitted:
-            expected = layout.flatten(make_plan(mirror.batch(batch, record.seq_lens), config))
+            expected = layout.flatten(oracle(mirror.batch(batch, record.seq_lens), config))
             if scheduler.buffers[index][: len(expected)].tolist() != expected.tolist():
                 raise AssertionError(f"the schedulers disagree on plan {result.plans}")
         if fitted and not (record.ahead or record.fallback) and config == header.config:

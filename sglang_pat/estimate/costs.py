@@ -7,9 +7,8 @@ import msgspec
 from sglang_pat.estimate.errors import EstimateError
 from sglang_pat.estimate.models import Model
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import AttentionSpec, Batch, Node, PackConfig, Plan
-from sglang_pat.packing.native import make_plan
-from sglang_pat.packing.oracle import for_batch, makespan
+from sglang_pat.packing import AttentionSpec, Batch, Node, PackConfig
+from sglang_pat.packing.native import Inspection, inspect
 from sglang_pat.packing.spec import KVFormat
 from sglang_pat.packing.tree import in_windows, walk
 
@@ -154,29 +153,29 @@ def step(batch: Batch, configs: list[tuple[PackConfig, int]], gpu: Gpu) -> Step:
     result = Step(0, 0, 0, dict.fromkeys([*gpu.baselines, "pat"], 0.0))
     tokens = sum(batch.seq_lens) - repeated(batch.roots)
     for config, layers in configs:
-        plan, seen = make_plan(batch, config), in_windows(batch, config.window)
+        found, seen = inspect(batch, config), in_windows(batch, config.window)
         token_bytes = layers * config.cost.token_bytes
         result.unpacked_bytes += token_bytes * sum(seen.seq_lens)
-        result.packed_bytes += token_bytes * plan.kv_tokens
+        result.packed_bytes += token_bytes * found.plan.kv_tokens
         # KV that every window has left behind can be dropped.
         result.kept_bytes += token_bytes * min(tokens, sum(seen.seq_lens) - repeated(seen.roots))
         for name, baseline in gpu.baselines.items():
             result.attention_us[name] += layers * unpacked_us(seen, config, gpu, baseline)
-        result.attention_us["pat"] += layers * attention_us(plan, batch, config, gpu)
+        result.attention_us["pat"] += layers * attention_us(found, gpu)
     return result
 
 
-def attention_us(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> float:
+def attention_us(found: Inspection, gpu: Gpu) -> float:
     """Time of one layer's decode attention with this plan."""
-    longest, merge = features(plan, batch, config, gpu)
+    longest, merge = features(found, gpu)
     return gpu.base + gpu.longest * longest + gpu.merge * merge
 
 
-def features(plan: Plan, batch: Batch, config: PackConfig, gpu: Gpu) -> tuple[float, float]:
+def features(found: Inspection, gpu: Gpu) -> tuple[float, float]:
     """Microseconds of the busiest SM at its share of the bandwidth, and of moving the parts at the full bandwidth."""
     per_us = gpu.tbps * 1e6
-    longest = makespan(plan, batch.seq_lens, for_batch(batch, config)) * gpu.sms / per_us
-    return longest, plan.merged_parts * config.cost.part_bytes / per_us
+    longest = found.makespan * gpu.sms / per_us
+    return longest, found.plan.merged_parts * found.config.cost.part_bytes / per_us
 
 
 def unpacked_us(batch: Batch, config: PackConfig, gpu: Gpu, baseline: Baseline) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from sglang_pat import jit
 from sglang_pat.packing import POLICIES, PackConfig, layout
 from sglang_pat.packing.constants import LEAST_STEPS
-from sglang_pat.packing.plan import Plan
+from sglang_pat.packing.plan import OPEN, Plan
 from sglang_pat.packing.tree import ROOT, Batch, InconsistentError
 
 
@@ -73,6 +73,45 @@ class ExtendPlan(msgspec.Struct):
     shared: int
     price: int
     alone: int
+
+
+class Pack(msgspec.Struct):
+    """Queries that read KV positions [start, end) together, before it is laid out in bins.
+
+    Attributes:
+        node: The prefix that it is made at: its place in `tree.compact`, for a batch in its windows.
+        start, end: Positions in that batch. None is the end of the request.
+        queries: Batch positions. Packs of the same span and prefix were one, if it has more queries than a work item.
+        tails: Whether each query then reads its own tail in the same work item.
+    """
+
+    node: int
+    start: int
+    end: int | None
+    queries: list[int]
+    tails: bool
+
+
+class Inspection(msgspec.Struct):
+    """What tools are told of a plan. Prices are those in bins (`PackConfig.for_bins`), for all KV heads.
+
+    Attributes:
+        plan: The plan.
+        config: What it was made with: the config, or its `wide_only`.
+        packs: What its work items are cut from.
+        prices: Of each work item, without its tails.
+        tail_price: Of a token of a tail in a work item with tails.
+        turn_price: What a bin costs besides, if it has work items of single warps and others.
+        makespan: When the last worker is done, as a price for one KV head. Bins are dealt to the workers in turn.
+    """
+
+    plan: Plan
+    config: PackConfig
+    packs: list[Pack]
+    prices: list[int]
+    tail_price: int
+    turn_price: int
+    makespan: int
 
 
 class NativeScheduler:
@@ -316,6 +355,12 @@ class NativeScheduler:
         kv_tokens, parts, longest = self._scratch[:3].tolist()
         return kv_tokens, parts, longest
 
+    def inspected(self) -> list[int]:
+        """Of the plan that was made last, what `inspect` reads (`PlanMaker::inspect` in csrc/packing/plan_maker.h)."""
+        found = np.empty(self._module.inspect(self._handle, _int64([])), dtype=np.int64)
+        self._module.inspect(self._handle, _tensor(found))
+        return found.tolist()
+
     def settle(self) -> None:
         """For tests: wait until the scheduler's thread has made the plan that `prepare` asked for."""
         self._module.settle(self._handle)
@@ -340,6 +385,24 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
         ValueError: A number in the batch or the config is out of range.
         jit.BuildError: There is no working C++ compiler.
     """
+    return _planned(batch, config)[1]
+
+
+def inspect(batch: Batch, config: PackConfig) -> Inspection:
+    """The same with its packs and prices; raises what `make_plan` raises."""
+    scheduler, plan = _planned(batch, config)
+    wide_only, tail_price, turn_price, makespan, items, *numbers = scheduler.inspected()
+    packs, place = [], items
+    while place < len(numbers):
+        node, start, end, tails, count = numbers[place : place + 5]
+        place += 5 + count
+        packs.append(Pack(node, start, None if end == OPEN else end, numbers[place - count : place], bool(tails)))
+    planned = config.wide_only or config if wide_only else config
+    return Inspection(plan, planned, packs, numbers[:items], tail_price, turn_price, makespan)
+
+
+def _planned(batch: Batch, config: PackConfig) -> tuple[NativeScheduler, Plan]:
+    """A batch's plan, and the scheduler that has just made it."""
     size = len(batch.seq_lens)
     room = layout.capacity(config, size)
     while True:
@@ -349,7 +412,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
         except PlanTooLargeError:
             index = None
         if index is not None and scheduler.levels is None:
-            return layout.read(scheduler.buffers[index], scheduler.current()[0])
+            return scheduler, layout.read(scheduler.buffers[index], scheduler.current()[0])
         room *= 2  # The capacity is for batches that servers have.
 
 

@@ -320,6 +320,13 @@ void current(int64_t handle, TensorView to) {
   out[0] = plan.kv_tokens, out[1] = plan.parts, out[2] = plan.longest_bin, out[3] = plan.levels;
 }
 
+// Copies what tools ask of the plan that was made last (plan_maker.h) to `to`, as far as that has room; returns how many numbers there are.
+int64_t inspect(int64_t handle, TensorView to) {
+  const std::vector<int64_t> found = guarded([&] { return at(handle).inspect(); });
+  std::copy_n(found.begin(), std::min<int64_t>(found.size(), to.size(0)), data<int64_t>(to, "to"));
+  return int64_t(found.size());
+}
+
 int64_t version(int64_t handle) { return at(handle).version(); }
 int64_t active_nodes(int64_t handle) { return int64_t(at(handle).active_nodes()); }
 int64_t active_requests(int64_t handle) { return int64_t(at(handle).active_requests()); }
@@ -356,6 +363,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(extend, extend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(extended, extended);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(totals, totals);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(current, current);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(inspect, inspect);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(version, version);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(active_nodes, active_nodes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(active_requests, active_requests);

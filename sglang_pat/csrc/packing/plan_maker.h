@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
+#include <stdexcept>
 #include <vector>
 
+#include "inspect.h"
 #include "prices.h"
 #include "mirror.h"
 #include "optimal.h"
@@ -37,6 +39,7 @@ class PlanMaker {
   // if the window were all there is (sglang_pat/packing/tree.py, `in_windows`).
   void copy(Mirror& mirror, const std::vector<int32_t>& batch, const std::vector<int32_t>& seq_lens, size_t told,
             int64_t steps, int32_t window) {
+    best_ = nullptr;
     seq_lens_ = seq_lens;
     for (size_t i = 0; i < told; ++i) seq_lens_[i] = int32_t(std::min(kMaxPosition, seq_lens_[i] + steps));
     seen_ = seq_lens_;
@@ -64,6 +67,20 @@ class PlanMaker {
   }
 
   const std::vector<int32_t>& seq_lens() const { return seq_lens_; }
+
+  // Of the plan that was made last, whose config is `any_batch`: whether it was made with `wide_only`, the price of a token of tails in bins and of a
+  // turn, when the last worker is done, and the number of its work items; then their prices; then its packs (inspect.h).
+  std::vector<int64_t> inspect(const Config& any_batch) const {
+    if (best_ == nullptr) throw std::invalid_argument("there is no plan to inspect");
+    const Config& config = any_batch.of_batch(seen_, prefixes_.kv_minimum);
+    std::vector<int64_t> prices;
+    const int64_t makespan = price_items(writer_.bins(), *best_, seen_, config, prices);
+    std::vector<int64_t> out = {&config != &any_batch, config.bin_prices.tokens[1], config.turn_price, makespan,
+                                int64_t(prices.size())};
+    out.insert(out.end(), prices.begin(), prices.end());
+    list_packs(prefixes_, choices_, best_->most_tails, seen_, config, out);
+    return out;
+  }
 
   size_t bytes() const {
     return prefixes_.nodes.capacity() * sizeof(Prefix) + prefixes_.order.capacity() * sizeof(int32_t) + optimal_.bytes();
@@ -97,6 +114,7 @@ class PlanMaker {
       best = &unpacked_;
     }
     writer_.write(*best, seen_, seq_lens_, config, buffer.data, buffer.capacity, max_slots, statistics);
+    best_ = best;
   }
 
   int64_t unpacked_price(const Config& config) const {
@@ -110,6 +128,7 @@ class PlanMaker {
   Choices choices_;
   Optimal optimal_;
   Packs packs_, unpacked_;
+  const Packs* best_ = nullptr;  // what was written last; null if nothing was since `copy`
   PlanWriter writer_;
 };
 

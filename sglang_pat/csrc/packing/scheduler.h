@@ -273,6 +273,14 @@ class Scheduler {
   }
 
   const Statistics& current() const { return plans_[front_]; }
+
+  // Of the plan that was made last, which need not be the one in use.
+  std::vector<int64_t> inspect() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    idle_.wait(lock, [this] { return !planning_; });
+    return maker_.inspect(config_);
+  }
+
   void set_delays(Delays delays) {
     std::lock_guard<std::mutex> lock(mutex_);
     delays_ = delays;

@@ -42,6 +42,9 @@ class PlanWriter {
       if (length <= config.window) out[kSteps] = std::min(out[kSteps], config.window - length + 1);
   }
 
+  // Of the plan that was written last; its packs' queries are not here.
+  const Bins& bins() const { return bins_; }
+
  private:
   // Tokens of all work items, of the longest one, of the longest tail that grows, and of the longest one with several tails; and whether single
   // warps run some.
