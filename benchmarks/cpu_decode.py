@@ -23,7 +23,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang_pat.kernels import cpu
 from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, TileTable, layout
-from sglang_pat.packing.oracle import make_plan
+from sglang_pat.packing.native import make_plan
 
 BENCHMARKS = {
     "cpu": {"what": "CPU executor beside torch_native", "minutes": 1.2, "results": "cpu_decode.json"},

@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,11 +35,14 @@ import trees
 import tvm_ffi
 from about import about
 
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+
+from oracle import make_plan
+
 from sglang_pat import jit
 from sglang_pat.backend.planner import Planner
 from sglang_pat.packing import POLICIES, Batch, PackConfig, native
 from sglang_pat.packing.constants import LEAST_STEPS
-from sglang_pat.packing.oracle import make_plan
 from sglang_pat.radix_bridge.events import NodeInserted, RequestBound
 from sglang_pat.radix_bridge.mirror import Mirror
 from sglang_pat.radix_bridge.trace import FORMAT, Header, TraceWriter

@@ -18,6 +18,7 @@ import heapq
 import json
 import random
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -28,9 +29,12 @@ import numpy as np
 import trees
 from about import about
 
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+
+from oracle import PACKERS, make_packs, pack_price, packs_price
+from oracle.heuristic import Pack, kv_length, split_queries
+
 from sglang_pat.packing import OPEN, POLICIES, Batch, PackConfig, native
-from sglang_pat.packing.heuristic import Pack, kv_length, split_queries
-from sglang_pat.packing.oracle import make_packs, make_plan, makespan, pack_price, packs_price
 from sglang_pat.packing.tree import compact, kv_minimum
 
 BENCHMARKS = {
@@ -51,7 +55,7 @@ def evaluate(batch: Batch, policy: str) -> dict[str, float]:
     cost = config.cost
     prefixes = compact(batch)
     least = kv_minimum(prefixes, batch.seq_lens) * cost.token_bytes
-    packs = split_queries(POLICIES[policy](prefixes, batch, config), batch.seq_lens, config)
+    packs = split_queries(PACKERS[policy](prefixes, batch, config), batch.seq_lens, config)
     scheduler = native.NativeScheduler(config, len(batch.seq_lens))
     requests = native.load(scheduler, batch)
     seq_lens = np.array(batch.seq_lens, dtype=np.int64)
@@ -72,18 +76,19 @@ def spans(batch: Batch) -> dict[str, float] | None:
     """Makespans over the even share of the work; None where the work does not fill the device twice."""
     config = trees.H200
     packs = make_packs(batch, config)
-    plan = make_plan(batch, config)
+    found = native.inspect(batch, config)
     config = config.for_bins
     share = sum(pack_price(pack, batch.seq_lens, config) for pack in packs) / config.workers
     tile = (config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.start_price(1)) / config.cost.runs
     if share < 2 * tile:
         return None
     pieces = [
-        Pack(item.start, None if item.end == OPEN else item.end, item.queries, tails=item.tails) for item in plan.items
+        Pack(item.start, None if item.end == OPEN else item.end, item.queries, tails=item.tails)
+        for item in found.plan.items
     ]
     own = sum(pack_price(piece, batch.seq_lens, config) for piece in pieces) / config.workers
-    finish = makespan(plan, batch.seq_lens, config)
-    return {"paper": paper_makespan(packs, batch.seq_lens, config) / share, "bins": finish / share, "own": finish / own}
+    paper = paper_makespan(packs, batch.seq_lens, config)
+    return {"paper": paper / share, "bins": found.makespan / share, "own": found.makespan / own}
 
 
 def paper_makespan(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> float:

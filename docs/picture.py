@@ -13,7 +13,7 @@ import kernel_tables
 import serving_tables
 
 from sglang_pat.packing import CPU_TILES, Batch, CostModel, Node, PackConfig, Plan, WorkItem
-from sglang_pat.packing.oracle import make_plan
+from sglang_pat.packing.native import make_plan
 
 COLOURS = [
     "#4c78a8",

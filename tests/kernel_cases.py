@@ -9,6 +9,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 import torch
+from oracle import make_plan
 
 from sglang_pat.backend.start.layers import kv_format
 from sglang_pat.kernels import reference
@@ -17,7 +18,6 @@ from sglang_pat.kernels.low_bit import Pages
 from sglang_pat.packing import AttentionSpec, Batch, PackConfig, TileTable, tree
 from sglang_pat.packing.layout import flatten
 from sglang_pat.packing.native import NativeScheduler, load
-from sglang_pat.packing.oracle import make_plan
 
 # Norm of the error over that of the result: the output is rounded to the dtype, and on a GPU the weights of V too.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}

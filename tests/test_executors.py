@@ -6,11 +6,11 @@ import emulated
 import pytest
 import torch
 from kernel_cases import TOLERANCE, Case, Extended
+from oracle import make_plan
 
 from sglang_pat.backend.executors import WORKSPACE_BYTES, CudaExecutor, share_workspace, workspace_slots
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, PackConfig
-from sglang_pat.packing.oracle import make_plan
 
 pytestmark = pytest.mark.once
 

@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from oracle import for_batch, pricing
 from trees import batches, configs
 
 from sglang_pat import cli
 from sglang_pat.cli.explain import ExplainError, describe, explain, recorded
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, POLICIES, AttentionSpec, Batch, PackConfig, tree
-from sglang_pat.packing.oracle import for_batch
 from sglang_pat.radix_bridge import mirror, trace
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound, RequestsExpected
 
@@ -106,10 +106,10 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
                     # It is drawn behind what its pack shares.
                     members[-1] = (*members[-1][:3], members[-1][3] + end - start)
                 else:
-                    members.append((queries, end - start, planned.runs_in_row_slices(queries, m), 0))
+                    members.append((queries, end - start, pricing.runs_in_row_slices(planned, queries, m), 0))
             drawn = sum(item[5] + item[7] for item in plan["items"][begin:behind])
             # A bar is the share of one work item of the kernel; its price and its turn are each rounded down to a byte.
-            rounded = planned.bin_price(members) - drawn * config.cost.runs
+            rounded = pricing.bin_price(planned, members) - drawn * config.cost.runs
             assert 0 <= rounded <= 2 * (config.cost.runs - 1) * (behind - begin), "a bin takes as long as its bars"
         assert len(plan["decisions"]) == len(step["nodes"])
     for start, end, first, count in step["nodes"]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from oracle import bin_prices, pricing
 from trees import PRICED, TILES, batches, configs
 
 from sglang_pat import jit
@@ -27,7 +28,6 @@ from sglang_pat.packing import (
     tree,
 )
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, load
-from sglang_pat.packing.oracle import bin_prices
 
 pytestmark = pytest.mark.once
 
@@ -154,8 +154,8 @@ def test_prices_are_those_of_the_work_items(extend: Extend, config: PackConfig) 
     # Cut where a bin ends, an item starts once more, and its queries have a part more.
     for item in layout.work_items(made.data):
         start, end = item.span(lengths)
-        in_row_slices = config.runs_in_row_slices(len(item.queries), item.tile.m)
-        price += config.item_price(len(item.queries), end - start, in_row_slices)
+        in_row_slices = pricing.runs_in_row_slices(config, len(item.queries), item.tile.m)
+        price += pricing.item_price(config, len(item.queries), end - start, in_row_slices)
         for query in item.queries:
             parts[query] += 1
     price += sum(count for count in parts if count > 1) * config.cost.part_bytes

@@ -20,7 +20,8 @@ import pytest
 import tvm_ffi
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from trees import PRICED, SMALL, TILES, WARPS, batches, configs, random_batch
+from oracle import for_batch, make_packs, make_plan, makespan, pricing
+from trees import PRICED, SMALL, TILES, WARPS, batches, check, configs, random_batch
 
 from sglang_pat import jit
 from sglang_pat.kernels import headers
@@ -39,7 +40,6 @@ from sglang_pat.packing import (
 )
 from sglang_pat.packing.constants import LEVELS
 from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, _halves
-from sglang_pat.packing.oracle import for_batch, make_packs, make_plan, makespan
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
     ROOT,
@@ -112,7 +112,9 @@ def test_tools_are_told_the_oracles_packs_and_prices(batch: Batch, config: PackC
         assert set(pack.queries) <= set(prefix.queries) and pack.end in (None, prefix.end)
     spans = [item.span(batch.seq_lens) for item in found.plan.items]
     assert found.prices == [
-        bins.item_price(len(item.queries), end - start, bins.runs_in_row_slices(len(item.queries), item.tile.m))
+        pricing.item_price(
+            bins, len(item.queries), end - start, pricing.runs_in_row_slices(bins, len(item.queries), item.tile.m)
+        )
         for item, (start, end) in zip(found.plan.items, spans, strict=True)
     ]
     assert (found.tail_price, found.turn_price) == (bins.token_price(1), bins.turn_price)
@@ -571,7 +573,7 @@ def test_a_fall_back_is_as_even_as_whole_requests_let_it_be(lengths: list[int]) 
     take(scheduler, seq_lens)
     even = scheduler.current()[2]
     scheduler.fall_back(seq_lens, 1)
-    longest_request = config.uncut_price(1, max(lengths))
+    longest_request = pricing.uncut_price(config, 1, max(lengths))
     assert scheduler.current()[2] <= 1.1 * max(even, longest_request) + longest_request
 
 
@@ -974,7 +976,7 @@ def test_the_policies_are_numbered_as_the_native_scheduler_numbers_them() -> Non
         plans[policy] = used(scheduler.buffers[take(scheduler, seq_lens)[0]])
         assert plans[policy] == layout.flatten(make_plan(batch, config)).tolist()
     assert plans["query"] != plans["pat"] != plans["naive"]
-    tree.check(batch)
+    check(batch)
 
 
 def test_the_benchmark_of_planning_runs() -> None:

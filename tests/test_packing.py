@@ -5,10 +5,13 @@ from collections.abc import Iterator
 from itertools import pairwise, product
 
 import msgspec
+import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trees import PRICED, TILES, batches, configs, random_batch
+from oracle import PACKERS, bin_prices, for_batch, make_packs, makespan, packs_price, pricing
+from oracle.heuristic import Pack
+from trees import PRICED, TILES, batches, check, configs, random_batch
 
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import (
@@ -24,13 +27,10 @@ from sglang_pat.packing import (
     Tile,
     TileTable,
     WorkItem,
-    oracle,
     tree,
 )
 from sglang_pat.packing.constants import LEAST_STEPS, MAX_WAVES, UNEVEN
-from sglang_pat.packing.heuristic import Pack
 from sglang_pat.packing.native import make_plan
-from sglang_pat.packing.oracle import bin_prices, for_batch, make_packs, makespan, packs_price
 
 pytestmark = pytest.mark.once
 
@@ -64,7 +64,7 @@ def path_node(batch: Batch, query: int, position: int) -> int | None:
 @given(batches(), configs())
 @settings(max_examples=300, deadline=None)
 def test_every_query_and_position_is_covered_exactly_once(batch: Batch, config: PackConfig) -> None:
-    tree.check(batch)
+    check(batch)
     plan = make_plan(batch, config)
     # In the first step that the plan is good for, in the last, and for all of them where only windows move.
     for step in {0, min(plan.steps - 1, 300)}:
@@ -115,7 +115,7 @@ def test_work_items_respect_the_largest_tile(batch: Batch, config: PackConfig) -
     config = for_batch(batch, config)
     for item in plan.items:
         rows = len(item.queries) * config.cost.group
-        if config.runs_in_row_slices(len(item.queries), item.tile.m):
+        if pricing.runs_in_row_slices(config, len(item.queries), item.tile.m):
             assert item.tile.m == config.tiles.warp_m < rows and len(item.queries) == 1
             continue
         assert rows <= item.tile.m, "with any number of heads"
@@ -137,19 +137,19 @@ def test_a_plan_is_good_as_long_as_growing_tails_leave_its_bins_even(batch: Batc
     def sizes(item: WorkItem, steps: int) -> tuple[int, int, bool, int]:
         lengths = [length + steps for length in batch.seq_lens]
         start, end = item.span(lengths)
-        in_row_slices = config.runs_in_row_slices(len(item.queries), item.tile.m)
+        in_row_slices = pricing.runs_in_row_slices(config, len(item.queries), item.tile.m)
         return len(item.queries), end - start, in_row_slices, item.tail_tokens(lengths)
 
     members = [plan.items[begin:behind] for begin, behind in pairwise(plan.bins)]
 
     # With the last step a window may be full, and then does not grow any more.
-    average = sum(config.bin_price(sizes(item, 0) for item in items) for items in members) / len(members)
+    average = sum(pricing.bin_price(config, [sizes(item, 0) for item in items]) for items in members) / len(members)
     tolerated = max(average / UNEVEN, TILES.kv_tiles[-1] * config.token_price(1))
 
     def growth(item: WorkItem) -> int:
         queries, tokens, in_row_slices, tails = sizes(item, 0)
         _, later, _, later_tails = sizes(item, plan.steps)
-        own = (later - tokens) * config.growth_price(queries, in_row_slices)
+        own = (later - tokens) * pricing.growth_price(config, queries, in_row_slices)
         return own + (later_tails - tails) * config.token_price(1)
 
     growths = [sum(map(growth, items)) for items in members]
@@ -159,12 +159,12 @@ def test_a_plan_is_good_as_long_as_growing_tails_leave_its_bins_even(batch: Batc
 def test_the_model_reproduces_the_papers_rule_for_one_head_per_kv_head() -> None:
     # §5.1 merges a child of s queries into a parent of l tokens if 4 s >= l; our model adds the LSE, 1 in 128.
     for queries in (1, 2, 16):
-        assert MHA.merge_tokens(queries) == pytest.approx(4 * queries, rel=0.01)
+        assert pricing.merge_tokens(MHA, queries) == pytest.approx(4 * queries, rel=0.01)
 
 
 def pack(policy: str, batch: Batch, cost: CostModel = MHA) -> list[Pack]:
     """The packs of a policy when a work item holds any number of queries and nothing is cut."""
-    return POLICIES[policy](tree.compact(batch), batch, roomy(cost))
+    return PACKERS[policy](tree.compact(batch), batch, roomy(cost))
 
 
 def roomy(cost: CostModel) -> PackConfig:
@@ -262,8 +262,8 @@ def test_a_short_pack_is_run_by_small_tiles_where_that_costs_less(queries: int, 
         return pieces * (computed * config.token_price(size) + config.start_price(size))
 
     fewest, most = -(-queries // config.max_queries), -(-queries // config.few_queries)
-    pieces = config.pieces(queries, tokens)
-    assert config.pack_price(queries, tokens) == cost(pieces)
+    pieces = pricing.pieces(config, queries, tokens)
+    assert pricing.pack_price(config, queries, tokens) == cost(pieces)
     if fewest == 1 and tokens >= PRICED.warp_tokens:
         assert pieces == min((fewest, most), key=cost)
     else:
@@ -324,10 +324,14 @@ def test_single_warps_take_as_long_for_one_token_as_for_those_that_they_compute_
     assert tiles.warp_tokens == capabilities.WARP_TOKENS == 16
     config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"], query_tokens=8), tiles, workers=132)
     for in_row_slices in (True, False):
-        one, some, more = (config.item_price(1, tokens, in_row_slices) for tokens in (1, 16, 17))
+        one, some, more = (pricing.item_price(config, 1, tokens, in_row_slices) for tokens in (1, 16, 17))
         assert (one == some) == in_row_slices and some < more, "32 rows: alone wide"
     narrow = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"]), tiles, workers=132)
-    assert narrow.item_price(1, 1, False) == narrow.item_price(1, 16, False) < narrow.item_price(1, 17, False)
+    assert (
+        pricing.item_price(narrow, 1, 1, False)
+        == pricing.item_price(narrow, 1, 16, False)
+        < pricing.item_price(narrow, 1, 17, False)
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 8])
@@ -356,7 +360,7 @@ def test_every_second_worker_runs_narrow_items_first_where_wide_ones_compute_for
     tiles = msgspec.structs.replace(capabilities.tile_table("9.0a", 128, "NVIDIA H200"), narrow_first_ns=12_000)
     config = PackConfig.of(AttentionSpec(heads, 8, 128, 128, FORMATS["bfloat16"]), tiles, workers=132)
     assert make_plan(batch, config).narrow_first == found
-    price = config.computing_price(queries, 2_048)
+    price = pricing.computing_price(config, queries, 2_048)
     assert (price > 0) == (queries > 2)
     if price:
         per_worker = 8 * price / tiles.bytes_per_ns
@@ -628,7 +632,7 @@ def test_a_bin_that_turns_from_one_kind_of_work_items_to_the_other_gets_fewer_of
     [(1, 1, Tile(4, 8)), (4, 24, Tile(4, 8)), (5, 25, Tile(16, 16)), (64, 9999, Tile(64, 16)), (65, 3, Tile(64, 8))],
 )
 def test_tiles_round_up_in_queries_and_are_piecewise_in_kv(rows: int, kv_len: int, tile: Tile) -> None:
-    assert TILES.select(rows, kv_len) == tile
+    assert pricing.select(TILES, rows, kv_len) == tile
 
 
 @pytest.mark.parametrize(
@@ -644,4 +648,4 @@ def test_tiles_round_up_in_queries_and_are_piecewise_in_kv(rows: int, kv_len: in
 )
 def test_what_is_no_prefix_tree_is_named(batch: Batch, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tree.check(batch)
+        check(batch)

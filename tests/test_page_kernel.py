@@ -13,12 +13,12 @@ import emulated
 import pytest
 import torch
 from kernel_cases import TOLERANCE, Case, Run
+from oracle import make_plan
 from page_cases import PAGE, Paged, Stored, with_pages_for_tokens
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities, cuda, low_bit
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, TileTable
-from sglang_pat.packing.oracle import make_plan
 
 pytestmark = pytest.mark.once
 

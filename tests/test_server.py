@@ -29,6 +29,7 @@ from conftest import (
     wait_for_router,
 )
 from forked import ForkedProcess, ForkedServer
+from oracle import make_plan
 from torch.distributed import TCPStore
 
 from sglang_pat import cli, compat
@@ -36,7 +37,6 @@ from sglang_pat.backend import metrics
 from sglang_pat.cli.replay import replay
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server, free_port
-from sglang_pat.packing.oracle import make_plan
 
 pytestmark = pytest.mark.server
 

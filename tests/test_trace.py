@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from oracle import make_plan
 
 from sglang_pat import cli
 from sglang_pat.backend.planner import Planner
@@ -23,7 +24,6 @@ from sglang_pat.cli.explain import recorded as recorded_steps
 from sglang_pat.cli.replay import _replay, replay
 from sglang_pat.packing import CPU_TILES, CostModel, PackConfig
 from sglang_pat.packing.native import NativeScheduler
-from sglang_pat.packing.oracle import make_plan
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import (
     ROOT,

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from oracle import makespan, pricing
 
 from sglang_pat.cli import tile_prices, tune
 from sglang_pat.kernels import capabilities, low_bit
 from sglang_pat.packing import FORMATS, AttentionSpec, CostModel, PackConfig, TileTable, devices
 from sglang_pat.packing.native import NativeScheduler
-from sglang_pat.packing.oracle import makespan
 
 pytestmark = pytest.mark.once
 
@@ -93,8 +93,8 @@ def test_only_short_packs_are_split_and_into_tiles_of_a_warp(group: int) -> None
     config = PackConfig.of(AttentionSpec(8 * group, 8, 128, 128, FORMATS["bfloat16"]), TILES, workers=132)
     assert config.few_queries == capabilities.NARROW_M // group
     queries = 2 * config.few_queries
-    assert config.pieces(queries, 32) == 2 and config.pieces(queries, 1000) == 1
-    assert config.pieces(config.few_queries, 32) == 1
+    assert pricing.pieces(config, queries, 32) == 2 and pricing.pieces(config, queries, 1000) == 1
+    assert pricing.pieces(config, config.few_queries, 32) == 1
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_all_workers_of_a_synthetic_plan_have_the_same_to_do(items: dict[int, in
     plan = tile_prices.synthetic(items, tokens=64, workers=6)
     tiles = capabilities.tile_table("9.0a", 128)
     config = PackConfig(CostModel(tile_prices.GROUP, 1, 128, 128, 2), tiles, workers=6).for_bins
-    price = sum(count * config.uncut_price(m // tile_prices.GROUP, 64) for m, count in items.items())
+    price = sum(count * pricing.uncut_price(config, m // tile_prices.GROUP, 64) for m, count in items.items())
     assert makespan(plan, [10**6] * len(plan.num_parts), config) == price + (len(items) - 1) * config.turn_price
     covered = sorted((item.start, item.end) for item in plan.items)
     assert covered == [(i * 64, (i + 1) * 64) for i in range(24)], "every item has KV of its own"

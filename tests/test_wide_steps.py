@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import msgspec
+import oracle
 import pytest
 from trees import IN_BINS
 
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import FORMATS, AttentionSpec, Batch, CostModel, Node, PackConfig, WideSteps, native, oracle
+from sglang_pat.packing import FORMATS, AttentionSpec, Batch, CostModel, Node, PackConfig, WideSteps, native
 
 WORKERS, KV_HEADS = 3, 2
 SMALL = WideSteps(

@@ -8,6 +8,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from sglang_pat.packing import POLICIES, Batch, CostModel, Node, PackConfig, TileTable, WideSteps
+from sglang_pat.packing.tree import walk
 
 TILES = TileTable(query_tiles=(4, 16, 64), kv_tiles=(8, 16), kv_bounds=(24,))
 PRICED = msgspec.structs.replace(
@@ -140,3 +141,29 @@ def random_batch(generator: random.Random, depth: int, fanout: int, length: int)
 
     roots = [grow(0, 1)]
     return Batch(seq_lens, roots)
+
+
+def check(batch: Batch) -> None:
+    """Raise ValueError if `batch` is not a prefix tree; the message names the node."""
+    for node in batch.roots:
+        if node.start != 0:
+            raise ValueError(f"a first-level prefix must start at position 0, not {node.start}")
+    _check_disjoint(batch.roots, set(range(len(batch.seq_lens))), "the batch")
+    for node in walk(batch.roots):
+        name = f"node [{node.start}, {node.end})"
+        if node.end <= node.start:
+            raise ValueError(f"{name} is empty")
+        for query in node.queries:
+            if batch.seq_lens[query] < node.end:
+                raise ValueError(f"{name} is longer than request {query}, which has {batch.seq_lens[query]} tokens")
+        for child in node.children:
+            if child.start != node.end:
+                raise ValueError(f"a child of {name} starts at {child.start}")
+        _check_disjoint(node.children, set(node.queries), name)
+
+
+def _check_disjoint(nodes: list[Node], allowed: set[int], name: str) -> None:
+    for node in nodes:
+        if not node.queries or not allowed.issuperset(node.queries) or len(set(node.queries)) != len(node.queries):
+            raise ValueError(f"below {name}: queries {node.queries} are repeated, unknown or missing")
+        allowed = allowed.difference(node.queries)

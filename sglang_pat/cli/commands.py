@@ -182,7 +182,7 @@ def _add_replay(commands: Any) -> None:
         "replay", help="run a trace recorded with SGLANG_PAT_TRACE through the scheduler and print what packing does"
     )
     command.add_argument("trace", type=Path, help="a file recorded with SGLANG_PAT_TRACE")
-    command.add_argument("--policy", choices=list(POLICIES), action="append", help="instead of the recorded one")
+    command.add_argument("--policy", choices=POLICIES, action="append", help="instead of the recorded one")
     command.add_argument(
         "--oracle", action="store_true", help="compare every plan with one made of the batch's tree anew; slow"
     )

@@ -185,6 +185,7 @@ def _decisions(packs: list[Pack], prefixes: list[Prefix], config: PackConfig) ->
     by_query: dict[int, list[Pack]] = {}
     together: dict[tuple[int, int, int | None], set[int]] = {}
     for pack in packs:
+        # What has more queries than a work item is in several.
         together.setdefault((pack.node, pack.start, pack.end), set()).update(pack.queries)
         for query in pack.queries:
             by_query.setdefault(query, []).append(pack)

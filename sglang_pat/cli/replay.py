@@ -19,7 +19,7 @@ from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.mirror import Mirror, TooDeepError
 from sglang_pat.radix_bridge.observer import apply
 
-Planner = Callable[[Batch, PackConfig], Plan]
+MakePlan = Callable[[Batch, PackConfig], Plan]
 
 
 class Replayed(msgspec.Struct):
@@ -78,7 +78,7 @@ class Replayed(msgspec.Struct):
             yield f"not as recorded          {self.differing:,} plans: another version of sglang-pat wrote the trace"
 
 
-def replay(path: Path, policy: str | None = None, oracle: Planner | None = None, truncated: bool = False) -> Replayed:
+def replay(path: Path, policy: str | None = None, oracle: MakePlan | None = None, truncated: bool = False) -> Replayed:
     """Replay a trace.
 
     Args:
@@ -101,7 +101,7 @@ def replay(path: Path, policy: str | None = None, oracle: Planner | None = None,
         raise trace.TraceError(f"{path} cannot be compared (--oracle): {error}") from None
 
 
-def _replay(records: Iterator[trace.Record], policy: str | None, oracle: Planner | None) -> Replayed:
+def _replay(records: Iterator[trace.Record], policy: str | None, oracle: MakePlan | None) -> Replayed:
     header = next(records)
     assert isinstance(header, trace.Header)
     config = header.config if policy is None else msgspec.structs.replace(header.config, policy=policy)

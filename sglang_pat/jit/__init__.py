@@ -41,7 +41,7 @@ CSRC = Path(__file__).parents[1] / "csrc"
 
 EXTRA_FLAGS = {
     "cpu": ["-fopenmp", "-ffp-contract=fast"],
-    # Prices must round as in Python, or ties between packings break differently.
+    # Prices must round alike on every processor, and as in tests/oracle, or ties between packings break differently.
     "packing": ["-pthread", "-ffp-contract=off"],
 }
 """Flags of each module besides the common ones."""

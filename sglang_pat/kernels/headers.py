@@ -22,7 +22,7 @@ def headers() -> dict[Path, str]:
             _enum("Column", layout.COLUMNS, "kItemSize"),
         ),
         CSRC / "packing" / "constants.h": _file(
-            _enum("class Policy", tuple(POLICIES)),
+            _enum("class Policy", POLICIES),
             _constants(
                 "int64_t",
                 {

@@ -27,9 +27,6 @@ ElementBytes = Annotated[float, Meta(gt=0, le=4096)]
 class CostModel(msgspec.Struct, frozen=True):
     """Bytes that one layer moves, and default prices for devices whose tiles were not measured.
 
-    With one query head per KV head and 16-bit KV, `merge_tokens(s)` is the paper's rule "merge if 4 s >= l" (§5.1, scheme comparison), except
-    that it also counts the bytes of the LSE.
-
     Attributes:
         heads, kv_heads: Query and KV heads on this rank.
         head_dim, v_head_dim: Dimensions of K and of V.
@@ -70,13 +67,6 @@ class CostModel(msgspec.Struct, frozen=True):
     def part_bytes(self) -> int:
         """Price of one part of one query: its output and LSE, written by forward and read by merge."""
         return 2 * self.heads * (self.v_head_dim + 1) * PARTIAL_BYTES + self.part_overhead
-
-    def merge_tokens(self, queries: int) -> float:
-        """Up to which length reading a prefix again costs less than merging, for `queries` queries.
-
-        The first split of a query makes two parts, hence the factor (§5.1, equation 2).
-        """
-        return 2 * self.part_bytes * queries / self.token_bytes
 
     def bytes(self, kv_tokens: int, parts: int) -> int:
         """Bytes of a plan that reads `kv_tokens` tokens, and writes and merges `parts` parts."""

@@ -378,7 +378,7 @@ def make_plan(batch: Batch, config: PackConfig) -> Plan:
     """The plan that serving would make for a batch, for tools that have a whole batch instead of events.
 
     Args:
-        batch: See `tree.check`.
+        batch: Lengths (at least one token each) and prefix tree.
         config: Device and model.
 
     Raises:
@@ -456,7 +456,7 @@ def _values(config: PackConfig) -> dict[str, list[int]]:
         "warp_queries": config.warp_queries,
         "split_queries": config.split_queries,
         "tails_queries": config.tails_queries,
-        "policy": list(POLICIES).index(config.policy),
+        "policy": POLICIES.index(config.policy),
         "window": config.window,
         "grain": config.grain,
         "warp_tokens": tiles.warp_tokens,

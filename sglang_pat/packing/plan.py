@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from sglang_pat.packing.cost import CostModel
 from sglang_pat.packing.tiles import Tile
 
 OPEN = -1
@@ -83,7 +82,3 @@ class Plan(msgspec.Struct):
     def merged_parts(self) -> int:
         """Parts that are written to memory and merged."""
         return sum(parts for parts in self.num_parts if parts > 1)
-
-    def bytes(self, cost: CostModel) -> int:
-        """Bytes that the first step moves, by the cost model."""
-        return cost.bytes(self.kv_tokens, self.merged_parts)

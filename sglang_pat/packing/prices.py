@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
-from sglang_pat.packing.constants import BUSY_WORKERS, LITTLE_PERCENT, MAX_WAVES, RAGGED
+from sglang_pat.packing.constants import MAX_WAVES
 from sglang_pat.packing.cost import CostModel, Count
 from sglang_pat.packing.spec import LOW_BIT_PAGE, AttentionSpec, Window
 from sglang_pat.packing.tiles import TileTable
@@ -23,7 +21,10 @@ ALWAYS = 2**31 - 1
 
 
 Policy = Literal["query", "naive", "pat", "optimal"]
-"""How queries are packed (oracle.py)."""
+"""How queries are packed: `optimal` has the lowest price; `pat` is the paper's heuristic, `naive` packs every node, `query` none (one query per CTA)."""
+
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+"""The native scheduler numbers them in this order."""
 
 
 class WideLimits(msgspec.Struct, frozen=True):
@@ -44,22 +45,6 @@ class WideLimits(msgspec.Struct, frozen=True):
     ragged_queries: int
     ragged_tokens: int
 
-    def hold(self, seq_lens: list[int], tokens: int, runs: int) -> bool:
-        """Whether they do for a batch of these lengths, which has so many tokens when each is read once."""
-        if not seq_lens:
-            return False
-        queries, own, longest = len(seq_lens) * runs, sum(seq_lens), max(seq_lens)
-        small = queries <= self.small_queries and tokens * runs <= self.small_tokens
-        if small and (tokens * runs <= self.small_draft_tokens or own >= self.small_sharing * tokens):
-            return True
-        few = queries <= self.little_shared_queries
-        ragged = (
-            queries <= self.ragged_queries
-            and own >= self.ragged_tokens * len(seq_lens)
-            and RAGGED * (longest - min(seq_lens)) > longest
-        )
-        return (few or ragged) and 100 * own <= (100 + LITTLE_PERCENT) * tokens
-
 
 class PackConfig(msgspec.Struct, frozen=True):
     """The device and the model, and the prices of work.
@@ -71,7 +56,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         cost: The model's shape and its bytes.
         tiles: Tiles of the device.
         workers: How many work items run at the same time (SMs, CPU threads).
-        policy: A key of `oracle.POLICIES`.
+        policy: How queries are packed.
         window: `AttentionSpec.planned_window`.
         grain: KV positions between possible cuts.
         drafts: Whether queries are drafts of several tokens.
@@ -236,45 +221,6 @@ class PackConfig(msgspec.Struct, frozen=True):
         saved = self.start_price(1) - self.slices_start_price
         return self._cheaper_up_to(saved, self.slices_token_price - self.token_price(1), by_warps=True) or -1
 
-    def in_row_slices(self, queries: int, tokens: int) -> bool:
-        """Whether a pack is run in such slices. Work items that it is cut into are if it is, however short: among wide ones, a few in slices made
-        the kernel 7 to 9 us longer (benchmarks/NOTES.md, "Prices of an H200, and rows in parts")."""
-        return queries == 1 and tokens <= self.slices_tokens
-
-    def runs_in_row_slices(self, queries: int, m: int) -> bool:
-        """Whether a work item of `queries` queries with a tile of `m` rows is run in such slices."""
-        return queries == 1 and self.row_slices > 1 and m == self.tiles.warp_m
-
-    def growth_price(self, queries: int, in_row_slices: bool) -> int:
-        """Price of one more token for a work item. The first `TileTable.warp_tokens` cost it all the same; plans are made anew a little early then."""
-        return self.slices_token_price if in_row_slices else self.token_price(queries)
-
-    def fixed_price(self, queries: int, in_row_slices: bool) -> int:
-        """Price of a work item besides its tokens."""
-        return self.slices_start_price if in_row_slices else self.start_price(queries)
-
-    def by_warps(self, queries: int, in_row_slices: bool) -> bool:
-        """Whether single warps run a work item."""
-        return queries <= self.warp_queries or in_row_slices
-
-    def item_price(self, queries: int, tokens: int, in_row_slices: bool, tail_tokens: int = 0) -> int:
-        """Price of a work item that reads `tokens` tokens for `queries` queries with one tile, or in slices, and then `tail_tokens` in their tails."""
-        computed = max(tokens, self.tiles.warp_tokens) if self.by_warps(queries, in_row_slices) else tokens
-        reading = computed * self.growth_price(queries, in_row_slices) + tail_tokens * self.token_price(1)
-        return reading + self.fixed_price(queries, in_row_slices)
-
-    def uncut_price(self, queries: int, tokens: int) -> int:
-        """Price of a pack that is one work item."""
-        return self.item_price(queries, tokens, self.in_row_slices(queries, tokens))
-
-    def bin_price(self, members: Iterable[tuple[int, int, bool, int]]) -> int:
-        """Price of a bin whose work items have these (queries, tokens, whether they are run in slices, tokens of tails)."""
-        price, kinds = 0, set()
-        for queries, tokens, in_row_slices, tail_tokens in members:
-            price += self.item_price(queries, tokens, in_row_slices, tail_tokens)
-            kinds.add(self.by_warps(queries, in_row_slices))
-        return price + (self.turn_price if len(kinds) == 2 else 0)
-
     def short_tokens(self, queries: int) -> int:
         """Up to how many tokens a pack of `queries` queries costs less as several work items of `few_queries`, each of which reads the KV, than
         as one work item."""
@@ -282,7 +228,7 @@ class PackConfig(msgspec.Struct, frozen=True):
         size = -(-queries // items)
         token, start = self.token_price(queries), self.start_price(queries)
         saved, more = start - items * self.start_price(size), items * self.token_price(size) - token
-        longest = self._cheaper_up_to(saved, more, self.by_warps(size, in_row_slices=False))
+        longest = self._cheaper_up_to(saved, more, size <= self.warp_queries)
         if size == 1:
             saved, more = start - items * self.slices_start_price, items * self.slices_token_price - token
             longest = max(longest, min(self.slices_tokens, self._cheaper_up_to(saved, more, by_warps=True)))
@@ -293,92 +239,10 @@ class PackConfig(msgspec.Struct, frozen=True):
         longest = _crossing(saved, more)
         return 0 if by_warps and longest < self.tiles.warp_tokens else longest
 
-    def pieces(self, queries: int, tokens: int) -> int:
-        """In how many work items a pack is run: as few as the largest tile allows, or more if the pack is short."""
-        pieces = -(-queries // self.max_queries)
-        size = -(-queries // pieces)
-        return -(-queries // self.few_queries) if tokens <= self.short_tokens(size) else pieces
-
-    def pack_price(self, queries: int, tokens: int) -> int:
-        """Price of reading `tokens` tokens for `queries` queries."""
-        if queries == 0:
-            return 0
-        items = self.pieces(queries, tokens)
-        size = -(-queries // items)
-        return items * self.uncut_price(size, tokens)
-
-    def computing_price(self, queries: int, tokens: int, tail_tokens: int | None = None) -> int:
-        """What the wide work items of a pack cost beyond reading its KV once; 0 where single warps run it. With `tail_tokens`, the pack is one
-        work item, which tails follow."""
-        pieces = self.pieces(queries, tokens) if tail_tokens is None else 1
-        sizes = [queries * (i + 1) // pieces - queries * i // pieces for i in range(pieces)]
-        wide = [size for size in sizes if not self.by_warps(size, self.in_row_slices(size, tokens))]
-        tails = tail_tokens or 0
-        price = sum(self.item_price(size, tokens, False, tails) for size in wide)
-        return max(0, price - (tokens + tails) * self.cost.token_bytes)
-
     @property
     def max_bins(self) -> int:
         """The most bins that a plan has."""
         return max(1, MAX_WAVES * self.workers // self.cost.runs)
-
-    def num_bins(self, limit: int, work: float, cut: float, narrow: bool) -> int:
-        """How many bins, at most `limit`, the work of each KV head is laid out in.
-
-        All KV heads run the same bins, so only some numbers keep every worker busy. More bins leave less idle time but cut more packs. If
-        single warps run everything, memory is the bound: then half of the workers use more than half of the bandwidth (`sqrt`), and the further
-        costs of bins were measured (benchmarks/NOTES.md, 2026-11-23).
-
-        Args:
-            limit: The most bins that still have enough work each.
-            work: Price of all packs.
-            cut: Price of ending a bin within a pack.
-            narrow: Whether single warps run all packs.
-        """
-        runs, workers = self.cost.runs, self.workers
-        best, least = 0, math.inf
-        quarters = [part * workers // (4 * runs) for part in range(1, 4)] if narrow else []
-        waves = [wave * workers // runs for wave in range(1, MAX_WAVES + 1)]
-        for bins in [max(1, min(limit, workers // runs)), *quarters, *waves]:
-            if 0 < bins <= limit:
-                wave = -(-bins * runs // workers)
-                idle = wave * workers / (bins * runs)
-                if narrow:
-                    price = work * math.sqrt(idle) + wave * self.wave_price + bins * (cut + self.bin_end_price)
-                else:
-                    price = work * idle + bins * cut
-                if price < least:
-                    best, least = bins, price
-        return best
-
-    def num_bins_of_single(self, limit: int, count: int, work: int, alike: bool) -> int:
-        """The same where every work item has one query, and all warps of a worker run it.
-
-        Memory is the bound there as long as most workers read (`BUSY_WORKERS`), but items start one after the other on each. A bin that ends
-        within an item makes it start twice, and a part; if items are alike, as many as divide them end within none.
-
-        Args:
-            limit: As above.
-            count: Work items.
-            work: Their price.
-            alike: Whether they cost the same but for what a bin may miss the average by.
-        """
-        runs, workers = self.cost.runs, self.workers
-        share, start = workers / runs, self.start_price(1)
-        needed = min(1.0, BUSY_WORKERS * self.token_price(1) / self.cost.token_bytes) * share
-        best, least = 0, math.inf
-        waves = [wave * workers // runs for wave in range(1, MAX_WAVES + 1)]
-        for bins in [max(1, min(limit, workers // runs)), *waves, count]:
-            if 0 < bins <= min(limit, self.max_bins):
-                wave = -(-bins * runs // workers)
-                cuts = 0 if alike and count % bins == 0 else bins
-                full = (wave - 1) * share
-                busy = (full + max(bins - full, needed)) / bins
-                idle = wave * workers / (bins * runs)
-                price = (work - count * start) * busy + (count + cuts) * start * idle + cuts * self.cost.part_bytes
-                if price < least:
-                    best, least = bins, price
-        return best
 
 
 def _crossing(saved: int, more: int) -> int:

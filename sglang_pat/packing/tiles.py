@@ -186,10 +186,6 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The smallest m that holds `rows`; the largest if none does."""
         return self.query_tiles[min(bisect_left(self.query_tiles, rows), len(self.query_tiles) - 1)]
 
-    def select(self, rows: int, kv_len: int) -> Tile:
-        """The tile for `rows` and `kv_len`."""
-        return Tile(self.query_tile(rows), self.kv_tiles[bisect_left(self.kv_bounds, kv_len)])
-
 
 CPU_TILES = TileTable(query_tiles=(16, 64, 128), kv_tiles=(32, 64, 128), kv_bounds=(32, 64))
 """Tiles of the CPU executor; measured by `python benchmarks/cpu_decode.py --tiles` (benchmarks/NOTES-archive.md)."""

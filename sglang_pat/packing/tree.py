@@ -71,25 +71,6 @@ def walk(roots: list[Node]) -> Iterator[Node]:
         stack.extend(reversed(node.children))
 
 
-def check(batch: Batch) -> None:
-    """Raise ValueError if `batch` is not a prefix tree; the message names the node."""
-    for node in batch.roots:
-        if node.start != 0:
-            raise ValueError(f"a first-level prefix must start at position 0, not {node.start}")
-    _check_disjoint(batch.roots, set(range(len(batch.seq_lens))), "the batch")
-    for node in walk(batch.roots):
-        name = f"node [{node.start}, {node.end})"
-        if node.end <= node.start:
-            raise ValueError(f"{name} is empty")
-        for query in node.queries:
-            if batch.seq_lens[query] < node.end:
-                raise ValueError(f"{name} is longer than request {query}, which has {batch.seq_lens[query]} tokens")
-        for child in node.children:
-            if child.start != node.end:
-                raise ValueError(f"a child of {name} starts at {child.start}")
-        _check_disjoint(node.children, set(node.queries), name)
-
-
 def in_windows(batch: Batch, window: int) -> Batch:
     """The batch to plan if a query sees only its last `window` tokens; 0 for all.
 
@@ -108,13 +89,6 @@ def in_windows(batch: Batch, window: int) -> Batch:
             siblings.append(Node(node.start, node.end, queries, []))
             stack.extend((child, siblings[-1].children) for child in reversed(node.children))
     return Batch([min(length, window) for length in batch.seq_lens], roots)
-
-
-def _check_disjoint(nodes: list[Node], allowed: set[int], name: str) -> None:
-    for node in nodes:
-        if not node.queries or not allowed.issuperset(node.queries) or len(set(node.queries)) != len(node.queries):
-            raise ValueError(f"below {name}: queries {node.queries} are repeated, unknown or missing")
-        allowed = allowed.difference(node.queries)
 
 
 def compact(batch: Batch) -> list[Prefix]:
@@ -138,19 +112,6 @@ def compact(batch: Batch) -> list[Prefix]:
     for prefix in reversed(prefixes):
         prefix.queries = prefix.leaves + [query for child in prefix.children for query in prefixes[child].queries]
     return prefixes
-
-
-def cut(batch: Batch, levels: int) -> Batch:
-    """The batch without what its requests share below the first `levels` levels of the compact tree."""
-    found = Batch(batch.seq_lens)
-    places = [(found.roots, 0)]  # of the children of each prefix, and their level
-    for prefix in compact(batch)[1:]:
-        siblings, level = places[prefix.parent]
-        node = Node(prefix.start, prefix.end, prefix.queries)
-        if level < levels:
-            siblings.append(node)
-        places.append((node.children, level + 1))
-    return found
 
 
 def _second_query(node: Node) -> int:

@@ -1,4 +1,10 @@
-// Lays packs out in bins (sglang_pat/packing/balance.py).
+// Lays packs out in bins of equal price; tests/oracle/balance.py does the same.
+//
+// The paper cuts packs that are longer than the mean into equal pieces (PAT §6). But then SMs finish at different times, and short batches get needless
+// parts. Here bins are filled in order, each up to the average of the remaining work, and a pack is cut only where a bin would overflow (McNaughton's
+// wrap-around rule); where that leaves one too long, they are filled again up to the least capacity that is enough, and then with all packs split into
+// work items of fewer queries. Packs of one query go last into each bin, so the cut falls on them if there are any: it then makes one part, not one per
+// query.
 #pragma once
 
 #include <algorithm>
@@ -153,7 +159,8 @@ class Bins {
     bool kept;
   };
 
-  // Looks for the least capacity with which so many bins are enough (balance.py, _fill_evenly).
+  // Looks for the least capacity with which so many bins are enough , as MULTIFIT does (Coffman, Garey and Johnson 1978): above `least`, and
+  // first at the average of bins with what cuts and turns have added.
   template <bool kKeepFirst>
   Filling fill_evenly(const Group& shared, const Group& single, const Packs& packs, const Config& config, int64_t bins) {
     Filled filled = fill_once<kKeepFirst>(shared, single, packs, config, bins, kNone);
@@ -243,7 +250,8 @@ class Bins {
           take_whole();
           continue;
         }
-        // To the nearest grain; not where that is nothing or everything, nor into a gap that is smaller than the start
+        // To the nearest grain, even where that is fewer tokens than single warps compute at a time: without such pieces `1,256_256,32` took 34 us
+        // instead of 28 on an H200 (benchmarks/NOTES.md, 2026-11-26). Not where that is nothing or everything, nor into a gap that is smaller than the start
         // of one more work item. An empty bin reads for as long as it takes to start.
         const int64_t start = prices.fixed(pack.count, first.slices) + turn;
         const int64_t grain = prices.growth(pack.count, first.slices) * config.grain;

@@ -1,4 +1,4 @@
-// The packing that costs least by the model: sglang_pat/packing/optimal.py, operation by operation, so that both round
+// The packing that costs least by the model: tests/oracle/optimal.py, operation by operation, so that both round
 // alike. Several segment starts are weighed at a time.
 #pragma once
 

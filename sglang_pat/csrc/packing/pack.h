@@ -1,5 +1,5 @@
 // Which queries read which KV positions together: choices for every prefix, and the packs that follow from them.
-// sglang_pat/packing/heuristic.py.
+// tests/oracle/heuristic.py does the same.
 #pragma once
 
 #include <algorithm>
@@ -250,7 +250,8 @@ inline void choose_naive(const Prefixes& prefixes, Choices& choices) {
   }
 }
 
-// TreeHeuristic, the paper's Algorithm 1, for one prefix whose segment begins at `start`.
+// TreeHeuristic, the paper's Algorithm 1, for one prefix whose segment begins at `start`. With one query head for each KV head and KV of 16 bits it
+// merges s queries into l tokens if 4 s >= l, as the paper does (§5.1), but for the bytes of the LSE.
 inline void choose_pat(const Prefixes& prefixes, Choices& choices, int32_t index, int32_t start, const Config& config) {
   const Prefix& prefix = prefixes.nodes[index];
   const auto joins = [&](int64_t queries) {

@@ -1,4 +1,4 @@
-// From a batch to its plan: sglang_pat/packing/oracle.py, `make_plan` and `LEVELS`.
+// From a batch to its plan, and where that does not fit, to one of fewer levels (`kLevels`). tests/oracle does the same in Python.
 #pragma once
 
 #include <algorithm>

@@ -180,7 +180,8 @@ struct Config {
     return kv_tiles[n];
   }
 
-  // Whether a pack is run in slices, and so the work items that it is cut into.
+  // Whether a pack is run in slices, and so the work items that it is cut into, however short: among wide ones, a few in slices made the kernel 7 to
+  // 9 us longer (benchmarks/NOTES.md, "Prices of an H200, and rows in parts").
   bool in_row_slices(int64_t queries, int64_t tokens) const { return queries == 1 && tokens <= slices_tokens; }
 
   // Whether single warps run a work item.
@@ -220,7 +221,9 @@ struct Config {
   // The most bins that a plan has.
   int64_t max_bins() const { return std::max<int64_t>(1, kMaxWaves * workers / runs); }
 
-  // How many bins there are, PackConfig.num_bins: weighs idle workers against cut packs.
+  // How many bins there are, at most `limit`. All KV heads run the same bins, so only some numbers keep every worker busy; more bins leave less idle
+  // time but cut more packs. If single warps run everything (`narrow`), memory is the bound: then half of the workers use more than half of the bandwidth
+  // (`sqrt`), and the further costs of bins were measured (benchmarks/NOTES.md, 2026-11-23).
   int64_t num_bins(int64_t limit, double work, double cut, bool narrow) const {
     const int64_t runs = this->runs;
     int64_t best = 0;
@@ -240,7 +243,9 @@ struct Config {
     return best;
   }
 
-  // The same where each work item has one query and is run by all warps, PackConfig.num_bins_of_single.
+  // The same where each work item has one query and is run by all warps. Memory is the bound there as long as most workers read (`kBusyWorkers`), but
+  // items start one after the other on each. A bin that ends within an item makes it start twice, and a part; if items are alike, as many as divide
+  // them end within none.
   int64_t num_bins_of_single(int64_t limit, int64_t count, int64_t work, bool alike) const {
     const int64_t runs = this->runs, start = bin_prices.starts[1];
     const double share = double(workers) / double(runs);

@@ -7,9 +7,11 @@ import math
 import msgspec
 
 from sglang_pat.packing.constants import MAX_DEPTH, MAX_SEGMENT, TAILS_ITEMS, TAILS_SHARE
-from sglang_pat.packing.heuristic import Choice, Pack, collect, join_all, pack_tree
 from sglang_pat.packing.prices import PackConfig
 from sglang_pat.packing.tree import Batch, Prefix, kv_minimum
+
+from . import pricing
+from .heuristic import Choice, Pack, collect, join_all, pack_tree
 
 
 class Best(msgspec.Struct):
@@ -90,7 +92,7 @@ class _Solver:
             leaf_joins = candidate == 0 or leaf <= stay + self.part + extra
             total += len(prefix.leaves) * (leaf if leaf_joins else stay + self.part)
             staying += 0 if leaf_joins else len(prefix.leaves)
-            total += self.config.pack_price(staying, tokens)
+            total += pricing.pack_price(self.config, staying, tokens)
             if total < best.price:
                 best = Best(total, Choice(joins[::-1], [leaf_joins] * len(prefix.leaves)))
         return best
@@ -103,7 +105,7 @@ class _Solver:
         if self.config.slices_tokens < 0 or not prefix.leaves:
             return tokens * (self.config.token_price(1) + self.cut_token)
         tail = self._mean_tail(prefix)
-        more = self.config.uncut_price(1, tail + tokens) - self.config.uncut_price(1, tail)
+        more = pricing.uncut_price(self.config, 1, tail + tokens) - pricing.uncut_price(self.config, 1, tail)
         return more + tokens * self.cut_token
 
     def _mean_tail(self, prefix: Prefix) -> int:
@@ -140,8 +142,11 @@ class _Solver:
         """Whether queries whose tails are too long for one work item read the segment together even so, and their tails as parts."""
         config, tokens = self.config, (pack.end or 0) - pack.start
         tails = [self.seq_lens[query] - (pack.end or 0) for query in pack.queries]
-        alone = sum(config.uncut_price(1, tokens + tail) for tail in tails)
+        alone = sum(pricing.uncut_price(config, 1, tokens + tail) for tail in tails)
         parts = len(tails) * config.cost.part_bytes * (1 if pack.start > 0 else 2)
         return (
-            config.pack_price(len(tails), tokens) + sum(config.uncut_price(1, tail) for tail in tails) + parts < alone
+            pricing.pack_price(config, len(tails), tokens)
+            + sum(pricing.uncut_price(config, 1, tail) for tail in tails)
+            + parts
+            < alone
         )

@@ -11,10 +11,12 @@ import msgspec
 from sglang_pat.packing.prices import PackConfig
 from sglang_pat.packing.tree import Batch, Prefix
 
+from . import pricing
+
 
 class Pack(msgspec.Struct):
     """Queries that read KV positions [start, end) together; `end` is None for a query's open tail. `tails` says whether each query then reads its own
-    tail in the same work item (`WorkItem.tails`). In a bin, also whether it is run in slices (`PackConfig.in_row_slices`)."""
+    tail in the same work item (`WorkItem.tails`). In a bin, also whether it is run in slices (`pricing.in_row_slices`)."""
 
     start: int
     end: int | None
@@ -107,8 +109,8 @@ def pack_tree(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[
     def choose(index: int, start: int, above: bool) -> Choice:
         prefix = prefixes[index]
         length = prefix.end - start
-        joins = [length <= cost.merge_tokens(len(prefixes[child].queries)) for child in prefix.children]
-        leaf_joins = [length <= cost.merge_tokens(1)] * len(prefix.leaves)
+        joins = [length <= pricing.merge_tokens(cost, len(prefixes[child].queries)) for child in prefix.children]
+        leaf_joins = [length <= pricing.merge_tokens(cost, 1)] * len(prefix.leaves)
         if joins.count(False) + leaf_joins.count(False) == 1:
             # Only one reader is left: a pack for it would only add parts.
             return join_all(prefix)
@@ -118,10 +120,10 @@ def pack_tree(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[
 
 
 def split_queries(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[Pack]:
-    """Split each pack into `config.pieces` packs of even size; each is one work item until `balance` cuts it."""
+    """Split each pack into `pricing.pieces` packs of even size; each is one work item until `balance` cuts it."""
     result = []
     for pack in packs:
-        result += pack.split(1 if pack.tails else config.pieces(len(pack.queries), kv_length(pack, seq_lens)))
+        result += pack.split(1 if pack.tails else pricing.pieces(config, len(pack.queries), kv_length(pack, seq_lens)))
     return result
 
 

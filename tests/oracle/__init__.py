@@ -1,4 +1,4 @@
-"""From a batch to its plan: the readable specification. The native scheduler (native.py, csrc/packing) serves, and makes the same plans."""
+"""From a batch to its plan, in Python that is easy to read: plans of csrc/packing, which serves, are compared with its, number by number."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 
-from sglang_pat.packing.balance import balance, even_steps
 from sglang_pat.packing.constants import TAIL_GROWTH
-from sglang_pat.packing.heuristic import Pack, kv_length, pack_nodes, pack_queries, pack_tree, split_queries
-from sglang_pat.packing.optimal import pack_optimal
 from sglang_pat.packing.plan import OPEN, Plan, WorkItem
 from sglang_pat.packing.prices import PackConfig
-from sglang_pat.packing.tree import Batch, Prefix, compact, cut, in_windows, kv_minimum
+from sglang_pat.packing.tree import Batch, Node, Prefix, compact, in_windows, kv_minimum
 
-POLICIES: dict[str, Callable[[list[Prefix], Batch, PackConfig], list[Pack]]] = {
+from . import pricing
+from .balance import balance, even_steps
+from .heuristic import Pack, kv_length, pack_nodes, pack_queries, pack_tree, split_queries
+from .optimal import pack_optimal
+
+PACKERS: dict[str, Callable[[list[Prefix], Batch, PackConfig], list[Pack]]] = {
     "query": pack_queries,
     "naive": pack_nodes,
     "pat": pack_tree,
     "optimal": pack_optimal,
 }
-"""`optimal` has the lowest price; `pat` is the paper's heuristic, `naive` packs every node, `query` none (one query per
-CTA). The native scheduler numbers them in this order."""
+"""Of each of `packing.POLICIES`."""
 
 
 def choose_packs(batch: Batch, config: PackConfig) -> list[Pack]:
@@ -30,7 +31,7 @@ def choose_packs(batch: Batch, config: PackConfig) -> list[Pack]:
     If the policy's packs cost more than one query per CTA (some policies pack many short prefixes), the latter is returned.
     """
     prefixes = compact(batch)
-    candidates = (POLICIES[config.policy](prefixes, batch, config), pack_queries(prefixes, batch, config))
+    candidates = (PACKERS[config.policy](prefixes, batch, config), pack_queries(prefixes, batch, config))
     return min(candidates, key=lambda packs: packs_price(split_queries(packs, batch.seq_lens, config), batch, config))
 
 
@@ -43,8 +44,8 @@ def pack_price(pack: Pack, seq_lens: list[int], config: PackConfig) -> int:
     """The price of reading a pack's KV."""
     queries, tokens = len(pack.queries), kv_length(pack, seq_lens)
     if pack.tails:
-        return config.item_price(queries, tokens, False, pack.tail_tokens(seq_lens))
-    return config.pack_price(queries, tokens)
+        return pricing.item_price(config, queries, tokens, False, pack.tail_tokens(seq_lens))
+    return pricing.pack_price(config, queries, tokens)
 
 
 def packs_price(packs: list[Pack], batch: Batch, config: PackConfig) -> int:
@@ -60,8 +61,11 @@ def narrow_first(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> 
     of one count nothing."""
     least = config.narrow_first_price
     computing = sum(
-        config.computing_price(
-            len(pack.queries), kv_length(pack, seq_lens), pack.tail_tokens(seq_lens) if pack.tails else None
+        pricing.computing_price(
+            config,
+            len(pack.queries),
+            kv_length(pack, seq_lens),
+            pack.tail_tokens(seq_lens) if pack.tails else None,
         )
         for pack in packs
         if len(pack.queries) > 1
@@ -74,14 +78,18 @@ def for_batch(batch: Batch, config: PackConfig) -> PackConfig:
     batch = in_windows(batch, config.window)
     tokens = kv_minimum(compact(batch), batch.seq_lens)
     wide_only = config.wide_only
-    return wide_only if wide_only and config.wide_limits.hold(batch.seq_lens, tokens, config.cost.runs) else config
+    return (
+        wide_only
+        if wide_only and pricing.hold(config.wide_limits, batch.seq_lens, tokens, config.cost.runs)
+        else config
+    )
 
 
 def make_plan(batch: Batch, config: PackConfig, levels: int | None = None) -> Plan:
     """Plan one batch.
 
     Args:
-        batch: Lengths (at least one token each) and prefix tree; see `tree.check`.
+        batch: Lengths (at least one token each) and prefix tree; see `trees.check`.
         config: Device and model.
         levels: Pack so many levels of the tree (`constants.LEVELS`); None for all.
     """
@@ -105,8 +113,10 @@ def make_plan(batch: Batch, config: PackConfig, levels: int | None = None) -> Pl
             parts = [num_parts[query] for query in pack.queries]
             for query in pack.queries:
                 num_parts[query] += 1
-            tile = tiles.select(tiles.warp_m if pack.in_row_slices else len(pack.queries) * config.cost.group, length)
-            narrow |= config.by_warps(len(pack.queries), pack.in_row_slices)
+            tile = pricing.select(
+                tiles, tiles.warp_m if pack.in_row_slices else len(pack.queries) * config.cost.group, length
+            )
+            narrow |= pricing.by_warps(config, len(pack.queries), pack.in_row_slices)
             grows = growing[pack.queries[0]]
             # A full window moves with the end of its request.
             back = 0 if grows else window - OPEN
@@ -129,22 +139,31 @@ def make_plan(batch: Batch, config: PackConfig, levels: int | None = None) -> Pl
     return Plan(items, bins, num_parts, steps, kv_tokens, sum(growing), first)
 
 
+def cut(batch: Batch, levels: int) -> Batch:
+    """The batch without what its requests share below the first `levels` levels of the compact tree."""
+    found = Batch(batch.seq_lens)
+    places = [(found.roots, 0)]  # of the children of each prefix, and their level
+    for prefix in compact(batch)[1:]:
+        siblings, level = places[prefix.parent]
+        node = Node(prefix.start, prefix.end, prefix.queries)
+        if level < levels:
+            siblings.append(node)
+        places.append((node.children, level + 1))
+    return found
+
+
 def bin_prices(plan: Plan, seq_lens: list[int], config: PackConfig) -> list[int]:
     """The price of each bin of a plan, for all KV heads; `config` is what it was made with (`for_batch`)."""
     config = config.for_bins
-    return [
-        config.bin_price(
-            (
-                len(item.queries),
-                end - start,
-                config.runs_in_row_slices(len(item.queries), item.tile.m),
-                item.tail_tokens(seq_lens),
-            )
-            for item in plan.items[first:last]
-            for start, end in [item.span(seq_lens)]
-        )
-        for first, last in pairwise(plan.bins)
-    ]
+    prices = []
+    for first, last in pairwise(plan.bins):
+        members = []
+        for item in plan.items[first:last]:
+            start, end = item.span(seq_lens)
+            in_row_slices = pricing.runs_in_row_slices(config, len(item.queries), item.tile.m)
+            members.append((len(item.queries), end - start, in_row_slices, item.tail_tokens(seq_lens)))
+        prices.append(pricing.bin_price(config, members))
+    return prices
 
 
 def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:

@@ -1,10 +1,4 @@
-"""Load balance: packs are cut and laid out in bins of equal price (PAT §6 "long KV split", PackInfer §3.1's groups).
-
-The paper cuts packs that are longer than the mean into equal pieces. But then SMs finish at different times, and short batches get needless
-parts. Here bins are filled in order, each up to the average of the remaining work, and a pack is cut only where a bin would overflow
-(McNaughton's wrap-around rule); where that leaves one too long, they are filled again up to the least capacity that is enough, and then with all
-packs split into work items of fewer queries. Packs of one query go last into each bin, so the cut falls on them if there are any: it then makes one part, not one per query.
-"""
+"""Load balance: packs are cut and laid out in bins of equal price, as csrc/packing/balance.h explains."""
 
 from __future__ import annotations
 
@@ -13,8 +7,10 @@ import operator
 import msgspec
 
 from sglang_pat.packing.constants import LEAST_STEPS, PASSES, SLACK, SPLIT_GAIN, TOO_LONG, UNEVEN
-from sglang_pat.packing.heuristic import Pack, kv_length
 from sglang_pat.packing.prices import ALWAYS, PackConfig
+
+from . import pricing
+from .heuristic import Pack, kv_length
 
 
 class _Queue(msgspec.Struct):
@@ -63,7 +59,7 @@ def balance(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[
         [_as_item(pack, seq_lens, config) for pack in packs if (len(pack.queries) > 1) == several]
         for several in (True, False)
     )
-    prices = [bins_config.item_price(*_measures(pack, seq_lens)) for pack in shared + single]
+    prices = [pricing.item_price(bins_config, *_measures(pack, seq_lens)) for pack in shared + single]
     count = _count(shared + single, prices, bins_config)
     best = _fill_evenly(shared, single, seq_lens, bins_config, count)
     mean = -(-sum(prices) // count)
@@ -85,7 +81,7 @@ def _are_few(shared: list[Pack], single: list[Pack], count: int) -> bool:
 
 def _as_item(pack: Pack, seq_lens: list[int], config: PackConfig) -> Pack:
     """A pack that knows how it is run."""
-    in_row_slices = config.in_row_slices(len(pack.queries), kv_length(pack, seq_lens))
+    in_row_slices = pricing.in_row_slices(config, len(pack.queries), kv_length(pack, seq_lens))
     return msgspec.structs.replace(pack, in_row_slices=in_row_slices)
 
 
@@ -102,7 +98,7 @@ def _fill_evenly(
     Looks for the least capacity with which they are enough, as MULTIFIT does (Coffman, Garey and Johnson 1978): above `least`, and first at the average
     of bins with what cuts and turns have added.
     """
-    work = sum(config.item_price(*_measures(pack, seq_lens)) for pack in shared + single)
+    work = sum(pricing.item_price(config, *_measures(pack, seq_lens)) for pack in shared + single)
     best = _fill(shared, single, seq_lens, config, work, count)
     least, capacity = -(-work // count), -(-sum(best.loads) // count)
     if best.longest() <= capacity + capacity // SLACK:
@@ -172,13 +168,13 @@ def _fill(
                 turn, price = _turn(queue, kinds, config), _price(queue, seq_lens, config)
             whole = _fits(turn + price, gap, slack, left)
             # Leave a gap that is smaller than the start of another work item. In an empty bin, read for at least as long as the start takes.
-            start = config.fixed_price(queue.size(), queue.in_row_slices()) + turn
+            start = pricing.fixed_price(config, queue.size(), queue.in_row_slices()) + turn
             room = max(gap - start, start) if load == 0 else gap - start
             cut = not whole and (load == 0 or gap > max(slack, start))
             if cut and (tokens := _cut_tokens(queue, room, seq_lens, config)):
                 piece = queue.cut(tokens)
                 cuts, remaining = cuts + 1, remaining + start
-                load += config.item_price(len(piece.queries), tokens, piece.in_row_slices) + turn
+                load += pricing.item_price(config, len(piece.queries), tokens, piece.in_row_slices) + turn
             elif whole or load == 0:
                 piece = queue.take()
                 remaining += turn
@@ -186,7 +182,7 @@ def _fill(
             else:
                 break
             members.append(piece)
-            kinds.add(config.by_warps(len(piece.queries), piece.in_row_slices))
+            kinds.add(pricing.by_warps(config, len(piece.queries), piece.in_row_slices))
             if not whole:
                 break
         turns += len(kinds) == 2
@@ -205,17 +201,17 @@ def _count(packs: list[Pack], prices: list[int], config: PackConfig) -> int:
     if (
         packs
         and config.wave_price > 0
-        and all(len(pack.queries) == 1 and not config.by_warps(1, pack.in_row_slices) for pack in packs)
+        and all(len(pack.queries) == 1 and not pricing.by_warps(config, 1, pack.in_row_slices) for pack in packs)
     ):
         alike = max(prices) - min(prices) <= max(prices) // SLACK
-        return config.num_bins_of_single(limit, len(packs), work, alike)
+        return pricing.num_bins_of_single(config, limit, len(packs), work, alike)
     # Estimate how many queries a cut affects: the mean over packs, weighted by work. Packs shorter than a bin count as one query: they go
     # into a bin whole, and the cut falls on a pack of one query beside them.
     share = work * config.cost.runs // (2 * config.workers)
     weights = [len(pack.queries) if price > share else 1 for pack, price in zip(packs, prices, strict=True)]
     queries = sum(map(operator.mul, weights, prices)) / max(1, work)
     narrow = all(len(pack.queries) <= config.warp_queries for pack in packs)
-    return config.num_bins(limit, float(work), queries * config.cost.part_bytes, narrow)
+    return pricing.num_bins(config, limit, float(work), queries * config.cost.part_bytes, narrow)
 
 
 def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, growing: list[bool]) -> int:
@@ -232,13 +228,13 @@ def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, 
     excess = max(growths) * len(bins) - sum(growths)
     if excess == 0:
         return ALWAYS
-    work = sum(config.bin_price(_measures(pack, seq_lens) for pack in members) for members in bins)
+    work = sum(pricing.bin_price(config, [_measures(pack, seq_lens) for pack in members]) for members in bins)
     allowed = max(work // UNEVEN, len(bins) * config.tiles.kv_tiles[-1] * config.token_price(1))
     return max(LEAST_STEPS, allowed // excess)
 
 
 def _measures(pack: Pack, seq_lens: list[int]) -> tuple[int, int, bool, int]:
-    """A pack as `PackConfig.item_price` wants it."""
+    """A pack as `pricing.item_price` wants it."""
     return len(pack.queries), kv_length(pack, seq_lens), pack.in_row_slices, pack.tail_tokens(seq_lens)
 
 
@@ -247,7 +243,7 @@ def _growth(pack: Pack, config: PackConfig, growing: list[bool]) -> int:
     if pack.tails:
         return len(pack.queries) * config.token_price(1)
     grows = pack.end is None and growing[pack.queries[0]]
-    return config.growth_price(len(pack.queries), pack.in_row_slices) if grows else 0
+    return pricing.growth_price(config, len(pack.queries), pack.in_row_slices) if grows else 0
 
 
 def _fits(price: int, gap: int, slack: int, left: int) -> bool:
@@ -262,18 +258,19 @@ def _tokens(queue: _Queue, seq_lens: list[int]) -> int:
 
 
 def _price(queue: _Queue, seq_lens: list[int], config: PackConfig) -> int:
-    return config.item_price(queue.size(), _tokens(queue, seq_lens), queue.in_row_slices(), queue.tail_tokens(seq_lens))
+    return pricing.item_price(
+        config, queue.size(), _tokens(queue, seq_lens), queue.in_row_slices(), queue.tail_tokens(seq_lens)
+    )
 
 
 def _turn(queue: _Queue, kinds: set[bool], config: PackConfig) -> int:
     """The price of switching that the queue's first pack adds to a bin with work items of these kinds."""
-    return config.turn_price if kinds == {not config.by_warps(queue.size(), queue.in_row_slices())} else 0
+    return config.turn_price if kinds == {not pricing.by_warps(config, queue.size(), queue.in_row_slices())} else 0
 
 
 def _cut_tokens(queue: _Queue, gap: int, seq_lens: list[int], config: PackConfig) -> int:
-    """How many tokens of the queue's first pack fill `gap`, to the nearest grain; 0 if that is nothing or everything. May be fewer
-    tokens than single warps compute at a time: without such pieces `1,256_256,32` took 34 us instead of 28 on an H200 (benchmarks/NOTES.md, 2026-11-26)."""
-    price = config.growth_price(queue.size(), queue.in_row_slices())
+    """How many tokens of the queue's first pack fill `gap`, to the nearest grain; 0 if that is nothing or everything."""
+    price = pricing.growth_price(config, queue.size(), queue.in_row_slices())
     grains = (max(0, gap) + price * config.grain // 2) // (price * config.grain)
     tokens = int(grains) * config.grain
     return tokens if tokens < _tokens(queue, seq_lens) else 0
