@@ -106,9 +106,10 @@ class Stored:
     """Records and tails in which the same tokens are stored by the CPU and by the kernel."""
 
     def __init__(
-        self, form: str, rows: int, pages: int, decoder: Any, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
-    ) -> None:
-        heads, dim = 2, 128
+        self, form: str, rows: int, pages: int, decoder: Any, dtype: torch.dtype = torch.bfloat16, device: str = "cpu",
+        dim: int = 128,
+    ) -> None:  # fmt: skip
+        heads = 2
         self.decoder, self.bits, self.shape, self.dtype, self.device = (
             decoder,
             FORMATS[form].bits,

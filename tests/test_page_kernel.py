@@ -200,18 +200,18 @@ def decoder_of(spec: AttentionSpec, tiles: TileTable, dtype: torch.dtype, arch: 
     return emulated.Decoder(spec, tiles, arch, dtype=dtype)
 
 
-def stored_by(form: str, rows: int, pages: int) -> Stored:
-    tiles = capabilities.tile_table(ARCH, 128, kv_bits=4)
-    decoder = decoder_of(AttentionSpec(8, 2, 128, 128, FORMATS[form]), tiles, DTYPES[form])
-    return Stored(form, rows, pages, decoder, DTYPES[form], DEVICE)
+def stored_by(form: str, rows: int, pages: int, dim: int = 128) -> Stored:
+    tiles = capabilities.tile_table(ARCH, dim, kv_bits=4)
+    decoder = decoder_of(AttentionSpec(8, 2, dim, dim, FORMATS[form]), tiles, DTYPES[form])
+    return Stored(form, rows, pages, decoder, DTYPES[form], DEVICE, dim)
 
 
-@pytest.mark.parametrize("form", DTYPES)
-def test_tokens_are_stored_as_on_the_cpu(form: str) -> None:
+@pytest.mark.parametrize(("form", "dim"), [("int4", 128), ("int2", 128), ("int2", 64)])
+def test_tokens_are_stored_as_on_the_cpu(form: str, dim: int) -> None:
     """To the byte, in steps of one token each and of many, which begin and end anywhere in a page."""
     torch.manual_seed(0)
     generator = random.Random(0)
-    stored = stored_by(form, rows=7, pages=25)
+    stored = stored_by(form, rows=7, pages=25, dim=dim)
     lengths = dict.fromkeys(range(6), 0)
     for added in (
         [64, 10, 0, 130, 63, 1],

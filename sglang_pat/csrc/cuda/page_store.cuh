@@ -13,6 +13,7 @@
 
 namespace pat {
 
+constexpr int kFits = 2, kFitSums = 4;  // of 2 bits, as in csrc/cpu/low_bit.h
 constexpr int kStoreTokens = 8, kStoreThreads = kStoreTokens * kWarpSize;
 
 // Strides are in elements.
@@ -67,11 +68,54 @@ struct Quantised {
     const float range = high - own.least;
     own.scale = broken ? 0x7e00 : half_bits((range > 0 ? range : 0) / float(kLevels) / divisor);
     own.step = half_float(own.scale) * divisor;
+    if constexpr (kBits == 2) {
+#pragma unroll 1
+      for (int round = 0; round < kFits; ++round) own.template fit<kCount, kShare>(part, divisor, at);
+    }
     return own;
   }
 
   static __device__ __forceinline__ uint32_t code_of(float x, float step, float least) {
     return step > 0 ? uint32_t(fminf(fmaxf(rintf((x - least) / step), 0), float(kLevels))) : 0;
+  }
+
+ private:
+  // As in csrc/cpu/low_bit.h, sums in the same order: a thread has those of every fourth number, one or several of them.
+  template <int kCount, int kShare, typename At>
+  __device__ void fit(int part, float divisor, const At& at) {
+    static_assert(kFitSums % kShare == 0 && kCount % kFitSums == 0);
+    constexpr int kOwn = kFitSums / kShare;
+    const float inverse = step > 0 ? 1 / step : 0;
+    float codes = 0, squares = 0, distances[kOwn] = {}, products[kOwn] = {};
+#pragma unroll 4
+    for (int i = part; i < kCount; i += kFitSums) {
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) {
+        const float distance = at(i + j * kShare) - least;
+        const float code = fminf(fmaxf(rintf(distance * inverse), 0), float(kLevels));
+        codes += code, squares += code * code, distances[j] += distance;
+        products[j] = fmaf(code, distance, products[j]);
+      }
+    }
+#pragma unroll
+    for (int mask = 1; mask < kShare; mask *= 2) {
+      const auto add = [&](float& x) { x += __shfl_xor_sync(~0u, x, mask); };
+      add(codes), add(squares);
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) add(distances[j]), add(products[j]);
+    }
+    float all = distances[0], product = products[0];
+#pragma unroll
+    for (int j = 1; j < kOwn; ++j) all += distances[j], product += products[j];
+    constexpr float n = kCount;
+    const float slope = fmaf(n, product, -(codes * all)) / (n * squares - codes * codes);
+    const float zero_moved = fmaf(-slope, codes, all) / n;
+    const uint16_t new_zero = half_bits(least + zero_moved + 0.0f);
+    const float moved = half_float(new_zero) - least;
+    const uint16_t new_scale = half_bits(fmaf(-moved, codes, product) / squares / divisor);
+    const float new_step = half_float(new_scale) * divisor;
+    if (!(step > 0 && fabsf(zero_moved) < INFINITY && new_step > 0)) return;
+    zero = new_zero, scale = new_scale, least = half_float(zero), step = new_step;
   }
 };
 
