@@ -13,6 +13,7 @@ import torch
 from page_cases import PAGE, Written, with_pages_for_tokens
 from trees import random_batch
 
+from sglang_pat.backend.kv.rotation import Rotation
 from sglang_pat.kernels import capabilities, low_bit
 from sglang_pat.packing import CPU_TILES, FORMATS, POLICIES, AttentionSpec, Batch, Node
 
@@ -136,6 +137,33 @@ def test_bad_pages_are_refused() -> None:
     for wrong, bits in (((k[:, :63], v[:, :63]), 4), ((k, v), 3), ((k[..., :48], v[..., :48]), 4), ((k, v[:1]), 2)):
         with pytest.raises(ValueError, match=r"page has 64|4 or 2 bits|fit each other"):
             low_bit.pack(*wrong, bits)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+def test_rotated_attention_is_the_same(dim: int) -> None:
+    torch.manual_seed(0)
+    rotation = Rotation(dim, torch.float32, "cpu")
+    q, k, v = torch.randn(3, 30, HEADS, dim)
+    wide = torch.cat([k, v], -1)
+    # Heads together or apart, contiguous or not.
+    turned = [rotation.query(q), rotation.stored(wide[..., :dim]), rotation.stored(v.flatten(1)).view(v.shape)]
+    scores, right = (torch.einsum("qhd,khd->hqk", x, y) * dim**-0.5 for x, y in (turned[:2], (q, k)))
+    torch.testing.assert_close(scores, right, rtol=0, atol=1e-5)
+    out, right = (torch.einsum("hqk,khd->qhd", right.softmax(-1), x) for x in (turned[2], v))
+    torch.testing.assert_close(rotation.output(out), right, rtol=0, atol=1e-5)
+    assert (turned[1] - k).norm() > 0.5 * k.norm()
+
+
+def test_a_rotation_spreads_outlying_channels() -> None:
+    """So fewer of a token's codes are wasted on them; and float16 holds what is stored."""
+    v = torch.randn(PAGES, PAGE, HEADS, DIM, generator=torch.Generator().manual_seed(0))
+    v[..., 5] *= 30
+    rotation = Rotation(DIM, torch.float32, "cpu")
+    turned = rotation.stored(v)
+    plain, rotated = (low_bit.unpack(low_bit.pack(x, x, 2), 2, DIM)[1] for x in (v, turned))
+    assert (rotated - turned).norm() / turned.norm() < 0.9 * (plain - v).norm() / v.norm()
+    most = torch.full((1, DIM), 65504.0 / DIM**0.5).half()
+    assert torch.isfinite(Rotation(DIM, torch.float16, "cpu").stored(most)).all()
 
 
 SHAPES = [(8, 2, 32), (6, 6, 64), (32, 8, 128), (5, 1, 96), (4, 2, 256)]

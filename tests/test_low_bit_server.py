@@ -1,4 +1,4 @@
-"""Servers that keep KV in 4 bits: answers do not depend on what was cached, on chunks, or on who was retracted."""
+"""Servers that keep KV in 4 and 2 bits: answers do not depend on what was cached, on chunks, or on who was retracted."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ INT4 = {"SGLANG_PAT_KV": "int4"}
 SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
     "16 bits": ([], {}),
     "4 bits": ([], {**INT4, "SGLANG_PAT_VERIFY": "1"}),
+    "2 bits": ([], {"SGLANG_PAT_KV": "int2", "SGLANG_PAT_VERIFY": "1"}),
     "small pool": (
         ["--max-total-tokens", "3008", "--schedule-conservativeness", "0.1", "--chunked-prefill-size", "128"],
         {**INT4, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
@@ -113,6 +114,23 @@ def test_answers_are_nearly_those_of_16_bits(
     right = near_ties.generate_all(servers["16 bits"], prompts)
     alike = sum(answer.ids[0] == exact.ids[0] for answer, exact in zip(cold, right, strict=True))
     assert alike > 0.5 * len(prompts)
+
+
+@pytest.mark.server
+def test_behind_full_pages_2_bits_are_16_bits_turned(servers: dict[str, Server]) -> None:
+    """Requests shorter than a page have nothing in few bits: all that is left of 2 bits is the rotation, in extends and in steps."""
+    prompts = [" ".join(f"{word}" for word in range(first, first + 4)) for first in range(10, 90, 10)]
+    right = near_ties.generate_all(servers["16 bits"], prompts, tokens=12)
+    near_ties.assert_agree(near_ties.generate_all(servers["2 bits"], prompts, tokens=12), right, 1e-3, 1e-3)
+
+
+@pytest.mark.server
+def test_answers_of_2_bits_do_not_depend_on_what_was_cached(servers: dict[str, Server], prompts: list[str]) -> None:
+    server = servers["2 bits"]
+    flush(server)
+    first = [near_ties.generate(server, prompt) for prompt in prompts]
+    near_ties.assert_agree(near_ties.generate_all(server, prompts), first, CLOSE, LEAST)
+    assert_sound(server)
 
 
 def make_pool(slots: int, rows: int) -> LowBitKVPool:

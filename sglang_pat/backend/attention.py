@@ -21,6 +21,7 @@ from sglang_pat.backend.groups import LayerGroup, LayerGroups
 from sglang_pat.backend.kv import Store
 from sglang_pat.backend.kv.pages import LowBitKVPool, PagesStore
 from sglang_pat.backend.kv.plain import PlainStore
+from sglang_pat.backend.kv.rotation import Rotation
 from sglang_pat.backend.metrics import Metrics
 from sglang_pat.backend.start import layers, low_bit
 from sglang_pat.backend.step import Step
@@ -54,6 +55,7 @@ class PatAttnBackend(AttentionBackend):
         observer: Follows the prefix cache for all groups.
         step: The requests of the present decode or verify step.
         store: How their KV is written and read.
+        rotation: Of Q, K, V and the output around all of this; None where KV has more than 2 bits.
     """
 
     needs_cpu_seq_lens = False
@@ -84,6 +86,7 @@ class PatAttnBackend(AttentionBackend):
                 setattr(self, name, getattr(inner, name))
         self.step = Step(runner, groups)
         self.store = self._make_store(runner)
+        self.rotation = self._make_rotation(runner)
         self.prefill = self._make_prefill(runner)
         self.observer = Observer(*(group.scheduler for group in groups.everyone))
         self.observer.planners += [group.planner.on_change for group in groups.everyone]
@@ -107,6 +110,11 @@ class PatAttnBackend(AttentionBackend):
         pool.make_tails(rows, runner.dtype, self.groups.single[0].executor.store)
         return PagesStore(pool, rows)
 
+    def _make_rotation(self, runner: ModelRunner) -> Rotation | None:
+        pool = self.token_to_kv_pool
+        rotates = isinstance(pool, LowBitKVPool) and pool.form.bits == 2
+        return Rotation(pool.head_dim, runner.dtype, runner.device) if rotates else None
+
     def _make_prefill(self, runner: ModelRunner) -> Prefill | LowBitPrefill | None:
         group_of = functools.partial(self.groups.of, groups=self.groups.single)
         if isinstance(self.token_to_kv_pool, LowBitKVPool) and runner.device != "cpu":
@@ -114,7 +122,7 @@ class PatAttnBackend(AttentionBackend):
         if self.inner is None:
             return None
         extend = PackedExtend(runner, self.groups.single, self.store)
-        return Prefill(runner, self.inner, extend, self._begin_decode, self.forward_decode, group_of)
+        return Prefill(runner, self.inner, extend, self._begin_decode, self._decode, group_of)
 
     def _make_low_bit_prefill(
         self, pool: LowBitKVPool, runner: ModelRunner, group_of: Callable[..., LayerGroup]
@@ -266,6 +274,25 @@ class PatAttnBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
+        decode = functools.partial(
+            self._decode, layer=layer, forward_batch=forward_batch, save_kv_cache=save_kv_cache, sinks=sinks, **kwargs
+        )
+        return self._rotated(decode, q, k, v)
+
+    def _rotated(
+        self, forward: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention by `forward`, which does not know of the rotation."""
+        rotation = self.rotation
+        if rotation is None:
+            return forward(q, k, v)
+        k, v = (x if x is None else rotation.stored(x) for x in (k, v))
+        return rotation.output(forward(rotation.query(q), k, v))
+
+    def _decode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch,
+        save_kv_cache: bool = True, sinks: torch.Tensor | None = None, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
         group = self.groups.of(layer, self.groups.single, sinks, **kwargs)
         return self._forward_step(group, q, k, v, layer, forward_batch, save_kv_cache, sinks)
 
@@ -303,7 +330,10 @@ class PatAttnBackend(AttentionBackend):
         if self.step.verifies(forward_batch):
             return self._forward_verify(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         assert self.prefill is not None
-        return self.prefill.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        extend = functools.partial(
+            self.prefill.forward, layer=layer, forward_batch=forward_batch, save_kv_cache=save_kv_cache, **kwargs
+        )
+        return self._rotated(extend, q, k, v)
 
     # Prefill in graphs runs on the inner backend.
 
