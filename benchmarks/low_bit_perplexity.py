@@ -2,10 +2,11 @@
 
     python benchmarks/low_bit_perplexity.py --model SMOLLM2 --texts PAPER... --output benchmarks/results/low_bit_perplexity.json
     python benchmarks/low_bit_perplexity.py --model SMOLLM2 --texts PAPER --schemes 'bfloat16' 'int2' 'int2, first page 16 bits'
+    python benchmarks/low_bit_perplexity.py --model SMOLLM2 --texts PAPER --tokens 1024 --find-layers 5
 
 Each query sees what a server with `SGLANG_PAT_KV` shows it: full pages of 64 tokens as they were quantised, its own too if its token completes it, and
-what is behind them as it was computed. `int4` and `int2` are quantised by `sglang_pat.kernels.low_bit`; other schemes exist here only. All
-run in float32 on the model's weights. Bits are those that a page takes, parameters included, over its elements, averaged over the text's pages:
+what is behind them as it was computed. `int4` and `served` (which is `SGLANG_PAT_KV=int2`) are quantised by `sglang_pat.kernels.low_bit`; other schemes
+exist here only: `int2` is what 2 bits were before scales and zeros were fitted. All run in float32 on the model's weights. `--find-layers` tells which layers `SGLANG_PAT_INT4_LAYERS` should name: each alone is in 2 bits. Bits are those that a page takes, parameters included, over its elements, averaged over the text's pages:
 what is kept in 16 bits counts, the unfinished page of a request does not.
 
 Sources: sinks in 16 bits, Xiao et al., StreamingLLM; K by channel and V by token in groups, KIVI, with its window of recent tokens;
@@ -165,9 +166,9 @@ def before_rope(quantiser: Quantiser, frequencies: torch.Tensor) -> Quantiser:
     return run
 
 
-def schemes(dim: int, frequencies: torch.Tensor) -> dict[str, Scheme]:
-    """By name. `dim`: of a head."""
-    k2, v2 = of_server(2, False), of_server(2, True)
+def schemes(dim: int, layers: int, frequencies: torch.Tensor, worst: Collection[int] = WORST) -> dict[str, Scheme]:
+    """By name. `dim`: of a head; `worst`: layers that some schemes keep in 4 bits."""
+    k2, v2 = uniform(2, -2, PAGE), uniform(2, -1, dim)
     channels, tokens = 2 + 32 / PAGE, 2 + 32 / dim  # bits of an element of K and of V, as int2 has them
     fitted_k, fitted_v = uniform(2, -2, PAGE, fit=8), uniform(2, -1, dim, fit=8)
     plain, fitted = Scheme(k2, v2, channels, tokens), Scheme(fitted_k, fitted_v, channels, tokens)
@@ -178,12 +179,20 @@ def schemes(dim: int, frequencies: torch.Tensor) -> dict[str, Scheme]:
     )  # fmt: skip
     change = msgspec.structs.replace
     turned = change(fitted, k=rotated(fitted_k), v=rotated(fitted_v))
-    rest = [number for number in range(30) if number not in WORST]
+    served, served_four = (
+        change(of, k=rotated(of_server(bits, False)), v=rotated(of_server(bits, True)))
+        for bits, of in ((2, plain), (4, four))
+    )
+    rest = [number for number in range(layers) if number not in worst]
     return {
         "bfloat16": Scheme(),
         "fp8_e4m3 without scales": Scheme(fp8, fp8, 8, 8),
         "int4": four,
         "int2": plain,
+        # the server's
+        "served": served,
+        "served, five layers int4": change(served, layers=rest, others=served_four),
+        **{f"served in layer {number} only": change(served, layers=[number]) for number in range(layers)},
         # why
         "int2, K only": change(plain, v=None, v_bits=16),
         "int2, V only": change(plain, k=None, k_bits=16),
@@ -191,9 +200,9 @@ def schemes(dim: int, frequencies: torch.Tensor) -> dict[str, Scheme]:
         "int2, K int4": change(plain, k=four.k, k_bits=four.k_bits),
         **{
             f"int2 in layers {begin} to {begin + 4} only": change(plain, layers=range(begin, begin + 5))
-            for begin in range(0, 30, 5)
+            for begin in range(0, layers, 5)
         },
-        **{f"int2 in layer {number} only": change(plain, layers=[number]) for number in range(30)},
+        **{f"int2 in layer {number} only": change(plain, layers=[number]) for number in range(layers)},
         # what a server cannot have: another request's recent tokens are in the cache in few bits only
         "int2, the last page 16 bits too": change(plain, recent=1),
         # the same pages, other parameters
@@ -284,6 +293,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of each text (default: %(default)s)")
     parser.add_argument("--schemes", nargs="+", help="only these")
     parser.add_argument(
+        "--layers", type=int, nargs="+", default=WORST, help='what "five layers" are (default: SmolLM2\'s)'
+    )
+    parser.add_argument(
+        "--find-layers", type=int, metavar="COUNT", help="look for as many layers that cost most in 2 bits"
+    )
+    parser.add_argument(
         "--output", type=Path, help="where to write the results as JSON; schemes that are there are kept"
     )
     options = parser.parse_args()
@@ -296,8 +311,11 @@ def main() -> None:
     if any(len(ids) < options.tokens for ids in texts):
         raise SystemExit(f"--texts: each must have {options.tokens} tokens")
     config = model.config
-    known = schemes(config.hidden_size // config.num_attention_heads, model.model.rotary_emb.inv_freq)
-    names = options.schemes or list(known)
+    layers = config.num_hidden_layers
+    dim = config.hidden_size // config.num_attention_heads
+    known = schemes(dim, layers, model.model.rotary_emb.inv_freq, options.layers)
+    alone = {f"served in layer {number} only": number for number in range(layers)}
+    names = options.schemes or list(alone if options.find_layers else known)
     if unknown := set(names) - set(known):
         raise SystemExit(f"--schemes: there is no {', '.join(sorted(unknown))}")
     result: dict[str, Any] = {"about": about(), "tokens": options.tokens, "texts": len(texts), "records": []}
@@ -321,6 +339,11 @@ def main() -> None:
         result["records"] = [one for one in result["records"] if one["scheme"] != name] + [record]
         if options.output:
             options.output.write_text(json.dumps(result, indent=1) + "\n")
+    if options.find_layers:
+        found_alone = [one for one in result["records"] if one["scheme"] in alone]
+        found_alone.sort(key=lambda one: one["perplexity"], reverse=True)
+        worst = sorted(alone[one["scheme"]] for one in found_alone[: options.find_layers])
+        print(f"SGLANG_PAT_INT4_LAYERS={','.join(map(str, worst))}")
 
 
 if __name__ == "__main__":

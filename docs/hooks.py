@@ -33,7 +33,7 @@ def settings() -> str:
     rows = []
     for name, variable, text in found:
         value = defaults[name]
-        shown = str(int(value)) if isinstance(value, bool) else str(value)
+        shown = str(int(value)) if isinstance(value, bool) else str(value or "")
         rows.append([f"`{variable}`<br>{f'`{shown}`' if shown else 'none'}", " ".join(text.split())])
     return tables.table(["variable, default", "what it does"], rows)
 

@@ -44,7 +44,9 @@ class PatConfig(msgspec.Struct, frozen=True):
         defer: `SGLANG_PAT_DEFER`: 1 lets a request wait if another one is computing 128 or more of its tokens; 0 lets both
             compute them.
         kv: `SGLANG_PAT_KV`: `int4` or `int2` stores full pages of 64 tokens in so many bits per element of K and V; if empty,
-            `--kv-cache-dtype` decides. 2 bits lose much accuracy.
+            `--kv-cache-dtype` decides. 2 bits lose accuracy.
+        int4_layers: `SGLANG_PAT_INT4_LAYERS`: layers that keep 4 bits beside `SGLANG_PAT_KV=int2`, such as `15,17,20`: numbers from 0 on, with
+            commas. `benchmarks/low_bit_perplexity.py --find-layers` finds those that need them most.
         verify: `SGLANG_PAT_VERIFY`: 1 checks before each step that the queries of every work item have the same KV slots, and
             that each query reads exactly what it sees; if not, the step runs one query per work item. Slow; for tests.
         tiles: `SGLANG_PAT_TILES`: a file that `python -m sglang_pat.tune` wrote for this GPU, to use instead of the built-in
@@ -61,6 +63,7 @@ class PatConfig(msgspec.Struct, frozen=True):
     ahead: bool = True
     defer: bool = True
     kv: KV = ""
+    int4_layers: tuple[int, ...] = ()
     verify: bool = False
     tiles: str = ""
     trace: str = ""
@@ -90,6 +93,8 @@ class PatConfig(msgspec.Struct, frozen=True):
                 known = ", ".join(prefix + known.upper() for known in cls.__struct_fields__)
                 raise ConfigError(f"{variable} is not a setting of sglang-pat: unset it, or use one of {known}")
             values[field] = _parse(variable, value, field)
+        if values.get("int4_layers") and values.get("kv") != "int2":
+            raise ConfigError(f"{prefix}INT4_LAYERS names layers beside {prefix}KV=int2: set that, or unset it")
         return cls(**values)
 
 
@@ -102,6 +107,11 @@ def _parse(variable: str, value: str, field: str) -> Any:
         if re.fullmatch("[0-9]{1,9}", value) is None or int(value) == 0:
             raise ConfigError(f"{variable}={value!r} must be a number of megabytes, from 1 to 999,999,999")
         return int(value)
+    if field == "int4_layers":
+        # No model has a thousand layers.
+        if re.fullmatch("([0-9]{1,3}(,[0-9]{1,3})*)?", value) is None:
+            raise ConfigError(f"{variable}={value!r} must be numbers of layers with commas, such as 15,17,20")
+        return tuple(sorted({int(number) for number in value.split(",")})) if value else ()
     if field == "cache_owner":
         try:
             return value and str(uid_of(value))

@@ -107,5 +107,5 @@ def test_2_bits_cost_accuracy_and_the_server_says_so(
 ) -> None:
     by_prefill, by_decode = perplexities["2 bits"]
     assert by_decode == pytest.approx(by_prefill, rel=0.02), "prefill sees what decode sees"
-    assert by_decode > 1.2 * perplexities["right"][1]
-    assert servers["2 bits"].log.read_text().count("SGLANG_PAT_KV=int2 loses much accuracy") == 1
+    assert by_decode > 1.02 * perplexities["right"][1]
+    assert servers["2 bits"].log.read_text().count("SGLANG_PAT_KV=int2 loses accuracy") == 1

@@ -25,6 +25,14 @@ def test_values() -> None:
     assert config == PatConfig(policy="query", reuse=False, ahead=False, defer=False, verify=True)
 
 
+def test_layers_of_4_bits_are_named_beside_2_bits() -> None:
+    for value, layers in (("17,3,17", (3, 17)), ("0", (0,)), ("", ())):
+        found = PatConfig.from_environment({"SGLANG_PAT_INT4_LAYERS": value, "SGLANG_PAT_KV": "int2"})
+        assert found.int4_layers == layers
+    with pytest.raises(ConfigError, match="beside SGLANG_PAT_KV=int2"):
+        PatConfig.from_environment({"SGLANG_PAT_INT4_LAYERS": "1", "SGLANG_PAT_KV": "int4"})
+
+
 def test_a_trace_may_be_any_file() -> None:
     config = PatConfig.from_environment({"SGLANG_PAT_TRACE": "/tmp/a b", "SGLANG_PAT_TRACE_MB": "7"})
     assert (config.trace, config.trace_mb) == ("/tmp/a b", 7)
@@ -56,6 +64,15 @@ def test_what_kubernetes_puts_into_a_pod_is_no_setting(service: str) -> None:
     ("variable", "value", "message"),
     [
         ("SGLANG_PAT_POLICY", "fast", "SGLANG_PAT_POLICY='fast' must be one of query, naive, pat, optimal"),
+        *(
+            ("SGLANG_PAT_INT4_LAYERS", value, "must be numbers of layers with commas, such as 15,17,20")
+            for value in ("1,", ",1", "1, 2", "-1", "1000", "1-3", "one", "٣", "1\n", " ")
+        ),
+        (
+            "SGLANG_PAT_INT4_LAYERS",
+            "1",
+            "SGLANG_PAT_INT4_LAYERS names layers beside SGLANG_PAT_KV=int2: set that, or unset it",
+        ),
         ("SGLANG_PAT_KV", "int8", "SGLANG_PAT_KV='int8' must be one of int4, int2"),
         ("SGLANG_PAT_REUSE", "yes", "SGLANG_PAT_REUSE='yes' must be one of 0, 1"),
         ("SGLANG_PAT_TRACE_MB", "0", "SGLANG_PAT_TRACE_MB='0' must be a number of megabytes, from 1 to 999,999,999"),

@@ -95,12 +95,12 @@ class Server:
 
     def prefill(self, room: int, attention: object, decoder: cuda.Decoder | None = None) -> LowBitPrefill:
         case = self.case
-        self.pool.make_tails(len(case.table), case.k.dtype, decoder.store if decoder else None)
+        self.pool.make_tails(len(case.table), case.k.dtype, {self.bits: decoder.store} if decoder else None)
         self.pool._tails[:, 0] = self.tails
         workspace = torch.full((2, room, PAGE, KV_HEADS, case.k.shape[2]), torch.nan, dtype=case.k.dtype)
         unpack = decoder.unpack if decoder else functools.partial(low_bit.unpack_to, bits=self.bits)
         table, workspace = case.table.to(self.device), workspace.to(self.device)
-        return LowBitPrefill(self.pool, table, workspace, unpack, attention, lambda layer, **options: None)
+        return LowBitPrefill(self.pool, table, workspace, {self.bits: unpack}, attention, lambda layer, **options: None)
 
     def run(self, prefill: LowBitPrefill) -> torch.Tensor:
         """Attention of the new tokens, [tokens, heads, head_dim] on the host; what is behind them is checked."""

@@ -24,13 +24,14 @@ from sglang_pat.backend.start import low_bit, support
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
 from sglang_pat.demo.tiny_model import SHAPE
+from sglang_pat.kernels import low_bit as kernels
 from sglang_pat.packing import FORMATS
 
 INT4 = {"SGLANG_PAT_KV": "int4"}
 SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
     "16 bits": ([], {}),
     "4 bits": ([], {**INT4, "SGLANG_PAT_VERIFY": "1"}),
-    "2 bits": ([], {"SGLANG_PAT_KV": "int2", "SGLANG_PAT_VERIFY": "1"}),
+    "2 bits": ([], {"SGLANG_PAT_KV": "int2", "SGLANG_PAT_INT4_LAYERS": "1", "SGLANG_PAT_VERIFY": "1"}),
     "small pool": (
         ["--max-total-tokens", "3008", "--schedule-conservativeness", "0.1", "--chunked-prefill-size", "128"],
         {**INT4, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
@@ -94,8 +95,7 @@ def test_answers_do_not_depend_on_what_was_cached(
         near_ties.assert_agree(near_ties.generate_all(server, prompts), cold, CLOSE, LEAST)
     counters = assert_sound(server)
     assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
-    of_a_head = SHAPE["head_dim"] * FORMATS["int4"].bytes_with_scales(SHAPE["head_dim"], SHAPE["head_dim"])
-    token = 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * of_a_head
+    token = 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * of_a_head("int4")
     assert counters["kv_bytes"] == token * counters["kv_tokens"]
 
 
@@ -130,7 +130,44 @@ def test_answers_of_2_bits_do_not_depend_on_what_was_cached(servers: dict[str, S
     flush(server)
     first = [near_ties.generate(server, prompt) for prompt in prompts]
     near_ties.assert_agree(near_ties.generate_all(server, prompts), first, CLOSE, LEAST)
-    assert_sound(server)
+    counters = assert_sound(server)
+    others = SHAPE["num_hidden_layers"] - 1
+    token = 2 * SHAPE["num_key_value_heads"] * (of_a_head("int4") + others * of_a_head("int2"))
+    assert counters["kv_bytes"] == token * counters["kv_tokens"]
+
+
+def of_a_head(form: str) -> float:
+    """Bytes of a token's K or V."""
+    return SHAPE["head_dim"] * FORMATS[form].bytes_with_scales(SHAPE["head_dim"], SHAPE["head_dim"])
+
+
+def test_layers_of_two_formats_have_pages_of_two_sizes() -> None:
+    """As on a rank that has layers from 4 on, of which 5 keeps 4 bits; each is written and read with its own bits."""
+    pool = pool_class(FORMATS["int2"], (5, 7))(
+        128, 64, torch.float32, 2, 32, 2, "cpu", enable_memory_saver=False, start_layer=4
+    )
+    pool.make_tails(2, torch.float32)
+    k, v = torch.randn(2, 64, 2, 32)
+    tokens = torch.arange(64)
+    for layer, bits in ((4, 2), (5, 4)):
+        pool.store(layer, k, v, torch.ones_like(tokens), tokens + 1, tokens + 64)
+        found = pool.decoding(layer, torch.tensor([1]), torch.tensor([64])).pages
+        assert found.bits == bits
+        assert torch.equal(found.records[1], kernels.pack(k[None], v[None], bits)[0])
+    assert pool.get_kv_size_bytes() == 3 * 2 * sum(kernels.record_bytes(bits, 32) for bits in (2, 4))
+
+
+def test_a_layer_that_the_model_does_not_have_is_refused() -> None:
+    pool = pool_class(FORMATS["int2"], (30,))(128, 64, torch.float32, 2, 32, 1, "cpu", enable_memory_saver=False)
+    runner = SimpleNamespace(
+        device="cpu", kv_cache_dtype=torch.bfloat16, token_to_kv_pool=pool, model=None, model_config=SimpleNamespace(num_hidden_layers=30),
+    )  # fmt: skip
+    environment = {"SGLANG_PAT_KV": "int2", "SGLANG_PAT_INT4_LAYERS": "3,30"}
+    with pytest.raises(
+        support.UnsupportedError, match="names layer 30, but the model has layers 0 to 29: leave it out"
+    ):
+        support.check_low_bit(runner, environment)
+    support.check_low_bit(runner, {**environment, "SGLANG_PAT_INT4_LAYERS": "3,29"})
 
 
 def make_pool(slots: int, rows: int) -> LowBitKVPool:
@@ -195,16 +232,24 @@ def test_sglang_counts_tokens_by_their_bits_and_leaves_room_for_tails(
         chunked_prefill_size=8192,
     )  # fmt: skip
     model_config = SimpleNamespace(context_len=131_072)
-    kvc = SimpleNamespace(server_args=arguments, model_config=model_config, model_dtype=torch.bfloat16)
-    for form, token in (("int4", 140), ("int2", 76)):
+    kvc = SimpleNamespace(
+        server_args=arguments, model_config=model_config, model_dtype=torch.bfloat16, layer_info=SimpleNamespace(start_layer=36),
+    )  # fmt: skip
+    # Layers 36 to 71 of a model: of those that are named two are here.
+    for form, named, layers in (
+        ("int4", "", 36 * 140),
+        ("int2", "", 36 * 76),
+        ("int2", "3,36,71,72", 34 * 76 + 2 * 140),
+    ):
         monkeypatch.setenv("SGLANG_PAT_KV", form)
+        monkeypatch.setenv("SGLANG_PAT_INT4_LAYERS", named)
         configurator = object.__new__(DefaultPoolConfigurator)
         configurator._fixed_overhead_bytes = 0  # 0.5.23
         configurator._cell_size = configurator._compute_cell_size(kvc, 36)
-        assert configurator._cell_size == 36 * 8 * token
+        assert configurator._cell_size == 8 * layers
         left = 2 * 10**9 - (16 * 36 + workspace) * 64 * 8 * 512
         found = configurator.calculate_pool_sizes(2 * 10**9, 64).max_total_num_tokens
-        assert found == left // (36 * 8 * token) // 64 * 64
+        assert found == left // (8 * layers) // 64 * 64
     arguments.attention_backend = "triton"
     assert low_bit.chosen(arguments) is None
 

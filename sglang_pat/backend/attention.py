@@ -107,7 +107,8 @@ class PatAttnBackend(AttentionBackend):
         if not isinstance(pool, LowBitKVPool):
             return PlainStore(pool)
         rows = len(self.req_to_token_pool.req_to_token)
-        pool.make_tails(rows, runner.dtype, self.groups.single[0].executor.store)
+        stores = {group.spec.kv.bits: group.executor.store for group in self.groups.single}
+        pool.make_tails(rows, runner.dtype, stores)
         return PagesStore(pool, rows)
 
     def _make_rotation(self, runner: ModelRunner) -> Rotation | None:
@@ -133,7 +134,7 @@ class PatAttnBackend(AttentionBackend):
         workspace = torch.empty(shape, dtype=runner.dtype, device=runner.device)
         name = compat.stock.prefill_backend(False, runner.kv_cache_dtype, scaled=False)
         logger.info("sglang-pat: prefill runs on %s, over %.0f MiB of pages", name, workspace.nbytes / 2**20)
-        unpack = self.groups.single[0].executor.unpack
+        unpack = {group.spec.kv.bits: group.executor.unpack for group in self.groups.single}
         req_to_token = self.req_to_token_pool.req_to_token
         return LowBitPrefill(pool, req_to_token, workspace, unpack, paged.ATTENTIONS[name](), group_of)
 

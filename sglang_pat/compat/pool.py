@@ -46,6 +46,11 @@ def kv_shape(model_config: Any) -> tuple[int, int]:
     return model_config.get_num_kv_heads(get_parallel().attn_tp_size), model_config.head_dim
 
 
+def first_layer(configurator: Any) -> int:
+    """The id of the first layer of this rank, before there is a pool."""
+    return int(configurator.layer_info.start_layer)
+
+
 def attention_replicas() -> int:
     """Among how many data-parallel ranks of attention SGLang divides `--max-running-requests`."""
     from sglang.srt.runtime_context import get_parallel

@@ -70,7 +70,7 @@ class CpuPlatform(SRTPlatform):
         # Imported here, as SGLang's pools are.
         from sglang_pat.backend.kv.pages import pool_class
 
-        return pool_class(form)
+        return pool_class(form, low_bit.int4_layers())
 
     def get_mla_kv_pool_cls(self) -> type:
         # 0.5.17 makes the pool before the attention backend could refuse the model.

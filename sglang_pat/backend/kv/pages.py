@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,6 +14,7 @@ from sglang_pat.backend.kv import NewTokens
 from sglang_pat.backend.start.support import UnsupportedError
 from sglang_pat.kernels import capabilities, low_bit
 from sglang_pat.kernels.arguments import KvView, Tables
+from sglang_pat.packing import FORMATS
 from sglang_pat.packing.spec import KVFormat
 
 if TYPE_CHECKING:
@@ -25,10 +26,16 @@ class LowBitKVPool(MHATokenToKVPool):
 
     Attributes:
         form: The format of full pages.
+        int4_layers: Ids of layers that have 4 bits, whatever that is.
         records: For each layer [pages, kv_heads, record_bytes], uint8.
     """
 
     form: KVFormat
+    int4_layers: Collection[int] = ()
+
+    def form_of(self, layer_id: int) -> KVFormat:
+        """The format of a layer's full pages."""
+        return FORMATS["int4"] if layer_id in self.int4_layers else self.form
 
     def _create_buffers(self) -> None:
         problem = capabilities.low_bit_problem(self.head_dim, self.v_head_dim)
@@ -37,10 +44,10 @@ class LowBitKVPool(MHATokenToKVPool):
                 f"--attention-backend pat does not support {problem} in a KV cache of {self.form.name} (SGLANG_PAT_KV): unset it"
             )
         pages = (self.size + self.page_size) // low_bit.PAGE_TOKENS
-        size = low_bit.record_bytes(self.form.bits, self.head_dim)
+        layers = range(self.start_layer, self.start_layer + self.layer_num)
+        sizes = (low_bit.record_bytes(self.form_of(layer).bits, self.head_dim) for layer in layers)
         self.records = [
-            torch.zeros(pages, self.head_num, size, dtype=torch.uint8, device=self.device)
-            for _ in range(self.layer_num)
+            torch.zeros(pages, self.head_num, size, dtype=torch.uint8, device=self.device) for size in sizes
         ]
         # Not the dtype of K and V: SGLang has fused kernels that write to a pool of bfloat16 directly.
         self.dtype = self.store_dtype = torch.uint8
@@ -48,14 +55,16 @@ class LowBitKVPool(MHATokenToKVPool):
         self.v_buffer: list[torch.Tensor] = []
         self._tails = torch.empty(0)
 
-    def make_tails(self, rows: int, dtype: torch.dtype, store: Callable[..., None] | None = None) -> None:
+    def make_tails(
+        self, rows: int, dtype: torch.dtype, stores: Mapping[int, Callable[..., None]] | None = None
+    ) -> None:
         """Allocate an unfinished page for each row of `req_to_token`, in the model's dtype.
 
         Args:
             rows, dtype: As above.
-            store: An executor's, which writes new tokens; None for the CPU's.
+            stores: Executors', which write new tokens, by their bits; None for the CPU's.
         """
-        self._store = store or functools.partial(low_bit.store, bits=self.form.bits)
+        self._stores = stores or {bits: functools.partial(low_bit.store, bits=bits) for bits in (4, 2)}
         shape = (2, self.layer_num, rows, low_bit.PAGE_TOKENS, self.head_num, self.head_dim)
         self._tails = torch.empty(shape, dtype=dtype, device=self.device)
 
@@ -84,7 +93,8 @@ class LowBitKVPool(MHATokenToKVPool):
     ) -> None:  # fmt: skip
         """Write new tokens; arguments as for `kernels.low_bit.store`. `k`, `v` and `slots` may have padding behind the tokens."""
         k, v = (self.of_heads(x)[: len(rows)] for x in (k, v))
-        self._store(k, v, self.full_pages(layer_id), *self.tails(layer_id), rows, seq_lens, slots[: len(rows)].long())
+        store = self._stores[self.form_of(layer_id).bits]
+        store(k, v, self.full_pages(layer_id), *self.tails(layer_id), rows, seq_lens, slots[: len(rows)].long())
 
     def decoding(self, layer_id: int, rows: torch.Tensor, seq_lens: torch.Tensor) -> KvView:
         """KV for `Executor.decode` in a decode step whose new tokens are stored."""
@@ -105,12 +115,12 @@ class LowBitKVPool(MHATokenToKVPool):
         return x.reshape(-1, self.head_num, self.head_dim).to(self._tails.dtype)
 
     def _view(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, tails: torch.Tensor | None) -> KvView:
-        return KvView(k, v, pages=low_bit.Pages(self.full_pages(layer_id), self.form.bits, tails))
+        return KvView(k, v, pages=low_bit.Pages(self.full_pages(layer_id), self.form_of(layer_id).bits, tails))
 
 
-def pool_class(form: KVFormat) -> type[LowBitKVPool]:
-    """The pool for a format: SGLang asks for a class."""
-    return type(f"{form.name.capitalize()}KVPool", (LowBitKVPool,), {"form": form})
+def pool_class(form: KVFormat, int4_layers: Collection[int] = ()) -> type[LowBitKVPool]:
+    """The pool for a format, and layers that have 4 bits: SGLang asks for a class."""
+    return type(f"{form.name.capitalize()}KVPool", (LowBitKVPool,), {"form": form, "int4_layers": int4_layers})
 
 
 class PagesStore:

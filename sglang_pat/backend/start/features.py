@@ -260,10 +260,10 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                note="`test_gpu_models.py::test_fp8_kv` passes on an H200"),
         _refused("FP4 and MXFP8 KV caches", "`--kv-cache-dtype`", _one_of("kv_cache_dtype", "nvfp4", "fp4_mx_block16", "fp4_e2m1", "mxfp8"),
                  "take fp8_e4m3, or use another --attention-backend"),
-        _works("KV of 4 and 2 bits", "`SGLANG_PAT_KV=int4`, `int2`", _LOW_BIT_SERVER, "test_low_bit.py::test_decode",
+        _works("KV of 4 and 2 bits", "`SGLANG_PAT_KV=int4`, `int2`, `SGLANG_PAT_INT4_LAYERS`", _LOW_BIT_SERVER, "test_low_bit.py::test_decode",
                "test_low_bit.py::test_extends_see_what_decode_steps_would", "test_gpu_models.py::test_kv_of_few_bits",
                note="full pages of 64 tokens are quantised, K by channel and V by token; tokens behind a request's last full page keep the model's dtype; "
-               "head dimensions are multiples of 32, on a GPU 64 and 128; run on an H200 with both releases; 2 bits nearly doubled a trained model's perplexity"),
+               "head dimensions are multiples of 32, on a GPU 64 and 128; run on an H200 with both releases, but 2 bits not since their scales are fitted and heads rotated; 2 bits cost accuracy"),
         _refused("KV of 4 and 2 bits with windows, for encoders, for hybrid models on a GPU, or on a GPU with 99 KB of shared memory per CTA", "`SGLANG_PAT_KV`",
                  None, "unset it"),
         _refused("KV of 4 and 2 bits with chunks that are no whole pages of 64 tokens", "`SGLANG_PAT_KV` and `--chunked-prefill-size`",

@@ -26,7 +26,7 @@ def kv_format(dtype: torch.dtype) -> KVFormat:
 
 
 def format_of(runner: ModelRunner) -> KVFormat:
-    """The format of a runner's KV cache."""
+    """The format of a runner's KV cache; some of its layers may have another (`SpecReader`)."""
     form = getattr(runner.token_to_kv_pool, "form", None)  # that of a `LowBitKVPool`
     return form if isinstance(form, KVFormat) else kv_format(runner.kv_cache_dtype)
 
@@ -61,7 +61,7 @@ class SpecReader:
     """Tells the `AttentionSpec` of a layer.
 
     Attributes:
-        form: How K and V are kept.
+        form: How K and V are kept, in most layers.
         context: As for `window`.
     """
 
@@ -71,11 +71,12 @@ class SpecReader:
         # A pool for windows has slot numbers of its own: there even a window as long as the context counts.
         self.context = MAX_WINDOW if compat.pool.has_window_pool(pool) else runner.model_config.context_len
         self._with_sinks = with_sinks(runner)
+        self._form_of = getattr(pool, "form_of", lambda layer_id: self.form)  # that of a `LowBitKVPool`
 
     def spec(self, layer: RadixAttention, query_tokens: int = 1) -> AttentionSpec:
         """What this layer's attention computes in steps of so many tokens per query."""
         return AttentionSpec(
-            layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, self.form,
+            layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, self._form_of(layer.layer_id),
             window(layer.sliding_window_size, self.context), layer.layer_id in self._with_sinks, query_tokens, logit_cap(layer) > 0,
         )  # fmt: skip
 

@@ -32,6 +32,11 @@ def chosen(server_args: Any) -> KVFormat | None:
     return form if form is None or compat.arguments.resolved(server_args).device in ("cpu", "cuda") else None
 
 
+def int4_layers() -> tuple[int, ...]:
+    """The ids of layers that keep 4 bits beside 2."""
+    return PatConfig.from_environment().int4_layers
+
+
 def choose_defaults(server_args: Any) -> None:
     """The arguments that KV of few bits needs, where the user gave none."""
     given = compat.arguments.resolved(server_args)
@@ -89,7 +94,10 @@ def cell_size(compute: Callable[..., int], configurator: Any, kvc: Any, num_laye
         context = kvc.model_config.context_len
         step = compat.arguments.prefill_step(kvc.server_args, context)
         configurator.pat_bytes += page * workspace_pages(context, step)
-    return num_layers * heads * low_bit.record_bytes(form.bits, head_dim) // low_bit.PAGE_TOKENS
+    first = compat.pool.first_layer(kvc)
+    four = sum(first <= layer < first + num_layers for layer in int4_layers())
+    sizes = low_bit.record_bytes(4, head_dim), low_bit.record_bytes(form.bits, head_dim)
+    return heads * (four * sizes[0] + (num_layers - four) * sizes[1]) // low_bit.PAGE_TOKENS
 
 
 def pool_sizes(calculate: Callable[..., Any], configurator: Any, available_bytes: int, page_size: int) -> Any:
@@ -105,5 +113,5 @@ def make_pool(build: Callable[..., Any], configurator: Any, **arguments: Any) ->
         # Imported here, as SGLang's pools are.
         from sglang_pat.backend.kv.pages import pool_class
 
-        arguments["mha_pool_class"] = pool_class(form)
+        arguments["mha_pool_class"] = pool_class(form, int4_layers())
     return build(configurator, **arguments)
