@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 COMMON = ["--dtype", "float32", "--max-running-requests", "32", "--max-total-tokens", "20000"]
 LOCAL = {"SGLANG_HOST_IP": "127.0.0.1", "MC_TCP_BIND_ADDRESS": "127.0.0.1", "SGLANG_PAT_VERIFY": "1"} | UNPINNED
+ROLES = {"prefill": ["--chunked-prefill-size", "256"], "decode": ["--disaggregation-decode-enable-radix-cache"]}
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
 
 
@@ -38,8 +40,8 @@ class Router(Server):
         port = free_port()
         self.url, self.log, self._backend, self._behind = f"http://127.0.0.1:{port}", log, "router", (prefill, decode)
         command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port), "--prometheus-port",
-                   str(free_port()), "--policy", "round_robin", "--pd-disaggregation", "--prefill", prefill.url, str(bootstrap), "--decode",
-                   decode.url]  # fmt: skip
+                   str(free_port()), "--worker-startup-check-interval", "1", "--pd-disaggregation", "--prefill", prefill.url, str(bootstrap),
+                   "--decode", decode.url, "--prefill-policy", "cache_aware", "--decode-policy", "cache_aware"]  # fmt: skip
         with log.open("w") as output:
             self._process = self._start(command, dict(os.environ), output)
 
@@ -49,35 +51,47 @@ class Router(Server):
         return [server.post(path, body, timeout) for server in self._behind]
 
 
+def server_of(role: str, model: Path, log: Path, bootstrap: int, *flags: str, **environment: str) -> ForkedServer:
+    """A server of one role; a prefill server tells decode servers about itself at the port `bootstrap`."""
+    transfer = ["--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-bootstrap-port", str(bootstrap)]
+    flags = (*COMMON, "--disaggregation-mode", role, *ROLES[role], *transfer, *flags)
+    return ForkedServer(model, "pat", log, flags, LOCAL | environment)
+
+
+def wait_for_both(router: Server) -> None:
+    """Block until a router knows both of its servers: with one it says that it is ready."""
+    for _ in range(100):
+        with urllib.request.urlopen(f"{router.url}/workers", timeout=10) as response:
+            if json.load(response)["total"] == 2:
+                return
+        time.sleep(0.1)
+    pytest.fail(f"the router does not know both servers: {router.tail()}")
+
+
+@contextmanager
+def behind(folder: Path, prefill: Server, bootstrap: int, decode: Server) -> Iterator[Router]:
+    """A router of two servers, when all three are ready."""
+    for server in (prefill, decode):
+        server.wait()
+    log = folder / "router.log"
+    with Router(prefill, bootstrap, decode, log) as router:
+        wait_for_router(router.url, log)
+        wait_for_both(router)
+        yield router
+
+
 @pytest.fixture(scope="module")
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """One of each role behind a router, and the reference."""
     folder, bootstrap = tmp_path_factory.mktemp("disaggregation"), free_port()
-    transfer = ["--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-bootstrap-port", str(bootstrap)]
-    roles = {
-        "prefill": ["--disaggregation-mode", "prefill", "--chunked-prefill-size", "256", *transfer],
-        "decode": ["--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache", *transfer],
-    }
-    roles |= {"retracting": roles["decode"], "dying": [*roles["prefill"][:-1], str(dying := free_port())]}
-    with ExitStack() as stack:
-        started: dict[str, Server] = {}
-        for name, flags in roles.items():
-            environment = LOCAL | (RETRACTING if name == "retracting" else {})
-            server = ForkedServer(model, "pat", folder / f"{name}.log", [*COMMON, *flags], environment)
-            started[name] = stack.enter_context(server)
-        started["reference"] = stack.enter_context(
-            ForkedServer(model, "torch_native", folder / "reference.log", COMMON)
-        )
-        for server in started.values():
-            server.wait()
-        for name, prefill, port, decode in (
-            ("router", "prefill", bootstrap, "decode"),
-            ("router of retracting", "prefill", bootstrap, "retracting"),
-            ("router of dying", "dying", dying, "decode"),
-        ):
-            log = folder / f"{name}.log"
-            started[name] = stack.enter_context(Router(started[prefill], port, started[decode], log))
-            wait_for_router(started[name].url, log)
-        yield started
+    with (
+        ForkedServer(model, "torch_native", folder / "reference.log", COMMON) as reference,
+        server_of("prefill", model, folder / "prefill.log", bootstrap) as prefill,
+        server_of("decode", model, folder / "decode.log", bootstrap) as decode,
+        behind(folder, prefill, bootstrap, decode) as router,
+    ):
+        reference.wait()
+        yield {"reference": reference, "prefill": prefill, "decode": decode, "router": router}
 
 
 def test_answers_are_those_of_one_server(servers: dict[str, Server]) -> None:
@@ -113,34 +127,45 @@ def test_aborts_leave_nothing_behind(servers: dict[str, Server]) -> None:
 
 
 @pytest.mark.skipif(compat.release() == "0.5.17", reason="SGLang finds a leak in its pool there, and ends")
-def test_retracted_requests_get_their_kv_back(servers: dict[str, Server]) -> None:
+def test_retracted_requests_get_their_kv_back(model: Path, servers: dict[str, Server], tmp_path: Path) -> None:
     """A decode server keeps their KV in the host's memory, and waits for none from the other server."""
     prompts = workload.nested_prompts(2, 2, 6, unrelated=4)
     expected = generate_all(servers["reference"], prompts)
-    for _ in range(2):
-        assert generate_all(servers["router of retracting"], prompts) == expected
-    counters = assert_sound(servers["retracting"])
-    assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
-    assert re.search(r"#retracted_reqs: [1-9]", servers["retracting"].log.read_text())
+    bootstrap = free_port()
+    with (
+        server_of("prefill", model, tmp_path / "prefill.log", bootstrap) as prefill,
+        server_of("decode", model, tmp_path / "decode.log", bootstrap, **RETRACTING) as decode,
+        behind(tmp_path, prefill, bootstrap, decode) as router,
+    ):
+        for _ in range(2):
+            assert generate_all(router, prompts) == expected
+        counters = assert_sound(decode)
+        assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
+        assert re.search(r"#retracted_reqs: [1-9]", decode.log.read_text())
 
 
-def test_a_prefill_server_that_dies(servers: dict[str, Server]) -> None:
+def test_a_prefill_server_that_dies(model: Path, servers: dict[str, Server], tmp_path: Path) -> None:
     """Its requests fail, and the decode server goes on for those of another one, with nothing left behind."""
     prompts = workload.nested_prompts(2, 2, 3, unrelated=2)
     expected = generate_all(servers["reference"], prompts)
-    assert generate_all(servers["router of dying"], prompts) == expected
+    bootstrap = free_port()
+    with (
+        server_of("prefill", model, tmp_path / "prefill.log", bootstrap) as dying,
+        behind(tmp_path, dying, bootstrap, servers["decode"]) as router,
+    ):
+        assert generate_all(router, prompts) == expected
 
-    def ask(number: int) -> list[int] | None:
-        try:
-            return generate(servers["router of dying"], workload.prose(f"dying {number}", 3000))
-        except (urllib.error.URLError, OSError):
-            return None
+        def ask(number: int) -> list[int] | None:
+            try:
+                return generate(router, workload.prose(f"dying {number}", 3000))
+            except (urllib.error.URLError, OSError):
+                return None
 
-    with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(ask, number) for number in range(8)]
-        time.sleep(1)
-        servers["dying"].stop()
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(ask, number) for number in range(8)]
+            time.sleep(1)
+            dying.stop()
+            assert generate_all(servers["router"], prompts) == expected
+            assert None in [one.result() for one in asked]
         assert generate_all(servers["router"], prompts) == expected
-        assert None in [one.result() for one in asked]
-    assert generate_all(servers["router"], prompts) == expected
-    assert_sound(servers["decode"])
+        assert_sound(servers["decode"])
