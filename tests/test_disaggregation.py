@@ -103,8 +103,27 @@ def test_answers_are_those_of_one_server(servers: dict[str, Server]) -> None:
     counters = assert_sound(servers["decode"])
     assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
     assert counters["plans_ahead"] > 0.5 * counters["plans"], "requests that come with their KV are foreseen"
-    counters = assert_sound(servers["prefill"])
-    assert counters["deferred"] > 0 and counters["extends_shared"] > 0
+    assert assert_sound(servers["prefill"])["extends_shared"] > 0
+
+
+def test_one_request_computes_a_prefix_for_those_that_come_with_it(servers: dict[str, Server]) -> None:
+    """The prefill server is paused while they come and get their places on the decode server, and then takes all at once. One that is late
+    still meets the first, which computes eight chunks."""
+    prefix = workload.prose("awaited", 2000)
+    prompts = [prefix + workload.prose(f"question {number}", 30) for number in range(6)]
+    expected = generate_all(servers["reference"], prompts)
+    prefill, decode = servers["prefill"], servers["decode"]
+    before, seen = prefill.counters()["deferred"], len(prefill.log.read_text())
+    prefill.post("/pause_generation", {"mode": "in_place"})
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(generate_all, servers["router"], prompts)
+        time.sleep(3)
+        prefill.post("/continue_generation")
+        assert asked.result() == expected
+    assert assert_sound(prefill)["deferred"] > before
+    computed = sum(map(int, re.findall(r"Prefill batch.*#new-token: (\d+)", prefill.log.read_text()[seen:])))
+    assert computed < 2 * 2000
+    assert_sound(decode)
 
 
 def test_aborts_leave_nothing_behind(servers: dict[str, Server]) -> None:
