@@ -126,6 +126,31 @@ def test_one_request_computes_a_prefix_for_those_that_come_with_it(servers: dict
     assert_sound(decode)
 
 
+def test_prefixes_come_back_from_the_host_of_the_prefill_server(
+    model: Path, servers: dict[str, Server], tmp_path: Path
+) -> None:
+    """Its pool holds a part of the prompts."""
+    prompts = workload.nested_prompts(2, 2, 6, unrelated=4)
+    expected = generate_all(servers["reference"], prompts)
+    host = ["--max-total-tokens", "1500", "--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-ratio", "4"]  # fmt: skip
+    bootstrap = free_port()
+    with (
+        server_of("prefill", model, tmp_path / "prefill.log", bootstrap, *host) as prefill,
+        server_of("decode", model, tmp_path / "decode.log", bootstrap) as decode,
+        behind(tmp_path, prefill, bootstrap, decode) as router,
+    ):
+        for _ in range(2):
+            assert generate_all(router, prompts) == expected
+        # As the prefill server tells the decode server, which answers.
+        once = {"temperature": 0, "max_new_tokens": 1}
+        answers = [router.post("/generate", {"text": prompt, "sampling_params": once}) for prompt in prompts]
+        cached = [answer["meta_info"].get("cached_tokens_details") or {} for answer in answers]
+        assert sum(tiers.get("host", 0) for tiers in cached) > 0
+        assert_sound(prefill)
+        counters = assert_sound(decode)
+        assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
+
+
 def test_aborts_leave_nothing_behind(servers: dict[str, Server]) -> None:
     """While prompts are computed, KV is moved, and answers are decoded."""
     prompts = workload.nested_prompts(2, 2, 3, unrelated=2)

@@ -226,7 +226,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     ),
     "Disaggregation": (
         _works("prefill server", "`--disaggregation-mode prefill`", _PD, "test_disaggregation.py::test_a_prefill_server_that_dies",
-               note="siblings wait, and short extends are packed; run on a CPU with Mooncake over TCP, not on GPUs"),
+               "test_disaggregation.py::test_one_request_computes_a_prefix_for_those_that_come_with_it",
+               "test_disaggregation.py::test_prefixes_come_back_from_the_host_of_the_prefill_server",
+               note="siblings wait, and short extends are packed, with a tier on the host too; run on a CPU with Mooncake over TCP, not on GPUs"),
         _works("decode server with a prefix cache", "`--disaggregation-decode-enable-radix-cache`", _PD,
                "test_disaggregation.py::test_retracted_requests_get_their_kv_back",
                note="packed from a request's first step; without this flag SGLang turns the prefix cache off; on 0.5.17 not beside drafts, and when requests are retracted SGLang finds a leak there and ends; run likewise"),
