@@ -53,7 +53,7 @@ WARP_TOKENS = 16
 H200, and rows in parts")."""
 
 GROUP_ROWS = 64
-"""Rows of a wide tile that a group of warps computes (`kGroupRows` in csrc/cuda/tiles.h)."""
+"""Rows of a wide tile that a group of warps computes (`kWarpgroupRows` in csrc/cuda/tiles.h)."""
 
 
 MEASURED_DIM = 128
@@ -62,7 +62,7 @@ MEASURED_DIM = 128
 
 def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
     """Every m of an architecture's kernels. 128 rows take two warpgroups, 192 three: with KV of 8 bits the third one converts (csrc/cuda/threads.cuh,
-    `wide_groups`).
+    `wide_warpgroups`).
 
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.

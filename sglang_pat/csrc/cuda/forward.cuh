@@ -12,7 +12,7 @@ namespace pat {
 template <typename Kv, int kDim, int kVDim, int kMs>
 struct ForwardSizes {
   static constexpr bool kHasWide = (kMs & kWideTiles) != 0;
-  static constexpr int kComputing = groups(kDim) * kGroupThreads;
+  static constexpr int kComputing = warpgroups(kDim) * kWarpgroupThreads;
   // Items, statistics, barriers, alignment.
   static constexpr int kRest = int(sizeof(AssignedItems<threads(kDim)>)) + (4 << 10);
   static constexpr bool kConverts = Kv::kBytes == 1;
@@ -21,15 +21,16 @@ struct ForwardSizes {
   static constexpr int kFree = kSharedLimit - kRest - kQueries;
   // Groups that take turns hold K and V of two tiles while those of a third come: with four stages, 64 rows took 34 ns a
   // token in place of 20 (benchmarks/NOTES.md, 2026-11-23).
-  static constexpr int kFewestStages = groups(kDim) > 1 ? 6 : 2;
+  static constexpr int kFewestStages = warpgroups(kDim) > 1 ? 6 : 2;
   // More than eight stages bring nothing: K and V of four tiles. KV of 8 bits waits for its conversion beside them.
   static constexpr int kStages = kConverts ? kFewestStages : std::min(8, kFree / kStageBytes<kDim> / 2 * 2);
   static constexpr int kAhead =
-      kConverts ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim> / converting_groups(kDim)) : 0;
-  static constexpr int kNarrowWarps = std::min(
-      groups(kDim) * kGroupWarps, (kSharedLimit - kRest) / NarrowSizes<Kv, kDim, kVDim>::kWarp / kGroupWarps * kGroupWarps);
+      kConverts ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim> / converting_warpgroups(kDim)) : 0;
+  static constexpr int kNarrowWarps =
+      std::min(warpgroups(kDim) * kWarpgroupWarps,
+               (kSharedLimit - kRest) / NarrowSizes<Kv, kDim, kVDim>::kWarp / kWarpgroupWarps * kWarpgroupWarps);
   static_assert(kVDim <= kDim && kVDim % 32 == 0);
-  static_assert((kMs & ~(2 * tile_bit(wide_groups(kDim) * kGroupRows) - 1)) == 0);
+  static_assert((kMs & ~(2 * tile_bit(wide_warpgroups(kDim) * kWarpgroupRows) - 1)) == 0);
   static_assert(kStages >= kFewestStages && kNarrowWarps > 0 && (!kConverts || kAhead > 0));
 };
 
@@ -56,7 +57,7 @@ template <int kDim>
 constexpr int kFirstRegisters = 65536 / threads(kDim);
 constexpr int kLoadRegisters = 56;
 template <int kDim>
-constexpr int kComputeRegisters = (65536 / kGroupThreads - kLoadRegisters) / groups(kDim) / 8 * 8;
+constexpr int kComputeRegisters = (65536 / kWarpgroupThreads - kLoadRegisters) / warpgroups(kDim) / 8 * 8;
 
 #if PAT_WGMMA
 #define PAT_PHASE __forceinline__  // wgmma does not go with calls
@@ -78,9 +79,9 @@ __device__ PAT_PHASE void run_wide(const Params& p, const Items<threads(kDim)>& 
                                    ForwardMemory<Kv, kDim, kVDim, kMs>& memory) {
   using S = ForwardSizes<Kv, kDim, kVDim, kMs>;
   using Memory = WideMemory<kDim, S::kStages, S::kAhead>;
-  if (!two_convert(kDim) || thread_of_cta() < wide_groups(kDim) * kGroupThreads) {
-    WideGroup<T, Kv, kDim, kVDim, S::kStages, Memory, Items<threads(kDim)>>(p, items, memory.wide, memory.statistics,
-                                                                            memory.barriers)
+  if (!two_convert(kDim) || thread_of_cta() < wide_warpgroups(kDim) * kWarpgroupThreads) {
+    WideWarpgroup<T, Kv, kDim, kVDim, S::kStages, Memory, Items<threads(kDim)>>(p, items, memory.wide, memory.statistics,
+                                                                                memory.barriers)
         .run();
   } else {
     if constexpr (two_convert(kDim)) bring<T, Kv, kDim, kVDim, kMs, Brought::kV>(p, items, memory);
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   static_assert(sizeof(memory) <= kSharedLimit);
   using S = ForwardSizes<Kv, kDim, kVDim, kMs>;
   constexpr int kThreads = threads(kDim);
-  constexpr bool kTradeRegisters = groups(kDim) > 1;
+  constexpr bool kTradeRegisters = warpgroups(kDim) > 1;
   launch_dependents();
   Items<kThreads> items(p, memory.assigned);
   // These do not wait for one another: every warp has its memory, every phase its teams' barriers.
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
       items.template look_up<S::kNarrowWarps>(from, kMs);
       wait_for_primary();
     }
-    // By a shuffle, so that the compiler knows that it is the same for a warp (wide.cuh, `this_group`).
+    // By a shuffle, so that the compiler knows that it is the same for a warp (wide.cuh, `this_warpgroup`).
     const bool wide = S::kHasWide && __shfl_sync(~0u, items.count(kWide) > 0 && (from == kOthers) == items.wide_last(), 0);
     // Whether a pass that ran wide items, or all others, has left the other kind.
     const auto others_left = [&](bool ran_wide) {

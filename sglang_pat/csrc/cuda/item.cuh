@@ -51,7 +51,7 @@ struct RowQuery {
   __device__ __forceinline__ RowQuery(const Params& p, const Item& item, int row)
       : member(p.query_of(row)), head(p.head_of(row)) {
     if constexpr (Variant::kTails) {
-      if (item.tails) member = row / kGroupRows, head = row % kGroupRows;
+      if (item.tails) member = row / kWarpgroupRows, head = row % kWarpgroupRows;
       if (head >= p.group) member = item.count;
     }
   }

@@ -96,7 +96,7 @@ class RecordPanels {
   static constexpr uint32_t kCode = ((1u << kBits) - 1) * 0x00010001;
   static constexpr uint32_t kOne = 0x3c003c00, kBit = 0x04000400;  // 1, and what is between its bits and those of 2, twice
 
-  static __device__ int chunk() { return thread_of<kGroupThreads>() / kWarpSize; }
+  static __device__ int chunk() { return thread_of<kWarpgroupThreads>() / kWarpSize; }
 
   static __device__ __forceinline__ uint32_t word(const uint8_t* codes, int step, int lane) {
     return reinterpret_cast<const uint32_t*>(codes)[R::word_of(chunk(), step, lane)];
@@ -123,7 +123,7 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
   using Product = typename Kv::Product;
   using Panels = RecordPanels<Kv::kBits, kDim>;
   static constexpr int kRecord = Record<Kv::kBits, kDim>::kBytes, kThreads = producer_threads(kDim);
-  static_assert(kThreads == kGroupThreads && kAhead >= 2);
+  static_assert(kThreads == kWarpgroupThreads && kAhead >= 2);
 
   // A tile of an item; `from` is some slot of its page, as it is loaded (page_load.cuh, `Chunk`).
   struct Cursor {

@@ -9,7 +9,7 @@ namespace pat {
 
 template <typename Kv, int kDim>
 struct WidePageSizes {
-  static constexpr int kComputing = groups(kDim) * kGroupThreads, kThreads = threads(kDim);
+  static constexpr int kComputing = warpgroups(kDim) * kWarpgroupThreads, kThreads = threads(kDim);
   static constexpr int kStages = 6;  // as `ForwardSizes::kFewestStages` says
   static constexpr int kBuffers = query_buffers(true);
   // What is beside the ring, queries and records (`WidePagesMemory`, whose wide part's size and whose own are multiples of their alignment).
@@ -20,7 +20,7 @@ struct WidePageSizes {
       kSharedLimit - kRest - kBuffers * int(sizeof(WideQueries<kDim>)) - kStages * kStageBytes<kDim>;
   // As many records as there is room for, and as tiles of 8 bits at most (`ForwardSizes::kAhead`).
   static constexpr int kAhead = std::min(8, kFree / Record<Kv::kBits, kDim>::kBytes);
-  static_assert(groups(kDim) > 1 && kComputing >= kPageThreads && kAhead >= 2);
+  static_assert(warpgroups(kDim) > 1 && kComputing >= kPageThreads && kAhead >= 2);
   // Registers of a thread, in eights and 24 at least (PTX ISA, `setmaxnreg`). Single warps get those that all others, which have nothing to do with
   // narrow items, give away of the SM's 65,536.
   static constexpr int kIdleRegisters = 24;
@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __g
     grow_registers<kComputeRegisters<kDim>>();
     const bool several = pass(look_up, [&] {
       if (items.count(kWide) > 0)
-        WideGroup<T, Kv, kDim, kDim, S::kStages, Wide, WorkItems>(p, items, memory.wide, memory.statistics, memory.barriers)
+        WideWarpgroup<T, Kv, kDim, kDim, S::kStages, Wide, WorkItems>(p, items, memory.wide, memory.statistics,
+                                                                      memory.barriers)
             .run();
     });
     // Narrow items use the same shared memory, and registers change once more.

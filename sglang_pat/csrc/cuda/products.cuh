@@ -30,7 +30,7 @@ class Products {
     }
     wgmma_commit();
 #else
-    const unsigned lane = lane_id(), warp = thread_of<kGroupThreads>() / kWarpSize;
+    const unsigned lane = lane_id(), warp = thread_of<kWarpgroupThreads>() / kWarpSize;
     const int row = lane % 8 + lane / 16 * 8, chunk = lane / 8 % 2;
 #pragma unroll
     for (int i = 0; i < 32; ++i) s[i] = 0;

@@ -20,7 +20,7 @@ constexpr int kTurns = 2;
 // Whether they share the item.
 template <int kDim>
 __device__ __forceinline__ bool runs_in_turns(const Item& item) {
-  return wide_groups(kDim) > 1 && item.m == kGroupRows && item.tokens > kOwnTokens;
+  return wide_warpgroups(kDim) > 1 && item.m == kWarpgroupRows && item.tokens > kOwnTokens;
 }
 
 // K or V of a tile: V is no wider.
@@ -33,19 +33,19 @@ constexpr int kAheadBytes = kTokens * kDim;
 
 // The most rows of a wide tile; each group of warps has 64.
 template <int kDim>
-constexpr int kMaxRows = wide_groups(kDim) * kGroupRows;
+constexpr int kMaxRows = wide_warpgroups(kDim) * kWarpgroupRows;
 
 // Q of an item, where the result of each of its rows goes, with Variant::kLimits each row's `tokens_behind`, and where its queries' tails are. There is memory for
-// Q of a third group even where that does not compute: what two groups add up takes as much as two of Q (`WideGroup::add_up`).
+// Q of a third group even where that does not compute: what two groups add up takes as much as two of Q (`WideWarpgroup::add_up`).
 template <int kDim>
 struct WideQueries {
-  alignas(1024) uint8_t q[groups(kDim) * kGroupRows * panels(kDim) * kPanelRow];
+  alignas(1024) uint8_t q[warpgroups(kDim) * kWarpgroupRows * panels(kDim) * kPanelRow];
   int targets[kMaxRows<kDim>];
   uint32_t sources[kMaxRows<kDim>];  // of Q's rows
   uint64_t masks[Variant::kMasks ? kMaxRows<kDim> : 1];
   int behind[Variant::kLimits ? kMaxRows<kDim> : 1];
-  int64_t tail_slots[Variant::kTails ? groups(kDim) : 1];  // in req_to_token
-  int tail_tokens[Variant::kTails ? groups(kDim) : 1];
+  int64_t tail_slots[Variant::kTails ? warpgroups(kDim) : 1];  // in req_to_token
+  int tail_tokens[Variant::kTails ? warpgroups(kDim) : 1];
 };
 
 __device__ __forceinline__ int tiles_of(int tokens) { return int(unsigned(tokens + kTokens - 1) / kTokens); }
@@ -146,12 +146,12 @@ class QueryCursor {
 // How many tiles before its copies are issued a tile's slots are read: by then those of `ahead` stages have landed, each of K or V; of the one or the
 // other where two groups of warps convert.
 constexpr int slot_lead(int dim, int ahead) { return two_convert(dim) ? ahead : (ahead + 1) / 2; }
-constexpr int converting_groups(int dim) { return two_convert(dim) ? 2 : 1; }
+constexpr int converting_warpgroups(int dim) { return two_convert(dim) ? 2 : 1; }
 
 // `kAhead` tiles of K or V may wait for their conversion behind the stages, for each group of warps that converts; none where nothing is converted.
 template <int kDim, int kStages, int kAhead>
 struct WideTiles {
-  static constexpr int kConverting = converting_groups(kDim), kSlotTiles = slot_lead(kDim, kAhead) + 1;
+  static constexpr int kConverting = converting_warpgroups(kDim), kSlotTiles = slot_lead(kDim, kAhead) + 1;
   alignas(1024) uint8_t ring[kStages * kStageBytes<kDim>];
   alignas(kCopyBytes) uint8_t ahead[kConverting][kAhead * kAheadBytes<kDim>];
 };
@@ -184,11 +184,11 @@ struct WideBarriers {
     };
     if (i < kStages) {
       init_one(ring.full[i], producer_threads(kDim));
-      init_one(ring.empty[i], kArrivals * kGroupWarps);
+      init_one(ring.empty[i], kArrivals * kWarpgroupWarps);
     }
     if (i < kBuffers) {
       init_one(queries.full[i], 2 * producer_threads(kDim));
-      init_one(queries.empty[i], wide_groups(kDim) * kGroupThreads);
+      init_one(queries.empty[i], wide_warpgroups(kDim) * kWarpgroupThreads);
     }
   }
 };
@@ -253,7 +253,7 @@ class QueryProducer {
     sync_threads(kProducerBarrier, kThreads);
     if (column < kDim / 8) {
       // Several rows at a time, whose sources are read first: one after the other they took 160 to 210 cycles each.
-      constexpr int kApart = kThreads / kRowThreads, kBatch = std::min(8, kGroupRows / kApart);
+      constexpr int kApart = kThreads / kRowThreads, kBatch = std::min(8, kWarpgroupRows / kApart);
       const int rows = item.m;
       const char* const q = fresh(static_cast<const char*>(p_.q) + column * kCopyBytes);
 #pragma unroll 1

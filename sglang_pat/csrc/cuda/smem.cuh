@@ -31,7 +31,8 @@ constexpr int row_panels(int row_bytes) { return (row_bytes + kPanelRow - 1) / k
 // Named barriers; 0 is __syncthreads.
 constexpr int kWideBarrier = 1, kRegistersBarrier = 2, kProducerBarrier = 3;
 constexpr int kTeamBarrier = 4, kMostTeams = 6;  // of the first team, for each of two phases
-constexpr int kGroupBarrier = kTeamBarrier;  // of the first group of warps: while there are wide items, there are no teams
+constexpr int kWarpgroupBarrier =
+    kTeamBarrier;  // of the first group of warps: while there are wide items, there are no teams
 // Where the warps that load wait at the end of a pass, before they take their registers back, until those that compute have taken theirs: else these could
 // wait for registers for ever, and the warps that load for them. Barriers that a pass with wide items, or one without, does not use otherwise.
 constexpr int kGrownInWide = kTeamBarrier + kMostTeams, kGrownInNarrow = kWideBarrier;

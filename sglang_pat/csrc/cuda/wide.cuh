@@ -1,7 +1,7 @@
-// Items of more rows. Each group of warps has 64 of them. Of a long item of 64 rows, two groups take turns at the tiles and
+// Items of more rows. Each warpgroup of warps has 64 of them. Of a long item of 64 rows, two groups take turns at the tiles and
 // sum up at the end; a short item is owned by one warpgroup, the next one by the next: each hides what the others wait for, but for Q of KV that
 // is converted, which has one buffer. With tails, each
-// group goes on with a query's own KV, tile by tile in turn. A group does not look at what is for others.
+// warpgroup goes on with a query's own KV, tile by tile in turn. A warpgroup does not look at what is for others.
 // K, V and Q come through the ring.
 #pragma once
 
@@ -12,18 +12,19 @@
 namespace pat {
 
 struct WideStatistics {
-  float row_max[kGroupRows], sum[kGroupRows];  // of the second group, where both have the same rows
+  float row_max[kWarpgroupRows], sum[kWarpgroupRows];  // of the second warpgroup, where both have the same rows
 };
 
 template <typename T, typename Kv, int kDim, int kVDim, int kStages, typename Memory, typename WorkItems>
-class WideGroup {
+class WideWarpgroup {
   using P = Products<typename Kv::Product, kDim, kVDim>;
   using Stages = TileStages<kStages>;
-  static constexpr int kGroups = wide_groups(kDim);
+  static constexpr int kWarpgroups = wide_warpgroups(kDim);
 
  public:
-  __device__ WideGroup(const Params& p, const WorkItems& items, Memory& memory,
-                       WideStatistics (&statistics)[Memory::kBuffers], WideBarriers<kStages, Memory::kBuffers>& barriers)
+  __device__ WideWarpgroup(const Params& p, const WorkItems& items, Memory& memory,
+                           WideStatistics (&statistics)[Memory::kBuffers],
+                           WideBarriers<kStages, Memory::kBuffers>& barriers)
       : p_(p), items_(items), memory_(memory), statistics_(statistics), ring_(barriers.ring), queries_(barriers.queries) {}
 
   // The items of one look-up.
@@ -35,17 +36,17 @@ class WideGroup {
   // The next item. The second product of a tile runs beside the softmax of the next one.
   __device__ __forceinline__ void run_item() {
     const Item& item = items_.get(kWide, queries_.item());
-    const int group = this_group();
+    const int warpgroup = this_warpgroup();
     const bool in_turns = runs_in_turns<kDim>(item);
-    const bool alone = kGroups > 1 && item.m == kGroupRows && !in_turns;  // it is the owner's
-    int stride = kGroups == 1 ? 1 : int(fresh(in_turns ? kTurns : 1));    // tiles to this group's next one
-    const bool idle = in_turns ? group >= kTurns
-                      : alone  ? group != queries_.item() % kGroups
-                               : group * kGroupRows >= item.m;
+    const bool alone = kWarpgroups > 1 && item.m == kWarpgroupRows && !in_turns;  // it is the owner's
+    int stride = kWarpgroups == 1 ? 1 : int(fresh(in_turns ? kTurns : 1));        // tiles to this warpgroup's next one
+    const bool idle = in_turns ? warpgroup >= kTurns
+                      : alone  ? warpgroup != queries_.item() % kWarpgroups
+                               : warpgroup * kWarpgroupRows >= item.m;
     int arrivals =
-        kArrivals / (item.m / kGroupRows);  // by each warp that reads a stage, so that all together are as many as ever
-    int tile = tiles_ + (in_turns ? group : 0);                 // this group's next one
-    int left = item.tokens - (in_turns ? group * kTokens : 0);  // tokens from there on
+        kArrivals / (item.m / kWarpgroupRows);  // by each warp that reads a stage, so that all together are as many as ever
+    int tile = tiles_ + (in_turns ? warpgroup : 0);                 // this warpgroup's next one
+    int left = item.tokens - (in_turns ? warpgroup * kTokens : 0);  // tokens from there on
     tiles_ += tiles_of(item.tokens);
     queries_.wait_full();
     fence_async_proxy();
@@ -83,7 +84,7 @@ class WideGroup {
     // `m` is read when it is needed, for registers are few.
     const auto mask = [&](int half) { return queries.masks[first_row(item.m) + row() + half * 8]; };
     const auto behind = [&](int half) { return queries.behind[first_row(item.m) + row() + half * 8]; };
-    // What is shared, and then, with tails, this group's own one.
+    // What is shared, and then, with tails, this warpgroup's own one.
 #pragma unroll 1
     while (true) {
       if (left > 0) {
@@ -119,23 +120,23 @@ class WideGroup {
         }
       }
       if constexpr (Variant::kTails) {
-        // This group's tail has ended, others have not.
+        // This warpgroup's tail has ended, others have not.
 #pragma unroll 1
         for (; tile < tiles_; tile += stride) pass(Stages(ring_, unsigned(tile)), arrivals);
       }
       if (!Variant::kTails || !tails) break;
       tails = false, arrivals = kArrivals;
-      tile = tiles_ + group, stride = item.count, left = queries.tail_tokens[group], draft = item.draft;
+      tile = tiles_ + warpgroup, stride = item.count, left = queries.tail_tokens[warpgroup], draft = item.draft;
       tiles_ += item.count * tail_tiles(queries, item.count);
     }
     softmax.finish();
     const bool summed_up = runs_in_turns<kDim>(item);  // asked once more, for registers are few
     // Rows of Q that such an item does not have are the memory for it.
     if (summed_up)
-      add_up(softmax, o, reinterpret_cast<float*>(queries.q + kGroupRows * panels(kDim) * kPanelRow));
+      add_up(softmax, o, reinterpret_cast<float*>(queries.q + kWarpgroupRows * panels(kDim) * kPanelRow));
     else
-      sync_threads(kGroupBarrier + group, kGroupThreads);  // no product reads Q any more
-    if (!summed_up || group == 0) write(item.m, softmax, o);
+      sync_threads(kWarpgroupBarrier + warpgroup, kWarpgroupThreads);  // no product reads Q any more
+    if (!summed_up || warpgroup == 0) write(item.m, softmax, o);
     release_queries();
   }
 
@@ -143,7 +144,7 @@ class WideGroup {
     return shared_address(memory_.ring) + stages.stage(is_v) * kStageBytes<kDim>;
   }
 
-  // This group is done with a stage.
+  // This warpgroup is done with a stage.
   __device__ static void release(uint32_t empty_barrier, int arrivals) {
     if (lane_id() == 0) arrive(empty_barrier, arrivals);
   }
@@ -165,23 +166,25 @@ class WideGroup {
   }
 
   // By a shuffle, so that the compiler knows that it is the same for a warp: else it assumes that warps diverge where it is asked for.
-  __device__ static int this_group() { return __shfl_sync(~0u, thread_of_cta() / kGroupThreads, 0); }
-  // The first of this group's rows of a tile of `m`.
-  __device__ static int first_row(int m) { return kGroups == 1 || m == kGroupRows ? 0 : this_group() * kGroupRows; }
-  // The first of this thread's two rows of its group's 64.
+  __device__ static int this_warpgroup() { return __shfl_sync(~0u, thread_of_cta() / kWarpgroupThreads, 0); }
+  // The first of this warpgroup's rows of a tile of `m`.
+  __device__ static int first_row(int m) {
+    return kWarpgroups == 1 || m == kWarpgroupRows ? 0 : this_warpgroup() * kWarpgroupRows;
+  }
+  // The first of this thread's two rows of its warpgroup's 64.
   __device__ static int row() {
-    const unsigned thread = thread_of<kGroupThreads>();
+    const unsigned thread = thread_of<kWarpgroupThreads>();
     return thread / kWarpSize * 16 + thread % kWarpSize / 4;
   }
 
-  // Adds the second group's results to the first's: thread by thread, for both have the same rows and columns. What it writes is overwritten
+  // Adds the second warpgroup's results to the first's: thread by thread, for both have the same rows and columns. What it writes is overwritten
   // when this item's Q is, for which all threads must have arrived.
   __device__ void add_up(Softmax& softmax, float (&o)[P::kOutputs], float* scratch) {
     auto& statistics = statistics_[queries_.buffer()];
-    const int thread = thread_of<kGroupThreads>(), group = this_group();
-    if (group == 1) {
+    const int thread = thread_of<kWarpgroupThreads>(), warpgroup = this_warpgroup();
+    if (warpgroup == 1) {
 #pragma unroll
-      for (int i = 0; i < kVDim / 2; ++i) scratch[i * kGroupThreads + thread] = o[i];
+      for (int i = 0; i < kVDim / 2; ++i) scratch[i * kWarpgroupThreads + thread] = o[i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (thread % 4 == 0) {
@@ -190,8 +193,8 @@ class WideGroup {
         }
       }
     }
-    sync_threads(kWideBarrier, kTurns * kGroupThreads);
-    if (group == 1) return;
+    sync_threads(kWideBarrier, kTurns * kWarpgroupThreads);
+    if (warpgroup == 1) return;
     float own[2], other[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -203,10 +206,10 @@ class WideGroup {
     }
 #pragma unroll
     for (int i = 0; i < kVDim / 2; ++i)
-      o[i] = o[i] * own[i / 2 % 2] + scratch[i * kGroupThreads + thread] * other[i / 2 % 2];
+      o[i] = o[i] * own[i / 2 % 2] + scratch[i * kWarpgroupThreads + thread] * other[i / 2 % 2];
   }
 
-  // Writes this group's rows, of which `row()` and eight further are this thread's. They take the place of its rows of Q first, so that threads
+  // Writes this warpgroup's rows, of which `row()` and eight further are this thread's. They take the place of its rows of Q first, so that threads
   // store 16 bytes of a row side by side: pairs of columns took an item of three groups 1.7 us (benchmarks/NOTES.md, "Where an item's time goes").
   __device__ void write(int m, const Softmax& softmax, const float (&o)[P::kOutputs]) const {
     const Results<T, kVDim> results(p_);
