@@ -91,7 +91,7 @@ CHANGES: dict[str, emulated.Change] = {
     "pages, wide: a record is converted before it is there": ("page_convert.cuh", "wait_copies<kAhead - 2>();", ""),
     "pages, wide: what other threads copied is not waited for": ("page_convert.cuh", "        sync_threads(kProducerBarrier, kThreads);\n", ""),
     "pages, wide: a stage is filled while it is in use": ("page_convert.cuh", "cursor_.wait_empty();\n    Panels::keys", "Panels::keys"),
-    "pages, wide: a record is overwritten while it is read": ("page_convert.cuh", "i < kAhead - 1; ++i) ask()", "i < kAhead; ++i) ask()"),
+    "pages, wide: a record is overwritten while it is read": ("page_convert.cuh", "i < kAhead - 1; ++i) issue()", "i < kAhead; ++i) issue()"),
     "pages, wide: V of a tail is not zero behind its end": ("page_convert.cuh", "if (first + i * kStride < left) x =", "x ="),
     "pages, wide: narrow items do not wait for wide ones": ("page_wide.cuh", "    sync_threads(kRegistersBarrier, S::kComputing);\n", ""),
     "tails: the loader looks where they are before that is written": (

@@ -6,18 +6,18 @@
 
 namespace pat {
 
-enum class Brought { kEverything, kK, kV };  // Q comes with V
+enum class ProducerRole { kKAndV, kK, kV };  // Q comes with V
 
 // Each thread copies and converts rows of its own: nobody else waits for its bytes. Its copies go on across the ends of items, but
 // where Q has to be converted too, which waits for all of them.
-template <typename T, typename Kv, int kDim, int kVDim, int kStages, int kAhead, Brought kBrought>
+template <typename T, typename Kv, int kDim, int kVDim, int kStages, int kAhead, ProducerRole kRole>
 class ConvertingProducer : TileRows<kDim, kDim> {
   using Rows = TileRows<kDim, kDim>;
   using Rows::kRowThreads, Rows::kRows, Rows::kStride, Rows::own_row, Rows::thread;
   using Memory = WideMemory<kDim, kStages, kAhead>;
   using Barriers = WideBarriers<kStages, Memory::kBuffers>;
-  static constexpr bool kAll = kBrought == Brought::kEverything, kWithQueries = kBrought != Brought::kK;
-  static constexpr int kPlace = kBrought == Brought::kV;  // in memory and in a tile's stages
+  static constexpr bool kAll = kRole == ProducerRole::kKAndV, kWithQueries = kRole != ProducerRole::kK;
+  static constexpr int kPlace = kRole == ProducerRole::kV;  // in memory and in a tile's stages
   static constexpr int kLead = slot_lead(kDim, kAhead), kSlotsOnly = -2;
   // Q of an item comes when all groups are done with the item before, so with its K (`TileStages`).
   static_assert(kAll ? !two_convert(kDim) : two_convert(kDim) && Memory::kBuffers == 1);
@@ -67,12 +67,12 @@ class ConvertingProducer : TileRows<kDim, kDim> {
         }
       } else if (i > kSlotsOnly) {
         wait_copies<0>();
-        asking_ = advance(asked_);
+        issue_more_ = advance(issue_cursor_);
       }
 #pragma unroll 1
       for (; stages > 0; --stages) {
-        if (i >= 0) deliver(kAll ? stages % 2 != 0 : kBrought == Brought::kV);
-        ask(i == kSlotsOnly);
+        if (i >= 0) convert_stage(kAll ? stages % 2 != 0 : kRole == ProducerRole::kV);
+        issue(i == kSlotsOnly);
       }
     }
   }
@@ -122,7 +122,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
   __device__ static int next_slots(int tile) { return tile == Memory::kSlotTiles - 1 ? 0 : tile + 1; }
 
   // Asks for the slots of the next tile whose slots have not been asked for: each warp for those of its own rows.
-  __device__ void ask_slots() {
+  __device__ void issue_slots() {
     if (advance(read_) && column() < kRows) {
       const int row = read_.begin + own_row();
       copy4_or_zero(shared_address(slots(read_slots_, first_row()) + column()), read_.slots + row, row < read_.tokens);
@@ -137,18 +137,19 @@ class ConvertingProducer : TileRows<kDim, kDim> {
 
   // Issues the copies of a tile's K, next time of its V, or of those that it brings: always one commit group, empty after the last tile. The slots
   // of a later tile are copied along with the first: when they were loaded into registers, ptxas made the load wait at once.
-  __device__ void ask(bool slots_only) {
-    if ((asking_ | slots_only) && (!kAll || !is_v_)) {
+  __device__ void issue(bool slots_only) {
+    if ((issue_more_ | slots_only) && (!kAll || !is_v_)) {
       __syncwarp();  // what other lanes have asked for has come, and they have read what is overwritten
-      ask_slots();
+      issue_slots();
     }
-    if (asking_) {
+    if (issue_more_) {
       const uint32_t stride = is_v_ ? p_.v_slot : p_.k_slot;
       const char* const from = fresh(static_cast<const char*>(is_v_ ? p_.v : p_.k) +
-                                     asked_.head * (is_v_ ? p_.v_head : p_.k_head) + column() * kCopyBytes);
-      const SlotsOf rows = *reinterpret_cast<const SlotsOf*>(slots(asked_slots_, first_row()));
+                                     issue_cursor_.head * (is_v_ ? p_.v_head : p_.k_head) + column() * kCopyBytes);
+      const SlotsOf rows = *reinterpret_cast<const SlotsOf*>(slots(issue_slots_at_, first_row()));
       const uint32_t to = shared_address(ahead()) + (source_ & ~(kCopyBytes - 1));
-      const int tokens = asked_.tokens - asked_.begin - first_row();  // that are left from this thread's first row on
+      const int tokens =
+          issue_cursor_.tokens - issue_cursor_.begin - first_row();  // that are left from this thread's first row on
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         // Zeros behind the end: what lies there may be NaN.
@@ -156,8 +157,8 @@ class ConvertingProducer : TileRows<kDim, kDim> {
           copy16_or_zero(to + i * kStride * kDim, from + uint64_t(uint32_t(rows.of[i])) * stride, i * kStride < tokens);
       }
       if (!kAll || is_v_) {
-        asking_ = advance(asked_);
-        asked_slots_ = next_slots(asked_slots_);
+        issue_more_ = advance(issue_cursor_);
+        issue_slots_at_ = next_slots(issue_slots_at_);
       }
       if (kAll) is_v_ = !is_v_;
     }
@@ -166,7 +167,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
   }
 
   // Converts the oldest copied tile of K or V into the ring's next stage.
-  __device__ void deliver(bool is_v) {
+  __device__ void convert_stage(bool is_v) {
     wait_copies<kAhead - 1>();
     uint2 loaded[kRows][2] = {};
     if (in_row(is_v)) {
@@ -200,10 +201,10 @@ class ConvertingProducer : TileRows<kDim, kDim> {
   Memory& memory_;
   RingCursor<kStages> cursor_;
   QueryProducer<T, typename Kv::Product, kDim, Memory::kBuffers> queries_;
-  Cursor asked_, read_;
-  int at_ = 0, asked_slots_ = 0, read_slots_ = 0;
+  Cursor issue_cursor_, read_;
+  int at_ = 0, issue_slots_at_ = 0, read_slots_ = 0;
   uint32_t source_, panel_;  // where this thread's first row is in a tile that is not converted yet, and in a stage
-  bool asking_ = false, is_v_ = false;
+  bool issue_more_ = false, is_v_ = false;
 };
 
 }  // namespace pat

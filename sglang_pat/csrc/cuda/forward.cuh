@@ -22,7 +22,7 @@ struct ForwardSizes {
   // Groups that take turns hold K and V of two tiles while those of a third come: with four stages, 64 rows took 34 ns a
   // token in place of 20 (benchmarks/NOTES.md, 2026-11-23).
   static constexpr int kFewestStages = warpgroups(kDim) > 1 ? 6 : 2;
-  // More than eight stages bring nothing: K and V of four tiles. KV of 8 bits waits for its conversion beside them.
+  // More than eight stages run_producer nothing: K and V of four tiles. KV of 8 bits waits for its conversion beside them.
   static constexpr int kStages = kConverts ? kFewestStages : std::min(8, kFree / kStageBytes<kDim> / 2 * 2);
   static constexpr int kAhead =
       kConverts ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim> / converting_warpgroups(kDim)) : 0;
@@ -66,11 +66,11 @@ constexpr int kComputeRegisters = (65536 / kWarpgroupThreads - kLoadRegisters) /
 #endif
 
 // KV of wide items, and Q, converted.
-template <typename T, typename Kv, int kDim, int kVDim, int kMs, Brought kBrought>
-__device__ __forceinline__ void bring(const Params& p, const Items<threads(kDim)>& items,
-                                      ForwardMemory<Kv, kDim, kVDim, kMs>& memory) {
+template <typename T, typename Kv, int kDim, int kVDim, int kMs, ProducerRole kRole>
+__device__ __forceinline__ void run_producer(const Params& p, const Items<threads(kDim)>& items,
+                                             ForwardMemory<Kv, kDim, kVDim, kMs>& memory) {
   using S = ForwardSizes<Kv, kDim, kVDim, kMs>;
-  ConvertingProducer<T, Kv, kDim, kVDim, S::kStages, S::kAhead, kBrought>(p, items, memory.wide, memory.barriers).run();
+  ConvertingProducer<T, Kv, kDim, kVDim, S::kStages, S::kAhead, kRole>(p, items, memory.wide, memory.barriers).run();
   wait_copies<0>();
 }
 
@@ -84,7 +84,7 @@ __device__ PAT_PHASE void run_wide(const Params& p, const Items<threads(kDim)>& 
                                                                                 memory.barriers)
         .run();
   } else {
-    if constexpr (two_convert(kDim)) bring<T, Kv, kDim, kVDim, kMs, Brought::kV>(p, items, memory);
+    if constexpr (two_convert(kDim)) run_producer<T, Kv, kDim, kVDim, kMs, ProducerRole::kV>(p, items, memory);
   }
 }
 
@@ -171,7 +171,8 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
       if (wide) {
         if constexpr (S::kHasWide) {
           if constexpr (S::kConverts) {
-            bring<T, Kv, kDim, kVDim, kMs, two_convert(kDim) ? Brought::kK : Brought::kEverything>(p, items, memory);
+            run_producer<T, Kv, kDim, kVDim, kMs, two_convert(kDim) ? ProducerRole::kK : ProducerRole::kKAndV>(p, items,
+                                                                                                               memory);
           } else {
             Producer<T, kDim, kVDim, S::kStages>(p, items, memory.wide, memory.barriers).run();
             wait_copies<0>();

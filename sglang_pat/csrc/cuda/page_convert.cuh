@@ -144,9 +144,9 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
   __device__ void run() {
     if (items_.count(kWide) == 0) return;
     queries_.read(0);
-    asking_ = advance();
+    issue_more_ = advance();
 #pragma unroll 1
-    for (int i = 0; i < kAhead - 1; ++i) ask();
+    for (int i = 0; i < kAhead - 1; ++i) issue();
 #pragma unroll 1
     for (int i = 0; i < items_.count(kWide); ++i) {
       const Item& item = items_.get(kWide, i);
@@ -156,11 +156,11 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
       for (int left = item.tokens; left > 0; left -= kTokens) {
         wait_copies<kAhead - 2>();
         sync_threads(kProducerBarrier, kThreads);
-        ask();
+        issue();
         if (left >= kTokens)
-          deliver_page(memory_.records[at_]);
+          convert_page(memory_.records[at_]);
         else
-          deliver_tail(item, left);
+          convert_tail(item, left);
         at_ = next(at_);
       }
     }
@@ -171,52 +171,53 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
 
   // To the next tile that there is: an item without tokens has none. False behind the last.
   __device__ bool advance() {
-    asked_.begin += kTokens;
-    while (asked_.begin >= asked_.tokens) {
-      if (++asked_.item >= items_.count(kWide)) return false;
-      const Item& item = items_.get(kWide, asked_.item);
-      asked_.begin = 0, asked_.tokens = item.tokens, asked_.head = item.head;
+    issue_cursor_.begin += kTokens;
+    while (issue_cursor_.begin >= issue_cursor_.tokens) {
+      if (++issue_cursor_.item >= items_.count(kWide)) return false;
+      const Item& item = items_.get(kWide, issue_cursor_.item);
+      issue_cursor_.begin = 0, issue_cursor_.tokens = item.tokens, issue_cursor_.head = item.head;
     }
     // Each lane has the slot of another token of the page: of what is the same for all, ptxas makes a uniform register, and waits for it here.
-    if (asked_.at_page()) asked_.from = p_.req_to_token[items_.get(kWide, asked_.item).slots + asked_.begin + lane_id()];
+    if (issue_cursor_.at_page())
+      issue_cursor_.from = p_.req_to_token[items_.get(kWide, issue_cursor_.item).slots + issue_cursor_.begin + lane_id()];
     return true;
   }
 
   // Issues the copies of a record, if the next tile has one: always one commit group.
-  __device__ void ask() {
-    if (asking_) {
-      if (asked_.at_page()) {
+  __device__ void issue() {
+    if (issue_more_) {
+      if (issue_cursor_.at_page()) {
         const int offset = int(thread()) * kCopyBytes;
-        const uint32_t to = shared_address(memory_.records[asked_at_]) + offset;
-        const uint8_t* const from = p_.records + uint64_t(unsigned(asked_.from) / kTokens) * p_.page_bytes +
-                                    uint32_t(asked_.head * kRecord) + offset;
+        const uint32_t to = shared_address(memory_.records[issue_record_]) + offset;
+        const uint8_t* const from = p_.records + uint64_t(unsigned(issue_cursor_.from) / kTokens) * p_.page_bytes +
+                                    uint32_t(issue_cursor_.head * kRecord) + offset;
 #pragma unroll
         for (int i = 0; i < kRecord; i += kThreads * kCopyBytes)
           if (i + kThreads * kCopyBytes <= kRecord || i + offset < kRecord) copy16(to + i, from + i);
       }
-      asking_ = advance();
+      issue_more_ = advance();
     }
     commit_copies();
-    asked_at_ = next(asked_at_);
+    issue_record_ = next(issue_record_);
   }
 
   __device__ uint8_t* stage() const { return memory_.ring + cursor_.stage() * kStageBytes<kDim>; }
-  __device__ void delivered() {
+  __device__ void stage_full() {
     arrive(cursor_.full_barrier());
     cursor_.advance();
   }
 
-  __device__ __forceinline__ void deliver_page(const uint8_t* record) {
+  __device__ __forceinline__ void convert_page(const uint8_t* record) {
     cursor_.wait_empty();
     Panels::keys(record, stage());
-    delivered();
+    stage_full();
     cursor_.wait_empty();
     Panels::values(record, stage());
-    delivered();
+    stage_full();
   }
 
   // Tokens behind the last full page, `left` of them. There are few: they are waited for.
-  __device__ __forceinline__ void deliver_tail(const Item& item, int left) {
+  __device__ __forceinline__ void convert_tail(const Item& item, int left) {
     const int column = int(thread() % kRowThreads), first = int(thread() / kRowThreads);
     const uint64_t token = uint64_t(uint32_t(p_.rows[item.query])) * kTokens + first;
 #pragma unroll 1
@@ -234,7 +235,7 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
                        convert_pair<T, Product>(x.w));
         *reinterpret_cast<uint4*>(stage() + panel_offset(first + i * kStride, column, kTokens * kPanelRow)) = x;
       }
-      delivered();
+      stage_full();
     }
   }
 
@@ -243,9 +244,9 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
   Memory& memory_;
   RingCursor<kStages> cursor_;
   QueryProducer<T, Product, kDim, Memory::kBuffers, WorkItems> queries_;
-  Cursor asked_;
-  int at_ = 0, asked_at_ = 0;  // the record that is delivered next, and the one that is copied next
-  bool asking_ = false;
+  Cursor issue_cursor_;
+  int at_ = 0, issue_record_ = 0;  // the record that is stage_full next, and the one that is copied next
+  bool issue_more_ = false;
 };
 
 }  // namespace pat
