@@ -55,7 +55,7 @@ CHANGES: dict[str, emulated.Change] = {
     "wide: K is never freed": ("wide.cuh", "release_k(stages, arrivals);\n        softmax", "softmax"),
     "wide: the first group that has read a stage frees it": ("wide.cuh", "kArrivals / (item.m / kWarpgroupRows)", "kArrivals"),
     "wide: groups add up before both have written": (
-        "wide.cuh", "    sync_threads(kWideBarrier, kTurns * kWarpgroupThreads);\n    if (warpgroup == 1)", "    if (warpgroup == 1)",
+        "wide.cuh", "    sync_threads(kWideBarrier, kAlternating * kWarpgroupThreads);\n    if (warpgroup == 1)", "    if (warpgroup == 1)",
     ),
     "ring: V does not wait for an empty stage": ("ring.cuh", "    cursor.wait_empty();", "    if (!kIsV) cursor.wait_empty();"),
     "ring: Q does not wait for an empty buffer": ("ring.cuh", "queries_.wait_empty();", ""),

@@ -65,7 +65,7 @@ class Items {
   }
 
   // What other threads do meanwhile that neither read nor sort: those behind the first `kThreads`.
-  __device__ void attend() const {
+  __device__ void join_barriers() const {
     __syncthreads_count(0);
     __syncthreads();
   }

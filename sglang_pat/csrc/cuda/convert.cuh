@@ -187,7 +187,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
         for (int half = 0; half < 2; ++half) {
           const uint2 bytes = loaded[i][half];
           uint4 numbers;
-          Kv::in_order(bytes.x, numbers.x, numbers.y), Kv::in_order(bytes.y, numbers.z, numbers.w);
+          Kv::adjacent(bytes.x, numbers.x, numbers.y), Kv::adjacent(bytes.y, numbers.z, numbers.w);
           *reinterpret_cast<uint4*>(stage + next_row(panel_ ^ half * kCopyBytes, i * kStride)) = numbers;
         }
       }

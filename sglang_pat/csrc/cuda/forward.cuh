@@ -97,7 +97,7 @@ __device__ PAT_PHASE void run_narrow(const Params& p, const Items<threads(kDim)>
 }
 
 // In place of the item from which on a pass looks items up: it looks up none, and runs those of the last look-up that have not been run.
-constexpr int kOthers = -1;
+constexpr int kSameLookUp = -1;
 
 // Runs wide items first, for nothing would hide how long they take to begin at the end; then the others of the same look-up; and rarely
 // looks up more. Each is a pass of one loop, so that its code is there once. Where a plan says so, every second worker runs the others first: what
@@ -129,15 +129,16 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   };
 #pragma unroll 1
   for (int from = 0;;) {
-    if (from != kOthers) {
+    if (from != kSameLookUp) {
       if constexpr (S::kHasWide) memory.barriers.template init<kDim>(from > 0);
       items.template look_up<S::kNarrowWarps>(from, kMs);
       wait_for_primary();
     }
     // By a shuffle, so that the compiler knows that it is the same for a warp (wide.cuh, `this_warpgroup`).
-    const bool wide = S::kHasWide && __shfl_sync(~0u, items.count(kWide) > 0 && (from == kOthers) == items.wide_last(), 0);
+    const bool wide =
+        S::kHasWide && __shfl_sync(~0u, items.count(kWide) > 0 && (from == kSameLookUp) == items.wide_last(), 0);
     // Whether a pass that ran wide items, or all others, has left the other kind.
-    const auto others_left = [&](bool ran_wide) {
+    const auto phase_left = [&](bool ran_wide) {
       return items.wide_last() ? !ran_wide & (items.count(kWide) > 0) : ran_wide;
     };
     // Which kind it was: what the compiler cannot know keeps the other branch's code out of this one, and so in its place in memory.
@@ -159,9 +160,9 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
         narrow();
         ran_wide = fresh(0u);  // not kept in a register meanwhile
       }
-      const bool left = others_left(ran_wide != 0);
+      const bool left = phase_left(ran_wide != 0);
       if (!left & !items.more()) break;
-      from = left ? kOthers : items.next();
+      from = left ? kSameLookUp : items.next();
       if constexpr (kTradeRegisters) {
         sync_threads(kRegistersBarrier, S::kComputing);  // as PTX demands between two changes
         shrink_registers<kFirstRegisters<kDim>>();
@@ -184,9 +185,9 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
         if constexpr (kTradeRegisters) sync_threads(kGrownInNarrow, kThreads);
         ran_wide = fresh(0u);
       }
-      const bool left = others_left(ran_wide != 0);
+      const bool left = phase_left(ran_wide != 0);
       if (!left & !items.more()) break;
-      from = left ? kOthers : items.next();
+      from = left ? kSameLookUp : items.next();
       if constexpr (kTradeRegisters) grow_registers<kFirstRegisters<kDim>>();
     }
     __syncthreads();

@@ -23,7 +23,7 @@ struct KvFormat8 {
   static constexpr int kBytes = 1;
 
   // Four bytes, as pairs of neighbours.
-  static __device__ __forceinline__ void in_order(uint32_t bytes, uint32_t& low, uint32_t& high) {
+  static __device__ __forceinline__ void adjacent(uint32_t bytes, uint32_t& low, uint32_t& high) {
     if constexpr (kName == kE4m3) {
       e4m3_pairs(bytes, low, high);
     } else {
@@ -31,9 +31,9 @@ struct KvFormat8 {
     }
   }
   // Four bytes, as pairs two apart.
-  static __device__ __forceinline__ void by_turns(uint32_t bytes, uint32_t& even, uint32_t& odd) {
+  static __device__ __forceinline__ void interleaved(uint32_t bytes, uint32_t& even, uint32_t& odd) {
     if constexpr (kName == kE4m3) {
-      in_order(__byte_perm(bytes, 0, 0x3120), even, odd);
+      adjacent(__byte_perm(bytes, 0, 0x3120), even, odd);
     } else {
       even = __byte_perm(bytes, 0, 0x2404), odd = __byte_perm(bytes, 0, 0x3414);
     }

@@ -31,8 +31,8 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
   using Loader::kChunkTokens, Loader::kPairs, Loader::kPhase, Loader::kReadAhead, Loader::kSlotsAhead, Loader::kTwoSteps;
   using Loader::shared, Loader::stage;
   using Loader::user_, Loader::items_, Loader::p_;
-  using Rows::combine, Rows::load_q, Rows::write, Rows::softmax_, Rows::q_, Rows::next_q_, Rows::o_;
   using Rows::kBlocks, Rows::kIs8Bit, Rows::kLooksUpRows, Rows::kSteps, Rows::kVSteps;
+  using Rows::merge_team, Rows::load_q, Rows::write, Rows::softmax_, Rows::q_, Rows::next_q_, Rows::o_;
   using typename Loader::Cursor, typename Loader::S, typename Loader::WorkItems, typename Rows::Queries;
   using Product = Half<typename Kv::Product>;
   static constexpr int kLoadSteps = 2 / Kv::kBytes;  // of a product, whose left operands one ldmatrix loads
@@ -68,7 +68,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
         if (user.at >= 0) {
           softmax_.finish();
           if (shared(user))
-            combine(item(user), used), wanted = 1;
+            merge_team(item(user), used), wanted = 1;
           else
             write(item(user));
           used = next_stage(used);
@@ -130,7 +130,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
       uint32_t bytes[4];
       load_matrices(bytes, from);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) Kv::in_order(bytes[i], a[i / 2][i % 2], a[i / 2][i % 2 + 2]);
+      for (int i = 0; i < 4; ++i) Kv::adjacent(bytes[i], a[i / 2][i % 2], a[i / 2][i % 2 + 2]);
     } else {
       load_matrices(a[0], from);
     }
@@ -140,7 +140,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
       uint32_t bytes[4];
       load_matrices_transposed(bytes, from);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) Kv::by_turns(bytes[i], a[i % 2][i / 2 * 2], a[i % 2][i / 2 * 2 + 1]);
+      for (int i = 0; i < 4; ++i) Kv::interleaved(bytes[i], a[i % 2][i / 2 * 2], a[i % 2][i / 2 * 2 + 1]);
     } else {
       load_matrices_transposed(a[0], from);
     }

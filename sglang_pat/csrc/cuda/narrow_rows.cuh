@@ -114,7 +114,7 @@ class NarrowRows : protected Loader {
   }
 
   // Sums up what the team's warps have, in the memory of the chunk that each used last.
-  __device__ void combine(const Item& item, int last) {
+  __device__ void merge_team(const Item& item, int last) {
     static_assert(kM * panels(kVDim) * kPanelColumns * 4 <= S::kStage);
     static_assert(kWarps / 2 <= kMostTeams, "each team has a barrier");
     const Results<T, kVDim> results(p_);

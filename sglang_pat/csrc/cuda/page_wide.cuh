@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __g
   memory.barriers.template init<kDim>(false);
   WorkItems items(p, memory.assigned);
   const auto look_up = [&](int first) { items.template look_up<kPageWarps, S::kThreads>(first, kMs); };
-  const auto attend = [&](int) { items.attend(); };
+  const auto join_barriers = [&](int) { items.join_barriers(); };
   // All items that there are, from the first one on. There is rarely more than one look-up; whether there was.
   const auto pass = [&](const auto& look_up, const auto& run) {
     int first = 0;
@@ -82,14 +82,14 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __g
   wait_for_primary();
   if (threadIdx.x >= S::kComputing) {
     shrink_registers<kLoadRegisters>();
-    const bool several = pass(attend, [&] {
+    const bool several = pass(join_barriers, [&] {
       PageProducer<T, Kv, kDim, S::kStages, S::kAhead, WorkItems>(p, items, memory.wide, memory.barriers).run();
     });
     wait_copies<0>();
     // Warps of a group have to meet between two changes of their registers (PTX ISA, `setmaxnreg`).
     sync_threads(kProducerBarrier, producer_threads(kDim));
     shrink_registers<S::kIdleRegisters>();
-    pass_again(several, attend, nothing);
+    pass_again(several, join_barriers, nothing);
   } else {
     grow_registers<kComputeRegisters<kDim>>();
     const bool several = pass(look_up, [&] {
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __g
     sync_threads(kRegistersBarrier, S::kComputing);
     if (threadIdx.x >= kPageThreads) {
       shrink_registers<S::kIdleRegisters>();
-      pass_again(several, attend, nothing);
+      pass_again(several, join_barriers, nothing);
     } else {
       grow_registers<S::kNarrowRegisters>();
       pass_again(several, look_up, [&] {

@@ -15,11 +15,11 @@ namespace pat {
 constexpr int kOwnTokens = 4 * kTokens;
 
 // Groups that share a long item of 64 rows. Three take 1.4 % longer: K and V of a third tile leave no room for the next ones (benchmarks/NOTES.md).
-constexpr int kTurns = 2;
+constexpr int kAlternating = 2;
 
 // Whether they share the item.
 template <int kDim>
-__device__ __forceinline__ bool runs_in_turns(const Item& item) {
+__device__ __forceinline__ bool alternates_tiles(const Item& item) {
   return wide_warpgroups(kDim) > 1 && item.m == kWarpgroupRows && item.tokens > kOwnTokens;
 }
 
@@ -36,7 +36,7 @@ template <int kDim>
 constexpr int kMaxRows = wide_warpgroups(kDim) * kWarpgroupRows;
 
 // Q of an item, where the result of each of its rows goes, with Variant::kLimits each row's `tokens_behind`, and where its queries' tails are. There is memory for
-// Q of a third group even where that does not compute: what two groups add up takes as much as two of Q (`WideWarpgroup::add_up`).
+// Q of a third group even where that does not compute: what two groups add up takes as much as two of Q (`WideWarpgroup::merge_warpgroups`).
 template <int kDim>
 struct WideQueries {
   alignas(1024) uint8_t q[warpgroups(kDim) * kWarpgroupRows * panels(kDim) * kPanelRow];
@@ -366,7 +366,7 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
     const int own = own_row(), tokens = item.tokens;  // read once: ptxas would read shared memory again for each tile
     const int32_t* slots = p_.req_to_token + item.slots + own;
     // A group multiplies K of its next tile before V of this one: so they are asked for in this order. Groups in turns have every second tile.
-    const int behind = runs_in_turns<kDim>(item) ? kTurns * kTokens : kTokens;
+    const int behind = alternates_tiles<kDim>(item) ? kAlternating * kTokens : kTokens;
     const bool tails = Variant::kTails && item.tails;
     const int end = tails ? tokens : tokens + behind;  // of the loop: with tails, V of the last tile is for the next one
     int next = own < tokens ? slot_ahead : 0, last = 0, before = 0;  // the slots of K's next tile and of its last two

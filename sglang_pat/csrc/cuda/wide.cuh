@@ -37,16 +37,16 @@ class WideWarpgroup {
   __device__ __forceinline__ void run_item() {
     const Item& item = items_.get(kWide, queries_.item());
     const int warpgroup = this_warpgroup();
-    const bool in_turns = runs_in_turns<kDim>(item);
-    const bool alone = kWarpgroups > 1 && item.m == kWarpgroupRows && !in_turns;  // it is the owner's
-    int stride = kWarpgroups == 1 ? 1 : int(fresh(in_turns ? kTurns : 1));        // tiles to this warpgroup's next one
-    const bool idle = in_turns ? warpgroup >= kTurns
-                      : alone  ? warpgroup != queries_.item() % kWarpgroups
-                               : warpgroup * kWarpgroupRows >= item.m;
+    const bool alternates = alternates_tiles<kDim>(item);
+    const bool alone = kWarpgroups > 1 && item.m == kWarpgroupRows && !alternates;  // it is the owner's
+    int stride = kWarpgroups == 1 ? 1 : int(fresh(alternates ? kAlternating : 1));  // tiles to this warpgroup's next one
+    const bool idle = alternates ? warpgroup >= kAlternating
+                      : alone    ? warpgroup != queries_.item() % kWarpgroups
+                                 : warpgroup * kWarpgroupRows >= item.m;
     int arrivals =
         kArrivals / (item.m / kWarpgroupRows);  // by each warp that reads a stage, so that all together are as many as ever
-    int tile = tiles_ + (in_turns ? warpgroup : 0);                 // this warpgroup's next one
-    int left = item.tokens - (in_turns ? warpgroup * kTokens : 0);  // tokens from there on
+    int tile = tiles_ + (alternates ? warpgroup : 0);                 // this warpgroup's next one
+    int left = item.tokens - (alternates ? warpgroup * kTokens : 0);  // tokens from there on
     tiles_ += tiles_of(item.tokens);
     queries_.wait_full();
     fence_async_proxy();
@@ -97,7 +97,7 @@ class WideWarpgroup {
         pack();
         while (true) {
           tile += stride;
-          left -= Variant::kTails ? (in_turns ? kTurns * kTokens : kTokens) : stride * kTokens;
+          left -= Variant::kTails ? (alternates ? kAlternating * kTokens : kTokens) : stride * kTokens;
           if (left <= 0) {
             start_values(stages);
             P::template wait<0>();
@@ -130,10 +130,10 @@ class WideWarpgroup {
       tiles_ += item.count * tail_tiles(queries, item.count);
     }
     softmax.finish();
-    const bool summed_up = runs_in_turns<kDim>(item);  // asked once more, for registers are few
+    const bool summed_up = alternates_tiles<kDim>(item);  // asked once more, for registers are few
     // Rows of Q that such an item does not have are the memory for it.
     if (summed_up)
-      add_up(softmax, o, reinterpret_cast<float*>(queries.q + kWarpgroupRows * panels(kDim) * kPanelRow));
+      merge_warpgroups(softmax, o, reinterpret_cast<float*>(queries.q + kWarpgroupRows * panels(kDim) * kPanelRow));
     else
       sync_threads(kWarpgroupBarrier + warpgroup, kWarpgroupThreads);  // no product reads Q any more
     if (!summed_up || warpgroup == 0) write(item.m, softmax, o);
@@ -179,7 +179,7 @@ class WideWarpgroup {
 
   // Adds the second warpgroup's results to the first's: thread by thread, for both have the same rows and columns. What it writes is overwritten
   // when this item's Q is, for which all threads must have arrived.
-  __device__ void add_up(Softmax& softmax, float (&o)[P::kOutputs], float* scratch) {
+  __device__ void merge_warpgroups(Softmax& softmax, float (&o)[P::kOutputs], float* scratch) {
     auto& statistics = statistics_[queries_.buffer()];
     const int thread = thread_of<kWarpgroupThreads>(), warpgroup = this_warpgroup();
     if (warpgroup == 1) {
@@ -193,7 +193,7 @@ class WideWarpgroup {
         }
       }
     }
-    sync_threads(kWideBarrier, kTurns * kWarpgroupThreads);
+    sync_threads(kWideBarrier, kAlternating * kWarpgroupThreads);
     if (warpgroup == 1) return;
     float own[2], other[2];
 #pragma unroll
