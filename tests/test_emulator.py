@@ -74,7 +74,7 @@ CHANGES: dict[str, emulated.Change] = {
     "items: they are used before they are in order": (
         "assign.cuh", "(Phase(warp), number);\n    __syncthreads();", "(Phase(warp), number);",
     ),
-    "items: one that is left over is forgotten": ("assign.cuh", "before) >= over", "before) >= over - 1"),
+    "items: one that is left over is forgotten": ("assign.cuh", "before) >= extra_shared", "before) >= extra_shared - 1"),
     "merge: warps add up before all have written": (
         "merge.cuh", "all[warp][lane_id()] = sums[0];\n    __syncthreads();", "all[warp][lane_id()] = sums[0];",
     ),

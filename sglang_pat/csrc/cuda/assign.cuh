@@ -125,44 +125,45 @@ class Items {
   template <int kWarps>
   __device__ void sort(Phase phase, int number) {
     const int lane = lane_id();
-    ItemSum all = {}, alone = {};  // of the phase, and those that single warps have for themselves
-    int limit = INT_MAX;           // longer ones are shared
-    int over = 0;                  // of the others, how many are shared too
-    int shared = 0;                // all that are
-    uint32_t best = 0;             // a rank (teams.h); in the end that of the teams that share
+    ItemSum all_sum = {}, own_sum = {};  // of the phase, and those that single warps have for themselves
+    int longest_own = INT_MAX;           // longer ones are shared
+    int extra_shared = 0;                // of the others, how many are shared too
+    int shared = 0;                      // all that are
+    uint32_t best = 0;                   // a rank (teams.h); in the end that of the teams that share
     // What is left for single warps when the long ones are shared may be few, and then too long again. One loop, for its code is long.
 #pragma unroll 1
-    for (bool settled = false;;) {
-      if (!settled) alone = sum_up(phase, number, limit);
-      if (limit == INT_MAX) all = alone;
-      if (phase == kWide || all.count == 0) break;
-      const bool last = settled || alone.longest == 0;
-      shared = all.count - alone.count + over;
-      best =
-          best_teams<kWarps>(last ? ItemSum{shared, all.longest, all.tokens - alone.tokens + over * alone.longest} : alone);
+    for (bool converged = false;;) {
+      if (!converged) own_sum = sum_up(phase, number, longest_own);
+      if (longest_own == INT_MAX) all_sum = own_sum;
+      if (phase == kWide || all_sum.count == 0) break;
+      const bool last = converged || own_sum.longest == 0;
+      shared = all_sum.count - own_sum.count + extra_shared;
+      best = best_teams<kWarps>(
+          last ? ItemSum{shared, all_sum.longest, all_sum.tokens - own_sum.tokens + extra_shared * own_sum.longest}
+               : own_sum);
       if (last) break;
-      const int own = own_tokens<kWarps>(best, alone);
-      settled = alone.longest <= own;
-      if (settled)
-        over = left_over<kWarps>(alone);
+      const int own = own_tokens<kWarps>(best, own_sum);
+      converged = own_sum.longest <= own;
+      if (converged)
+        extra_shared = left_over<kWarps>(own_sum);
       else
-        limit = own;
+        longest_own = own;
     }
     int next_shared = 0, next_own = shared;  // places
 #pragma unroll 1
     for (int first = 0; first < number; first += kWarpSize) {
       const int i = first + lane;
       const bool ours = i < number && assigned_.items[i].phase == phase;
-      const bool is_short = ours && assigned_.items[i].tokens <= limit;
+      const bool is_short = ours && assigned_.items[i].tokens <= longest_own;
       const uint32_t before = (1u << lane) - 1, short_ones = __ballot_sync(~0u, is_short);
-      const bool own = is_short && __popc(short_ones & before) >= over;
-      over = max(0, over - __popc(short_ones));
+      const bool own = is_short && __popc(short_ones & before) >= extra_shared;
+      extra_shared = max(0, extra_shared - __popc(short_ones));
       const uint32_t own_bits = __ballot_sync(~0u, own), shared_bits = __ballot_sync(~0u, ours) & ~own_bits;
       const int place = own ? next_own + __popc(own_bits & before) : next_shared + __popc(shared_bits & before);
       if (ours) assigned_.order[phase][place] = uint16_t(i);
       next_own += __popc(own_bits), next_shared += __popc(shared_bits);
     }
-    if (lane == 0) assigned_.count[phase] = all.count, assigned_.shared[phase] = shared;
+    if (lane == 0) assigned_.count[phase] = all_sum.count, assigned_.shared[phase] = shared;
     if (shared > 0 && lane < kWarps) assigned_.places[phase][lane] = team_place<kWarps>(best, lane);
   }
 

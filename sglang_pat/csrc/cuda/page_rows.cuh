@@ -1,6 +1,6 @@
 // Items of up to 8 or 16 rows over KV of few bits. Scales are folded out of the products: K's into Q, once a page; V's into the weights. A zero of K
 // counts once for all tokens of a page, V's are summed up by weight beside the products. What is behind the last full page comes last in an item,
-// in 16 bits; before it, or at the end, the results become numbers as they are meant (`settle`).
+// in 16 bits; before it, or at the end, the results become numbers as they are meant (`decode_results`).
 #pragma once
 
 #include "narrow_rows.cuh"
@@ -33,18 +33,18 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
   //   user      the chunk that is computed next, its item's Q in q_; at = -1 before the first
   //   used      the stage that it is in
   //   computed  all chunks of the user's item are computed, and its results not yet written
-  //   settled   the results are no more those of codes
+  //   decoded   the results are no more those of codes
   __device__ void run() {
     Cursor reader, user;
     next_item(reader);
     look_up(reader);
     int copied = 0, wanted = S::kStages, used = 0;
-    bool computed = true, settled = true;
+    bool computed = true, decoded = true;
 #pragma unroll 1
     while (true) {
 #pragma unroll 1
       for (; wanted > 0; --wanted) copy_next(reader, copied);
-      if (!settled && (computed || !at_page(user))) settle(), settled = true;
+      if (!decoded && (computed || !at_page(user))) decode_results(), decoded = true;
       if (computed) {
         if (user.at >= 0) {
           softmax_.finish();
@@ -62,7 +62,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
         for (int i = 0; i < kSteps * kBlocks * 4; ++i) (&o_[0][0][0])[i] = 0;
 #pragma unroll
         for (int i = 0; i < kBlocks * 2; ++i) zero_[i / 2][i % 2] = 0;
-        computed = settled = false;
+        computed = decoded = false;
         continue;
       }
       wait_copies<S::kStages - 1>();
@@ -246,7 +246,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
   }
 
   // Results of codes become those of numbers.
-  __device__ __forceinline__ void settle() {
+  __device__ __forceinline__ void decode_results() {
 #pragma unroll
     for (int i = 0; i < kBlocks * 2; ++i) {
       float& zero = zero_[i / 2][i % 2];
