@@ -53,7 +53,7 @@ WARP_TOKENS = 16
 H200, and rows in parts")."""
 
 GROUP_ROWS = 64
-"""Rows of a wide tile that a group of warps computes (`kWarpgroupRows` in csrc/cuda/tiles.h)."""
+"""Rows of a wide tile that a warpgroup computes (`kWarpgroupRows` in csrc/cuda/tiles.h)."""
 
 
 MEASURED_DIM = 128

@@ -1,4 +1,5 @@
-// What the kernels are called with.
+// Arguments of the forward and merge kernels: module.cu fills one struct and passes it by value. Shapes stand beside the
+// pointers. A head here is a query head; a draft's tokens count as more heads (`heads`).
 #pragma once
 
 #include <cstdint>
@@ -26,33 +27,37 @@ struct Params {
   const int32_t* req_to_token;  // [requests, context]
   const int64_t *rows, *seq_lens;
   const int32_t* plan;
-  int plan_lines, length_lines;  // of the plan what a batch's may have, and of seq_lens and rows
+  int plan_lines, length_lines;  // cache lines to prefetch, at most: of the plan, and of seq_lens and rows
   int64_t q_token, q_head, table_row;
   uint32_t k_slot, k_head, v_slot, v_head;
-  // A query is one token and its heads; where Variant::kMasks, a draft of `draft` tokens, which lie one behind the other in Q and the output, and
-  // its heads are those of each KV head for each token: [kv_heads, draft, token_group].
+  // A query is one token with all its heads. With Variant::kMasks it is a draft of `draft` tokens, consecutive in Q and the
+  // output, and its heads are ordered [kv_heads, draft, token_group].
   int queries, heads;
-  // Work items run once for each of `runs` groups of query heads: those of a KV head, in `splits` splits where they are more than a
-  // tile has rows. A split has `group` heads; the last one has some of the one before again, which computes the same.
+  // A work item of the plan runs once for each of `runs` sets of query heads: for each KV head, `splits` sets of `group`
+  // heads. There are several where a KV head has more query heads than a tile has rows. The last set then overlaps the one
+  // before, and both write the same results.
   int runs, splits, group, kv_group;
-  // A query of more heads than a narrow tile has rows may be an item of that tile: then it is looked up as so many of them, each with
-  // some heads, the last one likewise.
+  // A narrow item may have a query with more heads than its tile has rows. It is then looked up as `row_slices` items of
+  // some heads each, of which the last overlaps likewise.
   int row_slices;
   uint32_t group_inverse;
-  float scale_log2;  // weights are 2 to the power of scores times this
-  float v_scale;     // V is what its bytes say times this
-  // Where Variant::kCaps: before that scale, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score cap_exponent)).
+  float scale_log2;  // softmax weights are exp2(score * scale_log2)
+  float v_scale;     // dequantisation scale of V
+  // With Variant::kCaps: before that scale, scores become cap tanh(score / cap) = cap - 2 cap / (1 + 2^(score
+  // cap_exponent)).
   float cap, cap_exponent;
-  const __nv_bfloat16* sinks;  // [heads], logits without values, where Variant::kSinks
-  // Where Variant::kMasks: bit j of masks[queries, draft] says that the token sees token j of its draft, the request's last `draft` tokens.
+  const __nv_bfloat16* sinks;  // [heads], logits without values, with Variant::kSinks
+  // With Variant::kMasks: bit j of masks[queries, draft] says that the token sees token j of its draft, which is the last
+  // `draft` tokens of the request.
   const uint64_t* masks;
   int draft, token_heads, token_group;
-  int window;  // where Variant::kLimits: tokens that one of Q sees, itself included
-  // Where KV has few bits: [pages, kv_heads, record], `page_bytes` a page. Then k and v are tails: 64 tokens for each row of req_to_token.
+  int window;  // with Variant::kLimits: tokens that a query sees, itself included
+  // With KV of 4 or 2 bits: records[pages, kv_heads, record], `page_bytes` a page (low_bit.cuh). k and v then hold the
+  // tokens behind each request's last full page: 64 slots for each row of req_to_token.
   const uint8_t* records;
   uint32_t page_bytes;
 
-  // A query's head as row of heads in Q and the output.
+  // The row of Q and the output for a query and one of its `heads`, as token and head of `token_heads`.
   __device__ __forceinline__ TokenHead token_head(int query, int head) const {
     if constexpr (!Variant::kMasks) return {query, head};
     const int kv_head = quotient(head, kv_group), rest = head - kv_head * kv_group, token = quotient(rest, token_group);
@@ -68,7 +73,8 @@ struct Params {
 
   __device__ const int32_t* section(Header name) const { return plan + plan[name]; }
 
-  // A tile's row as query of the item and as head of the group. Exact for the rows and groups that there are.
+  // The query of the item and the head of its set that a row of the query tile is. The multiplication by an inverse is
+  // exact for all rows and groups in use.
   __device__ int query_of(int row) const { return int(row * group_inverse >> 16); }
   __device__ int head_of(int row) const { return row - query_of(row) * group; }
 };

@@ -1,4 +1,5 @@
-// Instructions that C++ has no word for. PTX ISA 8.x; the chapters are named where the operand layout matters.
+// Wrappers of PTX instructions (PTX ISA 8.x): cp.async, mbarrier, named barriers, ldmatrix, mma.sync, conversions. Chapters
+// are named where an operand layout matters. All kernels use it; tests/emulator has a replacement.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,12 +13,12 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return uint32_t(__cvta_generic_to_shared(pointer));
 }
 
-// Copies run until a `wait_copies`, whose clobber keeps the compiler from reading too early.
+// cp.async: complete after `wait_copies`, whose clobber keeps the compiler from reading earlier.
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 
-// Zeros where `valid` is false, and then nothing is read.
+// Writes zeros and reads nothing where `valid` is false.
 __device__ __forceinline__ void copy16_or_zero(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
@@ -30,7 +31,7 @@ __device__ __forceinline__ void copy8(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from));
 }
 
-// What is read is the first to leave the L2 cache again.
+// L2 policy evict-first.
 __device__ __forceinline__ uint64_t leaves_first() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -50,14 +51,15 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Between a barrier and wgmma: what was written to shared memory before the barrier, by whomever, becomes visible to wgmma.
+// Generic-to-async proxy fence, between a barrier and wgmma: makes visible to wgmma what any thread wrote to shared memory
+// before the barrier.
 __device__ __forceinline__ void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// Numbers of __half and their bits; those beyond its range become its largest.
+// Bits of a __half and back; saturates.
 __device__ __forceinline__ uint16_t half_bits(float x) {
   return __half_as_ushort(__float2half_rn(fminf(fmaxf(x, -65504), 65504)));
 }
@@ -76,8 +78,8 @@ __device__ __forceinline__ void wait_for_primary() {
 #endif
 }
 
-// The same value, which the compiler takes for a new one: what is computed from it is not computed far ahead of its use
-// and then held in registers.
+// The same value, opaque to the compiler: what depends on it is not computed far ahead of its use and then kept in
+// registers.
 __device__ __forceinline__ unsigned fresh(unsigned value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -89,7 +91,7 @@ __device__ __forceinline__ T* fresh(T* pointer) {
   return pointer;
 }
 
-// Thread of the CTA, of its warp, of its group of `kCount`; the warp of the CTA.
+// Index of the thread in the CTA, and in its set of `kCount` threads; of the thread in its warp; of the warp in the CTA.
 __device__ __forceinline__ int thread_of_cta() { return int(fresh(threadIdx.x)); }
 template <unsigned kCount>
 __device__ __forceinline__ int thread_of() {
@@ -98,19 +100,19 @@ __device__ __forceinline__ int thread_of() {
 __device__ __forceinline__ int lane_id() { return thread_of<32>(); }
 __device__ __forceinline__ int warp_id() { return int(fresh(threadIdx.x) / 32); }
 
-// Waits until the threads that take part, `threads` of them, have come to barrier `id`.
+// Named barrier: waits for `threads` threads.
 __device__ __forceinline__ void sync_threads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Arrives there without waiting.
+// Arrives at a named barrier without waiting.
 __device__ __forceinline__ void arrive_threads(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ void nap() { asm volatile("nanosleep.u32 0;"); }
 
-// Gives this warpgroup's registers beyond `kRegisters` a thread away, or waits for as many.
+// setmaxnreg: releases this warpgroup's registers beyond `kRegisters` a thread, or waits for as many.
 template <int kRegisters>
 __device__ __forceinline__ void shrink_registers() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -125,12 +127,12 @@ __device__ __forceinline__ void grow_registers() {
 #endif
 }
 
-// Barriers in shared memory, whose phases alternate between 0 and 1.
+// mbarriers. Waits test the parity of a phase, 0 or 1.
 __device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Before it is initialized once more.
+// Needed before a barrier is initialised again.
 __device__ __forceinline__ void invalidate_barrier(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -139,7 +141,7 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
 }
 
-// As if `count` threads did: one, before compute capability 9.0.
+// `count` arrivals; a single one before compute capability 9.0.
 __device__ __forceinline__ void arrive(uint32_t barrier, int count) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0], %1;\n}\n" ::"r"(barrier), "r"(count)
@@ -149,7 +151,7 @@ __device__ __forceinline__ void arrive(uint32_t barrier, int count) {
 #endif
 }
 
-// Arrives as soon as this thread's copies so far are complete.
+// Arrives when this thread's cp.async so far are complete.
 __device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -182,7 +184,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
 }
 
 #if __CUDA_ARCH__ >= 900
-// What `load_matrices` loads, back to the same places.
+// The inverse of `load_matrices`.
 __device__ __forceinline__ void store_matrices(const uint32_t (&r)[4], uint32_t to) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r[0]), "r"(r[1]),
                "r"(r[2]), "r"(r[3])
@@ -190,14 +192,14 @@ __device__ __forceinline__ void store_matrices(const uint32_t (&r)[4], uint32_t 
 }
 #endif
 
-// A warp's 8 x 8 matrix of 16-bit numbers, a thread a pair of neighbours in a row, transposed.
+// Transposes a warp's 8 x 8 matrix of 16-bit values, a pair of neighbours of a row in each thread.
 __device__ __forceinline__ uint32_t transpose(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 
-// (x & mask) | base, in one instruction: of C++, ptxas makes two where neither constant is in a register.
+// (x & mask) | base as one lop3: from C++, ptxas makes two instructions if neither constant is in a register.
 __device__ __forceinline__ uint32_t mask_or(uint32_t x, uint32_t mask, uint32_t base) {
   uint32_t y;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(base));
@@ -216,7 +218,7 @@ __device__ __forceinline__ uint32_t multiply_add_pair(uint32_t a, uint32_t b, ui
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
-// The lesser ones; NaN where either is.
+// Minimum of each; NaN if either is.
 __device__ __forceinline__ uint32_t least_pair(uint32_t a, uint32_t b) {
   uint32_t c;
   asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
@@ -233,16 +235,16 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// Four numbers of e4m3, as two pairs of __half.
+// Four e4m3 as two pairs of __half.
 __device__ __forceinline__ void e4m3_pairs(uint32_t bytes, uint32_t& low, uint32_t& high) {
 #if __CUDA_ARCH__ >= 890
-  // The upper half as an operand of its own: shifted down it took an instruction more.
+  // A register for the upper half: shifting it down took one instruction more.
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
       : "=r"(low), "=r"(high)
       : "r"(bytes));
 #else
   const auto pair = [](uint32_t spread) {
-    // The same bits one place further right make numbers that are 2^8 too small. NaN becomes 480.
+    // Shifted right by one bit, e4m3 is a __half 2^8 too small. NaN becomes 480.
     const uint32_t small = (spread & 0x80008000) | (spread & 0x7f007f00) >> 1;
     const __half2 numbers = __hmul2(reinterpret_cast<const __half2&>(small), __float2half2_rn(256));
     return reinterpret_cast<const uint32_t&>(numbers);
@@ -251,7 +253,7 @@ __device__ __forceinline__ void e4m3_pairs(uint32_t bytes, uint32_t& low, uint32
 #endif
 }
 
-// Numbers beyond the range of __half become its largest.
+// A pair of __half, saturated.
 __device__ __forceinline__ uint32_t saturated_half_pair(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

@@ -1,5 +1,6 @@
-// How warps share items of up to 16 rows: each has some of its own, and teams of several share the longest. Plain arithmetic,
-// which the host's compiler understands too (tests/test_teams.py).
+// How a CTA's warps divide narrow work items: a short item is one warp's, a long one is shared by a team of warps, which
+// split its KV between them and merge at the end. assign.cuh calls this once for each look-up. Plain arithmetic, which the
+// host's compiler builds too (tests/test_teams.py).
 #pragma once
 
 #include <cstdint>
@@ -12,18 +13,18 @@
 
 namespace pat {
 
-// Of how many warps and teams a warp is which.
+// A warp's place: it is number `warp` of `warps` in its team, which is number `team` of `teams`.
 struct TeamPlace {
   uint8_t warps, warp, teams, team;
 };
 
-// Items: how many, the longest, and all together; in tokens.
+// How many items, the tokens of the longest, and the tokens of all.
 struct ItemSum {
   int count, longest, tokens;
 };
 
-// x / by. Integer division by a runtime value is a call on a GPU, to code outside the instruction cache: so by floats. Exact below 2^21;
-// beyond, who shares what may depend on the rounding.
+// x / by, through floats: integer division by a runtime value is a call to code outside the instruction cache. Exact below
+// 2^21; beyond, rounding may only change which warps share an item.
 PAT_ANYWHERE constexpr int quotient(int x, int by) {
 #ifdef __CUDA_ARCH__
   return int(__fdividef(float(x) + 0.5f, float(by)));
@@ -32,14 +33,15 @@ PAT_ANYWHERE constexpr int quotient(int x, int by) {
 #endif
 }
 
-// Summing up an item takes a team as long as 24 tokens take one warp (1.5 us; 32 tokens take it 2 us, benchmarks/NOTES.md).
+// Merging a team's results takes as long as 24 tokens take one warp: 1.5 us, where 32 tokens take 2 us
+// (benchmarks/NOTES.md).
 constexpr int kSumTokens = 24;
 
-// Sharing what is left over has to save more than so many tokens: items of 256 tokens gain 3 to 5 %, of 128 up to 2, and those of 32 and 64 lost as
-// much, which the model does not say (benchmarks/NOTES.md, "Ends of workers").
+// Sharing left-over items has to save more than this many tokens. Measured: items of 256 tokens gain 3 to 5 %, of 128 up to
+// 2 %, and those of 32 and 64 lose as much, which the model does not predict (benchmarks/NOTES.md, "Ends of workers").
 constexpr int kLeastLeftOver = 64;
 
-// How long `kWarps` warps take for these items if each is shared by a team of `team` warps; in tokens that one warp reads in that time.
+// Time of `kWarps` warps for these items if teams of `team` warps share each; the unit is what one warp takes for a token.
 template <int kWarps>
 PAT_ANYWHERE constexpr int team_time(int team, const ItemSum& items) {
   if (team == kWarps) return items.tokens / kWarps + kSumTokens * items.count;
@@ -47,7 +49,8 @@ PAT_ANYWHERE constexpr int team_time(int team, const ItemSum& items) {
   return quotient(items.count + teams - 1, teams) * (quotient(items.longest, team) + kSumTokens);
 }
 
-// Sort key of a team size: the least is the fastest, and among equally fast ones the largest team. ~0 for sizes that do not divide kWarps.
+// Sort key of a team size: least is fastest, and of equally fast sizes the largest team is least. ~0 if the size does not
+// divide kWarps.
 constexpr int kRankBits = 4;
 template <int kWarps>
 PAT_ANYWHERE constexpr uint32_t team_rank(int team, const ItemSum& items) {
@@ -56,7 +59,7 @@ PAT_ANYWHERE constexpr uint32_t team_rank(int team, const ItemSum& items) {
   return uint32_t(team_time<kWarps>(team, items)) << kRankBits | uint32_t(kWarps - team);
 }
 
-// What `warp` does in teams of that rank, and the time that they take.
+// The place of `warp` in teams of that rank; and below, the time of such teams.
 template <int kWarps>
 PAT_ANYWHERE constexpr TeamPlace team_place(uint32_t rank, int warp) {
   const int team = kWarps - int(rank % (1 << kRankBits));
@@ -65,18 +68,18 @@ PAT_ANYWHERE constexpr TeamPlace team_place(uint32_t rank, int warp) {
 }
 PAT_ANYWHERE constexpr int rank_time(uint32_t rank) { return int(rank >> kRankBits); }
 
-// Items of up to so many tokens are better left to one warp; `best` is the rank of the teams that would share the others. With fewer items
-// than warps, sharing pays as soon as it is faster. With an item for every warp all are busy anyway, and sharing adds the summing up: then
-// only the longest are shared, by all warps, so that no warp finishes alone.
+// Items of up to this many tokens stay with one warp; `best` is the rank of the teams that would share the others. With
+// fewer items than warps, sharing pays as soon as it is faster. Otherwise all warps are busy anyway and sharing only adds
+// merges: then only the longest items are shared, by all warps, so that no warp finishes alone.
 template <int kWarps>
 PAT_ANYWHERE constexpr int own_tokens(uint32_t best, const ItemSum& items) {
   if (items.count < kWarps) return rank_time(best);
   return quotient(team_time<kWarps>(kWarps, items), (items.count + kWarps - 1) / kWarps);
 }
 
-// Of items that single warps have for themselves, how many remain when each warp has had equally many: with them a few warps run one more while the
-// others have nothing to do, so the first ones are shared instead. 0 where that does not pay: where lengths differ those may be the short ones, and of more
-// than half as many as there are warps no team would have two.
+// When each warp has had equally many items of its own, this many remain. A few warps would run one more while the others
+// idle, so as many items are shared instead. 0 where that does not pay: with unequal lengths the shared ones may be the
+// short ones, and if more than half as many remain as there are warps, no team would have two warps.
 template <int kWarps>
 PAT_ANYWHERE constexpr int left_over(const ItemSum& alone) {
   const int count = alone.count < kWarps ? 0 : alone.count % kWarps;

@@ -1,5 +1,6 @@
-// The module that is compiled: a dtype, format of KV, head dimension, architecture, set of tiles and what its layers ask for. The only file here that reads
-// what the build defines (`Variant` in sglang_pat/kernels/cuda.py).
+// What one compiled module is for: dtype, KV format, head dimensions, architecture, query tiles, and the features that its
+// layers use. Every kernel reads it as compile-time constants. Only this file reads the build's macros (`Variant` in
+// sglang_pat/kernels/cuda.py).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,15 +22,17 @@ struct Variant {
   static constexpr int kArch = PAT_ARCH;               // 900 of Hopper
   static constexpr int kQueryTiles = PAT_QUERY_TILES;  // a set of bits (`tile_bit` in threads.cuh)
 
-  // Whether heads have sinks. Asked of each row at run time, it cost 2 % (benchmarks/NOTES.md, 2026-11-23).
+  // Whether heads have attention sinks. A test of each row at run time took 2 % (benchmarks/NOTES.md, 2026-11-23).
   static constexpr bool kSinks = PAT_SINKS;
-  // Whether scores are capped. The code for it is 7 KB that would lie among what every batch runs (benchmarks/NOTES.md, "Where code lies in memory").
+  // Whether scores are capped (tanh). A module of its own: the code is 7 KB and would lie among what every batch runs
+  // (benchmarks/NOTES.md, "Where code lies in memory").
   static constexpr bool kCaps = PAT_CAPS;
-  // Whether queries are drafts of several tokens, each of which sees some of its draft.
+  // Whether a query is a draft of several tokens, with a mask for each token of which tokens of the draft it sees.
   static constexpr bool kMasks = PAT_MASKS;
-  // Whether rows of an item see different stretches of its KV: each what is in front of its own token's end, and of that one's window.
+  // Whether rows of a work item see different ranges of its KV, by causality or a sliding window (extends; `Limits` in
+  // visibility.cuh).
   static constexpr bool kLimits = PAT_LIMITS;
-  // Whether a wide item may go on with each query's own KV behind what they share: its tail, which a group of warps computes for itself.
+  // Whether a wide item may continue with tails: behind the shared KV each warpgroup reads the KV of its own query only.
   static constexpr bool kTails = PAT_TAILS;
 };
 

@@ -1,6 +1,6 @@
-// Hopper's warpgroup matrix product, m64n64k16 with float32 accumulators (PTX ISA, "Asynchronous Warpgroup Level Matrix
-// Instructions"). 64 columns at a time are enough to keep the tensor cores busy, and one panel of 128-byte swizzled rows
-// is 64 columns wide: no other shape is needed.
+// Hopper's wgmma, m64n64k16 with float32 accumulators (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"). One
+// shape is enough: 64 columns keep the tensor cores busy, and a panel of 128-byte swizzled rows is 64 columns wide.
+// products.cuh calls it; tests/emulator has a replacement.
 #pragma once
 
 #include "ptx.cuh"
@@ -11,8 +11,8 @@
 
 namespace pat {
 
-// Describes a panel: rows of 128 bytes, swizzled, in groups of eight that are 1,024 bytes apart. This is the lower half of
-// the descriptor, with the address; the upper half is always the same.
+// Matrix descriptor of a swizzled panel: eight rows of 128 bytes are a unit, 1,024 bytes apart. The lower half has the
+// address; the upper half is constant.
 __device__ __forceinline__ uint32_t panel_descriptor(uint32_t address) {
   constexpr uint32_t kLeading = 1 << 16;
   return kLeading | (address & 0x3FFFF) >> 4;
