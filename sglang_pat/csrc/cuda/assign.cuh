@@ -1,5 +1,6 @@
-// The work items of a worker: its threads look up as many of them as they are, one each, and keep them in shared memory.
-// So the loads that depend on each other, from the plan to the KV slots, are waited for only once.
+// Looks up a CTA's work items in the plan and keeps them in shared memory, in order of phase (`AssignedItems`). Each thread
+// looks up one item, so that the chain of dependent loads (plan, lengths, rows, slots) is waited for once in a pass and not
+// once for each item. Every forward kernel calls `look_up` at the start of a pass and `get` for each item.
 #pragma once
 
 #include <climits>
@@ -10,15 +11,15 @@
 
 namespace pat {
 
-// What the threads of a CTA have looked up, in shared memory.
+// Items of one look-up.
 template <int kThreads>
 struct AssignedItems {
   static constexpr int kWords = kThreads / kWarpSize;
   Item items[kThreads];
-  uint16_t order[kPhases][kThreads];  // the items of each phase: first those that warps share
+  uint16_t order[kPhases][kThreads];  // indices into items by phase; those that teams share come first
   int count[kPhases], shared[kPhases];
-  TeamPlace places[kWide][kWords];  // of each warp
-  int next;                         // the first that was not looked up
+  TeamPlace places[kWide][kWords];  // of each warp, by phase
+  int next;                         // first item of the CTA that was not looked up
   bool parts_stay, wide_last, more;
 };
 
@@ -29,9 +30,9 @@ class Items {
  public:
   __device__ Items(const Params& p, Assigned& assigned) : p_(p), assigned_(assigned) {}
 
-  // Looks up the worker's items from `first` on, those whose tile is one of `ms`. Every thread has to call it; what was
-  // looked up before must not be in use any more. `kWarps` are there for items of up to 16 rows. Of a CTA with more threads than
-  // there is place for items, the first ones read.
+  // Looks up the CTA's items from number `first` on and puts those in order whose query tile is in the set `ms`. Every
+  // thread has to call it, and nobody may still use the items of the look-up before. `kWarps` warps run narrow items. If
+  // the CTA has more threads than there is room for items, only the first kThreads read.
   template <int kWarps, int kCtaThreads = kThreads>
   __device__ void look_up(int first, int ms) {
     static_assert(Assigned::kWords >= kPhases && Assigned::kWords >= kWarps);
@@ -57,41 +58,42 @@ class Items {
       assigned_.more = number == kThreads;
       assigned_.next = first + kThreads;
     }
-    // Small batches have one; what may be left out counts for them (benchmarks/NOTES.md). Of slices, only the first may be an item.
+    // Fast path: a single item needs no sorting. It counts for small batches, which have one (benchmarks/NOTES.md). A
+    // sliced query fills several entries, of which only the first is an item here if the tile holds all of its rows.
     const bool one = number == p_.row_slices && (number == 1 || assigned_.items[0].m >= p_.group);
     if (one && warp == 0) sort_one<kWarps>();
     if (!one && warp < kPhases) sort<kWarps>(Phase(warp), number);
     __syncthreads();
   }
 
-  // What other threads do meanwhile that neither read nor sort: those behind the first `kThreads`.
+  // Takes part in the barriers of a `look_up`, for threads that neither read nor sort: those behind the first kThreads.
   __device__ void join_barriers() const {
     __syncthreads_count(0);
     __syncthreads();
   }
 
-  // Whether there may be items that have not been looked up, and from which one on.
+  // Whether the CTA may have more items than were looked up, and the first of those.
   __device__ bool more() const { return assigned_.more; }
   __device__ int next() const { return assigned_.next; }
 
-  // Whether wide items, if there are any, are run when all others have been (packing/plan.py, `Plan.narrow_first`).
+  // Whether this CTA runs its wide items last (packing/plan.py, `Plan.narrow_first`).
   __device__ bool wide_last() const { return assigned_.wide_last; }
 
-  // A phase's items; how many of them, from the first on, are shared by teams; and this warp's place in a team.
+  // Items of a phase; how many of them, counted from the first, teams share; this warp's place in its team.
   __device__ int count(Phase phase) const { return assigned_.count[phase]; }
   __device__ int shared(Phase phase) const { return assigned_.shared[phase]; }
   __device__ TeamPlace place(Phase phase) const { return assigned_.places[phase][warp_id()]; }
 
-  // Whether there are so many parts that KV, which most narrow items read for the only time, should make place for them in
-  // the L2 cache until they are merged. Deep trees gain 2 to 8 %; where there are few parts 5 % would be lost
+  // Whether KV of narrow items is marked evict-first, so that parts stay in the L2 cache until they are merged: most narrow
+  // items read their KV once. With many parts (deep trees) this gains 2 to 8 %, with few it would lose 5 %
   // (benchmarks/NOTES.md).
   __device__ bool parts_stay() const { return assigned_.parts_stay; }
 
   __device__ const Item& get(Phase phase, int i) const { return assigned_.items[assigned_.order[phase][i]]; }
 
  private:
-  // Brings what the look-up reads to L2 before it is known what that is: else each of its loads that depend on each other waits for memory.
-  // Each worker asks for some lines.
+  // Prefetches the plan and the lengths to L2, some lines by each CTA: otherwise each of the dependent loads of a look-up
+  // waits for DRAM.
   __device__ void prefetch_tables() const {
     const int line = int(fresh(blockIdx.x) + lane_id() * gridDim.x);
     if (warp_id() == 0 && line < p_.plan_lines) prefetch(p_.plan + line * kLineBytes / int(sizeof(int32_t)));
@@ -101,7 +103,7 @@ class Items {
     }
   }
 
-  // Of the first `number` items those of a phase of up to `longest` tokens. By one warp.
+  // Sums over the items of a phase with up to `longest` tokens. By one warp.
   __device__ ItemSum sum_up(Phase phase, int number, int longest) const {
     ItemSum sum = {};
 #pragma unroll 1
@@ -115,22 +117,23 @@ class Items {
     return {__reduce_add_sync(~0u, sum.count), __reduce_max_sync(~0u, sum.longest), __reduce_add_sync(~0u, sum.tokens)};
   }
 
-  // The fastest teams for these. By one warp, each of whose lanes looks at teams of another size.
+  // The rank of the fastest teams for these items. By one warp; each lane rates one team size.
   template <int kWarps>
   __device__ uint32_t best_teams(const ItemSum& items) const {
     return __reduce_min_sync(~0u, team_rank<kWarps>(lane_id(), items));
   }
 
-  // Puts the items of a phase in order. By one warp.
+  // Orders the items of a phase, those that teams share first, and chooses the teams. By one warp.
   template <int kWarps>
   __device__ void sort(Phase phase, int number) {
     const int lane = lane_id();
-    ItemSum all_sum = {}, own_sum = {};  // of the phase, and those that single warps have for themselves
-    int longest_own = INT_MAX;           // longer ones are shared
-    int extra_shared = 0;                // of the others, how many are shared too
-    int shared = 0;                      // all that are
-    uint32_t best = 0;                   // a rank (teams.h); in the end that of the teams that share
-    // What is left for single warps when the long ones are shared may be few, and then too long again. One loop, for its code is long.
+    ItemSum all_sum = {}, own_sum = {};  // all items of the phase; those that one warp runs alone
+    int longest_own = INT_MAX;           // longer items are shared
+    int extra_shared = 0;                // shared although they are not longer
+    int shared = 0;                      // items that teams share, both kinds
+    uint32_t best = 0;                   // rank of the best teams (teams.h), in the end for the shared items
+    // With the long items shared, few may be left for single warps, and then the longest of those is too long again:
+    // repeat. A loop, so that its code is there once.
 #pragma unroll 1
     for (bool converged = false;;) {
       if (!converged) own_sum = sum_up(phase, number, longest_own);
@@ -149,7 +152,7 @@ class Items {
       else
         longest_own = own;
     }
-    int next_shared = 0, next_own = shared;  // places
+    int next_shared = 0, next_own = shared;  // places in the order
 #pragma unroll 1
     for (int first = 0; first < number; first += kWarpSize) {
       const int i = first + lane;
@@ -167,7 +170,7 @@ class Items {
     if (shared > 0 && lane < kWarps) assigned_.places[phase][lane] = team_place<kWarps>(best, lane);
   }
 
-  // The same where there is one item, of which all warps are one team if it is long. By one warp.
+  // `sort` for a single item: all warps share it if it is long. By one warp.
   template <int kWarps>
   __device__ void sort_one() {
     const int lane = lane_id();
@@ -183,7 +186,8 @@ class Items {
     if (shared && lane < kWarps) assigned_.places[item.phase][lane] = {uint8_t(kWarps), uint8_t(lane), 1, 0};
   }
 
-  // The worker's item `index`, of which each item of the plan is `row_slices`; all but the first are none where its tile holds all rows.
+  // Item number `index` of the CTA. Each item of the plan counts as `row_slices`; where its tile holds all rows of a query,
+  // only the first of them is an item.
   __device__ __forceinline__ Item read(int index, int ms) const {
     Item item = {};
     item.phase = kNoItem;
@@ -204,7 +208,7 @@ class Items {
     const int32_t* row = p_.plan + items + at * kItemSize;
     item.query = row[kQuery];
     item.target = row[kSlot];
-    // Bounds below 0 count back from the request's end (packing/plan.py, `position`).
+    // Negative bounds count back from the request's end (packing/plan.py, `position`).
     const int from_end = row[kEnd] < 0 ? int(p_.seq_lens[item.query]) - kOpen : 0;
     const int start = row[kStart] < 0 ? max(0, from_end + row[kStart]) : row[kStart];
     const int end = row[kEnd] < 0 ? max(0, from_end + row[kEnd]) : row[kEnd];
@@ -231,13 +235,13 @@ class Items {
       if (item.tails && item.phase == kWide) look_up_tails(item, end);
     }
     if (Variant::kMasks && item.draft > 0) prefetch(p_.masks + int64_t(item.query) * p_.draft);
-    // They are read next, by a warp that does not know yet which item it gets.
+    // The KV slots are read next, by a warp that does not know its item yet.
 #pragma unroll 1
     for (int i = 0; i < min(item.tokens, kAhead); i += kAheadStep) prefetch(p_.req_to_token + item.slots + i);
     return item;
   }
 
-  // Where two queries' tails are behind `end`. A template, as only some modules' items have them.
+  // Fills `LookedUpTails` for tails that begin at `end`. A template, because only some modules' items have them.
   template <typename AnyItem>
   __device__ void look_up_tails(AnyItem& item, int end) const {
     item.tail_tokens[0] = max(0, int(p_.seq_lens[item.query]) - end);
@@ -247,12 +251,12 @@ class Items {
     item.tail_tokens[1] = max(0, int(p_.seq_lens[query]) - end);
   }
 
-  // How many of the last tokens in front of `end` are of the query's draft: more than an item has where it begins within.
+  // How many of the tokens before `end` belong to the query's draft. More than the item has if it begins inside the draft.
   __device__ uint8_t draft_tokens(int query, int end) const {
     return uint8_t(min(kMostDraft, max(0, end - int(p_.seq_lens[query] - p_.draft))));
   }
 
-  static constexpr int kAhead = 128, kAheadStep = 32;  // slots, and those of a line of the cache
+  static constexpr int kAhead = 128, kAheadStep = 32;  // slots to prefetch, and slots of a cache line
 
   const Params& p_;
   Assigned& assigned_;

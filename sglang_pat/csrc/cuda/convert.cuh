@@ -1,15 +1,16 @@
-// The producer for KV of 8 bits: copies bytes to shared memory, and converts them to 16 bits on their way into the ring. Each thread
-// converts what it copied itself. The warps that compute see a ring like any other. Where two groups of warps convert, one has K, the other V and Q.
+// Producer of wide items for 8-bit KV: copies tiles of bytes [64 tokens, dim] to shared memory (`ahead`), converts them to
+// 16 bits in registers, and stores them into the ring's stages (ring.cuh). Consumers see the same ring as with 16-bit KV.
+// With `two_convert` the producer warpgroup converts K, and the last consumer warpgroup V and Q. forward.cuh runs it.
 #pragma once
 
 #include "ring.cuh"
 
 namespace pat {
 
-enum class ProducerRole { kKAndV, kK, kV };  // Q comes with V
+enum class ProducerRole { kKAndV, kK, kV };  // Q is copied with V
 
-// Each thread copies and converts rows of its own: nobody else waits for its bytes. Its copies go on across the ends of items, but
-// where Q has to be converted too, which waits for all of them.
+// Each thread converts the bytes that it copied itself, so it waits for nobody else's. Copies run on across the ends of
+// items, except where Q has to be converted, which waits for all of them.
 template <typename T, typename Kv, int kDim, int kVDim, int kStages, int kAhead, ProducerRole kRole>
 class ConvertingProducer : TileRows<kDim, kDim> {
   using Rows = TileRows<kDim, kDim>;
@@ -17,9 +18,10 @@ class ConvertingProducer : TileRows<kDim, kDim> {
   using Memory = WideMemory<kDim, kStages, kAhead>;
   using Barriers = WideBarriers<kStages, Memory::kBuffers>;
   static constexpr bool kAll = kRole == ProducerRole::kKAndV, kWithQueries = kRole != ProducerRole::kK;
-  static constexpr int kPlace = kRole == ProducerRole::kV;  // in memory and in a tile's stages
+  static constexpr int kPlace =
+      kRole == ProducerRole::kV;  // index in memory.ahead and memory.slots, and of a tile's stages
   static constexpr int kLead = slot_lead(kDim, kAhead), kSlotsOnly = -2;
-  // Q of an item comes when all groups are done with the item before, so with its K (`TileStages`).
+  // With one buffer, Q of an item is copied when all warpgroups are done with the item before (`TileStages` relies on it).
   static_assert(kAll ? !two_convert(kDim) : two_convert(kDim) && Memory::kBuffers == 1);
 
   static constexpr int kSlotsAlign = std::min(kRows, 4) * int(sizeof(int));
@@ -27,10 +29,10 @@ class ConvertingProducer : TileRows<kDim, kDim> {
     int of[kRows];
   };
 
-  // A tile of an item, and of the item what is needed for each tile: looking it up once more takes longer than converting.
+  // A KV tile, and what it needs of its item: looking that up for each tile would take longer than the conversion.
   struct Cursor {
     int item = -1, begin = 0, tokens = 0, head = 0;
-    int tail = -1;  // of the item's tiles of tails, which is one of each query in turn
+    int tail = -1;  // number among the item's tiles of tails, which go round its queries; -1 in the shared KV
     const int32_t* slots = nullptr;
   };
 
@@ -42,15 +44,17 @@ class ConvertingProducer : TileRows<kDim, kDim> {
         cursor_(barriers.ring),
         queries_(p, items, memory.queries, barriers.queries) {
     if (kPlace == 1) cursor_.advance(), is_v_ = true;
-    // Of the two places of 16 bytes that its 16 numbers take, a thread begins with the second where the panel is an odd one, or the line of 128
-    // bytes that they come from: else eight threads that store together would use half of the banks, or sixteen that load.
+    // A thread stores 16 values as two chunks of 16 bytes. It begins with the second chunk where the panel, or the 128-byte
+    // line that the bytes come from, is odd: otherwise eight threads that store together, or sixteen that load, would use
+    // half of the banks.
     const int row = int(thread() / kRowThreads);
     const int half = (column() / (kPanelColumns / kCopyBytes) + source(row) / kPanelRow) % 2;
     source_ = fresh(source(row) + half * kCopyBytes / 2);
     panel_ = fresh(panel_offset(row, 2 * column() + half, kTokens * kPanelRow));
   }
 
-  // The items of one look-up. In front of them the slots of some tiles are asked for, and then some tiles: one loop, so that its code is there once.
+  // All items of one look-up. The first two iterations have no item: they issue the slots of the first tiles, then their
+  // copies. One loop, so that its code is there once.
   __device__ void run() {
     const int items = items_.count(kWide);
     if (items == 0) return;
@@ -80,17 +84,17 @@ class ConvertingProducer : TileRows<kDim, kDim> {
  private:
   __device__ static int first_row() { return int(thread() / kRowThreads); }
   __device__ static int column() { return int(thread() % kRowThreads); }
-  // Whether this thread's column is one of K, or of V.
+  // Whether K or V is as wide as this thread's column.
   __device__ static bool in_row(bool is_v) { return column() < (is_v ? kVDim : kDim) / kCopyBytes; }
 
-  // Tiles of all of an item's tails together: of each query as many as the longest one has.
+  // KV tiles of all tails of an item: of each query as many as the longest tail has.
   template <typename AnyItem>
   __device__ static int all_tail_tiles(const AnyItem& item) {
     if constexpr (kLooksUpTails) return item.count * tiles_of(max(item.tail_tokens[0], item.tail_tokens[1]));
     return 0;
   }
 
-  // To the next tile that there is: an item without tokens has none. False behind the last.
+  // Moves to the next KV tile; items without tokens have none. False behind the last.
   __device__ bool advance(Cursor& cursor) const {
     const int items = items_.count(kWide);
     cursor.begin += kTokens;
@@ -106,7 +110,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
     return true;
   }
 
-  // The same among the tiles of an item's tails. One that has ended has tiles without tokens.
+  // The same within the tails of an item. A tail that has ended has tiles without tokens.
   template <typename AnyItem>
   __device__ bool advance_in_tails(Cursor& cursor, const AnyItem& item) const {
     if (++cursor.tail >= all_tail_tiles(item)) return false;
@@ -117,11 +121,11 @@ class ConvertingProducer : TileRows<kDim, kDim> {
     return true;
   }
 
-  // Where the slots of this thread's rows are, or of the rows from `row` on.
+  // Slots of this thread's rows of a tile, or of the rows from `row` on.
   __device__ int* slots(int tile, int row) const { return memory_.slots[kPlace][tile] + row * kRows; }
   __device__ static int next_slots(int tile) { return tile == Memory::kSlotTiles - 1 ? 0 : tile + 1; }
 
-  // Asks for the slots of the next tile whose slots have not been asked for: each warp for those of its own rows.
+  // Issues the copy of the next KV tile's slots; each warp copies those of its own rows.
   __device__ void issue_slots() {
     if (advance(read_) && column() < kRows) {
       const int row = read_.begin + own_row();
@@ -130,13 +134,14 @@ class ConvertingProducer : TileRows<kDim, kDim> {
     read_slots_ = next_slots(read_slots_);
   }
 
-  // This thread's bytes of a row of a tile that is not converted yet.
+  // Offset of this thread's bytes in a tile of bytes.
   __device__ static int source(int row) { return row * kDim + column() * kCopyBytes; }
-  // Of the oldest tile that was asked for, or of the next.
+  // The place of the oldest tile in flight, which is also the next one's.
   __device__ uint8_t* ahead() const { return memory_.ahead[kPlace] + at_ * kAheadBytes<kDim>; }
 
-  // Issues the copies of a tile's K, next time of its V, or of those that it brings: always one commit group, empty after the last tile. The slots
-  // of a later tile are copied along with the first: when they were loaded into registers, ptxas made the load wait at once.
+  // Issues the copies of a tile's K, next time of its V (or always of the one that is this producer's). It commits one
+  // group each time, also after the last tile. Slots of a later tile are copied along: when they were loaded to registers,
+  // ptxas made the load wait at once.
   __device__ void issue(bool slots_only) {
     if ((issue_more_ | slots_only) && (!kAll || !is_v_)) {
       __syncwarp();  // what other lanes have asked for has come, and they have read what is overwritten
@@ -148,11 +153,10 @@ class ConvertingProducer : TileRows<kDim, kDim> {
                                      issue_cursor_.head * (is_v_ ? p_.v_head : p_.k_head) + column() * kCopyBytes);
       const SlotsOf rows = *reinterpret_cast<const SlotsOf*>(slots(issue_slots_at_, first_row()));
       const uint32_t to = shared_address(ahead()) + (source_ & ~(kCopyBytes - 1));
-      const int tokens =
-          issue_cursor_.tokens - issue_cursor_.begin - first_row();  // that are left from this thread's first row on
+      const int tokens = issue_cursor_.tokens - issue_cursor_.begin - first_row();  // left from this thread's first row on
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        // Zeros behind the end: what lies there may be NaN.
+        // Zeros behind the end: memory may hold NaN.
         if (in_row(is_v_))
           copy16_or_zero(to + i * kStride * kDim, from + uint64_t(uint32_t(rows.of[i])) * stride, i * kStride < tokens);
       }
@@ -166,7 +170,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
     at_ = at_ == kAhead - 1 ? 0 : at_ + 1;
   }
 
-  // Converts the oldest copied tile of K or V into the ring's next stage.
+  // Converts the oldest tile in flight into the next stage of the ring.
   __device__ void convert_stage(bool is_v) {
     wait_copies<kAhead - 1>();
     uint2 loaded[kRows][2] = {};
@@ -203,7 +207,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
   QueryProducer<T, typename Kv::Product, kDim, Memory::kBuffers> queries_;
   Cursor issue_cursor_, read_;
   int at_ = 0, issue_slots_at_ = 0, read_slots_ = 0;
-  uint32_t source_, panel_;  // where this thread's first row is in a tile that is not converted yet, and in a stage
+  uint32_t source_, panel_;  // offsets of this thread's first row in a tile of bytes, and in a stage
   bool issue_more_ = false, is_v_ = false;
 };
 

@@ -1,5 +1,8 @@
-// Forward: persistent workers, one an SM, each with the bins that the plan gives it, one KV head at a time (PAT §6). One
-// kernel has one or several Q tiles and switches between them from work item to work item (BatchLLM §4.4 fuses likewise).
+// The forward kernel. It runs a plan's work items: the output of a query with one part goes to `out`, parts and their
+// log-sum-exp go to the workspace for merge.cuh. CTAs are persistent, one an SM: each has some of the plan's bins, one KV
+// head at a time (PAT section 6), and runs narrow items by single warps (narrow.cuh) and wide items by warpgroups with a
+// producer (wide.cuh, ring.cuh, convert.cuh). One kernel has several query tiles (BatchLLM section 4.4 fuses likewise).
+// module.cu launches it.
 #pragma once
 
 #include "convert.cuh"
@@ -8,21 +11,21 @@
 
 namespace pat {
 
-// Of a kernel whose Q tiles are `kMs`. V may be narrower than K.
+// Sizes of a kernel whose query tiles are the set `kMs`. V may be narrower than K.
 template <typename Kv, int kDim, int kVDim, int kMs>
 struct ForwardSizes {
   static constexpr bool kHasWide = (kMs & kWideTiles) != 0;
   static constexpr int kComputing = warpgroups(kDim) * kWarpgroupThreads;
-  // Items, statistics, barriers, alignment.
+  // Bytes for items, statistics, barriers and alignment.
   static constexpr int kRest = int(sizeof(AssignedItems<threads(kDim)>)) + (4 << 10);
   static constexpr bool kConverts = Kv::kBytes == 1;
   static constexpr int kBuffers = query_buffers(kConverts);
   static constexpr int kQueries = kBuffers * int(sizeof(WideQueries<kDim>));
   static constexpr int kFree = kSharedLimit - kRest - kQueries;
-  // Groups that take turns hold K and V of two tiles while those of a third come: with four stages, 64 rows took 34 ns a
-  // token in place of 20 (benchmarks/NOTES.md, 2026-11-23).
+  // Alternating warpgroups hold K and V of two tiles while a third is loaded: with four stages, 64 rows took 34 ns a token
+  // instead of 20 (benchmarks/NOTES.md, 2026-11-23).
   static constexpr int kFewestStages = warpgroups(kDim) > 1 ? 6 : 2;
-  // More than eight stages run_producer nothing: K and V of four tiles. KV of 8 bits waits for its conversion beside them.
+  // More than eight stages, K and V of four tiles, gain nothing. 8-bit KV waits for its conversion beside the ring.
   static constexpr int kStages = kConverts ? kFewestStages : std::min(8, kFree / kStageBytes<kDim> / 2 * 2);
   static constexpr int kAhead =
       kConverts ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim> / converting_warpgroups(kDim)) : 0;
@@ -34,7 +37,8 @@ struct ForwardSizes {
   static_assert(kStages >= kFewestStages && kNarrowWarps > 0 && (!kConverts || kAhead > 0));
 };
 
-// Panels are 1,024-byte aligned, as swizzled tiles must be.
+// Shared memory of the kernel. Wide and narrow items use the same bytes, one kind at a time. Swizzled panels need
+// 1,024-byte alignment.
 template <typename Kv, int kDim, int kVDim, int kMs>
 struct ForwardMemory {
   using S = ForwardSizes<Kv, kDim, kVDim, kMs>;
@@ -51,8 +55,8 @@ struct ForwardMemory {
   AssignedItems<threads(kDim)> assigned;
 };
 
-// Registers of a thread before the warps that load give theirs away, and after; all together 65,536 at most. Which ones spill nowhere is
-// for the compiler to tell (tests/test_cuda_build.py).
+// Registers of a thread before the producers give theirs away, and after; 65,536 in all at most. tests/test_cuda_build.py
+// checks that nothing spills.
 template <int kDim>
 constexpr int kFirstRegisters = 65536 / threads(kDim);
 constexpr int kLoadRegisters = 56;
@@ -60,12 +64,12 @@ template <int kDim>
 constexpr int kComputeRegisters = (65536 / kWarpgroupThreads - kLoadRegisters) / warpgroups(kDim) / 8 * 8;
 
 #if PAT_WGMMA
-#define PAT_PHASE __forceinline__  // wgmma does not go with calls
+#define PAT_PHASE __forceinline__  // wgmma does not survive calls
 #else
-#define PAT_PHASE __noinline__  // and without it registers are allotted better to one phase at a time
+#define PAT_PHASE __noinline__  // registers are allocated better for one phase at a time
 #endif
 
-// KV of wide items, and Q, converted.
+// The producer of 8-bit KV.
 template <typename T, typename Kv, int kDim, int kVDim, int kMs, ProducerRole kRole>
 __device__ __forceinline__ void run_producer(const Params& p, const Items<threads(kDim)>& items,
                                              ForwardMemory<Kv, kDim, kVDim, kMs>& memory) {
@@ -96,16 +100,18 @@ __device__ PAT_PHASE void run_narrow(const Params& p, const Items<threads(kDim)>
     NarrowWarp<T, Kv, kDim, kVDim, kM, kWarps>(p, items, memory.narrow.chunks, memory.narrow.statistics).run();
 }
 
-// In place of the item from which on a pass looks items up: it looks up none, and runs those of the last look-up that have not been run.
+// In place of the first item to look up: this pass runs the kind of items that the pass before left.
 constexpr int kSameLookUp = -1;
 
-// Runs wide items first, for nothing would hide how long they take to begin at the end; then the others of the same look-up; and rarely
-// looks up more. Each is a pass of one loop, so that its code is there once. Where a plan says so, every second worker runs the others first: what
-// wide items leave of the memory's bandwidth is then used.
+// Each iteration of the loop is a pass: it looks up items, then runs one kind of them, wide or narrow. The next pass runs
+// the other kind of the same look-up; only then, rarely, more are looked up. Wide items come first, because at the end
+// nothing would hide how long they take to start. If the plan says so, every second CTA runs narrow items first, which use
+// the memory bandwidth that wide items leave.
 //
-// GPUs fetch the first 64 KB of a kernel when it starts, and what lies behind them when it is run: 0.3 us for each KB (benchmarks/NOTES.md,
-// "Where code lies in memory"). The compiler lays a branch out from its last alternative to its first. So what small batches run comes
-// first in memory: the look-up, the warps that load, items of 8 rows, wide items, items of 16 rows; with drafts wide items before all others.
+// GPUs fetch the first 64 KB of a kernel at launch, and the rest when it is reached, 0.3 us a KB (benchmarks/NOTES.md,
+// "Where code lies in memory"). The compiler lays a branch out from its last alternative to its first. So what small
+// batches run comes first in memory: look-up, producers, items of 8 rows, wide items, items of 16 rows; with drafts wide
+// items come before all narrow ones.
 template <typename T, typename Kv, int kDim, int kVDim, int kMs>
 __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
@@ -116,7 +122,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
   constexpr bool kTradeRegisters = warpgroups(kDim) > 1;
   launch_dependents();
   Items<kThreads> items(p, memory.assigned);
-  // These do not wait for one another: every warp has its memory, every phase its teams' barriers.
+  // No barrier between the two: every warp has its own memory, and each phase its own team barriers.
   const auto single = [&] {
     if constexpr ((kMs & tile_bit(kSingleM)) != 0) {
       if (items.count(kSingle) > 0) run_narrow<T, Kv, kDim, kVDim, kMs, kSingleM>(p, items, memory);
@@ -134,14 +140,15 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constan
       items.template look_up<S::kNarrowWarps>(from, kMs);
       wait_for_primary();
     }
-    // By a shuffle, so that the compiler knows that it is the same for a warp (wide.cuh, `this_warpgroup`).
+    // A shuffle tells the compiler that the value is uniform in a warp (wide.cuh, `this_warpgroup`).
     const bool wide =
         S::kHasWide && __shfl_sync(~0u, items.count(kWide) > 0 && (from == kSameLookUp) == items.wide_last(), 0);
-    // Whether a pass that ran wide items, or all others, has left the other kind.
+    // Whether the other kind of items is left after this pass.
     const auto phase_left = [&](bool ran_wide) {
       return items.wide_last() ? !ran_wide & (items.count(kWide) > 0) : ran_wide;
     };
-    // Which kind it was: what the compiler cannot know keeps the other branch's code out of this one, and so in its place in memory.
+    // Which kind ran. `fresh` hides the value from the compiler, so that it keeps the branches' code apart and in its place
+    // in memory.
     uint32_t ran_wide;
     if (thread_of_cta() < S::kComputing) {
       if constexpr (kTradeRegisters) {

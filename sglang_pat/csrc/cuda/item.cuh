@@ -1,4 +1,6 @@
-// A work item of one KV head, and which queries its tile's rows are.
+// A work item of one KV head as it lies in shared memory, and the map from the rows of its query tile to queries and heads.
+// assign.cuh fills it from the plan; producers and consumers read it. Row r of a tile is head r % group of query r / group,
+// or with tails, head r % 64 of query r / 64.
 #pragma once
 
 #include <type_traits>
@@ -8,13 +10,14 @@
 
 namespace pat {
 
-// The phases of the forward kernel, each with the items of its tiles.
+// Kinds of work items, by the rows of the query tile: 8, 16, more. Narrow ones of both sizes have teams and barriers of
+// their own.
 enum Phase { kSingle, kNarrow, kWide, kPhases, kNoItem };
 
 __device__ constexpr Phase phase_of(int m) { return m == kSingleM ? kSingle : m == kNarrowM ? kNarrow : kWide; }
 
-// Two queries' tails, where those who bring KV go on to the next items before Q of this one is there: how long they are, and where in req_to_token the
-// second one begins; the first one is behind what they share.
+// Where two queries' tails are, for the producers of 8-bit KV, which run ahead of Q and so cannot read it there
+// (`WideQueries`): their lengths, and where in req_to_token the second begins. The first follows the shared KV.
 struct LookedUpTails {
   int64_t second_tail;
   int tail_tokens[2];
@@ -24,19 +27,19 @@ constexpr bool kLooksUpTails = Variant::kTails && kHas8BitKv;
 
 // A work item of one KV head.
 struct Item : std::conditional_t<kLooksUpTails, LookedUpTails, NoTails> {
-  int64_t slots;  // where its first KV slot is in req_to_token
+  int64_t slots;  // index in req_to_token of its first KV slot
   int tokens;
-  int first;      // of the plan's queries and slots
+  int first;      // of the plan's lists of queries and of parts' slots
   int query;      // batch position of the first
-  int target;     // where its part goes
+  int target;     // workspace slot of the first query's part, or kDirect
   uint8_t count;  // queries
   uint8_t draft
       : 7;  // with Variant::kMasks, how many of the last tokens are of its query's draft; with tails, of each tail's
-  uint8_t tails : 1;    // whether its queries' tails follow; then each query has a group's rows
+  uint8_t tails : 1;    // queries continue with their tails; then each has the 64 rows of one warpgroup
   int16_t head;         // KV head
-  uint16_t first_head;  // of its query heads
-  uint8_t m;            // tile
-  uint8_t phase;        // kPhases where it is for another kernel
+  uint16_t first_head;  // first query head
+  uint8_t m;            // rows of its query tile
+  uint8_t phase;        // kPhases if another kernel runs it
 };
 
 // Batch position of an item's `member`-th query; the first one was looked up with the item.
@@ -44,7 +47,7 @@ __device__ __forceinline__ int query_of(const Params& p, const Item& item, int m
   return member == 0 ? item.query : p.section(kQueries)[item.first + member];
 }
 
-// Which query of the item a tile's row is, and which head of its group; none if `member` is the number of queries.
+// The query (a `member` of the item) and head of a row of the query tile; member == item.count for rows that only pad.
 struct RowQuery {
   int member, head;
 
@@ -58,12 +61,12 @@ struct RowQuery {
   __device__ __forceinline__ bool used(const Item& item) const { return member < item.count; }
 };
 
-// Where its part goes.
+// Workspace slot of a member's part, or kDirect.
 __device__ __forceinline__ int target_of(const Params& p, const Item& item, int member) {
   return member == 0 ? item.target : p.section(kSlots)[item.first + member];
 }
 
-// Where a row of Q is, in 16 bytes; kNoSource where it is no query's.
+// Offset of a row of Q in units of 16 bytes; kNoSource for rows that only pad.
 constexpr uint32_t kNoSource = ~0u;
 template <typename T>
 constexpr int kSourceElements = 16 / int(sizeof(T));
@@ -72,7 +75,7 @@ __device__ __forceinline__ uint32_t source_of(const Params& p, const TokenHead& 
   return uint32_t((at.token * p.q_token + at.head * p.q_head) / kSourceElements<T>);
 }
 
-// Q of the tile's row `row`, which is of the query `query`.
+// The row of Q for a row of the tile that belongs to `query`.
 template <typename T>
 __device__ __forceinline__ const T* q_row(const Params& p, const Item& item, int query, int row) {
   const TokenHead at = p.token_head(query, item.first_head + p.head_of(row));

@@ -1,4 +1,5 @@
-// How K and V are kept in the pools, and what the matrix products take of them.
+// Formats of K and V in the pools, and the 16-bit type that matrix products multiply. `KvFormat<T, name>` of a module's Q
+// type T and Variant::kKv tells every kernel how to load an operand.
 #pragma once
 
 #include <type_traits>
@@ -8,21 +9,21 @@
 
 namespace pat {
 
-// For Q and outputs of type T. KV of `kSame` is of T too, and multiplied as it is.
+// 16-bit KV has the type of Q and needs no conversion.
 template <typename T, int kName>
 struct KvFormat {
-  using Product = T;  // that matrix products multiply
+  using Product = T;  // operand type of the matrix products
   static constexpr int kBytes = 2;
 };
 
-// A byte of either kind is a number of 16 bits exactly, and half as many instructions away from `__half` as from `__nv_bfloat16`.
-// What it is to be multiplied by is the whole pool's: K's is part of the scale of scores, V's is multiplied in the end.
+// 8-bit KV. Each value is exact in __half, and the conversion takes half the instructions of one to __nv_bfloat16. The
+// scale is one per pool: K's is part of the softmax scale, V's is applied at the end.
 template <int kName>
 struct KvFormat8 {
   using Product = __half;
   static constexpr int kBytes = 1;
 
-  // Four bytes, as pairs of neighbours.
+  // Bytes 0 1 2 3 as the pairs (0, 1) and (2, 3).
   static __device__ __forceinline__ void adjacent(uint32_t bytes, uint32_t& low, uint32_t& high) {
     if constexpr (kName == kE4m3) {
       e4m3_pairs(bytes, low, high);
@@ -30,7 +31,7 @@ struct KvFormat8 {
       low = __byte_perm(bytes, 0, 0x1404), high = __byte_perm(bytes, 0, 0x3424);
     }
   }
-  // Four bytes, as pairs two apart.
+  // Bytes 0 1 2 3 as the pairs (0, 2) and (1, 3).
   static __device__ __forceinline__ void interleaved(uint32_t bytes, uint32_t& even, uint32_t& odd) {
     if constexpr (kName == kE4m3) {
       adjacent(__byte_perm(bytes, 0, 0x3120), even, odd);
@@ -44,7 +45,7 @@ struct KvFormat<T, kE4m3> : KvFormat8<kE4m3> {};
 template <typename T>
 struct KvFormat<T, kE5m2> : KvFormat8<kE5m2> {};
 
-// Full pages of few bits (low_bit.cuh); the tokens behind them are of T.
+// Full pages of 4 or 2 bits (low_bit.cuh); tokens behind the last full page are of type T.
 template <int kFew>
 struct KvFormatPages {
   using Product = __half;
@@ -58,7 +59,7 @@ struct KvFormat<T, kInt2> : KvFormatPages<2> {};
 template <typename Kv>
 constexpr bool kIsPages = Kv::kBytes == 0;
 
-// A pair of Q, as the products take it: numbers beyond the range of `To` become its largest.
+// A pair of Q as operand of the products. Values beyond the range of `To` saturate.
 template <typename From, typename To>
 __device__ __forceinline__ uint32_t convert_pair(uint32_t pair) {
   if constexpr (std::is_same_v<From, To>) {

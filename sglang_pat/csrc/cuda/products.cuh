@@ -1,5 +1,6 @@
-// The two matrix products of a warpgroup on 64 rows and 64 tokens: by wgmma where there is one, else by mma.sync. Either
-// way a warp has 16 of the rows, and its accumulators are where softmax.cuh expects them.
+// The two matrix products of a warpgroup, 64 rows by 64 tokens: S = Q K^T with both from shared memory, O += P V with P in
+// registers. By wgmma on Hopper, else by mma.sync. Each warp has 16 of the rows, and accumulators lie as in softmax.cuh.
+// wide.cuh calls them.
 #pragma once
 
 #include "smem.cuh"
@@ -14,10 +15,11 @@ class Products {
   static constexpr int kPanel = kTokens * kPanelRow;
 
  public:
-  // Accumulators of the output come in panels of 64 columns.
+  // Accumulators of O a thread: panels of 64 columns, 32 each.
   static constexpr int kOutputs = panels(kVDim) * 32;
 
-  // s = q k^T; `q` is where the 64 rows are in shared memory, in panels of `q_panel` bytes.
+  // s = q k^T. `q`: shared address of the 64 rows, whose panels are `q_panel` bytes apart. `k`: of a stage. Asynchronous
+  // with wgmma.
   static __device__ __forceinline__ void scores(float (&s)[32], uint32_t q, int q_panel, uint32_t k) {
 #if PAT_WGMMA
     const uint32_t a = panel_descriptor(q), b = panel_descriptor(k);
@@ -49,7 +51,7 @@ class Products {
 #endif
   }
 
-  // o += weights v.
+  // o += weights v. `v`: shared address of a stage. Asynchronous with wgmma.
   static __device__ __forceinline__ void values(float (&o)[kOutputs], const uint32_t (&weights)[kTokenSteps][4],
                                                 uint32_t v) {
 #if PAT_WGMMA
@@ -78,7 +80,7 @@ class Products {
 #endif
   }
 
-  // Until all but the last `kPending` products are complete.
+  // Waits for all but the last `kPending` products.
   template <int kPending>
   static __device__ __forceinline__ void wait() {
 #if PAT_WGMMA

@@ -1,6 +1,7 @@
-// The ring in shared memory through which K and V of wide items go: stages of 64 tokens, K and V by turns; and Q beside it,
-// where there is memory for it an item ahead. Some warps fill it, the others compute; barriers tell them what is full and
-// what is empty.
+// The ring buffer of wide work items in shared memory, and the producers that fill it for 16-bit KV. A stage holds K or V
+// of one KV tile, [64 tokens, dim], K and V alternating; Q of an item, [rows, dim], has one or two buffers beside the ring.
+// All lie in swizzled panels (smem.cuh). Every stage has a full and an empty mbarrier. forward.cuh runs `Producer`; the
+// consumers are in wide.cuh, other producers in convert.cuh (8-bit KV) and page_convert.cuh (4 and 2 bits).
 #pragma once
 
 #include "assign.cuh"
@@ -11,46 +12,49 @@
 
 namespace pat {
 
-// Up to so many tokens an item is owned by one warpgroup: one of 32 tokens took 3.9 us, 16 rows of it 0.5 (python -m sglang_pat.tune).
+// Up to this many tokens, an item of 64 rows is computed by one warpgroup: an item of 32 tokens took 3.9 us, 16 rows of it
+// 0.5 (python -m sglang_pat.tune).
 constexpr int kOwnTokens = 4 * kTokens;
 
-// Groups that share a long item of 64 rows. Three take 1.4 % longer: K and V of a third tile leave no room for the next ones (benchmarks/NOTES.md).
+// Warpgroups that share a longer item of 64 rows: they alternate over its KV tiles. Three take 1.4 % longer, because K and
+// V of a third tile leave no stages for prefetch (benchmarks/NOTES.md).
 constexpr int kAlternating = 2;
 
-// Whether they share the item.
+// Whether an item is shared like that.
 template <int kDim>
 __device__ __forceinline__ bool alternates_tiles(const Item& item) {
   return wide_warpgroups(kDim) > 1 && item.m == kWarpgroupRows && item.tokens > kOwnTokens;
 }
 
-// K or V of a tile: V is no wider.
+// Bytes of a stage. V is no wider than K.
 template <int kDim>
 constexpr int kStageBytes = panels(kDim) * kTokens * kPanelRow;
 
-// K or V of a tile in 8 bits, before it is converted.
+// Bytes of K or V of a KV tile in 8 bits, before the conversion.
 template <int kDim>
 constexpr int kAheadBytes = kTokens * kDim;
 
-// The most rows of a wide tile; each group of warps has 64.
+// Rows of the largest query tile: 64 for each warpgroup.
 template <int kDim>
 constexpr int kMaxRows = wide_warpgroups(kDim) * kWarpgroupRows;
 
-// Q of an item, where the result of each of its rows goes, with Variant::kLimits each row's `tokens_behind`, and where its queries' tails are. There is memory for
-// Q of a third group even where that does not compute: what two groups add up takes as much as two of Q (`WideWarpgroup::merge_warpgroups`).
+// Q of an item, and what consumers need of each row: where its result goes, its mask, its `tokens_behind`, and its query's
+// tail. `q` has room for all consumer warpgroups, even where the last one converts instead:
+// `WideWarpgroup::merge_warpgroups` uses the rows behind the first 64 as scratch for O [64, v_dim] in float32.
 template <int kDim>
 struct WideQueries {
   alignas(1024) uint8_t q[warpgroups(kDim) * kWarpgroupRows * panels(kDim) * kPanelRow];
   int targets[kMaxRows<kDim>];
-  uint32_t sources[kMaxRows<kDim>];  // of Q's rows
+  uint32_t sources[kMaxRows<kDim>];  // `source_of` each row
   uint64_t masks[Variant::kMasks ? kMaxRows<kDim> : 1];
   int behind[Variant::kLimits ? kMaxRows<kDim> : 1];
-  int64_t tail_slots[Variant::kTails ? warpgroups(kDim) : 1];  // in req_to_token
+  int64_t tail_slots[Variant::kTails ? warpgroups(kDim) : 1];  // index in req_to_token
   int tail_tokens[Variant::kTails ? warpgroups(kDim) : 1];
 };
 
 __device__ __forceinline__ int tiles_of(int tokens) { return int(unsigned(tokens + kTokens - 1) / kTokens); }
 
-// Tiles of the longest of an item's tails.
+// KV tiles of the longest tail: every query's tail takes as many places in the ring.
 template <int kDim>
 __device__ __forceinline__ int tail_tiles(const WideQueries<kDim>& queries, int count) {
   int longest = 0;
@@ -58,10 +62,11 @@ __device__ __forceinline__ int tail_tiles(const WideQueries<kDim>& queries, int 
   return tiles_of(longest);
 }
 
-// Where KV is converted, its stages need the memory more (benchmarks/NOTES.md, 2026-11-23).
+// Buffers of Q: two where memory suffices. Converted KV needs the memory more (benchmarks/NOTES.md, 2026-11-23).
 constexpr int query_buffers(bool converts) { return kSharedLimit > (200 << 10) && !converts ? 2 : 1; }
 
-// Arrivals by each warp at a stage that one group reads, such that they can be shared by two or three.
+// Arrivals of each warp at a stage's empty barrier if one warpgroup reads it: divisible by two and three, for stages that
+// several read.
 constexpr int kArrivals = Variant::kArch == 900 ? 6 : 1;
 
 template <int kStages>
@@ -69,7 +74,7 @@ struct RingBarriers {
   alignas(8) uint64_t full[kStages], empty[kStages];
 };
 
-// A position in a ring of `kStages` stages, for those who fill it.
+// Position of a producer in a ring of `kStages` stages.
 template <int kStages>
 class RingCursor {
  public:
@@ -77,7 +82,7 @@ class RingCursor {
 
   __device__ int stage() const { return stage_; }
   __device__ void wait_full() const { wait_barrier(shared_address(&barriers_.full[stage_]), phase_); }
-  // True at once in the first round: all stages begin empty.
+  // Returns at once in the first round: all stages begin empty.
   __device__ void wait_empty() const { wait_barrier(shared_address(&barriers_.empty[stage_]), phase_ ^ 1); }
   __device__ uint32_t full_barrier() const { return shared_address(&barriers_.full[stage_]); }
   __device__ void advance(int stages = 1) {
@@ -90,24 +95,25 @@ class RingCursor {
   int stage_ = 0, phase_ = 0;
 };
 
-// Two stages, with K and V of a tile, for those who read them. A group looks at its own tiles only. That it does not take a stage for full which still
-// waits for the tile before (their phases have the same parity) follows from what it has seen to be full: an earlier tile of its own, or Q. That was asked
-// for behind the tile before, by the same threads, whose copies arrive in the order in which they were issued; where others bring K,
-// there is one buffer of Q, so that all K in front of it was read.
+// The two stages of a KV tile, K and V, for consumers. A wait tests only the parity of a phase: if a stage still lacked its
+// tile of the round before, the wait would return too early. That cannot happen. A warpgroup waits for a tile only after it
+// saw an older tile of its own, or Q, full. The same threads issued those copies after the stage's tile of the round
+// before, and their copies arrive in order. Where other threads load K (`two_convert`), Q has one buffer, so all K before
+// it was read.
 template <int kStages>
 class TileStages {
   static_assert(kStages % 2 == 0);
 
  public:
-  // Of the `tile`-th tile that goes through the ring.
+  // Stages of KV tile number `tile`, counted over all that went through the ring.
   __device__ TileStages(RingBarriers<kStages>& barriers, unsigned tile)
       : barriers_(barriers), stage_(int(tile % (kStages / 2) * 2)), phase_(int(tile / (kStages / 2) % 2)) {}
 
   __device__ int stage(bool is_v) const { return stage_ + is_v; }
   __device__ void wait_full(bool is_v) const { wait_barrier(shared_address(&barriers_.full[stage(is_v)]), phase_); }
-  // Every warp of the groups that read the stage arrives here once it has.
+  // Every warp of the warpgroups that read the stage arrives here when it is done.
   __device__ uint32_t empty_barrier(bool is_v) const { return shared_address(&barriers_.empty[stage(is_v)]); }
-  // To the tile that is `tiles` further, a round at most.
+  // The tile `tiles` further, at most one round of the ring.
   __device__ TileStages further(int tiles) const {
     TileStages next = *this;
     next.stage_ += 2 * tiles;
@@ -121,8 +127,8 @@ class TileStages {
   int stage_, phase_;
 };
 
-// A position in the wide items of one look-up, whose Q goes through `kBuffers` buffers. The item's number tells the buffer and its phase:
-// one register in place of three.
+// Position in the wide items of one look-up, whose Q goes through `kBuffers` buffers. Buffer and phase follow from the
+// item's number: one register instead of three.
 template <int kBuffers>
 class QueryCursor {
  public:
@@ -143,12 +149,13 @@ class QueryCursor {
   int item_ = 0;
 };
 
-// How many tiles before its copies are issued a tile's slots are read: by then those of `ahead` stages have landed, each of K or V; of the one or the
-// other where two groups of warps convert.
+// How many KV tiles ahead of its copies a tile's slots are loaded: by then `ahead` stages have landed, which alternate
+// between K and V unless each converting warpgroup has only one of them.
 constexpr int slot_lead(int dim, int ahead) { return two_convert(dim) ? ahead : (ahead + 1) / 2; }
 constexpr int converting_warpgroups(int dim) { return two_convert(dim) ? 2 : 1; }
 
-// `kAhead` tiles of K or V may wait for their conversion behind the stages, for each group of warps that converts; none where nothing is converted.
+// Behind the ring, 8-bit tiles of K or V that wait for conversion, `kAhead` for each converting warpgroup. Not there for
+// 16-bit KV.
 template <int kDim, int kStages, int kAhead>
 struct WideTiles {
   static constexpr int kConverting = converting_warpgroups(kDim), kSlotTiles = slot_lead(kDim, kAhead) + 1;
@@ -166,7 +173,7 @@ struct WideMemory : WideTiles<kDim, kStages, kAhead> {
   using Tiles = WideTiles<kDim, kStages, kAhead>;
   static constexpr int kBuffers = query_buffers(kAhead > 0);
   WideQueries<kDim> queries[kBuffers];
-  alignas(kCopyBytes) int slots[Tiles::kConverting][Tiles::kSlotTiles][kTokens];  // of the tiles to come
+  alignas(kCopyBytes) int slots[Tiles::kConverting][Tiles::kSlotTiles][kTokens];  // of the next KV tiles
 };
 
 template <int kStages, int kBuffers>
@@ -174,7 +181,7 @@ struct WideBarriers {
   RingBarriers<kStages> ring;
   RingBarriers<kBuffers> queries;
 
-  // Every thread calls it, and then all wait for one another. `again` if barriers are there already, which nobody waits at or arrives at any more.
+  // Every thread calls it; a __syncthreads has to follow. `again`: the barriers exist, and nobody uses them any more.
   template <int kDim>
   __device__ void init(bool again) {
     const int i = thread_of_cta();
@@ -193,20 +200,20 @@ struct WideBarriers {
   }
 };
 
-// Brings Q of the items to shared memory, by the warps that fill the ring. Queries of the next item are read while this one's rows
-// are copied.
+// Copies Q of wide items to shared memory, by the producer warps. What the plan says of the next item's queries is loaded
+// while this item's rows are copied.
 template <typename T, typename Product, int kDim, int kBuffers, typename WorkItems = Items<threads(kDim)>>
 class QueryProducer {
   static constexpr int kThreads = producer_threads(kDim);
   static constexpr int kRowThreads = row_threads(kDim * int(sizeof(T)));
-  static constexpr int kRows = (kMaxRows<kDim> + kThreads - 1) / kThreads;  // that a thread looks up
+  static constexpr int kRows = (kMaxRows<kDim> + kThreads - 1) / kThreads;  // rows that a thread looks up
 
  public:
   __device__ QueryProducer(const Params& p, const WorkItems& items, WideQueries<kDim> (&memory)[kBuffers],
                            RingBarriers<kBuffers>& barriers)
       : p_(p), items_(items), memory_(memory), queries_(barriers) {}
 
-  // Of the item `i`: each thread the queries of some rows.
+  // Loads queries and targets of item `i`, each thread those of some rows.
   __device__ void read(int i) {
     if (i >= items_.count(kWide)) return;
     const Item& item = items_.get(kWide, i);
@@ -221,13 +228,13 @@ class QueryProducer {
     }
   }
 
-  // Of the next item, which was read.
+  // Copies Q of the next item, whose queries `read` has loaded.
   __device__ void copy() {
     const Item& item = items_.get(kWide, queries_.item());
     const unsigned column = thread() % kRowThreads;
     queries_.wait_empty();
     auto& to = memory_[queries_.buffer()];
-    // Each row is looked up once: where drafts have 64 rows, one thread for a query's rows took 8 us for an item.
+    // One row a thread: with 64 rows to a draft, one thread for all rows of a query took 8 us an item.
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = int(thread()) + i * kThreads;
@@ -252,7 +259,7 @@ class QueryProducer {
     }
     sync_threads(kProducerBarrier, kThreads);
     if (column < kDim / 8) {
-      // Several rows at a time, whose sources are read first: one after the other they took 160 to 210 cycles each.
+      // Several rows at a time. Their sources are loaded first: one after the other they took 160 to 210 cycles each.
       constexpr int kApart = kThreads / kRowThreads, kBatch = std::min(8, kWarpgroupRows / kApart);
       const int rows = item.m;
       const char* const q = fresh(static_cast<const char*>(p_.q) + column * kCopyBytes);
@@ -284,7 +291,7 @@ class QueryProducer {
  private:
   __device__ static unsigned thread() { return thread_of<kThreads>(); }
 
-  // What this thread has copied, in its place.
+  // Converts in place what this thread has copied.
   __device__ static void convert(WideQueries<kDim>& to, int rows, unsigned column) {
 #pragma unroll 2
     for (int row = int(thread() / kRowThreads); row < rows; row += kThreads / kRowThreads) {
@@ -302,23 +309,23 @@ class QueryProducer {
   int queries_ahead_[kRows] = {}, targets_ahead_[kRows] = {};
 };
 
-// Which rows of a tile, and which 16 bytes of them, a thread copies that fills the ring.
+// Which rows of a KV tile, and which 16-byte chunk of them, each producer thread copies.
 template <int kDim, int kRowBytes>
 struct TileRows {
   static constexpr int kRowThreads = row_threads(kRowBytes);
-  // A thread's rows are kStride apart: where that is 8, they are swizzled alike.
+  // A thread's rows are kStride apart. At a multiple of 8 they have the same swizzle.
   static constexpr int kStride = producer_threads(kDim) / kRowThreads, kRows = kTokens / kStride;
-  static_assert(kRows <= kRowThreads);  // for each lane has the slot of one row
+  static_assert(kRows <= kRowThreads);  // each lane holds the slot of one row
 
   __device__ static unsigned thread() { return thread_of<producer_threads(kDim)>(); }
   // The row of a tile whose slot this lane reads.
   __device__ static int own_row() { return int(thread() / kRowThreads + thread() % kRows * kStride); }
-  // The lane of the warp that has the slot of this thread's first row; those behind it have the others'.
+  // The lane with the slot of this thread's first row; the next lanes have those of its other rows.
   __device__ static int slot_lane() { return int(thread() % kWarpSize / kRowThreads * kRowThreads); }
 };
 
-// The warps that fill the ring. Slots of the next tile and queries of the next item are read while this one's rows are
-// copied: their latency would otherwise stand before every copy (benchmarks/NOTES-archive.md).
+// Producer for 16-bit KV. It loads the slots of the next KV tile and the queries of the next item while it copies this one:
+// otherwise every copy would wait for them (benchmarks/NOTES-archive.md).
 template <typename T, int kDim, int kVDim, int kStages>
 class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
   using Rows = TileRows<kDim, kDim* int(sizeof(T))>;
@@ -337,7 +344,7 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
     v_.advance();
   }
 
-  // The items of one look-up. In front of the first its queries are read: one loop, so that the code for that is there once.
+  // All items of one look-up. Iteration -1 only reads ahead: one loop, so that the code for that is there once.
   __device__ void run() {
 #pragma unroll 1
     for (int i = -1; i < items_.count(kWide); ++i) {
@@ -349,7 +356,7 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
   }
 
  private:
-  // Of the item `i`: queries, and the slot of a row of the first tile.
+  // Of item `i`: its queries, and this lane's slot of its first KV tile.
   __device__ void read_ahead(int i) {
     queries_.read(i);
     if (i >= items_.count(kWide)) return;
@@ -363,13 +370,14 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
     const char* k = fresh(static_cast<const char*>(p_.k) + item.head * p_.k_head + column * 16);
     const char* v = fresh(static_cast<const char*>(p_.v) + item.head * p_.v_head + column * 16);
     const uint32_t offset = panel_offset(first, column, kTokens * kPanelRow);
-    const int own = own_row(), tokens = item.tokens;  // read once: ptxas would read shared memory again for each tile
+    const int own = own_row(), tokens = item.tokens;  // a copy, because ptxas would read shared memory again for each tile
     const int32_t* slots = p_.req_to_token + item.slots + own;
-    // A group multiplies K of its next tile before V of this one: so they are asked for in this order. Groups in turns have every second tile.
+    // Consumers multiply K of their next tile before V of this one, so copies are issued in that order. Alternating
+    // warpgroups skip a tile.
     const int behind = alternates_tiles<kDim>(item) ? kAlternating * kTokens : kTokens;
     const bool tails = Variant::kTails && item.tails;
-    const int end = tails ? tokens : tokens + behind;  // of the loop: with tails, V of the last tile is for the next one
-    int next = own < tokens ? slot_ahead : 0, last = 0, before = 0;  // the slots of K's next tile and of its last two
+    const int end = tails ? tokens : tokens + behind;                // with tails, `copy_tails` issues V of the last tile
+    int next = own < tokens ? slot_ahead : 0, last = 0, before = 0;  // slots of K's next tile and of the last two
 #pragma unroll 1
     for (int begin = 0; begin < end; begin += kTokens) {
       const int slot = next;
@@ -385,8 +393,8 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
     }
   }
 
-  // Tails behind what their queries share: a tile of each in turn. One that has ended has empty stages. Of the last tile in front of them, V has
-  // not been copied yet: it has `last_left` tokens, and `last` is its slot.
+  // Copies the tails, one KV tile of each query in turn; a tail that has ended gets empty stages. V of the last shared tile
+  // is still to be copied: `last_left` tokens of it, `last` this lane's slot.
   __device__ void copy_tails(const WideQueries<kDim>& queries, int count, int last_left, int last, int column,
                              uint32_t offset, const char* k, const char* v) {
     const int tiles = count * tail_tiles(queries, count), own = own_row();
@@ -407,7 +415,7 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
     }
   }
 
-  // One stage; `left` tokens are left from the tile's first one on. Every lane of the warp has to call it.
+  // Fills one stage with a tile, from whose first token on `left` are left. All lanes of the warp have to call it.
   template <bool kIsV>
   __device__ void copy_rows(int left, int column, uint32_t offset, const char* pool, uint32_t stride, int slot) {
     auto& cursor = kIsV ? v_ : k_;
@@ -426,7 +434,7 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
       for (int i = 0; i < kRows; ++i) {
         const bool valid = i * kStride < tokens;
         const uint32_t row = __shfl_sync(~0u, slot, lane + i);  // 0 behind the end
-        // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
+        // Behind the end V must be zero, as weights are there: memory may hold NaN. Scores of K are masked.
         if (column < kRowCopies && (kIsV || valid))
           copy16_or_zero(to + next_row(offset, i * kStride), pool + uint64_t(row) * stride, valid);
       }

@@ -1,8 +1,15 @@
-// Items of more rows. Each warpgroup of warps has 64 of them. Of a long item of 64 rows, two groups take turns at the tiles and
-// sum up at the end; a short item is owned by one warpgroup, the next one by the next: each hides what the others wait for, but for Q of KV that
-// is converted, which has one buffer. With tails, each
-// warpgroup goes on with a query's own KV, tile by tile in turn. A warpgroup does not look at what is for others.
-// K, V and Q come through the ring.
+// Wide work items: O = softmax(Q K^T) V of a query tile of 64, 128 or 192 rows, KV tiles of 64 tokens, by online softmax. A
+// warpgroup (`WideWarpgroup`) computes 64 rows: S [64, 64] and O [64, v_dim] are in registers as softmax.cuh describes; K,
+// V and Q come through the ring (ring.cuh). forward.cuh and page_wide.cuh run it.
+//
+//   item                                       computed by
+//   more than 64 rows                          several warpgroups, 64 rows each
+//   64 rows, up to kOwnTokens tokens           one warpgroup, the next item by the next one: each hides the others'
+//                                              latency, but not that of Q where it has one buffer (converted KV)
+//   64 rows, more tokens                       two warpgroups, which alternate over KV tiles and merge at the end
+//   with tails                                 as above; then each warpgroup continues with its own query's tail
+//
+// A warpgroup skips the stages that are for others.
 #pragma once
 
 #include "products.cuh"
@@ -12,7 +19,7 @@
 namespace pat {
 
 struct WideStatistics {
-  float row_max[kWarpgroupRows], sum[kWarpgroupRows];  // of the second warpgroup, where both have the same rows
+  float row_max[kWarpgroupRows], sum[kWarpgroupRows];  // of the second of two alternating warpgroups
 };
 
 template <typename T, typename Kv, int kDim, int kVDim, int kStages, typename Memory, typename WorkItems>
@@ -27,25 +34,25 @@ class WideWarpgroup {
                            WideBarriers<kStages, Memory::kBuffers>& barriers)
       : p_(p), items_(items), memory_(memory), statistics_(statistics), ring_(barriers.ring), queries_(barriers.queries) {}
 
-  // The items of one look-up.
+  // All wide items of one look-up.
   __device__ void run() {
     while (queries_.item() < items_.count(kWide)) run_item();
   }
 
  private:
-  // The next item. The second product of a tile runs beside the softmax of the next one.
+  // The next item. P V of a KV tile overlaps the softmax of the next one.
   __device__ __forceinline__ void run_item() {
     const Item& item = items_.get(kWide, queries_.item());
     const int warpgroup = this_warpgroup();
     const bool alternates = alternates_tiles<kDim>(item);
-    const bool alone = kWarpgroups > 1 && item.m == kWarpgroupRows && !alternates;  // it is the owner's
-    int stride = kWarpgroups == 1 ? 1 : int(fresh(alternates ? kAlternating : 1));  // tiles to this warpgroup's next one
+    const bool alone = kWarpgroups > 1 && item.m == kWarpgroupRows && !alternates;  // one warpgroup computes it
+    int stride = kWarpgroups == 1 ? 1 : int(fresh(alternates ? kAlternating : 1));  // KV tiles to this warpgroup's next one
     const bool idle = alternates ? warpgroup >= kAlternating
                       : alone    ? warpgroup != queries_.item() % kWarpgroups
                                  : warpgroup * kWarpgroupRows >= item.m;
     int arrivals =
-        kArrivals / (item.m / kWarpgroupRows);  // by each warp that reads a stage, so that all together are as many as ever
-    int tile = tiles_ + (alternates ? warpgroup : 0);                 // this warpgroup's next one
+        kArrivals / (item.m / kWarpgroupRows);  // by each warp that reads a stage; all together always make the same number
+    int tile = tiles_ + (alternates ? warpgroup : 0);                 // this warpgroup's next KV tile
     int left = item.tokens - (alternates ? warpgroup * kTokens : 0);  // tokens from there on
     tiles_ += tiles_of(item.tokens);
     queries_.wait_full();
@@ -81,10 +88,10 @@ class WideWarpgroup {
 #pragma unroll
       for (int step = 0; step < kTokens / 16; ++step) pack_weights<typename Kv::Product>(weights[step], &s[8 * step]);
     };
-    // `m` is read when it is needed, for registers are few.
+    // item.m is read again here: registers are few.
     const auto mask = [&](int half) { return queries.masks[first_row(item.m) + row() + half * 8]; };
     const auto behind = [&](int half) { return queries.behind[first_row(item.m) + row() + half * 8]; };
-    // What is shared, and then, with tails, this warpgroup's own one.
+    // First the shared KV; then, with tails, this warpgroup's own.
 #pragma unroll 1
     while (true) {
       if (left > 0) {
@@ -110,7 +117,8 @@ class WideWarpgroup {
           P::template wait<1>();
           release_k(next, arrivals);
           softmax.template update<8>(s, left, draft, mask, behind, p_, correction);
-          // Never true. Without a branch here ptxas sinks the softmax below the wait, and nothing overlaps the product.
+          // Never true. Without a branch here ptxas sinks the softmax below the wait, and it no longer overlaps the
+          // product.
           if (softmax.sum[0] + softmax.sum[1] < 0) nap();
           P::template wait<0>();
           release_v(stages, arrivals);
@@ -120,7 +128,7 @@ class WideWarpgroup {
         }
       }
       if constexpr (Variant::kTails) {
-        // This warpgroup's tail has ended, others have not.
+        // This warpgroup's tail has ended, others have not: release the rest of the stages.
 #pragma unroll 1
         for (; tile < tiles_; tile += stride) pass(Stages(ring_, unsigned(tile)), arrivals);
       }
@@ -130,8 +138,8 @@ class WideWarpgroup {
       tiles_ += item.count * tail_tiles(queries, item.count);
     }
     softmax.finish();
-    const bool summed_up = alternates_tiles<kDim>(item);  // asked once more, for registers are few
-    // Rows of Q that such an item does not have are the memory for it.
+    const bool summed_up = alternates_tiles<kDim>(item);  // computed again: registers are few
+    // The scratch is the part of Q's buffer behind the item's 64 rows.
     if (summed_up)
       merge_warpgroups(softmax, o, reinterpret_cast<float*>(queries.q + kWarpgroupRows * panels(kDim) * kPanelRow));
     else
@@ -144,41 +152,41 @@ class WideWarpgroup {
     return shared_address(memory_.ring) + stages.stage(is_v) * kStageBytes<kDim>;
   }
 
-  // This warpgroup is done with a stage.
+  // This warp is done with a stage.
   __device__ static void release(uint32_t empty_barrier, int arrivals) {
     if (lane_id() == 0) arrive(empty_barrier, arrivals);
   }
   __device__ static void release_k(const Stages& stages, int arrivals) { release(stages.empty_barrier(false), arrivals); }
   __device__ static void release_v(const Stages& stages, int arrivals) { release(stages.empty_barrier(true), arrivals); }
 
-  // The same with stages that nobody reads. They must be full before they are released: one that is still empty would be released twice. And
-  // all lanes must have seen it full: a lane that looked after the release could miss that phase, and wait for ever.
+  // Releases a tile's stages unread. They must be full first: a stage that is still empty would be released twice. And all
+  // lanes must have seen it full: a lane that looked only after the release could miss that phase and wait for ever.
   __device__ static void pass(const Stages& stages, int arrivals) {
     stages.wait_full(false), stages.wait_full(true);
     __syncwarp();
     release_k(stages, arrivals), release_v(stages, arrivals);
   }
 
-  // Q's buffer is empty once every thread has arrived: targets and masks are read by single threads, not by wgmma.
+  // Every thread arrives, because single threads read targets and masks, not only wgmma.
   __device__ void release_queries() {
     arrive(queries_.empty_barrier());
     queries_.advance();
   }
 
-  // By a shuffle, so that the compiler knows that it is the same for a warp: else it assumes that warps diverge where it is asked for.
+  // A shuffle tells the compiler that the value is uniform in a warp; otherwise it assumes divergence.
   __device__ static int this_warpgroup() { return __shfl_sync(~0u, thread_of_cta() / kWarpgroupThreads, 0); }
-  // The first of this warpgroup's rows of a tile of `m`.
+  // The first row of this warpgroup in a query tile of `m` rows.
   __device__ static int first_row(int m) {
     return kWarpgroups == 1 || m == kWarpgroupRows ? 0 : this_warpgroup() * kWarpgroupRows;
   }
-  // The first of this thread's two rows of its warpgroup's 64.
+  // The first of this thread's two rows, of the warpgroup's 64; the second is 8 further.
   __device__ static int row() {
     const unsigned thread = thread_of<kWarpgroupThreads>();
     return thread / kWarpSize * 16 + thread % kWarpSize / 4;
   }
 
-  // Adds the second warpgroup's results to the first's: thread by thread, for both have the same rows and columns. What it writes is overwritten
-  // when this item's Q is, for which all threads must have arrived.
+  // Merges the second warpgroup's results into the first's, thread by thread: both have the same rows and columns. The
+  // scratch may be overwritten when all threads have released Q.
   __device__ void merge_warpgroups(Softmax& softmax, float (&o)[P::kOutputs], float* scratch) {
     auto& statistics = statistics_[queries_.buffer()];
     const int thread = thread_of<kWarpgroupThreads>(), warpgroup = this_warpgroup();
@@ -209,8 +217,9 @@ class WideWarpgroup {
       o[i] = o[i] * own[i / 2 % 2] + scratch[i * kWarpgroupThreads + thread] * other[i / 2 % 2];
   }
 
-  // Writes this warpgroup's rows, of which `row()` and eight further are this thread's. They take the place of its rows of Q first, so that threads
-  // store 16 bytes of a row side by side: pairs of columns took an item of three groups 1.7 us (benchmarks/NOTES.md, "Where an item's time goes").
+  // Writes this warpgroup's rows of O. They go through shared memory, over its rows of Q, so that threads store 16 bytes of
+  // a row side by side: direct stores of column pairs took an item of three warpgroups 1.7 us (benchmarks/NOTES.md, "Where
+  // an item's time goes").
   __device__ void write(int m, const Softmax& softmax, const float (&o)[P::kOutputs]) const {
     const Results<T, kVDim> results(p_);
     auto& queries = memory_.queries[queries_.buffer()];
@@ -261,7 +270,7 @@ class WideWarpgroup {
   WideStatistics (&statistics_)[Memory::kBuffers];
   RingBarriers<kStages>& ring_;
   QueryCursor<Memory::kBuffers> queries_;
-  int tiles_ = 0;  // that have gone through the ring up to the end of this item
+  int tiles_ = 0;  // KV tiles through the ring, up to the end of this item
 };
 
 }  // namespace pat
