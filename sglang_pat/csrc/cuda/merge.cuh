@@ -1,5 +1,6 @@
-// Merge: each output of several parts is their mean, weighted by their LSE (PAT §7). Queries with one part were written
-// by forward; rows behind the plan's batch, with which CUDA graphs pad, become zero.
+// The merge kernel: out[query, head] = mean of its parts in the workspace, weighted by their log-sum-exp (PAT section 7).
+// Queries with one part were written by forward. Rows beyond the plan's batch, which CUDA graphs pad with, become zero.
+// module.cu launches it behind forward, by programmatic dependent launch.
 #pragma once
 
 #include "params.cuh"
@@ -10,7 +11,7 @@ namespace pat {
 
 constexpr int kMergeWarps = 4, kMergeThreads = kMergeWarps * kWarpSize;
 
-// A thread's columns of a row: vectors of up to 8 bytes, so that a warp reads it in one piece.
+// The columns of a row that a thread has: vectors of up to 8 bytes, so that a warp reads a row in one piece.
 template <int kVDim>
 struct MergeColumns {
   static constexpr int kVector = kVDim % 128 == 0 ? 4 : kVDim % 64 == 0 ? 2 : 1, kVectors = kVDim / kWarpSize / kVector;
@@ -54,12 +55,12 @@ struct MergeColumns {
   }
 };
 
-// What a warp has of a row so far.
+// A row merged so far.
 template <int kVDim>
 struct MergeSum {
   float x[kVDim / kWarpSize] = {}, weight = 0, max_lse2 = -INFINITY;
 
-  // Makes place for weights of up to `higher`.
+  // Makes sums relative to a new maximum.
   __device__ __forceinline__ void rescale_to(float higher) {
     const float correction = max_lse2 == -INFINITY ? 0 : exp2_fast(max_lse2 - higher);
     weight *= correction;
@@ -76,7 +77,8 @@ struct MergeSum {
   }
 };
 
-// Few outputs: a CTA for each, whose warps take turns at its parts. Many: a warp for each `kRows` heads of a query.
+// With few outputs (kFew) a CTA merges one, and its warps divide the parts. With many, a warp merges `kRows` heads of a
+// query.
 template <typename T, int kVDim, bool kFew, int kRows>
 __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ Params p) {
   using Columns = MergeColumns<kVDim>;

@@ -1,4 +1,5 @@
-// One native module for each `Variant`.
+// The native module of one `Variant`: checks the tensors that kernels/cuda.py passes, fills `Params`, chooses grids, and
+// launches forward, merge, and with pages of few bits the stores and unpacking.
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
@@ -48,15 +49,15 @@ using Memory = Forward::Memory;
 
 constexpr auto kForward = Forward::kKernel;
 constexpr int kForwardThreads = Forward::kThreads;
-constexpr int kKvBytes = Kv::kBytes == 1 ? 1 : 2;  // of an element of k and v, which are the tails of pages of few bits
-// Merge has a CTA for each output while all of these run at the same time, then a warp for each, then for several heads of a
-// query, which read more parts at a time.
+constexpr int kKvBytes = Kv::kBytes == 1 ? 1 : 2;  // element size of k and v; with pages they hold the tails, in 16 bits
+// Merge: a CTA for each output while all of them run at once; then a warp for each; then a warp for several heads of a
+// query, which has more loads in flight.
 constexpr int kMergeRows = 4;
 constexpr auto kMergeByCta = pat::merge<Element, Variant::kVDim, true, 1>;
 constexpr auto kMergeByWarp = pat::merge<Element, Variant::kVDim, false, 1>;
 constexpr auto kMergeSeveral = pat::merge<Element, Variant::kVDim, false, kMergeRows>;
 
-// Pages of KV in few bits, or nothing where KV has more.
+// Checks the records of pages of 4 or 2 bits; other formats have none.
 void check_records(const TensorView& records, int64_t kv_heads, DLDevice gpu) {
   pat::check(records, "records", 3, DLDataType{kDLUInt, 8, 1}, gpu);
   TVM_FFI_CHECK(Forward::kRecordBytes > 0 || records.size(0) == 0, ValueError)
@@ -70,7 +71,7 @@ void check_records(const TensorView& records, int64_t kv_heads, DLDevice gpu) {
 
 void check(cudaError_t error) { TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << cudaGetErrorString(error); }
 
-// Rows of `dim` elements that 16-byte copies can read.
+// Checks a tensor whose rows of `dim` elements are read by 16-byte copies.
 void check_rows(const TensorView& tensor, const char* name, int dim, DLDataType dtype, DLDevice gpu) {
   pat::check(tensor, name, 3, dtype, gpu);
   TVM_FFI_CHECK(tensor.size(2) == dim, ValueError) << name << " must have heads of " << dim;
@@ -81,7 +82,7 @@ void check_rows(const TensorView& tensor, const char* name, int dim, DLDataType 
       << name << "'s heads must begin at multiples of 16 bytes";
 }
 
-// The same of a pool of KV, whose strides, and the places of heads in a slot, the kernels have in 32 bits.
+// Checks a KV pool. The kernels keep its strides, and the offsets of heads in a slot, in 32 bits.
 void check_pool(const TensorView& tensor, const char* name, int dim, DLDataType dtype, DLDevice gpu) {
   check_rows(tensor, name, dim, dtype, gpu);
   for (const int64_t stride : {tensor.stride(0), tensor.stride(1)})
@@ -93,7 +94,7 @@ void check_pool(const TensorView& tensor, const char* name, int dim, DLDataType 
       << name << "'s heads must all be within 4 GiB";
 }
 
-// CTAs that run at the same time on a device.
+// CTAs of each kernel that a device runs at once.
 struct Resident {
   int forward, merge_by_cta, merge_by_warp;
 };
@@ -221,7 +222,7 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
   return p;
 }
 
-// Forward and, if asked for, merge, on the current stream.
+// Launches forward and, if asked for, merge on the current stream.
 void decode(TensorView q, TensorView out, TensorView plan, TensorView partial, TensorView lse, TensorView k, TensorView v,
             TensorView records, double v_scale, TensorView req_to_token, TensorView rows, TensorView seq_lens,
             TensorView masks, double scale, double logit_cap, TensorView sinks, int64_t window, int64_t tile_rows,
@@ -243,7 +244,7 @@ void decode(TensorView q, TensorView out, TensorView plan, TensorView partial, T
     launch(kMergeSeveral, ctas_for(outputs / kMergeRows), pat::kMergeThreads, 0, stream, overlap, p);
 }
 
-// What only modules for pages of few bits have.
+// Only in modules for pages of 4 or 2 bits.
 template <typename Kv, bool kPages>
 struct Pages {
   template <typename... Arguments>
@@ -260,8 +261,8 @@ struct Pages<Kv, true> {
   static constexpr auto kStore = pat::store_tokens<Element, Kv::kBits, Variant::kDim>;
   static constexpr auto kUnpack = pat::unpack_pages<Element, Kv::kBits, Variant::kDim>;
 
-  // New tokens to their rows' tails, and full pages to their records, on the current stream. Indices are checked on the GPU: a token with one
-  // that there is not is passed over.
+  // Stores new tokens in their rows' tails, and full pages in their records, on the current stream. The GPU checks indices:
+  // a token with one that does not exist is skipped.
   static void store(TensorView k, TensorView v, TensorView records, TensorView tail_k, TensorView tail_v, TensorView rows,
                     TensorView seq_lens, TensorView slots) {
     const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
@@ -306,7 +307,8 @@ struct Pages<Kv, true> {
     launch(kStore, int(ctas), pat::kStoreThreads, 0, stream, false, p);
   }
 
-  // Pages of the pool to K and V, on the current stream. Indices are checked on the GPU: a page that there is not becomes zeros.
+  // Unpacks pages of the pool to K and V, on the current stream. The GPU checks indices: a page that does not exist becomes
+  // zeros.
   static void unpack(TensorView records, TensorView pages, TensorView k, TensorView v) {
     const DLDevice gpu = pat::gpu_of(records);
     pat::check(records, "records", 3, DLDataType{kDLUInt, 8, 1}, gpu);
@@ -344,8 +346,8 @@ void unpack(TensorView records, TensorView pages, TensorView k, TensorView v) {
   Pages<Kv, pat::kIsPages<Kv>>::unpack(records, pages, k, v);
 }
 
-// The ints of a plan that are in use, from the host to the GPU on the current stream; the cudaEvent_t `copied` is recorded
-// behind them. One call for all of it, as the scheduler process waits meanwhile.
+// Copies the used part of a plan from the host to the GPU on the current stream and records the cudaEvent_t `copied` behind
+// it: one call, because the scheduler process waits for it.
 void load(TensorView to, TensorView plan, int64_t copied) {
   pat::check(to, "to", 1, pat::kInt32, pat::gpu_of(to));
   TVM_FFI_CHECK(plan.device().device_type == kDLCPU || plan.device().device_type == kDLCUDAHost, ValueError)

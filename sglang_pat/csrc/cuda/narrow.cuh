@@ -1,13 +1,14 @@
-// Items of up to 8 or 16 rows: memory-bound, and many. Each warp reads and computes for itself, without a barrier: 32 tokens
-// at a time where there are as many, while others are on their way, across the ends of items. An item with
-// few tokens is one warp's. A longer one is a team's: its warps take turns at its chunks and sum up at its end, while the
-// copies for the next one run on.
+// Narrow work items: O = softmax(Q K^T) V of query tiles of 8 or 16 rows, which are memory-bound and many. Each warp
+// copies, computes and writes for itself, without barriers: 32 tokens at a time where registers suffice, while later ones
+// are in flight, also across the ends of items. A short item is one warp's. A long one is a team's: its warps alternate
+// over its chunks and merge at the end, while the copies for the next item run on. forward.cuh runs it; page_rows.cuh does
+// the same for pages.
 //
-// The matrix products are transposed, S^T = K Q^T and O^T = V^T P^T: the tensor cores' 16 rows are tokens and columns of
-// the head, of which there are always enough, and their 8 columns are the rows of Q, of which there are few.
+// The matrix products are transposed, S^T = K Q^T and O^T = V^T P^T. The 16 rows of an mma.sync are tokens, or columns of
+// the head, of which there are always enough; its 8 columns are rows of Q, of which there are few.
 //
-// KV of 8 bits becomes 16 on the way to the products. A register that ldmatrix fills has four bytes there, two steps of a
-// product from one load; so columns of the head come in another order:
+// 8-bit KV is converted in registers. A register that ldmatrix fills then has four bytes, operands of two k16 steps, so
+// columns of the head come in another order:
 //
 //   product      a thread has        16 bits                      8 bits
 //   K Q^T        of Q, in a step     columns 2 t, 2 t + 1,        columns 4 t to 4 t + 3
@@ -22,7 +23,7 @@
 
 namespace pat {
 
-// Products of 16 tokens, or 16 columns of the head, with `kM` rows of Q.
+// One warp's consumer and producer for tiles of `kM` rows of Q.
 template <typename T, typename Kv, int kDim, int kVDim, int kM, int kWarps>
 class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, kDim, kVDim, kM, kWarps>> {
   using Loader = NarrowLoader<Kv, kDim, kVDim, kM, kWarps>;
@@ -35,22 +36,22 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
   using Rows::merge_team, Rows::load_q, Rows::write, Rows::softmax_, Rows::q_, Rows::next_q_, Rows::o_;
   using typename Loader::Cursor, typename Loader::S, typename Loader::WorkItems, typename Rows::Queries;
   using Product = Half<typename Kv::Product>;
-  static constexpr int kLoadSteps = 2 / Kv::kBytes;  // of a product, whose left operands one ldmatrix loads
+  static constexpr int kLoadSteps = 2 / Kv::kBytes;  // k16 steps whose left operands one ldmatrix loads
 
  public:
   using Rows::Rows;
 
-  // Each turn of the loop computes a chunk, or a pair. At its top:
+  // Each iteration computes a chunk, or a pair of them. At its top:
   //
-  //   reader     the chunk whose slots are read next, kSlotsAhead chunks past the last one that was asked for
+  //   reader     the chunk whose slots are loaded next, kSlotsAhead chunks past the last one whose copy was issued
   //   ahead_     those chunks, with their slots
-  //   wanted     stages that are empty, and so copies to ask for; the others are full or being filled. Each copy is a commit
-  //              group, also where there is nothing left: the oldest of kNarrowStages groups is the user's chunk
+  //   wanted     empty stages, so copies to issue; the others are full or in flight. Each copy is a commit group, also
+  //              where no chunk is left: the oldest of kNarrowStages groups is the user's chunk
   //   copied     the stage that the next copy fills
   //   user       the chunk that is computed next, its item's Q in q_; at = -1 before the first
   //   used       the stage that it is in
   //   following  the item after the user's, its Q in next_q_ (with kReadAhead)
-  //   computed   all chunks of the user's item are computed, and its results not yet written
+  //   computed   all chunks of the user's item are computed, its results not yet written
   //
   // Keep one copy of each large block: the instruction cache is cold at launch.
   __device__ void run() {
@@ -74,7 +75,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
           used = next_stage(used);
         }
         if constexpr (kReadAhead) {
-          // The first time, of two items.
+          // The first time this loads Q of two items.
 #pragma unroll 1
           do {
             user = following;
@@ -113,7 +114,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
       }
       __syncwarp();
       computed = user.last();
-      // The memory of an item's last chunk is needed to sum up, that of the one before is not.
+      // The team merges in the stage of the item's last chunk; the one before is free.
       wanted = int(pair) + int(!computed || !shared(user));
       if (computed) continue;
       user.left -= user.step;
@@ -123,7 +124,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
   }
 
  private:
-  // Left operands of one step, or of two.
+  // Left operands of one k16 step, or of two with 8-bit KV.
   using Operands = uint32_t[kLoadSteps][4];
   static __device__ __forceinline__ void load_k(Operands& a, uint32_t from) {
     if constexpr (kIs8Bit) {
@@ -146,21 +147,21 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
     }
   }
 
-  // `tokens_behind` of a row; where it is no query's, of the first.
+  // `tokens_behind` of a row; for rows that only pad, that of the first.
   __device__ int behind_of(const Item& item, int row) const {
     if (row >= item.count * p_.group) row = 0;
     return tokens_behind(p_, item, row, query_of(p_, item, p_.query_of(row)));
   }
 
-  // Whether some row does not see all of `tokens` from which on `first` are left, or of the last step of a product among them, from which
-  // on `last` are. Of a draft's tokens the first sees a window that begins fewer tokens than the draft has in front of the last one's.
+  // Whether masking is needed: some row does not see all of a chunk. `first` tokens are left from the chunk's start, `last`
+  // from its last k16 step. In a draft only windows can hide something, and they begin fewer than `draft` tokens apart.
   __device__ bool hides_some(int first, int last) const {
     if constexpr (Variant::kMasks) return items_.get(kPhase, user_).tokens - first < p_.draft;
     return __any_sync(~0u, Limits(first, behind_, p_).hide_some(0) || Limits(last, behind_, p_).hide_some(kStepTokens));
   }
 
-  // 16 tokens or twice as many, whose K and V begin at `first` and `second`. `tokens` are left from the first one on, and
-  // `step` further begins the second.
+  // One or two KV tiles of 16 tokens: K and V at `first` and `second`. `tokens` are left from the first on; the second
+  // begins `step` further.
   template <int kChunks>
   __device__ __forceinline__ void compute(uint32_t first, uint32_t second, int tokens, int step) {
     float s[kChunks][kBlocks][4] = {};
@@ -220,7 +221,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
     }
   }
 
-  // A chunk that begins at `from`, from whose first token on `tokens` are left.
+  // A chunk at `from`, from whose first token on `tokens` are left.
   __device__ __forceinline__ void compute_chunk(uint32_t from, int tokens) {
     if constexpr (kChunkTokens == kStepTokens) {
       compute<1>(from, from, tokens, 0);
@@ -230,7 +231,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
       else
         compute<1>(from, from, tokens, 0);
     } else {
-      // What rows see is counted from the item's end.
+      // Masks and limits count from the item's end, so `tokens` may not be cut there.
       constexpr bool kFromEnd = Variant::kMasks || Variant::kLimits;
       if constexpr (!kFromEnd) tokens = min(tokens, kChunkTokens);
       const int behind = kFromEnd ? max(0, tokens - kChunkTokens) : 0;
@@ -242,7 +243,7 @@ class NarrowWarp : NarrowRows<T, Kv, kDim, kVDim, kM, kWarps, NarrowLoader<Kv, k
     }
   }
 
-  int behind_ = 0;  // with Variant::kLimits and without Variant::kMasks, of the user's item and row lane % kM
+  int behind_ = 0;  // with Variant::kLimits and no kMasks: `tokens_behind` of row lane % kM
 };
 
 }  // namespace pat

@@ -1,4 +1,5 @@
-// Which items of up to 16 rows a warp computes, chunk after chunk, and where it keeps what it reads: its own items, and its share of its team's.
+// The narrow items of a warp, chunk by chunk: those of its own, and its share of its team's. Base class of the loaders
+// (narrow_load.cuh, page_load.cuh); also where a warp's stages lie in shared memory.
 #pragma once
 
 #include "assign.cuh"
@@ -6,24 +7,24 @@
 
 namespace pat {
 
-// Of warps that share an item.
+// What a team needs to merge: for each warp and row, softmax maximum and sum.
 template <int kWarps>
 struct NarrowStatistics {
   float row_max[kWarps][kNarrowM], sum[kWarps][kNarrowM];
-  int stage[kWarps];  // where each left its results
+  int stage[kWarps];  // the stage in which each warp left its O
 };
 
-// A warp has `kStages` stages of `kStage` bytes, and takes `kChunkTokens` tokens at a time. The CTA has `kThreads`.
+// A warp has `kStages` stages of `kStage` bytes and takes chunks of `kChunkTokens` tokens. The CTA has `kThreads` threads.
 template <int kThreads, int kM, int kWarps, int kStages, int kStage, int kChunkTokens>
 class NarrowItems {
  protected:
   using WorkItems = Items<kThreads>;
   static constexpr Phase kPhase = phase_of(kM);
 
-  // Position in a warp's chunks: all of its own items', and its share of its team's.
+  // Position in the chunks of a warp.
   struct Cursor {
     int at = -1;   // the item
-    int left = 0;  // tokens of the item from the chunk's first one on; none or fewer where a team leaves the warp nothing
+    int left = 0;  // tokens of the item from this chunk on; none or negative if the team leaves the warp nothing
     int step = 0;  // tokens to this warp's next chunk
 
     __device__ bool last() const { return left <= step; }
@@ -37,7 +38,7 @@ class NarrowItems {
         count_(items.count(kPhase)),
         shared_(items.shared(kPhase)) {}
 
-  // Where a stage of a warp is.
+  // Address of a warp's stage.
   __device__ uint8_t* stage(int warp, int number) const { return memory_ + warp * kStages * kStage + number * kStage; }
   __device__ static int next_stage(int number) { return number == kStages - 1 ? 0 : number + 1; }
 
@@ -45,7 +46,7 @@ class NarrowItems {
   __device__ const Item& item(const Cursor& cursor) const { return items_.get(kPhase, cursor.at); }
   __device__ static bool shared(const Cursor& cursor) { return cursor.step > kChunkTokens; }
 
-  // Moves on to the next item that is this warp's or its team's.
+  // Moves to the next item of this warp or its team.
   __device__ void next_item(Cursor& cursor) const {
     const TeamPlace place = items_.place(kPhase);
     const int next = cursor.at < 0 ? place.team : cursor.at + place.teams;
@@ -60,7 +61,7 @@ class NarrowItems {
   const WorkItems& items_;
   uint8_t* const memory_;
   NarrowStatistics<kWarps>& statistics_;
-  const int count_, shared_;  // items, and the first of them that teams share
+  const int count_, shared_;  // items of the phase; the first `shared_` are teams'
 };
 
 }  // namespace pat

@@ -1,5 +1,6 @@
-// How K and V of narrow items come to shared memory: each warp copies for itself, chunk after chunk, and slots are read a few
-// chunks ahead of the copies that need them.
+// Loads K and V of narrow items to shared memory. Each warp issues cp.async for itself, chunk by chunk; slots are loaded a
+// few chunks ahead of their copies. A stage holds a chunk's K, then its V, in swizzled panels of 128 bytes a row
+// (smem.cuh); 8-bit KV is copied as bytes.
 #pragma once
 
 #include "kv_format.cuh"
@@ -9,15 +10,15 @@ namespace pat {
 
 template <typename Kv, int kDim, int kVDim>
 struct NarrowSizes {
-  static constexpr int kTokens = 2 * kStepTokens / Kv::kBytes;  // of a chunk, which a warp copies at a time
+  static constexpr int kTokens = 2 * kStepTokens / Kv::kBytes;  // of a chunk, the unit of a copy
   static constexpr int kPanel = kTokens * kPanelRow;
-  static constexpr int kTile = row_panels(kDim * Kv::kBytes) * kPanel;  // a chunk's K; its V is behind it
+  static constexpr int kTile = row_panels(kDim * Kv::kBytes) * kPanel;  // K of a chunk; V follows it
   static constexpr int kStage = kTile + row_panels(kVDim * Kv::kBytes) * kPanel;
   static constexpr int kWarp = kNarrowStages * kStage;
 };
 
-// Copies what a warp reads whose tile has `kM` rows of Q; NarrowWarp (narrow.cuh) says when. In this order of members the compiler makes
-// the same instructions as when both were one class.
+// Loader of a warp whose query tile has `kM` rows; NarrowWarp (narrow.cuh) drives it. With its members in this order the
+// compiler makes the same code as when both were one class.
 template <typename Kv, int kDim, int kVDim, int kM, int kWarps>
 class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowStages, NarrowSizes<Kv, kDim, kVDim>::kStage,
                                            NarrowSizes<Kv, kDim, kVDim>::kTokens> {
@@ -27,22 +28,22 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
   using Own::ended, Own::item, Own::items_, Own::next_item, Own::next_stage, Own::p_, Own::stage;
   using typename Own::Cursor, typename Own::WorkItems;
   static constexpr int kChunkTokens = S::kTokens;
-  // 32 tokens at a time, which with 16 bits are two chunks, and Q an item ahead, where registers suffice.
+  // Where registers suffice: 32 tokens at a time (two chunks of 16-bit KV), and Q loaded an item ahead.
   static constexpr bool kReadAhead = kDim * (kM / 8) <= 128, kTwoSteps = kReadAhead && !(Kv::kBytes == 1 && kM > 8);
   static constexpr bool kPairs = kTwoSteps && kChunkTokens == kStepTokens;
-  static constexpr int kSlotsAhead = kPairs ? 2 : 1;  // chunks whose slots are on their way
+  static constexpr int kSlotsAhead = kPairs ? 2 : 1;  // chunks whose slots are in flight
   static constexpr int kRowCopies = kDim * Kv::kBytes / kCopyBytes, kRowThreads = row_threads(kDim * Kv::kBytes);
-  static constexpr int kVRowCopies = kVDim * Kv::kBytes / kCopyBytes;   // by the first of K's threads
-  static constexpr int kRows = kChunkTokens * kRowThreads / kWarpSize;  // that a lane copies: one after the other
+  static constexpr int kVRowCopies = kVDim * Kv::kBytes / kCopyBytes;   // made by the first of K's threads
+  static constexpr int kRows = kChunkTokens * kRowThreads / kWarpSize;  // rows that a lane copies, consecutive ones
 
-  // A chunk to be copied: the slot of this lane's token, the KV head, and how many tokens; negative if there is no chunk.
+  // A chunk to copy: the slot of this lane's token, the KV head, and the tokens; negative if there is none.
   struct Chunk {
     int slot = 0, head = 0, tokens = -1;
   };
 
   using Own::Own;
 
-  // Reads the slots of the reader's chunk, to be copied after those read before, and moves on to the next.
+  // Loads the slots of the reader's chunk behind those loaded before, and moves the reader on.
   __device__ void read_slots(Cursor& reader) {
 #pragma unroll
     for (int i = 0; i + 1 < kSlotsAhead; ++i) ahead_[i] = ahead_[i + 1];
@@ -59,7 +60,7 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
       reader.left -= reader.step;
   }
 
-  // Copies K and V of the chunk whose slots were read first.
+  // Copies K and V of the chunk whose slots were loaded first.
   __device__ void copy_next(Cursor& reader, int& number) {
     const Chunk chunk = ahead_[0];
     if (chunk.tokens >= 0) {
@@ -76,8 +77,8 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
             copy16(place + S::kTile, v + uint64_t(slot) * p_.v_slot, policy...);
           }
         };
-        // No cache policy where none is needed: even the default one takes time. Drafts' tiles of 16 rows have none: the code of both, for which small
-        // batches wait, took 1 % (benchmarks/NOTES.md, "Verify steps").
+        // Without a cache policy where none is needed: even the default one takes time. Drafts' tiles of 16 rows never have
+        // one: two copies of the code took small batches 1 % (benchmarks/NOTES.md, "Verify steps").
         if (!(Variant::kMasks && kM > kSingleM) && items_.parts_stay())
           copy_rows(leaves_first());
         else
@@ -88,7 +89,7 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
         for (int i = 0; i < kRows; ++i) {
           const uint32_t slot = __shfl_sync(~0u, chunk.slot, first + i), place = next_row(to, i);
           const bool valid = first + i < chunk.tokens;
-          // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
+          // Behind the end V must be zero, as weights are there: memory may hold NaN. Scores of K are masked.
           if (in_k && valid) copy16(place, k + uint64_t(slot) * p_.k_slot);
           if (in_v) copy16_or_zero(place + S::kTile, v + (valid ? uint64_t(slot) * p_.v_slot : 0), valid);
         }
@@ -99,7 +100,7 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
     read_slots(reader);
   }
 
-  int user_ = 0;  // with Variant::kMasks, the item that NarrowWarp computes
+  int user_ = 0;  // the item that NarrowWarp computes, with Variant::kMasks
   Chunk ahead_[kSlotsAhead];
 };
 

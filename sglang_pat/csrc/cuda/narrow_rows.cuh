@@ -1,5 +1,6 @@
-// Rows of Q of an item of up to 16 rows, and what a warp has of their results: in registers, as the transposed matrix products have them. Which
-// KV a warp computes, and how it comes, is `Loader`'s.
+// Q and O of a narrow item in one warp's registers, in the layout of the transposed products (narrow.cuh), and their way
+// out: `write` for an item of one warp, `merge_team` for a team's. Which KV a warp computes, and how it is loaded, is the
+// `Loader`'s.
 #pragma once
 
 #include "kv_format.cuh"
@@ -22,16 +23,18 @@ class NarrowRows : protected Loader {
   static constexpr int kBlocks = kM / 8, kSteps = kDim / 16, kVSteps = kVDim / 16;
   static constexpr bool kIs8Bit = Kv::kBytes == 1;
 
-  // With Variant::kMasks each lane looks up one row of Q, and its mask with it, for all lanes: the code for several rows, and again for their masks, took small
-  // batches 2 % (benchmarks/NOTES.md, "Verify steps"). There are no registers for that where Q is read an item ahead.
+  // With Variant::kMasks each lane looks up one row of Q and its mask for all lanes: code for several rows, and again for
+  // their masks, took small batches 2 % (benchmarks/NOTES.md, "Verify steps"). Where Q is loaded an item ahead there are no
+  // registers for that.
   static constexpr bool kLooksUpRows = Variant::kMasks && !kReadAhead;
 
   struct Queries {
     uint32_t pairs[kSteps][kBlocks][2];
-    uint64_t mask;  // with kLooksUpRows, of row lane % kM
+    uint64_t mask;  // of row lane % kM, with kLooksUpRows
   };
 
-  // Q as right operand: this thread's row of each block, pairs of columns for each step; zeros where it is no query's.
+  // Loads Q as right operand: this thread's row of each block of eight, pairs of columns for each k16 step; zeros in rows
+  // that only pad.
   __device__ void load_q(const Item& item, Queries& to) const {
     uint32_t source = kNoSource;  // of row lane % kM
     if constexpr (kLooksUpRows) {
@@ -66,18 +69,18 @@ class NarrowRows : protected Loader {
     }
   }
 
-  // The rows of Q whose results this thread has: one for every number below kOwnRows.
+  // The rows of Q whose results this thread has, numbered below kOwnRows.
   static constexpr int kOwnRows = 2 * kBlocks;
   __device__ static int row_of(int number) { return number / 2 * 8 + thread_of<4>() * 2 + number % 2; }
 
-  // Of such a row; numbers are those of a loop that is not unrolled.
+  // The value of such a row; the number comes from a loop that is not unrolled.
   __device__ static float of_row(int number, const float (&values)[kBlocks][2]) {
     float value = values[0][0];
 #pragma unroll
     for (int i = 1; i < kOwnRows; ++i) value = number == i ? values[i / 2][i % 2] : value;
     return value;
   }
-  // Its output in column `column_of(i)`.
+  // Its O in column `column_of(i)`.
   __device__ float output_of_row(int number, int i) const {
     float value = o_[i / 2][0][i % 2 * 2];
 #pragma unroll
@@ -89,10 +92,11 @@ class NarrowRows : protected Loader {
     return kIs8Bit ? i / 2 * 16 + lane_id() / 4 * 2 + i % 2 : i * 8 + lane_id() / 4;
   }
 
-  // Writes what this warp has, of an item that is its own.
+  // Writes the results of an item that one warp ran.
   __device__ void write(const Item& item) const {
     const Results<T, kVDim> results(p_);
-    // Of KV with 16 bits a thread has single columns of two rows, its neighbour the next ones: by an exchange each gets pairs of one.
+    // With 16-bit KV a thread has single columns of two rows, and its neighbour the next columns: an exchange gives each
+    // pairs of one row.
     const int odd = kIs8Bit ? 0 : lane_id() / 4 % 2;
 #pragma unroll 1
     for (int number = odd; number < kOwnRows; number += kIs8Bit ? 1 : 2) {
@@ -113,7 +117,7 @@ class NarrowRows : protected Loader {
     }
   }
 
-  // Sums up what the team's warps have, in the memory of the chunk that each used last.
+  // Merges the results of a team's warps, each in the stage of its last chunk, where it puts O [kM, v_dim] in float32.
   __device__ void merge_team(const Item& item, int last) {
     static_assert(kM * panels(kVDim) * kPanelColumns * 4 <= S::kStage);
     static_assert(kWarps / 2 <= kMostTeams, "each team has a barrier");
@@ -137,7 +141,7 @@ class NarrowRows : protected Loader {
     }
     if (lane == 0) statistics_.stage[warp] = last;
     all_arrived();
-    // A warp for each row; a lane knows of one of the team's warps how much its part counts.
+    // One warp a row. Each lane computes the weight of one warp's result.
     static_assert(kWarps <= kWarpSize / 2);
     const int part = lane % (kWarpSize / 2), from = leader + min(part, team.warps - 1);
     const int place_of_part = int(stage(from, statistics_.stage[from]) - memory_);
@@ -171,13 +175,14 @@ class NarrowRows : protected Loader {
     all_arrived();
   }
 
-  // Chunks of eight columns are permuted by the row: with KV of 16 bits no bank conflicts between a warp's four pairs of rows.
+  // Eight columns at a time are permuted by the row, so that with 16-bit KV a warp's four pairs of rows have no bank
+  // conflicts.
   __device__ static int place(int row, int column) {
     return row * panels(kVDim) * kPanelColumns + (column ^ (row / 2 % 4 * 8));
   }
 
   ColumnSoftmax<kBlocks> softmax_;
-  Queries q_ = {}, next_q_ = {};  // of the item that is computed, and of the one after
+  Queries q_ = {}, next_q_ = {};  // of the item that is computed, and of the next one
   float o_[kVSteps][kBlocks][4] = {};
 };
 

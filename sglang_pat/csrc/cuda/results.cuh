@@ -1,4 +1,5 @@
-// Where a work item's results go: the output for a query that has no other part, the workspace else.
+// Where a row of O goes: to the output for a query with one part, else to the workspace, as a part with its log-sum-exp.
+// Consumers of wide and narrow items store through `Results`.
 #pragma once
 
 #include <climits>
@@ -9,18 +10,18 @@
 
 namespace pat {
 
-// Where one row of a tile goes, in rows of V's dimension: of the workspace, or of the output.
+// Destination of a row, in rows of v_dim: of the workspace (code >= 0) or of the output (~code).
 class RowTarget {
  public:
   static constexpr int kNone = INT_MIN;
 
-  // Row `row` of the item's tile; only rows that are a query's are used.
+  // Destination of row `row` of the item's tile; kNone for rows that only pad.
   __device__ RowTarget(const Params& p, const Item& item, int row) : code_(kNone) {
     if (row >= item.count * p.group) return;
     const int member = p.query_of(row);
     *this = RowTarget(p, item.first_head + p.head_of(row), query_of(p, item, member), target_of(p, item, member));
   }
-  // The same, of a query's head, whose batch position and part's place are known.
+  // The same for a head of a query whose batch position and part are known.
   __device__ RowTarget(const Params& p, int head, int query, int target) {
     code_ = target == kDirect ? ~p.output_row(query, head) : target * p.heads + head;
   }
@@ -30,7 +31,7 @@ class RowTarget {
   __device__ bool used() const { return code_ != kNone; }
   __device__ bool direct() const { return code_ < 0; }
   __device__ int64_t row() const { return direct() ? ~code_ : code_; }
-  // Of an output.
+  // The query head of an output row.
   __device__ int head(const Params& p) const {
     return int(unsigned(~code_) % unsigned(Variant::kMasks ? p.token_heads : p.heads));
   }
@@ -39,19 +40,20 @@ class RowTarget {
   int code_;
 };
 
-// The sum of a row's weights, its sink's included if this is the row's only part: otherwise merge adds the sink. 0 if nothing was seen.
+// The softmax sum with the row's sink, if this is its only part; else the merge kernel adds the sink. 0 if the row saw
+// nothing.
 __device__ __forceinline__ float sum_with_sink(float sum, float row_max, const RowTarget& to, const Params& p) {
   return sum > 0 && to.direct() ? sum + exp2_fast(p.sink(to.head(p)) - row_max * p.scale_log2) : sum;
 }
 
-// Rows of 16 bits: outputs, and parts, whose numbers beyond the range of __half become its largest. Parts in float32 make outputs no
-// more exact, and parts in bfloat16 less so: 2.27, 2.28 and 2.83e-3 (simulated for bfloat16 outputs).
+// Stores rows of 16 bits: outputs of type T, and parts as __half, saturated. Parts in float32 make outputs no more exact,
+// and parts in bfloat16 less: errors of 2.27, 2.28 and 2.83e-3 (simulated for bfloat16 outputs).
 template <typename T, int kVDim>
 class Results {
  public:
   __device__ explicit Results(const Params& p) : p_(p) {}
 
-  // Pairs of columns `kApart` apart from `column` on: `pair(i)` is the i-th, asked for where there is no row too.
+  // Stores column pairs `kApart` apart from `column` on. `pair(i)` is the i-th; it is called for rows that only pad too.
   template <int kApart, typename Pair>
   __device__ __forceinline__ void store_pairs(const RowTarget& to, int column, Pair pair) const {
     uint32_t* const row = reinterpret_cast<uint32_t*>(row_of(to) + column);
@@ -67,12 +69,12 @@ class Results {
         make_uint2(pack(to, make_float2(x.x, x.y)), pack(to, make_float2(x.z, x.w)));
   }
 
-  // Eight columns that were packed for it.
+  // Stores eight columns, packed by `pack`.
   __device__ void store_packed(const RowTarget& to, int column, uint4 x) const {
     *reinterpret_cast<uint4*>(row_of(to) + column) = x;
   }
 
-  // Two columns as they are stored.
+  // Two columns in the type of the destination.
   static __device__ __forceinline__ uint32_t pack(const RowTarget& to, float2 x) {
     if (std::is_same_v<T, __half> || !to.direct()) return saturated_half_pair(x.x, x.y);
     return Half<T>::pack(x.x, x.y);

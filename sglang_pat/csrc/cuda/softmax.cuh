@@ -1,5 +1,6 @@
-// Online softmax over the accumulators of a matrix product. A thread of a warp holds, of 16 rows, the rows lane / 4 and
-// lane / 4 + 8, and of every eight columns the pair 2 (lane % 4): mma.sync and wgmma agree on that.
+// Online softmax over accumulators of a matrix product, base 2, with masking: `Softmax` for wide items (rows are queries),
+// `ColumnSoftmax` for the transposed products of narrow ones. A thread of a warp has, of 16 rows, the rows lane / 4 and
+// lane / 4 + 8, and of every eight columns the pair from 2 (lane % 4) on: the same for mma.sync and wgmma.
 #pragma once
 
 #include <cmath>
@@ -10,8 +11,8 @@
 
 namespace pat {
 
-// Lazy rescale: row_max follows a row's greatest score only once that is ahead by more than this, to base 2. Accumulators are then
-// rescaled rarely. Weights reach 2^8 at most, which 16 bits and sums in float32 hold easily (FlashAttention-4 does the same).
+// Lazy rescale, as in FlashAttention-4: row_max follows a row's maximum only when that is ahead by more than this, base 2,
+// so O is rarely rescaled. Weights then reach 2^8, well within 16 bits and float32 sums.
 constexpr float kSlack = 8;
 
 __device__ __forceinline__ float lazy_row_max(float row_max, float higher, const Params& p) {
@@ -25,11 +26,11 @@ __device__ __forceinline__ void cap_score(float& s, const Params& p) {
 struct Softmax {
   float row_max[2] = {-INFINITY,
                       -INFINITY};  // of each row, lazily (`kSlack`) and before the scale: weights are relative to it
-  float sum[2] = {0, 0};           // of the weights in this thread's own columns
+  float sum[2] = {0, 0};           // of this thread's own columns, until `finish`
 
-  // Turns scores into weights; `correction` is the factor for everything accumulated before. Columns from `valid` on are hidden. With
-  // Variant::kMasks, the last `draft` columns before `valid` are hidden where the row's `mask_of(half)` says so. With Variant::kLimits, `behind_of(half)` is
-  // the row's `tokens_behind`.
+  // Turns scores S into weights P; `correction` is the factor for O and sum so far. Columns from `valid` on are hidden.
+  // With Variant::kMasks, of the last `draft` columns before `valid` those are hidden that the row's `mask_of(half)`
+  // excludes. With Variant::kLimits, `behind_of(half)` is the row's `tokens_behind`.
   template <int kBlocks, typename MaskOf, typename BehindOf>
   __device__ __forceinline__ void update(float* s, int valid, int draft, const MaskOf& mask_of, const BehindOf& behind_of,
                                          const Params& p, float (&correction)[2]) {
@@ -72,9 +73,9 @@ struct Softmax {
       higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 1));
       higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 2));
       higher = lazy_row_max(row_max[half], higher, p);
-      // A row without a score so far stays at weights of zero.
+      // A row that has seen nothing yet keeps weights of zero.
       const float base = higher == -INFINITY ? 0 : higher * p.scale_log2;
-      // Exactly 1 where nothing changes: the difference of a product and its rounding is not 0.
+      // Exactly 1 if nothing changes: exp2 of a product minus its rounded value would not be.
       correction[half] = row_max[half] == higher ? 1 : exp2_fast(row_max[half] * p.scale_log2 - base);
       row_max[half] = higher;
       float total = 0;
@@ -90,7 +91,7 @@ struct Softmax {
     }
   }
 
-  // Sums over the row.
+  // Sums over the row's four threads.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -100,8 +101,8 @@ struct Softmax {
   }
 };
 
-// The same for transposed scores: columns are rows of Q, rows are tokens. A thread has columns 2 (lane % 4) and 2 (lane % 4) + 1 of each
-// block of eight, and rows lane / 4 and lane / 4 + 8 of 16.
+// The same for transposed scores S^T: rows are tokens, columns are rows of Q. A thread has columns 2 (lane % 4) and the
+// next of each block of eight, and rows lane / 4 and lane / 4 + 8 of 16.
 template <int kBlocks>
 struct ColumnSoftmax {
   float row_max[kBlocks][2], sum[kBlocks][2];
@@ -111,9 +112,9 @@ struct ColumnSoftmax {
     for (int i = 0; i < 2 * kBlocks; ++i) row_max[i / 2][i % 2] = -INFINITY, sum[i / 2][i % 2] = 0;
   }
 
-  // The first chunk has `first` valid tokens, the second `second`; the others are hidden. With Variant::kMasks, the last `draft` valid tokens are
-  // hidden where the column's `mask_of(column)` says so. With Variant::kLimits, and only if `limited`, `behind_of(column)` is the column's
-  // `tokens_behind`.
+  // As `Softmax::update`. The first chunk has `first` valid tokens, the second `second`. With Variant::kMasks,
+  // `mask_of(column)` hides some of the last `draft` valid tokens. With Variant::kLimits, and only if `limited`,
+  // `behind_of(column)` is the column's `tokens_behind`.
   template <int kChunks, typename MaskOf, typename BehindOf>
   __device__ __forceinline__ void update(float (&s)[kChunks][kBlocks][4], int first, int second, int draft,
                                          const MaskOf& mask_of, bool limited, const BehindOf& behind_of, const Params& p,
@@ -169,9 +170,9 @@ struct ColumnSoftmax {
 #pragma unroll
       for (int mask = 4; mask < kWarpSize; mask *= 2) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
       higher = lazy_row_max(row_max[block][which], higher, p);
-      // A query without a score so far stays at weights of zero.
+      // A column that has seen nothing yet keeps weights of zero.
       const float base = higher == -INFINITY ? 0 : higher * p.scale_log2;
-      // Not exactly 1 as in `Softmax`: that brought nothing here, and took registers (benchmarks/NOTES.md, "Verify steps").
+      // Not exactly 1 as in `Softmax`: that gained nothing here and took registers (benchmarks/NOTES.md, "Verify steps").
       correction[block][which] = exp2_fast(row_max[block][which] * p.scale_log2 - base);
       row_max[block][which] = higher;
       float total = 0;
@@ -188,7 +189,7 @@ struct ColumnSoftmax {
     }
   }
 
-  // Sums over all tokens.
+  // Sums over the tokens, which eight threads share.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; ++i) {
@@ -198,12 +199,12 @@ struct ColumnSoftmax {
   }
 };
 
-// Factor that turns weights relative to `row_max` into weights relative to `higher`; 0 if no score was seen.
+// Factor from weights relative to `row_max` to weights relative to `higher`; 0 if nothing was seen.
 __device__ __forceinline__ float weight(float row_max, float higher, const Params& p) {
   return row_max == -INFINITY ? 0 : exp2_fast((row_max - higher) * p.scale_log2);
 }
 
-// Multiplies the output's accumulators by the correction of `Softmax::update`, if any is not one.
+// Multiplies O by the correction of `Softmax::update`, unless it is 1 in the whole warp.
 template <int kSize>
 __device__ __forceinline__ void rescale(float* o, const float (&correction)[2]) {
   if (!__any_sync(~0u, correction[0] != 1 || correction[1] != 1)) return;
@@ -211,18 +212,18 @@ __device__ __forceinline__ void rescale(float* o, const float (&correction)[2]) 
   for (int i = 0; i < kSize; ++i) o[i] *= correction[i / 2 % 2];
 }
 
-// Final factor on a row's output; 0 if nothing was seen.
+// Final factor on a row of O: 1 / sum, times V's scale; 0 if nothing was seen.
 template <typename Kv>
 __device__ __forceinline__ float norm_of(float sum, const Params& p) {
   return sum > 0 ? __fdividef(Kv::kBytes == 1 ? p.v_scale : 1, sum) : 0;
 }
 
-// To base 2.
+// Log-sum-exp of a row, base 2; -inf if nothing was seen.
 __device__ __forceinline__ float lse2(float row_max, float sum, const Params& p) {
   return sum > 0 ? row_max * p.scale_log2 + __log2f(sum) : -INFINITY;
 }
 
-// Weights as the left operand of a product over 16 tokens.
+// P as the left operand of a product over 16 tokens: accumulators of S have that layout already.
 template <typename T>
 __device__ __forceinline__ void pack_weights(uint32_t (&a)[4], const float* s) {
 #pragma unroll
