@@ -1,9 +1,11 @@
-// A page of KV in 4 or 2 bits, 64 tokens of one KV head, in the order in which a warp's lanes read it. csrc/cpu/low_bit.h says where everything
-// is and how a number becomes a code; here codes become operands of the matrix products.
+// A record: one page of KV in 4 or 2 bits, 64 tokens of one KV head, in the order in which a warp's lanes read it as
+// mma.sync operands. csrc/cpu/low_bit.h has the layout and the quantisation; here codes become operands. page_rows.cuh,
+// page_convert.cuh, page_store.cuh and page_unpack.cuh use it.
 //
-// A word of a lane has codes of two registers' halves: its lower byte's of one, its upper byte's of the other. `(w & mask) | 0x6400` makes of the
-// codes n in a field of both of its 16-bit halves 1,024 + n 2^(bits * field) in __half, exactly. The 2^(bits * field) is undone in K's scales, which
-// are kept divided by it, and in the results of V. The 1,024 is the same for all rows of an operand: a product of its own, from which sums start.
+// A 32-bit word of a lane has the codes of two operand registers, one in the lower byte of each half, the other in the
+// upper byte. `(w & mask) | 0x6400` turns the codes n in one field of both halves into 1,024 + n 2^(bits * field) in
+// __half, exactly. K's scales are stored divided by 2^(bits * field); for V, results are divided. The 1,024 is subtracted
+// by a product of its own, from which the sums start: it is the same for all rows of an operand.
 #pragma once
 
 #include "ptx.cuh"
@@ -21,17 +23,18 @@ struct Record {
   static constexpr int kValueParameters = kKeyCodes + kCodes, kValueCodes = kValueParameters + 4 * kTokens;
   static constexpr int kBytes = kValueCodes + kCodes;
 
-  static constexpr int kWordSteps = 4 / kBits;           // of a product, 16 channels each, that a word has codes of
-  static constexpr int kWords = kDim / 16 / kWordSteps;  // of a lane, for 16 tokens
-  static constexpr int kUnit = kWords < 4 ? kWords : 4;  // words that lie together
+  static constexpr int kWordSteps = 4 / kBits;           // k16 steps, 16 channels each, whose codes a word has
+  static constexpr int kWords = kDim / 16 / kWordSteps;  // words of a lane for 16 tokens
+  static constexpr int kUnit = kWords < 4 ? kWords : 4;  // words that lie together, a unit
   static constexpr int kUnits = kWords / kUnit;
 
-  // Strides in bytes. Among K's scales, and among its zeros, two steps of the products are a unit, in which a lane column has four pairs of channels: of
-  // a step the lower eight's and the upper eight's, and of the next step. Among V's parameters, where a token's scale is in front of its zero, a lane's
-  // row has eight tokens: of 16 the lower eight's and the upper eight's, and so on.
+  // Strides in bytes. K's scales, and its zeros: a unit is two k16 steps, in which each lane column has four pairs of
+  // channels (lower and upper eight of both steps). V's parameters: a token's scale is followed by its zero, and a lane row
+  // has eight tokens (lower and upper eight of each 16).
   static constexpr int kKeyUnit = 64, kKeyColumn = 16, kKeyStep = 8, kValueRow = 32;
 
-  // In units of 16 bits, where a channel's scale is among K's scales, and its zero among their zeros; where a token's scale is among V's parameters.
+  // Index, in units of 16 bits, of a channel's scale among K's scales (its zero is at the same index among the zeros), and
+  // of a token's scale among V's parameters.
   static __device__ __forceinline__ int key_parameter(int channel) {
     const int pair = channel / 16 * 2 + channel / 8 % 2;  // of its lane column
     return 2 * (kKeyUnit / 4 * (pair / 4) + kKeyColumn / 4 * (channel % 8 / 2) + pair % 4) + channel % 2;
@@ -40,15 +43,15 @@ struct Record {
     return 2 * (token % 8 * (kValueRow / 4) + token / 16 * 2 + token / 8 % 2);
   }
 
-  // The lane that has a pair of neighbours, `pair` of four, in a row of eight of an operand.
+  // The lane with pair `pair`, of four, of row `row` of an operand.
   static constexpr __device__ int lane_of(int row, int pair) { return row * 4 + pair; }
 
-  // Which of K's or V's words has a lane's codes of 16 tokens, of a step of 16 channels.
+  // Index of the word with a lane's codes for 16 tokens (`chunk`) and 16 channels (`step`).
   static __device__ __forceinline__ int word_of(int chunk, int step, int lane) {
     const int word = step / kWordSteps;
     return ((chunk * kUnits + word / kUnit) * kWarpSize + lane) * kUnit + word % kUnit;
   }
-  // And what the word `at` has: its first step.
+  // The inverse: what word `at` has, from its first step on.
   struct Word {
     int chunk, step, lane;
   };
@@ -57,17 +60,17 @@ struct Record {
     return {unit / kUnits, (unit % kUnits * kUnit + at % kUnit) * kWordSteps, at / kUnit % kWarpSize};
   }
 
-  // A byte has fields of `kBits` bits: for each step that a word has codes of one of its lower eight channels, and one of its upper eight.
+  // A byte has fields of `kBits` bits: for each step of the word a channel of the lower eight and one of the upper eight.
   static constexpr int kFields = 8 / kBits;
   static constexpr __device__ int field_of(int step, int upper) { return step % kWordSteps * 2 + upper; }
   static constexpr __device__ int field_of(int channel) { return field_of(channel / 16, channel / 8 % 2); }
-  // Where a code is in its word. Of 16 tokens a half's lower byte has the lower eight, its upper one the others; halves are neighbours along an operand's
-  // columns, which are K's channels and V's tokens.
+  // First bit of a code in its word. Of 16 tokens the lower eight are in a half's lower byte. The halves are neighbours
+  // along an operand's columns: channels of K, tokens of V.
   static constexpr __device__ int bit_of(int token, int neighbour, int field) {
     return neighbour % 2 * 16 + token / 8 % 2 * 8 + kBits * field;
   }
 
-  // Words `kUnit * unit` on of 16 tokens; `codes` is where K's or V's begin.
+  // Loads unit `unit` of 16 tokens; `codes` is where K's or V's codes begin.
   static __device__ __forceinline__ void load_words(uint32_t (&words)[kUnit], const uint8_t* codes, int chunk, int unit) {
     const uint8_t* const from = codes + ((chunk * kUnits + unit) * kWarpSize + lane_id()) * kUnit * 4;
     if constexpr (kUnit == 4) {
@@ -79,7 +82,7 @@ struct Record {
     }
   }
 
-  // Left operands of a word's step `step`. K's rows are tokens, V's are channels.
+  // Left operands of step `step` of a word. K: rows are tokens. V: rows are channels.
   static __device__ __forceinline__ void key_operand(uint32_t (&a)[4], uint32_t word, int step) {
     const uint32_t up = word >> 8;
     a[0] = in_field(word, field_of(step, 0)), a[1] = in_field(up, field_of(step, 0));
@@ -90,10 +93,10 @@ struct Record {
     a[0] = in_field(word, field_of(step, 0)), a[1] = in_field(word, field_of(step, 1));
     a[2] = in_field(up, field_of(step, 0)), a[3] = in_field(up, field_of(step, 1));
   }
-  // By what results of V are too large: of the lower and the upper eight channels of a step.
+  // The factor by which V's results are too large, for the lower or upper eight channels of a step.
   static constexpr int result_factor(int step, int upper) { return 1 << kBits * field_of(step, upper); }
 
-  // A word's codes in a field of both of its halves' lower bytes, as above.
+  // The operand register from one field of a word, as above.
   static __device__ __forceinline__ uint32_t in_field(uint32_t word, int field) {
     constexpr uint32_t kCode = ((1u << kBits) - 1) * 0x00010001;
     return mask_or(word, kCode << kBits * field, kCodeBase);

@@ -1,5 +1,6 @@
-// The producer for pages of few bits: copies records to shared memory, and writes their numbers into the ring, in 16 bits. What is behind a request's
-// last full page becomes a stage of its own (`PageLoader` does likewise). The warps that compute see a ring like any other.
+// Producer of wide items for pages of 4 or 2 bits: copies records to shared memory and writes them as 16-bit K and V, [64
+// tokens, dim] each, into the ring's stages (ring.cuh). The tokens behind a request's last full page, in 16 bits already,
+// fill a stage pair of their own. Consumers see the same ring as with 16-bit KV. page_wide.cuh runs it.
 #pragma once
 
 #include "low_bit.cuh"
@@ -7,7 +8,7 @@
 
 namespace pat {
 
-// K and V of wide items: the ring, and `kAhead` records that wait for their conversion.
+// Shared memory of wide items: the ring, Q, and `kAhead` records that wait for conversion.
 template <typename Kv, int kDim, int kStages, int kAhead>
 struct WidePageMemory {
   static constexpr int kBuffers = query_buffers(true);
@@ -16,16 +17,17 @@ struct WidePageMemory {
   alignas(kCopyBytes) uint8_t records[kAhead][Record<Kv::kBits, kDim>::kBytes];
 };
 
-// A record as panels of the ring, by the four warps that fill it: each has 16 of its tokens. The numbers are those of `RecordReader`, rounded once:
-// scale, code and zero are of __half.
+// Writes a record as swizzled panels, by the four producer warps: 16 tokens each. Values are those of `RecordReader`,
+// rounded once; scale, code and zero are __half.
 template <int kBits, int kDim>
 class RecordPanels {
   using R = Record<kBits, kDim>;
   static constexpr int kPanel = kTokens * kPanelRow;
-  static constexpr uint32_t kMost = 0x7bff7bff;  // beyond it there is only infinity, which would be in all sums
+  static constexpr uint32_t kMost = 0x7bff7bff;  // largest __half, twice: an infinity would spoil all sums
 
  public:
-  // A thread has 32 channels of two tokens, eight apart. Of a channel's eight neighbours two each are in words of four lanes.
+  // A thread has 32 channels of two tokens eight apart. Eight neighbouring channels are in the words of four lanes, two
+  // each.
   static __device__ __forceinline__ void keys(const uint8_t* record, uint8_t* stage) {
     const int token = lane_id() % 8, quarter = lane_id() / 8;
     if (quarter >= kDim / 32) return;
@@ -57,11 +59,11 @@ class RecordPanels {
     }
   }
 
-  // A thread has 16 channels of four tokens. Of a token's channels each is in the word of another lane.
+  // A thread has 16 channels of four tokens. Neighbouring channels are in the words of different lanes.
   static __device__ __forceinline__ void values(const uint8_t* record, uint8_t* stage) {
     const int pair = lane_id() % 4, step = lane_id() / 4;
     if (step >= kDim / 16) return;
-    uint32_t tokens[2][4];  // pairs of channels, of a token and of the next one
+    uint32_t tokens[2][4];  // pairs of channels, of a token and the next one
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t first = word(record + R::kValueCodes, step, R::lane_of(2 * i, pair));
@@ -73,7 +75,7 @@ class RecordPanels {
       const uint2 own = two_words(record + R::kValueParameters + 2 * R::value_parameter(16 * chunk() + 2 * pair + odd));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        // Threads of neighbouring steps begin with different eights: together they then use all banks.
+        // Threads of neighbouring steps begin with different halves, so that together they use all banks.
         const int eight = (i + step) % 2, bits = kBits * R::field_of(step, eight);
         const uint32_t mask = kCode << bits, factor = kOne - bits * kBit, minus = kMinusCodeBase - bits * kBit;
 #pragma unroll
@@ -94,7 +96,7 @@ class RecordPanels {
 
  private:
   static constexpr uint32_t kCode = ((1u << kBits) - 1) * 0x00010001;
-  static constexpr uint32_t kOne = 0x3c003c00, kBit = 0x04000400;  // 1, and what is between its bits and those of 2, twice
+  static constexpr uint32_t kOne = 0x3c003c00, kBit = 0x04000400;  // 1, twice; and the step of the exponent, from 1 to 2
 
   static __device__ int chunk() { return thread_of<kWarpgroupThreads>() / kWarpSize; }
 
@@ -113,7 +115,7 @@ class RecordPanels {
   }
 };
 
-// Records are copied by all threads, for all of them: a barrier says that they have come, and that the one before has been read.
+// All producer threads copy each record together: a barrier tells that it has landed, and that the one before was read.
 template <typename T, typename Kv, int kDim, int kStages, int kAhead, typename WorkItems>
 class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
   using Rows = TileRows<kDim, kDim* int(sizeof(T))>;
@@ -125,7 +127,7 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
   static constexpr int kRecord = Record<Kv::kBits, kDim>::kBytes, kThreads = producer_threads(kDim);
   static_assert(kThreads == kWarpgroupThreads && kAhead >= 2);
 
-  // A tile of an item; `from` is some slot of its page, as it is loaded (page_load.cuh, `Chunk`).
+  // A KV tile of an item. `from` is a slot of its page as loaded (see `Chunk` in page_load.cuh).
   struct Cursor {
     int item = -1, begin = 0, tokens = 0, from = 0, head = 0;
 
@@ -140,7 +142,7 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
         cursor_(barriers.ring),
         queries_(p, items, memory.queries, barriers.queries) {}
 
-  // The items of one look-up.
+  // All items of one look-up.
   __device__ void run() {
     if (items_.count(kWide) == 0) return;
     queries_.read(0);
@@ -169,7 +171,7 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
  private:
   __device__ static int next(int record) { return record == kAhead - 1 ? 0 : record + 1; }
 
-  // To the next tile that there is: an item without tokens has none. False behind the last.
+  // Moves to the next KV tile; items without tokens have none. False behind the last.
   __device__ bool advance() {
     issue_cursor_.begin += kTokens;
     while (issue_cursor_.begin >= issue_cursor_.tokens) {
@@ -177,13 +179,14 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
       const Item& item = items_.get(kWide, issue_cursor_.item);
       issue_cursor_.begin = 0, issue_cursor_.tokens = item.tokens, issue_cursor_.head = item.head;
     }
-    // Each lane has the slot of another token of the page: of what is the same for all, ptxas makes a uniform register, and waits for it here.
+    // Each lane loads the slot of a token of its own: a uniform load would go to a uniform register, and ptxas would wait
+    // for it here.
     if (issue_cursor_.at_page())
       issue_cursor_.from = p_.req_to_token[items_.get(kWide, issue_cursor_.item).slots + issue_cursor_.begin + lane_id()];
     return true;
   }
 
-  // Issues the copies of a record, if the next tile has one: always one commit group.
+  // Issues the copies of a record, if the next tile is a page. Always one commit group.
   __device__ void issue() {
     if (issue_more_) {
       if (issue_cursor_.at_page()) {
@@ -216,7 +219,7 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
     stage_full();
   }
 
-  // Tokens behind the last full page, `left` of them. There are few: they are waited for.
+  // The `left` tokens behind the last full page. They are few, so the loads are waited for.
   __device__ __forceinline__ void convert_tail(const Item& item, int left) {
     const int column = int(thread() % kRowThreads), first = int(thread() / kRowThreads);
     const uint64_t token = uint64_t(uint32_t(p_.rows[item.query])) * kTokens + first;
@@ -228,7 +231,7 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
       cursor_.wait_empty();
 #pragma unroll 4
       for (int i = 0; i < kRows; ++i) {
-        // Zeros behind the end: what lies there may be NaN.
+        // Zeros behind the end: memory may hold NaN.
         uint4 x = {};
         if (first + i * kStride < left) x = *reinterpret_cast<const uint4*>(from + uint64_t(i * kStride) * stride);
         x = make_uint4(convert_pair<T, Product>(x.x), convert_pair<T, Product>(x.y), convert_pair<T, Product>(x.z),
@@ -245,7 +248,7 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
   RingCursor<kStages> cursor_;
   QueryProducer<T, Product, kDim, Memory::kBuffers, WorkItems> queries_;
   Cursor issue_cursor_;
-  int at_ = 0, issue_record_ = 0;  // the record that is stage_full next, and the one that is copied next
+  int at_ = 0, issue_record_ = 0;  // the record that is converted next, and the one that is copied next
   bool issue_more_ = false;
 };
 

@@ -1,4 +1,5 @@
-// Forward over pages of few bits: as forward.cuh, but for items of up to 16 rows only. Where there are wide ones too, page_wide.cuh does both.
+// The forward kernel for KV pages of 4 or 2 bits, narrow items only: as forward.cuh, by single warps (page_rows.cuh).
+// Modules with wide items use page_wide.cuh. module.cu launches it.
 #pragma once
 
 #include "forward.cuh"
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kPageThreads, 1) forward_pages(const __grid_co
     if constexpr ((kMs & tile_bit(kSingleM)) != 0) {
       if (items.count(kSingle) > 0) run_pages<T, Kv, kDim, kSingleM>(p, items, memory);
     }
-    // Without waiting: every warp has its memory, every phase its teams' barriers.
+    // No barrier between the two: every warp has its own memory, and each phase its own team barriers.
     if constexpr ((kMs & tile_bit(kNarrowM)) != 0) {
       if (items.count(kNarrow) > 0) run_pages<T, Kv, kDim, kNarrowM>(p, items, memory);
     }

@@ -1,5 +1,7 @@
-// How pages of few bits come to shared memory, and what is behind a request's last full page: a warp copies for itself, one record or 16 tokens
-// of a tail at a time. Items begin with a page (packing/prices.py, `grain`): so what is left of one is a page if it has 64 tokens, else its tail.
+// Loads records of pages, and the 16-bit tokens behind a request's last full page, to shared memory for narrow items: a
+// warp copies for itself, a record or 16 tokens at a time. A stage holds a record (low_bit.cuh), or K and then V of 16
+// tokens in panels. Items begin with a page (packing/prices.py, `grain`), so what is left of an item is a page if it has 64
+// tokens or more, else its tail.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +12,7 @@
 
 namespace pat {
 
-// Eight warps have all registers that a thread may have, and were as fast as twelve or sixteen on long requests, and faster on few
+// Eight warps, so that a thread may have all registers: as fast as twelve or sixteen on long requests, and faster on few
 // (benchmarks/NOTES.md, 2026-11-24).
 constexpr int kPageWarps = 8, kPageThreads = kPageWarps * kWarpSize;
 
@@ -18,13 +20,13 @@ template <typename Kv, int kDim>
 struct PageSizes {
   using R = Record<Kv::kBits, kDim>;
   static constexpr int kPanel = kStepTokens * kPanelRow,
-                       kTile = panels(kDim) * kPanel;  // K of 16 tokens; their V is behind it
+                       kTile = panels(kDim) * kPanel;  // K of 16 tokens; V follows it
   static constexpr int kStage = std::max(R::kBytes, 2 * kTile);
-  // What is beside the stages (`PageMemory`, whose size is a multiple of its alignment).
+  // Bytes beside the stages in `PageMemory`, whose size is a multiple of its alignment.
   static constexpr int kRest =
       int(sizeof(AssignedItems<kPageThreads>) + sizeof(NarrowStatistics<kPageWarps>)) + kPanelAlign;
-  // Three were measured (benchmarks/NOTES.md, 2026-11-24, as six halves), and fit with 128 dimensions on Hopper; with 64 there is room for more than
-  // four, which was not tried.
+  // Three were measured (benchmarks/NOTES.md, 2026-11-24, as six halves); they fit 128 dimensions on Hopper. With 64
+  // dimensions there is room for more than four, which was not tried.
   static constexpr int kStages = std::min(4, (kSharedLimit - kRest) / (kPageWarps * kStage));
   static_assert(kStages >= 2 && kStage % kPanelRow == 0);
 };
@@ -37,23 +39,24 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
   using Own = NarrowItems<kPageThreads, kM, kPageWarps, S::kStages, S::kStage, kTokens>;
   using Own::ended, Own::item, Own::next_item, Own::next_stage, Own::p_, Own::stage;
   using typename Own::Cursor, typename Own::WorkItems;
-  static constexpr bool kReadAhead = false;  // of Q
+  static constexpr bool kReadAhead = false;  // Q is not loaded ahead
 
   using Own::Own;
 
-  // What is to be copied: a page's record if there are 64 tokens, so many of a tail if fewer, nothing if negative. A warp whose team leaves
-  // it nothing of an item has a chunk without tokens. `from` is a slot of the page, or the tail's row, as it is loaded: what is computed of it here
-  // would wait for it, which took a quarter of a warp's time (benchmarks/NOTES.md, 2026-11-25). `token` is a tail's first that is copied.
+  // What to copy: a record if there are 64 tokens, so many of a tail if fewer, nothing if negative. A warp whose team
+  // leaves it nothing of an item has a chunk without tokens. `from` is a slot of the page, or the tail's row, exactly as
+  // loaded: arithmetic here would wait for the load, which took a quarter of a warp's time (benchmarks/NOTES.md,
+  // 2026-11-25). `token` is the first of the tail to copy.
   struct Chunk {
     int from = 0, token = 0, head = 0, tokens = -1;
   };
 
-  // At a cursor: whether there is a page, and whether nothing of the item is behind the chunk.
+  // Whether the cursor's chunk is a page; tokens to the next chunk; whether it is the item's last.
   static __device__ bool at_page(const Cursor& cursor) { return cursor.left >= kTokens; }
   static __device__ int step_of(const Cursor& cursor) { return at_page(cursor) ? cursor.step : kStepTokens; }
   static __device__ bool last(const Cursor& cursor) { return cursor.left <= step_of(cursor); }
 
-  // Looks up the reader's chunk, to be copied next, and moves on.
+  // Loads what the reader's chunk needs, to be copied next, and moves the reader on.
   __device__ void look_up(Cursor& reader) {
     ahead_ = Chunk();
     if (ended(reader)) return;
@@ -73,7 +76,7 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
       reader.left -= step_of(reader);
   }
 
-  // Copies the chunk that was looked up into the stage `number`, and looks up the next.
+  // Copies that chunk into stage `number`, then looks up the next.
   __device__ void copy_next(Cursor& reader, int& number) {
     const Chunk chunk = ahead_;
     if (chunk.tokens >= 0) {
@@ -109,7 +112,7 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
     for (int row = lane / kRowCopies; row < kStepTokens; row += kWarpSize / kRowCopies) {
       const uint32_t address = to + panel_offset(row, column, S::kPanel);
       const bool valid = row < chunk.tokens;
-      // V must be zero behind the end, where its weight is: what lies there may be NaN. K's scores are masked.
+      // Behind the end V must be zero, as weights are there: memory may hold NaN. Scores of K are masked.
       if (valid) copy16(address, k + (first + row) * p_.k_slot);
       copy16_or_zero(address + S::kTile, v + (valid ? (first + row) * p_.v_slot : 0), valid);
     }

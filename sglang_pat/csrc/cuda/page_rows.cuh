@@ -1,6 +1,8 @@
-// Items of up to 8 or 16 rows over KV of few bits. Scales are folded out of the products: K's into Q, once a page; V's into the weights. A zero of K
-// counts once for all tokens of a page, V's are summed up by weight beside the products. What is behind the last full page comes last in an item,
-// in 16 bits; before it, or at the end, the results become numbers as they are meant (`decode_results`).
+// Narrow work items over pages of 4 or 2 bits: the loop of narrow.cuh, with products of codes (low_bit.cuh). K's scales are
+// folded into Q once a page, V's into the weights. K's zeros give one summand for all tokens of a page; V's are summed by
+// weight beside the products. The 16-bit tokens behind the last full page come last in an item; before them, or at its end,
+// O is turned from sums of codes into values (`decode_results`). Q and O lie as in narrow_rows.cuh. page_forward.cuh and
+// page_wide.cuh run it.
 #pragma once
 
 #include "narrow_rows.cuh"
@@ -25,15 +27,15 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
  public:
   using Rows::Rows;
 
-  // Each turn of the loop computes a chunk: a page, or 16 tokens of a tail. At its top:
+  // Each iteration computes a chunk: a page, or 16 tokens of a tail. At its top:
   //
-  //   reader    the chunk that is looked up next, one past the last one that was asked for
-  //   wanted    stages that are empty, and so copies to ask for; each is a commit group, also where there is nothing left
+  //   reader    the chunk that is looked up next, one past the last one whose copy was issued
+  //   wanted    empty stages, so copies to issue; each is a commit group, also where no chunk is left
   //   copied    the stage that the next copy fills
   //   user      the chunk that is computed next, its item's Q in q_; at = -1 before the first
   //   used      the stage that it is in
-  //   computed  all chunks of the user's item are computed, and its results not yet written
-  //   decoded   the results are no more those of codes
+  //   computed  all chunks of the user's item are computed, its results not yet written
+  //   decoded   O is values, no longer sums of codes
   __device__ void run() {
     Cursor reader, user;
     next_item(reader);
@@ -74,7 +76,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
         compute_tail(shared_address(from), user.left);
       __syncwarp();
       computed = last(user);
-      // The memory of an item's last chunk is needed to sum up.
+      // The team merges in the stage of the item's last chunk.
       wanted = int(!computed || !shared(user));
       if (computed) continue;
       user.left -= step_of(user);
@@ -86,7 +88,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
  private:
   static __device__ __forceinline__ uint4 load(const uint8_t* from) { return *reinterpret_cast<const uint4*>(from); }
 
-  // Scores become weights.
+  // Turns scores S into weights P.
   template <int kCount>
   __device__ __forceinline__ void update(float (&s)[kCount][kBlocks][4], int tokens, float (&correction)[kBlocks][2]) {
     const auto none = [](int) { return 0; };
@@ -103,11 +105,12 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
 
   using Scaled = uint32_t[kSteps][kBlocks][2];                               // Q times K's scales
   using Sums = float[kBlocks][4];                                            // the same for all tokens of a page
-  static constexpr uint32_t kOnePair = 0x3c003c00, kSmallPair = 0x1c001c00;  // of __half: 1 and 2^-8, each twice
+  static constexpr uint32_t kOnePair = 0x3c003c00, kSmallPair = 0x1c001c00;  // __half 1 and 2^-8, each twice
 
-  // Where Q times K's scale is beyond the range of __half, an infinity is in the row's sum `bases`. Then the row's products are computed once more,
-  // 2^16 too small: both factors are in the range, so they are too. Sums of codes, which are around 1,024, round in float32: such a score errs by
-  // about 1e-7 of 1,024 |Q| times the scale. Returns a bit for each of the rows whose scores this thread has.
+  // Overflow path: where Q times K's scale exceeds __half, the row's sum `bases` has an infinity. That row is computed
+  // again 2^16 too small: both factors are in range, so their scaled product is too. Sums of codes (around 1,024) round in
+  // float32: such a score errs by about 1e-7 of 1,024 |Q| times the scale. Returns a bit for each row whose scores this
+  // thread has.
   __device__ __forceinline__ unsigned scale_down(const uint8_t* from, Scaled& scaled, Sums& zeros, Sums& bases) const {
     const uint32_t minus[4] = {kMinusCodeBase, kMinusCodeBase, kMinusCodeBase, kMinusCodeBase};
     unsigned beyond = 0;
@@ -188,7 +191,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
         }
       }
     }
-    if (beyond == 0) return;  // else 2^16 times too small
+    if (beyond == 0) return;  // else those rows are 2^16 too small
 #pragma unroll
     for (int i = 0; i < kChunks * kBlocks * 4; ++i)
       if (beyond >> (i / 4 % kBlocks * 2 + i % 2) & 1) (&s[0][0][0])[i] *= 0x1p16f;
@@ -215,7 +218,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
           const float2 parameter = to_floats(parameters[chunk][half]);
           const float* const two = &weights[chunk][block][2 * half];
           zero_[block][0] += two[0] * parameter.y, zero_[block][1] += two[1] * parameter.y;
-          // Weights reach 2^8 (`kSlack`), and a scale the range of __half.
+          // Saturate: weights reach 2^8 (`kSlack`), and a scale may reach the range of __half.
           b[chunk][block][half] = transpose(saturated_half_pair(two[0] * parameter.x, two[1] * parameter.x));
         }
         Product::mma(bases[block], minus, b[chunk][block][0], b[chunk][block][1]);
@@ -245,7 +248,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
     }
   }
 
-  // Results of codes become those of numbers.
+  // Turns O from sums of codes into values.
   __device__ __forceinline__ void decode_results() {
 #pragma unroll
     for (int i = 0; i < kBlocks * 2; ++i) {
@@ -262,13 +265,13 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
       }
   }
 
-  // As the products take it, of 16 bits.
+  // Converts an operand from T to the type of the products.
   static __device__ __forceinline__ void convert(uint32_t (&a)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = convert_pair<T, typename Kv::Product>(a[i]);
   }
 
-  // Up to 16 tokens of a tail, of which `tokens` are left.
+  // Computes up to 16 tokens of a tail in 16 bits; `tokens` are left.
   __device__ __forceinline__ void compute_tail(uint32_t from, int tokens) {
     float s[1][kBlocks][4] = {};
     const unsigned lane = lane_id();
@@ -305,7 +308,7 @@ class PageWarp : NarrowRows<T, Kv, kDim, kDim, kM, kPageWarps, PageLoader<Kv, kD
     }
   }
 
-  float zero_[kBlocks][2] = {};  // this thread's tokens' zeros of V, by weight
+  float zero_[kBlocks][2] = {};  // sums of V's zeros by weight, over this thread's tokens
 };
 
 }  // namespace pat

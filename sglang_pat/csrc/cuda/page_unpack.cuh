@@ -1,5 +1,6 @@
-// Pages of few bits as numbers of 16 bits, for kernels that know nothing of records (backend/extends/pages.py): what csrc/cpu/low_bit.h reads,
-// rounded. A CTA has a page of one KV head. A thread makes eight channels of a token at a time, so tokens are written as whole rows.
+// Kernel that unpacks pages of 4 or 2 bits into 16-bit K and V, [count, 64, kv_heads, dim], for attention kernels that know
+// no records (backend/extends/pages.py). Values are those of csrc/cpu/low_bit.h, rounded. A CTA has a page of one KV head;
+// a thread decodes eight channels of a token at a time, so whole rows are written.
 #pragma once
 
 #include "low_bit.cuh"
@@ -7,7 +8,7 @@
 
 namespace pat {
 
-constexpr int kUnpackThreads = 64;  // like no other kernel's, by which the emulator knows this one
+constexpr int kUnpackThreads = 64;  // differs from all other kernels': the emulator knows this one by it
 
 struct UnpackParams {
   const uint8_t* records;  // [num_pages, kv_heads, record]
@@ -17,7 +18,7 @@ struct UnpackParams {
   int kv_heads;
 };
 
-// Numbers beyond the range of __half become its largest: the others of a page are right, and an infinity would be in all sums.
+// A pair of T. For __half it saturates: an infinity would spoil all sums, while the page's other values are right.
 template <typename T>
 __device__ __forceinline__ uint32_t rounded_pair(float low, float high) {
   if constexpr (std::is_same_v<T, __half>) return saturated_half_pair(low, high);

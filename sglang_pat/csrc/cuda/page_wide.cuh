@@ -1,5 +1,6 @@
-// Forward over pages of few bits where there are also wide items: the wide items of forward.cuh, with records in the ring's producer, and the narrow
-// ones of page_forward.cuh. Only with wgmma: elsewhere no table of tiles for pages has wide ones (`capabilities.query_tiles`).
+// The forward kernel for KV pages of 4 or 2 bits with wide and narrow items: a pass over the wide ones as in forward.cuh,
+// with the producer of page_convert.cuh, then a pass over the narrow ones as in page_forward.cuh. Only with wgmma:
+// elsewhere no table of tiles for pages has wide ones (`capabilities.query_tiles`). module.cu launches it.
 #pragma once
 
 #include "page_convert.cuh"
@@ -10,19 +11,19 @@ namespace pat {
 template <typename Kv, int kDim>
 struct WidePageSizes {
   static constexpr int kComputing = warpgroups(kDim) * kWarpgroupThreads, kThreads = threads(kDim);
-  static constexpr int kStages = 6;  // as `ForwardSizes::kFewestStages` says
+  static constexpr int kStages = 6;  // see `ForwardSizes::kFewestStages`
   static constexpr int kBuffers = query_buffers(true);
-  // What is beside the ring, queries and records (`WidePagesMemory`, whose wide part's size and whose own are multiples of their alignment).
+  // Bytes beside the ring, Q and records in `WidePagesMemory`, which is padded twice to its alignment.
   static constexpr int kRest = int(sizeof(AssignedItems<kPageThreads>) + kBuffers * sizeof(WideStatistics) +
                                    sizeof(WideBarriers<kStages, kBuffers>)) +
                                2 * kPanelAlign;
   static constexpr int kFree =
       kSharedLimit - kRest - kBuffers * int(sizeof(WideQueries<kDim>)) - kStages * kStageBytes<kDim>;
-  // As many records as there is room for, and as tiles of 8 bits at most (`ForwardSizes::kAhead`).
+  // As many records as fit, and no more than tiles of 8-bit KV (`ForwardSizes::kAhead`).
   static constexpr int kAhead = std::min(8, kFree / Record<Kv::kBits, kDim>::kBytes);
   static_assert(warpgroups(kDim) > 1 && kComputing >= kPageThreads && kAhead >= 2);
-  // Registers of a thread, in eights and 24 at least (PTX ISA, `setmaxnreg`). Single warps get those that all others, which have nothing to do with
-  // narrow items, give away of the SM's 65,536.
+  // Registers of a thread: multiples of eight, at least 24 (PTX ISA, `setmaxnreg`). Narrow items are run by kPageThreads
+  // threads, which get what the idle ones release of the SM's 65,536.
   static constexpr int kIdleRegisters = 24;
   static constexpr int kNarrowRegisters = (65536 - (kThreads - kPageThreads) * kIdleRegisters) / kPageThreads / 8 * 8;
 };
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __g
   WorkItems items(p, memory.assigned);
   const auto look_up = [&](int first) { items.template look_up<kPageWarps, S::kThreads>(first, kMs); };
   const auto join_barriers = [&](int) { items.join_barriers(); };
-  // All items that there are, from the first one on. There is rarely more than one look-up; whether there was.
+  // Runs all items of the CTA from its first on, and returns whether that took more than one look-up, which is rare.
   const auto pass = [&](const auto& look_up, const auto& run) {
     int first = 0;
     while (true) {
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __g
       look_up(first += kPageThreads);
     }
   };
-  // The same once more, for narrow items, after a pass for wide ones.
+  // The pass over narrow items that follows the one over wide ones.
   const auto pass_again = [&](bool from_first, const auto& look_up, const auto& run) {
     if (from_first) {
       __syncthreads();
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __g
       PageProducer<T, Kv, kDim, S::kStages, S::kAhead, WorkItems>(p, items, memory.wide, memory.barriers).run();
     });
     wait_copies<0>();
-    // Warps of a group have to meet between two changes of their registers (PTX ISA, `setmaxnreg`).
+    // The warps of a warpgroup have to meet between two setmaxnreg (PTX ISA).
     sync_threads(kProducerBarrier, producer_threads(kDim));
     shrink_registers<S::kIdleRegisters>();
     pass_again(several, join_barriers, nothing);
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(threads(kDim), 1) forward_wide_pages(const __g
                                                                       memory.barriers)
             .run();
     });
-    // Narrow items use the same shared memory, and registers change once more.
+    // Narrow items reuse the shared memory, and registers change again.
     sync_threads(kRegistersBarrier, S::kComputing);
     if (threadIdx.x >= kPageThreads) {
       shrink_registers<S::kIdleRegisters>();
