@@ -1,4 +1,5 @@
-// The CPU executor: runs a plan's work items, then merges. sglang_pat/kernels/cpu.py is its one caller.
+// The CPU executor: for each work item and KV head the online softmax of forward.h, in parallel, then the merge of each
+// query's parts (merge.h). sglang_pat/kernels/cpu.py is its one caller.
 
 #include <tvm/ffi/function.h>
 
@@ -21,10 +22,10 @@ struct Arguments {
   TensorView q, out;
   pat::Plan plan;
   pat::KvView kv;
-  TensorView tails;  // where in k and v what is behind the pages is; empty where all KV is in k and v
+  TensorView tails;  // offsets in k and v of the tokens behind the last full page; empty without pages
   pat::Tables tables;
   pat::Scores scores;
-  const pat::LowBit* form;  // of pages; null where there are none
+  const pat::LowBit* form;  // format of pages; null without pages
   pat::Shape shape;
   int64_t window;  // tokens that a query sees, 0: all
 
@@ -32,7 +33,7 @@ struct Arguments {
     const int32_t* header = static_cast<const int32_t*>(plan.ints.data_ptr());
     return header + header[which];
   }
-  int tokens() const { return int(tables.masks.size(1)); }  // of each query, 0 where there are no masks
+  int tokens() const { return int(tables.masks.size(1)); }  // of each query; 0 without masks
   bool has_sinks() const { return scores.sinks.size(0) > 0; }
   float sink(int64_t head) const { return static_cast<const float*>(scores.sinks.data_ptr())[head]; }
 };
@@ -42,15 +43,15 @@ const E* data(const TensorView& tensor) {
   return static_cast<const E*>(tensor.data_ptr());
 }
 
-// Where a query's KV is read from.
+// Which part of a query's KV is read: all, its full pages, or the tokens behind them.
 enum class Kept { kAll, kPages, kTail };
 
-// Tokens of a request of so many that are in full pages.
+// Tokens in the full pages of a request.
 int64_t in_pages(int64_t tokens) { return tokens / pat::kPageTokens * pat::kPageTokens; }
 
-// What the rows of a work item see of the `length` tokens from `start` on: those in front of their own ends, in their windows, and of those that
-// are kept there. A query of several tokens ends with these, of which each sees those in its mask, the same number of rows one after the other
-// being its own.
+// What the rows of a work item see of the `length` tokens from `start` on: those before their own end, within their window,
+// and of the part `kept`. With masks a query is the last tokens of its request, with equally many consecutive rows each,
+// and sees those in its mask.
 pat::Visible visible_of(const Arguments& a, const int32_t* queries, int rows, int group, int32_t start, int length,
                         Kept kept, pat::Scratch& scratch) {
   const int all = pat::round_up(rows, pat::kWidth);
@@ -58,7 +59,7 @@ pat::Visible visible_of(const Arguments& a, const int32_t* queries, int rows, in
   int32_t* firsts = pat::Scratch::get(scratch.firsts, all);
   uint64_t* masks = a.tokens() ? pat::Scratch::get(scratch.masks, all) : nullptr;
   pat::Visible visible{begins, ends, firsts, masks, 0, length};
-  // Rows that only fill a vector see everything, and are thrown away.
+  // Rows that only pad a vector see everything; their results are dropped.
   std::fill_n(begins, all, 0);
   std::fill_n(ends, all, length);
   std::fill_n(firsts, all, length);
@@ -66,7 +67,7 @@ pat::Visible visible_of(const Arguments& a, const int32_t* queries, int rows, in
   for (int i = 0; i < rows; ++i) {
     const int64_t query = queries[i / group], tokens = data<int64_t>(a.tables.seq_lens)[query];
     const int64_t end = kept == Kept::kPages ? in_pages(tokens) : tokens;
-    int64_t own_end = end;  // of a token, by how many it sees
+    int64_t own_end = end;  // of the row's token
     if (masks) {
       const int64_t drafted = a.tokens(), first = end - drafted;
       masks[i] = data<uint64_t>(a.tables.masks)[query * drafted + i % group / (group / drafted)];
@@ -83,8 +84,8 @@ pat::Visible visible_of(const Arguments& a, const int32_t* queries, int rows, in
   return visible;
 }
 
-// Adds a work item's KV from pages of few bits, and from k and v what lies behind its queries' last full pages: there a token's index is its
-// position plus the query's `tails`.
+// Adds a work item's KV from pages, and from k and v the tokens behind the queries' last full pages: their index there is
+// the position plus the query's `tails`.
 template <typename T>
 void add_pages(const Arguments& a, const int32_t* queries, int count, int group, int32_t start, int length,
                const int32_t* kv_slots, const pat::KvHead<T>& tails, int kv_head, pat::OnlineSoftmax& softmax,
@@ -166,7 +167,7 @@ template <typename T>
 void run(const Arguments& a) {
   const int kv_heads = a.kv.k.size(1), heads = a.q.size(1), dv = a.shape.v_head_dim;
   const int64_t tasks = data<int32_t>(a.plan.ints)[pat::kNumItems] * int64_t(kv_heads);
-  // A thread that runs out of memory must not leave a parallel region by an exception.
+  // An exception (out of memory) must not leave a parallel region.
   std::exception_ptr failure;
 #pragma omp parallel
   {
@@ -195,7 +196,7 @@ void run(const Arguments& a) {
   if (failure) std::rethrow_exception(failure);
 }
 
-// What is wrong with pages of few bits, and with where what is behind them is; null if nothing is.
+// Checks pages and `tails`: what is wrong, or null.
 const char* pages_problem(const TensorView& pages, const TensorView& tails, const TensorView& k, const TensorView& v,
                           const int64_t* seq_lens, int64_t batch, int64_t bits, int64_t window, int64_t drafted) {
   if (!pat::LowBit::exists(bits, k.size(2)) || v.size(2) != k.size(2))

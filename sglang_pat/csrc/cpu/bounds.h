@@ -1,4 +1,6 @@
-// Every index that a decode step is given, checked before it is used: a plan that is wrong is an error, never an access out of bounds.
+// Checks of the plan, rows, lengths, masks and slots that the CPU executor is given (attention.cpp), before any of them is
+// used as an index. A wrong plan is an error, never an access out of bounds. Each `*_problem` returns what is wrong, or
+// null.
 #pragma once
 
 #include <tvm/ffi/container/tensor.h>
@@ -12,24 +14,24 @@
 namespace pat {
 
 constexpr int64_t kMostTokens = 64;  // bits of a mask
-// A tile of the CPU executor has a few dozen tokens and up to some thousand rows, a head some hundred dimensions. More is scratch memory for
-// nothing, and up to here an offset in such memory has 31 bits.
+// Limits of a tile. Real ones have a few dozen tokens and up to some thousand rows. Larger ones would only waste scratch
+// memory; up to here an offset in it has 31 bits.
 constexpr int32_t kMostTileTokens = 1 << 14, kMostTileRows = 1 << 14, kMostDims = 1 << 14;
-constexpr int64_t kMostTailTokens = 1 << 30;  // so that a place of a token among others fits 32 bits
+constexpr int64_t kMostTailTokens = 1 << 30;  // so that a token's index fits 32 bits
 
-// What the indices of a plan point into; `group` is the query heads of a KV head.
+// Sizes of what a plan's indices point into. `group`: query heads of a KV head.
 struct Bounds {
   int64_t plan_size, batch, table_rows, table_columns, workspace_slots, group;
 };
 
-// Where a bound lies in a request of so many tokens (packing/plan.py, `position`).
+// The position that a span's bound means in a request of `tokens` tokens (packing/plan.py, `position`).
 inline int32_t position(int64_t bound, int64_t tokens) {
   return int32_t(bound >= 0 ? bound : std::max<int64_t>(0, tokens + bound - kOpen));
 }
 
 inline bool within(int64_t begin, int64_t count, int64_t size) { return begin >= 0 && count >= 0 && begin + count <= size; }
 
-// What is wrong with a plan (layout.py says what it holds); null if nothing is.
+// Checks a plan (packing/layout.py has its sections).
 inline const char* plan_problem(const int32_t* plan, const Bounds& bounds) {
   if (bounds.plan_size < kHeaderSize) return "the plan is shorter than its header";
   const int64_t items = plan[kNumItems], queries = plan[kNumQueries], slots = plan[kNumSlots], bins = plan[kNumBins];
@@ -60,7 +62,7 @@ inline const char* plan_problem(const int32_t* plan, const Bounds& bounds) {
   return nullptr;
 }
 
-// What is wrong with the rows and lengths of a batch; null if nothing is.
+// Checks rows and lengths of a batch.
 inline const char* batch_problem(const int64_t* rows, const int64_t* lengths, const Bounds& bounds) {
   for (int64_t i = 0; i < bounds.batch; ++i) {
     if (rows[i] < 0 || rows[i] >= bounds.table_rows) return "a row is none of req_to_token's";
@@ -69,7 +71,8 @@ inline const char* batch_problem(const int64_t* rows, const int64_t* lengths, co
   return nullptr;
 }
 
-// The same of work items of several queries that are open at the end: it is the first one's.
+// Checks work items of several queries that are open at the end: the queries have to be of one request, the first one its
+// longest.
 inline const char* open_problem(const int32_t* plan, const int64_t* rows, const int64_t* lengths) {
   for (int64_t i = 0; i < plan[kNumItems]; ++i) {
     const int32_t* item = plan + plan[kItems] + i * kItemSize;
@@ -82,7 +85,7 @@ inline const char* open_problem(const int32_t* plan, const int64_t* rows, const 
   return nullptr;
 }
 
-// What is wrong with the masks of a batch whose queries are several tokens each; null if nothing is.
+// Checks the masks of a batch whose queries are several tokens each.
 inline const char* masks_problem(const int64_t* lengths, const tvm::ffi::TensorView& masks, int64_t batch, int64_t group) {
   const int64_t tokens = masks.size(1);
   if (tokens > kMostTokens) return "a query has 64 tokens at most";
@@ -93,7 +96,7 @@ inline const char* masks_problem(const int64_t* lengths, const tvm::ffi::TensorV
   return nullptr;
 }
 
-// KV slots of a work item, each one of the pool's.
+// Checks the KV slots of a work item.
 inline void check_kv_slots(const int32_t* slots, int64_t count, int64_t pool) {
   bool good = true;
   for (int64_t i = 0; i < count; ++i) good &= slots[i] >= 0 && slots[i] < pool;

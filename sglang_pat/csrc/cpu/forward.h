@@ -1,4 +1,6 @@
-// Attention of one work item's queries over its KV positions, for one KV head.
+// Online softmax of one work item on the CPU: O [rows, v_head_dim] and log-sum-exp [rows] of its queries over its KV, for
+// one KV head, in float32. attention.cpp calls it for each item and KV head. Scores are kept transposed, S^T [tokens,
+// rows]: rows lie along vectors.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +35,7 @@ struct KvHead {
 
 inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// Grows to the largest request of its thread and stays, so that a steady state allocates nothing.
+// Buffers of one thread. They only grow, so that a steady state allocates nothing.
 struct Scratch {
   std::vector<float> q, k, v, scores, out, max, sum;
   std::vector<int32_t> begins, ends, firsts, slots;
@@ -46,17 +48,18 @@ struct Scratch {
   }
 };
 
-// By what a result without a sink is to be multiplied, which has one; 0 where both are nothing.
+// Factor on a result that was computed without its sink; 0 if neither has any weight.
 inline float share_beside(float sink, float lse) { return lse == -INFINITY ? 0.0f : 1.0f / (1.0f + std::exp(sink - lse)); }
 
-// Results of `rows` rows: out[row, v_head_dim] is normalised, lse is -inf where there was no KV.
+// out[rows, v_head_dim] is normalised; lse[rows] is -inf for rows that saw no KV.
 struct Result {
   float* out;
   float* lse;
 };
 
-// Which of an item's KV each row sees: [begins[row], ends[row]), counted from the item's first token; where there are masks, of the 64
-// tokens from firsts[row] on those whose bits are set. All have room for whole vectors of rows. All rows see [all_begin, all_end).
+// What each row sees of an item's KV: tokens [begins[row], ends[row]), counted from the item's first; with masks, of the 64
+// tokens from firsts[row] on only those whose bits are set. The arrays are padded to whole vectors of rows. Every row sees
+// all of [all_begin, all_end).
 struct Visible {
   const int32_t* begins;
   const int32_t* ends;
@@ -83,12 +86,12 @@ inline Vec cap(Vec scores, float limit) {
   return scores;
 }
 
-// Softmax of one work item's rows, over KV that comes one stretch after the other. Rows lie along vectors: S^T = K Q^T needs K as it comes
-// from the pool, and softmax runs down columns. For one query's few rows, vectors along the head dimension were half as fast
-// (benchmarks/NOTES-archive.md).
+// Online softmax of one work item's rows over one or several ranges of KV. Rows lie along vectors: S^T = K Q^T takes K as
+// it lies in the pool, and the softmax runs down columns. Vectors along the head dimension were half as fast for the few
+// rows of one query (benchmarks/NOTES-archive.md).
 class OnlineSoftmax {
  public:
-  // `q` is [rows, head_dim], scaled; `tile_n` tokens are read at a time.
+  // q: [rows, head_dim], scaled already. KV tiles have `tile_n` tokens.
   OnlineSoftmax(const Shape& shape, const float* q, int rows, int tile_n, Scratch& scratch)
       : shape_(shape),
         rows_(rows),
@@ -112,7 +115,7 @@ class OnlineSoftmax {
     std::fill_n(sum_exp_, ldr_, 0.0f);
   }
 
-  // `length` tokens in these slots of `kv`; `visible` counts from the first.
+  // Adds `length` tokens, in these slots of `kv`; `visible` counts from the first.
   template <typename Source>
   void add(const Source& kv, const int32_t* slots, int length, const Visible& visible) {
     const int d = shape_.head_dim;
@@ -135,7 +138,7 @@ class OnlineSoftmax {
           now = max(now, s);
         }
         store(max_score_ + r, now);
-        // A row that has seen nothing yet has no maximum to be compared with.
+        // A row that has seen nothing yet has a maximum of -inf; -inf minus -inf would be NaN.
         if (!whole) now = now == splat(-INFINITY) ? Vec{} : now;
         const Vec rescale = exp_nonpositive(before - now);
         Vec total = load(sum_exp_ + r) * rescale;
@@ -166,7 +169,7 @@ class OnlineSoftmax {
 
  private:
   const Shape shape_;
-  const int rows_, tile_n_, ldr_, ldv_;  // and how many floats lie between rows of S^T and Q^T, and of V and the output
+  const int rows_, tile_n_, ldr_, ldv_;  // ldr_: floats between rows of S^T and Q^T; ldv_: of V and O
   float *qt_, *k_, *v_, *scores_, *out_, *max_score_, *sum_exp_;
 };
 

@@ -1,12 +1,13 @@
-// C += A B on small blocks that stay in cache; the columns of B and C are contiguous.
+// C += A B in float32 on blocks that stay in cache: S^T += K Q^T and O += P V in forward.h. Columns of B and C are
+// contiguous; A may be transposed.
 #pragma once
 
 #include "vec.h"
 
 namespace pat {
 
-// Accumulators that stay in registers: 6 x 4 of AVX-512's 32, 6 x 2 of AVX2's 16 (Goto and van de Geijn, "Anatomy of
-// high-performance matrix multiplication", section 6).
+// Accumulators in registers: 6 x 4 of AVX-512's 32, 6 x 2 of AVX2's 16 (Goto and van de Geijn, "Anatomy of high-performance
+// matrix multiplication", section 6).
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 constexpr int kPanelVecs = 4;
 #else
@@ -14,7 +15,7 @@ constexpr int kPanelVecs = 2;
 #endif
 constexpr int kPanelRows = 6;
 
-// One panel of `Rows` x `Vecs` vectors. A(i, k) is a[i * a_row + k * a_col].
+// A block of `Rows` rows and `Vecs` vectors of C. A(i, k) is a[i * a_row + k * a_col].
 template <int Rows, int Vecs>
 inline void gemm_panel(const float* __restrict a, int a_row, int a_col, const float* __restrict b, int ldb,
                        float* __restrict c, int ldc, int depth) {

@@ -1,4 +1,5 @@
-// Writes and reads pages of KV in few bits. sglang_pat/kernels/low_bit.py is its one caller.
+// Packs, unpacks and stores pages of KV in 4 or 2 bits on the CPU; low_bit.h has the layout. sglang_pat/kernels/low_bit.py
+// is its one caller.
 #include "low_bit.h"
 
 #include <tvm/ffi/function.h>
@@ -41,7 +42,7 @@ void each_record(const TensorView& pages, const Run& run) {
     run(i, static_cast<uint8_t*>(pages.data_ptr()) + i * pages.size(2));
 }
 
-// Where a record's first token is.
+// Offset in K and V of a record's first token.
 int64_t first(const TensorView& k, int64_t record) {
   const int64_t heads = k.size(2);
   return (record / heads * pat::kPageTokens * heads + record % heads) * k.size(3);
@@ -67,8 +68,8 @@ void unpack_pages(TensorView pages, TensorView k, TensorView v, int64_t bits) {
   });
 }
 
-// New tokens of one KV head, one after the other: each into the unfinished page of its request, and that into its record when it is full. `full`
-// has room for K and V of a page. Page 0 is SGLang's for padding: its tokens are nobody's, and passed over.
+// Stores new tokens of one KV head, in order: each into its request's unfinished page, which is packed into its record when
+// it is full. `full` is scratch for K and V of a page. Page 0 is SGLang's for padding: its tokens are skipped.
 template <typename T>
 void store_head(const pat::LowBit& form, const TensorView& k, const TensorView& v, const TensorView& pages,
                 const TensorView& tail_k, const TensorView& tail_v, const int64_t* rows, const int64_t* seq_lens,

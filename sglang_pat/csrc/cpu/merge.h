@@ -1,4 +1,5 @@
-// Combines the parts of a query by their log-sum-exp (PAT section 7).
+// Merges the parts of one query and head by their log-sum-exp (PAT section 7), in float32. attention.cpp calls it after the
+// forward of all items.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +8,8 @@
 
 namespace pat {
 
-// `parts` parts of one query and head: partial[p * stride + dim] and lse[p * lse_stride]; and its sink, a logit without a value, or -inf.
+// partial[p * stride + i] and lse[p * lse_stride] are part p; `sink` is a logit without a value, or -inf. Writes out[dim],
+// zeros if no part saw KV.
 inline void merge(const float* partial, int64_t stride, const float* lse, int64_t lse_stride, int parts, int dim,
                   float sink, float* out) {
   float top = -INFINITY;

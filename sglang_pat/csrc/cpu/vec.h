@@ -1,4 +1,5 @@
-// Vectors of floats as wide as the machine's, element conversions, and exp.
+// Vectors of floats as wide as the machine's, conversions of KV elements to float, and exp. forward.h, gemm.h and low_bit.h
+// use it.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,7 @@ inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
 
 inline Vec splat(float x) { return Vec{} + x; }
 
-// NaN where either is: a query that sees a broken token shall not get an answer that looks like one.
+// NaN if either is NaN: a query that sees a broken token must not get an answer that looks sound.
 inline Vec max(Vec a, Vec b) { return (a > b) | (a != a) ? a : b; }
 
 struct Bf16 {
@@ -63,8 +64,8 @@ inline float to_float(float x) { return x; }
 
 inline float to_float(Bf16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
 
-// Without branches, so that loops over it vectorise: the multiplication moves the exponent's bias from 15 to 127
-// and makes subnormal numbers normal.
+// Without branches, so that loops vectorise. The multiplication rebiases the exponent from 15 to 127 and normalises
+// subnormals.
 inline float to_float(Fp16 x) {
   const uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
   const uint32_t special = (x.bits & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;
@@ -74,8 +75,8 @@ inline float to_float(Fp16 x) {
   return bits_to_float(bits | special | uint32_t(x.bits & 0x8000) << 16);
 }
 
-// Without branches too, and without subnormal operands, of which a cache has many and which are slow: they get the exponent of
-// the smallest normal number, 2^-6, which is taken off again. The largest magnitude is NaN, and there is no infinity.
+// Without branches and without subnormal operands, which are slow and frequent in a cache: these get the exponent of the
+// smallest normal number, 2^-6, which is subtracted again. The largest magnitude is NaN; there is no infinity.
 inline float to_float(E4m3 x) {
   const uint32_t magnitude = x.bits & 0x7f;
   const uint32_t subnormal = magnitude < 8 ? 1u : 0u;
@@ -86,7 +87,7 @@ inline float to_float(E4m3 x) {
   return bits_to_float(bits | nan | uint32_t(x.bits & 0x80) << 24);
 }
 
-// The upper half of a Fp16.
+// An e5m2 is the upper byte of an Fp16.
 inline float to_float(E5m2 x) { return to_float(Fp16{uint16_t(x.bits << 8)}); }
 
 template <typename T>
