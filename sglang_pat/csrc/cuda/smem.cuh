@@ -31,8 +31,8 @@ constexpr int row_panels(int row_bytes) { return (row_bytes + kPanelRow - 1) / k
 
 // Named barriers; 0 is __syncthreads. Warpgroups and teams use the same ones: a pass with wide items has no teams.
 constexpr int kWideBarrier = 1, kRegistersBarrier = 2, kProducerBarrier = 3;
-constexpr int kTeamBarrier = 4, kMostTeams = 6;  // first of a team, for each of two phases
-constexpr int kWarpgroupBarrier = kTeamBarrier;  // first of a warpgroup
+constexpr int kTeamBarrier = 4, kMostTeams = 6;  // one for each team, in each of two phases
+constexpr int kWarpgroupBarrier = kTeamBarrier;  // one for each warpgroup
 // Producers wait here at the end of a pass until the consumers have grown their registers. If a producer grew its own
 // first, consumers could wait for registers for ever, and producers for them. A pass with wide items uses one barrier and a
 // pass without the other; neither uses it otherwise.
