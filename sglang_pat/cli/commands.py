@@ -344,7 +344,8 @@ def _batch(arguments: argparse.Namespace) -> int:
     from sglang_pat.batch.command import Place, batch
 
     if arguments.requests.is_dir() or (arguments.others and not arguments.requests.exists()):
-        raise BatchError(f"{arguments.requests} is no file of requests; the two files come before all other flags")
+        what = "is a folder" if arguments.requests.is_dir() else "is not there"
+        raise BatchError(f"{arguments.requests} {what}, and no file of requests; the two files come before all other flags")
     place = Place(arguments.others, arguments.url, _key(arguments), arguments.in_flight, arguments.answer_timeout)
     return 1 if batch(arguments.requests, arguments.answers, place) else 0
 

@@ -93,7 +93,7 @@ def find(name: str) -> Path:
     if isinstance(found, str):
         return Path(found)
     raise ModelError(
-        f"{name} is neither a folder here nor in the cache of Hugging Face, and nothing is downloaded: give the model's folder"
+        f"{name} is neither a folder here nor in the cache of Hugging Face, and nothing is downloaded: `hf download {name} config.json` is enough, or give the model's folder"
     )
 
 
@@ -213,6 +213,7 @@ def _refusal(config: Mapping[str, Any], device: capabilities.Device, arch: str) 
         ("temperature that grows with the context", isinstance(temperature, int) and temperature > 0),
         ("log-sum-exps of scores given back to the model", "IQuestQ1ForCausalLM" in names and returns),
         ("hybrid models on a CPU", hybrid and device == "cpu"),
+        ("gpt-oss on a CPU, where SGLang cannot run its experts", kind == "gpt_oss" and device == "cpu"),
         ("gated delta nets on a Blackwell GPU", hybrid and blackwell and kind.startswith(GATED_DELTA_NETS)),
     ]
     return next((reason for reason, holds in reasons if holds), None)

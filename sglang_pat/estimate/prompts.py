@@ -41,7 +41,7 @@ LISTED = 8
 """The most keys that an error names."""
 LONGEST_KEY = 40
 """The most characters of a key that it shows."""
-JSON = re.compile(r'\s*(\{\s*(["}]|$)|\[\s*(\{|$))')
+JSON = re.compile(r'\s*(\{\s*(["}]|$)|\[\s*(\{|$|[-\d\s,]*\]\s*$|".*"\s*\]\s*$))')
 """Matches the start of a file that is JSON or meant to be; plain prompts may begin with a bracket too."""
 
 

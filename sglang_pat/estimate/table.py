@@ -35,7 +35,7 @@ class Row(msgspec.Struct):
 
     Attributes:
         batch: Requests that run at once.
-        shared: The part of their tokens that another one of them has too.
+        shared: The part of their tokens that need not be read, as the same are read for another one of them.
         kv_bytes: KV that a decode step reads: `unpacked` and `pat`.
         attention_us: Microseconds of one layer's attention, with each backend.
         step_ms: Milliseconds of a decode step, with each backend; None if it is not known for the model.
@@ -115,7 +115,7 @@ class Estimate(msgspec.Struct):
             yield self.source
         yield from (f"warning: {warning}" for warning in self.warnings)
         yield (
-            f"{self.requests:,} requests with {self.prompt_tokens / self.requests:,.0f} tokens of prompt and "
+            f"{self.requests:,} request{'s' * (self.requests > 1)} with {self.prompt_tokens / self.requests:,.0f} tokens of prompt and "
             f"{self.answer_tokens / self.requests:,.0f} of answer on average, on one {self.gpu}"
         )
         yield ""
@@ -131,7 +131,7 @@ class Estimate(msgspec.Struct):
             yield line + ("" if row.fits else f"  needs {row.needed_bytes / 1e9:,.0f} GB: does not fit")
         yield ""
         time = "step" if self.batches[0].step_ms else "attention"
-        yield "shared: tokens that another request of the batch has too. step: one decode step."
+        yield "shared: tokens that need not be read, as the same are read for another request. step: one decode step."
         yield f"faster: {time} time of {NAMES[self.baseline]}, SGLang's default on this GPU, divided by PAT's."
         yield f"sglang-pat batch would compute {self.prompt_tokens_once:,} of {self.prompt_tokens:,} prompt tokens: each prefix once."
         yield ""
@@ -260,7 +260,7 @@ def _verdict(rows: list[Row], baseline: str) -> str:
         words = f"{ratio}x " + ("faster" if row.faster[baseline] > 1 else "as fast")
         sizes.setdefault("no gain" if ratio == "1.0" else words, []).append(f"{row.batch:,}")
     parts = [f"{gain} with {_listed(batches)}" for gain, batches in sizes.items()]
-    parts[0] += " request at once" if rows[-1].batch == 1 else " requests at once"
+    parts[0] += " request at once" if rows[0].batch == 1 and len(next(iter(sizes.values()))) == 1 else " requests at once"
     return f"{'Decode steps' if rows[0].step_ms else 'Attention'} compared with {NAMES[baseline]}: {', '.join(parts)}."
 
 
