@@ -345,7 +345,9 @@ def _batch(arguments: argparse.Namespace) -> int:
 
     if arguments.requests.is_dir() or (arguments.others and not arguments.requests.exists()):
         what = "is a folder" if arguments.requests.is_dir() else "is not there"
-        raise BatchError(f"{arguments.requests} {what}, and no file of requests; the two files come before all other flags")
+        raise BatchError(
+            f"{arguments.requests} {what}, and no file of requests; the two files come before all other flags"
+        )
     place = Place(arguments.others, arguments.url, _key(arguments), arguments.in_flight, arguments.answer_timeout)
     return 1 if batch(arguments.requests, arguments.answers, place) else 0
 
