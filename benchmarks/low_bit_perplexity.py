@@ -28,6 +28,7 @@ import torch
 from about import about
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
+from sglang_pat.backend.kv.rotation import Rotation
 from sglang_pat.kernels import low_bit
 
 BENCHMARKS = {
@@ -135,20 +136,12 @@ def fp8(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float8_e4m3fn).float()
 
 
-def hadamard(dim: int) -> torch.Tensor:
-    """Symmetric, and its own inverse."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < dim:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix * dim**-0.5
-
-
 def rotated(quantiser: Quantiser) -> Quantiser:
     """Of K with Q rotated too, or of V with what follows: here it is rotated back, which is the same."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        matrix = hadamard(x.shape[-1])
-        return quantiser(x @ matrix) @ matrix
+        rotation = Rotation(x.shape[-1], torch.float32, "cpu")
+        return rotation.output(quantiser(rotation.stored(x)))
 
     return run
 

@@ -176,7 +176,8 @@ def trained() -> str:
     device, tokens, answers = result["device"], records[0]["tokens"], records[0]["answers"]
     return (
         f"{table(heads, rows)}\n\n*{device['name']}, SGLang {device['sglang']}, {device['date']}. {tokens:,} decoded tokens; of {answers} answers. In brackets: how much likelier the "
-        "other's token was, at most, where they part (log-probabilities). KV read: share of what unpacked steps would read.*"
+        "other's token was, at most, where they part (log-probabilities). KV read: share of what unpacked steps would read. int2: before its scales were fitted and its "
+        "heads rotated.*"
     )
 
 

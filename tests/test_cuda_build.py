@@ -93,7 +93,7 @@ def test_forward_compiles_without_spills(arch: str, dims: tuple[int, int], dtype
     [(128, 4, 8, 0), (128, 64, 1, 0), (64, 8, 8, 0), (96, 4, 1, 0), (128, 8, 8, 56)],
 )
 def test_kv_of_8_bits_with_drafts_and_tails_compiles(dim: int, heads: int, tokens: int, spills: int) -> None:
-    """Where two groups of warps convert. With drafts and tails of 128 dimensions narrow items put masks aside."""
+    """Where two warpgroups convert. With drafts and tails of 128 dimensions narrow items put masks aside."""
     spec = msgspec.structs.replace(spec_of(torch.float8_e4m3fn, dim, dim), heads=heads, query_tokens=tokens)
     variant = cuda.Variant.of(spec, "9.0a")
     found = used(variant)

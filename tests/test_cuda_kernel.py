@@ -70,7 +70,7 @@ each_arch = pytest.mark.parametrize(
 )
 
 
-hopper = pytest.mark.skipif(not ARCHS[0].startswith("9."), reason="items of several groups of warps are Hopper's")
+hopper = pytest.mark.skipif(not ARCHS[0].startswith("9."), reason="items of several warpgroups are Hopper's")
 
 each_format = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, emulated_slowly(torch.float8_e4m3fn)], ids=["16 bits", "8 bits"]
@@ -322,7 +322,7 @@ def test_tails(tokens: int, heads: int, dtype: torch.dtype, dim: int) -> None:
             case.k[own] = (case.k[own].float() * 8).to(dtype)
     decoded = run_for(3, case)
     found = [len(item.queries) for item in layout.work_items(decoded.plan.cpu().numpy()) if item.tails]
-    # With 8 bits the third group of warps converts.
+    # With 8 bits the third warpgroup converts.
     assert ({2, 3} if case.spec.kv.bits == 16 else {2}) <= set(found)
     decoded.check_in_any_order(TOLERANCE[case.q.dtype], seeds=3)
 

@@ -116,9 +116,11 @@ def test_one_request_computes_a_prefix_for_those_that_come_with_it(servers: dict
     before, seen = prefill.counters()["deferred"], len(prefill.log.read_text())
     prefill.post("/pause_generation", {"mode": "in_place"})
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(generate_all, servers["router"], prompts)
-        time.sleep(3)
-        prefill.post("/continue_generation")
+        try:
+            asked = pool.submit(generate_all, servers["router"], prompts)
+            time.sleep(3)
+        finally:
+            prefill.post("/continue_generation")
         assert asked.result() == expected
     assert assert_sound(prefill)["deferred"] > before
     computed = sum(map(int, re.findall(r"Prefill batch.*#new-token: (\d+)", prefill.log.read_text()[seen:])))

@@ -57,8 +57,7 @@ def test_a_build_goes_on_without_its_watcher(
 ) -> None:
     """As where no process can be started: the cache is not to blame."""
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with jit._watched(str(tmp_path)):
-        pass
+    assert jit._start_watch(str(tmp_path)) is None
     assert "compilers go on without it" in caplog.text and "/nowhere/python" in caplog.text
 
 
@@ -288,6 +287,47 @@ exec c++ "$@"
     )  # fmt: skip
     assert (result.stdout, result.stderr) == ("42 set()\n", "")
     assert not list(temporary.iterdir())
+
+
+FORKS = """
+import os, pathlib, sys, time
+from tvm_ffi import cpp
+sys.modules["torch"] = None
+from sglang_pat import jit
+csrc, folder = map(pathlib.Path, sys.argv[1:])
+environment, build = dict(os.environ), cpp.build
+def forking(name, **options):
+    if name.endswith("slow") and not os.fork():
+        cpp.build = build
+        same = all(os.environ.get(variable) == environment.get(variable) for variable in ("TMPDIR", "LD_PRELOAD"))
+        (folder / "child").write_text(f"{jit.load('quick', csrc).answer()} {same}")
+        time.sleep(60)
+        os._exit(0)
+    while not (folder / "child").exists():
+        time.sleep(0.1)
+    return build(name, **options)
+cpp.build = forking
+print(jit.load("slow", csrc).answer())
+"""
+
+
+def test_a_child_that_is_forked_meanwhile_builds_by_itself(csrc: Path, tmp_path: Path) -> None:
+    """And who builds does not wait until it ends."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    for name in ("slow", "quick"):
+        shutil.copytree(csrc / "tiny", csrc / name)
+    environment = {jit.CACHE: str(tmp_path / "cache"), "TMPDIR": str(temporary)}
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS, csrc, tmp_path], env=os.environ | environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as builder:  # fmt: skip
+        try:
+            assert builder.stdout is not None and builder.stdout.readline() == "42\n"
+            builder.wait(30)
+            assert (tmp_path / "child").read_text() == "42 True"
+            assert not list(temporary.iterdir())
+        finally:
+            os.killpg(builder.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("swapped", ["at first", "meanwhile"])

@@ -160,7 +160,7 @@ def test_layers_of_two_formats_have_pages_of_two_sizes() -> None:
 def test_a_layer_that_the_model_does_not_have_is_refused() -> None:
     pool = pool_class(FORMATS["int2"], (30,))(128, 64, torch.float32, 2, 32, 1, "cpu", enable_memory_saver=False)
     runner = SimpleNamespace(
-        device="cpu", kv_cache_dtype=torch.bfloat16, token_to_kv_pool=pool, model=None, model_config=SimpleNamespace(num_hidden_layers=30),
+        device="cpu", kv_cache_dtype=torch.bfloat16, token_to_kv_pool=pool, model=None, model_config=SimpleNamespace(num_attention_layers=30),
     )  # fmt: skip
     environment = {"SGLANG_PAT_KV": "int2", "SGLANG_PAT_INT4_LAYERS": "3,30"}
     with pytest.raises(

@@ -64,7 +64,7 @@ def test_an_h200s_bins_have_prices_of_their_own_and_an_h100s_have_not() -> None:
         for table in tiles.values()
     )
     known = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
-    assert msgspec.structs.replace(of_h200, tails_m=capabilities.GROUP_ROWS) == known
+    assert msgspec.structs.replace(of_h200, tails_m=capabilities.WARPGROUP_ROWS) == known
     assert (of_h100.bins_item_ns, of_h100.bins_token_ns) == ((), ())
     assert capabilities.tile_table("9.0a", 64, "NVIDIA H200").bins_item_ns == (), "other dimensions were not fitted"
     prices = tiles["h200"].prices

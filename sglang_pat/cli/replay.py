@@ -133,7 +133,7 @@ def _replay(records: Iterator[trace.Record], policy: str | None, oracle: MakePla
         if oracle and fitted:
             expected = layout.flatten(oracle(mirror.batch(batch, record.seq_lens), config))
             if scheduler.buffers[index][: len(expected)].tolist() != expected.tolist():
-                raise AssertionError(f"the schedulers disagree on plan {result.plans}")
+                raise AssertionError(f"plan {result.plans} is not the one that is made of the batch's tree anew")
         if fitted and not (record.ahead or record.fallback) and config == header.config:
             result.differing += scheduler.current()[:2] != (record.kv_tokens, record.parts)
     # The trace does not say how many steps the last plan ran: assume one.

@@ -496,7 +496,8 @@ def _build(compiler: str, name: str, library: Path, at: int, sources: list[str],
     try:
         _remove_leftovers(f"/proc/self/fd/{at}")
         # Not in the cache: tvm-ffi and ninja know folders by their paths only.
-        with _workplace.entered() as place, tempfile.TemporaryDirectory(prefix=f"{name}-", dir=place) as scratch:
+        with _workplace.entered() as place:
+            scratch = tempfile.mkdtemp(prefix=f"{name}-", dir=place)
             built = cpp.build(name, sources=sources, build_directory=scratch, **flags)
             if not os.path.exists(built):
                 raise RuntimeError("it made nothing")
@@ -523,8 +524,9 @@ class _Workplace:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
-        self._opened = contextlib.ExitStack()
         self._folder = ""
+        self._watch: subprocess.Popen[bytes] | None = None
+        self._before: dict[str, str | None] = {}  # what variables were
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[str]:
@@ -543,22 +545,40 @@ class _Workplace:
             with self._lock:
                 self._inside -= 1
                 if not self._inside:
-                    self._opened.close()
+                    self._close()
 
     def _open(self) -> None:
         temporary = _temporary_folder()
         _remove_leftovers(temporary)
-        with contextlib.ExitStack() as opened:
-            self._folder = opened.enter_context(tempfile.TemporaryDirectory(prefix=f".{PREFIX}", dir=temporary))
-            opened.enter_context(_watched(self._folder))
-            # A library preloaded into this process, such as a sanitizer's, must not be loaded into compilers. Others must not replace their files either.
-            for variable, value in (("LD_PRELOAD", None), ("TMPDIR", self._folder)):
-                opened.callback(_set_variable, variable, os.environ.get(variable))
-                _set_variable(variable, value)
-            self._opened = opened.pop_all()
+        # Not a TemporaryDirectory: a forked child's, too, removes its folder.
+        self._folder = tempfile.mkdtemp(prefix=f".{PREFIX}", dir=temporary)
+        self._watch = _start_watch(self._folder)
+        # A library preloaded into this process, such as a sanitizer's, must not be loaded into compilers. Others must not replace their files either.
+        self._before = {variable: os.environ.get(variable) for variable in ("LD_PRELOAD", "TMPDIR")}
+        _set_variable("LD_PRELOAD", None)
+        _set_variable("TMPDIR", self._folder)
+
+    def _close(self) -> None:
+        self._put_back()
+        if self._watch is not None:
+            self._watch.communicate(b"done")
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _put_back(self) -> None:
+        for variable, value in self._before.items():
+            _set_variable(variable, value)
+
+    def leave_to_parent(self) -> None:
+        """In a child that was forked meanwhile: these builds, their folder and their lock are the parent's."""
+        if self._inside:
+            self._put_back()
+            if self._watch is not None and self._watch.stdin is not None:
+                self._watch.stdin.close()
+        self.__init__()  # type: ignore[misc]
 
 
 _workplace = _Workplace()
+os.register_at_fork(after_in_child=_workplace.leave_to_parent)
 
 
 def _set_variable(name: str, value: str | None) -> None:
@@ -596,24 +616,18 @@ def _remove_leftovers(folder: str) -> None:
                     os.unlink(entry.path)
 
 
-@contextlib.contextmanager
-def _watched(scratch: str) -> Iterator[None]:
+def _start_watch(folder: str) -> subprocess.Popen[bytes] | None:
     """If this process is killed meanwhile, another one ends what works in a folder, and removes it: tvm-ffi starts ninja itself, so that cannot be told
-    to end with us."""
-    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("watch.py")), scratch]
+    to end with us. It ends when it is told anything. None if it cannot be started."""
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("watch.py")), folder]
     # In a session of its own, because Ctrl-C is for all of ours.
-    watch = None
     try:
-        watch = subprocess.Popen(
+        return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
     except OSError as error:
         logger.warning("sglang-pat builds, but if it is killed meanwhile, compilers go on without it: %s", error)
-    try:
-        yield
-    finally:
-        if watch is not None:
-            watch.communicate(b"done")
+        return None
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 The folder is the one that has the given path at the beginning, and no link: whatever has that path later is left alone.
 
-It waits for the end of its input. If nothing was written there, the process that built is gone: then everything that works in the folder, ninja and
+It waits for its input. If that ends and nothing was written there, the process that built is gone: then everything that works in the folder, ninja and
 compilers, is ended, and the folder removed.
 """
 
@@ -31,7 +31,8 @@ def main() -> None:
     folder = os.fstat(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
     if folder.st_uid != os.geteuid():
         return
-    if sys.stdin.read():
+    # One character: a process forked meanwhile may hold the other end open.
+    if sys.stdin.read(1):
         return
     # Some may start others before they end, so look again; a process that waits for a broken disk does not end at all.
     for _ in range(100):

@@ -52,7 +52,7 @@ WARP_TOKENS = 16
 """Tokens that it computes at a time (`kStepTokens` in csrc/cuda/tiles.h): one of them took as long as 16 (benchmarks/NOTES.md, "Prices of an
 H200, and rows in parts")."""
 
-GROUP_ROWS = 64
+WARPGROUP_ROWS = 64
 """Rows of a wide tile that a warpgroup computes (`kWarpgroupRows` in csrc/cuda/tiles.h)."""
 
 
@@ -86,7 +86,7 @@ def tiles_for_drafts(query_tiles: tuple[int, ...], rows: int) -> tuple[int, ...]
 
 
 def has_tails(query_tiles: tuple[int, ...], rows: int, kv_bits: int) -> bool:
-    """Whether a module has work items with tails (`plan.WorkItem`), which need a group of warps for each query. Pages of few bits have a loader of
+    """Whether a module has work items with tails (`plan.WorkItem`), which need a warpgroup for each query. Pages of few bits have a loader of
     their own, which does not know them.
 
     Args:
@@ -94,7 +94,7 @@ def has_tails(query_tiles: tuple[int, ...], rows: int, kv_bits: int) -> bool:
         rows: Of a query: query heads of a KV head for each of its tokens.
         kv_bits: Bits of an element of KV.
     """
-    return kv_bits >= 8 and TileTable(query_tiles, (KV_TILE,), (), tails_m=GROUP_ROWS).tails_queries(rows) > 1
+    return kv_bits >= 8 and TileTable(query_tiles, (KV_TILE,), (), tails_m=WARPGROUP_ROWS).tails_queries(rows) > 1
 
 
 def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bits: int = 16) -> TileTable:
@@ -118,7 +118,7 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     if table is not None and head_dim <= table.head_dim:
         priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M, WARP_TOKENS, kv_bits)
         if priced is not None:
-            return msgspec.structs.replace(priced, tails_m=GROUP_ROWS) if kv_bits >= 8 else priced
+            return msgspec.structs.replace(priced, tails_m=WARPGROUP_ROWS) if kv_bits >= 8 else priced
     # Larger dimensions cannot be measured yet (`python -m sglang_pat.tune --head-dim`): there a table is no fault.
     if chosen is not None and head_dim <= MEASURED_DIM:
         raise ValueError(f"it has no prices for head dimension {head_dim} with KV of {kv_bits} bits")

@@ -52,7 +52,7 @@ def headers() -> dict[Path, str]:
                     "kTokens": capabilities.KV_TILE,
                     "kNarrowM": capabilities.NARROW_M,
                     "kStepTokens": capabilities.WARP_TOKENS,
-                    "kWarpgroupRows": capabilities.GROUP_ROWS,
+                    "kWarpgroupRows": capabilities.WARPGROUP_ROWS,
                 },
             )
         ),

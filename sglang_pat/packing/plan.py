@@ -30,7 +30,7 @@ class WorkItem(msgspec.Struct):
         parts: For each query, the number of this part among its parts.
         tile: The tile that runs it.
         tails: Whether each query's tail follows: its own KV from `end` to the end of its request, which only its own rows read. Then both
-            bounds are positions, and a query's rows are those of one group of warps.
+            bounds are positions, and a query's rows are those of one warpgroup.
     """
 
     start: int

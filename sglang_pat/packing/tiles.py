@@ -91,7 +91,7 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bytes_per_ns: Memory bandwidth; needed if there are times, to express them in bytes (`PackConfig`).
         sms: Streaming multiprocessors that share the bandwidth.
         wide_steps: Which steps are planned without tiles of single warps.
-        tails_m: Rows of each query in a work item with tails (`plan.WorkItem`): those of a group of warps; 0 if there are no such items.
+        tails_m: Rows of each query in a work item with tails (`plan.WorkItem`): those of a warpgroup; 0 if there are no such items.
         narrow_first_ns: From how much time of each worker on, which wide work items compute beyond reading their KV once, every second worker runs narrow
             ones first (`plan.Plan.narrow_first`); 0: none does.
         splits: In which plans packs are split into work items of fewer queries where a bin is too long: in none, in those without tiles of single warps, or in

@@ -264,8 +264,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                  "take fp8_e4m3, or use another --attention-backend"),
         _works("KV of 4 and 2 bits", "`SGLANG_PAT_KV=int4`, `int2`, `SGLANG_PAT_INT4_LAYERS`", _LOW_BIT_SERVER, "test_low_bit.py::test_decode",
                "test_low_bit.py::test_extends_see_what_decode_steps_would", "test_gpu_models.py::test_kv_of_few_bits",
+               "test_low_bit_server.py::test_answers_of_2_bits_do_not_depend_on_what_was_cached",
                note="full pages of 64 tokens are quantised, K by channel and V by token; tokens behind a request's last full page keep the model's dtype; "
-               "head dimensions are multiples of 32, on a GPU 64 and 128; run on an H200 with both releases, but 2 bits not since their scales are fitted and heads rotated; 2 bits cost accuracy"),
+               "head dimensions are multiples of 32, on a GPU 64 and 128; run on an H200 with both releases, but 2 bits not since their scales are fitted and heads rotated, and layers of two formats on CPUs only; 2 bits cost accuracy"),
         _refused("KV of 4 and 2 bits with windows, for encoders, for hybrid models on a GPU, or on a GPU with 99 KB of shared memory per CTA", "`SGLANG_PAT_KV`",
                  None, "unset it"),
         _refused("KV of 4 and 2 bits with chunks that are no whole pages of 64 tokens", "`SGLANG_PAT_KV` and `--chunked-prefill-size`",

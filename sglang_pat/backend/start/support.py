@@ -184,7 +184,7 @@ def check_low_bit(runner: Any, environment: Mapping[str, str] = os.environ) -> N
         raise UnsupportedError(
             f"--attention-backend pat does not support a KV cache of {asked} (SGLANG_PAT_KV) {problem}: unset it"
         )
-    most = runner.model_config.num_hidden_layers
+    most = runner.model_config.num_attention_layers
     unknown = [layer for layer in PatConfig.from_environment(environment).int4_layers if layer >= most]
     if unknown:
         raise UnsupportedError(

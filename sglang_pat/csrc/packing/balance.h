@@ -159,7 +159,7 @@ class Bins {
     bool kept;
   };
 
-  // Looks for the least capacity with which so many bins are enough , as MULTIFIT does (Coffman, Garey and Johnson 1978): above `least`, and
+  // Looks for the least capacity with which so many bins are enough, as MULTIFIT does (Coffman, Garey and Johnson 1978): above `least`, and
   // first at the average of bins with what cuts and turns have added.
   template <bool kKeepFirst>
   Filling fill_evenly(const Group& shared, const Group& single, const Packs& packs, const Config& config, int64_t bins) {

@@ -62,7 +62,7 @@ struct Packs {
   // Prices by the model, before anything is cut: of the policy's packs when it is decided what is packed, and as split by the query limit when they
   // are laid out in bins.
   int64_t reads = 0, work = 0;
-  // What wide work items of several queries cost beyond reading each pack's KV once (PackConfig.computing_price).
+  // What wide work items of several queries cost beyond reading each pack's KV once; `add_computing`.
   int64_t computing = 0;
   int64_t most_tails = 0;  // tokens of tails that a work item may have behind what its queries share
 

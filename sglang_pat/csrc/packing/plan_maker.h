@@ -35,6 +35,9 @@ class PlanMaker {
     sharing_.reserve(batch);
   }
 
+  // What was planned last is not for `inspect`.
+  void forget() { best_ = nullptr; }
+
   // The first `told` requests have become `steps` tokens longer. Whoever has more tokens than the window shares nothing, and is planned as
   // if the window were all there is (sglang_pat/packing/tree.py, `in_windows`).
   void copy(Mirror& mirror, const std::vector<int32_t>& batch, const std::vector<int32_t>& seq_lens, size_t told,

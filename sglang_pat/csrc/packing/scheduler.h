@@ -232,6 +232,7 @@ class Scheduler {
     whole.grain = kMaxPosition;  // nothing is cut, so that no workspace is needed
     whole.wide_only = nullptr;   // whose grain would cut
     maker_.plan(whole, Policy::kQuery, buffers_[back()], max_slots_, plans_[back()]);
+    maker_.forget();  // it has another configuration
     hand_out();
     if (stands && size == int64_t(expected_.size())) {
       planned_version_ = expected_.version();
