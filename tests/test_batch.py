@@ -685,7 +685,10 @@ def test_a_job_that_is_told_to_end_finishes_what_runs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere", "out"], "nowhere is not there, and no file of requests; the two files come before all other flags"),
+        (
+            ["nowhere", "out"],
+            "nowhere is not there, and no file of requests; the two files come before all other flags",
+        ),
         ([".", "out"], ". is a folder, and no file of requests; the two files come before all other flags"),
         (["in", "in"], "in is the input: name another file"),
         (["in", "out", "--in-flight", "0"], "'0' is not a whole number"),

@@ -744,7 +744,7 @@ def test_an_estimate_is_made_or_refused_and_nothing_else(
             shown = estimate(prompts, model or read_model(CONFIG), "h200", [size])
         except EstimateError:
             continue
-        assert f"{len(prompts):,} requests with " in next(shown.lines())
+        assert next(shown.lines()).startswith(f"{len(prompts):,} request{'s' * (len(prompts) > 1)} with ")
 
 
 def test_a_request_that_no_server_takes_is_one_sentence(tmp_path: Path) -> None:
