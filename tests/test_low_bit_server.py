@@ -19,6 +19,7 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat import compat
+from sglang_pat.backend.attention import PatAttnBackend
 from sglang_pat.backend.kv.pages import Behind, LowBitKVPool, pool_class
 from sglang_pat.backend.start import low_bit, support
 from sglang_pat.demo import workload
@@ -168,6 +169,27 @@ def test_a_layer_that_the_model_does_not_have_is_refused() -> None:
     ):
         support.check_low_bit(runner, environment)
     support.check_low_bit(runner, {**environment, "SGLANG_PAT_INT4_LAYERS": "3,29"})
+
+
+@pytest.mark.parametrize(("form", "rotates"), [("int2", True), ("int4", False)])
+def test_what_is_kept_in_2_bits_is_rotated(form: str, rotates: bool) -> None:
+    backend = object.__new__(PatAttnBackend)
+    backend.token_to_kv_pool = pool_class(FORMATS[form])(
+        128, 64, torch.float32, 2, 32, 1, "cpu", enable_memory_saver=False
+    )
+    backend.rotation = backend._make_rotation(SimpleNamespace(dtype=torch.float32, device="cpu"))
+    q, k, v = torch.randn(3, 5, 64)
+    seen = []
+
+    def forward(*given: torch.Tensor) -> torch.Tensor:
+        seen.extend(given)
+        return given[2]
+
+    # What is kept of V is turned back.
+    assert torch.allclose(backend._rotated(forward, q, k, v), v, atol=1e-5)
+    assert [torch.equal(x, y) for x, y in zip(seen, (q, k, v), strict=True)] == [not rotates] * 3
+    products = [(x.view(5, 2, 32) * y.view(5, 2, 32)).sum(-1) for x, y in ((q, k), seen[:2])]
+    assert torch.allclose(*products, atol=1e-4)
 
 
 def make_pool(slots: int, rows: int) -> LowBitKVPool:
