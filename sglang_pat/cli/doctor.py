@@ -183,9 +183,7 @@ def _sglang() -> Section:
         more = [
             f"tests on {place}: {ran.replace('`', '')}" for place, ran in (("CPUs", run.on_cpu), ("GPUs", run.on_gpu))
         ]
-        return Section(
-            "SGLang", f"{found}, {'tested' if tested else 'hardly tested'} with sglang-pat", facts, more=more
-        )
+        return Section("SGLang", f"{found}, tested with sglang-pat", facts, more=more)
     return Section("SGLang", f"{found}, not tested: {' and '.join((TESTED[0], TESTED[-1]))} are", facts)
 
 
