@@ -151,14 +151,17 @@ def trained() -> str:
     records: list[dict[str, Any]] = result["records"]
     rows = []
     for record in records:
-        alike = [other for other in records if (other["model"], other["kv"]) == (record["model"], record["kv"])]
+        alike: dict[str, float | None] = {
+            other["backend"]: other["perplexity"]
+            for other in records
+            if (other["model"], other["kv"]) == (record["model"], record["kv"])
+        }
         first = next(other for other in records if other["model"] == record["model"])
-        decode = f"{record['perplexity']:.2f}"
-        least = f"{min(other['perplexity'] for other in alike):.2f}"
+        decode = dict(zip(alike, bold(alike, "{:.2f}".format), strict=True))[record["backend"]]
         again = record["again"]
         rows.append([
             record["model"], record["kv"], NAMES[record["backend"]],
-            f"**{decode}**" if decode == least and len(alike) > 1 else decode, f"{record['prefill_perplexity']:.2f}",
+            decode if len(alike) > 1 else decode.strip("*"), f"{record['prefill_perplexity']:.2f}",
             "" if record is first else f"{record['answers_equal']} ({record['largest_lead_where_they_part']:.2f})",
             f"{again['answers_equal']} ({again['largest_lead_where_they_part']:.2f})",
             f"{record['kv_read']:.2f}" if "kv_read" in record else "",

@@ -215,13 +215,13 @@ def test_modules_are_ready_once_they_are_built(monkeypatch: pytest.MonkeyPatch, 
     built = list(jit.find_cache().folder.glob("sglang_pat_packing_*.so"))
     cache = tmp_path / "cache"
     monkeypatch.setenv(jit.CACHE, str(cache))
-    found = doctor._cache(None, lambda: doctor._ready(CPU, None))
+    found = doctor._cache(None, doctor._ready(CPU, None))
     assert found.facts["ready"] == {"planner": False, "CPU kernels": False} and not found.problems
     assert not cache.exists(), "looking makes no folder"
     cache.mkdir(mode=0o700)
     for library in built:
         (cache / library.name).write_bytes(library.read_bytes())
-    found = doctor._cache(None, lambda: doctor._ready(CPU, None))
+    found = doctor._cache(None, doctor._ready(CPU, None))
     assert found.facts["ready"] == {"planner": True, "CPU kernels": False} and not found.problems
     assert "planner ready, CPU kernels not built yet" in found.text
     for library in built:
@@ -231,7 +231,7 @@ def test_modules_are_ready_once_they_are_built(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_gpus_modules_are_those_that_build_makes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(jit.CACHE, str(tmp_path))
-    found = doctor._cache(str(CONFIG), lambda: doctor._ready(H200, str(CONFIG)))
+    found = doctor._cache(str(CONFIG), doctor._ready(H200, str(CONFIG)))
     wanted = build.variants(str(CONFIG), "9.0a")
     assert set(found.facts["ready"]) == {"planner", *(variant.name for variant in wanted)}
     assert f"0 of {len(wanted)} modules that `build` makes for this model are ready" in found.text
@@ -243,7 +243,7 @@ def test_a_gpus_modules_are_those_that_build_makes(monkeypatch: pytest.MonkeyPat
         **{"made_for": (inputs := jit._cuda_inputs(one.arch, one.flags)).pop("made_for"), "flags": inputs},
     )
     (tmp_path / name).write_bytes(b"module" + jit._seal(name, b"module"))
-    assert doctor._cache(str(CONFIG), lambda: doctor._ready(H200, str(CONFIG))).facts["ready"][one.name]
+    assert doctor._cache(str(CONFIG), doctor._ready(H200, str(CONFIG))).facts["ready"][one.name]
 
 
 def test_a_cache_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_cache_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatc
 
     def problem(folder: Path) -> str:
         monkeypatch.setenv(jit.CACHE, str(folder))
-        (found,) = doctor._cache(None, lambda: doctor._ready(CPU, None)).problems
+        (found,) = doctor._cache(None, doctor._ready(CPU, None)).problems
         return found
 
     (tmp_path / "file").write_text("")

@@ -275,20 +275,17 @@ class PatAttnBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        decode = functools.partial(
-            self._decode, layer=layer, forward_batch=forward_batch, save_kv_cache=save_kv_cache, sinks=sinks, **kwargs
-        )
-        return self._rotated(decode, q, k, v)
+        return self._rotated(self._decode, q, k, v, layer, forward_batch, save_kv_cache, sinks, **kwargs)
 
     def _rotated(
-        self, forward: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, forward: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, *args: Any, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
         """Attention by `forward`, which does not know of the rotation."""
         rotation = self.rotation
         if rotation is None:
-            return forward(q, k, v)
+            return forward(q, k, v, *args, **kwargs)
         k, v = (x if x is None else rotation.stored(x) for x in (k, v))
-        return rotation.output(forward(rotation.query(q), k, v))
+        return rotation.output(forward(rotation.query(q), k, v, *args, **kwargs))
 
     def _decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch,
@@ -331,10 +328,7 @@ class PatAttnBackend(AttentionBackend):
         if self.step.verifies(forward_batch):
             return self._forward_verify(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         assert self.prefill is not None
-        extend = functools.partial(
-            self.prefill.forward, layer=layer, forward_batch=forward_batch, save_kv_cache=save_kv_cache, **kwargs
-        )
-        return self._rotated(extend, q, k, v)
+        return self._rotated(self.prefill.forward, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     # Prefill in graphs runs on the inner backend.
 

@@ -115,7 +115,7 @@ def sections(model: str | None = None, url: str | None = None, key: str = "") ->
         "plugin": lambda: _plugin(found),
         "GPU": lambda: _gpu(found),
         "compilers": lambda: _compilers(found, ready()),
-        "kernel cache": lambda: _cache(model, ready),
+        "kernel cache": lambda: _cache(model, ready()),
         "settings": _settings,
     }
     if model is not None:
@@ -176,9 +176,9 @@ def _sglang() -> Section:
         return Section(
             "SGLang", "not installed", {"version": None, "tested": False}, ["it is not installed: pip install sglang"]
         )
-    tested = found in TESTED
-    facts: dict[str, Any] = {"version": found, "tested": tested}
-    if run := RUN.get(found):
+    run = RUN.get(found)
+    facts: dict[str, Any] = {"version": found, "tested": run is not None}
+    if run is not None:
         facts |= {"on_cpu": run.on_cpu, "on_gpu": run.on_gpu}
         more = [
             f"tests on {place}: {ran.replace('`', '')}" for place, ran in (("CPUs", run.on_cpu), ("GPUs", run.on_gpu))
@@ -317,14 +317,13 @@ def _ready(torch: Torch | None, model: str | None) -> dict[str, bool]:
     return ready
 
 
-def _cache(model: str | None, find_ready: Callable[[], dict[str, bool]]) -> Section:
+def _cache(model: str | None, ready: dict[str, bool]) -> Section:
     from sglang_pat import jit
 
     try:
         cache = jit.find_cache()
     except jit.BuildError as error:
         return Section("kernel cache", "none", {"folder": None, "usable": False, "ready": {}}, [str(error)])
-    ready = find_ready()
     of_model = "head dimension 128" if model is None else "this model"
     modules = [name for name in ready if name.startswith(jit.PREFIX)]
     texts = [f"{name} {'ready' if ready[name] else 'not built yet'}" for name in ready if name not in modules]

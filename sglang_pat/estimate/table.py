@@ -260,9 +260,7 @@ def _verdict(rows: list[Row], baseline: str) -> str:
         words = f"{ratio}x " + ("faster" if row.faster[baseline] > 1 else "as fast")
         sizes.setdefault("no gain" if ratio == "1.0" else words, []).append(f"{row.batch:,}")
     parts = [f"{gain} with {_listed(batches)}" for gain, batches in sizes.items()]
-    parts[0] += (
-        " request at once" if rows[0].batch == 1 and len(next(iter(sizes.values()))) == 1 else " requests at once"
-    )
+    parts[0] += " request at once" if next(iter(sizes.values())) == ["1"] else " requests at once"
     return f"{'Decode steps' if rows[0].step_ms else 'Attention'} compared with {NAMES[baseline]}: {', '.join(parts)}."
 
 

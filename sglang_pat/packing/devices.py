@@ -78,7 +78,7 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         prices_8bit: Prices with KV of 8 bits; tables older than that have none.
         prices_4bit, prices_2bit: Prices with KV in pages of so many bits, likewise.
         slice_token_ns: `TileTable.slice_token_ns` with KV of 16 bits; 0 if it was not fitted (benchmarks/NOTES.md, 2026-11-24).
-        slice_token_8bit_ns: The same with KV of 8 bits. On an H200 11 was better than 8.5 and than 14 (benchmarks/NOTES.md, "Two warpgroups that
+        slice_token_8bit_ns: The same with KV of 8 bits. On an H200 11 was better than 8.5 and than 14 (benchmarks/NOTES.md, "Two groups of warps that
             convert"); an H100 has it from there.
         turn_in_plans_ns: What counts in a plan in place of `turn_ns`. With 3 us plans ran best on an H200, where a turn was measured at 1.6 us
             and at 3.7 later, and as well as with any other on an H100, where it was 0.5 (benchmarks/NOTES.md, 2026-11-26).
