@@ -35,7 +35,7 @@ TREES = {
     "gsp-1x128x16384": "1,128_28719,351", "random-128": str(trees.RECORDED / "random-128"),
 }  # fmt: skip
 """Of its workloads, half way through the answers of 256 tokens, and with as many tokens in the prompts as the model folder's own
-tokenizer makes of them (benchmarks/NOTES.md, "What the workloads really are")."""
+tokenizer makes of them (benchmarks/notes/servers.md, "What the workloads really are")."""
 
 NOMINAL = {"gsp-8x32x2048": "8,256_2048,256", "gsp-4x64x8192": "4,256_8192,256"}
 """The same where prompts have as many tokens as the names say."""

@@ -68,7 +68,7 @@ FLUSH_BYTES = 256 << 20
 """Five times the L2 cache of an H200."""
 WARM_UP_SECONDS = 0.01
 """Before anything is timed: the first case of a run, in front of which modules are loaded, looked 6 to 8 us slower than the model that
-fits the others (benchmarks/NOTES.md, 2026-11-22)."""
+fits the others (benchmarks/notes/tests-and-faults.md, "How kernels are timed")."""
 DIM = 128
 
 

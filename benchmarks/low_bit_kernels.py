@@ -39,7 +39,7 @@ TAIL = 32
 TREES = (
     "256_4096", "256_1024", "8_32768", "1_32768", "64_16384", "1,64_4096,1024", "1,8,64_2048,1024,256", "8,256_2048,128", "1,1024_2048,64",
 )  # fmt: skip
-"""Those of the gate (benchmarks/NOTES.md, 2026-11-24), and some that share."""
+"""Those of the gate (benchmarks/notes/low-bit-kv.md, "The gate"), and some that share."""
 
 
 class LowBit(kernels.Pat):

@@ -116,7 +116,7 @@ def test_rows_that_see_some_of_an_item_or_capped_scores_compile_without_spills(
 
 
 PREFETCHED = 64 << 10
-"""Bytes of a kernel that a GPU fetches when it starts (benchmarks/NOTES.md, "Where code lies in memory")."""
+"""Bytes of a kernel that a GPU fetches when it starts (benchmarks/notes/code-placement.md, "Where code lies in memory")."""
 
 
 @compiles

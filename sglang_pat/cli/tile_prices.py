@@ -37,8 +37,8 @@ TURN = {64: 2, 8: 12}
 
 H200 = devices.load(devices.TABLES / "h200.json")
 """The table whose factors (how much prices count in plans) were fitted; other tables copy them. Of eight sets plans ran best with this one, 1 to 10 %
-faster than with the plain prices (benchmarks/NOTES-archive.md, 2026-11-21). Of turns priced at 0, 3, 5, 6 and 9 us plans ran best with 3; 1.64 are
-measured (the same, 2026-11-22)."""
+faster than with the plain prices (benchmarks/notes/prices.md, "Prices for each tile"). Of turns priced at 0, 3, 5, 6 and 9 us plans ran best with 3;
+1.64 are measured (benchmarks/notes/prices.md, "A turn from wide to narrow items")."""
 
 
 def synthetic(items: dict[int, int], tokens: int, workers: int) -> Plan:
@@ -86,7 +86,7 @@ class Bench:
         times = []
         for _ in range(repeats + 1):
             begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-            self.flush.sum()  # by reading: overwriting it costs the next kernel up to 7 us (benchmarks/NOTES.md)
+            self.flush.sum()  # by reading (benchmarks/notes/tests-and-faults.md, "How kernels are timed")
             begin.record()
             run()
             end.record()

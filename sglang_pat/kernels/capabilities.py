@@ -49,8 +49,8 @@ NARROW_M = 16
 """The most rows that a single warp computes (`kNarrowM` in csrc/cuda/tiles.h)."""
 
 WARP_TOKENS = 16
-"""Tokens that it computes at a time (`kStepTokens` in csrc/cuda/tiles.h): one of them took as long as 16 (benchmarks/NOTES.md, "Prices of an
-H200, and rows in parts")."""
+"""Tokens that it computes at a time (`kStepTokens` in csrc/cuda/tiles.h): one of them took as long as 16
+(benchmarks/notes/prices.md, "Prices of an H200, and rows in slices")."""
 
 WARPGROUP_ROWS = 64
 """Rows of a wide tile that a warpgroup computes (`kWarpgroupRows` in csrc/cuda/tiles.h)."""
@@ -76,7 +76,8 @@ def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
 
 def tiles_for_drafts(query_tiles: tuple[int, ...], rows: int) -> tuple[int, ...]:
     """Those of an architecture's tiles that a module for drafts has. Where a draft has more rows than the smallest, and no more than a single warp
-    computes, it is never run with that one; without its code small batches took 4 % less (benchmarks/NOTES.md, "Verify steps").
+    computes, it is never run with that one; without its code small batches took 4 % less (benchmarks/notes/code-placement.md, "Less code for
+    drafts of 16 rows").
 
     Args:
         query_tiles: As `query_tiles` returns it.
@@ -114,7 +115,7 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     if tiles[-1] == NARROW_M:
         return TileTable(tiles, (KV_TILE,), (), warp_m=NARROW_M, warp_tokens=WARP_TOKENS)
     chosen, table = table, table or devices.find(arch, gpu)
-    # Prices of 128 dimensions scaled up make worse plans than no prices (benchmarks/NOTES.md, 2026-11-23).
+    # Prices of 128 dimensions scaled up make worse plans than no prices (benchmarks/notes/prices.md, "Larger head dimensions").
     if table is not None and head_dim <= table.head_dim:
         priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M, WARP_TOKENS, kv_bits)
         if priced is not None:

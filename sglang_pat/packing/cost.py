@@ -9,7 +9,7 @@ from msgspec import Meta
 
 PARTIAL_BYTES = 4
 """Bytes of an element of a part, as priced: float32, as in the paper (PAT §5.1, footnote 2). The CUDA kernels store float16, but plans with half the
-price were slower (benchmarks/NOTES.md, "Parts in float16")."""
+price were slower (benchmarks/notes/kernels-wide.md, "Parts in float16")."""
 
 
 Count = Annotated[int, Meta(ge=1, le=4096)]

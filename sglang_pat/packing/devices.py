@@ -39,7 +39,8 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     Measured while all SMs run the same tile. In a plan, SMs that wait or compute on wide tiles leave their bandwidth to the others; the
     factors say how much of each price counts then: `in_plans` when it is decided what is packed, `in_bins` when packs are laid out in bins, where
-    None stands for the former; only with the head dimension that was measured. An H200's were fitted to when workers end (benchmarks/NOTES.md, "Ends of workers").
+    None stands for the former; only with the head dimension that was measured. An H200's were fitted to when workers end (benchmarks/notes/prices.md, "Ends of
+    workers").
     """
 
     m: Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -77,17 +78,17 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         wave_ns: Time that such a step takes longer if each worker has one more bin to start.
         prices_8bit: Prices with KV of 8 bits; tables older than that have none.
         prices_4bit, prices_2bit: Prices with KV in pages of so many bits, likewise.
-        slice_token_ns: `TileTable.slice_token_ns` with KV of 16 bits; 0 if it was not fitted (benchmarks/NOTES.md, 2026-11-24).
-        slice_token_8bit_ns: The same with KV of 8 bits. On an H200 11 was better than 8.5 and than 14 (benchmarks/NOTES.md, "Two groups of warps that
-            convert"); an H100 has it from there.
+        slice_token_ns: `TileTable.slice_token_ns` with KV of 16 bits; 0 if it was not fitted (benchmarks/notes/verify-steps.md, "Slices of a query's rows").
+        slice_token_8bit_ns: The same with KV of 8 bits. On an H200 11 was better than 8.5 and than 14 (benchmarks/notes/fp8-kv.md, "Two groups of warps
+            that convert"); an H100 has it from there.
         turn_in_plans_ns: What counts in a plan in place of `turn_ns`. With 3 us plans ran best on an H200, where a turn was measured at 1.6 us
-            and at 3.7 later, and as well as with any other on an H100, where it was 0.5 (benchmarks/NOTES.md, 2026-11-26).
+            and at 3.7 later, and as well as with any other on an H100, where it was 0.5 (benchmarks/notes/prices.md, "Prices of an H100").
         narrow_first_ns: `TileTable.narrow_first_ns`, likewise: 12,000 on an H200, where limits from 10,000 to 20,000 are equally good, and on an H100, where it
-            was the only one measured (benchmarks/NOTES.md, "Narrow items first on every second SM").
-        wide_steps: `TileTable.wide_steps` with KV of 16 bits and the dimension that was measured (benchmarks/NOTES.md, "Verify steps", "Where code lies
-            in memory" and "Wide tiles only"); by default no step is.
+            was the only one measured (benchmarks/notes/wide-beside-narrow.md, "Narrow items first on every second SM").
+        wide_steps: `TileTable.wide_steps` with KV of 16 bits and the dimension that was measured (benchmarks/notes/which-tiles.md, "Drafts of
+            small batches", "Small decode steps that share" and "Wide tiles only"); by default no step is.
         splits, splits_8bit: `TileTable.splits` with KV of 16 bits and of 8, likewise. Where packs are split on an H200, plans without tiles of single warps take 0.90
-            of the time, those with KV of 8 bits 0.96; others with 16 bits took 1.00. An H100 has them from there (benchmarks/NOTES.md, "Work items of fewer queries").
+            of the time, those with KV of 8 bits 0.96; others with 16 bits took 1.00. An H100 has them from there (benchmarks/notes/bins.md, "Work items of fewer queries").
     """
 
     gpu: str

@@ -188,4 +188,4 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 CPU_TILES = TileTable(query_tiles=(16, 64, 128), kv_tiles=(32, 64, 128), kv_bounds=(32, 64))
-"""Tiles of the CPU executor; measured by `python benchmarks/cpu_decode.py --tiles` (benchmarks/NOTES-archive.md)."""
+"""Tiles of the CPU executor; measured by `python benchmarks/cpu_decode.py --tiles` (benchmarks/notes/first-versions.md, "CPU executor")."""

@@ -18,7 +18,7 @@ from sglang_pat import compat
 
 BLOCK = 128
 """A request waits if it would compute at least so many tokens that a leader is computing. With 256, jobs with BatchLLM's shortest prefixes (200
-tokens, table 2) saved 88 to 98 % of what they could, now all (benchmarks/NOTES.md, 2026-11-26). SGLang's lpm puts those behind that share 32."""
+tokens, table 2) saved 88 to 98 % of what they could, now all (benchmarks/notes/offline-batches.md, "Jobs on H200s"). SGLang's lpm puts those behind that share 32."""
 
 TOKEN = 8
 """Bytes of a token in SGLang's `array("q")`."""

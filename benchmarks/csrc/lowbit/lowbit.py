@@ -3,7 +3,7 @@
     nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -I sglang_pat/csrc/cuda -shared -Xcompiler -fPIC -o lowbit.so benchmarks/csrc/lowbit/lowbit.cu
     python benchmarks/csrc/lowbit/lowbit.py ./lowbit.so --output gate.json
 
-An experiment, which a KV format of 4 bits will replace; what it found is in benchmarks/NOTES.md, 2026-11-24.
+An experiment, which a KV format of 4 bits will replace; what it found is in benchmarks/notes/low-bit-kv.md, "The gate".
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ inline Vec cap(Vec scores, float limit) {
 
 // Online softmax of one work item's rows over one or several ranges of KV. Rows lie along vectors: S^T = K Q^T takes K as
 // it lies in the pool, and the softmax runs down columns. Vectors along the head dimension were half as fast for the few
-// rows of one query (benchmarks/NOTES-archive.md).
+// rows of one query (benchmarks/notes/first-versions.md, "CPU executor").
 class OnlineSoftmax {
  public:
   // q: [rows, head_dim], scaled already. KV tiles have `tile_n` tokens.

@@ -88,7 +88,7 @@ inline uint16_t half_bits(float x) {
 }
 
 // How often 2 bits' scale and zero are fitted to the codes by least squares, and the codes chosen anew; the range of the numbers is a bad
-// scale for four codes. More rounds gain nothing (benchmarks/NOTES.md, "Why 2 bits cost so much"), nor does 4 bits gain what it would cost.
+// scale for four codes. More rounds gain nothing (benchmarks/notes/low-bit-kv.md, "Why 2 bits cost so much"), nor does 4 bits gain what it would cost.
 constexpr int fits_of(int bits) { return bits == 2 ? 2 : 0; }
 constexpr int kFitSums = 4;  // of every fourth number each: the order of additions is that of csrc/cuda/page_store.cuh
 

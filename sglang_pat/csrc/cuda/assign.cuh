@@ -58,8 +58,9 @@ class Items {
       assigned_.more = number == kThreads;
       assigned_.next = first + kThreads;
     }
-    // Fast path: a single item needs no sorting. It counts for small batches, which have one (benchmarks/NOTES.md). A
-    // sliced query fills several entries, of which only the first is an item here if the tile holds all of its rows.
+    // Fast path: a single item needs no sorting. It counts for small batches, which have one
+    // (benchmarks/notes/kernels-narrow.md, "What a small batch waits for"). A sliced query fills several entries, of which
+    // only the first is an item here if the tile holds all of its rows.
     const bool one = number == p_.row_slices && (number == 1 || assigned_.items[0].m >= p_.group);
     if (one && warp == 0) sort_one<kWarps>();
     if (!one && warp < kPhases) sort<kWarps>(Phase(warp), number);
@@ -86,7 +87,7 @@ class Items {
 
   // Whether KV of narrow items is marked evict-first, so that parts stay in the L2 cache until they are merged: most narrow
   // items read their KV once. With many parts (deep trees) this gains 2 to 8 %, with few it would lose 5 %
-  // (benchmarks/NOTES.md).
+  // (benchmarks/notes/first-versions.md, "What else was tried").
   __device__ bool parts_stay() const { return assigned_.parts_stay; }
 
   __device__ const Item& get(Phase phase, int i) const { return assigned_.items[assigned_.order[phase][i]]; }

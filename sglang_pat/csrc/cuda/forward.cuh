@@ -23,7 +23,7 @@ struct ForwardSizes {
   static constexpr int kQueries = kBuffers * int(sizeof(WideQueries<kDim>));
   static constexpr int kFree = kSharedLimit - kRest - kQueries;
   // Alternating warpgroups hold K and V of two tiles while a third is loaded: with four stages, 64 rows took 34 ns a token
-  // instead of 20 (benchmarks/NOTES.md, 2026-11-23).
+  // instead of 20 (benchmarks/notes/fp8-kv.md, "One group of warps that converts").
   static constexpr int kFewestStages = warpgroups(kDim) > 1 ? 6 : 2;
   // More than eight stages, K and V of four tiles, gain nothing. 8-bit KV waits for its conversion beside the ring.
   static constexpr int kStages = kConverts ? kFewestStages : std::min(8, kFree / kStageBytes<kDim> / 2 * 2);
@@ -108,10 +108,10 @@ constexpr int kSameLookUp = -1;
 // nothing would hide how long they take to start. If the plan says so, every second CTA runs narrow items first, which use
 // the memory bandwidth that wide items leave.
 //
-// GPUs fetch the first 64 KB of a kernel at launch, and the rest when it is reached, 0.3 us a KB (benchmarks/NOTES.md,
-// "Where code lies in memory"). The compiler lays a branch out from its last alternative to its first. So what small
-// batches run comes first in memory: look-up, producers, items of 8 rows, wide items, items of 16 rows; with drafts wide
-// items come before all narrow ones.
+// GPUs fetch the first 64 KB of a kernel at launch, and the rest when it is reached, 0.3 us a KB
+// (benchmarks/notes/code-placement.md, "Where code lies in memory"). The compiler lays a branch out from its last
+// alternative to its first. So what small batches run comes first in memory: look-up, producers, items of 8 rows, wide
+// items, items of 16 rows; with drafts wide items come before all narrow ones.
 template <typename T, typename Kv, int kDim, int kVDim, int kMs>
 __global__ void __launch_bounds__(threads(kDim), 1) forward(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t bytes[];

@@ -170,7 +170,8 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
   p.rows = static_cast<const int64_t*>(tables.rows.data_ptr());
   p.seq_lens = static_cast<const int64_t*>(tables.seq_lens.data_ptr());
   p.plan = static_cast<const int32_t*>(plan.ints.data_ptr());
-  // A small batch's plan has some KB, a large one's up to 128 bytes for each query (benchmarks/NOTES.md, "Where code lies in memory").
+  // A small batch's plan has some KB, a large one's up to 128 bytes for each query
+  // (benchmarks/notes/code-placement.md, "Where code lies in memory").
   constexpr int64_t kFewLines = 64;
   const auto ceil_div = [](auto a, decltype(a) b) { return (a + b - 1) / b; };
   const auto lines = [&](int64_t count, int64_t bytes) { return ceil_div(count * bytes, pat::kLineBytes); };

@@ -78,7 +78,8 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
           }
         };
         // Without a cache policy where none is needed: even the default one takes time. Drafts' tiles of 16 rows never have
-        // one: two copies of the code took small batches 1 % (benchmarks/NOTES.md, "Verify steps").
+        // one: two copies of the code took small batches 1 %
+        // (benchmarks/notes/code-placement.md, "Less code for drafts of 16 rows").
         if (!(Variant::kMasks && kM > kSingleM) && items_.parts_stay())
           copy_rows(leaves_first());
         else

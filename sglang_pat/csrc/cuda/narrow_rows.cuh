@@ -24,8 +24,8 @@ class NarrowRows : protected Loader {
   static constexpr bool kIs8Bit = Kv::kBytes == 1;
 
   // With Variant::kMasks each lane looks up one row of Q and its mask for all lanes: code for several rows, and again for
-  // their masks, took small batches 2 % (benchmarks/NOTES.md, "Verify steps"). Where Q is loaded an item ahead there are no
-  // registers for that.
+  // their masks, took small batches 2 % (benchmarks/notes/code-placement.md, "Less code for drafts of 16 rows"). Where Q
+  // is loaded an item ahead there are no registers for that.
   static constexpr bool kLooksUpRows = Variant::kMasks && !kReadAhead;
 
   struct Queries {

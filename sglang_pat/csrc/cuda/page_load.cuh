@@ -13,7 +13,7 @@
 namespace pat {
 
 // Eight warps, so that a thread may have all registers: as fast as twelve or sixteen on long requests, and faster on few
-// (benchmarks/NOTES.md, 2026-11-24).
+// (benchmarks/notes/low-bit-kv.md, "The gate").
 constexpr int kPageWarps = 8, kPageThreads = kPageWarps * kWarpSize;
 
 template <typename Kv, int kDim>
@@ -25,8 +25,8 @@ struct PageSizes {
   // Bytes beside the stages in `PageMemory`, whose size is a multiple of its alignment.
   static constexpr int kRest =
       int(sizeof(AssignedItems<kPageThreads>) + sizeof(NarrowStatistics<kPageWarps>)) + kPanelAlign;
-  // Three were measured (benchmarks/NOTES.md, 2026-11-24, as six halves); they fit 128 dimensions on Hopper. With 64
-  // dimensions there is room for more than four, which was not tried.
+  // Three were measured (benchmarks/notes/low-bit-kv.md, "The gate", as six halves); they fit 128 dimensions on Hopper.
+  // With 64 dimensions there is room for more than four, which was not tried.
   static constexpr int kStages = std::min(4, (kSharedLimit - kRest) / (kPageWarps * kStage));
   static_assert(kStages >= 2 && kStage % kPanelRow == 0);
 };
@@ -45,8 +45,8 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
 
   // What to copy: a record if there are 64 tokens, so many of a tail if fewer, nothing if negative. A warp whose team
   // leaves it nothing of an item has a chunk without tokens. `from` is a slot of the page, or the tail's row, exactly as
-  // loaded: arithmetic here would wait for the load, which took a quarter of a warp's time (benchmarks/NOTES.md,
-  // 2026-11-25). `token` is the first of the tail to copy.
+  // loaded: arithmetic here would wait for the load, which took a quarter of a warp's time
+  // (benchmarks/notes/low-bit-kv.md, "Registers, and a shift behind a load"). `token` is the first of the tail to copy.
   struct Chunk {
     int from = 0, token = 0, head = 0, tokens = -1;
   };

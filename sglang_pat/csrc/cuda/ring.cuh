@@ -17,7 +17,7 @@ namespace pat {
 constexpr int kOwnTokens = 4 * kTokens;
 
 // Warpgroups that share a longer item of 64 rows: they alternate over its KV tiles. Three take 1.4 % longer, because K and
-// V of a third tile leave no stages for prefetch (benchmarks/NOTES.md).
+// V of a third tile leave no stages for prefetch (benchmarks/notes/kernels-wide.md, "Where an item's time goes").
 constexpr int kAlternating = 2;
 
 // Whether an item is shared like that.
@@ -62,7 +62,8 @@ __device__ __forceinline__ int tail_tiles(const WideQueries<kDim>& queries, int 
   return tiles_of(longest);
 }
 
-// Buffers of Q: two where memory suffices. Converted KV needs the memory more (benchmarks/NOTES.md, 2026-11-23).
+// Buffers of Q: two where memory suffices. Converted KV needs the memory more
+// (benchmarks/notes/fp8-kv.md, "One group of warps that converts").
 constexpr int query_buffers(bool converts) { return kSharedLimit > (200 << 10) && !converts ? 2 : 1; }
 
 // Arrivals of each warp at a stage's empty barrier if one warpgroup reads it: divisible by two and three, for stages that
@@ -325,7 +326,8 @@ struct TileRows {
 };
 
 // Producer for 16-bit KV. It loads the slots of the next KV tile and the queries of the next item while it copies this one:
-// otherwise every copy would wait for them (benchmarks/NOTES-archive.md).
+// otherwise every copy would wait for them
+// (benchmarks/notes/first-versions.md, "What reading scattered KV costs on an H200").
 template <typename T, int kDim, int kVDim, int kStages>
 class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
   using Rows = TileRows<kDim, kDim* int(sizeof(T))>;

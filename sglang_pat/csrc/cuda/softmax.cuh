@@ -172,7 +172,8 @@ struct ColumnSoftmax {
       higher = lazy_row_max(row_max[block][which], higher, p);
       // A column that has seen nothing yet keeps weights of zero.
       const float base = higher == -INFINITY ? 0 : higher * p.scale_log2;
-      // Not exactly 1 as in `Softmax`: that gained nothing here and took registers (benchmarks/NOTES.md, "Verify steps").
+      // Not exactly 1 as in `Softmax`: that gained nothing here and took registers
+      // (benchmarks/notes/kernels-wide.md, "Rescaling").
       correction[block][which] = exp2_fast(row_max[block][which] * p.scale_log2 - base);
       row_max[block][which] = higher;
       float total = 0;

@@ -34,11 +34,12 @@ PAT_ANYWHERE constexpr int quotient(int x, int by) {
 }
 
 // Merging a team's results takes as long as 24 tokens take one warp: 1.5 us, where 32 tokens take 2 us
-// (benchmarks/NOTES.md).
+// (benchmarks/notes/kernels-narrow.md, "What a small batch waits for").
 constexpr int kSumTokens = 24;
 
 // Sharing left-over items has to save more than this many tokens. Measured: items of 256 tokens gain 3 to 5 %, of 128 up to
-// 2 %, and those of 32 and 64 lose as much, which the model does not predict (benchmarks/NOTES.md, "Ends of workers").
+// 2 %, and those of 32 and 64 lose as much, which the model does not predict
+// (benchmarks/notes/kernels-narrow.md, "Left-over items").
 constexpr int kLeastLeftOver = 64;
 
 // Time of `kWarps` warps for these items if teams of `team` warps share each; the unit is what one warp takes for a token.

@@ -24,7 +24,7 @@ constexpr int producer_threads(int dim) { return (warpgroups(dim) == 3 ? 4 : 2) 
 constexpr int threads(int dim) { return warpgroups(dim) * kWarpgroupThreads + producer_threads(dim); }
 
 // Of these, the ones that compute wide items. With 8-bit KV the last of three converts V and the producer converts K: a
-// single converting warpgroup took 16.7 ns a token (benchmarks/NOTES.md, "Drafts, mixed chunks and FP8 on an H200").
+// single converting warpgroup took 16.7 ns a token (benchmarks/notes/fp8-kv.md, "Drafts over FP8 with one such group").
 constexpr bool kHas8BitKv = Variant::kKv == kE4m3 || Variant::kKv == kE5m2;
 constexpr bool two_convert(int dim) { return kHas8BitKv && warpgroups(dim) == 3; }
 constexpr int wide_warpgroups(int dim) { return two_convert(dim) ? 2 : warpgroups(dim); }

@@ -22,10 +22,11 @@ struct Variant {
   static constexpr int kArch = PAT_ARCH;               // 900 of Hopper
   static constexpr int kQueryTiles = PAT_QUERY_TILES;  // a set of bits (`tile_bit` in threads.cuh)
 
-  // Whether heads have attention sinks. A test of each row at run time took 2 % (benchmarks/NOTES.md, 2026-11-23).
+  // Whether heads have attention sinks. A test of each row at run time took 2 %
+  // (benchmarks/notes/code-placement.md, "Sinks in modules of their own").
   static constexpr bool kSinks = PAT_SINKS;
   // Whether scores are capped (tanh). A module of its own: the code is 7 KB and would lie among what every batch runs
-  // (benchmarks/NOTES.md, "Where code lies in memory").
+  // (benchmarks/notes/code-placement.md, "Where code lies in memory").
   static constexpr bool kCaps = PAT_CAPS;
   // Whether a query is a draft of several tokens, with a mask for each token of which tokens of the draft it sees.
   static constexpr bool kMasks = PAT_MASKS;

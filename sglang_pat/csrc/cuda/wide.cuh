@@ -218,8 +218,8 @@ class WideWarpgroup {
   }
 
   // Writes this warpgroup's rows of O. They go through shared memory, over its rows of Q, so that threads store 16 bytes of
-  // a row side by side: direct stores of column pairs took an item of three warpgroups 1.7 us (benchmarks/NOTES.md, "Where
-  // an item's time goes").
+  // a row side by side: direct stores of column pairs took an item of three warpgroups 1.7 us
+  // (benchmarks/notes/kernels-wide.md, "Where an item's time goes").
   __device__ void write(int m, const Softmax& softmax, const float (&o)[P::kOutputs]) const {
     const Results<T, kVDim> results(p_);
     auto& queries = memory_.queries[queries_.buffer()];

@@ -251,8 +251,8 @@ class Bins {
           continue;
         }
         // To the nearest grain, even where that is fewer tokens than single warps compute at a time: without such pieces `1,256_256,32` took 34 us
-        // instead of 28 on an H200 (benchmarks/NOTES.md, 2026-11-26). Not where that is nothing or everything, nor into a gap that is smaller than the start
-        // of one more work item. An empty bin reads for as long as it takes to start.
+        // instead of 28 on an H200 (benchmarks/notes/prices.md, "Prices of an H200, and rows in slices"). Not where that is nothing or everything, nor into a
+        // gap that is smaller than the start of one more work item. An empty bin reads for as long as it takes to start.
         const int64_t start = prices.fixed(pack.count, first.slices) + turn;
         const int64_t grain = prices.growth(pack.count, first.slices) * config.grain;
         const int64_t room = load == 0 ? std::max(gap - start, start) : std::max<int64_t>(0, gap - start);

@@ -181,7 +181,7 @@ struct Config {
   }
 
   // Whether a pack is run in slices, and so the work items that it is cut into, however short: among wide ones, a few in slices made the kernel 7 to
-  // 9 us longer (benchmarks/NOTES.md, "Prices of an H200, and rows in parts").
+  // 9 us longer (benchmarks/notes/prices.md, "Prices of an H200, and rows in slices").
   bool in_row_slices(int64_t queries, int64_t tokens) const { return queries == 1 && tokens <= slices_tokens; }
 
   // Whether single warps run a work item.
@@ -223,7 +223,7 @@ struct Config {
 
   // How many bins there are, at most `limit`. All KV heads run the same bins, so only some numbers keep every worker busy; more bins leave less idle
   // time but cut more packs. If single warps run everything (`narrow`), memory is the bound: then half of the workers use more than half of the bandwidth
-  // (`sqrt`), and the further costs of bins were measured (benchmarks/NOTES.md, 2026-11-23).
+  // (`sqrt`), and the further costs of bins were measured (benchmarks/notes/bins.md, "How many bins").
   int64_t num_bins(int64_t limit, double work, double cut, bool narrow) const {
     const int64_t runs = this->runs;
     int64_t best = 0;
