@@ -22,6 +22,21 @@ BLOCK = re.compile(
 BLOCKS = [(page.name, *found) for page in PAGES for found in BLOCK.findall(page.read_text())]
 COMMANDS = [(page, line) for page, needs, block in BLOCKS if not needs for line in block.splitlines()]
 
+NOTES = [ROOT / "benchmarks" / "NOTES.md", *sorted((ROOT / "benchmarks" / "notes").glob("*.md"))]
+CITING = [
+    path
+    for path in [
+        *ROOT.glob("*.md"),
+        *(p for f in ("sglang_pat", "tests", "benchmarks", "docs") for p in (ROOT / f).rglob("*")),
+    ]
+    if path.suffix in {".py", ".h", ".cuh", ".cu", ".cpp", ".md", ".json"}
+    and path != Path(__file__)
+    and path.parent != ROOT / "benchmarks" / "results"
+]
+CITATION = re.compile(r"""benchmarks/notes/([\w.-]*\w)(`?)((?:(?:,| and) "[^"]+")*)""")
+"""A file, and titles of its sections; in backquotes by itself, a file need not have any."""
+LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)")
+
 
 def run(command: str) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -58,3 +73,60 @@ def test_commands_run(page: str, command: str) -> None:
 def test_readme_and_pages_have_what_is_generated(script: str) -> None:
     result = run(f"python {script} --check")
     assert result.returncode == 0, result.stderr
+
+
+def sections(path: Path) -> list[str]:
+    return re.findall(r"^##+ (.*)$", path.read_text(), re.MULTILINE)
+
+
+def anchor(title: str) -> str:
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def wrong_citations(text: str) -> list[str]:
+    """Citations of notes in `text` that say no section, or one that there is not."""
+    flat = re.sub(r"\s*\n[ \t]*(?://|#)?[ \t]*", " ", text).replace('\\"', '"')
+    wrong = re.findall(
+        r"(?<!`benchmarks/)(?<!\.\./)\bNOTES\b.{0,20}|NOTES-.{0,20}|`benchmarks/NOTES\.md[^`].{0,20}", flat
+    )
+    for file, quoted, titles in CITATION.findall(flat):
+        path = ROOT / "benchmarks" / "notes" / file
+        cited = re.findall(r'"([^"]+)"', titles)
+        if not path.is_file() or not (quoted or cited):
+            wrong.append(file)
+        else:
+            wrong += [f"{file}: {title}" for title in cited if title not in sections(path)]
+    return wrong
+
+
+def test_citations_of_notes_are_of_sections_that_exist() -> None:
+    cited = {path: text for path in CITING if "NOTES" in (text := path.read_text()) or "benchmarks/notes" in text}
+    assert len(cited) > 30
+    assert {
+        str(path.relative_to(ROOT)): found for path, text in cited.items() if (found := wrong_citations(text))
+    } == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'benchmarks/notes/bins.md, "No such section"',
+        'benchmarks/notes/bins.md, "How many bins" and "No such section"',
+        'benchmarks/notes/no-such-file.md, "How many bins"',
+        "benchmarks/notes/bins.md, 2026-11-23",
+        "(benchmarks/notes/bins.md)",
+        'benchmarks/NOTES.md, "How many bins" and more words',
+        "see benchmarks/NOTES.md, 2026-11-23, and more words",
+    ],
+)
+def test_a_wrong_citation_is_found(text: str) -> None:
+    assert wrong_citations(text)
+
+
+@pytest.mark.parametrize("page", NOTES, ids=lambda page: page.stem)
+def test_links_of_notes_lead_somewhere(page: Path) -> None:
+    assert len(set(sections(page))) == len(sections(page))
+    for file, to in LINK.findall(page.read_text()):
+        target = (page.parent / file).resolve() if file else page
+        assert target.is_file(), file
+        assert not to or to in map(anchor, sections(target)), f"{file}#{to}"
