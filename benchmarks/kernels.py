@@ -163,7 +163,7 @@ class Pat:
             cuda.arch_of(problem.q.device), DIM, torch.cuda.get_device_name(), kv_bits=form.bits
         )
         if query_tiles:
-            tiles = TileTable(query_tiles, tiles.kv_tiles, tiles.kv_bounds)
+            tiles = TileTable(query_tiles)
         tokens = problem.tokens
         spec = AttentionSpec(problem.heads, problem.kv_heads, DIM, DIM, form, query_tokens=tokens)
         self.decoder = cuda.Decoder(spec, tiles, problem.q.device, problem.q.dtype)

@@ -82,7 +82,7 @@ def test_an_h200s_bins_have_prices_of_their_own_and_an_h100s_have_not() -> None:
     "changes", [{"bins_token_ns": (1, 1, 1)}, {"bins_item_ns": (1, 1, 1)}, {"bins_item_ns": (1, 1)}]
 )
 def test_times_in_bins_are_those_of_all_tiles(changes: dict[str, tuple[int, ...]]) -> None:
-    tiles = TileTable((8, 16, 64), (64,), (), (1, 1, 1), (1, 1, 1), bytes_per_ns=4)
+    tiles = TileTable((8, 16, 64), (1, 1, 1), (1, 1, 1), bytes_per_ns=4)
     msgspec.structs.replace(tiles, bins_token_ns=(2, 2, 2), bins_item_ns=(0, 0, 0))
     with pytest.raises(ValueError, match="there must be"):
         msgspec.structs.replace(tiles, **changes)

@@ -138,22 +138,20 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
     for begin, behind in pairwise(plan.bins):
         # The GPU runs the items of single warps after all others, or before them on every second worker (`Plan.narrow_first`), where the page turns them.
         priced = zip(plan.items[begin:behind], found.prices[begin:behind], strict=True)
-        members = sorted(priced, key=lambda member: member[0].tile.m <= config.tiles.warp_m)
-        others = sum(item.tile.m > config.tiles.warp_m for item, _ in members)
+        members = sorted(priced, key=lambda member: member[0].m <= config.tiles.warp_m)
+        others = sum(item.m > config.tiles.warp_m for item, _ in members)
         for number, (item, price) in enumerate(members):
             start, end = item.span(batch.seq_lens)
             pack = packs.setdefault(tuple(item.queries), len(packs))
             turn = found.turn_price // cost.runs if 0 < number == others else 0
             runs = _runs(sorted(place[query] for query in item.queries))
-            items.append([start, end, pack, item.tile.m, item.tile.n, price // cost.runs, runs, turn, 0])
+            items.append([start, end, pack, item.m, price // cost.runs, runs, turn, 0])
             # Tails are drawn where they are read, behind what their queries share.
             for query in item.queries if item.tails else []:
                 tail = found.tail_price * (batch.seq_lens[query] - end) // cost.runs
-                items.append(
-                    [end, batch.seq_lens[query], pack, item.tile.m, item.tile.n, tail, [[place[query], 1]], 0, 1]
-                )
+                items.append([end, batch.seq_lens[query], pack, item.m, tail, [[place[query], 1]], 0, 1])
         bins.append(len(items))
-    work = sum(item[5] for item in items) * cost.runs / config.workers
+    work = sum(item[4] for item in items) * cost.runs / config.workers
     return {
         "items": items,
         "work_items": len(plan.items),
@@ -162,7 +160,7 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
         "narrow_first": plan.narrow_first,
         "kv_bytes": cost.bytes(plan.kv_tokens, 0),
         "part_bytes": cost.bytes(0, plan.merged_parts),
-        "tiles": {str(m): count for m, count in sorted(Counter(item.tile.m for item in plan.items).items())},
+        "tiles": {str(m): count for m, count in sorted(Counter(item.m for item in plan.items).items())},
         "even": round(found.makespan / work, 3) if work else 1,
         "decisions": _decisions(found.packs, prefixes, config),
     }

@@ -26,6 +26,7 @@ def headers() -> dict[Path, str]:
             _constants(
                 "int64_t",
                 {
+                    "kKvTile": constants.KV_TILE,
                     "kMaxWaves": constants.MAX_WAVES,
                     "kSlack": constants.SLACK,
                     "kPasses": constants.PASSES,
@@ -49,7 +50,7 @@ def headers() -> dict[Path, str]:
             _constants(
                 "int",
                 {
-                    "kTokens": capabilities.KV_TILE,
+                    "kTokens": constants.KV_TILE,
                     "kNarrowM": capabilities.NARROW_M,
                     "kStepTokens": capabilities.WARP_TOKENS,
                     "kWarpgroupRows": capabilities.WARPGROUP_ROWS,

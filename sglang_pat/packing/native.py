@@ -459,6 +459,7 @@ def _values(config: PackConfig) -> dict[str, list[int]]:
         "policy": POLICIES.index(config.policy),
         "window": config.window,
         "grain": config.grain,
+        "kv_tile": tiles.kv_tile,
         "warp_tokens": tiles.warp_tokens,
         "slices_tokens": config.slices_tokens,
         "slice_rows": tiles.warp_m,
@@ -478,8 +479,6 @@ def _values(config: PackConfig) -> dict[str, list[int]]:
         **{name: [number] for name, number in numbers.items()},
         **{name: [0, *map(price, range(1, config.max_queries + 1))] for name, price in for_each_size.items()},
         "query_tiles": list(tiles.query_tiles),
-        "kv_tiles": list(tiles.kv_tiles),
-        "kv_bounds": list(tiles.kv_bounds),
     }
 
 

@@ -12,6 +12,7 @@ enum class Policy {
   kOptimal,
 };
 
+constexpr int64_t kKvTile = 64;
 constexpr int64_t kMaxWaves = 8;
 constexpr int64_t kSlack = 64;
 constexpr int64_t kPasses = 6;
