@@ -21,7 +21,7 @@ from sglang_pat.cli.parser import Parser, as_json, count, counts, patience, run
 from sglang_pat.cli.replay import replay
 from sglang_pat.cli.top import SilenceError, TopError, top
 from sglang_pat.config import KEY
-from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, Model, estimate, load, read, read_model
+from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, estimate, load, read, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
 from sglang_pat.packing.native import make_plan
@@ -321,18 +321,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return doctor(arguments.model, arguments.url, _key(arguments), arguments.json)
 
 
-def _model(name: str) -> Model:
-    from sglang_pat.cli.model import ModelError, find
-
-    try:
-        return read_model(find(name))
-    except ModelError as error:
-        raise EstimateError(str(error)) from None
-
-
 def _estimate(arguments: argparse.Namespace) -> None:
     with patience(f"{PROG}: reading {arguments.requests} and planning its batches"):
-        model = _model(arguments.model)
+        model = read_model(arguments.model)
         workload = load(arguments.requests, arguments.answer_tokens)
         sizes = list(itertools.chain.from_iterable(arguments.batch))
         found = estimate(workload.prompts, model, arguments.gpu, sizes, arguments.kv_cache_dtype)
@@ -368,7 +359,7 @@ def _explain(arguments: argparse.Namespace) -> None:
     try:
         if arguments.model is not None:
             prompts = read(path, DEFAULT_ANSWER)
-            steps = explain.explain_job(prompts, _model(arguments.model), arguments.gpu, output, arguments.steps)
+            steps = explain.explain_job(prompts, read_model(arguments.model), arguments.gpu, output, arguments.steps)
         else:
             steps = explain.explain(path, output, arguments.steps, arguments.truncated or live)
     except OSError as error:
