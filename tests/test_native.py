@@ -21,6 +21,7 @@ import tvm_ffi
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import for_batch, make_packs, make_plan, makespan, pricing
+from oracle.mirror import Mirror
 from trees import PRICED, SMALL, TILES, WARPS, batches, check, configs, random_batch
 
 from sglang_pat import jit
@@ -39,7 +40,7 @@ from sglang_pat.packing import (
     tree,
 )
 from sglang_pat.packing.constants import LEVELS
-from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, _halves
+from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, _halves, batch_in
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
     ROOT,
@@ -50,7 +51,6 @@ from sglang_pat.radix_bridge.events import (
     RequestReleased,
     RequestsExpected,
 )
-from sglang_pat.radix_bridge.mirror import Mirror
 
 pytestmark = pytest.mark.once
 
@@ -335,8 +335,9 @@ class Pair:
         seq_lens = [bindings[request].end + self.random.randint(1, 50) for request in batch]
         index, good, ahead = self.native.take(np.array(batch), np.array(seq_lens), 1, aside=True)
         assert (good, ahead, self.native.stands(np.array(batch))) == (0, False, False)
-        plan = make_plan(self.mirror.batch(batch, seq_lens), self.config)
-        assert used(self.native.buffers[index]) == layout.flatten(plan).tolist()
+        tree = self.mirror.batch(batch, seq_lens)
+        assert batch_in(self.native, batch, seq_lens) == tree
+        assert used(self.native.buffers[index]) == layout.flatten(make_plan(tree, self.config)).tolist()
         assert self.native.batch == self.batch
 
     def check(self, prepare: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -16,11 +17,11 @@ import msgspec
 from sglang_pat.cli.top import TopError, fetch
 from sglang_pat.estimate import Model, Prompt, batch_of, job
 from sglang_pat.packing import POLICIES, Batch, PackConfig
-from sglang_pat.packing.native import Pack, inspect
+from sglang_pat.packing.native import NativeScheduler, Pack, TooDeepError, batch_in, inspect
 from sglang_pat.packing.tree import InconsistentError, Prefix, compact, in_windows, kv_minimum
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import RequestsExpected
-from sglang_pat.radix_bridge.mirror import Mirror, TooDeepError
+from sglang_pat.radix_bridge.observer import apply
 
 TEMPLATE = Path(__file__).with_name("explain.html")
 
@@ -43,26 +44,25 @@ def recorded(
         TraceError: The file is no trace, or not a whole one.
         ExplainError: A batch's tree is too deep.
     """
-    records = trace.read(path, truncated)
-    header = next(records)
-    assert isinstance(header, trace.Header)
-    mirror, step, number = Mirror(), 0, 0
+    step = number = 0
     names: dict[int, str] = {}
     batch: list[int] = []
-    for record in records:
+    for record in trace.read(path, truncated):
         try:
-            if isinstance(record, trace.PlanMade):
+            if isinstance(record, trace.Header):
+                header, scheduler = record, NativeScheduler(record.config, record.max_batch)
+            elif isinstance(record, trace.PlanMade):
                 step += record.steps
                 batch = trace.apply_difference(batch, record)
                 if chosen is None or number in chosen:
                     shown = [names.get(request, "?") for request in batch]
-                    yield header, step, shown, mirror.batch(batch, record.seq_lens)
+                    yield header, step, shown, batch_in(scheduler, batch, record.seq_lens)
                 number += 1
-            elif not isinstance(record, trace.Header):
-                trace.repeat(mirror.apply, record)
+            else:
+                trace.repeat(functools.partial(apply, scheduler), record)
                 if isinstance(record, RequestsExpected):
                     names.update(zip(record.requests, record.rids, strict=False))
-        except InconsistentError as fault:
+        except (InconsistentError, ValueError) as fault:
             raise trace.TraceError(f"{path} is damaged: {fault}") from None
         except TooDeepError as error:
             raise ExplainError(f"{path}, step {step}: {error}") from None

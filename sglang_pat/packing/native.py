@@ -16,11 +16,19 @@ from sglang_pat import jit
 from sglang_pat.packing import POLICIES, PackConfig, layout
 from sglang_pat.packing.constants import LEAST_STEPS
 from sglang_pat.packing.plan import OPEN, Plan
-from sglang_pat.packing.tree import ROOT, Batch, InconsistentError
+from sglang_pat.packing.tree import ROOT, Batch, InconsistentError, Node
+
+MOST_NODES = 1 << 20
+"""Nodes on the paths of a batch's requests together: batches list the requests of each node. Where each of 1,447 requests is one node longer than
+the one before there are as many: `explain` takes 11 s and 0.7 GB for it (tests/test_explain.py, `chain`)."""
 
 
 class PlanTooLargeError(Exception):
     """A plan does not fit its buffer, or its parts do not fit the workspace."""
+
+
+class TooDeepError(Exception):
+    """The paths of a batch's requests have more nodes than MOST_NODES; the message says so."""
 
 
 @functools.cache
@@ -432,6 +440,45 @@ def load(scheduler: NativeScheduler, batch: Batch, requests: Sequence[int] = ())
     for request, lowest in zip(requests, last, strict=True):
         scheduler.bind(request, lowest)
     return np.array(requests, dtype=np.int64)
+
+
+def batch_in(scheduler: NativeScheduler, requests: Sequence[int], seq_lens: list[int]) -> Batch:
+    """A batch with the prefix tree that the scheduler has of it.
+
+    A request that is shorter than its path shares nothing. If a request occurs twice, the second occurrence shares nothing.
+
+    Raises:
+        TooDeepError: Their paths are too long.
+    """
+    made: dict[int, tuple[Node, int]] = {}  # with their parents
+    roots: list[Node] = []
+    seen: set[int] = set()
+    nodes = 0
+    for query, request in enumerate(requests):
+        number, end = scheduler.binding(request) or (ROOT, 0)
+        if request in seen or end > seq_lens[query]:
+            continue
+        seen.add(request)
+        below: Node | None = None
+        while number != ROOT:
+            is_new = number not in made
+            if is_new:
+                found = scheduler.find(number)
+                assert found is not None
+                made[number] = Node(end - found[1], end, [], []), found[0]
+                if found[0] == ROOT:
+                    roots.append(made[number][0])
+            node, number = made[number]
+            node.queries.append(query)
+            if below is not None:
+                node.children.append(below)
+            below, end = node if is_new else None, node.start
+            nodes += 1
+        if nodes > MOST_NODES:
+            raise TooDeepError(
+                f"the paths of the batch's {len(requests):,} requests have more than {MOST_NODES:,} nodes together, too many for this command"
+            )
+    return Batch(seq_lens, roots)
 
 
 def _halves(head: bytes) -> tuple[int, int]:
