@@ -290,7 +290,7 @@ def test_another_user_s_temporary_folder_is_not_used(victim: Victim, monkeypatch
         os.chown(temporary, NOBODY, NOBODY)
         assert trust.temporary_folder() in ("/var/tmp", "/dev/shm")
     with monkeypatch.context() as patch:
-        patch.setattr(jit, "_trusted", set)
+        patch.setattr(trust, "trusted", set)
         with pytest.raises(jit.BuildError, match="because others may replace files there: set TMPDIR"):
             trust.temporary_folder()
     monkeypatch.setattr(tempfile, "gettempdir", lambda: os.stat("/nowhere"))

@@ -25,7 +25,11 @@ H200 = devices.load(devices.TABLES / "h200.json")
 @pytest.mark.parametrize("name", ["a100"])
 def test_the_derived_tables_are_what_the_command_derives(name: str, tmp_path: Path) -> None:
     tune.main(["--derive", name, "--output", str(tmp_path / "table.json")])
-    assert devices.load(tmp_path / "table.json") == devices.load(devices.TABLES / f"{name}.json")
+    table = devices.load(devices.TABLES / f"{name}.json")
+    assert devices.load(tmp_path / "table.json") == table
+    lines = (tmp_path / "table.json").read_text().splitlines()
+    prices = sum(len(table.prices_of(bits)) for bits in (16, 8, 4, 2))
+    assert sum(line.startswith('  {"m": ') and line.rstrip(",").endswith("}") for line in lines) == prices > 0
 
 
 @pytest.mark.parametrize("option", [["--head-dim", "64"], ["--dtype", "float16"], ["--only", "8"]])

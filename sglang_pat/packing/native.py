@@ -488,30 +488,14 @@ def _halves(head: bytes) -> tuple[int, int]:
 def _values(config: PackConfig) -> dict[str, list[int]]:
     """A config as `config_of` in csrc/packing/module.cpp reads it."""
     cost, tiles, bins = config.cost, config.tiles, config.for_bins
-    numbers = {
-        "token_bytes": cost.token_bytes,
-        "part_bytes": cost.part_bytes,
-        "turn_price": config.turn_price,
-        "bin_end_price": config.bin_end_price,
-        "wave_price": config.wave_price,
-        "narrow_first_price": config.narrow_first_price,
-        "group": cost.group,
-        "runs": cost.runs,
-        "workers": config.workers,
-        "max_queries": config.max_queries,
-        "few_queries": config.few_queries,
-        "warp_queries": config.warp_queries,
-        "split_queries": config.split_queries,
-        "tails_queries": config.tails_queries,
+    of_config = (
+        "turn_price bin_end_price wave_price narrow_first_price workers max_queries few_queries warp_queries split_queries tails_queries window "
+        "grain slices_tokens slices_token_price slices_start_price"
+    )
+    named = ((cost, "token_bytes part_bytes group runs"), (tiles, "warp_tokens kv_tile"), (config, of_config))
+    numbers = {name: getattr(owner, name) for owner, names in named for name in names.split()} | {
         "policy": POLICIES.index(config.policy),
-        "window": config.window,
-        "grain": config.grain,
-        "kv_tile": tiles.kv_tile,
-        "warp_tokens": tiles.warp_tokens,
-        "slices_tokens": config.slices_tokens,
         "slice_rows": tiles.warp_m,
-        "slices_token_price": config.slices_token_price,
-        "slices_start_price": config.slices_start_price,
         "bin_slices_token_price": bins.slices_token_price,
         "bin_slices_start_price": bins.slices_start_price,
     }
