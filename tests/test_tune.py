@@ -64,7 +64,7 @@ def test_a_gpu_finds_its_table(arch: str, gpu: str, known: str | None) -> None:
 def test_an_h200s_bins_have_prices_of_their_own_and_an_h100s_have_not() -> None:
     tiles = {name: devices.load(devices.TABLES / f"{name}.json") for name in ("h200", "h100")}
     of_h200, of_h100 = (
-        table.tiles(capabilities.query_tiles("9.0a", 128), 64, 128, capabilities.NARROW_M, capabilities.WARP_TOKENS)
+        table.tiles(capabilities.query_tiles("9.0a", 128), 128, capabilities.NARROW_M, capabilities.WARP_TOKENS)
         for table in tiles.values()
     )
     known = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
