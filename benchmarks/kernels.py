@@ -23,6 +23,7 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,9 +36,13 @@ import torch
 import trees
 from about import gpu, gpu_slug, result_file
 
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+
+import reference
+
 from sglang_pat.backend import verify
 from sglang_pat.backend.start.layers import kv_format
-from sglang_pat.kernels import capabilities, cuda, reference
+from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.kernels.low_bit import Pages
 from sglang_pat.packing import AttentionSpec, PackConfig, TileTable, layout, native
