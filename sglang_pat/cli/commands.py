@@ -99,7 +99,7 @@ def _run(arguments: list[str] | None) -> int:
 
 def _other(words: list[str]) -> int:
     try:
-        module = importlib.import_module(OTHERS[words[0]])
+        module = importlib.import_module(OTHERS[words[0]][0])
     except ImportError as error:
         say(f"{PROG}: {printable(str(error))}; {PROG} doctor says what is missing")
         return 2
@@ -130,35 +130,20 @@ def _parser() -> Parser:
     )
     result.add_argument("--version", action="version", version=f"{PROG} {_version()}")
     commands = result.add_subparsers(required=True, metavar="command")
-    for add in (
-        _add_doctor,
-        _add_demo,
-        _add_estimate,
-        _add_batch,
-        _add_top,
-        _add_explain,
-        _add_replay,
-        _add_build,
-        _add_tune,
-    ):
+    for add in (_add_doctor, _add_estimate, _add_batch, _add_top, _add_explain, _add_replay):
         add(commands)
+    for name, (_, what) in OTHERS.items():
+        commands.add_parser(name, help=what)
     return result
 
 
-OTHERS = {"demo": "sglang_pat.demo.__main__", "build": "sglang_pat.cli.build", "tune": "sglang_pat.cli.tune"}
-"""Modules with a `main(arguments, prog)` of their own, by the command that runs it. Imported when they are called, as some import torch."""
-
-
-def _add_demo(commands: Any) -> None:
-    commands.add_parser("demo", help="serve a tiny model, check its answers, and show what packing did")
-
-
-def _add_build(commands: Any) -> None:
-    commands.add_parser("build", help="compile ahead what a server needs on a GPU")
-
-
-def _add_tune(commands: Any) -> None:
-    commands.add_parser("tune", help="measure this GPU for packing")
+OTHERS = {
+    "demo": ("sglang_pat.demo.__main__", "serve a tiny model, check its answers, and show what packing did"),
+    "build": ("sglang_pat.cli.build", "compile ahead what a server needs on a GPU"),
+    "tune": ("sglang_pat.cli.tune", "measure this GPU for packing"),
+}
+"""Modules with a `main(arguments, prog)` of their own, by the command that runs it, and what that does. Imported when they are called, as some import
+torch."""
 
 
 def _add_doctor(commands: Any) -> None:
