@@ -98,8 +98,8 @@ class CpuExecutor:
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32) for _ in range(2)]
         self.description = f"{workers} threads"
-        self.store = functools.partial(low_bit.store, bits=spec.kv.bits)
-        self.unpack = functools.partial(low_bit.unpack_to, bits=spec.kv.bits)
+        self.store: Callable[..., None] = functools.partial(low_bit.store, bits=spec.kv.bits)
+        self.unpack: Callable[..., None] = functools.partial(low_bit.unpack_to, bits=spec.kv.bits)
         self._plan: torch.Tensor | None = None
         self._loaded = False
 
@@ -145,7 +145,8 @@ class CudaExecutor:
             # Compile both modules in parallel.
             cuda.build(cuda.variants(spec, cuda.arch_of(device), tiles.query_tiles, runner.dtype, extends))
         self._decoder = cuda.Decoder(spec, tiles, device, dtype=runner.dtype)
-        self.store, self.unpack = self._decoder.store, self._decoder.unpack
+        self.store: Callable[..., None] = self._decoder.store
+        self.unpack: Callable[..., None] = self._decoder.unpack
         self._extender = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, limits=True) if extends else None
         self.pack_config = PackConfig.of(spec, tiles, self._decoder.workers, config.policy)
         size = _capacity(self.pack_config, runner)
