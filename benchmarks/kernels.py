@@ -23,6 +23,7 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,9 +36,13 @@ import torch
 import trees
 from about import gpu, gpu_slug, result_file
 
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+
+import reference
+
 from sglang_pat.backend import verify
 from sglang_pat.backend.start.layers import kv_format
-from sglang_pat.kernels import capabilities, cuda, reference
+from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.kernels.low_bit import Pages
 from sglang_pat.packing import AttentionSpec, PackConfig, TileTable, layout, native
@@ -163,7 +168,7 @@ class Pat:
             cuda.arch_of(problem.q.device), DIM, torch.cuda.get_device_name(), kv_bits=form.bits
         )
         if query_tiles:
-            tiles = TileTable(query_tiles, tiles.kv_tiles, tiles.kv_bounds)
+            tiles = TileTable(query_tiles)
         tokens = problem.tokens
         spec = AttentionSpec(problem.heads, problem.kv_heads, DIM, DIM, form, query_tokens=tokens)
         self.decoder = cuda.Decoder(spec, tiles, problem.q.device, problem.q.dtype)

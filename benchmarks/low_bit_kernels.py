@@ -16,12 +16,13 @@ from pathlib import Path
 
 import kernels
 import msgspec
+import reference  # in tests/, which `kernels` adds to the path
 import rivals
 import torch
 import trees
 from about import gpu, result_file
 
-from sglang_pat.kernels import low_bit, reference
+from sglang_pat.kernels import low_bit
 from sglang_pat.packing import FORMATS
 
 BENCHMARKS = {

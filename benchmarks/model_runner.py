@@ -215,7 +215,7 @@ class Runner:
 
     def assert_followed(self, cell: str) -> None:
         """Otherwise PAT shared nothing, and was measured so."""
-        if self.groups and self.backend.counters()["faults"]:
+        if self.groups and self.backend.reporter.counters()["faults"]:
             raise RuntimeError(f"{cell}: its requests are not followed")
 
     def measure(self, cell: str) -> dict[str, Any] | None:

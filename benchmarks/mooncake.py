@@ -18,9 +18,8 @@ from traces import rows
 from sglang_pat import compat
 from sglang_pat.estimate.prompts import TRACE_BLOCK
 from sglang_pat.packing import Batch, PackConfig
-from sglang_pat.packing.native import NativeScheduler
+from sglang_pat.packing.native import NativeScheduler, batch_in
 from sglang_pat.radix_bridge import Observer
-from sglang_pat.radix_bridge.mirror import Mirror
 
 STEP_MS = 30
 CONTEXT = 131_072
@@ -68,8 +67,6 @@ class Replay:
         self.cache = RadixCache(CacheInitParams(False, self.rows, self.slots, 1))
         self.scheduler = NativeScheduler(config, max_batch)
         self.observer = Observer(self.scheduler)
-        self.mirror = Mirror()
-        self.observer.subscribers.append(self.mirror.apply)
         self.running: list[Request] = []
         self.served = 0
 
@@ -89,7 +86,7 @@ class Replay:
 
     def batch(self) -> Batch:
         requests = [compat.requests.number(self.rows, request) for request in self.running]
-        return self.mirror.batch(requests, [len(r.origin_input_ids) + r.done for r in self.running])
+        return batch_in(self.observer.scheduler, requests, [len(r.origin_input_ids) + r.done for r in self.running])
 
     def _admit(self, line: dict[str, Any]) -> bool:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams

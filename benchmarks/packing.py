@@ -38,13 +38,13 @@ from about import about
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from oracle import make_plan
+from oracle.mirror import Mirror
 
 from sglang_pat import jit
 from sglang_pat.backend.planner import Planner
 from sglang_pat.packing import POLICIES, Batch, PackConfig, native
 from sglang_pat.packing.constants import LEAST_STEPS
 from sglang_pat.radix_bridge.events import NodeInserted, RequestBound
-from sglang_pat.radix_bridge.mirror import Mirror
 from sglang_pat.radix_bridge.trace import FORMAT, Header, TraceWriter
 
 BENCHMARKS = {

@@ -79,7 +79,7 @@ def spans(batch: Batch) -> dict[str, float] | None:
     found = native.inspect(batch, config)
     config = config.for_bins
     share = sum(pack_price(pack, batch.seq_lens, config) for pack in packs) / config.workers
-    tile = (config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.start_price(1)) / config.cost.runs
+    tile = (config.tiles.kv_tile * config.cost.token_bytes + config.start_price(1)) / config.cost.runs
     if share < 2 * tile:
         return None
     pieces = [

@@ -33,8 +33,8 @@ H200 = PackConfig(
     # 790 TFLOP/s at 4.4 TB/s, measured on an H200 with torch 2.11.0 on 2026-11-20. An item takes 0.3 us of an SM beyond
     # its bytes, a part nothing: csrc/device_costs.cu on the same on 2026-11-21.
     CostModel(heads=32, kv_heads=8, head_dim=128, v_head_dim=128, kv_bytes=2, flop_per_byte=180, start_price=80_000),
-    # The paper's candidates (§5.2); where n changes is for the kernels' benchmark to tell.
-    TileTable(query_tiles=(16, 32, 64, 128), kv_tiles=(32, 64, 128), kv_bounds=(64, 128)),
+    # The paper's candidates (§5.2).
+    TileTable(query_tiles=(16, 32, 64, 128), kv_tile=128),
     workers=132,
 )
 """Llama-3-8B's attention on an H200, by the cost model alone."""

@@ -8,11 +8,11 @@ from typing import Any, Self
 
 import msgspec
 import numpy as np
+import reference
 import torch
 from oracle import make_plan
 
 from sglang_pat.backend.start.layers import kv_format
-from sglang_pat.kernels import reference
 from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.kernels.low_bit import Pages
 from sglang_pat.packing import AttentionSpec, Batch, PackConfig, TileTable, tree

@@ -9,9 +9,10 @@ from typing import Any
 
 import kernel_cases
 import msgspec
+import reference
 import torch
 
-from sglang_pat.kernels import cpu, low_bit, reference
+from sglang_pat.kernels import cpu, low_bit
 from sglang_pat.kernels.arguments import KvView
 from sglang_pat.packing import FORMATS, Batch, Node
 

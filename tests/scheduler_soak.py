@@ -231,7 +231,7 @@ class Soak:
             "core": type(getattr(self.scheduler.tree_cache, "tree_core", None)).__name__,
             "requests": len(self.sent), "checked": self.checked, "shared": self.shared, "flushes": self.flushes,
             "aborts": self.aborts, "evicted": self.evicted, "retracted": len(self.retracted_rids),
-            "twice": self.twice, **self.host, "bound_share": self.bound / max(1, self.running), **self._backend.counters(),
+            "twice": self.twice, **self.host, "bound_share": self.bound / max(1, self.running), **self._backend.reporter.counters(),
         }  # fmt: skip
 
 

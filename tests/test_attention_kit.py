@@ -157,7 +157,7 @@ def assert_right(fixture: Any) -> None:
 def test_shared_rows_are_packed(heads: int, kv_heads: int) -> None:
     fixture = shared_batch(heads, kv_heads, (310, 347, 33))
     assert_right(fixture)
-    counters = fixture.backend.counters()
+    counters = fixture.backend.reporter.counters()
     assert counters["kv_tokens_unpacked"] - counters["kv_tokens"] == SHARED
     assert (counters["fallbacks"], counters["faults"], counters["bound"]) == (0, 0, 2)
 
@@ -191,7 +191,7 @@ def test_decoding_requests_of_a_mixed_step_are_packed(front: str, padding: int) 
     torch.testing.assert_close(
         out[: sum(ADDED)], dense.expected_dense_fixture_output(fixture), atol=dense.DENSE_ATOL, rtol=dense.DENSE_RTOL
     )
-    counters = fixture.backend.counters()
+    counters = fixture.backend.reporter.counters()
     assert (counters["steps"], counters["plans"], counters["fallbacks"]) == (1, 1, 0)
     assert counters["kv_tokens_unpacked"] - counters["kv_tokens"] == SHARED
     assert counters["kv_tokens_unpacked"] == sum(LENGTHS[3:]) + 3
@@ -222,7 +222,7 @@ def test_short_extends_are_planned_where_they_share(
         if not shares:
             fixture.backend.observer.on_reset()
         assert_right(fixture)
-        counters = fixture.backend.counters()
+        counters = fixture.backend.reporter.counters()
         assert counters["extends"] == counters["extends_shared"] == (planned > 0 and shares and reuse == 1)
         assert prefill._planned is None or len(prefill._planned.second.seq_lens) == planned
         assert counters["steps"] == (added[-1] == 1)
@@ -238,9 +238,9 @@ def test_an_extend_whose_plan_fails_its_check_shares_nothing(everything: bool, m
     for right in (True, False):
         if not right:
             monkeypatch.setattr(attention, "check_plan", lambda *arguments, **named: 1 / 0)
-        before = fixture.backend.counters()
+        before = fixture.backend.reporter.counters()
         assert_right(fixture)
-        counters = fixture.backend.counters()
+        counters = fixture.backend.reporter.counters()
         new = [counters[name] - before[name] for name in ("extends", "extends_shared")]
         assert new == ([1, 1] if right else [int(everything), 0])
 
@@ -290,11 +290,11 @@ def test_a_plan_lives_on_from_decode_steps_to_mixed_ones(mode: ForwardMode) -> N
     fixture.backend.init_forward_metadata(mixed)
     for batch in (mixed, fixture.backend.prefill._decoding.second, mixed):
         fixture.backend.init_forward_metadata(batch)
-    assert (fixture.backend.counters()["steps"], fixture.backend.counters()["plans"]) == (4, 1)
+    assert (fixture.backend.reporter.counters()["steps"], fixture.backend.reporter.counters()["plans"]) == (4, 1)
     mixed.rids.unfinished = None
     for _ in range(2):
         fixture.backend.init_forward_metadata(mixed)
-    assert fixture.backend.counters()["plans"] == 2
+    assert fixture.backend.reporter.counters()["plans"] == 2
 
 
 def test_two_backends_of_one_process_plan_for_themselves() -> None:
@@ -305,7 +305,7 @@ def test_two_backends_of_one_process_plan_for_themselves() -> None:
     assert hooks.followers()[before:] == [first.backend, second.backend]
     for fixture in (first, second, first):
         assert_right(fixture)
-    assert [fixture.backend.counters()["steps"] for fixture in (first, second)] == [2, 1]
+    assert [fixture.backend.reporter.counters()["steps"] for fixture in (first, second)] == [2, 1]
     del first, fixture
     gc.collect()
     assert hooks.followers()[before:] == [second.backend]

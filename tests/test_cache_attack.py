@@ -17,11 +17,12 @@ from test_jit import RUN, SOURCE, run
 
 from sglang_pat import jit
 from sglang_pat.cli import build
+from sglang_pat.jit import modules, trust
 
 pytestmark = [pytest.mark.once, pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")]
 
 NOBODY = 65534
-HASTY = "from sglang_pat import jit; jit.LOCK_SECONDS = 1\n" + RUN
+HASTY = "from sglang_pat.jit import locks; locks.LOCK_SECONDS = 1\n" + RUN
 
 
 class Victim:
@@ -145,14 +146,14 @@ def test_what_was_checked_is_what_is_loaded(victim: Victim, monkeypatch: pytest.
     cache.mkdir(mode=0o755)
     shutil.copy(victim.good, cache)
     as_nobody("mkdir $2 && cp $1 $2", victim.evil, evil)
-    is_sealed = jit._is_sealed
+    is_sealed = modules.is_sealed
 
     def swap(*arguments: object) -> bool:
         sealed = is_sealed(*arguments)
         as_nobody("mv $1 $1.old && mv $2 $1", cache, evil)
         return sealed
 
-    monkeypatch.setattr(jit, "_is_sealed", swap)
+    monkeypatch.setattr(modules, "is_sealed", swap)
     monkeypatch.setenv(jit.CACHE, str(cache))
     assert jit.load.__wrapped__("tiny", victim.csrc).answer() == 42
     assert (above / "cache.old").is_dir()
@@ -234,8 +235,8 @@ def test_a_user_can_be_named_whose_modules_are_loaded(victim: Victim) -> None:
 def test_what_another_user_put_in_the_way_keeps_nobody_from_a_start(victim: Victim, command: str, cache: str) -> None:
     folder = victim.folder()
     as_nobody(command, folder / "x")
-    with pytest.raises(jit._UnusedError, match=f"does not use {folder / 'x'}, because user {NOBODY} owns it"):
-        jit._open_folder(folder / cache)
+    with pytest.raises(trust.UnusedError, match=f"does not use {folder / 'x'}, because user {NOBODY} owns it"):
+        trust.open_folder(folder / cache)
     if cache == "x":
         victim.uses_its_own(folder / cache, f"because user {NOBODY} owns it")
 
@@ -285,16 +286,16 @@ def test_another_user_s_temporary_folder_is_not_used(victim: Victim, monkeypatch
         os.chown(temporary, 0, 0)
         for mode in (0o755, 0o1777):
             temporary.chmod(mode)
-            assert jit._temporary_folder() == str(temporary)
+            assert trust.temporary_folder() == str(temporary)
         os.chown(temporary, NOBODY, NOBODY)
-        assert jit._temporary_folder() in ("/var/tmp", "/dev/shm")
+        assert trust.temporary_folder() in ("/var/tmp", "/dev/shm")
     with monkeypatch.context() as patch:
-        patch.setattr(jit, "_trusted", set)
+        patch.setattr(trust, "trusted", set)
         with pytest.raises(jit.BuildError, match="because others may replace files there: set TMPDIR"):
-            jit._temporary_folder()
+            trust.temporary_folder()
     monkeypatch.setattr(tempfile, "gettempdir", lambda: os.stat("/nowhere"))
     with pytest.raises(jit.BuildError, match="no folder in which compilers can work: set TMPDIR"):
-        jit._temporary_folder()
+        trust.temporary_folder()
 
 
 def test_who_fills_a_cache_learns_that_it_will_not_be_used(victim: Victim, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def test_drafts_of_up_to_16_rows_by_single_warps(tokens: int, heads: int, window
     )
     decoded = run(case, ARCHS[0], tiles)
     ends = [item for item in layout.work_items(decoded.plan.cpu().numpy()) if item.end == layout.OPEN]
-    assert {item.tile.m for item in ends} == {16}
+    assert {item.m for item in ends} == {16}
     decoded.check_in_any_order(TOLERANCE[torch.bfloat16])
 
 
@@ -234,7 +234,7 @@ def test_extends_by_every_tile(m: int, arch: str) -> None:
     known = capabilities.tile_table(arch, 128)
     if m not in known.query_tiles:
         pytest.skip("not a tile of this architecture")
-    tiles = TileTable((m,), known.kv_tiles, ())
+    tiles = TileTable((m,))
     for cached, added, window in (([500, 500, 500], [1, 4, 9], 0), ([400, 310, 0], [40, 1, 90], 100), ([63], [66], 0)):
         nodes = [Node(0, 300, [0, 1])] if len(cached) > 1 else []
         case = Extended(Batch(cached, nodes), added, 8, 2, 128, 128, torch.bfloat16, window, sinks=True, device=DEVICE)
@@ -258,7 +258,7 @@ def test_rows_of_a_query_in_slices(tokens: int, heads: int, dtype: torch.dtype) 
     else:
         case = make_case(batch, 16 * heads, 2, 128, dtype)
     decoded = run(case, arch, tiles)
-    rows = sorted({item.tile.m for item in layout.work_items(decoded.plan.cpu().numpy()) if len(item.queries) == 1})
+    rows = sorted({item.m for item in layout.work_items(decoded.plan.cpu().numpy()) if len(item.queries) == 1})
     assert rows == [16, 64], "short items in slices, the long one whole"
     assert decoded.error() < TOLERANCE[case.q.dtype]
 
@@ -286,7 +286,7 @@ def test_workers_with_both_kinds_of_items(dtype: torch.dtype, dim: int, tokens: 
     decoded = run_for(3, case)
     decoded.plan[layout.HEADER.index("narrow_first")] = narrow_first
     first, last = layout.sections(decoded.plan.cpu().numpy()).bins[:2]
-    ms = {item.tile.m for item in layout.work_items(decoded.plan.cpu().numpy())[first:last]}
+    ms = {item.m for item in layout.work_items(decoded.plan.cpu().numpy())[first:last]}
     assert min(ms) <= 16 and max(ms) >= 64, "each KV head's worker has both"
     decoded.check_in_any_order(TOLERANCE[case.q.dtype], seeds=3)
 
@@ -396,7 +396,7 @@ def test_more_query_heads_than_a_tile_has_rows(
     """They are computed in splits, the last of which has some heads of the one before again."""
     case = make_case(random_batch(random.Random(heads), 2, 3, 90), heads, kv_heads, dim, dtype, v_dim)
     assert run(case, arch).error() < TOLERANCE[case.q.dtype]
-    tiles = TileTable(capabilities.query_tiles(arch, dim, 8 * dtype.itemsize), (capabilities.KV_TILE,), ())
+    tiles = TileTable(capabilities.query_tiles(arch, dim, 8 * dtype.itemsize))
     assert run(case, arch, tiles, policy="naive").error() < TOLERANCE[case.q.dtype]
 
 
@@ -415,7 +415,7 @@ def test_every_tile(dim: int, v_dim: int, m: int, dtype: torch.dtype, arch: str)
     known = capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize)
     if m not in known.query_tiles:
         pytest.skip("not a tile of this architecture")
-    tiles = TileTable((m,), known.kv_tiles, ())
+    tiles = TileTable((m,))
     for queries, prefix in ((1, 1), (40, 1), (40, 31), (33, 200), (70, 64), (3, 1000)):
         case = make_case(shared(queries, prefix, 1), 8, 2, dim, dtype, v_dim)
         for policy in ("naive", "query") if ON_GPU else ("naive",):
@@ -446,8 +446,8 @@ def test_a_worker_with_more_items_than_threads(dtype: torch.dtype, arch: str) ->
     """They are looked up in turns, wide ones too, whose barriers begin anew."""
     batch = Batch([70] * 520, [Node(0, 60, list(range(first, first + 4))) for first in range(0, 520, 4)])
     case = make_case(batch, 6, 1, 128, dtype)
-    tiles = TileTable(capabilities.query_tiles(arch, 128)[:3], (capabilities.KV_TILE,), ())
-    for chosen in (tiles, TileTable(tiles.query_tiles[-1:], tiles.kv_tiles, ())):
+    tiles = TileTable(capabilities.query_tiles(arch, 128)[:3])
+    for chosen in (tiles, TileTable(tiles.query_tiles[-1:])):
         turns = run(case, arch, chosen, policy="naive")
         turns.plan = case.plan(chosen, workers=1, policy="naive")
         assert len(layout.work_items(turns.plan.cpu().numpy())) > 512

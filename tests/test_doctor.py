@@ -19,6 +19,8 @@ from test_top import http, info, port
 from sglang_pat import cli, jit
 from sglang_pat.cli import build, doctor, top
 from sglang_pat.compat import TESTED, release
+from sglang_pat.jit import modules
+from sglang_pat.jit.library import seal
 from sglang_pat.packing import devices
 
 pytestmark = pytest.mark.once
@@ -236,13 +238,9 @@ def test_a_gpus_modules_are_those_that_build_makes(monkeypatch: pytest.MonkeyPat
     assert set(found.facts["ready"]) == {"planner", *(variant.name for variant in wanted)}
     assert f"0 of {len(wanted)} modules that `build` makes for this model are ready" in found.text
     # What has the name that a build would give it, and is whole, is ready.
-    one, folder = wanted[0], jit.CSRC / "cuda"
-    name = jit._library(
-        one.name,
-        folder,
-        **{"made_for": (inputs := jit._cuda_inputs(one.arch, one.flags)).pop("made_for"), "flags": inputs},
-    )
-    (tmp_path / name).write_bytes(b"module" + jit._seal(name, b"module"))
+    one = wanted[0]
+    name = modules._cuda(one.name, one.arch, one.flags).file
+    (tmp_path / name).write_bytes(b"module" + seal(name, b"module"))
     assert doctor._cache(str(CONFIG), doctor._ready(H200, str(CONFIG))).facts["ready"][one.name]
 
 

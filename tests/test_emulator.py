@@ -181,9 +181,7 @@ def run_for(workers: int, case: Case, change: emulated.Change | None) -> Run:
 def fault_of_pages(change: emulated.Change | None) -> str:
     """The same where KV is in pages of few bits. Q has the products' dtype: it is converted nowhere, which waits for all copies."""
     dtype = torch.float16
-    tiles = TileTable(
-        capabilities.query_tiles(ARCH, 128, kv_bits=4), (capabilities.KV_TILE,), (), warp_m=capabilities.NARROW_M
-    )
+    tiles = TileTable(capabilities.query_tiles(ARCH, 128, kv_bits=4), warp_m=capabilities.NARROW_M)
     shared = Batch([230] * 4 + [70, 500], [Node(0, 192, [0, 1, 2, 3])])
     wide = Batch([1000] * 60, [Node(0, 960, list(range(40))), Node(0, 704, list(range(40, 60)))])
     for heads, kv_heads, batch in (
@@ -248,7 +246,7 @@ def fault(
 ) -> str:
     """The first one that is found, if any; by the `first` case and policy, or else by the others in order."""
     # Without prices, by which short packs would avoid wide tiles.
-    tiles = TileTable(capabilities.query_tiles(ARCH, dims[0], 8 * dtype.itemsize), (capabilities.KV_TILE,), ())
+    tiles = TileTable(capabilities.query_tiles(ARCH, dims[0], 8 * dtype.itemsize))
     decoder = emulated.Decoder(spec_of(dtype, *dims), tiles, ARCH, change)
     made = cases(dtype, dims)
     runs = [(number, policy) for number in range(len(made)) for policy in ("optimal", "naive")]

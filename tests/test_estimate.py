@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_top import JUNK, sentence
 
-from sglang_pat import cli
+from sglang_pat import cli, model_config
 from sglang_pat.cli import parser
 from sglang_pat.estimate import EstimateError, costs, estimate, models, read, read_model
 from sglang_pat.estimate.costs import GPUS
@@ -325,10 +325,10 @@ def changed(**changes: Any) -> dict:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ([], "config.json must be an object, not a list"),
-        (7, "config.json must be an object, not a whole number"),
+        ([], "config.json: not a JSON object"),
+        (7, "config.json: not a JSON object"),
         ({}, "config.json has no num_attention_heads\n"),
-        ({"text_config": [1]}, "config.json must be an object, not a list"),
+        ({"text_config": [1]}, "config.json has no num_attention_heads\n"),
         ({"text_config": {"hidden_size": 4}}, "config.json has no num_attention_heads\n"),
         (changed(num_attention_heads=0), ": num_attention_heads must be a whole number of 1 or more"),
         (changed(num_attention_heads=[32]), ": num_attention_heads must be "),
@@ -372,10 +372,10 @@ def changed(**changes: Any) -> dict:
         ),
         *((changed(**{name: [1]}), f": models whose layers differ by {name} cannot") for name in models.UNREAD),
         (changed(kv_lora_rank=512), ": MLA models are not supported by --attention-backend pat"),
-        ("{", "(not JSON)"),
-        ("", "(not JSON)"),
-        ("[" * 10**5, "(not JSON)"),
-        (b"\xff\x00\xff", "(not JSON)"),
+        ("{", "config.json: not JSON"),
+        ("", "config.json: not JSON"),
+        ("[" * 10**5, "config.json: not JSON"),
+        (b"\xff\x00\xff", "config.json: not JSON"),
     ],
 )
 def test_a_config_that_no_model_has_is_one_sentence(
@@ -498,7 +498,7 @@ def test_layers_are_what_sglang_takes_them_for() -> None:
     for config, name in ((GPT_OSS, "GptOssForCausalLM"), (MIMO_V2, "MiMoV2FlashForCausalLM")):
         windowed, others = get_hybrid_layer_ids([name], PretrainedConfig(**config))
         assert full(config) == others and len(windowed) + len(others) == config["num_hidden_layers"]
-    for name, defaults in models.DEFAULTS.items():
+    for name, defaults in model_config.DEFAULTS.items():
         least: dict = (
             {"layers_block_type": ["mamba", "attention"]} if name == "nemotron_h" else {"num_hidden_layers": 24}
         )
@@ -717,7 +717,7 @@ CONFIGS = st.builds(
     st.fixed_dictionaries({}, optional={
         "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": st.sampled_from([64, 128, 256]) | JUNK,
         "hidden_size": HEADS, "num_hidden_layers": HEADS, "text_config": JUNK, "num_experts": JUNK, "vocab_size": HEADS,
-        "model_type": st.sampled_from([*models.DEFAULTS, *models.SEE_ONE_MORE, "falcon_h1"]) | JUNK,
+        "model_type": st.sampled_from([*model_config.DEFAULTS, *models.SEE_ONE_MORE, "falcon_h1"]) | JUNK,
         "v_head_dim": st.sampled_from([64, 128]) | JUNK, "swa_num_key_value_heads": HEADS, "swa_head_dim": HEADS,
         "layer_types": KINDS | JUNK, "layers_block_type": KINDS | JUNK, "hybrid_override_pattern": st.text("M*-", max_size=64) | JUNK,
         "full_attention_interval": HEADS, "full_attn_idxs": st.lists(st.integers()) | JUNK, "sliding_window": TOKENS | JUNK,
@@ -984,7 +984,7 @@ def test_weights_of_a_dense_model_are_counted(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["missing.txt"], "missing.txt cannot be read"),
-        ([str(PROMPTS), "--model", "/nowhere"], "is not a model's config.json"),
+        ([str(PROMPTS), "--model", "/nowhere"], "/nowhere cannot be read"),
         ([str(PROMPTS), "--gpu", "abacus"], "--gpu abacus: there are measurements for h200, h100 only"),
     ],
 )

@@ -22,7 +22,8 @@ from sglang_pat import cli
 from sglang_pat.cli.explain import ExplainError, describe, explain, recorded
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, POLICIES, AttentionSpec, Batch, PackConfig, tree
-from sglang_pat.radix_bridge import mirror, trace
+from sglang_pat.packing.native import batch_in
+from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound, RequestsExpected
 
 pytestmark = pytest.mark.once
@@ -87,7 +88,7 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
     for policy in POLICIES:
         plan = step["policies"][policy]
         covered = np.zeros((len(names), max(batch.seq_lens)), dtype=int)
-        for start, end, _, _, _, _, runs, _, _ in plan["items"]:
+        for start, end, _, _, _, runs, _, _ in plan["items"]:
             for first, count in runs:
                 covered[first : first + count, start:end] += 1
         behind = [max(0, n - config.window) if config.window else 0 for n in step["lengths"]]
@@ -100,14 +101,14 @@ def test_every_request_and_token_has_one_colour_under_every_policy(batch: Batch,
         assert plan["bins"][0] == 0 and plan["bins"][-1] == len(plan["items"])
         for begin, behind in pairwise(plan["bins"]):
             members: list[tuple[int, int, bool, int]] = []
-            for start, end, _, m, _, _, runs, _, tail in plan["items"][begin:behind]:
+            for start, end, _, m, _, runs, _, tail in plan["items"][begin:behind]:
                 queries = sum(n for _, n in runs)
                 if tail:
                     # It is drawn behind what its pack shares.
                     members[-1] = (*members[-1][:3], members[-1][3] + end - start)
                 else:
                     members.append((queries, end - start, pricing.runs_in_row_slices(planned, queries, m), 0))
-            drawn = sum(item[5] + item[7] for item in plan["items"][begin:behind])
+            drawn = sum(item[4] + item[6] for item in plan["items"][begin:behind])
             # A bar is the share of one work item of the kernel; its price and its turn are each rounded down to a byte.
             rounded = pricing.bin_price(planned, members) - drawn * config.cost.runs
             assert 0 <= rounded <= 2 * (config.cost.runs - 1) * (behind - begin), "a bin takes as long as its bars"
@@ -127,7 +128,7 @@ def test_a_turn_from_wide_items_to_narrow_ones_is_drawn_once_in_a_bin_that_has_b
         members = plan["items"][begin:behind]
         both = {item[3] <= warp_m for item in members} == {True, False}
         turns += [both]
-        assert [item[7] for item in members if item[7]] == [CONFIG.for_bins.turn_price // CONFIG.cost.runs] * both
+        assert [item[6] for item in members if item[6]] == [CONFIG.for_bins.turn_price // CONFIG.cost.runs] * both
     assert any(turns) and not all(turns) and CONFIG.for_bins.turn_price > 0
 
 
@@ -197,7 +198,7 @@ def test_a_tree_that_is_too_deep_is_one_sentence(
     assert capsys.readouterr().err == f"sglang-pat: {path}, step 0: {said}\n"
     assert cli.main(["replay", str(path), "--oracle"]) == 2
     assert capsys.readouterr().err == f"sglang-pat: {path} cannot be compared (--oracle): {said}\n"
-    monkeypatch.setattr(mirror, "MOST_NODES", 45)
+    monkeypatch.setattr("sglang_pat.packing.native.MOST_NODES", 45)
     chain(path, 9)
     assert explain(path, page) == 1
 
@@ -205,8 +206,8 @@ def test_a_tree_that_is_too_deep_is_one_sentence(
 def test_only_the_trees_of_plans_that_are_shown_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(tmp_path / "trace", 4, 2, 9)
     made: list[int] = []
-    real = mirror.Mirror.batch
-    monkeypatch.setattr(mirror.Mirror, "batch", lambda *arguments: made.append(1) or real(*arguments))
+    real = batch_in
+    monkeypatch.setattr("sglang_pat.cli.explain.batch_in", lambda *arguments: made.append(1) or real(*arguments))
     assert explain(tmp_path / "trace", tmp_path / "page.html", 3) == len(made) == 3
 
 

@@ -103,7 +103,7 @@ SPLIT_BEHIND_A_WINDOW = (
         Batch([56, 56, 56, 56, 56, 1], [Node(0, 1, [0, 1, 2, 3, 4], [Node(1, 55, [0, 1, 2, 3, 4])])]),
         [0, 0, 1, 3, 18, 0],
     ),
-    PackConfig(CostModel(3, 1, 64, 8, 2), TileTable((4, 16, 64), (8, 16), (24,)), workers=1, policy="naive", window=60),
+    PackConfig(CostModel(3, 1, 64, 8, 2), TileTable((4, 16, 64), kv_tile=16), workers=1, policy="naive", window=60),
 )
 """More tokens share a prefix than a tile holds, and those of the second tile see less of it."""
 
@@ -154,7 +154,7 @@ def test_prices_are_those_of_the_work_items(extend: Extend, config: PackConfig) 
     # Cut where a bin ends, an item starts once more, and its queries have a part more.
     for item in layout.work_items(made.data):
         start, end = item.span(lengths)
-        in_row_slices = pricing.runs_in_row_slices(config, len(item.queries), item.tile.m)
+        in_row_slices = pricing.runs_in_row_slices(config, len(item.queries), item.m)
         price += pricing.item_price(config, len(item.queries), end - start, in_row_slices)
         for query in item.queries:
             parts[query] += 1

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from sglang_pat import jit
+from sglang_pat.jit import builds, modules
+from sglang_pat.jit.library import is_sealed
 
 pytestmark = pytest.mark.once
 
@@ -57,7 +59,7 @@ def test_a_build_goes_on_without_its_watcher(
 ) -> None:
     """As where no process can be started: the cache is not to blame."""
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert jit._start_watch(str(tmp_path)) is None
+    assert builds._start_watch(str(tmp_path)) is None
     assert "compilers go on without it" in caplog.text and "/nowhere/python" in caplog.text
 
 
@@ -95,7 +97,7 @@ def test_a_library_that_was_damaged_is_named(csrc: Path, tmp_path: Path) -> None
     other = library.with_name("sglang_pat_other_0.so")
     other.write_bytes(whole)
     content = other.read_bytes()
-    assert jit._is_sealed(library.name, content) and not jit._is_sealed(other.name, content)
+    assert is_sealed(library.name, content) and not is_sealed(other.name, content)
     other.unlink()
     for damaged in (*cut_off, hole, whole[:-1] + bytes([whole[-1] ^ 1]), whole + b"\n"):
         library.write_bytes(damaged)
@@ -112,7 +114,7 @@ def test_a_library_that_was_damaged_is_named(csrc: Path, tmp_path: Path) -> None
 def test_machines_with_other_instructions_have_libraries_of_their_own(csrc: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(jit.CACHE, str(tmp_path / "cache"))
     for instructions, number in (("flags : avx2", 1), ("flags : avx2 avx512f", 2), ("flags : avx2", 2)):
-        monkeypatch.setattr(jit, "_cpu_flags", lambda instructions=instructions: instructions)
+        monkeypatch.setattr(modules, "_cpu_flags", lambda instructions=instructions: instructions)
         jit.load.cache_clear()
         assert jit.load("tiny", csrc).answer() == 42
         assert len(libraries(tmp_path / "cache")) == number
@@ -196,7 +198,7 @@ def test_another_version_of_tvm_ffi_gets_a_build_of_its_own(
     jit.load.__wrapped__("tiny", csrc)
     (first,) = libraries(tmp_path / "cache")
     before = first.read_bytes()
-    monkeypatch.setattr(jit, "version", lambda name: "0.0")
+    monkeypatch.setattr(modules, "version", lambda name: "0.0")
     jit.load.__wrapped__("tiny", csrc)
     assert len(libraries(tmp_path / "cache")) == 2 and first.read_bytes() == before
 

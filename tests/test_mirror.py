@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from oracle.mirror import Mirror
 
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
@@ -13,7 +14,6 @@ from sglang_pat.radix_bridge.events import (
     RequestsExpected,
     TreeReset,
 )
-from sglang_pat.radix_bridge.mirror import Mirror
 
 A, B, C = 5, 6, 7
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_pat import model_config
 from sglang_pat.backend.start.features import FEATURES
 from sglang_pat.cli import build, model
 from sglang_pat.compat import TESTED, release
@@ -159,15 +160,15 @@ def test_the_architectures_are_sglangs() -> None:
         (b"\xff\xfe{}", "not JSON"),
         (b"1" * 10_000, "not JSON"),
         (b"[1]", "not a JSON object"),
-        (b" " * (model.LONGEST + 1), "is too long for a model's config.json: more than 16 MiB"),
+        (b" " * (model_config.LONGEST + 1), "is too long for a model's config.json: more than 16 MiB"),
     ],
     ids=range(8),
 )
 def test_what_is_no_config_json_is_a_sentence(tmp_path: Path, text: bytes, message: str) -> None:
     (tmp_path / "config.json").write_bytes(text)
     for name in (tmp_path, tmp_path / "config.json"):
-        with pytest.raises(model.ModelError) as error:
-            model.read(str(name))
+        with pytest.raises(model_config.ModelError) as error:
+            model_config.read(model_config.find(str(name)))
         assert message in str(error.value)
 
 
@@ -186,8 +187,8 @@ def test_what_is_no_file_is_a_sentence(tmp_path: Path) -> None:
         "a" * 5000: "cannot be read: File name too long",
         "nobody/has-this": "is neither a folder here nor in the cache of Hugging Face",
     }.items():
-        with pytest.raises(model.ModelError) as error:
-            model.read(name)
+        with pytest.raises(model_config.ModelError) as error:
+            model_config.read(model_config.find(name))
         assert message in str(error.value), name
 
 
@@ -197,11 +198,11 @@ def test_a_name_is_looked_up_in_the_cache_of_hugging_face(tmp_path: Path, monkey
     folder = tmp_path / "models--some--model"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("abc")
-    with pytest.raises(model.ModelError, match="nothing is downloaded"):
-        model.read("some/model")
+    with pytest.raises(model_config.ModelError, match="nothing is downloaded"):
+        model_config.read(model_config.find("some/model"))
     (folder / "snapshots" / "abc").mkdir(parents=True)
     (folder / "snapshots" / "abc" / "config.json").write_text('{"head_dim": 64}')
-    assert model.read("some/model") == {"head_dim": 64}
+    assert model_config.read(model_config.find("some/model")) == {"head_dim": 64}
 
 
 @pytest.mark.once

@@ -21,6 +21,7 @@ import tvm_ffi
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import for_batch, make_packs, make_plan, makespan, pricing
+from oracle.mirror import Mirror
 from trees import PRICED, SMALL, TILES, WARPS, batches, check, configs, random_batch
 
 from sglang_pat import jit
@@ -39,7 +40,7 @@ from sglang_pat.packing import (
     tree,
 )
 from sglang_pat.packing.constants import LEVELS
-from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, _halves
+from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, _halves, batch_in
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge.events import (
     ROOT,
@@ -50,7 +51,6 @@ from sglang_pat.radix_bridge.events import (
     RequestReleased,
     RequestsExpected,
 )
-from sglang_pat.radix_bridge.mirror import Mirror
 
 pytestmark = pytest.mark.once
 
@@ -113,7 +113,7 @@ def test_tools_are_told_the_oracles_packs_and_prices(batch: Batch, config: PackC
     spans = [item.span(batch.seq_lens) for item in found.plan.items]
     assert found.prices == [
         pricing.item_price(
-            bins, len(item.queries), end - start, pricing.runs_in_row_slices(bins, len(item.queries), item.tile.m)
+            bins, len(item.queries), end - start, pricing.runs_in_row_slices(bins, len(item.queries), item.m)
         )
         for item, (start, end) in zip(found.plan.items, spans, strict=True)
     ]
@@ -335,8 +335,9 @@ class Pair:
         seq_lens = [bindings[request].end + self.random.randint(1, 50) for request in batch]
         index, good, ahead = self.native.take(np.array(batch), np.array(seq_lens), 1, aside=True)
         assert (good, ahead, self.native.stands(np.array(batch))) == (0, False, False)
-        plan = make_plan(self.mirror.batch(batch, seq_lens), self.config)
-        assert used(self.native.buffers[index]) == layout.flatten(plan).tolist()
+        tree = self.mirror.batch(batch, seq_lens)
+        assert batch_in(self.native, batch, seq_lens) == tree
+        assert used(self.native.buffers[index]) == layout.flatten(make_plan(tree, self.config)).tolist()
         assert self.native.batch == self.batch
 
     def check(self, prepare: bool = False) -> None:
@@ -798,8 +799,7 @@ VALUES = {
     "bin_token_prices": [1] * 9,
     "bin_start_prices": [1] * 9,
     "query_tiles": [16, 32],
-    "kv_tiles": [64],
-    "kv_bounds": [],
+    "kv_tile": [64],
 }
 """Such as `config_of` wants (csrc/packing/module.cpp)."""
 
@@ -827,7 +827,7 @@ def create(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, []) for name in VALUES if name != "kv_bounds"),
+        *((name, []) for name in VALUES),
         *((name, value[:-1]) for name, value in VALUES.items() if len(value) == 9),
         *((name, [0]) for name in ("token_bytes", "group", "runs", "workers", "grain", "warp_tokens", "tails_queries")),
         *((name, [0]) for name in ("max_queries", "few_queries", "slices_token_price", "bin_slices_token_price")),
@@ -835,13 +835,13 @@ def create(
         *((name, [-1]) for name in ("narrow_first_price", "split_queries")),
         ("split_queries", [9]),
         *((name, [-1]) for name in ("policy", "window", "slice_rows", "slices_start_price", "bin_slices_start_price")),
-        *((name, [2**40]) for name in VALUES if name != "kv_bounds"),
+        *((name, [2**40]) for name in VALUES),
         ("window", [2**30 + 1]),
         ("slices_tokens", [2**31]),
         ("slices_tokens", [5]),  # there are no rows of a slice
         ("tails_queries", [9]),
         ("policy", [4]),
-        ("kv_bounds", [1, 2, 3, 4]),
+        ("kv_tile", [0]),
         ("start_prices", [-1] * 9),
         ("bin_start_prices", [-1] * 9),
         ("bin_token_prices", [0] * 9),
@@ -968,7 +968,7 @@ def test_the_policies_are_numbered_as_the_native_scheduler_numbers_them() -> Non
     batch = Batch(
         [900] * 40, [Node(0, 60, list(range(40)), [Node(60, 90, list(range(20))), Node(60, 800, list(range(20, 40)))])]
     )
-    tiles = TileTable((16, 64, 128), (32, 64, 128), (64, 512))
+    tiles = TileTable((16, 64, 128), kv_tile=128)
     plans = {}
     for policy in POLICIES:
         config = PackConfig(CostModel(32, 8, 128, 128, 2), tiles, 132, policy)

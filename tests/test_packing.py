@@ -24,7 +24,6 @@ from sglang_pat.packing import (
     Node,
     PackConfig,
     Plan,
-    Tile,
     TileTable,
     WorkItem,
     tree,
@@ -115,13 +114,11 @@ def test_work_items_respect_the_largest_tile(batch: Batch, config: PackConfig) -
     config = for_batch(batch, config)
     for item in plan.items:
         rows = len(item.queries) * config.cost.group
-        if pricing.runs_in_row_slices(config, len(item.queries), item.tile.m):
-            assert item.tile.m == config.tiles.warp_m < rows and len(item.queries) == 1
+        if pricing.runs_in_row_slices(config, len(item.queries), item.m):
+            assert item.m == config.tiles.warp_m < rows and len(item.queries) == 1
             continue
-        assert rows <= item.tile.m, "with any number of heads"
-        assert item.tile.m == config.tiles.query_tiles[0] or item.tile.m < 4 * rows, (
-            "the smallest tile that holds the rows"
-        )
+        assert rows <= item.m, "with any number of heads"
+        assert item.m == config.tiles.query_tiles[0] or item.m < 4 * rows, "the smallest tile that holds the rows"
 
 
 @given(batches(), configs())
@@ -137,14 +134,14 @@ def test_a_plan_is_good_as_long_as_growing_tails_leave_its_bins_even(batch: Batc
     def sizes(item: WorkItem, steps: int) -> tuple[int, int, bool, int]:
         lengths = [length + steps for length in batch.seq_lens]
         start, end = item.span(lengths)
-        in_row_slices = pricing.runs_in_row_slices(config, len(item.queries), item.tile.m)
+        in_row_slices = pricing.runs_in_row_slices(config, len(item.queries), item.m)
         return len(item.queries), end - start, in_row_slices, item.tail_tokens(lengths)
 
     members = [plan.items[begin:behind] for begin, behind in pairwise(plan.bins)]
 
     # With the last step a window may be full, and then does not grow any more.
     average = sum(pricing.bin_price(config, [sizes(item, 0) for item in items]) for items in members) / len(members)
-    tolerated = max(average / UNEVEN, TILES.kv_tiles[-1] * config.token_price(1))
+    tolerated = max(average / UNEVEN, TILES.kv_tile * config.token_price(1))
 
     def growth(item: WorkItem) -> int:
         queries, tokens, in_row_slices, tails = sizes(item, 0)
@@ -168,7 +165,7 @@ def pack(policy: str, batch: Batch, cost: CostModel = MHA) -> list[Pack]:
 
 
 def roomy(cost: CostModel) -> PackConfig:
-    return PackConfig(cost, TileTable((4096,), (16,), ()), workers=1)
+    return PackConfig(cost, TileTable((4096,), kv_tile=16), workers=1)
 
 
 def test_a_long_prefix_is_packed_once_and_a_short_one_merged_into_the_tails() -> None:
@@ -238,7 +235,7 @@ def test_the_optimal_policy_finds_the_minimum(batch: Batch, cost: CostModel) -> 
 @given(batches(max_queries=6, max_length=60), st.sampled_from(COSTS))
 @settings(max_examples=100, deadline=None)
 def test_with_work_items_of_few_queries_the_optimal_policy_stays_close_to_the_minimum(batch, cost: CostModel) -> None:
-    config = PackConfig(cost, TileTable((4 * cost.group // 2,), (16,), ()), workers=1)
+    config = PackConfig(cost, TileTable((4 * cost.group // 2,), kv_tile=16), workers=1)
     least = min(packs_price(packs, batch, config) for packs in every_packing(small(batch)))
     assert packs_price(make_packs(batch, config), batch, config) <= 1.25 * least
 
@@ -279,7 +276,7 @@ def test_work_items_are_run_in_slices_if_the_pack_that_they_are_cut_from_is(long
     # Not alike, so that some are cut.
     lengths = [config.slices_tokens + (longer + i % 20 if longer else -(i % 20)) for i in range(300)]
     plan = make_plan(Batch(lengths, []), config)
-    assert {item.tile.m for item in plan.items} == {m}
+    assert {item.m for item in plan.items} == {m}
     spans = [item.span(lengths) for item in plan.items if plan.num_parts[item.queries[0]] > 1]
     assert sum(end - start <= config.slices_tokens for start, end in spans) > 2, "alone each would be in slices"
 
@@ -380,7 +377,7 @@ def test_the_naive_policy_packs_every_node() -> None:
 
 def test_a_prefix_of_many_queries_is_read_once_per_full_work_item() -> None:
     batch = Batch([2100] * 100, [Node(0, 2000, list(range(100)))])
-    packs = make_packs(batch, PackConfig(CostModel(32, 8, 128, 128, 2), TileTable((16, 128), (64,), ()), workers=1))
+    packs = make_packs(batch, PackConfig(CostModel(32, 8, 128, 128, 2), TileTable((16, 128)), workers=1))
     assert [len(p.queries) for p in packs if p.end] == [25, 25, 25, 25], "128 rows hold 32 queries of four heads"
 
 
@@ -479,7 +476,7 @@ def test_where_a_bin_is_too_long_packs_are_split(
         config = PackConfig.of(spec, msgspec.structs.replace(tiles, splits=splits), workers=132)
         plan = make_plan(batch, config)
         assert plan == oracle.make_plan(batch, config)
-        assert {item.tile.m for item in plan.items if len(item.queries) > 1} == {m}
+        assert {item.m for item in plan.items if len(item.queries) > 1} == {m}
         longest.append(max(bin_prices(plan, batch.seq_lens, for_batch(batch, config))))
     for price, m in zip(longest[1:], ms[1:], strict=True):
         assert price == longest[0] if m == ms[0] else price <= longest[0] * 15 / 16
@@ -508,7 +505,7 @@ def test_plans_with_split_packs_are_the_oracles() -> None:
 @pytest.mark.parametrize("form", ["int4", "int2", "bfloat16"])
 def test_pages_of_few_bits_are_not_cut(form: str) -> None:
     batch = Batch([64_001, 6_400, 900, 30], [Node(0, 640, [0, 1, 2])])
-    config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS[form]), TileTable((8, 16), (64,), ()), workers=132)
+    config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS[form]), TileTable((8, 16)), workers=132)
     bounds = {bound for item in make_plan(batch, config).items for bound in (item.start, item.end) if bound >= 0}
     assert len(bounds) > 10
     assert all(bound % 64 == 0 for bound in bounds) == FORMATS[form].is_low_bit
@@ -537,7 +534,7 @@ def test_small_batches_of_drafts_are_run_with_wide_tiles(
     tiles = msgspec.structs.replace(tiles, wide_steps=small)
     spec = AttentionSpec(heads, 8, 128, 128, FORMATS["bfloat16"], query_tokens=tokens)
     plan = make_plan(Batch([length] * requests), PackConfig.of(spec, tiles, workers=132))
-    assert {item.tile.m for item in plan.items} == ms
+    assert {item.m for item in plan.items} == ms
 
 
 @pytest.mark.parametrize(
@@ -549,7 +546,7 @@ def test_small_batches_that_share_most_of_what_they_read_are_run_with_wide_tiles
     tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
     config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS["bfloat16"]), tiles, workers=132)
     plan = make_plan(Batch([shared + own] * requests, [Node(0, shared, list(range(requests)))]), config)
-    assert {item.tile.m for item in plan.items} == ms
+    assert {item.m for item in plan.items} == ms
 
 
 @pytest.mark.parametrize(
@@ -577,13 +574,13 @@ def test_batches_that_share_little_are_run_with_wide_tiles_if_they_are_few_draft
     tiles = capabilities.tile_table("9.0a", 128, "NVIDIA H100")
     spec = AttentionSpec(heads, 8, 128, 128, FORMATS["bfloat16"], query_tokens=tokens)
     plan = make_plan(batch, PackConfig.of(spec, tiles, workers=132))
-    assert min(item.tile.m for item in plan.items) == smallest
+    assert min(item.m for item in plan.items) == smallest
 
 
 def test_a_table_without_wide_tiles_keeps_those_of_warps() -> None:
-    assert TileTable((8, 16), (64,), (), warp_m=16).without_warps().query_tiles == (8, 16)
-    assert TileTable((8, 16, 64), (64,), ()).without_warps().query_tiles == (8, 16, 64)
-    assert TileTable((8, 16, 64), (64,), (), warp_m=16).without_warps().query_tiles == (64,)
+    assert TileTable((8, 16), warp_m=16).without_warps().query_tiles == (8, 16)
+    assert TileTable((8, 16, 64)).without_warps().query_tiles == (8, 16, 64)
+    assert TileTable((8, 16, 64), warp_m=16).without_warps().query_tiles == (64,)
 
 
 @pytest.mark.parametrize("form", ["int4", "int2"])
@@ -592,8 +589,8 @@ def test_a_prefix_in_few_bits_that_many_share_is_read_by_groups_of_warps_and_tai
     config = PackConfig.of(AttentionSpec(32, 8, 128, 128, FORMATS[form]), tiles, workers=132)
     plan = make_plan(Batch([2_048 + 64 + 32] * 1024, [Node(0, 2_048, list(range(1024)))]), config)
     shared = [item for item in plan.items if len(item.queries) > 1]
-    assert {item.tile.m for item in shared} == {192} and all(item.end <= 2_048 for item in shared)
-    assert {item.tile.m for item in plan.items if len(item.queries) == 1} == {8}
+    assert {item.m for item in shared} == {192} and all(item.end <= 2_048 for item in shared)
+    assert {item.m for item in plan.items if len(item.queries) == 1} == {8}
 
 
 @pytest.mark.parametrize(
@@ -628,11 +625,11 @@ def test_a_bin_that_turns_from_one_kind_of_work_items_to_the_other_gets_fewer_of
 
 
 @pytest.mark.parametrize(
-    ("rows", "kv_len", "tile"),
-    [(1, 1, Tile(4, 8)), (4, 24, Tile(4, 8)), (5, 25, Tile(16, 16)), (64, 9999, Tile(64, 16)), (65, 3, Tile(64, 8))],
+    ("rows", "m"),
+    [(1, 4), (4, 4), (5, 16), (64, 64), (65, 64)],
 )
-def test_tiles_round_up_in_queries_and_are_piecewise_in_kv(rows: int, kv_len: int, tile: Tile) -> None:
-    assert pricing.select(TILES, rows, kv_len) == tile
+def test_tiles_round_up_in_queries(rows: int, m: int) -> None:
+    assert TILES.query_tile(rows) == m
 
 
 @pytest.mark.parametrize(

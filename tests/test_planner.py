@@ -12,7 +12,7 @@ import torch
 
 from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.planner import Planner
-from sglang_pat.packing import CPU_TILES, OPEN, CostModel, PackConfig, Tile, WorkItem, layout
+from sglang_pat.packing import CPU_TILES, OPEN, CostModel, PackConfig, WorkItem, layout
 from sglang_pat.packing.native import NativeScheduler
 from sglang_pat.radix_bridge.events import (
     ROOT,
@@ -232,7 +232,7 @@ def test_windows_hold_where_requests_gain_tokens_in_steps_of_another_backend(gai
 ])  # fmt: skip
 def test_verify_sees_what_lies_before_a_window(length: int, window: int, hides: bool, right: bool) -> None:
     slots, rows = torch.arange(200, dtype=torch.int32)[None], torch.tensor([0])
-    item = WorkItem(0, OPEN, [0], [0], Tile(8, 64))
+    item = WorkItem(0, OPEN, [0], [0], 8)
     checked = functools.partial(check_plan, slots, [item], rows, lambda: torch.tensor([length]), window, hides)
     if right:
         checked()

@@ -25,7 +25,11 @@ H200 = devices.load(devices.TABLES / "h200.json")
 @pytest.mark.parametrize("name", ["a100"])
 def test_the_derived_tables_are_what_the_command_derives(name: str, tmp_path: Path) -> None:
     tune.main(["--derive", name, "--output", str(tmp_path / "table.json")])
-    assert devices.load(tmp_path / "table.json") == devices.load(devices.TABLES / f"{name}.json")
+    table = devices.load(devices.TABLES / f"{name}.json")
+    assert devices.load(tmp_path / "table.json") == table
+    lines = (tmp_path / "table.json").read_text().splitlines()
+    prices = sum(len(table.prices_of(bits)) for bits in (16, 8, 4, 2))
+    assert sum(line.startswith('  {"m": ') and line.rstrip(",").endswith("}") for line in lines) == prices > 0
 
 
 @pytest.mark.parametrize("option", [["--head-dim", "64"], ["--dtype", "float16"], ["--only", "8"]])
@@ -60,7 +64,7 @@ def test_a_gpu_finds_its_table(arch: str, gpu: str, known: str | None) -> None:
 def test_an_h200s_bins_have_prices_of_their_own_and_an_h100s_have_not() -> None:
     tiles = {name: devices.load(devices.TABLES / f"{name}.json") for name in ("h200", "h100")}
     of_h200, of_h100 = (
-        table.tiles(capabilities.query_tiles("9.0a", 128), 64, 128, capabilities.NARROW_M, capabilities.WARP_TOKENS)
+        table.tiles(capabilities.query_tiles("9.0a", 128), 128, capabilities.NARROW_M, capabilities.WARP_TOKENS)
         for table in tiles.values()
     )
     known = capabilities.tile_table("9.0a", 128, "NVIDIA H200")
@@ -82,7 +86,7 @@ def test_an_h200s_bins_have_prices_of_their_own_and_an_h100s_have_not() -> None:
     "changes", [{"bins_token_ns": (1, 1, 1)}, {"bins_item_ns": (1, 1, 1)}, {"bins_item_ns": (1, 1)}]
 )
 def test_times_in_bins_are_those_of_all_tiles(changes: dict[str, tuple[int, ...]]) -> None:
-    tiles = TileTable((8, 16, 64), (64,), (), (1, 1, 1), (1, 1, 1), bytes_per_ns=4)
+    tiles = TileTable((8, 16, 64), (1, 1, 1), (1, 1, 1), bytes_per_ns=4)
     msgspec.structs.replace(tiles, bins_token_ns=(2, 2, 2), bins_item_ns=(0, 0, 0))
     with pytest.raises(ValueError, match="there must be"):
         msgspec.structs.replace(tiles, **changes)

@@ -36,7 +36,7 @@ def is_wide(batch: Batch, config: PackConfig) -> bool:
     plan = oracle.make_plan(batch, config)
     assert native.make_plan(batch, config) == plan
     wide = chosen != config
-    assert wide == (min(item.tile.m for item in plan.items) > config.tiles.warp_m), "else the planners could not differ"
+    assert wide == (min(item.m for item in plan.items) > config.tiles.warp_m), "else the planners could not differ"
     return wide
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang_pat.packing import POLICIES, Batch, CostModel, Node, PackConfig, TileTable, WideSteps
 from sglang_pat.packing.tree import walk
 
-TILES = TileTable(query_tiles=(4, 16, 64), kv_tiles=(8, 16), kv_bounds=(24,))
+TILES = TileTable(query_tiles=(4, 16, 64), kv_tile=16)
 PRICED = msgspec.structs.replace(
     TILES, token_ns=(32, 40, 50), item_ns=(250, 500, 4_500), warp_m=16, warp_tokens=16, turn_ns=6_000, bin_ns=1_000, wave_ns=7_500,
     bytes_per_ns=4, sms=2,

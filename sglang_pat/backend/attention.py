@@ -22,7 +22,7 @@ from sglang_pat.backend.kv import Store
 from sglang_pat.backend.kv.pages import LowBitKVPool, PagesStore
 from sglang_pat.backend.kv.plain import PlainStore
 from sglang_pat.backend.kv.rotation import Rotation
-from sglang_pat.backend.metrics import Metrics
+from sglang_pat.backend.reporter import Reporter
 from sglang_pat.backend.start import layers, low_bit
 from sglang_pat.backend.step import Step
 from sglang_pat.config import PatConfig
@@ -53,6 +53,7 @@ class PatAttnBackend(AttentionBackend):
         groups: The model's layers, with their executors and planners.
         prefill: Divides extends, or runs all of them where KV has few bits on a GPU; None where the user chose another backend.
         observer: Follows the prefix cache for all groups.
+        reporter: Publishes what both do.
         step: The requests of the present decode or verify step.
         store: How their KV is written and read.
         rotation: Of Q, K, V and the output around all of this; None where KV has more than 2 bits.
@@ -90,12 +91,10 @@ class PatAttnBackend(AttentionBackend):
         self.prefill = self._make_prefill(runner)
         self.observer = Observer(*(group.scheduler for group in groups.everyone))
         self.observer.planners += [group.planner.on_change for group in groups.everyone]
-        self._writer = writer
+        self.reporter = Reporter(groups, self.observer, self.prefill, writer)
         if writer:
             groups.steps[0].planner.on_plan = writer.on_plan
             self.observer.subscribers.append(writer.on_event)
-        self._metrics = Metrics()
-        self._exported_at: tuple[int, ...] = ()  # what had happened when the counters were last exported
         on_gpu = runner.device != "cpu"
         hooks.install(self, graphs=on_gpu, defer=config.defer)
         if on_gpu:
@@ -152,47 +151,6 @@ class PatAttnBackend(AttentionBackend):
             if found is not None:
                 logger.warning("sglang-pat: %s", found)
         self.step.introduce(compat.arguments.prefill_step(runner.server_args, self.max_context_len))
-
-    def counters(self) -> dict[str, Any]:
-        """What `/server_info` shows (docs/settings.md)."""
-        extend = self.prefill.extend if self.prefill else None
-        return {
-            **self.groups.report(),
-            "mixed_steps": self.prefill.mixed_steps if self.prefill else 0,
-            "extends": extend.count if extend else 0,
-            "extends_shared": extend.shared if extend else 0,
-            "deferred": hooks.deferred(),
-            "nodes": self.observer.nodes,
-            "faults": self.observer.faults,
-            "bound": len(self.observer.scheduler),
-            "trace": self._writer.recording if self._writer else "",
-            "unpacked_because": self.observer.unpacked_because,
-        }
-
-    def publish(self, labels: dict[str, str] | None) -> None:
-        """Log the counters, and export them if there are labels."""
-        counts = self.counters()
-        self._metrics.log(counts)
-        if labels is not None:
-            self._export(counts, labels)
-
-    def rest(self, labels: dict[str, str]) -> None:
-        """Export the counters, if something has happened since they were last exported."""
-        if self._exported_at != self._happened():
-            self._export(self.counters(), labels)
-
-    def _export(self, counts: dict[str, Any], labels: dict[str, str]) -> None:
-        self._metrics.export(counts, labels)
-        self._exported_at = self._happened()
-
-    def _happened(self) -> tuple[int, ...]:
-        """Numbers of which one changes with every step, and when requests come and go. An idle server asks for them all the time."""
-        extends = (
-            (self.prefill.mixed_steps, self.prefill.extend.count if self.prefill.extend else 0) if self.prefill else ()
-        )
-        steps = (number for group in self.groups.everyone for number in (group.planner.made, group.planner.used))
-        observer = self.observer
-        return (len(observer.scheduler), observer.nodes, observer.faults, hooks.deferred(), *extends, *steps)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.forward_mode.is_decode() or self.step.verifies(forward_batch):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,6 +36,8 @@ class Executor(Protocol):
         buffers: Two int32 host arrays for plans.
         description: For the log.
         table: The user's table of tiles (`SGLANG_PAT_TILES`) that the config has its prices from; empty if there is none.
+        store: Writes new tokens to a pool of few bits; arguments as for `kernels.low_bit.store`, without `bits`. On a GPU a graph may capture it.
+        unpack: Writes what pages of few bits say; arguments as for `kernels.cuda.Decoder.unpack`.
     """
 
     pack_config: PackConfig
@@ -42,6 +45,8 @@ class Executor(Protocol):
     table: str
     buffers: list[torch.Tensor]
     description: str
+    store: Callable[..., None]
+    unpack: Callable[..., None]
 
     def before_plan(self) -> None:
         """Call this before asking for a plan: afterwards the previous plan's buffer may be overwritten."""
@@ -54,15 +59,6 @@ class Executor(Protocol):
 
         A query is a token or, with masks, the consecutive tokens of a draft. There may be more queries than the plan has.
         """
-
-    def store(
-        self, k: torch.Tensor, v: torch.Tensor, records: torch.Tensor, tail_k: torch.Tensor, tail_v: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, slots: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Write new tokens to a pool of few bits; arguments as for `kernels.low_bit.store`. On a GPU a graph may capture it."""
-
-    def unpack(self, records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write what pages of few bits say; arguments as for `kernels.cuda.Decoder.unpack`."""
 
     def extend(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, plan: torch.Tensor) -> torch.Tensor:
         """The same for the new tokens of an extend, with a plan of `NativeScheduler.extend` on Q's device.
@@ -101,7 +97,9 @@ class CpuExecutor:
         self.pack_config = PackConfig(spec.cost(), CPU_TILES, workers, config.policy, spec.planned_window)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32) for _ in range(2)]
-        self.description = f"{torch.get_num_threads()} threads"
+        self.description = f"{workers} threads"
+        self.store: Callable[..., None] = functools.partial(low_bit.store, bits=spec.kv.bits)
+        self.unpack: Callable[..., None] = functools.partial(low_bit.unpack_to, bits=spec.kv.bits)
         self._plan: torch.Tensor | None = None
         self._loaded = False
 
@@ -128,15 +126,6 @@ class CpuExecutor:
         out[: queries * tokens] = verify.scatter(found, tokens, kv_heads)
         return out
 
-    def store(
-        self, k: torch.Tensor, v: torch.Tensor, records: torch.Tensor, tail_k: torch.Tensor, tail_v: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, slots: torch.Tensor,
-    ) -> None:  # fmt: skip
-        low_bit.store(k, v, records, tail_k, tail_v, rows, seq_lens, slots, self._spec.kv.bits)
-
-    def unpack(self, records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        low_bit.unpack_to(records, pages, k, v, bits=self._spec.kv.bits)
-
     def extend(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, plan: torch.Tensor) -> torch.Tensor:
         return cpu.attention(q, kv, tables, scores, plan, self._spec.window)
 
@@ -156,6 +145,8 @@ class CudaExecutor:
             # Compile both modules in parallel.
             cuda.build(cuda.variants(spec, cuda.arch_of(device), tiles.query_tiles, runner.dtype, extends))
         self._decoder = cuda.Decoder(spec, tiles, device, dtype=runner.dtype)
+        self.store: Callable[..., None] = self._decoder.store
+        self.unpack: Callable[..., None] = self._decoder.unpack
         self._extender = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, limits=True) if extends else None
         self.pack_config = PackConfig.of(spec, tiles, self._decoder.workers, config.policy)
         size = _capacity(self.pack_config, runner)
@@ -203,15 +194,6 @@ class CudaExecutor:
 
     def decode(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores) -> torch.Tensor:
         return self._run(self._decoder, q, kv, tables, scores, self._plan)
-
-    def store(
-        self, k: torch.Tensor, v: torch.Tensor, records: torch.Tensor, tail_k: torch.Tensor, tail_v: torch.Tensor, rows: torch.Tensor,
-        seq_lens: torch.Tensor, slots: torch.Tensor,
-    ) -> None:  # fmt: skip
-        self._decoder.store(k, v, records, tail_k, tail_v, rows, seq_lens, slots)
-
-    def unpack(self, records: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._decoder.unpack(records, pages, k, v)
 
     def extend(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, plan: torch.Tensor) -> torch.Tensor:
         assert self._extender is not None

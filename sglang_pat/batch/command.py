@@ -19,6 +19,7 @@ from sglang_pat import compat
 from sglang_pat.batch import job, servers
 from sglang_pat.batch.lengths import usage_of
 from sglang_pat.batch.lines import BatchError, Failure, Json, Output, Request, Source, refusal
+from sglang_pat.cli.addresses import KEY_PROBLEM, is_key
 from sglang_pat.cli.parser import Parser
 from sglang_pat.text import printable, say
 
@@ -271,7 +272,8 @@ def checked(place: Place) -> Place:
         raise BatchError(
             f"{place.flags[0]} is none of this command's flags, and an engine of the job's own, which it may be for, is not started with --url"
         )
-    servers.check_key(place.key)
+    if not is_key(place.key):
+        raise BatchError(KEY_PROBLEM)
     return replace(place, urls=servers.addresses(place.urls))
 
 

@@ -30,7 +30,7 @@ from sglang_pat.batch.job import (
 )  # fmt: skip
 from sglang_pat.batch.lines import LONGEST, BatchError, Json, Request
 from sglang_pat.batch.order import Room
-from sglang_pat.cli.addresses import KEY_PROBLEM, is_address, is_key
+from sglang_pat.cli.addresses import is_address
 from sglang_pat.config import KEY
 
 PATIENCE = 30
@@ -85,15 +85,6 @@ def addresses(urls: Sequence[str]) -> list[str]:
     if len(set(found)) < len(found):
         raise BatchError("a server is named twice with --url: name each once")
     return found
-
-
-def check_key(key: str) -> None:
-    """
-    Raises:
-        BatchError: An API key cannot be sent.
-    """
-    if not is_key(key):
-        raise BatchError(KEY_PROBLEM)
 
 
 class _Model(msgspec.Struct):

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import torch
 
-from sglang_pat import jit
+from sglang_pat import jit, model_config
 from sglang_pat.cli import model
 from sglang_pat.cli.parser import Parser, run
 from sglang_pat.kernels import capabilities, cuda, resources
@@ -92,7 +92,7 @@ def _complete(options: argparse.Namespace) -> None:
     options.dims = [(dim, options.v_head_dim or dim) for dim in options.head_dim or [128]]
     options.sinks_of_layers = (options.sinks,)
     if options.model is not None:
-        found = model.needs(model.read(options.model))
+        found = model.needs(model_config.read(model_config.find(options.model)))
         options.dims, options.sinks_of_layers = found.dims, found.sinks
         options.logit_cap, options.windows = found.capped, found.windows
         options.dtype = options.dtype or [found.dtype]
@@ -152,7 +152,7 @@ def _run(arguments: list[str] | None, prog: str) -> None:
         parser.error("--windows is for drafts: give --drafts too, or leave it out")
     try:
         _complete(options)
-    except model.ModelError as error:
+    except model_config.ModelError as error:
         parser.error(f"--model: {error}")
     if options.arch is None and not torch.cuda.is_available():
         parser.error("there is no GPU here to compile for: name its compute capability with --arch")

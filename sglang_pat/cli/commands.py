@@ -21,7 +21,7 @@ from sglang_pat.cli.parser import Parser, as_json, count, counts, patience, run
 from sglang_pat.cli.replay import replay
 from sglang_pat.cli.top import SilenceError, TopError, top
 from sglang_pat.config import KEY
-from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, Model, estimate, load, read, read_model
+from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, estimate, load, read, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
 from sglang_pat.packing.native import make_plan
@@ -99,7 +99,7 @@ def _run(arguments: list[str] | None) -> int:
 
 def _other(words: list[str]) -> int:
     try:
-        module = importlib.import_module(OTHERS[words[0]])
+        module = importlib.import_module(OTHERS[words[0]][0])
     except ImportError as error:
         say(f"{PROG}: {printable(str(error))}; {PROG} doctor says what is missing")
         return 2
@@ -130,35 +130,20 @@ def _parser() -> Parser:
     )
     result.add_argument("--version", action="version", version=f"{PROG} {_version()}")
     commands = result.add_subparsers(required=True, metavar="command")
-    for add in (
-        _add_doctor,
-        _add_demo,
-        _add_estimate,
-        _add_batch,
-        _add_top,
-        _add_explain,
-        _add_replay,
-        _add_build,
-        _add_tune,
-    ):
+    for add in (_add_doctor, _add_estimate, _add_batch, _add_top, _add_explain, _add_replay):
         add(commands)
+    for name, (_, what) in OTHERS.items():
+        commands.add_parser(name, help=what)
     return result
 
 
-OTHERS = {"demo": "sglang_pat.demo.__main__", "build": "sglang_pat.cli.build", "tune": "sglang_pat.cli.tune"}
-"""Modules with a `main(arguments, prog)` of their own, by the command that runs it. Imported when they are called, as some import torch."""
-
-
-def _add_demo(commands: Any) -> None:
-    commands.add_parser("demo", help="serve a tiny model, check its answers, and show what packing did")
-
-
-def _add_build(commands: Any) -> None:
-    commands.add_parser("build", help="compile ahead what a server needs on a GPU")
-
-
-def _add_tune(commands: Any) -> None:
-    commands.add_parser("tune", help="measure this GPU for packing")
+OTHERS = {
+    "demo": ("sglang_pat.demo.__main__", "serve a tiny model, check its answers, and show what packing did"),
+    "build": ("sglang_pat.cli.build", "compile ahead what a server needs on a GPU"),
+    "tune": ("sglang_pat.cli.tune", "measure this GPU for packing"),
+}
+"""Modules with a `main(arguments, prog)` of their own, by the command that runs it, and what that does. Imported when they are called, as some import
+torch."""
 
 
 def _add_doctor(commands: Any) -> None:
@@ -321,18 +306,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return doctor(arguments.model, arguments.url, _key(arguments), arguments.json)
 
 
-def _model(name: str) -> Model:
-    from sglang_pat.cli.model import ModelError, find
-
-    try:
-        return read_model(find(name))
-    except ModelError as error:
-        raise EstimateError(str(error)) from None
-
-
 def _estimate(arguments: argparse.Namespace) -> None:
     with patience(f"{PROG}: reading {arguments.requests} and planning its batches"):
-        model = _model(arguments.model)
+        model = read_model(arguments.model)
         workload = load(arguments.requests, arguments.answer_tokens)
         sizes = list(itertools.chain.from_iterable(arguments.batch))
         found = estimate(workload.prompts, model, arguments.gpu, sizes, arguments.kv_cache_dtype)
@@ -368,7 +344,7 @@ def _explain(arguments: argparse.Namespace) -> None:
     try:
         if arguments.model is not None:
             prompts = read(path, DEFAULT_ANSWER)
-            steps = explain.explain_job(prompts, _model(arguments.model), arguments.gpu, output, arguments.steps)
+            steps = explain.explain_job(prompts, read_model(arguments.model), arguments.gpu, output, arguments.steps)
         else:
             steps = explain.explain(path, output, arguments.steps, arguments.truncated or live)
     except OSError as error:

@@ -308,7 +308,7 @@ def _ready(torch: Torch | None, model: str | None) -> dict[str, bool]:
     if torch is None or not torch.gpus:
         return {**ready, "CPU kernels": jit.is_ready("cpu")}
     from sglang_pat.cli import build
-    from sglang_pat.cli.model import ModelError
+    from sglang_pat.model_config import ModelError
 
     # What is wrong with the model is said elsewhere.
     with contextlib.suppress(ModelError, ValueError):
@@ -359,11 +359,12 @@ def _settings(environment: Mapping[str, str] = os.environ) -> Section:
 
 
 def _model(name: str, torch: Torch | None) -> Section:
+    from sglang_pat import model_config
     from sglang_pat.cli import model
 
     try:
-        config = model.read(name)
-    except model.ModelError as error:
+        config = model_config.read(model_config.find(name))
+    except model_config.ModelError as error:
         return Section("model", "unknown", {"model": name, "verdicts": {}}, [str(error)])
     gpu = torch.gpus[0] if torch is not None and torch.gpus else None
     places: dict[str, tuple[Any, str]] = {"on this GPU": ("cuda", _arch(gpu))} if gpu else {}

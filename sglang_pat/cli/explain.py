@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -16,11 +17,11 @@ import msgspec
 from sglang_pat.cli.top import TopError, fetch
 from sglang_pat.estimate import Model, Prompt, batch_of, job
 from sglang_pat.packing import POLICIES, Batch, PackConfig
-from sglang_pat.packing.native import Pack, inspect
+from sglang_pat.packing.native import NativeScheduler, Pack, TooDeepError, batch_in, inspect
 from sglang_pat.packing.tree import InconsistentError, Prefix, compact, in_windows, kv_minimum
 from sglang_pat.radix_bridge import trace
 from sglang_pat.radix_bridge.events import RequestsExpected
-from sglang_pat.radix_bridge.mirror import Mirror, TooDeepError
+from sglang_pat.radix_bridge.observer import apply
 
 TEMPLATE = Path(__file__).with_name("explain.html")
 
@@ -43,26 +44,25 @@ def recorded(
         TraceError: The file is no trace, or not a whole one.
         ExplainError: A batch's tree is too deep.
     """
-    records = trace.read(path, truncated)
-    header = next(records)
-    assert isinstance(header, trace.Header)
-    mirror, step, number = Mirror(), 0, 0
+    step = number = 0
     names: dict[int, str] = {}
     batch: list[int] = []
-    for record in records:
+    for record in trace.read(path, truncated):
         try:
-            if isinstance(record, trace.PlanMade):
+            if isinstance(record, trace.Header):
+                header, scheduler = record, NativeScheduler(record.config, record.max_batch)
+            elif isinstance(record, trace.PlanMade):
                 step += record.steps
                 batch = trace.apply_difference(batch, record)
                 if chosen is None or number in chosen:
                     shown = [names.get(request, "?") for request in batch]
-                    yield header, step, shown, mirror.batch(batch, record.seq_lens)
+                    yield header, step, shown, batch_in(scheduler, batch, record.seq_lens)
                 number += 1
-            elif not isinstance(record, trace.Header):
-                trace.repeat(mirror.apply, record)
+            else:
+                trace.repeat(functools.partial(apply, scheduler), record)
                 if isinstance(record, RequestsExpected):
                     names.update(zip(record.requests, record.rids, strict=False))
-        except InconsistentError as fault:
+        except (InconsistentError, ValueError) as fault:
             raise trace.TraceError(f"{path} is damaged: {fault}") from None
         except TooDeepError as error:
             raise ExplainError(f"{path}, step {step}: {error}") from None
@@ -138,22 +138,20 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
     for begin, behind in pairwise(plan.bins):
         # The GPU runs the items of single warps after all others, or before them on every second worker (`Plan.narrow_first`), where the page turns them.
         priced = zip(plan.items[begin:behind], found.prices[begin:behind], strict=True)
-        members = sorted(priced, key=lambda member: member[0].tile.m <= config.tiles.warp_m)
-        others = sum(item.tile.m > config.tiles.warp_m for item, _ in members)
+        members = sorted(priced, key=lambda member: member[0].m <= config.tiles.warp_m)
+        others = sum(item.m > config.tiles.warp_m for item, _ in members)
         for number, (item, price) in enumerate(members):
             start, end = item.span(batch.seq_lens)
             pack = packs.setdefault(tuple(item.queries), len(packs))
             turn = found.turn_price // cost.runs if 0 < number == others else 0
             runs = _runs(sorted(place[query] for query in item.queries))
-            items.append([start, end, pack, item.tile.m, item.tile.n, price // cost.runs, runs, turn, 0])
+            items.append([start, end, pack, item.m, price // cost.runs, runs, turn, 0])
             # Tails are drawn where they are read, behind what their queries share.
             for query in item.queries if item.tails else []:
                 tail = found.tail_price * (batch.seq_lens[query] - end) // cost.runs
-                items.append(
-                    [end, batch.seq_lens[query], pack, item.tile.m, item.tile.n, tail, [[place[query], 1]], 0, 1]
-                )
+                items.append([end, batch.seq_lens[query], pack, item.m, tail, [[place[query], 1]], 0, 1])
         bins.append(len(items))
-    work = sum(item[5] for item in items) * cost.runs / config.workers
+    work = sum(item[4] for item in items) * cost.runs / config.workers
     return {
         "items": items,
         "work_items": len(plan.items),
@@ -162,7 +160,7 @@ def _describe_plan(batch: Batch, prefixes: list[Prefix], place: dict[int, int], 
         "narrow_first": plan.narrow_first,
         "kv_bytes": cost.bytes(plan.kv_tokens, 0),
         "part_bytes": cost.bytes(0, plan.merged_parts),
-        "tiles": {str(m): count for m, count in sorted(Counter(item.tile.m for item in plan.items).items())},
+        "tiles": {str(m): count for m, count in sorted(Counter(item.m for item in plan.items).items())},
         "even": round(found.makespan / work, 3) if work else 1,
         "decisions": _decisions(found.packs, prefixes, config),
     }

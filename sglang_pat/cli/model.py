@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import stat
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from sglang_pat.estimate.models import DEFAULTS, LONGEST
 from sglang_pat.jsonl import whole
 from sglang_pat.kernels import capabilities
+from sglang_pat.model_config import ModelError, language_model
 from sglang_pat.packing import FORMATS, AttentionSpec
 from sglang_pat.text import printable
 
@@ -34,22 +29,13 @@ ARCHITECTURES = {
 """What PAT does not compute, and `support.check_model` finds in SGLang's code for these rather than in config.json (configs/model_config.py,
 models/*.py of 0.5.23)."""
 
-INNER = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Where the language model's part is, in config.json of a multimodal one."""
-
 STATES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
 """Kinds of layers that have states in place of KV."""
 
 GATED_DELTA_NETS = ("qwen3_next", "qwen3_5", "jet_nemotron", "jet_vlm", "intern_s2_preview")
 """How `model_type` begins where the other layers are gated delta nets (`hybrid_gdn_config` in SGLang's configs/hybrid_arch.py)."""
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
-
 Verdict = Literal["supported", "refused", "unknown"]
-
-
-class ModelError(ValueError):
-    """There is no config.json; the message says what is there instead."""
 
 
 class Needs(msgspec.Struct, frozen=True):
@@ -68,68 +54,6 @@ class Needs(msgspec.Struct, frozen=True):
     capped: bool
     windows: bool
     dtype: str
-
-
-def find(name: str) -> Path:
-    """The config.json of a model's folder, or of a name in the cache of Hugging Face. Nothing is downloaded.
-
-    Raises:
-        ModelError: There is none.
-    """
-    path = Path(name)
-    try:
-        if path.is_dir():
-            return path / "config.json"
-        if os.path.lexists(path) or not _HUB_NAME.fullmatch(name):
-            return path
-    except (OSError, ValueError):
-        return path
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(name, "config.json")
-    except Exception as error:  # it may be missing, or refuse the name, in any way
-        raise ModelError(f"{name} is no folder here, and the cache of Hugging Face cannot be read: {error}") from None
-    if isinstance(found, str):
-        return Path(found)
-    raise ModelError(
-        f"{name} is neither a folder here nor in the cache of Hugging Face, and nothing is downloaded: `hf download {name} config.json` is enough, or give the model's folder"
-    )
-
-
-def read(name: str) -> dict[str, Any]:
-    """A model's config.json, by the name of its folder, of the file, or in the cache of Hugging Face.
-
-    Raises:
-        ModelError: There is none.
-    """
-    path = find(name)
-    try:
-        # Opening a pipe would wait for a writer.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ModelError(f"{path} is not a file")
-            data = file.read(LONGEST + 1)
-        if len(data) > LONGEST:
-            raise ModelError(f"{path} is too long for a model's config.json: more than {LONGEST >> 20} MiB")
-        config = json.loads(data)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    except ModelError:
-        raise
-    except (ValueError, RecursionError):
-        raise ModelError(f"{path} is not a model's config.json: not JSON") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} is not a model's config.json: not a JSON object")
-    return config
-
-
-def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a config.json that describes the language model, with defaults of transformers."""
-    inner = dict(config)
-    for _ in INNER:
-        inner = next((inner[name] for name in INNER if isinstance(inner.get(name), dict) and inner[name]), inner)
-    return {**DEFAULTS.get(str(inner.get("model_type")), {}), **inner}
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
@@ -178,7 +102,7 @@ def judge(config: Mapping[str, Any], device: capabilities.Device, arch: str = ""
     """Whether PAT serves a model, as far as its config.json says, and why.
 
     Args:
-        config: What `read` returns.
+        config: What `model_config.read` returns.
         device: Where it shall be served.
         arch: The GPU's compute capability, such as `8.0` or `9.0a`; empty if it is not known.
     """

@@ -13,10 +13,9 @@ import msgspec
 import numpy as np
 
 from sglang_pat.packing import Batch, PackConfig, Plan, layout
-from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, Totals
+from sglang_pat.packing.native import NativeScheduler, PlanTooLargeError, TooDeepError, Totals, batch_in
 from sglang_pat.packing.tree import InconsistentError
 from sglang_pat.radix_bridge import trace
-from sglang_pat.radix_bridge.mirror import Mirror, TooDeepError
 from sglang_pat.radix_bridge.observer import apply
 
 MakePlan = Callable[[Batch, PackConfig], Plan]
@@ -84,7 +83,7 @@ def replay(path: Path, policy: str | None = None, oracle: MakePlan | None = None
     Args:
         path: The file.
         policy: Use this policy instead of the recorded one.
-        oracle: Compare every plan with the one that this makes of the batch's tree, which the mirror in Python has.
+        oracle: Compare every plan with the one that this makes of the batch's tree anew.
         truncated: Accept a file that was cut off.
 
     Raises:
@@ -105,7 +104,7 @@ def _replay(records: Iterator[trace.Record], policy: str | None, oracle: MakePla
     header = next(records)
     assert isinstance(header, trace.Header)
     config = header.config if policy is None else msgspec.structs.replace(header.config, policy=policy)
-    scheduler, mirror = NativeScheduler(config, header.max_batch), Mirror()
+    scheduler = NativeScheduler(config, header.max_batch)
     result = Replayed(config, header.layers, 0, 0, 0, Totals(), [], 0)
     batch: list[int] = []
     for record in records:
@@ -114,7 +113,6 @@ def _replay(records: Iterator[trace.Record], policy: str | None, oracle: MakePla
         if not isinstance(record, trace.PlanMade):
             result.events += 1
             trace.repeat(functools.partial(apply, scheduler), record)
-            trace.repeat(mirror.apply, record)
             continue
         batch = trace.apply_difference(batch, record)
         lengths = np.array(record.seq_lens, dtype=np.int64)
@@ -131,7 +129,7 @@ def _replay(records: Iterator[trace.Record], policy: str | None, oracle: MakePla
         result.planning_us.append((time.perf_counter() - began) * 1e6)
         result.fallbacks += record.fallback or not fitted
         if oracle and fitted:
-            expected = layout.flatten(oracle(mirror.batch(batch, record.seq_lens), config))
+            expected = layout.flatten(oracle(batch_in(scheduler, batch, record.seq_lens), config))
             if scheduler.buffers[index][: len(expected)].tolist() != expected.tolist():
                 raise AssertionError(f"plan {result.plans} is not the one that is made of the batch's tree anew")
         if fitted and not (record.ahead or record.fallback) and config == header.config:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import FORMATS, AttentionSpec, PackConfig, Plan, Tile, WorkItem, devices, layout
+from sglang_pat.packing import FORMATS, AttentionSpec, PackConfig, Plan, WorkItem, devices, layout
 from sglang_pat.packing.cost import PARTIAL_BYTES
 from sglang_pat.packing.devices import GpuTable, Price
 from sglang_pat.packing.spec import LOW_BIT_PAGE
@@ -52,7 +52,7 @@ def synthetic(items: dict[int, int], tokens: int, workers: int) -> Plan:
             for i in range(count):
                 start, first = len(work) * tokens, batch + i // 2 * queries
                 rows = list(range(first, first + queries))
-                work.append(WorkItem(start, start + tokens, rows, [i % 2] * queries, Tile(m, capabilities.KV_TILE)))
+                work.append(WorkItem(start, start + tokens, rows, [i % 2] * queries, m))
             batch += count // 2 * queries
     bins = [worker * sum(items.values()) for worker in range(workers + 1)]
     return Plan(work, bins, [2] * batch, 1, len(work) * tokens, 0)

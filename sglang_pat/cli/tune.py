@@ -13,6 +13,7 @@ alone.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -115,6 +116,12 @@ def derive(known: GpuTable, name: str) -> GpuTable:
     )  # fmt: skip
 
 
+def written(table: GpuTable) -> str:
+    """The text of a table's file, with a price on each line."""
+    text = msgspec.json.format(msgspec.json.encode(table), indent=1).decode() + "\n"
+    return re.sub(r'\{\s+("m"[^{}]*?)\s+\}', lambda price: f"{{{' '.join(price[1].split())}}}", text)
+
+
 def print_feasible(table: GpuTable, sheet: Sheet) -> None:
     """Print the paper's figure 7b: rows are m, columns are n."""
     print(
@@ -173,7 +180,7 @@ def _run(arguments: list[str] | None, prog: str) -> None:
     sheet = next((sheet for name, sheet in SHEETS.items() if name in table.gpu.lower()), None)
     if sheet is not None:
         print_feasible(table, sheet)
-    text = msgspec.json.format(msgspec.json.encode(table), indent=1).decode() + "\n"
+    text = written(table)
     if options.output is None:
         print(text)
         return

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,13 +11,10 @@ from msgspec import Meta
 
 from sglang_pat.estimate.errors import EstimateError, fault
 from sglang_pat.estimate.prompts import first_given
+from sglang_pat.model_config import ModelError, find, language_model, read
 from sglang_pat.packing import FORMATS, AttentionSpec
 from sglang_pat.packing.cost import Count
 from sglang_pat.packing.spec import MAX_WINDOW
-
-LONGEST = 1 << 24
-"""The most bytes of a config.json that are read: they have some kilobytes, and nested lists take 44 times as much memory (88 bytes for
-two brackets: `tracemalloc` around `json.loads`, Python 3.11)."""
 
 
 class Model(msgspec.Struct):
@@ -39,7 +34,7 @@ Size = Annotated[int, Meta(ge=1, le=1 << 31)]
 
 
 class Shape(msgspec.Struct):
-    """The fields of a config.json that are read. Optional ones follow from others, or are in DEFAULTS."""
+    """The fields of a config.json that are read. Optional ones follow from others, or are in `model_config.DEFAULTS`."""
 
     num_attention_heads: Count
     num_hidden_layers: Count
@@ -73,17 +68,6 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 WITH_KV = (FULL, SLIDING, "attention")
 WITHOUT_KV = (LINEAR, "mamba", "conv", "mlp", "moe")
 """Kinds of layers without KV: in Qwen3-Next and Granite, in LFM2, and in Nemotron-H, whose layers are either attention or an MLP."""
-DEFAULTS = {
-    "cohere2": {"sliding_window_pattern": 4},
-    "gemma2": {"head_dim": 256, "sliding_window_pattern": 2},
-    "gemma3_text": {
-        "head_dim": 256, "sliding_window_pattern": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208,
-    },
-    "nemotron_h": {"head_dim": 128},
-    "olmo3": {"sliding_window_pattern": 4},
-    "qwen3_next": {"head_dim": 256, "full_attention_interval": 4},
-}  # fmt: skip
-"""What config.json may leave out: the defaults of transformers for each `model_type`."""
 SEE_ONE_MORE = ("cohere2", "cohere2_moe", "exaone_moe")
 """Models whose `sliding_window` SGLang takes not to include the decoded token (commandr.py); so it does for MiMo V2."""
 UNREAD = (
@@ -93,41 +77,26 @@ UNREAD = (
 """Other fields that say how layers differ, which are not read here: Step 3.5, Laguna, Gemma 4, Nemotron NAS, Inkling, Zaya."""
 
 
-def read_model(path: Path) -> Model:
-    """Read a model's folder or config.json.
+def read_model(name: str | Path) -> Model:
+    """Read a model's config.json, by the name of its folder, of the file, or in the cache of Hugging Face.
 
     Raises:
         EstimateError: PAT does not serve this model, or the file is no config.json.
     """
-    path = path / "config.json" if os.path.isdir(path) else path
     try:
-        shape = _shape(path)
-    except OSError as error:
-        why = error.strerror
+        path = find(str(name))
+        config = language_model(read(path))
+    except ModelError as error:
+        raise EstimateError(str(error)) from None
+    if config.get("kv_lora_rank") is not None:
+        raise EstimateError(f"{path}: MLA models are not supported by --attention-backend pat")
+    for field in UNREAD:
+        if config.get(field) is not None:
+            raise EstimateError(f"{path}: models whose layers differ by {field} cannot be estimated")
+    try:
+        return _model(path, msgspec.convert(config, Shape))
     except msgspec.ValidationError as error:
         raise EstimateError(fault(error, str(path), f"{path}: ")) from None
-    except (ValueError, RecursionError):
-        why = "not JSON"
-    else:
-        return _model(path, shape)
-    raise EstimateError(
-        f"{path} is not a model's config.json ({why}): give the model's folder, as nothing is downloaded"
-    )
-
-
-def _shape(path: Path) -> Shape:
-    with path.open("rb") as file:
-        config = json.loads(file.read(LONGEST))
-    if isinstance(config, dict):
-        config = config.get("text_config") or config
-    if isinstance(config, dict):
-        if config.get("kv_lora_rank") is not None:
-            raise EstimateError(f"{path}: MLA models are not supported by --attention-backend pat")
-        for name in UNREAD:
-            if config.get(name) is not None:
-                raise EstimateError(f"{path}: models whose layers differ by {name} cannot be estimated")
-        config = {**DEFAULTS.get(str(config.get("model_type")), {}), **config}
-    return msgspec.convert(config, Shape)
 
 
 def _kinds(shape: Shape) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ends a build whose process was killed. `jit/__init__.py` runs this file by its path, so it imports nothing of the package.
+"""Ends a build whose process was killed. `builds.py` runs this file by its path, so it imports nothing of the package.
 
 The folder is the one that has the given path at the beginning, and no link: whatever has that path later is left alone.
 

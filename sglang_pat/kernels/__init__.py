@@ -1,1 +1,1 @@
-"""Runs plans: the native modules for CPUs and GPUs, and a plain PyTorch reference."""
+"""Runs plans: the native modules for CPUs and GPUs."""

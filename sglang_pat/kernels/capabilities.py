@@ -42,9 +42,6 @@ LOW_BIT_HEAD_DIM_STEP = 32
 PAGES_HEAD_DIMS = (64, 128)
 """Head dimensions of the CUDA kernels for pages of few bits (`Record` in csrc/cuda/low_bit.cuh)."""
 
-KV_TILE = 64
-"""The n of every tile (`kTokens` in csrc/cuda/tiles.h)."""
-
 NARROW_M = 16
 """The most rows that a single warp computes (`kNarrowM` in csrc/cuda/tiles.h)."""
 
@@ -95,7 +92,7 @@ def has_tails(query_tiles: tuple[int, ...], rows: int, kv_bits: int) -> bool:
         rows: Of a query: query heads of a KV head for each of its tokens.
         kv_bits: Bits of an element of KV.
     """
-    return kv_bits >= 8 and TileTable(query_tiles, (KV_TILE,), (), tails_m=WARPGROUP_ROWS).tails_queries(rows) > 1
+    return kv_bits >= 8 and TileTable(query_tiles, tails_m=WARPGROUP_ROWS).tails_queries(rows) > 1
 
 
 def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bits: int = 16) -> TileTable:
@@ -113,17 +110,17 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     """
     tiles = query_tiles(arch, head_dim, kv_bits)
     if tiles[-1] == NARROW_M:
-        return TileTable(tiles, (KV_TILE,), (), warp_m=NARROW_M, warp_tokens=WARP_TOKENS)
+        return TileTable(tiles, warp_m=NARROW_M, warp_tokens=WARP_TOKENS)
     chosen, table = table, table or devices.find(arch, gpu)
     # Prices of 128 dimensions scaled up make worse plans than no prices (benchmarks/notes/prices.md, "Larger head dimensions").
     if table is not None and head_dim <= table.head_dim:
-        priced = table.tiles(tiles, KV_TILE, head_dim, NARROW_M, WARP_TOKENS, kv_bits)
+        priced = table.tiles(tiles, head_dim, NARROW_M, WARP_TOKENS, kv_bits)
         if priced is not None:
             return msgspec.structs.replace(priced, tails_m=WARPGROUP_ROWS) if kv_bits >= 8 else priced
     # Larger dimensions cannot be measured yet (`python -m sglang_pat.tune --head-dim`): there a table is no fault.
     if chosen is not None and head_dim <= MEASURED_DIM:
         raise ValueError(f"it has no prices for head dimension {head_dim} with KV of {kv_bits} bits")
-    return TileTable(tiles, (KV_TILE,), ())
+    return TileTable(tiles)
 
 
 def low_bit_problem(head_dim: int, v_head_dim: int) -> str | None:

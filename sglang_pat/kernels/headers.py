@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from sglang_pat.jit import CSRC
 from sglang_pat.kernels import capabilities
@@ -23,38 +24,19 @@ def headers() -> dict[Path, str]:
         ),
         CSRC / "packing" / "constants.h": _file(
             _enum("class Policy", POLICIES),
-            _constants(
+            _named(
                 "int64_t",
-                {
-                    "kMaxWaves": constants.MAX_WAVES,
-                    "kSlack": constants.SLACK,
-                    "kPasses": constants.PASSES,
-                    "kTooLong": constants.TOO_LONG,
-                    "kSplitGain": constants.SPLIT_GAIN,
-                    "kUneven": constants.UNEVEN,
-                    "kLeastSteps": constants.LEAST_STEPS,
-                    "kTailGrowth": constants.TAIL_GROWTH,
-                    "kTailsShare": constants.TAILS_SHARE,
-                    "kTailsItems": constants.TAILS_ITEMS,
-                    "kMaxWindow": spec.MAX_WINDOW,
-                    "kLittlePercent": constants.LITTLE_PERCENT,
-                    "kRagged": constants.RAGGED,
-                },
-            ),
-            _constants("int", {"kMaxDepth": constants.MAX_DEPTH, "kMaxSegment": constants.MAX_SEGMENT}),
-            _constants("double", {"kBusyWorkers": constants.BUSY_WORKERS}),
+                constants,
+                "KV_TILE MAX_WAVES SLACK PASSES TOO_LONG SPLIT_GAIN UNEVEN LEAST_STEPS TAIL_GROWTH TAILS_SHARE TAILS_ITEMS LITTLE_PERCENT RAGGED",
+            )
+            + _named("int64_t", spec, "MAX_WINDOW"),
+            _named("int", constants, "MAX_DEPTH MAX_SEGMENT"),
+            _named("double", constants, "BUSY_WORKERS"),
             _constants("int32_t", {"kLevels[]": f"{{{', '.join(map(str, constants.LEVELS))}}}"}),
         ),
         CSRC / "cuda" / "tiles.h": _file(
-            _constants(
-                "int",
-                {
-                    "kTokens": capabilities.KV_TILE,
-                    "kNarrowM": capabilities.NARROW_M,
-                    "kStepTokens": capabilities.WARP_TOKENS,
-                    "kWarpgroupRows": capabilities.WARPGROUP_ROWS,
-                },
-            )
+            _constants("int", {"kTokens": constants.KV_TILE, "kStepTokens": capabilities.WARP_TOKENS})
+            + _named("int", capabilities, "NARROW_M WARPGROUP_ROWS"),
         ),
     }
 
@@ -67,8 +49,16 @@ def _constants(kind: str, values: Mapping[str, float | str]) -> str:
     return "".join(f"constexpr {kind} {name} = {value};\n" for name, value in values.items())
 
 
+def _named(kind: str, module: ModuleType, names: str) -> str:
+    return _constants(kind, {_camel(name): getattr(module, name) for name in names.split()})
+
+
+def _camel(name: str) -> str:
+    return "k" + "".join(word.capitalize() for word in name.split("_"))
+
+
 def _enum(name: str, members: Sequence[str], size: str = "") -> str:
-    names = ["k" + "".join(word.capitalize() for word in member.split("_")) for member in members]
+    names = [_camel(member) for member in members]
     return f"enum {name} {{\n" + "".join(f"  {member},\n" for member in [*names, *([size] if size else [])]) + "};\n"
 
 

@@ -7,7 +7,7 @@ from sglang_pat.packing.cost import CostModel
 from sglang_pat.packing.plan import OPEN, Plan, WorkItem
 from sglang_pat.packing.prices import POLICIES, PackConfig
 from sglang_pat.packing.spec import FORMATS, AttentionSpec
-from sglang_pat.packing.tiles import CPU_TILES, Tile, TileTable, WideSteps
+from sglang_pat.packing.tiles import CPU_TILES, TileTable, WideSteps
 from sglang_pat.packing.tree import Batch, Node
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "Node",
     "PackConfig",
     "Plan",
-    "Tile",
     "TileTable",
     "WideSteps",
     "WorkItem",

@@ -1,5 +1,8 @@
 """Numbers that decide what plans are like, each with its source. `python -m sglang_pat.kernels.headers` writes them into csrc/packing/constants.h."""
 
+KV_TILE = 64
+"""KV tokens of a tile of the CUDA kernels (`kTokens` in csrc/cuda/tiles.h)."""
+
 # Which steps have wide tiles only.
 
 LITTLE_PERCENT = 50

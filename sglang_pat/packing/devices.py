@@ -123,19 +123,12 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {16: self.prices, 8: self.prices_8bit, 4: self.prices_4bit, 2: self.prices_2bit}.get(kv_bits, ())
 
     def tiles(
-        self,
-        query_tiles: tuple[int, ...],
-        kv_tile: int,
-        head_dim: int,
-        warp_m: int,
-        warp_tokens: int,
-        kv_bits: int = 16,
+        self, query_tiles: tuple[int, ...], head_dim: int, warp_m: int, warp_tokens: int, kv_bits: int = 16
     ) -> TileTable | None:
         """The tiles with their prices in plans; None if an m has no price.
 
         Args:
             query_tiles: Every m, ascending.
-            kv_tile: The only n.
             head_dim: The model's head dimension.
             warp_m, warp_tokens: As of `TileTable`.
             kv_bits: Bits of an element of KV.
@@ -153,8 +146,6 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         packs, bins = scaled([price.in_plans() for price in found]), scaled([price.in_bins() for price in found])
         return TileTable(
             query_tiles,
-            (kv_tile,),
-            (),
             *packs,
             warp_m,
             warp_tokens,

@@ -16,11 +16,19 @@ from sglang_pat import jit
 from sglang_pat.packing import POLICIES, PackConfig, layout
 from sglang_pat.packing.constants import LEAST_STEPS
 from sglang_pat.packing.plan import OPEN, Plan
-from sglang_pat.packing.tree import ROOT, Batch, InconsistentError
+from sglang_pat.packing.tree import ROOT, Batch, InconsistentError, Node
+
+MOST_NODES = 1 << 20
+"""Nodes on the paths of a batch's requests together: batches list the requests of each node. Where each of 1,447 requests is one node longer than
+the one before there are as many: `explain` takes 11 s and 0.7 GB for it (tests/test_explain.py, `chain`)."""
 
 
 class PlanTooLargeError(Exception):
     """A plan does not fit its buffer, or its parts do not fit the workspace."""
+
+
+class TooDeepError(Exception):
+    """The paths of a batch's requests have more nodes than MOST_NODES; the message says so."""
 
 
 @functools.cache
@@ -434,6 +442,45 @@ def load(scheduler: NativeScheduler, batch: Batch, requests: Sequence[int] = ())
     return np.array(requests, dtype=np.int64)
 
 
+def batch_in(scheduler: NativeScheduler, requests: Sequence[int], seq_lens: list[int]) -> Batch:
+    """A batch with the prefix tree that the scheduler has of it.
+
+    A request that is shorter than its path shares nothing. If a request occurs twice, the second occurrence shares nothing.
+
+    Raises:
+        TooDeepError: Their paths are too long.
+    """
+    made: dict[int, tuple[Node, int]] = {}  # with their parents
+    roots: list[Node] = []
+    seen: set[int] = set()
+    nodes = 0
+    for query, request in enumerate(requests):
+        number, end = scheduler.binding(request) or (ROOT, 0)
+        if request in seen or end > seq_lens[query]:
+            continue
+        seen.add(request)
+        below: Node | None = None
+        while number != ROOT:
+            is_new = number not in made
+            if is_new:
+                found = scheduler.find(number)
+                assert found is not None
+                made[number] = Node(end - found[1], end, [], []), found[0]
+                if found[0] == ROOT:
+                    roots.append(made[number][0])
+            node, number = made[number]
+            node.queries.append(query)
+            if below is not None:
+                node.children.append(below)
+            below, end = node if is_new else None, node.start
+            nodes += 1
+        if nodes > MOST_NODES:
+            raise TooDeepError(
+                f"the paths of the batch's {len(requests):,} requests have more than {MOST_NODES:,} nodes together, too many for this command"
+            )
+    return Batch(seq_lens, roots)
+
+
 def _halves(head: bytes) -> tuple[int, int]:
     return int.from_bytes(head[:8], "little", signed=True), int.from_bytes(head[8:16], "little", signed=True)
 
@@ -441,29 +488,14 @@ def _halves(head: bytes) -> tuple[int, int]:
 def _values(config: PackConfig) -> dict[str, list[int]]:
     """A config as `config_of` in csrc/packing/module.cpp reads it."""
     cost, tiles, bins = config.cost, config.tiles, config.for_bins
-    numbers = {
-        "token_bytes": cost.token_bytes,
-        "part_bytes": cost.part_bytes,
-        "turn_price": config.turn_price,
-        "bin_end_price": config.bin_end_price,
-        "wave_price": config.wave_price,
-        "narrow_first_price": config.narrow_first_price,
-        "group": cost.group,
-        "runs": cost.runs,
-        "workers": config.workers,
-        "max_queries": config.max_queries,
-        "few_queries": config.few_queries,
-        "warp_queries": config.warp_queries,
-        "split_queries": config.split_queries,
-        "tails_queries": config.tails_queries,
+    of_config = (
+        "turn_price bin_end_price wave_price narrow_first_price workers max_queries few_queries warp_queries split_queries tails_queries window "
+        "grain slices_tokens slices_token_price slices_start_price"
+    )
+    named = ((cost, "token_bytes part_bytes group runs"), (tiles, "warp_tokens kv_tile"), (config, of_config))
+    numbers = {name: getattr(owner, name) for owner, names in named for name in names.split()} | {
         "policy": POLICIES.index(config.policy),
-        "window": config.window,
-        "grain": config.grain,
-        "warp_tokens": tiles.warp_tokens,
-        "slices_tokens": config.slices_tokens,
         "slice_rows": tiles.warp_m,
-        "slices_token_price": config.slices_token_price,
-        "slices_start_price": config.slices_start_price,
         "bin_slices_token_price": bins.slices_token_price,
         "bin_slices_start_price": bins.slices_start_price,
     }
@@ -478,8 +510,6 @@ def _values(config: PackConfig) -> dict[str, list[int]]:
         **{name: [number] for name, number in numbers.items()},
         **{name: [0, *map(price, range(1, config.max_queries + 1))] for name, price in for_each_size.items()},
         "query_tiles": list(tiles.query_tiles),
-        "kv_tiles": list(tiles.kv_tiles),
-        "kv_bounds": list(tiles.kv_bounds),
     }
 
 

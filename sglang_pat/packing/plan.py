@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from sglang_pat.packing.tiles import Tile
-
 OPEN = -1
 """A bound that means the end of the request, at whatever length it has when the item runs."""
 
@@ -28,7 +26,7 @@ class WorkItem(msgspec.Struct):
         queries: Batch positions. All queries have the same KV slots in the span; they are read from the first query's row of
             `req_to_token`.
         parts: For each query, the number of this part among its parts.
-        tile: The tile that runs it.
+        m: Rows of the tile that runs it.
         tails: Whether each query's tail follows: its own KV from `end` to the end of its request, which only its own rows read. Then both
             bounds are positions, and a query's rows are those of one warpgroup.
     """
@@ -37,7 +35,7 @@ class WorkItem(msgspec.Struct):
     end: int
     queries: list[int]
     parts: list[int]
-    tile: Tile
+    m: int
     tails: bool = False
 
     def span(self, seq_lens: list[int]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Tiles: which (m, n) runs a pack (PAT §5.2), and how long that takes."""
+"""Tiles: which one runs a pack (PAT §5.2), and how long that takes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from sglang_pat.packing.constants import KV_TILE
 from sglang_pat.packing.cost import MAX_PRICE, Count
-
-Tokens = Annotated[int, Meta(ge=0, le=1 << 32)]
-"""More than any context has."""
 
 Nanoseconds = Annotated[float, Meta(ge=0)]
 
@@ -26,13 +24,6 @@ MeanTokens = Annotated[int, Meta(ge=0, le=1 << 30)]
 Sharing = Annotated[int, Meta(ge=1, le=1 << 12)]
 
 Splits = Literal["none", "wide", "all"]
-
-
-class Tile(msgspec.Struct, frozen=True, order=True):
-    """A forward configuration: m rows (query heads that share a KV head, for each query) by n KV positions."""
-
-    m: int
-    n: int
 
 
 class WideSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,9 +65,7 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tiles that a device has, and the rule that picks one.
 
     Attributes:
-        query_tiles: Every m, ascending.
-        kv_tiles: Every n, ascending.
-        kv_bounds: Piecewise rule for n: the i-th n serves KV lengths up to `kv_bounds[i]`, the last n the rest.
+        query_tiles: Every m, ascending: rows (query heads that share a KV head, for each query).
         token_ns: For each m, the time per token of one KV head; empty if not measured. It counts if the token's bytes take less. All times are
             in ns.
         item_ns: For each m, the time to start and end a work item; `CostModel.start_price` counts if it is empty.
@@ -97,11 +86,10 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         splits: In which plans packs are split into work items of fewer queries where a bin is too long: in none, in those without tiles of single warps, or in
             all.
         bins_token_ns, bins_item_ns: What counts in place of `token_ns` and `item_ns` when packs are laid out in bins; the same if empty.
+        kv_tile: KV tokens that a worker computes at a time: no bin is worth its start for fewer.
     """
 
     query_tiles: tuple[Count, ...]
-    kv_tiles: tuple[Count, ...]
-    kv_bounds: tuple[Tokens, ...]
     token_ns: tuple[Nanoseconds, ...] = ()
     item_ns: tuple[Nanoseconds, ...] = ()
     warp_m: Annotated[int, Meta(ge=0, le=4096)] = 0
@@ -118,14 +106,11 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tails_m: Annotated[int, Meta(ge=0, le=4096)] = 0
     narrow_first_ns: Nanoseconds = 0
     splits: Splits = "none"
+    kv_tile: Count = KV_TILE
 
     def __post_init__(self) -> None:
-        for name in ("query_tiles", "kv_tiles", "kv_bounds"):
-            values = getattr(self, name)
-            if list(values) != sorted(set(values)):
-                raise ValueError(f"{name} must ascend")
-        if not self.query_tiles or len(self.kv_tiles) != len(self.kv_bounds) + 1:
-            raise ValueError("there must be a tile for queries, and for KV one more than bounds")
+        if not self.query_tiles or list(self.query_tiles) != sorted(set(self.query_tiles)):
+            raise ValueError("there must be query_tiles, and they must ascend")
         times = (self.token_ns, self.item_ns, self.bins_token_ns, self.bins_item_ns)
         if {*map(len, times)} - {0, len(self.query_tiles)}:
             raise ValueError("there must be a time for each m, or none")
@@ -187,5 +172,5 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.query_tiles[min(bisect_left(self.query_tiles, rows), len(self.query_tiles) - 1)]
 
 
-CPU_TILES = TileTable(query_tiles=(16, 64, 128), kv_tiles=(32, 64, 128), kv_bounds=(32, 64))
+CPU_TILES = TileTable(query_tiles=(16, 64, 128), kv_tile=128)
 """Tiles of the CPU executor; measured by `python benchmarks/cpu_decode.py --tiles` (benchmarks/notes/first-versions.md, "CPU executor")."""

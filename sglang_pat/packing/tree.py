@@ -104,18 +104,15 @@ def compact(batch: Batch) -> list[Prefix]:
         while parent >= 0 and len(node.children) == 1 and len(node.children[0].queries) == len(node.queries):
             node = node.children[0]
         shared = [child for child in node.children if len(child.queries) > 1]
+        shared.sort(key=lambda child: sorted(child.queries)[1], reverse=True)
         below = {query for child in shared for query in child.queries}
         if parent >= 0:
             prefixes[parent].children.append(len(prefixes))
-        stack.extend((child, child.start, len(prefixes)) for child in sorted(shared, key=_second_query, reverse=True))
+        stack.extend((child, child.start, len(prefixes)) for child in shared)
         prefixes.append(Prefix(start, node.end, parent, sorted(set(node.queries).difference(below))))
     for prefix in reversed(prefixes):
         prefix.queries = prefix.leaves + [query for child in prefix.children for query in prefixes[child].queries]
     return prefixes
-
-
-def _second_query(node: Node) -> int:
-    return sorted(node.queries)[1]
 
 
 def kv_minimum(prefixes: list[Prefix], seq_lens: list[int]) -> int:

@@ -75,6 +75,19 @@ _REPORT = f"{_REPORTER}.report_decode_stats"
 _REST = f"{_REPORTER}._maybe_log_idle_metrics"
 
 
+class Reporter(Protocol):
+    """Says what happened. Only the process's first follower's is asked."""
+
+    def counters(self) -> dict[str, Any]:
+        """What `/server_info` shows as `internal_states[i]["pat"]`."""
+
+    def publish(self, labels: dict[str, str] | None) -> None:
+        """SGLang has logged decode batches, and exported its metrics with these labels if they are on."""
+
+    def rest(self, labels: dict[str, str]) -> None:
+        """Nothing runs, and SGLang's metrics, which have these labels, are right. It is told in each turn of SGLang's idle loop: it has to be quick."""
+
+
 class Follower(Protocol):
     """An attention backend that follows a prefix cache.
 
@@ -84,21 +97,13 @@ class Follower(Protocol):
         req_to_token_pool: The pool of the requests that it follows.
         packs_extends: Whether it needs to know requests before they are prefilled.
         observer: Is told what happens to them.
+        reporter: Says what happened.
     """
 
     req_to_token_pool: Any
     packs_extends: bool
     observer: Observer
-
-    def counters(self) -> dict[str, Any]:
-        """What `/server_info` shows as `internal_states[i]["pat"]`. Only the process's first follower is asked."""
-
-    def publish(self, labels: dict[str, str] | None) -> None:
-        """SGLang has logged decode batches, and exported its metrics with these labels if they are on. Only the first follower is told."""
-
-    def rest(self, labels: dict[str, str]) -> None:
-        """Nothing runs, and SGLang's metrics, which have these labels, are right. Only the first follower is told, in each turn of SGLang's idle loop:
-        it has to be quick."""
+    reporter: Reporter
 
 
 _followers: list[weakref.ref[Follower]] = []
@@ -389,7 +394,7 @@ def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
         if reporter.forward_ct_decode % reporter.decode_log_interval == 0 and (
             reporter.is_stats_logging_rank or exports
         ):
-            follower.publish(reporter.metrics_collector.labels if exports else None)
+            follower.reporter.publish(reporter.metrics_collector.labels if exports else None)
 
     _publish(publish)
 
@@ -397,7 +402,7 @@ def _on_report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
 def _on_rest(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
     def publish(follower: Follower) -> None:
         if reporter.current_scheduler_metrics_enabled:
-            follower.rest(reporter.metrics_collector.labels)
+            follower.reporter.rest(reporter.metrics_collector.labels)
 
     _publish(publish)
 
@@ -432,6 +437,6 @@ def _on_graph_view(result: Any, *args: Any, **kwargs: Any) -> None:
 def _on_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     try:
         for follower in followers()[:1]:
-            result.internal_state["pat"] = {**follower.counters(), "defers": defers(scheduler.tree_cache)}
+            result.internal_state["pat"] = {**follower.reporter.counters(), "defers": defers(scheduler.tree_cache)}
     except Exception:
         logger.warning("sglang-pat: /server_info is without its counters", exc_info=True)

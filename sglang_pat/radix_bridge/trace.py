@@ -27,7 +27,7 @@ from sglang_pat.text import is_showable
 logger = logging.getLogger(__name__)
 
 MAGIC = b"sglang-pat trace\n"
-FORMAT = 6
+FORMAT = 7
 
 PENDING = 1 << 16
 """Bytes of events that wait in memory for the next plan, at most. A server that is killed loses them."""

@@ -76,7 +76,7 @@ int main() {
     config.policy = pat::Policy::kOptimal;
     config.pack_prices.tokens.assign(33, 4096), config.pack_prices.starts.assign(33, 80000);
     config.short_tokens.assign(33, 0), config.bin_prices = config.pack_prices;
-    config.query_tiles = {16, 128}, config.kv_tiles = {64}, config.flat = true;
+    config.query_tiles = {16, 128}, config.kv_tile = 64, config.flat = true;
     // Some plans do not fit.
     const int64_t slots = seed % 2 ? 100 : 1 << 20;
     Server tried(config, slots), twin(config, slots);

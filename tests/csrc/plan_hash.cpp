@@ -26,7 +26,7 @@ int main() {
     if (config.group == 32) config.slices_tokens = 300, config.slice_rows = 16, config.warp_queries = 0;
     config.pack_prices.slices_token = 5000, config.pack_prices.slices_start = 20000;
     config.bin_prices = config.pack_prices;
-    config.query_tiles = {8, 16, 64, 128, 192}, config.kv_tiles = {64};
+    config.query_tiles = {8, 16, 64, 128, 192}, config.kv_tile = 64;
     config.check();
     std::vector<int32_t> first(kInts), second(kInts);
     pat::Scheduler scheduler(config, {{first.data(), kInts}, {second.data(), kInts}}, kBatch, 1 << 20);

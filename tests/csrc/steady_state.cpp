@@ -40,7 +40,7 @@ int main() {
     config.pack_prices.tokens.assign(33, 4096), config.pack_prices.starts.assign(33, 80000),
         config.short_tokens.assign(33, 0);
     config.bin_prices = config.pack_prices;
-    config.query_tiles = {16, 128}, config.kv_tiles = {64}, config.flat = true;
+    config.query_tiles = {16, 128}, config.kv_tile = 64, config.flat = true;
     std::vector<int32_t> first(1 << 16), second(1 << 16);
     pat::Scheduler scheduler(config, {{first.data(), 1 << 16}, {second.data(), 1 << 16}}, kBatch, 1 << 20);
     std::vector<int64_t> seq_lens(kBatch, kSeqLen);

@@ -103,7 +103,7 @@ def make_plan(batch: Batch, config: PackConfig, levels: int | None = None) -> Pl
     num_parts = [0] * len(seq_lens)
     items: list[WorkItem] = []
     bins = [0]
-    kv_tokens, longest, longest_tail, longest_with_tails = 0, tiles.kv_tiles[-1], 0, 0
+    kv_tokens, longest, longest_tail, longest_with_tails = 0, tiles.kv_tile, 0, 0
     narrow = False
     packs = choose_packs(batch, config)
     filled = balance(split_queries(packs, seq_lens, config), seq_lens, config)
@@ -113,15 +113,13 @@ def make_plan(batch: Batch, config: PackConfig, levels: int | None = None) -> Pl
             parts = [num_parts[query] for query in pack.queries]
             for query in pack.queries:
                 num_parts[query] += 1
-            tile = pricing.select(
-                tiles, tiles.warp_m if pack.in_row_slices else len(pack.queries) * config.cost.group, length
-            )
+            m = tiles.query_tile(tiles.warp_m if pack.in_row_slices else len(pack.queries) * config.cost.group)
             narrow |= pricing.by_warps(config, len(pack.queries), pack.in_row_slices)
             grows = growing[pack.queries[0]]
             # A full window moves with the end of its request.
             back = 0 if grows else window - OPEN
             end = OPEN if pack.end is None else pack.end - back
-            items.append(WorkItem(pack.start - back, end, pack.queries, parts, tile, pack.tails))
+            items.append(WorkItem(pack.start - back, end, pack.queries, parts, m, pack.tails))
             length += pack.tail_tokens(seq_lens)
             kv_tokens += length
             longest = max(longest, length)
@@ -160,7 +158,7 @@ def bin_prices(plan: Plan, seq_lens: list[int], config: PackConfig) -> list[int]
         members = []
         for item in plan.items[first:last]:
             start, end = item.span(seq_lens)
-            in_row_slices = pricing.runs_in_row_slices(config, len(item.queries), item.tile.m)
+            in_row_slices = pricing.runs_in_row_slices(config, len(item.queries), item.m)
             members.append((len(item.queries), end - start, in_row_slices, item.tail_tokens(seq_lens)))
         prices.append(pricing.bin_price(config, members))
     return prices

@@ -195,7 +195,7 @@ def _fill(
 def _count(packs: list[Pack], prices: list[int], config: PackConfig) -> int:
     """The number of bins for packs with these prices."""
     work = sum(prices)
-    least = config.tiles.kv_tiles[-1] * config.cost.token_bytes + config.start_price(1)
+    least = config.tiles.kv_tile * config.cost.token_bytes + config.start_price(1)
     limit = max(1, work // least)
     # By measured prices only.
     if (
@@ -229,7 +229,7 @@ def even_steps(bins: list[list[Pack]], seq_lens: list[int], config: PackConfig, 
     if excess == 0:
         return ALWAYS
     work = sum(pricing.bin_price(config, [_measures(pack, seq_lens) for pack in members]) for members in bins)
-    allowed = max(work // UNEVEN, len(bins) * config.tiles.kv_tiles[-1] * config.token_price(1))
+    allowed = max(work // UNEVEN, len(bins) * config.tiles.kv_tile * config.token_price(1))
     return max(LEAST_STEPS, allowed // excess)
 
 

@@ -56,7 +56,7 @@ class _Solver:
         minimum = kv_minimum(prefixes, batch.seq_lens)
         if workers > heads:
             # Bins end wherever they are full: expect one cut per fair share of a pack's length; each cut adds a part to each of its queries.
-            share = max(float(config.tiles.kv_tiles[-1]), minimum * heads / workers)
+            share = max(float(config.tiles.kv_tile), minimum * heads / workers)
             self.cut_token = self.part / share
         enough = len(batch.seq_lens) * heads >= TAILS_ITEMS * config.tails_queries * workers
         self.most_tails = minimum * heads // (TAILS_SHARE * workers) if enough and config.tails_queries > 1 else 0
@@ -123,7 +123,7 @@ class _Solver:
         """The packs of leaves that read a segment with their tails: tails of as many tiles side by side, and no more of them than `most_tails`."""
         if not self._together(prefix):
             return [Pack(start, None, [query]) for query in prefix.leaves]
-        n, count = self.config.tiles.kv_tiles[-1], len(prefix.leaves)
+        n, count = self.config.tiles.kv_tile, len(prefix.leaves)
         leaves = sorted(prefix.leaves, key=lambda query: -(-(self.seq_lens[query] - prefix.end) // n))
         pieces = -(-count // self.config.tails_queries)
         packs = []

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable
 
-from sglang_pat.packing import CostModel, PackConfig, Tile, TileTable
+from sglang_pat.packing import CostModel, PackConfig
 from sglang_pat.packing.constants import BUSY_WORKERS, LITTLE_PERCENT, MAX_WAVES, RAGGED
 from sglang_pat.packing.prices import WideLimits
-
-
-def select(tiles: TileTable, rows: int, kv_len: int) -> Tile:
-    """The tile for `rows` and `kv_len`."""
-    return Tile(tiles.query_tile(rows), tiles.kv_tiles[bisect_left(tiles.kv_bounds, kv_len)])
 
 
 def merge_tokens(cost: CostModel, queries: int) -> float:

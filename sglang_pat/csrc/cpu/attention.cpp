@@ -141,7 +141,7 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
   const pat::KvHead<T> kv{data<T>(a.kv.k) + kv_head * a.kv.k.stride(1), data<T>(a.kv.v) + kv_head * a.kv.v.stride(1),
                           a.kv.k.stride(0), a.kv.v.stride(0), a.shape};
   float* lse = results.data() + size_t(rows) * dv;
-  pat::OnlineSoftmax softmax(a.shape, q_rows.data(), rows, work[pat::kTileN], scratch);
+  pat::OnlineSoftmax softmax(a.shape, q_rows.data(), rows, length, scratch);
   if (a.form) {
     add_pages(a, queries, work[pat::kItemQueries], group, start, length, kv_slots, kv, kv_head, softmax, scratch);
   } else {

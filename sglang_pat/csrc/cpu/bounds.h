@@ -14,9 +14,8 @@
 namespace pat {
 
 constexpr int64_t kMostTokens = 64;  // bits of a mask
-// Limits of a tile. Real ones have a few dozen tokens and up to some thousand rows. Larger ones would only waste scratch
-// memory; up to here an offset in it has 31 bits.
-constexpr int32_t kMostTileTokens = 1 << 14, kMostTileRows = 1 << 14, kMostDims = 1 << 14;
+// Real work items have up to some thousand rows. Larger ones would only waste scratch memory; up to here an offset in it has 31 bits.
+constexpr int32_t kMostTileRows = 1 << 14, kMostDims = 1 << 14;
 constexpr int64_t kMostTailTokens = 1 << 30;  // so that a token's index fits 32 bits
 
 // Sizes of what a plan's indices point into. `group`: query heads of a KV head.
@@ -52,7 +51,6 @@ inline const char* plan_problem(const int32_t* plan, const Bounds& bounds) {
     if (item[kItemQueries] < 1 || !within(item[kFirstQuery], item[kItemQueries], queries))
       return "the plan has a work item of queries that there are not";
     if (item[kItemQueries] * bounds.group > kMostTileRows) return "the plan has a work item of too many rows";
-    if (item[kTileN] < 1 || item[kTileN] > kMostTileTokens) return "the plan has a tile that is none";
     if (item[kTails] != 0) return "the plan has a work item with tails, which only GPUs run";
     if (item[kStart] > bounds.table_columns || item[kEnd] > bounds.table_columns)
       return "the plan has a work item outside the context";

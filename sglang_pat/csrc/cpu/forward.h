@@ -91,18 +91,18 @@ inline Vec cap(Vec scores, float limit) {
 // rows of one query (benchmarks/notes/first-versions.md, "CPU executor").
 class OnlineSoftmax {
  public:
-  // q: [rows, head_dim], scaled already. KV tiles have `tile_n` tokens.
-  OnlineSoftmax(const Shape& shape, const float* q, int rows, int tile_n, Scratch& scratch)
+  // q: [rows, head_dim], scaled already. No range will have more than `most` tokens.
+  OnlineSoftmax(const Shape& shape, const float* q, int rows, int most, Scratch& scratch)
       : shape_(shape),
         rows_(rows),
-        tile_n_(tile_n),
+        block_(std::min(most, kBlock)),
         ldr_(round_up(rows, kWidth)),
         ldv_(round_up(shape.v_head_dim, kWidth)) {
     const int d = shape.head_dim;
     qt_ = Scratch::get(scratch.q, size_t(d) * ldr_);
-    k_ = Scratch::get(scratch.k, size_t(tile_n) * d);
-    v_ = Scratch::get(scratch.v, size_t(tile_n) * ldv_);
-    scores_ = Scratch::get(scratch.scores, size_t(tile_n) * ldr_);
+    k_ = Scratch::get(scratch.k, size_t(block_) * d);
+    v_ = Scratch::get(scratch.v, size_t(block_) * ldv_);
+    scores_ = Scratch::get(scratch.scores, size_t(block_) * ldr_);
     out_ = Scratch::get(scratch.out, size_t(rows) * ldv_);
     max_score_ = Scratch::get(scratch.max, ldr_);
     sum_exp_ = Scratch::get(scratch.sum, ldr_);
@@ -110,7 +110,7 @@ class OnlineSoftmax {
     for (int r = 0; r < rows; ++r)
       for (int i = 0; i < d; ++i) qt_[size_t(i) * ldr_ + r] = q[size_t(r) * d + i];
     std::fill_n(out_, size_t(rows) * ldv_, 0.0f);
-    std::fill_n(v_, size_t(tile_n) * ldv_, 0.0f);
+    std::fill_n(v_, size_t(block_) * ldv_, 0.0f);
     std::fill_n(max_score_, ldr_, -INFINITY);
     std::fill_n(sum_exp_, ldr_, 0.0f);
   }
@@ -119,8 +119,8 @@ class OnlineSoftmax {
   template <typename Source>
   void add(const Source& kv, const int32_t* slots, int length, const Visible& visible) {
     const int d = shape_.head_dim;
-    for (int begin = 0; begin < length; begin += tile_n_) {
-      const int n = std::min(tile_n_, length - begin);
+    for (int begin = 0; begin < length; begin += block_) {
+      const int n = std::min(block_, length - begin);
       for (int j = 0; j < n; ++j) {
         kv.read(slots[begin + j], k_ + size_t(j) * d, v_ + size_t(j) * ldv_);
       }
@@ -169,7 +169,10 @@ class OnlineSoftmax {
 
  private:
   const Shape shape_;
-  const int rows_, tile_n_, ldr_, ldv_;  // ldr_: floats between rows of S^T and Q^T; ldv_: of V and O
+  // Tokens at a time; measured by `python benchmarks/cpu_decode.py --tiles` (benchmarks/NOTES-archive.md).
+  static constexpr int kBlock = 128;
+
+  const int rows_, block_, ldr_, ldv_;  // ldr_: floats between rows of S^T and Q^T; ldv_: of V and O
   float *qt_, *k_, *v_, *scores_, *out_, *max_score_, *sum_exp_;
 };
 

@@ -21,6 +21,8 @@
 
 #include "vec.h"
 
+#include "../fit.h"
+
 namespace pat {
 
 constexpr int kPageTokens = 64;
@@ -80,22 +82,8 @@ class LowBit {
   }
 };
 
-inline uint16_t half_bits(float x) {
-  const _Float16 half = static_cast<_Float16>(std::clamp(x, -65504.0f, 65504.0f));
-  uint16_t bits;
-  std::memcpy(&bits, &half, sizeof(bits));
-  return bits;
-}
-
-// How often 2 bits' scale and zero are fitted to the codes by least squares, and the codes chosen anew; the range of the numbers is a bad
-// scale for four codes. More rounds gain nothing (benchmarks/notes/low-bit-kv.md, "Why 2 bits cost so much"), nor does 4 bits gain what it would cost.
-constexpr int fits_of(int bits) { return bits == 2 ? 2 : 0; }
-constexpr int kFitSums = 4;  // of every fourth number each: the order of additions is that of csrc/cuda/page_store.cuh
-
 // Of one channel's or token's numbers; codes are those nearest to the parameters as they are kept, the scale divided by `divisor`.
-struct Quantised {
-  uint16_t scale, zero;
-  float step, least;
+struct Quantised : Scaled {
   int levels;
 
   template <typename At>
@@ -104,19 +92,18 @@ struct Quantised {
     bool nan = false;
     for (int i = 0; i < count; ++i) low = std::min(low, at(i)), high = std::max(high, at(i)), nan |= !std::isfinite(at(i));
     zero = half_bits(low + 0.0f);  // of -0 and 0 the order would decide
-    least = to_float(Fp16{zero});
+    least = half_float(zero);
     scale = nan ? 0x7e00 : half_bits(std::max(0.0f, high - least) / float(levels) / divisor);
-    step = to_float(Fp16{scale}) * divisor;
-    for (int round = 0; round < fits_of(bits) && step > 0; ++round) fit(count, divisor, at);
+    step = half_float(scale) * divisor;
+    for (int round = 0; bits == 2 && round < kFits && step > 0; ++round) fit_to(count, divisor, at);
   }
   uint32_t code(float x) const {
     return step > 0 ? uint32_t(std::clamp(std::nearbyint((x - least) / step), 0.0f, float(levels))) : 0;
   }
 
  private:
-  // Sums of codes and their squares are exact in any order; the others are of distances from `least`, which cancel less.
   template <typename At>
-  void fit(int count, float divisor, const At& at) {
+  void fit_to(int count, float divisor, const At& at) {
     const float inverse = 1 / step;
     float codes = 0, squares = 0, distances[kFitSums] = {}, products[kFitSums] = {};
     for (int i = 0; i < count; ++i) {
@@ -126,17 +113,7 @@ struct Quantised {
       products[i % kFitSums] = std::fma(code, distance, products[i % kFitSums]);
     }
     const auto sum = [](const float* of) { return (of[0] + of[1]) + (of[2] + of[3]); };
-    const float all = sum(distances), product = sum(products), n = float(count);
-    const float slope = std::fma(n, product, -(codes * all)) / (n * squares - codes * codes);
-    const float zero_moved = std::fma(-slope, codes, all) / n;
-    const uint16_t new_zero = half_bits(least + zero_moved + 0.0f);
-    const float moved = to_float(Fp16{new_zero}) - least;
-    // The best for the zero as it is kept.
-    const uint16_t new_scale = half_bits(std::fma(-moved, codes, product) / squares / divisor);
-    const float new_step = to_float(Fp16{new_scale}) * divisor;
-    // Not where all codes are equal, nor where numbers are too large to be added.
-    if (!(std::isfinite(zero_moved) && new_step > 0)) return;
-    zero = new_zero, scale = new_scale, least = to_float(Fp16{zero}), step = new_step;
+    fit(float(count), codes, squares, sum(distances), sum(products), divisor);
   }
 };
 

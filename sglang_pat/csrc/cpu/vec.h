@@ -2,6 +2,7 @@
 // use it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -89,6 +90,15 @@ inline float to_float(E4m3 x) {
 
 // An e5m2 is the upper byte of an Fp16.
 inline float to_float(E5m2 x) { return to_float(Fp16{uint16_t(x.bits << 8)}); }
+
+inline uint16_t half_bits(float x) {
+  const _Float16 half = static_cast<_Float16>(std::clamp(x, -65504.0f, 65504.0f));
+  uint16_t bits;
+  std::memcpy(&bits, &half, sizeof(bits));
+  return bits;
+}
+
+inline float half_float(uint16_t bits) { return to_float(Fp16{bits}); }
 
 template <typename T>
 inline void convert(const T* __restrict from, float* __restrict to, int count) {

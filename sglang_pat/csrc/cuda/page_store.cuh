@@ -11,9 +11,10 @@
 #include "low_bit.cuh"
 #include "smem.cuh"
 
+#include "../fit.h"
+
 namespace pat {
 
-constexpr int kFits = 2, kFitSums = 4;  // of 2 bits, as in csrc/cpu/low_bit.h
 constexpr int kStoreTokens = 8, kStoreThreads = kStoreTokens * kWarpSize;
 
 // Strides are in elements.
@@ -41,10 +42,8 @@ struct StoreParams {
 // Parameters of one channel of K in a page, or of one token's V, by `kShare` neighbouring threads, of which this one is `part`. Codes are those nearest
 // to the parameters as they are kept.
 template <int kBits>
-struct Quantised {
+struct Quantised : Scaled {
   static constexpr int kLevels = (1 << kBits) - 1;
-  float step, least;
-  uint16_t scale, zero;
 
   // The scale is kept divided by `divisor`.
   template <int kCount, int kShare, typename At>
@@ -70,7 +69,7 @@ struct Quantised {
     own.step = half_float(own.scale) * divisor;
     if constexpr (kBits == 2) {
 #pragma unroll 1
-      for (int round = 0; round < kFits; ++round) own.template fit<kCount, kShare>(part, divisor, at);
+      for (int round = 0; round < kFits; ++round) own.template fit_to<kCount, kShare>(part, divisor, at);
     }
     return own;
   }
@@ -82,7 +81,7 @@ struct Quantised {
  private:
   // As in csrc/cpu/low_bit.h, sums in the same order: a thread has those of every fourth number, one or several of them.
   template <int kCount, int kShare, typename At>
-  __device__ void fit(int part, float divisor, const At& at) {
+  __device__ void fit_to(int part, float divisor, const At& at) {
     static_assert(kFitSums % kShare == 0 && kCount % kFitSums == 0);
     constexpr int kOwn = kFitSums / kShare;
     const float inverse = step > 0 ? 1 / step : 0;
@@ -107,15 +106,7 @@ struct Quantised {
     float all = distances[0], product = products[0];
 #pragma unroll
     for (int j = 1; j < kOwn; ++j) all += distances[j], product += products[j];
-    constexpr float n = kCount;
-    const float slope = fmaf(n, product, -(codes * all)) / (n * squares - codes * codes);
-    const float zero_moved = fmaf(-slope, codes, all) / n;
-    const uint16_t new_zero = half_bits(least + zero_moved + 0.0f);
-    const float moved = half_float(new_zero) - least;
-    const uint16_t new_scale = half_bits(fmaf(-moved, codes, product) / squares / divisor);
-    const float new_step = half_float(new_scale) * divisor;
-    if (!(step > 0 && fabsf(zero_moved) < INFINITY && new_step > 0)) return;
-    zero = new_zero, scale = new_scale, least = half_float(zero), step = new_step;
+    fit(kCount, codes, squares, all, product, divisor);
   }
 };
 

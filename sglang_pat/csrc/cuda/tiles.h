@@ -6,8 +6,8 @@
 namespace pat {
 
 constexpr int kTokens = 64;
-constexpr int kNarrowM = 16;
 constexpr int kStepTokens = 16;
+constexpr int kNarrowM = 16;
 constexpr int kWarpgroupRows = 64;
 
 }  // namespace pat

@@ -280,7 +280,7 @@ class Bins {
     if constexpr (kKeep) {
       items.resize(begins.back());
       const int64_t excess = most_growth * bins - growth;
-      const int64_t allowed = std::max(filled.work / kUneven, bins * config.kv_tiles.back() * prices.tokens[1]);
+      const int64_t allowed = std::max(filled.work / kUneven, bins * config.kv_tile * prices.tokens[1]);
       even_steps = excess > 0 ? std::max(kLeastSteps, allowed / excess) : INT32_MAX;
     }
     return filled;
@@ -289,7 +289,7 @@ class Bins {
   // How many bins there are. A cut affects so many queries: the mean over packs, weighted by work, where packs shorter than a bin count as one
   // query, as they go into a bin whole, and the cut falls on a pack of one query beside them.
   int64_t count(const Packs& packs, const Config& config) const {
-    const int64_t least = config.kv_tiles.back() * config.token_bytes + config.bin_prices.starts[1];
+    const int64_t least = config.kv_tile * config.token_bytes + config.bin_prices.starts[1];
     const int64_t limit = std::max<int64_t>(1, packs.work / least);
     if (config.wave_price > 0 && packs.shared.empty() && !config.by_warps(1, false)) {
       int64_t cheapest = INT64_MAX, dearest = 0;

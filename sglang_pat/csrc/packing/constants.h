@@ -12,6 +12,7 @@ enum class Policy {
   kOptimal,
 };
 
+constexpr int64_t kKvTile = 64;
 constexpr int64_t kMaxWaves = 8;
 constexpr int64_t kSlack = 64;
 constexpr int64_t kPasses = 6;
@@ -22,9 +23,9 @@ constexpr int64_t kLeastSteps = 8;
 constexpr int64_t kTailGrowth = 2;
 constexpr int64_t kTailsShare = 4;
 constexpr int64_t kTailsItems = 2;
-constexpr int64_t kMaxWindow = 1073741824;
 constexpr int64_t kLittlePercent = 50;
 constexpr int64_t kRagged = 4;
+constexpr int64_t kMaxWindow = 1073741824;
 
 constexpr int kMaxDepth = 1024;
 constexpr int kMaxSegment = 32;

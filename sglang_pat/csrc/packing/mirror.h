@@ -1,4 +1,4 @@
-// The paths of the running requests, rebuilt from radix-tree events. sglang_pat/radix_bridge/mirror.py is its oracle.
+// The paths of the running requests, rebuilt from radix-tree events. tests/oracle/mirror.py is its oracle.
 #pragma once
 
 #include <cstdint>

@@ -137,6 +137,7 @@ pat::Config config_of(const Values& given) {
   config.policy = pat::Policy(values.number("policy", 0, int(pat::Policy::kOptimal)));
   config.window = values.number("window", 0, pat::kMaxWindow);
   config.grain = values.number("grain", 1, kMaxTile);
+  config.kv_tile = values.number("kv_tile", 1, kMaxTile);
   config.warp_tokens = values.number("warp_tokens");
   config.slices_tokens = values.number("slices_tokens");
   config.slice_rows = values.number("slice_rows", config.slices_tokens >= 0 ? 1 : 0, kMaxTile);
@@ -146,8 +147,6 @@ pat::Config config_of(const Values& given) {
                        values.number("bin_slices_token_price"), values.number("bin_slices_start_price")};
   config.short_tokens = values.list<int64_t>("short_tokens");
   config.query_tiles = values.list<int>("query_tiles");
-  config.kv_tiles = values.list<int>("kv_tiles");
-  config.kv_bounds = values.list<int>("kv_bounds");
   values.end();
   config.check();
   return config;

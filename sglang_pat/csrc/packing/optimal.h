@@ -32,7 +32,7 @@ class Optimal {
     cut_token_ = 0;
     if (config.workers > config.runs) {
       const double share = double(prefixes.kv_minimum * config.runs) / config.workers;
-      cut_token_ = part_ / std::max(double(config.kv_tiles.back()), share);
+      cut_token_ = part_ / std::max(double(config.kv_tile), share);
     }
     results_.resize(prefixes.nodes.size());
     if (prefixes.max_depth < kWidth)

@@ -172,7 +172,7 @@ struct Packs {
     const auto tail = [&](int32_t leaf) { return seq_lens[order[leaf]] - prefix.end; };
     // Not std::stable_sort, which allocates memory.
     const auto before = [&](int32_t a, int32_t b) {
-      const int64_t n = config.kv_tiles.back(), more = ceil_div(tail(a), n) - ceil_div(tail(b), n);
+      const int64_t n = config.kv_tile, more = ceil_div(tail(a), n) - ceil_div(tail(b), n);
       return more < 0 || (more == 0 && a < b);
     };
     if (!std::is_sorted(leaves_.begin(), leaves_.end(), before)) std::sort(leaves_.begin(), leaves_.end(), before);

@@ -108,12 +108,13 @@ struct Config {
   int window = 0;           // tokens that a query sees; 0: all
   int tails_queries = 1;    // that a work item with tails may have; 1: there is none
   int64_t grain = 1;        // KV positions between possible cuts
+  int64_t kv_tile = 1;      // tokens that a worker computes at a time
   Policy policy = Policy::kOptimal;
   Prices pack_prices,
       bin_prices;  // when it is decided what is packed, and when packs are laid out in bins (PackConfig.for_bins)
   // [max_queries + 1]: up to how many tokens a work item with so many queries is better run by some of `few_queries`.
   std::vector<int64_t> short_tokens;
-  std::vector<int> query_tiles, kv_tiles, kv_bounds;
+  std::vector<int> query_tiles;
   WideLimits wide_limits;
   std::shared_ptr<const Config> wide_only;  // what batches within the limits are planned with
   bool flat = false;                        // what a work item costs does not depend on its queries
@@ -135,13 +136,8 @@ struct Config {
     in_range("few_queries", few_queries, 1, max_queries);
     in_range("queries with tails", tails_queries, 1, max_queries);
     in_range("the number of query tiles", int64_t(query_tiles.size()), 1, kMaxTile);
-    in_range("the number of KV tiles", int64_t(kv_tiles.size()), int64_t(kv_bounds.size()) + 1,
-             int64_t(kv_bounds.size()) + 1);
-    for (const auto* tiles : {&query_tiles, &kv_tiles}) {
-      for (const int tile : *tiles) in_range("a tile", tile, 1, kMaxTile);
-      if (!std::is_sorted(tiles->begin(), tiles->end())) throw std::invalid_argument("tiles must ascend");
-    }
-    if (!std::is_sorted(kv_bounds.begin(), kv_bounds.end())) throw std::invalid_argument("kv_bounds must ascend");
+    for (const int tile : query_tiles) in_range("a tile", tile, 1, kMaxTile);
+    if (!std::is_sorted(query_tiles.begin(), query_tiles.end())) throw std::invalid_argument("tiles must ascend");
     const auto equal = [&](const std::vector<int64_t>& prices) {
       return std::count(prices.begin() + 1, prices.end(), prices[1]) == max_queries;
     };
@@ -171,13 +167,6 @@ struct Config {
   int query_tile(int64_t queries) const {
     const auto tile = std::lower_bound(query_tiles.begin(), query_tiles.end(), queries * group);
     return tile == query_tiles.end() ? query_tiles.back() : *tile;
-  }
-
-  // n for so many tokens.
-  int kv_tile(int64_t tokens) const {
-    size_t n = 0;
-    while (n < kv_bounds.size() && tokens > kv_bounds[n]) ++n;
-    return kv_tiles[n];
   }
 
   // Whether a pack is run in slices, and so the work items that it is cut into, however short: among wide ones, a few in slices made the kernel 7 to

@@ -100,7 +100,7 @@ class PlanWriter {
   template <typename Grows>
   Tokens write_items(const Packs& packs, const std::vector<int32_t>& seq_lens, const Config& config, int32_t* out,
                      Statistics& statistics, Grows grows) const {
-    Tokens read{0, config.kv_tiles.back(), 0, 0, false};
+    Tokens read{0, config.kv_tile, 0, 0, false};
     int32_t* row = out + out[kItems];
     int32_t* queries = out + out[kQueries];
     const int32_t single_tile = config.query_tile(1), window = config.window;
@@ -117,7 +117,7 @@ class PlanWriter {
       row[kEnd] = item.end == kOpen ? kOpen : item.end - back;
       row[kFirstQuery] = first;
       row[kItemQueries] = item.count;
-      row[kTileN] = config.kv_tile(shared);
+      row[kTileN] = kKvTile;
       row[kTails] = item.tails;
       read.narrow |= config.by_warps(item.count, item.in_row_slices);
       if (item.count == 1) {

@@ -1,4 +1,4 @@
-"""The mirror in Python: the oracle of csrc/packing/mirror.h, and for tools that read traces."""
+"""The mirror in Python: the oracle of csrc/packing/mirror.h."""
 
 from __future__ import annotations
 
@@ -18,14 +18,6 @@ from sglang_pat.radix_bridge.events import (
     RequestWithdrawn,
     TreeReset,
 )
-
-MOST_NODES = 1 << 20
-"""Nodes on the paths of a batch's requests together: batches list the requests of each node. Where each of 1,447 requests is one node longer than
-the one before there are as many: `explain` takes 11 s and 0.7 GB for it (tests/test_explain.py, `chain`)."""
-
-
-class TooDeepError(Exception):
-    """The paths of a batch's requests have more nodes than MOST_NODES; the message says so."""
 
 
 class MirrorNode:
@@ -90,14 +82,10 @@ class Mirror:
         """A batch with its prefix tree.
 
         A request that is shorter than its path shares nothing. If a request occurs twice, the second occurrence shares nothing.
-
-        Raises:
-            TooDeepError: Their paths are too long.
         """
         made: dict[int, tree.Node] = {}
         roots: list[tree.Node] = []
         seen: set[int] = set()
-        nodes = 0
         for query, request in enumerate(requests):
             node, below = self.bindings.get(request, self.root), None
             again = request in seen
@@ -116,11 +104,6 @@ class Mirror:
                     copy.children.append(below)
                 below = copy if is_new else None
                 node = node.parent
-                nodes += 1
-            if nodes > MOST_NODES:
-                raise TooDeepError(
-                    f"the paths of the batch's {len(requests):,} requests have more than {MOST_NODES:,} nodes together, too many for this command"
-                )
         return tree.Batch(seq_lens, roots)
 
     def _insert(self, event: NodeInserted) -> None:

@@ -1,0 +1,97 @@
+"""Reads a model's config.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+LONGEST = 1 << 24
+"""The most bytes of a config.json that are read: they have some kilobytes, and nested lists take 44 times as much memory (88 bytes for
+two brackets: `tracemalloc` around `json.loads`, Python 3.11)."""
+
+INNER = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Where the language model's part is, in config.json of a multimodal one."""
+
+DEFAULTS = {
+    "cohere2": {"sliding_window_pattern": 4},
+    "gemma2": {"head_dim": 256, "sliding_window_pattern": 2},
+    "gemma3_text": {
+        "head_dim": 256, "sliding_window_pattern": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208,
+    },
+    "nemotron_h": {"head_dim": 128},
+    "olmo3": {"sliding_window_pattern": 4},
+    "qwen3_next": {"head_dim": 256, "full_attention_interval": 4},
+}  # fmt: skip
+"""What config.json may leave out: the defaults of transformers for each `model_type`."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+
+
+class ModelError(ValueError):
+    """There is no config.json; the message says what is there instead."""
+
+
+def find(name: str) -> Path:
+    """The config.json of a model's folder, or of a name in the cache of Hugging Face. Nothing is downloaded.
+
+    Raises:
+        ModelError: There is none.
+    """
+    path = Path(name)
+    try:
+        if path.is_dir():
+            return path / "config.json"
+        if os.path.lexists(path) or not _HUB_NAME.fullmatch(name):
+            return path
+    except (OSError, ValueError):
+        return path
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+    except Exception as error:  # it may be missing, or refuse the name, in any way
+        raise ModelError(f"{name} is no folder here, and the cache of Hugging Face cannot be read: {error}") from None
+    if isinstance(found, str):
+        return Path(found)
+    raise ModelError(
+        f"{name} is neither a folder here nor in the cache of Hugging Face, and nothing is downloaded: `hf download {name} config.json` is enough, or give the model's folder"
+    )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The config.json at a path that `find` returned.
+
+    Raises:
+        ModelError: There is none.
+    """
+    try:
+        # Opening a pipe would wait for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ModelError(f"{path} is not a file")
+            data = file.read(LONGEST + 1)
+        if len(data) > LONGEST:
+            raise ModelError(f"{path} is too long for a model's config.json: more than {LONGEST >> 20} MiB")
+        config = json.loads(data)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    except ModelError:
+        raise
+    except (ValueError, RecursionError):
+        raise ModelError(f"{path} is not a model's config.json: not JSON") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not a model's config.json: not a JSON object")
+    return config
+
+
+def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that describes the language model, with defaults of transformers."""
+    inner = dict(config)
+    for _ in INNER:
+        inner = next((inner[name] for name in INNER if isinstance(inner.get(name), dict) and inner[name]), inner)
+    return {**DEFAULTS.get(str(inner.get("model_type")), {}), **inner}
