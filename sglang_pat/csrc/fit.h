@@ -14,7 +14,7 @@
 namespace pat {
 
 // How often 2 bits' scale and zero are fitted to the codes by least squares, and the codes chosen anew; the range of the numbers is a bad
-// scale for four codes. More rounds gain nothing (benchmarks/NOTES.md, "Why 2 bits cost so much"), nor does 4 bits gain what it would cost.
+// scale for four codes. More rounds gain nothing (benchmarks/notes/low-bit-kv.md, "Why 2 bits cost so much"), nor does 4 bits gain what it would cost.
 constexpr int kFits = 2;
 constexpr int kFitSums = 4;  // of every fourth number each
 

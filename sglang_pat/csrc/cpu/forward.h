@@ -169,7 +169,7 @@ class OnlineSoftmax {
 
  private:
   const Shape shape_;
-  // Tokens at a time; measured by `python benchmarks/cpu_decode.py --tiles` (benchmarks/NOTES-archive.md).
+  // Tokens at a time; measured by `python benchmarks/cpu_decode.py --tiles` (benchmarks/notes/first-versions.md, "CPU executor").
   static constexpr int kBlock = 128;
 
   const int rows_, block_, ldr_, ldv_;  // ldr_: floats between rows of S^T and Q^T; ldv_: of V and O
