@@ -2,7 +2,8 @@
 #pragma once
 
 #include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
+
+#include "error.h"
 
 namespace pat {
 

@@ -116,7 +116,7 @@ class Server:
                     return self
             except (OSError, urllib.error.URLError):
                 progress(time.monotonic() - began)
-                time.sleep(1)
+                time.sleep(0.2)
         self.stop()
         raise RuntimeError(f"the {self._backend} server did not come up in {STARTUP_SECONDS} s:\n{self.tail()}")
 

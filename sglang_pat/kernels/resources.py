@@ -29,19 +29,28 @@ class Resources(msgspec.Struct, frozen=True):
     serialized: bool
 
 
+KERNELS = """#include "cuda/kernels.cuh"
+using namespace pat::kernels;
+using Pages = PageKernels<Kv, pat::kIsPages<Kv>>;
+extern const void* const every_kernel[];
+const void* const every_kernel[] = {(const void*)kForward, (const void*)kMergeByCta, (const void*)kMergeByWarp,
+                           (const void*)kMergeSeveral, (const void*)Pages::kStore, (const void*)Pages::kUnpack};
+"""
+"""A source that uses every kernel of a module."""
+
+
 def compile_to(folder: Path, variant: Variant) -> str:
     """Compile a module's device code to `module.cubin` in a folder, with the PTX beside it; returns what the compiler says.
 
     Raises:
         jit.BuildError: There is no CUDA compiler, or it failed.
     """
-    import tvm_ffi.libinfo
-
+    source = folder / "module.cu"
+    source.write_text(KERNELS)
     arch = variant.arch.replace(".", "")
     command = [
         jit.find_nvcc(), "-std=c++17", *jit.NVCC_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xptxas=-v",
-        *(f"-I{path}" for path in tvm_ffi.libinfo.include_paths()), *variant.flags, "--keep", f"--keep-dir={folder}",
-        "-cubin", "-o", str(folder / "module.cubin"), str(jit.CSRC / "cuda" / "module.cu"),
+        f"-I{jit.CSRC}", *variant.flags, "--keep", f"--keep-dir={folder}", "-cubin", "-o", str(folder / "module.cubin"), str(source),
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:

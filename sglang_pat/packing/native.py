@@ -177,10 +177,6 @@ class NativeScheduler:
         short = "insert split bind release withdraw find child any_request binding expect stands version prepare"
         for name in short.split():
             getattr(module, name).release_gil = False
-        try:
-            module.version(-1)
-        except ValueError:
-            pass  # There is none. A process's first error takes half a second, which nobody notices now.
         os.register_at_fork(after_in_child=module.abandon)
         return module
 

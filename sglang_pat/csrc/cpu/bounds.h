@@ -4,11 +4,11 @@
 #pragma once
 
 #include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
 
 #include <algorithm>
 #include <cstdint>
 
+#include "../error.h"
 #include "../packing/layout.h"
 
 namespace pat {

@@ -1,4 +1,4 @@
-// The native module of one `Variant`: checks the tensors that kernels/cuda.py passes, fills `Params`, chooses grids, and
+// The native module of one `Variant`, but for its kernels (kernels.cuh): checks the tensors that kernels/cuda.py passes, fills `Params`, chooses grids, and
 // launches forward, merge, and with pages of few bits the stores and unpacking.
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
@@ -8,54 +8,13 @@
 #include <limits>
 
 #include "../arguments.h"
-#include "forward.cuh"
-#include "merge.cuh"
-#include "page_forward.cuh"
-#include "page_store.cuh"
-#include "page_unpack.cuh"
-#include "page_wide.cuh"
+#include "kernels.cuh"
 
 namespace {
 
 using pat::Variant;
 using tvm::ffi::TensorView;
-using Element = Variant::Element;
-using Kv = pat::KvFormat<Element, Variant::kKv>;
-
-constexpr bool kHasWide = (Variant::kQueryTiles & pat::kWideTiles) != 0;
-
-template <typename Kv, bool kPages, bool kWide>
-struct ForwardOf {
-  using Memory = pat::ForwardMemory<Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>;
-  static constexpr auto kKernel = pat::forward<Element, Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>;
-  static constexpr int kThreads = pat::threads(Variant::kDim), kRecordBytes = 0;
-};
-template <typename Kv>
-struct ForwardOf<Kv, true, false> {
-  static_assert(pat::kIsPages<Kv> && Variant::kVDim == Variant::kDim && !Variant::kMasks && !Variant::kLimits);
-  using Memory = pat::PageMemory<Kv, Variant::kDim>;
-  static constexpr auto kKernel = pat::forward_pages<Element, Kv, Variant::kDim, Variant::kQueryTiles>;
-  static constexpr int kThreads = pat::kPageThreads, kRecordBytes = Memory::S::R::kBytes;
-};
-template <typename Kv>
-struct ForwardOf<Kv, true, true> {
-  static_assert(pat::kIsPages<Kv> && Variant::kVDim == Variant::kDim && !Variant::kMasks && !Variant::kLimits);
-  using Memory = pat::WidePagesMemory<Kv, Variant::kDim>;
-  static constexpr auto kKernel = pat::forward_wide_pages<Element, Kv, Variant::kDim, Variant::kQueryTiles>;
-  static constexpr int kThreads = pat::threads(Variant::kDim), kRecordBytes = pat::Record<Kv::kBits, Variant::kDim>::kBytes;
-};
-using Forward = ForwardOf<Kv, pat::kIsPages<Kv>, kHasWide>;
-using Memory = Forward::Memory;
-
-constexpr auto kForward = Forward::kKernel;
-constexpr int kForwardThreads = Forward::kThreads;
-constexpr int kKvBytes = Kv::kBytes == 1 ? 1 : 2;  // element size of k and v; with pages they hold the tails, in 16 bits
-// Merge: a CTA for each output while all of them run at once; then a warp for each; then a warp for several heads of a
-// query, which has more loads in flight.
-constexpr int kMergeRows = 4;
-constexpr auto kMergeByCta = pat::merge<Element, Variant::kVDim, true, 1>;
-constexpr auto kMergeByWarp = pat::merge<Element, Variant::kVDim, false, 1>;
-constexpr auto kMergeSeveral = pat::merge<Element, Variant::kVDim, false, kMergeRows>;
+using namespace pat::kernels;
 
 // Checks the records of pages of 4 or 2 bits; other formats have none.
 void check_records(const TensorView& records, int64_t kv_heads, DLDevice gpu) {
@@ -259,9 +218,6 @@ struct Pages {
 };
 template <typename Kv>
 struct Pages<Kv, true> {
-  static constexpr auto kStore = pat::store_tokens<Element, Kv::kBits, Variant::kDim>;
-  static constexpr auto kUnpack = pat::unpack_pages<Element, Kv::kBits, Variant::kDim>;
-
   // Stores new tokens in their rows' tails, and full pages in their records, on the current stream. The GPU checks indices:
   // a token with one that does not exist is skipped.
   static void store(TensorView k, TensorView v, TensorView records, TensorView tail_k, TensorView tail_v, TensorView rows,
@@ -305,7 +261,7 @@ struct Pages<Kv, true> {
     p.num_slots = records.size(0) * pat::kTokens;
     tvm::ffi::CUDADeviceGuard guard(k.device().device_id);
     const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, k.device().device_id));
-    launch(kStore, int(ctas), pat::kStoreThreads, 0, stream, false, p);
+    launch(PageKernels<Kv, true>::kStore, int(ctas), pat::kStoreThreads, 0, stream, false, p);
   }
 
   // Unpacks pages of the pool to K and V, on the current stream. The GPU checks indices: a page that does not exist becomes
@@ -334,7 +290,7 @@ struct Pages<Kv, true> {
     p.k = k.data_ptr(), p.v = v.data_ptr(), p.num_pages = records.size(0), p.kv_heads = int(heads);
     tvm::ffi::CUDADeviceGuard guard(records.device().device_id);
     const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, records.device().device_id));
-    launch(kUnpack, int(count * heads), pat::kUnpackThreads, 0, stream, false, p);
+    launch(PageKernels<Kv, true>::kUnpack, int(count * heads), pat::kUnpackThreads, 0, stream, false, p);
   }
 };
 
@@ -366,9 +322,6 @@ void load(TensorView to, TensorView plan, int64_t copied) {
 }
 
 }  // namespace
-
-// For sglang_pat/kernels/resources.py, which reads it from the PTX.
-extern "C" __device__ const int pat_shared_bytes = sizeof(Memory);
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, decode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load, load);

@@ -5,7 +5,6 @@
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
@@ -19,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "../error.h"
 #include "scheduler.h"
 
 namespace {
