@@ -22,6 +22,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 # A scheduler that fails sends SIGQUIT to its parent; here that is only this script's other half.
 if __name__ == "__main__" and (child := os.fork()):
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
@@ -208,16 +210,18 @@ class Soak:
             # Before a request was cached, nothing is known of its path.
             assert end in (0, compat.requests.protected_len(running[number])), running[number].rid
             self.bound += counts * (end == compat.requests.protected_len(running[number]))
-        bound = {number: binding for number, binding in bound.items() if binding[0] != ROOT}
         # Two requests share exactly what their rows share.
-        numbers = list(bound)
-        for i, first in enumerate(numbers):
-            for second in numbers[:i]:
-                (a, end_a), (b, end_b) = bound[first], bound[second]
-                length = min(end_a, end_b)
-                equal = (table[first & ROW, :length] == table[second & ROW, :length]).int()
-                common = int(equal.cumprod(0).sum())
-                assert common == shared_end(mirror, a, b), (first, second, common, shared_end(mirror, a, b))
+        found = [
+            (path(mirror, node), table[number & ROW, :end].numpy())
+            for number, (node, end) in bound.items()
+            if node != ROOT
+        ]
+        for i, (first, own) in enumerate(found):
+            for second, other in found[:i]:
+                length = min(len(own), len(other))
+                differ = np.flatnonzero(own[:length] != other[:length])
+                common = int(differ[0]) if len(differ) else length
+                assert common == shared_end(first, second), (first, second, common)
                 self.shared += counts * (common > 0)
                 self.checked += counts
 
@@ -263,14 +267,10 @@ def computed(req: Any) -> tuple[int, int]:
     return req.extend_range.start, req.extend_range.end
 
 
-def shared_end(mirror: Any, a: int, b: int) -> int:
-    """Where the paths of two nodes part."""
-    shared = 0
-    for (node, length), (other, _) in zip(path(mirror, a), path(mirror, b), strict=False):
-        if node != other:
-            break
-        shared += length
-    return shared
+def shared_end(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> int:
+    """Where two paths part."""
+    both = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return sum(length for (_, length), _ in both)
 
 
 def path(mirror: Any, node: int) -> list[tuple[int, int]]:
