@@ -73,9 +73,12 @@ class CpuPlatform(SRTPlatform):
         return pool_class(form, low_bit.int4_layers())
 
     def get_mla_kv_pool_cls(self) -> type:
+        return compat.pool.latent_pool()
+
+    def get_dsa_kv_pool_cls(self) -> type:
         # 0.5.17 makes the pool before the attention backend could refuse the model.
         raise support.UnsupportedError(
-            "sglang-pat does not support MLA models yet: serve this one on a GPU with another --attention-backend"
+            "sglang-pat does not support models with sparse attention (DSA): serve this one on a GPU with another --attention-backend"
         )
 
     def get_paged_allocator_cls(self) -> type:

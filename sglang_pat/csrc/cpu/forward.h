@@ -27,9 +27,12 @@ struct KvHead {
   int64_t v_stride;
   Shape shape;
 
+  // Whether V is the first columns of K, which are then read once.
+  bool latent() const { return k == v && k_stride == v_stride; }
+
   void read(int64_t slot, float* to_k, float* to_v) const {
     convert(k + slot * k_stride, to_k, shape.head_dim);
-    convert(v + slot * v_stride, to_v, shape.v_head_dim);
+    if (!latent()) convert(v + slot * v_stride, to_v, shape.v_head_dim);
   }
 };
 
@@ -100,7 +103,7 @@ class OnlineSoftmax {
         ldv_(round_up(shape.v_head_dim, kWidth)) {
     const int d = shape.head_dim;
     qt_ = Scratch::get(scratch.q, size_t(d) * ldr_);
-    k_ = Scratch::get(scratch.k, size_t(tile_n) * d);
+    k_ = Scratch::get(scratch.k, size_t(tile_n) * d + kWidth);  // latents: a row's last vector of V may reach behind K
     v_ = Scratch::get(scratch.v, size_t(tile_n) * ldv_);
     scores_ = Scratch::get(scratch.scores, size_t(tile_n) * ldr_);
     out_ = Scratch::get(scratch.out, size_t(rows) * ldv_);
@@ -119,6 +122,7 @@ class OnlineSoftmax {
   template <typename Source>
   void add(const Source& kv, const int32_t* slots, int length, const Visible& visible) {
     const int d = shape_.head_dim;
+    const bool latent = kv.latent();
     for (int begin = 0; begin < length; begin += tile_n_) {
       const int n = std::min(tile_n_, length - begin);
       for (int j = 0; j < n; ++j) {
@@ -153,7 +157,7 @@ class OnlineSoftmax {
             for (int c = 0; c < ldv_; c += kWidth)
               store(out_ + size_t(i) * ldv_ + c, load(out_ + size_t(i) * ldv_ + c) * rescale[i - r]);
       }
-      gemm(scores_, 1, ldr_, v_, ldv_, out_, ldv_, rows_, ldv_, n);
+      gemm(scores_, 1, ldr_, latent ? k_ : v_, latent ? d : ldv_, out_, ldv_, rows_, ldv_, n);
     }
   }
 
