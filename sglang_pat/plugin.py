@@ -35,7 +35,6 @@ def register() -> None:
         from sglang_pat.platform import speculation
 
         speculation.install()
-        compat.stock.prefill_latents("pat", "torch_native")
     else:
         compat.stock.around_draft_backends(draft_backend)
 

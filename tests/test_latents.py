@@ -147,7 +147,9 @@ def latent_pool(dtype: torch.dtype = torch.float32, **more: Any) -> MLATokenToKV
     )  # fmt: skip
 
 
-def model_of_latents(device: str = "cpu", architecture: str = "DeepseekV2ForCausalLM", **config: Any) -> SimpleNamespace:
+def model_of_latents(
+    device: str = "cpu", architecture: str = "DeepseekV2ForCausalLM", **config: Any
+) -> SimpleNamespace:
     """What matters here of a `ModelRunner` with two layers."""
     model = torch.nn.ModuleList([torch.nn.Module() for _ in range(2)])
     for i, module in enumerate(model):
@@ -167,7 +169,9 @@ def test_the_layers_are_those_that_read_latents() -> None:
     """Not those for K and V that are made of them, which have the same ids."""
     found = support.check_model(model_of_latents(), "torch_native")
     spec = AttentionSpec(4, 1, 80, 64, FORMATS["float32"], latent=True)
-    assert found == {spec: 2} and layers.SpecReader(model_of_latents()).spec(model_of_latents().model[0].attn_mqa) == spec
+    assert (
+        found == {spec: 2} and layers.SpecReader(model_of_latents()).spec(model_of_latents().model[0].attn_mqa) == spec
+    )
 
 
 def test_layers_that_do_not_fit_the_pool_are_refused() -> None:
@@ -281,7 +285,9 @@ def test_kit_beside_a_prefill_backend(name: str) -> None:
 def shared_batch(lengths: tuple[int, ...], added: tuple[int, ...] = (), members: tuple[int, int] = (0, 1)) -> Any:
     """A batch in which two requests, `members`, have one prefix in the cache, as in test_attention_kit.py. It decodes, or extends by `added` tokens."""
     mode = ForwardMode.MIXED if added else ForwardMode.DECODE
-    case = replace(CASES["mla_decode_page_boundary"], page_size=1, prefix_lens=lengths, extend_lens=added, forward_mode=mode)
+    case = replace(
+        CASES["mla_decode_page_boundary"], page_size=1, prefix_lens=lengths, extend_lens=added, forward_mode=mode
+    )
     fixture = mla.build_mla_attention_fixture(unittest.TestCase(), case, max_context_len=512, **SHAPE)
     table = fixture.runner.req_to_token_pool.req_to_token
     first, second = members
@@ -378,7 +384,13 @@ def test_joins_aborts_and_a_flushed_cache(server: Server, expected: list[list[in
 @pytest.mark.slow
 def test_drafts(latent_model: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """Of the model itself, over latents of their own: many are accepted."""
-    flags = ["--max-total-tokens", "20000", *drafts("STANDALONE", 3, 2, 5), "--speculative-draft-model-path", str(latent_model)]
+    flags = [
+        "--max-total-tokens",
+        "20000",
+        *drafts("STANDALONE", 3, 2, 5),
+        "--speculative-draft-model-path",
+        str(latent_model),
+    ]
     with ForkedServer(latent_model, "pat", tmp_path / "log", [*FLAGS, *flags], CHECKED) as server:
         server.wait()
         assert generate_all(server, PROMPTS) == expected

@@ -100,16 +100,6 @@ def lists_gdn_backends(runner: Any) -> bool:
     return is_blackwell() and hybrid_gdn_config(runner.model_config) is not None
 
 
-def prefill_latents(*backends: str) -> None:
-    """Have MLA models give these backends latents in every step. Others prefill over K and V that are made of latents, which 'torch_native' cannot
-    (SGLang #16486): it reads K and V from the pool."""
-    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
-
-    for backend in backends:
-        AttentionBackendRegistry.register(backend, lambda attention, forward_batch: AttnForwardMethod.MLA)
-
-
 def around_draft_backends(hook: Callable[..., Any]) -> None:
     """Have `hook` called around the step that makes an attention backend for drafts."""
     registry.hook("sglang.srt.speculative.draft_utils:DraftBackendFactory._create_backend", hook, around=True)

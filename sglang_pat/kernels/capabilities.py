@@ -150,6 +150,18 @@ def pages_problem(spec: AttentionSpec, arch: str = "", limits: bool = False) -> 
     return None
 
 
+def _dims_problem(*dims: int) -> str | None:
+    """What of these dimensions of K and V the CUDA kernels cannot compute."""
+    if dims in UNEQUAL_HEAD_DIMS or (dims[0] == dims[1] and dims[0] in HEAD_DIMS):
+        return None
+    wanted = (
+        f"a head dimension of {dims[0]}" if dims[0] == dims[1] else "head dimensions of {} (K) and {} (V)".format(*dims)
+    )
+    equal = ", ".join(map(str, HEAD_DIMS))
+    unequal = ", ".join("{} for K with {} for V".format(*pair) for pair in UNEQUAL_HEAD_DIMS)
+    return f"{wanted} on a GPU ({equal} for both K and V are, and {unequal})"
+
+
 def refusal(spec: AttentionSpec, device: Device) -> str | None:
     """What in a spec the device's executor cannot compute; None if it computes everything."""
     if spec.kv.name not in KV_FORMATS[device]:
@@ -157,20 +169,8 @@ def refusal(spec: AttentionSpec, device: Device) -> str | None:
     if spec.kv.is_low_bit:
         windows = f"windows with a KV cache of {spec.kv.name}" if spec.window else None
         return pages_problem(spec) if device == "cuda" else windows or low_bit_problem(spec.head_dim, spec.v_head_dim)
-    if spec.latent and device == "cuda":
-        return "MLA on a GPU"
     if device == "cuda":
-        dims = spec.head_dim, spec.v_head_dim
-        if dims in UNEQUAL_HEAD_DIMS or (dims[0] == dims[1] and dims[0] in HEAD_DIMS):
-            return None
-        wanted = (
-            f"a head dimension of {dims[0]}"
-            if dims[0] == dims[1]
-            else "head dimensions of {} (K) and {} (V)".format(*dims)
-        )
-        equal = ", ".join(map(str, HEAD_DIMS))
-        unequal = ", ".join("{} for K with {} for V".format(*pair) for pair in UNEQUAL_HEAD_DIMS)
-        return f"{wanted} on a GPU ({equal} for both K and V are, and {unequal})"
+        return "MLA on a GPU" if spec.latent else _dims_problem(spec.head_dim, spec.v_head_dim)
     most = CPU_LATENT_DIM if spec.latent else CPU_HEAD_DIM
     for dim in (spec.head_dim, spec.v_head_dim):
         if dim % CPU_HEAD_DIM_STEP or dim > most:

@@ -27,14 +27,24 @@ struct KvHead {
   int64_t v_stride;
   Shape shape;
 
-  // Whether V is the first columns of K, which are then read once.
-  bool latent() const { return k == v && k_stride == v_stride; }
+  // Whether V is the first columns of K (MLA), which are then not read a second time.
+  bool latent() const { return k == v && k_stride == v_stride && shape.v_head_dim <= shape.head_dim; }
 
   void read(int64_t slot, float* to_k, float* to_v) const {
     convert(k + slot * k_stride, to_k, shape.head_dim);
     if (!latent()) convert(v + slot * v_stride, to_v, shape.v_head_dim);
   }
 };
+
+template <typename T>
+bool is_latent(const KvHead<T>& kv) {
+  return kv.latent();
+}
+
+template <typename Source>
+bool is_latent(const Source&) {
+  return false;
+}
 
 inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -122,7 +132,7 @@ class OnlineSoftmax {
   template <typename Source>
   void add(const Source& kv, const int32_t* slots, int length, const Visible& visible) {
     const int d = shape_.head_dim;
-    const bool latent = kv.latent();
+    const bool latent = is_latent(kv);
     for (int begin = 0; begin < length; begin += tile_n_) {
       const int n = std::min(tile_n_, length - begin);
       for (int j = 0; j < n; ++j) {

@@ -211,8 +211,6 @@ struct PagesOfHead {
   const uint8_t* records;
   int64_t stride;
 
-  bool latent() const { return false; }
-
   void read(int64_t slot, float* k, float* v) const {
     const uint8_t* const record = records + slot / kPageTokens * stride;
     reader.k(record, int(slot % kPageTokens), k);
