@@ -193,7 +193,9 @@ def test_layers_that_do_not_fit_the_pool_are_refused() -> None:
 )
 def test_what_is_not_served_is_named(architecture: str, device: str, config: dict[str, Any], message: str) -> None:
     runner = model_of_latents(device, architecture, **config)
-    with pytest.raises(support.UnsupportedError, match=f"does not support {message}, which {architecture} uses: serve"):
+    with pytest.raises(
+        support.UnsupportedError, match=f"does not support {message}, which {architecture} uses: leave it out"
+    ):
         support.check_model(runner, "triton")
 
 

@@ -86,7 +86,7 @@ TOKENS = {
 }
 
 CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
-    "sparse attention": ("sparse attention", [], {}, "does not support sparse attention (DSA)"),
+    "sparse attention": ("sparse attention", [], {}, "does not support sparse attention (DSA), which DeepseekV32ForCausalLM uses: leave it out, and SGLang chooses another one"),
     "images": ("images", ["--enable-multimodal"], {}, "pat does not support attention in both directions within an image, which Gemma3ForConditionalGeneration uses"),
     "head dimension": ("head dimension", [], {}, "--attention-backend pat does not support a head dimension of 12 (multiples of 8 up to 256 are), which LlamaForCausalLM uses: serve it"),
 }  # fmt: skip

@@ -56,14 +56,20 @@ def has_scales(runner: Any) -> bool:
     return is_fp8(runner.kv_cache_dtype) and any(kv_scales(layer) != (1.0, 1.0) for layer in attention_layers(runner))
 
 
-def sparse_latents(runner: Any) -> str | None:
+def sparse_latents(hf_config: Any) -> str | None:
     """The kind of attention in which a query sees some tokens only, of its own choice, over latents; None if the model's is not of that kind."""
     from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4
 
-    config = runner.model_config.hf_config
-    if is_deepseek_v4(config):
+    if is_deepseek_v4(hf_config):
         return "the attention of DeepSeek V4"
-    return "sparse attention (DSA)" if is_deepseek_dsa(config) else None
+    return "sparse attention (DSA)" if is_deepseek_dsa(hf_config) else None
+
+
+def has_latents(model_config: Any) -> bool:
+    """Whether a model is an MLA model."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    return model_config.attention_arch == AttentionArch.MLA
 
 
 def is_hybrid(runner: Any) -> bool:

@@ -87,12 +87,6 @@ class CpuPlatform(SRTPlatform):
     def get_mla_kv_pool_cls(self) -> type:
         return compat.pool.latent_pool()
 
-    def get_dsa_kv_pool_cls(self) -> type:
-        # 0.5.17 makes the pool before the attention backend could refuse the model.
-        raise support.UnsupportedError(
-            "sglang-pat does not support models with sparse attention (DSA): serve this one on a GPU with another --attention-backend"
-        )
-
     def get_paged_allocator_cls(self) -> type:
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 

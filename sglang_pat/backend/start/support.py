@@ -111,9 +111,7 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
     check_low_bit(runner)
     instead = f"{_OTHER} {fallback} or --decode-attention-backend {fallback}"
     name = _name(runner)
-    problem = _latent_problem(runner)
-    if problem is not None:
-        raise UnsupportedError(f"--attention-backend pat does not support {problem}, which {name} uses: {instead}")
+    _check_latents(config.hf_config, runner.use_mla_backend, runner.device)
     if compat.model.is_hybrid(runner):
         check_hybrid(runner, name)
     if config.is_multimodal and hasattr(runner.model, "prepare_attn_masks"):
@@ -164,6 +162,9 @@ def _check_layers(runner: Any, specs: Iterable[AttentionSpec], ending: str) -> N
     if any(getattr(module, "enable_sink_attention", False) for module in compat.model.modules(runner)):
         # Such a module asks its layer for them (models/iquest_q1.py, `return_lse`); elsewhere it would fail in the first step.
         problems.append("log-sum-exps of scores given back to the model (IQuest-Q1)")
+    if any(getattr(module, "learnable_sink_param", None) is not None for module in compat.model.modules(runner)):
+        # SGLang passes these to backends of a list only, and drops them for others (forward_mla.py, `attn_sink`).
+        problems.append("MLA with attention sinks")
     drafted = compat.arguments.draft_tokens(runner.server_args)
     problems += [_spec_problem(spec, runner.device, drafted) for spec in specs]
     problems += [
@@ -180,19 +181,28 @@ def _name(runner: Any) -> str:
     return ", ".join(runner.model_config.hf_config.architectures or [type(runner.model).__name__])
 
 
-def _latent_problem(runner: Any) -> str | None:
-    """What of MLA, or of attention that goes beyond it, is not supported; None if there is none of it, or all is well."""
-    sparse = compat.model.sparse_latents(runner)
-    if sparse is not None:
-        return sparse
-    if not runner.use_mla_backend:
-        return None
-    if runner.device != "cpu":
-        return "MLA on a GPU"
-    # SGLang passes these to backends of a list only, and drops them for others (forward_mla.py, `attn_sink`).
-    if any(getattr(module, "learnable_sink_param", None) is not None for module in compat.model.modules(runner)):
-        return "MLA with attention sinks"
-    return None
+def _check_latents(hf_config: Any, latent: bool, device: str) -> None:
+    """Raise UnsupportedError if a model has latents that PAT does not read.
+
+    Args:
+        hf_config: Its config.json.
+        latent: Whether it is an MLA model.
+        device: Where it shall be served.
+    """
+    problem = compat.model.sparse_latents(hf_config) or ("MLA on a GPU" if latent and device != "cpu" else None)
+    if problem is not None:
+        raise UnsupportedError(
+            f"--attention-backend pat does not support {problem}, which {', '.join(hf_config.architectures)} uses: leave it out, and SGLang "
+            "chooses another one"
+        )
+
+
+def check_latents(server_args: Any) -> None:
+    """Raise UnsupportedError if an MLA model is not supported, before it is loaded: that takes long, and may fail where it is not."""
+    config = compat.arguments.model_config(server_args)
+    if config is not None:
+        device = compat.arguments.resolved(server_args).device
+        _check_latents(config.hf_config, compat.model.has_latents(config), device)
 
 
 def check_low_bit(runner: Any, environment: Mapping[str, str] = os.environ) -> None:
