@@ -18,13 +18,11 @@ import test_verify
 import torch
 from conftest import TOKENS, amid_aborts, assert_sound, drafts, flush, generate, generate_all, importing_kits
 from forked import ForkedServer
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_cases import TOLERANCE, Case, random_trees
+from kernel_cases import TOLERANCE, of_latents, random_trees
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
-from trees import TILES, batches, random_batch
+from trees import random_batch
 
 from sglang_pat import compat, plugin
 from sglang_pat.backend.kv import NewTokens
@@ -35,7 +33,7 @@ from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
 from sglang_pat.kernels import capabilities
 from sglang_pat.kernels.arguments import Tables
-from sglang_pat.packing import CPU_TILES, FORMATS, POLICIES, AttentionSpec, Batch
+from sglang_pat.packing import CPU_TILES, FORMATS, AttentionSpec
 from sglang_pat.radix_bridge import hooks
 from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
 from sglang_pat.radix_bridge.observer import apply
@@ -48,8 +46,6 @@ plugin.register()
 
 LATENTS = AttentionSpec(16, 1, 576, 512, FORMATS["bfloat16"], latent=True)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-DIMS = [(576, 512), (288, 256), (80, 64), (40, 40), (24, 8)]
-"""Of K and V: DeepSeek, MiniCPM3, and small ones, of which one has no numbers that know the position."""
 
 
 @pytest.mark.once
@@ -65,51 +61,6 @@ def test_latents_wider_than_deepseeks_are_refused_and_so_are_all_on_a_gpu() -> N
     assert "head dimension of 584" in str(capabilities.refusal(msgspec.structs.replace(LATENTS, head_dim=584), "cpu"))
     assert "head dimension of 576" in str(capabilities.refusal(msgspec.structs.replace(LATENTS, latent=False), "cpu"))
     assert capabilities.refusal(LATENTS, "cuda") == "MLA on a GPU"
-
-
-def of_latents(case: Case) -> Any:
-    """The same with V in K."""
-    case.v = case.k[..., : case.spec.v_head_dim]
-    case.k_scale = case.v_scale = 1.0
-    case.spec = msgspec.structs.replace(case.spec, latent=True)
-    return case
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("dim", "v_dim"), DIMS)
-@pytest.mark.parametrize("heads", [1, 16, 20])
-def test_any_shape_and_dtype(dtype: torch.dtype, dim: int, v_dim: int, heads: int) -> None:
-    batch = random_batch(random.Random(heads * dim), depth=3, fanout=2, length=70)
-    case = of_latents(test_cpu_kernel.Case(batch, heads, 1, dim, v_dim, dtype))
-    out = case.decode(case.plan())
-    assert case.difference(out) < TOLERANCE[dtype]
-    case.v = case.v.contiguous()
-    assert torch.equal(case.decode(case.plan()), out), "with a V of its own"
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("form", FP8, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_latents_of_8_bits_have_no_scales(form: torch.dtype, dtype: torch.dtype) -> None:
-    batch = random_batch(random.Random(3), depth=3, fanout=2, length=70)
-    case = of_latents(test_cpu_kernel.Case(batch, 16, 1, 80, 64, form, q_dtype=dtype))
-    assert case.error(case.plan()) < TOLERANCE[dtype]
-
-
-@pytest.mark.once
-def test_a_v_that_begins_elsewhere_in_k_is_read_there() -> None:
-    case = test_cpu_kernel.Case(random_batch(random.Random(4), 3, 2, 70), 4, 1, 80, 64, torch.float32)
-    case.v = case.k[..., 16:]
-    assert case.error(case.plan()) < TOLERANCE[torch.float32]
-
-
-@pytest.mark.once
-@given(batches(max_queries=12, max_length=40), st.sampled_from(list(POLICIES)), st.sampled_from([2, 132]))
-@settings(max_examples=40, deadline=None)
-def test_any_tree_and_split(batch: Batch, policy: str, workers: int) -> None:
-    case = of_latents(test_cpu_kernel.Case(batch, 6, 1, 24, 16, torch.float32))
-    assert case.error(case.plan(TILES, workers, policy)) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.once
