@@ -58,6 +58,7 @@ def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
     from sglang_pat.backend.start import support
 
     support.check_guards(server_args)
+    support.check_latents(server_args)
     if compat.arguments.lists_backends(server_args):
         chosen = compat.arguments.backends_chosen(server_args)
         try:

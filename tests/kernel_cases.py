@@ -165,6 +165,14 @@ class Case:
             pool.copy_(wide.to(pool.dtype))
 
 
+def of_latents(case: Any) -> Any:
+    """A case with V in K, which has no scales."""
+    case.v = case.k[..., : case.spec.v_head_dim]
+    case.k_scale = case.v_scale = 1.0
+    case.spec = msgspec.structs.replace(case.spec, latent=True)
+    return case
+
+
 def random_tree(generator: random.Random, tokens: int) -> torch.Tensor:
     """Which tokens each of a draft's sees, [tokens, tokens]: itself, and what it follows."""
     seen = torch.eye(tokens, dtype=torch.bool)

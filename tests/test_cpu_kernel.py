@@ -110,6 +110,43 @@ def test_any_tree_and_split(batch: Batch, policy: str, workers: int) -> None:
     assert case.error(case.plan(TILES, workers, policy)) < TOLERANCE[torch.float32]
 
 
+LATENT_DIMS = [(576, 512), (288, 256), (80, 64), (40, 40), (24, 8)]
+"""Of K and V: DeepSeek, MiniCPM3, and small ones, of which one has no numbers that know the position."""
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("dim", "v_dim"), LATENT_DIMS)
+@pytest.mark.parametrize("heads", [1, 16, 20])
+def test_latents_of_any_shape_and_dtype(dtype: torch.dtype, dim: int, v_dim: int, heads: int) -> None:
+    batch = random_batch(random.Random(heads * dim), depth=3, fanout=2, length=70)
+    case = kernel_cases.of_latents(Case(batch, heads, 1, dim, v_dim, dtype))
+    out = case.decode(case.plan())
+    assert case.difference(out) < TOLERANCE[dtype]
+    case.v = case.v.contiguous()
+    assert torch.equal(case.decode(case.plan()), out), "with a V of its own"
+
+
+@pytest.mark.parametrize("form", FP8, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_latents_of_8_bits_have_no_scales(form: torch.dtype, dtype: torch.dtype) -> None:
+    batch = random_batch(random.Random(3), depth=3, fanout=2, length=70)
+    case = kernel_cases.of_latents(Case(batch, 16, 1, 80, 64, form, q_dtype=dtype))
+    assert case.error(case.plan()) < TOLERANCE[dtype]
+
+
+def test_a_v_that_begins_elsewhere_in_k_is_read_there() -> None:
+    case = Case(random_batch(random.Random(4), 3, 2, 70), 4, 1, 80, 64, torch.float32)
+    case.v = case.k[..., 16:]
+    assert case.error(case.plan()) < TOLERANCE[torch.float32]
+
+
+@given(batches(max_queries=12, max_length=40), st.sampled_from(list(POLICIES)), st.sampled_from([2, 132]))
+@settings(max_examples=40, deadline=None)
+def test_latents_under_any_tree_and_split(batch: Batch, policy: str, workers: int) -> None:
+    case = kernel_cases.of_latents(Case(batch, 6, 1, 24, 16, torch.float32))
+    assert case.error(case.plan(TILES, workers, policy)) < TOLERANCE[torch.float32]
+
+
 class Extended(kernel_cases.Extended):
     splits_heads = False
 

@@ -22,7 +22,7 @@ from sglang_pat.cli import parser
 from sglang_pat.estimate import EstimateError, costs, estimate, models, read, read_model
 from sglang_pat.estimate.costs import GPUS
 from sglang_pat.estimate.prompts import BLOCK, CHARS_PER_TOKEN, TRACE_BLOCK, Prompt, batch_of
-from sglang_pat.packing import Batch, Node
+from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node
 
 pytestmark = pytest.mark.once
 
@@ -371,7 +371,10 @@ def changed(**changes: Any) -> dict:
             ": 32 attention heads cannot share 5 KV heads evenly",
         ),
         *((changed(**{name: [1]}), f": models whose layers differ by {name} cannot") for name in models.UNREAD),
-        (changed(kv_lora_rank=512), ": MLA models are not supported by --attention-backend pat"),
+        (
+            changed(kv_lora_rank=512, index_topk=64),
+            ": sparse attention (DSA) is not supported by --attention-backend pat",
+        ),
         ("{", "config.json: not JSON"),
         ("", "config.json: not JSON"),
         ("[" * 10**5, "config.json: not JSON"),
@@ -994,6 +997,19 @@ def test_bad_input_is_one_sentence(arguments: list[str], message: str, capsys: p
     assert message in capsys.readouterr().err
 
 
-def test_mla_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EstimateError, match="MLA models are not supported"):
-        read_model(write(tmp_path / "config.json", [{"kv_lora_rank": 512}]))
+def test_mla_is_read_and_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """DeepSeek V2 Lite: of a token each layer keeps 576 numbers once, for all heads. GPUs have no kernel for it."""
+    latents = changed(
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=None,
+        v_head_dim=128,
+    )
+    found = read_model(write(tmp_path / "config.json", [latents]))
+    assert found.layers == {AttentionSpec(16, 1, 576, 512, FORMATS["bfloat16"], latent=True): 36}
+    assert next(iter(found.layers)).cost().token_bytes == 1152 and found.weight_bytes is None
+    assert "there are no kernels for MLA on a GPU" in sentence(
+        capsys, "estimate", str(PROMPTS), "--model", str(tmp_path)
+    )

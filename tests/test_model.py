@@ -35,14 +35,17 @@ GDN = shape(256, model_type="qwen3_next", full_attention_interval=4)
 MIMO = shape(
     192, v_head_dim=128, swa_head_dim=192, swa_v_head_dim=128, add_swa_attention_sink_bias=True, sliding_window=128
 )
+MLA = {"num_attention_heads": 20, "hidden_size": 2048, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 256}
 
 REFUSED = {
     "hybrid models on a CPU": [(GDN, "cpu", ""), (shape(layer_types=["mamba", "attention"]), "cpu", "")],
     "gated delta nets on a Blackwell GPU": [(GDN, "cuda", "10.0"), ({"text_config": GDN}, "cuda", "12.0")],
     "attention in both directions within an image": [(called("Gemma4ForConditionalGeneration"), "cuda", "")],
-    "MLA, in hybrid models too (Kimi-Linear)": [
-        (shape(kv_lora_rank=512), "cuda", ""),
+    "MLA on a GPU, in hybrid models (Kimi-Linear) and with attention sinks; sparse attention over latents (DSA: DeepSeek V3.2, GLM-5; DeepSeek V4)": [
+        (MLA, "cuda", ""),
         ({"text_config": {**GDN, "kv_lora_rank": 512}}, "cpu", ""),
+        ({**MLA, "index_topk": 2048}, "cpu", ""),
+        (called("DeepseekV4ForCausalLM"), "cuda", ""),
     ],
     "windows that do not apply to prompts (UnlimitedOCR)": [(called("UnlimitedOCRForCausalLM"), "cuda", "")],
     "encoder-decoder models": [
@@ -59,6 +62,7 @@ REFUSED = {
     "other head dimensions than those above": [
         (shape(80), "cuda", ""),
         (shape(12), "cpu", ""),
+        ({**MLA, "qk_rope_head_dim": 128}, "cpu", ""),
         (shape(128, global_head_dim=512), "cuda", ""),
         (shape(256), "cuda", "8.6"),
     ],
@@ -90,6 +94,7 @@ def test_what_a_server_would_refuse_is_refused(config: dict[str, Any], device: A
     [
         (json.loads(CONFIG.read_text()), "cuda", "9.0a"),
         (shape(80), "cpu", ""),
+        (MLA, "cpu", ""),
         (GDN, "cuda", "9.0a"),
         (shape(layer_types=["mamba", "attention"]), "cuda", "10.0"),
         (MIMO, "cuda", ""),

@@ -24,9 +24,12 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 
 MODELS: dict[str, dict[str, Any]] = {
-    "MLA": {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
+    "sparse attention": {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "index_topk": 64,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
         "hidden_act": "silu",
         "q_lora_rank": None,
         "kv_lora_rank": 32,
@@ -83,7 +86,7 @@ TOKENS = {
 }
 
 CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
-    "MLA": ("MLA", [], {}, "pat does not support MLA"),
+    "sparse attention": ("sparse attention", [], {}, "does not support sparse attention (DSA), which DeepseekV32ForCausalLM uses: leave it out, and SGLang chooses another one"),
     "images": ("images", ["--enable-multimodal"], {}, "pat does not support attention in both directions within an image, which Gemma3ForConditionalGeneration uses"),
     "head dimension": ("head dimension", [], {}, "--attention-backend pat does not support a head dimension of 12 (multiples of 8 up to 256 are), which LlamaForCausalLM uses: serve it"),
 }  # fmt: skip

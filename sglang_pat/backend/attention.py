@@ -19,8 +19,8 @@ from sglang_pat.backend.extends.planned import PackedExtend
 from sglang_pat.backend.extends.prefill import Prefill
 from sglang_pat.backend.groups import LayerGroup, LayerGroups
 from sglang_pat.backend.kv import Store
+from sglang_pat.backend.kv.latent import store_of
 from sglang_pat.backend.kv.pages import LowBitKVPool, PagesStore
-from sglang_pat.backend.kv.plain import PlainStore
 from sglang_pat.backend.kv.rotation import Rotation
 from sglang_pat.backend.reporter import Reporter
 from sglang_pat.backend.start import layers, low_bit
@@ -104,7 +104,7 @@ class PatAttnBackend(AttentionBackend):
     def _make_store(self, runner: ModelRunner) -> Store:
         pool = self.token_to_kv_pool
         if not isinstance(pool, LowBitKVPool):
-            return PlainStore(pool)
+            return store_of(pool)
         rows = len(self.req_to_token_pool.req_to_token)
         stores = {group.spec.kv.bits: group.executor.store for group in self.groups.single}
         pool.make_tails(rows, runner.dtype, stores)

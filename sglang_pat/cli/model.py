@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "HrmTextForCausalLM": "attention in both directions by a decoder",
     "DiffusionGemmaForBlockDiffusion": "attention in both directions by a decoder",
     "UnlimitedOCRForCausalLM": "windows that do not apply to prompts",
+    "DeepseekV4ForCausalLM": "the attention of DeepSeek V4",
 }
 """What PAT does not compute, and `support.check_model` finds in SGLang's code for these rather than in config.json (configs/model_config.py,
 models/*.py of 0.5.23)."""
@@ -47,6 +48,7 @@ class Needs(msgspec.Struct, frozen=True):
         capped: Whether scores are capped.
         windows: Whether some layers have windows.
         dtype: What SGLang computes in with `--dtype auto`.
+        latent: Whether V is part of K (MLA).
     """
 
     dims: tuple[tuple[int, int], ...]
@@ -54,6 +56,7 @@ class Needs(msgspec.Struct, frozen=True):
     capped: bool
     windows: bool
     dtype: str
+    latent: bool = False
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
@@ -70,11 +73,14 @@ def needs(config: Mapping[str, Any]) -> Needs:
     """
     model = language_model(config)
     heads, hidden, dim = (_size(model, name) for name in ("num_attention_heads", "hidden_size", "head_dim"))
+    rank = _size(model, "kv_lora_rank")
+    if rank is not None:
+        dim = rank + (_size(model, "qk_rope_head_dim") or 0)
     if dim is None:
         if heads is None or hidden is None or hidden % heads:
             raise ModelError("it does not say what head dimension there is")
         dim = hidden // heads
-    v_dim = _size(model, "v_head_dim") or dim
+    v_dim = rank or _size(model, "v_head_dim") or dim
     dims = {(dim, v_dim): None}
     if (windowed := _size(model, "swa_head_dim")) is not None:
         dims[windowed, _size(model, "swa_v_head_dim") or windowed] = None
@@ -95,7 +101,7 @@ def needs(config: Mapping[str, Any]) -> Needs:
     named = next((part[key] for part in (model, config) for key in ("dtype", "torch_dtype") if part.get(key)), None)
     # SGLang takes float16 in place of float32, and bfloat16 for Gemma (`_get_and_verify_dtype` in its configs/model_config.py).
     dtype = named if named in capabilities.CUDA_DTYPES else "bfloat16" if kind.startswith("gemma") else "float16"
-    return Needs(tuple(dims), sinks, isinstance(cap, int | float) and cap > 0, windows, dtype)
+    return Needs(tuple(dims), sinks, isinstance(cap, int | float) and cap > 0, windows, dtype, rank is not None)
 
 
 def judge(config: Mapping[str, Any], device: capabilities.Device, arch: str = "") -> tuple[Verdict, str]:
@@ -113,7 +119,7 @@ def judge(config: Mapping[str, Any], device: capabilities.Device, arch: str = ""
             found = needs(config)
         except ModelError as error:
             return "unknown", str(error)
-        refused = next(filter(None, (_dims_problem(dims, device, arch) for dims in found.dims)), None)
+        refused = next(filter(None, (_dims_problem(dims, device, arch, found.latent) for dims in found.dims)), None)
     if refused is not None:
         return "refused", refused
     shown = " and ".join(f"{k}" if k == v else f"{k} (K) and {v} (V)" for k, v in found.dims)
@@ -130,7 +136,8 @@ def _refusal(config: Mapping[str, Any], device: capabilities.Device, arch: str) 
     kind, hybrid, temperature = str(model.get("model_type")), _is_hybrid(model), model.get("attn_temperature_len")
     blackwell, returns = arch.startswith(("10.", "12.")), model.get("enable_sink_attention", True)
     reasons = [
-        ("MLA", model.get("kv_lora_rank") is not None),
+        ("sparse attention (DSA)", model.get("kv_lora_rank") is not None and model.get("index_topk") is not None),
+        ("MLA on a GPU", model.get("kv_lora_rank") is not None and device == "cuda"),
         *((ARCHITECTURES[name], True) for name in names if name in ARCHITECTURES),
         ("encoder-decoder models", config.get("is_encoder_decoder") is True),
         ("attention in both directions by a decoder", model.get("use_bidirectional_attention") is True),
@@ -143,9 +150,9 @@ def _refusal(config: Mapping[str, Any], device: capabilities.Device, arch: str) 
     return next((reason for reason, holds in reasons if holds), None)
 
 
-def _dims_problem(dims: tuple[int, int], device: capabilities.Device, arch: str) -> str | None:
+def _dims_problem(dims: tuple[int, int], device: capabilities.Device, arch: str, latent: bool) -> str | None:
     """What is not computed with these head dimensions, of K and of V; None if all is."""
-    problem = capabilities.refusal(AttentionSpec(1, 1, *dims, FORMATS["bfloat16"]), device)
+    problem = capabilities.refusal(AttentionSpec(1, 1, *dims, FORMATS["bfloat16"], latent=latent), device)
     if problem is None and device == "cuda" and arch and dims[0] > 128 and arch not in capabilities.LARGE_SHARED:
         return f"a head dimension of {dims[0]} on a GPU of compute capability {arch}"
     return problem

@@ -202,17 +202,21 @@ LISTING = ("GptOssForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "E
 `_handle_model_specific_adjustments`; in 0.5.23 arg_groups/model_hook.py)."""
 
 
+def model_config(server_args: Any) -> Any:
+    """SGLang's `ModelConfig` of the model, before it is loaded; None if SGLang reads none here either."""
+    if server_args.model_path.startswith("instance://"):
+        return None
+    if hasattr(server_args, "get_model_config"):
+        return server_args.get_model_config()
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    return model_config_of(server_args)
+
+
 def lists_backends(server_args: Any) -> bool:
     """Whether the model is one of LISTING."""
-    if server_args.model_path.startswith("instance://"):  # SGLang reads no configuration of these here either
-        return False
-    if hasattr(server_args, "get_model_config"):
-        config = server_args.get_model_config()
-    else:
-        from sglang.srt.arg_groups.model_override_base import model_config_of
-
-        config = model_config_of(server_args)
-    return config.hf_config.architectures[0] in LISTING
+    config = model_config(server_args)
+    return config is not None and config.hf_config.architectures[0] in LISTING
 
 
 def branches_in_pages(server_args: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_pat.compat.pool import is_fp8, kv_pools, kv_scales, layers_with_kv
+from sglang_pat.compat.pool import is_fp8, kv_dims, kv_pools, kv_scales, latent_dims, layers_with_kv
 
 
 def modules(runner: Any) -> list[Any]:
@@ -16,7 +16,8 @@ def modules(runner: Any) -> list[Any]:
 def attention_layers(runner: Any) -> list[Any]:
     """This process's attention layers that have KV; a pipeline stage has only some of the model's.
 
-    The linear layers of a hybrid model have no KV, and in some models (Bailing) they are of the same class.
+    The linear layers of a hybrid model have no KV, and in some models (Bailing) they are of the same class. MLA models have two layers of one id: one
+    reads latents, the other K and V that are made of them, for prefill on other backends.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -25,8 +26,12 @@ def attention_layers(runner: Any) -> list[Any]:
     for instances in (getattr(module, "attention_instances", None) for module in modules(runner)):
         if isinstance(instances, dict):
             found |= {id(layer): layer for layer in instances.values() if isinstance(layer, RadixAttention)}
-    kept = layers_with_kv(getattr(runner, "token_to_kv_pool", None))
-    return [layer for layer in found.values() if kept is None or layer.layer_id in kept]
+    pool = getattr(runner, "token_to_kv_pool", None)
+    kept, latent = layers_with_kv(pool), (1, *latent_dims(pool)) if latent_dims(pool) else None
+    layers = [layer for layer in found.values() if kept is None or layer.layer_id in kept]
+    reads = {id(layer) for layer in layers if (layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim) == latent}
+    twins = {layer.layer_id for layer in layers if id(layer) in reads}
+    return [layer for layer in layers if id(layer) in reads or layer.layer_id not in twins]
 
 
 def decodes(layer: Any) -> bool:
@@ -43,12 +48,28 @@ def attention_shape(runner: Any) -> tuple[int, int, int, int]:
     pool = kv_pools(runner.token_to_kv_pool)[0]
     # `ModelConfig.get_num_attention_heads` does the same, but SGLang's tests lack it. Models without attention have None heads.
     heads = max(1, (runner.model_config.num_attention_heads or 0) // get_parallel().attn_tp_size)
-    return heads, pool.head_num, pool.head_dim, pool.v_head_dim
+    return heads, 1 if latent_dims(pool) else pool.head_num, *kv_dims(pool)
 
 
 def has_scales(runner: Any) -> bool:
     """Whether the KV cache is FP8 and some layers have scales."""
     return is_fp8(runner.kv_cache_dtype) and any(kv_scales(layer) != (1.0, 1.0) for layer in attention_layers(runner))
+
+
+def sparse_latents(hf_config: Any) -> str | None:
+    """The kind of attention in which a query sees some tokens only, of its own choice, over latents; None if the model's is not of that kind."""
+    from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4
+
+    if is_deepseek_v4(hf_config):
+        return "the attention of DeepSeek V4"
+    return "sparse attention (DSA)" if is_deepseek_dsa(hf_config) else None
+
+
+def has_latents(model_config: Any) -> bool:
+    """Whether a model is an MLA model."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    return model_config.attention_arch == AttentionArch.MLA
 
 
 def is_hybrid(runner: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,32 @@ def kv_pools(pool: Any) -> list[Any]:
     return [pool.full_kv_pool, pool.swa_kv_pool] if type(pool) is SWAKVPool else [pool]
 
 
+def latent_dims(pool: Any) -> tuple[int, int] | None:
+    """The dimensions of K and V in a pool of latents (MLA), in which V is the first columns of K; None for other pools, those of sparse attention too."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    if not isinstance(pool, MLATokenToKVPool) or pool.use_dsa:
+        return None
+    return pool.kv_lora_rank + pool.qk_rope_head_dim, pool.kv_lora_rank
+
+
+@functools.cache
+def latent_pool() -> type:
+    """SGLang's pool of latents, for 0.5.17, which gives a pool of a plugin's platform an argument that only sparse attention needs."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    class LatentKVPool(MLATokenToKVPool):
+        def __init__(self, *args: Any, index_head_dim: int | None = None, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    return LatentKVPool
+
+
+def kv_dims(pool: Any) -> tuple[int | None, int | None]:
+    """The dimensions of K and V in a pool of `kv_pools`; None if it does not say."""
+    return latent_dims(pool) or (getattr(pool, "head_dim", None), getattr(pool, "v_head_dim", None))
+
+
 def kv_layout(pool: Any) -> str:
     """How the pool is laid out: `nhd` is [slots, heads, dim]."""
     return getattr(getattr(pool, "full_kv_pool", pool), "kv_cache_layout", "nhd")
@@ -137,6 +164,13 @@ def save_kv(pool: Any, layer: Any, slots: Any, k: Any, v: Any, window_slots: Any
 
     scales = (layer.k_scale, layer.v_scale) if is_fp8(pool.dtype) else (None, None)
     pool.set_kv_buffer(layer, KVWriteLoc(slots, window_slots), k, v, *scales)
+
+
+def save_latents(pool: Any, layer: Any, slots: Any, k: Any) -> None:
+    """Write the new tokens' latents, [tokens, 1, head_dim], to a pool of them: one of 8 bits rounds them as they are, without scales."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    pool.set_kv_buffer(layer, KVWriteLoc(slots), k, k[..., : pool.kv_lora_rank])
 
 
 def after_row_headroom(hook: Callable[..., int]) -> None:

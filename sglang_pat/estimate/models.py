@@ -23,7 +23,7 @@ class Model(msgspec.Struct):
     Attributes:
         layers: How many layers there are of each spec, with KV in bfloat16; layers without KV do not count.
         weight_bytes: How many bytes of weights a decode step reads; None for mixtures of experts, where it depends on the batch, and for
-            hybrid models.
+            hybrid and MLA models.
     """
 
     layers: Counter[AttentionSpec]
@@ -48,6 +48,8 @@ class Shape(msgspec.Struct):
     n_routed_experts: Any = None
     model_type: str = ""
     v_head_dim: Count | None = None
+    kv_lora_rank: Count | None = None
+    qk_rope_head_dim: Count | None = None
     layer_types: list[str] | None = None
     layers_block_type: list[str] | None = None
     hybrid_override_pattern: str | None = None
@@ -88,8 +90,8 @@ def read_model(name: str | Path) -> Model:
         config = language_model(read(path))
     except ModelError as error:
         raise EstimateError(str(error)) from None
-    if config.get("kv_lora_rank") is not None:
-        raise EstimateError(f"{path}: MLA models are not supported by --attention-backend pat")
+    if config.get("kv_lora_rank") is not None and config.get("index_topk") is not None:
+        raise EstimateError(f"{path}: sparse attention (DSA) is not supported by --attention-backend pat")
     for field in UNREAD:
         if config.get(field) is not None:
             raise EstimateError(f"{path}: models whose layers differ by {field} cannot be estimated")
@@ -121,7 +123,7 @@ def _kinds(shape: Shape) -> list[str]:
 
 
 def _spec(path: Path, shape: Shape, windowed: bool) -> AttentionSpec:
-    """The spec of the layers with a window, or of those without: in MiMo V2 they have different heads.
+    """The spec of the layers with a window, or of those without: in MiMo V2 they have different heads. With MLA all heads read one latent.
 
     Raises:
         EstimateError: The heads do not fit together, or the length of the window is missing.
@@ -137,6 +139,9 @@ def _spec(path: Path, shape: Shape, windowed: bool) -> AttentionSpec:
             raise EstimateError(f"{path}: some layers have a sliding window, and sliding_window does not say how long")
         if shape.model_type in SEE_ONE_MORE or shape.hybrid_layer_pattern is not None:
             window = min(window + 1, MAX_WINDOW)
+    if shape.kv_lora_rank is not None:
+        kv_heads, v_dim = 1, shape.kv_lora_rank
+        dim = v_dim + (shape.qk_rope_head_dim or 0)
     kv_heads = kv_heads or heads
     if heads % kv_heads:
         raise EstimateError(f"{path}: {heads} attention heads cannot share {kv_heads} KV heads evenly")
@@ -145,7 +150,8 @@ def _spec(path: Path, shape: Shape, windowed: bool) -> AttentionSpec:
             f"{path}: a hidden size of {hidden} is not a multiple of {heads} heads, and there is no head_dim"
         )
     dim = dim or hidden // heads
-    return AttentionSpec(heads, kv_heads, dim, v_dim or dim, FORMATS["bfloat16"], window)
+    latent = shape.kv_lora_rank is not None
+    return AttentionSpec(heads, kv_heads, dim, v_dim or dim, FORMATS["bfloat16"], window, latent=latent)
 
 
 def _model(path: Path, shape: Shape) -> Model:
@@ -168,4 +174,4 @@ def _model(path: Path, shape: Shape) -> Model:
     experts = shape.num_experts or shape.num_local_experts or shape.n_routed_experts
     # Falcon-H1 has states beside the attention of every layer.
     hybrid = layers.total() < len(kinds) or shape.model_type == "falcon_h1"
-    return Model(layers, None if experts or hybrid else 2 * dense)
+    return Model(layers, None if experts or hybrid or shape.kv_lora_rank else 2 * dense)

@@ -24,6 +24,9 @@ LARGE_SHARED = ("8.0", "9.0a", "10.0")
 CPU_HEAD_DIM, CPU_HEAD_DIM_STEP = 256, 8
 """The largest head dimension of the CPU executor, and the number that it must be a multiple of."""
 
+CPU_LATENT_DIM = 576
+"""The largest K dimension of latents (MLA): DeepSeek's 512 with 64 for positions."""
+
 FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """8-bit formats, by their names in SGLang's `--kv-cache-dtype`."""
 
@@ -145,6 +148,18 @@ def pages_problem(spec: AttentionSpec, arch: str = "", limits: bool = False) -> 
     return None
 
 
+def _dims_problem(*dims: int) -> str | None:
+    """What of these dimensions of K and V the CUDA kernels cannot compute."""
+    if dims in UNEQUAL_HEAD_DIMS or (dims[0] == dims[1] and dims[0] in HEAD_DIMS):
+        return None
+    wanted = (
+        f"a head dimension of {dims[0]}" if dims[0] == dims[1] else "head dimensions of {} (K) and {} (V)".format(*dims)
+    )
+    equal = ", ".join(map(str, HEAD_DIMS))
+    unequal = ", ".join("{} for K with {} for V".format(*pair) for pair in UNEQUAL_HEAD_DIMS)
+    return f"{wanted} on a GPU ({equal} for both K and V are, and {unequal})"
+
+
 def refusal(spec: AttentionSpec, device: Device) -> str | None:
     """What in a spec the device's executor cannot compute; None if it computes everything."""
     if spec.kv.name not in KV_FORMATS[device]:
@@ -153,18 +168,9 @@ def refusal(spec: AttentionSpec, device: Device) -> str | None:
         windows = f"windows with a KV cache of {spec.kv.name}" if spec.window else None
         return pages_problem(spec) if device == "cuda" else windows or low_bit_problem(spec.head_dim, spec.v_head_dim)
     if device == "cuda":
-        dims = spec.head_dim, spec.v_head_dim
-        if dims in UNEQUAL_HEAD_DIMS or (dims[0] == dims[1] and dims[0] in HEAD_DIMS):
-            return None
-        wanted = (
-            f"a head dimension of {dims[0]}"
-            if dims[0] == dims[1]
-            else "head dimensions of {} (K) and {} (V)".format(*dims)
-        )
-        equal = ", ".join(map(str, HEAD_DIMS))
-        unequal = ", ".join("{} for K with {} for V".format(*pair) for pair in UNEQUAL_HEAD_DIMS)
-        return f"{wanted} on a GPU ({equal} for both K and V are, and {unequal})"
+        return "MLA on a GPU" if spec.latent else _dims_problem(spec.head_dim, spec.v_head_dim)
+    most = CPU_LATENT_DIM if spec.latent else CPU_HEAD_DIM
     for dim in (spec.head_dim, spec.v_head_dim):
-        if dim % CPU_HEAD_DIM_STEP or dim > CPU_HEAD_DIM:
-            return f"a head dimension of {dim} (multiples of {CPU_HEAD_DIM_STEP} up to {CPU_HEAD_DIM} are)"
+        if dim % CPU_HEAD_DIM_STEP or dim > most:
+            return f"a head dimension of {dim} (multiples of {CPU_HEAD_DIM_STEP} up to {most} are)"
     return None

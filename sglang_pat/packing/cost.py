@@ -36,6 +36,7 @@ class CostModel(msgspec.Struct, frozen=True):
         part_overhead: Price of a part beyond its own bytes.
         head_splits: In how many groups the query heads of a KV head are computed, if they exceed the rows of a tile; each group reads the
             KV.
+        latent: `AttentionSpec.latent`.
     """
 
     heads: Count
@@ -47,6 +48,7 @@ class CostModel(msgspec.Struct, frozen=True):
     start_price: Price = 0
     part_overhead: Price = 0
     head_splits: Count = 1
+    latent: bool = False
 
     @property
     def group(self) -> int:
@@ -61,7 +63,8 @@ class CostModel(msgspec.Struct, frozen=True):
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token, times how often they are read."""
-        return round(self.runs * (self.head_dim + self.v_head_dim) * self.kv_bytes)
+        dims = self.head_dim if self.latent else self.head_dim + self.v_head_dim
+        return round(self.runs * dims * self.kv_bytes)
 
     @property
     def part_bytes(self) -> int:

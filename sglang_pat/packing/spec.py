@@ -68,6 +68,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         query_tokens: Tokens of a request that attend in one step: 1 in a decode step, the draft's tokens in a verify step. They are planned
             as one query that has the heads of all of them.
         capped: Whether scores are capped (`logit_cap`: Gemma 2, Grok).
+        latent: Whether V is the first `v_head_dim` columns of K and not stored a second time: MLA, whose Q has taken in what makes K of a latent, and
+            whose output is turned into V's afterwards.
     """
 
     heads: Count
@@ -79,6 +81,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     sinks: bool = False
     query_tokens: Count = 1
     capped: bool = False
+    latent: bool = False
 
     @property
     def query_heads(self) -> int:
@@ -95,11 +98,13 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         seen = f", a window of {self.window}" if self.window else ""
         drafts = f", drafts of {self.query_tokens}" if self.query_tokens > 1 else ""
         features = f"{', sinks' if self.sinks else ''}{', capped scores' if self.capped else ''}"
-        return f"{self.heads}/{self.kv_heads} heads of {dims}, {self.kv.name}{seen}{features}{drafts}"
+        form = f"{self.kv.name}{' latents' if self.latent else ''}"
+        return f"{self.heads}/{self.kv_heads} heads of {dims}, {form}{seen}{features}{drafts}"
 
     def cost(self, head_splits: int = 1) -> CostModel:
         """The cost model of a layer; `head_splits` as in `CostModel`."""
         kv_bytes = self.kv.bytes_with_scales(self.head_dim, self.v_head_dim)
         return CostModel(
-            self.query_heads, self.kv_heads, self.head_dim, self.v_head_dim, kv_bytes, head_splits=head_splits
-        )
+            self.query_heads, self.kv_heads, self.head_dim, self.v_head_dim, kv_bytes, head_splits=head_splits,
+            latent=self.latent,
+        )  # fmt: skip

@@ -33,6 +33,18 @@ class CpuPlatform(SRTPlatform):
         compat.arguments.use_one_pool(server_args)
         compat.arguments.disable_graphs(server_args, "prefill", "decode")
 
+    def init_backend(self) -> None:
+        """SGLang calls this once, while it imports what runs models.
+
+        MLA models shall give latents in every step. Without a handler of their own both backends would prefill over K and V that are made of latents, while
+        `torch_native` reads what is in the pool (SGLang #16486).
+        """
+        from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+        from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+        for backend in ("pat", "torch_native"):
+            AttentionBackendRegistry.register(backend, lambda attention, forward_batch: AttnForwardMethod.MLA)
+
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         """0.5.23 asks this; `pat` itself refuses the algorithms that it does not support."""
         return True
@@ -73,10 +85,7 @@ class CpuPlatform(SRTPlatform):
         return pool_class(form, low_bit.int4_layers())
 
     def get_mla_kv_pool_cls(self) -> type:
-        # 0.5.17 makes the pool before the attention backend could refuse the model.
-        raise support.UnsupportedError(
-            "sglang-pat does not support MLA models yet: serve this one on a GPU with another --attention-backend"
-        )
+        return compat.pool.latent_pool()
 
     def get_paged_allocator_cls(self) -> type:
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator

@@ -62,6 +62,7 @@ class SpecReader:
 
     Attributes:
         form: How K and V are kept, in most layers.
+        latent: Whether V is part of K.
         context: As for `window`.
     """
 
@@ -71,6 +72,7 @@ class SpecReader:
         # A pool for windows has slot numbers of its own: there even a window as long as the context counts.
         self.context = MAX_WINDOW if compat.pool.has_window_pool(pool) else runner.model_config.context_len
         self._with_sinks = with_sinks(runner)
+        self.latent = compat.pool.latent_dims(pool) is not None
         self._form_of = getattr(pool, "form_of", lambda layer_id: self.form)  # that of a `LowBitKVPool`
 
     def spec(self, layer: RadixAttention, query_tokens: int = 1) -> AttentionSpec:
@@ -78,6 +80,7 @@ class SpecReader:
         return AttentionSpec(
             layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, self._form_of(layer.layer_id),
             window(layer.sliding_window_size, self.context), layer.layer_id in self._with_sinks, query_tokens, logit_cap(layer) > 0,
+            self.latent,
         )  # fmt: skip
 
 
@@ -88,7 +91,7 @@ def count(runner: ModelRunner) -> Counter[AttentionSpec]:
     if not layers and compat.pool.layers_with_kv(runner.token_to_kv_pool) is None:
         # A draft worker, or a test, may have no model: take layers of the pool's shape, with and without the runner's window.
         shape, windowed = (
-            AttentionSpec(*compat.model.attention_shape(runner), reader.form, seen)
+            AttentionSpec(*compat.model.attention_shape(runner), reader.form, seen, latent=reader.latent)
             for seen in (0, window(runner.sliding_window_size, reader.context))
         )
         found.update(dict.fromkeys((shape, windowed), compat.pool.kv_pools(runner.token_to_kv_pool)[0].layer_num))

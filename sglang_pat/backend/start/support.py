@@ -110,9 +110,8 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
         )
     check_low_bit(runner)
     instead = f"{_OTHER} {fallback} or --decode-attention-backend {fallback}"
-    name = ", ".join(config.hf_config.architectures or [type(runner.model).__name__])
-    if runner.use_mla_backend:
-        raise UnsupportedError(f"--attention-backend pat does not support MLA, which {name} uses: {instead}")
+    name = _name(runner)
+    _check_latents(config.hf_config, runner.use_mla_backend, runner.device)
     if compat.model.is_hybrid(runner):
         check_hybrid(runner, name)
     if config.is_multimodal and hasattr(runner.model, "prepare_attn_masks"):
@@ -163,15 +162,47 @@ def _check_layers(runner: Any, specs: Iterable[AttentionSpec], ending: str) -> N
     if any(getattr(module, "enable_sink_attention", False) for module in compat.model.modules(runner)):
         # Such a module asks its layer for them (models/iquest_q1.py, `return_lse`); elsewhere it would fail in the first step.
         problems.append("log-sum-exps of scores given back to the model (IQuest-Q1)")
+    if any(getattr(module, "learnable_sink_param", None) is not None for module in compat.model.modules(runner)):
+        # SGLang passes these to backends of a list only, and drops them for others (forward_mla.py, `attn_sink`).
+        problems.append("MLA with attention sinks")
     drafted = compat.arguments.draft_tokens(runner.server_args)
     problems += [_spec_problem(spec, runner.device, drafted) for spec in specs]
     problems += [
         f"a KV pool of the kind {type(part).__name__}"
         for part in compat.pool.kv_pools(pool)
-        if not isinstance(part, MHATokenToKVPool)
+        if not isinstance(part, MHATokenToKVPool) and compat.pool.latent_dims(pool) is None
     ]
     for problem in filter(None, problems):
         raise UnsupportedError(f"--attention-backend pat does not support {problem}, {ending}")
+
+
+def _name(runner: Any) -> str:
+    """What the model is called in messages."""
+    return ", ".join(runner.model_config.hf_config.architectures or [type(runner.model).__name__])
+
+
+def _check_latents(hf_config: Any, latent: bool, device: str) -> None:
+    """Raise UnsupportedError if a model has latents that PAT does not read.
+
+    Args:
+        hf_config: Its config.json.
+        latent: Whether it is an MLA model.
+        device: Where it shall be served.
+    """
+    problem = compat.model.sparse_latents(hf_config) or ("MLA on a GPU" if latent and device != "cpu" else None)
+    if problem is not None:
+        raise UnsupportedError(
+            f"--attention-backend pat does not support {problem}, which {', '.join(hf_config.architectures)} uses: leave it out, and SGLang "
+            "chooses another one"
+        )
+
+
+def check_latents(server_args: Any) -> None:
+    """Raise UnsupportedError if an MLA model is not supported, before it is loaded: that takes long, and may fail where it is not."""
+    config = compat.arguments.model_config(server_args)
+    if config is not None:
+        device = compat.arguments.resolved(server_args).device
+        _check_latents(config.hf_config, compat.model.has_latents(config), device)
 
 
 def check_low_bit(runner: Any, environment: Mapping[str, str] = os.environ) -> None:
@@ -200,6 +231,8 @@ def check_low_bit(runner: Any, environment: Mapping[str, str] = os.environ) -> N
 def _low_bit_problem(runner: Any) -> str | None:
     """Where KV of less than 8 bits is not supported; None if it is here."""
     on_gpu = runner.device != "cpu"
+    if runner.use_mla_backend:
+        return f"for MLA models like {_name(runner)}"
     if compat.pool.is_fp8(runner.kv_cache_dtype):
         return "for a checkpoint that wants 8 bits"
     if on_gpu and not layers.format_of(runner).is_low_bit:
@@ -273,7 +306,7 @@ def pool_problem(layer: Any, pool: Any) -> str | None:
     """Why a layer's KV is in the wrong pool for its window, or does not fit there; None if all is well."""
     windowed, apart = layers.window(layer.sliding_window_size, MAX_WINDOW) > 0, compat.pool.in_window_pool(pool, layer)
     part = compat.pool.kv_pools(pool)[-1 if apart else 0]
-    kept = tuple(getattr(part, name, None) for name in ("head_dim", "v_head_dim"))
+    kept = compat.pool.kv_dims(part)
     if None not in kept and kept != (layer.qk_head_dim, layer.v_head_dim):
         # 0.5.17 makes such pools on a plugin's platform.
         return (

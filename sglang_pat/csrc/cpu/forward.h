@@ -27,11 +27,24 @@ struct KvHead {
   int64_t v_stride;
   Shape shape;
 
+  // Whether V is the first columns of K (MLA), which are then not read a second time.
+  bool latent() const { return k == v && k_stride == v_stride && shape.v_head_dim <= shape.head_dim; }
+
   void read(int64_t slot, float* to_k, float* to_v) const {
     convert(k + slot * k_stride, to_k, shape.head_dim);
-    convert(v + slot * v_stride, to_v, shape.v_head_dim);
+    if (!latent()) convert(v + slot * v_stride, to_v, shape.v_head_dim);
   }
 };
+
+template <typename T>
+bool is_latent(const KvHead<T>& kv) {
+  return kv.latent();
+}
+
+template <typename Source>
+bool is_latent(const Source&) {
+  return false;
+}
 
 inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -100,7 +113,7 @@ class OnlineSoftmax {
         ldv_(round_up(shape.v_head_dim, kWidth)) {
     const int d = shape.head_dim;
     qt_ = Scratch::get(scratch.q, size_t(d) * ldr_);
-    k_ = Scratch::get(scratch.k, size_t(block_) * d);
+    k_ = Scratch::get(scratch.k, size_t(block_) * d + kWidth);  // latents: a row's last vector of V may reach behind K
     v_ = Scratch::get(scratch.v, size_t(block_) * ldv_);
     scores_ = Scratch::get(scratch.scores, size_t(block_) * ldr_);
     out_ = Scratch::get(scratch.out, size_t(rows) * ldv_);
@@ -119,6 +132,7 @@ class OnlineSoftmax {
   template <typename Source>
   void add(const Source& kv, const int32_t* slots, int length, const Visible& visible) {
     const int d = shape_.head_dim;
+    const bool latent = is_latent(kv);
     for (int begin = 0; begin < length; begin += block_) {
       const int n = std::min(block_, length - begin);
       for (int j = 0; j < n; ++j) {
@@ -153,7 +167,7 @@ class OnlineSoftmax {
             for (int c = 0; c < ldv_; c += kWidth)
               store(out_ + size_t(i) * ldv_ + c, load(out_ + size_t(i) * ldv_ + c) * rescale[i - r]);
       }
-      gemm(scores_, 1, ldr_, v_, ldv_, out_, ldv_, rows_, ldv_, n);
+      gemm(scores_, 1, ldr_, latent ? k_ : v_, latent ? d : ldv_, out_, ldv_, rows_, ldv_, n);
     }
   }
 

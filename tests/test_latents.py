@@ -1,0 +1,354 @@
+"""MLA on a CPU: latents are read once for K and V, by all heads, and greedy answers are those of transformers, which makes K and V of them."""
+
+from __future__ import annotations
+
+import random
+import unittest
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepseek
+import msgspec
+import pytest
+import test_cpu_kernel
+import test_verify
+import torch
+from conftest import TOKENS, amid_aborts, assert_sound, drafts, flush, generate, generate_all, importing_kits
+from forked import ForkedServer
+from kernel_cases import TOLERANCE, of_latents, random_trees
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.runtime_context import get_parallel
+from trees import random_batch
+
+from sglang_pat import compat, plugin
+from sglang_pat.backend.kv import NewTokens
+from sglang_pat.backend.kv.latent import LatentStore, store_of
+from sglang_pat.backend.kv.plain import PlainStore
+from sglang_pat.backend.start import layers, support
+from sglang_pat.demo import workload
+from sglang_pat.demo.server import Server
+from sglang_pat.kernels import capabilities
+from sglang_pat.kernels.arguments import Tables
+from sglang_pat.packing import CPU_TILES, FORMATS, AttentionSpec
+from sglang_pat.radix_bridge import hooks
+from sglang_pat.radix_bridge.events import ROOT, NodeInserted, RequestBound
+from sglang_pat.radix_bridge.observer import apply
+
+with importing_kits():
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.test.kits.attention_unittest.attention_methods import mla_attention as mla
+
+plugin.register()
+
+LATENTS = AttentionSpec(16, 1, 576, 512, FORMATS["bfloat16"], latent=True)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.once
+def test_a_token_of_latents_has_the_bytes_of_k() -> None:
+    assert LATENTS.cost().token_bytes == 1152
+    assert msgspec.structs.replace(LATENTS, latent=False).cost().token_bytes == 2176
+    assert "16/1 heads of 576 and 512, bfloat16 latents" in str(LATENTS)
+
+
+@pytest.mark.once
+def test_latents_wider_than_deepseeks_are_refused_and_so_are_all_on_a_gpu() -> None:
+    assert capabilities.refusal(LATENTS, "cpu") is None
+    assert "head dimension of 584" in str(capabilities.refusal(msgspec.structs.replace(LATENTS, head_dim=584), "cpu"))
+    assert "head dimension of 576" in str(capabilities.refusal(msgspec.structs.replace(LATENTS, latent=False), "cpu"))
+    assert capabilities.refusal(LATENTS, "cuda") == "MLA on a GPU"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", [4, 20])
+def test_extends(dtype: torch.dtype, heads: int) -> None:
+    generator = random.Random(heads)
+    batch = random_batch(generator, depth=2, fanout=3, length=80)
+    added = [generator.choice([0, 1, 1, 3, 6, 70, 200]) for _ in batch.seq_lens]
+    added[:3] = [1, 3, 2]
+    case = of_latents(test_cpu_kernel.Extended(batch, added, heads, 1, 80, 64, dtype))
+    assert case.difference(case.decode(case.plan(CPU_TILES, 2))) < TOLERANCE[dtype]
+    assert case.shared > 0 or heads == 20, "a part of many heads costs more than what is shared here"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+@pytest.mark.parametrize("heads", [4, 20])
+def test_random_trees_of_drafts(tokens: int, heads: int) -> None:
+    generator = random.Random(heads * tokens)
+    batch = random_batch(generator, depth=2, fanout=3, length=80)
+    case = of_latents(test_verify.verified(batch, random_trees(generator, batch, tokens), heads, 1))
+    for policy in ("optimal", "naive"):
+        assert case.error(case.plan(CPU_TILES, 8, policy)) < TOLERANCE[torch.float32]
+
+
+# A model's layers and its pool.
+
+
+def latent_pool(dtype: torch.dtype = torch.float32, **more: Any) -> MLATokenToKVPool:
+    """Of two layers."""
+    kind = compat.pool.latent_pool() if more else MLATokenToKVPool
+    return kind(
+        size=16, page_size=1, dtype=dtype, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=2, device="cpu", enable_memory_saver=False, **more
+    )  # fmt: skip
+
+
+def model_of_latents(
+    device: str = "cpu", architecture: str = "DeepseekV2ForCausalLM", **config: Any
+) -> SimpleNamespace:
+    """What matters here of a `ModelRunner` with two layers."""
+    model = torch.nn.ModuleList([torch.nn.Module() for _ in range(2)])
+    for i, module in enumerate(model):
+        module.attn_mqa = RadixAttention(4, 80, 1.0, 1, layer_id=i, v_head_dim=64)
+        module.attn_mha = RadixAttention(4, 48, 1.0, 4, layer_id=i, v_head_dim=32)
+    backends = dict.fromkeys(["attention_backend", "prefill_attention_backend", "decode_attention_backend"], "pat")
+    return SimpleNamespace(
+        model=model, device=device, dtype=torch.float32, kv_cache_dtype=torch.float32, token_to_kv_pool=latent_pool(),
+        req_to_token_pool=None, use_mla_backend=True, server_args=SimpleNamespace(**backends),
+        model_config=SimpleNamespace(
+            context_len=512, hf_config=SimpleNamespace(architectures=[architecture], **config), is_multimodal=False, is_encoder_decoder=False,
+        ),
+    )  # fmt: skip
+
+
+def test_the_layers_are_those_that_read_latents() -> None:
+    """Not those for K and V that are made of them, which have the same ids."""
+    found = support.check_model(model_of_latents(), "torch_native")
+    spec = AttentionSpec(4, 1, 80, 64, FORMATS["float32"], latent=True)
+    assert (
+        found == {spec: 2} and layers.SpecReader(model_of_latents()).spec(model_of_latents().model[0].attn_mqa) == spec
+    )
+
+
+def test_layers_that_do_not_fit_the_pool_are_refused() -> None:
+    runner = model_of_latents()
+    runner.model[1].attn_mqa = RadixAttention(4, 96, 1.0, 1, layer_id=1, v_head_dim=64)
+    with pytest.raises(support.UnsupportedError, match="in a KV pool of 80 and 64, which DeepseekV2ForCausalLM uses"):
+        support.check_model(runner, "torch_native")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "device", "config", "message"),
+    [
+        ("DeepseekV2ForCausalLM", "cuda", {}, "MLA on a GPU"),
+        ("KimiLinearForCausalLM", "cuda", {}, "MLA on a GPU"),
+        ("DeepseekV32ForCausalLM", "cpu", {"index_topk": 2048}, r"sparse attention \(DSA\)"),
+        ("GlmMoeDsaForCausalLM", "cuda", {"index_topk": 2048}, r"sparse attention \(DSA\)"),
+        ("DeepseekV4ForCausalLM", "cpu", {}, "the attention of DeepSeek V4"),
+    ],
+)
+def test_what_is_not_served_is_named(architecture: str, device: str, config: dict[str, Any], message: str) -> None:
+    runner = model_of_latents(device, architecture, **config)
+    with pytest.raises(
+        support.UnsupportedError, match=f"does not support {message}, which {architecture} uses: leave it out"
+    ):
+        support.check_model(runner, "triton")
+
+
+def test_sinks_that_sglang_would_drop_are_refused() -> None:
+    runner = model_of_latents()
+    runner.model[1].learnable_sink_param = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(support.UnsupportedError, match="MLA with attention sinks, which DeepseekV2ForCausalLM uses"):
+        support.check_model(runner, "torch_native")
+
+
+def test_latents_of_few_bits_are_refused() -> None:
+    message = r"a KV cache of int4 \(SGLANG_PAT_KV\) for MLA models like DeepseekV2ForCausalLM: unset it"
+    for device in ("cpu", "cuda"):
+        with pytest.raises(support.UnsupportedError, match=message):
+            support.check_low_bit(model_of_latents(device), {"SGLANG_PAT_KV": "int4"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *FP8], ids=str)
+def test_latents_are_written_once_and_v_is_part_of_them(dtype: torch.dtype) -> None:
+    # As 0.5.17 makes the pool on a plugin's platform.
+    pool = latent_pool(dtype, index_head_dim=None)
+    store, layer = store_of(pool), RadixAttention(4, 80, 1.0, 1, layer_id=1, v_head_dim=64)
+    assert isinstance(store, LatentStore)
+    k, slots = torch.randn(3, 1, 80), torch.tensor([5, 1, 9])
+    layer.k_scale = torch.tensor(2.0)
+    with torch.no_grad(), get_parallel().override(dcp_enabled=False):
+        store.write(layer, k, k[..., :64], NewTokens(slots, slots, slots, None))
+    found = store.read(layer, Tables(slots, slots, slots))
+    assert torch.equal(found.k[slots].float(), k.to(dtype).float()) and found.k_scale == found.v_scale == 1.0
+    assert torch.equal(found.v[slots].float(), found.k[slots][..., :64].float())
+    assert found.v.data_ptr() == found.k.data_ptr() and not pool.get_key_buffer(0).float().any()
+
+
+def test_other_pools_are_written_as_ever() -> None:
+    pool = MHATokenToKVPool(8, 1, torch.float32, 2, 16, 1, "cpu", enable_memory_saver=False)
+    assert type(store_of(pool)) is PlainStore and compat.pool.latent_dims(pool) is None
+    sparse = latent_pool()
+    sparse.use_dsa = True
+    assert compat.pool.latent_dims(sparse) is None
+
+
+# SGLang's own tests of attention backends.
+
+CASES = {case.name: case for case in mla.make_mla_cases("pat")}
+SHAPE: dict[str, Any] = {"device": "cpu", "kv_lora_rank": 64, "qk_rope_head_dim": 16, "dtype": torch.float32}
+CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
+SHARED = 300
+"""Tokens of a prefix that requests of a batch share."""
+
+
+@pytest.fixture
+def _kit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its writes of latents by torch: SGLang's are a kernel of Triton."""
+
+    def set_by_torch(pool: Any, layer: Any, slots: Any, nope: torch.Tensor, rope: torch.Tensor) -> None:
+        pool.set_kv_buffer(layer, slots, torch.cat([nope, rope], -1), nope)
+
+    monkeypatch.setattr(MLATokenToKVPool, "set_mla_kv_buffer", set_by_torch)
+    with torch.no_grad():
+        yield
+
+
+def assert_right(fixture: Any) -> None:
+    torch.testing.assert_close(mla.run_mla_fixture_eager(fixture), mla.expected_mla_fixture_output(fixture), **CLOSE)
+
+
+@pytest.mark.usefixtures("_kit")
+@pytest.mark.parametrize("layout", ["contiguous", "shuffled_pages"])
+@pytest.mark.parametrize("rope", [0, 16])
+@pytest.mark.parametrize("name", CASES)
+def test_kit(name: str, rope: int, layout: str) -> None:
+    shape = SHAPE | {"qk_rope_head_dim": rope}
+    mla.run_mla_attention_case(unittest.TestCase(), CASES[name], loc_layout=layout, **shape, **CLOSE)
+
+
+@pytest.mark.usefixtures("_kit")
+@pytest.mark.parametrize("name", CASES)
+def test_kit_beside_a_prefill_backend(name: str) -> None:
+    """`--decode-attention-backend pat`: `torch_native` prefills over latents too."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+
+    fixture = mla.build_mla_attention_fixture(unittest.TestCase(), CASES[name], **SHAPE)
+    prefill = ATTENTION_BACKENDS["torch_native"](fixture.runner)
+    fixture.backend = HybridAttnBackend(fixture.runner, decode_backend=fixture.backend, prefill_backend=prefill)
+    assert_right(fixture)
+
+
+def shared_batch(lengths: tuple[int, ...], added: tuple[int, ...] = (), members: tuple[int, int] = (0, 1)) -> Any:
+    """A batch in which two requests, `members`, have one prefix in the cache, as in test_attention_kit.py. It decodes, or extends by `added` tokens."""
+    mode = ForwardMode.MIXED if added else ForwardMode.DECODE
+    case = replace(
+        CASES["mla_decode_page_boundary"], page_size=1, prefix_lens=lengths, extend_lens=added, forward_mode=mode
+    )
+    fixture = mla.build_mla_attention_fixture(unittest.TestCase(), case, max_context_len=512, **SHAPE)
+    table = fixture.runner.req_to_token_pool.req_to_token
+    first, second = members
+    fixture.prefix_hidden[second][:SHARED] = fixture.prefix_hidden[first][:SHARED]
+    # Nobody may read what the second one's prefix had for itself.
+    fixture.runner.token_to_kv_pool.kv_buffer[0][table[second, :SHARED].long()] = torch.nan
+    table[second, :SHARED] = table[first, :SHARED]
+    rows = torch.arange(len(lengths))
+    fixture.forward_batch.rids = hooks.Rids([f"{row}" for row in rows], rows, mixed=mode.is_mixed())
+    requests = compat.requests.numbers(fixture.runner.req_to_token_pool, rows).tolist()
+    observer = fixture.backend.observer
+    apply(observer.scheduler, NodeInserted(1, ROOT, SHARED, bytes(16)))
+    for member in members:
+        apply(observer.scheduler, RequestBound(requests[member], 1, 0 if added else case.seq_lens[member]))
+    return fixture
+
+
+@pytest.mark.usefixtures("_kit")
+def test_shared_rows_are_packed() -> None:
+    fixture = shared_batch((310, 347, 33))
+    assert_right(fixture)
+    counters = fixture.backend.counters()
+    assert counters["kv_tokens_unpacked"] - counters["kv_tokens"] == SHARED
+    assert counters["kv_bytes"] == counters["kv_tokens"] * 80 * 4
+    assert (counters["fallbacks"], counters["faults"], counters["bound"]) == (0, 0, 2)
+
+
+@pytest.mark.usefixtures("_kit")
+def test_decoding_requests_of_a_mixed_step_are_packed() -> None:
+    fixture = shared_batch((40, 0, 90, 310, 347, 33), (20, 33, 2, 1, 1, 1), members=(3, 4))
+    assert_right(fixture)
+    counters = fixture.backend.counters()
+    assert counters["kv_tokens_unpacked"] - counters["kv_tokens"] == SHARED
+    assert (counters["mixed_steps"], counters["extends"], counters["fallbacks"]) == (1, 1, 0)
+
+
+# Servers.
+
+FLAGS = ["--dtype", "float32", "--max-running-requests", "24"]
+CHECKED = {"SGLANG_PAT_VERIFY": "1"}
+SMALL = [
+    "--max-total-tokens", "3000", "--schedule-conservativeness", "0.1", "--chunked-prefill-size", "128", "--enable-mixed-chunk", "--page-size", "4",
+]  # fmt: skip
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
+PROMPTS = workload.nested_prompts(2, 2, 3, unrelated=2)
+
+
+@pytest.fixture(scope="module")
+def latent_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return deepseek.write(tmp_path_factory.mktemp("models") / "deepseek", model)
+
+
+@pytest.fixture(scope="module")
+def expected(latent_model: Path) -> list[list[int]]:
+    answers = deepseek.greedy(latent_model, PROMPTS, TOKENS)
+    assert len(set(map(tuple, answers))) > len(PROMPTS) / 2, "answers that depend on prompts"
+    return answers
+
+
+@pytest.fixture(scope="module")
+def server(latent_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Prompts come in chunks, which are mixed with decoding requests; some of these are retracted, and the cache does not hold all prompts."""
+    log = tmp_path_factory.mktemp("latents") / "log"
+    with ForkedServer(latent_model, "pat", log, [*FLAGS, *SMALL], CHECKED | RETRACTING) as started:
+        yield started.wait()
+
+
+@pytest.mark.server
+def test_answers_are_those_of_transformers(server: Server, expected: list[list[int]]) -> None:
+    for _ in range(2):
+        assert generate_all(server, PROMPTS) == expected
+    counters = assert_sound(server)
+    assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
+    assert max(map(int, counters["query_sizes"])) >= 3, "siblings are read together"
+    assert counters["mixed_steps"] and counters["extends_shared"]
+    assert "etract" in server.log.read_text()
+
+
+@pytest.mark.server
+def test_joins_aborts_and_a_flushed_cache(server: Server, expected: list[list[int]]) -> None:
+    answers = amid_aborts(
+        server,
+        lambda i, rid: generate(server, PROMPTS[i % len(PROMPTS)] + "!", 200, rid=rid),
+        lambda: generate_all(server, PROMPTS, concurrency=8),
+    )
+    assert answers == expected
+    assert_sound(server)
+    flush(server)
+    assert generate_all(server, PROMPTS) == expected
+    assert_sound(server)
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_drafts(latent_model: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """Of the model itself, over latents of their own: many are accepted."""
+    flags = [
+        "--max-total-tokens",
+        "20000",
+        *drafts("STANDALONE", 3, 2, 5),
+        "--speculative-draft-model-path",
+        str(latent_model),
+    ]
+    with ForkedServer(latent_model, "pat", tmp_path / "log", [*FLAGS, *flags], CHECKED) as server:
+        server.wait()
+        assert generate_all(server, PROMPTS) == expected
+        counters = assert_sound(server)
+        assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
+        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        answer = server.post("/generate", {"text": PROMPTS[0], "sampling_params": sampling})
+        assert answer["meta_info"]["spec_verify_ct"] < 0.7 * TOKENS, "steps that accept several tokens"
