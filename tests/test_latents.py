@@ -262,7 +262,7 @@ def shared_batch(lengths: tuple[int, ...], added: tuple[int, ...] = (), members:
 def test_shared_rows_are_packed() -> None:
     fixture = shared_batch((310, 347, 33))
     assert_right(fixture)
-    counters = fixture.backend.counters()
+    counters = fixture.backend.reporter.counters()
     assert counters["kv_tokens_unpacked"] - counters["kv_tokens"] == SHARED
     assert counters["kv_bytes"] == counters["kv_tokens"] * 80 * 4
     assert (counters["fallbacks"], counters["faults"], counters["bound"]) == (0, 0, 2)
@@ -272,7 +272,7 @@ def test_shared_rows_are_packed() -> None:
 def test_decoding_requests_of_a_mixed_step_are_packed() -> None:
     fixture = shared_batch((40, 0, 90, 310, 347, 33), (20, 33, 2, 1, 1, 1), members=(3, 4))
     assert_right(fixture)
-    counters = fixture.backend.counters()
+    counters = fixture.backend.reporter.counters()
     assert counters["kv_tokens_unpacked"] - counters["kv_tokens"] == SHARED
     assert (counters["mixed_steps"], counters["extends"], counters["fallbacks"]) == (1, 1, 0)
 
