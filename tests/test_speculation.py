@@ -72,7 +72,13 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list
         return generate_all(server, PROMPTS)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if case in ("right", "branches", "branches of EAGLE3") else [])
+        for case in CASES
+    ],
+)
 def test_answers_are_those_without_it(
     case: str, model: Path, draft_models: dict[str, Path], expected: list[list[int]], compiler: dict[str, str], tmp_path: Path
 ) -> None:  # fmt: skip

@@ -19,7 +19,7 @@ class Run(NamedTuple):
 
 
 RUN = {
-    "0.5.17": Run("all tests, in CI", "most tests, H200, H100", "with every change"),
+    "0.5.17": Run("servers and what meets SGLang, in CI", "most tests, H200, H100", "with every change"),
     "0.5.18": Run("`make test-releases`", "not run", "2026-11-29"),
     "0.5.19": Run("`make test-releases`", "not run", "2026-11-29"),
     "0.5.20": Run("`make test-releases`", "not run", "2026-11-29"),
