@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_pat.compat.pool import is_fp8, kv_dims, kv_pools, kv_scales, latent_dims, layers_with_kv
+from sglang_pat.compat.pool import is_fp8, kv_pools, kv_scales, latent_dims, layers_with_kv
 
 
 def modules(runner: Any) -> list[Any]:
@@ -27,9 +27,11 @@ def attention_layers(runner: Any) -> list[Any]:
         if isinstance(instances, dict):
             found |= {id(layer): layer for layer in instances.values() if isinstance(layer, RadixAttention)}
     pool = getattr(runner, "token_to_kv_pool", None)
-    kept, latent = layers_with_kv(pool), (1, *latent_dims(pool)) if latent_dims(pool) else None
+    kept, latent = layers_with_kv(pool), latent_dims(pool)
     layers = [layer for layer in found.values() if kept is None or layer.layer_id in kept]
-    reads = {id(layer) for layer in layers if (layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim) == latent}
+    reads = {
+        id(layer) for layer in layers if (layer.qk_head_dim, layer.v_head_dim) == latent and layer.tp_k_head_num == 1
+    }
     twins = {layer.layer_id for layer in layers if id(layer) in reads}
     return [layer for layer in layers if id(layer) in reads or layer.layer_id not in twins]
 
@@ -48,7 +50,8 @@ def attention_shape(runner: Any) -> tuple[int, int, int, int]:
     pool = kv_pools(runner.token_to_kv_pool)[0]
     # `ModelConfig.get_num_attention_heads` does the same, but SGLang's tests lack it. Models without attention have None heads.
     heads = max(1, (runner.model_config.num_attention_heads or 0) // get_parallel().attn_tp_size)
-    return heads, 1 if latent_dims(pool) else pool.head_num, *kv_dims(pool)
+    latent = latent_dims(pool)
+    return (heads, 1, *latent) if latent else (heads, pool.head_num, pool.head_dim, pool.v_head_dim)
 
 
 def has_scales(runner: Any) -> bool:
