@@ -30,6 +30,7 @@ from conftest import (
 )
 from forked import ForkedProcess, ForkedServer
 from oracle import make_plan
+from oracle.mirror import Mirror
 from torch.distributed import TCPStore
 
 from sglang_pat import cli, compat
@@ -353,7 +354,7 @@ def test_two_hundred_requests_through_a_small_pool(
 def test_what_that_server_recorded_can_be_replayed(servers: dict[str, Server]) -> None:
     server = servers["small pool"]
     counters = assert_sound(server)
-    recorded = replay(server.log.with_suffix(".trace"), oracle=make_plan)
+    recorded = replay(server.log.with_suffix(".trace"), oracle=make_plan, mirror=Mirror())
     assert (recorded.plans, recorded.fallbacks, recorded.differing) == (counters["plans"], 0, 0)
     # How long the last plan ran is not recorded; its requests have 32 tokens to generate.
     assert counters["steps"] - 32 <= recorded.totals.steps <= counters["steps"]
@@ -459,7 +460,7 @@ def test_parallelism(
         assert_siblings_share(server, replicas)
     traces = sorted(tmp_path.glob("trace*"))
     assert [path.name for path in traces] == ["trace", "trace.dp1"][:replicas]
-    assert all(replay(path, oracle=make_plan, truncated=True).totals.kv_tokens > 0 for path in traces)
+    assert all(replay(path, oracle=make_plan, truncated=True, mirror=Mirror()).totals.kv_tokens > 0 for path in traces)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 from oracle import make_plan
+from oracle.mirror import Mirror
 
 from sglang_pat import cli
 from sglang_pat.backend.planner import Planner
@@ -93,7 +94,7 @@ def recorded(tmp_path: Path) -> tuple[Path, Server]:
 
 def test_a_replay_makes_the_recorded_plans_and_counts_what_the_server_counted(recorded: tuple[Path, Server]) -> None:
     path, server = recorded
-    result = replay(path, oracle=make_plan)
+    result = replay(path, oracle=make_plan, mirror=Mirror())
     counters = server.planner.counters()
     assert (result.plans, result.fallbacks, result.differing) == (counters.plans, 0, 0)
     expected = {name: getattr(counters, name) for name in result.totals.__struct_fields__}

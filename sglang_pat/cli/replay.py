@@ -77,21 +77,24 @@ class Replayed(msgspec.Struct):
             yield f"not as recorded          {self.differing:,} plans: another version of sglang-pat wrote the trace"
 
 
-def replay(path: Path, policy: str | None = None, oracle: MakePlan | None = None, truncated: bool = False) -> Replayed:
+def replay(
+    path: Path, policy: str | None = None, oracle: MakePlan | None = None, truncated: bool = False, mirror: Any = None
+) -> Replayed:
     """Replay a trace.
 
     Args:
         path: The file.
         policy: Use this policy instead of the recorded one.
-        oracle: Compare every plan with the one that this makes of the batch's tree anew.
+        oracle: Compare every plan with the one that this makes of the batch's tree.
         truncated: Accept a file that was cut off.
+        mirror: Hears of every event, and has that tree (its `apply` and `batch`); the scheduler's own tree is taken if None.
 
     Raises:
         TraceError: The file is no trace, or not a whole one, or too deep for the comparison.
         AssertionError: They disagree.
     """
     try:
-        return _replay(trace.read(path, truncated), policy, oracle)
+        return _replay(trace.read(path, truncated), policy, oracle, mirror)
     except (InconsistentError, PlanTooLargeError, ValueError) as fault:
         if isinstance(fault, trace.TraceError):
             raise
@@ -100,7 +103,9 @@ def replay(path: Path, policy: str | None = None, oracle: MakePlan | None = None
         raise trace.TraceError(f"{path} cannot be compared (--oracle): {error}") from None
 
 
-def _replay(records: Iterator[trace.Record], policy: str | None, oracle: MakePlan | None) -> Replayed:
+def _replay(
+    records: Iterator[trace.Record], policy: str | None, oracle: MakePlan | None, mirror: Any = None
+) -> Replayed:
     header = next(records)
     assert isinstance(header, trace.Header)
     config = header.config if policy is None else msgspec.structs.replace(header.config, policy=policy)
@@ -113,6 +118,8 @@ def _replay(records: Iterator[trace.Record], policy: str | None, oracle: MakePla
         if not isinstance(record, trace.PlanMade):
             result.events += 1
             trace.repeat(functools.partial(apply, scheduler), record)
+            if mirror is not None:
+                trace.repeat(mirror.apply, record)
             continue
         batch = trace.apply_difference(batch, record)
         lengths = np.array(record.seq_lens, dtype=np.int64)
@@ -129,9 +136,10 @@ def _replay(records: Iterator[trace.Record], policy: str | None, oracle: MakePla
         result.planning_us.append((time.perf_counter() - began) * 1e6)
         result.fallbacks += record.fallback or not fitted
         if oracle and fitted:
-            expected = layout.flatten(oracle(batch_in(scheduler, batch, record.seq_lens), config))
+            tree = mirror.batch(batch, record.seq_lens) if mirror else batch_in(scheduler, batch, record.seq_lens)
+            expected = layout.flatten(oracle(tree, config))
             if scheduler.buffers[index][: len(expected)].tolist() != expected.tolist():
-                raise AssertionError(f"plan {result.plans} is not the one that is made of the batch's tree anew")
+                raise AssertionError(f"plan {result.plans} is not the one that is made of the batch's tree")
         if fitted and not (record.ahead or record.fallback) and config == header.config:
             result.differing += scheduler.current()[:2] != (record.kv_tokens, record.parts)
     # The trace does not say how many steps the last plan ran: assume one.

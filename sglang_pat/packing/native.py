@@ -452,9 +452,10 @@ def batch_in(scheduler: NativeScheduler, requests: Sequence[int], seq_lens: list
     nodes = 0
     for query, request in enumerate(requests):
         number, end = scheduler.binding(request) or (ROOT, 0)
-        if request in seen or end > seq_lens[query]:
-            continue
+        again = request in seen
         seen.add(request)
+        if again or end > seq_lens[query]:
+            continue
         below: Node | None = None
         while number != ROOT:
             is_new = number not in made
