@@ -13,13 +13,9 @@ import sglang.srt.managers.scheduler
 import sglang.srt.models.registry  # noqa: F401
 from sglang.srt.plugins import hook_registry
 
-# Collections in servers need not look at what no server will ever free.
-gc.collect()
-gc.freeze()
-
 _NAMES: dict[int, list[tuple[types.ModuleType, str]]] = {}
 """Who has a name for a function, by its id."""
-_MODULES = {id(module) for module in sys.modules.values()}
+_MODULES = {id(module): module for module in sys.modules.values()}  # kept, so that no other one gets its id
 for _module in list(sys.modules.values()):
     if isinstance(_module, types.ModuleType):
         for _name, _value in vars(_module).items():
@@ -34,12 +30,15 @@ def _propagate(original: object, wrapped: object, source_module: object) -> int:
     imported before the fork is looked up; it looks through the rest."""
     found = [(module, name) for module, name in _NAMES.get(id(original), []) if vars(module).get(name) is original]
     for module, name in found:
-        if module is not source_module:
-            setattr(module, name, wrapped)
-    _NAMES[id(wrapped)] = found
+        setattr(module, name, wrapped)
+    _NAMES[id(wrapped)] = _NAMES.get(id(original), [])
     rest = {name: module for name, module in list(sys.modules.items()) if id(module) not in _MODULES}
     with mock.patch.object(hook_registry, "sys", types.SimpleNamespace(modules=rest)):
         return len(found) + _search(original, wrapped, source_module)
 
 
 hook_registry._propagate_patch = _propagate
+
+# Collections in servers need not look at what no server will ever free.
+gc.collect()
+gc.freeze()
