@@ -1,6 +1,8 @@
 // The CPU executor: for each work item and KV head the online softmax of forward.h, in parallel, then the merge of each
 // query's parts (merge.h). sglang_pat/kernels/cpu.py is its one caller.
 
+#include "../error.h"  // before what throws
+
 #include <tvm/ffi/function.h>
 
 #include <algorithm>

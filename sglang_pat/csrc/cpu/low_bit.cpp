@@ -1,5 +1,7 @@
 // Packs, unpacks and stores pages of KV in 4 or 2 bits on the CPU; low_bit.h has the layout. sglang_pat/kernels/low_bit.py
 // is its one caller.
+#include "../error.h"  // before what throws
+
 #include "low_bit.h"
 
 #include <tvm/ffi/function.h>

@@ -1,5 +1,5 @@
 // The kernels of one `Variant`. module.cu launches them; sglang_pat/kernels/resources.py compiles them alone, without the
-// host's code, in half the time.
+// host's code.
 #pragma once
 
 #include <cstddef>

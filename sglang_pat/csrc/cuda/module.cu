@@ -1,5 +1,7 @@
 // The native module of one `Variant`, but for its kernels (kernels.cuh): checks the tensors that kernels/cuda.py passes, fills `Params`, chooses grids, and
 // launches forward, merge, and with pages of few bits the stores and unpacking.
+#include "../error.h"  // before what throws
+
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>

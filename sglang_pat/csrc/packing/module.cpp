@@ -2,6 +2,8 @@
 // numbers. What an event may not do raises InconsistentError, arguments that cannot be ValueError, a plan that does not fit
 // PlanTooLargeError. Nothing is believed: whatever the arguments, memory stays whole.
 
+#include "../error.h"  // before what throws
+
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/tensor.h>
@@ -18,7 +20,6 @@
 #include <string>
 #include <vector>
 
-#include "../error.h"
 #include "scheduler.h"
 
 namespace {
