@@ -95,3 +95,26 @@ def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
     for _ in INNER:
         inner = next((inner[name] for name in INNER if isinstance(inner.get(name), dict) and inner[name]), inner)
     return {**DEFAULTS.get(str(inner.get("model_type")), {}), **inner}
+
+
+def latents_problem(model: Mapping[str, Any], on_gpu: bool) -> str | None:
+    """What keeps the latents of an MLA model from being read; None if nothing does, or if it is no MLA model.
+
+    Args:
+        model: What `language_model` returns.
+        on_gpu: Whether it shall be served on a GPU.
+    """
+    if model.get("kv_lora_rank") is None:
+        return None
+    if model.get("index_topk") is not None:
+        return "sparse attention (DSA)"
+    if on_gpu:
+        return "MLA on a GPU"
+    if model.get("swa_kv_lora_rank") is not None:
+        return "MLA with sliding windows"
+    # SGLang's `get_rope_cpu`, which only DeepSeek's code calls, has no other positions.
+    rope = model.get("rope_scaling") or model.get("rope_parameters")
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
+    if str(model.get("model_type")).startswith(("deepseek", "kimi_k2")) and kind not in ("yarn", "deepseek_yarn"):
+        return "DeepSeek's attention without YaRN on a CPU, where SGLang has no other positions for it,"
+    return None

@@ -44,7 +44,8 @@ def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
 
     Raises:
         AssertionError: SGLang does not serve the model with the other backend that was chosen beside `pat`.
-        UnsupportedError: `SGLANG_PAT_KV` is set, and this server on a GPU cannot have it; or a hook that guards memory is not in place.
+        UnsupportedError: `SGLANG_PAT_KV` is set, and this server on a GPU cannot have it; the model has latents that PAT does not read; or a hook
+            that guards memory is not in place.
     """
     if os.environ.get("SGLANG_PAT_KV"):
         # Imported when it is needed, as it imports torch.

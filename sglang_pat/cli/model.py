@@ -9,7 +9,7 @@ import msgspec
 
 from sglang_pat.jsonl import whole
 from sglang_pat.kernels import capabilities
-from sglang_pat.model_config import ModelError, language_model
+from sglang_pat.model_config import ModelError, language_model, latents_problem
 from sglang_pat.packing import FORMATS, AttentionSpec
 from sglang_pat.text import printable
 
@@ -75,7 +75,7 @@ def needs(config: Mapping[str, Any]) -> Needs:
     heads, hidden, dim = (_size(model, name) for name in ("num_attention_heads", "hidden_size", "head_dim"))
     rank = _size(model, "kv_lora_rank")
     if rank is not None:
-        dim = rank + (_size(model, "qk_rope_head_dim") or 0)
+        dim = rank + (_size(model, "qk_rope_head_dim") or 0 if model.get("qk_rope_head_dim") else 0)
     if dim is None:
         if heads is None or hidden is None or hidden % heads:
             raise ModelError("it does not say what head dimension there is")
@@ -136,8 +136,7 @@ def _refusal(config: Mapping[str, Any], device: capabilities.Device, arch: str) 
     kind, hybrid, temperature = str(model.get("model_type")), _is_hybrid(model), model.get("attn_temperature_len")
     blackwell, returns = arch.startswith(("10.", "12.")), model.get("enable_sink_attention", True)
     reasons = [
-        ("sparse attention (DSA)", model.get("kv_lora_rank") is not None and model.get("index_topk") is not None),
-        ("MLA on a GPU", model.get("kv_lora_rank") is not None and device == "cuda"),
+        (latents_problem(model, device == "cuda"), True),
         *((ARCHITECTURES[name], True) for name in names if name in ARCHITECTURES),
         ("encoder-decoder models", config.get("is_encoder_decoder") is True),
         ("attention in both directions by a decoder", model.get("use_bidirectional_attention") is True),
@@ -147,7 +146,7 @@ def _refusal(config: Mapping[str, Any], device: capabilities.Device, arch: str) 
         ("gpt-oss on a CPU, where SGLang cannot run its experts", kind == "gpt_oss" and device == "cpu"),
         ("gated delta nets on a Blackwell GPU", hybrid and blackwell and kind.startswith(GATED_DELTA_NETS)),
     ]
-    return next((reason for reason, holds in reasons if holds), None)
+    return next((reason for reason, holds in reasons if reason and holds), None)
 
 
 def _dims_problem(dims: tuple[int, int], device: capabilities.Device, arch: str, latent: bool) -> str | None:

@@ -56,7 +56,9 @@ def attention_shape(runner: Any) -> tuple[int, int, int, int]:
 
 def has_scales(runner: Any) -> bool:
     """Whether the KV cache is FP8 and some layers have scales."""
-    return is_fp8(runner.kv_cache_dtype) and any(kv_scales(layer) != (1.0, 1.0) for layer in attention_layers(runner))
+    if not is_fp8(runner.kv_cache_dtype) or latent_dims(runner.token_to_kv_pool):  # SGLang gives latents none
+        return False
+    return any(kv_scales(layer) != (1.0, 1.0) for layer in attention_layers(runner))
 
 
 def sparse_latents(hf_config: Any) -> str | None:

@@ -49,7 +49,7 @@ class Shape(msgspec.Struct):
     model_type: str = ""
     v_head_dim: Count | None = None
     kv_lora_rank: Count | None = None
-    qk_rope_head_dim: Count | None = None
+    qk_rope_head_dim: Annotated[int, Meta(ge=0, le=4096)] | None = None
     layer_types: list[str] | None = None
     layers_block_type: list[str] | None = None
     hybrid_override_pattern: str | None = None

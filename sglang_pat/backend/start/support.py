@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from sglang_pat import compat
 from sglang_pat.backend.start import features, layers
 from sglang_pat.config import PatConfig
 from sglang_pat.kernels import capabilities, cuda
+from sglang_pat.model_config import latents_problem
 from sglang_pat.packing import AttentionSpec
+from sglang_pat.packing.cost import MAX_ROWS
 from sglang_pat.packing.spec import MAX_WINDOW
 
 logger = logging.getLogger(__name__)
@@ -189,7 +191,11 @@ def _check_latents(hf_config: Any, latent: bool, device: str) -> None:
         latent: Whether it is an MLA model.
         device: Where it shall be served.
     """
-    problem = compat.model.sparse_latents(hf_config) or ("MLA on a GPU" if latent and device != "cpu" else None)
+    problem = compat.model.sparse_latents(hf_config)
+    if latent:
+        problem = problem or latents_problem(
+            vars(getattr(hf_config, "text_config", None) or hf_config), device != "cpu"
+        )
     if problem is not None:
         raise UnsupportedError(
             f"--attention-backend pat does not support {problem}, which {', '.join(hf_config.architectures)} uses: leave it out, and SGLang "
@@ -284,22 +290,26 @@ def partner_problem(runner: Any, sinks: bool = False, unequal: bool = False) -> 
         sinks: Whether layers have attention sinks.
         unequal: Whether V is narrower than K.
     """
+    return next(_partner_problems(runner, sinks, unequal), None)
+
+
+def _partner_problems(runner: Any, sinks: bool, unequal: bool) -> Iterator[str]:
     prefill, _ = chosen = compat.arguments.backends_chosen(runner.server_args)
+    pool = runner.token_to_kv_pool
     if "fa3" in chosen and runner.kv_cache_dtype == torch.float8_e5m2:
-        return "fa3, which reads no fp8_e5m2"
-    sinkless = next(filter(compat.stock.ignores_sinks, chosen), None) if sinks else None
-    if sinkless:
-        return f"{sinkless}, which computes no attention sinks"
-    astray = next(filter(compat.stock.ignores_window_pools, chosen), None)
-    if astray and compat.pool.has_window_pool(runner.token_to_kv_pool):
-        return f"{astray}, which reads a KV pool for windows by wrong slots (--disable-hybrid-swa-memory leaves that pool out)"
-    too_wide = next(filter(compat.stock.assumes_equal_dims, chosen), None) if unequal else None
-    if too_wide:
-        return f"{too_wide}, which takes V to be as wide as K"
-    scaleless = [name for name in chosen if compat.stock.ignores_scales(name, prefill=name == prefill)]
-    if scaleless and compat.model.has_scales(runner):
-        return f"{scaleless[0]}, which ignores the scales of an FP8 KV cache"
-    return None
+        yield "fa3, which reads no fp8_e5m2"
+    for name in chosen:
+        if sinks and compat.stock.ignores_sinks(name):
+            yield f"{name}, which computes no attention sinks"
+        if compat.stock.ignores_window_pools(name) and compat.pool.has_window_pool(pool):
+            yield f"{name}, which reads a KV pool for windows by wrong slots (--disable-hybrid-swa-memory leaves that pool out)"
+        if unequal and compat.stock.assumes_equal_dims(name):
+            yield f"{name}, which takes V to be as wide as K"
+        # platform/cpu.py: only these are given latents in prefill.
+        if name not in ("pat", "torch_native") and compat.pool.latent_dims(pool):
+            yield f"{name}, which was not tried with latents"
+        if compat.stock.ignores_scales(name, prefill=name == prefill) and compat.model.has_scales(runner):
+            yield f"{name}, which ignores the scales of an FP8 KV cache"
 
 
 def pool_problem(layer: Any, pool: Any) -> str | None:
@@ -322,6 +332,9 @@ def _spec_problem(spec: AttentionSpec, device: capabilities.Device, drafted: int
     if 0 < spec.window < drafted:
         # The distance between two tokens of a draft would then depend on its branches.
         return f"drafts of {drafted} tokens, longer than a window of {spec.window}"
+    if device == "cpu" and spec.query_heads > MAX_ROWS * spec.kv_heads:
+        most = MAX_ROWS * spec.kv_heads // spec.heads
+        return f"drafts of {spec.query_tokens} tokens with {spec.heads} heads over {spec.kv_heads} of KV on a CPU (at most {most})"
     if spec.sinks and spec.kv.is_low_bit and device == "cuda":
         return f"attention sinks with a KV cache of {spec.kv.name} on a GPU"
     return capabilities.refusal(spec, device)
