@@ -12,7 +12,10 @@ PARTIAL_BYTES = 4
 price were slower (benchmarks/notes/kernels-wide.md, "Parts in float16")."""
 
 
-Count = Annotated[int, Meta(ge=1, le=4096)]
+MAX_ROWS = 4096
+"""Query heads of one KV head, times a draft's tokens: `kMaxTile` in csrc/packing/prices.h."""
+
+Count = Annotated[int, Meta(ge=1, le=MAX_ROWS)]
 """A number of heads, dimensions, rows or workers. The limit, more than any model or device has, is checked when a config is read from a file."""
 
 MAX_PRICE = 1 << 32
@@ -39,7 +42,7 @@ class CostModel(msgspec.Struct, frozen=True):
         latent: `AttentionSpec.latent`.
     """
 
-    heads: Count
+    heads: Annotated[int, Meta(ge=1, le=64 * MAX_ROWS)]  # times a draft's tokens
     kv_heads: Count
     head_dim: Count
     v_head_dim: Count

@@ -173,4 +173,4 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 CPU_TILES = TileTable(query_tiles=(16, 64, 128), kv_tile=128)
-"""Tiles of the CPU executor; measured by `python benchmarks/cpu_decode.py --tiles` (benchmarks/notes/first-versions.md, "CPU executor")."""
+"""Tiles of the CPU executor (benchmarks/notes/first-versions.md, "CPU executor"); m by `python benchmarks/cpu_decode.py --tiles`."""
