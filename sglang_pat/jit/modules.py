@@ -72,7 +72,9 @@ class _Module(NamedTuple):
         """
         flags = [*self.made_for, *(flag for group in self.flags.values() for flag in group)]
         digest = hashlib.sha256(repr((flags, version("apache-tvm-ffi"), platform.machine(), sys.platform)).encode())
-        for path in sorted({*Path(__file__).parent.glob("*.py"), *CSRC.rglob("*.*"), *self.folder.iterdir()}):
+        for path in sorted(
+            {Path(__file__), Path(__file__).with_name("builds.py"), *CSRC.rglob("*.*"), *self.folder.iterdir()}
+        ):
             if path.is_file():
                 digest.update(path.read_bytes())
         return f"{self.name}_{digest.hexdigest()[:16]}.so"

@@ -27,6 +27,10 @@ OWNER = "SGLANG_PAT_CACHE_OWNER"
 """A user whose libraries are loaded too, besides root's and those of the process's own user."""
 
 
+NOBODYS = 2**32 - 1
+"""`(uid_t)-1`, which no user has; no number of one is larger."""
+
+
 class BuildError(RuntimeError):
     """A native module cannot be built here; the message says what to do."""
 
@@ -59,10 +63,14 @@ def find_cache() -> Cache:
         BuildError: There is none, as this user has no home.
     """
     folder = cache_folder()
-    if not os.path.lexists(folder):
+    try:
+        os.lstat(folder)
+    except FileNotFoundError:
         above = next((above for above in folder.parents if os.path.lexists(above)), folder)
         usable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
         return Cache(folder, "" if usable else f"it is not there and cannot be made in {above}", usable)
+    except OSError as error:
+        return Cache(folder, f"it cannot be looked at ({error.strerror})", False)
     try:
         os.close(open_folder(folder))
     except UnusedError as error:
@@ -134,10 +142,10 @@ def _check_obstacle(path: Path) -> None:
 
 def _make_folder(path: Path) -> None:
     """Make a folder and those above it, for this user only: `Path.mkdir` gives those above the rights that the umask leaves."""
-    if not path.is_dir():
-        _make_folder(path.parent)
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(0o700)
+    for folder in (*reversed(path.parents), path):
+        if not folder.is_dir():
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(0o700)
 
 
 def own_folder() -> Path | None:
@@ -188,7 +196,9 @@ def uid_of(user: str) -> int:
     try:
         uid = int(user) if re.fullmatch("[0-9]{1,10}", user) else pwd.getpwnam(user).pw_uid
     except KeyError:
-        raise BuildError(f"{OWNER}={user!a} must be the name or number of a user") from None
+        uid = NOBODYS
+    if uid >= NOBODYS:
+        raise BuildError(f"{OWNER}={user[:100]!a} must be the name or number of a user")
     if uid == _overflow_uid():
         raise BuildError(
             f"{OWNER}={user!a} must be another user: files of all users that a container or NFS does not know seem to belong to number {uid}"
