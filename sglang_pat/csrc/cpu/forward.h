@@ -123,7 +123,8 @@ class OnlineSoftmax {
     for (int r = 0; r < rows; ++r)
       for (int i = 0; i < d; ++i) qt_[size_t(i) * ldr_ + r] = q[size_t(r) * d + i];
     std::fill_n(out_, size_t(rows) * ldv_, 0.0f);
-    std::fill_n(v_, size_t(block_) * ldv_, 0.0f);
+    // Of columns that are no V's: they are computed too.
+    if (ldv_ != shape.v_head_dim) std::fill_n(v_, size_t(block_) * ldv_, 0.0f);
     std::fill_n(max_score_, ldr_, -INFINITY);
     std::fill_n(sum_exp_, ldr_, 0.0f);
   }
@@ -183,7 +184,7 @@ class OnlineSoftmax {
 
  private:
   const Shape shape_;
-  // Tokens at a time; measured by `python benchmarks/cpu_decode.py --tiles` (benchmarks/notes/first-versions.md, "CPU executor").
+  // Tokens at a time, as many as `CPU_TILES.kv_tile`; measured with 128 dimensions (benchmarks/notes/first-versions.md, "CPU executor").
   static constexpr int kBlock = 128;
 
   const int rows_, block_, ldr_, ldv_;  // ldr_: floats between rows of S^T and Q^T; ldv_: of V and O
