@@ -882,6 +882,7 @@ def test_a_scheduler_is_not_made_without_all_values_or_for_limits_that_cannot_be
 
 
 @pytest.mark.once
+@pytest.mark.skipif(bool(os.environ.get(jit.SANITIZE)), reason="compiles programs of its own")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86's vectors")
 def test_plans_do_not_depend_on_how_wide_vectors_are(tmp_path: Path) -> None:
     """`Optimal` weighs as many segments at once as the processor has lanes; ranks on different processors need the same plans."""
@@ -979,6 +980,8 @@ def test_the_policies_are_numbered_as_the_native_scheduler_numbers_them() -> Non
     check(batch)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(bool(os.environ.get(jit.SANITIZE)), reason="builds a module of its own")
 def test_the_benchmark_of_planning_runs() -> None:
     """It builds the scheduler into a module of its own, by calls that nobody else makes."""
     script = Path(__file__).parents[1] / "benchmarks" / "packing.py"

@@ -193,9 +193,9 @@ def _check_latents(hf_config: Any, latent: bool, device: str) -> None:
     """
     problem = compat.model.sparse_latents(hf_config)
     if latent:
-        problem = problem or latents_problem(
-            vars(getattr(hf_config, "text_config", None) or hf_config), device != "cpu"
-        )
+        # That it is one, SGLang says.
+        read = {**vars(getattr(hf_config, "text_config", None) or hf_config), "kv_lora_rank": True}
+        problem = problem or latents_problem(read, device != "cpu")
     if problem is not None:
         raise UnsupportedError(
             f"--attention-backend pat does not support {problem}, which {', '.join(hf_config.architectures)} uses: leave it out, and SGLang "
