@@ -167,6 +167,14 @@ def test_machine_code_is_as_recorded(variant: cuda.Variant) -> None:
     assert sass.compiled(variant)[1] == recorded["variants"][variant.name], "python tests/sass.py --write, if meant"
 
 
+def test_every_kernel_that_is_launched_is_measured() -> None:
+    launched = re.findall(
+        r"\blaunch\((?:PageKernels<Kv, true>::)?(k\w+),", (jit.CSRC / "cuda" / "module.cu").read_text()
+    )
+    assert len(launched) > 5
+    assert set(launched) == set(re.findall(r"\)(?:Pages::)?(k\w+)[,}]", resources.KERNELS))
+
+
 def test_modules_of_equal_dimensions_are_called_and_built_as_ever() -> None:
     """`PAT_V_DIM` is for the others only."""
     equal, unequal = (cuda.Variant.of(spec_of(torch.bfloat16, 192, v_dim), "9.0a") for v_dim in (192, 128))

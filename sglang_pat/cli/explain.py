@@ -63,6 +63,8 @@ def recorded(
                 if isinstance(record, RequestsExpected):
                     names.update(zip(record.requests, record.rids, strict=False))
         except (InconsistentError, ValueError) as fault:
+            if isinstance(fault, trace.TraceError):
+                raise
             raise trace.TraceError(f"{path} is damaged: {fault}") from None
         except TooDeepError as error:
             raise ExplainError(f"{path}, step {step}: {error}") from None
