@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from sglang_pat.compat.pool import is_fp8, kv_pools, kv_scales, latent_dims, layers_with_kv
+
+logger = logging.getLogger(__name__)
 
 
 def modules(runner: Any) -> list[Any]:
@@ -75,6 +78,21 @@ def has_latents(model_config: Any) -> bool:
     from sglang.srt.configs.model_config import AttentionArch
 
     return model_config.attention_arch == AttentionArch.MLA
+
+
+def give_latents(*backends: str) -> None:
+    """Have MLA models give these backends latents in every step.
+
+    Without a handler of their own both would prefill over K and V that are made of latents, while `torch_native` reads what is in the pool (SGLang #16486).
+    """
+    try:
+        from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+        from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    except ImportError as error:
+        logger.warning("sglang-pat: MLA models are not served right on a CPU with this SGLang: %s", error)
+        return
+    for backend in backends:
+        AttentionBackendRegistry.register(backend, lambda attention, forward_batch: AttnForwardMethod.MLA)
 
 
 def is_hybrid(runner: Any) -> bool:

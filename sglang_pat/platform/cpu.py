@@ -34,16 +34,8 @@ class CpuPlatform(SRTPlatform):
         compat.arguments.disable_graphs(server_args, "prefill", "decode")
 
     def init_backend(self) -> None:
-        """SGLang calls this once, while it imports what runs models.
-
-        MLA models shall give latents in every step. Without a handler of their own both backends would prefill over K and V that are made of latents, while
-        `torch_native` reads what is in the pool (SGLang #16486).
-        """
-        from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-        from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
-
-        for backend in ("pat", "torch_native"):
-            AttentionBackendRegistry.register(backend, lambda attention, forward_batch: AttnForwardMethod.MLA)
+        """SGLang calls this once, while it imports what runs models."""
+        compat.model.give_latents("pat", "torch_native")
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         """0.5.23 asks this; `pat` itself refuses the algorithms that it does not support."""
