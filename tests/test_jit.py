@@ -398,3 +398,22 @@ def test_folders_that_are_made_are_their_user_s_only(
     ] * 2
     (library,) = libraries(tmp_path / "above" / "cache")
     assert stat.S_IMODE(library.stat().st_mode) == 0o644
+
+
+def test_a_cache_deep_down_is_made_and_one_that_cannot_be_looked_at_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(jit.CACHE, str(tmp_path / ("a" * 300)))
+    found = jit.find_cache()
+    assert not found.usable and "cannot be looked at" in found.problem
+    deep = tmp_path.joinpath(*"a" * 1200)
+    monkeypatch.setenv(jit.CACHE, str(deep))
+    jit.check_cache()
+    assert deep.is_dir()
+    os.removedirs(deep)
+
+
+@pytest.mark.parametrize("number", ["4294967295", "9999999999"])
+def test_a_number_that_no_user_has_is_no_owner(number: str) -> None:
+    with pytest.raises(jit.BuildError, match="must be the name or number of a user"):
+        jit.uid_of(number)

@@ -65,7 +65,7 @@ def find_cache() -> Cache:
     folder = cache_folder()
     try:
         os.lstat(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         above = next((above for above in folder.parents if os.path.lexists(above)), folder)
         usable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
         return Cache(folder, "" if usable else f"it is not there and cannot be made in {above}", usable)
