@@ -36,16 +36,6 @@ struct KvHead {
   }
 };
 
-template <typename T>
-bool is_latent(const KvHead<T>& kv) {
-  return kv.latent();
-}
-
-template <typename Source>
-bool is_latent(const Source&) {
-  return false;
-}
-
 inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 // Buffers of one thread. They only grow, so that a steady state allocates nothing.
@@ -133,7 +123,7 @@ class OnlineSoftmax {
   template <typename Source>
   void add(const Source& kv, const int32_t* slots, int length, const Visible& visible) {
     const int d = shape_.head_dim;
-    const bool latent = is_latent(kv);
+    const bool latent = kv.latent();
     for (int begin = 0; begin < length; begin += block_) {
       const int n = std::min(block_, length - begin);
       for (int j = 0; j < n; ++j) {

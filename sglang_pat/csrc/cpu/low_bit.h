@@ -188,6 +188,8 @@ struct PagesOfHead {
   const uint8_t* records;
   int64_t stride;
 
+  static constexpr bool latent() { return false; }  // as of KvHead
+
   void read(int64_t slot, float* k, float* v) const {
     const uint8_t* const record = records + slot / kPageTokens * stride;
     reader.k(record, int(slot % kPageTokens), k);
