@@ -173,7 +173,7 @@ def test_a_backend_that_computes_no_sinks_is_refused(monkeypatch: pytest.MonkeyP
         arguments = SimpleNamespace(
             attention_backend="pat", prefill_attention_backend=other, decode_attention_backend=None
         )
-        runner = SimpleNamespace(server_args=arguments, kv_cache_dtype=torch.bfloat16)
+        runner = SimpleNamespace(server_args=arguments, kv_cache_dtype=torch.bfloat16, token_to_kv_pool=None)
         assert support.partner_problem(runner, sinks=True) == problem
         assert support.partner_problem(runner) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
@@ -187,7 +187,7 @@ def test_a_backend_that_takes_v_for_as_wide_as_k_is_refused(monkeypatch: pytest.
         arguments = SimpleNamespace(
             attention_backend="pat", prefill_attention_backend=other, decode_attention_backend=None
         )
-        runner = SimpleNamespace(server_args=arguments, kv_cache_dtype=torch.bfloat16)
+        runner = SimpleNamespace(server_args=arguments, kv_cache_dtype=torch.bfloat16, token_to_kv_pool=None)
         assert support.partner_problem(runner, unequal=True) == problem
         assert support.partner_problem(runner) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))

@@ -161,7 +161,7 @@ def test_layers_of_two_formats_have_pages_of_two_sizes() -> None:
 def test_a_layer_that_the_model_does_not_have_is_refused() -> None:
     pool = pool_class(FORMATS["int2"], (30,))(128, 64, torch.float32, 2, 32, 1, "cpu", enable_memory_saver=False)
     runner = SimpleNamespace(
-        device="cpu", kv_cache_dtype=torch.bfloat16, token_to_kv_pool=pool, model=None, model_config=SimpleNamespace(num_attention_layers=30),
+        device="cpu", kv_cache_dtype=torch.bfloat16, token_to_kv_pool=pool, model=None, use_mla_backend=False, model_config=SimpleNamespace(num_attention_layers=30),
     )  # fmt: skip
     environment = {"SGLANG_PAT_KV": "int2", "SGLANG_PAT_INT4_LAYERS": "3,30"}
     with pytest.raises(
@@ -279,7 +279,9 @@ def test_sglang_counts_tokens_by_their_bits_and_leaves_room_for_tails(
 def test_a_pool_on_a_gpu_that_is_not_ours_is_refused() -> None:
     """As where another plugin replaces what makes pools, after sglang-pat hooked it."""
     of_sglang = MHATokenToKVPool(128, 64, torch.bfloat16, 2, 32, 1, "cpu", enable_memory_saver=False)
-    runner = SimpleNamespace(device="cuda", kv_cache_dtype=torch.bfloat16, token_to_kv_pool=of_sglang)
+    runner = SimpleNamespace(
+        device="cuda", kv_cache_dtype=torch.bfloat16, token_to_kv_pool=of_sglang, use_mla_backend=False
+    )
     with pytest.raises(support.UnsupportedError, match="another plugin keeps KV in pools of another kind: unset it"):
         support.check_low_bit(runner, {"SGLANG_PAT_KV": "int4"})
     support.check_low_bit(runner, {})
