@@ -32,9 +32,56 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write(folder: Path, tokenizer: Path, **config: Any) -> Path:
-    """Write config, weights (float32) and the tokenizer of another model to `folder`; returns it. `config` changes entries of CONFIG."""
+V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "first_k_dense_replace": LAYERS - 1, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "norm_topk_prob": True, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+"""Entries that make it one of DeepSeek V3's shape: its last layer has experts, and it brings a draft (NEXTN) of one more such layer."""
+
+
+def write(folder: Path, tokenizer: Path, gain: float = 4.0, **config: Any) -> Path:
+    """Write config, weights (float32) and the tokenizer of another model to `folder`; returns it.
+
+    Args:
+        folder: Is made.
+        tokenizer: A model's folder.
+        gain: How much attention adds; a draft finds more tokens where that is little.
+        config: Changes entries of CONFIG.
+    """
+    config = CONFIG | config
     matrix = functools.partial(checkpoint.matrix, torch.Generator().manual_seed(0))
+
+    def mlp(name: str, inner: int) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}.gate_proj.weight": matrix(inner, HIDDEN),
+            f"{name}.up_proj.weight": matrix(inner, HIDDEN),
+            f"{name}.down_proj.weight": matrix(HIDDEN, inner),
+        }
+
+    def experts(name: str) -> dict[str, torch.Tensor]:
+        count, inner = config["n_routed_experts"], config["moe_intermediate_size"]
+        gate = {
+            f"{name}.gate.weight": matrix(count, HIDDEN),
+            f"{name}.gate.e_score_correction_bias": torch.zeros(count),
+        }
+        one_each = [mlp(f"{name}.experts.{expert}", inner) for expert in range(count)]
+        return functools.reduce(dict.__or__, [gate, *one_each, mlp(f"{name}.shared_experts", inner)])
+
+    def layer(name: str, gain: float, routed: bool) -> dict[str, torch.Tensor]:
+        """Weights of a layer whose attention adds so much to what comes in."""
+        found = {
+            "input_layernorm.weight": torch.ones(HIDDEN),
+            "post_attention_layernorm.weight": torch.ones(HIDDEN),
+            # Scores peaked enough that tokens far away matter.
+            "self_attn.q_proj.weight": matrix(HEADS * (NOPE + ROPE), HIDDEN, gain=2.0),
+            "self_attn.kv_a_proj_with_mqa.weight": matrix(RANK + ROPE, HIDDEN, gain=2.0),
+            "self_attn.kv_a_layernorm.weight": torch.full((RANK,), 1.5),
+            "self_attn.kv_b_proj.weight": matrix(HEADS * (NOPE + V_DIM), RANK),
+            "self_attn.o_proj.weight": matrix(HIDDEN, HEADS * V_DIM, gain),
+            **(experts("mlp") if routed else mlp("mlp", INNER)),
+        }
+        return {f"{name}.{part}": weight for part, weight in found.items()}
+
     weights = {
         "model.embed_tokens.weight": matrix(VOCAB, HIDDEN, gain=HIDDEN**0.5), "model.norm.weight": torch.ones(HIDDEN),
         "lm_head.weight": matrix(VOCAB, HIDDEN, gain=2.0),
@@ -43,21 +90,15 @@ def write(folder: Path, tokenizer: Path, **config: Any) -> Path:
     tokens = AutoTokenizer.from_pretrained(tokenizer).convert_ids_to_tokens(range(VOCAB))
     weights["lm_head.weight"][[token not in PRINTABLE for token in tokens]] = 0
     for number in range(LAYERS):
-        layer = {
-            "input_layernorm.weight": torch.ones(HIDDEN),
-            "post_attention_layernorm.weight": torch.ones(HIDDEN),
-            # Scores peaked enough that tokens far away matter.
-            "self_attn.q_proj.weight": matrix(HEADS * (NOPE + ROPE), HIDDEN, gain=2.0),
-            "self_attn.kv_a_proj_with_mqa.weight": matrix(RANK + ROPE, HIDDEN, gain=2.0),
-            "self_attn.kv_a_layernorm.weight": torch.full((RANK,), 1.5),
-            "self_attn.kv_b_proj.weight": matrix(HEADS * (NOPE + V_DIM), RANK),
-            "self_attn.o_proj.weight": matrix(HIDDEN, HEADS * V_DIM, gain=4.0),
-            "mlp.gate_proj.weight": matrix(INNER, HIDDEN),
-            "mlp.up_proj.weight": matrix(INNER, HIDDEN),
-            "mlp.down_proj.weight": matrix(HIDDEN, INNER),
+        weights |= layer(f"model.layers.{number}", gain, number >= config["first_k_dense_replace"])
+    if config.get("num_nextn_predict_layers"):
+        # It looks at the last token, which says much about the next one, more than at the model's last state.
+        draft = f"model.layers.{LAYERS}"
+        weights |= layer(draft, 0.1, True) | {
+            f"{draft}.{norm}.weight": torch.ones(HIDDEN) for norm in ("enorm", "hnorm", "shared_head.norm")
         }
-        weights |= {f"model.layers.{number}.{name}": weight for name, weight in layer.items()}
-    return checkpoint.save(folder, tokenizer, CONFIG | config, weights)
+        weights[f"{draft}.eh_proj.weight"] = torch.cat([torch.eye(HIDDEN), matrix(HIDDEN, HIDDEN, gain=0.1)], dim=1)
+    return checkpoint.save(folder, tokenizer, config, weights)
 
 
 @torch.inference_mode()

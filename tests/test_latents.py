@@ -16,7 +16,7 @@ import pytest
 import test_cpu_kernel
 import test_verify
 import torch
-from conftest import TOKENS, amid_aborts, assert_sound, drafts, flush, generate, generate_all, importing_kits
+from conftest import TOKENS, UNPINNED, amid_aborts, assert_sound, drafts, flush, generate, generate_all, importing_kits
 from forked import ForkedServer
 from kernel_cases import TOLERANCE, of_latents, random_trees
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -342,20 +342,16 @@ def test_joins_aborts_and_a_flushed_cache(server: Server, expected: list[list[in
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_drafts(latent_model: Path, expected: list[list[int]], tmp_path: Path) -> None:
-    """Of the model itself, over latents of their own: many are accepted."""
-    flags = [
-        "--max-total-tokens",
-        "20000",
-        *drafts("STANDALONE", 3, 2, 5),
-        "--speculative-draft-model-path",
-        str(latent_model),
-    ]
-    with ForkedServer(latent_model, "pat", tmp_path / "log", [*FLAGS, *flags], CHECKED) as server:
+def test_drafts_and_experts(model: Path, tmp_path: Path) -> None:
+    """Of a model of DeepSeek V3's shape that brings its draft (NEXTN), whose latents are its own; drafts have branches."""
+    model = deepseek.write(tmp_path / "model", model, gain=0.4, **deepseek.V3)
+    flags = ["--max-total-tokens", "20000", *drafts("NEXTN", 2, 2, 4)]
+    with ForkedServer(model, "pat", tmp_path / "log", [*FLAGS, *flags], CHECKED | UNPINNED) as server:
         server.wait()
-        assert generate_all(server, PROMPTS) == expected
+        assert generate_all(server, PROMPTS) == deepseek.greedy(model, PROMPTS, TOKENS)
         counters = assert_sound(server)
         assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
-        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-        answer = server.post("/generate", {"text": PROMPTS[0], "sampling_params": sampling})
-        assert answer["meta_info"]["spec_verify_ct"] < 0.7 * TOKENS, "steps that accept several tokens"
+        sampling = {"temperature": 0, "max_new_tokens": 2 * TOKENS, "ignore_eos": True}
+        found = server.post("/generate", {"text": PROMPTS, "sampling_params": sampling})
+        steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in found)
+        assert 0.5 < steps / (2 * TOKENS * len(PROMPTS)) < 0.9, "some drafts are accepted, some are not"

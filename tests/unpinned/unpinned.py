@@ -1,5 +1,5 @@
-"""Lets SGLang's LoRA, DP attention and prefill servers run where there is no GPU: they pin host memory without asking whether that is possible, and
-prefill servers record events on a GPU's stream.
+"""Lets SGLang's LoRA, DP attention, prefill servers and DeepSeek's drafts run where there is no GPU: they pin host memory without asking whether that
+is possible; prefill servers record events on a GPU's stream, and drafts that share their model's embedding wait for it.
 
 A plugin of SGLang (`sglang.srt.plugins`), found by servers in whose PYTHONPATH this folder is; of no use but for tests.
 """
@@ -32,10 +32,11 @@ class Event:
 
 
 def register() -> None:
-    """Make pinning and events do nothing."""
+    """Make pinning, events and waits do nothing."""
     for name in ("tensor", "empty", "zeros"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign, assignment]
     if not torch.cuda.is_available():
         torch.cuda.Event = Event  # type: ignore[misc, assignment]
         torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment]
+        torch.cuda.synchronize = lambda *_: None
