@@ -34,6 +34,8 @@ KINDS = [
     for dims in DIMS
     if ON_GPU or dtype == torch.bfloat16 or dims == (128, 128) or (dims[0] != dims[1] and dtype == torch.float8_e4m3fn)
 ]
+FOUR_HEADS = (8, 2) if ON_GPU else (4, 1)
+"""Query heads, four for each KV head."""
 TILE_DIMS = [(64, 64), (128, 128), *capabilities.UNEQUAL_HEAD_DIMS] if ON_GPU else [(128, 128)]
 
 
@@ -101,10 +103,13 @@ def modules() -> None:
 
 
 def run(case: Case, arch: str, tiles: TileTable | None = None, policy: str = "optimal") -> Run:
-    tiles = tiles or capabilities.tile_table(arch, case.spec.head_dim, kv_bits=case.spec.kv.bits)
+    known = capabilities.tile_table(arch, case.spec.head_dim, kv_bits=case.spec.kv.bits)
+    tiles = tiles or known
     if ON_GPU:
         return Run(case, cuda.Decoder(case.spec, tiles, case.q.device, case.q.dtype, case.limits), tiles, policy)
-    return Run(case, emulated.Decoder(case.spec, tiles, arch, dtype=case.q.dtype, limits=case.limits), tiles, policy)
+    # A plan for some of the tiles is run by the module that has all: a module takes longer to compile than most tests to run.
+    compiled = known if set(tiles.query_tiles) <= set(known.query_tiles) else tiles
+    return Run(case, emulated.Decoder(case.spec, compiled, arch, dtype=case.q.dtype, limits=case.limits), tiles, policy)
 
 
 def make_case(
@@ -237,7 +242,9 @@ def test_extends_by_every_tile(m: int, arch: str) -> None:
     tiles = TileTable((m,))
     for cached, added, window in (([500, 500, 500], [1, 4, 9], 0), ([400, 310, 0], [40, 1, 90], 100), ([63], [66], 0)):
         nodes = [Node(0, 300, [0, 1])] if len(cached) > 1 else []
-        case = Extended(Batch(cached, nodes), added, 8, 2, 128, 128, torch.bfloat16, window, sinks=True, device=DEVICE)
+        case = Extended(
+            Batch(cached, nodes), added, *FOUR_HEADS, 128, 128, torch.bfloat16, window, sinks=True, device=DEVICE
+        )
         in_any_order(case, arch, tiles)
 
 
@@ -417,7 +424,7 @@ def test_every_tile(dim: int, v_dim: int, m: int, dtype: torch.dtype, arch: str)
         pytest.skip("not a tile of this architecture")
     tiles = TileTable((m,))
     for queries, prefix in ((1, 1), (40, 1), (40, 31), (33, 200), (70, 64), (3, 1000)):
-        case = make_case(shared(queries, prefix, 1), 8, 2, dim, dtype, v_dim)
+        case = make_case(shared(queries, prefix, 1), *FOUR_HEADS, dim, dtype, v_dim)
         for policy in ("naive", "query") if ON_GPU else ("naive",):
             assert run(case, arch, tiles, policy=policy).error() < TOLERANCE[case.q.dtype], (queries, prefix)
 
@@ -433,10 +440,10 @@ def test_every_number_of_warps_for_an_item(count: int, dim: int, v_dim: int, dty
     generator = random.Random(count)
     for least, most in ((1, 40), (1, 700), (300, 300)):
         batch = Batch([generator.randint(least, most) for _ in range(count)], [])
-        for heads in (2, 32):
-            case = make_case(batch, heads, 2, dim, dtype, v_dim)
+        for heads in (1, 16):
+            case = make_case(batch, heads, 1, dim, dtype, v_dim)
             few = run(case, arch)
-            few.plan = case.plan(capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize), workers=2)
+            few.plan = case.plan(capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize), workers=1)
             assert few.error() < TOLERANCE[case.q.dtype]
 
 
