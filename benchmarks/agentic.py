@@ -188,7 +188,10 @@ class Replay:
         waiting = iter(self._roots)
         self._began = time.perf_counter()
         with tqdm(
-            total=load.seconds, unit="s", bar_format="{percentage:3.0f}%|{bar}| {postfix}", disable=None
+            total=load.seconds,
+            unit="s",
+            bar_format="{percentage:3.0f}%|{bar}| {n:.0f} of {total:.0f} s{postfix}",
+            disable=None,
         ) as self._bar:
             running = [self._start(self._in_turn(waiting)) for _ in range(load.sessions)]
             try:

@@ -163,3 +163,34 @@ def test_what_is_read_of_tools_has_a_limit(tmp_path: Path) -> None:
     rows = [session(number, [turn(1 << 24)], (1 << 24) - number, 0) for number in range(100)]
     with pytest.raises(EstimateError, match="line 9: more than 134,217,728 tokens of different tools"):
         load(write(tmp_path / "sessions", rows), 1)
+
+
+def test_the_benchmark_says_what_is_wrong_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import agentic
+
+    good = session(0, [turn(640)])
+    assert [one.session for one in agentic.read(write(tmp_path / "good", [good]))] == [0]
+    for rows, message in (
+        ([good, good], ", line 2: there is a session 0 before it$"),
+        ([good, {"a": 1}], ", line 2: it has no session$"),
+        ([], " has no session$"),
+    ):
+        with pytest.raises(SystemExit, match=f"^{tmp_path / 'bad'}{message}"):
+            agentic.read(write(tmp_path / "bad", rows))
+    (tmp_path / "bad").write_bytes(lzma.compress(b"{}")[:20])
+    with pytest.raises(SystemExit, match=r"^[^ ]*/bad is xz, but damaged: it cannot be unpacked$"):
+        agentic.read(tmp_path / "bad")
+
+
+def test_tools_of_one_version_are_shared_as_far_as_they_are_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import agentic
+
+    rows = [session(0, [turn(900)], tools=500), session(1, [turn(900)], tools=400)]
+    for same, alike in ((False, 0), (True, 400)):
+        load = agentic.Load(1, same_tools=same)
+        prompts = [agentic.prompt_of(one, 0, load) for one in agentic.read(write(tmp_path / "sessions", rows))]
+        assert shared(*prompts) == alike and {len(prompt) for prompt in prompts} == {900}

@@ -216,9 +216,9 @@ def test_agents_sessions_are_replayed(
     sessions = agentic.read(path)
     server = servers["plain"]
 
-    def run(count: int, name: str = "plain", **more: Any) -> Any:
-        load = agentic.Load(count, think_factor=2, from_start=True, **more)
-        record = asyncio.run(agentic.replay(servers[name].url, sessions, load))
+    def run(count: int) -> Any:
+        load = agentic.Load(count, think_factor=2, from_start=True)
+        record = asyncio.run(agentic.replay(server.url, sessions, load))
         assert (record.turns, record.failed, record.left_out) == (11, 0, 1), capfd.readouterr()
         assert record.prompt_tokens == sum(t["in"] for one in turns for t in one) - 20_000
         return record
@@ -227,12 +227,20 @@ def test_agents_sessions_are_replayed(
     alone = run(1)
     kept = 448 + 128 + 640 + 576 + 448 + 384
     assert alone.cached_tokens == kept + 420 + 421 + 330
-    assert 0 < alone.ttft_ms and 0 < alone.median_tpot_ms <= alone.p90_tpot_ms and alone.output_tps > 0
+    assert alone.ttft_ms > 0 and 0 < alone.median_tpot_ms <= alone.p90_tpot_ms and alone.output_tps > 0
     assert alone.backend == "pat" and alone.context < 8192
     together = run(3)
     assert together.steps > 40 and 0 < together.kv_saved < 1 and together.kv_bytes_saved > alone.kv_bytes_saved
-    stock = run(3, "reference")
-    assert (stock.steps, stock.kv_saved, stock.backend) == (None, None, "torch_native")
+    # A stock backend, from the command line.
+    url, output = servers["reference"].url, tmp_path / "records.json"
+    flags = f"--url {url} --trace {path} --sessions 3 --think-factor 2 --from-start --output {output}"
+    monkeypatch.setattr(sys, "argv", ["agentic.py", *flags.split()])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    agentic.main()
+    (stock,) = json.loads(output.read_text())["records"]
+    assert (stock["steps"], stock["kv_saved"], stock["backend"]) == (None, None, "torch_native")
+    assert (stock["turns"], stock["failed"], stock["run"], stock["seed"]) == (11, 0, 1, 0)
+    assert stock["prompt_tokens"] == alone.prompt_tokens and stock["model"] == "tiny-qwen3"
     # Again the same, and with another seed other tokens.
     load = agentic.Load(1)
     prompt = agentic.prompt_of(sessions[0], 1, load)
@@ -259,6 +267,9 @@ def test_agents_sessions_are_replayed(
     record = asyncio.run(aborted())
     assert (record.failed, record.turns) == (1, 2)
     assert "session 2 ended at turn 0: " in (said := capfd.readouterr().out) and said.count("session") == 1
+    # Sessions begin somewhere, and the sub-agent is started before or not at all.
+    record = asyncio.run(agentic.replay(server.url, sessions, agentic.Load(3, think_factor=1000, seed=1)))
+    assert 3 <= record.turns + record.left_out < 12 and record.failed == 0
     # Who has no more time ends what runs.
     load = agentic.Load(4, 4, think_factor=0.001, from_start=True)
     record = asyncio.run(agentic.replay(server.url, sessions, load))
