@@ -4,8 +4,8 @@
     python benchmarks/agentic.py --url http://127.0.0.1:30000 --trace agentic.jsonl.xz    # with a server that runs
 
 Each session sends a turn when the one before it is answered and the user has thought, and when it ends another one begins; sub-agents run beside it.
-The seed draws their order and the turn at which each begins, as a server finds them on a day; with `--from-start` it is the first. Turns that do
-not fit the context are left out. Answers have the length that the file says.
+The seed draws their order and the turn at which each begins, so that they are as long as at any time of a day; with `--from-start` it is the first.
+Turns that do not fit the context are left out. Answers have the length that the file says.
 
 There is no text in the file. Tokens are drawn for what it says is shared, and for what is new, so that equal prefixes are just what it says. An
 answer does not come back in the next prompt, of which the file does not say where it is: its tokens are new there, and prefilled.
@@ -53,6 +53,8 @@ TOKEN_IDS = (1, 500)
 """Token ids from the first to below the second are in every vocabulary, the demo's too."""
 SHOWN = 10
 """The most failures that are printed."""
+PATIENCE = 60
+"""Seconds in which a server has to be idle before a run."""
 FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError, RuntimeError)
 """What a request may end with."""
 
@@ -85,7 +87,7 @@ class Record(Load, kw_only=True, frozen=True):
     """One run; times in milliseconds, rates in tokens a second, `null` where there is nothing to measure.
 
     Attributes:
-        run: The how manieth with these sessions; each has a seed of its own.
+        run: Its number among those that differ in the seed alone.
         seconds: How long it took.
         turns, failed, left_out: Turns that were answered; sessions that ended with a failure; turns that did not fit.
         cached_tokens: Of the prompts, what was in the cache.
@@ -176,6 +178,14 @@ class Replay:
             response.raise_for_status()
             return await response.json()
 
+    async def _flush(self) -> None:
+        """Empty the cache. SGLang does not while it answers, and what a run before this one left takes a moment to be aborted."""
+        for again in reversed(range(PATIENCE)):
+            async with self._http.post(f"{self._url}/flush_cache") as response:
+                if response.status != 400 or not again:
+                    return response.raise_for_status()
+            await asyncio.sleep(1)
+
     async def run(self, number: int) -> Record:
         """
         Raises:
@@ -183,8 +193,7 @@ class Replay:
         """
         load, before = self._load, await self.info()
         self._limit = min(before["max_req_input_len"], load.context or before["max_req_input_len"])
-        async with self._http.post(f"{self._url}/flush_cache") as response:
-            response.raise_for_status()
+        await self._flush()
         waiting = iter(self._roots)
         self._began = time.perf_counter()
         with tqdm(
@@ -313,6 +322,8 @@ def main() -> None:
     options = parser.parse_args()
     if (options.model is None) == (options.url is None):
         parser.error("give --model, or --url")
+    if min(*options.sessions, options.runs, options.minutes, options.think_factor) <= 0:
+        parser.error("--sessions, --runs, --minutes and --think-factor must be above 0")
     sessions, records = read(options.trace), []
 
     def measure(url: str) -> None:
@@ -328,8 +339,10 @@ def main() -> None:
             options.output.write_text(json.dumps(document, indent=1) + "\n")
 
     if options.url is not None:
-        measure(options.url)
-        return
+        try:
+            return measure(options.url)
+        except FAILURES as error:
+            raise SystemExit(f"{options.url}: {error}") from None
     for backend in options.backends:
         log = log_of(options, backend)
         try:

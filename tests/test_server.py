@@ -196,6 +196,8 @@ def test_agents_sessions_are_replayed(
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     import agentic
 
+    from sglang_pat.estimate.agentic import Turn
+
     def turn(tokens: int, out: int, **more: Any) -> dict:
         return {"in": tokens, "out": out, "think_s": 0.2, **more}
 
@@ -267,13 +269,14 @@ def test_agents_sessions_are_replayed(
     record = asyncio.run(aborted())
     assert (record.failed, record.turns) == (1, 2)
     assert "session 2 ended at turn 0: " in (said := capfd.readouterr().out) and said.count("session") == 1
+    # Who has no more time ends what runs; the next run waits for that.
+    load = agentic.Load(4, 4, think_factor=0.001, from_start=True)
+    longer = [*sessions, agentic.Session(9, 330, 90, [Turn(300, 7500)])]
+    record = asyncio.run(agentic.replay(server.url, longer, load))
+    assert 1 <= record.turns <= 4 and record.failed == 0 and record.seconds < 20
     # Sessions begin somewhere, and the sub-agent is started before or not at all.
     record = asyncio.run(agentic.replay(server.url, sessions, agentic.Load(3, think_factor=1000, seed=1)))
     assert 3 <= record.turns + record.left_out < 12 and record.failed == 0
-    # Who has no more time ends what runs.
-    load = agentic.Load(4, 4, think_factor=0.001, from_start=True)
-    record = asyncio.run(agentic.replay(server.url, sessions, load))
-    assert 1 <= record.turns <= 4 and record.failed == 0 and record.seconds < 20
     assert_sound(server)
 
 
