@@ -178,14 +178,6 @@ class Replay:
             response.raise_for_status()
             return await response.json()
 
-    async def _flush(self) -> None:
-        """Empty the cache. SGLang does not while it answers, and what a run before this one left takes a moment to be aborted."""
-        for again in reversed(range(PATIENCE)):
-            async with self._http.post(f"{self._url}/flush_cache") as response:
-                if response.status != 400 or not again:
-                    return response.raise_for_status()
-            await asyncio.sleep(1)
-
     async def run(self, number: int) -> Record:
         """
         Raises:
@@ -193,7 +185,9 @@ class Replay:
         """
         load, before = self._load, await self.info()
         self._limit = min(before["max_req_input_len"], load.context or before["max_req_input_len"])
-        await self._flush()
+        # Not before what an earlier run left is aborted.
+        async with self._http.post(f"{self._url}/flush_cache?timeout={PATIENCE}") as response:
+            response.raise_for_status()
         waiting = iter(self._roots)
         self._began = time.perf_counter()
         with tqdm(
