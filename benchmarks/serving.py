@@ -140,21 +140,31 @@ def trace_prompts(path: Path, count: int, context: int) -> list[tuple[float, lis
     return prompts
 
 
-async def generate(session: aiohttp.ClientSession, url: str, prompt: list[int], count: int) -> list[float]:
-    """When the request was sent and when each token came."""
+async def generate(
+    session: aiohttp.ClientSession, url: str, prompt: list[int], count: int
+) -> tuple[list[float], dict[str, Any]]:
+    """When the request was sent and when each token came; and what SGLang says of it with the last one.
+
+    Raises:
+        RuntimeError: The server refuses it.
+    """
     body = {
         "input_ids": prompt, "stream": True,
         "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
     }  # fmt: skip
-    times = [time.perf_counter()]
-    done = 0
-    async with session.post(f"{url}/generate", json=body) as response:
+    encoded = msgspec.json.encode(body)
+    times, meta = [time.perf_counter()], {"completion_tokens": 0}
+    async with session.post(f"{url}/generate", data=encoded, headers={"Content-Type": "application/json"}) as response:
+        if response.status != 200:
+            raise RuntimeError(f"status {response.status}: {(await response.text())[:200]}")
         async for line in response.content:
             if line.startswith(b"data: {"):
-                new = json.loads(line[6:])["meta_info"]["completion_tokens"] - done
-                times += [time.perf_counter()] * new
-                done += new
-    return times
+                found = json.loads(line[6:])
+                if "error" in found:
+                    raise RuntimeError(str(found["error"])[:200])
+                times += [time.perf_counter()] * (found["meta_info"]["completion_tokens"] - meta["completion_tokens"])
+                meta = found["meta_info"]
+    return times, meta
 
 
 def client_session(**options: Any) -> aiohttp.ClientSession:
@@ -171,7 +181,7 @@ async def replay(url: str, prompts: list[tuple[float, list[int], int]], rate: fl
 
         async def one(at: float, prompt: list[int], count: int) -> list[float]:
             await asyncio.sleep(max(0, began + at * pace - time.perf_counter()))
-            return await generate(session, url, prompt, count)
+            return (await generate(session, url, prompt, count))[0]
 
         results = await asyncio.gather(*(one(*prompt) for prompt in prompts))
         return results, time.perf_counter() - began
@@ -245,14 +255,14 @@ def run(server: Server, backend: str, workload: str, arguments: argparse.Namespa
     yield record
 
 
-def make_parser(description: str | None, output: Path | None = None) -> argparse.ArgumentParser:
+def make_parser(description: str | None, output: Path | None = None, model: bool = True) -> argparse.ArgumentParser:
     """What a benchmark is told that runs SGLang with each backend in turn, as steps.py and soak.py do too.
 
-    SIGTERM, such as `timeout` sends, then stops its servers as Ctrl-C does: one that is left behind holds the GPU's memory.
+    `model`: whether there must be one. SIGTERM, such as `timeout` sends, then stops its servers as Ctrl-C does: one that is left behind holds the GPU's memory.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a model's folder")
+    parser.add_argument("--model", type=Path, required=model, help="a model's folder")
     parser.add_argument(
         "--dummy", action="store_true", help="random weights: the folder needs config and tokenizer only"
     )

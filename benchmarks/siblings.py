@@ -46,8 +46,8 @@ def prompts(seed: int, shared: int) -> list[list[int]]:
 async def first_tokens(url: str, asked: list[list[int]]) -> list[float]:
     """Milliseconds until each has its first one."""
     async with client_session() as session:
-        times = await asyncio.gather(*(generate(session, url, prompt, 4) for prompt in asked))
-    return [(first - sent) * 1e3 for sent, first, *_ in times]
+        answers = await asyncio.gather(*(generate(session, url, prompt, 4) for prompt in asked))
+    return [(first - sent) * 1e3 for (sent, first, *_), _ in answers]
 
 
 def prefilled(server: Server, asked: list[list[int]]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import re
 import subprocess
 import sys
@@ -190,7 +191,7 @@ def test_json_behind_plain_text_is_warned_of(capsys: pytest.CaptureFixture[str],
 
 
 GOOD = {"prompt": "hello", "max_tokens": 5}
-KNOWN_KEYS = "known are prompt, messages, text, input_ids, hash_ids (docs/estimate.md)\n"
+KNOWN_KEYS = "known are prompt, messages, text, input_ids, hash_ids, turns (docs/estimate.md)\n"
 
 
 @pytest.mark.parametrize(
@@ -284,6 +285,9 @@ def test_a_bad_line_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path,
         (b" \n\r\n\n", "has no request"),
         (b'{"event": "request.finished"}\n{"event": 7}\n', "has no request"),
         (b"\x1f\x8b\x08\x00\x00\n", "is gzip: unpack it first\n"),
+        (lzma.compress(b"one\n")[:-20], "is xz, but damaged: it cannot be unpacked\n"),
+        (lzma.compress(b"one\n" * 1000)[:30] + bytes(30), "is xz, but damaged"),
+        (lzma.compress(b"one\n" * 2000), "has more than 0 GiB when it is unpacked\n"),
         (b"one\ntwo\n\xe9\n", ", line 3: not UTF-8"),
         ("one\ntwo".encode("utf-16"), "is UTF-16, and requests are read as UTF-8"),
         ('{"prompt": "x"}'.encode("utf-16-be"), "is UTF-16, and requests are read as UTF-8"),
@@ -308,6 +312,7 @@ def test_a_file_that_has_no_requests_is_one_sentence(
 ) -> None:
     path = tmp_path / "requests"
     monkeypatch.setattr("sglang_pat.estimate.prompts.LONGEST", 1000)
+    monkeypatch.setattr("sglang_pat.estimate.prompts.LARGEST", 5000)
     if data is None:
         path.mkdir()
     else:
@@ -712,7 +717,20 @@ FIELDS = {
     "event": st.sampled_from(["request.received", "request.finished"]) | JUNK, "obj": JUNK, "body": JUNK,
 }  # fmt: skip
 HASHED = {"hash_ids": st.lists(st.integers()), "input_length": TOKENS, "output_length": TOKENS}
-ROWS = JUNK | st.fixed_dictionaries({}, optional=FIELDS) | st.fixed_dictionaries(HASHED) | st.just(GOOD)
+LENGTHS = {"in": st.integers(1, 1 << 20), "out": st.integers(0, 999)}
+TURN = {"think_s": st.floats() | JUNK, "like": st.integers(-1, 3), "keep_blocks": st.integers(-1, 40)}
+TURNS = {
+    "session": st.integers(0, 3), "tool_tokens": st.integers(-1, 1000), "system_tokens": st.integers(-1, 1000),
+    "turns": st.lists(st.fixed_dictionaries(LENGTHS, optional=TURN), max_size=4) | JUNK,
+}  # fmt: skip
+PARENT = {"parent": st.integers(0, 3), "after_turn": st.integers(0, 3)}
+ROWS = (
+    JUNK
+    | st.fixed_dictionaries({}, optional=FIELDS)
+    | st.fixed_dictionaries(HASHED)
+    | st.fixed_dictionaries(TURNS, optional=PARENT)
+    | st.just(GOOD)
+)
 HEADS = st.integers(-1, 70) | st.sampled_from([128, 4096]) | JUNK
 KINDS = st.lists(st.sampled_from([*models.WITH_KV, *models.WITHOUT_KV]), min_size=30, max_size=64)
 CONFIGS = st.builds(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -186,6 +187,97 @@ def test_packing_can_be_watched(servers: dict[str, Server], capsys: pytest.Captu
         and "less KV read: " in shown
         and "KV read, by how many requests share it" in shown
     )
+
+
+def test_agents_sessions_are_replayed(
+    servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """benchmarks/agentic.py: what the file says is shared is in the cache, and nothing else."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import agentic
+
+    from sglang_pat.estimate.agentic import Turn
+
+    def turn(tokens: int, out: int, **more: Any) -> dict:
+        return {"in": tokens, "out": out, "think_s": 0.2, **more}
+
+    first = [turn(500, 6), turn(700, 0, like=0, keep_blocks=7), turn(20_000, 9, like=1, keep_blocks=3)]
+    turns = [
+        [*first, turn(650, 24, like=2, keep_blocks=2), turn(900, 1, like=1, keep_blocks=10), turn(300, 5)],
+        [turn(600, 40), turn(800, 40, like=0, keep_blocks=9)],
+        [turn(450, 40), turn(460, 40, like=0, keep_blocks=7)],
+        [turn(430, 8), turn(440, 8, like=0, keep_blocks=6)],
+    ]
+    rows = [
+        {"session": number, "tool_tokens": 330, "system_tokens": 90 + number // 2, "turns": one}
+        for number, one in enumerate(turns)
+    ]
+    rows[3] |= {"parent": 1, "after_turn": 1}
+    path = tmp_path / "sessions"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    sessions = agentic.read(path)
+    server = servers["plain"]
+
+    def run(count: int) -> Any:
+        load = agentic.Load(count, think_factor=2, from_start=True)
+        record = asyncio.run(agentic.replay(server.url, sessions, load))
+        assert (record.turns, record.failed, record.left_out) == (11, 0, 1), capfd.readouterr()
+        assert record.prompt_tokens == sum(t["in"] for one in turns for t in one) - 20_000
+        return record
+
+    # One after the other; the first of those with equal system prompts computes them, and the very first one the tools.
+    alone = run(1)
+    kept = 448 + 128 + 640 + 576 + 448 + 384
+    assert alone.cached_tokens == kept + 420 + 421 + 330
+    assert alone.ttft_ms > 0 and 0 < alone.median_tpot_ms <= alone.p90_tpot_ms and alone.output_tps > 0
+    assert alone.backend == "pat" and alone.context < 8192
+    together = run(3)
+    assert together.steps > 40 and 0 < together.kv_saved < 1 and together.kv_bytes_saved > alone.kv_bytes_saved
+    # A stock backend, from the command line.
+    url, output = servers["reference"].url, tmp_path / "records.json"
+    flags = f"--url {url} --trace {path} --sessions 3 --think-factor 2 --from-start --output {output}"
+    monkeypatch.setattr(sys, "argv", ["agentic.py", *flags.split()])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    agentic.main()
+    (stock,) = json.loads(output.read_text())["records"]
+    assert (stock["steps"], stock["kv_saved"], stock["backend"]) == (None, None, "torch_native")
+    assert (stock["turns"], stock["failed"], stock["run"], stock["seed"]) == (11, 0, 1, 0)
+    assert stock["prompt_tokens"] == alone.prompt_tokens and stock["model"] == "tiny-qwen3"
+    # Again the same, and with another seed other tokens.
+    load = agentic.Load(1)
+    prompt = agentic.prompt_of(sessions[0], 1, load)
+    assert (
+        agentic.prompt_of(sessions[0], 0, load)[:448] == prompt[:448] == agentic.prompt_of(sessions[0], 1, load)[:448]
+    )
+    assert agentic.prompt_of(sessions[0], 1, agentic.Load(1, seed=1))[:20] != prompt[:20]
+
+    async def aborted() -> Any:
+        long = [agentic.read(path)[number] for number in (1, 2)]
+        long[1].turns[0].out = 4000
+        seed = next(seed for seed in range(99) if random.Random(seed).sample(range(2), 2) == [0, 1])
+        async with agentic.client_session(read_bufsize=1 << 24) as http:
+            one = agentic.Replay(http, server.url, long, agentic.Load(1, seed=seed, from_start=True))
+            running = asyncio.create_task(one.run(1))
+            while not one.failed:
+                if len(one.times) == 2:
+                    async with http.post(f"{server.url}/abort_request", json={"rid": "", "abort_all": True}):
+                        pass
+                await asyncio.sleep(0.2)
+            return await running
+
+    capfd.readouterr()
+    record = asyncio.run(aborted())
+    assert (record.failed, record.turns) == (1, 2)
+    assert "session 2 ended at turn 0: " in (said := capfd.readouterr().out) and said.count("session") == 1
+    # Who has no more time ends what runs, which does not count.
+    load = agentic.Load(4, 4, think_factor=0.001, from_start=True)
+    longer = [*sessions, agentic.Session(9, 330, 90, [Turn(300, 7500)])]
+    record = asyncio.run(agentic.replay(server.url, longer, load))
+    assert 1 <= record.turns <= 4 and record.failed == 0 and record.seconds < 20
+    # Sessions begin somewhere, and the sub-agent is started before or not at all.
+    record = asyncio.run(agentic.replay(server.url, sessions, agentic.Load(3, think_factor=1000, seed=1)))
+    assert 3 <= record.turns + record.left_out < 12 and record.failed == 0
+    assert_sound(server)
 
 
 def test_a_profile_is_written(servers: dict[str, Server], prompts: list[str], tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def _add_estimate(commands: Any) -> None:
     command.add_argument(
         "requests",
         type=Path,
-        help="an OpenAI batch, a request log of SGLang, a Mooncake trace, or one prompt per line; the first line decides which, "
+        help="an OpenAI batch, a request log of SGLang, a Mooncake trace, coding agents' sessions, or one prompt per line; the first line decides which, "
         "and later lines that do not fit are refused",
     )
     command.add_argument("--model", required=True, help=f"the model's {MODEL}")

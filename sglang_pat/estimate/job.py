@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang_pat.estimate.costs import gpu_with, layers_of, pack_config
+from sglang_pat.estimate.errors import EstimateError
 from sglang_pat.estimate.models import Model
 from sglang_pat.estimate.prompts import Prompt
 from sglang_pat.packing import FORMATS, PackConfig
@@ -23,8 +24,10 @@ def job(prompts: list[Prompt], model: Model, gpu_name: str) -> tuple[PackConfig,
         How it is packed; the number of layers; and the places in `prompts` in the order of the tree, AT_A_TIME at a time.
 
     Raises:
-        EstimateError: There are no measurements for the GPU, or no kernel for the model.
+        EstimateError: There are no measurements for the GPU, or no kernel for the model; or agents' sessions are no job.
     """
+    if any(prompt.session is not None for prompt in prompts):
+        raise EstimateError("turns of agents' sessions follow one another: they are no job")
     kv = FORMATS["bfloat16"]
     gpu, layers = gpu_with(gpu_name, kv), layers_of(model, kv)
     spec = max(layers, key=layers.__getitem__)

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from sglang_pat import jsonl
+from sglang_pat.estimate.agentic import KEPT_BLOCK, Session, session_of
 from sglang_pat.estimate.errors import EstimateError, fault
 from sglang_pat.packing import Batch, Node
 from sglang_pat.radix_bridge.events import Tokens
@@ -35,7 +36,7 @@ LOGGED_AS_TEXT = re.compile(r"\[[-\d]+ [:\d]+\] Receive: obj=")
 LOGGED_PART = 2048
 """How many characters (or tokens) of a prompt --log-requests-level 2 keeps: half from its start, then `...`, then half from its end."""
 WHOLE = "SGLang logs whole prompts with --log-requests-level 3"
-KNOWN = ("prompt", "messages", "text", "input_ids", "hash_ids")
+KNOWN = ("prompt", "messages", "text", "input_ids", "hash_ids", "turns")
 """The keys by which a line is a request."""
 LISTED = 8
 """The most keys that an error names."""
@@ -47,6 +48,12 @@ JSON = re.compile(r'\s*(\{\s*(["}]|$)|\[\s*(\{|$|[-\d\s,]*\]\s*$|".*"\s*\]\s*$))
 
 GZIP = b"\x1f\x8b"
 """How a file of gzip begins (RFC 1952)."""
+XZ = b"\xfd7zXZ\0"
+"""How one of xz begins (its format, section 2.1.1.1)."""
+LARGEST = 1 << 30
+"""The most bytes that are unpacked of it."""
+HEADS = 1 << 21
+"""The most blocks of different tools and system prompts."""
 UNKNOWN = 0
 """The block of a trace's requests, until all lines are read."""
 
@@ -59,12 +66,16 @@ class Prompt(msgspec.Struct):
         block: Tokens in a block.
         tokens: Tokens in the whole prompt.
         output: Tokens that the request generates.
+        session: Of an agent's session: its number. Its turns never run at once, and only what it may share with other sessions is in `blocks`.
+        kept: Tokens that an earlier turn of it has.
     """
 
     blocks: list[int]
     block: int
     tokens: int
     output: int
+    session: int | None = None
+    kept: int = 0
 
 
 class BlockSize:
@@ -96,6 +107,48 @@ class BlockSize:
     def tokens(self) -> int:
         """The likeliest size that fits all lines."""
         return self._possible[0]
+
+
+class Sessions:
+    """The agents' sessions of a file."""
+
+    def __init__(self) -> None:
+        self.turns: dict[int, int] = {}
+        self._heads: dict[tuple[int, int, int], list[int]] = {}
+        self._blocks = 0
+
+    def read(self, row: Any) -> Session:
+        """
+        Raises:
+            EstimateError: The row is no session, or none that fits those before.
+        """
+        found = session_of(row, self.turns)
+        self.turns[found.session] = len(found.turns)
+        return found
+
+    def prompts(self, session: Session) -> Iterator[Prompt]:
+        """One for each turn.
+
+        Raises:
+            EstimateError: The file has too many tools.
+        """
+        heads: list[int] = []  # tokens of tools and system prompt in front of each turn
+        for number, turn in enumerate(session.turns):
+            kept = session.kept(number)
+            heads.append(kept if turn.like is None else min(kept, heads[turn.like]))
+            blocks = self._head(session.tool_tokens, session.system_tokens, heads[-1] // KEPT_BLOCK)
+            yield Prompt(blocks, KEPT_BLOCK, turn.tokens, turn.out, session.session, kept if number else 0)
+
+    def _head(self, tools: int, system: int, count: int) -> list[int]:
+        """The first blocks, of which sessions with equal tools share those that are nothing but tools."""
+        key = (tools, system, count)
+        if key not in self._heads:
+            self._blocks += count
+            if self._blocks > HEADS:
+                raise EstimateError(f"more than {HEADS * KEPT_BLOCK:,} tokens of different tools and system prompts")
+            alike = min(count, tools // KEPT_BLOCK)
+            self._heads[key] = [hash((tools, i) if i < alike else (tools, system, i)) for i in range(count)]
+        return self._heads[key]
 
 
 class HashedRequest(msgspec.Struct):
@@ -171,7 +224,8 @@ def read(path: Path, output: int) -> list[Prompt]:
 
 def load(path: Path, output: int) -> Workload:
     """Requests of an OpenAI batch file, SGLang's request log (--log-requests-format json --log-requests-level 3), a
-    Mooncake trace, or a text file with a prompt on each line. The first line decides which; log lines may be mixed with other output.
+    Mooncake trace, sessions of coding agents (agentic.py), or a text file with a prompt on each line. The first line decides which; log lines may be
+    mixed with other output.
 
     Args:
         path: The file.
@@ -180,7 +234,7 @@ def load(path: Path, output: int) -> Workload:
     Raises:
         EstimateError: The file cannot be read, a line (named in the message) is no request, or there are no requests.
     """
-    lines = list(_lines(path))
+    lines = list(lines_of(path))
     logged = [(number, line[found.end() :]) for number, line in lines if (found := LOGGED.match(line))]
     if not logged and any(LOGGED_AS_TEXT.match(line) for _, line in lines):
         raise EstimateError(f"{path} is a log in text: SGLang writes JSON with --log-requests-format json")
@@ -188,10 +242,10 @@ def load(path: Path, output: int) -> Workload:
         shape = "an array over several lines" if lines[1:] else "an array"
         raise EstimateError(f"{path} is {shape}: write one request a line (JSONL)")
     prompts: list[Prompt] = []
-    size, is_json = BlockSize(), bool(logged or (lines and JSON.match(lines[0][1])))
+    size, sessions, is_json = BlockSize(), Sessions(), bool(logged or (lines and JSON.match(lines[0][1])))
     for number, line in logged or lines:
         try:
-            prompts += _of_row(line, output, size) if is_json else [_of_text(line, output)]
+            prompts += _of_row(line, output, size, sessions) if is_json else [_of_text(line, output)]
         except (EstimateError, RecursionError) as error:
             raise EstimateError(f"{path}, line {number}: {error}") from None
     if not prompts:
@@ -200,7 +254,7 @@ def load(path: Path, output: int) -> Workload:
         if prompt.block == UNKNOWN:
             prompt.block = size.tokens
             prompt.blocks = prompt.blocks[: prompt.tokens // size.tokens]
-    kind = _kind(lines[0][1], bool(logged), size) if is_json else _plain(path, lines)
+    kind = _kind(lines[0][1], bool(logged), size, len(sessions.turns)) if is_json else _plain(path, lines)
     requests = f"{len(prompts):,} {'request' if is_json else 'prompt'}{'' if len(prompts) == 1 else 's'}"
     like_json = [number for number, line in lines[1:] if not is_json and JSON.match(line) and line.lstrip()[0] == "{"]
     warnings = [
@@ -210,11 +264,13 @@ def load(path: Path, output: int) -> Workload:
     return Workload(prompts, f"{requests}, {kind}, from {path.name}", warnings)
 
 
-def _kind(first: str, logged: bool, size: BlockSize) -> str:
+def _kind(first: str, logged: bool, size: BlockSize, sessions: int) -> str:
     """What JSON was taken for, by its first line."""
     row = {} if logged else jsonl.loads(first)
     if logged or "event" in row:
         return "a request log of SGLang"
+    if "turns" in row:
+        return f"{sessions:,} session{'' if sessions == 1 else 's'} of coding agents"
     if "hash_ids" in row:
         return f"a trace with blocks of {size.tokens} tokens"
     return "an OpenAI batch" if "body" in row else "JSON, one object a line"
@@ -226,37 +282,59 @@ def _plain(path: Path, lines: list[tuple[int, str]]) -> str:
     return "plain text, one a line" + ", with quotes and commas as a part of it" * quoted
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, unpacked if it is xz.
+
+    Raises:
+        EstimateError: It cannot be unpacked.
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        if not file.peek(len(XZ)).startswith(XZ):
+            yield from iter(lambda: file.readline(LONGEST + 1), b"")
+            return
+        import lzma  # which some builds of Python lack
+
+        try:
+            with lzma.open(file) as unpacked:
+                for line in iter(lambda: unpacked.readline(LONGEST + 1), b""):
+                    if unpacked.tell() > LARGEST:
+                        raise EstimateError(f"{path} has more than {LARGEST >> 30} GiB when it is unpacked")
+                    yield line
+        except (lzma.LZMAError, EOFError, MemoryError):
+            raise EstimateError(f"{path} is xz, but damaged: it cannot be unpacked") from None
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, str]]:
     """The lines that are not empty, with their line numbers.
 
     Raises:
         EstimateError: The file cannot be read, or is no text.
     """
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
-                if len(line) > LONGEST:
-                    raise EstimateError(f"{path}, line {number}: more than {LONGEST >> 20} MiB")
-                if number == 1 and line.startswith(GZIP):
-                    raise EstimateError(f"{path} is gzip: unpack it first")
-                if number == 1 and jsonl.is_utf_16(line):
-                    raise EstimateError(f"{path} {jsonl.UTF_16}")
-                text = jsonl.unmarked(line).decode().rstrip("\r\n")
-                if "\0" in text:
-                    raise EstimateError(f"{path}, line {number}: not text, but zero bytes")
-                if text.strip():
-                    yield number, text
+        for number, line in enumerate(_raw_lines(path), 1):
+            if len(line) > LONGEST:
+                raise EstimateError(f"{path}, line {number}: more than {LONGEST >> 20} MiB")
+            if number == 1 and line.startswith(GZIP):
+                raise EstimateError(f"{path} is gzip: unpack it first")
+            if number == 1 and jsonl.is_utf_16(line):
+                raise EstimateError(f"{path} {jsonl.UTF_16}")
+            text = jsonl.unmarked(line).decode().rstrip("\r\n")
+            if "\0" in text:
+                raise EstimateError(f"{path}, line {number}: not text, but zero bytes")
+            if text.strip():
+                yield number, text
     except OSError as error:
         raise EstimateError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise EstimateError(f"{path}, line {number}: not UTF-8") from None
 
 
-def _of_row(line: str, output: int, size: BlockSize) -> list[Prompt]:
-    """The requests in a line of JSON: one, several, or none if it is another event of a log. Those of a trace narrow the size of its blocks.
+def object_in(line: str) -> dict[str, Any]:
+    """A line's JSON object.
 
     Raises:
-        EstimateError: It has no prompt, only a part of one, or a value that no server would accept.
+        EstimateError: It has none.
         RecursionError: It is nested too deeply.
     """
     try:
@@ -265,6 +343,19 @@ def _of_row(line: str, output: int, size: BlockSize) -> list[Prompt]:
         row = None
     if not isinstance(row, dict):
         raise EstimateError(f"not a whole JSON object{jsonl.joined(line.encode(errors='surrogatepass'))}")
+    return row
+
+
+def _of_row(line: str, output: int, size: BlockSize, sessions: Sessions) -> list[Prompt]:
+    """The requests in a line of JSON: one, several, or none if it is another event of a log. Those of a trace narrow the size of its blocks.
+
+    Raises:
+        EstimateError: It has no prompt, only a part of one, or a value that no server would accept.
+        RecursionError: It is nested too deeply.
+    """
+    row = object_in(line)
+    if "turns" in row:
+        return list(sessions.prompts(sessions.read(row)))
     if "hash_ids" in row:
         hashed = _converted(row, HashedRequest)
         size.narrow(len(hashed.hash_ids), hashed.input_length)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
 
 import msgspec
 
@@ -28,6 +30,8 @@ KV_CACHES = {"auto": "bfloat16", "bf16": "bfloat16", "bfloat16": "bfloat16", **c
 """Formats of a KV cache, as SGLang's `--kv-cache-dtype` names them; `auto` is what a model in bfloat16 has."""
 WINDOWS = 8
 """How many batches of each size are looked at: consecutive requests, spread evenly over the file."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples, without their whole parts, are spread evenly between 0 and 1 however many there are."""
 
 
 class Row(msgspec.Struct):
@@ -119,12 +123,12 @@ class Estimate(msgspec.Struct):
             f"{self.answer_tokens / self.requests:,.0f} of answer on average, on one {self.gpu}"
         )
         yield ""
-        yield f"{'':>14}{'KV a step, GB':>18}" + "".join(f"{head:>{sum(widths)}}" for head in times)
+        yield f"{'':>14}{'KV a step, GB':>20}" + "".join(f"{head:>{sum(widths)}}" for head in times)
         names = "".join(f"{NAMES[name]:>{width}}" for name, width in zip(backends, widths, strict=True))
-        yield f"{'batch':>6}{'shared':>8}{'unpacked':>11}{'PAT':>7}" + names * len(times) + f"{'faster':>9}"
+        yield f"{'batch':>6}{'shared':>8}{'unpacked':>11}{'PAT':>9}" + names * len(times) + f"{'faster':>9}"
         for row in self.batches:
             line = f"{row.batch:>6}{row.shared:>8.0%}"
-            line += f"{row.kv_bytes['unpacked'] / 1e9:>11.2f}{row.kv_bytes['pat'] / 1e9:>7.2f}"
+            line += f"{row.kv_bytes['unpacked'] / 1e9:>11.2f}{row.kv_bytes['pat'] / 1e9:>9.2f}"
             for values, digits in ((row.attention_us, 0), (row.step_ms or {}, 1)):
                 line += "".join(f"{value:>{w}.{digits}f}" for value, w in zip(values.values(), widths, strict=False))
             line += f"{row.faster[self.baseline]:>8.2f}x"
@@ -133,7 +137,7 @@ class Estimate(msgspec.Struct):
         time = "step" if self.batches[0].step_ms else "attention"
         yield "shared: tokens that need not be read, as the same are read for another request. step: one decode step."
         yield f"faster: {time} time of {NAMES[self.baseline]}, SGLang's default on this GPU, divided by PAT's."
-        yield f"sglang-pat batch would compute {self.prompt_tokens_once:,} of {self.prompt_tokens:,} prompt tokens: each prefix once."
+        yield f"If each prefix is computed once, as by sglang-pat batch, {self.prompt_tokens_once:,} of {self.prompt_tokens:,} prompt tokens are."
         yield ""
         yield "Assumptions:"
         yield from (f"- {sentence}" for sentence in self.assumptions)
@@ -157,10 +161,10 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
     kv = FORMATS[KV_CACHES[kv_cache]]
     gpu, layers = gpu_with(gpu_name, kv), layers_of(model, kv)
     configs = [(pack_config(spec, gpu), count) for spec, count in layers.items()]
-    rows = []
-    for size in sorted({min(size, len(prompts)) for size in sizes}):
-        starts = {round(i * (len(prompts) - size) / max(1, WINDOWS - 1)) for i in range(WINDOWS)}
-        batches = [batch_of(prompts[start : start + size]) for start in sorted(starts)]
+    rows, together = [], _at_once(prompts)
+    for size in sorted({min(size, len(together)) for size in sizes}):
+        starts = {round(i * (len(together) - size) / max(1, WINDOWS - 1)) for i in range(WINDOWS)}
+        batches = [batch_of(together[start : start + size]) for start in sorted(starts)]
         shared = sum(repeated(batch.roots) for batch in batches) / sum(sum(batch.seq_lens) for batch in batches)
         try:
             steps = [step(batch, configs, gpu) for batch in batches]
@@ -172,7 +176,9 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         requests=len(prompts),
         prompt_tokens=(total := sum(p.tokens for p in prompts)),
         answer_tokens=sum(p.output for p in prompts),
-        prompt_tokens_once=total - repeated(batch_of(prompts).roots),
+        prompt_tokens_once=total
+        - sum(p.kept for p in prompts)
+        - repeated(batch_of([p for p in prompts if not p.kept]).roots),
         gpu=gpu.name,
         kv_cache=kv.name,
         static_bytes=round(_static_gb(gpu) * 1e9),
@@ -185,7 +191,7 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         verdict=f"{_verdict(rows, baseline)}{_memory(rows, model, gpu)}",
         assumptions=[
             "One GPU; with --tp-size the gain is smaller.",
-            "Consecutive requests of the file run at once, half way through their answers.",
+            _side_by_side(prompts),
             f"Text has {CHARS_PER_TOKEN} characters a token.",
             f"Layers with KV: {', '.join(f'{count} of {spec}' for spec, count in layers.items())}.",
             f"Weights and KV have {_place(gpu)}, as SGLang's default --mem-fraction-static is {static_fraction(gpu):.2f}; "
@@ -193,6 +199,25 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
             *_of_times([(s.head_dim, s.v_head_dim, s.window) for s in layers], model, gpu),
         ],
     )
+
+
+def _at_once(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """What can run side by side: all prompts, but of each session only one turn. That is where it is at some moment of its answers."""
+    found: list[Prompt] = []
+    for session, group in groupby(prompts, lambda prompt: prompt.session):
+        turns = list(group)
+        if session is None:
+            found += turns
+            continue
+        ends = list(accumulate(turn.output for turn in turns))
+        found.append(turns[min(bisect_right(ends, len(found) * GOLDEN % 1 * ends[-1]), len(turns) - 1)])
+    return found
+
+
+def _side_by_side(prompts: list[Prompt]) -> str:
+    if any(prompt.session is not None for prompt in prompts):
+        return "Consecutive sessions of the file run at once, each half way through one of its answers, the likelier the longer it is."
+    return "Consecutive requests of the file run at once, half way through their answers."
 
 
 def _row(size: int, shared: float, steps: list[Step], model: Model, gpu: Gpu) -> Row:

@@ -1,0 +1,350 @@
+"""Replays coding agents' sessions (sglang_pat/estimate/agentic.py says how their file is written), so many at once, with each attention backend in turn:
+
+    python benchmarks/agentic.py --model MODEL --dummy --trace agentic.jsonl.xz --sessions 8 32 --backends pat fa3
+    python benchmarks/agentic.py --url http://127.0.0.1:30000 --trace agentic.jsonl.xz    # with a server that runs
+
+Each session sends a turn when the one before it is answered and the user has thought, and when it ends another one begins; sub-agents run beside it.
+The seed draws their order and the turn at which each begins, so that they are as long as at any time of a day; with `--from-start` it is the first.
+Turns that do not fit the context are left out. Answers have the length that the file says.
+
+There is no text in the file. Tokens are drawn for what it says is shared, and for what is new, so that equal prefixes are just what it says. An
+answer does not come back in the next prompt, of which the file does not say where it is: its tokens are new there, and prefilled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+from about import gpu, result_file
+from serving import client_session, generate, log_of, make_parser, sglang_flags
+from tqdm import tqdm
+
+from sglang_pat.cli.top import picture, total
+from sglang_pat.demo.server import Server
+from sglang_pat.estimate import EstimateError
+from sglang_pat.estimate.agentic import Session
+from sglang_pat.estimate.prompts import Sessions, lines_of, object_in
+from sglang_pat.text import printable
+
+BENCHMARKS = {
+    "agentic": {
+        "what": "coding agents' sessions, backend after backend",
+        "gpu": True,
+        "inputs": "--model FOLDER --trace FILE",
+        "results": "agentic-h200.json",
+    },
+}
+"""For run.py, which reads it without importing this file."""
+
+TOKEN_IDS = (1, 500)
+"""Token ids from the first to below the second are in every vocabulary, the demo's too."""
+SHOWN = 10
+"""The most failures that are printed."""
+PATIENCE = 60
+"""Seconds in which a server has to be idle before a run."""
+FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError, RuntimeError)
+"""What a request may end with."""
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What is asked of a server.
+
+    Attributes:
+        sessions: How many run at once, their sub-agents beside them.
+        seconds: How long; requests that run then do not count.
+        think_factor: What the file's seconds between turns are divided by.
+        longest_think: The most of what is left of them.
+        context: Tokens of prompt and answer; None for all that the server takes.
+        seed: Of the order, of where sessions begin, and of tokens.
+        same_tools: Whether all sessions have the tools of one version, as far as they are long.
+        from_start: Whether sessions begin with their first turn.
+    """
+
+    sessions: int
+    seconds: float = 600
+    think_factor: float = 10
+    longest_think: float = 30
+    context: int | None = None
+    seed: int = 0
+    same_tools: bool = False
+    from_start: bool = False
+
+
+class Record(Load, kw_only=True, frozen=True):
+    """One run; times in milliseconds, rates in tokens a second, `null` where there is nothing to measure.
+
+    Attributes:
+        run: Its number among those that differ in the seed alone.
+        seconds: How long it took.
+        turns, failed, left_out: Turns that were answered; sessions that ended with a failure; turns that did not fit.
+        cached_tokens: Of the prompts, what was in the cache.
+        mean_tpot_ms, median_tpot_ms, p90_tpot_ms: Of the answers' times per token, each answer once.
+        step_ms: The median time between what came of an answer and what came next: one decode step if no prompt was computed in between.
+        steps: Decode steps by PAT.
+        kv_saved, kv_bytes_saved: KV that decode steps would have read without packing, and did not: its part, and bytes.
+    """
+
+    model: str
+    backend: str
+    run: int
+    release: str
+    gpu: str
+    turns: int
+    failed: int
+    left_out: int
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_ms: float
+    median_ttft_ms: float
+    mean_tpot_ms: float | None
+    median_tpot_ms: float | None
+    p90_tpot_ms: float | None
+    output_tps: float
+    step_ms: float | None
+    steps: int | None = None
+    kv_saved: float | None = None
+    kv_bytes_saved: int | None = None
+    unpacked_because: str = ""
+
+
+def rounded(of: Callable[[Sequence[float]], float], milliseconds: Sequence[float]) -> float | None:
+    return round(of(milliseconds), 2) if milliseconds else None
+
+
+def read(path: Path) -> list[Session]:
+    """The sessions of a file.
+
+    Raises:
+        SystemExit: It has none, or a line that is none.
+    """
+    sessions, found, number = Sessions(), [], 0
+    try:
+        for number, line in lines_of(path):  # noqa: B007
+            found.append(sessions.read(object_in(line)))
+    except (EstimateError, RecursionError) as error:
+        raise SystemExit(str(error) if str(path) in str(error) else f"{path}, line {number}: {error}") from None
+    if not found:
+        raise SystemExit(f"{path} has no session")
+    return found
+
+
+def tokens(key: tuple[Any, ...], count: int) -> list[int]:
+    """Always the same of a key, and fewer are the first of more."""
+    stream = np.random.default_rng(list(hashlib.sha256(repr(key).encode()).digest()))
+    return stream.integers(*TOKEN_IDS, count).tolist()
+
+
+def prompt_of(session: Session, number: int, load: Load) -> list[int]:
+    prompt: list[int] = []
+    for key, count in session.pieces(number):
+        prompt += tokens((load.seed, *(("tools",) if load.same_tools and key[0] == "tools" else key)), count)
+    return prompt
+
+
+class Replay:
+    """Sessions that one server answers.
+
+    Attributes:
+        times: Of each turn that was answered: when it was sent and when each token came.
+    """
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, sessions: Sequence[Session], load: Load) -> None:
+        self._http, self._url, self._load = http, url, load
+        roots = [one for one in sessions if one.parent is None]
+        self._roots = random.Random(load.seed).sample(roots, len(roots))
+        self._children: dict[tuple[int, int], list[Session]] = defaultdict(list)
+        for one in sessions:
+            if one.parent is not None:
+                self._children[one.parent, one.after_turn].append(one)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.times: list[list[float]] = []
+        self.failed = self.left_out = self.prompt_tokens = self.cached_tokens = 0
+
+    async def info(self) -> dict[str, Any]:
+        async with self._http.get(f"{self._url}/server_info") as response:
+            response.raise_for_status()
+            return await response.json()
+
+    async def run(self, number: int) -> Record:
+        """
+        Raises:
+            RuntimeError: Nothing was answered.
+        """
+        load, before = self._load, await self.info()
+        self._limit = min(before["max_req_input_len"], load.context or before["max_req_input_len"])
+        # Not before what an earlier run left is aborted.
+        async with self._http.post(f"{self._url}/flush_cache?timeout={PATIENCE}") as response:
+            response.raise_for_status()
+        waiting = iter(self._roots)
+        self._began = time.perf_counter()
+        with tqdm(
+            total=load.seconds,
+            unit="s",
+            bar_format="{percentage:3.0f}%|{bar}| {n:.0f} of {total:.0f} s{postfix}",
+            disable=None,
+        ) as self._bar:
+            running = [self._start(self._in_turn(waiting)) for _ in range(load.sessions)]
+            try:
+                done, _ = await asyncio.wait(running, timeout=load.seconds)
+                seconds, after = time.perf_counter() - self._began, await self.info()
+            finally:
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+        for task in done:
+            task.result()
+        if not self.times:
+            raise RuntimeError("no turn was answered")
+        return self._record(number, seconds, before, after)
+
+    def _start(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self._tasks.append(asyncio.create_task(what))
+        return self._tasks[-1]
+
+    async def _in_turn(self, waiting: Iterator[Session]) -> None:
+        for session in waiting:
+            draw = random.Random(f"{self._load.seed} {session.session}")
+            await self._play(session, 0 if self._load.from_start else draw.randrange(len(session.turns)))
+
+    async def _play(self, session: Session, first: int) -> None:
+        """A session from its turn `first` on, and its sub-agents."""
+        load, agents = self._load, []
+        try:
+            for number in range(first, len(session.turns) + 1):
+                agents += [self._start(self._play(one, 0)) for one in self._children.get((session.session, number), ())]
+                if number == len(session.turns):
+                    break
+                turn = session.turns[number]
+                if turn.tokens + turn.out > self._limit:
+                    self.left_out += 1
+                    continue
+                if number > first:
+                    await asyncio.sleep(min(turn.think_s / load.think_factor, load.longest_think))
+                await self._ask(session, number)
+        except FAILURES as error:
+            self.failed += 1
+            if self.failed <= SHOWN:
+                what = printable(str(error) or type(error).__name__)[:200]
+                tqdm.write(f"session {session.session} ended at turn {number}: {what}")
+        await asyncio.gather(*agents)
+
+    async def _ask(self, session: Session, number: int) -> None:
+        """
+        Raises:
+            RuntimeError: The answer is not as long as it should be.
+        """
+        prompt, count = prompt_of(session, number, self._load), max(1, session.turns[number].out)
+        times, meta = await generate(self._http, self._url, prompt, count)
+        if len(times) - 1 != count:
+            raise RuntimeError(f"{len(times) - 1} of {count} tokens were answered: {meta.get('finish_reason')}")
+        self.times.append(times)
+        self.prompt_tokens += len(prompt)
+        self.cached_tokens += meta.get("cached_tokens", 0)
+        self._bar.n = min(self._bar.total, time.perf_counter() - self._began)
+        self._bar.set_postfix_str(f"{len(self.times)} turns, {self.failed} failures")
+
+    def _record(self, number: int, seconds: float, before: dict[str, Any], after: dict[str, Any]) -> Record:
+        first = [(times[1] - times[0]) * 1e3 for times in self.times]
+        per_token = [(times[-1] - times[1]) / (len(times) - 2) * 1e3 for times in self.times if len(times) > 2]
+        gaps = [(b - a) * 1e3 for times in self.times for a, b in itertools.pairwise(times[1:]) if b > a]
+        old, new = ([state["pat"] for state in one["internal_states"] if state.get("pat")] for one in (before, after))
+        found = picture(total(new), total(old), seconds) if old and new else None
+        saved = found.kv_bytes_unpacked - found.kv_bytes if found else None
+        return Record(
+            **msgspec.structs.asdict(self._load) | {"seconds": round(seconds, 1), "context": self._limit},
+            model=Path(before["model_path"]).name,
+            backend=before.get("decode_attention_backend") or before["attention_backend"],
+            run=number,
+            release=before["version"],
+            gpu=gpu()["name"],
+            turns=len(self.times),
+            failed=self.failed,
+            left_out=self.left_out,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            ttft_ms=round(statistics.mean(first), 2),
+            median_ttft_ms=round(statistics.median(first), 2),
+            mean_tpot_ms=rounded(statistics.mean, per_token),
+            median_tpot_ms=rounded(statistics.median, per_token),
+            p90_tpot_ms=rounded(lambda times: sorted(times)[int(len(times) * 0.9)], per_token),
+            output_tps=round(sum(len(times) - 1 for times in self.times) / seconds, 1),
+            step_ms=rounded(statistics.median, gaps),
+            steps=found and found.steps,
+            kv_saved=round(saved / found.kv_bytes_unpacked, 4) if found and found.kv_bytes_unpacked else None,
+            kv_bytes_saved=saved,
+            unpacked_because=found.unpacked_because if found else "",
+        )
+
+
+async def replay(url: str, sessions: Sequence[Session], load: Load, run: int = 1) -> Record:
+    """One run against a server.
+
+    Raises:
+        RuntimeError: Nothing was answered.
+        aiohttp.ClientError: The server does not say what it is, or cannot empty its cache.
+    """
+    async with client_session(read_bufsize=1 << 24) as http:
+        return await Replay(http, url, sessions, load).run(run)
+
+
+def main() -> None:
+    parser = make_parser(__doc__, result_file("agentic"), model=False)
+    parser.add_argument("--url", help="of a server that runs, in place of one for each backend")
+    parser.add_argument("--trace", type=Path, required=True, help="the sessions, packed with xz or not")
+    parser.add_argument("--sessions", type=int, nargs="+", default=[8, 32], help="at once")
+    parser.add_argument("--runs", type=int, default=1, help="of each, with seeds one after the other")
+    parser.add_argument("--minutes", type=float, default=10, help="of each run")
+    parser.add_argument("--think-factor", type=float, default=10, help="divides the seconds that users think")
+    parser.add_argument("--longest-think", type=float, default=30, help="seconds, after that")
+    parser.add_argument("--context", type=int, help="tokens that a turn may have; all that the server takes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--same-tools", action="store_true", help="one version of the tools for all sessions")
+    parser.add_argument("--from-start", action="store_true", help="sessions begin with their first turns")
+    options = parser.parse_args()
+    if (options.model is None) == (options.url is None):
+        parser.error("give --model, or --url")
+    if min(*options.sessions, options.runs, options.minutes, options.think_factor) <= 0:
+        parser.error("--sessions, --runs, --minutes and --think-factor must be above 0")
+    sessions, records = read(options.trace), []
+
+    def measure(url: str) -> None:
+        for count, run in itertools.product(options.sessions, range(options.runs)):
+            load = Load(
+                count, options.minutes * 60, options.think_factor, options.longest_think, options.context,
+                options.seed + run, options.same_tools, options.from_start,
+            )  # fmt: skip
+            record = asyncio.run(replay(url, sessions, load, run + 1))
+            print(record, flush=True)
+            records.append(msgspec.to_builtins(record))
+            document = {"device": gpu(), "model": record.model, "records": records}
+            options.output.write_text(json.dumps(document, indent=1) + "\n")
+
+    if options.url is not None:
+        try:
+            return measure(options.url)
+        except FAILURES as error:
+            raise SystemExit(f"{options.url}: {error}") from None
+    for backend in options.backends:
+        log = log_of(options, backend)
+        try:
+            with Server(options.model, backend, log, sglang_flags(options), on_cpu=False) as server:
+                measure(server.wait().url)
+        except FAILURES as error:  # the others' numbers count all the same
+            print(f"{backend} failed: {str(error)[:300]}; see {log}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
