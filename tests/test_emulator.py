@@ -23,7 +23,7 @@ from page_cases import Paged, Stored
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import Batch, Node, TileTable, layout
+from sglang_pat.packing import AttentionSpec, Batch, Node, TileTable, layout
 
 pytestmark = pytest.mark.once
 
@@ -39,8 +39,8 @@ CHANGES: dict[str, emulated.Change] = {
     "narrow: a team sums up before all have written": (
         "narrow_rows.cuh", "statistics_.stage[warp] = last;\n    all_arrived();", "statistics_.stage[warp] = last;",
     ),
-    "narrow: a team's memory is free before all have read": ("narrow_rows.cuh", "    all_arrived();\n  }\n", "  }\n"),
-    "wide: V is not waited for": ("wide.cuh", "      stages.wait_full(true);\n", ""),
+    "narrow: a team's memory is free before all have read": ("narrow_rows.cuh", "    all_arrived();\n  }\n", "\n  }\n"),
+    "wide: V is not waited for": ("wide.cuh", "      stages.wait_full(true);", ""),
     "wide: K is not made visible to products": (
         "wide.cuh", "stages.wait_full(false);\n      fence_async_proxy();", "stages.wait_full(false);",
     ),
@@ -52,63 +52,65 @@ CHANGES: dict[str, emulated.Change] = {
         "wide.cuh", "P::template wait<0>();\n          release_v(stages, arrivals);\n          rescale",
         "release_v(stages, arrivals);\n          P::template wait<0>();\n          rescale",
     ),
-    "wide: K is never freed": ("wide.cuh", "release_k(stages, arrivals);\n        softmax", "softmax"),
+    "wide: K is never freed": ("wide.cuh", "release_k(stages, arrivals);\n        softmax", "\n        softmax"),
     "wide: the first group that has read a stage frees it": ("wide.cuh", "kArrivals / (item.m / kWarpgroupRows)", "kArrivals"),
-    "wide: groups add up before both have written": (
-        "wide.cuh", "    sync_threads(kWideBarrier, kAlternating * kWarpgroupThreads);\n    if (warpgroup == 1)", "    if (warpgroup == 1)",
-    ),
+    "wide: groups add up before both have written": ("wide.cuh", "sync_threads(kWideBarrier, kAlternating * kWarpgroupThreads);", ""),
     "ring: V does not wait for an empty stage": ("ring.cuh", "    cursor.wait_empty();", "    if (!kIsV) cursor.wait_empty();"),
     "ring: Q does not wait for an empty buffer": ("ring.cuh", "queries_.wait_empty();", ""),
     "forward: narrow items do not wait for wide ones": (
-        "forward.cuh", "kMs>(p, items, memory);\n        ran_wide", "kMs>(p, items, memory), single(), narrow();\n        ran_wide",
+        "forward.cuh", "kMs>(p, items, memory);\n        ran_wide", "kMs>(p, items, memory); single(), narrow();\n        ran_wide",
     ),
-    "narrow first: wide items do not wait for them": ("forward.cuh", "    __syncthreads();\n  }\n}", "  }\n}"),
-    "narrow first: registers are taken back before the others have theirs": ("forward.cuh", "sync_threads(kGrownInNarrow, kThreads)", ""),
-    "forward: registers are taken back before the others have theirs": ("forward.cuh", "sync_threads(kGrownInWide, kThreads)", ""),
-    "narrow first: registers change twice and nobody waits between": (
-        "forward.cuh", "        sync_threads(kRegistersBarrier, S::kComputing);  // as", "        // as",
-    ),
+    "narrow first: wide items do not wait for them": ("forward.cuh", "__syncthreads();", ""),
+    "narrow first: registers are taken back before the others have theirs": ("forward.cuh", "sync_threads(kGrownInNarrow, kThreads);", ""),
+    "forward: registers are taken back before the others have theirs": ("forward.cuh", "sync_threads(kGrownInWide, kThreads);", ""),
+    "narrow first: registers change twice and nobody waits between": ("forward.cuh", "sync_threads(kRegistersBarrier, S::kComputing);", ""),
     "narrow first: wide items are forgotten": ("forward.cuh", "!ran_wide & (items.count(kWide) > 0)", "false"),
-    "forward: barriers are as the last look-up left them": ("forward.cuh", "if constexpr (S::kHasWide) memory", "if (S::kHasWide && from == 0) memory"),
+    "forward: barriers are as the last look-up left them": (
+        "forward.cuh", "memory.barriers.template init<kDim>(from > 0);", "if (from == 0) memory.barriers.template init<kDim>(from > 0);",
+    ),
     "forward: teams of two phases have one barrier": ("narrow_rows.cuh", "kPhase * kMostTeams", "0"),
     "items: they are used before they are in order": (
         "assign.cuh", "(Phase(warp), number);\n    __syncthreads();", "(Phase(warp), number);",
     ),
-    "items: one that is left over is forgotten": ("assign.cuh", "before) >= extra_shared", "before) >= extra_shared - 1"),
-    "merge: warps add up before all have written": (
-        "merge.cuh", "all[warp][lane_id()] = sums[0];\n    __syncthreads();", "all[warp][lane_id()] = sums[0];",
+    "items: one that is left over is forgotten": (
+        "assign.cuh", "__popc(short_ones & before) >= extra_shared", "__popc(short_ones & before) >= extra_shared - 1",
     ),
+    "merge: warps add up before all have written": ("merge.cuh", "__syncthreads();", ""),
     "8 bits: bytes are converted before they are there": ("convert.cuh", "wait_copies<kAhead - 1>();", ""),
     "8 bits: a stage is filled while it is in use": ("convert.cuh", "cursor_.wait_empty();", ""),
-    "8 bits: slots are read before they are there": ("ring.cuh", "? ahead : (ahead + 1) / 2", "? 1 : 1"),
-    "8 bits: slots are overwritten while they are read": ("ring.cuh", "slot_lead(kDim, kAhead) + 1;", "slot_lead(kDim, kAhead);"),
-    "8 bits: slots that other lanes asked for are not waited for": ("convert.cuh", "__syncwarp();  // what", "// what"),
+    "8 bits: slots are read before they are there": ("convert.cuh", "i == kSlotsOnly ? kLead : kAhead", "i == kSlotsOnly ? 1 : kAhead"),
+    "8 bits: slots are overwritten while they are read": ("convert.cuh", "Memory::kSlotTiles - 1", "Memory::kSlotTiles - 2"),
+    "8 bits: slots that other lanes asked for are not waited for": ("convert.cuh", "__syncwarp();", ""),
     "8 bits: Q is converted before it is there": ("ring.cuh", "wait_copies<0>();", ""),
     "8 bits: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
     "pages: an item's last chunk is not waited for": ("page_rows.cuh", "wait_copies<S::kStages - 1>();", ""),
-    "pages: V of a tail is not zero behind its end": ("page_load.cuh", "      copy16_or_zero(address", "      if (valid) copy16_or_zero(address"),
+    "pages: V of a tail is not zero behind its end": (
+        "page_load.cuh", "copy16_or_zero(address + S::kTile, v + (valid ? (first + row) * p_.v_slot : 0), valid);",
+        "if (valid) copy16_or_zero(address + S::kTile, v + (first + row) * p_.v_slot, true);",
+    ),
     "pages: a full page's tail is overwritten before it is read": ("page_store.cuh", "if (!is_read) to_tail(own);", "to_tail(own);"),
     "pages, wide: a record is converted before it is there": ("page_convert.cuh", "wait_copies<kAhead - 2>();", ""),
-    "pages, wide: what other threads copied is not waited for": ("page_convert.cuh", "        sync_threads(kProducerBarrier, kThreads);\n", ""),
-    "pages, wide: a stage is filled while it is in use": ("page_convert.cuh", "cursor_.wait_empty();\n    Panels::keys", "Panels::keys"),
-    "pages, wide: a record is overwritten while it is read": ("page_convert.cuh", "i < kAhead - 1; ++i) issue()", "i < kAhead; ++i) issue()"),
-    "pages, wide: V of a tail is not zero behind its end": ("page_convert.cuh", "if (first + i * kStride < left) x =", "x ="),
-    "pages, wide: narrow items do not wait for wide ones": ("page_wide.cuh", "    sync_threads(kRegistersBarrier, S::kComputing);\n", ""),
-    "tails: the loader looks where they are before that is written": (
-        "ring.cuh", "    sync_threads(kProducerBarrier, kThreads);\n    if (column < kDim / 8) {\n      // Several", "    if (column < kDim / 8) {\n      // Several",
-    ),
-    "tails: stages of one that has ended are not freed": ("wide.cuh", "for (; tile < tiles_; tile += stride) pass(Stages(ring_, unsigned(tile)), arrivals);", ";"),
+    "pages, wide: what other threads copied is not waited for": ("page_convert.cuh", "sync_threads(kProducerBarrier, kThreads);", ""),
+    "pages, wide: a stage is filled while it is in use": ("page_convert.cuh", "cursor_.wait_empty();\n    Panels::keys", "\n    Panels::keys"),
+    "pages, wide: a record is overwritten while it is read": ("page_convert.cuh", "i < kAhead - 1", "i < kAhead"),
+    "pages, wide: V of a tail is not zero behind its end": ("page_convert.cuh", "first + i * kStride < left", "true"),
+    "pages, wide: narrow items do not wait for wide ones": ("page_wide.cuh", "sync_threads(kRegistersBarrier, S::kComputing);", ""),
+    "tails: the loader looks where they are before that is written": ("ring.cuh", "sync_threads(kProducerBarrier, kThreads);", ""),
+    "tails: stages of one that has ended are not freed": ("wide.cuh", "tile < tiles_", "false"),
     "tails: what was summed up in front of them is not made smaller": (
         "wide.cuh", "if constexpr (Variant::kTails) rescale<P::kOutputs>(o, correction);", "",
     ),
-    "tails of 8 bits: the second one is where the first one is": ("convert.cuh", "second ? item.second_tail : item.slots", "false ? item.second_tail : item.slots"),
-    "tails of 8 bits: the second one is as long as the first one": ("convert.cuh", "item.tail_tokens[second];", "item.tail_tokens[0];"),
+    "tails of 8 bits: the second one is where the first one is": ("convert.cuh", "second ? item.second_tail : item.slots + item.tokens", "item.slots + item.tokens"),
+    "tails of 8 bits: the second one is as long as the first one": ("convert.cuh", "item.tail_tokens[second]", "item.tail_tokens[0]"),
     "tails of 8 bits: they are not looked up": ("assign.cuh", "if (item.tails && item.phase == kWide) look_up_tails(item, end);", ""),
     "unequal, narrow: V is copied as if it were as wide as K": ("narrow_load.cuh", "column < kVRowCopies", "column < kRowCopies"),
-    "unequal, ring: V is copied as if it were as wide as K": ("ring.cuh", "(kIsV ? kVDim : kDim)", "kDim"),
+    "unequal, ring: V is copied as if it were as wide as K": (
+        "ring.cuh", "column < kRowCopies", "column < kDim * int(sizeof(T)) / kCopyBytes",
+    ),
     "unequal, 8 bits: V is copied as if it were as wide as K": ("convert.cuh", "(is_v ? kVDim : kDim)", "kDim"),
 }  # fmt: skip
-"""Each takes out what keeps one part of the kernels from another's memory, or from what is nobody's."""
+"""Each takes out what keeps one part of the kernels from another's memory, or from what is nobody's. `emulated.Change` says what it is made of."""
+FAULTS = tuple(dict.fromkeys(CHANGES.values()))
 
 
 FOUND_BY: dict[str, tuple[int, str]] = {
@@ -169,10 +171,17 @@ def fault_of_run(run: Run, seeds: int) -> str:
     return ""
 
 
+def decoder_with(
+    change: emulated.Change | None, spec: AttentionSpec, tiles: TileTable, dtype: torch.dtype | None = None
+) -> emulated.Decoder:
+    """All changes are compiled together, so that every fault has the same module."""
+    return emulated.Decoder(spec, tiles, ARCH, dtype, changes=FAULTS, planted=change)
+
+
 def run_for(workers: int, case: Case, change: emulated.Change | None) -> Run:
     """With a plan for so few workers."""
     tiles = capabilities.tile_table(ARCH, 128, kv_bits=case.spec.kv.bits)
-    run = Run(case, emulated.Decoder(case.spec, tiles, ARCH, change, torch.bfloat16), tiles)
+    run = Run(case, decoder_with(change, case.spec, tiles, torch.bfloat16), tiles)
     run.plan = case.plan(tiles, workers)
     run.make_workspace(int(run.plan[2]))
     return run
@@ -191,7 +200,7 @@ def fault_of_pages(change: emulated.Change | None) -> str:
         (32, 1, Batch([130, 64, 300, 63, 100])),
     ):
         case = Paged(batch, heads, kv_heads, 128, "int4", dtype)
-        run = Run(case, emulated.Decoder(case.spec, tiles, ARCH, change, dtype), tiles)
+        run = Run(case, decoder_with(change, case.spec, tiles, dtype), tiles)
         if found := fault_of_run(run, seeds=3):
             return found
     for seed in range(8):
@@ -247,7 +256,7 @@ def fault(
     """The first one that is found, if any; by the `first` case and policy, or else by the others in order."""
     # Without prices, by which short packs would avoid wide tiles.
     tiles = TileTable(capabilities.query_tiles(ARCH, dims[0], 8 * dtype.itemsize))
-    decoder = emulated.Decoder(spec_of(dtype, *dims), tiles, ARCH, change)
+    decoder = decoder_with(change, spec_of(dtype, *dims), tiles)
     made = cases(dtype, dims)
     runs = [(number, policy) for number in range(len(made)) for policy in ("optimal", "naive")]
     for number, policy in sorted(runs, key=lambda one: one != first):
@@ -271,7 +280,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     def start(name: str) -> tuple[int, str]:
         log = logs / f"{[*KINDS, *CHANGES].index(name)}.log"
-        process = ForkedProcess([sys.executable, __file__, name], dict(os.environ), log)
+        process = ForkedProcess([sys.executable, __file__, name], {**os.environ, emulated.FOLDER: str(logs)}, log)
         try:
             return process.wait(300), log.read_text()
         finally:
