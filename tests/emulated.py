@@ -11,7 +11,6 @@ import functools
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -40,25 +39,25 @@ FLAGS = [
 ]
 
 Change = tuple[str, str, str]
-"""A file of csrc/cuda, a text that is there once, and what to put in its place. Both are an expression, or statements: those that both begin or end with
-only say where it is, and may then be cut off (`\n  }`)."""
+"""A file of csrc/cuda, a text that is there once, and what to put in its place. Either both are whole expressions, or statements, each with its `;`.
+Statements that both begin or end with only say where the others are, and may be cut off."""
 
 FOLDER = "PAT_EMULATED"
-"""The environment variable of a folder in which processes share modules, each of which is compiled once."""
+"""Environment variable: a folder in which processes share modules. Without it each compiles its own."""
 
 
 @functools.cache
 def _module(variant: cuda.Variant, changes: tuple[Change, ...]) -> Any:
-    """With all of these changes, of which `plant` says by its number which one there is."""
     with tempfile.TemporaryDirectory() as own:
-        name = f"{variant.name}_{hashlib.sha256(repr(changes).encode()).hexdigest()[:8]}"
-        library = Path(os.environ.get(FOLDER, own)) / f"{name}.so"
+        library = (
+            Path(os.environ.get(FOLDER, own))
+            / f"{variant.name}_{hashlib.sha256(repr(changes).encode()).hexdigest()[:8]}.so"
+        )
         with library.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
-                whole = Path(own) / library.name
-                _compile(variant, _overlay(Path(own) / "csrc", changes), whole)
-                shutil.move(whole, library)
+                # A compiler that is killed leaves no library.
+                _compile(variant, _overlay(Path(own) / "csrc", changes), library.with_suffix(".part")).rename(library)
         return tvm_ffi.load_module(str(library))
 
 
@@ -77,31 +76,36 @@ def _overlay(folder: Path, changes: Sequence[Change]) -> Path:
 
 
 def with_changes(name: str, changes: Sequence[Change]) -> str:
-    """A file of csrc/cuda in which those of these changes that are the file's are made where their number is planted."""
+    """A file of csrc/cuda with all of these changes that are in it. Each is made while its number is `planted` (tests/emulator/state.h)."""
     source = (jit.CSRC / "cuda" / name).read_text()
     switches: dict[tuple[int, int], str] = {}
-    for number, (_, text, replacement) in enumerate(changes):
-        if changes[number][0] != name:
+    for number, (file, text, replacement) in enumerate(changes):
+        if file != name:
             continue
         assert source.count(text) == 1, f"{name} has {source.count(text)} times {text!r}"
         old, new = re.split("(?<=;)", text), re.split("(?<=;)", replacement)
-        before = len(os.path.commonprefix([old, new]))
-        behind = len(os.path.commonprefix([old[before:][::-1], new[before:][::-1]]))
-        texts = ["".join(lines[before : len(lines) - behind]) for lines in (old, new)]
-        begin = source.index(text) + len("".join(old[:before]))
-        place = (begin, begin + len(texts[0]))
-        form = "if (%s) {\n%s\n} else {\n%s\n}" if "".join(texts).endswith(";") else "(%s ? (\n%s\n) : (\n%s\n))"
-        switches[place] = form % (f"emulator::planted == {number}", texts[1], switches.get(place, texts[0]))
+        begin = source.index(text)
+        while old and new and old[0] == new[0]:
+            begin += len(old.pop(0))
+            del new[0]
+        while old and new and old[-1] == new[-1]:
+            del old[-1], new[-1]
+        place = begin, begin + len("".join(old))
+        form = "if (%s) {\n%s\n} else {\n%s\n}" if (old or new)[-1].endswith(";") else "(%s ? (\n%s\n) : (\n%s\n))"
+        switches[place] = form % (f"emulator::planted == {number}", "".join(new), switches.get(place, "".join(old)))
+    rest = len(source)
     for (begin, end), switch in sorted(switches.items(), reverse=True):
-        source = source[:begin] + switch + source[end:]
+        assert end <= rest, f"two changes of {name} overlap in {source[begin:end]!r}"
+        source, rest = source[:begin] + switch + source[end:], begin
     return source
 
 
-def _compile(variant: cuda.Variant, sources: Path, library: Path) -> None:
+def _compile(variant: cuda.Variant, sources: Path, library: Path) -> Path:
     headers = [sources, EMULATOR, _cuda_headers(), libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
     runtime = libinfo.find_libtvm_ffi()
     command = [os.environ.get("CXX", "c++"), *FLAGS, *variant.flags, *(f"-I{path}" for path in headers)]
     subprocess.run([*command, str(EMULATOR / "module.cpp"), "-o", str(library), runtime], check=True)
+    return library
 
 
 def _cuda_headers() -> Path:
@@ -124,7 +128,7 @@ class Decoder(cuda.Decoder):
         changes: tuple[Change, ...] = (),
         planted: Change | None = None,
     ) -> None:
-        """`changes` are compiled in, and one of them may be planted."""
+        """All `changes` are compiled together, and none is made but the `planted` one."""
         variant = cuda.Variant.of(spec, arch, tiles.query_tiles, dtype, limits)
         self._tile_rows, self._kv = tiles.query_tiles[-1], variant.kv
         self._window = spec.window if variant.limits else 0
