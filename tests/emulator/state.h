@@ -36,7 +36,7 @@ struct Product {
 
 struct Thread {
   unsigned index;
-  bool started = false;
+  bool started = false, lazy = false;  // others mostly overtake lazy ones, whole warps of them
   int registers;
   bool met = true;  // others, at a barrier, since its registers changed
   ucontext_t start;
