@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import hashlib
 import os
 import re
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,7 @@ FOLDER = "PAT_EMULATED"
 @functools.cache
 def _module(variant: cuda.Variant, changes: tuple[Change, ...]) -> Any:
     with tempfile.TemporaryDirectory() as own:
-        library = (
-            Path(os.environ.get(FOLDER, own))
-            / f"{variant.name}_{hashlib.sha256(repr(changes).encode()).hexdigest()[:8]}.so"
-        )
+        library = Path(os.environ.get(FOLDER, own)) / f"{variant.name}_{zlib.crc32(repr(changes).encode())}.so"
         with library.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
