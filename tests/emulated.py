@@ -6,11 +6,14 @@ products are done as late as they may or at once, and shared memory is NaN until
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import os
+import re
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,44 +39,70 @@ FLAGS = [
 ]
 
 Change = tuple[str, str, str]
-"""A file of csrc/cuda, a text in it, and what to put in its place."""
+"""A file of csrc/cuda, a text that is there once, and what to put in its place. Either both are whole expressions, or statements, each with its `;`.
+Statements that both begin or end with only say where the others are, and may be cut off."""
 
-_modules: dict[tuple[cuda.Variant, Change | None], Any] = {}
-
-
-def build(variants: Sequence[cuda.Variant], change: Change | None = None) -> None:
-    """Compile what has not been compiled yet, all at the same time."""
-    missing = [variant for variant in variants if (variant, change) not in _modules]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        sources = _overlay(Path(folder) / "csrc", change)
-        for variant, module in zip(missing, pool.map(lambda one: _compile(one, sources), missing), strict=True):
-            _modules[variant, change] = module
+FOLDER = "PAT_EMULATED"
+"""Environment variable: a folder in which processes share modules. Without it each compiles its own."""
 
 
-def _overlay(folder: Path, change: Change | None) -> Path:
-    """csrc with the emulator's instructions, and a change."""
+@functools.cache
+def _module(variant: cuda.Variant, changes: tuple[Change, ...]) -> Any:
+    with tempfile.TemporaryDirectory() as own:
+        library = Path(os.environ.get(FOLDER, own)) / f"{variant.name}_{zlib.crc32(repr(changes).encode())}.so"
+        with library.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                # A compiler that is killed leaves no library.
+                _compile(variant, _overlay(Path(own) / "csrc", changes), library.with_suffix(".part")).rename(library)
+        return tvm_ffi.load_module(str(library))
+
+
+def _overlay(folder: Path, changes: Sequence[Change]) -> Path:
+    """csrc with the emulator's instructions, and changes."""
     (folder / "cuda").mkdir(parents=True)
     for path in [*jit.CSRC.iterdir(), *(jit.CSRC / "cuda").iterdir()]:
         if path.name == "cuda":
             continue
         own = EMULATOR / path.name
         (folder / path.relative_to(jit.CSRC)).symlink_to(own if own.exists() else path)
-    if change is not None:
-        name, text, replacement = change
-        source = (jit.CSRC / "cuda" / name).read_text()
-        assert source.count(text) == 1, f"{name} has {source.count(text)} times {text!r}"
+    for name in {name for name, _, _ in changes}:
         (folder / "cuda" / name).unlink()
-        (folder / "cuda" / name).write_text(source.replace(text, replacement))
+        (folder / "cuda" / name).write_text(with_changes(name, changes))
     return folder
 
 
-def _compile(variant: cuda.Variant, sources: Path) -> Any:
-    library = sources / f"{variant.name}.so"
+def with_changes(name: str, changes: Sequence[Change]) -> str:
+    """A file of csrc/cuda with all of these changes that are in it. Each is made while its number is `planted` (tests/emulator/state.h)."""
+    source = (jit.CSRC / "cuda" / name).read_text()
+    switches: dict[tuple[int, int], str] = {}
+    for number, (file, text, replacement) in enumerate(changes):
+        if file != name:
+            continue
+        assert source.count(text) == 1, f"{name} has {source.count(text)} times {text!r}"
+        old, new = re.split("(?<=;)", text), re.split("(?<=;)", replacement)
+        begin = source.index(text)
+        while old and new and old[0] == new[0]:
+            begin += len(old.pop(0))
+            del new[0]
+        while old and new and old[-1] == new[-1]:
+            del old[-1], new[-1]
+        place = begin, begin + len("".join(old))
+        form = "if (%s) {\n%s\n} else {\n%s\n}" if (old or new)[-1].endswith(";") else "(%s ? (\n%s\n) : (\n%s\n))"
+        switches[place] = form % (f"emulator::planted == {number}", "".join(new), switches.get(place, "".join(old)))
+    rest = len(source)
+    for (begin, end), switch in sorted(switches.items(), reverse=True):
+        assert end <= rest, f"two changes of {name} overlap in {source[begin:end]!r}"
+        source, rest = source[:begin] + switch + source[end:], begin
+    return source
+
+
+def _compile(variant: cuda.Variant, sources: Path, library: Path) -> Path:
     headers = [sources, EMULATOR, _cuda_headers(), libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
     runtime = libinfo.find_libtvm_ffi()
     command = [os.environ.get("CXX", "c++"), *FLAGS, *variant.flags, *(f"-I{path}" for path in headers)]
     subprocess.run([*command, str(EMULATOR / "module.cpp"), "-o", str(library), runtime], check=True)
-    return tvm_ffi.load_module(str(library))
+    return library
 
 
 def _cuda_headers() -> Path:
@@ -91,15 +120,17 @@ class Decoder(cuda.Decoder):
         spec: AttentionSpec,
         tiles: TileTable,
         arch: str,
-        change: Change | None = None,
         dtype: torch.dtype | None = None,
         limits: bool = False,
+        changes: tuple[Change, ...] = (),
+        planted: Change | None = None,
     ) -> None:
+        """All `changes` are compiled together, and none is made but the `planted` one."""
         variant = cuda.Variant.of(spec, arch, tiles.query_tiles, dtype, limits)
-        build([variant], change)
         self._tile_rows, self._kv = tiles.query_tiles[-1], variant.kv
         self._window = spec.window if variant.limits else 0
-        self._module = _modules[variant, change]
+        self._module = _module(variant, changes)
+        self._module.plant(-1 if planted is None else changes.index(planted))
         self._no_sinks = torch.empty(0, dtype=torch.bfloat16)
         self._no_masks = torch.empty(0, 0, dtype=torch.int64)
         self._no_records = torch.empty(0, 0, 0, dtype=torch.uint8)

@@ -1,267 +1,49 @@
-"""What the emulator is for: a barrier or a wait that the kernels lack is found without a GPU (emulated.py)."""
+"""What the emulator is for: a barrier or a wait that the kernels lack is found without a GPU (faults.py, emulated.py)."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
 import os
-import random
+import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 
 import emulated
+import faults
 import pytest
-import torch
 from conftest import selected
 from forked import ForkedProcess
-from kernel_cases import TOLERANCE, Case, Run, spec_of
-from page_cases import Paged, Stored
-from trees import random_batch
 
-from sglang_pat.kernels import capabilities
-from sglang_pat.packing import Batch, Node, TileTable, layout
+from sglang_pat import jit
 
 pytestmark = pytest.mark.once
 
-ARCH = "9.0a"
-EQUAL, UNEQUAL = (128, 128), capabilities.UNEQUAL_HEAD_DIMS[0]
-"""Dimensions of K and V."""
+SLOW = ("8 bits", "unequal, 8 bits")
 
-CHANGES: dict[str, emulated.Change] = {
-    "narrow: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
-    "narrow: only the first chunk of a pair is waited for": (
-        "narrow.cuh", "wait_copies<kNarrowStages - 2>();", "wait_copies<kNarrowStages - 1>();",
-    ),
-    "narrow: a team sums up before all have written": (
-        "narrow_rows.cuh", "statistics_.stage[warp] = last;\n    all_arrived();", "statistics_.stage[warp] = last;",
-    ),
-    "narrow: a team's memory is free before all have read": ("narrow_rows.cuh", "    all_arrived();\n  }\n", "  }\n"),
-    "wide: V is not waited for": ("wide.cuh", "      stages.wait_full(true);\n", ""),
-    "wide: K is not made visible to products": (
-        "wide.cuh", "stages.wait_full(false);\n      fence_async_proxy();", "stages.wait_full(false);",
-    ),
-    "wide: V is not made visible to products": (
-        "wide.cuh", "stages.wait_full(true);\n      fence_async_proxy();", "stages.wait_full(true);",
-    ),
-    "wide: scores are not waited for": ("wide.cuh", "P::template wait<1>();", ""),
-    "wide: V is free while it is multiplied": (
-        "wide.cuh", "P::template wait<0>();\n          release_v(stages, arrivals);\n          rescale",
-        "release_v(stages, arrivals);\n          P::template wait<0>();\n          rescale",
-    ),
-    "wide: K is never freed": ("wide.cuh", "release_k(stages, arrivals);\n        softmax", "softmax"),
-    "wide: the first group that has read a stage frees it": ("wide.cuh", "kArrivals / (item.m / kWarpgroupRows)", "kArrivals"),
-    "wide: groups add up before both have written": (
-        "wide.cuh", "    sync_threads(kWideBarrier, kAlternating * kWarpgroupThreads);\n    if (warpgroup == 1)", "    if (warpgroup == 1)",
-    ),
-    "ring: V does not wait for an empty stage": ("ring.cuh", "    cursor.wait_empty();", "    if (!kIsV) cursor.wait_empty();"),
-    "ring: Q does not wait for an empty buffer": ("ring.cuh", "queries_.wait_empty();", ""),
-    "forward: narrow items do not wait for wide ones": (
-        "forward.cuh", "kMs>(p, items, memory);\n        ran_wide", "kMs>(p, items, memory), single(), narrow();\n        ran_wide",
-    ),
-    "narrow first: wide items do not wait for them": ("forward.cuh", "    __syncthreads();\n  }\n}", "  }\n}"),
-    "narrow first: registers are taken back before the others have theirs": ("forward.cuh", "sync_threads(kGrownInNarrow, kThreads)", ""),
-    "forward: registers are taken back before the others have theirs": ("forward.cuh", "sync_threads(kGrownInWide, kThreads)", ""),
-    "narrow first: registers change twice and nobody waits between": (
-        "forward.cuh", "        sync_threads(kRegistersBarrier, S::kComputing);  // as", "        // as",
-    ),
-    "narrow first: wide items are forgotten": ("forward.cuh", "!ran_wide & (items.count(kWide) > 0)", "false"),
-    "forward: barriers are as the last look-up left them": ("forward.cuh", "if constexpr (S::kHasWide) memory", "if (S::kHasWide && from == 0) memory"),
-    "forward: teams of two phases have one barrier": ("narrow_rows.cuh", "kPhase * kMostTeams", "0"),
-    "items: they are used before they are in order": (
-        "assign.cuh", "(Phase(warp), number);\n    __syncthreads();", "(Phase(warp), number);",
-    ),
-    "items: one that is left over is forgotten": ("assign.cuh", "before) >= extra_shared", "before) >= extra_shared - 1"),
-    "merge: warps add up before all have written": (
-        "merge.cuh", "all[warp][lane_id()] = sums[0];\n    __syncthreads();", "all[warp][lane_id()] = sums[0];",
-    ),
-    "8 bits: bytes are converted before they are there": ("convert.cuh", "wait_copies<kAhead - 1>();", ""),
-    "8 bits: a stage is filled while it is in use": ("convert.cuh", "cursor_.wait_empty();", ""),
-    "8 bits: slots are read before they are there": ("ring.cuh", "? ahead : (ahead + 1) / 2", "? 1 : 1"),
-    "8 bits: slots are overwritten while they are read": ("ring.cuh", "slot_lead(kDim, kAhead) + 1;", "slot_lead(kDim, kAhead);"),
-    "8 bits: slots that other lanes asked for are not waited for": ("convert.cuh", "__syncwarp();  // what", "// what"),
-    "8 bits: Q is converted before it is there": ("ring.cuh", "wait_copies<0>();", ""),
-    "8 bits: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
-    "pages: an item's last chunk is not waited for": ("page_rows.cuh", "wait_copies<S::kStages - 1>();", ""),
-    "pages: V of a tail is not zero behind its end": ("page_load.cuh", "      copy16_or_zero(address", "      if (valid) copy16_or_zero(address"),
-    "pages: a full page's tail is overwritten before it is read": ("page_store.cuh", "if (!is_read) to_tail(own);", "to_tail(own);"),
-    "pages, wide: a record is converted before it is there": ("page_convert.cuh", "wait_copies<kAhead - 2>();", ""),
-    "pages, wide: what other threads copied is not waited for": ("page_convert.cuh", "        sync_threads(kProducerBarrier, kThreads);\n", ""),
-    "pages, wide: a stage is filled while it is in use": ("page_convert.cuh", "cursor_.wait_empty();\n    Panels::keys", "Panels::keys"),
-    "pages, wide: a record is overwritten while it is read": ("page_convert.cuh", "i < kAhead - 1; ++i) issue()", "i < kAhead; ++i) issue()"),
-    "pages, wide: V of a tail is not zero behind its end": ("page_convert.cuh", "if (first + i * kStride < left) x =", "x ="),
-    "pages, wide: narrow items do not wait for wide ones": ("page_wide.cuh", "    sync_threads(kRegistersBarrier, S::kComputing);\n", ""),
-    "tails: the loader looks where they are before that is written": (
-        "ring.cuh", "    sync_threads(kProducerBarrier, kThreads);\n    if (column < kDim / 8) {\n      // Several", "    if (column < kDim / 8) {\n      // Several",
-    ),
-    "tails: stages of one that has ended are not freed": ("wide.cuh", "for (; tile < tiles_; tile += stride) pass(Stages(ring_, unsigned(tile)), arrivals);", ";"),
-    "tails: what was summed up in front of them is not made smaller": (
-        "wide.cuh", "if constexpr (Variant::kTails) rescale<P::kOutputs>(o, correction);", "",
-    ),
-    "tails of 8 bits: the second one is where the first one is": ("convert.cuh", "second ? item.second_tail : item.slots", "false ? item.second_tail : item.slots"),
-    "tails of 8 bits: the second one is as long as the first one": ("convert.cuh", "item.tail_tokens[second];", "item.tail_tokens[0];"),
-    "tails of 8 bits: they are not looked up": ("assign.cuh", "if (item.tails && item.phase == kWide) look_up_tails(item, end);", ""),
-    "unequal, narrow: V is copied as if it were as wide as K": ("narrow_load.cuh", "column < kVRowCopies", "column < kRowCopies"),
-    "unequal, ring: V is copied as if it were as wide as K": ("ring.cuh", "(kIsV ? kVDim : kDim)", "kDim"),
-    "unequal, 8 bits: V is copied as if it were as wide as K": ("convert.cuh", "(is_v ? kVDim : kDim)", "kDim"),
-}  # fmt: skip
-"""Each takes out what keeps one part of the kernels from another's memory, or from what is nobody's."""
-
-
-FOUND_BY: dict[str, tuple[int, str]] = {
-    "narrow: a team's memory is free before all have read": (2, "optimal"),
-    "wide: the first group that has read a stage frees it": (2, "optimal"),
-    "ring: Q does not wait for an empty buffer": (6, "optimal"),
-    "forward: teams of two phases have one barrier": (3, "optimal"),
-}
-"""The case and policy that find a change (what this file prints), where it is not one of the first, which are short: it runs first."""
-
-
-def kept(name: str) -> torch.dtype:
-    """The dtype of KV with which a change shows."""
-    return torch.float8_e4m3fn if "8 bits" in name else torch.bfloat16
-
-
-def with_nothing_behind_v(case: Case) -> Case:
-    """The same numbers, where memory behind the pool of V cannot be read, and the first token of all is the last in the pools."""
-    last, first = len(case.v) - 1, int(case.table[case.rows[0], 0])
-    for pool in (case.k, case.v):
-        plain = pool.view(torch.uint8)
-        plain[[last, first]] = plain[[first, last]]
-    was = case.table.clone()
-    case.table[was == first], case.table[was == last] = last, first
-    pages = -(-case.v.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
-    behind = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + pages
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
-    v = torch.frombuffer(memory, dtype=torch.uint8, count=case.v.nbytes, offset=pages - case.v.nbytes)
-    v.copy_(case.v.view(torch.uint8).flatten())
-    case.v = v.view(case.v.dtype).view(case.v.shape)
-    return case
-
-
-def cases(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
-    """Items of every phase, shared by teams, by groups or by nobody, and each way to merge."""
-    generator = random.Random(3)
-    torch.manual_seed(0)
-    shared = [Batch([600] * count, [Node(0, 500, list(range(count)))]) for count in (1, 8, 40)]
-    short = [Node(0, 70, list(range(first, first + 12))) for first in range(0, 96, 12)]
-    both = Batch([700] * 8, [Node(0, 400, list(range(first, first + 4))) for first in (0, 4)])
-    left_over = Batch([300] * 20, [])
-    ragged = Batch([generator.randint(1, 700) for _ in range(7)], [])
-    trees = [random_batch(generator, 2, 4, 90) for _ in range(3)]
-    found = [
-        Case(batch, 8, 2, *dims, dtype) for batch in [*shared, both, left_over, ragged, Batch([71] * 96, short), *trees]
-    ]
-    found.append(Case(Batch([4000], []), 2, 1, *dims, dtype))
-    return found if dims == EQUAL else [with_nothing_behind_v(case) for case in found]
-
-
-def fault_of_run(run: Run, seeds: int) -> str:
-    """What is wrong with its results in some order of threads, if anything."""
-    try:
-        run.check_in_any_order(TOLERANCE[torch.bfloat16], seeds)
-    except (AssertionError, RuntimeError) as error:
-        return str(error) or "wrong results"
-    return ""
-
-
-def run_for(workers: int, case: Case, change: emulated.Change | None) -> Run:
-    """With a plan for so few workers."""
-    tiles = capabilities.tile_table(ARCH, 128, kv_bits=case.spec.kv.bits)
-    run = Run(case, emulated.Decoder(case.spec, tiles, ARCH, change, torch.bfloat16), tiles)
-    run.plan = case.plan(tiles, workers)
-    run.make_workspace(int(run.plan[2]))
-    return run
-
-
-def fault_of_pages(change: emulated.Change | None) -> str:
-    """The same where KV is in pages of few bits. Q has the products' dtype: it is converted nowhere, which waits for all copies."""
-    dtype = torch.float16
-    tiles = TileTable(capabilities.query_tiles(ARCH, 128, kv_bits=4), warp_m=capabilities.NARROW_M)
-    shared = Batch([230] * 4 + [70, 500], [Node(0, 192, [0, 1, 2, 3])])
-    wide = Batch([1000] * 60, [Node(0, 960, list(range(40))), Node(0, 704, list(range(40, 60)))])
-    for heads, kv_heads, batch in (
-        (8, 2, shared),
-        (8, 2, Batch([1500])),
-        (8, 2, wide),
-        (32, 1, Batch([130, 64, 300, 63, 100])),
-    ):
-        case = Paged(batch, heads, kv_heads, 128, "int4", dtype)
-        run = Run(case, emulated.Decoder(case.spec, tiles, ARCH, change, dtype), tiles)
-        if found := fault_of_run(run, seeds=3):
-            return found
-    for seed in range(8):
-        stored = Stored("int4", 2, 4, run.decoder, dtype)
-        run.decoder.seed(1000 * seed)
-        for first, last in ((1, 40), (41, 110)):
-            tokens = [(row, length, 128 * row + length - 1) for row in (0, 1) for length in range(first, last + 1)]
-            stored.store(tokens, *stored.random(len(tokens)))
-        if not stored.same():
-            return f"seed {seed}: other bytes than the CPU's"
-    return ""
-
-
-def fault_of_tails(change: emulated.Change | None, dtype: torch.dtype = torch.bfloat16) -> str:
-    """The same of work items with tails. Where KV is converted, its loaders look these up with the item."""
-    batch = Batch([630, 650, 700, 701, 740, 608, 665], [Node(0, 600, list(range(7)))])
-    case = Case(batch, 64, 1, 128, 128, dtype)
-    own = case.table[case.rows[1:4], 600:640].long()
-    case.k[own] = (case.k[own].float() * 8).to(dtype)
-    run = run_for(1, case, change)
-    assert any(item.tails for item in layout.work_items(run.plan.numpy()))
-    return fault_of_run(run, seeds=4)
-
-
-def fault_of_narrow_first(change: emulated.Change | None) -> str:
-    """The same where every second worker runs narrow items first."""
-    case = Case(Batch([340] * 40, [Node(0, 300, list(range(40)))]), 12, 3, 128, 128, torch.bfloat16)
-    run = run_for(3, case, change)
-    run.plan[layout.HEADER.index("narrow_first")] = 1
-    return fault_of_run(run, seeds=4)
-
-
-KINDS: dict[str, Callable[[emulated.Change | None], str]] = {
-    "pages": fault_of_pages,
-    "tails": fault_of_tails,
-    "tails of 8 bits": partial(fault_of_tails, dtype=torch.float8_e4m3fn),
-    "narrow first": fault_of_narrow_first,
-}
-
-
-def several_look_ups(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
-    """More wide items than a worker looks up at a time: slow (test_a_worker_with_more_items_than_threads is about them too)."""
-    return [Case(Batch([3] * emulated.WORKERS * 600, []), 20, 1, *dims, dtype)]
-
-
-def fault(
-    change: emulated.Change | None,
-    dtype: torch.dtype,
-    dims: tuple[int, int],
-    cases: Callable[[torch.dtype, tuple[int, int]], list[Case]] = cases,
-    first: tuple[int, str] = (0, "optimal"),
-) -> str:
-    """The first one that is found, if any; by the `first` case and policy, or else by the others in order."""
-    # Without prices, by which short packs would avoid wide tiles.
-    tiles = TileTable(capabilities.query_tiles(ARCH, dims[0], 8 * dtype.itemsize))
-    decoder = emulated.Decoder(spec_of(dtype, *dims), tiles, ARCH, change)
-    made = cases(dtype, dims)
-    runs = [(number, policy) for number in range(len(made)) for policy in ("optimal", "naive")]
-    for number, policy in sorted(runs, key=lambda one: one != first):
-        if found := fault_of_run(Run(made[number], decoder, tiles, policy), seeds=3):
-            return f"case {number}, {policy}: {found}"
-    return ""
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow)], ids=["16 bits", "8 bits"]
+TEXT = r"\n((?:(?!emulator::planted).)*?)\n"
+SWITCH = re.compile(
+    r"(?:if )?\(emulator::planted == (\d+)(?:\) {| \? \()" + TEXT + r"(?:} else {|\) : \()" + TEXT + r"(?:}|\)\))",
+    re.DOTALL,
 )
-@pytest.mark.parametrize("dims", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
-def test_the_kernels_have_what_they_need(dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    assert not fault(None, dtype, dims)
+"""As `emulated.with_changes` makes them, the inner ones where several changes have one place."""
+
+
+def with_planted(number: int, source: str) -> str:
+    """What a source with switches says while this number is planted."""
+    while SWITCH.search(source):
+        source = SWITCH.sub(lambda found: found[2 if int(found[1]) == number else 3], source)
+    return source
+
+
+def test_planted_is_what_the_change_says_and_nothing_else() -> None:
+    # The last one is where another one is.
+    changes = [*faults.FAULTS, ("convert.cuh", "cursor_.wait_empty();", "cursor_.wait_full();")]
+    for number, (name, text, replacement) in enumerate(changes):
+        source, switched = (jit.CSRC / "cuda" / name).read_text(), emulated.with_changes(name, changes)
+        assert with_planted(number, switched) == source.replace(text, replacement) != source
+        assert with_planted(len(changes), switched) == source
 
 
 @pytest.fixture(scope="module")
@@ -270,8 +52,10 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     logs = tmp_path_factory.mktemp("changes")
 
     def start(name: str) -> tuple[int, str]:
-        log = logs / f"{[*KINDS, *CHANGES].index(name)}.log"
-        process = ForkedProcess([sys.executable, __file__, name], dict(os.environ), log)
+        log = logs / f"{[*faults.SOUND, *faults.CHANGES].index(name)}.log"
+        process = ForkedProcess(
+            [sys.executable, faults.__file__, name], {**os.environ, emulated.FOLDER: str(logs)}, log
+        )
         try:
             return process.wait(300), log.read_text()
         finally:
@@ -282,28 +66,19 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield {name: pool.submit(start, name) for name in selected(request, "kind") + selected(request, "name")}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in faults.SOUND]
+)
 def test_nothing_is_found_where_nothing_is_missing(kind: str, results: dict[str, Future]) -> None:
-    """Or else `test_what_is_missing_is_found` would prove nothing of this kind."""
+    """The kernels have what they need. Or else `test_what_is_missing_is_found` would prove nothing of this kind."""
     code, output = results[kind].result()
     assert code == 0 and "found: nothing" in output, output[-3000:]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", faults.CHANGES)
 def test_what_is_missing_is_found(name: str, results: dict[str, Future]) -> None:
     code, output = results[name].result()
     print(output)
     # A fault can be a crash.
     assert code < 0 or (code == 0 and "found: " in output and "found: nothing" not in output), output[-3000:]
-
-
-if __name__ == "__main__":
-    name = sys.argv[1]
-    dims = UNEQUAL if name.startswith("unequal") else EQUAL
-    made = several_look_ups if "look-up" in name else cases
-    of_kind = KINDS.get(name.partition(":")[0].partition(",")[0])
-    first = FOUND_BY.get(name, (0, "optimal"))
-    change = CHANGES.get(name)
-    found = of_kind(change) if of_kind else fault(change, kept(name), dims, made, first)
-    print("found:", found or "nothing")

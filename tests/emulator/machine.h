@@ -5,11 +5,11 @@
 
 #include <sys/mman.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -21,8 +21,25 @@ namespace emulator {
 
 constexpr int kNamedBarriers = 16;
 constexpr unsigned kSmRegisters = 65536;  // which all threads of a CTA have when it starts
-constexpr int kTries = 30;                // to find a thread that is not lazy
+constexpr int kTries = 31;                // to find a thread that is not lazy
 constexpr size_t kStackBytes = 256 << 10, kSharedBytes = 227 << 10;
+
+// SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), which also says the constants.
+// std::mt19937_64 and a division for each number took longer.
+class Random {
+ public:
+  void seed(uint64_t seed) { state_ = seed; }
+  // A number below `n`.
+  uint64_t below(uint64_t n) {
+    uint64_t x = state_ += 0x9e3779b97f4a7c15;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+    x = (x ^ x >> 27) * 0x94d049bb133111eb;
+    return uint64_t((unsigned __int128)(x ^ x >> 31) * n >> 64);
+  }
+
+ private:
+  uint64_t state_ = 0;
+};
 
 class Machine {
  public:
@@ -36,7 +53,7 @@ class Machine {
     block_ = block, grid_ = grid, size_ = threads;
     alive_ = int(threads);
     error_.clear();
-    ready_.clear();
+    for (auto& threads : ready_) threads.clear();
     waiting_.clear();
     show_copies();
     for_registers_.clear();
@@ -47,27 +64,25 @@ class Machine {
     warps_ = std::vector<Warp>(threads / kWarpSize);
     for (Warp& warp : warps_) warp.products.emplace_back();
     named_ = std::vector<NamedBarrier>(kNamedBarriers);
-    lazy_.assign(warps_.size(), false);
-    for (size_t group = 0; group < warps_.size(); group += 4) {
-      const bool all = chance(4);
-      for (size_t i = group; i < std::min(group + 4, warps_.size()); ++i) lazy_[i] = all || chance(8);
-    }
+    bool all_lazy = false, lazy = false;
     for (unsigned i = 0; i < threads; ++i) {
+      if (i % (4 * kWarpSize) == 0) all_lazy = chance(4);
+      if (i % kWarpSize == 0) lazy = all_lazy || chance(8);
       threads_[i].index = i;
+      threads_[i].lazy = lazy;
       threads_[i].registers = int(kSmRegisters / threads / 8 * 8);
-      ready_.push_back(&threads_[i]);
+      ready_[lazy].push_back(&threads_[i]);
     }
     while (alive_ > 0 && error_.empty()) {
-      if (ready_.empty()) {
+      if (ready_[0].empty() && ready_[1].empty()) {
         if (!advance()) error_ = "every thread waits for another one: " + whereabouts();
         continue;
       }
       if (chance(8)) advance();
-      size_t next = random_() % ready_.size();
-      for (int i = 0; i < kTries && lazy_[ready_[next]->warp()]; ++i) next = random_() % ready_.size();
-      std::swap(ready_[next], ready_.back());
-      Thread* thread = ready_.back();
-      ready_.pop_back();
+      auto& threads = ready_[next_is_lazy()];
+      std::swap(threads[random_.below(threads.size())], threads.back());
+      Thread* thread = threads.back();
+      threads.pop_back();
       enter(*thread);
     }
     for (Warp& warp : warps_)
@@ -230,7 +245,7 @@ class Machine {
   auto& products() { return warps_[current_->warp()].products; }
 
   // Whether something happens that has one chance in `n`.
-  bool chance(unsigned n) { return random_() % n == 0; }
+  bool chance(unsigned n) { return random_.below(n) == 0; }
 
  private:
   struct Stack {
@@ -267,12 +282,20 @@ class Machine {
     _longjmp(scheduler_, 1);
   }
 
+  // Whether all of kTries threads, chosen at random from those that can go on, are lazy.
+  bool next_is_lazy() {
+    const size_t eager = ready_[0].size(), lazy = ready_[1].size();
+    if (eager == 0 || lazy == 0) return eager == 0;
+    constexpr int kSteps = 1 << 24;
+    return float(random_.below(kSteps)) < kSteps * std::pow(float(lazy) / float(eager + lazy), kTries);
+  }
+
   void wait() {
     if (_setjmp(current_->at) == 0) _longjmp(scheduler_, 1);
   }
 
   void wake(std::vector<Thread*>& threads) {
-    ready_.insert(ready_.end(), threads.begin(), threads.end());
+    for (Thread* thread : threads) ready_[thread->lazy].push_back(thread);
     threads.clear();
   }
 
@@ -306,7 +329,7 @@ class Machine {
 
   // Goes on with some thread's copies; false if there are none.
   bool advance() {
-    const size_t first = random_() % threads_.size();
+    const size_t first = random_.below(threads_.size());
     // From that one on, then those in front of it.
     for (size_t i = 0; i <= asking_.size(); ++i) {
       const size_t word = (first / 64 + i) % asking_.size();
@@ -335,7 +358,7 @@ class Machine {
   }
 
   uint8_t* shared_ = nullptr;
-  std::mt19937_64 random_;
+  Random random_;
   const std::function<void()>* kernel_ = nullptr;
   unsigned block_ = 0, grid_ = 0, size_ = 0;
   int alive_ = 0;
@@ -344,10 +367,9 @@ class Machine {
   Thread* current_ = nullptr;
   std::vector<std::unique_ptr<Stack>> stacks_;
   std::vector<Thread> threads_;
-  std::vector<uint64_t> asking_;  // a bit for each thread that has something pending
-  std::vector<Thread*> ready_;
+  std::vector<uint64_t> asking_;   // a bit for each thread that has something pending
+  std::vector<Thread*> ready_[2];  // those that are not lazy, and those that are
   std::vector<Warp> warps_;
-  std::vector<bool> lazy_;  // warps that others mostly overtake
   std::vector<NamedBarrier> named_;
   std::vector<Thread*> for_registers_;  // that wait for some
   int free_registers_ = 0;

@@ -77,10 +77,12 @@ void run(const std::function<void()>& kernel, unsigned grid, unsigned threads) {
 }
 
 void set(int64_t count, int64_t first_seed) { sms = int(count), seed = uint64_t(first_seed); }
+void plant(int64_t number) { emulator::planted = int(number); }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set, set);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plant, plant);
 
 extern "C" {
 

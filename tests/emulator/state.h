@@ -12,6 +12,9 @@ namespace emulator {
 
 constexpr int kWarpSize = 32;
 
+// The change of the kernels that there is, if any (emulated.py). Static: each module has its own, also within one process.
+static int planted = -1;
+
 // What a thread has asked for and need not have happened yet, in order: a copy to shared memory (of zeros, if from
 // nowhere), the end of a group of copies, or an arrival at a barrier when all before is done.
 struct Pending {
@@ -33,7 +36,7 @@ struct Product {
 
 struct Thread {
   unsigned index;
-  bool started = false;
+  bool started = false, lazy = false;  // others mostly overtake lazy ones, whole warps of them
   int registers;
   bool met = true;  // others, at a barrier, since its registers changed
   ucontext_t start;
