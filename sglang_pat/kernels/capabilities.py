@@ -21,6 +21,9 @@ be a multiple of 32 (csrc/cuda/forward.cuh)."""
 LARGE_SHARED = ("8.0", "9.0a", "10.0")
 """Architectures known to have more than 99 KB of shared memory per CTA (`kSharedLimit` in csrc/cuda/smem.cuh). K dimensions above 128 need it."""
 
+LATENT_DIMS = ((576, 512), (288, 256))
+"""(K, V) of the CUDA kernels for latents (MLA): DeepSeek's, which most have, and MiniCPM3's. They are not served: compiled and emulated, they were not timed."""
+
 CPU_HEAD_DIM, CPU_HEAD_DIM_STEP = 256, 8
 """The largest head dimension of the CPU executor, and the number that it must be a multiple of."""
 
@@ -44,6 +47,9 @@ LOW_BIT_HEAD_DIM_STEP = 32
 
 PAGES_HEAD_DIMS = (64, 128)
 """Head dimensions of the CUDA kernels for pages of few bits (`Record` in csrc/cuda/low_bit.cuh)."""
+
+LATENT_TILES = {"9.0a": (8, 16, 32, 64)}
+"""Every m of the kernels for latents, by architecture. A CTA computes a work item together (csrc/cuda/latent_forward.cuh)."""
 
 NARROW_M = 16
 """The most rows that a single warp computes (`kNarrowM` in csrc/cuda/tiles.h)."""
@@ -72,6 +78,27 @@ def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
     if head_dim <= 128 and arch.startswith("9."):
         return (8, NARROW_M, 64, 128) if kv_bits == 8 else (8, NARROW_M, 64, 128, 192)
     return (8, NARROW_M) if kv_bits < 8 else (8, NARROW_M, 64)
+
+
+def latent_query_tiles(arch: str) -> tuple[int, ...]:
+    """Every m of an architecture's kernels for latents; empty if it has none."""
+    return LATENT_TILES.get(arch, ())
+
+
+def tiles_of(spec: AttentionSpec, arch: str) -> tuple[int, ...]:
+    """Every m of the kernels for a spec."""
+    return latent_query_tiles(arch) if spec.latent else query_tiles(arch, spec.head_dim, spec.kv.bits)
+
+
+def latents_problem(spec: AttentionSpec, arch: str) -> str | None:
+    """What in a spec with latents the CUDA kernels cannot compute. No server runs them yet (`refusal`)."""
+    if arch not in LATENT_TILES:
+        return f"latents with compute capability {arch}"
+    if (spec.head_dim, spec.v_head_dim) not in LATENT_DIMS or spec.kv_heads != 1:
+        return f"latents of {spec.kv_heads} KV heads with {spec.head_dim} (K) and {spec.v_head_dim} (V) columns"
+    if spec.kv.name not in (*CUDA_DTYPES, *FP8.values()):
+        return f"latents of {spec.kv.name}"
+    return None
 
 
 def tiles_for_drafts(query_tiles: tuple[int, ...], rows: int) -> tuple[int, ...]:

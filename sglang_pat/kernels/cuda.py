@@ -44,6 +44,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         bits: 4 or 2 if KV is in pages of so many bits, else 0.
         caps: Whether scores are capped.
         tails: Whether work items may have tails (`capabilities.has_tails`).
+        latent: Whether V is the first columns of K.
     """
 
     dtype: torch.dtype
@@ -58,6 +59,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     bits: int = 0
     caps: bool = False
     tails: bool = False
+    latent: bool = False
 
     @classmethod
     def of(
@@ -77,14 +79,18 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             ValueError: There are no kernels for the spec, or not with this dtype of Q.
         """
         low_bit = spec.kv.is_low_bit
-        refusal = capabilities.pages_problem(spec, arch, limits) if low_bit else capabilities.refusal(spec, "cuda")
+        if spec.latent:
+            refusal = capabilities.latents_problem(spec, arch)
+        else:
+            refusal = capabilities.pages_problem(spec, arch, limits) if low_bit else capabilities.refusal(spec, "cuda")
         if refusal is not None:
             raise ValueError(f"the CUDA kernels do not compute {refusal}")
         if spec.head_dim > 128 and arch not in capabilities.LARGE_SHARED:
             raise ValueError(
                 f"the CUDA kernels for a head dimension of {spec.head_dim} take more shared memory than compute capability {arch} has"
             )
-        tiles = query_tiles or capabilities.query_tiles(arch, spec.head_dim, spec.kv.bits)
+        all_tiles = capabilities.tiles_of(spec, arch)
+        tiles = query_tiles or all_tiles
         kv = dtype or torch.bfloat16 if low_bit else getattr(torch, spec.kv.name)
         dtype = dtype or (kv if kv in TYPES else torch.bfloat16)
         if dtype not in TYPES or (kv in TYPES and kv != dtype):
@@ -95,19 +101,20 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             tiles = capabilities.tiles_for_drafts(tiles, rows)
         limits = limits or (masks and spec.window > 0)
         # Of all tiles together, because a plan is made for all of them.
-        all_tiles = capabilities.query_tiles(arch, spec.head_dim, spec.kv.bits)
-        tails = not (limits or spec.window) and capabilities.has_tails(all_tiles, rows, spec.kv.bits)
+        tails = not (limits or spec.window or spec.latent) and capabilities.has_tails(all_tiles, rows, spec.kv.bits)
         bits = spec.kv.bits if low_bit else 0
         return cls(
-            dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, bits, spec.capped, tails
-        )
+            dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, bits, spec.capped, tails, spec.latent,
+        )  # fmt: skip
 
     @property
     def name(self) -> str:
         dtype = "_".join(str(one).removeprefix("torch.") for one in dict.fromkeys((self.dtype, self.kv)))
         tiles = "_".join(map(str, self.query_tiles))
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}_v{self.v_head_dim}"
-        features = "".join(f"_{name}" for name in ("sinks", "masks", "limits", "caps", "tails") if getattr(self, name))
+        features = "".join(
+            f"_{name}" for name in ("sinks", "masks", "limits", "caps", "tails", "latent") if getattr(self, name)
+        )
         pages = f"_int{self.bits}" if self.bits else ""
         return f"sglang_pat_{dtype}{pages}_{dims}_sm{self.arch.replace('.', '')}_m{tiles}{features}"
 
@@ -126,6 +133,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             f"-DPAT_CAPS={int(self.caps)}",
             f"-DPAT_TAILS={int(self.tails)}",
             *([f"-DPAT_V_DIM={self.v_head_dim}"] if self.v_head_dim != self.head_dim else []),
+            *(["-DPAT_LATENT"] if self.latent else []),
         )
 
 
@@ -247,7 +255,7 @@ class Decoder:
 
     def decode(
         self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, out: torch.Tensor, plan: torch.Tensor, partial: torch.Tensor,
-        lse: torch.Tensor, *, overlap: bool = True, merge: bool = True, early: bool = False,
+        lse: torch.Tensor, *, overlap: bool = True, merge: bool = True, early: bool = False, q_rope: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Decode attention of one layer, on the current stream; can be captured in a CUDA graph.
 
@@ -268,6 +276,7 @@ class Decoder:
             merge: Whether to merge; otherwise parts stay in the workspace.
             early: Launch forward before the previous kernel on the stream ends, likewise, so that it looks up its work items meanwhile. That
                 kernel must not write the plan or the tables.
+            q_rope: [tokens, heads, head_dim - v_head_dim], with latents only: the rest of Q's columns, if `q` has just the first `v_head_dim`.
 
         Raises:
             ValueError: A tensor's device, dtype, shape or stride is not as above.
@@ -283,5 +292,5 @@ class Decoder:
             k, v, self._no_records if kv.pages is None else kv.pages.records, kv.v_scale,
             tables.req_to_token, tables.rows, tables.seq_lens, self._no_masks if tables.masks is None else tables.masks,
             scores.scale * kv.k_scale, scores.logit_cap, self._no_sinks if scores.sinks is None else scores.sinks,
-            self._window, self._tile_rows, merge, overlap, early,
+            self._window, self._tile_rows, merge, overlap, early, q if q_rope is None else q_rope,
         )  # fmt: skip

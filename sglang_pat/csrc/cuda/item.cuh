@@ -14,7 +14,10 @@ namespace pat {
 // their own.
 enum Phase { kSingle, kNarrow, kWide, kPhases, kNoItem };
 
-__device__ constexpr Phase phase_of(int m) { return m == kSingleM ? kSingle : m == kNarrowM ? kNarrow : kWide; }
+__device__ constexpr Phase phase_of(int m) {
+  if (Variant::kLatent) return kWide;  // all warps compute every item together
+  return m == kSingleM ? kSingle : m == kNarrowM ? kNarrow : kWide;
+}
 
 // Where two queries' tails are, for the producers of 8-bit KV, which run ahead of Q and so cannot read it there
 // (`WideQueries`): their lengths, and where in req_to_token the second begins. The first follows the shared KV.

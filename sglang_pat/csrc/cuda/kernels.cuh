@@ -5,6 +5,7 @@
 #include <cstddef>
 
 #include "forward.cuh"
+#include "latent_forward.cuh"
 #include "merge.cuh"
 #include "page_forward.cuh"
 #include "page_store.cuh"
@@ -38,7 +39,13 @@ struct ForwardOf<Kv, true, true> {
   static constexpr auto kKernel = forward_wide_pages<Element, Kv, Variant::kDim, Variant::kQueryTiles>;
   static constexpr int kThreads = threads(Variant::kDim), kRecordBytes = Record<Kv::kBits, Variant::kDim>::kBytes;
 };
-using Forward = ForwardOf<Kv, kIsPages<Kv>, kHasWide>;
+template <typename Kv>
+struct LatentForwardOf {
+  using Memory = LatentMemory<Variant::kDim, Variant::kVDim>;
+  static constexpr auto kKernel = forward_latents<Element, Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>;
+  static constexpr int kThreads = kLatentThreads, kRecordBytes = 0;
+};
+using Forward = std::conditional_t<Variant::kLatent, LatentForwardOf<Kv>, ForwardOf<Kv, kIsPages<Kv>, kHasWide>>;
 using Memory = Forward::Memory;
 
 constexpr auto kForward = Forward::kKernel;

@@ -106,15 +106,21 @@ void launch(Kernel kernel, int grid, int block, size_t shared, cudaStream_t stre
 
 // `tile_rows` are those of the largest tile that plans are made with.
 pat::Params make_params(const TensorView& q, const TensorView& out, const pat::Plan& plan, const pat::KvView& kv,
-                        const pat::Tables& tables, const pat::Scores& scores, int64_t window, int64_t tile_rows) {
+                        const pat::Tables& tables, const pat::Scores& scores, int64_t window, int64_t tile_rows,
+                        const TensorView& q_rope) {
   const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
   const DLDevice gpu = pat::gpu_of(q);
-  check_rows(q, "q", Variant::kDim, half, gpu);
+  const bool whole_q = !Variant::kLatent || q.size(2) == Variant::kDim;
+  check_rows(q, "q", whole_q ? Variant::kDim : Variant::kVDim, half, gpu);
   const DLDataType element = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : half;
   check_pool(kv.k, "k", Variant::kDim, element, gpu);
   check_pool(kv.v, "v", Variant::kVDim, element, gpu);
   TVM_FFI_CHECK(kv.k.size(0) == kv.v.size(0) && kv.k.size(1) == kv.v.size(1), ValueError)
       << "k and v must have the same slots and heads";
+  TVM_FFI_CHECK(!Variant::kLatent || (kv.k.data_ptr() == kv.v.data_ptr() && kv.k.stride(0) == kv.v.stride(0) &&
+                                      kv.k.stride(1) == kv.v.stride(1)),
+                ValueError)
+      << "v must be the first columns of k";
   check_rows(out, "out", Variant::kVDim, half, gpu);
   pat::check(plan, tables, q, kv.k, out, DLDataType{kDLFloat, 16, 1}, gpu);
   TVM_FFI_CHECK(plan.partial.size(2) == Variant::kVDim, ValueError) << "partial must have heads of " << Variant::kVDim;
@@ -140,6 +146,13 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
   p.length_lines = int(lines(std::min(tables.rows.size(0), tables.seq_lens.size(0)), sizeof(int64_t)));
   p.sinks = static_cast<const __nv_bfloat16*>(scores.sinks.data_ptr());
   p.q_token = q.stride(0), p.q_head = q.stride(1);
+  p.q_rope = static_cast<const Element*>(p.q) + Variant::kVDim, p.rope_token = p.q_token, p.rope_head = p.q_head;
+  if (!whole_q) {
+    check_rows(q_rope, "q_rope", Variant::kDim - Variant::kVDim, half, gpu);
+    TVM_FFI_CHECK(q_rope.size(0) == q.size(0) && q_rope.size(1) == q.size(1), ValueError)
+        << "q and q_rope must have the same tokens and heads";
+    p.q_rope = q_rope.data_ptr(), p.rope_token = q_rope.stride(0), p.rope_head = q_rope.stride(1);
+  }
   p.k_slot = uint32_t(kv.k.stride(0) * kKvBytes), p.k_head = uint32_t(kv.k.stride(1) * kKvBytes);
   p.v_slot = uint32_t(kv.v.stride(0) * kKvBytes), p.v_head = uint32_t(kv.v.stride(1) * kKvBytes);
   p.table_row = tables.req_to_token.stride(0);
@@ -188,10 +201,11 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
 void decode(TensorView q, TensorView out, TensorView plan, TensorView partial, TensorView lse, TensorView k, TensorView v,
             TensorView records, double v_scale, TensorView req_to_token, TensorView rows, TensorView seq_lens,
             TensorView masks, double scale, double logit_cap, TensorView sinks, int64_t window, int64_t tile_rows,
-            bool with_merge, bool overlap, bool early) {
+            bool with_merge, bool overlap, bool early, TensorView q_rope) {
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
-  const pat::Params p = make_params(q, out, {plan, partial, lse}, {k, v, records, v_scale},
-                                    {req_to_token, rows, seq_lens, masks}, {scale, logit_cap, sinks}, window, tile_rows);
+  const pat::Params p =
+      make_params(q, out, {plan, partial, lse}, {k, v, records, v_scale}, {req_to_token, rows, seq_lens, masks},
+                  {scale, logit_cap, sinks}, window, tile_rows, q_rope);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   const Resident& ctas = resident(q.device().device_id);
   launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, early, p);

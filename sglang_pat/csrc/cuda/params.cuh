@@ -56,6 +56,10 @@ struct Params {
   // tokens behind each request's last full page: 64 slots for each row of req_to_token.
   const uint8_t* records;
   uint32_t page_bytes;
+  // With Variant::kLatent: the columns of Q behind the first v_dim, [tokens, token_heads, dim - v_dim]. q then has at least
+  // those first ones.
+  const void* q_rope;
+  int64_t rope_token, rope_head;
 
   // The row of Q and the output for a query and one of its `heads`, as token and head of `token_heads`.
   __device__ __forceinline__ TokenHead token_head(int query, int head) const {

@@ -19,6 +19,11 @@ struct Variant {
 #else
   static constexpr int kVDim = PAT_DIM;
 #endif
+#ifdef PAT_LATENT
+  static constexpr bool kLatent = true;  // V is the first columns of K (MLA)
+#else
+  static constexpr bool kLatent = false;
+#endif
   static constexpr int kArch = PAT_ARCH;               // 900 of Hopper
   static constexpr int kQueryTiles = PAT_QUERY_TILES;  // a set of bits (`tile_bit` in threads.cuh)
 

@@ -1,0 +1,109 @@
+// The forward kernel for latents (MLA) on Hopper: every work item is computed by two warpgroups together, with four producer
+// warps. They take the scores of an item's KV tiles by turns. Each leaves its tile's weights and maxima for the other, and
+// both multiply all weights, each with its half of V's columns, in the order of the tiles. So one warpgroup's softmax
+// overlaps the other's products, and its own with the tile before. module.cu launches it. Compiled and emulated, not timed
+// yet.
+#pragma once
+
+#include "latent_wide.cuh"
+
+namespace pat {
+
+constexpr int kLatentPublished = kWarpgroupBarrier + kLatentWarpgroups;  // a named barrier for each warpgroup's tiles
+// Registers of a thread. A CTA starts with multiples of eight for each, and has no more later.
+constexpr int kLatentFirstRegisters = 65536 / kLatentThreads / 8 * 8;
+constexpr int kLatentLoadRegisters = kHas8BitKv ? 72 : 56;  // what is converted waits in registers
+constexpr int kLatentComputeRegisters =
+    (kLatentFirstRegisters * kLatentThreads - kLatentLoadRegisters * kLatentProducers) / kLatentComputing / 8 * 8;
+
+// Runs a wide or narrow item, by one of the two warpgroups. `first` counts KV tiles that went through the ring before.
+template <typename Rows, typename Memory>
+__device__ __forceinline__ void run_latent_item(const Params& p, const Item& item, Memory& memory, int warpgroup,
+                                                int first) {
+  Rows rows(p, memory, warpgroup);
+  const int tiles = tiles_of(item.tokens);
+  int left = item.tokens - warpgroup * kTokens;
+  const auto stages = [&](int tile) { return LatentStages(memory.barriers.ring, unsigned(first + tile)); };
+  const auto wait_published = [&] { sync_threads(kLatentPublished + 1 - warpgroup, kLatentComputing); };
+  const auto release = [&](const LatentStages& stages) { stages.release(warpgroup), stages.release(kRope); };
+  int tile = warpgroup;
+#pragma unroll 1
+  for (; tile < tiles; tile += kLatentWarpgroups) {
+    const LatentStages own = stages(tile), before = stages(tile - 1);
+    rows.start_scores(own);
+    if (tile > 0) {
+      wait_published();
+      rows.receive(before);
+      rows.start_others_values(before);
+      wgmma_wait<1>();
+    } else {
+      wgmma_wait<0>();
+    }
+    rows.weigh(left, item);
+    rows.publish(own);
+    arrive_threads(kLatentPublished + warpgroup, kLatentComputing);
+    wgmma_wait<0>();  // by everyone, or ptxas would serialize the products
+    if (tile > 0) release(before);
+    rows.start_own_values(own);
+    wgmma_wait<0>();
+    release(own);
+    left -= kLatentWarpgroups * kTokens;
+  }
+  // The other warpgroup may have the last tile.
+  if (tile == tiles && tiles > 0) {
+    const LatentStages last = stages(tiles - 1);
+    wait_published();
+    rows.receive(last);
+    rows.start_others_values(last);
+    wgmma_wait<0>();
+    release(last);
+  }
+  rows.finish();
+}
+
+template <typename T, typename Kv, int kDim, int kVDim, int kMs>
+__global__ void __launch_bounds__(kLatentThreads, 1) forward_latents(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) uint8_t bytes[];
+  using Memory = LatentMemory<kDim, kVDim>;
+  auto& memory = *reinterpret_cast<Memory*>(bytes);
+  static_assert(sizeof(memory) <= kSharedLimit);
+  launch_dependents();
+  memory.barriers.init(false);
+  Items<kLatentItems> items(p, memory.assigned);
+  items.template look_up<1, kLatentThreads>(0, kMs);
+  wait_for_primary();
+  if (thread_of_cta() >= kLatentComputing) {
+    shrink_registers<kLatentLoadRegisters>();
+    while (true) {
+      LatentProducer<T, Kv, kDim, kVDim>(p, items, memory).run();
+      wait_copies<0>();
+      if (!items.more()) break;
+      __syncthreads();
+      memory.barriers.init(true);
+      items.join_barriers();
+    }
+  } else {
+    grow_registers<kLatentComputeRegisters>();
+    const int warpgroup = __shfl_sync(~0u, thread_of_cta() / kWarpgroupThreads, 0);
+    int first = 0;
+    while (true) {
+      QueryCursor<1> queries(memory.barriers.queries);
+      int tiles = 0;
+      while (queries.item() < items.count(kWide)) {
+        const Item& item = items.get(kWide, queries.item());
+        queries.wait_full();
+        fence_async_proxy();
+        run_latent_item<LatentWideRows<T, Kv, kDim, kVDim>>(p, item, memory, warpgroup, tiles);
+        tiles += tiles_of(item.tokens);
+        arrive(queries.empty_barrier());
+        queries.advance();
+      }
+      if (!items.more()) break;
+      __syncthreads();
+      memory.barriers.init(true);
+      items.template look_up<1, kLatentThreads>(first += kLatentItems, kMs);
+    }
+  }
+}
+
+}  // namespace pat

@@ -1,0 +1,149 @@
+"""The CUDA kernels for latents (MLA) against attention in float64, as test_cuda_kernel.py: on the host where there is no GPU."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import emulated
+import pytest
+import torch
+from kernel_cases import TOLERANCE, Case, Drafts, Extended, Run, of_latents, random_trees
+from trees import random_batch
+
+from sglang_pat.kernels import capabilities, cuda
+from sglang_pat.packing import Batch, Node, TileTable, layout
+
+pytestmark = pytest.mark.once
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+ARCHS = [cuda.arch_of(torch.device("cuda"))] if ON_GPU else [*capabilities.LATENT_TILES]
+DEEPSEEK, MINICPM = capabilities.LATENT_DIMS
+
+
+def slowly(*values: Any) -> Any:
+    """Parameters that `make test` leaves out where there is no GPU."""
+    return pytest.param(*values, marks=[] if ON_GPU else pytest.mark.slow)
+
+
+each_kind = pytest.mark.parametrize(
+    ("arch", "dims", "dtype"),
+    [
+        *((arch, dims, torch.bfloat16) if (arch, dims) == (ARCHS[0], DEEPSEEK) else slowly(arch, dims, torch.bfloat16)
+          for arch in ARCHS for dims in capabilities.LATENT_DIMS),
+        *(slowly(arch, dims, dtype) for arch in ARCHS for dims in capabilities.LATENT_DIMS
+          for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)),
+    ],
+    ids=str,
+)  # fmt: skip
+
+
+def run(case: Case, arch: str, policy: str = "optimal", workers: int = 0) -> Run:
+    """With a plan for so many workers, if not for those that there are."""
+    tiles = TileTable(capabilities.latent_query_tiles(arch))
+    decoder: Any = (
+        cuda.Decoder(case.spec, tiles, case.q.device, case.q.dtype, case.limits)
+        if ON_GPU
+        else emulated.Decoder(case.spec, tiles, arch, dtype=case.q.dtype, limits=case.limits)
+    )
+    made = Run(case, decoder, tiles, policy)
+    if workers:
+        made.plan = case.plan(tiles, workers, policy)
+        made.make_workspace(int(made.plan[2]))
+    return made
+
+
+def make_case(batch: Batch, rows: int, dims: tuple[int, int], dtype: torch.dtype, **options: Any) -> Case:
+    return of_latents(Case(batch, rows, 1, *dims, dtype, device=DEVICE, **options))
+
+
+@each_kind
+@pytest.mark.parametrize("rows", [8, slowly(16), 20, slowly(40), slowly(64), slowly(128)])
+def test_random_trees(rows: int, arch: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    """With 40 rows a work item has one query, with 128 half of one: it runs twice."""
+    case = make_case(random_batch(random.Random(rows), 2, 3, 120), rows, dims, dtype)
+    for policy in ("optimal", "naive") if rows < 64 or ON_GPU else ("optimal",):
+        run(case, arch, policy).check_in_any_order(TOLERANCE[case.q.dtype])
+
+
+@each_kind
+def test_every_number_of_kv_tiles(arch: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    """Of one worker's items, which the warpgroups take by turns: whose turn it is goes on from item to item."""
+    batch = Batch([64, 1, 65, 200, 128, 3, 129, 40], [])
+    for rows in (4, 12, 24, 48):
+        turns = run(make_case(batch, rows, dims, dtype), arch, workers=1)
+        ms = {item.m for item in layout.work_items(turns.plan.cpu().numpy())}
+        assert ms == {TileTable(capabilities.latent_query_tiles(arch)).query_tile(rows)}
+        turns.check_in_any_order(TOLERANCE[turns.case.q.dtype], seeds=3)
+
+
+@each_kind
+def test_a_worker_with_more_items_than_it_looks_up(arch: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    case = make_case(Batch([1 + i % 3 for i in range(250)], []), 8, dims, dtype)
+    turns = run(case, arch, "query", workers=1)
+    assert len(layout.work_items(turns.plan.cpu().numpy())) > 200
+    assert turns.error() < TOLERANCE[case.q.dtype]
+
+
+@pytest.mark.parametrize("arch", [ARCHS[0], *map(slowly, ARCHS[1:])])
+def test_q_in_two_tensors(arch: str) -> None:
+    """As `forward_absorb_core` gives it: the first columns are a view of [heads, tokens, 512]."""
+    batch = Batch([90, 70, 80], [Node(0, 64, [0, 1, 2])])
+    case = make_case(batch, 20, DEEPSEEK, torch.bfloat16)
+    whole = run(case, arch)
+    assert whole.error() < TOLERANCE[torch.bfloat16]
+    right, v_dim = whole.out.clone(), DEEPSEEK[1]
+    q = case.q[..., :v_dim].transpose(0, 1).contiguous().transpose(0, 1)
+    q_rope = case.q[..., v_dim:].contiguous()
+    whole.out.fill_(math.nan)
+    whole.decoder.decode(
+        q, case.kv, case.tables, case.scores(), whole.out, whole.plan, whole.partial, whole.lse, q_rope=q_rope
+    )
+    assert torch.equal(whole.out, right)
+    with pytest.raises(ValueError, match="q_rope"):
+        whole.decoder.decode(q, case.kv, case.tables, case.scores(), whole.out, whole.plan, whole.partial, whole.lse)
+    case.v = case.v.contiguous()
+    with pytest.raises(ValueError, match="first columns of k"):
+        whole.decode()
+
+
+@pytest.mark.parametrize(
+    ("arch", "dims", "dtype"),
+    [slowly(arch, DEEPSEEK, dtype) for arch in ARCHS for dtype in (torch.bfloat16, torch.float8_e4m3fn)],
+)
+@pytest.mark.parametrize(("tokens", "heads"), [(2, 8), (4, 16), (3, 1), (4, 20)])
+def test_drafts(tokens: int, heads: int, arch: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = random.Random(tokens)
+    batch = random_batch(generator, 2, 2, 80)
+    trees = random_trees(generator, batch, tokens)
+    case = of_latents(Drafts(batch, trees, heads, 1, *dims, dtype, device=DEVICE))
+    run(case, arch).check_in_any_order(TOLERANCE[case.q.dtype])
+
+
+@pytest.mark.parametrize("arch", map(slowly, ARCHS))
+@pytest.mark.parametrize("window", [0, 30])
+def test_extends(window: int, arch: str) -> None:
+    cached, nodes = [70, 40, 90, 90], [Node(0, 30, [0, 1, 2, 3])]
+    case = of_latents(
+        Extended(Batch(cached, nodes), [5, 1, 9, 33], 8, 1, *DEEPSEEK, torch.bfloat16, window, device=DEVICE)
+    )
+    run(case, arch).check_in_any_order(TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("arch", map(slowly, ARCHS))
+def test_sinks_and_caps(arch: str) -> None:
+    batch = random_batch(random.Random(1), 2, 2, 80)
+    case = make_case(batch, 20, DEEPSEEK, torch.bfloat16, sinks=True).cap(2.0)
+    run(case, arch).check_in_any_order(TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("arch", map(slowly, ARCHS))
+def test_rows_whose_maximum_grows(arch: str) -> None:
+    """From tile to tile, so that what was summed up is made smaller every time."""
+    for rows in (8, 64):
+        case = make_case(Batch([600]), rows, DEEPSEEK, torch.bfloat16)
+        slots = case.table[case.rows[0], :600].long()
+        case.k[slots] *= torch.linspace(0.01, 4, 600, device=DEVICE).to(case.k)[:, None, None]
+        run(case, arch, workers=1).check_in_any_order(TOLERANCE[case.q.dtype])
