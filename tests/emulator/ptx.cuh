@@ -194,6 +194,21 @@ inline void store_matrices(const uint32_t (&r)[4], uint32_t to) {
   });
 }
 
+inline void store_matrices_transposed(uint32_t first, uint32_t second, uint32_t to) {
+  struct Stored {
+    uint32_t to, r[2];
+  };
+  const Stored own = {to, {first, second}};
+  machine->together<int>(own, [](const Stored(&in)[32], int (&)[32]) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 2; ++i)
+        for (int j = 0; j < 2; ++j) {
+          const uint16_t bits = uint16_t(in[lane].r[i] >> 16 * j);
+          std::memcpy(machine->shared(in[8 * i + lane % 4 * 2 + j].to, 16) + lane / 4 * 2, &bits, 2);
+        }
+  });
+}
+
 inline uint32_t transpose(uint32_t x) {
   return machine->together<uint32_t>(x, [](const uint32_t (&in)[32], uint32_t (&out)[32]) {
     for (int lane = 0; lane < 32; ++lane) {

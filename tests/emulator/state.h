@@ -30,7 +30,8 @@ struct Product {
   float before[kWarpSize][32];  // sums, which are NaN meanwhile; of the first product in flight for them
   uint32_t left[kWarpSize][4];  // registers, or a descriptor
   uint32_t right;
-  bool registers, accumulate, first;
+  bool registers, accumulate, first, transposed;  // left, in shared memory, with its rows contiguous
+  int columns;
   const float* numbers;  // of 16 bits
 };
 

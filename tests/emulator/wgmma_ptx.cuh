@@ -32,27 +32,32 @@ inline void finish(const emulator::Product& product, int warp_of_group) {
   for (int lane = 0; lane < 32; ++lane)
     if (product.registers) left_operand(a, product.left[lane], lane, product.numbers);
   for (int k = 0; k < 16; k += 8) {
-    for (int row = 0; row < 16 && !product.registers; ++row) {
+    for (int row = 0; row < 16 && !product.registers && !product.transposed; ++row) {
       const Eight eight = panel_numbers(product.numbers, product.left[0][0], warp_of_group * 16 + row, k);
       for (int i = 0; i < 8; ++i) a[row][k + i] = eight[i];
     }
-    for (int column = 0; column < 64 && !product.registers; ++column) {
+    for (int column = 0; column < product.columns && !product.registers; ++column) {
       const Eight eight = panel_numbers(product.numbers, product.right, column, k);
       for (int i = 0; i < 8; ++i) b[k + i][column / 8][column % 8] = eight[i];
     }
   }
+  for (int k = 0; k < 16 && product.transposed; ++k)
+    for (int row = 0; row < 16; row += 8) {
+      const Eight eight = panel_numbers(product.numbers, product.left[0][0], k, warp_of_group * 16 + row);
+      for (int i = 0; i < 8; ++i) a[row + i][k] = eight[i];
+    }
   for (int k = 0; k < 16 && product.registers; ++k)
     for (int i = 0; i < 8; ++i) b[k][i] = panel_numbers(product.numbers, product.right, k, 8 * i);
   const auto each_sum = [&](auto function) {
     for (int lane = 0; lane < 32; ++lane)
-      for (int i = 0; i < 32; ++i)
+      for (int i = 0; i < product.columns / 2; ++i)
         function(d[lane / 4 + i / 2 % 2 * 8][i / 4], lane % 4 * 2 + i % 2, product.sums[lane][i], product.before[lane][i]);
   };
   if (product.accumulate)
     each_sum([&](Eight& sums, int i, float own, float before) { sums[i] = product.first ? before : own; });
   for (int row = 0; row < 16; ++row)
     for (int k = 0; k < 16; ++k)
-      for (int i = 0; i < 8; ++i) d[row][i] += a[row][k] * b[k][i];
+      for (int i = 0; i < product.columns / 8; ++i) d[row][i] += a[row][k] * b[k][i];
   each_sum([&](const Eight& sums, int i, float& own, float) { own = sums[i]; });
 }
 
@@ -78,7 +83,8 @@ void wgmma_wait() {
 struct WgmmaIn {
   float* d;
   uint32_t a[4], b;
-  int accumulate;
+  int accumulate, columns = 64;
+  bool transposed = false;
 };
 
 template <typename T, bool kRegisters>
@@ -87,6 +93,7 @@ void start_wgmma(const WgmmaIn& in) {
     auto& groups = machine->products();
     emulator::Product product = {};
     product.registers = kRegisters, product.accumulate = in[0].accumulate, product.first = true;
+    product.columns = in[0].columns, product.transposed = in[0].transposed;
     product.right = in[0].b, product.numbers = numbers<T>();
     for (const auto& group : groups)
       for (const emulator::Product& other : group) product.first = product.first && other.sums[0] != in[0].d;
@@ -96,8 +103,8 @@ void start_wgmma(const WgmmaIn& in) {
       if (in[lane].b != in[0].b || in[lane].accumulate != in[0].accumulate) machine->fail("operands differ between lanes");
       if (!kRegisters && in[lane].a[0] != in[0].a[0]) machine->fail("descriptors differ between lanes");
       if (!product.first) continue;
-      std::copy_n(in[lane].d, 32, product.before[lane]);
-      std::fill_n(in[lane].d, 32, NAN);
+      std::copy_n(in[lane].d, product.columns / 2, product.before[lane]);
+      std::fill_n(in[lane].d, product.columns / 2, NAN);
     }
     groups.back().push_back(product);
   });

@@ -5,10 +5,12 @@
 // yet.
 #pragma once
 
+#include "latent_narrow.cuh"
 #include "latent_wide.cuh"
 
 namespace pat {
 
+constexpr int kLatentNarrowM = 32;                                       // rows of the largest narrow item
 constexpr int kLatentPublished = kWarpgroupBarrier + kLatentWarpgroups;  // a named barrier for each warpgroup's tiles
 // Registers of a thread. A CTA starts with multiples of eight for each, and has no more later.
 constexpr int kLatentFirstRegisters = 65536 / kLatentThreads / 8 * 8;
@@ -93,7 +95,15 @@ __global__ void __launch_bounds__(kLatentThreads, 1) forward_latents(const __gri
         const Item& item = items.get(kWide, queries.item());
         queries.wait_full();
         fence_async_proxy();
-        run_latent_item<LatentWideRows<T, Kv, kDim, kVDim>>(p, item, memory, warpgroup, tiles);
+        const int m = __shfl_sync(~0u, int(item.m), 0);
+        if (m == kSingleM)
+          run_latent_item<LatentNarrowRows<T, Kv, kDim, kVDim, kSingleM>>(p, item, memory, warpgroup, tiles);
+        else if (m == kNarrowM)
+          run_latent_item<LatentNarrowRows<T, Kv, kDim, kVDim, kNarrowM>>(p, item, memory, warpgroup, tiles);
+        else if (m == kLatentNarrowM)
+          run_latent_item<LatentNarrowRows<T, Kv, kDim, kVDim, kLatentNarrowM>>(p, item, memory, warpgroup, tiles);
+        else
+          run_latent_item<LatentWideRows<T, Kv, kDim, kVDim>>(p, item, memory, warpgroup, tiles);
         tiles += tiles_of(item.tokens);
         arrive(queries.empty_barrier());
         queries.advance();

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "latent_ring.cuh"
+#include "latent_wgmma_ptx.cuh"
 #include "products.cuh"
 
 namespace pat {
@@ -26,11 +27,11 @@ class LatentWideRows {
   __device__ __forceinline__ void start_scores(const LatentStages& stages) {
     const uint32_t a = panel_descriptor(shared_address(memory_.q));
     const uint32_t b = panel_descriptor(tile_address(stages));
-    wgmma_fence();
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       stages.wait_full(piece);
       fence_async_proxy();
+      wgmma_fence();
 #pragma unroll
       for (int panel = Sizes::first_panel(piece); panel < Sizes::end_panel(piece); ++panel) {
 #pragma unroll

@@ -190,6 +190,12 @@ __device__ __forceinline__ void store_matrices(const uint32_t (&r)[4], uint32_t 
                "r"(r[2]), "r"(r[3])
                : "memory");
 }
+
+// Two matrices, as columns: the inverse of a transposed load.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t first, uint32_t second, uint32_t to) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(first), "r"(second)
+               : "memory");
+}
 #endif
 
 // Transposes a warp's 8 x 8 matrix of 16-bit values, a pair of neighbours of a row in each thread.

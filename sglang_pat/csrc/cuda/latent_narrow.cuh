@@ -1,0 +1,260 @@
+// Rows of a narrow item over latents (MLA) on Hopper: 8, 16 or 32 rows of Q. As latent_wide.cuh, but transposed, so that
+// tensor cores multiply no rows that only pad: S^T = K Q^T [64 tokens, rows] and half of O^T = V^T P^T [v_dim / 2, rows], all
+// from shared memory. A thread has tokens (or columns of V) lane / 4 and lane / 4 + 8 of its warp's 16, and of every eight
+// rows the pair from 2 (lane % 4) on. latent_forward.cuh says in which order.
+#pragma once
+
+#include "latent_ring.cuh"
+#include "latent_wgmma_ptx.cuh"
+#include "products.cuh"
+
+namespace pat {
+
+template <typename T, typename Kv, int kDim, int kVDim, int kM>
+class LatentNarrowRows {
+  using Product = typename Kv::Product;
+  using Sizes = LatentSizes<kDim, kVDim>;
+  using Memory = LatentMemory<kDim, kVDim>;
+  static constexpr int kBlocks = kM / 8, kSums = kM / 2, kTokenSteps = kTokens / 16;
+
+ public:
+  __device__ LatentNarrowRows(const Params& p, Memory& memory, int warpgroup)
+      : p_(p), memory_(memory), warpgroup_(warpgroup) {
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) row_max_[i / 2][i % 2] = -INFINITY, sum_[i / 2][i % 2] = 0;
+#pragma unroll
+    for (int i = 0; i < Sizes::kHalfPanels * kSums; ++i) o_[i / kSums][i % kSums] = 0;
+  }
+
+  // Starts the scores of a tile.
+  __device__ __forceinline__ void start_scores(const LatentStages& stages) {
+    const uint32_t a = panel_descriptor(tile_address(stages));
+    const uint32_t b = panel_descriptor(shared_address(memory_.q));
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      stages.wait_full(piece);
+      fence_async_proxy();
+      wgmma_fence();
+#pragma unroll
+      for (int panel = Sizes::first_panel(piece); panel < Sizes::end_panel(piece); ++panel) {
+#pragma unroll
+        for (int step = 0; step < Sizes::columns(panel) / 16; ++step) {
+          const uint32_t offset = descriptor_offset(panel * kPanelBytes + step * 32);
+          wgmma_few<false>(s_, a + offset, b + offset, panel + step > 0, Product());
+        }
+      }
+    }
+    wgmma_commit();
+  }
+
+  // Turns the scores of this warpgroup's tile into weights; the rows' maxima up to the tile before are known.
+  __device__ __forceinline__ void weigh(int left, const Item& item) {
+    if constexpr (Variant::kCaps) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) cap_score(s_[i], p_);
+    }
+    hide(left, item.draft);
+    float higher[kBlocks][2];
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      float& x = higher[i / 2][i % 2];
+      x = fmaxf(s_[i / 2 * 4 + i % 2], s_[i / 2 * 4 + i % 2 + 2]);
+#pragma unroll
+      for (int mask = 4; mask < kWarpSize; mask *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+      if (lane_id() < 4) memory_.sums[warpgroup_][warp()][row(i)] = x;
+    }
+    // Behind it nobody reads the rope any more either.
+    sync_threads(kWarpgroupBarrier + warpgroup_, kWarpgroupThreads);
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      float& x = higher[i / 2][i % 2];
+#pragma unroll
+      for (int warp = 0; warp < kWarpgroupWarps; ++warp) x = fmaxf(x, memory_.sums[warpgroup_][warp][row(i)]);
+      x = lazy_row_max(row_max_[i / 2][i % 2], x, p_);
+      follow(i, x, correction_);
+      // A row that has seen nothing yet keeps weights of zero.
+      const float base = x == -INFINITY ? 0 : x * p_.scale_log2;
+#pragma unroll
+      for (int half = 0; half < 4; half += 2) {
+        float& s = s_[i / 2 * 4 + i % 2 + half];
+        s = exp2_fast(s * p_.scale_log2 - base);
+        sum_[i / 2][i % 2] += s;
+      }
+    }
+  }
+
+  // Leaves weights [rows, tokens] and maxima for both warpgroups; for this one they are there then.
+  __device__ __forceinline__ void publish(const LatentStages& stages) {
+    const uint32_t weights = shared_address(rope(stages));
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+      store_transposed(Half<Product>::pack(s_[4 * block], s_[4 * block + 1]),
+                       Half<Product>::pack(s_[4 * block + 2], s_[4 * block + 3]), weights, block);
+    if (warp() == 0 && lane_id() < 4) {
+#pragma unroll
+      for (int i = 0; i < 2 * kBlocks; ++i) memory_.row_max[warpgroup_][row(i)] = row_max_[i / 2][i % 2];
+    }
+    fence_async_proxy();
+    sync_threads(kWarpgroupBarrier + warpgroup_, kWarpgroupThreads);
+  }
+
+  // Takes what the other warpgroup has left.
+  __device__ __forceinline__ void receive(const LatentStages&) {
+    float correction[kBlocks][2];
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) follow(i, memory_.row_max[1 - warpgroup_][row(i)], correction);
+    rescale_output(correction);
+  }
+
+  __device__ __forceinline__ void start_others_values(const LatentStages& stages) { start_values(stages); }
+  // O has to be complete up to the tile before.
+  __device__ __forceinline__ void start_own_values(const LatentStages& stages) {
+    rescale_output(correction_);
+    start_values(stages);
+  }
+
+  // Adds up the sums of all warps, and writes this warpgroup's columns: through shared memory, over Q, so that threads store
+  // 16 bytes of a row side by side.
+  __device__ __forceinline__ void finish() {
+    const Results<T, kVDim> results(p_);
+    uint8_t* const panels = memory_.q + warpgroup_ * Sizes::kHalfPanels * kPanelBytes;
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      float& sum = sum_[i / 2][i % 2];
+#pragma unroll
+      for (int mask = 4; mask < kWarpSize; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+      if (lane_id() < 4) memory_.sums[warpgroup_][warp()][row(i)] = sum;
+    }
+    // Nobody multiplies Q any more either.
+    sync_threads(kWideBarrier, kLatentComputing);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const RowTarget targets[2] = {RowTarget(memory_.targets[row(2 * block)]),
+                                    RowTarget(memory_.targets[row(2 * block + 1)])};
+      float norm[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float sum = 0;
+#pragma unroll
+        for (int from = 0; from < kLatentWarpgroups * kWarpgroupWarps; ++from)
+          sum += memory_.sums[from / kWarpgroupWarps][from % kWarpgroupWarps][row(2 * block + i)];
+        const float row_max = row_max_[block][i];
+        norm[i] = norm_of<Kv>(Variant::kSinks ? sum_with_sink(sum, row_max, targets[i], p_) : sum, p_);
+        if (warpgroup_ == 0 && warp() == 0 && lane_id() < 4 && targets[i].used())
+          results.store_lse2(targets[i], lse2(row_max, sum, p_));
+      }
+      // A pair is of two rows, which may go to different places.
+      const auto pack = [&](float low, float high) {
+        return __byte_perm(results.pack(targets[0], make_float2(low * norm[0], 0)),
+                           results.pack(targets[1], make_float2(high * norm[1], 0)), 0x5410);
+      };
+#pragma unroll
+      for (int panel = 0; panel < Sizes::kHalfPanels; ++panel) {
+        const float (&o)[kSums] = o_[panel];
+        store_transposed(pack(o[4 * block], o[4 * block + 1]), pack(o[4 * block + 2], o[4 * block + 3]),
+                         shared_address(panels) + panel * kPanelBytes, block);
+      }
+    }
+    sync_threads(kWarpgroupBarrier + warpgroup_, kWarpgroupThreads);
+    constexpr int kChunks = Sizes::kHalfPanels * 8;  // of 16 bytes, of a row
+#pragma unroll 2
+    for (int i = thread_of<kWarpgroupThreads>(); i < kM * kChunks; i += kWarpgroupThreads) {
+      const int at = i / kChunks, chunk = i % kChunks;
+      const RowTarget to(memory_.targets[at]);
+      if (!to.used()) continue;
+      results.store_packed(to, warpgroup_ * Sizes::kHalfPanels * kPanelColumns + chunk * 8,
+                           *reinterpret_cast<const uint4*>(panels + panel_offset(at, chunk, kPanelBytes)));
+    }
+  }
+
+ private:
+  __device__ static int warp() { return thread_of<kWarpgroupThreads>() / kWarpSize; }
+  // The row of Q of a thread's i-th column of S^T.
+  __device__ static int row(int i) { return i / 2 * 8 + thread_of<4>() * 2 + i % 2; }
+
+  // A shuffle tells the compiler that the value is uniform in a warp.
+  __device__ uint32_t tile_address(const LatentStages& stages) const {
+    return __shfl_sync(~0u, shared_address(memory_.ring[stages.slot()]), 0);
+  }
+  __device__ uint8_t* rope(const LatentStages& stages) const {
+    return memory_.ring[stages.slot()] + Sizes::kVPanels * kPanelBytes;
+  }
+
+  // Stores this warp's 16 numbers of each of a block's rows side by side, in a panel.
+  __device__ static void store_transposed(uint32_t low, uint32_t high, uint32_t panel, int block) {
+    const unsigned lane = lane_id();
+    store_matrices_transposed(low, high, panel + panel_offset(block * 8 + lane % 8, warp() * 2 + lane / 8 % 2, 0));
+  }
+
+  // Hides tokens as `Softmax::update` does.
+  __device__ __forceinline__ void hide(int valid, int draft) {
+    const int token = warp() * 16 + lane_id() / 4;
+    if (valid < kTokens) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i)
+        if (token + i % 4 / 2 * 8 >= valid) s_[i] = -INFINITY;
+    }
+    if constexpr (Variant::kMasks) {
+      if (draft > 0 && valid - draft < kTokens) {
+#pragma unroll
+        for (int i = 0; i < 2 * kBlocks; ++i) {
+          const uint64_t mask = memory_.masks[row(i)];
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            if (hidden_from(mask, token + half * 8 - (valid - draft)) & 1) s_[i / 2 * 4 + half * 2 + i % 2] = -INFINITY;
+        }
+      }
+    }
+    if constexpr (Variant::kLimits) {
+#pragma unroll
+      for (int i = 0; i < 2 * kBlocks; ++i) {
+        const Limits limits(valid, memory_.behind[row(i)], p_);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (limits.hide(token + half * 8)) s_[i / 2 * 4 + half * 2 + i % 2] = -INFINITY;
+      }
+    }
+  }
+
+  // Makes a row's sums relative to a new maximum; O follows with the `correction`.
+  __device__ __forceinline__ void follow(int i, float higher, float (&correction)[kBlocks][2]) {
+    float& row_max = row_max_[i / 2][i % 2];
+    correction[i / 2][i % 2] = row_max == higher ? 1 : weight(row_max, higher, p_);
+    row_max = higher;
+    sum_[i / 2][i % 2] *= correction[i / 2][i % 2];
+  }
+
+  __device__ __forceinline__ void rescale_output(const float (&correction)[kBlocks][2]) {
+    bool changes = false;
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) changes |= correction[i / 2][i % 2] != 1;
+    if (!__any_sync(~0u, changes)) return;
+#pragma unroll
+    for (int i = 0; i < Sizes::kHalfPanels * kSums; ++i) o_[i / kSums][i % kSums] *= correction[i % kSums / 4][i % 2];
+  }
+
+  __device__ __forceinline__ void start_values(const LatentStages& stages) {
+    stages.wait_full(warpgroup_);
+    fence_async_proxy();
+    const uint32_t tile = tile_address(stages);
+    const uint32_t a = panel_descriptor(tile) + descriptor_offset(kPanelBytes) * uint32_t(warpgroup_ * Sizes::kHalfPanels);
+    const uint32_t b = panel_descriptor(tile + Sizes::kVPanels * kPanelBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTokenSteps; ++step) {
+#pragma unroll
+      for (int panel = 0; panel < Sizes::kHalfPanels; ++panel)
+        wgmma_few<true>(o_[panel], a + descriptor_offset(panel * kPanelBytes + step * 16 * kPanelRow),
+                        b + descriptor_offset(step * 32), 1, Product());
+    }
+    wgmma_commit();
+  }
+
+  const Params& p_;
+  Memory& memory_;
+  const int warpgroup_;
+  float row_max_[kBlocks][2], sum_[kBlocks][2], correction_[kBlocks][2];
+  float o_[Sizes::kHalfPanels][kSums], s_[kSums];
+};
+
+}  // namespace pat
