@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -153,6 +154,28 @@ def test_what_small_batches_run_lies_where_it_is_prefetched(tokens: int, first: 
 )
 def test_pages_of_few_bits_compile_without_spills(form: str, dim: int, arch: str) -> None:
     found = used(cuda.Variant.of(AttentionSpec(1, 1, dim, dim, FORMATS[form]), arch))
+    print(found)
+    assert found.spill_bytes == 0 and not found.serialized
+    assert 0 < found.shared_bytes <= SHARED_LIMIT[arch]
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("arch", "dims", "dtype", "change"),
+    [
+        ("9.0a", 0, "bfloat16", {}),
+        ("9.0a", 0, "float16", {"query_tokens": 4}),
+        ("9.0a", 0, "float8_e4m3fn", {"query_tokens": 4}),
+        ("9.0a", 1, "float8_e5m2", {"sinks": True, "capped": True}),
+        ("8.0", 0, "bfloat16", {"query_tokens": 4}),
+        ("8.0", 0, "float8_e4m3fn", {}),
+        ("8.9", 0, "float8_e4m3fn", {"query_tokens": 4}),
+        ("10.0", 1, "bfloat16", {}),
+    ],
+)
+def test_latents_compile_without_spills(arch: str, dims: int, dtype: str, change: dict[str, Any]) -> None:
+    spec = AttentionSpec(16, 1, *capabilities.LATENT_DIMS[dims], FORMATS[dtype], latent=True)
+    found = used(cuda.Variant.of(msgspec.structs.replace(spec, **change), arch))
     print(found)
     assert found.spill_bytes == 0 and not found.serialized
     assert 0 < found.shared_bytes <= SHARED_LIMIT[arch]

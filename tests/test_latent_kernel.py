@@ -19,7 +19,7 @@ pytestmark = pytest.mark.once
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-ARCHS = [cuda.arch_of(torch.device("cuda"))] if ON_GPU else [*capabilities.LATENT_TILES]
+ARCHS = [cuda.arch_of(torch.device("cuda"))] if ON_GPU else ["9.0a", "8.0", "8.9"]
 DEEPSEEK, MINICPM = capabilities.LATENT_DIMS
 
 

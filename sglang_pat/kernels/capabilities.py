@@ -48,8 +48,9 @@ LOW_BIT_HEAD_DIM_STEP = 32
 PAGES_HEAD_DIMS = (64, 128)
 """Head dimensions of the CUDA kernels for pages of few bits (`Record` in csrc/cuda/low_bit.cuh)."""
 
-LATENT_TILES = {"9.0a": (8, 16, 32, 64)}
-"""Every m of the kernels for latents, by architecture. A CTA computes a work item together (csrc/cuda/latent_forward.cuh)."""
+LATENT_TILES = {"9.0a": (8, 16, 32, 64), "8.0": (16, 64), "10.0": (16, 64)}
+"""Every m of the kernels for latents, by architecture; (16,) where there is less shared memory. A CTA computes a work item together
+(csrc/cuda/latent_forward.cuh, latent_mma.cuh)."""
 
 NARROW_M = 16
 """The most rows that a single warp computes (`kNarrowM` in csrc/cuda/tiles.h)."""
@@ -81,8 +82,8 @@ def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
 
 
 def latent_query_tiles(arch: str) -> tuple[int, ...]:
-    """Every m of an architecture's kernels for latents; empty if it has none."""
-    return LATENT_TILES.get(arch, ())
+    """Every m of an architecture's kernels for latents."""
+    return LATENT_TILES.get(arch, (NARROW_M,))
 
 
 def tiles_of(spec: AttentionSpec, arch: str) -> tuple[int, ...]:
@@ -90,10 +91,8 @@ def tiles_of(spec: AttentionSpec, arch: str) -> tuple[int, ...]:
     return latent_query_tiles(arch) if spec.latent else query_tiles(arch, spec.head_dim, spec.kv.bits)
 
 
-def latents_problem(spec: AttentionSpec, arch: str) -> str | None:
+def latents_problem(spec: AttentionSpec) -> str | None:
     """What in a spec with latents the CUDA kernels cannot compute. No server runs them yet (`refusal`)."""
-    if arch not in LATENT_TILES:
-        return f"latents with compute capability {arch}"
     if (spec.head_dim, spec.v_head_dim) not in LATENT_DIMS or spec.kv_heads != 1:
         return f"latents of {spec.kv_heads} KV heads with {spec.head_dim} (K) and {spec.v_head_dim} (V) columns"
     if spec.kv.name not in (*CUDA_DTYPES, *FP8.values()):

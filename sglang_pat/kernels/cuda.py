@@ -80,12 +80,12 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         """
         low_bit = spec.kv.is_low_bit
         if spec.latent:
-            refusal = capabilities.latents_problem(spec, arch)
+            refusal = capabilities.latents_problem(spec)
         else:
             refusal = capabilities.pages_problem(spec, arch, limits) if low_bit else capabilities.refusal(spec, "cuda")
         if refusal is not None:
             raise ValueError(f"the CUDA kernels do not compute {refusal}")
-        if spec.head_dim > 128 and arch not in capabilities.LARGE_SHARED:
+        if spec.head_dim > 128 and arch not in capabilities.LARGE_SHARED and not spec.latent:
             raise ValueError(
                 f"the CUDA kernels for a head dimension of {spec.head_dim} take more shared memory than compute capability {arch} has"
             )

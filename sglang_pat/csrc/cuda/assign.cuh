@@ -14,7 +14,7 @@ namespace pat {
 // Items of one look-up.
 template <int kThreads>
 struct AssignedItems {
-  static constexpr int kWords = kThreads / kWarpSize;
+  static constexpr int kWords = kThreads / kWarpSize > kPhases ? kThreads / kWarpSize : kPhases;
   Item items[kThreads];
   uint16_t order[kPhases][kThreads];  // indices into items by phase; those that teams share come first
   int count[kPhases], shared[kPhases];

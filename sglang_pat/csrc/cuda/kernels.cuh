@@ -6,6 +6,7 @@
 
 #include "forward.cuh"
 #include "latent_forward.cuh"
+#include "latent_mma.cuh"
 #include "merge.cuh"
 #include "page_forward.cuh"
 #include "page_store.cuh"
@@ -39,13 +40,21 @@ struct ForwardOf<Kv, true, true> {
   static constexpr auto kKernel = forward_wide_pages<Element, Kv, Variant::kDim, Variant::kQueryTiles>;
   static constexpr int kThreads = threads(Variant::kDim), kRecordBytes = Record<Kv::kBits, Variant::kDim>::kBytes;
 };
-template <typename Kv>
+template <typename Kv, bool kHopper>
 struct LatentForwardOf {
+  using Mma = LatentMma<Element, Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>;
+  using Memory = typename Mma::Memory;
+  static constexpr auto kKernel = forward_latents_mma<Element, Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>;
+  static constexpr int kThreads = kLatentMmaThreads, kRecordBytes = 0;
+};
+template <typename Kv>
+struct LatentForwardOf<Kv, true> {
   using Memory = LatentMemory<Variant::kDim, Variant::kVDim>;
   static constexpr auto kKernel = forward_latents<Element, Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>;
   static constexpr int kThreads = kLatentThreads, kRecordBytes = 0;
 };
-using Forward = std::conditional_t<Variant::kLatent, LatentForwardOf<Kv>, ForwardOf<Kv, kIsPages<Kv>, kHasWide>>;
+using Forward =
+    std::conditional_t<Variant::kLatent, LatentForwardOf<Kv, Variant::kArch == 900>, ForwardOf<Kv, kIsPages<Kv>, kHasWide>>;
 using Memory = Forward::Memory;
 
 constexpr auto kForward = Forward::kKernel;

@@ -81,7 +81,6 @@ __global__ void __launch_bounds__(kLatentThreads, 1) forward_latents(const __gri
       wait_copies<0>();
       if (!items.more()) break;
       __syncthreads();
-      memory.barriers.init(true);
       items.join_barriers();
     }
   } else {
@@ -110,7 +109,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1) forward_latents(const __gri
       }
       if (!items.more()) break;
       __syncthreads();
-      memory.barriers.init(true);
+      memory.barriers.init(true);  // by the first threads
       items.template look_up<1, kLatentThreads>(first += kLatentItems, kMs);
     }
   }

@@ -16,9 +16,8 @@ namespace pat {
 constexpr int kLatentWarpgroups = 2, kLatentProducers = 4 * kWarpSize;
 constexpr int kLatentComputing = kLatentWarpgroups * kWarpgroupThreads;
 constexpr int kLatentThreads = kLatentComputing + kLatentProducers;
-// Looked up at a time: as few as `AssignedItems` can be made for.
-constexpr int kLatentItems = kPhases * kWarpSize;
-constexpr int kLatentTiles = 2;  // in the ring
+constexpr int kLatentItems = 64;  // looked up at a time: memory is scarce
+constexpr int kLatentTiles = 2;   // in the ring
 constexpr int kPanelBytes = kTokens * kPanelRow;
 
 enum LatentPiece { kFirstHalf, kSecondHalf, kRope, kPieces };
@@ -40,7 +39,7 @@ struct LatentBarriers {
   RingBarriers<kLatentTiles * kPieces> ring;
   RingBarriers<1> queries;
 
-  // Every thread calls it; a __syncthreads has to follow. `again`: the barriers exist, and nobody uses them any more.
+  // The first warpgroup calls it; a __syncthreads has to follow. `again`: the barriers exist, and nobody uses them any more.
   __device__ void init(bool again) {
     const int i = thread_of_cta();
     const auto init_one = [&](uint64_t& barrier, int arrivals) {
