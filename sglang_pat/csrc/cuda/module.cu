@@ -183,7 +183,7 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
       << "a window of " << window << ", and a kernel " << (Variant::kLimits ? "with" : "without") << " limits";
   p.window = window > 0 ? int(window) : pat::kNoWindow;
   p.splits = ceil_div(p.kv_group, int(tile_rows)), p.group = ceil_div(p.kv_group, p.splits), p.runs = kv_heads * p.splits;
-  p.row_slices = ceil_div(p.group, pat::kNarrowM);
+  p.row_slices = Variant::kLatent ? 1 : ceil_div(p.group, pat::kNarrowM);  // tiles of latents hold whole queries
   p.group_inverse = uint32_t((65536 + p.group - 1) / p.group);
   constexpr double kLog2E = 1.4426950408889634;
   p.scale_log2 = float(scores.scale * kLog2E);
