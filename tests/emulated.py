@@ -1,6 +1,6 @@
 """The CUDA kernels without a GPU: csrc/cuda compiled for the host, on the machine in tests/emulator.
 
-The kernels' own sources run, with `ptx.cuh` and `wgmma_ptx.cuh` replaced. Threads go on in a random order, copies and
+The kernels' own sources run, with `ptx.cuh`, `wgmma_ptx.cuh` and `latent_wgmma_ptx.cuh` replaced. Threads go on in a random order, copies and
 products are done as late as they may or at once, and shared memory is NaN until then: a missing barrier or wait shows.
 """
 

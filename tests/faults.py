@@ -15,7 +15,7 @@ from functools import partial
 
 import emulated
 import torch
-from kernel_cases import TOLERANCE, Case, Run, spec_of
+from kernel_cases import TOLERANCE, Case, Run, of_latents, spec_of
 from page_cases import Paged, Stored
 from trees import random_batch
 
@@ -25,6 +25,9 @@ from sglang_pat.packing import AttentionSpec, Batch, Node, TileTable, layout
 ARCH = "9.0a"
 EQUAL, UNEQUAL = (128, 128), capabilities.UNEQUAL_HEAD_DIMS[0]
 """Dimensions of K and V."""
+
+GROUP_MEETS = "sync_threads(kWarpgroupBarrier + warpgroup_, kWarpgroupThreads);"
+"""Of one warpgroup that computes latents."""
 
 CHANGES: dict[str, emulated.Change] = {
     "narrow: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
@@ -103,6 +106,45 @@ CHANGES: dict[str, emulated.Change] = {
         "ring.cuh", "column < kRowCopies", "column < kDim * int(sizeof(T)) / kCopyBytes",
     ),
     "unequal, 8 bits: V is copied as if it were as wide as K": ("convert.cuh", "(is_v ? kVDim : kDim)", "kDim"),
+    "latents: the other group's weights are not waited for": ("latent_forward.cuh", "wait_published();\n      rows.receive(before);", "\n      rows.receive(before);"),
+    "latents: the last tile's weights are not waited for": ("latent_forward.cuh", "wait_published();\n    rows.receive(last);", "\n    rows.receive(last);"),
+    "latents: scores are not waited for": ("latent_forward.cuh", "wgmma_wait<1>();", ""),
+    "latents: the other group's tile is free while it is multiplied": (
+        "latent_forward.cuh", "wgmma_wait<0>();  // by everyone, or ptxas would serialize the products\n    if (tile > 0) release(before);",
+        "if (tile > 0) release(before);\n    wgmma_wait<0>();",
+    ),
+    "latents: a tile is free while it is multiplied": ("latent_forward.cuh", "wgmma_wait<0>();\n    release(own);", "release(own);\n    wgmma_wait<0>();"),
+    "latents: barriers are as the last look-up left them": ("latent_forward.cuh", "memory.barriers.init(true);", ""),
+    "latents: K is not waited for": ("latent_wide.cuh", "stages.wait_full(piece);", ""),
+    "latents: K is not made visible to products": ("latent_wide.cuh", "fence_async_proxy();\n      wgmma_fence();", "\n      wgmma_fence();"),
+    "latents: weights are stored where K is multiplied": ("latent_wide.cuh", GROUP_MEETS, ""),
+    "latents: what was summed up is not made smaller by the other group": ("latent_wide.cuh", "rescale<kOutputs>(o_, correction);", ""),
+    "latents: what was summed up is not made smaller by the own group": ("latent_wide.cuh", "rescale<kOutputs>(o_, correction_);", ""),
+    "latents: groups add up before both have written": ("latent_wide.cuh", "sync_threads(kWideBarrier, kLatentComputing);", ""),
+    "latents, narrow: K is not waited for": ("latent_narrow.cuh", "stages.wait_full(piece);", ""),
+    "latents, narrow: K is not made visible to products": ("latent_narrow.cuh", "fence_async_proxy();\n      wgmma_fence();", "\n      wgmma_fence();"),
+    "latents, narrow: maxima are read before all have written": (
+        "latent_narrow.cuh", f"{GROUP_MEETS}\n#pragma unroll\n    for (int i = 0;", "\n#pragma unroll\n    for (int i = 0;",
+    ),
+    "latents, narrow: weights are multiplied before all are there": ("latent_narrow.cuh", f"fence_async_proxy();\n    {GROUP_MEETS}", "fence_async_proxy();"),
+    "latents, narrow: groups add up before both have written": ("latent_narrow.cuh", "sync_threads(kWideBarrier, kLatentComputing);", ""),
+    "latents, narrow: columns are written before all are there": (
+        "latent_narrow.cuh", f"{GROUP_MEETS}\n    constexpr int kChunks = Sizes::kHalfPanels * 8;", "\n    constexpr int kChunks = Sizes::kHalfPanels * 8;",
+    ),
+    "latents: a stage is filled while it is in use": ("latent_ring.cuh", "column(), 0);\n    ring_.wait_empty();", "column(), 0);"),
+    "latents: Q does not wait for an empty buffer": ("latent_ring.cuh", "queries_.wait_empty();", ""),
+    "latents: the first group that has read weights frees them": ("latent_ring.cuh", "i % kPieces == kRope ? kLatentWarpgroups : 1", "1"),
+    "latents: sources are read before all are there": ("latent_ring.cuh", "sync_threads(kProducerBarrier, kThreads);", ""),
+    "latents of 8 bits: a stage is filled while it is in use": (
+        "latent_ring.cuh", "ring_.wait_empty();\n#pragma unroll\n    for (int panel = 0;", "\n#pragma unroll\n    for (int panel = 0;",
+    ),
+    "latents of 8 bits: Q is converted before it is there": ("latent_ring.cuh", "wait_copies<0>();", ""),
+    "latents by mma: a tile is loaded where another one is multiplied": ("latent_mma.cuh", "wait_copies<0>();\n      __syncthreads();", "wait_copies<0>();"),
+    "latents by mma: scores are read before all are there": ("latent_mma.cuh", "__syncthreads();\n      weigh(left);", "\n      weigh(left);"),
+    "latents by mma: weights are read before all are there": ("latent_mma.cuh", "__syncthreads();\n      values(memory_.tiles[at]);", "\n      values(memory_.tiles[at]);"),
+    "latents by mma: O is written where Q is multiplied": ("latent_mma.cuh", "__syncthreads();\n    const int first = warp() * (kColumns / 8);", "\n    const int first = warp() * (kColumns / 8);"),
+    "latents by mma: the next item does not wait for this one": ("latent_mma.cuh", "if (i > 0) __syncthreads();", ""),
+    "latents by mma: sources are read before all are there": ("latent_mma.cuh", "__syncthreads();\n    load_q();", "\n    load_q();"),
 }  # fmt: skip
 """Each takes out what keeps one part of the kernels from another's memory, or from what is nobody's. `emulated.Change` says what it is made of."""
 FAULTS = tuple(dict.fromkeys(CHANGES.values()))
@@ -167,10 +209,14 @@ def fault_of_run(run: Run, seeds: int) -> str:
 
 
 def decoder_with(
-    change: emulated.Change | None, spec: AttentionSpec, tiles: TileTable, dtype: torch.dtype | None = None
+    change: emulated.Change | None,
+    spec: AttentionSpec,
+    tiles: TileTable,
+    dtype: torch.dtype | None = None,
+    arch: str = ARCH,
 ) -> emulated.Decoder:
     """All changes are compiled together, so that every fault has the same module."""
-    return emulated.Decoder(spec, tiles, ARCH, dtype, changes=FAULTS, planted=change)
+    return emulated.Decoder(spec, tiles, arch, dtype, changes=FAULTS, planted=change)
 
 
 def run_for(workers: int, case: Case, change: emulated.Change | None) -> Run:
@@ -228,11 +274,37 @@ def fault_of_narrow_first(change: emulated.Change | None) -> str:
     return fault_of_run(run, seeds=4)
 
 
+def fault_of_latents(change: emulated.Change | None, dtype: torch.dtype = torch.bfloat16, arch: str = ARCH) -> str:
+    """The same of latents, by one worker: wide and narrow items of several tiles, in some of which scores grow, and more items than it looks up."""
+    torch.manual_seed(0)
+    tiles = TileTable(capabilities.latent_query_tiles(arch))
+    growing = Batch([330] * 3, [Node(0, 300, [0, 1, 2])])
+    shared = Batch([150 + 7 * i for i in range(7)], [Node(0, 128, list(range(7)))])
+    # So many tiles that the barriers end otherwise than they began.
+    several = Batch([70] * 35 + [3] * 105)
+    batches = [(20, growing), (8, growing), (20, shared), (8, Batch([64, 1, 65, 200, 128, 3, 129, 40])), (8, several)]
+    for number, (rows, batch) in enumerate(batches):
+        case = of_latents(Case(batch, rows, 1, *capabilities.LATENT_DIMS[1], dtype))
+        if batch is growing:
+            slots = case.table[case.rows].long()
+            grown = case.k[slots].float() * torch.linspace(0.01, 6, slots.shape[1])[:, None, None]
+            case.k[slots] = grown.to(dtype)
+        run = Run(case, decoder_with(change, case.spec, tiles, torch.bfloat16, arch), tiles)
+        run.plan = case.plan(tiles, workers=1)
+        run.make_workspace(int(run.plan[2]))
+        if found := fault_of_run(run, seeds=3):
+            return f"case {number}: {found}"
+    return ""
+
+
 KINDS: dict[str, Callable[[emulated.Change | None], str]] = {
     "pages": fault_of_pages,
     "tails": fault_of_tails,
     "tails of 8 bits": partial(fault_of_tails, dtype=torch.float8_e4m3fn),
     "narrow first": fault_of_narrow_first,
+    "latents": fault_of_latents,
+    "latents of 8 bits": partial(fault_of_latents, dtype=torch.float8_e4m3fn),
+    "latents by mma": partial(fault_of_latents, arch="8.0"),
 }
 
 
