@@ -284,7 +284,8 @@ class Replay:
             if self.failed <= SHOWN:
                 what = "" if isinstance(error, FAILURES) else f"{type(error).__name__}: "
                 tqdm.write(f"session {session.session} ended at turn {number}: {what}{said(error)}")
-        await asyncio.gather(*agents)
+        if agents:  # `gather` would pass on that it is cancelled, through agents of agents of any depth
+            await asyncio.wait(agents)
 
     async def _ask(self, session: Session, number: int) -> None:
         """

@@ -355,6 +355,23 @@ def test_tokens_of_answers_that_are_not_over_count(tmp_path: Path, monkeypatch: 
     assert record.output_tps * record.seconds == pytest.approx(700, rel=0.1)
 
 
+def test_agents_of_agents_of_any_depth_end_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import agentic
+
+    def answer(tokens: int, wanted: int) -> Iterator[bytes]:
+        yield counted(wanted if tokens == 9 else 0)
+        time.sleep(4 * (tokens != 9))
+
+    # All but the first and the last do not fit: each waits for the next one, and the last one is never answered.
+    left_out = [session(number, [turn(5000)], parent=number - 1) for number in range(1, 2000)]
+    rows = [session(0, [turn(9)]), *left_out, session(2000, [turn(10)], parent=1999)]
+    sessions = agentic.read(write(tmp_path / "file", rows))
+    with anything(json.dumps(INFO).encode(), answer) as url:
+        record = asyncio.run(agentic.replay(url, sessions, agentic.Load(1, seconds=2)))
+    assert (record.turns, record.failed, record.left_out) == (1, 0, 1999)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
