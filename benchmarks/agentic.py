@@ -17,6 +17,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import math
 import random
 import statistics
 import time
@@ -32,6 +33,7 @@ from about import gpu, result_file
 from serving import client_session, generate, log_of, make_parser, sglang_flags
 from tqdm import tqdm
 
+from sglang_pat.cli.addresses import is_address
 from sglang_pat.cli.top import picture, total
 from sglang_pat.demo.server import Server
 from sglang_pat.estimate import EstimateError
@@ -55,8 +57,8 @@ SHOWN = 10
 """The most failures that are printed."""
 PATIENCE = 60
 """Seconds in which a server has to be idle before a run."""
-FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError, RuntimeError)
-"""What a request may end with."""
+FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError, RuntimeError)
+"""What a run may end with."""
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -92,6 +94,7 @@ class Record(Load, kw_only=True, frozen=True):
         turns, failed, left_out: Turns that were answered; sessions that ended with a failure; turns that did not fit.
         cached_tokens: Of the prompts, what was in the cache.
         mean_tpot_ms, median_tpot_ms, p90_tpot_ms: Of the answers' times per token, each answer once.
+        output_tps: Of all tokens that came, those of turns that still ran at the end too: the slower a backend, the more of them there are.
         step_ms: The median time between what came of an answer and what came next: one decode step if no prompt was computed in between.
         steps: Decode steps by PAT.
         kv_saved, kv_bytes_saved: KV that decode steps would have read without packing, and did not: its part, and bytes.
@@ -120,6 +123,22 @@ class Record(Load, kw_only=True, frozen=True):
     unpacked_because: str = ""
 
 
+class Info(msgspec.Struct):
+    """What a server says of itself."""
+
+    max_req_input_len: int
+    model_path: str
+    version: str
+    internal_states: list[dict[str, Any]]
+    attention_backend: str | None = None
+    decode_attention_backend: str | None = None
+
+
+def said(error: BaseException) -> str:
+    """An error in a line."""
+    return printable(str(error) or type(error).__name__)[:200]
+
+
 def rounded(of: Callable[[Sequence[float]], float], milliseconds: Sequence[float]) -> float | None:
     return round(of(milliseconds), 2) if milliseconds else None
 
@@ -130,12 +149,15 @@ def read(path: Path) -> list[Session]:
     Raises:
         SystemExit: It has none, or a line that is none.
     """
-    sessions, found, number = Sessions(), [], 0
+    sessions, found = Sessions(), []
     try:
-        for number, line in lines_of(path):  # noqa: B007
-            found.append(sessions.read(object_in(line)))
-    except (EstimateError, RecursionError) as error:
-        raise SystemExit(str(error) if str(path) in str(error) else f"{path}, line {number}: {error}") from None
+        for number, line in lines_of(path):
+            try:
+                found.append(sessions.read(object_in(line)))
+            except (EstimateError, RecursionError) as error:
+                raise EstimateError(f"{path}, line {number}: {error}") from None
+    except EstimateError as error:
+        raise SystemExit(str(error)) from None
     if not found:
         raise SystemExit(f"{path} has no session")
     return found
@@ -159,6 +181,7 @@ class Replay:
 
     Attributes:
         times: Of each turn that was answered: when it was sent and when each token came.
+        streamed: Tokens that came, of turns that were not answered in full too.
     """
 
     def __init__(self, http: aiohttp.ClientSession, url: str, sessions: Sequence[Session], load: Load) -> None:
@@ -171,23 +194,42 @@ class Replay:
                 self._children[one.parent, one.after_turn].append(one)
         self._tasks: list[asyncio.Task[None]] = []
         self.times: list[list[float]] = []
-        self.failed = self.left_out = self.prompt_tokens = self.cached_tokens = 0
+        self.failed = self.left_out = self.prompt_tokens = self.cached_tokens = self.streamed = 0
 
-    async def info(self) -> dict[str, Any]:
-        async with self._http.get(f"{self._url}/server_info") as response:
-            response.raise_for_status()
-            return await response.json()
+    async def info(self) -> Info:
+        """
+        Raises:
+            RuntimeError: It is no SGLang server.
+        """
+        try:
+            return msgspec.json.decode(await self._call("GET", "/server_info"), type=Info)
+        except msgspec.DecodeError as error:
+            raise RuntimeError(f"no SGLang server answers: {error}") from None
+
+    async def _call(self, method: str, path: str) -> bytes:
+        """
+        Raises:
+            RuntimeError: There is no answer in time.
+            aiohttp.ClientError: There is none, or it is an error.
+        """
+        limit = aiohttp.ClientTimeout(total=2 * PATIENCE)
+        try:
+            async with self._http.request(method, self._url + path, timeout=limit) as response:
+                response.raise_for_status()
+                return await response.read()
+        except asyncio.TimeoutError:
+            raise RuntimeError(f"{path} was not answered in {2 * PATIENCE} s") from None
 
     async def run(self, number: int) -> Record:
         """
         Raises:
             RuntimeError: Nothing was answered.
+            aiohttp.ClientError: The server does not say what it is, or cannot empty its cache.
         """
         load, before = self._load, await self.info()
-        self._limit = min(before["max_req_input_len"], load.context or before["max_req_input_len"])
+        self._limit = min(before.max_req_input_len, load.context or before.max_req_input_len)
         # Not before what an earlier run left is aborted.
-        async with self._http.post(f"{self._url}/flush_cache?timeout={PATIENCE}") as response:
-            response.raise_for_status()
+        await self._call("POST", f"/flush_cache?timeout={PATIENCE}")
         waiting = iter(self._roots)
         self._began = time.perf_counter()
         with tqdm(
@@ -199,13 +241,16 @@ class Replay:
             running = [self._start(self._in_turn(waiting)) for _ in range(load.sessions)]
             try:
                 done, _ = await asyncio.wait(running, timeout=load.seconds)
-                seconds, after = time.perf_counter() - self._began, await self.info()
+                after = await self.info()
+                seconds = time.perf_counter() - self._began
             finally:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
         for task in done:
             task.result()
+        if done:
+            print(f"the file has no more sessions: fewer than {load.sessions} ran at once at the end", flush=True)
         if not self.times:
             raise RuntimeError("no turn was answered")
         return self._record(number, seconds, before, after)
@@ -234,41 +279,48 @@ class Replay:
                 if number > first:
                     await asyncio.sleep(min(turn.think_s / load.think_factor, load.longest_think))
                 await self._ask(session, number)
-        except FAILURES as error:
+        except Exception as error:  # whatever a server does costs this session alone
             self.failed += 1
             if self.failed <= SHOWN:
-                what = printable(str(error) or type(error).__name__)[:200]
-                tqdm.write(f"session {session.session} ended at turn {number}: {what}")
-        await asyncio.gather(*agents)
+                what = "" if isinstance(error, FAILURES) else f"{type(error).__name__}: "
+                tqdm.write(f"session {session.session} ended at turn {number}: {what}{said(error)}")
+        if agents:  # `gather` would pass on that it is cancelled, through agents of agents of any depth
+            await asyncio.wait(agents)
 
     async def _ask(self, session: Session, number: int) -> None:
         """
         Raises:
             RuntimeError: The answer is not as long as it should be.
         """
-        prompt, count = prompt_of(session, number, self._load), max(1, session.turns[number].out)
-        times, meta = await generate(self._http, self._url, prompt, count)
+        # Beside the others' answers: hundred thousands of tokens take tens of milliseconds.
+        prompt = await asyncio.to_thread(prompt_of, session, number, self._load)
+        count = max(1, session.turns[number].out)
+        times: list[float] = []
+        try:
+            _, meta = await generate(self._http, self._url, prompt, count, times)
+        finally:
+            self.streamed += max(0, len(times) - 1)
         if len(times) - 1 != count:
             raise RuntimeError(f"{len(times) - 1} of {count} tokens were answered: {meta.get('finish_reason')}")
-        self.times.append(times)
-        self.prompt_tokens += len(prompt)
         self.cached_tokens += meta.get("cached_tokens", 0)
+        self.prompt_tokens += len(prompt)
+        self.times.append(times)
         self._bar.n = min(self._bar.total, time.perf_counter() - self._began)
         self._bar.set_postfix_str(f"{len(self.times)} turns, {self.failed} failures")
 
-    def _record(self, number: int, seconds: float, before: dict[str, Any], after: dict[str, Any]) -> Record:
+    def _record(self, number: int, seconds: float, before: Info, after: Info) -> Record:
         first = [(times[1] - times[0]) * 1e3 for times in self.times]
         per_token = [(times[-1] - times[1]) / (len(times) - 2) * 1e3 for times in self.times if len(times) > 2]
         gaps = [(b - a) * 1e3 for times in self.times for a, b in itertools.pairwise(times[1:]) if b > a]
-        old, new = ([state["pat"] for state in one["internal_states"] if state.get("pat")] for one in (before, after))
+        old, new = ([state["pat"] for state in one.internal_states if state.get("pat")] for one in (before, after))
         found = picture(total(new), total(old), seconds) if old and new else None
         saved = found.kv_bytes_unpacked - found.kv_bytes if found else None
         return Record(
             **msgspec.structs.asdict(self._load) | {"seconds": round(seconds, 1), "context": self._limit},
-            model=Path(before["model_path"]).name,
-            backend=before.get("decode_attention_backend") or before["attention_backend"],
+            model=Path(before.model_path).name,
+            backend=before.decode_attention_backend or before.attention_backend or "",
             run=number,
-            release=before["version"],
+            release=before.version,
             gpu=gpu()["name"],
             turns=len(self.times),
             failed=self.failed,
@@ -280,7 +332,7 @@ class Replay:
             mean_tpot_ms=rounded(statistics.mean, per_token),
             median_tpot_ms=rounded(statistics.median, per_token),
             p90_tpot_ms=rounded(lambda times: sorted(times)[int(len(times) * 0.9)], per_token),
-            output_tps=round(sum(len(times) - 1 for times in self.times) / seconds, 1),
+            output_tps=round(self.streamed / seconds, 1),
             step_ms=rounded(statistics.median, gaps),
             steps=found and found.steps,
             kv_saved=round(saved / found.kv_bytes_unpacked, 4) if found and found.kv_bytes_unpacked else None,
@@ -316,9 +368,26 @@ def main() -> None:
     options = parser.parse_args()
     if (options.model is None) == (options.url is None):
         parser.error("give --model, or --url")
-    if min(*options.sessions, options.runs, options.minutes, options.think_factor) <= 0:
-        parser.error("--sessions, --runs, --minutes and --think-factor must be above 0")
+    above = (
+        *options.sessions,
+        options.runs,
+        options.minutes,
+        options.think_factor,
+        1 if options.context is None else options.context,
+    )
+    if not all(0 < number < math.inf for number in above):
+        parser.error("--sessions, --runs, --minutes, --think-factor and --context must be above 0, and finite")
+    if not options.longest_think >= 0:
+        parser.error("--longest-think must be 0 or more")
+    if options.url is not None:
+        options.url = options.url.rstrip("/")
+        if not is_address(options.url):
+            parser.error("--url must be like http://127.0.0.1:30000, without user, query or fragment")
+    if not options.output.parent.is_dir():
+        parser.error(f"--output: there is no folder {options.output.parent}")
     sessions, records = read(options.trace), []
+    if (most := max(options.sessions)) > (roots := sum(one.parent is None for one in sessions)):
+        parser.error(f"--sessions {most}: {options.trace} has {roots}, sub-agents aside")
 
     def measure(url: str) -> None:
         for count, run in itertools.product(options.sessions, range(options.runs)):
@@ -336,7 +405,7 @@ def main() -> None:
         try:
             return measure(options.url)
         except FAILURES as error:
-            raise SystemExit(f"{options.url}: {error}") from None
+            raise SystemExit(f"{options.url}: {said(error)}") from None
     for backend in options.backends:
         log = log_of(options, backend)
         try:
@@ -344,6 +413,8 @@ def main() -> None:
                 measure(server.wait().url)
         except FAILURES as error:  # the others' numbers count all the same
             print(f"{backend} failed: {str(error)[:300]}; see {log}", flush=True)
+    if not records:
+        raise SystemExit("nothing was measured")
 
 
 if __name__ == "__main__":

@@ -141,9 +141,9 @@ def trace_prompts(path: Path, count: int, context: int) -> list[tuple[float, lis
 
 
 async def generate(
-    session: aiohttp.ClientSession, url: str, prompt: list[int], count: int
+    session: aiohttp.ClientSession, url: str, prompt: list[int], count: int, times: list[float] | None = None
 ) -> tuple[list[float], dict[str, Any]]:
-    """When the request was sent and when each token came; and what SGLang says of it with the last one.
+    """When the request was sent and when each token came, which `times` has already before all came; and what SGLang says of it with the last one.
 
     Raises:
         RuntimeError: The server refuses it.
@@ -153,7 +153,8 @@ async def generate(
         "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
     }  # fmt: skip
     encoded = msgspec.json.encode(body)
-    times, meta = [time.perf_counter()], {"completion_tokens": 0}
+    times, meta = [] if times is None else times, {"completion_tokens": 0}
+    times.append(time.perf_counter())
     async with session.post(f"{url}/generate", data=encoded, headers={"Content-Type": "application/json"}) as response:
         if response.status != 200:
             raise RuntimeError(f"status {response.status}: {(await response.text())[:200]}")

@@ -268,7 +268,7 @@ def test_agents_sessions_are_replayed(
     capfd.readouterr()
     record = asyncio.run(aborted())
     assert (record.failed, record.turns) == (1, 2)
-    assert "session 2 ended at turn 0: " in (said := capfd.readouterr().out) and said.count("session") == 1
+    assert "session 2 ended at turn 0: " in (said := capfd.readouterr().out) and said.count("session ") == 1
     # Who has no more time ends what runs, which does not count.
     load = agentic.Load(4, 4, think_factor=0.001, from_start=True)
     longer = [*sessions, agentic.Session(9, 330, 90, [Turn(300, 7500)])]

@@ -30,10 +30,11 @@ def fault(error: msgspec.ValidationError, of: str, within: str = "") -> str:
     name = f"{within}{key}" if key else of
     if missing := re.fullmatch("Object missing required field `(.*)`", what):
         return f"{name} has no {missing[1]}"
-    wanted = re.fullmatch("Expected `([^`]*)`(?: ([<>]=) (-?[0-9]+))?(?:, got `(.*)`)?", what)
+    wanted = re.fullmatch(r"Expected `([^`]*)`(?: (of length )?([<>]=) (-?[0-9]+)(?:\.0)?)?(?:, got `(.*)`)?", what)
     if wanted is None:
         return f"{name}: {what}"
-    kinds, bound, limit, given = wanted.groups()
-    words = " or ".join(WORDS.get(kind, kind) for kind in kinds.split(" | ") if kind != "null" or kinds == "null")
-    bounds = f" of {int(limit):,} or {'more' if bound == '>=' else 'less'}" if bound else ""
+    kinds, length, bound, limit, given = wanted.groups()
+    wants = WORDS | {"float": "a number"}
+    words = " or ".join(wants.get(kind, kind) for kind in kinds.split(" | ") if kind != "null" or kinds == "null")
+    bounds = f" of {'length ' * bool(length)}{int(limit):,} or {'more' if bound == '>=' else 'less'}" if bound else ""
     return f"{name} must be {words}{bounds}{f', not {WORDS.get(given, given)}' if given else ''}"

@@ -52,6 +52,8 @@ XZ = b"\xfd7zXZ\0"
 """How one of xz begins (its format, section 2.1.1.1)."""
 LARGEST = 1 << 30
 """The most bytes that are unpacked of it."""
+MOST_LINES = 1 << 23
+"""The most lines, and turns of all sessions: Python takes hundreds of bytes for a request of two, of which a small xz may have hundreds of millions."""
 HEADS = 1 << 21
 """The most blocks of different tools and system prompts."""
 UNKNOWN = 0
@@ -115,14 +117,17 @@ class Sessions:
     def __init__(self) -> None:
         self.turns: dict[int, int] = {}
         self._heads: dict[tuple[int, int, int], list[int]] = {}
-        self._blocks = 0
+        self._blocks = self._all = 0
 
     def read(self, row: Any) -> Session:
         """
         Raises:
-            EstimateError: The row is no session, or none that fits those before.
+            EstimateError: The row is no session, or none that fits those before; or they have too many turns.
         """
         found = session_of(row, self.turns)
+        self._all += len(found.turns)
+        if self._all > MOST_LINES:
+            raise EstimateError(f"more than {MOST_LINES:,} turns, with those of the lines before")
         self.turns[found.session] = len(found.turns)
         return found
 
@@ -286,15 +291,17 @@ def _raw_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, unpacked if it is xz.
 
     Raises:
-        EstimateError: It cannot be unpacked.
+        EstimateError: It cannot be unpacked, or not here.
         OSError: It cannot be read.
     """
     with path.open("rb") as file:
         if not file.peek(len(XZ)).startswith(XZ):
             yield from iter(lambda: file.readline(LONGEST + 1), b"")
             return
-        import lzma  # which some builds of Python lack
-
+        try:
+            import lzma  # which some builds of Python lack
+        except ImportError:
+            raise EstimateError(f"{path} is xz, and this Python cannot unpack it: run xz -dk on it first") from None
         try:
             with lzma.open(file) as unpacked:
                 for line in iter(lambda: unpacked.readline(LONGEST + 1), b""):
@@ -313,6 +320,8 @@ def lines_of(path: Path) -> Iterator[tuple[int, str]]:
     """
     try:
         for number, line in enumerate(_raw_lines(path), 1):
+            if number > MOST_LINES:
+                raise EstimateError(f"{path} has more than {MOST_LINES:,} lines")
             if len(line) > LONGEST:
                 raise EstimateError(f"{path}, line {number}: more than {LONGEST >> 20} MiB")
             if number == 1 and line.startswith(GZIP):
