@@ -2,5 +2,3 @@
 
 from sglang_pat.batch.job import run
 from sglang_pat.batch.lines import BatchError
-
-__all__ = ["BatchError", "run"]

@@ -17,5 +17,3 @@ Another release should need changes here and in `radix_bridge/hooks.py` only; on
 
 from sglang_pat.compat import arguments, batch, cache, model, pool, registry, requests, stock
 from sglang_pat.compat.releases import TESTED, release
-
-__all__ = ["TESTED", "arguments", "batch", "cache", "model", "pool", "registry", "release", "requests", "stock"]

@@ -10,17 +10,3 @@ from sglang_pat.estimate.job import job
 from sglang_pat.estimate.models import Model, read_model
 from sglang_pat.estimate.prompts import Prompt, batch_of, load, read
 from sglang_pat.estimate.table import KV_CACHES, estimate
-
-__all__ = [
-    "GPUS",
-    "KV_CACHES",
-    "EstimateError",
-    "Model",
-    "Prompt",
-    "batch_of",
-    "estimate",
-    "job",
-    "load",
-    "read",
-    "read_model",
-]

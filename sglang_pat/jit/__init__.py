@@ -19,23 +19,3 @@ from sglang_pat.jit.modules import (
     load_cuda,
 )
 from sglang_pat.jit.trust import CACHE, OWNER, BuildError, cache_folder, check_cache, find_cache, uid_of
-
-__all__ = [
-    "CACHE",
-    "CSRC",
-    "NVCC_FLAGS",
-    "OWNER",
-    "PREFIX",
-    "SANITIZE",
-    "BuildError",
-    "cache_folder",
-    "check_cache",
-    "find_cache",
-    "find_cxx",
-    "find_nvcc",
-    "is_ready",
-    "is_ready_for_cuda",
-    "load",
-    "load_cuda",
-    "uid_of",
-]

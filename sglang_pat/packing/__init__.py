@@ -9,19 +9,3 @@ from sglang_pat.packing.prices import POLICIES, PackConfig
 from sglang_pat.packing.spec import FORMATS, AttentionSpec
 from sglang_pat.packing.tiles import CPU_TILES, TileTable, WideSteps
 from sglang_pat.packing.tree import Batch, Node
-
-__all__ = [
-    "CPU_TILES",
-    "FORMATS",
-    "OPEN",
-    "POLICIES",
-    "AttentionSpec",
-    "Batch",
-    "CostModel",
-    "Node",
-    "PackConfig",
-    "Plan",
-    "TileTable",
-    "WideSteps",
-    "WorkItem",
-]
