@@ -62,7 +62,7 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return self.item_ns * item, self.token_ns * token
 
 
-class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What the cost model knows of a GPU.
 
     Attributes:
