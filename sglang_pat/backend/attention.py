@@ -223,17 +223,18 @@ class PatAttnBackend(AttentionBackend):
         return 1
 
     def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        sinks: torch.Tensor | None = None,
-        **kwargs: Any,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        return self._rotated(self._decode, q, k, v, layer, forward_batch, save_kv_cache, sinks, **kwargs)
+        return self._rotated(self._decode, q, k, v, *args, **kwargs)
+
+    def forward_extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch,
+        save_kv_cache: bool = True, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        if self.step.verifies(forward_batch):
+            return self._decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        assert self.prefill is not None
+        return self._rotated(self.prefill.forward, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     def _rotated(
         self, forward: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, *args: Any, **kwargs: Any,
@@ -249,44 +250,17 @@ class PatAttnBackend(AttentionBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch,
         save_kv_cache: bool = True, sinks: torch.Tensor | None = None, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        group = self.groups.of(layer, self.groups.single, sinks, **kwargs)
-        return self._forward_step(group, q, k, v, layer, forward_batch, save_kv_cache, sinks)
-
-    def _forward_verify(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch,
-        save_kv_cache: bool, sinks: torch.Tensor | None = None, **kwargs: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        group = self.groups.of(layer, self.groups.steps, sinks, **kwargs)
-        drafts = len(q) // self.step.draft_tokens
-        return self._forward_step(group, q, k, v, layer, forward_batch, save_kv_cache, sinks, drafts)
-
-    def _forward_step(
-        self, group: LayerGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention,
-        forward_batch: ForwardBatch, save_kv_cache: bool, sinks: torch.Tensor | None, drafts: int | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Run the step's plan in a layer: [tokens, heads * v_head_dim]."""
+        """Run the plan of a decode or verify step in a layer: [tokens, heads * v_head_dim]."""
+        verifies = self.step.verifies(forward_batch)
+        group = self.groups.of(layer, self.groups.steps if verifies else self.groups.single, sinks, **kwargs)
         if save_kv_cache and k is not None:
             self.store.write(layer, k, v, self.step.new_tokens(forward_batch))
+        drafts = len(q) // self.step.draft_tokens if verifies else None
         tables = self.step.tables(group.spec.planned_window, drafts)
         kv = self.store.read(layer, tables)
         scores = Scores(layer.scaling, layers.logit_cap(layer), sinks)
         out = group.executor.decode(q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim), kv, tables, scores)
         return out.reshape(len(q), layer.tp_q_head_num * layer.v_head_dim)
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        if self.step.verifies(forward_batch):
-            return self._forward_verify(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        assert self.prefill is not None
-        return self._rotated(self.prefill.forward, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     # Prefill in graphs runs on the inner backend.
 
