@@ -242,11 +242,7 @@ def askers(engine: Engine) -> list[Ask]:
         kind, handler = handlers[request.url]
         try:
             body = kind(**{**route, **request.body})
-            for name in ("prompt", "input_ids"):
-                check_tokens(getattr(body, name, None), vocabulary)
-                check_not_empty(getattr(body, name, None))
-            check_logprobs(body, vocabulary)
-            check_stops(body, vocabulary)
+            check_sound(body, vocabulary)
         except (ValidationError, TypeError, WouldEndError) as error:
             response = handler.create_error_response(str(error))
         else:
@@ -272,51 +268,31 @@ def askers(engine: Engine) -> list[Ask]:
     return [functools.partial(ask, route=route) for route in routes]
 
 
-def check_tokens(prompt: object, vocabulary: int) -> None:
-    """Check that a model has all tokens of a prompt, or of several; text has none.
+def check_sound(body: object, vocabulary: int) -> None:
+    """Check that a model has all tokens that a request names, and as many as it wants to see at a time, and that of several prompts none is empty.
 
     Raises:
-        WouldEndError: It does not have one.
+        WouldEndError: It is not so.
     """
-    if isinstance(prompt, list):
-        for token in prompt:
-            check_tokens(token, vocabulary)
-    elif isinstance(prompt, int) and not 0 <= prompt < vocabulary:
-        raise WouldEndError(f"token {prompt} is none of the model's {vocabulary:,}")
 
+    def check_tokens(tokens: object, where: str = "") -> None:
+        if isinstance(tokens, list):
+            for token in tokens:
+                check_tokens(token, where)
+        elif isinstance(tokens, int) and not 0 <= tokens < vocabulary:
+            raise WouldEndError(f"{where}token {tokens} is none of the model's {vocabulary:,}")
 
-def check_not_empty(prompt: object) -> None:
-    """Check that of several prompts none is empty.
-
-    Raises:
-        WouldEndError: One is.
-    """
-    if isinstance(prompt, list) and any(isinstance(one, str | list) and not one for one in prompt):
-        raise WouldEndError("one of the prompts is empty")
-
-
-def check_stops(body: object, vocabulary: int) -> None:
-    """Check that a model has the tokens that may not end an answer until it is long enough.
-
-    Raises:
-        WouldEndError: It does not have one.
-    """
-    if getattr(body, "min_tokens", 0):
-        for token in getattr(body, "stop_token_ids", None) or ():
-            if not 0 <= token < vocabulary:
-                raise WouldEndError(f"stop_token_ids: token {token} is none of the model's {vocabulary:,}")
-
-
-def check_logprobs(body: object, vocabulary: int) -> None:
-    """Check that a model has as many tokens as shall be listed for each token.
-
-    Raises:
-        WouldEndError: It has fewer.
-    """
+    for name in ("prompt", "input_ids"):
+        prompt = getattr(body, name, None)
+        check_tokens(prompt)
+        if isinstance(prompt, list) and any(isinstance(one, str | list) and not one for one in prompt):
+            raise WouldEndError("one of the prompts is empty")
     for name in ("logprobs", "top_logprobs"):
         wanted = getattr(body, name, None)
         if isinstance(wanted, int) and wanted > vocabulary:
             raise WouldEndError(f"{name}: the model has {vocabulary:,} tokens, not {wanted}")
+    if getattr(body, "min_tokens", 0):  # they may not end an answer until it has so many
+        check_tokens(getattr(body, "stop_token_ids", None), "stop_token_ids: ")
 
 
 def room_of(info: object) -> Room:
