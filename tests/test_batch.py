@@ -166,7 +166,8 @@ def test_what_is_cut_off_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for text, name in [('{"id":"batch_req_1', "out.cut"), ("{", "out.cut3")]:
         path.write_text(text)
         path.chmod(0o600)
-        Output(path).close()
+        with Output(path):
+            pass
         assert path.read_bytes() == b"" and (tmp_path / name).read_text() == text
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600, "read by those who may read the output"
         assert capsys.readouterr().err == f"sglang-pat: {path}: its last record was cut off, and is in {name}\n"
@@ -185,7 +186,8 @@ def test_a_line_of_an_output_is_not_read_without_end(tmp_path: Path, monkeypatch
     text = json.dumps(record(1)) + "\n" + json.dumps(record(2)) + "\n"
     path.write_text(text)
     monkeypatch.setattr(lines, "LONGEST_RECORD", len(text) // 2)
-    Output(path).close()
+    with Output(path):
+        pass
     for longer in (text.replace("name 2", "name 2 "), text + '{"id":"batch_req_' + "3" * len(text)):
         path.write_text(longer)
         with pytest.raises(BatchError, match=r"line [23] of .*out is longer than 0 MiB"):
@@ -748,7 +750,8 @@ def job(model: Path, folder: Path, *flags: str, **variables: str) -> ForkedProce
 
 def free(path: Path) -> bool:
     try:
-        Output(path).close()
+        with Output(path):
+            pass
     except BatchError:
         return False
     return True

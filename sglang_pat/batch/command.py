@@ -120,7 +120,7 @@ def _leave_tracker() -> None:
     setattr(resource_tracker._resource_tracker, "_send", lambda *message: None)  # noqa: B010
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager["Progress"]):
     """Writes records, and draws a bar of them; tokens a second, and what prefixes saved, beside it."""
 
     def __init__(self, output: Output, total: int, done: int) -> None:
@@ -171,9 +171,6 @@ class Progress:
         except OSError:
             self._bar.disable = True
             self._bar = None
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._draw(lambda bar: bar.close())

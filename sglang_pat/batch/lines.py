@@ -110,7 +110,7 @@ def check(number: int, found: object) -> Request | Failure:
     return Request(number, line.custom_id, line.url, line.body)
 
 
-class Source(Sequence[Request]):
+class Source(Sequence[Request], contextlib.AbstractContextManager["Source"]):
     """The lines of a file, empty ones left out. Those that are to be asked are its items: only where they stand is kept, for a job may be
     larger than memory."""
 
@@ -194,14 +194,8 @@ class Source(Sequence[Request]):
             raise BatchError(f"line {self._numbers[place]} of {self._path} has changed since the job began")
         return found
 
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> Source:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._file.close()
 
 
 def answer(request: Request, status: int, body: Json) -> Json:
@@ -257,7 +251,7 @@ class _Record(msgspec.Struct):
     response: _Response | None
 
 
-class Output:
+class Output(contextlib.AbstractContextManager["Output"]):
     """The records of a job, one a line; appended as they come, and kept when the job is started again.
 
     Attributes:
@@ -394,11 +388,5 @@ class Output:
             ) from None
         self._end += len(text)
 
-    def close(self) -> None:
-        os.close(self._file)
-
-    def __enter__(self) -> Output:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        os.close(self._file)

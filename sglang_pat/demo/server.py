@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -58,7 +59,7 @@ def free_port() -> int:
     raise OSError(f"64 ports from {PORTS.start} to {PORTS.stop - 1} are all in use: stop what listens there")
 
 
-class Server:
+class Server(contextlib.AbstractContextManager["Server"]):
     """`python -m sglang.launch_server` with a model folder and a backend.
 
     Attributes:
@@ -155,14 +156,9 @@ class Server:
 
     def stop(self) -> None:
         """End it and all of its processes."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
-
-    def __enter__(self) -> Server:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
