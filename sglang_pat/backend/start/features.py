@@ -45,13 +45,6 @@ class Feature(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-def _low_bit(*several: Asked) -> Asked:
-    """KV of less than 8 bits is asked for, and one of these."""
-    return lambda arguments, environment: (
-        bool(environment.get("SGLANG_PAT_KV")) and _any(*several)(arguments, environment)
-    )
-
-
 def _beside(arguments: Any, environment: Mapping[str, str]) -> bool:
     """Another attention backend runs one of the phases."""
     return set(compat.arguments.backends_chosen(arguments)) != {"pat"}
@@ -62,16 +55,6 @@ def _set(name: str) -> Asked:
     return lambda arguments, environment: bool(getattr(arguments, name, None))
 
 
-def _on_cpu(asked: Asked) -> Asked:
-    """The server runs on a CPU, and this is asked for."""
-    return lambda arguments, environment: arguments.device == "cpu" and asked(arguments, environment)
-
-
-def _several(name: str) -> Asked:
-    """The argument `name` is more than 1."""
-    return lambda arguments, environment: (getattr(arguments, name, None) or 1) > 1
-
-
 def _variable(name: str) -> Asked:
     """The environment variable `name` is set, as SGLang reads it."""
     return lambda arguments, environment: environment.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on")
@@ -79,6 +62,20 @@ def _variable(name: str) -> Asked:
 
 def _any(*several: Asked) -> Asked:
     return lambda arguments, environment: any(asked(arguments, environment) for asked in several)
+
+
+def _all(*several: Asked) -> Asked:
+    return lambda arguments, environment: all(asked(arguments, environment) for asked in several)
+
+
+def _low_bit(*several: Asked) -> Asked:
+    """KV of less than 8 bits is asked for, and one of these."""
+    return _all(lambda arguments, environment: bool(environment.get("SGLANG_PAT_KV")), _any(*several))
+
+
+def _on_cpu(asked: Asked) -> Asked:
+    """The server runs on a CPU, and this is asked for."""
+    return _all(_one_of("device", "cpu"), asked)
 
 
 def _graph_backends(arguments: Any, phase: str) -> set[str | None]:
@@ -116,20 +113,8 @@ def _more(name: str, most: int) -> Asked:
     return lambda arguments, environment: (getattr(arguments, name, None) or 0) > most
 
 
-def _speculates(arguments: Any) -> bool:
-    return bool(getattr(arguments, "speculative_algorithm", None))
-
-
-def _speculates_otherwise(arguments: Any, environment: Mapping[str, str]) -> bool:
-    return _speculates(arguments) and arguments.speculative_algorithm.upper() not in ALGORITHMS
-
-
-def _speculates_in_streams(arguments: Any, environment: Mapping[str, str]) -> bool:
-    return _speculates(arguments) and bool(getattr(arguments, "enable_streaming_session", None))
-
-
-def _speculates_beside(arguments: Any, environment: Mapping[str, str]) -> bool:
-    return _speculates(arguments) and _beside(arguments, environment)
+def _other_algorithm(arguments: Any, environment: Mapping[str, str]) -> bool:
+    return (getattr(arguments, "speculative_algorithm", None) or ALGORITHMS[0]).upper() not in ALGORITHMS
 
 
 def _works(name: str, how: str, *shown: str, note: str = "") -> Feature:
@@ -218,11 +203,11 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                note="microbatches take turns, so every step's plan is made on the spot"),
         _works("replicas", "`--dp-size`, `sglang-router`", "test_server.py::test_parallelism", "test_server.py::test_replicas_behind_a_router"),
         _works("DP attention", "`--enable-dp-attention`, `--attn-dp-size`", "test_gpu_server.py::test_parallelism"),
-        _refused("DP attention on a CPU", "`--enable-dp-attention`, `--attn-dp-size`", _on_cpu(_any(_set("enable_dp_attention"), _several("attn_dp_size"))),
+        _refused("DP attention on a CPU", "`--enable-dp-attention`, `--attn-dp-size`", _on_cpu(_any(_set("enable_dp_attention"), _more("attn_dp_size", 1))),
                  "leave it out, as SGLang needs GPUs for it"),
-        _refused("decode context parallelism", "`--dcp-size`", _several("dcp_size"), _LEAVE_OUT),
+        _refused("decode context parallelism", "`--dcp-size`", _more("dcp_size", 1), _LEAVE_OUT),
         _refused("prefill context parallelism", "`--attn-cp-size`, `--enable-prefill-cp`",
-                 _any(_several("attn_cp_size"), _set("enable_prefill_cp"), _set("enable_prefill_context_parallel")), _LEAVE_OUT),
+                 _any(_more("attn_cp_size", 1), _set("enable_prefill_cp"), _set("enable_prefill_context_parallel")), _LEAVE_OUT),
     ),
     "Disaggregation": (
         _works("prefill server", "`--disaggregation-mode prefill`", _PD, "test_disaggregation.py::test_a_prefill_server_that_dies",
@@ -296,7 +281,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "test_chaos.py::test_chaos_with_drafts", "test_verify.py::test_random_trees_of_drafts", "test_scheduler.py::test_the_mirror_is_what_req_to_token_says",
                note="verify steps are packed; as on SGLang's own CPU engine, drafts are compared with the likeliest tokens only; "
                "of models that bring their draft (NEXTN) one of MiMo's shape was run; `presence_penalty` and `frequency_penalty` give other answers with drafts, as SGLang applies them once a step"),
-        _refused("streaming sessions beside speculative decoding", "`--enable-streaming-session` and `--speculative-algorithm`", _speculates_in_streams,
+        _refused("streaming sessions beside speculative decoding", "`--enable-streaming-session` and `--speculative-algorithm`", _all(_set("speculative_algorithm"), _set("enable_streaming_session")),
                  "leave out one of them", note="a bug of SGLang with any backend: it assumes that a turn's last token has KV, but only the next verify step writes it, so later turns read stale KV"),
         _works("speculative decoding on a GPU", "likewise", "test_gpu_drafts.py::test_drafts",
                "test_gpu_drafts.py::test_drafts_of_a_model_that_brings_them", "test_gpu_drafts.py::test_drafts_with_windows",
@@ -305,12 +290,12 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                note="its verify steps are tested, a server was not run; drafts of 16 tokens make 64 rows or more of a KV head (query heads / KV heads x 16); on a CPU SGLang refuses it"),
         _works("branching drafts with pages", "`--page-size` and `--speculative-eagle-topk` above 1, or n-grams", _SPECULATION,
                "test_gpu_drafts.py::test_drafts", note="SGLang allows it for some of its own backends only"),
-        _refused("other algorithms of speculative decoding", "`--speculative-algorithm DSPARK` and others", _speculates_otherwise, _LEAVE_OUT),
+        _refused("other algorithms of speculative decoding", "`--speculative-algorithm DSPARK` and others", _other_algorithm, _LEAVE_OUT),
         _refused("speculation with drafts of changing length", "`--speculative-adaptive`", _set("speculative_adaptive"), "leave it out"),
         _refused("drafts of more than 64 tokens", "`--speculative-num-draft-tokens`",
                  _more("speculative_num_draft_tokens", 64), "take 64 or less"),
         _refused("speculative decoding with a second backend", "`--prefill-attention-backend`, `--decode-attention-backend`",
-                 _speculates_beside, "let pat do both, by --attention-backend pat alone"),
+                 _all(_set("speculative_algorithm"), _beside), "let pat do both, by --attention-backend pat alone"),
         _refused("diffusion models", "`--dllm-algorithm`", _set("dllm_algorithm"), _LEAVE_OUT),
         _refused("deterministic inference", "`--enable-deterministic-inference`, `--rl-on-policy-target`",
                  _any(_set("enable_deterministic_inference"), _set("rl_on_policy_target")), _LEAVE_OUT,
