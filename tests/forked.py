@@ -63,6 +63,11 @@ class ForkedServer(Server):
     def _start(self, command: Sequence[str], environment: dict[str, str], output: IO[str]) -> ForkedProcess:
         return ForkedProcess(command, environment, Path(output.name))
 
+    def wait_failed(self) -> str:
+        """Block until it ends by itself; returns its log."""
+        self._process.wait(600)
+        return self.log.read_text()
+
 
 def _forks() -> ForkServerContext:
     global _context

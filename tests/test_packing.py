@@ -99,7 +99,7 @@ def test_part_numbers_are_dense_and_items_name_them(batch: Batch, config: PackCo
 def test_counts_of_the_plan_are_those_of_its_items(batch: Batch, config: PackConfig) -> None:
     plan = make_plan(batch, config)
     spans = [item.span(batch.seq_lens) for item in plan.items]
-    tails = sum(item.tail_tokens(batch.seq_lens) for item in plan.items)
+    tails = sum(oracle.tail_tokens(item, batch.seq_lens) for item in plan.items)
     assert plan.kv_tokens == sum(end - start for start, end in spans) + tails
     growing = [length for length in batch.seq_lens if config.window == 0 or length <= config.window]
     assert plan.growing_tails == len(growing), "every request has one tail that grows, until its window is full"
@@ -135,7 +135,7 @@ def test_a_plan_is_good_as_long_as_growing_tails_leave_its_bins_even(batch: Batc
         lengths = [length + steps for length in batch.seq_lens]
         start, end = item.span(lengths)
         in_row_slices = pricing.runs_in_row_slices(config, len(item.queries), item.m)
-        return len(item.queries), end - start, in_row_slices, item.tail_tokens(lengths)
+        return len(item.queries), end - start, in_row_slices, oracle.tail_tokens(item, lengths)
 
     members = [plan.items[begin:behind] for begin, behind in pairwise(plan.bins)]
 
@@ -420,7 +420,7 @@ def test_where_there_is_work_for_all_workers_finish_together(batch: Batch, confi
         for queries in range(1, config.max_queries + 1)
     )
     # Work items are not cut within their tails.
-    quantum += max(item.tail_tokens(batch.seq_lens) for item in plan.items) * config.token_price(1)
+    quantum += max(oracle.tail_tokens(item, batch.seq_lens) for item in plan.items) * config.token_price(1)
     idle = min(waves * workers / (waves * workers // heads * heads or 1) for waves in range(1, MAX_WAVES + 1))
     if all(len(item.queries) <= config.warp_queries for item in plan.items):
         # Then memory is the bound, and idle workers may be worth it.

@@ -121,11 +121,6 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self.stop()
         raise RuntimeError(f"the {self._backend} server did not come up in {STARTUP_SECONDS} s:\n{self.tail()}")
 
-    def wait_failed(self) -> str:
-        """Block until it ends by itself; returns its log."""
-        self._process.wait(STARTUP_SECONDS)
-        return self.log.read_text()
-
     def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 600) -> Any:
         """The JSON (else the text) that a POST gives."""
         request = urllib.request.Request(

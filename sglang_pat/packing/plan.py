@@ -48,10 +48,6 @@ class WorkItem(msgspec.Struct):
         start, end = self.span(seq_lens)
         return start, seq_lens[query] if self.tails else end
 
-    def tail_tokens(self, seq_lens: list[int]) -> int:
-        """The tokens that it reads for single queries."""
-        return sum(seq_lens[query] - self.end for query in self.queries) if self.tails else 0
-
 
 class Plan(msgspec.Struct):
     """Work items that cover every visible (query, KV position) of a batch exactly once.

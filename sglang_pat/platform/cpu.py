@@ -84,9 +84,6 @@ class CpuPlatform(SRTPlatform):
 
         return PagedTokenToKVPoolAllocator
 
-    def get_dispatch_key_name(self) -> str:
-        return "native"
-
 
 class DormantPlatform(SRTPlatform):
     """SGLang's base platform until the server arguments choose PAT; then `CpuPlatform`."""

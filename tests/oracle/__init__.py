@@ -159,9 +159,14 @@ def bin_prices(plan: Plan, seq_lens: list[int], config: PackConfig) -> list[int]
         for item in plan.items[first:last]:
             start, end = item.span(seq_lens)
             in_row_slices = pricing.runs_in_row_slices(config, len(item.queries), item.m)
-            members.append((len(item.queries), end - start, in_row_slices, item.tail_tokens(seq_lens)))
+            members.append((len(item.queries), end - start, in_row_slices, tail_tokens(item, seq_lens)))
         prices.append(pricing.bin_price(config, members))
     return prices
+
+
+def tail_tokens(item: WorkItem, seq_lens: list[int]) -> int:
+    """The tokens that a work item reads for single queries."""
+    return sum(seq_lens[query] - item.end for query in item.queries) if item.tails else 0
 
 
 def makespan(plan: Plan, seq_lens: list[int], config: PackConfig) -> int:
