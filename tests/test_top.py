@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from sglang_pat import cli
 from sglang_pat.backend import metrics
-from sglang_pat.backend.counters import Counters
+from sglang_pat.backend.planner import Counters
 from sglang_pat.cli import top
 
 

@@ -6,8 +6,9 @@ import msgspec
 
 from sglang_pat.estimate.errors import EstimateError
 from sglang_pat.estimate.models import Model
+from sglang_pat.estimate.prompts import Prompt
 from sglang_pat.kernels import capabilities
-from sglang_pat.packing import AttentionSpec, Batch, Node, PackConfig
+from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, PackConfig
 from sglang_pat.packing.native import Inspection, inspect
 from sglang_pat.packing.spec import KVFormat
 from sglang_pat.packing.tree import in_windows, walk
@@ -87,6 +88,8 @@ H100 = Gpu(
 GPUS = {"h200": {16: H200, 8: H200_8BIT}, "h100": {16: H100}}
 """By name, and by the bits of an element of KV: only what was measured."""
 NAMES = {"fa3": "FA3", "flashinfer": "FlashInfer", "pat": "PAT"}
+AT_A_TIME = 256
+"""Requests of a job that are shown together."""
 
 
 def gpu_with(name: str, kv: KVFormat) -> Gpu:
@@ -200,3 +203,27 @@ def rest_ms(batch: int, weight_bytes: int, gpu: Gpu) -> dict[str, float]:
     """A dense model's decode step without attention, in milliseconds, with each backend. Weights have two bytes, and two operations per request."""
     products = max(1 / gpu.tbps, batch / gpu.tflops) * weight_bytes * 1e-9
     return {name: rest + gpu.request_us * batch / 1e3 + products for name, rest in gpu.rest_ms.items()}
+
+
+def job(prompts: list[Prompt], model: Model, gpu_name: str) -> tuple[PackConfig, int, list[list[int]]]:
+    """The prefix tree of an offline job (`sglang-pat batch`) before it runs, as batches for the planner.
+
+    Args:
+        prompts: All of the job's.
+        model: What serves them; of several kinds of layers, the most frequent one is used.
+        gpu_name: One of GPUS.
+
+    Returns:
+        How it is packed; the number of layers; and the places in `prompts` in the order of the tree, AT_A_TIME at a time.
+
+    Raises:
+        EstimateError: There are no measurements for the GPU, or no kernel for the model; or agents' sessions are no job.
+    """
+    if any(prompt.session is not None for prompt in prompts):
+        raise EstimateError("turns of agents' sessions follow one another: they are no job")
+    kv = FORMATS["bfloat16"]
+    gpu, layers = gpu_with(gpu_name, kv), layers_of(model, kv)
+    spec = max(layers, key=layers.__getitem__)
+    order = sorted(range(len(prompts)), key=lambda place: (prompts[place].block, prompts[place].blocks))
+    places = [order[start : start + AT_A_TIME] for start in range(0, len(order), AT_A_TIME)]
+    return pack_config(spec, gpu), layers[spec], places
