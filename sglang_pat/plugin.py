@@ -26,8 +26,8 @@ def register() -> None:
     # First what guards memory.
     compat.pool.after_row_headroom(widened)
     if os.environ.get("SGLANG_PAT_KV"):
-        compat.pool.around_sizes(cell_size, pool_sizes)
-        compat.pool.around_pool(make_pool)
+        compat.pool.around_sizes(of_low_bit("cell_size"), of_low_bit("pool_sizes"))
+        compat.pool.around_pool(of_low_bit("make_pool"))
     compat.arguments.around_model_adjustments(adjust_for_model)
     compat.arguments.around_speculation(allow_branches)
     if platform.is_chosen():
@@ -81,25 +81,15 @@ def allow_branches(step: Callable[[Any], None], server_args: Any) -> None:
         step(server_args)
 
 
-def cell_size(*arguments: Any) -> int:
-    """`low_bit.cell_size`, imported when it is called, as it imports torch."""
-    from sglang_pat.backend.start import low_bit
+def of_low_bit(name: str) -> Callable[..., Any]:
+    """A function of `low_bit`, which is imported when it is called, as that imports torch."""
 
-    return low_bit.cell_size(*arguments)
+    def call(*arguments: Any, **options: Any) -> Any:
+        from sglang_pat.backend.start import low_bit
 
+        return getattr(low_bit, name)(*arguments, **options)
 
-def pool_sizes(*arguments: Any) -> Any:
-    """`low_bit.pool_sizes`, likewise."""
-    from sglang_pat.backend.start import low_bit
-
-    return low_bit.pool_sizes(*arguments)
-
-
-def make_pool(*arguments: Any, **options: Any) -> Any:
-    """`low_bit.make_pool`, likewise."""
-    from sglang_pat.backend.start import low_bit
-
-    return low_bit.make_pool(*arguments, **options)
+    return call
 
 
 def widened(headroom: int, *given: Any) -> int:
