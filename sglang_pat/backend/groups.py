@@ -151,10 +151,7 @@ class LayerGroups:
         """
         unknown = [name for name, value in others.items() if value is not None]
         if unknown:
-            raise support.UnsupportedError(
-                f"--attention-backend pat does not support '{unknown[0]}' in attention layers: "
-                "use another --decode-attention-backend"
-            )
+            raise support.unsupported(f"'{unknown[0]}' in attention layers", "use another --decode-attention-backend")
         group = self._find(layer, groups)
         if (sinks is not None) != group.spec.sinks:
             raise support.UnsupportedError(

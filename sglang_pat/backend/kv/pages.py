@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_pat.backend.kv import NewTokens
-from sglang_pat.backend.start.support import UnsupportedError
+from sglang_pat.backend.start.support import UnsupportedError, unsupported
 from sglang_pat.kernels import capabilities, low_bit
 from sglang_pat.kernels.arguments import KvView, Tables
 from sglang_pat.packing import FORMATS
@@ -40,9 +40,7 @@ class LowBitKVPool(MHATokenToKVPool):
     def _create_buffers(self) -> None:
         problem = capabilities.low_bit_problem(self.head_dim, self.v_head_dim)
         if problem is not None:
-            raise UnsupportedError(
-                f"--attention-backend pat does not support {problem} in a KV cache of {self.form.name} (SGLANG_PAT_KV): unset it"
-            )
+            raise unsupported(f"{problem} in a KV cache of {self.form.name} (SGLANG_PAT_KV)", "unset it")
         pages = (self.size + self.page_size) // low_bit.PAGE_TOKENS
         layers = range(self.start_layer, self.start_layer + self.layer_num)
         sizes = (low_bit.record_bytes(self.form_of(layer).bits, self.head_dim) for layer in layers)

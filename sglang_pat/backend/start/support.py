@@ -29,15 +29,18 @@ class UnsupportedError(ValueError):
     """`--attention-backend pat` does not support a flag, or a property of the model."""
 
 
+def unsupported(what: str, instead: str) -> UnsupportedError:
+    """The error for something that PAT does not do, and what to do instead."""
+    return UnsupportedError(f"--attention-backend pat does not support {what}: {instead}")
+
+
 def check_arguments(server_args: Any, environment: Mapping[str, str] = os.environ) -> None:
     """Raise UnsupportedError if `ServerArgs` or an environment variable asks for a refused feature (features.py)."""
     arguments = compat.arguments.resolved(server_args)
     for feature in features.REFUSED:
         if feature.asked is not None and feature.asked(arguments, environment):
             asked_by = feature.how.replace("`", "")
-            raise UnsupportedError(
-                f"--attention-backend pat does not support {feature.name} yet ({asked_by}): {feature.instead}"
-            )
+            raise unsupported(f"{feature.name} yet ({asked_by})", feature.instead)
 
 
 def check_release(runner: Any) -> None:
@@ -106,10 +109,7 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
     """
     config, pool = runner.model_config, runner.token_to_kv_pool
     if compat.pool.kv_layout(pool) != "nhd":
-        raise UnsupportedError(
-            f"--attention-backend pat does not support the KV layout {compat.pool.kv_layout(pool)} yet: use another "
-            "--attention-backend"
-        )
+        raise unsupported(f"the KV layout {compat.pool.kv_layout(pool)} yet", "use another --attention-backend")
     check_low_bit(runner)
     instead = f"{_OTHER} {fallback} or --decode-attention-backend {fallback}"
     name = _name(runner)
@@ -118,24 +118,18 @@ def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
         check_hybrid(runner, name)
     if config.is_multimodal and hasattr(runner.model, "prepare_attn_masks"):
         # SGLang passes such masks to its Triton backend only, and drops them for others.
-        raise UnsupportedError(
-            f"--attention-backend pat does not support attention in both directions within an image, which {name} uses: serve "
-            "it with --attention-backend triton"
-        )
+        within = f"attention in both directions within an image, which {name} uses"
+        raise unsupported(within, "serve it with --attention-backend triton")
     if config.is_encoder_decoder:
-        raise UnsupportedError(
-            f"--attention-backend pat does not support encoder-decoder models like {name}: {instead}"
-        )
+        raise unsupported(f"encoder-decoder models like {name}", instead)
     if not any(layers.kv_format(runner.kv_cache_dtype).name in known for known in capabilities.KV_FORMATS.values()):
-        raise UnsupportedError(
-            f"--attention-backend pat does not support a KV cache of {runner.kv_cache_dtype} yet: "
-            "leave out --kv-cache-dtype, or use another --attention-backend"
-        )
+        other = "leave out --kv-cache-dtype, or use another --attention-backend"
+        raise unsupported(f"a KV cache of {runner.kv_cache_dtype} yet", other)
     kept_alike = runner.kv_cache_dtype == runner.dtype or compat.pool.is_fp8(runner.kv_cache_dtype)
     if runner.device == "cuda" and not (runner.dtype in cuda.TYPES and kept_alike):
-        raise UnsupportedError(
-            f"--attention-backend pat does not support {runner.dtype} with a KV cache of {runner.kv_cache_dtype} on a "
-            f"GPU: serve {name} with --dtype bfloat16 or float16, and leave out --kv-cache-dtype"
+        raise unsupported(
+            f"{runner.dtype} with a KV cache of {runner.kv_cache_dtype} on a GPU",
+            f"serve {name} with --dtype bfloat16 or float16, and leave out --kv-cache-dtype",
         )
     specs = layers.count(runner)
     _check_layers(runner, specs, f"which {name} uses: {instead}")
@@ -152,9 +146,7 @@ def _check_layers(runner: Any, specs: Iterable[AttentionSpec], ending: str) -> N
         runner, any(spec.sinks for spec in specs), any(spec.head_dim != spec.v_head_dim for spec in specs)
     )
     if problem is not None:
-        raise UnsupportedError(
-            f"--attention-backend pat does not support {problem}, as a second backend: let pat do both, by --attention-backend pat alone"
-        )
+        raise unsupported(f"{problem}, as a second backend", "let pat do both, by --attention-backend pat alone")
     problems = [_layer_problem(layer) or pool_problem(layer, pool) for layer in compat.model.attention_layers(runner)]
     if getattr(runner, "prefill_aware_swa", False):
         problems.append("windows that do not apply to prompts")
@@ -197,10 +189,8 @@ def _check_latents(hf_config: Any, latent: bool, device: str) -> None:
         read = {**vars(getattr(hf_config, "text_config", None) or hf_config), "kv_lora_rank": True}
         problem = problem or latents_problem(read, device != "cpu")
     if problem is not None:
-        raise UnsupportedError(
-            f"--attention-backend pat does not support {problem}, which {', '.join(hf_config.architectures)} uses: leave it out, and SGLang "
-            "chooses another one"
-        )
+        uses = f"{problem}, which {', '.join(hf_config.architectures)} uses"
+        raise unsupported(uses, "leave it out, and SGLang chooses another one")
 
 
 def check_latents(server_args: Any) -> None:
@@ -218,9 +208,7 @@ def check_low_bit(runner: Any, environment: Mapping[str, str] = os.environ) -> N
         return
     problem = _low_bit_problem(runner)
     if problem is not None:
-        raise UnsupportedError(
-            f"--attention-backend pat does not support a KV cache of {asked} (SGLANG_PAT_KV) {problem}: unset it"
-        )
+        raise unsupported(f"a KV cache of {asked} (SGLANG_PAT_KV) {problem}", "unset it")
     most = runner.model_config.num_attention_layers
     unknown = [layer for layer in PatConfig.from_environment(environment).int4_layers if layer >= most]
     if unknown:
@@ -258,9 +246,8 @@ def check_hybrid(runner: Any, name: str) -> None:
             "serve it on a GPU"
         )
     if compat.pool.has_window_pool(runner.token_to_kv_pool):
-        raise UnsupportedError(
-            f"--attention-backend pat does not support hybrid models like {name} with a KV pool for windows: use another --attention-backend"
-        )
+        apart = f"hybrid models like {name} with a KV pool for windows"
+        raise unsupported(apart, "use another --attention-backend")
     if compat.stock.lists_gdn_backends(runner):
         raise UnsupportedError(
             f"--attention-backend pat does not support {name} on a Blackwell GPU, where SGLang accepts its own backends only beside "
