@@ -14,6 +14,10 @@ from sglang_pat.packing import OPEN, POLICIES, constants, layout, spec
 NOTICE = "// Written by `python -m sglang_pat.kernels.headers`: change it there.\n#pragma once\n\n#include <cstdint>\n\nnamespace pat {\n\n"
 
 
+LINE = 124
+"""Characters of a line (.clang-format), with its end."""
+
+
 def headers() -> dict[Path, str]:
     """The text of each file."""
     return {
@@ -58,8 +62,9 @@ def _camel(name: str) -> str:
 
 
 def _enum(name: str, members: Sequence[str], size: str = "") -> str:
-    names = [_camel(member) for member in members]
-    return f"enum {name} {{\n" + "".join(f"  {member},\n" for member in [*names, *([size] if size else [])]) + "};\n"
+    names = [*map(_camel, members), *([size] if size else [])]
+    line = f"enum {name} {{ {', '.join(names)} }};\n"
+    return line if len(line) <= LINE else f"enum {name} {{\n" + "".join(f"  {member},\n" for member in names) + "};\n"
 
 
 def main() -> None:

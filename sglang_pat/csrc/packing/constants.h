@@ -5,12 +5,7 @@
 
 namespace pat {
 
-enum class Policy {
-  kQuery,
-  kNaive,
-  kPat,
-  kOptimal,
-};
+enum class Policy { kQuery, kNaive, kPat, kOptimal };
 
 constexpr int64_t kKvTile = 64;
 constexpr int64_t kMaxWaves = 8;

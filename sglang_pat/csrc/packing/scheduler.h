@@ -21,7 +21,6 @@
 #include "prices.h"
 #include "mirror.h"
 #include "plan_maker.h"
-#include "totals.h"
 
 namespace pat {
 
