@@ -8,18 +8,7 @@ from itertools import accumulate, groupby
 
 import msgspec
 
-from sglang_pat.estimate.costs import (
-    NAMES,
-    Gpu,
-    Step,
-    gpu_with,
-    layers_of,
-    pack_config,
-    repeated,
-    rest_ms,
-    static_fraction,
-    step,
-)
+from sglang_pat.estimate import costs
 from sglang_pat.estimate.errors import EstimateError
 from sglang_pat.estimate.models import Model
 from sglang_pat.estimate.prompts import CHARS_PER_TOKEN, Prompt, batch_of
@@ -114,7 +103,7 @@ class Estimate(msgspec.Struct):
         """The table that the command prints."""
         backends = list(self.batches[0].attention_us)
         times = ["attention a layer, us"] + ["step, ms"] * (self.batches[0].step_ms is not None)
-        widths = [max(7, len(NAMES[name]) + 2) for name in backends]
+        widths = [max(7, len(costs.NAMES[name]) + 2) for name in backends]
         if self.source:
             yield self.source
         yield from (f"warning: {warning}" for warning in self.warnings)
@@ -124,7 +113,7 @@ class Estimate(msgspec.Struct):
         )
         yield ""
         yield f"{'':>14}{'KV a step, GB':>20}" + "".join(f"{head:>{sum(widths)}}" for head in times)
-        names = "".join(f"{NAMES[name]:>{width}}" for name, width in zip(backends, widths, strict=True))
+        names = "".join(f"{costs.NAMES[name]:>{width}}" for name, width in zip(backends, widths, strict=True))
         yield f"{'batch':>6}{'shared':>8}{'unpacked':>11}{'PAT':>9}" + names * len(times) + f"{'faster':>9}"
         for row in self.batches:
             line = f"{row.batch:>6}{row.shared:>8.0%}"
@@ -136,7 +125,7 @@ class Estimate(msgspec.Struct):
         yield ""
         time = "step" if self.batches[0].step_ms else "attention"
         yield "shared: tokens that need not be read, as the same are read for another request. step: one decode step."
-        yield f"faster: {time} time of {NAMES[self.baseline]}, SGLang's default on this GPU, divided by PAT's."
+        yield f"faster: {time} time of {costs.NAMES[self.baseline]}, SGLang's default on this GPU, divided by PAT's."
         yield f"If each prefix is computed once, as by sglang-pat batch, {self.prompt_tokens_once:,} of {self.prompt_tokens:,} prompt tokens are."
         yield ""
         yield "Assumptions:"
@@ -159,15 +148,15 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         EstimateError: There are no measurements for the GPU, or no kernel for the model.
     """
     kv = FORMATS[KV_CACHES[kv_cache]]
-    gpu, layers = gpu_with(gpu_name, kv), layers_of(model, kv)
-    configs = [(pack_config(spec, gpu), count) for spec, count in layers.items()]
+    gpu, layers = costs.gpu_with(gpu_name, kv), costs.layers_of(model, kv)
+    configs = [(costs.pack_config(spec, gpu), count) for spec, count in layers.items()]
     rows, together = [], _at_once(prompts)
     for size in sorted({min(size, len(together)) for size in sizes}):
         starts = {round(i * (len(together) - size) / max(1, WINDOWS - 1)) for i in range(WINDOWS)}
         batches = [batch_of(together[start : start + size]) for start in sorted(starts)]
-        shared = sum(repeated(batch.roots) for batch in batches) / sum(sum(batch.seq_lens) for batch in batches)
+        shared = sum(costs.repeated(batch.roots) for batch in batches) / sum(sum(batch.seq_lens) for batch in batches)
         try:
-            steps = [step(batch, configs, gpu) for batch in batches]
+            steps = [costs.step(batch, configs, gpu) for batch in batches]
         except ValueError as error:
             raise EstimateError(f"no server takes such a batch: {error}") from None
         rows.append(_row(size, shared, steps, model, gpu))
@@ -178,7 +167,7 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         answer_tokens=sum(p.output for p in prompts),
         prompt_tokens_once=total
         - sum(p.kept for p in prompts)
-        - repeated(batch_of([p for p in prompts if not p.kept]).roots),
+        - costs.repeated(batch_of([p for p in prompts if not p.kept]).roots),
         gpu=gpu.name,
         kv_cache=kv.name,
         static_bytes=round(_static_gb(gpu) * 1e9),
@@ -194,7 +183,7 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
             _side_by_side(prompts),
             f"Text has {CHARS_PER_TOKEN} characters a token.",
             f"Layers with KV: {', '.join(f'{count} of {spec}' for spec, count in layers.items())}.",
-            f"Weights and KV have {_place(gpu)}, as SGLang's default --mem-fraction-static is {static_fraction(gpu):.2f}; "
+            f"Weights and KV have {_place(gpu)}, as SGLang's default --mem-fraction-static is {costs.static_fraction(gpu):.2f}; "
             f"{_weights(model)}, and KV up to {_kv_gb(rows, model):,.1f}.",
             *_of_times([(s.head_dim, s.v_head_dim, s.window) for s in layers], model, gpu),
         ],
@@ -220,13 +209,13 @@ def _side_by_side(prompts: list[Prompt]) -> str:
     return "Consecutive requests of the file run at once, half way through their answers."
 
 
-def _row(size: int, shared: float, steps: list[Step], model: Model, gpu: Gpu) -> Row:
+def _row(size: int, shared: float, steps: list[costs.Step], model: Model, gpu: costs.Gpu) -> Row:
     """The means of a batch size."""
     needed = sum(one.kept_bytes for one in steps) / len(steps) + (model.weight_bytes or 0)
     whole = {name: sum(one.attention_us[name] for one in steps) / len(steps) for name in steps[0].attention_us}
     times, step_ms = whole, None
     if model.weight_bytes is not None:
-        rest = rest_ms(size, model.weight_bytes, gpu)
+        rest = costs.rest_ms(size, model.weight_bytes, gpu)
         times = step_ms = {name: rest[name] + us / 1e3 for name, us in whole.items()}
     return Row(
         batch=size,
@@ -243,11 +232,11 @@ def _row(size: int, shared: float, steps: list[Step], model: Model, gpu: Gpu) ->
     )
 
 
-def _static_gb(gpu: Gpu) -> float:
-    return gpu.memory_gb * static_fraction(gpu)
+def _static_gb(gpu: costs.Gpu) -> float:
+    return gpu.memory_gb * costs.static_fraction(gpu)
 
 
-def _place(gpu: Gpu) -> str:
+def _place(gpu: costs.Gpu) -> str:
     return f"{_static_gb(gpu):.0f} of {gpu.memory_gb} GB"
 
 
@@ -261,7 +250,7 @@ def _kv_gb(rows: list[Row], model: Model) -> float:
     return max(row.needed_bytes - (model.weight_bytes or 0) for row in rows) / 1e9
 
 
-def _memory(rows: list[Row], model: Model, gpu: Gpu) -> str:
+def _memory(rows: list[Row], model: Model, gpu: costs.Gpu) -> str:
     """What does not fit, in a sentence; empty if all does."""
     large, weights = [row for row in rows if not row.fits], model.weight_bytes or 0
     if weights > _static_gb(gpu) * 1e9:
@@ -286,10 +275,10 @@ def _verdict(rows: list[Row], baseline: str) -> str:
         sizes.setdefault("no gain" if ratio == "1.0" else words, []).append(f"{row.batch:,}")
     parts = [f"{gain} with {_listed(batches)}" for gain, batches in sizes.items()]
     parts[0] += " request at once" if next(iter(sizes.values())) == ["1"] else " requests at once"
-    return f"{'Decode steps' if rows[0].step_ms else 'Attention'} compared with {NAMES[baseline]}: {', '.join(parts)}."
+    return f"{'Decode steps' if rows[0].step_ms else 'Attention'} compared with {costs.NAMES[baseline]}: {', '.join(parts)}."
 
 
-def _of_times(kinds: list[tuple[int, int, int]], model: Model, gpu: Gpu) -> Iterator[str]:
+def _of_times(kinds: list[tuple[int, int, int]], model: Model, gpu: costs.Gpu) -> Iterator[str]:
     """What is assumed about times, of layers with these dimensions and windows."""
     if any(kind != (128, 128, 0) for kind in kinds):
         yield "Only heads of 128 without windows were measured: other layers are taken to be as fast per byte."

@@ -15,19 +15,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sglang_pat.jit import trust
 from sglang_pat.jit.builds import build
 from sglang_pat.jit.library import PREFIX, is_sealed, read, unloadable
 from sglang_pat.jit.locks import only_builder
-from sglang_pat.jit.trust import (
-    BuildError,
-    UnusedError,
-    cache_folder,
-    find_cache,
-    open_folder,
-    own_folder,
-    temporary_folder,
-    warn,
-)
+from sglang_pat.jit.trust import BuildError
 
 CSRC = Path(__file__).parents[1] / "csrc"
 
@@ -134,7 +126,7 @@ def is_ready_for_cuda(name: str, arch: str, flags: Sequence[str]) -> bool:
 def _is_ready(module: _Module) -> bool:
     # Suppressed: there is no folder, or no tvm-ffi, which builds; or the library may not be used.
     with contextlib.suppress(BuildError, PackageNotFoundError, OSError), contextlib.ExitStack() as opened:
-        library = find_cache().folder / module.file
+        library = trust.find_cache().folder / module.file
         at = os.open(library.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
         opened.callback(os.close, at)
         content = read(library, at)
@@ -175,14 +167,14 @@ def find_cxx() -> str:
 
 def _load(module: _Module) -> Any:
     try:
-        return _load_from(cache_folder(), module)
-    except UnusedError as error:
-        own = own_folder()
+        return _load_from(trust.cache_folder(), module)
+    except trust.UnusedError as error:
+        own = trust.own_folder()
         if own is not None:
-            warn(f"{error}; what it builds is in {own} instead")
+            trust.warn(f"{error}; what it builds is in {own} instead")
             return _load_from(own, module)
-        warn(f"{error}; it builds at every start instead, because this user has no home to keep that in")
-        with tempfile.TemporaryDirectory(prefix=f".{PREFIX}", dir=temporary_folder()) as scratch:
+        trust.warn(f"{error}; it builds at every start instead, because this user has no home to keep that in")
+        with tempfile.TemporaryDirectory(prefix=f".{PREFIX}", dir=trust.temporary_folder()) as scratch:
             return _load_from(Path(scratch), module)
 
 
@@ -191,7 +183,7 @@ def _load_from(cache: Path, module: _Module) -> Any:
 
     library = cache / module.file
     with contextlib.ExitStack() as opened:
-        at = open_folder(library.parent)
+        at = trust.open_folder(library.parent)
         opened.callback(os.close, at)
         content = read(library, at)
         if content is None:
