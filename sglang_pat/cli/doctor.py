@@ -156,10 +156,8 @@ def doctor(model: str | None, url: str | None, key: str, as_json: bool) -> int:
 
 
 def _package() -> Section:
-    here = str(Path(__file__).parents[1])
-    try:
-        found = version("sglang-pat")
-    except PackageNotFoundError:
+    here, found = str(Path(__file__).parents[1]), _version("sglang-pat")
+    if found is None:
         problem = "it is not installed, so SGLang does not find it: pip install ."
         return Section(
             "sglang-pat", f"of a folder that is not installed ({here})", {"version": None, "at": here}, [problem]
@@ -170,9 +168,8 @@ def _package() -> Section:
 def _sglang() -> Section:
     from sglang_pat.compat.releases import RUN, TESTED
 
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
+    found = _version("sglang")
+    if found is None:
         return Section(
             "SGLang", "not installed", {"version": None, "tested": False}, ["it is not installed: pip install sglang"]
         )

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from sglang_pat.backend.metrics import new_by_size
 from sglang_pat.cli.parser import Parser, count, run
 from sglang_pat.demo import tiny_model, trained_model, workload
 from sglang_pat.demo.server import Server
@@ -156,13 +157,12 @@ def race(server: Server, backend: str) -> tuple[list[str], float]:
 
 def report(completions: int, forks: int, counters: dict[str, Any]) -> str:
     """A table of what packing did."""
-    sizes = {int(size): count for size, count in counters["query_sizes"].items()}
     read, unpacked = counters["kv_bytes"], counters["kv_bytes_unpacked"]
     rows = [
         ("requests", f"{completions} streamed completions, {forks} branches of forking programs"),
         ("tree nodes followed", f"{counters['nodes']:,}"),
         ("packs (work items run)", f"{counters['work_items']:,}"),
-        ("queries in a work item", f"{histogram(sizes)}"),
+        ("queries in a work item", histogram(counters["query_sizes"])),
         ("KV bytes read by decode", f"{read / 1e6:,.0f} MB"),
         ("without packing", f"{unpacked / 1e6:,.0f} MB, {unpacked / read:.1f} times as much"),
         (
@@ -175,16 +175,13 @@ def report(completions: int, forks: int, counters: dict[str, Any]) -> str:
     return "\n".join(["", "What packing did", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
 
 
-def histogram(sizes: dict[int, int]) -> str:
+def histogram(sizes: dict[str, int]) -> str:
     """Shares of packs by query size, in powers of two."""
     total = sum(sizes.values())
-    bounds = [1, 2, 4, 8, 16, 32, 64, 128]
     parts = []
-    for low, high in zip(bounds, [*bounds[1:], 1 << 30], strict=True):
-        count = sum(n for size, n in sizes.items() if low <= size < high)
-        if count:
-            name = f"{low}" if high == low + 1 else f"{low}-{high - 1}" if high <= bounds[-1] else f"{low}+"
-            parts.append(f"{name}: {count / total:.0%}" if count * 100 >= total else f"{name}: <1%")
+    for low, items in new_by_size(sizes, {}).items():
+        name = "1" if low == 1 else f"{low}-{2 * low - 1}"
+        parts.append(f"{name}: {items / total:.0%}" if items * 100 >= total else f"{name}: <1%")
     return ", ".join(parts)
 
 
