@@ -98,16 +98,14 @@ def check(number: int, found: object) -> Request | Failure:
     try:
         line = msgspec.convert(found, Line)
     except msgspec.ValidationError as error:
-        return Failure(number, name, "invalid_line", f"line {number}: {error}")
-    if line.url not in URLS:
-        return Failure(
-            number, name, "invalid_url", f"line {number}: {line.url} is not served here: {' and '.join(URLS)} are"
-        )
-    if line.body.get("stream"):
-        return Failure(
-            number, name, "invalid_request", f"line {number}: a batch has nobody to stream to: leave out stream"
-        )
-    return Request(number, line.custom_id, line.url, line.body)
+        code, why = "invalid_line", str(error)
+    else:
+        if line.url in URLS and not line.body.get("stream"):
+            return Request(number, line.custom_id, line.url, line.body)
+        code, why = "invalid_request", "a batch has nobody to stream to: leave out stream"
+        if line.url not in URLS:
+            code, why = "invalid_url", f"{line.url} is not served here: {' and '.join(URLS)} are"
+    return Failure(number, name, code, f"line {number}: {why}")
 
 
 class Source(Sequence[Request], contextlib.AbstractContextManager["Source"]):
