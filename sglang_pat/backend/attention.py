@@ -71,9 +71,6 @@ class PatAttnBackend(AttentionBackend):
     ) -> None:
         """
         Args:
-            runner: SGLang's.
-            config: Settings.
-            groups, inner: As above.
             writer: Records events and the plans of the first group, if anything does.
         """
         super().__init__()

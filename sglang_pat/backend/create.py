@@ -67,7 +67,6 @@ def stock_backend(runner: ModelRunner, specs: Collection[AttentionSpec]) -> Atte
     """SGLang's backend that runs prefill and everything else that is not plain decode.
 
     Args:
-        runner: SGLang's.
         specs: Those of its layers that decode.
     """
     if runner.device == "cpu":
@@ -94,8 +93,6 @@ def trace_writer(runner: ModelRunner, config: PatConfig, group: LayerGroup) -> T
     """Records what `SGLANG_PAT_TRACE` asks for: one file per replica (`--dp-size`), whose ranks all make the same plans.
 
     Args:
-        runner: SGLang's.
-        config: Settings.
         group: The layers whose plans are recorded.
 
     Raises:

@@ -75,7 +75,6 @@ class DraftSteps:
     def __init__(self, runner: ModelRunner, topk: int, steps: int) -> None:
         """
         Args:
-            runner: The draft model's runner.
             topk: Branches per request.
             steps: Tokens per branch.
         """

@@ -45,7 +45,6 @@ class LayerGroup:
     ) -> None:
         """
         Args:
-            spec, layers, executor: As above.
             max_batch: Requests of the largest batch.
             config: How long plans are kept.
             steps_elsewhere: Whether requests gain tokens in steps that another backend runs, or that have plans of other groups.
@@ -87,8 +86,6 @@ def make_groups(
     """A group for each spec.
 
     Args:
-        runner: SGLang's.
-        config: Settings.
         specs: How many layers there are of each.
         extends: Whether the executors run extends too.
     """
@@ -114,8 +111,6 @@ class LayerGroups:
     ) -> None:
         """
         Args:
-            runner: SGLang's.
-            config: Settings.
             specs: How many layers of each the model has (`layers.count`).
             extends: Whether `single` runs extends.
         """
@@ -141,7 +136,6 @@ class LayerGroups:
         """The layer's group.
 
         Args:
-            layer: SGLang's.
             groups: `steps` or `single`.
             sinks: What the model passes as attention sinks.
             others: Whatever else it passes; only None is known.

@@ -51,7 +51,6 @@ def masks(forward_batch: ForwardBatch, tokens: int, requests: int, preallocated:
     draft (`QLEN_ONLY`). The batch may have padding at its end. Nothing here synchronizes with a GPU.
 
     Args:
-        forward_batch: SGLang's.
         tokens: Tokens of a draft.
         requests: How many drafts.
         preallocated: SGLang's `VerifyMask`, whose buffer has flags per token of the draft, and room for more drafts; None if there is none.

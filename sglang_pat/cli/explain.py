@@ -36,7 +36,6 @@ def recorded(
     """Plans of a trace: (the header, decode steps before it, its requests' ids, its batch).
 
     Args:
-        path: The file.
         truncated: Accept a file that was cut off.
         chosen: Which plans, by number from 0; all if None.
 
@@ -74,7 +73,6 @@ def trace_of(url: str, key: str = "") -> Path:
     """Where a running server on this machine records; one with replicas: where the first of them that records does.
 
     Args:
-        url: Its address.
         key: The API key that it was started with; none if empty.
 
     Raises:

@@ -83,7 +83,6 @@ def replay(
     """Replay a trace.
 
     Args:
-        path: The file.
         policy: Use this policy instead of the recorded one.
         oracle: Compare every plan with the one that this makes of the batch's tree.
         truncated: Accept a file that was cut off.

@@ -89,7 +89,6 @@ def fetch(url: str, key: str = "") -> list[dict[str, Any]]:
     """The counters of every scheduler process of a server, and `tokens_per_s`.
 
     Args:
-        url: Its address.
         key: Its API key; empty for none.
 
     Raises:

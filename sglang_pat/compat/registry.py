@@ -18,7 +18,6 @@ def hook(target: str, function: Callable[..., Any], around: bool = False) -> Non
     Args:
         target: `module:Class.method`, or `module:.function`.
         function: `function(result, …)`, called afterwards; with `around`, `function(original, …)`, called instead.
-        around: As above.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -233,7 +233,6 @@ def load(path: Path, output: int) -> Workload:
     mixed with other output.
 
     Args:
-        path: The file.
         output: How many tokens a request generates if the file does not say.
 
     Raises:

@@ -70,7 +70,6 @@ class Variant(msgspec.Struct, frozen=True, order=True):
 
         Args:
             spec: What the layers compute.
-            arch: As above.
             query_tiles: As above; empty for all that the architecture has.
             dtype: Dtype of Q, if KV has 8 bits or less; bfloat16 if None.
             limits: As above; drafts with a window always need them.

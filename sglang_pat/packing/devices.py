@@ -166,7 +166,6 @@ def load(path: Path, named_by: str = "") -> GpuTable:
     """Read a table.
 
     Args:
-        path: The file.
         named_by: The setting that names it, for messages.
 
     Raises:

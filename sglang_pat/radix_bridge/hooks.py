@@ -242,7 +242,6 @@ def contained(hook: Callable[..., Any], around: bool = False) -> Callable[..., A
 
     Args:
         hook: `hook(result, …)`, or with `around` `hook(original, …)`.
-        around: As above.
 
     Raises:
         MemoryError: See `_tell_siblings`.

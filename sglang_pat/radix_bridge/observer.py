@@ -67,7 +67,6 @@ class Observer:
     def __init__(self, scheduler: NativeScheduler, *others: NativeScheduler) -> None:
         """
         Args:
-            scheduler: As above.
             others: Schedulers of other layer groups; they get the same events.
         """
         self.scheduler = scheduler

@@ -257,7 +257,6 @@ def read(path: Path, truncated: bool = False) -> Iterator[Record]:
     """The records of a trace; the header is the first one, and no other.
 
     Args:
-        path: The file.
         truncated: Accept a file that ends within a record, and return the records before that.
 
     Raises:

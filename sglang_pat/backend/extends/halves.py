@@ -66,7 +66,6 @@ def divide(forward_batch: Any, added: Sequence[int], first: int) -> Parts:
     """Divide an extend's batch, with its `rids` and rows.
 
     Args:
-        forward_batch: SGLang's.
         added: New tokens of each request.
         first: The first request of the second part.
     """

@@ -65,7 +65,6 @@ class PackedExtend:
         """Plan a batch's extend, before its layers run.
 
         Args:
-            forward_batch: SGLang's.
             check: Called with a plan's items, each query's row, a function that returns their lengths, and the window (`check_plan`).
 
         Returns:

@@ -42,8 +42,6 @@ class Prefill:
     ) -> None:
         """
         Args:
-            runner: SGLang's.
-            inner, extend: As above.
             begin_decode: Begins a step of the backend that decodes, given a batch and whether it is aside (`Planner.plan`).
             decode: What `forward_decode` of that backend runs, Q, K and V rotated if it rotates them.
             group_of: Returns a layer's group, given the layer and the options of its forward (`LayerGroups.of`).

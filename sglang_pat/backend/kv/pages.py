@@ -59,7 +59,6 @@ class LowBitKVPool(MHATokenToKVPool):
         """Allocate an unfinished page for each row of `req_to_token`, in the model's dtype.
 
         Args:
-            rows, dtype: As above.
             stores: Executors', which write new tokens, by their bits; None for the CPU's.
         """
         self._stores = stores or {bits: functools.partial(low_bit.store, bits=bits) for bits in (4, 2)}

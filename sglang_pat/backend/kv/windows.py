@@ -42,7 +42,6 @@ class WindowTable:
     def __init__(self, runner: ModelRunner, window: int) -> None:
         """
         Args:
-            runner: SGLang's.
             window: How many tokens a query sees.
         """
         self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token

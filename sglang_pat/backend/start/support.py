@@ -273,7 +273,6 @@ def partner_problem(runner: Any, sinks: bool = False, unequal: bool = False) -> 
     """Why a backend that the user chose for prefill or decode is wrong for this model and cache; None if both are right.
 
     Args:
-        runner: SGLang's.
         sinks: Whether layers have attention sinks.
         unequal: Whether V is narrower than K.
     """
