@@ -24,10 +24,15 @@ def register() -> None:
         return create_backend(runner)
 
     # First what guards memory.
-    compat.pool.after_row_headroom(widened)
+    compat.registry.hook(compat.pool.ROW_HEADROOM, widened)
     if os.environ.get("SGLANG_PAT_KV"):
-        compat.pool.around_sizes(of_low_bit("cell_size"), of_low_bit("pool_sizes"))
-        compat.pool.around_pool(of_low_bit("make_pool"))
+        low_bit = {
+            compat.pool.CELL_SIZE: "cell_size",
+            compat.pool.POOL_SIZES: "pool_sizes",
+            compat.pool.POOL: "make_pool",
+        }
+        for target, name in low_bit.items():
+            compat.registry.hook(target, of_low_bit(name), around=True)
     compat.arguments.around_model_adjustments(adjust_for_model)
     compat.arguments.around_speculation(allow_branches)
     if platform.is_chosen():
@@ -36,7 +41,7 @@ def register() -> None:
 
         speculation.install()
     else:
-        compat.stock.around_draft_backends(draft_backend)
+        compat.registry.hook(compat.stock.DRAFT_BACKEND, draft_backend, around=True)
 
 
 def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:

@@ -244,7 +244,8 @@ def test_sglang_counts_tokens_by_their_bits_and_leaves_room_for_tails(
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     # As the plugin does with SGLANG_PAT_KV; without it they change nothing.
-    compat.pool.around_sizes(low_bit.cell_size, low_bit.pool_sizes)
+    compat.registry.hook(compat.pool.CELL_SIZE, low_bit.cell_size, around=True)
+    compat.registry.hook(compat.pool.POOL_SIZES, low_bit.pool_sizes, around=True)
     HookRegistry.apply_hooks()
     monkeypatch.setattr(compat.pool, "kv_shape", lambda model_config: (8, 128))
     monkeypatch.setattr(compat.pool, "attention_replicas", lambda: 2)

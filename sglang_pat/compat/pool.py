@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from sglang_pat.compat import arguments, registry
+from sglang_pat.compat import arguments
 
 if TYPE_CHECKING:
     import torch
@@ -16,22 +16,13 @@ _CONFIGURATOR = "sglang.srt.model_executor.pool_configurator:DefaultPoolConfigur
 CELL_SIZE, POOL_SIZES = f"{_CONFIGURATOR}._compute_cell_size", f"{_CONFIGURATOR}.calculate_pool_sizes"
 POOL = "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._build_mha_kv_pool"
 ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing:.get_req_to_token_extra_context_len"
-"""What is hooked of SGLang's pools."""
-
-
-def around_sizes(cell_size: Callable[..., int], pool_sizes: Callable[..., Any]) -> None:
-    """Call these in place of SGLang's counts of the bytes of a token, and of the tokens that fit in so many bytes."""
-    registry.hook(CELL_SIZE, cell_size, around=True)
-    registry.hook(POOL_SIZES, pool_sizes, around=True)
-
-
-def around_pool(hook: Callable[..., Any]) -> None:
-    """Call `hook(build, configurator, **arguments)` in place of `build`, which makes the pool of a model whose layers all have K and V of one kind."""
-    registry.hook(POOL, hook, around=True)
+"""What is hooked of SGLang's pools: its counts of the bytes of a token, and of the tokens that fit in so many bytes; what makes the pool of a model
+whose layers all have K and V of one kind; and the tokens that a row of `req_to_token` holds beyond the context, counted for the `ServerArgs` that the
+call has (0.5.17) or for those of this process."""
 
 
 def is_of_another_kind(configurator: Any) -> bool:
-    """Whether `DefaultPoolConfigurator` counts for a pool that `around_pool` does not see: with MLA, states, or sparse attention
+    """Whether `DefaultPoolConfigurator` counts for a pool that POOL does not make: with MLA, states, or sparse attention
     (kv_cache_configurator.py, `_build_token_to_kv_pool`)."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import is_minimax_sparse
@@ -173,17 +164,11 @@ def save_latents(pool: Any, layer: Any, slots: Any, k: Any) -> None:
     pool.set_kv_buffer(layer, KVWriteLoc(slots), k, k[..., : pool.kv_lora_rank])
 
 
-def after_row_headroom(hook: Callable[..., int]) -> None:
-    """Call `hook` with the tokens that a row of `req_to_token` holds beyond the context, and with the `ServerArgs` that this was counted for, if the call
-    has them (0.5.17); it returns how many it shall hold."""
-    registry.hook(ROW_HEADROOM, hook)
-
-
 def row_headroom(*given: Any) -> int:
     """How many that must be for the slots that SGLang gives a request before each step: with drafts those of two steps, in whole pages.
 
     Args:
-        given: What `after_row_headroom` passes on.
+        given: The `ServerArgs` that ROW_HEADROOM was called with, if it was.
     """
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_pat.compat import registry
 from sglang_pat.compat.pool import layers_with_kv
 from sglang_pat.compat.releases import release
 
 if TYPE_CHECKING:
     import torch
+
+DRAFT_BACKEND = "sglang.srt.speculative.draft_utils:DraftBackendFactory._create_backend"
+"""The step that makes an attention backend for drafts."""
 
 PREFILL_ATTRIBUTES = (
     "use_captured_forward_metadata_for_breakable_cuda_graph",
@@ -98,8 +99,3 @@ def lists_gdn_backends(runner: Any) -> bool:
     from sglang.srt.utils import is_blackwell
 
     return is_blackwell() and hybrid_gdn_config(runner.model_config) is not None
-
-
-def around_draft_backends(hook: Callable[..., Any]) -> None:
-    """Have `hook` called around the step that makes an attention backend for drafts."""
-    registry.hook("sglang.srt.speculative.draft_utils:DraftBackendFactory._create_backend", hook, around=True)
