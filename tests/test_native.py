@@ -786,6 +786,7 @@ VALUES = {
     "policy": [3],
     "window": [0],
     "grain": [8],
+    "piece": [0],
     "warp_tokens": [1],
     "slices_tokens": [-1],
     "slice_rows": [0],
