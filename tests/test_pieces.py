@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
+import emulated
 import kernel_cases
 import msgspec
 import numpy as np
@@ -13,12 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import make_plan
+from test_cuda_kernel import ARCHS, DEVICE, ON_GPU
 from test_extend_plans import Extend, extends, plan
 from trees import batches, configs, random_batch
 
-from sglang_pat.kernels import cpu
+from sglang_pat.kernels import capabilities, cpu, cuda
 from sglang_pat.kernels.arguments import Tables
-from sglang_pat.packing import CPU_TILES, Batch, Node, PackConfig, WorkItem, layout, native
+from sglang_pat.packing import CPU_TILES, Batch, Node, PackConfig, TileTable, WorkItem, layout, native
 from sglang_pat.packing.native import NativeScheduler, load
 
 pytestmark = pytest.mark.once
@@ -26,7 +29,9 @@ pytestmark = pytest.mark.once
 Spans = list[tuple[int, int]]
 
 pieced = st.builds(
-    lambda config, factor: msgspec.structs.replace(config, piece=factor * config.grain), configs(), st.sampled_from([1, 3])
+    lambda config, factor: msgspec.structs.replace(config, piece=factor * config.grain),
+    configs(),
+    st.sampled_from([1, 3]),
 )
 
 
@@ -62,14 +67,14 @@ def test_what_a_request_reads_together_depends_on_its_length_alone(batch: Batch,
 
 
 @given(batches(max_queries=40, max_length=300), pieced)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_plans_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None:
     room = 1 << 20
     scheduler = NativeScheduler(config, len(batch.seq_lens), buffers=[np.zeros(room, dtype=np.int32) for _ in range(2)])
     index, steps, _ = scheduler.take(load(scheduler, batch), np.array(batch.seq_lens), 0)
     data, made = scheduler.buffers[index], make_plan(batch, config)
-    assert data[: layout.size(data)].tolist() == layout.flatten(made).tolist()
-    assert (steps, scheduler.current()[:2]) == (made.steps, (made.kv_tokens, made.merged_parts))
+    assert data[: layout.size(data)].tolist() == layout.flatten(made, merge_all=True).tolist()
+    assert (steps, scheduler.current()[:2]) == (made.steps, (made.kv_tokens, sum(made.num_parts)))
 
 
 @given(extends(), pieced)
@@ -111,40 +116,71 @@ def part_of(batch: Batch, members: Sequence[int]) -> Batch:
 
 
 class Same:
-    """A case's queries, some of them at a time. Those of drafts are requests, of several tokens each."""
+    """A case's queries, some of them at a time, on the CPU. Those of drafts are requests, of several tokens each."""
 
-    def __init__(self, case: kernel_cases.Case, piece: int) -> None:
-        self.case, self.piece = case, piece
-        self.q = case.q.view(len(case.seq_lens), -1, case.q.shape[-1]) if case.masks is None else _by_kv_head(case)
+    def __init__(self, case: kernel_cases.Case, piece: int, tiles: TileTable = CPU_TILES) -> None:
+        self.case, self.piece, self.tiles = case, piece, tiles
+        self.drafted = 1 if case.masks is None else case.masks.shape[1]
+        self.q = case.q.view(len(case.seq_lens), self.drafted, *case.q.shape[1:])
 
     def config(self, workers: int = 7) -> PackConfig:
-        config = PackConfig.of(self.case.spec, CPU_TILES, workers)
+        config = PackConfig.of(self.case.spec, self.tiles, workers)
         return msgspec.structs.replace(config, cost=self.case.spec.cost(), piece=self.piece)
 
-    def run(self, queries: Sequence[int], made: np.ndarray, window: int = 0) -> torch.Tensor:
-        """The bits of these queries' results, with a plan that was made for them."""
-        case, ids = self.case, torch.tensor(queries)
+    def run(self, queries: Sequence[int], made: np.ndarray, extends: bool = False) -> torch.Tensor:
+        """The bits of these queries' results, [queries, tokens of each, heads, v_head_dim], with a plan that was made for them."""
+        case, ids = self.case, torch.tensor(queries, device=self.case.q.device)
         masks = None if case.masks is None else case.masks[ids]
-        tables = Tables(case.table, case.rows[ids], case.seq_lens[ids], masks)
-        out = cpu.attention(self.q[ids], case.kv, tables, case.scores(case.logit_cap), torch.from_numpy(made), window)
+        out = self.compute(self.q[ids], Tables(case.table, case.rows[ids], case.seq_lens[ids], masks), made, extends)
         assert torch.isfinite(out).all()
-        return out.view(torch.int32)
+        return out.view(torch.int32 if out.dtype == torch.float32 else torch.int16).cpu()
+
+    def compute(self, q: torch.Tensor, tables: Tables, made: np.ndarray, extends: bool) -> torch.Tensor:
+        case, kv_heads = self.case, self.case.k.shape[1]
+        # Of drafts, heads are ordered by KV head, then by token; and each token has a window of its own.
+        by_kv_head = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(1, 3)
+        window = case.spec.window if extends or case.masks is not None else 0
+        scores, ints = case.scores(case.logit_cap), torch.from_numpy(made)
+        out = cpu.attention(by_kv_head, case.kv, tables, scores, ints, window)
+        return out.unflatten(1, (kv_heads, self.drafted, -1)).transpose(1, 2).flatten(2, 3)
 
     def decode(self, queries: Sequence[int], batch: Batch, workers: int = 7) -> torch.Tensor:
-        # Of drafts, each token has a window of its own.
-        window = self.case.spec.window if self.case.masks is not None else 0
-        return self.run(queries, layout.flatten(native.make_plan(batch, self.config(workers))), window)
+        return self.run(queries, layout.flatten(native.make_plan(batch, self.config(workers)), self.piece > 0))
+
+    def extend(self, queries: Sequence[int], batch: Batch, cached: Sequence[int], added: Sequence[int]) -> torch.Tensor:
+        scheduler = NativeScheduler(self.config(), len(added))
+        made = scheduler.extend(load(scheduler, batch), np.array(cached), np.array(added))
+        return self.run(queries, made.data, extends=True)
 
     def alone(self) -> torch.Tensor:
         lengths = self.case.seq_lens.tolist()
         return torch.cat([self.decode([query], Batch([length])) for query, length in enumerate(lengths)])
 
 
-def _by_kv_head(case: kernel_cases.Case) -> torch.Tensor:
-    """Q of drafts, as the backend gives it to executors: ordered by KV head, then by token."""
-    kv_heads, tokens = case.k.shape[1], case.masks.shape[1]
-    q = case.q.view(len(case.seq_lens), tokens, kv_heads, -1, case.q.shape[-1])
-    return q.transpose(1, 2).flatten(1, 3)
+class OnGpu(Same):
+    """The same by the CUDA kernels. Where there is no GPU, an emulated one runs them."""
+
+    def __init__(self, case: kernel_cases.Case, piece: int, query_tiles: Sequence[int], alike: bool = True) -> None:
+        self.alike = alike
+        known = capabilities.tile_table("9.0a", case.spec.head_dim, kv_bits=case.spec.kv.bits)
+        super().__init__(case, piece, TileTable(tuple(query_tiles)))
+        options = {"device": case.q.device} if ON_GPU else {"arch": "9.0a"}
+        make = cuda.Decoder if ON_GPU else emulated.Decoder
+        self.decoders = [
+            make(case.spec, known, dtype=case.q.dtype, limits=limits, **options) for limits in {False, case.limits}
+        ]
+
+    def compute(self, q: torch.Tensor, tables: Tables, made: np.ndarray, extends: bool) -> torch.Tensor:
+        case, slots = self.case, layout.num_slots(made)
+        out = torch.full((*q.shape[:-1], case.spec.v_head_dim), math.nan, dtype=q.dtype, device=q.device).flatten(0, 1)
+        partial, lse = (
+            torch.full((max(1, slots), case.spec.query_heads, *dim), math.nan, device=q.device)
+            for dim in ((case.spec.v_head_dim,), ())
+        )
+        self.decoders[extends].decode(
+            q.flatten(0, 1), case.kv, tables, case.scores(), out, torch.from_numpy(made).to(q.device), partial.half(), lse, alike=self.alike
+        )  # fmt: skip
+        return out.unflatten(0, (-1, self.drafted))
 
 
 def compared(same: Same, generator: random.Random, times: int = 50) -> list[bool]:
@@ -157,16 +193,53 @@ def compared(same: Same, generator: random.Random, times: int = 50) -> list[bool
     return found
 
 
+def as_decoded(case: kernel_cases.Drafts, request: int, token: int) -> kernel_cases.Case:
+    """A draft's token, if the draft is a chain, as a decode step would have it."""
+    one = kernel_cases.Case.__new__(kernel_cases.Case)
+    length = torch.tensor([int(case.cached[request]) + token + 1], device=case.q.device)
+    one.__dict__ |= case.__dict__ | {"seq_lens": length, "rows": case.rows[[request]]}
+    one.q = case.q.view(len(case.trees), case.tokens, *case.q.shape[1:])[request, [token]]
+    one.spec = msgspec.structs.replace(case.spec, query_tokens=1)
+    return one
+
+
+def extended(same: Same, generator: random.Random, times: int) -> bool:
+    """Whether new tokens have the bits that they have alone in a decode step, in extends of any of them in any order."""
+    case, alone = same.case, same.alone()
+    firsts = np.cumsum([0, *case.added]).tolist()
+    for _ in range(times):
+        members = generator.sample(range(len(case.added)), generator.randint(1, len(case.added)))
+        # Of a request's new tokens those from the first to the last; what is in front of them is cached already.
+        last = [generator.randint(1, case.added[member]) for member in members]
+        first = [generator.randrange(count) for count in last]
+        batch = part_of(case.cached, members)
+        cached = [length + count for length, count in zip(batch.seq_lens, first, strict=True)]
+        queries = [firsts[m] + j for m, a, b in zip(members, first, last, strict=True) for j in range(a, b)]
+        out = same.extend(queries, batch, cached, [b - a for a, b in zip(first, last, strict=True)])
+        if not torch.equal(out, alone[torch.tensor(queries)]):
+            return False
+    return True
+
+
 OPTIONS = [
     {},
     {"window": 100},
     {"page_size": 16, "sinks": True},
 ]
 
+each_case = pytest.mark.parametrize(
+    ("dtype", "options", "piece"),
+    [
+        (dtype, options, piece)
+        for dtype in (torch.float32, torch.bfloat16)
+        for options in OPTIONS
+        for piece in (64, 256)
+    ],
+    ids=str,
+)
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("piece", [64, 256])
+
+@each_case
 def test_decoded_alone_and_in_any_batch(dtype: torch.dtype, options: dict, piece: int) -> None:
     generator = random.Random(piece)
     batch = random_batch(generator, depth=3, fanout=3, length=150)
@@ -191,35 +264,71 @@ def test_drafts_in_any_batch_and_in_a_chain_as_if_decoded(dtype: torch.dtype, wi
         case = kernel_cases.Drafts(batch, seen, 6, 2, 40, 24, dtype, window=window, q_dtype=torch.float32)
         same = Same(case, 64)
         assert all(compared(same, generator))
-    for request, cached in enumerate(batch.seq_lens):
+    alone = same.alone()
+    for request in range(len(trees)):
         for token in range(tokens):
-            one = kernel_cases.Case.__new__(kernel_cases.Case)
-            one.__dict__ |= case.__dict__ | {"seq_lens": torch.tensor([cached + token + 1]), "rows": case.rows[[request]]}
-            one.q = case.q.view(len(trees), tokens, 6, 40)[request, [token]]
-            one.spec = msgspec.structs.replace(case.spec, query_tokens=1)
-            decoded = Same(one, 64).alone().view(2, 3, 24)
-            assert torch.equal(decoded, same.alone()[request].view(2, tokens, 3, 24)[:, token])
+            assert torch.equal(Same(as_decoded(case, request, token), 64).alone()[0, 0], alone[request, token])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("piece", [64, 256])
+@each_case
 def test_new_tokens_of_any_extend_as_if_decoded_alone(dtype: torch.dtype, options: dict, piece: int) -> None:
     generator = random.Random(piece)
     batch = random_batch(generator, depth=3, fanout=2, length=150)
     added = [generator.choice([1, 2, 7, 40, 90]) for _ in batch.seq_lens]
     case = kernel_cases.Extended(batch, added, 6, 2, 40, 24, dtype, q_dtype=torch.float32, **options)
-    same = Same(case, piece)
+    assert extended(Same(case, piece), generator, 25)
+
+
+# By the CUDA kernels of Hopper. There it takes more than pieces: `OnGpu.alike`, and query tiles that all add up alike.
+
+hopper = pytest.mark.skipif(ON_GPU and not ARCHS[0].startswith("9."), reason="wgmma is Hopper's")
+
+each_alike = pytest.mark.parametrize(
+    ("piece", "query_tiles"),
+    [(256, (64, 128, 192)), (512, (128, 192))],
+    ids=["one warpgroup computes 64 rows", "no tile has 64 rows"],
+)
+
+
+def on_gpu() -> kernel_cases.Case:
+    """Nine requests share more than a piece, and have up to six: the merge kernels add up four at once."""
+    threes = [Node(600, 1_100, [i, i + 1, i + 2]) for i in (0, 3, 6)]
+    batch = Batch([1_110 + 40 * i for i in range(9)], [Node(0, 600, list(range(9)), threes)])
+    return kernel_cases.Case(batch, 16, 1, 128, 128, torch.bfloat16, device=DEVICE)
+
+
+@hopper
+@each_alike
+def test_kernels_decode_alone_and_in_any_batch(piece: int, query_tiles: tuple[int, ...]) -> None:
+    assert all(compared(OnGpu(on_gpu(), piece, query_tiles), random.Random(0), 6))
+
+
+@hopper
+@pytest.mark.parametrize(
+    ("piece", "query_tiles", "alike"),
+    [(0, (128, 192), True), (256, (64, 128, 192), False), (512, (64, 128, 192), True), (256, (16, 64, 128), True)],
+    ids=["cut where bins end", "the fastest merge", "two warpgroups take turns", "narrow items"],
+)
+def test_kernels_that_depend_on_the_batch_are_found_out(piece: int, query_tiles: tuple[int, ...], alike: bool) -> None:
+    assert not all(compared(OnGpu(on_gpu(), piece, query_tiles, alike), random.Random(0), 6))
+
+
+@hopper
+@each_alike
+def test_kernels_of_drafts_and_extends_compute_what_those_of_decode_steps_do(
+    piece: int, query_tiles: tuple[int, ...]
+) -> None:
+    generator, shared = random.Random(1), Node(0, 590, [0, 1, 2, 3])
+    batch = Batch([592, 700, 1_022, 1_030], [shared])
+    case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, torch.bfloat16, device=DEVICE)
+    assert extended(OnGpu(case, piece, query_tiles), generator, 3)
+    batch, tokens = Batch([254, 510, 592, 1_022], [Node(0, 250, [0, 1, 2, 3], [Node(250, 500, [1, 2])])]), 4
+    chains = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(4, -1, -1)
+    case = kernel_cases.Drafts(batch, chains, 4, 1, 128, 128, torch.bfloat16, device=DEVICE)
+    same = OnGpu(case, piece, query_tiles)
+    assert all(compared(same, generator, 3))
     alone = same.alone()
-    firsts = np.cumsum([0, *added]).tolist()
-    for _ in range(25):
-        members = generator.sample(range(len(added)), generator.randint(1, len(added)))
-        # The first of their new tokens, and of these the first are cached already.
-        last = [generator.randint(1, added[member]) for member in members]
-        first = [generator.randrange(count) for count in last]
-        part = part_of(batch, members)
-        cached = np.array(part.seq_lens) + first
-        scheduler = NativeScheduler(same.config(), len(members))
-        made = scheduler.extend(load(scheduler, part), cached, np.array(last) - first)
-        queries = [firsts[m] + j for m, a, b in zip(members, first, last, strict=True) for j in range(a, b)]
-        assert torch.equal(same.run(queries, made.data, case.spec.window), alone[torch.tensor(queries)])
+    for request in range(4):
+        for token in range(tokens):
+            decoded = OnGpu(as_decoded(case, request, token), piece, query_tiles).alone()[0, 0]
+            assert torch.equal(decoded, alone[request, token])

@@ -162,7 +162,7 @@ class PlanWriter {
     next_slots_.resize(batch);
     int32_t slots = 0;
     for (int32_t query = 0; query < batch; ++query) {
-      const bool merged = bins_.num_parts[query] > 1;
+      const bool merged = piece > 0 || bins_.num_parts[query] > 1;  // a part is rounded, also if it is the only one
       offsets[query] = slots;
       next_slots_[query] = merged ? slots : kDirect;
       slots += merged ? bins_.num_parts[query] : 0;
@@ -183,8 +183,7 @@ class PlanWriter {
     int32_t* place = to;
     for (size_t i = 0; piece > 0 && i < bins_.items.size(); ++i)
       for (int32_t j = 0; j < bins_.items[i].count; ++j, ++queries, ++place)
-        if (*place != kDirect)
-          *place = offsets[*queries + 1] - 1 - (seq_lens[*queries] - 1) / piece + bins_.items[i].start / piece;
+        *place = offsets[*queries + 1] - 1 - (seq_lens[*queries] - 1) / piece + bins_.items[i].start / piece;
     int32_t* row = out + out[kItems];
     for (size_t i = 0; i < bins_.items.size(); ++i, row += kItemSize) row[kSlot] = to[row[kFirstQuery]];
   }
