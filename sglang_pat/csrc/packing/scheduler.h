@@ -361,7 +361,8 @@ class Scheduler {
       const int next = back();
       bool made = false;
       try {
-        maker_.copy(mirror_, expected_.requests(), expected_.seq_lens(), expected_.told(), tokens_ahead_, config_.window, config_.piece);
+        maker_.copy(mirror_, expected_.requests(), expected_.seq_lens(), expected_.told(), tokens_ahead_, config_.window,
+                    config_.piece);
         lock.unlock();
         // `expect` is told lengths one at a time.
         const auto& lengths = maker_.seq_lens();

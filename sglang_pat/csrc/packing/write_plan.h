@@ -156,8 +156,8 @@ class PlanWriter {
   }
 
   // Where each part goes.
-  void write_slots(int32_t batch, int64_t num_queries, int64_t max_slots, const std::vector<int32_t>& seq_lens, int32_t piece,
-                   int32_t* out) {
+  void write_slots(int32_t batch, int64_t num_queries, int64_t max_slots, const std::vector<int32_t>& seq_lens,
+                   int32_t piece, int32_t* out) {
     int32_t* offsets = out + out[kPartOffsets];
     next_slots_.resize(batch);
     int32_t slots = 0;
