@@ -145,7 +145,8 @@ struct Packs {
     }
   }
 
-  // Cuts packs, and what a window leaves of them, where positions are multiples of `config.piece`. A query is in those pieces of its packs that it sees.
+  // Cuts packs, and what a window leaves of them, where positions are multiples of `config.piece`. A query is in those pieces
+  // of its packs of which it sees something.
   void cut(const std::vector<int32_t>& seq_lens, const Config& config) {
     const int32_t window = config.window;
     const auto seen_from = [&](int32_t length) { return window == 0 ? 0 : std::max(0, length - window); };

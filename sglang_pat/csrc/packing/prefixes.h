@@ -41,7 +41,7 @@ struct Prefixes {
   // `requests[i]` is the request at batch position i, kNone for one that the mirror does not know. Bounds are rounded down to multiples of
   // `piece`, so a prefix may be empty.
   void take(Mirror& mirror, const std::vector<int32_t>& requests, const std::vector<int32_t>& seq_lens, int32_t piece) {
-    piece_ = std::max(1, piece);
+    piece_ = piece;
     mark(mirror, requests, seq_lens);
     hang_leaves(mirror, requests, seq_lens);
     nodes.clear();
@@ -174,9 +174,9 @@ struct Prefixes {
     return mirror.node(node).end() <= tokens ? node : kRoot;
   }
 
-  int32_t rounded(int32_t position) const { return position - position % piece_; }
+  int32_t rounded(int32_t position) const { return piece_ > 0 ? position - position % piece_ : position; }
 
-  int32_t piece_ = 1;
+  int32_t piece_ = 0;
   uint64_t stamp_ = 0;
   std::vector<int32_t> next_leaf_, above_;
   std::vector<Visit> stack_;

@@ -108,8 +108,8 @@ struct Config {
   int window = 0;           // tokens that a query sees; 0: all
   int tails_queries = 1;    // that a work item with tails may have; 1: there is none
   int64_t grain = 1;        // KV positions between possible cuts
-  int32_t piece = 0;    // every request is cut where its positions are multiples of this, and nowhere else; 0: as is best
-  int64_t kv_tile = 1;  // tokens that a worker computes at a time
+  int32_t piece = 0;        // requests are cut where positions are multiples of it, and nowhere else; 0: as is best
+  int64_t kv_tile = 1;      // tokens that a worker computes at a time
   Policy policy = Policy::kOptimal;
   Prices pack_prices,
       bin_prices;  // when it is decided what is packed, and when packs are laid out in bins (PackConfig.for_bins)

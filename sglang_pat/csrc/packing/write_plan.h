@@ -39,15 +39,15 @@ class PlanWriter {
       write_with([](int32_t) { return true; });
     else
       write_with([&](int32_t query) { return lengths[query] <= config.window; });
-    // Until a window that is not full yet is.
-    for (const int32_t length : lengths)
-      if (length <= config.window) out[kSteps] = std::min(out[kSteps], config.window - length + 1);
-    // Until a request needs one more piece, or its window one less.
+    if (config.window == 0 && config.piece == 0) return;
+    int32_t& steps = out[kSteps];
+    // Until a window that is not full yet is; with pieces, until a request needs one more, or its window one less.
     for (const int32_t length : lengths) {
-      if (config.piece == 0) break;
-      out[kSteps] = std::min(out[kSteps], config.piece - (length - 1) % config.piece);
+      if (length <= config.window) steps = std::min(steps, config.window - length + 1);
+      if (config.piece == 0) continue;
+      steps = std::min(steps, config.piece - (length - 1) % config.piece);
       if (config.window > 0 && length > config.window)
-        out[kSteps] = std::min(out[kSteps], config.piece - (length - config.window) % config.piece);
+        steps = std::min(steps, config.piece - (length - config.window) % config.piece);
     }
   }
 
