@@ -786,6 +786,7 @@ VALUES = {
     "policy": [3],
     "window": [0],
     "grain": [8],
+    "piece": [0],
     "warp_tokens": [1],
     "slices_tokens": [-1],
     "slice_rows": [0],
@@ -837,6 +838,8 @@ def create(
         *((name, [-1]) for name in ("policy", "window", "slice_rows", "slices_start_price", "bin_slices_start_price")),
         *((name, [2**40]) for name in VALUES),
         ("window", [2**30 + 1]),
+        ("piece", [-8]),
+        ("piece", [12]),  # a cut lies between two grains
         ("slices_tokens", [2**31]),
         ("slices_tokens", [5]),  # there are no rows of a slice
         ("tails_queries", [9]),

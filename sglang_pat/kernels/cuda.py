@@ -254,7 +254,8 @@ class Decoder:
 
     def decode(
         self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, out: torch.Tensor, plan: torch.Tensor, partial: torch.Tensor,
-        lse: torch.Tensor, *, overlap: bool = True, merge: bool = True, early: bool = False, q_rope: torch.Tensor | None = None,
+        lse: torch.Tensor, *, overlap: bool = True, merge: bool = True, early: bool = False, alike: bool = False,
+        q_rope: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Decode attention of one layer, on the current stream; can be captured in a CUDA graph.
 
@@ -275,6 +276,7 @@ class Decoder:
             merge: Whether to merge; otherwise parts stay in the workspace.
             early: Launch forward before the previous kernel on the stream ends, likewise, so that it looks up its work items meanwhile. That
                 kernel must not write the plan or the tables.
+            alike: Merge a query's parts in the same order in every batch.
             q_rope: [tokens, heads, head_dim - v_head_dim], with latents only: the rest of Q's columns, if `q` has just the first `v_head_dim`.
 
         Raises:
@@ -291,5 +293,5 @@ class Decoder:
             k, v, self._no_records if kv.pages is None else kv.pages.records, kv.v_scale,
             tables.req_to_token, tables.rows, tables.seq_lens, self._no_masks if tables.masks is None else tables.masks,
             scores.scale * kv.k_scale, scores.logit_cap, self._no_sinks if scores.sinks is None else scores.sinks,
-            self._window, self._tile_rows, merge, overlap, early, q if q_rope is None else q_rope,
+            self._window, self._tile_rows, merge, overlap, early, alike, q if q_rope is None else q_rope,
         )  # fmt: skip

@@ -8,7 +8,7 @@ The array is the header (`HEADER`), then the sections without gaps, so that one 
   the item. `tails` is 1 if each query's tail follows (`plan.WorkItem`), else 0.
 - queries [num_queries]: the batch positions of all items' queries; `first_query` of an item indexes them.
 - slots [num_queries]: where the part of each of these queries goes: a slot of the workspace, or -1 for a query with a single part, which is
-  written directly to the output.
+  written directly to the output, unless requests are cut into pieces (`PackConfig.piece`).
 - part_offsets [batch + 1]: the parts of query q are the slots part_offsets[q] up to part_offsets[q + 1].
 """
 
@@ -68,17 +68,18 @@ def capacity(config: PackConfig, max_batch: int) -> int:
     return len(HEADER) + items * len(COLUMNS) + 2 * queries + max_batch + bins + 2
 
 
-def flatten(plan: Plan) -> np.ndarray:
-    """The array of a plan."""
+def flatten(plan: Plan, merge_all: bool = False) -> np.ndarray:
+    """The array of a plan. `merge_all`: a query with a single part goes through the workspace too, as with `PackConfig.piece`."""
+    least = 0 if merge_all else 1
     offsets = [0]
     for count in plan.num_parts:
-        offsets.append(offsets[-1] + (count if count > 1 else 0))
+        offsets.append(offsets[-1] + (count if count > least else 0))
     items: list[int] = []
     queries: list[int] = []
     slots: list[int] = []
     for item in plan.items:
         targets = [
-            offsets[query] + part if plan.num_parts[query] > 1 else DIRECT
+            offsets[query] + part if plan.num_parts[query] > least else DIRECT
             for query, part in zip(item.queries, item.parts, strict=True)
         ]
         items += [

@@ -60,6 +60,8 @@ class PackConfig(msgspec.Struct, frozen=True):
         window: `AttentionSpec.planned_window`.
         grain: KV positions between possible cuts.
         drafts: Whether queries are drafts of several tokens.
+        piece: Every request is cut where its positions are multiples of this, and nowhere else, so its work does not depend on the batch; whatever whole
+            pieces requests share is packed, by any policy but `query`. A multiple of `grain`, or 0: cut as is best.
     """
 
     cost: CostModel
@@ -69,6 +71,7 @@ class PackConfig(msgspec.Struct, frozen=True):
     window: Window = 0
     grain: Count = GRAIN
     drafts: bool = False
+    piece: Window = 0
 
     @classmethod
     def of(cls, spec: AttentionSpec, tiles: TileTable, workers: int, policy: Policy = "optimal") -> PackConfig:

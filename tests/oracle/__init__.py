@@ -13,7 +13,7 @@ from sglang_pat.packing.tree import Batch, Node, Prefix, compact, in_windows, kv
 
 from . import pricing
 from .balance import balance, even_steps
-from .heuristic import Pack, kv_length, pack_nodes, pack_queries, pack_tree, split_queries
+from .heuristic import Pack, cut_at_pieces, kv_length, pack_nodes, pack_queries, pack_tree, split_queries
 from .optimal import pack_optimal
 
 PACKERS: dict[str, Callable[[list[Prefix], Batch, PackConfig], list[Pack]]] = {
@@ -25,12 +25,29 @@ PACKERS: dict[str, Callable[[list[Prefix], Batch, PackConfig], list[Pack]]] = {
 """Of each of `packing.POLICIES`."""
 
 
+def visible(batch: Batch, config: PackConfig) -> Batch:
+    """The batch to plan (`in_windows`). Pieces begin at positions, so with pieces requests stay as long as they are."""
+    seen = in_windows(batch, config.window)
+    return Batch(batch.seq_lens, seen.roots) if config.piece else seen
+
+
+def rounded(batch: Batch, config: PackConfig) -> list[Prefix]:
+    """The compact tree; with pieces, of what is shared of whole ones. Prefixes may be empty then."""
+    prefixes = compact(batch)
+    for prefix in prefixes if config.piece else []:
+        prefix.start -= prefix.start % config.piece
+        prefix.end -= prefix.end % config.piece
+    return prefixes
+
+
 def choose_packs(batch: Batch, config: PackConfig) -> list[Pack]:
     """Pack a batch, with any number of queries per pack.
 
     If the policy's packs cost more than one query per CTA (some policies pack many short prefixes), the latter is returned.
     """
-    prefixes = compact(batch)
+    prefixes = rounded(batch, config)
+    if config.piece:
+        return PACKERS["query" if config.policy == "query" else "naive"](prefixes, batch, config)
     candidates = (PACKERS[config.policy](prefixes, batch, config), pack_queries(prefixes, batch, config))
     return min(candidates, key=lambda packs: packs_price(split_queries(packs, batch.seq_lens, config), batch, config))
 
@@ -75,8 +92,8 @@ def narrow_first(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> 
 
 def for_batch(batch: Batch, config: PackConfig) -> PackConfig:
     """What this batch is planned with: `config`, or its `wide_only`."""
-    batch = in_windows(batch, config.window)
-    tokens = kv_minimum(compact(batch), batch.seq_lens)
+    batch = visible(batch, config)
+    tokens = kv_minimum(rounded(batch, config), batch.seq_lens)
     wide_only = config.wide_only
     return (
         wide_only
@@ -93,24 +110,26 @@ def make_plan(batch: Batch, config: PackConfig, levels: int | None = None) -> Pl
         config: Device and model.
         levels: Pack so many levels of the tree (`constants.LEVELS`); None for all.
     """
-    lengths, window = batch.seq_lens, config.window
-    batch = in_windows(batch, window)
+    lengths, window, piece = batch.seq_lens, config.window, config.piece
+    batch = visible(batch, config)
     if levels is not None:
         batch = cut(batch, levels)
     config = for_batch(batch, config)
     seq_lens, tiles = batch.seq_lens, config.tiles
-    growing = [length <= window or window == 0 for length in lengths]
+    growing = [length <= window or window == 0 or piece > 0 for length in lengths]
     num_parts = [0] * len(seq_lens)
     items: list[WorkItem] = []
     bins = [0]
     kv_tokens, longest, longest_tail, longest_with_tails = 0, tiles.kv_tile, 0, 0
     narrow = False
     packs = choose_packs(batch, config)
-    filled = balance(split_queries(packs, seq_lens, config), seq_lens, config)
+    split = split_queries(packs, seq_lens, config)
+    filled = balance(cut_at_pieces(split, seq_lens, config) if piece else split, seq_lens, config)
+    places = _places(filled, piece)
     for members in filled:
         for pack in members:
             length = kv_length(pack, seq_lens)
-            parts = [num_parts[query] for query in pack.queries]
+            parts = [places[query].index(pack.start) if piece else num_parts[query] for query in pack.queries]
             for query in pack.queries:
                 num_parts[query] += 1
             m = tiles.query_tile(tiles.warp_m if pack.in_row_slices else len(pack.queries) * config.cost.group)
@@ -119,7 +138,10 @@ def make_plan(batch: Batch, config: PackConfig, levels: int | None = None) -> Pl
             # A full window moves with the end of its request.
             back = 0 if grows else window - OPEN
             end = OPEN if pack.end is None else pack.end - back
-            items.append(WorkItem(pack.start - back, end, pack.queries, parts, m, pack.tails))
+            start = pack.start - back
+            if piece and window and 0 < start == seq_lens[pack.queries[0]] - window:
+                start = OPEN - window
+            items.append(WorkItem(start, end, pack.queries, parts, m, pack.tails))
             length += pack.tail_tokens(seq_lens)
             kv_tokens += length
             longest = max(longest, length)
@@ -133,8 +155,21 @@ def make_plan(batch: Batch, config: PackConfig, levels: int | None = None) -> Pl
     if window:
         # Until the next window fills.
         steps = min([steps, *(window - length + 1 for length in lengths if length <= window)])
+    if piece:
+        # Until a request needs one more piece, or its window one less.
+        steps = min([steps, *(piece - (length - 1) % piece for length in lengths)])
+        steps = min([steps, *(piece - (length - window) % piece for length in lengths if 0 < window < length)])
     first = narrow and narrow_first(packs, seq_lens, config)
     return Plan(items, bins, num_parts, steps, kv_tokens, sum(growing), first)
+
+
+def _places(bins: list[list[Pack]], piece: int) -> dict[int, list[int]]:
+    """Where the pieces of each query start, in order."""
+    places: dict[int, list[int]] = {}
+    for pack in (pack for members in bins for pack in members if piece):
+        for query in pack.queries:
+            places[query] = sorted([*places.get(query, []), pack.start])
+    return places
 
 
 def cut(batch: Batch, levels: int) -> Batch:

@@ -170,7 +170,7 @@ def _fill(
             # Leave a gap that is smaller than the start of another work item. In an empty bin, read for at least as long as the start takes.
             start = pricing.fixed_price(config, queue.size(), queue.in_row_slices()) + turn
             room = max(gap - start, start) if load == 0 else gap - start
-            cut = not whole and (load == 0 or gap > max(slack, start))
+            cut = not whole and not config.piece and (load == 0 or gap > max(slack, start))
             if cut and (tokens := _cut_tokens(queue, room, seq_lens, config)):
                 piece = queue.cut(tokens)
                 cuts, remaining = cuts + 1, remaining + start

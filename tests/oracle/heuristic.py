@@ -89,11 +89,12 @@ def pack_queries(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> li
 
 
 def pack_nodes(prefixes: list[Prefix], batch: Batch, config: PackConfig) -> list[Pack]:
-    """A pack for every node and for every tail: the paper's PAT-naive (§8.5)."""
+    """A pack for every node that is not empty, and for every tail: the paper's PAT-naive (§8.5)."""
 
     def choose(index: int, start: int, above: bool) -> Choice:
         prefix = prefixes[index]
-        return Choice([False] * len(prefix.children), [False] * len(prefix.leaves))
+        empty = prefix.start == prefix.end
+        return Choice([empty] * len(prefix.children), [empty] * len(prefix.leaves))
 
     return collect(prefixes, choose)
 
@@ -124,6 +125,20 @@ def split_queries(packs: list[Pack], seq_lens: list[int], config: PackConfig) ->
     result = []
     for pack in packs:
         result += pack.split(1 if pack.tails else pricing.pieces(config, len(pack.queries), kv_length(pack, seq_lens)))
+    return result
+
+
+def cut_at_pieces(packs: list[Pack], seq_lens: list[int], config: PackConfig) -> list[Pack]:
+    """Cut packs, and what a window leaves of them, where positions are multiples of `config.piece`."""
+    result = []
+    for pack in packs:
+        last = pack.start + kv_length(pack, seq_lens)
+        unseen = min(seq_lens[query] for query in pack.queries) - config.window if config.window else 0
+        start = max(pack.start, unseen)
+        while start < last:
+            end = min(last, start - start % config.piece + config.piece)
+            result.append(msgspec.structs.replace(pack, start=start, end=pack.end if end == last else end))
+            start = end
     return result
 
 

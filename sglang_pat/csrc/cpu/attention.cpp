@@ -108,13 +108,14 @@ void add_pages(const Arguments& a, const int32_t* queries, int count, int group,
   pat::PageReader reader(*a.form);
   const pat::PagesOfHead head{reader, data<uint8_t>(a.kv.records) + kv_head * a.kv.records.stride(1),
                               a.kv.records.stride(0)};
-  softmax.add(head, kv_slots, pages, visible_of(a, queries, count * group, group, start, pages, Kept::kPages, scratch));
+  softmax.add(head, kv_slots, start, pages,
+              visible_of(a, queries, count * group, group, start, pages, Kept::kPages, scratch));
 
   const int behind = int(std::max<int64_t>(0, last - first));
   int32_t* where = pat::Scratch::get(scratch.slots, behind);
   for (int i = 0; i < behind; ++i) where[i] = int32_t(first + i + offset);
   const pat::Visible visible = visible_of(a, queries, count * group, group, int32_t(first), behind, Kept::kTail, scratch);
-  softmax.add(tails, where, behind, visible);
+  softmax.add(tails, where, int32_t(first), behind, visible);
 }
 
 template <typename T>
@@ -148,7 +149,7 @@ void run_item(const Arguments& a, int item, int kv_head, std::vector<float>& q_r
     add_pages(a, queries, work[pat::kItemQueries], group, start, length, kv_slots, kv, kv_head, softmax, scratch);
   } else {
     pat::check_kv_slots(kv_slots, length, a.kv.k.size(0));
-    softmax.add(kv, kv_slots, length, visible_of(a, queries, rows, group, start, length, Kept::kAll, scratch));
+    softmax.add(kv, kv_slots, start, length, visible_of(a, queries, rows, group, start, length, Kept::kAll, scratch));
   }
   softmax.finish(pat::Result{results.data(), lse});
 

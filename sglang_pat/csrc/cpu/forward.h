@@ -119,13 +119,14 @@ class OnlineSoftmax {
     std::fill_n(sum_exp_, ldr_, 0.0f);
   }
 
-  // Adds `length` tokens, in these slots of `kv`; `visible` counts from the first.
+  // Adds `length` tokens, in these slots of `kv`, from position `first` on; `visible` counts from there. Blocks end where positions are multiples of
+  // kBlock: so a row's sums do not depend on where its window lets a work item begin.
   template <typename Source>
-  void add(const Source& kv, const int32_t* slots, int length, const Visible& visible) {
+  void add(const Source& kv, const int32_t* slots, int32_t first, int length, const Visible& visible) {
     const int d = shape_.head_dim;
     const bool latent = kv.latent();
-    for (int begin = 0; begin < length; begin += block_) {
-      const int n = std::min(block_, length - begin);
+    for (int begin = 0, n; begin < length; begin += n) {
+      n = std::min(kBlock - (first + begin) % kBlock, length - begin);
       for (int j = 0; j < n; ++j) {
         kv.read(slots[begin + j], k_ + size_t(j) * d, v_ + size_t(j) * ldv_);
       }

@@ -197,11 +197,12 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
   return p;
 }
 
-// Launches forward and, if asked for, merge on the current stream.
+// Launches forward and, if asked for, merge on the current stream. The merge kernels add up parts in other orders, and which one is fastest depends on
+// the batch; `alike` makes it the same one for all.
 void decode(TensorView q, TensorView out, TensorView plan, TensorView partial, TensorView lse, TensorView k, TensorView v,
             TensorView records, double v_scale, TensorView req_to_token, TensorView rows, TensorView seq_lens,
             TensorView masks, double scale, double logit_cap, TensorView sinks, int64_t window, int64_t tile_rows,
-            bool with_merge, bool overlap, bool early, TensorView q_rope) {
+            bool with_merge, bool overlap, bool early, bool alike, TensorView q_rope) {
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
   const pat::Params p =
       make_params(q, out, {plan, partial, lse}, {k, v, records, v_scale}, {req_to_token, rows, seq_lens, masks},
@@ -212,9 +213,9 @@ void decode(TensorView q, TensorView out, TensorView plan, TensorView partial, T
   const int64_t outputs = int64_t(p.queries) * p.heads;
   if (!with_merge || outputs == 0) return;
   const auto ctas_for = [](int64_t warps) { return int((warps + pat::kMergeWarps - 1) / pat::kMergeWarps); };
-  if (outputs <= ctas.merge_by_cta)
+  if (outputs <= ctas.merge_by_cta && !alike)
     launch(kMergeByCta, int(outputs), pat::kMergeThreads, 0, stream, overlap, p);
-  else if (ctas_for(outputs) <= ctas.merge_by_warp || p.heads % kMergeRows != 0)
+  else if (alike || ctas_for(outputs) <= ctas.merge_by_warp || p.heads % kMergeRows != 0)
     launch(kMergeByWarp, ctas_for(outputs), pat::kMergeThreads, 0, stream, overlap, p);
   else
     launch(kMergeSeveral, ctas_for(outputs / kMergeRows), pat::kMergeThreads, 0, stream, overlap, p);

@@ -286,7 +286,7 @@ class Bins {
         const int64_t start = prices.fixed(pack.count, first.slices) + turn;
         const int64_t grain = prices.growth(pack.count, first.slices) * config.grain;
         const int64_t room = load == 0 ? std::max(gap - start, start) : std::max<int64_t>(0, gap - start);
-        const bool pays = load == 0 || gap > std::max(slack, start);
+        const bool pays = config.piece == 0 && (load == 0 || gap > std::max(slack, start));
         const int64_t cut = pays ? (room + grain / 2) / grain * config.grain : 0;
         if (cut > 0 && cut < first.tokens) {
           cuts += 1;

@@ -37,7 +37,7 @@ class ExtendMaker {
       for (int32_t j = 1; j <= added[i]; ++j) lengths_.push_back(cached[i] + j);
       if (added[i] == 0 || added[i] >= config.max_queries || config.policy == Policy::kQuery) sharing_[i] = kNone;
     }
-    prefixes_.take(mirror, sharing_, cached_);
+    prefixes_.take(mirror, sharing_, cached_, config.piece);
     packs_.begin(prefixes_, lengths_.size());
     packs_.num_parts.assign(lengths_.size(), 0);
     price_ = 0;
@@ -49,6 +49,7 @@ class ExtendMaker {
       if (int64_t(packs_.queries.size()) > kMaxQueries) throw TooLarge("an extend's work items have too many queries");
     }
     for (size_t i = 0; i < batch.size(); ++i) add_own(int32_t(i), config);
+    if (config.piece > 0) packs_.cut(lengths_, config);
     for (const int32_t parts : packs_.num_parts) price_ += parts > 1 ? parts * config.part_bytes : 0;
     alone_ = 0;
     for (size_t i = 0; i < batch.size(); ++i)

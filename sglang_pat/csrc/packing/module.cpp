@@ -138,6 +138,7 @@ pat::Config config_of(const Values& given) {
   config.policy = pat::Policy(values.number("policy", 0, int(pat::Policy::kOptimal)));
   config.window = values.number("window", 0, pat::kMaxWindow);
   config.grain = values.number("grain", 1, kMaxTile);
+  config.piece = values.number("piece", 0, pat::kMaxWindow);
   config.kv_tile = values.number("kv_tile", 1, kMaxTile);
   config.warp_tokens = values.number("warp_tokens");
   config.slices_tokens = values.number("slices_tokens");

@@ -145,6 +145,39 @@ struct Packs {
     }
   }
 
+  // Cuts packs, and what a window leaves of them, where positions are multiples of `config.piece`. A query is in those pieces
+  // of its packs of which it sees something.
+  void cut(const std::vector<int32_t>& seq_lens, const Config& config) {
+    const int32_t window = config.window;
+    const auto seen_from = [&](int32_t length) { return window == 0 ? 0 : std::max(0, length - window); };
+    num_parts.assign(seq_lens.size(), 0);
+    work = 0;
+    uncut_.assign(shared.begin(), shared.end());
+    uncut_.insert(uncut_.end(), single.begin(), single.end());
+    shared.clear();
+    single.clear();
+    for (const Pack& pack : uncut_) {
+      const int32_t last = pack.end == kOpen ? seq_lens[queries[pack.first]] : pack.end;
+      int32_t start = last;
+      for (int32_t i = 0; i < pack.count; ++i) start = std::min(start, seen_from(seq_lens[queries[pack.first + i]]));
+      start = std::max(start, pack.start);
+      for (int64_t end = 0; start < last; start = int32_t(end)) {
+        end = std::min<int64_t>(last, int64_t(start) - start % config.piece + config.piece);
+        const int32_t first = int32_t(queries.size());
+        for (int32_t i = 0; i < pack.count; ++i) {
+          const int32_t query = queries[pack.first + i], length = seq_lens[query];
+          if (length <= start || seen_from(length) >= end) continue;
+          queries.push_back(query);
+          num_parts[query] += 1;
+        }
+        const int32_t count = int32_t(queries.size()) - first;
+        if (count == 0) continue;
+        (count > 1 ? shared : single).emplace_back(start, end == last ? pack.end : int32_t(end), first, count);
+        work += config.uncut_price(config.bin_prices, count, end - start);
+      }
+    }
+  }
+
   // By the model, with the parts that queries of more than one pass through memory.
   int64_t price(const Config& config) const {
     int64_t parts = 0;
@@ -238,15 +271,17 @@ struct Packs {
     computing += std::max<int64_t>(0, price - tokens * config.token_bytes);
   }
 
+  std::vector<Pack> uncut_;
   std::vector<int32_t> starts_, leaves_;
   std::vector<int32_t> staying_;  // per position of `order`: packs that begin to hold it there, less those that end
 };
 
-// The paper's PAT-naive: every prefix a pack.
+// The paper's PAT-naive: every prefix a pack, but those that are empty.
 inline void choose_naive(const Prefixes& prefixes, Choices& choices) {
   for (size_t i = 1; i < prefixes.nodes.size(); ++i) {
-    choices.joins[i] = prefixes.nodes[i].parent == 0;
-    choices.leaves(prefixes.nodes[i], false);
+    const Prefix &prefix = prefixes.nodes[i], &parent = prefixes.nodes[prefix.parent];
+    choices.joins[i] = parent.start == parent.end;
+    choices.leaves(prefix, prefix.start == prefix.end);
   }
 }
 

@@ -39,18 +39,18 @@ class PlanMaker {
   void forget() { best_ = nullptr; }
 
   // The first `told` requests have become `steps` tokens longer. Whoever has more tokens than the window shares nothing, and is planned as
-  // if the window were all there is (sglang_pat/packing/tree.py, `in_windows`).
+  // if the window were all there is (sglang_pat/packing/tree.py, `in_windows`); with pieces, which begin at positions, as long as it is.
   void copy(Mirror& mirror, const std::vector<int32_t>& batch, const std::vector<int32_t>& seq_lens, size_t told,
-            int64_t steps, int32_t window) {
+            int64_t steps, int32_t window, int32_t piece) {
     best_ = nullptr;
     seq_lens_ = seq_lens;
     for (size_t i = 0; i < told; ++i) seq_lens_[i] = int32_t(std::min(kMaxPosition, seq_lens_[i] + steps));
     seen_ = seq_lens_;
-    if (window == 0) return prefixes_.take(mirror, batch, seen_);
+    if (window == 0) return prefixes_.take(mirror, batch, seen_, piece);
     sharing_ = batch;
     for (size_t i = 0; i < seen_.size(); ++i)
-      if (seen_[i] > window) seen_[i] = window, sharing_[i] = kNone;
-    prefixes_.take(mirror, sharing_, seen_);
+      if (seen_[i] > window) seen_[i] = piece > 0 ? seen_[i] : window, sharing_[i] = kNone;
+    prefixes_.take(mirror, sharing_, seen_, piece);
   }
 
   // Where a plan does not fit, fewer levels of the tree are packed; the statistics say how many. Throws TooLarge if it does
@@ -93,6 +93,8 @@ class PlanMaker {
   void plan_all(const Config& any_batch, Policy policy, Buffer buffer, int64_t max_slots, Statistics& statistics) {
     const Config& config = any_batch.of_batch(seen_, prefixes_.kv_minimum);
     choices_.reset(prefixes_);
+    // With pieces, every query has its parts anyway: whatever is shared is read together.
+    if (config.piece > 0 && policy != Policy::kQuery) policy = Policy::kNaive;
     if (policy == Policy::kNaive) choose_naive(prefixes_, choices_);
     if (policy == Policy::kOptimal && prefixes_.max_depth >= kMaxDepth) policy = Policy::kPat;
     if (policy == Policy::kOptimal) optimal_.solve(prefixes_, seen_, config);
@@ -108,7 +110,9 @@ class PlanMaker {
     packs_.count_parts(prefixes_);
     // Packing pays by the model or is not done.
     const Packs* best = &packs_;
-    if (prefixes_.nodes.size() > 1 && packs_.price(config) > unpacked_price(config)) {
+    if (config.piece > 0) {
+      packs_.cut(seen_, config);
+    } else if (prefixes_.nodes.size() > 1 && packs_.price(config) > unpacked_price(config)) {
       choices_.reset(prefixes_);
       unpacked_.begin(prefixes_, seq_lens_.size());
       for (int32_t index = 0; index < int32_t(prefixes_.nodes.size()); ++index)

@@ -38,8 +38,10 @@ struct Prefixes {
     next_leaf_.reserve(batch);
   }
 
-  // `requests[i]` is the request at batch position i, kNone for one that the mirror does not know.
-  void take(Mirror& mirror, const std::vector<int32_t>& requests, const std::vector<int32_t>& seq_lens) {
+  // `requests[i]` is the request at batch position i, kNone for one that the mirror does not know. Bounds are rounded down to multiples of
+  // `piece`, so a prefix may be empty.
+  void take(Mirror& mirror, const std::vector<int32_t>& requests, const std::vector<int32_t>& seq_lens, int32_t piece) {
+    piece_ = piece;
     mark(mirror, requests, seq_lens);
     hang_leaves(mirror, requests, seq_lens);
     nodes.clear();
@@ -132,19 +134,20 @@ struct Prefixes {
 
   void visit_node(Mirror& mirror, Visit visit, const std::vector<int32_t>& seq_lens) {
     const Node* node = &mirror.node(visit.node);
-    const int32_t start = node->start;
+    const int32_t start = rounded(node->start);
     // Without leaves, an only shared child has all of the node's queries.
     while (visit.parent != kNone && node->first_leaf == kNone && node->shared_child == node->last_shared_child)
       node = &mirror.node(node->shared_child);
+    const int32_t end = rounded(node->end());
     const int32_t index = int32_t(nodes.size()), first = int32_t(order.size());
     for (int32_t query = node->first_leaf; query != kNone; query = next_leaf_[query]) {
       order.push_back(query);
-      kv_minimum += seq_lens[query] - node->end();
+      kv_minimum += seq_lens[query] - end;
     }
     const int32_t leaves_end = int32_t(order.size());
     const int32_t depth = visit.parent == kNone ? -1 : nodes[visit.parent].depth + 1;
-    nodes.push_back(Prefix{start, node->end(), visit.parent, depth, index + 1, first, leaves_end, leaves_end});
-    kv_minimum += node->end() - start;
+    nodes.push_back(Prefix{start, end, visit.parent, depth, index + 1, first, leaves_end, leaves_end});
+    kv_minimum += end - start;
     max_depth = std::max(max_depth, depth);
     const size_t children = stack_.size();
     for (int32_t child = node->shared_child; child != kNone; child = mirror.node(child).next_shared)
@@ -171,6 +174,9 @@ struct Prefixes {
     return mirror.node(node).end() <= tokens ? node : kRoot;
   }
 
+  int32_t rounded(int32_t position) const { return piece_ > 0 ? position - position % piece_ : position; }
+
+  int32_t piece_ = 0;
   uint64_t stamp_ = 0;
   std::vector<int32_t> next_leaf_, above_;
   std::vector<Visit> stack_;

@@ -108,6 +108,7 @@ struct Config {
   int window = 0;           // tokens that a query sees; 0: all
   int tails_queries = 1;    // that a work item with tails may have; 1: there is none
   int64_t grain = 1;        // KV positions between possible cuts
+  int32_t piece = 0;        // requests are cut where positions are multiples of it, and nowhere else; 0: as is best
   int64_t kv_tile = 1;      // tokens that a worker computes at a time
   Policy policy = Policy::kOptimal;
   Prices pack_prices,
@@ -135,6 +136,7 @@ struct Config {
     in_range("warp_tokens", warp_tokens, 1, kMaxWarpTokens);
     in_range("few_queries", few_queries, 1, max_queries);
     in_range("queries with tails", tails_queries, 1, max_queries);
+    if (piece % grain != 0) throw std::invalid_argument("a piece must be a multiple of the positions between cuts");
     in_range("the number of query tiles", int64_t(query_tiles.size()), 1, kMaxTile);
     for (const int tile : query_tiles) in_range("a tile", tile, 1, kMaxTile);
     if (!std::is_sorted(query_tiles.begin(), query_tiles.end())) throw std::invalid_argument("tiles must ascend");
@@ -154,6 +156,7 @@ struct Config {
     equal("runs of wide tiles only", config.runs, runs);
     equal("workers of wide tiles only", config.workers, workers);
     equal("window of wide tiles only", config.window, window);
+    equal("piece of wide tiles only", config.piece, piece);
     equal("token_bytes of wide tiles only", config.token_bytes, token_bytes);
     wide_limits = limits, wide_only = std::make_shared<const Config>(std::move(config));
   }

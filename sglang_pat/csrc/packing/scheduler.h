@@ -203,7 +203,7 @@ class Scheduler {
     ready_ = false;
     if (!ahead) {
       delta_ = 0;
-      maker_.copy(mirror_, expected_.requests(), expected_.seq_lens(), 0, 0, config_.window);
+      maker_.copy(mirror_, expected_.requests(), expected_.seq_lens(), 0, 0, config_.window, config_.piece);
       maker_.plan(config_, config_.policy, buffers_[back()], max_slots_, plans_[back()]);
     }
     hand_out();
@@ -226,7 +226,7 @@ class Scheduler {
     ready_ = false;
     fallback_lens_.assign(seq_lens, seq_lens + size);
     fallback_batch_.assign(size, kNone);
-    maker_.copy(mirror_, fallback_batch_, fallback_lens_, 0, 0, config_.window);
+    maker_.copy(mirror_, fallback_batch_, fallback_lens_, 0, 0, config_.window, config_.piece);
     Config whole = config_;
     whole.grain = kMaxPosition;  // nothing is cut, so that no workspace is needed
     whole.wide_only = nullptr;   // whose grain would cut
@@ -360,7 +360,8 @@ class Scheduler {
       const int next = back();
       bool made = false;
       try {
-        maker_.copy(mirror_, expected_.requests(), expected_.seq_lens(), expected_.told(), tokens_ahead_, config_.window);
+        maker_.copy(mirror_, expected_.requests(), expected_.seq_lens(), expected_.told(), tokens_ahead_, config_.window,
+                    config_.piece);
         lock.unlock();
         // `expect` is told lengths one at a time.
         const auto& lengths = maker_.seq_lens();

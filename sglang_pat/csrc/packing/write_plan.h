@@ -35,11 +35,20 @@ class PlanWriter {
       bins_.fill(packs, seq_lens, config, statistics, grows);
       emit(packs, seq_lens, config, out, capacity, max_slots, statistics, grows);
     };
-    if (config.window == 0) return write_with([](int32_t) { return true; });
-    write_with([&](int32_t query) { return lengths[query] <= config.window; });
-    // Until a window that is not full yet is.
-    for (const int32_t length : lengths)
-      if (length <= config.window) out[kSteps] = std::min(out[kSteps], config.window - length + 1);
+    if (config.window == 0 || config.piece > 0)
+      write_with([](int32_t) { return true; });
+    else
+      write_with([&](int32_t query) { return lengths[query] <= config.window; });
+    if (config.window == 0 && config.piece == 0) return;
+    int32_t& steps = out[kSteps];
+    // Until a window that is not full yet is; with pieces, until a request needs one more, or its window one less.
+    for (const int32_t length : lengths) {
+      if (length <= config.window) steps = std::min(steps, config.window - length + 1);
+      if (config.piece == 0) continue;
+      steps = std::min(steps, config.piece - (length - 1) % config.piece);
+      if (config.window > 0 && length > config.window)
+        steps = std::min(steps, config.piece - (length - config.window) % config.piece);
+    }
   }
 
   // Of the plan that was written last; its packs' queries are not here.
@@ -61,7 +70,7 @@ class PlanWriter {
     statistics.query_sizes.assign(config.max_queries + 1, 0);
     statistics.kv_by_queries.assign(config.max_queries + 1, 0);
     const Tokens read = write_items(packs, seq_lens, config, out, statistics, grows);
-    write_slots(batch, num_queries, max_slots, out);
+    write_slots(batch, num_queries, max_slots, seq_lens, config.piece, out);
     std::copy(bins_.begins.begin(), bins_.begins.end(), out + out[kBins]);
     int64_t steps = std::min<int64_t>({kTailGrowth * read.longest - read.longest_tail, bins_.even_steps, INT32_MAX});
     // Each of its queries becomes longer.
@@ -114,6 +123,8 @@ class PlanWriter {
       // A window that is full moves along with its request's end.
       const int32_t back = growing ? 0 : window - kOpen;
       row[kStart] = item.start - back;
+      if (config.piece > 0 && window > 0 && item.start > 0 && item.start == seq_lens[members[0]] - window)
+        row[kStart] = kOpen - window;
       row[kEnd] = item.end == kOpen ? kOpen : item.end - back;
       row[kFirstQuery] = first;
       row[kItemQueries] = item.count;
@@ -145,12 +156,13 @@ class PlanWriter {
   }
 
   // Where each part goes.
-  void write_slots(int32_t batch, int64_t num_queries, int64_t max_slots, int32_t* out) {
+  void write_slots(int32_t batch, int64_t num_queries, int64_t max_slots, const std::vector<int32_t>& seq_lens,
+                   int32_t piece, int32_t* out) {
     int32_t* offsets = out + out[kPartOffsets];
     next_slots_.resize(batch);
     int32_t slots = 0;
     for (int32_t query = 0; query < batch; ++query) {
-      const bool merged = bins_.num_parts[query] > 1;
+      const bool merged = piece > 0 || bins_.num_parts[query] > 1;  // a part is rounded, also if it is the only one
       offsets[query] = slots;
       next_slots_[query] = merged ? slots : kDirect;
       slots += merged ? bins_.num_parts[query] : 0;
@@ -167,6 +179,11 @@ class PlanWriter {
       to[i] = next;
       next += next != kDirect;
     }
+    // With pieces, parts are in order of position: a merge adds them in this order.
+    int32_t* place = to;
+    for (size_t i = 0; piece > 0 && i < bins_.items.size(); ++i)
+      for (int32_t j = 0; j < bins_.items[i].count; ++j, ++queries, ++place)
+        *place = offsets[*queries + 1] - 1 - (seq_lens[*queries] - 1) / piece + bins_.items[i].start / piece;
     int32_t* row = out + out[kItems];
     for (size_t i = 0; i < bins_.items.size(); ++i, row += kItemSize) row[kSlot] = to[row[kFirstQuery]];
   }

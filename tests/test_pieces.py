@@ -1,0 +1,335 @@
+"""Plans that cut every request at the same positions, and that a query's result then has the same bits in every batch (`PackConfig.piece`)."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import emulated
+import kernel_cases
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import make_plan
+from test_cuda_kernel import ARCHS, DEVICE, ON_GPU
+from test_extend_plans import Extend, extends, plan
+from trees import batches, configs, random_batch
+
+from sglang_pat.kernels import capabilities, cpu, cuda
+from sglang_pat.kernels.arguments import Tables
+from sglang_pat.packing import CPU_TILES, Batch, Node, PackConfig, TileTable, WorkItem, layout, native
+from sglang_pat.packing.native import NativeScheduler, load
+
+pytestmark = pytest.mark.once
+
+Spans = list[tuple[int, int]]
+
+pieced = st.builds(
+    lambda config, factor: msgspec.structs.replace(config, piece=factor * config.grain),
+    configs(),
+    st.sampled_from([1, 3]),
+)
+
+
+def pieces(length: int, config: PackConfig) -> Spans:
+    """What a query of this length reads, piece by piece, whatever else is in its batch."""
+    start, spans = max(0, length - config.window) if config.window else 0, []
+    while start < length:
+        end = min(length, (start // config.piece + 1) * config.piece)
+        spans.append((start, end))
+        start = end
+    return spans
+
+
+def read_by(items: list[WorkItem], lengths: list[int], window: int) -> list[Spans]:
+    """What each query sees of its work items, in the order in which they are merged."""
+    found: list[dict[int, tuple[int, int]]] = [{} for _ in lengths]
+    for item in items:
+        start, end = item.span(lengths)
+        for query, part in zip(item.queries, item.parts, strict=True):
+            unseen = max(0, lengths[query] - window) if window else 0
+            assert part not in found[query]
+            found[query][part] = max(start, unseen), min(end, lengths[query])
+    return [[spans[part] for part in sorted(spans)] for spans in found]
+
+
+@given(batches(), pieced)
+@settings(max_examples=400, deadline=None)
+def test_what_a_request_reads_together_depends_on_its_length_alone(batch: Batch, config: PackConfig) -> None:
+    made = make_plan(batch, config)
+    for step in {0, min(made.steps - 1, 300)}:
+        lengths = [length + step for length in batch.seq_lens]
+        assert read_by(made.items, lengths, config.window) == [pieces(length, config) for length in lengths]
+
+
+@given(batches(max_queries=40, max_length=300), pieced)
+@settings(max_examples=100, deadline=None)
+def test_plans_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None:
+    room = 1 << 20
+    scheduler = NativeScheduler(config, len(batch.seq_lens), buffers=[np.zeros(room, dtype=np.int32) for _ in range(2)])
+    index, steps, _ = scheduler.take(load(scheduler, batch), np.array(batch.seq_lens), 0)
+    data, made = scheduler.buffers[index], make_plan(batch, config)
+    assert data[: layout.size(data)].tolist() == layout.flatten(made, merge_all=True).tolist()
+    assert (steps, scheduler.current()[:2]) == (made.steps, (made.kv_tokens, sum(made.num_parts)))
+
+
+@given(extends(), pieced)
+@settings(max_examples=300, deadline=None)
+def test_what_a_new_token_reads_together_depends_on_its_position_alone(extend: Extend, config: PackConfig) -> None:
+    lengths, items = extend.lengths, plan(extend, config)[0]
+    assert read_by(items, lengths, config.window) == [pieces(length, config) for length in lengths]
+    for item in items:
+        unseen = min(max(0, lengths[query] - config.window) if config.window else 0 for query in item.queries)
+        assert item.start >= unseen, "what no query sees may be somebody else's by now"
+
+
+def test_whole_pieces_that_requests_share_are_read_once() -> None:
+    config = PackConfig(kernel_cases.spec_of(torch.float16, 64).cost(), CPU_TILES, workers=4, piece=64)
+    batch = Batch([300, 310, 320], [Node(0, 250, [0, 1, 2], [Node(250, 290, [0, 1])])])
+    items = native.make_plan(batch, config).items
+    together = {item.start: (item.end, item.queries) for item in items if len(item.queries) > 1}
+    assert together == {0: (64, [2, 0, 1]), 64: (128, [2, 0, 1]), 128: (192, [2, 0, 1]), 192: (256, [0, 1])}
+
+
+def test_a_piece_that_cuts_pages_is_refused() -> None:
+    config = PackConfig(kernel_cases.spec_of(torch.float16, 64).cost(), CPU_TILES, workers=4, grain=64, piece=96)
+    with pytest.raises(ValueError, match="a piece must be a multiple of the positions between cuts"):
+        NativeScheduler(config, 4)
+
+
+# The same bits.
+
+
+def part_of(batch: Batch, members: Sequence[int]) -> Batch:
+    """Some of a batch's requests, in another order."""
+    place = {query: i for i, query in enumerate(members)}
+
+    def below(nodes: list[Node]) -> list[Node]:
+        kept = [(node, [place[query] for query in node.queries if query in place]) for node in nodes]
+        return [Node(node.start, node.end, queries, below(node.children)) for node, queries in kept if queries]
+
+    return Batch([batch.seq_lens[query] for query in members], below(batch.roots))
+
+
+class Same:
+    """A case's queries, some of them at a time, on the CPU. Those of drafts are requests, of several tokens each."""
+
+    def __init__(self, case: kernel_cases.Case, piece: int, tiles: TileTable = CPU_TILES) -> None:
+        self.case, self.piece, self.tiles = case, piece, tiles
+        self.drafted = 1 if case.masks is None else case.masks.shape[1]
+        self.q = case.q.view(len(case.seq_lens), self.drafted, *case.q.shape[1:])
+
+    def config(self, workers: int = 7) -> PackConfig:
+        config = PackConfig.of(self.case.spec, self.tiles, workers)
+        return msgspec.structs.replace(config, cost=self.case.spec.cost(), piece=self.piece)
+
+    def run(self, queries: Sequence[int], made: np.ndarray, extends: bool = False) -> torch.Tensor:
+        """The bits of these queries' results, [queries, tokens of each, heads, v_head_dim], with a plan that was made for them."""
+        case, ids = self.case, torch.tensor(queries, device=self.case.q.device)
+        masks = None if case.masks is None else case.masks[ids]
+        out = self.compute(self.q[ids], Tables(case.table, case.rows[ids], case.seq_lens[ids], masks), made, extends)
+        assert torch.isfinite(out).all()
+        return out.view(torch.int32 if out.dtype == torch.float32 else torch.int16).cpu()
+
+    def compute(self, q: torch.Tensor, tables: Tables, made: np.ndarray, extends: bool) -> torch.Tensor:
+        case, kv_heads = self.case, self.case.k.shape[1]
+        # Of drafts, heads are ordered by KV head, then by token; and each token has a window of its own.
+        by_kv_head = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(1, 3)
+        window = case.spec.window if extends or case.masks is not None else 0
+        scores, ints = case.scores(case.logit_cap), torch.from_numpy(made)
+        out = cpu.attention(by_kv_head, case.kv, tables, scores, ints, window)
+        return out.unflatten(1, (kv_heads, self.drafted, -1)).transpose(1, 2).flatten(2, 3)
+
+    def decode(self, queries: Sequence[int], batch: Batch, workers: int = 7) -> torch.Tensor:
+        return self.run(queries, layout.flatten(native.make_plan(batch, self.config(workers)), self.piece > 0))
+
+    def extend(self, queries: Sequence[int], batch: Batch, cached: Sequence[int], added: Sequence[int]) -> torch.Tensor:
+        scheduler = NativeScheduler(self.config(), len(added))
+        made = scheduler.extend(load(scheduler, batch), np.array(cached), np.array(added))
+        return self.run(queries, made.data, extends=True)
+
+    def alone(self) -> torch.Tensor:
+        lengths = self.case.seq_lens.tolist()
+        return torch.cat([self.decode([query], Batch([length])) for query, length in enumerate(lengths)])
+
+
+class OnGpu(Same):
+    """The same by the CUDA kernels. Where there is no GPU, an emulated one runs them."""
+
+    def __init__(self, case: kernel_cases.Case, piece: int, query_tiles: Sequence[int], alike: bool = True) -> None:
+        self.alike = alike
+        known = capabilities.tile_table("9.0a", case.spec.head_dim, kv_bits=case.spec.kv.bits)
+        super().__init__(case, piece, TileTable(tuple(query_tiles)))
+        options = {"device": case.q.device} if ON_GPU else {"arch": "9.0a"}
+        make = cuda.Decoder if ON_GPU else emulated.Decoder
+        self.decoders = [
+            make(case.spec, known, dtype=case.q.dtype, limits=limits, **options) for limits in {False, case.limits}
+        ]
+
+    def compute(self, q: torch.Tensor, tables: Tables, made: np.ndarray, extends: bool) -> torch.Tensor:
+        case, slots = self.case, layout.num_slots(made)
+        out = torch.full((*q.shape[:-1], case.spec.v_head_dim), math.nan, dtype=q.dtype, device=q.device).flatten(0, 1)
+        partial, lse = (
+            torch.full((max(1, slots), case.spec.query_heads, *dim), math.nan, device=q.device)
+            for dim in ((case.spec.v_head_dim,), ())
+        )
+        self.decoders[extends].decode(
+            q.flatten(0, 1), case.kv, tables, case.scores(), out, torch.from_numpy(made).to(q.device), partial.half(), lse, alike=self.alike
+        )  # fmt: skip
+        return out.unflatten(0, (-1, self.drafted))
+
+
+def compared(same: Same, generator: random.Random, times: int = 50) -> list[bool]:
+    """Whether queries have the bits that they have alone, in random batches of a case's requests in any order."""
+    case, alone, found = same.case, same.alone(), []
+    for _ in range(times):
+        members = generator.sample(range(len(case.batch.seq_lens)), generator.randint(1, len(case.batch.seq_lens)))
+        out = same.decode(members, part_of(case.batch, members), generator.choice([1, 7, 132]))
+        found.append(torch.equal(out, alone[torch.tensor(members)]))
+    return found
+
+
+def as_decoded(case: kernel_cases.Drafts, request: int, token: int) -> kernel_cases.Case:
+    """A draft's token, if the draft is a chain, as a decode step would have it."""
+    one = kernel_cases.Case.__new__(kernel_cases.Case)
+    length = torch.tensor([int(case.cached[request]) + token + 1], device=case.q.device)
+    one.__dict__ |= case.__dict__ | {"seq_lens": length, "rows": case.rows[[request]]}
+    one.q = case.q.view(len(case.trees), case.tokens, *case.q.shape[1:])[request, [token]]
+    one.spec = msgspec.structs.replace(case.spec, query_tokens=1)
+    return one
+
+
+def extended(same: Same, generator: random.Random, times: int) -> bool:
+    """Whether new tokens have the bits that they have alone in a decode step, in extends of any of them in any order."""
+    case, alone = same.case, same.alone()
+    firsts = np.cumsum([0, *case.added]).tolist()
+    for _ in range(times):
+        members = generator.sample(range(len(case.added)), generator.randint(1, len(case.added)))
+        # Of a request's new tokens those from the first to the last; what is in front of them is cached already.
+        last = [generator.randint(1, case.added[member]) for member in members]
+        first = [generator.randrange(count) for count in last]
+        batch = part_of(case.cached, members)
+        cached = [length + count for length, count in zip(batch.seq_lens, first, strict=True)]
+        queries = [firsts[m] + j for m, a, b in zip(members, first, last, strict=True) for j in range(a, b)]
+        out = same.extend(queries, batch, cached, [b - a for a, b in zip(first, last, strict=True)])
+        if not torch.equal(out, alone[torch.tensor(queries)]):
+            return False
+    return True
+
+
+OPTIONS = [
+    {},
+    {"window": 100},
+    {"page_size": 16, "sinks": True},
+]
+
+each_case = pytest.mark.parametrize(
+    ("dtype", "options", "piece"),
+    [
+        (dtype, options, piece)
+        for dtype in (torch.float32, torch.bfloat16)
+        for options in OPTIONS
+        for piece in (64, 256)
+    ],
+    ids=str,
+)
+
+
+@each_case
+def test_decoded_alone_and_in_any_batch(dtype: torch.dtype, options: dict, piece: int) -> None:
+    generator = random.Random(piece)
+    batch = random_batch(generator, depth=3, fanout=3, length=150)
+    case = kernel_cases.Case(batch, 6, 2, 40, 24, dtype, q_dtype=torch.float32, **options)
+    assert all(compared(Same(case, piece), generator))
+
+
+def test_a_plan_that_depends_on_the_batch_is_found_out() -> None:
+    generator = random.Random(0)
+    case = kernel_cases.Case(random_batch(generator, 3, 3, 150), 6, 2, 40, 24, torch.float32)
+    assert not all(compared(Same(case, 0), generator))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 100])
+def test_drafts_in_any_batch_and_in_a_chain_as_if_decoded(dtype: torch.dtype, window: int) -> None:
+    generator = random.Random(window)
+    batch, tokens = random_batch(generator, depth=3, fanout=2, length=150), 4
+    trees = kernel_cases.random_trees(generator, batch, tokens)
+    chains = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(len(trees), -1, -1)
+    for seen in (trees, chains):
+        case = kernel_cases.Drafts(batch, seen, 6, 2, 40, 24, dtype, window=window, q_dtype=torch.float32)
+        same = Same(case, 64)
+        assert all(compared(same, generator))
+    alone = same.alone()
+    for request in range(len(trees)):
+        for token in range(tokens):
+            assert torch.equal(Same(as_decoded(case, request, token), 64).alone()[0, 0], alone[request, token])
+
+
+@each_case
+def test_new_tokens_of_any_extend_as_if_decoded_alone(dtype: torch.dtype, options: dict, piece: int) -> None:
+    generator = random.Random(piece)
+    batch = random_batch(generator, depth=3, fanout=2, length=150)
+    added = [generator.choice([1, 2, 7, 40, 90]) for _ in batch.seq_lens]
+    case = kernel_cases.Extended(batch, added, 6, 2, 40, 24, dtype, q_dtype=torch.float32, **options)
+    assert extended(Same(case, piece), generator, 25)
+
+
+# By the CUDA kernels of Hopper. There it takes more than pieces: `OnGpu.alike`, and query tiles that all add up alike.
+
+hopper = pytest.mark.skipif(ON_GPU and not ARCHS[0].startswith("9."), reason="wgmma is Hopper's")
+
+each_alike = pytest.mark.parametrize(
+    ("piece", "query_tiles"),
+    [(256, (64, 128, 192)), (512, (128, 192))],
+    ids=["one warpgroup computes 64 rows", "no tile has 64 rows"],
+)
+
+
+def on_gpu() -> kernel_cases.Case:
+    """Nine requests share more than the largest piece. Of the smallest they have more than the four that merge kernels add up at once."""
+    torch.manual_seed(0)
+    threes = [Node(600, 1_100, [i, i + 1, i + 2]) for i in (0, 3, 6)]
+    batch = Batch([1_110 + 40 * i for i in range(9)], [Node(0, 600, list(range(9)), threes)])
+    return kernel_cases.Case(batch, 16, 1, 128, 128, torch.float16, device=DEVICE)
+
+
+@hopper
+@each_alike
+def test_kernels_decode_alone_and_in_any_batch(piece: int, query_tiles: tuple[int, ...]) -> None:
+    assert all(compared(OnGpu(on_gpu(), piece, query_tiles), random.Random(0), 6))
+
+
+@hopper
+@pytest.mark.parametrize(
+    ("piece", "query_tiles", "alike"),
+    [(0, (128, 192), True), (64, (64, 128, 192), False), (512, (64, 128, 192), True), (256, (16, 64, 128), True)],
+    ids=["cut where bins end", "the fastest merge", "two warpgroups take turns", "narrow items"],
+)
+def test_kernels_that_depend_on_the_batch_are_found_out(piece: int, query_tiles: tuple[int, ...], alike: bool) -> None:
+    assert not all(compared(OnGpu(on_gpu(), piece, query_tiles, alike), random.Random(0), 6))
+
+
+@hopper
+@each_alike
+def test_kernels_of_drafts_and_extends_compute_what_those_of_decode_steps_do(
+    piece: int, query_tiles: tuple[int, ...]
+) -> None:
+    generator, shared = random.Random(1), Node(0, 590, [0, 1, 2, 3])
+    batch = Batch([592, 700, 1_022, 1_030], [shared])
+    case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, torch.float16, device=DEVICE)
+    assert extended(OnGpu(case, piece, query_tiles), generator, 3)
+    batch, tokens = Batch([254, 510, 592, 1_022], [Node(0, 250, [0, 1, 2, 3], [Node(250, 500, [1, 2])])]), 4
+    chains = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(4, -1, -1)
+    case = kernel_cases.Drafts(batch, chains, 4, 1, 128, 128, torch.float16, device=DEVICE)
+    same = OnGpu(case, piece, query_tiles)
+    assert all(compared(same, generator, 3))
+    alone = same.alone()
+    for request in range(4):
+        for token in range(tokens):
+            decoded = OnGpu(as_decoded(case, request, token), piece, query_tiles).alone()[0, 0]
+            assert torch.equal(decoded, alone[request, token])
