@@ -66,7 +66,8 @@ class Load(msgspec.Struct, frozen=True):
 
     Attributes:
         sessions: How many run at once, their sub-agents beside them.
-        seconds: How long; requests that run then do not count.
+        seconds: How long it is measured; requests that run at the end do not count.
+        warm_up: Seconds in front of that: all sessions begin at once, with an empty cache. Requests that were sent then do not count.
         think_factor: What the file's seconds between turns are divided by.
         longest_think: The most of what is left of them.
         context: Tokens of prompt and answer; None for all that the server takes.
@@ -83,6 +84,7 @@ class Load(msgspec.Struct, frozen=True):
     seed: int = 0
     same_tools: bool = False
     from_start: bool = False
+    warm_up: float = 0
 
 
 class Record(Load, kw_only=True, frozen=True):
@@ -193,6 +195,11 @@ class Replay:
             if one.parent is not None:
                 self._children[one.parent, one.after_turn].append(one)
         self._tasks: list[asyncio.Task[None]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Count from now on."""
+        self._began = time.perf_counter()
         self.times: list[list[float]] = []
         self.failed = self.left_out = self.prompt_tokens = self.cached_tokens = self.streamed = 0
 
@@ -231,7 +238,6 @@ class Replay:
         # Not before what an earlier run left is aborted.
         await self._call("POST", f"/flush_cache?timeout={PATIENCE}")
         waiting = iter(self._roots)
-        self._began = time.perf_counter()
         with tqdm(
             total=load.seconds,
             unit="s",
@@ -240,6 +246,10 @@ class Replay:
         ) as self._bar:
             running = [self._start(self._in_turn(waiting)) for _ in range(load.sessions)]
             try:
+                if load.warm_up:
+                    await asyncio.wait(running, timeout=load.warm_up)
+                    before = await self.info()
+                self._begin()
                 done, _ = await asyncio.wait(running, timeout=load.seconds)
                 after = await self.info()
                 seconds = time.perf_counter() - self._began
@@ -299,9 +309,11 @@ class Replay:
         try:
             _, meta = await generate(self._http, self._url, prompt, count, times)
         finally:
-            self.streamed += max(0, len(times) - 1)
+            self.streamed += sum(at >= self._began for at in times[1:])
         if len(times) - 1 != count:
             raise RuntimeError(f"{len(times) - 1} of {count} tokens were answered: {meta.get('finish_reason')}")
+        if times[0] < self._began:
+            return
         self.cached_tokens += meta.get("cached_tokens", 0)
         self.prompt_tokens += len(prompt)
         self.times.append(times)
@@ -359,6 +371,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, nargs="+", default=[8, 32], help="at once")
     parser.add_argument("--runs", type=int, default=1, help="of each, with seeds one after the other")
     parser.add_argument("--minutes", type=float, default=10, help="of each run")
+    parser.add_argument("--warm-up", type=float, default=2, help="minutes in front of that, which do not count")
     parser.add_argument("--think-factor", type=float, default=10, help="divides the seconds that users think")
     parser.add_argument("--longest-think", type=float, default=30, help="seconds, after that")
     parser.add_argument("--context", type=int, help="tokens that a turn may have; all that the server takes")
@@ -377,8 +390,8 @@ def main() -> None:
     )
     if not all(0 < number < math.inf for number in above):
         parser.error("--sessions, --runs, --minutes, --think-factor and --context must be above 0, and finite")
-    if not options.longest_think >= 0:
-        parser.error("--longest-think must be 0 or more")
+    if not options.longest_think >= 0 or not 0 <= options.warm_up < math.inf:
+        parser.error("--longest-think and --warm-up must be 0 or more")
     if options.url is not None:
         options.url = options.url.rstrip("/")
         if not is_address(options.url):
@@ -393,7 +406,7 @@ def main() -> None:
         for count, run in itertools.product(options.sessions, range(options.runs)):
             load = Load(
                 count, options.minutes * 60, options.think_factor, options.longest_think, options.context,
-                options.seed + run, options.same_tools, options.from_start,
+                options.seed + run, options.same_tools, options.from_start, options.warm_up * 60,
             )  # fmt: skip
             record = asyncio.run(replay(url, sessions, load, run + 1))
             print(record, flush=True)

@@ -288,7 +288,7 @@ def call(monkeypatch: pytest.MonkeyPatch, url: str, trace: Path, flags: str = "-
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import agentic
 
-    arguments = f"--url {url} --trace {trace} --output {trace}.json --minutes 0.05 {flags}"
+    arguments = f"--url {url} --trace {trace} --output {trace}.json --minutes 0.05 --warm-up 0 {flags}"
     monkeypatch.setattr(sys, "argv", ["agentic.py", *arguments.split()])
     monkeypatch.setattr("signal.signal", lambda *_: None)
     agentic.main()
@@ -378,7 +378,8 @@ def test_agents_of_agents_of_any_depth_end_with_the_run(tmp_path: Path, monkeypa
         ("--sessions 2", r"--sessions 2: \S* has 1, sub-agents aside"),
         ("--minutes nan", "must be above 0, and finite"),
         ("--context 0", "must be above 0, and finite"),
-        ("--longest-think -1", "--longest-think must be 0 or more"),
+        ("--longest-think -1", "--longest-think and --warm-up must be 0 or more"),
+        ("--warm-up inf", "--longest-think and --warm-up must be 0 or more"),
         ("--output /nowhere/file", "--output: there is no folder /nowhere"),
         ("--url 127.0.0.1:30000", "--url must be like http"),
     ],

@@ -235,7 +235,7 @@ def test_agents_sessions_are_replayed(
     assert together.steps > 40 and 0 < together.kv_saved < 1 and together.kv_bytes_saved > alone.kv_bytes_saved
     # A stock backend, from the command line.
     url, output = servers["reference"].url, tmp_path / "records.json"
-    flags = f"--url {url} --trace {path} --sessions 3 --think-factor 2 --from-start --output {output}"
+    flags = f"--url {url} --trace {path} --sessions 3 --think-factor 2 --from-start --warm-up 0 --output {output}"
     monkeypatch.setattr(sys, "argv", ["agentic.py", *flags.split()])
     monkeypatch.setattr("signal.signal", lambda *_: None)
     agentic.main()
@@ -274,6 +274,9 @@ def test_agents_sessions_are_replayed(
     longer = [*sessions, agentic.Session(9, 330, 90, [Turn(300, 7500)])]
     record = asyncio.run(agentic.replay(server.url, longer, load))
     assert 1 <= record.turns <= 4 and record.failed == 0 and record.seconds < 20
+    # What was sent while the cache was filled does not count.
+    record = asyncio.run(agentic.replay(server.url, sessions, agentic.Load(3, 60, 2, from_start=True, warm_up=0.5)))
+    assert 1 <= record.turns < 11 and record.failed == 0 and record.cached_tokens > 0.5 * record.prompt_tokens
     # Sessions begin somewhere, and the sub-agent is started before or not at all.
     record = asyncio.run(agentic.replay(server.url, sessions, agentic.Load(3, think_factor=1000, seed=1)))
     assert 3 <= record.turns + record.left_out < 12 and record.failed == 0
