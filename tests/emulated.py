@@ -133,7 +133,7 @@ class Decoder(cuda.Decoder):
         self._module.plant(-1 if planted is None else changes.index(planted))
         self._no_sinks = torch.empty(0, dtype=torch.bfloat16)
         self._no_masks = torch.empty(0, 0, dtype=torch.int64)
-        self._no_records = torch.empty(0, 0, 0, dtype=torch.uint8)
+        self._no_records = self._no_rope = torch.empty(0, 0, 0, dtype=torch.uint8)
         self.workers = WORKERS
         self.seed(0)
 

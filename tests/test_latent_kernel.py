@@ -105,6 +105,10 @@ def test_q_in_two_tensors(arch: str) -> None:
     assert torch.equal(whole.out, right)
     with pytest.raises(ValueError, match="q_rope"):
         whole.decoder.decode(q, case.kv, case.tables, case.scores(), whole.out, whole.plan, whole.partial, whole.lse)
+    with pytest.raises(ValueError, match="q_rope is for .* this q has 576 of 576"):
+        whole.decoder.decode(
+            case.q, case.kv, case.tables, case.scores(), whole.out, whole.plan, whole.partial, whole.lse, q_rope=q_rope
+        )
     case.v = case.v.contiguous()
     with pytest.raises(ValueError, match="first columns of k"):
         whole.decode()

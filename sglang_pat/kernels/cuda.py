@@ -207,7 +207,7 @@ class Decoder:
         self._module = _load(variant)
         self._no_sinks = torch.empty(0, dtype=torch.bfloat16, device=device)
         self._no_masks = torch.empty(0, 0, dtype=torch.int64, device=device)
-        self._no_records = torch.empty(0, 0, 0, dtype=torch.uint8, device=device)
+        self._no_records = self._no_rope = torch.empty(0, 0, 0, dtype=torch.uint8, device=device)
         self.workers: int = self._module.workers(device.index or 0)
 
     def load(self, to: torch.Tensor, plan: torch.Tensor, copied: int) -> None:
@@ -293,5 +293,5 @@ class Decoder:
             k, v, self._no_records if kv.pages is None else kv.pages.records, kv.v_scale,
             tables.req_to_token, tables.rows, tables.seq_lens, self._no_masks if tables.masks is None else tables.masks,
             scores.scale * kv.k_scale, scores.logit_cap, self._no_sinks if scores.sinks is None else scores.sinks,
-            self._window, self._tile_rows, merge, overlap, early, alike, q if q_rope is None else q_rope,
+            self._window, self._tile_rows, merge, overlap, early, alike, self._no_rope if q_rope is None else q_rope,
         )  # fmt: skip
