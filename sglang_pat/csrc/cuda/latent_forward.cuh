@@ -10,8 +10,7 @@
 
 namespace pat {
 
-constexpr int kLatentNarrowM = 32;                                       // rows of the largest narrow item
-constexpr int kLatentPublished = kWarpgroupBarrier + kLatentWarpgroups;  // a named barrier for each warpgroup's tiles
+constexpr int kLatentNarrowM = 32;  // rows of the largest narrow item
 // Registers of a thread. A CTA starts with multiples of eight for each, and has no more later.
 constexpr int kLatentFirstRegisters = 65536 / kLatentThreads / 8 * 8;
 constexpr int kLatentLoadRegisters = kHas8BitKv ? 72 : 56;  // what is converted waits in registers
@@ -26,7 +25,7 @@ __device__ __forceinline__ void run_latent_item(const Params& p, const Item& ite
   const int tiles = tiles_of(item.tokens);
   int left = item.tokens - warpgroup * kTokens;
   const auto stages = [&](int tile) { return LatentStages(memory.barriers.ring, unsigned(first + tile)); };
-  const auto wait_published = [&] { sync_threads(kLatentPublished + 1 - warpgroup, kLatentComputing); };
+  const auto wait_published = [&] { sync_threads(kPublishedBarrier + 1 - warpgroup, kLatentComputing); };
   const auto release = [&](const LatentStages& stages) { stages.release(warpgroup), stages.release(kRope); };
   int tile = warpgroup;
 #pragma unroll 1
@@ -43,7 +42,7 @@ __device__ __forceinline__ void run_latent_item(const Params& p, const Item& ite
     }
     rows.weigh(left, item);
     rows.publish(own);
-    arrive_threads(kLatentPublished + warpgroup, kLatentComputing);
+    arrive_threads(kPublishedBarrier + warpgroup, kLatentComputing);
     wgmma_wait<0>();  // by everyone, or ptxas would serialize the products
     if (tile > 0) release(before);
     rows.start_own_values(own);

@@ -13,7 +13,7 @@
 
 namespace pat {
 
-constexpr int kLatentWarpgroups = 2, kLatentProducers = 4 * kWarpSize;
+constexpr int kLatentProducers = 4 * kWarpSize;
 constexpr int kLatentComputing = kLatentWarpgroups * kWarpgroupThreads;
 constexpr int kLatentThreads = kLatentComputing + kLatentProducers;
 constexpr int kLatentItems = 64;  // looked up at a time: memory is scarce
