@@ -35,7 +35,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         dtype: Dtype of Q, a key of TYPES.
         kv: Dtype of KV: the same, or a key of KV_NAMES. If KV is in pages of few bits, it is that of the tokens behind them.
         head_dim: K's, one of `capabilities.HEAD_DIMS`.
-        v_head_dim: V's: the same, or as in `capabilities.UNEQUAL_HEAD_DIMS`.
+        v_head_dim: V's: the same, or as in `capabilities.UNEQUAL_HEAD_DIMS`. Of latents both are as in `capabilities.LATENT_DIMS`.
         arch: Compute capability, such as `8.0` or `9.0a`.
         query_tiles: Every m that the forward kernel runs.
         sinks: Whether heads have attention sinks.
@@ -79,7 +79,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         """
         low_bit = spec.kv.is_low_bit
         if spec.latent:
-            refusal = capabilities.latents_problem(spec)
+            refusal = capabilities.latent_spec_problem(spec)
         else:
             refusal = capabilities.pages_problem(spec, arch, limits) if low_bit else capabilities.refusal(spec, "cuda")
         if refusal is not None:
@@ -262,9 +262,9 @@ class Decoder:
         Whatever may change between replays of a graph is read on the device. All tensors are on the GPU.
 
         Args:
-            q: [tokens, heads, head_dim], the plan's batch first. A query is one token or, with masks, the consecutive tokens of a draft. With
+            q: [tokens, heads, head_dim], or with `q_rope` [tokens, heads, v_head_dim]; the plan's batch first. A query is one token or, with masks, the consecutive tokens of a draft. With
                 8-bit KV, Q is multiplied in float16; values beyond its range are clamped.
-            kv: Of the spec's format; V has no scale unless it has 8 bits. With pages, the plan's bounds must be multiples of 64, as `PackConfig.of` has
+            kv: Of the spec's format; V has no scale unless it has 8 bits. Of latents V is a view of K's first columns. With pages, the plan's bounds must be multiples of 64, as `PackConfig.of` has
                 them, but for the ends of requests.
             tables: With masks if the spec's queries are drafts. A query then has the heads of all its tokens.
             scores: With sinks, in bfloat16, and a logit cap if the spec has them.
@@ -277,7 +277,7 @@ class Decoder:
             early: Launch forward before the previous kernel on the stream ends, likewise, so that it looks up its work items meanwhile. That
                 kernel must not write the plan or the tables.
             alike: Merge a query's parts in the same order in every batch.
-            q_rope: [tokens, heads, head_dim - v_head_dim], with latents only: the rest of Q's columns, if `q` has just the first `v_head_dim`.
+            q_rope: [tokens, heads, head_dim - v_head_dim], with latents only: the rest of Q's columns, which `q` then lacks.
 
         Raises:
             ValueError: A tensor's device, dtype, shape or stride is not as above.

@@ -11,26 +11,26 @@
 namespace pat {
 
 constexpr int kLatentNarrowM = 32;  // rows of the largest narrow item
-// Registers of a thread. A CTA starts with multiples of eight for each, and has no more later.
+// Registers of a thread. setmaxnreg takes multiples of eight, and the pool is what the CTA started with.
 constexpr int kLatentFirstRegisters = 65536 / kLatentThreads / 8 * 8;
 constexpr int kLatentLoadRegisters = kHas8BitKv ? 72 : 56;  // what is converted waits in registers
 constexpr int kLatentComputeRegisters =
     (kLatentFirstRegisters * kLatentThreads - kLatentLoadRegisters * kLatentProducers) / kLatentComputing / 8 * 8;
 
-// Runs a wide or narrow item, by one of the two warpgroups. `first` counts KV tiles that went through the ring before.
+// Runs a wide or narrow item, by one of the two warpgroups; so many KV tiles went through the ring before.
 template <typename Rows, typename Memory>
 __device__ __forceinline__ void run_latent_item(const Params& p, const Item& item, Memory& memory, int warpgroup,
-                                                int first) {
+                                                int tiles_before) {
   Rows rows(p, memory, warpgroup);
   const int tiles = tiles_of(item.tokens);
   int left = item.tokens - warpgroup * kTokens;
-  const auto stages = [&](int tile) { return LatentStages(memory.barriers.ring, unsigned(first + tile)); };
+  const auto stages_of = [&](int tile) { return LatentStages(memory.barriers.ring, unsigned(tiles_before + tile)); };
   const auto wait_published = [&] { sync_threads(kPublishedBarrier + 1 - warpgroup, kLatentComputing); };
   const auto release = [&](const LatentStages& stages) { stages.release(warpgroup), stages.release(kRope); };
   int tile = warpgroup;
 #pragma unroll 1
   for (; tile < tiles; tile += kLatentWarpgroups) {
-    const LatentStages own = stages(tile), before = stages(tile - 1);
+    const LatentStages own = stages_of(tile), before = stages_of(tile - 1);
     rows.start_scores(own);
     if (tile > 0) {
       wait_published();
@@ -52,7 +52,7 @@ __device__ __forceinline__ void run_latent_item(const Params& p, const Item& ite
   }
   // The other warpgroup may have the last tile.
   if (tile == tiles && tiles > 0) {
-    const LatentStages last = stages(tiles - 1);
+    const LatentStages last = stages_of(tiles - 1);
     wait_published();
     rows.receive(last);
     rows.start_others_values(last);

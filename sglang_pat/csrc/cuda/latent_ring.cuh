@@ -69,7 +69,8 @@ struct LatentMemory {
   uint64_t masks[Variant::kMasks ? kWarpgroupRows : 1];
   int behind[Variant::kLimits ? kWarpgroupRows : 1];
   float row_max[kLatentWarpgroups][kWarpgroupRows];  // of a row up to the last tile of each warpgroup
-  float sums[kLatentWarpgroups][kWarpgroupWarps][kWarpgroupRows];
+  // Of a row by each warp, for the others: maxima of a tile, in the end sums.
+  float exchange[kLatentWarpgroups][kWarpgroupWarps][kWarpgroupRows];
   LatentBarriers barriers;
   AssignedItems<kLatentItems> assigned;
 };
@@ -80,20 +81,20 @@ class LatentStages {
  public:
   // Of tile number `tile`, counted over all that went through the ring.
   __device__ LatentStages(RingBarriers<kLatentTiles * kPieces>& barriers, unsigned tile)
-      : barriers_(barriers), slot_(int(tile % kLatentTiles)), phase_(int(tile / kLatentTiles % 2)) {}
+      : barriers_(barriers), place_(int(tile % kLatentTiles)), phase_(int(tile / kLatentTiles % 2)) {}
 
-  __device__ int slot() const { return slot_; }
+  __device__ int place() const { return place_; }
   __device__ void wait_full(int piece) const {
-    wait_barrier(shared_address(&barriers_.full[slot_ * kPieces + piece]), phase_);
+    wait_barrier(shared_address(&barriers_.full[place_ * kPieces + piece]), phase_);
   }
   // This warp is done with a piece.
   __device__ void release(int piece) const {
-    if (lane_id() == 0) arrive(shared_address(&barriers_.empty[slot_ * kPieces + piece]));
+    if (lane_id() == 0) arrive(shared_address(&barriers_.empty[place_ * kPieces + piece]));
   }
 
  private:
   RingBarriers<kLatentTiles * kPieces>& barriers_;
-  int slot_, phase_;
+  int place_, phase_;
 };
 
 // Copies Q of an item to shared memory, by the producer warps: 8 threads a row of a panel.
