@@ -82,7 +82,11 @@ class LatentWideRows {
     rescale<kOutputs>(o_, correction);
   }
 
-  __device__ __forceinline__ void start_others_values(const LatentStages& stages) { start_values(stages, others_); }
+  __device__ __forceinline__ void start_others_values(const LatentStages& stages) {
+    stages.wait_full(warpgroup_);
+    fence_async_proxy();
+    start_values(stages, others_);
+  }
   // O has to be complete up to the tile before.
   __device__ __forceinline__ void start_own_values(const LatentStages& stages) {
     rescale<kOutputs>(o_, correction_);
@@ -121,8 +125,6 @@ class LatentWideRows {
   }
 
   __device__ __forceinline__ void start_values(const LatentStages& stages, const uint32_t (&weights)[kTokenSteps][4]) {
-    stages.wait_full(warpgroup_);
-    fence_async_proxy();
     const uint32_t b =
         panel_descriptor(tile_address(stages)) + descriptor_offset(kPanelBytes) * uint32_t(warpgroup_ * Sizes::kHalfPanels);
     wgmma_fence();
