@@ -127,7 +127,7 @@ def test_q_in_two_tensors(arch: str) -> None:
     assert torch.equal(whole.out, right)
     with pytest.raises(ValueError, match="q_rope"):
         whole.decoder.decode(q, case.kv, case.tables, case.scores(), whole.out, whole.plan, whole.partial, whole.lse)
-    with pytest.raises(ValueError, match="q_rope is for .* this q has 576 of 576"):
+    with pytest.raises(ValueError, match=r"q_rope is for .* this q has 576 of 576"):
         whole.decoder.decode(
             case.q, case.kv, case.tables, case.scores(), whole.out, whole.plan, whole.partial, whole.lse, q_rope=q_rope
         )

@@ -189,8 +189,7 @@ inline void store_matrices(const uint32_t (&r)[4], uint32_t to) {
   const Stored own = {to, {r[0], r[1], r[2], r[3]}};
   machine->together<int>(own, [](const Stored(&in)[32], int (&)[32]) {
     for (int lane = 0; lane < 32; ++lane)
-      for (int i = 0; i < 4; ++i)
-        std::memcpy(machine->written(in[8 * i + lane / 4].to) + lane % 4 * 4, &in[lane].r[i], 4);
+      for (int i = 0; i < 4; ++i) std::memcpy(machine->written(in[8 * i + lane / 4].to) + lane % 4 * 4, &in[lane].r[i], 4);
   });
 }
 
