@@ -38,8 +38,8 @@ FLAGS = [
     "-Wl,-Bsymbolic-functions",
 ]
 
-Change = tuple[str, str, str]
-"""A file of csrc/cuda, a text that is there once, and what to put in its place. Either both are whole expressions, or statements, each with its `;`.
+Change = tuple[str, ...]
+"""A file of csrc/cuda, a text that is there once, and what to put in its place; perhaps more such pairs. Either both are whole expressions, or statements, each with its `;`.
 Statements that both begin or end with only say where the others are, and may be cut off."""
 
 FOLDER = "PAT_EMULATED"
@@ -66,19 +66,24 @@ def _overlay(folder: Path, changes: Sequence[Change]) -> Path:
             continue
         own = EMULATOR / path.name
         (folder / path.relative_to(jit.CSRC)).symlink_to(own if own.exists() else path)
-    for name in {name for name, _, _ in changes}:
+    for name in {name for name, *_ in changes}:
         (folder / "cuda" / name).unlink()
         (folder / "cuda" / name).write_text(with_changes(name, changes))
     return folder
+
+
+def pairs(change: Change) -> list[tuple[str, str]]:
+    """A change's texts, each with its replacement."""
+    return list(zip(change[1::2], change[2::2], strict=True))
 
 
 def with_changes(name: str, changes: Sequence[Change]) -> str:
     """A file of csrc/cuda with all of these changes that are in it. Each is made while its number is `planted` (tests/emulator/state.h)."""
     source = (jit.CSRC / "cuda" / name).read_text()
     switches: dict[tuple[int, int], str] = {}
-    for number, (file, text, replacement) in enumerate(changes):
-        if file != name:
-            continue
+    for number, text, replacement in (
+        (number, *pair) for number, change in enumerate(changes) if change[0] == name for pair in pairs(change)
+    ):
         assert source.count(text) == 1, f"{name} has {source.count(text)} times {text!r}"
         old, new = re.split("(?<=;)", text), re.split("(?<=;)", replacement)
         begin = source.index(text)
@@ -133,7 +138,7 @@ class Decoder(cuda.Decoder):
         self._module.plant(-1 if planted is None else changes.index(planted))
         self._no_sinks = torch.empty(0, dtype=torch.bfloat16)
         self._no_masks = torch.empty(0, 0, dtype=torch.int64)
-        self._no_records = torch.empty(0, 0, 0, dtype=torch.uint8)
+        self._no_records = self._no_rope = torch.empty(0, 0, 0, dtype=torch.uint8)
         self.workers = WORKERS
         self.seed(0)
 

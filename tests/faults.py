@@ -127,6 +127,12 @@ CHANGES: dict[str, emulated.Change] = {
         "latent_narrow.cuh", f"{GROUP_MEETS}\n#pragma unroll\n    for (int i = 0;", "\n#pragma unroll\n    for (int i = 0;",
     ),
     "latents, narrow: weights are multiplied before all are there": ("latent_narrow.cuh", f"fence_async_proxy();\n    {GROUP_MEETS}", "fence_async_proxy();"),
+    "latents, narrow: weights are not made visible to products": (
+        "latent_narrow.cuh", f"fence_async_proxy();\n    {GROUP_MEETS}", f"\n    {GROUP_MEETS}",
+        "fence_async_proxy();\n    const uint32_t tile", "\n    const uint32_t tile",
+    ),
+    "latents, narrow: what was summed up is not made smaller by the other group": ("latent_narrow.cuh", "rescale_output(correction);", ""),
+    "latents, narrow: what was summed up is not made smaller by the own group": ("latent_narrow.cuh", "rescale_output(correction_);", ""),
     "latents, narrow: groups add up before both have written": ("latent_narrow.cuh", "sync_threads(kWideBarrier, kLatentComputing);", ""),
     "latents, narrow: columns are written before all are there": (
         "latent_narrow.cuh", f"{GROUP_MEETS}\n    constexpr int kChunks = Sizes::kHalfPanels * 8;", "\n    constexpr int kChunks = Sizes::kHalfPanels * 8;",

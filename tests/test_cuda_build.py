@@ -120,6 +120,18 @@ PREFETCHED = 64 << 10
 """Bytes of a kernel that a GPU fetches when it starts (benchmarks/notes/code-placement.md, "Where code lies in memory")."""
 
 
+def places_in_forward(spec: AttentionSpec, folder: Path, instructions: str) -> dict[str, list[int]]:
+    """Where in Hopper's forward kernel instructions are that begin as a pattern says, in bytes."""
+    resources.compile_to(folder, cuda.Variant.of(spec, "9.0a"))
+    command = [sass.CUOBJDUMP, "-sass", folder / "module.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    forward = next(part for part in said.split("Function : ") if re.match(r"_ZN3pat\d+forward", part))
+    places: dict[str, list[int]] = {}
+    for place, instruction in re.findall(rf"/\*([0-9a-f]{{4,}})\*/ +(?:@!?U?P\d )?({instructions})", forward):
+        places.setdefault(instruction, []).append(int(place, 16))
+    return places
+
+
 @compiles
 @pytest.mark.parametrize(
     ("tokens", "first"),
@@ -133,18 +145,23 @@ PREFETCHED = 64 << 10
 def test_what_small_batches_run_lies_where_it_is_prefetched(tokens: int, first: dict[str, int], tmp_path: Path) -> None:
     """Items of 8 rows and most of wide ones, or with drafts wide ones; and in front of both the warps that load."""
     spec = msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=4, query_tokens=tokens)
-    resources.compile_to(tmp_path, cuda.Variant.of(spec, "9.0a"))
-    command = [sass.CUOBJDUMP, "-sass", tmp_path / "module.cubin"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    forward = next(part for part in said.split("Function : ") if part.startswith("_ZN3pat7forward"))
-    places: dict[str, list[int]] = {}
-    for place, instruction in re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\d )?(\w+)", forward):
-        places.setdefault(instruction, []).append(int(place, 16))
+    places = places_in_forward(spec, tmp_path, r"\w+")
     for instruction, count in first.items():
         assert len(places[instruction]) >= count
         assert places[instruction][count - 1] < PREFETCHED, instruction
     # The first copies to shared memory are those of the warps that load.
     assert places["LDGSTS"][20] < min(places[instruction][0] for instruction in first)
+
+
+@compiles
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_what_small_batches_of_latents_run_lies_where_it_is_prefetched(tokens: int, tmp_path: Path) -> None:
+    """All of the warps that load, and behind them items of 8 and 16 rows."""
+    spec = AttentionSpec(16, 1, *capabilities.LATENT_DIMS[0], FORMATS["bfloat16"], query_tokens=tokens, latent=True)
+    places = places_in_forward(spec, tmp_path, r"LDGSTS|HGMMA\.64x\d+x16")
+    assert set(places) == {"LDGSTS", *(f"HGMMA.64x{n}x16" for n in (8, 16, 32, 64))}
+    assert places["LDGSTS"][-1] < places["HGMMA.64x8x16"][0]
+    assert places["HGMMA.64x8x16"][-1] < places["HGMMA.64x16x16"][0] <= places["HGMMA.64x16x16"][-1] < PREFETCHED
 
 
 @compiles
@@ -179,6 +196,9 @@ def test_latents_compile_without_spills(arch: str, dims: int, dtype: str, change
     print(found)
     assert found.spill_bytes == 0 and not found.serialized
     assert 0 < found.shared_bytes <= SHARED_LIMIT[arch]
+    if arch == "9.0a":
+        # With fewer its 384 threads would have too few to trade, and would wait for them for ever (csrc/cuda/latent_forward.cuh).
+        assert found.registers == 168
 
 
 @compiles

@@ -40,9 +40,13 @@ def with_planted(number: int, source: str) -> str:
 def test_planted_is_what_the_change_says_and_nothing_else() -> None:
     # The last one is where another one is.
     changes = [*faults.FAULTS, ("convert.cuh", "cursor_.wait_empty();", "cursor_.wait_full();")]
-    for number, (name, text, replacement) in enumerate(changes):
+    for number, change in enumerate(changes):
+        name = change[0]
         source, switched = (jit.CSRC / "cuda" / name).read_text(), emulated.with_changes(name, changes)
-        assert with_planted(number, switched) == source.replace(text, replacement) != source
+        changed = source
+        for text, replacement in emulated.pairs(change):
+            changed = changed.replace(text, replacement)
+        assert with_planted(number, switched) == changed != source
         assert with_planted(len(changes), switched) == source
 
 

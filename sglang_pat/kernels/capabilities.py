@@ -91,10 +91,12 @@ def tiles_of(spec: AttentionSpec, arch: str) -> tuple[int, ...]:
     return latent_query_tiles(arch) if spec.latent else query_tiles(arch, spec.head_dim, spec.kv.bits)
 
 
-def latents_problem(spec: AttentionSpec) -> str | None:
+def latent_spec_problem(spec: AttentionSpec) -> str | None:
     """What in a spec with latents the CUDA kernels cannot compute. No server runs them yet (`refusal`)."""
     if (spec.head_dim, spec.v_head_dim) not in LATENT_DIMS or spec.kv_heads != 1:
-        return f"latents of {spec.kv_heads} KV heads with {spec.head_dim} (K) and {spec.v_head_dim} (V) columns"
+        known = " or ".join(f"{dim} and {v_dim}" for dim, v_dim in LATENT_DIMS)
+        wanted = f"{spec.kv_heads} KV heads with {spec.head_dim} (K) and {spec.v_head_dim} (V) columns"
+        return f"latents of {wanted} (one KV head with {known} is)"
     if spec.kv.name not in (*CUDA_DTYPES, *FP8.values()):
         return f"latents of {spec.kv.name}"
     return None

@@ -35,7 +35,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         dtype: Dtype of Q, a key of TYPES.
         kv: Dtype of KV: the same, or a key of KV_NAMES. If KV is in pages of few bits, it is that of the tokens behind them.
         head_dim: K's, one of `capabilities.HEAD_DIMS`.
-        v_head_dim: V's: the same, or as in `capabilities.UNEQUAL_HEAD_DIMS`.
+        v_head_dim: V's: the same, or as in `capabilities.UNEQUAL_HEAD_DIMS`. Of latents both are as in `capabilities.LATENT_DIMS`.
         arch: Compute capability, such as `8.0` or `9.0a`.
         query_tiles: Every m that the forward kernel runs.
         sinks: Whether heads have attention sinks.
@@ -79,7 +79,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         """
         low_bit = spec.kv.is_low_bit
         if spec.latent:
-            refusal = capabilities.latents_problem(spec)
+            refusal = capabilities.latent_spec_problem(spec)
         else:
             refusal = capabilities.pages_problem(spec, arch, limits) if low_bit else capabilities.refusal(spec, "cuda")
         if refusal is not None:
@@ -207,7 +207,7 @@ class Decoder:
         self._module = _load(variant)
         self._no_sinks = torch.empty(0, dtype=torch.bfloat16, device=device)
         self._no_masks = torch.empty(0, 0, dtype=torch.int64, device=device)
-        self._no_records = torch.empty(0, 0, 0, dtype=torch.uint8, device=device)
+        self._no_records = self._no_rope = torch.empty(0, 0, 0, dtype=torch.uint8, device=device)
         self.workers: int = self._module.workers(device.index or 0)
 
     def load(self, to: torch.Tensor, plan: torch.Tensor, copied: int) -> None:
@@ -262,9 +262,9 @@ class Decoder:
         Whatever may change between replays of a graph is read on the device. All tensors are on the GPU.
 
         Args:
-            q: [tokens, heads, head_dim], the plan's batch first. A query is one token or, with masks, the consecutive tokens of a draft. With
+            q: [tokens, heads, head_dim], or with `q_rope` [tokens, heads, v_head_dim]; the plan's batch first. A query is one token or, with masks, the consecutive tokens of a draft. With
                 8-bit KV, Q is multiplied in float16; values beyond its range are clamped.
-            kv: Of the spec's format; V has no scale unless it has 8 bits. With pages, the plan's bounds must be multiples of 64, as `PackConfig.of` has
+            kv: Of the spec's format; V has no scale unless it has 8 bits. Of latents V is a view of K's first columns. With pages, the plan's bounds must be multiples of 64, as `PackConfig.of` has
                 them, but for the ends of requests.
             tables: With masks if the spec's queries are drafts. A query then has the heads of all its tokens.
             scores: With sinks, in bfloat16, and a logit cap if the spec has them.
@@ -277,7 +277,7 @@ class Decoder:
             early: Launch forward before the previous kernel on the stream ends, likewise, so that it looks up its work items meanwhile. That
                 kernel must not write the plan or the tables.
             alike: Merge a query's parts in the same order in every batch.
-            q_rope: [tokens, heads, head_dim - v_head_dim], with latents only: the rest of Q's columns, if `q` has just the first `v_head_dim`.
+            q_rope: [tokens, heads, head_dim - v_head_dim], with latents only: the rest of Q's columns, which `q` then lacks.
 
         Raises:
             ValueError: A tensor's device, dtype, shape or stride is not as above.
@@ -293,5 +293,5 @@ class Decoder:
             k, v, self._no_records if kv.pages is None else kv.pages.records, kv.v_scale,
             tables.req_to_token, tables.rows, tables.seq_lens, self._no_masks if tables.masks is None else tables.masks,
             scores.scale * kv.k_scale, scores.logit_cap, self._no_sinks if scores.sinks is None else scores.sinks,
-            self._window, self._tile_rows, merge, overlap, early, alike, q if q_rope is None else q_rope,
+            self._window, self._tile_rows, merge, overlap, early, alike, self._no_rope if q_rope is None else q_rope,
         )  # fmt: skip

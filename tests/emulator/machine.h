@@ -55,7 +55,7 @@ class Machine {
     error_.clear();
     for (auto& threads : ready_) threads.clear();
     waiting_.clear();
-    show_copies();
+    fence();
     for_registers_.clear();
     free_registers_ = 0;
     while (stacks_.size() < threads) stacks_.push_back(std::make_unique<Stack>());
@@ -221,12 +221,17 @@ class Machine {
     std::memset(shared(to, bytes), 0xff, bytes);
     ask({Pending::kCopy, to, from, bytes});
   }
-  // Products see what has been copied only behind a fence, whoever executes it.
-  void show_copies() { ++fences_; }
+  // Products see what has been copied or stored only behind a fence, whoever executes it.
+  void fence() { ++fences_; }
+  // Where 16 bytes are written.
+  uint8_t* written(uint32_t address) {
+    written_[address / 16] = fences_;
+    return shared(address, 16);
+  }
   // What a product reads.
   uint8_t* shown(uint32_t address) {
     uint8_t* const there = shared(address, 16);
-    if (copied_[address / 16] == fences_) fail("a product reads a copy in front of a fence");
+    if (written_[address / 16] == fences_) fail("a product reads in front of a fence what was written");
     return there;
   }
   void commit_copies() { ask({Pending::kCommit}); }
@@ -308,7 +313,7 @@ class Machine {
   void finish(const Pending& one) {
     if (one.kind == Pending::kArrive) arrive(one.to);
     if (one.kind != Pending::kCopy) return;
-    copied_[one.to / 16] = fences_;
+    written_[one.to / 16] = fences_;
     if (one.from == nullptr)
       std::memset(shared(one.to, one.bytes), 0, one.bytes);
     else
@@ -375,7 +380,7 @@ class Machine {
   int free_registers_ = 0;
   std::unordered_map<uint32_t, std::vector<Thread*>> waiting_;
   uint64_t fences_ = 1;
-  uint64_t copied_[kSharedBytes / 16] = {};  // of 16 bytes of shared memory each: fences before they were copied
+  uint64_t written_[kSharedBytes / 16] = {};  // of 16 bytes of shared memory each: fences before they were
 };
 
 inline thread_local Machine* machine = nullptr;

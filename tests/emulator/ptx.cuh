@@ -125,7 +125,7 @@ void wait_copies() {
   machine->wait_copies(kPending);
 }
 
-inline void fence_async_proxy() { machine->show_copies(); }
+inline void fence_async_proxy() { machine->fence(); }
 inline void launch_dependents() {}
 inline void wait_for_primary() {}
 
@@ -189,8 +189,7 @@ inline void store_matrices(const uint32_t (&r)[4], uint32_t to) {
   const Stored own = {to, {r[0], r[1], r[2], r[3]}};
   machine->together<int>(own, [](const Stored(&in)[32], int (&)[32]) {
     for (int lane = 0; lane < 32; ++lane)
-      for (int i = 0; i < 4; ++i)
-        std::memcpy(machine->shared(in[8 * i + lane / 4].to, 16) + lane % 4 * 4, &in[lane].r[i], 4);
+      for (int i = 0; i < 4; ++i) std::memcpy(machine->written(in[8 * i + lane / 4].to) + lane % 4 * 4, &in[lane].r[i], 4);
   });
 }
 
@@ -204,7 +203,7 @@ inline void store_matrices_transposed(uint32_t first, uint32_t second, uint32_t 
       for (int i = 0; i < 2; ++i)
         for (int j = 0; j < 2; ++j) {
           const uint16_t bits = uint16_t(in[lane].r[i] >> 16 * j);
-          std::memcpy(machine->shared(in[8 * i + lane % 4 * 2 + j].to, 16) + lane / 4 * 2, &bits, 2);
+          std::memcpy(machine->written(in[8 * i + lane % 4 * 2 + j].to) + lane / 4 * 2, &bits, 2);
         }
   });
 }

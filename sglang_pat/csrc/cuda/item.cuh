@@ -77,6 +77,11 @@ template <typename T>
 __device__ __forceinline__ uint32_t source_of(const Params& p, const TokenHead& at) {
   return uint32_t((at.token * p.q_token + at.head * p.q_head) / kSourceElements<T>);
 }
+// Of its rope, with Variant::kLatent.
+template <typename T>
+__device__ __forceinline__ uint32_t rope_source_of(const Params& p, const TokenHead& at) {
+  return uint32_t((at.token * p.rope_token + at.head * p.rope_head) / kSourceElements<T>);
+}
 
 // The row of Q for a row of the tile that belongs to `query`.
 template <typename T>

@@ -10,28 +10,27 @@
 
 namespace pat {
 
-constexpr int kLatentNarrowM = 32;                                       // rows of the largest narrow item
-constexpr int kLatentPublished = kWarpgroupBarrier + kLatentWarpgroups;  // a named barrier for each warpgroup's tiles
-// Registers of a thread. A CTA starts with multiples of eight for each, and has no more later.
+constexpr int kLatentNarrowM = 32;  // rows of the largest narrow item
+// Registers of a thread. setmaxnreg takes multiples of eight, and the pool is what the CTA started with.
 constexpr int kLatentFirstRegisters = 65536 / kLatentThreads / 8 * 8;
 constexpr int kLatentLoadRegisters = kHas8BitKv ? 72 : 56;  // what is converted waits in registers
 constexpr int kLatentComputeRegisters =
     (kLatentFirstRegisters * kLatentThreads - kLatentLoadRegisters * kLatentProducers) / kLatentComputing / 8 * 8;
 
-// Runs a wide or narrow item, by one of the two warpgroups. `first` counts KV tiles that went through the ring before.
+// Runs a wide or narrow item, by one of the two warpgroups; so many KV tiles went through the ring before.
 template <typename Rows, typename Memory>
 __device__ __forceinline__ void run_latent_item(const Params& p, const Item& item, Memory& memory, int warpgroup,
-                                                int first) {
+                                                int tiles_before) {
   Rows rows(p, memory, warpgroup);
   const int tiles = tiles_of(item.tokens);
   int left = item.tokens - warpgroup * kTokens;
-  const auto stages = [&](int tile) { return LatentStages(memory.barriers.ring, unsigned(first + tile)); };
-  const auto wait_published = [&] { sync_threads(kLatentPublished + 1 - warpgroup, kLatentComputing); };
+  const auto stages_of = [&](int tile) { return LatentStages(memory.barriers.ring, unsigned(tiles_before + tile)); };
+  const auto wait_published = [&] { sync_threads(kPublishedBarrier + 1 - warpgroup, kLatentComputing); };
   const auto release = [&](const LatentStages& stages) { stages.release(warpgroup), stages.release(kRope); };
   int tile = warpgroup;
 #pragma unroll 1
   for (; tile < tiles; tile += kLatentWarpgroups) {
-    const LatentStages own = stages(tile), before = stages(tile - 1);
+    const LatentStages own = stages_of(tile), before = stages_of(tile - 1);
     rows.start_scores(own);
     if (tile > 0) {
       wait_published();
@@ -43,7 +42,7 @@ __device__ __forceinline__ void run_latent_item(const Params& p, const Item& ite
     }
     rows.weigh(left, item);
     rows.publish(own);
-    arrive_threads(kLatentPublished + warpgroup, kLatentComputing);
+    arrive_threads(kPublishedBarrier + warpgroup, kLatentComputing);
     wgmma_wait<0>();  // by everyone, or ptxas would serialize the products
     if (tile > 0) release(before);
     rows.start_own_values(own);
@@ -53,7 +52,7 @@ __device__ __forceinline__ void run_latent_item(const Params& p, const Item& ite
   }
   // The other warpgroup may have the last tile.
   if (tile == tiles && tiles > 0) {
-    const LatentStages last = stages(tiles - 1);
+    const LatentStages last = stages_of(tiles - 1);
     wait_published();
     rows.receive(last);
     rows.start_others_values(last);
@@ -63,6 +62,41 @@ __device__ __forceinline__ void run_latent_item(const Params& p, const Item& ite
   rows.finish();
 }
 
+// The items of one look-up, by one of the two warpgroups.
+template <typename T, typename Kv, int kDim, int kVDim, int kMs>
+__device__ __forceinline__ void run_latent_items(const Params& p, const Items<kLatentItems>& items,
+                                                 LatentMemory<kDim, kVDim>& memory) {
+  const int warpgroup = __shfl_sync(~0u, thread_of_cta() / kWarpgroupThreads, 0);
+  QueryCursor<1> queries(memory.barriers.queries);
+  int tiles_before = 0;
+  while (queries.item() < items.count(kWide)) {
+    const Item& item = items.get(kWide, queries.item());
+    const auto narrow = [&](auto m) {
+      if constexpr ((kMs & tile_bit(m)) != 0)
+        run_latent_item<LatentNarrowRows<T, Kv, kDim, kVDim, m>>(p, item, memory, warpgroup, tiles_before);
+    };
+    queries.wait_full();
+    fence_async_proxy();
+    const int m = __shfl_sync(~0u, int(item.m), 0);
+    if (m == kWarpgroupRows) {
+      if constexpr ((kMs & tile_bit(kWarpgroupRows)) != 0)
+        run_latent_item<LatentWideRows<T, Kv, kDim, kVDim>>(p, item, memory, warpgroup, tiles_before);
+    } else if (m == kLatentNarrowM) {
+      narrow(std::integral_constant<int, kLatentNarrowM>());
+    } else if (m == kNarrowM) {
+      narrow(std::integral_constant<int, kNarrowM>());
+    } else {
+      narrow(std::integral_constant<int, kSingleM>());
+    }
+    tiles_before += tiles_of(item.tokens);
+    arrive(queries.empty_barrier());
+    queries.advance();
+  }
+}
+
+// Branches stand in reverse order, as in forward.cuh, so that what small batches run comes first in memory: look-up,
+// producers, items of 8, 16 and 32 rows, wide ones, and last the look-up of more items. A loop around both roles with one
+// look-up makes ptxas serialize the products of wide items.
 template <typename T, typename Kv, int kDim, int kVDim, int kMs>
 __global__ void __launch_bounds__(kLatentThreads, 1) forward_latents(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
@@ -74,43 +108,23 @@ __global__ void __launch_bounds__(kLatentThreads, 1) forward_latents(const __gri
   Items<kLatentItems> items(p, memory.assigned);
   items.template look_up<1, kLatentThreads>(0, kMs);
   wait_for_primary();
-  if (thread_of_cta() >= kLatentComputing) {
-    shrink_registers<kLatentLoadRegisters>();
-    while (true) {
-      LatentProducer<T, Kv, kDim, kVDim>(p, items, memory).run();
-      wait_copies<0>();
-      if (!items.more()) break;
-      __syncthreads();
-      items.join_barriers();
-    }
-  } else {
+  if (thread_of_cta() < kLatentComputing) {
     grow_registers<kLatentComputeRegisters>();
-    const int warpgroup = __shfl_sync(~0u, thread_of_cta() / kWarpgroupThreads, 0);
-    int first = 0;
+    int first_item = 0;
     while (true) {
-      QueryCursor<1> queries(memory.barriers.queries);
-      int tiles = 0;
-      while (queries.item() < items.count(kWide)) {
-        const Item& item = items.get(kWide, queries.item());
-        queries.wait_full();
-        fence_async_proxy();
-        const int m = __shfl_sync(~0u, int(item.m), 0);
-        if (m == kSingleM)
-          run_latent_item<LatentNarrowRows<T, Kv, kDim, kVDim, kSingleM>>(p, item, memory, warpgroup, tiles);
-        else if (m == kNarrowM)
-          run_latent_item<LatentNarrowRows<T, Kv, kDim, kVDim, kNarrowM>>(p, item, memory, warpgroup, tiles);
-        else if (m == kLatentNarrowM)
-          run_latent_item<LatentNarrowRows<T, Kv, kDim, kVDim, kLatentNarrowM>>(p, item, memory, warpgroup, tiles);
-        else
-          run_latent_item<LatentWideRows<T, Kv, kDim, kVDim>>(p, item, memory, warpgroup, tiles);
-        tiles += tiles_of(item.tokens);
-        arrive(queries.empty_barrier());
-        queries.advance();
-      }
+      run_latent_items<T, Kv, kDim, kVDim, kMs>(p, items, memory);
       if (!items.more()) break;
       __syncthreads();
       memory.barriers.init(true);  // by the first threads
-      items.template look_up<1, kLatentThreads>(first += kLatentItems, kMs);
+      items.template look_up<1, kLatentThreads>(first_item += kLatentItems, kMs);
+    }
+  } else {
+    shrink_registers<kLatentLoadRegisters>();
+    while (true) {
+      LatentProducer<T, Kv, kDim, kVDim>(p, items, memory).run();
+      if (!items.more()) break;
+      __syncthreads();
+      items.join_barriers();
     }
   }
 }

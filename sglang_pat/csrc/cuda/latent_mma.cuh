@@ -56,7 +56,7 @@ class LatentMmaItem {
   // Nobody may still use the memory.
   __device__ __forceinline__ void run() {
     const int tokens = item_.tokens;
-    look_up_rows();
+    if (thread_of_cta() < kM) look_up_latent_row<T>(p_, item_, thread_of_cta(), memory_);
     slot_ = slot_of(0);
     next_slot_ = slot_of(kTile);
     __syncthreads();
@@ -91,24 +91,6 @@ class LatentMmaItem {
  private:
   __device__ static int warp() { return warp_id(); }
   __device__ static int columns(int panel) { return panel < kVPanels ? kPanelColumns : kRopeColumns; }
-
-  // Where each row's Q and result are, and what it sees.
-  __device__ __forceinline__ void look_up_rows() {
-    const int row = thread_of_cta();
-    if (row >= kM) return;
-    auto& to = memory_;
-    to.targets[row] = RowTarget::kNone, to.sources[row] = kNoSource;
-    if constexpr (Variant::kLimits) to.behind[row] = 0;
-    const RowQuery query(p_, item_, row);
-    if (!query.used(item_)) return;
-    const int position = query_of(p_, item_, query.member), head = item_.first_head + query.head;
-    const TokenHead at = p_.token_head(position, head);
-    to.targets[row] = RowTarget(p_, head, position, target_of(p_, item_, query.member)).code();
-    to.sources[row] = source_of<T>(p_, at);
-    to.rope_sources[row] = uint32_t((at.token * p_.rope_token + at.head * p_.rope_head) / kSourceElements<T>);
-    if constexpr (Variant::kMasks) to.masks[row] = p_.masks[at.token];
-    if constexpr (Variant::kLimits) to.behind[row] = tokens_behind(p_, item_, row, position);
-  }
 
   static constexpr int kQThreads = kPanelRow / kCopyBytes, kQStride = kLatentMmaThreads / kQThreads;
   __device__ static int q_column() { return thread_of_cta() % kQThreads; }

@@ -15,7 +15,7 @@ class LatentNarrowRows {
   using Product = typename Kv::Product;
   using Sizes = LatentSizes<kDim, kVDim>;
   using Memory = LatentMemory<kDim, kVDim>;
-  static constexpr int kBlocks = kM / 8, kSums = kM / 2, kTokenSteps = kTokens / 16;
+  static constexpr int kBlocks = kM / 8, kAccumulators = kM / 2, kTokenSteps = kTokens / 16;
 
  public:
   __device__ LatentNarrowRows(const Params& p, Memory& memory, int warpgroup)
@@ -23,7 +23,7 @@ class LatentNarrowRows {
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; ++i) row_max_[i / 2][i % 2] = -INFINITY, sum_[i / 2][i % 2] = 0;
 #pragma unroll
-    for (int i = 0; i < Sizes::kHalfPanels * kSums; ++i) o_[i / kSums][i % kSums] = 0;
+    for (int i = 0; i < Sizes::kHalfPanels * kAccumulators; ++i) o_[i / kAccumulators][i % kAccumulators] = 0;
   }
 
   // Starts the scores of a tile.
@@ -51,7 +51,7 @@ class LatentNarrowRows {
   __device__ __forceinline__ void weigh(int left, const Item& item) {
     if constexpr (Variant::kCaps) {
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) cap_score(s_[i], p_);
+      for (int i = 0; i < kAccumulators; ++i) cap_score(s_[i], p_);
     }
     hide(left, item.draft);
     float higher[kBlocks][2];
@@ -61,7 +61,7 @@ class LatentNarrowRows {
       x = fmaxf(s_[i / 2 * 4 + i % 2], s_[i / 2 * 4 + i % 2 + 2]);
 #pragma unroll
       for (int mask = 4; mask < kWarpSize; mask *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
-      if (lane_id() < 4) memory_.sums[warpgroup_][warp()][row(i)] = x;
+      if (lane_id() < 4) memory_.exchange[warpgroup_][warp()][row(i)] = x;
     }
     // Behind it nobody reads the rope any more either.
     sync_threads(kWarpgroupBarrier + warpgroup_, kWarpgroupThreads);
@@ -69,7 +69,7 @@ class LatentNarrowRows {
     for (int i = 0; i < 2 * kBlocks; ++i) {
       float& x = higher[i / 2][i % 2];
 #pragma unroll
-      for (int warp = 0; warp < kWarpgroupWarps; ++warp) x = fmaxf(x, memory_.sums[warpgroup_][warp][row(i)]);
+      for (int warp = 0; warp < kWarpgroupWarps; ++warp) x = fmaxf(x, memory_.exchange[warpgroup_][warp][row(i)]);
       x = lazy_row_max(row_max_[i / 2][i % 2], x, p_);
       follow(i, x, correction_);
       // A row that has seen nothing yet keeps weights of zero.
@@ -123,7 +123,7 @@ class LatentNarrowRows {
       float& sum = sum_[i / 2][i % 2];
 #pragma unroll
       for (int mask = 4; mask < kWarpSize; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-      if (lane_id() < 4) memory_.sums[warpgroup_][warp()][row(i)] = sum;
+      if (lane_id() < 4) memory_.exchange[warpgroup_][warp()][row(i)] = sum;
     }
     // Nobody multiplies Q any more either.
     sync_threads(kWideBarrier, kLatentComputing);
@@ -137,7 +137,7 @@ class LatentNarrowRows {
         float sum = 0;
 #pragma unroll
         for (int from = 0; from < kLatentWarpgroups * kWarpgroupWarps; ++from)
-          sum += memory_.sums[from / kWarpgroupWarps][from % kWarpgroupWarps][row(2 * block + i)];
+          sum += memory_.exchange[from / kWarpgroupWarps][from % kWarpgroupWarps][row(2 * block + i)];
         const float row_max = row_max_[block][i];
         norm[i] = norm_of<Kv>(Variant::kSinks ? sum_with_sink(sum, row_max, targets[i], p_) : sum, p_);
         if (warpgroup_ == 0 && warp() == 0 && lane_id() < 4 && targets[i].used())
@@ -150,7 +150,7 @@ class LatentNarrowRows {
       };
 #pragma unroll
       for (int panel = 0; panel < Sizes::kHalfPanels; ++panel) {
-        const float (&o)[kSums] = o_[panel];
+        const float (&o)[kAccumulators] = o_[panel];
         store_transposed(pack(o[4 * block], o[4 * block + 1]), pack(o[4 * block + 2], o[4 * block + 3]),
                          shared_address(panels) + panel * kPanelBytes, block);
       }
@@ -174,10 +174,10 @@ class LatentNarrowRows {
 
   // A shuffle tells the compiler that the value is uniform in a warp.
   __device__ uint32_t tile_address(const LatentStages& stages) const {
-    return __shfl_sync(~0u, shared_address(memory_.ring[stages.slot()]), 0);
+    return __shfl_sync(~0u, shared_address(memory_.ring[stages.place()]), 0);
   }
   __device__ uint8_t* rope(const LatentStages& stages) const {
-    return memory_.ring[stages.slot()] + Sizes::kVPanels * kPanelBytes;
+    return memory_.ring[stages.place()] + Sizes::kVPanels * kPanelBytes;
   }
 
   // Stores this warp's 16 numbers of each of a block's rows side by side, in a panel.
@@ -191,7 +191,7 @@ class LatentNarrowRows {
     const int token = warp() * 16 + lane_id() / 4;
     if (valid < kTokens) {
 #pragma unroll
-      for (int i = 0; i < kSums; ++i)
+      for (int i = 0; i < kAccumulators; ++i)
         if (token + i % 4 / 2 * 8 >= valid) s_[i] = -INFINITY;
     }
     if constexpr (Variant::kMasks) {
@@ -230,7 +230,8 @@ class LatentNarrowRows {
     for (int i = 0; i < 2 * kBlocks; ++i) changes |= correction[i / 2][i % 2] != 1;
     if (!__any_sync(~0u, changes)) return;
 #pragma unroll
-    for (int i = 0; i < Sizes::kHalfPanels * kSums; ++i) o_[i / kSums][i % kSums] *= correction[i % kSums / 4][i % 2];
+    for (int i = 0; i < Sizes::kHalfPanels * kAccumulators; ++i)
+      o_[i / kAccumulators][i % kAccumulators] *= correction[i % kAccumulators / 4][i % 2];
   }
 
   __device__ __forceinline__ void start_values(const LatentStages& stages) {
@@ -254,7 +255,7 @@ class LatentNarrowRows {
   Memory& memory_;
   const int warpgroup_;
   float row_max_[kBlocks][2], sum_[kBlocks][2], correction_[kBlocks][2];
-  float o_[Sizes::kHalfPanels][kSums], s_[kSums];
+  float o_[Sizes::kHalfPanels][kAccumulators], s_[kAccumulators];
 };
 
 }  // namespace pat

@@ -13,7 +13,7 @@
 
 namespace pat {
 
-constexpr int kLatentWarpgroups = 2, kLatentProducers = 4 * kWarpSize;
+constexpr int kLatentProducers = 4 * kWarpSize;
 constexpr int kLatentComputing = kLatentWarpgroups * kWarpgroupThreads;
 constexpr int kLatentThreads = kLatentComputing + kLatentProducers;
 constexpr int kLatentItems = 64;  // looked up at a time: memory is scarce
@@ -69,7 +69,8 @@ struct LatentMemory {
   uint64_t masks[Variant::kMasks ? kWarpgroupRows : 1];
   int behind[Variant::kLimits ? kWarpgroupRows : 1];
   float row_max[kLatentWarpgroups][kWarpgroupRows];  // of a row up to the last tile of each warpgroup
-  float sums[kLatentWarpgroups][kWarpgroupWarps][kWarpgroupRows];
+  // Of a row by each warp, for the others: maxima of a tile, in the end sums.
+  float exchange[kLatentWarpgroups][kWarpgroupWarps][kWarpgroupRows];
   LatentBarriers barriers;
   AssignedItems<kLatentItems> assigned;
 };
@@ -80,21 +81,36 @@ class LatentStages {
  public:
   // Of tile number `tile`, counted over all that went through the ring.
   __device__ LatentStages(RingBarriers<kLatentTiles * kPieces>& barriers, unsigned tile)
-      : barriers_(barriers), slot_(int(tile % kLatentTiles)), phase_(int(tile / kLatentTiles % 2)) {}
+      : barriers_(barriers), place_(int(tile % kLatentTiles)), phase_(int(tile / kLatentTiles % 2)) {}
 
-  __device__ int slot() const { return slot_; }
+  __device__ int place() const { return place_; }
   __device__ void wait_full(int piece) const {
-    wait_barrier(shared_address(&barriers_.full[slot_ * kPieces + piece]), phase_);
+    wait_barrier(shared_address(&barriers_.full[place_ * kPieces + piece]), phase_);
   }
   // This warp is done with a piece.
   __device__ void release(int piece) const {
-    if (lane_id() == 0) arrive(shared_address(&barriers_.empty[slot_ * kPieces + piece]));
+    if (lane_id() == 0) arrive(shared_address(&barriers_.empty[place_ * kPieces + piece]));
   }
 
  private:
   RingBarriers<kLatentTiles * kPieces>& barriers_;
-  int slot_, phase_;
+  int place_, phase_;
 };
+
+// Where Q and the result of an item's row are, and what the row sees. Its mask is a copy on its way.
+template <typename T, typename Memory>
+__device__ __forceinline__ void look_up_latent_row(const Params& p, const Item& item, int row, Memory& to) {
+  to.targets[row] = RowTarget::kNone, to.sources[row] = kNoSource;
+  if constexpr (Variant::kLimits) to.behind[row] = 0;
+  const RowQuery query(p, item, row);
+  if (!query.used(item)) return;
+  const int position = query_of(p, item, query.member), head = item.first_head + query.head;
+  const TokenHead at = p.token_head(position, head);
+  to.targets[row] = RowTarget(p, head, position, target_of(p, item, query.member)).code();
+  to.sources[row] = source_of<T>(p, at), to.rope_sources[row] = rope_source_of<T>(p, at);
+  if constexpr (Variant::kMasks) copy8(shared_address(&to.masks[row]), p.masks + at.token);
+  if constexpr (Variant::kLimits) to.behind[row] = tokens_behind(p, item, row, position);
+}
 
 // Copies Q of an item to shared memory, by the producer warps: 8 threads a row of a panel.
 template <typename T, typename Product, int kDim, int kVDim>
@@ -113,22 +129,10 @@ class LatentQueries {
     const int row = thread(), rows = item.m;
     queries_.wait_empty();
     auto& to = memory_;
-    if (row < rows) {
-      to.targets[row] = RowTarget::kNone, to.sources[row] = to.rope_sources[row] = kNoSource;
-      if constexpr (Variant::kLimits) to.behind[row] = 0;
-      const RowQuery query(p_, item, row);
-      if (query.used(item)) {
-        const int position = query_of(p_, item, query.member), head = item.first_head + query.head;
-        const TokenHead at = p_.token_head(position, head);
-        to.targets[row] = RowTarget(p_, head, position, target_of(p_, item, query.member)).code();
-        to.sources[row] = source_of<T>(p_, at);
-        to.rope_sources[row] = uint32_t((at.token * p_.rope_token + at.head * p_.rope_head) / kSourceElements<T>);
-        if constexpr (Variant::kMasks) copy8(shared_address(&to.masks[row]), p_.masks + at.token);
-        if constexpr (Variant::kLimits) to.behind[row] = tokens_behind(p_, item, row, position);
-      }
-    } else if (row < kWarpgroupRows) {
+    if (row < rows)
+      look_up_latent_row<T>(p_, item, row, to);
+    else if (row < kWarpgroupRows)
       to.targets[row] = RowTarget::kNone;
-    }
     sync_threads(kProducerBarrier, kThreads);
     const int column = thread() % kRowThreads, first = thread() / kRowThreads;
     const uint32_t offset = panel_offset(first, column, 0);

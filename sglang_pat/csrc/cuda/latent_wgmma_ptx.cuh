@@ -39,14 +39,6 @@ PAT_WGMMA_TYPE(__nv_bfloat16, "bf16")
 // For the host's compiler, which reads kernels that it does not compile.
 template <bool kTransposed, int kCount, typename T>
 __device__ void wgmma_few(float (&d)[kCount], uint32_t a, uint32_t b, int accumulate, T);
-template <typename T>
-__device__ void wgmma_nt(float (&d)[32], uint32_t a, uint32_t b, int accumulate, T);
-template <typename T>
-__device__ void wgmma_nn(float (&d)[32], const uint32_t (&a)[4], uint32_t b, T);
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 900
-__device__ void store_matrices(const uint32_t (&r)[4], uint32_t to);
-__device__ void store_matrices_transposed(uint32_t first, uint32_t second, uint32_t to);
-#endif
 #endif
 
 // clang-format on

@@ -82,7 +82,11 @@ class LatentWideRows {
     rescale<kOutputs>(o_, correction);
   }
 
-  __device__ __forceinline__ void start_others_values(const LatentStages& stages) { start_values(stages, others_); }
+  __device__ __forceinline__ void start_others_values(const LatentStages& stages) {
+    stages.wait_full(warpgroup_);
+    fence_async_proxy();
+    start_values(stages, others_);
+  }
   // O has to be complete up to the tile before.
   __device__ __forceinline__ void start_own_values(const LatentStages& stages) {
     rescale<kOutputs>(o_, correction_);
@@ -95,12 +99,12 @@ class LatentWideRows {
     const unsigned lane = lane_id();
     if (lane % 4 == 0) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) memory_.sums[warpgroup_][0][row() + half * 8] = softmax_.sum[half];
+      for (int half = 0; half < 2; ++half) memory_.exchange[warpgroup_][0][row() + half * 8] = softmax_.sum[half];
     }
     // Nobody multiplies Q any more either.
     sync_threads(kWideBarrier, kLatentComputing);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) softmax_.sum[half] += memory_.sums[1 - warpgroup_][0][row() + half * 8];
+    for (int half = 0; half < 2; ++half) softmax_.sum[half] += memory_.exchange[1 - warpgroup_][0][row() + half * 8];
     write();
   }
 
@@ -111,18 +115,16 @@ class LatentWideRows {
 
   // A shuffle tells the compiler that the value is uniform in a warp.
   __device__ uint32_t tile_address(const LatentStages& stages) const {
-    return __shfl_sync(~0u, shared_address(memory_.ring[stages.slot()]), 0);
+    return __shfl_sync(~0u, shared_address(memory_.ring[stages.place()]), 0);
   }
   __device__ uint8_t* rope(const LatentStages& stages) const {
-    return memory_.ring[stages.slot()] + Sizes::kVPanels * kPanelBytes;
+    return memory_.ring[stages.place()] + Sizes::kVPanels * kPanelBytes;
   }
   __device__ static uint32_t weight_offset(int step) {
     return panel_offset(first_row() + lane_id() % 16, 2 * step + lane_id() / 16, 0);
   }
 
   __device__ __forceinline__ void start_values(const LatentStages& stages, const uint32_t (&weights)[kTokenSteps][4]) {
-    stages.wait_full(warpgroup_);
-    fence_async_proxy();
     const uint32_t b =
         panel_descriptor(tile_address(stages)) + descriptor_offset(kPanelBytes) * uint32_t(warpgroup_ * Sizes::kHalfPanels);
     wgmma_fence();

@@ -147,6 +147,9 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
   p.sinks = static_cast<const __nv_bfloat16*>(scores.sinks.data_ptr());
   p.q_token = q.stride(0), p.q_head = q.stride(1);
   p.q_rope = static_cast<const Element*>(p.q) + Variant::kVDim, p.rope_token = p.q_token, p.rope_head = p.q_head;
+  // Empty where none is given.
+  TVM_FFI_CHECK(!whole_q || q_rope.size(0) == 0, ValueError)
+      << "q_rope is for latents' q without these columns, and this q has " << q.size(2) << " of " << Variant::kDim;
   if (!whole_q) {
     check_rows(q_rope, "q_rope", Variant::kDim - Variant::kVDim, half, gpu);
     TVM_FFI_CHECK(q_rope.size(0) == q.size(0) && q_rope.size(1) == q.size(1), ValueError)

@@ -196,6 +196,10 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t first, uint32
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(first), "r"(second)
                : "memory");
 }
+#else
+// For the host's compiler, which reads kernels that it does not compile.
+__device__ void store_matrices(const uint32_t (&r)[4], uint32_t to);
+__device__ void store_matrices_transposed(uint32_t first, uint32_t second, uint32_t to);
 #endif
 
 // Transposes a warp's 8 x 8 matrix of 16-bit values, a pair of neighbours of a row in each thread.

@@ -33,11 +33,14 @@ constexpr int row_panels(int row_bytes) { return (row_bytes + kPanelRow - 1) / k
 constexpr int kWideBarrier = 1, kRegistersBarrier = 2, kProducerBarrier = 3;
 constexpr int kTeamBarrier = 4, kMostTeams = 6;  // one for each team, in each of two phases
 constexpr int kWarpgroupBarrier = kTeamBarrier;  // one for each warpgroup
+// One for each warpgroup that computes latents: its weights are there for the other one.
+constexpr int kLatentWarpgroups = 2, kPublishedBarrier = kWarpgroupBarrier + kLatentWarpgroups;
 // Producers wait here at the end of a pass until the consumers have grown their registers. If a producer grew its own
 // first, consumers could wait for registers for ever, and producers for them. A pass with wide items uses one barrier and a
 // pass without the other; neither uses it otherwise.
 constexpr int kGrownInWide = kTeamBarrier + kMostTeams, kGrownInNarrow = kWideBarrier;
 static_assert(kTeamBarrier + 2 * kMostTeams <= 16, "a CTA has 16 named barriers");
+static_assert(kPublishedBarrier + kLatentWarpgroups <= kGrownInWide);
 
 // Shared memory of a CTA (CUDA C++ Programming Guide, "Compute Capabilities").
 constexpr int kSharedLimit = (Variant::kArch == 900 || Variant::kArch == 1000 ? 227

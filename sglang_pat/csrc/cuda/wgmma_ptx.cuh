@@ -57,6 +57,12 @@ __device__ __forceinline__ void wgmma_wait() {
 #if PAT_WGMMA
 PAT_WGMMA_FOR(__half, "f16")
 PAT_WGMMA_FOR(__nv_bfloat16, "bf16")
+#else
+// For the host's compiler, which reads kernels that it does not compile.
+template <typename T>
+__device__ void wgmma_nt(float (&d)[32], uint32_t a, uint32_t b, int accumulate, T);
+template <typename T>
+__device__ void wgmma_nn(float (&d)[32], const uint32_t (&a)[4], uint32_t b, T);
 #endif
 
 // clang-format on
