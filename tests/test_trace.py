@@ -267,6 +267,7 @@ def test_a_trace_that_somebody_changed_is_refused_or_replayed_and_nothing_else(
         ("config", {"workers": 0}),
         ("config", {"workers": 10**9}),
         ("config", {"policy": "fast"}),
+        ("config", {"piece": 8}),
         ("tiles", {"query_tiles": []}),
         ("tiles", {"query_tiles": [64, 16, 128]}),
         ("tiles", {"kv_tile": 0}),

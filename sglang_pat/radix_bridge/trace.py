@@ -300,6 +300,8 @@ def _read(path: Path, file: BinaryIO, truncated: bool) -> Iterator[Record]:
             raise TraceError(f"{path} is damaged in record {number + 1}: {_shown(error)}") from None
         if isinstance(record, Header) != (number == 0):
             raise TraceError(f"{path} is damaged: a header is in record {number + 1}, or missing in the first")
+        if isinstance(record, Header) and record.config.piece:
+            raise TraceError(f"{path} is damaged: it has plans in pieces, which no server makes")
         yield record
         number += 1
     if number == 0:

@@ -49,7 +49,7 @@ class ExtendMaker {
       if (int64_t(packs_.queries.size()) > kMaxQueries) throw TooLarge("an extend's work items have too many queries");
     }
     for (size_t i = 0; i < batch.size(); ++i) add_own(int32_t(i), config);
-    if (config.piece > 0) packs_.cut(lengths_, config);
+    if (config.piece > 0) packs_.cut(lengths_, config, 2 * kMaxQueries);
     for (const int32_t parts : packs_.num_parts) price_ += parts > 1 ? parts * config.part_bytes : 0;
     alone_ = 0;
     for (size_t i = 0; i < batch.size(); ++i)

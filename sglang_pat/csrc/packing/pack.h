@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 
 #include "prices.h"
@@ -12,6 +13,11 @@
 #include "prefixes.h"
 
 namespace pat {
+
+// Does not fit the buffers; PlanMaker packs less then.
+struct TooLarge : std::length_error {
+  using std::length_error::length_error;
+};
 
 // KV positions [start, end) of `count` queries, `queries[first]` and following; `end` is kOpen for a tail. With `tails`, each query then reads its
 // own tail in the same work item.
@@ -146,8 +152,8 @@ struct Packs {
   }
 
   // Cuts packs, and what a window leaves of them, where positions are multiples of `config.piece`. A query is in those pieces
-  // of its packs of which it sees something.
-  void cut(const std::vector<int32_t>& seq_lens, const Config& config) {
+  // of its packs of which it sees something. Throws TooLarge if the pieces have more than `most` queries together.
+  void cut(const std::vector<int32_t>& seq_lens, const Config& config, int64_t most) {
     const int32_t window = config.window;
     const auto seen_from = [&](int32_t length) { return window == 0 ? 0 : std::max(0, length - window); };
     num_parts.assign(seq_lens.size(), 0);
@@ -171,6 +177,7 @@ struct Packs {
           num_parts[query] += 1;
         }
         const int32_t count = int32_t(queries.size()) - first;
+        if (int64_t(queries.size()) > most) throw TooLarge("pieces do not fit a plan's buffer");
         if (count == 0) continue;
         (count > 1 ? shared : single).emplace_back(start, end == last ? pack.end : int32_t(end), first, count);
         work += config.uncut_price(config.bin_prices, count, end - start);

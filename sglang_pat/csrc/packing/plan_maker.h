@@ -61,7 +61,7 @@ class PlanMaker {
       try {
         return plan_all(config, policy, buffer, max_slots, statistics);
       } catch (const TooLarge&) {
-        if (prefixes_.max_depth < 0) throw;
+        if (prefixes_.max_depth < 0 || config.piece > 0) throw;  // with pieces, all have as many parts whatever is shared
       }
       const auto cuts = [&](int32_t levels) { return levels <= prefixes_.max_depth; };
       statistics.levels = *std::find_if(std::begin(kLevels), std::end(kLevels), cuts);
@@ -111,7 +111,7 @@ class PlanMaker {
     // Packing pays by the model or is not done.
     const Packs* best = &packs_;
     if (config.piece > 0) {
-      packs_.cut(seen_, config);
+      packs_.cut(seen_, config, std::min<int64_t>(2 * buffer.capacity, INT32_MAX));
     } else if (prefixes_.nodes.size() > 1 && packs_.price(config) > unpacked_price(config)) {
       choices_.reset(prefixes_);
       unpacked_.begin(prefixes_, seq_lens_.size());

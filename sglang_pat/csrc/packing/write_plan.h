@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <iterator>
 #include <numeric>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -13,11 +12,6 @@
 #include "layout.h"
 
 namespace pat {
-
-// Does not fit the buffers; PlanMaker packs less then.
-struct TooLarge : std::length_error {
-  using std::length_error::length_error;
-};
 
 class PlanWriter {
  public:
@@ -45,7 +39,7 @@ class PlanWriter {
     for (const int32_t length : lengths) {
       if (length <= config.window) steps = std::min(steps, config.window - length + 1);
       if (config.piece == 0) continue;
-      steps = std::min(steps, config.piece - (length - 1) % config.piece);
+      steps = std::min(steps, length == 0 ? 1 : config.piece - (length - 1) % config.piece);
       if (config.window > 0 && length > config.window)
         steps = std::min(steps, config.piece - (length - config.window) % config.piece);
     }
