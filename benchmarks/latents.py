@@ -29,6 +29,11 @@ from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.packing import FORMATS, AttentionSpec, PackConfig, TileTable, layout, native
 
+BENCHMARKS = {
+    "latents": {"what": "attention over latents (MLA) beside FA3", "gpu": True},
+}
+"""For run.py, which reads it without importing this file."""
+
 TREES = ("1,256_4096,256", "1,32_8192,128", "8,256_2048,128", "128_4096")
 """A, B and C of the design, and requests that share nothing."""
 
