@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import IO
@@ -39,7 +39,9 @@ class ForkedProcess:
     def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
         """Start it. Its output goes to `log`."""
         self._process: ForkServerProcess = _forks().Process(target=_run, args=(command[1:], environment, log))
-        self._process.start()
+        # Starting one asks all others whether they have ended. Whoever of two threads asks second is told 255.
+        with _lock:
+            self._process.start()
         assert self._process.pid
         self.pid = self._process.pid
         # Who ends it ends its process group.
@@ -48,13 +50,15 @@ class ForkedProcess:
                 time.sleep(0.01)
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with _lock:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
+        connection.wait([self._process.sentinel], timeout)
+        code = self.poll()
+        if code is None:
             raise subprocess.TimeoutExpired(str(self._process), timeout or 0)
-        return self._process.exitcode
+        return code
 
 
 class ForkedServer(Server):
