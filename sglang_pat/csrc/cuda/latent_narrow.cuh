@@ -28,23 +28,10 @@ class LatentNarrowRows {
 
   // Starts the scores of a tile.
   __device__ __forceinline__ void start_scores(const LatentStages& stages) {
-    const uint32_t a = panel_descriptor(tile_address(stages));
+    const uint32_t a = panel_descriptor(memory_.tile_address(stages));
     const uint32_t b = panel_descriptor(shared_address(memory_.q));
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      stages.wait_full(piece);
-      fence_async_proxy();
-      wgmma_fence();
-#pragma unroll
-      for (int panel = Sizes::first_panel(piece); panel < Sizes::end_panel(piece); ++panel) {
-#pragma unroll
-        for (int step = 0; step < Sizes::columns(panel) / 16; ++step) {
-          const uint32_t offset = descriptor_offset(panel * kPanelBytes + step * 32);
-          wgmma_few<false>(s_, a + offset, b + offset, panel + step > 0, Product());
-        }
-      }
-    }
-    wgmma_commit();
+    start_product_with_k<Sizes>(
+        stages, [&](uint32_t offset, bool adds) { wgmma_few<false>(s_, a + offset, b + offset, adds, Product()); });
   }
 
   // Turns the scores of this warpgroup's tile into weights; the rows' maxima up to the tile before are known.
@@ -85,7 +72,7 @@ class LatentNarrowRows {
 
   // Leaves weights [rows, tokens] and maxima for both warpgroups; for this one they are there then.
   __device__ __forceinline__ void publish(const LatentStages& stages) {
-    const uint32_t weights = shared_address(rope(stages));
+    const uint32_t weights = shared_address(memory_.rope(stages));
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
       store_transposed(Half<Product>::pack(s_[4 * block], s_[4 * block + 1]),
@@ -172,14 +159,6 @@ class LatentNarrowRows {
   // The row of Q of a thread's i-th column of S^T.
   __device__ static int row(int i) { return i / 2 * 8 + thread_of<4>() * 2 + i % 2; }
 
-  // A shuffle tells the compiler that the value is uniform in a warp.
-  __device__ uint32_t tile_address(const LatentStages& stages) const {
-    return __shfl_sync(~0u, shared_address(memory_.ring[stages.place()]), 0);
-  }
-  __device__ uint8_t* rope(const LatentStages& stages) const {
-    return memory_.ring[stages.place()] + Sizes::kVPanels * kPanelBytes;
-  }
-
   // Stores this warp's 16 numbers of each of a block's rows side by side, in a panel.
   __device__ static void store_transposed(uint32_t low, uint32_t high, uint32_t panel, int block) {
     const unsigned lane = lane_id();
@@ -237,7 +216,7 @@ class LatentNarrowRows {
   __device__ __forceinline__ void start_values(const LatentStages& stages) {
     stages.wait_full(warpgroup_);
     fence_async_proxy();
-    const uint32_t tile = tile_address(stages);
+    const uint32_t tile = memory_.tile_address(stages);
     const uint32_t a = panel_descriptor(tile) + descriptor_offset(kPanelBytes) * uint32_t(warpgroup_ * Sizes::kHalfPanels);
     const uint32_t b = panel_descriptor(tile + Sizes::kVPanels * kPanelBytes);
     wgmma_fence();

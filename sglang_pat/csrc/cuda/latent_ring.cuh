@@ -10,6 +10,7 @@
 #include "results.cuh"
 #include "ring.cuh"
 #include "smem.cuh"
+#include "wgmma_ptx.cuh"
 
 namespace pat {
 
@@ -58,23 +59,6 @@ struct LatentBarriers {
   }
 };
 
-template <int kDim, int kVDim>
-struct LatentMemory {
-  using Sizes = LatentSizes<kDim, kVDim>;
-  alignas(1024) uint8_t ring[kLatentTiles][Sizes::kTileBytes];
-  // Of one item, [rows, dim], panels of 64 rows; in the end its output.
-  alignas(1024) uint8_t q[Sizes::kTileBytes];
-  int targets[kWarpgroupRows];
-  uint32_t sources[kWarpgroupRows], rope_sources[kWarpgroupRows];  // `source_of` each row
-  uint64_t masks[Variant::kMasks ? kWarpgroupRows : 1];
-  int behind[Variant::kLimits ? kWarpgroupRows : 1];
-  float row_max[kLatentWarpgroups][kWarpgroupRows];  // of a row up to the last tile of each warpgroup
-  // Of a row by each warp, for the others: maxima of a tile, in the end sums.
-  float exchange[kLatentWarpgroups][kWarpgroupWarps][kWarpgroupRows];
-  LatentBarriers barriers;
-  AssignedItems<kLatentItems> assigned;
-};
-
 // The stages of a KV tile, for consumers. As each warpgroup sees every tile full, or hears so from the one that did, a wait
 // never returns a round too early (`TileStages` in ring.cuh).
 class LatentStages {
@@ -96,6 +80,48 @@ class LatentStages {
   RingBarriers<kLatentTiles * kPieces>& barriers_;
   int place_, phase_;
 };
+
+template <int kDim, int kVDim>
+struct LatentMemory {
+  using Sizes = LatentSizes<kDim, kVDim>;
+  alignas(1024) uint8_t ring[kLatentTiles][Sizes::kTileBytes];
+  // Of one item, [rows, dim], panels of 64 rows; in the end its output.
+  alignas(1024) uint8_t q[Sizes::kTileBytes];
+  int targets[kWarpgroupRows];
+  uint32_t sources[kWarpgroupRows], rope_sources[kWarpgroupRows];  // `source_of` each row
+  uint64_t masks[Variant::kMasks ? kWarpgroupRows : 1];
+  int behind[Variant::kLimits ? kWarpgroupRows : 1];
+  float row_max[kLatentWarpgroups][kWarpgroupRows];  // of a row up to the last tile of each warpgroup
+  // Of a row by each warp, for the others: maxima of a tile, in the end sums.
+  float exchange[kLatentWarpgroups][kWarpgroupWarps][kWarpgroupRows];
+  LatentBarriers barriers;
+  AssignedItems<kLatentItems> assigned;
+
+  // Of a tile, and of its rope. A shuffle tells the compiler that the value is uniform in a warp.
+  __device__ uint32_t tile_address(const LatentStages& stages) const {
+    return __shfl_sync(~0u, shared_address(ring[stages.place()]), 0);
+  }
+  __device__ uint8_t* rope(const LatentStages& stages) { return ring[stages.place()] + Sizes::kVPanels * kPanelBytes; }
+};
+
+// Starts the product of Q and a tile, piece by piece as they come: `multiply(offset, adds)` for every 16 columns, with the
+// offset of both operands' descriptors, and whether it adds to the product of those before.
+template <typename Sizes, typename Function>
+__device__ __forceinline__ void start_product_with_k(const LatentStages& stages, const Function& multiply) {
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+    stages.wait_full(piece);
+    fence_async_proxy();
+    wgmma_fence();
+#pragma unroll
+    for (int panel = Sizes::first_panel(piece); panel < Sizes::end_panel(piece); ++panel) {
+#pragma unroll
+      for (int step = 0; step < Sizes::columns(panel) / 16; ++step)
+        multiply(descriptor_offset(panel * kPanelBytes + step * 32), panel + step > 0);
+    }
+  }
+  wgmma_commit();
+}
 
 // Where Q and the result of an item's row are, and what the row sees. Its mask is a copy on its way.
 template <typename T, typename Memory>

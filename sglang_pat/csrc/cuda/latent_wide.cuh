@@ -26,22 +26,9 @@ class LatentWideRows {
   // Starts the scores of a tile.
   __device__ __forceinline__ void start_scores(const LatentStages& stages) {
     const uint32_t a = panel_descriptor(shared_address(memory_.q));
-    const uint32_t b = panel_descriptor(tile_address(stages));
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      stages.wait_full(piece);
-      fence_async_proxy();
-      wgmma_fence();
-#pragma unroll
-      for (int panel = Sizes::first_panel(piece); panel < Sizes::end_panel(piece); ++panel) {
-#pragma unroll
-        for (int step = 0; step < Sizes::columns(panel) / 16; ++step) {
-          const uint32_t offset = descriptor_offset(panel * kPanelBytes + step * 32);
-          wgmma_nt(s_, a + offset, b + offset, panel + step > 0, Product());
-        }
-      }
-    }
-    wgmma_commit();
+    const uint32_t b = panel_descriptor(memory_.tile_address(stages));
+    start_product_with_k<Sizes>(stages,
+                                [&](uint32_t offset, bool adds) { wgmma_nt(s_, a + offset, b + offset, adds, Product()); });
   }
 
   // Turns the scores of this warpgroup's tile into weights; the rows' maxima up to the tile before are known.
@@ -56,7 +43,7 @@ class LatentWideRows {
   // Leaves weights and maxima for the other warpgroup, all of which are there after its next barrier.
   __device__ __forceinline__ void publish(const LatentStages& stages) {
     sync_threads(kWarpgroupBarrier + warpgroup_, kWarpgroupThreads);  // nobody reads the rope any more
-    uint8_t* const weights = rope(stages);
+    uint8_t* const weights = memory_.rope(stages);
 #pragma unroll
     for (int step = 0; step < kTokenSteps; ++step)
       store_matrices(own_[step], shared_address(weights) + weight_offset(step));
@@ -70,7 +57,7 @@ class LatentWideRows {
   __device__ __forceinline__ void receive(const LatentStages& stages) {
 #pragma unroll
     for (int step = 0; step < kTokenSteps; ++step)
-      load_matrices(others_[step], shared_address(rope(stages)) + weight_offset(step));
+      load_matrices(others_[step], shared_address(memory_.rope(stages)) + weight_offset(step));
     float correction[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -113,20 +100,13 @@ class LatentWideRows {
   __device__ static int first_row() { return thread_of<kWarpgroupThreads>() / kWarpSize * 16; }
   __device__ static int row() { return first_row() + lane_id() / 4; }
 
-  // A shuffle tells the compiler that the value is uniform in a warp.
-  __device__ uint32_t tile_address(const LatentStages& stages) const {
-    return __shfl_sync(~0u, shared_address(memory_.ring[stages.place()]), 0);
-  }
-  __device__ uint8_t* rope(const LatentStages& stages) const {
-    return memory_.ring[stages.place()] + Sizes::kVPanels * kPanelBytes;
-  }
   __device__ static uint32_t weight_offset(int step) {
     return panel_offset(first_row() + lane_id() % 16, 2 * step + lane_id() / 16, 0);
   }
 
   __device__ __forceinline__ void start_values(const LatentStages& stages, const uint32_t (&weights)[kTokenSteps][4]) {
-    const uint32_t b =
-        panel_descriptor(tile_address(stages)) + descriptor_offset(kPanelBytes) * uint32_t(warpgroup_ * Sizes::kHalfPanels);
+    const uint32_t b = panel_descriptor(memory_.tile_address(stages)) +
+                       descriptor_offset(kPanelBytes) * uint32_t(warpgroup_ * Sizes::kHalfPanels);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTokenSteps; ++step) {
