@@ -31,20 +31,18 @@ __device__ __forceinline__ void run_latent_item(const Params& p, const Item& ite
 #pragma unroll 1
   for (; tile < tiles; tile += kLatentWarpgroups) {
     const LatentStages own = stages_of(tile), before = stages_of(tile - 1);
-    rows.start_scores(own);
     if (tile > 0) {
       wait_published();
       rows.receive(before);
       rows.start_others_values(before);
-      wgmma_wait<1>();
-    } else {
-      wgmma_wait<0>();
     }
+    rows.start_scores(own);
+    wgmma_wait<1>();
+    if (tile > 0) release(before);
+    wgmma_wait<0>();
     rows.weigh(left, item);
     rows.publish(own);
     arrive_threads(kPublishedBarrier + warpgroup, kLatentComputing);
-    wgmma_wait<0>();  // by everyone, or ptxas would serialize the products
-    if (tile > 0) release(before);
     rows.start_own_values(own);
     wgmma_wait<0>();
     release(own);
