@@ -108,10 +108,9 @@ CHANGES: dict[str, emulated.Change] = {
     "unequal, 8 bits: V is copied as if it were as wide as K": ("convert.cuh", "(is_v ? kVDim : kDim)", "kDim"),
     "latents: the other group's weights are not waited for": ("latent_forward.cuh", "wait_published();\n      rows.receive(before);", "\n      rows.receive(before);"),
     "latents: the last tile's weights are not waited for": ("latent_forward.cuh", "wait_published();\n    rows.receive(last);", "\n    rows.receive(last);"),
-    "latents: scores are not waited for": ("latent_forward.cuh", "wgmma_wait<1>();", ""),
+    "latents: scores are not waited for": ("latent_forward.cuh", "wgmma_wait<0>();\n    rows.weigh(left, item);", "rows.weigh(left, item);"),
     "latents: the other group's tile is free while it is multiplied": (
-        "latent_forward.cuh", "wgmma_wait<0>();  // by everyone, or ptxas would serialize the products\n    if (tile > 0) release(before);",
-        "if (tile > 0) release(before);\n    wgmma_wait<0>();",
+        "latent_forward.cuh", "wgmma_wait<1>();\n    if (tile > 0) release(before);", "if (tile > 0) release(before);\n    wgmma_wait<1>();",
     ),
     "latents: a tile is free while it is multiplied": ("latent_forward.cuh", "wgmma_wait<0>();\n    release(own);", "release(own);\n    wgmma_wait<0>();"),
     "latents: barriers are as the last look-up left them": ("latent_forward.cuh", "memory.barriers.init(true);", ""),
@@ -137,13 +136,17 @@ CHANGES: dict[str, emulated.Change] = {
     "latents, narrow: columns are written before all are there": (
         "latent_narrow.cuh", f"{GROUP_MEETS}\n    constexpr int kChunks = Sizes::kHalfPanels * 8;", "\n    constexpr int kChunks = Sizes::kHalfPanels * 8;",
     ),
-    "latents: a stage is filled while it is in use": ("latent_ring.cuh", "column(), 0);\n    ring_.wait_empty();", "column(), 0);"),
-    "latents: Q does not wait for an empty buffer": ("latent_ring.cuh", "queries_.wait_empty();", ""),
+    "latents: a stage is filled while it is in use": ("latent_ring.cuh", "ring_.wait_empty();", ""),
+    "latents: Q does not wait for an empty slot": ("latent_ring.cuh", "queries_.wait_empty(rows);", ""),
+    "latents: rows are looked up where the item before the last has its own": (
+        "latent_ring.cuh", "if (narrow_before_) queries_.wait_empty(kSlotRows);", "",
+    ),
+    "latents, narrow: sums of the next item take the place of those that are read": (
+        "latent_narrow.cuh", "memory_.sums[item_ % 2]", "memory_.sums[0]",
+    ),
     "latents: the first group that has read weights frees them": ("latent_ring.cuh", "i % kPieces == kRope ? kLatentWarpgroups : 1", "1"),
     "latents: sources are read before all are there": ("latent_ring.cuh", "sync_threads(kProducerBarrier, kThreads);", ""),
-    "latents of 8 bits: a stage is filled while it is in use": (
-        "latent_ring.cuh", "ring_.wait_empty();\n#pragma unroll\n    for (int panel = 0;", "\n#pragma unroll\n    for (int panel = 0;",
-    ),
+    "latents of 8 bits: a stage is filled while it is in use": ("latent_ring.cuh", "ring_.wait_empty();", ""),
     "latents of 8 bits: Q is converted before it is there": ("latent_ring.cuh", "wait_copies<0>();", ""),
     "latents by mma: a tile is loaded where another one is multiplied": ("latent_mma.cuh", "wait_copies<0>();\n      __syncthreads();", "wait_copies<0>();"),
     "latents by mma: scores are read before all are there": ("latent_mma.cuh", "__syncthreads();\n      weigh(left);", "\n      weigh(left);"),

@@ -13,15 +13,15 @@ namespace pat {
 constexpr int kLatentNarrowM = 32;  // rows of the largest narrow item
 // Registers of a thread. setmaxnreg takes multiples of eight, and the pool is what the CTA started with.
 constexpr int kLatentFirstRegisters = 65536 / kLatentThreads / 8 * 8;
-constexpr int kLatentLoadRegisters = kHas8BitKv ? 72 : 56;  // what is converted waits in registers
+constexpr int kLatentLoadRegisters = kHas8BitKv ? 88 : 56;  // what is converted waits in registers
 constexpr int kLatentComputeRegisters =
     (kLatentFirstRegisters * kLatentThreads - kLatentLoadRegisters * kLatentProducers) / kLatentComputing / 8 * 8;
 
 // Runs a wide or narrow item, by one of the two warpgroups; so many KV tiles went through the ring before.
 template <typename Rows, typename Memory>
-__device__ __forceinline__ void run_latent_item(const Params& p, const Item& item, Memory& memory, int warpgroup,
-                                                int tiles_before) {
-  Rows rows(p, memory, warpgroup);
+__device__ __forceinline__ void run_latent_item(const Params& p, const Item& item, Memory& memory,
+                                                const LatentCursor& queries, int warpgroup, int tiles_before) {
+  Rows rows(p, memory, queries.item(), queries.first_row(item.m), warpgroup);
   const int tiles = tiles_of(item.tokens);
   int left = item.tokens - warpgroup * kTokens;
   const auto stages_of = [&](int tile) { return LatentStages(memory.barriers.ring, unsigned(tiles_before + tile)); };
@@ -65,20 +65,20 @@ template <typename T, typename Kv, int kDim, int kVDim, int kMs>
 __device__ __forceinline__ void run_latent_items(const Params& p, const Items<kLatentItems>& items,
                                                  LatentMemory<kDim, kVDim>& memory) {
   const int warpgroup = __shfl_sync(~0u, thread_of_cta() / kWarpgroupThreads, 0);
-  QueryCursor<1> queries(memory.barriers.queries);
+  LatentCursor queries(memory.barriers.queries);
   int tiles_before = 0;
   while (queries.item() < items.count(kWide)) {
     const Item& item = items.get(kWide, queries.item());
     const auto narrow = [&](auto m) {
       if constexpr ((kMs & tile_bit(m)) != 0)
-        run_latent_item<LatentNarrowRows<T, Kv, kDim, kVDim, m>>(p, item, memory, warpgroup, tiles_before);
+        run_latent_item<LatentNarrowRows<T, Kv, kDim, kVDim, m>>(p, item, memory, queries, warpgroup, tiles_before);
     };
-    queries.wait_full();
-    fence_async_proxy();
     const int m = __shfl_sync(~0u, int(item.m), 0);
+    queries.wait_full(m);
+    fence_async_proxy();
     if (m == kWarpgroupRows) {
       if constexpr ((kMs & tile_bit(kWarpgroupRows)) != 0)
-        run_latent_item<LatentWideRows<T, Kv, kDim, kVDim>>(p, item, memory, warpgroup, tiles_before);
+        run_latent_item<LatentWideRows<T, Kv, kDim, kVDim>>(p, item, memory, queries, warpgroup, tiles_before);
     } else if (m == kLatentNarrowM) {
       narrow(std::integral_constant<int, kLatentNarrowM>());
     } else if (m == kNarrowM) {
@@ -87,8 +87,8 @@ __device__ __forceinline__ void run_latent_items(const Params& p, const Items<kL
       narrow(std::integral_constant<int, kSingleM>());
     }
     tiles_before += tiles_of(item.tokens);
-    arrive(queries.empty_barrier());
-    queries.advance();
+    queries.for_empty(m, [](uint32_t barrier) { arrive(barrier); });
+    queries.advance(m);
   }
 }
 

@@ -18,8 +18,9 @@ class LatentNarrowRows {
   static constexpr int kBlocks = kM / 8, kAccumulators = kM / 2, kTokenSteps = kTokens / 16;
 
  public:
-  __device__ LatentNarrowRows(const Params& p, Memory& memory, int warpgroup)
-      : p_(p), memory_(memory), warpgroup_(warpgroup) {
+  // `item`: its number in the look-up; `first_row`: where its rows begin in Q's memory.
+  __device__ LatentNarrowRows(const Params& p, Memory& memory, int item, int first_row, int warpgroup)
+      : p_(p), memory_(memory), item_(item), q_(memory.q + first_row * kPanelRow), warpgroup_(warpgroup) {
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; ++i) row_max_[i / 2][i % 2] = -INFINITY, sum_[i / 2][i % 2] = 0;
 #pragma unroll
@@ -29,7 +30,7 @@ class LatentNarrowRows {
   // Starts the scores of a tile.
   __device__ __forceinline__ void start_scores(const LatentStages& stages) {
     const uint32_t a = panel_descriptor(memory_.tile_address(stages));
-    const uint32_t b = panel_descriptor(shared_address(memory_.q));
+    const uint32_t b = panel_descriptor(__shfl_sync(~0u, shared_address(q_), 0));
     start_product_with_k<Sizes>(
         stages, [&](uint32_t offset, bool adds) { wgmma_few<false>(s_, a + offset, b + offset, adds, Product()); });
   }
@@ -48,7 +49,7 @@ class LatentNarrowRows {
       x = fmaxf(s_[i / 2 * 4 + i % 2], s_[i / 2 * 4 + i % 2 + 2]);
 #pragma unroll
       for (int mask = 4; mask < kWarpSize; mask *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
-      if (lane_id() < 4) memory_.exchange[warpgroup_][warp()][row(i)] = x;
+      if (lane_id() < 4) memory_.maxima[warpgroup_][warp()][row(i)] = x;
     }
     // Behind it nobody reads the rope any more either.
     sync_threads(kWarpgroupBarrier + warpgroup_, kWarpgroupThreads);
@@ -56,7 +57,7 @@ class LatentNarrowRows {
     for (int i = 0; i < 2 * kBlocks; ++i) {
       float& x = higher[i / 2][i % 2];
 #pragma unroll
-      for (int warp = 0; warp < kWarpgroupWarps; ++warp) x = fmaxf(x, memory_.exchange[warpgroup_][warp][row(i)]);
+      for (int warp = 0; warp < kWarpgroupWarps; ++warp) x = fmaxf(x, memory_.maxima[warpgroup_][warp][row(i)]);
       x = lazy_row_max(row_max_[i / 2][i % 2], x, p_);
       follow(i, x, correction_);
       // A row that has seen nothing yet keeps weights of zero.
@@ -104,27 +105,27 @@ class LatentNarrowRows {
   // 16 bytes of a row side by side.
   __device__ __forceinline__ void finish() {
     const Results<T, kVDim> results(p_);
-    uint8_t* const panels = memory_.q + warpgroup_ * Sizes::kHalfPanels * kPanelBytes;
+    uint8_t* const panels = q_ + warpgroup_ * Sizes::kHalfPanels * kPanelBytes;
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; ++i) {
       float& sum = sum_[i / 2][i % 2];
 #pragma unroll
       for (int mask = 4; mask < kWarpSize; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-      if (lane_id() < 4) memory_.exchange[warpgroup_][warp()][row(i)] = sum;
+      if (lane_id() < 4) sums(warpgroup_)[warp() * kSlotRows + row(i)] = sum;
     }
     // Nobody multiplies Q any more either.
     sync_threads(kWideBarrier, kLatentComputing);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const RowTarget targets[2] = {RowTarget(memory_.targets[row(2 * block)]),
-                                    RowTarget(memory_.targets[row(2 * block + 1)])};
+      const RowTarget targets[2] = {RowTarget(rows().targets[row(2 * block)]),
+                                    RowTarget(rows().targets[row(2 * block + 1)])};
       float norm[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float sum = 0;
 #pragma unroll
         for (int from = 0; from < kLatentWarpgroups * kWarpgroupWarps; ++from)
-          sum += memory_.exchange[from / kWarpgroupWarps][from % kWarpgroupWarps][row(2 * block + i)];
+          sum += sums(from / kWarpgroupWarps)[from % kWarpgroupWarps * kSlotRows + row(2 * block + i)];
         const float row_max = row_max_[block][i];
         norm[i] = norm_of<Kv>(Variant::kSinks ? sum_with_sink(sum, row_max, targets[i], p_) : sum, p_);
         if (warpgroup_ == 0 && warp() == 0 && lane_id() < 4 && targets[i].used())
@@ -147,7 +148,7 @@ class LatentNarrowRows {
 #pragma unroll 2
     for (int i = thread_of<kWarpgroupThreads>(); i < kM * kChunks; i += kWarpgroupThreads) {
       const int at = i / kChunks, chunk = i % kChunks;
-      const RowTarget to(memory_.targets[at]);
+      const RowTarget to(rows().targets[at]);
       if (!to.used()) continue;
       results.store_packed(to, warpgroup_ * Sizes::kHalfPanels * kPanelColumns + chunk * 8,
                            *reinterpret_cast<const uint4*>(panels + panel_offset(at, chunk, kPanelBytes)));
@@ -155,6 +156,8 @@ class LatentNarrowRows {
   }
 
  private:
+  __device__ const LatentRows& rows() const { return memory_.rows[item_ % 2]; }
+  __device__ float* sums(int warpgroup) const { return memory_.sums[item_ % 2][warpgroup]; }
   __device__ static int warp() { return thread_of<kWarpgroupThreads>() / kWarpSize; }
   // The row of Q of a thread's i-th column of S^T.
   __device__ static int row(int i) { return i / 2 * 8 + thread_of<4>() * 2 + i % 2; }
@@ -177,7 +180,7 @@ class LatentNarrowRows {
       if (draft > 0 && valid - draft < kTokens) {
 #pragma unroll
         for (int i = 0; i < 2 * kBlocks; ++i) {
-          const uint64_t mask = memory_.masks[row(i)];
+          const uint64_t mask = rows().masks[row(i)];
 #pragma unroll
           for (int half = 0; half < 2; ++half)
             if (hidden_from(mask, token + half * 8 - (valid - draft)) & 1) s_[i / 2 * 4 + half * 2 + i % 2] = -INFINITY;
@@ -187,7 +190,7 @@ class LatentNarrowRows {
     if constexpr (Variant::kLimits) {
 #pragma unroll
       for (int i = 0; i < 2 * kBlocks; ++i) {
-        const Limits limits(valid, memory_.behind[row(i)], p_);
+        const Limits limits(valid, rows().behind[row(i)], p_);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           if (limits.hide(token + half * 8)) s_[i / 2 * 4 + half * 2 + i % 2] = -INFINITY;
@@ -232,6 +235,8 @@ class LatentNarrowRows {
 
   const Params& p_;
   Memory& memory_;
+  const int item_;
+  uint8_t* const q_;
   const int warpgroup_;
   float row_max_[kBlocks][2], sum_[kBlocks][2], correction_[kBlocks][2];
   float o_[Sizes::kHalfPanels][kAccumulators], s_[kAccumulators];

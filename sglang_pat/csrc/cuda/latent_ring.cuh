@@ -36,9 +36,12 @@ struct LatentSizes {
   static constexpr int columns(int panel) { return panel < kVPanels ? kPanelColumns : kRopeColumns; }
 };
 
+// Q of narrow items goes through two slots, so that it is there when the item before ends; a wide item takes both.
+constexpr int kLatentSlots = 2, kSlotRows = kWarpgroupRows / kLatentSlots;
+
 struct LatentBarriers {
   RingBarriers<kLatentTiles * kPieces> ring;
-  RingBarriers<1> queries;
+  RingBarriers<kLatentSlots> queries;
 
   // The first warpgroup calls it; a __syncthreads has to follow. `again`: the barriers exist, and nobody uses them any more.
   __device__ void init(bool again) {
@@ -52,11 +55,53 @@ struct LatentBarriers {
       // Of the warps that read a piece last; both warpgroups read P.
       init_one(ring.empty[i], (i % kPieces == kRope ? kLatentWarpgroups : 1) * kWarpgroupWarps);
     }
-    if (i == 0) {
-      init_one(queries.full[0], 2 * kLatentProducers);
-      init_one(queries.empty[0], kLatentComputing);
+    if (i < kLatentSlots) {
+      init_one(queries.full[i], 2 * kLatentProducers);
+      init_one(queries.empty[i], kLatentComputing);
     }
   }
+};
+
+// Position in the items of one look-up, and in the slots that their Q takes.
+class LatentCursor {
+ public:
+  __device__ explicit LatentCursor(RingBarriers<kLatentSlots>& barriers) : barriers_(barriers) {}
+
+  __device__ int item() const { return item_; }
+  // Of an item with so many rows, the first one in Q's memory.
+  __device__ int first_row(int rows) const { return rows > kSlotRows ? 0 : taken_ % kLatentSlots * kSlotRows; }
+  __device__ void wait_full(int rows) const {
+    for (int i = 0; i < slots(rows); ++i) wait_barrier(shared_address(&barriers_.full[slot(i)]), phase(i));
+  }
+  __device__ void wait_empty(int rows) const {
+    for (int i = 0; i < slots(rows); ++i) wait_barrier(shared_address(&barriers_.empty[slot(i)]), phase(i) ^ 1);
+  }
+  // `function(barrier)` for every slot of the item, when it is full and when it is empty.
+  template <typename Function>
+  __device__ void for_full(int rows, const Function& function) const {
+    for (int i = 0; i < slots(rows); ++i) function(shared_address(&barriers_.full[slot(i)]));
+  }
+  template <typename Function>
+  __device__ void for_empty(int rows, const Function& function) const {
+    for (int i = 0; i < slots(rows); ++i) function(shared_address(&barriers_.empty[slot(i)]));
+  }
+  __device__ void advance(int rows) { ++item_, taken_ += slots(rows); }
+
+ private:
+  __device__ static int slots(int rows) { return rows > kSlotRows ? kLatentSlots : 1; }
+  __device__ int slot(int i) const { return (taken_ + i) % kLatentSlots; }
+  __device__ int phase(int i) const { return (taken_ + i) / kLatentSlots % 2; }
+
+  RingBarriers<kLatentSlots>& barriers_;
+  int item_ = 0, taken_ = 0;
+};
+
+// What is known of an item's rows.
+struct LatentRows {
+  int targets[kWarpgroupRows];
+  uint32_t sources[kWarpgroupRows], rope_sources[kWarpgroupRows];  // `source_of` each row
+  uint64_t masks[Variant::kMasks ? kWarpgroupRows : 1];
+  int behind[Variant::kLimits ? kWarpgroupRows : 1];
 };
 
 // The stages of a KV tile, for consumers. As each warpgroup sees every tile full, or hears so from the one that did, a wait
@@ -85,15 +130,13 @@ template <int kDim, int kVDim>
 struct LatentMemory {
   using Sizes = LatentSizes<kDim, kVDim>;
   alignas(1024) uint8_t ring[kLatentTiles][Sizes::kTileBytes];
-  // Of one item, [rows, dim], panels of 64 rows; in the end its output.
+  // [rows, dim], panels of 64 rows; in the end an item's output.
   alignas(1024) uint8_t q[Sizes::kTileBytes];
-  int targets[kWarpgroupRows];
-  uint32_t sources[kWarpgroupRows], rope_sources[kWarpgroupRows];  // `source_of` each row
-  uint64_t masks[Variant::kMasks ? kWarpgroupRows : 1];
-  int behind[Variant::kLimits ? kWarpgroupRows : 1];
-  float row_max[kLatentWarpgroups][kWarpgroupRows];  // of a row up to the last tile of each warpgroup
-  // Of a row by each warp, for the others: maxima of a tile, in the end sums.
-  float exchange[kLatentWarpgroups][kWarpgroupWarps][kWarpgroupRows];
+  LatentRows rows[2];                                           // of an item and the next one
+  float row_max[kLatentWarpgroups][kWarpgroupRows];             // of a row up to the last tile of each warpgroup
+  float maxima[kLatentWarpgroups][kWarpgroupWarps][kSlotRows];  // of a narrow item's tile by each warp, for the others
+  // Of an item's rows in the end, for the other warpgroup, by each warp or all together; and of the next item.
+  float sums[2][kLatentWarpgroups][kWarpgroupWarps * kSlotRows];
   LatentBarriers barriers;
   AssignedItems<kLatentItems> assigned;
 
@@ -124,8 +167,8 @@ __device__ __forceinline__ void start_product_with_k(const LatentStages& stages,
 }
 
 // Where Q and the result of an item's row are, and what the row sees. Its mask is a copy on its way.
-template <typename T, typename Memory>
-__device__ __forceinline__ void look_up_latent_row(const Params& p, const Item& item, int row, Memory& to) {
+template <typename T, typename Rows>
+__device__ __forceinline__ void look_up_latent_row(const Params& p, const Item& item, int row, Rows& to) {
   to.targets[row] = RowTarget::kNone, to.sources[row] = kNoSource;
   if constexpr (Variant::kLimits) to.behind[row] = 0;
   const RowQuery query(p, item, row);
@@ -149,44 +192,48 @@ class LatentQueries {
   __device__ LatentQueries(const Params& p, const Items<kLatentItems>& items, LatentMemory<kDim, kVDim>& memory)
       : p_(p), items_(items), memory_(memory), queries_(memory.barriers.queries) {}
 
-  // Copies Q of the next item.
-  __device__ void copy() {
+  // Looks up the next item's rows. Returns whether there is room for its Q already, which has to be copied then or later.
+  __device__ bool look_up() {
     const Item& item = items_.get(kWide, queries_.item());
     const int row = thread(), rows = item.m;
-    queries_.wait_empty();
-    auto& to = memory_;
-    if (row < rows)
-      look_up_latent_row<T>(p_, item, row, to);
-    else if (row < kWarpgroupRows)
-      to.targets[row] = RowTarget::kNone;
+    // The item before the last has to have ended. A wide item's Q has waited for that.
+    if (narrow_before_) queries_.wait_empty(kSlotRows);
+    if (row < rows) look_up_latent_row<T>(p_, item, row, memory_.rows[queries_.item() % 2]);
     sync_threads(kProducerBarrier, kThreads);
+    const bool narrow = rows <= kSlotRows, room = narrow_before_ && narrow;
+    narrow_before_ = narrow;
+    return room;
+  }
+
+  // Copies Q of the next item.
+  __device__ void copy() {
+    const int rows = items_.get(kWide, queries_.item()).m;
+    const LatentRows& from = memory_.rows[queries_.item() % 2];
+    queries_.wait_empty(rows);
     const int column = thread() % kRowThreads, first = thread() / kRowThreads;
-    const uint32_t offset = panel_offset(first, column, 0);
+    uint8_t* const to = memory_.q + queries_.first_row(rows) * kPanelRow + panel_offset(first, column, 0);
 #pragma unroll 1
     for (int i = first; i < rows; i += kStride) {
-      const uint32_t source = to.sources[i], rope = to.rope_sources[i];
+      const uint32_t source = from.sources[i], rope = from.rope_sources[i];
       const bool used = source != kNoSource;
       const char* const q = static_cast<const char*>(p_.q) + uint64_t(used ? source : 0) * kCopyBytes + column * kCopyBytes;
       const char* const q_rope =
           static_cast<const char*>(p_.q_rope) + uint64_t(used ? rope : 0) * kCopyBytes + column * kCopyBytes;
-      const uint32_t row_at = shared_address(to.q) + offset + (i - first) * kPanelRow;
+      const uint32_t row_at = shared_address(to) + (i - first) * kPanelRow;
 #pragma unroll
       for (int panel = 0; panel < Sizes::kPanels; ++panel) {
         if (column < Sizes::columns(panel) / 8)
           copy16_or_zero(row_at + panel * kPanelBytes, panel < Sizes::kVPanels ? q + panel * kPanelRow : q_rope, used);
       }
     }
-    if constexpr (std::is_same_v<T, Product>) {
-      arrive_after_copies(queries_.full_barrier());
-    } else {
+    if constexpr (!std::is_same_v<T, Product>) {
       commit_copies();
       wait_copies<0>();
 #pragma unroll 1
-      for (int i = first; i < rows; i += kStride) convert(to.q + offset + (i - first) * kPanelRow, column);
-      arrive(queries_.full_barrier());
+      for (int i = first; i < rows; i += kStride) convert(to + (i - first) * kPanelRow, column);
     }
-    arrive(queries_.full_barrier());
-    queries_.advance();
+    queries_.for_full(rows, [](uint32_t barrier) { arrive_after_copies(barrier), arrive(barrier); });
+    queries_.advance(rows);
   }
 
  private:
@@ -207,10 +254,11 @@ class LatentQueries {
   const Params& p_;
   const Items<kLatentItems>& items_;
   LatentMemory<kDim, kVDim>& memory_;
-  QueryCursor<1> queries_;
+  LatentCursor queries_;
+  bool narrow_before_ = true;  // the item before; in front of the first one both slots are empty
 };
 
-// Fills the ring. Latents of 8 bits become 16 bits in registers on the way.
+// Fills the ring. Latents of 8 bits become 16 bits in registers on the way, which always hold half a tile.
 template <typename T, typename Kv, int kDim, int kVDim>
 class LatentProducer {
   using Sizes = LatentSizes<kDim, kVDim>;
@@ -219,116 +267,141 @@ class LatentProducer {
   static constexpr int kRowThreads = kPanelColumns * Kv::kBytes / kCopyBytes;
   static constexpr int kStride = kLatentProducers / kRowThreads, kRows = kTokens / kStride;
   static constexpr int kWarpRows = kWarpSize / kRowThreads;  // neighbouring rows of a warp
-  static_assert(kStride % 8 == 0 && kWarpRows * kRows <= kWarpSize);
+  static constexpr int kRowLanes = kWarpSize / (kWarpRows * kRows), kLaneBytes = kDim * Kv::kBytes / kRowLanes;
+  static constexpr int kChunks = kConverts ? Sizes::kPanels * kRows : 2, kAhead = kChunks / 2;  // a thread's, of a tile
+  static_assert(kStride % 8 == 0 && kRowLanes == 2 && kChunks % kAhead == 0);
+
+  struct Tile {
+    int slot, left;  // of this lane's row; tokens from the tile on, of its item
+  };
 
  public:
   __device__ LatentProducer(const Params& p, const Items<kLatentItems>& items, LatentMemory<kDim, kVDim>& memory)
       : p_(p), items_(items), memory_(memory), ring_(memory.barriers.ring), queries_(p, items, memory) {}
 
-  // All items of one look-up. The first tiles of an item come before its Q, which waits until the item before has ended.
+  // All items of one look-up. Where an item's Q has to wait until the item before has ended, its first tiles come before.
   __device__ void run() {
+    Tile tile = next_tile(), next = next_tile();
+    find_rows(tile, rows_);
+    if constexpr (kConverts) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) ahead_[i] = load(rows_, tile.left, i);
+    }
     const int count = items_.count(kWide);
-    int slot = count > 0 ? first_slot(0) : 0;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      const Item& item = items_.get(kWide, i);
-      const int tokens = item.tokens;
-      const int32_t* slots = p_.req_to_token + item.slots + own_row();
-      const char* const from = static_cast<const char*>(p_.k) + item.head * p_.k_head + column() * kCopyBytes;
-      bool q_left = true;
+      const int tokens = items_.get(kWide, i).tokens;
+      bool room = false, q_left = true;
 #pragma unroll 1
-      for (int begin = 0; begin < tokens; begin += kTokens) {
-        if (begin == kLatentTiles * kTokens) queries_.copy(), q_left = false;
-        const int own = slot;
-        slots += kTokens;
-        slot = begin + kTokens + own_row() < tokens ? *slots : 0;
-        fill(from, own, tokens - begin);
+      for (int begin = 0; begin == 0 || begin < tokens; begin += kTokens) {
+        if (tokens > 0) {
+          prefetch_rows(next);
+          const Tile behind = next_tile();
+          fill(tile.left, next);
+          tile = next, next = behind;
+        }
+        if (begin == 0) room = queries_.look_up();
+        if (q_left && (room || begin + kTokens >= min(tokens, kLatentTiles * kTokens))) queries_.copy(), q_left = false;
       }
-      if (q_left) queries_.copy();
-      if (i + 1 < count) slot = first_slot(i + 1);
     }
   }
 
  private:
   __device__ static int thread() { return thread_of<kLatentProducers>(); }
   __device__ static int column() { return thread() % kRowThreads; }
+  __device__ static int first() { return thread() / kRowThreads; }
   // The row of a tile whose slot this lane reads.
   __device__ static int own_row() {
     const int lane = lane_id();
     return thread() / kWarpSize * kWarpRows + lane % kWarpRows + lane / kWarpRows % kRows * kStride;
   }
-  __device__ int first_slot(int i) const {
-    const Item& item = items_.get(kWide, i);
-    return own_row() < item.tokens ? p_.req_to_token[item.slots + own_row()] : 0;
+
+  // One of no tokens behind the last. Its slots are on their way.
+  __device__ Tile next_tile() {
+    while (item_ < items_.count(kWide)) {
+      const Item& item = items_.get(kWide, item_);
+      const int begin = begin_, left = item.tokens - begin;
+      begin_ += kTokens;
+      if (left <= kTokens) ++item_, begin_ = 0;
+      if (left <= 0) continue;
+      return {own_row() < left ? p_.req_to_token[item.slots + begin + own_row()] : 0, left};
+    }
+    return {0, 0};
   }
 
-  // Copies a tile of which `left` tokens are left; `slot` is this lane's. What is behind them becomes zero: weights are
-  // zero there, but memory may hold NaN.
-  __device__ void fill(const char* from, int slot, int left) {
-    const int first = thread() / kRowThreads;
-    const char* rows[kRows];
+  // The slots of this thread's rows.
+  __device__ static void find_rows(const Tile& tile, uint32_t (&rows)[kRows]) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      rows[i] = from + uint64_t(uint32_t(__shfl_sync(~0u, slot, lane_id() / kRowThreads + i * kWarpRows))) * p_.k_slot;
+    for (int i = 0; i < kRows; ++i) rows[i] = __shfl_sync(~0u, tile.slot, lane_id() / kRowThreads + i * kWarpRows);
+  }
+  // The one KV head of a slot.
+  __device__ const char* latent(uint32_t slot) const { return static_cast<const char*>(p_.k) + uint64_t(slot) * p_.k_slot; }
+
+  // To L2, so that little is waited for in the ring, which holds few tiles.
+  __device__ void prefetch_rows(const Tile& tile) const {
+    if (own_row() >= tile.left) return;
+    const char* const from = latent(tile.slot) + lane_id() / (kWarpRows * kRows) * kLaneBytes;
+#pragma unroll
+    for (int at = 0; at < kLaneBytes; at += kLineBytes) prefetch(from + at);
+  }
+
+  // Fills a tile of which `left` tokens are left. What is behind them becomes zero: weights are zero there, but memory may
+  // hold NaN.
+  __device__ void fill(int left, const Tile& next) {
+    uint32_t next_rows[kRows];
+    find_rows(next, next_rows);
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       uint8_t* const tile = memory_.ring[ring_.stage() / kPieces];
+      ring_.wait_empty();
       if constexpr (kConverts)
-        convert(piece, rows, tile, left - first);
+        convert(piece, tile, left, next_rows, next.left);
       else
-        copy(piece, rows, tile, left - first);
+        copy(piece, tile, left);
       ring_.advance();
     }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) rows_[i] = next_rows[i];
   }
 
-  __device__ void copy(int piece, const char* const (&rows)[kRows], uint8_t* tile, int left) {
-    const uint32_t to = shared_address(tile) + panel_offset(thread() / kRowThreads, column(), 0);
-    ring_.wait_empty();
+  __device__ void copy(int piece, uint8_t* tile, int left) {
+    const uint32_t to = shared_address(tile) + panel_offset(first(), column(), 0);
 #pragma unroll
     for (int panel = Sizes::first_panel(piece); panel < Sizes::end_panel(piece); ++panel) {
       if (column() >= Sizes::columns(panel) / 8) continue;
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
-        copy16_or_zero(to + panel * kPanelBytes + i * kStride * kPanelRow, rows[i] + panel * kPanelRow, i * kStride < left);
+        copy16_or_zero(to + panel * kPanelBytes + i * kStride * kPanelRow,
+                       latent(rows_[i]) + panel * kPanelRow + column() * kCopyBytes, i * kStride < left - first());
     }
     arrive_after_copies(ring_.full_barrier());
   }
 
-  __device__ void convert(int piece, const char* const (&rows)[kRows], uint8_t* tile, int left) {
-    const int first_panel = Sizes::first_panel(piece);
-    uint8_t* const to = tile + first_panel * kPanelBytes + panel_offset(thread() / kRowThreads, 2 * column(), 0);
-    constexpr int kPiecePanels = std::max(Sizes::kHalfPanels, 1);
-    uint4 bytes[kPiecePanels][kRows];
-    // All loads before the wait.
+  // Takes a piece out of the registers, which then take what is half a tile further.
+  __device__ void convert(int piece, uint8_t* tile, int left, const uint32_t (&next_rows)[kRows], int next_left) {
+    uint8_t* const to = tile + panel_offset(first(), 2 * column(), 0);
 #pragma unroll
-    for (int panel = 0; panel < kPiecePanels; ++panel) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        bytes[panel][i] = make_uint4(0, 0, 0, 0);
-        if (has(first_panel + panel, piece) && i * kStride < left)
-          bytes[panel][i] = *reinterpret_cast<const uint4*>(rows[i] + (first_panel + panel) * kPanelColumns);
-      }
-    }
-    ring_.wait_empty();
-#pragma unroll
-    for (int panel = 0; panel < kPiecePanels; ++panel) {
-      if (!has(first_panel + panel, piece)) continue;
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const uint4 own = bytes[panel][i];
-        uint8_t* const row = to + panel * kPanelBytes + i * kStride * kPanelRow;
-        store(row, own.x, own.y);
-        // The next chunk: the swizzle changes its lowest bit.
-        store(tile + ((row - tile) ^ kCopyBytes), own.z, own.w);
-      }
+    for (int i = Sizes::first_panel(piece) * kRows; i < Sizes::end_panel(piece) * kRows; ++i) {
+      const uint4 own = ahead_[i % kAhead];
+      ahead_[i % kAhead] =
+          i + kAhead < kChunks ? load(rows_, left, i + kAhead) : load(next_rows, next_left, i + kAhead - kChunks);
+      const int panel = i / kRows;
+      if (!has(panel)) continue;
+      uint8_t* const row = to + panel * kPanelBytes + i % kRows * kStride * kPanelRow;
+      store(row, own.x, own.y);
+      // The next chunk: the swizzle changes its lowest bit.
+      store(tile + ((row - tile) ^ kCopyBytes), own.z, own.w);
     }
     arrive(ring_.full_barrier());
   }
 
-  // Whether a piece has the panel, and that this thread's columns.
-  __device__ static bool has(int panel, int piece) {
-    return panel < Sizes::end_panel(piece) && column() < Sizes::columns(panel) / kCopyBytes;
+  // This thread's chunk number `i` of a tile.
+  __device__ uint4 load(const uint32_t (&rows)[kRows], int left, int i) const {
+    if (!has(i / kRows) || i % kRows * kStride >= left - first()) return make_uint4(0, 0, 0, 0);
+    return *reinterpret_cast<const uint4*>(latent(rows[i % kRows]) + i / kRows * kPanelColumns + column() * kCopyBytes);
   }
+  // Whether a panel has this thread's columns.
+  __device__ static bool has(int panel) { return column() < Sizes::columns(panel) / kCopyBytes; }
   __device__ static void store(uint8_t* to, uint32_t low, uint32_t high) {
     uint4 numbers;
     Kv::adjacent(low, numbers.x, numbers.y), Kv::adjacent(high, numbers.z, numbers.w);
@@ -340,6 +413,9 @@ class LatentProducer {
   LatentMemory<kDim, kVDim>& memory_;
   RingCursor<kLatentTiles * kPieces> ring_;
   LatentQueries<T, typename Kv::Product, kDim, kVDim> queries_;
+  int item_ = 0, begin_ = 0;  // of the tile behind `next`
+  uint32_t rows_[kRows];
+  uint4 ahead_[kAhead];  // of a tile in 8 bits
 };
 
 }  // namespace pat

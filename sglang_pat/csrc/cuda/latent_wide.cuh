@@ -17,8 +17,9 @@ class LatentWideRows {
   static constexpr int kOutputs = Sizes::kHalfPanels * 32, kTokenSteps = kTokens / 16;
 
  public:
-  __device__ LatentWideRows(const Params& p, Memory& memory, int warpgroup)
-      : p_(p), memory_(memory), warpgroup_(warpgroup) {
+  // `item`: its number in the look-up.
+  __device__ LatentWideRows(const Params& p, Memory& memory, int item, int, int warpgroup)
+      : p_(p), memory_(memory), item_(item), warpgroup_(warpgroup) {
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) o_[i] = 0;
   }
@@ -33,8 +34,8 @@ class LatentWideRows {
 
   // Turns the scores of this warpgroup's tile into weights; the rows' maxima up to the tile before are known.
   __device__ __forceinline__ void weigh(int left, const Item& item) {
-    const auto mask = [&](int half) { return memory_.masks[row() + half * 8]; };
-    const auto behind = [&](int half) { return memory_.behind[row() + half * 8]; };
+    const auto mask = [&](int half) { return rows().masks[row() + half * 8]; };
+    const auto behind = [&](int half) { return rows().behind[row() + half * 8]; };
     softmax_.template update<8>(s_, left, item.draft, mask, behind, p_, correction_);
 #pragma unroll
     for (int step = 0; step < kTokenSteps; ++step) pack_weights<Product>(own_[step], &s_[8 * step]);
@@ -86,16 +87,18 @@ class LatentWideRows {
     const unsigned lane = lane_id();
     if (lane % 4 == 0) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) memory_.exchange[warpgroup_][0][row() + half * 8] = softmax_.sum[half];
+      for (int half = 0; half < 2; ++half) sums(warpgroup_)[row() + half * 8] = softmax_.sum[half];
     }
     // Nobody multiplies Q any more either.
     sync_threads(kWideBarrier, kLatentComputing);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) softmax_.sum[half] += memory_.exchange[1 - warpgroup_][0][row() + half * 8];
+    for (int half = 0; half < 2; ++half) softmax_.sum[half] += sums(1 - warpgroup_)[row() + half * 8];
     write();
   }
 
  private:
+  __device__ const LatentRows& rows() const { return memory_.rows[item_ % 2]; }
+  __device__ float* sums(int warpgroup) const { return memory_.sums[item_ % 2][warpgroup]; }
   // The first of this thread's two rows; the second is 8 further.
   __device__ static int first_row() { return thread_of<kWarpgroupThreads>() / kWarpSize * 16; }
   __device__ static int row() { return first_row() + lane_id() / 4; }
@@ -123,7 +126,7 @@ class LatentWideRows {
     const Results<T, kVDim> results(p_);
     const unsigned lane = lane_id();
     uint8_t* const panels = memory_.q + warpgroup_ * Sizes::kHalfPanels * kPanelBytes;
-    const RowTarget targets[2] = {RowTarget(memory_.targets[row()]), RowTarget(memory_.targets[row() + 8])};
+    const RowTarget targets[2] = {RowTarget(rows().targets[row()]), RowTarget(rows().targets[row() + 8])};
     float norm[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -147,7 +150,7 @@ class LatentWideRows {
 #pragma unroll 4
     for (int i = lane; i < 16 * kChunks; i += kWarpSize) {
       const int at = first_row() + i / kChunks, chunk = i % kChunks;
-      const RowTarget to(memory_.targets[at]);
+      const RowTarget to(rows().targets[at]);
       if (!to.used()) continue;
       results.store_packed(to, warpgroup_ * Sizes::kHalfPanels * kPanelColumns + chunk * 8,
                            *reinterpret_cast<const uint4*>(panels + panel_offset(at, chunk, kPanelBytes)));
@@ -156,7 +159,7 @@ class LatentWideRows {
 
   const Params& p_;
   Memory& memory_;
-  const int warpgroup_;
+  const int item_, warpgroup_;
   Softmax softmax_;
   float o_[kOutputs], s_[32], correction_[2];
   uint32_t own_[kTokenSteps][4], others_[kTokenSteps][4];
