@@ -8,6 +8,8 @@
     python benchmarks/kernels.py --page-sizes 32 --append               # more cases, into the same file
     python benchmarks/kernels.py --kv-cache-dtype fp8_e4m3              # into results/kernels-fp8-<gpu>.json
     python benchmarks/kernels.py --tokens 2 4 8                         # verify steps, into results/verify-<gpu>.json
+    python benchmarks/kernels.py --dim 256 --heads 16/2 32/2            # other head dimensions, all into results/kernels-dim256-<gpu>.json
+    python benchmarks/kernels.py --dim 192/128 --append                 # K's and V's
 
 In a verify step the last so many tokens of each request are its draft, each of which sees those in front of it.
 
@@ -75,6 +77,12 @@ WARM_UP_SECONDS = 0.01
 """Before anything is timed: the first case of a run, in front of which modules are loaded, looked 6 to 8 us slower than the model that
 fits the others (benchmarks/notes/tests-and-faults.md, "How kernels are timed")."""
 DIM = 128
+"""Of heads, where none is given."""
+
+DIMS = {str(dim): (dim, dim) for dim in capabilities.HEAD_DIMS} | {
+    f"{dim}/{v_dim}": (dim, v_dim) for dim, v_dim in capabilities.UNEQUAL_HEAD_DIMS
+}
+"""K's and V's, by how they are written."""
 
 
 def read_rate() -> float:
@@ -90,17 +98,19 @@ class Problem:
         seq_lens: [requests], int64.
         tokens: Of each request, the last ones, that are computed: more than one in a verify step.
         levels: (nodes, tokens of each) of every level; none where the tree is not regular.
+        dim, v_dim: Head dimensions of K, which is Q's, and V, which is the output's.
     """
 
     def __init__(
         self, tree: str, heads: int, kv_heads: int, page_size: int, dtype: torch.dtype, contiguous: bool = False,
-        kv_dtype: torch.dtype | None = None, tokens: int = 1,
+        kv_dtype: torch.dtype | None = None, tokens: int = 1, dims: tuple[int, int] = (DIM, DIM),
     ) -> None:  # fmt: skip
         self.batch = trees.of_cell(tree)
         shape = trees.shape_of_cell(tree)
         self.levels = list(zip(*shape, strict=True)) if shape else []
         self.tree, self.contiguous = Path(tree).stem, contiguous
-        self.heads, self.kv_heads, self.page_size, self.dim, self.tokens = heads, kv_heads, page_size, DIM, tokens
+        self.heads, self.kv_heads, self.page_size, self.tokens = heads, kv_heads, page_size, tokens
+        self.dim, self.v_dim = dims
         pieces = list(trees.pieces(self.batch))
         if page_size > 1 and any(length % page_size for _, length, _ in pieces):
             raise SystemExit(f"--page-sizes: the nodes of {tree} are not whole pages of {page_size}")
@@ -116,14 +126,19 @@ class Problem:
             slots[queries, start : start + length] = all_slots[begin : begin + length]
             begin += length
         self.slots = torch.from_numpy(slots).cuda()
-        shape = (self.kv_tokens, kv_heads, DIM)
-        self.k = torch.empty(shape, dtype=dtype, device="cuda").normal_().to(kv_dtype or dtype)
-        self.v = torch.empty(shape, dtype=dtype, device="cuda").normal_().to(kv_dtype or dtype)
-        self.paged = tuple(pool.view(num_pages, page_size, kv_heads, DIM) for pool in (self.k, self.v))
-        self.q = torch.empty(self.size * tokens, heads, DIM, dtype=dtype, device="cuda").normal_()
+        self.k, self.v = (
+            torch.empty(self.kv_tokens, kv_heads, dim, dtype=dtype, device="cuda").normal_().to(kv_dtype or dtype)
+            for dim in dims
+        )
+        self.paged = tuple(pool.view(num_pages, page_size, *pool.shape[1:]) for pool in (self.k, self.v))
+        self.q = torch.empty(self.size * tokens, heads, self.dim, dtype=dtype, device="cuda").normal_()
         self.rows = torch.arange(self.size, device="cuda")
         self.seq_lens = torch.tensor(self.batch.seq_lens, device="cuda")
-        self.scale = DIM**-0.5
+        self.scale = self.dim**-0.5
+
+    def new_out(self) -> torch.Tensor:
+        """[queries, heads, v_dim] of Q's dtype, to be written."""
+        return self.q.new_empty(*self.q.shape[:2], self.v_dim)
 
     def pages(self, slots: torch.Tensor) -> torch.Tensor:
         """The pages of rows of slots, int32."""
@@ -139,9 +154,10 @@ class Problem:
 
     @property
     def floor_us(self) -> float:
-        io = 2 * self.q.numel() * self.q.itemsize
-        read = (self.kv_tokens * self.kv_heads * DIM * 2 * self.k.itemsize + io) / read_rate()
-        flop = 4 * DIM * self.heads * self.tokens * sum(self.batch.seq_lens) / FLOP_RATE
+        dims = self.dim + self.v_dim
+        io = len(self.q) * self.heads * dims * self.q.itemsize
+        read = (self.kv_tokens * self.kv_heads * dims * self.k.itemsize + io) / read_rate()
+        flop = 2 * dims * self.heads * self.tokens * sum(self.batch.seq_lens) / FLOP_RATE
         return max(read, flop) * 1e6
 
     def error(self, out: torch.Tensor) -> float:
@@ -165,12 +181,12 @@ class Pat:
         self._problem, self._overlap = problem, overlap
         form = form or kv_format(problem.k.dtype)
         tiles = capabilities.tile_table(
-            cuda.arch_of(problem.q.device), DIM, torch.cuda.get_device_name(), kv_bits=form.bits
+            cuda.arch_of(problem.q.device), problem.dim, torch.cuda.get_device_name(), kv_bits=form.bits
         )
         if query_tiles:
             tiles = TileTable(query_tiles)
         tokens = problem.tokens
-        spec = AttentionSpec(problem.heads, problem.kv_heads, DIM, DIM, form, query_tokens=tokens)
+        spec = AttentionSpec(problem.heads, problem.kv_heads, problem.dim, problem.v_dim, form, query_tokens=tokens)
         self.decoder = cuda.Decoder(spec, tiles, problem.q.device, problem.q.dtype)
         self.config = PackConfig.of(spec, tiles, self.decoder.workers, policy)
         scheduler = native.NativeScheduler(self.config, problem.size)
@@ -179,10 +195,10 @@ class Pat:
         self.kv_tokens, self.parts, _ = scheduler.current()
         self.plan = torch.from_numpy(data[: layout.size(data)].copy()).to("cuda")
         slots = max(1, layout.num_slots(data))
-        self._partial = torch.empty(slots, spec.query_heads, DIM, dtype=torch.float16, device="cuda")
+        self._partial = torch.empty(slots, spec.query_heads, problem.v_dim, dtype=torch.float16, device="cuda")
         self._lse = torch.empty(slots, spec.query_heads, device="cuda")
         self._masks = verify.without_branches(problem.size, tokens, "cuda") if tokens > 1 else None
-        self.out = torch.empty_like(problem.q)
+        self.out = problem.new_out()
         self.k, self.v, self.seq_lens = problem.k, problem.v, problem.seq_lens
         self.pages: Pages | None = None
 
@@ -242,6 +258,12 @@ class Record(msgspec.Struct):
     bf16_us: float | None = None
     tokens: int = 1
     """Of each request: more than one in a verify step."""
+    dim: int = DIM
+    v_dim: int = DIM
+    kv: str = ""
+    """Format of KV, a key of `packing.FORMATS`; older records have none."""
+    missing: dict[str, str] = {}
+    """Why a rival has no time."""
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, int, int, int, int]]:
@@ -283,20 +305,24 @@ def measure(problem: Problem, names: list[str], warm: bool, same_us: float | Non
     cold_us = median_us(pat.run, cold=True)
     warm_us = round(median_us(pat.run, cold=False), 2) if warm else None
     times, warm_times, errors = {}, {}, {}
-    for rival in rivals.ALL:
+    missing: dict[str, str] = {}
+    for rival in rivals.of(problem):
         if rival.name not in names:
             continue
         try:
             other = rival(problem)
-            times[rival.name] = round(median_us(other.run, cold=True), 2)
-            if warm:
-                warm_times[rival.name] = round(median_us(other.run, cold=False), 2)
+            rival_us = round(median_us(other.run, cold=True), 2)
+            rival_warm_us = round(median_us(other.run, cold=False), 2) if warm else None
             other.run()
             errors[rival.name] = problem.error(other.out)
-        except rivals.UnsupportedError:
-            continue
+            times[rival.name] = rival_us
+            if rival_warm_us is not None:
+                warm_times[rival.name] = rival_warm_us
+        except rivals.UnsupportedError as error:
+            missing[rival.name] = str(error)
         except Exception as error:  # a rival that fails must not cost the others' numbers
-            print(f"  {rival.name} failed: {str(error).splitlines()[0][:150]}", flush=True)
+            missing[rival.name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:150]}"
+            print(f"  {rival.name} failed: {missing[rival.name]}", flush=True)
             torch.cuda.synchronize()
     return Record(
         problem.tree, f"{problem.heads}/{problem.kv_heads}", problem.page_size,
@@ -304,7 +330,7 @@ def measure(problem: Problem, names: list[str], warm: bool, same_us: float | Non
         round(problem.floor_us, 2), problem.error(pat.out), errors,
         pat.config.cost.bytes(pat.kv_tokens, pat.parts), problem.contiguous,
         "" if same_us is None else str(problem.k.dtype).removeprefix("torch."), same_us,
-        problem.tokens,
+        problem.tokens, problem.dim, problem.v_dim, kv_format(problem.k.dtype).name, missing,
     )  # fmt: skip
 
 
@@ -337,18 +363,24 @@ def main() -> None:
     parser.add_argument(
         "--tokens", nargs="+", type=int, default=[1], help="of each request: more than one in a verify step"
     )
-    parser.add_argument("--rivals", nargs="*", default=[rival.name for rival in rivals.ALL])
+    parser.add_argument("--dim", choices=DIMS, default=str(DIM), help="of heads; K/V where V's is another")
+    parser.add_argument("--rivals", nargs="*", choices=rivals.NAMES, default=rivals.NAMES)
     parser.add_argument("--no-warm", action="store_true", help="cold L2 only")
     parser.add_argument("--ablations", action="store_true", help="only our own kernels, without one part of the design")
     parser.add_argument("--append", action="store_true", help="keep the cases that the output has")
     parser.add_argument("--output", type=Path, help="where the JSON goes; default: results/kernels-<gpu>.json")
     arguments = parser.parse_args()
+    dims = DIMS[arguments.dim]
+    if arguments.ablations and dims != (DIM, DIM):
+        parser.error(f"--ablations are of {DIM} dimensions: others have not all of their tiles")
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/kernels.py needs a CUDA device")
     device = {**gpu(), **bandwidth()}
     print(device)
     kv_dtype = getattr(torch, capabilities.FP8.get(arguments.kv_cache_dtype, ""), None)
     kind = "kernels-fp8" if kv_dtype else "verify" if arguments.tokens != [1] else "kernels"
+    if dims != (DIM, DIM):
+        kind = "kernels-dim256"
     if arguments.ablations:
         kind = "kernel-ablations"
     path = arguments.output or result_file(kind)
@@ -361,8 +393,10 @@ def main() -> None:
     records = json.loads(path.read_text())["records"] if arguments.append and path.exists() else []
     for tree, heads, kv_heads, page_size, tokens in cases(arguments):
         shape = tree, heads, kv_heads, page_size, getattr(torch, arguments.dtype), arguments.contiguous
-        same_us = round(median_us(Pat(Problem(*shape, tokens=tokens)).run, cold=True), 2) if kv_dtype else None
-        problem = Problem(*shape, kv_dtype, tokens)
+        same_us = None
+        if kv_dtype:
+            same_us = round(median_us(Pat(Problem(*shape, tokens=tokens, dims=dims)).run, cold=True), 2)
+        problem = Problem(*shape, kv_dtype, tokens, dims)
         record = measure(problem, arguments.rivals, not arguments.no_warm, same_us)
         records.append(msgspec.to_builtins(record))
         best = min(record.rivals, key=record.rivals.__getitem__, default="")

@@ -34,8 +34,9 @@ class FlashInfer:
         size, page = problem.size, problem.page_size
         indptr, indices = problem.page_list(page)
         last = torch.full((size,), page, dtype=torch.int32, device="cuda")
-        self._problem, self.out = problem, torch.empty_like(problem.q)
-        if problem.tokens > 1:
+        self._problem, self.out = problem, problem.new_out()
+        # Its wrapper for decode knows one dimension only.
+        if problem.tokens > 1 or problem.v_dim != problem.dim:
             # SGLang gives it a mask for drafts without branches too; causal, as here, it is faster.
             starts = first_tokens(problem)
             self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
@@ -43,8 +44,8 @@ class FlashInfer:
                 paged_kv_indices_buf=indices, paged_kv_last_page_len_buf=last, backend="fa2",
             )  # fmt: skip
             self._wrapper.plan(
-                starts, indptr, indices, last, problem.heads, problem.kv_heads, problem.dim, page, causal=True,
-                sm_scale=problem.scale, q_data_type=problem.q.dtype, kv_data_type=problem.k.dtype,
+                starts, indptr, indices, last, problem.heads, problem.kv_heads, problem.dim, page,
+                head_dim_vo=problem.v_dim, causal=True, sm_scale=problem.scale, q_data_type=problem.q.dtype, kv_data_type=problem.k.dtype,
             )  # fmt: skip
             return
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
@@ -70,6 +71,8 @@ class Cascade:
 
         if problem.tokens > 1:
             raise UnsupportedError("its levels have no causal mask")
+        if problem.v_dim != problem.dim:
+            raise UnsupportedError("K and V have one head dimension")
         if len(problem.levels) < 2:
             raise UnsupportedError("one level is plain decode, and others than regular trees are not laid out here")
         page, size = problem.page_size, problem.size
@@ -106,17 +109,15 @@ class Triton:
     max_splits = 8  # --triton-attention-num-kv-splits
 
     def __init__(self, problem: Any) -> None:
-        if problem.tokens > 1:
-            raise UnsupportedError("drafts are TritonVerify's")
         import triton
         from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
         from sglang.srt.layers.attention.triton_backend import get_num_kv_splits_triton
 
         size, heads = problem.size, problem.heads
-        self._forward, self._problem, self.out = decode_attention_fwd, problem, torch.empty_like(problem.q)
+        self._forward, self._problem, self.out = decode_attention_fwd, problem, problem.new_out()
         self._indptr, slots = problem.page_list(1)
         self._indices = slots.long()
-        self._logits = torch.empty(size, heads, self.max_splits, problem.dim, device="cuda")
+        self._logits = torch.empty(size, heads, self.max_splits, problem.v_dim, device="cuda")
         self._lse = torch.empty(size, heads, self.max_splits, device="cuda")
         self._splits = torch.empty(size, dtype=torch.int32, device="cuda")
         get_num_kv_splits_triton[(1,)](
@@ -139,12 +140,10 @@ class TritonVerify:
     name = "triton"
 
     def __init__(self, problem: Any) -> None:
-        if problem.tokens == 1:
-            raise UnsupportedError("plain decode is Triton's")
         from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
         size, tokens = problem.size, problem.tokens
-        self._forward, self._problem, self.out = extend_attention_fwd, problem, torch.empty_like(problem.q)
+        self._forward, self._problem, self.out = extend_attention_fwd, problem, problem.new_out()
         self._starts = first_tokens(problem)
         cached = problem.seq_lens - tokens
         self._indptr = torch.zeros(size + 1, dtype=torch.int32, device="cuda")
@@ -166,6 +165,8 @@ class Fa3:
     """FlashAttention 3 with a page table, as SGLang's fa3 backend calls it."""
 
     name = "fa3"
+    dims_8bit = (64, 128, 256)
+    """With KV of 8 bits the library has kernels of these alone where it was run; without one it ends the process."""
 
     def __init__(self, problem: Any) -> None:
         try:
@@ -175,6 +176,8 @@ class Fa3:
             raise UnsupportedError(f"not installed: {error}") from None
         if problem.k.dtype == torch.float8_e5m2:
             raise UnsupportedError("of the two kinds of 8 bits it knows e4m3")
+        if problem.k.itemsize == 1 and (problem.dim != problem.v_dim or problem.dim not in self.dims_8bit):
+            raise UnsupportedError("no kernel of 8 bits for these head dimensions")
         self._problem, self._forward = problem, flash_attn_with_kvcache
         self._table = problem.pages(problem.slots).contiguous()
         self._lens = problem.seq_lens.int()
@@ -190,4 +193,9 @@ class Fa3:
         )  # fmt: skip
 
 
-ALL = (FlashInfer, Cascade, Triton, TritonVerify, Fa3)
+NAMES = ("flashinfer", "cascade", "triton", "fa3")
+
+
+def of(problem: Any) -> tuple[Any, ...]:
+    """A class of each name."""
+    return FlashInfer, Cascade, TritonVerify if problem.tokens > 1 else Triton, Fa3

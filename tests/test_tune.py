@@ -172,7 +172,24 @@ def test_a_table_without_prices_for_a_model_is_not_used_silently(tmp_path: Path)
             devices.used(str(path)),
         ):
             capabilities.tile_table("9.0a", dim, "NVIDIA H200", table, bits)
-        assert capabilities.tile_table("9.0a", 256, "NVIDIA H200", table).token_ns == (), "it cannot be measured there"
+        assert capabilities.tile_table("9.0a", 256, "NVIDIA H200", table).token_ns == (), "prices do not scale up"
+
+
+def test_a_head_dimension_with_a_table_of_its_own_has_its_prices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = devices.load(devices.TABLES / "h200.json")
+    own = msgspec.structs.replace(plain, head_dim=256, prices=plain.prices[:3], prices_8bit=plain.prices_8bit[:3])
+    monkeypatch.setattr(devices, "TABLES", tmp_path)
+    (tmp_path / "h200.json").write_text(tune.written(plain))
+    (tmp_path / "h200-256.json").write_text(tune.written(own))
+    for gpu in ("NVIDIA H200", "another Hopper"):
+        tiles = {dim: capabilities.tile_table("9.0a", dim, gpu) for dim in capabilities.HEAD_DIMS}
+        assert {dim: table.token_ns != () for dim, table in tiles.items()} == {
+            64: True, 96: True, 128: True, 192: False, 256: True,
+        }  # fmt: skip
+        assert tiles[256].token_ns == tiles[128].token_ns[:3] and tiles[64].token_ns[0] == tiles[128].token_ns[0] / 2
+    assert devices.find("", "another Hopper", 256) is None
 
 
 def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,7 +213,7 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
     properties = torch.cuda.get_device_properties(device)
     source = f"measured on {date.today().isoformat()} by `python -m sglang_pat.tune`, torch {torch.__version__}"
     if only:
-        table = devices.find(cuda.arch_of(device), properties.name)
+        table = devices.find(cuda.arch_of(device), properties.name, head_dim)
         if table is None or table.head_dim != head_dim:
             raise ValueError(f"{properties.name} has no table for a head dimension of {head_dim}: measure all of it")
         source = f"{table.source}; prices with KV of {' and '.join(map(str, only))} bits {source}"
@@ -228,9 +228,12 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
         print(f"{turn:.0f} ns from work items of all warps to those of one")
         table = GpuTable(
             properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), head_dim, prices, source, round(turn, 1),
-            H200.bin_ns, H200.wave_ns, slice_token_ns=H200.slice_token_ns, turn_in_plans_ns=H200.turn_in_plans_ns,
+            H200.bin_ns, H200.wave_ns, turn_in_plans_ns=H200.turn_in_plans_ns,
         )  # fmt: skip
-        if cuda.arch_of(device).startswith("9."):
+        # Above the dimension that it was fitted with, a CTA has other warps (csrc/cuda/threads.cuh).
+        if head_dim <= H200.head_dim:
+            table = msgspec.structs.replace(table, slice_token_ns=H200.slice_token_ns)
+        if head_dim <= H200.head_dim and cuda.arch_of(device).startswith("9."):
             # Elsewhere wide tiles have other kernels.
             table = msgspec.structs.replace(
                 table, wide_steps=H200.wide_steps, narrow_first_ns=H200.narrow_first_ns,

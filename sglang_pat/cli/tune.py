@@ -146,7 +146,7 @@ def _run(arguments: list[str] | None, prog: str) -> None:
     parser.add_argument(
         "--head-dim",
         type=int,
-        choices=[d for d in capabilities.HEAD_DIMS if d <= capabilities.MEASURED_DIM],
+        choices=capabilities.HEAD_DIMS,
         help=f"{capabilities.MEASURED_DIM} if not given",
     )
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], help="bfloat16 if not given")

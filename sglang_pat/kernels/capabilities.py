@@ -64,7 +64,7 @@ WARPGROUP_ROWS = 64
 
 
 MEASURED_DIM = 128
-"""The largest head dimension whose tiles `sglang_pat.tune` measures."""
+"""What `sglang_pat.tune` measures if it is not told, and the largest head dimension whose prices every table has: from it smaller ones are scaled."""
 
 
 def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
@@ -142,13 +142,13 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     tiles = query_tiles(arch, head_dim, kv_bits)
     if tiles[-1] == NARROW_M:
         return TileTable(tiles, warp_m=NARROW_M, warp_tokens=WARP_TOKENS)
-    chosen, table = table, table or devices.find(arch, gpu)
+    chosen, table = table, table or devices.find(arch, gpu, head_dim)
     # Prices of 128 dimensions scaled up make worse plans than no prices (benchmarks/notes/prices.md, "Larger head dimensions").
     if table is not None and head_dim <= table.head_dim:
         priced = table.tiles(tiles, head_dim, NARROW_M, WARP_TOKENS, kv_bits)
         if priced is not None:
             return msgspec.structs.replace(priced, tails_m=WARPGROUP_ROWS) if kv_bits >= 8 else priced
-    # Larger dimensions cannot be measured yet (`python -m sglang_pat.tune --head-dim`): there a table is no fault.
+    # A model's larger dimensions have a table of their own or none: one of others is no fault.
     if chosen is not None and head_dim <= MEASURED_DIM:
         raise ValueError(f"it has no prices for head dimension {head_dim} with KV of {kv_bits} bits")
     return TileTable(tiles)

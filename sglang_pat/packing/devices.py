@@ -14,7 +14,8 @@ from sglang_pat.packing.tiles import Splits, TileTable, WideSteps
 from sglang_pat.text import printable
 
 TABLES = Path(__file__).parent / "tables"
-"""One table for each known GPU; `python -m sglang_pat.tune` makes them."""
+"""One table for each known GPU, such as `h200.json`; one that was measured with another head dimension than that is beside it, such as `h200-256.json`.
+`python -m sglang_pat.tune` makes them."""
 
 BY_ARCH = {"9": "h200", "8.0": "a100"}
 """The table for a GPU without its own, by its compute capability or the major part of that."""
@@ -199,11 +200,16 @@ def used(path: str) -> Iterator[None]:
         raise TablesError(f"{path} is a table that no plan can be made with: {error}") from None
 
 
-def find(arch: str, gpu: str = "") -> GpuTable | None:
-    """The table of a GPU by its name, else by its architecture; None if there is none."""
-    for path in TABLES.glob("*.json"):
-        # Whole words: an RTX A1000 is no A100. A GH200 is an H200.
-        if re.search(rf"(?<![a-z0-9])g?{path.stem}(?![a-z0-9])", gpu.lower()):
-            return load(path)
-    name = next((name for key, name in BY_ARCH.items() if arch.startswith(key)), None)
-    return load(TABLES / f"{name}.json") if name else None
+def find(arch: str, gpu: str = "", head_dim: int = 0) -> GpuTable | None:
+    """The table of a GPU by its name, else by its architecture, and its own for a head dimension where there is one; None if there is none."""
+    # Whole words: an RTX A1000 is no A100. A GH200 is an H200.
+    named = (
+        path.stem
+        for path in TABLES.glob("*.json")
+        if re.search(rf"(?<![a-z0-9])g?{path.stem}(?![a-z0-9])", gpu.lower())
+    )
+    name = next(named, None) or next((name for key, name in BY_ARCH.items() if arch.startswith(key)), None)
+    if name is None:
+        return None
+    own = TABLES / f"{name}-{head_dim}.json"
+    return load(own if own.exists() else TABLES / f"{name}.json")
