@@ -29,6 +29,12 @@ DEFAULTS = {
 }  # fmt: skip
 """What config.json may leave out: the defaults of transformers for each `model_type`."""
 
+LATENTS_ON_GPUS = True
+"""Whether servers on GPUs decode latents (MLA) by plan; False refuses them at start, in one sentence, and changes nothing else."""
+
+STATES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
+"""Kinds of layers that have states in place of KV."""
+
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
@@ -97,6 +103,16 @@ def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS.get(str(inner.get("model_type")), {}), **inner}
 
 
+def is_hybrid(model: Mapping[str, Any]) -> bool:
+    """Whether some layers of what `language_model` returns have states in place of KV."""
+    for name in ("layer_types", "layers_block_type"):
+        kinds = model.get(name)
+        if isinstance(kinds, list) and any(kind in STATES for kind in kinds if isinstance(kind, str)):
+            return True
+    others = ("hybrid_override_pattern", "full_attention_interval", "full_attn_idxs", "linear_attn_config")
+    return any(model.get(name) for name in others)
+
+
 def latents_problem(model: Mapping[str, Any], on_gpu: bool) -> str | None:
     """What keeps the latents of an MLA model from being read; None if nothing does, or if it is no MLA model.
 
@@ -108,10 +124,10 @@ def latents_problem(model: Mapping[str, Any], on_gpu: bool) -> str | None:
         return None
     if model.get("index_topk") is not None:
         return "sparse attention (DSA)"
-    if on_gpu:
-        return "MLA on a GPU"
     if model.get("swa_kv_lora_rank") is not None:
         return "MLA with sliding windows"
+    if on_gpu:
+        return "MLA in hybrid models" if is_hybrid(model) else None if LATENTS_ON_GPUS else "MLA on a GPU"
     # SGLang's `get_rope_cpu`, which only DeepSeek's code calls, has no other positions.
     rope = model.get("rope_scaling") or model.get("rope_parameters")
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None

@@ -12,9 +12,11 @@ from sglang_pat import compat, platform
 def register() -> None:
     """Make `--attention-backend pat` known to SGLang."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.server_args import add_attention_backend_choices
+    from sglang.srt.server_args import add_attention_backend_choices, add_chunked_prefix_cache_attention_backend
 
     add_attention_backend_choices(["pat"])
+    # MLA models on a GPU: the stock backend that prefills beside PAT may read a cached prefix in chunks, as it does alone. SGLang asks before it makes one.
+    add_chunked_prefix_cache_attention_backend("pat")
 
     @register_attention_backend("pat")
     def create(runner: Any) -> Any:

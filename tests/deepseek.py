@@ -38,6 +38,11 @@ V3: dict[str, Any] = {
 }  # fmt: skip
 """Entries that make it one of DeepSeek V3's shape: its last layer has experts, and it brings a draft (NEXTN) of one more such layer."""
 
+OF_GPUS: dict[str, Any] = {
+    "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+}  # fmt: skip
+"""Entries that give it the heads of DeepSeek V2 Lite, which the CUDA kernels have."""
+
 
 def write(folder: Path, tokenizer: Path, gain: float = 4.0, **config: Any) -> Path:
     """Write config, weights (float32) and the tokenizer of another model to `folder`; returns it.
@@ -49,6 +54,10 @@ def write(folder: Path, tokenizer: Path, gain: float = 4.0, **config: Any) -> Pa
         config: Changes entries of CONFIG.
     """
     config = CONFIG | config
+    heads, rank, rope, nope, v_dim = (
+        config[name]
+        for name in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
     matrix = functools.partial(checkpoint.matrix, torch.Generator().manual_seed(0))
 
     def mlp(name: str, inner: int) -> dict[str, torch.Tensor]:
@@ -73,11 +82,11 @@ def write(folder: Path, tokenizer: Path, gain: float = 4.0, **config: Any) -> Pa
             "input_layernorm.weight": torch.ones(HIDDEN),
             "post_attention_layernorm.weight": torch.ones(HIDDEN),
             # Scores peaked enough that tokens far away matter.
-            "self_attn.q_proj.weight": matrix(HEADS * (NOPE + ROPE), HIDDEN, gain=2.0),
-            "self_attn.kv_a_proj_with_mqa.weight": matrix(RANK + ROPE, HIDDEN, gain=2.0),
-            "self_attn.kv_a_layernorm.weight": torch.full((RANK,), 1.5),
-            "self_attn.kv_b_proj.weight": matrix(HEADS * (NOPE + V_DIM), RANK),
-            "self_attn.o_proj.weight": matrix(HIDDEN, HEADS * V_DIM, gain),
+            "self_attn.q_proj.weight": matrix(heads * (nope + rope), HIDDEN, gain=2.0),
+            "self_attn.kv_a_proj_with_mqa.weight": matrix(rank + rope, HIDDEN, gain=2.0),
+            "self_attn.kv_a_layernorm.weight": torch.full((rank,), 1.5),
+            "self_attn.kv_b_proj.weight": matrix(heads * (nope + v_dim), rank),
+            "self_attn.o_proj.weight": matrix(HIDDEN, heads * v_dim, gain),
             **(experts("mlp") if routed else mlp("mlp", INNER)),
         }
         return {f"{name}.{part}": weight for part, weight in found.items()}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import emulated
 import pytest
 import torch
-from kernel_cases import TOLERANCE, Case, Extended
+from kernel_cases import TOLERANCE, Case, Extended, of_latents
 from oracle import make_plan
 
-from sglang_pat.backend.executors import WORKSPACE_BYTES, CudaExecutor, share_workspace, workspace_slots
+from sglang_pat.backend.executors import WORKSPACE_BYTES, CudaExecutor, policy_of, share_workspace, workspace_slots
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, PackConfig
 
@@ -28,6 +28,42 @@ def test_unpacked_plans_always_fit(heads: int, kv_heads: int, lengths: list[int]
     """Also where a server runs no more requests than these."""
     spec, pack_config = spec_and_config(heads, kv_heads, "query")
     assert make_plan(Batch(lengths), pack_config).merged_parts <= workspace_slots(spec, pack_config, len(lengths))
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(8, 1), (16, 1), (20, 4), (128, 1), (128, 4)])
+@pytest.mark.parametrize("lengths", [[131_072], [200_000, 3], [9000] * 40, [500] * 300])
+def test_unpacked_plans_of_latents_always_fit(heads: int, tokens: int, lengths: list[int]) -> None:
+    """Whose parts are large: of 512 rows a half megabyte each."""
+    spec = AttentionSpec(heads, 1, 576, 512, FORMATS["bfloat16"], query_tokens=tokens, latent=True)
+    pack_config = PackConfig.of(spec, capabilities.tile_table_of(spec, "9.0a"), 132, "query")
+    assert make_plan(Batch(lengths), pack_config).merged_parts <= workspace_slots(spec, pack_config, len(lengths))
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "latent", "packs"),
+    [(16, 1, True, True), (20, 2, True, True), (16, 4, True, False), (64, 1, True, False), (128, 3, True, False), (64, 1, False, True)],
+)  # fmt: skip
+def test_rows_that_fill_tiles_of_latents_are_not_packed(heads: int, tokens: int, latent: bool, packs: bool) -> None:
+    spec = AttentionSpec(heads, 1, 576, 512, FORMATS["bfloat16"], query_tokens=tokens, latent=latent)
+    assert policy_of(spec, "optimal") == ("optimal" if packs else "query")
+    assert policy_of(spec, "naive") == "naive", "for who wants to time it"
+
+
+@pytest.mark.parametrize("tensors", [1, 2])
+def test_latents(tensors: int) -> None:
+    """With Q whole, and in two tensors as SGLang's models have it: the first a view of [heads, tokens, 512]. On the host, as above."""
+    case = of_latents(Case(Batch([90] * 5, [Node(0, 70, list(range(5)))]), 20, 1, 576, 512, torch.bfloat16))
+    tiles = capabilities.tile_table_of(case.spec, "9.0a")
+    executor = CudaExecutor.__new__(CudaExecutor)
+    executor._decoder = emulated.Decoder(case.spec, tiles, "9.0a")
+    executor._plan = case.plan(tiles, executor._decoder.workers, "naive")
+    executor._shape = (int(executor._plan[2]), case.spec.heads, case.spec.v_head_dim)
+    executor.attach(torch.full((executor.workspace_bytes,), 255, dtype=torch.uint8))  # NaN
+    q, q_rope = case.q, None
+    if tensors == 2:
+        q, q_rope = case.q[..., :512].transpose(0, 1).contiguous().transpose(0, 1), case.q[..., 512:]
+    out = executor.decode(q, case.kv, case.tables, case.scores(), q_rope)
+    assert out.shape == (5, 20, 512) and case.difference(out) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+import deepseek
 import eagle
 import eagle3
 import gemma
@@ -103,6 +104,27 @@ def test_drafts_of_a_model_that_brings_them(kv: str, gpu_model: Path, prompts: l
                 found = server.post("/generate", {"text": prompts, "sampling_params": sampling})
                 steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in found)
                 assert 0.4 < steps / (TOKENS * len(prompts)) < 0.95, "some drafts are accepted, some are not"
+
+
+def test_drafts_of_a_model_with_latents(gpu_model: Path, prompts: list[str], tmp_path: Path) -> None:
+    """Of DeepSeek V3's shape, with 16 heads: three tokens are packed, four fill tiles of 64 rows and are not. Beside `pat` without drafts, which
+    test_gpu_models.py compares."""
+    model = deepseek.write(tmp_path / "model", gpu_model, gain=0.4, **deepseek.OF_GPUS | deepseek.V3)
+    flags = [*WITHOUT_PREFILL_GRAPHS, POOL, "30000", "--dtype", "bfloat16", "--moe-runner-backend", "triton"]
+    cases = {
+        "without": ("pat", [], CHECKED), "three": ("pat", drafts("NEXTN", 2, 1, 3), CHECKED), "four": ("pat", drafts("NEXTN", 3, 1, 4), CHECKED),
+    }  # fmt: skip
+    with serving(model, cases, [*flags, "--disable-shared-experts-fusion"], tmp_path) as servers:
+        expected = generate_all(servers.pop("without"), prompts)
+        assert len({tuple(answer.ids) for answer in expected}) > len(prompts) / 2, "answers that depend on prompts"
+        for case, server in servers.items():
+            assert_agree(generate_all(server, prompts), expected, close=0.25, least=0.04)
+            counters = assert_sound(server)
+            assert 0 < counters["kv_bytes"] < (0.8 if case == "three" else 1.01) * counters["kv_bytes_unpacked"], case
+            sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+            found = server.post("/generate", {"text": prompts, "sampling_params": sampling})
+            steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in found)
+            assert 0.3 < steps / (TOKENS * len(prompts)) < 0.95, "some drafts are accepted, some are not"
 
 
 @pytest.mark.parametrize("family", ["gemma", "mellum", "gpt-oss"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+import deepseek
 import families
 import gemma
 import gpt_oss
@@ -234,6 +235,27 @@ def test_norms_of_all_heads(gpu_model: Path, tmp_path: Path) -> None:
     model = families.minimax(tmp_path / "model", gpu_model)
     expected = assert_answers_are_those_of_fa3(model, ["--moe-runner-backend", "triton"], tmp_path)
     assert len({tuple(answer.ids) for answer in expected}) > len(expected) / 2, "answers that depend on prompts"
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("heads", [16, 20, 64])
+def test_latents(heads: int, kv: str, gpu_model: Path, tmp_path: Path) -> None:
+    """Of DeepSeek V2's shape (MLA). FA3 prefills both, and reads 8 bits as 16 where it decodes. 16 and 20 heads are packed, 64 are not."""
+    prompts = workload.nested_prompts(2, 3, 8, unrelated=8)
+    counts = {"num_attention_heads": heads, "num_key_value_heads": heads}
+    model = deepseek.write(tmp_path / "model", gpu_model, **deepseek.OF_GPUS | counts)
+    flags = [*WITHOUT_PREFILL_GRAPHS, "--dtype", "bfloat16", "--kv-cache-dtype", kv, POOL, "60000"]
+    mixing = ["--enable-mixed-chunk", "--chunked-prefill-size", "512"]
+    with serving(model, {"fa3": ("fa3", mixing, {}), "pat": ("pat", mixing, CHECKED)}, flags, tmp_path) as servers:
+        expected = generate_all(servers["fa3"], prompts)
+        assert len({tuple(answer.ids) for answer in expected}) > len(prompts) / 2, "answers that depend on prompts"
+        # SGLang mixes requests without log-probabilities only.
+        for logprobs in (True, False):
+            assert_agree(generate_all(servers["pat"], prompts, logprobs=logprobs), expected, close=0.25, least=0.04)
+            flush(servers["pat"])
+        counters = assert_sound(servers["pat"])
+        assert 0 < counters["kv_bytes"] < (0.8 if heads % 64 else 1.01) * counters["kv_bytes_unpacked"]
+        assert f"{heads}/1 heads of 576 and 512" in servers["pat"].log.read_text()
 
 
 @pytest.mark.parametrize("name", hybrid.WRITERS)

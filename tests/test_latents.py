@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import unittest
 from collections.abc import Iterator
@@ -24,14 +25,16 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
 from trees import random_batch
 
-from sglang_pat import compat, plugin
+from sglang_pat import compat, model_config, plugin
+from sglang_pat.backend import create
 from sglang_pat.backend.kv import NewTokens
 from sglang_pat.backend.kv.latent import LatentStore, store_of
 from sglang_pat.backend.kv.plain import PlainStore
 from sglang_pat.backend.start import layers, support
+from sglang_pat.cli import build
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
-from sglang_pat.kernels import capabilities
+from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.kernels.arguments import Tables
 from sglang_pat.packing import CPU_TILES, FORMATS, AttentionSpec
 from sglang_pat.radix_bridge import hooks
@@ -56,11 +59,15 @@ def test_a_token_of_latents_has_the_bytes_of_k() -> None:
 
 
 @pytest.mark.once
-def test_latents_wider_than_deepseeks_are_refused_and_so_are_all_on_a_gpu() -> None:
+def test_latents_of_other_dimensions_are_refused() -> None:
     assert capabilities.refusal(LATENTS, "cpu") is None
     assert "head dimension of 584" in str(capabilities.refusal(msgspec.structs.replace(LATENTS, head_dim=584), "cpu"))
     assert "head dimension of 576" in str(capabilities.refusal(msgspec.structs.replace(LATENTS, latent=False), "cpu"))
-    assert capabilities.refusal(LATENTS, "cuda") == "MLA on a GPU"
+    assert capabilities.refusal(LATENTS, "cuda") is None
+    for dims in ((512, 512), (584, 512), (80, 64)):  # the first without columns for positions
+        other = msgspec.structs.replace(LATENTS, head_dim=dims[0], v_head_dim=dims[1])
+        assert f"with {dims[0]} (K) and {dims[1]} (V) columns" in str(capabilities.refusal(other, "cuda"))
+    assert capabilities.refusal(msgspec.structs.replace(LATENTS, kv=FORMATS["int4"]), "cuda")
 
 
 @pytest.mark.once
@@ -87,28 +94,35 @@ def test_random_trees_of_drafts(tokens: int, heads: int) -> None:
         assert case.error(case.plan(CPU_TILES, 8, policy)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.once
+def test_the_modules_of_a_model_are_compiled_ahead_without_extends(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(deepseek.CONFIG | deepseek.OF_GPUS | {"torch_dtype": "bfloat16"}))
+    assert build.variants(str(tmp_path), "9.0a") == cuda.variants(LATENTS, "9.0a", dtype=torch.bfloat16)
+
+
 # A model's layers and its pool.
 
 
-def latent_pool(dtype: torch.dtype = torch.float32, **more: Any) -> MLATokenToKVPool:
+def latent_pool(dtype: torch.dtype = torch.float32, rank: int = 64, rope: int = 16, **more: Any) -> MLATokenToKVPool:
     """Of two layers."""
     kind = compat.pool.latent_pool() if more else MLATokenToKVPool
     return kind(
-        size=16, page_size=1, dtype=dtype, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=2, device="cpu", enable_memory_saver=False, **more
+        size=16, page_size=1, dtype=dtype, kv_lora_rank=rank, qk_rope_head_dim=rope, layer_num=2, device="cpu", enable_memory_saver=False, **more
     )  # fmt: skip
 
 
 def model_of_latents(
-    device: str = "cpu", architecture: str = "DeepseekV2ForCausalLM", **config: Any
-) -> SimpleNamespace:
+    device: str = "cpu", architecture: str = "DeepseekV2ForCausalLM", rank: int = 64, rope: int = 16, kv: torch.dtype = torch.float32,
+    **config: Any,
+) -> SimpleNamespace:  # fmt: skip
     """What matters here of a `ModelRunner` with two layers."""
     model = torch.nn.ModuleList([torch.nn.Module() for _ in range(2)])
     for i, module in enumerate(model):
-        module.attn_mqa = RadixAttention(4, 80, 1.0, 1, layer_id=i, v_head_dim=64)
+        module.attn_mqa = RadixAttention(4, rank + rope, 1.0, 1, layer_id=i, v_head_dim=rank)
         module.attn_mha = RadixAttention(4, 48, 1.0, 4, layer_id=i, v_head_dim=32)
     backends = dict.fromkeys(["attention_backend", "prefill_attention_backend", "decode_attention_backend"], "pat")
     return SimpleNamespace(
-        model=model, device=device, dtype=torch.float32, kv_cache_dtype=torch.float32, token_to_kv_pool=latent_pool(),
+        model=model, device=device, dtype=kv if kv.itemsize > 1 else torch.bfloat16, kv_cache_dtype=kv, token_to_kv_pool=latent_pool(kv, rank, rope),
         req_to_token_pool=None, use_mla_backend=True, server_args=SimpleNamespace(**backends),
         model_config=SimpleNamespace(
             context_len=512, hf_config=SimpleNamespace(architectures=[architecture], **config), is_multimodal=False, is_encoder_decoder=False,
@@ -135,8 +149,7 @@ def test_layers_that_do_not_fit_the_pool_are_refused() -> None:
 @pytest.mark.parametrize(
     ("architecture", "device", "config", "message"),
     [
-        ("DeepseekV2ForCausalLM", "cuda", {}, "MLA on a GPU"),
-        ("KimiLinearForCausalLM", "cuda", {}, "MLA on a GPU"),
+        ("KimiLinearForCausalLM", "cuda", {"linear_attn_config": {"kda_layers": [1]}}, "MLA in hybrid models"),
         ("DeepseekV32ForCausalLM", "cpu", {"index_topk": 2048}, r"sparse attention \(DSA\)"),
         ("GlmMoeDsaForCausalLM", "cuda", {"index_topk": 2048}, r"sparse attention \(DSA\)"),
         ("DeepseekV4ForCausalLM", "cpu", {}, "the attention of DeepSeek V4"),
@@ -147,6 +160,7 @@ def test_layers_that_do_not_fit_the_pool_are_refused() -> None:
             "DeepSeek's attention without YaRN",
         ),
         ("Dots3NoteForCausalLM", "cpu", {"kv_lora_rank": 64, "swa_kv_lora_rank": 32}, "MLA with sliding windows"),
+        ("Dots3NoteForCausalLM", "cuda", {"kv_lora_rank": 64, "swa_kv_lora_rank": 32}, "MLA with sliding windows"),
     ],
 )
 def test_what_is_not_served_is_named(architecture: str, device: str, config: dict[str, Any], message: str) -> None:
@@ -155,6 +169,59 @@ def test_what_is_not_served_is_named(architecture: str, device: str, config: dic
         support.UnsupportedError, match=f"does not support {message}.*, which {architecture} uses: leave it out"
     ):
         support.check_model(runner, "triton")
+
+
+@pytest.mark.parametrize("kv", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_what_a_gpu_serves_is_refused_again_by_one_name(kv: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dimensions that its kernels have are asked of the loaded model."""
+    found = support.check_model(model_of_latents("cuda", rank=512, rope=64, kv=kv), "triton")
+    assert found == {AttentionSpec(4, 1, 576, 512, layers.kv_format(kv), latent=True): 2}
+    for rank, rope in ((64, 16), (512, 0)):
+        with pytest.raises(
+            support.UnsupportedError, match=r"does not support latents of .*, which DeepseekV2ForCausal"
+        ):
+            support.check_model(model_of_latents("cuda", rank=rank, rope=rope, kv=kv), "triton")
+    monkeypatch.setattr(model_config, "LATENTS_ON_GPUS", False)
+    with pytest.raises(support.UnsupportedError, match="MLA on a GPU, which DeepseekV2ForCausalLM uses: leave it out"):
+        support.check_model(model_of_latents("cuda", rank=512, rope=64, kv=kv), "triton")
+
+
+@pytest.mark.parametrize(
+    ("capability", "kv", "name"),
+    [
+        ((9, 0), torch.bfloat16, "fa3"),
+        ((9, 0), torch.float8_e4m3fn, "fa3"),
+        ((9, 0), torch.float8_e5m2, "triton"),
+        ((8, 0), torch.bfloat16, "triton"),
+        ((10, 0), torch.bfloat16, "flashinfer"),
+        ((12, 0), torch.bfloat16, "triton"),
+    ],
+)
+def test_the_backend_that_prefills_is_the_one_that_sglang_chooses(
+    capability: tuple[int, int], kv: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    spec = msgspec.structs.replace(LATENTS, kv=layers.kv_format(kv))
+    assert create.stock_name(SimpleNamespace(kv_cache_dtype=kv), [spec]) == name  # type: ignore[arg-type]
+
+
+def test_models_treat_pat_as_the_backend_that_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.model_executor.model_runner_components import misc_utils
+    from sglang.srt.models.deepseek_common import attention_backend_handler, utils
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
+
+    registry = attention_backend_handler.AttentionBackendRegistry
+    listed = utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+    assert forward_mla.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS is listed and "pat" not in listed
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+    monkeypatch.setattr(utils, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", copied := list(listed))
+    for stock in ("triton", "fa3", "fa3"):
+        compat.model.treat_as("pat", stock)
+        assert registry.get_handler("pat") is registry.get_handler(stock)
+        assert copied.count("pat") == (stock == "fa3"), "Triton's backend takes Q whole"
+    assert "pat" in misc_utils.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS
 
 
 def test_sinks_that_sglang_would_drop_are_refused() -> None:
@@ -242,6 +309,26 @@ def test_kit_beside_a_prefill_backend(name: str) -> None:
     assert_right(fixture)
 
 
+def in_two_tensors(fixture: Any) -> Any:
+    """The fixture, its model calling the backend as `forward_absorb_core` calls one of its list: Q and K in two tensors, K not yet written."""
+    module = fixture.actual_module
+
+    def forward(hidden: torch.Tensor, batch: Any) -> torch.Tensor:
+        q, k, q_rope, k_rope = module.forward_absorb_prepare(hidden)
+        out = module.attn_mqa(q, k, k, batch, q_rope=q_rope, k_rope=k_rope)
+        values = torch.bmm(out.view(q.shape).transpose(0, 1), module.w_vc)
+        return module.o_proj(values.transpose(0, 1).flatten(1, 2))
+
+    module.forward = forward
+    return fixture
+
+
+@pytest.mark.usefixtures("_kit")
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.forward_mode.is_decode()])
+def test_kit_in_two_tensors(name: str) -> None:
+    assert_right(in_two_tensors(mla.build_mla_attention_fixture(unittest.TestCase(), CASES[name], **SHAPE)))
+
+
 def shared_batch(lengths: tuple[int, ...], added: tuple[int, ...] = (), members: tuple[int, int] = (0, 1)) -> Any:
     """A batch in which two requests, `members`, have one prefix in the cache, as in test_attention_kit.py. It decodes, or extends by `added` tokens."""
     mode = ForwardMode.MIXED if added else ForwardMode.DECODE
@@ -266,9 +353,10 @@ def shared_batch(lengths: tuple[int, ...], added: tuple[int, ...] = (), members:
 
 
 @pytest.mark.usefixtures("_kit")
-def test_shared_rows_are_packed() -> None:
+@pytest.mark.parametrize("tensors", [1, 2])
+def test_shared_rows_are_packed(tensors: int) -> None:
     fixture = shared_batch((310, 347, 33))
-    assert_right(fixture)
+    assert_right(fixture if tensors == 1 else in_two_tensors(fixture))
     counters = fixture.backend.reporter.counters()
     assert counters["kv_tokens_unpacked"] - counters["kv_tokens"] == SHARED
     assert counters["kv_bytes"] == counters["kv_tokens"] * 80 * 4
@@ -282,6 +370,17 @@ def test_decoding_requests_of_a_mixed_step_are_packed() -> None:
     counters = fixture.backend.reporter.counters()
     assert counters["kv_tokens_unpacked"] - counters["kv_tokens"] == SHARED
     assert (counters["mixed_steps"], counters["extends"], counters["fallbacks"]) == (1, 1, 0)
+
+
+@pytest.mark.usefixtures("_kit")
+def test_a_backend_that_extends_nothing_leaves_mixed_steps_whole() -> None:
+    """As on a GPU, where models give prefill K and V that are made of latents, for requests that decode too."""
+    fixture = shared_batch((40, 0, 90, 310, 347, 33), (20, 33, 2, 1, 1, 1), members=(3, 4))
+    backend = fixture.backend
+    backend.groups.extends = False
+    backend.prefill = backend._make_prefill(fixture.runner)
+    assert_right(fixture)
+    assert (backend.prefill.extend, backend.prefill.mixed_steps, backend.packs_extends) == (None, 0, False)
 
 
 # Servers.

@@ -41,9 +41,11 @@ REFUSED = {
     "hybrid models on a CPU": [(GDN, "cpu", ""), (shape(layer_types=["mamba", "attention"]), "cpu", "")],
     "gated delta nets on a Blackwell GPU": [(GDN, "cuda", "10.0"), ({"text_config": GDN}, "cuda", "12.0")],
     "attention in both directions within an image": [(called("Gemma4ForConditionalGeneration"), "cuda", "")],
-    "MLA on a GPU, in hybrid models (Kimi-Linear) and with attention sinks; sparse attention over latents (DSA: DeepSeek V3.2, GLM-5; DeepSeek V4)": [
-        (MLA, "cuda", ""),
+    "MLA in hybrid models (Kimi-Linear), with attention sinks, with windows, and of other dimensions on a GPU; sparse attention over latents (DSA: DeepSeek V3.2, GLM-5; DeepSeek V4)": [
         ({"text_config": {**GDN, "kv_lora_rank": 512}}, "cpu", ""),
+        ({"text_config": {**MLA, "linear_attn_config": {"kda_layers": [1]}}}, "cuda", ""),
+        ({**MLA, "qk_rope_head_dim": None}, "cuda", "9.0a"),
+        ({**MLA, "swa_kv_lora_rank": 256}, "cuda", "9.0a"),
         ({**MLA, "index_topk": 2048}, "cpu", ""),
         (called("DeepseekV4ForCausalLM"), "cuda", ""),
     ],
@@ -95,6 +97,8 @@ def test_what_a_server_would_refuse_is_refused(config: dict[str, Any], device: A
         (json.loads(CONFIG.read_text()), "cuda", "9.0a"),
         (shape(80), "cpu", ""),
         (MLA, "cpu", ""),
+        (MLA, "cuda", ""),
+        (MLA, "cuda", "8.9"),
         (GDN, "cuda", "9.0a"),
         (shape(layer_types=["mamba", "attention"]), "cuda", "10.0"),
         (MIMO, "cuda", ""),

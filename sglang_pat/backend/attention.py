@@ -118,7 +118,7 @@ class PatAttnBackend(AttentionBackend):
             return self._make_low_bit_prefill(self.token_to_kv_pool, runner, group_of)
         if self.inner is None:
             return None
-        extend = PackedExtend(runner, self.groups.single, self.store)
+        extend = PackedExtend(runner, self.groups.single, self.store) if self.groups.extends else None
         return Prefill(runner, self.inner, extend, self._begin_decode, self._decode, group_of)
 
     def _make_low_bit_prefill(
@@ -136,7 +136,7 @@ class PatAttnBackend(AttentionBackend):
 
     @property
     def packs_extends(self) -> bool:
-        return isinstance(self.prefill, Prefill)
+        return isinstance(self.prefill, Prefill) and self.prefill.extend is not None
 
     def _introduce(self, runner: ModelRunner) -> None:
         """Log what was made."""
@@ -245,18 +245,25 @@ class PatAttnBackend(AttentionBackend):
 
     def _decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch,
-        save_kv_cache: bool = True, sinks: torch.Tensor | None = None, **kwargs: Any,
+        save_kv_cache: bool = True, sinks: torch.Tensor | None = None, q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Run the plan of a decode or verify step in a layer: [tokens, heads * v_head_dim]."""
+        """Run the plan of a decode or verify step in a layer: [tokens, heads * v_head_dim].
+
+        MLA models pass latents whole or, on GPUs, in two tensors: Q and K of `v_head_dim` columns, and the rest (`compat.model.treat_as`).
+        """
         verifies = self.step.verifies(forward_batch)
         group = self.groups.of(layer, self.groups.steps if verifies else self.groups.single, sinks, **kwargs)
         if save_kv_cache and k is not None:
-            self.store.write(layer, k, v, self.step.new_tokens(forward_batch))
+            self.store.write(layer, k, v, self.step.new_tokens(forward_batch, k_rope))
         drafts = len(q) // self.step.draft_tokens if verifies else None
         tables = self.step.tables(group.spec.planned_window, drafts)
         kv = self.store.read(layer, tables)
         scores = Scores(layer.scaling, layers.logit_cap(layer), sinks)
-        out = group.executor.decode(q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim), kv, tables, scores)
+        heads, dim = layer.tp_q_head_num, layer.qk_head_dim
+        if q_rope is not None:
+            dim, q_rope = layer.v_head_dim, q_rope.reshape(-1, heads, dim - layer.v_head_dim)
+        out = group.executor.decode(q.reshape(-1, heads, dim), kv, tables, scores, q_rope)
         return out.reshape(len(q), layer.tp_q_head_num * layer.v_head_dim)
 
     # Prefill in graphs runs on the inner backend.

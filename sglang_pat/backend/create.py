@@ -55,7 +55,9 @@ def create(runner: ModelRunner) -> AttentionBackend:
         if runner.device != "cpu" and layers.format_of(runner).is_low_bit:
             prefills = False  # on neither a stock backend nor plans (extends/pages.py)
         inner = stock_backend(runner, specs) if prefills else None
-        groups = LayerGroups(runner, config, specs, extends=prefills)
+        # On a GPU prefill over latents comes in forms of its own, decoding requests of mixed steps too: it stays whole.
+        extends = prefills and (runner.device == "cpu" or not any(spec.latent for spec in specs))
+        groups = LayerGroups(runner, config, specs, extends)
         return PatAttnBackend(runner, config, groups, inner, trace_writer(runner, config, groups.steps[0]))
     except (ValueError, jit.BuildError) as error:
         # SGLang prints a traceback; give the reason a line of its own too.
@@ -78,6 +80,8 @@ def stock_backend(runner: ModelRunner, specs: Collection[AttentionSpec]) -> Atte
     name = stock_name(runner, specs)
     support.check_prefill(runner, name)
     logger.info("sglang-pat: %s runs on %s", "a draft model" if runner.is_draft_worker else "prefill", name)
+    if any(spec.latent for spec in specs):
+        compat.model.treat_as("pat", name)
     return ATTENTION_BACKENDS[name](runner)
 
 
@@ -85,6 +89,8 @@ def stock_name(runner: ModelRunner, specs: Collection[AttentionSpec]) -> str:
     """Which of SGLang's backends that is on a GPU."""
     windows, sinks = any(spec.window for spec in specs), any(spec.sinks for spec in specs)
     unequal = any(spec.head_dim != spec.v_head_dim for spec in specs)
+    if any(spec.latent for spec in specs):
+        return compat.stock.latent_backend(runner.kv_cache_dtype)
     scaled = compat.model.has_scales(runner)
     return compat.stock.prefill_backend(windows, runner.kv_cache_dtype, scaled, sinks, unequal)
 

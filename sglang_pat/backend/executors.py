@@ -15,12 +15,16 @@ from sglang_pat.config import PatConfig
 from sglang_pat.kernels import capabilities, cpu, cuda, low_bit
 from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.packing import CPU_TILES, AttentionSpec, PackConfig, devices, layout
+from sglang_pat.packing.prices import Policy
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 WORKSPACE_BYTES = 192 << 20
 """The most GPU memory for parts. A batch whose plan needs more is packed in part."""
+
+LATENT_ROWS = 64
+"""Rows of the widest tile of latents (`capabilities.LATENT_TILES`)."""
 
 PARTS_OF_A_REQUEST = 8
 """How many parts the workspace holds per request, within the limit above: more than the levels of prefixes in systems that nest tools,
@@ -54,10 +58,13 @@ class Executor(Protocol):
     def load(self, plan: torch.Tensor | None) -> None:
         """Run this plan, one of `buffers`, from now on; None to decode nothing."""
 
-    def decode(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, q_rope: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attention of Q [tokens, heads, head_dim]: [tokens, heads, v_head_dim], zero after the plan's batch.
 
-        A query is a token or, with masks, the consecutive tokens of a draft. There may be more queries than the plan has.
+        A query is a token or, with masks, the consecutive tokens of a draft. There may be more queries than the plan has. With latents Q may come
+        in two tensors, of which `q_rope`, [tokens, heads, head_dim - v_head_dim], has the last columns.
         """
 
     def extend(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, plan: torch.Tensor) -> torch.Tensor:
@@ -79,6 +86,17 @@ def workspace_slots(spec: AttentionSpec, pack_config: PackConfig, max_batch: int
     """
     wanted = PARTS_OF_A_REQUEST * max_batch + 2 * pack_config.max_bins * pack_config.max_queries
     return min(WORKSPACE_BYTES // slot_bytes(spec.query_heads, spec.v_head_dim), wanted)
+
+
+def policy_of(spec: AttentionSpec, policy: Policy) -> Policy:
+    """How a GPU packs queries of this spec, where the user says `policy`.
+
+    A request whose rows fill whole tiles of latents waits for products of matrices, not for KV, so reading KV once for several requests saves nothing
+    (arithmetic: 121 operations a byte, which an L2 cache feeds). Timing may say otherwise for some shapes: this is the place. Policies other than the
+    default are for that, and stay.
+    """
+    whole = spec.latent and spec.query_heads % LATENT_ROWS == 0
+    return "query" if whole and policy == "optimal" else policy
 
 
 def _capacity(pack_config: PackConfig, runner: ModelRunner) -> int:
@@ -109,8 +127,12 @@ class CpuExecutor:
     def load(self, plan: torch.Tensor | None) -> None:
         self._plan, self._loaded = plan, True
 
-    def decode(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, q_rope: torch.Tensor | None = None
+    ) -> torch.Tensor:
         assert self._loaded
+        if q_rope is not None:
+            q = torch.cat([q, q_rope], -1)
         out = q.new_zeros(*q.shape[:2], kv.v.shape[-1])
         if self._plan is None:
             return out
@@ -138,9 +160,7 @@ class CudaExecutor:
         self.table = config.tiles
         table = devices.load(Path(self.table), "SGLANG_PAT_TILES") if self.table else None
         with devices.used(self.table):
-            tiles = capabilities.tile_table(
-                cuda.arch_of(device), spec.head_dim, torch.cuda.get_device_name(device), table, spec.kv.bits
-            )
+            tiles = capabilities.tile_table_of(spec, cuda.arch_of(device), torch.cuda.get_device_name(device), table)
         if extends:
             # Compile both modules in parallel.
             cuda.build(cuda.variants(spec, cuda.arch_of(device), tiles.query_tiles, runner.dtype, extends))
@@ -148,7 +168,7 @@ class CudaExecutor:
         self.store: Callable[..., None] = self._decoder.store
         self.unpack: Callable[..., None] = self._decoder.unpack
         self._extender = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, limits=True) if extends else None
-        self.pack_config = PackConfig.of(spec, tiles, self._decoder.workers, config.policy)
+        self.pack_config = PackConfig.of(spec, tiles, self._decoder.workers, policy_of(spec, config.policy))
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self.max_slots = workspace_slots(spec, self.pack_config, runner.req_to_token_pool.size)
@@ -192,8 +212,10 @@ class CudaExecutor:
         self._decoder.load(self._plan, plan, self._copied.cuda_event)
         self._copying = True
 
-    def decode(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores) -> torch.Tensor:
-        return self._run(self._decoder, q, kv, tables, scores, self._plan)
+    def decode(
+        self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, q_rope: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._run(self._decoder, q, kv, tables, scores, self._plan, q_rope)
 
     def extend(self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, plan: torch.Tensor) -> torch.Tensor:
         assert self._extender is not None
@@ -201,13 +223,14 @@ class CudaExecutor:
         return self._run(self._extender, q, kv, tables, scores, plan)
 
     def _run(
-        self, decoder: cuda.Decoder, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, plan: torch.Tensor
-    ) -> torch.Tensor:
+        self, decoder: cuda.Decoder, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, plan: torch.Tensor,
+        q_rope: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         out = torch.empty(*q.shape[:2], kv.v.shape[-1], dtype=q.dtype, device=q.device)
         if scores.sinks is not None:
             scores = msgspec.structs.replace(scores, sinks=scores.sinks.bfloat16())
         # Early is safe: the kernels before a layer's attention make its Q or store its KV; plan and lengths were written earlier.
-        decoder.decode(q, kv, tables, scores, out, plan, self._partial, self._lse, early=True)
+        decoder.decode(q, kv, tables, scores, out, plan, self._partial, self._lse, early=True, q_rope=q_rope)
         return out
 
 

@@ -104,6 +104,7 @@ class LayerGroups:
         draft_tokens: Tokens of each request that a step verifies; 0 without speculation.
         steps: Groups that run decode steps; with speculation, verify steps.
         single: Groups whose queries are single tokens: for extends and dry runs. Without speculation, the same as `steps`.
+        extends: Whether `single` runs extends.
     """
 
     def __init__(
@@ -112,8 +113,9 @@ class LayerGroups:
         """
         Args:
             specs: How many layers of each the model has (`layers.count`).
-            extends: Whether `single` runs extends.
+            extends: As above.
         """
+        self.extends = extends
         self.draft_tokens = tokens = compat.arguments.draft_tokens(runner.server_args)
         if tokens:
             drafts = {msgspec.structs.replace(spec, query_tokens=tokens): count for spec, count in specs.items()}

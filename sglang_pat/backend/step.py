@@ -110,8 +110,8 @@ class Step:
             for table in self._windows.values():
                 table.fill(self.rows, self.seq_lens, mapping)
 
-    def new_tokens(self, forward_batch: ForwardBatch) -> NewTokens:
-        return NewTokens(forward_batch.out_cache_loc, self.rows, self.seq_lens, self._window_slots)
+    def new_tokens(self, forward_batch: ForwardBatch, k_rope: torch.Tensor | None = None) -> NewTokens:
+        return NewTokens(forward_batch.out_cache_loc, self.rows, self.seq_lens, self._window_slots, k_rope)
 
     def tables(self, window: int, drafts: int | None = None) -> Tables:
         """For layers with this window in plans (`AttentionSpec.planned_window`); with the masks of so many drafts, if it verifies some."""

@@ -54,7 +54,7 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
         options.dtype, options.kv_cache_dtype, options.dims, options.sinks_of_layers
     ):
         form = FORMATS[name if kv == "auto" else capabilities.FP8.get(kv, kv)]
-        spec = AttentionSpec(1, 1, dim, v_dim, form, sinks=sinks, capped=options.logit_cap)
+        spec = AttentionSpec(1, 1, dim, v_dim, form, sinks=sinks, capped=options.logit_cap, latent=options.latent)
         # With as many query heads of a KV head as a warpgroup has rows, work items may have tails.
         specs = [spec, msgspec.structs.replace(spec, heads=capabilities.WARPGROUP_ROWS)]
         if options.drafts:
@@ -65,8 +65,9 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
                 for heads in DRAFT_HEADS
             ]
         for one in specs:
-            # Extends of KV in few bits run over a workspace (backend/extends/pages.py), those of drafts are the first spec's.
-            extends = one is spec and not form.is_low_bit
+            # Extends of KV in few bits run over a workspace (backend/extends/pages.py), those of latents on a stock backend; those of drafts are the
+            # first spec's.
+            extends = one is spec and not (form.is_low_bit or spec.latent)
             found.update(dict.fromkeys(cuda.variants(one, arch, dtype=getattr(torch, name), extends=extends)))
     return list(found)
 
@@ -90,10 +91,10 @@ def _complete(options: argparse.Namespace) -> None:
         ModelError: There is no such model, or its config.json does not say it.
     """
     options.dims = [(dim, options.v_head_dim or dim) for dim in options.head_dim or [128]]
-    options.sinks_of_layers = (options.sinks,)
+    options.sinks_of_layers, options.latent = (options.sinks,), False
     if options.model is not None:
         found = model.needs(model_config.read(model_config.find(options.model)))
-        options.dims, options.sinks_of_layers = found.dims, found.sinks
+        options.dims, options.sinks_of_layers, options.latent = found.dims, found.sinks, found.latent
         options.logit_cap, options.windows = found.capped, found.windows
         options.dtype = options.dtype or [found.dtype]
     options.dtype = options.dtype or ["bfloat16"]

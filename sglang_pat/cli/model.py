@@ -9,7 +9,7 @@ import msgspec
 
 from sglang_pat.jsonl import whole
 from sglang_pat.kernels import capabilities
-from sglang_pat.model_config import ModelError, language_model, latents_problem
+from sglang_pat.model_config import ModelError, is_hybrid, language_model, latents_problem
 from sglang_pat.packing import FORMATS, AttentionSpec
 from sglang_pat.text import printable
 
@@ -29,9 +29,6 @@ ARCHITECTURES = {
 }
 """What PAT does not compute, and `support.check_model` finds in SGLang's code for these rather than in config.json (configs/model_config.py,
 models/*.py of 0.5.23)."""
-
-STATES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
-"""Kinds of layers that have states in place of KV."""
 
 GATED_DELTA_NETS = ("qwen3_next", "qwen3_5", "jet_nemotron", "jet_vlm", "intern_s2_preview")
 """How `model_type` begins where the other layers are gated delta nets (`hybrid_gdn_config` in SGLang's configs/hybrid_arch.py)."""
@@ -133,7 +130,7 @@ def judge(config: Mapping[str, Any], device: capabilities.Device, arch: str = ""
 def _refusal(config: Mapping[str, Any], device: capabilities.Device, arch: str) -> str | None:
     """What PAT does not compute, of what does not depend on dimensions; None if there is nothing."""
     model, names = language_model(config), architectures(config)
-    kind, hybrid, temperature = str(model.get("model_type")), _is_hybrid(model), model.get("attn_temperature_len")
+    kind, hybrid, temperature = str(model.get("model_type")), is_hybrid(model), model.get("attn_temperature_len")
     blackwell, returns = arch.startswith(("10.", "12.")), model.get("enable_sink_attention", True)
     reasons = [
         (latents_problem(model, device == "cuda"), True),
@@ -152,19 +149,10 @@ def _refusal(config: Mapping[str, Any], device: capabilities.Device, arch: str) 
 def _dims_problem(dims: tuple[int, int], device: capabilities.Device, arch: str, latent: bool) -> str | None:
     """What is not computed with these head dimensions, of K and of V; None if all is."""
     problem = capabilities.refusal(AttentionSpec(1, 1, *dims, FORMATS["bfloat16"], latent=latent), device)
-    if problem is None and device == "cuda" and arch and dims[0] > 128 and arch not in capabilities.LARGE_SHARED:
+    small = arch and arch not in capabilities.LARGE_SHARED
+    if problem is None and device == "cuda" and small and dims[0] > 128 and not latent:
         return f"a head dimension of {dims[0]} on a GPU of compute capability {arch}"
     return problem
-
-
-def _is_hybrid(model: Mapping[str, Any]) -> bool:
-    """Whether some layers have states in place of KV."""
-    for name in ("layer_types", "layers_block_type"):
-        kinds = model.get(name)
-        if isinstance(kinds, list) and any(kind in STATES for kind in kinds if isinstance(kind, str)):
-            return True
-    others = ("hybrid_override_pattern", "full_attention_interval", "full_attn_idxs", "linear_attn_config")
-    return any(model.get(name) for name in others)
 
 
 def _size(model: Mapping[str, Any], name: str) -> int | None:

@@ -95,6 +95,21 @@ def give_latents(*backends: str) -> None:
         AttentionBackendRegistry.register(backend, lambda attention, forward_batch: AttnForwardMethod.MLA)
 
 
+def treat_as(backend: str, stock: str) -> None:
+    """Have MLA models give this backend, on a GPU, what they would give SGLang's backend `stock`: latents, or K and V that are made of them, according to the
+    step; and Q and K of latents whole or in two tensors (`q_rope`, `k_rope`).
+
+    The models ask these lists in every layer, so it is early enough while the backend is made. Both are in all releases.
+    """
+    from sglang.srt.models.deepseek_common import utils
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+
+    AttentionBackendRegistry.register(backend, AttentionBackendRegistry.get_handler(stock))
+    listed = utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+    if stock in listed and backend not in listed:
+        listed.append(backend)
+
+
 def is_hybrid(runner: Any) -> bool:
     """Whether some of the model's layers have states instead of KV."""
     return hasattr(runner.req_to_token_pool, "mamba_pool")

@@ -157,10 +157,21 @@ def save_kv(pool: Any, layer: Any, slots: Any, k: Any, v: Any, window_slots: Any
     pool.set_kv_buffer(layer, KVWriteLoc(slots, window_slots), k, v, *scales)
 
 
-def save_latents(pool: Any, layer: Any, slots: Any, k: Any) -> None:
-    """Write the new tokens' latents, [tokens, 1, head_dim], to a pool of them: one of 8 bits rounds them as they are, without scales."""
+def save_latents(pool: Any, layer: Any, slots: Any, k: Any, k_rope: Any = None) -> None:
+    """Write the new tokens' latents to a pool of them: one of 8 bits rounds them as they are, without scales.
+
+    Args:
+        pool: SGLang's pool of latents.
+        layer: Whose latents.
+        slots: [tokens], of the pool.
+        k: [tokens, 1, head_dim], or with `k_rope` [tokens, 1, v_head_dim].
+        k_rope: [tokens, 1, head_dim - v_head_dim]: the rest of the columns, on a GPU only, where SGLang's kernel writes both.
+    """
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+    if k_rope is not None:
+        pool.set_mla_kv_buffer(layer, slots, k, k_rope)
+        return
     pool.set_kv_buffer(layer, KVWriteLoc(slots), k, k[..., : pool.kv_lora_rank])
 
 

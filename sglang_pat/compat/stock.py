@@ -22,8 +22,10 @@ PREFILL_ATTRIBUTES = (
     "prefill_cuda_graph_max_batch_size",
     "skips_prefill_metadata_on_idle_dp_rank",
     "supports_prefill_cuda_graph_max_context_size",
+    "init_mha_chunk_metadata",
 )
-"""Attributes by which a backend says how it can prefill, in graphs and in dry runs; each release has some of them."""
+"""Attributes by which a backend says how it can prefill, in graphs and in dry runs; each release has some of them. The last is a method, which MLA models
+call before they prefill behind a cached prefix, where a backend has it (forward_mha.py); FlashInfer's does."""
 
 
 def prefill_backend(
@@ -42,16 +44,37 @@ def prefill_backend(
         sinks: Whether heads have attention sinks, which FlashInfer's backend ignores (flashinfer_backend.py).
         unequal: Whether V is narrower than K; FlashInfer's backend assumes one dimension (flashinfer_backend.py, `v.view`).
     """
-    import importlib.util
-
-    import torch
     from sglang.srt.utils import is_flashinfer_available
 
-    on_hopper = torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("sgl_kernel.flash_ops")
-    if on_hopper and kv_cache != torch.float8_e5m2:
+    if _has_fa3(kv_cache):
         return "fa3"
     wrong = windows or sinks or unequal or (scaled and ignores_scales("flashinfer", prefill=True))
     return "flashinfer" if is_flashinfer_available() and not wrong else "triton"
+
+
+def latent_backend(kv_cache: torch.dtype) -> str:
+    """The stock attention backend to prefill with on this GPU for MLA models, and for drafts that are some: SGLang's own choice (`_get_default_attn_backend`
+    in 0.5.17's server_args.py, `get_default_attn_backend` in 0.5.23's arg_groups/model_override_base.py), if it is installed.
+
+    Args:
+        kv_cache: The dtype of latents in the cache.
+    """
+    import torch
+    from sglang.srt.utils import is_flashinfer_available
+
+    if _has_fa3(kv_cache):
+        return "fa3"
+    return "flashinfer" if torch.cuda.get_device_capability()[0] == 10 and is_flashinfer_available() else "triton"
+
+
+def _has_fa3(kv_cache: torch.dtype) -> bool:
+    """Whether FA3 is installed, and reads such a cache on this GPU."""
+    import importlib.util
+
+    import torch
+
+    on_hopper = torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("sgl_kernel.flash_ops")
+    return bool(on_hopper) and kv_cache != torch.float8_e5m2
 
 
 def ignores_sinks(backend: str | None) -> bool:

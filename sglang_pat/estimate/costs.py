@@ -111,8 +111,10 @@ def layers_of(model: Model, kv: KVFormat) -> dict[AttentionSpec, int]:
     """How many layers the model has of each spec, with such a KV cache.
 
     Raises:
-        EstimateError: There is no kernel for the model.
+        EstimateError: There is no kernel for the model, or no measurement of what other backends take.
     """
+    if any(spec.latent for spec in model.layers):
+        raise EstimateError("MLA cannot be estimated: no backend was measured with latents")
     layers = {msgspec.structs.replace(spec, kv=kv): count for spec, count in model.layers.items()}
     for refusal in (capabilities.refusal(spec, "cuda") for spec in layers):
         if refusal is not None:
@@ -137,9 +139,7 @@ class Step(msgspec.Struct):
 
 
 def pack_config(spec: AttentionSpec, gpu: Gpu) -> PackConfig:
-    return PackConfig.of(
-        spec, capabilities.tile_table(gpu.arch, spec.head_dim, gpu.name, kv_bits=spec.kv.bits), workers=gpu.sms
-    )
+    return PackConfig.of(spec, capabilities.tile_table_of(spec, gpu.arch, gpu.name), workers=gpu.sms)
 
 
 def step(batch: Batch, configs: list[tuple[PackConfig, int]], gpu: Gpu) -> Step:

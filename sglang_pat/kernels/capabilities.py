@@ -22,7 +22,7 @@ LARGE_SHARED = ("8.0", "9.0a", "10.0")
 """Architectures known to have more than 99 KB of shared memory per CTA (`kSharedLimit` in csrc/cuda/smem.cuh). K dimensions above 128 need it."""
 
 LATENT_DIMS = ((576, 512), (288, 256))
-"""(K, V) of the CUDA kernels for latents (MLA): DeepSeek's, which most have, and MiniCPM3's. They are not served: compiled and emulated, they were not timed."""
+"""(K, V) of the CUDA kernels for latents (MLA): DeepSeek's, which most have, and MiniCPM3's (`model_config.LATENTS_ON_GPUS`)."""
 
 CPU_HEAD_DIM, CPU_HEAD_DIM_STEP = 256, 8
 """The largest head dimension of the CPU executor, and the number that it must be a multiple of."""
@@ -92,7 +92,7 @@ def tiles_of(spec: AttentionSpec, arch: str) -> tuple[int, ...]:
 
 
 def latent_spec_problem(spec: AttentionSpec) -> str | None:
-    """What in a spec with latents the CUDA kernels cannot compute. No server runs them yet (`refusal`)."""
+    """What in a spec with latents the CUDA kernels cannot compute."""
     if (spec.head_dim, spec.v_head_dim) not in LATENT_DIMS or spec.kv_heads != 1:
         known = " or ".join(f"{dim} and {v_dim}" for dim, v_dim in LATENT_DIMS)
         wanted = f"{spec.kv_heads} KV heads with {spec.head_dim} (K) and {spec.v_head_dim} (V) columns"
@@ -154,6 +154,14 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     return TileTable(tiles)
 
 
+def tile_table_of(spec: AttentionSpec, arch: str, gpu: str = "", table: GpuTable | None = None) -> TileTable:
+    """`tile_table` for a spec: the tiles that its plans are made with."""
+    if spec.latent:
+        # No table has prices of these tiles: where one does, this is the place to look them up. Until then only bytes count.
+        return TileTable(latent_query_tiles(arch))
+    return tile_table(arch, spec.head_dim, gpu, table, spec.kv.bits)
+
+
 def low_bit_problem(head_dim: int, v_head_dim: int) -> str | None:
     """What of these dimensions of K and V is not kept in less than 8 bits."""
     if head_dim != v_head_dim:
@@ -196,7 +204,7 @@ def refusal(spec: AttentionSpec, device: Device) -> str | None:
         windows = f"windows with a KV cache of {spec.kv.name}" if spec.window else None
         return pages_problem(spec) if device == "cuda" else windows or low_bit_problem(spec.head_dim, spec.v_head_dim)
     if device == "cuda":
-        return "MLA on a GPU" if spec.latent else _dims_problem(spec.head_dim, spec.v_head_dim)
+        return latent_spec_problem(spec) if spec.latent else _dims_problem(spec.head_dim, spec.v_head_dim)
     most = CPU_LATENT_DIM if spec.latent else CPU_HEAD_DIM
     for dim in (spec.head_dim, spec.v_head_dim):
         if dim % CPU_HEAD_DIM_STEP or dim > most:

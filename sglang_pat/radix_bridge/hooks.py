@@ -36,6 +36,14 @@ ahead, and the server says so once; without those that size memory it refuses to
 | `DraftBackendFactory.create_decode_backend`, `create_draft_extend_backend` | all | on a CPU: the list of backends for draft models is fixed; platform/speculation.py |
 | `DraftBackendFactory._create_backend` | all | the same on a GPU: a stock backend replaces `pat`; plugin.py |
 
+MLA models ask lists of SGLang's what a backend is given. `pat` is put into them by its name, with no hook:
+
+| list | releases | for |
+|---|---|---|
+| `AttentionBackendRegistry` | all | latents in every step (on a CPU), or as for the stock backend that prefills; compat/model.py |
+| `FORWARD_ABSORB_CORE_ATTENTION_BACKENDS` | all | Q and K of latents in two tensors, where that backend is in it; on a GPU; compat/model.py |
+| `add_chunked_prefix_cache_attention_backend` | all | that backend's prefill behind a long cached prefix; plugin.py |
+
 On a CPU `platform/speculation.py` also replaces `sgl_kernel.speculative`, which cannot be imported there, and makes SGLang's draft workers use their
 Triton kernels (`_is_xpu` of the modules in its `MODULES`).
 """

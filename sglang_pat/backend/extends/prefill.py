@@ -27,7 +27,7 @@ class Prefill:
 
     Attributes:
         inner: SGLang's backend for the rest.
-        extend: Runs some or all extends by plan; None if there is nothing to run them.
+        extend: Runs some or all extends by plan; None if `inner` runs all of them whole.
         mixed_steps: How many steps decoded some requests and extended others.
     """
 
@@ -50,7 +50,8 @@ class Prefill:
         self.mixed_steps = 0
         self._begin_decode, self._decode, self._group_of = begin_decode, decode, group_of
         # The stock backend's metadata cover the rest of a batch only, so no layer may need it for the whole batch.
-        self._divides = all(map(compat.model.decodes, compat.model.attention_layers(runner)))
+        decoders = all(map(compat.model.decodes, compat.model.attention_layers(runner)))
+        self._divides = extend is not None and decoders
         self._decoding: Parts | None = None  # the batch, divided before the requests that decode
         self._planned: Parts | None = None  # the first part of that, divided before the requests that are planned
 

@@ -22,12 +22,14 @@ class NewTokens(msgspec.Struct, frozen=True):
         rows: [tokens], int64: the row of each token's request.
         seq_lens: [tokens], int64: the request's tokens up to this one, itself included.
         window_slots: [tokens or more]: the same slots in the pool for windows, if there is one.
+        k_rope: [tokens or more, 1, head_dim - v_head_dim]: of latents the rest of K's columns, where K comes without them.
     """
 
     slots: torch.Tensor
     rows: torch.Tensor
     seq_lens: torch.Tensor
     window_slots: torch.Tensor | None
+    k_rope: torch.Tensor | None = None
 
 
 class Store(Protocol):

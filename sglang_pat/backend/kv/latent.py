@@ -19,7 +19,7 @@ class LatentStore(PlainStore):
     """A `Store`. Latents of 8 bits have no scales, whatever the checkpoint says: SGLang's pools round them as they are."""
 
     def write(self, layer: RadixAttention, k: torch.Tensor, v: torch.Tensor, new: NewTokens) -> None:
-        compat.pool.save_latents(self._pool, layer, new.slots, k)
+        compat.pool.save_latents(self._pool, layer, new.slots, k, new.k_rope)
 
     def read(self, layer: RadixAttention, tables: Tables) -> KvView:
         k = self._pool.get_key_buffer(layer.layer_id)

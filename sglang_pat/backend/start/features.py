@@ -321,7 +321,12 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("MLA on a CPU (DeepSeek V2, V3, and others whose attention has their code)", "", "test_latents.py::test_answers_are_those_of_transformers",
                "test_latents.py::test_kit", "test_latents.py::test_drafts_and_experts",
                note="prompts read latents too, and so they do here on `torch_native`; an FP8 cache has no scales; drafts that V3 brings (NEXTN) work too, but SGLang itself starts them only where there is a GPU"),
-        _refused("MLA on a GPU, in hybrid models (Kimi-Linear) and with attention sinks; sparse attention over latents (DSA: DeepSeek V3.2, GLM-5; DeepSeek V4)",
+        _works("MLA on a GPU (DeepSeek V2, V3, R1, Kimi K2, GLM-4.7-Flash, MiniCPM3, and others with latents of their dimensions)", "",
+               "test_latent_kernel.py::test_random_trees", "test_latents.py::test_kit_in_two_tensors", "test_gpu_models.py::test_latents",
+               "test_gpu_drafts.py::test_drafts_of_a_model_with_latents",
+               note="latents of 512 + 64 and 256 + 32 columns; the kernels were compiled and emulated, servers were not run on a GPU yet; prefill, mixed steps and drafts run whole "
+               "on SGLang's own choice (FA3 on Hopper); where a request's rows (query heads of a rank x tokens of a draft) are a multiple of 64, nothing is packed; an FP8 cache has no scales"),
+        _refused("MLA in hybrid models (Kimi-Linear), with attention sinks, with windows, and of other dimensions on a GPU; sparse attention over latents (DSA: DeepSeek V3.2, GLM-5; DeepSeek V4)",
                  "", None, "use another --attention-backend"),
         _works("sliding windows", "", "test_windows.py::test_answers_are_those_of_a_stock_backend", "test_cuda_kernel.py::test_windows",
                "test_attention_kit.py::test_windows", note="a request shares until it is longer than the window"),

@@ -240,6 +240,8 @@ def _low_bit_problem(runner: Any) -> str | None:
 
 def check_hybrid(runner: Any, name: str) -> None:
     """Raise UnsupportedError if the other layers of a hybrid model cannot be served beside PAT."""
+    if runner.use_mla_backend and runner.device != "cpu":
+        raise unsupported(f"MLA in hybrid models like {name}", "use another --attention-backend")
     if runner.device == "cpu":
         raise UnsupportedError(
             f"sglang-pat does not support hybrid models like {name} on a CPU, where SGLang cannot run their other layers: "
