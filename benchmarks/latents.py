@@ -35,7 +35,7 @@ import reference
 from sglang_pat.backend import verify
 from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.kernels.arguments import KvView, Scores, Tables
-from sglang_pat.packing import FORMATS, AttentionSpec, PackConfig, TileTable, layout, native
+from sglang_pat.packing import FORMATS, AttentionSpec, PackConfig, TileTable, devices, layout, native
 
 BENCHMARKS = {
     "latents": {
@@ -288,13 +288,14 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1], help="of each request")
     parser.add_argument("--page-sizes", nargs="+", type=int, default=[1])
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8_e4m3"], default="auto")
+    parser.add_argument("--tiles", type=Path, help="a table of prices to plan with, in place of the GPU's own")
     parser.add_argument("--splits", type=int, default=0, help="sets of a query's heads; 0: as few as there can be")
     parser.add_argument("--append", action="store_true", help="keep the cases that the output has")
     parser.add_argument("--output", type=Path, help="where the JSON goes; default: results/mla-<gpu>.json")
     arguments = parser.parse_args()
     form = capabilities.FP8.get(arguments.kv_cache_dtype, "bfloat16")
     device = torch.device("cuda", 0)
-    tiles = TileTable(capabilities.latent_query_tiles(cuda.arch_of(device)))
+    table = devices.load(arguments.tiles, "--tiles") if arguments.tiles else None
     path = arguments.output or result_file("mla")
     records = json.loads(path.read_text())["records"] if arguments.append and path.exists() else []
     about = {**gpu(), **kernels.bandwidth()}
@@ -303,6 +304,7 @@ def main() -> None:
         arguments.tokens, arguments.page_sizes, arguments.heads, arguments.trees
     ):
         problem = Problem(TREES.get(tree, tree), heads, capabilities.LATENT_DIMS[0], form, page_size, tokens)
+        tiles = capabilities.tile_table_of(problem.spec, cuda.arch_of(device), torch.cuda.get_device_name(), table)
         pat = Pat(problem, cuda.Decoder(problem.spec, tiles, device, problem.q.dtype), tiles, arguments.splits)
         found = measure(tree, problem, pat, arguments.kv_cache_dtype if form != "bfloat16" else form)
         best = min(found.rivals, key=found.rivals.__getitem__, default="")

@@ -192,6 +192,31 @@ def test_a_head_dimension_with_a_table_of_its_own_has_its_prices(
     assert devices.find("", "another Hopper", 256) is None
 
 
+def test_latents_have_the_prices_of_a_table_of_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tile_prices.spec_of(576, "bfloat16")
+    assert spec.latent and not tile_prices.spec_of(256, "bfloat16").latent
+    plain = devices.load(devices.TABLES / "h200.json")
+    own = msgspec.structs.replace(
+        plain,
+        head_dim=576,
+        prices=tuple(devices.Price(m, 10.0 * m, 30, 1, 1) for m in (8, 16, 32, 64)),
+        prices_8bit=(),
+        slice_token_ns=0,
+        slice_token_ns=0,
+    )
+    monkeypatch.setattr(devices, "TABLES", tmp_path)
+    (tmp_path / "h200.json").write_text(tune.written(plain))
+    assert capabilities.tile_table_of(spec, "9.0a", "NVIDIA H200").token_ns == (), (
+        "those of K and V say nothing of them"
+    )
+    (tmp_path / "h200-576.json").write_text(tune.written(own))
+    tiles = capabilities.tile_table_of(spec, "9.0a", "NVIDIA H200")
+    assert tiles.item_ns == (80, 160, 320, 640) and tiles.warp_m == 0
+    fp8 = tile_prices.spec_of(576, capabilities.FP8["fp8_e4m3"])
+    for other in (fp8, msgspec.structs.replace(spec, head_dim=288, v_head_dim=256)):
+        assert capabilities.tile_table_of(other, "9.0a", "NVIDIA H200").token_ns == ()
+
+
 def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "table.json").write_text("{}")
     with pytest.raises(

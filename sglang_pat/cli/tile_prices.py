@@ -58,13 +58,19 @@ def synthetic(items: dict[int, int], tokens: int, workers: int) -> Plan:
     return Plan(work, bins, [2] * batch, 1, len(work) * tokens, 0)
 
 
+def spec_of(head_dim: int, kv: str) -> AttentionSpec:
+    """What is measured for a head dimension: that of latents (MLA) stands for them."""
+    v_dim = dict(capabilities.LATENT_DIMS).get(head_dim)
+    return AttentionSpec(GROUP, 1, head_dim, v_dim or head_dim, FORMATS[kv], latent=v_dim is not None)
+
+
 class Bench:
     """Runs synthetic plans on this machine's GPU."""
 
     def __init__(self, head_dim: int, dtype: str, kv: str) -> None:
         """
         Args:
-            head_dim: One of `capabilities.HEAD_DIMS`.
+            head_dim: One of `capabilities.HEAD_DIMS`, or K's of LATENT_DIMS.
             dtype: Dtype of Q.
             kv: A key of `packing.FORMATS`.
         """
@@ -74,8 +80,8 @@ class Bench:
 
         self.torch, self.dtype = torch, getattr(torch, dtype)
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.spec = AttentionSpec(GROUP, 1, head_dim, head_dim, FORMATS[kv])
-        tiles = capabilities.tile_table(cuda.arch_of(self.device), head_dim, kv_bits=self.spec.kv.bits)
+        self.spec = spec_of(head_dim, kv)
+        tiles = capabilities.tile_table_of(self.spec, cuda.arch_of(self.device))
         self.decoder = cuda.Decoder(self.spec, tiles, self.device, dtype=self.dtype)
         self.config = PackConfig.of(self.spec, tiles, self.decoder.workers)
         self.flush = torch.zeros(64 << 20, device=self.device)
@@ -126,7 +132,12 @@ class Bench:
         torch, dim = self.torch, self.spec.head_dim
         if not self.spec.kv.is_low_bit:
             kept = getattr(torch, self.spec.kv.name)
-            k, v = (torch.randn(kv_tokens, 1, dim, device=self.device).to(kept) for _ in range(2))
+            k = torch.randn(kv_tokens, 1, dim, device=self.device).to(kept)
+            v = (
+                k[..., : self.spec.v_head_dim]
+                if self.spec.latent
+                else torch.randn_like(k, dtype=torch.float32).to(kept)
+            )
             return KvView(k, v), torch.randperm(kv_tokens, device=self.device, dtype=torch.int32)[None]
         size = LOW_BIT_PAGE
         # Nothing is in tails: items are whole pages.
@@ -141,7 +152,7 @@ class Bench:
     def forward_us(self, items: dict[int, int], tokens: int) -> float:
         from sglang_pat.kernels.arguments import Scores, Tables
 
-        torch, workers, dim = self.torch, self.decoder.workers, self.spec.head_dim
+        torch, workers, dim, v_dim = self.torch, self.decoder.workers, self.spec.head_dim, self.spec.v_head_dim
         plan = synthetic(items, tokens, workers)
         batch, kv_tokens = len(plan.num_parts), plan.kv_tokens
         data = torch.from_numpy(layout.flatten(plan)).to(self.device)
@@ -149,9 +160,9 @@ class Bench:
         kv, table = self.pool(kv_tokens)
         rows = torch.zeros(batch, dtype=torch.int64, device=self.device)
         seq_lens = torch.full_like(rows, kv_tokens)
-        partial = torch.empty(2 * batch, GROUP, dim, dtype=torch.float16, device=self.device)
+        partial = torch.empty(2 * batch, GROUP, v_dim, dtype=torch.float16, device=self.device)
         lse = torch.empty(2 * batch, GROUP, device=self.device)
-        out = torch.empty_like(q)
+        out = torch.empty_like(q[..., :v_dim])
         tables, scores = Tables(table, rows, seq_lens), Scores(dim**-0.5)
         return self.time_us(lambda: self.decoder.decode(q, kv, tables, scores, out, data, partial, lse, merge=False))
 
@@ -159,16 +170,16 @@ class Bench:
         """The price of an m, if an SM moves `share` bytes per nanosecond; the kernel's time besides its items, in microseconds; and the greatest
         relative error of the fit."""
         lengths = [tokens for tokens in TOKENS if tokens % self.config.grain == 0]
-        cases = [(items, tokens) for items in ITEMS[m <= capabilities.NARROW_M] for tokens in lengths]
+        cases = [(items, tokens) for items in ITEMS[m <= self.config.tiles.warp_m] for tokens in lengths]
         times = np.array([self.forward_us({m: items}, tokens) for items, tokens in cases])
         features = np.array([[1, items, items * tokens] for items, tokens in cases], dtype=float)
         fit = np.linalg.lstsq(features / times[:, None], np.ones(len(times)), rcond=None)[0]
         error = float(np.abs(features @ fit / times - 1).max())
         for case, time in zip(cases, times, strict=True):
             print(f"  m {m:3}: {case[0]:3} items of {case[1]:3} tokens a worker take {time:7.1f} us", flush=True)
-        writing = m * (self.spec.head_dim + 1) * PARTIAL_BYTES / share
+        writing = m * (self.spec.v_head_dim + 1) * PARTIAL_BYTES / share
         item_ns, token_ns = round(max(0.0, float(fit[1]) * 1e3 - writing), 1), round(float(fit[2]) * 1e3, 2)
-        known = H200.prices_of(self.spec.kv.bits)
+        known = () if self.spec.latent else H200.prices_of(self.spec.kv.bits)
         fitted = next((price for price in known if price.m == m), Price(m, 0, 0, 1, 1))
         price = msgspec.structs.replace(fitted, item_ns=item_ns, token_ns=token_ns)
         return price, float(fit[0]), error
@@ -198,7 +209,7 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
     """The table of this machine's GPU.
 
     Args:
-        head_dim: The head dimension to measure with, one of `capabilities.HEAD_DIMS`.
+        head_dim: The head dimension to measure with, one of `capabilities.HEAD_DIMS`, or K's of LATENT_DIMS.
         dtype: Dtype of Q and of 16-bit KV.
         only: Bits of KV, less than 16; everything else is then taken from the table that the GPU has.
 
@@ -224,7 +235,7 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
         print(f"{properties.name}: reads {tbps:.2f} TB/s, a load takes {latency:.0f} ns")
         share = tbps * 1e3 / properties.multi_processor_count
         prices, base_us = bench.prices(share)
-        turn = bench.turn_ns(base_us)
+        turn = bench.turn_ns(base_us) if bench.config.tiles.warp_m else 0
         print(f"{turn:.0f} ns from work items of all warps to those of one")
         table = GpuTable(
             properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), head_dim, prices, source, round(turn, 1),
@@ -243,8 +254,10 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
         bits = FORMATS[name].bits
         if only and bits not in only:
             continue
-        spec = AttentionSpec(GROUP, 1, head_dim, head_dim, FORMATS[name])
-        problem = capabilities.pages_problem(spec, cuda.arch_of(device)) if spec.kv.is_low_bit else None
+        spec = spec_of(head_dim, name)
+        problem = capabilities.refusal(spec, "cuda") or (
+            capabilities.pages_problem(spec, cuda.arch_of(device)) if spec.kv.is_low_bit else None
+        )
         if problem is not None:
             print(f"KV of {bits} bits: not measured, as the CUDA kernels do not compute {problem}")
         else:

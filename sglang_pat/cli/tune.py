@@ -146,7 +146,7 @@ def _run(arguments: list[str] | None, prog: str) -> None:
     parser.add_argument(
         "--head-dim",
         type=int,
-        choices=capabilities.HEAD_DIMS,
+        choices=[*capabilities.HEAD_DIMS, *dict(capabilities.LATENT_DIMS)],
         help=f"{capabilities.MEASURED_DIM} if not given",
     )
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], help="bfloat16 if not given")

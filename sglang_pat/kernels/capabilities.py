@@ -157,8 +157,12 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
 def tile_table_of(spec: AttentionSpec, arch: str, gpu: str = "", table: GpuTable | None = None) -> TileTable:
     """`tile_table` for a spec: the tiles that its plans are made with."""
     if spec.latent:
-        # No table has prices of these tiles: where one does, this is the place to look them up. Until then only bytes count.
-        return TileTable(latent_query_tiles(arch))
+        tiles, bits = latent_query_tiles(arch), spec.kv.bits
+        table = table or devices.find(arch, gpu, spec.head_dim)
+        if table is None or table.head_dim != spec.head_dim:
+            return TileTable(tiles)
+        # A CTA computes every item together: there are no tiles of single warps.
+        return table.tiles(tiles, spec.head_dim, 0, 1, bits) or TileTable(tiles)
     return tile_table(arch, spec.head_dim, gpu, table, spec.kv.bits)
 
 

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from sglang_pat.packing.constants import MAX_WAVES
+from sglang_pat.packing.constants import KV_TILE, MAX_WAVES
 from sglang_pat.packing.cost import CostModel, Count
 from sglang_pat.packing.spec import LOW_BIT_PAGE, AttentionSpec, Window
 from sglang_pat.packing.tiles import TileTable
@@ -75,9 +75,10 @@ class PackConfig(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, spec: AttentionSpec, tiles: TileTable, workers: int, policy: Policy = "optimal") -> PackConfig:
-        """The config for layers of a spec. Their query heads are split if the largest tile has fewer rows. Pages of few bits are not cut."""
+        """The config for layers of a spec. Their query heads are split if the largest tile has fewer rows. Pages of few bits are not cut, nor
+        are KV tiles of latents: half of one takes as long as all of it."""
         cost = spec.cost(tiles.head_splits(spec.query_heads, spec.kv_heads))
-        grain = LOW_BIT_PAGE if spec.kv.is_low_bit else GRAIN
+        grain = LOW_BIT_PAGE if spec.kv.is_low_bit else KV_TILE if spec.latent else GRAIN
         return cls(cost, tiles, workers, policy, spec.planned_window, grain, spec.query_tokens > 1)
 
     @property
