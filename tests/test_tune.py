@@ -202,7 +202,6 @@ def test_latents_have_the_prices_of_a_table_of_theirs(tmp_path: Path, monkeypatc
         prices=tuple(devices.Price(m, 10.0 * m, 30, 1, 1) for m in (8, 16, 32, 64)),
         prices_8bit=(),
         slice_token_ns=0,
-        slice_token_ns=0,
     )
     monkeypatch.setattr(devices, "TABLES", tmp_path)
     (tmp_path / "h200.json").write_text(tune.written(plain))
