@@ -609,6 +609,14 @@ def test_where_single_warps_run_everything_a_second_bin_for_each_worker_must_be_
         assert len(make_plan(shared, config).bins) - 1 == of_shared
 
 
+@pytest.mark.parametrize(("kv_heads", "bins"), [(1, 132), (2, 66), (4, 33), (8, 16)])
+def test_bins_of_few_kv_heads_keep_all_sms_busy(kv_heads: int, bins: int) -> None:
+    """A bin of one KV head has an eighth of the parts of one of eight: charged alike, half of the SMs were idle."""
+    spec = AttentionSpec(8 * kv_heads, kv_heads, 128, 128, FORMATS["bfloat16"])
+    config = PackConfig.of(spec, capabilities.tile_table("9.0a", 128, "NVIDIA H200"), 132)
+    assert len(make_plan(Batch([333] * 200, []), config).bins) - 1 == bins
+
+
 def test_a_bin_that_turns_from_one_kind_of_work_items_to_the_other_gets_fewer_of_them() -> None:
     batch = Batch([2_000] * 64, [Node(0, 300, list(range(64)))])
 

@@ -59,9 +59,21 @@ int check() {
           CHECK(left == 0 || saved > kLeastLeftOver / 2);
           CHECK(left > 0 || over > W / 2 || saved <= 2 * kLeastLeftOver);
         }
+        // Which items are their warps' own where all warps have one: those that are sooner done so, what is left over being
+        // shared, than all of them shared by all warps. Each division may round a token off.
+        if (count >= W) {
+          const int rest = left > 0 ? team_time<W>(W, {left, longest, left * (total / count)}) : 0;
+          const int alone = (left > 0 ? count / W : (count + W - 1) / W) * longest + rest;
+          const int saved = team_time<W>(W, items) - alone, own = own_tokens<W>(rank, items, left);
+          CHECK(longest <= own ? saved >= -count : saved <= count);
+        }
       }
   return 0;
 }
+
+// 12 items and half of one: 333 tokens of each and a piece shared by all take 333 + 38, three teams that share all 5 * 107.
+constexpr ItemSum kPiece{13, 333, 12 * 333 + 167};
+static_assert(left_over<12>(kPiece) == 1 && own_tokens<12>(0, kPiece, 1) >= 333);
 
 int main() { return check<12>() || check<8>() || check<4>(); }
 """

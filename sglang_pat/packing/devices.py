@@ -75,7 +75,7 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         prices: Prices with KV of 16 bits, by ascending m.
         source: When and how it was measured, or what it was derived from.
         turn_ns: Time of a worker to switch from work items of all its warps (wide) to those of single warps (narrow); for comparison only.
-        bin_ns: In a step with narrow items only: time that each bin adds, for the parts at its end and their merge.
+        bin_ns: In a step with narrow items only: time that each bin adds, for the parts at its end and their merge, with 8 KV heads or more.
         wave_ns: Time that such a step takes longer if each worker has one more bin to start.
         prices_8bit: Prices with KV of 8 bits; tables older than that have none.
         prices_4bit, prices_2bit: Prices with KV in pages of so many bits, likewise.

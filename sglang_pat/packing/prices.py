@@ -16,6 +16,11 @@ GRAIN = 8
 at least two KV tiles (`python benchmarks/policies.py --random 200`)."""
 
 
+BIN_RUNS = 8
+"""KV heads from which on a bin costs `TileTable.bin_ns`; with fewer it has so much fewer parts to write and merge. `bin_ns` was measured with 8 and 4 KV heads
+(benchmarks/notes/bins.md, "How many bins"); with half of it for 4 heads the batches named there keep their bins."""
+
+
 ALWAYS = 2**31 - 1
 """Stands for "no limit": more tokens than any pack has, more steps than any plan is used for."""
 
@@ -161,7 +166,7 @@ class PackConfig(msgspec.Struct, frozen=True):
     @property
     def bin_end_price(self) -> int:
         """Price of each bin besides its work, in steps where single warps run everything. All workers wait for it, as for `wave_price`."""
-        return round(self.tiles.bin_ns * self.tiles.bytes_per_ns)
+        return round(self.tiles.bin_ns * self.tiles.bytes_per_ns * min(1, self.cost.runs / BIN_RUNS))
 
     @property
     def wave_price(self) -> int:

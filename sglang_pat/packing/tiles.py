@@ -75,7 +75,7 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         slice_token_ns: A query of more than `warp_m` rows can be run in slices of `warp_m` rows, by several warps of one worker; the first warp
             brings the KV into the cache for all. This is the time per token and slice, for one KV head; 0 if no query is run so.
         turn_ns: Time of a worker to switch from the other tiles to those of single warps.
-        bin_ns: Time that one more bin adds to a step in which single warps run everything.
+        bin_ns: Time that one more bin adds to a step in which single warps run everything, with 8 KV heads or more.
         wave_ns: Time that one more bin per worker adds to such a step.
         bytes_per_ns: Memory bandwidth; needed if there are times, to express them in bytes (`PackConfig`).
         sms: Streaming multiprocessors that share the bandwidth.

@@ -146,10 +146,10 @@ class Items {
           last ? ItemSum{shared, all_sum.longest, all_sum.tokens - own_sum.tokens + extra_shared * own_sum.longest}
                : own_sum);
       if (last) break;
-      const int own = own_tokens<kWarps>(best, own_sum);
+      const int left = left_over<kWarps>(own_sum), own = own_tokens<kWarps>(best, own_sum, left);
       converged = own_sum.longest <= own;
       if (converged)
-        extra_shared = left_over<kWarps>(own_sum);
+        extra_shared = left;
       else
         longest_own = own;
     }

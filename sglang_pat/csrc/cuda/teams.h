@@ -69,15 +69,6 @@ PAT_ANYWHERE constexpr TeamPlace team_place(uint32_t rank, int warp) {
 }
 PAT_ANYWHERE constexpr int rank_time(uint32_t rank) { return int(rank >> kRankBits); }
 
-// Items of up to this many tokens stay with one warp; `best` is the rank of the teams that would share the others. With
-// fewer items than warps, sharing pays as soon as it is faster. Otherwise all warps are busy anyway and sharing only adds
-// merges: then only the longest items are shared, by all warps, so that no warp finishes alone.
-template <int kWarps>
-PAT_ANYWHERE constexpr int own_tokens(uint32_t best, const ItemSum& items) {
-  if (items.count < kWarps) return rank_time(best);
-  return quotient(team_time<kWarps>(kWarps, items), (items.count + kWarps - 1) / kWarps);
-}
-
 // When each warp has had equally many items of its own, this many remain. A few warps would run one more while the others
 // idle, so as many items are shared instead. 0 where that does not pay: with unequal lengths the shared ones may be the
 // short ones, and if more than half as many remain as there are warps, no team would have two warps.
@@ -90,6 +81,20 @@ PAT_ANYWHERE constexpr int left_over(const ItemSum& alone) {
   const bool pays =
       unsigned(alone.tokens) * (kWarps - count) > (kSumTokens + kLeastLeftOver) * kWarps * unsigned(alone.count);
   return alike && pays ? count : 0;
+}
+
+// Items of up to this many tokens stay with one warp, `left` (`left_over`) of them excepted; `best` is the rank of the teams
+// that would share the others. With fewer items than warps, sharing pays as soon as it is faster. Otherwise all warps are
+// busy anyway and sharing only adds merges: then only the longest items are shared, by all warps, so that no warp finishes
+// alone. If those that are left over are shared in any case, each of the others may take a warp as long as all warps take
+// for as many items as they are.
+template <int kWarps>
+PAT_ANYWHERE constexpr int own_tokens(uint32_t best, const ItemSum& items, int left) {
+  if (items.count < kWarps) return rank_time(best);
+  const bool shares = left > 0;
+  return quotient(shares ? items.tokens : team_time<kWarps>(kWarps, items),
+                  shares ? items.count : (items.count + kWarps - 1) / kWarps) +
+         (shares ? kSumTokens * kWarps : 0);
 }
 
 }  // namespace pat
