@@ -68,7 +68,7 @@ class Record(msgspec.Struct):
     `mean_tpot_ms` has each request once, those of three tokens too, `mean_itl_ms` each token. `step_ms` is what decode steps
     took at the end of the run, by the server's own log, while nothing was prefilled and as many requests ran as ever.
     `kv` is the format of the KV cache if one was named, `pool` how many tokens it holds, `running` the most requests that ran at once.
-    `date`: a file may have runs of several days.
+    `date`, `model`: a file may have runs of several days and models. `drafts`: SGLang's name of their algorithm; empty without.
     """
 
     workload: str
@@ -85,6 +85,8 @@ class Record(msgspec.Struct):
     pool: int | None = None
     running: int | None = None
     date: str = msgspec.field(default_factory=lambda: str(datetime.date.today()))
+    model: str = ""
+    drafts: str = ""
 
 
 def bench_serving(
@@ -301,6 +303,13 @@ def sglang_flags(options: argparse.Namespace, kv: str | None = None) -> list[str
     return [*(["--load-format", "dummy"] if options.dummy else []), *dtype, *options.server]
 
 
+def drafts_of(flags: list[str]) -> str:
+    """SGLang's name of what makes drafts, by the server's flags; empty if nothing does."""
+    flag = "--speculative-algorithm"
+    named = [given.removeprefix(f"{flag}=") for given in flags if given.startswith(f"{flag}=")]
+    return next(iter(named), "") if flag not in flags else flags[flags.index(flag) + 1]
+
+
 def environment(kv: str | None) -> dict[str, str]:
     """What says to PAT that KV has this format."""
     return {"SGLANG_PAT_KV": kv} if kv in LOW_BIT else {}
@@ -328,7 +337,8 @@ def main() -> None:
                     streams[backend] = agreement(server)
                     continue
                 for record in run(server, backend, workload, arguments):
-                    record.kv, record.pool = kv, server.pool()
+                    record.kv, record.pool, record.model = kv, server.pool(), arguments.model.name
+                    record.drafts = drafts_of(arguments.server)
                     result["records"].append(msgspec.to_builtins(record))
                     print(record, flush=True)
                     # After each one: a run that is cut short keeps what it has.
