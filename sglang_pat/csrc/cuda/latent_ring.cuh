@@ -285,7 +285,7 @@ class LatentProducer {
     find_rows(tile, rows_);
     if constexpr (kConverts) {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) ahead_[i] = load(rows_, tile.left, i);
+      for (int i = 0; i < kAhead; ++i) ahead_[i] = load(rows_, i);
     }
     const int count = items_.count(kWide);
 #pragma unroll 1
@@ -295,7 +295,7 @@ class LatentProducer {
 #pragma unroll 1
       for (int begin = 0; begin == 0 || begin < tokens; begin += kTokens) {
         if (tokens > 0) {
-          prefetch_rows(next);
+          if constexpr (kConverts) prefetch_rows(next);
           const Tile behind = next_tile();
           fill(tile.left, next);
           tile = next, next = behind;
@@ -329,13 +329,14 @@ class LatentProducer {
     return {0, 0};
   }
 
-  // The slots of this thread's rows.
-  __device__ static void find_rows(const Tile& tile, uint32_t (&rows)[kRows]) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) rows[i] = __shfl_sync(~0u, tile.slot, lane_id() / kRowThreads + i * kWarpRows);
-  }
   // The one KV head of a slot.
   __device__ const char* latent(uint32_t slot) const { return static_cast<const char*>(p_.k) + uint64_t(slot) * p_.k_slot; }
+  // Where this thread's rows of a tile begin for it.
+  __device__ void find_rows(const Tile& tile, const char* (&rows)[kRows]) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      rows[i] = latent(__shfl_sync(~0u, tile.slot, lane_id() / kRowThreads + i * kWarpRows)) + column() * kCopyBytes;
+  }
 
   // To L2, so that little is waited for in the ring, which holds few tiles.
   __device__ void prefetch_rows(const Tile& tile) const {
@@ -348,14 +349,14 @@ class LatentProducer {
   // Fills a tile of which `left` tokens are left. What is behind them becomes zero: weights are zero there, but memory may
   // hold NaN.
   __device__ void fill(int left, const Tile& next) {
-    uint32_t next_rows[kRows];
-    find_rows(next, next_rows);
+    const char* next_rows[kRows];
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
+      if (piece == kSecondHalf) find_rows(next, next_rows);  // the first half needs none of them
       uint8_t* const tile = memory_.ring[ring_.stage() / kPieces];
       ring_.wait_empty();
       if constexpr (kConverts)
-        convert(piece, tile, left, next_rows, next.left);
+        convert(piece, tile, left, next_rows);
       else
         copy(piece, tile, left);
       ring_.advance();
@@ -371,34 +372,34 @@ class LatentProducer {
       if (column() >= Sizes::columns(panel) / 8) continue;
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
-        copy16_or_zero(to + panel * kPanelBytes + i * kStride * kPanelRow,
-                       latent(rows_[i]) + panel * kPanelRow + column() * kCopyBytes, i * kStride < left - first());
+        copy16_or_zero(to + panel * kPanelBytes + i * kStride * kPanelRow, rows_[i] + panel * kPanelRow,
+                       i * kStride < left - first());
     }
     arrive_after_copies(ring_.full_barrier());
   }
 
   // Takes a piece out of the registers, which then take what is half a tile further.
-  __device__ void convert(int piece, uint8_t* tile, int left, const uint32_t (&next_rows)[kRows], int next_left) {
-    uint8_t* const to = tile + panel_offset(first(), 2 * column(), 0);
+  __device__ void convert(int piece, uint8_t* tile, int left, const char* const (&next_rows)[kRows]) {
+    // Two neighbouring chunks of 16 bytes: the swizzle changes the lowest bit of their number, and no offset below does.
+    const uint32_t offset = panel_offset(first(), 2 * column(), 0);
+    uint8_t *const low = tile + offset, *const high = tile + (offset ^ kCopyBytes);
 #pragma unroll
     for (int i = Sizes::first_panel(piece) * kRows; i < Sizes::end_panel(piece) * kRows; ++i) {
-      const uint4 own = ahead_[i % kAhead];
-      ahead_[i % kAhead] =
-          i + kAhead < kChunks ? load(rows_, left, i + kAhead) : load(next_rows, next_left, i + kAhead - kChunks);
+      uint4 own = ahead_[i % kAhead];
+      ahead_[i % kAhead] = i + kAhead < kChunks ? load(rows_, i + kAhead) : load(next_rows, i + kAhead - kChunks);
+      if (i % kRows * kStride >= left - first()) own = make_uint4(0, 0, 0, 0);
       const int panel = i / kRows;
       if (!has(panel)) continue;
-      uint8_t* const row = to + panel * kPanelBytes + i % kRows * kStride * kPanelRow;
-      store(row, own.x, own.y);
-      // The next chunk: the swizzle changes its lowest bit.
-      store(tile + ((row - tile) ^ kCopyBytes), own.z, own.w);
+      const int at = panel * kPanelBytes + i % kRows * kStride * kPanelRow;
+      store(low + at, own.x, own.y), store(high + at, own.z, own.w);
     }
     arrive(ring_.full_barrier());
   }
 
-  // This thread's chunk number `i` of a tile.
-  __device__ uint4 load(const uint32_t (&rows)[kRows], int left, int i) const {
-    if (!has(i / kRows) || i % kRows * kStride >= left - first()) return make_uint4(0, 0, 0, 0);
-    return *reinterpret_cast<const uint4*>(latent(rows[i % kRows]) + i / kRows * kPanelColumns + column() * kCopyBytes);
+  // This thread's chunk number `i` of a tile; of some latent where the tile has no such row.
+  __device__ static uint4 load(const char* const (&rows)[kRows], int i) {
+    if (!has(i / kRows)) return make_uint4(0, 0, 0, 0);
+    return *reinterpret_cast<const uint4*>(rows[i % kRows] + i / kRows * kPanelColumns);
   }
   // Whether a panel has this thread's columns.
   __device__ static bool has(int panel) { return column() < Sizes::columns(panel) / kCopyBytes; }
@@ -414,7 +415,7 @@ class LatentProducer {
   RingCursor<kLatentTiles * kPieces> ring_;
   LatentQueries<T, typename Kv::Product, kDim, kVDim> queries_;
   int item_ = 0, begin_ = 0;  // of the tile behind `next`
-  uint32_t rows_[kRows];
+  const char* rows_[kRows];
   uint4 ahead_[kAhead];  // of a tile in 8 bits
 };
 
