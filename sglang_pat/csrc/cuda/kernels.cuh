@@ -5,13 +5,13 @@
 #include <cstddef>
 
 #include "forward.cuh"
-#include "latent_forward.cuh"
-#include "latent_mma.cuh"
+#include "kv/latent.cuh"
+#include "kv/latent_mma.cuh"
 #include "merge.cuh"
-#include "page_forward.cuh"
-#include "page_store.cuh"
-#include "page_unpack.cuh"
-#include "page_wide.cuh"
+#include "kv/page.cuh"
+#include "kv/page_store.cuh"
+#include "kv/page_unpack.cuh"
+#include "kv/page_wide.cuh"
 
 namespace pat::kernels {
 

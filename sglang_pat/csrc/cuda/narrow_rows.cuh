@@ -3,7 +3,7 @@
 // `Loader`'s.
 #pragma once
 
-#include "kv_format.cuh"
+#include "kv/format.cuh"
 #include "results.cuh"
 #include "softmax.cuh"
 

@@ -1,11 +1,11 @@
 // The ring buffer of wide work items in shared memory, and the producers that fill it for 16-bit KV. A stage holds K or V
 // of one KV tile, [64 tokens, dim], K and V alternating; Q of an item, [rows, dim], has one or two buffers beside the ring.
 // All lie in swizzled panels (smem.cuh). Every stage has a full and an empty mbarrier. forward.cuh runs `Producer`; the
-// consumers are in wide.cuh, other producers in convert.cuh (8-bit KV) and page_convert.cuh (4 and 2 bits).
+// consumers are in wide.cuh, other producers in kv/plain_convert.cuh (8-bit KV) and kv/page_convert.cuh (4 and 2 bits).
 #pragma once
 
 #include "assign.cuh"
-#include "kv_format.cuh"
+#include "kv/format.cuh"
 #include "ptx.cuh"
 #include "results.cuh"
 #include "smem.cuh"

@@ -1,6 +1,6 @@
 // Wide work items: O = softmax(Q K^T) V of a query tile of 64, 128 or 192 rows, KV tiles of 64 tokens, by online softmax. A
 // warpgroup (`WideWarpgroup`) computes 64 rows: S [64, 64] and O [64, v_dim] are in registers as softmax.cuh describes; K,
-// V and Q come through the ring (ring.cuh). forward.cuh and page_wide.cuh run it.
+// V and Q come through the ring (ring.cuh). forward.cuh and kv/page_wide.cuh run it.
 //
 //   item                                       computed by
 //   more than 64 rows                          several warpgroups, 64 rows each

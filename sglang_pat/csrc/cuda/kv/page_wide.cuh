@@ -1,10 +1,10 @@
 // The forward kernel for KV pages of 4 or 2 bits with wide and narrow items: a pass over the wide ones as in forward.cuh,
-// with the producer of page_convert.cuh, then a pass over the narrow ones as in page_forward.cuh. Only with wgmma:
+// with the producer of page_convert.cuh, then a pass over the narrow ones as in page.cuh. Only with wgmma:
 // elsewhere no table of tiles for pages has wide ones (`capabilities.query_tiles`). module.cu launches it.
 #pragma once
 
+#include "page.cuh"
 #include "page_convert.cuh"
-#include "page_forward.cuh"
 
 namespace pat {
 

@@ -2,7 +2,7 @@
 // Modules with wide items use page_wide.cuh. module.cu launches it.
 #pragma once
 
-#include "forward.cuh"
+#include "../forward.cuh"
 #include "page_rows.cuh"
 
 namespace pat {

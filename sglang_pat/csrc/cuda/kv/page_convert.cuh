@@ -3,8 +3,8 @@
 // fill a stage pair of their own. Consumers see the same ring as with 16-bit KV. page_wide.cuh runs it.
 #pragma once
 
-#include "low_bit.cuh"
-#include "ring.cuh"
+#include "../ring.cuh"
+#include "page_record.cuh"
 
 namespace pat {
 

@@ -3,7 +3,7 @@
 // With `two_convert` the producer warpgroup converts K, and the last consumer warpgroup V and Q. forward.cuh runs it.
 #pragma once
 
-#include "ring.cuh"
+#include "../ring.cuh"
 
 namespace pat {
 

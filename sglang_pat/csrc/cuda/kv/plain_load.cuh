@@ -3,8 +3,8 @@
 // (smem.cuh); 8-bit KV is copied as bytes.
 #pragma once
 
-#include "kv_format.cuh"
-#include "narrow_items.cuh"
+#include "../narrow_items.cuh"
+#include "format.cuh"
 
 namespace pat {
 
