@@ -30,9 +30,9 @@ GROUP_MEETS = "sync_threads(kWarpgroupBarrier + warpgroup_, kWarpgroupThreads);"
 """Of one warpgroup that computes latents."""
 
 CHANGES: dict[str, emulated.Change] = {
-    "narrow: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
+    "narrow: an item's last chunk is not waited for": ("kv/plain_narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
     "narrow: only the first chunk of a pair is waited for": (
-        "narrow.cuh", "wait_copies<kNarrowStages - 2>();", "wait_copies<kNarrowStages - 1>();",
+        "kv/plain_narrow.cuh", "wait_copies<kNarrowStages - 2>();", "wait_copies<kNarrowStages - 1>();",
     ),
     "narrow: a team sums up before all have written": (
         "narrow_rows.cuh", "statistics_.stage[warp] = last;\n    all_arrived();", "statistics_.stage[warp] = last;",
@@ -80,7 +80,7 @@ CHANGES: dict[str, emulated.Change] = {
     "8 bits: slots are overwritten while they are read": ("kv/plain_convert.cuh", "Memory::kSlotTiles - 1", "Memory::kSlotTiles - 2"),
     "8 bits: slots that other lanes asked for are not waited for": ("kv/plain_convert.cuh", "__syncwarp();", ""),
     "8 bits: Q is converted before it is there": ("ring.cuh", "wait_copies<0>();", ""),
-    "8 bits: an item's last chunk is not waited for": ("narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
+    "8 bits: an item's last chunk is not waited for": ("kv/plain_narrow.cuh", "wait_copies<kNarrowStages - 1>();", ""),
     "pages: an item's last chunk is not waited for": ("kv/page_rows.cuh", "wait_copies<S::kStages - 1>();", ""),
     "pages: V of a tail is not zero behind its end": (
         "kv/page_load.cuh", "copy16_or_zero(address + S::kTile, v + (valid ? (first + row) * p_.v_slot : 0), valid);",

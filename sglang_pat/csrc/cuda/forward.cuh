@@ -1,12 +1,12 @@
 // The forward kernel. It runs a plan's work items: the output of a query with one part goes to `out`, parts and their
 // log-sum-exp go to the workspace for merge.cuh. CTAs are persistent, one an SM: each has some of the plan's bins, one KV
-// head at a time (PAT section 6), and runs narrow items by single warps (narrow.cuh) and wide items by warpgroups with a
+// head at a time (PAT section 6), and runs narrow items by single warps (kv/plain_narrow.cuh) and wide items by warpgroups with a
 // producer (wide.cuh, ring.cuh, kv/plain_convert.cuh). One kernel has several query tiles (BatchLLM section 4.4 fuses likewise).
 // module.cu launches it.
 #pragma once
 
 #include "kv/plain_convert.cuh"
-#include "narrow.cuh"
+#include "kv/plain_narrow.cuh"
 #include "wide.cuh"
 
 namespace pat {

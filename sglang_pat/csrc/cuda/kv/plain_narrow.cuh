@@ -18,8 +18,8 @@
 // with t = lane % 4 and g = lane / 4.
 #pragma once
 
-#include "kv/plain_load.cuh"
-#include "narrow_rows.cuh"
+#include "../narrow_rows.cuh"
+#include "plain_load.cuh"
 
 namespace pat {
 
