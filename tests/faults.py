@@ -53,18 +53,18 @@ CHANGES: dict[str, emulated.Change] = {
     "wide: K is never freed": ("wide.cuh", "release_k(stages, arrivals);\n        softmax", "\n        softmax"),
     "wide: the first group that has read a stage frees it": ("wide.cuh", "kArrivals / (item.m / kWarpgroupRows)", "kArrivals"),
     "wide: groups add up before both have written": ("wide.cuh", "sync_threads(kWideBarrier, kAlternating * kWarpgroupThreads);", ""),
-    "ring: V does not wait for an empty stage": ("ring.cuh", "    cursor.wait_empty();", "    if (!kIsV) cursor.wait_empty();"),
+    "ring: V does not wait for an empty stage": ("kv/plain_copy.cuh", "    cursor.wait_empty();", "    if (!kIsV) cursor.wait_empty();"),
     "ring: Q does not wait for an empty buffer": ("ring.cuh", "queries_.wait_empty();", ""),
     "forward: narrow items do not wait for wide ones": (
-        "forward.cuh", "kMs>(p, items, memory);\n        ran_wide", "kMs>(p, items, memory); single(), narrow();\n        ran_wide",
+        "forward.cuh", "run_wide(p, items, memory);\n        ran_wide", "run_wide(p, items, memory); single(), narrow();\n        ran_wide",
     ),
     "narrow first: wide items do not wait for them": ("forward.cuh", "__syncthreads();", ""),
-    "narrow first: registers are taken back before the others have theirs": ("forward.cuh", "sync_threads(kGrownInNarrow, kThreads);", ""),
-    "forward: registers are taken back before the others have theirs": ("forward.cuh", "sync_threads(kGrownInWide, kThreads);", ""),
-    "narrow first: registers change twice and nobody waits between": ("forward.cuh", "sync_threads(kRegistersBarrier, S::kComputing);", ""),
+    "narrow first: registers are taken back before the others have theirs": ("forward.cuh", "sync_threads(kGrownInNarrow, Format::kThreads);", ""),
+    "forward: registers are taken back before the others have theirs": ("forward.cuh", "sync_threads(kGrownInWide, Format::kThreads);", ""),
+    "narrow first: registers change twice and nobody waits between": ("forward.cuh", "sync_threads(kRegistersBarrier, Format::computing(wide));", ""),
     "narrow first: wide items are forgotten": ("forward.cuh", "!ran_wide & (items.count(kWide) > 0)", "false"),
     "forward: barriers are as the last look-up left them": (
-        "forward.cuh", "memory.barriers.template init<kDim>(from > 0);", "if (from == 0) memory.barriers.template init<kDim>(from > 0);",
+        "forward.cuh", "Format::init_barriers(memory, from > 0);", "if (from == 0) Format::init_barriers(memory, from > 0);",
     ),
     "forward: teams of two phases have one barrier": ("narrow_rows.cuh", "kPhase * kMostTeams", "0"),
     "items: they are used before they are in order": (
@@ -92,7 +92,7 @@ CHANGES: dict[str, emulated.Change] = {
     "pages, wide: a stage is filled while it is in use": ("kv/page_convert.cuh", "cursor_.wait_empty();\n    Panels::keys", "\n    Panels::keys"),
     "pages, wide: a record is overwritten while it is read": ("kv/page_convert.cuh", "i < kAhead - 1", "i < kAhead"),
     "pages, wide: V of a tail is not zero behind its end": ("kv/page_convert.cuh", "first + i * kStride < left", "true"),
-    "pages, wide: narrow items do not wait for wide ones": ("kv/page_wide.cuh", "sync_threads(kRegistersBarrier, S::kComputing);", ""),
+    "pages, wide: narrow items do not wait for wide ones": ("forward.cuh", "__syncthreads();", ""),
     "tails: the loader looks where they are before that is written": ("ring.cuh", "sync_threads(kProducerBarrier, kThreads);", ""),
     "tails: stages of one that has ended are not freed": ("wide.cuh", "tile < tiles_", "false"),
     "tails: what was summed up in front of them is not made smaller": (
@@ -103,7 +103,7 @@ CHANGES: dict[str, emulated.Change] = {
     "tails of 8 bits: they are not looked up": ("assign.cuh", "if (item.tails && item.phase == kWide) look_up_tails(item, end);", ""),
     "unequal, narrow: V is copied as if it were as wide as K": ("kv/plain_load.cuh", "column < kVRowCopies", "column < kRowCopies"),
     "unequal, ring: V is copied as if it were as wide as K": (
-        "ring.cuh", "column < kRowCopies", "column < kDim * int(sizeof(T)) / kCopyBytes",
+        "kv/plain_copy.cuh", "column < kRowCopies", "column < kDim * int(sizeof(T)) / kCopyBytes",
     ),
     "unequal, 8 bits: V is copied as if it were as wide as K": ("kv/plain_convert.cuh", "(is_v ? kVDim : kDim)", "kDim"),
     "latents: the other group's weights are not waited for": ("kv/latent.cuh", "wait_published();\n      rows.receive(before);", "\n      rows.receive(before);"),
