@@ -60,12 +60,11 @@ def _module(variant: cuda.Variant, changes: tuple[Change, ...]) -> Any:
 
 def _overlay(folder: Path, changes: Sequence[Change]) -> Path:
     """csrc with the emulator's instructions, and changes."""
-    (folder / "cuda").mkdir(parents=True)
-    for path in [*jit.CSRC.iterdir(), *(jit.CSRC / "cuda").iterdir()]:
-        if path.name == "cuda":
-            continue
-        own = EMULATOR / path.name
-        (folder / path.relative_to(jit.CSRC)).symlink_to(own if own.exists() else path)
+    # The folders of cuda are not linked: from a link `..` would lead to the instructions themselves.
+    for path in [*jit.CSRC.glob("*.h"), jit.CSRC / "packing", *(jit.CSRC / "cuda").rglob("*.*")]:
+        own, place = EMULATOR / path.name, folder / path.relative_to(jit.CSRC)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(own if own.exists() else path)
     for name in {name for name, *_ in changes}:
         (folder / "cuda" / name).unlink()
         (folder / "cuda" / name).write_text(with_changes(name, changes))

@@ -39,7 +39,7 @@ def with_planted(number: int, source: str) -> str:
 
 def test_planted_is_what_the_change_says_and_nothing_else() -> None:
     # The last one is where another one is.
-    changes = [*faults.FAULTS, ("convert.cuh", "cursor_.wait_empty();", "cursor_.wait_full();")]
+    changes = [*faults.FAULTS, ("kv/plain_convert.cuh", "cursor_.wait_empty();", "cursor_.wait_full();")]
     for number, change in enumerate(changes):
         name = change[0]
         source, switched = (jit.CSRC / "cuda" / name).read_text(), emulated.with_changes(name, changes)

@@ -35,7 +35,7 @@ OTHER_REGISTERS, LOADER_REGISTERS = 40, 56
 """Registers of a thread besides its tiles, and of a thread that only loads, in the compiled kernels (`sglang_pat.build --report`)."""
 
 WARP_ROWS, WARPS = 32, 12
-"""A warp computes tiles of up to so many rows; so many warps share an SM (csrc/cuda/narrow.cuh)."""
+"""A warp computes tiles of up to so many rows; so many warps share an SM (csrc/cuda/kv/plain_narrow.cuh)."""
 
 CANDIDATES = (8, 16, 32, 64, 128, 192, 256)
 

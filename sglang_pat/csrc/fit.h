@@ -1,5 +1,5 @@
 // The scale and the zero of quantised numbers, and how 2 bits' are fitted to them: the same bytes on CPUs (cpu/low_bit.h) and on GPUs
-// (cuda/page_store.cuh), which define `half_bits` and `half_float`, and sum in the same order.
+// (cuda/kv/page_store.cuh), which define `half_bits` and `half_float`, and sum in the same order.
 #pragma once
 
 #include <cmath>

@@ -16,7 +16,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 
 UNEQUAL_HEAD_DIMS = ((192, 128),)
 """(K, V) with a narrower V: MiMo V2's, the only such pair in SGLang's models besides MLA (configs/model_config.py, `has_asymmetric_kv`). V's must
-be a multiple of 32 (csrc/cuda/forward.cuh)."""
+be a multiple of 32 (csrc/cuda/kv/plain.cuh)."""
 
 LARGE_SHARED = ("8.0", "9.0a", "10.0")
 """Architectures known to have more than 99 KB of shared memory per CTA (`kSharedLimit` in csrc/cuda/smem.cuh). K dimensions above 128 need it."""
@@ -46,11 +46,11 @@ LOW_BIT_HEAD_DIM_STEP = 32
 """What head dimensions have to be a multiple of where KV has less than 8 bits (`LowBit` in csrc/cpu/low_bit.h)."""
 
 PAGES_HEAD_DIMS = (64, 128)
-"""Head dimensions of the CUDA kernels for pages of few bits (`Record` in csrc/cuda/low_bit.cuh)."""
+"""Head dimensions of the CUDA kernels for pages of few bits (`Record` in csrc/cuda/kv/page_record.cuh)."""
 
 LATENT_TILES = {"9.0a": (8, 16, 32, 64), "8.0": (16, 64), "10.0": (16, 64)}
 """Every m of the kernels for latents, by architecture; (16,) where there is less shared memory. A CTA computes a work item together
-(csrc/cuda/latent_forward.cuh, latent_mma.cuh)."""
+(csrc/cuda/kv/latent.cuh, latent_mma.cuh)."""
 
 NARROW_M = 16
 """The most rows that a single warp computes (`kNarrowM` in csrc/cuda/tiles.h)."""
@@ -74,7 +74,7 @@ def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.
         head_dim: K's, one of HEAD_DIMS.
-        kv_bits: Bits of an element of KV. Pages of few bits have wide items on Hopper only (csrc/cuda/page_wide.cuh).
+        kv_bits: Bits of an element of KV. Pages of few bits have wide items on Hopper only (csrc/cuda/kv/page.cuh).
     """
     if head_dim <= 128 and arch.startswith("9."):
         return (8, NARROW_M, 64, 128) if kv_bits == 8 else (8, NARROW_M, 64, 128, 192)

@@ -22,7 +22,7 @@ TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 """Dtypes of Q and of 16-bit KV, by their names in CUDA."""
 
 KV_NAMES = {torch.float8_e4m3fn: "kE4m3", torch.float8_e5m2: "kE5m2"}
-"""Dtypes of 8-bit KV, by their names in csrc/cuda/kv_format.cuh."""
+"""Dtypes of 8-bit KV, by their names in csrc/cuda/kv/format.cuh."""
 
 LOW_BIT_NAMES = {4: "kInt4", 2: "kInt2"}
 """Pages of few bits, likewise."""

@@ -31,7 +31,7 @@ def headers() -> dict[Path, str]:
             _named(
                 "int64_t",
                 constants,
-                "KV_TILE MAX_WAVES SLACK PASSES TOO_LONG SPLIT_GAIN UNEVEN LEAST_STEPS TAIL_GROWTH TAILS_SHARE TAILS_ITEMS LITTLE_PERCENT RAGGED",
+                "MAX_WAVES SLACK PASSES TOO_LONG SPLIT_GAIN UNEVEN LEAST_STEPS TAIL_GROWTH TAILS_SHARE TAILS_ITEMS LITTLE_PERCENT RAGGED",
             )
             + _named("int64_t", spec, "MAX_WINDOW"),
             _named("int", constants, "MAX_DEPTH MAX_SEGMENT"),

@@ -4,8 +4,7 @@ The array is the header (`HEADER`), then the sections without gaps, so that one 
 
 - bins [num_bins + 1]: items bins[i] up to bins[i + 1] are run by one worker.
 - items [num_items, len(COLUMNS)], bin after bin. `start` and `end` are bounds (`plan.position`). `query` and `slot` repeat the item's first
-  query, because most items have one query only: the kernel then needs no second lookup. `tile_n` is `KV_TILE`, or no CUDA kernel runs
-  the item. `tails` is 1 if each query's tail follows (`plan.WorkItem`), else 0.
+  query, because most items have one query only: the kernel then needs no second lookup. `tails` is 1 if each query's tail follows (`plan.WorkItem`), else 0.
 - queries [num_queries]: the batch positions of all items' queries; `first_query` of an item indexes them.
 - slots [num_queries]: where the part of each of these queries goes: a slot of the workspace, or -1 for a query with a single part, which is
   written directly to the output, unless requests are cut into pieces (`PackConfig.piece`).
@@ -20,7 +19,6 @@ import msgspec
 import numpy as np
 
 from sglang_pat.packing import OPEN, PackConfig, Plan, WorkItem
-from sglang_pat.packing.constants import KV_TILE
 
 HEADER = (
     "num_items",
@@ -39,7 +37,7 @@ HEADER = (
 )
 """Counts; the offset of each section; how many ints are used; how many steps the plan is good for; `Plan.narrow_first`."""
 
-COLUMNS = ("start", "end", "first_query", "item_queries", "tile_m", "tile_n", "query", "slot", "tails")
+COLUMNS = ("start", "end", "first_query", "item_queries", "tile_m", "query", "slot", "tails")
 
 DIRECT = -1
 """The slot of a query with a single part, which is written directly to the output."""
@@ -83,7 +81,7 @@ def flatten(plan: Plan, merge_all: bool = False) -> np.ndarray:
             for query, part in zip(item.queries, item.parts, strict=True)
         ]
         items += [
-            item.start, item.end, len(queries), len(item.queries), item.m, KV_TILE, item.queries[0], targets[0],
+            item.start, item.end, len(queries), len(item.queries), item.m, item.queries[0], targets[0],
             int(item.tails),
         ]  # fmt: skip
         queries += item.queries
@@ -135,7 +133,7 @@ def work_items(data: np.ndarray) -> list[WorkItem]:
     """The work items in an array."""
     plan = sections(data)
     items = []
-    for start, end, first, count, m, _, _, _, tails in plan.items.tolist():
+    for start, end, first, count, m, _, _, tails in plan.items.tolist():
         queries = plan.queries[first : first + count].tolist()
         slots = plan.slots[first : first + count].tolist()
         parts = [slot - int(plan.part_offsets[q]) if slot >= 0 else 0 for q, slot in zip(queries, slots, strict=True)]

@@ -223,8 +223,7 @@ class Items {
     const int run = task - bin * p_.runs, head = quotient(run, p_.splits), split = run - head * p_.splits;
     item.head = int16_t(head);
     item.first_head = uint16_t(head * p_.kv_group + min(split * p_.group, p_.kv_group - p_.group));
-    const bool ours = row[kTileN] == kTokens && (ms >> item.m / 8 & 1) != 0;
-    item.phase = uint8_t(ours ? phase_of(item.m) : kPhases);
+    item.phase = uint8_t((ms >> item.m / 8 & 1) != 0 ? phase_of(item.m) : kPhases);
     if (p_.row_slices > 1) {
       if (item.m < p_.group)
         item.first_head += uint16_t(min(slice * item.m, p_.group - item.m));

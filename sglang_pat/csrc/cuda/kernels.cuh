@@ -4,61 +4,30 @@
 
 #include <cstddef>
 
-#include "forward.cuh"
-#include "latent_forward.cuh"
-#include "latent_mma.cuh"
+#include "kv/latent.cuh"
+#include "kv/latent_mma.cuh"
+#include "kv/page.cuh"
+#include "kv/page_store.cuh"
+#include "kv/page_unpack.cuh"
+#include "kv/plain.cuh"
 #include "merge.cuh"
-#include "page_forward.cuh"
-#include "page_store.cuh"
-#include "page_unpack.cuh"
-#include "page_wide.cuh"
 
 namespace pat::kernels {
 
 using Element = Variant::Element;
 using Kv = KvFormat<Element, Variant::kKv>;
 
-constexpr bool kHasWide = (Variant::kQueryTiles & kWideTiles) != 0;
+// How `forward` loads and computes this KV.
+using Format = std::conditional_t<
+    Variant::kLatent,
+    std::conditional_t<Variant::kArch == 900, LatentKv<Element, Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>,
+                       LatentMmaKv<Element, Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>>,
+    std::conditional_t<kIsPages<Kv>, PageKv<Element, Kv, Variant::kDim, Variant::kQueryTiles>,
+                       PlainKv<Element, Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>>>;
+static_assert(!kIsPages<Kv> || (Variant::kVDim == Variant::kDim && !Variant::kMasks && !Variant::kLimits));
+using Memory = Format::Memory;
 
-template <typename Kv, bool kPages, bool kWide>
-struct ForwardOf {
-  using Memory = ForwardMemory<Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>;
-  static constexpr auto kKernel = forward<Element, Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>;
-  static constexpr int kThreads = threads(Variant::kDim), kRecordBytes = 0;
-};
-template <typename Kv>
-struct ForwardOf<Kv, true, false> {
-  static_assert(kIsPages<Kv> && Variant::kVDim == Variant::kDim && !Variant::kMasks && !Variant::kLimits);
-  using Memory = PageMemory<Kv, Variant::kDim>;
-  static constexpr auto kKernel = forward_pages<Element, Kv, Variant::kDim, Variant::kQueryTiles>;
-  static constexpr int kThreads = kPageThreads, kRecordBytes = Memory::S::R::kBytes;
-};
-template <typename Kv>
-struct ForwardOf<Kv, true, true> {
-  static_assert(kIsPages<Kv> && Variant::kVDim == Variant::kDim && !Variant::kMasks && !Variant::kLimits);
-  using Memory = WidePagesMemory<Kv, Variant::kDim>;
-  static constexpr auto kKernel = forward_wide_pages<Element, Kv, Variant::kDim, Variant::kQueryTiles>;
-  static constexpr int kThreads = threads(Variant::kDim), kRecordBytes = Record<Kv::kBits, Variant::kDim>::kBytes;
-};
-template <typename Kv, bool kHopper>
-struct LatentForwardOf {
-  using Mma = LatentMma<Element, Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>;
-  using Memory = typename Mma::Memory;
-  static constexpr auto kKernel = forward_latents_mma<Element, Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>;
-  static constexpr int kThreads = kLatentMmaThreads, kRecordBytes = 0;
-};
-template <typename Kv>
-struct LatentForwardOf<Kv, true> {
-  using Memory = LatentMemory<Variant::kDim, Variant::kVDim>;
-  static constexpr auto kKernel = forward_latents<Element, Kv, Variant::kDim, Variant::kVDim, Variant::kQueryTiles>;
-  static constexpr int kThreads = kLatentThreads, kRecordBytes = 0;
-};
-using Forward =
-    std::conditional_t<Variant::kLatent, LatentForwardOf<Kv, Variant::kArch == 900>, ForwardOf<Kv, kIsPages<Kv>, kHasWide>>;
-using Memory = Forward::Memory;
-
-constexpr auto kForward = Forward::kKernel;
-constexpr int kForwardThreads = Forward::kThreads;
+constexpr auto kForward = kForwardOf<Format>;
 constexpr int kKvBytes = Kv::kBytes == 1 ? 1 : 2;  // element size of k and v; with pages they hold the tails, in 16 bits
 // Merge: a CTA for each output while all of them run at once; then a warp for each; then a warp for several heads of a
 // query, which has more loads in flight.

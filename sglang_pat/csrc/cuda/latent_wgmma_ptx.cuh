@@ -1,5 +1,5 @@
 // Hopper's wgmma, m64nNk16 with few columns and both operands in shared memory, for the transposed products of narrow items
-// over latents (latent_narrow.cuh): beside wgmma_ptx.cuh, and with its descriptors. tests/emulator has a replacement.
+// over latents (kv/latent_narrow.cuh): beside wgmma_ptx.cuh, and with its descriptors. tests/emulator has a replacement.
 #pragma once
 
 #include "wgmma_ptx.cuh"

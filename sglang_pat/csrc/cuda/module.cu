@@ -21,13 +21,13 @@ using namespace pat::kernels;
 // Checks the records of pages of 4 or 2 bits; other formats have none.
 void check_records(const TensorView& records, int64_t kv_heads, DLDevice gpu) {
   pat::check(records, "records", 3, DLDataType{kDLUInt, 8, 1}, gpu);
-  TVM_FFI_CHECK(Forward::kRecordBytes > 0 || records.size(0) == 0, ValueError)
+  TVM_FFI_CHECK(Format::kRecordBytes > 0 || records.size(0) == 0, ValueError)
       << "this kernel reads KV from k and v, and no records";
-  TVM_FFI_CHECK(Forward::kRecordBytes == 0 ||
-                    (records.size(1) == kv_heads && records.size(2) == Forward::kRecordBytes && records.is_contiguous() &&
+  TVM_FFI_CHECK(Format::kRecordBytes == 0 ||
+                    (records.size(1) == kv_heads && records.size(2) == Format::kRecordBytes && records.is_contiguous() &&
                      reinterpret_cast<uintptr_t>(records.data_ptr()) % pat::kCopyBytes == 0),
                 ValueError)
-      << "records must be contiguous, of " << kv_heads << " KV heads with " << Forward::kRecordBytes << " bytes each";
+      << "records must be contiguous, of " << kv_heads << " KV heads with " << Format::kRecordBytes << " bytes each";
 }
 
 void check(cudaError_t error) { TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << cudaGetErrorString(error); }
@@ -78,7 +78,7 @@ const Resident& resident(int64_t id) {
     check(cudaFuncSetAttribute(kForward, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory)));
     all.merge_by_cta = resident_ctas(kMergeByCta, pat::kMergeThreads, 0, sms);
     all.merge_by_warp = resident_ctas(kMergeByWarp, pat::kMergeThreads, 0, sms);
-    all.forward = resident_ctas(kForward, kForwardThreads, sizeof(Memory), sms);
+    all.forward = resident_ctas(kForward, Format::kThreads, sizeof(Memory), sms);
     TVM_FFI_CHECK(all.forward > 0, RuntimeError)
         << "this GPU has less shared memory than the " << sizeof(Memory) << " bytes that these tiles need";
   }
@@ -163,7 +163,7 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
   const int kv_heads = int(kv.k.size(1));
   check_records(kv.records, kv_heads, gpu);
   p.records = static_cast<const uint8_t*>(kv.records.data_ptr());
-  p.page_bytes = uint32_t(kv_heads * Forward::kRecordBytes);
+  p.page_bytes = uint32_t(kv_heads * Format::kRecordBytes);
   TVM_FFI_CHECK(!pat::kIsPages<Kv> || kv.k.size(0) >= tables.req_to_token.size(0) * pat::kTokens, ValueError)
       << "k and v must have a tail of " << pat::kTokens << " tokens for each row of req_to_token";
   pat::check(tables.masks, "masks", 2, pat::kInt64, gpu);
@@ -212,7 +212,7 @@ void decode(TensorView q, TensorView out, TensorView plan, TensorView partial, T
                   {scale, logit_cap, sinks}, window, tile_rows, q_rope);
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   const Resident& ctas = resident(q.device().device_id);
-  launch(kForward, ctas.forward, kForwardThreads, sizeof(Memory), stream, early, p);
+  launch(kForward, ctas.forward, Format::kThreads, sizeof(Memory), stream, early, p);
   const int64_t outputs = int64_t(p.queries) * p.heads;
   if (!with_merge || outputs == 0) return;
   const auto ctas_for = [](int64_t warps) { return int((warps + pat::kMergeWarps - 1) / pat::kMergeWarps); };

@@ -1,5 +1,5 @@
 // The narrow items of a warp, chunk by chunk: those of its own, and its share of its team's. Base class of the loaders
-// (narrow_load.cuh, page_load.cuh); also where a warp's stages lie in shared memory.
+// (kv/plain_load.cuh, kv/page_load.cuh); also where a warp's stages lie in shared memory.
 #pragma once
 
 #include "assign.cuh"

@@ -1,9 +1,10 @@
-// Q and O of a narrow item in one warp's registers, in the layout of the transposed products (narrow.cuh), and their way
-// out: `write` for an item of one warp, `merge_team` for a team's. Which KV a warp computes, and how it is loaded, is the
+// Q and O of a narrow item in one warp's registers, in the layout of the transposed products (kv/plain_narrow.cuh), and their
+// way out: `write` for an item of one warp, `merge_team` for a team's. Which KV a warp computes, and how it is loaded, is the
 // `Loader`'s.
 #pragma once
 
-#include "kv_format.cuh"
+#include "kv/format.cuh"
+#include "narrow_items.cuh"
 #include "results.cuh"
 #include "softmax.cuh"
 

@@ -52,7 +52,7 @@ struct Params {
   const uint64_t* masks;
   int draft, token_heads, token_group;
   int window;  // with Variant::kLimits: tokens that a query sees, itself included
-  // With KV of 4 or 2 bits: records[pages, kv_heads, record], `page_bytes` a page (low_bit.cuh). k and v then hold the
+  // With KV of 4 or 2 bits: records[pages, kv_heads, record], `page_bytes` a page (kv/page_record.cuh). k and v then hold
   // tokens behind each request's last full page: 64 slots for each row of req_to_token.
   const uint8_t* records;
   uint32_t page_bytes;

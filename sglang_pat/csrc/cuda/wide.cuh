@@ -1,6 +1,6 @@
 // Wide work items: O = softmax(Q K^T) V of a query tile of 64, 128 or 192 rows, KV tiles of 64 tokens, by online softmax. A
 // warpgroup (`WideWarpgroup`) computes 64 rows: S [64, 64] and O [64, v_dim] are in registers as softmax.cuh describes; K,
-// V and Q come through the ring (ring.cuh). forward.cuh and page_wide.cuh run it.
+// V and Q come through the ring (ring.cuh). kv/plain.cuh and kv/page.cuh run it.
 //
 //   item                                       computed by
 //   more than 64 rows                          several warpgroups, 64 rows each
@@ -17,6 +17,16 @@
 #include "ring.cuh"
 
 namespace pat {
+
+// Registers of a thread that computes wide items and of one that loads them, where the others give theirs away.
+constexpr int kLoadRegisters = 56;
+template <int kDim>
+constexpr int kComputeRegisters = (65536 / kWarpgroupThreads - kLoadRegisters) / warpgroups(kDim) / 8 * 8;
+
+// Alternating warpgroups hold K and V of two tiles while a third is loaded: with four stages, 64 rows took 34 ns a token
+// instead of 20 (benchmarks/notes/fp8-kv.md, "One group of warps that converts").
+template <int kDim>
+constexpr int kFewestStages = warpgroups(kDim) > 1 ? 6 : 2;
 
 struct WideStatistics {
   float row_max[kWarpgroupRows], sum[kWarpgroupRows];  // of the second of two alternating warpgroups

@@ -7,7 +7,6 @@ namespace pat {
 
 enum class Policy { kQuery, kNaive, kPat, kOptimal };
 
-constexpr int64_t kKvTile = 64;
 constexpr int64_t kMaxWaves = 8;
 constexpr int64_t kSlack = 64;
 constexpr int64_t kPasses = 6;

@@ -25,6 +25,6 @@ enum Header {
   kHeaderSize,
 };
 
-enum Column { kStart, kEnd, kFirstQuery, kItemQueries, kTileM, kTileN, kQuery, kSlot, kTails, kItemSize };
+enum Column { kStart, kEnd, kFirstQuery, kItemQueries, kTileM, kQuery, kSlot, kTails, kItemSize };
 
 }  // namespace pat

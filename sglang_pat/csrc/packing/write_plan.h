@@ -122,7 +122,6 @@ class PlanWriter {
       row[kEnd] = item.end == kOpen ? kOpen : item.end - back;
       row[kFirstQuery] = first;
       row[kItemQueries] = item.count;
-      row[kTileN] = kKvTile;
       row[kTails] = item.tails;
       read.narrow |= config.by_warps(item.count, item.in_row_slices);
       if (item.count == 1) {

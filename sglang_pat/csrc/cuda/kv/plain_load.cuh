@@ -3,8 +3,8 @@
 // (smem.cuh); 8-bit KV is copied as bytes.
 #pragma once
 
-#include "kv_format.cuh"
-#include "narrow_items.cuh"
+#include "../narrow_items.cuh"
+#include "format.cuh"
 
 namespace pat {
 
@@ -17,8 +17,8 @@ struct NarrowSizes {
   static constexpr int kWarp = kNarrowStages * kStage;
 };
 
-// Loader of a warp whose query tile has `kM` rows; NarrowWarp (narrow.cuh) drives it. With its members in this order the
-// compiler makes the same code as when both were one class.
+// Loader of a warp whose query tile has `kM` rows; NarrowWarp (plain_narrow.cuh) drives it. With its members in this order
+// the compiler makes the same code as when both were one class.
 template <typename Kv, int kDim, int kVDim, int kM, int kWarps>
 class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowStages, NarrowSizes<Kv, kDim, kVDim>::kStage,
                                            NarrowSizes<Kv, kDim, kVDim>::kTokens> {

@@ -1,10 +1,11 @@
-// The forward kernel for latents (MLA) where there is no wgmma: eight warps compute every work item together, KV tiles of 32
+// Latents (MLA) where there is no wgmma: eight warps compute every work item together, KV tiles of 32
 // tokens, by mma.sync. Scores are divided by rows and tokens, or in small items by tokens and K's columns, and add up in
 // shared memory; each warp turns some rows into weights there; and each multiplies all weights with an eighth of V's
 // columns, [rows, v_dim / 8] in registers as softmax.cuh describes. All warps load: two tiles are in shared memory, one of
 // them on its way. Compiled and emulated, not timed yet.
 #pragma once
 
+#include "../forward.cuh"
 #include "latent_ring.cuh"
 
 namespace pat {
@@ -320,40 +321,35 @@ class LatentMmaItem {
   uint4 ahead_[kConverts ? kLoads : 1];
 };
 
+// A format of forward.cuh, for query tiles of the set `kMs`. All items are wide ones there.
 template <typename T, typename Kv, int kDim, int kVDim, int kMs>
-struct LatentMma {
+struct LatentMmaKv {
+  static constexpr int kThreads = kLatentMmaThreads, kItems = kLatentItems, kNarrowWarps = 1, kRecordBytes = 0;
+  static constexpr int kWideMs = kMs, kNarrowMs = 0;
+  static constexpr bool kLoads = false;
+  static constexpr PassRegisters kRegisters = {};
+  static constexpr int computing(bool) { return kThreads; }
   static constexpr int kMost = (kMs & tile_bit(kWarpgroupRows)) != 0 ? kWarpgroupRows : kNarrowM;
-  using Memory = LatentMmaMemory<kDim, kVDim, kMost>;
-};
-
-template <typename T, typename Kv, int kDim, int kVDim, int kMs>
-__global__ void __launch_bounds__(kLatentMmaThreads, 1) forward_latents_mma(const __grid_constant__ Params p) {
-  extern __shared__ __align__(1024) uint8_t bytes[];
-  using Mma = LatentMma<T, Kv, kDim, kVDim, kMs>;
-  auto& memory = *reinterpret_cast<typename Mma::Memory*>(bytes);
-  static_assert(sizeof(memory) <= kSharedLimit);
   static_assert((kMs & ~(tile_bit(kNarrowM) | tile_bit(kWarpgroupRows))) == 0);
-  launch_dependents();
-  Items<kLatentItems> items(p, memory.assigned);
-#pragma unroll 1
-  for (int first = 0;; first += kLatentItems) {
-    items.template look_up<1, kLatentMmaThreads>(first, kMs);
-    if (first == 0) wait_for_primary();
+
+  using Memory = LatentMmaMemory<kDim, kVDim, kMost>;
+
+  static __device__ void init_barriers(const Memory&, bool) {}
+
+  static __device__ __forceinline__ void run_wide(const Params& p, const Items<kItems>& items, Memory& memory) {
 #pragma unroll 1
     for (int i = 0; i < items.count(kWide); ++i) {
       const Item& item = items.get(kWide, i);
       if (i > 0) __syncthreads();
       if (item.m == kNarrowM) {
         if constexpr ((kMs & tile_bit(kNarrowM)) != 0)
-          LatentMmaItem<T, Kv, kDim, kVDim, Mma::kMost, kNarrowM>(p, item, memory).run();
+          LatentMmaItem<T, Kv, kDim, kVDim, kMost, kNarrowM>(p, item, memory).run();
       } else {
         if constexpr ((kMs & tile_bit(kWarpgroupRows)) != 0)
-          LatentMmaItem<T, Kv, kDim, kVDim, Mma::kMost, kWarpgroupRows>(p, item, memory).run();
+          LatentMmaItem<T, Kv, kDim, kVDim, kMost, kWarpgroupRows>(p, item, memory).run();
       }
     }
-    if (!items.more()) break;
-    __syncthreads();
   }
-}
+};
 
 }  // namespace pat

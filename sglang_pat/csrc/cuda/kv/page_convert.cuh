@@ -1,10 +1,10 @@
 // Producer of wide items for pages of 4 or 2 bits: copies records to shared memory and writes them as 16-bit K and V, [64
 // tokens, dim] each, into the ring's stages (ring.cuh). The tokens behind a request's last full page, in 16 bits already,
-// fill a stage pair of their own. Consumers see the same ring as with 16-bit KV. page_wide.cuh runs it.
+// fill a stage pair of their own. Consumers see the same ring as with 16-bit KV. page.cuh runs it.
 #pragma once
 
-#include "low_bit.cuh"
-#include "ring.cuh"
+#include "../ring.cuh"
+#include "page_record.cuh"
 
 namespace pat {
 
@@ -121,7 +121,6 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
   using Rows = TileRows<kDim, kDim* int(sizeof(T))>;
   using Rows::kRowThreads, Rows::kRows, Rows::kStride, Rows::thread;
   using Memory = WidePageMemory<Kv, kDim, kStages, kAhead>;
-  using Barriers = WideBarriers<kStages, Memory::kBuffers>;
   using Product = typename Kv::Product;
   using Panels = RecordPanels<Kv::kBits, kDim>;
   static constexpr int kRecord = Record<Kv::kBits, kDim>::kBytes, kThreads = producer_threads(kDim);
@@ -135,12 +134,13 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
   };
 
  public:
-  __device__ PageProducer(const Params& p, const WorkItems& items, Memory& memory, Barriers& barriers)
+  template <typename CtaMemory>
+  __device__ PageProducer(const Params& p, const WorkItems& items, CtaMemory& memory)
       : p_(p),
         items_(items),
-        memory_(memory),
-        cursor_(barriers.ring),
-        queries_(p, items, memory.queries, barriers.queries) {}
+        memory_(memory.wide),
+        cursor_(memory.barriers.ring),
+        queries_(p, items, memory.wide.queries, memory.barriers.queries) {}
 
   // All items of one look-up.
   __device__ void run() {

@@ -1,9 +1,9 @@
 // Producer of wide items for 8-bit KV: copies tiles of bytes [64 tokens, dim] to shared memory (`ahead`), converts them to
 // 16 bits in registers, and stores them into the ring's stages (ring.cuh). Consumers see the same ring as with 16-bit KV.
-// With `two_convert` the producer warpgroup converts K, and the last consumer warpgroup V and Q. forward.cuh runs it.
+// With `two_convert` the producer warpgroup converts K, and the last consumer warpgroup V and Q. plain.cuh runs it.
 #pragma once
 
-#include "ring.cuh"
+#include "plain_copy.cuh"
 
 namespace pat {
 

@@ -4,8 +4,8 @@
 
 #include <type_traits>
 
-#include "ptx.cuh"
-#include "threads.cuh"
+#include "../ptx.cuh"
+#include "../threads.cuh"
 
 namespace pat {
 
@@ -45,7 +45,7 @@ struct KvFormat<T, kE4m3> : KvFormat8<kE4m3> {};
 template <typename T>
 struct KvFormat<T, kE5m2> : KvFormat8<kE5m2> {};
 
-// Full pages of 4 or 2 bits (low_bit.cuh); tokens behind the last full page are of type T.
+// Full pages of 4 or 2 bits (page_record.cuh); tokens behind the last full page are of type T.
 template <int kFew>
 struct KvFormatPages {
   using Product = __half;

@@ -1,7 +1,7 @@
 // Narrow work items: O = softmax(Q K^T) V of query tiles of 8 or 16 rows, which are memory-bound and many. Each warp
 // copies, computes and writes for itself, without barriers: 32 tokens at a time where registers suffice, while later ones
 // are in flight, also across the ends of items. A short item is one warp's. A long one is a team's: its warps alternate
-// over its chunks and merge at the end, while the copies for the next item run on. forward.cuh runs it; page_rows.cuh does
+// over its chunks and merge at the end, while the copies for the next item run on. plain.cuh runs it; page_rows.cuh does
 // the same for pages.
 //
 // The matrix products are transposed, S^T = K Q^T and O^T = V^T P^T. The 16 rows of an mma.sync are tokens, or columns of
@@ -18,8 +18,8 @@
 // with t = lane % 4 and g = lane / 4.
 #pragma once
 
-#include "narrow_load.cuh"
-#include "narrow_rows.cuh"
+#include "../narrow_rows.cuh"
+#include "plain_load.cuh"
 
 namespace pat {
 

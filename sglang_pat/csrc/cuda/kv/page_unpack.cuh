@@ -3,8 +3,8 @@
 // a thread decodes eight channels of a token at a time, so whole rows are written.
 #pragma once
 
-#include "low_bit.cuh"
-#include "smem.cuh"
+#include "../smem.cuh"
+#include "page_record.cuh"
 
 namespace pat {
 

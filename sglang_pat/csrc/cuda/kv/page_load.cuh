@@ -1,14 +1,14 @@
 // Loads records of pages, and the 16-bit tokens behind a request's last full page, to shared memory for narrow items: a
-// warp copies for itself, a record or 16 tokens at a time. A stage holds a record (low_bit.cuh), or K and then V of 16
+// warp copies for itself, a record or 16 tokens at a time. A stage holds a record (page_record.cuh), or K and then V of 16
 // tokens in panels. Items begin with a page (packing/prices.py, `grain`), so what is left of an item is a page if it has 64
 // tokens or more, else its tail.
 #pragma once
 
 #include <algorithm>
 
-#include "kv_format.cuh"
-#include "low_bit.cuh"
-#include "narrow_items.cuh"
+#include "../narrow_items.cuh"
+#include "format.cuh"
+#include "page_record.cuh"
 
 namespace pat {
 

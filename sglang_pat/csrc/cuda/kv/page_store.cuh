@@ -8,10 +8,10 @@
 
 #include <cmath>
 
-#include "low_bit.cuh"
-#include "smem.cuh"
+#include "../smem.cuh"
+#include "page_record.cuh"
 
-#include "../fit.h"
+#include "../../fit.h"
 
 namespace pat {
 

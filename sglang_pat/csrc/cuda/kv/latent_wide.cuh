@@ -1,11 +1,11 @@
 // Rows of a wide item over latents (MLA) on Hopper: 64 rows of Q, KV tiles of 64 tokens. A warpgroup computes the scores of
 // its own tiles, all rows, and multiplies the weights of all tiles with its half of V's columns: S [64, 64] and half of O,
-// [64, v_dim / 2], are in registers as softmax.cuh describes. latent_forward.cuh says in which order.
+// [64, v_dim / 2], are in registers as softmax.cuh describes. latent.cuh says in which order.
 #pragma once
 
+#include "../latent_wgmma_ptx.cuh"
+#include "../products.cuh"
 #include "latent_ring.cuh"
-#include "latent_wgmma_ptx.cuh"
-#include "products.cuh"
 
 namespace pat {
 

@@ -1,11 +1,10 @@
-// Narrow work items over pages of 4 or 2 bits: the loop of narrow.cuh, with products of codes (low_bit.cuh). K's scales are
-// folded into Q once a page, V's into the weights. K's zeros give one summand for all tokens of a page; V's are summed by
-// weight beside the products. The 16-bit tokens behind the last full page come last in an item; before them, or at its end,
-// O is turned from sums of codes into values (`decode_results`). Q and O lie as in narrow_rows.cuh. page_forward.cuh and
-// page_wide.cuh run it.
+// Narrow work items over pages of 4 or 2 bits: the loop of plain_narrow.cuh, with products of codes (page_record.cuh). K's
+// scales are folded into Q once a page, V's into the weights. K's zeros give one summand for all tokens of a page; V's are
+// summed by weight beside the products. The 16-bit tokens behind the last full page come last in an item; before them, or at its end,
+// O is turned from sums of codes into values (`decode_results`). Q and O lie as in narrow_rows.cuh. page.cuh runs it.
 #pragma once
 
-#include "narrow_rows.cuh"
+#include "../narrow_rows.cuh"
 #include "page_load.cuh"
 
 namespace pat {

@@ -5,6 +5,7 @@
 // yet.
 #pragma once
 
+#include "../forward.cuh"
 #include "latent_narrow.cuh"
 #include "latent_wide.cuh"
 
@@ -93,8 +94,9 @@ __device__ __forceinline__ void run_latent_items(const Params& p, const Items<kL
 }
 
 // Branches stand in reverse order, as in forward.cuh, so that what small batches run comes first in memory: look-up,
-// producers, items of 8, 16 and 32 rows, wide ones, and last the look-up of more items. A loop around both roles with one
-// look-up makes ptxas serialize the products of wide items.
+// producers, items of 8, 16 and 32 rows, wide ones, and last the look-up of more items. The loop is its own: in that of
+// forward.cuh, around both roles, ptxas serializes the products of wide items, as if they had the registers that the kernel
+// starts with (nvcc 13.0).
 template <typename T, typename Kv, int kDim, int kVDim, int kMs>
 __global__ void __launch_bounds__(kLatentThreads, 1) forward_latents(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
@@ -126,5 +128,14 @@ __global__ void __launch_bounds__(kLatentThreads, 1) forward_latents(const __gri
     }
   }
 }
+
+// For kernels.cuh.
+template <typename T, typename Kv, int kDim, int kVDim, int kMs>
+struct LatentKv {
+  using Memory = LatentMemory<kDim, kVDim>;
+  static constexpr int kThreads = kLatentThreads, kRecordBytes = 0;
+};
+template <typename T, typename Kv, int kDim, int kVDim, int kMs>
+constexpr auto kForwardOf<LatentKv<T, Kv, kDim, kVDim, kMs>> = forward_latents<T, Kv, kDim, kVDim, kMs>;
 
 }  // namespace pat

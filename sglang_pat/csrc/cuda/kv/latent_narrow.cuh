@@ -1,12 +1,12 @@
 // Rows of a narrow item over latents (MLA) on Hopper: 8, 16 or 32 rows of Q. As latent_wide.cuh, but transposed, so that
 // tensor cores multiply no rows that only pad: S^T = K Q^T [64 tokens, rows] and half of O^T = V^T P^T [v_dim / 2, rows], all
 // from shared memory. A thread has tokens (or columns of V) lane / 4 and lane / 4 + 8 of its warp's 16, and of every eight
-// rows the pair from 2 (lane % 4) on. latent_forward.cuh says in which order.
+// rows the pair from 2 (lane % 4) on. latent.cuh says in which order.
 #pragma once
 
+#include "../latent_wgmma_ptx.cuh"
+#include "../products.cuh"
 #include "latent_ring.cuh"
-#include "latent_wgmma_ptx.cuh"
-#include "products.cuh"
 
 namespace pat {
 

@@ -8,8 +8,8 @@
 // by a product of its own, from which the sums start: it is the same for all rows of an operand.
 #pragma once
 
-#include "ptx.cuh"
-#include "threads.cuh"
+#include "../ptx.cuh"
+#include "../threads.cuh"
 
 namespace pat {
 
