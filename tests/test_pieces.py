@@ -166,8 +166,10 @@ class OnGpu(Same):
         super().__init__(case, piece, TileTable(tuple(query_tiles)))
         options = {"device": case.q.device} if ON_GPU else {"arch": "9.0a"}
         make = cuda.Decoder if ON_GPU else emulated.Decoder
+        # Where a window begins within a piece, rows of one work item see different spans of it.
         self.decoders = [
-            make(case.spec, known, dtype=case.q.dtype, limits=limits, **options) for limits in {False, case.limits}
+            make(case.spec, known, dtype=case.q.dtype, limits=limits or case.spec.window > 0, **options)
+            for limits in {False, case.limits}
         ]
 
     def compute(self, q: torch.Tensor, tables: Tables, made: np.ndarray, extends: bool) -> torch.Tensor:
@@ -290,12 +292,18 @@ each_alike = pytest.mark.parametrize(
 )
 
 
-def on_gpu() -> kernel_cases.Case:
+def on_gpu(window: int = 0, dtype: torch.dtype = torch.float16) -> kernel_cases.Case:
     """Nine requests share more than the largest piece. Of the smallest they have more than the four that merge kernels add up at once."""
     torch.manual_seed(0)
     threes = [Node(600, 1_100, [i, i + 1, i + 2]) for i in (0, 3, 6)]
     batch = Batch([1_110 + 40 * i for i in range(9)], [Node(0, 600, list(range(9)), threes)])
-    return kernel_cases.Case(batch, 16, 1, 128, 128, torch.float16, device=DEVICE)
+    return kernel_cases.Case(batch, 16, 1, 128, 128, dtype, window=window, device=DEVICE)
+
+
+each_format = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+each_window = pytest.mark.parametrize("window", [0, 100, 700, 1_250])
+TIMES = 50 if ON_GPU else 3
+"""Random batches; an emulated GPU takes seconds for each."""
 
 
 @hopper
@@ -314,20 +322,52 @@ def test_kernels_that_depend_on_the_batch_are_found_out(piece: int, query_tiles:
     assert not all(compared(OnGpu(on_gpu(), piece, query_tiles, alike), random.Random(0), 6))
 
 
+def tiles_of(dtype: torch.dtype) -> tuple[int, ...]:
+    """Those that add up alike in pieces of any length."""
+    return (128,) if dtype.itemsize == 1 else (128, 192)
+
+
 @hopper
-@each_alike
-def test_kernels_of_drafts_and_extends_compute_what_those_of_decode_steps_do(
-    piece: int, query_tiles: tuple[int, ...]
+@each_window
+@each_format
+def test_kernels_decode_windows_and_formats_alone_and_in_any_batch(window: int, dtype: torch.dtype) -> None:
+    assert all(compared(OnGpu(on_gpu(window, dtype), 512, tiles_of(dtype)), random.Random(0), TIMES))
+
+
+@hopper
+@each_window
+@each_format
+def test_kernels_of_drafts_and_extends_compute_what_those_of_decode_steps_do(window: int, dtype: torch.dtype) -> None:
+    check_drafts_and_extends(512, tiles_of(dtype), window, dtype)
+
+
+@hopper
+def test_kernels_of_drafts_and_extends_with_tiles_of_64_rows() -> None:
+    check_drafts_and_extends(256, (64, 128, 192))
+
+
+@hopper
+def test_extends_whose_tiles_begin_where_windows_do_are_found_out() -> None:
+    batch = Batch([592, 700, 1_022, 1_030], [Node(0, 590, [0, 1, 2, 3])])
+    case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, torch.float16, window=100, device=DEVICE)
+    same = OnGpu(case, 512, (128, 192))
+    alone = same.alone()
+    same.alike = False
+    assert not torch.equal(same.extend(range(18), batch, batch.seq_lens, case.added), alone)
+
+
+def check_drafts_and_extends(
+    piece: int, query_tiles: tuple[int, ...], window: int = 0, dtype: torch.dtype = torch.float16
 ) -> None:
     generator, shared = random.Random(1), Node(0, 590, [0, 1, 2, 3])
     batch = Batch([592, 700, 1_022, 1_030], [shared])
-    case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, torch.float16, device=DEVICE)
-    assert extended(OnGpu(case, piece, query_tiles), generator, 3)
+    case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, dtype, window=window, device=DEVICE)
+    assert extended(OnGpu(case, piece, query_tiles), generator, TIMES)
     batch, tokens = Batch([254, 510, 592, 1_022], [Node(0, 250, [0, 1, 2, 3], [Node(250, 500, [1, 2])])]), 4
     chains = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(4, -1, -1)
-    case = kernel_cases.Drafts(batch, chains, 4, 1, 128, 128, torch.float16, device=DEVICE)
+    case = kernel_cases.Drafts(batch, chains, 4, 1, 128, 128, dtype, window=window, device=DEVICE)
     same = OnGpu(case, piece, query_tiles)
-    assert all(compared(same, generator, 3))
+    assert all(compared(same, generator, TIMES))
     alone = same.alone()
     for request in range(4):
         for token in range(tokens):

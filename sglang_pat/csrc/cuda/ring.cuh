@@ -325,6 +325,14 @@ struct TileRows {
   __device__ static int slot_lane() { return int(thread() % kWarpSize / kRowThreads * kRowThreads); }
 };
 
+// The row of an item's KV to copy for a row of it: where nobody sees that, its first that is seen. Its slot may be somebody
+// else's by now, and hold NaN.
+template <typename AnyItem>
+__device__ __forceinline__ int seen_row(const AnyItem& item, int row) {
+  if constexpr (Variant::kLimits) return max(row, int(item.kv.hidden));
+  return row;
+}
+
 // Producer for 16-bit KV. It loads the slots of the next KV tile and the queries of the next item while it copies this one:
 // otherwise every copy would wait for them
 // (benchmarks/notes/first-versions.md, "What reading scattered KV costs on an H200").
@@ -363,14 +371,14 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
     queries_.read(i);
     if (i >= items_.count(kWide)) return;
     const Item& item = items_.get(kWide, i);
-    if (own_row() < item.tokens) slot_ahead_ = p_.req_to_token[item.slots + own_row()];
+    if (own_row() < item.tokens) slot_ahead_ = p_.req_to_token[item.slots + seen_row(item, own_row())];
   }
 
   // `slot_ahead` is the slot of this lane's row of the first tile.
   __device__ void copy_kv(const Item& item, const WideQueries<kDim>& queries, int slot_ahead) {
     const unsigned column = thread() % kRowThreads, first = thread() / kRowThreads;
-    const char* k = fresh(static_cast<const char*>(p_.k) + item.head * p_.k_head + column * 16);
-    const char* v = fresh(static_cast<const char*>(p_.v) + item.head * p_.v_head + column * 16);
+    const char* k = fresh(static_cast<const char*>(p_.k) + item.kv.head * p_.k_head + column * 16);
+    const char* v = fresh(static_cast<const char*>(p_.v) + item.kv.head * p_.v_head + column * 16);
     const uint32_t offset = panel_offset(first, column, kTokens * kPanelRow);
     const int own = own_row(), tokens = item.tokens;  // a copy, because ptxas would read shared memory again for each tile
     const int32_t* slots = p_.req_to_token + item.slots + own;
