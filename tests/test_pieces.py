@@ -77,6 +77,18 @@ def test_plans_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None
     assert (steps, scheduler.current()[:2]) == (made.steps, (made.kv_tokens, sum(made.num_parts)))
 
 
+@given(batches(max_queries=20, max_length=300), pieced)
+@settings(max_examples=60, deadline=None)
+def test_what_a_request_reads_together_is_the_same_in_a_fall_back(batch: Batch, config: PackConfig) -> None:
+    room = layout.capacity(config, len(batch.seq_lens), max(batch.seq_lens))
+    scheduler = NativeScheduler(config, len(batch.seq_lens), buffers=[np.zeros(room, dtype=np.int32) for _ in range(2)])
+    lengths = np.array(batch.seq_lens)
+    scheduler.take(load(scheduler, batch), lengths, 0)  # fits too
+    items = layout.work_items(scheduler.buffers[scheduler.fall_back(lengths, 0)[0]])
+    assert all(len(item.queries) == 1 for item in items)
+    assert read_by(items, batch.seq_lens, config.window) == [pieces(length, config) for length in batch.seq_lens]
+
+
 @given(extends(), pieced)
 @settings(max_examples=300, deadline=None)
 def test_what_a_new_token_reads_together_depends_on_its_position_alone(extend: Extend, config: PackConfig) -> None:
