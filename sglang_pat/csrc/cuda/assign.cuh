@@ -209,11 +209,13 @@ class Items {
     const int32_t* row = p_.plan + items + at * kItemSize;
     item.query = row[kQuery];
     item.target = row[kSlot];
-    // Negative bounds count back from the request's end (packing/plan.py, `position`). The start alone does where a window
-    // begins within a piece.
-    const bool counts_back = row[kEnd] < 0 || (Variant::kLimits && row[kStart] < 0);
-    const int from_end = counts_back ? int(p_.seq_lens[item.query]) - kOpen : 0;
-    const int start = row[kStart] < 0 ? max(0, from_end + row[kStart]) : row[kStart];
+    // Negative bounds count back from the request's end (packing/plan.py, `position`).
+    const int from_end = row[kEnd] < 0 ? int(p_.seq_lens[item.query]) - kOpen : 0;
+    int start = row[kStart] < 0 ? max(0, from_end + row[kStart]) : row[kStart];
+    if constexpr (Variant::kLimits) {
+      // The start alone counts back where a window begins within a piece.
+      if (row[kStart] < 0 && row[kEnd] >= 0) start = max(0, int(p_.seq_lens[item.query]) - kOpen + row[kStart]);
+    }
     const int end = row[kEnd] < 0 ? max(0, from_end + row[kEnd]) : row[kEnd];
     item.slots = p_.rows[item.query] * p_.table_row + start;
     item.tokens = max(0, end - start);
