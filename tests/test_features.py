@@ -41,6 +41,8 @@ ASKED_BY: list[tuple[list[str], dict[str, str]]] = [
     (["--speculative-algorithm", "NGRAM", "--decode-attention-backend", "torch_native"], {}),
     (["--dllm-algorithm", "LowConfidence"], {}),
     (["--enable-deterministic-inference"], {}),
+    (["--enable-deterministic-inference", "--prefill-attention-backend", "torch_native"], {}),
+    (["--enable-deterministic-inference"], {"SGLANG_PAT_KV": "int4"}),
     (["--rl-on-policy-target", "fsdp"], {}),
     (["--enable-unified-cache-external-linker"], {}),
     (["--enable-pd-role-switch", "--disaggregation-mode", "decode"], {}),

@@ -52,7 +52,7 @@ class LayerGroup:
         self.spec, self.layers, self.executor = spec, layers, executor
         with devices.used(executor.table):
             self.scheduler = NativeScheduler(executor.pack_config, max_batch, executor.max_slots, executor.buffers)
-        watch = steps_elsewhere and spec.planned_window > 0
+        watch = steps_elsewhere and (spec.planned_window > 0 or executor.pack_config.piece > 0)
         self.planner = Planner(self.scheduler, config.reuse, config.ahead, growth=spec.query_tokens, watch=watch)
         self._loaded = -1  # the number of the plan that the executor has
 

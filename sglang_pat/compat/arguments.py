@@ -89,7 +89,7 @@ def draft_tokens(server_args: Any) -> int:
 
 def is_deterministic(server_args: Any) -> bool:
     """Whether a request's answer has to have the same bits in any batch."""
-    return bool(resolved(server_args).enable_deterministic_inference)
+    return bool(getattr(resolved(server_args), "enable_deterministic_inference", False))
 
 
 def decide(server_args: Any, **arguments: Any) -> None:
