@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_sound, flush, importing_kits
+from conftest import assert_sound, drafts, flush, importing_kits
 from gpu_servers import CHECKED, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,6 +136,8 @@ SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
     "plain": ("pat", [], {}),
     "mixed": ("pat", ["--enable-mixed-chunk", "--chunked-prefill-size", "512", "--page-size", "16"], CHECKED),
     "fp8": ("pat", ["--kv-cache-dtype", "fp8_e4m3"], {}),
+    "drafts": ("pat", drafts("STANDALONE", 3, 1, 4), {}),
+    "two GPUs": ("pat", ["--tp-size", "2"], {}),
     "small pool": (
         "pat", ["--max-total-tokens", "24000", "--schedule-conservativeness", "0.1"],
         {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
@@ -149,7 +151,10 @@ def server(
     request: pytest.FixtureRequest, gpu_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     name = request.param
-    with serving(gpu_model, {name: SERVERS[name]}, FLAGS, tmp_path_factory.mktemp("logs")) as started:
+    if name == "two GPUs" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    flags = [*FLAGS, *(["--speculative-draft-model-path", str(gpu_model)] if name == "drafts" else [])]
+    with serving(gpu_model, {name: SERVERS[name]}, flags, tmp_path_factory.mktemp("logs")) as started:
         yield started[name]
 
 
@@ -195,7 +200,9 @@ def test_sglangs_own(server: Server, mode: str, monkeypatch: pytest.MonkeyPatch)
     randint = random.randint
     monkeypatch.setattr(own.random, "randint", lambda low, high: randint(low, min(high, 511)))
     host, port = server.url.removeprefix("http://").split(":")
-    arguments = own.BenchArgs(host=host, port=int(port), test_mode=mode, n_trials=10, temperature=0.5)
-    arguments.return_logprob = mode == "prefix"
+    # Log-probabilities of a prompt's tokens are those of a temperature of 1 or 0.
+    arguments = own.BenchArgs(host=host, port=int(port), test_mode=mode, n_trials=10)
+    if mode == "prefix":
+        arguments.return_logprob, arguments.temperature = True, 0.5
     found = own.test_deterministic(arguments)
     assert found and set(np.array(found).tolist()) == {1}

@@ -42,6 +42,7 @@ ASKED_BY: list[tuple[list[str], dict[str, str]]] = [
     (["--dllm-algorithm", "LowConfidence"], {}),
     (["--enable-deterministic-inference"], {}),
     (["--enable-deterministic-inference", "--prefill-attention-backend", "torch_native"], {}),
+    (["--enable-deterministic-inference", "--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "2"], {}),
     (["--enable-deterministic-inference"], {"SGLANG_PAT_KV": "int4"}),
     (["--rl-on-policy-target", "fsdp"], {}),
     (["--enable-unified-cache-external-linker"], {}),
