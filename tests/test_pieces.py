@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -376,6 +377,35 @@ def test_extends_whose_tiles_begin_where_windows_do_are_found_out() -> None:
     alone = same.alone()
     same.alike = False
     assert not torch.equal(same.extend(range(18), batch, batch.seq_lens, case.added), alone)
+
+
+FAULTS: dict[str, emulated.Change] = {
+    "tiles begin where windows do": ("assign.cuh", "p_.aligned && item.tokens > 0 ? start % kTokens : 0", "0"),
+    "what is in front of windows is read": ("ring.cuh", "max(row, int(item.kv.hidden))", "row"),
+    "a window that begins within a piece begins with it": (
+        "assign.cuh", "max(0, int(p_.seq_lens[item.query]) - kOpen + row[kStart])", "max(0, row[kEnd] - 256)",
+    ),
+}  # fmt: skip
+"""Of the kernels. What a window has left behind is NaN."""
+
+
+@pytest.mark.skipif(ON_GPU, reason="faults are planted in the emulator")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_windows_in_kernels_are_found(fault: str) -> None:
+    batch = Batch([592, 700, 1_022, 1_030], [Node(0, 590, [0, 1, 2, 3])])
+    case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, torch.float16, window=100)
+    same = OnGpu(case, 512, (128, 192))
+    known, changes = capabilities.tile_table("9.0a", 128), tuple(FAULTS.values())
+    make = functools.partial(emulated.Decoder, case.spec, known, "9.0a", limits=True, changes=changes)
+    same.decoders = [make()] * 2
+    queries = list(range(18))
+    assert torch.equal(same.extend(queries, batch, batch.seq_lens, case.added), same.alone()), "nothing is planted"
+    same.decoders = [make(planted=FAULTS[fault])] * 2
+    try:
+        found = torch.equal(same.extend(queries, batch, batch.seq_lens, case.added), same.alone())
+    except AssertionError:  # NaN
+        found = False
+    assert not found
 
 
 def check_drafts_and_extends(
