@@ -315,7 +315,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                  "take --speculative-eagle-topk 1", note="a branch's tokens are added up otherwise than in a decode step, and n-grams are those of all requests"),
         _refused("deterministic inference with KV of 4 and 2 bits", "`--enable-deterministic-inference` and `SGLANG_PAT_KV`",
                  _low_bit(_set("enable_deterministic_inference")), "unset SGLANG_PAT_KV"),
-        _refused("deterministic inference for encoders, or with a KV pool for windows", "`--enable-deterministic-inference`", None,
+        _refused("deterministic inference for MLA models and encoders, or with a KV pool for windows", "`--enable-deterministic-inference`", None,
                  "with such a pool add --disable-hybrid-swa-memory"),
         _refused("the bits of a trainer", "`--rl-on-policy-target`", _set("rl_on_policy_target"), _LEAVE_OUT,
                  note="a trainer's attention adds up in another order"),
