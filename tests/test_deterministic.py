@@ -196,7 +196,11 @@ def test_answers_do_not_depend_on_the_batch(server: Server, seed: int | None) ->
 @pytest.mark.gpu
 @pytest.mark.server
 @pytest.mark.parametrize("mode", ["single", "prefix", "radix_cache", "p_vs_d"])
-def test_sglangs_own(server: Server, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglangs_own(
+    server: Server, mode: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if request.node.callspec.params["server"] == "small pool" and compat.release() == "0.5.17":
+        pytest.skip("SGLang 0.5.17 loses log-probabilities of requests that it retracts")
     with importing_kits():
         from sglang.test import test_deterministic as own
     # It takes tokens of larger vocabularies.
