@@ -12,9 +12,16 @@ from sglang_pat import compat, platform
 def register() -> None:
     """Make `--attention-backend pat` known to SGLang."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.server_args import add_attention_backend_choices, add_chunked_prefix_cache_attention_backend
+    from sglang.srt.server_args import (
+        add_attention_backend_choices,
+        add_chunked_prefix_cache_attention_backend,
+        add_deterministic_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
+    )
 
     add_attention_backend_choices(["pat"])
+    add_deterministic_attention_backend_choices(["pat"])
+    add_radix_supported_deterministic_attention_backend_choices(["pat"])
     # MLA models on a GPU: the stock backend that prefills beside PAT may read a cached prefix in chunks, as it does alone. SGLang asks before it makes one.
     add_chunked_prefix_cache_attention_backend("pat")
 
@@ -67,6 +74,9 @@ def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
 
     support.check_guards(server_args)
     support.check_latents(server_args)
+    if compat.arguments.is_deterministic(server_args):
+        # In a graph a stock backend would run prefill.
+        compat.arguments.disable_graphs(server_args, "prefill")
     if compat.arguments.lists_backends(server_args):
         chosen = compat.arguments.backends_chosen(server_args)
         try:

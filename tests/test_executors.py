@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import emulated
+import msgspec
 import pytest
 import torch
 from kernel_cases import TOLERANCE, Case, Extended, of_latents
 from oracle import make_plan
 
-from sglang_pat.backend.executors import WORKSPACE_BYTES, CudaExecutor, policy_of, share_workspace, workspace_slots
+from sglang_pat.backend.executors import (
+    LEAST_PIECE,
+    PIECES_BYTES,
+    WORKSPACE_BYTES,
+    CudaExecutor,
+    piece_of,
+    policy_of,
+    share_workspace,
+    workspace_slots,
+)
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, PackConfig
 
@@ -74,6 +86,21 @@ def test_memory_is_limited(heads: int, kv_heads: int) -> None:
     assert slots < 4096 * 8 or heads < 32, "the limit is what limits them"
     assert (slots + 1) * heads * (128 * 2 + 4) > WORKSPACE_BYTES or slots >= 8 * 4096
     assert slots >= 2 * 4096 or heads > 32, "a prefix and a tail for every request"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize(("requests", "context"), [(1, 100), (256, 40_960), (256, 131_072), (4096, 131_072)])
+def test_with_pieces_every_batch_fits(heads: int, kv_heads: int, requests: int, context: int) -> None:
+    spec = AttentionSpec(heads, kv_heads, 128, 128, FORMATS["bfloat16"])
+    table = SimpleNamespace(size=requests, req_to_token=torch.empty(requests, context, device="meta"))
+    piece = piece_of(SimpleNamespace(req_to_token_pool=table), [spec, msgspec.structs.replace(spec, query_tokens=4)])
+    tiles = capabilities.alike(capabilities.tile_table("9.0a", 128))
+    config = PackConfig.of(spec, tiles, 132, piece=piece)
+    slots = workspace_slots(spec, config, requests, context)
+    assert slots == requests * -(-context // piece) and slots * 4 * heads * (128 * 2 + 4) <= PIECES_BYTES
+    assert piece == LEAST_PIECE or 2 * slots * 4 * heads * (128 * 2 + 4) > PIECES_BYTES // 2, (
+        "no longer than it must be"
+    )
 
 
 def test_v_may_be_narrower_than_k() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -75,6 +76,18 @@ def test_plans_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None
     data, made = scheduler.buffers[index], make_plan(batch, config)
     assert data[: layout.size(data)].tolist() == layout.flatten(made, merge_all=True).tolist()
     assert (steps, scheduler.current()[:2]) == (made.steps, (made.kv_tokens, sum(made.num_parts)))
+
+
+@given(batches(max_queries=20, max_length=300), pieced)
+@settings(max_examples=60, deadline=None)
+def test_what_a_request_reads_together_is_the_same_in_a_fall_back(batch: Batch, config: PackConfig) -> None:
+    room = layout.capacity(config, len(batch.seq_lens), max(batch.seq_lens))
+    scheduler = NativeScheduler(config, len(batch.seq_lens), buffers=[np.zeros(room, dtype=np.int32) for _ in range(2)])
+    lengths = np.array(batch.seq_lens)
+    scheduler.take(load(scheduler, batch), lengths, 0)  # fits too
+    items = layout.work_items(scheduler.buffers[scheduler.fall_back(lengths, 0)[0]])
+    assert all(len(item.queries) == 1 for item in items)
+    assert read_by(items, batch.seq_lens, config.window) == [pieces(length, config) for length in batch.seq_lens]
 
 
 @given(extends(), pieced)
@@ -160,14 +173,18 @@ class Same:
 class OnGpu(Same):
     """The same by the CUDA kernels. Where there is no GPU, an emulated one runs them."""
 
-    def __init__(self, case: kernel_cases.Case, piece: int, query_tiles: Sequence[int], alike: bool = True) -> None:
+    def __init__(
+        self, case: kernel_cases.Case, piece: int, query_tiles: Sequence[int], alike: bool = True, arch: str = "9.0a"
+    ) -> None:
         self.alike = alike
-        known = capabilities.tile_table("9.0a", case.spec.head_dim, kv_bits=case.spec.kv.bits)
+        known = capabilities.tile_table(arch, case.spec.head_dim, kv_bits=case.spec.kv.bits)
         super().__init__(case, piece, TileTable(tuple(query_tiles)))
-        options = {"device": case.q.device} if ON_GPU else {"arch": "9.0a"}
+        options = {"device": case.q.device} if ON_GPU else {"arch": arch}
         make = cuda.Decoder if ON_GPU else emulated.Decoder
+        # Where a window begins within a piece, rows of one work item see different spans of it.
         self.decoders = [
-            make(case.spec, known, dtype=case.q.dtype, limits=limits, **options) for limits in {False, case.limits}
+            make(case.spec, known, dtype=case.q.dtype, limits=limits or case.spec.window > 0, **options)
+            for limits in {False, case.limits}
         ]
 
     def compute(self, q: torch.Tensor, tables: Tables, made: np.ndarray, extends: bool) -> torch.Tensor:
@@ -290,12 +307,18 @@ each_alike = pytest.mark.parametrize(
 )
 
 
-def on_gpu() -> kernel_cases.Case:
+def on_gpu(window: int = 0, dtype: torch.dtype = torch.float16, dim: int = 128, v_dim: int = 128) -> kernel_cases.Case:
     """Nine requests share more than the largest piece. Of the smallest they have more than the four that merge kernels add up at once."""
     torch.manual_seed(0)
     threes = [Node(600, 1_100, [i, i + 1, i + 2]) for i in (0, 3, 6)]
     batch = Batch([1_110 + 40 * i for i in range(9)], [Node(0, 600, list(range(9)), threes)])
-    return kernel_cases.Case(batch, 16, 1, 128, 128, torch.float16, device=DEVICE)
+    return kernel_cases.Case(batch, 16, 1, dim, v_dim, dtype, window=window, device=DEVICE)
+
+
+each_format = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+each_window = pytest.mark.parametrize("window", [0, 100, 700, 1_250])
+TIMES = 50 if ON_GPU else 3
+"""Random batches; an emulated GPU takes seconds for each."""
 
 
 @hopper
@@ -314,20 +337,89 @@ def test_kernels_that_depend_on_the_batch_are_found_out(piece: int, query_tiles:
     assert not all(compared(OnGpu(on_gpu(), piece, query_tiles, alike), random.Random(0), 6))
 
 
+def tiles_of(dtype: torch.dtype, dim: int = 128, arch: str = ARCHS[0]) -> tuple[int, ...]:
+    """Those that add up alike in pieces of any length, as servers have them."""
+    return capabilities.alike(capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize)).query_tiles
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (128, 128), (256, 256), *capabilities.UNEQUAL_HEAD_DIMS], ids=str)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_tiles_that_servers_have_add_up_alike(arch: str, dim: int, v_dim: int) -> None:
+    """In pieces in which a single warp, or two warpgroups by turns, would add up otherwise."""
+    case = on_gpu(dtype=torch.bfloat16, dim=dim, v_dim=v_dim)
+    assert all(compared(OnGpu(case, 512, tiles_of(torch.bfloat16, dim, arch), arch=arch), random.Random(0), TIMES))
+
+
 @hopper
-@each_alike
-def test_kernels_of_drafts_and_extends_compute_what_those_of_decode_steps_do(
-    piece: int, query_tiles: tuple[int, ...]
+@each_window
+@each_format
+def test_kernels_decode_windows_and_formats_alone_and_in_any_batch(window: int, dtype: torch.dtype) -> None:
+    assert all(compared(OnGpu(on_gpu(window, dtype), 512, tiles_of(dtype)), random.Random(0), TIMES))
+
+
+@hopper
+@each_window
+@each_format
+def test_kernels_of_drafts_and_extends_compute_what_those_of_decode_steps_do(window: int, dtype: torch.dtype) -> None:
+    check_drafts_and_extends(512, tiles_of(dtype), window, dtype)
+
+
+@hopper
+def test_kernels_of_drafts_and_extends_with_tiles_of_64_rows() -> None:
+    check_drafts_and_extends(256, (64, 128, 192))
+
+
+@hopper
+def test_extends_whose_tiles_begin_where_windows_do_are_found_out() -> None:
+    batch = Batch([592, 700, 1_022, 1_030], [Node(0, 590, [0, 1, 2, 3])])
+    case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, torch.float16, window=100, device=DEVICE)
+    same = OnGpu(case, 512, (128, 192))
+    alone = same.alone()
+    same.alike = False
+    assert not torch.equal(same.extend(range(18), batch, batch.seq_lens, case.added), alone)
+
+
+FAULTS: dict[str, emulated.Change] = {
+    "tiles begin where windows do": ("assign.cuh", "p_.aligned && item.tokens > 0 ? start % kTokens : 0", "0"),
+    "what is in front of windows is read": ("ring.cuh", "max(row, int(item.kv.hidden))", "row"),
+    "a window that begins within a piece begins with it": (
+        "assign.cuh", "max(0, int(p_.seq_lens[item.query]) - kOpen + row[kStart])", "max(0, row[kEnd] - 256)",
+    ),
+}  # fmt: skip
+"""Of the kernels. What a window has left behind is NaN."""
+
+
+@pytest.mark.skipif(ON_GPU, reason="faults are planted in the emulator")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_windows_in_kernels_are_found(fault: str) -> None:
+    batch = Batch([592, 700, 1_022, 1_030], [Node(0, 590, [0, 1, 2, 3])])
+    case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, torch.float16, window=100)
+    same = OnGpu(case, 512, (128, 192))
+    known, changes = capabilities.tile_table("9.0a", 128), tuple(FAULTS.values())
+    make = functools.partial(emulated.Decoder, case.spec, known, "9.0a", limits=True, changes=changes)
+    same.decoders = [make()] * 2
+    queries = list(range(18))
+    assert torch.equal(same.extend(queries, batch, batch.seq_lens, case.added), same.alone()), "nothing is planted"
+    same.decoders = [make(planted=FAULTS[fault])] * 2
+    try:
+        found = torch.equal(same.extend(queries, batch, batch.seq_lens, case.added), same.alone())
+    except AssertionError:  # NaN
+        found = False
+    assert not found
+
+
+def check_drafts_and_extends(
+    piece: int, query_tiles: tuple[int, ...], window: int = 0, dtype: torch.dtype = torch.float16
 ) -> None:
     generator, shared = random.Random(1), Node(0, 590, [0, 1, 2, 3])
     batch = Batch([592, 700, 1_022, 1_030], [shared])
-    case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, torch.float16, device=DEVICE)
-    assert extended(OnGpu(case, piece, query_tiles), generator, 3)
+    case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, dtype, window=window, device=DEVICE)
+    assert extended(OnGpu(case, piece, query_tiles), generator, TIMES)
     batch, tokens = Batch([254, 510, 592, 1_022], [Node(0, 250, [0, 1, 2, 3], [Node(250, 500, [1, 2])])]), 4
     chains = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(4, -1, -1)
-    case = kernel_cases.Drafts(batch, chains, 4, 1, 128, 128, torch.float16, device=DEVICE)
+    case = kernel_cases.Drafts(batch, chains, 4, 1, 128, 128, dtype, window=window, device=DEVICE)
     same = OnGpu(case, piece, query_tiles)
-    assert all(compared(same, generator, 3))
+    assert all(compared(same, generator, TIMES))
     alone = same.alone()
     for request in range(4):
         for token in range(tokens):

@@ -107,6 +107,9 @@ def trace_writer(runner: ModelRunner, config: PatConfig, group: LayerGroup) -> T
     if not config.trace or hooks.followers():
         # Another backend of this process records.
         return None
+    if group.executor.pack_config.piece:
+        logger.warning("sglang-pat: nothing is recorded (SGLANG_PAT_TRACE) with --enable-deterministic-inference")
+        return None
     replica = compat.model.replica(runner)
     if replica is None:
         return None

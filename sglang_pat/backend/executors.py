@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -19,6 +20,8 @@ from sglang_pat.packing.prices import Policy
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 192 << 20
 """The most GPU memory for parts. A batch whose plan needs more is packed in part."""
@@ -79,11 +82,14 @@ def slot_bytes(query_heads: int, v_head_dim: int) -> int:
     return query_heads * (2 * v_head_dim + 4)
 
 
-def workspace_slots(spec: AttentionSpec, pack_config: PackConfig, max_batch: int) -> int:
+def workspace_slots(spec: AttentionSpec, pack_config: PackConfig, max_batch: int, context: int = 0) -> int:
     """How many parts a GPU's workspace holds: those of deep trees, and those from cuts at the ends of bins.
 
-    A plan of one query per work item always fits: only the ends of bins cut, and each cuts one query.
+    A plan of one query per work item always fits: only the ends of bins cut, and each cuts one query. With pieces every plan fits that requests of up to
+    `context` tokens need.
     """
+    if pack_config.piece:
+        return max_batch * -(-context // pack_config.piece)
     wanted = PARTS_OF_A_REQUEST * max_batch + 2 * pack_config.max_bins * pack_config.max_queries
     return min(WORKSPACE_BYTES // slot_bytes(spec.query_heads, spec.v_head_dim), wanted)
 
@@ -100,7 +106,29 @@ def policy_of(spec: AttentionSpec, policy: Policy) -> Policy:
 
 
 def _capacity(pack_config: PackConfig, runner: ModelRunner) -> int:
-    return layout.capacity(pack_config, runner.req_to_token_pool.size)
+    return layout.capacity(pack_config, runner.req_to_token_pool.size, runner.req_to_token_pool.req_to_token.shape[1])
+
+
+LEAST_PIECE = 1024
+"""Tokens of a piece, at least (`PackConfig.piece`). Each has a part; what is read at once shall take longer than that."""
+
+PIECES_BYTES = 512 << 20
+"""The most GPU memory for parts where requests are cut in pieces. Every batch that a server takes has to fit: one whose plan does not could only be computed
+with other bits."""
+
+
+def piece_of(runner: ModelRunner, specs: Iterable[AttentionSpec]) -> int:
+    """Tokens of a piece, the same for all layers, with which the parts of any batch fit the workspace: decode and verify steps have to cut alike."""
+    requests, context = runner.req_to_token_pool.size, runner.req_to_token_pool.req_to_token.shape[1]
+    most = PIECES_BYTES // max(slot_bytes(spec.query_heads, spec.v_head_dim) for spec in specs)
+    piece = LEAST_PIECE
+    while requests * -(-context // piece) > most and piece < context:
+        piece *= 2
+    logger.info(
+        "sglang-pat: deterministic: requests are cut into pieces of %d tokens, which %d requests of %d tokens leave room for%s",
+        piece, requests, context, "" if piece == LEAST_PIECE else "; with fewer, or with less context, small batches are faster",
+    )  # fmt: skip
+    return piece
 
 
 class CpuExecutor:
@@ -109,10 +137,10 @@ class CpuExecutor:
     max_slots = 2**31 - 1
     table = ""
 
-    def __init__(self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec) -> None:
+    def __init__(self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec, piece: int = 0) -> None:
         workers = torch.get_num_threads()
         self._spec = spec
-        self.pack_config = PackConfig(spec.cost(), CPU_TILES, workers, config.policy, spec.planned_window)
+        self.pack_config = PackConfig(spec.cost(), CPU_TILES, workers, config.policy, spec.planned_window, piece=piece)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32) for _ in range(2)]
         self.description = f"{workers} threads"
@@ -155,7 +183,12 @@ class CpuExecutor:
 class CudaExecutor:
     """Runs plans on a GPU. Whatever a captured graph reads stays at its address; a new plan is one copy before a step."""
 
-    def __init__(self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec, extends: bool = False) -> None:
+    _alike = False
+    """Whether a query's result has the same bits in any batch."""
+
+    def __init__(
+        self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec, extends: bool = False, piece: int = 0
+    ) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         self.table = config.tiles
         table = devices.load(Path(self.table), "SGLANG_PAT_TILES") if self.table else None
@@ -164,14 +197,19 @@ class CudaExecutor:
         if extends:
             # Compile both modules in parallel.
             cuda.build(cuda.variants(spec, cuda.arch_of(device), tiles.query_tiles, runner.dtype, extends))
-        self._decoder = cuda.Decoder(spec, tiles, device, dtype=runner.dtype)
+        # A window begins within a piece, which only modules with limits compute as extends do.
+        self._alike = piece > 0
+        self._decoder = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, limits=self._alike and spec.window > 0)
         self.store: Callable[..., None] = self._decoder.store
         self.unpack: Callable[..., None] = self._decoder.unpack
         self._extender = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, limits=True) if extends else None
-        self.pack_config = PackConfig.of(spec, tiles, self._decoder.workers, policy_of(spec, config.policy))
+        planned = capabilities.alike(tiles) if self._alike else tiles
+        policy = policy_of(spec, config.policy)
+        self.pack_config = PackConfig.of(spec, planned, self._decoder.workers, policy, piece)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
-        self.max_slots = workspace_slots(spec, self.pack_config, runner.req_to_token_pool.size)
+        pools = runner.req_to_token_pool
+        self.max_slots = workspace_slots(spec, self.pack_config, pools.size, pools.req_to_token.shape[1])
         self._plan = torch.zeros(size, dtype=torch.int32, device=device)
         self._shape = (self.max_slots, spec.query_heads, spec.v_head_dim)
         self._partial = self._lse = torch.empty(0, device=device)
@@ -230,14 +268,18 @@ class CudaExecutor:
         if scores.sinks is not None:
             scores = msgspec.structs.replace(scores, sinks=scores.sinks.bfloat16())
         # Early is safe: the kernels before a layer's attention make its Q or store its KV; plan and lengths were written earlier.
-        decoder.decode(q, kv, tables, scores, out, plan, self._partial, self._lse, early=True, q_rope=q_rope)
+        decoder.decode(
+            q, kv, tables, scores, out, plan, self._partial, self._lse, early=True, alike=self._alike, q_rope=q_rope
+        )
         return out
 
 
 def create(
-    runner: ModelRunner, config: PatConfig, specs: Iterable[AttentionSpec], extends: bool = False
+    runner: ModelRunner, config: PatConfig, specs: Iterable[AttentionSpec], extends: bool = False, piece: int = 0
 ) -> list[Executor]:
     """An executor for each spec, on the runner's device. `extends`: whether they run extends too. On a GPU `share_workspace` must follow.
+
+    With `piece` (`PackConfig.piece`) a query's result has the same bits in any batch.
 
     Raises:
         TablesError: `SGLANG_PAT_TILES` is not a table.
@@ -245,8 +287,8 @@ def create(
     if runner.device != "cuda":
         if config.tiles:
             devices.load(Path(config.tiles), "SGLANG_PAT_TILES")  # of no use here, and wrong all the same
-        return [CpuExecutor(runner, config, spec) for spec in specs]
-    return [CudaExecutor(runner, config, spec, extends) for spec in specs]
+        return [CpuExecutor(runner, config, spec, piece) for spec in specs]
+    return [CudaExecutor(runner, config, spec, extends, piece) for spec in specs]
 
 
 def share_workspace(executors: Iterable[Executor]) -> None:

@@ -52,7 +52,7 @@ class LayerGroup:
         self.spec, self.layers, self.executor = spec, layers, executor
         with devices.used(executor.table):
             self.scheduler = NativeScheduler(executor.pack_config, max_batch, executor.max_slots, executor.buffers)
-        watch = steps_elsewhere and spec.planned_window > 0
+        watch = steps_elsewhere and (spec.planned_window > 0 or executor.pack_config.piece > 0)
         self.planner = Planner(self.scheduler, config.reuse, config.ahead, growth=spec.query_tokens, watch=watch)
         self._loaded = -1  # the number of the plan that the executor has
 
@@ -81,15 +81,20 @@ class LayerGroup:
 
 
 def make_groups(
-    runner: ModelRunner, config: PatConfig, specs: Mapping[AttentionSpec, int], extends: bool = False
+    runner: ModelRunner,
+    config: PatConfig,
+    specs: Mapping[AttentionSpec, int],
+    extends: bool = False,
+    piece: int = 0,
 ) -> list[LayerGroup]:
     """A group for each spec.
 
     Args:
         specs: How many layers there are of each.
         extends: Whether the executors run extends too.
+        piece: `PackConfig.piece`.
     """
-    made = executors.create(runner, config, specs, extends)
+    made = executors.create(runner, config, specs, extends, piece)
     steps_elsewhere = compat.arguments.mixes_steps_elsewhere(runner.server_args)
     return [
         LayerGroup(spec, layers, executor, runner.req_to_token_pool.size, config, steps_elsewhere)
@@ -105,6 +110,7 @@ class LayerGroups:
         steps: Groups that run decode steps; with speculation, verify steps.
         single: Groups whose queries are single tokens: for extends and dry runs. Without speculation, the same as `steps`.
         extends: Whether `single` runs extends.
+        piece: `PackConfig.piece` of all; more than 0 if a request's attention has to have the same bits in any batch.
     """
 
     def __init__(
@@ -117,12 +123,11 @@ class LayerGroups:
         """
         self.extends = extends
         self.draft_tokens = tokens = compat.arguments.draft_tokens(runner.server_args)
-        if tokens:
-            drafts = {msgspec.structs.replace(spec, query_tokens=tokens): count for spec, count in specs.items()}
-            self.steps = make_groups(runner, config, drafts)
-            self.single = make_groups(runner, config, specs, extends)
-        else:
-            self.steps = self.single = make_groups(runner, config, specs, extends)
+        drafts = {msgspec.structs.replace(spec, query_tokens=tokens): count for spec, count in specs.items() if tokens}
+        deterministic = compat.arguments.is_deterministic(runner.server_args)
+        self.piece = executors.piece_of(runner, drafts or specs) if deterministic else 0
+        self.single = make_groups(runner, config, specs, extends, self.piece)
+        self.steps = make_groups(runner, config, drafts, piece=self.piece) if drafts else self.single
         executors.share_workspace(group.executor for group in self.everyone)
         self._reader = SpecReader(runner)
         self._found: dict[tuple[int, int], LayerGroup] = {}  # by layer id and tokens of a query

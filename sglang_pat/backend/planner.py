@@ -78,8 +78,8 @@ class Planner:
             reuse: Keep a plan while it is good; otherwise plan every step.
             ahead: Let the scheduler's own thread plan the next batch as soon as it is known.
             growth: How many tokens a request may gain in a step: with drafts several. The scheduler counts steps of one token.
-            watch: Requests may gain tokens in steps that are not planned here, and have windows, which they then outgrow earlier than the steps say:
-                look at all lengths before a plan is used again.
+            watch: Requests may gain tokens in steps that are not planned here, and have windows or are cut in pieces, which they then outgrow earlier
+                than the steps say: look at all lengths before a plan is used again.
         """
         self._scheduler = scheduler
         self._reuse = reuse

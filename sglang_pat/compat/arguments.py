@@ -87,6 +87,11 @@ def draft_tokens(server_args: Any) -> int:
     return (given.speculative_num_draft_tokens or 1) if getattr(given, "speculative_algorithm", None) else 0
 
 
+def is_deterministic(server_args: Any) -> bool:
+    """Whether a request's answer has to have the same bits in any batch."""
+    return bool(getattr(resolved(server_args), "enable_deterministic_inference", False))
+
+
 def decide(server_args: Any, **arguments: Any) -> None:
     """Change arguments while SGLang resolves them. 0.5.23 keeps what is decided apart from what the user gave."""
     from sglang.srt.server_args import ServerArgs

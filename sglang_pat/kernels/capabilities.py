@@ -166,6 +166,12 @@ def tile_table_of(spec: AttentionSpec, arch: str, gpu: str = "", table: GpuTable
     return tile_table(arch, spec.head_dim, gpu, table, spec.kv.bits)
 
 
+def alike(tiles: TileTable) -> TileTable:
+    """Of a GPU's tiles those that add up a query's KV in the same order, whatever else a work item has: items of fewer rows are divided by length among
+    warps, and those of one warpgroup, if there are larger ones, between two (csrc/cuda/wide.cuh)."""
+    return tiles.above(WARPGROUP_ROWS if tiles.query_tiles[-1] > WARPGROUP_ROWS else NARROW_M)
+
+
 def low_bit_problem(head_dim: int, v_head_dim: int) -> str | None:
     """What of these dimensions of K and V is not kept in less than 8 bits."""
     if head_dim != v_head_dim:

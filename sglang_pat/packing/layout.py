@@ -54,15 +54,17 @@ class Sections(msgspec.Struct):
     part_offsets: np.ndarray
 
 
-def capacity(config: PackConfig, max_batch: int) -> int:
-    """How many ints hold any sensible plan of `max_batch` requests.
+def capacity(config: PackConfig, max_batch: int, context: int = 0) -> int:
+    """How many ints hold any sensible plan of `max_batch` requests; with `PackConfig.piece`, any plan of requests of up to `context` tokens.
 
     A compact tree has fewer prefixes than requests, so there are at most two packs per request, plus those from splits by the query limit and
     cuts at the ends of bins. 16 parts per query are more than ten levels of prefixes ever made. Of a batch whose plan does not fit fewer
-    levels are packed (`constants.LEVELS`).
+    levels are packed (`constants.LEVELS`). With pieces a request has as many parts as pieces, whatever is shared, and each may be a work item.
     """
     bins = config.max_bins
     items, queries = 3 * max_batch + 2 * bins, 16 * max_batch + bins * config.max_queries
+    if config.piece:
+        items = queries = max_batch * -(-context // config.piece)
     return len(HEADER) + items * len(COLUMNS) + 2 * queries + max_batch + bins + 2
 
 

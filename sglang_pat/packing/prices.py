@@ -79,12 +79,14 @@ class PackConfig(msgspec.Struct, frozen=True):
     piece: Window = 0
 
     @classmethod
-    def of(cls, spec: AttentionSpec, tiles: TileTable, workers: int, policy: Policy = "optimal") -> PackConfig:
+    def of(
+        cls, spec: AttentionSpec, tiles: TileTable, workers: int, policy: Policy = "optimal", piece: int = 0
+    ) -> PackConfig:
         """The config for layers of a spec. Their query heads are split if the largest tile has fewer rows. Pages of few bits are not cut, nor
         are KV tiles of latents: half of one takes as long as all of it."""
         cost = spec.cost(tiles.head_splits(spec.query_heads, spec.kv_heads))
         grain = LOW_BIT_PAGE if spec.kv.is_low_bit else KV_TILE if spec.latent else GRAIN
-        return cls(cost, tiles, workers, policy, spec.planned_window, grain, spec.query_tokens > 1)
+        return cls(cost, tiles, workers, policy, spec.planned_window, grain, spec.query_tokens > 1, piece)
 
     @property
     def wide_only(self) -> PackConfig | None:

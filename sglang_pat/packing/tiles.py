@@ -135,7 +135,11 @@ class TileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def without_warps(self) -> TileTable:
         """The same without tiles of single warps; with them if there are no others."""
-        first = bisect_right(self.query_tiles, self.warp_m)
+        return self.above(self.warp_m)
+
+    def above(self, rows: int) -> TileTable:
+        """The same without tiles of so many rows or fewer, nor those of single warps; itself if there are no such or no others."""
+        first = bisect_right(self.query_tiles, max(rows, self.warp_m))
         if first in (0, len(self.query_tiles)):
             return self
         return msgspec.structs.replace(

@@ -301,7 +301,7 @@ def _read(path: Path, file: BinaryIO, truncated: bool) -> Iterator[Record]:
         if isinstance(record, Header) != (number == 0):
             raise TraceError(f"{path} is damaged: a header is in record {number + 1}, or missing in the first")
         if isinstance(record, Header) and record.config.piece:
-            raise TraceError(f"{path} is damaged: it has plans in pieces, which no server makes")
+            raise TraceError(f"{path} is damaged: it has plans in pieces, which no server records")
         yield record
         number += 1
     if number == 0:

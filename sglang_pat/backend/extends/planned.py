@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
 import torch
 
 from sglang_pat import compat
@@ -37,11 +39,49 @@ was 0.73 of those reads took 1.02 times as long as FA3's on an H200, at 0.2 and 
 document")."""
 
 
-class PackedExtend:
-    """Runs extends of decoder layers by plan: one plan for each group of layers.
+class Round(msgspec.Struct):
+    """Some of an extend's new tokens, which one plan runs: as many as there is room for their parts.
 
-    On a CPU it runs all extends. On a GPU it runs the requests at the end of a batch with few new tokens, and only if the plan costs less than
-    what a stock backend takes, which reads each request's KV, some of it from the L2 cache. So on a GPU extends that share nothing go to a stock backend.
+    Attributes:
+        tokens: Which ones.
+        cached, added: What is in front of them, and how many there are, of each request of the extend.
+    """
+
+    tokens: slice
+    cached: list[int]
+    added: list[int]
+
+
+def rounds(cached: Sequence[int], added: Sequence[int], piece: int, slots: int) -> list[Round]:
+    """An extend's new tokens, in order, in rounds that need no more than so many parts. One round without pieces.
+
+    Args:
+        cached, added: Cached and new tokens of each request.
+        piece: `PackConfig.piece`.
+        slots: Parts that there is room for: as many as one token needs, at least.
+    """
+    firsts = np.concatenate([[0], np.cumsum(added)]).astype(np.int64)
+    tokens = int(firsts[-1])
+    if not piece:
+        return [Round(slice(0, tokens), list(cached), list(added))]
+    parts = np.concatenate([[0], np.cumsum(-(-lengths(cached, added).numpy() // piece))])
+    found: list[Round] = []
+    start = 0
+    while start < tokens or not found:
+        end = int(np.searchsorted(parts, parts[start] + slots, side="right")) - 1
+        assert end > start or tokens == 0
+        before, behind = (np.clip(place - firsts[:-1], 0, added) for place in (start, end))
+        found.append(Round(slice(start, end), (np.array(cached) + before).tolist(), (behind - before).tolist()))
+        start = end
+    return found
+
+
+class PackedExtend:
+    """Runs extends of decoder layers by plan: one plan for each group of layers, or several one after the other, where there is room for the parts of some
+    of the new tokens only.
+
+    On a CPU it runs all extends, and so it does where they shall have the bits of decode steps (`PackConfig.piece`). Elsewhere on a GPU it runs the requests at the end of a batch with few new tokens, and only if the plan costs less than
+    what a stock backend takes, which reads each request's KV, some of it from the L2 cache. So there extends that share nothing go to a stock backend.
 
     Attributes:
         count: How many extends it ran.
@@ -54,8 +94,10 @@ class PackedExtend:
         self._pools = runner.req_to_token_pool
         self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self._pool = runner.token_to_kv_pool
-        self._everything = runner.device == "cpu"
-        self._plans: Mapping[LayerGroup, torch.Tensor] = {}
+        self._piece = groups[0].executor.pack_config.piece
+        self._on_cpu = runner.device == "cpu"
+        self._everything = self._on_cpu or self._piece > 0
+        self._rounds: list[tuple[slice, dict[LayerGroup, torch.Tensor]]] = []  # with their plans, on the device
         # For each new token: its request's row, and how many tokens it sees. The window ones are for the pool for windows.
         self._rows = self._seq_lens = self._window_rows = self._window_table = torch.empty(0)
         self._window_slots: torch.Tensor | None = None
@@ -80,27 +122,33 @@ class PackedExtend:
         if apart and not self._everything and len(added) * longest > WINDOW_TABLE_SLOTS:
             return None
         requests = self._named(forward_batch, first, len(added))
-        made = {group: self._plan(group, requests, cached, added) for group in self._groups}
+        slots = min(group.executor.max_slots for group in self._groups)
+        found = rounds(cached, added, self._piece, slots)
+        made = [{group: self._plan(group, requests, one.cached, one.added) for group in self._groups} for one in found]
         # Before anything is divided or copied: most extends of a GPU end here.
-        if not self._everything and not self._pays(made):
+        if not self._everything and not self._pays(made[0]):
             return None
         parts = self._divided(forward_batch, all_added, first)
         batch = parts.second
         device, rows = batch.req_pool_indices.device, self._rows_on_host(batch, len(added))
-        data = [torch.from_numpy(plan.data) for plan in made.values()]
+        data = [torch.from_numpy(plan.data) for plans in made for plan in plans.values()]
         places = [by_token(range(len(added)), added)] if apart else []
         self._rows, self._seq_lens, *moved = to_device(
             device, by_token(rows, added), lengths(cached, added), *data, *places
         )
-        self._plans = dict(zip(made, moved, strict=not apart))
+        on_device = iter(moved)
+        self._rounds = [
+            (one.tokens, {group: next(on_device) for group in plans}) for one, plans in zip(found, made, strict=True)
+        ]
         if check is not None:
-            for group in [group for group, plan in made.items() if not self._holds(group, plan, check)]:
-                made[group] = self._plan(group, torch.full_like(requests, -1), cached, added)
-                (self._plans[group],) = to_device(device, torch.from_numpy(made[group].data))
-            if not self._everything and not self._pays(made):
+            for one, plans, (tokens, kept) in zip(found, made, self._rounds, strict=True):
+                for group in [group for group, plan in plans.items() if not self._holds(group, plan, tokens, check)]:
+                    plans[group] = self._plan(group, torch.full_like(requests, -1), one.cached, one.added)
+                    (kept[group],) = to_device(device, torch.from_numpy(plans[group].data))
+            if not self._everything and not self._pays(made[0]):
                 return None
         self.count += 1
-        self.shared += any(plan.shared for plan in made.values())
+        self.shared += any(plan.shared for plans in made for plan in plans.values())
         self._store.begin_extend(rows, cached, added)
         if apart:
             # KV that its window has left behind maps to 0 there, and is not read.
@@ -124,10 +172,13 @@ class PackedExtend:
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         scores = Scores(layer.scaling, logit_cap(layer), sinks)
         real = len(self._rows)
-        out = group.executor.extend(q[:real], kv, tables, scores, self._plans[group])
+        parts = []
+        for tokens, plans in self._rounds:
+            own = Tables(table, rows[tokens], self._seq_lens[tokens])
+            parts.append(group.executor.extend(q[tokens], kv, own, scores, plans[group]))
         if real < len(q):
-            out = torch.cat([out, out.new_zeros(len(q) - real, *out.shape[1:])])
-        return out.flatten(1)
+            parts.append(parts[0].new_zeros(len(q) - real, *parts[0].shape[1:]))
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).flatten(1)
 
     def _first_short(self, forward_batch: ForwardBatch) -> int | None:
         """The first request from which on all have few new tokens; None if these are not several."""
@@ -154,11 +205,10 @@ class PackedExtend:
 
     def _tokens(self, forward_batch: ForwardBatch) -> tuple[list[int], list[int]]:
         """Cached and new tokens of each request."""
-        if self._everything:
-            # The extend of a draft may have tensors only; these are on the CPU.
+        cached, added = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        if self._on_cpu or (self._everything and (cached is None or added is None)):
+            # The extend of a draft, or a dry run, may have tensors only. On the CPU they cost nothing.
             cached, added = forward_batch.extend_prefix_lens.tolist(), forward_batch.extend_seq_lens.tolist()
-        else:
-            cached, added = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
         size = min(len(cached), len(added))
         return list(cached[:size]), list(added[:size])
 
@@ -173,7 +223,7 @@ class PackedExtend:
 
     def _rows_on_host(self, forward_batch: ForwardBatch, size: int) -> list[int]:
         rows = hooks.rows_of(forward_batch)
-        # Of other batches nothing is planned on a GPU (`_first_short`), so these are on the CPU.
+        # Of other batches nothing is planned on a GPU (`_first_short`), unless all are; then they are those of dry runs.
         found: list[int] = (forward_batch.req_pool_indices if rows is None else rows)[:size].tolist()
         return found
 
@@ -185,9 +235,9 @@ class PackedExtend:
             self._report_failure()
             return group.scheduler.extend(torch.full_like(requests, -1), *numbers)
 
-    def _holds(self, group: LayerGroup, plan: ExtendPlan, check: Callable[..., None]) -> bool:
+    def _holds(self, group: LayerGroup, plan: ExtendPlan, tokens: slice, check: Callable[..., None]) -> bool:
         try:
-            check(layout.work_items(plan.data), self._rows, lambda: self._seq_lens, group.spec.window)
+            check(layout.work_items(plan.data), self._rows[tokens], lambda: self._seq_lens[tokens], group.spec.window)
         except Exception:
             self._report_failure()
             return False

@@ -211,7 +211,11 @@ class Items {
     item.target = row[kSlot];
     // Negative bounds count back from the request's end (packing/plan.py, `position`).
     const int from_end = row[kEnd] < 0 ? int(p_.seq_lens[item.query]) - kOpen : 0;
-    const int start = row[kStart] < 0 ? max(0, from_end + row[kStart]) : row[kStart];
+    int start = row[kStart] < 0 ? max(0, from_end + row[kStart]) : row[kStart];
+    if constexpr (Variant::kLimits) {
+      // The start alone counts back where a window begins within a piece.
+      if (row[kStart] < 0 && row[kEnd] >= 0) start = max(0, int(p_.seq_lens[item.query]) - kOpen + row[kStart]);
+    }
     const int end = row[kEnd] < 0 ? max(0, from_end + row[kEnd]) : row[kEnd];
     item.slots = p_.rows[item.query] * p_.table_row + start;
     item.tokens = max(0, end - start);
@@ -221,7 +225,8 @@ class Items {
     item.count = uint8_t(row[kItemQueries]);
     item.m = uint8_t(row[kTileM]);
     const int run = task - bin * p_.runs, head = quotient(run, p_.splits), split = run - head * p_.splits;
-    item.head = int16_t(head);
+    item.kv.head = uint16_t(head);
+    if constexpr (Variant::kLimits) align(item.kv, item, start);
     item.first_head = uint16_t(head * p_.kv_group + min(split * p_.group, p_.kv_group - p_.group));
     item.phase = uint8_t((ms >> item.m / 8 & 1) != 0 ? phase_of(item.m) : kPhases);
     if (p_.row_slices > 1) {
@@ -239,6 +244,16 @@ class Items {
 #pragma unroll 1
     for (int i = 0; i < min(item.tokens, kAhead); i += kAheadStep) prefetch(p_.req_to_token + item.slots + i);
     return item;
+  }
+
+  // Lets an item that begins at position `start` begin at a multiple of kTokens. A template, because only some modules' items
+  // have hidden tokens.
+  template <typename Kv>
+  __device__ void align(Kv& kv, Item& item, int start) const {
+    const int hidden = p_.aligned && item.tokens > 0 ? start % kTokens : 0;
+    kv.hidden = uint16_t(hidden);
+    item.slots -= hidden;
+    item.tokens += hidden;
   }
 
   // Fills `LookedUpTails` for tails that begin at `end`. A template, because only some modules' items have them.

@@ -28,6 +28,16 @@ struct LookedUpTails {
 struct NoTails {};
 constexpr bool kLooksUpTails = Variant::kTails && kHas8BitKv;
 
+// A KV head; with limits, also how many of an item's first tokens nobody sees, as they are in front of all of its windows
+// (`Params::aligned`). Items of 40 bytes would take two of the ring's stages.
+struct KvHead {
+  int16_t head;
+};
+struct KvHeadAndHidden {
+  uint16_t head : 10, hidden : 6;
+};
+constexpr int kMostKvHeads = Variant::kLimits ? 1 << 10 : 1 << 15;
+
 // A work item of one KV head.
 struct Item : std::conditional_t<kLooksUpTails, LookedUpTails, NoTails> {
   int64_t slots;  // index in req_to_token of its first KV slot
@@ -38,8 +48,8 @@ struct Item : std::conditional_t<kLooksUpTails, LookedUpTails, NoTails> {
   uint8_t count;  // queries
   uint8_t draft
       : 7;  // with Variant::kMasks, how many of the last tokens are of its query's draft; with tails, of each tail's
-  uint8_t tails : 1;    // queries continue with their tails; then each has the 64 rows of one warpgroup
-  int16_t head;         // KV head
+  uint8_t tails : 1;  // queries continue with their tails; then each has the 64 rows of one warpgroup
+  std::conditional_t<Variant::kLimits, KvHeadAndHidden, KvHead> kv;
   uint16_t first_head;  // first query head
   uint8_t m;            // rows of its query tile
   uint8_t phase;        // kPhases if another kernel runs it

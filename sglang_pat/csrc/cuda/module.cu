@@ -161,6 +161,8 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
   p.table_row = tables.req_to_token.stride(0);
   TVM_FFI_CHECK(tile_rows > 0 && tile_rows <= 192, ValueError) << "there is no tile of " << tile_rows << " rows";
   const int kv_heads = int(kv.k.size(1));
+  TVM_FFI_CHECK(kv_heads < pat::kMostKvHeads, ValueError)
+      << "there are " << kv_heads << " KV heads, too many for a work item";
   check_records(kv.records, kv_heads, gpu);
   p.records = static_cast<const uint8_t*>(kv.records.data_ptr());
   p.page_bytes = uint32_t(kv_heads * Format::kRecordBytes);
@@ -201,15 +203,15 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
 }
 
 // Launches forward and, if asked for, merge on the current stream. The merge kernels add up parts in other orders, and which one is fastest depends on
-// the batch; `alike` makes it the same one for all.
+// the batch; `alike` makes it the same one for all, and KV tiles begin at the same positions (`Params::aligned`).
 void decode(TensorView q, TensorView out, TensorView plan, TensorView partial, TensorView lse, TensorView k, TensorView v,
             TensorView records, double v_scale, TensorView req_to_token, TensorView rows, TensorView seq_lens,
             TensorView masks, double scale, double logit_cap, TensorView sinks, int64_t window, int64_t tile_rows,
             bool with_merge, bool overlap, bool early, bool alike, TensorView q_rope) {
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
-  const pat::Params p =
-      make_params(q, out, {plan, partial, lse}, {k, v, records, v_scale}, {req_to_token, rows, seq_lens, masks},
-                  {scale, logit_cap, sinks}, window, tile_rows, q_rope);
+  pat::Params p = make_params(q, out, {plan, partial, lse}, {k, v, records, v_scale}, {req_to_token, rows, seq_lens, masks},
+                              {scale, logit_cap, sinks}, window, tile_rows, q_rope);
+  p.aligned = alike;
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   const Resident& ctas = resident(q.device().device_id);
   launch(kForward, ctas.forward, Format::kThreads, sizeof(Memory), stream, early, p);

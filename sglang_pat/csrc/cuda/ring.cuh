@@ -294,4 +294,12 @@ struct TileRows {
   __device__ static int slot_lane() { return int(thread() % kWarpSize / kRowThreads * kRowThreads); }
 };
 
+// The row of an item's KV to copy for a row of it: where nobody sees that, its first that is seen. Its slot may be somebody
+// else's by now, and hold NaN.
+template <typename AnyItem>
+__device__ __forceinline__ int seen_row(const AnyItem& item, int row) {
+  if constexpr (Variant::kLimits) return max(row, int(item.kv.hidden));
+  return row;
+}
+
 }  // namespace pat

@@ -226,10 +226,12 @@ class Scheduler {
     ready_ = false;
     fallback_lens_.assign(seq_lens, seq_lens + size);
     fallback_batch_.assign(size, kNone);
-    maker_.copy(mirror_, fallback_batch_, fallback_lens_, 0, 0, config_.window, 0);
+    maker_.copy(mirror_, fallback_batch_, fallback_lens_, 0, 0, config_.window, config_.piece);
     Config whole = config_;
-    whole.grain = kMaxPosition, whole.piece = 0;  // nothing is cut, so that no workspace is needed
-    whole.wide_only = nullptr;                    // whose grain would cut
+    if (config_.piece == 0) {      // whose parts would have other bits
+      whole.grain = kMaxPosition;  // nothing is cut, so that no workspace is needed
+      whole.wide_only = nullptr;   // whose grain would cut
+    }
     maker_.plan(whole, Policy::kQuery, buffers_[back()], max_slots_, plans_[back()]);
     maker_.forget();  // it has another configuration
     hand_out();

@@ -177,7 +177,7 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
     while (issue_cursor_.begin >= issue_cursor_.tokens) {
       if (++issue_cursor_.item >= items_.count(kWide)) return false;
       const Item& item = items_.get(kWide, issue_cursor_.item);
-      issue_cursor_.begin = 0, issue_cursor_.tokens = item.tokens, issue_cursor_.head = item.head;
+      issue_cursor_.begin = 0, issue_cursor_.tokens = item.tokens, issue_cursor_.head = item.kv.head;
     }
     // Each lane loads the slot of a token of its own: a uniform load would go to a uniform register, and ptxas would wait
     // for it here.
@@ -226,7 +226,7 @@ class PageProducer : TileRows<kDim, kDim* int(sizeof(T))> {
 #pragma unroll 1
     for (int is_v = 0; is_v < 2; ++is_v) {
       const uint32_t stride = is_v ? p_.v_slot : p_.k_slot;
-      const char* from = static_cast<const char*>(is_v ? p_.v : p_.k) + item.head * (is_v ? p_.v_head : p_.k_head) +
+      const char* from = static_cast<const char*>(is_v ? p_.v : p_.k) + item.kv.head * (is_v ? p_.v_head : p_.k_head) +
                          token * stride + column * kCopyBytes;
       cursor_.wait_empty();
 #pragma unroll 4

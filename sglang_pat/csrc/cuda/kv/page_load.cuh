@@ -61,7 +61,7 @@ class PageLoader : protected NarrowItems<kPageThreads, kM, kPageWarps, PageSizes
     ahead_ = Chunk();
     if (ended(reader)) return;
     const Item& item = this->item(reader);
-    ahead_.head = item.head;
+    ahead_.head = item.kv.head;
     if (at_page(reader)) {
       ahead_.tokens = kTokens;
       ahead_.from = p_.req_to_token[item.slots + item.tokens - reader.left];

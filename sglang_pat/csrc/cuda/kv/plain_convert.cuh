@@ -105,7 +105,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
       }
       if (++cursor.item >= items) return false;
       const Item& item = items_.get(kWide, cursor.item);
-      cursor = {cursor.item, 0, item.tokens, item.head, -1, p_.req_to_token + item.slots};
+      cursor = {cursor.item, 0, item.tokens, item.kv.head, -1, p_.req_to_token + item.slots};
     }
     return true;
   }
@@ -128,7 +128,7 @@ class ConvertingProducer : TileRows<kDim, kDim> {
   // Issues the copy of the next KV tile's slots; each warp copies those of its own rows.
   __device__ void issue_slots() {
     if (advance(read_) && column() < kRows) {
-      const int row = read_.begin + own_row();
+      const int row = seen_row(items_.get(kWide, read_.item), read_.begin + own_row());
       copy4_or_zero(shared_address(slots(read_slots_, first_row()) + column()), read_.slots + row, row < read_.tokens);
     }
     read_slots_ = next_slots(read_slots_);

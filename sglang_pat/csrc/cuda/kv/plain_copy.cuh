@@ -74,14 +74,14 @@ class Producer : TileRows<kDim, kDim* int(sizeof(T))> {
     queries_.read(i);
     if (i >= items_.count(kWide)) return;
     const Item& item = items_.get(kWide, i);
-    if (own_row() < item.tokens) slot_ahead_ = p_.req_to_token[item.slots + own_row()];
+    if (own_row() < item.tokens) slot_ahead_ = p_.req_to_token[item.slots + seen_row(item, own_row())];
   }
 
   // `slot_ahead` is the slot of this lane's row of the first tile.
   __device__ void copy_kv(const Item& item, const WideQueries<kDim>& queries, int slot_ahead) {
     const unsigned column = thread() % kRowThreads, first = thread() / kRowThreads;
-    const char* k = fresh(static_cast<const char*>(p_.k) + item.head * p_.k_head + column * 16);
-    const char* v = fresh(static_cast<const char*>(p_.v) + item.head * p_.v_head + column * 16);
+    const char* k = fresh(static_cast<const char*>(p_.k) + item.kv.head * p_.k_head + column * 16);
+    const char* v = fresh(static_cast<const char*>(p_.v) + item.kv.head * p_.v_head + column * 16);
     const uint32_t offset = panel_offset(first, column, kTokens * kPanelRow);
     const int own = own_row(), tokens = item.tokens;  // a copy, because ptxas would read shared memory again for each tile
     const int32_t* slots = p_.req_to_token + item.slots + own;

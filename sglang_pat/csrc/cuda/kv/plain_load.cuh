@@ -51,7 +51,7 @@ class NarrowLoader : protected NarrowItems<threads(kDim), kM, kWarps, kNarrowSta
     chunk = Chunk();
     if (ended(reader)) return;
     const Item& item = this->item(reader);
-    chunk.head = item.head;
+    chunk.head = item.kv.head;
     chunk.tokens = max(0, min(kChunkTokens, reader.left));
     if (lane_id() < chunk.tokens) chunk.slot = p_.req_to_token[item.slots + item.tokens - reader.left + lane_id()];
     if (reader.last())
