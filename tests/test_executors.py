@@ -8,7 +8,14 @@ import torch
 from kernel_cases import TOLERANCE, Case, Extended, of_latents
 from oracle import make_plan
 
-from sglang_pat.backend.executors import WORKSPACE_BYTES, CudaExecutor, policy_of, share_workspace, workspace_slots
+from sglang_pat.backend.executors import (
+    WORKSPACE_BYTES,
+    CudaExecutor,
+    policy_of,
+    remark,
+    share_workspace,
+    workspace_slots,
+)
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node, PackConfig
 
@@ -46,7 +53,9 @@ def test_unpacked_plans_of_latents_always_fit(heads: int, tokens: int, lengths: 
 def test_rows_that_fill_tiles_of_latents_are_not_packed(heads: int, tokens: int, latent: bool, packs: bool) -> None:
     spec = AttentionSpec(heads, 1, 576, 512, FORMATS["bfloat16"], query_tokens=tokens, latent=latent)
     assert policy_of(spec, "optimal") == ("optimal" if packs else "query")
+    assert remark(spec, "optimal") == ("" if packs else ", nothing is packed")
     assert policy_of(spec, "naive") == "naive", "for who wants to time it"
+    assert remark(spec, "naive") == remark(spec, "query") == ""
 
 
 @pytest.mark.parametrize("tensors", [1, 2])
