@@ -161,6 +161,7 @@ def test_layers_that_do_not_fit_the_pool_are_refused() -> None:
         ),
         ("Dots3NoteForCausalLM", "cpu", {"kv_lora_rank": 64, "swa_kv_lora_rank": 32}, "MLA with sliding windows"),
         ("Dots3NoteForCausalLM", "cuda", {"kv_lora_rank": 64, "swa_kv_lora_rank": 32}, "MLA with sliding windows"),
+        ("MistralLarge3ForCausalLM", "cuda", {"llama_4_scaling": {"beta": 0.1}}, "MLA with scaling by position"),
     ],
 )
 def test_what_is_not_served_is_named(architecture: str, device: str, config: dict[str, Any], message: str) -> None:
