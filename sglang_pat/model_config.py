@@ -127,7 +127,13 @@ def latents_problem(model: Mapping[str, Any], on_gpu: bool) -> str | None:
     if model.get("swa_kv_lora_rank") is not None:
         return "MLA with sliding windows"
     if on_gpu:
-        return "MLA in hybrid models" if is_hybrid(model) else None if LATENTS_ON_GPUS else "MLA on a GPU"
+        problems = {
+            "MLA in hybrid models": is_hybrid(model),
+            # SGLang multiplies Q by it only where it passes Q whole (forward_mla.py, `forward_absorb_core`).
+            "MLA with scaling by position (Mistral Large 3)": model.get("llama_4_scaling") is not None,
+            "MLA on a GPU": not LATENTS_ON_GPUS,
+        }
+        return next((problem for problem, holds in problems.items() if holds), None)
     # SGLang's `get_rope_cpu`, which only DeepSeek's code calls, has no other positions.
     rope = model.get("rope_scaling") or model.get("rope_parameters")
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None

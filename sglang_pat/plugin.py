@@ -124,12 +124,19 @@ def draft_backend(create: Callable[..., Any], factory: Any, *args: Any, **kwargs
     """Hook around the step that makes a draft's attention backend: a stock backend replaces `pat`.
 
     If the user named none, SGLang takes that of the server; so servers with other backends must not be changed.
-    """
-    named = factory.draft_attn_backend
-    if named == "pat" or (not named and compat.arguments.chooses_pat(compat.arguments.of_this_process())):
-        from sglang_pat.backend.create import stock_name
-        from sglang_pat.backend.start import layers
 
-        runner = factory.draft_model_runner
-        factory.draft_attn_backend = stock_name(runner, layers.count(runner))
+    Raises:
+        UnsupportedError: The draft has latents, and the user named another stock backend than the one that prefills.
+    """
+    named, runner = factory.draft_attn_backend, factory.draft_model_runner
+    if named == "pat" or compat.arguments.chooses_pat(compat.arguments.of_this_process()):
+        from sglang_pat.backend.create import stock_name
+        from sglang_pat.backend.start import layers, support
+
+        specs = layers.count(runner)
+        stock = stock_name(runner, specs)
+        if named and named != "pat":
+            support.check_draft(specs, named, stock)
+        else:
+            factory.draft_attn_backend = stock
     return create(factory, *args, **kwargs)

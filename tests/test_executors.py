@@ -18,6 +18,7 @@ from sglang_pat.backend.executors import (
     CudaExecutor,
     piece_of,
     policy_of,
+    remark,
     share_workspace,
     workspace_slots,
 )
@@ -58,7 +59,9 @@ def test_unpacked_plans_of_latents_always_fit(heads: int, tokens: int, lengths: 
 def test_rows_that_fill_tiles_of_latents_are_not_packed(heads: int, tokens: int, latent: bool, packs: bool) -> None:
     spec = AttentionSpec(heads, 1, 576, 512, FORMATS["bfloat16"], query_tokens=tokens, latent=latent)
     assert policy_of(spec, "optimal") == ("optimal" if packs else "query")
+    assert remark(spec, "optimal") == ("" if packs else ", nothing is packed")
     assert policy_of(spec, "naive") == "naive", "for who wants to time it"
+    assert remark(spec, "naive") == remark(spec, "query") == ""
 
 
 @pytest.mark.parametrize("tensors", [1, 2])

@@ -258,6 +258,34 @@ def test_latents(heads: int, kv: str, gpu_model: Path, tmp_path: Path) -> None:
         assert f"{heads}/1 heads of 576 and 512" in servers["pat"].log.read_text()
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+def test_latents_behind_a_long_prefix(kv: str, graphs: bool, gpu_model: Path, tmp_path: Path) -> None:
+    """Of 10,000 tokens, cached: from 8,192 on SGLang makes K and V of it (SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD), and in chunks where a batch has more than
+    131,072 tokens (`get_max_chunk_capacity`), unless prefill runs in graphs. `pat` alone, and beside FA3 that was named for prefill."""
+    prefix = workload.prose("a document", 10_000)
+    prompts = [prefix + workload.prose(f"question {i}", 20 + 5 * i) for i in range(24)]
+    scaling = deepseek.CONFIG["rope_scaling"] | {"original_max_position_embeddings": 8192}
+    longer = {"max_position_embeddings": 16384, "rope_scaling": scaling}
+    model = deepseek.write(tmp_path / "model", gpu_model, **deepseek.OF_GPUS | longer)
+    common = COMMON if graphs else WITHOUT_PREFILL_GRAPHS
+    flags = [*common, "--dtype", "bfloat16", "--kv-cache-dtype", kv, POOL, "120000"]
+    cases = {
+        "fa3": ("fa3", [], {}), "pat": ("pat", [], CHECKED), "named": ("fa3", ["--decode-attention-backend", "pat"], CHECKED),
+    }  # fmt: skip
+    with serving(model, cases, flags, tmp_path) as servers:
+        for server in servers.values():
+            generate(server, prefix, tokens=1)
+            again = server.post("/generate", {"text": prefix, "sampling_params": {"max_new_tokens": 1}})
+            assert again["meta_info"]["cached_tokens"] > 8_192
+        expected = generate_all(servers.pop("fa3"), prompts)
+        assert len({tuple(answer.ids) for answer in expected}) > 2, "answers that depend on prompts"
+        for server in servers.values():
+            assert_agree(generate_all(server, prompts), expected, close=0.25, least=0.04)
+            counters = assert_sound(server)
+            assert 0 < counters["kv_bytes"] < 0.5 * counters["kv_bytes_unpacked"]
+
+
 @pytest.mark.parametrize("name", hybrid.WRITERS)
 def test_hybrid_models(name: str, gpu_model: Path, tmp_path: Path) -> None:
     """Beside SGLang's default backend: alone, with graphs for prefill where SGLang has them, and as the half that decodes, in a small pool."""

@@ -22,6 +22,9 @@ from forked import ForkedServer
 from kernel_cases import TOLERANCE, of_latents, random_trees
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+from sglang.srt.models.minicpm3 import MiniCPM3AttentionMLA
+from sglang.srt.models.sarvam_moe import SarvamMoEMLAAttention
 from sglang.srt.runtime_context import get_parallel
 from trees import random_batch
 
@@ -113,10 +116,10 @@ def latent_pool(dtype: torch.dtype = torch.float32, rank: int = 64, rope: int = 
 
 def model_of_latents(
     device: str = "cpu", architecture: str = "DeepseekV2ForCausalLM", rank: int = 64, rope: int = 16, kv: torch.dtype = torch.float32,
-    **config: Any,
+    module: type = torch.nn.Module, **config: Any,
 ) -> SimpleNamespace:  # fmt: skip
-    """What matters here of a `ModelRunner` with two layers."""
-    model = torch.nn.ModuleList([torch.nn.Module() for _ in range(2)])
+    """What matters here of a `ModelRunner` with two layers, each a `module`."""
+    model = torch.nn.ModuleList([module() for _ in range(2)])
     for i, module in enumerate(model):
         module.attn_mqa = RadixAttention(4, rank + rope, 1.0, 1, layer_id=i, v_head_dim=rank)
         module.attn_mha = RadixAttention(4, 48, 1.0, 4, layer_id=i, v_head_dim=32)
@@ -128,6 +131,26 @@ def model_of_latents(
             context_len=512, hf_config=SimpleNamespace(architectures=[architecture], **config), is_multimodal=False, is_encoder_decoder=False,
         ),
     )  # fmt: skip
+
+
+class Dispatching(torch.nn.Module):
+    """A module that asks SGLang's lists what to give a backend, as those with DeepSeek's code do."""
+
+    dispatch_attn_forward_method = DeepseekV2AttentionMLA.dispatch_attn_forward_method
+
+
+def runner_of(module: type, kv: torch.dtype) -> Any:
+    """A `ModelRunner` whose model has such a module, which is not set up."""
+    made: torch.nn.Module = module.__new__(module)
+    torch.nn.Module.__init__(made)
+    return SimpleNamespace(model=torch.nn.ModuleList([made]), kv_cache_dtype=kv)
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """Let there be a GPU of this compute capability, and all stock backends."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
 
 def test_the_layers_are_those_that_read_latents() -> None:
@@ -161,6 +184,7 @@ def test_layers_that_do_not_fit_the_pool_are_refused() -> None:
         ),
         ("Dots3NoteForCausalLM", "cpu", {"kv_lora_rank": 64, "swa_kv_lora_rank": 32}, "MLA with sliding windows"),
         ("Dots3NoteForCausalLM", "cuda", {"kv_lora_rank": 64, "swa_kv_lora_rank": 32}, "MLA with sliding windows"),
+        ("MistralLarge3ForCausalLM", "cuda", {"llama_4_scaling": {"beta": 0.1}}, "MLA with scaling by position"),
     ],
 )
 def test_what_is_not_served_is_named(architecture: str, device: str, config: dict[str, Any], message: str) -> None:
@@ -187,24 +211,67 @@ def test_what_a_gpu_serves_is_refused_again_by_one_name(kv: torch.dtype, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("capability", "kv", "name"),
+    ("capability", "kv", "module", "name"),
     [
-        ((9, 0), torch.bfloat16, "fa3"),
-        ((9, 0), torch.float8_e4m3fn, "fa3"),
-        ((9, 0), torch.float8_e5m2, "triton"),
-        ((8, 0), torch.bfloat16, "triton"),
-        ((10, 0), torch.bfloat16, "flashinfer"),
-        ((12, 0), torch.bfloat16, "triton"),
+        ((9, 0), torch.bfloat16, Dispatching, "fa3"),
+        ((9, 0), torch.float8_e4m3fn, Dispatching, "fa3"),
+        ((9, 0), torch.float8_e5m2, Dispatching, "triton"),
+        ((9, 0), torch.bfloat16, MiniCPM3AttentionMLA, "triton"),
+        ((9, 0), torch.bfloat16, SarvamMoEMLAAttention, "triton"),
+        ((8, 0), torch.bfloat16, Dispatching, "triton"),
+        ((10, 0), torch.bfloat16, Dispatching, "flashinfer"),
+        ((10, 0), torch.bfloat16, MiniCPM3AttentionMLA, "triton"),
+        ((12, 0), torch.bfloat16, Dispatching, "triton"),
     ],
 )
 def test_the_backend_that_prefills_is_the_one_that_sglang_chooses(
-    capability: tuple[int, int], kv: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], kv: torch.dtype, module: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: True)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    """Where models have SGLang's lists to ask; others take Triton's to be any other."""
+    on_gpu(monkeypatch, capability)
     spec = msgspec.structs.replace(LATENTS, kv=layers.kv_format(kv))
-    assert create.stock_name(SimpleNamespace(kv_cache_dtype=kv), [spec]) == name  # type: ignore[arg-type]
+    assert create.stock_name(runner_of(module, kv), [spec]) == name
+
+
+@pytest.mark.parametrize(
+    ("device", "prefill", "decode", "problem"),
+    [
+        ("cuda", "fa3", "pat", None),
+        ("cuda", "pat", "pat", None),
+        ("cuda", "flashinfer", "pat", r"flashinfer for prefill of MLA models \(here fa3 is\)"),
+        ("cuda", "torch_native", "pat", r"torch_native for prefill of MLA models \(here fa3 is\)"),
+        ("cuda", "pat", "fa3", "fa3 for decode steps of MLA models"),
+        ("cuda", "pat", "torch_native", "torch_native for decode steps of MLA models"),
+        ("cpu", "torch_native", "pat", None),
+        ("cpu", "pat", "torch_native", None),
+        ("cpu", "fa3", "pat", "fa3, which was not tried with latents"),
+    ],
+)
+def test_a_second_backend(
+    device: str, prefill: str, decode: str, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU it may be the one that prefills beside PAT anyway, and only prefill."""
+    on_gpu(monkeypatch, (9, 0))
+    dims = {"rank": 512, "rope": 64, "kv": torch.bfloat16} if device == "cuda" else {}
+    runner = model_of_latents(device, module=Dispatching, **dims)
+    runner.server_args.prefill_attention_backend, runner.server_args.decode_attention_backend = prefill, decode
+    if problem is None:
+        assert support.check_model(runner, "triton")
+        return
+    with pytest.raises(support.UnsupportedError, match=f"does not support {problem}, as a second backend: let pat do"):
+        support.check_model(runner, "triton")
+
+
+def test_drafts_with_latents_on_another_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch, (9, 0))
+    runner = model_of_latents("cuda", rank=512, rope=64, kv=torch.bfloat16, module=Dispatching)
+    monkeypatch.setattr(compat.arguments, "of_this_process", lambda: runner.server_args)
+    for named in (None, "pat", "fa3"):
+        factory = SimpleNamespace(draft_attn_backend=named, draft_model_runner=runner)
+        assert plugin.draft_backend(lambda factory: factory.draft_attn_backend, factory) == "fa3"
+    factory = SimpleNamespace(draft_attn_backend="triton", draft_model_runner=runner)
+    with pytest.raises(support.UnsupportedError, match=r"drafts of MLA models on triton .*, and they run on fa3"):
+        plugin.draft_backend(lambda factory: factory.draft_attn_backend, factory)
 
 
 def test_models_treat_pat_as_the_backend_that_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +354,16 @@ def assert_right(fixture: Any) -> None:
     torch.testing.assert_close(mla.run_mla_fixture_eager(fixture), mla.expected_mla_fixture_output(fixture), **CLOSE)
 
 
+def beside_torch_native(fixture: Any) -> Any:
+    """The fixture with `--decode-attention-backend pat`."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+
+    prefill = ATTENTION_BACKENDS["torch_native"](fixture.runner)
+    fixture.backend = HybridAttnBackend(fixture.runner, decode_backend=fixture.backend, prefill_backend=prefill)
+    return fixture
+
+
 @pytest.mark.usefixtures("_kit")
 @pytest.mark.parametrize("layout", ["contiguous", "shuffled_pages"])
 @pytest.mark.parametrize("rope", [0, 16])
@@ -299,14 +376,8 @@ def test_kit(name: str, rope: int, layout: str) -> None:
 @pytest.mark.usefixtures("_kit")
 @pytest.mark.parametrize("name", CASES)
 def test_kit_beside_a_prefill_backend(name: str) -> None:
-    """`--decode-attention-backend pat`: `torch_native` prefills over latents too."""
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
-
-    fixture = mla.build_mla_attention_fixture(unittest.TestCase(), CASES[name], **SHAPE)
-    prefill = ATTENTION_BACKENDS["torch_native"](fixture.runner)
-    fixture.backend = HybridAttnBackend(fixture.runner, decode_backend=fixture.backend, prefill_backend=prefill)
-    assert_right(fixture)
+    """`torch_native` prefills over latents too."""
+    assert_right(beside_torch_native(mla.build_mla_attention_fixture(unittest.TestCase(), CASES[name], **SHAPE)))
 
 
 def in_two_tensors(fixture: Any) -> Any:
@@ -325,8 +396,11 @@ def in_two_tensors(fixture: Any) -> Any:
 
 @pytest.mark.usefixtures("_kit")
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.forward_mode.is_decode()])
-def test_kit_in_two_tensors(name: str) -> None:
-    assert_right(in_two_tensors(mla.build_mla_attention_fixture(unittest.TestCase(), CASES[name], **SHAPE)))
+@pytest.mark.parametrize("beside", [False, True])
+def test_kit_in_two_tensors(name: str, beside: bool) -> None:
+    """`beside`: with a backend for prefill that the user named, as `--prefill-attention-backend fa3` on a GPU."""
+    fixture = in_two_tensors(mla.build_mla_attention_fixture(unittest.TestCase(), CASES[name], **SHAPE))
+    assert_right(beside_torch_native(fixture) if beside else fixture)
 
 
 def shared_batch(lengths: tuple[int, ...], added: tuple[int, ...] = (), members: tuple[int, int] = (0, 1)) -> Any:

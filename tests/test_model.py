@@ -41,11 +41,12 @@ REFUSED = {
     "hybrid models on a CPU": [(GDN, "cpu", ""), (shape(layer_types=["mamba", "attention"]), "cpu", "")],
     "gated delta nets on a Blackwell GPU": [(GDN, "cuda", "10.0"), ({"text_config": GDN}, "cuda", "12.0")],
     "attention in both directions within an image": [(called("Gemma4ForConditionalGeneration"), "cuda", "")],
-    "MLA in hybrid models (Kimi-Linear), with attention sinks, with windows, and of other dimensions on a GPU; sparse attention over latents (DSA: DeepSeek V3.2, GLM-5; DeepSeek V4)": [
+    "MLA in hybrid models (Kimi-Linear), with attention sinks, with windows, and on a GPU with scaling by position (Mistral Large 3) and of other dimensions; sparse attention over latents (DSA: DeepSeek V3.2, GLM-5; DeepSeek V4)": [
         ({"text_config": {**GDN, "kv_lora_rank": 512}}, "cpu", ""),
         ({"text_config": {**MLA, "linear_attn_config": {"kda_layers": [1]}}}, "cuda", ""),
         ({**MLA, "qk_rope_head_dim": None}, "cuda", "9.0a"),
         ({**MLA, "swa_kv_lora_rank": 256}, "cuda", "9.0a"),
+        ({**MLA, "llama_4_scaling": {"beta": 0.1}}, "cuda", "9.0a"),
         ({**MLA, "index_topk": 2048}, "cpu", ""),
         (called("DeepseekV4ForCausalLM"), "cuda", ""),
     ],

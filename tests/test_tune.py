@@ -214,6 +214,11 @@ def test_latents_have_the_prices_of_a_table_of_theirs(tmp_path: Path, monkeypatc
     fp8 = tile_prices.spec_of(576, capabilities.FP8["fp8_e4m3"])
     for other in (fp8, msgspec.structs.replace(spec, head_dim=288, v_head_dim=256)):
         assert capabilities.tile_table_of(other, "9.0a", "NVIDIA H200").token_ns == ()
+    # One that the user named must have prices of its dimension, and says nothing of others.
+    with pytest.raises(ValueError, match="no prices for head dimension 576 with KV of 8 bits"):
+        capabilities.tile_table_of(fp8, "9.0a", table=own)
+    assert capabilities.tile_table_of(spec, "9.0a", table=own) == tiles
+    assert capabilities.tile_table_of(fp8, "9.0a", table=plain).token_ns == ()
 
 
 def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

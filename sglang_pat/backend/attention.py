@@ -262,7 +262,8 @@ class PatAttnBackend(AttentionBackend):
         scores = Scores(layer.scaling, layers.logit_cap(layer), sinks)
         heads, dim = layer.tp_q_head_num, layer.qk_head_dim
         if q_rope is not None:
-            dim, q_rope = layer.v_head_dim, q_rope.reshape(-1, heads, dim - layer.v_head_dim)
+            q_rope = q_rope.reshape(-1, heads, dim - layer.v_head_dim)
+            dim = layer.v_head_dim
         out = group.executor.decode(q.reshape(-1, heads, dim), kv, tables, scores, q_rope)
         return out.reshape(len(q), layer.tp_q_head_num * layer.v_head_dim)
 

@@ -55,6 +55,9 @@ def create(runner: ModelRunner) -> AttentionBackend:
         if runner.device != "cpu" and layers.format_of(runner).is_low_bit:
             prefills = False  # on neither a stock backend nor plans (extends/pages.py)
         inner = stock_backend(runner, specs) if prefills else None
+        if not prefills and runner.device != "cpu" and any(spec.latent for spec in specs):
+            # The user named it (`support.partner_problem`); in decode steps too it is what models treat PAT as.
+            compat.model.treat_as("pat", compat.stock.latent_backend(runner))
         # On a GPU prefill over latents comes in forms of its own, decoding requests of mixed steps too: it stays whole.
         extends = prefills and (runner.device == "cpu" or not any(spec.latent for spec in specs))
         groups = LayerGroups(runner, config, specs, extends)
@@ -90,7 +93,7 @@ def stock_name(runner: ModelRunner, specs: Collection[AttentionSpec]) -> str:
     windows, sinks = any(spec.window for spec in specs), any(spec.sinks for spec in specs)
     unequal = any(spec.head_dim != spec.v_head_dim for spec in specs)
     if any(spec.latent for spec in specs):
-        return compat.stock.latent_backend(runner.kv_cache_dtype)
+        return compat.stock.latent_backend(runner)
     scaled = compat.model.has_scales(runner)
     return compat.stock.prefill_backend(windows, runner.kv_cache_dtype, scaled, sinks, unequal)
 

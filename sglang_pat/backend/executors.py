@@ -105,6 +105,11 @@ def policy_of(spec: AttentionSpec, policy: Policy) -> Policy:
     return "query" if whole and policy == "optimal" else policy
 
 
+def remark(spec: AttentionSpec, policy: Policy) -> str:
+    """What to add to a GPU executor's description: that requests are decoded each by itself though the user did not ask for it; empty if they are not."""
+    return "" if policy_of(spec, policy) == policy else ", nothing is packed"
+
+
 def _capacity(pack_config: PackConfig, runner: ModelRunner) -> int:
     return layout.capacity(pack_config, runner.req_to_token_pool.size, runner.req_to_token_pool.req_to_token.shape[1])
 
@@ -217,7 +222,7 @@ class CudaExecutor:
         self._copied.record()  # creates its handle
         self._copying = False
         held = (self._plan.nbytes + self.workspace_bytes) / 2**20
-        self.description = f"{self._decoder.workers} workers, {held:.0f} MiB of GPU memory"
+        self.description = f"{self._decoder.workers} workers, {held:.0f} MiB of GPU memory{remark(spec, config.policy)}"
 
     @property
     def device(self) -> torch.device:

@@ -110,6 +110,12 @@ def treat_as(backend: str, stock: str) -> None:
         listed.append(backend)
 
 
+def asks_lists(runner: Any) -> bool:
+    """Whether an MLA model asks SGLang's lists what to give a backend, as `treat_as` needs: its attention has the code of `deepseek_common`. MiniCPM3's
+    passes Q and K whole to any backend, and Sarvam's asks lists of its own (sarvam_moe.py), which have defaults for backends that they do not know."""
+    return any(hasattr(module, "dispatch_attn_forward_method") for module in modules(runner))
+
+
 def is_hybrid(runner: Any) -> bool:
     """Whether some of the model's layers have states instead of KV."""
     return hasattr(runner.req_to_token_pool, "mamba_pool")

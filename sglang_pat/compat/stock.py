@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_pat.compat.model import asks_lists
 from sglang_pat.compat.pool import layers_with_kv
 from sglang_pat.compat.releases import release
 
@@ -24,8 +25,8 @@ PREFILL_ATTRIBUTES = (
     "supports_prefill_cuda_graph_max_context_size",
     "init_mha_chunk_metadata",
 )
-"""Attributes by which a backend says how it can prefill, in graphs and in dry runs; each release has some of them. The last is a method, which MLA models
-call before they prefill behind a cached prefix, where a backend has it (forward_mha.py); FlashInfer's does."""
+"""What of a backend says how it can prefill, in graphs and in dry runs; each release has some of it. All are values but the last, a method that MLA
+models call before they prefill behind a cached prefix, where a backend has it (forward_mha.py); FlashInfer's does."""
 
 
 def prefill_backend(
@@ -52,17 +53,17 @@ def prefill_backend(
     return "flashinfer" if is_flashinfer_available() and not wrong else "triton"
 
 
-def latent_backend(kv_cache: torch.dtype) -> str:
-    """The stock attention backend to prefill with on this GPU for MLA models, and for drafts that are some: SGLang's own choice (`_get_default_attn_backend`
-    in 0.5.17's server_args.py, `get_default_attn_backend` in 0.5.23's arg_groups/model_override_base.py), if it is installed.
-
-    Args:
-        kv_cache: The dtype of latents in the cache.
+def latent_backend(runner: Any) -> str:
+    """The stock attention backend to prefill with on this GPU for an MLA model, or for a draft that is one: SGLang's own choice (`_get_default_attn_backend`
+    in 0.5.17's server_args.py, `get_default_attn_backend` in 0.5.23's arg_groups/model_override_base.py), if it is installed. It is Triton's, which takes
+    Q and K whole, where the model cannot be told of another one (`asks_lists`).
     """
     import torch
     from sglang.srt.utils import is_flashinfer_available
 
-    if _has_fa3(kv_cache):
+    if not asks_lists(runner):
+        return "triton"
+    if _has_fa3(runner.kv_cache_dtype):
         return "fa3"
     return "flashinfer" if torch.cuda.get_device_capability()[0] == 10 and is_flashinfer_available() else "triton"
 

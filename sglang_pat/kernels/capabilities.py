@@ -150,19 +150,31 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
             return msgspec.structs.replace(priced, tails_m=WARPGROUP_ROWS) if kv_bits >= 8 else priced
     # A model's larger dimensions have a table of their own or none: one of others is no fault.
     if chosen is not None and head_dim <= MEASURED_DIM:
-        raise ValueError(f"it has no prices for head dimension {head_dim} with KV of {kv_bits} bits")
+        raise _unpriced(head_dim, kv_bits)
     return TileTable(tiles)
 
 
+def _unpriced(head_dim: int, kv_bits: int) -> ValueError:
+    return ValueError(f"it has no prices for head dimension {head_dim} with KV of {kv_bits} bits")
+
+
 def tile_table_of(spec: AttentionSpec, arch: str, gpu: str = "", table: GpuTable | None = None) -> TileTable:
-    """`tile_table` for a spec: the tiles that its plans are made with."""
+    """`tile_table` for a spec: the tiles that its plans are made with.
+
+    Raises:
+        ValueError: `table` is given, and has no prices of these tiles. With latents only one of their dimension is to have them: others are passed over,
+            as `tile_table` does with larger dimensions.
+    """
     if spec.latent:
-        tiles, bits = latent_query_tiles(arch), spec.kv.bits
-        table = table or devices.find(arch, gpu, spec.head_dim)
+        tiles = latent_query_tiles(arch)
+        chosen, table = table, table or devices.find(arch, gpu, spec.head_dim)
         if table is None or table.head_dim != spec.head_dim:
             return TileTable(tiles)
         # A CTA computes every item together: there are no tiles of single warps.
-        return table.tiles(tiles, spec.head_dim, 0, 1, bits) or TileTable(tiles)
+        priced = table.tiles(tiles, spec.head_dim, 0, 1, spec.kv.bits)
+        if priced is None and chosen is not None:
+            raise _unpriced(spec.head_dim, spec.kv.bits)
+        return priced or TileTable(tiles)
     return tile_table(arch, spec.head_dim, gpu, table, spec.kv.bits)
 
 

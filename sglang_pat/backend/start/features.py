@@ -151,7 +151,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                "prompts with log-probabilities, which is put right here but for models with three positions a token (Qwen-VL)"),
         _works("short extends on a cached document", "", "test_server.py::test_short_turns_on_one_document_read_it_together",
                "test_attention_kit.py::test_short_extends_are_planned_where_they_share",
-               note="they read it together; on a GPU only if they come last in their batch, and if by its table of tiles that takes less than "
+               note="they read it together; on a GPU not with latents (MLA), and only if they come last in their batch, and if by its table of tiles that takes less than "
                "reading it for each; other extends run on the prefill backend there"),
         _works("waiting for a prefix that another request computes", "`SGLANG_PAT_DEFER`, on",
                "test_siblings.py::test_a_prefix_is_computed_once", "test_siblings.py::test_aborts_of_leaders_keep_nobody_waiting", _MIRROR,
@@ -340,12 +340,15 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("MLA on a CPU (DeepSeek V2, V3, and others whose attention has their code)", "", "test_latents.py::test_answers_are_those_of_transformers",
                "test_latents.py::test_kit", "test_latents.py::test_drafts_and_experts",
                note="prompts read latents too, and so they do here on `torch_native`; an FP8 cache has no scales; drafts that V3 brings (NEXTN) work too, but SGLang itself starts them only where there is a GPU"),
-        _works("MLA on a GPU (DeepSeek V2, V3, R1, Kimi K2, GLM-4.7-Flash, MiniCPM3, and others with latents of their dimensions)", "",
+        _works("MLA on a GPU (DeepSeek V2, V3, R1, Kimi K2, GLM-4.7-Flash, and others whose attention has DeepSeek's code)", "",
                "test_latent_kernel.py::test_random_trees", "test_latents.py::test_kit_in_two_tensors", "test_gpu_models.py::test_latents",
-               "test_gpu_drafts.py::test_drafts_of_a_model_with_latents",
-               note="latents of 512 + 64 and 256 + 32 columns; the kernels were compiled and emulated, servers were not run on a GPU yet; prefill, mixed steps and drafts run whole "
-               "on SGLang's own choice (FA3 on Hopper); where a request's rows (query heads of a rank x tokens of a draft) are a multiple of 64, nothing is packed; an FP8 cache has no scales"),
-        _refused("MLA in hybrid models (Kimi-Linear), with attention sinks, with windows, and of other dimensions on a GPU; sparse attention over latents (DSA: DeepSeek V3.2, GLM-5; DeepSeek V4)",
+               "test_gpu_models.py::test_latents_behind_a_long_prefix", "test_gpu_drafts.py::test_drafts_of_a_model_with_latents",
+               note="latents of 512 + 64 columns; the kernels were compiled and emulated, servers were not run on a GPU yet. Prefill, mixed steps and drafts run whole "
+               "on SGLang's own choice: FA3 on Hopper, FlashInfer on compute capability 10.x, else Triton. It may be named for prefill, no other backend beside `pat`. Where a request's rows (query heads of a rank "
+               "x tokens of a draft) are a multiple of 64, nothing is packed. An FP8 cache has no scales, and FA3 turns the whole pool into 16 bits in each layer of drafts and of prefill over "
+               "latents (in graphs, and behind cached prefixes of fewer than 8,192 tokens in all); in other prefill it turns K into 8 bits once more. Models whose attention has code of its own (MiniCPM3, Sarvam) "
+               "are accepted, and prefill on Triton, but no test ran one"),
+        _refused("MLA in hybrid models (Kimi-Linear), with attention sinks, with windows, and on a GPU with scaling by position (Mistral Large 3) and of other dimensions; sparse attention over latents (DSA: DeepSeek V3.2, GLM-5; DeepSeek V4)",
                  "", None, "use another --attention-backend"),
         _works("sliding windows", "", "test_windows.py::test_answers_are_those_of_a_stock_backend", "test_cuda_kernel.py::test_windows",
                "test_attention_kit.py::test_windows", note="a request shares until it is longer than the window"),

@@ -299,6 +299,8 @@ def partner_problem(runner: Any, sinks: bool = False, unequal: bool = False) -> 
 def _partner_problems(runner: Any, sinks: bool, unequal: bool) -> Iterator[str]:
     prefill, _ = chosen = compat.arguments.backends_chosen(runner.server_args)
     pool = runner.token_to_kv_pool
+    if compat.pool.latent_dims(pool):
+        yield from _latent_partner_problems(runner)
     if "fa3" in chosen and runner.kv_cache_dtype == torch.float8_e5m2:
         yield "fa3, which reads no fp8_e5m2"
     for name in chosen:
@@ -308,11 +310,36 @@ def _partner_problems(runner: Any, sinks: bool, unequal: bool) -> Iterator[str]:
             yield f"{name}, which reads a KV pool for windows by wrong slots (--disable-hybrid-swa-memory leaves that pool out)"
         if unequal and compat.stock.assumes_equal_dims(name):
             yield f"{name}, which takes V to be as wide as K"
-        # platform/cpu.py: only these are given latents in prefill.
-        if name not in ("pat", "torch_native") and compat.pool.latent_dims(pool):
-            yield f"{name}, which was not tried with latents"
         if compat.stock.ignores_scales(name, prefill=name == prefill) and compat.model.has_scales(runner):
             yield f"{name}, which ignores the scales of an FP8 KV cache"
+
+
+def _latent_partner_problems(runner: Any) -> Iterator[str]:
+    prefill, decode = compat.arguments.backends_chosen(runner.server_args)
+    if runner.device == "cpu":
+        # Only these are given latents in prefill too (platform/cpu.py).
+        known = {"pat", "torch_native"}
+        yield from (f"{name}, which was not tried with latents" for name in (prefill, decode) if name not in known)
+        return
+    if decode != "pat":
+        yield f"{decode} for decode steps of MLA models"
+    if prefill != "pat" and prefill != (tried := compat.stock.latent_backend(runner)):
+        yield f"{prefill} for prefill of MLA models (here {tried} is)"
+
+
+def check_draft(specs: Iterable[AttentionSpec], backend: str, stock: str) -> None:
+    """Raise UnsupportedError if a backend that the user named for a draft model on a GPU would be given its latents as another one is.
+
+    0.5.17 does not tell models which backend runs a draft's steps: they treat it as `pat`, so as the stock backend that prefills.
+
+    Args:
+        specs: Of the draft's layers.
+        backend: What the user named.
+        stock: What `create.stock_name` says.
+    """
+    if backend != stock and any(spec.latent for spec in specs):
+        asked = f"drafts of MLA models on {backend} (--speculative-draft-attention-backend)"
+        raise unsupported(asked, f"leave it out, and they run on {stock}")
 
 
 def pool_problem(layer: Any, pool: Any) -> str | None:
