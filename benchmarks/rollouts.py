@@ -86,14 +86,34 @@ class Record(msgspec.Struct):
     seed: int
 
 
+def pair(text: str) -> tuple[int, int]:
+    """The numbers of PxN or S+D."""
+    first, second = re.split("[x+]", text)
+    return int(first), int(second)
+
+
+def problem(options: argparse.Namespace) -> str | None:
+    """What is wrong with the options; None if nothing is."""
+    for shape in options.shapes:
+        if not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}", shape):
+            return f"--shapes: {shape} is not PxN"
+    if not re.fullmatch(r"\d{1,2}\+[1-9]\d?", options.turns):
+        return f"--turns: {options.turns} is not S+D, with D at least 1"
+    for name in ("prompt", "answer"):
+        least, most = getattr(options, name)
+        if not 1 <= least <= most:
+            return f"--{name}: {least} to {most} tokens are none"
+    if options.message < 0:
+        return "--message: there are no fewer than 0 tokens"
+    modes = {setting.partition("/")[2] for setting in options.settings} - {"", "deterministic"}
+    return f"--settings: there is no mode {min(modes)}" if modes else None
+
+
 class Rollouts:
     """Samples, and what was measured of them."""
 
     def __init__(self, engine: Any, sizes: Sizes, shape: str, deterministic: bool) -> None:
-        found = re.fullmatch(r"(\d+)x(\d+)", shape), re.fullmatch(r"(\d+)\+(\d+)", sizes.turns)
-        if None in found:
-            raise SystemExit(f"--shapes or --turns: {shape} is not PxN, or {sizes.turns} not S+D")
-        (self.prompts, self.samples), (self.shared, self.own) = (map(int, one.groups()) for one in found if one)
+        (self.prompts, self.samples), (self.shared, self.own) = pair(shape), pair(sizes.turns)
         self.engine, self.sizes, self.deterministic = engine, sizes, deterministic
         self.numbers = random.Random(f"{sizes.seed} {shape}")
         self.ended: list[float] = []  # of each sample
@@ -169,9 +189,7 @@ def run(options: argparse.Namespace) -> None:
     """One setting, in this process; its records are added to the output."""
     from sglang_pat.batch.command import engine as start
 
-    backend, _, mode = options.setting.partition("/")
-    if mode not in ("", "deterministic"):
-        raise SystemExit(f"--settings: there is no mode {mode}")
+    backend, _, mode = options.only_setting.partition("/")
     flags = ["--model-path", str(options.model), "--attention-backend", backend, *sglang_flags(options)]
     engine = start([*flags, *(["--enable-deterministic-inference"] if mode else [])])
     try:
@@ -196,9 +214,11 @@ def main() -> None:
     parser.add_argument("--answer", nargs=2, type=int, default=[512, 4096], metavar=("LEAST", "MOST"), help="tokens")
     parser.add_argument("--message", type=int, default=200, help="tokens of a user's message behind a turn")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--setting", help=argparse.SUPPRESS)
+    parser.add_argument("--only-setting", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.setting:
+    if found := problem(options):
+        parser.error(found)
+    if options.only_setting:
         run(options)
         # An engine leaves threads behind that may keep a process for long.
         sys.stdout.flush()
@@ -206,7 +226,9 @@ def main() -> None:
     result: dict[str, Any] = {"device": gpu(), "model": options.model.name, "server": options.server, "records": []}
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     for setting in options.settings:
-        subprocess.run([sys.executable, *sys.argv, "--setting", setting], check=True)
+        # One that fails must not cost the others' numbers.
+        if subprocess.run([sys.executable, *sys.argv, "--only-setting", setting], check=False).returncode:
+            print(f"{setting} failed", file=sys.stderr)
 
 
 if __name__ == "__main__":

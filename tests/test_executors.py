@@ -107,11 +107,10 @@ def test_with_pieces_every_batch_fits(heads: int, kv_heads: int, requests: int, 
     piece = piece_of(SimpleNamespace(req_to_token_pool=table), [spec, msgspec.structs.replace(spec, query_tokens=4)])
     tiles = capabilities.alike(capabilities.tile_table("9.0a", 128))
     config = PackConfig.of(spec, tiles, 132, piece=piece)
-    slots = workspace_slots(spec, config, requests, context)
-    assert slots == requests * -(-context // piece) and slots * 4 * heads * (128 * 2 + 4) <= PIECES_BYTES
-    assert piece == LEAST_PIECE or 2 * slots * 4 * heads * (128 * 2 + 4) > PIECES_BYTES // 2, (
-        "no longer than it must be"
-    )
+    needed, part = requests * -(-context // piece), heads * (128 * 2 + 4)
+    assert workspace_slots(spec, config, requests, context) == max(needed, WORKSPACE_BYTES // part)
+    assert needed * 4 * part <= PIECES_BYTES
+    assert piece == LEAST_PIECE or 2 * needed * 4 * part > PIECES_BYTES // 2, "no longer than it must be"
 
 
 def test_v_may_be_narrower_than_k() -> None:

@@ -11,6 +11,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import rollouts
+
 ON_CPU = [] if torch.cuda.is_available() else ["--server=--device=cpu", "--server=--dtype=float32"]
 
 
@@ -35,3 +39,17 @@ def test_samples_share_prompts_and_turns(model: Path, gpu_model: Path, tmp_path:
         assert 0.8 < record["prompt_share"] < 1 and 0 <= record["tail"] < 1
         assert record["output_tps"] == pytest.approx(record["answers"] / record["seconds"], rel=0.1)
     assert records[0]["answers"] >= 4 * 2 * turns[0] and records[1]["answers"] >= 4 * turns[1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["--shapes 0x4", "--shapes 2x", "--turns 1+0", "--turns 1", "--prompt 5 3", "--answer 0 5", "--message -3", "--settings pat/fast"],
+)  # fmt: skip
+def test_wrong_options_are_found_before_a_model_is_loaded(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "rollouts.json"
+    monkeypatch.setattr(sys, "argv", ["rollouts.py", f"--model={tmp_path}", f"--output={output}", *wrong.split()])
+    with pytest.raises(SystemExit, match="2"):
+        rollouts.main()
+    assert f"error: {wrong.split(maxsplit=1)[0]}: " in capsys.readouterr().err and not output.exists()

@@ -100,7 +100,11 @@ def stock_name(runner: ModelRunner, specs: Collection[AttentionSpec]) -> str:
     if any(spec.latent for spec in specs):
         return compat.stock.latent_backend(runner)
     scaled = compat.model.has_scales(runner)
-    return compat.stock.prefill_backend(windows, runner.kv_cache_dtype, scaled, sinks, unequal)
+    name = compat.stock.prefill_backend(windows, runner.kv_cache_dtype, scaled, sinks, unequal)
+    if name == "flashinfer" and compat.arguments.is_deterministic(runner.server_args) and not runner.is_draft_worker:
+        # Nothing of the model runs on it then (`PackConfig.piece`), and FlashInfer would take 2 GiB for its workspace.
+        return "triton"
+    return name
 
 
 def trace_writer(runner: ModelRunner, config: PatConfig, group: LayerGroup) -> TraceWriter | None:

@@ -83,12 +83,12 @@ def workspace_slots(spec: AttentionSpec, pack_config: PackConfig, max_batch: int
     """How many parts a GPU's workspace holds: those of deep trees, and those from cuts at the ends of bins.
 
     A plan of one query per work item always fits: only the ends of bins cut, and each cuts one query. With pieces every plan fits that requests of up to
-    `context` tokens need.
+    `context` tokens need, and as much as without: of an extend each new token needs its pieces' parts, or it takes many rounds.
     """
+    most = WORKSPACE_BYTES // slot_bytes(spec.query_heads, spec.v_head_dim)
     if pack_config.piece:
-        return max_batch * -(-context // pack_config.piece)
-    wanted = PARTS_OF_A_REQUEST * max_batch + 2 * pack_config.max_bins * pack_config.max_queries
-    return min(WORKSPACE_BYTES // slot_bytes(spec.query_heads, spec.v_head_dim), wanted)
+        return max(most, max_batch * -(-context // pack_config.piece))
+    return min(most, PARTS_OF_A_REQUEST * max_batch + 2 * pack_config.max_bins * pack_config.max_queries)
 
 
 def packs(spec: AttentionSpec) -> bool:
@@ -132,7 +132,8 @@ with other bits."""
 
 
 def piece_of(runner: ModelRunner, specs: Iterable[AttentionSpec]) -> int:
-    """Tokens of a piece, the same for all layers, with which the parts of any batch fit the workspace: decode and verify steps have to cut alike."""
+    """Tokens of a piece, the same for all layers, with which the parts of any batch fit PIECES_BYTES, or the context: decode and verify steps have to cut
+    alike."""
     requests, context = runner.req_to_token_pool.size, runner.req_to_token_pool.req_to_token.shape[1]
     most = PIECES_BYTES // max(slot_bytes(spec.query_heads, spec.v_head_dim) for spec in specs)
     piece = LEAST_PIECE

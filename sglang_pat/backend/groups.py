@@ -110,7 +110,6 @@ class LayerGroups:
         steps: Groups that run decode steps; with speculation, verify steps.
         single: Groups whose queries are single tokens: for extends and dry runs. Without speculation, the same as `steps`.
         extends: Whether `single` runs extends.
-        piece: `PackConfig.piece` of all; more than 0 if a request's attention has to have the same bits in any batch.
     """
 
     def __init__(
@@ -125,9 +124,10 @@ class LayerGroups:
         self.draft_tokens = tokens = compat.arguments.draft_tokens(runner.server_args)
         drafts = {msgspec.structs.replace(spec, query_tokens=tokens): count for spec, count in specs.items() if tokens}
         deterministic = compat.arguments.is_deterministic(runner.server_args)
-        self.piece = executors.piece_of(runner, drafts or specs) if deterministic else 0
-        self.single = make_groups(runner, config, specs, extends, self.piece)
-        self.steps = make_groups(runner, config, drafts, piece=self.piece) if drafts else self.single
+        # Of all: a request's attention has to have the same bits in any batch.
+        piece = executors.piece_of(runner, drafts or specs) if deterministic else 0
+        self.single = make_groups(runner, config, specs, extends, piece)
+        self.steps = make_groups(runner, config, drafts, piece=piece) if drafts else self.single
         executors.share_workspace(group.executor for group in self.everyone)
         self._reader = SpecReader(runner)
         self._found: dict[tuple[int, int], LayerGroup] = {}  # by layer id and tokens of a query

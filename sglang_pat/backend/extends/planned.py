@@ -80,8 +80,8 @@ class PackedExtend:
     """Runs extends of decoder layers by plan: one plan for each group of layers, or several one after the other, where there is room for the parts of some
     of the new tokens only.
 
-    On a CPU it runs all extends, and so it does where they shall have the bits of decode steps (`PackConfig.piece`). Elsewhere on a GPU it runs the requests at the end of a batch with few new tokens, and only if the plan costs less than
-    what a stock backend takes, which reads each request's KV, some of it from the L2 cache. So there extends that share nothing go to a stock backend.
+    It runs all extends on a CPU, and on a GPU where they shall have the bits of decode steps (`PackConfig.piece`). Elsewhere it runs the requests at the
+    end of a batch with few new tokens, and only if the plan costs less than what a stock backend takes, which reads each request's KV, some of it from the L2 cache. So there extends that share nothing go to a stock backend.
 
     Attributes:
         count: How many extends it ran.
