@@ -13,7 +13,7 @@ import emulated
 import msgspec
 import pytest
 import torch
-from kernel_cases import Q_DTYPES, TOLERANCE, Case, Drafts, Extended, Run, random_trees, spec_of
+from kernel_cases import Q_DTYPES, TOLERANCE, Case, Drafts, Extended, Run, in_turns, random_trees, spec_of
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities, cuda
@@ -459,6 +459,19 @@ def test_a_worker_with_more_items_than_threads(dtype: torch.dtype, arch: str) ->
         turns.plan = case.plan(chosen, workers=1, policy="naive")
         assert len(layout.work_items(turns.plan.cpu().numpy())) > 512
         assert turns.error() < TOLERANCE[case.q.dtype]
+
+
+@hopper
+@pytest.mark.parametrize(("dim", "v_dim"), [(256, 256), emulated_slowly(192, 128)])
+@pytest.mark.parametrize("tokens", [90, 400])
+def test_warpgroups_with_queries_of_their_own(tokens: int, dim: int, v_dim: int) -> None:
+    """Two warpgroups take items of 64 rows in turn, and those of 128 together, whoever's turn it is."""
+    case = make_case(in_turns(tokens), 8, 1, dim, torch.bfloat16, v_dim)
+    tiles = TileTable((64, 128))
+    turns = run(case, "9.0a", tiles, policy="naive")
+    turns.plan = case.plan(tiles, workers=1, policy="naive")
+    assert {item.m for item in layout.work_items(turns.plan.cpu().numpy())} == {64, 128}
+    turns.check_in_any_order(TOLERANCE[case.q.dtype], seeds=3)
 
 
 @each_arch

@@ -63,13 +63,19 @@ WARPGROUP_ROWS = 64
 """Rows of a wide tile that a warpgroup computes (`kWarpgroupRows` in csrc/cuda/tiles.h)."""
 
 
+TAILS_DIM = 128
+"""The largest head dimension of work items with tails. Above it a warpgroup sees nothing of the other one's query (`OwnQueries` in
+csrc/cuda/ring.cuh)."""
+
+
 MEASURED_DIM = 128
 """What `sglang_pat.tune` measures if it is not told, and the largest head dimension whose prices every table has: from it smaller ones are scaled."""
 
 
 def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
     """Every m of an architecture's kernels. 128 rows take two warpgroups, 192 three: with KV of 8 bits the third one converts (csrc/cuda/threads.cuh,
-    `wide_warpgroups`).
+    `wide_warpgroups`). Of more than 128 dimensions there are two, and one with 8 bits; of 256, two leave a warp too few registers for 16 rows
+    (ptxas of CUDA 13.0 spills 364 bytes).
 
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.
@@ -78,6 +84,8 @@ def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
     """
     if head_dim <= 128 and arch.startswith("9."):
         return (8, NARROW_M, 64, 128) if kv_bits == 8 else (8, NARROW_M, 64, 128, 192)
+    if kv_bits == 16 and arch.startswith("9."):
+        return (8, 64, 128) if head_dim > 192 else (8, NARROW_M, 64, 128)
     return (8, NARROW_M) if kv_bits < 8 else (8, NARROW_M, 64)
 
 
@@ -114,7 +122,7 @@ def tiles_for_drafts(query_tiles: tuple[int, ...], rows: int) -> tuple[int, ...]
     return query_tiles[1:] if query_tiles[0] < rows <= NARROW_M and len(query_tiles) > 1 else query_tiles
 
 
-def has_tails(query_tiles: tuple[int, ...], rows: int, kv_bits: int) -> bool:
+def has_tails(query_tiles: tuple[int, ...], rows: int, kv_bits: int, head_dim: int) -> bool:
     """Whether a module has work items with tails (`plan.WorkItem`), which need a warpgroup for each query. Pages of few bits have a loader of
     their own, which does not know them.
 
@@ -122,8 +130,13 @@ def has_tails(query_tiles: tuple[int, ...], rows: int, kv_bits: int) -> bool:
         query_tiles: As `query_tiles` returns it.
         rows: Of a query: query heads of a KV head for each of its tokens.
         kv_bits: Bits of an element of KV.
+        head_dim: K's, one of HEAD_DIMS.
     """
-    return kv_bits >= 8 and TileTable(query_tiles, tails_m=WARPGROUP_ROWS).tails_queries(rows) > 1
+    return (
+        head_dim <= TAILS_DIM
+        and kv_bits >= 8
+        and TileTable(query_tiles, tails_m=WARPGROUP_ROWS).tails_queries(rows) > 1
+    )
 
 
 def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bits: int = 16) -> TileTable:
@@ -147,7 +160,8 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     if table is not None and head_dim <= table.head_dim:
         priced = table.tiles(tiles, head_dim, NARROW_M, WARP_TOKENS, kv_bits)
         if priced is not None:
-            return msgspec.structs.replace(priced, tails_m=WARPGROUP_ROWS) if kv_bits >= 8 else priced
+            tails = kv_bits >= 8 and head_dim <= TAILS_DIM
+            return msgspec.structs.replace(priced, tails_m=WARPGROUP_ROWS) if tails else priced
     # A model's larger dimensions have a table of their own or none: one of others is no fault.
     if chosen is not None and head_dim <= MEASURED_DIM:
         raise _unpriced(head_dim, kv_bits)
