@@ -158,7 +158,8 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
     chosen, table = table, table or devices.find(arch, gpu, head_dim)
     # Prices of 128 dimensions scaled up make worse plans than no prices (benchmarks/notes/prices.md, "Larger head dimensions").
     if table is not None and head_dim <= table.head_dim:
-        priced = table.tiles(tiles, head_dim, NARROW_M, WARP_TOKENS, kv_bits)
+        by_warps = max(m for m in tiles if m <= NARROW_M)
+        priced = table.tiles(tiles, head_dim, by_warps, WARP_TOKENS, kv_bits)
         if priced is not None:
             tails = kv_bits >= 8 and head_dim <= TAILS_DIM
             return msgspec.structs.replace(priced, tails_m=WARPGROUP_ROWS) if tails else priced
