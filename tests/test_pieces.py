@@ -339,7 +339,7 @@ def test_kernels_that_depend_on_the_batch_are_found_out(piece: int, query_tiles:
 
 def tiles_of(dtype: torch.dtype, dim: int = 128, arch: str = ARCHS[0]) -> tuple[int, ...]:
     """Those that add up alike in pieces of any length, as servers have them."""
-    return capabilities.alike(capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize)).query_tiles
+    return capabilities.alike(capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize), dim).query_tiles
 
 
 @pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (128, 128), (256, 256), *capabilities.UNEQUAL_HEAD_DIMS], ids=str)
@@ -348,6 +348,12 @@ def test_tiles_that_servers_have_add_up_alike(arch: str, dim: int, v_dim: int) -
     """In pieces in which a single warp, or two warpgroups by turns, would add up otherwise."""
     case = on_gpu(dtype=torch.bfloat16, dim=dim, v_dim=v_dim)
     assert all(compared(OnGpu(case, 512, tiles_of(torch.bfloat16, dim, arch), arch=arch), random.Random(0), TIMES))
+
+
+def test_tiles_of_64_rows_are_left_where_no_two_warpgroups_share_them() -> None:
+    found = [tiles_of(torch.bfloat16, dim, "9.0a") for dim in (128, 192, 256)]
+    assert found == [(128, 192), (64, 128), (64, 128)]
+    assert tiles_of(torch.float8_e4m3fn, 128, "9.0a") == (128,) and tiles_of(torch.float8_e4m3fn, 256, "9.0a") == (64,)
 
 
 @hopper

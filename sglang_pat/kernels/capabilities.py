@@ -64,8 +64,8 @@ WARPGROUP_ROWS = 64
 
 
 TAILS_DIM = 128
-"""The largest head dimension of work items with tails. Above it a warpgroup sees nothing of the other one's query (`OwnQueries` in
-csrc/cuda/ring.cuh)."""
+"""The largest head dimension of work items with tails, and of those of 64 rows that two warpgroups share. Above it a warpgroup sees nothing of the
+other one's query (`OwnQueries` in csrc/cuda/ring.cuh)."""
 
 
 MEASURED_DIM = 128
@@ -193,10 +193,16 @@ def tile_table_of(spec: AttentionSpec, arch: str, gpu: str = "", table: GpuTable
     return tile_table(arch, spec.head_dim, gpu, table, spec.kv.bits)
 
 
-def alike(tiles: TileTable) -> TileTable:
+def alike(tiles: TileTable, head_dim: int) -> TileTable:
     """Of a GPU's tiles those that add up a query's KV in the same order, whatever else a work item has: items of fewer rows are divided by length among
-    warps, and those of one warpgroup, if there are larger ones, between two (csrc/cuda/wide.cuh)."""
-    return tiles.above(WARPGROUP_ROWS if tiles.query_tiles[-1] > WARPGROUP_ROWS else NARROW_M)
+    warps, and those of one warpgroup, if there are larger ones, between two (csrc/cuda/wide.cuh); not above TAILS_DIM, where each has its own.
+
+    Args:
+        tiles: As `tile_table` returns them.
+        head_dim: K's.
+    """
+    shared = tiles.query_tiles[-1] > WARPGROUP_ROWS and head_dim <= TAILS_DIM
+    return tiles.above(WARPGROUP_ROWS if shared else NARROW_M)
 
 
 def low_bit_problem(head_dim: int, v_head_dim: int) -> str | None:
