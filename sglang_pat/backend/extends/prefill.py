@@ -50,7 +50,8 @@ class Prefill:
         self.mixed_steps = 0
         self._begin_decode, self._decode, self._group_of = begin_decode, decode, group_of
         # The stock backend's metadata cover the rest of a batch only, so no layer may need it for the whole batch.
-        self._decoders = all(map(compat.model.decodes, compat.model.attention_layers(runner)))
+        decoders = all(map(compat.model.decodes, compat.model.attention_layers(runner)))
+        self._divides = extend is not None and decoders
         self._decoding: Parts | None = None  # the batch, divided before the requests that decode
         self._planned: Parts | None = None  # the first part of that, divided before the requests that are planned
 
@@ -58,15 +59,15 @@ class Prefill:
         """Divide and plan a batch, before its layers run; `check` as for `PackedExtend.begin`."""
         self.forget()
         left: Any = forward_batch
-        extend = self.extend if self._decoders and compat.batch.is_extend(forward_batch.forward_mode) else None
-        if extend is not None:
+        extends = compat.batch.is_extend(forward_batch.forward_mode)
+        if extends and self._divides:
             self._decoding = parts.decoding(forward_batch)
         if self._decoding is not None:
             self._begin_decode(self._decoding.second, not hooks.is_mixed(forward_batch))
             left = self._decoding.first
             self.mixed_steps += left is not None
-        if left is not None and extend is not None:
-            self._planned = extend.begin(left, check)
+        if left is not None and extends and self._divides and self.extend is not None:
+            self._planned = self.extend.begin(left, check)
             left = left if self._planned is None else self._planned.first
         if left is not None:
             self.inner.init_forward_metadata(left)
