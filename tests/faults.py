@@ -291,7 +291,7 @@ def fault_of_own_queries(change: emulated.Change | None) -> str:
     tiles = TileTable((64, 128))
     for tokens in (90, 300):
         case = Case(in_turns(tokens), 8, 1, 256, 256, torch.bfloat16)
-        decoder = decoder_with(change, case.spec, TileTable(capabilities.query_tiles(ARCH, 256)))
+        decoder = decoder_with(change, case.spec, TileTable(capabilities.tiles_of(case.spec, ARCH)))
         run = Run(case, decoder, tiles, "naive")
         run.plan = case.plan(tiles, 1, "naive")
         run.make_workspace(int(run.plan[2]))

@@ -179,10 +179,7 @@ def test_a_head_dimension_with_a_table_of_its_own_has_its_prices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = devices.load(devices.TABLES / "h200.json")
-    prices = tuple(price for price in plain.prices if price.m in capabilities.query_tiles("9.0a", 256))
-    own = msgspec.structs.replace(
-        plain, head_dim=256, prices=prices, slice_token_ns=0, prices_8bit=plain.prices_8bit[:3]
-    )
+    own = msgspec.structs.replace(plain, head_dim=256, prices=plain.prices[:3], prices_8bit=plain.prices_8bit[:3])
     monkeypatch.setattr(devices, "TABLES", tmp_path)
     (tmp_path / "h200.json").write_text(tune.written(plain))
     (tmp_path / "h200-256.json").write_text(tune.written(own))
@@ -191,9 +188,12 @@ def test_a_head_dimension_with_a_table_of_its_own_has_its_prices(
         assert {dim: table.token_ns != () for dim, table in tiles.items()} == {
             64: True, 96: True, 128: True, 192: False, 256: True,
         }  # fmt: skip
-        assert (tiles[256].query_tiles, tiles[256].warp_m, tiles[256].tails_m) == ((8, 64, 128), 8, 0)
-    at_128 = dict(zip(tiles[128].query_tiles, tiles[128].token_ns, strict=True))
-    assert tiles[256].token_ns == tuple(at_128[m] for m in (8, 64, 128)) and tiles[64].token_ns[0] == at_128[8] / 2
+        assert tiles[256].token_ns == tiles[128].token_ns[:3] and tiles[64].token_ns[0] == tiles[128].token_ns[0] / 2
+        assert tiles[256].tails_m == 0
+        # Queries of more rows have other tiles, of which the largest has no price here.
+        assert capabilities.tile_table("9.0a", 256, gpu, rows=8) == TileTable((8, 64, 128))
+    priced = capabilities.tile_table("9.0a", 256, table=msgspec.structs.replace(own, prices=plain.prices), rows=8)
+    assert (priced.query_tiles, priced.warp_m, priced.tails_m) == ((8, 64, 128), 8, 0) and priced.token_ns != ()
     assert devices.find("", "another Hopper", 256) is None
 
 

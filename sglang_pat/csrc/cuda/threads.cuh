@@ -17,12 +17,13 @@ constexpr int kSingleM = 8;
 constexpr int tile_bit(int m) { return 1 << m / 8; }
 constexpr int kWideTiles = ~(tile_bit(kSingleM) | tile_bit(kNarrowM));
 
-constexpr bool kHas8BitKv = Variant::kKv == kE4m3 || Variant::kKv == kE5m2;
-
-// Consumer warpgroups. On Hopper three up to 128 columns, above that two, as accumulators take more registers; they take
-// over registers of the producer warpgroup. Elsewhere one, with two producer warps, and so where KV of 8 bits is as wide:
-// what waits for its conversion leaves no room for Q of a second one.
-constexpr int warpgroups(int dim) { return Variant::kArch != 900 ? 1 : dim <= 128 ? 3 : kHas8BitKv ? 1 : 2; }
+// Consumer warpgroups. On Hopper three up to 128 columns; above that, where accumulators take more registers, two if the
+// module has tiles that take two, else one (`query_tiles` in kernels/capabilities.py says which have). Several take over
+// registers of the producer warpgroup. Elsewhere one, with two producer warps.
+constexpr int warpgroups(int dim) {
+  if (Variant::kArch != 900) return 1;
+  return dim <= 128 ? 3 : Variant::kQueryTiles & tile_bit(2 * kWarpgroupRows) ? 2 : 1;
+}
 constexpr int producer_threads(int dim) { return (warpgroups(dim) > 1 ? 4 : 2) * kWarpSize; }
 constexpr int threads(int dim) { return warpgroups(dim) * kWarpgroupThreads + producer_threads(dim); }
 
@@ -32,6 +33,7 @@ constexpr int first_registers(int threads) { return 65536 / threads / 8 * 8; }
 
 // Of these, the ones that compute wide items. With 8-bit KV the last of three converts V and the producer converts K: a
 // single converting warpgroup took 16.7 ns a token (benchmarks/notes/fp8-kv.md, "Drafts over FP8 with one such group").
+constexpr bool kHas8BitKv = Variant::kKv == kE4m3 || Variant::kKv == kE5m2;
 constexpr bool two_convert(int dim) { return kHas8BitKv && warpgroups(dim) == 3; }
 constexpr int wide_warpgroups(int dim) { return two_convert(dim) ? 2 : warpgroups(dim); }
 
