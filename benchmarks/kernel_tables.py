@@ -58,6 +58,30 @@ def kernels_of(name: str) -> str:
     return f"{table(head, rows)}\n\n{note}"
 
 
+LATENTS = {"fa3": "FA3", "flashinfer": "FlashInfer", "flashmla": "FlashMLA"}
+
+
+def latents() -> str:
+    """MLA with pages of 64, which all rivals have: one table for KV of 16 and of 8 bits."""
+    result = load("mla-h200.json")
+    tables = []
+    for kv, title in (("bfloat16", "16 bits"), ("fp8_e4m3", "8 bits")):
+        rows = []
+        for record in result["records"]:
+            if (record["kv"], record["page_size"], record["tokens"]) == (kv, 64, 1):
+                times = {"pat": record["pat_us"], **{name: record["rivals"].get(name) for name in LATENTS}}
+                cells = bold(times, lambda us: f"{us:,.1f}")
+                rows.append(
+                    [record["tree"], f"{record['heads']}", f"{record['floor_us']:,.1f}", *cells, f"{advantage(record):.2f}{TIMES}"]
+                )  # fmt: skip
+        rows.sort(key=lambda row: (int(row[1]), row[0]))
+        tables.append(table([f"{title}, us", "heads", "floor", "PAT", *LATENTS.values(), "best other / PAT"], rows))
+    device = result["device"]
+    return "\n\n".join(
+        [*tables, f"*{device['name']} ({device['read_tbps']} TB/s read), torch {device['torch']}, {device['date']}.*"]
+    )
+
+
 def kernels_fp8() -> str:
     result = load("kernels-fp8-h200.json")
     records = result["records"]

@@ -106,7 +106,7 @@ def on(results: dict[str, str]) -> str:
 
 MODELS = {
     "qwen3-8b": "Qwen3-8B's shape", "llama3-8b": "Llama 3 8B's shape", "gpt-oss-20b": "gpt-oss 20B's shape",
-    "qwen3-30b-a3b": "Qwen3-30B-A3B's shape",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B's shape", "deepseek-v2-lite": "DeepSeek V2 Lite's shape",
 }  # fmt: skip
 
 
@@ -225,6 +225,7 @@ def serving_models() -> str:
             "serving-gpt-oss-20b-h200.json": ", gpt-oss 20B in bfloat16",
             "serving-gpt-oss-20b-fp8-h200.json": ", gpt-oss 20B with FP8 KV",
             "serving-qwen3-30b-a3b-h200.json": ", Qwen3-30B-A3B",
+            "serving-mla-h200.json": ", DeepSeek V2 Lite",
         }
     )
 

@@ -40,8 +40,10 @@ V3: dict[str, Any] = {
 
 OF_GPUS: dict[str, Any] = {
     "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "hidden_size": 1280,
 }  # fmt: skip
-"""Entries that give it the heads of DeepSeek V2 Lite, which the CUDA kernels have."""
+"""Entries that give it the heads of DeepSeek V2 Lite, which the CUDA kernels have. Transformers wants a multiple of 16, 20 and 64 heads, SGLang's kernel for
+drafts one of 256."""
 
 
 def write(folder: Path, tokenizer: Path, gain: float = 4.0, **config: Any) -> Path:
@@ -54,23 +56,21 @@ def write(folder: Path, tokenizer: Path, gain: float = 4.0, **config: Any) -> Pa
         config: Changes entries of CONFIG.
     """
     config = CONFIG | config
-    heads, rank, rope, nope, v_dim = (
-        config[name]
-        for name in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    )
+    names = "hidden_size", "num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"
+    hidden, heads, rank, rope, nope, v_dim = (config[name] for name in names)
     matrix = functools.partial(checkpoint.matrix, torch.Generator().manual_seed(0))
 
     def mlp(name: str, inner: int) -> dict[str, torch.Tensor]:
         return {
-            f"{name}.gate_proj.weight": matrix(inner, HIDDEN),
-            f"{name}.up_proj.weight": matrix(inner, HIDDEN),
-            f"{name}.down_proj.weight": matrix(HIDDEN, inner),
+            f"{name}.gate_proj.weight": matrix(inner, hidden),
+            f"{name}.up_proj.weight": matrix(inner, hidden),
+            f"{name}.down_proj.weight": matrix(hidden, inner),
         }
 
     def experts(name: str) -> dict[str, torch.Tensor]:
         count, inner = config["n_routed_experts"], config["moe_intermediate_size"]
         gate = {
-            f"{name}.gate.weight": matrix(count, HIDDEN),
+            f"{name}.gate.weight": matrix(count, hidden),
             f"{name}.gate.e_score_correction_bias": torch.zeros(count),
         }
         one_each = [mlp(f"{name}.experts.{expert}", inner) for expert in range(count)]
@@ -79,21 +79,21 @@ def write(folder: Path, tokenizer: Path, gain: float = 4.0, **config: Any) -> Pa
     def layer(name: str, gain: float, routed: bool) -> dict[str, torch.Tensor]:
         """Weights of a layer whose attention adds so much to what comes in."""
         found = {
-            "input_layernorm.weight": torch.ones(HIDDEN),
-            "post_attention_layernorm.weight": torch.ones(HIDDEN),
+            "input_layernorm.weight": torch.ones(hidden),
+            "post_attention_layernorm.weight": torch.ones(hidden),
             # Scores peaked enough that tokens far away matter.
-            "self_attn.q_proj.weight": matrix(heads * (nope + rope), HIDDEN, gain=2.0),
-            "self_attn.kv_a_proj_with_mqa.weight": matrix(rank + rope, HIDDEN, gain=2.0),
+            "self_attn.q_proj.weight": matrix(heads * (nope + rope), hidden, gain=2.0),
+            "self_attn.kv_a_proj_with_mqa.weight": matrix(rank + rope, hidden, gain=2.0),
             "self_attn.kv_a_layernorm.weight": torch.full((rank,), 1.5),
             "self_attn.kv_b_proj.weight": matrix(heads * (nope + v_dim), rank),
-            "self_attn.o_proj.weight": matrix(HIDDEN, heads * v_dim, gain),
+            "self_attn.o_proj.weight": matrix(hidden, heads * v_dim, gain),
             **(experts("mlp") if routed else mlp("mlp", INNER)),
         }
         return {f"{name}.{part}": weight for part, weight in found.items()}
 
     weights = {
-        "model.embed_tokens.weight": matrix(VOCAB, HIDDEN, gain=HIDDEN**0.5), "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": matrix(VOCAB, HIDDEN, gain=2.0),
+        "model.embed_tokens.weight": matrix(VOCAB, hidden, gain=hidden**0.5), "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": matrix(VOCAB, hidden, gain=2.0),
     }  # fmt: skip
     # As in the tiny model, only what can be printed is generated.
     tokens = AutoTokenizer.from_pretrained(tokenizer).convert_ids_to_tokens(range(VOCAB))
@@ -104,9 +104,9 @@ def write(folder: Path, tokenizer: Path, gain: float = 4.0, **config: Any) -> Pa
         # It looks at the last token, which says much about the next one, more than at the model's last state.
         draft = f"model.layers.{LAYERS}"
         weights |= layer(draft, 0.1, True) | {
-            f"{draft}.{norm}.weight": torch.ones(HIDDEN) for norm in ("enorm", "hnorm", "shared_head.norm")
+            f"{draft}.{norm}.weight": torch.ones(hidden) for norm in ("enorm", "hnorm", "shared_head.norm")
         }
-        weights[f"{draft}.eh_proj.weight"] = torch.cat([torch.eye(HIDDEN), matrix(HIDDEN, HIDDEN, gain=0.1)], dim=1)
+        weights[f"{draft}.eh_proj.weight"] = torch.cat([torch.eye(hidden), matrix(hidden, hidden, gain=0.1)], dim=1)
     return checkpoint.save(folder, tokenizer, config, weights)
 
 

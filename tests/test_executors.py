@@ -16,6 +16,7 @@ from sglang_pat.backend.executors import (
     PIECES_BYTES,
     WORKSPACE_BYTES,
     CudaExecutor,
+    left_to_stock,
     piece_of,
     policy_of,
     remark,
@@ -54,14 +55,21 @@ def test_unpacked_plans_of_latents_always_fit(heads: int, tokens: int, lengths: 
 
 @pytest.mark.parametrize(
     ("heads", "tokens", "latent", "packs"),
-    [(16, 1, True, True), (20, 2, True, True), (16, 4, True, False), (64, 1, True, False), (128, 3, True, False), (64, 1, False, True)],
+    [(16, 1, True, True), (16, 2, True, True), (20, 2, True, False), (16, 4, True, False), (128, 3, True, False), (64, 1, False, True)],
 )  # fmt: skip
-def test_rows_that_fill_tiles_of_latents_are_not_packed(heads: int, tokens: int, latent: bool, packs: bool) -> None:
+def test_latents_of_which_a_tile_holds_one_query_are_not_packed(
+    heads: int, tokens: int, latent: bool, packs: bool
+) -> None:
     spec = AttentionSpec(heads, 1, 576, 512, FORMATS["bfloat16"], query_tokens=tokens, latent=latent)
     assert policy_of(spec, "optimal") == ("optimal" if packs else "query")
     assert remark(spec, "optimal") == ("" if packs else ", nothing is packed")
     assert policy_of(spec, "naive") == "naive", "for who wants to time it"
     assert remark(spec, "naive") == remark(spec, "query") == ""
+    single, fp8 = msgspec.structs.replace(spec, query_tokens=1), FORMATS[capabilities.FP8["fp8_e4m3"]]
+    drafted = tokens if tokens > 1 else 0
+    assert left_to_stock([single], drafted, "optimal") == (not packs)
+    assert not left_to_stock([single], drafted, "query")
+    assert not left_to_stock([msgspec.structs.replace(single, kv=fp8)], drafted, "optimal"), "it would be copied"
 
 
 @pytest.mark.parametrize("tensors", [1, 2])

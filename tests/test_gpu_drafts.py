@@ -107,20 +107,23 @@ def test_drafts_of_a_model_that_brings_them(kv: str, gpu_model: Path, prompts: l
 
 
 def test_drafts_of_a_model_with_latents(gpu_model: Path, prompts: list[str], tmp_path: Path) -> None:
-    """Of DeepSeek V3's shape, with 16 heads: three tokens are packed, four fill tiles of 64 rows and are not. Beside `pat` without drafts, which
-    test_gpu_models.py compares."""
+    """Of DeepSeek V3's shape, with 16 heads: two tokens are packed; with four a tile holds one request, so FA3 runs everything. Beside `pat` without
+    drafts, which test_gpu_models.py compares."""
     model = deepseek.write(tmp_path / "model", gpu_model, gain=0.4, **deepseek.OF_GPUS | deepseek.V3)
     flags = [*WITHOUT_PREFILL_GRAPHS, POOL, "30000", "--dtype", "bfloat16", "--moe-runner-backend", "triton"]
     cases = {
-        "without": ("pat", [], CHECKED), "three": ("pat", drafts("NEXTN", 2, 1, 3), CHECKED), "four": ("pat", drafts("NEXTN", 3, 1, 4), CHECKED),
+        "without": ("pat", [], CHECKED), "two": ("pat", drafts("NEXTN", 1, 1, 2), CHECKED), "four": ("pat", drafts("NEXTN", 3, 1, 4), CHECKED),
     }  # fmt: skip
     with serving(model, cases, [*flags, "--disable-shared-experts-fusion"], tmp_path) as servers:
         expected = generate_all(servers.pop("without"), prompts)
         assert len({tuple(answer.ids) for answer in expected}) > len(prompts) / 2, "answers that depend on prompts"
         for case, server in servers.items():
             assert_agree(generate_all(server, prompts), expected, close=0.25, least=0.04)
-            counters = assert_sound(server)
-            assert 0 < counters["kv_bytes"] < (0.8 if case == "three" else 1.01) * counters["kv_bytes_unpacked"], case
+            if case == "two":
+                counters = assert_sound(server)
+                assert 0 < counters["kv_bytes"] < 0.8 * counters["kv_bytes_unpacked"]
+            else:
+                assert "nothing is packed: decode steps run there too" in server.log.read_text()
             sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
             found = server.post("/generate", {"text": prompts, "sampling_params": sampling})
             steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in found)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat, jit
+from sglang_pat.backend import executors
 from sglang_pat.backend.attention import PatAttnBackend
 from sglang_pat.backend.groups import LayerGroup, LayerGroups
 from sglang_pat.backend.start import layers, support
@@ -55,6 +56,10 @@ def create(runner: ModelRunner) -> AttentionBackend:
         if runner.device != "cpu" and layers.format_of(runner).is_low_bit:
             prefills = False  # on neither a stock backend nor plans (extends/pages.py)
         inner = stock_backend(runner, specs) if prefills else None
+        drafted = compat.arguments.draft_tokens(runner.server_args)
+        if inner is not None and runner.device != "cpu" and executors.left_to_stock(specs, drafted, config.policy):
+            logger.info("sglang-pat: a request has so many heads that nothing is packed: decode steps run there too")
+            return inner
         if not prefills and runner.device != "cpu" and any(spec.latent for spec in specs):
             # The user named it (`support.partner_problem`); in decode steps too it is what models treat PAT as.
             compat.model.treat_as("pat", compat.stock.latent_backend(runner))

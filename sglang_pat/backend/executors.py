@@ -94,15 +94,27 @@ def workspace_slots(spec: AttentionSpec, pack_config: PackConfig, max_batch: int
     return min(WORKSPACE_BYTES // slot_bytes(spec.query_heads, spec.v_head_dim), wanted)
 
 
-def policy_of(spec: AttentionSpec, policy: Policy) -> Policy:
-    """How a GPU packs queries of this spec, where the user says `policy`.
+def packs(spec: AttentionSpec) -> bool:
+    """Whether a GPU's work items have room for more than one query of this spec. Where they have none, requests wait for products of matrices, not for KV:
+    reading latents once for several requests saves nothing then (benchmarks/notes/latents.md, "Beside FA3, FlashInfer and FlashMLA")."""
+    return not spec.latent or 2 * spec.query_heads <= LATENT_ROWS
 
-    A request whose rows fill whole tiles of latents waits for products of matrices, not for KV, so reading KV once for several requests saves nothing
-    (arithmetic: 121 operations a byte, which an L2 cache feeds). Timing may say otherwise for some shapes: this is the place. Policies other than the
-    default are for that, and stay.
+
+def left_to_stock(specs: Iterable[AttentionSpec], tokens: int, policy: Policy) -> bool:
+    """Whether the stock backend that prefills on a GPU shall run everything: nothing is packed, and it decodes latents of 16 bits a little faster. Those of
+    8 bits it copies, all of the pool in each layer.
+
+    Args:
+        tokens: Of a draft; 0 without speculation.
+        policy: What the user says: with another than the default PAT decodes, for who wants to time it.
     """
-    whole = spec.latent and spec.query_heads % LATENT_ROWS == 0
-    return "query" if whole and policy == "optimal" else policy
+    steps = [msgspec.structs.replace(spec, query_tokens=tokens or 1) for spec in specs]
+    return policy == "optimal" and all(spec.latent and spec.kv.bits == 16 and not packs(spec) for spec in steps)
+
+
+def policy_of(spec: AttentionSpec, policy: Policy) -> Policy:
+    """How a GPU packs queries of this spec, where the user says `policy`: others than the default stay."""
+    return policy if packs(spec) or policy != "optimal" else "query"
 
 
 def remark(spec: AttentionSpec, policy: Policy) -> str:

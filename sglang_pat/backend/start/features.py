@@ -300,8 +300,8 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("deterministic inference on a GPU", "`--enable-deterministic-inference`", "test_pieces.py::test_kernels_decode_alone_and_in_any_batch",
                "test_pieces.py::test_kernels_of_drafts_and_extends_compute_what_those_of_decode_steps_do",
                "test_deterministic.py::test_an_extend_in_rounds_has_the_bits_of_decode_steps", "test_deterministic.py::test_answers_do_not_depend_on_the_batch",
-               note="packed; prefill is planned too, without CUDA graphs, so that recomputed tokens have the bits of decoded ones; kernels were emulated, no "
-               "server was run on a GPU yet; of hybrid models attention only"),
+               note="packed; prefill is planned too, without CUDA graphs, so that recomputed tokens have the bits of decoded ones; on an H200 "
+               "SGLang's own four tests pass with bfloat16, and one of them with FP8; of hybrid models attention only"),
         _refused("deterministic inference on a CPU", "`--enable-deterministic-inference`", _on_cpu(_set("enable_deterministic_inference")),
                  "leave it out, as SGLang's operators there depend on the batch"),
         _refused("deterministic inference with a second backend",
@@ -343,9 +343,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("MLA on a GPU (DeepSeek V2, V3, R1, Kimi K2, GLM-4.7-Flash, and others whose attention has DeepSeek's code)", "",
                "test_latent_kernel.py::test_random_trees", "test_latents.py::test_kit_in_two_tensors", "test_gpu_models.py::test_latents",
                "test_gpu_models.py::test_latents_behind_a_long_prefix", "test_gpu_drafts.py::test_drafts_of_a_model_with_latents",
-               note="latents of 512 + 64 columns; the kernels were compiled and emulated, servers were not run on a GPU yet. Prefill, mixed steps and drafts run whole "
-               "on SGLang's own choice: FA3 on Hopper, FlashInfer on compute capability 10.x, else Triton. It may be named for prefill, no other backend beside `pat`. Where a request's rows (query heads of a rank "
-               "x tokens of a draft) are a multiple of 64, nothing is packed. An FP8 cache has no scales, and FA3 turns the whole pool into 16 bits in each layer of drafts and of prefill over "
+               note="latents of 512 + 64 columns; [how fast](measured-kernels.md#latents). On a GPU a server of DeepSeek V2's shape with 16 heads was run, on 0.5.23 and an H200, not with drafts, FP8 or several GPUs. Prefill, mixed steps and drafts run whole "
+               "on SGLang's own choice: FA3 on Hopper, FlashInfer on compute capability 10.x, else Triton. It may be named for prefill, no other backend beside `pat`. Where a request has more than 32 rows (query heads of a rank "
+               "x tokens of a draft), nothing is packed, and that backend decodes latents of 16 bits too. An FP8 cache has no scales, and FA3 turns the whole pool into 16 bits in each layer of drafts and of prefill over "
                "latents (in graphs, and behind cached prefixes of fewer than 8,192 tokens in all); in other prefill it turns K into 8 bits once more. Models whose attention has code of its own (MiniCPM3, Sarvam) "
                "are accepted, and prefill on Triton, but no test ran one"),
         _refused("MLA in hybrid models (Kimi-Linear), with attention sinks, with windows, and on a GPU with scaling by position (Mistral Large 3) and of other dimensions; sparse attention over latents (DSA: DeepSeek V3.2, GLM-5; DeepSeek V4)",

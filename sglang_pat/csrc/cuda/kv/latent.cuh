@@ -1,8 +1,8 @@
 // The forward kernel for latents (MLA) on Hopper: every work item is computed by two warpgroups together, with four producer
 // warps. They take the scores of an item's KV tiles by turns. Each leaves its tile's weights and maxima for the other, and
 // both multiply all weights, each with its half of V's columns, in the order of the tiles. So one warpgroup's softmax
-// overlaps the other's products, and its own with the tile before. module.cu launches it. Compiled and emulated, not timed
-// yet.
+// overlaps the other's products, and its own with the tile before. module.cu launches it. Why so:
+// benchmarks/notes/latents.md, "Order of a tile's products".
 #pragma once
 
 #include "../forward.cuh"

@@ -2,7 +2,7 @@
 // tokens, by mma.sync. Scores are divided by rows and tokens, or in small items by tokens and K's columns, and add up in
 // shared memory; each warp turns some rows into weights there; and each multiplies all weights with an eighth of V's
 // columns, [rows, v_dim / 8] in registers as softmax.cuh describes. All warps load: two tiles are in shared memory, one of
-// them on its way. Compiled and emulated, not timed yet.
+// them on its way. Not timed on any GPU.
 #pragma once
 
 #include "../forward.cuh"
