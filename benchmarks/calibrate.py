@@ -19,6 +19,7 @@ import tables
 import trees
 
 from sglang_pat.estimate import costs
+from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, PackConfig
 from sglang_pat.packing.native import inspect
 
@@ -55,7 +56,13 @@ SERVED_RESTS = ("pat", "flashinfer")
 benchmark: that is no rest, so its constant comes from the model runner's steps alone."""
 
 
+LATENTS = {"h200": "mla-h200.json"}
+"""Results of attention over latents."""
+
+
 def pack_config(heads: str, gpu: costs.Gpu, kv: str = "bfloat16") -> PackConfig:
+    if "/" not in heads:
+        return costs.pack_config(AttentionSpec(int(heads), 1, 576, 512, FORMATS[kv], latent=True), gpu)
     query_heads, kv_heads = map(int, heads.split("/"))
     return costs.pack_config(AttentionSpec(query_heads, kv_heads, 128, 128, FORMATS[kv]), gpu)
 
@@ -96,12 +103,22 @@ OF_PAT = ("base", "longest", "merge")
 """Of `costs.Gpu`, in the order of `features`. Those of others are all of `costs.Baseline`."""
 
 
-def kernels(result: str, kv: str, gpu: costs.Gpu) -> dict[str, Any]:
+def of_latents(result: str) -> list[dict[str, Any]]:
+    """Records as those of `kernels.py` are, of as many heads as are packed."""
+    records = (
+        record for record in tables.load(result)["records"] if record["kv"] == "bfloat16" and record["tokens"] == 1
+    )
+    return [
+        {**record, "tree": trees.LATENTS[record["tree"]], "heads": str(record["heads"])}
+        for record in records
+        if 2 * record["heads"] <= capabilities.LATENT_ROWS
+    ]  # fmt: skip
+
+
+def kernels(records: list[dict[str, Any]], kv: str, gpu: costs.Gpu) -> dict[str, Any]:
     """The coefficients of each backend's kernels with KV of a format, and how far off they are."""
     known = [
-        (record, features(record["tree"], record["heads"], gpu, kv))
-        for record in tables.load(result)["records"]
-        if record["page_size"] == 1
+        (record, features(record["tree"], record["heads"], gpu, kv)) for record in records if record["page_size"] == 1
     ]
     found = {}
     for backend in ("pat", *gpu.baselines):
@@ -124,10 +141,16 @@ def fitted(gpu: costs.Gpu, found: dict[str, Any]) -> costs.Gpu:
 
 def calibrate(name: str) -> dict[str, Any]:
     """What is found of a GPU."""
-    found = {kv: kernels(file, kv, costs.gpu_with(name, FORMATS[kv])) for kv, file in KERNELS[name].items()}
+    found = {
+        kv: kernels(tables.load(file)["records"], kv, costs.gpu_with(name, FORMATS[kv]))
+        for kv, file in KERNELS[name].items()
+    }
     result: dict[str, Any] = {"device": tables.load(KERNELS[name]["bfloat16"])["device"], **found["bfloat16"]}
     if "float8_e4m3fn" in found:
         result["fp8"] = found["float8_e4m3fn"]
+    if name in LATENTS:
+        kv = FORMATS["bfloat16"]
+        result["latents"] = kernels(of_latents(LATENTS[name]), kv.name, costs.gpu_with(name, kv, latent=True))
     gpu = fitted(costs.gpu_with(name, FORMATS["bfloat16"]), result)
 
     # (file if it was served, workload, tree, milliseconds, backend)

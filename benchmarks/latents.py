@@ -46,9 +46,6 @@ BENCHMARKS = {
 }
 """For run.py, which reads it without importing this file."""
 
-TREES = {"A": "1,256_4096,256", "B": "1,32_8192,128", "C": "8,256_2048,128", "alone": "128_4096"}
-"""One system prompt for many; a long document for few; eight prompts; requests that share nothing."""
-
 HEADS = (8, 16, 20, 32, 40, 64, 128)
 
 POOL_SLOTS = 500_000
@@ -282,7 +279,7 @@ def measure(tree: str, problem: Problem, pat: Pat, form: str) -> Record:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--trees", nargs="+", default=list(TREES), help="A, B, C, alone, or nodes per level _ tokens per node"
+        "--trees", nargs="+", default=list(trees.LATENTS), help="A, B, C, alone, or nodes per level _ tokens per node"
     )
     parser.add_argument("--heads", nargs="+", type=int, default=list(HEADS), help="query heads")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1], help="of each request")
@@ -303,7 +300,7 @@ def main() -> None:
     for tokens, page_size, heads, tree in itertools.product(
         arguments.tokens, arguments.page_sizes, arguments.heads, arguments.trees
     ):
-        problem = Problem(TREES.get(tree, tree), heads, capabilities.LATENT_DIMS[0], form, page_size, tokens)
+        problem = Problem(trees.LATENTS.get(tree, tree), heads, capabilities.LATENT_DIMS[0], form, page_size, tokens)
         tiles = capabilities.tile_table_of(problem.spec, cuda.arch_of(device), torch.cuda.get_device_name(), table)
         pat = Pat(problem, cuda.Decoder(problem.spec, tiles, device, problem.q.dtype), tiles, arguments.splits)
         found = measure(tree, problem, pat, arguments.kv_cache_dtype if form != "bfloat16" else form)

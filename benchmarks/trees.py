@@ -17,6 +17,9 @@ RECORDED = Path(__file__).parent / "recorded"
 """Traces of servers (`SGLANG_PAT_TRACE`). `random-128`: that workload of serving.py on two GPUs, Qwen3-8B's
 shape, 2026-11-22; bench_serving's random prompts share more than a fifth of their KV."""
 
+LATENTS = {"A": "1,256_4096,256", "B": "1,32_8192,128", "C": "8,256_2048,128", "alone": "128_4096"}
+"""Of attention over latents: one system prompt for many; a long document for few; eight prompts; requests that share nothing."""
+
 PAPER = (
     "1,10_4096,416", "1,256_256,32", "1,1024_2048,32", "1,2,64_1024,256,256", "1,4,256_32,256,32", "1,8,512_32,512,256",
     "1,8,512_32,2048,256", "1,8,512_512,512,256", "1,4,8,256_32,256,256,32", "1,4,16,512_1024,256,128,32",

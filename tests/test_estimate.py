@@ -21,7 +21,7 @@ from test_top import JUNK, sentence
 from sglang_pat import cli, model_config
 from sglang_pat.cli import parser
 from sglang_pat.estimate import EstimateError, costs, estimate, models, read, read_model
-from sglang_pat.estimate.costs import GPUS
+from sglang_pat.estimate.costs import GPUS, LATENTS
 from sglang_pat.estimate.prompts import BLOCK, CHARS_PER_TOKEN, TRACE_BLOCK, Prompt, batch_of
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node
 
@@ -939,10 +939,13 @@ def calibrated(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "benchmarks" / "results" / f"estimate-{name}.json").read_text())
 
 
-@pytest.mark.parametrize(("name", "bits"), [(name, bits) for name, known in GPUS.items() for bits in known])
-def test_predictions_are_those_of_the_calibration(name: str, bits: int) -> None:
-    result, gpu = calibrated(name), GPUS[name][bits]
-    found = result if bits == 16 else result["fp8"]
+@pytest.mark.parametrize(
+    ("name", "latents", "bits"),
+    [(name, latents, bits) for latents, of in ((False, GPUS), (True, LATENTS)) for name, known in of.items() for bits in known],
+)  # fmt: skip
+def test_predictions_are_those_of_the_calibration(name: str, latents: bool, bits: int) -> None:
+    result, gpu = calibrated(name), (LATENTS if latents else GPUS)[name][bits]
+    found = result["latents"] if latents else result if bits == 16 else result["fp8"]
     for backend in ("pat", *gpu.baselines):
         known = dict(found[backend])
         del known["error"]
@@ -1015,8 +1018,8 @@ def test_bad_input_is_one_sentence(arguments: list[str], message: str, capsys: p
     assert message in capsys.readouterr().err
 
 
-def test_mla_is_read_and_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """DeepSeek V2 Lite: of a token each layer keeps 576 numbers once, for all heads. No other backend was measured with that."""
+def test_mla(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """DeepSeek V2 Lite: of a token each layer keeps 576 numbers once, for all heads."""
     latents = changed(
         kv_lora_rank=512,
         qk_rope_head_dim=64,
@@ -1028,6 +1031,11 @@ def test_mla_is_read_and_refused(capsys: pytest.CaptureFixture[str], tmp_path: P
     found = read_model(write(tmp_path / "config.json", [latents]))
     assert found.layers == {AttentionSpec(16, 1, 576, 512, FORMATS["bfloat16"], latent=True): 36}
     assert next(iter(found.layers)).cost().token_bytes == 1152 and found.weight_bytes is None
-    assert "MLA cannot be estimated: no backend was measured with latents" in sentence(
-        capsys, "estimate", str(PROMPTS), "--model", str(tmp_path)
-    )
+    command = "estimate", str(PROMPTS), "--model", str(tmp_path)
+    assert cli.main([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["batches"][0]["attention_us"]) == {"fa3", "flashinfer", "pat"}
+    assert "on an H200 with KV of 16 bits only" in sentence(capsys, *command, "--gpu", "h100")
+    assert "on an H200 with KV of 16 bits only" in sentence(capsys, *command, "--kv-cache-dtype", "fp8_e4m3")
+    write(tmp_path / "config.json", [latents | {"num_attention_heads": 64, "num_key_value_heads": 64}])
+    assert "MLA with 64 heads on a GPU packs nothing" in sentence(capsys, *command)

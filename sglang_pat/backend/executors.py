@@ -26,9 +26,6 @@ logger = logging.getLogger(__name__)
 WORKSPACE_BYTES = 192 << 20
 """The most GPU memory for parts. A batch whose plan needs more is packed in part."""
 
-LATENT_ROWS = 64
-"""Rows of the widest tile of latents (`capabilities.LATENT_TILES`)."""
-
 PARTS_OF_A_REQUEST = 8
 """How many parts the workspace holds per request, within the limit above: more than the levels of prefixes in systems that nest tools,
 documents and turns in a prompt."""
@@ -97,7 +94,7 @@ def workspace_slots(spec: AttentionSpec, pack_config: PackConfig, max_batch: int
 def packs(spec: AttentionSpec) -> bool:
     """Whether a GPU's work items have room for more than one query of this spec. Where they have none, requests wait for products of matrices, not for KV:
     reading latents once for several requests saves nothing then (benchmarks/notes/latents.md, "Beside FA3, FlashInfer and FlashMLA")."""
-    return not spec.latent or 2 * spec.query_heads <= LATENT_ROWS
+    return not spec.latent or 2 * spec.query_heads <= capabilities.LATENT_ROWS
 
 
 def left_to_stock(specs: Iterable[AttentionSpec], tokens: int, policy: Policy) -> bool:

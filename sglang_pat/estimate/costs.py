@@ -87,19 +87,31 @@ H100 = Gpu(
 )  # fmt: skip
 GPUS = {"h200": {16: H200, 8: H200_8BIT}, "h100": {16: H100}}
 """By name, and by the bits of an element of KV: only what was measured."""
+H200_LATENTS = msgspec.structs.replace(
+    H200, base=15.11, longest=0.826, merge=1.260,
+    baselines={"fa3": Baseline(19.58, 0.988, 0.773, 4.106), "flashinfer": Baseline(31.95, 0.933, 0.780, 0.0)},
+)  # fmt: skip
+LATENTS = {"h200": {16: H200_LATENTS}}
+"""The same for latents (MLA), of as many heads as are packed. What others than PAT take does not depend on them."""
 NAMES = {"fa3": "FA3", "flashinfer": "FlashInfer", "pat": "PAT"}
 AT_A_TIME = 256
 """Requests of a job that are shown together."""
 
 
-def gpu_with(name: str, kv: KVFormat) -> Gpu:
-    """The coefficients of a GPU with such a KV cache.
+def gpu_with(name: str, kv: KVFormat, latent: bool = False) -> Gpu:
+    """The coefficients of a GPU with such a KV cache; `latent`: of latents.
 
     Raises:
         EstimateError: It was not measured.
     """
     if name not in GPUS:
         raise EstimateError(f"--gpu {name}: there are measurements for {', '.join(GPUS)} only")
+    if latent:
+        if kv.bits not in LATENTS.get(name, {}):
+            raise EstimateError(
+                "MLA was measured on an H200 with KV of 16 bits only: leave out --gpu and --kv-cache-dtype"
+            )
+        return LATENTS[name][kv.bits]
     if kv.bits not in GPUS[name]:
         raise EstimateError(
             f"--gpu {name} was not measured with a KV cache of {kv.bits} bits: leave out --kv-cache-dtype, or give --gpu h200"
@@ -113,8 +125,11 @@ def layers_of(model: Model, kv: KVFormat) -> dict[AttentionSpec, int]:
     Raises:
         EstimateError: There is no kernel for the model, or no measurement of what other backends take.
     """
-    if any(spec.latent for spec in model.layers):
-        raise EstimateError("MLA cannot be estimated: no backend was measured with latents")
+    for spec in model.layers:
+        if spec.latent and 2 * spec.heads > capabilities.LATENT_ROWS:
+            raise EstimateError(
+                f"MLA with {spec.heads} heads on a GPU packs nothing: estimates are for one GPU, and up to {capabilities.LATENT_ROWS // 2} heads are packed"
+            )
     layers = {msgspec.structs.replace(spec, kv=kv): count for spec, count in model.layers.items()}
     for refusal in (capabilities.refusal(spec, "cuda") for spec in layers):
         if refusal is not None:
@@ -222,7 +237,7 @@ def job(prompts: list[Prompt], model: Model, gpu_name: str) -> tuple[PackConfig,
     if any(prompt.session is not None for prompt in prompts):
         raise EstimateError("turns of agents' sessions follow one another: they are no job")
     kv = FORMATS["bfloat16"]
-    gpu, layers = gpu_with(gpu_name, kv), layers_of(model, kv)
+    gpu, layers = gpu_with(gpu_name, kv, any(spec.latent for spec in model.layers)), layers_of(model, kv)
     spec = max(layers, key=layers.__getitem__)
     order = sorted(range(len(prompts)), key=lambda place: (prompts[place].block, prompts[place].blocks))
     places = [order[start : start + AT_A_TIME] for start in range(0, len(order), AT_A_TIME)]

@@ -52,6 +52,9 @@ LATENT_TILES = {"9.0a": (8, 16, 32, 64), "8.0": (16, 64), "10.0": (16, 64)}
 """Every m of the kernels for latents, by architecture; (16,) where there is less shared memory. A CTA computes a work item together
 (csrc/cuda/kv/latent.cuh, latent_mma.cuh)."""
 
+LATENT_ROWS = 64
+"""Rows of the widest of them."""
+
 NARROW_M = 16
 """The most rows that a single warp computes (`kNarrowM` in csrc/cuda/tiles.h)."""
 

@@ -18,7 +18,7 @@ at least two KV tiles (`python benchmarks/policies.py --random 200`)."""
 
 BIN_RUNS = 8
 """KV heads from which on a bin costs `TileTable.bin_ns`; with fewer it has so much fewer parts to write and merge. `bin_ns` was measured with 8 and 4 KV heads
-(benchmarks/notes/bins.md, "How many bins"); with half of it for 4 heads the batches named there keep their bins."""
+(benchmarks/notes/bins.md, "How many bins" and "Bins of few KV heads")."""
 
 
 ALWAYS = 2**31 - 1

@@ -1,7 +1,8 @@
 // The ring buffer of latents (MLA) in shared memory on Hopper, and its producers. V is the first columns of K, so a KV tile
 // [64 tokens, dim] is copied once and multiplied twice. It lies in swizzled panels of 64 columns and has three pieces: the
 // columns of V that the first warpgroup multiplies, those of the second, and the rest of K, its rope. Where the rope was,
-// the tile's weights P are left for the other warpgroup. latent.cuh runs the producers and the consumers. Why so: benchmarks/notes/latents.md.
+// the tile's weights P are left for the other warpgroup. latent.cuh runs the producers and the consumers.
+// Why so: benchmarks/notes/latents.md, "What an item waits for".
 #pragma once
 
 #include "../assign.cuh"
