@@ -318,6 +318,18 @@ def test_what_is_built_ahead_is_what_servers_load(monkeypatch: pytest.MonkeyPatc
     caps = [variant for spec in capped for variant in cuda.variants(spec, "9.0a", extends=True)]
     assert set(built) == {*wanted, *few_bits, *caps}
     assert len(built) == len(set(built)) == 2 * (8 + 8) + 1 + 3, "with and without tails"
+    built.clear()
+    build.main(["--arch", "9.0a", "--head-dim", "256", "--drafts"])
+    wanted = [
+        variant
+        for heads, tokens in ((4, 1), (8, 1), (2, 2), (4, 2), (4, 4), (8, 4))
+        for variant in cuda.variants(
+            msgspec.structs.replace(spec_of(torch.bfloat16, 256, 256), heads=heads, query_tokens=tokens),
+            "9.0a",
+            extends=tokens == 1,
+        )
+    ]
+    assert set(built) == set(wanted) and len(built) == 4 + 3, "for few and for many rows"
 
 
 @pytest.mark.parametrize(("heads", "tokens", "tiles"), [(4, 2, 5), (4, 3, 4), (4, 4, 4), (4, 5, 5), (16, 1, 5)])
