@@ -180,13 +180,11 @@ class Pat:
     ) -> None:  # fmt: skip
         self._problem, self._overlap = problem, overlap
         form = form or kv_format(problem.k.dtype)
-        tiles = capabilities.tile_table(
-            cuda.arch_of(problem.q.device), problem.dim, torch.cuda.get_device_name(), kv_bits=form.bits
-        )
-        if query_tiles:
-            tiles = TileTable(query_tiles)
         tokens = problem.tokens
         spec = AttentionSpec(problem.heads, problem.kv_heads, problem.dim, problem.v_dim, form, query_tokens=tokens)
+        tiles = capabilities.tile_table_of(spec, cuda.arch_of(problem.q.device), torch.cuda.get_device_name())
+        if query_tiles:
+            tiles = TileTable(query_tiles)
         self.decoder = cuda.Decoder(spec, tiles, problem.q.device, problem.q.dtype)
         self.config = PackConfig.of(spec, tiles, self.decoder.workers, policy)
         scheduler = native.NativeScheduler(self.config, problem.size)

@@ -15,7 +15,7 @@ from functools import partial
 
 import emulated
 import torch
-from kernel_cases import TOLERANCE, Case, Run, of_latents, spec_of
+from kernel_cases import TOLERANCE, Case, Run, in_turns, of_latents, spec_of
 from page_cases import Paged, Stored
 from trees import random_batch
 
@@ -54,7 +54,10 @@ CHANGES: dict[str, emulated.Change] = {
     "wide: the first group that has read a stage frees it": ("wide.cuh", "kArrivals / (item.m / kWarpgroupRows)", "kArrivals"),
     "wide: groups add up before both have written": ("wide.cuh", "sync_threads(kWideBarrier, kAlternating * kWarpgroupThreads);", ""),
     "ring: V does not wait for an empty stage": ("kv/plain_copy.cuh", "    cursor.wait_empty();", "    if (!kIsV) cursor.wait_empty();"),
-    "ring: Q does not wait for an empty buffer": ("ring.cuh", "queries_.wait_empty();", ""),
+    "ring: Q does not wait for an empty buffer": ("ring.cuh", "queries_.wait_all_empty(item.m);", ""),
+    "own queries: Q does not wait for an empty buffer": ("ring.cuh", "queries_.wait_all_empty(item.m);", ""),
+    "own queries: they are not waited for": ("wide.cuh", "queries_.wait_full(warpgroup);", ""),
+    "own queries: a group's buffer is as full as the next item's": ("ring.cuh", "(turn_ + (turn_ + buffer) % 2) / 2 % 2", "turn_ / 2 % 2"),
     "forward: narrow items do not wait for wide ones": (
         "forward.cuh", "run_wide(p, items, memory);\n        ran_wide", "run_wide(p, items, memory); single(), narrow();\n        ran_wide",
     ),
@@ -283,6 +286,20 @@ def fault_of_narrow_first(change: emulated.Change | None) -> str:
     return fault_of_run(run, seeds=4)
 
 
+def fault_of_own_queries(change: emulated.Change | None) -> str:
+    """The same where each of two warpgroups has a buffer of Q, by one worker."""
+    tiles = TileTable((64, 128))
+    for tokens in (90, 300):
+        case = Case(in_turns(tokens), 8, 1, 256, 256, torch.bfloat16)
+        decoder = decoder_with(change, case.spec, TileTable(capabilities.tiles_of(case.spec, ARCH)))
+        run = Run(case, decoder, tiles, "naive")
+        run.plan = case.plan(tiles, 1, "naive")
+        run.make_workspace(int(run.plan[2]))
+        if found := fault_of_run(run, seeds=3):
+            return found
+    return ""
+
+
 def fault_of_latents(change: emulated.Change | None, dtype: torch.dtype = torch.bfloat16, arch: str = ARCH) -> str:
     """The same of latents, by one worker: wide and narrow items of several tiles, in some of which scores grow, and more items than it looks up."""
     torch.manual_seed(0)
@@ -311,6 +328,7 @@ KINDS: dict[str, Callable[[emulated.Change | None], str]] = {
     "tails": fault_of_tails,
     "tails of 8 bits": partial(fault_of_tails, dtype=torch.float8_e4m3fn),
     "narrow first": fault_of_narrow_first,
+    "own queries": fault_of_own_queries,
     "latents": fault_of_latents,
     "latents of 8 bits": partial(fault_of_latents, dtype=torch.float8_e4m3fn),
     "latents by mma": partial(fault_of_latents, arch="8.0"),

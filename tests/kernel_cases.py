@@ -15,7 +15,7 @@ from oracle import make_plan
 from sglang_pat.backend.start.layers import kv_format
 from sglang_pat.kernels.arguments import KvView, Scores, Tables
 from sglang_pat.kernels.low_bit import Pages
-from sglang_pat.packing import AttentionSpec, Batch, PackConfig, TileTable, tree
+from sglang_pat.packing import AttentionSpec, Batch, Node, PackConfig, TileTable, tree
 from sglang_pat.packing.layout import flatten
 from sglang_pat.packing.native import NativeScheduler, load
 
@@ -163,6 +163,18 @@ class Case:
             wide = pool.float()
             wide[~seen] = math.nan
             pool.copy_(wide.to(pool.dtype))
+
+
+def in_turns(tokens: int) -> Batch:
+    """Prefixes of up to so many tokens, of 1 to 16 requests each: with 8 rows of each request, items of 64 and of 128 rows in no order."""
+    generator = random.Random(tokens)
+    nodes: list[Node] = []
+    lengths: list[int] = []
+    for count in (8, 16, 3, 12, 16, 5, 2, 7, 9, 1, 10, 8, 8, 16, 4):
+        end = generator.randint(tokens // 3, tokens)
+        nodes.append(Node(0, end, list(range(len(lengths), len(lengths) + count))))
+        lengths += [end + generator.randint(0, 3) for _ in range(count)]
+    return Batch(lengths, nodes)
 
 
 def of_latents(case: Any) -> Any:

@@ -90,6 +90,37 @@ def test_forward_compiles_without_spills(arch: str, dims: tuple[int, int], dtype
 
 @compiles
 @pytest.mark.parametrize(
+    ("tokens", "dims", "limits"),
+    [
+        *((tokens, dims, False) for tokens in (1, 2, 4) for dims in ((256, 256), (192, 192), (192, 128))),
+        (1, (256, 256), True),
+    ],
+)
+def test_two_warpgroups_of_larger_dimensions_compile_without_spills(
+    tokens: int, dims: tuple[int, int], limits: bool
+) -> None:
+    spec = msgspec.structs.replace(spec_of(torch.bfloat16, *dims), heads=8 if tokens == 1 else 4, query_tokens=tokens)
+    variant = cuda.Variant.of(spec, "9.0a", limits=limits)
+    found = used(variant)
+    print(variant.name, found)
+    assert variant.query_tiles[-1] == 128 and found.spill_bytes == 0 and not found.serialized
+    # With fewer its 384 threads would have too few to trade, and would wait for them for ever (csrc/cuda/forward.cuh).
+    assert found.registers == 168
+
+
+def test_few_rows_of_larger_dimensions_have_one_warpgroup() -> None:
+    def tiles(heads: int, tokens: int, dim: int, dtype: torch.dtype = torch.bfloat16, arch: str = "9.0a") -> Any:
+        spec = msgspec.structs.replace(spec_of(dtype, dim, dim), heads=2 * heads, kv_heads=2, query_tokens=tokens)
+        return cuda.Variant.of(spec, arch).query_tiles
+
+    assert tiles(7, 1, 256) == tiles(2, 3, 192) == (8, 16, 64)
+    assert tiles(8, 1, 256) == tiles(2, 4, 256) == tiles(6, 4, 256) == (8, 64, 128)
+    assert tiles(8, 1, 192) == (8, 16, 64, 128)
+    assert tiles(16, 1, 256, torch.float8_e4m3fn) == tiles(16, 1, 256, arch="8.0") == (8, 16, 64)
+
+
+@compiles
+@pytest.mark.parametrize(
     ("dim", "heads", "tokens", "spills"),
     [(128, 4, 8, 0), (128, 64, 1, 0), (64, 8, 8, 0), (96, 4, 1, 0), (128, 8, 8, 56)],
 )
@@ -287,6 +318,18 @@ def test_what_is_built_ahead_is_what_servers_load(monkeypatch: pytest.MonkeyPatc
     caps = [variant for spec in capped for variant in cuda.variants(spec, "9.0a", extends=True)]
     assert set(built) == {*wanted, *few_bits, *caps}
     assert len(built) == len(set(built)) == 2 * (8 + 8) + 1 + 3, "with and without tails"
+    built.clear()
+    build.main(["--arch", "9.0a", "--head-dim", "256", "--drafts"])
+    wanted = [
+        variant
+        for heads, tokens in ((4, 1), (8, 1), (2, 2), (4, 2), (4, 4), (8, 4))
+        for variant in cuda.variants(
+            msgspec.structs.replace(spec_of(torch.bfloat16, 256, 256), heads=heads, query_tokens=tokens),
+            "9.0a",
+            extends=tokens == 1,
+        )
+    ]
+    assert set(built) == set(wanted) and len(built) == 4 + 3, "for few and for many rows"
 
 
 @pytest.mark.parametrize(("heads", "tokens", "tiles"), [(4, 2, 5), (4, 3, 4), (4, 4, 4), (4, 5, 5), (16, 1, 5)])

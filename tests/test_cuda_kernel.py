@@ -13,7 +13,7 @@ import emulated
 import msgspec
 import pytest
 import torch
-from kernel_cases import Q_DTYPES, TOLERANCE, Case, Drafts, Extended, Run, random_trees, spec_of
+from kernel_cases import Q_DTYPES, TOLERANCE, Case, Drafts, Extended, Run, in_turns, random_trees, spec_of
 from trees import random_batch
 
 from sglang_pat.kernels import capabilities, cuda
@@ -97,13 +97,13 @@ def modules() -> None:
         for dtype in (torch.bfloat16, torch.float8_e4m3fn)
         for arch in ARCHS
         for dim, v_dim in TILE_DIMS
-        for m in capabilities.query_tiles(arch, dim, 8 * dtype.itemsize)
+        for m in capabilities.query_tiles(arch, dim, 8 * dtype.itemsize, capabilities.TWO_WARPGROUPS_ROWS)
     ]
     cuda.build([*wanted, *single])
 
 
 def run(case: Case, arch: str, tiles: TileTable | None = None, policy: str = "optimal") -> Run:
-    known = capabilities.tile_table(arch, case.spec.head_dim, kv_bits=case.spec.kv.bits)
+    known = capabilities.tile_table_of(case.spec, arch)
     tiles = tiles or known
     if ON_GPU:
         return Run(case, cuda.Decoder(case.spec, tiles, case.q.device, case.q.dtype, case.limits), tiles, policy)
@@ -403,7 +403,7 @@ def test_more_query_heads_than_a_tile_has_rows(
     """They are computed in splits, the last of which has some heads of the one before again."""
     case = make_case(random_batch(random.Random(heads), 2, 3, 90), heads, kv_heads, dim, dtype, v_dim)
     assert run(case, arch).error() < TOLERANCE[case.q.dtype]
-    tiles = TileTable(capabilities.query_tiles(arch, dim, 8 * dtype.itemsize))
+    tiles = TileTable(capabilities.tiles_of(case.spec, arch))
     assert run(case, arch, tiles, policy="naive").error() < TOLERANCE[case.q.dtype]
 
 
@@ -419,8 +419,8 @@ def test_policies(policy: str, arch: str) -> None:
 @pytest.mark.parametrize("m", [emulated_slowly(m) for m in capabilities.tile_table(ARCHS[0], 128).query_tiles])
 @pytest.mark.parametrize(("dim", "v_dim"), TILE_DIMS)
 def test_every_tile(dim: int, v_dim: int, m: int, dtype: torch.dtype, arch: str) -> None:
-    known = capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize)
-    if m not in known.query_tiles:
+    # Where few rows of a query have other tiles than many, those of many too.
+    if not any(m in capabilities.query_tiles(arch, dim, 8 * dtype.itemsize, rows) for rows in (1, 8)):
         pytest.skip("not a tile of this architecture")
     tiles = TileTable((m,))
     for queries, prefix in ((1, 1), (40, 1), (40, 31), (33, 200), (70, 64), (3, 1000)):
@@ -443,7 +443,7 @@ def test_every_number_of_warps_for_an_item(count: int, dim: int, v_dim: int, dty
         for heads in (1, 16):
             case = make_case(batch, heads, 1, dim, dtype, v_dim)
             few = run(case, arch)
-            few.plan = case.plan(capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize), workers=1)
+            few.plan = case.plan(capabilities.tile_table_of(case.spec, arch), workers=1)
             assert few.error() < TOLERANCE[case.q.dtype]
 
 
@@ -459,6 +459,19 @@ def test_a_worker_with_more_items_than_threads(dtype: torch.dtype, arch: str) ->
         turns.plan = case.plan(chosen, workers=1, policy="naive")
         assert len(layout.work_items(turns.plan.cpu().numpy())) > 512
         assert turns.error() < TOLERANCE[case.q.dtype]
+
+
+@hopper
+@pytest.mark.parametrize(("dim", "v_dim"), [(256, 256), emulated_slowly(192, 128)])
+@pytest.mark.parametrize("tokens", [90, 400])
+def test_warpgroups_with_queries_of_their_own(tokens: int, dim: int, v_dim: int) -> None:
+    """Two warpgroups take items of 64 rows in turn, and those of 128 together, whoever's turn it is."""
+    case = make_case(in_turns(tokens), 8, 1, dim, torch.bfloat16, v_dim)
+    tiles = TileTable((64, 128))
+    turns = run(case, "9.0a", tiles, policy="naive")
+    turns.plan = case.plan(tiles, workers=1, policy="naive")
+    assert {item.m for item in layout.work_items(turns.plan.cpu().numpy())} == {64, 128}
+    turns.check_in_any_order(TOLERANCE[case.q.dtype], seeds=3)
 
 
 @each_arch

@@ -298,7 +298,7 @@ def test_work_items_have_tails_where_a_query_needs_a_group_of_warps(rows: int, q
     spec = AttentionSpec(rows, 1, 128, 128, FORMATS["bfloat16"])
     config = PackConfig.of(spec, tiles, workers=1)
     assert config.tails_queries == queries
-    assert capabilities.has_tails(tiles.query_tiles, rows, 16) == (queries > 1)
+    assert capabilities.has_tails(tiles.query_tiles, rows, 16, 128) == (queries > 1)
     assert PackConfig.of(msgspec.structs.replace(spec, window=500), tiles, workers=1).tails_queries == 1
     batch = Batch([630] * 11 + [1_200], [Node(0, 600, list(range(12)))])
     sizes = [len(item.queries) for item in make_plan(batch, config).items if item.tails]

@@ -177,7 +177,7 @@ class OnGpu(Same):
         self, case: kernel_cases.Case, piece: int, query_tiles: Sequence[int], alike: bool = True, arch: str = "9.0a"
     ) -> None:
         self.alike = alike
-        known = capabilities.tile_table(arch, case.spec.head_dim, kv_bits=case.spec.kv.bits)
+        known = capabilities.tile_table_of(case.spec, arch)
         super().__init__(case, piece, TileTable(tuple(query_tiles)))
         options = {"device": case.q.device} if ON_GPU else {"arch": arch}
         make = cuda.Decoder if ON_GPU else emulated.Decoder
@@ -307,12 +307,14 @@ each_alike = pytest.mark.parametrize(
 )
 
 
-def on_gpu(window: int = 0, dtype: torch.dtype = torch.float16, dim: int = 128, v_dim: int = 128) -> kernel_cases.Case:
+def on_gpu(
+    window: int = 0, dtype: torch.dtype = torch.float16, dim: int = 128, v_dim: int = 128, heads: int = 16
+) -> kernel_cases.Case:
     """Nine requests share more than the largest piece. Of the smallest they have more than the four that merge kernels add up at once."""
     torch.manual_seed(0)
     threes = [Node(600, 1_100, [i, i + 1, i + 2]) for i in (0, 3, 6)]
     batch = Batch([1_110 + 40 * i for i in range(9)], [Node(0, 600, list(range(9)), threes)])
-    return kernel_cases.Case(batch, 16, 1, dim, v_dim, dtype, window=window, device=DEVICE)
+    return kernel_cases.Case(batch, heads, 1, dim, v_dim, dtype, window=window, device=DEVICE)
 
 
 each_format = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)
@@ -339,17 +341,31 @@ def test_kernels_that_depend_on_the_batch_are_found_out(piece: int, query_tiles:
     assert not all(compared(OnGpu(on_gpu(), piece, query_tiles, alike), random.Random(0), 6))
 
 
-def tiles_of(dtype: torch.dtype, dim: int = 128, arch: str = ARCHS[0]) -> tuple[int, ...]:
+def tiles_of(dtype: torch.dtype, dim: int = 128, arch: str = ARCHS[0], rows: int = 16) -> tuple[int, ...]:
     """Those that add up alike in pieces of any length, as servers have them."""
-    return capabilities.alike(capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize)).query_tiles
+    return capabilities.alike(
+        capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize, rows=rows), dim
+    ).query_tiles
 
 
-@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (128, 128), (256, 256), *capabilities.UNEQUAL_HEAD_DIMS], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "heads"),
+    [(64, 64, 16), (128, 128, 16), (256, 256, 16), (256, 256, 4), *((*dims, 16) for dims in capabilities.UNEQUAL_HEAD_DIMS)],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("arch", ARCHS)
-def test_tiles_that_servers_have_add_up_alike(arch: str, dim: int, v_dim: int) -> None:
+def test_tiles_that_servers_have_add_up_alike(arch: str, dim: int, v_dim: int, heads: int) -> None:
     """In pieces in which a single warp, or two warpgroups by turns, would add up otherwise."""
-    case = on_gpu(dtype=torch.bfloat16, dim=dim, v_dim=v_dim)
-    assert all(compared(OnGpu(case, 512, tiles_of(torch.bfloat16, dim, arch), arch=arch), random.Random(0), TIMES))
+    case = on_gpu(dtype=torch.bfloat16, dim=dim, v_dim=v_dim, heads=heads)
+    tiles = tiles_of(torch.bfloat16, dim, arch, heads)
+    assert all(compared(OnGpu(case, 512, tiles, arch=arch), random.Random(0), TIMES))
+
+
+def test_tiles_of_64_rows_are_left_where_no_two_warpgroups_share_them() -> None:
+    found = [tiles_of(torch.bfloat16, dim, "9.0a") for dim in (128, 192, 256)]
+    assert found == [(128, 192), (64, 128), (64, 128)]
+    assert tiles_of(torch.bfloat16, 256, "9.0a", rows=4) == (64,), "it has no larger ones"
+    assert tiles_of(torch.float8_e4m3fn, 128, "9.0a") == (128,) and tiles_of(torch.float8_e4m3fn, 256, "9.0a") == (64,)
 
 
 @hopper

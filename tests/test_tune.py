@@ -189,6 +189,11 @@ def test_a_head_dimension_with_a_table_of_its_own_has_its_prices(
             64: True, 96: True, 128: True, 192: False, 256: True,
         }  # fmt: skip
         assert tiles[256].token_ns == tiles[128].token_ns[:3] and tiles[64].token_ns[0] == tiles[128].token_ns[0] / 2
+        assert tiles[256].tails_m == 0
+        # Queries of more rows have other tiles, of which the largest has no price here.
+        assert capabilities.tile_table("9.0a", 256, gpu, rows=8) == TileTable((8, 64, 128))
+    priced = capabilities.tile_table("9.0a", 256, table=msgspec.structs.replace(own, prices=plain.prices), rows=8)
+    assert (priced.query_tiles, priced.warp_m, priced.tails_m) == ((8, 64, 128), 8, 0) and priced.token_ns != ()
     assert devices.find("", "another Hopper", 256) is None
 
 

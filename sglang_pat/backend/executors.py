@@ -218,7 +218,7 @@ class CudaExecutor:
         self.store: Callable[..., None] = self._decoder.store
         self.unpack: Callable[..., None] = self._decoder.unpack
         self._extender = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, limits=True) if extends else None
-        planned = capabilities.alike(tiles) if self._alike else tiles
+        planned = capabilities.alike(tiles, spec.head_dim) if self._alike else tiles
         policy = policy_of(spec, config.policy)
         self.pack_config = PackConfig.of(spec, planned, self._decoder.workers, policy, piece)
         size = _capacity(self.pack_config, runner)

@@ -55,7 +55,7 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
     ):
         form = FORMATS[name if kv == "auto" else capabilities.FP8.get(kv, kv)]
         spec = AttentionSpec(1, 1, dim, v_dim, form, sinks=sinks, capped=options.logit_cap, latent=options.latent)
-        # With as many query heads of a KV head as a warpgroup has rows, work items may have tails.
+        # With as many query heads of a KV head as a warpgroup has rows, work items may have tails, or other tiles.
         specs = [spec, msgspec.structs.replace(spec, heads=capabilities.WARPGROUP_ROWS)]
         if options.drafts:
             windows = (0, 1) if options.windows else (0,)
@@ -66,8 +66,8 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
             ]
         for one in specs:
             # Extends of KV in few bits run over a workspace (backend/extends/pages.py), those of latents on a stock backend; those of drafts are the
-            # first spec's.
-            extends = one is spec and not (form.is_low_bit or spec.latent)
+            # first two specs'.
+            extends = one.query_tokens == 1 and not (form.is_low_bit or spec.latent)
             found.update(dict.fromkeys(cuda.variants(one, arch, dtype=getattr(torch, name), extends=extends)))
     return list(found)
 

@@ -66,21 +66,35 @@ WARPGROUP_ROWS = 64
 """Rows of a wide tile that a warpgroup computes (`kWarpgroupRows` in csrc/cuda/tiles.h)."""
 
 
+TAILS_DIM = 128
+"""The largest head dimension of work items with tails, and of those of 64 rows that two warpgroups share. Above it a warpgroup sees nothing of the
+other one's query (`OwnQueries` in csrc/cuda/ring.cuh)."""
+
+TWO_WARPGROUPS_ROWS = 8
+"""The fewest rows of a query with which modules of more than 128 dimensions have tiles of 128 rows, hence two computing warpgroups: on an H200, of 256
+dimensions, such took 0.55 to 1.00 of the time, and queries of 4 rows up to 1.22 (benchmarks/notes/larger-dimensions.md, "Two computing warpgroups at
+256")."""
+
+
 MEASURED_DIM = 128
 """What `sglang_pat.tune` measures if it is not told, and the largest head dimension whose prices every table has: from it smaller ones are scaled."""
 
 
-def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
+def query_tiles(arch: str, head_dim: int, kv_bits: int = 16, rows: int = 1) -> tuple[int, ...]:
     """Every m of an architecture's kernels. 128 rows take two warpgroups, 192 three: with KV of 8 bits the third one converts (csrc/cuda/threads.cuh,
-    `wide_warpgroups`).
+    `wide_warpgroups`). Of more than 128 dimensions there are two from TWO_WARPGROUPS_ROWS rows, else one, as with KV of 8 bits: what waits for its
+    conversion leaves no room for Q of a second. Of 256, two leave a warp too few registers for 16 rows (ptxas of CUDA 13.0 spills 364 bytes).
 
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.
         head_dim: K's, one of HEAD_DIMS.
         kv_bits: Bits of an element of KV. Pages of few bits have wide items on Hopper only (csrc/cuda/kv/page.cuh).
+        rows: Of a query: query heads of a KV head for each of its tokens.
     """
     if head_dim <= 128 and arch.startswith("9."):
         return (8, NARROW_M, 64, 128) if kv_bits == 8 else (8, NARROW_M, 64, 128, 192)
+    if kv_bits == 16 and rows >= TWO_WARPGROUPS_ROWS and arch.startswith("9."):
+        return (8, 64, 128) if head_dim > 192 else (8, NARROW_M, 64, 128)
     return (8, NARROW_M) if kv_bits < 8 else (8, NARROW_M, 64)
 
 
@@ -91,7 +105,9 @@ def latent_query_tiles(arch: str) -> tuple[int, ...]:
 
 def tiles_of(spec: AttentionSpec, arch: str) -> tuple[int, ...]:
     """Every m of the kernels for a spec."""
-    return latent_query_tiles(arch) if spec.latent else query_tiles(arch, spec.head_dim, spec.kv.bits)
+    if spec.latent:
+        return latent_query_tiles(arch)
+    return query_tiles(arch, spec.head_dim, spec.kv.bits, spec.query_heads // spec.kv_heads)
 
 
 def latent_spec_problem(spec: AttentionSpec) -> str | None:
@@ -117,7 +133,7 @@ def tiles_for_drafts(query_tiles: tuple[int, ...], rows: int) -> tuple[int, ...]
     return query_tiles[1:] if query_tiles[0] < rows <= NARROW_M and len(query_tiles) > 1 else query_tiles
 
 
-def has_tails(query_tiles: tuple[int, ...], rows: int, kv_bits: int) -> bool:
+def has_tails(query_tiles: tuple[int, ...], rows: int, kv_bits: int, head_dim: int) -> bool:
     """Whether a module has work items with tails (`plan.WorkItem`), which need a warpgroup for each query. Pages of few bits have a loader of
     their own, which does not know them.
 
@@ -125,11 +141,18 @@ def has_tails(query_tiles: tuple[int, ...], rows: int, kv_bits: int) -> bool:
         query_tiles: As `query_tiles` returns it.
         rows: Of a query: query heads of a KV head for each of its tokens.
         kv_bits: Bits of an element of KV.
+        head_dim: K's, one of HEAD_DIMS.
     """
-    return kv_bits >= 8 and TileTable(query_tiles, tails_m=WARPGROUP_ROWS).tails_queries(rows) > 1
+    return (
+        head_dim <= TAILS_DIM
+        and kv_bits >= 8
+        and TileTable(query_tiles, tails_m=WARPGROUP_ROWS).tails_queries(rows) > 1
+    )
 
 
-def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bits: int = 16) -> TileTable:
+def tile_table(
+    arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bits: int = 16, rows: int = 1
+) -> TileTable:
     """The tiles of a GPU, with their prices if these are known.
 
     Args:
@@ -138,19 +161,22 @@ def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None =
         gpu: The GPU's name.
         table: Prices to use instead of the GPU's own table.
         kv_bits: Bits of an element of KV. Pages of few bits have no prices where they have no wide tiles.
+        rows: Of a query, as `query_tiles` has them.
 
     Raises:
         ValueError: `table` is given, and has no prices of these tiles.
     """
-    tiles = query_tiles(arch, head_dim, kv_bits)
+    tiles = query_tiles(arch, head_dim, kv_bits, rows)
     if tiles[-1] == NARROW_M:
         return TileTable(tiles, warp_m=NARROW_M, warp_tokens=WARP_TOKENS)
     chosen, table = table, table or devices.find(arch, gpu, head_dim)
     # Prices of 128 dimensions scaled up make worse plans than no prices (benchmarks/notes/prices.md, "Larger head dimensions").
     if table is not None and head_dim <= table.head_dim:
-        priced = table.tiles(tiles, head_dim, NARROW_M, WARP_TOKENS, kv_bits)
+        by_warps = max(m for m in tiles if m <= NARROW_M)
+        priced = table.tiles(tiles, head_dim, by_warps, WARP_TOKENS, kv_bits)
         if priced is not None:
-            return msgspec.structs.replace(priced, tails_m=WARPGROUP_ROWS) if kv_bits >= 8 else priced
+            tails = kv_bits >= 8 and head_dim <= TAILS_DIM
+            return msgspec.structs.replace(priced, tails_m=WARPGROUP_ROWS) if tails else priced
     # A model's larger dimensions have a table of their own or none: one of others is no fault.
     if chosen is not None and head_dim <= MEASURED_DIM:
         raise _unpriced(head_dim, kv_bits)
@@ -178,13 +204,19 @@ def tile_table_of(spec: AttentionSpec, arch: str, gpu: str = "", table: GpuTable
         if priced is None and chosen is not None:
             raise _unpriced(spec.head_dim, spec.kv.bits)
         return priced or TileTable(tiles)
-    return tile_table(arch, spec.head_dim, gpu, table, spec.kv.bits)
+    return tile_table(arch, spec.head_dim, gpu, table, spec.kv.bits, spec.query_heads // spec.kv_heads)
 
 
-def alike(tiles: TileTable) -> TileTable:
+def alike(tiles: TileTable, head_dim: int) -> TileTable:
     """Of a GPU's tiles those that add up a query's KV in the same order, whatever else a work item has: items of fewer rows are divided by length among
-    warps, and those of one warpgroup, if there are larger ones, between two (csrc/cuda/wide.cuh)."""
-    return tiles.above(WARPGROUP_ROWS if tiles.query_tiles[-1] > WARPGROUP_ROWS else NARROW_M)
+    warps, and those of one warpgroup, if there are larger ones, between two (csrc/cuda/wide.cuh); not above TAILS_DIM, where each has its own.
+
+    Args:
+        tiles: As `tile_table` returns them.
+        head_dim: K's.
+    """
+    shared = tiles.query_tiles[-1] > WARPGROUP_ROWS and head_dim <= TAILS_DIM
+    return tiles.above(WARPGROUP_ROWS if shared else NARROW_M)
 
 
 def low_bit_problem(head_dim: int, v_head_dim: int) -> str | None:

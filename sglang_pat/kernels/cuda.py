@@ -100,7 +100,9 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             tiles = capabilities.tiles_for_drafts(tiles, rows)
         limits = limits or (masks and spec.window > 0)
         # Of all tiles together, because a plan is made for all of them.
-        tails = not (limits or spec.window or spec.latent) and capabilities.has_tails(all_tiles, rows, spec.kv.bits)
+        tails = not (limits or spec.window or spec.latent) and capabilities.has_tails(
+            all_tiles, rows, spec.kv.bits, spec.head_dim
+        )
         bits = spec.kv.bits if low_bit else 0
         return cls(
             dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, bits, spec.capped, tails, spec.latent,

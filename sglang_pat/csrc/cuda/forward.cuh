@@ -37,9 +37,6 @@ struct PassRegisters {
 // In place of the first item to look up: this pass runs the kind of items that the pass before left.
 constexpr int kSameLookUp = -1;
 
-// Registers of a thread when the kernel starts, where they are traded. tests/test_cuda_build.py checks that nothing spills.
-constexpr int first_registers(int threads) { return 65536 / threads / 8 * 8; }
-
 // Each iteration of the loop is a pass: it looks up items, then runs one kind of them, wide or narrow. The next pass runs
 // the other kind of the same look-up; only then, rarely, more are looked up. Wide items come first, because at the end
 // nothing would hide how long they take to start. If the plan says so, every second CTA runs narrow items first, which use

@@ -23,7 +23,7 @@ constexpr int kAlternating = 2;
 // Whether an item is shared like that.
 template <int kDim>
 __device__ __forceinline__ bool alternates_tiles(const Item& item) {
-  return wide_warpgroups(kDim) > 1 && item.m == kWarpgroupRows && item.tokens > kOwnTokens;
+  return wide_warpgroups(kDim) > 1 && !has_own_queries(kDim) && item.m == kWarpgroupRows && item.tokens > kOwnTokens;
 }
 
 // Bytes of a stage. V is no wider than K.
@@ -34,16 +34,20 @@ constexpr int kStageBytes = panels(kDim) * kTokens * kPanelRow;
 template <int kDim>
 constexpr int kMaxRows = wide_warpgroups(kDim) * kWarpgroupRows;
 
+// Rows of Q in a buffer; with `has_own_queries`, those of one warpgroup.
+template <int kDim>
+constexpr int kBufferRows = has_own_queries(kDim) ? kWarpgroupRows : kMaxRows<kDim>;
+
 // Q of an item, and what consumers need of each row: where its result goes, its mask, its `tokens_behind`, and its query's
-// tail. `q` has room for all consumer warpgroups, even where the last one converts instead:
+// tail. Except with `has_own_queries`, `q` has room for all consumer warpgroups, even where the last one converts instead:
 // `WideWarpgroup::merge_warpgroups` uses the rows behind the first 64 as scratch for O [64, v_dim] in float32.
 template <int kDim>
 struct WideQueries {
-  alignas(1024) uint8_t q[warpgroups(kDim) * kWarpgroupRows * panels(kDim) * kPanelRow];
-  int targets[kMaxRows<kDim>];
-  uint32_t sources[kMaxRows<kDim>];  // `source_of` each row
-  uint64_t masks[Variant::kMasks ? kMaxRows<kDim> : 1];
-  int behind[Variant::kLimits ? kMaxRows<kDim> : 1];
+  alignas(1024) uint8_t q[(has_own_queries(kDim) ? 1 : warpgroups(kDim)) * kWarpgroupRows * panels(kDim) * kPanelRow];
+  int targets[kBufferRows<kDim>];
+  uint32_t sources[kBufferRows<kDim>];  // `source_of` each row
+  uint64_t masks[Variant::kMasks ? kBufferRows<kDim> : 1];
+  int behind[Variant::kLimits ? kBufferRows<kDim> : 1];
   int64_t tail_slots[Variant::kTails ? warpgroups(kDim) : 1];  // index in req_to_token
   int tail_tokens[Variant::kTails ? warpgroups(kDim) : 1];
 };
@@ -139,12 +143,64 @@ class QueryCursor {
   __device__ uint32_t empty_barrier() const { return shared_address(&barriers_.empty[buffer()]); }
   __device__ void advance() { ++item_; }
 
+  // As `OwnQueries`, whatever the item's rows.
+  __device__ int buffer(int, int) const { return buffer(); }
+  __device__ static int place(int row) { return row; }
+  __device__ static int rows(int m) { return m; }
+  __device__ void wait_all_empty(int) const { wait_empty(); }
+  template <typename Arrive>
+  __device__ void fill(int, Arrive arrive_at) const {
+    arrive_at(full_barrier());
+  }
+  __device__ void advance(int) { advance(); }
+
  private:
   __device__ int phase() const { return item_ / kBuffers % 2; }
 
   RingBarriers<kBuffers>& barriers_;
   int item_ = 0;
 };
+
+// The same where each of two warpgroups has a buffer for itself. Items of 64 rows are taken in turn, and one of 128 rows is
+// a turn of both: of its rows the first 64 are the first warpgroup's, whoever's turn it would be.
+class OwnQueries {
+ public:
+  __device__ explicit OwnQueries(RingBarriers<2>& barriers) : barriers_(barriers) {}
+
+  __device__ int item() const { return item_; }
+  // The buffer of a row of an item of `m` rows, which is the number of the warpgroup that computes the row; the row's place
+  // there; and how many rows it holds.
+  __device__ int buffer(int row, int m) const { return m > kWarpgroupRows ? row / kWarpgroupRows : turn_ % 2; }
+  __device__ static int place(int row) { return row % kWarpgroupRows; }
+  __device__ static int rows(int) { return kWarpgroupRows; }
+  // Whether a warpgroup computes rows of the item.
+  __device__ bool takes(int warpgroup, int m) const { return m > kWarpgroupRows || turn_ % 2 == warpgroup; }
+  __device__ void wait_full(int buffer) const { wait_barrier(shared_address(&barriers_.full[buffer]), phase(buffer)); }
+  __device__ uint32_t empty_barrier(int buffer) const { return shared_address(&barriers_.empty[buffer]); }
+  // For the producer: waits for all buffers of the item, and runs `arrive_at` with the full barrier of each.
+  __device__ void wait_all_empty(int m) const {
+    for (int buffer = 0; buffer < 2; ++buffer) {
+      if (takes(buffer, m)) wait_barrier(shared_address(&barriers_.empty[buffer]), phase(buffer) ^ 1);
+    }
+  }
+  template <typename Arrive>
+  __device__ void fill(int m, Arrive arrive_at) const {
+    for (int buffer = 0; buffer < 2; ++buffer) {
+      if (takes(buffer, m)) arrive_at(shared_address(&barriers_.full[buffer]));
+    }
+  }
+  __device__ void advance(int m) { ++item_, turn_ += m / kWarpgroupRows; }
+
+ private:
+  // Of the buffer's turn that comes next.
+  __device__ int phase(int buffer) const { return (turn_ + (turn_ + buffer) % 2) / 2 % 2; }
+
+  RingBarriers<2>& barriers_;
+  int item_ = 0, turn_ = 0;
+};
+
+template <int kDim, int kBuffers>
+using Queries = std::conditional_t<has_own_queries(kDim), OwnQueries, QueryCursor<kBuffers>>;
 
 template <int kStages, int kBuffers>
 struct WideBarriers {
@@ -165,7 +221,7 @@ struct WideBarriers {
     }
     if (i < kBuffers) {
       init_one(queries.full[i], 2 * producer_threads(kDim));
-      init_one(queries.empty[i], wide_warpgroups(kDim) * kWarpgroupThreads);
+      init_one(queries.empty[i], (has_own_queries(kDim) ? 1 : wide_warpgroups(kDim)) * kWarpgroupThreads);
     }
   }
 };
@@ -202,23 +258,24 @@ class QueryProducer {
   __device__ void copy() {
     const Item& item = items_.get(kWide, queries_.item());
     const unsigned column = thread() % kRowThreads;
-    queries_.wait_empty();
-    auto& to = memory_[queries_.buffer()];
+    queries_.wait_all_empty(item.m);
     // One row a thread: with 64 rows to a draft, one thread for all rows of a query took 8 us an item.
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = int(thread()) + i * kThreads;
       if (row >= item.m) continue;
-      to.targets[row] = RowTarget::kNone, to.sources[row] = kNoSource;
-      if constexpr (Variant::kLimits) to.behind[row] = 0;
+      auto& to = memory_[queries_.buffer(row, item.m)];
+      const int place = queries_.place(row);
+      to.targets[place] = RowTarget::kNone, to.sources[place] = kNoSource;
+      if constexpr (Variant::kLimits) to.behind[place] = 0;
       const RowQuery query(p_, item, row);
       if (!query.used(item)) continue;
       const int head = item.first_head + query.head;
       const TokenHead at = p_.token_head(queries_ahead_[i], head);
-      to.targets[row] = RowTarget(p_, head, queries_ahead_[i], targets_ahead_[i]).code();
-      to.sources[row] = source_of<T>(p_, at);
-      if constexpr (Variant::kMasks) copy8(shared_address(&to.masks[row]), p_.masks + at.token);
-      if constexpr (Variant::kLimits) to.behind[row] = tokens_behind(p_, item, row, queries_ahead_[i]);
+      to.targets[place] = RowTarget(p_, head, queries_ahead_[i], targets_ahead_[i]).code();
+      to.sources[place] = source_of<T>(p_, at);
+      if constexpr (Variant::kMasks) copy8(shared_address(&to.masks[place]), p_.masks + at.token);
+      if constexpr (Variant::kLimits) to.behind[place] = tokens_behind(p_, item, row, queries_ahead_[i]);
       if constexpr (Variant::kTails) {
         if (item.tails && query.head == 0) {
           const int64_t begin = end_of(p_, item), row_begin = p_.rows[queries_ahead_[i]] * p_.table_row;
@@ -231,31 +288,35 @@ class QueryProducer {
     if (column < kDim / 8) {
       // Several rows at a time. Their sources are loaded first: one after the other they took 160 to 210 cycles each.
       constexpr int kApart = kThreads / kRowThreads, kBatch = std::min(8, kWarpgroupRows / kApart);
+      static_assert(kWarpgroupRows % (kBatch * kApart) == 0);  // a batch is in one buffer
       const int rows = item.m;
       const char* const q = fresh(static_cast<const char*>(p_.q) + column * kCopyBytes);
 #pragma unroll 1
       for (int first = int(thread() / kRowThreads); first < rows; first += kBatch * kApart) {
+        auto& to = memory_[queries_.buffer(first, rows)];
+        const int place = queries_.place(first);
         uint32_t sources[kBatch];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) sources[i] = to.sources[first + i * kApart];
+        for (int i = 0; i < kBatch; ++i) sources[i] = to.sources[place + i * kApart];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const bool used = sources[i] != kNoSource;
-          copy16_or_zero(shared_address(to.q) + panel_offset(first + i * kApart, column, rows * kPanelRow),
+          copy16_or_zero(shared_address(to.q) + panel_offset(place + i * kApart, column, queries_.rows(rows) * kPanelRow),
                          q + uint64_t(used ? sources[i] : 0) * kCopyBytes, used);
         }
       }
     }
     if constexpr (std::is_same_v<T, Product>) {
-      arrive_after_copies(queries_.full_barrier());
+      queries_.fill(item.m, [](uint32_t full_barrier) { arrive_after_copies(full_barrier); });
     } else {
+      static_assert(!has_own_queries(kDim));
       commit_copies();
       wait_copies<0>();
-      if (column < kDim / 8) convert(to, item.m, column);
+      if (column < kDim / 8) convert(memory_[queries_.buffer()], item.m, column);
       arrive(queries_.full_barrier());
     }
-    arrive(queries_.full_barrier());
-    queries_.advance();
+    queries_.fill(item.m, [](uint32_t full_barrier) { arrive(full_barrier); });
+    queries_.advance(item.m);
   }
 
  private:
@@ -275,7 +336,7 @@ class QueryProducer {
   const Params& p_;
   const WorkItems& items_;
   WideQueries<kDim> (&memory_)[kBuffers];
-  QueryCursor<kBuffers> queries_;
+  Queries<kDim, kBuffers> queries_;
   int queries_ahead_[kRows] = {}, targets_ahead_[kRows] = {};
 };
 

@@ -17,16 +17,29 @@ constexpr int kSingleM = 8;
 constexpr int tile_bit(int m) { return 1 << m / 8; }
 constexpr int kWideTiles = ~(tile_bit(kSingleM) | tile_bit(kNarrowM));
 
-// Consumer warpgroups. Three on Hopper up to 128 columns, where they take over registers of the producer warpgroup; above
-// 128 columns the accumulators of one take all registers. Elsewhere one, with two producer warps.
-constexpr int warpgroups(int dim) { return dim <= 128 && Variant::kArch == 900 ? 3 : 1; }
-constexpr int producer_threads(int dim) { return (warpgroups(dim) == 3 ? 4 : 2) * kWarpSize; }
+// Consumer warpgroups. On Hopper three up to 128 columns; above that, where accumulators take more registers, two if the
+// module has tiles that take two, else one (`query_tiles` in kernels/capabilities.py says which have). Several take over
+// registers of the producer warpgroup. Elsewhere one, with two producer warps.
+constexpr int warpgroups(int dim) {
+  if (Variant::kArch != 900) return 1;
+  return dim <= 128 ? 3 : Variant::kQueryTiles & tile_bit(2 * kWarpgroupRows) ? 2 : 1;
+}
+constexpr int producer_threads(int dim) { return (warpgroups(dim) > 1 ? 4 : 2) * kWarpSize; }
 constexpr int threads(int dim) { return warpgroups(dim) * kWarpgroupThreads + producer_threads(dim); }
+
+// Registers of one of so many threads when the kernel starts, where they are traded: a multiple of eight (PTX ISA,
+// `setmaxnreg`). tests/test_cuda_build.py checks that nothing spills.
+constexpr int first_registers(int threads) { return 65536 / threads / 8 * 8; }
 
 // Of these, the ones that compute wide items. With 8-bit KV the last of three converts V and the producer converts K: a
 // single converting warpgroup took 16.7 ns a token (benchmarks/notes/fp8-kv.md, "Drafts over FP8 with one such group").
 constexpr bool kHas8BitKv = Variant::kKv == kE4m3 || Variant::kKv == kE5m2;
 constexpr bool two_convert(int dim) { return kHas8BitKv && warpgroups(dim) == 3; }
 constexpr int wide_warpgroups(int dim) { return two_convert(dim) ? 2 : warpgroups(dim); }
+
+// Whether each of them has a buffer of Q for itself (`OwnQueries` in ring.cuh), as two have where all of them compute. For
+// more of Q there is no room; and as KV of so many columns takes longer to arrive than 64 rows take one of them to compute,
+// they need not share those.
+constexpr bool has_own_queries(int dim) { return Variant::kArch == 900 && warpgroups(dim) == 2; }
 
 }  // namespace pat

@@ -6,6 +6,7 @@
 //   more than 64 rows                          several warpgroups, 64 rows each
 //   64 rows, up to kOwnTokens tokens           one warpgroup, the next item by the next one: each hides the others'
 //                                              latency, but not that of Q where it has one buffer (converted KV)
+//   64 rows, each group with a buffer of Q     the same, whatever the tokens (`has_own_queries`)
 //   64 rows, more tokens                       two warpgroups, which alternate over KV tiles and merge at the end
 //   with tails                                 as above; then each warpgroup continues with its own query's tail
 //
@@ -21,12 +22,14 @@ namespace pat {
 // Registers of a thread that computes wide items and of one that loads them, where the others give theirs away.
 constexpr int kLoadRegisters = 56;
 template <int kDim>
-constexpr int kComputeRegisters = (65536 / kWarpgroupThreads - kLoadRegisters) / warpgroups(kDim) / 8 * 8;
+constexpr int kComputeRegisters =
+    (first_registers(threads(kDim)) * threads(kDim) / kWarpgroupThreads - kLoadRegisters) / warpgroups(kDim) / 8 * 8;
 
 // Alternating warpgroups hold K and V of two tiles while a third is loaded: with four stages, 64 rows took 34 ns a token
-// instead of 20 (benchmarks/notes/fp8-kv.md, "One group of warps that converts").
+// instead of 20 (benchmarks/notes/fp8-kv.md, "One group of warps that converts"). Two with Q of their own read the same tile,
+// or one of them reads all.
 template <int kDim>
-constexpr int kFewestStages = warpgroups(kDim) > 1 ? 6 : 2;
+constexpr int kFewestStages = 2 * warpgroups(kDim);
 
 struct WideStatistics {
   float row_max[kWarpgroupRows], sum[kWarpgroupRows];  // of the second of two alternating warpgroups
@@ -37,6 +40,7 @@ class WideWarpgroup {
   using P = Products<typename Kv::Product, kDim, kVDim>;
   using Stages = TileStages<kStages>;
   static constexpr int kWarpgroups = wide_warpgroups(kDim);
+  static constexpr bool kOwnQueries = has_own_queries(kDim);
 
  public:
   __device__ WideWarpgroup(const Params& p, const WorkItems& items, Memory& memory,
@@ -57,17 +61,26 @@ class WideWarpgroup {
     const bool alternates = alternates_tiles<kDim>(item);
     const bool alone = kWarpgroups > 1 && item.m == kWarpgroupRows && !alternates;  // one warpgroup computes it
     int stride = kWarpgroups == 1 ? 1 : int(fresh(alternates ? kAlternating : 1));  // KV tiles to this warpgroup's next one
-    const bool idle = alternates ? warpgroup >= kAlternating
-                      : alone    ? warpgroup != queries_.item() % kWarpgroups
-                                 : warpgroup * kWarpgroupRows >= item.m;
+    bool idle;
+    if constexpr (kOwnQueries)
+      idle = !queries_.takes(warpgroup, item.m);
+    else
+      idle = alternates ? warpgroup >= kAlternating
+             : alone    ? warpgroup != queries_.item() % kWarpgroups
+                        : warpgroup * kWarpgroupRows >= item.m;
     int arrivals =
         kArrivals / (item.m / kWarpgroupRows);  // by each warp that reads a stage; all together always make the same number
     int tile = tiles_ + (alternates ? warpgroup : 0);                 // this warpgroup's next KV tile
     int left = item.tokens - (alternates ? warpgroup * kTokens : 0);  // tokens from there on
     tiles_ += tiles_of(item.tokens);
-    queries_.wait_full();
+    if constexpr (kOwnQueries) {
+      if (idle) return queries_.advance(item.m);
+      queries_.wait_full(warpgroup);
+    } else {
+      queries_.wait_full();
+    }
     fence_async_proxy();
-    auto& queries = memory_.queries[queries_.buffer()];
+    auto& queries = memory_.queries[buffer()];
     bool tails = Variant::kTails && item.tails;
     int draft = tails ? 0 : item.draft;
     if (idle) {
@@ -82,7 +95,7 @@ class WideWarpgroup {
     uint32_t weights[kTokens / 16][4];
 #pragma unroll
     for (int i = 0; i < P::kOutputs; ++i) o[i] = 0;
-    const int q_panel = int(fresh(item.m * kPanelRow));
+    const int q_panel = int(fresh(queries_.rows(item.m) * kPanelRow));
     const uint32_t q = shared_address(queries.q) + first_row(item.m) * kPanelRow;
     const auto start_scores = [&](const Stages& stages) {
       stages.wait_full(false);
@@ -150,7 +163,7 @@ class WideWarpgroup {
     softmax.finish();
     const bool summed_up = alternates_tiles<kDim>(item);  // computed again: registers are few
     // The scratch is the part of Q's buffer behind the item's 64 rows.
-    if (summed_up)
+    if (!kOwnQueries && summed_up)
       merge_warpgroups(softmax, o, reinterpret_cast<float*>(queries.q + kWarpgroupRows * panels(kDim) * kPanelRow));
     else
       sync_threads(kWarpgroupBarrier + warpgroup, kWarpgroupThreads);  // no product reads Q any more
@@ -179,15 +192,28 @@ class WideWarpgroup {
 
   // Every thread arrives, because single threads read targets and masks, not only wgmma.
   __device__ void release_queries() {
-    arrive(queries_.empty_barrier());
-    queries_.advance();
+    if constexpr (kOwnQueries) {
+      arrive(queries_.empty_barrier(this_warpgroup()));
+      queries_.advance(items_.get(kWide, queries_.item()).m);
+    } else {
+      arrive(queries_.empty_barrier());
+      queries_.advance();
+    }
+  }
+
+  // Of Q of this warpgroup's rows of the item.
+  __device__ int buffer() const {
+    if constexpr (kOwnQueries)
+      return this_warpgroup();
+    else
+      return queries_.buffer();
   }
 
   // A shuffle tells the compiler that the value is uniform in a warp; otherwise it assumes divergence.
   __device__ static int this_warpgroup() { return __shfl_sync(~0u, thread_of_cta() / kWarpgroupThreads, 0); }
-  // The first row of this warpgroup in a query tile of `m` rows.
+  // The first row of this warpgroup in the buffer of Q of a query tile of `m` rows.
   __device__ static int first_row(int m) {
-    return kWarpgroups == 1 || m == kWarpgroupRows ? 0 : this_warpgroup() * kWarpgroupRows;
+    return kWarpgroups == 1 || kOwnQueries || m == kWarpgroupRows ? 0 : this_warpgroup() * kWarpgroupRows;
   }
   // The first of this thread's two rows, of the warpgroup's 64; the second is 8 further.
   __device__ static int row() {
@@ -198,7 +224,7 @@ class WideWarpgroup {
   // Merges the second warpgroup's results into the first's, thread by thread: both have the same rows and columns. The
   // scratch may be overwritten when all threads have released Q.
   __device__ void merge_warpgroups(Softmax& softmax, float (&o)[P::kOutputs], float* scratch) {
-    auto& statistics = statistics_[queries_.buffer()];
+    auto& statistics = statistics_[buffer()];
     const int thread = thread_of<kWarpgroupThreads>(), warpgroup = this_warpgroup();
     if (warpgroup == 1) {
 #pragma unroll
@@ -232,8 +258,8 @@ class WideWarpgroup {
   // (benchmarks/notes/kernels-wide.md, "Where an item's time goes").
   __device__ void write(int m, const Softmax& softmax, const float (&o)[P::kOutputs]) const {
     const Results<T, kVDim> results(p_);
-    auto& queries = memory_.queries[queries_.buffer()];
-    const int first_row = this->first_row(m), panel = m * kPanelRow;
+    auto& queries = memory_.queries[buffer()];
+    const int first_row = this->first_row(m), panel = queries_.rows(m) * kPanelRow;
     const unsigned lane = lane_id();
     uint8_t* const rows = queries.q + first_row * kPanelRow;
     const RowTarget targets[2] = {RowTarget(queries.targets[first_row + row()]),
@@ -279,7 +305,7 @@ class WideWarpgroup {
   Memory& memory_;
   WideStatistics (&statistics_)[Memory::kBuffers];
   RingBarriers<kStages>& ring_;
-  QueryCursor<Memory::kBuffers> queries_;
+  Queries<kDim, Memory::kBuffers> queries_;
   int tiles_ = 0;  // KV tiles through the ring, up to the end of this item
 };
 

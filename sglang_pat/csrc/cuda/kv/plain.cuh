@@ -30,9 +30,12 @@ struct PlainKv {
   static constexpr int kStages = kConverts ? kFewestStages<kDim> : std::min(8, kFree / kStageBytes<kDim> / 2 * 2);
   static constexpr int kAhead =
       kConverts ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim> / converting_warpgroups(kDim)) : 0;
+  // Whole warpgroups of them. Of two groups, of the second one also some: more KV is in flight then. An even number, which
+  // teams can divide.
+  static constexpr int kWarpsAtATime = has_own_queries(kDim) ? 2 : kWarpgroupWarps;
   static constexpr int kNarrowWarps =
       std::min(warpgroups(kDim) * kWarpgroupWarps,
-               (kSharedLimit - kRest) / NarrowSizes<Kv, kDim, kVDim>::kWarp / kWarpgroupWarps * kWarpgroupWarps);
+               (kSharedLimit - kRest) / NarrowSizes<Kv, kDim, kVDim>::kWarp / kWarpsAtATime * kWarpsAtATime);
   static_assert(kVDim <= kDim && kVDim % 32 == 0);
   static_assert((kMs & ~(2 * tile_bit(wide_warpgroups(kDim) * kWarpgroupRows) - 1)) == 0);
   static_assert(kStages >= kFewestStages<kDim> && kNarrowWarps > 0 && (!kConverts || kAhead > 0));
