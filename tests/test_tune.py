@@ -194,6 +194,7 @@ def test_a_head_dimension_with_a_table_of_its_own_has_its_prices(
         assert capabilities.tile_table("9.0a", 256, gpu, rows=8) == TileTable((8, 64, 128))
     priced = capabilities.tile_table("9.0a", 256, table=msgspec.structs.replace(own, prices=plain.prices), rows=8)
     assert (priced.query_tiles, priced.warp_m, priced.tails_m) == ((8, 64, 128), 8, 0) and priced.token_ns != ()
+    assert own.slice_token_ns > 0 == priced.slice_token_ns, "kernels slice by 16 rows, and would leave out heads"
     assert devices.find("", "another Hopper", 256) is None
 
 

@@ -174,6 +174,8 @@ def tile_table(
     if table is not None and head_dim <= table.head_dim:
         by_warps = max(m for m in tiles if m <= NARROW_M)
         priced = table.tiles(tiles, head_dim, by_warps, WARP_TOKENS, kv_bits)
+        if priced is not None and by_warps < NARROW_M:
+            priced = msgspec.structs.replace(priced, slice_token_ns=0)  # kernels slice by NARROW_M rows
         if priced is not None:
             tails = kv_bits >= 8 and head_dim <= TAILS_DIM
             return msgspec.structs.replace(priced, tails_m=WARPGROUP_ROWS) if tails else priced

@@ -279,7 +279,7 @@ class Decoder:
             early: Launch forward before the previous kernel on the stream ends, likewise, so that it looks up its work items meanwhile. That
                 kernel must not write the plan or the tables.
             alike: Merge a query's parts in the same order in every batch; with limits, also let a work item's KV tiles begin at multiples of 64
-                positions where its first window begins between two (`PackConfig.piece`).
+                positions where its first window begins between two (`PackConfig.piece`); for plans of wide tiles (`capabilities.alike`).
             q_rope: [tokens, heads, head_dim - v_head_dim], with latents only: the rest of Q's columns, which `q` then lacks.
 
         Raises:

@@ -52,7 +52,7 @@ struct Item : std::conditional_t<kLooksUpTails, LookedUpTails, NoTails> {
   std::conditional_t<Variant::kLimits, KvHeadAndHidden, KvHead> kv;
   uint16_t first_head;  // first query head
   uint8_t m;            // rows of its query tile
-  uint8_t phase;        // kPhases if another kernel runs it
+  uint8_t phase;        // kPhases if the module has no such tile
 };
 
 // Batch position of an item's `member`-th query; the first one was looked up with the item.

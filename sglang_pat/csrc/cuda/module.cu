@@ -161,7 +161,7 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
   p.table_row = tables.req_to_token.stride(0);
   TVM_FFI_CHECK(tile_rows > 0 && tile_rows <= 192, ValueError) << "there is no tile of " << tile_rows << " rows";
   const int kv_heads = int(kv.k.size(1));
-  TVM_FFI_CHECK(kv_heads < pat::kMostKvHeads, ValueError)
+  TVM_FFI_CHECK(kv_heads <= pat::kMostKvHeads, ValueError)
       << "there are " << kv_heads << " KV heads, too many for a work item";
   check_records(kv.records, kv_heads, gpu);
   p.records = static_cast<const uint8_t*>(kv.records.data_ptr());

@@ -41,6 +41,7 @@ class WideWarpgroup {
   using Stages = TileStages<kStages>;
   static constexpr int kWarpgroups = wide_warpgroups(kDim);
   static constexpr bool kOwnQueries = has_own_queries(kDim);
+  static_assert(!kOwnQueries || !Variant::kTails, "a group without rows of an item would miss its tails' tiles");
 
  public:
   __device__ WideWarpgroup(const Params& p, const WorkItems& items, Memory& memory,

@@ -22,7 +22,7 @@ struct PageSizes {
   static constexpr int kPanel = kStepTokens * kPanelRow,
                        kTile = panels(kDim) * kPanel;  // K of 16 tokens; V follows it
   static constexpr int kStage = std::max(R::kBytes, 2 * kTile);
-  // Bytes beside the stages in `PageMemory`, whose size is a multiple of its alignment.
+  // Bytes beside the stages in `PageKv::NarrowMemory`, whose size is a multiple of its alignment.
   static constexpr int kRest =
       int(sizeof(AssignedItems<kPageThreads>) + sizeof(NarrowStatistics<kPageWarps>)) + kPanelAlign;
   // Three were measured (benchmarks/notes/low-bit-kv.md, "The gate", as six halves); they fit 128 dimensions on Hopper.
