@@ -1,0 +1,209 @@
+"""Weights that change between rollouts: answers are those of a server that started with them, and nothing of the old ones is left in plans or mirror.
+
+Two tiny models of other weights, A and B, on a CPU. Rollouts are several samples to nested prompts, greedy, so that all are known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import urllib.error
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TOKENS, assert_sound, flush, generate_all
+from forked import ForkedProcess, ForkedServer
+from gpu_servers import CHECKED, POOL, WITHOUT_PREFILL_GRAPHS, serving
+from near_ties import assert_agree
+from near_ties import generate_all as likely_answers
+
+from sglang_pat import compat
+from sglang_pat.demo import tiny_model, workload
+from sglang_pat.demo.server import Server
+
+pytestmark = pytest.mark.server
+
+FLAGS = ["--dtype", "float32", "--max-running-requests", "48", POOL, "40000"]
+SAMPLES = 3
+LONG = 300
+"""Tokens of an answer that an update finds running."""
+
+Rollouts = list[list[list[int]]]
+"""Ids of each prompt's samples."""
+
+
+@pytest.fixture(scope="module")
+def models(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {"A": model, "B": tiny_model.write(tmp_path_factory.mktemp("models") / "tiny-qwen3-B", seed=1)}
+
+
+@pytest.fixture(scope="module")
+def servers(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """One of PAT with weights that change, and those of a stock backend: with either weights, and a twin whose weights change likewise."""
+    logs = tmp_path_factory.mktemp("logs")
+    started = {"pat": ("pat", "A"), "A": ("torch_native", "A"), "B": ("torch_native", "B"), "twin": ("torch_native", "A")}
+    with ExitStack() as stack:
+        running = {
+            name: stack.enter_context(ForkedServer(models[of], backend, logs / f"{name}.log", FLAGS, CHECKED))
+            for name, (backend, of) in started.items()
+        }
+        for server in running.values():
+            server.wait()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    return workload.nested_prompts(2, 2, 4, unrelated=4)
+
+
+@pytest.fixture(scope="module")
+def expected(servers: dict[str, Server], prompts: list[str]) -> dict[str, Rollouts]:
+    """By weights: rollouts of a server that started with them."""
+    return {name: rollouts(servers[name], prompts) for name in "AB"}
+
+
+def rollouts(server: Server, prompts: list[str]) -> Rollouts:
+    def ask(prompt: str) -> list[list[int]]:
+        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True, "n": SAMPLES}
+        return [one["output_ids"] for one in server.post("/generate", {"text": prompt, "sampling_params": sampling})]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(ask, prompts))
+
+
+def update(server: Server, model: Path, **body: Any) -> None:
+    body = {"model_path": str(model), "flush_cache": False, **body}
+    assert server.post("/update_weights_from_disk", body)["success"]
+
+
+def running(pool: ThreadPoolExecutor, server: Server, prompts: list[str]) -> list[Future[dict[str, Any]]]:
+    """Long answers, which are all being decoded when this returns."""
+    sampling = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
+    sent = [pool.submit(server.post, "/generate", {"text": prompt, "sampling_params": sampling}) for prompt in prompts]
+    deadline = time.monotonic() + 60
+    while server.counters()["bound"] < len(prompts) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(one.done() for one in sent), "none of them runs any more"
+    return sent
+
+
+def wait_for_rest(server: Server) -> None:
+    """0.5.17 ends if an update cannot flush, and the last step of a batch outlasts its answers."""
+    assert_sound(server)
+    time.sleep(0.5)
+
+
+def test_weights_matter(expected: dict[str, Rollouts]) -> None:
+    """Or else the comparisons below would prove nothing."""
+    assert all(a[0] != b[0] for a, b in zip(expected["A"], expected["B"], strict=True))
+
+
+def test_updates_while_nothing_runs(
+    servers: dict[str, Server], models: dict[str, Path], prompts: list[str], expected: dict[str, Rollouts]
+) -> None:
+    """The update flushes, or the trainer does."""
+    server = servers["pat"]
+    assert rollouts(server, prompts) == expected["A"]
+    for step, weights in enumerate("BABA"):
+        wait_for_rest(server)
+        update(server, models[weights], flush_cache=step % 2 == 0)
+        if step % 2:
+            flush(server)
+        assert rollouts(server, prompts) == expected[weights], step
+    counters = assert_sound(server)
+    assert counters["kv_bytes"] < 0.7 * counters["kv_bytes_unpacked"]
+
+
+@pytest.mark.parametrize("abort", [False, True], ids=["waits", "aborts"])
+def test_updates_while_requests_run(
+    servers: dict[str, Server], models: dict[str, Path], prompts: list[str], expected: dict[str, Rollouts], abort: bool
+) -> None:
+    """SGLang answers them first, by the old weights, or aborts them."""
+    server = servers["pat"]
+    for weights, other in (("B", "A"), ("A", "B")):
+        wait_for_rest(server)
+        update(server, models[other], flush_cache=True)
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            sent = running(pool, server, prompts)
+            update(server, models[weights], abort_all_requests=abort)
+            for one, right in zip(sent, expected[other], strict=True):
+                answer = one.result()
+                aborted = answer["meta_info"]["finish_reason"]["type"] == "abort"
+                assert aborted == abort
+                assert answer["output_ids"][:TOKENS] == right[0][: len(answer["output_ids"])]
+        flush(server)
+        assert rollouts(server, prompts) == expected[weights]
+    assert_sound(server)
+
+
+def test_a_cache_that_is_not_flushed(
+    servers: dict[str, Server], models: dict[str, Path], prompts: list[str], expected: dict[str, Rollouts]
+) -> None:
+    """KV of the old weights stays, and is shared as before: answers are those of a stock backend that did the same. What is not cached is all new."""
+    for name in ("pat", "twin"):
+        server = servers[name]
+        flush(server)
+        update(server, models["A"])
+        assert rollouts(server, prompts) == expected["A"]
+        update(server, models["B"])
+    # The same prompts would leave it to chance whether a first step reads their last token's KV of B or, once the tree has taken it, of A.
+    continued, others = [f"{prompt} and more" for prompt in prompts], [f"Another {prompt}" for prompt in prompts]
+    stale = rollouts(servers["pat"], continued)
+    assert stale == rollouts(servers["twin"], continued)
+    assert stale != rollouts(servers["B"], continued), "nothing was cached"
+    assert generate_all(servers["pat"], others) == generate_all(servers["B"], others)
+    assert_sound(servers["pat"])
+
+
+@pytest.mark.skipif(compat.release() == "0.5.17", reason="ends at such an update (docs/crashes.md)")
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_updates_amid_answers(
+    servers: dict[str, Server], models: dict[str, Path], prompts: list[str], expected: dict[str, Rollouts], mode: str
+) -> None:
+    """Partial rollouts: paused requests go on with the new weights. Retracted ones are computed anew behind a flush: from there on an answer is what the
+    new weights say of all of it. Those that stay keep their KV."""
+    server = servers["pat"]
+    wait_for_rest(server)
+    update(server, models["A"], flush_cache=True)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        sent = running(pool, server, prompts)
+        time.sleep(0.5)
+        server.post("/pause_generation", {"mode": mode})
+        update(server, models["B"], flush_cache=mode == "retract")
+        server.post("/continue_generation")
+        answers = [one.result()["output_ids"] for one in sent]
+    assert all(len(answer) == LONG for answer in answers)
+    if mode == "retract":
+        begun = [of_old_weights(servers, prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        assert all(0 < count < LONG for count in begun), begun
+    assert_sound(server)
+    flush(server)
+    assert rollouts(server, prompts) == expected["B"]
+    assert_sound(server)
+
+
+def of_old_weights(servers: dict[str, Server], prompt: str, answer: list[int]) -> int:
+    """How many tokens of an answer are not what B says; they must be what A says, and in front of all others."""
+    prompt_ids = servers["B"].post("/tokenize", {"prompt": prompt})["tokens"]
+    said = {name: said_by(servers[name], prompt_ids, answer) for name in "AB"}
+    other = [step for step, (token, right) in enumerate(zip(answer, said["B"], strict=True)) if token != right]
+    count = max(other, default=-1) + 1
+    assert answer[:count] == said["A"][:count]
+    return count
+
+
+def said_by(server: Server, prompt: list[int], answer: list[int]) -> list[int]:
+    """The likeliest token at each place of an answer, given what is in front of it."""
+    body = {
+        "input_ids": prompt + answer, "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+        "return_logprob": True, "logprob_start_len": len(prompt) - 1, "top_logprobs_num": 1,
+    }  # fmt: skip
+    steps = server.post("/generate", body)["meta_info"]["input_top_logprobs"]
+    return [step[0][1] for step in steps[1:]]
