@@ -45,9 +45,9 @@ def models(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 @pytest.fixture(scope="module")
 def servers(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """One of PAT with weights that change, and those of a stock backend: with either weights, and a twin whose weights change likewise."""
+    """Of PAT one whose weights change; of a stock backend its twin, and one that has B from the start."""
     logs = tmp_path_factory.mktemp("logs")
-    started = {"pat": ("pat", "A"), "A": ("torch_native", "A"), "B": ("torch_native", "B"), "twin": ("torch_native", "A")}
+    started = {"pat": ("pat", "A"), "twin": ("torch_native", "A"), "B": ("torch_native", "B")}
     with ExitStack() as stack:
         running = {
             name: stack.enter_context(ForkedServer(models[of], backend, logs / f"{name}.log", FLAGS, CHECKED))
@@ -66,7 +66,7 @@ def prompts() -> list[str]:
 @pytest.fixture(scope="module")
 def expected(servers: dict[str, Server], prompts: list[str]) -> dict[str, Rollouts]:
     """By weights: rollouts of a server that started with them."""
-    return {name: rollouts(servers[name], prompts) for name in "AB"}
+    return {weights: rollouts(servers[name], prompts) for weights, name in (("A", "twin"), ("B", "B"))}
 
 
 def rollouts(server: Server, prompts: list[str]) -> Rollouts:
@@ -181,6 +181,8 @@ def test_updates_amid_answers(
         answers = [one.result()["output_ids"] for one in sent]
     assert all(len(answer) == LONG for answer in answers)
     if mode == "retract":
+        flush(servers["twin"])
+        update(servers["twin"], models["A"], flush_cache=True)
         begun = [of_old_weights(servers, prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         assert all(0 < count < LONG for count in begun), begun
     assert_sound(server)
@@ -192,10 +194,10 @@ def test_updates_amid_answers(
 def of_old_weights(servers: dict[str, Server], prompt: str, answer: list[int]) -> int:
     """How many tokens of an answer are not what B says; they must be what A says, and in front of all others."""
     prompt_ids = servers["B"].post("/tokenize", {"prompt": prompt})["tokens"]
-    said = {name: said_by(servers[name], prompt_ids, answer) for name in "AB"}
-    other = [step for step, (token, right) in enumerate(zip(answer, said["B"], strict=True)) if token != right]
+    old, new = (said_by(servers[name], prompt_ids, answer) for name in ("twin", "B"))
+    other = [step for step, (token, right) in enumerate(zip(answer, new, strict=True)) if token != right]
     count = max(other, default=-1) + 1
-    assert answer[:count] == said["A"][:count]
+    assert answer[:count] == old[:count]
     return count
 
 
@@ -207,3 +209,76 @@ def said_by(server: Server, prompt: list[int], answer: list[int]) -> list[int]:
     }  # fmt: skip
     steps = server.post("/generate", body)["meta_info"]["input_top_logprobs"]
     return [step[0][1] for step in steps[1:]]
+
+
+def test_an_engine_takes_tensors_and_broadcasts(
+    models: dict[str, Path], prompts: list[str], expected: dict[str, Rollouts], tmp_path: Path
+) -> None:
+    """From the trainer's process, and from a process group of both."""
+    script, out, log = tmp_path / "engine.py", tmp_path / "out", tmp_path / "log"
+    script.write_text(ENGINE)
+    command = [sys.executable, str(script), str(models["A"]), str(models["B"]), json.dumps(prompts), str(TOKENS), str(out)]
+    assert ForkedProcess(command, {**os.environ, **CHECKED}, log).wait(600) == 0, log.read_text()
+    answers, counters = json.loads(out.read_text())
+    right = {weights: [samples[0] for samples in expected[weights]] for weights in "AB"}
+    assert answers == [right[weights] for weights in "ABABA"]
+    assert (counters["fallbacks"], counters["faults"], counters["bound"]) == (0, 0, 0)
+    assert counters["kv_bytes"] < 0.9 * counters["kv_bytes_unpacked"]
+
+
+ENGINE = """
+import json, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import sglang
+import torch
+from safetensors.torch import load_file
+from sglang.srt.utils import init_custom_process_group
+from sglang_pat.demo.server import free_port
+
+def updated(engine, update):
+    # From 0.5.23 on updates are in sessions.
+    for step in ("begin_weight_update", None, "end_weight_update"):
+        if step is None:
+            done = update()
+        elif hasattr(engine, step):
+            done = getattr(engine, step)()
+        else:
+            continue
+        assert done[0], done
+
+def broadcast(weights, group):
+    for weight in weights.values():
+        torch.distributed.broadcast(weight, src=0, group=group)
+
+if __name__ == "__main__":
+    weights = [load_file(Path(folder) / "model.safetensors") for folder in sys.argv[1:3]]
+    prompts, tokens, out = json.loads(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5])
+    engine = sglang.Engine(model_path=sys.argv[1], attention_backend="pat", dtype="float32", grammar_backend="none",
+                           max_total_tokens=20000, nccl_port=free_port())
+    answers = []
+    def ask():
+        outputs = engine.generate(prompts, {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True})
+        answers.append([output["output_ids"] for output in outputs])
+    ask()
+    for new in (weights[1], weights[0]):
+        updated(engine, lambda: engine.update_weights_from_tensor(list(new.items()), flush_cache=False))
+        assert engine.flush_cache().success
+        ask()
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        group = pool.submit(init_custom_process_group, backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=0,
+                            group_name="trainer")
+        done = engine.init_weights_update_group("127.0.0.1", port, 1, 2, "trainer", "gloo")
+        assert done[0], done
+        for new in (weights[1], weights[0]):
+            sent = pool.submit(broadcast, new, group.result())
+            shapes = [list(weight.shape) for weight in new.values()]
+            updated(engine, lambda: engine.update_weights_from_distributed(list(new), ["float32"] * len(new), shapes, "trainer", flush_cache=False))
+            sent.result()
+            assert engine.flush_cache().success
+            ask()
+    counters = engine.get_server_info()["internal_states"][0]["pat"]
+    engine.shutdown()
+    out.write_text(json.dumps([answers, counters]))
+"""
