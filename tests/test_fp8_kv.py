@@ -4,6 +4,7 @@ with scales answers as its twin without."""
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,8 +16,9 @@ import near_ties
 import pytest
 import scaled
 import torch
-from conftest import assert_sound, generate_all
+from conftest import assert_sound, flush, generate_all
 from forked import ForkedServer
+from safetensors.torch import load_file, save_file
 
 from sglang_pat import compat
 from sglang_pat.backend.start import support
@@ -89,6 +91,28 @@ def test_scales_of_a_checkpoint(servers: dict[str, Server]) -> None:
     assert generate_all(servers["scaled"], prompts, concurrency=1) == expected
     assert_sound(servers["scaled"])
     assert "KV Cache is allocated. dtype: torch.float8_e4m3fn" in servers["scaled"].log.read_text()
+
+
+@pytest.mark.server
+def test_scales_of_new_weights(servers: dict[str, Server], model: Path, tmp_path: Path) -> None:
+    """The server starts with scales of 1, with which it keeps other values."""
+    with_scales, _ = scaled.write(tmp_path, model)
+    before = tmp_path / "before"
+    shutil.copytree(with_scales, before)
+    weights = load_file(before / "model.safetensors")
+    weights |= {name: torch.ones_like(weight) for name, weight in weights.items() if name.endswith("_scale")}
+    save_file(weights, before / "model.safetensors", metadata={"format": "pt"})
+    prompts = workload.nested_prompts(2, 2, 2, unrelated=2)
+    expected = generate_all(servers["scaled"], prompts, concurrency=1)
+    with ForkedServer(before, "pat", tmp_path / "log", [*COMMON, *BFLOAT16], {"SGLANG_PAT_VERIFY": "1"}) as server:
+        server.wait()
+        assert generate_all(server, prompts, concurrency=1) != expected
+        flush(server)
+        assert server.post("/update_weights_from_disk", {"model_path": str(with_scales), "flush_cache": False})[
+            "success"
+        ]
+        assert generate_all(server, prompts, concurrency=1) == expected
+        assert_sound(server)
 
 
 @pytest.mark.server

@@ -236,7 +236,12 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
                  _any(_set("enable_nvidia_megakernel"), _set("enable_amd_monokernel")), _LEAVE_OUT),
     ),
     "Weights and memory": (
-        _works("new weights while it serves", "`/update_weights_from_disk`", _CHAOS),
+        _works("new weights while it serves", "`/update_weights_from_disk`, `update_weights_from_tensor`, `update_weights_from_distributed`", _CHAOS,
+               "test_weights.py::test_updates_while_nothing_runs", "test_weights.py::test_updates_while_requests_run",
+               "test_weights.py::test_a_cache_that_is_not_flushed", "test_weights.py::test_an_engine_takes_tensors_and_broadcasts",
+               "test_fp8_kv.py::test_scales_of_new_weights",
+               note="[what is left to the trainer](rollouts.md#weights-that-change); scales of an FP8 cache that change need `recapture_cuda_graph` on a GPU"),
+        _works("partial rollouts: new weights while requests are paused", "`/pause_generation`", "test_weights.py::test_updates_amid_answers", note="0.5.17 ends, with any backend"),
         _works("memory release and resume", "`--enable-memory-saver`", "test_gpu_server.py::test_features"),
         _refused("memory release and resume on a CPU", "`--enable-memory-saver`", _on_cpu(_set("enable_memory_saver")),
                  "leave it out, as SGLang needs a GPU for it"),
