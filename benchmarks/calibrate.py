@@ -60,9 +60,13 @@ LATENTS = {"h200": "mla-h200.json"}
 """Results of attention over latents."""
 
 
+def latents(heads: int, kv: str = "bfloat16") -> AttentionSpec:
+    return AttentionSpec(heads, 1, *capabilities.LATENT_DIMS[0], FORMATS[kv], latent=True)
+
+
 def pack_config(heads: str, gpu: costs.Gpu, kv: str = "bfloat16") -> PackConfig:
     if "/" not in heads:
-        return costs.pack_config(AttentionSpec(int(heads), 1, 576, 512, FORMATS[kv], latent=True), gpu)
+        return costs.pack_config(latents(int(heads), kv), gpu)
     query_heads, kv_heads = map(int, heads.split("/"))
     return costs.pack_config(AttentionSpec(query_heads, kv_heads, 128, 128, FORMATS[kv]), gpu)
 
@@ -111,7 +115,7 @@ def of_latents(result: str) -> list[dict[str, Any]]:
     return [
         {**record, "tree": trees.LATENTS[record["tree"]], "heads": str(record["heads"])}
         for record in records
-        if 2 * record["heads"] <= capabilities.LATENT_ROWS
+        if capabilities.packs(latents(record["heads"]))
     ]  # fmt: skip
 
 

@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import rivals
 import torch
 import trees
@@ -112,25 +111,16 @@ class Problem:
         self.heads, self.kv_heads, self.page_size, self.tokens = heads, kv_heads, page_size, tokens
         self.dim, self.v_dim = dims
         pieces = list(trees.pieces(self.batch))
-        if page_size > 1 and any(length % page_size for _, length, _ in pieces):
-            raise SystemExit(f"--page-sizes: the nodes of {tree} are not whole pages of {page_size}")
+        slots = trees.slots(tree, self.batch, page_size, contiguous)
         if tokens > min(length for _, length, queries in pieces if len(queries) == 1):
             raise SystemExit(f"--tokens: requests of {tree} have fewer than {tokens} tokens of their own")
         self.size, self.kv_tokens = len(self.batch.seq_lens), sum(length for _, length, _ in pieces)
-        num_pages = self.kv_tokens // page_size
-        pages = np.arange(num_pages) if contiguous else np.random.default_rng(0).permutation(num_pages)
-        all_slots = (pages[:, None] * page_size + np.arange(page_size)).ravel()
-        slots = np.zeros((self.size, max(self.batch.seq_lens)), dtype=np.int32)
-        begin = 0
-        for start, length, queries in pieces:
-            slots[queries, start : start + length] = all_slots[begin : begin + length]
-            begin += length
         self.slots = torch.from_numpy(slots).cuda()
         self.k, self.v = (
             torch.empty(self.kv_tokens, kv_heads, dim, dtype=dtype, device="cuda").normal_().to(kv_dtype or dtype)
             for dim in dims
         )
-        self.paged = tuple(pool.view(num_pages, page_size, *pool.shape[1:]) for pool in (self.k, self.v))
+        self.paged = tuple(pool.view(-1, page_size, *pool.shape[1:]) for pool in (self.k, self.v))
         self.q = torch.empty(self.size * tokens, heads, self.dim, dtype=dtype, device="cuda").normal_()
         self.rows = torch.arange(self.size, device="cuda")
         self.seq_lens = torch.tensor(self.batch.seq_lens, device="cuda")
@@ -319,7 +309,7 @@ def measure(problem: Problem, names: list[str], warm: bool, same_us: float | Non
         except rivals.UnsupportedError as error:
             missing[rival.name] = str(error)
         except Exception as error:  # a rival that fails must not cost the others' numbers
-            missing[rival.name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:150]}"
+            missing[rival.name] = rivals.failure(error)
             print(f"  {rival.name} failed: {missing[rival.name]}", flush=True)
             torch.cuda.synchronize()
     return Record(

@@ -22,7 +22,6 @@ from typing import Any
 
 import kernels
 import msgspec
-import numpy as np
 import rivals
 import torch
 import trees
@@ -60,16 +59,8 @@ class Problem:
     ) -> None:  # fmt: skip
         self.dims, self.page_size, self.tokens, self.heads = dims, page_size, tokens, heads
         self.batch = trees.of_cell(tree)
-        pieces = list(trees.pieces(self.batch))
-        self.size, self.kv_tokens = len(self.batch.seq_lens), sum(length for _, length, _ in pieces)
-        pages = np.random.default_rng(0).permutation(self.kv_tokens // page_size)
-        order = (pages[:, None] * page_size + np.arange(page_size)).ravel()
-        slots = np.zeros((self.size, max(self.batch.seq_lens)), dtype=np.int32)
-        begin = 0
-        for start, length, queries in pieces:
-            slots[queries, start : start + length] = order[begin : begin + length]
-            begin += length
-        self.slots = torch.from_numpy(slots).to(device)
+        self.size, self.kv_tokens = len(self.batch.seq_lens), sum(length for _, length, _ in trees.pieces(self.batch))
+        self.slots = torch.from_numpy(trees.slots(tree, self.batch, page_size)).to(device)
         num_slots = self.kv_tokens if form == "bfloat16" or device == "cpu" else max(POOL_SLOTS, self.kv_tokens)
         pool = torch.empty(-(-num_slots // 64) * 64, 1, dims[0], dtype=torch.bfloat16, device=device).normal_()
         self.k = pool.to(getattr(torch, form))
@@ -264,11 +255,7 @@ def measure(tree: str, problem: Problem, pat: Pat, form: str) -> Record:
         except rivals.UnsupportedError as reason:
             missing[name] = str(reason)
         except Exception as error:  # a rival that fails must not cost our numbers
-            missing[name] = (
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
-                if str(error).strip()
-                else type(error).__name__
-            )
+            missing[name] = rivals.failure(error)
             torch.cuda.synchronize()
     return Record(
         tree, problem.heads, problem.tokens, form, problem.page_size, round(us, 2), times, round(problem.floor_us, 2),

@@ -12,6 +12,11 @@ class UnsupportedError(Exception):
     """This kernel cannot run this problem; the message says why."""
 
 
+def failure(error: Exception) -> str:
+    """Why a rival has no time, in a line."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:150]}"
+
+
 @functools.cache
 def workspace() -> torch.Tensor:
     """FlashInfer's; it must be zero at first."""

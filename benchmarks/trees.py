@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from sglang_pat.cli.explain import recorded
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import AttentionSpec, Batch, CostModel, Node, PackConfig, TileTable
@@ -102,6 +104,22 @@ def pieces(batch: Batch) -> Iterator[tuple[int, int, list[int]]]:
             ends[query] = node.end
     for query, (end, length) in enumerate(zip(ends, batch.seq_lens, strict=True)):
         yield end, length - end, [query]
+
+
+def slots(cell: str, batch: Batch, page_size: int, contiguous: bool = False) -> np.ndarray:
+    """The slot of each token of each request, [requests, longest], int32, where the pages of a node lie anywhere, or one after the other."""
+    stored = list(pieces(batch))
+    if page_size > 1 and any(length % page_size for _, length, _ in stored):
+        raise SystemExit(f"--page-sizes: the nodes of {cell} are not whole pages of {page_size}")
+    num_pages = sum(length for _, length, _ in stored) // page_size
+    pages = np.arange(num_pages) if contiguous else np.random.default_rng(0).permutation(num_pages)
+    order = (pages[:, None] * page_size + np.arange(page_size)).ravel()
+    found = np.zeros((len(batch.seq_lens), max(batch.seq_lens)), dtype=np.int32)
+    begin = 0
+    for start, length, queries in stored:
+        found[queries, start : start + length] = order[begin : begin + length]
+        begin += length
+    return found
 
 
 def randomly(generator: random.Random, batch: int, max_tokens: int) -> Batch:

@@ -56,16 +56,16 @@ def create(runner: ModelRunner) -> AttentionBackend:
         if runner.device != "cpu" and layers.format_of(runner).is_low_bit:
             prefills = False  # on neither a stock backend nor plans (extends/pages.py)
         inner = stock_backend(runner, specs) if prefills else None
+        latent = runner.device != "cpu" and any(spec.latent for spec in specs)
         drafted = compat.arguments.draft_tokens(runner.server_args)
-        if inner is not None and runner.device != "cpu" and executors.left_to_stock(specs, drafted, config.policy):
+        if inner is not None and latent and executors.left_to_stock(specs, drafted, config.policy):
             logger.info("sglang-pat: a request has so many heads that nothing is packed: decode steps run there too")
             return inner
-        if not prefills and runner.device != "cpu" and any(spec.latent for spec in specs):
+        if latent and not prefills:
             # The user named it (`support.partner_problem`); in decode steps too it is what models treat PAT as.
             compat.model.treat_as("pat", compat.stock.latent_backend(runner))
         # On a GPU prefill over latents comes in forms of its own, decoding requests of mixed steps too: it stays whole.
-        extends = prefills and (runner.device == "cpu" or not any(spec.latent for spec in specs))
-        groups = LayerGroups(runner, config, specs, extends)
+        groups = LayerGroups(runner, config, specs, extends=prefills and not latent)
         return PatAttnBackend(runner, config, groups, inner, trace_writer(runner, config, groups.steps[0]))
     except (ValueError, jit.BuildError) as error:
         # SGLang prints a traceback; give the reason a line of its own too.

@@ -91,12 +91,6 @@ def workspace_slots(spec: AttentionSpec, pack_config: PackConfig, max_batch: int
     return min(most, PARTS_OF_A_REQUEST * max_batch + 2 * pack_config.max_bins * pack_config.max_queries)
 
 
-def packs(spec: AttentionSpec) -> bool:
-    """Whether a GPU's work items have room for more than one query of this spec. Where they have none, requests wait for products of matrices, not for KV:
-    reading latents once for several requests saves nothing then (benchmarks/notes/latents.md, "Beside FA3, FlashInfer and FlashMLA")."""
-    return not spec.latent or 2 * spec.query_heads <= capabilities.LATENT_ROWS
-
-
 def left_to_stock(specs: Iterable[AttentionSpec], tokens: int, policy: Policy) -> bool:
     """Whether the stock backend that prefills on a GPU shall run everything: nothing is packed, and it decodes latents of 16 bits a little faster. Those of
     8 bits it copies, all of the pool in each layer.
@@ -106,12 +100,14 @@ def left_to_stock(specs: Iterable[AttentionSpec], tokens: int, policy: Policy) -
         policy: What the user says: with another than the default PAT decodes, for who wants to time it.
     """
     steps = [msgspec.structs.replace(spec, query_tokens=tokens or 1) for spec in specs]
-    return policy == "optimal" and all(spec.latent and spec.kv.bits == 16 and not packs(spec) for spec in steps)
+    return policy == "optimal" and all(
+        spec.latent and spec.kv.bits == 16 and not capabilities.packs(spec) for spec in steps
+    )
 
 
 def policy_of(spec: AttentionSpec, policy: Policy) -> Policy:
     """How a GPU packs queries of this spec, where the user says `policy`: others than the default stay."""
-    return policy if packs(spec) or policy != "optimal" else "query"
+    return policy if capabilities.packs(spec) or policy != "optimal" else "query"
 
 
 def remark(spec: AttentionSpec, policy: Policy) -> str:

@@ -119,6 +119,11 @@ def gpu_with(name: str, kv: KVFormat, latent: bool = False) -> Gpu:
     return GPUS[name][kv.bits]
 
 
+def gpu_for(model: Model, name: str, kv: KVFormat) -> Gpu:
+    """`gpu_with` for a model."""
+    return gpu_with(name, kv, any(spec.latent for spec in model.layers))
+
+
 def layers_of(model: Model, kv: KVFormat) -> dict[AttentionSpec, int]:
     """How many layers the model has of each spec, with such a KV cache.
 
@@ -126,7 +131,7 @@ def layers_of(model: Model, kv: KVFormat) -> dict[AttentionSpec, int]:
         EstimateError: There is no kernel for the model, or no measurement of what other backends take.
     """
     for spec in model.layers:
-        if spec.latent and 2 * spec.heads > capabilities.LATENT_ROWS:
+        if not capabilities.packs(spec):
             raise EstimateError(
                 f"MLA with {spec.heads} heads on a GPU packs nothing: estimates are for one GPU, and up to {capabilities.LATENT_ROWS // 2} heads are packed"
             )
@@ -237,7 +242,7 @@ def job(prompts: list[Prompt], model: Model, gpu_name: str) -> tuple[PackConfig,
     if any(prompt.session is not None for prompt in prompts):
         raise EstimateError("turns of agents' sessions follow one another: they are no job")
     kv = FORMATS["bfloat16"]
-    gpu, layers = gpu_with(gpu_name, kv, any(spec.latent for spec in model.layers)), layers_of(model, kv)
+    gpu, layers = gpu_for(model, gpu_name, kv), layers_of(model, kv)
     spec = max(layers, key=layers.__getitem__)
     order = sorted(range(len(prompts)), key=lambda place: (prompts[place].block, prompts[place].blocks))
     places = [order[start : start + AT_A_TIME] for start in range(0, len(order), AT_A_TIME)]

@@ -148,8 +148,7 @@ def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int
         EstimateError: There are no measurements for the GPU, or no kernel for the model.
     """
     kv = FORMATS[KV_CACHES[kv_cache]]
-    gpu = costs.gpu_with(gpu_name, kv, any(spec.latent for spec in model.layers))
-    layers = costs.layers_of(model, kv)
+    gpu, layers = costs.gpu_for(model, gpu_name, kv), costs.layers_of(model, kv)
     configs = [(costs.pack_config(spec, gpu), count) for spec, count in layers.items()]
     rows, together = [], _at_once(prompts)
     for size in sorted({min(size, len(together)) for size in sizes}):

@@ -110,6 +110,12 @@ def tiles_of(spec: AttentionSpec, arch: str) -> tuple[int, ...]:
     return query_tiles(arch, spec.head_dim, spec.kv.bits, spec.query_heads // spec.kv_heads)
 
 
+def packs(spec: AttentionSpec) -> bool:
+    """Whether a GPU's work items have room for more than one query of this spec. Where they have none, requests wait for products of matrices, not for KV:
+    reading latents once for several requests saves nothing then (benchmarks/notes/latents.md, "Beside FA3, FlashInfer and FlashMLA")."""
+    return not spec.latent or 2 * spec.query_heads <= LATENT_ROWS
+
+
 def latent_spec_problem(spec: AttentionSpec) -> str | None:
     """What in a spec with latents the CUDA kernels cannot compute."""
     if (spec.head_dim, spec.v_head_dim) not in LATENT_DIMS or spec.kv_heads != 1:
