@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import rivals
 import torch
 import trees
@@ -167,8 +168,9 @@ class Pat:
 
     def __init__(
         self, problem: Problem, policy: str = "optimal", query_tiles: tuple[int, ...] = (), overlap: bool = True, form: KVFormat | None = None,
+        piece: int = 0,
     ) -> None:  # fmt: skip
-        self._problem, self._overlap = problem, overlap
+        self._problem, self._overlap, self._alike = problem, overlap, piece > 0
         form = form or kv_format(problem.k.dtype)
         tokens = problem.tokens
         spec = AttentionSpec(problem.heads, problem.kv_heads, problem.dim, problem.v_dim, form, query_tokens=tokens)
@@ -176,8 +178,11 @@ class Pat:
         if query_tiles:
             tiles = TileTable(query_tiles)
         self.decoder = cuda.Decoder(spec, tiles, problem.q.device, problem.q.dtype)
-        self.config = PackConfig.of(spec, tiles, self.decoder.workers, policy)
-        scheduler = native.NativeScheduler(self.config, problem.size)
+        planned = capabilities.alike(tiles, spec.head_dim) if piece else tiles
+        self.config = PackConfig.of(spec, planned, self.decoder.workers, policy, piece)
+        room = layout.capacity(self.config, problem.size, max(problem.batch.seq_lens))
+        buffers = [np.zeros(room, dtype=np.int32) for _ in range(2)]
+        scheduler = native.NativeScheduler(self.config, problem.size, buffers=buffers)
         index, _, _ = scheduler.take(native.load(scheduler, problem.batch), problem.seq_lens.cpu(), 0)
         data = scheduler.buffers[index]
         self.kv_tokens, self.parts, _ = scheduler.current()
@@ -195,8 +200,8 @@ class Pat:
         tables = Tables(p.slots, p.rows, self.seq_lens, self._masks)
         kv = KvView(self.k, self.v, pages=self.pages)
         self.decoder.decode(
-            p.q, kv, tables, Scores(p.scale), self.out, self.plan, self._partial, self._lse, overlap=self._overlap
-        )
+            p.q, kv, tables, Scores(p.scale), self.out, self.plan, self._partial, self._lse, overlap=self._overlap, alike=self._alike
+        )  # fmt: skip
 
 
 def median_us(run: Callable[[], None], cold: bool, repeats: int = 11) -> float:

@@ -170,6 +170,8 @@ class Fa3:
     """FlashAttention 3 with a page table, as SGLang's fa3 backend calls it."""
 
     name = "fa3"
+    splits = 0
+    """As many as its heuristic says."""
     dims_8bit = (64, 128, 256)
     """With KV of 8 bits the library has kernels of these alone where it was run; without one it ends the process."""
 
@@ -195,7 +197,26 @@ class Fa3:
             # As SGLang's backend does: with KV of 8 bits, Q has 8 bits too.
             q=p.q.to(p.k.dtype), k_cache=p.paged[0], v_cache=p.paged[1], page_table=self._table, cache_seqlens=self._lens,
             cu_seqlens_q=self._cu_q, max_seqlen_q=p.tokens, softmax_scale=p.scale, causal=True,
+            num_splits=self.splits,
         )  # fmt: skip
+
+
+class AlikeTriton(Triton):
+    """The same as its backend calls it for deterministic inference: each request in splits of 256 tokens, however many it has."""
+
+    split_tokens = 256  # SGLANG_TRITON_DECODE_SPLIT_TILE_SIZE
+
+    def __init__(self, problem: Any) -> None:
+        # Its backend has room for the model's context; the kernel starts as many blocks. Here for the longest request.
+        self.max_splits = -(-max(problem.batch.seq_lens) // self.split_tokens)
+        super().__init__(problem)
+        self._splits[:] = (problem.seq_lens + self.split_tokens - 1) // self.split_tokens
+
+
+class AlikeFa3(Fa3):
+    """The same as its backend calls it for deterministic inference: without splits."""
+
+    splits = 1
 
 
 NAMES = ("flashinfer", "cascade", "triton", "fa3")
