@@ -170,16 +170,17 @@ class Pat:
         self, problem: Problem, policy: str = "optimal", query_tiles: tuple[int, ...] = (), overlap: bool = True, form: KVFormat | None = None,
         piece: int = 0,
     ) -> None:  # fmt: skip
-        self._problem, self._overlap, self._alike = problem, overlap, piece > 0
+        self._problem, self._overlap = problem, overlap
         form = form or kv_format(problem.k.dtype)
         tokens = problem.tokens
         spec = AttentionSpec(problem.heads, problem.kv_heads, problem.dim, problem.v_dim, form, query_tokens=tokens)
         tiles = capabilities.tile_table_of(spec, cuda.arch_of(problem.q.device), torch.cuda.get_device_name())
         if query_tiles:
             tiles = TileTable(query_tiles)
-        self.decoder = cuda.Decoder(spec, tiles, problem.q.device, problem.q.dtype)
-        planned = capabilities.alike(tiles, spec.head_dim) if piece else tiles
-        self.config = PackConfig.of(spec, planned, self.decoder.workers, policy, piece)
+        if piece:
+            tiles = capabilities.alike(tiles)
+        self.decoder = cuda.Decoder(spec, tiles, problem.q.device, problem.q.dtype, alike=piece > 0)
+        self.config = PackConfig.of(spec, tiles, self.decoder.workers, policy, piece)
         room = layout.capacity(self.config, problem.size, max(problem.batch.seq_lens))
         buffers = [np.zeros(room, dtype=np.int32) for _ in range(2)]
         scheduler = native.NativeScheduler(self.config, problem.size, buffers=buffers)
@@ -200,8 +201,8 @@ class Pat:
         tables = Tables(p.slots, p.rows, self.seq_lens, self._masks)
         kv = KvView(self.k, self.v, pages=self.pages)
         self.decoder.decode(
-            p.q, kv, tables, Scores(p.scale), self.out, self.plan, self._partial, self._lse, overlap=self._overlap, alike=self._alike
-        )  # fmt: skip
+            p.q, kv, tables, Scores(p.scale), self.out, self.plan, self._partial, self._lse, overlap=self._overlap
+        )
 
 
 def median_us(run: Callable[[], None], cold: bool, repeats: int = 11) -> float:

@@ -330,6 +330,19 @@ def test_what_is_built_ahead_is_what_servers_load(monkeypatch: pytest.MonkeyPatc
         )
     ]
     assert set(built) == set(wanted) and len(built) == 4 + 3, "for few and for many rows"
+    built.clear()
+    build.main(["--arch", "9.0a", "--drafts", "--windows", "--deterministic"])
+    wanted = [
+        variant
+        for tokens, window in ((1, 0), (1, 128), (4, 0), (4, 128))
+        for variant in cuda.variants(
+            msgspec.structs.replace(spec_of(torch.bfloat16, 128, 128), heads=16, query_tokens=tokens, window=window),
+            "9.0a",
+            extends=tokens == 1,
+            alike=True,
+        )
+    ]
+    assert set(built) == set(wanted) and len(built) == 4, "whatever the rows are"
 
 
 @pytest.mark.parametrize(("heads", "tokens", "tiles"), [(4, 2, 5), (4, 3, 4), (4, 4, 4), (4, 5, 5), (16, 1, 5)])

@@ -176,14 +176,13 @@ class OnGpu(Same):
     def __init__(
         self, case: kernel_cases.Case, piece: int, query_tiles: Sequence[int], alike: bool = True, arch: str = "9.0a"
     ) -> None:
-        self.alike = alike
         known = capabilities.tile_table_of(case.spec, arch)
         super().__init__(case, piece, TileTable(tuple(query_tiles)))
         options = {"device": case.q.device} if ON_GPU else {"arch": arch}
         make = cuda.Decoder if ON_GPU else emulated.Decoder
         # Where a window begins within a piece, rows of one work item see different spans of it.
         self.decoders = [
-            make(case.spec, known, dtype=case.q.dtype, limits=limits or case.spec.window > 0, **options)
+            make(case.spec, known, dtype=case.q.dtype, limits=limits or case.spec.window > 0, alike=alike, **options)
             for limits in {False, case.limits}
         ]
 
@@ -195,8 +194,15 @@ class OnGpu(Same):
             for dim in ((case.spec.v_head_dim,), ())
         )
         self.decoders[extends].decode(
-            q.flatten(0, 1), case.kv, tables, case.scores(), out, torch.from_numpy(made).to(q.device), partial.half(), lse, alike=self.alike
-        )  # fmt: skip
+            q.flatten(0, 1),
+            case.kv,
+            tables,
+            case.scores(),
+            out,
+            torch.from_numpy(made).to(q.device),
+            partial.half(),
+            lse,
+        )
         return out.unflatten(0, (-1, self.drafted))
 
 
@@ -296,14 +302,14 @@ def test_new_tokens_of_any_extend_as_if_decoded_alone(dtype: torch.dtype, option
     assert extended(Same(case, piece), generator, 25)
 
 
-# By the CUDA kernels of Hopper. There it takes more than pieces: `OnGpu.alike`, and query tiles that all add up alike.
+# By the CUDA kernels of Hopper. There it takes more than pieces: modules of their own (`Variant.alike`) and wide tiles.
 
 hopper = pytest.mark.skipif(ON_GPU and not ARCHS[0].startswith("9."), reason="wgmma is Hopper's")
 
 each_alike = pytest.mark.parametrize(
     ("piece", "query_tiles"),
-    [(256, (64, 128, 192)), (512, (128, 192))],
-    ids=["one warpgroup computes 64 rows", "no tile has 64 rows"],
+    [(256, (64, 128, 192)), (512, (64, 128, 192)), (512, (128, 192))],
+    ids=["short pieces", "longer than two warpgroups share", "no tile has 64 rows"],
 )
 
 
@@ -332,8 +338,8 @@ def test_kernels_decode_alone_and_in_any_batch(piece: int, query_tiles: tuple[in
 @hopper
 @pytest.mark.parametrize(
     ("piece", "query_tiles", "alike"),
-    [(0, (128, 192), True), (64, (64, 128, 192), False), (512, (64, 128, 192), True), (256, (16, 64, 128), True)],
-    ids=["cut where bins end", "the fastest merge", "two warpgroups take turns", "narrow items"],
+    [(0, (128, 192), True), (64, (64, 128, 192), False)],
+    ids=["cut where bins end", "the fastest merge"],
 )
 def test_kernels_that_depend_on_the_batch_are_found_out(piece: int, query_tiles: tuple[int, ...], alike: bool) -> None:
     if ON_GPU and not alike:
@@ -341,11 +347,17 @@ def test_kernels_that_depend_on_the_batch_are_found_out(piece: int, query_tiles:
     assert not all(compared(OnGpu(on_gpu(), piece, query_tiles, alike), random.Random(0), 6))
 
 
+@pytest.mark.skipif(ON_GPU, reason="faults are planted in the emulator")
+def test_two_warpgroups_that_take_turns_are_found_out() -> None:
+    case, turns = on_gpu(), ("ring.cuh", "!Variant::kAlike", "true")
+    same, known = OnGpu(case, 512, (64, 128, 192)), capabilities.tile_table("9.0a", 128)
+    same.decoders = [emulated.Decoder(case.spec, known, "9.0a", alike=True, changes=(turns,), planted=turns)]
+    assert not all(compared(same, random.Random(0), 6))
+
+
 def tiles_of(dtype: torch.dtype, dim: int = 128, arch: str = ARCHS[0], rows: int = 16) -> tuple[int, ...]:
-    """Those that add up alike in pieces of any length, as servers have them."""
-    return capabilities.alike(
-        capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize, rows=rows), dim
-    ).query_tiles
+    """Those that add up alike, as servers have them."""
+    return capabilities.alike(capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize, rows=rows)).query_tiles
 
 
 @pytest.mark.parametrize(
@@ -361,11 +373,11 @@ def test_tiles_that_servers_have_add_up_alike(arch: str, dim: int, v_dim: int, h
     assert all(compared(OnGpu(case, 512, tiles, arch=arch), random.Random(0), TIMES))
 
 
-def test_tiles_of_64_rows_are_left_where_no_two_warpgroups_share_them() -> None:
+def test_tiles_of_single_warps_are_left_out() -> None:
     found = [tiles_of(torch.bfloat16, dim, "9.0a") for dim in (128, 192, 256)]
-    assert found == [(128, 192), (64, 128), (64, 128)]
+    assert found == [(64, 128, 192), (64, 128), (64, 128)]
     assert tiles_of(torch.bfloat16, 256, "9.0a", rows=4) == (64,), "it has no larger ones"
-    assert tiles_of(torch.float8_e4m3fn, 128, "9.0a") == (128,) and tiles_of(torch.float8_e4m3fn, 256, "9.0a") == (64,)
+    assert cuda.Variant.of(kernel_cases.spec_of(torch.bfloat16, 128), "9.0a", alike=True).query_tiles == found[0]
 
 
 @hopper
@@ -384,21 +396,20 @@ def test_kernels_of_drafts_and_extends_compute_what_those_of_decode_steps_do(win
 
 @hopper
 def test_kernels_of_drafts_and_extends_with_tiles_of_64_rows() -> None:
-    check_drafts_and_extends(256, (64, 128, 192))
+    check_drafts_and_extends(512, (64, 128, 192))
 
 
 @hopper
 def test_extends_whose_tiles_begin_where_windows_do_are_found_out() -> None:
     batch = Batch([592, 700, 1_022, 1_030], [Node(0, 590, [0, 1, 2, 3])])
     case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, torch.float16, window=100, device=DEVICE)
-    same = OnGpu(case, 512, (128, 192))
-    alone = same.alone()
-    same.alike = False
+    alone = OnGpu(case, 512, (128, 192)).alone()
+    same = OnGpu(case, 512, (128, 192), alike=False)
     assert not torch.equal(same.extend(range(18), batch, batch.seq_lens, case.added), alone)
 
 
 FAULTS: dict[str, emulated.Change] = {
-    "tiles begin where windows do": ("assign.cuh", "p_.aligned && item.tokens > 0 ? start % kTokens : 0", "0"),
+    "tiles begin where windows do": ("assign.cuh", "Variant::kAlike && item.tokens > 0 ? start % kTokens : 0", "0"),
     "what is in front of windows is read": ("ring.cuh", "max(row, int(item.kv.hidden))", "row"),
     "a window that begins within a piece begins with it": (
         "assign.cuh", "max(0, int(p_.seq_lens[item.query]) - kOpen + row[kStart])", "max(0, row[kEnd] - 256)",
@@ -414,7 +425,7 @@ def test_faults_of_windows_in_kernels_are_found(fault: str) -> None:
     case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, torch.float16, window=100)
     same = OnGpu(case, 512, (128, 192))
     known, changes = capabilities.tile_table("9.0a", 128), tuple(FAULTS.values())
-    make = functools.partial(emulated.Decoder, case.spec, known, "9.0a", limits=True, changes=changes)
+    make = functools.partial(emulated.Decoder, case.spec, known, "9.0a", limits=True, alike=True, changes=changes)
     same.decoders = [make()] * 2
     queries = list(range(18))
     assert torch.equal(same.extend(queries, batch, batch.seq_lens, case.added), same.alone()), "nothing is planted"

@@ -194,9 +194,6 @@ class CpuExecutor:
 class CudaExecutor:
     """Runs plans on a GPU. Whatever a captured graph reads stays at its address; a new plan is one copy before a step."""
 
-    _alike = False
-    """Whether a query's result has the same bits in any batch."""
-
     def __init__(
         self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec, extends: bool = False, piece: int = 0
     ) -> None:
@@ -205,18 +202,20 @@ class CudaExecutor:
         table = devices.load(Path(self.table), "SGLANG_PAT_TILES") if self.table else None
         with devices.used(self.table):
             tiles = capabilities.tile_table_of(spec, cuda.arch_of(device), torch.cuda.get_device_name(device), table)
+        alike = piece > 0
+        if alike:
+            tiles = capabilities.alike(tiles)
         if extends:
             # Compile both modules in parallel.
-            cuda.build(cuda.variants(spec, cuda.arch_of(device), tiles.query_tiles, runner.dtype, extends))
-        # A window begins within a piece, which only modules with limits compute as extends do.
-        self._alike = piece > 0
-        self._decoder = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, limits=self._alike and spec.window > 0)
+            cuda.build(cuda.variants(spec, cuda.arch_of(device), tiles.query_tiles, runner.dtype, extends, alike))
+        self._decoder = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, alike=alike)
         self.store: Callable[..., None] = self._decoder.store
         self.unpack: Callable[..., None] = self._decoder.unpack
-        self._extender = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, limits=True) if extends else None
-        planned = capabilities.alike(tiles, spec.head_dim) if self._alike else tiles
+        self._extender = None
+        if extends:
+            self._extender = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, limits=True, alike=alike)
         policy = policy_of(spec, config.policy)
-        self.pack_config = PackConfig.of(spec, planned, self._decoder.workers, policy, piece)
+        self.pack_config = PackConfig.of(spec, tiles, self._decoder.workers, policy, piece)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         pools = runner.req_to_token_pool
@@ -279,9 +278,7 @@ class CudaExecutor:
         if scores.sinks is not None:
             scores = msgspec.structs.replace(scores, sinks=scores.sinks.bfloat16())
         # Early is safe: the kernels before a layer's attention make its Q or store its KV; plan and lengths were written earlier.
-        decoder.decode(
-            q, kv, tables, scores, out, plan, self._partial, self._lse, early=True, alike=self._alike, q_rope=q_rope
-        )
+        decoder.decode(q, kv, tables, scores, out, plan, self._partial, self._lse, early=True, q_rope=q_rope)
         return out
 
 

@@ -68,7 +68,8 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
             # Extends of KV in few bits run over a workspace (backend/extends/pages.py), those of latents on a stock backend; those of drafts are the
             # first two specs'.
             extends = one.query_tokens == 1 and not (form.is_low_bit or spec.latent)
-            found.update(dict.fromkeys(cuda.variants(one, arch, dtype=getattr(torch, name), extends=extends)))
+            made = cuda.variants(one, arch, dtype=getattr(torch, name), extends=extends, alike=options.deterministic)
+            found.update(dict.fromkeys(made))
     return list(found)
 
 
@@ -109,7 +110,7 @@ def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model",
-        help="a model's folder, its config.json, or a name in the cache of Hugging Face, which says all but --drafts and --kv-cache-dtype",
+        help="a model's folder, its config.json, or a name in the cache of Hugging Face, which says all but --drafts, --deterministic and --kv-cache-dtype",
     )
     parser.add_argument(
         "--head-dim", type=int, nargs="+", choices=capabilities.HEAD_DIMS, help="128 if no model is given"
@@ -125,6 +126,9 @@ def _parser(prog: str) -> Parser:
     parser.add_argument("--logit-cap", action="store_true", help="for models that cap scores (Gemma 2, Grok)")
     parser.add_argument("--drafts", action="store_true", help="for speculative decoding too")
     parser.add_argument("--windows", action="store_true", help="with --drafts: for models with sliding windows too")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="for servers with --enable-deterministic-inference"
+    )
     parser.add_argument(
         "--kv-cache-dtype",
         nargs="+",

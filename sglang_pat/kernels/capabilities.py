@@ -215,16 +215,10 @@ def tile_table_of(spec: AttentionSpec, arch: str, gpu: str = "", table: GpuTable
     return tile_table(arch, spec.head_dim, gpu, table, spec.kv.bits, spec.query_heads // spec.kv_heads)
 
 
-def alike(tiles: TileTable, head_dim: int) -> TileTable:
-    """Of a GPU's tiles those that add up a query's KV in the same order, whatever else a work item has: items of fewer rows are divided by length among
-    warps, and those of one warpgroup, if there are larger ones, between two (csrc/cuda/wide.cuh); not above TAILS_DIM, where each has its own.
-
-    Args:
-        tiles: As `tile_table` returns them.
-        head_dim: K's.
-    """
-    shared = tiles.query_tiles[-1] > WARPGROUP_ROWS and head_dim <= TAILS_DIM
-    return tiles.above(WARPGROUP_ROWS if shared else NARROW_M)
+def alike(tiles: TileTable) -> TileTable:
+    """Of a GPU's tiles those that add up a query's KV in the same order, whatever else a work item has, in modules made for that (`cuda.Variant.alike`):
+    items of fewer rows are divided by length among warps. Plans in pieces have no tails."""
+    return msgspec.structs.replace(tiles.above(NARROW_M), tails_m=0)
 
 
 def low_bit_problem(head_dim: int, v_head_dim: int) -> str | None:

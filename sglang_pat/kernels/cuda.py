@@ -45,6 +45,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         caps: Whether scores are capped.
         tails: Whether work items may have tails (`capabilities.has_tails`).
         latent: Whether V is the first columns of K.
+        alike: Whether a query's result has the same bits in any batch, with plans in pieces (`PackConfig.piece`) of wide tiles.
     """
 
     dtype: torch.dtype
@@ -60,11 +61,12 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     caps: bool = False
     tails: bool = False
     latent: bool = False
+    alike: bool = False
 
     @classmethod
     def of(
         cls, spec: AttentionSpec, arch: str, query_tiles: tuple[int, ...] = (), dtype: torch.dtype | None = None,
-        limits: bool = False,
+        limits: bool = False, alike: bool = False,
     ) -> Variant:  # fmt: skip
         """The module for layers of a spec.
 
@@ -72,7 +74,8 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             spec: What the layers compute.
             query_tiles: As above; empty for all that the architecture has.
             dtype: Dtype of Q, if KV has 8 bits or less; bfloat16 if None.
-            limits: As above; drafts with a window always need them.
+            limits: As above; drafts with a window always need them, and with `alike` every window: it begins within a piece.
+            alike: As above; then the tiles are those of `capabilities.alike`.
 
         Raises:
             ValueError: There are no kernels for the spec, or not with this dtype of Q.
@@ -90,6 +93,8 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             )
         all_tiles = capabilities.tiles_of(spec, arch)
         tiles = query_tiles or all_tiles
+        if alike:
+            tiles = capabilities.alike(TileTable(tiles)).query_tiles
         kv = dtype or torch.bfloat16 if low_bit else getattr(torch, spec.kv.name)
         dtype = dtype or (kv if kv in TYPES else torch.bfloat16)
         if dtype not in TYPES or (kv in TYPES and kv != dtype):
@@ -98,14 +103,14 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         rows = spec.query_heads // spec.kv_heads
         if masks:
             tiles = capabilities.tiles_for_drafts(tiles, rows)
-        limits = limits or (masks and spec.window > 0)
+        limits = limits or ((masks or alike) and spec.window > 0)
         # Of all tiles together, because a plan is made for all of them.
-        tails = not (limits or spec.window or spec.latent) and capabilities.has_tails(
+        tails = not (limits or spec.window or spec.latent or alike) and capabilities.has_tails(
             all_tiles, rows, spec.kv.bits, spec.head_dim
         )
         bits = spec.kv.bits if low_bit else 0
         return cls(
-            dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, bits, spec.capped, tails, spec.latent,
+            dtype, kv, spec.head_dim, spec.v_head_dim, arch, tiles, spec.sinks, masks, limits, bits, spec.capped, tails, spec.latent, alike,
         )  # fmt: skip
 
     @property
@@ -114,7 +119,9 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         tiles = "_".join(map(str, self.query_tiles))
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}_v{self.v_head_dim}"
         features = "".join(
-            f"_{name}" for name in ("sinks", "masks", "limits", "caps", "tails", "latent") if getattr(self, name)
+            f"_{name}"
+            for name in ("sinks", "masks", "limits", "caps", "tails", "latent", "alike")
+            if getattr(self, name)
         )
         pages = f"_int{self.bits}" if self.bits else ""
         return f"sglang_pat_{dtype}{pages}_{dims}_sm{self.arch.replace('.', '')}_m{tiles}{features}"
@@ -133,6 +140,7 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             f"-DPAT_LIMITS={int(self.limits)}",
             f"-DPAT_CAPS={int(self.caps)}",
             f"-DPAT_TAILS={int(self.tails)}",
+            f"-DPAT_ALIKE={int(self.alike)}",
             *([f"-DPAT_V_DIM={self.v_head_dim}"] if self.v_head_dim != self.head_dim else []),
             *(["-DPAT_LATENT"] if self.latent else []),
         )
@@ -149,13 +157,15 @@ def arch_of(device: torch.device) -> str:
 
 
 def variants(
-    spec: AttentionSpec, arch: str, query_tiles: tuple[int, ...] = (), dtype: torch.dtype | None = None, extends: bool = False
+    spec: AttentionSpec, arch: str, query_tiles: tuple[int, ...] = (), dtype: torch.dtype | None = None, extends: bool = False,
+    alike: bool = False,
 ) -> list[Variant]:  # fmt: skip
     """The modules that a server loads for layers of a spec: one for its steps and, if it `extends` by plan too, one for that.
 
     Arguments and errors as for `Variant.of`.
     """
-    return [Variant.of(spec, arch, query_tiles, dtype, limits) for limits in ((False, True) if extends else (False,))]
+    both = (False, True) if extends else (False,)
+    return [Variant.of(spec, arch, query_tiles, dtype, limits, alike) for limits in both]
 
 
 def build(variants: Sequence[Variant]) -> None:
@@ -185,6 +195,7 @@ class Decoder:
 
     def __init__(
         self, spec: AttentionSpec, tiles: TileTable, device: torch.device, dtype: torch.dtype | None = None, limits: bool = False,
+        alike: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -194,12 +205,15 @@ class Decoder:
             dtype: Dtype of Q, if KV has 8 bits or less; bfloat16 if None.
             limits: Whether plans are of extends. Each query then sees only what lies before its end in `seq_lens`, and of that the last
                 `spec.window` tokens if the window is not 0 (`kernels.cpu.attention`).
+            alike: Whether a query's result has the same bits in any batch, with plans in pieces of wide tiles (`capabilities.alike`): KV is added up in
+                order by one warpgroup, parts are merged by one kernel, and a work item that begins where a window does begins at the multiple of 64
+                positions in front of it.
 
         Raises:
             jit.BuildError: There is no CUDA compiler, or it failed.
             ValueError: There are no kernels for the spec.
         """
-        variant = Variant.of(spec, arch_of(device), tiles.query_tiles, dtype, limits)
+        variant = Variant.of(spec, arch_of(device), tiles.query_tiles, dtype, limits, alike)
         rows = spec.query_heads // spec.kv_heads
         if not (limits or spec.window) and tiles.tails_queries(rows) > 1 and not variant.tails:
             raise ValueError(f"the CUDA kernels have no work items with tails for {rows} rows of a query")
@@ -256,8 +270,7 @@ class Decoder:
 
     def decode(
         self, q: torch.Tensor, kv: KvView, tables: Tables, scores: Scores, out: torch.Tensor, plan: torch.Tensor, partial: torch.Tensor,
-        lse: torch.Tensor, *, overlap: bool = True, merge: bool = True, early: bool = False, alike: bool = False,
-        q_rope: torch.Tensor | None = None,
+        lse: torch.Tensor, *, overlap: bool = True, merge: bool = True, early: bool = False, q_rope: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Decode attention of one layer, on the current stream; can be captured in a CUDA graph.
 
@@ -278,8 +291,6 @@ class Decoder:
             merge: Whether to merge; otherwise parts stay in the workspace.
             early: Launch forward before the previous kernel on the stream ends, likewise, so that it looks up its work items meanwhile. That
                 kernel must not write the plan or the tables.
-            alike: Merge a query's parts in the same order in every batch; with limits, also let a work item's KV tiles begin at multiples of 64
-                positions where its first window begins between two (`PackConfig.piece`); for plans of wide tiles (`capabilities.alike`).
             q_rope: [tokens, heads, head_dim - v_head_dim], with latents only: the rest of Q's columns, which `q` then lacks.
 
         Raises:
@@ -296,5 +307,5 @@ class Decoder:
             k, v, self._no_records if kv.pages is None else kv.pages.records, kv.v_scale,
             tables.req_to_token, tables.rows, tables.seq_lens, self._no_masks if tables.masks is None else tables.masks,
             scores.scale * kv.k_scale, scores.logit_cap, self._no_sinks if scores.sinks is None else scores.sinks,
-            self._window, self._tile_rows, merge, overlap, early, alike, self._no_rope if q_rope is None else q_rope,
+            self._window, self._tile_rows, merge, overlap, early, self._no_rope if q_rope is None else q_rope,
         )  # fmt: skip

@@ -246,11 +246,12 @@ class Items {
     return item;
   }
 
-  // Lets an item that begins at position `start` begin at a multiple of kTokens. A template, because only some modules' items
+  // Lets an item that begins at position `start`, where a window does, begin at the last multiple of kTokens in front of it, so
+  // that a row's sums do not depend on which rows are computed along with it. A template, because only some modules' items
   // have hidden tokens.
   template <typename Kv>
   __device__ void align(Kv& kv, Item& item, int start) const {
-    const int hidden = p_.aligned && item.tokens > 0 ? start % kTokens : 0;
+    const int hidden = Variant::kAlike && item.tokens > 0 ? start % kTokens : 0;
     kv.hidden = uint16_t(hidden);
     item.slots -= hidden;
     item.tokens += hidden;

@@ -29,7 +29,7 @@ struct NoTails {};
 constexpr bool kLooksUpTails = Variant::kTails && kHas8BitKv;
 
 // A KV head; with limits, also how many of an item's first tokens nobody sees, as they are in front of all of its windows
-// (`Params::aligned`). Items of 40 bytes would take two of the ring's stages.
+// (`Items::align`). Items of 40 bytes would take two of the ring's stages.
 struct KvHead {
   int16_t head;
 };

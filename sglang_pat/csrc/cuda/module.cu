@@ -202,25 +202,24 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
   return p;
 }
 
-// Launches forward and, if asked for, merge on the current stream. The merge kernels add up parts in other orders, and which one is fastest depends on
-// the batch; `alike` makes it the same one for all, and KV tiles begin at the same positions (`Params::aligned`).
+// Launches forward and, if asked for, merge on the current stream. The merge kernels add up parts in other orders, and which
+// one is fastest depends on the batch; with kAlike it is the same one for all.
 void decode(TensorView q, TensorView out, TensorView plan, TensorView partial, TensorView lse, TensorView k, TensorView v,
             TensorView records, double v_scale, TensorView req_to_token, TensorView rows, TensorView seq_lens,
             TensorView masks, double scale, double logit_cap, TensorView sinks, int64_t window, int64_t tile_rows,
-            bool with_merge, bool overlap, bool early, bool alike, TensorView q_rope) {
+            bool with_merge, bool overlap, bool early, TensorView q_rope) {
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
   pat::Params p = make_params(q, out, {plan, partial, lse}, {k, v, records, v_scale}, {req_to_token, rows, seq_lens, masks},
                               {scale, logit_cap, sinks}, window, tile_rows, q_rope);
-  p.aligned = alike;
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   const Resident& ctas = resident(q.device().device_id);
   launch(kForward, ctas.forward, Format::kThreads, sizeof(Memory), stream, early, p);
   const int64_t outputs = int64_t(p.queries) * p.heads;
   if (!with_merge || outputs == 0) return;
   const auto ctas_for = [](int64_t warps) { return int((warps + pat::kMergeWarps - 1) / pat::kMergeWarps); };
-  if (outputs <= ctas.merge_by_cta && !alike)
+  if (outputs <= ctas.merge_by_cta && !Variant::kAlike)
     launch(kMergeByCta, int(outputs), pat::kMergeThreads, 0, stream, overlap, p);
-  else if (alike || ctas_for(outputs) <= ctas.merge_by_warp || p.heads % kMergeRows != 0)
+  else if (Variant::kAlike || ctas_for(outputs) <= ctas.merge_by_warp || p.heads % kMergeRows != 0)
     launch(kMergeByWarp, ctas_for(outputs), pat::kMergeThreads, 0, stream, overlap, p);
   else
     launch(kMergeSeveral, ctas_for(outputs / kMergeRows), pat::kMergeThreads, 0, stream, overlap, p);

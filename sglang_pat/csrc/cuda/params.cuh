@@ -60,9 +60,6 @@ struct Params {
   // those first ones.
   const void* q_rope;
   int64_t rope_token, rope_head;
-  // With Variant::kLimits: whether an item that begins where a window does is computed from the last position in front of it
-  // that is a multiple of kTokens, so that a row's sums do not depend on which rows are computed along with it.
-  bool aligned;
 
   // The row of Q and the output for a query and one of its `heads`, as token and head of `token_heads`.
   __device__ __forceinline__ TokenHead token_head(int query, int head) const {

@@ -23,7 +23,8 @@ constexpr int kAlternating = 2;
 // Whether an item is shared like that.
 template <int kDim>
 __device__ __forceinline__ bool alternates_tiles(const Item& item) {
-  return wide_warpgroups(kDim) > 1 && !has_own_queries(kDim) && item.m == kWarpgroupRows && item.tokens > kOwnTokens;
+  return wide_warpgroups(kDim) > 1 && !has_own_queries(kDim) && !Variant::kAlike && item.m == kWarpgroupRows &&
+         item.tokens > kOwnTokens;
 }
 
 // Bytes of a stage. V is no wider than K.

@@ -40,6 +40,9 @@ struct Variant {
   static constexpr bool kLimits = PAT_LIMITS;
   // Whether a wide item may continue with tails: behind the shared KV each warpgroup reads the KV of its own query only.
   static constexpr bool kTails = PAT_TAILS;
+  // Whether a query's result has the same bits in any batch: every wide item adds up its KV in one order, as parts are merged
+  // in one, and KV tiles begin where positions are multiples of 64.
+  static constexpr bool kAlike = PAT_ALIKE;
 };
 
 }  // namespace pat
