@@ -72,7 +72,7 @@ def columns() -> str:
     """A row of SGLang's own page on attention backends: `yes` where all of a column's features work."""
     statuses = {feature.name: feature.status for group in features.FEATURES.values() for feature in group}
     served = ["yes" if {statuses[name] for name in names} == {"works"} else "no" for names in COLUMNS.values()]
-    rows = [["`pat` (MHA, GQA, MQA)", *served], ["`pat` (MLA)", *["no"] * len(COLUMNS)]]
+    rows = [["`pat` (MHA, GQA, MQA)", *served]]
     return tables.table(["Backend", *COLUMNS], rows)
 
 
