@@ -143,7 +143,7 @@ def test_times_that_are_too_long_for_a_plan_are_the_tables_fault(tmp_path: Path)
     config = PackConfig.of(spec, capabilities.tile_table("9.0a", 128, table=table), 132)
     with (
         pytest.raises(
-            devices.TablesError, match=r"mine\.json is a table that no plan can be made with: a turn's price"
+            devices.TablesError, match=r"mine\.json is a table that no plan can be made with: turn_price must be"
         ),
         devices.used("mine.json"),
     ):
