@@ -912,17 +912,6 @@ def test_json_has_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None
     assert keys(found) <= documented("estimate.md") and {"verdict", "step_ms", "flashinfer"} <= keys(found)
 
 
-def test_the_old_name_of_a_flag_still_works(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = []
-    for flag in ("--answer-tokens", "--output"):
-        assert cli.main(["estimate", str(PROMPTS), "--model", str(CONFIG), "--json", flag, "700"]) == 0
-        shown.append(json.loads(capsys.readouterr().out))
-    assert shown[0] == shown[1] and shown[0]["answer_tokens"] == 8 * 700
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["estimate", "--help"])
-    assert "--output" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("terminal", "seconds", "said"), [(True, 0, False), (True, 0.3, True), (False, 0.3, False)])
 def test_a_terminal_is_told_what_takes_so_long(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool, seconds: float, said: bool

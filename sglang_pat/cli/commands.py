@@ -199,10 +199,6 @@ def _add_estimate(commands: Any) -> None:
     command.add_argument(
         "--answer-tokens", type=count, default=DEFAULT_ANSWER, help="tokens of an answer, if unknown (%(default)s)"
     )
-    # Its first name.
-    command.add_argument(
-        "--output", dest="answer_tokens", type=count, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-    )
     _add_json(command)
     command.set_defaults(run=_estimate, parser=command)
 

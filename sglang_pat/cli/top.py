@@ -41,13 +41,7 @@ class SilenceError(TopError):
     """Nothing answers at the address."""
 
 
-class NewCounters(TypedDict, total=False):
-    """Those that servers with an older sglang-pat lack."""
-
-    kv_bytes_by_queries: dict[Annotated[int, Meta(ge=1, le=1 << 20)], Count]
-
-
-class Counters(NewCounters):
+class Counters(TypedDict):
     """The counters in `/server_info` that are shown here, for one scheduler process with PAT."""
 
     steps: Count
@@ -57,6 +51,7 @@ class Counters(NewCounters):
     work_items: Count
     parts: Count
     kv_bytes: Count
+    kv_bytes_by_queries: dict[Annotated[int, Meta(ge=1, le=1 << 20)], Count]
     kv_bytes_unpacked: Count
     fallbacks: Count
     too_large: Count
@@ -272,7 +267,7 @@ def picture(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: floa
     names = ("steps", "kv_bytes", "kv_bytes_unpacked", "plans", "plans_ahead", "planning_us", "work_items", "parts")
     since = {name: max(0, new[name] - before.get(name, 0)) for name in names}
     read, unpacked = since["kv_bytes"], since["kv_bytes_unpacked"]
-    by_size = new_by_size(new.get("kv_bytes_by_queries", {}), before.get("kv_bytes_by_queries", {}))
+    by_size = new_by_size(new["kv_bytes_by_queries"], before.get("kv_bytes_by_queries", {}))
     whole = sum(by_size.values())
     return Picture(
         seconds=round(seconds, 3) if old else None,
