@@ -270,7 +270,7 @@ def picture(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: floa
     by_size = new_by_size(new["kv_bytes_by_queries"], before.get("kv_bytes_by_queries", {}))
     whole = sum(by_size.values())
     return Picture(
-        seconds=round(seconds, 3) if old else None,
+        seconds=max(0.001, round(seconds, 3)) if old else None,
         requests=new["bound"],
         tokens_per_s=round(new.get("tokens_per_s", 0), 1),
         less_kv_read=unpacked / read if read else None,
