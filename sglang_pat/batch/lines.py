@@ -313,11 +313,7 @@ class Output(contextlib.AbstractContextManager["Output"]):
             self._append(b"\n")  # an editor may leave out the last one
 
     def _keep(self, text: bytes) -> None:
-        """Write what is cut off to a new file: it may be somebody's after all.
-
-        Raises:
-            BatchError: It cannot be written.
-        """
+        """Write what is cut off to a new file: it may be somebody's after all."""
         # Made anew (O_EXCL), so that nothing is lost and no link is followed; and who may not read the output may not read this.
         mode = os.fstat(self._file).st_mode & 0o666
         for number in itertools.count(1):

@@ -32,11 +32,7 @@ LEAST_CAPABILITY = 8
 
 
 def architecture(text: str) -> str:
-    """A compute capability as `cuda.arch_of` names it.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none that there are kernels for.
-    """
+    """A compute capability as `cuda.arch_of` names it."""
     found = re.fullmatch(r"([0-9]{1,2})\.([0-9])a?", text)
     if found is None or int(found[1]) < LEAST_CAPABILITY:
         raise argparse.ArgumentTypeError(f"{text!r} is no compute capability of {LEAST_CAPABILITY}.0 or more")
@@ -85,11 +81,7 @@ def variants(name: str | None, arch: str) -> list[cuda.Variant]:
 
 
 def _complete(options: argparse.Namespace) -> None:
-    """Add what follows from the model's config.json, or from what was given in place of one.
-
-    Raises:
-        ModelError: There is no such model, or its config.json does not say it.
-    """
+    """Add what follows from the model's config.json, or from what was given in place of one."""
     options.dims = [(dim, options.v_head_dim or dim) for dim in options.head_dim or [128]]
     options.sinks_of_layers, options.latent = (options.sinks,), False
     if options.model is not None:

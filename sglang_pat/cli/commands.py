@@ -45,11 +45,7 @@ get it."""
 
 
 def _seconds(text: str) -> float:
-    """Parse a time to wait.
-
-    Raises:
-        ArgumentTypeError: It is not a number, or out of range.
-    """
+    """Parse a time to wait."""
     try:
         value = float(text)
     except ValueError:
@@ -60,11 +56,7 @@ def _seconds(text: str) -> float:
 
 
 def _batches(text: str) -> list[int]:
-    """Parse the value of `--batch`, which takes several words and so a file behind them too.
-
-    Raises:
-        ArgumentTypeError: One is not a number, or is 0.
-    """
+    """Parse the value of `--batch`, which takes several words and so a file behind them too."""
     try:
         return counts(text)
     except argparse.ArgumentTypeError as error:

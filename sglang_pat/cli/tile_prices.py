@@ -61,12 +61,6 @@ class Bench:
     """Runs synthetic plans on this machine's GPU."""
 
     def __init__(self, head_dim: int, dtype: str, kv: str) -> None:
-        """
-        Args:
-            head_dim: One of `capabilities.HEAD_DIMS`, or K's of LATENT_DIMS.
-            dtype: Dtype of Q.
-            kv: A key of `packing.FORMATS`.
-        """
         import torch
 
         from sglang_pat.kernels import cuda

@@ -287,12 +287,7 @@ def _plain(path: Path, lines: list[tuple[int, str]]) -> str:
 
 
 def _raw_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, unpacked if it is xz.
-
-    Raises:
-        EstimateError: It cannot be unpacked, or not here.
-        OSError: It cannot be read.
-    """
+    """The lines of a file, unpacked if it is xz."""
     with path.open("rb") as file:
         if not file.peek(len(XZ)).startswith(XZ):
             yield from iter(lambda: file.readline(LONGEST + 1), b"")
@@ -355,12 +350,7 @@ def object_in(line: str) -> dict[str, Any]:
 
 
 def _of_row(line: str, output: int, size: BlockSize, sessions: Sessions) -> list[Prompt]:
-    """The requests in a line of JSON: one, several, or none if it is another event of a log. Those of a trace narrow the size of its blocks.
-
-    Raises:
-        EstimateError: It has no prompt, only a part of one, or a value that no server would accept.
-        RecursionError: It is nested too deeply.
-    """
+    """The requests in a line of JSON: one, several, or none if it is another event of a log. Those of a trace narrow the size of its blocks."""
     row = object_in(line)
     if "turns" in row:
         return list(sessions.prompts(sessions.read(row)))
@@ -399,11 +389,7 @@ def first_given(*values: Any) -> Any:
 
 
 def _converted(row: Any, form: type[Form], within: str = "") -> Form:
-    """A row of JSON, or what it has under a key, in a form.
-
-    Raises:
-        EstimateError: It has another one.
-    """
+    """A row of JSON, or what it has under a key, in a form."""
     try:
         return msgspec.convert(row, form)
     except msgspec.ValidationError as error:

@@ -48,14 +48,7 @@ class Row(msgspec.Struct):
 
 
 class Layers(msgspec.Struct):
-    """Layers of one kind.
-
-    Attributes:
-        count: How many there are.
-        heads, kv_heads: Of queries, and of KV.
-        head_dim, v_head_dim: Dimensions of K and of V.
-        window: Tokens that it sees; 0 for all.
-    """
+    """Layers of one kind."""
 
     count: int
     heads: int
@@ -136,13 +129,6 @@ class Estimate(msgspec.Struct):
 
 def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int], kv_cache: str = "auto") -> Estimate:
     """What packing would bring.
-
-    Args:
-        prompts: The whole workload.
-        model: The model that serves it.
-        gpu_name: One of GPUS.
-        sizes: Batch sizes.
-        kv_cache: One of KV_CACHES.
 
     Raises:
         EstimateError: There are no measurements for the GPU, or no kernel for the model.

@@ -191,13 +191,7 @@ def _name(runner: Any) -> str:
 
 
 def _check_latents(hf_config: Any, latent: bool, device: str) -> None:
-    """Raise UnsupportedError if a model has latents that PAT does not read.
-
-    Args:
-        hf_config: Its config.json.
-        latent: Whether it is an MLA model.
-        device: Where it shall be served.
-    """
+    """Raise UnsupportedError if a model has latents that PAT does not read."""
     problem = compat.model.sparse_latents(hf_config)
     if latent:
         # That it is one, SGLang says.
