@@ -157,7 +157,7 @@ class NativeScheduler:
         self.epoch = self.gained = 0
         self._scratch = np.zeros(max(8, 6 + 2 * config.max_queries), dtype=np.int64)
         self._out = _ffi().from_dlpack(self._scratch)
-        limits = {name: [limit] for name, limit in msgspec.structs.asdict(config.wide_limits).items()}
+        limits = {name: [limit] for name, limit in config.wide_limits.items()}
         values = _values(config), _values(config.wide_only or config), limits
         self._handle = self._module.create(*values, max_batch, max_slots, *map(_ffi().from_dlpack, buffers))
         # The buffers must outlive the thread that writes to them.

@@ -62,7 +62,8 @@ struct Prices {
   }
 };
 
-// Which batches are planned without tiles of single warps (packing/prices.py). Queries and tokens are counted times `runs`.
+// Which batches are planned without tiles of single warps: `WideSteps` (packing/tiles.py) for a config. Queries and tokens are those of the batch, times `runs`,
+// but `ragged_tokens`, which one of its requests has at least on average.
 struct WideLimits {
   int64_t small_queries = 0, small_tokens = 0, small_sharing = 1, small_draft_tokens = 0, little_shared_queries = 0,
           ragged_queries = 0, ragged_tokens = 0;
@@ -127,14 +128,7 @@ struct Config {
 
   // Plans batches within the limits with `config`, which is of the same device and model. Throws std::invalid_argument where it cannot be.
   void plan_wide(const WideLimits& limits, Config config) {
-    const auto equal = [](const char* name, int64_t value, int64_t ours) { in_range(name, value, ours, ours); };
-    equal("max_queries of wide tiles only", config.max_queries, max_queries);
-    equal("group of wide tiles only", config.group, group);
-    equal("runs of wide tiles only", config.runs, runs);
-    equal("workers of wide tiles only", config.workers, workers);
-    equal("window of wide tiles only", config.window, window);
-    equal("piece of wide tiles only", config.piece, piece);
-    equal("token_bytes of wide tiles only", config.token_bytes, token_bytes);
+    in_range("max_queries of wide tiles only", config.max_queries, max_queries, max_queries);
     wide_limits = limits, wide_only = std::make_shared<const Config>(std::move(config));
   }
 
