@@ -194,23 +194,7 @@ def total(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Picture(msgspec.Struct):
-    """What happened in a time; with `--json` all of this is printed.
-
-    Attributes:
-        seconds: How long it was; None for all since the server started.
-        steps: Decode steps by PAT.
-        requests: Requests in the server now, whether or not they share anything.
-        tokens_per_s: Tokens per second when SGLang logged it last.
-        kv_bytes, kv_bytes_unpacked: KV that decode attention read, and would have read without packing.
-        less_kv_read: The latter divided by the former; None if nothing was read.
-        kv_by_requests: The part of `kv_bytes` that was read for so many requests at once, by the least of a class: 1, 2 (to 3), 4 (to 7) ...
-        plans, plans_ahead: New plans, and how many of them were made ahead of their step.
-        planning_us: Microseconds that plans took, in all.
-        work_items, parts: Work items run, and parts merged.
-        nodes: Nodes on the paths of requests, now.
-        fallbacks, faults, too_large: Since the server started, as in `/server_info`.
-        unpacked_because: Why the server does not pack; empty if it does.
-    """
+    """What happened in a time; with `--json` all of this is printed (docs/watch.md, "JSON", says what each is)."""
 
     seconds: float | None
     steps: int
