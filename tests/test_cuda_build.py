@@ -10,13 +10,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import resources
 import sass
 import torch
 from kernel_cases import spec_of
 
 from sglang_pat import jit
 from sglang_pat.cli import build
-from sglang_pat.kernels import capabilities, cuda, resources
+from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.packing import FORMATS, AttentionSpec
 
 pytestmark = pytest.mark.once
@@ -265,7 +266,7 @@ def test_dimensions_that_cannot_be_built_are_named(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("arch", ["banana", "", "7.5", "9", "9.0b"])
 def test_what_is_no_compute_capability_is_refused(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        build.main(["--arch", arch, "--report"])
+        build.main(["--arch", arch])
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -281,9 +282,9 @@ def test_a_compiler_that_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch) 
     def fail(*_: object) -> None:
         raise jit.BuildError("no nvcc")
 
-    monkeypatch.setattr(resources, "measure", fail)
+    monkeypatch.setattr(cuda, "build", fail)
     with pytest.raises(SystemExit, match="no nvcc"):
-        build.main(["--arch", "9.0a", "--report"])
+        build.main(["--arch", "9.0a"])
 
 
 def test_what_is_built_ahead_is_what_servers_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import headers
 import msgspec
 import numpy as np
 import pytest
@@ -25,7 +26,6 @@ from oracle.mirror import Mirror
 from trees import PRICED, SMALL, TILES, WARPS, batches, check, configs, random_batch
 
 from sglang_pat import jit
-from sglang_pat.kernels import headers
 from sglang_pat.packing import (
     OPEN,
     POLICIES,
@@ -151,7 +151,7 @@ def test_without_prices_items_of_single_warps_count_as_many_tokens_as_they_compu
 
 def test_both_languages_know_the_same_constants() -> None:
     for path, text in headers.headers().items():
-        assert path.read_text() == text, "run python -m sglang_pat.kernels.headers"
+        assert path.read_text() == text, "run python tests/headers.py"
 
 
 @pytest.mark.parametrize("depth", [31, 32, 33, 70, 1100])
