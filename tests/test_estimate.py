@@ -20,7 +20,7 @@ from test_top import JUNK, sentence
 
 from sglang_pat import cli, model_config
 from sglang_pat.cli import parser
-from sglang_pat.estimate import EstimateError, costs, estimate, models, read, read_model
+from sglang_pat.estimate import EstimateError, costs, estimate, load, models, read_model
 from sglang_pat.estimate.costs import GPUS, LATENTS
 from sglang_pat.estimate.prompts import BLOCK, CHARS_PER_TOKEN, TRACE_BLOCK, Prompt, batch_of
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node
@@ -31,6 +31,10 @@ ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "docs" / "examples" / "config.json"
 PROMPTS = ROOT / "docs" / "examples" / "prompts.txt"
 SYSTEM = "a system prompt. " * 64
+
+
+def read(path: Path, output: int) -> list[Prompt]:
+    return load(path, output).prompts
 
 
 def write(path: Path, lines: list) -> Path:

@@ -48,13 +48,7 @@ class BatchError(ValueError):
 
 
 class Line(msgspec.Struct):
-    """A line of the input.
-
-    Attributes:
-        custom_id: The client's name for the request.
-        url: One of URLS.
-        body: What the client would post there.
-    """
+    """A line of the input, in OpenAI's format: `body` is what the client would post to `url`."""
 
     custom_id: str
     url: str

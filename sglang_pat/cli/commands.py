@@ -21,7 +21,7 @@ from sglang_pat.cli.parser import Parser, as_json, count, counts, patience, run
 from sglang_pat.cli.replay import replay
 from sglang_pat.cli.top import SilenceError, TopError, top
 from sglang_pat.config import KEY
-from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, estimate, load, read, read_model
+from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, estimate, load, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
 from sglang_pat.packing.native import make_plan
@@ -331,7 +331,7 @@ def _explain(arguments: argparse.Namespace) -> None:
         raise explain.ExplainError(f"--output {output} is another trace, which would be lost: name another file")
     try:
         if arguments.model is not None:
-            prompts = read(path, DEFAULT_ANSWER)
+            prompts = load(path, DEFAULT_ANSWER).prompts
             steps = explain.explain_job(prompts, read_model(arguments.model), arguments.gpu, output, arguments.steps)
         else:
             steps = explain.explain(path, output, arguments.steps, arguments.truncated or live)

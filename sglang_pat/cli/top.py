@@ -63,12 +63,7 @@ class Counters(TypedDict):
 
 
 class State(msgspec.Struct):
-    """A scheduler process.
-
-    Attributes:
-        pat: What PAT says.
-        last_gen_throughput: Tokens per second when SGLang logged it last.
-    """
+    """A scheduler process."""
 
     pat: Counters | None = None
     last_gen_throughput: Annotated[float, Meta(ge=0, le=1e9)] = 0.0

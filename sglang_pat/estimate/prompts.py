@@ -209,22 +209,11 @@ class Request(msgspec.Struct):
 
 
 class Workload(msgspec.Struct):
-    """What a file has.
-
-    Attributes:
-        prompts: Its requests.
-        source: What it was taken for, and how many requests it has.
-        warnings: What is hardly meant so.
-    """
+    """What a file has, what it was taken for, and what in it is hardly meant so."""
 
     prompts: list[Prompt]
     source: str
     warnings: list[str]
-
-
-def read(path: Path, output: int) -> list[Prompt]:
-    """The requests alone of what `load` reads."""
-    return load(path, output).prompts
 
 
 def load(path: Path, output: int) -> Workload:
