@@ -16,12 +16,13 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+import resources
 import torch
 import triton
 from kernel_cases import spec_of
 
 from sglang_pat import jit
-from sglang_pat.kernels import capabilities, cuda, resources
+from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.packing import FORMATS, AttentionSpec
 
 GOLDEN = Path(__file__).parent / "sass.json"

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +16,7 @@ from test_explain import record
 from test_top import http, info, port, sentence
 
 from sglang_pat import cli
-from sglang_pat.cli import commands, tune
+from sglang_pat.cli import commands
 from sglang_pat.jit import BuildError
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
@@ -44,7 +43,7 @@ def test_a_time_to_wait_is_some_seconds(capsys: pytest.CaptureFixture[str], valu
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "1e3", "nan", "inf", "9" * 5000, "8_0", "٣", "eight", ""])
 @pytest.mark.parametrize(
-    "arguments", [[*ESTIMATE, "--batch", "8"], [*ESTIMATE, "--output"], ["explain", "trace", "--steps"]]
+    "arguments", [[*ESTIMATE, "--batch", "8"], [*ESTIMATE, "--answer-tokens"], ["explain", "trace", "--steps"]]
 )
 def test_a_number_counts_something(capsys: pytest.CaptureFixture[str], arguments: list[str], value: str) -> None:
     found = sentence(capsys, *arguments, value)
@@ -52,7 +51,7 @@ def test_a_number_counts_something(capsys: pytest.CaptureFixture[str], arguments
 
 
 def test_numbers_may_be_large(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*ESTIMATE, "--batch", "1", "999999999", "--output", "999999999", "--gpu", "H200"]) == 0
+    assert cli.main([*ESTIMATE, "--batch", "1", "999999999", "--answer-tokens", "999999999", "--gpu", "H200"]) == 0
     sizes = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "%" in line]
     assert sizes == ["1", "8"], "the file has eight requests"
 
@@ -66,7 +65,7 @@ def test_numbers_may_be_large(capsys: pytest.CaptureFixture[str]) -> None:
         (["top", "--urll", "x"], "unrecognized arguments: --urll x: did you mean --url?; see sglang-pat top --help"),
         (["doctor", "--jsn"], "did you mean --json?"),
         (["doctor", "x"], "unrecognized arguments: x; see sglang-pat doctor --help"),
-        (["tune", "--derve", "a100"], "sglang-pat tune: unrecognized arguments: --derve a100: did you mean --derive?"),
+        (["tune", "--onyl", "8"], "sglang-pat tune: unrecognized arguments: --onyl 8: did you mean --only?"),
         (["build", "--arch", "7.5"], "sglang-pat build: argument --arch: '7.5' is no compute capability"),
         (["demo", "--questions", "none"], "sglang-pat demo: argument --questions: 'none' is not a whole number"),
         (["top", "--fast"], "unrecognized arguments: --fast; see sglang-pat top --help"),
@@ -216,34 +215,19 @@ def test_ctrl_c_ends_top_quietly() -> None:
     assert (process.returncode, errors) == (0, "")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [[*COMMAND, *ESTIMATE], [sys.executable, "-m", "sglang_pat.tune", "--derive", "a100"]],
-    ids=["estimate", "tune"],
-)
-def test_a_pipe_that_nobody_reads_is_left_quietly(command: list[str]) -> None:
+def test_a_pipe_that_nobody_reads_is_left_quietly() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     with open(write_end, "wb") as pipe:
-        result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, check=False, timeout=60)
+        result = subprocess.run([*COMMAND, *ESTIMATE], stdout=pipe, stderr=subprocess.PIPE, check=False, timeout=60)
     assert (result.stderr, result.returncode) == (b"", 128 + signal.SIGPIPE)
 
 
-@pytest.mark.parametrize(
-    ("main", "arguments", "prog"),
-    [(cli.main, ESTIMATE, "sglang-pat"), (tune.main, ["--derive", "a100"], "python -m sglang_pat.tune")],
-)
-def test_a_full_disk_is_one_sentence(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    main: Callable[[list[str]], int],
-    arguments: list[str],
-    prog: str,
-) -> None:
+def test_a_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert main(arguments) == 2
-    assert capsys.readouterr().err == f"{prog}: the output: No space left on device\n"
+        assert cli.main(ESTIMATE) == 2
+    assert capsys.readouterr().err == "sglang-pat: the output: No space left on device\n"
 
 
 def test_a_terminal_may_know_little_and_be_closed(

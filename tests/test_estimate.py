@@ -20,7 +20,7 @@ from test_top import JUNK, sentence
 
 from sglang_pat import cli, model_config
 from sglang_pat.cli import parser
-from sglang_pat.estimate import EstimateError, costs, estimate, models, read, read_model
+from sglang_pat.estimate import EstimateError, costs, estimate, load, models, read_model
 from sglang_pat.estimate.costs import GPUS, LATENTS
 from sglang_pat.estimate.prompts import BLOCK, CHARS_PER_TOKEN, TRACE_BLOCK, Prompt, batch_of
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, Node
@@ -31,6 +31,10 @@ ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "docs" / "examples" / "config.json"
 PROMPTS = ROOT / "docs" / "examples" / "prompts.txt"
 SYSTEM = "a system prompt. " * 64
+
+
+def read(path: Path, output: int) -> list[Prompt]:
+    return load(path, output).prompts
 
 
 def write(path: Path, lines: list) -> Path:
@@ -910,17 +914,6 @@ def test_json_has_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None
     found = json.loads(capsys.readouterr().out)
     assert [row["batch"] for row in found["batches"]] == [2, 4, 8] and found["baseline"] == "fa3"
     assert keys(found) <= documented("estimate.md") and {"verdict", "step_ms", "flashinfer"} <= keys(found)
-
-
-def test_the_old_name_of_a_flag_still_works(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = []
-    for flag in ("--answer-tokens", "--output"):
-        assert cli.main(["estimate", str(PROMPTS), "--model", str(CONFIG), "--json", flag, "700"]) == 0
-        shown.append(json.loads(capsys.readouterr().out))
-    assert shown[0] == shown[1] and shown[0]["answer_tokens"] == 8 * 700
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["estimate", "--help"])
-    assert "--output" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("terminal", "seconds", "said"), [(True, 0, False), (True, 0.3, True), (False, 0.3, False)])

@@ -14,18 +14,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import headers
 import msgspec
 import numpy as np
 import pytest
 import tvm_ffi
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from natives import next_batch, set_delays, settle
 from oracle import for_batch, make_packs, make_plan, makespan, pricing
 from oracle.mirror import Mirror
 from trees import PRICED, SMALL, TILES, WARPS, batches, check, configs, random_batch
 
 from sglang_pat import jit
-from sglang_pat.kernels import headers
 from sglang_pat.packing import (
     OPEN,
     POLICIES,
@@ -151,7 +152,7 @@ def test_without_prices_items_of_single_warps_count_as_many_tokens_as_they_compu
 
 def test_both_languages_know_the_same_constants() -> None:
     for path, text in headers.headers().items():
-        assert path.read_text() == text, "run python -m sglang_pat.kernels.headers"
+        assert path.read_text() == text, "run python tests/headers.py"
 
 
 @pytest.mark.parametrize("depth", [31, 32, 33, 70, 1100])
@@ -207,7 +208,7 @@ def test_others_are_packed_beside_many_nested_prompts(policy: str, slots: int, l
     scheduler, seq_lens = load(batch, config, max_slots=slots)
     if ahead:
         scheduler.prepare(0)
-        scheduler.settle()
+        settle(scheduler)
     index, good, taken_ahead = take(scheduler, seq_lens)
     assert (scheduler.levels, taken_ahead) == (levels, ahead) and good > 0
     data = scheduler.buffers[index]
@@ -338,12 +339,12 @@ class Pair:
         tree = self.mirror.batch(batch, seq_lens)
         assert batch_in(self.native, batch, seq_lens) == tree
         assert used(self.native.buffers[index]) == layout.flatten(make_plan(tree, self.config)).tolist()
-        assert self.native.batch == self.batch
+        assert next_batch(self.native) == self.batch
 
     def check(self, prepare: bool = False) -> None:
         mirror, native = self.mirror, self.native
         assert native.num_nodes == len(mirror.nodes) - 1
-        assert native.batch == self.batch
+        assert next_batch(native) == self.batch
         for node in mirror.nodes.values():
             if node.parent is not None:
                 assert native.find(node.id) == (node.parent.id, node.length)
@@ -396,7 +397,7 @@ def test_a_withdrawn_request_stays_bound() -> None:
     scheduler, _ = load(Batch([50] * 3, [Node(0, 9, [0, 1, 2])]), CONFIG)
     version = scheduler.version
     scheduler.withdraw(1)
-    assert (scheduler.batch, scheduler.version > version) == ([0, 2], True)
+    assert (next_batch(scheduler), scheduler.version > version) == ([0, 2], True)
     version = scheduler.version
     scheduler.withdraw(1)
     scheduler.withdraw(STRANGER)
@@ -405,14 +406,14 @@ def test_a_withdrawn_request_stays_bound() -> None:
     assert (scheduler.binding(1), scheduler.version) == (None, version), "the batch was told before"
     scheduler.expect(3, 5)
     scheduler.withdraw(3)
-    assert scheduler.batch == [0, 2]
+    assert next_batch(scheduler) == [0, 2]
 
 
 def test_releasing_everything_forgets_everything() -> None:
     scheduler, _ = load(Batch([50] * 4, [Node(0, 9, [0, 1, 2], [Node(9, 20, [1, 2])])]), CONFIG)
     for query in range(4):
         scheduler.release(query)
-    assert (scheduler.num_nodes, len(scheduler), scheduler.batch) == (0, 0, [])
+    assert (scheduler.num_nodes, len(scheduler), next_batch(scheduler)) == (0, 0, [])
 
 
 def test_requests_on_an_evicted_node_stay_in_the_batch_and_share_nothing() -> None:
@@ -422,11 +423,11 @@ def test_requests_on_an_evicted_node_stay_in_the_batch_and_share_nothing() -> No
         scheduler.evict(2)
     scheduler.evict(77)
     assert scheduler.binding(1) == (ROOT, 0) and scheduler.binding(0) == (1, 30)
-    assert scheduler.batch == [0, 1, 2, 3]
+    assert next_batch(scheduler) == [0, 1, 2, 3]
     assert groups(scheduler, seq_lens) == {(0,), (1,), (2,), (3,)}
     scheduler.expect(1, 51)
     scheduler.release(1)
-    assert scheduler.batch == [0, 2, 3]
+    assert next_batch(scheduler) == [0, 2, 3]
 
 
 def groups(scheduler: NativeScheduler, seq_lens: Sequence[int], requests: Sequence[int] = ()) -> set[tuple[int, ...]]:
@@ -441,15 +442,15 @@ def test_a_request_may_join_before_it_has_a_path() -> None:
     take(scheduler, seq_lens)
     scheduler.expect(2, 500)
     scheduler.expect(2, 500)
-    assert scheduler.batch == [0, 1, 2]
+    assert next_batch(scheduler) == [0, 1, 2]
     assert groups(scheduler, [500] * 3) == {(0, 1), (0,), (1,), (2,)}
     version = scheduler.version
     scheduler.bind(2, 1)
-    assert scheduler.version != version and scheduler.batch == [0, 1, 2]
+    assert scheduler.version != version and next_batch(scheduler) == [0, 1, 2]
     assert (0, 1, 2) in groups(scheduler, [500] * 3)
     assert scheduler.totals(0).requests == 3
     scheduler.release(2)
-    assert scheduler.batch == [0, 1]
+    assert next_batch(scheduler) == [0, 1]
 
 
 def test_a_batch_may_have_a_request_that_was_never_heard_of() -> None:
@@ -457,12 +458,12 @@ def test_a_batch_may_have_a_request_that_was_never_heard_of() -> None:
     scheduler, _ = load(Batch([500] * 2, [Node(0, 300, [0, 1])]), CONFIG)
     batch = [0, STRANGER, 1, -1, 7]
     assert groups(scheduler, [500] * 5, batch) == {(0, 2), (0,), (1,), (2,), (3,), (4,)}
-    assert scheduler.batch == batch and len(scheduler) == 2
+    assert next_batch(scheduler) == batch and len(scheduler) == 2
     scheduler.bind(7, 1)
     assert (0, 2, 4) in groups(scheduler, [500] * 5, batch)
     scheduler.release(0)
     scheduler.release(STRANGER)
-    assert scheduler.batch == [1, -1, 7]
+    assert next_batch(scheduler) == [1, -1, 7]
 
 
 def test_a_row_has_one_request_and_whoever_had_it_before_shares_nothing() -> None:
@@ -476,7 +477,7 @@ def test_a_row_has_one_request_and_whoever_had_it_before_shares_nothing() -> Non
     scheduler.bind(heir, 1)
     assert (0, 1, 2) in groups(scheduler, seq_lens, [0, heir, 2])
     scheduler.bind(2 << 32 | 1, 1)
-    assert scheduler.binding(heir) is None and scheduler.batch == [0, 2]
+    assert scheduler.binding(heir) is None and next_batch(scheduler) == [0, 2]
 
 
 def test_a_request_that_is_in_a_batch_twice_is_known_once() -> None:
@@ -484,7 +485,7 @@ def test_a_request_that_is_in_a_batch_twice_is_known_once() -> None:
     assert groups(scheduler, [500] * 3, [0, 1, 1]) == {(0, 1), (0,), (1,), (2,)}
     for request in (1, 0, 1):
         scheduler.release(request)
-    assert (scheduler.num_nodes, len(scheduler), scheduler.batch) == (0, 0, [])
+    assert (scheduler.num_nodes, len(scheduler), next_batch(scheduler)) == (0, 0, [])
 
 
 def test_a_request_that_is_shorter_than_its_path_shares_nothing() -> None:
@@ -582,13 +583,15 @@ def test_a_batch_aside_leaves_the_next_one_as_it_was() -> None:
     """Also if it has no plan. Requests of both may be the same."""
     scheduler, seq_lens = load(Batch([500] * 4, [Node(0, 300, [0, 1, 2, 3])]), CONFIG)
     first = used(scheduler.buffers[take(scheduler, seq_lens)[0]])
-    batch = scheduler.batch
+    batch = next_batch(scheduler)
     index, good, _ = scheduler.take(np.array([3, 7]), np.array([500, 9]), 1, aside=True)
     assert good == 0 and layout.sections(scheduler.buffers[index]).header["batch"] == 2
-    assert scheduler.batch == batch and not scheduler.stands(np.array([3, 7])) and not scheduler.stands(np.arange(4))
+    assert (
+        next_batch(scheduler) == batch and not scheduler.stands(np.array([3, 7])) and not scheduler.stands(np.arange(4))
+    )
     with pytest.raises(ValueError, match="tokens"):
         scheduler.take(np.array([3]), np.array([-1]), 1, aside=True)
-    assert scheduler.batch == batch
+    assert next_batch(scheduler) == batch
     index, good, _ = take(scheduler, seq_lens)
     assert good > 0 and used(scheduler.buffers[index]) == first and scheduler.stands(np.arange(4))
 
@@ -620,7 +623,7 @@ def test_prices_of_a_batch_that_cannot_be_do_not_overflow() -> None:
     for request in range(2000):
         native.expect(request, 2**31 - 1)
     native.prepare(0)
-    native.settle()
+    settle(native)
 
 
 def test_a_prepared_plan_is_taken_for_the_batch_that_it_was_made_for() -> None:
@@ -628,7 +631,7 @@ def test_a_prepared_plan_is_taken_for_the_batch_that_it_was_made_for() -> None:
     first, good, ahead = take(scheduler, seq_lens)
     assert not ahead
     scheduler.prepare(10)
-    scheduler.settle()
+    settle(scheduler)
     second, good_later, ahead = take(scheduler, seq_lens + 12, 10)
     assert ahead and second != first
     assert good_later <= good + 10 - 2, "two tokens more than the plan was made for"
@@ -641,10 +644,10 @@ def test_a_prepared_plan_is_never_taken_for_another_batch(change: str) -> None:
         scheduler, seq_lens = load(batch, CONFIG)
         scheduler.bind(4, 1)
         take(scheduler, seq_lens)
-        scheduler.set_delays(before_copy, before_publish)
+        set_delays(scheduler, before_copy, before_publish)
         scheduler.prepare(0)
         if before_copy + before_publish == 0:
-            scheduler.settle()
+            settle(scheduler)
         fresh, _ = load(batch, CONFIG)
         for target in (scheduler, fresh):
             if change == "join":
@@ -658,7 +661,7 @@ def test_a_prepared_plan_is_never_taken_for_another_batch(change: str) -> None:
                 target.bind(1, 1)
             elif change == "reset":
                 target.reset()
-        requests = [3, 2, 1, 0] if change == "order" else fresh.batch
+        requests = [3, 2, 1, 0] if change == "order" else next_batch(fresh)
         lengths = [4000 if change == "shorter" else 5000] * len(requests)
         index, _, ahead = take(scheduler, lengths, 1, requests)
         assert not ahead or change != "shorter"
@@ -670,7 +673,7 @@ def test_under_load_every_plan_is_for_its_batch() -> None:
     ahead = 0
     for delays in ((0, 0), (200, 0), (0, 200), (100, 100)):
         pair = Pair(7, msgspec.structs.replace(CONFIG, policy="optimal"))
-        pair.native.set_delays(*delays)
+        set_delays(pair.native, *delays)
         for step in range(150):
             pair.random.choice([pair.insert, pair.split, pair.bind, pair.bind, pair.release, pair.withdraw])()
             if pair.batch:
@@ -752,7 +755,7 @@ def test_whatever_is_called_there_is_an_error_or_a_plan_that_is_right(seed: int)
         lambda: module.withdraw(handle, request()),
         lambda: native.fall_back(np.array([number() for _ in range(5)]), number()),
         lambda: (native.find(number()), native.child(number(), bytes(16)), native.any_request(number())),
-        lambda: (native.binding(request()), native.totals(number()), native.current(), native.batch),
+        lambda: (native.binding(request()), native.totals(number()), native.current(), next_batch(native)),
         lambda: module.take(handle, *(tvm_ffi.from_dlpack(np.zeros(2, dtype=np.int32)),) * 2, 0, False, native._out),
         lambda: module.totals(handle, 0, tvm_ffi.from_dlpack(np.zeros(3, dtype=np.int64))),
         lambda: module.release(number() & ~1 | 1 << 40, request()),
@@ -946,7 +949,7 @@ def test_schedulers_are_closed_while_their_threads_work() -> None:
     def work() -> None:
         for _ in range(10):
             scheduler, _ = load(Batch([5000] * 4, [Node(0, 3000, [0, 1, 2, 3])]), CONFIG)
-            scheduler.set_delays(200, 200)
+            set_delays(scheduler, 200, 200)
             scheduler.prepare(0)
             del scheduler
 
@@ -998,12 +1001,12 @@ def test_a_process_that_is_forked_while_a_plan_is_made_goes_on_without_its_sched
     code = """
 import os, signal, sys, time
 import numpy as np
-from test_native import CONFIG, NativeScheduler
+from test_native import CONFIG, NativeScheduler, set_delays
 
 batch = np.array([1], dtype=np.int64), np.array([11], dtype=np.int64)
 scheduler = NativeScheduler(CONFIG, max_batch=4)
 scheduler.expect(1, 10)
-scheduler.set_delays(before_publish=500_000)
+set_delays(scheduler, before_publish=500_000)
 scheduler.prepare(1)
 time.sleep(0.1)
 child = os.fork()

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from natives import next_batch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -70,7 +71,7 @@ def observer(running: list[Req], monkeypatch: pytest.MonkeyPatch) -> Iterator[Ob
         assert other.find(number) == observer.scheduler.find(number)
     for number in filter(None, numbers(running)):
         assert other.binding(number) == observer.scheduler.binding(number)
-    assert other.batch == observer.scheduler.batch
+    assert next_batch(other) == next_batch(observer.scheduler)
 
 
 def numbers(running: list[Req]) -> list[int]:
@@ -87,13 +88,13 @@ def test_a_request_whose_path_cannot_be_read_is_decoded_unpacked_and_no_other(
     assert observer.faults == 2
     assert len(caplog.records) == 1
     assert (observer.scheduler.binding(first), observer.scheduler.binding(second)) == ((ROOT, 0), (1, 10))
-    assert observer.scheduler.batch == [first, second]
+    assert next_batch(observer.scheduler) == [first, second]
 
 
 def test_requests_with_the_same_id_are_told_apart(observer: Observer, running: list[Req]) -> None:
     first, second = numbers(running)
     hooks._on_release(lambda req, cache: POOL.free(req), running[0], CACHE)
-    assert observer.scheduler.batch == [second] and len(observer.scheduler) == 1
+    assert next_batch(observer.scheduler) == [second] and len(observer.scheduler) == 1
     heir = request("same")
     (number,) = numbers([heir])
     assert number not in (first, second) and observer.scheduler.binding(number) is None
@@ -107,7 +108,7 @@ def test_a_request_whose_kv_was_offloaded_gives_its_row_back(observer: Observer,
         hooks._on_offloaded(
             lambda manager, req, *_: compat.requests.row(req) is None or POOL.free(req), manager, running[0], 0
         )
-    assert observer.scheduler.batch == [second] and len(observer.scheduler) == 1
+    assert next_batch(observer.scheduler) == [second] and len(observer.scheduler) == 1
 
 
 def test_an_eviction_under_running_requests_unbinds_them(observer: Observer, running: list[Req]) -> None:
@@ -115,14 +116,14 @@ def test_an_eviction_under_running_requests_unbinds_them(observer: Observer, run
     assert observer.faults == 1
     assert [observer.scheduler.binding(number) for number in numbers(running)] == [(ROOT, 0)] * 2
     observer.on_prefill(numbers(running), [12, 12], ["same", "same"])
-    assert observer.scheduler.batch == numbers(running)
+    assert next_batch(observer.scheduler) == numbers(running)
 
 
 def test_subscribers_hear_what_the_mirror_hears(observer: Observer, running: list[Req]) -> None:
     heard: list[Any] = []
     observer.subscribers.append(heard.append)
     hooks._on_finishing(running, SimpleNamespace(req_to_token_pool=POOL))
-    assert observer.scheduler.batch == []
+    assert next_batch(observer.scheduler) == []
     observer.on_released(numbers(running)[0])
     observer.on_reset()
     assert [type(event).__name__ for event in heard] == [*["RequestWithdrawn"] * 2, "RequestReleased", "TreeReset"]
@@ -164,7 +165,7 @@ def test_a_request_that_comes_with_its_kv_decodes_next() -> None:
 
 def test_planners_are_told_once_of_what_a_result_brings(observer: Observer, running: list[Req]) -> None:
     told: list[list[int]] = []
-    observer.planners.append(lambda: told.append(observer.scheduler.batch))
+    observer.planners.append(lambda: told.append(next_batch(observer.scheduler)))
     scheduler = SimpleNamespace(req_to_token_pool=POOL)
     first, second = numbers(running)
     observer.resume()  # of a follower that is younger than the result
@@ -189,7 +190,7 @@ def test_planners_are_told_once_of_what_a_result_brings(observer: Observer, runn
 
 def test_planners_are_told_also_where_processing_a_result_fails(observer: Observer, running: list[Req]) -> None:
     told: list[list[int]] = []
-    observer.planners.append(lambda: told.append(observer.scheduler.batch))
+    observer.planners.append(lambda: told.append(next_batch(observer.scheduler)))
 
     def process(scheduler: Any) -> None:
         hooks._on_release(lambda req, cache: POOL.free(req), running[0], CACHE)

@@ -9,6 +9,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 import torch
+from natives import settle
 
 from sglang_pat.backend.check import check_plan
 from sglang_pat.backend.planner import Planner
@@ -138,7 +139,7 @@ def test_what_is_left_after_a_request_is_withdrawn_is_planned_ahead() -> None:
     before = decode.planner.counters()
     decode.apply(RequestWithdrawn(B))
     del decode.seq_lens[B]
-    decode.scheduler.settle()
+    settle(decode.scheduler)
     plan = decode.step()
     counters = decode.planner.counters()
     assert (counters.plans - before.plans, counters.plans_ahead - before.plans_ahead) == (1, 1)
@@ -294,7 +295,7 @@ def test_requests_with_one_token_left_of_their_prompts_do_not_disturb_what_is_pl
     decode.planner.plan(torch.tensor([C]), lambda: torch.tensor([520]), aside=True)
     decode.apply(RequestsExpected([C], [520], [""]))
     decode.join(C)
-    decode.scheduler.settle()
+    settle(decode.scheduler)
     decode.step()
     counters = decode.planner.counters()
     assert (counters.plans, counters.plans_ahead) == (3, 1)
@@ -307,7 +308,7 @@ def test_a_draft_that_was_counted_is_not_forgotten_when_the_request_is_cached() 
     decode.step()
     decode.apply(RequestsExpected([B], [536], [""]))
     decode.apply(RequestBound(B, 1, 521))
-    decode.scheduler.settle()
+    settle(decode.scheduler)
     decode.seq_lens[B] = 536
     decode.step()
     assert decode.planner.counters().plans_ahead == 1
@@ -329,11 +330,11 @@ def test_with_time_to_spare_every_plan_but_the_first_is_made_ahead() -> None:
     decode.step()
     for change in (lambda: decode.join(D), lambda: decode.leave(A), lambda: decode.leave(D), lambda: None):
         change()
-        decode.scheduler.settle()
+        settle(decode.scheduler)
         decode.step()
     while decode.plans < 5:
         if decode.planner._used == decode.planner._good:
-            decode.scheduler.settle()
+            settle(decode.scheduler)
         decode.step()
     counters = decode.planner.counters()
     assert (counters.plans, counters.plans_ahead) == (5, 4)
@@ -349,7 +350,7 @@ def test_verify_steps_have_their_plans_ahead_too(growth: int, gains: list[int]) 
     for request in (A, B, C):
         decode.join(request, 1000)
     for step in range(400):
-        decode.scheduler.settle()
+        settle(decode.scheduler)
         decode.step()
         if step > 200 and step % 10 == 0:
             decode.leave(D) if D in decode.seq_lens else decode.join(D, 1000)
@@ -363,11 +364,11 @@ def test_a_request_that_decodes_before_it_is_cached_has_its_plans_ahead_too() ->
     decode.join(B)
     decode.step()
     decode.apply(RequestsExpected([C], [520], [""]))
-    decode.scheduler.settle()
+    settle(decode.scheduler)
     decode.join(C, 520, bind=False)
     decode.step()
     decode.apply(RequestBound(C, 1, 520))
-    decode.scheduler.settle()
+    settle(decode.scheduler)
     assert max(len(item.queries) for item in layout.work_items(decode.step().numpy())) == 3
     counters = decode.planner.counters()
     assert (counters.plans, counters.plans_ahead, counters.requests) == (3, 2, 3)
@@ -394,7 +395,7 @@ def test_a_prompt_that_comes_in_chunks_is_planned_with_the_length_that_it_gets(b
     decode.step()
     for length in (1000, 2500, 4000) if told else (2500,):
         decode.apply(RequestsExpected([D], [length], [""]))
-        decode.scheduler.settle()
+        settle(decode.scheduler)
         if bound and length == 1000:
             decode.apply(RequestBound(D, 1, 0))
     decode.join(D, 4000, bind=False)
@@ -410,7 +411,7 @@ def test_a_request_that_does_not_come_though_it_was_expected_costs_a_plan_and_no
     decode.join(B)
     decode.step()
     decode.apply(RequestBound(9, 1, 600))
-    decode.scheduler.settle()
+    settle(decode.scheduler)
     for _ in range(3):
         assert layout.sections(decode.step().numpy()).header["batch"] == 2
     assert decode.planner.counters().fallbacks == 0

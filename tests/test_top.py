@@ -131,8 +131,6 @@ def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processes_are_added_up() -> None:
-    older = {name: value for name, value in counters(steps=1).items() if name != "kv_bytes_by_queries"}
-    assert top.picture(top.total([older]), None, 1.0).kv_by_requests == {}
     both = top.total([counters(steps=3), counters(steps=4)])
     assert both["steps"] == 7 and both["kv_bytes_by_queries"] == {"1": 16, "3": 4, "5": 8}
     assert not any(line.startswith("unpacked: ") for line in lines(both, None))

@@ -1,4 +1,4 @@
-"""What `python -m sglang_pat.tune` derives and refuses, and the tables that come with sglang-pat; no GPU needed."""
+"""What `python -m sglang_pat.tune` writes and refuses, and the tables that come with sglang-pat; no GPU needed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from derived_table import derived
 from oracle import makespan, pricing
 
 from sglang_pat.cli import tile_prices, tune
@@ -22,21 +23,13 @@ TILES = capabilities.tile_table("9.0a", 128)
 H200 = devices.load(devices.TABLES / "h200.json")
 
 
-@pytest.mark.parametrize("name", ["a100"])
-def test_the_derived_tables_are_what_the_command_derives(name: str, tmp_path: Path) -> None:
-    tune.main(["--derive", name, "--output", str(tmp_path / "table.json")])
-    table = devices.load(devices.TABLES / f"{name}.json")
-    assert devices.load(tmp_path / "table.json") == table
-    lines = (tmp_path / "table.json").read_text().splitlines()
+def test_a_table_is_derived_from_a_measured_one() -> None:
+    path = devices.TABLES / "a100.json"
+    text = tune.written(derived(H200))
+    assert text == path.read_text()
+    lines, table = text.splitlines(), devices.load(path)
     prices = sum(len(table.prices_of(bits)) for bits in (16, 8, 4, 2))
     assert sum(line.startswith('  {"m": ') and line.rstrip(",").endswith("}") for line in lines) == prices > 0
-
-
-@pytest.mark.parametrize("option", [["--head-dim", "64"], ["--dtype", "float16"], ["--only", "8"]])
-def test_what_only_measuring_takes_is_refused_beside_derive(option: list[str], capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        tune.main(["--derive", "a100", *option])
-    assert "--derive computes a whole table" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -101,36 +94,13 @@ def test_only_short_packs_are_split_and_into_tiles_of_a_warp(group: int) -> None
     assert pricing.pieces(config, config.few_queries, 32) == 1
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "reasons"),
-    [
-        (16, 16, []),
-        (16, 32, []),
-        (16, 64, ["registers"]),
-        (32, 16, ["registers"]),
-        (64, 64, []),
-        (192, 64, []),
-        (192, 128, ["registers"]),
-        (256, 64, ["registers"]),
-        (64, 256, ["shared memory"]),
-    ],
-)
-def test_the_papers_constraints(m: int, n: int, reasons: list[str]) -> None:
-    found = tune.refusals(m, n, 128, tune.SHEETS["h200"], H200.latency_ns)
-    assert set(reasons) <= set(found) and bool(reasons) == bool(found)
-
-
-def test_a_slow_memory_needs_more_bytes_in_flight() -> None:
-    assert tune.refusals(192, 64, 128, tune.SHEETS["h200"], 10_000) == ["bytes in flight"]
-
-
-@pytest.mark.parametrize("items", [{8: 4}, {16: 4}, {64: 4}, {192: 4}, {64: 2, 8: 2}])
-def test_all_workers_of_a_synthetic_plan_have_the_same_to_do(items: dict[int, int]) -> None:
-    plan = tile_prices.synthetic(items, tokens=64, workers=6)
+@pytest.mark.parametrize("m", [8, 16, 64, 192])
+def test_all_workers_of_a_synthetic_plan_have_the_same_to_do(m: int) -> None:
+    plan = tile_prices.synthetic(m, 4, tokens=64, workers=6)
     tiles = capabilities.tile_table("9.0a", 128)
     config = PackConfig(CostModel(tile_prices.GROUP, 1, 128, 128, 2), tiles, workers=6).for_bins
-    price = sum(count * pricing.uncut_price(config, m // tile_prices.GROUP, 64) for m, count in items.items())
-    assert makespan(plan, [10**6] * len(plan.num_parts), config) == price + (len(items) - 1) * config.turn_price
+    price = 4 * pricing.uncut_price(config, m // tile_prices.GROUP, 64)
+    assert makespan(plan, [10**6] * len(plan.num_parts), config) == price
     covered = sorted((item.start, item.end) for item in plan.items)
     assert covered == [(i * 64, (i + 1) * 64) for i in range(24)], "every item has KV of its own"
     parts = sorted((query, part) for item in plan.items for query, part in zip(item.queries, item.parts, strict=True))
@@ -143,7 +113,7 @@ def test_times_that_are_too_long_for_a_plan_are_the_tables_fault(tmp_path: Path)
     config = PackConfig.of(spec, capabilities.tile_table("9.0a", 128, table=table), 132)
     with (
         pytest.raises(
-            devices.TablesError, match=r"mine\.json is a table that no plan can be made with: a turn's price"
+            devices.TablesError, match=r"mine\.json is a table that no plan can be made with: turn_price must be"
         ),
         devices.used("mine.json"),
     ):
@@ -236,15 +206,12 @@ def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: py
     (tmp_path / "table.json").write_bytes(b'{"gpu": "\xff"}')
     with pytest.raises(devices.TablesError, match="is not a table of tiles"):
         devices.load(tmp_path / "table.json")
-    with pytest.raises(SystemExit, match="cannot be written: No such file"):
-        tune.main(["--derive", "a100", "--output", str(tmp_path / "nowhere" / "x.json")])
-    assert '"gpu"' in capsys.readouterr().out, "what was measured is printed"
     good = json.loads(next(devices.TABLES.glob("*.json")).read_text())
     for wrong in (
         {"sms": 0},
         {"read_tbps": 0},
         {"read_tbps": 1e308},
-        {"turn_ns": -1},
+        {"turn_in_plans_ns": -1},
         {"prices": [{"m": 8, "item_ns": 1e300, "token_ns": 1}]},
         {"prices": good["prices"] + good["prices"][-1:]},
         {"prices_8bit": good["prices"][::-1]},
@@ -270,7 +237,17 @@ def test_bad_tables_and_missing_gpus_are_one_sentence(tmp_path: Path, capsys: py
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             tune.main([])
-        assert "there is no GPU here to measure; --derive computes a table without one" in capsys.readouterr().err
+        assert "there is no GPU here to measure" in capsys.readouterr().err
+
+
+def test_a_table_that_cannot_be_written_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune, "measure", lambda *_: H200)
+    with pytest.raises(SystemExit, match="cannot be written: No such file"):
+        tune.main(["--output", str(tmp_path / "nowhere" / "x.json")])
+    assert capsys.readouterr().out == tune.written(H200) + "\n"
 
 
 @pytest.mark.gpu

@@ -74,11 +74,7 @@ def create(runner: ModelRunner) -> AttentionBackend:
 
 
 def stock_backend(runner: ModelRunner, specs: Collection[AttentionSpec]) -> AttentionBackend:
-    """SGLang's backend that runs prefill and everything else that is not plain decode.
-
-    Args:
-        specs: Those of its layers that decode.
-    """
+    """SGLang's backend that runs prefill and everything else that is not plain decode."""
     if runner.device == "cpu":
         from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -109,9 +105,6 @@ def stock_name(runner: ModelRunner, specs: Collection[AttentionSpec]) -> str:
 
 def trace_writer(runner: ModelRunner, config: PatConfig, group: LayerGroup) -> TraceWriter | None:
     """Records what `SGLANG_PAT_TRACE` asks for: one file per replica (`--dp-size`), whose ranks all make the same plans.
-
-    Args:
-        group: The layers whose plans are recorded.
 
     Raises:
         TraceError: The file cannot be written.

@@ -24,15 +24,7 @@ if TYPE_CHECKING:
 
 
 class LayerGroup:
-    """Layers of one spec.
-
-    Attributes:
-        spec: What their attention computes.
-        layers: How many there are.
-        executor: Runs their plans.
-        scheduler: Makes their plans.
-        planner: Decides how long each plan is used.
-    """
+    """Layers of one spec."""
 
     def __init__(
         self,
@@ -87,13 +79,7 @@ def make_groups(
     extends: bool = False,
     piece: int = 0,
 ) -> list[LayerGroup]:
-    """A group for each spec.
-
-    Args:
-        specs: How many layers there are of each.
-        extends: Whether the executors run extends too.
-        piece: `PackConfig.piece`.
-    """
+    """A group for each spec."""
     made = executors.create(runner, config, specs, extends, piece)
     steps_elsewhere = compat.arguments.mixes_steps_elsewhere(runner.server_args)
     return [
@@ -115,11 +101,6 @@ class LayerGroups:
     def __init__(
         self, runner: ModelRunner, config: PatConfig, specs: Mapping[AttentionSpec, int], extends: bool
     ) -> None:
-        """
-        Args:
-            specs: How many layers of each the model has (`layers.count`).
-            extends: As above.
-        """
         self.extends = extends
         self.draft_tokens = tokens = compat.arguments.draft_tokens(runner.server_args)
         drafts = {msgspec.structs.replace(spec, query_tokens=tokens): count for spec, count in specs.items() if tokens}

@@ -63,23 +63,14 @@ class Metrics:
         self._exported_sizes: dict[str, dict[str, int]] = {name: {} for name in BY_QUERIES}
 
     def log(self, counts: Mapping[str, Any]) -> None:
-        """Log a line, if there were steps.
-
-        Args:
-            counts: What `/server_info` shows.
-        """
+        """Log a line, if there were steps."""
         new = _new(counts, self._logged)
         self._logged = {name: counts[name] for name in COUNTERS}
         if new["steps"]:
             logger.info("%s", line(new))
 
     def export(self, counts: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-        """Export to Prometheus.
-
-        Args:
-            counts: What `/server_info` shows.
-            labels: Those of SGLang's own metrics.
-        """
+        """Export to Prometheus."""
         exported, new = _exported(tuple(labels)), _new(counts, self._exported)
         self._exported = {name: counts[name] for name in COUNTERS}
         for name in COUNTERS:

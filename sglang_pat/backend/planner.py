@@ -21,15 +21,7 @@ less, nor if they gain much more."""
 
 
 class Counters(Totals):
-    """Counters of one scheduler process: those of `Totals`, and these.
-
-    Attributes:
-        plans: Plans made; the other steps reused one.
-        plans_ahead: How many of them were ready before their step.
-        fallbacks: Steps that ran one query per work item because planning failed.
-        too_large: Steps that packed less, because their plan did not fit its memory.
-        planning_us: Microseconds that the scheduler process spent on plans.
-    """
+    """Counters of one scheduler process: those of `Totals`, and these (`metrics.COUNTERS` says what they count)."""
 
     plans: int = 0
     plans_ahead: int = 0

@@ -12,11 +12,7 @@ ALIGNMENT = 128
 
 
 def lengths(cached: Sequence[int], added: Sequence[int]) -> torch.Tensor:
-    """How many tokens each new token of an extend sees, itself included: [tokens] int64.
-
-    Args:
-        cached, added: Cached and new tokens of each request.
-    """
+    """How many tokens each new token of an extend sees, itself included: [tokens] int64."""
     counts = np.array(added, dtype=np.int64)
     before = np.array(cached, dtype=np.int64) - (counts.cumsum() - counts)
     return torch.from_numpy(before.repeat(counts) + np.arange(1, counts.sum() + 1))

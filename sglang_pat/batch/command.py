@@ -77,20 +77,12 @@ _signalled: list[BatchError] = []
 
 
 def _on_failed_start(signum: int, frame: Any) -> None:
-    """One of the engine's processes has failed. SGLang's own handler would kill this process too.
-
-    Raises:
-        BatchError: Always.
-    """
+    """One of the engine's processes has failed. SGLang's own handler would kill this process too."""
     _end_start("the engine does not start: one of its processes has ended, and said why above unless it was killed")
 
 
 def _on_told_to_end(signum: int, frame: Any) -> None:
-    """SIGTERM, before there is an engine.
-
-    Raises:
-        BatchError: Always.
-    """
+    """SIGTERM, before there is an engine."""
     _end_start("the job was told to end before its engine had started")
 
 
@@ -135,11 +127,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         self._prompt = self._cached = self._answers = 0
 
     def keep(self, record: Json) -> None:
-        """Write a record.
-
-        Raises:
-            BatchError: As `Output.write`.
-        """
+        """Write a record."""
         self._output.write(record)
         usage = usage_of(record["response"]["body"] if record["response"] else {})
         self._answers += usage.completion_tokens
@@ -201,11 +189,6 @@ class Place:
 
 def batch(source: Path, target: Path, place: Place) -> int:
     """Answer what is not answered yet; how many of all records are errors.
-
-    Args:
-        source: Requests in OpenAI's batch format.
-        target: Where their records go.
-        place: Where they are answered.
 
     Raises:
         BatchError: A file cannot be read or written, or belongs to another job; a server cannot be asked, or none is left.
@@ -288,11 +271,7 @@ async def _on_servers(requests: Sequence[Request], place: Place, progress: Progr
 
 
 async def _while_it_runs(tokens: TokenizerManager, asked: Coroutine[Any, Any, None]) -> None:
-    """Await what is asked of an engine.
-
-    Raises:
-        BatchError: One of the engine's processes ended. SGLang then kills all of them, this one too.
-    """
+    """Await what is asked of an engine. BatchError if one of its processes ends: SGLang then kills all of them, this one too."""
     asking = asyncio.ensure_future(asked)
     ended = asyncio.Event()
 

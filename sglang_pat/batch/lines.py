@@ -48,13 +48,7 @@ class BatchError(ValueError):
 
 
 class Line(msgspec.Struct):
-    """A line of the input.
-
-    Attributes:
-        custom_id: The client's name for the request.
-        url: One of URLS.
-        body: What the client would post there.
-    """
+    """A line of the input, in OpenAI's format: `body` is what the client would post to `url`."""
 
     custom_id: str
     url: str
@@ -313,11 +307,7 @@ class Output(contextlib.AbstractContextManager["Output"]):
             self._append(b"\n")  # an editor may leave out the last one
 
     def _keep(self, text: bytes) -> None:
-        """Write what is cut off to a new file: it may be somebody's after all.
-
-        Raises:
-            BatchError: It cannot be written.
-        """
+        """Write what is cut off to a new file: it may be somebody's after all."""
         # Made anew (O_EXCL), so that nothing is lost and no link is followed; and who may not read the output may not read this.
         mode = os.fstat(self._file).st_mode & 0o666
         for number in itertools.count(1):

@@ -59,13 +59,6 @@ class Order:
     """
 
     def __init__(self, tree: Tree, lengths: Lengths, places: Ints, room: Room) -> None:
-        """
-        Args:
-            tree: All requests.
-            lengths: Of the job.
-            places: As `Tree.arrange`.
-            room: What the replica says, or may yet say.
-        """
         self._tree, self._lengths, self.room = tree, lengths, room
         self.waiting: set[int] = set()
         self.running: dict[int, float] = {}

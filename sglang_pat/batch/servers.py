@@ -103,12 +103,6 @@ class Server:
     """A server that is asked; called with a request, it gives the HTTP status and body of its answer, or raises LostError."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, stopping: Callable[[], bool] = lambda: False) -> None:
-        """
-        Args:
-            session: As `connect` makes it.
-            url: Its address, without a path.
-            stopping: Whether no more shall be asked.
-        """
         self._session, self._url, self._stopping = session, url, stopping
         self._answered = 0  # requests of the job
         self._taken = 0  # these, and probes: they tell whether it takes any, not whether its queue moves
@@ -315,11 +309,7 @@ def _says(status: int) -> str:
 
 
 def _decode(status: int, text: bytes) -> Json:
-    """The body of an answer.
-
-    Raises:
-        _NoAnswerError: It is none that such a server gives.
-    """
+    """The body of an answer."""
     try:
         found = msgspec.json.decode(text, type=Json)
         msgspec.json.encode([[[found]]])  # as deep as in a record
@@ -375,12 +365,7 @@ def in_flight_at_most(wanted: int, servers: int) -> int:
 async def connect(
     urls: Sequence[str], key: str, stopping: Callable[[], bool] = lambda: False
 ) -> AsyncIterator[list[Server]]:
-    """Servers to be asked, until the context is left.
-
-    Args:
-        urls: Their addresses, as of `addresses`.
-        key: The API key that they were started with; none if empty.
-    """
+    """Servers to be asked, until the context is left."""
     raise_file_limit()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     # An answer may take hours.

@@ -55,12 +55,6 @@ class Shares:
     """
 
     def __init__(self, tree: Tree, rooms: Sequence[Room], window: int) -> None:
-        """
-        Args:
-            tree: All requests.
-            rooms: Of each replica, of which there is at least one.
-            window: Requests that a replica holds at a time.
-        """
         self._tree, self._window = tree, window
         self._lengths = Lengths(tree)
         # Guesses alone: shares are as even as they can be now.
@@ -87,13 +81,7 @@ class Shares:
         return None
 
     def finish(self, replica: int, rank: int, usage: Usage) -> None:
-        """A request has an answer, or never will have.
-
-        Args:
-            replica: Where it ran.
-            rank: Of the request.
-            usage: What it took; of one without an answer, nothing.
-        """
+        """A request has an answer, or never will have."""
         self._orders[replica].finish(rank)
         self._lengths.learn(rank, usage)
         self._answered += 1

@@ -129,11 +129,6 @@ class Tree:
     """
 
     def __init__(self, requests: Iterable[Request], shared: int = SHARED) -> None:
-        """
-        Args:
-            requests: Each is looked at once.
-            shared: Bytes, as SHARED.
-        """
         block = max(1, shared // BLOCKS)
         sums: list[bytes] = []
         sizes, limits, tokens = array("q"), array("q"), bytearray()

@@ -11,7 +11,6 @@ import itertools
 import logging
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import torch
@@ -19,7 +18,7 @@ import torch
 from sglang_pat import jit, model_config
 from sglang_pat.cli import model
 from sglang_pat.cli.parser import Parser, run
-from sglang_pat.kernels import capabilities, cuda, resources
+from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.packing import FORMATS, AttentionSpec
 
 PROG = "python -m sglang_pat.build"
@@ -32,11 +31,7 @@ LEAST_CAPABILITY = 8
 
 
 def architecture(text: str) -> str:
-    """A compute capability as `cuda.arch_of` names it.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none that there are kernels for.
-    """
+    """A compute capability as `cuda.arch_of` names it."""
     found = re.fullmatch(r"([0-9]{1,2})\.([0-9])a?", text)
     if found is None or int(found[1]) < LEAST_CAPABILITY:
         raise argparse.ArgumentTypeError(f"{text!r} is no compute capability of {LEAST_CAPABILITY}.0 or more")
@@ -86,11 +81,7 @@ def variants(name: str | None, arch: str) -> list[cuda.Variant]:
 
 
 def _complete(options: argparse.Namespace) -> None:
-    """Add what follows from the model's config.json, or from what was given in place of one.
-
-    Raises:
-        ModelError: There is no such model, or its config.json does not say it.
-    """
+    """Add what follows from the model's config.json, or from what was given in place of one."""
     options.dims = [(dim, options.v_head_dim or dim) for dim in options.head_dim or [128]]
     options.sinks_of_layers, options.latent = (options.sinks,), False
     if options.model is not None:
@@ -139,16 +130,13 @@ def _parser(prog: str) -> Parser:
     parser.add_argument(
         "--arch", type=architecture, help="compute capability such as 8.0 or 9.0; default: this machine's GPU"
     )
-    parser.add_argument(
-        "--report", action="store_true", help="only print registers, spills and shared memory; needs no GPU"
-    )
     return parser
 
 
-def _run(arguments: list[str] | None, prog: str) -> None:
+def asked(arguments: list[str] | None, prog: str) -> list[cuda.Variant]:
+    """The modules that a command line asks for."""
     parser = _parser(prog)
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     if options.model is not None:
         shape = ("head_dim", "v_head_dim", "sinks", "logit_cap", "windows")
         if given := [name for name in shape if getattr(options, name)]:
@@ -163,23 +151,17 @@ def _run(arguments: list[str] | None, prog: str) -> None:
         parser.error("there is no GPU here to compile for: name its compute capability with --arch")
     arch = options.arch or cuda.arch_of(torch.device("cuda"))
     try:
-        found = variants_of(options, arch)
+        return variants_of(options, arch)
     except ValueError as error:
         parser.error(str(error))
-    if not options.report:
-        try:
-            jit.check_cache()
-            jit.load("packing")
-            cuda.build(found)
-        except jit.BuildError as error:
-            sys.exit(str(error))
-        return
-    with ThreadPoolExecutor() as pool:
-        try:
-            for variant, used in zip(found, pool.map(resources.measure, found), strict=True):
-                print(
-                    f"{variant.name}: {used.registers} registers, {used.spill_bytes} bytes of spills, "
-                    f"{used.shared_bytes} bytes of shared memory"
-                )
-        except jit.BuildError as error:
-            sys.exit(str(error))
+
+
+def _run(arguments: list[str] | None, prog: str) -> None:
+    found = asked(arguments, prog)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        jit.check_cache()
+        jit.load("packing")
+        cuda.build(found)
+    except jit.BuildError as error:
+        sys.exit(str(error))

@@ -21,7 +21,7 @@ from sglang_pat.cli.parser import Parser, as_json, count, counts, patience, run
 from sglang_pat.cli.replay import replay
 from sglang_pat.cli.top import SilenceError, TopError, top
 from sglang_pat.config import KEY
-from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, estimate, load, read, read_model
+from sglang_pat.estimate import GPUS, KV_CACHES, EstimateError, estimate, load, read_model
 from sglang_pat.jit import BuildError
 from sglang_pat.packing import POLICIES
 from sglang_pat.packing.native import make_plan
@@ -45,11 +45,7 @@ get it."""
 
 
 def _seconds(text: str) -> float:
-    """Parse a time to wait.
-
-    Raises:
-        ArgumentTypeError: It is not a number, or out of range.
-    """
+    """Parse a time to wait."""
     try:
         value = float(text)
     except ValueError:
@@ -60,11 +56,7 @@ def _seconds(text: str) -> float:
 
 
 def _batches(text: str) -> list[int]:
-    """Parse the value of `--batch`, which takes several words and so a file behind them too.
-
-    Raises:
-        ArgumentTypeError: One is not a number, or is 0.
-    """
+    """Parse the value of `--batch`, which takes several words and so a file behind them too."""
     try:
         return counts(text)
     except argparse.ArgumentTypeError as error:
@@ -198,10 +190,6 @@ def _add_estimate(commands: Any) -> None:
     )
     command.add_argument(
         "--answer-tokens", type=count, default=DEFAULT_ANSWER, help="tokens of an answer, if unknown (%(default)s)"
-    )
-    # Its first name.
-    command.add_argument(
-        "--output", dest="answer_tokens", type=count, default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )
     _add_json(command)
     command.set_defaults(run=_estimate, parser=command)
@@ -343,7 +331,7 @@ def _explain(arguments: argparse.Namespace) -> None:
         raise explain.ExplainError(f"--output {output} is another trace, which would be lost: name another file")
     try:
         if arguments.model is not None:
-            prompts = read(path, DEFAULT_ANSWER)
+            prompts = load(path, DEFAULT_ANSWER).prompts
             steps = explain.explain_job(prompts, read_model(arguments.model), arguments.gpu, output, arguments.steps)
         else:
             steps = explain.explain(path, output, arguments.steps, arguments.truncated or live)

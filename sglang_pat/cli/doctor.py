@@ -98,13 +98,7 @@ class ProbeError(Exception):
 
 
 def sections(model: str | None = None, url: str | None = None, key: str = "") -> list[Section]:
-    """All that is found out here.
-
-    Args:
-        model: A model's folder, config.json or name in the cache of Hugging Face.
-        url: A server that runs.
-        key: Its API key.
-    """
+    """All that is found out here."""
     torch = _torch()
     found = torch if isinstance(torch, Torch) else None
     ready = functools.cache(lambda: _ready(found, model))
@@ -434,11 +428,7 @@ def _nvidia_smi() -> list[tuple[str, str]]:
 
 
 def _said_by(command: Sequence[str]) -> str:
-    """The output of a program.
-
-    Raises:
-        ProbeError: It cannot be started, fails, or does not end in time.
-    """
+    """The output of a program."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True

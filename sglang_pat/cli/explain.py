@@ -271,11 +271,7 @@ def _with(number: int, chosen: set[int]) -> set[int]:
 
 
 def _plotly() -> str:
-    """The script that draws, asked for before anything long is done.
-
-    Raises:
-        ExplainError: plotly is missing.
-    """
+    """The script that draws, asked for before anything long is done."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

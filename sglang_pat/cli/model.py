@@ -156,11 +156,7 @@ def _dims_problem(dims: tuple[int, int], device: capabilities.Device, arch: str,
 
 
 def _size(model: Mapping[str, Any], name: str) -> int | None:
-    """A count in config.json; None if it is not there.
-
-    Raises:
-        ModelError: It is none.
-    """
+    """A count in config.json; None if it is not there."""
     value = whole(model.get(name))
     if value is None:
         return None

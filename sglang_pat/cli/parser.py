@@ -79,20 +79,12 @@ def patience(text: str) -> Iterator[None]:
 
 
 def counts(text: str) -> list[int]:
-    """Parse counts with commas between them.
-
-    Raises:
-        ArgumentTypeError: One is not a number, or is 0.
-    """
+    """Parse counts with commas between them."""
     return [count(part) for part in text.split(",")]
 
 
 def count(text: str) -> int:
-    """Parse a count.
-
-    Raises:
-        ArgumentTypeError: It is not a number, or is 0.
-    """
+    """Parse a count."""
     if re.fullmatch("[0-9]{1,9}", text) is None or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999,999,999")
     return int(text)

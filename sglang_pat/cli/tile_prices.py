@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Collection
 from datetime import date
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,29 +31,23 @@ ITEMS = {True: (12, 24, 48), False: (2, 4, 8)}
 TOKENS = (32, 64, 128, 256, 512)
 """Of a work item; pages of few bits are not cut, so with these only whole ones."""
 
-TURN = {64: 2, 8: 12}
-"""Work items of each m when measuring the time that a worker takes to switch from wide to narrow items."""
-
 H200 = devices.load(devices.TABLES / "h200.json")
 """The table whose factors (how much prices count in plans) were fitted; other tables copy them. Of eight sets plans ran best with this one, 1 to 10 %
 faster than with the plain prices (benchmarks/notes/prices.md, "Prices for each tile"). Of turns priced at 0, 3, 5, 6 and 9 us plans ran best with 3;
 1.64 are measured (benchmarks/notes/prices.md, "A turn from wide to narrow items")."""
 
 
-def synthetic(items: dict[int, int], tokens: int, workers: int) -> Plan:
-    """A plan in which every worker has the given (even) number of work items of each m. Each item reads `tokens` tokens of its own; each query is in
+def synthetic(m: int, items: int, tokens: int, workers: int) -> Plan:
+    """A plan in which every worker has the given (even) number of work items of an m. Each item reads `tokens` tokens of its own; each query is in
     two items."""
+    queries = m // GROUP
     work: list[WorkItem] = []
-    batch = 0
-    for _ in range(workers):
-        for m, count in items.items():
-            queries = m // GROUP
-            for i in range(count):
-                start, first = len(work) * tokens, batch + i // 2 * queries
-                rows = list(range(first, first + queries))
-                work.append(WorkItem(start, start + tokens, rows, [i % 2] * queries, m))
-            batch += count // 2 * queries
-    bins = [worker * sum(items.values()) for worker in range(workers + 1)]
+    for i in range(workers * items):
+        first = i // 2 * queries
+        rows = list(range(first, first + queries))
+        work.append(WorkItem(i * tokens, (i + 1) * tokens, rows, [i % 2] * queries, m))
+    batch = workers * items // 2 * queries
+    bins = [worker * items for worker in range(workers + 1)]
     return Plan(work, bins, [2] * batch, 1, len(work) * tokens, 0)
 
 
@@ -68,12 +61,6 @@ class Bench:
     """Runs synthetic plans on this machine's GPU."""
 
     def __init__(self, head_dim: int, dtype: str, kv: str) -> None:
-        """
-        Args:
-            head_dim: One of `capabilities.HEAD_DIMS`, or K's of LATENT_DIMS.
-            dtype: Dtype of Q.
-            kv: A key of `packing.FORMATS`.
-        """
         import torch
 
         from sglang_pat.kernels import cuda
@@ -104,26 +91,6 @@ class Bench:
         numbers = self.torch.zeros(1 << 30, device=self.device)
         return numbers.nbytes / self.time_us(numbers.sum) * 1e-6
 
-    def latency_ns(self) -> float:
-        """Latency of loads that each return the address of the next."""
-        import triton
-        import triton.language as tl
-
-        @triton.jit
-        def chase(table, out, count):  # type: ignore[no-untyped-def]
-            at = tl.load(table)
-            for _ in range(count):
-                at = tl.load(table + at)
-            tl.store(out, at)
-
-        size, count = 1 << 26, 2000
-        order = self.torch.randperm(size, device=self.device)
-        table = self.torch.empty_like(order)
-        table[order] = order.roll(-1)
-        out = self.torch.empty(1, dtype=self.torch.int64, device=self.device)
-        none, all_ = (self.time_us(partial(chase[(1,)], table, out, loads, num_warps=1)) for loads in (0, count))
-        return (all_ - none) / count * 1e3
-
     def pool(self, kv_tokens: int) -> tuple[KvView, Any]:
         """Random KV, and the slots of the tokens, [1, kv_tokens]."""
         from sglang_pat.kernels import low_bit
@@ -149,11 +116,11 @@ class Bench:
         records = some[torch.arange(len(pages)) % len(some)]
         return KvView(tails[0], tails[1], pages=low_bit.Pages(records, self.spec.kv.bits, None)), slots.reshape(1, -1)
 
-    def forward_us(self, items: dict[int, int], tokens: int) -> float:
+    def forward_us(self, m: int, items: int, tokens: int) -> float:
         from sglang_pat.kernels.arguments import Scores, Tables
 
         torch, workers, dim, v_dim = self.torch, self.decoder.workers, self.spec.head_dim, self.spec.v_head_dim
-        plan = synthetic(items, tokens, workers)
+        plan = synthetic(m, items, tokens, workers)
         batch, kv_tokens = len(plan.num_parts), plan.kv_tokens
         data = torch.from_numpy(layout.flatten(plan)).to(self.device)
         q = torch.randn(batch, GROUP, dim, device=self.device).to(self.dtype)
@@ -166,12 +133,11 @@ class Bench:
         tables, scores = Tables(table, rows, seq_lens), Scores(dim**-0.5)
         return self.time_us(lambda: self.decoder.decode(q, kv, tables, scores, out, data, partial, lse, merge=False))
 
-    def price(self, m: int, share: float) -> tuple[Price, float, float]:
-        """The price of an m, if an SM moves `share` bytes per nanosecond; the kernel's time besides its items, in microseconds; and the greatest
-        relative error of the fit."""
+    def price(self, m: int, share: float) -> tuple[Price, float]:
+        """The price of an m, if an SM moves `share` bytes per nanosecond, and the greatest relative error of the fit."""
         lengths = [tokens for tokens in TOKENS if tokens % self.config.grain == 0]
         cases = [(items, tokens) for items in ITEMS[m <= self.config.tiles.warp_m] for tokens in lengths]
-        times = np.array([self.forward_us({m: items}, tokens) for items, tokens in cases])
+        times = np.array([self.forward_us(m, items, tokens) for items, tokens in cases])
         features = np.array([[1, items, items * tokens] for items, tokens in cases], dtype=float)
         fit = np.linalg.lstsq(features / times[:, None], np.ones(len(times)), rcond=None)[0]
         error = float(np.abs(features @ fit / times - 1).max())
@@ -182,27 +148,19 @@ class Bench:
         known = () if self.spec.latent else H200.prices_of(self.spec.kv.bits)
         fitted = next((price for price in known if price.m == m), Price(m, 0, 0, 1, 1))
         price = msgspec.structs.replace(fitted, item_ns=item_ns, token_ns=token_ns)
-        return price, float(fit[0]), error
+        return price, error
 
-    def turn_ns(self, base_us: float) -> float:
-        """Time to switch between the two kinds of work items; `base_us` is a kernel's time besides its items."""
-        tokens = TOKENS[-2]
-        both = self.forward_us(TURN, tokens)
-        alone = sum(self.forward_us({m: count}, tokens) for m, count in TURN.items())
-        return max(0.0, both - alone + base_us) * 1e3
-
-    def prices(self, share: float) -> tuple[tuple[Price, ...], float]:
-        """The price of each m, and the time of a kernel with the smallest m besides its items, in microseconds."""
-        prices, bases = [], []
+    def prices(self, share: float) -> tuple[Price, ...]:
+        """The price of each m."""
+        prices = []
         for m in self.config.tiles.query_tiles:
-            price, base_us, error = self.price(m, share)
+            price, error = self.price(m, share)
             prices.append(price)
-            bases.append(base_us)
             print(
                 f"m {m}, KV of {self.spec.kv.bits} bits: {price.item_ns:.0f} ns an item, {price.token_ns:.1f} ns a token, "
                 f"fitted within {error:.0%}"
             )
-        return tuple(prices), bases[0]
+        return tuple(prices)
 
 
 def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
@@ -231,14 +189,11 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
         share = table.read_tbps * 1e3 / table.sms
     else:
         bench = Bench(head_dim, dtype, dtype)
-        tbps, latency = bench.read_tbps(), bench.latency_ns()
-        print(f"{properties.name}: reads {tbps:.2f} TB/s, a load takes {latency:.0f} ns")
+        tbps = bench.read_tbps()
+        print(f"{properties.name}: reads {tbps:.2f} TB/s")
         share = tbps * 1e3 / properties.multi_processor_count
-        prices, base_us = bench.prices(share)
-        turn = bench.turn_ns(base_us) if bench.config.tiles.warp_m else 0
-        print(f"{turn:.0f} ns from work items of all warps to those of one")
         table = GpuTable(
-            properties.name, properties.multi_processor_count, round(tbps, 3), round(latency, 1), head_dim, prices, source, round(turn, 1),
+            properties.name, properties.multi_processor_count, round(tbps, 3), head_dim, bench.prices(share), source,
             H200.bin_ns, H200.wave_ns, turn_in_plans_ns=H200.turn_in_plans_ns,
         )  # fmt: skip
         # Above the dimension that it was fitted with, a CTA has other warps (csrc/cuda/threads.cuh).
@@ -261,7 +216,5 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
         if problem is not None:
             print(f"KV of {bits} bits: not measured, as the CUDA kernels do not compute {problem}")
         else:
-            table = msgspec.structs.replace(
-                table, **{f"prices_{bits}bit": Bench(head_dim, dtype, name).prices(share)[0]}
-            )
+            table = msgspec.structs.replace(table, **{f"prices_{bits}bit": Bench(head_dim, dtype, name).prices(share)})
     return msgspec.structs.replace(table, source=source)

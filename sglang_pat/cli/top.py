@@ -41,13 +41,7 @@ class SilenceError(TopError):
     """Nothing answers at the address."""
 
 
-class NewCounters(TypedDict, total=False):
-    """Those that servers with an older sglang-pat lack."""
-
-    kv_bytes_by_queries: dict[Annotated[int, Meta(ge=1, le=1 << 20)], Count]
-
-
-class Counters(NewCounters):
+class Counters(TypedDict):
     """The counters in `/server_info` that are shown here, for one scheduler process with PAT."""
 
     steps: Count
@@ -57,6 +51,7 @@ class Counters(NewCounters):
     work_items: Count
     parts: Count
     kv_bytes: Count
+    kv_bytes_by_queries: dict[Annotated[int, Meta(ge=1, le=1 << 20)], Count]
     kv_bytes_unpacked: Count
     fallbacks: Count
     too_large: Count
@@ -68,12 +63,7 @@ class Counters(NewCounters):
 
 
 class State(msgspec.Struct):
-    """A scheduler process.
-
-    Attributes:
-        pat: What PAT says.
-        last_gen_throughput: Tokens per second when SGLang logged it last.
-    """
+    """A scheduler process."""
 
     pat: Counters | None = None
     last_gen_throughput: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
@@ -199,23 +189,7 @@ def total(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Picture(msgspec.Struct):
-    """What happened in a time; with `--json` all of this is printed.
-
-    Attributes:
-        seconds: How long it was; None for all since the server started.
-        steps: Decode steps by PAT.
-        requests: Requests in the server now, whether or not they share anything.
-        tokens_per_s: Tokens per second when SGLang logged it last.
-        kv_bytes, kv_bytes_unpacked: KV that decode attention read, and would have read without packing.
-        less_kv_read: The latter divided by the former; None if nothing was read.
-        kv_by_requests: The part of `kv_bytes` that was read for so many requests at once, by the least of a class: 1, 2 (to 3), 4 (to 7) ...
-        plans, plans_ahead: New plans, and how many of them were made ahead of their step.
-        planning_us: Microseconds that plans took, in all.
-        work_items, parts: Work items run, and parts merged.
-        nodes: Nodes on the paths of requests, now.
-        fallbacks, faults, too_large: Since the server started, as in `/server_info`.
-        unpacked_because: Why the server does not pack; empty if it does.
-    """
+    """What happened in a time; with `--json` all of this is printed (docs/watch.md, "JSON", says what each is)."""
 
     seconds: float | None
     steps: int
@@ -272,10 +246,10 @@ def picture(new: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: floa
     names = ("steps", "kv_bytes", "kv_bytes_unpacked", "plans", "plans_ahead", "planning_us", "work_items", "parts")
     since = {name: max(0, new[name] - before.get(name, 0)) for name in names}
     read, unpacked = since["kv_bytes"], since["kv_bytes_unpacked"]
-    by_size = new_by_size(new.get("kv_bytes_by_queries", {}), before.get("kv_bytes_by_queries", {}))
+    by_size = new_by_size(new["kv_bytes_by_queries"], before.get("kv_bytes_by_queries", {}))
     whole = sum(by_size.values())
     return Picture(
-        seconds=round(seconds, 3) if old else None,
+        seconds=max(0.001, round(seconds, 3)) if old else None,
         requests=new["bound"],
         tokens_per_s=round(new.get("tokens_per_s", 0), 1),
         less_kv_read=unpacked / read if read else None,

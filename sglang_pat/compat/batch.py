@@ -84,13 +84,7 @@ OF_TOKENS = ("input_ids", "positions", "out_cache_loc", "out_cache_loc_virtual")
 
 
 def part(forward_batch: Any, requests: slice, tokens: slice) -> Any:
-    """Consecutive requests of an extend as a batch of their own, for an attention backend.
-
-    Args:
-        forward_batch: SGLang's; it is not changed.
-        requests: Which requests.
-        tokens: Which new tokens: those of these requests.
-    """
+    """Consecutive requests of an extend as a batch of their own, for an attention backend."""
     found = copy.copy(forward_batch)
     for names, where in ((OF_REQUESTS, requests), (OF_TOKENS, tokens)):
         for name in names:

@@ -10,12 +10,7 @@ if TYPE_CHECKING:
 
 
 def numbers(pool: Any, rows: torch.Tensor) -> torch.Tensor:
-    """The numbers of the requests in these rows (radix_bridge/events.py), [rows] int64 on the host.
-
-    Args:
-        pool: SGLang's `ReqToTokenPool`.
-        rows: int64, on the host.
-    """
+    """The numbers of the requests in these rows (radix_bridge/events.py), both [rows] int64 on the host."""
     return pool.req_generation[rows] << 32 | rows
 
 

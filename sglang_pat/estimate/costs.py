@@ -165,11 +165,6 @@ def pack_config(spec: AttentionSpec, gpu: Gpu) -> PackConfig:
 def step(batch: Batch, configs: list[tuple[PackConfig, int]], gpu: Gpu) -> Step:
     """What a batch's decode step reads, and how long its attention takes.
 
-    Args:
-        batch: Its requests.
-        configs: For each kind of layer, its config and how many layers there are.
-        gpu: What it runs on.
-
     Raises:
         ValueError: The planner does not take such a batch.
     """

@@ -123,11 +123,7 @@ def _kinds(shape: Shape) -> list[str]:
 
 
 def _spec(path: Path, shape: Shape, windowed: bool) -> AttentionSpec:
-    """The spec of the layers with a window, or of those without: in MiMo V2 they have different heads. With MLA all heads read one latent.
-
-    Raises:
-        EstimateError: The heads do not fit together, or the length of the window is missing.
-    """
+    """The spec of the layers with a window, or of those without: in MiMo V2 they have different heads. With MLA all heads read one latent."""
     hidden, window = shape.hidden_size, 0
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     dim, v_dim = shape.head_dim, shape.v_head_dim

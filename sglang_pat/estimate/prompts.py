@@ -209,22 +209,11 @@ class Request(msgspec.Struct):
 
 
 class Workload(msgspec.Struct):
-    """What a file has.
-
-    Attributes:
-        prompts: Its requests.
-        source: What it was taken for, and how many requests it has.
-        warnings: What is hardly meant so.
-    """
+    """What a file has, what it was taken for, and what in it is hardly meant so."""
 
     prompts: list[Prompt]
     source: str
     warnings: list[str]
-
-
-def read(path: Path, output: int) -> list[Prompt]:
-    """The requests alone of what `load` reads."""
-    return load(path, output).prompts
 
 
 def load(path: Path, output: int) -> Workload:
@@ -287,12 +276,7 @@ def _plain(path: Path, lines: list[tuple[int, str]]) -> str:
 
 
 def _raw_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, unpacked if it is xz.
-
-    Raises:
-        EstimateError: It cannot be unpacked, or not here.
-        OSError: It cannot be read.
-    """
+    """The lines of a file, unpacked if it is xz."""
     with path.open("rb") as file:
         if not file.peek(len(XZ)).startswith(XZ):
             yield from iter(lambda: file.readline(LONGEST + 1), b"")
@@ -355,12 +339,7 @@ def object_in(line: str) -> dict[str, Any]:
 
 
 def _of_row(line: str, output: int, size: BlockSize, sessions: Sessions) -> list[Prompt]:
-    """The requests in a line of JSON: one, several, or none if it is another event of a log. Those of a trace narrow the size of its blocks.
-
-    Raises:
-        EstimateError: It has no prompt, only a part of one, or a value that no server would accept.
-        RecursionError: It is nested too deeply.
-    """
+    """The requests in a line of JSON: one, several, or none if it is another event of a log. Those of a trace narrow the size of its blocks."""
     row = object_in(line)
     if "turns" in row:
         return list(sessions.prompts(sessions.read(row)))
@@ -399,11 +378,7 @@ def first_given(*values: Any) -> Any:
 
 
 def _converted(row: Any, form: type[Form], within: str = "") -> Form:
-    """A row of JSON, or what it has under a key, in a form.
-
-    Raises:
-        EstimateError: It has another one.
-    """
+    """A row of JSON, or what it has under a key, in a form."""
     try:
         return msgspec.convert(row, form)
     except msgspec.ValidationError as error:

@@ -24,18 +24,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 class Row(msgspec.Struct):
-    """One batch size; means over the batches that were looked at.
-
-    Attributes:
-        batch: Requests that run at once.
-        shared: The part of their tokens that need not be read, as the same are read for another one of them.
-        kv_bytes: KV that a decode step reads: `unpacked` and `pat`.
-        attention_us: Microseconds of one layer's attention, with each backend.
-        step_ms: Milliseconds of a decode step, with each backend; None if it is not known for the model.
-        faster: How many times as fast a step is with PAT, for each other backend; where it is not known, attention alone.
-        needed_bytes: Bytes of the KV, and of the weights where they are known.
-        fits: Whether that fits in what SGLang takes for them.
-    """
+    """One batch size; means over the batches that were looked at (`Estimate`)."""
 
     batch: int
     shared: float
@@ -48,14 +37,7 @@ class Row(msgspec.Struct):
 
 
 class Layers(msgspec.Struct):
-    """Layers of one kind.
-
-    Attributes:
-        count: How many there are.
-        heads, kv_heads: Of queries, and of KV.
-        head_dim, v_head_dim: Dimensions of K and of V.
-        window: Tokens that it sees; 0 for all.
-    """
+    """Layers of one kind."""
 
     count: int
     heads: int
@@ -66,23 +48,7 @@ class Layers(msgspec.Struct):
 
 
 class Estimate(msgspec.Struct):
-    """What packing would bring a workload; with `--json` all of this is printed.
-
-    Attributes:
-        requests: In the file.
-        prompt_tokens, answer_tokens: Of all of them.
-        prompt_tokens_once: Tokens of prompts that are computed if each prefix is computed once.
-        gpu: Its name.
-        kv_cache: The format of KV.
-        static_bytes: What SGLang takes of the GPU's memory for weights and KV by default.
-        baseline: The backend that PAT is compared with: SGLang's default on the GPU.
-        layers: Those that have KV.
-        batches: By ascending size.
-        verdict: What the table says, in words.
-        assumptions: What is assumed, a sentence each.
-        source: What the file was taken for.
-        warnings: What in the file is hardly meant so.
-    """
+    """What packing would bring a workload; with `--json` all of this is printed (docs/estimate.md, "JSON", says what each is)."""
 
     requests: int
     prompt_tokens: int
@@ -136,13 +102,6 @@ class Estimate(msgspec.Struct):
 
 def estimate(prompts: list[Prompt], model: Model, gpu_name: str, sizes: list[int], kv_cache: str = "auto") -> Estimate:
     """What packing would bring.
-
-    Args:
-        prompts: The whole workload.
-        model: The model that serves it.
-        gpu_name: One of GPUS.
-        sizes: Batch sizes.
-        kv_cache: One of KV_CACHES.
 
     Raises:
         EstimateError: There are no measurements for the GPU, or no kernel for the model.

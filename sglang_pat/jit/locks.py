@@ -56,11 +56,7 @@ def only_builder(library: Path, at: int) -> Iterator[None]:
 
 
 def _open_lock(library: Path, at: int) -> int | None:
-    """Open the file of a lock; None if others may have made it. Only its owner may open it, because whoever can open it can hold it.
-
-    Raises:
-        BuildError: The cache cannot be written.
-    """
+    """Open the file of a lock; None if others may have made it. Only its owner may open it, because whoever can open it can hold it."""
     path = library.with_suffix(".lock")
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # NFS wants a file that is locked to be open for writing
     try:

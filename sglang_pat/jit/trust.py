@@ -127,11 +127,7 @@ def open_folder(path: Path) -> int:
 
 
 def _check_obstacle(path: Path) -> None:
-    """Whether the cache cannot be used because of something that another user put at its path or above: that must not keep a server from its start.
-
-    Raises:
-        UnusedError: It is so.
-    """
+    """Raise UnusedError if another user put something at the cache's path or above: that must not keep a server from its start."""
     for above in (path, *path.parents):
         with contextlib.suppress(OSError):
             status = os.lstat(above)

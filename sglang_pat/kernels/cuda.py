@@ -21,19 +21,13 @@ logger = logging.getLogger(__name__)
 TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 """Dtypes of Q and of 16-bit KV, by their names in CUDA."""
 
-KV_NAMES = {torch.float8_e4m3fn: "kE4m3", torch.float8_e5m2: "kE5m2"}
-"""Dtypes of 8-bit KV, by their names in csrc/cuda/kv/format.cuh."""
-
-LOW_BIT_NAMES = {4: "kInt4", 2: "kInt2"}
-"""Pages of few bits, likewise."""
-
 
 class Variant(msgspec.Struct, frozen=True, order=True):
     """One native module: a forward kernel for some tiles, and the merge kernel.
 
     Attributes:
         dtype: Dtype of Q, a key of TYPES.
-        kv: Dtype of KV: the same, or a key of KV_NAMES. If KV is in pages of few bits, it is that of the tokens behind them.
+        kv: Dtype of KV: the same, or one of 8 bits. If KV is in pages of few bits, it is that of the tokens behind them.
         head_dim: K's, one of `capabilities.HEAD_DIMS`.
         v_head_dim: V's: the same, or as in `capabilities.UNEQUAL_HEAD_DIMS`. Of latents both are as in `capabilities.LATENT_DIMS`.
         arch: Compute capability, such as `8.0` or `9.0a`.
@@ -128,11 +122,13 @@ class Variant(msgspec.Struct, frozen=True, order=True):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Compiler flags."""
+        """Compiler flags: the macros that csrc/cuda/variant.cuh reads."""
+        kv = f"int{self.bits}" if self.bits else "same" if self.kv == self.dtype else str(self.kv).split(".")[-1]
         return (
             f"-DPAT_TYPE={TYPES[self.dtype]}",
-            f"-DPAT_KV=pat::{LOW_BIT_NAMES.get(self.bits) or KV_NAMES.get(self.kv, 'kSame')}",
+            f"-DPAT_KV=pat::k{kv.capitalize()}",
             f"-DPAT_DIM={self.head_dim}",
+            f"-DPAT_V_DIM={self.v_head_dim}",
             f"-DPAT_ARCH={''.join(filter(str.isdigit, self.arch))}0",
             f"-DPAT_QUERY_TILES={sum(1 << m // 8 for m in self.query_tiles)}",
             f"-DPAT_SINKS={int(self.sinks)}",
@@ -140,9 +136,8 @@ class Variant(msgspec.Struct, frozen=True, order=True):
             f"-DPAT_LIMITS={int(self.limits)}",
             f"-DPAT_CAPS={int(self.caps)}",
             f"-DPAT_TAILS={int(self.tails)}",
+            f"-DPAT_LATENT={int(self.latent)}",
             f"-DPAT_ALIKE={int(self.alike)}",
-            *([f"-DPAT_V_DIM={self.v_head_dim}"] if self.v_head_dim != self.head_dim else []),
-            *(["-DPAT_LATENT"] if self.latent else []),
         )
 
 
@@ -300,7 +295,7 @@ class Decoder:
         for name, pool in (("k", k), ("v", v)):
             if pool.dtype != self._kv:
                 raise ValueError(f"{name} has the wrong dtype: {pool.dtype}, not {self._kv}")
-        if self._kv in KV_NAMES:
+        if self._kv not in TYPES:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         self._module.decode(
             q, out, plan, partial, lse,

@@ -1,4 +1,4 @@
-"""Numbers that decide what plans are like, each with its source. `python -m sglang_pat.kernels.headers` writes them into csrc/packing/constants.h."""
+"""Numbers that decide what plans are like, each with its source. `python tests/headers.py` writes them into csrc/packing/constants.h."""
 
 KV_TILE = 64
 """KV tokens of a tile of the CUDA kernels (`kTokens` in csrc/cuda/tiles.h)."""

@@ -70,19 +70,17 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         gpu: Its name.
         sms: Streaming multiprocessors.
         read_tbps: Memory bandwidth that reads reach, in TB/s.
-        latency_ns: Latency of a load from memory.
         head_dim: The head dimension that was measured; the time per token scales with the dimension.
         prices: Prices with KV of 16 bits, by ascending m.
         source: When and how it was measured, or what it was derived from.
-        turn_ns: Time of a worker to switch from work items of all its warps (wide) to those of single warps (narrow); for comparison only.
         bin_ns: In a step with narrow items only: time that each bin adds, for the parts at its end and their merge, with 8 KV heads or more.
         wave_ns: Time that such a step takes longer if each worker has one more bin to start.
-        prices_8bit: Prices with KV of 8 bits; tables older than that have none.
+        prices_8bit: Prices with KV of 8 bits; empty if they were not measured.
         prices_4bit, prices_2bit: Prices with KV in pages of so many bits, likewise.
         slice_token_ns: `TileTable.slice_token_ns` with KV of 16 bits; 0 if it was not fitted (benchmarks/notes/verify-steps.md, "Slices of a query's rows").
         slice_token_8bit_ns: The same with KV of 8 bits. On an H200 11 was better than 8.5 and than 14 (benchmarks/notes/fp8-kv.md, "Two groups of warps
             that convert"); an H100 has it from there.
-        turn_in_plans_ns: What counts in a plan in place of `turn_ns`. With 3 us plans ran best on an H200, where a turn was measured at 1.6 us
+        turn_in_plans_ns: `TileTable.turn_ns`, as it counts in a plan. With 3 us plans ran best on an H200, where a turn was measured at 1.6 us
             and at 3.7 later, and as well as with any other on an H100, where it was 0.5 (benchmarks/notes/prices.md, "Prices of an H100").
         narrow_first_ns: `TileTable.narrow_first_ns`, likewise: 12,000 on an H200, where limits from 10,000 to 20,000 are equally good, and on an H100, where it
             was the only one measured (benchmarks/notes/wide-beside-narrow.md, "Narrow items first on every second SM").
@@ -95,11 +93,9 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     gpu: str
     sms: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
     read_tbps: Annotated[float, msgspec.Meta(gt=0, le=1e4)]
-    latency_ns: Nanoseconds
     head_dim: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     prices: tuple[Price, ...]
     source: str
-    turn_ns: Nanoseconds
     bin_ns: Nanoseconds
     wave_ns: Nanoseconds
     prices_8bit: tuple[Price, ...] = ()

@@ -157,7 +157,7 @@ class NativeScheduler:
         self.epoch = self.gained = 0
         self._scratch = np.zeros(max(8, 6 + 2 * config.max_queries), dtype=np.int64)
         self._out = _ffi().from_dlpack(self._scratch)
-        limits = {name: [limit] for name, limit in msgspec.structs.asdict(config.wide_limits).items()}
+        limits = {name: [limit] for name, limit in config.wide_limits.items()}
         values = _values(config), _values(config.wide_only or config), limits
         self._handle = self._module.create(*values, max_batch, max_slots, *map(_ffi().from_dlpack, buffers))
         # The buffers must outlive the thread that writes to them.
@@ -263,13 +263,6 @@ class NativeScheduler:
         """Changes when the batch or the path of one of its requests does."""
         return self._module.version(self._handle)
 
-    @property
-    def batch(self) -> list[int]:
-        """The next batch, in order, as `expect`, `withdraw`, `release` and `take` left it."""
-        found = np.empty(self._module.batch(self._handle, _int64([])), dtype=np.int64)
-        self._module.batch(self._handle, _tensor(found))
-        return found.tolist()
-
     def stands(self, requests: Any) -> bool:
         """Whether the plan in use is still valid for the batch `requests`, an int64 host array."""
         return self._module.stands(self._handle, _tensor(requests))
@@ -364,14 +357,6 @@ class NativeScheduler:
         found = np.empty(self._module.inspect(self._handle, _int64([])), dtype=np.int64)
         self._module.inspect(self._handle, _tensor(found))
         return found.tolist()
-
-    def settle(self) -> None:
-        """For tests: wait until the scheduler's thread has made the plan that `prepare` asked for."""
-        self._module.settle(self._handle)
-
-    def set_delays(self, before_copy: int = 0, before_publish: int = 0) -> None:
-        """For tests: how many microseconds the scheduler's thread waits before it reads the batch and before it publishes the plan."""
-        self._module.set_delays(self._handle, before_copy, before_publish)
 
     def _event(self, action: Any, *arguments: Any) -> None:
         self.epoch += 1

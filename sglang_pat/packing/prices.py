@@ -32,25 +32,6 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 """The native scheduler numbers them in this order."""
 
 
-class WideLimits(msgspec.Struct, frozen=True):
-    """`WideSteps` for a config: which batches it plans without tiles of single warps. Queries and tokens are those of the batch, times `CostModel.runs`.
-
-    Attributes:
-        small_queries, small_tokens, small_sharing, small_draft_tokens: Of small batches.
-        little_shared_queries: Up to how many queries batches that share little are; 0: none is.
-        ragged_queries, ragged_tokens: Up to how many queries those are whose lengths differ, and how many tokens one of them has at least on average, not
-            times anything.
-    """
-
-    small_queries: int
-    small_tokens: int
-    small_sharing: int
-    small_draft_tokens: int
-    little_shared_queries: int
-    ragged_queries: int
-    ragged_tokens: int
-
-
 class PackConfig(msgspec.Struct, frozen=True):
     """The device and the model, and the prices of work.
 
@@ -101,8 +82,8 @@ class PackConfig(msgspec.Struct, frozen=True):
         return self if tiles is self.tiles else msgspec.structs.replace(self, tiles=tiles)
 
     @property
-    def wide_limits(self) -> WideLimits:
-        """Which batches are planned with `wide_only`."""
+    def wide_limits(self) -> dict[str, int]:
+        """Which batches are planned with `wide_only`: `WideLimits` in csrc/packing/prices.h."""
         steps, workers = self.tiles.wide_steps, self.workers
         long_drafts = self.drafts and self.tiles.query_tiles[0] < self.cost.group
         queries, sharing = (
@@ -110,15 +91,15 @@ class PackConfig(msgspec.Struct, frozen=True):
         )
         little_shared = steps.little_shared_long_draft_queries if long_drafts else steps.little_shared_draft_queries
         ragged_rows = steps.ragged_draft_rows if self.drafts else steps.ragged_rows
-        return WideLimits(
-            queries * workers,
-            steps.small_tokens * workers,
-            sharing,
-            steps.small_draft_tokens * workers if self.drafts else 0,
-            little_shared * workers if self.drafts else 0,
-            steps.ragged_queries * workers if ragged_rows <= self.cost.group else 0,
-            steps.ragged_tokens,
-        )
+        return {
+            "small_queries": queries * workers,
+            "small_tokens": steps.small_tokens * workers,
+            "small_sharing": sharing,
+            "small_draft_tokens": steps.small_draft_tokens * workers if self.drafts else 0,
+            "little_shared_queries": little_shared * workers if self.drafts else 0,
+            "ragged_queries": steps.ragged_queries * workers if ragged_rows <= self.cost.group else 0,
+            "ragged_tokens": steps.ragged_tokens,
+        }
 
     @property
     def max_queries(self) -> int:

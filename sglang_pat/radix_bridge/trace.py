@@ -106,11 +106,7 @@ Record = Header | PlanMade | Event
 
 def _open(path: str, flags: int) -> int:
     """Open the file of a trace, or make it. Its requests' ids are their clients', so nobody else may have chosen where they go. Whoever lets others read
-    them makes the file before.
-
-    Raises:
-        TraceError: Others made it or can write it, or it is no file of its own.
-    """
+    them makes the file before."""
     # A pipe must not block, and is refused as whatever else is no file.
     try:
         file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -161,11 +157,7 @@ class TraceWriter:
             raise TraceError(f"SGLANG_PAT_TRACE: {path} cannot be written: {error.strerror}") from None
 
     def _take(self, path: Path) -> None:
-        """Empty the file, unless another process records in it, or it is no trace.
-
-        Raises:
-            TraceError: It does, or is none.
-        """
+        """Empty the file, unless another process records in it, or it is no trace."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from sglang_pat.packing import CostModel, PackConfig
 from sglang_pat.packing.constants import BUSY_WORKERS, LITTLE_PERCENT, MAX_WAVES, RAGGED
-from sglang_pat.packing.prices import WideLimits
 
 
 def merge_tokens(cost: CostModel, queries: int) -> float:
@@ -19,18 +18,18 @@ def merge_tokens(cost: CostModel, queries: int) -> float:
     return 2 * cost.part_bytes * queries / cost.token_bytes
 
 
-def hold(limits: WideLimits, seq_lens: list[int], tokens: int, runs: int) -> bool:
+def hold(limits: dict[str, int], seq_lens: list[int], tokens: int, runs: int) -> bool:
     """Whether a batch of these lengths is within the limits; it has so many tokens when each is read once."""
     if not seq_lens:
         return False
     queries, own, longest = len(seq_lens) * runs, sum(seq_lens), max(seq_lens)
-    small = queries <= limits.small_queries and tokens * runs <= limits.small_tokens
-    if small and (tokens * runs <= limits.small_draft_tokens or own >= limits.small_sharing * tokens):
+    small = queries <= limits["small_queries"] and tokens * runs <= limits["small_tokens"]
+    if small and (tokens * runs <= limits["small_draft_tokens"] or own >= limits["small_sharing"] * tokens):
         return True
-    few = queries <= limits.little_shared_queries
+    few = queries <= limits["little_shared_queries"]
     ragged = (
-        queries <= limits.ragged_queries
-        and own >= limits.ragged_tokens * len(seq_lens)
+        queries <= limits["ragged_queries"]
+        and own >= limits["ragged_tokens"] * len(seq_lens)
         and RAGGED * (longest - min(seq_lens)) > longest
     )
     return (few or ragged) and 100 * own <= (100 + LITTLE_PERCENT) * tokens

@@ -19,12 +19,7 @@ PAGE = low_bit.PAGE_TOKENS
 
 
 def cut(cached: int, added: int) -> Iterator[tuple[int, int]]:
-    """The blocks of a request's new tokens: how many full pages each sees, and how many tokens its last query sees.
-
-    Args:
-        cached: Tokens before the extend.
-        added: New tokens.
-    """
+    """The blocks of a request's new tokens: how many full pages each sees, and how many tokens its last query sees."""
     seen, last = cached, cached + added
     while seen < last:
         full = (seen + 1) // PAGE

@@ -98,15 +98,7 @@ def check_device(runner: Any) -> None:
 
 
 def check_model(runner: Any, fallback: str) -> Counter[AttentionSpec]:
-    """Raise UnsupportedError if the loaded model needs attention that PAT does not compute.
-
-    Args:
-        runner: SGLang's `ModelRunner`, its model loaded.
-        fallback: A stock attention backend to suggest.
-
-    Returns:
-        `layers.count` of the model.
-    """
+    """`layers.count` of the model. UnsupportedError, which suggests `fallback`, if it needs attention that PAT does not compute."""
     config, pool = runner.model_config, runner.token_to_kv_pool
     if compat.pool.kv_layout(pool) != "nhd":
         raise unsupported(f"the KV layout {compat.pool.kv_layout(pool)} yet", "use another --attention-backend")
@@ -191,13 +183,7 @@ def _name(runner: Any) -> str:
 
 
 def _check_latents(hf_config: Any, latent: bool, device: str) -> None:
-    """Raise UnsupportedError if a model has latents that PAT does not read.
-
-    Args:
-        hf_config: Its config.json.
-        latent: Whether it is an MLA model.
-        device: Where it shall be served.
-    """
+    """Raise UnsupportedError if a model has latents that PAT does not read."""
     problem = compat.model.sparse_latents(hf_config)
     if latent:
         # That it is one, SGLang says.

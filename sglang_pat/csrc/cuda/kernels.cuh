@@ -1,4 +1,4 @@
-// The kernels of one `Variant`. module.cu launches them; sglang_pat/kernels/resources.py compiles them alone, without the
+// The kernels of one `Variant`. module.cu launches them; tests/resources.py compiles them alone, without the
 // host's code.
 #pragma once
 

@@ -18,6 +18,9 @@ using pat::Variant;
 using tvm::ffi::TensorView;
 using namespace pat::kernels;
 
+// As Q is.
+const DLDataType kHalf{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
+
 // Checks the records of pages of 4 or 2 bits; other formats have none.
 void check_records(const TensorView& records, int64_t kv_heads, DLDevice gpu) {
   pat::check(records, "records", 3, DLDataType{kDLUInt, 8, 1}, gpu);
@@ -108,11 +111,10 @@ void launch(Kernel kernel, int grid, int block, size_t shared, cudaStream_t stre
 pat::Params make_params(const TensorView& q, const TensorView& out, const pat::Plan& plan, const pat::KvView& kv,
                         const pat::Tables& tables, const pat::Scores& scores, int64_t window, int64_t tile_rows,
                         const TensorView& q_rope) {
-  const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
   const DLDevice gpu = pat::gpu_of(q);
   const bool whole_q = !Variant::kLatent || q.size(2) == Variant::kDim;
-  check_rows(q, "q", whole_q ? Variant::kDim : Variant::kVDim, half, gpu);
-  const DLDataType element = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : half;
+  check_rows(q, "q", whole_q ? Variant::kDim : Variant::kVDim, kHalf, gpu);
+  const DLDataType element = Kv::kBytes == 1 ? DLDataType{kDLUInt, 8, 1} : kHalf;
   check_pool(kv.k, "k", Variant::kDim, element, gpu);
   check_pool(kv.v, "v", Variant::kVDim, element, gpu);
   TVM_FFI_CHECK(kv.k.size(0) == kv.v.size(0) && kv.k.size(1) == kv.v.size(1), ValueError)
@@ -121,7 +123,7 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
                                       kv.k.stride(1) == kv.v.stride(1)),
                 ValueError)
       << "v must be the first columns of k";
-  check_rows(out, "out", Variant::kVDim, half, gpu);
+  check_rows(out, "out", Variant::kVDim, kHalf, gpu);
   pat::check(plan, tables, q, kv.k, out, DLDataType{kDLFloat, 16, 1}, gpu);
   TVM_FFI_CHECK(plan.partial.size(2) == Variant::kVDim, ValueError) << "partial must have heads of " << Variant::kVDim;
   TVM_FFI_CHECK(reinterpret_cast<uintptr_t>(plan.partial.data_ptr()) % 16 == 0, ValueError)
@@ -151,7 +153,7 @@ pat::Params make_params(const TensorView& q, const TensorView& out, const pat::P
   TVM_FFI_CHECK(!whole_q || q_rope.size(0) == 0, ValueError)
       << "q_rope is for latents' q without these columns, and this q has " << q.size(2) << " of " << Variant::kDim;
   if (!whole_q) {
-    check_rows(q_rope, "q_rope", Variant::kDim - Variant::kVDim, half, gpu);
+    check_rows(q_rope, "q_rope", Variant::kDim - Variant::kVDim, kHalf, gpu);
     TVM_FFI_CHECK(q_rope.size(0) == q.size(0) && q_rope.size(1) == q.size(1), ValueError)
         << "q and q_rope must have the same tokens and heads";
     p.q_rope = q_rope.data_ptr(), p.rope_token = q_rope.stride(0), p.rope_head = q_rope.stride(1);
@@ -225,103 +227,84 @@ void decode(TensorView q, TensorView out, TensorView plan, TensorView partial, T
     launch(kMergeSeveral, ctas_for(outputs / kMergeRows), pat::kMergeThreads, 0, stream, overlap, p);
 }
 
-// Only in modules for pages of 4 or 2 bits.
-template <typename Kv, bool kPages>
-struct Pages {
-  template <typename... Arguments>
-  static void store(const Arguments&...) {
-    TVM_FFI_THROW(ValueError) << "this module's KV is not in pages of few bits";
-  }
-  template <typename... Arguments>
-  static void unpack(const Arguments&... arguments) {
-    store(arguments...);
-  }
-};
+void check_pages() { TVM_FFI_CHECK(pat::kIsPages<Kv>, ValueError) << "this module's KV is not in pages of few bits"; }
+
+// Stores new tokens in their rows' tails, and full pages in their records, on the current stream. The GPU checks indices:
+// a token with one that does not exist is skipped.
 template <typename Kv>
-struct Pages<Kv, true> {
-  // Stores new tokens in their rows' tails, and full pages in their records, on the current stream. The GPU checks indices:
-  // a token with one that does not exist is skipped.
-  static void store(TensorView k, TensorView v, TensorView records, TensorView tail_k, TensorView tail_v, TensorView rows,
-                    TensorView seq_lens, TensorView slots) {
-    const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
-    const DLDevice gpu = pat::gpu_of(k);
-    const std::pair<const TensorView*, const char*> news[] = {{&k, "k"}, {&v, "v"}};
-    for (const auto& [tensor, name] : news) {
-      pat::check(*tensor, name, 3, half, gpu);
-      TVM_FFI_CHECK(tensor->size(2) == Variant::kDim && tensor->size(0) == k.size(0) && tensor->size(1) == k.size(1),
-                    ValueError)
-          << "k and v must be the same tokens', with heads of " << Variant::kDim;
-    }
-    const int64_t tokens = k.size(0), heads = k.size(1);
-    check_records(records, heads, gpu);
-    for (const TensorView* tail : {&tail_k, &tail_v}) {
-      pat::check(*tail, "tails", 4, half, gpu);
-      bool same = tail->size(0) == tail_k.size(0) && tail->size(1) == pat::kTokens && tail->size(2) == heads;
-      for (int i = 0; i < 4; ++i) same = same && tail->stride(i) == tail_k.stride(i);
-      TVM_FFI_CHECK(same && tail->size(3) == Variant::kDim, ValueError)
-          << "tails must be 64 tokens of k's heads for each row";
-    }
-    const std::pair<const TensorView*, const char*> indices[] = {
-        {&rows, "rows"}, {&seq_lens, "seq_lens"}, {&slots, "slots"}};
-    for (const auto& [tensor, name] : indices) {
-      pat::check(*tensor, name, 1, pat::kInt64, gpu);
-      TVM_FFI_CHECK(tensor->size(0) == tokens, ValueError) << "rows, seq_lens and slots must be the new tokens'";
-    }
-    const int64_t ctas = (tokens + pat::kStoreTokens - 1) / pat::kStoreTokens * heads * 2;  // K's and V's
-    TVM_FFI_CHECK(ctas <= std::numeric_limits<int>::max() && tail_k.size(0) <= std::numeric_limits<int>::max(), ValueError)
-        << "there are too many tokens or rows";
-    if (ctas == 0) return;
-    pat::StoreParams p;
-    p.k = k.data_ptr(), p.v = v.data_ptr(), p.tail_k = tail_k.data_ptr(), p.tail_v = tail_v.data_ptr();
-    p.records = static_cast<uint8_t*>(records.data_ptr());
-    p.rows = static_cast<const int64_t*>(rows.data_ptr()), p.seq_lens = static_cast<const int64_t*>(seq_lens.data_ptr());
-    p.slots = static_cast<const int64_t*>(slots.data_ptr());
-    p.k_token = k.stride(0), p.k_head = k.stride(1), p.v_token = v.stride(0), p.v_head = v.stride(1);
-    p.tail_row = tail_k.stride(0), p.tail_token = tail_k.stride(1), p.tail_head = tail_k.stride(2);
-    p.tokens = int(tokens), p.kv_heads = int(heads), p.num_rows = int(tail_k.size(0));
-    p.num_slots = records.size(0) * pat::kTokens;
-    tvm::ffi::CUDADeviceGuard guard(k.device().device_id);
-    const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, k.device().device_id));
-    launch(PageKernels<Kv, true>::kStore, int(ctas), pat::kStoreThreads, 0, stream, false, p);
-  }
-
-  // Unpacks pages of the pool to K and V, on the current stream. The GPU checks indices: a page that does not exist becomes
-  // zeros.
-  static void unpack(TensorView records, TensorView pages, TensorView k, TensorView v) {
-    const DLDevice gpu = pat::gpu_of(records);
-    pat::check(records, "records", 3, DLDataType{kDLUInt, 8, 1}, gpu);
-    check_records(records, records.size(1), gpu);
-    pat::check(pages, "pages", 1, pat::kInt64, gpu);
-    const DLDataType half{uint8_t(std::is_same_v<Element, __half> ? kDLFloat : kDLBfloat), 16, 1};
-    const std::pair<const TensorView*, const char*> made[] = {{&k, "k"}, {&v, "v"}};
-    const int64_t count = pages.size(0), heads = records.size(1);
-    for (const auto& [tensor, name] : made) {
-      pat::check(*tensor, name, 4, half, gpu);
-      TVM_FFI_CHECK(tensor->size(0) >= count && tensor->size(1) == pat::kTokens && tensor->size(2) == heads &&
-                        tensor->size(3) == Variant::kDim && tensor->is_contiguous() &&
-                        reinterpret_cast<uintptr_t>(tensor->data_ptr()) % pat::kCopyBytes == 0,
-                    ValueError)
-          << name << " must be contiguous, " << pat::kTokens << " tokens of the records' KV heads with " << Variant::kDim
-          << " dimensions for each of the pages";
-    }
-    TVM_FFI_CHECK(count * heads <= std::numeric_limits<int>::max(), ValueError) << "there are too many pages";
-    if (count * heads == 0) return;
-    pat::UnpackParams p;
-    p.records = static_cast<const uint8_t*>(records.data_ptr()), p.pages = static_cast<const int64_t*>(pages.data_ptr());
-    p.k = k.data_ptr(), p.v = v.data_ptr(), p.num_pages = records.size(0), p.kv_heads = int(heads);
-    tvm::ffi::CUDADeviceGuard guard(records.device().device_id);
-    const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, records.device().device_id));
-    launch(PageKernels<Kv, true>::kUnpack, int(count * heads), pat::kUnpackThreads, 0, stream, false, p);
-  }
-};
-
 void store(TensorView k, TensorView v, TensorView records, TensorView tail_k, TensorView tail_v, TensorView rows,
            TensorView seq_lens, TensorView slots) {
-  Pages<Kv, pat::kIsPages<Kv>>::store(k, v, records, tail_k, tail_v, rows, seq_lens, slots);
+  check_pages();
+  const DLDevice gpu = pat::gpu_of(k);
+  const std::pair<const TensorView*, const char*> news[] = {{&k, "k"}, {&v, "v"}};
+  for (const auto& [tensor, name] : news) {
+    pat::check(*tensor, name, 3, kHalf, gpu);
+    TVM_FFI_CHECK(tensor->size(2) == Variant::kDim && tensor->size(0) == k.size(0) && tensor->size(1) == k.size(1),
+                  ValueError)
+        << "k and v must be the same tokens', with heads of " << Variant::kDim;
+  }
+  const int64_t tokens = k.size(0), heads = k.size(1);
+  check_records(records, heads, gpu);
+  for (const TensorView* tail : {&tail_k, &tail_v}) {
+    pat::check(*tail, "tails", 4, kHalf, gpu);
+    bool same = tail->size(0) == tail_k.size(0) && tail->size(1) == pat::kTokens && tail->size(2) == heads;
+    for (int i = 0; i < 4; ++i) same = same && tail->stride(i) == tail_k.stride(i);
+    TVM_FFI_CHECK(same && tail->size(3) == Variant::kDim, ValueError)
+        << "tails must be 64 tokens of k's heads for each row";
+  }
+  const std::pair<const TensorView*, const char*> indices[] = {{&rows, "rows"}, {&seq_lens, "seq_lens"}, {&slots, "slots"}};
+  for (const auto& [tensor, name] : indices) {
+    pat::check(*tensor, name, 1, pat::kInt64, gpu);
+    TVM_FFI_CHECK(tensor->size(0) == tokens, ValueError) << "rows, seq_lens and slots must be the new tokens'";
+  }
+  const int64_t ctas = (tokens + pat::kStoreTokens - 1) / pat::kStoreTokens * heads * 2;  // K's and V's
+  TVM_FFI_CHECK(ctas <= std::numeric_limits<int>::max() && tail_k.size(0) <= std::numeric_limits<int>::max(), ValueError)
+      << "there are too many tokens or rows";
+  if (ctas == 0) return;
+  pat::StoreParams p;
+  p.k = k.data_ptr(), p.v = v.data_ptr(), p.tail_k = tail_k.data_ptr(), p.tail_v = tail_v.data_ptr();
+  p.records = static_cast<uint8_t*>(records.data_ptr());
+  p.rows = static_cast<const int64_t*>(rows.data_ptr()), p.seq_lens = static_cast<const int64_t*>(seq_lens.data_ptr());
+  p.slots = static_cast<const int64_t*>(slots.data_ptr());
+  p.k_token = k.stride(0), p.k_head = k.stride(1), p.v_token = v.stride(0), p.v_head = v.stride(1);
+  p.tail_row = tail_k.stride(0), p.tail_token = tail_k.stride(1), p.tail_head = tail_k.stride(2);
+  p.tokens = int(tokens), p.kv_heads = int(heads), p.num_rows = int(tail_k.size(0));
+  p.num_slots = records.size(0) * pat::kTokens;
+  tvm::ffi::CUDADeviceGuard guard(k.device().device_id);
+  const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, k.device().device_id));
+  if constexpr (pat::kIsPages<Kv>)
+    launch(PageKernels<Kv, true>::kStore, int(ctas), pat::kStoreThreads, 0, stream, false, p);
 }
 
+// Unpacks pages of the pool to K and V, on the current stream. The GPU checks indices: a page that does not exist becomes
+// zeros.
+template <typename Kv>
 void unpack(TensorView records, TensorView pages, TensorView k, TensorView v) {
-  Pages<Kv, pat::kIsPages<Kv>>::unpack(records, pages, k, v);
+  check_pages();
+  const DLDevice gpu = pat::gpu_of(records);
+  pat::check(records, "records", 3, DLDataType{kDLUInt, 8, 1}, gpu);
+  check_records(records, records.size(1), gpu);
+  pat::check(pages, "pages", 1, pat::kInt64, gpu);
+  const std::pair<const TensorView*, const char*> made[] = {{&k, "k"}, {&v, "v"}};
+  const int64_t count = pages.size(0), heads = records.size(1);
+  for (const auto& [tensor, name] : made) {
+    pat::check(*tensor, name, 4, kHalf, gpu);
+    TVM_FFI_CHECK(tensor->size(0) >= count && tensor->size(1) == pat::kTokens && tensor->size(2) == heads &&
+                      tensor->size(3) == Variant::kDim && tensor->is_contiguous() &&
+                      reinterpret_cast<uintptr_t>(tensor->data_ptr()) % pat::kCopyBytes == 0,
+                  ValueError)
+        << name << " must be contiguous, " << pat::kTokens << " tokens of the records' KV heads with " << Variant::kDim
+        << " dimensions for each of the pages";
+  }
+  TVM_FFI_CHECK(count * heads <= std::numeric_limits<int>::max(), ValueError) << "there are too many pages";
+  if (count * heads == 0) return;
+  pat::UnpackParams p;
+  p.records = static_cast<const uint8_t*>(records.data_ptr()), p.pages = static_cast<const int64_t*>(pages.data_ptr());
+  p.k = k.data_ptr(), p.v = v.data_ptr(), p.num_pages = records.size(0), p.kv_heads = int(heads);
+  tvm::ffi::CUDADeviceGuard guard(records.device().device_id);
+  const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, records.device().device_id));
+  if constexpr (pat::kIsPages<Kv>)
+    launch(PageKernels<Kv, true>::kUnpack, int(count * heads), pat::kUnpackThreads, 0, stream, false, p);
 }
 
 // Copies the used part of a plan from the host to the GPU on the current stream and records the cudaEvent_t `copied` behind
@@ -346,6 +329,6 @@ void load(TensorView to, TensorView plan, int64_t copied) {
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, decode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load, load);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(store, store);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(unpack, unpack);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(store, store<Kv>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(unpack, unpack<Kv>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workers, workers);

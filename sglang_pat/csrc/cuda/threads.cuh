@@ -33,7 +33,7 @@ constexpr int first_registers(int threads) { return 65536 / threads / 8 * 8; }
 
 // Of these, the ones that compute wide items. With 8-bit KV the last of three converts V and the producer converts K: a
 // single converting warpgroup took 16.7 ns a token (benchmarks/notes/fp8-kv.md, "Drafts over FP8 with one such group").
-constexpr bool kHas8BitKv = Variant::kKv == kE4m3 || Variant::kKv == kE5m2;
+constexpr bool kHas8BitKv = Variant::kKv == kFloat8_e4m3fn || Variant::kKv == kFloat8_e5m2;
 constexpr bool two_convert(int dim) { return kHas8BitKv && warpgroups(dim) == 3; }
 constexpr int wide_warpgroups(int dim) { return two_convert(dim) ? 2 : warpgroups(dim); }
 

@@ -1,4 +1,4 @@
-// Written by `python -m sglang_pat.kernels.headers`: change it there.
+// Written by `python tests/headers.py`: change it there.
 #pragma once
 
 #include <cstdint>

@@ -8,22 +8,15 @@
 
 namespace pat {
 
-enum KvName { kSame, kE4m3, kE5m2, kInt4, kInt2 };
+// As in packing/spec.py; kSame is Q's dtype.
+enum KvName { kSame, kFloat8_e4m3fn, kFloat8_e5m2, kInt4, kInt2 };
 
 struct Variant {
   using Element = PAT_TYPE;  // of Q and outputs
   static constexpr KvName kKv = PAT_KV;
   static constexpr int kDim = PAT_DIM;
-#ifdef PAT_V_DIM
-  static constexpr int kVDim = PAT_V_DIM;  // V is narrower than K
-#else
-  static constexpr int kVDim = PAT_DIM;
-#endif
-#ifdef PAT_LATENT
-  static constexpr bool kLatent = true;  // V is the first columns of K (MLA)
-#else
-  static constexpr bool kLatent = false;
-#endif
+  static constexpr int kVDim = PAT_V_DIM;
+  static constexpr bool kLatent = PAT_LATENT;          // V is the first columns of K (MLA)
   static constexpr int kArch = PAT_ARCH;               // 900 of Hopper
   static constexpr int kQueryTiles = PAT_QUERY_TILES;  // a set of bits (`tile_bit` in threads.cuh)
 

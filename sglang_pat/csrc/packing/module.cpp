@@ -120,28 +120,30 @@ auto guarded(Action action) {
 
 // A config by sglang_pat/packing/native.py, `_values`.
 pat::Config config_of(const Values& given) {
-  using pat::kMaxTile, pat::kMaxWorkers;
+  using pat::kMaxItemPrice, pat::kMaxTile, pat::kMaxWorkers;
   Named values(given);
   pat::Config config;
-  config.token_bytes = values.number("token_bytes"), config.part_bytes = values.number("part_bytes");
-  config.turn_price = values.number("turn_price"), config.bin_end_price = values.number("bin_end_price");
-  config.wave_price = values.number("wave_price");
-  config.narrow_first_price = values.number("narrow_first_price");
+  config.token_bytes = values.number("token_bytes", 1, pat::kMaxTokenPrice);
+  config.part_bytes = values.number("part_bytes", 0, kMaxItemPrice);
+  config.turn_price = values.number("turn_price", 0, kMaxItemPrice);
+  config.bin_end_price = values.number("bin_end_price", 0, kMaxItemPrice);
+  config.wave_price = values.number("wave_price", 0, kMaxItemPrice);
+  config.narrow_first_price = values.number("narrow_first_price", 0, kMaxItemPrice);
   config.group = values.number("group", 1, kMaxTile);
   config.runs = values.number("runs", 1, kMaxWorkers);
   config.workers = values.number("workers", 1, kMaxWorkers);
   config.max_queries = values.number("max_queries", 1, kMaxTile);
-  config.few_queries = values.number("few_queries", 1, kMaxTile);
+  config.few_queries = values.number("few_queries", 1, config.max_queries);
   config.warp_queries = values.number("warp_queries", 0, kMaxTile);
   config.split_queries = values.number("split_queries", 0, config.max_queries);
-  config.tails_queries = values.number("tails_queries", 1, kMaxTile);
+  config.tails_queries = values.number("tails_queries", 1, config.max_queries);
   config.policy = pat::Policy(values.number("policy", 0, int(pat::Policy::kOptimal)));
   config.window = values.number("window", 0, pat::kMaxWindow);
   config.grain = values.number("grain", 1, kMaxTile);
   config.piece = values.number("piece", 0, pat::kMaxWindow);
   config.kv_tile = values.number("kv_tile", 1, kMaxTile);
-  config.warp_tokens = values.number("warp_tokens");
-  config.slices_tokens = values.number("slices_tokens");
+  config.warp_tokens = values.number("warp_tokens", 1, pat::kMaxWarpTokens);
+  config.slices_tokens = values.number("slices_tokens", -1, INT32_MAX);
   config.slice_rows = values.number("slice_rows", config.slices_tokens >= 0 ? 1 : 0, kMaxTile);
   config.pack_prices = {values.list<int64_t>("token_prices"), values.list<int64_t>("start_prices"),
                         values.number("slices_token_price"), values.number("slices_start_price")};
@@ -157,10 +159,14 @@ pat::Config config_of(const Values& given) {
 pat::WideLimits limits_of(const Values& given) {
   Named values(given);
   pat::WideLimits limits;
-  limits.small_queries = values.number("small_queries"), limits.small_tokens = values.number("small_tokens");
-  limits.small_sharing = values.number("small_sharing"), limits.small_draft_tokens = values.number("small_draft_tokens");
-  limits.little_shared_queries = values.number("little_shared_queries");
-  limits.ragged_queries = values.number("ragged_queries"), limits.ragged_tokens = values.number("ragged_tokens");
+  constexpr int64_t kMostQueries = pat::kMaxBatch * pat::kMaxWorkers, kMostTokens = int64_t(1) << 50;
+  limits.small_queries = values.number("small_queries", 0, kMostQueries);
+  limits.small_tokens = values.number("small_tokens", 0, kMostTokens);
+  limits.small_sharing = values.number("small_sharing", 1, 1 << 12);
+  limits.small_draft_tokens = values.number("small_draft_tokens", 0, kMostTokens);
+  limits.little_shared_queries = values.number("little_shared_queries", 0, kMostQueries);
+  limits.ragged_queries = values.number("ragged_queries", 0, kMostQueries);
+  limits.ragged_tokens = values.number("ragged_tokens", 0, pat::kMaxPosition);
   values.end();
   return limits;
 }
@@ -211,20 +217,6 @@ void split(int64_t handle, int64_t node, int64_t upper, int64_t length, int64_t 
   guarded([&] { at(handle).split(node, upper, length, Head{high, low}); });
 }
 
-void evict(int64_t handle, int64_t node) {
-  guarded([&] { at(handle).evict(node); });
-}
-
-void reset(int64_t handle) { at(handle).reset(); }
-
-void bind(int64_t handle, int64_t request, int64_t node) {
-  guarded([&] { at(handle).bind(request, node); });
-}
-
-void release(int64_t handle, int64_t request) { at(handle).release(request); }
-
-void withdraw(int64_t handle, int64_t request) { at(handle).withdraw(request); }
-
 bool find(int64_t handle, int64_t node, TensorView parent_and_length) {
   int64_t* to = data<int64_t>(parent_and_length, "parent_and_length", 2);
   return at(handle).find(node, to[0], to[1]) > pat::kRoot;
@@ -234,17 +226,9 @@ int64_t child(int64_t handle, int64_t parent, int64_t high, int64_t low) {
   return guarded([&] { return at(handle).child(parent, Head{high, low}); });
 }
 
-int64_t any_request(int64_t handle, int64_t node) {
-  return guarded([&] { return at(handle).any_request(node); });
-}
-
 bool binding(int64_t handle, int64_t request, TensorView node_and_end) {
   int64_t* to = data<int64_t>(node_and_end, "node_and_end", 2);
   return at(handle).binding(request, to[0], to[1]);
-}
-
-void expect(int64_t handle, int64_t request, int64_t length) {
-  guarded([&] { at(handle).expect(request, length); });
 }
 
 // Copies the batch expected next to `to`, as far as that has room; returns how many requests it has.
@@ -256,10 +240,6 @@ int64_t batch(int64_t handle, TensorView to) {
 
 bool stands(int64_t handle, TensorView requests) {
   return at(handle).stands(data<int64_t>(requests, "requests"), requests.size(0));
-}
-
-void prepare(int64_t handle, int64_t tokens, int64_t spread) {
-  guarded([&] { at(handle).prepare(tokens, spread); });
 }
 
 // Twice the buffer's number, plus one where the plan was made ahead. `numbers` receives how long it stays good, and the fewest tokens that a
@@ -328,15 +308,15 @@ int64_t inspect(int64_t handle, TensorView to) {
   return int64_t(found.size());
 }
 
-int64_t version(int64_t handle) { return at(handle).version(); }
-int64_t active_nodes(int64_t handle) { return int64_t(at(handle).active_nodes()); }
-int64_t active_requests(int64_t handle) { return int64_t(at(handle).active_requests()); }
-int64_t bytes(int64_t handle) { return int64_t(at(handle).bytes()); }
-void settle(int64_t handle) { at(handle).settle(); }
-
-void set_delays(int64_t handle, int64_t before_copy, int64_t before_publish) {
-  at(handle).set_delays(Scheduler::Delays{before_copy, before_publish});
-}
+// A method of a scheduler that needs no more than numbers, as a function of its handle.
+template <auto kMethod>
+struct Method;
+template <typename Result, typename... Numbers, Result (Scheduler::*kMethod)(Numbers...)>
+struct Method<kMethod> {
+  static Result call(int64_t handle, Numbers... numbers) {
+    return guarded([&] { return (at(handle).*kMethod)(numbers...); });
+  }
+};
 
 }  // namespace
 
@@ -345,19 +325,19 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(destroy, destroy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(abandon, abandon);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(insert, insert);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(split, split);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(evict, evict);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(reset, reset);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind, bind);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(release, release);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(withdraw, withdraw);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(evict, Method<&Scheduler::evict>::call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(reset, Method<&Scheduler::reset>::call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(bind, Method<&Scheduler::bind>::call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(release, Method<&Scheduler::release>::call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(withdraw, Method<&Scheduler::withdraw>::call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(find, find);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(child, child);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(any_request, any_request);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(any_request, Method<&Scheduler::any_request>::call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(binding, binding);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(expect, expect);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(expect, Method<&Scheduler::expect>::call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(batch, batch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(stands, stands);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepare, prepare);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepare, Method<&Scheduler::prepare>::call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take, take);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fall_back, fall_back);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(extend, extend);
@@ -365,9 +345,9 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(extended, extended);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(totals, totals);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(current, current);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(inspect, inspect);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(version, version);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(active_nodes, active_nodes);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(active_requests, active_requests);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(bytes, bytes);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_delays, set_delays);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(settle, settle);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(version, Method<&Scheduler::version>::call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(active_nodes, Method<&Scheduler::active_nodes>::call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(active_requests, Method<&Scheduler::active_requests>::call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(bytes, Method<&Scheduler::bytes>::call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_delays, Method<&Scheduler::set_delays>::call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(settle, Method<&Scheduler::settle>::call);

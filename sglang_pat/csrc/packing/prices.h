@@ -62,22 +62,11 @@ struct Prices {
   }
 };
 
-// Which batches are planned without tiles of single warps (packing/prices.py). Queries and tokens are counted times `runs`.
+// Which batches are planned without tiles of single warps: `WideSteps` (packing/tiles.py) for a config. Queries and tokens are those of the batch, times `runs`,
+// but `ragged_tokens`, which one of its requests has at least on average.
 struct WideLimits {
   int64_t small_queries = 0, small_tokens = 0, small_sharing = 1, small_draft_tokens = 0, little_shared_queries = 0,
           ragged_queries = 0, ragged_tokens = 0;
-
-  // Throws std::invalid_argument where a limit cannot be.
-  void check() const {
-    constexpr int64_t kMostQueries = kMaxBatch * kMaxWorkers, kMostTokens = int64_t(1) << 50;
-    in_range("small_queries of wide tiles only", small_queries, 0, kMostQueries);
-    in_range("small_tokens of wide tiles only", small_tokens, 0, kMostTokens);
-    in_range("small_sharing of wide tiles only", small_sharing, 1, 1 << 12);
-    in_range("small_draft_tokens of wide tiles only", small_draft_tokens, 0, kMostTokens);
-    in_range("little_shared_queries of wide tiles only", little_shared_queries, 0, kMostQueries);
-    in_range("ragged_queries of wide tiles only", ragged_queries, 0, kMostQueries);
-    in_range("ragged_tokens of wide tiles only", ragged_tokens, 0, kMaxPosition);
-  }
 
   // Whether they do for a batch that has so many tokens when each is read once.
   bool hold(const std::vector<int32_t>& seq_lens, int64_t batch_tokens, int runs) const {
@@ -120,22 +109,12 @@ struct Config {
   std::shared_ptr<const Config> wide_only;  // what batches within the limits are planned with
   bool flat = false;                        // what a work item costs does not depend on its queries
 
-  // Throws std::invalid_argument where a number cannot be, or lists do not belong together; says whether the config is flat.
+  // Throws std::invalid_argument where prices cannot be, or numbers and lists do not belong together; says whether the config is flat.
   void check() {
-    in_range("token_bytes", token_bytes, 1, kMaxTokenPrice);
-    in_range("part_bytes", part_bytes, 0, kMaxItemPrice);
-    in_range("a turn's price", turn_price, 0, kMaxItemPrice);
-    in_range("the price of a bin's end", bin_end_price, 0, kMaxItemPrice);
-    in_range("a wave's price", wave_price, 0, kMaxItemPrice);
-    in_range("the price of narrow items first", narrow_first_price, 0, kMaxItemPrice);
     pack_prices.check(max_queries, "");
     bin_prices.check(max_queries, " in bins");
     in_range("the number of short_tokens", int64_t(short_tokens.size()), max_queries + 1, max_queries + 1);
     for (int queries = 1; queries <= max_queries; ++queries) in_range("short_tokens", short_tokens[queries], 0, INT32_MAX);
-    in_range("the tokens of slices", slices_tokens, -1, INT32_MAX);
-    in_range("warp_tokens", warp_tokens, 1, kMaxWarpTokens);
-    in_range("few_queries", few_queries, 1, max_queries);
-    in_range("queries with tails", tails_queries, 1, max_queries);
     if (piece % grain != 0) throw std::invalid_argument("a piece must be a multiple of the positions between cuts");
     in_range("the number of query tiles", int64_t(query_tiles.size()), 1, kMaxTile);
     for (const int tile : query_tiles) in_range("a tile", tile, 1, kMaxTile);
@@ -149,15 +128,7 @@ struct Config {
 
   // Plans batches within the limits with `config`, which is of the same device and model. Throws std::invalid_argument where it cannot be.
   void plan_wide(const WideLimits& limits, Config config) {
-    limits.check();
-    const auto equal = [](const char* name, int64_t value, int64_t ours) { in_range(name, value, ours, ours); };
-    equal("max_queries of wide tiles only", config.max_queries, max_queries);
-    equal("group of wide tiles only", config.group, group);
-    equal("runs of wide tiles only", config.runs, runs);
-    equal("workers of wide tiles only", config.workers, workers);
-    equal("window of wide tiles only", config.window, window);
-    equal("piece of wide tiles only", config.piece, piece);
-    equal("token_bytes of wide tiles only", config.token_bytes, token_bytes);
+    in_range("max_queries of wide tiles only", config.max_queries, max_queries, max_queries);
     wide_limits = limits, wide_only = std::make_shared<const Config>(std::move(config));
   }
 

@@ -26,11 +26,6 @@ namespace pat {
 
 class Scheduler {
  public:
-  // Delays, in microseconds, that tests put between the planning thread's steps.
-  struct Delays {
-    int64_t before_copy = 0, before_publish = 0;
-  };
-
   struct Taken {
     int buffer;
     bool ahead;  // made by the planning thread
@@ -283,18 +278,19 @@ class Scheduler {
     return maker_.inspect(config_);
   }
 
-  void set_delays(Delays delays) {
+  // For tests: microseconds that the planning thread waits before it reads the batch, and before it publishes the plan.
+  void set_delays(int64_t before_copy, int64_t before_publish) {
     std::lock_guard<std::mutex> lock(mutex_);
-    delays_ = delays;
+    delay_before_copy_ = before_copy, delay_before_publish_ = before_publish;
   }
   // For tests: waits until the planning thread has made what was asked for.
   void settle() {
     std::unique_lock<std::mutex> lock(mutex_);
     idle_.wait(lock, [this] { return !planning_ && !wanted_; });
   }
-  int64_t version() const { return expected_.version(); }
-  size_t active_nodes() const { return mirror_.active_nodes(); }
-  size_t active_requests() const { return mirror_.active_requests(); }
+  int64_t version() { return expected_.version(); }
+  size_t active_nodes() { return mirror_.active_nodes(); }
+  size_t active_requests() { return mirror_.active_requests(); }
   const std::vector<int64_t>& batch() const { return expected_.keys(); }
 
   size_t bytes() {
@@ -349,7 +345,7 @@ class Scheduler {
     while (true) {
       wake_.wait(lock, [this] { return stop_ || wanted_; });
       if (stop_) return;
-      pause(lock, delays_.before_copy);
+      pause(lock, delay_before_copy_);
       if (!wanted_) continue;  // taken meanwhile
       wanted_ = false;
       if (expected_.size() == 0) {
@@ -358,7 +354,7 @@ class Scheduler {
       }
       planning_ = true;
       ready_ = false;
-      const int64_t version = expected_.version(), delay = delays_.before_publish;
+      const int64_t version = expected_.version(), delay = delay_before_publish_;
       const int next = back();
       bool made = false;
       try {
@@ -402,7 +398,7 @@ class Scheduler {
   PlanMaker maker_;  // used under the mutex, or by the planning thread while `planning_`
   bool wanted_ = false, planning_ = false, ready_ = false, stop_ = false;
   int64_t ready_version_ = 0, tokens_ahead_ = 0, spread_ = 0, delta_ = 0;
-  Delays delays_;
+  int64_t delay_before_copy_ = 0, delay_before_publish_ = 0;
 
   std::vector<Statistics> plans_;  // of each buffer, written with it
   int front_ = 0;

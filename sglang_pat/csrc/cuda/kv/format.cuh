@@ -25,7 +25,7 @@ struct KvFormat8 {
 
   // Bytes 0 1 2 3 as the pairs (0, 1) and (2, 3).
   static __device__ __forceinline__ void adjacent(uint32_t bytes, uint32_t& low, uint32_t& high) {
-    if constexpr (kName == kE4m3) {
+    if constexpr (kName == kFloat8_e4m3fn) {
       e4m3_pairs(bytes, low, high);
     } else {
       low = __byte_perm(bytes, 0, 0x1404), high = __byte_perm(bytes, 0, 0x3424);
@@ -33,7 +33,7 @@ struct KvFormat8 {
   }
   // Bytes 0 1 2 3 as the pairs (0, 2) and (1, 3).
   static __device__ __forceinline__ void interleaved(uint32_t bytes, uint32_t& even, uint32_t& odd) {
-    if constexpr (kName == kE4m3) {
+    if constexpr (kName == kFloat8_e4m3fn) {
       adjacent(__byte_perm(bytes, 0, 0x3120), even, odd);
     } else {
       even = __byte_perm(bytes, 0, 0x2404), odd = __byte_perm(bytes, 0, 0x3414);
@@ -41,9 +41,9 @@ struct KvFormat8 {
   }
 };
 template <typename T>
-struct KvFormat<T, kE4m3> : KvFormat8<kE4m3> {};
+struct KvFormat<T, kFloat8_e4m3fn> : KvFormat8<kFloat8_e4m3fn> {};
 template <typename T>
-struct KvFormat<T, kE5m2> : KvFormat8<kE5m2> {};
+struct KvFormat<T, kFloat8_e5m2> : KvFormat8<kFloat8_e5m2> {};
 
 // Full pages of 4 or 2 bits (page_record.cuh); tokens behind the last full page are of type T.
 template <int kFew>

@@ -1,4 +1,4 @@
-"""Writes the headers of csrc with the names and constants that both languages share: `python -m sglang_pat.kernels.headers`. A test checks that they are
+"""Writes the headers of csrc with the names and constants that both languages share: `python tests/headers.py`. A test checks that they are
 up to date."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from sglang_pat.jit import CSRC
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import OPEN, POLICIES, constants, layout, spec
 
-NOTICE = "// Written by `python -m sglang_pat.kernels.headers`: change it there.\n#pragma once\n\n#include <cstdint>\n\nnamespace pat {\n\n"
+NOTICE = "// Written by `python tests/headers.py`: change it there.\n#pragma once\n\n#include <cstdint>\n\nnamespace pat {\n\n"
 
 
 LINE = 124

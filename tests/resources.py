@@ -1,15 +1,20 @@
-"""Registers, spills and shared memory of a forward kernel, read from the compiler's output; needs no GPU."""
+"""Registers, spills and shared memory of a forward kernel, read from the compiler's output; needs no GPU.
+
+`python tests/resources.py` takes the flags of `python -m sglang_pat.build`, and prints them.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from sglang_pat import jit
+from sglang_pat.cli import build
 from sglang_pat.kernels.cuda import Variant
 
 
@@ -82,3 +87,12 @@ def measure(variant: Variant, folder: Path | None = None) -> Resources:
         int(shared[1]),
         any(word in said for word in ("serialized", "setmaxnreg")),
     )
+
+
+if __name__ == "__main__":
+    found = build.asked(None, "python tests/resources.py")
+    with ThreadPoolExecutor() as pool:
+        for variant, used in zip(found, pool.map(measure, found), strict=True):
+            print(
+                f"{variant.name}: {used.registers} registers, {used.spill_bytes} bytes of spills, {used.shared_bytes} bytes of shared memory"
+            )
