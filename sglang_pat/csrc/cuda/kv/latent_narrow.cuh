@@ -59,7 +59,11 @@ class LatentNarrowRows {
 #pragma unroll
       for (int warp = 0; warp < kWarpgroupWarps; ++warp) x = fmaxf(x, memory_.maxima[warpgroup_][warp][row(i)]);
       x = lazy_row_max(row_max_[i / 2][i % 2], x, p_);
-      follow(i, x, correction_);
+    }
+    follow(higher, correction_);
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      const float x = row_max_[i / 2][i % 2];
       // A row that has seen nothing yet keeps weights of zero.
       const float base = x == -INFINITY ? 0 : x * p_.scale_log2;
 #pragma unroll
@@ -88,10 +92,10 @@ class LatentNarrowRows {
 
   // Takes what the other warpgroup has left.
   __device__ __forceinline__ void receive(const LatentStages&) {
-    float correction[kBlocks][2];
+    float higher[kBlocks][2], correction[kBlocks][2];
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocks; ++i) follow(i, memory_.row_max[1 - warpgroup_][row(i)], correction);
-    rescale_output(correction);
+    for (int i = 0; i < 2 * kBlocks; ++i) higher[i / 2][i % 2] = memory_.row_max[1 - warpgroup_][row(i)];
+    if (follow(higher, correction)) rescale_output(correction);
   }
 
   __device__ __forceinline__ void start_others_values(const LatentStages& stages) { start_values(stages); }
@@ -198,12 +202,26 @@ class LatentNarrowRows {
     }
   }
 
-  // Makes a row's sums relative to a new maximum; O follows with the `correction`.
-  __device__ __forceinline__ void follow(int i, float higher, float (&correction)[kBlocks][2]) {
-    float& row_max = row_max_[i / 2][i % 2];
-    correction[i / 2][i % 2] = row_max == higher ? 1 : weight(row_max, higher, p_);
-    row_max = higher;
-    sum_[i / 2][i % 2] *= correction[i / 2][i % 2];
+  // Makes sums relative to new maxima, where O follows with the `correction`; returns whether there are any. A single branch:
+  // with one for each row both warpgroups waited for it in turn.
+  __device__ __forceinline__ bool follow(const float (&higher)[kBlocks][2], float (&correction)[kBlocks][2]) {
+    bool changes = false;
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      correction[i / 2][i % 2] = 1;
+      changes |= row_max_[i / 2][i % 2] != higher[i / 2][i % 2];
+    }
+    if (!__any_sync(~0u, changes)) return false;
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      float& row_max = row_max_[i / 2][i % 2];
+      // Of what nothing was seen yet it is NaN.
+      const float factor = exp2_fast((row_max - higher[i / 2][i % 2]) * p_.scale_log2);
+      if (row_max != higher[i / 2][i % 2]) correction[i / 2][i % 2] = factor;
+      row_max = higher[i / 2][i % 2];
+      sum_[i / 2][i % 2] *= correction[i / 2][i % 2];
+    }
+    return true;
   }
 
   __device__ __forceinline__ void rescale_output(const float (&correction)[kBlocks][2]) {
