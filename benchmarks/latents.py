@@ -243,11 +243,13 @@ class Record(msgspec.Struct):
     missing: dict[str, str]
 
 
-def measure(tree: str, problem: Problem, pat: Pat, form: str) -> Record:
+def measure(tree: str, problem: Problem, pat: Pat, form: str, names: list[str]) -> Record:
     us = kernels.median_us(pat.run, cold=True)
     times, errors, missing = {}, {}, {}
     for rival in RIVALS:
         name = rival.name  # type: ignore[attr-defined]
+        if name not in names:
+            continue
         try:
             other = rival(problem)
             times[name] = round(kernels.median_us(other.run, cold=True), 2)
@@ -274,6 +276,8 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8_e4m3"], default="auto")
     parser.add_argument("--tiles", type=Path, help="a table of prices to plan with, in place of the GPU's own")
     parser.add_argument("--splits", type=int, default=0, help="sets of a query's heads; 0: as few as there can be")
+    names = [rival.name for rival in RIVALS]  # type: ignore[attr-defined]
+    parser.add_argument("--rivals", nargs="*", choices=names, default=names)
     parser.add_argument("--append", action="store_true", help="keep the cases that the output has")
     parser.add_argument("--output", type=Path, help="where the JSON goes; default: results/mla-<gpu>.json")
     arguments = parser.parse_args()
@@ -290,7 +294,8 @@ def main() -> None:
         problem = Problem(trees.LATENTS.get(tree, tree), heads, capabilities.LATENT_DIMS[0], form, page_size, tokens)
         tiles = capabilities.tile_table_of(problem.spec, cuda.arch_of(device), torch.cuda.get_device_name(), table)
         pat = Pat(problem, cuda.Decoder(problem.spec, tiles, device, problem.q.dtype), tiles, arguments.splits)
-        found = measure(tree, problem, pat, arguments.kv_cache_dtype if form != "bfloat16" else form)
+        form_name = arguments.kv_cache_dtype if form != "bfloat16" else form
+        found = measure(tree, problem, pat, form_name, arguments.rivals)
         best = min(found.rivals, key=found.rivals.__getitem__, default="")
         print(
             f"{tree:6} {heads:4} heads x {tokens}, pages of {page_size}: {found.pat_us:7.1f} us, {found.pat_us / found.floor_us:5.2f} of the floor, "

@@ -119,7 +119,7 @@ def _capacity(pack_config: PackConfig, runner: ModelRunner) -> int:
     return layout.capacity(pack_config, runner.req_to_token_pool.size, runner.req_to_token_pool.req_to_token.shape[1])
 
 
-LEAST_PIECE = 1024
+LEAST_PIECE = 256
 """Tokens of a piece, at least (`PackConfig.piece`). Each has a part; what is read at once shall take longer than that."""
 
 PIECES_BYTES = 512 << 20
