@@ -108,7 +108,15 @@ CHANGES: dict[str, emulated.Change] = {
     "unequal, ring: V is copied as if it were as wide as K": (
         "kv/plain_copy.cuh", "column < kRowCopies", "column < kDim * int(sizeof(T)) / kCopyBytes",
     ),
-    "unequal, 8 bits: V is copied as if it were as wide as K": ("kv/plain_convert.cuh", "(is_v ? kVDim : kDim)", "kDim"),
+    "unequal, 8 bits: V is loaded as if it were as wide as K": ("kv/plain_direct.cuh", "kVChunks == kChunks || panel < kVChunks || !is_v_", "true"),
+    "unequal 8 bits by mma: V is copied as if it were as wide as K": ("kv/plain_convert.cuh", "(is_v ? kVDim : kDim)", "kDim"),
+    "direct: a stage is filled while it is in use": ("kv/plain_direct.cuh", "ring_.wait_empty();", ""),
+    "direct: what is behind the end is not made zero": ("kv/plain_direct.cuh", "if (left < kTokens) clear_rows(left);", ""),
+    "direct: in each item a set begins with the same tile": ("kv/plain_direct.cuh", "tile -= tiles;", "tile = set() / 2;"),
+    "direct: Q does not wait for an empty buffer": ("ring.cuh", "queries_.wait_all_empty(item.m);", ""),
+    "direct: Q is converted before it is there": ("ring.cuh", "wait_copies<0>();", ""),
+    "direct: sources are read before all are there": ("ring.cuh", "sync_threads(kProducerBarrier, kThreads);", ""),
+    "direct: narrow items do not wait for wide ones": ("forward.cuh", "__syncthreads();", ""),
     "latents: the other group's weights are not waited for": ("kv/latent.cuh", "wait_published();\n      rows.receive(before);", "\n      rows.receive(before);"),
     "latents: the last tile's weights are not waited for": ("kv/latent.cuh", "wait_published();\n    rows.receive(last);", "\n    rows.receive(last);"),
     "latents: scores are not waited for": ("kv/latent.cuh", "wgmma_wait<0>();\n    rows.weigh(left, item);", "rows.weigh(left, item);"),
@@ -303,6 +311,20 @@ def fault_of_own_queries(change: emulated.Change | None) -> str:
     return ""
 
 
+def fault_of_direct(change: emulated.Change | None) -> str:
+    """The same of KV of 8 bits and 256 dimensions, by one worker: items of 64 rows, of one to five tiles, and both kinds of items."""
+    tiles = TileTable(capabilities.query_tiles(ARCH, 256, 8, 8))
+    both = Batch([340 + i % 7 for i in range(40)], [Node(0, 300, list(range(40)))])
+    for batch, chosen in ((in_turns(90), TileTable((64,))), (in_turns(300), TileTable((64,))), (both, tiles)):
+        case = Case(batch, 8, 1, 256, 256, torch.float8_e4m3fn)
+        run = Run(case, decoder_with(change, case.spec, tiles, torch.bfloat16), tiles)
+        run.plan = case.plan(chosen, workers=1)
+        run.make_workspace(int(run.plan[2]))
+        if found := fault_of_run(run, seeds=3):
+            return found
+    return ""
+
+
 def fault_of_latents(change: emulated.Change | None, dtype: torch.dtype = torch.bfloat16, arch: str = ARCH) -> str:
     """The same of latents, by one worker: wide and narrow items of several tiles, in some of which scores grow, and more items than it looks up."""
     torch.manual_seed(0)
@@ -326,18 +348,6 @@ def fault_of_latents(change: emulated.Change | None, dtype: torch.dtype = torch.
     return ""
 
 
-KINDS: dict[str, Callable[[emulated.Change | None], str]] = {
-    "pages": fault_of_pages,
-    "tails": fault_of_tails,
-    "tails of 8 bits": partial(fault_of_tails, dtype=torch.float8_e4m3fn),
-    "narrow first": fault_of_narrow_first,
-    "own queries": fault_of_own_queries,
-    "latents": fault_of_latents,
-    "latents of 8 bits": partial(fault_of_latents, dtype=torch.float8_e4m3fn),
-    "latents by mma": partial(fault_of_latents, arch="8.0"),
-}
-
-
 def several_look_ups(dtype: torch.dtype, dims: tuple[int, int]) -> list[Case]:
     """More wide items than a worker looks up at a time: slow (test_a_worker_with_more_items_than_threads is about them too)."""
     return [Case(Batch([3] * emulated.WORKERS * 600, []), 20, 1, *dims, dtype)]
@@ -349,17 +359,32 @@ def fault(
     dims: tuple[int, int],
     cases: Callable[[torch.dtype, tuple[int, int]], list[Case]] = cases,
     first: tuple[int, str] = (0, "optimal"),
+    arch: str = ARCH,
 ) -> str:
     """The first one that is found, if any; by the `first` case and policy, or else by the others in order."""
     # Without prices, by which short packs would avoid wide tiles.
-    tiles = TileTable(capabilities.query_tiles(ARCH, dims[0], 8 * dtype.itemsize))
-    decoder = decoder_with(change, spec_of(dtype, *dims), tiles)
+    tiles = TileTable(capabilities.query_tiles(arch, dims[0], 8 * dtype.itemsize))
+    decoder = decoder_with(change, spec_of(dtype, *dims), tiles, arch=arch)
     made = cases(dtype, dims)
     runs = [(number, policy) for number in range(len(made)) for policy in ("optimal", "naive")]
     for number, policy in sorted(runs, key=lambda one: one != first):
         if found := fault_of_run(Run(made[number], decoder, tiles, policy), seeds=3):
             return f"case {number}, {policy}: {found}"
     return ""
+
+
+KINDS: dict[str, Callable[[emulated.Change | None], str]] = {
+    "pages": fault_of_pages,
+    "tails": fault_of_tails,
+    "tails of 8 bits": partial(fault_of_tails, dtype=torch.float8_e4m3fn),
+    "narrow first": fault_of_narrow_first,
+    "own queries": fault_of_own_queries,
+    "direct": fault_of_direct,
+    "latents": fault_of_latents,
+    "latents of 8 bits": partial(fault_of_latents, dtype=torch.float8_e4m3fn),
+    "latents by mma": partial(fault_of_latents, arch="8.0"),
+    "unequal 8 bits by mma": partial(fault, dtype=torch.float8_e4m3fn, dims=UNEQUAL, arch="8.0"),
+}
 
 
 SOUND = [*KINDS, "16 bits", "8 bits", "unequal, 16 bits", "unequal, 8 bits"]

@@ -41,8 +41,13 @@ def _shipped() -> list[cuda.Variant]:
     variants += [cuda.Variant.of(spec_of(bf16, *capabilities.UNEQUAL_HEAD_DIMS[0]), "9.0a")]
     variants += [cuda.Variant.of(msgspec.structs.replace(unequal, sinks=True), "9.0a")]
     variants += [
-        cuda.Variant.of(msgspec.structs.replace(spec_of(bf16, *dims), heads=8), "9.0a")
-        for dims in ((256, 256), (192, 128))
+        cuda.Variant.of(msgspec.structs.replace(spec_of(dtype, *dims), heads=8, query_tokens=tokens), "9.0a")
+        for dtype, dims, tokens in (
+            (bf16, (256, 256), 1),
+            (bf16, (192, 128), 1),
+            (fp8, (256, 256), 1),
+            (fp8, (256, 256), 4),
+        )
     ]
     changes: list[tuple[torch.dtype, dict[str, int | bool], bool]] = [
         (bf16, {"sinks": True}, False), (bf16, {"heads": 4, "query_tokens": 4}, False), (bf16, {"heads": 4, "query_tokens": 8}, False),

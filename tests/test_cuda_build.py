@@ -109,6 +109,32 @@ def test_two_warpgroups_of_larger_dimensions_compile_without_spills(
     assert found.registers == 168
 
 
+@compiles
+@pytest.mark.parametrize(
+    ("heads", "tokens", "dims", "limits"),
+    [
+        *((heads, tokens, dims, False) for heads, tokens in ((8, 1), (4, 4), (8, 4)) for dims in ((256, 256), (192, 192), (192, 128))),
+        *((heads, tokens, (256, 256), limits) for heads, tokens, limits in ((4, 1, False), (2, 2, False), (4, 1, True), (8, 1, True), (8, 4, True))),
+    ],
+)  # fmt: skip
+def test_kv_of_8_bits_and_larger_dimensions_compiles_without_spills(
+    heads: int, tokens: int, dims: tuple[int, int], limits: bool
+) -> None:
+    """Two warpgroups convert beside one that computes; with tiles of 16 rows of 256 columns one, which have registers for all."""
+    spec = msgspec.structs.replace(spec_of(torch.float8_e4m3fn, *dims), heads=heads, query_tokens=tokens)
+    variant = cuda.Variant.of(spec, "9.0a", limits=limits)
+    found = used(variant)
+    print(variant.name, found)
+    assert variant.query_tiles[-1] == 64 and found.spill_bytes == 0 and not found.serialized
+    assert found.shared_bytes <= SHARED_LIMIT["9.0a"]
+    # Of 384 threads that trade, as above.
+    assert (
+        found.registers <= 255
+        if dims[0] > 192 and capabilities.NARROW_M in variant.query_tiles
+        else found.registers == 168
+    )
+
+
 def test_few_rows_of_larger_dimensions_have_one_warpgroup() -> None:
     def tiles(heads: int, tokens: int, dim: int, dtype: torch.dtype = torch.bfloat16, arch: str = "9.0a") -> Any:
         spec = msgspec.structs.replace(spec_of(dtype, dim, dim), heads=2 * heads, kv_heads=2, query_tokens=tokens)
@@ -117,7 +143,9 @@ def test_few_rows_of_larger_dimensions_have_one_warpgroup() -> None:
     assert tiles(7, 1, 256) == tiles(2, 3, 192) == (8, 16, 64)
     assert tiles(8, 1, 256) == tiles(2, 4, 256) == tiles(6, 4, 256) == (8, 64, 128)
     assert tiles(8, 1, 192) == (8, 16, 64, 128)
-    assert tiles(16, 1, 256, torch.float8_e4m3fn) == tiles(16, 1, 256, arch="8.0") == (8, 16, 64)
+    assert tiles(7, 1, 256, torch.float8_e4m3fn) == tiles(16, 1, 192, torch.float8_e4m3fn) == (8, 16, 64)
+    assert tiles(8, 1, 256, torch.float8_e4m3fn) == tiles(8, 4, 256, torch.float8_e4m3fn) == (8, 64)
+    assert tiles(16, 1, 256, arch="8.0") == tiles(16, 1, 256, torch.float8_e4m3fn, arch="8.0") == (8, 16, 64)
 
 
 @compiles

@@ -32,7 +32,10 @@ KINDS = [
     (dtype, *dims)
     for dtype in FORMATS
     for dims in DIMS
-    if ON_GPU or dtype == torch.bfloat16 or dims == (128, 128) or (dims[0] != dims[1] and dtype == torch.float8_e4m3fn)
+    if ON_GPU
+    or dtype == torch.bfloat16
+    or dims == (128, 128)
+    or (dtype == torch.float8_e4m3fn and (dims[0] != dims[1] or dims == (256, 256)))
 ]
 FOUR_HEADS = (8, 2) if ON_GPU else (4, 1)
 """Query heads, four for each KV head."""
@@ -52,7 +55,13 @@ def in_dimension(dim: int, *values: Any) -> Any:
 
 KIND_PARAMETERS = [in_dimension(dim, dtype, dim, v_dim) for dtype, dim, v_dim in KINDS]
 DRAFT_KINDS = (
-    KIND_PARAMETERS if ON_GPU else [(torch.bfloat16, 128, 128), emulated_slowly(torch.float8_e4m3fn, 128, 128)]
+    KIND_PARAMETERS
+    if ON_GPU
+    else [
+        (torch.bfloat16, 128, 128),
+        emulated_slowly(torch.float8_e4m3fn, 128, 128),
+        emulated_slowly(torch.float8_e4m3fn, 256, 256),
+    ]
 )
 """With drafts likewise."""
 SINK_KINDS = (
@@ -62,6 +71,7 @@ SINK_KINDS = (
         (torch.bfloat16, 64, 64),
         emulated_slowly(torch.float8_e4m3fn, 128, 128),
         emulated_slowly(torch.float8_e4m3fn, 192, 128),
+        emulated_slowly(torch.float8_e4m3fn, 256, 256),
     ]
 )
 """With sinks, modules are others."""
@@ -279,6 +289,8 @@ def test_rows_of_a_query_in_slices(tokens: int, heads: int, dtype: torch.dtype) 
         emulated_slowly(torch.float8_e4m3fn, 128, 1),
         emulated_slowly(torch.float16, 64, 1),
         emulated_slowly(torch.bfloat16, 256, 1),
+        emulated_slowly(torch.float8_e4m3fn, 256, 1),
+        emulated_slowly(torch.float8_e5m2, 192, 1),
     ],
 )
 @pytest.mark.parametrize("narrow_first", [True, False])
@@ -448,12 +460,19 @@ def test_every_number_of_warps_for_an_item(count: int, dim: int, v_dim: int, dty
 
 
 @each_arch
-@each_format
-def test_a_worker_with_more_items_than_threads(dtype: torch.dtype, arch: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "dim", "heads"),
+    [
+        (torch.bfloat16, 128, 6),
+        emulated_slowly(torch.float8_e4m3fn, 128, 6),
+        emulated_slowly(torch.float8_e4m3fn, 256, 8),
+    ],
+)
+def test_a_worker_with_more_items_than_threads(dtype: torch.dtype, dim: int, heads: int, arch: str) -> None:
     """They are looked up in turns, wide ones too, whose barriers begin anew."""
     batch = Batch([70] * 520, [Node(0, 60, list(range(first, first + 4))) for first in range(0, 520, 4)])
-    case = make_case(batch, 6, 1, 128, dtype)
-    tiles = TileTable(capabilities.query_tiles(arch, 128)[:3])
+    case = make_case(batch, heads, 1, dim, dtype)
+    tiles = TileTable(capabilities.query_tiles(arch, dim, 8 * dtype.itemsize, heads)[:3])
     for chosen in (tiles, TileTable(tiles.query_tiles[-1:])):
         turns = run(case, arch, chosen, policy="naive")
         turns.plan = case.plan(chosen, workers=1, policy="naive")
@@ -472,6 +491,31 @@ def test_warpgroups_with_queries_of_their_own(tokens: int, dim: int, v_dim: int)
     turns.plan = case.plan(tiles, workers=1, policy="naive")
     assert {item.m for item in layout.work_items(turns.plan.cpu().numpy())} == {64, 128}
     turns.check_in_any_order(TOLERANCE[case.q.dtype], seeds=3)
+
+
+@hopper
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "heads"),
+    [(256, 256, 8), *(emulated_slowly(*dims) for dims in ((256, 256, 7), (192, 192, 8), (192, 128, 8)))],
+)
+@pytest.mark.parametrize(("tokens", "draft"), [(90, 1), (400, 1), (150, 4)])
+def test_kv_of_8_bits_converted_directly(tokens: int, draft: int, dim: int, v_dim: int, heads: int) -> None:
+    """Four sets of threads fill stages in turn, whatever the number of tiles of an item; some items have none at all."""
+    prefixes = in_turns(tokens)
+    batch = Batch([length + 1 for length in prefixes.seq_lens], prefixes.roots)
+    if draft == 1:
+        case = make_case(batch, heads, 1, dim, torch.float8_e4m3fn, v_dim)
+    else:
+        trees = random_trees(random.Random(tokens), batch, draft)
+        case = Drafts(batch, trees, heads, 1, dim, v_dim, torch.float8_e4m3fn, device=DEVICE)
+    tiles = TileTable((64,))
+    turns = run(case, "9.0a", tiles)
+    turns.plan = case.plan(tiles, workers=1)
+    turns.check_in_any_order(TOLERANCE[case.q.dtype], seeds=3)
+    if draft == 1:
+        # Tails of one token then have none.
+        case.seq_lens -= 1
+        turns.check_in_any_order(TOLERANCE[case.q.dtype], seeds=2)
 
 
 @each_arch

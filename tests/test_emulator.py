@@ -20,7 +20,7 @@ from sglang_pat import jit
 
 pytestmark = pytest.mark.once
 
-SLOW = ("8 bits", "unequal, 8 bits", "latents of 8 bits")
+SLOW = ("8 bits", "unequal, 8 bits", "unequal 8 bits by mma", "latents of 8 bits", "direct")
 
 TEXT = r"\n((?:(?!emulator::planted).)*?)\n"
 SWITCH = re.compile(

@@ -250,6 +250,13 @@ def test_a_table_that_cannot_be_written_is_printed(
     assert capsys.readouterr().out == tune.written(H200) + "\n"
 
 
+def test_above_128_dimensions_the_rows_of_a_query_decide_which_tiles_are_measured() -> None:
+    fp8 = capabilities.FP8["fp8_e4m3"]
+    tiles = [capabilities.tiles_of(tile_prices.spec_of(256, fp8, group), "9.0a") for group in (4, 8)]
+    assert tiles == [(8, 16, 64), (8, 64)]
+    assert {len(item.queries) for item in tile_prices.synthetic(64, 2, tokens=64, workers=6, group=8).items} == {8}
+
+
 @pytest.mark.gpu
 def test_a_table_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_prices, "TOKENS", (64, 256))

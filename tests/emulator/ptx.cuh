@@ -118,6 +118,7 @@ inline void copy4_or_zero(uint32_t to, const void* from, bool valid) { machine->
 inline void copy8(uint32_t to, const void* from) { machine->copy(to, from, 8); }
 inline uint64_t leaves_first() { return 0; }
 inline void copy16(uint32_t to, const void* from, uint64_t) { machine->copy(to, from); }
+inline uint4 load_once(const void* from) { return *static_cast<const uint4*>(from); }
 inline void prefetch(const void*) {}
 inline void commit_copies() { machine->commit_copies(); }
 template <int kPending>

@@ -101,7 +101,7 @@ class RingCursor {
 // tile of the round before, the wait would return too early. That cannot happen. A warpgroup waits for a tile only after it
 // saw an older tile of its own, or Q, full. The same threads issued those copies after the stage's tile of the round
 // before, and their copies arrive in order. Where other threads load K (`two_convert`), Q has one buffer, so all K before
-// it was read.
+// it was read; where each stage has its own (`converts_directly`), one warpgroup waits for all tiles.
 template <int kStages>
 class TileStages {
   static_assert(kStages % 2 == 0);
@@ -217,7 +217,7 @@ struct WideBarriers {
       init_barrier(shared_address(&barrier), arrivals);
     };
     if (i < kStages) {
-      init_one(ring.full[i], producer_threads(kDim));
+      init_one(ring.full[i], stage_threads(kDim));
       init_one(ring.empty[i], kArrivals * kWarpgroupWarps);
     }
     if (i < kBuffers) {
@@ -258,7 +258,13 @@ class QueryProducer {
   // Copies Q of the next item, whose queries `read` has loaded.
   __device__ void copy() {
     const Item& item = items_.get(kWide, queries_.item());
-    const unsigned column = thread() % kRowThreads;
+    const unsigned column = own_column();
+    start(item, column);
+    finish(item, column);
+  }
+
+  // The same in two steps, between which Q comes.
+  __device__ void start(const Item& item, unsigned column = own_column()) {
     queries_.wait_all_empty(item.m);
     // One row a thread: with 64 rows to a draft, one thread for all rows of a query took 8 us an item.
 #pragma unroll
@@ -307,6 +313,8 @@ class QueryProducer {
         }
       }
     }
+  }
+  __device__ void finish(const Item& item, unsigned column = own_column()) {
     if constexpr (std::is_same_v<T, Product>) {
       queries_.fill(item.m, [](uint32_t full_barrier) { arrive_after_copies(full_barrier); });
     } else {
@@ -322,6 +330,7 @@ class QueryProducer {
 
  private:
   __device__ static unsigned thread() { return thread_of<kThreads>(); }
+  __device__ static unsigned own_column() { return thread() % kRowThreads; }
 
   // Converts in place what this thread has copied.
   __device__ static void convert(WideQueries<kDim>& to, int rows, unsigned column) {

@@ -24,7 +24,25 @@ constexpr int warpgroups(int dim) {
   if (Variant::kArch != 900) return 1;
   return dim <= 128 ? 3 : Variant::kQueryTiles & tile_bit(2 * kWarpgroupRows) ? 2 : 1;
 }
-constexpr int producer_threads(int dim) { return (warpgroups(dim) > 1 ? 4 : 2) * kWarpSize; }
+
+// 8-bit KV of more than 128 columns, on Hopper: beside one consumer warpgroup two are producers that convert what they load
+// (kv/plain_direct.cuh). With narrow items the first of them computes too. Where tiles of 16 rows take all registers that a
+// thread can have, there are fewer threads and nobody gives any away.
+constexpr bool kHas8BitKv = Variant::kKv == kFloat8_e4m3fn || Variant::kKv == kFloat8_e5m2;
+constexpr bool converts_directly(int dim) { return kHas8BitKv && !Variant::kLatent && Variant::kArch == 900 && dim > 128; }
+constexpr bool trades_registers(int dim) {
+  const bool takes_all = dim > 192 && (Variant::kQueryTiles & tile_bit(kNarrowM)) != 0;
+  return converts_directly(dim) ? !takes_all : warpgroups(dim) > 1;
+}
+constexpr int narrow_warpgroups(int dim) { return converts_directly(dim) && trades_registers(dim) ? 2 : warpgroups(dim); }
+
+// Producers, and those of them that fill a stage of the ring: where they convert directly, one of four sets.
+constexpr int producer_threads(int dim) {
+  if (converts_directly(dim)) return (trades_registers(dim) ? 2 : 1) * kWarpgroupThreads;
+  return (warpgroups(dim) > 1 ? 4 : 2) * kWarpSize;
+}
+constexpr int kDirectSets = 4;
+constexpr int stage_threads(int dim) { return producer_threads(dim) / (converts_directly(dim) ? kDirectSets : 1); }
 constexpr int threads(int dim) { return warpgroups(dim) * kWarpgroupThreads + producer_threads(dim); }
 
 // Registers of one of so many threads when the kernel starts, where they are traded: a multiple of eight (PTX ISA,
@@ -33,7 +51,6 @@ constexpr int first_registers(int threads) { return 65536 / threads / 8 * 8; }
 
 // Of these, the ones that compute wide items. With 8-bit KV the last of three converts V and the producer converts K: a
 // single converting warpgroup took 16.7 ns a token (benchmarks/notes/fp8-kv.md, "Drafts over FP8 with one such group").
-constexpr bool kHas8BitKv = Variant::kKv == kFloat8_e4m3fn || Variant::kKv == kFloat8_e5m2;
 constexpr bool two_convert(int dim) { return kHas8BitKv && warpgroups(dim) == 3; }
 constexpr int wide_warpgroups(int dim) { return two_convert(dim) ? 2 : warpgroups(dim); }
 

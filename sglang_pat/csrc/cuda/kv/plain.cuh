@@ -1,10 +1,11 @@
 // KV of 16 or 8 bits, as in SGLang's own pools: narrow items by single warps (plain_narrow.cuh), wide items by warpgroups
-// with a producer (wide.cuh; plain_copy.cuh for 16 bits, plain_convert.cuh for 8).
+// with a producer (wide.cuh; plain_copy.cuh for 16 bits, plain_convert.cuh or plain_direct.cuh for 8).
 #pragma once
 
 #include "../forward.cuh"
 #include "../wide.cuh"
 #include "plain_convert.cuh"
+#include "plain_direct.cuh"
 #include "plain_narrow.cuh"
 
 namespace pat {
@@ -15,14 +16,21 @@ struct PlainKv {
   static constexpr int kThreads = threads(kDim), kItems = kThreads, kRecordBytes = 0;
   static constexpr int kWideMs = kMs & kWideTiles, kNarrowMs = kMs & ~kWideTiles;
   static constexpr bool kLoads = true;
-  static constexpr int computing(bool) { return warpgroups(kDim) * kWarpgroupThreads; }
+  static constexpr bool kDirect = converts_directly(kDim);
+  static constexpr int computing(bool wide) {
+    return (wide ? warpgroups(kDim) : narrow_warpgroups(kDim)) * kWarpgroupThreads;
+  }
+  // Where two warpgroups convert directly they hold KV beside one that computes, and of two with narrow items the third is
+  // idle: 248 + 2 * 128 and 2 * 240 + 24 are what three have at the start, 168 each.
+  static constexpr PassRegisters kDirectRegisters = {248, 240, 128, 24};
   static constexpr PassRegisters kRegisters =
-      warpgroups(kDim) > 1 ? PassRegisters{kComputeRegisters<kDim>, kComputeRegisters<kDim>, kLoadRegisters, kLoadRegisters}
-                           : PassRegisters{};
+      !trades_registers(kDim) ? PassRegisters{}
+      : kDirect               ? kDirectRegisters
+                : PassRegisters{kComputeRegisters<kDim>, kComputeRegisters<kDim>, kLoadRegisters, kLoadRegisters};
 
   // Bytes for items, statistics, barriers and alignment.
   static constexpr int kRest = int(sizeof(AssignedItems<kItems>)) + (4 << 10);
-  static constexpr bool kConverts = Kv::kBytes == 1;
+  static constexpr bool kConverts = Kv::kBytes == 1 && !kDirect;  // by bytes that wait in shared memory
   static constexpr int kBuffers = query_buffers(kConverts);
   static constexpr int kQueries = kBuffers * int(sizeof(WideQueries<kDim>));
   static constexpr int kFree = kSharedLimit - kRest - kQueries;
@@ -32,9 +40,9 @@ struct PlainKv {
       kConverts ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim> / converting_warpgroups(kDim)) : 0;
   // Whole warpgroups of them. Of two groups, of the second one also some: more KV is in flight then. An even number, which
   // teams can divide.
-  static constexpr int kWarpsAtATime = has_own_queries(kDim) ? 2 : kWarpgroupWarps;
+  static constexpr int kWarpsAtATime = has_own_queries(kDim) || kDirect ? 2 : kWarpgroupWarps;
   static constexpr int kNarrowWarps =
-      std::min(warpgroups(kDim) * kWarpgroupWarps,
+      std::min(narrow_warpgroups(kDim) * kWarpgroupWarps,
                (kSharedLimit - kRest) / NarrowSizes<Kv, kDim, kVDim>::kWarp / kWarpsAtATime * kWarpsAtATime);
   static_assert(kVDim <= kDim && kVDim % 32 == 0);
   static_assert((kMs & ~(2 * tile_bit(wide_warpgroups(kDim) * kWarpgroupRows) - 1)) == 0);
@@ -81,7 +89,8 @@ struct PlainKv {
       ConvertingProducer<T, Kv, kDim, kVDim, kStages, kAhead, kRole>(p, items, memory.wide, memory.barriers).run();
     }
   };
-  using Loader = std::conditional_t<kConverts, Converts, Producer<T, kDim, kVDim, kStages>>;
+  using Loader = std::conditional_t<kDirect, DirectProducer<T, Kv, kDim, kVDim, kStages>,
+                                    std::conditional_t<kConverts, Converts, Producer<T, kDim, kVDim, kStages>>>;
 
   template <int kM>
   static __device__ PAT_PHASE void run_narrow(const Params& p, const WorkItems& items, Memory& memory) {
