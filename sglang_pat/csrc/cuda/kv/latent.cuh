@@ -6,7 +6,6 @@
 #pragma once
 
 #include "../forward.cuh"
-#include "latent_convert.cuh"
 #include "latent_narrow.cuh"
 #include "latent_wide.cuh"
 
@@ -15,10 +14,9 @@ namespace pat {
 constexpr int kLatentNarrowM = 32;  // rows of the largest narrow item
 // Registers of a thread. setmaxnreg takes multiples of eight, and the pool is what the CTA started with.
 constexpr int kLatentFirstRegisters = 65536 / kLatentThreads / 8 * 8;
-constexpr int kLatentLoadRegisters = kLatentGroups > 1 ? 48 : 56;
+constexpr int kLatentLoadRegisters = kHas8BitKv ? 88 : 56;  // what is converted waits in registers
 constexpr int kLatentComputeRegisters =
-    (kLatentFirstRegisters * kLatentThreads - kLatentLoadRegisters * kLatentGroups * kLatentProducers) / kLatentComputing /
-    8 * 8;
+    (kLatentFirstRegisters * kLatentThreads - kLatentLoadRegisters * kLatentProducers) / kLatentComputing / 8 * 8;
 
 // Runs a wide or narrow item, by one of the two warpgroups; so many KV tiles went through the ring before.
 template <typename Rows, typename Memory>
@@ -122,10 +120,8 @@ __global__ void __launch_bounds__(kLatentThreads, 1) forward_latents(const __gri
     }
   } else {
     shrink_registers<kLatentLoadRegisters>();
-    using Producer =
-        std::conditional_t<kLatentGroups == 1, LatentProducer<T, Kv, kDim, kVDim>, LatentConverter<T, Kv, kDim, kVDim>>;
     while (true) {
-      Producer(p, items, memory).run();
+      LatentProducer<T, Kv, kDim, kVDim>(p, items, memory).run();
       if (!items.more()) break;
       __syncthreads();
       items.join_barriers();

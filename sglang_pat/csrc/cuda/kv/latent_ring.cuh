@@ -1,8 +1,7 @@
-// The ring buffer of latents (MLA) in shared memory on Hopper, and what copies latents of 16 bits and Q. V is the first
-// columns of K, so a KV tile [64 tokens, dim] is copied once and multiplied twice. It lies in swizzled panels of 64 columns
-// and has three pieces: the columns of V that the first warpgroup multiplies, those of the second, and the rest of K, its
-// rope. Where the rope was, the tile's weights P are left for the other warpgroup. latent_convert.cuh fills it with latents
-// of 8 bits; latent.cuh runs the producers and the consumers.
+// The ring buffer of latents (MLA) in shared memory on Hopper, and its producers. V is the first columns of K, so a KV tile
+// [64 tokens, dim] is copied once and multiplied twice. It lies in swizzled panels of 64 columns and has three pieces: the
+// columns of V that the first warpgroup multiplies, those of the second, and the rest of K, its rope. Where the rope was,
+// the tile's weights P are left for the other warpgroup. latent.cuh runs the producers and the consumers.
 // Why so: benchmarks/notes/latents.md, "What an item waits for".
 #pragma once
 
@@ -15,12 +14,11 @@
 
 namespace pat {
 
+constexpr int kLatentProducers = 4 * kWarpSize;
+constexpr int kLatentComputing = kLatentWarpgroups * kWarpgroupThreads;
+constexpr int kLatentThreads = kLatentComputing + kLatentProducers;
 constexpr int kLatentItems = 64;  // looked up at a time: memory is scarce
 constexpr int kLatentTiles = 2;   // in the ring
-// Producers of a tile. Those that convert are in two groups, each with a place in the ring (latent_convert.cuh).
-constexpr int kLatentProducers = 4 * kWarpSize, kLatentGroups = kHas8BitKv ? kLatentTiles : 1;
-constexpr int kLatentComputing = kLatentWarpgroups * kWarpgroupThreads;
-constexpr int kLatentThreads = kLatentComputing + kLatentGroups * kLatentProducers;
 constexpr int kPanelBytes = kTokens * kPanelRow;
 
 enum LatentPiece { kFirstHalf, kSecondHalf, kRope, kPieces };
@@ -106,8 +104,8 @@ struct LatentRows {
   int behind[Variant::kLimits ? kWarpgroupRows : 1];
 };
 
-// The stages of a KV tile. As each warpgroup sees every tile full, or hears so from the one that did, a consumer's
-// wait never returns a round too early (`TileStages` in ring.cuh).
+// The stages of a KV tile, for consumers. As each warpgroup sees every tile full, or hears so from the one that did, a wait
+// never returns a round too early (`TileStages` in ring.cuh).
 class LatentStages {
  public:
   // Of tile number `tile`, counted over all that went through the ring.
@@ -118,11 +116,6 @@ class LatentStages {
   __device__ void wait_full(int piece) const {
     wait_barrier(shared_address(&barriers_.full[place_ * kPieces + piece]), phase_);
   }
-  // For producers. Returns at once in the first round: all stages begin empty.
-  __device__ void wait_empty(int piece) const {
-    wait_barrier(shared_address(&barriers_.empty[place_ * kPieces + piece]), phase_ ^ 1);
-  }
-  __device__ uint32_t full_barrier(int piece) const { return shared_address(&barriers_.full[place_ * kPieces + piece]); }
   // This warp is done with a piece.
   __device__ void release(int piece) const {
     if (lane_id() == 0) arrive(shared_address(&barriers_.empty[place_ * kPieces + piece]));
@@ -199,9 +192,6 @@ class LatentQueries {
   __device__ LatentQueries(const Params& p, const Items<kLatentItems>& items, LatentMemory<kDim, kVDim>& memory)
       : p_(p), items_(items), memory_(memory), queries_(memory.barriers.queries) {}
 
-  // The next item.
-  __device__ int item() const { return queries_.item(); }
-
   // Looks up the next item's rows. Returns whether there is room for its Q already, which has to be copied then or later.
   __device__ bool look_up() {
     const Item& item = items_.get(kWide, queries_.item());
@@ -268,75 +258,35 @@ class LatentQueries {
   bool narrow_before_ = true;  // the item before; in front of the first one both slots are empty
 };
 
-// What a producer thread copies of a tile: of some rows a chunk of 16 bytes in every panel.
-template <typename Kv, int kDim, int kVDim>
-class LatentLoader {
+// Fills the ring. Latents of 8 bits become 16 bits in registers on the way, which always hold half a tile.
+template <typename T, typename Kv, int kDim, int kVDim>
+class LatentProducer {
   using Sizes = LatentSizes<kDim, kVDim>;
-
- protected:
-  // Threads of a row of a panel, each with a chunk of it; how far a thread's rows are apart; and how many they are.
+  static constexpr bool kConverts = Kv::kBytes == 1;
+  // Threads of a row of a panel, each with 16 bytes of it; how far a thread's rows are apart; and how many they are.
   static constexpr int kRowThreads = kPanelColumns * Kv::kBytes / kCopyBytes;
   static constexpr int kStride = kLatentProducers / kRowThreads, kRows = kTokens / kStride;
   static constexpr int kWarpRows = kWarpSize / kRowThreads;  // neighbouring rows of a warp
-  static_assert(kStride % 8 == 0);
+  static constexpr int kRowLanes = kWarpSize / (kWarpRows * kRows), kLaneBytes = kDim * Kv::kBytes / kRowLanes;
+  static constexpr int kChunks = kConverts ? Sizes::kPanels * kRows : 2, kAhead = kChunks / 2;  // a thread's, of a tile
+  static_assert(kStride % 8 == 0 && kRowLanes == 2 && kChunks % kAhead == 0);
 
   struct Tile {
     int slot, left;  // of this lane's row; tokens from the tile on, of its item
   };
 
-  __device__ explicit LatentLoader(const Params& p) : p_(p) {}
-
-  __device__ static int thread() { return thread_of<kLatentProducers>(); }
-  __device__ static int column() { return thread() % kRowThreads; }
-  __device__ static int first() { return thread() / kRowThreads; }
-  // The row of a tile whose slot this lane reads.
-  __device__ static int own_row() {
-    const int lane = lane_id();
-    return thread() / kWarpSize * kWarpRows + lane % kWarpRows + lane / kWarpRows % kRows * kStride;
-  }
-
-  // The one KV head of a slot.
-  __device__ const char* latent(uint32_t slot) const { return static_cast<const char*>(p_.k) + uint64_t(slot) * p_.k_slot; }
-  // Where this thread's rows of a tile begin for it.
-  __device__ void find_rows(const Tile& tile, const char* (&rows)[kRows]) const {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      rows[i] = latent(__shfl_sync(~0u, tile.slot, lane_id() / kRowThreads + i * kWarpRows)) + column() * kCopyBytes;
-  }
-  // Whether a panel has this thread's columns.
-  __device__ static bool has(int panel) { return column() < Sizes::columns(panel) * Kv::kBytes / kCopyBytes; }
-
-  // Copies a piece of a tile of which `left` tokens are left. What is behind them becomes zero: weights are zero there, but
-  // memory may hold NaN. `to`: the address of this thread's chunk of the first row and panel.
-  __device__ static void copy(int piece, uint32_t to, const char* const (&rows)[kRows], int left) {
-#pragma unroll
-    for (int panel = Sizes::first_panel(piece); panel < Sizes::end_panel(piece); ++panel) {
-      if (!has(panel)) continue;
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
-        copy16_or_zero(to + panel * kPanelBytes + i * kStride * kPanelRow, rows[i] + panel * kPanelColumns * Kv::kBytes,
-                       i * kStride < left - first());
-    }
-  }
-
-  const Params& p_;
-};
-
-// Fills the ring with latents of 16 bits.
-template <typename T, typename Kv, int kDim, int kVDim>
-class LatentProducer : LatentLoader<Kv, kDim, kVDim> {
-  using Loader = LatentLoader<Kv, kDim, kVDim>;
-  using Loader::p_, Loader::own_row, Loader::kRows;
-  using Tile = typename Loader::Tile;
-
  public:
   __device__ LatentProducer(const Params& p, const Items<kLatentItems>& items, LatentMemory<kDim, kVDim>& memory)
-      : Loader(p), items_(items), memory_(memory), ring_(memory.barriers.ring), queries_(p, items, memory) {}
+      : p_(p), items_(items), memory_(memory), ring_(memory.barriers.ring), queries_(p, items, memory) {}
 
   // All items of one look-up. Where an item's Q has to wait until the item before has ended, its first tiles come before.
   __device__ void run() {
     Tile tile = next_tile(), next = next_tile();
-    Loader::find_rows(tile, rows_);
+    find_rows(tile, rows_);
+    if constexpr (kConverts) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) ahead_[i] = load(rows_, i);
+    }
     const int count = items_.count(kWide);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -345,6 +295,7 @@ class LatentProducer : LatentLoader<Kv, kDim, kVDim> {
 #pragma unroll 1
       for (int begin = 0; begin == 0 || begin < tokens; begin += kTokens) {
         if (tokens > 0) {
+          if constexpr (kConverts) prefetch_rows(next);
           const Tile behind = next_tile();
           fill(tile.left, next);
           tile = next, next = behind;
@@ -356,6 +307,15 @@ class LatentProducer : LatentLoader<Kv, kDim, kVDim> {
   }
 
  private:
+  __device__ static int thread() { return thread_of<kLatentProducers>(); }
+  __device__ static int column() { return thread() % kRowThreads; }
+  __device__ static int first() { return thread() / kRowThreads; }
+  // The row of a tile whose slot this lane reads.
+  __device__ static int own_row() {
+    const int lane = lane_id();
+    return thread() / kWarpSize * kWarpRows + lane % kWarpRows + lane / kWarpRows % kRows * kStride;
+  }
+
   // One of no tokens behind the last. Its slots are on their way.
   __device__ Tile next_tile() {
     while (item_ < items_.count(kWide)) {
@@ -369,28 +329,94 @@ class LatentProducer : LatentLoader<Kv, kDim, kVDim> {
     return {0, 0};
   }
 
-  // Fills a tile of which `left` tokens are left.
+  // The one KV head of a slot.
+  __device__ const char* latent(uint32_t slot) const { return static_cast<const char*>(p_.k) + uint64_t(slot) * p_.k_slot; }
+  // Where this thread's rows of a tile begin for it.
+  __device__ void find_rows(const Tile& tile, const char* (&rows)[kRows]) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      rows[i] = latent(__shfl_sync(~0u, tile.slot, lane_id() / kRowThreads + i * kWarpRows)) + column() * kCopyBytes;
+  }
+
+  // To L2, so that little is waited for in the ring, which holds few tiles.
+  __device__ void prefetch_rows(const Tile& tile) const {
+    if (own_row() >= tile.left) return;
+    const char* const from = latent(tile.slot) + lane_id() / (kWarpRows * kRows) * kLaneBytes;
+#pragma unroll
+    for (int at = 0; at < kLaneBytes; at += kLineBytes) prefetch(from + at);
+  }
+
+  // Fills a tile of which `left` tokens are left. What is behind them becomes zero: weights are zero there, but memory may
+  // hold NaN.
   __device__ void fill(int left, const Tile& next) {
     const char* next_rows[kRows];
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
-      if (piece == kSecondHalf) Loader::find_rows(next, next_rows);  // the first half needs none of them
+      if (piece == kSecondHalf) find_rows(next, next_rows);  // the first half needs none of them
       uint8_t* const tile = memory_.ring[ring_.stage() / kPieces];
       ring_.wait_empty();
-      Loader::copy(piece, shared_address(tile) + panel_offset(Loader::first(), Loader::column(), 0), rows_, left);
-      arrive_after_copies(ring_.full_barrier());
+      if constexpr (kConverts)
+        convert(piece, tile, left, next_rows);
+      else
+        copy(piece, tile, left);
       ring_.advance();
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) rows_[i] = next_rows[i];
   }
 
+  __device__ void copy(int piece, uint8_t* tile, int left) {
+    const uint32_t to = shared_address(tile) + panel_offset(first(), column(), 0);
+#pragma unroll
+    for (int panel = Sizes::first_panel(piece); panel < Sizes::end_panel(piece); ++panel) {
+      if (column() >= Sizes::columns(panel) / 8) continue;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        copy16_or_zero(to + panel * kPanelBytes + i * kStride * kPanelRow, rows_[i] + panel * kPanelRow,
+                       i * kStride < left - first());
+    }
+    arrive_after_copies(ring_.full_barrier());
+  }
+
+  // Takes a piece out of the registers, which then take what is half a tile further.
+  __device__ void convert(int piece, uint8_t* tile, int left, const char* const (&next_rows)[kRows]) {
+    // Two neighbouring chunks of 16 bytes: the swizzle changes the lowest bit of their number, and no offset below does.
+    const uint32_t offset = panel_offset(first(), 2 * column(), 0);
+    uint8_t *const low = tile + offset, *const high = tile + (offset ^ kCopyBytes);
+#pragma unroll
+    for (int i = Sizes::first_panel(piece) * kRows; i < Sizes::end_panel(piece) * kRows; ++i) {
+      uint4 own = ahead_[i % kAhead];
+      ahead_[i % kAhead] = i + kAhead < kChunks ? load(rows_, i + kAhead) : load(next_rows, i + kAhead - kChunks);
+      if (i % kRows * kStride >= left - first()) own = make_uint4(0, 0, 0, 0);
+      const int panel = i / kRows;
+      if (!has(panel)) continue;
+      const int at = panel * kPanelBytes + i % kRows * kStride * kPanelRow;
+      store(low + at, own.x, own.y), store(high + at, own.z, own.w);
+    }
+    arrive(ring_.full_barrier());
+  }
+
+  // This thread's chunk number `i` of a tile; of some latent where the tile has no such row.
+  __device__ static uint4 load(const char* const (&rows)[kRows], int i) {
+    if (!has(i / kRows)) return make_uint4(0, 0, 0, 0);
+    return *reinterpret_cast<const uint4*>(rows[i % kRows] + i / kRows * kPanelColumns);
+  }
+  // Whether a panel has this thread's columns.
+  __device__ static bool has(int panel) { return column() < Sizes::columns(panel) / kCopyBytes; }
+  __device__ static void store(uint8_t* to, uint32_t low, uint32_t high) {
+    uint4 numbers;
+    Kv::adjacent(low, numbers.x, numbers.y), Kv::adjacent(high, numbers.z, numbers.w);
+    *reinterpret_cast<uint4*>(to) = numbers;
+  }
+
+  const Params& p_;
   const Items<kLatentItems>& items_;
   LatentMemory<kDim, kVDim>& memory_;
   RingCursor<kLatentTiles * kPieces> ring_;
   LatentQueries<T, typename Kv::Product, kDim, kVDim> queries_;
   int item_ = 0, begin_ = 0;  // of the tile behind `next`
   const char* rows_[kRows];
+  uint4 ahead_[kAhead];  // of a tile in 8 bits
 };
 
 }  // namespace pat
