@@ -57,9 +57,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     def start(name: str) -> tuple[int, str]:
         log = logs / f"{[*faults.SOUND, *faults.CHANGES].index(name)}.log"
-        process = ForkedProcess(
-            [sys.executable, faults.__file__, name], {**os.environ, emulated.FOLDER: str(logs)}, log
-        )
+        process = ForkedProcess([sys.executable, faults.__file__, name], dict(os.environ), log)
         try:
             return process.wait(300), log.read_text()
         finally:
