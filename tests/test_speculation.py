@@ -121,7 +121,9 @@ def test_a_model_that_brings_its_draft(model: Path, tmp_path: Path) -> None:
     assert len(set(map(tuple, answers["pat"]))) > len(PROMPTS) / 2, "answers that depend on prompts"
 
 
-@pytest.mark.parametrize(("family", "window"), [("gemma", 40), ("gemma", 400), ("mellum", 40)])
+@pytest.mark.parametrize(
+    ("family", "window"), [("gemma", 40), pytest.param("gemma", 400, marks=pytest.mark.slow), ("mellum", 40)]
+)
 def test_windows(family: str, window: int, model: Path, compiler: dict[str, str], tmp_path: Path) -> None:
     """By turns with full layers, in one pool and, on 0.5.23, in two."""
     windowed = {"gemma": gemma, "mellum": mellum}[family].write(tmp_path / "model", model, window)
