@@ -58,8 +58,9 @@ def importing_kits() -> Iterator[None]:
 
 
 LONGEST = (
-    "cuda_kernel", "emulator", "batch_replicas", "server", "cuda_build", "kits", "page_kernel", "batch", "chaos", "speculation", "estimate",
-    "fp8_kv", "windows", "low_bit_server", "native", "cpu_kernel", "low_bit_prefill",
+    "emulator", "server", "pieces", "cuda_build", "cuda_kernel", "speculation", "batch_replicas", "kits", "page_kernel", "batch", "native",
+    "windows", "docs", "jit", "chaos", "fp8_kv", "estimate", "cpu_kernel", "cache_attack", "executors", "low_bit_server", "latent_kernel",
+    "low_bit_prefill",
 )  # fmt: skip
 """Test files that take long, the longest first, judged by what they compile and start; `make test-all` ends with each file's seconds."""
 

@@ -65,9 +65,9 @@ SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """All servers of the session, started side by side; an idle one sleeps."""
+    """All servers of these tests, started side by side; an idle one sleeps."""
     logs = tmp_path_factory.mktemp("logs")
     traced = {"SGLANG_PAT_TRACE": str(logs / "small pool.trace")}
     with ExitStack() as stack:
@@ -88,13 +88,13 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def prompts() -> list[str]:
     """Nested prefixes, mixed lengths, some that share nothing; one character is one token."""
     return workload.nested_prompts(2, 3, 12, unrelated=12)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def expected(servers: dict[str, Server], prompts: list[str]) -> list[list[int]]:
     return generate_all(servers["reference"], prompts)
 
