@@ -4,7 +4,9 @@ import collections
 import contextlib
 import os
 import random
+import shutil
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -23,6 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+import emulated
 import torch
 
 from sglang_pat.demo import tiny_model
@@ -55,10 +58,19 @@ def importing_kits() -> Iterator[None]:
 
 
 LONGEST = (
-    "cuda_kernel", "emulator", "batch_replicas", "server", "cuda_build", "kits", "page_kernel", "batch", "chaos", "speculation", "estimate",
-    "fp8_kv", "windows", "low_bit_server", "native", "cpu_kernel", "low_bit_prefill",
+    "emulator", "server", "pieces", "cuda_build", "cuda_kernel", "speculation", "batch_replicas", "kits", "page_kernel", "batch", "native",
+    "windows", "docs", "jit", "chaos", "fp8_kv", "estimate", "cpu_kernel", "cache_attack", "executors", "low_bit_server", "latent_kernel",
+    "low_bit_prefill",
 )  # fmt: skip
 """Test files that take long, the longest first, judged by what they compile and start; `make test-all` ends with each file's seconds."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The processes of pytest-xdist, which have a `workerinput`, inherit this one's environment.
+    if not hasattr(config, "workerinput") and emulated.FOLDER not in os.environ:
+        folder = tempfile.mkdtemp(prefix="pat-emulated-")
+        os.environ[emulated.FOLDER] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

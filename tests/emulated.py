@@ -6,6 +6,7 @@ products are done as late as they may or at once, and shared memory is NaN until
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import functools
 import os
@@ -13,7 +14,7 @@ import re
 import subprocess
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +31,51 @@ WORKERS = 3
 """SMs: some bins get a worker of their own, some workers several."""
 
 FLAGS = [
-    # Compiling takes longest: -O2 takes 1.4 times as long in all.
-    *("-std=c++17", "-O1", "-march=native", "-fPIC", "-shared", "-w"),
+    *("-std=c++17", "-march=native", "-fPIC", "-w"),
     # Shared memory is thread_local, and declared without its size.
     "-fno-extern-tls-init",
-    # The CUDA runtime's functions are the emulator's, also where torch has brought CUDA's.
-    "-Wl,-Bsymbolic-functions",
 ]
+"""Of all that a module is made of. Modules are compiled with -O1, as that takes longest: -O2 takes 1.4 times as long in all. What all of them have is
+compiled once, with -O3."""
 
 Change = tuple[str, ...]
 """A file of csrc/cuda, a text that is there once, and what to put in its place; perhaps more such pairs. Either both are whole expressions, or statements, each with its `;`.
 Statements that both begin or end with only say where the others are, and may be cut off."""
 
 FOLDER = "PAT_EMULATED"
-"""Environment variable: a folder in which processes share modules. Without it each compiles its own."""
+"""Environment variable: a folder in which processes share modules and what all modules have (conftest.py). Without it each process compiles its own."""
 
 
 @functools.cache
 def _module(variant: cuda.Variant, changes: tuple[Change, ...]) -> Any:
-    with tempfile.TemporaryDirectory() as own:
-        library = Path(os.environ.get(FOLDER, own)) / f"{variant.name}_{zlib.crc32(repr(changes).encode())}.so"
-        with library.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
-                # A compiler that is killed leaves no library.
-                _compile(variant, _overlay(Path(own) / "csrc", changes), library.with_suffix(".part")).rename(library)
-        return tvm_ffi.load_module(str(library))
+    def make(library: Path) -> None:
+        with tempfile.TemporaryDirectory() as own:
+            _compile(variant, _overlay(Path(own) / "csrc", changes), library)
+
+    name = f"{variant.name}_{zlib.crc32(repr(changes).encode())}.so"
+    return tvm_ffi.load_module(str(_made(name, make)))
+
+
+@functools.cache
+def _folder() -> Path:
+    if FOLDER in os.environ:
+        return Path(os.environ[FOLDER])
+    own = tempfile.TemporaryDirectory()
+    atexit.register(own.cleanup)
+    return Path(own.name)
+
+
+def _made(name: str, make: Callable[[Path], None]) -> Path:
+    """A file of the folder. Whoever needs it first makes it; others wait."""
+    path = _folder() / name
+    with path.with_name(f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            # A compiler that is killed leaves no file.
+            part = path.with_name(f"{name}.part")
+            make(part)
+            part.rename(path)
+    return path
 
 
 def _overlay(folder: Path, changes: Sequence[Change]) -> Path:
@@ -101,12 +121,22 @@ def with_changes(name: str, changes: Sequence[Change]) -> str:
     return source
 
 
-def _compile(variant: cuda.Variant, sources: Path, library: Path) -> Path:
-    headers = [sources, EMULATOR, _cuda_headers(), libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
-    runtime = libinfo.find_libtvm_ffi()
-    command = [os.environ.get("CXX", "c++"), *FLAGS, *variant.flags, *(f"-I{path}" for path in headers)]
-    subprocess.run([*command, str(EMULATOR / "module.cpp"), "-o", str(library), runtime], check=True)
-    return library
+def _compile(variant: cuda.Variant, sources: Path, library: Path) -> None:
+    # Of each header that is asked for, the compiler takes the precompiled one that is in the same folder.
+    _made("prefix.h.gch", lambda to: _run(["-O1", "-x", "c++-header", EMULATOR / "prefix.h", "-o", to]))
+    common = [
+        _made(f"{name}.o", lambda to, name=name: _run(["-O3", "-c", EMULATOR / f"{name}.cpp", "-o", to]))
+        for name in ("machine", "products")
+    ]
+    # The CUDA runtime's functions are the emulator's, also where torch has brought CUDA's.
+    linked = ["-shared", "-Wl,-Bsymbolic-functions", *common, libinfo.find_libtvm_ffi()]
+    _run(["-O1", *variant.flags, f"-I{_folder()}", f"-I{sources}", EMULATOR / "module.cpp", "-o", library, *linked])
+
+
+def _run(arguments: Sequence[str | Path]) -> None:
+    headers = [EMULATOR, _cuda_headers(), libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+    command = [os.environ.get("CXX", "c++"), *FLAGS, *arguments, *(f"-I{path}" for path in headers)]
+    subprocess.run(list(map(str, command)), check=True)
 
 
 def _cuda_headers() -> Path:

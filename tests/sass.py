@@ -14,6 +14,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import resources
@@ -66,14 +67,28 @@ SHIPPED = _shipped()
 """Every format, head dimension, feature and architecture at least once."""
 
 
-def digests(cubin: Path) -> list[str]:
-    """One for each kernel, sorted: of its instructions with their control words, without names of symbols and offsets of parameters.
+class Compiled(NamedTuple):
+    """What a compiler made of a variant.
+
+    Attributes:
+        used: What its forward kernel uses.
+        digests: One for each kernel, sorted: of its instructions with their control words, without names of symbols and offsets of parameters.
+        forward: The forward kernel's instructions, a line each, behind their places in bytes.
+    """
+
+    used: resources.Resources
+    digests: list[str]
+    forward: str
+
+
+def _functions(cubin: Path) -> list[str]:
+    """What cuobjdump says of each kernel.
 
     Raises:
         OSError, subprocess.CalledProcessError: There is no cuobjdump, or it failed.
     """
     said = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
-    return sorted(map(_digest, said.split("Function : ")[1:]))
+    return said.split("Function : ")[1:]
 
 
 def _digest(function: str) -> str:
@@ -95,12 +110,15 @@ def compiler() -> str:
 
 
 @functools.cache
-def compiled(variant: cuda.Variant) -> tuple[resources.Resources, list[str]]:
-    """Compile a variant: what its forward kernel uses, and `digests`."""
+def compiled(variant: cuda.Variant) -> Compiled:
+    """Compile a variant, once in a process."""
     with tempfile.TemporaryDirectory() as folder:
         used = resources.measure(variant, Path(folder))
         # Without cuobjdump no record is the same; what else is measured is.
-        return used, digests(Path(folder) / "module.cubin") if CUOBJDUMP.exists() else []
+        functions = _functions(Path(folder) / "module.cubin") if CUOBJDUMP.exists() else []
+    forward = next((function for function in functions if re.match(r"_ZN3pat\d+forward", function)), "")
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/ +[^;]*", forward)
+    return Compiled(used, sorted(map(_digest, functions)), "\n".join(lines))
 
 
 def main() -> None:
@@ -113,7 +131,7 @@ def main() -> None:
     recorded = known["variants"]
     found = {}
     for variant in SHIPPED:
-        _, found[variant.name] = compiled(variant)
+        found[variant.name] = compiled(variant).digests
         print(
             "as recorded" if found[variant.name] == recorded.get(variant.name) else "differs", variant.name, flush=True
         )

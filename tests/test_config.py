@@ -4,6 +4,8 @@ import pytest
 
 from sglang_pat.config import ConfigError, PatConfig
 
+pytestmark = pytest.mark.once
+
 
 def test_defaults() -> None:
     assert (

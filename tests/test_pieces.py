@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import make_plan
-from test_cuda_kernel import ARCHS, DEVICE, ON_GPU
+from test_cuda_kernel import ARCHS, DEVICE, ON_GPU, emulated_slowly
 from test_extend_plans import Extend, extends, plan
 from trees import batches, configs, random_batch
 
@@ -323,8 +323,16 @@ def on_gpu(
     return kernel_cases.Case(batch, heads, 1, dim, v_dim, dtype, window=window, device=DEVICE)
 
 
-each_format = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-each_window = pytest.mark.parametrize("window", [0, 100, 700, 1_250])
+each_format_and_window = pytest.mark.parametrize(
+    ("dtype", "window"),
+    [
+        # Where a window begins within a KV tile depends on no format.
+        (dtype, window) if dtype == torch.float16 or window <= 100 else emulated_slowly(dtype, window)
+        for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+        for window in (0, 100, 700, 1_250)
+    ],
+    ids=str,
+)
 TIMES = 50 if ON_GPU else 3
 """Random batches; an emulated GPU takes seconds for each."""
 
@@ -361,11 +369,17 @@ def tiles_of(dtype: torch.dtype, dim: int = 128, arch: str = ARCHS[0], rows: int
 
 
 @pytest.mark.parametrize(
-    ("dim", "v_dim", "heads"),
-    [(64, 64, 16), (128, 128, 16), (256, 256, 16), (256, 256, 4), *((*dims, 16) for dims in capabilities.UNEQUAL_HEAD_DIMS)],
+    ("arch", "dim", "v_dim", "heads"),
+    [
+        # Of what is not Hopper's `make test` runs the usual dimension, and the largest one with few rows and with many.
+        (arch, *dims, heads) if arch != "8.0" or dims[0] in (128, 256) else emulated_slowly(arch, *dims, heads)
+        for arch in ARCHS
+        for dims, heads in [
+            ((64, 64), 16), ((128, 128), 16), ((256, 256), 16), ((256, 256), 4), *((dims, 16) for dims in capabilities.UNEQUAL_HEAD_DIMS)
+        ]
+    ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("arch", ARCHS)
 def test_tiles_that_servers_have_add_up_alike(arch: str, dim: int, v_dim: int, heads: int) -> None:
     """In pieces in which a single warp, or two warpgroups by turns, would add up otherwise."""
     case = on_gpu(dtype=torch.bfloat16, dim=dim, v_dim=v_dim, heads=heads)
@@ -381,15 +395,13 @@ def test_tiles_of_single_warps_are_left_out() -> None:
 
 
 @hopper
-@each_window
-@each_format
+@each_format_and_window
 def test_kernels_decode_windows_and_formats_alone_and_in_any_batch(window: int, dtype: torch.dtype) -> None:
     assert all(compared(OnGpu(on_gpu(window, dtype), 512, tiles_of(dtype)), random.Random(0), TIMES))
 
 
 @hopper
-@each_window
-@each_format
+@each_format_and_window
 def test_kernels_of_drafts_and_extends_compute_what_those_of_decode_steps_do(window: int, dtype: torch.dtype) -> None:
     check_drafts_and_extends(512, tiles_of(dtype), window, dtype)
 

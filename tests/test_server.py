@@ -63,38 +63,39 @@ SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
         {**CHECKED, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
     ),
 }  # fmt: skip
+COMMANDS = {
+    "plain": (sys.executable, "-m", "sglang.launch_server"),
+    "mixed": (str(Path(sys.executable).parent / "sglang"), "serve"),
+}
+"""Real ones; the other servers are forked."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """All servers of the session, started side by side; an idle one sleeps."""
+    """All servers of these tests, started side by side; an idle one sleeps."""
     logs = tmp_path_factory.mktemp("logs")
     traced = {"SGLANG_PAT_TRACE": str(logs / "small pool.trace")}
+
+    def start(name: str) -> Server:
+        backend, flags, environment = SERVERS[name]
+        environment = environment | traced if name == "small pool" else environment
+        arguments = (model, backend, logs / f"{name}.log", [*COMMON, *flags], environment)
+        return Server(*arguments, command=COMMANDS[name]) if name in COMMANDS else ForkedServer(*arguments)
+
     with ExitStack() as stack:
-        started = {
-            name: stack.enter_context(
-                (Server if name == "plain" else ForkedServer)(
-                    model,
-                    backend,
-                    logs / f"{name}.log",
-                    [*COMMON, *flags],
-                    environment | traced if name == "small pool" else environment,
-                )
-            )
-            for name, (backend, flags, environment) in SERVERS.items()
-        }
+        started = {name: stack.enter_context(start(name)) for name in SERVERS}
         for server in started.values():
             server.wait()
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def prompts() -> list[str]:
     """Nested prefixes, mixed lengths, some that share nothing; one character is one token."""
     return workload.nested_prompts(2, 3, 12, unrelated=12)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def expected(servers: dict[str, Server], prompts: list[str]) -> list[list[int]]:
     return generate_all(servers["reference"], prompts)
 
@@ -484,22 +485,16 @@ def test_bench_serving(servers: dict[str, Server], model: Path, tmp_path: Path) 
              "--gsp-system-prompt-len", "64", "--gsp-question-len", "16", "--gsp-output-len", "12"]  # fmt: skip
     command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url,
                "--model", str(model), "--tokenizer", str(model), "--output-file", str(tmp_path / "out.jsonl")]  # fmt: skip
-    result = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
+    log = tmp_path / "log"
+    assert ForkedProcess([*command, *flags], dict(os.environ), log).wait(600) == 0, log.read_text()[-2000:]
     record = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[-1])
     assert record["completed"] == 12
     assert_sound(server)
 
 
-def test_sglang_serve(
-    model: Path, servers: dict[str, Server], prompts: list[str], expected: list[list[int]], tmp_path: Path
-) -> None:
-    flags = [*COMMON, "--max-total-tokens", "20000"]
-    command = (str(Path(sys.executable).parent / "sglang"), "serve")
-    with Server(model, "pat", tmp_path / "log", flags, CHECKED, command=command) as server:
-        server.wait()
-        assert generate_all(server, prompts[:20]) == expected[:20]
-        assert_sound(server)
+def test_sglang_serve(servers: dict[str, Server], prompts: list[str], expected: list[list[int]]) -> None:
+    assert generate_all(servers["mixed"], prompts[:20]) == expected[:20]
+    assert_sound(servers["mixed"])
 
 
 def test_an_engine_without_a_radix_cache(

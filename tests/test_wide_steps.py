@@ -10,6 +10,8 @@ from trees import IN_BINS
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing import FORMATS, AttentionSpec, Batch, CostModel, Node, PackConfig, WideSteps, native
 
+pytestmark = pytest.mark.once
+
 WORKERS, KV_HEADS = 3, 2
 SMALL = WideSteps(
     small_tokens=400, small_long_draft_queries=3, small_queries=2, small_sharing=3, small_draft_tokens=100

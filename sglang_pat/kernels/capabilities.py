@@ -83,7 +83,7 @@ MEASURED_DIM = 128
 def query_tiles(arch: str, head_dim: int, kv_bits: int = 16, rows: int = 1) -> tuple[int, ...]:
     """Every m of an architecture's kernels. 128 rows take two warpgroups, 192 three: with KV of 8 bits the third one converts (csrc/cuda/threads.cuh,
     `wide_warpgroups`). Of more than 128 dimensions there are two from TWO_WARPGROUPS_ROWS rows, else one. With KV of 8 bits one computes wide items there,
-    beside those that convert (`converts_directly`); from as many rows two run narrow ones. Of 256, two leave a warp too few registers for 16 rows (ptxas of
+    beside those that convert (`converts_directly`); from as many rows two run narrow ones, but for queries of 256 dimensions that fill a tile of 16 rows. Of 256, two leave a warp too few registers for 16 rows (ptxas of
     CUDA 13.0 spills 364 bytes, with KV of 8 bits 120).
 
     Args:
@@ -96,7 +96,10 @@ def query_tiles(arch: str, head_dim: int, kv_bits: int = 16, rows: int = 1) -> t
         return (8, NARROW_M, 64, 128) if kv_bits == 8 else (8, NARROW_M, 64, 128, 192)
     if kv_bits >= 8 and rows >= TWO_WARPGROUPS_ROWS and arch.startswith("9."):
         narrow = (8,) if head_dim > 192 else (8, NARROW_M)
-        return (*narrow, 64) if kv_bits == 8 else (*narrow, 64, 128)
+        if kv_bits == 16:
+            return (*narrow, 64, 128)
+        if NARROW_M in narrow or not TWO_WARPGROUPS_ROWS < rows <= NARROW_M:
+            return (*narrow, 64)
     return (8, NARROW_M) if kv_bits < 8 else (8, NARROW_M, 64)
 
 

@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "machine.h"
+#include "products.h"
 
 #undef __noinline__
 #define __noinline__ __attribute__((noinline))
@@ -118,7 +119,6 @@ inline void copy4_or_zero(uint32_t to, const void* from, bool valid) { machine->
 inline void copy8(uint32_t to, const void* from) { machine->copy(to, from, 8); }
 inline uint64_t leaves_first() { return 0; }
 inline void copy16(uint32_t to, const void* from, uint64_t) { machine->copy(to, from); }
-inline uint4 load_once(const void* from) { return *static_cast<const uint4*>(from); }
 inline void prefetch(const void*) {}
 inline void commit_copies() { machine->commit_copies(); }
 template <int kPending>
@@ -243,16 +243,6 @@ const float* numbers() {
   return all.data();
 }
 
-// A row of numbers in a host's vector register: the optimizer makes none at -O1.
-using Eight = float __attribute__((vector_size(32)));
-
-// The numbers of a left operand of 16 x 16, which lanes hold in pairs.
-inline void left_operand(float (&to)[16][16], const uint32_t (&registers)[4], int lane, const float* numbers) {
-  for (int i = 0; i < 4; ++i)
-    for (int j = 0; j < 2; ++j)
-      to[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8 + j] = numbers[uint16_t(registers[i] >> 16 * j)];
-}
-
 inline uint16_t half_bits(float x) {
   const __half half(std::min(std::max(x, -65504.0f), 65504.0f));
   uint16_t bits;
@@ -316,28 +306,9 @@ struct Half {
     return bits;
   }
   static void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    struct In {
-      float d[4];
-      uint32_t a[4], b[2];
-    };
-    using Sums = std::array<float, 4>;
-    const In own{{d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1}};
-    const Sums sums = machine->together<Sums>(own, [](const In(&in)[32], Sums(&out)[32]) {
-      const float* const all = numbers<T>();
-      float a[16][16];
-      Eight b[16], sums[16];
-      for (int lane = 0; lane < 32; ++lane) {
-        left_operand(a, in[lane].a, lane, all);
-        for (int i = 0; i < 4; ++i) {
-          b[lane % 4 * 2 + i / 2 * 8 + i % 2][lane / 4] = all[uint16_t(in[lane].b[i / 2] >> i % 2 * 16)];
-          sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = in[lane].d[i];
-        }
-      }
-      for (int row = 0; row < 16; ++row)
-        for (int k = 0; k < 16; ++k) sums[row] += a[row][k] * b[k];
-      for (int lane = 0; lane < 32; ++lane)
-        for (int i = 0; i < 4; ++i) out[lane][i] = sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
-    });
+    const emulator::MmaIn own{{d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1}};
+    const emulator::Sums sums = machine->together<emulator::Sums>(
+        own, [](const emulator::MmaIn(&in)[32], emulator::Sums(&out)[32]) { emulator::multiply(in, out, numbers<T>()); });
     std::copy(sums.begin(), sums.end(), d);
   }
 };

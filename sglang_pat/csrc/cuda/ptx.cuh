@@ -41,15 +41,6 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, uint64_t p
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy));
 }
 
-// 16 bytes of global memory that this SM reads once: L1 is small beside so much shared memory.
-__device__ __forceinline__ uint4 load_once(const void* from) {
-  uint4 x;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(from));
-  return x;
-}
-
 // Into the L2 cache.
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 

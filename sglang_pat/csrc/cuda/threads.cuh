@@ -26,19 +26,20 @@ constexpr int warpgroups(int dim) {
 }
 
 // 8-bit KV of more than 128 columns, on Hopper: beside one consumer warpgroup two are producers that convert what they load
-// (kv/plain_direct.cuh). With narrow items the first of them computes too. Where tiles of 16 rows take all registers that a
-// thread can have, there are fewer threads and nobody gives any away.
+// (kv/plain_direct.cuh). With narrow items the first of them computes too. Not where tiles of 16 rows take all registers that
+// a thread can have: drafts of 16 rows took 1.13 times as long so (benchmarks/notes/larger-dimensions.md, "KV of 8 bits at
+// 256").
 constexpr bool kHas8BitKv = Variant::kKv == kFloat8_e4m3fn || Variant::kKv == kFloat8_e5m2;
-constexpr bool converts_directly(int dim) { return kHas8BitKv && !Variant::kLatent && Variant::kArch == 900 && dim > 128; }
-constexpr bool trades_registers(int dim) {
-  const bool takes_all = dim > 192 && (Variant::kQueryTiles & tile_bit(kNarrowM)) != 0;
-  return converts_directly(dim) ? !takes_all : warpgroups(dim) > 1;
+constexpr bool converts_directly(int dim) {
+  return kHas8BitKv && !Variant::kLatent && Variant::kArch == 900 && dim > 128 &&
+         (dim <= 192 || !(Variant::kQueryTiles & tile_bit(kNarrowM)));
 }
-constexpr int narrow_warpgroups(int dim) { return converts_directly(dim) && trades_registers(dim) ? 2 : warpgroups(dim); }
+constexpr bool trades_registers(int dim) { return converts_directly(dim) || warpgroups(dim) > 1; }
+constexpr int narrow_warpgroups(int dim) { return converts_directly(dim) ? 2 : warpgroups(dim); }
 
 // Producers, and those of them that fill a stage of the ring: where they convert directly, one of four sets.
 constexpr int producer_threads(int dim) {
-  if (converts_directly(dim)) return (trades_registers(dim) ? 2 : 1) * kWarpgroupThreads;
+  if (converts_directly(dim)) return 2 * kWarpgroupThreads;
   return (warpgroups(dim) > 1 ? 4 : 2) * kWarpSize;
 }
 constexpr int kDirectSets = 4;

@@ -146,7 +146,7 @@ class DirectProducer {
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int panel = 0; panel < kChunks; ++panel) {
-        if (has(panel)) bytes_[i][panel] = load_once(rows.of[i] + panel * kPanelColumns);
+        if (has(panel)) bytes_[i][panel] = *reinterpret_cast<const uint4*>(rows.of[i] + panel * kPanelColumns);
       }
     }
   }
