@@ -82,6 +82,28 @@ def latents() -> str:
     )
 
 
+def deterministic() -> str:
+    """Decode with the same bits in any batch: the shown heads, and how all do."""
+    result = load("deterministic-h200.json")
+    records, rows = result["records"], []
+    for record in records:
+        if record["heads"] == SHOWN:
+            times = {"pat": record["pat_us"], **record["rivals"]}
+            cells = bold({name: times[name] for name in ("pat", "fa3", "triton")}, lambda us: f"{us:,.1f}")
+            rows.append([f"`{record['tree']}`", f"{record['free_us']:,.1f}", *cells, f"{advantage(record):.2f}{TIMES}"])
+    said = []
+    for shared, what in ((True, "Where anything is shared"), (False, "Where nothing is")):
+        some = [record for record in records if record["shared"] == shared]
+        ratios, costs = [advantage(record) for record in some], [record["pat_us"] / record["free_us"] for record in some]
+        said.append(
+            f"{what}, PAT is ahead of the others in this mode in {sum(ratio > 1 for ratio in ratios)} of {len(some)} cases, {min(ratios):.2f} to "
+            f"{max(ratios):.2f} times as fast as the better one, and takes {mean(costs):.2f} times as long as without the promise"
+        )
+    device = result["device"]
+    head = ["tree, us", "PAT without the promise", "PAT", "FA3", "SGLang's Triton", "best other / PAT"]
+    return f"{table(head, rows)}\n\n*{device['name']}, torch {device['torch']}, {device['date']}.* {'. '.join(said)}."
+
+
 def kernels_fp8() -> str:
     result = load("kernels-fp8-h200.json")
     records = result["records"]

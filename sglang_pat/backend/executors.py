@@ -120,7 +120,8 @@ def _capacity(pack_config: PackConfig, runner: ModelRunner) -> int:
 
 
 LEAST_PIECE = 256
-"""Tokens of a piece, at least (`PackConfig.piece`). Each has a part; what is read at once shall take longer than that."""
+"""Tokens of a piece, at least (`PackConfig.piece`). On an H200 shared trees took 1.65 times as long as without pieces with 256, 1.69 with 512, 1.81 with 128, and with
+256 they were ahead of all others (benchmarks/notes/deterministic.md, "How long pieces are")."""
 
 PIECES_BYTES = 512 << 20
 """The most GPU memory for parts where requests are cut in pieces. Every batch that a server takes has to fit: one whose plan does not could only be computed
