@@ -42,6 +42,7 @@ def register() -> None:
         }
         for target, name in low_bit.items():
             compat.registry.hook(target, of_low_bit(name), around=True)
+    compat.registry.hook(compat.model.LOAD, load_model, around=True)
     compat.arguments.around_model_adjustments(adjust_for_model)
     compat.arguments.around_speculation(allow_branches)
     if platform.is_chosen():
@@ -87,6 +88,22 @@ def adjust_for_model(step: Callable[[Any], None], server_args: Any) -> None:
             raise AssertionError(f"with {chosen[0]} for prefill and {chosen[1]} for decode: {error}") from error
     else:
         step(server_args)
+
+
+def load_model(load: Callable[..., Any], runner: Any) -> Any:
+    """Hook around the loading of weights, which may take minutes: what arguments say is refused is refused before.
+
+    Raises:
+        UnsupportedError: A flag or an environment variable asks for what PAT does not do.
+    """
+    if compat.arguments.chooses_pat(runner.server_args):
+        # Imported here, as few servers choose it.
+        from sglang_pat.backend.create import explained
+        from sglang_pat.backend.start import support
+
+        with explained():
+            support.check_arguments(runner.server_args)
+    return load(runner)
 
 
 def allow_branches(step: Callable[[Any], None], server_args: Any) -> None:

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from sglang_pat import compat, platform
+from sglang_pat import compat, platform, plugin
 from sglang_pat.backend.start import features
 from sglang_pat.backend.start.support import UnsupportedError
 
@@ -128,6 +128,24 @@ def test_what_is_asked_for_and_not_served_is_refused_before_anything_starts(
     text = str(refusal.value)
     assert text.startswith("--attention-backend pat does not support ") and "\n" not in text
     assert any(word in text for word in [*flags, *environment] if word.startswith(WORDS))
+
+
+def test_on_a_gpu_it_is_refused_before_weights_are_loaded(model: Path) -> None:
+    """On a CPU, where the launcher says it, servers come no further."""
+    flags = ["--model-path", str(model), "--device", "cpu", "--attention-backend", "torch_native"]
+    server_args = prepare_server_args([*flags, "--enable-two-batch-overlap"])
+    load_plugins()
+    assert compat.registry.problem(compat.model.LOAD) == ""
+    loaded: list[Any] = []
+    plugin.load_model(loaded.append, SimpleNamespace(server_args=server_args))
+    assert len(loaded) == 1, "servers with other backends are left alone"
+    chosen: Any = SimpleNamespace(**(vars(server_args) | {"attention_backend": "pat"}))
+    if hasattr(server_args, "resolve_once"):  # 0.5.23, where they are not resolved yet
+        chosen = server_args
+        chosen.attention_backend = "pat"
+    with pytest.raises(UnsupportedError, match="does not support two-batch overlap"):
+        plugin.load_model(loaded.append, SimpleNamespace(server_args=chosen))
+    assert len(loaded) == 1
 
 
 def test_a_cache_that_nobody_tested_is_not_followed() -> None:

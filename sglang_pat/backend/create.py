@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Give what is raised within a line of the log: SGLang prints a traceback."""
+    try:
+        yield
+    except (ValueError, jit.BuildError) as error:
+        logger.error("%s", error)
+        raise
+
+
 def create(runner: ModelRunner) -> AttentionBackend:
     """The attention backend of a model runner. Draft models, and encoders, which decode nothing, get a stock backend.
 
@@ -34,7 +45,7 @@ def create(runner: ModelRunner) -> AttentionBackend:
         BuildError: The kernels cannot be compiled here.
         TraceError: The file of `SGLANG_PAT_TRACE` cannot be written.
     """
-    try:
+    with explained():
         support.check_arguments(runner.server_args)
         support.check_release(runner)
         support.check_device(runner)
@@ -67,10 +78,6 @@ def create(runner: ModelRunner) -> AttentionBackend:
         # On a GPU prefill over latents comes in forms of its own, decoding requests of mixed steps too: it stays whole.
         groups = LayerGroups(runner, config, specs, extends=prefills and not latent)
         return PatAttnBackend(runner, config, groups, inner, trace_writer(runner, config, groups.steps[0]))
-    except (ValueError, jit.BuildError) as error:
-        # SGLang prints a traceback; give the reason a line of its own too.
-        logger.error("%s", error)
-        raise
 
 
 def stock_backend(runner: ModelRunner, specs: Collection[AttentionSpec]) -> AttentionBackend:

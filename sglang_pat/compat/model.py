@@ -9,6 +9,9 @@ from sglang_pat.compat.pool import is_fp8, kv_pools, kv_scales, latent_dims, lay
 
 logger = logging.getLogger(__name__)
 
+LOAD = "sglang.srt.model_executor.model_runner:ModelRunner.load_model"
+"""The step that makes a model and loads its weights."""
+
 
 def modules(runner: Any) -> list[Any]:
     """All modules of the runner's model; none where there is no model, as in some of SGLang's tests."""

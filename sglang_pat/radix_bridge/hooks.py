@@ -1,7 +1,7 @@
 """Every place where SGLang is hooked, through its own HookRegistry.
 
-In a process that runs another attention backend only three things are hooked: the resolution of arguments (it
-decides which backend runs), the width of rows, and what makes the backends of draft models. The last two are left as they are there.
+In a process that runs another attention backend only four things are hooked: the resolution of arguments (it
+decides which backend runs), the loading of weights, the width of rows, and what makes the backends of draft models. The last three are left as they are there.
 
 Another plugin may hook the same (compat/registry.py). What a release lacks costs what it is for: the targets of `install` packing, metrics or plans made
 ahead, and the server says so once; without those that size memory it refuses to start what needs them (`support.check_guards`). What fails in a hook of
@@ -30,6 +30,7 @@ ahead, and the server says so once; without those that size memory it refuses to
 | `ServerArgs._handle_model_specific_adjustments` | up to 0.5.18 | its lists of backends for some models (gpt-oss, Exaone); plugin.py |
 | `handle_model_specific_adjustments` | from 0.5.19 | the same; from 0.5.20 through SGLang's `register_resolution_hook` |
 | `handle_speculative_decoding` | all | its lists of backends for branching drafts in pages; from 0.5.20 likewise; plugin.py |
+| `ModelRunner.load_model` | all | what arguments say is refused is refused before weights are loaded; plugin.py |
 | `get_req_to_token_extra_context_len` | all | rows are too narrow for drafts at the end of the context (allocation_sizing.py); plugin.py |
 | `DefaultPoolConfigurator._compute_cell_size`, `calculate_pool_sizes` | all | with `SGLANG_PAT_KV`: how many tokens of 4 or 2 bits there is memory for; plugin.py |
 | `KVCacheConfigurator._build_mha_kv_pool` | all | with `SGLANG_PAT_KV` on a GPU: the class of the pool is fixed, unless a platform chooses it; plugin.py |
