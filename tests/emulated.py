@@ -23,7 +23,7 @@ import tvm_ffi
 from tvm_ffi import libinfo
 
 from sglang_pat import jit
-from sglang_pat.kernels import cuda
+from sglang_pat.kernels import capabilities, cuda
 from sglang_pat.packing import AttentionSpec, TileTable
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -59,7 +59,17 @@ def _module(variant: cuda.Variant, changes: tuple[Change, ...]) -> Any:
 @functools.cache
 def _folder() -> Path:
     if FOLDER in os.environ:
-        return Path(os.environ[FOLDER])
+        # Of these sources: a compiler does not look whether its precompiled header is old.
+        sources = [
+            *(jit.CSRC / "cuda").rglob("*.*"),
+            *(jit.CSRC / "packing").glob("*.h"),
+            *jit.CSRC.glob("*.h"),
+            *EMULATOR.iterdir(),
+        ]
+        content = b"".join(path.read_bytes() for path in sorted(sources))
+        folder = Path(os.environ[FOLDER]) / f"{zlib.crc32(content + repr(FLAGS).encode()):08x}"
+        folder.mkdir(exist_ok=True)
+        return folder
     own = tempfile.TemporaryDirectory()
     atexit.register(own.cleanup)
     return Path(own.name)
@@ -71,8 +81,8 @@ def _made(name: str, make: Callable[[Path], None]) -> Path:
     with path.with_name(f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            # A compiler that is killed leaves no file.
-            part = path.with_name(f"{name}.part")
+            # A compiler that is killed leaves no file, nor writes to another's.
+            part = path.with_name(f"{name}.{os.getpid()}.part")
             make(part)
             part.rename(path)
     return path
@@ -161,6 +171,8 @@ class Decoder(cuda.Decoder):
         planted: Change | None = None,
     ) -> None:
         """All `changes` are compiled together, and none is made but the `planted` one."""
+        if alike:
+            tiles = capabilities.alike(tiles)
         variant = cuda.Variant.of(spec, arch, tiles.query_tiles, dtype, limits, alike)
         self._tile_rows, self._kv = tiles.query_tiles[-1], variant.kv
         self._window = spec.window if variant.limits else 0

@@ -59,6 +59,7 @@ def _shipped() -> list[cuda.Variant]:
         variants.append(
             cuda.Variant.of(msgspec.structs.replace(spec_of(dtype, 128, 128), **change), "9.0a", limits=limits)
         )
+    variants.append(cuda.Variant.of(spec_of(bf16, 128, 128), "9.0a", alike=True))
     pages = [("int4", 128, "9.0a"), ("int2", 128, "9.0a"), ("int4", 128, "8.0")]
     return variants + [cuda.Variant.of(AttentionSpec(1, 1, dim, dim, FORMATS[form]), arch) for form, dim, arch in pages]
 

@@ -134,7 +134,7 @@ def test_two_warpgroups_of_larger_dimensions_compile_without_spills(
 def test_kv_of_8_bits_and_larger_dimensions_compiles_without_spills(
     heads: int, tokens: int, dims: tuple[int, int], limits: bool
 ) -> None:
-    """Two warpgroups convert beside one that computes; with tiles of 16 rows of 256 columns one, which have registers for all."""
+    """Two warpgroups convert beside one that computes; with tiles of 16 rows of 256 columns two warps, and nobody trades registers."""
     spec = msgspec.structs.replace(spec_of(torch.float8_e4m3fn, *dims), heads=heads, query_tokens=tokens)
     variant = cuda.Variant.of(spec, "9.0a", limits=limits)
     found = used(variant)
@@ -149,6 +149,39 @@ def test_kv_of_8_bits_and_larger_dimensions_compiles_without_spills(
     )
 
 
+@compiles
+@pytest.mark.parametrize(
+    ("dtype", "dim", "heads", "tokens", "limits"),
+    [
+        (torch.bfloat16, 128, 4, 1, False),
+        compiled_slowly(torch.bfloat16, 128, 4, 1, True),
+        compiled_slowly(torch.float8_e4m3fn, 128, 4, 1, True),
+        compiled_slowly(torch.float8_e4m3fn, 256, 8, 1, True),
+        compiled_slowly(torch.bfloat16, 256, 8, 4, False),
+    ],
+    ids=str,
+)
+def test_deterministic_modules_compile_without_spills(
+    dtype: torch.dtype, dim: int, heads: int, tokens: int, limits: bool
+) -> None:
+    spec = msgspec.structs.replace(spec_of(dtype, dim, dim), heads=heads, query_tokens=tokens)
+    variant = cuda.Variant.of(spec, "9.0a", limits=limits, alike=True)
+    found = used(variant)
+    print(variant.name, found)
+    assert variant.query_tiles[0] == 64 and found.spill_bytes == 0 and not found.serialized
+
+
+def test_modules_that_cannot_be_deterministic_are_refused() -> None:
+    for spec in (
+        AttentionSpec(32, 8, 128, 128, FORMATS["int4"]),
+        AttentionSpec(16, 1, 576, 512, FORMATS["bfloat16"], latent=True),
+    ):
+        with pytest.raises(
+            ValueError, match="do not compute latents or KV of few bits with the same bits in any batch"
+        ):
+            cuda.Variant.of(spec, "9.0a", alike=True)
+
+
 def test_few_rows_of_larger_dimensions_have_one_warpgroup() -> None:
     def tiles(heads: int, tokens: int, dim: int, dtype: torch.dtype = torch.bfloat16, arch: str = "9.0a") -> Any:
         spec = msgspec.structs.replace(spec_of(dtype, dim, dim), heads=2 * heads, kv_heads=2, query_tokens=tokens)
@@ -159,6 +192,8 @@ def test_few_rows_of_larger_dimensions_have_one_warpgroup() -> None:
     assert tiles(8, 1, 192) == (8, 16, 64, 128)
     assert tiles(7, 1, 256, torch.float8_e4m3fn) == tiles(16, 1, 192, torch.float8_e4m3fn) == (8, 16, 64)
     assert tiles(8, 1, 256, torch.float8_e4m3fn) == tiles(8, 4, 256, torch.float8_e4m3fn) == (8, 64)
+    assert tiles(9, 1, 256, torch.float8_e4m3fn) == tiles(16, 1, 256, torch.float8_e4m3fn) == (8, 16, 64)
+    assert tiles(4, 4, 256, torch.float8_e4m3fn) == (16, 64)
     assert tiles(16, 1, 256, arch="8.0") == tiles(16, 1, 256, torch.float8_e4m3fn, arch="8.0") == (8, 16, 64)
 
 

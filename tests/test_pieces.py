@@ -403,12 +403,48 @@ def test_kernels_decode_windows_and_formats_alone_and_in_any_batch(window: int, 
 @hopper
 @each_format_and_window
 def test_kernels_of_drafts_and_extends_compute_what_those_of_decode_steps_do(window: int, dtype: torch.dtype) -> None:
-    check_drafts_and_extends(512, tiles_of(dtype), window, dtype)
+    check_drafts_and_extends(512, window, dtype)
 
 
 @hopper
-def test_kernels_of_drafts_and_extends_with_tiles_of_64_rows() -> None:
-    check_drafts_and_extends(512, (64, 128, 192))
+def test_kernels_of_drafts_and_extends_in_short_pieces() -> None:
+    check_drafts_and_extends(256)
+
+
+large = pytest.mark.parametrize(
+    ("dtype", "window", "dims", "heads"),
+    [
+        (torch.float8_e4m3fn, 100, (256, 256), 8),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (torch.float8_e4m3fn, 0, (256, 256), 4),
+                (torch.float8_e4m3fn, 100, (192, 128), 8),
+                (torch.bfloat16, 0, (256, 256), 4),
+                (torch.bfloat16, 100, (256, 256), 8),
+            )
+        ),
+    ],
+    ids=str,
+)
+
+
+@hopper
+@large
+def test_kernels_of_drafts_and_extends_of_larger_dimensions(
+    dtype: torch.dtype, window: int, dims: tuple[int, int], heads: int
+) -> None:
+    """Where steps, drafts and extends have different tiles, warpgroups and ways to convert."""
+    check_drafts_and_extends(512, window, dtype, dims, heads)
+
+
+@hopper
+@large
+def test_kernels_of_larger_dimensions_decode_alone_and_in_any_batch(
+    dtype: torch.dtype, window: int, dims: tuple[int, int], heads: int
+) -> None:
+    tiles = tiles_of(dtype, dims[0], rows=heads)
+    assert all(compared(OnGpu(on_gpu(window, dtype, *dims, heads), 512, tiles), random.Random(0), TIMES))
 
 
 @hopper
@@ -431,12 +467,15 @@ FAULTS: dict[str, emulated.Change] = {
 
 
 @pytest.mark.skipif(ON_GPU, reason="faults are planted in the emulator")
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.float16, 128), pytest.param(torch.float8_e4m3fn, 256, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_of_windows_in_kernels_are_found(fault: str) -> None:
+def test_faults_of_windows_in_kernels_are_found(fault: str, dtype: torch.dtype, dim: int) -> None:
     batch = Batch([592, 700, 1_022, 1_030], [Node(0, 590, [0, 1, 2, 3])])
-    case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, torch.float16, window=100)
-    same = OnGpu(case, 512, (128, 192))
-    known, changes = capabilities.tile_table("9.0a", 128), tuple(FAULTS.values())
+    case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, dim, dim, dtype, window=100)
+    same = OnGpu(case, 512, tiles_of(dtype, dim, rows=4))
+    known, changes = capabilities.tile_table_of(case.spec, "9.0a"), tuple(FAULTS.values())
     make = functools.partial(emulated.Decoder, case.spec, known, "9.0a", limits=True, alike=True, changes=changes)
     same.decoders = [make()] * 2
     queries = list(range(18))
@@ -450,19 +489,20 @@ def test_faults_of_windows_in_kernels_are_found(fault: str) -> None:
 
 
 def check_drafts_and_extends(
-    piece: int, query_tiles: tuple[int, ...], window: int = 0, dtype: torch.dtype = torch.float16
+    piece: int, window: int = 0, dtype: torch.dtype = torch.float16, dims: tuple[int, int] = (128, 128), heads: int = 4
 ) -> None:
     generator, shared = random.Random(1), Node(0, 590, [0, 1, 2, 3])
     batch = Batch([592, 700, 1_022, 1_030], [shared])
-    case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, 128, 128, dtype, window=window, device=DEVICE)
-    assert extended(OnGpu(case, piece, query_tiles), generator, TIMES)
+    alone_tiles, drafts_tiles = (tiles_of(dtype, dims[0], rows=rows) for rows in (heads, 4 * heads))
+    case = kernel_cases.Extended(batch, [3, 9, 5, 1], heads, 1, *dims, dtype, window=window, device=DEVICE)
+    assert extended(OnGpu(case, piece, alone_tiles), generator, TIMES)
     batch, tokens = Batch([254, 510, 592, 1_022], [Node(0, 250, [0, 1, 2, 3], [Node(250, 500, [1, 2])])]), 4
     chains = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(4, -1, -1)
-    case = kernel_cases.Drafts(batch, chains, 4, 1, 128, 128, dtype, window=window, device=DEVICE)
-    same = OnGpu(case, piece, query_tiles)
+    case = kernel_cases.Drafts(batch, chains, heads, 1, *dims, dtype, window=window, device=DEVICE)
+    same = OnGpu(case, piece, drafts_tiles)
     assert all(compared(same, generator, TIMES))
     alone = same.alone()
     for request in range(4):
         for token in range(tokens):
-            decoded = OnGpu(as_decoded(case, request, token), piece, query_tiles).alone()[0, 0]
+            decoded = OnGpu(as_decoded(case, request, token), piece, alone_tiles).alone()[0, 0]
             assert torch.equal(decoded, alone[request, token])

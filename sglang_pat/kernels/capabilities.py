@@ -82,9 +82,17 @@ MEASURED_DIM = 128
 
 def query_tiles(arch: str, head_dim: int, kv_bits: int = 16, rows: int = 1) -> tuple[int, ...]:
     """Every m of an architecture's kernels. 128 rows take two warpgroups, 192 three: with KV of 8 bits the third one converts (csrc/cuda/threads.cuh,
-    `wide_warpgroups`). Of more than 128 dimensions there are two from TWO_WARPGROUPS_ROWS rows, else one. With KV of 8 bits one computes wide items there,
-    beside those that convert (`converts_directly`); from as many rows two run narrow ones, but for queries of 256 dimensions that fill a tile of 16 rows. Of 256, two leave a warp too few registers for 16 rows (ptxas of
-    CUDA 13.0 spills 364 bytes, with KV of 8 bits 120).
+    `wide_warpgroups`). Above 128 dimensions:
+
+    | KV | dimensions | rows | tiles | compute wide, convert, run narrow items |
+    |---|---|---|---|---|
+    | 16 bits | all | fewer than TWO_WARPGROUPS_ROWS | 8, 16, 64 | one warpgroup, none, one |
+    | 16 bits | 192 (256 without 16) | more | 8, 16, 64, 128 | two, none, two |
+    | 8 bits | 192 | all | 8, 16, 64 | one, two, two (`converts_directly`) |
+    | 8 bits | 256 | TWO_WARPGROUPS_ROWS, and more than 16 | 8, 64 | one, two, two (`converts_directly`) |
+    | 8 bits | 256 | others | 8, 16, 64 | one, two warps, one |
+
+    Of 256 two warpgroups leave a warp too few registers for 16 rows (ptxas of CUDA 13.0 spills 364 bytes, with KV of 8 bits 120).
 
     Args:
         arch: Compute capability, such as `8.0` or `9.0a`.
@@ -190,8 +198,8 @@ def tile_table(
         if priced is not None:
             tails = kv_bits >= 8 and head_dim <= TAILS_DIM
             return msgspec.structs.replace(priced, tails_m=WARPGROUP_ROWS) if tails else priced
-    # A model's larger dimensions have a table of their own or none: one of others is no fault.
-    if chosen is not None and head_dim <= MEASURED_DIM:
+    # A model's larger dimensions have a table of their own or none: one of others is no fault, one made with other rows (`tune --group`) is.
+    if chosen is not None and (head_dim <= MEASURED_DIM or chosen.head_dim == head_dim):
         raise _unpriced(head_dim, kv_bits)
     return TileTable(tiles)
 

@@ -89,6 +89,10 @@ class Variant(msgspec.Struct, frozen=True, order=True):
         tiles = query_tiles or all_tiles
         if alike:
             tiles = capabilities.alike(TileTable(tiles)).query_tiles
+            if low_bit or spec.latent:
+                raise ValueError(
+                    "the CUDA kernels do not compute latents or KV of few bits with the same bits in any batch"
+                )
         kv = dtype or torch.bfloat16 if low_bit else getattr(torch, spec.kv.name)
         dtype = dtype or (kv if kv in TYPES else torch.bfloat16)
         if dtype not in TYPES or (kv in TYPES and kv != dtype):
@@ -195,7 +199,7 @@ class Decoder:
         """
         Args:
             spec: What the layers compute; the module works for any number of heads.
-            tiles: The tiles that plans are made with.
+            tiles: The tiles that plans are made with; with `alike` those of `capabilities.alike`.
             device: A CUDA device.
             dtype: Dtype of Q, if KV has 8 bits or less; bfloat16 if None.
             limits: Whether plans are of extends. Each query then sees only what lies before its end in `seq_lens`, and of that the last
@@ -208,6 +212,8 @@ class Decoder:
             jit.BuildError: There is no CUDA compiler, or it failed.
             ValueError: There are no kernels for the spec.
         """
+        if alike:
+            tiles = capabilities.alike(tiles)
         variant = Variant.of(spec, arch_of(device), tiles.query_tiles, dtype, limits, alike)
         rows = spec.query_heads // spec.kv_heads
         if not (limits or spec.window) and tiles.tails_queries(rows) > 1 and not variant.tails:

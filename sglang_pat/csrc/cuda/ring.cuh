@@ -101,7 +101,8 @@ class RingCursor {
 // tile of the round before, the wait would return too early. That cannot happen. A warpgroup waits for a tile only after it
 // saw an older tile of its own, or Q, full. The same threads issued those copies after the stage's tile of the round
 // before, and their copies arrive in order. Where other threads load K (`two_convert`), Q has one buffer, so all K before
-// it was read; where each stage has its own (`converts_directly`), one warpgroup waits for all tiles.
+// it was read. Where four sets of threads fill stages in turn (`converts_directly`), one warpgroup waits for all tiles in
+// order, and each set fills its next stage behind the one before.
 template <int kStages>
 class TileStages {
   static_assert(kStages % 2 == 0);

@@ -128,7 +128,12 @@ struct Config {
 
   // Plans batches within the limits with `config`, which is of the same device and model. Throws std::invalid_argument where it cannot be.
   void plan_wide(const WideLimits& limits, Config config) {
-    in_range("max_queries of wide tiles only", config.max_queries, max_queries, max_queries);
+    const auto equal = [](const char* what, int64_t other, int64_t own) { in_range(what, other, own, own); };
+    equal("max_queries of wide tiles only", config.max_queries, max_queries);
+    equal("piece of wide tiles only", config.piece, piece);
+    equal("window of wide tiles only", config.window, window);
+    equal("group of wide tiles only", config.group, group);
+    equal("runs of wide tiles only", config.runs, runs);
     wide_limits = limits, wide_only = std::make_shared<const Config>(std::move(config));
   }
 

@@ -16,21 +16,22 @@ struct PlainKv {
   static constexpr int kThreads = threads(kDim), kItems = kThreads, kRecordBytes = 0;
   static constexpr int kWideMs = kMs & kWideTiles, kNarrowMs = kMs & ~kWideTiles;
   static constexpr bool kLoads = true;
-  static constexpr bool kDirect = converts_directly(kDim);
+  static constexpr bool kConvertsDirectly = converts_directly(kDim);
   static constexpr int computing(bool wide) {
     return (wide ? warpgroups(kDim) : narrow_warpgroups(kDim)) * kWarpgroupThreads;
   }
   // Where two warpgroups convert directly they hold KV beside one that computes, and of two with narrow items the third is
   // idle: 248 + 2 * 128 and 2 * 240 + 24 are what three have at the start, 168 each.
   static constexpr PassRegisters kDirectRegisters = {248, 240, 128, 24};
-  static constexpr PassRegisters kRegisters =
-      !trades_registers(kDim) ? PassRegisters{}
-      : kDirect               ? kDirectRegisters
-                : PassRegisters{kComputeRegisters<kDim>, kComputeRegisters<kDim>, kLoadRegisters, kLoadRegisters};
+  static constexpr PassRegisters kOthersRegisters = {kComputeRegisters<kDim>, kComputeRegisters<kDim>, kLoadRegisters,
+                                                     kLoadRegisters};
+  static constexpr PassRegisters kRegisters = kConvertsDirectly        ? kDirectRegisters
+                                              : trades_registers(kDim) ? kOthersRegisters
+                                                                       : PassRegisters{};
 
   // Bytes for items, statistics, barriers and alignment.
   static constexpr int kRest = int(sizeof(AssignedItems<kItems>)) + (4 << 10);
-  static constexpr bool kConverts = Kv::kBytes == 1 && !kDirect;  // by bytes that wait in shared memory
+  static constexpr bool kConverts = Kv::kBytes == 1 && !kConvertsDirectly;  // by bytes that wait in shared memory
   static constexpr int kBuffers = query_buffers(kConverts);
   static constexpr int kQueries = kBuffers * int(sizeof(WideQueries<kDim>));
   static constexpr int kFree = kSharedLimit - kRest - kQueries;
@@ -40,13 +41,16 @@ struct PlainKv {
       kConverts ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim> / converting_warpgroups(kDim)) : 0;
   // Whole warpgroups of them. Of two groups, of the second one also some: more KV is in flight then. An even number, which
   // teams can divide.
-  static constexpr int kWarpsAtATime = has_own_queries(kDim) || kDirect ? 2 : kWarpgroupWarps;
+  static constexpr int kWarpsAtATime = has_own_queries(kDim) || kConvertsDirectly ? 2 : kWarpgroupWarps;
   static constexpr int kNarrowWarps =
       std::min(narrow_warpgroups(kDim) * kWarpgroupWarps,
                (kSharedLimit - kRest) / NarrowSizes<Kv, kDim, kVDim>::kWarp / kWarpsAtATime * kWarpsAtATime);
   static_assert(kVDim <= kDim && kVDim % 32 == 0);
   static_assert((kMs & ~(2 * tile_bit(wide_warpgroups(kDim) * kWarpgroupRows) - 1)) == 0);
   static_assert(kStages >= kFewestStages<kDim> && kNarrowWarps > 0 && (!kConverts || kAhead > 0));
+  static_assert((Kv::kBytes == 1) == kHas8BitKv);
+  // Else a set's stage would lie beyond the ring, and the warpgroups want more registers than there are.
+  static_assert(!kConvertsDirectly || (warpgroups(kDim) == 1 && kStages >= kDirectSets));
 
   using WorkItems = Items<kItems>;
   using Wide = WideMemory<kDim, kStages, kAhead>;
@@ -89,7 +93,7 @@ struct PlainKv {
       ConvertingProducer<T, Kv, kDim, kVDim, kStages, kAhead, kRole>(p, items, memory.wide, memory.barriers).run();
     }
   };
-  using Loader = std::conditional_t<kDirect, DirectProducer<T, Kv, kDim, kVDim, kStages>,
+  using Loader = std::conditional_t<kConvertsDirectly, DirectProducer<T, Kv, kDim, kVDim, kStages>,
                                     std::conditional_t<kConverts, Converts, Producer<T, kDim, kVDim, kStages>>>;
 
   template <int kM>
