@@ -255,7 +255,7 @@ def serving(name: str = NEWEST) -> str:
     for title, ours, other in in_readme(name):
         gains.append(f"{ours['output_tps'] / other['output_tps']:.2f}")
         times = bold({"fa3": other["mean_tpot_ms"], "pat": ours["mean_tpot_ms"]}, "{:.1f}".format)
-        rows.append([title, *times, f"{other['mean_tpot_ms'] / ours['mean_tpot_ms']:.1f}{TIMES}"])
+        rows.append([title, *times, f"{other['mean_tpot_ms'] / ours['mean_tpot_ms']:.2f}{TIMES}"])
     served = f"Tokens/s, row by row: {', '.join(gains[:-1])} and {gains[-1]} times FA3's."
     return f"{table(['milliseconds per token', 'FA3', 'PAT', 'faster'], rows)}\n\n{served}\n\n{on({name: ''}).replace('*NVIDIA', '*One NVIDIA')}"
 

@@ -117,7 +117,7 @@ def _parser() -> Parser:
     """The command's arguments."""
     result = Parser(
         prog=PROG,
-        description="Faster decoding for SGLang where requests share prefixes. Start with doctor, estimate and top.",
+        description="Faster decoding for SGLang where requests share prefixes: each step reads a shared prefix once for all of them (packing). Start with doctor, estimate and top.",
         epilog="Each command has a --help of its own.",
     )
     result.add_argument("--version", action="version", version=f"{PROG} {_version()}")
