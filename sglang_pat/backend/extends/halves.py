@@ -15,14 +15,14 @@ Forward = Callable[..., torch.Tensor]
 """An attention backend's `forward_extend` or `forward_decode`."""
 
 
-class Parts(msgspec.Struct, frozen=True):
-    """An extend's batch in two parts. In a mixed step SGLang puts decoding requests last.
+class Halves(msgspec.Struct, frozen=True):
+    """An extend's batch in two. In a mixed step SGLang puts decoding requests last.
 
     Attributes:
-        tokens: New tokens in the first part.
+        tokens: New tokens in the first half.
         end: All new tokens; the batch may have padding after them.
-        first: The batch of the first part; None if it has no tokens.
-        second: The batch of the second part, which is never empty.
+        first: The batch of the first half; None if it has no tokens.
+        second: The batch of the second half, which is never empty.
     """
 
     tokens: int
@@ -34,7 +34,7 @@ class Parts(msgspec.Struct, frozen=True):
         self, first: Forward, second: Forward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any,
         forward_batch: Any, *arguments: Any, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """One layer's attention, [tokens, heads * v_head_dim]: each part on its own backend; padding is zero.
+        """One layer's attention, [tokens, heads * v_head_dim]: each half on its own backend; padding is zero.
 
         Args:
             first, second: The backends' forward functions.
@@ -62,23 +62,23 @@ class Parts(msgspec.Struct, frozen=True):
         return out
 
 
-def divide(forward_batch: Any, added: Sequence[int], first: int) -> Parts:
+def divide(forward_batch: Any, added: Sequence[int], first: int) -> Halves:
     """Divide an extend's batch, with its `rids` and rows.
 
     Args:
         added: New tokens of each request.
-        first: The first request of the second part.
+        first: The first request of the second half.
     """
     size, tokens, end = len(added), sum(added[:first]), sum(added)
 
-    def part(requests: slice, of: slice) -> Any:
+    def half(requests: slice, of: slice) -> Any:
         found = compat.batch.part(forward_batch, requests, of)
         found.rids = forward_batch.rids.part(requests)
         return found
 
     # A client may send an empty prompt beside others, which SGLang passes on: requests without new tokens have nothing to compute.
-    front = part(slice(0, first), slice(0, tokens)) if tokens else None
-    return Parts(tokens, end, front, part(slice(first, size), slice(tokens, end)))
+    front = half(slice(0, first), slice(0, tokens)) if tokens else None
+    return Halves(tokens, end, front, half(slice(first, size), slice(tokens, end)))
 
 
 def trailing(added: Sequence[int], most: int) -> int:
@@ -89,7 +89,7 @@ def trailing(added: Sequence[int], most: int) -> int:
     return first
 
 
-def decoding(forward_batch: Any) -> Parts | None:
+def decoding(forward_batch: Any) -> Halves | None:
     """Divide an extend's batch before its last requests with one new token: they decode (in a mixed step), or have one token of prompt left.
     None if there are no such requests."""
     rows = hooks.rows_of(forward_batch)
@@ -99,6 +99,6 @@ def decoding(forward_batch: Any) -> Parts | None:
     first = trailing(added, 1)
     if first == len(added):
         return None
-    parts = divide(forward_batch, added, first)
-    compat.batch.as_decode(parts.second)
-    return parts
+    divided = divide(forward_batch, added, first)
+    compat.batch.as_decode(divided.second)
+    return divided

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sglang_pat import compat
-from sglang_pat.backend.extends.halves import Parts, divide, trailing
+from sglang_pat.backend.extends.halves import Halves, divide, trailing
 from sglang_pat.backend.groups import LayerGroup
 from sglang_pat.backend.kv import NewTokens, Store
 from sglang_pat.backend.start.layers import logit_cap
@@ -103,7 +103,7 @@ class PackedExtend:
         self._window_slots: torch.Tensor | None = None
         self._failed = False
 
-    def begin(self, forward_batch: ForwardBatch, check: Callable[..., None] | None) -> Parts | None:
+    def begin(self, forward_batch: ForwardBatch, check: Callable[..., None] | None) -> Halves | None:
         """Plan a batch's extend, before its layers run.
 
         Args:
@@ -190,11 +190,11 @@ class PackedExtend:
         first = trailing(added, max(group.executor.pack_config.max_queries for group in self._groups) - 1)
         return first if first < len(added) - 1 else None
 
-    def _divided(self, forward_batch: ForwardBatch, added: list[int], first: int) -> Parts:
+    def _divided(self, forward_batch: ForwardBatch, added: list[int], first: int) -> Halves:
         """The batch in front of the request `first`, and from there on; `added` are the new tokens of all."""
         if self._everything:
-            # A copy, because `Parts` changes its batches.
-            return Parts(0, sum(added), None, copy.copy(forward_batch))
+            # A copy, because `Halves` changes its batches.
+            return Halves(0, sum(added), None, copy.copy(forward_batch))
         return divide(forward_batch, added, first)
 
     def _pays(self, made: Mapping[LayerGroup, ExtendPlan]) -> bool:

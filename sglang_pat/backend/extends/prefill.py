@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_pat import compat
-from sglang_pat.backend.extends import halves as parts
-from sglang_pat.backend.extends.halves import Forward, Parts
+from sglang_pat.backend.extends import halves
+from sglang_pat.backend.extends.halves import Forward, Halves
 from sglang_pat.backend.extends.planned import PackedExtend
 from sglang_pat.radix_bridge import hooks
 
@@ -52,8 +52,8 @@ class Prefill:
         # The stock backend's metadata cover the rest of a batch only, so no layer may need it for the whole batch.
         decoders = all(map(compat.model.decodes, compat.model.attention_layers(runner)))
         self._divides = extend is not None and decoders
-        self._decoding: Parts | None = None  # the batch, divided before the requests that decode
-        self._planned: Parts | None = None  # the first part of that, divided before the requests that are planned
+        self._decoding: Halves | None = None  # the batch, divided before the requests that decode
+        self._planned: Halves | None = None  # the first half of that, divided before the requests that are planned
 
     def begin(self, forward_batch: ForwardBatch, check: Callable[..., None] | None) -> None:
         """Divide and plan a batch, before its layers run; `check` as for `PackedExtend.begin`."""
@@ -61,7 +61,7 @@ class Prefill:
         left: Any = forward_batch
         extends = compat.batch.is_extend(forward_batch.forward_mode)
         if extends and self._divides:
-            self._decoding = parts.decoding(forward_batch)
+            self._decoding = halves.decoding(forward_batch)
         if self._decoding is not None:
             self._begin_decode(self._decoding.second, not hooks.is_mixed(forward_batch))
             left = self._decoding.first
