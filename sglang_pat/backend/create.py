@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_pat import compat, jit
@@ -16,6 +17,7 @@ from sglang_pat.backend.attention import PatAttnBackend
 from sglang_pat.backend.groups import LayerGroup, LayerGroups
 from sglang_pat.backend.start import layers, support
 from sglang_pat.config import PatConfig
+from sglang_pat.kernels import cuda
 from sglang_pat.packing import AttentionSpec
 from sglang_pat.radix_bridge import hooks
 from sglang_pat.radix_bridge.trace import FORMAT, Header, TraceWriter
@@ -69,7 +71,11 @@ def create(runner: ModelRunner) -> AttentionBackend:
         inner = stock_backend(runner, specs) if prefills else None
         latent = runner.device != "cpu" and any(spec.latent for spec in specs)
         drafted = compat.arguments.draft_tokens(runner.server_args)
-        if inner is not None and latent and executors.left_to_stock(specs, drafted, config.policy):
+        if (
+            inner is not None
+            and latent
+            and executors.left_to_stock(specs, cuda.arch_of(torch.device("cuda")), drafted, config.policy)
+        ):
             logger.info("sglang-pat: a request has so many heads that nothing is packed: decode steps run there too")
             return inner
         if latent and not prefills:

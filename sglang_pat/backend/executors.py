@@ -91,28 +91,29 @@ def workspace_slots(spec: AttentionSpec, pack_config: PackConfig, max_batch: int
     return min(most, PARTS_OF_A_REQUEST * max_batch + 2 * pack_config.max_bins * pack_config.max_queries)
 
 
-def left_to_stock(specs: Iterable[AttentionSpec], tokens: int, policy: Policy) -> bool:
+def left_to_stock(specs: Iterable[AttentionSpec], arch: str, tokens: int, policy: Policy) -> bool:
     """Whether the stock backend that prefills on a GPU shall run everything: nothing is packed, and it decodes latents of 16 bits a little faster. Those of
     8 bits it copies, all of the pool in each layer.
 
     Args:
+        arch: The GPU's, such as `9.0a`.
         tokens: Of a draft; 0 without speculation.
         policy: What the user says: with another than the default PAT decodes, for who wants to time it.
     """
     steps = [msgspec.structs.replace(spec, query_tokens=tokens or 1) for spec in specs]
     return policy == "optimal" and all(
-        spec.latent and spec.kv.bits == 16 and not capabilities.packs(spec) for spec in steps
+        spec.latent and spec.kv.bits == 16 and not capabilities.packs(spec, arch) for spec in steps
     )
 
 
-def policy_of(spec: AttentionSpec, policy: Policy) -> Policy:
+def policy_of(spec: AttentionSpec, arch: str, policy: Policy) -> Policy:
     """How a GPU packs queries of this spec, where the user says `policy`: others than the default stay."""
-    return policy if capabilities.packs(spec) or policy != "optimal" else "query"
+    return policy if capabilities.packs(spec, arch) or policy != "optimal" else "query"
 
 
-def remark(spec: AttentionSpec, policy: Policy) -> str:
+def remark(spec: AttentionSpec, arch: str, policy: Policy) -> str:
     """What to add to a GPU executor's description: that requests are decoded each by itself though the user did not ask for it; empty if they are not."""
-    return "" if policy_of(spec, policy) == policy else ", nothing is packed"
+    return "" if policy_of(spec, arch, policy) == policy else ", nothing is packed"
 
 
 def _capacity(pack_config: PackConfig, runner: ModelRunner) -> int:
@@ -199,23 +200,24 @@ class CudaExecutor:
         self, runner: ModelRunner, config: PatConfig, spec: AttentionSpec, extends: bool = False, piece: int = 0
     ) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
+        arch = cuda.arch_of(device)
         self.table = config.tiles
         table = devices.load(Path(self.table), "SGLANG_PAT_TILES") if self.table else None
         with devices.used(self.table):
-            tiles = capabilities.tile_table_of(spec, cuda.arch_of(device), torch.cuda.get_device_name(device), table)
+            tiles = capabilities.tile_table_of(spec, arch, torch.cuda.get_device_name(device), table)
         alike = piece > 0
         if alike:
             tiles = capabilities.alike(tiles)
         if extends:
             # Compile both modules in parallel.
-            cuda.build(cuda.variants(spec, cuda.arch_of(device), tiles.query_tiles, runner.dtype, extends, alike))
+            cuda.build(cuda.variants(spec, arch, tiles.query_tiles, runner.dtype, extends, alike))
         self._decoder = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, alike=alike)
         self.store: Callable[..., None] = self._decoder.store
         self.unpack: Callable[..., None] = self._decoder.unpack
         self._extender = None
         if extends:
             self._extender = cuda.Decoder(spec, tiles, device, dtype=runner.dtype, limits=True, alike=alike)
-        policy = policy_of(spec, config.policy)
+        policy = policy_of(spec, arch, config.policy)
         self.pack_config = PackConfig.of(spec, tiles, self._decoder.workers, policy, piece)
         size = _capacity(self.pack_config, runner)
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
@@ -228,7 +230,9 @@ class CudaExecutor:
         self._copied.record()  # creates its handle
         self._copying = False
         held = (self._plan.nbytes + self.workspace_bytes) / 2**20
-        self.description = f"{self._decoder.workers} workers, {held:.0f} MiB of GPU memory{remark(spec, config.policy)}"
+        self.description = (
+            f"{self._decoder.workers} workers, {held:.0f} MiB of GPU memory{remark(spec, arch, config.policy)}"
+        )
 
     @property
     def device(self) -> torch.device:

@@ -27,6 +27,10 @@ class Baseline(msgspec.Struct, frozen=True):
     item: float
 
 
+ARCH = "9.0a"
+"""Of all GPUs that there are coefficients for."""
+
+
 class Gpu(msgspec.Struct, frozen=True):
     """Coefficients of a GPU with KV of so many bits, fitted by `python benchmarks/calibrate.py`; times in microseconds.
 
@@ -72,7 +76,7 @@ def static_fraction(gpu: Gpu) -> float:
 
 
 H200 = Gpu(
-    name="H200", tbps=4.4, tflops=790, memory_gb=141, sms=132, arch="9.0a", base=12.19, longest=0.873, merge=0.0,
+    name="H200", tbps=4.4, tflops=790, memory_gb=141, sms=132, arch=ARCH, base=12.19, longest=0.873, merge=0.0,
     rest_ms={"pat": 1.239, "fa3": 0.912, "flashinfer": 1.324}, request_us=7.919,
     baselines={"fa3": Baseline(24.63, 0.902, 0.556, 1.916), "flashinfer": Baseline(14.75, 0.911, 0.456, 2.691)},
 )  # fmt: skip
@@ -81,7 +85,7 @@ H200_8BIT = msgspec.structs.replace(
     baselines={"fa3": Baseline(15.63, 1.771, 1.486, 1.845), "flashinfer": Baseline(16.20, 1.619, 1.500, 4.674)},
 )  # fmt: skip
 H100 = Gpu(
-    name="H100", tbps=3.08, tflops=790, memory_gb=80, sms=132, arch="9.0a", base=11.51, longest=0.903, merge=0.0,
+    name="H100", tbps=3.08, tflops=790, memory_gb=80, sms=132, arch=ARCH, base=11.51, longest=0.903, merge=0.0,
     rest_ms={"pat": 1.249, "fa3": 1.072, "flashinfer": 1.503}, request_us=8.765,
     baselines={"fa3": Baseline(24.29, 0.866, 0.392, 1.607), "flashinfer": Baseline(13.41, 0.882, 0.323, 2.376)},
 )  # fmt: skip
@@ -131,9 +135,9 @@ def layers_of(model: Model, kv: KVFormat) -> dict[AttentionSpec, int]:
         EstimateError: There is no kernel for the model, or no measurement of what other backends take.
     """
     for spec in model.layers:
-        if not capabilities.packs(spec):
+        if not capabilities.packs(spec, ARCH):
             raise EstimateError(
-                f"MLA with {spec.heads} heads on a GPU packs nothing: estimates are for one GPU, and up to {capabilities.LATENT_ROWS // 2} heads are packed"
+                f"MLA with {spec.heads} heads on a GPU packs nothing: estimates are for one GPU, and up to {capabilities.latent_query_tiles(ARCH)[-1] // 2} heads are packed"
             )
     layers = {msgspec.structs.replace(spec, kv=kv): count for spec, count in model.layers.items()}
     for refusal in (capabilities.refusal(spec, "cuda") for spec in layers):

@@ -52,9 +52,6 @@ LATENT_TILES = {"9.0a": (8, 16, 32, 64), "8.0": (16, 64), "10.0": (16, 64)}
 """Every m of the kernels for latents, by architecture; (16,) where there is less shared memory. A CTA computes a work item together
 (csrc/cuda/kv/latent.cuh, latent_mma.cuh)."""
 
-LATENT_ROWS = 64
-"""Rows of the widest of them."""
-
 NARROW_M = 16
 """The most rows that a single warp computes (`kNarrowM` in csrc/cuda/tiles.h)."""
 
@@ -123,10 +120,10 @@ def tiles_of(spec: AttentionSpec, arch: str) -> tuple[int, ...]:
     return query_tiles(arch, spec.head_dim, spec.kv.bits, spec.query_heads // spec.kv_heads)
 
 
-def packs(spec: AttentionSpec) -> bool:
-    """Whether a GPU's work items have room for more than one query of this spec. Where they have none, requests wait for products of matrices, not for KV:
+def packs(spec: AttentionSpec, arch: str) -> bool:
+    """Whether work items of an architecture have room for more than one query of this spec. Where they have none, requests wait for products of matrices, not for KV:
     reading latents once for several requests saves nothing then (benchmarks/notes/latents.md, "Beside FA3, FlashInfer and FlashMLA")."""
-    return not spec.latent or 2 * spec.query_heads <= LATENT_ROWS
+    return not spec.latent or 2 * spec.query_heads <= latent_query_tiles(arch)[-1]
 
 
 def latent_spec_problem(spec: AttentionSpec) -> str | None:
