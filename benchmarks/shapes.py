@@ -4,7 +4,8 @@
     python benchmarks/shapes.py                          # what there is
 
 A folder has the model's configuration, as its makers published it, and a tokenizer in which a word is a token: text that a benchmark makes of N
-random tokens is N tokens again. No weights, and no vocabulary of the model's.
+random tokens is N tokens again. No weights, and no vocabulary of the model's. For Qwen 3.5 transformers takes that model's own code whatever the folder
+says, which knows none of these words: serve that shape to benchmarks that send ids (agentic.py, serving.py's trace).
 """
 
 from __future__ import annotations
@@ -92,6 +93,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """By the configurations on the models' own pages; `qwen3-8b-eagle` is a draft of one layer for `qwen3-8b`."""
+
+
+IDS_ONLY = {"qwen3.5-35b-a3b"}
+"""Shapes whose tokenizer makes no tokens of text."""
 
 
 def write(name: str, folder: Path) -> Path:

@@ -11,6 +11,9 @@ import pytest
 pytestmark = pytest.mark.once
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "shapes.py"
+sys.path.append(str(SCRIPT.parent))
+
+from shapes import IDS_ONLY
 
 
 def run(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
@@ -26,6 +29,8 @@ def test_a_word_is_a_token_and_configurations_load(tmp_path: Path) -> None:
     for name in names:
         config = AutoConfig.from_pretrained(tmp_path / name)
         assert config.num_attention_heads % config.num_key_value_heads == 0
+        if name in IDS_ONLY:
+            continue
         tokens = [5, 9, 777, 19_999, 3]
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
         assert tokenizer.encode(tokenizer.decode(tokens)) == tokens
