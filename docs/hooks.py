@@ -88,7 +88,9 @@ def support() -> str:
             what = f"**{feature.name}**" + (f" ({feature.how})" if feature.how else "")
             more = "; ".join(filter(None, (feature.note, feature.instead)))
             on_gpu = any(test.startswith("test_gpu_") for test in feature.shown)
-            rows.append([MARKS[feature.status] + " GPU" * on_gpu, what + (f"<br>{more[0].upper()}{more[1:]}." if more else "")])
+            rows.append(
+                [MARKS[feature.status] + " GPU" * on_gpu, what + (f"<br>{more[0].upper()}{more[1:]}." if more else "")]
+            )
         parts.append(f"### {group}\n\n" + tables.table(["", "feature"], rows))
     return "\n\n".join(parts)
 
