@@ -134,6 +134,8 @@ struct Config {
     equal("window of wide tiles only", config.window, window);
     equal("group of wide tiles only", config.group, group);
     equal("runs of wide tiles only", config.runs, runs);
+    equal("workers of wide tiles only", config.workers, workers);
+    equal("token_bytes of wide tiles only", config.token_bytes, token_bytes);
     wide_limits = limits, wide_only = std::make_shared<const Config>(std::move(config));
   }
 
