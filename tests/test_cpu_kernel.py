@@ -122,7 +122,7 @@ def test_latents_of_any_shape_and_dtype(dtype: torch.dtype, dim: int, v_dim: int
     case = kernel_cases.of_latents(Case(batch, heads, 1, dim, v_dim, dtype))
     out = case.decode(case.plan())
     # A score adds up 576 products: with one head 1 of 60 cases is off by more than 1e-6 in float32.
-    assert case.difference(out) < TOLERANCE[dtype] * max(1, dim / 288)
+    assert case.difference(out) < TOLERANCE[dtype] * (2 if dim == 576 and dtype == torch.float32 else 1)
     case.v = case.v.contiguous()
     assert torch.equal(case.decode(case.plan()), out), "with a V of its own"
 
