@@ -23,7 +23,7 @@ import tvm_ffi
 from tvm_ffi import libinfo
 
 from sglang_pat import jit
-from sglang_pat.kernels import capabilities, cuda
+from sglang_pat.kernels import cuda
 from sglang_pat.packing import AttentionSpec, TileTable
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -171,8 +171,6 @@ class Decoder(cuda.Decoder):
         planted: Change | None = None,
     ) -> None:
         """All `changes` are compiled together, and none is made but the `planted` one."""
-        if alike:
-            tiles = capabilities.alike(tiles)
         variant = cuda.Variant.of(spec, arch, tiles.query_tiles, dtype, limits, alike)
         self._tile_rows, self._kv = tiles.query_tiles[-1], variant.kv
         self._window = spec.window if variant.limits else 0

@@ -212,11 +212,9 @@ class Decoder:
             jit.BuildError: There is no CUDA compiler, or it failed.
             ValueError: There are no kernels for the spec.
         """
-        if alike:
-            tiles = capabilities.alike(tiles)
         variant = Variant.of(spec, arch_of(device), tiles.query_tiles, dtype, limits, alike)
         rows = spec.query_heads // spec.kv_heads
-        if not (limits or spec.window) and tiles.tails_queries(rows) > 1 and not variant.tails:
+        if not (limits or spec.window or alike) and tiles.tails_queries(rows) > 1 and not variant.tails:
             raise ValueError(f"the CUDA kernels have no work items with tails for {rows} rows of a query")
         build([variant])
         self._tile_rows, self._kv = tiles.query_tiles[-1], variant.kv
