@@ -47,7 +47,6 @@ class Gpu(msgspec.Struct, frozen=True):
             batches of up to 256 wait for memory.
         memory_gb: Memory, from the data sheet.
         sms: Streaming multiprocessors; each runs one CTA.
-        arch: Compute capability.
         baselines: The backends that were measured beside PAT, by SGLang's names. The first is SGLang's default on this GPU.
     """
 
@@ -56,7 +55,6 @@ class Gpu(msgspec.Struct, frozen=True):
     tflops: float
     memory_gb: int
     sms: int
-    arch: str
     base: float
     longest: float
     merge: float
@@ -76,7 +74,7 @@ def static_fraction(gpu: Gpu) -> float:
 
 
 H200 = Gpu(
-    name="H200", tbps=4.4, tflops=790, memory_gb=141, sms=132, arch=ARCH, base=12.19, longest=0.873, merge=0.0,
+    name="H200", tbps=4.4, tflops=790, memory_gb=141, sms=132, base=12.19, longest=0.873, merge=0.0,
     rest_ms={"pat": 1.239, "fa3": 0.912, "flashinfer": 1.324}, request_us=7.919,
     baselines={"fa3": Baseline(24.63, 0.902, 0.556, 1.916), "flashinfer": Baseline(14.75, 0.911, 0.456, 2.691)},
 )  # fmt: skip
@@ -85,7 +83,7 @@ H200_8BIT = msgspec.structs.replace(
     baselines={"fa3": Baseline(15.63, 1.771, 1.486, 1.845), "flashinfer": Baseline(16.20, 1.619, 1.500, 4.674)},
 )  # fmt: skip
 H100 = Gpu(
-    name="H100", tbps=3.08, tflops=790, memory_gb=80, sms=132, arch=ARCH, base=11.51, longest=0.903, merge=0.0,
+    name="H100", tbps=3.08, tflops=790, memory_gb=80, sms=132, base=11.51, longest=0.903, merge=0.0,
     rest_ms={"pat": 1.249, "fa3": 1.072, "flashinfer": 1.503}, request_us=8.765,
     baselines={"fa3": Baseline(24.29, 0.866, 0.392, 1.607), "flashinfer": Baseline(13.41, 0.882, 0.323, 2.376)},
 )  # fmt: skip
@@ -163,7 +161,7 @@ class Step(msgspec.Struct):
 
 
 def pack_config(spec: AttentionSpec, gpu: Gpu) -> PackConfig:
-    return PackConfig.of(spec, capabilities.tile_table_of(spec, gpu.arch, gpu.name), workers=gpu.sms)
+    return PackConfig.of(spec, capabilities.tile_table_of(spec, ARCH, gpu.name), workers=gpu.sms)
 
 
 def step(batch: Batch, configs: list[tuple[PackConfig, int]], gpu: Gpu) -> Step:
