@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 from pathlib import Path
 
 import kernels
@@ -37,7 +38,7 @@ BENCHMARKS = {
 
 UNSHARED = ("1x4096", "8x4096", "32x4096", "128x4096", "8x32768")
 """Beside the paper's trees: requests x tokens."""
-RIVALS = {"fa3": rivals.AlikeFa3, "triton": rivals.AlikeTriton}
+RIVALS = (rivals.AlikeFa3, rivals.AlikeTriton)
 
 
 class Record(msgspec.Struct):
@@ -58,19 +59,13 @@ class Record(msgspec.Struct):
 
 def measure(problem: kernels.Problem, piece: int) -> Record:
     ours = kernels.Pat(problem, piece=piece)
-    times = {
-        "pat": kernels.median_us(ours.run, cold=True),
-        "free": kernels.median_us(kernels.Pat(problem).run, cold=True),
-    }
-    others, errors = {}, {}
-    for name, rival in RIVALS.items():
-        other = rival(problem)
-        others[name] = round(kernels.median_us(other.run, cold=True), 2)
-        errors[name] = problem.error(other.out)
+    us = kernels.median_us(ours.run, cold=True)
+    free_us = kernels.median_us(kernels.Pat(problem).run, cold=True)
+    others = kernels.beside(problem, RIVALS)
     return Record(
         problem.tree, any(len(queries) > 1 for _, _, queries in trees.pieces(problem.batch)),
-        f"{problem.heads}/{problem.kv_heads}", problem.page_size, piece, round(times["pat"], 2), round(times["free"], 2), others,
-        round(problem.floor_us, 2), problem.error(ours.out), errors,
+        f"{problem.heads}/{problem.kv_heads}", problem.page_size, piece, round(us, 2), round(free_us, 2), others.us,
+        round(problem.floor_us, 2), problem.error(ours.out), others.errors,
     )  # fmt: skip
 
 
@@ -90,13 +85,13 @@ def main() -> None:
     device = {**gpu(), **kernels.bandwidth()}
     records = []
     if options.append and options.output.exists():
-        records = msgspec.json.decode(json.dumps(json.loads(options.output.read_text())["records"]), type=list[Record])
+        records = msgspec.convert(json.loads(options.output.read_text())["records"], list[Record])
     print(f"{'heads':>6} {'tree':42}{'floor':>8}{'pat':>8}{'free':>8}{'/free':>6}   others, best / PAT")
     for heads, tree in itertools.product(options.heads, options.trees):
         problem = kernels.Problem(tree, *map(int, heads.split("/")), options.page_size, torch.bfloat16)
         record = measure(problem, options.piece)
         records.append(record)
-        best = min(record.rivals.values())
+        best = min(record.rivals.values(), default=math.nan)
         print(
             f"{heads:>6} {tree:42}{record.floor_us:8.1f}{record.pat_us:8.1f}{record.free_us:8.1f}{record.pat_us / record.free_us:6.2f}   "
             f"{' '.join(f'{name} {us:.1f}' for name, us in record.rivals.items())}, {best / record.pat_us:.2f} error {record.pat_error:.1e}",
@@ -104,15 +99,13 @@ def main() -> None:
         )
         del problem
         options.output.write_text(
-            json.dumps({"device": device, "records": [msgspec.to_builtins(one) for one in records]}, indent=1) + "\n"
+            json.dumps({"device": device, "records": msgspec.to_builtins(records)}, indent=1) + "\n"
         )
     for shared in (True, False):
-        some = [record for record in records if record.shared == shared]
+        some = [record for record in records if record.shared == shared and record.rivals]
         if some:
-            cost, gain = (
-                mean([one.pat_us / one.free_us for one in some]),
-                mean([min(one.rivals.values()) / one.pat_us for one in some]),
-            )
+            cost = mean([one.pat_us / one.free_us for one in some])
+            gain = mean([min(one.rivals.values()) / one.pat_us for one in some])
             print(
                 f"{'shared' if shared else 'unshared'}: {len(some)} cases, {cost:.3f} x free, best other / PAT {gain:.2f}"
             )

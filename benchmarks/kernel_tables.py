@@ -94,10 +94,8 @@ def deterministic() -> str:
     said = []
     for shared, what in ((True, "Where anything is shared"), (False, "Where nothing is")):
         some = [record for record in records if record["shared"] == shared]
-        ratios, costs = (
-            [advantage(record) for record in some],
-            [record["pat_us"] / record["free_us"] for record in some],
-        )
+        ratios = [advantage(record) for record in some]
+        costs = [record["pat_us"] / record["free_us"] for record in some]
         said.append(
             f"{what}, PAT is ahead of the others in this mode in {sum(ratio > 1 for ratio in ratios)} of {len(some)} cases, {min(ratios):.2f} to "
             f"{max(ratios):.2f} times as fast as the better one, and takes {mean(costs):.2f} times as long as without the promise"

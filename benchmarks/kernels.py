@@ -27,7 +27,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -294,37 +294,49 @@ def ablate(trees_: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+class Beside(msgspec.Struct):
+    """What others take, in microseconds with a cold L2 cache and perhaps a warm one, their errors, and why one has no time."""
+
+    us: dict[str, float] = {}
+    warm_us: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    missing: dict[str, str] = {}
+
+
+def beside(problem: Any, others: Iterable[Any], warm: bool = False) -> Beside:
+    """Times these rivals (their classes) on a problem; one that fails must not cost the others' numbers."""
+    found = Beside()
+    for rival in others:
+        try:
+            other = rival(problem)
+            us = round(median_us(other.run, cold=True), 2)
+            warm_us = round(median_us(other.run, cold=False), 2) if warm else None
+            other.run()  # what a graph has written may not last
+            found.errors[rival.name] = problem.error(other.out)
+            found.us[rival.name] = us
+            if warm_us is not None:
+                found.warm_us[rival.name] = warm_us
+        except rivals.UnsupportedError as error:
+            found.missing[rival.name] = str(error)
+        except Exception as error:
+            found.missing[rival.name] = rivals.failure(error)
+            print(f"  {rival.name} failed: {found.missing[rival.name]}", flush=True)
+            torch.cuda.synchronize()
+    return found
+
+
 def measure(problem: Problem, names: list[str], warm: bool, same_us: float | None = None) -> Record:
     pat = Pat(problem)
     cold_us = median_us(pat.run, cold=True)
     warm_us = round(median_us(pat.run, cold=False), 2) if warm else None
-    times, warm_times, errors = {}, {}, {}
-    missing: dict[str, str] = {}
-    for rival in rivals.of(problem):
-        if rival.name not in names:
-            continue
-        try:
-            other = rival(problem)
-            rival_us = round(median_us(other.run, cold=True), 2)
-            rival_warm_us = round(median_us(other.run, cold=False), 2) if warm else None
-            other.run()
-            errors[rival.name] = problem.error(other.out)
-            times[rival.name] = rival_us
-            if rival_warm_us is not None:
-                warm_times[rival.name] = rival_warm_us
-        except rivals.UnsupportedError as error:
-            missing[rival.name] = str(error)
-        except Exception as error:  # a rival that fails must not cost the others' numbers
-            missing[rival.name] = rivals.failure(error)
-            print(f"  {rival.name} failed: {missing[rival.name]}", flush=True)
-            torch.cuda.synchronize()
+    others = beside(problem, [rival for rival in rivals.of(problem) if rival.name in names], warm)
     return Record(
         problem.tree, f"{problem.heads}/{problem.kv_heads}", problem.page_size,
-        str(problem.q.dtype).removeprefix("torch."), round(cold_us, 2), warm_us, times, warm_times,
-        round(problem.floor_us, 2), problem.error(pat.out), errors,
+        str(problem.q.dtype).removeprefix("torch."), round(cold_us, 2), warm_us, others.us, others.warm_us,
+        round(problem.floor_us, 2), problem.error(pat.out), others.errors,
         pat.config.cost.bytes(pat.kv_tokens, pat.parts), problem.contiguous,
         "" if same_us is None else str(problem.k.dtype).removeprefix("torch."), same_us,
-        problem.tokens, problem.dim, problem.v_dim, kv_format(problem.k.dtype).name, missing,
+        problem.tokens, problem.dim, problem.v_dim, kv_format(problem.k.dtype).name, others.missing,
     )  # fmt: skip
 
 

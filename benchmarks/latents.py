@@ -245,23 +245,10 @@ class Record(msgspec.Struct):
 
 def measure(tree: str, problem: Problem, pat: Pat, form: str, names: list[str]) -> Record:
     us = kernels.median_us(pat.run, cold=True)
-    times, errors, missing = {}, {}, {}
-    for rival in RIVALS:
-        name = rival.name  # type: ignore[attr-defined]
-        if name not in names:
-            continue
-        try:
-            other = rival(problem)
-            times[name] = round(kernels.median_us(other.run, cold=True), 2)
-            errors[name] = problem.error(other.out)
-        except rivals.UnsupportedError as reason:
-            missing[name] = str(reason)
-        except Exception as error:  # a rival that fails must not cost our numbers
-            missing[name] = rivals.failure(error)
-            torch.cuda.synchronize()
+    others = kernels.beside(problem, [rival for rival in RIVALS if rival.name in names])  # type: ignore[attr-defined]
     return Record(
-        tree, problem.heads, problem.tokens, form, problem.page_size, round(us, 2), times, round(problem.floor_us, 2),
-        problem.error(pat.out), errors, missing,
+        tree, problem.heads, problem.tokens, form, problem.page_size, round(us, 2), others.us, round(problem.floor_us, 2),
+        problem.error(pat.out), others.errors, others.missing,
     )  # fmt: skip
 
 
