@@ -69,6 +69,7 @@ class Record(msgspec.Struct):
         prompt_share: Of the tokens that decode steps read in all, those that samples of a prompt share.
         cached: Of all prompts' tokens, those that came from the cache.
         tail: The share of the time in which fewer than a tenth of the samples ran.
+        answer: The least and the most tokens of an answer.
         answers: Tokens of all answers.
         seed: Of lengths and tokens.
     """
@@ -82,6 +83,7 @@ class Record(msgspec.Struct):
     prompt_share: float
     cached: float
     tail: float
+    answer: list[int]
     answers: int
     seed: int
 
@@ -181,7 +183,7 @@ def measure(engine: Any, sizes: Sizes, shape: str, backend: str, deterministic: 
     return Record(
         shape, sizes.turns, backend, deterministic, round(seconds, 2), round(rollouts.answered / seconds, 1),
         round(rollouts.read_shared / rollouts.read, 4), round(rollouts.cached / rollouts.prompted, 4), round(tail, 4),
-        rollouts.answered, sizes.seed,
+        sizes.answer, rollouts.answered, sizes.seed,
     )  # fmt: skip
 
 
