@@ -173,8 +173,10 @@ def ask(server: Server, prompt: str, seed: int | None) -> tuple[list[int], list[
 @pytest.mark.gpu
 @pytest.mark.server
 @pytest.mark.parametrize("seed", [None, 7])
-def test_answers_do_not_depend_on_the_batch(server: Server, seed: int | None) -> None:
+def test_answers_do_not_depend_on_the_batch(server: Server, seed: int | None, request: pytest.FixtureRequest) -> None:
     """Prompts of up to 3,600 tokens, so that some have four pieces; a third share one, a third two, and the rest nothing."""
+    if seed is not None and request.node.callspec.params["server"] == "drafts":
+        pytest.skip("SGLang draws by where a verify step begins, which drafts decide (docs/rollouts.md)")
     systems = [workload.prose(f"system {i}", 900 + 1_300 * i) for i in range(2)]
     prompts = [(systems[i % 3] if i % 3 < 2 else "") + workload.prose(f"question {i}", 60 + 45 * i) for i in range(24)]
     alone = [ask(server, prompt, seed) for prompt in prompts]
@@ -210,6 +212,7 @@ def test_sglangs_own(
     # Log-probabilities of a prompt's tokens are those of a temperature of 1 or 0.
     arguments = own.BenchArgs(host=host, port=int(port), test_mode=mode, n_trials=10)
     if mode == "prefix":
-        arguments.return_logprob, arguments.temperature = True, 0.5
+        arguments.return_logprob = True
+        arguments.temperature = 0.0 if request.node.callspec.params["server"] == "drafts" else 0.5  # as above
     found = own.test_deterministic(arguments)
     assert found and set(np.array(found).tolist()) == {1}
