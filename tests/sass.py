@@ -44,8 +44,6 @@ def _shipped() -> list[cuda.Variant]:
     variants += [
         cuda.Variant.of(msgspec.structs.replace(spec_of(dtype, *dims), heads=8, query_tokens=tokens), "9.0a")
         for dtype, dims, tokens in (
-            (bf16, (256, 256), 1),
-            (bf16, (192, 128), 1),
             (fp8, (256, 256), 1),
             (fp8, (256, 256), 4),
         )

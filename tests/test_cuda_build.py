@@ -182,14 +182,13 @@ def test_modules_that_cannot_be_deterministic_are_refused() -> None:
             cuda.Variant.of(spec, "9.0a", alike=True)
 
 
-def test_few_rows_of_larger_dimensions_have_one_warpgroup() -> None:
+def test_kv_and_rows_decide_which_tiles_larger_dimensions_have() -> None:
     def tiles(heads: int, tokens: int, dim: int, dtype: torch.dtype = torch.bfloat16, arch: str = "9.0a") -> Any:
         spec = msgspec.structs.replace(spec_of(dtype, dim, dim), heads=2 * heads, kv_heads=2, query_tokens=tokens)
         return cuda.Variant.of(spec, arch).query_tiles
 
-    assert tiles(7, 1, 256) == tiles(2, 3, 192) == (8, 16, 64)
-    assert tiles(8, 1, 256) == tiles(2, 4, 256) == tiles(6, 4, 256) == (8, 64, 128)
-    assert tiles(8, 1, 192) == (8, 16, 64, 128)
+    assert tiles(1, 1, 256) == tiles(8, 1, 256) == tiles(2, 4, 256) == tiles(6, 4, 256) == (8, 64, 128)
+    assert tiles(1, 1, 192) == tiles(8, 1, 192) == (8, 16, 64, 128)
     assert tiles(7, 1, 256, torch.float8_e4m3fn) == tiles(16, 1, 192, torch.float8_e4m3fn) == (8, 16, 64)
     assert tiles(8, 1, 256, torch.float8_e4m3fn) == tiles(8, 4, 256, torch.float8_e4m3fn) == (8, 64)
     assert tiles(9, 1, 256, torch.float8_e4m3fn) == tiles(16, 1, 256, torch.float8_e4m3fn) == (8, 16, 64)

@@ -107,7 +107,7 @@ def modules() -> None:
         for dtype in (torch.bfloat16, torch.float8_e4m3fn)
         for arch in ARCHS
         for dim, v_dim in TILE_DIMS
-        for m in capabilities.query_tiles(arch, dim, 8 * dtype.itemsize, capabilities.TWO_WARPGROUPS_ROWS)
+        for m in capabilities.query_tiles(arch, dim, 8 * dtype.itemsize, capabilities.DIRECT_ROWS)
     ]
     cuda.build([*wanted, *single])
 

@@ -51,7 +51,8 @@ def test_a_gpu_finds_its_table(arch: str, gpu: str, known: str | None) -> None:
     for dim in capabilities.HEAD_DIMS:
         tiles = capabilities.tile_table(arch, dim, gpu)
         assert tiles.query_tiles == capabilities.query_tiles(arch, dim)
-        assert len(tiles.item_ns) == (len(tiles.query_tiles) if known and dim <= 128 else 0)
+        priced = known and (dim <= 128 or (known, dim) == ("NVIDIA H200", 256))
+        assert len(tiles.item_ns) == (len(tiles.query_tiles) if priced else 0)
 
 
 def test_an_h200s_bins_have_prices_of_their_own_and_an_h100s_have_not() -> None:
@@ -149,7 +150,8 @@ def test_a_head_dimension_with_a_table_of_its_own_has_its_prices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = devices.load(devices.TABLES / "h200.json")
-    own = msgspec.structs.replace(plain, head_dim=256, prices=plain.prices[:3], prices_8bit=plain.prices_8bit[:3])
+    prices = tuple(price for price in plain.prices if price.m in (8, 64, 128))
+    own = msgspec.structs.replace(plain, head_dim=256, prices=prices, prices_8bit=plain.prices_8bit[:3])
     monkeypatch.setattr(devices, "TABLES", tmp_path)
     (tmp_path / "h200.json").write_text(tune.written(plain))
     (tmp_path / "h200-256.json").write_text(tune.written(own))
@@ -158,13 +160,18 @@ def test_a_head_dimension_with_a_table_of_its_own_has_its_prices(
         assert {dim: table.token_ns != () for dim, table in tiles.items()} == {
             64: True, 96: True, 128: True, 192: False, 256: True,
         }  # fmt: skip
-        assert tiles[256].token_ns == tiles[128].token_ns[:3] and tiles[64].token_ns[0] == tiles[128].token_ns[0] / 2
-        assert tiles[256].tails_m == 0
-        # Queries of more rows have other tiles, of which the largest has no price here.
-        assert capabilities.tile_table("9.0a", 256, gpu, rows=8) == TileTable((8, 64, 128))
-    priced = capabilities.tile_table("9.0a", 256, table=msgspec.structs.replace(own, prices=plain.prices), rows=8)
-    assert (priced.query_tiles, priced.warp_m, priced.tails_m) == ((8, 64, 128), 8, 0) and priced.token_ns != ()
-    assert own.slice_token_ns > 0 == priced.slice_token_ns, "kernels slice by 16 rows, and would leave out heads"
+        assert (
+            tiles[256].token_ns[:2] == tiles[128].token_ns[::2][:2]
+            and tiles[64].token_ns[0] == tiles[128].token_ns[0] / 2
+        )
+        assert (tiles[256].query_tiles, tiles[256].warp_m, tiles[256].tails_m) == ((8, 64, 128), 8, 0)
+        assert own.slice_token_ns > 0 == tiles[256].slice_token_ns, (
+            "kernels slice by 16 rows, and would leave out heads"
+        )
+        # With KV of 8 bits queries of other rows have other tiles, of which some have no price here.
+        assert capabilities.tile_table("9.0a", 256, gpu, kv_bits=8, rows=1).token_ns != ()
+    (tmp_path / "h200-256.json").write_text(tune.written(msgspec.structs.replace(own, prices=prices[:2])))
+    assert capabilities.tile_table("9.0a", 256, "NVIDIA H200") == TileTable((8, 64, 128)), "one tile has no price"
     assert devices.find("", "another Hopper", 256) is None
 
 

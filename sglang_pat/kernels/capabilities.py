@@ -67,10 +67,9 @@ TAILS_DIM = 128
 """The largest head dimension of work items with tails, and of those of 64 rows that two warpgroups share. Above it a warpgroup sees nothing of the
 other one's query (`OwnQueries` in csrc/cuda/ring.cuh)."""
 
-TWO_WARPGROUPS_ROWS = 8
-"""The fewest rows of a query with which modules of more than 128 dimensions have tiles of 128 rows, hence two computing warpgroups: on an H200, of 256
-dimensions, such took 0.55 to 1.00 of the time, and queries of 4 rows up to 1.22 (benchmarks/notes/larger-dimensions.md, "Two computing warpgroups at
-256")."""
+DIRECT_ROWS = 8
+"""The fewest rows of a query with which 8-bit KV of 256 dimensions is converted by two warpgroups: on an H200 queries of 4 rows took 1.02 and 1.06 times as long so
+(benchmarks/notes/larger-dimensions.md, "KV of 8 bits at 256")."""
 
 
 MEASURED_DIM = 128
@@ -79,14 +78,13 @@ MEASURED_DIM = 128
 
 def query_tiles(arch: str, head_dim: int, kv_bits: int = 16, rows: int = 1) -> tuple[int, ...]:
     """Every m of an architecture's kernels. 128 rows take two warpgroups, 192 three: with KV of 8 bits the third one converts (csrc/cuda/threads.cuh,
-    `wide_warpgroups`). Above 128 dimensions:
+    `wide_warpgroups`). On Hopper, above 128 dimensions:
 
     | KV | dimensions | rows | tiles | compute wide, convert, run narrow items |
     |---|---|---|---|---|
-    | 16 bits | all | fewer than TWO_WARPGROUPS_ROWS | 8, 16, 64 | one warpgroup, none, one |
-    | 16 bits | 192 (256 without 16) | more | 8, 16, 64, 128 | two, none, two |
+    | 16 bits | 192 (256 without 16) | all | 8, 16, 64, 128 | two, none, two |
     | 8 bits | 192 | all | 8, 16, 64 | one, two, two (`converts_directly`) |
-    | 8 bits | 256 | TWO_WARPGROUPS_ROWS, and more than 16 | 8, 64 | one, two, two (`converts_directly`) |
+    | 8 bits | 256 | DIRECT_ROWS, and more than 16 | 8, 64 | one, two, two (`converts_directly`) |
     | 8 bits | 256 | others | 8, 16, 64 | one, two warps, one |
 
     Of 256 two warpgroups leave a warp too few registers for 16 rows (ptxas of CUDA 13.0 spills 364 bytes, with KV of 8 bits 120).
@@ -99,12 +97,10 @@ def query_tiles(arch: str, head_dim: int, kv_bits: int = 16, rows: int = 1) -> t
     """
     if head_dim <= 128 and arch.startswith("9."):
         return (8, NARROW_M, 64, 128) if kv_bits == 8 else (8, NARROW_M, 64, 128, 192)
-    if kv_bits >= 8 and rows >= TWO_WARPGROUPS_ROWS and arch.startswith("9."):
-        narrow = (8,) if head_dim > 192 else (8, NARROW_M)
-        if kv_bits == 16:
-            return (*narrow, 64, 128)
-        if NARROW_M in narrow or not TWO_WARPGROUPS_ROWS < rows <= NARROW_M:
-            return (*narrow, 64)
+    if arch.startswith("9.") and kv_bits == 16:
+        return (8, 64, 128) if head_dim > 192 else (8, NARROW_M, 64, 128)
+    if arch.startswith("9.") and kv_bits == 8 and head_dim > 192 and (rows == DIRECT_ROWS or rows > NARROW_M):
+        return (8, 64)
     return (8, NARROW_M) if kv_bits < 8 else (8, NARROW_M, 64)
 
 
