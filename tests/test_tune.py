@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from derived_table import derived
+from derived_table import DERIVED, derived
 from oracle import makespan, pricing
 
 from sglang_pat.cli import tile_prices, tune
@@ -23,9 +23,10 @@ TILES = capabilities.tile_table("9.0a", 128)
 H200 = devices.load(devices.TABLES / "h200.json")
 
 
-def test_a_table_is_derived_from_a_measured_one() -> None:
-    path = devices.TABLES / "a100.json"
-    text = tune.written(derived(H200))
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_table_is_derived_from_a_measured_one(name: str) -> None:
+    path = devices.TABLES / name
+    text = tune.written(derived(name))
     assert text == path.read_text()
     lines, table = text.splitlines(), devices.load(path)
     prices = sum(len(table.prices_of(bits)) for bits in (16, 8, 4, 2))
@@ -51,7 +52,7 @@ def test_a_gpu_finds_its_table(arch: str, gpu: str, known: str | None) -> None:
     for dim in capabilities.HEAD_DIMS:
         tiles = capabilities.tile_table(arch, dim, gpu)
         assert tiles.query_tiles == capabilities.query_tiles(arch, dim)
-        priced = known and (dim <= 128 or (known, dim) == ("NVIDIA H200", 256))
+        priced = known and (dim <= 128 or (known in ("NVIDIA H200", "NVIDIA H100 80GB HBM3") and dim == 256))
         assert len(tiles.item_ns) == (len(tiles.query_tiles) if priced else 0)
 
 
