@@ -105,6 +105,24 @@ def deterministic() -> str:
     return f"{table(head, rows)}\n\n*{device['name']}, torch {device['torch']}, {device['date']}.* {'. '.join(said)}."
 
 
+def kernels_dim256() -> str:
+    """Heads of 256 dimensions: how all cases of a kind do."""
+    result = load("kernels-dim256-h200.json")
+    kinds: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for record in result["records"]:
+        kinds.setdefault((record["kv"], record["heads"], record["tokens"]), []).append(record)
+    rows = []
+    for (kv, heads, tokens), records in sorted(kinds.items(), key=lambda kind: kind[0][0] != "bfloat16"):
+        cells = []
+        for shared in (True, False):
+            ratios = [advantage(one) for one in records if ("," in one["tree"]) == shared]
+            cells += [f"{mean(ratios):.2f}", f"{min(ratios):.2f}", f"{sum(ratio >= 0.99 for ratio in ratios)} of {len(ratios)}"]
+        rows.append([kv, heads, f"{tokens}", *cells])
+    device = result["device"]
+    head = ["KV", "heads", "tokens", "shared: mean", "least", "at least 0.99", "not shared: mean", "least", "at least 0.99"]
+    return f"{table(head, rows)}\n\n*{device['name']} ({device['read_tbps']} TB/s read), torch {device['torch']}, {device['date']}.* Best other / PAT."
+
+
 def kernels_fp8() -> str:
     result = load("kernels-fp8-h200.json")
     records = result["records"]
