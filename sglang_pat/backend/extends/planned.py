@@ -154,7 +154,9 @@ class PackedExtend:
             # KV that its window has left behind maps to 0 there, and is not read.
             mapping, own = compat.pool.window_mapping(self._pool), batch.req_pool_indices[: len(added)].long()
             self._window_slots = mapping[batch.out_cache_loc]
-            self._window_table = mapping[self._req_to_token[own, :longest].long()].int()
+            self._window_table = self._req_to_token[own, :longest]
+            for some in self._window_table.split(max(1, WINDOW_TABLE_SLOTS // max(1, longest))):
+                some.copy_(mapping[some.long()])
             self._window_rows = moved[-1]
         return parts
 
