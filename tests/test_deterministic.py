@@ -117,15 +117,8 @@ def test_a_prefill_that_is_not_cut_alike_is_found_out() -> None:
         assert not torch.equal(dense.run_dense_fixture_eager(mixed_batch()), out)
 
 
-def test_pools_for_windows_and_latents_are_refused() -> None:
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-
-    pool = SWAKVPool.__new__(SWAKVPool)
-    pool.swa_layer_nums = 1
-    runner: Any = SimpleNamespace(token_to_kv_pool=pool, use_mla_backend=False)
-    with pytest.raises(support.UnsupportedError, match="add --disable-hybrid-swa-memory"):
-        support._check_deterministic(runner, "GptOss")
-    runner.use_mla_backend = True
+def test_latents_are_refused() -> None:
+    runner: Any = SimpleNamespace(use_mla_backend=True)
     with pytest.raises(support.UnsupportedError, match="for MLA models like DeepSeek"):
         support._check_deterministic(runner, "DeepSeek")
 

@@ -82,6 +82,18 @@ def test_plans_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None
 
 
 @given(batches(max_queries=20, max_length=300), pieced)
+@settings(max_examples=100, deadline=None)
+def test_requests_count_with_what_they_see(batch: Batch, config: PackConfig) -> None:
+    scheduler = NativeScheduler(config, len(batch.seq_lens), buffers=[np.zeros(1 << 20, dtype=np.int32) for _ in range(2)])
+    steps = scheduler.take(load(scheduler, batch), np.array(batch.seq_lens), 0)[1]
+    counts, window = scheduler.totals(steps), config.window or 2**31
+    seen = sum(min(length + step, window) for length in batch.seq_lens for step in range(steps))
+    assert counts.kv_tokens <= counts.kv_tokens_unpacked == seen
+    if not batch.roots:
+        assert counts.kv_tokens == seen
+
+
+@given(batches(max_queries=20, max_length=300), pieced)
 @settings(max_examples=60, deadline=None)
 def test_what_a_request_reads_together_is_the_same_in_a_fall_back(batch: Batch, config: PackConfig) -> None:
     room = layout.capacity(config, len(batch.seq_lens), max(batch.seq_lens))
