@@ -6,6 +6,7 @@ That kernels do so is shown in test_pieces.py; here is what a backend and a serv
 from __future__ import annotations
 
 import random
+import sys
 import unittest
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,18 +15,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mellum
 import numpy as np
 import pytest
 import torch
-from conftest import assert_sound, drafts, flush, importing_kits
+from conftest import assert_sound, drafts, flush, generate_all, importing_kits
+from forked import ForkedServer
 from gpu_servers import CHECKED, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_pat import compat, plugin
 from sglang_pat.backend import executors
+from sglang_pat.backend.extends import planned
 from sglang_pat.backend.extends.planned import rounds
 from sglang_pat.backend.start import support
+from sglang_pat.backend.step import Step
 from sglang_pat.backend.tensors import lengths
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
@@ -41,6 +46,7 @@ plugin.register()
 
 DEVICE: dict[str, Any] = {"device": "cuda" if ON_GPU else "cpu", "head_dim": 64 if ON_GPU else dense.DEFAULT_HEAD_DIM}
 BASE = next(case for case in dense.make_dense_cases("pat") if case.name == "mha_decode_page_boundary")
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
 CACHED, ADDED = (300, 40, 0, 290, 129), (70, 130, 65, 1, 1)
 """Tokens of each request. Pieces have 64, so most requests have several."""
 
@@ -71,10 +77,11 @@ def backend_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "LEAST_PIECE", 64)
 
 
-def mixed_batch(heads: int = 4, kv_heads: int = 2) -> Any:
-    """The last two requests decode, others are extended."""
+def mixed_batch(heads: int = 4, kv_heads: int = 2, window: int | None = None) -> Any:
+    """The last two requests decode, others are extended. Fixtures of a window have the same numbers."""
     case = replace(
         BASE, name="mixed", num_heads=heads, num_kv_heads=kv_heads, page_size=1, prefix_lens=CACHED, extend_lens=ADDED, forward_mode=ForwardMode.MIXED,
+        sliding_window_size=window and window - 1,
     )  # fmt: skip
     fixture = dense.build_dense_attention_fixture(unittest.TestCase(), case, max_context_len=512, **DEVICE)
     fixture.forward_batch.rids = hooks.Rids(["a"] * len(CACHED), torch.arange(len(CACHED)), mixed=True)
@@ -102,6 +109,40 @@ def test_an_extend_in_rounds_has_the_bits_of_decode_steps() -> None:
         assert prefill._decoding is None
 
 
+@pytest.mark.usefixtures("backend_in_pieces")
+@pytest.mark.parametrize("window", [30, 64, 200])
+def test_an_extend_has_the_same_bits_where_windows_have_a_pool_of_their_own(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no window sees is freed there. The pool is laid out as the other one here; what is read of it is looked up."""
+    with torch.no_grad():
+        out = dense.run_dense_fixture_eager(mixed_batch(window=window))
+        fixture = mixed_batch(window=window)
+        pools = fixture.runner.req_to_token_pool, fixture.runner.token_to_kv_pool
+        mapping = torch.zeros(len(pools[1].get_key_buffer(0)), dtype=torch.int64, device=out.device)
+        for row, (cached, added) in enumerate(zip(CACHED, ADDED, strict=True)):
+            seen = pools[0].req_to_token[row, max(0, cached + 1 - window) : cached + added].long()
+            mapping[seen] = seen
+        monkeypatch.setattr(compat.pool, "has_window_pool", lambda pool: True)
+        monkeypatch.setattr(compat.pool, "in_window_pool", lambda pool, layer: True)
+        monkeypatch.setattr(compat.pool, "window_mapping", lambda pool: mapping)
+        fixture.backend.step = Step(fixture.runner, fixture.backend.groups)
+        for kept in (pools[1].get_key_buffer(0), pools[1].get_value_buffer(0)):
+            kept[mapping == 0] = torch.nan
+        monkeypatch.setattr(planned, "WINDOW_TABLE_SLOTS", 1)  # a row at a time
+        prefill = fixture.backend.prefill
+        assert torch.equal(dense.run_dense_fixture_eager(fixture), out)
+        assert prefill._decoding is not None
+        most = max(-(-length // 64) for length in map(sum, zip(CACHED, ADDED, strict=True)))
+        for group in fixture.backend.groups.single:
+            group.executor.max_slots = min(group.executor.max_slots, 20 * most)
+        prefill.begin = lambda batch, check: _begin_whole(prefill, batch)
+        assert torch.equal(dense.run_dense_fixture_eager(fixture), out)
+        assert prefill._decoding is None and len(prefill.extend._rounds) > 5
+        mapping[mapping > 0] = mapping[mapping > 0].roll(1)
+        assert not torch.equal(dense.run_dense_fixture_eager(fixture), out), "another request's slots are found out"
+
+
 def _begin_whole(prefill: Any, batch: Any) -> None:
     prefill.forget()
     prefill._planned = prefill.extend.begin(batch, None)
@@ -123,6 +164,37 @@ def test_latents_are_refused() -> None:
         support._check_deterministic(runner, "DeepSeek")
 
 
+PIECES = (sys.executable, str(Path(__file__).parent / "in_pieces.py"))
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("drafted", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_windows_of_a_server_on_a_cpu(drafted: bool, model: Path, tmp_path: Path) -> None:
+    """In a pool of their own where SGLang makes one there, in chunks and pages, through retractions and evictions: greedy answers are those of
+    `torch_native`. Their bits are not compared, as SGLang's operators depend on the batch."""
+    windowed = mellum.write(tmp_path / "model", model, 100)
+    prompts = [*workload.nested_prompts(2, 2, 3, unrelated=2), *(workload.prose(f"short {i}", 350 + 16 * i) for i in range(3))]
+    flags = ["--dtype", "float32", "--max-running-requests", "48", "--max-total-tokens"]
+    small = ["3000", "--page-size", "16", "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1"]
+    if drafted:
+        small = ["4000", *drafts("STANDALONE", 2, 1, 3), "--speculative-draft-model-path", str(model)]
+    with ForkedServer(windowed, "torch_native", tmp_path / "reference.log", [*flags, "40000", "--disable-hybrid-swa-memory"]) as server:
+        server.wait()
+        expected = generate_all(server, prompts, tokens=40)
+    assert len(set(map(tuple, expected))) > len(prompts) / 2, "answers that depend on prompts"
+    environment = {**CHECKED, **RETRACTING}
+    with ForkedServer(windowed, "pat", tmp_path / "log", [*flags, *small], environment, PIECES) as server:
+        server.wait()
+        # Again with what the cache has kept of it.
+        for _ in range(2):
+            assert generate_all(server, prompts, tokens=40) == expected
+        counters = assert_sound(server)
+        assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
+        log = server.log.read_text()
+        assert "requests are cut into pieces of 64 tokens" in log
+        assert ("SWAKVPool" in log) == (not compat.arguments.has_one_pool())
+
+
 # Servers on a GPU.
 
 FLAGS = [
@@ -136,10 +208,17 @@ SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
     "two GPUs": ("pat", ["--tp-size", "2"], {}),
     "small pool": (
         "pat", ["--max-total-tokens", "24000", "--schedule-conservativeness", "0.1"],
-        {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
+        RETRACTING,
+    ),
+    "windows": ("pat", ["--page-size", "16", "--enable-mixed-chunk", "--chunked-prefill-size", "512"], CHECKED),
+    "windows, drafts": ("pat", drafts("STANDALONE", 3, 1, 4), {}),
+    "windows, small pool": (
+        "pat", ["--max-total-tokens", "24000", "--schedule-conservativeness", "0.1", "--chunked-prefill-size", "2048"], RETRACTING,
     ),
 }  # fmt: skip
 """Backend, flags and environment of each."""
+WINDOWS = {"windows": 100, "windows, drafts": 400, "windows, small pool": 400}
+"""Tokens of the window of the models of some, whose KV is in a pool of its own: within a piece, and over two or three."""
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -149,8 +228,12 @@ def server(
     name = request.param
     if name == "two GPUs" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    flags = [*FLAGS, *(["--speculative-draft-model-path", str(gpu_model)] if name == "drafts" else [])]
-    with serving(gpu_model, {name: SERVERS[name]}, flags, tmp_path_factory.mktemp("logs")) as started:
+    flags = [*FLAGS, *(["--speculative-draft-model-path", str(gpu_model)] if "drafts" in name else [])]
+    folder, model = tmp_path_factory.mktemp("server"), gpu_model
+    if name in WINDOWS:
+        model = mellum.write(folder / "model", gpu_model, WINDOWS[name], head_dim=64)
+    with serving(model, {name: SERVERS[name]}, flags, folder) as started:
+        assert ("SWAKVPool" in started[name].log.read_text()) == (name in WINDOWS)
         yield started[name]
 
 
@@ -192,7 +275,7 @@ def test_answers_do_not_depend_on_the_batch(server: Server, seed: int | None) ->
 def test_sglangs_own(
     server: Server, mode: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if request.node.callspec.params["server"] == "small pool" and compat.release() == "0.5.17":
+    if "small pool" in request.node.callspec.params["server"] and compat.release() == "0.5.17":
         pytest.skip("SGLang 0.5.17 loses log-probabilities of requests that it retracts")
     with importing_kits():
         from sglang.test import test_deterministic as own
