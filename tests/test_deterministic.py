@@ -173,12 +173,17 @@ def test_windows_of_a_server_on_a_cpu(drafted: bool, model: Path, tmp_path: Path
     """In a pool of their own where SGLang makes one there, in chunks and pages, through retractions and evictions: greedy answers are those of
     `torch_native`. Their bits are not compared, as SGLang's operators depend on the batch."""
     windowed = mellum.write(tmp_path / "model", model, 100)
-    prompts = [*workload.nested_prompts(2, 2, 3, unrelated=2), *(workload.prose(f"short {i}", 350 + 16 * i) for i in range(3))]
+    prompts = [
+        *workload.nested_prompts(2, 2, 3, unrelated=2),
+        *(workload.prose(f"short {i}", 350 + 16 * i) for i in range(3)),
+    ]
     flags = ["--dtype", "float32", "--max-running-requests", "48", "--max-total-tokens"]
     small = ["3000", "--page-size", "16", "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1"]
     if drafted:
         small = ["4000", *drafts("STANDALONE", 2, 1, 3), "--speculative-draft-model-path", str(model)]
-    with ForkedServer(windowed, "torch_native", tmp_path / "reference.log", [*flags, "40000", "--disable-hybrid-swa-memory"]) as server:
+    with ForkedServer(
+        windowed, "torch_native", tmp_path / "reference.log", [*flags, "40000", "--disable-hybrid-swa-memory"]
+    ) as server:
         server.wait()
         expected = generate_all(server, prompts, tokens=40)
     assert len(set(map(tuple, expected))) > len(prompts) / 2, "answers that depend on prompts"

@@ -84,7 +84,9 @@ def test_plans_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None
 @given(batches(max_queries=20, max_length=300), pieced)
 @settings(max_examples=100, deadline=None)
 def test_requests_count_with_what_they_see(batch: Batch, config: PackConfig) -> None:
-    scheduler = NativeScheduler(config, len(batch.seq_lens), buffers=[np.zeros(1 << 20, dtype=np.int32) for _ in range(2)])
+    scheduler = NativeScheduler(
+        config, len(batch.seq_lens), buffers=[np.zeros(1 << 20, dtype=np.int32) for _ in range(2)]
+    )
     steps = scheduler.take(load(scheduler, batch), np.array(batch.seq_lens), 0)[1]
     counts, window = scheduler.totals(steps), config.window or 2**31
     seen = sum(min(length + step, window) for length in batch.seq_lens for step in range(steps))

@@ -34,10 +34,12 @@ def translate(
         raise ValueError(f"a batch of {batch} has no room in {len(slots)} rows of slots, {len(firsts)} of firsts")
     if batch == 0:
         return
-    begin = slots.storage_offset()
+    begin = int(slots.storage_offset())
     if rows.is_cuda:
         grid = (batch, triton.cdiv(window, BLOCK))
-        _translate[grid](req_to_token, req_to_token.stride(0), rows, seq_lens, mapping, slots, begin, firsts, window, BLOCK)
+        _translate[grid](
+            req_to_token, req_to_token.stride(0), rows, seq_lens, mapping, slots, begin, firsts, window, BLOCK
+        )
         return
     unseen = (seq_lens[:batch] - window).clamp(min=0)
     columns = torch.arange(window)

@@ -304,9 +304,10 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _refused("diffusion models", "`--dllm-algorithm`", _set("dllm_algorithm"), _LEAVE_OUT),
         _works("deterministic inference on a GPU", "`--enable-deterministic-inference`", "test_pieces.py::test_kernels_decode_alone_and_in_any_batch",
                "test_pieces.py::test_kernels_of_drafts_and_extends_compute_what_those_of_decode_steps_do",
-               "test_deterministic.py::test_an_extend_in_rounds_has_the_bits_of_decode_steps", "test_deterministic.py::test_answers_do_not_depend_on_the_batch",
+               "test_deterministic.py::test_an_extend_in_rounds_has_the_bits_of_decode_steps", "test_pieces.py::test_windows_in_a_pool_of_their_own",
+               "test_deterministic.py::test_answers_do_not_depend_on_the_batch",
                note="packed; prefill is planned too, without CUDA graphs, so that recomputed tokens have the bits of decoded ones; [what was "
-               "run on a GPU](rollouts.md); of hybrid models attention only"),
+               "run on a GPU](rollouts.md); of hybrid models attention only; a KV pool for windows was run on no GPU in this mode"),
         _refused("deterministic inference on a CPU", "`--enable-deterministic-inference`", _on_cpu(_set("enable_deterministic_inference")),
                  "leave it out, as SGLang's operators there depend on the batch"),
         _refused("deterministic inference with a second backend",
