@@ -5,6 +5,7 @@ That kernels do so is shown in test_pieces.py; here is what a backend and a serv
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sys
 import unittest
@@ -19,6 +20,8 @@ import mellum
 import numpy as np
 import pytest
 import torch
+from chaos import Chaos, our_tracebacks
+from chaos.report import Report
 from conftest import assert_sound, drafts, flush, generate_all, importing_kits
 from forked import ForkedServer
 from gpu_servers import CHECKED, serving
@@ -272,6 +275,46 @@ def test_answers_do_not_depend_on_the_batch(server: Server, seed: int | None) ->
             assert answer[1] == alone[i][1] or len(answer[1]) < len(answer[0]), f"prompt {i} in a batch of {size}"
     counters = assert_sound(server)
     assert counters["kv_bytes"] < counters["kv_bytes_unpacked"], "nothing was packed"
+
+
+CHAOS_SECONDS, CHAOS_SEED = 15, 7
+EXACT = [
+    "requests", "disconnects", "aborts", "samples", "stops", "logprobs", "sessions", "flushes", "pauses", "namespaces", "priorities", "seeds",
+]  # fmt: skip
+"""What a chaos does whose answers shall be the same bits."""
+TINY_POOL = ["--max-total-tokens", "8000", "--schedule-conservativeness", "0.1"]
+
+
+def run_chaos(tried: Server, reference: Server, features: list[str], seconds: float = CHAOS_SECONDS) -> Report:
+    """The report of one in which every answer, greedy and seeded, had to be the one that the reference gives to the same request alone."""
+    chaos = Chaos(tried.url, reference.url, CHAOS_SEED, seconds, features=features, prompts=16, close=0.0, patience=60)
+    report = asyncio.run(chaos.run())
+    print(report)
+    assert not report.problems, report
+    assert not our_tracebacks(tried.log.read_text())
+    counters = assert_sound(tried)
+    assert counters["kv_tokens"] < counters["kv_tokens_unpacked"], "nothing was packed"
+    assert "Retract" in tried.log.read_text() or report.compared["retracted"] > 0
+    return report
+
+
+@pytest.mark.gpu
+@pytest.mark.server
+@pytest.mark.parametrize("kind", ["plain", "windows", "drafts"])
+def test_chaos_changes_no_answer(kind: str, gpu_model: Path, tmp_path: Path) -> None:
+    """A server with a tiny pool, which retracts, aborts and pauses, beside another that has one request at a time: the promise is also that of two servers.
+    Seeded answers of drafts are left out."""
+    flags = [*FLAGS, "--context-length", "2048", "--chunked-prefill-size", "512", "--enable-priority-scheduling"]
+    model = gpu_model
+    if kind == "windows":
+        model = mellum.write(tmp_path / "model", gpu_model, 300, head_dim=64)
+    if kind == "drafts":
+        flags += [*drafts("STANDALONE", 3, 1, 4), "--speculative-draft-model-path", str(gpu_model)]
+    cases = {"tried": ("pat", TINY_POOL, CHECKED | RETRACTING), "reference": ("pat", [], {})}
+    with serving(model, cases, flags, tmp_path) as servers:
+        report = run_chaos(servers["tried"], servers["reference"], EXACT)
+        for compared in ("greedy", "partial", "logprobs", "left out: seeded" if kind == "drafts" else "seeded"):
+            assert report.compared[compared] > 1, (compared, report)
 
 
 @pytest.mark.gpu
