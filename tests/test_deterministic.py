@@ -21,6 +21,10 @@ import numpy as np
 import pytest
 import torch
 from chaos import Chaos, our_tracebacks
+from chaos.client import Outcome
+from chaos.judge import Case, Judge, Names
+from chaos.oracle import Answer, Oracle
+from chaos.questions import Question
 from chaos.report import Report
 from conftest import assert_sound, drafts, flush, generate_all, importing_kits
 from forked import ForkedServer
@@ -275,6 +279,44 @@ def test_answers_do_not_depend_on_the_batch(server: Server, seed: int | None) ->
             assert answer[1] == alone[i][1] or len(answer[1]) < len(answer[0]), f"prompt {i} in a batch of {size}"
     counters = assert_sound(server)
     assert counters["kv_bytes"] < counters["kv_bytes_unpacked"], "nothing was packed"
+
+
+class Known(Oracle):
+    """Has one answer."""
+
+    def __init__(self, known: Answer) -> None:
+        self.close, self._known = 0.0, known
+
+    async def answer(self, question: Question, tokens: int = 0) -> Answer:
+        return self._known
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprob", "left_out", "found"),
+    [
+        ([5, 6], -0.25, (), "seeded"),
+        ([5, 7], -0.25, (), ""),
+        ([5], -0.25, (), ""),
+        ([5, 6], -0.25 - 2**-54, (), ""),
+        ([5, 7], -0.25, ("seeded",), "left out: seeded"),
+    ],
+)
+def test_an_exact_chaos_finds_a_bit(ids: list[int], logprob: float, left_out: tuple[str, ...], found: str) -> None:
+    known = Answer([5, 6], "", 2, [], [(-0.5, 5), (-0.25, 6)], [])
+    chosen = [(-0.5, ids[0], None), (logprob, ids[-1], None)][: len(ids)]
+    outcome = Outcome(200, [ids], [""], {"output_token_logprobs": chosen}, "length")
+    report = Report(0)
+
+    async def judged() -> None:
+        judge = Judge(Known(known), Names(), report, left_out)
+        judge.submit(Case(Question.make("seeded", "/generate", {}), outcome))
+        working = asyncio.create_task(judge.work())
+        await judge.finish()
+        working.cancel()
+
+    asyncio.run(judged())
+    assert +report.compared == ({found: 1} if found else {})
+    assert len(report.problems) == (not found)
 
 
 CHAOS_SECONDS, CHAOS_SEED = 15, 7
