@@ -5,7 +5,9 @@ That kernels do so is shown in test_pieces.py; here is what a backend and a serv
 
 from __future__ import annotations
 
+import asyncio
 import random
+import sys
 import unittest
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,18 +16,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mellum
 import numpy as np
 import pytest
 import torch
-from conftest import assert_sound, drafts, flush, importing_kits
+from chaos import Chaos, our_tracebacks
+from chaos.client import Outcome
+from chaos.judge import Case, Judge, Names
+from chaos.oracle import Answer, Oracle
+from chaos.questions import Question
+from chaos.report import Report
+from conftest import assert_sound, drafts, flush, generate_all, importing_kits
+from forked import ForkedServer
 from gpu_servers import CHECKED, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_pat import compat, plugin
 from sglang_pat.backend import executors
+from sglang_pat.backend.extends import planned
 from sglang_pat.backend.extends.planned import rounds
 from sglang_pat.backend.start import support
+from sglang_pat.backend.step import Step
 from sglang_pat.backend.tensors import lengths
 from sglang_pat.demo import workload
 from sglang_pat.demo.server import Server
@@ -41,6 +53,7 @@ plugin.register()
 
 DEVICE: dict[str, Any] = {"device": "cuda" if ON_GPU else "cpu", "head_dim": 64 if ON_GPU else dense.DEFAULT_HEAD_DIM}
 BASE = next(case for case in dense.make_dense_cases("pat") if case.name == "mha_decode_page_boundary")
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
 CACHED, ADDED = (300, 40, 0, 290, 129), (70, 130, 65, 1, 1)
 """Tokens of each request. Pieces have 64, so most requests have several."""
 
@@ -71,10 +84,11 @@ def backend_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "LEAST_PIECE", 64)
 
 
-def mixed_batch(heads: int = 4, kv_heads: int = 2) -> Any:
-    """The last two requests decode, others are extended."""
+def mixed_batch(heads: int = 4, kv_heads: int = 2, window: int | None = None) -> Any:
+    """The last two requests decode, others are extended. Fixtures of a window have the same numbers."""
     case = replace(
         BASE, name="mixed", num_heads=heads, num_kv_heads=kv_heads, page_size=1, prefix_lens=CACHED, extend_lens=ADDED, forward_mode=ForwardMode.MIXED,
+        sliding_window_size=window and window - 1,
     )  # fmt: skip
     fixture = dense.build_dense_attention_fixture(unittest.TestCase(), case, max_context_len=512, **DEVICE)
     fixture.forward_batch.rids = hooks.Rids(["a"] * len(CACHED), torch.arange(len(CACHED)), mixed=True)
@@ -102,6 +116,40 @@ def test_an_extend_in_rounds_has_the_bits_of_decode_steps() -> None:
         assert prefill._decoding is None
 
 
+@pytest.mark.usefixtures("backend_in_pieces")
+@pytest.mark.parametrize("window", [30, 64, 200])
+def test_an_extend_has_the_same_bits_where_windows_have_a_pool_of_their_own(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no window sees is freed there. The pool is laid out as the other one here; what is read of it is looked up."""
+    with torch.no_grad():
+        out = dense.run_dense_fixture_eager(mixed_batch(window=window))
+        fixture = mixed_batch(window=window)
+        pools = fixture.runner.req_to_token_pool, fixture.runner.token_to_kv_pool
+        mapping = torch.zeros(len(pools[1].get_key_buffer(0)), dtype=torch.int64, device=out.device)
+        for row, (cached, added) in enumerate(zip(CACHED, ADDED, strict=True)):
+            seen = pools[0].req_to_token[row, max(0, cached + 1 - window) : cached + added].long()
+            mapping[seen] = seen
+        monkeypatch.setattr(compat.pool, "has_window_pool", lambda pool: True)
+        monkeypatch.setattr(compat.pool, "in_window_pool", lambda pool, layer: True)
+        monkeypatch.setattr(compat.pool, "window_mapping", lambda pool: mapping)
+        fixture.backend.step = Step(fixture.runner, fixture.backend.groups)
+        for kept in (pools[1].get_key_buffer(0), pools[1].get_value_buffer(0)):
+            kept[mapping == 0] = torch.nan
+        monkeypatch.setattr(planned, "WINDOW_TABLE_SLOTS", 1)  # a row at a time
+        prefill = fixture.backend.prefill
+        assert torch.equal(dense.run_dense_fixture_eager(fixture), out)
+        assert prefill._decoding is not None
+        most = max(-(-length // 64) for length in map(sum, zip(CACHED, ADDED, strict=True)))
+        for group in fixture.backend.groups.single:
+            group.executor.max_slots = min(group.executor.max_slots, 20 * most)
+        prefill.begin = lambda batch, check: _begin_whole(prefill, batch)
+        assert torch.equal(dense.run_dense_fixture_eager(fixture), out)
+        assert prefill._decoding is None and len(prefill.extend._rounds) > 5
+        mapping[mapping > 0] = mapping[mapping > 0].roll(1)
+        assert not torch.equal(dense.run_dense_fixture_eager(fixture), out), "another request's slots are found out"
+
+
 def _begin_whole(prefill: Any, batch: Any) -> None:
     prefill.forget()
     prefill._planned = prefill.extend.begin(batch, None)
@@ -117,17 +165,46 @@ def test_a_prefill_that_is_not_cut_alike_is_found_out() -> None:
         assert not torch.equal(dense.run_dense_fixture_eager(mixed_batch()), out)
 
 
-def test_pools_for_windows_and_latents_are_refused() -> None:
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-
-    pool = SWAKVPool.__new__(SWAKVPool)
-    pool.swa_layer_nums = 1
-    runner: Any = SimpleNamespace(token_to_kv_pool=pool, use_mla_backend=False)
-    with pytest.raises(support.UnsupportedError, match="add --disable-hybrid-swa-memory"):
-        support._check_deterministic(runner, "GptOss")
-    runner.use_mla_backend = True
+def test_latents_are_refused() -> None:
+    runner: Any = SimpleNamespace(use_mla_backend=True)
     with pytest.raises(support.UnsupportedError, match="for MLA models like DeepSeek"):
         support._check_deterministic(runner, "DeepSeek")
+
+
+PIECES = (sys.executable, str(Path(__file__).parent / "in_pieces.py"))
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("drafted", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_windows_of_a_server_on_a_cpu(drafted: bool, model: Path, tmp_path: Path) -> None:
+    """In a pool of their own where SGLang makes one there, in chunks and pages, through retractions and evictions: greedy answers are those of
+    `torch_native`. Their bits are not compared, as SGLang's operators depend on the batch."""
+    windowed = mellum.write(tmp_path / "model", model, 100)
+    prompts = [
+        *workload.nested_prompts(2, 2, 3, unrelated=2),
+        *(workload.prose(f"short {i}", 350 + 16 * i) for i in range(3)),
+    ]
+    flags = ["--dtype", "float32", "--max-running-requests", "48", "--max-total-tokens"]
+    small = ["3000", "--page-size", "16", "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1"]
+    if drafted:
+        small = ["4000", *drafts("STANDALONE", 2, 1, 3), "--speculative-draft-model-path", str(model)]
+    with ForkedServer(
+        windowed, "torch_native", tmp_path / "reference.log", [*flags, "40000", "--disable-hybrid-swa-memory"]
+    ) as server:
+        server.wait()
+        expected = generate_all(server, prompts, tokens=40)
+    assert len(set(map(tuple, expected))) > len(prompts) / 2, "answers that depend on prompts"
+    environment = {**CHECKED, **RETRACTING}
+    with ForkedServer(windowed, "pat", tmp_path / "log", [*flags, *small], environment, PIECES) as server:
+        server.wait()
+        # Again with what the cache has kept of it.
+        for _ in range(2):
+            assert generate_all(server, prompts, tokens=40) == expected
+        counters = assert_sound(server)
+        assert 0 < counters["kv_bytes"] < counters["kv_bytes_unpacked"]
+        log = server.log.read_text()
+        assert "requests are cut into pieces of 64 tokens" in log
+        assert ("SWAKVPool" in log) == (not compat.arguments.has_one_pool())
 
 
 # Servers on a GPU.
@@ -143,10 +220,17 @@ SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
     "two GPUs": ("pat", ["--tp-size", "2"], {}),
     "small pool": (
         "pat", ["--max-total-tokens", "24000", "--schedule-conservativeness", "0.1"],
-        {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
+        RETRACTING,
+    ),
+    "windows": ("pat", ["--page-size", "16", "--enable-mixed-chunk", "--chunked-prefill-size", "512"], CHECKED),
+    "windows, drafts": ("pat", drafts("STANDALONE", 3, 1, 4), {}),
+    "windows, small pool": (
+        "pat", ["--max-total-tokens", "24000", "--schedule-conservativeness", "0.1", "--chunked-prefill-size", "2048"], RETRACTING,
     ),
 }  # fmt: skip
 """Backend, flags and environment of each."""
+WINDOWS = {"windows": 100, "windows, drafts": 400, "windows, small pool": 400}
+"""Tokens of the window of the models of some, whose KV is in a pool of its own: within a piece, and over two or three."""
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -156,8 +240,12 @@ def server(
     name = request.param
     if name == "two GPUs" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    flags = [*FLAGS, *(["--speculative-draft-model-path", str(gpu_model)] if name == "drafts" else [])]
-    with serving(gpu_model, {name: SERVERS[name]}, flags, tmp_path_factory.mktemp("logs")) as started:
+    flags = [*FLAGS, *(["--speculative-draft-model-path", str(gpu_model)] if "drafts" in name else [])]
+    folder, model = tmp_path_factory.mktemp("server"), gpu_model
+    if name in WINDOWS:
+        model = mellum.write(folder / "model", gpu_model, WINDOWS[name], head_dim=64)
+    with serving(model, {name: SERVERS[name]}, flags, folder) as started:
+        assert ("SWAKVPool" in started[name].log.read_text()) == (name in WINDOWS)
         yield started[name]
 
 
@@ -195,13 +283,91 @@ def test_answers_do_not_depend_on_the_batch(server: Server, seed: int | None, re
     assert counters["kv_bytes"] < counters["kv_bytes_unpacked"], "nothing was packed"
 
 
+class Known(Oracle):
+    """Has one answer."""
+
+    def __init__(self, known: Answer) -> None:
+        self.close, self._known = 0.0, known
+
+    async def answer(self, question: Question, tokens: int = 0) -> Answer:
+        return self._known
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprob", "left_out", "found"),
+    [
+        ([5, 6], -0.25, (), "seeded"),
+        ([5, 7], -0.25, (), ""),
+        ([5], -0.25, (), ""),
+        ([5, 6], -0.25 - 2**-54, (), ""),
+        ([5, 7], -0.25, ("seeded",), "left out: seeded"),
+    ],
+)
+def test_an_exact_chaos_finds_a_bit(ids: list[int], logprob: float, left_out: tuple[str, ...], found: str) -> None:
+    known = Answer([5, 6], "", 2, [], [(-0.5, 5), (-0.25, 6)], [])
+    chosen = [(-0.5, ids[0], None), (logprob, ids[-1], None)][: len(ids)]
+    outcome = Outcome(200, [ids], [""], {"output_token_logprobs": chosen}, "length")
+    report = Report(0)
+
+    async def judged() -> None:
+        judge = Judge(Known(known), Names(), report, left_out)
+        judge.submit(Case(Question.make("seeded", "/generate", {}), outcome))
+        working = asyncio.create_task(judge.work())
+        await judge.finish()
+        working.cancel()
+
+    asyncio.run(judged())
+    assert +report.compared == ({found: 1} if found else {})
+    assert len(report.problems) == (not found)
+
+
+CHAOS_SECONDS, CHAOS_SEED = 15, 7
+EXACT = [
+    "requests", "disconnects", "aborts", "samples", "stops", "logprobs", "sessions", "flushes", "pauses", "namespaces", "priorities", "seeds",
+]  # fmt: skip
+"""What a chaos does whose answers shall be the same bits."""
+TINY_POOL = ["--max-total-tokens", "8000", "--schedule-conservativeness", "0.1"]
+
+
+def run_chaos(tried: Server, reference: Server, features: list[str], seconds: float = CHAOS_SECONDS) -> Report:
+    """The report of one in which every answer, greedy and seeded, had to be the one that the reference gives to the same request alone."""
+    chaos = Chaos(tried.url, reference.url, CHAOS_SEED, seconds, features=features, prompts=16, close=0.0, patience=60)
+    report = asyncio.run(chaos.run())
+    print(report)
+    assert not report.problems, report
+    assert not our_tracebacks(tried.log.read_text())
+    counters = assert_sound(tried)
+    assert counters["kv_tokens"] < counters["kv_tokens_unpacked"], "nothing was packed"
+    assert "Retract" in tried.log.read_text() or report.compared["retracted"] > 0
+    return report
+
+
+@pytest.mark.gpu
+@pytest.mark.server
+@pytest.mark.parametrize("kind", ["plain", "windows", "drafts"])
+def test_chaos_changes_no_answer(kind: str, gpu_model: Path, tmp_path: Path) -> None:
+    """A server with a tiny pool, which retracts, aborts and pauses, beside another that has one request at a time: the promise is also that of two servers.
+    Seeded answers of drafts are left out."""
+    flags = [*FLAGS, "--context-length", "2048", "--chunked-prefill-size", "512", "--enable-priority-scheduling"]
+    model = gpu_model
+    if kind == "windows":
+        model = mellum.write(tmp_path / "model", gpu_model, 300, head_dim=64)
+    if kind == "drafts":
+        flags += [*drafts("STANDALONE", 3, 1, 4), "--speculative-draft-model-path", str(gpu_model)]
+    cases = {"tried": ("pat", TINY_POOL, CHECKED | RETRACTING), "reference": ("pat", [], {})}
+    with serving(model, cases, flags, tmp_path) as servers:
+        report = run_chaos(servers["tried"], servers["reference"], EXACT)
+        for compared in ("greedy", "partial", "logprobs", "left out: seeded" if kind == "drafts" else "seeded"):
+            assert report.compared[compared] > 1, (compared, report)
+
+
 @pytest.mark.gpu
 @pytest.mark.server
 @pytest.mark.parametrize("mode", ["single", "prefix", "radix_cache", "p_vs_d"])
 def test_sglangs_own(
     server: Server, mode: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if request.node.callspec.params["server"] == "small pool" and compat.release() == "0.5.17":
+    if "small pool" in request.node.callspec.params["server"] and compat.release() == "0.5.17":
         pytest.skip("SGLang 0.5.17 loses log-probabilities of requests that it retracts")
     with importing_kits():
         from sglang.test import test_deterministic as own

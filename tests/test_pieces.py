@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import emulated
 import kernel_cases
@@ -20,6 +22,7 @@ from test_cuda_kernel import ARCHS, DEVICE, ON_GPU, emulated_slowly
 from test_extend_plans import Extend, extends, plan
 from trees import batches, configs, random_batch
 
+from sglang_pat.backend.kv.windows import WindowTable
 from sglang_pat.kernels import capabilities, cpu, cuda
 from sglang_pat.kernels.arguments import Tables
 from sglang_pat.packing import CPU_TILES, Batch, Node, PackConfig, TileTable, WorkItem, layout, native
@@ -76,6 +79,20 @@ def test_plans_are_those_of_the_oracle(batch: Batch, config: PackConfig) -> None
     data, made = scheduler.buffers[index], make_plan(batch, config)
     assert data[: layout.size(data)].tolist() == layout.flatten(made, merge_all=True).tolist()
     assert (steps, scheduler.current()[:2]) == (made.steps, (made.kv_tokens, sum(made.num_parts)))
+
+
+@given(batches(max_queries=20, max_length=300), pieced)
+@settings(max_examples=100, deadline=None)
+def test_requests_count_with_what_they_see(batch: Batch, config: PackConfig) -> None:
+    scheduler = NativeScheduler(
+        config, len(batch.seq_lens), buffers=[np.zeros(1 << 20, dtype=np.int32) for _ in range(2)]
+    )
+    steps = scheduler.take(load(scheduler, batch), np.array(batch.seq_lens), 0)[1]
+    counts, window = scheduler.totals(steps), config.window or 2**31
+    seen = sum(min(length + step, window) for length in batch.seq_lens for step in range(steps))
+    assert counts.kv_tokens <= counts.kv_tokens_unpacked == seen
+    if not batch.roots:
+        assert counts.kv_tokens == seen
 
 
 @given(batches(max_queries=20, max_length=300), pieced)
@@ -206,6 +223,40 @@ class OnGpu(Same):
         return out.unflatten(0, (-1, self.drafted))
 
 
+class InItsOwnPool(Same):
+    """Over a KV pool for windows, anew in each run: slots have other numbers there, and what no window of the batch sees is freed. Somebody else's KV is in
+    its place, or NaN."""
+
+    def compute(self, q: torch.Tensor, tables: Tables, made: np.ndarray, extends: bool) -> torch.Tensor:
+        one_pool, case = self.case, copy.copy(self.case)
+        table = WindowTable(SimpleNamespace(req_to_token_pool=tables), case.spec.planned_window)
+        mapping = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(len(case.k) - 1) + 1]).to(q.device)
+        seen = torch.zeros(len(mapping), dtype=torch.bool, device=q.device)
+        for row, length in zip(tables.rows.tolist(), tables.seq_lens.tolist(), strict=True):
+            seen[tables.req_to_token[row, max(0, length - case.spec.planned_window) : length].long()] = True
+        theirs = random.random() < 0.5
+        for name in ("k", "v"):
+            pool = getattr(case, name)
+            wide = pool.to(torch.float32, copy=True)
+            wide[~seen] = torch.randn_like(wide[~seen]) if theirs else math.nan
+            wide[0] = math.nan
+            setattr(case, name, wide[mapping.argsort()].to(pool.dtype))
+        mapping[~seen] = 0
+        table.fill(tables.rows, tables.seq_lens, mapping)
+        self.case = case
+        try:
+            return super().compute(q, self.looked_up(table, tables), made, extends)
+        finally:
+            self.case = one_pool
+
+    def looked_up(self, table: WindowTable, tables: Tables) -> Tables:
+        return Tables(*table.of_batch(len(tables.rows)), tables.seq_lens, tables.masks)
+
+
+class InItsOwnPoolOnGpu(InItsOwnPool, OnGpu):
+    """By the CUDA kernels."""
+
+
 def compared(same: Same, generator: random.Random, times: int = 50) -> list[bool]:
     """Whether queries have the bits that they have alone, in random batches of a case's requests in any order."""
     case, alone, found = same.case, same.alone(), []
@@ -300,6 +351,74 @@ def test_new_tokens_of_any_extend_as_if_decoded_alone(dtype: torch.dtype, option
     added = [generator.choice([1, 2, 7, 40, 90]) for _ in batch.seq_lens]
     case = kernel_cases.Extended(batch, added, 6, 2, 40, 24, dtype, q_dtype=torch.float32, **options)
     assert extended(Same(case, piece), generator, 25)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "piece"), [(100, 64), (100, 256), (64, 64), (400, 128), (1, 64)])
+def test_windows_in_a_pool_of_their_own(dtype: torch.dtype, window: int, piece: int) -> None:
+    """The bits are also those of one pool for all layers."""
+    generator = random.Random(window + piece)
+    batch = random_batch(generator, depth=3, fanout=3, length=150)
+    case = kernel_cases.Case(batch, 6, 2, 40, 24, dtype, window=window, q_dtype=torch.float32, sinks=window == 64)
+    assert torch.equal(InItsOwnPool(case, piece).alone(), Same(case, piece).alone())
+    assert all(compared(InItsOwnPool(case, piece), generator))
+
+
+@pytest.mark.parametrize("window", [7, 64, 100])
+def test_drafts_whose_windows_are_in_a_pool_of_their_own(window: int) -> None:
+    generator = random.Random(window)
+    batch, tokens = random_batch(generator, depth=3, fanout=2, length=150), 4
+    chains = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(len(batch.seq_lens), -1, -1)
+    case = kernel_cases.Drafts(batch, chains, 6, 2, 40, 24, torch.float32, window=window)
+    assert torch.equal(InItsOwnPool(case, 64).alone(), Same(case, 64).alone())
+    assert all(compared(InItsOwnPool(case, 64), generator))
+
+
+def test_a_plan_lives_on_while_windows_in_a_pool_of_their_own_move() -> None:
+    """Some begin to move, or leave what two requests share, within these steps; a plan ends where one of them leaves a piece."""
+    batch, spread = Batch([40, 70, 94, 60, 250], [Node(0, 30, [0, 3])]), 40
+    longest = Batch([length + spread for length in batch.seq_lens], batch.roots)
+    case = kernel_cases.Case(longest, 4, 2, 40, 24, torch.float32)
+    case.spec = msgspec.structs.replace(case.spec, window=80)
+    same, everyone, planned, lived = InItsOwnPool(case, 64), range(5), 0, []
+    made, begun = None, 0
+    for step in range(spread):
+        case.seq_lens = torch.tensor([length + step for length in batch.seq_lens])
+        now = Batch(case.seq_lens.tolist(), batch.roots)
+        if made is None or step - begun >= made.steps:
+            made, begun, planned = native.make_plan(now, same.config()), step, planned + 1
+        lived.append(step - begun)
+        assert torch.equal(same.run(everyone, layout.flatten(made, True)), same.alone())
+    assert 1 < planned < spread and max(lived) > 3
+
+
+class FromWhereWindowsBegin(InItsOwnPool):
+    """A fault: the table's rows begin where windows do."""
+
+    def looked_up(self, table: WindowTable, tables: Tables) -> Tables:
+        found = super().looked_up(table, tables)
+        moved = (tables.seq_lens - self.case.spec.planned_window).clamp(min=0)
+        return msgspec.structs.replace(found, rows=found.rows + moved)
+
+
+class OfTheStepBefore(InItsOwnPool):
+    """A fault: the table is that of a token less."""
+
+    def looked_up(self, table: WindowTable, tables: Tables) -> Tables:
+        found = super().looked_up(table, tables)
+        return msgspec.structs.replace(found, rows=found.rows + (tables.seq_lens > self.case.spec.planned_window))
+
+
+@pytest.mark.parametrize("fault", [FromWhereWindowsBegin, OfTheStepBefore])
+def test_a_wrong_table_of_windows_is_found_out(fault: type[InItsOwnPool]) -> None:
+    generator = random.Random(0)
+    case = kernel_cases.Case(random_batch(generator, 3, 3, 150), 6, 2, 40, 24, torch.float32, window=100)
+    right = Same(case, 64).alone()
+    try:
+        found = torch.equal(fault(case, 64).alone(), right)
+    except AssertionError:  # NaN
+        found = False
+    assert not found
 
 
 # By the CUDA kernels of Hopper. There it takes more than pieces: modules of their own (`Variant.alike`) and wide tiles.
@@ -401,6 +520,15 @@ def test_kernels_decode_windows_and_formats_alone_and_in_any_batch(window: int, 
 
 
 @hopper
+@pytest.mark.parametrize(("window", "dtype"), [(100, torch.float16), (700, torch.float8_e4m3fn)], ids=str)
+def test_kernels_decode_windows_in_a_pool_of_their_own(window: int, dtype: torch.dtype) -> None:
+    case, tiles = on_gpu(window, dtype), tiles_of(dtype)
+    same = InItsOwnPoolOnGpu(case, 512, tiles)
+    assert torch.equal(same.alone(), OnGpu(case, 512, tiles).alone())
+    assert all(compared(same, random.Random(0), TIMES))
+
+
+@hopper
 @each_format_and_window
 def test_kernels_of_drafts_and_extends_compute_what_those_of_decode_steps_do(window: int, dtype: torch.dtype) -> None:
     check_drafts_and_extends(512, window, dtype)
@@ -488,6 +616,26 @@ def test_faults_of_windows_in_kernels_are_found(fault: str, dtype: torch.dtype, 
     assert not found
 
 
+@pytest.mark.skipif(ON_GPU, reason="faults are planted in the emulator")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_windows_in_a_pool_of_their_own_are_found(fault: str) -> None:
+    """In decode steps. What is in front of the first request's window is nobody's, of the others it is the windows of those in front."""
+    batch = Batch([592, 700, 1_022, 1_030])
+    case = kernel_cases.Case(batch, 4, 1, 128, 128, torch.float16, window=100)
+    same = InItsOwnPoolOnGpu(case, 512, tiles_of(torch.float16, 128, rows=4))
+    known, changes = capabilities.tile_table_of(case.spec, "9.0a"), tuple(FAULTS.values())
+    make = functools.partial(emulated.Decoder, case.spec, known, "9.0a", limits=True, alike=True, changes=changes)
+    same.decoders = [make()]
+    right = same.alone()
+    assert torch.equal(same.decode(range(4), batch), right), "nothing is planted"
+    same.decoders = [make(planted=FAULTS[fault])]
+    try:
+        found = torch.equal(same.decode(range(4), batch), right)
+    except AssertionError:  # NaN
+        found = False
+    assert not found
+
+
 def check_drafts_and_extends(
     piece: int, window: int = 0, dtype: torch.dtype = torch.float16, dims: tuple[int, int] = (128, 128), heads: int = 4
 ) -> None:
@@ -502,6 +650,8 @@ def check_drafts_and_extends(
     same = OnGpu(case, piece, drafts_tiles)
     assert all(compared(same, generator, TIMES))
     alone = same.alone()
+    if window:
+        assert torch.equal(InItsOwnPoolOnGpu(case, piece, drafts_tiles).decode(range(4), case.batch), alone)
     for request in range(4):
         for token in range(tokens):
             decoded = OnGpu(as_decoded(case, request, token), piece, alone_tiles).alone()[0, 0]

@@ -20,12 +20,13 @@ def fill(device: str, *tensors: torch.Tensor) -> None:
     if device != "interpreter":
         translate.translate(*tensors)
         return
-    req_to_token, rows, seq_lens, mapping, slots, seen = tensors
+    req_to_token, rows, seq_lens, mapping, slots, firsts = tensors
     grid = (len(rows), -(-slots.shape[1] // translate.BLOCK))
     kernel = InterpretedFunction(translate._translate.fn)
     kernel[grid](
-        req_to_token, req_to_token.stride(0), rows, seq_lens, mapping, slots, seen, slots.shape[1], translate.BLOCK
-    )
+        req_to_token, req_to_token.stride(0), rows, seq_lens, mapping, slots, slots.storage_offset(), firsts, slots.shape[1],
+        translate.BLOCK,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -38,23 +39,22 @@ def test_a_table_has_what_each_window_sees(window: int, device: str) -> None:
     lengths = [1, window, window + 1, 41, 512, 513, CONTEXT]
     rows = torch.randint(8, (len(lengths),), generator=generator)
     # A batch may have fewer rows than the table, which keeps what was there.
-    slots = torch.full((9, window), -7, dtype=torch.int32)
-    seen = torch.full((9,), -7)
-    tensors = [req_to_token, rows, torch.tensor(lengths), mapping, slots, seen]
-    tensors = [tensor.to(where) for tensor in tensors]
-    fill(device, *tensors)
-    slots, seen = tensors[4].cpu(), tensors[5].cpu()
-    for query, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        tokens = min(length, window)
-        assert seen[query] == tokens
-        assert slots[query, :tokens].tolist() == mapping[req_to_token[row, length - tokens : length].long()].tolist()
+    everything = torch.full((CONTEXT + 9 * window,), -7, dtype=torch.int32, device=where)
+    slots, firsts = everything[CONTEXT:].view(9, window), torch.full((9,), -7, device=where)
+    tensors = [tensor.to(where) for tensor in (req_to_token, rows, torch.tensor(lengths), mapping)]
+    fill(device, *tensors, slots, firsts)
+    for query, (row, length, first) in enumerate(zip(rows, lengths, firsts.tolist(), strict=False)):
+        begin = max(0, length - window)
+        found = everything[first + begin : first + length]
+        assert found.tolist() == mapping[req_to_token[row, begin:length].long()].tolist()
+        assert found.data_ptr() == slots[query].data_ptr()
     assert (slots[len(lengths) :] == -7).all()
-    assert (seen[len(lengths) :] == -7).all()
+    assert (firsts[len(lengths) :] == -7).all()
 
 
 def test_a_batch_that_has_no_room_is_named() -> None:
     table, numbers = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="a batch of 4 has no room in 3 rows of slots, 4 of seen"):
+    with pytest.raises(ValueError, match="a batch of 4 has no room in 3 rows of slots, 4 of firsts"):
         translate.translate(table, numbers, numbers, numbers, table[:3], numbers)
 
 
@@ -68,9 +68,23 @@ def test_a_graph_may_have_more_rows_than_there_are_requests() -> None:
         table.fill(rows, lengths, mapping)
     table.reserve(16)
     table.fill(rows, lengths, mapping)
-    slots, own_rows, seen = table.of_batch(16)
-    assert slots[own_rows].tolist() == [list(range(112, 120))] * 16
-    assert seen.tolist() == [8] * 16
+    slots, firsts = table.of_batch(16)
+    assert slots[firsts, 12:20].tolist() == [list(range(112, 120))] * 16
+
+
+def test_rows_of_a_table_have_room_for_every_position() -> None:
+    pool = ReqToTokenPool(size=3, max_context_len=64, device="cpu", enable_memory_saver=False)
+    pool.req_to_token[:] = torch.arange(64)
+    for window in (8, 200):
+        table = WindowTable(SimpleNamespace(req_to_token_pool=pool), window)
+        longest = len(pool.req_to_token[0])
+        lengths = torch.tensor([longest, 1, 5, longest][: len(pool.req_to_token)])
+        table.fill(torch.arange(len(lengths)), lengths, torch.arange(100))
+        slots, firsts = table.of_batch(len(lengths))
+        for first, length in zip(firsts, lengths, strict=True):
+            begin = max(0, int(length) - window)
+            assert slots[first].shape == (longest,)
+            assert slots[first, begin:length].tolist() == pool.req_to_token[0, begin:length].tolist()
 
 
 def test_a_pool_that_may_hold_up_a_request_is_warned_of() -> None:

@@ -117,6 +117,5 @@ class Step:
         """For layers with this window in plans (`AttentionSpec.planned_window`); with the masks of so many drafts, if it verifies some."""
         masks = None if drafts is None else self._masks[:drafts]
         table = self._windows.get(window)
-        if table is None:
-            return Tables(self._requests.req_to_token, self.rows, self.seq_lens, masks)
-        return Tables(*table.of_batch(len(self.rows)), masks=masks)
+        slots, rows = (self._requests.req_to_token, self.rows) if table is None else table.of_batch(len(self.rows))
+        return Tables(slots, rows, self.seq_lens, masks)

@@ -16,44 +16,45 @@ def translate(
     seq_lens: torch.Tensor,
     mapping: torch.Tensor,
     slots: torch.Tensor,
-    seen: torch.Tensor,
+    firsts: torch.Tensor,
 ) -> None:
     """Fill a table with the slots of each request's last tokens. On a GPU this is one kernel, which can be captured in a CUDA graph.
-
-    To run a plan on the pool for windows, pass `slots` as `req_to_token`, 0, 1, 2 … as `rows`, and `seen` as `seq_lens`. That works because
-    plans count the bounds of a full window back from the request's end, and a row of the table ends there too.
 
     Args:
         req_to_token: [requests, context], int32: the slot of each position of each request.
         rows: [batch], int64: each query's row of it.
         seq_lens: [batch], int64: tokens of each query's request, its own included.
         mapping: [slots], int64: for each slot of the full pool, its slot in the pool for windows.
-        slots: [batch or more, window], int32, contiguous: receives the slots of up to `window` last tokens.
-        seen: [batch or more], int64: receives how many there are.
+        slots: [batch or more, window], int32, contiguous: receives the slots of up to `window` last tokens, from the first column on.
+        firsts: [batch or more], int64: receives where position 0 would be in the storage of `slots`, if the slots of all positions stood in front of
+            these.
     """
     batch, window = len(rows), slots.shape[1]
-    if not len(seq_lens) >= batch <= min(len(slots), len(seen)):
-        raise ValueError(f"a batch of {batch} has no room in {len(slots)} rows of slots, {len(seen)} of seen")
+    if not len(seq_lens) >= batch <= min(len(slots), len(firsts)):
+        raise ValueError(f"a batch of {batch} has no room in {len(slots)} rows of slots, {len(firsts)} of firsts")
     if batch == 0:
         return
+    begin = int(slots.storage_offset())
     if rows.is_cuda:
         grid = (batch, triton.cdiv(window, BLOCK))
-        _translate[grid](req_to_token, req_to_token.stride(0), rows, seq_lens, mapping, slots, seen, window, BLOCK)
+        _translate[grid](
+            req_to_token, req_to_token.stride(0), rows, seq_lens, mapping, slots, begin, firsts, window, BLOCK
+        )
         return
-    lengths = seq_lens[:batch]
-    seen[:batch] = lengths.clamp(max=window)
+    unseen = (seq_lens[:batch] - window).clamp(min=0)
     columns = torch.arange(window)
-    positions = (lengths - seen[:batch])[:, None] + columns
+    positions = unseen[:, None] + columns
     found = req_to_token[rows[:, None], positions.clamp(max=req_to_token.shape[1] - 1)]
-    slots[:batch] = mapping[found.where(columns < seen[:batch, None], 0).long()]
+    slots[:batch] = mapping[found.where(positions < seq_lens[:batch, None], 0).long()]
+    firsts[:batch] = begin + window * torch.arange(batch) - unseen
 
 
-_ARGUMENTS = ["req_to_token", "row_stride", "rows", "seq_lens", "mapping", "slots", "seen", "window"]
+_ARGUMENTS = ["req_to_token", "row_stride", "rows", "seq_lens", "mapping", "slots", "begin", "firsts", "window"]
 
 
 # Compile once for all values and alignments: nothing may be compiled while a graph is captured.
 @triton.jit(do_not_specialize=_ARGUMENTS, do_not_specialize_on_alignment=_ARGUMENTS)
-def _translate(req_to_token, row_stride, rows, seq_lens, mapping, slots, seen, window, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _translate(req_to_token, row_stride, rows, seq_lens, mapping, slots, begin, firsts, window, block: tl.constexpr):  # type: ignore[no-untyped-def]
     query, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(seq_lens + query)
     tokens = tl.minimum(length, window)
@@ -64,4 +65,4 @@ def _translate(req_to_token, row_stride, rows, seq_lens, mapping, slots, seen, w
     to_slots = tl.load(mapping + from_slots, mask=valid, other=0)
     tl.store(slots + query * window + columns, to_slots.to(tl.int32), mask=valid)
     if part == 0:
-        tl.store(seen + query, tokens)
+        tl.store(firsts + query, begin + query * window + tokens - length)

@@ -7,6 +7,9 @@ server, flushes its cache and loads its weights again. Prompts come from a small
 matters. Every greedy answer has to be that of the reference, a server on the same weights with another attention backend, to
 which the same prompt is sent alone. Between rounds nothing may be left behind.
 
+Of a server with `--enable-deterministic-inference` answers that are sampled with a seed are compared too. With `--close 0`, and such a server as the
+reference, every answer and log-probability has to have the same bits.
+
 | module | what it has |
 |---|---|
 | `questions` | the forest, and what may be asked |
@@ -74,9 +77,10 @@ class Chaos:
         concurrency: Clients at a time.
         features: What is done, of `FEATURES`; None for all that the server can do.
         prompts: How many different ordinary prompts there are.
-        close: Log-probabilities that differ by less may change places.
+        close: Log-probabilities that differ by less may change places; 0: none may.
         patience: Seconds after which a request hangs.
         able: What is done in the end.
+        left_out: Kinds of questions that are asked, whose answers may differ.
     """
 
     server_url: str
@@ -91,6 +95,7 @@ class Chaos:
 
     report: Report = field(init=False)
     able: frozenset[str] = field(init=False)
+    left_out: frozenset[str] = field(init=False)
     _lost: bool = field(init=False, default=False)
 
     async def run(self) -> Report:
@@ -106,7 +111,7 @@ class Chaos:
             await stack.enter_async_context(reference.connected())
             await self._look()
             self.oracle = Oracle(reference, self.catalogue, self.close)
-            self.judge = Judge(self.oracle, self.names, self.report)
+            self.judge = Judge(self.oracle, self.names, self.report, self.left_out)
             judging = asyncio.create_task(self.judge.work())
             try:
                 await self._run()
@@ -142,15 +147,18 @@ class Chaos:
             "memory": bool(info["enable_memory_saver"]),
             # SGLang asks a draft model to load them too, which n-grams have not.
             "weights": info["speculative_algorithm"] != "NGRAM",
+            "seeds": bool(info["enable_deterministic_inference"]),
         }
         able -= {feature for feature, met in requirements.items() if not met}
         self.able = frozenset(able if self.features is None else self.features)
         self.model = info["model_path"]
+        # SGLang draws by where a verify step begins (docs/rollouts.md, "What is not").
+        self.left_out = frozenset({"seeded"} if info["speculative_algorithm"] else ())
         longest = min(info["max_req_input_len"], info["max_total_num_tokens"] // 2) - 1
         context = info["max_req_input_len"] + 2
         loras = sorted(self.loras) if "loras" in self.able else []
         self.catalogue = Catalogue.write(
-            self.seed, self.prompts, context, longest, loras, "beams" in self.able, tokenizer
+            self.seed, self.prompts, context, longest, loras, "beams" in self.able, tokenizer, "seeds" in self.able
         )
 
     async def _run(self) -> None:

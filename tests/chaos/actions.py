@@ -220,6 +220,7 @@ def _asks(kind: str, weight: int, feature: str) -> None:
 _asks("beam", 8, "beams")
 _asks("stop", 5, "stops")
 _asks("logprobs", 6, "logprobs")
+_asks("seeded", 20, "seeds")
 _asks("completion", 3, "openai")
 _asks("chat", 3, "openai")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -78,8 +79,9 @@ class Case:
 class Judge:
     """Judges case after case, while the chaos goes on or after it."""
 
-    def __init__(self, oracle: Oracle, names: Names, report: Report) -> None:
-        self._oracle, self._names, self._report = oracle, names, report
+    def __init__(self, oracle: Oracle, names: Names, report: Report, left_out: Collection[str] = ()) -> None:
+        """Questions of the kinds `left_out` are counted only."""
+        self._oracle, self._names, self._report, self._left_out = oracle, names, report, left_out
         self._cases: asyncio.Queue[Case] = asyncio.Queue()
 
     def submit(self, case: Case) -> None:
@@ -109,6 +111,9 @@ class Judge:
         refused |= case.question.kind == "greedy" and case.tokens == 0 and not outcome.complete
         if refused or (not outcome.ids and not outcome.texts):
             return
+        if case.question.kind in self._left_out:
+            self._report.compared[f"left out: {case.question.kind}"] += 1
+            return
         try:
             wrong = await self._wrong(case)
         except (OracleError, aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
@@ -118,6 +123,7 @@ class Judge:
             wrong = f"{outcome} cannot be judged: {error!r}"
         if wrong is None:
             self._report.compared[(case.about or case.question.kind) if outcome.complete else "partial"] += 1
+            self._report.compared["retracted"] += bool(outcome.meta.get("num_retractions"))
         elif wrong:
             self._report.problem(wrong)
 
@@ -145,13 +151,17 @@ class Judge:
                 return describe(
                     question, {"ids": ids, "tokens": case.tokens, "meta": _short(outcome)}, answer.ids[:most]
                 )
-        found = logprobs(outcome.meta)
-        if (
-            question.kind == "logprobs"
-            and outcome.complete
-            and not same_logprobs(found, answer.logprobs, self._oracle.close)
+        if not outcome.complete or question.kind not in ("logprobs", "seeded"):
+            return None
+        chosen = logprobs(outcome.meta, "output")
+        # SGLang 0.5.17 loses a step's log-probabilities of some requests that it retracted.
+        sure = answer.sure if len(chosen) == len(outcome.ids[0]) else 0
+        for found, right in (
+            (logprobs(outcome.meta, "input"), answer.logprobs),
+            (chosen[:sure], answer.chosen[:sure]),
         ):
-            return describe(question, {"logprobs": found, "meta": _short(outcome)}, answer.logprobs)
+            if not same_logprobs(found, right, self._oracle.close):
+                return describe(question, {"logprobs": found, "meta": _short(outcome)}, right)
         return None
 
     def _beams(self, question: Question, outcome: Outcome, answer: Answer) -> str | None:

@@ -29,6 +29,7 @@ class Answer:
         sure: Tokens (of OpenAI's API characters) before the first step at which two tokens are as good as equally likely: from there
             on rounding decides.
         logprobs: (log-probability or None, id) of the prompt's tokens.
+        chosen: The same of the answer's.
         beams: Output ids of each beam.
     """
 
@@ -36,6 +37,7 @@ class Answer:
     text: str
     sure: int
     logprobs: list[tuple[float | None, int]]
+    chosen: list[tuple[float | None, int]]
     beams: list[list[int]]
 
 
@@ -86,7 +88,9 @@ class Oracle:
                 break
             done += size
         beams = [beam["output_ids"] for beam in outcome.meta.get("beam_results", [])]
-        return Answer(ids, outcome.texts[0], sure, logprobs(outcome.meta), beams)
+        return Answer(
+            ids, outcome.texts[0], sure, logprobs(outcome.meta, "input"), logprobs(outcome.meta, "output"), beams
+        )
 
 
 MORE = {"completion": {"logprobs": 2}, "chat": {"logprobs": True, "top_logprobs": 2}}
@@ -109,9 +113,9 @@ def _ended(question: Question, answer: Answer) -> bool:
     return len(answer.ids) % STEP != 0
 
 
-def logprobs(meta: dict[str, Any]) -> list[tuple[float | None, int]]:
-    """The prompt's, as the server gave them."""
-    return [(entry[0], entry[1]) for entry in meta.get("input_token_logprobs") or []]
+def logprobs(meta: dict[str, Any], of: str) -> list[tuple[float | None, int]]:
+    """The prompt's (`input`) or the answer's (`output`), as the server gave them."""
+    return [(entry[0], entry[1]) for entry in meta.get(f"{of}_token_logprobs") or []]
 
 
 def agrees(ids: list[int], answer: Answer) -> bool:
@@ -121,9 +125,9 @@ def agrees(ids: list[int], answer: Answer) -> bool:
 
 
 def same_logprobs(found: list[tuple[float | None, int]], right: list[tuple[float | None, int]], close: float) -> bool:
-    """Whether log-probabilities of a prompt are the same, up to `close`."""
+    """Whether log-probabilities are the same, up to `close`."""
     return len(found) == len(right) and all(
-        token == other and ((a is None and b is None) or (a is not None and b is not None and abs(a - b) < close))
+        token == other and ((a is None and b is None) or (a is not None and b is not None and abs(a - b) <= close))
         for (a, token), (b, other) in zip(found, right, strict=True)
     )
 

@@ -130,7 +130,7 @@ class Catalogue:
 
     @staticmethod
     def write(
-        seed: int, size: int, context: int, longest: int, loras: Sequence[str], beams: bool, strings: bool
+        seed: int, size: int, context: int, longest: int, loras: Sequence[str], beams: bool, strings: bool, seeds: bool
     ) -> Catalogue:
         """`size` ordinary prompts, and of everything else some.
 
@@ -139,6 +139,7 @@ class Catalogue:
             loras: Names of adapters.
             beams: Whether to ask for beam search.
             strings: Whether to stop at strings too, not at tokens only.
+            seeds: Whether to sample with seeds.
         """
         forest, chance = Forest(seed), random.Random(f"catalogue {seed}")
         few = max(4, size // 6)
@@ -185,6 +186,7 @@ class Catalogue:
                 for _ in range(few)
             ],
             "beam": [_beam(forest.prompt(), chance) for _ in range(few)] if beams else [],
+            "seeded": [_seeded(forest.prompt(), chance) for _ in range(2 * few)] if seeds else [],
         }  # fmt: skip
         return catalogue
 
@@ -193,6 +195,18 @@ def _logprobs(prompt: Ids, chance: random.Random) -> Question:
     start = chance.choice([0, 0, len(prompt) // 2, max(0, len(prompt) - 1)])
     body = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": start, "sampling_params": sampling(8)}
     return Question.make("logprobs", GENERATE, body)
+
+
+def _seeded(prompt: Ids, chance: random.Random) -> Question:
+    # All with a top_k: where one of a batch has any, or is greedy, SGLang draws from tokens by their rank, else by their id, so that a seed alone means
+    # another token in such a batch (sampler.py, `top_k_top_p_min_p_sampling_from_probs_torch`).
+    seed, temperature = chance.randrange(1 << 20), chance.choice([0.5, 0.8, 1.2])
+    parameters = sampling(
+        chance.choice([8, 40, 90]), temperature=temperature, top_k=chance.choice([5, 50, 200]), sampling_seed=seed
+    )
+    return Question.make(
+        "seeded", GENERATE, {"input_ids": prompt, "return_logprob": True, "sampling_params": parameters}
+    )
 
 
 def _stop(prompt: Ids, chance: random.Random, strings: bool) -> Question:

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 WINDOW_TABLE_SLOTS = 4 << 20
 """Slots that an extend's table for a pool of windows has on a GPU, at most: 16 MiB, and five times that while it is made, outside of what SGLang
-reserves. 256 requests of 16,384 tokens; larger extends run on a stock backend."""
+reserves. 256 requests of 16,384 tokens; larger extends run on a stock backend. Where all are planned a table may have more, which are looked up so many at a
+time."""
 
 STOCK_REUSE = 1.5
 """How much faster than its reads from memory a stock backend may be, which finds some of a shared prefix in the L2 cache. Planned extends whose price
@@ -154,7 +155,9 @@ class PackedExtend:
             # KV that its window has left behind maps to 0 there, and is not read.
             mapping, own = compat.pool.window_mapping(self._pool), batch.req_pool_indices[: len(added)].long()
             self._window_slots = mapping[batch.out_cache_loc]
-            self._window_table = mapping[self._req_to_token[own, :longest].long()].int()
+            self._window_table = self._req_to_token[own, :longest]
+            for some in self._window_table.split(max(1, WINDOW_TABLE_SLOTS // max(1, longest))):
+                some.copy_(mapping[some.long()])
             self._window_rows = moved[-1]
         return parts
 

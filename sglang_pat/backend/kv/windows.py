@@ -33,7 +33,10 @@ def advice(tokens: int, window: int, step: int) -> str | None:
 
 
 class WindowTable:
-    """Replaces `req_to_token`, the batch's rows and its lengths for layers whose pool has slot numbers of its own.
+    """Replaces `req_to_token` and the batch's rows for layers whose pool has slot numbers of its own.
+
+    It has the slots of each request's window, one request behind the other, and a row of it begins where the request's position 0 would be: rows
+    overlap. So a position of a plan is a column, as in `req_to_token`; whoever reads in front of a window reads another request's slots.
 
     A kernel in each step's CUDA graph fills the table once, for all layers with this window. It has to be filled in every step: between steps
     SGLang frees the slots that a window has left behind, and another request may get them.
@@ -46,29 +49,33 @@ class WindowTable:
         """
         self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self._window = min(window, self._req_to_token.shape[1])
-        self._rows = torch.empty(0)
+        self._firsts = torch.empty(0)
         self.reserve(len(self._req_to_token))
         # Compiles the kernel, before any graph is captured.
-        self.fill(self._rows[:1], self._seen[:1], self._rows)
+        row = torch.zeros(1, dtype=torch.int64, device=self._firsts.device)
+        self.fill(row, row, row)
 
     def reserve(self, batch: int) -> None:
         """Make room for a batch of this size: graphs may pad to more rows than there are requests. Call it only before a graph reads the table."""
-        if batch <= len(self._rows):
+        if batch <= len(self._firsts):
             return
-        device = self._req_to_token.device
-        self._slots = torch.zeros(batch, self._window, dtype=torch.int32, device=device)
-        self._seen = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._rows = torch.arange(batch, device=device)
+        device, context = self._req_to_token.device, self._req_to_token.shape[1]
+        size = context + batch * self._window
+        # Where the first request's row begins, and where the last one's ends, there are no slots.
+        everything = torch.zeros(size + context, dtype=torch.int32, device=device)
+        self._slots = everything[context:size].view(batch, self._window)
+        self._table = everything.as_strided((size, context), (1, 1))
+        self._firsts = torch.zeros(batch, dtype=torch.int64, device=device)
 
     @property
     def bytes(self) -> int:
         """Bytes of memory that the table takes."""
-        return self._slots.nbytes + self._seen.nbytes + self._rows.nbytes
+        return self._slots.untyped_storage().nbytes() + self._firsts.nbytes
 
     def fill(self, rows: torch.Tensor, seq_lens: torch.Tensor, mapping: torch.Tensor) -> None:
         """Look up what a batch sees in this step; arguments as for `translate`."""
-        translate(self._req_to_token, rows, seq_lens, mapping, self._slots, self._seen)
+        translate(self._req_to_token, rows, seq_lens, mapping, self._slots, self._firsts)
 
-    def of_batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`req_to_token`, rows and lengths for an executor."""
-        return self._slots, self._rows[:size], self._seen[:size]
+    def of_batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`req_to_token` and rows for an executor."""
+        return self._table, self._firsts[:size]

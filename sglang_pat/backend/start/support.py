@@ -136,9 +136,6 @@ def _check_deterministic(runner: Any, name: str) -> None:
     if runner.use_mla_backend:
         # A stock backend prefills such models, and kernels of latents were not made for it.
         raise unsupported(f"{flag} for MLA models like {name}", "leave it out, or use another --attention-backend")
-    if compat.pool.has_window_pool(runner.token_to_kv_pool):
-        # Decode steps read it by a table that begins where windows do (backend/kv/windows.py), so positions are not known there.
-        raise unsupported(f"{flag} with a KV pool for windows, which {name} has", "add --disable-hybrid-swa-memory")
     if not all(map(compat.model.decodes, compat.model.attention_layers(runner))):
         raise unsupported(f"{flag} for encoders like {name}", "leave it out, or use another --attention-backend")
 

@@ -75,10 +75,13 @@ class PlanWriter {
     statistics.items = int64_t(bins_.items.size());
     statistics.parts = out[kNumSlots];
     statistics.kv_tokens = read.all;
-    statistics.growing_tails = 0;
-    for (int32_t query = 0; query < batch; ++query) statistics.growing_tails += grows(query);
-    statistics.seq_tokens = 0;
-    for (const int32_t tokens : seq_lens) statistics.seq_tokens += tokens;
+    // With pieces, `seq_lens` are whole requests, of which a window still is all that is read.
+    const int32_t window = config.window > 0 ? config.window : INT32_MAX;
+    statistics.growing_tails = statistics.seq_tokens = 0;
+    for (int32_t query = 0; query < batch; ++query) {
+      statistics.growing_tails += grows(query) && seq_lens[query] <= window;
+      statistics.seq_tokens += std::min(seq_lens[query], window);
+    }
   }
 
   // Counts, and where the sections begin; returns the queries of all work items together.
