@@ -322,8 +322,8 @@ PAGES = {
     "README.md": ("serving",),
     "docs/measured.md": ("serving", "serving_summary_h100", "behind"),
     "docs/measured-serving.md": (
-        "serving_newest", "serving_h200", "serving_h100", "serving_two_h200", "serving_two_h100", "serving_longer", "serving_models",
-        "serving_mixed", "steps_extend", "short_extends",
+        "serving_overview", "serving_newest", "serving_h200", "serving_h100", "serving_two_h200", "serving_two_h100", "serving_longer", "serving_models",
+        "serving_mixed", "short_extends", "steps_extend",
     ),
     "docs/measured-kernels.md": (
         "steps", "steps_h100", "kernels", "kernels_h100", "latents", "deterministic", "ablations", "planning", "packing", "cpu", "cpu_extend",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tables import NAMES, TIMES, bold, folded, load, table
 
 ORDER = ("pat", "fa3", "flashinfer", "triton")
-"""Of columns."""
+"""Of lines and columns."""
 
 
 class Measure(NamedTuple):
@@ -19,78 +19,56 @@ class Measure(NamedTuple):
         title: What tables call it.
         text: How it is written.
         sign: -1 if more is better.
-        shown: Whether its table is open; the others are folded.
     """
 
     field: str
     title: str
     text: str
     sign: int = 1
-    shown: bool = False
 
 
+RATE = Measure("output_tps", "tokens/s", "{:,.0f}", sign=-1)
+TIME = Measure("mean_tpot_ms", "ms per token", "{:,.1f}")
+FIRST = Measure("mean_ttft_ms", "first token, ms", "{:,.0f}")
 MEASURES = (
-    Measure("mean_tpot_ms", "ms per token (mean TPOT)", "{:,.1f}", shown=True),
-    Measure("output_tps", "tokens/s", "{:,.0f}", sign=-1, shown=True),
-    Measure("mean_ttft_ms", "ms to the first token (mean TTFT)", "{:,.0f}"),
-    Measure("step_ms", "decode step, ms", "{:.1f}"),
-    Measure("median_itl_ms", "ms between two tokens (median ITL); two can arrive at once", "{:.1f}"),
-    Measure("mean_itl_ms", "ms between two tokens (mean ITL)", "{:.1f}"),
-    Measure("p99_tpot_ms", "ms per token (P99 TPOT)", "{:,.0f}"),
-)
+    RATE, TIME, Measure("p99_tpot_ms", "P99 of it", "{:,.0f}"), Measure("mean_itl_ms", "mean ITL, ms", "{:.1f}"),
+    FIRST, Measure("step_ms", "decode step, ms", "{:.1f}"),
+)  # fmt: skip
 
 Row = tuple[str, dict[str, dict[str, Any]]]
-"""A workload, and its record in each column."""
+"""A workload, and its record of each server."""
 
 
-def measured(rows: list[Row], columns: dict[str, str], measure: Measure, baseline: str = "") -> str:
-    """A row for each workload, a column for each server (`columns`: key and name); its best number is bold.
-
-    With a `baseline`, a last column says how many times as good PAT is."""
+def every_number(rows: list[Row], servers: dict[str, str], measures: tuple[Measure, ...] = MEASURES) -> str:
+    """A line for each workload and server (`servers`: key and name), a column for each measure; a workload's best is bold."""
     lines = []
     for workload, records in rows:
-        found = {key: records.get(key, {}).get(measure.field) or None for key in columns}
-        if not any(found.values()):
-            continue
-        if measure.field == "step_ms":
-            # At the beginning and at the end of the answers.
-            cells = [
-                " to ".join(measure.text.format(steps[i]) for i in (0, -1)) if steps else "" for steps in found.values()
-            ]
-        else:
-            signed = {key: number and measure.sign * number for key, number in found.items()}
-            cells = bold(signed, lambda number: measure.text.format(abs(number)))
-        line = [workload, *cells]
-        if baseline:
-            ratio = found[baseline] and (found[baseline] / found["pat"]) ** measure.sign
-            line.append(f"{ratio:.2f}{TIMES}" if ratio else "")
-        lines.append(line)
-    last = [f"PAT vs {columns[baseline]}"] if baseline else []
-    return table([measure.title, *columns.values(), *last], lines) if lines else ""
+        there = {key: records[key] for key in servers if key in records}
+        columns = [column(list(there.values()), measure) for measure in measures]
+        for i, key in enumerate(there):
+            lines.append(["" if i else workload, servers[key], *(cells[i] for cells in columns)])
+    shown = [0, 1, *(i for i in range(2, len(measures) + 2) if any(line[i] for line in lines))]
+    heads = ["workload", "", *(measure.title for measure in measures)]
+    return table([heads[i] for i in shown], [[line[i] for i in shown] for line in lines])
 
 
-def tables_of(
-    rows: list[Row], columns: dict[str, str], baseline: str = "", measures: Iterable[Measure] = MEASURES
-) -> str:
-    """A table for each measure: the first ones open, the others folded."""
-    made = {
-        measure: measured(rows, columns, measure, baseline if measure.shown else "") for measure in measures
-    }  # fmt: skip
-    shown = [text for measure, text in made.items() if measure.shown]
-    others = [text for measure, text in made.items() if not measure.shown and text]
-    return "\n\n".join(
-        [*shown, folded("First tokens, steps and gaps" if len(others) > 1 else "First tokens", "\n\n".join(others))]
-    )
+def column(records: list[dict[str, Any]], measure: Measure) -> list[str]:
+    """A measure's cells in some records of one workload."""
+    found = [record.get(measure.field) or None for record in records]
+    if measure.field == "step_ms":
+        # At the beginning and at the end of the answers.
+        return [" to ".join(measure.text.format(steps[i]) for i in (0, -1)) if steps else "" for steps in found]
+    if not any(found):
+        return [""] * len(found)
+    signed = {str(i): number and measure.sign * number for i, number in enumerate(found)}
+    return bold(signed, lambda number: measure.text.format(abs(number)))
 
 
-def by_workload(results: dict[str, str], measures: Iterable[Measure] = MEASURES) -> str:
-    """The workloads of some results (file: what sets it apart), with a column for each backend."""
-    rows = [
-        (title, {record["backend"]: record for record in group}) for title, group in served(results)
-    ]  # fmt: skip
-    backends = [name for name in ORDER if any(name in records for _, records in rows)]
-    baseline = "fa3" if "fa3" in backends else backends[1]
-    return f"{tables_of(rows, {name: NAMES[name] for name in backends}, baseline, measures)}\n\n{on(results)}"
+def by_workload(results: dict[str, str], measures: tuple[Measure, ...] = MEASURES) -> str:
+    """The workloads of some results (file: what sets it apart), folded if they have all measures."""
+    rows = [(name, {record["backend"]: record for record in group}) for name, group in served(results)]
+    text = every_number(rows, {name: NAMES[name] for name in ORDER}, measures)
+    return f"{folded('All numbers', text) if measures == MEASURES else text}\n\n{on(results)}"
 
 
 def on(results: dict[str, str]) -> str:
@@ -112,7 +90,7 @@ MODELS = {
 
 def serving_mixed() -> str:
     """The trace with mixed chunks and without."""
-    return "\n\n".join(f"#### {gpu.upper()}\n\n{_serving_mixed(gpu)}" for gpu in ("h200", "h100"))
+    return "\n\n".join(map(_serving_mixed, ("h200", "h100")))
 
 
 def _serving_mixed(gpu: str) -> str:
@@ -121,9 +99,9 @@ def _serving_mixed(gpu: str) -> str:
     for chunks, name in files.items():
         for record in load(name)["records"]:
             found.setdefault(record["rate"], {})[f"{record['backend']} {chunks}"] = record
-    columns = {f"{name} {chunks}": f"{NAMES[name]}, {chunks}" for chunks in files for name in ("pat", "fa3")}
+    servers = {f"{name} {chunks}": f"{NAMES[name]}, {chunks}" for chunks in files for name in ("pat", "fa3")}
     rows = [(f"`trace`, {rate:g}/s", records) for rate, records in sorted(found.items(), reverse=True)]
-    return f"{tables_of(rows, columns)}\n\n{on({files['mixed']: ''})}"
+    return f"{folded(f'All numbers, {gpu.upper()}', every_number(rows, servers))}\n\n{on({files['mixed']: ''})}"
 
 
 def short_extends() -> str:
@@ -176,7 +154,8 @@ def server_of(record: dict[str, Any]) -> str:
 
 def serving_verify() -> str:
     # What SGLang's log says of a step, and gaps between tokens, mean something else where a step has several.
-    return by_workload({"serving-verify-h200.json": ", H200", "serving-verify-h100.json": ", H100"}, MEASURES[:3])
+    names = {"serving-verify-h200.json": ", H200", "serving-verify-h100.json": ", H100"}
+    return by_workload(names, (RATE, TIME, FIRST))
 
 
 LONGER = ", longer prompts"
@@ -192,6 +171,48 @@ IN_README = {
     ("random-128", None): "128 requests, random prompts of 1,024 tokens",
 }
 """Its rows: workload, requests a second, and what they are called there."""
+
+
+OF_MODELS = {
+    "serving-llama3-8b-h200.json": f"Llama 3 8B{LONGER}",
+    "serving-gpt-oss-20b-h200.json": "gpt-oss 20B in bfloat16",
+    "serving-gpt-oss-20b-fp8-h200.json": "gpt-oss 20B with FP8 KV",
+    "serving-qwen3-30b-a3b-h200.json": "Qwen3-30B-A3B",
+    "serving-mla-h200.json": "DeepSeek V2 Lite",
+}
+"""Results with other models than most, and what these are called."""
+
+AT_A_GLANCE = {
+    NEWEST: "Qwen3-8B", "serving-nominal-h200.json": "Qwen3-8B", "serving-nominal-h100.json": "Qwen3-8B",
+    "serving-2xh200.json": "Qwen3-8B, two GPUs", "serving-2xh100.json": "Qwen3-8B, two GPUs", **OF_MODELS,
+}  # fmt: skip
+"""Results in the first table, and what they are called there."""
+
+SHOWN_RATES = (None, 4.0, 2.0)
+"""Requests a second in that table: none where all are sent at once; of 4 a GPU serves fewer."""
+
+
+def serving_overview() -> str:
+    """A row for each workload and model: PAT, and the best of the backends that ran beside it."""
+    rows = []
+    for name, what in AT_A_GLANCE.items():
+        device = load(name)["device"]
+        title = f"{what}, {device['name'].split()[1]}, {device['sglang']}"
+        for workload, group in served({name: ""}):
+            if group[0]["rate"] in SHOWN_RATES:
+                rows.append([title, workload, *beside_the_best(group, RATE), *beside_the_best(group, TIME)])
+                title = ""
+    heads = [cell for what in (RATE, TIME) for cell in (f"{what.title}, PAT", "best other", "ratio")]
+    return table(["model, GPU, SGLang", "workload", *heads], rows)
+
+
+def beside_the_best(group: list[dict[str, Any]], measure: Measure) -> list[str]:
+    """What PAT has in a workload, the best of the others with its name, and how many times as good PAT is."""
+    found = {record["backend"]: measure.sign * record[measure.field] for record in group}
+    ours = found.pop("pat")
+    best = min(found, key=lambda backend: found[backend])
+    cells = bold({"pat": ours, "best": found[best]}, lambda number: measure.text.format(abs(number)))
+    return [cells[0], f"{cells[1]} {NAMES[best]}", f"{(found[best] / ours) ** measure.sign:.2f}{TIMES}"]
 
 
 def serving_newest() -> str:
@@ -219,15 +240,7 @@ def serving_longer() -> str:
 
 
 def serving_models() -> str:
-    return by_workload(
-        {
-            "serving-llama3-8b-h200.json": f", Llama 3 8B{LONGER}",
-            "serving-gpt-oss-20b-h200.json": ", gpt-oss 20B in bfloat16",
-            "serving-gpt-oss-20b-fp8-h200.json": ", gpt-oss 20B with FP8 KV",
-            "serving-qwen3-30b-a3b-h200.json": ", Qwen3-30B-A3B",
-            "serving-mla-h200.json": ", DeepSeek V2 Lite",
-        }
-    )
+    return by_workload({name: f", {what}" for name, what in OF_MODELS.items()})
 
 
 def served(results: dict[str, str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:

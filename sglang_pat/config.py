@@ -36,8 +36,8 @@ class PatConfig(msgspec.Struct, frozen=True):
     """Settings; the defaults are right for serving.
 
     Attributes:
-        policy: `SGLANG_PAT_POLICY`: how queries are packed. `optimal` has the lowest cost by the model of bytes and time (on a GPU it packs nothing
-            where a tile of latents holds one request, and the log says so), `pat` is the paper's heuristic, `naive` packs every node of the tree, and `query` gives every
+        policy: `SGLANG_PAT_POLICY`: how queries are packed. `optimal` has the lowest cost by the model of bytes and time (on a GPU it packs
+            no MLA model with too many heads, and the log says so), `pat` is the paper's heuristic, `naive` packs every node of the tree, and `query` gives every
             request its own work items (to see what packing brings).
         reuse: `SGLANG_PAT_REUSE`: 1 keeps a plan until the batch or one of its paths changes; 0 plans every step.
         ahead: `SGLANG_PAT_AHEAD`: 1 plans the next batch on another thread while a step runs; 0 plans it when its step begins.

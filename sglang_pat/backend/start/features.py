@@ -348,11 +348,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _works("MLA on a GPU (DeepSeek V2, V3, R1, Kimi K2, GLM-4.7-Flash, and others whose attention has DeepSeek's code)", "",
                "test_latent_kernel.py::test_random_trees", "test_latents.py::test_kit_in_two_tensors", "test_gpu_models.py::test_latents",
                "test_gpu_models.py::test_latents_behind_a_long_prefix", "test_gpu_drafts.py::test_drafts_of_a_model_with_latents",
-               note="latents of 512 + 64 columns; [how fast](measured-kernels.md#latents). On a GPU a server of DeepSeek V2's shape with 16 heads was run, on 0.5.23 and an H200, not with drafts, FP8 or several GPUs. Prefill, mixed steps and drafts run whole "
-               "on SGLang's own choice: FA3 on Hopper, FlashInfer on compute capability 10.x, else Triton. It may be named for prefill, no other backend beside `pat`. Where a request has more than 32 rows (query heads of a rank "
-               "x tokens of a draft; more than 8 where a CTA has 99 KB of shared memory), nothing is packed, and that backend decodes latents of 16 bits too. An FP8 cache has no scales, and FA3 turns the whole pool into 16 bits in each layer of drafts and of prefill over "
-               "latents (in graphs, and behind cached prefixes of fewer than 8,192 tokens in all); in other prefill it turns K into 8 bits once more. Models whose attention has code of its own (MiniCPM3, Sarvam) "
-               "are accepted, and prefill on Triton, but no test ran one"),
+               note="up to 32 heads a GPU are packed, times the tokens of a draft; [which models, what prefills, what was measured](mla.md). On a GPU a server of DeepSeek V2's shape with 16 heads was run, on 0.5.23 and an H200, not with drafts, FP8 or several GPUs"),
         _refused("MLA in hybrid models (Kimi-Linear), with attention sinks, with windows, and on a GPU with scaling by position (Mistral Large 3) and of other dimensions; sparse attention over latents (DSA: DeepSeek V3.2, GLM-5; DeepSeek V4)",
                  "", None, "use another --attention-backend"),
         _works("sliding windows", "", "test_windows.py::test_answers_are_those_of_a_stock_backend", "test_cuda_kernel.py::test_windows",
