@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <mutex>
 #include <numeric>
 #include <random>
@@ -249,8 +248,12 @@ bool Machine::advance() {
 bool Machine::next_is_lazy() {
   const size_t eager = ready_[0].size(), lazy = ready_[1].size();
   if (eager == 0 || lazy == 0) return eager == 0;
+  // std::pow took a tenth of all that the emulator does.
+  const float share = float(lazy) / float(eager + lazy);
+  float all = share;
+  for (int tries = 1; tries < kTries; tries = 2 * tries + 1) all *= all * share;
   constexpr int kSteps = 1 << 24;
-  return float(random_.below(kSteps)) < kSteps * std::pow(float(lazy) / float(eager + lazy), kTries);
+  return float(random_.below(kSteps)) < kSteps * all;
 }
 
 std::string Machine::whereabouts() const {

@@ -20,7 +20,7 @@ namespace emulator {
 
 constexpr int kNamedBarriers = 16;
 constexpr unsigned kSmRegisters = 65536;  // which all threads of a CTA have when it starts
-constexpr int kTries = 31;                // to find a thread that is not lazy
+constexpr int kTries = 31;                // to find a thread that is not lazy; a power of two, less one
 constexpr size_t kStackBytes = 256 << 10, kSharedBytes = 227 << 10;
 
 // SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), which also says the constants.
