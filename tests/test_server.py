@@ -63,16 +63,12 @@ SERVERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
         {**CHECKED, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
     ),
 }  # fmt: skip
-COMMANDS = {
-    "plain": (sys.executable, "-m", "sglang.launch_server"),
-    "mixed": (str(Path(sys.executable).parent / "sglang"), "serve"),
-}
-"""Real ones; the other servers are forked."""
+SERVE = (str(Path(sys.executable).parent / "sglang"), "serve")
 
 
 @pytest.fixture(scope="module")
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """All servers of these tests, started side by side; an idle one sleeps."""
+    """All servers of these tests, started side by side; an idle one sleeps. The plain one imports SGLang in each of its processes, as a user's does."""
     logs = tmp_path_factory.mktemp("logs")
     traced = {"SGLANG_PAT_TRACE": str(logs / "small pool.trace")}
 
@@ -80,7 +76,9 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         backend, flags, environment = SERVERS[name]
         environment = environment | traced if name == "small pool" else environment
         arguments = (model, backend, logs / f"{name}.log", [*COMMON, *flags], environment)
-        return Server(*arguments, command=COMMANDS[name]) if name in COMMANDS else ForkedServer(*arguments)
+        if name == "plain":
+            return Server(*arguments)
+        return ForkedServer(*arguments, **({"command": (sys.executable, *SERVE)} if name == "mixed" else {}))
 
     with ExitStack() as stack:
         started = {name: stack.enter_context(start(name)) for name in SERVERS}
@@ -495,6 +493,18 @@ def test_bench_serving(servers: dict[str, Server], model: Path, tmp_path: Path) 
 def test_sglang_serve(servers: dict[str, Server], prompts: list[str], expected: list[list[int]]) -> None:
     assert generate_all(servers["mixed"], prompts[:20]) == expected[:20]
     assert_sound(servers["mixed"])
+
+
+# The oldest release's slow tests are run nowhere (.ci/run).
+@(pytest.mark.server if compat.release() == "0.5.17" else pytest.mark.slow)
+def test_sglang_serve_that_is_not_forked(
+    model: Path, prompts: list[str], expected: list[list[int]], tmp_path: Path
+) -> None:
+    _, flags, environment = SERVERS["mixed"]
+    with Server(model, "pat", tmp_path / "log", [*COMMON, *flags], environment, SERVE) as server:
+        server.wait()
+        assert generate_all(server, prompts[:20]) == expected[:20]
+        assert_sound(server)
 
 
 def test_an_engine_without_a_radix_cache(
