@@ -11,7 +11,9 @@ import sglang.launch_server
 import sglang.srt.entrypoints.http_server
 import sglang.srt.managers.scheduler
 import sglang.srt.models.registry  # noqa: F401
+import triton.language as tl
 from sglang.srt.plugins import hook_registry
+from triton.runtime import interpreter
 
 _NAMES: dict[int, list[tuple[types.ModuleType, str]]] = {}
 """Who has a name for a function, by its id."""
@@ -38,6 +40,22 @@ def _propagate(original: object, wrapped: object, source_module: object) -> int:
 
 
 hook_registry._propagate_patch = _propagate
+
+_patch_lang = interpreter._patch_lang
+_patched: set[frozenset[int]] = set()
+
+
+def _patch_once(function: types.FunctionType) -> interpreter._LangPatchScope:
+    """Triton's interpreter patches its language, for 7 ms on a CPU, in each launch of a kernel and each function that this calls, and puts it back. Here
+    nothing else needs it."""
+    langs = frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+    if langs not in _patched:
+        _patch_lang(function)
+        _patched.add(langs)
+    return interpreter._LangPatchScope()
+
+
+interpreter._patch_lang = _patch_once
 
 # Collections in servers need not look at what no server will ever free.
 gc.collect()
