@@ -24,7 +24,7 @@ pytestmark = pytest.mark.server
 FLAGS = ["--dtype", "float32", "--max-running-requests", "24"]
 ROOMY, SMALL = ["--max-total-tokens", "20000"], ["--max-total-tokens", "3000", "--schedule-conservativeness", "0.1"]
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
-PROMPTS = workload.nested_prompts(2, 2, 3, unrelated=2)
+PROMPTS = workload.nested_prompts(2, 2, 2, unrelated=2)
 
 
 # The longest prompts end with their context, behind which slots are reserved for drafts. SGLang keeps two tokens for itself.
