@@ -116,10 +116,24 @@ def kernels_dim256() -> str:
         cells = []
         for shared in (True, False):
             ratios = [advantage(one) for one in records if ("," in one["tree"]) == shared]
-            cells += [f"{mean(ratios):.2f}", f"{min(ratios):.2f}", f"{sum(ratio >= 0.99 for ratio in ratios)} of {len(ratios)}"]
+            cells += [
+                f"{mean(ratios):.2f}",
+                f"{min(ratios):.2f}",
+                f"{sum(ratio >= 0.99 for ratio in ratios)} of {len(ratios)}",
+            ]
         rows.append([kv, heads, f"{tokens}", *cells])
     device = result["device"]
-    head = ["KV", "heads", "tokens", "shared: mean", "least", "at least 0.99", "not shared: mean", "least", "at least 0.99"]
+    head = [
+        "KV",
+        "heads",
+        "tokens",
+        "shared: mean",
+        "least",
+        "at least 0.99",
+        "not shared: mean",
+        "least",
+        "at least 0.99",
+    ]
     return f"{table(head, rows)}\n\n*{device['name']} ({device['read_tbps']} TB/s read), torch {device['torch']}, {device['date']}.* Best other / PAT."
 
 

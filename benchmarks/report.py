@@ -326,7 +326,7 @@ PAGES = {
         "serving_mixed", "short_extends", "steps_extend",
     ),
     "docs/measured-kernels.md": (
-        "steps", "steps_h100", "kernels", "kernels_h100", "latents", "deterministic", "ablations", "planning", "packing", "cpu", "cpu_extend",
+        "steps", "steps_h100", "kernels", "kernels_h100", "kernels_dim256", "latents", "deterministic", "ablations", "planning", "packing", "cpu", "cpu_extend",
     ),
     "docs/measured-drafts.md": (
         "serving_verify", "steps_verify", "steps_verify_h100", "verify", "verify_h100", "verify_rivals", "kernels_fp8", "verify_fp8",
