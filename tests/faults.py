@@ -310,7 +310,7 @@ def fault_of_own_queries(change: emulated.Change | None) -> str:
 
 def fault_of_direct(change: emulated.Change | None) -> str:
     """The same of KV of 8 bits and 256 dimensions, by one worker: items of 64 rows, of one to five tiles, and both kinds of items."""
-    tiles = TileTable(capabilities.query_tiles(ARCH, 256, 8, 8))
+    tiles = TileTable(capabilities.query_tiles(ARCH, 256, 8))
     both = Batch([340 + i % 7 for i in range(40)], [Node(0, 300, list(range(40)))])
     for batch, chosen in ((in_turns(90), TileTable((64,))), (in_turns(300), TileTable((64,))), (both, tiles)):
         case = Case(batch, 8, 1, 256, 256, torch.float8_e4m3fn)

@@ -107,7 +107,7 @@ def modules() -> None:
         for dtype in (torch.bfloat16, torch.float8_e4m3fn)
         for arch in ARCHS
         for dim, v_dim in TILE_DIMS
-        for m in capabilities.query_tiles(arch, dim, 8 * dtype.itemsize, capabilities.DIRECT_ROWS)
+        for m in capabilities.query_tiles(arch, dim, 8 * dtype.itemsize)
     ]
     cuda.build([*wanted, *single])
 
@@ -431,8 +431,7 @@ def test_policies(policy: str, arch: str) -> None:
 @pytest.mark.parametrize("m", [emulated_slowly(m) for m in capabilities.tile_table(ARCHS[0], 128).query_tiles])
 @pytest.mark.parametrize(("dim", "v_dim"), TILE_DIMS)
 def test_every_tile(dim: int, v_dim: int, m: int, dtype: torch.dtype, arch: str) -> None:
-    # Where few rows of a query have other tiles than many, those of many too.
-    if not any(m in capabilities.query_tiles(arch, dim, 8 * dtype.itemsize, rows) for rows in (1, 8)):
+    if m not in capabilities.query_tiles(arch, dim, 8 * dtype.itemsize):
         pytest.skip("not a tile of this architecture")
     tiles = TileTable((m,))
     for queries, prefix in ((1, 1), (40, 1), (40, 31), (33, 200), (70, 64), (3, 1000)):
@@ -472,7 +471,7 @@ def test_a_worker_with_more_items_than_threads(dtype: torch.dtype, dim: int, hea
     """They are looked up in turns, wide ones too, whose barriers begin anew."""
     batch = Batch([70] * 520, [Node(0, 60, list(range(first, first + 4))) for first in range(0, 520, 4)])
     case = make_case(batch, heads, 1, dim, dtype)
-    tiles = TileTable(capabilities.query_tiles(arch, dim, 8 * dtype.itemsize, heads)[:3])
+    tiles = TileTable(capabilities.query_tiles(arch, dim, 8 * dtype.itemsize)[:3])
     for chosen in (tiles, TileTable(tiles.query_tiles[-1:])):
         turns = run(case, arch, chosen, policy="naive")
         turns.plan = case.plan(chosen, workers=1, policy="naive")

@@ -482,9 +482,9 @@ def test_two_warpgroups_that_take_turns_are_found_out() -> None:
     assert not all(compared(same, random.Random(0), 6))
 
 
-def tiles_of(dtype: torch.dtype, dim: int = 128, arch: str = ARCHS[0], rows: int = 16) -> tuple[int, ...]:
+def tiles_of(dtype: torch.dtype, dim: int = 128, arch: str = ARCHS[0]) -> tuple[int, ...]:
     """Those that add up alike, as servers have them."""
-    return capabilities.alike(capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize, rows=rows)).query_tiles
+    return capabilities.alike(capabilities.tile_table(arch, dim, kv_bits=8 * dtype.itemsize)).query_tiles
 
 
 @pytest.mark.parametrize(
@@ -502,14 +502,13 @@ def tiles_of(dtype: torch.dtype, dim: int = 128, arch: str = ARCHS[0], rows: int
 def test_tiles_that_servers_have_add_up_alike(arch: str, dim: int, v_dim: int, heads: int) -> None:
     """In pieces in which a single warp, or two warpgroups by turns, would add up otherwise."""
     case = on_gpu(dtype=torch.bfloat16, dim=dim, v_dim=v_dim, heads=heads)
-    tiles = tiles_of(torch.bfloat16, dim, arch, heads)
+    tiles = tiles_of(torch.bfloat16, dim, arch)
     assert all(compared(OnGpu(case, 512, tiles, arch=arch), random.Random(0), TIMES))
 
 
 def test_tiles_of_single_warps_are_left_out() -> None:
     found = [tiles_of(torch.bfloat16, dim, "9.0a") for dim in (128, 192, 256)]
     assert found == [(64, 128, 192), (64, 128), (64, 128)]
-    assert tiles_of(torch.bfloat16, 256, "9.0a", rows=4) == (64,), "it has no larger ones"
     assert cuda.Variant.of(kernel_cases.spec_of(torch.bfloat16, 128), "9.0a", alike=True).query_tiles == found[0]
 
 
@@ -571,7 +570,7 @@ def test_kernels_of_drafts_and_extends_of_larger_dimensions(
 def test_kernels_of_larger_dimensions_decode_alone_and_in_any_batch(
     dtype: torch.dtype, window: int, dims: tuple[int, int], heads: int
 ) -> None:
-    tiles = tiles_of(dtype, dims[0], rows=heads)
+    tiles = tiles_of(dtype, dims[0])
     assert all(compared(OnGpu(on_gpu(window, dtype, *dims, heads), 512, tiles), random.Random(0), TIMES))
 
 
@@ -602,7 +601,7 @@ FAULTS: dict[str, emulated.Change] = {
 def test_faults_of_windows_in_kernels_are_found(fault: str, dtype: torch.dtype, dim: int) -> None:
     batch = Batch([592, 700, 1_022, 1_030], [Node(0, 590, [0, 1, 2, 3])])
     case = kernel_cases.Extended(batch, [3, 9, 5, 1], 4, 1, dim, dim, dtype, window=100)
-    same = OnGpu(case, 512, tiles_of(dtype, dim, rows=4))
+    same = OnGpu(case, 512, tiles_of(dtype, dim))
     known, changes = capabilities.tile_table_of(case.spec, "9.0a"), tuple(FAULTS.values())
     make = functools.partial(emulated.Decoder, case.spec, known, "9.0a", limits=True, alike=True, changes=changes)
     same.decoders = [make()] * 2
@@ -622,7 +621,7 @@ def test_faults_of_windows_in_a_pool_of_their_own_are_found(fault: str) -> None:
     """In decode steps. What is in front of the first request's window is nobody's, of the others it is the windows of those in front."""
     batch = Batch([592, 700, 1_022, 1_030])
     case = kernel_cases.Case(batch, 4, 1, 128, 128, torch.float16, window=100)
-    same = InItsOwnPoolOnGpu(case, 512, tiles_of(torch.float16, 128, rows=4))
+    same = InItsOwnPoolOnGpu(case, 512, tiles_of(torch.float16))
     known, changes = capabilities.tile_table_of(case.spec, "9.0a"), tuple(FAULTS.values())
     make = functools.partial(emulated.Decoder, case.spec, known, "9.0a", limits=True, alike=True, changes=changes)
     same.decoders = [make()]
@@ -641,18 +640,18 @@ def check_drafts_and_extends(
 ) -> None:
     generator, shared = random.Random(1), Node(0, 590, [0, 1, 2, 3])
     batch = Batch([592, 700, 1_022, 1_030], [shared])
-    alone_tiles, drafts_tiles = (tiles_of(dtype, dims[0], rows=rows) for rows in (heads, 4 * heads))
+    tiles = tiles_of(dtype, dims[0])
     case = kernel_cases.Extended(batch, [3, 9, 5, 1], heads, 1, *dims, dtype, window=window, device=DEVICE)
-    assert extended(OnGpu(case, piece, alone_tiles), generator, TIMES)
+    assert extended(OnGpu(case, piece, tiles), generator, TIMES)
     batch, tokens = Batch([254, 510, 592, 1_022], [Node(0, 250, [0, 1, 2, 3], [Node(250, 500, [1, 2])])]), 4
     chains = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(4, -1, -1)
     case = kernel_cases.Drafts(batch, chains, heads, 1, *dims, dtype, window=window, device=DEVICE)
-    same = OnGpu(case, piece, drafts_tiles)
+    same = OnGpu(case, piece, tiles)
     assert all(compared(same, generator, TIMES))
     alone = same.alone()
     if window:
-        assert torch.equal(InItsOwnPoolOnGpu(case, piece, drafts_tiles).decode(range(4), case.batch), alone)
+        assert torch.equal(InItsOwnPoolOnGpu(case, piece, tiles).decode(range(4), case.batch), alone)
     for request in range(4):
         for token in range(tokens):
-            decoded = OnGpu(as_decoded(case, request, token), piece, alone_tiles).alone()[0, 0]
+            decoded = OnGpu(as_decoded(case, request, token), piece, tiles).alone()[0, 0]
             assert torch.equal(decoded, alone[request, token])

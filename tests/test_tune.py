@@ -169,8 +169,6 @@ def test_a_head_dimension_with_a_table_of_its_own_has_its_prices(
         assert own.slice_token_ns > 0 == tiles[256].slice_token_ns, (
             "kernels slice by 16 rows, and would leave out heads"
         )
-        # With KV of 8 bits queries of other rows have other tiles, of which some have no price here.
-        assert capabilities.tile_table("9.0a", 256, gpu, kv_bits=8, rows=1).token_ns != ()
     (tmp_path / "h200-256.json").write_text(tune.written(msgspec.structs.replace(own, prices=prices[:2])))
     assert capabilities.tile_table("9.0a", 256, "NVIDIA H200") == TileTable((8, 64, 128)), "one tile has no price"
     assert devices.find("", "another Hopper", 256) is None
@@ -256,13 +254,6 @@ def test_a_table_that_cannot_be_written_is_printed(
     with pytest.raises(SystemExit, match="cannot be written: No such file"):
         tune.main(["--output", str(tmp_path / "nowhere" / "x.json")])
     assert capsys.readouterr().out == tune.written(H200) + "\n"
-
-
-def test_above_128_dimensions_the_rows_of_a_query_decide_which_tiles_are_measured() -> None:
-    fp8 = capabilities.FP8["fp8_e4m3"]
-    tiles = [capabilities.tiles_of(tile_prices.spec_of(256, fp8, group), "9.0a") for group in (4, 8)]
-    assert tiles == [(8, 16, 64), (8, 64)]
-    assert {len(item.queries) for item in tile_prices.synthetic(64, 2, tokens=64, workers=6, group=8).items} == {8}
 
 
 @pytest.mark.gpu

@@ -50,7 +50,7 @@ def variants_of(options: argparse.Namespace, arch: str) -> list[cuda.Variant]:
     ):
         form = FORMATS[name if kv == "auto" else capabilities.FP8.get(kv, kv)]
         spec = AttentionSpec(1, 1, dim, v_dim, form, sinks=sinks, capped=options.logit_cap, latent=options.latent)
-        # With as many query heads of a KV head as a warpgroup has rows, work items may have tails, or other tiles.
+        # With as many query heads of a KV head as a warpgroup has rows, work items may have tails.
         specs = [spec, msgspec.structs.replace(spec, heads=capabilities.WARPGROUP_ROWS)]
         if options.drafts:
             windows = (0, 1) if options.windows else (0,)

@@ -23,7 +23,7 @@ PRICED = ("bfloat16", capabilities.FP8["fp8_e4m3"], "int4", "int2")
 """Formats of KV that are measured; those of equal bits have equal prices."""
 
 GROUP = 4
-"""Query heads of the one KV head that is measured if nothing else is said, as in Llama 3 8B and Qwen 3 8B."""
+"""Query heads of the one KV head that is measured, as in Llama 3 8B and Qwen 3 8B."""
 
 ITEMS = {True: (12, 24, 48), False: (2, 4, 8)}
 """How many work items of a worker are timed: narrow ones (the key is True) on its 4, 6 or 12 warps, wide ones one after another."""
@@ -37,10 +37,10 @@ faster than with the plain prices (benchmarks/notes/prices.md, "Prices for each 
 1.64 are measured (benchmarks/notes/prices.md, "A turn from wide to narrow items")."""
 
 
-def synthetic(m: int, items: int, tokens: int, workers: int, group: int = GROUP) -> Plan:
-    """A plan in which every worker has the given (even) number of work items of an m. Each item reads `tokens` tokens of its own; each query has `group`
+def synthetic(m: int, items: int, tokens: int, workers: int) -> Plan:
+    """A plan in which every worker has the given (even) number of work items of an m. Each item reads `tokens` tokens of its own; each query has GROUP
     rows and is in two items."""
-    queries = m // group
+    queries = m // GROUP
     work: list[WorkItem] = []
     for i in range(workers * items):
         first = i // 2 * queries
@@ -51,23 +51,23 @@ def synthetic(m: int, items: int, tokens: int, workers: int, group: int = GROUP)
     return Plan(work, bins, [2] * batch, 1, len(work) * tokens, 0)
 
 
-def spec_of(head_dim: int, kv: str, group: int = GROUP) -> AttentionSpec:
-    """What is measured for a head dimension, with `group` query heads of a KV head: that of latents (MLA) stands for them."""
+def spec_of(head_dim: int, kv: str) -> AttentionSpec:
+    """What is measured for a head dimension: that of latents (MLA) stands for them."""
     v_dim = dict(capabilities.LATENT_DIMS).get(head_dim)
-    return AttentionSpec(group, 1, head_dim, v_dim or head_dim, FORMATS[kv], latent=v_dim is not None)
+    return AttentionSpec(GROUP, 1, head_dim, v_dim or head_dim, FORMATS[kv], latent=v_dim is not None)
 
 
 class Bench:
     """Runs synthetic plans on this machine's GPU."""
 
-    def __init__(self, head_dim: int, dtype: str, kv: str, group: int = GROUP) -> None:
+    def __init__(self, head_dim: int, dtype: str, kv: str) -> None:
         import torch
 
         from sglang_pat.kernels import cuda
 
         self.torch, self.dtype = torch, getattr(torch, dtype)
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.spec = spec_of(head_dim, kv, group)
+        self.spec = spec_of(head_dim, kv)
         tiles = capabilities.tile_table_of(self.spec, cuda.arch_of(self.device))
         self.decoder = cuda.Decoder(self.spec, tiles, self.device, dtype=self.dtype)
         self.config = PackConfig.of(self.spec, tiles, self.decoder.workers)
@@ -120,16 +120,15 @@ class Bench:
         from sglang_pat.kernels.arguments import Scores, Tables
 
         torch, workers, dim, v_dim = self.torch, self.decoder.workers, self.spec.head_dim, self.spec.v_head_dim
-        group = self.spec.heads
-        plan = synthetic(m, items, tokens, workers, group)
+        plan = synthetic(m, items, tokens, workers)
         batch, kv_tokens = len(plan.num_parts), plan.kv_tokens
         data = torch.from_numpy(layout.flatten(plan)).to(self.device)
-        q = torch.randn(batch, group, dim, device=self.device).to(self.dtype)
+        q = torch.randn(batch, GROUP, dim, device=self.device).to(self.dtype)
         kv, table = self.pool(kv_tokens)
         rows = torch.zeros(batch, dtype=torch.int64, device=self.device)
         seq_lens = torch.full_like(rows, kv_tokens)
-        partial = torch.empty(2 * batch, group, v_dim, dtype=torch.float16, device=self.device)
-        lse = torch.empty(2 * batch, group, device=self.device)
+        partial = torch.empty(2 * batch, GROUP, v_dim, dtype=torch.float16, device=self.device)
+        lse = torch.empty(2 * batch, GROUP, device=self.device)
         out = torch.empty_like(q[..., :v_dim])
         tables, scores = Tables(table, rows, seq_lens), Scores(dim**-0.5)
         return self.time_us(lambda: self.decoder.decode(q, kv, tables, scores, out, data, partial, lse, merge=False))
@@ -168,14 +167,13 @@ class Bench:
         return tuple(prices)
 
 
-def measure(head_dim: int, dtype: str, only: Collection[int] = (), group: int = GROUP) -> GpuTable:
+def measure(head_dim: int, dtype: str, only: Collection[int] = ()) -> GpuTable:
     """The table of this machine's GPU.
 
     Args:
         head_dim: The head dimension to measure with, one of `capabilities.HEAD_DIMS`, or K's of LATENT_DIMS.
         dtype: Dtype of Q and of 16-bit KV.
         only: Bits of KV, less than 16; everything else is then taken from the table that the GPU has.
-        group: Query heads of a KV head; above 128 dimensions they decide which tiles there are.
 
     Raises:
         ValueError: `only` is given, and the GPU has no table.
@@ -194,7 +192,7 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = (), group: int = 
         source = f"{table.source}; prices with KV of {' and '.join(map(str, only))} bits {source}"
         share = table.read_tbps * 1e3 / table.sms
     else:
-        bench = Bench(head_dim, dtype, dtype, group)
+        bench = Bench(head_dim, dtype, dtype)
         tbps = bench.read_tbps()
         print(f"{properties.name}: reads {tbps:.2f} TB/s")
         share = tbps * 1e3 / properties.multi_processor_count
@@ -215,14 +213,12 @@ def measure(head_dim: int, dtype: str, only: Collection[int] = (), group: int = 
         bits = FORMATS[name].bits
         if only and bits not in only:
             continue
-        spec = spec_of(head_dim, name, group)
+        spec = spec_of(head_dim, name)
         problem = capabilities.refusal(spec, "cuda") or (
             capabilities.pages_problem(spec, cuda.arch_of(device)) if spec.kv.is_low_bit else None
         )
         if problem is not None:
             print(f"KV of {bits} bits: not measured, as the CUDA kernels do not compute {problem}")
         else:
-            table = msgspec.structs.replace(
-                table, **{f"prices_{bits}bit": Bench(head_dim, dtype, name, group).prices(share)}
-            )
+            table = msgspec.structs.replace(table, **{f"prices_{bits}bit": Bench(head_dim, dtype, name).prices(share)})
     return msgspec.structs.replace(table, source=source)

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from sglang_pat.cli.parser import Parser, run
-from sglang_pat.cli.tile_prices import GROUP, measure
+from sglang_pat.cli.tile_prices import measure
 from sglang_pat.kernels import capabilities
 from sglang_pat.packing.devices import GpuTable
 
@@ -43,13 +43,6 @@ def _run(arguments: list[str] | None, prog: str) -> None:
         default=capabilities.MEASURED_DIM,
         help="%(default)s if not given",
     )
-    parser.add_argument(
-        "--group",
-        type=int,
-        choices=[1, 2, 4, 8],
-        default=GROUP,
-        help="query heads of a KV head, %(default)s if not given: above 128 dimensions tiles depend on them",
-    )
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16", help="%(default)s if not given")
     parser.add_argument(
         "--only",
@@ -67,7 +60,7 @@ def _run(arguments: list[str] | None, prog: str) -> None:
     if not torch.cuda.is_available():
         parser.error("there is no GPU here to measure")
     try:
-        table = measure(options.head_dim, options.dtype, options.only, options.group)
+        table = measure(options.head_dim, options.dtype, options.only)
     except ValueError as error:
         parser.error(str(error))
     text = written(table)

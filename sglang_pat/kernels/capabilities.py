@@ -67,25 +67,18 @@ TAILS_DIM = 128
 """The largest head dimension of work items with tails, and of those of 64 rows that two warpgroups share. Above it a warpgroup sees nothing of the
 other one's query (`OwnQueries` in csrc/cuda/ring.cuh)."""
 
-DIRECT_ROWS = 8
-"""The fewest rows of a query with which 8-bit KV of 256 dimensions is converted by two warpgroups: on an H200 queries of 4 rows took 1.02 and 1.06 times as long so
-(benchmarks/notes/larger-dimensions.md, "KV of 8 bits at 256")."""
-
-
 MEASURED_DIM = 128
 """What `sglang_pat.tune` measures if it is not told, and the largest head dimension whose prices every table has: from it smaller ones are scaled."""
 
 
-def query_tiles(arch: str, head_dim: int, kv_bits: int = 16, rows: int = 1) -> tuple[int, ...]:
+def query_tiles(arch: str, head_dim: int, kv_bits: int = 16) -> tuple[int, ...]:
     """Every m of an architecture's kernels. 128 rows take two warpgroups, 192 three: with KV of 8 bits the third one converts (csrc/cuda/threads.cuh,
     `wide_warpgroups`). On Hopper, above 128 dimensions:
 
-    | KV | dimensions | rows | tiles | compute wide, convert, run narrow items |
-    |---|---|---|---|---|
-    | 16 bits | 192 (256 without 16) | all | 8, 16, 64, 128 | two, none, two |
-    | 8 bits | 192 | all | 8, 16, 64 | one, two, two (`converts_directly`) |
-    | 8 bits | 256 | DIRECT_ROWS, and more than 16 | 8, 64 | one, two, two (`converts_directly`) |
-    | 8 bits | 256 | others | 8, 16, 64 | one, two warps, one |
+    | KV | dimensions | tiles | compute wide, convert, run narrow items |
+    |---|---|---|---|
+    | 16 bits | 192 (256 without 16) | 8, 16, 64, 128 | two, none, two |
+    | 8 bits | 192 (256 without 16) | 8, 16, 64 | one, two, two (`converts_directly`) |
 
     Of 256 two warpgroups leave a warp too few registers for 16 rows (ptxas of CUDA 13.0 spills 364 bytes, with KV of 8 bits 120).
 
@@ -93,15 +86,15 @@ def query_tiles(arch: str, head_dim: int, kv_bits: int = 16, rows: int = 1) -> t
         arch: Compute capability, such as `8.0` or `9.0a`.
         head_dim: K's, one of HEAD_DIMS.
         kv_bits: Bits of an element of KV. Pages of few bits have wide items on Hopper only (csrc/cuda/kv/page.cuh).
-        rows: Of a query: query heads of a KV head for each of its tokens.
     """
     if head_dim <= 128 and arch.startswith("9."):
         return (8, NARROW_M, 64, 128) if kv_bits == 8 else (8, NARROW_M, 64, 128, 192)
-    if arch.startswith("9.") and kv_bits == 16:
-        return (8, 64, 128) if head_dim > 192 else (8, NARROW_M, 64, 128)
-    if arch.startswith("9.") and kv_bits == 8 and head_dim > 192 and (rows == DIRECT_ROWS or rows > NARROW_M):
-        return (8, 64)
-    return (8, NARROW_M) if kv_bits < 8 else (8, NARROW_M, 64)
+    if kv_bits < 8:
+        return (8, NARROW_M)
+    if not arch.startswith("9."):
+        return (8, NARROW_M, 64)
+    narrow = (8,) if head_dim > 192 else (8, NARROW_M)
+    return (*narrow, 64) if kv_bits == 8 else (*narrow, 64, 128)
 
 
 def latent_query_tiles(arch: str) -> tuple[int, ...]:
@@ -113,7 +106,7 @@ def tiles_of(spec: AttentionSpec, arch: str) -> tuple[int, ...]:
     """Every m of the kernels for a spec."""
     if spec.latent:
         return latent_query_tiles(arch)
-    return query_tiles(arch, spec.head_dim, spec.kv.bits, spec.query_heads // spec.kv_heads)
+    return query_tiles(arch, spec.head_dim, spec.kv.bits)
 
 
 def packs(spec: AttentionSpec, arch: str) -> bool:
@@ -162,9 +155,7 @@ def has_tails(query_tiles: tuple[int, ...], rows: int, kv_bits: int, head_dim: i
     )
 
 
-def tile_table(
-    arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bits: int = 16, rows: int = 1
-) -> TileTable:
+def tile_table(arch: str, head_dim: int, gpu: str = "", table: GpuTable | None = None, kv_bits: int = 16) -> TileTable:
     """The tiles of a GPU, with their prices if these are known.
 
     Args:
@@ -173,12 +164,11 @@ def tile_table(
         gpu: The GPU's name.
         table: Prices to use instead of the GPU's own table.
         kv_bits: Bits of an element of KV. Pages of few bits have no prices where they have no wide tiles.
-        rows: Of a query, as `query_tiles` has them.
 
     Raises:
         ValueError: `table` is given, and has no prices of these tiles.
     """
-    tiles = query_tiles(arch, head_dim, kv_bits, rows)
+    tiles = query_tiles(arch, head_dim, kv_bits)
     if tiles[-1] == NARROW_M:
         return TileTable(tiles, warp_m=NARROW_M, warp_tokens=WARP_TOKENS)
     chosen, table = table, table or devices.find(arch, gpu, head_dim)
@@ -191,7 +181,7 @@ def tile_table(
         if priced is not None:
             tails = kv_bits >= 8 and head_dim <= TAILS_DIM
             return msgspec.structs.replace(priced, tails_m=WARPGROUP_ROWS) if tails else priced
-    # A model's larger dimensions have a table of their own or none: one of others is no fault, one made with other rows (`tune --group`) is.
+    # A model's larger dimensions have a table of their own or none: one of others is no fault.
     if chosen is not None and (head_dim <= MEASURED_DIM or chosen.head_dim == head_dim):
         raise _unpriced(head_dim, kv_bits)
     return TileTable(tiles)
@@ -218,7 +208,7 @@ def tile_table_of(spec: AttentionSpec, arch: str, gpu: str = "", table: GpuTable
         if priced is None and chosen is not None:
             raise _unpriced(spec.head_dim, spec.kv.bits)
         return priced or TileTable(tiles)
-    return tile_table(arch, spec.head_dim, gpu, table, spec.kv.bits, spec.query_heads // spec.kv_heads)
+    return tile_table(arch, spec.head_dim, gpu, table, spec.kv.bits)
 
 
 def alike(tiles: TileTable) -> TileTable:

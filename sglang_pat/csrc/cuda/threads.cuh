@@ -26,13 +26,10 @@ constexpr int warpgroups(int dim) {
 }
 
 // 8-bit KV of more than 128 columns, on Hopper: beside one consumer warpgroup two are producers that convert what they load
-// (kv/plain_direct.cuh). With narrow items the first of them computes too. Not where tiles of 16 rows take all registers that
-// a thread can have: drafts of 16 rows took 1.13 times as long so (benchmarks/notes/larger-dimensions.md, "KV of 8 bits at
-// 256").
+// (kv/plain_direct.cuh). With narrow items the first of them computes too.
 constexpr bool kHas8BitKv = Variant::kKv == kFloat8_e4m3fn || Variant::kKv == kFloat8_e5m2;
 constexpr bool converts_directly(int dim) {
-  return kHas8BitKv && !Variant::kLatent && Variant::kArch == 900 && dim > 128 &&
-         (dim <= 192 || !(Variant::kQueryTiles & tile_bit(kNarrowM)));
+  return kHas8BitKv && !Variant::kLatent && Variant::kArch == 900 && dim > 128;
 }
 constexpr bool trades_registers(int dim) { return converts_directly(dim) || warpgroups(dim) > 1; }
 constexpr int narrow_warpgroups(int dim) { return converts_directly(dim) ? 2 : warpgroups(dim); }
