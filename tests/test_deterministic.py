@@ -331,7 +331,10 @@ TINY_POOL = ["--max-total-tokens", "8000", "--schedule-conservativeness", "0.1"]
 
 def run_chaos(tried: Server, reference: Server, features: list[str], seconds: float = CHAOS_SECONDS) -> Report:
     """The report of one in which every answer, greedy and seeded, had to be the one that the reference gives to the same request alone."""
-    chaos = Chaos(tried.url, reference.url, CHAOS_SEED, seconds, features=features, prompts=16, close=0.0, patience=60)
+    # Branches of 400 tokens have whole pieces.
+    chaos = Chaos(
+        tried.url, reference.url, CHAOS_SEED, seconds, features=features, prompts=16, branch=400, close=0.0, patience=60
+    )
     report = asyncio.run(chaos.run())
     print(report)
     assert not report.problems, report

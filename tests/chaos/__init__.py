@@ -77,6 +77,7 @@ class Chaos:
         concurrency: Clients at a time.
         features: What is done, of `FEATURES`; None for all that the server can do.
         prompts: How many different ordinary prompts there are.
+        branch: Tokens of the longest prefix that some share, beside those in front of it.
         close: Log-probabilities that differ by less may change places; 0: none may.
         patience: Seconds after which a request hangs.
         able: What is done in the end.
@@ -90,6 +91,7 @@ class Chaos:
     concurrency: int = 16
     features: Collection[str] | None = None
     prompts: int = 48
+    branch: int = 60
     close: float = 1e-3
     patience: float = 180.0
 
@@ -158,7 +160,15 @@ class Chaos:
         context = info["max_req_input_len"] + 2
         loras = sorted(self.loras) if "loras" in self.able else []
         self.catalogue = Catalogue.write(
-            self.seed, self.prompts, context, longest, loras, "beams" in self.able, tokenizer, "seeds" in self.able
+            self.seed,
+            self.prompts,
+            self.branch,
+            context,
+            longest,
+            loras,
+            "beams" in self.able,
+            tokenizer,
+            "seeds" in self.able,
         )
 
     async def _run(self) -> None:

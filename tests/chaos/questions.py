@@ -55,13 +55,14 @@ def greedy(prompt: Sequence[int], tokens: int = LONGEST, lora: str | None = None
 class Forest:
     """Prompts that are random walks in a fixed tree of prefixes, so that every kind of split happens."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, branch: int) -> None:
+        """A prefix has up to `branch` tokens more than the one above it."""
         self._random = random.Random(f"forest {seed}")
-        self._seed = seed
+        self._seed, self._longest = seed, branch
 
     def _branch(self, state: int) -> Ids:
         branch = random.Random(f"{self._seed} branch {state}")
-        return tuple(branch.choice(VOCABULARY) for _ in range(branch.randint(5, 60)))
+        return tuple(branch.choice(VOCABULARY) for _ in range(branch.randint(5, self._longest)))
 
     def own(self, least: int, most: int) -> Ids:
         """Tokens that no other prompt has."""
@@ -130,18 +131,19 @@ class Catalogue:
 
     @staticmethod
     def write(
-        seed: int, size: int, context: int, longest: int, loras: Sequence[str], beams: bool, strings: bool, seeds: bool
-    ) -> Catalogue:
+        seed: int, size: int, branch: int, context: int, longest: int, loras: Sequence[str], beams: bool, strings: bool, seeds: bool
+    ) -> Catalogue:  # fmt: skip
         """`size` ordinary prompts, and of everything else some.
 
         Args:
+            branch: As of `Forest`.
             longest: Tokens of the longest prompt.
             loras: Names of adapters.
             beams: Whether to ask for beam search.
             strings: Whether to stop at strings too, not at tokens only.
             seeds: Whether to sample with seeds.
         """
-        forest, chance = Forest(seed), random.Random(f"catalogue {seed}")
+        forest, chance = Forest(seed, branch), random.Random(f"catalogue {seed}")
         few = max(4, size // 6)
         one_token = [forest.own(1, 1) for _ in range(few)]
         lengths = [longest, longest - 1, *(longest * (9 - i % 5) // 10 for i in range(few - 2))]
