@@ -1,7 +1,7 @@
 // The ring buffer of wide work items in shared memory, and what copies Q beside it. A stage holds K or V of one KV tile,
 // [64 tokens, dim], K and V alternating; Q of an item, [rows, dim], has one or two buffers beside the ring. All lie in
 // swizzled panels (smem.cuh). Every stage has a full and an empty mbarrier. The consumers are in wide.cuh; what fills the stages is
-// of the KV format (kv/plain_copy.cuh, kv/plain_convert.cuh, kv/page_convert.cuh).
+// of the KV format (kv/plain_copy.cuh, kv/plain_convert.cuh, kv/plain_direct.cuh, kv/page_convert.cuh).
 #pragma once
 
 #include "assign.cuh"

@@ -17,27 +17,24 @@ constexpr int kSingleM = 8;
 constexpr int tile_bit(int m) { return 1 << m / 8; }
 constexpr int kWideTiles = ~(tile_bit(kSingleM) | tile_bit(kNarrowM));
 
-// Consumer warpgroups. On Hopper three up to 128 columns; above that, where accumulators take more registers, two if the
-// module has tiles that take two, else one (`query_tiles` in kernels/capabilities.py says which have). Several take over
-// registers of the producer warpgroup. Elsewhere one, with two producer warps.
+constexpr bool kHas8BitKv = Variant::kKv == kFloat8_e4m3fn || Variant::kKv == kFloat8_e5m2;
+
+// Consumer warpgroups. On Hopper three up to 128 columns; above that, where accumulators take more registers, two, or one
+// with 8-bit KV, which two others convert. They take over registers of the producers. Elsewhere one, with two producer warps.
 constexpr int warpgroups(int dim) {
   if (Variant::kArch != 900) return 1;
-  return dim <= 128 ? 3 : Variant::kQueryTiles & tile_bit(2 * kWarpgroupRows) ? 2 : 1;
+  return dim <= 128 ? 3 : kHas8BitKv ? 1 : 2;
 }
 
 // 8-bit KV of more than 128 columns, on Hopper: beside one consumer warpgroup two are producers that convert what they load
 // (kv/plain_direct.cuh). With narrow items the first of them computes too.
-constexpr bool kHas8BitKv = Variant::kKv == kFloat8_e4m3fn || Variant::kKv == kFloat8_e5m2;
-constexpr bool converts_directly(int dim) {
-  return kHas8BitKv && !Variant::kLatent && Variant::kArch == 900 && dim > 128;
-}
-constexpr bool trades_registers(int dim) { return converts_directly(dim) || warpgroups(dim) > 1; }
+constexpr bool converts_directly(int dim) { return kHas8BitKv && !Variant::kLatent && Variant::kArch == 900 && dim > 128; }
 constexpr int narrow_warpgroups(int dim) { return converts_directly(dim) ? 2 : warpgroups(dim); }
 
 // Producers, and those of them that fill a stage of the ring: where they convert directly, one of four sets.
 constexpr int producer_threads(int dim) {
   if (converts_directly(dim)) return 2 * kWarpgroupThreads;
-  return (warpgroups(dim) > 1 ? 4 : 2) * kWarpSize;
+  return (Variant::kArch == 900 ? 4 : 2) * kWarpSize;
 }
 constexpr int kDirectSets = 4;
 constexpr int stage_threads(int dim) { return producer_threads(dim) / (converts_directly(dim) ? kDirectSets : 1); }
@@ -55,6 +52,6 @@ constexpr int wide_warpgroups(int dim) { return two_convert(dim) ? 2 : warpgroup
 // Whether each of them has a buffer of Q for itself (`OwnQueries` in ring.cuh), as two have where all of them compute. For
 // more of Q there is no room; and as KV of so many columns takes longer to arrive than 64 rows take one of them to compute,
 // they need not share those.
-constexpr bool has_own_queries(int dim) { return Variant::kArch == 900 && warpgroups(dim) == 2; }
+constexpr bool has_own_queries(int dim) { return warpgroups(dim) == 2; }
 
 }  // namespace pat

@@ -25,9 +25,9 @@ struct PlainKv {
   static constexpr PassRegisters kDirectRegisters = {248, 240, 128, 24};
   static constexpr PassRegisters kOthersRegisters = {kComputeRegisters<kDim>, kComputeRegisters<kDim>, kLoadRegisters,
                                                      kLoadRegisters};
-  static constexpr PassRegisters kRegisters = kConvertsDirectly        ? kDirectRegisters
-                                              : trades_registers(kDim) ? kOthersRegisters
-                                                                       : PassRegisters{};
+  static constexpr PassRegisters kRegisters = kConvertsDirectly       ? kDirectRegisters
+                                              : Variant::kArch == 900 ? kOthersRegisters
+                                                                      : PassRegisters{};
 
   // Bytes for items, statistics, barriers and alignment.
   static constexpr int kRest = int(sizeof(AssignedItems<kItems>)) + (4 << 10);
@@ -41,7 +41,7 @@ struct PlainKv {
       kConverts ? std::min(8, (kFree - kStages * kStageBytes<kDim>) / kAheadBytes<kDim> / converting_warpgroups(kDim)) : 0;
   // Whole warpgroups of them. Of two groups, of the second one also some: more KV is in flight then. An even number, which
   // teams can divide.
-  static constexpr int kWarpsAtATime = has_own_queries(kDim) || kConvertsDirectly ? 2 : kWarpgroupWarps;
+  static constexpr int kWarpsAtATime = narrow_warpgroups(kDim) == 2 ? 2 : kWarpgroupWarps;
   static constexpr int kNarrowWarps =
       std::min(narrow_warpgroups(kDim) * kWarpgroupWarps,
                (kSharedLimit - kRest) / NarrowSizes<Kv, kDim, kVDim>::kWarp / kWarpsAtATime * kWarpsAtATime);
