@@ -256,6 +256,16 @@ def test_a_table_that_cannot_be_written_is_printed(
     assert capsys.readouterr().out == tune.written(H200) + "\n"
 
 
+def test_a_measured_table_has_the_factors_that_were_fitted_with_its_dimension() -> None:
+    def factors(dim: int, kv: str = "bfloat16") -> tuple[float, float]:
+        price = tile_prices.fitted(tile_prices.spec_of(dim, kv), 64)
+        return price.item_in_plans, price.token_in_plans
+
+    assert factors(128) == factors(192) == (3, 0.8) and factors(256) == (3, 0.87)
+    assert factors(256, capabilities.FP8["fp8_e4m3"]) != factors(128, capabilities.FP8["fp8_e4m3"]) == (2, 1)
+    assert factors(576) == (1, 1), "of latents none"
+
+
 @pytest.mark.gpu
 def test_a_table_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_prices, "TOKENS", (64, 256))

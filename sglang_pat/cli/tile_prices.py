@@ -57,6 +57,12 @@ def spec_of(head_dim: int, kv: str) -> AttentionSpec:
     return AttentionSpec(GROUP, 1, head_dim, v_dim or head_dim, FORMATS[kv], latent=v_dim is not None)
 
 
+def fitted(spec: AttentionSpec, m: int) -> Price:
+    """A price with the factors of an H200's table of the head dimension, else of its usual one; those of latents are not taken over."""
+    known = () if spec.latent else (devices.find("", H200.gpu, spec.head_dim) or H200).prices_of(spec.kv.bits)
+    return next((price for price in known if price.m == m), Price(m, 0, 0, 1, 1))
+
+
 class Bench:
     """Runs synthetic plans on this machine's GPU."""
 
@@ -149,10 +155,7 @@ class Bench:
             print(f"  m {m:3}: {case[0]:3} items of {case[1]:3} tokens a worker take {time:7.1f} us", flush=True)
         writing = m * (self.spec.v_head_dim + 1) * PARTIAL_BYTES / share
         item_ns, token_ns = round(max(0.0, float(fit[1]) * 1e3 - writing), 1), round(float(fit[2]) * 1e3, 2)
-        known = () if self.spec.latent else H200.prices_of(self.spec.kv.bits)
-        fitted = next((price for price in known if price.m == m), Price(m, 0, 0, 1, 1))
-        price = msgspec.structs.replace(fitted, item_ns=item_ns, token_ns=token_ns)
-        return price, error
+        return msgspec.structs.replace(fitted(self.spec, m), item_ns=item_ns, token_ns=token_ns), error
 
     def prices(self, share: float) -> tuple[Price, ...]:
         """The price of each m."""
