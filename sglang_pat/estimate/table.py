@@ -240,7 +240,7 @@ def _verdict(rows: list[Row], baseline: str) -> str:
 def _of_times(kinds: list[tuple[int, int, int]], model: Model, gpu: costs.Gpu) -> Iterator[str]:
     """What is assumed about times, of layers with these dimensions and windows."""
     if any(kind != (128, 128, 0) for kind in kinds):
-        yield "Only heads of 128 without windows were measured: other layers are taken to be as fast per byte."
+        yield "These times are of heads of 128 without windows: other layers are taken to be as fast per byte."
     if model.weight_bytes is None:
         yield "What a step of this model takes beside attention is not known: it has experts, or layers without KV."
     else:

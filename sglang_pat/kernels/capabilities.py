@@ -62,7 +62,6 @@ WARP_TOKENS = 16
 WARPGROUP_ROWS = 64
 """Rows of a wide tile that a warpgroup computes (`kWarpgroupRows` in csrc/cuda/tiles.h)."""
 
-
 TAILS_DIM = 128
 """The largest head dimension of work items with tails, and of those of 64 rows that two warpgroups share. Above it a warpgroup sees nothing of the
 other one's query (`OwnQueries` in csrc/cuda/ring.cuh)."""

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 WINDOW_TABLE_SLOTS = 4 << 20
 """Slots that an extend's table for a pool of windows has on a GPU, at most: 16 MiB, and five times that while it is made, outside of what SGLang
-reserves. 256 requests of 16,384 tokens; larger extends run on a stock backend. Where all are planned a table may have more, which are looked up so many at a
-time."""
+reserves. 256 requests of 16,384 tokens; larger extends run on a stock backend. Where all are planned (deterministic inference) a table has as many as
+the extend's requests times its longest, 128 MiB for 256 of 131,072 tokens, and is looked up so many at a time."""
 
 STOCK_REUSE = 1.5
 """How much faster than its reads from memory a stock backend may be, which finds some of a shared prefix in the L2 cache. Planned extends whose price
